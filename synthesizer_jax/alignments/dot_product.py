@@ -1,0 +1,58 @@
+"""The baseline: queries times keys."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+
+from synthesizer_jax.alignments.base import Alignment, project
+from synthesizer_jax.attention import Span, Terms, low_rank
+from synthesizer_jax.initializers import FanIn, Initializer
+from synthesizer_jax.registry import register
+
+
+@register
+class DotProduct(Alignment):
+    """Scaled dot product of projected tokens, ``logits = scale · (x W_q)(y W_k)ᵀ``.
+
+    The width of a head is free: it need not be d_model / heads (Bhojanapalli et al. 2020, the
+    low-rank bottleneck).
+
+    Attributes:
+      head_dim: width of queries and keys; None means the width of the values.
+      scale: factor of the logits; None means 1/√head_dim (Vaswani et al. 2017). T5 uses 1 and puts
+        the factor into the query's initialiser.
+      query_init: initialiser of the query kernel ``[d_model, heads · head_dim]``.
+      key_init: initialiser of the key kernel.
+    """
+
+    head_dim: int | None = None
+    scale: float | None = None
+    query_init: Initializer = FanIn()
+    key_init: Initializer = FanIn()
+
+    @nn.compact
+    def __call__(
+        self,
+        queries: jax.Array,
+        keys: jax.Array | None = None,
+        *,
+        num_heads: int,
+        head_dim: int,
+        query_span: Span,
+        key_span: Span,
+    ) -> Terms:
+        width = self.head_dim or head_dim
+        keys = queries if keys is None else keys
+        if queries.ndim == 3:
+            queries = project(
+                queries, heads=num_heads, width=width, name="query", kernel_init=self.query_init
+            )
+        if keys.ndim == 3:
+            keys = project(
+                keys, heads=num_heads, width=width, name="key", kernel_init=self.key_init
+            )
+        scale = width**-0.5 if self.scale is None else self.scale
+        if scale != 1.0:
+            queries = queries * scale
+        return (low_rank(queries, keys, token_keys=True),)

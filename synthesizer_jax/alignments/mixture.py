@@ -1,0 +1,91 @@
+"""Mixtures of alignments inside one softmax."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from synthesizer_jax.alignments.base import Alignment, project
+from synthesizer_jax.attention import Span, Terms, add, scale
+from synthesizer_jax.initializers import FanIn, Initializer
+from synthesizer_jax.parameters import with_axes
+from synthesizer_jax.registry import register
+
+WEIGHTS = ("softmax", "sigmoid", "sum")
+
+
+@register
+class Mixture(Alignment):
+    """A weighted sum of alignments' logits, ``Σ_s α_s S_s(X)`` inside one softmax.
+
+    Tay et al. 2021, section 3.4. A part that occurs twice has its own parameters each time.
+
+    Attributes:
+      parts: the alignments.
+      weights: ``"softmax"``: α is a softmax over the parts for every head (parameters
+        ``[heads, parts]``, zero at first, so all parts weigh the same). ``"sigmoid"``: the released
+        Mesh-TensorFlow gate, one number per layer and two parts, ``(1 − σ(a), σ(a))``. ``"sum"``:
+        no weights, Mesh-TensorFlow's ``random_plus`` and ``dense_plus``.
+      share_query: one projection of the queries for all parts, as in Mesh-TensorFlow's
+        ``dense_plus`` where the same query meets the keys and, through a relu, the dense table.
+      query_init: initialiser of that shared projection.
+    """
+
+    parts: tuple[Alignment, ...]
+    weights: str = "softmax"
+    share_query: bool = False
+    query_init: Initializer = FanIn()
+
+    @nn.compact
+    def __call__(
+        self,
+        queries: jax.Array,
+        keys: jax.Array | None = None,
+        *,
+        num_heads: int,
+        head_dim: int,
+        query_span: Span,
+        key_span: Span,
+    ) -> Terms:
+        self.check()
+        if self.share_query:
+            keys = queries if keys is None else keys
+            queries = project(
+                queries, heads=num_heads, width=head_dim, name="query", kernel_init=self.query_init
+            )
+        parts = [
+            part.copy(name=f"part_{i}", parent=self)(
+                queries,
+                keys,
+                num_heads=num_heads,
+                head_dim=head_dim,
+                query_span=query_span,
+                key_span=key_span,
+            )
+            for i, part in enumerate(self.parts)
+        ]
+        if self.weights != "sum":
+            alpha = self.alpha(num_heads)
+            parts = [scale(terms, alpha[:, i]) for i, terms in enumerate(parts)]
+        return add(*(term for terms in parts for term in terms))
+
+    def alpha(self, num_heads: int) -> jax.Array:
+        """The parts' weights for every head, ``[heads, parts]`` float32, rows summing to one."""
+        zeros = nn.initializers.zeros_init()
+        if self.weights == "softmax":
+            shape = (num_heads, len(self.parts))
+            return jax.nn.softmax(self.param("weights", with_axes(zeros, "heads", "parts"), shape))
+        gate = jax.nn.sigmoid(self.param("gate", with_axes(zeros, "parts"), (1,)))
+        return jnp.broadcast_to(jnp.concatenate([1.0 - gate, gate]), (num_heads, 2))
+
+    def check(self) -> None:
+        """Raises a `ValueError` for weights that are not offered or do not fit the parts."""
+        if not self.parts:
+            raise ValueError("Mixture: parts is empty; give it at least one alignment")
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"Mixture: weights={self.weights!r}; allowed: {', '.join(WEIGHTS)}")
+        if self.weights == "sigmoid" and len(self.parts) != 2:
+            raise ValueError(
+                f"Mixture: weights='sigmoid' gates two parts, not {len(self.parts)}; use 'softmax'"
+            )

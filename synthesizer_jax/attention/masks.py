@@ -1,0 +1,138 @@
+"""Masks: which keys a query may see, kept in parts so that the engine can separate them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """Which keys a query may see; everything that is left out allows everything.
+
+    A query sees a key if every given part agrees. A query without keys, and a query that is
+    padding itself, gets zeros.
+
+    Attributes:
+      causal: ``key <= query``.
+      window: ``key > query - window``: together with `causal`, the last `window` keys.
+      key_lengths: ``[b]``; the keys before that count are real (suffix padding, the fast case).
+      key_valid: ``[b, k]`` bool; any pattern of real keys.
+      query_lengths: ``[b]``, as `key_lengths`. Left out: every query is real.
+      query_valid: ``[b, q]`` bool, as `key_valid`.
+      query_segments: ``[b, q]`` number of the packed example, 1, 2, … in the order of the row; 0 is
+        padding. A query sees only keys of its own segment.
+      key_segments: ``[b, k]``; given if and only if `query_segments` is.
+      segment_length: no segment is longer (None: as long as the row).
+      segments: no row has more segments (None: unknown).
+      prefix_lengths: ``[b]``; keys before that count are seen whatever `causal` and `window` say
+        (prefix language model).
+      query_offset: position of the first query counted from the first key; not 0 in decoding.
+      allowed: ``[b or 1, h or 1, q, k]`` bool, for what fits nowhere else; slower.
+      self_attention: queries and keys are the same tokens; set by `for_self_attention`.
+    """
+
+    causal: bool = dataclasses.field(default=False, metadata={"static": True})
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    key_lengths: jax.Array | None = None
+    key_valid: jax.Array | None = None
+    query_lengths: jax.Array | None = None
+    query_valid: jax.Array | None = None
+    query_segments: jax.Array | None = None
+    key_segments: jax.Array | None = None
+    segment_length: int | None = dataclasses.field(default=None, metadata={"static": True})
+    segments: int | None = dataclasses.field(default=None, metadata={"static": True})
+    prefix_lengths: jax.Array | None = None
+    query_offset: int | jax.Array = 0
+    allowed: jax.Array | None = None
+    self_attention: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def for_self_attention(self) -> Mask:
+        """The mask whose queries are real where its keys are, for queries that are the keys."""
+        twins = (self.query_lengths, self.query_valid, self.query_segments)
+        if any(twin is not None for twin in twins):
+            return self
+        return dataclasses.replace(
+            self,
+            query_lengths=self.key_lengths,
+            query_valid=self.key_valid,
+            query_segments=self.key_segments,
+            self_attention=True,
+        )
+
+    def keys(self, k_length: int) -> jax.Array | None:
+        """Which keys are real, bool ``[b, k]``; None: all of them."""
+        return _real(k_length, self.key_lengths, self.key_valid, self.key_segments)
+
+    def queries(self, q_length: int) -> jax.Array | None:
+        """Which queries are real, bool ``[b, q]``; None: all of them."""
+        return _real(q_length, self.query_lengths, self.query_valid, self.query_segments)
+
+    def band(self, q_length: int, k_length: int) -> jax.Array | None:
+        """What `causal` and `window` allow, bool ``[q, k]``; None: everything."""
+        if not self.causal and self.window is None:
+            return None
+        query = jnp.arange(q_length)[:, None] + self.query_offset
+        key = jnp.arange(k_length)[None, :]
+        band = key <= query if self.causal else jnp.ones((q_length, k_length), bool)
+        return band if self.window is None else band & (key > query - self.window)
+
+    def prefix(self, k_length: int) -> jax.Array | None:
+        """Which keys the prefix opens to every query, bool ``[b, k]``; None: there is no prefix."""
+        if self.prefix_lengths is None:
+            return None
+        return jnp.arange(k_length) < self.prefix_lengths[..., None]
+
+    def pairs(self, q_length: int, k_length: int) -> jax.Array | None:
+        """Everything together, bool ``[b or 1, h or 1, q, k]``; None: everything is allowed.
+
+        Rows of padding queries are empty.
+        """
+        keys, queries = self.keys(k_length), self.queries(q_length)
+        band, prefix = self.band(q_length, k_length), self.prefix(k_length)
+        if band is not None and prefix is not None:
+            band = band | prefix[..., None, None, :]
+        parts = [
+            band,
+            None if keys is None else keys[..., None, None, :],
+            None if queries is None else queries[..., None, :, None],
+            self.allowed,
+        ]
+        if self.query_segments is not None and self.key_segments is not None:
+            same = self.query_segments[..., :, None] == self.key_segments[..., None, :]
+            parts.append(same[..., None, :, :])
+        return _all(*parts)
+
+
+def positions(segments: jax.Array) -> jax.Array:
+    """Positions inside packed segments, int32 ``[..., n]`` from segment numbers ``[..., n]``.
+
+    Each run of equal numbers counts from 0.
+    """
+    index = jnp.arange(segments.shape[-1], dtype=jnp.int32)
+    new = jnp.diff(segments, axis=-1, prepend=segments[..., :1]) != 0
+    start = jax.lax.cummax(jnp.where(new, index, 0), axis=segments.ndim - 1)
+    return index - start
+
+
+def _real(
+    length: int,
+    lengths: jax.Array | None,
+    valid: jax.Array | None,
+    segments: jax.Array | None,
+) -> jax.Array | None:
+    return _all(
+        None if lengths is None else jnp.arange(length) < lengths[..., None],
+        valid,
+        None if segments is None else segments > 0,
+    )
+
+
+def _all(*parts: jax.Array | None) -> jax.Array | None:
+    given = [part for part in parts if part is not None]
+    return functools.reduce(operator.and_, given) if given else None

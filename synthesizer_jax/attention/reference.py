@@ -1,0 +1,72 @@
+"""The reference route: every logit in memory, the oracle of all other routes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from synthesizer_jax.attention.masks import Mask, positions
+from synthesizer_jax.attention.terms import LowRank, Outer, Static, Term, Terms, materialise
+
+
+def attend_reference(
+    terms: Terms, values: jax.Array, *, mask: Mask, q_length: int
+) -> jax.Array:
+    """``softmax(Σ terms) · values`` with all weights in memory.
+
+    Args:
+      terms: terms for q queries and k keys.
+      values: ``[b, k, h, e]``.
+      mask: which keys a query may see.
+      q_length: number of queries.
+
+    Returns:
+      ``[b, q, h, e]`` in the values' dtype.
+    """
+    weights = weigh(terms, mask=mask, q_length=q_length, k_length=values.shape[1])
+    weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))
+    out = jnp.einsum(
+        "bhqk,bkhe->bqhe",
+        weights.astype(values.dtype),
+        values,
+        preferred_element_type=weights.dtype,
+    )
+    return out.astype(values.dtype)
+
+
+def weigh(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:
+    """The attention weights ``[b or 1, h, q, k]``, float32 or wider; empty rows are zero."""
+    logits = packed_logits(terms, mask=mask, q_length=q_length, k_length=k_length)
+    return jax.nn.softmax(logits, axis=-1, where=mask.pairs(q_length, k_length))
+
+
+def packed_logits(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:
+    """The logits ``[b or 1, h, q, k]`` with positions counted inside packed segments, if any."""
+    total = None
+    for term in terms:
+        logits = materialise(
+            (term,), q_length=q_length, k_length=k_length, query_offset=mask.query_offset
+        )
+        by_query, by_key = by_position(term)
+        if by_query and mask.query_segments is not None:
+            rows = positions(mask.query_segments)[:, None, :, None]
+            logits = jnp.take_along_axis(logits, rows, axis=2)
+        if by_key and mask.key_segments is not None:
+            columns = positions(mask.key_segments)[:, None, None, :]
+            logits = jnp.take_along_axis(logits, columns, axis=3)
+        total = logits if total is None else total + logits
+    assert total is not None
+    return total
+
+
+def by_position(term: Term) -> tuple[bool, bool]:
+    """Whether a term's rows, and its columns, belong to positions rather than to tokens."""
+    match term:
+        case Static():
+            return True, True
+        case LowRank():
+            return not term.token_queries or term.queries.shape[0] == 1, not term.token_keys
+        case Outer():
+            return False, True
+        case _:
+            return False, False

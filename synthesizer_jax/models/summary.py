@@ -1,0 +1,128 @@
+"""What a model costs, read from shapes alone: parameters, FLOPs, cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+
+from synthesizer_jax.models.encoder_decoder import EncoderDecoder, unroll, unroll_variables
+from synthesizer_jax.parameters import abstract_variables
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Costs of a model.
+
+    Attributes:
+      parameters: trainable parameters.
+      constants: numbers that are saved but not trained (Fixed Random tables).
+      tables_per_layer: parameters of one layer's tables over query and key positions, which grow
+        with max_length².
+      positions: parameters of relative-bias tables and of learned positions.
+      flops_per_token: forward floating-point operations (two per multiply-add) of a full pass per
+        token of input and target, at the lengths given to `summarize`.
+      cache_bytes_per_token: bytes that decoding keeps per decoder position and example.
+    """
+
+    parameters: int
+    constants: int
+    tables_per_layer: int
+    positions: int
+    flops_per_token: int
+    cache_bytes_per_token: int
+
+
+def summarize(
+    model: EncoderDecoder, *, inputs_length: int = 512, targets_length: int = 114
+) -> Summary:
+    """Counts everything under `jax.eval_shape`, allocating nothing.
+
+    Args:
+      model: an unbound model.
+      inputs_length: encoder tokens of the example that FLOPs are counted for.
+      targets_length: decoder tokens of that example.
+    """
+    tokens = jax.ShapeDtypeStruct((1, inputs_length), jnp.int32)
+    targets = jax.ShapeDtypeStruct((1, targets_length), jnp.int32)
+    shapes, axes = abstract_variables(model, tokens, targets)
+    forward = jax.make_jaxpr(model.apply)(shapes, tokens, targets)
+    return Summary(
+        parameters=count(shapes["params"]),
+        constants=count(shapes.get("constants", {})),
+        tables_per_layer=tables_per_layer(shapes, axes),
+        positions=positions(shapes["params"], axes["params"]),
+        flops_per_token=round(flops(forward.jaxpr) / (inputs_length + targets_length)),
+        cache_bytes_per_token=cache_bytes(model, shapes, tokens),
+    )
+
+
+def count(tree: Any) -> int:
+    """Number of elements of a tree of arrays or shapes."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
+def tables_per_layer(shapes: Any, axes: Any) -> int:
+    """The largest layer's number of elements in ``[query_length, key_length]`` tables."""
+    tables: dict[str, int] = {}
+    for path, leaf in jax.tree.leaves_with_path(shapes):
+        names = axes
+        for key in path:
+            names = names[key.key]
+        if {"query_length", "key_length"} <= set(names):
+            layers = leaf.shape[names.index("layers")] if "layers" in names else 1
+            layer = "/".join(str(key.key) for key in path[1:4])
+            tables[layer] = tables.get(layer, 0) + math.prod(leaf.shape) // layers
+    return max(tables.values(), default=0)
+
+
+def positions(params: Any, axes: Any) -> int:
+    """Parameters of relative-bias tables and learned positions."""
+    leaves = jax.tree.leaves(params)
+    names = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
+    special = {"relpos_buckets", "length"}
+    return sum(
+        math.prod(leaf.shape) for leaf, n in zip(leaves, names, strict=True) if special & set(n)
+    )
+
+
+def flops(jaxpr: jex_core.Jaxpr) -> int:
+    """Floating-point operations of all matrix products in a jaxpr, loops multiplied out."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contract, _), _ = eqn.params["dimension_numbers"]
+            inner = math.prod(eqn.invars[0].aval.shape[i] for i in contract)
+            total += 2 * inner * math.prod(eqn.outvars[0].aval.shape)
+            continue
+        repeats = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        branches = [flops(sub) for sub in _sub_jaxprs(eqn.params)]
+        if eqn.primitive.name == "cond":
+            total += min(branches)  # the fallback of a guard is not the cost of a pass
+        else:
+            total += repeats * sum(branches)
+    return total
+
+
+def _sub_jaxprs(params: dict[str, Any]) -> list[jex_core.Jaxpr]:
+    values = [v for p in params.values() for v in (p if isinstance(p, tuple | list) else [p])]
+    closed = [v.jaxpr for v in values if isinstance(v, jex_core.ClosedJaxpr)]
+    return closed + [v for v in values if isinstance(v, jex_core.Jaxpr)]
+
+
+def cache_bytes(model: EncoderDecoder, shapes: Any, tokens: jax.ShapeDtypeStruct) -> int:
+    """Bytes of the decoder's self-attention caches per position and example."""
+    room = 128
+    loop = unroll(model)
+
+    def start(variables: Any, tokens: jax.Array, first: jax.Array) -> Any:
+        variables = unroll_variables(model, variables)
+        return loop.apply(variables, tokens, first, max_length=room, method="start")
+
+    _, caches = jax.eval_shape(start, shapes, tokens, jax.ShapeDtypeStruct((1, 1), jnp.int32))
+    own = [cache[0] for cache in caches]
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(own)) // room

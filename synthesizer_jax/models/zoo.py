@@ -1,0 +1,223 @@
+"""Named models: published sizes times what makes the logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from synthesizer_jax.alignments import (
+    Alignment,
+    Dense,
+    DotProduct,
+    FactorizedDense,
+    FactorizedRandom,
+    Mixture,
+    Random,
+    RelativeBias,
+)
+from synthesizer_jax.initializers import FanIn, MeshGlorotUniform, Normal
+from synthesizer_jax.mixers import Attention
+from synthesizer_jax.models.block import Block
+from synthesizer_jax.models.encoder_decoder import EncoderDecoder
+from synthesizer_jax.models.layers import FeedForward
+from synthesizer_jax.models.stack import Run, Stack
+
+VOCAB_SIZE = 32_128
+"""T5's 32,100 pieces, rounded up to a multiple of 128."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A published size; `layers` are those of each stack."""
+
+    d_model: int
+    layers: int
+    d_ff: int
+    heads: int
+    head_dim: int
+
+
+T5_1_0 = {
+    "tiny": Size(32, 2, 64, 2, 64),
+    "small": Size(512, 6, 2048, 8, 64),
+    "base": Size(768, 12, 3072, 12, 64),
+    "large": Size(1024, 24, 4096, 16, 64),
+    "3b": Size(1024, 24, 16384, 32, 128),
+    "11b": Size(1024, 24, 65536, 128, 128),
+}
+"""T5 1.0 (Raffel et al. 2020)."""
+
+T5_1_1 = {
+    "tiny": Size(32, 2, 64, 2, 64),
+    "small": Size(512, 8, 1024, 6, 64),
+    "base": Size(768, 12, 2048, 12, 64),
+    "large": Size(1024, 24, 2816, 16, 64),
+    "xl": Size(2048, 24, 5120, 32, 64),
+    "xxl": Size(4096, 24, 10240, 64, 64),
+}
+"""T5 1.1: gated GELU, untied output."""
+
+
+def dot_product(head_dim: int) -> DotProduct:
+    """T5's dot product: no scale in the logits, 1/√head_dim in the query's initialiser instead."""
+    return DotProduct(scale=1.0, query_init=FanIn(1.0 / head_dim))
+
+
+def alignment(variant: str, *, head_dim: int, max_length: int = 512) -> Alignment:
+    """The alignment of a variant, by the abbreviations of Tay et al. 2021's tables.
+
+    Args:
+      variant: a key of `VARIANTS`.
+      head_dim: width of a head.
+      max_length: number of positions of the tables.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"unknown variant {variant!r}; allowed: {', '.join(VARIANTS)}")
+    return VARIANTS[variant](dot_product(head_dim), max_length)
+
+
+VARIANTS: dict[str, Callable[[DotProduct, int], Alignment]] = {
+    "v": lambda dot, n: dot,
+    "d": lambda dot, n: Dense(max_length=n),
+    "r": lambda dot, n: Random(max_length=n),
+    "fix": lambda dot, n: Random(max_length=n, trainable=False, table_init=Normal(1.0)),
+    "fr": lambda dot, n: FactorizedRandom(max_length=n),
+    "fd": lambda dot, n: FactorizedDense(max_length=n),
+    "rd": lambda dot, n: Mixture((Random(max_length=n), Dense(max_length=n))),
+    "dv": lambda dot, n: Mixture((Dense(max_length=n), dot)),
+    "rv": lambda dot, n: Mixture((Random(max_length=n), dot)),
+    "frv": lambda dot, n: Mixture((FactorizedRandom(max_length=n), dot)),
+    "fdv": lambda dot, n: Mixture((FactorizedDense(max_length=n), dot)),
+}
+"""Vanilla, Dense, Random, Fixed Random, Factorized Random, Factorized Dense, and mixtures."""
+
+
+def t5(
+    size: Size,
+    *,
+    gated: bool = True,
+    encoder: Alignment | None = None,
+    decoder: Alignment | None = None,
+    relative_bias: bool = True,
+    vocab_size: int = VOCAB_SIZE,
+    dropout_rate: float = 0.0,
+    dtype: str = "float32",
+    scan: bool = False,
+    remat: str | None = None,
+) -> EncoderDecoder:
+    """A T5 of a given size with any alignment in its self-attention.
+
+    Args:
+      size: widths and depths.
+      gated: True is T5 1.1 (gated GELU, untied output), False T5 1.0 (ReLU, tied).
+      encoder: alignment of the encoder's self-attention; None is T5's dot product.
+      decoder: alignment of the decoder's self-attention; None is the same as the encoder's.
+      relative_bias: T5's bias, one table per stack.
+      vocab_size: rows of the embedding.
+      dropout_rate: one rate for all dropouts.
+      dtype: dtype of the computation.
+      scan: scan over layers.
+      remat: rematerialisation policy, see `Stack`.
+    """
+    vanilla = dot_product(size.head_dim)
+    encoder = vanilla if encoder is None else encoder
+    decoder = encoder if decoder is None else decoder
+    activations = ("gelu", "linear") if gated else ("relu",)
+    feed_forward = FeedForward(size.d_ff, activations=activations, dropout_rate=dropout_rate)
+
+    def attention(kind: Alignment) -> Attention:
+        return Attention(size.heads, size.head_dim, alignment=kind, dropout_rate=dropout_rate)
+
+    def stack(kind: Alignment, cross: Attention | None) -> Stack:
+        block = Block(attention(kind), feed_forward, cross_mixer=cross, dropout_rate=dropout_rate)
+        bias = RelativeBias(bidirectional=cross is None) if relative_bias else None
+        return Stack(
+            (Run(block, size.layers),),
+            bias=bias,
+            dropout_rate=dropout_rate,
+            scan=scan,
+            remat=remat,
+        )
+
+    return EncoderDecoder(
+        vocab_size=vocab_size,
+        d_model=size.d_model,
+        encoder=stack(encoder, None),
+        decoder=stack(decoder, attention(vanilla)),
+        tied=not gated,
+        dtype=dtype,
+    )
+
+
+def mesh(variant: str) -> EncoderDecoder:
+    """A T5-base of the Synthesizer paper's C4 runs, as the released Mesh-TensorFlow code built it.
+
+    Eight heads of 128 in the Synthesizers' self-attention (its constructor's defaults), one matrix
+    of the dense alignment for all heads, Glorot tables of 512 positions, rank 16 in `factorized`
+    (here with the paper's formula), 12 × 64 in cross-attention, no relative bias.
+
+    Args:
+      variant: a key of `MESH`.
+    """
+    size = T5_1_0["base"]
+    model = t5(size, gated=False, relative_bias=False)
+    if variant == "vanilla":
+        return model
+    attention = Attention(8, 128, alignment=MESH[variant]())
+    cross = Attention(size.heads, size.head_dim, alignment=dot_product(size.head_dim))
+    feed_forward = FeedForward(size.d_ff, activations=("relu",))
+    return model.copy(
+        encoder=Stack((Run(Block(attention, feed_forward), size.layers),)),
+        decoder=Stack((Run(Block(attention, feed_forward, cross_mixer=cross), size.layers),)),
+    )
+
+
+def _mesh_random() -> Random:
+    return Random(max_length=512, table_init=MeshGlorotUniform())
+
+
+def _mesh_dense() -> Dense:
+    # Mesh-TensorFlow folds 1/√128 into the query projection of its dense modes too.
+    return Dense(max_length=512, share_heads=True, hidden_init=FanIn(1.0 / 128))
+
+
+def _mesh_dense_plus(weights: str) -> Mixture:
+    return Mixture(
+        (dot_product(128), _mesh_dense()),
+        weights=weights,
+        share_query=True,
+        query_init=FanIn(1.0 / 128),
+    )
+
+
+MESH: dict[str, Callable[[], Alignment]] = {
+    "vanilla": lambda: dot_product(64),
+    "random": _mesh_random,
+    "factorized": lambda: FactorizedRandom(max_length=512, rank=16, factor_init=Normal(0.0155)),
+    "dense": _mesh_dense,
+    "random_plus": lambda: Mixture((dot_product(128), _mesh_random()), weights="sum"),
+    "random_plus_alpha": lambda: Mixture((dot_product(128), _mesh_random()), weights="sigmoid"),
+    "dense_plus": lambda: _mesh_dense_plus("sum"),
+    "dense_plus_alpha": lambda: _mesh_dense_plus("sigmoid"),
+}
+"""The modes of the released code."""
+
+
+def _catalogue() -> dict[str, Callable[[], EncoderDecoder]]:
+    models: dict[str, Callable[[], EncoderDecoder]] = {}
+    for name, size in T5_1_0.items():
+        models[f"t5_{name}"] = lambda size=size: t5(size, gated=False)
+    for name, size in T5_1_1.items():
+        models[f"t5_1_1_{name}"] = lambda size=size: t5(size)
+        for variant in VARIANTS:
+            if variant != "v":
+                models[f"synthesizer_{variant}_{name}"] = lambda size=size, variant=variant: t5(
+                    size, encoder=alignment(variant, head_dim=size.head_dim)
+                )
+    for variant in MESH:
+        models[f"mesh_{variant}_base"] = lambda variant=variant: mesh(variant)
+    return models
+
+
+ZOO = _catalogue()
+"""Every named model; call the entry to get the configured module."""

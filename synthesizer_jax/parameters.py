@@ -1,0 +1,80 @@
+"""Logical axis names of parameters, given at the place where a parameter is made.
+
+Layers hand plain arrays to their users. Inside `logical_axes()` the same initialisers return boxes
+that carry axis names, which is how a model's sharding and its optimiser's factoring are derived
+(`abstract_variables`) without a second table of parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+LOGICAL_AXES = (
+    "vocab",  # rows of the embedding and columns of the output projection
+    "embed",  # width of the model
+    "heads",
+    "kv",  # width of one head
+    "mlp",  # width of the feed-forward layer
+    "synth_hidden",  # width of a Dense or Factorized Dense alignment's hidden layer
+    "query_length",  # rows of a table over positions
+    "key_length",  # columns of a table over positions
+    "rank",  # inner width of a Factorized Random table
+    "length",  # rows of a table of absolute positions
+    "norm",  # scale of a normalisation
+    "relpos_buckets",
+    "parts",  # parts of a mixture
+    "layers",  # stacked layers, added by scan
+)
+"""Every axis name a parameter may carry; `sharding.rules` maps them to mesh axes."""
+
+_NAMED = contextvars.ContextVar("logical_axes", default=False)
+
+Axes = tuple[str | None, ...]
+
+
+@contextlib.contextmanager
+def logical_axes() -> Iterator[None]:
+    """Within this context `with_axes` initialisers box their values with axis names."""
+    token = _NAMED.set(True)
+    try:
+        yield
+    finally:
+        _NAMED.reset(token)
+
+
+def with_axes(init: Callable[..., jax.Array], *axes: str) -> Callable[..., Any]:
+    """An initialiser whose value carries `axes` inside `logical_axes()` and nothing outside.
+
+    Args:
+      init: an initialiser ``(key, shape, dtype) -> array``.
+      *axes: one name of `LOGICAL_AXES` for every dimension of the parameter.
+    """
+    unknown = set(axes) - set(LOGICAL_AXES)
+    if unknown:
+        raise ValueError(f"unknown logical axis {sorted(unknown)[0]!r}; allowed: {LOGICAL_AXES}")
+    return nn.with_logical_partitioning(init, axes) if _NAMED.get() else init
+
+
+def abstract_variables(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Shapes and logical axes of all variables of a module, allocating nothing.
+
+    Args:
+      module: an unbound module; the other arguments are those of its `__call__` (arrays or
+        `jax.ShapeDtypeStruct`).
+
+    Returns:
+      Two trees of the same structure: `jax.ShapeDtypeStruct` leaves, and tuples of axis names.
+    """
+    with logical_axes():
+        boxed = jax.eval_shape(lambda *a, **k: module.init(jax.random.key(0), *a, **k), *args, **kwargs)
+    is_box = lambda x: isinstance(x, nn.Partitioned | nn.LogicallyPartitioned)  # noqa: E731
+    axes = jax.tree.map(
+        lambda x: tuple(x.names) if is_box(x) else (None,) * x.ndim, boxed, is_leaf=is_box
+    )
+    return nn.unbox(boxed), axes

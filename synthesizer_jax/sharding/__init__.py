@@ -1,0 +1,27 @@
+"""Meshes, and the one table that maps logical axes to them."""
+
+from synthesizer_jax.sharding.mesh import MESH_AXES, MeshShape, make_mesh
+from synthesizer_jax.sharding.rules import (
+    BATCH_AXES,
+    RULES,
+    batch_sharding,
+    check_batch,
+    partitioned,
+    replicated,
+    shardings,
+    spec,
+)
+
+__all__ = [
+    "BATCH_AXES",
+    "MESH_AXES",
+    "RULES",
+    "MeshShape",
+    "batch_sharding",
+    "check_batch",
+    "make_mesh",
+    "partitioned",
+    "replicated",
+    "shardings",
+    "spec",
+]

@@ -1,0 +1,123 @@
+"""From logical axis names to mesh axes."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import flax.linen as nn
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from synthesizer_jax.attention import Partition
+from synthesizer_jax.registry import fields_of
+from synthesizer_jax.parameters import LOGICAL_AXES, Axes
+
+BATCH_AXES = ("data", "fsdp")
+
+RULES: types.MappingProxyType[str, str | None] = types.MappingProxyType(
+    {
+        "vocab": "tensor",
+        "heads": "tensor",
+        "mlp": "tensor",
+        "embed": "fsdp",
+        # Synthesizer tables: by heads alone an xxl model's tables would fill a chip.
+        "query_length": "fsdp",
+        "length": None,
+        "key_length": None,
+        "kv": None,
+        "synth_hidden": None,
+        "rank": None,
+        "norm": None,
+        "relpos_buckets": None,
+        "parts": None,
+        "layers": None,
+    }
+)
+"""Where each logical axis of a parameter is stored."""
+
+assert set(RULES) == set(LOGICAL_AXES)
+
+
+def spec(axes: Axes, shape: tuple[int, ...], mesh: Mesh, *, name: str = "") -> PartitionSpec:
+    """The partition of one array.
+
+    Args:
+      axes: a logical name, or None, for every dimension.
+      shape: the array's shape.
+      mesh: the device mesh.
+      name: what to call the array in errors.
+
+    Raises:
+      ValueError: two dimensions would use the same mesh axis, or a size does not divide.
+    """
+    entries: list[str | None] = []
+    for axis, size in zip(axes, shape, strict=True):
+        target = RULES[axis] if axis is not None else None
+        if target is not None and mesh.shape[target] == 1:
+            target = None
+        if target is not None and target in entries:
+            raise ValueError(f"{name}: axes {axes} use the mesh axis {target!r} twice")
+        if target is not None and size % mesh.shape[target]:
+            ways = mesh.shape[target]
+            below, above = size // ways * ways, (size // ways + 1) * ways
+            raise ValueError(
+                f"{name}: {axis}={size} does not divide by the mesh's {target}={ways}; the "
+                f"nearest sizes that do are {below or above} and {above}"
+            )
+        entries.append(target)
+    return PartitionSpec(*entries)
+
+
+def shardings(axes: Any, shapes: Any, mesh: Mesh) -> Any:
+    """A tree of `NamedSharding` for trees of logical axes and of shapes."""
+    is_axes = lambda x: isinstance(x, tuple) and not hasattr(x, "_fields")  # noqa: E731
+
+    def one(path: Any, names: Axes, leaf: Any) -> NamedSharding:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return NamedSharding(mesh, spec(names, leaf.shape, mesh, name=name))
+
+    return jax.tree.map_with_path(one, axes, shapes, is_leaf=is_axes)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Examples over the data and fsdp axes."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The same value on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def check_batch(batch_size: int, mesh: Mesh, *, micro_batches: int = 1) -> None:
+    """Raises a `ValueError` when a batch cannot be cut over the mesh and the micro-batches."""
+    ways = mesh.shape["data"] * mesh.shape["fsdp"] * micro_batches
+    if batch_size % ways:
+        below = batch_size // ways * ways
+        raise ValueError(
+            f"batch_size={batch_size} does not divide by data × fsdp × micro_batches = "
+            f"{mesh.shape['data']} × {mesh.shape['fsdp']} × {micro_batches} = {ways}; the nearest "
+            f"sizes that do are {below or below + ways} and {below + ways}"
+        )
+
+
+def partitioned(module: Any, mesh: Mesh) -> Any:
+    """The same configuration with every mixer told how the mesh cuts batch and heads.
+
+    On a mesh of one device nothing changes.
+    """
+    if mesh.size == 1:
+        return module
+    return _with_partition(module, Partition(mesh=mesh, batch=BATCH_AXES, heads=("tensor",)))
+
+
+def _with_partition(value: Any, partition: Partition) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_with_partition(v, partition) for v in value)
+    if not isinstance(value, nn.Module) and not hasattr(value, "__dataclass_fields__"):
+        return value
+    fields = {k: _with_partition(v, partition) for k, v in fields_of(value).items()}
+    if "partition" in fields:
+        fields["partition"] = partition
+    return type(value)(**fields)

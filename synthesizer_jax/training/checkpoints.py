@@ -1,0 +1,200 @@
+"""The only room that writes state to storage."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any, Protocol
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import (
+    AnyPreservationPolicy,
+    BestN,
+    LatestN,
+)
+
+from synthesizer_jax.training.state import TrainState
+
+SCORE = "score"
+"""Name of the metric that `keep_best` goes by; higher is better."""
+
+
+class DataPosition(Protocol):
+    """What a checkpoint needs of a data stream: its position as files in a directory."""
+
+    def save(self, directory: pathlib.Path) -> None:
+        """Writes the position after the last consumed batch."""
+        ...
+
+    def restore(self, directory: pathlib.Path) -> None:
+        """Continues with the batch after the saved position."""
+        ...
+
+
+@dataclasses.dataclass
+class _SaveArgs(ocp.args.CheckpointArgs):
+    stream: DataPosition
+
+
+@dataclasses.dataclass
+class _RestoreArgs(ocp.args.CheckpointArgs):
+    stream: DataPosition
+
+
+class DataPositionHandler(ocp.CheckpointHandler):
+    """Writes a stream's position into the checkpoint's own directory, committed with it."""
+
+    def save(self, directory: Any, args: _SaveArgs) -> None:
+        """Writes at once: the stream moves on while arrays are still being written."""
+        args.stream.save(pathlib.Path(directory))
+
+    def restore(self, directory: Any, args: _RestoreArgs) -> None:
+        """Moves the stream to the saved position."""
+        args.stream.restore(pathlib.Path(directory))
+
+
+ocp.args.register_with_handler(DataPositionHandler, for_save=True)(_SaveArgs)
+ocp.args.register_with_handler(DataPositionHandler, for_restore=True)(_RestoreArgs)
+
+
+class Checkpoints:
+    """Numbered checkpoints under ``directory``, written in the background, committed whole.
+
+    Args:
+      directory: where the step directories lie.
+      keep_latest: how many of the newest to keep.
+      keep_best: how many of the best by ``score`` to keep besides.
+      asynchronous: False writes before `save` returns.
+    """
+
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        *,
+        keep_latest: int = 2,
+        keep_best: int = 1,
+        asynchronous: bool = True,
+    ):
+        # Orbax's best_fn alone would delete the newest checkpoint when the score falls.
+        policy = AnyPreservationPolicy(
+            [
+                LatestN(keep_latest),
+                BestN(
+                    get_metric_fn=lambda metrics: metrics[SCORE],
+                    n=keep_best,
+                    keep_checkpoints_without_metrics=False,
+                ),
+            ]
+        )
+        self._manager = ocp.CheckpointManager(
+            directory.absolute(),
+            item_names=("state", "data"),
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(),
+                "data": DataPositionHandler(),
+            },
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=policy, enable_async_checkpointing=asynchronous
+            ),
+        )
+
+    @property
+    def steps(self) -> list[int]:
+        """Finished checkpoints, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    @property
+    def latest(self) -> int | None:
+        """The newest finished checkpoint."""
+        return self._manager.latest_step()
+
+    def save(
+        self, state: TrainState, stream: DataPosition | None, *, score: float | None = None
+    ) -> None:
+        """Begins to write a checkpoint; the state may be donated as soon as this returns.
+
+        Args:
+          state: written under its step.
+          stream: its position is that of the last consumed batch.
+          score: what `keep_best` compares; None where nothing was evaluated.
+        """
+        step = int(state.step)
+        if step in self._manager.all_steps():
+            return
+        items: dict[str, Any] = {"state": ocp.args.StandardSave(as_tree(state))}
+        if stream is not None:
+            items["data"] = _SaveArgs(stream)
+        metrics = None if score is None else {SCORE: float(score)}
+        self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
+
+    def restore(
+        self, abstract: TrainState, stream: DataPosition | None, *, step: int | None = None
+    ) -> TrainState:
+        """Reads a checkpoint (None: the newest) into the given shapes and shardings."""
+        step = self.latest if step is None else step
+        if step is None:
+            raise FileNotFoundError(f"no checkpoint in {self._manager.directory}")
+        items: dict[str, Any] = {"state": ocp.args.StandardRestore(as_tree(abstract))}
+        if stream is not None:
+            items["data"] = _RestoreArgs(stream)
+        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        return TrainState(**restored["state"])
+
+    def wait(self) -> None:
+        """Returns when everything begun is written."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, then frees the manager's threads."""
+        self._manager.close()
+
+
+def as_tree(state: TrainState) -> dict[str, Any]:
+    """A state as a dictionary, whose names are those of the files."""
+    return {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+
+
+def restore_variables(directory: pathlib.Path, *, step: int | None = None) -> tuple[int, Any]:
+    """Reads parameters and constants alone, on this machine's devices, as `eval` needs them.
+
+    Args:
+      directory: a run's ``checkpoints`` directory.
+      step: None is the newest.
+
+    Returns:
+      The step, and ``{"params": ..., "constants": ...}`` of host arrays.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+    """
+    steps = finished_steps(directory)
+    if not steps or (step is not None and step not in steps):
+        wanted = "a checkpoint" if step is None else f"checkpoint {step}"
+        found = ", ".join(map(str, steps)) or "none"
+        raise FileNotFoundError(f"{directory} has no {wanted} (found: {found})")
+    step = steps[-1] if step is None else step
+    path = (directory / str(step) / "state").absolute()
+    with ocp.PyTreeCheckpointer() as reader:
+        tree = reader.metadata(path).item_metadata.tree
+        wanted = {k: tree[k] for k in ("params", "constants") if k in tree}
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        abstract = jax.tree.map(
+            lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=device), wanted
+        )
+        restored = reader.restore(
+            path,
+            ocp.args.PyTreeRestore(
+                item=abstract,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+                partial_restore=True,
+            ),
+        )
+    return step, {k: v for k, v in restored.items() if v}
+
+
+def finished_steps(directory: pathlib.Path) -> list[int]:
+    """Numbers of the committed checkpoints in a directory, oldest first."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit() and p.is_dir())

@@ -1,0 +1,144 @@
+"""Everything that training changes, and how it is laid over a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from synthesizer_jax.parameters import abstract_variables
+from synthesizer_jax.sharding import replicated, shardings
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """The state of a run; a plain pytree.
+
+    Attributes:
+      step: number of finished steps, int32.
+      params: trainable parameters, float32.
+      constants: saved, never optimised (Fixed Random tables).
+      opt_state: the optimiser's state.
+    """
+
+    step: jax.Array
+    params: Any
+    constants: Any
+    opt_state: Any
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the model's `apply` takes."""
+        return {"params": self.params, **({"constants": self.constants} if self.constants else {})}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Shapes, logical axes and shardings of a run's state, known before anything is allocated.
+
+    Attributes:
+      abstract: a `TrainState` of `jax.ShapeDtypeStruct` leaves with shardings.
+      axes: logical axes of the parameters.
+    """
+
+    abstract: TrainState
+    axes: Any
+
+    @property
+    def shardings(self) -> TrainState:
+        """A `TrainState` of `NamedSharding` leaves."""
+        return jax.tree.map(lambda x: x.sharding, self.abstract)
+
+
+def example_tokens(inputs_length: int, targets_length: int) -> tuple[Any, Any]:
+    """Abstract inputs of a model, batch one."""
+    shape = lambda n: jax.ShapeDtypeStruct((1, n), jnp.int32)  # noqa: E731
+    return shape(inputs_length), shape(targets_length)
+
+
+def parameter_axes(model: nn.Module, tokens: tuple[Any, Any]) -> Any:
+    """The logical axes of a model's parameters."""
+    return abstract_variables(model, *tokens)[1]["params"]
+
+
+def make_layout(
+    model: nn.Module, recipe: AdamW | Adafactor, *, tokens: tuple[Any, Any], mesh: Mesh
+) -> tuple[optax.GradientTransformation, Layout]:
+    """Builds the optimiser, which is told the logical axes, and plans the state.
+
+    Args:
+      model: an unbound model.
+      recipe: the optimiser's configuration.
+      tokens: abstract inputs, see `example_tokens`.
+      mesh: the device mesh.
+    """
+    shapes, axes = abstract_variables(model, *tokens)
+    optimizer = recipe.build(axes["params"])
+    constants = shapes.get("constants", {})
+    state = TrainState(
+        step=jax.ShapeDtypeStruct((), jnp.int32),
+        params=shapes["params"],
+        constants=constants,
+        opt_state=jax.eval_shape(optimizer.init, shapes["params"]),
+    )
+    params = shardings(axes["params"], shapes["params"], mesh)
+    layout = TrainState(
+        step=replicated(mesh),
+        params=params,
+        constants=shardings(axes.get("constants", {}), constants, mesh),
+        opt_state=(
+            like_parameters(optimizer, state.opt_state, params, mesh)
+            if opt_axes is None
+            else shardings(opt_axes, state.opt_state, mesh)
+        ),
+    )
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, layout
+    )
+    return Layout(abstract=abstract, axes=axes["params"])
+
+
+def like_parameters(
+    optimizer: optax.GradientTransformation, opt_state: Any, params: Any, mesh: Mesh
+) -> Any:
+    """Shardings of an optimiser's state whose subtrees mirror the parameters (Adam's moments)."""
+    return optax.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        opt_state,
+        params,
+        transform_non_params=lambda _: replicated(mesh),
+    )
+
+
+def init_state(
+    model: nn.Module,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    *,
+    seed: int,
+    tokens: tuple[Any, Any],
+) -> TrainState:
+    """Fresh parameters, made directly in their places on the mesh.
+
+    The values depend on the seed alone, not on the mesh (partitionable random bits).
+    """
+
+    def make(key: jax.Array) -> TrainState:
+        zeros = [jnp.zeros(t.shape, t.dtype) for t in tokens]
+        variables = model.init(key, *zeros)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=variables["params"],
+            constants=variables.get("constants", {}),
+            opt_state=optimizer.init(variables["params"]),
+        )
+
+    return jax.jit(make, out_shardings=layout.shardings)(jax.random.key(seed))
+

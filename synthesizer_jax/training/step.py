@@ -1,0 +1,160 @@
+"""One training step: loss, gradients over micro-batches, update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from synthesizer_jax.models import EncoderDecoder
+from synthesizer_jax.training.losses import (
+    LossSums,
+    chunked_cross_entropy,
+    cross_entropy,
+    loss_denominator,
+)
+from synthesizer_jax.training.state import TrainState
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+DENSE_LOGITS = 2**22
+"""Up to this many logits a batch's loss is computed at once; beyond it in chunks of tokens."""
+
+
+def loss_sums(
+    model: EncoderDecoder,
+    variables: dict[str, Any],
+    batch: Batch,
+    *,
+    z_loss: float,
+    label_smoothing: float,
+    dropout_key: jax.Array | None = None,
+) -> LossSums:
+    """Teacher-forced loss of a batch, summed over its real target tokens.
+
+    Args:
+      model: an unbound model.
+      variables: its variables.
+      batch: ``encoder_input_tokens [b, k]``, ``decoder_input_tokens``, ``decoder_target_tokens`` and
+        ``decoder_loss_weights [b, q]``; packed rows also have ``*_segment_ids`` and ``*_positions``.
+      z_loss: coefficient of log² Z.
+      label_smoothing: T5's label smoothing.
+      dropout_key: None turns dropout off.
+    """
+    hidden = model.apply(
+        variables,
+        batch["encoder_input_tokens"],
+        batch["decoder_input_tokens"],
+        segments=pair(batch, "segment_ids"),
+        positions=pair(batch, "positions"),
+        rngs=None if dropout_key is None else {"dropout": dropout_key},
+        method="hidden",
+    )
+    kernel, scale = model.apply(variables, method="output_kernel")
+    targets, weights = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
+    options = dict(weights=weights, z_loss=z_loss, label_smoothing=label_smoothing)
+    if targets.size * model.vocab_size > DENSE_LOGITS:
+        return chunked_cross_entropy(hidden, kernel, targets=targets, scale=scale, **options)
+    logits = (hidden * jnp.asarray(scale, hidden.dtype)) @ kernel.astype(hidden.dtype)
+    return cross_entropy(logits, targets, **options)
+
+
+def pair(batch: Batch, suffix: str) -> tuple[jax.Array, jax.Array] | None:
+    """The encoder's and the decoder's array of that name, in packed batches."""
+    if f"encoder_{suffix}" not in batch:
+        return None
+    return batch[f"encoder_{suffix}"], batch[f"decoder_{suffix}"]
+
+
+def make_train_step(
+    model: EncoderDecoder,
+    optimizer: optax.GradientTransformation,
+    *,
+    z_loss: float = 1e-4,
+    label_smoothing: float = 0.0,
+    loss_normalizer: float | str | None = None,
+    micro_batches: int = 1,
+) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
+    """The function ``(state, batch, key) → (state, metrics)``, to be jitted by the caller.
+
+    Args:
+      model: an unbound model.
+      optimizer: optax transformation.
+      z_loss: coefficient of log² Z, T5: 1e-4.
+      label_smoothing: T5's label smoothing.
+      loss_normalizer: what the summed loss is divided by, see `losses.loss_denominator`.
+      micro_batches: the batch is cut into this many parts whose gradients are added up; the loss is
+        normalised over the whole batch, so the result is that of one part.
+
+    Returns:
+      Metrics are float32 scalars: ``loss`` (nats per real target token, without z-loss), ``z_loss``,
+      ``accuracy`` (of teacher-forced tokens), ``tokens`` (real input and target tokens),
+      ``gradient_norm``.
+    """
+
+    def objective(
+        params: Any, state: TrainState, batch: Batch, key: jax.Array, denominator: jax.Array
+    ) -> tuple[jax.Array, LossSums]:
+        variables = {**state.variables, "params": params}
+        sums = loss_sums(
+            model,
+            variables,
+            batch,
+            z_loss=z_loss,
+            label_smoothing=label_smoothing,
+            dropout_key=key,
+        )
+        return (sums.loss + sums.z_loss) / denominator, sums
+
+    gradient = jax.grad(objective, has_aux=True)
+
+    def accumulated(
+        state: TrainState, batch: Batch, key: jax.Array, denominator: jax.Array
+    ) -> tuple[Any, LossSums]:
+        if micro_batches == 1:
+            return gradient(state.params, state, batch, key, denominator)
+
+        def body(carry: Any, part: Any) -> tuple[Any, None]:
+            index, micro = part
+            found = gradient(
+                state.params, state, micro, jax.random.fold_in(key, index), denominator
+            )
+            return jax.tree.map(jnp.add, carry, found), None
+
+        parts = jax.tree.map(lambda x: interleave(x, micro_batches), batch)
+        first = jax.tree.map(lambda x: x[0], parts)
+        shapes = jax.eval_shape(gradient, state.params, state, first, key, denominator)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return jax.lax.scan(body, zeros, (jnp.arange(micro_batches), parts))[0]
+
+    def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(key, state.step)
+        denominator = loss_denominator(batch["decoder_loss_weights"], loss_normalizer)
+        gradients, sums = accumulated(state, batch, key, denominator)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        new = TrainState(
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),
+            constants=state.constants,
+            opt_state=opt_state,
+        )
+        tokens = (batch["encoder_input_tokens"] != 0).sum() + sums.weight
+        metrics = {
+            "loss": sums.loss / jnp.maximum(sums.weight, 1.0),
+            "z_loss": sums.z_loss / jnp.maximum(sums.weight, 1.0),
+            "accuracy": sums.correct / jnp.maximum(sums.weight, 1.0),
+            "tokens": tokens.astype(jnp.float32),
+            "gradient_norm": optax.global_norm(gradients),
+        }
+        return new, metrics
+
+    return step
+
+
+def interleave(x: jax.Array, parts: int) -> jax.Array:
+    """``[batch, ...]`` to ``[parts, batch / parts, ...]``, every part with rows of every device."""
+    return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)

@@ -1,0 +1,93 @@
+"""An experiment laid over a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.sharding import batch_sharding, check_batch, make_mesh, partitioned
+from synthesizer_jax.training.experiment import Experiment
+from synthesizer_jax.training.state import TrainState, example_tokens, init_state, make_layout
+from synthesizer_jax.training.step import Batch, Metrics, make_train_step
+
+
+class Trainer:
+    """The compiled step of an experiment and its state's layout.
+
+    Args:
+      experiment: what to train.
+      devices: None uses all devices.
+    """
+
+    def __init__(self, experiment: Experiment, devices: list[jax.Device] | None = None):
+        data, training = experiment.data, experiment.training
+        self.experiment = experiment
+        self.mesh = make_mesh(experiment.mesh, devices)
+        check_batch(data.batch_size, self.mesh, micro_batches=training.micro_batches)
+        self.model = partitioned(experiment.model, self.mesh)
+        self.tokens = example_tokens(data.inputs_length, data.targets_length)
+        self.optimizer, self.layout = make_layout(
+            self.model, training.optimizer, tokens=self.tokens, mesh=self.mesh
+        )
+        step = make_train_step(
+            self.model,
+            self.optimizer,
+            z_loss=training.z_loss,
+            label_smoothing=training.label_smoothing,
+            loss_normalizer=training.loss_normalizer,
+            micro_batches=training.micro_batches,
+        )
+        self._jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.layout.shardings, None))
+        self._compiled: Callable[..., tuple[TrainState, Metrics]] | None = None
+        self._key = jax.random.key(training.seed)
+
+    def init(self) -> TrainState:
+        """Fresh parameters."""
+        return init_state(
+            self.model,
+            self.optimizer,
+            self.layout,
+            seed=self.experiment.training.seed,
+            tokens=self.tokens,
+        )
+
+    def put(self, batch: dict[str, np.ndarray]) -> Batch:
+        """A host batch, spread over the mesh."""
+        return jax.device_put(batch, batch_sharding(self.mesh))
+
+    def compile(self) -> None:
+        """Compiles the step; nothing is fetched or changed."""
+        batch = abstract_batch(self.experiment.data, batch_sharding(self.mesh))
+        self._compiled = self._jitted.lower(self.layout.abstract, batch, self._key).compile()
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """One step; the old state's buffers are reused."""
+        if self._compiled is None:
+            self.compile()
+        assert self._compiled is not None
+        return self._compiled(state, batch, self._key)
+
+
+def abstract_batch(
+    data: DataConfig, sharding: jax.sharding.Sharding | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a training batch."""
+    kinds = {"encoder_input_tokens": data.inputs_length}
+    names = ("decoder_input_tokens", "decoder_target_tokens", "decoder_loss_weights")
+    kinds |= dict.fromkeys(names, data.targets_length)
+    if data.pack:
+        for suffix in ("segment_ids", "positions"):
+            kinds |= {f"encoder_{suffix}": data.inputs_length}
+            kinds |= {f"decoder_{suffix}": data.targets_length}
+    return {
+        name: jax.ShapeDtypeStruct(
+            (data.batch_size, length),
+            jnp.float32 if name.endswith("weights") else jnp.int32,
+            sharding=sharding,
+        )
+        for name, length in kinds.items()
+    }
