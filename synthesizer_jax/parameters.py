@@ -72,7 +72,9 @@ def abstract_variables(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[An
       Two trees of the same structure: `jax.ShapeDtypeStruct` leaves, and tuples of axis names.
     """
     with logical_axes():
-        boxed = jax.eval_shape(lambda *a, **k: module.init(jax.random.key(0), *a, **k), *args, **kwargs)
+        boxed = jax.eval_shape(
+            lambda *a, **k: module.init(jax.random.key(0), *a, **k), *args, **kwargs
+        )
     is_box = lambda x: isinstance(x, nn.Partitioned | nn.LogicallyPartitioned)  # noqa: E731
     axes = jax.tree.map(
         lambda x: tuple(x.names) if is_box(x) else (None,) * x.ndim, boxed, is_leaf=is_box

@@ -58,9 +58,7 @@ class FactorizedDense(Alignment):
             )
         hidden = jax.nn.relu(queries)
         first, second = self.resolved_factors
-        return (
-            outer(self.factor(hidden, "first", first), self.factor(hidden, "second", second)),
-        )
+        return (outer(self.factor(hidden, "first", first), self.factor(hidden, "second", second)),)
 
     @property
     def resolved_factors(self) -> tuple[int, int]:

@@ -71,5 +71,7 @@ def lengths(terms: Terms, q_length: int | None, k_length: int | None) -> tuple[i
         q_length = found[0] if q_length is None else q_length
         k_length = found[1] if k_length is None else k_length
     if q_length is None or k_length is None:
-        raise ValueError("attend: these terms do not tell their lengths; give q_length and k_length")
+        raise ValueError(
+            "attend: these terms do not tell their lengths; give q_length and k_length"
+        )
     return q_length, k_length

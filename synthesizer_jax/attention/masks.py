@@ -88,6 +88,18 @@ class Mask:
             return None
         return jnp.arange(k_length) < self.prefix_lengths[..., None]
 
+    def block(self, example: jax.Array | int, head: jax.Array | int) -> Mask:
+        """The mask of one example and one head, its batch axis 1 long."""
+
+        def at(x: jax.Array, index: jax.Array | int, axis: int) -> jax.Array:
+            start = 0 if x.shape[axis] == 1 else index
+            return jax.lax.dynamic_slice_in_dim(x, start, 1, axis)
+
+        rest = dataclasses.replace(self, allowed=None, query_offset=None)
+        rest = jax.tree.map(lambda x: at(x, example, 0), rest)
+        allowed = None if self.allowed is None else at(at(self.allowed, example, 0), head, 1)
+        return dataclasses.replace(rest, allowed=allowed, query_offset=self.query_offset)
+
     def pairs(self, q_length: int, k_length: int) -> jax.Array | None:
         """Everything together, bool ``[b or 1, h or 1, q, k]``; None: everything is allowed.
 

@@ -9,9 +9,7 @@ from synthesizer_jax.attention.masks import Mask, positions
 from synthesizer_jax.attention.terms import LowRank, Outer, Static, Term, Terms, materialise
 
 
-def attend_reference(
-    terms: Terms, values: jax.Array, *, mask: Mask, q_length: int
-) -> jax.Array:
+def attend_reference(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) -> jax.Array:
     """``softmax(Σ terms) · values`` with all weights in memory.
 
     Args:

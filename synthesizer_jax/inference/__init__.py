@@ -1,1 +1,6 @@
-"""inference."""
+"""Inference: greedy and beam decoding, and scoring of given answers."""
+
+from synthesizer_jax.inference.decoding import Decoded, decode
+from synthesizer_jax.inference.scoring import score_choices
+
+__all__ = ["Decoded", "decode", "score_choices"]

@@ -117,7 +117,7 @@ class Attention(nn.Module):
                 cache = init_cache(terms, values, max_length=room)
             at = position if kv is None else 0
             terms, values, cache = extend(cache, terms, values, at=at)
-        y = self.mix(add(*terms, *bias), values, mask)
+        y = self.mix(add(*terms, *bias), values, mask, x.shape[1])
         y = nn.DenseGeneral(
             features=x.shape[-1],
             axis=(-2, -1),
@@ -128,15 +128,19 @@ class Attention(nn.Module):
         )(y)
         return y if cache is None else (y, cache)
 
-    def mix(self, terms: Terms, values: jax.Array, mask: Mask) -> jax.Array:
+    def mix(self, terms: Terms, values: jax.Array, mask: Mask, q_length: int) -> jax.Array:
         """Runs the engine; leaves the weights in ``intermediates`` when they are asked for."""
         if self.is_mutable_collection("intermediates") and not self.is_initializing():
-            self.sow("intermediates", "attention_weights", attention_weights(terms, mask=mask))
+            weights = attention_weights(
+                terms, mask=mask, q_length=q_length, k_length=values.shape[1]
+            )
+            self.sow("intermediates", "attention_weights", weights)
         dropping = self.dropout_rate > 0.0 and self.has_rng("dropout")
         return attend(
             terms,
             values,
             mask=mask,
+            q_length=q_length,
             dropout_rate=self.dropout_rate if dropping else 0.0,
             dropout_key=self.make_rng("dropout") if dropping else None,
             implementation=self.implementation,

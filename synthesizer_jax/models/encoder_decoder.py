@@ -67,9 +67,7 @@ class EncoderDecoder(nn.Module):
         Returns:
           ``[batch, q, vocab]`` in the dtype of the computation.
         """
-        hidden = self.hidden(
-            encoder_tokens, decoder_tokens, segments=segments, positions=positions
-        )
+        hidden = self.hidden(encoder_tokens, decoder_tokens, segments=segments, positions=positions)
         return self.logits(hidden)
 
     def hidden(
@@ -84,15 +82,35 @@ class EncoderDecoder(nn.Module):
         source, target = segments if segments is not None else (None, None)
         places = positions if positions is not None else (None, None)
         encoded = self.encode(encoder_tokens, segments=source, positions=places[0])
+        if segments is None:
+            cross = Mask(key_lengths=lengths(encoder_tokens))
+        else:
+            cross = Mask(query_segments=target, key_segments=source)
         mask = Mask(causal=True, query_segments=target, key_segments=target)
-        cross = self.cross_mask(encoder_tokens, segments)
-        hidden, _ = self.decoder(
-            self.embed(decoder_tokens),
-            mask=mask,
-            memory=Memory(encoded, cross),
-            positions=places[1],
-        )
-        return hidden
+        return self.decode(decoder_tokens, Memory(encoded, cross), mask=mask, positions=places[1])
+
+    def decode(
+        self,
+        tokens: jax.Array,
+        memory: Memory,
+        *,
+        mask: Mask | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """The decoder's teacher-forced pass.
+
+        Args:
+          tokens: ``[batch, q]`` the targets shifted right by one.
+          memory: the encoder's output and the cross-attention's mask.
+          mask: the self-attention's mask; None is causal.
+          positions: ``[batch, q]`` for packed rows.
+
+        Returns:
+          ``[batch, q, d_model]``, for `logits`.
+        """
+        mask = Mask(causal=True) if mask is None else mask
+        x = self.embed(tokens)
+        return self.decoder(x, mask=mask, memory=memory, positions=positions)[0]
 
     def encode(
         self,
@@ -110,7 +128,7 @@ class EncoderDecoder(nn.Module):
 
     def start(
         self, encoder_tokens: jax.Array, first: jax.Array, *, max_length: int
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
+    ) -> tuple[jax.Array, Any]:
         """Encodes, decodes the first token and makes the caches.
 
         Args:
@@ -126,7 +144,7 @@ class EncoderDecoder(nn.Module):
         return self.decoder(
             self.embed(first),
             mask=Mask(causal=True),
-            memory=Memory(encoded, self.cross_mask(encoder_tokens, None)),
+            memory=Memory(encoded, Mask(key_lengths=lengths(encoder_tokens))),
             caches=(new,) * self.decoder.num_layers,
             length=max_length,
         )
@@ -139,7 +157,7 @@ class EncoderDecoder(nn.Module):
         caches: tuple[Any, ...],
         position: jax.Array,
         max_length: int,
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
+    ) -> tuple[jax.Array, Any]:
         """One decoding step.
 
         Args:
@@ -176,14 +194,6 @@ class EncoderDecoder(nn.Module):
         if self.tied:
             return self.embedding.T, self.d_model**-0.5
         return self.logits_kernel, 1.0
-
-    def cross_mask(
-        self, encoder_tokens: jax.Array, segments: tuple[jax.Array, jax.Array] | None
-    ) -> Mask:
-        """Who of the encoder a decoder position may see."""
-        if segments is None:
-            return Mask(key_lengths=lengths(encoder_tokens))
-        return Mask(query_segments=segments[1], key_segments=segments[0])
 
 
 def lengths(tokens: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -81,12 +82,13 @@ class FeedForward(nn.Module):
             return nn.Dense(features, use_bias=False, dtype=x.dtype, kernel_init=init, name=name)
 
         gates = len(self.activations) > 1
-        hidden = None
-        for i, activation in enumerate(self.activations):
-            name = f"wi_{i}" if gates else "wi"
-            h = ACTIVATIONS[activation](dense(self.hidden_dim, name, "embed", "mlp")(x))
-            hidden = h if hidden is None else hidden * h
-        hidden = Dropout(self.dropout_rate, name="dropout")(hidden)
+        factors = [
+            ACTIVATIONS[activation](
+                dense(self.hidden_dim, f"wi_{i}" if gates else "wi", "embed", "mlp")(x)
+            )
+            for i, activation in enumerate(self.activations)
+        ]
+        hidden = Dropout(self.dropout_rate, name="dropout")(math.prod(factors[1:], start=factors[0]))
         return dense(x.shape[-1], "wo", "mlp", "embed")(hidden)
 
 

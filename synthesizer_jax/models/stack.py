@@ -113,9 +113,7 @@ class Stack(nn.Module):
         if any(run.block.self_mixer.num_heads != heads for run in self.runs):
             raise ValueError("Stack: a shared bias needs the same number of heads in every layer")
         module = self.bias.copy(name="relpos_bias", parent=self)
-        return module(
-            num_heads=heads, query_span=Span(position, q), key_span=Span(0, length)
-        )
+        return module(num_heads=heads, query_span=Span(position, q), key_span=Span(0, length))
 
     def all_runs(
         self, x: jax.Array, mask: Mask | None, bias: Terms, memory: Memory | None

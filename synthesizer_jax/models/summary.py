@@ -57,7 +57,7 @@ def summarize(
         tables_per_layer=tables_per_layer(shapes, axes),
         positions=positions(shapes["params"], axes["params"]),
         flops_per_token=round(flops(forward.jaxpr) / (inputs_length + targets_length)),
-        cache_bytes_per_token=cache_bytes(model, shapes, tokens),
+        cache_bytes_per_token=cache_bytes(model, shapes, tokens, targets_length),
     )
 
 
@@ -90,7 +90,7 @@ def positions(params: Any, axes: Any) -> int:
     )
 
 
-def flops(jaxpr: jex_core.Jaxpr) -> int:
+def flops(jaxpr: Any) -> int:
     """Floating-point operations of all matrix products in a jaxpr, loops multiplied out."""
     total = 0
     for eqn in jaxpr.eqns:
@@ -108,15 +108,14 @@ def flops(jaxpr: jex_core.Jaxpr) -> int:
     return total
 
 
-def _sub_jaxprs(params: dict[str, Any]) -> list[jex_core.Jaxpr]:
+def _sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     values = [v for p in params.values() for v in (p if isinstance(p, tuple | list) else [p])]
     closed = [v.jaxpr for v in values if isinstance(v, jex_core.ClosedJaxpr)]
     return closed + [v for v in values if isinstance(v, jex_core.Jaxpr)]
 
 
-def cache_bytes(model: EncoderDecoder, shapes: Any, tokens: jax.ShapeDtypeStruct) -> int:
+def cache_bytes(model: EncoderDecoder, shapes: Any, tokens: jax.ShapeDtypeStruct, room: int) -> int:
     """Bytes of the decoder's self-attention caches per position and example."""
-    room = 128
     loop = unroll(model)
 
     def start(variables: Any, tokens: jax.Array, first: jax.Array) -> Any:

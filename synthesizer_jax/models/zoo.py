@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 from synthesizer_jax.alignments import (
@@ -203,19 +204,22 @@ MESH: dict[str, Callable[[], Alignment]] = {
 """The modes of the released code."""
 
 
+def _synthesizer(variant: str, size: Size) -> EncoderDecoder:
+    return t5(size, encoder=alignment(variant, head_dim=size.head_dim))
+
+
 def _catalogue() -> dict[str, Callable[[], EncoderDecoder]]:
     models: dict[str, Callable[[], EncoderDecoder]] = {}
     for name, size in T5_1_0.items():
-        models[f"t5_{name}"] = lambda size=size: t5(size, gated=False)
+        models[f"t5_{name}"] = functools.partial(t5, size, gated=False)
     for name, size in T5_1_1.items():
-        models[f"t5_1_1_{name}"] = lambda size=size: t5(size)
+        models[f"t5_1_1_{name}"] = functools.partial(t5, size)
         for variant in VARIANTS:
             if variant != "v":
-                models[f"synthesizer_{variant}_{name}"] = lambda size=size, variant=variant: t5(
-                    size, encoder=alignment(variant, head_dim=size.head_dim)
-                )
+                entry = functools.partial(_synthesizer, variant, size)
+                models[f"synthesizer_{variant}_{name}"] = entry
     for variant in MESH:
-        models[f"mesh_{variant}_base"] = lambda variant=variant: mesh(variant)
+        models[f"mesh_{variant}_base"] = functools.partial(mesh, variant)
     return models
 
 

@@ -71,7 +71,8 @@ def spec(axes: Axes, shape: tuple[int, ...], mesh: Mesh, *, name: str = "") -> P
 
 def shardings(axes: Any, shapes: Any, mesh: Mesh) -> Any:
     """A tree of `NamedSharding` for trees of logical axes and of shapes."""
-    is_axes = lambda x: isinstance(x, tuple) and not hasattr(x, "_fields")  # noqa: E731
+    def is_axes(x: Any) -> bool:
+        return isinstance(x, tuple) and all(a is None or isinstance(a, str) for a in x)
 
     def one(path: Any, names: Axes, leaf: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")

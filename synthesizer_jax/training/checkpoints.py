@@ -177,10 +177,10 @@ def restore_variables(directory: pathlib.Path, *, step: int | None = None) -> tu
     path = (directory / str(step) / "state").absolute()
     with ocp.PyTreeCheckpointer() as reader:
         tree = reader.metadata(path).item_metadata.tree
-        wanted = {k: tree[k] for k in ("params", "constants") if k in tree}
+        parts = {k: tree[k] for k in ("params", "constants") if k in tree}
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         abstract = jax.tree.map(
-            lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=device), wanted
+            lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=device), parts
         )
         restored = reader.restore(
             path,

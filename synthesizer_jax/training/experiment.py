@@ -173,7 +173,9 @@ def _parse(text: str, kind: Any, path: str) -> Any:
     for option in options:
         if _fits(value, option):
             return float(value) if option is float else value
-    names = " or ".join("none" if o is type(None) else getattr(o, "__name__", str(o)) for o in options)
+    names = " or ".join(
+        "none" if o is type(None) else getattr(o, "__name__", str(o)) for o in options
+    )
     raise ValueError(f"--set {path}={text}: expected {names}")
 
 

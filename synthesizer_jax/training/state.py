@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from synthesizer_jax.parameters import abstract_variables
 from synthesizer_jax.sharding import replicated, shardings
+from synthesizer_jax.training.optimizers import Adafactor, AdamW, state_axes
 
 
 @jax.tree_util.register_dataclass
@@ -21,13 +22,13 @@ class TrainState:
     """The state of a run; a plain pytree.
 
     Attributes:
-      step: number of finished steps, int32.
+      step: number of finished steps, an int32 array.
       params: trainable parameters, float32.
       constants: saved, never optimised (Fixed Random tables).
       opt_state: the optimiser's state.
     """
 
-    step: jax.Array
+    step: Any
     params: Any
     constants: Any
     opt_state: Any
@@ -62,11 +63,6 @@ def example_tokens(inputs_length: int, targets_length: int) -> tuple[Any, Any]:
     return shape(inputs_length), shape(targets_length)
 
 
-def parameter_axes(model: nn.Module, tokens: tuple[Any, Any]) -> Any:
-    """The logical axes of a model's parameters."""
-    return abstract_variables(model, *tokens)[1]["params"]
-
-
 def make_layout(
     model: nn.Module, recipe: AdamW | Adafactor, *, tokens: tuple[Any, Any], mesh: Mesh
 ) -> tuple[optax.GradientTransformation, Layout]:
@@ -87,34 +83,19 @@ def make_layout(
         constants=constants,
         opt_state=jax.eval_shape(optimizer.init, shapes["params"]),
     )
-    params = shardings(axes["params"], shapes["params"], mesh)
+    opt_axes = state_axes(
+        state.opt_state, axes["params"], shapes["params"], min_size=getattr(recipe, "min_size", 128)
+    )
     layout = TrainState(
         step=replicated(mesh),
-        params=params,
+        params=shardings(axes["params"], shapes["params"], mesh),
         constants=shardings(axes.get("constants", {}), constants, mesh),
-        opt_state=(
-            like_parameters(optimizer, state.opt_state, params, mesh)
-            if opt_axes is None
-            else shardings(opt_axes, state.opt_state, mesh)
-        ),
+        opt_state=shardings(opt_axes, state.opt_state, mesh),
     )
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, layout
     )
-    return Layout(abstract=abstract, axes=axes["params"])
-
-
-def like_parameters(
-    optimizer: optax.GradientTransformation, opt_state: Any, params: Any, mesh: Mesh
-) -> Any:
-    """Shardings of an optimiser's state whose subtrees mirror the parameters (Adam's moments)."""
-    return optax.tree_map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        opt_state,
-        params,
-        transform_non_params=lambda _: replicated(mesh),
-    )
+    return optimizer, Layout(abstract=abstract, axes=axes["params"])
 
 
 def init_state(
@@ -141,4 +122,3 @@ def init_state(
         )
 
     return jax.jit(make, out_shardings=layout.shardings)(jax.random.key(seed))
-

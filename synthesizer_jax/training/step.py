@@ -45,7 +45,7 @@ def loss_sums(
       label_smoothing: T5's label smoothing.
       dropout_key: None turns dropout off.
     """
-    hidden = model.apply(
+    hidden: Any = model.apply(
         variables,
         batch["encoder_input_tokens"],
         batch["decoder_input_tokens"],
@@ -54,9 +54,10 @@ def loss_sums(
         rngs=None if dropout_key is None else {"dropout": dropout_key},
         method="hidden",
     )
-    kernel, scale = model.apply(variables, method="output_kernel")
+    projection: Any = model.apply(variables, method="output_kernel")
+    kernel, scale = projection
     targets, weights = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
-    options = dict(weights=weights, z_loss=z_loss, label_smoothing=label_smoothing)
+    options: Any = {"weights": weights, "z_loss": z_loss, "label_smoothing": label_smoothing}
     if targets.size * model.vocab_size > DENSE_LOGITS:
         return chunked_cross_entropy(hidden, kernel, targets=targets, scale=scale, **options)
     logits = (hidden * jnp.asarray(scale, hidden.dtype)) @ kernel.astype(hidden.dtype)

@@ -1,0 +1,41 @@
+# Everything a fresh machine with Python 3.11+ and make needs. `make help` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKDIR ?= runs/quickstart
+
+.PHONY: help install quickstart test lint types tests bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[data,test]'
+	touch $(STAMP)
+
+install: $(STAMP)  ## make .venv with the tested versions
+
+quickstart: $(STAMP)  ## train two small models on the embedded mixture and write a report
+	$(BIN)/synthesizer-jax quickstart --workdir $(WORKDIR)
+
+test: lint types tests  ## everything that CI runs
+
+lint: $(STAMP)  ## format, lint and the arrows between the rooms
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache
+
+types: $(STAMP)  ## static types
+	$(BIN)/mypy
+
+tests: $(STAMP)  ## the test suite, on two processes
+	$(BIN)/pytest -n 2 --dist loadfile
+
+bench: $(STAMP)  ## the attention benchmark
+	$(BIN)/python benchmarks/attention.py
+
+clean:  ## remove what make made
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,224 @@
+"""The fused route: logits exist for one head of one example at a time.
+
+Heads are the outer loop and examples the inner one, so that what examples share, logits of
+parameters above all, is made once per head and its gradient summed over the batch in place. The
+backward pass recomputes the logits from the saved row statistic ``log Σ exp`` (Dao et al. 2022,
+FlashAttention, section 3.1).
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.products import product, transposed_product
+from synthesizer_jax.attention.terms import (
+    LowRank,
+    Outer,
+    Relative,
+    Static,
+    Terms,
+    diagonals,
+    spread,
+    wide,
+)
+
+
+def attend_fused(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) -> jax.Array:
+    """``softmax(Σ terms) · values`` in blocks of one head and one example.
+
+    Args:
+      terms: terms for q queries and k keys; in packed rows, only terms that do not ask for positions.
+      values: ``[b, k, h, e]``.
+      mask: which keys a query may see.
+      q_length: number of queries.
+
+    Returns:
+      ``[b, q, h, e]`` in the values' dtype. Forward-mode differentiation raises a `TypeError`.
+    """
+    k_length = values.shape[1]
+    products = tuple(t for t in terms if isinstance(t, (LowRank, Outer)))
+    biases = tuple(t for t in terms if isinstance(t, Static)) + tuple(
+        Relative(diagonals(t, q_length, k_length, mask.query_offset), 1 - q_length)
+        for t in terms
+        if isinstance(t, Relative)
+    )
+    return _attend(q_length, products, biases, values, mask)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    q_length: int, products: Terms, biases: Terms, values: jax.Array, mask: Mask
+) -> jax.Array:
+    return forward(products, biases, values, mask, q_length=q_length)[0]
+
+
+def _attend_fwd(q_length: int, *inputs: Any):
+    out, lse = forward(*inputs, q_length=q_length)
+    return out, (*inputs, out, lse)
+
+
+def _attend_bwd(_: int, residuals: tuple[Any, ...], g: jax.Array):
+    return (*backward(*residuals, g), None)
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def forward(
+    products: Terms, biases: Terms, values: jax.Array, mask: Mask, *, q_length: int
+) -> tuple[jax.Array, jax.Array]:
+    """The attention output and the statistic that `backward` needs.
+
+    Args:
+      products: `LowRank` and `Outer` terms.
+      biases: `Static` terms, and `Relative` ones cut to the block.
+      values: ``[b, k, h, e]``.
+      mask: which keys a query may see.
+      q_length: number of queries.
+
+    Returns:
+      The output ``[b, q, h, e]`` and ``log Σ exp`` of every row ``[b, q, h, 1]``, which is +inf for
+      a row without keys, so that its weights vanish.
+    """
+    batch, k_length, heads, width = values.shape
+    dtype = wide(values, *jax.tree.leaves((products, biases)))
+
+    def head(j: jax.Array, results: Any):
+        bias = _bias(_block(biases, 0, j), q_length)
+
+        def example(i: jax.Array, results: Any):
+            logits = _logits(bias, _block(products, i, j), k_length)
+            logits = _masked(logits, mask, i, j)
+            top = jnp.max(logits, axis=-1, keepdims=True)
+            top = jnp.where(top == -jnp.inf, 0, top)
+            weights = jnp.exp(logits - top).astype(values.dtype)
+            total = jnp.sum(weights, axis=-1, keepdims=True, dtype=dtype)
+            some = total > 0
+            total = jnp.where(some, total, 1)
+            out = jnp.matmul(weights, _block(values, i, j), preferred_element_type=dtype) / total
+            lse = jnp.where(some, top + jnp.log(total), jnp.inf)
+            return _put(results, (out, lse), i, j)
+
+        return lax.fori_loop(0, batch, example, results)
+
+    out = jnp.zeros((batch, q_length, heads, width), values.dtype)
+    lse = jnp.zeros((batch, q_length, heads, 1), dtype)
+    return lax.fori_loop(0, heads, head, (out, lse))
+
+
+def backward(
+    products: Terms,
+    biases: Terms,
+    values: jax.Array,
+    mask: Mask,
+    out: jax.Array,
+    lse: jax.Array,
+    g: jax.Array,
+) -> tuple[Terms, Terms, jax.Array]:
+    """The cotangents of products, biases and values, from `forward`'s results and cotangent `g`."""
+    batch, k_length, heads, _ = values.shape
+
+    def head(j: jax.Array, carry: Any):
+        bias, back_bias = jax.vjp(lambda x: _bias(x, out.shape[1]), _block(biases, 0, j))
+
+        def example(i: jax.Array, carry: Any):
+            dproducts, dvalues, dbias = carry
+            logits, back = jax.vjp(lambda *x: _logits(*x, k_length), bias, _block(products, i, j))
+            weights = jnp.exp(_masked(logits, mask, i, j) - _block(lse, i, j))
+            g_block = _block(g, i, j)
+            delta = jnp.sum(g_block.astype(lse.dtype) * _block(out, i, j), axis=-1, keepdims=True)
+            slope = weights * (product(g_block, _block(values, i, j)) - delta)
+            dbias_block, dproducts_block = back(slope)
+            dvalues_block = transposed_product(weights.astype(g.dtype), g_block)
+            return (
+                _put(dproducts, dproducts_block, i, j, add=True),
+                _put(dvalues, dvalues_block, i, j),
+                jax.tree.map(jnp.add, dbias, dbias_block),
+            )
+
+        dproducts, dbiases, dvalues = carry
+        start = (dproducts, dvalues, jax.tree.map(jnp.zeros_like, bias))
+        dproducts, dvalues, dbias = lax.fori_loop(0, batch, example, start)
+        return dproducts, _put(dbiases, back_bias(dbias)[0], 0, j), dvalues
+
+    zeros = (
+        jax.tree.map(
+            lambda x: jnp.zeros_like(x, wide(x) if x.shape[0] == 1 else x.dtype), products
+        ),
+        *jax.tree.map(jnp.zeros_like, (biases, values)),
+    )
+    dproducts, dbiases, dvalues = lax.fori_loop(0, heads, head, zeros)
+    dproducts = jax.tree.map(lambda d, x: d.astype(x.dtype), dproducts, products)
+    return dproducts, dbiases, dvalues
+
+
+def _logits(bias: jax.Array | None, products: Terms, k_length: int) -> jax.Array:
+    """The logits ``[q, k]`` of one head and example."""
+    parts = [] if bias is None else [bias]
+    low_rank = [t for t in products if isinstance(t, LowRank)]
+    if low_rank:
+        queries = jnp.concatenate([t.queries for t in low_rank], axis=-1)
+        keys = jnp.concatenate([t.keys for t in low_rank], axis=-1)
+        parts.append(product(queries, keys))
+    for term in products:
+        if isinstance(term, Outer):
+            key, size = jnp.arange(k_length), term.b.shape[-1]
+            a = product(term.a, jax.nn.one_hot(key // size, term.a.shape[-1], dtype=term.a.dtype))
+            b = product(term.b, jax.nn.one_hot(key % size, size, dtype=term.b.dtype))
+            parts.append(a * b)
+    return functools.reduce(operator.add, parts)
+
+
+def _bias(biases: Terms, q_length: int) -> jax.Array | None:
+    """What one head adds to the logits of every example, ``[q, k]`` float32, if anything."""
+    parts = [
+        spread(t.logits, q_length) if isinstance(t, Relative) else t.logits
+        for t in biases
+        if isinstance(t, (Relative, Static))
+    ]
+    return functools.reduce(operator.add, [x.astype(wide(x)) for x in parts]) if parts else None
+
+
+def _masked(logits: jax.Array, mask: Mask, i: jax.Array, j: jax.Array) -> jax.Array:
+    """The logits ``[q, k]`` of example i and head j, -inf where the mask forbids."""
+    pairs = mask.block(i, j).pairs(*logits.shape)
+    if pairs is None:
+        return logits
+    return jnp.where(pairs, logits, -jnp.inf).reshape(logits.shape)
+
+
+def _block(tree: Any, i: jax.Array | int, j: jax.Array) -> Any:
+    """Example i and head j of arrays ``[b or 1, n, h, r]``, head j of arrays ``[h, ...]``."""
+
+    def one(x: jax.Array) -> jax.Array:
+        if x.ndim < 4:
+            return lax.dynamic_index_in_dim(x, j, keepdims=False)
+        size = (1, x.shape[1], 1, x.shape[3])
+        return lax.dynamic_slice(x, _corner(x, i, j), size).reshape(x.shape[1], x.shape[3])
+
+    return jax.tree.map(one, tree)
+
+
+def _put(tree: Any, blocks: Any, i: jax.Array | int, j: jax.Array, *, add: bool = False) -> Any:
+    """The arrays with the blocks written, or added, where `_block` reads them."""
+
+    def one(x: jax.Array, block: jax.Array) -> jax.Array:
+        if x.ndim < 4:
+            return lax.dynamic_update_index_in_dim(x, block.astype(x.dtype), j, axis=0)
+        block = block[None, :, None].astype(x.dtype)
+        if add:
+            block += lax.dynamic_slice(x, _corner(x, i, j), block.shape)
+        return lax.dynamic_update_slice(x, block, _corner(x, i, j))
+
+    return jax.tree.map(one, tree, blocks)
+
+
+def _corner(x: jax.Array, i: jax.Array | int, j: jax.Array) -> tuple[Any, ...]:
+    return (0 if x.shape[0] == 1 else i, 0, j, 0)

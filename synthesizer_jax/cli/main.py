@@ -1,0 +1,67 @@
+"""The command `synthesizer-jax`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from synthesizer_jax.cli import data, evaluate, generate, models, quickstart, train
+from synthesizer_jax.version import __version__
+
+TRACEBACK = "SYNTHESIZER_JAX_TRACEBACK"
+
+app = typer.Typer(
+    name="synthesizer-jax",
+    help="Train, evaluate and use Synthesizer T5s.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("train")(train.train)
+app.command("eval")(evaluate.evaluate)
+app.command("generate")(generate.generate)
+app.command("models")(models.models)
+app.add_typer(data.app, name="data")
+app.command("quickstart")(quickstart.quickstart)
+
+
+def version(show: bool) -> None:
+    """Prints the version and ends."""
+    if show:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: bool = typer.Option(
+        False, "--version", callback=version, is_eager=True, help="Show the version and exit."
+    ),
+) -> None:
+    """Train, evaluate and use Synthesizer T5s in JAX."""
+
+
+def run() -> None:
+    """The entry point: a user's mistake ends in one line, not in a traceback.
+
+    Set the environment variable SYNTHESIZER_JAX_TRACEBACK=1 to see where an error came from.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        app()
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
+        if os.environ.get(TRACEBACK):
+            raise
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message in one line; unknown kinds say how to see more."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if type(error) in (RuntimeError, ImportError):
+        text += f" ({type(error).__name__}; {TRACEBACK}=1 shows where)"
+    return text

@@ -1,0 +1,45 @@
+"""`synthesizer-jax train`."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Annotated
+
+import typer
+
+Workdir = Annotated[pathlib.Path, typer.Option(help="Where checkpoints and logs of the run lie.")]
+DataDir = Annotated[
+    pathlib.Path | None,
+    typer.Option(envvar="SYNTHESIZER_DATA_DIR", help="Where prepared data sets lie."),
+]
+
+
+def train(
+    recipe: Annotated[
+        str, typer.Argument(help="FILE.py[:recipe], or the name of a packaged recipe.")
+    ],
+    workdir: Workdir,
+    data_dir: DataDir = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change a field, such as --set training.steps=200."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+) -> None:
+    """Train a recipe; started again with the same workdir it continues where it was.
+
+    Example: synthesizer-jax train quickstart --workdir runs/rv --set training.steps=200
+    """
+    from synthesizer_jax.cli.recipes import load_recipe
+    from synthesizer_jax.training.run import run
+    from synthesizer_jax.training.survival import EXIT_PREEMPTED, Preempted
+
+    experiment = load_recipe(recipe, overrides or ())
+    try:
+        run(experiment, workdir, data_dir=data_dir, visible=not quiet)
+    except Preempted:
+        typer.echo(
+            f"stopped by SIGTERM, everything is saved in {workdir}; start again to continue",
+            err=True,
+        )
+        raise typer.Exit(EXIT_PREEMPTED) from None

@@ -1,0 +1,227 @@
+"""Greedy and beam decoding: one compiled loop, static shapes, cached keys and values."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
+
+EOS = 1
+START = 0
+"""T5's ids: end of sequence; the decoder's first input is padding."""
+
+NEVER = -1e9
+
+
+class Decoded(NamedTuple):
+    """Decoded sequences.
+
+    Attributes:
+      tokens: ``[batch, max_length]``, EOS included, zeros after it.
+      scores: ``[batch]`` log-probability in nats; with beams divided by the length penalty.
+    """
+
+    tokens: jax.Array
+    scores: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames=("model", "max_length", "beams", "alpha"))
+def decode(
+    variables: dict[str, Any],
+    encoder_tokens: jax.Array,
+    *,
+    model: EncoderDecoder,
+    max_length: int,
+    beams: int = 1,
+    alpha: float = 0.6,
+) -> Decoded:
+    """Decodes a batch.
+
+    Args:
+      variables: the model's variables, scanned layout or not.
+      encoder_tokens: ``[batch, k]`` integers, 0 is padding.
+      model: an unbound model.
+      max_length: number of tokens to decode at most, EOS included.
+      beams: 1 is greedy.
+      alpha: exponent of the length penalty ``((5 + n) / 6)^alpha`` (Wu et al. 2016; T5 uses 0.6 with
+        4 beams); no effect on greedy decoding.
+
+    Returns:
+      The best sequence of every example.
+    """
+    step = Step(unroll(model), unroll_variables(model, variables), encoder_tokens, max_length)
+    if beams == 1:
+        return greedy(step)
+    return beam_search(step, beams, alpha)
+
+
+class Step:
+    """The model as the decoding loops see it: tokens in, log-probabilities out.
+
+    Args:
+      model: a model with looped layers.
+      variables: its variables.
+      encoder_tokens: ``[batch, k]``.
+      max_length: room in the caches.
+    """
+
+    def __init__(
+        self,
+        model: EncoderDecoder,
+        variables: dict[str, Any],
+        encoder_tokens: jax.Array,
+        max_length: int,
+    ):
+        self.model, self.variables, self.max_length = model, variables, max_length
+        self.encoder_tokens = encoder_tokens
+        self.lengths = (encoder_tokens != 0).sum(axis=-1, dtype=jnp.int32)
+
+    @property
+    def batch(self) -> int:
+        """Number of examples."""
+        return self.encoder_tokens.shape[0]
+
+    def first(self) -> tuple[jax.Array, Any]:
+        """``[batch, vocab]`` log-probabilities of the first token, and the caches."""
+        start = jnp.full((self.batch, 1), START, jnp.int32)
+        hidden, caches = self.model.apply(
+            self.variables, self.encoder_tokens, start, max_length=self.max_length, method="start"
+        )
+        return self.log_probabilities(hidden), caches
+
+    def next(
+        self, tokens: jax.Array, lengths: jax.Array, caches: Any, position: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """Log-probabilities ``[rows, vocab]`` after the tokens ``[rows]`` at `position`."""
+        hidden, caches = self.model.apply(
+            self.variables,
+            tokens[:, None],
+            lengths,
+            caches=caches,
+            position=position,
+            max_length=self.max_length,
+            method="step",
+        )
+        return self.log_probabilities(hidden), caches
+
+    def log_probabilities(self, hidden: jax.Array) -> jax.Array:
+        """``[rows, 1, d_model]`` to ``[rows, vocab]`` float32."""
+        logits: Any = self.model.apply(self.variables, hidden, method="logits")
+        return jax.nn.log_softmax(logits[:, 0].astype(jnp.float32))
+
+
+def greedy(step: Step) -> Decoded:
+    """The most probable token at every position, until every example has ended."""
+
+    def choose(
+        logp: jax.Array, tokens: jax.Array, scores: jax.Array, done: jax.Array, at: jax.Array | int
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        token = jnp.where(done, 0, jnp.argmax(logp, axis=-1)).astype(jnp.int32)
+        scores = scores + jnp.where(done, 0.0, jnp.max(logp, axis=-1))
+        return token, tokens.at[:, at].set(token), scores, done | (token == EOS)
+
+    def body(carry: Any) -> Any:
+        at, token, tokens, scores, done, caches = carry
+        logp, caches = step.next(token, step.lengths, caches, at)
+        return at + 1, *choose(logp, tokens, scores, done, at), caches
+
+    def unfinished(carry: Any) -> jax.Array:
+        return (carry[0] < step.max_length) & ~jnp.all(carry[4])
+
+    logp, caches = step.first()
+    tokens = jnp.zeros((step.batch, step.max_length), jnp.int32)
+    scores, done = jnp.zeros(step.batch), jnp.zeros(step.batch, bool)
+    begin = (jnp.asarray(1), *choose(logp, tokens, scores, done, 0), caches)
+    _, _, tokens, scores, _, _ = jax.lax.while_loop(unfinished, body, begin)
+    return Decoded(tokens, scores)
+
+
+def length_penalty(length: jax.Array | int, alpha: float) -> jax.Array:
+    """``((5 + length) / 6)^alpha`` (Wu et al. 2016, equation 14)."""
+    return ((5.0 + jnp.asarray(length, jnp.float32)) / 6.0) ** alpha
+
+
+class Beams(NamedTuple):
+    """State of a beam search; b examples, n beams, m positions.
+
+    Attributes:
+      at: number of positions decoded.
+      live: ``[b, n]`` log-probabilities of unfinished sequences, best first.
+      tokens: ``[b, n, m]`` those sequences.
+      ended: ``[b, n]`` penalised scores of finished sequences, best first.
+      ended_tokens: ``[b, n, m]`` those sequences.
+      caches: self-attention caches have b·n rows; cross-attention ones too, the same for all beams
+        of an example, so that they need no reordering.
+    """
+
+    at: jax.Array
+    live: jax.Array
+    tokens: jax.Array
+    ended: jax.Array
+    ended_tokens: jax.Array
+    caches: Any
+
+
+def beam_search(step: Step, beams: int, alpha: float) -> Decoded:
+    """Keeps the `beams` best unfinished and finished sequences of every example.
+
+    An example's search ends when no unfinished sequence can still beat its worst finished one.
+    """
+    b, n, m = step.batch, beams, step.max_length
+    lengths = jnp.repeat(step.lengths, n)
+
+    def advance(state: Beams, logp: jax.Array) -> tuple[Beams, jax.Array]:
+        """Extends all beams by one token; also returns which beams the live ones came from."""
+        vocab = logp.shape[-1]
+        scores = state.live[:, :, None] + logp.reshape(b, n, vocab)
+        top, index = jax.lax.top_k(scores.reshape(b, n * vocab), 2 * n)
+        source, token = index // vocab, (index % vocab).astype(jnp.int32)
+        tokens = jnp.take_along_axis(state.tokens, source[:, :, None], axis=1)
+        tokens = tokens.at[:, :, state.at].set(token)
+        ends = (token == EOS) | (state.at == m - 1)
+        penalised = jnp.where(ends, top / length_penalty(state.at + 1, alpha), NEVER)
+        ended, ended_tokens = best(
+            jnp.concatenate([state.ended, penalised], axis=1),
+            jnp.concatenate([state.ended_tokens, tokens], axis=1),
+            n,
+        )
+        live, order = jax.lax.top_k(jnp.where(ends, NEVER, top), n)
+        tokens = jnp.take_along_axis(tokens, order[:, :, None], axis=1)
+        source = jnp.take_along_axis(source, order, axis=1)
+        return Beams(state.at + 1, live, tokens, ended, ended_tokens, state.caches), source
+
+    def reorder(caches: Any, source: jax.Array) -> Any:
+        rows = (jnp.arange(b)[:, None] * n + source).reshape(-1)
+        return tuple((jax.tree.map(lambda x: x[rows], own), cross) for own, cross in caches)
+
+    def body(state: Beams) -> Beams:
+        token = jnp.take_along_axis(
+            state.tokens, jnp.full((b, n, 1), state.at - 1), axis=2
+        ).reshape(-1)
+        logp, caches = step.next(token, lengths, state.caches, state.at)
+        state, source = advance(state._replace(caches=caches), logp)
+        return state._replace(caches=reorder(state.caches, source))
+
+    def unfinished(state: Beams) -> jax.Array:
+        hope = state.live[:, 0] / length_penalty(m, alpha)
+        return (state.at < m) & jnp.any(hope > state.ended[:, -1])
+
+    logp, caches = step.first()
+    empty = jnp.zeros((b, n, m), jnp.int32)
+    # All beams start equal: only the first may be extended.
+    live = jnp.full((b, n), NEVER).at[:, 0].set(0.0)
+    state = Beams(jnp.asarray(0), live, empty, jnp.full((b, n), NEVER), empty, None)
+    state, _ = advance(state, jnp.repeat(logp, n, axis=0))
+    caches = jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), caches)
+    state = jax.lax.while_loop(unfinished, body, state._replace(caches=caches))
+    return Decoded(state.ended_tokens[:, 0], state.ended[:, 0])
+
+
+def best(scores: jax.Array, tokens: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+    """The n best of ``[b, c]`` scored sequences ``[b, c, m]``."""
+    scores, order = jax.lax.top_k(scores, n)
+    return scores, jnp.take_along_axis(tokens, order[:, :, None], axis=1)

@@ -1,0 +1,111 @@
+"""Decoding against exhaustive search and against step-by-step argmax of full passes."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from synthesizer_jax.inference import decode, score_choices
+from synthesizer_jax.inference.decoding import length_penalty
+from synthesizer_jax.models import Size, alignment, t5
+
+VOCAB, LENGTH = 5, 3
+
+
+@pytest.fixture(scope="module", params=["v", "rv"])
+def trained(request):
+    kind = alignment(request.param, head_dim=4, max_length=8)
+    model = t5(Size(8, 2, 12, 2, 4), encoder=kind, vocab_size=VOCAB, scan=request.param == "v")
+    source = jnp.asarray(np.random.default_rng(0).integers(2, VOCAB, (4, 6))).at[1, 4:].set(0)
+    variables = model.init(jax.random.key(7), source, source[:, :LENGTH])
+    # Sharpen the output so that sequences differ clearly and some end early.
+    variables["params"]["logits_kernel"] *= 3.0
+    return model, variables, source
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def full_pass(model, variables, source, shifted):
+    return jax.nn.log_softmax(model.apply(variables, source, shifted).astype(jnp.float32))
+
+
+def log_probability(model, variables, source, sequence):
+    """Of one sequence after each source, by a full pass; EOS ends it."""
+    shifted = np.zeros((len(source), LENGTH), np.int32)
+    shifted[:, 1 : len(sequence)] = sequence[:-1]
+    logp = np.asarray(full_pass(model, variables, source, shifted))
+    return sum(logp[:, i, t] for i, t in enumerate(sequence))
+
+
+def all_sequences():
+    """Every sequence that ends with EOS or is as long as allowed."""
+    for n in range(1, LENGTH + 1):
+        for s in itertools.product(range(VOCAB), repeat=n):
+            if 1 not in s[:-1] and (s[-1] == 1 or n == LENGTH):
+                yield s
+
+
+def test_greedy_is_the_argmax_of_full_passes(trained):
+    model, variables, source = trained
+    tokens = np.zeros((4, LENGTH), np.int32)
+    score, done = np.zeros(4), np.zeros(4, bool)
+    for i in range(LENGTH):
+        shifted = np.concatenate([np.zeros((4, 1), np.int32), tokens[:, :-1]], 1)
+        logp = np.asarray(full_pass(model, variables, source, shifted))[:, i]
+        score += np.where(done, 0, logp.max(-1))
+        tokens[:, i] = np.where(done, 0, logp.argmax(-1))
+        done |= tokens[:, i] == 1
+    found = decode(variables, source, model=model, max_length=LENGTH)
+    np.testing.assert_array_equal(found.tokens, tokens)
+    np.testing.assert_allclose(found.scores, score, atol=1e-4)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
+def test_wide_beam_is_exhaustive_search(trained, alpha):
+    model, variables, source = trained
+    found = decode(variables, source, model=model, max_length=LENGTH, beams=80, alpha=alpha)
+    sequences = list(all_sequences())
+    scores = np.stack(
+        [
+            log_probability(model, variables, source, s) / ((5 + len(s)) / 6) ** alpha
+            for s in sequences
+        ],
+        axis=1,
+    )
+    for row, (tokens, score) in enumerate(zip(*map(np.asarray, found), strict=True)):
+        best = sequences[scores[row].argmax()]
+        assert tuple(tokens[: len(best)]) == best and not tokens[len(best) :].any()
+        np.testing.assert_allclose(score, scores[row].max(), atol=1e-4)
+
+
+def test_beam_of_four_is_at_least_as_good_as_greedy(trained):
+    model, variables, source = trained
+    greedy = decode(variables, source, model=model, max_length=6)
+    lengths = np.asarray((greedy.tokens != 0).sum(-1))
+    beam = decode(variables, source, model=model, max_length=6, beams=4, alpha=0.6)
+    assert np.all(beam.scores >= greedy.scores / length_penalty(lengths, 0.6) - 1e-4)
+
+
+def test_padding_of_the_input_changes_nothing(trained):
+    model, variables, source = trained
+    wider = jnp.pad(source, ((0, 0), (0, 2)))
+    for beams in (1, 3):
+        one, two = (
+            decode(variables, s, model=model, max_length=LENGTH, beams=beams)
+            for s in (source, wider)
+        )
+        np.testing.assert_array_equal(one.tokens, two.tokens)
+        np.testing.assert_allclose(one.scores, two.scores, atol=1e-5)
+
+
+def test_scores_of_choices_are_their_log_probabilities(trained):
+    model, variables, source = trained
+    words = [(2, 3, 1), (4, 1), (1,)]
+    choices = np.zeros((3, 4), np.int32)
+    for row, word in enumerate(words):
+        choices[row, : len(word)] = word
+    found = score_choices(variables, source, choices=jnp.asarray(choices), model=model)
+    expected = np.stack([log_probability(model, variables, source, w) for w in words], 1)
+    np.testing.assert_allclose(found, expected, atol=1e-4)

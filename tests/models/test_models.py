@@ -1,0 +1,258 @@
+"""Encoder-decoders: T5's names, scan and remat, decoding steps, counts, recipes' traps."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from synthesizer_jax import ZOO, Attention, DotProduct, Mixture, Random, RelativeBias
+from synthesizer_jax.models import (
+    VARIANTS,
+    Block,
+    EncoderDecoder,
+    FeedForward,
+    LearnedPositions,
+    Run,
+    SinusoidalPositions,
+    Size,
+    Stack,
+    alignment,
+    stack_layers,
+    summarize,
+    t5,
+    unroll,
+    unroll_variables,
+)
+from synthesizer_jax.registry import from_json, to_json
+
+SIZE = Size(d_model=16, layers=2, d_ff=24, heads=2, head_dim=8)
+ROOM, VOCAB = 12, 50
+
+
+def model_of(variant, **options):
+    kind = alignment(variant, head_dim=8, max_length=ROOM)
+    return t5(SIZE, encoder=kind, vocab_size=VOCAB, **options)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    rng = np.random.default_rng(0)
+    source = rng.integers(2, VOCAB, (3, 11))
+    source[1, 7:] = 0
+    return jnp.asarray(source), jnp.asarray(rng.integers(2, VOCAB, (3, 9)))
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def trained(request, batch):
+    """A scanned, rematerialised model, its variables, and its logits."""
+    model = model_of(request.param, scan=True, remat="full")
+    variables = model.init(jax.random.key(0), *batch)
+    return model, variables, model.apply(variables, *batch)
+
+
+def test_scan_equals_loop(trained, batch):
+    model, variables, logits = trained
+    loop = unroll(model).apply(unroll_variables(model, variables), *batch)
+    np.testing.assert_allclose(loop, logits, atol=1e-5)
+
+
+def test_layouts_convert_back(trained):
+    model, variables, _ = trained
+    params = unroll_variables(model, variables)["params"]
+    back = {n: stack_layers(getattr(model, n), params[n]) for n in ("encoder", "decoder")}
+    for name in back:
+        jax.tree.map(np.testing.assert_array_equal, back[name], variables["params"][name])
+
+
+def test_decoding_steps_equal_the_full_pass(trained, batch):
+    model, variables, logits = trained
+    source, target = batch
+    loop, v = unroll(model), unroll_variables(model, variables)
+    lengths = (source != 0).sum(-1)
+    start = jax.jit(lambda s, f: loop.apply(v, s, f, max_length=ROOM, method="start"))
+    step = jax.jit(
+        lambda t, c, at: loop.apply(
+            v, t, lengths, caches=c, position=at, max_length=ROOM, method="step"
+        )
+    )
+    hidden, caches = start(source, target[:, :1])
+    outputs = [hidden]
+    for at in range(1, target.shape[1]):
+        hidden, caches = step(target[:, at : at + 1], caches, jnp.asarray(at))
+        outputs.append(hidden)
+    stepped = loop.apply(v, jnp.concatenate(outputs, 1), method="logits")
+    np.testing.assert_allclose(stepped, logits, atol=2e-5)
+
+
+def test_gradient_reaches_every_parameter(trained, batch):
+    model, variables, _ = trained
+    rest = {k: v for k, v in variables.items() if k != "params"}
+    weights = jax.random.normal(jax.random.key(5), (3, 9, VOCAB))
+    loss = lambda p: (model.apply({"params": p, **rest}, *batch) * weights).sum()  # noqa: E731
+    for path, g in jax.tree.leaves_with_path(jax.grad(loss)(variables["params"])):
+        assert np.all(np.isfinite(g)) and np.any(np.asarray(g) != 0), jax.tree_util.keystr(path)
+
+
+def test_packed_rows_equal_separate_rows(batch):
+    """Two pairs packed into one row give the logits that each gives alone."""
+    model = model_of("v")
+    source, target = (np.asarray(x) for x in batch)
+    variables = model.init(jax.random.key(0), *batch)
+    alone = model.apply(variables, source[1:], target[1:])
+    packed_source = np.concatenate([source[1, :7], source[2]])[None]
+    packed_target = np.concatenate([target[1], target[2]])[None]
+    segments = (
+        jnp.asarray(np.repeat([1, 2], [7, 11])[None]),
+        jnp.asarray(np.repeat([1, 2], [9, 9])[None]),
+    )
+    packed = model.apply(variables, packed_source, packed_target, segments=segments)
+    np.testing.assert_allclose(packed[0, :9], alone[0], atol=2e-5)
+    np.testing.assert_allclose(packed[0, 9:], alone[1], atol=2e-5)
+
+
+def test_dropout_needs_its_random_stream_and_only_then_acts(batch):
+    model = model_of("rv", dropout_rate=0.5)
+    variables = model.init(jax.random.key(0), *batch)
+    apply = lambda **k: np.asarray(model.apply(variables, *batch, **k))  # noqa: E731
+    one, two = (apply(rngs={"dropout": jax.random.key(s)}) for s in (1, 2))
+    assert np.any(one != two) and np.any(one != apply())
+    np.testing.assert_array_equal(one, apply(rngs={"dropout": jax.random.key(1)}))
+
+
+def test_t5_parameter_names():
+    shapes = jax.eval_shape(
+        lambda: model_of("v").init(jax.random.key(0), *(jnp.ones((1, 4), int),) * 2)
+    )["params"]
+    names = {
+        "/".join(k.key for k in path) for path, _ in jax.tree.leaves_with_path(shapes["decoder"])
+    }
+    layer = {
+        *(f"self_attention/{n}" for n in ("align/query", "align/key", "value", "out")),
+        *(f"encoder_decoder_attention/{n}" for n in ("align/query", "align/key", "value", "out")),
+        *("mlp/wi_0", "mlp/wi_1", "mlp/wo"),
+    }
+    scales = ("pre_self_attention", "pre_cross_attention", "pre_mlp")
+    expected = {"final_norm/scale", "relpos_bias/rel_embedding"}
+    for i in range(2):
+        expected |= {f"layers_{i}/{n}/kernel" for n in layer}
+        expected |= {f"layers_{i}/{n}_layer_norm/scale" for n in scales}
+    assert names == expected
+
+
+def test_one_configuration_object_used_everywhere_shares_no_parameters(batch):
+    part = Random(max_length=ROOM)
+    attention = Attention(2, 8, alignment=Mixture((part, part)))
+    feed_forward = FeedForward(24)
+    encoder = Stack((Run(Block(attention, feed_forward), 2),))
+    decoder = Stack((Run(Block(attention, feed_forward, cross_mixer=attention), 2),))
+    for scan in (False, True):
+        model = EncoderDecoder(VOCAB, 16, encoder.copy(scan=scan), decoder.copy(scan=scan))
+        params = model.init(jax.random.key(0), *batch)["params"]
+        tables = [
+            np.asarray(leaf).reshape(-1, 2, ROOM, ROOM)
+            for path, leaf in jax.tree.leaves_with_path(params)
+            if path[-1].key == "table"
+        ]
+        tables = np.concatenate(tables)
+        assert len(tables) == 3 * 2 * 2  # encoder, decoder, cross × layers × parts
+        assert len(np.unique(tables[:, 0, 0, 0])) == len(tables)
+
+
+@pytest.mark.parametrize("positions", [LearnedPositions(ROOM), SinusoidalPositions()])
+def test_absolute_positions(batch, positions):
+    model = model_of("v", relative_bias=False)
+    with_positions = {
+        name: getattr(model, name).copy(positions=positions) for name in ("encoder", "decoder")
+    }
+    model = model.copy(**with_positions)
+    variables = model.init(jax.random.key(0), *batch)
+    source, target = batch
+    logits = model.apply(variables, source, target)
+    swapped = model.apply(variables, source[:, ::-1].at[1].set(source[1]), target)
+    assert np.abs(logits[0] - swapped[0]).max() > 1e-3, "the order of the words has no influence"
+
+
+def test_layers_may_differ(batch):
+    feed_forward = FeedForward(24)
+    runs = tuple(
+        Run(Block(Attention(2, 8, alignment=kind), feed_forward), n)
+        for kind, n in ((DotProduct(), 1), (Random(max_length=ROOM), 3))
+    )
+    for scan in (False, True):
+        model = model_of("v", relative_bias=False).copy(encoder=Stack(runs, scan=scan))
+        variables = model.init(jax.random.key(0), *batch)
+        assert model.encoder.num_layers == 4
+        assert np.all(np.isfinite(model.apply(variables, *batch)))
+
+
+def test_bfloat16_computes_in_bfloat16_with_float32_parameters(batch):
+    model = model_of("rv", dtype="bfloat16")
+    variables = model.init(jax.random.key(0), *batch)
+    logits = model.apply(variables, *batch)
+    assert logits.dtype == jnp.bfloat16
+    assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
+    exact = model_of("rv").apply(variables, *batch)
+    assert np.abs(logits.astype(jnp.float32) - exact).max() < 0.1 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_zoo_models_round_trip_as_json(name):
+    model = ZOO[name]()
+    assert from_json(json.loads(json.dumps(to_json(model)))) == model
+
+
+PUBLISHED = {
+    "mesh_vanilla_base": 222_902_784,
+    "mesh_random_base": 254_360_064,
+    "mesh_factorized_base": 207_174_144,
+    "mesh_dense_base": 224_475_648,
+    "mesh_dense_plus_base": 243_350_016,
+    "mesh_random_plus_base": 292_108_800,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_of_the_synthesizer_papers_c4_models(name):
+    summary = summarize(ZOO[name]())
+    assert summary.parameters - summary.positions == PUBLISHED[name]
+    assert summary.tables_per_layer == (8 * 512 * 512 if "random" in name else 0)
+
+
+def test_counts_of_t5():
+    # T5 1.1 base and T5 base as in the published checkpoints (32,128 rows).
+    assert summarize(ZOO["t5_1_1_base"]()).parameters == 247_577_856
+    assert summarize(ZOO["t5_base"]()).parameters == 222_903_552
+
+
+def test_summary_by_hand():
+    """FLOPs and cache of a tiny model, counted on paper."""
+    model = t5(Size(8, 1, 16, 2, 4), vocab_size=10, relative_bias=False)
+    k, q, d, f, v = 6, 5, 8, 16, 10
+    project, attend = 2 * d * d, 2 * 2 * d
+    encoder = k * (4 * project + 3 * 2 * d * f) + k * k * attend
+    decoder = q * (4 * project + 2 * project + 3 * 2 * d * f) + k * 2 * project
+    decoder += q * q * attend + q * k * attend + q * 2 * d * v
+    summary = summarize(model, inputs_length=k, targets_length=q)
+    assert summary.flops_per_token == round((encoder + decoder) / (k + q))
+    assert summary.cache_bytes_per_token == 2 * d * 4
+    scanned = t5(Size(8, 1, 16, 2, 4), vocab_size=10, relative_bias=False, scan=True)
+    assert summarize(scanned, inputs_length=k, targets_length=q) == summary
+    table = Random(max_length=16)
+    halved = t5(Size(8, 1, 16, 2, 4), vocab_size=10, encoder=table, relative_bias=False)
+    assert summarize(halved, inputs_length=k, targets_length=q).cache_bytes_per_token == d * 4
+
+
+def test_errors_are_one_sentence(batch):
+    model = model_of("v")
+    with pytest.raises(ValueError, match="remat='some'"):
+        model.copy(encoder=model.encoder.copy(remat="some")).init(jax.random.key(0), *batch)
+    with pytest.raises(ValueError, match="activation 'swish'; allowed: relu, gelu"):
+        FeedForward(4, activations=("swish",)).init(jax.random.key(0), jnp.ones((1, 2, 3)))
+    with pytest.raises(ValueError, match="unknown variant 'x'"):
+        alignment("x", head_dim=8)
+    with pytest.raises(ValueError, match="same number of heads"):
+        blocks = [Block(Attention(h, 8), FeedForward(4)) for h in (2, 3)]
+        stack = Stack(tuple(Run(b, 1) for b in blocks), bias=RelativeBias())
+        stack.init(jax.random.key(0), jnp.ones((1, 4, 8)))
