@@ -38,6 +38,12 @@ _NAMED = contextvars.ContextVar("logical_axes", default=False)
 Axes = tuple[str | None, ...]
 
 
+def is_axes(node: Any) -> bool:
+    """Whether a node of a tree is a tuple of axis names, which `jax.tree.map` should not enter."""
+    named = hasattr(node, "_fields")  # a named tuple such as an optimiser's empty state
+    return isinstance(node, tuple) and not named and all(isinstance(a, str | None) for a in node)
+
+
 @contextlib.contextmanager
 def logical_axes() -> Iterator[None]:
     """Within this context `with_axes` initialisers box their values with axis names."""

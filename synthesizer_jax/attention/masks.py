@@ -34,7 +34,8 @@ class Mask:
         (prefix language model).
       query_offset: position of the first query counted from the first key; not 0 in decoding.
       allowed: ``[b or 1, h or 1, q, k]`` bool, for what fits nowhere else; slower.
-      self_attention: queries and keys are the same tokens; set by `for_self_attention`.
+      self_attention: queries and keys are the same tokens, real or padding alike; set by
+        `for_self_attention`.
     """
 
     causal: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -53,7 +54,7 @@ class Mask:
     self_attention: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def for_self_attention(self) -> Mask:
-        """The mask whose queries are real where its keys are, for queries that are the keys."""
+        """The mask for queries that are the keys: real where the keys are, and without an offset."""
         twins = (self.query_lengths, self.query_valid, self.query_segments)
         if any(twin is not None for twin in twins):
             return self
@@ -62,6 +63,7 @@ class Mask:
             query_lengths=self.key_lengths,
             query_valid=self.key_valid,
             query_segments=self.key_segments,
+            query_offset=0,
             self_attention=True,
         )
 

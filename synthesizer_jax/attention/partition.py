@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 
 import jax
+from jax.sharding import PartitionSpec
+
+from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.terms import Terms
+
+Route = Callable[[Terms, jax.Array, Mask], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
     """The mesh axes that divide the examples and the heads.
+
+    The compiler cannot divide a loop over heads and examples and would gather everything around it,
+    so a route runs once per device, on that device's examples and heads. The cotangents of what
+    examples share are summed over the batch axes.
 
     Attributes:
       mesh: the mesh.
@@ -20,3 +32,50 @@ class Partition:
     mesh: jax.sharding.Mesh
     batch: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
+
+    def spread(self, route: Route) -> Route:
+        """The route on every device's own examples and heads.
+
+        Raises:
+          ValueError: when called, if an axis of the values does not divide by its mesh axes.
+        """
+
+        def run(terms: Terms, values: jax.Array, mask: Mask) -> jax.Array:
+            self._check("batch", self.batch, values.shape[0])
+            self._check("heads", self.heads, values.shape[2])
+            inputs = (terms, values)
+            spread = jax.shard_map(
+                route,
+                mesh=self.mesh,
+                in_specs=(*jax.tree.map(self._spec, inputs), self._mask_spec(mask)),
+                out_specs=self._spec(values),
+                axis_names={*self.batch, *self.heads},
+                check_vma=False,
+            )
+            return spread(terms, values, mask)
+
+        return run
+
+    def _spec(self, x: jax.Array) -> PartitionSpec:
+        """Of arrays ``[b or 1, n, h, r]`` and ``[h, ...]``."""
+        if x.ndim < 4:
+            return PartitionSpec(self.heads)
+        return PartitionSpec(self.batch if x.shape[0] > 1 else None, None, self.heads)
+
+    def _mask_spec(self, mask: Mask) -> Mask:
+        allowed = None
+        if mask.allowed is not None:
+            batch, heads = (n > 1 for n in mask.allowed.shape[:2])
+            allowed = PartitionSpec(self.batch if batch else None, self.heads if heads else None)
+        rest = dataclasses.replace(mask, allowed=None, query_offset=None)
+        rest = jax.tree.map(lambda _: PartitionSpec(self.batch), rest)
+        return dataclasses.replace(rest, allowed=allowed, query_offset=PartitionSpec())
+
+    def _check(self, name: str, axes: tuple[str, ...], size: int) -> None:
+        devices = math.prod(self.mesh.shape[axis] for axis in axes)
+        if size % devices:
+            fits = [n for n in (size // devices * devices, -(-size // devices) * devices) if n]
+            raise ValueError(
+                f"attend: {name}={size} does not divide by the {devices} devices of mesh axes "
+                f"{axes}; the nearest that do: {' and '.join(map(str, fits))}"
+            )

@@ -1,4 +1,4 @@
-"""Matrix products whose derivatives run in the order that is fast everywhere."""
+"""Matrix products of the routes, with derivatives in the order that is fast everywhere."""
 
 from __future__ import annotations
 
@@ -36,3 +36,47 @@ def transposed_product(x: jax.Array, y: jax.Array) -> jax.Array:
     """
     narrow = lax.dot_general(y, x, (((0,), (0,)), ((), ())), preferred_element_type=wide(x, y))
     return lax.optimization_barrier(narrow).T
+
+
+@jax.custom_vjp
+def combine(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """Sums values with weights that all examples share, one matrix product per head.
+
+    Args:
+      weights: ``[h, q, k]``, rounded to the values' dtype.
+      values: ``[b, k, h, e]``.
+
+    Returns:
+      ``[h, q, b, e]``, float32 or wider.
+    """
+    dtype = wide(values)
+    weights = weights.astype(values.dtype)
+    return jnp.einsum("hqk,bkhe->hqbe", weights, values, preferred_element_type=dtype)
+
+
+def _combine_fwd(weights: jax.Array, values: jax.Array):
+    return combine(weights, values), (weights, values)
+
+
+def combine_back(
+    residuals: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The cotangents of `combine`'s weights and values, from that of its result ``[h, q, b, e]``."""
+    weights, values = residuals
+    dtype = wide(values)
+    heads, queries = g.shape[:2]
+    g = g.astype(values.dtype)
+    flat = values.transpose(2, 1, 0, 3).reshape(heads, values.shape[1], -1)
+    dweights = lax.dot_general(
+        g.reshape(heads, queries, -1),
+        flat,
+        (((2,), (2,)), ((0,), (0,))),
+        preferred_element_type=dtype,
+    )
+    dvalues = jnp.einsum(
+        "hqk,hqbe->bkhe", weights.astype(values.dtype), g, preferred_element_type=dtype
+    )
+    return dweights.astype(weights.dtype), dvalues.astype(values.dtype)
+
+
+combine.defvjp(_combine_fwd, combine_back)

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention.masks import Mask, positions
-from synthesizer_jax.attention.terms import LowRank, Outer, Static, Term, Terms, materialise
+from synthesizer_jax.attention.packed import by_position
+from synthesizer_jax.attention.terms import Terms, materialise
 
 
 def attend_reference(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) -> jax.Array:
@@ -55,16 +56,3 @@ def packed_logits(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -> 
         total = logits if total is None else total + logits
     assert total is not None
     return total
-
-
-def by_position(term: Term) -> tuple[bool, bool]:
-    """Whether a term's rows, and its columns, belong to positions rather than to tokens."""
-    match term:
-        case Static():
-            return True, True
-        case LowRank():
-            return not term.token_queries or term.queries.shape[0] == 1, not term.token_keys
-        case Outer():
-            return False, True
-        case _:
-            return False, False

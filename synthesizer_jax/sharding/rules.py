@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from synthesizer_jax.attention import Partition
 from synthesizer_jax.registry import fields_of
-from synthesizer_jax.parameters import LOGICAL_AXES, Axes
+from synthesizer_jax.parameters import LOGICAL_AXES, Axes, is_axes
 
 BATCH_AXES = ("data", "fsdp")
 
@@ -71,9 +71,6 @@ def spec(axes: Axes, shape: tuple[int, ...], mesh: Mesh, *, name: str = "") -> P
 
 def shardings(axes: Any, shapes: Any, mesh: Mesh) -> Any:
     """A tree of `NamedSharding` for trees of logical axes and of shapes."""
-    def is_axes(x: Any) -> bool:
-        return isinstance(x, tuple) and all(a is None or isinstance(a, str) for a in x)
-
     def one(path: Any, names: Axes, leaf: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         return NamedSharding(mesh, spec(names, leaf.shape, mesh, name=name))

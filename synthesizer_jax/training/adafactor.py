@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-Axes = tuple[str | None, ...]
+from synthesizer_jax.parameters import Axes
 
 BATCH = frozenset({"layers"})
 """Axes over which an array is a stack of separate parameters."""

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import optax
 
+from synthesizer_jax.parameters import Axes, is_axes
 from synthesizer_jax.registry import register
-from synthesizer_jax.training.adafactor import NEVER_FACTORED, Axes, adafactor, moment_axes
+from synthesizer_jax.training.adafactor import NEVER_FACTORED, adafactor, moment_axes
 from synthesizer_jax.training.schedules import Constant, InverseSquareRoot, Schedule
 
 
@@ -89,11 +90,6 @@ def clipped(
     if clip_norm is None:
         return transformation
     return optax.chain(optax.clip_by_global_norm(clip_norm), transformation)
-
-
-def is_axes(x: Any) -> bool:
-    """Whether a node of a tree is a tuple of axis names."""
-    return isinstance(x, tuple) and all(a is None or isinstance(a, str) for a in x)
 
 
 def state_axes(opt_state: Any, axes: Any, shapes: Any, *, min_size: int = 128) -> Any:

@@ -149,7 +149,7 @@ def make_train_step(
             "z_loss": sums.z_loss / jnp.maximum(sums.weight, 1.0),
             "accuracy": sums.correct / jnp.maximum(sums.weight, 1.0),
             "tokens": tokens.astype(jnp.float32),
-            "gradient_norm": optax.global_norm(gradients),
+            "gradient_norm": optax.tree.norm(gradients),
         }
         return new, metrics
 

@@ -1,0 +1,134 @@
+"""Packed rows: several examples in one row, with positions that start anew in each.
+
+Terms made of tokens or of ``key - query`` need the segment mask only. Terms that look positions up
+in parameters are unpacked at the door: their examples become rows of their own, the ordinary routes
+run on those, and the results go back. Packed is then the same as separate by construction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from synthesizer_jax.attention.masks import Mask, positions
+from synthesizer_jax.attention.terms import LowRank, Outer, Relative, Static, Term, Terms
+
+DENSER = 3
+"""Unpacking is worth while up to this many times the logits of the packed rows."""
+
+
+def by_position(term: Term) -> tuple[bool, bool]:
+    """Whether a term's rows, and its columns, are looked up by position."""
+    match term:
+        case Static():
+            return True, True
+        case LowRank():
+            return not term.token_queries, not term.token_keys
+        case Outer():
+            return False, True
+        case Relative():
+            return False, False
+
+
+def unpacked_lengths(mask: Mask, q_length: int, k_length: int) -> tuple[int, int] | None:
+    """Lengths of the rows after unpacking; None if that is not possible or not worth while."""
+    if mask.segments is None or mask.allowed is not None:
+        return None
+    longest = mask.segment_length or max(q_length, k_length)
+    q, k = min(longest, q_length), min(longest, k_length)
+    return (q, k) if mask.segments * q * k <= DENSER * q_length * k_length else None
+
+
+def attend_unpacked(
+    route: Callable[..., jax.Array],
+    terms: Terms,
+    values: jax.Array,
+    *,
+    mask: Mask,
+    q_length: int,
+) -> jax.Array:
+    """Runs a route on the packed examples as rows of their own.
+
+    Args:
+      route: one of the routes.
+      terms: terms for the packed rows.
+      values: ``[b, k, h, e]``.
+      mask: with segments, and within `unpacked_lengths`.
+      q_length: number of queries of a packed row.
+
+    Returns:
+      ``[b, q, h, e]``. A token that breaks the mask's promise, in a segment that is too long or one
+      too many, gets NaN.
+    """
+    assert mask.query_segments is not None and mask.key_segments is not None
+    lengths = unpacked_lengths(mask, q_length, values.shape[1])
+    assert mask.segments is not None and lengths is not None
+    queries, q_lengths = _rows(mask.query_segments, mask.segments, lengths[0])
+    keys, k_lengths = _rows(mask.key_segments, mask.segments, lengths[1])
+    bare = dataclasses.replace(mask, query_segments=None, key_segments=None)
+    key_valid, query_valid = bare.keys(values.shape[1]), bare.queries(q_length)
+    rows = dataclasses.replace(
+        bare,
+        key_lengths=k_lengths,
+        query_lengths=q_lengths,
+        key_valid=None if key_valid is None else _gather(key_valid, keys),
+        query_valid=None if query_valid is None else _gather(query_valid, queries),
+        segment_length=None,
+        segments=None,
+    )
+    out = route(
+        tuple(_unpack(t, queries, keys) for t in terms),
+        _gather(values, keys),
+        mask=rows,
+        q_length=lengths[0],
+    )
+    return _pack(out, mask.query_segments, mask.segments)
+
+
+def _rows(segments: jax.Array, count: int, length: int) -> tuple[jax.Array, jax.Array]:
+    """Where each segment's tokens are, ``[b, count, length]``, and how many it has, ``[b·count]``."""
+    member = segments[:, None, :] == jnp.arange(1, count + 1)[:, None]
+    start = jnp.argmax(member, axis=-1)
+    index = start[..., None] + jnp.arange(length)
+    lengths = jnp.minimum(member.sum(axis=-1), length)
+    return jnp.minimum(index, segments.shape[1] - 1), lengths.reshape(-1)
+
+
+def _gather(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """``[b, n, ...]`` to ``[b·count, length, ...]``."""
+    picked = jax.vmap(lambda x, i: x[i])(x, rows)
+    return picked.reshape(-1, *picked.shape[2:])
+
+
+def _unpack(term: Term, queries: jax.Array, keys: jax.Array) -> Term:
+    """The term for rows of one segment each; `queries` and `keys` say where their tokens are."""
+    q, k = queries.shape[-1], keys.shape[-1]
+    match term:
+        case Static(logits):
+            return Static(logits[:, :q, :k])
+        case LowRank():
+            return dataclasses.replace(
+                term,
+                queries=_gather(term.queries, queries)
+                if term.token_queries
+                else term.queries[:, :q],
+                keys=_gather(term.keys, keys) if term.token_keys else term.keys[:, :k],
+            )
+        case Outer(a, b):
+            return Outer(_gather(a, queries), _gather(b, queries))
+        case Relative():
+            return term
+
+
+def _pack(out: jax.Array, segments: jax.Array, count: int) -> jax.Array:
+    """Rows ``[b·count, length, h, e]`` back to the tokens of ``[b, q]`` segments."""
+    batch, length = segments.shape[0], out.shape[1]
+    place = positions(segments)
+    kept = (segments > 0) & (segments <= count) & (place < length)
+    index = jnp.where(kept, (segments - 1) * length + place, 0)
+    tokens = _gather(out.reshape(batch, count * length, *out.shape[2:]), index[:, None])
+    lost = jnp.where(segments > 0, jnp.nan, 0).astype(out.dtype)
+    return jnp.where(kept[..., None, None], tokens, lost[..., None, None])

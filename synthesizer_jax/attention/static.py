@@ -1,0 +1,168 @@
+"""The static route: logits that examples share are exponentiated once, not once per example.
+
+With ``E = exp(S - c)``, c the row maximum over the keys that any example may see, and m the keys
+that are real, ``out = E (m ∘ v) / E m``. E has no batch axis, and both products are matrix products
+over the whole batch. The division undoes any factor of E, but not an underflow: when some real
+query's denominator is below `LEAST`, the step runs the fused route, which is exact for any range.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from synthesizer_jax.attention import fused
+from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.products import combine, combine_back
+from synthesizer_jax.attention.terms import Static, Terms, materialise, wide
+
+LEAST = 2.0**-64
+"""The smallest denominator that is trusted.
+
+Weights lost to underflow are then below 1e-15 of a row's sum for up to 4,096 keys, and the division
+of the cotangent cannot overflow.
+"""
+
+
+def attend_static(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) -> jax.Array:
+    """``softmax(Σ terms) · values`` for terms without a batch axis.
+
+    Args:
+      terms: terms of parameters only.
+      values: ``[b, k, h, e]``.
+      mask: anything but segments and `Mask.allowed`.
+      q_length: number of queries.
+
+    Returns:
+      ``[b, q, h, e]`` in the values' dtype. Forward-mode differentiation raises a `TypeError`.
+    """
+    k_length = values.shape[1]
+    (logits,) = materialise(
+        terms, q_length=q_length, k_length=k_length, query_offset=mask.query_offset
+    )
+    if not separable(mask):
+        return _guarded(logits, values, mask)
+    weights = jax.nn.softmax(logits, axis=-1, where=mask.band(q_length, k_length))
+    out = _swap(combine(weights, values)).astype(values.dtype)
+    real = mask.queries(q_length)
+    return out if real is None else jnp.where(real[..., None, None], out, 0)
+
+
+def separable(mask: Mask) -> bool:
+    """Whether all real queries of one position see the same keys in every example.
+
+    That is so without padding, and in causal self-attention with padding at the end, where no real
+    query sees a padded key: one softmax serves all.
+    """
+    if mask.key_valid is not None or mask.prefix_lengths is not None:
+        return False
+    return mask.key_lengths is None or (mask.causal and mask.self_attention)
+
+
+@jax.custom_vjp
+def _guarded(logits: jax.Array, values: jax.Array, mask: Mask) -> jax.Array:
+    return _guarded_fwd(logits, values, mask)[0]
+
+
+def _guarded_fwd(logits: jax.Array, values: jax.Array, mask: Mask):
+    regions = _regions(mask, logits.shape[1], *values.shape[:2])
+    parts = [(e, keys) for e, (_, keys) in zip(_weights(logits, regions), regions, strict=True)]
+    dtype = wide(logits, values)
+    total = sum(_over_keys("hqk,bk->hqb", e.astype(values.dtype), m, dtype) for e, m in parts)
+    seen = sum(_over_keys("qk,bk->qb", r.astype(dtype), m, dtype) for r, m in regions) > 0
+    real = mask.queries(logits.shape[1])
+    seen = seen if real is None else seen & real.T
+    exact = _agree(jnp.all((total >= LEAST) | ~seen))
+
+    def fast():
+        inverse = jnp.where(seen, 1 / jnp.where(seen, total, 1), 0)
+        out = sum(combine(e, _keep(values, m)) for e, m in parts) * inverse[..., None]
+        return out.astype(values.dtype), inverse
+
+    def slow():
+        biases = (Static(logits),)
+        out, lse = fused.forward((), biases, values, mask, q_length=logits.shape[1])
+        return _swap(out), _swap(lse)[..., 0]
+
+    out, statistic = lax.cond(exact, fast, slow)
+    return _swap(out), (logits, values, mask, out, statistic, exact)
+
+
+def _guarded_bwd(residuals: tuple[Any, ...], g: jax.Array):
+    logits, values, mask, out, statistic, exact = residuals
+
+    def fast():
+        regions = _regions(mask, logits.shape[1], *values.shape[:2])
+        slope = _swap(g) * statistic[..., None]
+        delta = jnp.sum(slope * out, axis=-1)
+        dlogits, dvalues = 0, 0
+        for e, (_, keys) in zip(_weights(logits, regions), regions, strict=True):
+            de, dv = combine_back((e, _keep(values, keys)), slope)
+            dlogits += e * (de - _over_keys("hqb,bk->hqk", delta, keys, delta.dtype))
+            dvalues += _keep(dv, keys)
+        return dlogits, dvalues
+
+    def slow():
+        results = _swap(out), _swap(statistic[..., None])
+        _, (bias,), dvalues = fused.backward((), (Static(logits),), values, mask, *results, g)
+        return bias.logits, dvalues
+
+    return *lax.cond(exact, fast, slow), None
+
+
+_guarded.defvjp(_guarded_fwd, _guarded_bwd)
+
+
+def _regions(
+    mask: Mask, q_length: int, batch: int, k_length: int
+) -> list[tuple[jax.Array, jax.Array]]:
+    """The mask as disjoint products of pairs ``[q or 1, k]`` and real keys ``[b, k]``.
+
+    A prefix needs two: what the band allows, and what only a prefix allows.
+    """
+    keys = mask.keys(k_length)
+    keys = jnp.ones((batch, k_length), bool) if keys is None else keys
+    band, prefix = mask.band(q_length, k_length), mask.prefix(k_length)
+    if band is None:
+        return [(jnp.ones((1, k_length), bool), keys)]
+    if prefix is None:
+        return [(band, keys)]
+    return [(band, keys), (~band & prefix.any(axis=0), keys & prefix)]
+
+
+def _weights(logits: jax.Array, regions: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+    """``exp(S - c)`` inside each region and zero outside, ``[h, q, k]`` float32 or wider."""
+    everywhere = functools.reduce(operator.or_, (pairs for pairs, _ in regions))
+    top = jnp.max(logits, axis=-1, keepdims=True, where=everywhere, initial=-jnp.inf)
+    shifted = logits - jnp.where(top == -jnp.inf, 0, top)
+    return [jnp.exp(jnp.where(pairs, shifted, -jnp.inf)) for pairs, _ in regions]
+
+
+def _over_keys(spec: str, x: jax.Array, keys: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return jnp.einsum(spec, x, keys.astype(x.dtype), preferred_element_type=dtype)
+
+
+def _keep(values: jax.Array, keys: jax.Array) -> jax.Array:
+    return jnp.where(keys[..., None, None], values, 0)
+
+
+def _swap(x: jax.Array) -> jax.Array:
+    """``[b, q, h, e]`` to ``[h, q, b, e]``, and back: the swap of batch and heads."""
+    return x.transpose(2, 1, 0, 3)
+
+
+@custom_vmap
+def _agree(exact: jax.Array) -> jax.Array:
+    """Itself; under `vmap` all mapped calls take one decision, so that the cond stays a cond."""
+    return exact
+
+
+@_agree.def_vmap
+def _agree_mapped(size: int, mapped: list[bool], exact: jax.Array) -> tuple[jax.Array, bool]:
+    return _agree(jnp.all(exact, axis=0)), False

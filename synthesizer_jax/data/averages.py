@@ -1,0 +1,81 @@
+"""The GLUE and SuperGLUE averages: every group of metrics counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+Results = Mapping[str, Mapping[str, float]]
+"""Metrics by task name."""
+
+GLUE_GROUPS: tuple[tuple[str, ...], ...] = (
+    ("glue_cola_v002",),
+    ("glue_sst2_v002",),
+    ("glue_mrpc_v002",),
+    ("glue_stsb_v002",),
+    ("glue_qqp_v002",),
+    ("glue_mnli_matched_v002", "glue_mnli_mismatched_v002"),
+    ("glue_qnli_v002",),
+    ("glue_rte_v002",),
+)
+"""WNLI and AX are not in the average."""
+
+SUPER_GLUE_GROUPS: tuple[tuple[str, ...], ...] = (
+    ("super_glue_boolq_v102",),
+    ("super_glue_cb_v102",),
+    ("super_glue_copa_v102",),
+    ("super_glue_multirc_v102",),
+    ("super_glue_record_v102",),
+    ("super_glue_rte_v102",),
+    ("super_glue_wic_v102",),
+    ("super_glue_wsc_v102_simple_eval",),
+)
+
+BENCHMARKS = {"GLUE": GLUE_GROUPS, "SuperGLUE": SUPER_GLUE_GROUPS}
+
+
+def averages(results: Results) -> dict[str, float]:
+    """The benchmarks' averages, only of those whose tasks are all there."""
+    return {
+        name: _mean([group_mean(results, group) for group in groups])
+        for name, groups in BENCHMARKS.items()
+        if complete(results, groups)
+    }
+
+
+def complete(results: Results, groups: Sequence[Sequence[str]]) -> bool:
+    """Whether every task of every group has metrics."""
+    return all(results.get(task) for group in groups for task in group)
+
+
+def group_mean(results: Results, group: Sequence[str]) -> float:
+    """Mean over a group's tasks of the mean of their metrics."""
+    return _mean([_mean(list(results[task].values())) for task in group])
+
+
+def best_steps(by_step: Mapping[int, Results], benchmark: str) -> dict[tuple[str, ...], int]:
+    """T5's choice: for each group on its own the step with the highest mean, the first on ties."""
+    groups = BENCHMARKS[benchmark]
+    steps = [s for s, results in sorted(by_step.items()) if complete(results, groups)]
+    return {g: max(steps, key=lambda s, g=g: group_mean(by_step[s], g)) for g in groups} if steps else {}
+
+
+def best_average(by_step: Mapping[int, Results], benchmark: str) -> float | None:
+    """The average of every group at its own best step; None when no step is complete."""
+    steps = best_steps(by_step, benchmark)
+    if not steps:
+        return None
+    return _mean([group_mean(by_step[step], group) for group, step in steps.items()])
+
+
+def best_single_step(by_step: Mapping[int, Results], benchmark: str) -> tuple[int, float] | None:
+    """The one step with the highest average, and that average."""
+    found = {s: averages(results).get(benchmark) for s, results in sorted(by_step.items())}
+    found = {s: value for s, value in found.items() if value is not None}
+    if not found:
+        return None
+    step = max(found, key=lambda s: found[s])
+    return step, found[step]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,151 @@
+"""T5's text formats, as `tf.data` transformations (Raffel et al. 2020, appendix D)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+UNKNOWN = "<unk>"
+"""Target of a row whose label is hidden (−1)."""
+
+Row = dict[str, Any]
+
+
+def classification(
+    dataset: tf.data.Dataset, *, prefix: str, features: Sequence[str], labels: Sequence[str]
+) -> tf.data.Dataset:
+    """``prefix key1: value1 key2: value2 …`` to a label word.
+
+    Args:
+      dataset: rows with `features`, an integer ``label`` and maybe ``idx``.
+      prefix: first word of the input.
+      features: names in the order of the input.
+      labels: words in the order of the integers.
+    """
+    return dataset.map(
+        lambda row: {
+            "inputs": formatted(row, prefix, features),
+            "targets": label_word(row["label"], labels),
+            **kept(row),
+        },
+        num_parallel_calls=1,
+    )
+
+
+def formatted(row: Row, prefix: str, features: Sequence[str]) -> tf.Tensor:
+    """The input string."""
+    words: list[Any] = [prefix]
+    for name in features:
+        words += [f"{name}:", row[name]]
+    return tf.strings.join(words, separator=" ")
+
+
+def label_word(label: tf.Tensor, labels: Sequence[str]) -> tf.Tensor:
+    """The word of an integer label, `UNKNOWN` for −1."""
+    return tf.gather(tf.constant([UNKNOWN, *labels]), tf.cast(label, tf.int64) + 1)
+
+
+def kept(row: Row) -> Row:
+    """What matches predictions with rows of the original files."""
+    index = row.get("idx")
+    if isinstance(index, dict):
+        return {f"idx/{name}": value for name, value in index.items()}
+    return {} if index is None else {"idx": index}
+
+
+def similarity(
+    dataset: tf.data.Dataset, *, prefix: str, features: Sequence[str]
+) -> tf.data.Dataset:
+    """STS-B: the target is the score rounded to a fifth, ``round(label · 5) / 5``, half to even."""
+
+    def convert(row: Row) -> Row:
+        score = tf.round(tf.cast(row["label"], tf.float32) * 5) / 5
+        target = tf.strings.as_string(score, precision=1)
+        return {
+            "inputs": formatted(row, prefix, features),
+            "targets": target,
+            "label": tf.cast(row["label"], tf.float32),
+            **kept(row),
+        }
+
+    return dataset.map(convert, num_parallel_calls=1)
+
+
+def multirc(dataset: tf.data.Dataset, *, labels: Sequence[str]) -> tf.data.Dataset:
+    """MultiRC: question, answer, paragraph; ``<br>`` becomes a space, ``<b>`` and ``</b>`` vanish."""
+
+    def convert(row: Row) -> Row:
+        text = formatted(row, "multirc", ("question", "answer", "paragraph"))
+        text = tf.strings.regex_replace(text, "<br>", " ")
+        return {
+            "inputs": tf.strings.regex_replace(text, "<(/)?b>", ""),
+            "targets": label_word(row["label"], labels),
+            **kept(row),
+        }
+
+    return dataset.map(convert, num_parallel_calls=1)
+
+
+def record(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """ReCoRD: one row per distinct answer, one row with `UNKNOWN` where answers are hidden."""
+
+    def convert(row: Row) -> Row:
+        passage = tf.strings.regex_replace(
+            row["passage"], r"(\.|\?|\!|\"|\')\n@highlight\n", r"\1 "
+        )
+        passage = tf.strings.regex_replace(passage, r"\n@highlight\n", ". ")
+        parts = [
+            *("record query:", row["query"], "entities:"),
+            tf.strings.reduce_join(row["entities"], separator=", "),
+            *("passage:", passage),
+        ]
+        answers = row["answers"]
+        targets = tf.cond(tf.size(answers) > 0, lambda: answers, lambda: tf.constant([UNKNOWN]))
+        rows = tf.shape(targets)[:1]
+        return {
+            "inputs": tf.fill(rows, tf.strings.join(parts, separator=" ")),
+            "targets": targets,
+            "answers": tf.tile(answers[None], [rows[0], 1]),
+            **{name: tf.fill(rows, value) for name, value in kept(row).items()},
+        }
+
+    return dataset.map(convert, num_parallel_calls=1).unbatch()
+
+
+def renamed(dataset: tf.data.Dataset, *, names: dict[str, str]) -> tf.data.Dataset:
+    """Rows with some features under other names."""
+    return dataset.map(
+        lambda row: {names.get(name, name): value for name, value in row.items()},
+        num_parallel_calls=1,
+    )
+
+
+def append_sentinel(
+    dataset: tf.data.Dataset,
+    *,
+    sequence_length: dict[str, int] | None = None,
+    sentinel: int,
+) -> tf.data.Dataset:
+    """The first sentinel at the end of the inputs and at the front of the targets.
+
+    Args:
+      dataset: tokenised rows, without EOS.
+      sequence_length: the inputs are cut so that the sentinel and EOS still fit.
+      sentinel: its id.
+    """
+    limit = (sequence_length or {}).get("inputs")
+
+    def convert(row: Row) -> Row:
+        inputs, targets = row["inputs"], row["targets"]
+        mark = tf.cast([sentinel], inputs.dtype)
+        if limit is not None:
+            inputs = inputs[: limit - 2]
+        return {
+            **row,
+            "inputs": tf.concat([inputs, mark], 0),
+            "targets": tf.concat([tf.cast(mark, targets.dtype), targets], 0),
+        }
+
+    return dataset.map(convert, num_parallel_calls=1)

@@ -1,0 +1,117 @@
+"""A run that is killed continues as if nothing had happened."""
+
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from synthesizer_jax.training.checkpoints import Checkpoints, finished_steps, restore_variables
+from synthesizer_jax.training.loop import NonFiniteLossError, train
+from synthesizer_jax.training.metrics import METRICS_FILE, cut_back, read_metrics
+from synthesizer_jax.training.survival import EXIT_PREEMPTED, StopSignal
+from tests.training.tiny import CopyStream, experiment
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def run(directory, *, stream=None, **changes):
+    with StopSignal() as stop:
+        return train(
+            experiment(**changes),
+            stream or CopyStream(),
+            directory,
+            stop=stop,
+            devices=jax.devices()[:1],
+            visible=False,
+        )
+
+
+def process(directory, kill_at, how):
+    return subprocess.run(
+        [sys.executable, "-m", "tests.training.tiny", str(directory), str(kill_at), how],
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def losses(directory):
+    records = read_metrics(directory / METRICS_FILE)
+    found = {r["step"]: r["loss"] for r in records if r["kind"] == "train"}
+    assert len(found) == sum(r["kind"] == "train" for r in records), "a step was logged twice"
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("undisturbed")
+    assert process(directory, -1, "never").returncode == 0
+    return losses(directory)
+
+
+@pytest.mark.parametrize(
+    ("how", "kill_at", "code"),
+    [
+        ("kill", 3, -9),
+        ("kill", 7, -9),
+        ("term", 6, EXIT_PREEMPTED),
+        ("term-in-evaluation", 6, EXIT_PREEMPTED),
+    ],
+)
+def test_killed_and_started_again(tmp_path, undisturbed, how, kill_at, code):
+    killed = process(tmp_path, kill_at, how)
+    assert killed.returncode == code, killed.stderr
+    if how != "kill":
+        # The batch of the signal was trained, and its state saved.
+        assert finished_steps(tmp_path / "checkpoints")[-1] >= kill_at
+    again = process(tmp_path, -1, "never")
+    assert again.returncode == 0, again.stderr
+    assert losses(tmp_path) == undisturbed  # bit-identical, none lost, none repeated
+
+
+def test_training_learns_and_a_finished_run_does_nothing_more(tmp_path):
+    state = run(tmp_path, steps=60, save_every=60)
+    found = losses(tmp_path)
+    assert np.mean([found[s] for s in range(50, 60)]) < found[1] - 0.5
+    stream = CopyStream()
+    again = run(tmp_path, steps=60, stream=stream)
+    assert stream.taken == 60
+    jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
+    step, variables = restore_variables(tmp_path / "checkpoints")
+    assert step == 60
+    jax.tree.map(np.testing.assert_array_equal, variables["params"], state.params)
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(tmp_path):
+    with pytest.raises(NonFiniteLossError, match=r"loss of step 7 is nan.*checkpoint is step 4"):
+        run(tmp_path, stream=CopyStream(bad_batch=6))
+    assert finished_steps(tmp_path / "checkpoints") == [4]
+    assert all(math.isfinite(v) for v in losses(tmp_path).values())
+
+
+def test_the_latest_and_the_best_are_kept_when_the_score_falls(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_latest=2, keep_best=1, asynchronous=False)
+    from synthesizer_jax.training.state import TrainState
+
+    for step, score in enumerate((0.1, 0.9, 0.5, 0.3, None, 0.2), start=1):
+        state = TrainState(np.asarray(step, np.int32), {"x": np.ones(2)}, {}, {})
+        checkpoints.save(state, None, score=score)
+        assert checkpoints.latest == step, "the newest was deleted"
+    assert checkpoints.steps == [2, 5, 6]
+    checkpoints.close()
+
+
+def test_metrics_are_cut_back_to_the_restored_step(tmp_path):
+    path = tmp_path / METRICS_FILE
+    lines = [f'{{"step": {s}, "kind": "train", "loss": 1.0}}\n' for s in range(1, 6)]
+    path.write_text("".join(lines) + '{"step": 6, "ki')
+    cut_back(path, 3)
+    assert [r["step"] for r in read_metrics(path)] == [1, 2, 3]
+    assert list(tmp_path.iterdir()) == [path]
