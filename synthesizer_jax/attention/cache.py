@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.attention.terms import LowRank, Terms
+from synthesizer_jax.attention.terms import LowRank, Term, Terms
 
 
 @jax.tree_util.register_dataclass
@@ -58,7 +59,7 @@ def extend(
       not written yet are zero; the mask must hide them.
 
     Raises:
-      ValueError: if the tokens do not fit into the cache, or the terms are not those it was made for.
+      ValueError: if the tokens do not fit into the cache, or it was made for other terms.
     """
     new = [t.keys for t in terms if _cached(t)]
     if len(new) != len(cache.keys):
@@ -73,7 +74,7 @@ def extend(
     return terms, cache.values, cache
 
 
-def _cached(term: object) -> bool:
+def _cached(term: Term) -> TypeGuard[LowRank]:
     return isinstance(term, LowRank) and term.token_keys
 
 

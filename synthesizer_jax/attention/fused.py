@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def attend_fused(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) 
     """``softmax(Σ terms) · values`` in blocks of one head and one example.
 
     Args:
-      terms: terms for q queries and k keys; in packed rows, only terms that do not ask for positions.
+      terms: terms for q queries and k keys; in packed rows, none that looks up positions.
       values: ``[b, k, h, e]``.
       mask: which keys a query may see.
       q_length: number of queries.
@@ -49,52 +49,58 @@ def attend_fused(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) 
         for t in terms
         if isinstance(t, Relative)
     )
-    return _attend(q_length, products, biases, values, mask)
+    return _attend(q_length, Inputs(products, biases, values, mask))
+
+
+class Inputs(NamedTuple):
+    """What a blocked computation reads.
+
+    Attributes:
+      products: `LowRank` and `Outer` terms.
+      biases: `Static` terms, and `Relative` ones cut to the block.
+      values: ``[b, k, h, e]``.
+      mask: which keys a query may see.
+    """
+
+    products: Terms
+    biases: Terms
+    values: jax.Array
+    mask: Mask
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    q_length: int, products: Terms, biases: Terms, values: jax.Array, mask: Mask
-) -> jax.Array:
-    return forward(products, biases, values, mask, q_length=q_length)[0]
+def _attend(q_length: int, inputs: Inputs) -> jax.Array:
+    return forward(q_length, inputs)[0]
 
 
-def _attend_fwd(q_length: int, *inputs: Any):
-    out, lse = forward(*inputs, q_length=q_length)
-    return out, (*inputs, out, lse)
+def _attend_fwd(q_length: int, inputs: Inputs):
+    out, lse = forward(q_length, inputs)
+    return out, (inputs, out, lse)
 
 
-def _attend_bwd(_: int, residuals: tuple[Any, ...], g: jax.Array):
-    return (*backward(*residuals, g), None)
+def _attend_bwd(_: int, residuals: tuple[Inputs, jax.Array, jax.Array], g: jax.Array):
+    return (backward(*residuals, g),)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def forward(
-    products: Terms, biases: Terms, values: jax.Array, mask: Mask, *, q_length: int
-) -> tuple[jax.Array, jax.Array]:
-    """The attention output and the statistic that `backward` needs.
-
-    Args:
-      products: `LowRank` and `Outer` terms.
-      biases: `Static` terms, and `Relative` ones cut to the block.
-      values: ``[b, k, h, e]``.
-      mask: which keys a query may see.
-      q_length: number of queries.
+def forward(q_length: int, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    """The attention output, and the statistic that `backward` needs.
 
     Returns:
       The output ``[b, q, h, e]`` and ``log Σ exp`` of every row ``[b, q, h, 1]``, which is +inf for
       a row without keys, so that its weights vanish.
     """
+    products, biases, values, mask = inputs
     batch, k_length, heads, width = values.shape
     dtype = wide(values, *jax.tree.leaves((products, biases)))
 
     def head(j: jax.Array, results: Any):
-        bias = _bias(_block(biases, 0, j), q_length)
+        bias = _bias(_block(biases, 0, j), q_length=q_length)
 
         def example(i: jax.Array, results: Any):
-            logits = _logits(bias, _block(products, i, j), k_length)
+            logits = _logits(bias, _block(products, i, j), k_length=k_length)
             logits = _masked(logits, mask, i, j)
             top = jnp.max(logits, axis=-1, keepdims=True)
             top = jnp.where(top == -jnp.inf, 0, top)
@@ -113,24 +119,19 @@ def forward(
     return lax.fori_loop(0, heads, head, (out, lse))
 
 
-def backward(
-    products: Terms,
-    biases: Terms,
-    values: jax.Array,
-    mask: Mask,
-    out: jax.Array,
-    lse: jax.Array,
-    g: jax.Array,
-) -> tuple[Terms, Terms, jax.Array]:
-    """The cotangents of products, biases and values, from `forward`'s results and cotangent `g`."""
+def backward(inputs: Inputs, out: jax.Array, lse: jax.Array, g: jax.Array) -> Inputs:
+    """The cotangents of the inputs from `forward`'s results and the cotangent `g` of its output."""
+    products, biases, values, mask = inputs
     batch, k_length, heads, _ = values.shape
+    make_logits = functools.partial(_logits, k_length=k_length)
+    make_bias = functools.partial(_bias, q_length=out.shape[1])
 
     def head(j: jax.Array, carry: Any):
-        bias, back_bias = jax.vjp(lambda x: _bias(x, out.shape[1]), _block(biases, 0, j))
+        bias, back_bias = jax.vjp(make_bias, _block(biases, 0, j))
 
         def example(i: jax.Array, carry: Any):
             dproducts, dvalues, dbias = carry
-            logits, back = jax.vjp(lambda *x: _logits(*x, k_length), bias, _block(products, i, j))
+            logits, back = jax.vjp(make_logits, bias, _block(products, i, j))
             weights = jnp.exp(_masked(logits, mask, i, j) - _block(lse, i, j))
             g_block = _block(g, i, j)
             delta = jnp.sum(g_block.astype(lse.dtype) * _block(out, i, j), axis=-1, keepdims=True)
@@ -144,22 +145,21 @@ def backward(
             )
 
         dproducts, dbiases, dvalues = carry
-        start = (dproducts, dvalues, jax.tree.map(jnp.zeros_like, bias))
+        start = dproducts, dvalues, jax.tree.map(jnp.zeros_like, bias)
         dproducts, dvalues, dbias = lax.fori_loop(0, batch, example, start)
         return dproducts, _put(dbiases, back_bias(dbias)[0], 0, j), dvalues
 
-    zeros = (
-        jax.tree.map(
-            lambda x: jnp.zeros_like(x, wide(x) if x.shape[0] == 1 else x.dtype), products
-        ),
-        *jax.tree.map(jnp.zeros_like, (biases, values)),
-    )
-    dproducts, dbiases, dvalues = lax.fori_loop(0, heads, head, zeros)
+    def room(x: jax.Array) -> jax.Array:
+        """Zeros for a cotangent, in the logits' precision where it is a sum over the batch."""
+        return jnp.zeros_like(x, dtype=wide(x) if x.shape[0] == 1 else x.dtype)
+
+    start = jax.tree.map(room, products), *jax.tree.map(jnp.zeros_like, (biases, values))
+    dproducts, dbiases, dvalues = lax.fori_loop(0, heads, head, start)
     dproducts = jax.tree.map(lambda d, x: d.astype(x.dtype), dproducts, products)
-    return dproducts, dbiases, dvalues
+    return Inputs(dproducts, dbiases, dvalues, _no_cotangent(mask))
 
 
-def _logits(bias: jax.Array | None, products: Terms, k_length: int) -> jax.Array:
+def _logits(bias: jax.Array | None, products: Terms, *, k_length: int) -> jax.Array:
     """The logits ``[q, k]`` of one head and example."""
     parts = [] if bias is None else [bias]
     low_rank = [t for t in products if isinstance(t, LowRank)]
@@ -176,7 +176,7 @@ def _logits(bias: jax.Array | None, products: Terms, k_length: int) -> jax.Array
     return functools.reduce(operator.add, parts)
 
 
-def _bias(biases: Terms, q_length: int) -> jax.Array | None:
+def _bias(biases: Terms, *, q_length: int) -> jax.Array | None:
     """What one head adds to the logits of every example, ``[q, k]`` float32, if anything."""
     parts = [
         spread(t.logits, q_length) if isinstance(t, Relative) else t.logits

@@ -54,7 +54,7 @@ class Mask:
     self_attention: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def for_self_attention(self) -> Mask:
-        """The mask for queries that are the keys: real where the keys are, and without an offset."""
+        """The mask for queries that are the keys: real where those are, and without an offset."""
         twins = (self.query_lengths, self.query_valid, self.query_segments)
         if any(twin is not None for twin in twins):
             return self

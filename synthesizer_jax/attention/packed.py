@@ -89,7 +89,7 @@ def attend_unpacked(
 
 
 def _rows(segments: jax.Array, count: int, length: int) -> tuple[jax.Array, jax.Array]:
-    """Where each segment's tokens are, ``[b, count, length]``, and how many it has, ``[b·count]``."""
+    """Where each segment's tokens are ``[b, count, length]``, and their number ``[b·count]``."""
     member = segments[:, None, :] == jnp.arange(1, count + 1)[:, None]
     start = jnp.argmax(member, axis=-1)
     index = start[..., None] + jnp.arange(length)

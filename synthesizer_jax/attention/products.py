@@ -61,7 +61,7 @@ def _combine_fwd(weights: jax.Array, values: jax.Array):
 def combine_back(
     residuals: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The cotangents of `combine`'s weights and values, from that of its result ``[h, q, b, e]``."""
+    """The cotangents of `combine`'s weights and values from its result's, ``[h, q, b, e]``."""
     weights, values = residuals
     dtype = wide(values)
     heads, queries = g.shape[:2]

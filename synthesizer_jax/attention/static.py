@@ -110,8 +110,8 @@ def _guarded_bwd(residuals: tuple[Any, ...], g: jax.Array):
 
     def slow():
         results = _swap(out), _swap(statistic[..., None])
-        _, (bias,), dvalues = fused.backward((), (Static(logits),), values, mask, *results, g)
-        return bias.logits, dvalues
+        _, biases, dvalues = fused.backward((), (Static(logits),), values, mask, *results, g)
+        return materialise_static(biases), dvalues
 
     return *lax.cond(exact, fast, slow), None
 

@@ -56,7 +56,7 @@ class Relative:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """A product over a small rank, ``logits[b, h, q, k] = Σ_r queries[b, q, h, r] keys[b, k, h, r]``.
+    """A product over a rank, ``logits[b, h, q, k] = Σ_r queries[b, q, h, r] · keys[b, k, h, r]``.
 
     A dot product of any width; Dense Synthesizer (keys are parameters); Factorized Random
     Synthesizer (both are parameters).
@@ -64,8 +64,8 @@ class LowRank:
     Attributes:
       queries: ``[b or 1, q, h, r]``.
       keys: ``[b or 1, k, h, r]``.
-      token_keys: whether the keys are made from tokens, and so cached while decoding; otherwise they
-        are parameters indexed by position.
+      token_keys: whether the keys are made from tokens, and so cached while decoding; otherwise
+        they are parameters, looked up by position.
       token_queries: likewise for the queries.
     """
 

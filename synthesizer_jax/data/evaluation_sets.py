@@ -166,6 +166,23 @@ def evaluation_tasks(
     return found
 
 
+STANDS_FOR = {
+    "glue_mnli_matched_v002": ("glue_mnli_v002", 0.5),
+    "glue_mnli_mismatched_v002": ("glue_mnli_v002", 0.5),
+    "super_glue_wsc_v102_simple_eval": ("super_glue_wsc_v102_simple_train", 1.0),
+}
+"""Evaluation-only members of mixtures: which trained task they measure, and their part of it."""
+
+
+def weight(mixture: str, task: str) -> float:
+    """A task's share in a mixture's held-out loss: its rate, or its part of the trained twin's."""
+    rates = tasks.members(mixture)
+    if rates.get(task):
+        return rates[task]
+    trained, part = STANDS_FOR.get(task, (task, 0.0))
+    return part * rates.get(trained, 0.0)
+
+
 def label_prior_entropy(sets: Sequence[tuple[EvaluationSet, float]]) -> dict[str, float]:
     """How well one can do without reading the input, in nats per example.
 

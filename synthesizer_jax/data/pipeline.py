@@ -164,25 +164,3 @@ def fingerprint(config: DataConfig) -> dict[str, Any]:
         rates = {config.mixture: 1.0}
     sizes = {k: v.vocabulary.vocab_size for k, v in provider.output_features.items()}
     return {**dataclasses.asdict(config), "rates": rates, "vocabulary_sizes": sizes}
-
-
-def evaluation_batches(
-    config: DataConfig, *, max_batches: int | None = None
-) -> Iterator[dict[str, np.ndarray]]:
-    """A finite pass over a split in a fixed order, unpacked, for the teacher-forced loss.
-
-    Args:
-      config: what to read; `shards`, `pack` and `shuffle` have no influence.
-      max_batches: stop after this many; None reads everything.
-
-    Yields:
-      Batches as `Stream` makes them; the last one is filled with rows of zero loss weight.
-    """
-    dataset = converted(config, shuffle=False, num_epochs=1, pack=False)
-    dataset = dataset.batch(config.batch_size)
-    if max_batches is not None:
-        dataset = dataset.take(max_batches)
-    for batch in dataset.as_numpy_iterator():
-        rows = len(batch["encoder_input_tokens"])
-        fill = ((0, config.batch_size - rows), (0, 0))
-        yield {name: as_host(name, [np.pad(value, fill)]) for name, value in batch.items()}

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from synthesizer_jax.inference import decode, score_choices
+from synthesizer_jax.inference import decode, score_choices, score_targets
 from synthesizer_jax.models import EncoderDecoder
 
 METHODS = ("greedy", "beam", "rank")
@@ -102,13 +102,28 @@ class Predictor:
         )
         return scores.argmax(axis=-1)
 
+    def log_likelihood(
+        self, inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray]
+    ) -> np.ndarray:
+        """Log-probability in nats of every example's target, ``[n]`` float32.
+
+        Args:
+          inputs: token ids with EOS.
+          targets: token ids with EOS, cut to `targets_length`.
+        """
+        found = np.zeros(len(inputs), np.float32)
+        for rows, batch in batches(inputs, self.batch_size, self.inputs_length):
+            wanted = table([targets[i] for i in rows], self.batch_size, self.targets_length)
+            scores = score_targets(
+                self.variables, self.put(batch), targets=self.put(wanted), model=self.model
+            )
+            found[rows] = np.asarray(scores)[: len(rows)]
+        return found
+
     def put_choices(self, label_words: Sequence[str]) -> Any:
         """Label words as ``[choices, t]`` tokens with EOS."""
-        rows = [[*self.vocabulary.encode(word), 1] for word in label_words]
-        table = np.zeros((len(rows), max(map(len, rows))), np.int32)
-        for row, ids in zip(table, rows, strict=True):
-            row[: len(ids)] = ids
-        return jnp.asarray(table)
+        rows = [np.asarray([*self.vocabulary.encode(word), 1]) for word in label_words]
+        return jnp.asarray(table(rows, len(rows), max(map(len, rows))))
 
     def _map(
         self, inputs: Sequence[np.ndarray], answer: Callable[[np.ndarray], np.ndarray]
@@ -144,8 +159,12 @@ def batches(
         rows = order[start : start + batch_size]
         longest = min(max(len(inputs[i]) for i in rows), max_length)
         length = min(max(32, 1 << (longest - 1).bit_length()), max_length)
-        batch = np.zeros((batch_size, length), np.int32)
-        for slot, i in enumerate(rows):
-            ids = inputs[i][:length]
-            batch[slot, : len(ids)] = ids
-        yield rows, batch
+        yield rows, table([inputs[i] for i in rows], batch_size, length)
+
+
+def table(rows: Sequence[np.ndarray], count: int, length: int) -> np.ndarray:
+    """Token ids as ``[count, length]`` int32, cut and padded with zeros."""
+    result = np.zeros((count, length), np.int32)
+    for slot, ids in zip(result, rows, strict=False):
+        slot[: min(len(ids), length)] = ids[:length]
+    return result

@@ -1,6 +1,6 @@
 """Inference: greedy and beam decoding, and scoring of given answers."""
 
 from synthesizer_jax.inference.decoding import Decoded, decode
-from synthesizer_jax.inference.scoring import score_choices
+from synthesizer_jax.inference.scoring import score_choices, score_targets
 
-__all__ = ["Decoded", "decode", "score_choices"]
+__all__ = ["Decoded", "decode", "score_choices", "score_targets"]

@@ -1,4 +1,4 @@
-"""Rank classification: the log-probability of every label word."""
+"""Log-probabilities of given answers: rank classification and held-out loss."""
 
 from __future__ import annotations
 
@@ -31,17 +31,51 @@ def score_choices(
     Returns:
       ``[batch, choices]`` float32, summed over each choice's tokens.
     """
-    encoded: Any = model.apply(variables, encoder_tokens, method="encode")
-    lengths = (encoder_tokens != 0).sum(axis=-1, dtype=jnp.int32)
-    memory = Memory(encoded, Mask(key_lengths=lengths))
+    memory = encode(model, variables, encoder_tokens)
 
     def score(choice: jax.Array) -> jax.Array:
-        shifted = jnp.concatenate([jnp.zeros(1, choice.dtype), choice[:-1]])
-        tokens = jnp.broadcast_to(shifted, (encoder_tokens.shape[0], choice.shape[0]))
-        hidden = model.apply(variables, tokens, memory, method="decode")
-        logits: Any = model.apply(variables, hidden, method="logits")
-        logp = jax.nn.log_softmax(logits.astype(jnp.float32))
-        logp = jnp.take_along_axis(logp, choice[None, :, None], axis=-1)
-        return jnp.where(choice != 0, logp[..., 0], 0.0).sum(axis=-1)
+        rows = jnp.broadcast_to(choice, (encoder_tokens.shape[0], choice.shape[0]))
+        return log_probability(model, variables, rows, memory)
 
     return jax.vmap(score, out_axes=1)(choices)
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def score_targets(
+    variables: dict[str, Any],
+    encoder_tokens: jax.Array,
+    *,
+    targets: jax.Array,
+    model: EncoderDecoder,
+) -> jax.Array:
+    """Log-probability of every example's own target.
+
+    Args:
+      variables: the model's variables.
+      encoder_tokens: ``[batch, k]`` integers, 0 is padding.
+      targets: ``[batch, t]`` tokens with EOS, 0 is padding.
+      model: an unbound model.
+
+    Returns:
+      ``[batch]`` float32, in nats, summed over the target's tokens.
+    """
+    return log_probability(model, variables, targets, encode(model, variables, encoder_tokens))
+
+
+def encode(model: EncoderDecoder, variables: dict[str, Any], encoder_tokens: jax.Array) -> Memory:
+    """The encoder's output and who may be seen of it."""
+    encoded: Any = model.apply(variables, encoder_tokens, method="encode")
+    lengths = (encoder_tokens != 0).sum(axis=-1, dtype=jnp.int32)
+    return Memory(encoded, Mask(key_lengths=lengths))
+
+
+def log_probability(
+    model: EncoderDecoder, variables: dict[str, Any], targets: jax.Array, memory: Memory
+) -> jax.Array:
+    """``[batch]`` sums of the target tokens' log-probabilities, teacher-forced."""
+    shifted = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))
+    hidden = model.apply(variables, shifted, memory, method="decode")
+    logits: Any = model.apply(variables, hidden, method="logits")
+    logp = jax.nn.log_softmax(logits.astype(jnp.float32))
+    logp = jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
+    return jnp.where(targets != 0, logp, 0.0).sum(axis=-1)

@@ -1,0 +1,51 @@
+"""Fine-tune a T5 or a Synthesizer on one task or mixture, from a checkpoint or from scratch.
+
+Command (T5's vocabulary file is yours to give; data: `synthesizer-jax data import glue --from DIR`):
+
+    synthesizer-jax train finetune --workdir runs/cola --data-dir DATA \\
+        --set vocabulary.path=spiece.model --set data.mixture=glue_cola_v002 \\
+        --set init_from=runs/pretrained
+
+Hardware: any; a small model fits one 16 GB accelerator. T5's fine-tuning settings: Adafactor at a
+constant 0.001, dropout 0.1, 128 rows of 512 + 84 tokens.
+"""
+
+from __future__ import annotations
+
+from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.vocabularies import SentencePiece
+from synthesizer_jax.models import Size, alignment, t5
+from synthesizer_jax.models.zoo import T5_1_1
+from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
+from synthesizer_jax.training.optimizers import Adafactor
+from synthesizer_jax.training.schedules import Constant
+
+
+def default() -> Experiment:
+    """T5 1.1 small."""
+    return _finetune(T5_1_1["small"], "v")
+
+
+def synthesizer_rv_small() -> Experiment:
+    """The small Random + Vanilla Synthesizer."""
+    return _finetune(T5_1_1["small"], "rv")
+
+
+def base() -> Experiment:
+    """T5 1.1 base."""
+    return _finetune(T5_1_1["base"], "v")
+
+
+def _finetune(size: Size, variant: str) -> Experiment:
+    kind = alignment(variant, head_dim=size.head_dim)
+    return Experiment(
+        model=t5(size, encoder=kind, dropout_rate=0.1, dtype="bfloat16", scan=True),
+        vocabulary=SentencePiece("spiece.model"),
+        data=DataConfig("glue_v002_proportional", 512, 84, batch_size=128),
+        training=Training(
+            steps=20_000,
+            optimizer=Adafactor(learning_rate=Constant(1e-3)),
+            save_every=1000,
+        ),
+        evaluation=Evaluation(every=1000, method="greedy"),
+    )

@@ -1,0 +1,70 @@
+"""`synthesizer-jax generate`."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from typing import Annotated
+
+import typer
+
+
+def generate(
+    workdir: Annotated[pathlib.Path, typer.Option(help="The run's directory.")],
+    text: Annotated[
+        list[str] | None, typer.Argument(help="Inputs; lines of --input or stdin if left out.")
+    ] = None,
+    input_file: Annotated[
+        pathlib.Path | None, typer.Option("--input", help="A file with one input per line.")
+    ] = None,
+    output_file: Annotated[
+        pathlib.Path | None, typer.Option("--output", help="Where to write; stdout if left out.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Which checkpoint; the newest if left out.")] = None,
+    method: Annotated[str, typer.Option(help="greedy or beam.")] = "greedy",
+    max_length: Annotated[int | None, typer.Option(help="Tokens to decode at most.", min=1)] = None,
+    batch_size: Annotated[int, typer.Option(help="Inputs per batch.", min=1)] = 16,
+) -> None:
+    """Decode inputs with a trained checkpoint, one line of output per line of input.
+
+    Example: synthesizer-jax generate --workdir runs/rv "cola sentence: the dog sleep ."
+    """
+    from synthesizer_jax.evaluation import Predictor
+    from synthesizer_jax.training.checkpoints import restore_variables
+    from synthesizer_jax.training.experiment import load_experiment
+    from synthesizer_jax.training.run import open_vocabulary
+
+    if method not in ("greedy", "beam"):
+        raise ValueError(f"--method {method!r}; allowed: greedy, beam")
+    lines = read_lines(text, input_file)
+    experiment = load_experiment(workdir)
+    _, variables = restore_variables(workdir / "checkpoints", step=step)
+    predictor = Predictor(
+        experiment.model,
+        variables,
+        open_vocabulary(experiment, workdir),
+        inputs_length=experiment.data.inputs_length,
+        targets_length=max_length or experiment.data.targets_length,
+        batch_size=min(batch_size, max(len(lines), 1)),
+        method=method,
+    )
+    answers = predictor.predict([predictor.encode(line) for line in lines])
+    written = "".join(f"{' '.join(answer.splitlines())}\n" for answer in answers)
+    if output_file is None:
+        typer.echo(written, nl=False)
+        return
+    aside = output_file.with_name(output_file.name + ".tmp")
+    aside.write_text(written, encoding="utf-8")
+    os.replace(aside, output_file)
+
+
+def read_lines(text: list[str] | None, input_file: pathlib.Path | None) -> list[str]:
+    """The inputs, from the command line, a file or stdin."""
+    if text and input_file is not None:
+        raise ValueError("give inputs as arguments or with --input, not both")
+    if text:
+        return text
+    if input_file is not None:
+        return input_file.read_text(encoding="utf-8").splitlines()
+    return sys.stdin.read().splitlines()

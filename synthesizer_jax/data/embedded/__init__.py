@@ -1,0 +1,1 @@
+MIXTURE = "embedded_co_training"

@@ -1,0 +1,235 @@
+"""From an experiment to a finished run in a directory: data, loop, evaluation."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from synthesizer_jax.data import embedded, tasks
+from synthesizer_jax.data.pipeline import Stream
+from synthesizer_jax.data.vocabularies import SentencePiece
+from synthesizer_jax.models import stack_layers, unroll_variables
+from synthesizer_jax.registry import replace, to_json
+from synthesizer_jax.training.checkpoints import restore_variables
+from synthesizer_jax.training.evaluator import Evaluator, log_values
+from synthesizer_jax.training.experiment import (
+    EXPERIMENT_FILE,
+    Experiment,
+    load_experiment,
+    save_experiment,
+)
+from synthesizer_jax.training.loop import train
+from synthesizer_jax.training.state import TrainState
+from synthesizer_jax.training.survival import StopSignal
+
+VOCABULARY_FILE = "vocabulary.model"
+
+MAY_CHANGE = ("steps", "log_every", "save_every", "keep_latest", "keep_best")
+"""Fields of `Training` that a continued run may change."""
+
+_log = logging.getLogger(__name__)
+
+
+def run(
+    experiment: Experiment,
+    directory: pathlib.Path,
+    *,
+    data_dir: pathlib.Path | None = None,
+    devices: list[jax.Device] | None = None,
+    visible: bool = True,
+) -> TrainState:
+    """Trains, or continues, a run; everything it needs later lies in its directory.
+
+    Args:
+      experiment: what to do.
+      directory: the run's; an unfinished run in it is continued.
+      data_dir: where data sets lie; None is `tasks.default_data_dir()`.
+      devices: None uses all devices.
+      visible: show a progress bar.
+
+    Returns:
+      The final state.
+
+    Raises:
+      Preempted: after a SIGTERM, with everything saved.
+      ValueError: the directory holds another run, or something does not fit.
+    """
+    data_dir = tasks.default_data_dir() if data_dir is None else data_dir
+    with StopSignal() as stop:
+        with stop.region():
+            experiment = with_vocabulary(experiment, directory, data_dir)
+            check_same_run(experiment, directory)
+            save_experiment(experiment, directory)
+            vocabulary, evaluator = open_data(experiment, directory, data_dir)
+            stream = Stream(experiment.data)
+
+        def evaluate(state: TrainState) -> dict[str, float]:
+            found = evaluator.write(directory, int(state.step), state.variables)
+            return log_values(*found)
+
+        initial = None
+        if experiment.init_from is not None:
+            initial = parameters_from(pathlib.Path(experiment.init_from), experiment)
+        return train(
+            experiment,
+            stream,
+            directory,
+            stop=stop,
+            evaluate=evaluate,
+            initial=initial,
+            devices=devices,
+            visible=visible,
+        )
+
+
+def with_vocabulary(
+    experiment: Experiment, directory: pathlib.Path, data_dir: pathlib.Path
+) -> Experiment:
+    """Prepares the embedded mixture if it is asked for, and puts the vocabulary beside the run."""
+    vocabulary: Any = experiment.vocabulary
+    if experiment.data.mixture == embedded.MIXTURE:
+        own = embedded.prepare(data_dir).vocabulary
+        vocabulary = own if vocabulary is None else vocabulary
+    if vocabulary is None:
+        raise ValueError(
+            f"the mixture {experiment.data.mixture!r} has no vocabulary of its own; give one, such "
+            "as vocabulary=SentencePiece('spiece.model') or Bytes() in the recipe"
+        )
+    vocabulary.build()
+    if isinstance(vocabulary, SentencePiece):
+        copy = directory / VOCABULARY_FILE
+        source = pathlib.Path(vocabulary.path).expanduser()
+        if source.resolve() != copy.resolve():
+            directory.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, copy)
+        vocabulary = replace(vocabulary, path=VOCABULARY_FILE)
+    return replace(experiment, vocabulary=vocabulary)
+
+
+def open_vocabulary(experiment: Experiment, directory: pathlib.Path) -> Any:
+    """The built vocabulary of a run.
+
+    Raises:
+      ValueError: the model's embedding has fewer rows than the vocabulary has ids.
+    """
+    config: Any = experiment.vocabulary
+    if isinstance(config, SentencePiece):
+        config = replace(config, path=str(directory / config.path))
+    vocabulary = config.build()
+    if vocabulary.vocab_size > experiment.model.vocab_size:
+        raise ValueError(
+            f"the vocabulary has {vocabulary.vocab_size} ids but model.vocab_size="
+            f"{experiment.model.vocab_size}; set model.vocab_size to at least that"
+        )
+    return vocabulary
+
+
+def open_data(
+    experiment: Experiment, directory: pathlib.Path, data_dir: pathlib.Path, **options: Any
+) -> tuple[Any, Evaluator]:
+    """Registers the run's mixture and loads what it is evaluated on.
+
+    Args:
+      experiment: with its vocabulary in `directory`.
+      directory: the run's.
+      data_dir: where data sets lie.
+      **options: of `Evaluator`.
+    """
+    if experiment.data.mixture == embedded.MIXTURE:
+        embedded.prepare(data_dir)
+    vocabulary = open_vocabulary(experiment, directory)
+    split = experiment.data.split
+    tasks.register(experiment.data.mixture, vocabulary, data_dir=data_dir, split=split)
+    return vocabulary, Evaluator(experiment, vocabulary, data_dir=data_dir, **options)
+
+
+def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
+    """Raises a `ValueError` when a directory holds a run that this one cannot continue."""
+    if not (directory / EXPERIMENT_FILE).is_file():
+        return
+    saved, mine = fixed_part(load_experiment(directory)), fixed_part(experiment)
+    different = [path for path in sorted(saved.keys() | mine.keys()) if saved.get(path) != mine.get(path)]
+    if different:
+        path = different[0]
+        raise ValueError(
+            f"{directory} holds another run: {path} was {saved.get(path)} and is {mine.get(path)}; "
+            "use a new --workdir, or the old setting to continue"
+        )
+
+
+def fixed_part(experiment: Experiment) -> dict[str, Any]:
+    """What must stay the same for a run to continue, ``{path: value}``."""
+    data = to_json(experiment)
+    for name in MAY_CHANGE:
+        del data["training"][name]
+    return dict(leaves({name: data[name] for name in ("model", "data", "training", "vocabulary")}))
+
+
+def leaves(data: Any, path: str = "") -> list[tuple[str, Any]]:
+    """Paths and values of nested JSON."""
+    items = data.items() if isinstance(data, dict) else enumerate(data)
+    if not isinstance(data, dict | list):
+        return [(path, data)]
+    return [leaf for k, v in items for leaf in leaves(v, f"{path}.{k}" if path else str(k))]
+
+
+def parameters_from(
+    source: pathlib.Path, experiment: Experiment
+) -> Callable[[TrainState], TrainState]:
+    """Puts a checkpoint's parameters into a fresh state; the optimiser starts anew.
+
+    Args:
+      source: ``RUN`` or ``RUN/checkpoints/STEP``.
+      experiment: the run that starts; its model is the checkpoint's, scanned or not.
+
+    Raises:
+      ValueError: the checkpoint is of another model.
+    """
+    step = int(source.name) if source.parent.name == "checkpoints" else None
+    directory = source.parent.parent if step is not None else source
+    theirs = load_experiment(directory)
+    _, variables = restore_variables(directory / "checkpoints", step=step)
+    variables = unroll_variables(theirs.model, variables)
+    for name in ("encoder", "decoder"):
+        stack = getattr(experiment.model, name)
+        if stack.scan:
+            for collection in variables.values():
+                if name in collection:
+                    collection[name] = stack_layers(stack, collection[name])
+
+    def put(state: TrainState) -> TrainState:
+        check_same_shapes(variables["params"], state.params, source)
+        params = jax.tree.map(
+            lambda new, old: jax.device_put(new, old.sharding), variables["params"], state.params
+        )
+        constants = variables.get("constants", state.constants)
+        return replace_parameters(state, params, constants)
+
+    return put
+
+
+def replace_parameters(state: TrainState, params: Any, constants: Any) -> TrainState:
+    """A fresh state with other parameters."""
+    return TrainState(
+        step=state.step, params=params, constants=constants, opt_state=state.opt_state
+    )
+
+
+def check_same_shapes(theirs: Any, mine: Any, source: pathlib.Path) -> None:
+    """Raises a `ValueError` that names the first parameter that is missing or has another shape."""
+    shapes = [
+        {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in jax.tree.leaves_with_path(t)}
+        for t in (theirs, mine)
+    ]
+    different = [n for n in sorted(shapes[0].keys() | shapes[1].keys()) if shapes[0].get(n) != shapes[1].get(n)]
+    if different:
+        name = different[0]
+        raise ValueError(
+            f"{source} is a checkpoint of another model: {name} is {shapes[0].get(name, 'absent')} "
+            f"there and {shapes[1].get(name, 'absent')} here; start from the same model"
+        )
