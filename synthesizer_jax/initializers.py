@@ -15,7 +15,9 @@ from synthesizer_jax.registry import register
 class Initializer(Protocol):
     """``(key, shape, dtype) -> array``, as Flax and `jax.nn.initializers` have it."""
 
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any = ...) -> jax.Array: ...
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any = ...) -> jax.Array:
+        """``(key, shape, dtype) -> array``."""
+        ...
 
 
 @register
@@ -28,6 +30,7 @@ class Normal:
     def __call__(
         self, key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32
     ) -> jax.Array:
+        """``(key, shape, dtype) -> array``."""
         return self.stddev * jax.random.normal(key, shape, dtype)
 
 
@@ -41,6 +44,7 @@ class FanIn:
     def __call__(
         self, key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32
     ) -> jax.Array:
+        """``(key, shape, dtype) -> array``."""
         return math.sqrt(self.scale / shape[-2]) * jax.random.normal(key, shape, dtype)
 
 
@@ -52,6 +56,7 @@ class GlorotUniform:
     def __call__(
         self, key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32
     ) -> jax.Array:
+        """``(key, shape, dtype) -> array``."""
         limit = math.sqrt(6.0 / (shape[-2] + shape[-1]))
         return jax.random.uniform(key, shape, dtype, -limit, limit)
 
@@ -69,6 +74,8 @@ class MeshGlorotUniform:
     def __call__(
         self, key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32
     ) -> jax.Array:
+        """``(key, shape, dtype) -> array``."""
         heads, rows, columns = shape
+        """``(key, shape, dtype) -> array``."""
         limit = math.sqrt(6.0 / (rows * (heads + columns)))
         return jax.random.uniform(key, shape, dtype, -limit, limit)

@@ -81,7 +81,7 @@ def abstract_variables(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[An
         boxed = jax.eval_shape(
             lambda *a, **k: module.init(jax.random.key(0), *a, **k), *args, **kwargs
         )
-    is_box = lambda x: isinstance(x, nn.Partitioned | nn.LogicallyPartitioned)  # noqa: E731
+    is_box = lambda x: isinstance(x, nn.Partitioned | nn.LogicallyPartitioned)
     axes = jax.tree.map(
         lambda x: tuple(x.names) if is_box(x) else (None,) * x.ndim, boxed, is_leaf=is_box
     )

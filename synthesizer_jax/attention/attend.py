@@ -78,9 +78,8 @@ def attend(
         function = functools.partial(attend_unpacked, ROUTES[route]) if unpack else ROUTES[route]
         return function(terms, values, mask=mask, q_length=q_length)
 
-    if partition is not None and (unpack or route != "reference"):
-        run = partition.spread(run)
-    return run(terms, values, mask)
+    spread = partition is not None and (unpack or route != "reference")
+    return (partition.spread(run) if spread else run)(terms, values, mask)
 
 
 def attention_weights(

@@ -156,7 +156,7 @@ def backward(inputs: Inputs, out: jax.Array, lse: jax.Array, g: jax.Array) -> In
     start = jax.tree.map(room, products), *jax.tree.map(jnp.zeros_like, (biases, values))
     dproducts, dbiases, dvalues = lax.fori_loop(0, heads, head, start)
     dproducts = jax.tree.map(lambda d, x: d.astype(x.dtype), dproducts, products)
-    return Inputs(dproducts, dbiases, dvalues, _no_cotangent(mask))
+    return Inputs(dproducts, dbiases, dvalues, jax.tree.map(lambda _: None, mask))
 
 
 def _logits(bias: jax.Array | None, products: Terms, *, k_length: int) -> jax.Array:

@@ -86,8 +86,7 @@ def _guarded_fwd(logits: jax.Array, values: jax.Array, mask: Mask):
         return out.astype(values.dtype), inverse
 
     def slow():
-        biases = (Static(logits),)
-        out, lse = fused.forward((), biases, values, mask, q_length=logits.shape[1])
+        out, lse = fused.forward(logits.shape[1], _as_bias(logits, values, mask))
         return _swap(out), _swap(lse)[..., 0]
 
     out, statistic = lax.cond(exact, fast, slow)
@@ -110,13 +109,17 @@ def _guarded_bwd(residuals: tuple[Any, ...], g: jax.Array):
 
     def slow():
         results = _swap(out), _swap(statistic[..., None])
-        _, biases, dvalues = fused.backward((), (Static(logits),), values, mask, *results, g)
-        return materialise_static(biases), dvalues
+        back = fused.backward(_as_bias(logits, values, mask), *results, g)
+        return jax.tree.leaves(back.biases)[0], back.values
 
     return *lax.cond(exact, fast, slow), None
 
 
 _guarded.defvjp(_guarded_fwd, _guarded_bwd)
+
+
+def _as_bias(logits: jax.Array, values: jax.Array, mask: Mask) -> fused.Inputs:
+    return fused.Inputs((), (Static(logits),), values, mask)
 
 
 def _regions(

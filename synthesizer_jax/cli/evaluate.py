@@ -17,7 +17,9 @@ POLL_SECONDS = 10.0
 def evaluate(
     workdir: Annotated[pathlib.Path, typer.Option(help="The run's directory.")],
     data_dir: DataDir = None,
-    step: Annotated[int | None, typer.Option(help="Which checkpoint; the newest if left out.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Which checkpoint; the newest if left out.")
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every checkpoint, and their best.")] = False,
     follow: Annotated[
         bool, typer.Option("--follow", help="Each checkpoint as a running job writes it.")

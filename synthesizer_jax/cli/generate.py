@@ -21,7 +21,9 @@ def generate(
     output_file: Annotated[
         pathlib.Path | None, typer.Option("--output", help="Where to write; stdout if left out.")
     ] = None,
-    step: Annotated[int | None, typer.Option(help="Which checkpoint; the newest if left out.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Which checkpoint; the newest if left out.")
+    ] = None,
     method: Annotated[str, typer.Option(help="greedy or beam.")] = "greedy",
     max_length: Annotated[int | None, typer.Option(help="Tokens to decode at most.", min=1)] = None,
     batch_size: Annotated[int, typer.Option(help="Inputs per batch.", min=1)] = 16,

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
 import typer
 
-from synthesizer_jax.cli import data, evaluate, generate, models, quickstart, train
+from synthesizer_jax.cli.data import app as data
+from synthesizer_jax.cli.evaluate import evaluate
+from synthesizer_jax.cli.generate import generate
+from synthesizer_jax.cli.models import models
+from synthesizer_jax.cli.quickstart import quickstart
+from synthesizer_jax.cli.train import train
 from synthesizer_jax.version import __version__
 
 TRACEBACK = "SYNTHESIZER_JAX_TRACEBACK"
@@ -20,12 +26,12 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("train")(train.train)
-app.command("eval")(evaluate.evaluate)
-app.command("generate")(generate.generate)
-app.command("models")(models.models)
-app.add_typer(data.app, name="data")
-app.command("quickstart")(quickstart.quickstart)
+app.command("train")(train)
+app.command("eval")(evaluate)
+app.command("generate")(generate)
+app.command("models")(models)
+app.add_typer(data, name="data")
+app.command("quickstart")(quickstart)
 
 
 def version(show: bool) -> None:
@@ -49,7 +55,9 @@ def run() -> None:
 
     Set the environment variable SYNTHESIZER_JAX_TRACEBACK=1 to see where an error came from.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    # TensorFlow's start-up notes and SeqIO's skipped splits are no news to a user.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    logging.getLogger("absl").setLevel(logging.ERROR)
     try:
         app()
     except (ValueError, OSError, RuntimeError, ImportError) as error:

@@ -60,9 +60,8 @@ def load_module(place: str) -> ModuleType:
 
 def packaged() -> list[str]:
     """Names of the recipes that come with the package."""
-    from synthesizer_jax import recipes
-
-    return sorted(m.name for m in pkgutil.iter_modules(recipes.__path__))
+    package = importlib.import_module("synthesizer_jax.recipes")
+    return sorted(m.name for m in pkgutil.iter_modules(package.__path__))
 
 
 def known() -> str:

@@ -56,7 +56,11 @@ def best_steps(by_step: Mapping[int, Results], benchmark: str) -> dict[tuple[str
     """T5's choice: for each group on its own the step with the highest mean, the first on ties."""
     groups = BENCHMARKS[benchmark]
     steps = [s for s, results in sorted(by_step.items()) if complete(results, groups)]
-    return {g: max(steps, key=lambda s, g=g: group_mean(by_step[s], g)) for g in groups} if steps else {}
+    best = {}
+    for group in groups if steps else ():
+        means = {s: group_mean(by_step[s], group) for s in steps}
+        best[group] = max(means, key=means.__getitem__)
+    return best
 
 
 def best_average(by_step: Mapping[int, Results], benchmark: str) -> float | None:
@@ -70,11 +74,11 @@ def best_average(by_step: Mapping[int, Results], benchmark: str) -> float | None
 def best_single_step(by_step: Mapping[int, Results], benchmark: str) -> tuple[int, float] | None:
     """The one step with the highest average, and that average."""
     found = {s: averages(results).get(benchmark) for s, results in sorted(by_step.items())}
-    found = {s: value for s, value in found.items() if value is not None}
-    if not found:
+    whole = {s: value for s, value in found.items() if value is not None}
+    if not whole:
         return None
-    step = max(found, key=lambda s: found[s])
-    return step, found[step]
+    step = max(whole, key=whole.__getitem__)
+    return step, whole[step]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -94,7 +94,7 @@ def dpr(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 # WNLI as coreference, for evaluation only. ------------------------------------------------------
 
-PRONOUNS = frozenset("he she they it her his their them him".split())
+PRONOUNS = frozenset(["he", "she", "they", "it", "her", "his", "their", "them", "him"])
 _MARK = r"[.,?!]?"
 
 
@@ -140,13 +140,18 @@ def wnli_question(premise: str, hypothesis: str) -> tuple[str, str]:
 
 
 def _clean(text: str) -> list[str]:
-    words = [word[:-1] if word.endswith((".", ",", "?", "!")) else word for word in text.lower().split(" ")]
+    words = [
+        word[:-1] if word.endswith((".", ",", "?", "!")) else word
+        for word in text.lower().split(" ")
+    ]
     return [word for word in words if word]
 
 
 def _overlap(words: Sequence[str], target: str, place: int) -> tuple[list[str], list[str]]:
     """The longest suffix before and prefix after a place that occur in the target."""
-    left = next(w for n in range(place, -1, -1) if " ".join(w := list(words[place - n : place])) in target)
+    left = next(
+        w for n in range(place, -1, -1) if " ".join(w := list(words[place - n : place])) in target
+    )
     after = list(words[place + 1 :])
     right = next(w for n in range(len(after), -1, -1) if " ".join(w := after[:n]) in target)
     return left, right

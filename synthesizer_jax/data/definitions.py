@@ -48,8 +48,8 @@ class TaskDefinition:
         """Rows of the data set to ``inputs`` and ``targets`` strings (loads TensorFlow)."""
         from synthesizer_jax.data import coreference, preprocessors
 
-        options = {"prefix": self.prefix, "features": self.features}
-        return {
+        options: Any = {"prefix": self.prefix, "features": self.features}
+        formats: dict[str, Callable[..., Any]] = {
             "classification": functools.partial(
                 preprocessors.classification, labels=self.labels, **options
             ),
@@ -60,7 +60,8 @@ class TaskDefinition:
             "wsc_train": functools.partial(coreference.wsc, positive_only=True),
             "dpr": coreference.dpr,
             "wnli": coreference.wnli,
-        }[self.kind]
+        }
+        return formats[self.kind]
 
     def postprocess(self, answer: str, *, example: Any = None, is_target: bool = False) -> Any:
         """A decoded string, or a target's, to what the metrics compare.
@@ -127,9 +128,7 @@ GLUE = (
     _glue("rte", SENTENCES, RTE),
     _glue("wnli", SENTENCES, ("not_entailment", "entailment")),
     _glue("ax", PAIR, MNLI, prefix="mnli", splits=("test",), metrics=()),
-    TaskDefinition(
-        "glue_wnli_v002_simple_eval", "glue/wnli", kind="wnli", splits=HELD_OUT
-    ),
+    TaskDefinition("glue_wnli_v002_simple_eval", "glue/wnli", kind="wnli", splits=HELD_OUT),
 )
 """Section by section as in T5's registry; labels in index order."""
 

@@ -194,7 +194,8 @@ def label_prior_entropy(sets: Sequence[tuple[EvaluationSet, float]]) -> dict[str
       ``joint``: the entropy of the weighted mixture of all targets.
     """
     total = sum(weight for _, weight in sets)
-    per_task, joint = 0.0, collections.Counter[str]()
+    per_task = 0.0
+    joint: dict[str, float] = collections.defaultdict(float)
     for examples, weight in sets:
         counts = collections.Counter(examples.target_words)
         n = sum(counts.values())

@@ -20,9 +20,7 @@ def accuracy(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, fl
 
 def f1_with_invalid(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
     """Binary F1 of class 1; an answer that is no label counts as the wrong one."""
-    predictions = [
-        p if p in (0, 1) else 1 - t for t, p in zip_(targets, predictions)
-    ]
+    predictions = [p if p in (0, 1) else 1 - t for t, p in zip_(targets, predictions)]
     return {"f1": 100 * _f1(targets, predictions, 1)}
 
 
@@ -52,7 +50,9 @@ def spearman(targets: Sequence[float], predictions: Sequence[float]) -> dict[str
 
 def mean_3class_f1(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
     """Mean of the F1 of classes 0, 1 and 2."""
-    return {"mean_3class_f1": 100 * float(np.mean([_f1(targets, predictions, c) for c in range(3)]))}
+    return {
+        "mean_3class_f1": 100 * float(np.mean([_f1(targets, predictions, c) for c in range(3)]))
+    }
 
 
 def multirc_f1(targets: Sequence[dict], predictions: Sequence[int]) -> dict[str, float]:
@@ -118,7 +118,7 @@ def _f1(targets: Sequence[int], predictions: Sequence[int], of: int) -> float:
     return 2 * hits / total if total else 0.0
 
 
-def _correlation(a: Sequence[float], b: Sequence[float]) -> float:
+def _correlation(a: Any, b: Any) -> float:
     x, y = np.asarray(a, float), np.asarray(b, float)
     x, y = x - x.mean(), y - y.mean()
     scale = np.sqrt((x @ x) * (y @ y))
@@ -126,8 +126,6 @@ def _correlation(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray:
-    values = np.asarray(values, float)
-    unique, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    del unique
+    _, place, counts = np.unique(np.asarray(values, float), return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return (last - (counts - 1) / 2)[place]

@@ -6,8 +6,29 @@ from collections.abc import Sequence
 from typing import Any
 
 DETERMINERS = frozenset(
-    "a an few her his each every many much my our some that the their these this those which whose "
-    "your".split()
+    [
+        "a",
+        "an",
+        "few",
+        "her",
+        "his",
+        "each",
+        "every",
+        "many",
+        "much",
+        "my",
+        "our",
+        "some",
+        "that",
+        "the",
+        "their",
+        "these",
+        "this",
+        "those",
+        "which",
+        "whose",
+        "your",
+    ]
 )
 
 

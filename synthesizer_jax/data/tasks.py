@@ -197,4 +197,3 @@ def _postprocess(
     task: TaskDefinition, answer: str, example: Any = None, is_target: bool = False, **_: Any
 ) -> Any:
     return task.postprocess(answer, example=example, is_target=is_target)
-

@@ -97,9 +97,7 @@ class Predictor:
 
     def rank(self, batch: np.ndarray, choices: Any) -> Any:
         """``[batch, k]`` tokens to the index of the most probable choice, ``[batch]``."""
-        scores = score_choices(
-            self.variables, self.put(batch), choices=choices, model=self.model
-        )
+        scores = score_choices(self.variables, self.put(batch), choices=choices, model=self.model)
         return scores.argmax(axis=-1)
 
     def log_likelihood(

@@ -103,7 +103,9 @@ def write_results(
     folder = directory / EVALUATION_DIRECTORY
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step}.json"
-    tasks = [{k: v for k, v in dataclasses.asdict(r).items() if k != "predictions"} for r in results]
+    tasks = [
+        {k: v for k, v in dataclasses.asdict(r).items() if k != "predictions"} for r in results
+    ]
     aside = path.with_suffix(".tmp")
     aside.write_text(
         json.dumps({"step": step, "tasks": tasks, **extra}, indent=1) + "\n", encoding="utf-8"

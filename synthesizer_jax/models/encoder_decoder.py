@@ -40,6 +40,7 @@ class EncoderDecoder(nn.Module):
     logits_init: Initializer = FanIn()
 
     def setup(self) -> None:
+        """Makes the embedding and, unless tied, the output projection."""
         shape = (self.vocab_size, self.d_model)
         self.embedding = self.param(
             "embedding", with_axes(self.embedding_init, "vocab", "embed"), shape

@@ -88,7 +88,9 @@ class FeedForward(nn.Module):
             )
             for i, activation in enumerate(self.activations)
         ]
-        hidden = Dropout(self.dropout_rate, name="dropout")(math.prod(factors[1:], start=factors[0]))
+        hidden = Dropout(self.dropout_rate, name="dropout")(
+            math.prod(factors[1:], start=factors[0])
+        )
         return dense(x.shape[-1], "wo", "mlp", "embed")(hidden)
 
 

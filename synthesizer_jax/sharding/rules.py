@@ -10,8 +10,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from synthesizer_jax.attention import Partition
-from synthesizer_jax.registry import fields_of
 from synthesizer_jax.parameters import LOGICAL_AXES, Axes, is_axes
+from synthesizer_jax.registry import fields_of
 
 BATCH_AXES = ("data", "fsdp")
 
@@ -71,6 +71,7 @@ def spec(axes: Axes, shape: tuple[int, ...], mesh: Mesh, *, name: str = "") -> P
 
 def shardings(axes: Any, shapes: Any, mesh: Mesh) -> Any:
     """A tree of `NamedSharding` for trees of logical axes and of shapes."""
+
     def one(path: Any, names: Axes, leaf: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         return NamedSharding(mesh, spec(names, leaf.shape, mesh, name=name))

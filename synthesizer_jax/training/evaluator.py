@@ -87,7 +87,9 @@ class Evaluator:
         with ``label_prior_entropy`` (given the task) and ``joint_label_prior_entropy``: what one
         pays per example without reading the input. Only tasks with label words enter.
         """
-        chosen = [(s, w) for s, w in zip(self.sets, self.weights, strict=True) if w and s.label_words]
+        chosen = [
+            (s, w) for s, w in zip(self.sets, self.weights, strict=True) if w and s.label_words
+        ]
         if not chosen:
             return {}
         total = sum(w for _, w in chosen)

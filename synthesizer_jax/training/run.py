@@ -65,7 +65,7 @@ def run(
             experiment = with_vocabulary(experiment, directory, data_dir)
             check_same_run(experiment, directory)
             save_experiment(experiment, directory)
-            vocabulary, evaluator = open_data(experiment, directory, data_dir)
+            _, evaluator = open_data(experiment, directory, data_dir)
             stream = Stream(experiment.data)
 
         def evaluate(state: TrainState) -> dict[str, float]:
@@ -153,7 +153,9 @@ def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
     if not (directory / EXPERIMENT_FILE).is_file():
         return
     saved, mine = fixed_part(load_experiment(directory)), fixed_part(experiment)
-    different = [path for path in sorted(saved.keys() | mine.keys()) if saved.get(path) != mine.get(path)]
+    different = [
+        path for path in sorted(saved.keys() | mine.keys()) if saved.get(path) != mine.get(path)
+    ]
     if different:
         path = different[0]
         raise ValueError(
@@ -223,10 +225,17 @@ def replace_parameters(state: TrainState, params: Any, constants: Any) -> TrainS
 def check_same_shapes(theirs: Any, mine: Any, source: pathlib.Path) -> None:
     """Raises a `ValueError` that names the first parameter that is missing or has another shape."""
     shapes = [
-        {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in jax.tree.leaves_with_path(t)}
+        {
+            jax.tree_util.keystr(p, simple=True, separator="/"): x.shape
+            for p, x in jax.tree.leaves_with_path(t)
+        }
         for t in (theirs, mine)
     ]
-    different = [n for n in sorted(shapes[0].keys() | shapes[1].keys()) if shapes[0].get(n) != shapes[1].get(n)]
+    different = [
+        n
+        for n in sorted(shapes[0].keys() | shapes[1].keys())
+        if shapes[0].get(n) != shapes[1].get(n)
+    ]
     if different:
         name = different[0]
         raise ValueError(

@@ -59,7 +59,7 @@ class Layout:
 
 def example_tokens(inputs_length: int, targets_length: int) -> tuple[Any, Any]:
     """Abstract inputs of a model, batch one."""
-    shape = lambda n: jax.ShapeDtypeStruct((1, n), jnp.int32)  # noqa: E731
+    shape = lambda n: jax.ShapeDtypeStruct((1, n), jnp.int32)
     return shape(inputs_length), shape(targets_length)
 
 

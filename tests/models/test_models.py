@@ -90,7 +90,7 @@ def test_gradient_reaches_every_parameter(trained, batch):
     model, variables, _ = trained
     rest = {k: v for k, v in variables.items() if k != "params"}
     weights = jax.random.normal(jax.random.key(5), (3, 9, VOCAB))
-    loss = lambda p: (model.apply({"params": p, **rest}, *batch) * weights).sum()  # noqa: E731
+    loss = lambda p: (model.apply({"params": p, **rest}, *batch) * weights).sum()
     for path, g in jax.tree.leaves_with_path(jax.grad(loss)(variables["params"])):
         assert np.all(np.isfinite(g)) and np.any(np.asarray(g) != 0), jax.tree_util.keystr(path)
 
@@ -115,7 +115,7 @@ def test_packed_rows_equal_separate_rows(batch):
 def test_dropout_needs_its_random_stream_and_only_then_acts(batch):
     model = model_of("rv", dropout_rate=0.5)
     variables = model.init(jax.random.key(0), *batch)
-    apply = lambda **k: np.asarray(model.apply(variables, *batch, **k))  # noqa: E731
+    apply = lambda **k: np.asarray(model.apply(variables, *batch, **k))
     one, two = (apply(rngs={"dropout": jax.random.key(s)}) for s in (1, 2))
     assert np.any(one != two) and np.any(one != apply())
     np.testing.assert_array_equal(one, apply(rngs={"dropout": jax.random.key(1)}))

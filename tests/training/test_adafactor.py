@@ -99,9 +99,7 @@ def test_a_stack_is_updated_like_its_parts(shape, axes):
     tree, names, gradients = made(shape, axes)
     whole, _ = run(tree, names, gradients)
     for i in range(shape[0]):
-        part, _ = run(
-            {"x": tree["x"][i]}, {"x": axes[1:]}, [{"x": g["x"][i]} for g in gradients]
-        )
+        part, _ = run({"x": tree["x"][i]}, {"x": axes[1:]}, [{"x": g["x"][i]} for g in gradients])
         np.testing.assert_allclose(whole["x"][i], part["x"], rtol=1e-6, atol=1e-7)
 
 
