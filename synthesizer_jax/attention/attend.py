@@ -78,8 +78,9 @@ def attend(
         function = functools.partial(attend_unpacked, ROUTES[route]) if unpack else ROUTES[route]
         return function(terms, values, mask=mask, q_length=q_length)
 
-    spread = partition is not None and (unpack or route != "reference")
-    return (partition.spread(run) if spread else run)(terms, values, mask)
+    if partition is not None and (unpack or route != "reference"):
+        return partition.spread(run)(terms, values, mask)
+    return run(terms, values, mask)
 
 
 def attention_weights(
@@ -112,7 +113,7 @@ def _plan(
     """Whether to unpack the rows first, and the route."""
     packed = mask.query_segments is not None
     unpacked = unpacked_lengths(mask, q_length, k_length) if packed else None
-    positional = any(any(by_position(t)) for t in terms)
+    positional = any(any(by_position(t, mask)) for t in terms)
     no_static = _obstacle_to_static(terms, mask, packed and unpacked is None)
     no_fused = ""
     if packed and positional and unpacked is None:
@@ -120,11 +121,12 @@ def _plan(
             "positions in packed rows need Mask.segments, no Mask.allowed, and segments · "
             "segment_length² not far above the square of the row's length"
         )
+    chosen = implementation
     if implementation == "auto":
         q, k = unpacked if unpacked and positional else (q_length, k_length)
         small = "reference" if no_fused or q * k <= SMALL else "fused"
-        implementation = small if no_static else "static"
-    reason = {"static": no_static, "fused": no_fused, "reference": ""}.get(implementation)
+        chosen = small if no_static else "static"
+    reason = {"static": no_static, "fused": no_fused, "reference": ""}.get(chosen)
     if reason is None:
         raise ValueError(
             f"attend: implementation={implementation!r}; allowed: auto, {', '.join(ROUTES)}"
@@ -133,8 +135,8 @@ def _plan(
         raise ValueError(
             f"attend: implementation={implementation!r} is not possible here: {reason}; use 'auto'"
         )
-    unpack = unpacked is not None and (positional or implementation == "static")
-    return unpack, implementation
+    unpack = unpacked is not None and (positional or chosen == "static")
+    return unpack and implementation != "reference", chosen
 
 
 def _obstacle_to_static(terms: Terms, mask: Mask, stuck: bool) -> str:

@@ -55,8 +55,12 @@ class Mask:
 
     def for_self_attention(self) -> Mask:
         """The mask for queries that are the keys: real where those are, and without an offset."""
-        twins = (self.query_lengths, self.query_valid, self.query_segments)
-        if any(twin is not None for twin in twins):
+        twins = (
+            (self.query_lengths, self.key_lengths),
+            (self.query_valid, self.key_valid),
+            (self.query_segments, self.key_segments),
+        )
+        if any(query is not None and query is not key for query, key in twins):
             return self
         return dataclasses.replace(
             self,

@@ -1,8 +1,9 @@
 """Packed rows: several examples in one row, with positions that start anew in each.
 
-Terms made of tokens or of ``key - query`` need the segment mask only. Terms that look positions up
-in parameters are unpacked at the door: their examples become rows of their own, the ordinary routes
-run on those, and the results go back. Packed is then the same as separate by construction.
+Terms made of tokens, or in self-attention of ``key - query``, need the segment mask only. Terms
+that look positions up in parameters are unpacked at the door: their examples become rows of their
+own, the ordinary routes run on those, and the results go back. Packed is then the same as separate
+by construction.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ DENSER = 3
 """Unpacking is worth while up to this many times the logits of the packed rows."""
 
 
-def by_position(term: Term) -> tuple[bool, bool]:
-    """Whether a term's rows, and its columns, are looked up by position."""
+def by_position(term: Term, mask: Mask) -> tuple[bool, bool]:
+    """Whether a term's rows, and its columns, are looked up by position in the segment."""
     match term:
         case Static():
             return True, True
@@ -29,8 +30,8 @@ def by_position(term: Term) -> tuple[bool, bool]:
             return not term.token_queries, not term.token_keys
         case Outer():
             return False, True
-        case Relative():
-            return False, False
+        case Relative():  # in self-attention key - query is the same in the row
+            return not mask.self_attention, not mask.self_attention
 
 
 def unpacked_lengths(mask: Mask, q_length: int, k_length: int) -> tuple[int, int] | None:

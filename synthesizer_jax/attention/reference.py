@@ -46,7 +46,7 @@ def packed_logits(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -> 
         logits = materialise(
             (term,), q_length=q_length, k_length=k_length, query_offset=mask.query_offset
         )
-        by_query, by_key = by_position(term)
+        by_query, by_key = by_position(term, mask)
         if by_query and mask.query_segments is not None:
             rows = positions(mask.query_segments)[:, None, :, None]
             logits = jnp.take_along_axis(logits, rows, axis=2)

@@ -126,7 +126,7 @@ def wnli_question(premise: str, hypothesis: str) -> tuple[str, str]:
     """The pair (``wsc: … *pronoun* …``, candidate) of a WNLI row.
 
     The pronoun is the one whose neighbours in the premise occur longest in the hypothesis; the
-    candidate is what stands between those neighbours there.
+    candidate is what stands between those neighbours there, or all of it when none occurs.
 
     Raises:
       ValueError: the candidate is not found in the hypothesis.
@@ -158,8 +158,15 @@ def _overlap(words: Sequence[str], target: str, place: int) -> tuple[list[str], 
 
 
 def _between(left: Sequence[str], right: Sequence[str], target: str) -> str:
+    if not left and not right:
+        return target
     before, after = re.escape(" ".join(left)), re.escape(" ".join(right))
-    for pattern in (f"{before} (.+) {after}", f"^(.+) {after}", f"{before} (.+)$"):
+    patterns = [
+        f"{before} (.+) {after}" if left and right else None,
+        f"^(.+) {after}" if right else None,
+        f"{before} (.+)$" if left else None,
+    ]
+    for pattern in filter(None, patterns):
         if match := re.search(pattern, target):
             return match.group(1)
     raise ValueError(f"WNLI: no candidate between {left} and {right} in {target!r}")

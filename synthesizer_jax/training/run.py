@@ -174,9 +174,9 @@ def fixed_part(experiment: Experiment) -> dict[str, Any]:
 
 def leaves(data: Any, path: str = "") -> list[tuple[str, Any]]:
     """Paths and values of nested JSON."""
-    items = data.items() if isinstance(data, dict) else enumerate(data)
     if not isinstance(data, dict | list):
         return [(path, data)]
+    items = data.items() if isinstance(data, dict) else enumerate(data)
     return [leaf for k, v in items for leaf in leaves(v, f"{path}.{k}" if path else str(k))]
 
 

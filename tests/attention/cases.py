@@ -1,0 +1,148 @@
+"""Terms and masks that the attention tests share; all sizes differ, so no swapped axis can pass."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from synthesizer_jax.attention import (
+    Mask,
+    Term,
+    Terms,
+    attend,
+    low_rank,
+    outer,
+    relative,
+    static,
+)
+from tests.attention import oracle
+
+BATCH, QUERIES, KEYS, HEADS, WIDTH = 3, 7, 11, 2, 5
+"""Sizes of cross-attention; self-attention has as many queries as keys."""
+
+EVERY_TERM = ("static", "relative", "factorized", "dot_product", "dense", "outer")
+PARAMETERS = ("static", "relative", "factorized")
+
+
+def normal(name: str, *shape: int, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    """Numbers that depend on the name only."""
+    seed = int.from_bytes(name.encode()[:4].ljust(4), "big") % 2**31
+    return jnp.asarray(np.random.default_rng(seed + sum(shape)).standard_normal(shape), dtype)
+
+
+def make_term(name: str, b: int, q: int, k: int, h: int) -> Term:
+    n = functools.partial(normal, name)
+    match name:
+        case "static":
+            return static(2 * n(h, q, k))
+        case "relative":  # more columns than needed at either end
+            return relative(n(h, q + k + 10), first=-q - 8)
+        case "factorized":
+            return low_rank(n(1, q, h, 3), n(1, k, h, 3), token_keys=False, token_queries=False)
+        case "dot_product":
+            return low_rank(n(b, q, h, 13), n(b, k, h, 13) / 2, token_keys=True)
+        case "dense":
+            return low_rank(n(b, q, h, 6), n(1, k, h, 6) / 2, token_keys=False)
+        case "outer":  # reaches further than the keys
+            return outer(n(b, q, h, 4), n(b, q, h, -(-k // 4) + 1))
+    raise KeyError(name)
+
+
+def make_terms(names: tuple[str, ...], b: int, q: int, k: int, h: int = HEADS) -> Terms:
+    return tuple(make_term(name, b, q, k, h) for name in names)
+
+
+def holes(*shape: int) -> jax.Array:
+    """True for about two thirds."""
+    return jnp.asarray(np.random.default_rng(sum(shape)).random(shape) < 0.66)
+
+
+def cross_masks() -> dict[str, Mask]:
+    """Masks for QUERIES and KEYS; some rows have nothing to attend to."""
+    b, q, k = BATCH, QUERIES, KEYS
+    key_lengths, query_lengths = jnp.array([11, 4, 0]), jnp.array([7, 3, 2])
+    prefix = jnp.array([0, 3, 11])
+    return {
+        "none": Mask(),
+        "padding": Mask(key_lengths=key_lengths, query_lengths=query_lengths),
+        "real queries": Mask(key_lengths=key_lengths),
+        "holes": Mask(key_valid=holes(b, k), query_valid=holes(b, q)),
+        "window and offset": Mask(causal=True, window=3, query_offset=2),
+        "offset beyond the keys": Mask(causal=True, window=2, query_offset=8),
+        "prefix": Mask(causal=True, prefix_lengths=prefix),
+        "prefix and padding": Mask(
+            causal=True, window=4, prefix_lengths=prefix, key_lengths=key_lengths
+        ),
+    }
+
+
+def self_masks() -> dict[str, Mask]:
+    """Masks for KEYS queries and keys."""
+    b, n = BATCH, KEYS
+    lengths = jnp.array([11, 4, 0])
+    return {
+        "causal": Mask(causal=True).for_self_attention(),
+        "causal and padding": Mask(causal=True, key_lengths=lengths).for_self_attention(),
+        "causal and holes": Mask(causal=True, key_valid=holes(b, n)).for_self_attention(),
+        "causal window and padding": Mask(
+            causal=True, window=3, key_lengths=lengths
+        ).for_self_attention(),
+    }
+
+
+def packed_masks() -> dict[str, Mask]:
+    """Masks for KEYS queries and keys, packed; the last row is padding."""
+    segments = jnp.array(
+        [[1, 1, 1, 2, 3, 3, 3, 3, 0, 0, 0], [1, 2, 2, 2, 2, 3, 3, 0, 0, 0, 0], [0] * 11]
+    )
+    other = jnp.array(
+        [[1, 1, 2, 2, 2, 3, 0, 0, 0, 0, 0], [2, 2, 3, 3, 3, 0, 0, 0, 0, 0, 0], [0] * 11]
+    )
+    sizes = {"segments": 3, "segment_length": 5}
+    return {
+        "packed": Mask(key_segments=segments, **sizes).for_self_attention(),
+        "packed causal": Mask(causal=True, key_segments=segments, **sizes).for_self_attention(),
+        "packed cross": Mask(query_segments=segments, key_segments=other, **sizes),
+        "packed holes": Mask(
+            key_segments=segments, key_valid=holes(BATCH, KEYS), **sizes
+        ).for_self_attention(),
+    }
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "rate"))
+def run(terms, values, mask, g, implementation="auto", rate=0.0, key=None):
+    """Output and the cotangents of terms and values."""
+
+    def f(terms, values):
+        return attend(
+            terms,
+            values,
+            mask=mask,
+            q_length=g.shape[1],
+            dropout_rate=rate,
+            dropout_key=key,
+            implementation=implementation,
+        )
+
+    out, back = jax.vjp(f, terms, values)
+    return out, *back(g)
+
+
+def check(
+    terms: Terms, values: jax.Array, mask: Mask, g: jax.Array, implementation: str, bound: float
+) -> None:
+    """A route's output and every gradient against the oracle."""
+    out, dterms, dvalues = run(terms, values, mask, g, implementation)
+    compare((out, dterms, dvalues), oracle.attention(terms, values, mask, g), bound)
+
+
+def compare(found, answer: oracle.Answer, bound: float) -> None:
+    out, dterms, dvalues = found
+    assert oracle.error(out, answer.out) < bound
+    assert oracle.error(dvalues, answer.values) < bound
+    for term, expected in zip(oracle.gradients_of(dterms), answer.terms, strict=True):
+        for name, array in expected.items():
+            assert oracle.error(term[name], array) < bound, name

@@ -1,0 +1,191 @@
+"""Attention and its gradients in NumPy float64, one weight at a time where that is clearest."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from synthesizer_jax.attention import LowRank, Mask, Outer, Relative, Static, Terms
+
+
+@dataclasses.dataclass
+class Answer:
+    """What attention gives: output ``[b, q, h, e]``, weights, cotangents of terms and values."""
+
+    out: np.ndarray
+    weights: np.ndarray
+    terms: tuple[dict[str, np.ndarray], ...]
+    values: np.ndarray
+
+
+def attention(
+    terms: Terms, values: jax.Array, mask: Mask, g: jax.Array, *, keep: np.ndarray | None = None
+) -> Answer:
+    """The answer for cotangent `g` ``[b, q, h, e]``; `keep` ``[b, k, h]`` multiplies the values."""
+    v, g = np.asarray(values, np.float64), np.asarray(g, np.float64)
+    (b, k, h, _), q = v.shape, g.shape[1]
+    v = v if keep is None else v * keep[..., None]
+    rows, columns = places(mask, b, q, k)
+    distances = columns[:, None, :] - rows[:, :, None] - int(mask.query_offset)
+    looks = rows, columns, distances
+    logits = sum(term_logits(term, *looks) for term in terms)
+    weights = masked_softmax(logits, may_see(mask, b, h, q, k))
+    dweights = np.einsum("bqhe,bkhe->bhqk", g, v)
+    dlogits = weights * (dweights - np.sum(weights * dweights, axis=-1, keepdims=True))
+    dvalues = np.einsum("bhqk,bqhe->bkhe", weights, g)
+    return Answer(
+        out=np.einsum("bhqk,bkhe->bqhe", weights, v),
+        weights=weights,
+        terms=tuple(term_gradient(term, dlogits, *looks) for term in terms),
+        values=dvalues if keep is None else dvalues * keep[..., None],
+    )
+
+
+def masked_softmax(logits: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    out = np.zeros(seen.shape)
+    for index in np.ndindex(*seen.shape[:3]):
+        if seen[index].any():
+            row = logits[index][seen[index]]
+            e = np.exp(row - row.max())
+            out[index][seen[index]] = e / e.sum()
+    return out
+
+
+def may_see(mask: Mask, b: int, h: int, q: int, k: int) -> np.ndarray:
+    """The rules of `Mask` read one pair at a time, bool ``[b, h, q, k]``."""
+    m = jax.tree.map(np.asarray, mask)
+    seen = np.zeros((b, h, q, k), bool)
+    for i, head, row, key in np.ndindex(b, h, q, k):
+        query = row + int(m.query_offset)
+        near = (not m.causal or key <= query) and (m.window is None or key > query - m.window)
+        near |= m.prefix_lengths is not None and key < m.prefix_lengths[i]
+        rules = [near]
+        if m.key_lengths is not None:
+            rules.append(key < m.key_lengths[i])
+        if m.query_lengths is not None:
+            rules.append(row < m.query_lengths[i])
+        if m.key_valid is not None:
+            rules.append(m.key_valid[i, key])
+        if m.query_valid is not None:
+            rules.append(m.query_valid[i, row])
+        if m.key_segments is not None:
+            rules.append(m.query_segments[i, row] == m.key_segments[i, key] > 0)
+        if m.allowed is not None:
+            allowed = np.broadcast_to(m.allowed, seen.shape)
+            rules.append(allowed[i, head, row, key])
+        seen[i, head, row, key] = all(rules)
+    return seen
+
+
+def places(mask: Mask, b: int, q: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions ``[b, q]`` and ``[b, k]`` at which parameters are looked up."""
+
+    def one(segments: jax.Array | None, n: int) -> np.ndarray:
+        out = np.tile(np.arange(n), (b, 1))
+        if segments is not None:
+            for i, row in enumerate(np.asarray(segments)):
+                out[i] = [j - list(row).index(row[j]) if row[j] else 0 for j in range(n)]
+        return out
+
+    return one(mask.query_segments, q), one(mask.key_segments, k)
+
+
+def term_logits(term, rows: np.ndarray, columns: np.ndarray, distances: np.ndarray) -> np.ndarray:
+    """The logits ``[b, h, q, k]`` of one term."""
+    t = jax.tree.map(lambda x: np.asarray(x, np.float64), term)
+    match t:
+        case Static(logits):
+            return np.stack([logits[:, r][:, :, c] for r, c in zip(rows, columns, strict=True)])
+        case Relative(logits, first):
+            return logits[:, distances - first].swapaxes(0, 1)
+        case LowRank():
+            x, y = looked_up(t, rows, columns)
+            return np.einsum("bqhr,bkhr->bhqk", x, y)
+        case Outer(x, y):
+            full = np.stack([np.kron(*pair) for pair in pairs(x, y)]).reshape(*x.shape[:3], -1)
+            full = full.transpose(0, 2, 1, 3)
+            return np.stack([full[i][:, :, c] for i, c in enumerate(columns)])
+
+
+def pairs(x: np.ndarray, y: np.ndarray):
+    return zip(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]), strict=True)
+
+
+def looked_up(t: LowRank, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Queries and keys of every example."""
+    b = len(rows)
+    x = np.broadcast_to(t.queries, (b, *t.queries.shape[1:]))
+    y = np.broadcast_to(t.keys, (b, *t.keys.shape[1:]))
+    if not t.token_queries:
+        x = np.stack([x[i, r] for i, r in enumerate(rows)])
+    if not t.token_keys:
+        y = np.stack([y[i, c] for i, c in enumerate(columns)])
+    return x, y
+
+
+def term_gradient(
+    term, dlogits: np.ndarray, rows: np.ndarray, columns: np.ndarray, distances: np.ndarray
+) -> dict[str, np.ndarray]:
+    """The cotangents of a term's arrays."""
+    b, _, q, k = dlogits.shape
+    t = jax.tree.map(lambda x: np.asarray(x, np.float64), term)
+    out = {f.name: np.zeros_like(getattr(t, f.name)) for f in array_fields(t)}
+    match t:
+        case Static():
+            for i, row, key in np.ndindex(b, q, k):
+                out["logits"][:, rows[i, row], columns[i, key]] += dlogits[i, :, row, key]
+        case Relative():
+            for i, row, key in np.ndindex(b, q, k):
+                out["logits"][:, distances[i, row, key] - t.first] += dlogits[i, :, row, key]
+        case LowRank():
+            x, y = looked_up(t, rows, columns)
+            dx = np.einsum("bhqk,bkhr->bqhr", dlogits, y)
+            dy = np.einsum("bhqk,bqhr->bkhr", dlogits, x)
+            for i in range(b):
+                np.add.at(
+                    out["queries"][i if t.queries.shape[0] > 1 else 0],
+                    np.arange(q) if t.token_queries else rows[i],
+                    dx[i],
+                )
+                np.add.at(
+                    out["keys"][i if t.keys.shape[0] > 1 else 0],
+                    np.arange(k) if t.token_keys else columns[i],
+                    dy[i],
+                )
+        case Outer(x, y):
+            for i, key in np.ndindex(b, k):
+                p, r = divmod(columns[i, key], y.shape[-1])
+                d = dlogits[i, :, :, key].T
+                out["a"][i, ..., p] += d * y[i, ..., r]
+                out["b"][i, ..., r] += d * x[i, ..., p]
+    return out
+
+
+def array_fields(term) -> list[dataclasses.Field]:
+    return [f for f in dataclasses.fields(term) if not f.metadata.get("static")]
+
+
+def gradients_of(terms: Terms) -> tuple[dict[str, np.ndarray], ...]:
+    """The arrays of (cotangent) terms in the form of `Answer.terms`."""
+    return tuple(
+        {f.name: np.asarray(getattr(t, f.name), np.float64) for f in array_fields(t)} for t in terms
+    )
+
+
+def error(found, expected: np.ndarray) -> float:
+    """The largest difference, relative to the largest expected entry."""
+    found = np.asarray(found, np.float64)
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    assert np.isfinite(found).all()
+    return float(
+        np.abs(found - expected).max(initial=0) / max(np.abs(expected).max(initial=0), 1e-30)
+    )
+
+
+def rms_error(found, expected: np.ndarray) -> float:
+    """The root mean square of the difference, relative to that of the expected array."""
+    found = np.asarray(jnp.asarray(found, jnp.float32), np.float64)
+    return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))

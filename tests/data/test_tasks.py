@@ -1,0 +1,271 @@
+"""T5's strings, targets and postprocessing, one hand-made row per task."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from synthesizer_jax.data import preprocessors, tasks
+from synthesizer_jax.data.coreference import SPECIAL, wnli_question
+from synthesizer_jax.data.definitions import sentinel_name
+from synthesizer_jax.data.evaluation_sets import text
+
+
+def finished(name, **row):
+    """All (inputs, targets) that a task makes of one row."""
+    task = tasks.definition(name)
+    constants = {}
+    for key, value in row.items():
+        if isinstance(value, dict):
+            constants[key] = {k: tf.constant(v, tf.int32) for k, v in value.items()}
+        elif isinstance(value, list):
+            constants[key] = tf.constant(value, tf.string)
+        elif isinstance(value, float):
+            constants[key] = tf.constant(value, tf.float32)
+        elif isinstance(value, int):
+            constants[key] = tf.constant(value, tf.int64 if key == "label" else tf.int32)
+        else:
+            constants[key] = tf.constant(value)
+    dataset = tf.data.Dataset.from_tensors(constants)
+    if task.rename:
+        dataset = preprocessors.renamed(dataset, names=dict(task.rename))
+    rows = list(task.preprocess(dataset).as_numpy_iterator())
+    return [(text(r["inputs"]), text(r["targets"])) for r in rows]
+
+
+ONE_ROW = [
+    ("glue_cola_v002", {"sentence": "It rains ."}, "cola sentence: It rains .",
+     ["unacceptable", "acceptable"]),
+    ("glue_sst2_v002", {"sentence": "so good "}, "sst2 sentence: so good ",
+     ["negative", "positive"]),
+    ("glue_mrpc_v002", {"sentence1": "A", "sentence2": "B"}, "mrpc sentence1: A sentence2: B",
+     ["not_equivalent", "equivalent"]),
+    ("glue_qqp_v002", {"question1": "A?", "question2": "B?"}, "qqp question1: A? question2: B?",
+     ["not_duplicate", "duplicate"]),
+    ("glue_mnli_v002", {"premise": "P", "hypothesis": "H"}, "mnli hypothesis: H premise: P",
+     ["entailment", "neutral", "contradiction"]),
+    ("glue_mnli_matched_v002", {"premise": "P", "hypothesis": "H"},
+     "mnli hypothesis: H premise: P", ["entailment", "neutral", "contradiction"]),
+    ("glue_mnli_mismatched_v002", {"premise": "P", "hypothesis": "H"},
+     "mnli hypothesis: H premise: P", ["entailment", "neutral", "contradiction"]),
+    ("glue_ax_v002", {"premise": "P", "hypothesis": "H"}, "mnli hypothesis: H premise: P",
+     ["entailment", "neutral", "contradiction"]),
+    ("glue_qnli_v002", {"question": "Q?", "sentence": "S"}, "qnli question: Q? sentence: S",
+     ["entailment", "not_entailment"]),
+    ("glue_rte_v002", {"sentence1": "A", "sentence2": "B"}, "rte sentence1: A sentence2: B",
+     ["entailment", "not_entailment"]),
+    ("glue_wnli_v002", {"sentence1": "A", "sentence2": "B"}, "wnli sentence1: A sentence2: B",
+     ["not_entailment", "entailment"]),
+    ("super_glue_boolq_v102", {"question": "is it", "passage": "It is."},
+     "boolq passage: It is. question: is it", ["False", "True"]),
+    ("super_glue_cb_v102", {"premise": "P", "hypothesis": "H"}, "cb hypothesis: H premise: P",
+     ["entailment", "contradiction", "neutral"]),
+    ("super_glue_copa_v102",
+     {"premise": "P", "choice1": "A", "choice2": "B", "question": "cause"},
+     "copa choice1: A choice2: B premise: P question: cause", ["choice1", "choice2"]),
+    ("super_glue_rte_v102", {"premise": "P", "hypothesis": "H"}, "rte hypothesis: H premise: P",
+     ["entailment", "not_entailment"]),
+    ("super_glue_wic_v102", {"word": "bank", "sentence1": "A", "sentence2": "B"},
+     "wic sentence1: A sentence2: B word: bank", ["False", "True"]),
+    ("super_glue_axb_v102", {"sentence1": "P", "sentence2": "H"}, "rte hypothesis: H premise: P",
+     ["entailment", "not_entailment"]),
+    ("super_glue_axg_v102", {"premise": "P", "hypothesis": "H"}, "rte hypothesis: H premise: P",
+     ["entailment", "not_entailment"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "row", "inputs", "labels"), ONE_ROW, ids=[r[0] for r in ONE_ROW])
+def test_classification_strings(name, row, inputs, labels):
+    for label, word in [*enumerate(labels), (-1, "<unk>")]:
+        assert finished(name, **row, label=label, idx=3) == [(inputs, word)]
+    task = tasks.definition(name)
+    assert [task.postprocess(word) for word in labels] == list(range(len(labels)))
+    assert {task.postprocess(w) for w in ("<unk>", "", labels[0] + " ", labels[0].upper())} == {-1}
+
+
+@pytest.mark.parametrize(
+    ("label", "target"),
+    [(0.5, "0.4"), (1.5, "1.6"), (2.5, "2.4"), (3.5, "3.6"), (4.5, "4.4"), (0.1, "0.0"),
+     (0.3, "0.4"), (0.7, "0.8"), (1.25, "1.2"), (1.75, "1.8"), (2.75, "2.8"), (3.25, "3.2"),
+     (3.75, "3.8"), (4.75, "4.8"), (5.0, "5.0"), (-1.0, "-1.0")],
+)  # fmt: skip
+def test_stsb_rounds_to_fifths_half_to_even(label, target):
+    rows = finished("glue_stsb_v002", sentence1="A", sentence2="B", label=label, idx=0)
+    assert rows == [("stsb sentence1: A sentence2: B", target)]
+    task = tasks.definition("glue_stsb_v002")
+    assert task.postprocess("3.8") == 3.8
+    assert task.postprocess("many") == -1.0
+
+
+def test_multirc_tags_and_groups():
+    row = {"paragraph": "<b>Sent 1: </b>A.<br><b>Sent 2: </b>B.", "question": "Q?", "answer": "x"}
+    index = {"paragraph": 1, "question": 2, "answer": 3}
+    assert finished("super_glue_multirc_v102", **row, label=1, idx=index) == [
+        ("multirc question: Q? answer: x paragraph: Sent 1: A. Sent 2: B.", "True")
+    ]
+    task = tasks.definition("super_glue_multirc_v102")
+    example = {"idx/paragraph": 1, "idx/question": 2}
+    found = task.postprocess("True", example=example, is_target=True)
+    assert found == {"value": 1, "group": (1, 2)}
+    assert task.postprocess("maybe") == -1
+
+
+def test_record_expands_answers():
+    row = {
+        "passage": 'One.\n@highlight\nTwo "x"\n@highlight\nThree\n@highlight\nFour',
+        "query": "Who is @placeholder ?",
+        "entities": ["A", "B", "C"],
+        "idx": {"passage": 1, "query": 2},
+    }
+    inputs = (
+        "record query: Who is @placeholder ? entities: A, B, C passage: "
+        'One. Two "x" Three. Four'
+    )
+    expanded = finished("super_glue_record_v102", **row, answers=["A", "B", "C"])
+    assert expanded == [(inputs, answer) for answer in "ABC"]
+    assert finished("super_glue_record_v102", **row, answers=[]) == [(inputs, "<unk>")]
+
+
+WSC = {
+    "text": "Ann told Sue that she won .",
+    "span1_text": "Ann",
+    "span2_text": "she",
+    "span1_index": 0,
+    "span2_index": 4,
+    "idx": 0,
+}
+
+
+def test_wsc_marks_the_pronoun_and_asks_for_the_referent():
+    written = "wsc: Ann told Sue that *she* won ."
+    for label in (0, 1, -1):
+        rows = finished("super_glue_wsc_v102_simple_eval", **WSC, label=label)
+        assert rows == [(written, "Ann")]
+    assert finished("super_glue_wsc_v102_simple_train", **WSC, label=0) == []
+    assert finished("super_glue_wsc_v102_simple_train", **WSC, label=1) == [(written, "Ann")]
+
+
+def test_wsc_refuses_an_index_that_names_another_word():
+    for index in (0, 3, 9):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="WSC"):
+            row = WSC | {"span2_index": index}
+            finished("super_glue_wsc_v102_simple_eval", **row, label=1)
+
+
+def test_wsc_special_sentences():
+    pony, pebble = SPECIAL
+    for sentence, pronoun, tail in (
+        (pony, "him", 'quite loud. "Good for *him* ," he said.'),
+        (pebble, "it", "want to use *it* , but really for now, what more could they wish for?"),
+    ):
+        row = WSC | {"text": sentence, "span2_text": pronoun, "span2_index": 22}
+        ((inputs, _),) = finished("super_glue_wsc_v102_simple_eval", **row, label=1)
+        assert inputs.startswith("wsc: ")
+        assert inputs.endswith(tail)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "referent", "value"),
+    [
+        ("the dog", "dog", 1),
+        ("DOG", "his dog", 1),
+        ("the big dog", "dog", 1),
+        ("big dog", "small dog", 0),
+        ("cat", "dog", 0),
+        ("Mark's dog", "dog", 0),
+        ("mark's dog", "Mark's dog", 1),
+        ("", "dog", -1),
+        ("the", "dog", -1),
+    ],
+)
+def test_wsc_predictions(prediction, referent, value):
+    task = tasks.definition("super_glue_wsc_v102_simple_eval")
+    example = {"targets_pretokenized": referent.encode(), "label": 1}
+    assert task.postprocess(prediction, example=example) == value
+    assert task.postprocess(referent, example=example, is_target=True) == 1
+
+
+@pytest.mark.parametrize(
+    ("sentence", "marked"),
+    [
+        ("Bob hit Tom because he , he said , lost.", "Bob hit Tom because *he* , he said , lost."),
+        ("Bob knew Tom before he, lost.", "Bob knew Tom before *he*, lost."),
+        ("The hero met Tom and he.", "The hero met Tom and *he*."),
+    ],
+)
+def test_dpr_marks_the_first_pronoun(sentence, marked):
+    rows = finished(
+        "dpr_v001_simple", sentence=sentence, pronoun="he", candidates=["Bob", "Tom"], label=1
+    )
+    assert rows == [(f"wsc: {marked}", "Tom")]
+
+
+@pytest.mark.parametrize(
+    ("premise", "hypothesis", "question", "candidate"),
+    [
+        (
+            "Lily spoke to Donna, breaking her concentration.",
+            "Lily spoke to Donna, breaking Donna's concentration.",
+            "wsc: Lily spoke to Donna, breaking *her* concentration.",
+            "Donna",
+        ),
+        (
+            "I put the cake away in the refrigerator. It has a lot of butter in it.",
+            "The cake has a lot of butter in it.",
+            "wsc: I put the cake away in the refrigerator. *It* has a lot of butter in it.",
+            "The cake",
+        ),
+        (
+            "The trophy did not fit, so John sold it.",
+            "John sold the trophy.",
+            "wsc: The trophy did not fit, so John sold *it* .",
+            "the trophy",
+        ),
+    ],
+)
+def test_wnli_as_coreference(premise, hypothesis, question, candidate):
+    assert wnli_question(premise, hypothesis) == (question, candidate)
+
+
+def test_sentinel_forms():
+    assert sentinel_name("super_glue_boolq_v102") == "super_glue_boolq_v102_1_sentinel"
+    simple = sentinel_name("super_glue_wsc_v102_simple_eval")
+    assert simple == "super_glue_wsc_v102_simple_1_sentinel_eval"
+    assert simple in tasks.TASKS
+    dataset = tf.data.Dataset.from_tensors({"inputs": tf.range(5, 15), "targets": tf.range(3)})
+    marked = preprocessors.append_sentinel(dataset, sequence_length={"inputs": 8}, sentinel=99)
+    (row,) = marked.as_numpy_iterator()
+    assert row["inputs"].tolist() == [5, 6, 7, 8, 9, 10, 99]
+    assert row["targets"].tolist() == [99, 0, 1, 2]
+    task = tasks.definition("super_glue_boolq_v102_1_sentinel")
+    assert task.postprocess("<extra_id_0> True") == 1
+
+
+def test_unknown_names_come_with_a_suggestion():
+    with pytest.raises(ValueError, match="did you mean 'glue_cola_v002'"):
+        tasks.definition("glue_cola")
+    with pytest.raises(ValueError, match="mixtures: glue_v002_proportional"):
+        tasks.members("nothing")
+
+
+def test_listing_loads_no_tensorflow_and_needs_no_network():
+    program = (
+        "import sys, socket\n"
+        "socket.socket.connect = None\n"
+        "from synthesizer_jax.data import tasks, mixtures\n"
+        "assert len(tasks.TASKS) == 37, len(tasks.TASKS)\n"
+        "assert tasks.members('glue_v002_proportional')\n"
+        "assert not {'tensorflow', 'seqio'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_targets_of_unpadded_labels_are_what_numpy_says():
+    rng = np.random.default_rng(0)
+    for label in rng.uniform(0, 5, 20).astype(np.float32):
+        ((_, target),) = finished(
+            "glue_stsb_v002", sentence1="A", sentence2="B", label=float(label), idx=0
+        )
+        assert target == f"{np.round(np.float32(label) * np.float32(5)) / np.float32(5):.1f}"

@@ -1,0 +1,119 @@
+"""Losses against NumPy in float64, values and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from synthesizer_jax.training.losses import (
+    chunked_cross_entropy,
+    cross_entropy,
+    loss_denominator,
+)
+
+Z, V = 0.01, 11
+
+
+def oracle(logits, targets, weights, z, smoothing):
+    """Loss, z-loss and their gradient, token by token."""
+    loss = z_loss = 0.0
+    gradient = np.zeros_like(logits)
+    for i in np.ndindex(targets.shape):
+        row = logits[i]
+        log_z = np.log(np.exp(row).sum())
+        y = np.full(len(row), smoothing / (len(row) - 1))
+        y[targets[i]] = 1 - smoothing
+        entropy = -(y[y > 0] * np.log(y[y > 0])).sum()
+        loss += weights[i] * (log_z - y @ row - entropy)
+        z_loss += weights[i] * z * log_z**2
+        p = np.exp(row - log_z)
+        gradient[i] = weights[i] * (p - y + 2 * z * log_z * p)
+    return loss, z_loss, gradient
+
+
+def made(shape=(3, 5), seed=0):
+    rng = np.random.default_rng(seed)
+    weights = (rng.random(shape) > 0.3).astype(np.float32)
+    return rng.normal(size=(*shape, V)) * 2, rng.integers(0, V, shape), weights
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_and_gradient(smoothing):
+    logits, targets, weights = made()
+    loss, z_loss, gradient = oracle(logits, targets, weights, Z, smoothing)
+
+    def total(logits):
+        sums = cross_entropy(
+            logits, targets, weights=weights, z_loss=Z, label_smoothing=smoothing
+        )
+        return sums.loss + sums.z_loss, sums
+
+    (_, sums), found = jax.value_and_grad(total, has_aux=True)(jnp.float32(logits))
+    np.testing.assert_allclose(sums.loss, loss, rtol=1e-5)
+    np.testing.assert_allclose(sums.z_loss, z_loss, rtol=1e-5)
+    np.testing.assert_allclose(found, gradient, atol=1e-5)
+    hits = (logits.argmax(-1) == targets) * weights
+    assert (sums.correct, sums.weight) == (hits.sum(), weights.sum())
+
+
+def test_smoothed_loss_is_zero_at_its_optimum():
+    y = np.full((1, 1, V), 0.1 / (V - 1))
+    y[0, 0, 4] = 0.9
+    sums = cross_entropy(
+        jnp.log(y), np.array([[4]]), weights=np.ones((1, 1)), z_loss=0.0, label_smoothing=0.1
+    )
+    np.testing.assert_allclose(sums.loss, 0.0, atol=1e-6)
+
+
+@given(st.integers(1, 3), st.integers(1, 7), st.integers(1, 9), st.sampled_from([0.0, 0.1]))
+@settings(deadline=None, max_examples=15)
+def test_chunks_equal_the_whole(b, t, chunk, smoothing):
+    _, targets, weights = made((b, t), seed=b * 10 + t)
+    rng = np.random.default_rng(1)
+    hidden = jnp.float32(rng.normal(size=(b, t, 6)))
+    kernel = jnp.float32(rng.normal(size=(6, V)))
+    options = {"weights": weights, "z_loss": Z, "label_smoothing": smoothing}
+
+    def whole(h, k):
+        sums = cross_entropy((0.5 * h) @ k, targets, **options)
+        return sums.loss + sums.z_loss, sums
+
+    def chunks(h, k):
+        sums = chunked_cross_entropy(
+            h, k, targets=jnp.asarray(targets), scale=0.5, chunk=chunk, **options
+        )
+        return sums.loss + sums.z_loss, sums
+
+    (_, a), ga = jax.value_and_grad(whole, (0, 1), has_aux=True)(hidden, kernel)
+    (_, b_), gb = jax.value_and_grad(chunks, (0, 1), has_aux=True)(hidden, kernel)
+    for x, y in zip(jax.tree.leaves((a, ga)), jax.tree.leaves((b_, gb)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_chunks_never_hold_all_logits():
+    hidden = jax.ShapeDtypeStruct((8, 512, 32), jnp.float32)
+    kernel = jax.ShapeDtypeStruct((32, 4000), jnp.float32)
+    targets = jnp.zeros((8, 512), jnp.int32)
+    weights = jnp.ones((8, 512))
+
+    def temporaries(loss):
+        gradient = jax.jit(jax.grad(lambda h, k: loss(h, k).loss, (0, 1)))
+        return gradient.lower(hidden, kernel).compile().memory_analysis().temp_size_in_bytes
+
+    whole = temporaries(lambda h, k: cross_entropy(h @ k, targets, weights=weights))
+    chunks = temporaries(
+        lambda h, k: chunked_cross_entropy(h, k, targets=targets, weights=weights, chunk=256)
+    )
+    assert chunks < 0.2 * whole
+
+
+def test_denominators():
+    weights = jnp.asarray([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    assert loss_denominator(weights) == 3
+    assert loss_denominator(weights, "tokens_with_padding") == 6
+    assert loss_denominator(weights, 233_472.0) == 233_472
+    assert loss_denominator(jnp.zeros((2, 2))) == 1
+    with pytest.raises(ValueError, match="loss_normalizer='mean'; allowed"):
+        loss_denominator(weights, "mean")
