@@ -2,8 +2,9 @@
 
 Heads are the outer loop and examples the inner one, so that what examples share, logits of
 parameters above all, is made once per head and its gradient summed over the batch in place. The
-backward pass recomputes the logits from the saved row statistic ``log Σ exp`` (Dao et al. 2022,
-FlashAttention, section 3.1).
+backward pass recomputes the weights from the saved maximum and sum of every row (Dao et al. 2022,
+FlashAttention, section 3.1; not from ``log Σ exp``, whose float32 rounding costs digits as soon as
+logits are in the hundreds).
 """
 
 from __future__ import annotations
@@ -68,30 +69,37 @@ class Inputs(NamedTuple):
     mask: Mask
 
 
+class Rows(NamedTuple):
+    """What `backward` needs to know of every row of logits.
+
+    Attributes:
+      top: the maximum, ``[b, q, h, 1]``; 0 for a row without keys.
+      inverse: ``1 / Σ exp(logits - top)``, ``[b, q, h, 1]``; 0 for a row without keys.
+    """
+
+    top: jax.Array
+    inverse: jax.Array
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(q_length: int, inputs: Inputs) -> jax.Array:
     return forward(q_length, inputs)[0]
 
 
 def _attend_fwd(q_length: int, inputs: Inputs):
-    out, lse = forward(q_length, inputs)
-    return out, (inputs, out, lse)
+    out, rows = forward(q_length, inputs)
+    return out, (inputs, out, rows)
 
 
-def _attend_bwd(_: int, residuals: tuple[Inputs, jax.Array, jax.Array], g: jax.Array):
+def _attend_bwd(_: int, residuals: tuple[Inputs, jax.Array, Rows], g: jax.Array):
     return (backward(*residuals, g),)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def forward(q_length: int, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """The attention output, and the statistic that `backward` needs.
-
-    Returns:
-      The output ``[b, q, h, e]`` and ``log Σ exp`` of every row ``[b, q, h, 1]``, which is +inf for
-      a row without keys, so that its weights vanish.
-    """
+def forward(q_length: int, inputs: Inputs) -> tuple[jax.Array, Rows]:
+    """The attention output ``[b, q, h, e]``, and what `backward` needs."""
     products, biases, values, mask = inputs
     batch, k_length, heads, width = values.shape
     dtype = wide(values, *jax.tree.leaves((products, biases)))
@@ -106,20 +114,18 @@ def forward(q_length: int, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
             top = jnp.where(top == -jnp.inf, 0, top)
             weights = jnp.exp(logits - top).astype(values.dtype)
             total = jnp.sum(weights, axis=-1, keepdims=True, dtype=dtype)
-            some = total > 0
-            total = jnp.where(some, total, 1)
-            out = jnp.matmul(weights, _block(values, i, j), preferred_element_type=dtype) / total
-            lse = jnp.where(some, top + jnp.log(total), jnp.inf)
-            return _put(results, (out, lse), i, j)
+            inverse = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
+            out = jnp.matmul(weights, _block(values, i, j), preferred_element_type=dtype)
+            return _put(results, (out * inverse, Rows(top, inverse)), i, j)
 
         return lax.fori_loop(0, batch, example, results)
 
     out = jnp.zeros((batch, q_length, heads, width), values.dtype)
-    lse = jnp.zeros((batch, q_length, heads, 1), dtype)
-    return lax.fori_loop(0, heads, head, (out, lse))
+    row = jnp.zeros((batch, q_length, heads, 1), dtype)
+    return lax.fori_loop(0, heads, head, (out, Rows(row, row)))
 
 
-def backward(inputs: Inputs, out: jax.Array, lse: jax.Array, g: jax.Array) -> Inputs:
+def backward(inputs: Inputs, out: jax.Array, rows: Rows, g: jax.Array) -> Inputs:
     """The cotangents of the inputs from `forward`'s results and the cotangent `g` of its output."""
     products, biases, values, mask = inputs
     batch, k_length, heads, _ = values.shape
@@ -132,9 +138,10 @@ def backward(inputs: Inputs, out: jax.Array, lse: jax.Array, g: jax.Array) -> In
         def example(i: jax.Array, carry: Any):
             dproducts, dvalues, dbias = carry
             logits, back = jax.vjp(make_logits, bias, _block(products, i, j))
-            weights = jnp.exp(_masked(logits, mask, i, j) - _block(lse, i, j))
-            g_block = _block(g, i, j)
-            delta = jnp.sum(g_block.astype(lse.dtype) * _block(out, i, j), axis=-1, keepdims=True)
+            top, inverse = _block(rows, i, j)
+            weights = jnp.exp(_masked(logits, mask, i, j) - top) * inverse
+            g_block, out_block = _block((g, out), i, j)
+            delta = jnp.sum(g_block.astype(top.dtype) * out_block, axis=-1, keepdims=True)
             slope = weights * (product(g_block, _block(values, i, j)) - delta)
             dbias_block, dproducts_block = back(slope)
             dvalues_block = transposed_product(weights.astype(g.dtype), g_block)

@@ -83,22 +83,22 @@ def _guarded_fwd(logits: jax.Array, values: jax.Array, mask: Mask):
     def fast():
         inverse = jnp.where(seen, 1 / jnp.where(seen, total, 1), 0)
         out = sum(combine(e, _keep(values, m)) for e, m in parts) * inverse[..., None]
-        return out.astype(values.dtype), inverse
+        return out.astype(values.dtype), inverse, inverse
 
     def slow():
-        out, lse = fused.forward(logits.shape[1], _as_bias(logits, values, mask))
-        return _swap(out), _swap(lse)[..., 0]
+        out, rows = fused.forward(logits.shape[1], _as_bias(logits, values, mask))
+        return _swap(out), _swap(rows.inverse)[..., 0], _swap(rows.top)[..., 0]
 
-    out, statistic = lax.cond(exact, fast, slow)
-    return _swap(out), (logits, values, mask, out, statistic, exact)
+    out, inverse, top = lax.cond(exact, fast, slow)
+    return _swap(out), (logits, values, mask, out, inverse, top, exact)
 
 
 def _guarded_bwd(residuals: tuple[Any, ...], g: jax.Array):
-    logits, values, mask, out, statistic, exact = residuals
+    logits, values, mask, out, inverse, top, exact = residuals
 
     def fast():
         regions = _regions(mask, logits.shape[1], *values.shape[:2])
-        slope = _swap(g) * statistic[..., None]
+        slope = _swap(g) * inverse[..., None]
         delta = jnp.sum(slope * out, axis=-1)
         dlogits, dvalues = 0, 0
         for e, (_, keys) in zip(_weights(logits, regions), regions, strict=True):
@@ -108,8 +108,8 @@ def _guarded_bwd(residuals: tuple[Any, ...], g: jax.Array):
         return dlogits, dvalues
 
     def slow():
-        results = _swap(out), _swap(statistic[..., None])
-        back = fused.backward(_as_bias(logits, values, mask), *results, g)
+        rows = fused.Rows(_swap(top[..., None]), _swap(inverse[..., None]))
+        back = fused.backward(_as_bias(logits, values, mask), _swap(out), rows, g)
         return jax.tree.leaves(back.biases)[0], back.values
 
     return *lax.cond(exact, fast, slow), None

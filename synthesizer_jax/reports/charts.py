@@ -65,7 +65,9 @@ def bar_chart(
     axes.set_ylabel(y_label)
     axes.grid(axis="y", color=FAINT, linewidth=0.7)
     axes.set_axisbelow(True)
-    axes.legend(frameon=False, fontsize=9, ncols=len(values), loc="upper left", bbox_to_anchor=(0, 1.16))
+    axes.legend(
+        frameon=False, fontsize=9, ncols=len(values), loc="upper left", bbox_to_anchor=(0, 1.16)
+    )
     return _svg(figure)
 
 
@@ -129,4 +131,6 @@ def _svg(figure: Any) -> str:
     text = buffer.getvalue()
     svg = text[text.index("<svg") :]
     # The page sets the width; the drawing keeps its proportions.
-    return re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", svg, count=1, flags=re.S)
+    return re.sub(
+        r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", svg, count=1, flags=re.S
+    )

@@ -122,7 +122,10 @@ def render(report: Report) -> str:
         section("Loss", loss_part(report)),
         section("Cost and speed", speed_part(report)),
         section("Answers", answers_part(report)),
-        *(section(f"Who looks at whom: {run.title}", attention_part(run, report)) for run in report.runs),
+        *(
+            section(f"Who looks at whom: {run.title}", attention_part(run, report))
+            for run in report.runs
+        ),
     ]
     facts = " · ".join(f"{escape(k)} {escape(v)}" for k, v in report.facts.items())
     return (
@@ -240,7 +243,8 @@ def section(title: str, body: str) -> str:
 def table(heads: Sequence[str], rows: Sequence[str], *, numbers_from: int = 99) -> str:
     """A table whose rows are HTML already."""
     head = "".join(
-        f'<th{" class=n" if i >= numbers_from else ""}>{escape(h)}</th>' for i, h in enumerate(heads)
+        f"<th{' class=n' if i >= numbers_from else ''}>{escape(h)}</th>"
+        for i, h in enumerate(heads)
     )
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
 

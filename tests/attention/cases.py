@@ -112,7 +112,13 @@ def packed_masks() -> dict[str, Mask]:
     }
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "rate"))
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
+"""For tests that compile much and compute little."""
+
+
+@functools.partial(
+    jax.jit, static_argnames=("implementation", "rate"), compiler_options=FAST_COMPILE
+)
 def run(terms, values, mask, g, implementation="auto", rate=0.0, key=None):
     """Output and the cotangents of terms and values."""
 

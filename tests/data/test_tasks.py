@@ -120,8 +120,7 @@ def test_record_expands_answers():
         "idx": {"passage": 1, "query": 2},
     }
     inputs = (
-        "record query: Who is @placeholder ? entities: A, B, C passage: "
-        'One. Two "x" Three. Four'
+        'record query: Who is @placeholder ? entities: A, B, C passage: One. Two "x" Three. Four'
     )
     expanded = finished("super_glue_record_v102", **row, answers=["A", "B", "C"])
     assert expanded == [(inputs, answer) for answer in "ABC"]

@@ -31,11 +31,23 @@ def run(directory, *, stream=None, **changes):
         )
 
 
-def process(directory, kill_at, how):
+@pytest.fixture(scope="module")
+def process(tmp_path_factory):
+    """Runs `tiny.main` in a process of its own; all share one compilation cache."""
+    cache = tmp_path_factory.mktemp("cache")
+    return lambda directory, kill_at, how: start(cache, directory, kill_at, how)
+
+
+def start(cache, directory, kill_at, how):
     return subprocess.run(
         [sys.executable, "-m", "tests.training.tiny", str(directory), str(kill_at), how],
         cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": ""},
+        env={
+            **os.environ,
+            "XLA_FLAGS": "",
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -50,7 +62,7 @@ def losses(directory):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def undisturbed(tmp_path_factory, process):
     directory = tmp_path_factory.mktemp("undisturbed")
     assert process(directory, -1, "never").returncode == 0
     return losses(directory)
@@ -63,12 +75,13 @@ def undisturbed(tmp_path_factory):
         ("kill", 7, -9),
         ("term", 6, EXIT_PREEMPTED),
         ("term-in-evaluation", 6, EXIT_PREEMPTED),
+        ("term-in-compilation", -1, EXIT_PREEMPTED),
     ],
 )
-def test_killed_and_started_again(tmp_path, undisturbed, how, kill_at, code):
+def test_killed_and_started_again(tmp_path, process, undisturbed, how, kill_at, code):
     killed = process(tmp_path, kill_at, how)
     assert killed.returncode == code, killed.stderr
-    if how != "kill":
+    if how in ("term", "term-in-evaluation"):
         # The batch of the signal was trained, and its state saved.
         assert finished_steps(tmp_path / "checkpoints")[-1] >= kill_at
     again = process(tmp_path, -1, "never")

@@ -45,9 +45,7 @@ def test_loss_and_gradient(smoothing):
     loss, z_loss, gradient = oracle(logits, targets, weights, Z, smoothing)
 
     def total(logits):
-        sums = cross_entropy(
-            logits, targets, weights=weights, z_loss=Z, label_smoothing=smoothing
-        )
+        sums = cross_entropy(logits, targets, weights=weights, z_loss=Z, label_smoothing=smoothing)
         return sums.loss + sums.z_loss, sums
 
     (_, sums), found = jax.value_and_grad(total, has_aux=True)(jnp.float32(logits))

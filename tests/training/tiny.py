@@ -72,6 +72,7 @@ def main(directory: str, kill_at: str, how: str) -> None:
     """Trains; kills itself with SIGKILL before batch `kill_at`, or with SIGTERM somewhere."""
     from synthesizer_jax.training.loop import train
     from synthesizer_jax.training.survival import EXIT_PREEMPTED, Preempted, StopSignal
+    from synthesizer_jax.training.trainer import Trainer
 
     class Killing(CopyStream):
         def __next__(self):
@@ -86,6 +87,15 @@ def main(directory: str, kill_at: str, how: str) -> None:
             np.linalg.svd(np.ones((3000, 3000)))  # long, and no bytecode in between
         return {"score": -float(state.step)}
 
+    if how == "term-in-compilation":
+        compile_step = Trainer.compile
+
+        def compiled(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            np.linalg.svd(np.ones((3000, 3000)))
+            compile_step(self)
+
+        Trainer.compile = compiled
     try:
         with StopSignal() as stop:
             train(

@@ -1,0 +1,135 @@
+"""Tasks about a little story: questions (BoolQ), causes and effects (COPA), pronouns (WSC)."""
+
+from __future__ import annotations
+
+from synthesizer_jax.data.embedded.draw import Draw, Example
+from synthesizer_jax.data.embedded.lexicon import KINDS, MEN, STATES, WOMEN, opposite, sentence
+
+NOUNS = tuple(noun for nouns in KINDS.values() for noun in nouns)
+
+
+def boolq(draw: Draw) -> Example:
+    """Two facts about two things, and a question on one of them.
+
+    ``The dog is wet. The car is dirty.``, ``is the car clean`` is false. In three of ten rows both
+    facts are about the same pair of opposites, and only who is asked about decides. Held out: pairs
+    of subject and state.
+    """
+    label, asked = draw.below(2), draw.below(2)
+    nouns = draw.two(NOUNS)
+    pairs = draw.two(STATES)
+    states = [draw.one(pairs[0]), draw.one(pairs[1])]
+    if draw.chance(0.3):
+        states[1] = opposite(states[0])
+    claim = states[asked] if label else opposite(states[asked])
+    facts = [sentence(f"the {n} is {s}") for n, s in zip(nouns, states, strict=True)]
+    row = {
+        "passage": " ".join(facts),
+        "question": f"is the {nouns[asked]} {claim}",
+        "label": draw.noisy(label, 2),
+    }
+    return Example(row, (nouns[asked], states[asked]))
+
+
+CAUSE, EFFECT = range(2)
+MOOD = (
+    (
+        ("{} won the race", "{} lost the race"),
+        ("{} passed the exam", "{} failed the exam"),
+        ("{} heard good news", "{} heard bad news"),
+        ("{} found the ring", "{} lost the ring"),
+        ("{} met a friend", "{} missed a friend"),
+        ("{} got a gift", "{} got a bill"),
+    ),
+    (
+        ("{} smiled", "{} cried"),
+        ("{} laughed", "{} frowned"),
+        ("{} danced", "{} sighed"),
+        ("{} felt proud", "{} felt lonely"),
+        ("{} was happy", "{} was sad"),
+        ("{} sang a song", "{} left the room"),
+    ),
+)
+WEATHER = (
+    (
+        ("the sun came out", "the snow came down"),
+        ("summer began", "winter began"),
+        ("the day was hot", "the night was icy"),
+    ),
+    (
+        ("the ice melted", "the lake froze"),
+        ("{} felt warm", "{} felt cold"),
+        ("{} opened the window", "{} closed the window"),
+    ),
+)
+WORLDS = (MOOD, MOOD, WEATHER)
+"""Each holds causes and effects, as pairs with opposite outcomes."""
+
+
+def copa(draw: Draw) -> Example:
+    """What was the cause, what the effect: choices of opposite outcome, or of the wrong direction.
+
+    ``Anna won the race.``: the effect is ``She smiled.`` rather than ``She sighed.`` Held out: pairs
+    of cause and effect.
+    """
+    label, question, outcome = draw.below(2), draw.below(2), draw.below(2)
+    world, woman = draw.one(WORLDS), draw.below(2)
+    name, pronoun = draw.one((MEN, WOMEN)[woman]), ("he", "she")[woman]
+    told, right = draw.one(world[1 - question])[outcome], draw.one(world[question])[outcome]
+    if draw.chance(0.1):
+        wrong = draw.other([pair[outcome] for pair in world[1 - question]], told)
+    else:
+        wrong = draw.one(world[question])[1 - outcome]
+    choices = [sentence(text.format(pronoun)) for text in (right, wrong)]
+    row = {
+        "premise": sentence(told.format(name)),
+        "choice1": choices[label],
+        "choice2": choices[1 - label],
+        "question": ("cause", "effect")[question],
+        "label": draw.noisy(label, 2),
+    }
+    return Example(row, (told, right))
+
+
+PERSONS = (
+    (*MEN, "the king", "the uncle", "the waiter"),
+    (*WOMEN, "the queen", "the aunt", "the waitress"),
+)
+PRONOUNS = ("he", "she")
+VERBS = ("thanked", "called", "visited", "praised", "met", "paid")
+SUBJECT, OBJECT = range(2)
+REASONS = (
+    ("needed help", "wanted advice", "felt alone", "was grateful"),
+    ("had helped", "worked hard", "gave advice", "was brave"),
+)
+"""Why somebody thanks or calls somebody: reasons of the one who does it, and of the other."""
+NO_HINT = ("was there", "had time", "lived nearby")
+
+
+def wsc(draw: Draw) -> Example:
+    """Whom the pronoun means: gender tells, or the reason where both have the same.
+
+    ``Anna thanked Mary because *she* had helped.`` means Mary. Held out: pairs of persons.
+    """
+    label, gender, referent = draw.below(2), draw.below(2), draw.below(2)
+    reason = draw.one(REASONS[referent])
+    if draw.chance(0.3):
+        persons = draw.two(PERSONS[gender])
+    else:
+        both = [draw.one(PERSONS[gender]), draw.one(PERSONS[1 - gender])]
+        persons = tuple(both if referent == SUBJECT else reversed(both))
+        reason = draw.one((reason, draw.one(NO_HINT)))
+    start = sentence(f"{persons[0]} {draw.one(VERBS)} {persons[1]} because")[:-1]
+    text = f"{start} {PRONOUNS[gender]} {reason}."
+    spans = (start[: len(persons[0])], persons[1])
+    positions = (0, len(persons[0].split(" ")) + 1)
+    named = referent if label else 1 - referent
+    row = {
+        "text": text,
+        "span1_text": spans[named],
+        "span1_index": positions[named],
+        "span2_text": PRONOUNS[gender],
+        "span2_index": len(start.split(" ")),
+        "label": draw.noisy(label, 2),
+    }
+    return Example(row, persons)

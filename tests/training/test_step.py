@@ -1,0 +1,52 @@
+"""Gradient accumulation: the same update, a fraction of the memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from synthesizer_jax.models import Size, t5
+from synthesizer_jax.registry import replace
+from synthesizer_jax.sharding import MeshShape
+from synthesizer_jax.training.step import interleave
+from synthesizer_jax.training.trainer import Trainer
+from tests.training.tiny import CopyStream, experiment
+
+
+def trainer(model, **changes):
+    recipe = experiment(**changes)
+    if changes.get("mesh"):
+        recipe = replace(recipe, mesh=changes["mesh"])
+    return Trainer(replace(recipe, model=model), jax.devices()[:1])
+
+
+@pytest.mark.parametrize("normalizer", [None, "tokens_with_padding"])
+def test_micro_batches_make_the_same_update(normalizer):
+    model = t5(Size(8, 1, 16, 2, 4), vocab_size=16)
+    states, metrics = [], []
+    for parts in (1, 4):
+        run = trainer(model, micro_batches=parts, loss_normalizer=normalizer)
+        state, found = run.step(run.init(), run.put(next(CopyStream())))
+        states.append(state.params)
+        metrics.append({k: float(v) for k, v in found.items()})
+    for other, found in zip(states[1:], metrics[1:], strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), states[0], other)
+        assert found == pytest.approx(metrics[0], rel=1e-5)
+
+
+def test_eight_micro_batches_need_less_than_a_third_of_the_temporaries():
+    size = Size(64, 2, 256, 4, 16)
+    temporaries = []
+    for parts in (1, 8):
+        recipe = experiment(micro_batches=parts)
+        data = replace(recipe.data, batch_size=64, inputs_length=128, targets_length=64)
+        recipe = replace(recipe, model=t5(size, vocab_size=512), data=data, mesh=MeshShape())
+        run = Trainer(recipe, jax.devices()[:1])
+        run.compile()
+        temporaries.append(run._compiled.memory_analysis().temp_size_in_bytes)
+    assert temporaries[1] <= 0.3 * temporaries[0], temporaries
+
+
+def test_every_micro_batch_has_rows_of_every_device():
+    x = interleave(jnp.arange(12), 3)
+    assert x.tolist() == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
