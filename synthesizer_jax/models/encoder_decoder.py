@@ -56,6 +56,7 @@ class EncoderDecoder(nn.Module):
         *,
         segments: tuple[jax.Array, jax.Array] | None = None,
         positions: tuple[jax.Array, jax.Array] | None = None,
+        max_segments: int | None = None,
     ) -> jax.Array:
         """Logits of every next token.
 
@@ -64,11 +65,19 @@ class EncoderDecoder(nn.Module):
           decoder_tokens: ``[batch, q]`` the targets shifted right by one.
           segments: for packed rows the encoder's and the decoder's segment ids, 0 is padding.
           positions: for packed rows the positions inside the segments.
+          max_segments: no packed row has more segments; lets terms of absolute positions run on
+            unpacked rows.
 
         Returns:
           ``[batch, q, vocab]`` in the dtype of the computation.
         """
-        hidden = self.hidden(encoder_tokens, decoder_tokens, segments=segments, positions=positions)
+        hidden = self.hidden(
+            encoder_tokens,
+            decoder_tokens,
+            segments=segments,
+            positions=positions,
+            max_segments=max_segments,
+        )
         return self.logits(hidden)
 
     def hidden(
@@ -78,16 +87,19 @@ class EncoderDecoder(nn.Module):
         *,
         segments: tuple[jax.Array, jax.Array] | None = None,
         positions: tuple[jax.Array, jax.Array] | None = None,
+        max_segments: int | None = None,
     ) -> jax.Array:
         """The decoder's output before the projection to the vocabulary, ``[batch, q, d_model]``."""
         source, target = segments if segments is not None else (None, None)
         places = positions if positions is not None else (None, None)
-        encoded = self.encode(encoder_tokens, segments=source, positions=places[0])
+        encoded = self.encode(
+            encoder_tokens, segments=source, positions=places[0], max_segments=max_segments
+        )
         if segments is None:
             cross = Mask(key_lengths=lengths(encoder_tokens))
         else:
-            cross = Mask(query_segments=target, key_segments=source)
-        mask = Mask(causal=True, query_segments=target, key_segments=target)
+            cross = Mask(query_segments=target, key_segments=source, segments=max_segments)
+        mask = Mask(causal=True, query_segments=target, key_segments=target, segments=max_segments)
         return self.decode(decoder_tokens, Memory(encoded, cross), mask=mask, positions=places[1])
 
     def decode(
@@ -119,12 +131,13 @@ class EncoderDecoder(nn.Module):
         *,
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
+        max_segments: int | None = None,
     ) -> jax.Array:
         """``[batch, k]`` tokens to ``[batch, k, d_model]``."""
         if segments is None:
             mask = Mask(key_lengths=lengths(tokens))
         else:
-            mask = Mask(query_segments=segments, key_segments=segments)
+            mask = Mask(query_segments=segments, key_segments=segments, segments=max_segments)
         return self.encoder(self.embed(tokens), mask=mask, positions=positions)[0]
 
     def start(

@@ -33,6 +33,7 @@ def loss_sums(
     z_loss: float,
     label_smoothing: float,
     dropout_key: jax.Array | None = None,
+    max_segments: int | None = None,
 ) -> LossSums:
     """Teacher-forced loss of a batch, summed over its real target tokens.
 
@@ -44,6 +45,7 @@ def loss_sums(
       z_loss: coefficient of log² Z.
       label_smoothing: T5's label smoothing.
       dropout_key: None turns dropout off.
+      max_segments: most segments of a packed row.
     """
     hidden: Any = model.apply(
         variables,
@@ -51,6 +53,7 @@ def loss_sums(
         batch["decoder_input_tokens"],
         segments=pair(batch, "segment_ids"),
         positions=pair(batch, "positions"),
+        max_segments=max_segments,
         rngs=None if dropout_key is None else {"dropout": dropout_key},
         method="hidden",
     )
@@ -79,6 +82,7 @@ def make_train_step(
     label_smoothing: float = 0.0,
     loss_normalizer: float | str | None = None,
     micro_batches: int = 1,
+    max_segments: int | None = None,
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
     """The function ``(state, batch, key) → (state, metrics)``, to be jitted by the caller.
 
@@ -90,6 +94,7 @@ def make_train_step(
       loss_normalizer: what the summed loss is divided by, see `losses.loss_denominator`.
       micro_batches: the batch is cut into this many parts whose gradients are added up; the loss is
         normalised over the whole batch, so the result is that of one part.
+      max_segments: most segments of a packed row.
 
     Returns:
       Metrics are float32 scalars: ``loss`` (nats per real target token, without z-loss), ``z_loss``,
@@ -108,6 +113,7 @@ def make_train_step(
             z_loss=z_loss,
             label_smoothing=label_smoothing,
             dropout_key=key,
+            max_segments=max_segments,
         )
         return (sums.loss + sums.z_loss) / denominator, sums
 

@@ -40,6 +40,7 @@ class Trainer:
             label_smoothing=training.label_smoothing,
             loss_normalizer=training.loss_normalizer,
             micro_batches=training.micro_batches,
+            max_segments=data.segments_per_row if data.pack else None,
         )
         self._jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.layout.shardings, None))
         self._compiled: Callable[..., tuple[TrainState, Metrics]] | None = None

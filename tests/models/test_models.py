@@ -1,5 +1,6 @@
 """Encoder-decoders: T5's names, scan and remat, decoding steps, counts, recipes' traps."""
 
+import functools
 import json
 
 import jax
@@ -95,9 +96,12 @@ def test_gradient_reaches_every_parameter(trained, batch):
         assert np.all(np.isfinite(g)) and np.any(np.asarray(g) != 0), jax.tree_util.keystr(path)
 
 
-def test_packed_rows_equal_separate_rows(batch):
+@pytest.mark.parametrize("variant", ["v", "r", "rv", "fdv"])
+@pytest.mark.parametrize("max_segments", [None, 2])
+def test_packed_rows_equal_separate_rows(batch, variant, max_segments):
     """Two pairs packed into one row give the logits that each gives alone."""
-    model = model_of("v")
+    kind = alignment(variant, head_dim=8, max_length=20)
+    model = t5(SIZE, encoder=kind, vocab_size=VOCAB)
     source, target = (np.asarray(x) for x in batch)
     variables = model.init(jax.random.key(0), *batch)
     alone = model.apply(variables, source[1:], target[1:])
@@ -107,7 +111,9 @@ def test_packed_rows_equal_separate_rows(batch):
         jnp.asarray(np.repeat([1, 2], [7, 11])[None]),
         jnp.asarray(np.repeat([1, 2], [9, 9])[None]),
     )
-    packed = model.apply(variables, packed_source, packed_target, segments=segments)
+    packed = jax.jit(functools.partial(model.apply, max_segments=max_segments))(
+        variables, packed_source, packed_target, segments=segments
+    )
     np.testing.assert_allclose(packed[0, :9], alone[0], atol=2e-5)
     np.testing.assert_allclose(packed[0, 9:], alone[1], atol=2e-5)
 

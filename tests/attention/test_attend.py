@@ -1,0 +1,266 @@
+"""What `attend` promises besides masks: dropout, precision, transformations, a mesh, errors."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from synthesizer_jax.attention import (
+    Mask,
+    Partition,
+    attend,
+    low_rank,
+    relative,
+    scale,
+    static,
+)
+from tests.attention import cases, oracle
+from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, PARAMETERS, WIDTH
+
+
+def problem(names: tuple[str, ...], b: int = BATCH, h: int = HEADS):
+    return (
+        cases.make_terms(names, b, KEYS, KEYS, h),
+        cases.normal("values", b, KEYS, h, WIDTH),
+        cases.normal("cotangent", b, KEYS, h, WIDTH),
+    )
+
+
+PADDING = Mask(key_lengths=jnp.array([11, 4, 0])).for_self_attention()
+PACKED = cases.packed_masks()["packed causal"]
+
+
+@pytest.mark.parametrize(
+    ("route", "mask"),
+    [("static", PADDING), ("fused", PADDING), ("reference", PADDING), ("static", PACKED)],
+)
+def test_dropout_is_that_of_whole_values(route: str, mask: Mask) -> None:
+    terms, values, g = problem(PARAMETERS)
+    key = jax.random.key(7)
+    bits = jax.random.bernoulli(key, 0.75, values.shape[:3])
+    answer = oracle.attention(terms, values, mask, g, keep=np.asarray(bits) / 0.75)
+    found = cases.run(terms, values, mask, g, route, 0.25, key)
+    cases.compare(found, answer, 2e-5)
+
+
+def test_no_key_no_dropout() -> None:
+    terms, values, _ = problem(PARAMETERS)
+    np.testing.assert_array_equal(
+        attend(terms, values, dropout_rate=0.5), attend(terms, values, dropout_rate=0.0)
+    )
+
+
+@pytest.mark.parametrize("route", ["static", "fused", "reference"])
+def test_bfloat16(route: str) -> None:
+    """Close to float64 of the rounded inputs: two or three digits, in the gradients too."""
+    b, n, h, e = 2, 128, 2, 16
+    names = PARAMETERS if route == "static" else EVERY_TERM
+    half = functools.partial(cases.normal, dtype=jnp.bfloat16)
+    terms = tuple(
+        jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim == 4 else x, t)
+        for t in cases.make_terms(names, b, n, n, h)
+    )
+    values, g = half("values", b, n, h, e), half("cotangent", b, n, h, e)
+    mask = Mask(key_lengths=jnp.array([n, 50])).for_self_attention()
+    answer = oracle.attention(terms, values, mask, g)
+    out, dterms, dvalues = cases.run(terms, values, mask, g, route)
+    assert out.dtype == dvalues.dtype == jnp.bfloat16
+    assert oracle.rms_error(out, answer.out) < 5e-3
+    assert oracle.rms_error(dvalues, answer.values) < 7e-3
+    for found, expected in zip(oracle.gradients_of(dterms), answer.terms, strict=True):
+        for name, array in expected.items():
+            assert oracle.rms_error(found[name], array) < 1.2e-2, name
+
+
+def test_gradient_of_mixture_weights_in_bfloat16() -> None:
+    b, n, h, e = 4, 64, 2, 16
+    half = functools.partial(cases.normal, dtype=jnp.bfloat16)
+    parts = [
+        (low_rank(half("q", b, n, h, e), half("k", b, n, h, e), token_keys=True),),
+        (low_rank(half("d", b, n, h, e), half("w", 1, n, h, e), token_keys=False),),
+    ]
+    values, g = half("values", b, n, h, e), half("g", b, n, h, e)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def gradient(alpha: jax.Array, route: str) -> jax.Array:
+        def loss(alpha: jax.Array) -> jax.Array:
+            terms = tuple(t for part, a in zip(parts, alpha, strict=True) for t in scale(part, a))
+            out = attend(terms, values, implementation=route)
+            return jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32))
+
+        return jax.grad(loss)(alpha)
+
+    alpha = jnp.array([[0.31, 0.17], [0.22, 0.41]])
+    exact = np.zeros((2, h))
+    scaled = [np.asarray(alpha[i], np.float64)[:, None] for i in range(2)]
+    x = [[np.asarray(a, np.float64) for a in (p[0].queries, p[0].keys)] for p in parts]
+    logits = [np.einsum("bqhr,bkhr->bhqk", q, np.broadcast_to(k, (b, n, h, e))) for q, k in x]
+    total = sum(a[None, :, None] * s for a, s in zip(scaled, logits, strict=True))
+    weights = oracle.masked_softmax(total, np.ones(total.shape, bool))
+    dweights = np.einsum("bqhe,bkhe->bhqk", np.asarray(g, np.float64), np.asarray(values, float))
+    dlogits = weights * (dweights - (weights * dweights).sum(-1, keepdims=True))
+    for i in range(2):
+        exact[i] = np.einsum("bhqk,bhqk->h", dlogits, logits[i])
+    for route in ("fused", "reference"):
+        assert oracle.rms_error(gradient(alpha, route), exact) < 1e-2
+
+
+def test_mixture_scales_and_shared_projections() -> None:
+    """The cotangent of a scale, and of an array that makes two terms."""
+    _, values, g = problem(())
+    queries, keys = cases.normal("q", BATCH, KEYS, HEADS, 3), cases.normal("k", 1, KEYS, HEADS, 3)
+    table, factor = cases.normal("t", HEADS, KEYS, KEYS), jnp.array([0.7, -0.4])
+
+    def f(factor, queries, table, implementation):
+        terms = (
+            *scale((low_rank(queries, keys, token_keys=False),), factor),
+            *scale((static(table), relative(table[:, 0, :1].repeat(21, 1), first=-10)), 1 - factor),
+        )
+        return attend(terms, values, mask=PADDING, implementation=implementation)
+
+    for route in ("fused", "reference"):
+        loss = lambda *x, route=route: jnp.sum(f(*x, route) * g)  # noqa: E731
+        grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(factor, queries, table)
+        for i, (x, gradient) in enumerate(zip((factor, queries, table), grads, strict=True)):
+            step = 1e-2 * cases.normal("direction", *x.shape)
+            sides = [
+                loss(
+                    *(y + s * step if j == i else y for j, y in enumerate((factor, queries, table)))
+                )
+                for s in (0.5, -0.5)
+            ]
+            np.testing.assert_allclose(jnp.vdot(gradient, step), sides[0] - sides[1], rtol=2e-2)
+
+
+@pytest.mark.parametrize("names", [EVERY_TERM, ("dot_product",)])
+def test_vmap_scan_and_remat_of_the_fused_route(names: tuple[str, ...]) -> None:
+    terms, values, _ = problem(names)
+
+    def loss(terms, values, implementation):
+        @jax.checkpoint
+        def layer(x, _):
+            return x + attend(terms, x, mask=PADDING, implementation=implementation), None
+
+        return jnp.sum(jnp.sin(jax.lax.scan(layer, values, None, length=2)[0]))
+
+    stacked = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), (terms, values))
+    grads = {}
+    for route in ("fused", "reference"):
+        grad = jax.vmap(jax.grad(functools.partial(loss, implementation=route), argnums=(0, 1)))
+        grads[route] = jax.jit(grad, compiler_options=cases.FAST_COMPILE)(*stacked)
+    for found, expected in zip(*map(jax.tree.leaves, grads.values()), strict=True):
+        assert oracle.error(found, np.asarray(expected, np.float64)) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("names", "mask"),
+    [
+        (PARAMETERS, Mask(key_lengths=jnp.array([11, 3, 9, 1, 0, 11, 5, 7]))),
+        (EVERY_TERM, Mask(causal=True, allowed=cases.holes(8, 1, KEYS, KEYS))),
+        (
+            ("static", "dense"),
+            Mask(
+                causal=True,
+                key_segments=jnp.tile(PACKED.key_segments, (3, 1))[:8],
+                segments=3,
+                segment_length=5,
+            ),
+        ),
+    ],
+)
+def test_a_mesh_gathers_nothing(names: tuple[str, ...], mask: Mask) -> None:
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    partition = Partition(mesh, batch=("data", "fsdp"), heads=("tensor",))
+    mask = mask.for_self_attention()
+    terms, values, g = problem(names, 8)
+
+    def f(terms, values, mask, g, partition):
+        route = "static" if names == PARAMETERS else "fused"
+        call = functools.partial(attend, mask=mask, implementation=route, partition=partition)
+        out, back = jax.vjp(call, terms, values)
+        return out, *back(g)
+
+    def place(x: jax.Array) -> NamedSharding:
+        shared = x.ndim < 4 or x.shape[0] == 1
+        spec = PartitionSpec("tensor") if x.ndim < 4 else PartitionSpec(None, None, "tensor")
+        spec = spec if shared else PartitionSpec(("data", "fsdp"), None, "tensor")
+        return NamedSharding(mesh, spec)
+
+    split = jax.tree.map(lambda x: jax.device_put(x, place(x)), (terms, values))
+    g_split = jax.device_put(g, place(g))
+    jitted = jax.jit(f, static_argnums=4, compiler_options=cases.FAST_COMPILE)
+    compiled = jitted.lower(*split, mask, g_split, partition).compile()
+    hlo = compiled.as_text()
+    for collective in ("all-gather", "all-to-all", "collective-permute"):
+        assert collective not in hlo
+    expected = jitted(terms, values, mask, g, None)
+    for x, y in zip(
+        *map(jax.tree.leaves, (compiled(*split, mask, g_split), expected)), strict=True
+    ):
+        assert oracle.error(x, np.asarray(y, np.float64)) < 2e-5
+
+
+def test_what_does_not_divide_by_the_mesh() -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    terms, values, _ = problem(("static",), 6)
+    with pytest.raises(ValueError, match=r"batch=6 .* 4 devices .* 4 and 8"):
+        attend(terms, values, partition=Partition(mesh, batch=("data",), heads=("tensor",)))
+
+
+def test_a_broken_promise_of_packing_is_not_silent() -> None:
+    terms, values, _ = problem(("static",))
+    mask = Mask(key_segments=PACKED.key_segments, segments=2, segment_length=4)
+    out = attend(terms, values, mask=mask.for_self_attention())
+    segments = np.asarray(PACKED.key_segments)
+    lost = np.isnan(np.asarray(out)).all(axis=(2, 3))
+    assert (lost == (segments > 2)).all()
+
+
+def test_packed_without_counts_takes_the_reference() -> None:
+    terms, values, g = problem(("static", "dot_product"))
+    mask = Mask(causal=True, key_segments=PACKED.key_segments).for_self_attention()
+    cases.check(terms, values, mask, g, "auto", 2e-5)
+
+
+def test_forward_mode_of_the_reference() -> None:
+    terms, values, _ = problem(EVERY_TERM)
+    f = functools.partial(attend, terms, mask=PADDING, implementation="reference")
+    _, tangent = jax.jvp(f, (values,), (values,))
+    np.testing.assert_allclose(tangent, f(values), rtol=1e-5, atol=1e-6)
+
+
+def call(names=("static",), **changes):
+    terms, values, _ = problem(names)
+    return attend(changes.pop("terms", terms), changes.pop("values", values), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"implementation": "flash"}, r"'flash'; allowed: auto, static, fused, reference"),
+        ({"names": ("dense",), "implementation": "static"}, "LowRank term is made from tokens"),
+        ({"implementation": "static", "mask": Mask(allowed=jnp.ones((1, 1, KEYS, KEYS), bool))}, "allowed"),
+        ({"implementation": "fused", "mask": Mask(key_segments=jnp.ones((3, 11), int)).for_self_attention()}, "Mask.segments"),
+        ({"implementation": "static", "mask": Mask(key_segments=jnp.ones((3, 11), int)).for_self_attention()}, "Mask.segments"),
+        ({"mask": Mask(key_segments=jnp.ones((3, 11), int))}, "only one of query_segments"),
+        ({"mask": Mask(query_segments=jnp.ones((3, 11), int), key_segments=jnp.ones((3, 11), int), prefix_lengths=jnp.ones(3, int))}, "prefix_lengths"),
+        ({"mask": Mask(query_segments=jnp.ones((3, 11), int), key_segments=jnp.ones((3, 11), int), query_offset=2)}, "query_offset=2"),
+        ({"values": jnp.ones((3, 11, 2))}, r"\[batch, k, heads, e\]"),
+        ({"values": jnp.ones((3, 13, 2, 5))}, "11 keys, but there are 11 queries and 13 values"),
+        ({"values": jnp.ones((3, 11, 4, 5))}, "batch 3 and 4 heads"),
+        ({"names": ("dense",), "values": jnp.ones((5, 11, 2, 5))}, "batch 5 and 2 heads"),
+        ({"terms": ()}, "give q_length"),
+        ({"terms": (), "q_length": 3}, "terms are empty"),
+        ({"names": ("relative",)}, "give q_length"),
+        ({"terms": (relative(jnp.ones((2, 20)), first=-9),), "q_length": 11}, r"from -9 to 10, but the block needs -10 to 10"),
+        ({"dropout_rate": 1.0}, "dropout_rate=1.0"),
+    ],
+)  # fmt: skip
+def test_errors(changes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(**changes)
