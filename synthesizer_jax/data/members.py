@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pathlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,14 +47,12 @@ class Examples:
     """
 
     def __init__(self, task: Any, split: str, lengths: Mapping[str, int]):
-        tf = tensorflow()
+        tensorflow()
         dataset = task.get_dataset(
             lengths, split=split, shuffle=False, num_epochs=1, seed=0, try_in_mem_cache=False
         )
         dataset = dataset.map(lambda row: (row["inputs"], row["targets"])).ragged_batch(CHUNK)
-        options = tf.data.Options()
-        options.deterministic = True
-        self._source = iter(dataset.prefetch(1).with_options(options))
+        self._source: Iterator[Any] = iter(dataset.prefetch(1).with_options(options()))
         self._chunks: list[list[tuple[np.ndarray, np.ndarray]]] = []
         self._count = 0
         self._whole = False
@@ -182,9 +181,7 @@ class Live:
             num_epochs=None,
             try_in_mem_cache=False,
         )
-        options = tf.data.Options()
-        options.deterministic = True
-        dataset = dataset.map(lambda row: (row["inputs"], row["targets"])).with_options(options)
+        dataset = dataset.map(lambda row: (row["inputs"], row["targets"])).with_options(options())
         self._name, self._iterator = f"{task.name}'s shard {shard[0]} of {shard[1]}", iter(dataset)
         self._checkpoint = tf.train.Checkpoint(iterator=self._iterator)
 
@@ -233,8 +230,15 @@ def tensorflow() -> Any:
     """TensorFlow, kept off accelerators: it would take their memory from JAX."""
     import tensorflow as tf
 
-    try:
+    with contextlib.suppress(RuntimeError):  # it runs already: the caller decided what it sees
         tf.config.set_visible_devices([], "GPU")
-    except RuntimeError:
-        pass  # it runs already: the caller has decided what it may see
     return tf
+
+
+def options() -> Any:
+    """Of every pipeline: a fixed order, and no search for the fastest graph, which costs more."""
+    result = tensorflow().data.Options()
+    result.deterministic = True
+    result.autotune.enabled = False
+    result.experimental_optimization.apply_default_optimizations = False
+    return result

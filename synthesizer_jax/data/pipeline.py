@@ -175,12 +175,11 @@ class Stream:
 
     def __init__(self, config: DataConfig, *, shards: Sequence[int] | None = None):
         self.config = config
-        self._shards = dict.fromkeys(range(config.shards) if shards is None else shards)
         tasks, self._rates = drawn_tasks(config)
         fixed = [task for task in tasks if fits_memory(task, config.split)]
         self._examples = read_examples(fixed, config)
-        for index in self._shards:
-            self._shards[index] = self._make_shard(index, tasks)
+        mine = range(config.shards) if shards is None else shards
+        self._shards = {index: self._make_shard(index, tasks) for index in mine}
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         return self
@@ -301,8 +300,10 @@ def assemble(rows: Sequence[Sequence[Example]], config: DataConfig) -> dict[str,
         for name in ("segment_ids", "positions"):
             sides |= {f"encoder_{name}": config.inputs_length}
             sides |= {f"decoder_{name}": config.targets_length}
-    batch = {name: np.zeros((len(rows), length), np.int32) for name, length in sides.items()}
-    batch["decoder_loss_weights"] = batch["decoder_loss_weights"].astype(np.float32)
+    batch = {
+        name: np.zeros((len(rows), length), np.float32 if name.endswith("weights") else np.int32)
+        for name, length in sides.items()
+    }
     for r, row in enumerate(rows):
         i = t = 0
         for segment, (inputs, targets) in enumerate(row, 1):

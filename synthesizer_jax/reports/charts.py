@@ -105,7 +105,7 @@ def _figure(rows: int, columns: int, size: tuple[float, float]) -> Any:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    style = {
+    style: Any = {
         "font.family": "sans-serif",
         "font.size": 9,
         "text.color": INK,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -110,31 +111,25 @@ def test_gradient_of_mixture_weights_in_bfloat16() -> None:
         assert oracle.rms_error(gradient(alpha, route), exact) < 1e-2
 
 
-def test_mixture_scales_and_shared_projections() -> None:
-    """The cotangent of a scale, and of an array that makes two terms."""
-    _, values, g = problem(())
-    queries, keys = cases.normal("q", BATCH, KEYS, HEADS, 3), cases.normal("k", 1, KEYS, HEADS, 3)
-    table, factor = cases.normal("t", HEADS, KEYS, KEYS), jnp.array([0.7, -0.4])
+@pytest.mark.parametrize("route", ["fused", "reference"])
+def test_gradient_of_mixture_weights(route: str) -> None:
+    terms, values, g = problem(EVERY_TERM)
+    alpha = cases.normal("alpha", len(terms), HEADS)
 
-    def f(factor, queries, table, implementation):
-        terms = (
-            *scale((low_rank(queries, keys, token_keys=False),), factor),
-            *scale((static(table), relative(table[:, 0, :1].repeat(21, 1), first=-10)), 1 - factor),
-        )
-        return attend(terms, values, mask=PADDING, implementation=implementation)
+    def mixture(alpha: jax.Array):
+        return tuple(scale((t,), a)[0] for t, a in zip(terms, alpha, strict=True))
 
-    for route in ("fused", "reference"):
-        loss = lambda *x, route=route: jnp.sum(f(*x, route) * g)  # noqa: E731
-        grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(factor, queries, table)
-        for i, (x, gradient) in enumerate(zip((factor, queries, table), grads, strict=True)):
-            step = 1e-2 * cases.normal("direction", *x.shape)
-            sides = [
-                loss(
-                    *(y + s * step if j == i else y for j, y in enumerate((factor, queries, table)))
-                )
-                for s in (0.5, -0.5)
-            ]
-            np.testing.assert_allclose(jnp.vdot(gradient, step), sides[0] - sides[1], rtol=2e-2)
+    def loss(alpha: jax.Array) -> jax.Array:
+        out = attend(mixture(alpha), values, mask=PADDING, implementation=route)
+        return jnp.sum(out * g)
+
+    found = jax.jit(jax.grad(loss), compiler_options=cases.FAST_COMPILE)(alpha)
+    answer = oracle.attention(mixture(alpha), values, PADDING, g)
+    scaled = ("logits", "logits", "queries", "queries", "queries", "a")
+    for i, name in enumerate(scaled):
+        x = np.asarray(getattr(terms[i], name), np.float64)
+        others = tuple(axis for axis in range(x.ndim) if axis != (2 if x.ndim == 4 else 0))
+        assert oracle.error(found[i], (answer.terms[i][name] * x).sum(others)) < 2e-5
 
 
 @pytest.mark.parametrize("names", [EVERY_TERM, ("dot_product",)])
@@ -239,17 +234,25 @@ def call(names=("static",), **changes):
     return attend(changes.pop("terms", terms), changes.pop("values", values), **changes)
 
 
+ONES = jnp.ones((BATCH, KEYS), int)
+UNCOUNTED = Mask(key_segments=ONES).for_self_attention()
+SHORT = relative(jnp.ones((HEADS, 20)), first=-9)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"implementation": "flash"}, r"'flash'; allowed: auto, static, fused, reference"),
         ({"names": ("dense",), "implementation": "static"}, "LowRank term is made from tokens"),
-        ({"implementation": "static", "mask": Mask(allowed=jnp.ones((1, 1, KEYS, KEYS), bool))}, "allowed"),
-        ({"implementation": "fused", "mask": Mask(key_segments=jnp.ones((3, 11), int)).for_self_attention()}, "Mask.segments"),
-        ({"implementation": "static", "mask": Mask(key_segments=jnp.ones((3, 11), int)).for_self_attention()}, "Mask.segments"),
-        ({"mask": Mask(key_segments=jnp.ones((3, 11), int))}, "only one of query_segments"),
-        ({"mask": Mask(query_segments=jnp.ones((3, 11), int), key_segments=jnp.ones((3, 11), int), prefix_lengths=jnp.ones(3, int))}, "prefix_lengths"),
-        ({"mask": Mask(query_segments=jnp.ones((3, 11), int), key_segments=jnp.ones((3, 11), int), query_offset=2)}, "query_offset=2"),
+        (
+            {"implementation": "static", "mask": Mask(allowed=jnp.ones((1, 1, 11, 11), bool))},
+            "Mask.allowed",
+        ),
+        ({"implementation": "fused", "mask": UNCOUNTED}, "Mask.segments"),
+        ({"implementation": "static", "mask": UNCOUNTED}, "Mask.segments"),
+        ({"mask": Mask(key_segments=ONES)}, "only one of query_segments"),
+        ({"mask": dataclasses.replace(UNCOUNTED, prefix_lengths=ONES[:, 0])}, "prefix_lengths"),
+        ({"mask": dataclasses.replace(UNCOUNTED, query_offset=2)}, "query_offset=2"),
         ({"values": jnp.ones((3, 11, 2))}, r"\[batch, k, heads, e\]"),
         ({"values": jnp.ones((3, 13, 2, 5))}, "11 keys, but there are 11 queries and 13 values"),
         ({"values": jnp.ones((3, 11, 4, 5))}, "batch 3 and 4 heads"),
@@ -257,10 +260,10 @@ def call(names=("static",), **changes):
         ({"terms": ()}, "give q_length"),
         ({"terms": (), "q_length": 3}, "terms are empty"),
         ({"names": ("relative",)}, "give q_length"),
-        ({"terms": (relative(jnp.ones((2, 20)), first=-9),), "q_length": 11}, r"from -9 to 10, but the block needs -10 to 10"),
+        ({"terms": (SHORT,), "q_length": 11}, "from -9 to 10, but the block needs -10 to 10"),
         ({"dropout_rate": 1.0}, "dropout_rate=1.0"),
     ],
-)  # fmt: skip
+)
 def test_errors(changes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(**changes)

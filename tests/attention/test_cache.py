@@ -75,7 +75,9 @@ def test_steps_equal_the_full_pass(names: tuple[str, ...]) -> None:
     terms = cases.make_terms(names, B, N, N, H)
     values = cases.normal("values", B, N, H, E)
     full = attend(terms, values, mask=Mask(causal=True), q_length=N, implementation="reference")
-    found = jax.jit(functools.partial(steps, first=4))(terms, values)
+    found = jax.jit(functools.partial(steps, first=4), compiler_options=cases.FAST_COMPILE)(
+        terms, values
+    )
     np.testing.assert_allclose(found, full, rtol=1e-4, atol=2e-6)
 
 

@@ -108,9 +108,9 @@ def test_a_directory_continues_only_its_own_run(tmp_path):
     check_same_run(experiment(steps=99, save_every=1, keep_best=3), tmp_path)
     check_same_run(replace(recipe, mesh=MeshShape(tensor=2)), tmp_path)
     for other, path in (
-        (experiment(optimizer=AdamW(b1=0.5)), "training.optimizer"),
-        (replace(recipe, model=replace(recipe.model, tied=True)), "model.tied"),
-        (replace(recipe, data=replace(recipe.data, seed=4)), "data.seed was 0 and is 4"),
+        (experiment(optimizer=AdamW(b1=0.5)), r"training\.optimizer"),
+        (replace(recipe, model=replace(recipe.model, tied=True)), r"model\.tied"),
+        (replace(recipe, data=replace(recipe.data, seed=4)), r"data\.seed was 0 and is 4"),
     ):
         with pytest.raises(ValueError, match=f"holds another run: {path}"):
             check_same_run(other, tmp_path)

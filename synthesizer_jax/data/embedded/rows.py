@@ -73,7 +73,7 @@ def examples(task: str, split: str, *, seed: int = 0) -> list[Row]:
             raise ValueError(f"{field}={value!r} is unknown; allowed: {', '.join(allowed)}")
     source, size = SOURCES[task], SIZES[split]
     single = source.positive_only and split == "train"
-    limit = size if single or not source.labels else size // source.labels
+    limit = size if single or not source.labels else -(-size // source.labels)
     draw = Draw(f"{seed} {task} {split}", noise=NOISE)
     rows: list[Row] = []
     seen: set[tuple[Any, ...]] = set()
