@@ -17,7 +17,7 @@ from synthesizer_jax.data.definitions import EXTRA_METRICS, TaskDefinition
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSet:
-    """Examples of one task and split, in stored order.
+    """Examples of one task and split, in the order of the original file.
 
     Attributes:
       task: the task's definition.
@@ -119,12 +119,12 @@ def load(
         use_cached=False,
         try_in_mem_cache=False,
     )
-    rows: list[dict[str, Any]] = []
-    for row in dataset.as_numpy_iterator():
-        enough = max_examples is not None and len(rows) >= max_examples
-        if enough and _group(name, rows[-1], len(rows) - 1) != _group(name, row, len(rows)):
-            break
-        rows.append(row)
+    # TFDS stores rows shuffled; in the order of the original file groups stand together.
+    rows = sorted(dataset.as_numpy_iterator(), key=_order)
+    if max_examples is not None and max_examples < len(rows):
+        last = _group(name, rows[max_examples - 1])
+        end = next((i for i in range(max_examples, len(rows)) if _group(name, rows[i]) != last), None)
+        rows = rows[:end]
     return EvaluationSet(
         task=definition,
         split=split,
@@ -134,13 +134,21 @@ def load(
     )
 
 
-def _group(name: str, row: dict[str, Any], index: int) -> Any:
+def _order(row: dict[str, Any]) -> tuple[int, ...]:
+    """The row's place in the original file; rows without one keep their order."""
+    names = (n for n in ("idx", *_INDICES) if n in row)
+    return tuple(int(row[name]) for name in names)
+
+
+_INDICES = ("idx/paragraph", "idx/passage", "idx/question", "idx/query", "idx/answer")
+
+
+def _group(name: str, row: dict[str, Any]) -> tuple[int, ...]:
     """What must stay together for a metric to make sense."""
-    if "idx/question" in row:
-        return int(row["idx/paragraph"]), int(row["idx/question"])
-    if "idx/query" in row:
-        return int(row["idx/passage"]), int(row["idx/query"])
-    return index // 2 if "axg" in name else index
+    place = _order(row)
+    if len(place) > 1:
+        return place[:2]  # MultiRC's question, ReCoRD's query
+    return tuple(i // 2 for i in place) if "axg" in name else place
 
 
 def evaluation_tasks(

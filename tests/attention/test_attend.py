@@ -18,7 +18,6 @@ from synthesizer_jax.attention import (
     low_rank,
     relative,
     scale,
-    static,
 )
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, PARAMETERS, WIDTH

@@ -80,7 +80,8 @@ def copa(draw: Draw) -> Example:
         wrong = draw.other([pair[outcome] for pair in world[1 - question]], told)
     else:
         wrong = draw.one(world[question])[1 - outcome]
-    choices = [sentence(text.format(pronoun)) for text in (right, wrong)]
+    person = pronoun if "{}" in told else name
+    choices = [sentence(text.format(person)) for text in (right, wrong)]
     row = {
         "premise": sentence(told.format(name)),
         "choice1": choices[label],

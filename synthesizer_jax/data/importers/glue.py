@@ -227,7 +227,7 @@ def _stage_mrpc(config: Any, split: Split, source: Source, target: pathlib.Path)
 
 def _mrpc_dev_ids(split: Split, source: Source, ids: list[tuple[str, ...]]) -> set[tuple[str, ...]]:
     """The id pairs that make the dev set: GLUE's list, or all or none of GLUE's own file."""
-    if not source.path.name.startswith("msr_"):
+    if "msr_paraphrase" not in source.path.name:
         return set() if split.name == "train" else set(ids)
     listing = find_sibling(source.path, ("dev_ids.tsv", "mrpc_dev_ids.tsv"))
     if listing is None:
@@ -235,7 +235,7 @@ def _mrpc_dev_ids(split: Split, source: Source, ids: list[tuple[str, ...]]) -> s
             f"{source.path} needs GLUE's dev_ids.tsv beside it to tell train from validation; add "
             "it, or leave only train.tsv and dev.tsv there; nothing was imported"
         )
-    pairs = set()
+    pairs: set[tuple[str, ...]] = set()
     for number, line in read_lines(listing):
         fields = line.split("\t")
         if len(fields) < 2:

@@ -1,0 +1,162 @@
+"""From original files to registered tasks, streams and scored evaluation sets, without network."""
+
+import json
+
+import numpy as np
+import pytest
+
+from synthesizer_jax.data import evaluation_sets, tasks
+from synthesizer_jax.data.importers import import_benchmark
+from synthesizer_jax.data.mixtures import MIXTURES
+from synthesizer_jax.data.pipeline import DataConfig, Stream
+from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, padded_size, train_sentencepiece
+
+LENGTHS = {"inputs": 64, "targets": 8}
+SUPER_GLUE = "super_glue_v102_proportional"
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    """BoolQ with 40 + 20 made rows, imported from files that are known as samples."""
+    source, target = (tmp_path_factory.mktemp(n) for n in ("original", "prepared"))
+    folder = source / "BoolQ"
+    folder.mkdir()
+    for name, rows in (("fewglue32_train", 40), ("fewglue32_dev32", 20)):
+        lines = [
+            {"question": f"is {i} even", "passage": f"{i} is a number.", "idx": i,
+             "label": i % 2 == 0}
+            for i in range(rows)
+        ]  # fmt: skip
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(text)
+    import_benchmark("super_glue", source, target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    return Bytes().build()
+
+
+def test_only_what_is_prepared_takes_part(data_dir, vocabulary, caplog):
+    assert tasks.splits("super_glue_boolq_v102", data_dir) == {"train": 40, "validation": 20}
+    assert tasks.available(SUPER_GLUE, data_dir) == {"super_glue_boolq_v102": 9427.0}
+    rates = tasks.register(SUPER_GLUE, vocabulary, data_dir=data_dir)
+    assert rates == {"super_glue_boolq_v102": 9427.0}
+    assert "goes without" in caplog.text
+    assert "super_glue_copa_v102" in caplog.text
+    pairs = evaluation_sets.evaluation_tasks(SUPER_GLUE, data_dir)
+    assert pairs == [("super_glue_boolq_v102", "validation")]
+
+
+def test_missing_data_is_one_sentence_with_the_remedy(data_dir, tmp_path, vocabulary):
+    with pytest.raises(FileNotFoundError, match="synthesizer-jax data import glue --from DIR"):
+        tasks.register("glue_v002_proportional", vocabulary, data_dir=data_dir)
+    with pytest.raises(FileNotFoundError, match=r"no split 'test' .*found: train, validation"):
+        evaluation_sets.load(
+            "super_glue_boolq_v102", "test", vocabulary, data_dir=data_dir, lengths=LENGTHS
+        )
+
+
+def test_training_batches_hold_the_tasks_examples(data_dir, vocabulary):
+    tasks.register(SUPER_GLUE, vocabulary, data_dir=data_dir)
+    stream = Stream(DataConfig(SUPER_GLUE, 64, 8, batch_size=8, shards=2))
+    texts = set()
+    for _ in range(10):
+        batch = next(stream)
+        assert batch["encoder_input_tokens"].shape == (8, 64)
+        assert batch["decoder_loss_weights"].dtype == np.float32
+        for source, target in zip(
+            batch["encoder_input_tokens"], batch["decoder_target_tokens"], strict=True
+        ):
+            question, answer = (vocabulary.decode(x[x != 0].tolist()) for x in (source, target))
+            number = int(question.split()[2])
+            assert question.startswith(f"boolq passage: {number} is a number. question: is {number}")
+            assert answer == str(number % 2 == 0)
+            texts.add(question)
+    assert len(texts) == 40  # two epochs saw every row
+
+
+def test_evaluation_sets_are_in_order_and_scored(data_dir, vocabulary):
+    examples = evaluation_sets.load(
+        "super_glue_boolq_v102",
+        "validation",
+        vocabulary,
+        data_dir=data_dir,
+        lengths=LENGTHS,
+        max_examples=8,
+    )
+    assert examples.target_words == ["True", "False"] * 4
+    assert examples.label_words == ("False", "True")
+    assert examples.score(["True"] * 8) == {"accuracy": 50.0}
+    assert examples.score(examples.target_words) == {"accuracy": 100.0}
+    assert examples.score(["true"] * 8) == {"accuracy": 0.0}
+    assert all(ids[-1] == 1 for ids in examples.inputs)
+    with pytest.raises(ValueError, match="3 predictions for 8 examples"):
+        examples.score(["True"] * 3)
+    entropy = evaluation_sets.label_prior_entropy([(examples, 2.0), (examples, 1.0)])
+    assert entropy == {"per_task": pytest.approx(np.log(2)), "joint": pytest.approx(np.log(2))}
+
+
+def test_evaluation_only_twins_stand_for_the_trained_task():
+    weight = evaluation_sets.weight
+    joint = "glue_super_glue_proportional"
+    assert weight(joint, "glue_mnli_matched_v002") == 392_702 / 2
+    assert weight(joint, "super_glue_wsc_v102_simple_eval") == 259
+    assert weight(joint, "glue_ax_v002") == 0
+    assert weight(joint, "super_glue_rte_v102") == 1245
+
+
+def test_rates_are_t5s():
+    totals = {name: sum(rates.values()) for name, rates in MIXTURES.items()}
+    assert totals["glue_v002_proportional"] == 949_101
+    assert totals["super_glue_v102_proportional"] == 185_673
+    assert totals["super_glue_v102_proportional_sentinel"] == 185_673
+    assert totals["wsc_dpr_simple_proportional"] == 1_581
+    assert totals["glue_super_glue_proportional"] == 949_101 + 185_673 - 2_490
+    assert all(name in tasks.TASKS for rates in MIXTURES.values() for name in rates)
+
+
+def test_whole_multirc_questions(real_data, tmp_path, vocabulary):
+    (tmp_path / "super").mkdir()
+    (tmp_path / "super" / "MultiRC").symlink_to(real_data / "super_glue" / "MultiRC")
+    import_benchmark("super_glue", tmp_path / "super", tmp_path / "data")
+    examples = evaluation_sets.load(
+        "super_glue_multirc_v102",
+        "validation",
+        vocabulary,
+        data_dir=tmp_path / "data",
+        lengths=LENGTHS,
+        max_examples=10,
+    )
+    groups = [(int(e["idx/paragraph"]), int(e["idx/question"])) for e in examples.examples]
+    everything = evaluation_sets.load(
+        "super_glue_multirc_v102",
+        "validation",
+        vocabulary,
+        data_dir=tmp_path / "data",
+        lengths=LENGTHS,
+    )
+    whole = [(int(e["idx/paragraph"]), int(e["idx/question"])) for e in everything.examples]
+    assert len(whole) == 4848
+    assert 10 <= len(groups) < 30
+    assert all(groups.count(g) == whole.count(g) for g in groups)
+    assert everything.score(everything.target_words) == {"f1": 100.0, "exact_match": 100.0}
+
+
+def test_sentencepiece_is_trained_aside_and_has_t5s_ids(tmp_path):
+    path = tmp_path / "sub" / "mine.model"
+    texts = [f"the {a} {b} sees a {c}" for a in "abc" for b in ("dog", "cat") for c in "xyz"]
+    train_sentencepiece(texts, path, vocab_size=18)
+    vocabulary = SentencePiece(str(path), extra_ids=4).build()
+    assert vocabulary.vocab_size == 22
+    assert (vocabulary.pad_id, vocabulary.eos_id, vocabulary.unk_id) == (0, 1, 2)
+    assert vocabulary.decode(vocabulary.encode("the a dog")) == "the a dog"
+    good = path.read_bytes()
+    with pytest.raises(ValueError, match="vocab_size=4000 cannot be trained"):
+        train_sentencepiece(texts, path, vocab_size=4000)
+    assert path.read_bytes() == good
+    assert [p.name for p in path.parent.iterdir()] == ["mine.model"]
+    with pytest.raises(FileNotFoundError, match="no SentencePiece model nothing.model"):
+        SentencePiece("nothing.model").build()
+    assert padded_size(32_100) == 32_128
