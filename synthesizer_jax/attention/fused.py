@@ -9,6 +9,7 @@ logits are in the hundreds).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from typing import Any, NamedTuple
@@ -50,6 +51,9 @@ def attend_fused(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) 
         for t in terms
         if isinstance(t, Relative)
     )
+    if mask.query_segments is not None:
+        # Comparing two vectors inside the loop would keep XLA's CPU from vectorising the exponential.
+        mask = Mask(allowed=mask.pairs(q_length, k_length))
     return _attend(q_length, Inputs(products, biases, values, mask))
 
 
@@ -74,7 +78,8 @@ class Rows(NamedTuple):
 
     Attributes:
       top: the maximum, ``[b, q, h, 1]``; 0 for a row without keys.
-      inverse: ``1 / Σ exp(logits - top)``, ``[b, q, h, 1]``; 0 for a row without keys.
+      inverse: ``1 / Σ exp(logits - top)``, ``[b, q, h, 1]``; 0 for padding queries and rows without
+        keys, whose weights vanish by it.
     """
 
     top: jax.Array
@@ -108,13 +113,17 @@ def forward(q_length: int, inputs: Inputs) -> tuple[jax.Array, Rows]:
         bias = _bias(_block(biases, 0, j), q_length=q_length)
 
         def example(i: jax.Array, results: Any):
+            own_mask = mask.block(i, j)
             logits = _logits(bias, _block(products, i, j), k_length=k_length)
-            logits = _masked(logits, mask, i, j)
+            logits = _masked(logits, own_mask)
             top = jnp.max(logits, axis=-1, keepdims=True)
             top = jnp.where(top == -jnp.inf, 0, top)
             weights = jnp.exp(logits - top).astype(values.dtype)
             total = jnp.sum(weights, axis=-1, keepdims=True, dtype=dtype)
-            inverse = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
+            some = total > 0
+            real = own_mask.queries(q_length)
+            some = some if real is None else some & real.T
+            inverse = jnp.where(some, 1 / jnp.where(some, total, 1), 0)
             out = jnp.matmul(weights, _block(values, i, j), preferred_element_type=dtype)
             return _put(results, (out * inverse, Rows(top, inverse)), i, j)
 
@@ -139,7 +148,7 @@ def backward(inputs: Inputs, out: jax.Array, rows: Rows, g: jax.Array) -> Inputs
             dproducts, dvalues, dbias = carry
             logits, back = jax.vjp(make_logits, bias, _block(products, i, j))
             top, inverse = _block(rows, i, j)
-            weights = jnp.exp(_masked(logits, mask, i, j) - top) * inverse
+            weights = jnp.exp(_masked(logits, mask.block(i, j)) - top) * inverse
             g_block, out_block = _block((g, out), i, j)
             delta = jnp.sum(g_block.astype(top.dtype) * out_block, axis=-1, keepdims=True)
             slope = weights * (product(g_block, _block(values, i, j)) - delta)
@@ -193,12 +202,12 @@ def _bias(biases: Terms, *, q_length: int) -> jax.Array | None:
     return functools.reduce(operator.add, [x.astype(wide(x)) for x in parts]) if parts else None
 
 
-def _masked(logits: jax.Array, mask: Mask, i: jax.Array, j: jax.Array) -> jax.Array:
-    """The logits ``[q, k]`` of example i and head j, -inf where the mask forbids."""
-    pairs = mask.block(i, j).pairs(*logits.shape)
+def _masked(logits: jax.Array, mask: Mask) -> jax.Array:
+    """The logits ``[q, k]``, -inf where the mask of this block forbids real queries a key."""
+    pairs = dataclasses.replace(mask, query_lengths=None, query_valid=None).pairs(*logits.shape)
     if pairs is None:
         return logits
-    return jnp.where(pairs, logits, -jnp.inf).reshape(logits.shape)
+    return jnp.where(pairs.reshape(pairs.shape[-2:]), logits, -jnp.inf)
 
 
 def _block(tree: Any, i: jax.Array | int, j: jax.Array) -> Any:

@@ -68,8 +68,8 @@ def report(workdir: pathlib.Path, data_dir: pathlib.Path, began: float) -> None:
         ),
         runs=runs,
         baselines={
-            "Majority": embedded.majority(data_dir),
-            "Bag of words": embedded.bag_of_words(data_dir),
+            "Majority": embedded.majority(),
+            "Bag of words": embedded.bag_of_words(),
         },
         metric_names={s.name: main_metric(s)[0] for s in evaluator.sets},
         counts={s.name: len(s.inputs) for s in evaluator.sets},
@@ -165,7 +165,7 @@ def attention_of(experiment: Experiment, variables: Any, tokens: Any) -> tuple[l
         np.asarray(jax.nn.softmax(part["table"][:, :length, :length]))
         for n in names
         for part in params[n]["attention"]["align"].values()
-        if "table" in part
+        if isinstance(part, dict) and "table" in part
     ]
     return tables, weights
 

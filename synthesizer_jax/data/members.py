@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import pathlib
+import threading
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -40,6 +42,8 @@ class Member(Protocol):
 class Examples:
     """A task's finished examples in stored order, tokenised once and only as far as needed.
 
+    Threads may share it.
+
     Args:
       task: a SeqIO task.
       split: its split.
@@ -48,6 +52,7 @@ class Examples:
 
     def __init__(self, task: Any, split: str, lengths: Mapping[str, int]):
         tensorflow()
+        self.name = f"{task.name}'s split {split!r}"
         dataset = task.get_dataset(
             lengths, split=split, shuffle=False, num_epochs=1, seed=0, try_in_mem_cache=False
         )
@@ -56,6 +61,7 @@ class Examples:
         self._chunks: list[list[tuple[np.ndarray, np.ndarray]]] = []
         self._count = 0
         self._whole = False
+        self._lock = threading.Lock()
         self.reach(0)
 
     def __len__(self) -> int:
@@ -73,19 +79,35 @@ class Examples:
     def reach(self, index: int) -> bool:
         """Reads on until example `index` is there; False if the split ends before."""
         while index >= self._count and not self._whole:
-            ragged = next(self._source, None)
-            if ragged is None:
-                self._whole, self._source = True, iter(())
-                break
-            self._chunks.append([(r.values.numpy(), r.row_splits.numpy()) for r in ragged])
-            self._count += len(self._chunks[-1][0][1]) - 1
+            with self._lock:
+                self._read()
         return index < self._count
+
+    def _read(self) -> None:
+        ragged = next(self._source, None)
+        if ragged is None:
+            self._whole, self._source = True, iter(())
+            return
+        self._chunks.append([(r.values.numpy(), r.row_splits.numpy()) for r in ragged])
+        self._count += len(self._chunks[-1][0][1]) - 1
 
     @functools.cached_property
     def checksum(self) -> int:
         """Of the first examples: another vocabulary, data set or preprocessing changes it."""
         parts = [part for ids, ends in self._chunks[0] for part in (ids, ends)]
         return functools.reduce(lambda crc, part: zlib.crc32(part.tobytes(), crc), parts, 0)
+
+
+_read_already: weakref.WeakKeyDictionary[Any, dict[Any, Examples]] = weakref.WeakKeyDictionary()
+
+
+def examples_of(task: Any, split: str, lengths: Mapping[str, int]) -> Examples:
+    """The task's examples; those that this process has read already are not read again."""
+    read = _read_already.setdefault(task, {})
+    key = (split, *sorted(lengths.items()))
+    if key not in read:
+        read[key] = Examples(task, split, lengths)
+    return read[key]
 
 
 class Resident:
@@ -110,7 +132,10 @@ class Resident:
         self._examples, self._shard, self._seed = examples, shard, seed
         self._move(0, 0, 0)
         if not len(self._order):
-            raise ValueError(f"{len(examples)} examples cannot be cut into {shard[1]} shards")
+            raise ValueError(
+                f"{examples.name} has {len(examples)} examples, fewer than shards={shard[1]}; set "
+                f"data.shards to at most {max(1, len(examples))} or leave the task out"
+            )
 
     def __next__(self) -> Example:
         while self._taken == len(self._order):
@@ -175,20 +200,27 @@ class Live:
             lengths,
             split=split,
             shuffle=shuffle,
-            shuffle_buffer_size=max(1, CHUNK // shard[1]),
+            shuffle_buffer_size=1,  # it would hold all features, and save them
             seed=seed,
             shard_info=seqio.ShardInfo(*shard),
             num_epochs=None,
             try_in_mem_cache=False,
         )
-        dataset = dataset.map(lambda row: (row["inputs"], row["targets"])).with_options(options())
-        self._name, self._iterator = f"{task.name}'s shard {shard[0]} of {shard[1]}", iter(dataset)
+        dataset = dataset.map(lambda row: (row["inputs"], row["targets"]))
+        if shuffle:
+            dataset = dataset.shuffle(max(1, CHUNK // shard[1]), seed=seed)
+        dataset = dataset.with_options(options())
+        self._name = f"{task.name}'s split {split!r}"
+        self._shard, self._iterator = shard, iter(dataset)
         self._checkpoint = tf.train.Checkpoint(iterator=self._iterator)
 
     def __next__(self) -> Example:
         row = next(self._iterator, None)
         if row is None:
-            raise ValueError(f"{self._name} has no examples; set data.shards to a smaller number")
+            raise ValueError(
+                f"{self._name} has no example for shard {self._shard[0]} of {self._shard[1]}; set "
+                "data.shards to a smaller number or leave the task out"
+            )
         inputs, targets = row
         return inputs.numpy(), targets.numpy()
 

@@ -2,9 +2,9 @@
 
 The stream is cut once into V virtual shards. Each draws a task by its rate, then that task's next
 example of the shard, and the batch takes B/V rows of each shard in order: so the order of examples
-is the same on any number of hosts. Examples come through SeqIO, which reads and tokenises them; those
-of fixed tasks are then kept in memory, and drawn by counters (`members.Resident`), so that a position
-is a few numbers, exact, and restored at once.
+is the same on any number of hosts. SeqIO reads and tokenises; the examples of tasks without random
+steps are then kept in memory and drawn by counters (`members.Resident`), so that a position is a few
+exact numbers. Other tasks stay SeqIO pipelines (`members.Live`), a TensorFlow checkpoint each.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from synthesizer_jax.data.members import (
     Member,
     Resident,
     bits,
+    examples_of,
     fits_memory,
 )
 
@@ -287,7 +288,7 @@ def drawn_tasks(config: DataConfig) -> tuple[list[Any], dict[str, float]]:
 def read_examples(tasks: list[Any], config: DataConfig) -> dict[str, Examples]:
     """Opens tasks and reads their first examples, several at a time."""
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        opened = pool.map(lambda task: Examples(task, config.split, config.lengths), tasks)
+        opened = pool.map(lambda task: examples_of(task, config.split, config.lengths), tasks)
         return {task.name: examples for task, examples in zip(tasks, opened, strict=True)}
 
 

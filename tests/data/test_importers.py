@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from synthesizer_jax.data.importers import SplitReport, benchmark, import_benchmark
-
-Rows = list[dict]
+from synthesizer_jax.data.importers import ImportReport, SplitReport, benchmark, import_benchmark
 
 
 def put(path: pathlib.Path, text: str | bytes) -> None:
@@ -27,11 +25,10 @@ def lines(*rows: object) -> str:
 def read(data_dir: pathlib.Path, name: str, split: str) -> dict[int, dict]:
     """Examples by idx, read as any TFDS user reads them."""
     dataset = tfds.load(name, split=split, data_dir=data_dir, download=False)
-    assert isinstance(dataset, object)
     return {int(row["idx"]): row for row in tfds.as_numpy(dataset)}
 
 
-def report_of(report: object, config: str) -> dict[str, SplitReport]:
+def report_of(report: ImportReport, config: str) -> dict[str, SplitReport]:
     return {s.split: s for s in report.splits if s.config == config}
 
 
@@ -39,7 +36,7 @@ def test_tsv_plain_and_gz_with_mark_and_quotes(tmp_path: pathlib.Path) -> None:
     source, out = tmp_path / "files", tmp_path / "out"
     put(
         source / "CoLA/subset_train.tsv.gz",
-        'gj04\t1\t\tHe said "stop and left.\ngj04\t0\t*\tHim " said stop\t\n'.replace("\t\n", "\n"),
+        'gj04\t1\t\tHe said "stop and left.\ngj04\t0\t*\tHim " said stop\n',
     )
     put(source / "CoLA/subset_test.tsv", "index\tsentence\n0\tA man.\n1\tTwo men.\n")
     put(
@@ -109,7 +106,7 @@ MRPC_HEADER = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
 
 
 def test_mrpc_from_the_original_and_from_glues_own_files(tmp_path: pathlib.Path) -> None:
-    rows = [f"{i % 2}\t{i}\t{i + 9}\t\" first {i}\tsecond {i}\n" for i in range(4)]
+    rows = [f'{i % 2}\t{i}\t{i + 9}\t" first {i}\tsecond {i}\n' for i in range(4)]
     original = tmp_path / "original/MRPC"
     for name in ("train", "test"):
         put(original / f"subset_msr_paraphrase_{name}.txt", MRPC_HEADER + "".join(rows))
@@ -125,9 +122,9 @@ def test_mrpc_from_the_original_and_from_glues_own_files(tmp_path: pathlib.Path)
     put(own / "subset_train.tsv", MRPC_HEADER + "".join(rows[:2] + rows[3:]))
     put(own / "subset_dev.tsv", MRPC_HEADER + rows[2])
     import_benchmark("glue", tmp_path / "own", tmp_path / "out2")
-    assert [r["label"] for _, r in sorted(read(tmp_path / "out2", "glue/mrpc", "train").items())] == [
-        *(0, 1, 1)
-    ]
+    assert [
+        r["label"] for _, r in sorted(read(tmp_path / "out2", "glue/mrpc", "train").items())
+    ] == [*(0, 1, 1)]
     (only,) = read(tmp_path / "out2", "glue/mrpc", "validation").values()
     assert (only["sentence2"], only["label"]) == (b"second 2", 0)
 
@@ -189,13 +186,21 @@ def test_super_glue_rows_are_tfds_rows(tmp_path: pathlib.Path) -> None:
 
 
 BROKEN = {
-    "label": ("RTE/subset_train.tsv", "sentence1\tsentence2\tlabel\na\tb\tmaybe\n", "line 2: label"),
+    "label": (
+        "RTE/subset_train.tsv",
+        "sentence1\tsentence2\tlabel\na\tb\tmaybe\n",
+        "line 2: label",
+    ),
     "no label": ("RTE/subset_dev.tsv", "sentence1\tsentence2\na\tb\n", "line 1: no column 'label'"),
     "extra field": ("RTE/subset_test.tsv", "sentence1\tsentence2\na\tb\tc\n", "line 2: 3 tab"),
     "cola": ("CoLA/subset_train.tsv", "x\t1\t\tfine\nx\t1\tshort\n", "line 2: 3 tab"),
     "score": ("STS-B/subset_dev.tsv", "sentence1\tsentence2\tscore\na\tb\t5.1\n", "'5.1' is not a"),
     "no score": ("STS-B/subset_dev.tsv", "sentence1\tsentence2\tscore\na\tb\n", "line 2: score ''"),
-    "encoding": ("AX/subset_diagnostic.tsv", b"sentence1\tsentence2\nok\tok\n\xff\tb\n", "line 3: byte 0"),
+    "encoding": (
+        "AX/subset_diagnostic.tsv",
+        b"sentence1\tsentence2\nok\tok\n\xff\tb\n",
+        "line 3: byte 0",
+    ),
     "json": ("MNLI/subset_train.json", "[]", "a JSON object was expected, not list"),
     "key": ("MNLI/subset_train.json", '{"8": {"text_a": "a", "label": 0}}', "entry '8': 'text_b'"),
     "tab": ("MNLI/subset_dev_matched.jsonl", lines({"premise": "a\tb"}), "line 1: 'premise' holds"),
@@ -208,7 +213,11 @@ BROKEN = {
     "not json": ("CB/subset_train.jsonl", lines(CB, "{"), "line 2: not JSON"),
     "blank": ("CB/subset_train.jsonl", lines(CB, "", CB | {"idx": 1}), "line 2: not JSON"),
     "class": ("CB/subset_train.jsonl", lines(CB | {"label": "no"}), "line 1: label 'no' is not"),
-    "hidden": ("CB/subset_val.jsonl", lines({"premise": "", "hypothesis": "", "idx": 0}), "'label' is m"),
+    "hidden": (
+        "CB/subset_val.jsonl",
+        lines({"premise": "", "hypothesis": "", "idx": 0}),
+        "'label' is m",
+    ),
     "type": ("CB/subset_train.jsonl", lines(CB | {"premise": 3}), "'premise' is int, str was"),
     "twice": ("CB/subset_train.jsonl", lines(CB, CB), "line 2: idx 0 is there twice"),
     "choice": ("COPA/subset_train.jsonl", lines(COPA | {"label": 2}), "line 1: label '2'"),
@@ -234,12 +243,14 @@ BROKEN = {
     ),
     "pronoun": ("DPR/subset_test.c.txt", "S he\nhe\nA, B\nC\n", "line 1: 'C' is not one of two"),
     "tsv": ("CB/subset_train.tsv", "a\tb\n", "SuperGLUE is read from jsonl"),
-    "gzip": ("WiC/subset_train.jsonl.gz", b"", "damaged gzip"),
+    "gzip": ("CB/subset_train.jsonl.gz", b"", "line 2: damaged gzip"),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_row_stops_the_import_and_leaves_nothing(case: str, tmp_path: pathlib.Path) -> None:
+def test_a_broken_row_stops_the_import_and_leaves_nothing(
+    case: str, tmp_path: pathlib.Path
+) -> None:
     name, content, message = BROKEN[case]
     source, out = tmp_path / "files", tmp_path / "out"
     put(source / name, content)
@@ -267,22 +278,20 @@ def test_a_failure_after_good_tasks_changes_nothing(
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
 
     put(source / "COPA/subset_train.jsonl", lines(COPA))
-    renames = iter([os.replace, os.replace, None])
+    rename, place = os.replace, out / "super_glue/cb/1.0.2"
 
-    def full_disk(old: object, new: object) -> None:
-        step = next(renames)
-        if step is None:
-            renames_after = os.rename
-            del renames_after
+    def full_disk(old: pathlib.Path, new: pathlib.Path) -> None:
+        if new == place and "data" in old.parts:
             raise OSError("disk full")
-        step(old, new)
+        rename(old, new)
 
     monkeypatch.setattr(benchmark.os, "replace", full_disk)
     with pytest.raises(OSError, match="disk full"):
         import_benchmark("super_glue", source, out)
+    assert {p: p.stat().st_mtime_ns for p in place.rglob("*")}.items() <= before.items()
+    assert len(read(out, "super_glue/cb", "train")) == 1
+    assert not (out / "super_glue/copa").exists()
     assert not list(out.glob(".import*"))
-    assert len(read(out, "super_glue/cb", "train")) == 2  # whole, whichever
-    assert not (out / "super_glue/copa/1.0.2").exists()
 
 
 def test_a_second_import_replaces_what_it_has_and_leaves_the_rest(tmp_path: pathlib.Path) -> None:
@@ -312,5 +321,5 @@ def test_what_cannot_be_imported_is_said_in_one_sentence(tmp_path: pathlib.Path)
         import_benchmark("blue", tmp_path, tmp_path / "out")
     with pytest.raises(ValueError, match="is not a folder"):
         import_benchmark("glue", tmp_path / "nowhere", tmp_path / "out")
-    with pytest.raises(ValueError, match="no glue file in .* CoLA, SST-2"):
+    with pytest.raises(ValueError, match=r"no glue file in .* CoLA, SST-2"):
         import_benchmark("glue", tmp_path, tmp_path / "out")

@@ -139,12 +139,12 @@ def wic(draw: Draw) -> Example:
     """An ambiguous word in two contexts, each in nature or in town: the same sense?
 
     ``The hunter saw a crane near the lake.`` and ``A crane was by the factory.`` differ. Held out:
-    pairs of contexts.
+    pairs of the word and its first context.
     """
     label, sense = draw.below(2), draw.below(2)
     word = draw.one(WORDS)
-    first, context1 = _use(draw, word, sense)
-    second, context2 = _use(draw, word, sense if label else 1 - sense)
+    first, context = _use(draw, word, sense)
+    second, _ = _use(draw, word, sense if label else 1 - sense)
     row = {
         "word": word,
         "sentence1": first,
@@ -153,12 +153,12 @@ def wic(draw: Draw) -> Example:
         **_offsets(word, second, 2),
         "label": draw.noisy(label, 2),
     }
-    return Example(row, (context1, context2))
+    return Example(row, (word, context))
 
 
 def _use(draw: Draw, word: str, sense: int) -> tuple[str, str]:
     """A sentence with the word in that sense, and the context that shows it."""
-    person = draw.one(PEOPLE[sense] if draw.chance(0.7) else ANYBODY)
+    person = draw.one(PEOPLE[sense] if draw.chance(0.85) else ANYBODY)
     context = draw.one(CONTEXTS[sense])
     form = draw.one(
         (

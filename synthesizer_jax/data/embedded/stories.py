@@ -70,7 +70,7 @@ def copa(draw: Draw) -> Example:
     """What was the cause, what the effect: choices of opposite outcome, or of the wrong direction.
 
     ``Anna won the race.``: the effect is ``She smiled.`` rather than ``She sighed.`` Held out: pairs
-    of cause and effect.
+    of person and premise.
     """
     label, question, outcome = draw.below(2), draw.below(2), draw.below(2)
     world, woman = draw.one(WORLDS), draw.below(2)
@@ -89,7 +89,7 @@ def copa(draw: Draw) -> Example:
         "question": ("cause", "effect")[question],
         "label": draw.noisy(label, 2),
     }
-    return Example(row, (told, right))
+    return Example(row, (name, told))
 
 
 PERSONS = (

@@ -41,17 +41,17 @@ def import_benchmark(
     are no longer in `source` is left alone.
 
     Args:
-        name: `glue` or `super_glue` (with definite pronoun resolution, if its folder is there).
-        source: the folder that holds the tasks' folders (`CoLA`, `SST-2`, …), or its parent when
-            it is called `name`. Files may be plain or gzip.
-        data_dir: a TFDS data directory; made if need be.
+      name: `glue` or `super_glue` (with definite pronoun resolution, if its folder is there).
+      source: the folder that holds the tasks' folders (`CoLA`, `SST-2`, …), or its parent when
+        it is called `name`. Files may be plain or gzip.
+      data_dir: a TFDS data directory; made if need be.
 
     Returns:
-        What was found, split by split.
+      What was found, split by split.
 
     Raises:
-        ValueError: `name` is unknown, nothing was found, a row is broken (with file, line and
-            reason), or a complete split has not its published size.
+      ValueError: `name` is unknown, nothing was found, a row is broken (with file, line and
+        reason), or a complete split has not its published size.
     """
     if name not in TASKS:
         raise ValueError(f"benchmark {name!r} is unknown; choose one of {', '.join(TASKS)}")

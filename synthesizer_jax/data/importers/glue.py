@@ -34,13 +34,13 @@ class _Check:
     """What a row of one file must be.
 
     Attributes:
-        path: the file, for messages.
-        header: its columns.
-        texts: columns without which TFDS drops a row.
-        label: the label column, None in files without labels.
-        classes: label names; None for a score from 0 to 5.
-        ragged: short rows are dropped by TFDS; False where they make it fail.
-        wider: rows with more fields than columns are legal.
+      path: the file, for messages.
+      header: its columns.
+      texts: columns without which TFDS drops a row.
+      label: the label column, None in files without labels.
+      classes: label names; None for a score from 0 to 5.
+      ragged: short rows are dropped by TFDS; False where they make it fail.
+      wider: rows with more fields than columns are legal.
     """
 
     path: pathlib.Path
@@ -60,7 +60,7 @@ class _Check:
         """True if TFDS makes an example of this row, False if it drops it.
 
         Raises:
-            ValueError: neither; the row is broken.
+          ValueError: neither; the row is broken.
         """
         if len(fields) > len(self.header) and not self.wider:
             raise self._broken(where, fields)
@@ -101,13 +101,13 @@ def stage(builder: Any, split: Split, source: Source, target: pathlib.Path) -> S
     """Writes the rows of `source` to `target` as TFDS's reader of this task wants them.
 
     Args:
-        builder: the TFDS builder of the task.
-        split: the split being read.
-        source: tsv, jsonl (TFDS's feature names as keys) or json (`text_a`, `text_b`, `label`).
-        target: a file to write; its neighbours may be written too.
+      builder: the TFDS builder of the task.
+      split: the split being read.
+      source: tsv, jsonl (TFDS's feature names as keys) or json (`text_a`, `text_b`, `label`).
+      target: a file to write; its neighbours may be written too.
 
     Raises:
-        ValueError: a row is broken.
+      ValueError: a row is broken.
     """
     config = builder.builder_config
     if config.name == "mrpc":

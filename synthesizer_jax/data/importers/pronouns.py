@@ -17,7 +17,7 @@ def stage(builder: Any, split: Split, source: Source, target: pathlib.Path) -> S
     A block is a sentence, its pronoun, two candidates separated by a comma, the right one.
 
     Raises:
-        ValueError: a block is broken.
+      ValueError: a block is broken.
     """
     del builder, split
     blocks = 0

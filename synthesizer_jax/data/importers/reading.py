@@ -23,7 +23,7 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[int, str]]:
     and blank lines at the end are left out; other blank lines are kept.
 
     Raises:
-        ValueError: the file is not UTF-8 or its gzip stream is damaged.
+      ValueError: the file is not UTF-8 or its gzip stream is damaged.
     """
     opener = gzip.open if path.suffix == ".gz" else open
     number, blank = 0, list[tuple[int, str]]()
@@ -50,7 +50,7 @@ def read_json_lines(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields the number and the JSON object of every line.
 
     Raises:
-        ValueError: a line is not one JSON object.
+      ValueError: a line is not one JSON object.
     """
     for number, line in read_lines(path):
         yield number, parse_object(path, number, line)
@@ -60,7 +60,7 @@ def read_json_entries(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]
     """Yields the key and the value of a file that is one JSON object of objects.
 
     Raises:
-        ValueError: it is not.
+      ValueError: it is not.
     """
     whole = parse_object(path, 1, "\n".join(line for _, line in read_lines(path)))
     for key, entry in whole.items():
@@ -73,7 +73,7 @@ def parse_object(path: pathlib.Path, number: int, text: str) -> dict[str, Any]:
     """One JSON object.
 
     Raises:
-        ValueError: `text` is something else.
+      ValueError: `text` is something else.
     """
     try:
         value = json.loads(text)

@@ -11,13 +11,13 @@ class SplitReport:
     """One split of one configuration.
 
     Attributes:
-        task: the folder name of the task in the original distribution, such as `CoLA`.
-        config: the TFDS data set it belongs to, such as `glue/cola`.
-        split: the TFDS split, such as `validation_matched`.
-        status: `complete` (the published size), `subset` (a known sample, any size) or `missing`.
-        rows: examples written.
-        dropped: rows of the file that TFDS itself leaves out.
-        file: the original file, None when missing.
+      task: the folder name of the task in the original distribution, such as `CoLA`.
+      config: the TFDS data set it belongs to, such as `glue/cola`.
+      split: the TFDS split, such as `validation_matched`.
+      status: `complete` (the published size), `subset` (a known sample, any size) or `missing`.
+      rows: examples written.
+      dropped: rows of the file that TFDS itself leaves out.
+      file: the original file, None when missing.
     """
 
     task: str
@@ -34,9 +34,9 @@ class ImportReport:
     """The outcome of one import, split by split.
 
     Attributes:
-        benchmark: `glue` or `super_glue`.
-        data_dir: where the TFDS data sets lie.
-        splits: one entry for every split that the benchmark has.
+      benchmark: `glue` or `super_glue`.
+      data_dir: where the TFDS data sets lie.
+      splits: one entry for every split that the benchmark has.
     """
 
     benchmark: str

@@ -12,10 +12,10 @@ class Staged:
     """A file that TFDS can read.
 
     Attributes:
-        source: the original file, for messages.
-        arguments: of the TFDS builder's `_generate_examples`.
-        rows: examples that TFDS will make of it.
-        dropped: rows that TFDS will leave out.
+      source: the original file, for messages.
+      arguments: of the TFDS builder's `_generate_examples`.
+      rows: examples that TFDS will make of it.
+      dropped: rows that TFDS will leave out.
     """
 
     source: pathlib.Path

@@ -19,13 +19,13 @@ def stage(builder: Any, split: Split, source: Source, target: pathlib.Path) -> S
     """Copies `source` to `target` unchanged but for its packing, checking every row.
 
     Args:
-        builder: the TFDS builder of the task.
-        split: the split being read; only a test split may lack labels.
-        source: the jsonl file.
-        target: the file to write.
+      builder: the TFDS builder of the task.
+      split: the split being read; only a test split may lack labels.
+      source: the jsonl file.
+      target: the file to write.
 
     Raises:
-        ValueError: a row is broken or repeats an `idx`.
+      ValueError: a row is broken or repeats an `idx`.
     """
     if source.format != "jsonl":
         raise ValueError(f"{source.path}: SuperGLUE is read from jsonl; nothing was imported")

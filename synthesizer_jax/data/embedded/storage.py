@@ -1,0 +1,126 @@
+"""The generated rows as TFDS data sets on disk, and the vocabulary beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from synthesizer_jax.data.embedded.definitions import DATASET, DEFINITIONS, as_text, config_of
+from synthesizer_jax.data.embedded.rows import SIZES, Row, examples
+from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
+
+VERSION = "1.0.0"
+"""Raised whenever the grammar changes: older sets on disk are then written anew."""
+
+VOCAB_SIZE = 1024
+VOCABULARY_TEXTS = 2000
+"""Training rows per task that the vocabulary is trained on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What `prepare` made or found.
+
+    Attributes:
+      directory: of this version's data sets.
+      vocabulary: the mixture's own SentencePiece model, without sentinels.
+    """
+
+    directory: pathlib.Path
+    vocabulary: SentencePiece
+
+
+def prepare(data_dir: pathlib.Path) -> Prepared:
+    """Writes the eight data sets and the vocabulary; a complete set of this version is kept.
+
+    Everything is written into a directory aside, and each part renamed into place when it is whole.
+
+    Args:
+      data_dir: where data sets lie.
+    """
+    directory = data_dir / DATASET
+    vocabulary = directory / f"vocabulary_{VERSION}.model"
+    targets = {task.name: data_dir / task.dataset / VERSION for task in DEFINITIONS}
+    missing = [t for t in DEFINITIONS if not (targets[t.name] / "dataset_info.json").is_file()]
+    directory.mkdir(parents=True, exist_ok=True)
+    if missing:
+        with tempfile.TemporaryDirectory(dir=data_dir, prefix=".embedded_") as aside:
+            for task in missing:
+                write(config_of(task), pathlib.Path(aside))
+                target = targets[task.name]
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(target, ignore_errors=True)
+                os.replace(pathlib.Path(aside) / task.dataset / VERSION, target)
+    if not vocabulary.is_file():
+        train_sentencepiece(texts(), vocabulary, vocab_size=VOCAB_SIZE, model_type="bpe")
+    return Prepared(directory, SentencePiece(str(vocabulary), extra_ids=0))
+
+
+def texts() -> Iterator[str]:
+    """Training inputs and targets that the vocabulary is made of."""
+    for task in DEFINITIONS:
+        for row in examples(config_of(task), "train")[:VOCABULARY_TEXTS]:
+            yield from as_text(task, row)
+
+
+def write(config: str, data_dir: pathlib.Path) -> None:
+    """Writes one data set with TFDS."""
+    import tensorflow_datasets as tfds
+
+    tfds.disable_progress_bar()
+    builder_type()(config=config, data_dir=str(data_dir)).download_and_prepare()
+
+
+@functools.cache
+def builder_type() -> Any:
+    """The TFDS builder; not registered, since what it writes is read from its files alone."""
+    import tensorflow_datasets as tfds
+    from tensorflow_datasets.core import registered
+
+    with registered.skip_registration():
+
+        class EmbeddedCoTraining(tfds.core.GeneratorBasedBuilder):  # its name is the data set's
+            BUILDER_CONFIGS = [  # noqa: RUF012
+                tfds.core.BuilderConfig(name=config_of(task)) for task in DEFINITIONS
+            ]
+            VERSION = tfds.core.Version(VERSION)
+            pkg_dir_path = pathlib.Path(__file__).parent
+
+            def _info(self) -> Any:
+                return tfds.core.DatasetInfo(
+                    builder=self,
+                    description="Generated sentences in a T5 task format.",
+                    features=tfds.features.FeaturesDict(features_of(self.builder_config.name)),
+                )
+
+            def _split_generators(self, dl_manager: Any) -> Any:
+                return {split: self._generate_examples(split) for split in SIZES}
+
+            def _generate_examples(self, split: str) -> Iterator[tuple[int, Row]]:
+                yield from enumerate(examples(self.builder_config.name, split))
+
+    return EmbeddedCoTraining
+
+
+def features_of(config: str) -> dict[str, Any]:
+    """The feature types of a task's rows, those of the GLUE or SuperGLUE configuration."""
+    import numpy as np
+    import tensorflow_datasets as tfds
+
+    task = next(t for t in DEFINITIONS if config_of(t) == config)
+    row = examples(config, "validation")[0]
+    kinds: dict[str, Any] = {}
+    for name, value in row.items():
+        if name == "label" and task.kind == "similarity":
+            kinds[name] = np.float32
+        elif name == "label":
+            kinds[name] = tfds.features.ClassLabel(names=list(task.labels or ("False", "True")))
+        else:
+            kinds[name] = tfds.features.Text() if isinstance(value, str) else np.int32
+    return kinds
