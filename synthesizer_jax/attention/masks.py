@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ class Mask:
     segment_length: int | None = dataclasses.field(default=None, metadata={"static": True})
     segments: int | None = dataclasses.field(default=None, metadata={"static": True})
     prefix_lengths: jax.Array | None = None
-    query_offset: int | jax.Array = 0
+    query_offset: Any = 0
     allowed: jax.Array | None = None
     self_attention: bool = dataclasses.field(default=False, metadata={"static": True})
 

@@ -44,14 +44,12 @@ def combine(weights: jax.Array, values: jax.Array) -> jax.Array:
 
     Args:
       weights: ``[h, q, k]``, rounded to the values' dtype.
-      values: ``[b, k, h, e]``.
+      values: ``[h, k, b, e]``.
 
     Returns:
       ``[h, q, b, e]``, float32 or wider.
     """
-    dtype = wide(values)
-    weights = weights.astype(values.dtype)
-    return jnp.einsum("hqk,bkhe->hqbe", weights, values, preferred_element_type=dtype)
+    return _by_head(weights.astype(values.dtype), values, (2, 1))
 
 
 def _combine_fwd(weights: jax.Array, values: jax.Array):
@@ -63,20 +61,16 @@ def combine_back(
 ) -> tuple[jax.Array, jax.Array]:
     """The cotangents of `combine`'s weights and values from its result's, ``[h, q, b, e]``."""
     weights, values = residuals
-    dtype = wide(values)
-    heads, queries = g.shape[:2]
     g = g.astype(values.dtype)
-    flat = values.transpose(2, 1, 0, 3).reshape(heads, values.shape[1], -1)
-    dweights = lax.dot_general(
-        g.reshape(heads, queries, -1),
-        flat,
-        (((2,), (2,)), ((0,), (0,))),
-        preferred_element_type=dtype,
-    )
-    dvalues = jnp.einsum(
-        "hqk,hqbe->bkhe", weights.astype(values.dtype), g, preferred_element_type=dtype
-    )
-    return dweights.astype(weights.dtype), dvalues.astype(values.dtype)
+    flat = (x.reshape(*x.shape[:2], -1) for x in (g, values))
+    dvalues = _by_head(weights.astype(values.dtype), g, (1, 1))
+    return _by_head(*flat, (2, 2)).astype(weights.dtype), dvalues.astype(values.dtype)
 
 
 combine.defvjp(_combine_fwd, combine_back)
+
+
+def _by_head(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    """A matrix product for every head, over the given axes; other axes of `y` stay apart."""
+    dims = ((axes[:1], axes[1:]), ((0,), (0,)))
+    return lax.dot_general(x, y, dims, preferred_element_type=wide(x, y))

@@ -46,12 +46,13 @@ def attend_static(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int)
     (logits,) = materialise(
         terms, q_length=q_length, k_length=k_length, query_offset=mask.query_offset
     )
-    if not separable(mask):
-        return _guarded(logits, values, mask)
-    weights = jax.nn.softmax(logits, axis=-1, where=mask.band(q_length, k_length))
-    out = _swap(combine(weights, values)).astype(values.dtype)
-    real = mask.queries(q_length)
-    return out if real is None else jnp.where(real[..., None, None], out, 0)
+    keys, real = mask.keys(k_length), mask.queries(q_length)
+    if separable(mask):
+        weights = jax.nn.softmax(logits, axis=-1, where=mask.band(q_length, k_length))
+        out = _swap(combine(weights, _swap(values))).astype(values.dtype)
+        return out if real is None else jnp.where(real[..., None, None], out, 0)
+    values = values if keys is None else jnp.where(keys[..., None, None], values, 0)
+    return _swap(_guarded(logits, _swap(values), mask))
 
 
 def separable(mask: Mask) -> bool:
@@ -67,12 +68,14 @@ def separable(mask: Mask) -> bool:
 
 @jax.custom_vjp
 def _guarded(logits: jax.Array, values: jax.Array, mask: Mask) -> jax.Array:
+    """The output ``[h, q, b, e]`` for logits ``[h, q, k]`` and masked values ``[h, k, b, e]``."""
     return _guarded_fwd(logits, values, mask)[0]
 
 
 def _guarded_fwd(logits: jax.Array, values: jax.Array, mask: Mask):
-    regions = _regions(mask, logits.shape[1], *values.shape[:2])
-    parts = [(e, keys) for e, (_, keys) in zip(_weights(logits, regions), regions, strict=True)]
+    regions = _regions(mask, logits.shape[1], values)
+    weights = _weights(logits, regions)
+    parts = [(e, keys) for e, (_, keys) in zip(weights, regions, strict=True)]
     dtype = wide(logits, values)
     total = sum(_over_keys("hqk,bk->hqb", e.astype(values.dtype), m, dtype) for e, m in parts)
     seen = sum(_over_keys("qk,bk->qb", r.astype(dtype), m, dtype) for r, m in regions) > 0
@@ -90,17 +93,18 @@ def _guarded_fwd(logits: jax.Array, values: jax.Array, mask: Mask):
         return _swap(out), _swap(rows.inverse)[..., 0], _swap(rows.top)[..., 0]
 
     out, inverse, top = lax.cond(exact, fast, slow)
-    return _swap(out), (logits, values, mask, out, inverse, top, exact)
+    return out, (logits, values, mask, out, inverse, top, exact)
 
 
 def _guarded_bwd(residuals: tuple[Any, ...], g: jax.Array):
     logits, values, mask, out, inverse, top, exact = residuals
 
     def fast():
-        regions = _regions(mask, logits.shape[1], *values.shape[:2])
-        slope = _swap(g) * inverse[..., None]
+        regions = _regions(mask, logits.shape[1], values)
+        slope = g * inverse[..., None]
         delta = jnp.sum(slope * out, axis=-1)
-        dlogits, dvalues = 0, 0
+        dlogits: Any = 0
+        dvalues: Any = 0
         for e, (_, keys) in zip(_weights(logits, regions), regions, strict=True):
             de, dv = combine_back((e, _keep(values, keys)), slope)
             dlogits += e * (de - _over_keys("hqb,bk->hqk", delta, keys, delta.dtype))
@@ -109,8 +113,8 @@ def _guarded_bwd(residuals: tuple[Any, ...], g: jax.Array):
 
     def slow():
         rows = fused.Rows(_swap(top[..., None]), _swap(inverse[..., None]))
-        back = fused.backward(_as_bias(logits, values, mask), _swap(out), rows, g)
-        return jax.tree.leaves(back.biases)[0], back.values
+        back = fused.backward(_as_bias(logits, values, mask), _swap(out), rows, _swap(g))
+        return jax.tree.leaves(back.biases)[0], _swap(back.values)
 
     return *lax.cond(exact, fast, slow), None
 
@@ -119,16 +123,15 @@ _guarded.defvjp(_guarded_fwd, _guarded_bwd)
 
 
 def _as_bias(logits: jax.Array, values: jax.Array, mask: Mask) -> fused.Inputs:
-    return fused.Inputs((), (Static(logits),), values, mask)
+    return fused.Inputs((), (Static(logits),), _swap(values), mask)
 
 
-def _regions(
-    mask: Mask, q_length: int, batch: int, k_length: int
-) -> list[tuple[jax.Array, jax.Array]]:
+def _regions(mask: Mask, q_length: int, values: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
     """The mask as disjoint products of pairs ``[q or 1, k]`` and real keys ``[b, k]``.
 
     A prefix needs two: what the band allows, and what only a prefix allows.
     """
+    _, k_length, batch, _ = values.shape
     keys = mask.keys(k_length)
     keys = jnp.ones((batch, k_length), bool) if keys is None else keys
     band, prefix = mask.band(q_length, k_length), mask.prefix(k_length)
@@ -142,9 +145,9 @@ def _regions(
 def _weights(logits: jax.Array, regions: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
     """``exp(S - c)`` inside each region and zero outside, ``[h, q, k]`` float32 or wider."""
     everywhere = functools.reduce(operator.or_, (pairs for pairs, _ in regions))
-    top = jnp.max(logits, axis=-1, keepdims=True, where=everywhere, initial=-jnp.inf)
-    shifted = logits - jnp.where(top == -jnp.inf, 0, top)
-    return [jnp.exp(jnp.where(pairs, shifted, -jnp.inf)) for pairs, _ in regions]
+    least = jnp.finfo(logits.dtype).min
+    top = jnp.max(logits, axis=-1, keepdims=True, where=everywhere, initial=least)
+    return [jnp.exp(jnp.where(pairs, logits - top, -jnp.inf)) for pairs, _ in regions]
 
 
 def _over_keys(spec: str, x: jax.Array, keys: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -152,11 +155,12 @@ def _over_keys(spec: str, x: jax.Array, keys: jax.Array, dtype: jnp.dtype) -> ja
 
 
 def _keep(values: jax.Array, keys: jax.Array) -> jax.Array:
-    return jnp.where(keys[..., None, None], values, 0)
+    """Values ``[h, k, b, e]`` where keys ``[b, k]`` are true, and zeros."""
+    return jnp.where(keys.T[..., None], values, 0)
 
 
 def _swap(x: jax.Array) -> jax.Array:
-    """``[b, q, h, e]`` to ``[h, q, b, e]``, and back: the swap of batch and heads."""
+    """``[b, n, h, e]`` to ``[h, n, b, e]``, the layout of this route, and back."""
     return x.transpose(2, 1, 0, 3)
 
 

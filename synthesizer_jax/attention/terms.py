@@ -146,7 +146,7 @@ def add(*terms: Term) -> Terms:
     """The sum of terms: all `Static` become one, all `Relative` one, the others stay apart."""
     statics = [t.logits for t in terms if isinstance(t, Static)]
     relatives = [t for t in terms if isinstance(t, Relative)]
-    rest = tuple(t for t in terms if not isinstance(t, (Static, Relative)))
+    rest: Terms = tuple(t for t in terms if not isinstance(t, Static | Relative))
     if statics:
         rest += (Static(functools.reduce(operator.add, statics)),)
     if relatives:

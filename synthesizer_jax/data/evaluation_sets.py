@@ -123,7 +123,9 @@ def load(
     rows = sorted(dataset.as_numpy_iterator(), key=_order)
     if max_examples is not None and max_examples < len(rows):
         last = _group(name, rows[max_examples - 1])
-        end = next((i for i in range(max_examples, len(rows)) if _group(name, rows[i]) != last), None)
+        end = next(
+            (i for i in range(max_examples, len(rows)) if _group(name, rows[i]) != last), None
+        )
         rows = rows[:end]
     return EvaluationSet(
         task=definition,

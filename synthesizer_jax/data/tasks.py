@@ -160,8 +160,15 @@ def register_task(task: TaskDefinition, vocabulary: Any, data_dir: pathlib.Path)
         return
     if task.name in seqio.TaskRegistry.names():
         seqio.TaskRegistry.remove(task.name)
-    # TFDS would hold small sets in memory and write them into every saved position.
-    seqio.set_tfds_read_config_override(tfds.ReadConfig(try_autocache=False))
+    # Examples are kept by `pipeline`, not by TFDS; one reader a task keeps the threads few.
+    seqio.set_tfds_read_config_override(
+        tfds.ReadConfig(
+            try_autocache=False,
+            interleave_cycle_length=1,
+            num_parallel_calls_for_interleave_files=1,
+            num_parallel_calls_for_decode=1,
+        )
+    )
     version = list(prepared(task, data_dir))[-1]
     here = splits(task.name, data_dir)
     steps: list[Any] = [task.preprocess]

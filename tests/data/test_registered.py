@@ -71,7 +71,9 @@ def test_training_batches_hold_the_tasks_examples(data_dir, vocabulary):
         ):
             question, answer = (vocabulary.decode(x[x != 0].tolist()) for x in (source, target))
             number = int(question.split()[2])
-            assert question.startswith(f"boolq passage: {number} is a number. question: is {number}")
+            assert question.startswith(
+                f"boolq passage: {number} is a number. question: is {number}"
+            )
             assert answer == str(number % 2 == 0)
             texts.add(question)
     assert len(texts) == 40  # two epochs saw every row
@@ -157,6 +159,6 @@ def test_sentencepiece_is_trained_aside_and_has_t5s_ids(tmp_path):
         train_sentencepiece(texts, path, vocab_size=4000)
     assert path.read_bytes() == good
     assert [p.name for p in path.parent.iterdir()] == ["mine.model"]
-    with pytest.raises(FileNotFoundError, match="no SentencePiece model nothing.model"):
+    with pytest.raises(FileNotFoundError, match=r"no SentencePiece model nothing\.model"):
         SentencePiece("nothing.model").build()
     assert padded_size(32_100) == 32_128

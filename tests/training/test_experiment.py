@@ -90,7 +90,7 @@ def test_unknown_recipes_come_with_what_there_is(tmp_path):
 
 
 def test_saved_json_of_unknown_classes_is_one_sentence():
-    with pytest.raises(ValueError, match="unknown type 'Randon'.*'Random'.*--import my_package"):
+    with pytest.raises(ValueError, match=r"unknown type 'Randon'.*'Random'.*--import my_package"):
         from_json({"type": "Randon", "max_length": 3})
     with pytest.raises(ValueError, match="Random has no field 'max_len', did you mean"):
         from_json({"type": "Random", "max_len": 3})

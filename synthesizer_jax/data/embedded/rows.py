@@ -82,7 +82,7 @@ def examples(task: str, split: str, *, seed: int = 0) -> list[Row]:
         row, combination = source.grammar(draw)
         label = row["label"]
         text = tuple(value for name, value in row.items() if name != "label")
-        unwanted = single and not label or source.labels and counts[label] >= limit
+        unwanted = (single and not label) or (source.labels and counts[label] >= limit)
         if is_held_out(combination) != (split == "validation") or unwanted or text in seen:
             continue
         seen.add(text)

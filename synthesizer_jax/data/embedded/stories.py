@@ -118,7 +118,7 @@ def wsc(draw: Draw) -> Example:
         persons = draw.two(PERSONS[gender])
     else:
         both = [draw.one(PERSONS[gender]), draw.one(PERSONS[1 - gender])]
-        persons = tuple(both if referent == SUBJECT else reversed(both))
+        persons = (both[0], both[1]) if referent == SUBJECT else (both[1], both[0])
         reason = draw.one((reason, draw.one(NO_HINT)))
     start = sentence(f"{persons[0]} {draw.one(VERBS)} {persons[1]} because")[:-1]
     text = f"{start} {PRONOUNS[gender]} {reason}."
