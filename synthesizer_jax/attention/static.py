@@ -46,13 +46,12 @@ def attend_static(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int)
     (logits,) = materialise(
         terms, q_length=q_length, k_length=k_length, query_offset=mask.query_offset
     )
-    keys, real = mask.keys(k_length), mask.queries(q_length)
-    if separable(mask):
-        weights = jax.nn.softmax(logits, axis=-1, where=mask.band(q_length, k_length))
-        out = _swap(combine(weights, _swap(values))).astype(values.dtype)
-        return out if real is None else jnp.where(real[..., None, None], out, 0)
-    values = values if keys is None else jnp.where(keys[..., None, None], values, 0)
-    return _swap(_guarded(logits, _swap(values), mask))
+    if not separable(mask):
+        return _guarded(logits, values, mask)
+    weights = jax.nn.softmax(logits, axis=-1, where=mask.band(q_length, k_length))
+    out = _swap(combine(weights, _swap(values))).astype(values.dtype)
+    real = mask.queries(q_length)
+    return out if real is None else jnp.where(real[..., None, None], out, 0)
 
 
 def separable(mask: Mask) -> bool:
@@ -68,24 +67,27 @@ def separable(mask: Mask) -> bool:
 
 @jax.custom_vjp
 def _guarded(logits: jax.Array, values: jax.Array, mask: Mask) -> jax.Array:
-    """The output ``[h, q, b, e]`` for logits ``[h, q, k]`` and masked values ``[h, k, b, e]``."""
+    """The output ``[b, q, h, e]`` for logits ``[h, q, k]`` and values ``[b, k, h, e]``."""
     return _guarded_fwd(logits, values, mask)[0]
 
 
 def _guarded_fwd(logits: jax.Array, values: jax.Array, mask: Mask):
+    values = _swap(_real(values, mask))
     regions = _regions(mask, logits.shape[1], values)
     weights = _weights(logits, regions)
-    parts = [(e, keys) for e, (_, keys) in zip(weights, regions, strict=True)]
     dtype = wide(logits, values)
-    total = sum(_over_keys("hqk,bk->hqb", e.astype(values.dtype), m, dtype) for e, m in parts)
-    seen = sum(_over_keys("qk,bk->qb", r.astype(dtype), m, dtype) for r, m in regions) > 0
+    total = sum(
+        _over_keys("hqk,bk->hqb", e.astype(values.dtype), keys, dtype)
+        for e, (_, keys) in zip(weights, regions, strict=True)
+    )
+    seen = sum(_over_keys("qk,bk->qb", r.astype(dtype), keys, dtype) for r, keys in regions) > 0
     real = mask.queries(logits.shape[1])
     seen = seen if real is None else seen & real.T
     exact = _agree(jnp.all((total >= LEAST) | ~seen))
 
     def fast():
         inverse = jnp.where(seen, 1 / jnp.where(seen, total, 1), 0)
-        out = sum(combine(e, _keep(values, m)) for e, m in parts) * inverse[..., None]
+        out = sum(map(combine, weights, _kept(values, regions))) * inverse[..., None]
         return out.astype(values.dtype), inverse, inverse
 
     def slow():
@@ -93,7 +95,7 @@ def _guarded_fwd(logits: jax.Array, values: jax.Array, mask: Mask):
         return _swap(out), _swap(rows.inverse)[..., 0], _swap(rows.top)[..., 0]
 
     out, inverse, top = lax.cond(exact, fast, slow)
-    return out, (logits, values, mask, out, inverse, top, exact)
+    return _swap(out), (logits, values, mask, out, inverse, top, exact)
 
 
 def _guarded_bwd(residuals: tuple[Any, ...], g: jax.Array):
@@ -101,20 +103,20 @@ def _guarded_bwd(residuals: tuple[Any, ...], g: jax.Array):
 
     def fast():
         regions = _regions(mask, logits.shape[1], values)
-        slope = g * inverse[..., None]
+        slope = _swap(g) * inverse[..., None]
         delta = jnp.sum(slope * out, axis=-1)
-        dlogits: Any = 0
-        dvalues: Any = 0
-        for e, (_, keys) in zip(_weights(logits, regions), regions, strict=True):
-            de, dv = combine_back((e, _keep(values, keys)), slope)
+        kept, kept_back = jax.vjp(lambda v: _kept(v, regions), values)
+        dlogits, dkept = jnp.zeros_like(logits), []
+        for e, v, (_, keys) in zip(_weights(logits, regions), kept, regions, strict=True):
+            de, dv = combine_back((e, v), slope)
             dlogits += e * (de - _over_keys("hqb,bk->hqk", delta, keys, delta.dtype))
-            dvalues += _keep(dv, keys)
-        return dlogits, dvalues
+            dkept.append(dv)
+        return dlogits, _real(_swap(*kept_back(dkept)), mask)
 
     def slow():
         rows = fused.Rows(_swap(top[..., None]), _swap(inverse[..., None]))
-        back = fused.backward(_as_bias(logits, values, mask), _swap(out), rows, _swap(g))
-        return jax.tree.leaves(back.biases)[0], _swap(back.values)
+        back = fused.backward(_as_bias(logits, values, mask), _swap(out), rows, g)
+        return jax.tree.leaves(back.biases)[0], back.values
 
     return *lax.cond(exact, fast, slow), None
 
@@ -154,9 +156,15 @@ def _over_keys(spec: str, x: jax.Array, keys: jax.Array, dtype: jnp.dtype) -> ja
     return jnp.einsum(spec, x, keys.astype(x.dtype), preferred_element_type=dtype)
 
 
-def _keep(values: jax.Array, keys: jax.Array) -> jax.Array:
-    """Values ``[h, k, b, e]`` where keys ``[b, k]`` are true, and zeros."""
-    return jnp.where(keys.T[..., None], values, 0)
+def _real(values: jax.Array, mask: Mask) -> jax.Array:
+    """The values ``[b, k, h, e]`` of real keys, and zeros."""
+    keys = mask.keys(values.shape[1])
+    return values if keys is None else jnp.where(keys[..., None, None], values, 0)
+
+
+def _kept(values: jax.Array, regions: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+    """The values ``[h, k, b, e]`` that each region may meet; the first meets all that are real."""
+    return [values, *(jnp.where(keys.T[..., None], values, 0) for _, keys in regions[1:])]
 
 
 def _swap(x: jax.Array) -> jax.Array:

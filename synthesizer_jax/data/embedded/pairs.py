@@ -19,7 +19,6 @@ AGENTS = (
     ("boy", "lad"),
     ("child", "kid"),
     ("doctor", "physician"),
-    ("teacher", "tutor"),
 )
 ACTIONS = (
     ("buying", "purchasing"),
@@ -27,7 +26,6 @@ ACTIONS = (
     ("throwing", "tossing"),
     ("fixing", "repairing"),
     ("cleaning", "washing"),
-    ("watching", "observing"),
 )
 OBJECTS = (
     ("boat", "ship"),
@@ -35,7 +33,6 @@ OBJECTS = (
     ("coat", "jacket"),
     ("cup", "mug"),
     ("rug", "carpet"),
-    ("bag", "sack"),
 )
 """Slots of the STS-B sentences, as pairs of synonyms."""
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import hashlib
+import io
 import os
 import pathlib
 import shutil
@@ -16,7 +19,8 @@ from synthesizer_jax.data.embedded.rows import SIZES, Row, examples
 from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
 
 VERSION = "1.0.0"
-"""Raised whenever the grammar changes: older sets on disk are then written anew."""
+GRAMMAR_FILE = "grammar.txt"
+"""Holds `grammar()` of the sets on disk; sets of another grammar are written anew."""
 
 VOCAB_SIZE = 1024
 VOCABULARY_TEXTS = 2000
@@ -28,7 +32,7 @@ class Prepared:
     """What `prepare` made or found.
 
     Attributes:
-      directory: of this version's data sets.
+      directory: of the data sets.
       vocabulary: the mixture's own SentencePiece model, without sentinels.
     """
 
@@ -37,7 +41,7 @@ class Prepared:
 
 
 def prepare(data_dir: pathlib.Path) -> Prepared:
-    """Writes the eight data sets and the vocabulary; a complete set of this version is kept.
+    """Writes the eight data sets and the vocabulary; what this grammar has written is kept.
 
     Everything is written into a directory aside, and each part renamed into place when it is whole.
 
@@ -45,10 +49,14 @@ def prepare(data_dir: pathlib.Path) -> Prepared:
       data_dir: where data sets lie.
     """
     directory = data_dir / DATASET
-    vocabulary = directory / f"vocabulary_{VERSION}.model"
+    vocabulary, mark = directory / "vocabulary.model", directory / GRAMMAR_FILE
     targets = {task.name: data_dir / task.dataset / VERSION for task in DEFINITIONS}
     missing = [t for t in DEFINITIONS if not (targets[t.name] / "dataset_info.json").is_file()]
     directory.mkdir(parents=True, exist_ok=True)
+    if not mark.is_file() or mark.read_text(encoding="utf-8") != grammar():
+        mark.unlink(missing_ok=True)
+        vocabulary.unlink(missing_ok=True)
+        missing = list(DEFINITIONS)
     if missing:
         with tempfile.TemporaryDirectory(dir=data_dir, prefix=".embedded_") as aside:
             for task in missing:
@@ -59,7 +67,17 @@ def prepare(data_dir: pathlib.Path) -> Prepared:
                 os.replace(pathlib.Path(aside) / task.dataset / VERSION, target)
     if not vocabulary.is_file():
         train_sentencepiece(texts(), vocabulary, vocab_size=VOCAB_SIZE, model_type="bpe")
+    if not mark.is_file():
+        mark.write_text(grammar(), encoding="utf-8")
     return Prepared(directory, SentencePiece(str(vocabulary), extra_ids=0))
+
+
+def grammar() -> str:
+    """A digest of this package's sources: it changes whenever the rows may."""
+    digest = hashlib.sha256()
+    for source in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
 
 
 def texts() -> Iterator[str]:
@@ -74,7 +92,9 @@ def write(config: str, data_dir: pathlib.Path) -> None:
     import tensorflow_datasets as tfds
 
     tfds.disable_progress_bar()
-    builder_type()(config=config, data_dir=str(data_dir)).download_and_prepare()
+    builder = builder_type()(config=config, data_dir=str(data_dir))
+    with contextlib.redirect_stdout(io.StringIO()):  # TFDS announces a download
+        builder.download_and_prepare()
 
 
 @functools.cache

@@ -89,7 +89,8 @@ def copa(draw: Draw) -> Example:
         "question": ("cause", "effect")[question],
         "label": draw.noisy(label, 2),
     }
-    return Example(row, (name, told))
+    shown = name if any("{}" in text for text in (told, right, wrong)) else ""
+    return Example(row, (shown, told))
 
 
 PERSONS = (
