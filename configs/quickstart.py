@@ -5,8 +5,8 @@ Command: `make quickstart`, or one of the two alone:
     synthesizer-jax train quickstart:random_vanilla --workdir runs/rv
 
 Hardware and time: two CPU cores, about two minutes a model. No file and no network is needed: the
-mixture is generated, its vocabulary trained on it. Expect at least 10 points above the majority
-class on six of the eight tasks.
+mixture is generated, its vocabulary trained on it. After 1,500 steps both models are well above the
+majority class on CoLA, MNLI, BoolQ and WSC; the other tasks need more steps.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ def combine_back(
     """The cotangents of `combine`'s weights and values from its result's, ``[h, q, b, e]``."""
     weights, values = residuals
     g = g.astype(values.dtype)
-    flat = (x.reshape(*x.shape[:2], -1) for x in (g, values))
+    rows, columns = (x.reshape(*x.shape[:2], -1) for x in (g, values))
     dvalues = _by_head(weights.astype(values.dtype), g, (1, 1))
-    return _by_head(*flat, (2, 2)).astype(weights.dtype), dvalues.astype(values.dtype)
+    return _by_head(rows, columns, (2, 2)).astype(weights.dtype), dvalues.astype(values.dtype)
 
 
 combine.defvjp(_combine_fwd, combine_back)

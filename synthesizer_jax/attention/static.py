@@ -95,7 +95,8 @@ def _guarded_fwd(logits: jax.Array, values: jax.Array, mask: Mask):
         return _swap(out), _swap(rows.inverse)[..., 0], _swap(rows.top)[..., 0]
 
     out, inverse, top = lax.cond(exact, fast, slow)
-    return _swap(out), (logits, values, mask, out, inverse, top, exact)
+    out = _swap(out)
+    return out, (logits, values, mask, out, inverse, top, exact)
 
 
 def _guarded_bwd(residuals: tuple[Any, ...], g: jax.Array):
@@ -104,7 +105,7 @@ def _guarded_bwd(residuals: tuple[Any, ...], g: jax.Array):
     def fast():
         regions = _regions(mask, logits.shape[1], values)
         slope = _swap(g) * inverse[..., None]
-        delta = jnp.sum(slope * out, axis=-1)
+        delta = jnp.sum(g.astype(inverse.dtype) * out, axis=-1).transpose(2, 1, 0) * inverse
         kept, kept_back = jax.vjp(lambda v: _kept(v, regions), values)
         dlogits, dkept = jnp.zeros_like(logits), []
         for e, v, (_, keys) in zip(_weights(logits, regions), kept, regions, strict=True):
@@ -115,7 +116,7 @@ def _guarded_bwd(residuals: tuple[Any, ...], g: jax.Array):
 
     def slow():
         rows = fused.Rows(_swap(top[..., None]), _swap(inverse[..., None]))
-        back = fused.backward(_as_bias(logits, values, mask), _swap(out), rows, g)
+        back = fused.backward(_as_bias(logits, values, mask), out, rows, g)
         return jax.tree.leaves(back.biases)[0], back.values
 
     return *lax.cond(exact, fast, slow), None
