@@ -49,7 +49,8 @@ def combine(weights: jax.Array, values: jax.Array) -> jax.Array:
     Returns:
       ``[h, q, b, e]``, float32 or wider.
     """
-    return _by_head(weights.astype(values.dtype), values, (2, 1))
+    out = _by_head(weights.astype(values.dtype), _columns(values), (2, 1))
+    return out.reshape(*out.shape[:2], *values.shape[2:])
 
 
 def _combine_fwd(weights: jax.Array, values: jax.Array):
@@ -61,16 +62,24 @@ def combine_back(
 ) -> tuple[jax.Array, jax.Array]:
     """The cotangents of `combine`'s weights and values from its result's, ``[h, q, b, e]``."""
     weights, values = residuals
-    g = g.astype(values.dtype)
-    rows, columns = (x.reshape(*x.shape[:2], -1) for x in (g, values))
+    g = _columns(g.astype(values.dtype))
     dvalues = _by_head(weights.astype(values.dtype), g, (1, 1))
-    return _by_head(rows, columns, (2, 2)).astype(weights.dtype), dvalues.astype(values.dtype)
+    dweights = _by_head(g, _columns(values), (2, 2))
+    return dweights.astype(weights.dtype), dvalues.reshape(values.shape).astype(values.dtype)
 
 
 combine.defvjp(_combine_fwd, combine_back)
 
 
+def _columns(x: jax.Array) -> jax.Array:
+    """``[h, n, b, e]`` as ``[h, n, b e]``."""
+    return x.reshape(*x.shape[:2], -1)
+
+
 def _by_head(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """A matrix product for every head, over the given axes; other axes of `y` stay apart."""
+    """A matrix product for every head, over the given axes.
+
+    Three axes, not four: XLA's CPU backend refuses some bfloat16 products with a split column axis.
+    """
     dims = ((axes[:1], axes[1:]), ((0,), (0,)))
     return lax.dot_general(x, y, dims, preferred_element_type=wide(x, y))
