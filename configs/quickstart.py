@@ -5,8 +5,9 @@ Command: `make quickstart`, or one of the two alone:
     synthesizer-jax train quickstart:random_vanilla --workdir runs/rv
 
 Hardware and time: two CPU cores, about two minutes a model. No file and no network is needed: the
-mixture is generated, its vocabulary trained on it. After 1,500 steps both models are well above the
-majority class on CoLA, MNLI, BoolQ and WSC; the other tasks need more steps.
+mixture is generated, its vocabulary trained on it. After 6,000 steps both models are far above the
+majority class on at least seven of the eight tasks, with any seed that was tried (0, 1, 2); which of
+COPA and STS-B comes last differs from seed to seed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.optimizers import AdamW
 from synthesizer_jax.training.schedules import Cosine
 
-STEPS = 1500
+STEPS = 6000
 INPUTS, TARGETS = 32, 4  # tokens; no row of the mixture is longer
 
 
@@ -57,7 +58,8 @@ def _quickstart(kind: Alignment) -> Experiment:
     )
     return Experiment(
         model=model,
-        data=DataConfig(embedded.MIXTURE, INPUTS, TARGETS, batch_size=64, shards=1),
+        # 48 rows: more would push a step's temporaries over glibc's largest reusable block, 32 MiB.
+        data=DataConfig(embedded.MIXTURE, INPUTS, TARGETS, batch_size=48, shards=1),
         training=Training(
             steps=STEPS,
             optimizer=AdamW(

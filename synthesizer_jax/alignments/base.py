@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 
 from synthesizer_jax.attention import Span, Terms
+from synthesizer_jax.attention.products import dense_product
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.parameters import with_axes
 
@@ -69,6 +70,7 @@ def project(
         use_bias=False,
         dtype=x.dtype,
         kernel_init=with_axes(kernel_init or FanIn(), "embed", "heads", axis),
+        dot_general=dense_product,
         name=name,
     )(x)
 

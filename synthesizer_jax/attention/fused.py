@@ -97,7 +97,8 @@ def _attend_fwd(q_length: int, inputs: Inputs):
 
 
 def _attend_bwd(_: int, residuals: tuple[Inputs, jax.Array, Rows], g: jax.Array):
-    return (backward(*residuals, g),)
+    inputs, out, rows = residuals
+    return (backward(inputs, rows, inner(out, g, rows.top.dtype), g),)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -134,12 +135,24 @@ def forward(q_length: int, inputs: Inputs) -> tuple[jax.Array, Rows]:
     return lax.fori_loop(0, heads, head, (out, Rows(row, row)))
 
 
-def backward(inputs: Inputs, out: jax.Array, rows: Rows, g: jax.Array) -> Inputs:
-    """The cotangents of the inputs from `forward`'s results and the cotangent `g` of its output."""
+def inner(out: jax.Array, g: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """``Σ_e out · g``, ``[b, q, h, 1]``: what a row's logits lose together in the backward pass."""
+    return jnp.sum(g.astype(dtype) * out, axis=-1, keepdims=True)
+
+
+def backward(inputs: Inputs, rows: Rows, delta: jax.Array, g: jax.Array) -> Inputs:
+    """The cotangents of the inputs.
+
+    Args:
+      inputs: what `forward` was given.
+      rows: what it returned.
+      delta: `inner` of its output and `g`.
+      g: the cotangent of its output.
+    """
     products, biases, values, mask = inputs
     batch, k_length, heads, _ = values.shape
     make_logits = functools.partial(_logits, k_length=k_length)
-    make_bias = functools.partial(_bias, q_length=out.shape[1])
+    make_bias = functools.partial(_bias, q_length=g.shape[1])
 
     def head(j: jax.Array, carry: Any):
         bias, back_bias = jax.vjp(make_bias, _block(biases, 0, j))
@@ -147,11 +160,9 @@ def backward(inputs: Inputs, out: jax.Array, rows: Rows, g: jax.Array) -> Inputs
         def example(i: jax.Array, carry: Any):
             dproducts, dvalues, dbias = carry
             logits, back = jax.vjp(make_logits, bias, _block(products, i, j))
-            top, inverse = _block(rows, i, j)
+            (top, inverse), own_delta, g_block = _block((rows, delta, g), i, j)
             weights = jnp.exp(_masked(logits, mask.block(i, j)) - top) * inverse
-            g_block, out_block = _block((g, out), i, j)
-            delta = jnp.sum(g_block.astype(top.dtype) * out_block, axis=-1, keepdims=True)
-            slope = weights * (product(g_block, _block(values, i, j)) - delta)
+            slope = weights * (product(g_block, _block(values, i, j)) - own_delta)
             dbias_block, dproducts_block = back(slope)
             dvalues_block = transposed_product(weights.astype(g.dtype), g_block)
             return (

@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from synthesizer_jax.attention.terms import wide
+
+
+def dense_product(
+    x: jax.Array,
+    kernel: jax.Array,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+) -> jax.Array:
+    """A product with a kernel as one matrix product: a ``dot_general`` for Flax's dense layers.
+
+    Args:
+      x: ``[..., *contracted]``, with its last axes contracted.
+      kernel: ``[*contracted, ...]``, with its first axes contracted.
+      dimension_numbers: as Flax's layers give them, without batch axes.
+      precision: as in `lax.dot_general`.
+      preferred_element_type: as in `lax.dot_general`.
+
+    Returns:
+      ``[..., ...]``. The kernel's gradient is then a matrix product too; left with several axes,
+      XLA's CPU backend transposes a copy of `x` first.
+    """
+    count = len(dimension_numbers[0][1])
+    size = math.prod(kernel.shape[:count])
+    out = lax.dot_general(
+        x.reshape(-1, size),
+        kernel.reshape(size, -1),
+        (((1,), (0,)), ((), ())),
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
+    return out.reshape(*x.shape[: x.ndim - count], *kernel.shape[count:])
 
 
 @jax.custom_vjp

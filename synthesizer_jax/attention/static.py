@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -72,51 +73,31 @@ def _guarded(logits: jax.Array, values: jax.Array, mask: Mask) -> jax.Array:
 
 
 def _guarded_fwd(logits: jax.Array, values: jax.Array, mask: Mask):
-    values = _swap(_real(values, mask))
-    regions = _regions(mask, logits.shape[1], values)
-    weights = _weights(logits, regions)
-    dtype = wide(logits, values)
-    total = sum(
-        _over_keys("hqk,bk->hqb", e.astype(values.dtype), keys, dtype)
-        for e, (_, keys) in zip(weights, regions, strict=True)
-    )
-    seen = sum(_over_keys("qk,bk->qb", r.astype(dtype), keys, dtype) for r, keys in regions) > 0
-    real = mask.queries(logits.shape[1])
-    seen = seen if real is None else seen & real.T
-    exact = _agree(jnp.all((total >= LEAST) | ~seen))
-
-    def fast():
-        inverse = jnp.where(seen, 1 / jnp.where(seen, total, 1), 0)
-        out = sum(map(combine, weights, _kept(values, regions))) * inverse[..., None]
-        return out.astype(values.dtype), inverse, inverse
+    out, inverse, exact = _in_groups(_forward, logits, values, mask)
+    exact = _agree(exact)
 
     def slow():
-        out, rows = fused.forward(logits.shape[1], _as_bias(logits, values, mask))
-        return _swap(out), _swap(rows.inverse)[..., 0], _swap(rows.top)[..., 0]
+        inputs = fused.Inputs((), (Static(logits),), values, mask)
+        out, rows = fused.forward(logits.shape[1], inputs)
+        return out, _swap(rows.inverse)[..., 0], _swap(rows.top)[..., 0]
 
-    out, inverse, top = lax.cond(exact, fast, slow)
-    out = _swap(out)
+    out, inverse, top = lax.cond(exact, lambda: (out, inverse, inverse), slow)
     return out, (logits, values, mask, out, inverse, top, exact)
 
 
 def _guarded_bwd(residuals: tuple[Any, ...], g: jax.Array):
     logits, values, mask, out, inverse, top, exact = residuals
+    delta = fused.inner(out, g, inverse.dtype)
 
     def fast():
-        regions = _regions(mask, logits.shape[1], values)
-        slope = _swap(g) * inverse[..., None]
-        delta = jnp.sum(g.astype(inverse.dtype) * out, axis=-1).transpose(2, 1, 0) * inverse
-        kept, kept_back = jax.vjp(lambda v: _kept(v, regions), values)
-        dlogits, dkept = jnp.zeros_like(logits), []
-        for e, v, (_, keys) in zip(_weights(logits, regions), kept, regions, strict=True):
-            de, dv = combine_back((e, v), slope)
-            dlogits += e * (de - _over_keys("hqb,bk->hqk", delta, keys, delta.dtype))
-            dkept.append(dv)
-        return dlogits, _real(_swap(*kept_back(dkept)), mask)
+        return _in_groups(
+            _backward, logits, values, mask, inverse, _swap(delta)[..., 0] * inverse, g
+        )
 
     def slow():
+        inputs = fused.Inputs((), (Static(logits),), values, mask)
         rows = fused.Rows(_swap(top[..., None]), _swap(inverse[..., None]))
-        back = fused.backward(_as_bias(logits, values, mask), out, rows, g)
+        back = fused.backward(inputs, rows, delta, g)
         return jax.tree.leaves(back.biases)[0], back.values
 
     return *lax.cond(exact, fast, slow), None
@@ -125,8 +106,99 @@ def _guarded_bwd(residuals: tuple[Any, ...], g: jax.Array):
 _guarded.defvjp(_guarded_fwd, _guarded_bwd)
 
 
-def _as_bias(logits: jax.Array, values: jax.Array, mask: Mask) -> fused.Inputs:
-    return fused.Inputs((), (Static(logits),), _swap(values), mask)
+def _in_groups(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls with the heads in one group, on CPUs with every head alone, so that it stays in cache."""
+    heads = args[0].shape[0]
+    return lax.platform_dependent(
+        *args, cpu=functools.partial(function, 1), default=functools.partial(function, heads)
+    )
+
+
+def _forward(size: int, logits: jax.Array, values: jax.Array, mask: Mask):
+    """Groups of `size` heads: the output, ``1 / total [h, q, b]``, and whether totals are exact."""
+    heads, q_length, _ = logits.shape
+    batch, _, _, width = values.shape
+    dtype = wide(logits, values)
+    regions = _regions(mask, q_length, values)
+    seen = sum(_over_keys("qk,bk->qb", r.astype(dtype), keys, dtype) for r, keys in regions) > 0
+    real = mask.queries(q_length)
+    seen = seen if real is None else seen & real.T
+
+    def group(j: jax.Array, results: Any):
+        out, inverses, exact = results
+        weights = _weights(_table(logits, j, size), regions)
+        own = _heads(values, j, size)
+        total = sum(
+            _over_keys("hqk,bk->hqb", e.astype(values.dtype), keys, dtype)
+            for e, (_, keys) in zip(weights, regions, strict=True)
+        )
+        inverse = jnp.where(seen, 1 / jnp.where(seen, total, 1), 0)
+        summed = sum(map(combine, weights, _kept(own, regions))) * inverse[..., None]
+        return (
+            _put_heads(out, summed, j, size),
+            lax.dynamic_update_slice_in_dim(inverses, inverse, j * size, axis=0),
+            exact & jnp.all((total >= LEAST) | ~seen),
+        )
+
+    out = jnp.zeros((batch, q_length, heads, width), values.dtype)
+    start = out, jnp.zeros((heads, q_length, batch), dtype), jnp.array(True)
+    return lax.fori_loop(0, heads // size, group, start)
+
+
+def _backward(
+    size: int,
+    logits: jax.Array,
+    values: jax.Array,
+    mask: Mask,
+    inverse: jax.Array,
+    delta: jax.Array,
+    g: jax.Array,
+):
+    """Groups of `size` heads: the cotangents of the logits and the values.
+
+    Args:
+      size: heads of a group.
+      logits: ``[h, q, k]``.
+      values: ``[b, k, h, e]``.
+      mask: which keys a query may see.
+      inverse: `_forward`'s, ``[h, q, b]``.
+      delta: `fused.inner` times that, ``[h, q, b]``.
+      g: the cotangent of the output, ``[b, q, h, e]``.
+    """
+    heads, q_length, _ = logits.shape
+    regions = _regions(mask, q_length, values)
+
+    def group(j: jax.Array, results: Any):
+        dlogits, dvalues = results
+        slope = _heads(g, j, size) * _table(inverse, j, size)[..., None]
+        own = _heads(values, j, size)
+        kept, kept_back = jax.vjp(lambda v: _kept(v, regions), own)
+        dtable, dkept = 0, []
+        weights = _weights(_table(logits, j, size), regions)
+        for e, v, (_, keys) in zip(weights, kept, regions, strict=True):
+            de, dv = combine_back((e, v), slope)
+            dtable += e * (de - _over_keys("hqb,bk->hqk", _table(delta, j, size), keys, e.dtype))
+            dkept.append(dv)
+        dlogits = lax.dynamic_update_slice_in_dim(dlogits, dtable, j * size, axis=0)
+        return dlogits, _put_heads(dvalues, *kept_back(dkept), j, size)
+
+    start = jnp.zeros_like(logits), jnp.zeros_like(values)
+    return lax.fori_loop(0, heads // size, group, start)
+
+
+def _table(x: jax.Array, j: jax.Array, size: int) -> jax.Array:
+    """Group j of ``[h, ...]``."""
+    return lax.dynamic_slice_in_dim(x, j * size, size, axis=0)
+
+
+def _heads(x: jax.Array, j: jax.Array, size: int) -> jax.Array:
+    """Group j of ``[b, n, h, e]`` in this route's layout ``[h, n, b, e]``."""
+    return _swap(lax.dynamic_slice_in_dim(x, j * size, size, axis=2))
+
+
+def _put_heads(x: jax.Array, group: jax.Array, j: jax.Array, size: int) -> jax.Array:
+    """``[b, n, h, e]`` with group j replaced by one in this route's layout."""
+    return lax.dynamic_update_slice_in_dim(x, _swap(group.astype(x.dtype)), j * size, axis=2)
 
 
 def _regions(mask: Mask, q_length: int, values: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
@@ -134,7 +206,7 @@ def _regions(mask: Mask, q_length: int, values: jax.Array) -> list[tuple[jax.Arr
 
     A prefix needs two: what the band allows, and what only a prefix allows.
     """
-    _, k_length, batch, _ = values.shape
+    batch, k_length = values.shape[:2]
     keys = mask.keys(k_length)
     keys = jnp.ones((batch, k_length), bool) if keys is None else keys
     band, prefix = mask.band(q_length, k_length), mask.prefix(k_length)
@@ -157,15 +229,9 @@ def _over_keys(spec: str, x: jax.Array, keys: jax.Array, dtype: jnp.dtype) -> ja
     return jnp.einsum(spec, x, keys.astype(x.dtype), preferred_element_type=dtype)
 
 
-def _real(values: jax.Array, mask: Mask) -> jax.Array:
-    """The values ``[b, k, h, e]`` of real keys, and zeros."""
-    keys = mask.keys(values.shape[1])
-    return values if keys is None else jnp.where(keys[..., None, None], values, 0)
-
-
 def _kept(values: jax.Array, regions: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
-    """The values ``[h, k, b, e]`` that each region may meet; the first meets all that are real."""
-    return [values, *(jnp.where(keys.T[..., None], values, 0) for _, keys in regions[1:])]
+    """The values ``[h, k, b, e]`` that each region may meet, zero where they are padding."""
+    return [jnp.where(keys.T[..., None], values, 0) for _, keys in regions]
 
 
 def _swap(x: jax.Array) -> jax.Array:

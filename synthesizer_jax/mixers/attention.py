@@ -21,6 +21,7 @@ from synthesizer_jax.attention import (
     extend,
     init_cache,
 )
+from synthesizer_jax.attention.products import dense_product
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
@@ -124,6 +125,7 @@ class Attention(nn.Module):
             use_bias=False,
             dtype=x.dtype,
             kernel_init=with_axes(self.out_init, "heads", "kv", "embed"),
+            dot_general=dense_product,
             name="out",
         )(y)
         return y if cache is None else (y, cache)

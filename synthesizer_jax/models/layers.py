@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from synthesizer_jax.attention.products import dense_product
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
@@ -78,8 +79,14 @@ class FeedForward(nn.Module):
             )
 
         def dense(features: int, name: str, *axes: str) -> nn.Dense:
-            init = with_axes(self.kernel_init, *axes)
-            return nn.Dense(features, use_bias=False, dtype=x.dtype, kernel_init=init, name=name)
+            return nn.Dense(
+                features,
+                use_bias=False,
+                dtype=x.dtype,
+                kernel_init=with_axes(self.kernel_init, *axes),
+                dot_general=dense_product,
+                name=name,
+            )
 
         gates = len(self.activations) > 1
         factors = [

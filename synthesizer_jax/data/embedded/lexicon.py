@@ -28,9 +28,14 @@ STATES = (
 """States and their opposites."""
 
 
+def pair_of(state: str) -> tuple[str, str]:
+    """A state with its opposite."""
+    return next(pair for pair in STATES if state in pair)
+
+
 def opposite(state: str) -> str:
     """``clean`` of ``dirty``, ``dirty`` of ``clean``."""
-    pair = next(pair for pair in STATES if state in pair)
+    pair = pair_of(state)
     return pair[1 - pair.index(state)]
 
 

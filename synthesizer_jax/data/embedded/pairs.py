@@ -7,82 +7,55 @@ from synthesizer_jax.data.embedded.lexicon import (
     KINDS,
     PLACES,
     STATES,
-    article,
     kind_of,
     opposite,
+    pair_of,
     sentence,
 )
 
-AGENTS = (
-    ("man", "guy"),
-    ("woman", "lady"),
-    ("boy", "lad"),
-    ("child", "kid"),
-    ("doctor", "physician"),
-)
-ACTIONS = (
-    ("buying", "purchasing"),
-    ("carrying", "holding"),
-    ("throwing", "tossing"),
-    ("fixing", "repairing"),
-    ("cleaning", "washing"),
-)
-OBJECTS = (
-    ("boat", "ship"),
-    ("rock", "stone"),
-    ("coat", "jacket"),
-    ("cup", "mug"),
-    ("rug", "carpet"),
-)
-"""Slots of the STS-B sentences, as pairs of synonyms."""
+NOUNS = tuple(noun for nouns in KINDS.values() for noun in nouns)
+PREPOSITIONS = ("near", "in", "behind")
 
-SCORES = (0.4, 1.8, 3.4, 5.0)
-"""By the number of slots that mean the same."""
-
-SYNONYM_COST = 0.4
+SAME_KIND = 0.5
+"""How alike a dog and a cat are."""
 
 
 def stsb(draw: Draw) -> Example:
-    """Who does what to what: the score grows with the slots that agree, synonyms cost a little.
+    """What is where, and how: the score grows with the parts that agree.
 
-    ``A man is fixing a boat.`` and ``A guy is fixing a cup.`` share two of three. Held out: pairs of
-    agent and action.
+    ``The dog near the park is wet.`` and ``The cat near the park is wet.`` differ in one of three
+    parts, and only by half, both being animals. Held out: pairs of noun and kind of state.
     """
-    shared = draw.below(4)
-    score, first, second = SCORES[draw.noisy(shared, 4)], [], []
-    reworded = False
-    for slot, same in zip((AGENTS, ACTIONS, OBJECTS), draw.some(shared, 3), strict=True):
-        pair = draw.one(slot)
-        first.append(draw.one(pair))
-        if same and draw.chance(0.7):
-            second.append(first[-1])
-        elif same:
-            second.append(draw.other(pair, first[-1]))
-            reworded = True
-        else:
-            second.append(draw.one(draw.other(slot, pair)))
+    shared, related = draw.below(4), draw.chance(0.5)
+    same_noun, same_place, same_state = draw.some(shared, 3)
+    noun, place, state = draw.one(NOUNS), draw.one(PLACES), draw.one(draw.one(STATES))
+    others = [n for n in NOUNS if n != noun and (kind_of(n) == kind_of(noun)) == related]
+    second = (
+        noun if same_noun else draw.one(others),
+        place if same_place else draw.other(PLACES, place),
+        state if same_state else draw.one(draw.other(STATES, pair_of(state))),
+    )
+    score = draw.noisy(shared, 4) + SAME_KIND * (related and not same_noun)
     row = {
-        "sentence1": _scene(*first),
-        "sentence2": _scene(*second),
-        "label": score - SYNONYM_COST * reworded if score > 1 else score,
+        "sentence1": _scene(draw, noun, place, state),
+        "sentence2": _scene(draw, *second),
+        "label": round(min(5 * score / 3, 5.0), 1),
     }
-    return Example(row, (first[0], first[1]))
+    return Example(row, (noun, pair_of(state)[0]))
 
 
-def _scene(agent: str, action: str, thing: str) -> str:
-    return sentence(f"{article(agent)} is {action} {article(thing)}")
+def _scene(draw: Draw, noun: str, place: str, state: str) -> str:
+    return sentence(f"the {noun} {draw.one(PREPOSITIONS)} the {place} is {state}")
 
 
 ENTAILMENT, NEUTRAL, CONTRADICTION = range(3)
-NOUNS = tuple(noun for nouns in KINDS.values() for noun in nouns)
-PREPOSITIONS = ("near", "in", "behind")
 
 
 def mnli(draw: Draw) -> Example:
     """Hypernyms, opposites and negation; another subject makes it neutral.
 
     ``The dog near the park is not wet.`` entails ``The animal is dry.`` Held out: pairs of subject
-    and state.
+    and kind of state.
     """
     label = draw.below(3)
     noun, state = draw.one(NOUNS), draw.one(draw.one(STATES))
@@ -96,13 +69,12 @@ def mnli(draw: Draw) -> Example:
         subject, claim = noun, state if label == ENTAILMENT else opposite(state)
     if draw.chance(0.4):
         subject = kind_of(subject)
-    place = f"{draw.one(PREPOSITIONS)} the {draw.one(PLACES)}"
     row = {
-        "premise": sentence(f"the {noun} {place} is {_said(draw, state)}"),
+        "premise": _scene(draw, noun, draw.one(PLACES), _said(draw, state)),
         "hypothesis": sentence(f"the {subject} is {_said(draw, claim)}"),
         "label": draw.noisy(label, 3),
     }
-    return Example(row, (noun, state))
+    return Example(row, (noun, pair_of(state)[0]))
 
 
 def _said(draw: Draw, state: str) -> str:

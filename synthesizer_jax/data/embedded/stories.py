@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from synthesizer_jax.data.embedded.draw import Draw, Example
-from synthesizer_jax.data.embedded.lexicon import KINDS, MEN, STATES, WOMEN, opposite, sentence
+from synthesizer_jax.data.embedded.lexicon import (
+    KINDS,
+    MEN,
+    STATES,
+    WOMEN,
+    opposite,
+    pair_of,
+    sentence,
+)
+from synthesizer_jax.data.embedded.sentences import ASPECTS, BLAME, PRAISE
 
 NOUNS = tuple(noun for nouns in KINDS.values() for noun in nouns)
 
@@ -13,7 +22,7 @@ def boolq(draw: Draw) -> Example:
 
     ``The dog is wet. The car is dirty.``, ``is the car clean`` is false. In three of ten rows both
     facts are about the same pair of opposites, and only who is asked about decides. Held out: pairs
-    of subject and state.
+    of subject and kind of state.
     """
     label, asked = draw.below(2), draw.below(2)
     nouns = draw.two(NOUNS)
@@ -28,42 +37,25 @@ def boolq(draw: Draw) -> Example:
         "question": f"is the {nouns[asked]} {claim}",
         "label": draw.noisy(label, 2),
     }
-    return Example(row, (nouns[asked], states[asked]))
+    return Example(row, (nouns[asked], pair_of(states[asked])[0]))
 
 
 CAUSE, EFFECT = range(2)
-MOOD = (
-    (
-        ("{} won the race", "{} lost the race"),
-        ("{} passed the exam", "{} failed the exam"),
-        ("{} heard good news", "{} heard bad news"),
-        ("{} found the ring", "{} lost the ring"),
-        ("{} met a friend", "{} missed a friend"),
-        ("{} got a gift", "{} got a bill"),
-    ),
-    (
-        ("{} smiled", "{} cried"),
-        ("{} laughed", "{} frowned"),
-        ("{} danced", "{} sighed"),
-        ("{} felt proud", "{} felt lonely"),
-        ("{} was happy", "{} was sad"),
-        ("{} sang a song", "{} left the room"),
-    ),
+EVENTS = (
+    ("{} won the race", "{} lost the race"),
+    ("{} passed the exam", "{} failed the exam"),
+    ("{} heard good news", "{} heard bad news"),
+    ("{} found the ring", "{} broke the ring"),
 )
-WEATHER = (
-    (
-        ("the sun came out", "the snow came down"),
-        ("summer began", "winter began"),
-        ("the day was hot", "the night was icy"),
-    ),
-    (
-        ("the ice melted", "the lake froze"),
-        ("{} felt warm", "{} felt cold"),
-        ("{} opened the window", "{} closed the window"),
-    ),
+REACTIONS = (
+    ("{} smiled", "{} cried"),
+    ("{} laughed", "{} frowned"),
+    ("{} clapped", "{} sighed"),
+    ("{} felt proud", "{} felt lonely"),
+    ("{} was happy", "{} was sad"),
+    ("{} stayed for hours", "{} left the room"),
 )
-WORLDS = (MOOD, MOOD, WEATHER)
-"""Each holds causes and effects, as pairs with opposite outcomes."""
+"""Causes and effects as pairs with opposite outcomes; opinions as in SST-2 are causes too."""
 
 
 def copa(draw: Draw) -> Example:
@@ -73,13 +65,14 @@ def copa(draw: Draw) -> Example:
     of person and premise.
     """
     label, question, outcome = draw.below(2), draw.below(2), draw.below(2)
-    world, woman = draw.one(WORLDS), draw.below(2)
+    woman = draw.below(2)
     name, pronoun = draw.one((MEN, WOMEN)[woman]), ("he", "she")[woman]
-    told, right = draw.one(world[1 - question])[outcome], draw.one(world[question])[outcome]
+    told, right = _happening(draw, 1 - question, outcome), _happening(draw, question, outcome)
+    wrong = _happening(draw, question, 1 - outcome)
     if draw.chance(0.1):
-        wrong = draw.other([pair[outcome] for pair in world[1 - question]], told)
-    else:
-        wrong = draw.one(world[question])[1 - outcome]
+        wrong = _happening(draw, 1 - question, outcome)
+        while wrong == told:
+            wrong = _happening(draw, 1 - question, outcome)
     person = pronoun if "{}" in told else name
     choices = [sentence(text.format(person)) for text in (right, wrong)]
     row = {
@@ -89,8 +82,16 @@ def copa(draw: Draw) -> Example:
         "question": ("cause", "effect")[question],
         "label": draw.noisy(label, 2),
     }
-    shown = name if any("{}" in text for text in (told, right, wrong)) else ""
-    return Example(row, (shown, told))
+    return Example(row, (name, told))
+
+
+def _happening(draw: Draw, question: int, outcome: int) -> str:
+    """A cause or an effect with that outcome, ``{}`` for the person."""
+    if question == EFFECT:
+        return draw.one(REACTIONS)[outcome]
+    if draw.chance(0.5):
+        return draw.one(EVENTS)[outcome]
+    return f"the {draw.one(ASPECTS)} was {draw.one((PRAISE, BLAME)[outcome])}"
 
 
 PERSONS = (

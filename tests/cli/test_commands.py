@@ -1,0 +1,125 @@
+"""The command line end to end: train, continue, evaluate, follow, generate."""
+
+import json
+import threading
+
+import pytest
+from typer.testing import CliRunner
+
+from synthesizer_jax.cli import evaluate as evaluating
+from synthesizer_jax.cli.main import app
+from synthesizer_jax.training.checkpoints import finished_steps
+
+SMALL = (
+    *("--set", "training.save_every=2", "--set", "training.log_every=1"),
+    *("--set", "evaluation.max_examples=8", "--set", "evaluation.batch_size=64"),
+    *("--set", "data.batch_size=8", "--quiet"),
+)
+TASKS = [f"embedded_{t}" for t in ("cola", "sst2", "stsb", "mnli", "boolq", "copa", "wic", "wsc")]
+
+
+def call(*arguments):
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def train(place, *, steps):
+    return call(
+        *("train", "quickstart:random_vanilla", "--workdir", place / "run"),
+        *("--data-dir", place / "data", "--set", f"training.steps={steps}", *SMALL),
+    )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A run of two steps, continued to four."""
+    place = tmp_path_factory.mktemp("commands")
+    train(place, steps=2)
+    train(place, steps=4)
+    return place
+
+
+def test_a_longer_run_continues(place):
+    lines = (place / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [r["step"] for r in map(json.loads, lines) if r["kind"] == "train"]
+    assert steps == [1, 2, 3, 4]
+    assert finished_steps(place / "run" / "checkpoints") == [2, 4]
+
+
+def test_another_model_in_the_same_directory_is_refused(place):
+    with pytest.raises(ValueError, match=r"holds another run: data\.batch_size was 8 and is 48"):
+        call(
+            *("train", "quickstart:random_vanilla", "--workdir", place / "run"),
+            *("--data-dir", place / "data", *SMALL[:-3], "--quiet"),
+        )
+
+
+def test_a_checkpoint_of_another_model_is_refused(place):
+    with pytest.raises(ValueError, match=r"checkpoint of another model: .* start from the same"):
+        call(
+            *("train", "quickstart:dot_product", "--workdir", place / "other"),
+            *("--data-dir", place / "data", "--set", f"init_from={place / 'run'}", *SMALL),
+        )
+
+
+def test_a_batch_that_does_not_divide_is_refused(place):
+    with pytest.raises(ValueError, match=r"batch_size=9\b.*8"):
+        call(
+            *("train", "quickstart", "--workdir", place / "uneven"),
+            *("--data-dir", place / "data", *SMALL, "--set", "data.batch_size=9"),
+        )
+
+
+def test_eval_shows_every_task_and_step(place):
+    shown = call(
+        *("eval", "--workdir", place / "run", "--data-dir", place / "data"),
+        *("--all", "--method", "rank", "--max-examples", "10"),
+    )
+    for task in TASKS:
+        assert shown.count(task) == 2
+    assert "step 2" in shown and "step 4" in shown
+    assert shown.count("GLUE average: incomplete") == 4  # and SuperGLUE's
+    written = {p.name for p in (place / "run" / "evaluation").iterdir()}
+    assert {"step_2.json", "step_4.json"} <= written
+
+
+def test_eval_beam_on_one_task(place):
+    shown = call(
+        *("eval", "--workdir", place / "run", "--data-dir", place / "data"),
+        *("--step", "2", "--method", "beam", "--task", "embedded_cola", "--max-examples", "4"),
+    )
+    assert "embedded_cola" in shown and "embedded_sst2" not in shown
+
+
+def test_eval_follows_a_job_until_its_last_step(place, monkeypatch):
+    """Checkpoints that are not there yet are waited for."""
+    hidden = threading.Event()
+    real = finished_steps
+
+    def some(directory):
+        return real(directory) if hidden.is_set() else real(directory)[:1]
+
+    monkeypatch.setattr("synthesizer_jax.training.checkpoints.finished_steps", some)
+    monkeypatch.setattr(evaluating.time, "sleep", lambda _: hidden.set())
+    shown = call(
+        *("eval", "--workdir", place / "run", "--data-dir", place / "data"),
+        *("--follow", "--method", "rank", "--task", "embedded_wic", "--max-examples", "4"),
+    )
+    assert hidden.is_set()
+    assert shown.index("step 2") < shown.index("step 4")
+
+
+def test_generate_reads_arguments_and_files(place, tmp_path):
+    inputs = ["cola sentence: The dog sleeps.", "wsc: Anna thanked Mary because *she* had helped."]
+    shown = call("generate", "--workdir", place / "run", *inputs)
+    assert len(shown.splitlines()) == 2
+    (tmp_path / "in.txt").write_text("\n".join(inputs) + "\n")
+    call(
+        *("generate", "--workdir", place / "run", "--input", tmp_path / "in.txt"),
+        *("--output", tmp_path / "out.txt", "--batch-size", "1"),
+    )
+    assert (tmp_path / "out.txt").read_text() == shown
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.txt", "out.txt"]
