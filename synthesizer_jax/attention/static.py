@@ -132,7 +132,7 @@ def _forward(size: int, logits: jax.Array, values: jax.Array, mask: Mask):
             _over_keys("hqk,bk->hqb", e.astype(values.dtype), keys, dtype)
             for e, (_, keys) in zip(weights, regions, strict=True)
         )
-        inverse = jnp.where(seen, 1 / jnp.where(seen, total, 1), 0)
+        inverse = jnp.where(seen, 1 / jnp.maximum(total, LEAST), 0)
         summed = sum(map(combine, weights, _kept(own, regions))) * inverse[..., None]
         return (
             _put_heads(out, summed, j, size),
@@ -173,14 +173,16 @@ def _backward(
         slope = _heads(g, j, size) * _table(inverse, j, size)[..., None]
         own = _heads(values, j, size)
         kept, kept_back = jax.vjp(lambda v: _kept(v, regions), own)
-        dtable, dkept = 0, []
         weights = _weights(_table(logits, j, size), regions)
+        shift = _table(delta, j, size)
+        down, dkept = [], []
         for e, v, (_, keys) in zip(weights, kept, regions, strict=True):
             de, dv = combine_back((e, v), slope)
-            dtable += e * (de - _over_keys("hqb,bk->hqk", _table(delta, j, size), keys, e.dtype))
+            down.append(e * (de - _over_keys("hqb,bk->hqk", shift, keys, e.dtype)))
             dkept.append(dv)
-        dlogits = lax.dynamic_update_slice_in_dim(dlogits, dtable, j * size, axis=0)
-        return dlogits, _put_heads(dvalues, *kept_back(dkept), j, size)
+        (back,) = kept_back(dkept)
+        dlogits = lax.dynamic_update_slice_in_dim(dlogits, sum(down), j * size, axis=0)
+        return dlogits, _put_heads(dvalues, back, j, size)
 
     start = jnp.zeros_like(logits), jnp.zeros_like(values)
     return lax.fori_loop(0, heads // size, group, start)

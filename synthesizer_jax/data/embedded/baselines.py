@@ -26,7 +26,7 @@ def majority() -> dict[str, float]:
 
 
 def bag_of_words() -> dict[str, float]:
-    """Main metric in percent of logistic regression over counts of words and word pairs, by task.
+    """Main metric in percent of logistic regression over the words that occur, by task.
 
     STS-B is ridge regression, rounded to fifths. WSC judges whether the row's own referent is meant,
     fitted to rows with both labels; it is shown the referent, which the T5 model has to name.
@@ -53,7 +53,7 @@ def fitted(task: TaskDefinition, rows: list[Row]) -> Any:
     from sklearn.linear_model import LogisticRegression, Ridge
     from sklearn.pipeline import make_pipeline
 
-    words = CountVectorizer(ngram_range=(1, 2), binary=True, token_pattern=r"[^ ]+")
+    words = CountVectorizer(binary=True, token_pattern=r"[^ ]+")
     if task.kind == "similarity":
         ridge = make_pipeline(words, Ridge(alpha=3.0))
         ridge.fit([text_of(task, r) for r in rows], [r["label"] for r in rows])

@@ -52,25 +52,22 @@ ENTAILMENT, NEUTRAL, CONTRADICTION = range(3)
 
 
 def mnli(draw: Draw) -> Example:
-    """Hypernyms, opposites and negation; another subject makes it neutral.
+    """Hypernyms, opposites and negation; what stands beside the subject makes it neutral.
 
-    ``The dog near the park is not wet.`` entails ``The animal is dry.`` Held out: pairs of subject
-    and kind of state.
+    ``The dog near the house is not wet.`` entails ``The animal is dry.`` and says nothing of the
+    house. Held out: pairs of subject and kind of state.
     """
     label = draw.below(3)
     noun, state = draw.one(NOUNS), draw.one(draw.one(STATES))
-    kind = kind_of(noun)
+    beside = draw.one([n for n in NOUNS if kind_of(n) != kind_of(noun)])
     if label == NEUTRAL:
-        other = draw.other(NOUNS, noun)
-        while kind_of(other) == kind:
-            other = draw.other(NOUNS, noun)
-        subject, claim = other, draw.one((state, opposite(state)))
+        subject, claim = beside, draw.one((state, opposite(state)))
     else:
         subject, claim = noun, state if label == ENTAILMENT else opposite(state)
     if draw.chance(0.4):
         subject = kind_of(subject)
     row = {
-        "premise": _scene(draw, noun, draw.one(PLACES), _said(draw, state)),
+        "premise": _scene(draw, noun, beside, _said(draw, state)),
         "hypothesis": sentence(f"the {subject} is {_said(draw, claim)}"),
         "label": draw.noisy(label, 3),
     }

@@ -14,10 +14,10 @@ from synthesizer_jax.data.embedded.draw import Draw, Example
 
 Row = dict[str, Any]
 
-NOISE = 0.03
+NOISE = 0.02
 """Share of labels that are wrong, in training and held out alike."""
 
-SIZES: Mapping[str, int] = MappingProxyType({"train": 8000, "validation": 600})
+SIZES: Mapping[str, int] = MappingProxyType({"train": 12000, "validation": 600})
 """Rows per task."""
 
 HELD_OUT = 8
