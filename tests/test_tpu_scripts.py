@@ -61,9 +61,16 @@ def test_train_quotes_its_arguments_for_the_host(launch):
 def test_a_dry_run_calls_nothing_and_prints_the_command(launch):
     done, calls = launch("delete", *PLACE, "--dry-run")
     assert calls == []
-    assert (
-        done.stdout.split() == "gcloud compute tpus tpu-vm delete tpu --zone=here --quiet".split()
-    )
+    assert done.stdout.split() == [
+        "gcloud",
+        "compute",
+        "tpus",
+        "tpu-vm",
+        "delete",
+        "tpu",
+        "--zone=here",
+        "--quiet",
+    ]
 
 
 def test_a_failing_gcloud_fails_the_script(launch):
