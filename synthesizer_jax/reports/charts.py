@@ -23,7 +23,7 @@ def line_chart(
     markers: Mapping[str, Series] | None = None,
     size: tuple[float, float] = (7.2, 3.2),
 ) -> str:
-    """Lines with their names at the top, and marked points of the same names.
+    """Lines over a logarithmic y axis with their names at the top, and marked points of the same names.
 
     Args:
       series: ``(x, y)`` by name.
@@ -39,7 +39,9 @@ def line_chart(
             axes.plot(*markers[name], "o", color=colour, markersize=5, label=f"{name}, held out")
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    axes.set_ylim(bottom=0)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
     axes.grid(axis="y", color=FAINT, linewidth=0.7)
     axes.legend(frameon=False, fontsize=9, ncols=2)
     return _svg(figure)

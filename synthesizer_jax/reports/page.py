@@ -162,8 +162,8 @@ def metrics_part(report: Report) -> str:
     )
     return (
         "<p>One model answers all tasks as text. <b>Majority</b> always gives the most frequent "
-        "training answer; <b>bag of words</b> is a linear classifier over word counts, fitted to each "
-        "task on its own.</p>" + table(heads, rows, numbers_from=2) + bars
+        "training answer; <b>bag of words</b> is a linear classifier over the words that occur, "
+        "fitted to each task on its own.</p>" + table(heads, rows, numbers_from=2) + bars
     )
 
 
