@@ -73,7 +73,8 @@ def _guarded(logits: jax.Array, values: jax.Array, mask: Mask) -> jax.Array:
 
 
 def _guarded_fwd(logits: jax.Array, values: jax.Array, mask: Mask):
-    out, inverse, exact = _in_groups(_forward, logits, values, mask)
+    peak = _peak(logits, values, mask)
+    out, inverse, exact = _in_groups(_forward, logits, peak, values, mask)
     exact = _agree(exact)
 
     def slow():
@@ -82,17 +83,16 @@ def _guarded_fwd(logits: jax.Array, values: jax.Array, mask: Mask):
         return out, _swap(rows.inverse)[..., 0], _swap(rows.top)[..., 0]
 
     out, inverse, top = lax.cond(exact, lambda: (out, inverse, inverse), slow)
-    return out, (logits, values, mask, out, inverse, top, exact)
+    return out, (logits, peak, values, mask, out, inverse, top, exact)
 
 
 def _guarded_bwd(residuals: tuple[Any, ...], g: jax.Array):
-    logits, values, mask, out, inverse, top, exact = residuals
+    logits, peak, values, mask, out, inverse, top, exact = residuals
     delta = fused.inner(out, g, inverse.dtype)
 
     def fast():
-        return _in_groups(
-            _backward, logits, values, mask, inverse, _swap(delta)[..., 0] * inverse, g
-        )
+        shift = _swap(delta)[..., 0] * inverse
+        return _in_groups(_backward, logits, peak, values, mask, inverse, shift, g)
 
     def slow():
         inputs = fused.Inputs((), (Static(logits),), values, mask)
@@ -114,7 +114,7 @@ def _in_groups(function: Callable[..., Any], *args: Any) -> Any:
     )
 
 
-def _forward(size: int, logits: jax.Array, values: jax.Array, mask: Mask):
+def _forward(size: int, logits: jax.Array, peak: jax.Array, values: jax.Array, mask: Mask):
     """Groups of `size` heads: the output, ``1 / total [h, q, b]``, and whether totals are exact."""
     heads, q_length, _ = logits.shape
     batch, _, _, width = values.shape
@@ -126,7 +126,7 @@ def _forward(size: int, logits: jax.Array, values: jax.Array, mask: Mask):
 
     def group(j: jax.Array, results: Any):
         out, inverses, exact = results
-        weights = _weights(_table(logits, j, size), regions)
+        weights = _weights(_table(logits, j, size), _table(peak, j, size), regions)
         own = _heads(values, j, size)
         total = sum(
             _over_keys("hqk,bk->hqb", e.astype(values.dtype), keys, dtype)
@@ -148,10 +148,11 @@ def _forward(size: int, logits: jax.Array, values: jax.Array, mask: Mask):
 def _backward(
     size: int,
     logits: jax.Array,
+    peak: jax.Array,
     values: jax.Array,
     mask: Mask,
     inverse: jax.Array,
-    delta: jax.Array,
+    shift: jax.Array,
     g: jax.Array,
 ):
     """Groups of `size` heads: the cotangents of the logits and the values.
@@ -159,10 +160,11 @@ def _backward(
     Args:
       size: heads of a group.
       logits: ``[h, q, k]``.
+      peak: their `_peak`.
       values: ``[b, k, h, e]``.
       mask: which keys a query may see.
       inverse: `_forward`'s, ``[h, q, b]``.
-      delta: `fused.inner` times that, ``[h, q, b]``.
+      shift: `fused.inner` times that, ``[h, q, b]``.
       g: the cotangent of the output, ``[b, q, h, e]``.
     """
     heads, q_length, _ = logits.shape
@@ -173,12 +175,12 @@ def _backward(
         slope = _heads(g, j, size) * _table(inverse, j, size)[..., None]
         own = _heads(values, j, size)
         kept, kept_back = jax.vjp(lambda v: _kept(v, regions), own)
-        weights = _weights(_table(logits, j, size), regions)
-        shift = _table(delta, j, size)
+        weights = _weights(_table(logits, j, size), _table(peak, j, size), regions)
         down, dkept = [], []
         for e, v, (_, keys) in zip(weights, kept, regions, strict=True):
             de, dv = combine_back((e, v), slope)
-            down.append(e * (de - _over_keys("hqb,bk->hqk", shift, keys, e.dtype)))
+            own_shift = _over_keys("hqb,bk->hqk", _table(shift, j, size), keys, e.dtype)
+            down.append(e * (de - own_shift))
             dkept.append(dv)
         (back,) = kept_back(dkept)
         dlogits = lax.dynamic_update_slice_in_dim(dlogits, sum(down), j * size, axis=0)
@@ -219,12 +221,19 @@ def _regions(mask: Mask, q_length: int, values: jax.Array) -> list[tuple[jax.Arr
     return [(band, keys), (~band & prefix.any(axis=0), keys & prefix)]
 
 
-def _weights(logits: jax.Array, regions: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
-    """``exp(S - c)`` inside each region and zero outside, ``[h, q, k]`` float32 or wider."""
+def _peak(logits: jax.Array, values: jax.Array, mask: Mask) -> jax.Array:
+    """c, each row's maximum over the keys that any example may see, ``[h, q, 1]``."""
+    regions = _regions(mask, logits.shape[1], values)
     everywhere = functools.reduce(operator.or_, (pairs for pairs, _ in regions))
     least = jnp.finfo(logits.dtype).min
-    top = jnp.max(logits, axis=-1, keepdims=True, where=everywhere, initial=least)
-    return [jnp.exp(jnp.where(pairs, logits - top, -jnp.inf)) for pairs, _ in regions]
+    return jnp.max(logits, axis=-1, keepdims=True, where=everywhere, initial=least)
+
+
+def _weights(
+    logits: jax.Array, peak: jax.Array, regions: list[tuple[jax.Array, jax.Array]]
+) -> list[jax.Array]:
+    """``exp(S - c)`` inside each region and zero outside, ``[h, q, k]`` float32 or wider."""
+    return [jnp.exp(jnp.where(pairs, logits - peak, -jnp.inf)) for pairs, _ in regions]
 
 
 def _over_keys(spec: str, x: jax.Array, keys: jax.Array, dtype: jnp.dtype) -> jax.Array:
