@@ -76,6 +76,24 @@ class MeshGlorotUniform:
     ) -> jax.Array:
         """``(key, shape, dtype) -> array``."""
         heads, rows, columns = shape
-        """``(key, shape, dtype) -> array``."""
         limit = math.sqrt(6.0 / (rows * (heads + columns)))
+        return jax.random.uniform(key, shape, dtype, -limit, limit)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class TorchUniform:
+    """Uniform in ±1/√fan-in, PyTorch's default for linear layers' kernels and biases.
+
+    Attributes:
+      fan_in: number of inputs of the layer.
+    """
+
+    fan_in: int
+
+    def __call__(
+        self, key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32
+    ) -> jax.Array:
+        """``(key, shape, dtype) -> array``."""
+        limit = 1.0 / math.sqrt(self.fan_in)
         return jax.random.uniform(key, shape, dtype, -limit, limit)

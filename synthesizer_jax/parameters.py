@@ -29,6 +29,9 @@ LOGICAL_AXES = (
     "norm",  # scale of a normalisation
     "relpos_buckets",
     "parts",  # parts of a mixture
+    "talk_from",  # heads that a talking-heads projection reads
+    "talk_to",  # heads that it makes
+    "taps",  # taps of a convolution
     "layers",  # stacked layers, added by scan
 )
 """Every axis name a parameter may carry; `sharding.rules` maps them to mesh axes."""
@@ -54,16 +57,16 @@ def logical_axes() -> Iterator[None]:
         _NAMED.reset(token)
 
 
-def with_axes(init: Callable[..., jax.Array], *axes: str) -> Callable[..., Any]:
+def with_axes(init: Callable[..., jax.Array], *axes: str | None) -> Callable[..., Any]:
     """An initialiser whose value carries `axes` inside `logical_axes()` and nothing outside.
 
     Args:
       init: an initialiser ``(key, shape, dtype) -> array``.
-      *axes: one name of `LOGICAL_AXES` for every dimension of the parameter.
+      *axes: one name of `LOGICAL_AXES`, or None, for every dimension of the parameter.
     """
-    unknown = set(axes) - set(LOGICAL_AXES)
+    unknown = set(axes) - {*LOGICAL_AXES, None}
     if unknown:
-        raise ValueError(f"unknown logical axis {sorted(unknown)[0]!r}; allowed: {LOGICAL_AXES}")
+        raise ValueError(f"unknown logical axis {unknown.pop()!r}; allowed: {LOGICAL_AXES}")
     return nn.with_logical_partitioning(init, axes) if _NAMED.get() else init
 
 

@@ -54,8 +54,9 @@ def project(
     name: str,
     axis: str = "kv",
     kernel_init: Initializer | None = None,
+    use_bias: bool = False,
 ) -> jax.Array:
-    """Tokens ``[batch, length, d_model]`` to heads ``[batch, length, heads, width]``, without bias.
+    """Tokens ``[batch, length, d_model]`` to heads ``[batch, length, heads, width]``.
 
     Args:
       x: tokens; they set the computation's dtype.
@@ -64,12 +65,14 @@ def project(
       name: name of the parameter's module, ``name/kernel [d_model, heads, width]``.
       axis: logical name of the width.
       kernel_init: defaults to variance 1 / d_model.
+      use_bias: add ``name/bias [heads, width]``.
     """
     return nn.DenseGeneral(
         features=(heads, width),
-        use_bias=False,
+        use_bias=use_bias,
         dtype=x.dtype,
         kernel_init=with_axes(kernel_init or FanIn(), "embed", "heads", axis),
+        bias_init=with_axes(nn.initializers.zeros_init(), "heads", axis),
         dot_general=dense_product,
         name=name,
     )(x)

@@ -22,12 +22,14 @@ class DotProduct(Alignment):
       head_dim: width of queries and keys; None means the width of the values.
       scale: factor of the logits; None means 1/√head_dim (Vaswani et al. 2017). T5 uses 1 and puts
         the factor into the query's initialiser.
+      use_bias: biases in both projections, as in BERT.
       query_init: initialiser of the query kernel ``[d_model, heads · head_dim]``.
       key_init: initialiser of the key kernel.
     """
 
     head_dim: int | None = None
     scale: float | None = None
+    use_bias: bool = False
     query_init: Initializer = FanIn()
     key_init: Initializer = FanIn()
 
@@ -46,11 +48,21 @@ class DotProduct(Alignment):
         keys = queries if keys is None else keys
         if queries.ndim == 3:
             queries = project(
-                queries, heads=num_heads, width=width, name="query", kernel_init=self.query_init
+                queries,
+                heads=num_heads,
+                width=width,
+                name="query",
+                kernel_init=self.query_init,
+                use_bias=self.use_bias,
             )
         if keys.ndim == 3:
             keys = project(
-                keys, heads=num_heads, width=width, name="key", kernel_init=self.key_init
+                keys,
+                heads=num_heads,
+                width=width,
+                name="key",
+                kernel_init=self.key_init,
+                use_bias=self.use_bias,
             )
         scale = width**-0.5 if self.scale is None else self.scale
         if scale != 1.0:

@@ -51,4 +51,4 @@ class FactorizedRandom(Alignment):
         )
         rows = take(rows, query_span, axis=1).swapaxes(0, 1)[None]
         columns = take(columns, key_span, axis=1).swapaxes(0, 1)[None]
-        return (low_rank(rows, columns, token_keys=False),)
+        return (low_rank(rows, columns, token_keys=False, token_queries=False),)

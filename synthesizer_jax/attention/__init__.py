@@ -1,18 +1,22 @@
 """The attention core, pure JAX: terms say what logits are made of, `attend` sums the values."""
 
-from synthesizer_jax.attention.attend import attend, attention_weights
+from synthesizer_jax.attention.attend import attend, attention_weights, drop_values
 from synthesizer_jax.attention.cache import Cache, extend, init_cache
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.partition import Partition
+from synthesizer_jax.attention.reference import packed_logits
 from synthesizer_jax.attention.terms import (
+    Banded,
     LowRank,
     Outer,
     Relative,
     Span,
+    Split,
     Static,
     Term,
     Terms,
     add,
+    banded,
     low_rank,
     materialise,
     outer,
@@ -22,6 +26,7 @@ from synthesizer_jax.attention.terms import (
 )
 
 __all__ = [
+    "Banded",
     "Cache",
     "LowRank",
     "Mask",
@@ -29,17 +34,21 @@ __all__ = [
     "Partition",
     "Relative",
     "Span",
+    "Split",
     "Static",
     "Term",
     "Terms",
     "add",
     "attend",
     "attention_weights",
+    "banded",
+    "drop_values",
     "extend",
     "init_cache",
     "low_rank",
     "materialise",
     "outer",
+    "packed_logits",
     "relative",
     "scale",
     "static",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from synthesizer_jax.attention.banded import attend_banded
 from synthesizer_jax.attention.fused import attend_fused
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.packed import attend_unpacked, by_position, unpacked_lengths
@@ -14,15 +16,22 @@ from synthesizer_jax.attention.partition import Partition
 from synthesizer_jax.attention.reference import attend_reference, weigh
 from synthesizer_jax.attention.static import attend_static
 from synthesizer_jax.attention.terms import (
+    Banded,
     LowRank,
     Outer,
     Relative,
+    Split,
     Static,
     Term,
     Terms,
 )
 
-ROUTES = {"static": attend_static, "fused": attend_fused, "reference": attend_reference}
+ROUTES = {
+    "static": attend_static,
+    "fused": attend_fused,
+    "banded": attend_banded,
+    "reference": attend_reference,
+}
 
 SMALL = 256 * 256
 """Logits of one head and example up to which the fused route's loop costs more than it saves."""
@@ -47,6 +56,7 @@ def attend(
     * ``static``, for parameters only (`Static`, `Relative`, parameters' `LowRank`): one softmax for
       all examples; falls back to the fused route where that could lose digits.
     * ``fused``: blocks of one head and example, recomputed in the backward pass.
+    * ``banded``, for `Banded` weights: shifts of the values, cost linear in the length.
     * ``reference``: all logits in memory; the only route with forward-mode derivatives.
 
     Args:
@@ -71,8 +81,18 @@ def attend(
     mask = Mask() if mask is None else mask
     q_length, k_length = _lengths(terms, q_length, values.shape[1])
     _check(terms, values, mask, q_length)
+    if isinstance(terms[0], Split):
+        values = drop_values(values, dropout_rate, dropout_key)
+        return _attend_groups(
+            terms[0],
+            values,
+            mask,
+            q_length=q_length,
+            implementation=implementation,
+            partition=partition,
+        )
     unpack, route = _plan(terms, mask, q_length, k_length, implementation)
-    values = _drop(values, dropout_rate, dropout_key)
+    values = drop_values(values, dropout_rate, dropout_key)
 
     def run(terms: Terms, values: jax.Array, mask: Mask) -> jax.Array:
         function = functools.partial(attend_unpacked, ROUTES[route]) if unpack else ROUTES[route]
@@ -107,6 +127,18 @@ def attention_weights(
     return weigh(terms, mask=mask, q_length=q_length, k_length=k_length)
 
 
+def _attend_groups(
+    split: Split, values: jax.Array, mask: Mask, *, q_length: int, **options: Any
+) -> jax.Array:
+    """`attend` for every group of heads by itself."""
+    parts, start = [], 0
+    for terms, count in zip(split.groups, split.heads, strict=True):
+        part, own = mask.head_group(start, count), values[:, :, start : start + count]
+        parts.append(attend(terms, own, mask=part, q_length=q_length, **options))
+        start += count
+    return jnp.concatenate(parts, axis=2)
+
+
 def _plan(
     terms: Terms, mask: Mask, q_length: int, k_length: int, implementation: str
 ) -> tuple[bool, str]:
@@ -122,11 +154,22 @@ def _plan(
             "segment_length² not far above the square of the row's length"
         )
     chosen = implementation
-    if implementation == "auto":
+    banded = any(isinstance(t, Banded) for t in terms)
+    no_banded = "" if banded else "it takes one Banded term, which is weights and not logits"
+    if banded:
+        no_static = no_fused = "Banded terms are weights without a softmax"
+    if implementation == "auto" and banded:
+        chosen = "banded"
+    elif implementation == "auto":
         q, k = unpacked if unpacked and positional else (q_length, k_length)
         small = "reference" if no_fused or q * k <= SMALL else "fused"
         chosen = small if no_static else "static"
-    reason = {"static": no_static, "fused": no_fused, "reference": ""}.get(chosen)
+    reason = {
+        "static": no_static,
+        "fused": no_fused,
+        "banded": no_banded,
+        "reference": "",
+    }.get(chosen)
     if reason is None:
         raise ValueError(
             f"attend: implementation={implementation!r}; allowed: auto, {', '.join(ROUTES)}"
@@ -151,8 +194,14 @@ def _obstacle_to_static(terms: Terms, mask: Mask, stuck: bool) -> str:
     return "it takes packed rows only after unpacking, which needs Mask.segments" if stuck else ""
 
 
-def _drop(values: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Drops whole values and scales the others."""
+def drop_values(values: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """T5's dropout of attention weights, as dropout of whole values; see `attend`.
+
+    Args:
+      values: ``[b, k, h, e]``.
+      rate: probability of dropping a value; the others are multiplied by ``1 / (1 - rate)``.
+      key: of the draw; None: no dropout.
+    """
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"attend: dropout_rate={rate}; it must be at least 0 and below 1")
     if rate == 0.0 or key is None:
@@ -181,6 +230,12 @@ def _term_lengths(term: Term) -> tuple[int | None, int | None]:
             return queries.shape[1], keys.shape[1]
         case Outer(a):
             return a.shape[1], None
+        case Banded(weights):
+            return (weights.shape[1] if weights.shape[1] > 1 else None), None
+        case Split():
+            found = [_term_lengths(t) for terms in term.groups for t in terms]
+            q = next((q for q, _ in found if q is not None), None)
+            return q, next((k for _, k in found if k is not None), None)
         case Relative():
             return None, None
 
@@ -194,6 +249,9 @@ def _check(terms: Terms, values: jax.Array, mask: Mask, q_length: int) -> None:
     if not terms:
         raise ValueError("attend: terms are empty; give at least one")
     batch, k_length, heads, _ = values.shape
+    weights = [t for t in terms if isinstance(t, Banded | Split)]
+    if weights and len(terms) > 1:
+        raise ValueError(f"attend: a {type(weights[0]).__name__} term stands alone; see terms.add")
     for term in terms:
         name = f"attend: a {type(term).__name__} term"
         q, k = _term_lengths(term)
@@ -207,7 +265,13 @@ def _check(terms: Terms, values: jax.Array, mask: Mask, q_length: int) -> None:
                 f"{name} reaches {term.a.shape[-1]} · {term.b.shape[-1]} keys, but there are "
                 f"{k_length} values; make its factors longer"
             )
+        if isinstance(term, Split):
+            if sum(term.heads) != heads:
+                raise ValueError(f"{name} is for {term.heads} heads, but the values have {heads}")
+            continue
         for x in jax.tree.leaves(term):
+            if x.ndim == 1:
+                continue
             axis = 2 if x.ndim == 4 else 0
             if x.shape[axis] != heads or (x.ndim == 4 and x.shape[0] not in (1, batch)):
                 raise ValueError(

@@ -107,6 +107,36 @@ class Mask:
         allowed = None if self.allowed is None else at(at(self.allowed, example, 0), head, 1)
         return dataclasses.replace(rest, allowed=allowed, query_offset=self.query_offset)
 
+    def head_group(self, start: int, count: int) -> Mask:
+        """The mask of some neighbouring heads."""
+        if self.allowed is None or self.allowed.shape[1] == 1:
+            return self
+        return dataclasses.replace(self, allowed=self.allowed[:, start : start + count])
+
+    def from_key(self, start: int | jax.Array, length: int) -> Mask:
+        """The mask for `length` keys from position `start` on; positions below 0 are no keys.
+
+        Raises:
+          ValueError: for packed rows and patterns of pairs.
+        """
+        if self.key_segments is not None or self.allowed is not None:
+            raise ValueError("Mask.from_key: not for packed rows or Mask.allowed")
+        place = jnp.arange(length) + start
+        real = (place >= 0)[None]
+        if self.key_lengths is not None:
+            real = real & (place < self.key_lengths[..., None])
+        if self.key_valid is not None:
+            inside = jnp.clip(place, 0, self.key_valid.shape[1] - 1)
+            real = real & self.key_valid[:, inside] & (place < self.key_valid.shape[1])
+        prefix = None if self.prefix_lengths is None else self.prefix_lengths - start
+        return dataclasses.replace(
+            self,
+            key_lengths=None,
+            key_valid=real,
+            prefix_lengths=prefix,
+            query_offset=self.query_offset - start,
+        )
+
     def pairs(self, q_length: int, k_length: int) -> jax.Array | None:
         """Everything together, bool ``[b or 1, h or 1, q, k]``; None: everything is allowed.
 

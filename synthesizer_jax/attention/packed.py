@@ -15,7 +15,16 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention.masks import Mask, positions
-from synthesizer_jax.attention.terms import LowRank, Outer, Relative, Static, Term, Terms
+from synthesizer_jax.attention.terms import (
+    Banded,
+    LowRank,
+    Outer,
+    Relative,
+    Split,
+    Static,
+    Term,
+    Terms,
+)
 
 DENSER = 3
 """Unpacking is worth while up to this many times the logits of the packed rows."""
@@ -30,6 +39,8 @@ def by_position(term: Term, mask: Mask) -> tuple[bool, bool]:
             return not term.token_queries, not term.token_keys
         case Outer():
             return False, True
+        case Banded() | Split():
+            return False, False
         case Relative():  # in self-attention key - query is the same in the row
             return not mask.self_attention, not mask.self_attention
 
@@ -120,7 +131,7 @@ def _unpack(term: Term, queries: jax.Array, keys: jax.Array) -> Term:
             )
         case Outer(a, b):
             return Outer(_gather(a, queries), _gather(b, queries))
-        case Relative():
+        case Relative() | Banded() | Split():
             return term
 
 

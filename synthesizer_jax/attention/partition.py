@@ -43,9 +43,15 @@ class Partition:
         def run(terms: Terms, values: jax.Array, mask: Mask) -> jax.Array:
             self._check("batch", self.batch, values.shape[0])
             self._check("heads", self.heads, values.shape[2])
-            inputs = (terms, values)
+            inputs, offset = (terms, values), mask.query_offset
+
+            def inside(terms: Terms, values: jax.Array, mask: Mask) -> jax.Array:
+                if isinstance(offset, int):  # stays known while tracing
+                    mask = dataclasses.replace(mask, query_offset=offset)
+                return route(terms, values, mask)
+
             spread = jax.shard_map(
-                route,
+                inside,
                 mesh=self.mesh,
                 in_specs=(*jax.tree.map(self._spec, inputs), self._mask_spec(mask)),
                 out_specs=self._spec(values),
@@ -57,7 +63,9 @@ class Partition:
         return run
 
     def _spec(self, x: jax.Array) -> PartitionSpec:
-        """Of arrays ``[b or 1, n, h, r]`` and ``[h, ...]``."""
+        """Of arrays ``[b or 1, n, h, r]``, ``[h, ...]`` and ``[q]``."""
+        if x.ndim == 1:
+            return PartitionSpec()
         if x.ndim < 4:
             return PartitionSpec(self.heads)
         return PartitionSpec(self.batch if x.shape[0] > 1 else None, None, self.heads)

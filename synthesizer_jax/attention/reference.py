@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from synthesizer_jax.attention.banded import materialise_banded
 from synthesizer_jax.attention.masks import Mask, positions
 from synthesizer_jax.attention.packed import by_position
-from synthesizer_jax.attention.terms import Terms, materialise
+from synthesizer_jax.attention.terms import Banded, Split, Terms, materialise
 
 
 def attend_reference(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) -> jax.Array:
@@ -35,8 +38,25 @@ def attend_reference(terms: Terms, values: jax.Array, *, mask: Mask, q_length: i
 
 def weigh(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:
     """The attention weights ``[b or 1, h, q, k]``, float32 or wider; empty rows are zero."""
-    logits = packed_logits(terms, mask=mask, q_length=q_length, k_length=k_length)
+    first = terms[0]
+    options: Any = {"mask": mask, "q_length": q_length, "k_length": k_length}
+    if isinstance(first, Split):
+        return weigh_groups(first, **options)
+    if isinstance(first, Banded):
+        return materialise_banded(first, **options)
+    logits = packed_logits(terms, **options)
     return jax.nn.softmax(logits, axis=-1, where=mask.pairs(q_length, k_length))
+
+
+def weigh_groups(split: Split, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:
+    """As `weigh`, the groups' heads one after another."""
+    groups, start = [], 0
+    for terms, count in zip(split.groups, split.heads, strict=True):
+        part = mask.head_group(start, count)
+        groups.append(weigh(terms, mask=part, q_length=q_length, k_length=k_length))
+        start += count
+    batch = max(x.shape[0] for x in groups)
+    return jnp.concatenate([jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in groups], axis=1)
 
 
 def packed_logits(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:

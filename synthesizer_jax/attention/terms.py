@@ -1,6 +1,6 @@
-"""Terms: what attention logits are made of, and their algebra.
+"""Terms: what attention logits, or weights, are made of, and their algebra.
 
-Legend: b batch, q/k query and key position, h heads, e per-head width, r rank.
+Legend: b batch, q/k query and key position, h heads, e per-head width, r rank, w window.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,48 @@ class Outer:
     b: jax.Array
 
 
-Term: TypeAlias = Static | Relative | LowRank | Outer
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Banded:
+    """Attention *weights*, not logits, of a window of keys around every query; no softmax.
+
+    Hard-coded Gaussian attention, lightweight and dynamic convolution. It stands alone: weights do
+    not add to logits.
+
+    Attributes:
+      weights: ``[b or 1, q or 1, h, w]``.
+      first: ``key - query`` of the first tap.
+      starts: ``[q]`` the key of each query's first tap, in place of `first`: hard-coded
+        cross-attention, whose centre moves at another rate than the query.
+      normalise: divide by the sum over the keys that are seen; otherwise what lies outside of the
+        row or is masked just does not count.
+    """
+
+    weights: jax.Array
+    first: int = dataclasses.field(metadata={"static": True})
+    starts: jax.Array | None = None
+    normalise: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Heads divided among sums of terms, in their order: some Gaussian, some learned.
+
+    Attributes:
+      groups: the terms of every group of heads.
+    """
+
+    groups: tuple[tuple[Any, ...], ...]
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The number of heads of every group."""
+        return tuple(heads_of(terms[0]) for terms in self.groups)
+
+
+Logits: TypeAlias = Static | Relative | LowRank | Outer
+Term: TypeAlias = Logits | Banded | Split
 Terms: TypeAlias = tuple[Term, ...]
 
 
@@ -142,8 +183,50 @@ def outer(a: jax.Array, b: jax.Array) -> Outer:
     return Outer(a, b)
 
 
+def banded(
+    weights: jax.Array,
+    *,
+    first: int = 0,
+    starts: jax.Array | None = None,
+    normalise: bool = False,
+) -> Banded:
+    """A checked `Banded` from weights ``[b or 1, q or 1, h, w]``; see there for the others."""
+    _check_rank("banded: weights", weights, "[batch or 1, q or 1, heads, window]", 4)
+    if starts is not None:
+        _check_rank("banded: starts", starts, "[q]", 1)
+    return Banded(weights, operator.index(first), starts, normalise)
+
+
+def heads_of(term: Term) -> int:
+    """The number of heads of a term."""
+    match term:
+        case Static(logits) | Relative(logits):
+            return logits.shape[0]
+        case LowRank(x) | Outer(x) | Banded(x):
+            return x.shape[2]
+        case Split():
+            return sum(term.heads)
+
+
 def add(*terms: Term) -> Terms:
-    """The sum of terms: all `Static` become one, all `Relative` one, the others stay apart."""
+    """The sum of terms: all `Static` become one, all `Relative` one, the others stay apart.
+
+    What is added to a `Split` goes to its groups that are logits; weights have no softmax to go
+    into.
+
+    Raises:
+      ValueError: for weights (`Banded`) beside other terms, or two `Split`.
+    """
+    split = next((t for t in terms if isinstance(t, Split)), None)
+    if split is not None and len(terms) > 1:
+        return (_add_to_split(split, tuple(t for t in terms if t is not split)),)
+    if len(terms) > 1 and any(isinstance(t, Banded) for t in terms):
+        names = ", ".join(type(t).__name__ for t in terms)
+        raise ValueError(
+            f"{names} do not add up: Banded terms are weights, not logits. Put the log-Gaussian into "
+            "the softmax (GaussianBias), give some heads to each (PerHead), or add up the outputs "
+            "of two layers; without other parts, drop the position bias"
+        )
     statics = [t.logits for t in terms if isinstance(t, Static)]
     relatives = [t for t in terms if isinstance(t, Relative)]
     rest: Terms = tuple(t for t in terms if not isinstance(t, Static | Relative))
@@ -172,6 +255,12 @@ def scale(terms: Terms, factor: jax.Array) -> Terms:
 
     def one(term: Term) -> Term:
         match term:
+            case Banded() | Split():
+                raise ValueError(
+                    f"{type(term).__name__} cannot be part of a mixture: it is not made of logits "
+                    "alone; use GaussianBias inside the softmax, PerHead around both, or add up the "
+                    "outputs of two layers"
+                )
             case Static(logits):
                 return Static(times(logits, 2))
             case Relative(logits):
@@ -201,6 +290,8 @@ def materialise(
 
     def one(term: Term) -> jax.Array:
         match term:
+            case Banded() | Split():
+                raise ValueError(f"{type(term).__name__} has no logits")
             case Static(logits):
                 return logits.astype(wide(logits))[None]
             case Relative():
@@ -257,6 +348,30 @@ def spread(columns: jax.Array, q_length: int) -> jax.Array:
 def wide(*arrays: jax.Array) -> jnp.dtype:
     """The dtype of logits made from these arrays: float32, or theirs if that is wider."""
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+
+
+def take_heads(term: Term, start: int, count: int) -> Term:
+    """The term of some neighbouring heads."""
+    axis = {Static: 0, Relative: 0}.get(type(term), 2)
+
+    def cut(x: jax.Array) -> jax.Array:
+        return jax.lax.slice_in_dim(x, start, start + count, axis=axis)
+
+    if isinstance(term, Banded):
+        return dataclasses.replace(term, weights=cut(term.weights))
+    return jax.tree.map(cut, term)
+
+
+def _add_to_split(split: Split, others: Terms) -> Split:
+    if any(isinstance(t, Split | Banded) for t in others):
+        raise ValueError("Split adds up with logits only; put everything into one PerHead")
+    groups, start = [], 0
+    for terms, count in zip(split.groups, split.heads, strict=True):
+        if not isinstance(terms[0], Banded):
+            terms = add(*terms, *(take_heads(t, start, count) for t in others))
+        groups.append(terms)
+        start += count
+    return Split(tuple(groups))
 
 
 def _add_relative(x: Relative, y: Relative) -> Relative:

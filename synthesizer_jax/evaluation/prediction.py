@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from synthesizer_jax.inference import decode, score_choices, score_targets
-from synthesizer_jax.models import EncoderDecoder
+from synthesizer_jax.models import TextToText
 
 METHODS = ("greedy", "beam", "rank")
 BEAMS = 4
@@ -45,7 +45,7 @@ class Predictor:
 
     def __init__(
         self,
-        model: EncoderDecoder,
+        model: TextToText,
         variables: Any,
         vocabulary: Vocabulary,
         *,

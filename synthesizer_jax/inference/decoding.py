@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
+from synthesizer_jax.models import TextToText, unroll, unroll_variables
 
 EOS = 1
 START = 0
@@ -34,7 +34,7 @@ def decode(
     variables: dict[str, Any],
     encoder_tokens: jax.Array,
     *,
-    model: EncoderDecoder,
+    model: TextToText,
     max_length: int,
     beams: int = 1,
     alpha: float = 0.6,
@@ -71,13 +71,14 @@ class Step:
 
     def __init__(
         self,
-        model: EncoderDecoder,
+        model: TextToText,
         variables: dict[str, Any],
         encoder_tokens: jax.Array,
         max_length: int,
     ):
         self.model, self.variables, self.max_length = model, variables, max_length
         self.encoder_tokens = encoder_tokens
+        self.room = model.room(encoder_tokens.shape[1], max_length)
         self.lengths = (encoder_tokens != 0).sum(axis=-1, dtype=jnp.int32)
 
     @property
@@ -89,7 +90,7 @@ class Step:
         """``[batch, vocab]`` log-probabilities of the first token, and the caches."""
         start = jnp.full((self.batch, 1), START, jnp.int32)
         hidden, caches = self.model.apply(
-            self.variables, self.encoder_tokens, start, max_length=self.max_length, method="start"
+            self.variables, self.encoder_tokens, start, max_length=self.room, method="start"
         )
         return self.log_probabilities(hidden), caches
 
@@ -103,7 +104,7 @@ class Step:
             lengths,
             caches=caches,
             position=position,
-            max_length=self.max_length,
+            max_length=self.room,
             method="step",
         )
         return self.log_probabilities(hidden), caches

@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.attention import Mask
-from synthesizer_jax.models import EncoderDecoder, Memory
+from synthesizer_jax.models import TextToText
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
@@ -18,7 +17,7 @@ def score_choices(
     encoder_tokens: jax.Array,
     *,
     choices: jax.Array,
-    model: EncoderDecoder,
+    model: TextToText,
 ) -> jax.Array:
     """Log-probabilities of the same choices for every example; the encoder runs once.
 
@@ -31,7 +30,7 @@ def score_choices(
     Returns:
       ``[batch, choices]`` float32, summed over each choice's tokens.
     """
-    memory = encode(model, variables, encoder_tokens)
+    memory = model.apply(variables, encoder_tokens, method="remember")
 
     def score(choice: jax.Array) -> jax.Array:
         rows = jnp.broadcast_to(choice, (encoder_tokens.shape[0], choice.shape[0]))
@@ -46,7 +45,7 @@ def score_targets(
     encoder_tokens: jax.Array,
     *,
     targets: jax.Array,
-    model: EncoderDecoder,
+    model: TextToText,
 ) -> jax.Array:
     """Log-probability of every example's own target.
 
@@ -59,18 +58,12 @@ def score_targets(
     Returns:
       ``[batch]`` float32, in nats, summed over the target's tokens.
     """
-    return log_probability(model, variables, targets, encode(model, variables, encoder_tokens))
-
-
-def encode(model: EncoderDecoder, variables: dict[str, Any], encoder_tokens: jax.Array) -> Memory:
-    """The encoder's output and who may be seen of it."""
-    encoded: Any = model.apply(variables, encoder_tokens, method="encode")
-    lengths = (encoder_tokens != 0).sum(axis=-1, dtype=jnp.int32)
-    return Memory(encoded, Mask(key_lengths=lengths))
+    memory = model.apply(variables, encoder_tokens, method="remember")
+    return log_probability(model, variables, targets, memory)
 
 
 def log_probability(
-    model: EncoderDecoder, variables: dict[str, Any], targets: jax.Array, memory: Memory
+    model: TextToText, variables: dict[str, Any], targets: jax.Array, memory: Any
 ) -> jax.Array:
     """``[batch]`` sums of the target tokens' log-probabilities, teacher-forced."""
     shifted = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))

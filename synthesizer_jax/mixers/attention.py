@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from synthesizer_jax.alignments import Alignment, DotProduct
 from synthesizer_jax.alignments.base import project
@@ -21,24 +22,16 @@ from synthesizer_jax.attention import (
     extend,
     init_cache,
 )
-from synthesizer_jax.attention.products import dense_product
 from synthesizer_jax.initializers import FanIn, Initializer
-from synthesizer_jax.parameters import with_axes
+from synthesizer_jax.mixers.base import NewCache, merge_heads
 from synthesizer_jax.registry import register
-
-
-@dataclasses.dataclass(frozen=True)
-class NewCache:
-    """Asks a layer to start a cache with room for `max_length` positions (None: as many as given)."""
-
-    max_length: int | None = None
 
 
 @register
 class Attention(nn.Module):
     """Multi-head attention whose logits come from any alignment.
 
-    ``y = concat_h(softmax(Σ terms) · x W_v) W_o``, without biases.
+    ``y = concat_h(softmax(Σ terms) · x W_v) W_o``.
 
     Attributes:
       num_heads: number of heads.
@@ -47,7 +40,10 @@ class Attention(nn.Module):
       dropout_rate: probability of dropping an attention weight; T5's form, one draw per example,
         head and key, active when the random stream ``dropout`` is given.
       shared_key_value: one projection serves as keys and values (Mesh-TensorFlow's shared ``kv``).
-      implementation: route of the engine: ``auto``, ``static``, ``fused`` or ``reference``.
+      project_values: False takes the tokens themselves as every head's values; with the alignment
+        `Bilinear` this is general bilinear attention (Shazeer et al. 2020, section 3.3).
+      use_bias: biases in the value and output projections, as in BERT; an alignment has its own.
+      implementation: route of the engine: ``auto``, or a name of `attention.attend.ROUTES`.
       partition: how the batch and the heads are spread over a mesh, set by `sharding`.
       value_init: initialiser of the value kernel ``[d_model, heads, head_dim]``.
       out_init: initialiser of the output kernel ``[heads, head_dim, d_model]``.
@@ -58,10 +54,22 @@ class Attention(nn.Module):
     alignment: Alignment = DotProduct()
     dropout_rate: float = 0.0
     shared_key_value: bool = False
+    project_values: bool = True
+    use_bias: bool = False
     implementation: str = "auto"
     partition: Partition | None = None
     value_init: Initializer = FanIn()
     out_init: Initializer = FanIn()
+
+    @property
+    def bias_heads(self) -> int:
+        """The number of heads of a position bias."""
+        return self.num_heads
+
+    @property
+    def values_heads(self) -> int:
+        """The number of heads of the values."""
+        return self.num_heads
 
     @nn.compact
     def __call__(
@@ -91,13 +99,7 @@ class Attention(nn.Module):
         """
         mask = Mask() if mask is None else mask
         memory = x if kv is None else kv
-        values = project(
-            memory,
-            heads=self.num_heads,
-            width=self.head_dim,
-            name="value",
-            kernel_init=self.value_init,
-        )
+        values = self.values(memory)
         if cache is None:
             mask = mask.for_self_attention() if kv is None else mask
             room = memory.shape[1]
@@ -113,38 +115,74 @@ class Attention(nn.Module):
             query_span=Span(position, x.shape[1]),
             key_span=Span(0, room),
         )
+        extra = self.extra(memory)
         if cache is not None:
             if isinstance(cache, NewCache):
-                cache = init_cache(terms, values, max_length=room)
+                cache = init_cache(
+                    terms, values, max_length=room, extra=extra, self_attention=kv is None
+                )
             at = position if kv is None else 0
-            terms, values, cache = extend(cache, terms, values, at=at)
-        y = self.mix(add(*terms, *bias), values, mask, x.shape[1])
-        y = nn.DenseGeneral(
-            features=x.shape[-1],
-            axis=(-2, -1),
-            use_bias=False,
-            dtype=x.dtype,
-            kernel_init=with_axes(self.out_init, "heads", "kv", "embed"),
-            dot_general=dense_product,
-            name="out",
-        )(y)
+            terms, values, mask, cache = extend(cache, terms, values, at=at, mask=mask, extra=extra)
+            extra = cache.extra
+        y = self.mix(x, terms, bias, values, mask, extra)
+        y = merge_heads(self, y, x.shape[-1], kernel_init=self.out_init, use_bias=self.use_bias)
         return y if cache is None else (y, cache)
 
-    def mix(self, terms: Terms, values: jax.Array, mask: Mask, q_length: int) -> jax.Array:
+    def values(self, memory: jax.Array) -> jax.Array:
+        """``[batch, k, heads, width]`` from the tokens attended to."""
+        if not self.project_values:
+            shape = (*memory.shape[:2], self.values_heads, memory.shape[-1])
+            return jnp.broadcast_to(memory[:, :, None], shape)
+        return project(
+            memory,
+            heads=self.values_heads,
+            width=self.head_dim,
+            name="value",
+            kernel_init=self.value_init,
+            use_bias=self.use_bias,
+        )
+
+    def extra(self, memory: jax.Array) -> tuple[jax.Array, ...]:
+        """What else a subclass makes of the tokens attended to, ``[batch, k, ...]`` each."""
+        del memory
+        return ()
+
+    def mix(
+        self,
+        x: jax.Array,
+        terms: Terms,
+        bias: Terms,
+        values: jax.Array,
+        mask: Mask,
+        extra: tuple[jax.Array, ...],
+    ) -> jax.Array:
         """Runs the engine; leaves the weights in ``intermediates`` when they are asked for."""
-        if self.is_mutable_collection("intermediates") and not self.is_initializing():
+        del extra
+        terms = add(*terms, *bias)
+        if self.reporting:
             weights = attention_weights(
-                terms, mask=mask, q_length=q_length, k_length=values.shape[1]
+                terms, mask=mask, q_length=x.shape[1], k_length=values.shape[1]
             )
             self.sow("intermediates", "attention_weights", weights)
-        dropping = self.dropout_rate > 0.0 and self.has_rng("dropout")
         return attend(
             terms,
             values,
             mask=mask,
-            q_length=q_length,
-            dropout_rate=self.dropout_rate if dropping else 0.0,
-            dropout_key=self.make_rng("dropout") if dropping else None,
+            q_length=x.shape[1],
             implementation=self.implementation,
             partition=self.partition,
+            **self.dropout(),
         )
+
+    @property
+    def reporting(self) -> bool:
+        """Whether the attention weights are asked for."""
+        return self.is_mutable_collection("intermediates") and not self.is_initializing()
+
+    def dropout(self) -> dict[str, Any]:
+        """The dropout options of `attend`."""
+        dropping = self.dropout_rate > 0.0 and self.has_rng("dropout")
+        return {
+            "dropout_rate": self.dropout_rate if dropping else 0.0,
+            "dropout_key": self.make_rng("dropout") if dropping else None,
+        }

@@ -1,16 +1,21 @@
-"""One layer of a T5: mixers, a feed-forward layer, norms and residuals."""
+"""One layer of a model: mixers, a feed-forward layer, norms and residuals."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 
 from synthesizer_jax.attention import Mask, Terms
-from synthesizer_jax.models.layers import Dropout, rms_norm
+from synthesizer_jax.mixers.base import leave
+from synthesizer_jax.models.layers import Dropout, RMSNorm
 from synthesizer_jax.registry import register
+
+FORCED = "forced"
+"""Inputs of sub-layers to use in place of the model's own, at the places of `SITES`."""
 
 
 @jax.tree_util.register_dataclass
@@ -29,22 +34,35 @@ class Memory:
 
 @register
 class Block(nn.Module):
-    """Pre-norm residual sub-layers: self-attention, cross-attention if any, feed-forward.
+    """Residual sub-layers: self-attention, cross-attention if any, feed-forward.
 
     A field holds a sub-layer's configuration; the sub-layer made from it carries T5X's name
     (``self_attention``, ``encoder_decoder_attention``, ``mlp``; ``attention`` in encoders).
 
+    For distillation a block leaves in the collection `SITES` the inputs ``self_input`` and
+    ``cross_input``, the mixers' outputs ``self_mixed`` and ``cross_mixed``, ``self_output`` (after the
+    residual) and ``output``; given the collection ``forced`` it takes those inputs from there.
+
     Attributes:
       self_mixer: the token mixer, such as `Attention`.
-      feed_forward: the position-wise layer.
-      cross_mixer: the mixer over the encoder's output; None in encoders and language models.
+      feed_forward: the position-wise layer; None leaves it out.
+      cross_mixer: the mixer over the encoder's output; None in encoders and language models, and in
+        a decoder's layer that does not look at the encoder.
       dropout_rate: dropout of each sub-layer's output.
+      norm: the normalisation.
+      post_norm: normalise after the residual, ``norm(x + f(x))`` (Vaswani et al. 2017, BERT), not
+        before the sub-layer, ``x + f(norm(x))`` (T5).
+      self_residual: False: the mixer stands for its norm and residual too (ALRR, and ELR where
+        `feed_forward` is None; Bozic et al. 2023).
     """
 
     self_mixer: nn.Module
-    feed_forward: nn.Module
+    feed_forward: nn.Module | None
     cross_mixer: nn.Module | None = None
     dropout_rate: float = 0.0
+    norm: nn.Module = RMSNorm()
+    post_norm: bool = False
+    self_residual: bool = True
 
     @nn.compact
     def __call__(
@@ -62,7 +80,7 @@ class Block(nn.Module):
           x: ``[batch, q, d_model]``.
           mask: the self-attention's mask.
           bias: the stack's position bias, for the self-attention.
-          memory: the encoder's side, when there is a `cross_mixer`.
+          memory: the encoder's side, in decoders.
           cache: one cache per mixer, in their order; see `Attention`.
           position: position of the first token of `x` when decoding.
 
@@ -71,24 +89,53 @@ class Block(nn.Module):
           also the form of a scan's body.
         """
         own, cross = cache if cache is not None else (None, None)
-        decoder = self.cross_mixer is not None
-        name = "self_attention" if decoder else "attention"
-        h = rms_norm(x, name=f"pre_{name}_layer_norm")
-        mixer = self.self_mixer.copy(name=name, parent=self)
-        y, own = with_cache(mixer(h, mask=mask, bias=bias, cache=own, position=position), own)
-        x = x + Dropout(self.dropout_rate, name="dropout_0")(y)
-        if self.cross_mixer is not None:
+        name = "attention" if memory is None else "self_attention"
+
+        def mix(h: jax.Array) -> jax.Array:
+            nonlocal own
+            mixer = self.self_mixer.copy(name=name, parent=self)
+            y, own = with_cache(mixer(h, mask=mask, bias=bias, cache=own, position=position), own)
+            leave(self, "self_mixed", y)
+            return y
+
+        def look(h: jax.Array) -> jax.Array:
+            nonlocal cross
             if memory is None:
                 raise ValueError("Block: a cross_mixer needs the encoder's output as memory")
-            h = rms_norm(x, name="pre_cross_attention_layer_norm")
+            assert self.cross_mixer is not None
             mixer = self.cross_mixer.copy(name="encoder_decoder_attention", parent=self)
             y = mixer(h, memory.encoded, mask=memory.mask, cache=cross, position=position)
             y, cross = with_cache(y, cross)
-            x = x + Dropout(self.dropout_rate, name="dropout_1")(y)
-        h = rms_norm(x, name="pre_mlp_layer_norm")
-        y = self.feed_forward.copy(name="mlp", parent=self)(h)
-        x = x + Dropout(self.dropout_rate, name="dropout_2")(y)
+            leave(self, "cross_mixed", y)
+            return y
+
+        x = self.site("self_input", x)
+        x = self.residual(x, name, 0, mix) if self.self_residual else mix(x)
+        leave(self, "self_output", x)
+        if self.cross_mixer is not None:
+            x = self.residual(self.site("cross_input", x), "cross_attention", 1, look)
+        else:
+            cross = None if cross is None else ()
+        if self.feed_forward is not None:
+            x = self.residual(x, "mlp", 2, self.feed_forward.copy(name="mlp", parent=self))
+        leave(self, "output", x)
         return x, (None if cache is None else (own, cross))
+
+    def residual(
+        self, x: jax.Array, name: str, index: int, layer: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
+        """A sub-layer with its norm, dropout and residual."""
+        place = "post" if self.post_norm else "pre"
+        norm = self.norm.copy(name=f"{place}_{name}_layer_norm", parent=self)
+        dropout = Dropout(self.dropout_rate, name=f"dropout_{index}", parent=self)
+        return norm(x + dropout(layer(x))) if self.post_norm else x + dropout(layer(norm(x)))
+
+    def site(self, name: str, x: jax.Array) -> jax.Array:
+        """Leaves a sub-layer's input, and takes the forced one where there is one."""
+        if self.has_variable(FORCED, name):
+            x = self.get_variable(FORCED, name)
+        leave(self, name, x)
+        return x
 
 
 def with_cache(result: Any, cache: Any) -> tuple[jax.Array, Any]:

@@ -4,50 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention import Mask
-from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.mixers import NewCache
 from synthesizer_jax.models.block import Memory
-from synthesizer_jax.models.stack import Stack, unstack_layers
-from synthesizer_jax.parameters import with_axes
-from synthesizer_jax.registry import register, replace
+from synthesizer_jax.models.stack import Stack
+from synthesizer_jax.models.token_model import TokenModel, lengths
+from synthesizer_jax.registry import register
 
 
 @register
-class EncoderDecoder(nn.Module):
-    """Two stacks over one vocabulary (Raffel et al. 2020).
+class EncoderDecoder(TokenModel, kw_only=True):
+    """Two stacks over one vocabulary (Raffel et al. 2020); see `TokenModel` for more fields.
 
     Attributes:
-      vocab_size: rows of the embedding (T5: 32,128 for 32,100 pieces).
-      d_model: width of the model.
       encoder: the encoder's stack.
       decoder: the decoder's stack; its blocks have a `cross_mixer`.
-      tied: the embedding is also the output projection, its logits divided by √d_model (T5 1.0).
-      dtype: dtype of the computation, ``"float32"`` or ``"bfloat16"``; parameters are float32.
     """
 
-    vocab_size: int
-    d_model: int
     encoder: Stack
     decoder: Stack
-    tied: bool = False
-    dtype: str = "float32"
-    embedding_init: Initializer = Normal(1.0)
-    logits_init: Initializer = FanIn()
-
-    def setup(self) -> None:
-        """Makes the embedding and, unless tied, the output projection."""
-        shape = (self.vocab_size, self.d_model)
-        self.embedding = self.param(
-            "embedding", with_axes(self.embedding_init, "vocab", "embed"), shape
-        )
-        if not self.tied:
-            init = with_axes(self.logits_init, "embed", "vocab")
-            self.logits_kernel = self.param("logits_kernel", init, shape[::-1])
 
     def __call__(
         self,
@@ -125,6 +103,10 @@ class EncoderDecoder(nn.Module):
         x = self.embed(tokens)
         return self.decoder(x, mask=mask, memory=memory, positions=positions)[0]
 
+    def remember(self, tokens: jax.Array) -> Memory:
+        """What `decode` attends to, from ``[batch, k]`` encoder tokens."""
+        return Memory(self.encode(tokens), Mask(key_lengths=lengths(tokens)))
+
     def encode(
         self,
         tokens: jax.Array,
@@ -194,40 +176,7 @@ class EncoderDecoder(nn.Module):
             length=max_length,
         )
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        """``[batch, length]`` tokens to ``[batch, length, d_model]`` in the computation's dtype."""
-        return jnp.take(self.embedding, tokens, axis=0).astype(self.dtype)
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """``[batch, q, d_model]`` to ``[batch, q, vocab]``."""
-        kernel, scale = self.output_kernel()
-        return (hidden * jnp.asarray(scale, hidden.dtype)) @ kernel.astype(hidden.dtype)
-
-    def output_kernel(self) -> tuple[jax.Array, float]:
-        """The projection ``[d_model, vocab]`` and the factor of its input, for chunked losses."""
-        if self.tied:
-            return self.embedding.T, self.d_model**-0.5
-        return self.logits_kernel, 1.0
-
-
-def lengths(tokens: jax.Array) -> jax.Array:
-    """Number of real tokens per row, ``[batch]``; padding (0) is a suffix."""
-    return (tokens != 0).sum(axis=-1, dtype=jnp.int32)
-
-
-def unroll(model: EncoderDecoder) -> EncoderDecoder:
-    """The same model with looped layers, as decoding needs it."""
-    stacks = {"encoder": model.encoder, "decoder": model.decoder}
-    return replace(model, **{name: replace(s, scan=False) for name, s in stacks.items()})
-
-
-def unroll_variables(model: EncoderDecoder, variables: dict[str, Any]) -> dict[str, Any]:
-    """A model's variables in the layout of `unroll(model)`, each layer's slice taken once."""
-    stacks = {"encoder": model.encoder, "decoder": model.decoder}
-    return {
-        collection: {
-            name: unstack_layers(stacks[name], tree) if name in stacks else tree
-            for name, tree in trees.items()
-        }
-        for collection, trees in variables.items()
-    }
+    def room(self, inputs_length: int, targets_length: int) -> int:
+        """The positions that decoding needs: the targets'."""
+        del inputs_length
+        return targets_length

@@ -23,15 +23,37 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def rms_norm(x: jax.Array, *, name: str) -> jax.Array:
-    """T5's normalisation, ``x / √(mean x² + 1e-6) · scale``, statistics in float32, no bias."""
-    norm = nn.RMSNorm(
-        epsilon=1e-6,
-        dtype=x.dtype,
-        scale_init=with_axes(nn.initializers.ones_init(), "norm"),
-        name=name,
-    )
-    return norm(x)
+@register
+class RMSNorm(nn.Module):
+    """T5's normalisation, ``x / √(mean x² + ε) · scale``, statistics in float32, no bias."""
+
+    epsilon: float = 1e-6
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., d]`` in and out."""
+        scale = self.param("scale", with_axes(nn.initializers.ones_init(), "norm"), x.shape[-1:])
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        root = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.epsilon)
+        return (wide * root * scale).astype(x.dtype)
+
+
+@register
+class LayerNorm(nn.Module):
+    """``(x − mean) / √(variance + ε) · scale + bias``, statistics in float32 (Ba et al. 2016)."""
+
+    epsilon: float = 1e-5
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., d]`` in and out."""
+        size = x.shape[-1:]
+        scale = self.param("scale", with_axes(nn.initializers.ones_init(), "norm"), size)
+        bias = self.param("bias", with_axes(nn.initializers.zeros_init(), "norm"), size)
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = wide - wide.mean(-1, keepdims=True)
+        root = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.epsilon)
+        return (wide * root * scale + bias).astype(x.dtype)
 
 
 class Dropout(nn.Module):
@@ -55,18 +77,20 @@ class Dropout(nn.Module):
 
 @register
 class FeedForward(nn.Module):
-    """T5's position-wise layer, ``(act₀(x W₀) ∘ act₁(x W₁) …) W_o`` without biases.
+    """T5's position-wise layer, ``(act₀(x W₀) ∘ act₁(x W₁) …) W_o``.
 
     Attributes:
       hidden_dim: width of the hidden layer.
       activations: one name of `ACTIVATIONS` per input matrix: ``("relu",)`` is T5 1.0,
         ``("gelu", "linear")`` the gated GELU of T5 1.1 (Shazeer 2020).
       dropout_rate: dropout of hidden features, broadcast over the length.
+      use_bias: biases in all matrices, as in BERT; T5 has none.
     """
 
     hidden_dim: int
     activations: tuple[str, ...] = ("gelu", "linear")
     dropout_rate: float = 0.0
+    use_bias: bool = False
     kernel_init: Initializer = FanIn()
 
     @nn.compact
@@ -81,9 +105,10 @@ class FeedForward(nn.Module):
         def dense(features: int, name: str, *axes: str) -> nn.Dense:
             return nn.Dense(
                 features,
-                use_bias=False,
+                use_bias=self.use_bias,
                 dtype=x.dtype,
                 kernel_init=with_axes(self.kernel_init, *axes),
+                bias_init=with_axes(nn.initializers.zeros_init(), axes[-1]),
                 dot_general=dense_product,
                 name=name,
             )
@@ -122,11 +147,19 @@ class LearnedPositions(nn.Module):
 
 @register
 class SinusoidalPositions(nn.Module):
-    """Fixed sines and cosines of the position (Vaswani et al. 2017, section 3.5), no parameters."""
+    """Fixed sines and cosines of the position (Vaswani et al. 2017, section 3.5), no parameters.
+
+    Attributes:
+      endpoint: the slowest rate is exactly 1/10,000, as in Tensor2Tensor and the code of You et al.
+        2020; otherwise it is 10,000^(−(d − 2)/d), as in the paper's formula.
+    """
+
+    endpoint: bool = False
 
     @nn.compact
     def __call__(self, positions: jax.Array, d_model: int) -> jax.Array:
         """Vectors ``[..., d_model]`` of integer positions ``[...]``: sines, then cosines."""
-        rates = 10_000.0 ** (-np.arange(0, d_model, 2) / d_model)
+        last = d_model - 2 if self.endpoint else d_model
+        rates = 10_000.0 ** (-np.arange(0, d_model, 2) / max(last, 1))
         angles = positions[..., None].astype(jnp.float32) * rates
         return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)[..., :d_model]

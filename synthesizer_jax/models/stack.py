@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention import Mask, Span, Terms
-from synthesizer_jax.models.block import Block, Memory
-from synthesizer_jax.models.layers import Dropout, rms_norm
+from synthesizer_jax.mixers import SITES
+from synthesizer_jax.models.block import FORCED, Block, Memory
+from synthesizer_jax.models.layers import Dropout, RMSNorm
 from synthesizer_jax.registry import fields_of, register
 
 REMAT_POLICIES: dict[str, Any] = {
@@ -40,6 +41,8 @@ class Stack(nn.Module):
       bias: one position bias for all layers, such as `RelativeBias`.
       positions: a module ``(positions, d_model) -> vectors`` that is added to the embeddings, such
         as `LearnedPositions`.
+      input_norm: a normalisation of the embeddings (BERT).
+      norm: the normalisation of the output; None in post-norm models, whose last layer ends in one.
       dropout_rate: dropout of the embeddings and of the output.
       scan: each run of several layers is one `nn.scan` with stacked parameters: compile time does
         not grow with the depth.
@@ -49,6 +52,8 @@ class Stack(nn.Module):
     runs: tuple[Run, ...]
     bias: nn.Module | None = None
     positions: nn.Module | None = None
+    input_norm: nn.Module | None = None
+    norm: nn.Module | None = RMSNorm()
     dropout_rate: float = 0.0
     scan: bool = False
     remat: str | None = None
@@ -96,22 +101,29 @@ class Stack(nn.Module):
                 positions = (position + jnp.arange(x.shape[1]))[None]
             module = self.positions.copy(name="position_embedder", parent=self)
             x = x + module(positions, x.shape[-1]).astype(x.dtype)
+        if self.input_norm is not None:
+            x = self.input_norm.copy(name="input_norm", parent=self)(x)
         x = Dropout(self.dropout_rate, name="input_dropout")(x)
         bias = self.position_bias(x.shape[1], position, x.shape[1] if length is None else length)
         if caches is None:
             x = self.all_runs(x, mask, bias, memory)
         else:
             x, caches = self.step(x, mask, bias, memory, caches, position)
-        x = rms_norm(x, name="final_norm")
+        if self.norm is not None:
+            x = self.norm.copy(name="final_norm", parent=self)(x)
         return Dropout(self.dropout_rate, name="output_dropout")(x), caches
 
     def position_bias(self, q: int, position: int | jax.Array, length: int) -> Terms:
         """The stack's shared bias terms."""
         if self.bias is None:
             return ()
-        heads = self.runs[0].block.self_mixer.num_heads
-        if any(run.block.self_mixer.num_heads != heads for run in self.runs):
-            raise ValueError("Stack: a shared bias needs the same number of heads in every layer")
+        counts = {getattr(run.block.self_mixer, "bias_heads", None) for run in self.runs}
+        heads = counts.pop()
+        if counts or heads is None:
+            raise ValueError(
+                "Stack: a shared position bias needs attention with the same number of heads in every "
+                "layer; set bias=None, or put RelativeBias into the layers' own Mixture"
+            )
         module = self.bias.copy(name="relpos_bias", parent=self)
         return module(num_heads=heads, query_span=Span(position, q), key_span=Span(0, length))
 
@@ -125,7 +137,9 @@ class Stack(nn.Module):
             if self.scan:
                 scanned = nn.scan(
                     self.block_type(in_scan=True),
-                    variable_axes={"params": 0, "constants": 0, "intermediates": 0},
+                    variable_axes=dict.fromkeys(
+                        ("params", "constants", "intermediates", SITES, FORCED), 0
+                    ),
                     split_rngs={"params": True, "dropout": True},
                     in_axes=nn.broadcast,
                     length=run.repeats,

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from synthesizer_jax.models.encoder_decoder import EncoderDecoder, unroll, unroll_variables
+from synthesizer_jax.models.encoder import Encoder
+from synthesizer_jax.models.token_model import TokenModel, unroll, unroll_variables
 from synthesizer_jax.parameters import abstract_variables
 
 
@@ -37,9 +38,7 @@ class Summary:
     cache_bytes_per_token: int
 
 
-def summarize(
-    model: EncoderDecoder, *, inputs_length: int = 512, targets_length: int = 114
-) -> Summary:
+def summarize(model: TokenModel, *, inputs_length: int = 512, targets_length: int = 114) -> Summary:
     """Counts everything under `jax.eval_shape`, allocating nothing.
 
     Args:
@@ -47,17 +46,17 @@ def summarize(
       inputs_length: encoder tokens of the example that FLOPs are counted for.
       targets_length: decoder tokens of that example.
     """
-    tokens = jax.ShapeDtypeStruct((1, inputs_length), jnp.int32)
-    targets = jax.ShapeDtypeStruct((1, targets_length), jnp.int32)
-    shapes, axes = abstract_variables(model, tokens, targets)
-    forward = jax.make_jaxpr(model.apply)(shapes, tokens, targets)
+    example = model.example(inputs_length, targets_length)
+    total = sum(tokens.shape[1] for tokens in example)
+    shapes, axes = abstract_variables(model, *example)
+    forward = jax.make_jaxpr(model.apply)(shapes, *example)
     return Summary(
         parameters=count(shapes["params"]),
         constants=count(shapes.get("constants", {})),
         tables_per_layer=tables_per_layer(shapes, axes),
         positions=positions(shapes["params"], axes["params"]),
-        flops_per_token=round(flops(forward.jaxpr) / (inputs_length + targets_length)),
-        cache_bytes_per_token=cache_bytes(model, shapes, tokens, targets_length),
+        flops_per_token=round(flops(forward.jaxpr) / total),
+        cache_bytes_per_token=cache_bytes(model, shapes, example[0], targets_length),
     )
 
 
@@ -114,9 +113,12 @@ def _sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     return closed + [v for v in values if isinstance(v, jex_core.Jaxpr)]
 
 
-def cache_bytes(model: EncoderDecoder, shapes: Any, tokens: jax.ShapeDtypeStruct, room: int) -> int:
-    """Bytes of the decoder's self-attention caches per position and example."""
-    loop = unroll(model)
+def cache_bytes(model: TokenModel, shapes: Any, tokens: jax.ShapeDtypeStruct, length: int) -> int:
+    """Bytes of the decoder's self-attention caches per position and example; 0 without a decoder."""
+    if isinstance(model, Encoder):
+        return 0
+    loop: Any = unroll(model)
+    room = loop.room(tokens.shape[1], length)
 
     def start(variables: Any, tokens: jax.Array, first: jax.Array) -> Any:
         variables = unroll_variables(model, variables)

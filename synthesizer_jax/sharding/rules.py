@@ -31,6 +31,9 @@ RULES: types.MappingProxyType[str, str | None] = types.MappingProxyType(
         "norm": None,
         "relpos_buckets": None,
         "parts": None,
+        "talk_from": None,
+        "talk_to": None,
+        "taps": None,
         "layers": None,
     }
 )

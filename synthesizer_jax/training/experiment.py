@@ -11,7 +11,7 @@ from typing import Any
 
 from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
-from synthesizer_jax.models import EncoderDecoder
+from synthesizer_jax.models import TextToText
 from synthesizer_jax.registry import fields_of, from_json, register, replace, suggestion, to_json
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.optimizers import Adafactor, AdamW
@@ -93,7 +93,7 @@ class Experiment:
         fresh run starts from.
     """
 
-    model: EncoderDecoder
+    model: TextToText
     data: DataConfig
     training: Training
     evaluation: Evaluation = Evaluation()

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from synthesizer_jax.models import EncoderDecoder
+from synthesizer_jax.models import TextToText
 from synthesizer_jax.training.losses import (
     LossSums,
     chunked_cross_entropy,
@@ -26,7 +26,7 @@ DENSE_LOGITS = 2**22
 
 
 def loss_sums(
-    model: EncoderDecoder,
+    model: TextToText,
     variables: dict[str, Any],
     batch: Batch,
     *,
@@ -75,7 +75,7 @@ def pair(batch: Batch, suffix: str) -> tuple[jax.Array, jax.Array] | None:
 
 
 def make_train_step(
-    model: EncoderDecoder,
+    model: TextToText,
     optimizer: optax.GradientTransformation,
     *,
     z_loss: float = 1e-4,

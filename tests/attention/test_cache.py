@@ -54,8 +54,8 @@ def steps(terms: Terms, values: jax.Array, first: int) -> jax.Array:
     def step(cache: Cache, position: jax.Array | int, length: int) -> tuple[jax.Array, Cache]:
         new = tuple(at(term, position, length) for term in terms)
         fresh = jax.lax.dynamic_slice_in_dim(values, position, length, axis=1)
-        new, past, cache = extend(cache, new, fresh, at=position)
         mask = Mask(causal=True, query_offset=position)
+        new, past, mask, cache = extend(cache, new, fresh, at=position, mask=mask)
         return attend(new, past, mask=mask, q_length=length), cache
 
     empty = init_cache(terms, values[:, :1], max_length=N)
@@ -93,9 +93,10 @@ def test_only_token_made_keys_are_cached(names: tuple[str, ...]) -> None:
 def test_no_new_keys_write_nothing() -> None:
     """Cross-attention after its first step."""
     terms, values = cases.make_terms(("dot_product",), B, 1, N, H), cases.normal("v", B, N, H, E)
-    _, _, cache = extend(init_cache(terms, values, max_length=N), terms, values, at=0)
+    empty = init_cache(terms, values, max_length=N)
+    *_, cache = extend(empty, terms, values, at=0, mask=Mask())
     nothing = (dataclasses.replace(terms[0], keys=terms[0].keys[:, :0]),)
-    again, past, same = extend(cache, nothing, values[:, :0], at=0)
+    again, past, _, same = extend(cache, nothing, values[:, :0], at=0, mask=Mask())
     np.testing.assert_array_equal(again[0].keys, terms[0].keys)
     np.testing.assert_array_equal(past, values)
     assert same.values is cache.values
@@ -105,6 +106,6 @@ def test_errors() -> None:
     terms, values = cases.make_terms(("dot_product",), B, 1, 5, H), jnp.ones((B, 5, H, E))
     cache = init_cache(terms, values, max_length=6)
     with pytest.raises(ValueError, match=r"max_length=6 but 7 positions"):
-        extend(cache, terms, values, at=2)
+        extend(cache, terms, values, at=2, mask=Mask())
     with pytest.raises(ValueError, match=r"keys of 1 terms but 0 were given"):
-        extend(cache, cases.make_terms(("static",), B, 1, 5, H), values, at=0)
+        extend(cache, cases.make_terms(("static",), B, 1, 5, H), values, at=0, mask=Mask())

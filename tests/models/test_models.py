@@ -154,7 +154,12 @@ def test_one_configuration_object_used_everywhere_shares_no_parameters(batch):
     encoder = Stack((Run(Block(attention, feed_forward), 2),))
     decoder = Stack((Run(Block(attention, feed_forward, cross_mixer=attention), 2),))
     for scan in (False, True):
-        model = EncoderDecoder(VOCAB, 16, encoder.copy(scan=scan), decoder.copy(scan=scan))
+        model = EncoderDecoder(
+            vocab_size=VOCAB,
+            d_model=16,
+            encoder=encoder.copy(scan=scan),
+            decoder=decoder.copy(scan=scan),
+        )
         params = model.init(jax.random.key(0), *batch)["params"]
         tables = [
             np.asarray(leaf).reshape(-1, 2, ROOM, ROOM)

@@ -1,0 +1,137 @@
+"""Hard-coded Gaussian attention."""
+
+from __future__ import annotations
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from synthesizer_jax.alignments.base import Alignment
+from synthesizer_jax.alignments.relative_bias import distances
+from synthesizer_jax.attention import Span, Terms, banded, relative
+from synthesizer_jax.registry import register
+
+REACH = 6.0
+"""Half width of the window in standard deviations: 2e-11 of the mass lies outside."""
+
+
+@register
+class Gaussian(Alignment):
+    """Every head looks at a fixed place near the query, nothing is learned.
+
+    ``weight[i, j] = 1/(σ√2π) · exp(−½ ((j − (ratio · i + offset)) / σ)²)``, the density itself:
+    neither a softmax nor a division by the sum (You et al. 2020, equation 2 and released code).
+    Masked keys just do not count. The window is cut at 6 σ.
+
+    Attributes:
+      offsets: centres relative to the query, given to the heads in turn: ``(-1, 1)`` in the paper's
+        encoders and cross-attention, ``(-1, 0)`` in its decoders.
+      sigma: standard deviation; 0 is its limit, the one token at the (rounded) centre.
+      normalise: divide by the sum over the keys that are seen, a softmax of the log-density.
+      threshold: densities below it are set to zero; None: none.
+      ratio: keys per query for cross-attention, in the paper the ratio of word counts.
+    """
+
+    offsets: tuple[float, ...] = (-1, 1)
+    sigma: float = 1.0
+    normalise: bool = False
+    threshold: float | None = None
+    ratio: float = 1.0
+
+    @nn.compact
+    def __call__(
+        self,
+        queries: jax.Array,
+        keys: jax.Array | None = None,
+        *,
+        num_heads: int,
+        head_dim: int,
+        query_span: Span,
+        key_span: Span,
+    ) -> Terms:
+        del keys, head_dim, key_span
+        offsets = per_head(self, self.offsets, num_heads)
+        dtype = jnp.promote_types(queries.dtype, jnp.float32)
+        first, width = self.window(offsets)
+        if self.ratio == 1.0:
+            place = np.arange(first, first + width) - offsets[:, None]
+            weights = self.density(place, dtype)[None, None]
+            return (banded(weights, first=first, normalise=self.normalise),)
+        known = isinstance(query_span.start, int)
+        position = query_span.start + (np if known else jnp).arange(query_span.length)
+        centre = jnp.asarray(self.ratio * position, dtype)
+        starts = jnp.floor(centre).astype(jnp.int32) + first
+        place = starts[:, None] + np.arange(width + 1) - centre[:, None]
+        weights = self.density(place[:, None, :] - offsets[:, None], dtype)
+        return (banded(weights[None], starts=starts, normalise=self.normalise),)
+
+    def window(self, offsets: np.ndarray) -> tuple[int, int]:
+        """The first tap's distance from the centre line and the number of taps, for all heads."""
+        half = math.ceil(REACH * self.sigma)
+        first = math.floor(offsets.min()) - half
+        return first, math.ceil(offsets.max()) + half - first + 1
+
+    def density(self, place: jax.Array | np.ndarray, dtype: jnp.dtype) -> jax.Array:
+        """The density at distances from the centre."""
+        if self.sigma < 0:
+            raise ValueError(f"Gaussian: sigma={self.sigma}; it must be 0 or positive")
+        place = jnp.asarray(place, dtype)
+        if self.sigma == 0:
+            return jnp.where((place > -0.5) & (place <= 0.5), 1.0, 0.0).astype(dtype)
+        scale = 1.0 / (self.sigma * math.sqrt(2.0 * math.pi))
+        value = scale * jnp.exp(-0.5 * (place / self.sigma) ** 2)
+        return value if self.threshold is None else jnp.where(value < self.threshold, 0, value)
+
+
+@register
+class GaussianBias(Alignment):
+    """The log-density as logits, ``−½ ((j − i − offset) / σ)²``, to be mixed with others.
+
+    Inside a `Mixture` it is a product of experts: a dot product that prefers a neighbourhood. Alone
+    it is the softmax-normalised `Gaussian` without its cut.
+
+    Attributes:
+      offsets: centres relative to the query, given to the heads in turn.
+      sigma: standard deviation.
+    """
+
+    offsets: tuple[float, ...] = (-1, 1)
+    sigma: float = 1.0
+
+    @nn.compact
+    def __call__(
+        self,
+        queries: jax.Array,
+        keys: jax.Array | None = None,
+        *,
+        num_heads: int,
+        head_dim: int,
+        query_span: Span,
+        key_span: Span,
+    ) -> Terms:
+        del keys, head_dim
+        if self.sigma <= 0:
+            raise ValueError(f"GaussianBias: sigma={self.sigma}; it must be positive")
+        first, last = distances(query_span, key_span)
+        place = np.arange(first, last + 1) - per_head(self, self.offsets, num_heads)[:, None]
+        logits = jnp.asarray(-0.5 * (place / self.sigma) ** 2, jnp.float32)
+        return (
+            relative(logits.astype(jnp.promote_types(queries.dtype, jnp.float32)), first=first),
+        )
+
+
+def per_head(module: nn.Module, offsets: tuple[float, ...], num_heads: int) -> np.ndarray:
+    """One offset a head: the given ones in turn, as in the released code.
+
+    Raises:
+      ValueError: their number does not divide the number of heads.
+    """
+    if not offsets or num_heads % len(offsets):
+        raise ValueError(
+            f"{type(module).__name__}: {len(offsets)} offsets for {num_heads} heads; give as many as "
+            "heads, or a divisor of that number"
+        )
+    return np.resize(np.asarray(offsets, np.float64), num_heads)

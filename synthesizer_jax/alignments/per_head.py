@@ -1,0 +1,70 @@
+"""Different alignments for different heads of one layer."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+
+from synthesizer_jax.alignments.base import Alignment
+from synthesizer_jax.attention import Span, Split, Terms
+from synthesizer_jax.registry import register
+
+
+@register
+class PerHead(Alignment):
+    """Gives some heads to each part: the first to the first part, and so on.
+
+    Where a `Mixture` adds logits up, this keeps them apart; so it also takes alignments that are
+    weights, such as some `Gaussian` and some learned heads (You et al. 2020, released code).
+
+    Attributes:
+      parts: the alignments.
+      heads: number of heads of every part; None: the same number for all.
+    """
+
+    parts: tuple[Alignment, ...]
+    heads: tuple[int, ...] | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        queries: jax.Array,
+        keys: jax.Array | None = None,
+        *,
+        num_heads: int,
+        head_dim: int,
+        query_span: Span,
+        key_span: Span,
+    ) -> Terms:
+        counts = self.counts(num_heads)
+        groups, start = [], 0
+        for i, (part, count) in enumerate(zip(self.parts, counts, strict=True)):
+            own = slice(start, start + count)
+            groups.append(
+                part.copy(name=f"part_{i}", parent=self)(
+                    queries if queries.ndim == 3 else queries[:, :, own],
+                    keys if keys is None or keys.ndim == 3 else keys[:, :, own],
+                    num_heads=count,
+                    head_dim=head_dim,
+                    query_span=query_span,
+                    key_span=key_span,
+                )
+            )
+            start += count
+        return (Split(tuple(groups)),)
+
+    def counts(self, num_heads: int) -> tuple[int, ...]:
+        """The number of heads of every part; raises a `ValueError` when they do not add up."""
+        if self.heads is not None:
+            if len(self.heads) != len(self.parts) or sum(self.heads) != num_heads:
+                raise ValueError(
+                    f"PerHead: heads={self.heads} for {len(self.parts)} parts and {num_heads} heads; "
+                    "give one number a part, adding up to the layer's num_heads"
+                )
+            return self.heads
+        if not self.parts or num_heads % len(self.parts):
+            raise ValueError(
+                f"PerHead: {num_heads} heads do not divide among {len(self.parts)} parts; say how "
+                "many each gets with heads=(…)"
+            )
+        return (num_heads // len(self.parts),) * len(self.parts)

@@ -1,0 +1,183 @@
+"""The banded route: weights of a window of keys, cost linear in the length."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+
+from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.terms import Banded, Terms, wide
+
+
+def attend_banded(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) -> jax.Array:
+    """``out[b, q, h] = Σ_t weights[b, q, h, t] · values[b, start(q) + t, h]``.
+
+    Args:
+      terms: one `Banded`.
+      values: ``[b, k, h, e]``.
+      mask: which keys a query may see.
+      q_length: number of queries.
+
+    Returns:
+      ``[b, q, h, e]`` in the values' dtype.
+    """
+    (term,) = terms
+    assert isinstance(term, Banded)
+    k_length, heads = values.shape[1:3]
+    keys, queries = mask.keys(k_length), mask.queries(q_length)
+    term, mask = only_seen(term, dataclasses.replace(mask, key_lengths=None, key_valid=None))
+    seen = visible(term, mask, q_length=q_length, k_length=k_length)
+    if seen is not None:
+        term = dataclasses.replace(term, weights=jnp.where(seen, term.weights, 0))
+    if keys is not None:
+        values = jnp.where(keys[..., None, None], values, 0)
+    out = sum_taps(term, values, mask, q_length)
+    if term.normalise:
+        real = jnp.ones((1, k_length), bool) if keys is None else keys
+        ones = jnp.broadcast_to(real[..., None, None], (*real.shape, heads, 1))
+        total = sum_taps(term, ones.astype(wide(values)), mask, q_length)
+        out = jnp.where(total > 0, out / jnp.where(total > 0, total, 1), 0)
+    if queries is not None:
+        out = jnp.where(queries[..., None, None], out, 0)
+    return jnp.broadcast_to(out, (values.shape[0], *out.shape[1:])).astype(values.dtype)
+
+
+def materialise_banded(term: Banded, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:
+    """The weights ``[b or 1, h, q, k]`` that a mask leaves, the oracle of the route."""
+    width = term.weights.shape[-1]
+    tap = jnp.arange(k_length) - first_keys(term, mask, q_length)[:, None]
+    weights = term.weights.astype(wide(term.weights))
+    weights = jnp.broadcast_to(weights, (weights.shape[0], q_length, *weights.shape[2:]))
+    index = jnp.clip(tap, 0, width - 1)[None, :, None, :]
+    full = jnp.take_along_axis(weights, index, axis=-1)
+    full = jnp.where(((tap >= 0) & (tap < width))[:, None, :], full, 0).swapaxes(1, 2)
+    pairs = mask.pairs(q_length, k_length)
+    full = full if pairs is None else jnp.where(pairs, full, 0)
+    if not term.normalise:
+        return full
+    total = full.sum(axis=-1, keepdims=True)
+    return jnp.where(total > 0, full / jnp.where(total > 0, total, 1), 0)
+
+
+def first_keys(term: Banded, mask: Mask, q_length: int) -> jax.Array:
+    """``[q]`` the key of every query's first tap; it may lie outside of the row."""
+    if term.starts is not None:
+        return term.starts
+    return jnp.arange(q_length) + mask.query_offset + term.first
+
+
+def only_seen(term: Banded, mask: Mask) -> tuple[Banded, Mask]:
+    """Cuts taps off that a causal or a window mask hides from every query alike."""
+    if term.starts is not None or mask.prefix_lengths is not None:
+        return term, mask
+    start, end = term.first, term.first + term.weights.shape[-1]
+    if mask.causal:
+        end = min(end, 1)
+    if mask.window is not None:
+        start = max(start, 1 - mask.window)
+    end = max(end, start)
+    taps = jax.lax.slice_in_dim(term.weights, start - term.first, end - term.first, axis=-1)
+    term = dataclasses.replace(term, weights=taps, first=start)
+    return term, dataclasses.replace(mask, causal=False, window=None)
+
+
+def visible(term: Banded, mask: Mask, *, q_length: int, k_length: int) -> jax.Array | None:
+    """What is left of a mask for every tap, bool ``[b or 1, q, h or 1, w]``; None: everything."""
+    mask = dataclasses.replace(mask, query_lengths=None, query_valid=None)
+    pairs = mask.pairs(q_length, k_length)
+    if pairs is None:
+        return None
+    pairs = pairs.reshape((1,) * (4 - pairs.ndim) + pairs.shape)
+    width = term.weights.shape[-1]
+    index = first_keys(term, mask, q_length)[:, None] + jnp.arange(width)
+    inside = (index >= 0) & (index < k_length)
+    seen = jnp.take_along_axis(pairs, jnp.clip(index, 0, k_length - 1)[None, None], axis=-1)
+    return (seen & inside).swapaxes(1, 2)
+
+
+def sum_taps(term: Banded, values: jax.Array, mask: Mask, q_length: int) -> jax.Array:
+    """The weighted sum of the window's values, ``[b, q, h, e]`` float32 or wider."""
+    width = term.weights.shape[-1]
+    if width == 0:
+        shape = (values.shape[0], q_length, *values.shape[2:])
+        return jnp.zeros(shape, wide(values))
+    if term.starts is not None:
+        return _sum_gathered(term.weights, values, term.starts)
+    start, length = mask.query_offset + term.first, q_length + width - 1
+    if isinstance(start, int):
+        sides = (-start, start + length - values.shape[1], 0)
+    else:  # a step of a decoding loop: any position up to the last key
+        sides = (length, length, 0)
+    padding = [(0, 0, 0), sides, (0, 0, 0), (0, 0, 0)]
+    window = jax.lax.pad(values, jnp.zeros((), values.dtype), padding)
+    if not isinstance(start, int):
+        window = jax.lax.dynamic_slice_in_dim(window, start + length, length, axis=1)
+    return taps(term.weights, window, q_length)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def taps(weights: jax.Array, window: jax.Array, q_length: int) -> jax.Array:
+    """``out[b, q, h] = Σ_t weights[b, q, h, t] · window[b, q + t, h]``.
+
+    Args:
+      weights: ``[b or 1, q or 1, h, w]``.
+      window: ``[b, q + w - 1, h, e]``.
+      q_length: number of queries.
+
+    Returns:
+      ``[b, q, h, e]`` float32 or wider. One pass over the window forward and one backward each for
+      the window and for the weights; nothing is kept but the arguments.
+    """
+    dtype = wide(window)
+    weights, width = weights.astype(dtype), weights.shape[-1]
+    products = (
+        weights[..., t, None] * window[:, t : t + q_length].astype(dtype) for t in range(width)
+    )
+    return functools.reduce(operator.add, products)
+
+
+def _taps_forward(weights: jax.Array, window: jax.Array, q_length: int):
+    return taps(weights, window, q_length), (weights, window)
+
+
+def _taps_backward(q_length: int, saved: tuple[jax.Array, jax.Array], g: jax.Array):
+    weights, window = saved
+    width, dtype = weights.shape[-1], g.dtype
+    sides = ((0, 0), (width - 1, width - 1), (0, 0), (0, 0))
+    gradient = jnp.pad(g, sides)
+    spread = weights.astype(dtype)
+    if spread.shape[1] > 1:
+        spread = jnp.pad(spread, sides)
+    length = window.shape[1]
+    dwindow, dweights = jnp.zeros(window.shape, dtype), []
+    axes = tuple(i for i in (0, 1) if weights.shape[i] == 1)
+    for t in range(width):
+        near = slice(width - 1 - t, width - 1 - t + length)
+        tap = spread[:, near, :, t, None] if spread.shape[1] > 1 else spread[..., t, None]
+        dwindow = dwindow + tap * gradient[:, near]
+        product = (g * window[:, t : t + q_length].astype(dtype)).sum(axis=-1)
+        dweights.append(product.sum(axis=axes, keepdims=True))
+    return (
+        jnp.stack(dweights, axis=-1).astype(weights.dtype),
+        dwindow.astype(window.dtype),
+    )
+
+
+taps.defvjp(_taps_forward, _taps_backward)
+
+
+def _sum_gathered(weights: jax.Array, values: jax.Array, starts: jax.Array) -> jax.Array:
+    """As `taps`, where each query's window starts at a place of its own."""
+    dtype, k_length = wide(values), values.shape[1]
+
+    def one(t: int) -> jax.Array:
+        index = starts + t
+        inside = (index >= 0) & (index < k_length)
+        rows = jnp.take(values, jnp.clip(index, 0, k_length - 1), axis=1).astype(dtype)
+        return weights[..., t, None].astype(dtype) * jnp.where(inside[:, None, None], rows, 0)
+
+    return functools.reduce(operator.add, (one(t) for t in range(weights.shape[-1])))

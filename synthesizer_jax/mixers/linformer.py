@@ -1,0 +1,119 @@
+"""Linformer: keys and values projected along the length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from synthesizer_jax.alignments.base import check_length, project
+from synthesizer_jax.attention import (
+    Mask,
+    Partition,
+    Span,
+    Terms,
+    attend,
+    attention_weights,
+    low_rank,
+)
+from synthesizer_jax.initializers import FanIn, Initializer, Normal
+from synthesizer_jax.mixers.base import merge_heads, not_causal, not_packed, self_attention_only
+from synthesizer_jax.parameters import with_axes
+from synthesizer_jax.registry import register
+
+
+@register
+class Linformer(nn.Module):
+    """Attention to k learned mixtures of the positions instead of the positions themselves.
+
+    ``softmax(Q (E K)ᵀ / √d_k) (F V)`` with E, F of ``[k, max_length]`` (Wang et al. 2020, equation
+    7): cost linear in the length. Encoders only, because a projection along the length mixes later
+    positions in. Padding is zero before it is projected.
+
+    Attributes:
+      num_heads: number of heads.
+      head_dim: width of one head.
+      max_length: number of positions that E and F address.
+      projected_length: the paper's k.
+      shared: E = F, the paper's "key-value sharing"; both are always shared by the heads.
+      dropout_rate: probability of dropping an attention weight.
+      partition: how the batch and the heads are spread over a mesh, set by `sharding`.
+      length_init: initialiser of E and F; None: standard deviation 1/√projected_length, the paper's
+        Johnson-Lindenstrauss projection.
+    """
+
+    num_heads: int
+    head_dim: int
+    max_length: int
+    projected_length: int = 256
+    shared: bool = True
+    dropout_rate: float = 0.0
+    partition: Partition | None = None
+    query_init: Initializer = FanIn()
+    kernel_init: Initializer = FanIn()
+    length_init: Initializer | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        kv: jax.Array | None = None,
+        *,
+        mask: Mask | None = None,
+        bias: Terms = (),
+        cache: Any = None,
+        position: int | jax.Array = 0,
+    ) -> jax.Array:
+        """Mixes tokens; arguments and results as in `Attention`, for encoders' self-attention."""
+        del position
+        mask = Mask() if mask is None else mask
+        self_attention_only(self, kv, bias, cache)
+        not_causal(self, mask)
+        not_packed(self, mask)
+        check_length(self, self.max_length, Span(0, x.shape[1]))
+        mask = mask.for_self_attention()
+        query, key, value = (
+            project(
+                x,
+                heads=self.num_heads,
+                width=self.head_dim,
+                name=name,
+                kernel_init=self.query_init if name == "query" else self.kernel_init,
+            )
+            for name in ("query", "key", "value")
+        )
+        real = mask.keys(x.shape[1])
+        if real is not None:
+            key, value = (jnp.where(real[..., None, None], y, 0) for y in (key, value))
+        project_keys = self.length_projection("key_length_projection")
+        project_values = project_keys
+        if not self.shared:
+            project_values = self.length_projection("value_length_projection")
+        keys, values = shorten(key, project_keys), shorten(value, project_values)
+        terms = (low_rank(query * self.head_dim**-0.5, keys, token_keys=True),)
+        rows = Mask(query_valid=mask.queries(x.shape[1]))
+        if self.is_mutable_collection("intermediates") and not self.is_initializing():
+            self.sow("intermediates", "attention_weights", attention_weights(terms, mask=rows))
+        dropping = self.dropout_rate > 0.0 and self.has_rng("dropout")
+        y = attend(
+            terms,
+            values,
+            mask=rows,
+            dropout_rate=self.dropout_rate if dropping else 0.0,
+            dropout_key=self.make_rng("dropout") if dropping else None,
+            partition=self.partition,
+        )
+        return merge_heads(self, y, x.shape[-1], kernel_init=self.kernel_init)
+
+    def length_projection(self, name: str) -> jax.Array:
+        """E or F, ``[projected_length, max_length]``."""
+        init = self.length_init or Normal(self.projected_length**-0.5)
+        shape = (self.projected_length, self.max_length)
+        return self.param(name, with_axes(init, "rank", "key_length"), shape)
+
+
+def shorten(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """``[batch, n, heads, e]`` to ``[batch, projected_length, heads, e]``."""
+    return jnp.einsum("pn,bnhe->bphe", matrix[:, : x.shape[1]].astype(x.dtype), x)

@@ -1,0 +1,166 @@
+"""Talking-heads attention."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from synthesizer_jax.alignments.base import project
+from synthesizer_jax.attention import Mask, Terms, drop_values, packed_logits
+from synthesizer_jax.initializers import FanIn, Initializer
+from synthesizer_jax.mixers.attention import Attention
+from synthesizer_jax.parameters import with_axes
+from synthesizer_jax.registry import register
+
+DYNAMIC = ("x2l", "m2l", "x2w", "m2w")
+
+
+@register
+class TalkingHeads(Attention):
+    """Attention whose heads exchange logits before the softmax and weights after it.
+
+    ``J = alignment``, ``L = J P_l + bias``, ``W = softmax(L)``, ``U = W P_w``, ``y = concat(U V) W_o``
+    (Shazeer et al. 2020, section 3). Works over any alignment made of logits. All logits are held in
+    memory: heads cannot be computed one by one.
+
+    Attributes:
+      num_heads: heads of the alignment, the paper's h_k.
+      softmax_heads: the paper's h, of the softmax and of a position bias; None: as many.
+      value_heads: the paper's h_v; None: as many as `softmax_heads`.
+      project_logits: False leaves P_l out; then ``num_heads = softmax_heads``.
+      project_weights: False leaves P_w out; then ``softmax_heads = value_heads``.
+      dynamic: any of ``x2l``, ``m2l``, ``x2w``, ``m2w``: a linear function of the query's token (x)
+        or of the key's (m) is added to P_l or P_w (section 6).
+      talk_init: initialiser of P_l ``[h_k, h]`` and P_w ``[h, h_v]``.
+      dynamic_scale: variance of a dynamic projection's entries at unit tokens, times the number of
+        heads that it sums over.
+    """
+
+    softmax_heads: int | None = None
+    value_heads: int | None = None
+    project_logits: bool = True
+    project_weights: bool = True
+    dynamic: tuple[str, ...] = ()
+    talk_init: Initializer = FanIn()
+    dynamic_scale: float = 1e-2
+
+    @property
+    def bias_heads(self) -> int:
+        """The number of heads of a position bias."""
+        return self.softmax_heads or self.num_heads
+
+    @property
+    def values_heads(self) -> int:
+        """The number of heads of the values."""
+        return self.value_heads or self.bias_heads
+
+    def extra(self, memory: jax.Array) -> tuple[jax.Array, ...]:
+        """The dynamic projections that the tokens attended to make, ``[batch, k, from, to]``."""
+        self.check()
+        return tuple(self.projection(name, memory) for name in ("m2l", "m2w") if self.has(name))
+
+    def mix(
+        self,
+        x: jax.Array,
+        terms: Terms,
+        bias: Terms,
+        values: jax.Array,
+        mask: Mask,
+        extra: tuple[jax.Array, ...],
+    ) -> jax.Array:
+        """Logits, talk, softmax, talk, sum of the values."""
+        q_length, k_length = x.shape[1], values.shape[1]
+        logits_of = functools.partial(
+            packed_logits, mask=mask, q_length=q_length, k_length=k_length
+        )
+        memory = iter(extra)
+        m2l = next(memory) if self.has("m2l") else None
+        m2w = next(memory) if self.has("m2w") else None
+        x2l = self.projection("x2l", x) if self.has("x2l") else None
+        x2w = self.projection("x2w", x) if self.has("x2w") else None
+        logits = logits_of(terms)
+        if self.project_logits:
+            logits = talk(logits, self.matrix("logits_projection"), x2l, m2l)
+        if bias:
+            logits = logits + logits_of(bias)
+        weights = jax.nn.softmax(logits, axis=-1, where=mask.pairs(q_length, k_length))
+        if self.project_weights:
+            weights = talk(weights, self.matrix("weights_projection"), x2w, m2w)
+        if self.reporting:
+            self.sow("intermediates", "attention_weights", weights)
+        dropout = self.dropout()
+        values = drop_values(values, dropout["dropout_rate"], dropout["dropout_key"])
+        weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))
+        out = jnp.einsum(
+            "bhqk,bkhe->bqhe",
+            weights.astype(values.dtype),
+            values,
+            preferred_element_type=weights.dtype,
+        )
+        return out.astype(values.dtype)
+
+    def has(self, name: str) -> bool:
+        """Whether a dynamic projection is asked for."""
+        return name in self.dynamic
+
+    def sizes(self, target: str) -> tuple[int, int]:
+        """The heads that a projection leads from and to; `target` is ``l`` or ``w``."""
+        if target == "l":
+            return self.num_heads, self.bias_heads
+        return self.bias_heads, self.values_heads
+
+    def matrix(self, name: str) -> jax.Array:
+        """P_l or P_w."""
+        init = with_axes(self.talk_init, "talk_from", "talk_to")
+        return self.param(name, init, self.sizes(name[0]))
+
+    def projection(self, name: str, tokens: jax.Array) -> jax.Array:
+        """A dynamic projection ``[batch, length, from, to]``."""
+        source, target = self.sizes(name[-1])
+        init = FanIn(self.dynamic_scale / source)
+        return project(
+            tokens, heads=source, width=target, name=name, axis="talk_to", kernel_init=init
+        )
+
+    def check(self) -> None:
+        """Raises a `ValueError` for fields that do not fit together."""
+        unknown = [name for name in self.dynamic if name not in DYNAMIC]
+        if unknown:
+            raise ValueError(f"TalkingHeads: dynamic={unknown[0]!r}; allowed: {', '.join(DYNAMIC)}")
+        for target, on, names in (
+            ("l", self.project_logits, "project_logits=False needs softmax_heads = num_heads"),
+            ("w", self.project_weights, "project_weights=False needs value_heads = softmax_heads"),
+        ):
+            source, to = self.sizes(target)
+            if not on and (source != to or any(d.endswith(target) for d in self.dynamic)):
+                raise ValueError(
+                    f"TalkingHeads: {names} and no dynamic projection there, but the numbers are "
+                    f"{source} and {to} and dynamic={self.dynamic}"
+                )
+
+
+def talk(
+    heads: jax.Array,
+    matrix: jax.Array,
+    by_query: jax.Array | None = None,
+    by_key: jax.Array | None = None,
+) -> jax.Array:
+    """``heads · (P + P_x + P_m)`` over the heads' axis.
+
+    Args:
+      heads: ``[b or 1, h, q, k]``.
+      matrix: ``[h, g]``.
+      by_query: ``[b, q, h, g]``.
+      by_key: ``[b, k, h, g]``.
+
+    Returns:
+      ``[b or 1, g, q, k]``.
+    """
+    out = jnp.einsum("bhqk,hg->bgqk", heads, matrix.astype(heads.dtype))
+    if by_query is not None:
+        out = out + jnp.einsum("bhqk,bqhg->bgqk", heads, by_query.astype(heads.dtype))
+    if by_key is not None:
+        out = out + jnp.einsum("bhqk,bkhg->bgqk", heads, by_key.astype(heads.dtype))
+    return out

@@ -1,0 +1,133 @@
+"""Encoder-only models: classifiers, regressors, masked language models."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from synthesizer_jax.attention import Mask
+from synthesizer_jax.attention.products import dense_product
+from synthesizer_jax.initializers import Initializer, Normal
+from synthesizer_jax.models.layers import LayerNorm
+from synthesizer_jax.models.stack import Stack
+from synthesizer_jax.models.token_model import TokenModel, lengths
+from synthesizer_jax.parameters import with_axes
+from synthesizer_jax.registry import register
+
+POOLINGS = ("mean", "first")
+
+
+class Encoded(NamedTuple):
+    """What an encoder makes of a batch of texts.
+
+    Attributes:
+      hidden: ``[batch, length, d_model]``.
+      pooled: ``[batch, d_model]``.
+      outputs: ``[batch, outputs]`` logits of a classifier or values of a regressor, float32.
+      token_logits: ``[batch, length, vocab]`` of a masked language model.
+    """
+
+    hidden: jax.Array
+    pooled: jax.Array
+    outputs: jax.Array | None
+    token_logits: jax.Array | None
+
+
+@register
+class Encoder(TokenModel, kw_only=True):
+    """One stack that reads a whole text; see `TokenModel` for more fields.
+
+    Attributes:
+      encoder: the stack.
+      pooling: ``"mean"`` over the real tokens, or the ``"first"`` one ([CLS]).
+      pooler: a dense layer with tanh after the pooling, as in BERT.
+      outputs: classes of a classifier or numbers of a regressor; None: no such head.
+      masked_lm: BERT's head over the tokens: dense, GELU, normalisation, the embedding (`tied`) or a
+        projection, and a bias.
+      token_types: number of segment embeddings (BERT: 2); 0: none.
+      head_init: initialiser of the heads' kernels.
+    """
+
+    encoder: Stack
+    pooling: str = "mean"
+    pooler: bool = False
+    outputs: int | None = None
+    masked_lm: bool = False
+    token_types: int = 0
+    tied: bool = True
+    head_init: Initializer = Normal(0.02)
+
+    def setup(self) -> None:
+        """Makes the embeddings and heads."""
+        if self.pooling not in POOLINGS:
+            raise ValueError(f"Encoder: pooling={self.pooling!r}; allowed: {', '.join(POOLINGS)}")
+        super().setup()
+        if self.token_types:
+            init = with_axes(self.embedding_init, None, "embed")
+            self.type_embedding = self.param(
+                "type_embedding", init, (self.token_types, self.d_model)
+            )
+        if self.pooler:
+            self.pooler_dense = self.dense(self.d_model)
+        if self.outputs is not None:
+            self.output_dense = self.dense(self.outputs)
+        if self.masked_lm:
+            self.token_dense = self.dense(self.d_model)
+            self.token_norm = LayerNorm(epsilon=1e-12)
+            init = with_axes(nn.initializers.zeros_init(), "vocab")
+            self.token_bias = self.param("token_bias", init, (self.vocab_size,))
+
+    def dense(self, features: int) -> nn.Dense:
+        """A dense layer of a head."""
+        return nn.Dense(
+            features,
+            dtype=self.dtype,
+            kernel_init=with_axes(self.head_init, "embed", None),
+            bias_init=with_axes(nn.initializers.zeros_init(), None),
+            dot_general=dense_product,
+        )
+
+    def __call__(self, tokens: jax.Array, *, token_types: jax.Array | None = None) -> Encoded:
+        """Reads a batch.
+
+        Args:
+          tokens: ``[batch, length]`` integers, 0 is padding.
+          token_types: ``[batch, length]`` numbers of the segments; None: all 0.
+        """
+        x = self.embed(tokens)
+        if self.token_types:
+            types = jnp.zeros_like(tokens) if token_types is None else token_types
+            x = x + jnp.take(self.type_embedding, types, axis=0).astype(x.dtype)
+        hidden, _ = self.encoder(x, mask=Mask(key_lengths=lengths(tokens)))
+        pooled = self.pool(hidden, tokens)
+        return Encoded(
+            hidden=hidden,
+            pooled=pooled,
+            outputs=self.output_dense(pooled).astype(jnp.float32)
+            if self.outputs is not None
+            else None,
+            token_logits=self.token_logits(hidden) if self.masked_lm else None,
+        )
+
+    def example(self, inputs_length: int, targets_length: int) -> tuple[Any, ...]:
+        """Abstract arguments of `__call__` for one example: inputs only."""
+        return super().example(inputs_length, targets_length)[:1]
+
+    def pool(self, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
+        """One vector a text, ``[batch, d_model]``."""
+        if self.pooling == "first":
+            pooled = hidden[:, 0]
+        else:
+            real = (tokens != 0)[..., None]
+            total = jnp.where(real, hidden, 0).sum(axis=1)
+            pooled = total / jnp.maximum(real.sum(axis=1), 1).astype(hidden.dtype)
+        return jnp.tanh(self.pooler_dense(pooled)) if self.pooler else pooled
+
+    def token_logits(self, hidden: jax.Array) -> jax.Array:
+        """``[batch, length, vocab]`` of the masked language model."""
+        x = self.token_norm(jax.nn.gelu(self.token_dense(hidden), approximate=False))
+        kernel, _ = self.output_kernel()
+        return x @ kernel.astype(x.dtype) + self.token_bias.astype(x.dtype)

@@ -1,0 +1,152 @@
+"""Decoder-only language models, causal or with a prefix that sees all of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from synthesizer_jax.attention import Mask
+from synthesizer_jax.mixers import NewCache
+from synthesizer_jax.models.stack import Stack
+from synthesizer_jax.models.token_model import TokenModel, lengths
+from synthesizer_jax.registry import register
+
+
+@register
+class LanguageModel(TokenModel, kw_only=True):
+    """One stack over one row of text; see `TokenModel` for more fields.
+
+    It answers to the same calls as `EncoderDecoder`, so that the same tasks train it and the same
+    decoding uses it: inputs and targets follow one another in a row, the targets directly after the
+    last real input token.
+
+    Attributes:
+      decoder: the stack; its blocks have no `cross_mixer`.
+      prefix: inputs see all inputs (prefix language model, Raffel et al. 2020, figure 4); False is
+        causal throughout.
+    """
+
+    decoder: Stack
+    prefix: bool = False
+
+    def __call__(
+        self, encoder_tokens: jax.Array, decoder_tokens: jax.Array, **packing: Any
+    ) -> jax.Array:
+        """Logits of every next token of the targets.
+
+        Args:
+          encoder_tokens: ``[batch, k]`` inputs, 0 is padding; k may be 0.
+          decoder_tokens: ``[batch, q]`` the targets shifted right by one.
+          **packing: as in `EncoderDecoder`; packed rows are not supported here.
+
+        Returns:
+          ``[batch, q, vocab]`` in the dtype of the computation.
+        """
+        return self.logits(self.hidden(encoder_tokens, decoder_tokens, **packing))
+
+    def hidden(
+        self,
+        encoder_tokens: jax.Array,
+        decoder_tokens: jax.Array,
+        *,
+        segments: Any = None,
+        positions: Any = None,
+        max_segments: int | None = None,
+    ) -> jax.Array:
+        """The targets' states before the projection to the vocabulary, ``[batch, q, d_model]``."""
+        del positions, max_segments
+        if segments is not None:
+            raise ValueError(
+                "LanguageModel: inputs and targets share a row here; train with data.pack=false"
+            )
+        inputs = lengths(encoder_tokens)
+        row = join(encoder_tokens, decoder_tokens, inputs)
+        x, _ = self.decoder(self.embed(row), mask=self.mask(inputs))
+        index = inputs[:, None] + jnp.arange(decoder_tokens.shape[1])
+        return jnp.take_along_axis(x, index[..., None], axis=1)
+
+    def mask(self, inputs: jax.Array, **fields: Any) -> Mask:
+        """The causal mask, with the inputs as its prefix if the model has one."""
+        return Mask(causal=True, prefix_lengths=inputs if self.prefix else None, **fields)
+
+    def remember(self, tokens: jax.Array) -> jax.Array:
+        """What `decode` attends to: the inputs themselves."""
+        return tokens
+
+    def decode(self, tokens: jax.Array, memory: jax.Array) -> jax.Array:
+        """The teacher-forced states of the targets ``[batch, q]`` after the inputs `memory`."""
+        return self.hidden(memory, tokens)
+
+    def start(
+        self, encoder_tokens: jax.Array, first: jax.Array, *, max_length: int
+    ) -> tuple[jax.Array, Any]:
+        """Reads the inputs and the first token of the targets, and makes the caches.
+
+        Args:
+          encoder_tokens: ``[batch, k]``.
+          first: ``[batch, 1]`` the targets' first input (T5: 0).
+          max_length: number of positions to make room for, see `room`.
+
+        Returns:
+          ``[batch, 1, d_model]`` hidden states for `logits`, and one cache entry per layer.
+        """
+        inputs = lengths(encoder_tokens)
+        x, caches = self.decoder(
+            self.embed(join(encoder_tokens, first, inputs)),
+            mask=self.mask(inputs, key_lengths=inputs + 1),
+            caches=((NewCache(max_length), ()),) * self.decoder.num_layers,
+            length=max_length,
+        )
+        return jnp.take_along_axis(x, inputs[:, None, None], axis=1), caches
+
+    def step(
+        self,
+        tokens: jax.Array,
+        encoder_lengths: jax.Array,
+        *,
+        caches: tuple[Any, ...],
+        position: jax.Array,
+        max_length: int,
+    ) -> tuple[jax.Array, Any]:
+        """One decoding step; every example stands at a position of its own.
+
+        Args:
+          tokens: ``[batch, 1]`` the targets' tokens at `position`.
+          encoder_lengths: ``[batch]`` number of real input tokens.
+          caches: from `start` or the step before.
+          position: where the tokens stand in the targets; a traced scalar.
+          max_length: the same as in `start`.
+
+        Returns:
+          ``[batch, 1, d_model]`` and the new caches.
+        """
+        stack, variables = self.decoder.unbind()
+
+        def one(x: jax.Array, inputs: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+            at = inputs + position
+            y, new = stack.apply(
+                variables,
+                x[None],
+                mask=self.mask(inputs[None], query_offset=at),
+                caches=jax.tree.map(lambda leaf: leaf[None], cache),
+                position=at,
+                length=max_length,
+            )
+            return y[0], jax.tree.map(lambda leaf: leaf[0], new)
+
+        return jax.vmap(one)(self.embed(tokens), encoder_lengths, caches)
+
+    def room(self, inputs_length: int, targets_length: int) -> int:
+        """The positions that decoding needs: inputs and targets share a row."""
+        return inputs_length + targets_length
+
+
+def join(inputs: jax.Array, targets: jax.Array, count: jax.Array) -> jax.Array:
+    """Rows of `count` ``[batch]`` inputs followed by the targets, ``[batch, k + q]``, then zeros."""
+    rows = jnp.concatenate([jnp.zeros_like(inputs), targets, jnp.zeros_like(inputs)], axis=1)
+    place = jnp.arange(inputs.shape[1] + targets.shape[1])
+    shifted = jnp.take_along_axis(rows, place - count[:, None] + inputs.shape[1], axis=1)
+    padded = jnp.pad(inputs, ((0, 0), (0, targets.shape[1])))
+    return jnp.where(place < count[:, None], padded, shifted)

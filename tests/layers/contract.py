@@ -1,0 +1,282 @@
+"""What every alignment and every mixer must keep, as functions of a case.
+
+A new variant needs one entry in `tests.layers.cases` (and a formula in `oracles`) to get all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from synthesizer_jax import Attention, Block, FeedForward, Mask, Run, Stack
+from synthesizer_jax.attention import Partition
+from synthesizer_jax.mixers import NewCache
+from synthesizer_jax.models import unstack_layers
+from synthesizer_jax.registry import fields_of, from_json, to_json
+from tests.layers import oracles
+
+BATCH, LENGTH, D, HEADS, WIDTH, ROOM = 2, 11, 10, 4, 3, 24
+LENGTHS = (LENGTH, 6)
+FAST = {"xla_backend_optimization_level": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer and what its definition allows.
+
+    Attributes:
+      layer: the mixer.
+      oracle: its formula, see `oracles`.
+      modes: ``full`` and ``causal``, the masks it takes.
+      packed: it takes packed rows.
+      routes: routes of the engine besides ``auto`` to compare.
+    """
+
+    layer: nn.Module
+    oracle: Callable[..., np.ndarray]
+    modes: tuple[str, ...] = ("full", "causal")
+    packed: bool = True
+
+    @classmethod
+    def of(cls, alignment: Any, **options: Any) -> Case:
+        """The case of an alignment in an `Attention`."""
+        return cls(Attention(HEADS, WIDTH, alignment=alignment), oracles.attention, **options)
+
+
+class Subject:
+    """A case with parameters, tokens and compiled passes, in float64.
+
+    Args:
+      case: the case.
+    """
+
+    def __init__(self, case: Case):
+        self.case, self.layer = case, case.layer
+        with jax.enable_x64(True):
+            self.x = tokens(0)
+            first = self.layer.init(jax.random.key(1), self.x, mask=self.mask(case.modes[0]))
+            self.variables = jax.tree.map(jittered, first)
+
+    def mask(self, mode: str, lengths: tuple[int, ...] = LENGTHS) -> Mask:
+        return Mask(causal=mode == "causal", key_lengths=jnp.array(lengths))
+
+    def apply(self, x: jax.Array, mode: str, **fields: Any) -> jax.Array:
+        """The pass under a mode's mask, compiled once for every shape and dtype."""
+        return self.compiled(mode, **fields)(self.variables_as(x.dtype), x)
+
+    @functools.cache  # noqa: B019 (lives as long as its fixture)
+    def compiled(self, mode: str, **fields: Any) -> Callable[..., jax.Array]:
+        layer = self.layer.copy(**fields) if fields else self.layer
+        return jax.jit(
+            lambda variables, x: layer.apply(variables, x, mask=self.mask(mode)),
+            compiler_options=FAST,
+        )
+
+    def variables_as(self, dtype: Any) -> Any:
+        wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
+        return jax.tree.map(lambda p: p.astype(wide), self.variables)
+
+
+def tokens(seed: int, length: int = LENGTH, dtype: Any = np.float64) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(BATCH, length, D)), dtype)
+
+
+def jittered(p: jax.Array) -> jax.Array:
+    """Parameters in general position: no zeros and ones that would hide a mistake."""
+    noise = np.random.default_rng(p.size).normal(size=p.shape)
+    return jnp.asarray(np.asarray(p, np.float64) + 0.3 * noise)
+
+
+def seen_pairs(mode: str, lengths: tuple[int, ...] = LENGTHS, n: int = LENGTH) -> np.ndarray:
+    """``[b, q, k]``."""
+    real = np.arange(n) < np.array(lengths)[:, None]
+    seen = real[:, :, None] & real[:, None, :]
+    return seen & np.tri(n, dtype=bool) if mode == "causal" else seen
+
+
+def real_rows(y: Any) -> list[np.ndarray]:
+    return [np.asarray(row)[:length] for row, length in zip(y, LENGTHS, strict=True)]
+
+
+def close(found: Any, expected: Any, bound: float) -> None:
+    for one, other in zip(real_rows(found), real_rows(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=bound * np.abs(other).max())
+
+
+def equals_the_oracle(s: Subject) -> None:
+    numpy = jax.tree.map(np.asarray, s.variables)
+    for mode in s.case.modes:
+        with jax.enable_x64(True):
+            found = s.apply(s.x, mode)
+        assert found.dtype == np.float64
+        expected = s.case.oracle(
+            s.layer,
+            numpy.get("params", {}),
+            numpy.get("constants", {}),
+            np.asarray(s.x),
+            seen_pairs(mode),
+        )
+        close(found, expected, 1e-8)
+
+
+def gradients_are_finite_differences(s: Subject) -> None:
+    """Along random directions of the tokens and of each parameter."""
+    params = s.variables.get("params", {})
+    rest = {k: v for k, v in s.variables.items() if k != "params"}
+    target = np.random.default_rng(7).normal(size=s.x.shape)
+    mode = s.case.modes[-1]
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        y = s.layer.apply({"params": params, **rest}, x, mask=s.mask(mode))
+        return jnp.sum(jnp.where(jnp.asarray(seen_pairs(mode).any(2))[..., None], y * target, 0))
+
+    with jax.enable_x64(True):
+        found = jax.jit(jax.grad(loss, argnums=(0, 1)), compiler_options=FAST)(params, s.x)
+        loss = jax.jit(loss, compiler_options=FAST)
+        leaves, tree = jax.tree.flatten((params, s.x))
+        for i, gradient in enumerate(jax.tree.leaves(found)):
+            direction = np.random.default_rng(i).normal(size=gradient.shape)
+            moved = [
+                loss(*tree.unflatten([*leaves[:i], leaves[i] + h * direction, *leaves[i + 1 :]]))
+                for h in (1e-5, -1e-5)
+            ]
+            slope = (moved[0] - moved[1]) / 2e-5
+            assert np.any(np.asarray(gradient) != 0)
+            np.testing.assert_allclose(np.vdot(gradient, direction), slope, rtol=2e-5, atol=1e-7)
+
+
+def nothing_leaks(s: Subject) -> None:
+    """Masked and later tokens, and other examples, change no bit."""
+    with jax.enable_x64(True):
+        for mode in s.case.modes:
+            y = real_rows(s.apply(s.x, mode))
+            changed = s.x.at[1, LENGTHS[1] :].set(1e3)
+            for one, other in zip(y, real_rows(s.apply(changed, mode)), strict=True):
+                np.testing.assert_array_equal(one, other, "a padded token has influence")
+            other = s.apply(s.x.at[1].multiply(-2.0), mode)
+            np.testing.assert_array_equal(y[0], other[0], "another example has influence")
+        if "causal" in s.case.modes:
+            y = s.apply(s.x, "causal")
+            later = s.apply(s.x.at[:, 5:].add(100.0), "causal")
+            np.testing.assert_array_equal(y[:, :5], later[:, :5], "a later token has influence")
+
+
+def steps_are_the_full_pass(s: Subject) -> None:
+    if "causal" not in s.case.modes:
+        return
+    with jax.enable_x64(True):
+        causal = Mask(causal=True)
+        whole = s.layer.apply(s.variables, s.x, mask=causal)
+        y, cache = s.layer.apply(s.variables, s.x[:, :3], mask=causal, cache=NewCache(ROOM))
+
+        @functools.partial(jax.jit, compiler_options=FAST)
+        def step(x: jax.Array, cache: Any, at: jax.Array) -> Any:
+            mask = Mask(causal=True, query_offset=at)
+            return s.layer.apply(s.variables, x, mask=mask, cache=cache, position=at)
+
+        parts = [y]
+        for at in range(3, LENGTH):
+            y, cache = step(s.x[:, at : at + 1], cache, jnp.asarray(at))
+            parts.append(y)
+        np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, rtol=0, atol=1e-9)
+
+
+def longer_padding_changes_nothing(s: Subject) -> None:
+    with jax.enable_x64(True):
+        more = jnp.pad(s.x, ((0, 0), (0, 5), (0, 0)), constant_values=9.0)
+        for mode in s.case.modes:
+            close(s.apply(more, mode), s.apply(s.x, mode), 1e-9)
+
+
+def packed_is_separate(s: Subject) -> None:
+    if not s.case.packed:
+        return
+    segments = np.repeat([1, 2, 0], [5, LENGTH - 6, 1])[None].repeat(BATCH, 0)
+    for mode in s.case.modes:
+        packed = Mask(causal=mode == "causal", key_segments=jnp.asarray(segments), segments=2)
+        alone = Mask(causal=mode == "causal")
+        with jax.enable_x64(True):
+            together = s.layer.apply(s.variables, s.x, mask=packed)
+            for part in (slice(0, 5), slice(5, LENGTH - 1)):
+                separate = s.layer.apply(s.variables, s.x[:, part], mask=alone)
+                np.testing.assert_allclose(together[:, part], separate, rtol=0, atol=1e-9)
+
+
+def compiled_is_eager(s: Subject) -> None:
+    mode = s.case.modes[-1]
+    with jax.enable_x64(True):
+        eager = s.layer.apply(s.variables, s.x, mask=s.mask(mode))
+        close(s.apply(s.x, mode), eager, 1e-9)
+
+
+def bfloat16_is_near(s: Subject) -> None:
+    for mode in s.case.modes:
+        exact = s.apply(s.x.astype(jnp.float32), mode)
+        rounded = s.apply(s.x.astype(jnp.bfloat16), mode)
+        assert exact.dtype == jnp.float32 and rounded.dtype == jnp.bfloat16
+        close(rounded.astype(jnp.float32), exact, 0.05)
+
+
+def json_round_trip(s: Subject) -> None:
+    again = from_json(json.loads(json.dumps(to_json(s.layer))))
+    assert again == s.layer and hash(again) == hash(s.layer)
+    assert "implementation" not in fields_of(s.layer) or again.implementation == "auto"
+
+
+def scanned_is_looped(s: Subject) -> None:
+    mode = s.case.modes[-1]
+    block = Block(s.layer, FeedForward(8))
+    scanned = Stack((Run(block, 2),), scan=True)
+    x, mask = s.x.astype(jnp.float32), s.mask(mode)
+    variables = scanned.init(jax.random.key(2), x, mask=mask)
+    loop = {k: unstack_layers(scanned, v) for k, v in variables.items()}
+    expected, _ = scanned.copy(scan=False).apply(loop, x, mask=mask)
+    close(scanned.apply(variables, x, mask=mask)[0], expected, 1e-5)
+
+
+def sharded_is_single(s: Subject) -> None:
+    """Two ways over the examples and two over the heads, forward and gradient."""
+    if "partition" not in fields_of(s.layer):
+        return
+    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
+    over = s.layer.copy(partition=Partition(mesh=mesh, batch=("data",), heads=("tensor",)))
+    mode = s.case.modes[-1]
+
+    def run(layer: nn.Module, variables: Any, x: jax.Array) -> Any:
+        function = lambda v: (layer.apply(v, x, mask=s.mask(mode)) ** 2).sum()
+        return jax.value_and_grad(function)(variables)
+
+    with jax.enable_x64(True):
+        single, spread = (
+            jax.jit(functools.partial(run, layer), compiler_options=FAST)(s.variables, s.x)
+            for layer in (s.layer, over)
+        )
+    for one, other in zip(jax.tree.leaves(spread), jax.tree.leaves(single), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-7, atol=1e-9)
+
+
+CONTRACT = {
+    check.__name__: check
+    for check in (
+        equals_the_oracle,
+        gradients_are_finite_differences,
+        nothing_leaks,
+        steps_are_the_full_pass,
+        longer_padding_changes_nothing,
+        packed_is_separate,
+        compiled_is_eager,
+        bfloat16_is_near,
+        json_round_trip,
+        scanned_is_looped,
+        sharded_is_single,
+    )
+}

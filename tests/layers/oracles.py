@@ -1,0 +1,289 @@
+"""The papers' formulas in NumPy float64, written for reading, not for speed.
+
+Every oracle takes a layer, its parameters, tokens ``x [b, n, d]`` and ``seen [b, q, k]``, and
+gives the sub-layer's output ``[b, n, d]``.
+"""
+
+import math
+
+import numpy as np
+
+from synthesizer_jax import (
+    Bilinear,
+    Dense,
+    DotProduct,
+    FactorizedDense,
+    FactorizedRandom,
+    Gaussian,
+    GaussianBias,
+    Mixture,
+    PerHead,
+    Random,
+    RelativeBias,
+)
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def masked_softmax(logits, seen):
+    """Over the seen keys; rows without any are zero."""
+    out = np.zeros(np.broadcast_shapes(logits.shape, seen.shape))
+    logits, seen = np.broadcast_to(logits, out.shape), np.broadcast_to(seen, out.shape)
+    for index in np.ndindex(*out.shape[:-1]):
+        if seen[index].any():
+            out[index][seen[index]] = softmax(logits[index][seen[index]])
+    return out
+
+
+def attention(layer, p, constants, x, seen):
+    """``concat_h(weights · x W_v) W_o``."""
+    weights = weights_of(
+        layer.alignment, p.get("align", {}), constants.get("align", {}), x, seen, layer.num_heads
+    )
+    if layer.project_values:
+        values = np.einsum("bkd,dhe->bkhe", x, p["value"]["kernel"])
+    else:
+        values = np.repeat(x[:, :, None], layer.num_heads, axis=2)
+    if layer.use_bias:
+        values = values + p["value"]["bias"]
+    y = np.einsum("bhqk,bkhe,hed->bqd", weights, values, p["out"]["kernel"])
+    return y + p["out"]["bias"] if layer.use_bias else y
+
+
+def weights_of(alignment, p, constants, x, seen, heads):
+    """Attention weights ``[b, h, q, k]``."""
+    if isinstance(alignment, Gaussian):
+        return gaussian(alignment, x, seen, heads)
+    if isinstance(alignment, PerHead):
+        parts, start = [], 0
+        for i, (part, count) in enumerate(
+            zip(alignment.parts, alignment.counts(heads), strict=True)
+        ):
+            name = f"part_{i}"
+            own = p.get(name, {}), constants.get(name, {})
+            parts.append(weights_of(part, *own, x, seen, count))
+            start += count
+        return np.concatenate(parts, axis=1)
+    return masked_softmax(logits_of(alignment, p, constants, x, heads), seen[:, None])
+
+
+def gaussian(alignment, x, seen, heads):
+    """You et al. 2020: the density itself, what is not seen just does not count."""
+    b, n, _ = x.shape
+    out = np.zeros((b, heads, n, n))
+    for h, i, j in np.ndindex(heads, n, n):
+        centre = alignment.ratio * i + alignment.offsets[h % len(alignment.offsets)]
+        if alignment.sigma == 0:
+            out[:, h, i, j] = -0.5 < j - centre <= 0.5
+            continue
+        z = (j - centre) / alignment.sigma
+        out[:, h, i, j] = math.exp(-z * z / 2) / (alignment.sigma * math.sqrt(2 * math.pi))
+    if alignment.threshold is not None:
+        out[out < alignment.threshold] = 0
+    out = out * seen[:, None]
+    if alignment.normalise:
+        total = out.sum(-1, keepdims=True)
+        out = np.divide(out, total, out=np.zeros_like(out), where=total > 0)
+    return out
+
+
+def logits_of(alignment, p, constants, x, heads):
+    """Logits ``[b, h, q, k]``, one head and one pair of positions at a time."""
+    if isinstance(alignment, Mixture):
+        return mixture(alignment, p, constants, x, heads)
+    b, n, _ = x.shape
+    s = np.zeros((b, heads, n, n))
+    for h, i, j in np.ndindex(heads, n, n):
+        s[:, h, i, j] = one_logit(alignment, p, constants, x, h, i, j)
+    return s
+
+
+def mixture(alignment, p, constants, x, heads):
+    count = len(alignment.parts)
+    if alignment.weights == "softmax":
+        alpha = softmax(p["weights"])
+    elif alignment.weights == "sigmoid":
+        gate = 1 / (1 + np.exp(-p["gate"][0]))
+        alpha = np.tile([1 - gate, gate], (heads, 1))
+    else:
+        alpha = np.ones((heads, count))
+    total = 0.0
+    for i, part in enumerate(alignment.parts):
+        own = dict(p.get(f"part_{i}", {}))
+        if alignment.share_query:
+            own["query"] = own["hidden"] = p["query"]
+        part_logits = logits_of(part, own, constants.get(f"part_{i}", {}), x, heads)
+        total = total + alpha[None, :, i, None, None] * part_logits
+    return total
+
+
+def one_logit(alignment, p, constants, x, h, i, j):
+    match alignment:
+        case DotProduct():
+            q = project(p["query"], x[:, i], h)
+            k = project(p["key"], x[:, j], h)
+            scale = alignment.scale or 1 / math.sqrt(q.shape[-1])
+            return (q * k).sum(-1) * scale
+        case Bilinear():
+            return (project(p["query"], x[:, i], h) * x[:, j]).sum(-1)
+        case Dense():
+            hidden = np.maximum(project(p["hidden"], x[:, i], h), 0)
+            return hidden @ p["table"][0 if alignment.share_heads else h, j]
+        case Random():
+            return (p if alignment.trainable else constants)["table"][h, i, j]
+        case FactorizedRandom():
+            return p["query_factor"][h, i] @ p["key_factor"][h, j]
+        case FactorizedDense():
+            hidden = np.maximum(project(p["hidden"], x[:, i], h), 0)
+            a, b = hidden @ p["first"][h], hidden @ p["second"][h]
+            return a[:, j // b.shape[-1]] * b[:, j % b.shape[-1]]
+        case RelativeBias():
+            return p["rel_embedding"][h, bucket(j - i, alignment)]
+        case GaussianBias():
+            offset = alignment.offsets[h % len(alignment.offsets)]
+            return -0.5 * ((j - i - offset) / alignment.sigma) ** 2
+    raise TypeError(alignment)
+
+
+def project(p, x, h):
+    y = x @ p["kernel"][:, h]
+    return y + p["bias"][h] if "bias" in p else y
+
+
+def bucket(distance, alignment):
+    """Raffel et al. 2020, transcribed for one distance."""
+    result, n, buckets = 0, -distance, alignment.num_buckets
+    if alignment.bidirectional:
+        buckets //= 2
+        result, n = (buckets if n < 0 else 0), abs(n)
+    n = max(n, 0)
+    exact = buckets // 2
+    if n < exact:
+        return result + n
+    log = math.log(n / exact) / math.log(alignment.max_distance / exact) * (buckets - exact)
+    return result + min(exact + int(log + 1e-5), buckets - 1)
+
+
+def talking_heads(layer, p, constants, x, seen):
+    """Shazeer et al. 2020, one pair of positions at a time."""
+    b, n, _ = x.shape
+    own = p.get("align", {}), constants.get("align", {})
+    logits = logits_of(layer.alignment, *own, x, layer.num_heads)
+    middle, last = layer.bias_heads, layer.values_heads
+    talked = np.zeros((b, middle, n, n))
+    for i, j in np.ndindex(n, n):
+        matrix = np.zeros((b, layer.num_heads, middle))
+        matrix += p["logits_projection"] if layer.project_logits else np.eye(middle)
+        if "x2l" in layer.dynamic:
+            matrix += np.einsum("bd,dhg->bhg", x[:, i], p["x2l"]["kernel"])
+        if "m2l" in layer.dynamic:
+            matrix += np.einsum("bd,dhg->bhg", x[:, j], p["m2l"]["kernel"])
+        talked[:, :, i, j] = np.einsum("bh,bhg->bg", logits[:, :, i, j], matrix)
+    weights = masked_softmax(talked, seen[:, None])
+    mixed = np.zeros((b, last, n, n))
+    for i, j in np.ndindex(n, n):
+        matrix = np.zeros((b, middle, last))
+        matrix += p["weights_projection"] if layer.project_weights else np.eye(middle)
+        if "x2w" in layer.dynamic:
+            matrix += np.einsum("bd,dhg->bhg", x[:, i], p["x2w"]["kernel"])
+        if "m2w" in layer.dynamic:
+            matrix += np.einsum("bd,dhg->bhg", x[:, j], p["m2w"]["kernel"])
+        mixed[:, :, i, j] = np.einsum("bh,bhg->bg", weights[:, :, i, j], matrix)
+    values = np.einsum("bkd,dhe->bkhe", x, p["value"]["kernel"])
+    return np.einsum("bhqk,bkhe,hed->bqd", mixed, values, p["out"]["kernel"])
+
+
+def convolution(layer, p, constants, x, seen):
+    """Wu et al. 2019."""
+    _, n, d = x.shape
+    u = x @ p["input"]["kernel"]
+    if layer.glu:
+        u = u / (1 + np.exp(-(x @ p["gate"]["kernel"])))
+    groups = layer.groups or d
+    causal = not seen[:, 0, 1:].any()
+    first = 1 - layer.width if causal else -(layer.width // 2)
+    out = np.zeros_like(u)
+    for i, c in np.ndindex(n, d):
+        g = c // (d // groups)
+        if type(layer).__name__ == "DynamicConvolution":
+            kernel = softmax(np.einsum("bd,dt->bt", u[:, i], p["taps"]["kernel"][:, g]))
+        else:
+            kernel = softmax(p["taps"][g])[None]
+        for t in range(layer.width):
+            j = i + first + t
+            if 0 <= j < n:
+                out[:, i, c] += kernel[:, t] * u[:, j, c] * seen[:, i, j]
+    if layer.pointwise:
+        out = out @ p["pointwise"]["kernel"] + p["pointwise"]["bias"]
+    return np.einsum("bnd,de->bne", out, p["out"]["kernel"][0])
+
+
+def linformer(layer, p, constants, x, seen):
+    """Wang et al. 2020, equation 7."""
+    n = x.shape[1]
+    real = seen.any(axis=1)
+    q, k, v = (
+        np.einsum("bnd,dhe->bhne", x, p[name]["kernel"]) for name in ("query", "key", "value")
+    )
+    e = p["key_length_projection"][:, :n]
+    f = e if layer.shared else p["value_length_projection"][:, :n]
+    k, v = k * real[:, None, :, None], v * real[:, None, :, None]
+    k, v = np.einsum("pn,bhne->bhpe", e, k), np.einsum("pn,bhne->bhpe", f, v)
+    weights = softmax(np.einsum("bhqe,bhpe->bhqp", q, k) / math.sqrt(layer.head_dim))
+    y = np.einsum("bhqp,bhpe,hed->bqd", weights, v, p["out"]["kernel"])
+    return y * real[:, :, None]
+
+
+def layer_norm(x, scale, bias):
+    mean = x.mean(-1, keepdims=True)
+    return (x - mean) / np.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + 1e-5) * scale + bias
+
+
+def sentence_network(p, flat, net):
+    """Bozic et al. 2023, the released code's network on one flattened, padded sentence."""
+    x = layer_norm(flat, p["scale_0"][net].reshape(-1), p["shift_0"][net].reshape(-1))
+    hidden = p["kernel_0"].shape[-1]
+    x = x @ p["kernel_0"][net].reshape(-1, hidden) + p["bias_0"][net]
+    x = np.where(x > 0, x, 0.01 * x)
+    x = layer_norm(x, p["scale_1"][net], p["shift_1"][net])
+    return np.einsum("f,mfv->mv", x, p["kernel_1"][net]) + p["bias_1"][net]
+
+
+def sentence_feed_forward(layer, p, constants, x, seen):
+    b, n, d = x.shape
+    real = seen.any(axis=1)
+    nets = layer.num_heads if layer.separate_heads else 1
+    heads = []
+    for net in range(nets):
+        out = []
+        for row in range(b):
+            tokens = np.zeros((layer.max_length, d))
+            tokens[:n] = x[row] * real[row][:, None]
+            if layer.causal:
+                each = []
+                for i in range(n):
+                    masked = tokens.copy()
+                    masked[i + 1 :] = 0
+                    each.append(sentence_network(p["network"], masked.reshape(-1), net)[0])
+                out.append(np.stack(each))
+            else:
+                out.append(sentence_network(p["network"], tokens.reshape(-1), net)[:n])
+        heads.append(np.stack(out))
+    y = np.concatenate(heads, axis=-1) * real[:, :, None]
+    if layer.num_heads is None:
+        return y
+    y = y.reshape(b, n, layer.num_heads, layer.head_dim)
+    return np.einsum("bnhe,hed->bnd", y, p["out"]["kernel"])
+
+
+def token_feed_forward(layer, p, constants, x, seen):
+    b, n, _ = x.shape
+    real = seen.any(axis=1)
+    y = np.stack(
+        [[sentence_network(p["network"], x[i, j], 0)[0] for j in range(n)] for i in range(b)]
+    )
+    y = (y * real[:, :, None]).reshape(b, n, layer.num_heads, layer.head_dim)
+    return np.einsum("bnhe,hed->bnd", y, p["out"]["kernel"])
