@@ -17,19 +17,21 @@ app = typer.Typer(
 
 @app.command("import")
 def import_files(
-    benchmark: Annotated[str, typer.Argument(help="glue or super_glue.")],
+    benchmark: Annotated[str, typer.Argument(help="glue, super_glue or multi30k.")],
     source: Annotated[pathlib.Path, typer.Option("--from", help="Folder of the original files.")],
     data_dir: DataDir = None,
 ) -> None:
-    """Write TFDS data sets from the original tsv and jsonl files (plain or .gz).
+    """Write TFDS data sets from the original tsv, jsonl or aligned text files (plain or .gz).
 
     Missing tasks are reported; a broken row stops the import with file, line and reason.
     """
     from synthesizer_jax.data.importers import import_benchmark
     from synthesizer_jax.data.tasks import default_data_dir
+    from synthesizer_jax.data.translation import CORPORA, import_corpus
 
     target = default_data_dir() if data_dir is None else data_dir
-    report = import_benchmark(benchmark, source, target)
+    read = import_corpus if benchmark in CORPORA else import_benchmark
+    report = read(benchmark, source, target)
     for line in report.lines():
         typer.echo(line)
     typer.echo(f"data sets lie in {target}")
@@ -44,7 +46,7 @@ def list_tasks(
     from rich.console import Console
     from rich.table import Table
 
-    from synthesizer_jax.data import embedded, tasks  # noqa: F401 - makes its tasks known
+    from synthesizer_jax.data import embedded, tasks, translation  # noqa: F401 - their tasks
     from synthesizer_jax.data.mixtures import MIXTURES
 
     directory = tasks.default_data_dir() if data_dir is None else data_dir
@@ -72,7 +74,7 @@ def vocabulary(
     examples: Annotated[int, typer.Option(help="Examples per task.", min=1)] = 20_000,
 ) -> None:
     """Train a SentencePiece model on a mixture's training inputs and targets."""
-    from synthesizer_jax.data import evaluation_sets, tasks
+    from synthesizer_jax.data import evaluation_sets, tasks, translation  # noqa: F401 - its tasks
     from synthesizer_jax.data.vocabularies import Bytes, train_sentencepiece
 
     directory = tasks.default_data_dir() if data_dir is None else data_dir

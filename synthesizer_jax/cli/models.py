@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,7 +17,7 @@ def models(
     targets_length: Annotated[int, typer.Option(help="Decoder tokens that FLOPs count.")] = 114,
 ) -> None:
     """List the named models with what they cost; nothing is allocated."""
-    from synthesizer_jax.models import ZOO, summarize
+    from synthesizer_jax.models import ZOO, stacks, summarize
 
     names = fnmatch.filter(ZOO, pattern)
     if not names:
@@ -25,16 +25,31 @@ def models(
     rows = {}
     for name in names:
         model = ZOO[name]()
-        summary = summarize(model, inputs_length=inputs_length, targets_length=targets_length)
+        lengths = lengths_of(model, inputs_length, targets_length)
+        summary = summarize(model, inputs_length=lengths[0], targets_length=lengths[1])
         rows[name] = {
             "d_model": model.d_model,
-            "layers": [model.encoder.num_layers, model.decoder.num_layers],
+            "layers": [stack.num_layers for stack in stacks(model).values()],
+            "flops_lengths": lengths,
             **dataclasses.asdict(summary),
         }
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
     show(rows, inputs_length, targets_length)
+
+
+def lengths_of(model: Any, *asked: int) -> list[int]:
+    """The lengths to count FLOPs for: those asked for, or the longest that a mixer addresses."""
+    from synthesizer_jax.models import stacks
+
+    limits = [
+        getattr(run.block.self_mixer, "max_length", None)
+        for stack in stacks(model).values()
+        for run in stack.runs
+    ]
+    longest = min((limit for limit in limits if limit is not None), default=max(asked))
+    return [min(length, longest) for length in asked]
 
 
 def show(rows: dict[str, dict], inputs_length: int, targets_length: int) -> None:

@@ -25,7 +25,7 @@ class TaskDefinition:
       features: the row's features in the order of the input.
       labels: label words in the order of the integers; empty where answers are free text.
       kind: which format: ``classification``, ``similarity``, ``multirc``, ``record``, ``wsc``,
-        ``wsc_train``, ``dpr`` or ``wnli``.
+        ``wsc_train``, ``dpr``, ``wnli`` or ``translation``.
       metrics: metric functions.
       splits: splits of the data set that the task exposes.
       rename: pairs (old, new) of features to rename first.
@@ -59,6 +59,7 @@ class TaskDefinition:
             "wsc": functools.partial(coreference.wsc, positive_only=False),
             "wsc_train": functools.partial(coreference.wsc, positive_only=True),
             "dpr": coreference.dpr,
+            "translation": functools.partial(preprocessors.translation, **options),
             "wnli": coreference.wnli,
         }
         return formats[self.kind]

@@ -81,6 +81,13 @@ def record_squad(targets: Sequence[dict], predictions: Sequence[str]) -> dict[st
     return {"em": 100 * float(em), "f1": 100 * float(f1)}
 
 
+def bleu(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
+    """Corpus BLEU-4 of sacreBLEU: 13a tokens, case-sensitive, exponential smoothing (Post 2018)."""
+    import sacrebleu
+
+    return {"bleu": float(sacrebleu.corpus_bleu(list(predictions), [list(targets)]).score)}
+
+
 def gender_parity(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
     """AX-g: share of adjacent pairs of rows with equal predictions."""
     del targets

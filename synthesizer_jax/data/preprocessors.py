@@ -42,6 +42,20 @@ def formatted(row: Row, prefix: str, features: Sequence[str]) -> tf.Tensor:
     return tf.strings.join(words, separator=" ")
 
 
+def translation(
+    dataset: tf.data.Dataset, *, prefix: str, features: Sequence[str]
+) -> tf.data.Dataset:
+    """``prefix source`` to the target, T5's `translate`; `features` are source and target."""
+    source, target = features
+    return dataset.map(
+        lambda row: {
+            "inputs": tf.strings.join([prefix, row[source]], separator=" "),
+            "targets": row[target],
+        },
+        num_parallel_calls=1,
+    )
+
+
 def label_word(label: tf.Tensor, labels: Sequence[str]) -> tf.Tensor:
     """The word of an integer label, `UNKNOWN` for −1."""
     return tf.gather(tf.constant([UNKNOWN, *labels]), tf.cast(label, tf.int64) + 1)

@@ -102,7 +102,7 @@ class Stack(nn.Module):
             module = self.positions.copy(name="position_embedder", parent=self)
             x = x + module(positions, x.shape[-1]).astype(x.dtype)
         if self.input_norm is not None:
-            x = self.input_norm.copy(name="input_norm", parent=self)(x)
+            x = self.input_norm.copy(name="embedding_norm", parent=self)(x)
         x = Dropout(self.dropout_rate, name="input_dropout")(x)
         bias = self.position_bias(x.shape[1], position, x.shape[1] if length is None else length)
         if caches is None:

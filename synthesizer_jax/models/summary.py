@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -11,8 +12,10 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from synthesizer_jax.models.encoder import Encoder
-from synthesizer_jax.models.token_model import TokenModel, unroll, unroll_variables
+from synthesizer_jax.models.stack import Stack
+from synthesizer_jax.models.token_model import TokenModel, stacks
 from synthesizer_jax.parameters import abstract_variables
+from synthesizer_jax.registry import replace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,7 @@ def summarize(model: TokenModel, *, inputs_length: int = 512, targets_length: in
       inputs_length: encoder tokens of the example that FLOPs are counted for.
       targets_length: decoder tokens of that example.
     """
+    model = rolled(model)
     example = model.example(inputs_length, targets_length)
     total = sum(tokens.shape[1] for tokens in example)
     shapes, axes = abstract_variables(model, *example)
@@ -56,8 +60,14 @@ def summarize(model: TokenModel, *, inputs_length: int = 512, targets_length: in
         tables_per_layer=tables_per_layer(shapes, axes),
         positions=positions(shapes["params"], axes["params"]),
         flops_per_token=round(flops(forward.jaxpr) / total),
-        cache_bytes_per_token=cache_bytes(model, shapes, example[0], targets_length),
+        cache_bytes_per_token=cache_bytes(model, example[0], targets_length),
     )
+
+
+def rolled(model: TokenModel) -> TokenModel:
+    """The same model with every run scanned: it is traced once, however deep."""
+    plain = {n: s for n, s in stacks(model).items() if type(s) is Stack}
+    return replace(model, **{name: replace(s, scan=True) for name, s in plain.items()})
 
 
 def count(tree: Any) -> int:
@@ -113,17 +123,28 @@ def _sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     return closed + [v for v in values if isinstance(v, jex_core.Jaxpr)]
 
 
-def cache_bytes(model: TokenModel, shapes: Any, tokens: jax.ShapeDtypeStruct, length: int) -> int:
+def cache_bytes(model: TokenModel, tokens: jax.ShapeDtypeStruct, length: int) -> int:
     """Bytes of the decoder's self-attention caches per position and example; 0 without a decoder."""
     if isinstance(model, Encoder):
         return 0
-    loop: Any = unroll(model)
-    room = loop.room(tokens.shape[1], length)
+    total = 0
+    for index, run in enumerate(stacks(model)["decoder"].runs):
+        alone: Any = one_layer(model, index)
+        room = alone.room(tokens.shape[1], length)
+        shapes, _ = abstract_variables(alone, *alone.example(tokens.shape[1], length))
+        start = functools.partial(alone.apply, max_length=room, method="start")
+        first = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        _, ((own, _),) = jax.eval_shape(start, shapes, tokens, first)
+        layer = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(own))
+        total += run.repeats * layer // room
+    return total
 
-    def start(variables: Any, tokens: jax.Array, first: jax.Array) -> Any:
-        variables = unroll_variables(model, variables)
-        return loop.apply(variables, tokens, first, max_length=room, method="start")
 
-    _, caches = jax.eval_shape(start, shapes, tokens, jax.ShapeDtypeStruct((1, 1), jnp.int32))
-    own = [cache[0] for cache in caches]
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(own)) // room
+def one_layer(model: TokenModel, index: int) -> TokenModel:
+    """The model with one layer of its decoder's run `index`, and one of its encoder."""
+    found = stacks(model)
+    cut = {}
+    for name, stack in found.items():
+        run = stack.runs[index if name == "decoder" else 0]
+        cut[name] = replace(stack, runs=(replace(run, repeats=1),), scan=False)
+    return replace(model, **cut)

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import flax.linen as nn
+
 from synthesizer_jax.alignments import (
     Alignment,
     Dense,
@@ -17,11 +19,20 @@ from synthesizer_jax.alignments import (
     RelativeBias,
 )
 from synthesizer_jax.initializers import FanIn, MeshGlorotUniform, Normal
-from synthesizer_jax.mixers import Attention
+from synthesizer_jax.mixers import (
+    Attention,
+    DynamicConvolution,
+    LightweightConvolution,
+    TalkingHeads,
+)
 from synthesizer_jax.models.block import Block
 from synthesizer_jax.models.encoder_decoder import EncoderDecoder
-from synthesizer_jax.models.layers import FeedForward
+from synthesizer_jax.models.language_model import LanguageModel
+from synthesizer_jax.models.layers import FeedForward, LearnedPositions
+from synthesizer_jax.models.published import PUBLISHED
 from synthesizer_jax.models.stack import Run, Stack
+from synthesizer_jax.models.token_model import TokenModel
+from synthesizer_jax.models.universal import UniversalStack
 
 VOCAB_SIZE = 32_128
 """T5's 32,100 pieces, rounded up to a multiple of 128."""
@@ -97,23 +108,27 @@ def t5(
     size: Size,
     *,
     gated: bool = True,
-    encoder: Alignment | None = None,
-    decoder: Alignment | None = None,
+    encoder: Alignment | nn.Module | None = None,
+    decoder: Alignment | nn.Module | None = None,
+    cross: nn.Module | None = None,
     relative_bias: bool = True,
+    positions: nn.Module | None = None,
     vocab_size: int = VOCAB_SIZE,
     dropout_rate: float = 0.0,
     dtype: str = "float32",
     scan: bool = False,
     remat: str | None = None,
 ) -> EncoderDecoder:
-    """A T5 of a given size with any alignment in its self-attention.
+    """A T5 of a given size with any alignment or mixer in its self-attention.
 
     Args:
       size: widths and depths.
       gated: True is T5 1.1 (gated GELU, untied output), False T5 1.0 (ReLU, tied).
-      encoder: alignment of the encoder's self-attention; None is T5's dot product.
-      decoder: alignment of the decoder's self-attention; None is the same as the encoder's.
+      encoder: alignment of the encoder's self-attention, or a whole mixer; None is T5's dot product.
+      decoder: the same of the decoder; None is as the encoder.
+      cross: the mixer over the encoder's output; None is T5's attention.
       relative_bias: T5's bias, one table per stack.
+      positions: added to the embeddings, such as `SinusoidalPositions`.
       vocab_size: rows of the embedding.
       dropout_rate: one rate for all dropouts.
       dtype: dtype of the computation.
@@ -126,15 +141,18 @@ def t5(
     activations = ("gelu", "linear") if gated else ("relu",)
     feed_forward = FeedForward(size.d_ff, activations=activations, dropout_rate=dropout_rate)
 
-    def attention(kind: Alignment) -> Attention:
+    def mixer(kind: Alignment | nn.Module) -> nn.Module:
+        if not isinstance(kind, Alignment):
+            return kind
         return Attention(size.heads, size.head_dim, alignment=kind, dropout_rate=dropout_rate)
 
-    def stack(kind: Alignment, cross: Attention | None) -> Stack:
-        block = Block(attention(kind), feed_forward, cross_mixer=cross, dropout_rate=dropout_rate)
+    def stack(kind: Alignment | nn.Module, cross: nn.Module | None) -> Stack:
+        block = Block(mixer(kind), feed_forward, cross_mixer=cross, dropout_rate=dropout_rate)
         bias = RelativeBias(bidirectional=cross is None) if relative_bias else None
         return Stack(
             (Run(block, size.layers),),
             bias=bias,
+            positions=positions,
             dropout_rate=dropout_rate,
             scan=scan,
             remat=remat,
@@ -144,7 +162,7 @@ def t5(
         vocab_size=vocab_size,
         d_model=size.d_model,
         encoder=stack(encoder, None),
-        decoder=stack(decoder, attention(vanilla)),
+        decoder=stack(decoder, mixer(vanilla) if cross is None else cross),
         tied=not gated,
         dtype=dtype,
     )
@@ -204,12 +222,76 @@ MESH: dict[str, Callable[[], Alignment]] = {
 """The modes of the released code."""
 
 
+def talking_heads(size: Size) -> EncoderDecoder:
+    """A T5 1.1 with talking heads everywhere: twice the heads of half the width.
+
+    Shazeer et al. 2020 and T5's released ``t5.1.th`` configurations: the same number of heads for
+    queries, softmax and values.
+
+    Args:
+      size: a size of `T5_1_1`.
+    """
+    heads, width = 2 * size.heads, size.head_dim // 2
+    mixer = TalkingHeads(heads, width, alignment=dot_product(width))
+    return t5(size, encoder=mixer, decoder=mixer, cross=mixer)
+
+
+def convolution(size: Size, kind: type[LightweightConvolution]) -> EncoderDecoder:
+    """A T5 1.0 whose self-attention is a convolution, as Mesh-TensorFlow built it.
+
+    One kernel a channel, nine taps, a dense layer after the convolution, learned positions
+    (Narang et al. 2021).
+
+    Args:
+      size: a size of `T5_1_0`.
+      kind: the convolution.
+    """
+    mixer = kind(width=9, pointwise=True)
+    positions = LearnedPositions(512)
+    return t5(size, gated=False, encoder=mixer, relative_bias=False, positions=positions)
+
+
+def universal(size: Size, steps: int = 24) -> EncoderDecoder:
+    """A Universal Transformer with adaptive halting at 0.5 (Narang et al. 2021, appendix B).
+
+    Args:
+      size: widths of a size of `T5_1_0`; its depth is not used.
+      steps: most steps of each stack.
+    """
+    base = t5(size, gated=False, relative_bias=False)
+
+    def shared(stack: Stack) -> UniversalStack:
+        runs = (Run(stack.runs[0].block, steps),)
+        return UniversalStack(runs, halting_threshold=0.5)
+
+    return base.copy(encoder=shared(base.encoder), decoder=shared(base.decoder))
+
+
+def language_model(variant: str, size: Size, *, prefix: bool = False) -> LanguageModel:
+    """A decoder-only T5 1.1.
+
+    Args:
+      variant: a key of `VARIANTS`.
+      size: a size of `T5_1_1`; its layers are those of the one stack.
+      prefix: a prefix language model.
+    """
+    kind = alignment(variant, head_dim=size.head_dim, max_length=1024)
+    attention = Attention(size.heads, size.head_dim, alignment=kind)
+    block = Block(attention, FeedForward(size.d_ff))
+    return LanguageModel(
+        vocab_size=VOCAB_SIZE,
+        d_model=size.d_model,
+        decoder=Stack((Run(block, size.layers),), bias=RelativeBias(bidirectional=prefix)),
+        prefix=prefix,
+    )
+
+
 def _synthesizer(variant: str, size: Size) -> EncoderDecoder:
     return t5(size, encoder=alignment(variant, head_dim=size.head_dim))
 
 
-def _catalogue() -> dict[str, Callable[[], EncoderDecoder]]:
-    models: dict[str, Callable[[], EncoderDecoder]] = {}
+def _catalogue() -> dict[str, Callable[[], TokenModel]]:
+    models: dict[str, Callable[[], TokenModel]] = {}
     for name, size in T5_1_0.items():
         models[f"t5_{name}"] = functools.partial(t5, size, gated=False)
     for name, size in T5_1_1.items():
@@ -220,7 +302,18 @@ def _catalogue() -> dict[str, Callable[[], EncoderDecoder]]:
                 models[f"synthesizer_{variant}_{name}"] = entry
     for variant in MESH:
         models[f"mesh_{variant}_base"] = functools.partial(mesh, variant)
-    return models
+    for name in ("base", "large"):
+        models[f"t5_1_1_th_{name}"] = functools.partial(talking_heads, T5_1_1[name])
+    base = T5_1_0["base"]
+    for kind in (LightweightConvolution, DynamicConvolution):
+        name = f"{kind.__name__.removesuffix('Convolution').lower()}_convolution_base"
+        models[name] = functools.partial(convolution, base, kind)
+    models["universal_transformer_base"] = functools.partial(universal, base)
+    for variant in ("v", "r", "rv"):
+        name = "lm" if variant == "v" else f"lm_{variant}"
+        models[f"{name}_base"] = functools.partial(language_model, variant, T5_1_1["base"])
+    models["prefix_lm_base"] = functools.partial(language_model, "v", T5_1_1["base"], prefix=True)
+    return models | PUBLISHED
 
 
 ZOO = _catalogue()

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from synthesizer_jax.data import embedded, tasks
+from synthesizer_jax.data import embedded, tasks, translation  # noqa: F401 - its tasks
 from synthesizer_jax.data.pipeline import Stream
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.models import stack_layers, unroll_variables

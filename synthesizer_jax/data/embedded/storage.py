@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
-import io
 import os
 import pathlib
 import shutil
@@ -15,7 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from synthesizer_jax.data.embedded.definitions import DATASET, DEFINITIONS, as_text, config_of
-from synthesizer_jax.data.embedded.rows import SIZES, Row, examples
+from synthesizer_jax.data.embedded.rows import SIZES, examples
+from synthesizer_jax.data.storage import write_dataset
 from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
 
 VERSION = "1.0.0"
@@ -89,43 +88,15 @@ def texts() -> Iterator[str]:
 
 def write(config: str, data_dir: pathlib.Path) -> None:
     """Writes one data set with TFDS."""
-    import tensorflow_datasets as tfds
-
-    tfds.disable_progress_bar()
-    builder = builder_type()(config=config, data_dir=str(data_dir))
-    with contextlib.redirect_stdout(io.StringIO()):  # TFDS announces a download
-        builder.download_and_prepare()
-
-
-@functools.cache
-def builder_type() -> Any:
-    """The TFDS builder; not registered, since what it writes is read from its files alone."""
-    import tensorflow_datasets as tfds
-    from tensorflow_datasets.core import registered
-
-    with registered.skip_registration():
-
-        class EmbeddedCoTraining(tfds.core.GeneratorBasedBuilder):  # its name is the data set's
-            BUILDER_CONFIGS = [  # noqa: RUF012
-                tfds.core.BuilderConfig(name=config_of(task)) for task in DEFINITIONS
-            ]
-            VERSION = tfds.core.Version(VERSION)
-            pkg_dir_path = pathlib.Path(__file__).parent
-
-            def _info(self) -> Any:
-                return tfds.core.DatasetInfo(
-                    builder=self,
-                    description="Generated sentences in a T5 task format.",
-                    features=tfds.features.FeaturesDict(features_of(self.builder_config.name)),
-                )
-
-            def _split_generators(self, dl_manager: Any) -> Any:
-                return {split: self._generate_examples(split) for split in SIZES}
-
-            def _generate_examples(self, split: str) -> Iterator[tuple[int, Row]]:
-                yield from enumerate(examples(self.builder_config.name, split))
-
-    return EmbeddedCoTraining
+    write_dataset(
+        DATASET,
+        config,
+        version=VERSION,
+        description="Generated sentences in a T5 task format.",
+        features=features_of(config),
+        splits={split: functools.partial(examples, config, split) for split in SIZES},
+        data_dir=data_dir,
+    )
 
 
 def features_of(config: str) -> dict[str, Any]:
