@@ -10,8 +10,8 @@ Command (data and vocabulary first, from the corpus' text files):
 Hardware and time: a recipe takes some minutes on two CPU cores. `benchmarks/translation.py` trains all of
 them and writes the table of docs/results.md.
 
-All recipes share everything but who looks at whom: pre-norm blocks, sinusoidal positions, d 128, three
-and three layers, four heads of 32, dropout 0.1, label smoothing 0.1, AdamW.
+All recipes share everything but who looks at whom: pre-norm blocks, sinusoidal positions, d 128, two and
+two layers, four heads of 32, dropout 0.1, label smoothing 0.1, AdamW.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.optimizers import AdamW
 from synthesizer_jax.training.schedules import Cosine
 
-SIZE = Size(d_model=128, layers=3, d_ff=512, heads=4, head_dim=32)
-LENGTH = 48  # tokens; longer sentences are cut
+SIZE = Size(d_model=128, layers=2, d_ff=512, heads=4, head_dim=32)
+LENGTH = 32  # tokens; longer sentences are cut
 VOCAB_SIZE = 4096
-STEPS = 4000
+STEPS = 3000
 DROPOUT = 0.1
 
 

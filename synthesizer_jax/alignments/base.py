@@ -16,7 +16,12 @@ class Alignment(nn.Module):
 
     An alignment sees neither masks nor values, and never returns an array of
     ``[batch, heads, query, key]``.
+
+    Attributes:
+      makes_logits: False where the terms are weights, to which no position bias can be added.
     """
+
+    makes_logits = True
 
     def __call__(
         self,

@@ -40,6 +40,7 @@ class Gaussian(Alignment):
     normalise: bool = False
     threshold: float | None = None
     ratio: float = 1.0
+    makes_logits = False
 
     @nn.compact
     def __call__(

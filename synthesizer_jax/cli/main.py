@@ -9,6 +9,7 @@ import sys
 import typer
 
 from synthesizer_jax.cli.data import app as data
+from synthesizer_jax.cli.distill import distill
 from synthesizer_jax.cli.evaluate import evaluate
 from synthesizer_jax.cli.generate import generate
 from synthesizer_jax.cli.models import models
@@ -27,6 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train")(train)
+app.command("distill")(distill)
 app.command("eval")(evaluate)
 app.command("generate")(generate)
 app.command("models")(models)

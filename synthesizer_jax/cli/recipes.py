@@ -9,6 +9,7 @@ import pathlib
 import pkgutil
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 from synthesizer_jax.registry import suggestion
 from synthesizer_jax.training.experiment import Experiment, override
@@ -16,25 +17,26 @@ from synthesizer_jax.training.experiment import Experiment, override
 DEFAULT = "default"
 
 
-def load_recipe(name: str, overrides: Sequence[str] = ()) -> Experiment:
-    """The experiment of ``FILE.py[:recipe]`` or ``NAME[:recipe]``, with fields overridden.
+def load_recipe(name: str, overrides: Sequence[str] = (), *, kind: type = Experiment) -> Any:
+    """What a recipe returns, of ``FILE.py[:recipe]`` or ``NAME[:recipe]``, with fields overridden.
 
     Args:
       name: a Python file, or one of the recipes that come with the package; after the colon one of
         its functions, without it the function `default`.
       overrides: assignments such as ``training.steps=200``.
+      kind: what the recipe must return: an `Experiment`, or for `distill` a `Distillation`.
 
     Raises:
       ValueError: no such recipe, field or value.
     """
     place, _, function = name.partition(":")
     module = load_module(place)
-    recipes = functions(module)
+    recipes = functions(module, kind)
     function = function or DEFAULT
     if function not in recipes:
         raise ValueError(
             f"{place} has no recipe {function!r}{suggestion(function, recipes)}; it has: "
-            f"{', '.join(recipes)}"
+            f"{', '.join(recipes) or f'none that return a {kind.__name__}'}"
         )
     experiment = recipes[function]()
     for assignment in overrides:
@@ -69,13 +71,13 @@ def known() -> str:
     return f"; recipes that come with the package: {', '.join(packaged())}"
 
 
-def functions(module: ModuleType) -> dict[str, Callable[[], Experiment]]:
-    """A module's own public functions that need no arguments and return an `Experiment`."""
+def functions(module: ModuleType, kind: type = Experiment) -> dict[str, Callable[[], Any]]:
+    """A module's own public functions that need no arguments and return a `kind`."""
     return {
         name: f
         for name, f in vars(module).items()
         if inspect.isfunction(f)
         and f.__module__ == module.__name__
         and not name.startswith("_")
-        and f.__annotations__.get("return") in (Experiment, "Experiment")
+        and f.__annotations__.get("return") in (kind, kind.__name__)
     }

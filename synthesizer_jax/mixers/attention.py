@@ -62,9 +62,9 @@ class Attention(nn.Module):
     out_init: Initializer = FanIn()
 
     @property
-    def bias_heads(self) -> int:
-        """The number of heads of a position bias."""
-        return self.num_heads
+    def bias_heads(self) -> int | None:
+        """The number of heads of a position bias; None: there are no logits to add one to."""
+        return self.num_heads if self.alignment.makes_logits else None
 
     @property
     def values_heads(self) -> int:

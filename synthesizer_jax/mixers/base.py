@@ -24,6 +24,18 @@ class NewCache:
     max_length: int | None = None
 
 
+FORCED = "forced"
+"""The collection of values to use in place of a module's own, at the places of `SITES`."""
+
+
+def site(module: nn.Module, name: str, value: jax.Array) -> jax.Array:
+    """Leaves a value, and takes the forced one where there is one."""
+    if module.has_variable(FORCED, name):
+        value = module.get_variable(FORCED, name)
+    leave(module, name, value)
+    return value
+
+
 def leave(module: nn.Module, name: str, value: jax.Array) -> None:
     """Leaves a value in `SITES` when that collection is asked for."""
     if module.is_mutable_collection(SITES) and not module.is_initializing():

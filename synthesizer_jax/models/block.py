@@ -10,12 +10,9 @@ import flax.linen as nn
 import jax
 
 from synthesizer_jax.attention import Mask, Terms
-from synthesizer_jax.mixers.base import leave
+from synthesizer_jax.mixers.base import leave, site
 from synthesizer_jax.models.layers import Dropout, RMSNorm
 from synthesizer_jax.registry import register
-
-FORCED = "forced"
-"""Inputs of sub-layers to use in place of the model's own, at the places of `SITES`."""
 
 
 @jax.tree_util.register_dataclass
@@ -79,7 +76,7 @@ class Block(nn.Module):
         Args:
           x: ``[batch, q, d_model]``.
           mask: the self-attention's mask.
-          bias: the stack's position bias, for the self-attention.
+          bias: the stack's position bias, for a self-attention that has logits.
           memory: the encoder's side, in decoders.
           cache: one cache per mixer, in their order; see `Attention`.
           position: position of the first token of `x` when decoding.
@@ -94,7 +91,9 @@ class Block(nn.Module):
         def mix(h: jax.Array) -> jax.Array:
             nonlocal own
             mixer = self.self_mixer.copy(name=name, parent=self)
-            y, own = with_cache(mixer(h, mask=mask, bias=bias, cache=own, position=position), own)
+            own_bias = bias if getattr(mixer, "bias_heads", None) else ()
+            y = mixer(h, mask=mask, bias=own_bias, cache=own, position=position)
+            y, own = with_cache(y, own)
             leave(self, "self_mixed", y)
             return y
 
@@ -109,11 +108,11 @@ class Block(nn.Module):
             leave(self, "cross_mixed", y)
             return y
 
-        x = self.site("self_input", x)
+        x = site(self, "self_input", x)
         x = self.residual(x, name, 0, mix) if self.self_residual else mix(x)
         leave(self, "self_output", x)
         if self.cross_mixer is not None:
-            x = self.residual(self.site("cross_input", x), "cross_attention", 1, look)
+            x = self.residual(site(self, "cross_input", x), "cross_attention", 1, look)
         else:
             cross = None if cross is None else ()
         if self.feed_forward is not None:
@@ -129,13 +128,6 @@ class Block(nn.Module):
         norm = self.norm.copy(name=f"{place}_{name}_layer_norm", parent=self)
         dropout = Dropout(self.dropout_rate, name=f"dropout_{index}", parent=self)
         return norm(x + dropout(layer(x))) if self.post_norm else x + dropout(layer(norm(x)))
-
-    def site(self, name: str, x: jax.Array) -> jax.Array:
-        """Leaves a sub-layer's input, and takes the forced one where there is one."""
-        if self.has_variable(FORCED, name):
-            x = self.get_variable(FORCED, name)
-        leave(self, name, x)
-        return x
 
 
 def with_cache(result: Any, cache: Any) -> tuple[jax.Array, Any]:

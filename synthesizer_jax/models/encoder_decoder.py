@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention import Mask
-from synthesizer_jax.mixers import NewCache
+from synthesizer_jax.mixers.base import NewCache, site
 from synthesizer_jax.models.block import Memory
 from synthesizer_jax.models.stack import Stack
 from synthesizer_jax.models.token_model import TokenModel, lengths
@@ -73,6 +73,7 @@ class EncoderDecoder(TokenModel, kw_only=True):
         encoded = self.encode(
             encoder_tokens, segments=source, positions=places[0], max_segments=max_segments
         )
+        encoded = site(self, "encoded", encoded)
         if segments is None:
             cross = Mask(key_lengths=lengths(encoder_tokens))
         else:

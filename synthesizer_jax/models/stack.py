@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention import Mask, Span, Terms
-from synthesizer_jax.mixers import SITES
-from synthesizer_jax.models.block import FORCED, Block, Memory
+from synthesizer_jax.mixers.base import FORCED, SITES
+from synthesizer_jax.models.block import Block, Memory
 from synthesizer_jax.models.layers import Dropout, RMSNorm
 from synthesizer_jax.registry import fields_of, register
 
@@ -38,7 +38,8 @@ class Stack(nn.Module):
 
     Attributes:
       runs: the layers. One run is the usual case; several make different layers.
-      bias: one position bias for all layers, such as `RelativeBias`.
+      bias: one position bias for all layers whose self-attention has logits, such as
+        `RelativeBias`.
       positions: a module ``(positions, d_model) -> vectors`` that is added to the embeddings, such
         as `LearnedPositions`.
       input_norm: a normalisation of the embeddings (BERT).
@@ -117,13 +118,13 @@ class Stack(nn.Module):
         """The stack's shared bias terms."""
         if self.bias is None:
             return ()
-        counts = {getattr(run.block.self_mixer, "bias_heads", None) for run in self.runs}
-        heads = counts.pop()
-        if counts or heads is None:
+        counts = {getattr(run.block.self_mixer, "bias_heads", None) for run in self.runs} - {None}
+        if len(counts) != 1:
             raise ValueError(
-                "Stack: a shared position bias needs attention with the same number of heads in every "
-                "layer; set bias=None, or put RelativeBias into the layers' own Mixture"
+                "Stack: a shared position bias needs attention, with the same number of heads in "
+                "every layer; set bias=None, or put RelativeBias into the layers' own Mixture"
             )
+        (heads,) = counts
         module = self.bias.copy(name="relpos_bias", parent=self)
         return module(num_heads=heads, query_span=Span(position, q), key_span=Span(0, length))
 

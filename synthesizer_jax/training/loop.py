@@ -45,6 +45,7 @@ def train(
     stop: StopSignal,
     evaluate: Evaluate | None = None,
     initial: Callable[[TrainState], TrainState] | None = None,
+    trainer: Trainer | None = None,
     devices: list[jax.Device] | None = None,
     visible: bool = True,
 ) -> TrainState:
@@ -58,6 +59,7 @@ def train(
       evaluate: measures a state every `evaluation.every` steps and at the end.
       initial: changes a fresh state, such as to put a checkpoint's parameters into it; a resumed
         run does not need it.
+      trainer: what makes the steps; None: one that trains the experiment's model on its targets.
       devices: None uses all devices.
       visible: show a progress bar.
 
@@ -69,7 +71,7 @@ def train(
       NonFiniteLossError: the run diverged; the last good checkpoint is untouched.
     """
     training = experiment.training
-    trainer = Trainer(experiment, devices)
+    trainer = Trainer(experiment, devices) if trainer is None else trainer
     checkpoints = Checkpoints(
         directory / "checkpoints", keep_latest=training.keep_latest, keep_best=training.keep_best
     )

@@ -26,6 +26,7 @@ from synthesizer_jax.training.experiment import (
 from synthesizer_jax.training.loop import train
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.survival import StopSignal
+from synthesizer_jax.training.trainer import Trainer
 
 VOCABULARY_FILE = "vocabulary.model"
 
@@ -40,6 +41,8 @@ def run(
     directory: pathlib.Path,
     *,
     data_dir: pathlib.Path | None = None,
+    trainer: Trainer | None = None,
+    initial: Callable[[TrainState], TrainState] | None = None,
     devices: list[jax.Device] | None = None,
     visible: bool = True,
 ) -> TrainState:
@@ -49,6 +52,8 @@ def run(
       experiment: what to do.
       directory: the run's; an unfinished run in it is continued.
       data_dir: where data sets lie; None is `tasks.default_data_dir()`.
+      trainer: see `loop.train`.
+      initial: changes a fresh state; None: puts `init_from`'s parameters into it, if any.
       devices: None uses all devices.
       visible: show a progress bar.
 
@@ -72,16 +77,17 @@ def run(
             found = evaluator.write(directory, int(state.step), state.variables)
             return log_values(*found)
 
-        initial = None
-        if experiment.init_from is not None:
-            initial = parameters_from(pathlib.Path(experiment.init_from), experiment)
+        start = initial
+        if start is None and experiment.init_from is not None:
+            start = parameters_from(pathlib.Path(experiment.init_from), experiment)
         return train(
             experiment,
             stream,
             directory,
             stop=stop,
             evaluate=evaluate,
-            initial=initial,
+            initial=start,
+            trainer=trainer,
             devices=devices,
             visible=visible,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,16 @@ class Trainer:
         self.optimizer, self.layout = make_layout(
             self.model, training.optimizer, tokens=self.tokens, mesh=self.mesh
         )
-        step = make_train_step(
+        self._jitted = jax.jit(
+            self.make_step(), donate_argnums=0, out_shardings=(self.layout.shardings, None)
+        )
+        self._compiled: Callable[..., tuple[TrainState, Metrics]] | None = None
+        self._key = jax.random.key(training.seed)
+
+    def make_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
+        """The function to compile: state, batch, key and what `arguments` holds."""
+        data, training = self.experiment.data, self.experiment.training
+        return make_train_step(
             self.model,
             self.optimizer,
             z_loss=training.z_loss,
@@ -42,9 +52,11 @@ class Trainer:
             micro_batches=training.micro_batches,
             max_segments=data.segments_per_row if data.pack else None,
         )
-        self._jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.layout.shardings, None))
-        self._compiled: Callable[..., tuple[TrainState, Metrics]] | None = None
-        self._key = jax.random.key(training.seed)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What a step takes besides state, batch and key."""
+        return ()
 
     def init(self) -> TrainState:
         """Fresh parameters."""
@@ -63,14 +75,15 @@ class Trainer:
     def compile(self) -> None:
         """Compiles the step; nothing is fetched or changed."""
         batch = abstract_batch(self.experiment.data, batch_sharding(self.mesh))
-        self._compiled = self._jitted.lower(self.layout.abstract, batch, self._key).compile()
+        arguments = (self.layout.abstract, batch, self._key, *self.arguments)
+        self._compiled = self._jitted.lower(*arguments).compile()
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One step; the old state's buffers are reused."""
         if self._compiled is None:
             self.compile()
         assert self._compiled is not None
-        return self._compiled(state, batch, self._key)
+        return self._compiled(state, batch, self._key, *self.arguments)
 
 
 def abstract_batch(

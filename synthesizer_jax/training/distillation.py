@@ -1,0 +1,404 @@
+"""Replaces parts of a trained model and trains the replacements to do what the parts did.
+
+Bozic et al. 2023 trained feed-forward networks on dumped activations of a Transformer's attention;
+here teacher and student run in one compiled step, and anything can replace anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from synthesizer_jax.alignments import Alignment
+from synthesizer_jax.mixers import Attention
+from synthesizer_jax.mixers.base import FORCED, SITES
+from synthesizer_jax.models import Block, EncoderDecoder, Run, Stack, unroll, unroll_variables
+from synthesizer_jax.registry import register, replace, to_json
+from synthesizer_jax.training.checkpoints import restore_variables
+from synthesizer_jax.training.experiment import Evaluation, Experiment, Training, load_experiment
+from synthesizer_jax.training.run import VOCABULARY_FILE, replace_parameters, run
+from synthesizer_jax.training.state import TrainState
+from synthesizer_jax.training.step import Batch, Metrics
+from synthesizer_jax.training.trainer import Trainer
+
+DISTILLATION_FILE = "distillation.json"
+FINE_TUNED = "fine_tuned"
+"""Directory inside a distillation's one for the run that fine-tunes the whole student."""
+
+PLACES = ("encoder", "decoder", "cross")
+SCOPES = ("mixer", "sublayer", "layer")
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Replacement:
+    """What takes the place of what.
+
+    Attributes:
+      by: a mixer, or an alignment for the attention that is there.
+      place: ``"encoder"`` or ``"decoder"`` self-attention, or the decoder's ``"cross"``-attention.
+      scope: ``"mixer"``: norm, residual and feed-forward layer stay (ALR, ALSR, another alignment);
+        ``"sublayer"``: norm and residual go too (ALRR); ``"layer"``: the whole layer goes (ELR).
+      layers: which layers; None: all.
+    """
+
+    by: nn.Module
+    place: str = "encoder"
+    scope: str = "mixer"
+    layers: tuple[int, ...] | None = None
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Distillation:
+    """What a distillation recipe returns; the rest comes from the teacher's run.
+
+    Attributes:
+      replace: the replacements.
+      training: steps and optimiser; nothing but the replacements is trained.
+      together: False: every layer reads the teacher's activations, so that each learns by itself;
+        True: the student's own activations flow on, and all layers learn together.
+      evaluation: what is measured at the end; None: what the teacher's run measured.
+      fine_tune: afterwards train the whole student on the task for so long, in a run of its own;
+        None: do not.
+    """
+
+    replace: tuple[Replacement, ...]
+    training: Training
+    together: bool = False
+    evaluation: Evaluation | None = None
+    fine_tune: Training | None = None
+
+
+def distill(
+    recipe: Distillation,
+    teacher: pathlib.Path,
+    directory: pathlib.Path,
+    *,
+    data_dir: pathlib.Path | None = None,
+    visible: bool = True,
+) -> Experiment:
+    """Runs, or continues, a distillation.
+
+    Args:
+      recipe: what to replace and how to train.
+      teacher: directory of a finished training run.
+      directory: the student's run; an ordinary one afterwards, without the teacher.
+      data_dir: where data sets lie.
+      visible: show a progress bar.
+
+    Returns:
+      The student's experiment.
+
+    Raises:
+      ValueError: the teacher cannot be changed in that way.
+    """
+    taught = load_experiment(teacher)
+    if not isinstance(taught.model, EncoderDecoder):
+        raise ValueError(
+            f"{teacher} holds a {type(taught.model).__name__}; distill EncoderDecoders"
+        )
+    _, variables = restore_variables(teacher / "checkpoints")
+    variables = unroll_variables(taught.model, variables)
+    experiment = student_of(taught, recipe, teacher)
+    trainer = DistillationTrainer(experiment, unroll(taught.model), variables, recipe)
+    directory.mkdir(parents=True, exist_ok=True)
+    aside = directory / (DISTILLATION_FILE + ".tmp")
+    aside.write_text(json.dumps(to_json(recipe), indent=1) + "\n", encoding="utf-8")
+    os.replace(aside, directory / DISTILLATION_FILE)
+    options: Any = {"data_dir": data_dir, "visible": visible}
+    run(experiment, directory, trainer=trainer, initial=inherit(variables), **options)
+    if recipe.fine_tune is not None:
+        tuned = replace(experiment, training=recipe.fine_tune, init_from=str(directory))
+        run(tuned, directory / FINE_TUNED, **options)
+    return experiment
+
+
+def student_of(taught: Experiment, recipe: Distillation, teacher: pathlib.Path) -> Experiment:
+    """The teacher's experiment with the student's model and training."""
+    vocabulary: Any = taught.vocabulary
+    if getattr(vocabulary, "path", None) == VOCABULARY_FILE:
+        vocabulary = replace(vocabulary, path=str((teacher / VOCABULARY_FILE).resolve()))
+    assert isinstance(taught.model, EncoderDecoder)
+    return replace(
+        taught,
+        model=student_model(taught.model, recipe.replace),
+        training=recipe.training,
+        evaluation=recipe.evaluation or taught.evaluation,
+        vocabulary=vocabulary,
+        init_from=None,
+    )
+
+
+def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) -> EncoderDecoder:
+    """The teacher's model, looped, with its parts replaced.
+
+    Raises:
+      ValueError: an unknown place or scope, or a layer that is not there.
+    """
+    stacks = {"encoder": model.encoder, "decoder": model.decoder}
+    for change in replacements:
+        if change.place not in PLACES or change.scope not in SCOPES:
+            raise ValueError(
+                f"Replacement: place={change.place!r} and scope={change.scope!r}; allowed: "
+                f"{', '.join(PLACES)} and {', '.join(SCOPES)}"
+            )
+        if change.scope != "mixer" and change.place != "encoder":
+            raise ValueError(f"Replacement: scope={change.scope!r} is for encoders only")
+        name = "encoder" if change.place == "encoder" else "decoder"
+        blocks = [run.block for run in stacks[name].runs for _ in range(run.repeats)]
+        for index in chosen(change, len(blocks)):
+            blocks[index] = changed(blocks[index], change)
+        runs = tuple(Run(b, len(list(same))) for b, same in itertools.groupby(blocks))
+        stacks[name] = replace(
+            stacks[name], runs=runs, scan=False, bias=bias_of(stacks[name], runs)
+        )
+    return replace(unroll(model), **stacks)
+
+
+def chosen(change: Replacement, layers: int) -> tuple[int, ...]:
+    """The layers of a replacement."""
+    indices = tuple(range(layers)) if change.layers is None else change.layers
+    if any(not 0 <= i < layers for i in indices):
+        raise ValueError(f"Replacement: layers={indices}, but there are layers 0 to {layers - 1}")
+    return indices
+
+
+def changed(block: Block, change: Replacement) -> Block:
+    """A block with one of its mixers replaced."""
+    field = "cross_mixer" if change.place == "cross" else "self_mixer"
+    old, new = getattr(block, field), change.by
+    if isinstance(new, Alignment):
+        if not isinstance(old, Attention):
+            raise ValueError(
+                f"Replacement: {type(new).__name__} is an alignment, but the {change.place} has "
+                f"{type(old).__name__} and no attention to put it into; give a whole mixer"
+            )
+        new = replace(old, alignment=new)
+    block = replace(block, **{field: new})
+    if change.scope != "mixer":
+        block = replace(block, self_residual=False)
+    return replace(block, feed_forward=None) if change.scope == "layer" else block
+
+
+def bias_of(stack: Stack, runs: tuple[Run, ...]) -> nn.Module | None:
+    """The stack's position bias, as long as some layer has logits to add it to."""
+    takes = any(getattr(run.block.self_mixer, "bias_heads", None) for run in runs)
+    return stack.bias if takes else None
+
+
+def inherit(variables: Any) -> Callable[[TrainState], TrainState]:
+    """Puts the teacher's parameters wherever the student has one of the same name and shape."""
+    theirs = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree.leaves_with_path(variables["params"])
+    }
+
+    def put(state: TrainState) -> TrainState:
+        def one(path: Any, mine: jax.Array) -> jax.Array:
+            leaf = theirs.get(jax.tree_util.keystr(path))
+            if leaf is None or leaf.shape != mine.shape:
+                return mine
+            # A copy: the state's buffers are given away at every step, the teacher's are not.
+            return jax.device_put(jnp.copy(leaf), mine.sharding)
+
+        params = jax.tree.map_with_path(one, state.params)
+        return replace_parameters(state, params, state.constants)
+
+    return put
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Where teacher and student are compared.
+
+    Attributes:
+      stack: ``encoder`` or ``decoder``.
+      layer: ``layers_0``, …
+      mixer: name of the replaced mixer inside the layer.
+      inputs: what the student is given of the teacher's.
+      outputs: what is compared, the first that both have in the same shape.
+    """
+
+    stack: str
+    layer: str
+    mixer: str
+    inputs: str
+    outputs: tuple[tuple[str, ...], ...]
+
+
+def sites(model: EncoderDecoder, replacements: tuple[Replacement, ...]) -> Iterator[Site]:
+    """The sites of all replaced layers."""
+    for change in replacements:
+        stack = "encoder" if change.place == "encoder" else "decoder"
+        for index in chosen(change, getattr(model, stack).num_layers):
+            mixer = {
+                "encoder": "attention",
+                "decoder": "self_attention",
+                "cross": "encoder_decoder_attention",
+            }[change.place]
+            mixed = "cross_mixed" if change.place == "cross" else "self_mixed"
+            outputs: dict[str, tuple[tuple[str, ...], ...]] = {
+                "mixer": ((mixer, "heads"), (mixed,)),
+                "sublayer": (("self_output",),),
+                "layer": (("output",),),
+            }
+            inputs = "cross_input" if change.place == "cross" else "self_input"
+            yield Site(stack, f"layers_{index}", mixer, inputs, outputs[change.scope])
+
+
+class DistillationTrainer(Trainer):
+    """Steps that move a student's replacements towards a teacher's activations.
+
+    Args:
+      experiment: the student's.
+      teacher: the teacher's model, looped.
+      variables: its variables, looped; they are an argument of every step and never saved.
+      recipe: what is replaced.
+      devices: None uses all devices.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        teacher: EncoderDecoder,
+        variables: Any,
+        recipe: Distillation,
+        devices: list[jax.Device] | None = None,
+    ):
+        if experiment.training.micro_batches != 1:
+            raise ValueError("distillation has no micro-batches; set training.micro_batches=1")
+        self.teacher, self.variables, self.recipe = teacher, variables, recipe
+        self.sites = tuple(sites(teacher, recipe.replace))
+        super().__init__(experiment, devices)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The teacher's variables."""
+        return (self.variables,)
+
+    def make_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
+        """The function ``(state, batch, key, teacher) → (state, metrics)``."""
+
+        def step(
+            state: TrainState, batch: Batch, key: jax.Array, teacher: Any
+        ) -> tuple[TrainState, Metrics]:
+            del key
+            _, found = activations(self.teacher, teacher, batch)
+            found = jax.lax.stop_gradient(found)
+
+            def objective(params: Any) -> tuple[jax.Array, jax.Array]:
+                variables = {**state.variables, "params": params}
+                return self.distance(variables, batch, found)
+
+            (loss, relative), gradients = jax.value_and_grad(objective, has_aux=True)(state.params)
+            gradients = self.only_replaced(gradients, jax.tree.map(jnp.zeros_like, gradients))
+            updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
+            params = self.only_replaced(optax.apply_updates(state.params, updates), state.params)
+            metrics = {
+                "loss": loss,
+                "unexplained": relative,
+                "tokens": (batch["encoder_input_tokens"] != 0).sum().astype(jnp.float32)
+                + batch["decoder_loss_weights"].sum(),
+                "gradient_norm": optax.tree.norm(gradients),
+            }
+            new = TrainState(
+                step=state.step + 1,
+                params=params,
+                constants=state.constants,
+                opt_state=opt_state,
+            )
+            return new, metrics
+
+        return step
+
+    def distance(self, variables: Any, batch: Batch, teacher: Any) -> tuple[jax.Array, jax.Array]:
+        """Mean squared error over real positions and sites, and the share of the variance it is."""
+        forced = None if self.recipe.together else self.forced(teacher)
+        _, student = activations(self.model, variables, batch, forced)
+        real = {
+            "encoder": batch["encoder_input_tokens"] != 0,
+            "decoder": batch["decoder_loss_weights"] > 0,
+        }
+        errors, shares = [], []
+        for place in self.sites:
+            one, other = pair(teacher, student, place)
+            error, share = squared_error(one, other, real[place.stack])
+            errors.append(error)
+            shares.append(share)
+        return jnp.stack(errors).mean(), jnp.stack(shares).mean()
+
+    def forced(self, teacher: Any) -> Any:
+        """The teacher's inputs at every site, and its encoder's output."""
+        given: dict[str, Any] = {"encoded": teacher["encoded"]}
+        for place in self.sites:
+            layer = given.setdefault(place.stack, {}).setdefault(place.layer, {})
+            layer[place.inputs] = teacher[place.stack][place.layer][place.inputs]
+        return given
+
+    def only_replaced(self, new: Any, old: Any) -> Any:
+        """`new` for the parameters of the replacements, `old` for all others."""
+        trained = {(place.stack, place.layer, place.mixer) for place in self.sites}
+
+        def one(path: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+            names = tuple(key.key for key in path[:3])
+            return x if names in trained else y
+
+        return jax.tree.map_with_path(one, new, old)
+
+
+def activations(
+    model: EncoderDecoder, variables: Any, batch: Batch, forced: Any = None
+) -> tuple[jax.Array, Any]:
+    """The teacher-forced hidden states of a batch and what the model leaves at its sites."""
+    given = variables if forced is None else {**variables, FORCED: forced}
+    hidden, state = model.apply(
+        given,
+        batch["encoder_input_tokens"],
+        batch["decoder_input_tokens"],
+        method="hidden",
+        mutable=[SITES],
+    )
+    return hidden, state[SITES]
+
+
+def pair(teacher: Any, student: Any, place: Site) -> tuple[jax.Array, jax.Array]:
+    """The two arrays to compare."""
+    for path in place.outputs:
+        found = [look_up(tree[place.stack][place.layer], path) for tree in (teacher, student)]
+        if all(x is not None for x in found) and found[0].shape == found[1].shape:
+            return found[0], found[1]
+    raise ValueError(f"{place.stack}/{place.layer}: teacher and student have nothing to compare")
+
+
+def look_up(tree: Any, path: tuple[str, ...]) -> Any:
+    """An entry of nested dictionaries; None: it is not there."""
+    for name in path:
+        tree = tree.get(name, {})
+    return None if isinstance(tree, dict) else tree
+
+
+def squared_error(
+    target: jax.Array, found: jax.Array, real: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Mean squared error ``[b, n, …]`` over the real positions ``[b, n]``, also as a share.
+
+    The share is of the target's own variance over positions: 1 is no better than its mean.
+    """
+    flat = [x.reshape(*real.shape, -1).astype(jnp.float32) for x in (target, found)]
+    weight = real[..., None].astype(jnp.float32)
+    count = jnp.maximum(weight.sum(), 1.0)
+    error = (weight * jnp.square(flat[1] - flat[0])).sum() / (count * flat[0].shape[-1])
+    mean = (weight * flat[0]).sum((0, 1)) / count
+    variance = (weight * jnp.square(flat[0] - mean)).sum() / (count * flat[0].shape[-1])
+    return error, error / jnp.maximum(variance, 1e-30)
