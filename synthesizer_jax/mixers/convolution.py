@@ -75,7 +75,7 @@ class LightweightConvolution(nn.Module):
             )
         u = self.gated(x)
         first = 1 - self.width if mask.causal else -(self.width // 2)
-        logits = self.taps(u, groups)
+        logits = self.tap_logits(u, groups)
         weights = jax.nn.softmax(logits.astype(wide(logits)), axis=-1)
         terms: Terms = (banded(weights, first=first),)
         values = u.reshape(*u.shape[:2], groups, d_model // groups)
@@ -106,7 +106,7 @@ class LightweightConvolution(nn.Module):
         u = self.dense(x, "input")
         return u * jax.nn.sigmoid(self.dense(x, "gate")) if self.glu else u
 
-    def taps(self, u: jax.Array, groups: int) -> jax.Array:
+    def tap_logits(self, u: jax.Array, groups: int) -> jax.Array:
         """The kernel's logits, ``[batch or 1, length or 1, groups, width]``."""
         del u
         init = with_axes(self.tap_init, "heads", "taps")
@@ -136,7 +136,7 @@ class DynamicConvolution(LightweightConvolution):
       groups: None is every channel, whose kernels then are d_model · width wide.
     """
 
-    def taps(self, u: jax.Array, groups: int) -> jax.Array:
+    def tap_logits(self, u: jax.Array, groups: int) -> jax.Array:
         """The kernel's logits, ``[batch, length, groups, width]``."""
         kernel = nn.DenseGeneral(
             (groups, self.width),

@@ -213,7 +213,7 @@ class SentenceFeedForward(nn.Module):
         self.check(kv, mask, bias, cache)
         n, span = x.shape[1], Span(position, x.shape[1])
         check_length(self, self.max_length, span, *([] if kv is None else [Span(0, kv.shape[1])]))
-        network = self.network(x.shape[-1], inputs=1 if kv is None else 2)
+        network = self.make_network(x.shape[-1], inputs=1 if kv is None else 2)
         if kv is None and cache is None:
             mask = mask.for_self_attention()
         memory = x if kv is None else kv
@@ -237,7 +237,7 @@ class SentenceFeedForward(nn.Module):
         y = self.merged(y, x.shape[-1])
         return y if cache is None else (y, sums.last())
 
-    def network(self, width: int, *, inputs: int) -> SentenceNetwork:
+    def make_network(self, width: int, *, inputs: int) -> SentenceNetwork:
         """The network, or one per head."""
         heads = self.num_heads or 1
         features = width if self.num_heads is None else self.head_dim
