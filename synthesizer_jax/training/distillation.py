@@ -146,6 +146,7 @@ def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) 
     Raises:
       ValueError: an unknown place or scope, or a layer that is not there.
     """
+    model = unroll(model)
     stacks = {"encoder": model.encoder, "decoder": model.decoder}
     for change in replacements:
         if change.place not in PLACES or change.scope not in SCOPES:
@@ -160,10 +161,8 @@ def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) 
         for index in chosen(change, len(blocks)):
             blocks[index] = changed(blocks[index], change)
         runs = tuple(Run(b, len(list(same))) for b, same in itertools.groupby(blocks))
-        stacks[name] = replace(
-            stacks[name], runs=runs, scan=False, bias=bias_of(stacks[name], runs)
-        )
-    return replace(unroll(model), **stacks)
+        stacks[name] = replace(stacks[name], runs=runs, bias=bias_of(stacks[name], runs))
+    return replace(model, **stacks)
 
 
 def chosen(change: Replacement, layers: int) -> tuple[int, ...]:

@@ -192,7 +192,7 @@ def test_universal_transformer_halts_position_by_position():
     variables = stack.init(jax.random.key(0), x)
     params = jax.tree.map(lambda a: a, variables["params"])
     gate = np.random.default_rng(1).normal(size=(D, 1))
-    params["halting"] = {"kernel": jnp.asarray(gate), "bias": -jnp.ones(1)}
+    params["halting"] = {"kernel": jnp.asarray(0.2 * gate), "bias": -0.5 * jnp.ones(1)}
     (y, _), state = stack.apply({"params": params}, x, mutable=[LOSSES])
     sines = SinusoidalPositions()
     places, states, probabilities, h = jnp.arange(5)[None], [], [], x
