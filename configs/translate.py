@@ -35,7 +35,7 @@ from synthesizer_jax.training.schedules import Cosine
 SIZE = Size(d_model=128, layers=2, d_ff=512, heads=4, head_dim=32)
 LENGTH = 32  # tokens; longer sentences are cut
 VOCAB_SIZE = 4096
-STEPS = 3000
+STEPS = 2000
 DROPOUT = 0.1
 
 
@@ -142,7 +142,7 @@ def _translate(
             optimizer=AdamW(learning_rate=Cosine(1e-3, total_steps=STEPS, warmup_steps=400)),
             label_smoothing=0.1,
             log_every=50,
-            save_every=STEPS,
+            save_every=500,
         ),
         evaluation=Evaluation(method="greedy", batch_size=128, split="validation"),
     )
