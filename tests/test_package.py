@@ -35,6 +35,22 @@ def test_the_readmes_layer_example_runs_as_written():
     assert float(abs(scope["y"] - scope["y_ref"]).max()) < 1e-5
 
 
+def test_the_cookbooks_snippets_run_in_order():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/layers.md").read_text(), flags=re.S)
+    scope: dict = {"__name__": "cookbook"}
+    for block in blocks:
+        exec(block, scope)
+    assert "Decay" in scope
+
+
+def test_the_readmes_table_of_variants_is_that_of_the_registries():
+    from synthesizer_jax.reports.variants import updated
+
+    text = (ROOT / "README.md").read_text()
+    message = "run: python -m synthesizer_jax.reports.variants README.md"
+    assert updated(text) == text, message
+
+
 def test_models_lists_names_and_counts():
     result = CliRunner().invoke(app, ["models", "mesh_random_*", "--json"])
     rows = json.loads(result.stdout)

@@ -23,7 +23,9 @@ from synthesizer_jax.alignments import Alignment
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.mixers.base import FORCED, SITES
 from synthesizer_jax.models import Block, EncoderDecoder, Run, Stack, unroll, unroll_variables
+from synthesizer_jax.parameters import abstract_variables
 from synthesizer_jax.registry import register, replace, to_json
+from synthesizer_jax.sharding import partitioned, shardings
 from synthesizer_jax.training.checkpoints import restore_variables
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training, load_experiment
 from synthesizer_jax.training.run import VOCABULARY_FILE, replace_parameters, run
@@ -277,9 +279,12 @@ class DistillationTrainer(Trainer):
     ):
         if experiment.training.micro_batches != 1:
             raise ValueError("distillation has no micro-batches; set training.micro_batches=1")
-        self.teacher, self.variables, self.recipe = teacher, variables, recipe
+        self.teacher, self.recipe = teacher, recipe
         self.sites = tuple(sites(teacher, recipe.replace))
         super().__init__(experiment, devices)
+        self.teacher = partitioned(teacher, self.mesh)
+        shapes, axes = abstract_variables(teacher, *self.tokens)
+        self.variables = jax.device_put(variables, shardings(axes, shapes, self.mesh))
 
     @property
     def arguments(self) -> tuple[Any, ...]:

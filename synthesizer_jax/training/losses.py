@@ -21,12 +21,14 @@ class LossSums:
       z_loss: ``coefficient · Σ log² Z``.
       correct: tokens whose most probable value is the target.
       weight: number of real tokens (sum of the weights).
+      penalty: what modules add to the loss of every token (a Universal Transformer's ponder cost).
     """
 
     loss: jax.Array
     z_loss: jax.Array
     correct: jax.Array
     weight: jax.Array
+    penalty: jax.Array | float = 0.0
 
 
 def cross_entropy(

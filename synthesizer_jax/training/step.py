@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from synthesizer_jax.models import TextToText
+from synthesizer_jax.models import LOSSES, TextToText
 from synthesizer_jax.training.losses import (
     LossSums,
     chunked_cross_entropy,
@@ -47,7 +48,7 @@ def loss_sums(
       dropout_key: None turns dropout off.
       max_segments: most segments of a packed row.
     """
-    hidden: Any = model.apply(
+    hidden, left = model.apply(
         variables,
         batch["encoder_input_tokens"],
         batch["decoder_input_tokens"],
@@ -56,15 +57,19 @@ def loss_sums(
         max_segments=max_segments,
         rngs=None if dropout_key is None else {"dropout": dropout_key},
         method="hidden",
+        mutable=[LOSSES],
     )
+    penalty = sum(jax.tree.leaves(left), start=jnp.zeros(()))
     projection: Any = model.apply(variables, method="output_kernel")
     kernel, scale = projection
     targets, weights = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
     options: Any = {"weights": weights, "z_loss": z_loss, "label_smoothing": label_smoothing}
     if targets.size * model.vocab_size > DENSE_LOGITS:
-        return chunked_cross_entropy(hidden, kernel, targets=targets, scale=scale, **options)
-    logits = (hidden * jnp.asarray(scale, hidden.dtype)) @ kernel.astype(hidden.dtype)
-    return cross_entropy(logits, targets, **options)
+        sums = chunked_cross_entropy(hidden, kernel, targets=targets, scale=scale, **options)
+    else:
+        logits = (hidden * jnp.asarray(scale, hidden.dtype)) @ kernel.astype(hidden.dtype)
+        sums = cross_entropy(logits, targets, **options)
+    return dataclasses.replace(sums, penalty=penalty * sums.weight)
 
 
 def pair(batch: Batch, suffix: str) -> tuple[jax.Array, jax.Array] | None:
@@ -115,7 +120,7 @@ def make_train_step(
             dropout_key=key,
             max_segments=max_segments,
         )
-        return (sums.loss + sums.z_loss) / denominator, sums
+        return (sums.loss + sums.z_loss + sums.penalty) / denominator, sums
 
     gradient = jax.grad(objective, has_aux=True)
 

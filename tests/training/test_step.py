@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from synthesizer_jax.models import Size, t5
+from synthesizer_jax.models import Run, Size, UniversalStack, stacks, t5
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
-from synthesizer_jax.training.step import interleave
+from synthesizer_jax.training.step import interleave, loss_sums
 from synthesizer_jax.training.trainer import Trainer
 from tests.training.tiny import CopyStream, experiment
 
@@ -50,3 +50,29 @@ def test_eight_micro_batches_need_less_than_a_third_of_the_temporaries():
 def test_every_micro_batch_has_rows_of_every_device():
     x = interleave(jnp.arange(12), 3)
     assert x.tolist() == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+
+
+def test_a_ponder_cost_is_part_of_the_loss():
+    """Averaged over the batch, once a stack, on top of what the tokens cost."""
+    plain = t5(Size(8, 1, 16, 2, 4), vocab_size=16, relative_bias=False)
+
+    def model(cost):
+        shared = {
+            name: UniversalStack(
+                (Run(stack.runs[0].block, 3),), halting_threshold=0.9, ponder_cost=cost
+            )
+            for name, stack in stacks(plain).items()
+        }
+        return plain.copy(**shared)
+
+    batch = {k: jnp.asarray(v) for k, v in next(CopyStream()).items()}
+    variables = model(0.0).init(
+        jax.random.key(0), batch["encoder_input_tokens"], batch["decoder_input_tokens"]
+    )
+    free, dear, dearer = (
+        loss_sums(model(cost), variables, batch, z_loss=0.0, label_smoothing=0.0)
+        for cost in (0.0, 0.5, 1.0)
+    )
+    assert free.penalty == 0 and dear.loss == free.loss
+    assert 2 * 0.5 < dear.penalty / dear.weight < 2 * 0.5 * 4  # one to three steps and a remainder
+    np.testing.assert_allclose(dearer.penalty, 2 * dear.penalty, rtol=1e-6)

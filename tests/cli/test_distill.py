@@ -1,0 +1,88 @@
+"""Translation from parallel text, and a student that replaces its teacher's attention, by commands."""
+
+import json
+
+import pytest
+
+from synthesizer_jax.data.metrics import bleu
+from synthesizer_jax.data.translation import CORPORA, Corpus, import_corpus
+from tests.cli.test_commands import call
+
+WORDS = [("a", "ein"), ("man", "Mann"), ("woman", "Frau"), ("rides", "fährt"), ("sees", "sieht")]
+SIZES = {"train": 60, "validation": 12, "test": 10}
+
+
+def lines(count, language):
+    side = 0 if language == "en" else 1
+    picked = [[WORDS[(i * k + k) % len(WORDS)][side] for k in (1, 2, 3)] for i in range(count)]
+    return "".join(" ".join(words) + ".\n" for words in picked)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A tiny corpus in the layout of Multi30k, imported, with a vocabulary and a teacher."""
+    place = tmp_path_factory.mktemp("translation")
+    files = CORPORA["multi30k"].files
+    (place / "text").mkdir()
+    for split, stem in files.items():
+        for language in ("en", "de"):
+            text = lines(SIZES[split], language)
+            (place / "text" / f"{stem}.{language}").write_text(text, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        corpus = Corpus(pairs=CORPORA["multi30k"].pairs, files=files, sizes=SIZES)
+        patch.setattr("synthesizer_jax.data.translation.CORPORA", {"multi30k": corpus})
+        said = import_corpus("multi30k", place / "text", place / "data")
+    assert [s.status for s in said.splits] == ["complete"] * 3 + ["missing"] * 3
+    call(
+        *("data", "vocabulary", "multi30k_en_de", "--output", place / "spm.model"),
+        *("--data-dir", place / "data", "--size", 36),
+    )
+    small = ("--set", "data.batch_size=8", "--set", "evaluation.batch_size=8")
+    call(
+        *("train", "translate:vanilla", "--workdir", place / "teacher", "--quiet"),
+        *("--data-dir", place / "data", "--set", f"vocabulary.path={place / 'spm.model'}"),
+        *("--set", "training.steps=2", *small),
+    )
+    return place
+
+
+def test_a_distilled_run_is_an_ordinary_one(place):
+    distil = (
+        *("distill", "replace_attention:alr", "--teacher", place / "teacher"),
+        *("--workdir", place / "student", "--data-dir", place / "data", "--quiet"),
+        *("--set", "training.steps=3", "--set", "training.log_every=1"),
+    )
+    call(*distil)
+    call(*distil)  # finished: nothing more happens
+    logged = [json.loads(x) for x in (place / "student" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in logged if r["kind"] == "train"] == [1, 2, 3]
+    assert all(r["unexplained"] > 0 for r in logged if r["kind"] == "train")
+    experiment = json.loads((place / "student" / "experiment.json").read_text())
+    blocks = [run["block"] for run in experiment["model"]["encoder"]["runs"]]
+    assert {b["self_mixer"]["type"] for b in blocks} == {"SentenceFeedForward"}
+    assert (place / "student" / "distillation.json").is_file()
+    shown = call(
+        *("eval", "--workdir", place / "student", "--data-dir", place / "data"),
+        *("--split", "test", "--method", "beam"),
+    )
+    assert "multi30k_en_de" in shown and "bleu" in shown
+    call("generate", "--workdir", place / "student", "translate English to German: a man.")
+
+
+def test_a_corpus_that_is_not_whole_is_refused(place, tmp_path):
+    with pytest.raises(ValueError, match=r"train\.en, line 60: .* where train has 29,000 lines"):
+        import_corpus("multi30k", place / "text", tmp_path / "data")
+    assert not list((tmp_path / "data").iterdir())
+    with pytest.raises(ValueError, match=r"lacks train\.en"):
+        import_corpus("multi30k", tmp_path, tmp_path / "data")
+
+
+def test_a_recipe_of_the_wrong_kind(place):
+    with pytest.raises(ValueError, match="it has: none that return a Distillation"):
+        call("distill", "quickstart", "--teacher", place / "teacher", "--workdir", place / "x")
+
+
+def test_bleu_is_sacrebleus():
+    """Papineni et al. 2002 by hand: precisions 5/6, 3/5, 2/4, 1/3 and no brevity penalty."""
+    found = bleu(["the cat sat on the mat"], ["the cat sat on a mat"])["bleu"]
+    assert found == pytest.approx(100 * (5 / 6 * 3 / 5 * 2 / 4 * 1 / 3) ** 0.25)
