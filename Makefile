@@ -32,7 +32,7 @@ types: $(STAMP)  ## static types
 	$(BIN)/mypy
 
 tests: $(STAMP)  ## the test suite, on two processes
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist worksteal
 
 bench: $(STAMP)  ## the attention benchmark
 	$(BIN)/python benchmarks/attention.py

@@ -174,14 +174,20 @@ def steps_are_the_full_pass(s: Subject) -> None:
     if "causal" not in s.case.modes:
         return
     with jax.enable_x64(True):
-        causal = Mask(causal=True)
-        whole = s.layer.apply(s.variables, s.x, mask=causal)
-        y, cache = s.layer.apply(s.variables, s.x[:, :3], mask=causal, cache=NewCache(ROOM))
+
+        @functools.partial(jax.jit, compiler_options=FAST)
+        def first(x: jax.Array) -> Any:
+            causal = Mask(causal=True)
+            whole = s.layer.apply(s.variables, x, mask=causal)
+            part = s.layer.apply(s.variables, x[:, :3], mask=causal, cache=NewCache(ROOM))
+            return whole, part
 
         @functools.partial(jax.jit, compiler_options=FAST)
         def step(x: jax.Array, cache: Any, at: jax.Array) -> Any:
             mask = Mask(causal=True, query_offset=at)
             return s.layer.apply(s.variables, x, mask=mask, cache=cache, position=at)
+
+        whole, (y, cache) = first(s.x)
 
         parts = [y]
         for at in range(3, LENGTH):
@@ -201,14 +207,20 @@ def packed_is_separate(s: Subject) -> None:
     if not s.case.packed:
         return
     segments = np.repeat([1, 2, 0], [5, LENGTH - 6, 1])[None].repeat(BATCH, 0)
-    for mode in s.case.modes:
+    parts = (slice(0, 5), slice(5, LENGTH - 1))
+
+    @functools.partial(jax.jit, static_argnums=1, compiler_options=FAST)
+    def passes(x: jax.Array, mode: str) -> Any:
         packed = Mask(causal=mode == "causal", key_segments=jnp.asarray(segments), segments=2)
         alone = Mask(causal=mode == "causal")
+        together = s.layer.apply(s.variables, x, mask=packed)
+        return together, [s.layer.apply(s.variables, x[:, p], mask=alone) for p in parts]
+
+    for mode in s.case.modes:
         with jax.enable_x64(True):
-            together = s.layer.apply(s.variables, s.x, mask=packed)
-            for part in (slice(0, 5), slice(5, LENGTH - 1)):
-                separate = s.layer.apply(s.variables, s.x[:, part], mask=alone)
-                np.testing.assert_allclose(together[:, part], separate, rtol=0, atol=1e-9)
+            together, separate = passes(s.x, mode)
+        for part, expected in zip(parts, separate, strict=True):
+            np.testing.assert_allclose(together[:, part], expected, rtol=0, atol=1e-9)
 
 
 def compiled_is_eager(s: Subject) -> None:
@@ -236,11 +248,15 @@ def scanned_is_looped(s: Subject) -> None:
     mode = s.case.modes[-1]
     block = Block(s.layer, FeedForward(8))
     scanned = Stack((Run(block, 2),), scan=True)
-    x, mask = s.x.astype(jnp.float32), s.mask(mode)
-    variables = scanned.init(jax.random.key(2), x, mask=mask)
-    loop = {k: unstack_layers(scanned, v) for k, v in variables.items()}
-    expected, _ = scanned.copy(scan=False).apply(loop, x, mask=mask)
-    close(scanned.apply(variables, x, mask=mask)[0], expected, 1e-5)
+    mask = s.mask(mode)
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def passes(x: jax.Array) -> Any:
+        found, variables = scanned.init_with_output(jax.random.key(2), x, mask=mask)
+        loop = {k: unstack_layers(scanned, v) for k, v in variables.items()}
+        return found[0], scanned.copy(scan=False).apply(loop, x, mask=mask)[0]
+
+    close(*passes(s.x.astype(jnp.float32)), 1e-5)
 
 
 def sharded_is_single(s: Subject) -> None:

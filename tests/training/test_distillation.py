@@ -63,8 +63,10 @@ def distilled(teacher, recipe, steps):
     return trainer, start, state, history
 
 
-@pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "together"),
+    [*((name, False) for name in RECIPES), ("ALR", True), ("decoder and cross", True)],
+)
 def test_only_replacements_change_and_the_distance_falls(teacher, name, together):
     recipe = Distillation(RECIPES[name], TRAINING, together=together)
     trainer, start, state, history = distilled(teacher, recipe, 30)
