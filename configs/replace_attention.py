@@ -15,9 +15,10 @@ from synthesizer_jax.recipes.translate import LENGTH, SIZE
 
 from synthesizer_jax.alignments import Random
 from synthesizer_jax.mixers import SentenceFeedForward, TokenFeedForward
-from synthesizer_jax.training.distillation import Distillation, Replacement
+from synthesizer_jax.training.distillation import Distillation
 from synthesizer_jax.training.experiment import Training
 from synthesizer_jax.training.optimizers import AdamW
+from synthesizer_jax.training.replacement import Replacement
 from synthesizer_jax.training.schedules import Cosine
 
 STEPS = 1500

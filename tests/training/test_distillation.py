@@ -11,15 +11,14 @@ from synthesizer_jax.registry import replace
 from synthesizer_jax.training.distillation import (
     Distillation,
     DistillationTrainer,
-    Replacement,
     activations,
     inherit,
     squared_error,
-    student_model,
     student_of,
 )
 from synthesizer_jax.training.experiment import Training
 from synthesizer_jax.training.optimizers import AdamW
+from synthesizer_jax.training.replacement import Replacement, student_model
 from synthesizer_jax.training.schedules import Constant
 from synthesizer_jax.training.trainer import Trainer
 from tests.training.tiny import VOCAB, CopyStream, experiment
