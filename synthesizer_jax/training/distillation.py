@@ -24,7 +24,7 @@ from synthesizer_jax.registry import register, replace, to_json
 from synthesizer_jax.sharding import partitioned, shardings
 from synthesizer_jax.training.checkpoints import restore_variables
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training, load_experiment
-from synthesizer_jax.training.replacement import Replacement, sites, student_model
+from synthesizer_jax.training.replacement import Replacement, Site, sites, student_model
 from synthesizer_jax.training.run import VOCABULARY_FILE, replace_parameters, run
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.step import Batch, Metrics
