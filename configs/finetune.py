@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
-from synthesizer_jax.models import Size, alignment, t5
+from synthesizer_jax.models import Size, alignment, t5, zoo
 from synthesizer_jax.models.zoo import T5_1_1
+from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.optimizers import Adafactor
 from synthesizer_jax.training.schedules import Constant
@@ -34,6 +35,14 @@ def synthesizer_rv_small() -> Experiment:
 def base() -> Experiment:
     """T5 1.1 base."""
     return _finetune(T5_1_1["base"], "v")
+
+
+def prefix_lm_base() -> Experiment:
+    """A decoder-only model of base size that sees all of its inputs."""
+    experiment = base()
+    model = zoo.language_model("v", T5_1_1["base"], prefix=True)
+    decoder = model.decoder.copy(scan=True, dropout_rate=0.1)
+    return replace(experiment, model=model.copy(decoder=decoder, dtype="bfloat16"))
 
 
 def _finetune(size: Size, variant: str) -> Experiment:

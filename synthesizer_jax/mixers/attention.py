@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -88,7 +89,8 @@ class Attention(nn.Module):
           x: ``[batch, q, d_model]``; its dtype is the dtype of the computation.
           kv: ``[batch, k, d_model]`` tokens to attend to; None means `x` (self-attention).
           mask: which keys may be seen and which queries are real; in self-attention without a
-            cache the queries are real where the keys are.
+            cache the queries are real where the keys are. With a cache its `query_offset` is taken
+            to be `position`.
           bias: terms added to the alignment's, outside a mixture's weights (T5's relative bias).
           cache: keys and values of earlier positions, or `NewCache`. `x` then holds the tokens from
             `position` on; a zero-length `kv` adds nothing (cross-attention after its first step).
@@ -122,6 +124,7 @@ class Attention(nn.Module):
                     terms, values, max_length=room, extra=extra, self_attention=kv is None
                 )
             at = position if kv is None else 0
+            mask = dataclasses.replace(mask, query_offset=position)
             terms, values, mask, cache = extend(cache, terms, values, at=at, mask=mask, extra=extra)
             extra = cache.extra
         y = self.mix(x, terms, bias, values, mask, extra)

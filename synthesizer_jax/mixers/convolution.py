@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 
@@ -84,6 +86,7 @@ class LightweightConvolution(nn.Module):
         else:
             if isinstance(cache, NewCache):
                 cache = init_cache(terms, values, max_length=cache.max_length or x.shape[1])
+            mask = dataclasses.replace(mask, query_offset=position)
             terms, values, mask, cache = extend(cache, terms, values, at=position, mask=mask)
         dropping = self.dropout_rate > 0.0 and self.has_rng("dropout")
         y = attend(

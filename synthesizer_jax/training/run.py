@@ -13,7 +13,7 @@ import jax
 from synthesizer_jax.data import embedded, tasks, translation  # noqa: F401 - its tasks
 from synthesizer_jax.data.pipeline import Stream
 from synthesizer_jax.data.vocabularies import SentencePiece
-from synthesizer_jax.models import stack_layers, unroll_variables
+from synthesizer_jax.models import stack_layers, stacks, unroll_variables
 from synthesizer_jax.registry import replace, to_json
 from synthesizer_jax.training.checkpoints import restore_variables
 from synthesizer_jax.training.evaluator import Evaluator, log_values
@@ -203,8 +203,7 @@ def parameters_from(
     theirs = load_experiment(directory)
     _, variables = restore_variables(directory / "checkpoints", step=step)
     variables = unroll_variables(theirs.model, variables)
-    for name in ("encoder", "decoder"):
-        stack = getattr(experiment.model, name)
+    for name, stack in stacks(experiment.model).items():
         if stack.scan:
             for collection in variables.values():
                 if name in collection:

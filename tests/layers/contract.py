@@ -196,6 +196,30 @@ def steps_are_the_full_pass(s: Subject) -> None:
         np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, rtol=0, atol=1e-9)
 
 
+def cross_attention_steps_are_the_full_pass(s: Subject) -> None:
+    """And attending to oneself is self-attention."""
+    if not isinstance(s.layer, Attention):
+        return
+    lengths = jnp.array(LENGTHS)
+    seen = Mask(key_lengths=jnp.array([9, 4]))
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def passes(x: jax.Array, kv: jax.Array) -> Any:
+        itself = Mask(key_lengths=lengths, query_lengths=lengths)
+        same = s.layer.apply(s.variables, x, x, mask=itself)
+        whole = s.layer.apply(s.variables, x, kv, mask=seen)
+        first, cache = s.layer.apply(s.variables, x[:, :4], kv, mask=seen, cache=NewCache())
+        rest, _ = s.layer.apply(
+            s.variables, x[:, 4:], kv[:, :0], mask=seen, cache=cache, position=4
+        )
+        return same, whole, jnp.concatenate([first, rest], axis=1)
+
+    with jax.enable_x64(True):
+        same, whole, stepped = passes(s.x, tokens(5, length=9))
+        np.testing.assert_allclose(stepped, whole, rtol=0, atol=1e-9)
+        close(same, s.apply(s.x, "full"), 1e-9)
+
+
 def longer_padding_changes_nothing(s: Subject) -> None:
     with jax.enable_x64(True):
         more = jnp.pad(s.x, ((0, 0), (0, 5), (0, 0)), constant_values=9.0)
@@ -287,6 +311,7 @@ CONTRACT = {
         gradients_are_finite_differences,
         nothing_leaks,
         steps_are_the_full_pass,
+        cross_attention_steps_are_the_full_pass,
         longer_padding_changes_nothing,
         packed_is_separate,
         compiled_is_eager,

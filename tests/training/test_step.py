@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from synthesizer_jax import Attention, Block, FeedForward, LanguageModel, RelativeBias, Stack
 from synthesizer_jax.models import Run, Size, UniversalStack, stacks, t5
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
@@ -76,3 +77,15 @@ def test_a_ponder_cost_is_part_of_the_loss():
     assert free.penalty == 0 and dear.loss == free.loss
     assert 2 * 0.5 < dear.penalty / dear.weight < 2 * 0.5 * 4  # one to three steps and a remainder
     np.testing.assert_allclose(dearer.penalty, 2 * dear.penalty, rtol=1e-6)
+
+
+def test_a_language_model_learns_from_the_same_batches():
+    block = Block(Attention(2, 4), FeedForward(16))
+    stack = Stack((Run(block, 1),), bias=RelativeBias(), scan=True)
+    model = LanguageModel(vocab_size=16, d_model=8, decoder=stack, prefix=True)
+    run, stream = trainer(model), CopyStream()
+    state, losses = run.init(), []
+    for _ in range(25):
+        state, found = run.step(state, run.put(next(stream)))
+        losses.append(float(found["loss"]))
+    assert losses[-1] < losses[0] - 0.2
