@@ -39,8 +39,9 @@ START, END = "<!-- variants -->", "<!-- /variants -->"
 def table() -> str:
     """The table in Markdown: a row for every alignment and mixer."""
     lines = [
-        f"One layer, d {D_MODEL}, {HEADS} heads of {WIDTH}, {LENGTH} tokens, float32; the alignments as "
-        "the logits of an `Attention`. *Cache* is what a decoder keeps per example after "
+        f"One layer, d {D_MODEL}, {HEADS} heads of {WIDTH}, {LENGTH} tokens, float32, FLOPs of matrix "
+        "products; the alignments as the logits of an `Attention`. *Cache* is what a decoder keeps per "
+        "example after "
         f"{LENGTH} tokens.",
         "",
         "| | what it is | parameters | MFLOPs a token | encoder | decoder | across | cache, KB |",
