@@ -35,7 +35,7 @@ class RMSNorm(nn.Module):
         scale = self.param("scale", with_axes(nn.initializers.ones_init(), "norm"), x.shape[-1:])
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         root = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.epsilon)
-        return (wide * root * scale).astype(x.dtype)
+        return (wide * (root * scale)).astype(x.dtype)
 
 
 @register
