@@ -27,7 +27,7 @@ from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.replacement import Replacement, Site, sites, student_model
 from synthesizer_jax.training.run import VOCABULARY_FILE, replace_parameters, run
 from synthesizer_jax.training.state import TrainState
-from synthesizer_jax.training.step import Batch, Metrics
+from synthesizer_jax.training.step import Batch, Metrics, teacher_forced
 from synthesizer_jax.training.trainer import Trainer
 
 DISTILLATION_FILE = "distillation.json"
@@ -89,12 +89,11 @@ def distill(
     variables = unroll_variables(taught.model, variables)
     experiment = student_of(taught, recipe, teacher)
     trainer = DistillationTrainer(experiment, unroll(taught.model), variables, recipe)
-    directory.mkdir(parents=True, exist_ok=True)
+    options: Any = {"data_dir": data_dir, "visible": visible}
+    run(experiment, directory, trainer=trainer, initial=inherit(variables), **options)
     aside = directory / (DISTILLATION_FILE + ".tmp")
     aside.write_text(json.dumps(to_json(recipe), indent=1) + "\n", encoding="utf-8")
     os.replace(aside, directory / DISTILLATION_FILE)
-    options: Any = {"data_dir": data_dir, "visible": visible}
-    run(experiment, directory, trainer=trainer, initial=inherit(variables), **options)
     if recipe.fine_tune is not None:
         tuned = replace(experiment, training=recipe.fine_tune, init_from=str(directory))
         run(tuned, directory / FINE_TUNED, **options)
@@ -118,22 +117,22 @@ def student_of(taught: Experiment, recipe: Distillation, teacher: pathlib.Path) 
 
 
 def inherit(variables: Any) -> Callable[[TrainState], TrainState]:
-    """Puts the teacher's parameters wherever the student has one of the same name and shape."""
+    """Puts the teacher's arrays wherever the student has one of the same name and shape."""
     theirs = {
-        jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree.leaves_with_path(variables["params"])
+        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(variables)
     }
 
-    def put(state: TrainState) -> TrainState:
-        def one(path: Any, mine: jax.Array) -> jax.Array:
-            leaf = theirs.get(jax.tree_util.keystr(path))
-            if leaf is None or leaf.shape != mine.shape:
-                return mine
-            # A copy: the state's buffers are given away at every step, the teacher's are not.
-            return jax.device_put(jnp.copy(leaf), mine.sharding)
+    def one(path: Any, mine: jax.Array) -> jax.Array:
+        leaf = theirs.get(jax.tree_util.keystr(path))
+        if leaf is None or leaf.shape != mine.shape:
+            return mine
+        # A copy: the state's buffers are given away at every step, the teacher's are not.
+        return jax.device_put(jnp.copy(leaf), mine.sharding)
 
-        params = jax.tree.map_with_path(one, state.params)
-        return replace_parameters(state, params, state.constants)
+    def put(state: TrainState) -> TrainState:
+        mine = {"params": state.params, "constants": state.constants}
+        mine = jax.tree.map_with_path(one, mine)
+        return replace_parameters(state, mine["params"], mine["constants"])
 
     return put
 
@@ -178,8 +177,7 @@ class DistillationTrainer(Trainer):
             state: TrainState, batch: Batch, key: jax.Array, teacher: Any
         ) -> tuple[TrainState, Metrics]:
             del key
-            _, found = activations(self.teacher, teacher, batch)
-            found = jax.lax.stop_gradient(found)
+            found = jax.lax.stop_gradient(self.activations(self.teacher, teacher, batch))
 
             def objective(params: Any) -> tuple[jax.Array, jax.Array]:
                 variables = {**state.variables, "params": params}
@@ -209,18 +207,27 @@ class DistillationTrainer(Trainer):
     def distance(self, variables: Any, batch: Batch, teacher: Any) -> tuple[jax.Array, jax.Array]:
         """Mean squared error over real positions and sites, and the share of the variance it is."""
         forced = None if self.recipe.together else self.forced(teacher)
-        _, student = activations(self.model, variables, batch, forced)
+        if forced is not None:
+            variables = {**variables, FORCED: forced}
+        student = self.activations(self.model, variables, batch)
         real = {
             "encoder": batch["encoder_input_tokens"] != 0,
             "decoder": batch["decoder_loss_weights"] > 0,
         }
         errors, shares = [], []
         for place in self.sites:
-            one, other = pair(teacher, student, place)
+            one, other = compared(teacher, student, place)
             error, share = squared_error(one, other, real[place.stack])
             errors.append(error)
             shares.append(share)
         return jnp.stack(errors).mean(), jnp.stack(shares).mean()
+
+    def activations(self, model: EncoderDecoder, variables: Any, batch: Batch) -> Any:
+        """What a model leaves at its sites in a teacher-forced pass without dropout."""
+        data = self.experiment.data
+        segments = data.segments_per_row if data.pack else None
+        _, found = teacher_forced(model, variables, batch, collection=SITES, max_segments=segments)
+        return found[SITES]
 
     def forced(self, teacher: Any) -> Any:
         """The teacher's inputs at every site, and its encoder's output."""
@@ -241,22 +248,7 @@ class DistillationTrainer(Trainer):
         return jax.tree.map_with_path(one, new, old)
 
 
-def activations(
-    model: EncoderDecoder, variables: Any, batch: Batch, forced: Any = None
-) -> tuple[jax.Array, Any]:
-    """The teacher-forced hidden states of a batch and what the model leaves at its sites."""
-    given = variables if forced is None else {**variables, FORCED: forced}
-    hidden, state = model.apply(
-        given,
-        batch["encoder_input_tokens"],
-        batch["decoder_input_tokens"],
-        method="hidden",
-        mutable=[SITES],
-    )
-    return hidden, state[SITES]
-
-
-def pair(teacher: Any, student: Any, place: Site) -> tuple[jax.Array, jax.Array]:
+def compared(teacher: Any, student: Any, place: Site) -> tuple[jax.Array, jax.Array]:
     """The two arrays to compare."""
     for path in place.outputs:
         found = [look_up(tree[place.stack][place.layer], path) for tree in (teacher, student)]

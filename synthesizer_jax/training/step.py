@@ -48,16 +48,13 @@ def loss_sums(
       dropout_key: None turns dropout off.
       max_segments: most segments of a packed row.
     """
-    hidden, left = model.apply(
+    hidden, left = teacher_forced(
+        model,
         variables,
-        batch["encoder_input_tokens"],
-        batch["decoder_input_tokens"],
-        segments=pair(batch, "segment_ids"),
-        positions=pair(batch, "positions"),
+        batch,
+        collection=LOSSES,
+        dropout_key=dropout_key,
         max_segments=max_segments,
-        rngs=None if dropout_key is None else {"dropout": dropout_key},
-        method="hidden",
-        mutable=[LOSSES],
     )
     penalty = sum(jax.tree.leaves(left), start=jnp.zeros(()))
     projection: Any = model.apply(variables, method="output_kernel")
@@ -70,6 +67,42 @@ def loss_sums(
         logits = (hidden * jnp.asarray(scale, hidden.dtype)) @ kernel.astype(hidden.dtype)
         sums = cross_entropy(logits, targets, **options)
     return dataclasses.replace(sums, penalty=penalty * sums.weight)
+
+
+def teacher_forced(
+    model: TextToText,
+    variables: dict[str, Any],
+    batch: Batch,
+    *,
+    collection: str,
+    dropout_key: jax.Array | None = None,
+    max_segments: int | None = None,
+) -> tuple[jax.Array, dict[str, Any]]:
+    """The decoder's states of a batch, and what the modules leave in a collection.
+
+    Args:
+      model: an unbound model.
+      variables: its variables.
+      batch: see `loss_sums`.
+      collection: `LOSSES` or `SITES`.
+      dropout_key: None turns dropout off.
+      max_segments: most segments of a packed row.
+
+    Returns:
+      ``[b, q, d_model]`` and ``{collection: ...}``.
+    """
+    found: Any = model.apply(
+        variables,
+        batch["encoder_input_tokens"],
+        batch["decoder_input_tokens"],
+        segments=pair(batch, "segment_ids"),
+        positions=pair(batch, "positions"),
+        max_segments=max_segments,
+        rngs=None if dropout_key is None else {"dropout": dropout_key},
+        method="hidden",
+        mutable=[collection],
+    )
+    return found
 
 
 def pair(batch: Batch, suffix: str) -> tuple[jax.Array, jax.Array] | None:

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from synthesizer_jax import Attention, Gaussian, Random, SentenceFeedForward, TokenFeedForward
+from synthesizer_jax.mixers import SITES
 from synthesizer_jax.models import Size, t5, unroll, unroll_variables
 from synthesizer_jax.registry import replace
 from synthesizer_jax.training.distillation import (
     Distillation,
     DistillationTrainer,
-    activations,
     inherit,
     squared_error,
     student_of,
@@ -20,6 +20,7 @@ from synthesizer_jax.training.experiment import Training
 from synthesizer_jax.training.optimizers import AdamW
 from synthesizer_jax.training.replacement import Replacement, student_model
 from synthesizer_jax.training.schedules import Constant
+from synthesizer_jax.training.step import teacher_forced
 from synthesizer_jax.training.trainer import Trainer
 from tests.training.tiny import VOCAB, CopyStream, experiment
 
@@ -108,10 +109,10 @@ def test_teacher_activations_are_those_of_its_own_pass(teacher):
     _, variables = teacher
     model = unroll(MODEL)
     batch = {k: jnp.asarray(v) for k, v in next(CopyStream()).items()}
-    hidden, found = activations(model, variables, batch)
+    hidden, found = teacher_forced(model, variables, batch, collection=SITES)
     tokens = batch["encoder_input_tokens"], batch["decoder_input_tokens"]
     np.testing.assert_array_equal(hidden, model.apply(variables, *tokens, method="hidden"))
-    layer = found["encoder"]["layers_0"]
+    layer = found[SITES]["encoder"]["layers_0"]
     kernel = variables["params"]["encoder"]["layers_0"]["attention"]["out"]["kernel"]
     np.testing.assert_allclose(
         jnp.einsum("bnhe,hed->bnd", layer["attention"]["heads"], kernel),
@@ -121,6 +122,43 @@ def test_teacher_activations_are_those_of_its_own_pass(teacher):
     np.testing.assert_allclose(
         layer["self_input"] + layer["self_mixed"], layer["self_output"], atol=1e-6
     )
+
+
+def test_packed_rows_are_told_apart(teacher):
+    """Two examples in one row leave what each leaves alone."""
+    taught, variables = teacher
+    packed = replace(taught, data=replace(taught.data, pack=True, max_segments=2))
+    recipe = Distillation(RECIPES["Random"], TRAINING)
+    student = student_of(packed, recipe, teacher=None)
+    trainer = DistillationTrainer(student, unroll(MODEL), variables, recipe, jax.devices()[:1])
+    ids, tokens = jnp.array([[1, 1, 1, 2, 2, 2, 2, 0]]), jnp.arange(2, 10)[None]
+    row = {"encoder_input_tokens": tokens, "decoder_input_tokens": tokens}
+    for side in ("encoder", "decoder"):
+        row |= {
+            f"{side}_segment_ids": ids,
+            f"{side}_positions": jnp.array([[0, 1, 2, 0, 1, 2, 3, 0]]),
+        }
+    together = trainer.activations(unroll(MODEL), variables, row)["encoder"]["layers_1"]["output"]
+    for part in (slice(0, 3), slice(3, 7)):
+        alone = {k: v[:, part] for k, v in row.items() if k.endswith("tokens")}
+        separate = trainer.activations(unroll(MODEL), variables, alone)
+        np.testing.assert_allclose(
+            together[:, part], separate["encoder"]["layers_1"]["output"], atol=1e-5
+        )
+
+
+def test_constants_are_inherited():
+    """A Fixed Random table that stays is the teacher's, not a fresh draw."""
+    fixed = Random(max_length=8, trainable=False)
+    model = unroll(t5(Size(8, 1, 16, 2, 4), encoder=fixed, vocab_size=VOCAB, relative_bias=False))
+    taught = replace(experiment(), model=model)
+    state = Trainer(replace(taught, training=replace(taught.training, seed=1)), jax.devices()[:1])
+    variables = state.init().variables
+    recipe = Distillation(RECIPES["Random"], TRAINING)
+    student = student_of(taught, recipe, teacher=None)
+    trainer = DistillationTrainer(student, model, variables, recipe, jax.devices()[:1])
+    mine = inherit(variables)(trainer.init()).constants["decoder"]
+    jax.tree.map(np.testing.assert_array_equal, mine, variables["constants"]["decoder"])
 
 
 def test_kept_parts_are_inherited(teacher):
