@@ -1,10 +1,12 @@
-"""Rows as TFDS data sets on disk."""
+"""TFDS data sets on disk: written from rows, put into place when whole."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import pathlib
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -63,3 +65,17 @@ def write_dataset(
     with contextlib.redirect_stdout(io.StringIO()):  # TFDS announces a download
         builder(config=config, data_dir=str(data_dir)).download_and_prepare()
     return data_dir / name / config / version
+
+
+def put(new: pathlib.Path, place: pathlib.Path, work: pathlib.Path) -> None:
+    """Moves a finished data set into place by renaming; one that is there goes to `work`."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    old = pathlib.Path(tempfile.mkdtemp(dir=work)) / "old"
+    if place.exists():
+        os.replace(place, old)
+    try:
+        os.replace(new, place)
+    except OSError:
+        if old.exists():
+            os.replace(old, place)
+        raise

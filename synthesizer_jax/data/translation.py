@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import pathlib
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -19,7 +17,7 @@ from synthesizer_jax.data.definitions import TaskDefinition
 from synthesizer_jax.data.importers.reading import broken, read_lines
 from synthesizer_jax.data.importers.report import ImportReport, SplitReport
 from synthesizer_jax.data.metrics import bleu
-from synthesizer_jax.data.storage import write_dataset
+from synthesizer_jax.data.storage import put, write_dataset
 
 VERSION = "1.0.0"
 LANGUAGES = MappingProxyType({"en": "English", "de": "German", "fr": "French"})
@@ -107,10 +105,7 @@ def import_corpus(name: str, source: pathlib.Path, data_dir: pathlib.Path) -> Im
                 f"{source} lacks {reports[0].task}; give the folder of {name}'s text files"
             )
         for new in written:
-            place = data_dir / new.relative_to(aside)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(place, ignore_errors=True)
-            os.replace(new, place)
+            put(new, data_dir / new.relative_to(aside), pathlib.Path(aside))
     return ImportReport(name, str(data_dir), tuple(reports))
 
 

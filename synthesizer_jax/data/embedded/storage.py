@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import os
 import pathlib
-import shutil
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 from synthesizer_jax.data.embedded.definitions import DATASET, DEFINITIONS, as_text, config_of
 from synthesizer_jax.data.embedded.rows import SIZES, examples
-from synthesizer_jax.data.storage import write_dataset
+from synthesizer_jax.data.storage import put, write_dataset
 from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
 
 VERSION = "1.0.0"
@@ -60,10 +58,8 @@ def prepare(data_dir: pathlib.Path) -> Prepared:
         with tempfile.TemporaryDirectory(dir=data_dir, prefix=".embedded_") as aside:
             for task in missing:
                 write(config_of(task), pathlib.Path(aside))
-                target = targets[task.name]
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.rmtree(target, ignore_errors=True)
-                os.replace(pathlib.Path(aside) / task.dataset / VERSION, target)
+                new = pathlib.Path(aside) / task.dataset / VERSION
+                put(new, targets[task.name], pathlib.Path(aside))
     if not vocabulary.is_file():
         train_sentencepiece(texts(), vocabulary, vocab_size=VOCAB_SIZE, model_type="bpe")
     if not mark.is_file():

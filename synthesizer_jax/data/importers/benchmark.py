@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-import os
 import pathlib
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from synthesizer_jax.data.importers.layouts import (
 from synthesizer_jax.data.importers.reading import broken
 from synthesizer_jax.data.importers.report import ImportReport, SplitReport
 from synthesizer_jax.data.importers.staging import Staged
+from synthesizer_jax.data.storage import put
 
 LARGE = 50_000
 """Data sets with a split of this many rows are written as `LARGE_SHARDS` files, others as one."""
@@ -70,7 +70,7 @@ def import_benchmark(
                 f"no {name} file in {root}; folders like these were expected: {folders}"
             )
         for version in written:
-            _put(version, data_dir / version.relative_to(work / "data"), work)
+            put(version, data_dir / version.relative_to(work / "data"), work)
     return ImportReport(name, str(data_dir), tuple(reports))
 
 
@@ -162,17 +162,3 @@ def _examples(builder: Any, staged: Staged) -> Iterator[tuple[Any, dict[str, Any
             reason = f"TFDS cannot read it ({type(error).__name__}: {error})"
             raise broken(staged.source, f"example {number}", reason) from error
         yield example
-
-
-def _put(new: pathlib.Path, place: pathlib.Path, work: pathlib.Path) -> None:
-    """Moves a finished data set into place by renaming; one that is there goes to `work`."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    old = pathlib.Path(tempfile.mkdtemp(dir=work)) / "old"
-    if place.exists():
-        os.replace(place, old)
-    try:
-        os.replace(new, place)
-    except OSError:
-        if old.exists():
-            os.replace(old, place)
-        raise
