@@ -76,15 +76,11 @@ def merge_heads(
     )(heads)
 
 
-def self_attention_only(
-    module: nn.Module, kv: Any, bias: Any, cache: Any = None, *, reason: str = ""
-) -> None:
+def self_attention_only(module: nn.Module, kv: Any, bias: Any, cache: Any = None) -> None:
     """Raises a `ValueError` for what a mixer's definition does not allow."""
     name = type(module).__name__
     if kv is not None:
-        raise ValueError(
-            f"{name} mixes a sequence with itself; use Attention as cross_mixer{reason}"
-        )
+        raise ValueError(f"{name} mixes a sequence with itself; use Attention as cross_mixer")
     if bias:
         raise ValueError(
             f"{name} has no logits to add a position bias to; give the stack bias=None"
@@ -92,7 +88,7 @@ def self_attention_only(
     if cache is not None:
         raise ValueError(
             f"{name} sees the whole sequence at once and cannot decode step by step; use it in "
-            f"encoders only{reason}"
+            "encoders only"
         )
 
 
