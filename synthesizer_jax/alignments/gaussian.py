@@ -118,10 +118,8 @@ class GaussianBias(Alignment):
             raise ValueError(f"GaussianBias: sigma={self.sigma}; it must be positive")
         first, last = distances(query_span, key_span)
         place = np.arange(first, last + 1) - per_head(self, self.offsets, num_heads)[:, None]
-        logits = jnp.asarray(-0.5 * (place / self.sigma) ** 2, jnp.float32)
-        return (
-            relative(logits.astype(jnp.promote_types(queries.dtype, jnp.float32)), first=first),
-        )
+        dtype = jnp.promote_types(queries.dtype, jnp.float32)
+        return (relative(jnp.asarray(-0.5 * (place / self.sigma) ** 2, dtype), first=first),)
 
 
 def per_head(module: nn.Module, offsets: tuple[float, ...], num_heads: int) -> np.ndarray:
