@@ -291,7 +291,10 @@ def materialise(
     def one(term: Term) -> jax.Array:
         match term:
             case Banded() | Split():
-                raise ValueError(f"{type(term).__name__} has no logits")
+                raise ValueError(
+                    f"{type(term).__name__} is not made of logits alone, which is asked for here "
+                    "(talking heads exchange logits); use GaussianBias, or plain Attention"
+                )
             case Static(logits):
                 return logits.astype(wide(logits))[None]
             case Relative():
