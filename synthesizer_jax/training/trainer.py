@@ -31,8 +31,9 @@ class Trainer:
         check_batch(data.batch_size, self.mesh, micro_batches=training.micro_batches)
         self.model = partitioned(experiment.model, self.mesh)
         self.tokens = example_tokens(data.inputs_length, data.targets_length)
+        # Planned and made with the model as it is: a partitioned one takes no batch of one.
         self.optimizer, self.layout = make_layout(
-            self.model, training.optimizer, tokens=self.tokens, mesh=self.mesh
+            experiment.model, training.optimizer, tokens=self.tokens, mesh=self.mesh
         )
         self._jitted = jax.jit(
             self.make_step(), donate_argnums=0, out_shardings=(self.layout.shardings, None)
@@ -61,7 +62,7 @@ class Trainer:
     def init(self) -> TrainState:
         """Fresh parameters."""
         return init_state(
-            self.model,
+            self.experiment.model,
             self.optimizer,
             self.layout,
             seed=self.experiment.training.seed,

@@ -18,9 +18,9 @@ from tests.training.tiny import CopyStream, experiment
 DEVICES = 8
 
 
-def trained(mesh, devices, **changes):
+def trained(mesh, devices, *, kind="rv", **changes):
     """Losses of five steps, and the final state."""
-    kind = alignment("rv", head_dim=4, max_length=8)
+    kind = alignment(kind, head_dim=4, max_length=8)
     model = t5(Size(16, 2, 32, 4, 4), encoder=kind, vocab_size=16, dropout_rate=0.1, scan=True)
     recipe = replace(experiment(**changes), model=model, mesh=mesh)
     trainer = Trainer(recipe, jax.devices()[:devices])
@@ -58,6 +58,13 @@ def test_meshes_give_the_same_losses(mesh, optimizer, single):
     if mesh.fsdp > 1:
         table = state.params["encoder"]["run_0"]["attention"]["align"]["part_0"]["table"]
         assert table.sharding.spec == P(None, "tensor", "fsdp", None)
+
+
+def test_tables_alone_train_on_a_mesh():
+    """Their route runs on every device's own rows; fresh parameters are made from one row."""
+    losses, _ = trained(MeshShape(data=8), DEVICES, kind="r")
+    single, _ = trained(MeshShape(), 1, kind="r")
+    np.testing.assert_allclose(losses, single, rtol=2e-4)
 
 
 def test_micro_batches_give_the_same_gradients(single, optimizer):
