@@ -2,10 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 
+from synthesizer_jax.cli.recipes import load_recipe
 from synthesizer_jax.data.metrics import bleu
 from synthesizer_jax.data.translation import CORPORA, Corpus, import_corpus
+from synthesizer_jax.registry import replace
+from synthesizer_jax.training.checkpoints import restore_variables
+from synthesizer_jax.training.distillation import FINE_TUNED, Distillation, distill
 from tests.cli.test_commands import call
 
 WORDS = [("a", "ein"), ("man", "Mann"), ("woman", "Frau"), ("rides", "fährt"), ("sees", "sieht")]
@@ -67,6 +72,24 @@ def test_a_distilled_run_is_an_ordinary_one(place):
     )
     assert "multi30k_en_de" in shown and "bleu" in shown
     call("generate", "--workdir", place / "student", "translate English to German: a man.")
+
+
+def test_fine_tuning_starts_from_the_student_and_trains_all_of_it(place):
+    recipe = load_recipe("replace_attention:random", (), kind=Distillation)
+    training = replace(recipe.training, steps=2)
+    recipe = replace(recipe, training=training, fine_tune=training)
+    where = place / "tuned"
+    distill(recipe, place / "teacher", where, data_dir=place / "data", visible=False)
+
+    def embedding(run):
+        step, variables = restore_variables(run / "checkpoints")
+        assert step == 2
+        return variables["params"]["embedding"]
+
+    taught, student, tuned = map(embedding, (place / "teacher", where, where / FINE_TUNED))
+    np.testing.assert_array_equal(student, taught)
+    # Two steps at the schedule's peak rate move no weight far, and do move it.
+    assert 0 < np.abs(tuned - student).max() < 4 * 1e-3
 
 
 def test_a_corpus_that_is_not_whole_is_refused(place, tmp_path):
