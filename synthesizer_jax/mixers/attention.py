@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -24,7 +23,7 @@ from synthesizer_jax.attention import (
     init_cache,
 )
 from synthesizer_jax.initializers import FanIn, Initializer
-from synthesizer_jax.mixers.base import NewCache, merge_heads
+from synthesizer_jax.mixers.base import NewCache, dropout_options, merge_heads
 from synthesizer_jax.registry import register
 
 
@@ -174,18 +173,10 @@ class Attention(nn.Module):
             q_length=x.shape[1],
             implementation=self.implementation,
             partition=self.partition,
-            **self.dropout(),
+            **dropout_options(self),
         )
 
     @property
     def reporting(self) -> bool:
         """Whether the attention weights are asked for."""
         return self.is_mutable_collection("intermediates") and not self.is_initializing()
-
-    def dropout(self) -> dict[str, Any]:
-        """The dropout options of `attend`."""
-        dropping = self.dropout_rate > 0.0 and self.has_rng("dropout")
-        return {
-            "dropout_rate": self.dropout_rate if dropping else 0.0,
-            "dropout_key": self.make_rng("dropout") if dropping else None,
-        }

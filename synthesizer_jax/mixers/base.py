@@ -76,6 +76,15 @@ def merge_heads(
     )(heads)
 
 
+def dropout_options(module: Any) -> dict[str, Any]:
+    """`attend`'s dropout options: the mixer's `dropout_rate`, and its key where one was given."""
+    dropping = module.dropout_rate > 0.0 and module.has_rng("dropout")
+    return {
+        "dropout_rate": module.dropout_rate if dropping else 0.0,
+        "dropout_key": module.make_rng("dropout") if dropping else None,
+    }
+
+
 def self_attention_only(module: nn.Module, kv: Any, bias: Any, cache: Any = None) -> None:
     """Raises a `ValueError` for what a mixer's definition does not allow."""
     name = type(module).__name__

@@ -20,7 +20,12 @@ from synthesizer_jax.attention import (
 from synthesizer_jax.attention.products import dense_product
 from synthesizer_jax.attention.terms import wide
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
-from synthesizer_jax.mixers.base import NewCache, merge_heads, self_attention_only
+from synthesizer_jax.mixers.base import (
+    NewCache,
+    dropout_options,
+    merge_heads,
+    self_attention_only,
+)
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
 
@@ -88,14 +93,12 @@ class LightweightConvolution(nn.Module):
                 cache = init_cache(terms, values, max_length=cache.max_length or x.shape[1])
             mask = dataclasses.replace(mask, query_offset=position)
             terms, values, mask, cache = extend(cache, terms, values, at=position, mask=mask)
-        dropping = self.dropout_rate > 0.0 and self.has_rng("dropout")
         y = attend(
             terms,
             values,
             mask=mask,
             q_length=x.shape[1],
-            dropout_rate=self.dropout_rate if dropping else 0.0,
-            dropout_key=self.make_rng("dropout") if dropping else None,
+            **dropout_options(self),
             partition=self.partition,
         )
         y = y.reshape(x.shape)

@@ -19,7 +19,13 @@ from synthesizer_jax.attention import (
     low_rank,
 )
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
-from synthesizer_jax.mixers.base import merge_heads, not_causal, not_packed, self_attention_only
+from synthesizer_jax.mixers.base import (
+    dropout_options,
+    merge_heads,
+    not_causal,
+    not_packed,
+    self_attention_only,
+)
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
 
@@ -96,13 +102,11 @@ class Linformer(nn.Module):
         rows = Mask(query_valid=mask.queries(x.shape[1]))
         if self.is_mutable_collection("intermediates") and not self.is_initializing():
             self.sow("intermediates", "attention_weights", attention_weights(terms, mask=rows))
-        dropping = self.dropout_rate > 0.0 and self.has_rng("dropout")
         y = attend(
             terms,
             values,
             mask=rows,
-            dropout_rate=self.dropout_rate if dropping else 0.0,
-            dropout_key=self.make_rng("dropout") if dropping else None,
+            **dropout_options(self),
             partition=self.partition,
         )
         return merge_heads(self, y, x.shape[-1], kernel_init=self.kernel_init)

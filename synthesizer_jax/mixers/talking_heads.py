@@ -11,6 +11,7 @@ from synthesizer_jax.alignments.base import project
 from synthesizer_jax.attention import Mask, Terms, drop_values, packed_logits
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.mixers.attention import Attention
+from synthesizer_jax.mixers.base import dropout_options
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
 
@@ -90,7 +91,7 @@ class TalkingHeads(Attention):
             weights = talk(weights, self.matrix("weights_projection"), x2w, m2w)
         if self.reporting:
             self.sow("intermediates", "attention_weights", weights)
-        dropout = self.dropout()
+        dropout = dropout_options(self)
         values = drop_values(values, dropout["dropout_rate"], dropout["dropout_key"])
         weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))
         out = jnp.einsum(
