@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from synthesizer_jax.data.importers import ImportReport, SplitReport, benchmark, import_benchmark
+from synthesizer_jax.data.importers import ImportReport, SplitReport, import_benchmark
 
 
 def put(path: pathlib.Path, text: str | bytes) -> None:
@@ -285,7 +285,7 @@ def test_a_failure_after_good_tasks_changes_nothing(
             raise OSError("disk full")
         rename(old, new)
 
-    monkeypatch.setattr(benchmark.os, "replace", full_disk)
+    monkeypatch.setattr(os, "replace", full_disk)
     with pytest.raises(OSError, match="disk full"):
         import_benchmark("super_glue", source, out)
     assert {p: p.stat().st_mtime_ns for p in place.rglob("*")}.items() <= before.items()
