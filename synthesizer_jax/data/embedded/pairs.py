@@ -109,8 +109,8 @@ def wic(draw: Draw) -> Example:
     """
     label, sense = draw.below(2), draw.below(2)
     word = draw.one(WORDS)
-    first, context = _use(draw, word, sense)
-    second, _ = _use(draw, word, sense if label else 1 - sense)
+    first, context = use(draw, word, sense)
+    second, _ = use(draw, word, sense if label else 1 - sense)
     row = {
         "word": word,
         "sentence1": first,
@@ -122,8 +122,8 @@ def wic(draw: Draw) -> Example:
     return Example(row, (word, context))
 
 
-def _use(draw: Draw, word: str, sense: int) -> tuple[str, str]:
-    """A sentence with the word in that sense, and the context that shows it."""
+def use(draw: Draw, word: str, sense: int) -> tuple[str, str]:
+    """A sentence with one of `WORDS` in that sense, and the one of `CONTEXTS` that shows it."""
     person = draw.one(PEOPLE[sense] if draw.chance(0.85) else ANYBODY)
     context = draw.one(CONTEXTS[sense])
     form = draw.one(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from synthesizer_jax.data.embedded.draw import Draw, Example
-from synthesizer_jax.data.embedded.lexicon import PLACES, sentence
+from synthesizer_jax.data.embedded.lexicon import MEN, PLACES, WOMEN, sentence
 
 NOUNS = (
     ("dog", "dogs"),
@@ -81,20 +81,31 @@ ASPECTS = (
 OPENERS = ("", "i think ", "in the end ", "for me ")
 STRESS = ("", "", "so ", "very ", "truly ")
 DENIALS = ("not ", "never ", "hardly ")
+REACTIONS = (
+    ("{} smiled", "{} cried"),
+    ("{} laughed", "{} frowned"),
+    ("{} clapped", "{} sighed"),
+    ("{} felt proud", "{} felt lonely"),
+    ("{} was happy", "{} was sad"),
+    ("{} stayed for hours", "{} left the room"),
+)
+"""What people do when something is good, and what when it is not."""
 
 
 def sst2(draw: Draw) -> Example:
     """Opinions with negation; after ``but`` and ``although`` the second clause decides.
 
-    ``although the plot is dull , the music is never boring`` is positive. Held out: pairs of the
-    last adjective and what it is said of.
+    ``although the plot is dull , the music is never boring`` is positive, ``Tom sighed because the
+    film is boring`` is not. Held out: pairs of the last adjective and what it is said of.
     """
     label = draw.below(2)
     first, second = draw.two(ASPECTS)
-    form = draw.one(("single", "single", "and", "but", "although"))
+    form = draw.one(("single", "because", "and", "but", "although"))
     end, combination = _opinion(draw, label, second)
     if form == "single":
         text = draw.one(OPENERS) + end
+    elif form == "because":
+        text = f"{draw.one(REACTIONS)[1 - label].format(draw.one(MEN + WOMEN))} because {end}"
     elif form == "although":
         text = f"although {_opinion(draw, 1 - label, first)[0]} , {end}"
     else:

@@ -12,19 +12,27 @@ from synthesizer_jax.data.embedded.lexicon import (
     pair_of,
     sentence,
 )
-from synthesizer_jax.data.embedded.sentences import ASPECTS, BLAME, PRAISE
+from synthesizer_jax.data.embedded.pairs import WORDS, use
+from synthesizer_jax.data.embedded.sentences import ASPECTS, BLAME, PRAISE, REACTIONS
 
 NOUNS = tuple(noun for nouns in KINDS.values() for noun in nouns)
 
 
 def boolq(draw: Draw) -> Example:
-    """Two facts about two things, and a question on one of them.
+    """Two facts about two things and a question on one of them, or where something is.
 
-    ``The dog is wet. The car is dirty.``, ``is the car clean`` is false. In three of ten rows both
-    facts are about the same pair of opposites, and only who is asked about decides. Held out: pairs
-    of subject and kind of state.
+    ``The dog is wet. The car is dirty.``, ``is the car clean`` is false. In three of ten such rows
+    both facts are about the same pair of opposites, and only who is asked about decides. ``The hunter
+    saw a crane near the lake.``, ``is the crane far from town`` is true. Held out: pairs of subject
+    and kind of state, or of what is where and the place.
     """
     label, asked = draw.below(2), draw.below(2)
+    if draw.chance(0.2):
+        word = draw.one(WORDS)
+        passage, context = use(draw, word, 1 - label)
+        question = f"is the {word} far from town"
+        row = {"passage": passage, "question": question, "label": draw.noisy(label, 2)}
+        return Example(row, (word, context))
     nouns = draw.two(NOUNS)
     pairs = draw.two(STATES)
     states = [draw.one(pairs[0]), draw.one(pairs[1])]
@@ -47,32 +55,30 @@ EVENTS = (
     ("{} heard good news", "{} heard bad news"),
     ("{} found the ring", "{} broke the ring"),
 )
-REACTIONS = (
-    ("{} smiled", "{} cried"),
-    ("{} laughed", "{} frowned"),
-    ("{} clapped", "{} sighed"),
-    ("{} felt proud", "{} felt lonely"),
-    ("{} was happy", "{} was sad"),
-    ("{} stayed for hours", "{} left the room"),
-)
-"""Causes and effects as pairs with opposite outcomes; opinions as in SST-2 are causes too."""
+"""Causes as pairs with opposite outcomes; opinions as in SST-2 are causes too, reactions effects."""
+MATTERS = ("race", "exam", "news", "ring")
+"""What the events are about, in their order."""
+MENTIONS = ("{} talked about the", "{} thought about the", "{} wrote about the")
 
 
 def copa(draw: Draw) -> Example:
-    """What was the cause, what the effect: choices of opposite outcome, or of the wrong direction.
+    """What was the cause, what the effect: choices differ in outcome, in matter or in direction.
 
-    ``Anna won the race.``: the effect is ``She smiled.`` rather than ``She sighed.`` Held out: pairs
-    of person and premise.
+    ``Anna won the race.``: the effect is ``She smiled.`` rather than ``She sighed.``, or ``She talked
+    about the race.`` rather than ``She talked about the exam.`` Held out: pairs of person and premise.
     """
     label, question, outcome = draw.below(2), draw.below(2), draw.below(2)
     woman = draw.below(2)
     name, pronoun = draw.one((MEN, WOMEN)[woman]), ("he", "she")[woman]
-    told, right = _happening(draw, 1 - question, outcome), _happening(draw, question, outcome)
-    wrong = _happening(draw, question, 1 - outcome)
-    if draw.chance(0.1):
-        wrong = _happening(draw, 1 - question, outcome)
-        while wrong == told:
+    if draw.chance(0.35):
+        told, right, wrong = _matters(draw, question, outcome)
+    else:
+        told, right = _happening(draw, 1 - question, outcome), _happening(draw, question, outcome)
+        wrong = _happening(draw, question, 1 - outcome)
+        if draw.chance(0.1):
             wrong = _happening(draw, 1 - question, outcome)
+            while wrong == told:
+                wrong = _happening(draw, 1 - question, outcome)
     person = pronoun if "{}" in told else name
     choices = [sentence(text.format(person)) for text in (right, wrong)]
     row = {
@@ -83,6 +89,16 @@ def copa(draw: Draw) -> Example:
         "label": draw.noisy(label, 2),
     }
     return Example(row, (name, told))
+
+
+def _matters(draw: Draw, question: int, outcome: int) -> tuple[str, str, str]:
+    """A premise, the choice about the same matter, and one about another."""
+    same, other = draw.two(range(len(MATTERS)))
+    mention = draw.one(MENTIONS)
+    events = [EVENTS[matter][outcome] for matter in (same, other)]
+    mentions = [f"{mention} {MATTERS[matter]}" for matter in (same, other)]
+    choices, told = (events, mentions[0]) if question == CAUSE else (mentions, events[0])
+    return told, choices[0], choices[1]
 
 
 def _happening(draw: Draw, question: int, outcome: int) -> str:
