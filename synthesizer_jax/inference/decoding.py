@@ -94,14 +94,12 @@ class Step:
         )
         return self.log_probabilities(hidden), caches
 
-    def next(
-        self, tokens: jax.Array, lengths: jax.Array, caches: Any, position: jax.Array
-    ) -> tuple[jax.Array, Any]:
+    def next(self, tokens: jax.Array, caches: Any, position: jax.Array) -> tuple[jax.Array, Any]:
         """Log-probabilities ``[rows, vocab]`` after the tokens ``[rows]`` at `position`."""
         hidden, caches = self.model.apply(
             self.variables,
             tokens[:, None],
-            lengths,
+            self.lengths,
             caches=caches,
             position=position,
             max_length=self.room,
@@ -127,7 +125,7 @@ def greedy(step: Step) -> Decoded:
 
     def body(carry: Any) -> Any:
         at, token, tokens, scores, done, caches = carry
-        logp, caches = step.next(token, step.lengths, caches, at)
+        logp, caches = step.next(token, caches, at)
         return at + 1, *choose(logp, tokens, scores, done, at), caches
 
     def unfinished(carry: Any) -> jax.Array:
@@ -155,8 +153,8 @@ class Beams(NamedTuple):
       tokens: ``[b, n, m]`` those sequences.
       ended: ``[b, n]`` penalised scores of finished sequences, best first.
       ended_tokens: ``[b, n, m]`` those sequences.
-      caches: self-attention caches have b·n rows; cross-attention ones too, the same for all beams
-        of an example, so that they need no reordering.
+      caches: self-attention caches have b·n rows; cross-attention ones b, shared by the beams of an
+        example.
     """
 
     at: jax.Array
@@ -173,7 +171,6 @@ def beam_search(step: Step, beams: int, alpha: float) -> Decoded:
     An example's search ends when no unfinished sequence can still beat its worst finished one.
     """
     b, n, m = step.batch, beams, step.max_length
-    lengths = jnp.repeat(step.lengths, n)
 
     def advance(state: Beams, logp: jax.Array) -> tuple[Beams, jax.Array]:
         """Extends all beams by one token; also returns which beams the live ones came from."""
@@ -203,7 +200,7 @@ def beam_search(step: Step, beams: int, alpha: float) -> Decoded:
         token = jnp.take_along_axis(
             state.tokens, jnp.full((b, n, 1), state.at - 1), axis=2
         ).reshape(-1)
-        logp, caches = step.next(token, lengths, state.caches, state.at)
+        logp, caches = step.next(token, state.caches, state.at)
         state, source = advance(state._replace(caches=caches), logp)
         return state._replace(caches=reorder(state.caches, source))
 
@@ -217,7 +214,8 @@ def beam_search(step: Step, beams: int, alpha: float) -> Decoded:
     live = jnp.full((b, n), NEVER).at[:, 0].set(0.0)
     state = Beams(jnp.asarray(0), live, empty, jnp.full((b, n), NEVER), empty, None)
     state, _ = advance(state, jnp.repeat(logp, n, axis=0))
-    caches = jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), caches)
+    repeat = functools.partial(jax.tree.map, lambda x: jnp.repeat(x, n, axis=0))
+    caches = tuple((repeat(own), cross) for own, cross in caches)
     state = jax.lax.while_loop(unfinished, body, state._replace(caches=caches))
     return Decoded(state.ended_tokens[:, 0], state.ended[:, 0])
 

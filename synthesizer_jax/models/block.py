@@ -20,6 +20,8 @@ from synthesizer_jax.registry import register
 class Memory:
     """What a decoder attends to: the encoder's output and who may see it.
 
+    Where the decoder has n rows for each of these, as in beam search, they stand one after the other.
+
     Attributes:
       encoded: ``[batch, k, d_model]``; zero-length after a decoding loop's first step.
       mask: the cross-attention's mask.
@@ -103,6 +105,8 @@ class Block(nn.Module):
                 raise ValueError("Block: a cross_mixer needs the encoder's output as memory")
             assert self.cross_mixer is not None
             mixer = self.cross_mixer.copy(name="encoder_decoder_attention", parent=self)
+            if h.shape[0] != memory.encoded.shape[0]:
+                return shared_memory(mixer, h, memory, cross, position)
             y = mixer(h, memory.encoded, mask=memory.mask, cache=cross, position=position)
             y, cross = with_cache(y, cross)
             leave(self, "cross_mixed", y)
@@ -128,6 +132,22 @@ class Block(nn.Module):
         norm = self.norm.copy(name=f"{place}_{name}_layer_norm", parent=self)
         dropout = Dropout(self.dropout_rate, name=f"dropout_{index}", parent=self)
         return norm(x + dropout(layer(x))) if self.post_norm else x + dropout(layer(norm(x)))
+
+
+def shared_memory(
+    mixer: nn.Module, x: jax.Array, memory: Memory, cache: Any, position: int | jax.Array
+) -> jax.Array:
+    """A decoding step of a cross mixer for ``[batch · n, 1, d_model]`` over caches of batch rows.
+
+    Nothing is repeated: the products see n queries for the same keys. The cache stays as it is.
+    """
+
+    def one(mixer: Any, x: jax.Array) -> jax.Array:
+        return mixer(x, memory.encoded, mask=memory.mask, cache=cache, position=position)[0]
+
+    split = x.reshape(memory.encoded.shape[0], -1, *x.shape[1:])
+    lifted: Any = nn.vmap(one, {True: None}, split_rngs={}, in_axes=1, out_axes=1)
+    return lifted(mixer, split).reshape(x.shape)
 
 
 def with_cache(result: Any, cache: Any) -> tuple[jax.Array, Any]:

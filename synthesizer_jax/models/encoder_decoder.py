@@ -158,16 +158,17 @@ class EncoderDecoder(TokenModel, kw_only=True):
         """One decoding step.
 
         Args:
-          tokens: ``[batch, 1]`` the tokens at `position`.
+          tokens: ``[batch · n, 1]`` the tokens at `position`, n rows for each example.
           encoder_lengths: ``[batch]`` number of real encoder tokens.
-          caches: from `start` or the step before.
+          caches: from `start` or the step before; the self-attention's have batch · n rows, the
+            cross-attention's batch rows.
           position: where the tokens stand; a traced scalar.
           max_length: the same as in `start`.
 
         Returns:
-          ``[batch, 1, d_model]`` and the new caches.
+          ``[batch · n, 1, d_model]`` and the new caches.
         """
-        nothing = jnp.zeros((tokens.shape[0], 0, self.d_model), self.dtype)
+        nothing = jnp.zeros((encoder_lengths.shape[0], 0, self.d_model), self.dtype)
         return self.decoder(
             self.embed(tokens),
             mask=Mask(causal=True, query_offset=position),

@@ -113,15 +113,16 @@ class LanguageModel(TokenModel, kw_only=True):
         """One decoding step; every example stands at a position of its own.
 
         Args:
-          tokens: ``[batch, 1]`` the targets' tokens at `position`.
+          tokens: ``[batch · n, 1]`` the targets' tokens at `position`, n rows for each example.
           encoder_lengths: ``[batch]`` number of real input tokens.
           caches: from `start` or the step before.
           position: where the tokens stand in the targets; a traced scalar.
           max_length: the same as in `start`.
 
         Returns:
-          ``[batch, 1, d_model]`` and the new caches.
+          ``[batch · n, 1, d_model]`` and the new caches.
         """
+        encoder_lengths = jnp.repeat(encoder_lengths, tokens.shape[0] // encoder_lengths.shape[0])
         stack, variables = self.decoder.unbind()
 
         def one(x: jax.Array, inputs: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
