@@ -36,10 +36,10 @@ RATES: Mapping[str, float] = MappingProxyType(
         "embedded_cola": 4.0,
         "embedded_sst2": 3.0,
         "embedded_stsb": 4.0,
-        "embedded_mnli": 7.0,
-        "embedded_boolq": 5.0,
-        "embedded_copa": 9.0,
-        "embedded_wic": 3.0,
+        "embedded_mnli": 6.0,
+        "embedded_boolq": 6.0,
+        "embedded_copa": 8.0,
+        "embedded_wic": 5.0,
         "embedded_wsc": 3.0,
     }
 )

@@ -85,14 +85,8 @@ WORDS = (
 )
 """Each has a sense in nature and one in town."""
 
-NATURE = (
-    *("river", "forest", "lake", "meadow", "sea"),
-    *("mountain", "valley", "cave", "desert", "swamp"),
-)
-TOWN = (
-    *("office", "shop", "factory", "garage", "museum"),
-    *("hospital", "theater", "airport", "studio", "bakery"),
-)
+NATURE = ("river", "forest", "lake", "meadow", "sea", "mountain")
+TOWN = ("office", "shop", "factory", "garage", "museum", "hospital")
 CONTEXTS = (NATURE, TOWN)
 PEOPLE = (
     ("hunter", "fisherman", "shepherd", "farmer"),

@@ -27,7 +27,7 @@ def boolq(draw: Draw) -> Example:
     and kind of state, or of what is where and the place.
     """
     label, asked = draw.below(2), draw.below(2)
-    if draw.chance(0.2):
+    if draw.chance(0.3):
         word = draw.one(WORDS)
         passage, context = use(draw, word, 1 - label)
         question = f"is the {word} far from town"
