@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := .venv-peers
 WORKDIR ?= runs/quickstart
 
-.PHONY: help install quickstart test lint types tests bench clean
+.PHONY: help install quickstart test lint types tests bench bench-peers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -37,5 +38,13 @@ tests: $(STAMP)  ## the test suite, on two processes
 bench: $(STAMP)  ## the attention benchmark
 	$(BIN)/python benchmarks/attention.py
 
+$(PEERS)/.installed: benchmarks/peers.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --upgrade pip
+	$(PEERS)/bin/python -m pip install --quiet -r benchmarks/peers.txt
+	touch $@
+
+bench-peers: $(PEERS)/.installed  ## install PyTorch, transformers and CTranslate2 to compare with
+
 clean:  ## remove what make made
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info

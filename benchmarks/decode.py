@@ -1,0 +1,97 @@
+"""Decoding side by side: this project, transformers and CTranslate2.
+
+    make bench-peers
+    python benchmarks/decode.py --systems v ctranslate2 transformers --beams 1
+
+Every system runs in a process of its own; they take turns, medians over rounds are shown. A T5 1.1
+with made weights decodes a batch of made inputs; no sequence ends before `--new-tokens`. A round
+includes the encoder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from typing import Any
+
+import racing
+import report
+import train_step
+
+PEERS = ("transformers", "ctranslate2")
+
+
+def main() -> None:
+    """Runs the race and prints it."""
+    args = parse()
+    rows = racing.race([system(args, name) for name in args.systems], rounds=args.rounds)
+    facts = report.machine()
+    counts = {r["name"]: r["parameters"] for r in rows if r["name"] in ("v", *PEERS)}
+    if len(set(counts.values())) > 1:
+        raise SystemExit(f"the parameter counts differ: {counts}")
+    base = next(r for r in rows if r["name"] == args.base)
+    for r in rows:
+        r["speed"] = base["seconds"] / r["seconds"]
+    method = "greedy" if args.beams == 1 else f"beam {args.beams}"
+    text = (
+        f"T5 1.1 {args.size}, {method}, batch {args.batch}, {args.inputs} input and "
+        f"{args.new_tokens} new tokens, {args.dtype}. Speed against {base['name']}.\n\n"
+        + report.table(
+            rows,
+            {
+                "name": "system",
+                "parameters": "parameters|,d",
+                "tokens_per_second": "tokens/s|,.0f",
+                "seconds": "batch, s|.3f",
+                "speed": "speed|.2f",
+                "cache_bytes": "cache, bytes a position|,d",
+                "peak_mb": "peak memory, MB|,.0f",
+                "versions": "versions",
+            },
+        )
+    )
+    name = f"decode {args.size} {method} {args.inputs}/{args.new_tokens} {args.dtype}"
+    report.write(name, text, result={"rows": rows}, options=args, facts=facts)
+
+
+def system(args: argparse.Namespace, name: str) -> racing.System:
+    """The worker of a system."""
+    sizes = train_step.SIZES[args.size]
+    shared: dict[str, Any] = dict(
+        zip(("d_model", "layers", "d_ff", "heads", "head_dim"), sizes, strict=True)
+    )
+    shared |= {k: getattr(args, k) for k in ("batch", "inputs", "new_tokens", "beams")}
+    if name in PEERS:
+        options = {**shared, "engine": name, "threads": args.threads}
+        return racing.System(name, "decode_transformers.py", options, str(racing.PEERS))
+    options = {**shared, "variant": name, "dtype": args.dtype}
+    return racing.System(name, "decode_synthesizer_jax.py", options)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--systems", nargs="+", default=["v", "ctranslate2", "transformers"])
+    parser.add_argument("--base", default=None, help="what the others are compared with")
+    parser.add_argument("--size", choices=train_step.SIZES, default="small")
+    for name, default in (
+        ("batch", 8),
+        ("inputs", 128),
+        ("new-tokens", 64),
+        ("beams", 1),
+        ("rounds", 9),
+        ("threads", 2),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--json", type=pathlib.Path, help="write everything measured here too")
+    parser.add_argument("--page", type=pathlib.Path, help="Markdown page to keep the table in")
+    args = parser.parse_args()
+    args.base = args.base or args.systems[min(1, len(args.systems) - 1)]
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Training steps side by side: this project's models and T5 of transformers on PyTorch.
+
+    make bench-peers
+    python benchmarks/train_step.py --systems v transformers --dropout 0.1
+
+Every system runs in a process of its own; they take turns, medians over rounds are shown. Same sizes,
+token batches, AdamW and float32; the parameter counts are checked. A variant of this project is a key
+of `models.VARIANTS` (`v`: dot product, `r`: Random, `rv`: Random + dot product, ...). MFU counts
+forward multiply-adds six times, over the machine's rate of a matrix product, or `--peak` TFLOP/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from typing import Any
+
+import racing
+import report
+
+SIZES = {
+    "tiny": (64, 2, 128, 4, 16),
+    "small": (512, 8, 1024, 6, 64),
+    "base": (768, 12, 2048, 12, 64),
+    "large": (1024, 24, 2816, 16, 64),
+}
+"""T5 1.1: d_model, layers, d_ff, heads, head_dim."""
+
+
+def main() -> None:
+    """Runs the race and prints it."""
+    args = parse()
+    rows = racing.race([system(args, name) for name in args.systems], rounds=args.rounds)
+    facts = report.machine()
+    peak = args.peak * 1e3 if args.peak else float(facts["1024³ product, GFLOP/s"])
+    counts = {r["name"]: r["parameters"] for r in rows if r["name"] in ("v", "transformers")}
+    if len(set(counts.values())) > 1:
+        raise SystemExit(f"the parameter counts differ: {counts}")
+    base = next((r for r in rows if r["name"] == args.base), rows[0])
+    for r in rows:
+        r["speed"] = base["seconds"] / r["seconds"]
+        r["memory"] = r["peak_mb"] / base["peak_mb"] if r["peak_mb"] else None
+        if "flops" in r:
+            r["work"] = r["flops"] / next(x["flops"] for x in rows if "flops" in x)
+            r["mfu"] = r["flops"] / r["seconds"] / (peak * 1e9)
+    size = ", ".join(map(str, SIZES[args.size]))
+    text = (
+        f"T5 1.1 {args.size} ({size}), batch {args.batch}, lengths {args.inputs}/{args.targets}, "
+        f"dropout {args.dropout}, {args.dtype}, AdamW. Speed and memory against {base['name']}.\n\n"
+        + report.table(
+            rows,
+            {
+                "name": "system",
+                "parameters": "parameters|,d",
+                "seconds": "step, s|.3f",
+                "speed": "speed|.2f",
+                "work": "FLOPs|.2f",
+                "mfu": "MFU|.0%",
+                "peak_mb": "peak memory, MB|,.0f",
+                "memory": "memory|.2f",
+                "compile_seconds": "compiling, s|.1f",
+                "versions": "versions",
+                "dropout": "dropout's draws",
+            },
+        )
+    )
+    name = f"train_step {args.size} {args.inputs}/{args.targets} {args.dropout} {args.dtype}"
+    report.write(name, text, result={"rows": rows}, options=args, facts=facts)
+
+
+def system(args: argparse.Namespace, name: str) -> racing.System:
+    """The worker of a system."""
+    sizes = dict(
+        zip(("d_model", "layers", "d_ff", "heads", "head_dim"), SIZES[args.size], strict=True)
+    )
+    shared: dict[str, Any] = {**sizes, "dropout": args.dropout, "batch": args.batch}
+    shared |= {"inputs": args.inputs, "targets": args.targets}
+    if name == "transformers":
+        options = {**shared, "threads": args.threads}
+        return racing.System(name, "step_transformers.py", options, str(racing.PEERS))
+    options = {**shared, "variant": name, "dtype": args.dtype, "scan": args.scan}
+    return racing.System(name, "step_synthesizer_jax.py", options)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--systems", nargs="+", default=["v", "transformers"])
+    parser.add_argument("--base", default=None, help="what the others are compared with")
+    parser.add_argument("--size", choices=SIZES, default="small")
+    for name, default in (
+        ("batch", 8),
+        ("inputs", 512),
+        ("targets", 114),
+        ("rounds", 7),
+        ("threads", 2),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--scan", action="store_true", help="scan over layers")
+    parser.add_argument("--peak", type=float, default=None, help="TFLOP/s that MFU counts against")
+    parser.add_argument("--json", type=pathlib.Path, help="write everything measured here too")
+    parser.add_argument("--page", type=pathlib.Path, help="Markdown page to keep the table in")
+    args = parser.parse_args()
+    args.base = args.base or args.systems[-1]
+    return args
+
+
+if __name__ == "__main__":
+    main()
