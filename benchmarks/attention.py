@@ -4,26 +4,25 @@
 
 The compared functions run alternately in one process; medians over rounds are printed, with the
 machine's own matrix-product rate beside them. A sub-layer includes its projections. The reference is
-the fastest of einsum, `jax.nn.dot_product_attention` and Flax's own attention, all without bias; a
-variant's speed is reference time / its time. `--bias` adds T5's relative bias to all that can have it.
+the fastest of einsum, `jax.nn.dot_product_attention` and Flax's own attention; a variant's speed is
+reference time / its time, its FLOPs those of its matrix products, forward, over the reference's.
+`--bias` adds T5's relative bias to all that can have it.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import os
-import platform
+import pathlib
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import report
 
 from synthesizer_jax import (
     Attention,
@@ -31,12 +30,15 @@ from synthesizer_jax import (
     DotProduct,
     FactorizedDense,
     FactorizedRandom,
+    Gaussian,
+    LightweightConvolution,
     Mask,
     Mixture,
     Random,
     RelativeBias,
     Span,
 )
+from synthesizer_jax.models.summary import flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +140,18 @@ VARIANTS: dict[str, Callable[[int], Any]] = {
     "FactorizedDense": lambda n: FactorizedDense(max_length=n),
     "Random+DotProduct": lambda n: Mixture((Random(max_length=n), DotProduct())),
     "Dense+DotProduct": lambda n: Mixture((Dense(max_length=n), DotProduct())),
+    "Gaussian": lambda n: Gaussian(offsets=(-1, 1)),
+    "LightweightConvolution": lambda n: LightweightConvolution(),
 }
+"""Alignments of an `Attention`, and a mixer, by the number of positions."""
+
+
+def layer_of(args: argparse.Namespace, name: str, implementation: str) -> nn.Module:
+    """The sub-layer of a variant."""
+    kind = VARIANTS[name](args.length)
+    if isinstance(kind, LightweightConvolution):
+        return kind
+    return Attention(args.heads, args.head_dim, alignment=kind, implementation=implementation)
 
 
 def ours(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> list[Case]:
@@ -146,13 +159,8 @@ def ours(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> list[Case]:
     cases = []
     for name in args.variants:
         for implementation in args.implementations:
-            layer: nn.Module = Attention(
-                args.heads,
-                args.head_dim,
-                alignment=VARIANTS[name](args.length),
-                implementation=implementation,
-            )
-            if args.bias:
+            layer = layer_of(args, name, implementation)
+            if args.bias and getattr(layer, "bias_heads", None):
                 layer = WithBias(layer)
 
             def apply(
@@ -194,28 +202,18 @@ def measure(cases: list[Case], x: jax.Array, lengths: jax.Array, rounds: int) ->
     rows = []
     for case in cases:
         memory = programs[case.name, True].memory_analysis()
+        jaxpr = jax.make_jaxpr(case.apply)(case.params, x, lengths)
         rows.append(
             {
                 "name": case.name,
                 "reference": case.reference,
+                "flops": flops(jaxpr.jaxpr),
                 "forward_ms": 1e3 * statistics.median(times[case.name, False][1:]),
                 "both_ms": 1e3 * statistics.median(times[case.name, True][1:]),
                 "temporaries_mb": memory.temp_size_in_bytes / 1e6,
             }
         )
     return rows
-
-
-def matmul_rate(n: int = 1024, rounds: int = 5) -> float:
-    """GFLOP/s of a square float32 product."""
-    a = jnp.ones((n, n))
-    product = jax.jit(lambda a: a @ a)
-    times = []
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        product(a).block_until_ready()
-        times.append(time.perf_counter() - start)
-    return 2 * n**3 / statistics.median(times[1:]) / 1e9
 
 
 def parse() -> argparse.Namespace:
@@ -237,7 +235,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--bias", action="store_true", help="T5's relative bias")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--implementations", nargs="+", default=["auto"])
-    parser.add_argument("--json", default=None, help="write the table here too")
+    parser.add_argument("--json", type=pathlib.Path, help="write everything measured here too")
+    parser.add_argument("--page", type=pathlib.Path, help="Markdown page to keep the table in")
     return parser.parse_args()
 
 
@@ -248,31 +247,35 @@ def main() -> None:
     x = jax.random.normal(key, (args.batch, args.length, args.d_model), args.dtype)
     lengths = jnp.full(args.batch, args.length - args.padding, jnp.int32).at[0].set(args.length)
     cases = [*peers(args, x, key), *ours(args, x, key)]
-    rate = matmul_rate()
+    facts = report.machine()
     rows = measure(cases, x, lengths, args.rounds)
     best = min((r for r in rows if r["reference"]), key=lambda r: r["both_ms"])
     for row in rows:
         row["speed"] = best["both_ms"] / row["both_ms"]
         row["memory"] = row["temporaries_mb"] / best["temporaries_mb"]
-    facts = {
-        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}, {os.cpu_count()} cores",
-        "jax": jax.__version__,
-        "flax": flax.__version__,
-        "python": platform.python_version(),
-        "matmul_gflops": round(rate, 1),
-        "reference": best["name"],
-        "arguments": {k: v for k, v in vars(args).items() if k != "json"},
-    }
-    print(json.dumps(facts))
-    print(f"{'':24}{'forward':>10}{'both':>10}{'temporaries':>13}{'speed':>8}{'memory':>8}")
-    for r in rows:
-        print(
-            f"{r['name']:24}{r['forward_ms']:8.1f}ms{r['both_ms']:8.1f}ms"
-            f"{r['temporaries_mb']:10.1f} MB{r['speed']:7.2f}x{r['memory']:7.2f}x"
+        row["work"] = row["flops"] / best["flops"]
+    bias = ", T5's relative bias" if args.bias else ""
+    causal = ", ours causal" if args.causal else ""
+    text = (
+        f"Sub-layer, batch {args.batch}, length {args.length}, d {args.d_model}, {args.heads} heads "
+        f"of {args.head_dim}, {args.dtype}{bias}{causal}. Speed (forward + backward), memory and FLOPs "
+        f"against {best['name']}.\n\n"
+        + report.table(
+            rows,
+            {
+                "name": "",
+                "forward_ms": "forward, ms|.1f",
+                "both_ms": "+ backward, ms|.1f",
+                "speed": "speed|.2f",
+                "work": "FLOPs|.2f",
+                "temporaries_mb": "temporaries, MB|.1f",
+                "memory": "memory|.2f",
+            },
         )
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({**facts, "rows": rows}, file, indent=1)
+    )
+    shape = f"{args.batch}x{args.length}x{args.heads}x{args.head_dim}"
+    name = f"attention {shape} {args.dtype}{bias}{causal}"
+    report.write(name, text, result={"rows": rows}, options=args, facts=facts)
 
 
 if __name__ == "__main__":

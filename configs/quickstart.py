@@ -6,7 +6,7 @@ Command: `make quickstart`, or one of the two alone:
 
 Hardware and time: two CPU cores, about two minutes a model. No file and no network is
 needed: the mixture is generated, its vocabulary trained on it. After 6,000 steps both models are far
-above the majority class on all eight tasks, with every seed that was tried (0 to 5); STS-B and MNLI
+above the majority class on all eight tasks, with every seed that was tried (0 to 3); STS-B and MNLI
 are those that some seeds have not finished learning by then.
 """
 
