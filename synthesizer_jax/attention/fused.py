@@ -1,39 +1,27 @@
-"""The fused route: logits exist for one head of one example at a time.
+"""The fused route: no array of ``[batch, heads, q, k]``, forward or backward.
 
-Heads are the outer loop and examples the inner one, so that what examples share, logits of
-parameters above all, is made once per head and its gradient summed over the batch in place. The
-backward pass recomputes the weights from the saved maximum and sum of every row (Dao et al. 2022,
+The backward pass recomputes the weights from the saved maximum and sum of every row (Dao et al. 2022,
 FlashAttention, section 3.1; not from ``log Σ exp``, whose float32 rounding costs digits as soon as
-logits are in the hundreds).
+logits are in the hundreds). Every kind of device has its own way to go about it; they give the same
+answer.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
+from synthesizer_jax.attention import blocked, fused_tpu
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.products import product, transposed_product
-from synthesizer_jax.attention.terms import (
-    LowRank,
-    Outer,
-    Relative,
-    Static,
-    Terms,
-    diagonals,
-    spread,
-    wide,
-)
+from synthesizer_jax.attention.parts import Inputs, Rows, inner
+from synthesizer_jax.attention.terms import LowRank, Outer, Relative, Static, Terms, diagonals
 
 
 def attend_fused(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) -> jax.Array:
-    """``softmax(Σ terms) · values`` in blocks of one head and one example.
+    """``softmax(Σ terms) · values`` in blocks.
 
     Args:
       terms: terms for q queries and k keys; in packed rows, none that looks up positions.
@@ -44,208 +32,50 @@ def attend_fused(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) 
     Returns:
       ``[b, q, h, e]`` in the values' dtype. Forward-mode differentiation raises a `TypeError`.
     """
-    k_length = values.shape[1]
+    inputs, offset = inputs_of(terms, values, mask, q_length)
+    return _attend(q_length, offset, inputs)
+
+
+def inputs_of(
+    terms: Terms, values: jax.Array, mask: Mask, q_length: int
+) -> tuple[Inputs, int | None]:
+    """The inputs in parts, and the position of the first query where it is known."""
     products = tuple(t for t in terms if isinstance(t, (LowRank, Outer)))
     biases = tuple(t for t in terms if isinstance(t, Static)) + tuple(
-        Relative(diagonals(t, q_length, k_length, mask.query_offset), 1 - q_length)
+        Relative(diagonals(t, q_length, values.shape[1], mask.query_offset), 1 - q_length)
         for t in terms
         if isinstance(t, Relative)
     )
-    if mask.query_segments is not None:
-        # Comparing two vectors inside the loop would keep XLA's CPU from vectorising the exponential.
-        mask = Mask(allowed=mask.pairs(q_length, k_length))
-    return _attend(q_length, Inputs(products, biases, values, mask))
+    offset = mask.query_offset if isinstance(mask.query_offset, int) else None
+    return Inputs(products, biases, values, mask), offset
 
 
-class Inputs(NamedTuple):
-    """What a blocked computation reads.
-
-    Attributes:
-      products: `LowRank` and `Outer` terms.
-      biases: `Static` terms, and `Relative` ones cut to the block.
-      values: ``[b, k, h, e]``.
-      mask: which keys a query may see.
-    """
-
-    products: Terms
-    biases: Terms
-    values: jax.Array
-    mask: Mask
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(q_length: int, offset: int | None, inputs: Inputs) -> jax.Array:
+    return _forward(q_length, offset, inputs)[0]
 
 
-class Rows(NamedTuple):
-    """What `backward` needs to know of every row of logits.
-
-    Attributes:
-      top: the maximum, ``[b, q, h, 1]``; 0 for a row without keys.
-      inverse: ``1 / Σ exp(logits - top)``, ``[b, q, h, 1]``; 0 for padding queries and rows without
-        keys, whose weights vanish by it.
-    """
-
-    top: jax.Array
-    inverse: jax.Array
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(q_length: int, inputs: Inputs) -> jax.Array:
-    return forward(q_length, inputs)[0]
-
-
-def _attend_fwd(q_length: int, inputs: Inputs):
-    out, rows = forward(q_length, inputs)
+def _attend_fwd(q_length: int, offset: int | None, inputs: Inputs):
+    out, rows = _forward(q_length, offset, inputs)
     return out, (inputs, out, rows)
 
 
-def _attend_bwd(_: int, residuals: tuple[Inputs, jax.Array, Rows], g: jax.Array):
+def _attend_bwd(_: int, offset: int | None, residuals: Any, g: jax.Array):
     inputs, out, rows = residuals
-    return (backward(inputs, rows, inner(out, g, rows.top.dtype), g),)
+    arguments = inputs, rows, inner(out, g, rows.top.dtype), g
+    if offset is None or not fused_tpu.supported(inputs):
+        return (blocked.backward(*arguments),)
+    tpu = functools.partial(fused_tpu.backward, offset)
+    return (lax.platform_dependent(*arguments, tpu=tpu, default=blocked.backward),)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def forward(q_length: int, inputs: Inputs) -> tuple[jax.Array, Rows]:
-    """The attention output ``[b, q, h, e]``, and what `backward` needs."""
-    products, biases, values, mask = inputs
-    batch, k_length, heads, width = values.shape
-    dtype = wide(values, *jax.tree.leaves((products, biases)))
-
-    def head(j: jax.Array, results: Any):
-        bias = _bias(_block(biases, 0, j), q_length=q_length)
-
-        def example(i: jax.Array, results: Any):
-            own_mask = mask.block(i, j)
-            logits = _logits(bias, _block(products, i, j), k_length=k_length)
-            logits = _masked(logits, own_mask)
-            top = jnp.max(logits, axis=-1, keepdims=True)
-            top = jnp.where(top == -jnp.inf, 0, top)
-            weights = jnp.exp(logits - top).astype(values.dtype)
-            total = jnp.sum(weights, axis=-1, keepdims=True, dtype=dtype)
-            some = total > 0
-            real = own_mask.queries(q_length)
-            some = some if real is None else some & real.T
-            inverse = jnp.where(some, 1 / jnp.where(some, total, 1), 0)
-            out = jnp.matmul(weights, _block(values, i, j), preferred_element_type=dtype)
-            return _put(results, (out * inverse, Rows(top, inverse)), i, j)
-
-        return lax.fori_loop(0, batch, example, results)
-
-    out = jnp.zeros((batch, q_length, heads, width), values.dtype)
-    row = jnp.zeros((batch, q_length, heads, 1), dtype)
-    return lax.fori_loop(0, heads, head, (out, Rows(row, row)))
-
-
-def inner(out: jax.Array, g: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """``Σ_e out · g``, ``[b, q, h, 1]``: what a row's logits lose together in the backward pass."""
-    return jnp.sum(g.astype(dtype) * out, axis=-1, keepdims=True)
-
-
-def backward(inputs: Inputs, rows: Rows, delta: jax.Array, g: jax.Array) -> Inputs:
-    """The cotangents of the inputs.
-
-    Args:
-      inputs: what `forward` was given.
-      rows: what it returned.
-      delta: `inner` of its output and `g`.
-      g: the cotangent of its output.
-    """
-    products, biases, values, mask = inputs
-    batch, k_length, heads, _ = values.shape
-    make_logits = functools.partial(_logits, k_length=k_length)
-    make_bias = functools.partial(_bias, q_length=g.shape[1])
-
-    def head(j: jax.Array, carry: Any):
-        bias, back_bias = jax.vjp(make_bias, _block(biases, 0, j))
-
-        def example(i: jax.Array, carry: Any):
-            dproducts, dvalues, dbias = carry
-            logits, back = jax.vjp(make_logits, bias, _block(products, i, j))
-            (top, inverse), own_delta, g_block = _block((rows, delta, g), i, j)
-            weights = jnp.exp(_masked(logits, mask.block(i, j)) - top) * inverse
-            slope = weights * (product(g_block, _block(values, i, j)) - own_delta)
-            dbias_block, dproducts_block = back(slope)
-            dvalues_block = transposed_product(weights.astype(g.dtype), g_block)
-            return (
-                _put(dproducts, dproducts_block, i, j, add=True),
-                _put(dvalues, dvalues_block, i, j),
-                jax.tree.map(jnp.add, dbias, dbias_block),
-            )
-
-        dproducts, dbiases, dvalues = carry
-        start = dproducts, dvalues, jax.tree.map(jnp.zeros_like, bias)
-        dproducts, dvalues, dbias = lax.fori_loop(0, batch, example, start)
-        return dproducts, _put(dbiases, back_bias(dbias)[0], 0, j), dvalues
-
-    def room(x: jax.Array) -> jax.Array:
-        """Zeros for a cotangent, in the logits' precision where it is a sum over the batch."""
-        return jnp.zeros_like(x, dtype=wide(x) if x.shape[0] == 1 else x.dtype)
-
-    start = jax.tree.map(room, products), *jax.tree.map(jnp.zeros_like, (biases, values))
-    dproducts, dbiases, dvalues = lax.fori_loop(0, heads, head, start)
-    dproducts = jax.tree.map(lambda d, x: d.astype(x.dtype), dproducts, products)
-    return Inputs(dproducts, dbiases, dvalues, jax.tree.map(lambda _: None, mask))
-
-
-def _logits(bias: jax.Array | None, products: Terms, *, k_length: int) -> jax.Array:
-    """The logits ``[q, k]`` of one head and example."""
-    parts = [] if bias is None else [bias]
-    low_rank = [t for t in products if isinstance(t, LowRank)]
-    if low_rank:
-        queries = jnp.concatenate([t.queries for t in low_rank], axis=-1)
-        keys = jnp.concatenate([t.keys for t in low_rank], axis=-1)
-        parts.append(product(queries, keys))
-    for term in products:
-        if isinstance(term, Outer):
-            key, size = jnp.arange(k_length), term.b.shape[-1]
-            a = product(term.a, jax.nn.one_hot(key // size, term.a.shape[-1], dtype=term.a.dtype))
-            b = product(term.b, jax.nn.one_hot(key % size, size, dtype=term.b.dtype))
-            parts.append(a * b)
-    return functools.reduce(operator.add, parts)
-
-
-def _bias(biases: Terms, *, q_length: int) -> jax.Array | None:
-    """What one head adds to the logits of every example, ``[q, k]`` float32, if anything."""
-    parts = [
-        spread(t.logits, q_length) if isinstance(t, Relative) else t.logits
-        for t in biases
-        if isinstance(t, (Relative, Static))
-    ]
-    return functools.reduce(operator.add, [x.astype(wide(x)) for x in parts]) if parts else None
-
-
-def _masked(logits: jax.Array, mask: Mask) -> jax.Array:
-    """The logits ``[q, k]``, -inf where the mask of this block forbids real queries a key."""
-    pairs = dataclasses.replace(mask, query_lengths=None, query_valid=None).pairs(*logits.shape)
-    if pairs is None:
-        return logits
-    return jnp.where(pairs.reshape(pairs.shape[-2:]), logits, -jnp.inf)
-
-
-def _block(tree: Any, i: jax.Array | int, j: jax.Array) -> Any:
-    """Example i and head j of arrays ``[b or 1, n, h, r]``, head j of arrays ``[h, ...]``."""
-
-    def one(x: jax.Array) -> jax.Array:
-        if x.ndim < 4:
-            return lax.dynamic_index_in_dim(x, j, keepdims=False)
-        size = (1, x.shape[1], 1, x.shape[3])
-        return lax.dynamic_slice(x, _corner(x, i, j), size).reshape(x.shape[1], x.shape[3])
-
-    return jax.tree.map(one, tree)
-
-
-def _put(tree: Any, blocks: Any, i: jax.Array | int, j: jax.Array, *, add: bool = False) -> Any:
-    """The arrays with the blocks written, or added, where `_block` reads them."""
-
-    def one(x: jax.Array, block: jax.Array) -> jax.Array:
-        if x.ndim < 4:
-            return lax.dynamic_update_index_in_dim(x, block.astype(x.dtype), j, axis=0)
-        block = block[None, :, None].astype(x.dtype)
-        if add:
-            block += lax.dynamic_slice(x, _corner(x, i, j), block.shape)
-        return lax.dynamic_update_slice(x, block, _corner(x, i, j))
-
-    return jax.tree.map(one, tree, blocks)
-
-
-def _corner(x: jax.Array, i: jax.Array | int, j: jax.Array) -> tuple[Any, ...]:
-    return (0 if x.shape[0] == 1 else i, 0, j, 0)
+def _forward(q_length: int, offset: int | None, inputs: Inputs) -> tuple[jax.Array, Rows]:
+    """The output and what the backward pass needs; `offset` is the mask's, where it is known."""
+    default = functools.partial(blocked.forward, q_length)
+    if offset is None or not fused_tpu.supported(inputs):
+        return default(inputs)
+    tpu = functools.partial(fused_tpu.forward, q_length, offset)
+    return lax.platform_dependent(inputs, tpu=tpu, default=default)

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from synthesizer_jax.attention import fused
+from synthesizer_jax.attention import blocked
 from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.parts import Inputs, Rows, inner
 from synthesizer_jax.attention.products import combine, combine_back
 from synthesizer_jax.attention.terms import Static, Terms, materialise, wide
 
@@ -78,8 +79,8 @@ def _guarded_fwd(logits: jax.Array, values: jax.Array, mask: Mask):
     exact = _agree(exact)
 
     def slow():
-        inputs = fused.Inputs((), (Static(logits),), values, mask)
-        out, rows = fused.forward(logits.shape[1], inputs)
+        inputs = Inputs((), (Static(logits),), values, mask)
+        out, rows = blocked.forward(logits.shape[1], inputs)
         return out, _swap(rows.inverse)[..., 0], _swap(rows.top)[..., 0]
 
     out, inverse, top = lax.cond(exact, lambda: (out, inverse, inverse), slow)
@@ -88,16 +89,16 @@ def _guarded_fwd(logits: jax.Array, values: jax.Array, mask: Mask):
 
 def _guarded_bwd(residuals: tuple[Any, ...], g: jax.Array):
     logits, peak, values, mask, out, inverse, top, exact = residuals
-    delta = fused.inner(out, g, inverse.dtype)
+    delta = inner(out, g, inverse.dtype)
 
     def fast():
         shift = _swap(delta)[..., 0] * inverse
         return _in_groups(_backward, logits, peak, values, mask, inverse, shift, g)
 
     def slow():
-        inputs = fused.Inputs((), (Static(logits),), values, mask)
-        rows = fused.Rows(_swap(top[..., None]), _swap(inverse[..., None]))
-        back = fused.backward(inputs, rows, delta, g)
+        inputs = Inputs((), (Static(logits),), values, mask)
+        rows = Rows(_swap(top[..., None]), _swap(inverse[..., None]))
+        back = blocked.backward(inputs, rows, delta, g)
         return jax.tree.leaves(back.biases)[0], back.values
 
     return *lax.cond(exact, fast, slow), None
@@ -164,7 +165,7 @@ def _backward(
       values: ``[b, k, h, e]``.
       mask: which keys a query may see.
       inverse: `_forward`'s, ``[h, q, b]``.
-      shift: `fused.inner` times that, ``[h, q, b]``.
+      shift: `inner` times that, ``[h, q, b]``.
       g: the cotangent of the output, ``[b, q, h, e]``.
     """
     heads, q_length, _ = logits.shape

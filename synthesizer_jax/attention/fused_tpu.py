@@ -1,0 +1,548 @@
+"""The fused route on TPUs: Pallas kernels.
+
+A program holds the logits of a block of queries and all keys in vector memory. Examples are the
+innermost axis of the grid, so that a stripe of the bias is read once for all of them, and its gradient,
+like that of parameters that act as queries or keys, is summed over the batch in the place where it
+stays.
+
+The backward pass is a kernel over blocks of queries, which also makes the keys' and values' cotangents
+where one block holds all queries; otherwise a second kernel goes over blocks of keys, its tiles turned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.parts import Inputs, Rows, shared_bias
+from synthesizer_jax.attention.terms import LowRank, Outer, wide
+
+TILE = 256 * 1024
+"""Most logits of a program: 1 MiB in float32, of which about six live at once in 16 MiB."""
+
+LOW = -0.7 * float(jnp.finfo(jnp.float32).max)
+"""In the place of a forbidden logit; finite, so that differences are numbers."""
+
+
+def supported(inputs: Inputs) -> bool:
+    """Whether these kernels take such inputs: not a mask's pattern or prefix, no 64-bit numbers."""
+    products, biases, values, mask = inputs
+    plain = mask.allowed is None and mask.prefix_lengths is None
+    return plain and wide(values, *jax.tree.leaves((products, biases))) == jnp.float32
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))
+def forward(
+    q_length: int, query_offset: int, inputs: Inputs, *, interpret: bool = False
+) -> tuple[jax.Array, Rows]:
+    """The attention output ``[b, q, h, e]`` and what `backward` needs.
+
+    Args:
+      q_length: number of queries.
+      query_offset: the mask's, which has to be known.
+      inputs: see `supported`.
+      interpret: run on any device, slowly.
+    """
+    batch, k_length, heads, e = inputs.values.shape
+    given, bias = operands(inputs), shared_bias(inputs.biases, q_length=q_length)
+    size = block_size(q_length, k_length)
+    make_tile = functools.partial(
+        tile, mask=inputs.mask, offset=query_offset, size=size, length=k_length
+    )
+
+    def kernel(given: Operands, bias: Any, out: Any, top: Any, inverse: Any) -> None:
+        logits, allowed = make_tile(given, None if bias is None else bias[...])
+        if allowed is not None:
+            logits = jnp.where(allowed, logits, LOW)
+        peak = jnp.max(logits, axis=1, keepdims=True)
+        weights = only(allowed, jnp.exp(logits - peak)).astype(given.values.dtype)
+        total = jnp.sum(weights.astype(jnp.float32), axis=1, keepdims=True)
+        some = total > 0.0
+        share = jnp.where(some, 1.0 / jnp.where(some, total, 1.0), 0.0)
+        out[...] = (dot(weights, given.values[...], 1, 0) * share).astype(out.dtype)
+        top[...] = jnp.where(some, peak, 0.0).T
+        inverse[...] = share.T
+
+    row = jax.ShapeDtypeStruct((batch, heads, 1, q_length), jnp.float32)
+    whole = jax.ShapeDtypeStruct((batch, heads, q_length, e), inputs.values.dtype)
+    out, top, inverse = call(
+        kernel,
+        (given, bias),
+        (whole, row, row),
+        specs=(operand_specs(given, queries=size, keys=k_length), bias_spec(bias, size)),
+        out_specs=(spec(whole, size), row_spec(row, size), row_spec(row, size)),
+        grid=(heads, pl.cdiv(q_length, size), batch),
+        work=width(given.products) + e,
+        logits=size * k_length,
+        interpret=interpret,
+    )
+    real = inputs.mask.queries(q_length)
+    if real is not None:
+        out = jnp.where(real[:, None, :, None], out, 0)
+        inverse = jnp.where(real[:, None, None], inverse, 0.0)
+    return heads_first(out), Rows(*(x.transpose(0, 3, 1, 2) for x in (top, inverse)))
+
+
+@functools.partial(jax.jit, static_argnums=(0,), static_argnames=("interpret",))
+def backward(
+    query_offset: int,
+    inputs: Inputs,
+    rows: Rows,
+    delta: jax.Array,
+    g: jax.Array,
+    *,
+    interpret: bool = False,
+) -> Inputs:
+    """The cotangents of the inputs.
+
+    Args:
+      query_offset: as in `forward`.
+      inputs: what `forward` was given.
+      rows: what it returned.
+      delta: `parts.inner` of its output and `g`.
+      g: the cotangent of its output.
+      interpret: as in `forward`.
+    """
+    q_length, k_length = g.shape[1], inputs.values.shape[1]
+    bias, back_bias = jax.vjp(functools.partial(shared_bias, q_length=q_length), inputs.biases)
+    top, inverse, delta = (x.transpose(0, 2, 3, 1) for x in (*rows, delta))
+    given = Cotangent(operands(inputs), heads_first(g), top, inverse, delta)
+    size = block_size(q_length, k_length)
+    options: Any = {"mask": inputs.mask, "offset": query_offset, "interpret": interpret}
+    found, dbias = by_queries(given, bias, size, whole=size == q_length, **options)
+    if size < q_length:
+        found |= by_keys(given, bias, block_size(k_length, q_length), **options)
+    cotangents = {name: heads_first(x) for name, x in found.items()}
+    products: Any = tuple(
+        dataclasses.replace(
+            term, **{name: cotangents[f"{name} {i}"].astype(x.dtype) for name, x in arrays(term)}
+        )
+        for i, term in enumerate(given.operands.products)
+    )
+    biases = inputs.biases if dbias is None else back_bias(dbias)[0]
+    return Inputs(products, biases, cotangents["values"], jax.tree.map(lambda _: None, inputs.mask))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What logits are made of, heads first; in a kernel, references to the blocks of a program.
+
+    Attributes:
+      products: `LowRank` and `Outer` terms of arrays ``[b or 1, h, n, r]``.
+      values: ``[b, h, k, e]``.
+      real: ``[b, 1, k]`` int32, which keys are real; None: all.
+      query_segments: ``[b, 1, q]`` int32, in packed rows.
+      key_segments: ``[b, 1, k]`` int32.
+    """
+
+    products: tuple[Any, ...]
+    values: Any
+    real: Any
+    query_segments: Any
+    key_segments: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cotangent:
+    """What the backward kernels read beside the bias.
+
+    Attributes:
+      operands: the forward's.
+      g: the cotangent of the output, ``[b, h, q, e]``.
+      top: `Rows`, ``[b, h, 1, q]`` float32.
+      inverse: likewise.
+      delta: `parts.inner` likewise.
+    """
+
+    operands: Operands
+    g: Any
+    top: Any
+    inverse: Any
+    delta: Any
+
+
+def operands(inputs: Inputs) -> Operands:
+    """The inputs in the kernels' layout."""
+    products, _, values, mask = inputs
+    apart = mask.key_lengths is not None or mask.key_valid is not None
+    real = mask.keys(values.shape[1]) if apart else None  # segments tell padding by themselves
+
+    def line(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else x.astype(jnp.int32)[:, None]
+
+    return Operands(
+        products=jax.tree.map(heads_first, products),
+        values=heads_first(values),
+        real=line(real),
+        query_segments=line(mask.query_segments),
+        key_segments=line(mask.key_segments),
+    )
+
+
+def by_queries(
+    given: Cotangent,
+    bias: jax.Array | None,
+    size: int,
+    *,
+    whole: bool,
+    mask: Mask,
+    offset: int,
+    interpret: bool,
+) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    """The cotangents of the queries and the bias, and of keys and values where `whole`."""
+    own = given.operands
+    batch, heads, k_length, e = own.values.shape
+    q_length = given.g.shape[2]
+    wanted: dict[str, Any] = {
+        f"{name} {i}": x
+        for i, term in enumerate(own.products)
+        for name, x in arrays(term)
+        if whole or name != "keys"
+    }
+    wanted |= {"values": own.values} if whole else {}
+    shared = {name: x.shape[0] == 1 for name, x in wanted.items()}
+    make_tile = functools.partial(tile, mask=mask, offset=offset, size=size, length=k_length)
+
+    def kernel(given: Cotangent, bias: Any, found: dict[str, Any], dbias: Any) -> None:
+        own, g = given.operands, given.g[...]
+        logits, allowed = make_tile(own, None if bias is None else bias[...])
+        weights = only(allowed, jnp.exp(logits - given.top[...].T)) * given.inverse[...].T
+        slope = weights * (dot(g, own.values[...], 1, 1) - given.delta[...].T)
+        for i, term in enumerate(own.products):
+            if isinstance(term, Outer):
+                for name, da in outer_back(term, slope, k_length):
+                    put(found[f"{name} {i}"], da, shared=shared[f"{name} {i}"])
+                continue
+            keys, queries = term.keys[...], term.queries[...]
+            dqueries = dot(slope.astype(keys.dtype), keys, 1, 0)
+            put(found[f"queries {i}"], dqueries, shared=shared[f"queries {i}"])
+            if whole:
+                dkeys = dot(slope.astype(queries.dtype), queries, 0, 0)
+                put(found[f"keys {i}"], dkeys, shared=shared[f"keys {i}"])
+        if whole:
+            put(found["values"], dot(weights.astype(g.dtype), g, 0, 0), shared=shared["values"])
+        if dbias is not None:
+            put(dbias, slope, shared=True)
+
+    products = width(own.products)
+    places = {
+        name: spec(x, k_length if name.startswith(("values", "keys")) else size)
+        for name, x in wanted.items()
+    }
+    return call(
+        kernel,
+        (given, bias),
+        ({name: cotangent(x) for name, x in wanted.items()}, bias),
+        specs=(cotangent_specs(given, queries=size, keys=k_length), bias_spec(bias, size)),
+        out_specs=(places, bias_spec(bias, size)),
+        grid=(heads, pl.cdiv(q_length, size), batch),
+        work=3 * products + 2 * e if whole else 2 * products + e,
+        logits=size * k_length,
+        interpret=interpret,
+    )
+
+
+def by_keys(
+    given: Cotangent,
+    bias: jax.Array | None,
+    size: int,
+    *,
+    mask: Mask,
+    offset: int,
+    interpret: bool,
+) -> dict[str, jax.Array]:
+    """The cotangents of keys and values, from tiles ``[keys of a block, queries]``."""
+    own = given.operands
+    batch, heads, k_length, e = own.values.shape
+    q_length = given.g.shape[2]
+    wanted: dict[str, Any] = {
+        f"keys {i}": term.keys for i, term in enumerate(own.products) if isinstance(term, LowRank)
+    }
+    wanted["values"] = own.values
+    shared = {name: x.shape[0] == 1 for name, x in wanted.items()}
+    make_tile = functools.partial(
+        tile, mask=mask, offset=offset, size=size, length=q_length, turned=True
+    )
+
+    def kernel(given: Cotangent, bias: Any, found: dict[str, Any], turned: Any = None) -> None:
+        own, g = given.operands, given.g[...]
+        if turned is not None:
+
+            @pl.when(pl.program_id(2) == 0)
+            def _() -> None:
+                turned[...] = bias[...].T
+
+        logits, allowed = make_tile(own, None if turned is None else turned[...])
+        weights = only(allowed, jnp.exp(logits - given.top[...])) * given.inverse[...]
+        slope = weights * (dot(own.values[...], g, 1, 1) - given.delta[...])
+        for i, term in enumerate(own.products):
+            if isinstance(term, LowRank):
+                queries = term.queries[...]
+                dkeys = dot(slope.astype(queries.dtype), queries, 1, 0)
+                put(found[f"keys {i}"], dkeys, shared=shared[f"keys {i}"])
+        put(found["values"], dot(weights.astype(g.dtype), g, 1, 0), shared=shared["values"])
+
+    return call(
+        kernel,
+        (given, bias),
+        {name: cotangent(x) for name, x in wanted.items()},
+        specs=(
+            cotangent_specs(given, queries=q_length, keys=size),
+            bias_spec(bias, size, turned=True),
+        ),
+        out_specs={name: spec(x, size) for name, x in wanted.items()},
+        grid=(heads, pl.cdiv(k_length, size), batch),
+        work=2 * width(own.products) + 2 * e,
+        logits=size * q_length,
+        interpret=interpret,
+        scratch=() if bias is None else (pltpu.VMEM((size, q_length), jnp.float32),),
+    )
+
+
+def tile(
+    own: Operands,
+    bias: jax.Array | None,
+    *,
+    mask: Mask,
+    offset: int,
+    size: int,
+    length: int,
+    turned: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """A program's logits, and which of them the mask allows (None: all).
+
+    Args:
+      own: the program's blocks.
+      bias: its bias ``[size, length]``.
+      mask: of which `causal` and `window` are read; the rest is in `own`.
+      offset: position of the first query.
+      size: rows of the tile.
+      length: columns.
+      turned: rows are keys and columns queries.
+    """
+    shape = (size, length)
+    parts = [] if bias is None else [bias]
+    for term in own.products:
+        if isinstance(term, LowRank):
+            pair = term.queries[...], term.keys[...]
+            parts.append(dot(*(pair[::-1] if turned else pair), 1, 1))
+            continue
+        first, count = (pl.program_id(1) * size, size) if turned else (0, length)
+        halves = []
+        for name, x in arrays(term):
+            pair = x[...], places(term, name, first, count)
+            halves.append(dot(*(pair[::-1] if turned else pair), 1, 1))
+        parts.append(halves[0] * halves[1])
+    logits = functools.reduce(operator.add, parts) if parts else jnp.zeros(shape, jnp.float32)
+
+    rules = []
+    row = lax.broadcasted_iota(jnp.int32, shape, 0) + pl.program_id(1) * size
+    column = lax.broadcasted_iota(jnp.int32, shape, 1)
+    query, key = (column + offset, row) if turned else (row + offset, column)
+    if mask.causal:
+        rules.append(key <= query)
+    if mask.window is not None:
+        rules.append(key > query - mask.window)
+    if own.real is not None:
+        rules.append((own.real[...].T if turned else own.real[...]) != 0)
+    if own.query_segments is not None:
+        ids = own.query_segments[...], own.key_segments[...]
+        rules.append((ids[0] == ids[1].T) if turned else (ids[1] == ids[0].T))
+    if not rules:
+        return logits, None
+    allowed = functools.reduce(operator.and_, rules)
+    return logits, jnp.broadcast_to(allowed, shape)
+
+
+def outer_back(term: Outer, slope: jax.Array, k_length: int) -> Iterator[tuple[str, jax.Array]]:
+    """The cotangents of an `Outer` term's factors."""
+    at = {name: places(term, name, 0, k_length) for name in ("a", "b")}
+    for name, other in (("a", "b"), ("b", "a")):
+        rest = dot(getattr(term, other)[...], at[other], 1, 1)
+        yield name, dot((slope * rest).astype(at[name].dtype), at[name], 1, 0)
+
+
+def places(term: Outer, name: str, first: Any, count: int) -> jax.Array:
+    """Which number of a factor each key has, as ones and zeros ``[count, A or B]``."""
+    x, size = getattr(term, name), term.b.shape[-1]
+    shape = (count, x.shape[-1])
+    key = lax.broadcasted_iota(jnp.int32, shape, 0) + first
+    index = lax.div(key, size) if name == "a" else lax.rem(key, size)
+    return (index == lax.broadcasted_iota(jnp.int32, shape, 1)).astype(x.dtype)
+
+
+def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
+    """A matrix product over the given axes, float32."""
+    dims = (((x_axis,), (y_axis,)), ((), ()))
+    return lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)
+
+
+def only(allowed: jax.Array | None, weights: jax.Array) -> jax.Array:
+    """The weights, zero where the mask forbids."""
+    return weights if allowed is None else jnp.where(allowed, weights, 0.0)
+
+
+def put(place: Any, value: jax.Array, *, shared: bool = False) -> None:
+    """Writes a result; one that all examples share stays in place while they go by, and grows."""
+    value = value.astype(place.dtype)
+    if not shared:
+        place[...] = value
+        return
+
+    @pl.when(pl.program_id(2) == 0)
+    def _() -> None:
+        place[...] = value
+
+    @pl.when(pl.program_id(2) > 0)
+    def _() -> None:
+        place[...] += value
+
+
+def call(
+    kernel: Callable[..., None],
+    arguments: tuple[Any, jax.Array | None],
+    shapes: Any,
+    *,
+    specs: Any,
+    out_specs: Any,
+    grid: tuple[int, int, int],
+    work: int,
+    logits: int,
+    interpret: bool,
+    scratch: tuple[Any, ...] = (),
+) -> Any:
+    """`pl.pallas_call` over heads, blocks and, innermost, examples.
+
+    Args:
+      kernel: the program.
+      arguments: what it reads.
+      shapes: of what it writes.
+      specs: the blocks of the arguments.
+      out_specs: the blocks of the results.
+      grid: numbers of heads, blocks and examples.
+      work: multiply-adds for each logit, of which there are `logits` in a tile.
+      logits: see `work`.
+      interpret: run on any device, slowly.
+      scratch: vector memory that lasts.
+    """
+    moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((arguments, shapes)))
+    total = math.prod(grid) * logits
+    return pl.pallas_call(
+        kernel,
+        out_shape=shapes,
+        grid=grid,
+        in_specs=specs,
+        out_specs=out_specs,
+        scratch_shapes=scratch,
+        cost_estimate=pl.CostEstimate(
+            flops=2 * work * total, transcendentals=total, bytes_accessed=moved
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=max(16 * 2**20, 48 * logits),
+        ),
+        interpret=interpret,
+    )(*arguments)
+
+
+def block_size(rows: int, columns: int) -> int:
+    """Rows of a tile: all, or a multiple of 128 such that the tile is not much above `TILE`."""
+    return rows if rows * columns <= TILE else min(rows, max(128, TILE // columns // 128 * 128))
+
+
+def cotangent(x: Any) -> jax.ShapeDtypeStruct:
+    """What a kernel returns for an operand: float32 where it is a sum over the batch."""
+    return jax.ShapeDtypeStruct(x.shape, jnp.float32 if x.shape[0] == 1 else x.dtype)
+
+
+def arrays(term: Any) -> list[tuple[str, Any]]:
+    """The arrays of a term with their names."""
+    names = ("a", "b") if isinstance(term, Outer) else ("queries", "keys")
+    return [(name, getattr(term, name)) for name in names]
+
+
+def width(products: tuple[Any, ...]) -> int:
+    """Multiply-adds of a logit."""
+    return sum(
+        sum(x.shape[-1] for _, x in arrays(t)) if isinstance(t, Outer) else t.keys.shape[-1]
+        for t in products
+    )
+
+
+def operand_specs(own: Operands, *, queries: int, keys: int) -> Operands:
+    """Blocks of so many queries and keys."""
+    products = tuple(
+        dataclasses.replace(
+            term, **{n: spec(x, keys if n == "keys" else queries) for n, x in arrays(term)}
+        )
+        for term in own.products
+    )
+    return Operands(
+        products=products,
+        values=spec(own.values, keys),
+        real=line_spec(own.real, keys),
+        query_segments=line_spec(own.query_segments, queries),
+        key_segments=line_spec(own.key_segments, keys),
+    )
+
+
+def cotangent_specs(given: Cotangent, *, queries: int, keys: int) -> Cotangent:
+    """The same for the backward kernels."""
+    own = operand_specs(given.operands, queries=queries, keys=keys)
+    return Cotangent(own, spec(given.g, queries), *(row_spec(given.top, queries),) * 3)
+
+
+def spec(x: Any, size: int) -> pl.BlockSpec:
+    """Blocks of ``[b or 1, h, n, r]``: an example, a head and `size` positions."""
+    shared, whole = x.shape[0] == 1, size == x.shape[2]
+    return pl.BlockSpec(
+        (None, None, size, x.shape[3]),
+        lambda head, block, example: (0 if shared else example, head, 0 if whole else block, 0),
+    )
+
+
+def row_spec(x: Any, size: int) -> pl.BlockSpec:
+    """Blocks of ``[b, h, 1, q]``."""
+    whole = size == x.shape[3]
+    return pl.BlockSpec(
+        (None, None, 1, size),
+        lambda head, block, example: (example, head, 0, 0 if whole else block),
+    )
+
+
+def line_spec(x: Any, size: int) -> pl.BlockSpec | None:
+    """Blocks of ``[b or 1, 1, n]``."""
+    if x is None:
+        return None
+    shared, whole = x.shape[0] == 1, size == x.shape[2]
+    return pl.BlockSpec(
+        (None, 1, size),
+        lambda head, block, example: (0 if shared else example, 0, 0 if whole else block),
+    )
+
+
+def bias_spec(x: Any, size: int, *, turned: bool = False) -> pl.BlockSpec | None:
+    """Blocks of ``[h, q, k]``: some queries with all keys, or `turned` all queries with some keys."""
+    if x is None:
+        return None
+    if turned:
+        return pl.BlockSpec((None, x.shape[1], size), lambda head, block, _: (head, 0, block))
+    return pl.BlockSpec((None, size, x.shape[2]), lambda head, block, _: (head, block, 0))
+
+
+def heads_first(x: jax.Array) -> jax.Array:
+    """``[b, n, h, r]`` to ``[b, h, n, r]``, and back."""
+    return x.swapaxes(1, 2)

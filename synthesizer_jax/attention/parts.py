@@ -1,0 +1,62 @@
+"""What the implementations of the fused route share: their inputs, and what is kept of every row."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.terms import Relative, Static, Terms, spread, wide
+
+
+class Inputs(NamedTuple):
+    """What the fused route reads.
+
+    Attributes:
+      products: `LowRank` and `Outer` terms.
+      biases: `Static` terms, and `Relative` ones cut to the block.
+      values: ``[b, k, h, e]``.
+      mask: which keys a query may see.
+    """
+
+    products: Terms
+    biases: Terms
+    values: jax.Array
+    mask: Mask
+
+
+class Rows(NamedTuple):
+    """What the backward pass needs to know of every row of logits.
+
+    Attributes:
+      top: the maximum, ``[b, q, h, 1]``; 0 for a row without keys.
+      inverse: ``1 / Σ exp(logits - top)``, ``[b, q, h, 1]``; 0 for padding queries and rows without
+        keys, whose weights vanish by it.
+    """
+
+    top: jax.Array
+    inverse: jax.Array
+
+
+def inner(out: jax.Array, g: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """``Σ_e out · g``, ``[b, q, h, 1]``: what a row's logits lose together in the backward pass."""
+    return jnp.sum(g.astype(dtype) * out, axis=-1, keepdims=True)
+
+
+def shared_bias(biases: Terms, *, q_length: int) -> jax.Array | None:
+    """What heads add to the logits of every example, ``[..., q, k]`` float32, if anything.
+
+    Args:
+      biases: `Static` and `Relative` terms, of all heads or of one.
+      q_length: number of queries.
+    """
+    parts = [
+        spread(t.logits, q_length) if isinstance(t, Relative) else t.logits
+        for t in biases
+        if isinstance(t, (Relative, Static))
+    ]
+    return functools.reduce(operator.add, [x.astype(wide(x)) for x in parts]) if parts else None
