@@ -1,0 +1,147 @@
+"""How time and memory of a sub-layer grow, and how compiling grows with depth.
+
+    python benchmarks/scaling.py --variants DotProduct Random Gaussian
+
+One of length, batch and heads varies at a time. *Exponent* is the slope of a least-squares line through
+the logarithms of the upper half of the points: 1 is linear, 2 quadratic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import attention
+import jax
+import jax.numpy as jnp
+import numpy as np
+import report
+
+from synthesizer_jax.models import Size, t5
+
+POINTS = {
+    "length": (128, 256, 512, 1024, 2048, 4096, 8192),
+    "batch": (1, 2, 4, 8, 16),
+    "heads": (2, 4, 8, 16),
+}
+DEPTHS = (2, 6, 12, 24)
+
+
+def main() -> None:
+    """Measures, fits, prints."""
+    args = parse()
+    rows = []
+    for axis in args.axes:
+        points = [p for p in POINTS[axis] if axis != "length" or p <= args.longest]
+        rows += [grown(args, name, axis, points) for name in args.variants]
+    compiling = [compiled(depth, scan=scan) for scan in (False, True) for depth in DEPTHS]
+    text = (
+        f"Sub-layer, forward + backward, d {args.d_model}, heads of {args.head_dim}, float32; where it "
+        f"does not vary: length {args.length}, batch {args.batch}, {args.heads} heads.\n\n"
+        + report.table(
+            rows,
+            {
+                "axis": "what varies",
+                "name": "variant",
+                "points": "points",
+                "times": "ms",
+                "time": "exponent|.2f",
+                "temporaries": "temporaries, MB",
+                "memory": "exponent|.2f",
+            },
+        )
+        + "\n\nCompiling a training step's forward and backward pass (T5 1.1, d 64), cold:\n\n"
+        + report.table(
+            compiling,
+            {
+                "layers": "layers of each stack|d",
+                "form": "layers are",
+                "lowering": "lowering, s|.1f",
+                "compiling": "compiling, s|.1f",
+            },
+        )
+    )
+    result = {"rows": rows, "compiling": compiling}
+    report.write("scaling", text, result=result, options=args, facts=report.machine())
+
+
+def grown(args: argparse.Namespace, name: str, axis: str, points: Sequence[int]) -> dict[str, Any]:
+    """A variant measured at every point of an axis."""
+    times, temporaries = [], []
+    for point in points:
+        own = argparse.Namespace(**{**vars(args), axis: point})
+        key = jax.random.key(0)
+        x = jax.random.normal(key, (own.batch, own.length, own.d_model))
+        lengths = jnp.full(own.batch, own.length - own.length // 8, jnp.int32)
+        own.variants, own.implementations = [name], ["auto"]
+        (row,) = attention.measure(attention.ours(own, x, key), x, lengths, args.rounds)
+        times.append(row["both_ms"])
+        temporaries.append(row["temporaries_mb"])
+    return {
+        "axis": axis,
+        "name": name,
+        "points": ", ".join(map(str, points)),
+        "times": ", ".join(f"{t:.0f}" for t in times),
+        "time": exponent(points, times),
+        "temporaries": ", ".join(f"{m:.0f}" for m in temporaries),
+        "memory": exponent(points, temporaries),
+    }
+
+
+def exponent(points: Sequence[int], values: Sequence[float]) -> float:
+    """The slope of the logarithms over the upper half of the points."""
+    half = len(points) // 2
+    return float(np.polyfit(np.log(points[half:]), np.log(values[half:]), 1)[0])
+
+
+def compiled(layers: int, *, scan: bool) -> dict[str, Any]:
+    """Seconds to lower and compile the gradient of a T5 of that depth."""
+    model = t5(Size(64, layers, 128, 4, 16), vocab_size=256, scan=scan)
+    tokens = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens, tokens)
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        return (model.apply(params, tokens, tokens) ** 2).mean()
+
+    began = time.perf_counter()
+    lowered = jax.jit(jax.grad(loss)).lower(params, tokens)
+    middle = time.perf_counter()
+    lowered.compile()
+    return {
+        "layers": layers,
+        "form": "scanned" if scan else "unrolled",
+        "lowering": middle - began,
+        "compiling": time.perf_counter() - middle,
+    }
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    for name, default in (
+        ("batch", 2),
+        ("length", 512),
+        ("heads", 8),
+        ("head-dim", 64),
+        ("d-model", 512),
+        ("rounds", 3),
+        ("longest", 8192),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    defaults = ["DotProduct", "Random", "Gaussian", "LightweightConvolution"]
+    parser.add_argument("--variants", nargs="+", choices=attention.VARIANTS, default=defaults)
+    parser.add_argument("--axes", nargs="+", choices=POINTS, default=list(POINTS))
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--bias", action="store_true", help="T5's relative bias")
+    parser.add_argument("--json", type=pathlib.Path, help="write everything measured here too")
+    parser.add_argument("--page", type=pathlib.Path, help="Markdown page to keep the table in")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
