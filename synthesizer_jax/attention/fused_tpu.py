@@ -25,11 +25,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.parts import Inputs, Rows, shared_bias
-from synthesizer_jax.attention.terms import LowRank, Outer, wide
+from synthesizer_jax.attention.parts import Inputs, Rows
+from synthesizer_jax.attention.terms import LowRank, Outer, Relative, Static, Terms, wide
 
 TILE = 256 * 1024
 """Most logits of a program: 1 MiB in float32, of which about six live at once in 16 MiB."""
+
+VMEM = 32 * 2**20
+"""What a program may take of a core's vector memory, which is that large from TPU v4 on."""
+
+LANES = 128
+"""A block's last axis is all of an array's, or a multiple of this."""
 
 LOW = -0.7 * float(jnp.finfo(jnp.float32).max)
 """In the place of a forbidden logit; finite, so that differences are numbers."""
@@ -55,14 +61,17 @@ def forward(
       interpret: run on any device, slowly.
     """
     batch, k_length, heads, e = inputs.values.shape
-    given, bias = operands(inputs), shared_bias(inputs.biases, q_length=q_length)
+    given, bias = operands(inputs), bias_of(inputs.biases)
     size = block_size(q_length, k_length)
     make_tile = functools.partial(
         tile, mask=inputs.mask, offset=query_offset, size=size, length=k_length
     )
 
-    def kernel(given: Operands, bias: Any, out: Any, top: Any, inverse: Any) -> None:
-        logits, allowed = make_tile(given, None if bias is None else bias[...])
+    def kernel(
+        given: Operands, bias: Bias, out: Any, top: Any, inverse: Any, own_bias: Any = None
+    ) -> None:
+        fill(own_bias, bias, q_length)
+        logits, allowed = make_tile(given, own_bias)
         if allowed is not None:
             logits = jnp.where(allowed, logits, LOW)
         peak = jnp.max(logits, axis=1, keepdims=True)
@@ -84,7 +93,7 @@ def forward(
         out_specs=(spec(whole, size), row_spec(row, size), row_spec(row, size)),
         grid=(heads, pl.cdiv(q_length, size), batch),
         work=width(given.products) + e,
-        logits=size * k_length,
+        tile_shape=(size, k_length),
         interpret=interpret,
     )
     real = inputs.mask.queries(q_length)
@@ -115,14 +124,16 @@ def backward(
       interpret: as in `forward`.
     """
     q_length, k_length = g.shape[1], inputs.values.shape[1]
-    bias, back_bias = jax.vjp(functools.partial(shared_bias, q_length=q_length), inputs.biases)
+    bias, back_bias = jax.vjp(bias_of, inputs.biases)
     top, inverse, delta = (x.transpose(0, 2, 3, 1) for x in (*rows, delta))
     given = Cotangent(operands(inputs), heads_first(g), top, inverse, delta)
     size = block_size(q_length, k_length)
     options: Any = {"mask": inputs.mask, "offset": query_offset, "interpret": interpret}
     found, dbias = by_queries(given, bias, size, whole=size == q_length, **options)
     if size < q_length:
-        found |= by_keys(given, bias, block_size(k_length, q_length), **options)
+        found |= by_keys(
+            given, turned(bias, q_length + k_length), block_size(k_length, q_length), **options
+        )
     cotangents = {name: heads_first(x) for name, x in found.items()}
     products: Any = tuple(
         dataclasses.replace(
@@ -130,7 +141,7 @@ def backward(
         )
         for i, term in enumerate(given.operands.products)
     )
-    biases = inputs.biases if dbias is None else back_bias(dbias)[0]
+    (biases,) = back_bias(dbias)
     return Inputs(products, biases, cotangents["values"], jax.tree.map(lambda _: None, inputs.mask))
 
 
@@ -152,6 +163,41 @@ class Operands:
     real: Any
     query_segments: Any
     key_segments: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Bias:
+    """What heads add to the logits of every example; in a kernel, references to blocks.
+
+    Attributes:
+      table: ``[h, q, k]`` float32, or None.
+      columns: ``[h, 1, w]`` float32, or None: what depends on ``key - query`` alone. Column j belongs
+        to ``j + 1 - q``; zeros fill up to a multiple of 128. A tile is made of it in place.
+    """
+
+    table: Any
+    columns: Any
+
+
+def bias_of(biases: Terms) -> Bias:
+    """The sum of `Static` terms, and that of `Relative` ones that are cut to the block."""
+    tables = [t.logits.astype(jnp.float32) for t in biases if isinstance(t, Static)]
+    lines = [t.logits.astype(jnp.float32) for t in biases if isinstance(t, Relative)]
+    columns = None
+    if lines:
+        line = functools.reduce(operator.add, lines)
+        columns = jnp.pad(line, ((0, 0), (0, -line.shape[1] % LANES)))[:, None]
+    return Bias(functools.reduce(operator.add, tables) if tables else None, columns)
+
+
+def turned(bias: Bias, length: int) -> Bias:
+    """The bias for tiles whose rows are keys: the columns of q + k = `length` from last to first."""
+    if bias.columns is None:
+        return bias
+    used = bias.columns[..., : length - 1]
+    rest = bias.columns[..., length - 1 :]
+    return dataclasses.replace(bias, columns=jnp.concatenate([used[..., ::-1], rest], axis=-1))
 
 
 @jax.tree_util.register_dataclass
@@ -194,14 +240,14 @@ def operands(inputs: Inputs) -> Operands:
 
 def by_queries(
     given: Cotangent,
-    bias: jax.Array | None,
+    bias: Bias,
     size: int,
     *,
     whole: bool,
     mask: Mask,
     offset: int,
     interpret: bool,
-) -> tuple[dict[str, jax.Array], jax.Array | None]:
+) -> tuple[dict[str, jax.Array], Bias]:
     """The cotangents of the queries and the bias, and of keys and values where `whole`."""
     own = given.operands
     batch, heads, k_length, e = own.values.shape
@@ -216,9 +262,17 @@ def by_queries(
     shared = {name: x.shape[0] == 1 for name, x in wanted.items()}
     make_tile = functools.partial(tile, mask=mask, offset=offset, size=size, length=k_length)
 
-    def kernel(given: Cotangent, bias: Any, found: dict[str, Any], dbias: Any) -> None:
+    def kernel(
+        given: Cotangent,
+        bias: Bias,
+        found: dict[str, Any],
+        dbias: Bias,
+        own_bias: Any = None,
+        slopes: Any = None,
+    ) -> None:
         own, g = given.operands, given.g[...]
-        logits, allowed = make_tile(own, None if bias is None else bias[...])
+        fill(own_bias, bias, q_length)
+        logits, allowed = make_tile(own, own_bias)
         weights = only(allowed, jnp.exp(logits - given.top[...].T)) * given.inverse[...].T
         slope = weights * (dot(g, own.values[...], 1, 1) - given.delta[...].T)
         for i, term in enumerate(own.products):
@@ -234,8 +288,10 @@ def by_queries(
                 put(found[f"keys {i}"], dkeys, shared=shared[f"keys {i}"])
         if whole:
             put(found["values"], dot(weights.astype(g.dtype), g, 0, 0), shared=shared["values"])
-        if dbias is not None:
-            put(dbias, slope, shared=True)
+        if dbias.table is not None:
+            put(dbias.table, slope, shared=True)
+        if dbias.columns is not None:
+            add_diagonals(dbias.columns, slopes, slope, q_length, batch)
 
     products = width(own.products)
     places = {
@@ -245,19 +301,20 @@ def by_queries(
     return call(
         kernel,
         (given, bias),
-        ({name: cotangent(x) for name, x in wanted.items()}, bias),
+        ({name: cotangent(x) for name, x in wanted.items()}, shapes_of(bias)),
         specs=(cotangent_specs(given, queries=size, keys=k_length), bias_spec(bias, size)),
         out_specs=(places, bias_spec(bias, size)),
         grid=(heads, pl.cdiv(q_length, size), batch),
         work=3 * products + 2 * e if whole else 2 * products + e,
-        logits=size * k_length,
+        tile_shape=(size, k_length),
+        scratch=() if bias.columns is None else (size, bias.columns.shape[2]),
         interpret=interpret,
     )
 
 
 def by_keys(
     given: Cotangent,
-    bias: jax.Array | None,
+    bias: Bias,
     size: int,
     *,
     mask: Mask,
@@ -277,15 +334,10 @@ def by_keys(
         tile, mask=mask, offset=offset, size=size, length=q_length, turned=True
     )
 
-    def kernel(given: Cotangent, bias: Any, found: dict[str, Any], turned: Any = None) -> None:
+    def kernel(given: Cotangent, bias: Bias, found: dict[str, Any], own_bias: Any = None) -> None:
         own, g = given.operands, given.g[...]
-        if turned is not None:
-
-            @pl.when(pl.program_id(2) == 0)
-            def _() -> None:
-                turned[...] = bias[...].T
-
-        logits, allowed = make_tile(own, None if turned is None else turned[...])
+        fill(own_bias, bias, k_length, turned=True)
+        logits, allowed = make_tile(own, own_bias)
         weights = only(allowed, jnp.exp(logits - given.top[...])) * given.inverse[...]
         slope = weights * (dot(own.values[...], g, 1, 1) - given.delta[...])
         for i, term in enumerate(own.products):
@@ -306,15 +358,85 @@ def by_keys(
         out_specs={name: spec(x, size) for name, x in wanted.items()},
         grid=(heads, pl.cdiv(k_length, size), batch),
         work=2 * width(own.products) + 2 * e,
-        logits=size * q_length,
+        tile_shape=(size, q_length),
         interpret=interpret,
-        scratch=() if bias is None else (pltpu.VMEM((size, q_length), jnp.float32),),
     )
+
+
+def fill(tile: Any, bias: Bias, rows: int, *, turned: bool = False) -> None:
+    """Makes a program's bias ``[size, length]``, once for all examples.
+
+    Args:
+      tile: where it goes.
+      bias: what it is made of.
+      rows: number of rows of the whole bias, q, or k where `turned`.
+      turned: the table's rows are columns here; the bias's `columns` are turned already.
+    """
+    if tile is None:
+        return
+    block, example = pl.program_id(1), pl.program_id(2)
+
+    @pl.when(example == 0)
+    def _() -> None:
+        size, length = tile.shape
+        parts = []
+        if bias.table is not None:
+            parts.append(bias.table[...].T if turned else bias.table[...])
+        if bias.columns is not None:
+            # Row r of the tile is row r + start of the whole, whose first column is rows - 1 - that.
+            count = bias.columns.shape[-1]
+            lines = jnp.broadcast_to(bias.columns[...], (size, count))
+            shift = lax.rem(block * size + (count + 1 - rows), count)
+            lines = pltpu.roll(lines, shift, 1, stride=1, stride_axis=0)
+            parts.append(lines[:, :length])
+        tile[...] = functools.reduce(operator.add, parts)
+
+
+def add_diagonals(total: Any, slopes: Any, slope: jax.Array, q_length: int, batch: int) -> None:
+    """Adds a tile's sums along its diagonals, those of all examples together.
+
+    Args:
+      total: the cotangent of `Bias.columns`, ``[1, w]``, which all blocks of queries share.
+      slopes: room ``[size, w]`` for the sum over the examples.
+      slope: ``[size, k]``.
+      q_length: number of queries.
+      batch: number of examples.
+    """
+    size, length = slope.shape
+    count = total.shape[-1]
+    block, example = pl.program_id(1), pl.program_id(2)
+
+    @pl.when(example == 0)
+    def _() -> None:
+        slopes[...] = jnp.zeros_like(slopes)
+
+    slopes[:, :length] += slope
+
+    @pl.when(example == batch - 1)
+    def _() -> None:
+        row = lax.broadcasted_iota(jnp.int32, (size, size), 0)
+        column = lax.broadcasted_iota(jnp.int32, (size, size), 1)
+        inside = lax.broadcasted_iota(jnp.int32, (size, count), 0) + block * size < q_length
+        # A roll by one more in every row lines up what a roll by one less would undo.
+        flip = (row + column == size - 1).astype(jnp.float32)
+        dims = (((1,), (0,)), ((), ()))
+        slopes_inside = jnp.where(inside, slopes[...], 0.0)
+        upside = lax.dot_general(flip, slopes_inside, dims, precision=lax.Precision.HIGHEST)
+        shift = lax.rem(q_length - size + 2 * count - block * size, count)
+        sums = pltpu.roll(upside, shift, 1, stride=1, stride_axis=0).sum(axis=0, keepdims=True)
+
+        @pl.when(block == 0)
+        def _() -> None:
+            total[...] = sums
+
+        @pl.when(block > 0)
+        def _() -> None:
+            total[...] += sums
 
 
 def tile(
     own: Operands,
-    bias: jax.Array | None,
+    bias: Any,
     *,
     mask: Mask,
     offset: int,
@@ -334,7 +456,7 @@ def tile(
       turned: rows are keys and columns queries.
     """
     shape = (size, length)
-    parts = [] if bias is None else [bias]
+    parts = [] if bias is None else [bias[...]]
     for term in own.products:
         if isinstance(term, LowRank):
             pair = term.queries[...], term.keys[...]
@@ -413,16 +535,16 @@ def put(place: Any, value: jax.Array, *, shared: bool = False) -> None:
 
 def call(
     kernel: Callable[..., None],
-    arguments: tuple[Any, jax.Array | None],
+    arguments: tuple[Any, Bias],
     shapes: Any,
     *,
     specs: Any,
     out_specs: Any,
     grid: tuple[int, int, int],
     work: int,
-    logits: int,
+    tile_shape: tuple[int, int],
     interpret: bool,
-    scratch: tuple[Any, ...] = (),
+    scratch: tuple[int, ...] = (),
 ) -> Any:
     """`pl.pallas_call` over heads, blocks and, innermost, examples.
 
@@ -433,34 +555,38 @@ def call(
       specs: the blocks of the arguments.
       out_specs: the blocks of the results.
       grid: numbers of heads, blocks and examples.
-      work: multiply-adds for each logit, of which there are `logits` in a tile.
-      logits: see `work`.
+      work: multiply-adds for each logit.
+      tile_shape: rows and columns of a program's logits.
       interpret: run on any device, slowly.
-      scratch: vector memory that lasts.
+      scratch: shape of further float32 memory that lasts, after the bias's tile.
     """
     moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((arguments, shapes)))
-    total = math.prod(grid) * logits
+    total = math.prod(grid) * math.prod(tile_shape)
+    some_bias = bool(jax.tree.leaves(arguments[1]))
+    rooms = ([tile_shape] if some_bias else []) + ([scratch] if scratch else [])
     return pl.pallas_call(
         kernel,
         out_shape=shapes,
         grid=grid,
         in_specs=specs,
         out_specs=out_specs,
-        scratch_shapes=scratch,
+        scratch_shapes=[pltpu.VMEM(room, jnp.float32) for room in rooms],
         cost_estimate=pl.CostEstimate(
             flops=2 * work * total, transcendentals=total, bytes_accessed=moved
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=max(16 * 2**20, 48 * logits),
+            vmem_limit_bytes=VMEM,
         ),
         interpret=interpret,
     )(*arguments)
 
 
 def block_size(rows: int, columns: int) -> int:
-    """Rows of a tile: all, or a multiple of 128 such that the tile is not much above `TILE`."""
-    return rows if rows * columns <= TILE else min(rows, max(128, TILE // columns // 128 * 128))
+    """Rows of a tile: all, or a multiple of `LANES` such that the tile is not much above `TILE`."""
+    return (
+        rows if rows * columns <= TILE else min(rows, max(LANES, TILE // columns // LANES * LANES))
+    )
 
 
 def cotangent(x: Any) -> jax.ShapeDtypeStruct:
@@ -534,13 +660,23 @@ def line_spec(x: Any, size: int) -> pl.BlockSpec | None:
     )
 
 
-def bias_spec(x: Any, size: int, *, turned: bool = False) -> pl.BlockSpec | None:
-    """Blocks of ``[h, q, k]``: some queries with all keys, or `turned` all queries with some keys."""
-    if x is None:
-        return None
-    if turned:
-        return pl.BlockSpec((None, x.shape[1], size), lambda head, block, _: (head, 0, block))
-    return pl.BlockSpec((None, size, x.shape[2]), lambda head, block, _: (head, block, 0))
+def bias_spec(bias: Bias, size: int, *, turned: bool = False) -> Bias:
+    """Blocks of some queries with all keys, or `turned` of all queries with some keys."""
+    table = columns = None
+    if bias.table is not None:
+        _, q, k = bias.table.shape
+        table = pl.BlockSpec(
+            (None, q, size) if turned else (None, size, k),
+            lambda head, block, _: (head, 0, block) if turned else (head, block, 0),
+        )
+    if bias.columns is not None:
+        columns = pl.BlockSpec((None, 1, bias.columns.shape[2]), lambda head, *_: (head, 0, 0))
+    return Bias(table, columns)
+
+
+def shapes_of(tree: Any) -> Any:
+    """Shapes and dtypes of a tree of arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def heads_first(x: jax.Array) -> jax.Array:

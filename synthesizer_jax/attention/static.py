@@ -3,7 +3,7 @@
 With ``E = exp(S - c)``, c the row maximum over the keys that any example may see, and m the keys
 that are real, ``out = E (m ∘ v) / E m``. E has no batch axis, and both products are matrix products
 over the whole batch. The division undoes any factor of E, but not an underflow: when some real
-query's denominator is below `LEAST`, the step runs the fused route, which is exact for any range.
+query's denominator is below `LEAST`, the step runs the fused route's loop, which is exact for any range.
 """
 
 from __future__ import annotations
