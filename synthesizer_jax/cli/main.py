@@ -8,6 +8,7 @@ import sys
 
 import typer
 
+from synthesizer_jax.cli.compiled import keep_compiled
 from synthesizer_jax.cli.data import app as data
 from synthesizer_jax.cli.distill import distill
 from synthesizer_jax.cli.evaluate import evaluate
@@ -60,6 +61,7 @@ def run() -> None:
     # TensorFlow's start-up notes and SeqIO's skipped splits are no news to a user.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     logging.getLogger("absl").setLevel(logging.ERROR)
+    keep_compiled()
     try:
         app()
     except (ValueError, OSError, RuntimeError, ImportError) as error:

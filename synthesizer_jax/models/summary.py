@@ -108,10 +108,13 @@ def flops(jaxpr: Any) -> int:
             inner = math.prod(eqn.invars[0].aval.shape[i] for i in contract)
             total += 2 * inner * math.prod(eqn.outvars[0].aval.shape)
             continue
+        if eqn.primitive.name == "pallas_call":  # its body is that of one program
+            total += eqn.params["cost_estimate"].flops
+            continue
         repeats = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
         branches = [flops(sub) for sub in _sub_jaxprs(eqn.params)]
         if eqn.primitive.name == "cond":
-            total += min(branches)  # the fallback of a guard is not the cost of a pass
+            total += min(branches)  # a guard's fallback and another device's way are not the cost
         else:
             total += repeats * sum(branches)
     return total
