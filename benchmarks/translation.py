@@ -1,4 +1,4 @@
-"""Translation under one budget: trains the recipes of `translate` and `replace_attention`, writes a table.
+"""Translation under one budget: trains the recipes of `translate` and `replace_attention`, writes tables.
 
     synthesizer-jax data import multi30k --from MULTI30K_FILES --data-dir DATA
     synthesizer-jax data vocabulary multi30k_en_de --output spm.model --size 4000 --data-dir DATA
@@ -26,6 +26,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import report
 from synthesizer_jax.recipes import replace_attention, translate
 
 from synthesizer_jax.cli.recipes import load_recipe
@@ -54,11 +55,10 @@ def main() -> None:
         for recipe in STUDENTS.values():
             distill(options, recipe, seed)
     times = step_times(options.rounds) if not options.no_times else {}
-    page = document(options, times)
-    aside = options.output.with_suffix(".tmp")
-    aside.write_text(page, encoding="utf-8")
-    os.replace(aside, options.output)
-    print(page)
+    section = document(options, times)
+    old = options.output.read_text(encoding="utf-8") if options.output.exists() else "# Results\n"
+    report.place(options.output, report.with_section(old, "translation", section))
+    print(section)
 
 
 def arguments() -> argparse.Namespace:
@@ -174,10 +174,10 @@ def made_batch(rows: int, length: int) -> dict[str, np.ndarray]:
 
 
 def document(options: argparse.Namespace, times: dict[str, float]) -> str:
-    """The page, in Markdown."""
+    """The section, in Markdown."""
     seeds = ", ".join(map(str, options.seeds))
     lines = [
-        "# Results",
+        "## Translation",
         "",
         "Written by `benchmarks/translation.py`, which says how to run it again. "
         f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {os.cpu_count()} CPU cores, Python "
@@ -185,7 +185,7 @@ def document(options: argparse.Namespace, times: dict[str, float]) -> str:
         "",
         f"Multi30k, English to German: {translate.SIZE.layers} + {translate.SIZE.layers} layers, "
         f"d {translate.SIZE.d_model}, joint SentencePiece vocabulary, batches of 64 sentences, "
-        f"{options.steps:,} steps for every recipe, seeds {seeds}. sacreBLEU on the 1,000 sentences of "
+        f"{options.steps:,} steps for every recipe, seed {seeds}. sacreBLEU on the 1,000 sentences of "
         "test_2016_flickr, beam 4. This is a small budget on a small corpus: it compares recipes, not "
         "papers.",
         "",
@@ -201,7 +201,7 @@ def document(options: argparse.Namespace, times: dict[str, float]) -> str:
         lines.append(f"| {title} | {size:,} | {step} | {share} | {shown(scores)} |")
     lines += [
         "",
-        "## Attention replaced by distillation",
+        "### Attention replaced by distillation",
         "",
         "The dot product's encoder attention is replaced and only the replacement is trained, on the "
         f"teacher's activations, {options.distillation_steps:,} steps. *Unexplained* is the squared error "

@@ -98,6 +98,8 @@ def show(step: int, results: list[Any], overall: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from synthesizer_jax.data.averages import BENCHMARKS
+
     table = Table(title=f"step {step:,}", title_justify="left")
     for heading in ("task", "split"):
         table.add_column(heading)
@@ -108,10 +110,13 @@ def show(step: int, results: list[Any], overall: dict[str, Any]) -> None:
         table.add_row(r.task, r.split, f"{r.n:,}", metrics)
     console = Console()
     console.print(table)
-    for name in ("GLUE", "SuperGLUE"):
+    tasks = {r.task for r in results}
+    for name, groups in BENCHMARKS.items():
         value = overall.get(name)
-        text = f"{value:.2f}" if value is not None else "incomplete, not computed"
-        console.print(f"{name} average: {text}", highlight=False)
+        if value is not None:
+            console.print(f"{name} average: {value:.2f}", highlight=False)
+        elif any(tasks.intersection(group) for group in groups):
+            console.print(f"{name} average: incomplete, not computed", highlight=False)
     if "loss" in overall:
         console.print(
             f"held-out loss {overall['loss']:.4f} nats per token, "
