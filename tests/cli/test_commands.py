@@ -2,11 +2,13 @@
 
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from synthesizer_jax.cli import evaluate as evaluating
+from synthesizer_jax.cli.evaluate import show
 from synthesizer_jax.cli.main import app
 from synthesizer_jax.training.checkpoints import finished_steps
 
@@ -81,9 +83,19 @@ def test_eval_shows_every_task_and_step(place):
     for task in TASKS:
         assert shown.count(task) == 2
     assert "step 2" in shown and "step 4" in shown
-    assert shown.count("GLUE average: incomplete") == 4  # and SuperGLUE's
+    assert "average" not in shown  # no task of GLUE or SuperGLUE was evaluated
     written = {p.name for p in (place / "run" / "evaluation").iterdir()}
     assert {"step_2.json", "step_4.json"} <= written
+
+
+def test_averages_of_the_benchmarks_that_were_evaluated(capsys):
+    metrics = {"matthews_corrcoef": 50.0}
+    cola = SimpleNamespace(task="glue_cola_v002", split="validation", n=5, metrics=metrics)
+    show(3, [cola], {})
+    shown = capsys.readouterr().out
+    assert "GLUE average: incomplete, not computed" in shown and "SuperGLUE" not in shown
+    show(3, [cola], {"GLUE": 61.25})
+    assert "GLUE average: 61.25" in capsys.readouterr().out
 
 
 def test_eval_beam_on_one_task(place):
