@@ -22,6 +22,8 @@ config = transformers.T5Config(
     decoder_start_token_id=0,
 )
 model = transformers.T5ForConditionalGeneration(config).eval()
+# transformers 5 ties T5 1.1's output projection to the embedding; the published models do not.
+model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
 parameters = sum(p.numel() for p in model.parameters())
 inputs = torch.randint(2, 32000, (options["batch"], options["inputs"]))
 length, beams = options["new_tokens"], options["beams"]

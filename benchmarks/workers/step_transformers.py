@@ -22,6 +22,8 @@ config = transformers.T5Config(
     decoder_start_token_id=0,
 )
 model = transformers.T5ForConditionalGeneration(config).train()
+# transformers 5 ties T5 1.1's output projection to the embedding; the published models do not.
+model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
 shape = options["batch"]
 inputs = torch.randint(2, 32000, (shape, options["inputs"]))
