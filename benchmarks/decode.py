@@ -89,7 +89,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=pathlib.Path, help="write everything measured here too")
     parser.add_argument("--page", type=pathlib.Path, help="Markdown page to keep the table in")
     args = parser.parse_args()
-    args.base = args.base or args.systems[min(1, len(args.systems) - 1)]
+    peers = [name for name in args.systems if name in PEERS]
+    args.base = args.base or (peers or args.systems)[0]
     return args
 
 

@@ -51,6 +51,10 @@ class Pieces:
         """Piece to id."""
         return {str(i): i for i in range(config.vocab_size)}
 
+    def convert_ids_to_tokens(self, index: int) -> str:
+        """A piece of an id."""
+        return str(index)
+
 
 def by_ctranslate2():
     """A function like `by_transformers`, and the version."""
