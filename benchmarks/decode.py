@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-from typing import Any
 
 import racing
 import report
@@ -56,10 +55,7 @@ def main() -> None:
 
 def system(args: argparse.Namespace, name: str) -> racing.System:
     """The worker of a system."""
-    sizes = train_step.SIZES[args.size]
-    shared: dict[str, Any] = dict(
-        zip(("d_model", "layers", "d_ff", "heads", "head_dim"), sizes, strict=True)
-    )
+    shared = train_step.sizes(args.size)
     shared |= {k: getattr(args, k) for k in ("batch", "inputs", "new_tokens", "beams")}
     if name in PEERS:
         options = {**shared, "engine": name, "threads": args.threads}

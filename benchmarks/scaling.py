@@ -3,7 +3,7 @@
     python benchmarks/scaling.py --variants DotProduct Random Gaussian
 
 One of length, batch and heads varies at a time. *Exponent* is the slope of a least-squares line through
-the logarithms of the upper half of the points: 1 is linear, 2 quadratic.
+the logarithms of the upper half of the points, three at least: 1 is linear, 2 quadratic.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ DEPTHS = (2, 6, 12, 24)
 def main() -> None:
     """Measures, fits, prints."""
     args = parse()
+    if args.longest < POINTS["length"][2]:
+        raise SystemExit(f"--longest {args.longest} leaves too few lengths; give 512 or more")
     rows = []
     for axis in args.axes:
         points = [p for p in POINTS[axis] if axis != "length" or p <= args.longest]
@@ -93,7 +95,7 @@ def grown(args: argparse.Namespace, name: str, axis: str, points: Sequence[int])
 
 def exponent(points: Sequence[int], values: Sequence[float]) -> float:
     """The slope of the logarithms over the upper half of the points."""
-    half = len(points) // 2
+    half = min(len(points) // 2, len(points) - 3)
     return float(np.polyfit(np.log(points[half:]), np.log(values[half:]), 1)[0])
 
 

@@ -68,12 +68,14 @@ def main() -> None:
     report.write(name, text, result={"rows": rows}, options=args, facts=facts)
 
 
+def sizes(name: str) -> dict[str, Any]:
+    """A size's numbers by name."""
+    return dict(zip(("d_model", "layers", "d_ff", "heads", "head_dim"), SIZES[name], strict=True))
+
+
 def system(args: argparse.Namespace, name: str) -> racing.System:
     """The worker of a system."""
-    sizes = dict(
-        zip(("d_model", "layers", "d_ff", "heads", "head_dim"), SIZES[args.size], strict=True)
-    )
-    shared: dict[str, Any] = {**sizes, "dropout": args.dropout, "batch": args.batch}
+    shared = {**sizes(args.size), "dropout": args.dropout, "batch": args.batch}
     shared |= {"inputs": args.inputs, "targets": args.targets}
     if name == "transformers":
         options = {**shared, "threads": args.threads}

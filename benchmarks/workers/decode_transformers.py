@@ -5,25 +5,11 @@ import time
 
 import racing
 import torch
+import torch_t5
 import transformers
 
 options = racing.options()
-torch.set_num_threads(options["threads"])
-torch.manual_seed(0)
-config = transformers.T5Config(
-    vocab_size=32128,
-    d_model=options["d_model"],
-    d_kv=options["head_dim"],
-    d_ff=options["d_ff"],
-    num_layers=options["layers"],
-    num_heads=options["heads"],
-    feed_forward_proj="gated-gelu",
-    tie_word_embeddings=False,
-    decoder_start_token_id=0,
-)
-model = transformers.T5ForConditionalGeneration(config).eval()
-# transformers 5 ties T5 1.1's output projection to the embedding; the published models do not.
-model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+model = torch_t5.build(options).eval()
 parameters = sum(p.numel() for p in model.parameters())
 inputs = torch.randint(2, 32000, (options["batch"], options["inputs"]))
 length, beams = options["new_tokens"], options["beams"]
@@ -49,7 +35,7 @@ class Pieces:
 
     def get_vocab(self) -> dict[str, int]:
         """Piece to id."""
-        return {str(i): i for i in range(config.vocab_size)}
+        return {str(i): i for i in range(torch_t5.VOCAB_SIZE)}
 
     def convert_ids_to_tokens(self, index: int) -> str:
         """A piece of an id."""
