@@ -39,15 +39,16 @@ def attend_fused(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) 
 def inputs_of(
     terms: Terms, values: jax.Array, mask: Mask, q_length: int
 ) -> tuple[Inputs, int | None]:
-    """The inputs in parts, and the position of the first query where it is known."""
+    """The inputs in parts, and the position of the first query; None: only the loop takes them."""
     products = tuple(t for t in terms if isinstance(t, (LowRank, Outer)))
     biases = tuple(t for t in terms if isinstance(t, Static)) + tuple(
         Relative(diagonals(t, q_length, values.shape[1], mask.query_offset), 1 - q_length)
         for t in terms
         if isinstance(t, Relative)
     )
-    offset = mask.query_offset if isinstance(mask.query_offset, int) else None
-    return Inputs(products, biases, values, mask), offset
+    inputs, offset = Inputs(products, biases, values, mask), mask.query_offset
+    kernels = isinstance(offset, int) and fused_tpu.supported(inputs)
+    return inputs, offset if kernels else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -63,7 +64,7 @@ def _attend_fwd(q_length: int, offset: int | None, inputs: Inputs):
 def _attend_bwd(_: int, offset: int | None, residuals: Any, g: jax.Array):
     inputs, out, rows = residuals
     arguments = inputs, rows, inner(out, g, rows.top.dtype), g
-    if offset is None or not fused_tpu.supported(inputs):
+    if offset is None:
         return (blocked.backward(*arguments),)
     tpu = functools.partial(fused_tpu.backward, offset)
     return (lax.platform_dependent(*arguments, tpu=tpu, default=blocked.backward),)
@@ -73,9 +74,9 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _forward(q_length: int, offset: int | None, inputs: Inputs) -> tuple[jax.Array, Rows]:
-    """The output and what the backward pass needs; `offset` is the mask's, where it is known."""
+    """The output and what the backward pass needs; see `inputs_of`."""
     default = functools.partial(blocked.forward, q_length)
-    if offset is None or not fused_tpu.supported(inputs):
+    if offset is None:
         return default(inputs)
     tpu = functools.partial(fused_tpu.forward, q_length, offset)
     return lax.platform_dependent(inputs, tpu=tpu, default=default)

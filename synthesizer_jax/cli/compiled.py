@@ -22,7 +22,7 @@ def keep_compiled() -> None:
     config: Any = jax.config
     if config.jax_compilation_cache_dir is not None:
         return
-    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     place = pathlib.Path(home) / "synthesizer_jax" / "compiled"
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)

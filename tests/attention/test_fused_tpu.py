@@ -1,7 +1,5 @@
 """The TPU kernels, interpreted, against the loop that the oracle has judged; and on TPU compilers."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +20,7 @@ def both_ways(names, mask, q, k, dtype=jnp.float32):
     values = cases.normal("values", BATCH, k, HEADS, WIDTH, dtype=dtype)
     g = cases.normal("cotangent", BATCH, q, HEADS, WIDTH, dtype=dtype)
     inputs, offset = fused.inputs_of(terms, values, mask, q)
-    assert fused_tpu.supported(inputs) and offset is not None
+    assert offset is not None
     found = []
     for forward, backward in (
         (
@@ -93,7 +91,6 @@ def test_what_the_kernels_do_not_take_runs_the_loop():
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
     prefix = Mask(causal=True, prefix_lengths=jnp.array([1, 2, 3]))
     pattern = Mask(allowed=cases.holes(1, 1, QUERIES, KEYS))
-    for mask in (prefix, pattern):
-        assert not fused_tpu.supported(fused.inputs_of(terms, values, mask, QUERIES)[0])
-    step = dataclasses.replace(Mask(causal=True), query_offset=jnp.asarray(3))
-    assert fused.inputs_of(terms, values, step, QUERIES)[1] is None
+    step = Mask(causal=True, query_offset=jnp.asarray(3))
+    for mask in (prefix, pattern, step):
+        assert fused.inputs_of(terms, values, mask, QUERIES)[1] is None
