@@ -32,16 +32,21 @@ class System:
       worker: file of ``workers/``.
       options: what the worker reads as JSON.
       python: the interpreter of its environment.
+      environment: variables it gets besides the driver's.
     """
 
     name: str
     worker: str
     options: dict[str, Any]
     python: str = sys.executable
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def serve(facts: dict[str, Any], run: Callable[[], dict[str, float]]) -> None:
     """A worker's main loop; returns when the driver has had enough.
+
+    A round is run twice and the second counts: the first brings back into memory and caches what the
+    other systems' turns have driven out, which is none of what is compared.
 
     Args:
       facts: what there is to know before the first round.
@@ -50,6 +55,7 @@ def serve(facts: dict[str, Any], run: Callable[[], dict[str, float]]) -> None:
     answer(facts)
     reset_peak()
     for _ in sys.stdin:
+        run()
         answer({**run(), "peak_mb": peak_mb()})
 
 
@@ -100,7 +106,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if not os.environ.get("BENCH_VERBOSE") else None,
-            env={**os.environ, "PYTHONPATH": str(HERE)},
+            env={**os.environ, "PYTHONPATH": str(HERE), **system.environment},
             text=True,
         )
         self.facts = self._read()

@@ -1,11 +1,13 @@
 """Training steps side by side: this project's models and T5 of transformers on PyTorch.
 
     make bench-peers
-    python benchmarks/train_step.py --systems v transformers --dropout 0.1
+    python benchmarks/train_step.py --systems v transformers transformers+pages --dropout 0.1
 
 Every system runs in a process of its own; they take turns, medians over rounds are shown. Same sizes,
 token batches, AdamW and float32; the parameter counts are checked. A variant of this project is a key
-of `models.VARIANTS` (`v`: dot product, `r`: Random, `rv`: Random + dot product, ...). MFU counts
+of `models.VARIANTS` (`v`: dot product, `r`: Random, `rv`: Random + dot product, ...); it gets large
+pages, as the command line asks for them. `transformers` runs as it comes, `transformers+pages` with the
+same pages. MFU counts
 forward multiply-adds six times, over the machine's rate of a matrix product, or `--peak` TFLOP/s.
 """
 
@@ -17,6 +19,10 @@ from typing import Any
 
 import racing
 import report
+
+from synthesizer_jax.cli import memory
+
+PEERS = ("transformers", "transformers+pages")
 
 SIZES = {
     "tiny": (64, 2, 128, 4, 16),
@@ -33,7 +39,7 @@ def main() -> None:
     rows = racing.race([system(args, name) for name in args.systems], rounds=args.rounds)
     facts = report.machine()
     peak = args.peak * 1e3 if args.peak else float(facts["1024³ product, GFLOP/s"])
-    counts = {r["name"]: r["parameters"] for r in rows if r["name"] in ("v", "transformers")}
+    counts = {r["name"]: r["parameters"] for r in rows if r["name"] in ("v", *PEERS)}
     if len(set(counts.values())) > 1:
         raise SystemExit(f"the parameter counts differ: {counts}")
     base = next((r for r in rows if r["name"] == args.base), rows[0])
@@ -65,6 +71,7 @@ def main() -> None:
         )
     )
     name = f"train_step {args.size} {args.inputs}/{args.targets} {args.dropout} {args.dtype}"
+    name += " " + " ".join(args.systems)
     report.write(name, text, result={"rows": rows}, options=args, facts=facts)
 
 
@@ -77,11 +84,13 @@ def system(args: argparse.Namespace, name: str) -> racing.System:
     """The worker of a system."""
     shared = {**sizes(args.size), "dropout": args.dropout, "batch": args.batch}
     shared |= {"inputs": args.inputs, "targets": args.targets}
-    if name == "transformers":
+    large_pages = {memory.VARIABLE: memory.LARGE_PAGES}
+    if name in PEERS:
         options = {**shared, "threads": args.threads}
-        return racing.System(name, "step_transformers.py", options, str(racing.PEERS))
+        environment = large_pages if name == "transformers+pages" else {}
+        return racing.System(name, "step_transformers.py", options, str(racing.PEERS), environment)
     options = {**shared, "variant": name, "dtype": args.dtype, "scan": args.scan}
-    return racing.System(name, "step_synthesizer_jax.py", options)
+    return racing.System(name, "step_synthesizer_jax.py", options, environment=large_pages)
 
 
 def parse() -> argparse.Namespace:

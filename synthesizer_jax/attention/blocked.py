@@ -2,7 +2,8 @@
 
 Logits exist for one head of one example at a time. Heads are the outer loop, so that what examples
 share, logits of parameters above all, is made once per head and its gradient summed over the batch in
-place.
+place. `forward_at_once` and `backward_at_once` take all heads of an example together: a GPU's batched
+product, which one head does not fill.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -97,6 +99,55 @@ def backward(inputs: Inputs, rows: Rows, delta: jax.Array, g: jax.Array) -> Inpu
     dproducts, dbiases, dvalues = lax.fori_loop(0, heads, head, start)
     dproducts = jax.tree.map(lambda d, x: d.astype(x.dtype), dproducts, products)
     return Inputs(dproducts, dbiases, dvalues, jax.tree.map(lambda _: None, inputs.mask))
+
+
+def forward_at_once(q_length: int, inputs: Inputs) -> tuple[jax.Array, Rows]:
+    """`forward` of all heads of an example at a time."""
+
+    def one(inputs: Inputs) -> Any:
+        return _without_axis(forward(q_length, inputs), 2)
+
+    return _over_heads(one, inputs, (), out_axes=2)
+
+
+def backward_at_once(inputs: Inputs, rows: Rows, delta: jax.Array, g: jax.Array) -> Inputs:
+    """`backward` of all heads of an example at a time."""
+
+    def one(inputs: Inputs, *rest: Any) -> Any:
+        products, biases, values, _ = backward(inputs, *rest)
+        return _without_axis(products, 2), _without_axis(biases, 0), _without_axis(values, 2)
+
+    products, biases, values = _over_heads(one, inputs, (rows, delta, g), out_axes=(2, 0, 2))
+    return Inputs(products, biases, values, jax.tree.map(lambda _: None, inputs.mask))
+
+
+def _over_heads(
+    function: Callable[..., Any], inputs: Inputs, rest: tuple[Any, ...], *, out_axes: Any
+) -> Any:
+    """A function of inputs with one head, mapped over the heads; `rest` holds ``[b, q, h, r]``."""
+    allowed, shared = inputs.mask.allowed, inputs.mask
+    if allowed is not None and allowed.shape[1] > 1:
+        shared = dataclasses.replace(shared, allowed=None)
+    else:
+        allowed = None
+
+    def one(products: Any, biases: Any, values: Any, allowed: Any, rest: Any) -> Any:
+        mask = shared
+        if allowed is not None:
+            mask = dataclasses.replace(shared, allowed=allowed[:, None])
+        products, values, rest = _with_axis((products, values, rest), 2)
+        return function(Inputs(products, _with_axis(biases, 0), values, mask), *rest)
+
+    mapped = jax.vmap(one, in_axes=(2, 0, 2, 1, 2), out_axes=out_axes)
+    return mapped(inputs.products, inputs.biases, inputs.values, allowed, rest)
+
+
+def _with_axis(tree: Any, axis: int) -> Any:
+    return jax.tree.map(lambda x: jnp.expand_dims(x, axis), tree)
+
+
+def _without_axis(tree: Any, axis: int) -> Any:
+    return jax.tree.map(lambda x: jnp.squeeze(x, axis), tree)
 
 
 def vectorised(q_length: int, inputs: Inputs) -> Inputs:

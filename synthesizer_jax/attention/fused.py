@@ -19,6 +19,8 @@ from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.parts import Inputs, Rows, inner
 from synthesizer_jax.attention.terms import LowRank, Outer, Relative, Static, Terms, diagonals
 
+GPUS = ("cuda", "rocm")
+
 
 def attend_fused(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) -> jax.Array:
     """``softmax(Σ terms) · values`` in blocks.
@@ -64,10 +66,10 @@ def _attend_fwd(q_length: int, offset: int | None, inputs: Inputs):
 def _attend_bwd(_: int, offset: int | None, residuals: Any, g: jax.Array):
     inputs, out, rows = residuals
     arguments = inputs, rows, inner(out, g, rows.top.dtype), g
-    if offset is None:
-        return (blocked.backward(*arguments),)
-    tpu = functools.partial(fused_tpu.backward, offset)
-    return (lax.platform_dependent(*arguments, tpu=tpu, default=blocked.backward),)
+    ways = dict.fromkeys(GPUS, blocked.backward_at_once)
+    if offset is not None:
+        ways["tpu"] = functools.partial(fused_tpu.backward, offset)
+    return (lax.platform_dependent(*arguments, default=blocked.backward, **ways),)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -75,8 +77,8 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 def _forward(q_length: int, offset: int | None, inputs: Inputs) -> tuple[jax.Array, Rows]:
     """The output and what the backward pass needs; see `inputs_of`."""
+    ways = dict.fromkeys(GPUS, functools.partial(blocked.forward_at_once, q_length))
+    if offset is not None:
+        ways["tpu"] = functools.partial(fused_tpu.forward, q_length, offset)
     default = functools.partial(blocked.forward, q_length)
-    if offset is None:
-        return default(inputs)
-    tpu = functools.partial(fused_tpu.forward, q_length, offset)
-    return lax.platform_dependent(inputs, tpu=tpu, default=default)
+    return lax.platform_dependent(inputs, default=default, **ways)

@@ -13,12 +13,16 @@ from synthesizer_jax.cli.data import app as data
 from synthesizer_jax.cli.distill import distill
 from synthesizer_jax.cli.evaluate import evaluate
 from synthesizer_jax.cli.generate import generate
+from synthesizer_jax.cli.memory import with_large_pages
 from synthesizer_jax.cli.models import models
 from synthesizer_jax.cli.quickstart import quickstart
 from synthesizer_jax.cli.train import train
 from synthesizer_jax.version import __version__
 
 TRACEBACK = "SYNTHESIZER_JAX_TRACEBACK"
+
+LONG = ("train", "distill", "quickstart")
+"""Commands that run long enough to be started twice."""
 
 app = typer.Typer(
     name="synthesizer-jax",
@@ -61,6 +65,8 @@ def run() -> None:
     # TensorFlow's start-up notes and SeqIO's skipped splits are no news to a user.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     logging.getLogger("absl").setLevel(logging.ERROR)
+    if sys.argv[1:2] and sys.argv[1] in LONG:
+        with_large_pages()
     keep_compiled()
     try:
         app()

@@ -8,11 +8,18 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from synthesizer_jax.inference import decode, score_choices, score_targets
+from synthesizer_jax.inference import decode, score_choices
 from synthesizer_jax.models import TextToText
 
 METHODS = ("greedy", "beam", "rank")
 BEAMS = 4
+CHOICES, CHOICE_LENGTH = 4, 16
+"""Label words and their tokens are filled up to multiples of these."""
+
+LENGTHS = {"rank": (64, 128, 256, 512), "decode": (128, 512)}
+"""Lengths of compiled batches where inputs have up to 512 tokens, in proportion elsewhere. Ranking, which
+most tasks want, has more of them: GLUE and SuperGLUE together take eight programs."""
+
 LENGTH_PENALTY = 0.6
 
 
@@ -77,11 +84,22 @@ class Predictor:
           label_words: the allowed answers, used by ``rank``.
         """
         if self.method == "rank" and label_words:
-            choices = self.put_choices(label_words)
-            answers = self._map(inputs, lambda batch: np.asarray(self.rank(batch, choices)))
-            return [label_words[int(i)] for i in answers]
-        tokens = self._map(inputs, lambda batch: np.asarray(self.generate(batch)))
+            best = self.rank(inputs, label_words).argmax(axis=-1)
+            return [label_words[i] for i in best]
+        tokens = self._map(inputs, "decode", self.generate)
         return [self.vocabulary.decode(until_eos(row)) for row in tokens]
+
+    def rank(self, inputs: Sequence[np.ndarray], label_words: Sequence[str]) -> np.ndarray:
+        """Log-probabilities in nats of the label words as answers, ``[n, words]`` float32."""
+        rows = [np.asarray([*self.vocabulary.encode(word), 1]) for word in label_words]
+        count = -(-len(rows) // CHOICES) * CHOICES
+        length = -(-max(map(len, rows)) // CHOICE_LENGTH) * CHOICE_LENGTH
+        choices = jnp.asarray(table(rows, count, length))
+
+        def score(batch: np.ndarray) -> Any:
+            return score_choices(self.variables, self.put(batch), choices=choices, model=self.model)
+
+        return np.stack(self._map(inputs, "rank", score))[:, : len(rows)]
 
     def generate(self, batch: np.ndarray) -> Any:
         """``[batch, k]`` tokens to ``[batch, targets_length]`` tokens."""
@@ -95,40 +113,14 @@ class Predictor:
             alpha=LENGTH_PENALTY,
         ).tokens
 
-    def rank(self, batch: np.ndarray, choices: Any) -> Any:
-        """``[batch, k]`` tokens to the index of the most probable choice, ``[batch]``."""
-        scores = score_choices(self.variables, self.put(batch), choices=choices, model=self.model)
-        return scores.argmax(axis=-1)
-
-    def log_likelihood(
-        self, inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray]
-    ) -> np.ndarray:
-        """Log-probability in nats of every example's target, ``[n]`` float32.
-
-        Args:
-          inputs: token ids with EOS.
-          targets: token ids with EOS, cut to `targets_length`.
-        """
-        found = np.zeros(len(inputs), np.float32)
-        for rows, batch in batches(inputs, self.batch_size, self.inputs_length):
-            wanted = table([targets[i] for i in rows], self.batch_size, self.targets_length)
-            scores = score_targets(
-                self.variables, self.put(batch), targets=self.put(wanted), model=self.model
-            )
-            found[rows] = np.asarray(scores)[: len(rows)]
-        return found
-
-    def put_choices(self, label_words: Sequence[str]) -> Any:
-        """Label words as ``[choices, t]`` tokens with EOS."""
-        rows = [np.asarray([*self.vocabulary.encode(word), 1]) for word in label_words]
-        return jnp.asarray(table(rows, len(rows), max(map(len, rows))))
-
     def _map(
-        self, inputs: Sequence[np.ndarray], answer: Callable[[np.ndarray], np.ndarray]
+        self, inputs: Sequence[np.ndarray], kind: str, answer: Callable[[np.ndarray], Any]
     ) -> list[Any]:
+        """A value per input, from values per row of batches of the `LENGTHS` of that kind."""
         answers: list[Any] = [None] * len(inputs)
-        for rows, batch in batches(inputs, self.batch_size, self.inputs_length):
-            for row, value in zip(rows, answer(batch), strict=False):
+        allowed = [-(-n * self.inputs_length // 512) for n in LENGTHS[kind]]
+        for rows, batch in batches(inputs, self.batch_size, allowed):
+            for row, value in zip(rows, np.asarray(answer(batch)), strict=False):
                 answers[row] = value
         return answers
 
@@ -140,14 +132,14 @@ def until_eos(tokens: np.ndarray) -> list[int]:
 
 
 def batches(
-    inputs: Sequence[np.ndarray], batch_size: int, max_length: int
+    inputs: Sequence[np.ndarray], batch_size: int, lengths: Sequence[int]
 ) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Rows sorted by length in batches of equal size, padded to a power of two or `max_length`.
+    """Rows sorted by length in batches of equal size, padded to one of a few lengths.
 
     Args:
       inputs: token ids.
       batch_size: rows per batch; the last batch is filled with empty rows.
-      max_length: longer inputs are cut.
+      lengths: allowed lengths of a batch, rising; inputs are cut to the last.
 
     Yields:
       The rows' places in `inputs`, and ``[batch_size, length]`` int32 tokens.
@@ -155,8 +147,8 @@ def batches(
     order = sorted(range(len(inputs)), key=lambda i: (len(inputs[i]), i))
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
-        longest = min(max(len(inputs[i]) for i in rows), max_length)
-        length = min(max(32, 1 << (longest - 1).bit_length()), max_length)
+        longest = max(len(inputs[i]) for i in rows)
+        length = next((n for n in lengths if n >= longest), lengths[-1])
         yield rows, table([inputs[i] for i in rows], batch_size, length)
 
 

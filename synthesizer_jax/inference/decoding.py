@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.nn import logsumexp
 
 from synthesizer_jax.models import TextToText, unroll, unroll_variables
 
@@ -15,6 +16,9 @@ START = 0
 """T5's ids: end of sequence; the decoder's first input is padding."""
 
 NEVER = -1e9
+
+GROUP = 128
+"""Neighbouring tokens whose maximum is looked at first where the best of many are searched."""
 
 
 class Decoded(NamedTuple):
@@ -60,7 +64,7 @@ def decode(
 
 
 class Step:
-    """The model as the decoding loops see it: tokens in, log-probabilities out.
+    """The model as the decoding loops see it: tokens in, logits out.
 
     Args:
       model: a model with looped layers.
@@ -87,15 +91,15 @@ class Step:
         return self.encoder_tokens.shape[0]
 
     def first(self) -> tuple[jax.Array, Any]:
-        """``[batch, vocab]`` log-probabilities of the first token, and the caches."""
+        """``[batch, vocab]`` float32 logits of the first token, and the caches."""
         start = jnp.full((self.batch, 1), START, jnp.int32)
         hidden, caches = self.model.apply(
             self.variables, self.encoder_tokens, start, max_length=self.room, method="start"
         )
-        return self.log_probabilities(hidden), caches
+        return self.logits(hidden), caches
 
     def next(self, tokens: jax.Array, caches: Any, position: jax.Array) -> tuple[jax.Array, Any]:
-        """Log-probabilities ``[rows, vocab]`` after the tokens ``[rows]`` at `position`."""
+        """Logits ``[rows, vocab]`` of what follows the tokens ``[rows]`` at `position`."""
         hidden, caches = self.model.apply(
             self.variables,
             tokens[:, None],
@@ -105,36 +109,41 @@ class Step:
             max_length=self.room,
             method="step",
         )
-        return self.log_probabilities(hidden), caches
+        return self.logits(hidden), caches
 
-    def log_probabilities(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: jax.Array) -> jax.Array:
         """``[rows, 1, d_model]`` to ``[rows, vocab]`` float32."""
         logits: Any = self.model.apply(self.variables, hidden, method="logits")
-        return jax.nn.log_softmax(logits[:, 0].astype(jnp.float32))
+        return logits[:, 0].astype(jnp.float32)
 
 
 def greedy(step: Step) -> Decoded:
     """The most probable token at every position, until every example has ended."""
 
     def choose(
-        logp: jax.Array, tokens: jax.Array, scores: jax.Array, done: jax.Array, at: jax.Array | int
+        logits: jax.Array,
+        tokens: jax.Array,
+        scores: jax.Array,
+        done: jax.Array,
+        at: jax.Array | int,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        token = jnp.where(done, 0, jnp.argmax(logp, axis=-1)).astype(jnp.int32)
-        scores = scores + jnp.where(done, 0.0, jnp.max(logp, axis=-1))
+        token = jnp.where(done, 0, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+        logp = jnp.max(logits, axis=-1) - logsumexp(logits, axis=-1)
+        scores = scores + jnp.where(done, 0.0, logp)
         return token, tokens.at[:, at].set(token), scores, done | (token == EOS)
 
     def body(carry: Any) -> Any:
         at, token, tokens, scores, done, caches = carry
-        logp, caches = step.next(token, caches, at)
-        return at + 1, *choose(logp, tokens, scores, done, at), caches
+        logits, caches = step.next(token, caches, at)
+        return at + 1, *choose(logits, tokens, scores, done, at), caches
 
     def unfinished(carry: Any) -> jax.Array:
         return (carry[0] < step.max_length) & ~jnp.all(carry[4])
 
-    logp, caches = step.first()
+    logits, caches = step.first()
     tokens = jnp.zeros((step.batch, step.max_length), jnp.int32)
     scores, done = jnp.zeros(step.batch), jnp.zeros(step.batch, bool)
-    begin = (jnp.asarray(1), *choose(logp, tokens, scores, done, 0), caches)
+    begin = (jnp.asarray(1), *choose(logits, tokens, scores, done, 0), caches)
     _, _, tokens, scores, _, _ = jax.lax.while_loop(unfinished, body, begin)
     return Decoded(tokens, scores)
 
@@ -172,12 +181,10 @@ def beam_search(step: Step, beams: int, alpha: float) -> Decoded:
     """
     b, n, m = step.batch, beams, step.max_length
 
-    def advance(state: Beams, logp: jax.Array) -> tuple[Beams, jax.Array]:
+    def advance(state: Beams, logits: jax.Array) -> tuple[Beams, jax.Array]:
         """Extends all beams by one token; also returns which beams the live ones came from."""
-        vocab = logp.shape[-1]
-        scores = state.live[:, :, None] + logp.reshape(b, n, vocab)
-        top, index = jax.lax.top_k(scores.reshape(b, n * vocab), 2 * n)
-        source, token = index // vocab, (index % vocab).astype(jnp.int32)
+        own = state.live - logsumexp(logits, axis=-1).reshape(b, n)
+        top, source, token = top_tokens(logits.reshape(b, n, -1), own, 2 * n)
         tokens = jnp.take_along_axis(state.tokens, source[:, :, None], axis=1)
         tokens = tokens.at[:, :, state.at].set(token)
         ends = (token == EOS) | (state.at == m - 1)
@@ -200,24 +207,57 @@ def beam_search(step: Step, beams: int, alpha: float) -> Decoded:
         token = jnp.take_along_axis(
             state.tokens, jnp.full((b, n, 1), state.at - 1), axis=2
         ).reshape(-1)
-        logp, caches = step.next(token, state.caches, state.at)
-        state, source = advance(state._replace(caches=caches), logp)
+        logits, caches = step.next(token, state.caches, state.at)
+        state, source = advance(state._replace(caches=caches), logits)
         return state._replace(caches=reorder(state.caches, source))
 
     def unfinished(state: Beams) -> jax.Array:
         hope = state.live[:, 0] / length_penalty(m, alpha)
         return (state.at < m) & jnp.any(hope > state.ended[:, -1])
 
-    logp, caches = step.first()
+    logits, caches = step.first()
     empty = jnp.zeros((b, n, m), jnp.int32)
     # All beams start equal: only the first may be extended.
     live = jnp.full((b, n), NEVER).at[:, 0].set(0.0)
     state = Beams(jnp.asarray(0), live, empty, jnp.full((b, n), NEVER), empty, None)
-    state, _ = advance(state, jnp.repeat(logp, n, axis=0))
+    state, _ = advance(state, jnp.repeat(logits, n, axis=0))
     repeat = functools.partial(jax.tree.map, lambda x: jnp.repeat(x, n, axis=0))
     caches = tuple((repeat(own), cross) for own, cross in caches)
     state = jax.lax.while_loop(unfinished, body, state._replace(caches=caches))
     return Decoded(state.ended_tokens[:, 0], state.ended[:, 0])
+
+
+def top_tokens(
+    logits: jax.Array, own: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The best continuations of an example's beams, as `jax.lax.top_k` over all of them finds them.
+
+    The best `count` values lie in the `count` neighbourhoods with the largest maxima, so only those
+    are sorted.
+
+    Args:
+      logits: ``[b, n, vocab]`` of n beams.
+      own: ``[b, n]`` what is added to all of a beam's logits.
+      count: how many to find.
+
+    Returns:
+      Scores, beams and tokens, ``[b, count]`` each, best first.
+    """
+    b, n, vocab = logits.shape
+    groups = -(-vocab // GROUP)
+    logits = jnp.pad(
+        logits, ((0, 0), (0, 0), (0, groups * GROUP - vocab)), constant_values=-jnp.inf
+    )
+    logits = logits.reshape(b, n, groups, GROUP)
+    peaks = (logits.max(axis=-1) + own[:, :, None]).reshape(b, n * groups)
+    _, chosen = jax.lax.top_k(peaks, min(count, n * groups))
+    chosen = jnp.sort(chosen)  # equal values in the order in which they stand
+    near = jnp.take_along_axis(logits.reshape(b, n * groups, GROUP), chosen[:, :, None], axis=1)
+    near += jnp.take_along_axis(own, chosen // groups, axis=1)[:, :, None]
+    top, index = jax.lax.top_k(near.reshape(b, -1), count)
+    group = jnp.take_along_axis(chosen, index // GROUP, axis=1)
+    token = group % groups * GROUP + index % GROUP
+    return top, group // groups, token.astype(jnp.int32)
 
 
 def best(scores: jax.Array, tokens: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:

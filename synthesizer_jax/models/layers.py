@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import functools
+import operator
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -113,16 +114,16 @@ class FeedForward(nn.Module):
                 name=name,
             )
 
-        gates = len(self.activations) > 1
-        factors = [
-            ACTIVATIONS[activation](
-                dense(self.hidden_dim, f"wi_{i}" if gates else "wi", "embed", "mlp")(x)
-            )
-            for i, activation in enumerate(self.activations)
-        ]
-        hidden = Dropout(self.dropout_rate, name="dropout")(
-            math.prod(factors[1:], start=factors[0])
-        )
+        # What the activations' gradients need costs more to keep than to make again.
+        @jax.checkpoint
+        def activate(*inputs: jax.Array) -> jax.Array:
+            pairs = zip(self.activations, inputs, strict=True)
+            return functools.reduce(operator.mul, [ACTIVATIONS[a](h) for a, h in pairs])
+
+        names = [f"wi_{i}" for i in range(len(self.activations))]
+        names = names if len(names) > 1 else ["wi"]
+        hidden = activate(*(dense(self.hidden_dim, n, "embed", "mlp")(x) for n in names))
+        hidden = Dropout(self.dropout_rate, name="dropout")(hidden)
         return dense(x.shape[-1], "wo", "mlp", "embed")(hidden)
 
 

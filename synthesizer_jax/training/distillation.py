@@ -166,6 +166,10 @@ class DistillationTrainer(Trainer):
         self.variables = jax.device_put(variables, shardings(axes, shapes, self.mesh))
 
     @property
+    def utilisation(self) -> None:
+        """Unknown: parts of two models run, and only some parameters have a gradient."""
+
+    @property
     def arguments(self) -> tuple[Any, ...]:
         """The teacher's variables."""
         return (self.variables,)

@@ -95,8 +95,10 @@ class Evaluator:
         total = sum(w for _, w in chosen)
         nats, tokens = 0.0, 0.0
         for examples, w in chosen:
-            logp = predictor.log_likelihood(examples.inputs, examples.targets)
-            nats -= w / total * float(np.mean(logp))
+            words = examples.label_words or ()
+            logp = predictor.rank(examples.inputs, words)
+            wanted = [words.index(word) for word in examples.target_words]
+            nats -= w / total * float(np.mean(logp[np.arange(len(wanted)), wanted]))
             tokens += w / total * float(np.mean([len(t) for t in examples.targets]))
         prior = evaluation_sets.label_prior_entropy(chosen)
         return {

@@ -63,6 +63,8 @@ def train(
       devices: None uses all devices.
       visible: show a progress bar.
 
+    The log's ``mfu`` is the model FLOP/s utilisation, against a matrix product measured at the start.
+
     Returns:
       The final state.
 
@@ -83,7 +85,8 @@ def train(
                 state = trainer.init() if initial is None else initial(trainer.init())
             if int(state.step) < training.steps:
                 trainer.compile()
-        run = _Run(trainer, checkpoints, stream, directory, stop, evaluate)
+            throughput = Throughput(trainer.utilisation)
+        run = _Run(trainer, checkpoints, stream, directory, stop, evaluate, throughput)
         return run.to_the_end(state, visible=visible)
     finally:
         checkpoints.close()
@@ -100,13 +103,14 @@ class _Run:
         directory: pathlib.Path,
         stop: StopSignal,
         evaluate: Evaluate | None,
+        throughput: Throughput,
     ):
         self.trainer, self.checkpoints, self.stream = trainer, checkpoints, stream
         self.directory, self.stop, self.evaluate = directory, stop, evaluate
         self.experiment = trainer.experiment
         self.score: float | None = None
         self.pending: tuple[int, Metrics] | None = None
-        self.throughput = Throughput()
+        self.throughput = throughput
 
     def to_the_end(self, state: TrainState, *, visible: bool) -> TrainState:
         """Runs the remaining steps."""

@@ -17,6 +17,7 @@ class LossSums:
     """Sums over a batch's real target tokens, so that micro-batches add up; float32 scalars.
 
     Attributes:
+      total: `loss` and `z_loss` together; of the three, the only one with a gradient.
       loss: cross-entropy in nats, without z-loss.
       z_loss: ``coefficient · Σ log² Z``.
       correct: tokens whose most probable value is the target.
@@ -24,6 +25,7 @@ class LossSums:
       penalty: what modules add to the loss of every token (a Universal Transformer's ponder cost).
     """
 
+    total: jax.Array
     loss: jax.Array
     z_loss: jax.Array
     correct: jax.Array
@@ -53,8 +55,8 @@ def cross_entropy(
       z_loss: coefficient.
       label_smoothing: ε.
     """
-    loss, z, correct = _losses(logits, targets, weights, z_loss, label_smoothing)
-    return LossSums(loss, z, correct, weights.sum())
+    total, parts = _losses(logits, targets, weights, z_loss, label_smoothing)
+    return LossSums(total, *jax.lax.stop_gradient(parts), weight=weights.sum())
 
 
 def chunked_cross_entropy(
@@ -66,12 +68,12 @@ def chunked_cross_entropy(
     scale: float = 1.0,
     z_loss: float = 1e-4,
     label_smoothing: float = 0.0,
-    chunk: int = 1024,
+    chunk: int = 512,
 ) -> LossSums:
     """`cross_entropy` of ``(scale · hidden) kernel`` without ever holding all logits.
 
-    Tokens are taken in chunks, in the forward and in the backward pass, which computes the chunk's
-    logits again.
+    Tokens are taken in chunks. Where a gradient is asked for, it is made right after a chunk's loss,
+    from the same logits, so that no product is computed twice; the backward pass only scales it.
 
     Args:
       hidden: ``[b, t, d]``; its dtype is that of the product.
@@ -81,16 +83,17 @@ def chunked_cross_entropy(
       scale: factor of `hidden` (1/√d for tied embeddings).
       z_loss: coefficient of log² Z.
       label_smoothing: ε.
-      chunk: tokens per chunk.
+      chunk: most tokens per chunk.
     """
     d = hidden.shape[-1]
     x, y, w = hidden.reshape(-1, d), targets.reshape(-1), weights.reshape(-1)
     chunks = -(-x.shape[0] // chunk)
-    pad = chunks * chunk - x.shape[0]
-    x = jnp.pad(x, ((0, pad), (0, 0))).reshape(chunks, chunk, d)
-    y, w = (jnp.pad(a, (0, pad)).reshape(chunks, chunk) for a in (y, w))
-    sums = _chunks(x, kernel, y, w, scale, z_loss, label_smoothing)
-    return LossSums(*sums, weights.sum())
+    size = -(-x.shape[0] // chunks)
+    pad = chunks * size - x.shape[0]
+    x = jnp.pad(x, ((0, pad), (0, 0))).reshape(chunks, size, d)
+    y, w = (jnp.pad(a, (0, pad)).reshape(chunks, size) for a in (y, w))
+    total, parts = _chunks(x, kernel, y, w, scale, z_loss, label_smoothing)
+    return LossSums(total, *jax.lax.stop_gradient(parts), weight=weights.sum())
 
 
 def loss_denominator(weights: jax.Array, normalizer: float | str | None = None) -> jax.Array:
@@ -126,10 +129,14 @@ def _smoothing(vocab: int, smoothing: float) -> tuple[float, float, float]:
     return high - low, low, entropy
 
 
+Parts = tuple[jax.Array, jax.Array, jax.Array]
+"""Loss, z-loss and correct tokens."""
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _losses(
     logits: jax.Array, targets: jax.Array, weights: jax.Array, z_loss: float, smoothing: float
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Parts]:
     return _losses_forward(logits, targets, weights, z_loss, smoothing)[0]
 
 
@@ -144,18 +151,18 @@ def _losses_forward(
     loss = (weights * (log_z - expected - entropy)).sum()
     z = z_loss * (weights * log_z**2).sum()
     correct = (weights * (wide.argmax(axis=-1) == targets)).sum()
-    return (loss, z, correct), (logits, targets, weights, log_z)
+    return (loss + z, (loss, z, correct)), (logits, targets, weights, log_z)
 
 
 def _losses_backward(z_loss: float, smoothing: float, saved: Any, cotangents: Any) -> Any:
     logits, targets, weights, log_z = saved
-    g, g_z, _ = cotangents
+    g, _ = cotangents
     extra, low, _ = _smoothing(logits.shape[-1], smoothing)
     probability = jnp.exp(logits.astype(jnp.float32) - log_z[..., None])
-    factor = weights * (g + g_z * 2.0 * z_loss * log_z)
+    factor = g * weights * (1.0 + 2.0 * z_loss * log_z)
     is_target = targets[..., None] == jnp.arange(logits.shape[-1])
     wanted = jnp.where(is_target, extra + low, low)
-    gradient = factor[..., None] * probability - (weights * g)[..., None] * wanted
+    gradient = factor[..., None] * probability - (g * weights)[..., None] * wanted
     return gradient.astype(logits.dtype), None, None
 
 
@@ -171,12 +178,15 @@ def _chunks(
     scale: float,
     z_loss: float,
     smoothing: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return _chunks_forward(x, kernel, targets, weights, scale, z_loss, smoothing)[0]
+) -> tuple[jax.Array, Parts]:
+    def body(sums: Any, part: Any) -> tuple[Any, None]:
+        x, y, w = part
+        logits = _scaled(x, scale) @ kernel.astype(x.dtype)
+        found, _ = _losses_forward(logits, y, w, z_loss, smoothing)
+        return jax.tree.map(jnp.add, sums, found), None
 
-
-def _chunk_logits(x: jax.Array, kernel: jax.Array, scale: float) -> jax.Array:
-    return (x * jnp.asarray(scale, x.dtype)) @ kernel.astype(x.dtype)
+    zero = jnp.zeros(())
+    return jax.lax.scan(body, (zero, (zero,) * 3), (x, targets, weights))[0]
 
 
 def _chunks_forward(
@@ -188,36 +198,36 @@ def _chunks_forward(
     z_loss: float,
     smoothing: float,
 ) -> Any:
-    def body(total: Any, part: Any) -> tuple[Any, None]:
-        x, y, w = part
-        sums, _ = _losses_forward(_chunk_logits(x, kernel, scale), y, w, z_loss, smoothing)
-        return jax.tree.map(jnp.add, total, sums), None
+    narrow = kernel.astype(x.dtype)
 
-    zeros = (jnp.zeros(()),) * 3
-    sums, _ = jax.lax.scan(body, zeros, (x, targets, weights))
-    return sums, (x, kernel, targets, weights)
+    def body(carry: Any, part: Any) -> tuple[Any, jax.Array]:
+        sums, dk = carry
+        x, y, w = part
+        x = _scaled(x, scale)
+        found, kept = _losses_forward(x @ narrow, y, w, z_loss, smoothing)
+        g, _, _ = _losses_backward(z_loss, smoothing, kept, (1.0, None))
+        dk += jax.lax.dot_general(
+            x, g, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        return (jax.tree.map(jnp.add, sums, found), dk), _scaled(g @ narrow.T, scale)
+
+    zero = jnp.zeros(())
+    start = (zero, (zero,) * 3), jnp.zeros(kernel.shape, jnp.float32)
+    (sums, dk), dx = jax.lax.scan(body, start, (x, targets, weights))
+    return sums, (dx, dk.astype(kernel.dtype))
 
 
 def _chunks_backward(
     scale: float, z_loss: float, smoothing: float, saved: Any, cotangents: Any
 ) -> Any:
-    x, kernel, targets, weights = saved
-
-    def body(total: jax.Array, part: Any) -> tuple[jax.Array, jax.Array]:
-        x, y, w = part
-        _, kept = _losses_forward(_chunk_logits(x, kernel, scale), y, w, z_loss, smoothing)
-        g, _, _ = _losses_backward(z_loss, smoothing, kept, cotangents)
-        dx = (g @ kernel.astype(x.dtype).T) * jnp.asarray(scale, x.dtype)
-        dk = jax.lax.dot_general(
-            x * jnp.asarray(scale, x.dtype),
-            g,
-            (((0,), (0,)), ((), ())),
-            preferred_element_type=jnp.float32,
-        )
-        return total + dk, dx
-
-    dk, dx = jax.lax.scan(body, jnp.zeros(kernel.shape, jnp.float32), (x, targets, weights))
-    return dx, dk.astype(kernel.dtype), None, None
+    del scale, z_loss, smoothing
+    g, _ = cotangents
+    dx, dk = saved
+    return (dx * g).astype(dx.dtype), (dk * g).astype(dk.dtype), None, None
 
 
 _chunks.defvjp(_chunks_forward, _chunks_backward)
+
+
+def _scaled(x: jax.Array, scale: float) -> jax.Array:
+    return x * jnp.asarray(scale, x.dtype)

@@ -80,9 +80,14 @@ def _records(path: pathlib.Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 class Throughput:
-    """Steps and tokens per second since the last reading."""
+    """Steps and tokens per second since the last reading, and the model FLOP/s utilisation.
 
-    def __init__(self) -> None:
+    Args:
+      utilisation: MFU of a run that does one step a second; None: unknown.
+    """
+
+    def __init__(self, utilisation: float | None = None) -> None:
+        self._utilisation = utilisation
         self._time, self._steps, self._tokens = time.perf_counter(), 0, 0.0
 
     def add(self, tokens: float) -> None:
@@ -91,13 +96,15 @@ class Throughput:
         self._tokens += tokens
 
     def read(self) -> dict[str, float]:
-        """``steps_per_second`` and ``tokens_per_second``; starts the next interval."""
+        """``steps_per_second``, ``tokens_per_second`` and ``mfu``; starts the next interval."""
         now = time.perf_counter()
         seconds = max(now - self._time, 1e-9)
         rates = {
             "steps_per_second": self._steps / seconds,
             "tokens_per_second": self._tokens / seconds,
         }
+        if self._utilisation is not None:
+            rates["mfu"] = self._utilisation * rates["steps_per_second"]
         self._time, self._steps, self._tokens = now, 0, 0.0
         return rates
 
@@ -130,11 +137,13 @@ class ProgressBar:
 
     def show(self, values: Mapping[str, float]) -> None:
         """Shows the newest loss and rates."""
-        self._progress.update(
-            self._task,
-            numbers=f"loss {values['loss']:.3f}  {values['steps_per_second']:.1f} steps/s  "
-            f"{values['tokens_per_second']:,.0f} tokens/s",
+        numbers = (
+            f"loss {values['loss']:.3f}  {values['steps_per_second']:.1f} steps/s  "
+            f"{values['tokens_per_second']:,.0f} tokens/s"
         )
+        if "mfu" in values:
+            numbers += f"  MFU {values['mfu']:.0%}"
+        self._progress.update(self._task, numbers=numbers)
 
     def note(self, text: str) -> None:
         """Prints a line above the bar."""

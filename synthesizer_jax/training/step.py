@@ -153,7 +153,7 @@ def make_train_step(
             dropout_key=key,
             max_segments=max_segments,
         )
-        return (sums.loss + sums.z_loss + sums.penalty) / denominator, sums
+        return (sums.total + sums.penalty) / denominator, sums
 
     gradient = jax.grad(objective, has_aux=True)
 

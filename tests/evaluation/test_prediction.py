@@ -7,8 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from synthesizer_jax.data.definitions import GLUE, SUPER_GLUE
+from synthesizer_jax.data.evaluation_sets import EvaluationSet
+from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import Predictor, evaluate_tasks, flat, score_of, write_results
-from synthesizer_jax.evaluation.prediction import batches, until_eos
+from synthesizer_jax.evaluation.prediction import batches, table, until_eos
+from synthesizer_jax.inference import decode, score_choices, score_targets
 from synthesizer_jax.models import Size, t5
 
 
@@ -55,17 +59,34 @@ def test_batching_does_not_change_answers(predictor, method):
 def test_ranking_takes_the_most_probable_word(predictor):
     p = predictor(method="rank")
     words = ("ab", "c", "bca")
-    targets = [np.array([*Letters().encode(w), 1], np.int32) for w in words]
-    for x, answer in zip(encoded(p), p.predict(encoded(p), label_words=words), strict=True):
-        scores = p.log_likelihood([x] * 3, targets)
+    targets = table([np.array([*Letters().encode(w), 1], np.int32) for w in words], 3, 4)
+    inputs = encoded(p)
+    answers = p.predict(inputs, label_words=words)
+    for x, answer, found in zip(inputs, answers, p.rank(inputs, words), strict=True):
+        sources = table([x] * 3, 3, 16)
+        scores = score_targets(p.variables, sources, targets=targets, model=p.model)
+        np.testing.assert_allclose(found, scores, rtol=1e-5)
         assert answer == words[int(np.argmax(scores))]
+
+
+def test_eight_programs_serve_glue_and_super_glue(predictor):
+    p = predictor(method="rank", inputs_length=512, targets_length=32, batch_size=2)
+    p.vocabulary = Bytes().build()
+    before = score_choices._cache_size() + decode._cache_size()
+    rng = np.random.default_rng(0)
+    for definition in (*GLUE, *SUPER_GLUE):
+        longest = 100 if definition.kind == "similarity" else 512
+        inputs = [np.full(n, 2, np.int32) for n in (5, *rng.integers(1, longest, 9), longest)]
+        words = EvaluationSet(definition, "validation", [], [], []).label_words
+        assert len(p.predict(inputs, label_words=words)) == 11
+    assert score_choices._cache_size() + decode._cache_size() - before <= 8
 
 
 def test_batches_are_sorted_padded_and_whole():
     rng = np.random.default_rng(0)
     inputs = [np.ones(n, np.int32) * (i + 1) for i, n in enumerate(rng.integers(1, 90, 23))]
     seen = []
-    for rows, batch in batches(inputs, 5, 64):
+    for rows, batch in batches(inputs, 5, (32, 64)):
         assert batch.shape[0] == 5
         assert batch.shape[1] in (32, 64)
         for row, slot in zip(rows, batch, strict=False):

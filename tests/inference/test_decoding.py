@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from synthesizer_jax.inference import decode, score_choices
-from synthesizer_jax.inference.decoding import length_penalty
+from synthesizer_jax.inference.decoding import GROUP, length_penalty, top_tokens
 from synthesizer_jax.models import Size, alignment, t5
 
 VOCAB, LENGTH = 5, 3
@@ -109,3 +111,24 @@ def test_scores_of_choices_are_their_log_probabilities(trained):
     found = score_choices(variables, source, choices=jnp.asarray(choices), model=model)
     expected = np.stack([log_probability(model, variables, source, w) for w in words], 1)
     np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+@given(
+    b=st.integers(1, 3),
+    n=st.integers(1, 4),
+    vocab=st.sampled_from([2, GROUP - 1, GROUP, 3 * GROUP + 5]),
+    values=st.sampled_from([2, 5, 1000]),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=30)
+def test_best_tokens_are_those_of_a_stable_sort(b, n, vocab, values, seed):
+    rng = np.random.default_rng(seed)
+    # Few different values: most are equal to another, and sums are exact.
+    logits = rng.integers(0, values, (b, n, vocab)).astype(np.float32)
+    own = rng.integers(0, 3, (b, n)).astype(np.float32)
+    count = min(2 * n, n * vocab)
+    flat = (logits + own[:, :, None]).reshape(b, -1)
+    wanted = np.argsort(-flat, axis=-1, kind="stable")[:, :count]
+    top, source, token = top_tokens(jnp.asarray(logits), jnp.asarray(own), count)
+    np.testing.assert_array_equal(source * vocab + token, wanted)
+    np.testing.assert_array_equal(top, np.take_along_axis(flat, wanted, axis=-1))

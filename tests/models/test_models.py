@@ -267,3 +267,11 @@ def test_errors_are_one_sentence(batch):
         blocks = [Block(Attention(h, 8), FeedForward(4)) for h in (2, 3)]
         stack = Stack(tuple(Run(b, 1) for b in blocks), bias=RelativeBias())
         stack.init(jax.random.key(0), jnp.ones((1, 4, 8)))
+
+
+def test_a_gated_layer_keeps_three_hidden_arrays_for_its_gradient():
+    layer, x = FeedForward(24), jnp.ones((2, 3, 8))
+    params = layer.init(jax.random.key(0), x)
+    _, back = jax.vjp(layer.apply, params, x)
+    kept = [a for a in jax.tree.leaves(back) if a.shape[:1] in ((2,), (6,)) and a.shape[-1] == 24]
+    assert len(kept) == 3  # both products of the inputs, and what `wo` reads

@@ -93,6 +93,8 @@ def test_training_learns_and_a_finished_run_does_nothing_more(tmp_path):
     state = run(tmp_path, steps=60, save_every=60)
     found = losses(tmp_path)
     assert np.mean([found[s] for s in range(50, 60)]) < found[1] - 0.5
+    records = read_metrics(tmp_path / METRICS_FILE)
+    assert all(0 < r["mfu"] < 1 for r in records if r["kind"] == "train")
     stream = CopyStream()
     again = run(tmp_path, steps=60, stream=stream)
     assert stream.taken == 60

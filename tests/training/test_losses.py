@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from synthesizer_jax.models.summary import flops
 from synthesizer_jax.training.losses import (
     chunked_cross_entropy,
     cross_entropy,
@@ -46,7 +47,7 @@ def test_loss_and_gradient(smoothing):
 
     def total(logits):
         sums = cross_entropy(logits, targets, weights=weights, z_loss=Z, label_smoothing=smoothing)
-        return sums.loss + sums.z_loss, sums
+        return sums.total, sums
 
     (_, sums), found = jax.value_and_grad(total, has_aux=True)(jnp.float32(logits))
     np.testing.assert_allclose(sums.loss, loss, rtol=1e-5)
@@ -76,13 +77,13 @@ def test_chunks_equal_the_whole(b, t, chunk, smoothing):
 
     def whole(h, k):
         sums = cross_entropy((0.5 * h) @ k, targets, **options)
-        return sums.loss + sums.z_loss, sums
+        return sums.total, sums
 
     def chunks(h, k):
         sums = chunked_cross_entropy(
             h, k, targets=jnp.asarray(targets), scale=0.5, chunk=chunk, **options
         )
-        return sums.loss + sums.z_loss, sums
+        return sums.total, sums
 
     (_, a), ga = jax.value_and_grad(whole, (0, 1), has_aux=True)(hidden, kernel)
     (_, b_), gb = jax.value_and_grad(chunks, (0, 1), has_aux=True)(hidden, kernel)
@@ -97,7 +98,7 @@ def test_chunks_never_hold_all_logits():
     weights = jnp.ones((8, 512))
 
     def temporaries(loss):
-        gradient = jax.jit(jax.grad(lambda h, k: loss(h, k).loss, (0, 1)))
+        gradient = jax.jit(jax.grad(lambda h, k: loss(h, k).total, (0, 1)))
         return gradient.lower(hidden, kernel).compile().memory_analysis().temp_size_in_bytes
 
     whole = temporaries(lambda h, k: cross_entropy(h @ k, targets, weights=weights))
@@ -105,6 +106,31 @@ def test_chunks_never_hold_all_logits():
         lambda h, k: chunked_cross_entropy(h, k, targets=targets, weights=weights, chunk=256)
     )
     assert chunks < 0.2 * whole
+
+
+def test_logits_of_a_chunk_are_made_once():
+    hidden, kernel = jnp.ones((2, 6, 5)), jnp.ones((5, V))
+    targets, weights = jnp.zeros((2, 6), int), jnp.ones((2, 6))
+
+    def loss(h, k):
+        return chunked_cross_entropy(h, k, targets=targets, weights=weights, chunk=4).total
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(hidden, kernel)
+    one_chunk = 2 * 4 * 5 * V
+    assert flops(jaxpr.jaxpr) == 3 * 3 * one_chunk  # chunks; logits and two gradients
+
+
+def test_only_the_total_has_a_gradient():
+    logits, targets, weights = made()
+
+    def part(name):
+        return lambda x: getattr(cross_entropy(x, targets, weights=weights, z_loss=Z), name)
+
+    total, *parts = (
+        jax.grad(part(name))(jnp.float32(logits)) for name in ("total", "loss", "z_loss")
+    )
+    assert jnp.abs(total).max() > 0
+    assert all(jnp.abs(x).max() == 0 for x in parts)
 
 
 def test_denominators():

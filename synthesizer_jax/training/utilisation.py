@@ -1,0 +1,54 @@
+"""Model FLOP/s utilisation (MFU): what a step computes over what the devices could."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+
+from synthesizer_jax.models import TextToText, summarize
+
+SIDES = {"cpu": 1024}
+"""Side of the measured product's square matrices by platform."""
+
+LARGE = 8192
+"""That side where `SIDES` names none."""
+
+
+def step_flops(model: TextToText, *, batch_size: int, inputs: int, targets: int) -> float:
+    """Floating-point operations of a training step: three times its forward pass.
+
+    Every multiply-add of a matrix product counts as two, attention and output projection included;
+    what is computed twice to save memory counts once (Chowdhery et al. 2022, PaLM, appendix B).
+
+    Args:
+      model: an unbound model.
+      batch_size: rows of a batch.
+      inputs: encoder tokens of a row, padding included.
+      targets: decoder tokens of a row.
+    """
+    summary = summarize(model, inputs_length=inputs, targets_length=targets)
+    return 3.0 * summary.flops_per_token * (inputs + targets) * batch_size
+
+
+@functools.cache
+def product_rate(platform: str, dtype: jnp.dtype) -> float:
+    """FLOP/s of a square matrix product on one device of that platform, the best of five.
+
+    Args:
+      platform: such as ``cpu`` or ``tpu``.
+      dtype: of the factors.
+    """
+    n = SIDES.get(platform, LARGE)
+    device = jax.local_devices(backend=platform)[0]
+    x = jax.device_put(jnp.ones((n, n), dtype), device)
+    product = jax.jit(jnp.matmul)
+    product(x, x).block_until_ready()
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        product(x, x).block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    return 2.0 * n**3 / min(seconds)
