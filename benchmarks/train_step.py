@@ -5,8 +5,9 @@
 
 Every system runs in a process of its own; they take turns, medians over rounds are shown. Same sizes,
 token batches, AdamW and float32; the parameter counts are checked. A variant of this project is a key
-of `models.VARIANTS` (`v`: dot product, `r`: Random, `rv`: Random + dot product, ...); it gets large
-pages, as the command line asks for them. `transformers` runs as it comes, `transformers+pages` with the
+of `models.VARIANTS` (`v`: dot product, `r`: Random, `rv`: Random + dot product, ...), with `+small` in
+its form for little memory: layers scanned, products kept, the rest made again. It gets large pages, as
+the command line asks for them. `transformers` runs as it comes, `transformers+pages` with the
 same pages. MFU counts
 forward multiply-adds six times, over the machine's rate of a matrix product, or `--peak` TFLOP/s.
 """
@@ -39,7 +40,7 @@ def main() -> None:
     rows = racing.race([system(args, name) for name in args.systems], rounds=args.rounds)
     facts = report.machine()
     peak = args.peak * 1e3 if args.peak else float(facts["1024³ product, GFLOP/s"])
-    counts = {r["name"]: r["parameters"] for r in rows if r["name"] in ("v", *PEERS)}
+    counts = {r["name"]: r["parameters"] for r in rows if r["name"] in ("v", "v+small", *PEERS)}
     if len(set(counts.values())) > 1:
         raise SystemExit(f"the parameter counts differ: {counts}")
     base = next((r for r in rows if r["name"] == args.base), rows[0])
@@ -89,7 +90,8 @@ def system(args: argparse.Namespace, name: str) -> racing.System:
         options = {**shared, "threads": args.threads}
         environment = large_pages if name == "transformers+pages" else {}
         return racing.System(name, "step_transformers.py", options, str(racing.PEERS), environment)
-    options = {**shared, "variant": name, "dtype": args.dtype, "scan": args.scan}
+    variant, _, small = name.partition("+")
+    options = {**shared, "variant": variant, "dtype": args.dtype, "small": small == "small"}
     return racing.System(name, "step_synthesizer_jax.py", options, environment=large_pages)
 
 
@@ -111,7 +113,6 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--scan", action="store_true", help="scan over layers")
     parser.add_argument("--peak", type=float, default=None, help="TFLOP/s that MFU counts against")
     parser.add_argument("--json", type=pathlib.Path, help="write everything measured here too")
     parser.add_argument("--page", type=pathlib.Path, help="Markdown page to keep the table in")

@@ -21,7 +21,8 @@ model = t5(
     size,
     encoder=kind,
     dropout_rate=options["dropout"],
-    scan=options["scan"],
+    scan=options["small"],
+    remat="dots" if options["small"] else None,
     dtype=options["dtype"],
 )
 data = DataConfig("none", options["inputs"], options["targets"], options["batch"], shards=1)

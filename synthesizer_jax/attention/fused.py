@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from synthesizer_jax.attention import blocked, fused_tpu
 from synthesizer_jax.attention.masks import Mask
@@ -20,6 +21,9 @@ from synthesizer_jax.attention.parts import Inputs, Rows, inner
 from synthesizer_jax.attention.terms import LowRank, Outer, Relative, Static, Terms, diagonals
 
 GPUS = ("cuda", "rocm")
+
+KEPT = "attention"
+"""Name of what a rematerialised layer keeps of this route, for `jax.checkpoint_policies`."""
 
 
 def attend_fused(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) -> jax.Array:
@@ -59,7 +63,7 @@ def _attend(q_length: int, offset: int | None, inputs: Inputs) -> jax.Array:
 
 
 def _attend_fwd(q_length: int, offset: int | None, inputs: Inputs):
-    out, rows = _forward(q_length, offset, inputs)
+    out, rows = checkpoint_name(_forward(q_length, offset, inputs), KEPT)
     return out, (inputs, out, rows)
 
 

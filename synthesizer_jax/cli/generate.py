@@ -27,6 +27,10 @@ def generate(
     method: Annotated[str, typer.Option(help="greedy or beam.")] = "greedy",
     max_length: Annotated[int | None, typer.Option(help="Tokens to decode at most.", min=1)] = None,
     batch_size: Annotated[int, typer.Option(help="Inputs per batch.", min=1)] = 16,
+    logits_dtype: Annotated[
+        str | None,
+        typer.Option(help="float32 or bfloat16 output projection; the model's dtype if left out."),
+    ] = None,
 ) -> None:
     """Decode inputs with a trained checkpoint, one line of output per line of input.
 
@@ -39,6 +43,8 @@ def generate(
 
     if method not in ("greedy", "beam"):
         raise ValueError(f"--method {method!r}; allowed: greedy, beam")
+    if logits_dtype not in (None, "float32", "bfloat16"):
+        raise ValueError(f"--logits-dtype {logits_dtype!r}; allowed: float32, bfloat16")
     lines = read_lines(text, input_file)
     experiment = load_experiment(workdir)
     _, variables = restore_variables(workdir / "checkpoints", step=step)
@@ -50,6 +56,7 @@ def generate(
         targets_length=max_length or experiment.data.targets_length,
         batch_size=min(batch_size, max(len(lines), 1)),
         method=method,
+        logits_dtype=logits_dtype,
     )
     answers = predictor.predict([predictor.encode(line) for line in lines])
     written = "".join(f"{' '.join(answer.splitlines())}\n" for answer in answers)

@@ -47,6 +47,7 @@ class Predictor:
       batch_size: rows of a compiled batch.
       method: one of `METHODS`: ``greedy``, ``beam`` (4 beams, T5's length penalty), or ``rank``,
         which scores label words and decodes greedily where there are none.
+      logits_dtype: dtype of the output projection in decoding, see `inference.decode`.
       put: lays a host array over devices; None leaves it to JAX.
     """
 
@@ -60,6 +61,7 @@ class Predictor:
         targets_length: int,
         batch_size: int = 64,
         method: str = "greedy",
+        logits_dtype: str | None = None,
         put: Callable[[np.ndarray], Any] | None = None,
     ):
         if method not in METHODS:
@@ -67,6 +69,7 @@ class Predictor:
         self.model, self.variables, self.vocabulary = model, variables, vocabulary
         self.inputs_length, self.targets_length = inputs_length, targets_length
         self.batch_size, self.method = batch_size, method
+        self.logits_dtype = logits_dtype
         self.put = jnp.asarray if put is None else put
 
     def encode(self, text: str) -> np.ndarray:
@@ -111,6 +114,7 @@ class Predictor:
             max_length=self.targets_length,
             beams=beams,
             alpha=LENGTH_PENALTY,
+            logits_dtype=self.logits_dtype,
         ).tokens
 
     def _map(

@@ -10,17 +10,23 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention import Mask, Span, Terms
+from synthesizer_jax.attention.fused import KEPT
 from synthesizer_jax.mixers.base import FORCED, SITES
 from synthesizer_jax.models.block import Block, Memory
 from synthesizer_jax.models.layers import Dropout, RMSNorm
 from synthesizer_jax.registry import fields_of, register
 
+_policies = jax.checkpoint_policies
+_attention = _policies.save_only_these_names(KEPT)
 REMAT_POLICIES: dict[str, Any] = {
     "full": None,
-    "dots": jax.checkpoint_policies.checkpoint_dots,
-    "dots_with_no_batch_dims": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+    "dots": _policies.save_from_both_policies(_policies.checkpoint_dots, _attention),
+    "dots_with_no_batch_dims": _policies.save_from_both_policies(
+        _policies.checkpoint_dots_with_no_batch_dims, _attention
+    ),
 }
-"""What a rematerialised layer keeps: nothing, all products, or only products of parameters."""
+"""What a rematerialised layer keeps: nothing; all products; only products of parameters. The two latter
+keep fused attention's results too."""
 
 
 @register

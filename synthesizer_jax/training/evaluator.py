@@ -74,6 +74,7 @@ class Evaluator:
             targets_length=self.experiment.data.targets_length,
             batch_size=self.evaluation.batch_size,
             method=self.evaluation.method,
+            logits_dtype=self.evaluation.logits_dtype,
         )
         results = evaluate_tasks(predictor, self.sets)
         overall: dict[str, Any] = {"score": score_of(results), **self.held_out_loss(predictor)}

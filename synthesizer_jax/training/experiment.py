@@ -67,6 +67,7 @@ class Evaluation:
       batch_size: examples per compiled batch.
       loss_batches: batches of the held-out teacher-forced loss.
       split: the split to evaluate on.
+      logits_dtype: dtype of the output projection when decoding; None: the model's.
     """
 
     every: int = 0
@@ -75,6 +76,7 @@ class Evaluation:
     batch_size: int = 64
     loss_batches: int = 16
     split: str = "validation"
+    logits_dtype: str | None = None
 
 
 @register

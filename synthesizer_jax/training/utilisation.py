@@ -10,11 +10,8 @@ import jax.numpy as jnp
 
 from synthesizer_jax.models import TextToText, summarize
 
-SIDES = {"cpu": 1024}
-"""Side of the measured product's square matrices by platform."""
-
-LARGE = 8192
-"""That side where `SIDES` names none."""
+SIDE = {"cpu": 1024, "accelerator": 8192}
+"""Side of the measured product's square matrices."""
 
 
 def step_flops(model: TextToText, *, batch_size: int, inputs: int, targets: int) -> float:
@@ -41,7 +38,7 @@ def product_rate(platform: str, dtype: jnp.dtype) -> float:
       platform: such as ``cpu`` or ``tpu``.
       dtype: of the factors.
     """
-    n = SIDES.get(platform, LARGE)
+    n = SIDE["cpu" if platform == "cpu" else "accelerator"]
     device = jax.local_devices(backend=platform)[0]
     x = jax.device_put(jnp.ones((n, n), dtype), device)
     product = jax.jit(jnp.matmul)

@@ -132,3 +132,15 @@ def test_best_tokens_are_those_of_a_stable_sort(b, n, vocab, values, seed):
     top, source, token = top_tokens(jnp.asarray(logits), jnp.asarray(own), count)
     np.testing.assert_array_equal(source * vocab + token, wanted)
     np.testing.assert_array_equal(top, np.take_along_axis(flat, wanted, axis=-1))
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+def test_a_narrow_output_projection_scores_nearly_alike(trained, beams):
+    model, variables, source = trained
+    options = {"model": model, "max_length": 6, "beams": beams}
+    wide = decode(variables, source, **options)
+    same = decode(variables, source, **options, logits_dtype="float32")
+    narrow = decode(variables, source, **options, logits_dtype="bfloat16")
+    np.testing.assert_array_equal(wide.scores, same.scores)
+    np.testing.assert_allclose(narrow.scores, wide.scores, atol=0.05 * np.abs(wide.scores).max())
+    assert not np.array_equal(narrow.scores, wide.scores)

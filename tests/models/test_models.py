@@ -26,6 +26,7 @@ from synthesizer_jax.models import (
     unroll,
     unroll_variables,
 )
+from synthesizer_jax.models.summary import flops
 from synthesizer_jax.registry import from_json, to_json
 
 SIZE = Size(d_model=16, layers=2, d_ff=24, heads=2, head_dim=8)
@@ -275,3 +276,13 @@ def test_a_gated_layer_keeps_three_hidden_arrays_for_its_gradient():
     _, back = jax.vjp(layer.apply, params, x)
     kept = [a for a in jax.tree.leaves(back) if a.shape[:1] in ((2,), (6,)) and a.shape[-1] == 24]
     assert len(kept) == 3  # both products of the inputs, and what `wo` reads
+
+
+def test_layers_that_keep_their_products_make_none_twice():
+    def work(remat):
+        model = t5(Size(16, 2, 24, 2, 8), vocab_size=32, remat=remat)
+        x = jnp.ones((2, 144), int)  # long enough for the fused route
+        params = jax.eval_shape(model.init, jax.random.key(0), x, x)
+        return flops(jax.make_jaxpr(jax.grad(lambda p: model.apply(p, x, x).sum()))(params).jaxpr)
+
+    assert work("dots") == work("dots_with_no_batch_dims") == work(None) < 0.9 * work("full")
