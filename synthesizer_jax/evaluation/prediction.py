@@ -13,7 +13,7 @@ from synthesizer_jax.models import TextToText
 
 METHODS = ("greedy", "beam", "rank")
 BEAMS = 4
-CHOICES, CHOICE_LENGTH = 4, 16
+CHOICES, CHOICE_LENGTH = 4, 8
 """Label words and their tokens are filled up to multiples of these."""
 
 LENGTHS = {"rank": (64, 128, 256, 512), "decode": (128, 512)}
@@ -86,11 +86,17 @@ class Predictor:
           inputs: token ids with EOS.
           label_words: the allowed answers, used by ``rank``.
         """
+        return self.answer(inputs, label_words)[0]
+
+    def answer(
+        self, inputs: Sequence[np.ndarray], label_words: Sequence[str] | None
+    ) -> tuple[list[str], np.ndarray | None]:
+        """`predict`, and where label words were ranked, their log-probabilities; see `rank`."""
         if self.method == "rank" and label_words:
-            best = self.rank(inputs, label_words).argmax(axis=-1)
-            return [label_words[i] for i in best]
+            scores = self.rank(inputs, label_words)
+            return [label_words[i] for i in scores.argmax(axis=-1)], scores
         tokens = self._map(inputs, "decode", self.generate)
-        return [self.vocabulary.decode(until_eos(row)) for row in tokens]
+        return [self.vocabulary.decode(until_eos(row)) for row in tokens], None
 
     def rank(self, inputs: Sequence[np.ndarray], label_words: Sequence[str]) -> np.ndarray:
         """Log-probabilities in nats of the label words as answers, ``[n, words]`` float32."""

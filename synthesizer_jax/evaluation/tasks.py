@@ -54,6 +54,7 @@ class TaskResult:
       n: number of examples.
       metrics: in percent.
       predictions: decoded answers, in the order of the examples.
+      scores: log-probabilities of the label words, ``[n, words]``, where they were ranked.
     """
 
     task: str
@@ -61,6 +62,7 @@ class TaskResult:
     n: int
     metrics: dict[str, float]
     predictions: tuple[str, ...]
+    scores: np.ndarray | None = None
 
     @property
     def mean(self) -> float:
@@ -72,7 +74,7 @@ def evaluate_tasks(predictor: Predictor, sets: Sequence[ExampleSet]) -> list[Tas
     """Predicts and scores every set."""
     results = []
     for examples in sets:
-        predictions = predictor.predict(examples.inputs, label_words=examples.label_words)
+        predictions, scores = predictor.answer(examples.inputs, examples.label_words)
         results.append(
             TaskResult(
                 task=examples.name,
@@ -80,6 +82,7 @@ def evaluate_tasks(predictor: Predictor, sets: Sequence[ExampleSet]) -> list[Tas
                 n=len(examples.inputs),
                 metrics=examples.score(predictions),
                 predictions=tuple(predictions),
+                scores=scores,
             )
         )
     return results
@@ -103,9 +106,8 @@ def write_results(
     folder = directory / EVALUATION_DIRECTORY
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step}.json"
-    tasks = [
-        {k: v for k, v in dataclasses.asdict(r).items() if k != "predictions"} for r in results
-    ]
+    kept = ("task", "split", "n", "metrics")
+    tasks = [{name: getattr(r, name) for name in kept} for r in results]
     aside = path.with_suffix(".tmp")
     aside.write_text(
         json.dumps({"step": step, "tasks": tasks, **extra}, indent=1) + "\n", encoding="utf-8"

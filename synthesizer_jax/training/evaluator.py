@@ -77,31 +77,33 @@ class Evaluator:
             logits_dtype=self.evaluation.logits_dtype,
         )
         results = evaluate_tasks(predictor, self.sets)
-        overall: dict[str, Any] = {"score": score_of(results), **self.held_out_loss(predictor)}
+        overall: dict[str, Any] = {
+            "score": score_of(results),
+            **self.held_out_loss(predictor, results),
+        }
         overall |= averages({r.task: r.metrics for r in results})
         return results, overall
 
-    def held_out_loss(self, predictor: Predictor) -> dict[str, float]:
+    def held_out_loss(self, predictor: Predictor, results: list[TaskResult]) -> dict[str, float]:
         """Teacher-forced loss over the sets, weighted as the mixture weights its tasks.
 
         ``loss`` is in nats per target token, ``loss_per_example`` in nats per example, comparable
         with ``label_prior_entropy`` (given the task) and ``joint_label_prior_entropy``: what one
         pays per example without reading the input. Only tasks with label words enter.
         """
-        chosen = [
-            (s, w) for s, w in zip(self.sets, self.weights, strict=True) if w and s.label_words
-        ]
+        sets = zip(self.sets, self.weights, results, strict=True)
+        chosen = [(s, w, r.scores) for s, w, r in sets if w and s.label_words]
         if not chosen:
             return {}
-        total = sum(w for _, w in chosen)
+        total = sum(w for _, w, _ in chosen)
         nats, tokens = 0.0, 0.0
-        for examples, w in chosen:
+        for examples, w, scores in chosen:
             words = examples.label_words or ()
-            logp = predictor.rank(examples.inputs, words)
+            logp = predictor.rank(examples.inputs, words) if scores is None else scores
             wanted = [words.index(word) for word in examples.target_words]
             nats -= w / total * float(np.mean(logp[np.arange(len(wanted)), wanted]))
             tokens += w / total * float(np.mean([len(t) for t in examples.targets]))
-        prior = evaluation_sets.label_prior_entropy(chosen)
+        prior = evaluation_sets.label_prior_entropy([(s, w) for s, w, _ in chosen])
         return {
             "loss": nats / tokens,
             "loss_per_example": nats,
