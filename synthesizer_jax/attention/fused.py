@@ -69,16 +69,13 @@ def _attend_fwd(q_length: int, offset: int | None, inputs: Inputs):
 
 def _attend_bwd(_: int, offset: int | None, residuals: Any, g: jax.Array):
     inputs, out, rows = residuals
-    arguments = inputs, rows, inner(out, g, rows.top.dtype), g
-    ways = dict.fromkeys(GPUS, blocked.backward_at_once)
-    if offset is not None:
-        ways["tpu"] = functools.partial(fused_tpu.backward, offset)
-    return (lax.platform_dependent(*arguments, default=blocked.backward, **ways),)
+    return (_backward(offset, inputs, rows, inner(out, g, rows.top.dtype), g),)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _forward(q_length: int, offset: int | None, inputs: Inputs) -> tuple[jax.Array, Rows]:
     """The output and what the backward pass needs; see `inputs_of`."""
     ways = dict.fromkeys(GPUS, functools.partial(blocked.forward_at_once, q_length))
@@ -86,3 +83,14 @@ def _forward(q_length: int, offset: int | None, inputs: Inputs) -> tuple[jax.Arr
         ways["tpu"] = functools.partial(fused_tpu.forward, q_length, offset)
     default = functools.partial(blocked.forward, q_length)
     return lax.platform_dependent(inputs, default=default, **ways)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(
+    offset: int | None, inputs: Inputs, rows: Rows, delta: jax.Array, g: jax.Array
+) -> Inputs:
+    """The cotangents of the inputs; compiled apart like `_forward`, so that layers share a trace."""
+    ways = dict.fromkeys(GPUS, blocked.backward_at_once)
+    if offset is not None:
+        ways["tpu"] = functools.partial(fused_tpu.backward, offset)
+    return lax.platform_dependent(inputs, rows, delta, g, default=blocked.backward, **ways)

@@ -14,7 +14,7 @@ from synthesizer_jax.models.layers import (
     SinusoidalPositions,
 )
 from synthesizer_jax.models.stack import Run, Stack, stack_layers, unstack_layers
-from synthesizer_jax.models.summary import Summary, count, summarize
+from synthesizer_jax.models.summary import Summary, count, forward_flops, summarize
 from synthesizer_jax.models.token_model import TokenModel, stacks, unroll, unroll_variables
 from synthesizer_jax.models.universal import LOSSES, UniversalStack
 from synthesizer_jax.models.zoo import VARIANTS, ZOO, Size, alignment, t5
@@ -46,6 +46,7 @@ __all__ = [
     "UniversalStack",
     "alignment",
     "count",
+    "forward_flops",
     "stack_layers",
     "stacks",
     "summarize",

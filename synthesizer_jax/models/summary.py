@@ -53,15 +53,32 @@ def summarize(model: TokenModel, *, inputs_length: int = 512, targets_length: in
     example = model.example(inputs_length, targets_length)
     total = sum(tokens.shape[1] for tokens in example)
     shapes, axes = abstract_variables(model, *example)
-    forward = jax.make_jaxpr(model.apply)(shapes, *example)
     return Summary(
         parameters=count(shapes["params"]),
         constants=count(shapes.get("constants", {})),
         tables_per_layer=tables_per_layer(shapes, axes),
         positions=positions(shapes["params"], axes["params"]),
-        flops_per_token=round(flops(forward.jaxpr) / total),
+        flops_per_token=round(_forward_flops(model, shapes, example) / total),
         cache_bytes_per_token=cache_bytes(model, example[0], targets_length),
     )
+
+
+def forward_flops(model: TokenModel, *, inputs_length: int, targets_length: int) -> int:
+    """Floating-point operations of one example's forward pass, two per multiply-add of its products.
+
+    Args:
+      model: an unbound model.
+      inputs_length: encoder tokens, padding included.
+      targets_length: decoder tokens.
+    """
+    model = rolled(model)
+    example = model.example(inputs_length, targets_length)
+    shapes, _ = abstract_variables(model, *example)
+    return _forward_flops(model, shapes, example)
+
+
+def _forward_flops(model: TokenModel, shapes: Any, example: tuple[Any, ...]) -> int:
+    return flops(jax.make_jaxpr(model.apply)(shapes, *example).jaxpr)
 
 
 def rolled(model: TokenModel) -> TokenModel:

@@ -165,8 +165,7 @@ class DistillationTrainer(Trainer):
         shapes, axes = abstract_variables(teacher, *self.tokens)
         self.variables = jax.device_put(variables, shardings(axes, shapes, self.mesh))
 
-    @property
-    def utilisation(self) -> None:
+    def step_flops(self) -> None:
         """Unknown: parts of two models run, and only some parameters have a gradient."""
 
     @property

@@ -83,9 +83,11 @@ def train(
                 state = checkpoints.restore(trainer.layout.abstract, stream)
             else:
                 state = trainer.init() if initial is None else initial(trainer.init())
+            utilisation = None
             if int(state.step) < training.steps:
                 trainer.compile()
-            throughput = Throughput(trainer.utilisation)
+                utilisation = trainer.measure_utilisation()
+            throughput = Throughput(utilisation)
         run = _Run(trainer, checkpoints, stream, directory, stop, evaluate, throughput)
         return run.to_the_end(state, visible=visible)
     finally:

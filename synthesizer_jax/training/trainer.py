@@ -63,18 +63,24 @@ class Trainer:
         """What a step takes besides state, batch and key."""
         return ()
 
-    @property
-    def utilisation(self) -> float | None:
-        """MFU of a run that does one step a second; None: what a step computes is not known."""
-        data, device = self.experiment.data, self.mesh.devices.flat[0]
-        flops = step_flops(
+    def step_flops(self) -> float | None:
+        """What a step computes, for MFU; None: not known."""
+        data = self.experiment.data
+        return step_flops(
             self.experiment.model,
             batch_size=data.batch_size,
             inputs=data.inputs_length,
             targets=data.targets_length,
         )
-        dtype = jnp.dtype(self.experiment.model.dtype)
-        return flops / (product_rate(device.platform, dtype) * self.mesh.size)
+
+    def measure_utilisation(self) -> float | None:
+        """MFU of a run that does one step a second; None: what a step computes is not known."""
+        flops = self.step_flops()
+        if flops is None:
+            return None
+        platform = self.mesh.devices.flat[0].platform
+        rate = product_rate(platform, jnp.dtype(self.experiment.model.dtype))
+        return flops / (rate * self.mesh.size)
 
     def init(self) -> TrainState:
         """Fresh parameters."""
