@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import pathlib
 import statistics
 import time
 from collections.abc import Callable
@@ -218,25 +217,14 @@ def measure(cases: list[Case], x: jax.Array, lengths: jax.Array, rounds: int) ->
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, default in (
-        ("batch", 8),
-        ("length", 512),
-        ("heads", 8),
-        ("head-dim", 64),
-        ("d-model", 512),
-        ("rounds", 9),
-        ("padding", 0),
-        ("seed", 0),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = report.arguments(
+        __doc__, batch=8, length=512, heads=8, head_dim=64, d_model=512, rounds=9, padding=0, seed=0
+    )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--causal", action="store_true", help="ours only")
     parser.add_argument("--bias", action="store_true", help="T5's relative bias")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--implementations", nargs="+", default=["auto"])
-    parser.add_argument("--json", type=pathlib.Path, help="write everything measured here too")
-    parser.add_argument("--page", type=pathlib.Path, help="Markdown page to keep the table in")
     return parser.parse_args()
 
 

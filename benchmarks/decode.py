@@ -11,7 +11,6 @@ includes the encoder.
 from __future__ import annotations
 
 import argparse
-import pathlib
 
 import racing
 import report
@@ -66,24 +65,13 @@ def system(args: argparse.Namespace, name: str) -> racing.System:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    parser = report.arguments(
+        __doc__, batch=8, inputs=128, new_tokens=64, beams=1, rounds=9, threads=2
     )
     parser.add_argument("--systems", nargs="+", default=["v", "ctranslate2", "transformers"])
     parser.add_argument("--base", default=None, help="what the others are compared with")
     parser.add_argument("--size", choices=train_step.SIZES, default="small")
-    for name, default in (
-        ("batch", 8),
-        ("inputs", 128),
-        ("new-tokens", 64),
-        ("beams", 1),
-        ("rounds", 9),
-        ("threads", 2),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--json", type=pathlib.Path, help="write everything measured here too")
-    parser.add_argument("--page", type=pathlib.Path, help="Markdown page to keep the table in")
     args = parser.parse_args()
     peers = [name for name in args.systems if name in PEERS]
     args.base = args.base or (peers or args.systems)[0]

@@ -142,22 +142,10 @@ def measures(taken: list[Batch], seconds: float) -> tuple[float, float, float]:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = report.arguments(__doc__, batch=128, inputs=512, targets=62, batches=20, rounds=7)
     parser.add_argument("--mixture", default="embedded_co_training", help="a mixture or task")
     parser.add_argument("--data-dir", type=pathlib.Path, help="where prepared data sets lie")
     parser.add_argument("--vocabulary", type=pathlib.Path, help="a SentencePiece model")
-    for name, default in (
-        ("batch", 128),
-        ("inputs", 512),
-        ("targets", 62),
-        ("batches", 20),
-        ("rounds", 7),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", type=pathlib.Path, help="write everything measured here too")
-    parser.add_argument("--page", type=pathlib.Path, help="Markdown page to keep the table in")
     args = parser.parse_args()
     if args.data_dir and not args.vocabulary:
         parser.error("--data-dir needs --vocabulary, a SentencePiece model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -13,16 +14,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
+def arguments(description: str | None, **numbers: int) -> argparse.ArgumentParser:
+    """A command line with `--json`, `--page` and an integer option for each number, its default."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawTextHelpFormatter
+    )
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--json", type=pathlib.Path, help="write everything measured here too")
+    parser.add_argument("--page", type=pathlib.Path, help="Markdown page to keep the table in")
+    return parser
+
+
 def machine() -> dict[str, str]:
     """What the numbers were made with; starts no JAX in this process."""
     program = (
-        "import json, time, jax, jax.numpy as jnp\n"
-        "n = 1024; a = jnp.ones((n, n)); f = jax.jit(lambda a: a @ a); f(a).block_until_ready(); t = []\n"
-        "for _ in range(30):\n"
-        "    b = time.perf_counter(); f(a).block_until_ready(); t.append(time.perf_counter() - b)\n"
+        "import json, jax\n"
+        "from synthesizer_jax.training.utilisation import product_rate\n"
         "d = jax.devices()[0]\n"
-        "print(json.dumps([f'{jax.device_count()} × {d.device_kind}', jax.__version__,"
-        " 2e-9 * n**3 / min(t)]))"
+        "rate = product_rate(d.platform, jax.numpy.dtype('float32'))\n"
+        "print(json.dumps([f'{jax.device_count()} × {d.device_kind}', jax.__version__, rate / 1e9]))"
     )
     found = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE)
     device, version, rate = json.loads(found.stdout.decode().splitlines()[-1])
@@ -32,7 +43,7 @@ def machine() -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "python": platform.python_version(),
         "jax": version,
-        "1024³ product, GFLOP/s": f"{rate:.0f}",
+        "float32 product, GFLOP/s": f"{rate:.0f}",
     }
 
 

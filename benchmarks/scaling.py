@@ -9,7 +9,6 @@ the logarithms of the upper half of the points, three at least: 1 is linear, 2 q
 from __future__ import annotations
 
 import argparse
-import pathlib
 import tempfile
 import time
 from collections.abc import Sequence
@@ -134,26 +133,14 @@ def compiled(layers: int, *, scan: bool) -> dict[str, Any]:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    parser = report.arguments(
+        __doc__, batch=2, length=512, heads=8, head_dim=64, d_model=512, rounds=3, longest=8192
     )
-    for name, default in (
-        ("batch", 2),
-        ("length", 512),
-        ("heads", 8),
-        ("head-dim", 64),
-        ("d-model", 512),
-        ("rounds", 3),
-        ("longest", 8192),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
     defaults = ["DotProduct", "Random", "Gaussian", "LightweightConvolution"]
     parser.add_argument("--variants", nargs="+", choices=attention.VARIANTS, default=defaults)
     parser.add_argument("--axes", nargs="+", choices=POINTS, default=list(POINTS))
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--bias", action="store_true", help="T5's relative bias")
-    parser.add_argument("--json", type=pathlib.Path, help="write everything measured here too")
-    parser.add_argument("--page", type=pathlib.Path, help="Markdown page to keep the table in")
     return parser.parse_args()
 
 

@@ -13,7 +13,6 @@ counted ones differ by more than a tenth.
 from __future__ import annotations
 
 import argparse
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -146,15 +145,9 @@ def sublayer(
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = report.arguments(__doc__, batch=16, heads=12, head_dim=64, d_model=768)
     parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048])
-    for name, default in (("batch", 16), ("heads", 12), ("head-dim", 64), ("d-model", 768)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", type=pathlib.Path, help="write everything measured here too")
-    parser.add_argument("--page", type=pathlib.Path, help="Markdown page to keep the table in")
     return parser.parse_args()
 
 

@@ -8,19 +8,19 @@ token batches, AdamW and float32; the parameter counts are checked. A variant of
 of `models.VARIANTS` (`v`: dot product, `r`: Random, `rv`: Random + dot product, ...), with `+small` in
 its form for little memory: layers scanned, products kept, the rest made again. It gets large pages, as
 the command line asks for them. `transformers` runs as it comes, `transformers+pages` with the
-same pages. MFU counts
-forward multiply-adds six times, over the machine's rate of a matrix product, or `--peak` TFLOP/s.
+same pages. MFU counts forward multiply-adds six times, over the rate of a matrix product that the
+system's process measures before the race, or `--peak` TFLOP/s.
 """
 
 from __future__ import annotations
 
 import argparse
-import pathlib
 from typing import Any
 
 import racing
 import report
 
+from synthesizer_jax import models
 from synthesizer_jax.cli import memory
 
 PEERS = ("transformers", "transformers+pages")
@@ -38,8 +38,6 @@ def main() -> None:
     """Runs the race and prints it."""
     args = parse()
     rows = racing.race([system(args, name) for name in args.systems], rounds=args.rounds)
-    facts = report.machine()
-    peak = args.peak * 1e3 if args.peak else float(facts["1024³ product, GFLOP/s"])
     counts = {r["name"]: r["parameters"] for r in rows if r["name"] in ("v", "v+small", *PEERS)}
     if len(set(counts.values())) > 1:
         raise SystemExit(f"the parameter counts differ: {counts}")
@@ -49,7 +47,8 @@ def main() -> None:
         r["memory"] = r["peak_mb"] / base["peak_mb"] if r["peak_mb"] else None
         if "flops" in r:
             r["work"] = r["flops"] / next(x["flops"] for x in rows if "flops" in x)
-            r["mfu"] = r["flops"] / r["seconds"] / (peak * 1e9)
+            share = r["flops"] / (args.peak * 1e12) if args.peak else r["utilisation"]
+            r["mfu"] = share / r["seconds"]
     size = ", ".join(map(str, SIZES[args.size]))
     text = (
         f"T5 1.1 {args.size} ({size}), batch {args.batch}, lengths {args.inputs}/{args.targets}, "
@@ -73,7 +72,7 @@ def main() -> None:
     )
     name = f"train_step {args.size} {args.inputs}/{args.targets} {args.dropout} {args.dtype}"
     name += " " + " ".join(args.systems)
-    report.write(name, text, result={"rows": rows}, options=args, facts=facts)
+    report.write(name, text, result={"rows": rows}, options=args, facts=report.machine())
 
 
 def sizes(name: str) -> dict[str, Any]:
@@ -90,32 +89,23 @@ def system(args: argparse.Namespace, name: str) -> racing.System:
         options = {**shared, "threads": args.threads}
         environment = large_pages if name == "transformers+pages" else {}
         return racing.System(name, "step_transformers.py", options, str(racing.PEERS), environment)
-    variant, _, small = name.partition("+")
-    options = {**shared, "variant": variant, "dtype": args.dtype, "small": small == "small"}
+    variant, plus, form = name.partition("+")
+    if variant not in models.VARIANTS or plus + form not in ("", "+small"):
+        known = ", ".join([*PEERS, *models.VARIANTS])
+        raise SystemExit(f"{name} is no system; choose from {known}, a variant also with +small")
+    options = {**shared, "variant": variant, "dtype": args.dtype, "small": bool(form)}
     return racing.System(name, "step_synthesizer_jax.py", options, environment=large_pages)
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = report.arguments(__doc__, batch=8, inputs=512, targets=114, rounds=7, threads=2)
     parser.add_argument("--systems", nargs="+", default=["v", "transformers"])
     parser.add_argument("--base", default=None, help="what the others are compared with")
     parser.add_argument("--size", choices=SIZES, default="small")
-    for name, default in (
-        ("batch", 8),
-        ("inputs", 512),
-        ("targets", 114),
-        ("rounds", 7),
-        ("threads", 2),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--peak", type=float, default=None, help="TFLOP/s that MFU counts against")
-    parser.add_argument("--json", type=pathlib.Path, help="write everything measured here too")
-    parser.add_argument("--page", type=pathlib.Path, help="Markdown page to keep the table in")
     args = parser.parse_args()
     args.base = args.base or args.systems[-1]
     return args

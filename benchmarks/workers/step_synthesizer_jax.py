@@ -7,7 +7,7 @@ import numpy as np
 import racing
 
 from synthesizer_jax.data.pipeline import DataConfig
-from synthesizer_jax.models import Size, summarize, t5, zoo
+from synthesizer_jax.models import Size, count, t5, zoo
 from synthesizer_jax.training.experiment import Experiment, Training
 from synthesizer_jax.training.optimizers import AdamW
 from synthesizer_jax.training.schedules import Constant
@@ -59,15 +59,14 @@ def step() -> dict[str, float]:
     return {"loss": loss, "seconds": time.perf_counter() - began}
 
 
-summary = summarize(model, inputs_length=options["inputs"], targets_length=options["targets"])
-tokens = options["batch"] * (options["inputs"] + options["targets"])
 racing.serve(
     {
-        "parameters": summary.parameters,
+        "parameters": count(state.params),
         "versions": f"jax {jax.__version__}",
         "device": jax.devices()[0].device_kind,
         "dropout": "T5's: a draw per feature and per key" if options["dropout"] else "0",
-        "flops": 3 * summary.flops_per_token * tokens,
+        "flops": trainer.step_flops(),
+        "utilisation": trainer.measure_utilisation(),
         "compile_seconds": compiling,
     },
     step,
