@@ -96,11 +96,14 @@ class Trainer:
         """A host batch, spread over the mesh."""
         return jax.device_put(batch, batch_sharding(self.mesh))
 
+    def trace(self) -> jax.stages.Traced:
+        """The step for this experiment's shapes, to lower and compile; allocates nothing."""
+        batch = abstract_batch(self.experiment.data, batch_sharding(self.mesh))
+        return self._jitted.trace(self.layout.abstract, batch, self._key, *self.arguments)
+
     def compile(self) -> None:
         """Compiles the step; nothing is fetched or changed."""
-        batch = abstract_batch(self.experiment.data, batch_sharding(self.mesh))
-        arguments = (self.layout.abstract, batch, self._key, *self.arguments)
-        self._compiled = self._jitted.lower(*arguments).compile()
+        self._compiled = self.trace().lower().compile()
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One step; the old state's buffers are reused."""
