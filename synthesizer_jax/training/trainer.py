@@ -117,7 +117,7 @@ def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:
     """Options for compiling a training step on that mesh.
 
     XLA's order of operations on CPUs is made for many at a time and keeps weight gradients waiting;
-    the order that saves memory needs two thirds of the temporaries and is no slower.
+    the order that saves memory needs far less for temporaries and is no slower.
     """
     if mesh.devices.flat[0].platform != "cpu":
         return None
