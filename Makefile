@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 WORKDIR ?= runs/quickstart
 
-.PHONY: help install quickstart test lint types tests bench bench-peers clean
+.PHONY: help install quickstart test lint types tests hosts reliability bench bench-peers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -22,7 +22,7 @@ install: $(STAMP)  ## make .venv with the tested versions
 quickstart: $(STAMP)  ## train two small models on the embedded mixture and write a report
 	$(BIN)/synthesizer-jax quickstart --workdir $(WORKDIR)
 
-test: lint types tests  ## everything that CI runs
+test: lint types tests  ## lint, types and the test suite
 
 lint: $(STAMP)  ## format, lint and the arrows between the rooms
 	$(BIN)/ruff format --check .
@@ -33,7 +33,14 @@ types: $(STAMP)  ## static types
 	$(BIN)/mypy
 
 tests: $(STAMP)  ## the test suite, on two processes
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist worksteal -m "not hosts"
+
+hosts: $(STAMP)  ## the tests of several processes that train as one
+	$(BIN)/pytest -m hosts
+
+reliability: $(STAMP)  ## kill a run 10 and 100 times, and write docs/reliability.md
+	$(BIN)/python benchmarks/reliability.py --kills 10 --page docs/reliability.md
+	$(BIN)/python benchmarks/reliability.py --kills 100 --page docs/reliability.md
 
 bench: $(STAMP)  ## the attention benchmark
 	$(BIN)/python benchmarks/attention.py

@@ -106,7 +106,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if not os.environ.get("BENCH_VERBOSE") else None,
-            env={**os.environ, "PYTHONPATH": str(HERE), **system.environment},
+            env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parent}", **system.environment},
             text=True,
         )
         self.facts = self._read()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.terms import Terms
@@ -61,6 +62,45 @@ class Partition:
             return spread(terms, values, mask)
 
         return run
+
+    def rows(self, function: Callable[..., Any], shared: Any, *arrays: jax.Array) -> Any:
+        """A function ``(shared, *arrays) → arrays`` of rows, on every device's own rows.
+
+        Where the compiler would move rows between devices, to look them up in a table or to walk
+        through them in chunks, nothing moves but what they share, and its cotangent once.
+
+        Args:
+          function: keeps the rows' order; what it makes has an entry, or several, for each device.
+          shared: arrays that all rows need, gathered from where the batch axes keep them.
+          *arrays: ``[b, ...]``; the devices divide b, or the function is applied as it is.
+        """
+        if any(x.shape[0] % self.ways for x in arrays):
+            return function(shared, *arrays)
+        rows = PartitionSpec(self.batch)
+        spread = jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(), *(rows,) * len(arrays)),
+            out_specs=rows,
+            axis_names=set(self.batch),
+            check_vma=False,
+        )
+        return spread(shared, *arrays)
+
+    @property
+    def ways(self) -> int:
+        """How many parts the batch is cut into."""
+        return math.prod(self.mesh.shape[axis] for axis in self.batch)
+
+    def constrain(self, x: jax.Array) -> jax.Array:
+        """The same activations ``[b, ...]``, whose rows, and their cotangents', stay on their devices.
+
+        Left to itself the compiler lays a cotangent out like the parameter that it meets, and moves it.
+        """
+        if x.shape[0] % self.ways:
+            return x
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.batch))
+        return jax.lax.with_sharding_constraint(x, sharding)
 
     def _spec(self, x: jax.Array) -> PartitionSpec:
         """Of arrays ``[b or 1, n, h, r]``, ``[h, ...]`` and ``[q]``."""

@@ -30,10 +30,12 @@ def distill(
     Example: synthesizer-jax distill replace_attention:alr --teacher runs/vanilla --workdir runs/alr
     """
     from synthesizer_jax.cli.recipes import load_recipe
+    from synthesizer_jax.sharding import hosts
     from synthesizer_jax.training.distillation import Distillation
     from synthesizer_jax.training.distillation import distill as distill_run
     from synthesizer_jax.training.survival import EXIT_PREEMPTED, Preempted
 
+    hosts.start()
     settings = load_recipe(recipe, overrides or (), kind=Distillation)
     try:
         distill_run(settings, teacher, workdir, data_dir=data_dir, visible=not quiet)

@@ -13,8 +13,10 @@ from synthesizer_jax.cli.data import app as data
 from synthesizer_jax.cli.distill import distill
 from synthesizer_jax.cli.evaluate import evaluate
 from synthesizer_jax.cli.generate import generate
+from synthesizer_jax.cli.local import local
 from synthesizer_jax.cli.memory import with_large_pages
 from synthesizer_jax.cli.models import models
+from synthesizer_jax.cli.plan import plan
 from synthesizer_jax.cli.quickstart import quickstart
 from synthesizer_jax.cli.train import train
 from synthesizer_jax.version import __version__
@@ -36,7 +38,9 @@ app.command("train")(train)
 app.command("distill")(distill)
 app.command("eval")(evaluate)
 app.command("generate")(generate)
+app.command("local")(local)
 app.command("models")(models)
+app.command("plan")(plan)
 app.add_typer(data, name="data")
 app.command("quickstart")(quickstart)
 

@@ -31,9 +31,11 @@ def train(
     Example: synthesizer-jax train quickstart --workdir runs/rv --set training.steps=200
     """
     from synthesizer_jax.cli.recipes import load_recipe
+    from synthesizer_jax.sharding import hosts
     from synthesizer_jax.training.run import run
     from synthesizer_jax.training.survival import EXIT_PREEMPTED, Preempted
 
+    hosts.start()
     experiment = load_recipe(recipe, overrides or ())
     try:
         run(experiment, workdir, data_dir=data_dir, visible=not quiet)

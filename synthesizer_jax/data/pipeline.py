@@ -168,19 +168,27 @@ class Stream:
     Args:
       config: what to read; its tasks are registered (`tasks.register`).
       shards: the virtual shards that this process reads, in order; None is all of them. The batch
-        then holds their rows only, and only their positions are saved and restored.
+        then holds their rows only, and only their positions are restored.
+      saved: those of them whose positions it saves; None is all that it reads.
 
     Raises:
       ValueError: the mixture has no task with this split, or a task fewer examples than shards.
     """
 
-    def __init__(self, config: DataConfig, *, shards: Sequence[int] | None = None):
+    def __init__(
+        self,
+        config: DataConfig,
+        *,
+        shards: Sequence[int] | None = None,
+        saved: Sequence[int] | None = None,
+    ):
         self.config = config
         tasks, self._rates = drawn_tasks(config)
         fixed = [task for task in tasks if fits_memory(task, config.split)]
         self._examples = read_examples(fixed, config)
         mine = range(config.shards) if shards is None else shards
         self._shards = {index: self._make_shard(index, tasks) for index in mine}
+        self._saved = list(self._shards) if saved is None else list(saved)
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         return self
@@ -195,12 +203,14 @@ class Stream:
         """Writes the position: ``stream.json`` and, for every virtual shard, its own file.
 
         A shard that moves to another host takes its file (and live tasks' files beside it) along.
+        Of several processes the one that saves shard 0 writes ``stream.json``.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        for index, shard in self._shards.items():
-            shard.save(self._prefix(directory, index))
-        text = json.dumps(self.fingerprint(), indent=1)
-        (directory / STREAM_FILE).write_text(text, encoding="utf-8")
+        for index in self._saved:
+            self._shards[index].save(self._prefix(directory, index))
+        if 0 in self._saved:
+            text = json.dumps(self.fingerprint(), indent=1)
+            (directory / STREAM_FILE).write_text(text, encoding="utf-8")
 
     def restore(self, directory: pathlib.Path) -> None:
         """Continues after the last batch that was taken before `save`.

@@ -49,6 +49,7 @@ class Predictor:
         which scores label words and decodes greedily where there are none.
       logits_dtype: dtype of the output projection in decoding, see `inference.decode`.
       put: lays a host array over devices; None leaves it to JAX.
+      fetch: brings a result back whole; None is `np.asarray`.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Predictor:
         method: str = "greedy",
         logits_dtype: str | None = None,
         put: Callable[[np.ndarray], Any] | None = None,
+        fetch: Callable[[Any], np.ndarray] | None = None,
     ):
         if method not in METHODS:
             raise ValueError(f"method={method!r}; allowed: {', '.join(METHODS)}")
@@ -71,6 +73,7 @@ class Predictor:
         self.batch_size, self.method = batch_size, method
         self.logits_dtype = logits_dtype
         self.put = jnp.asarray if put is None else put
+        self.fetch = np.asarray if fetch is None else fetch
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of an input, cut to `inputs_length`, EOS last."""
@@ -103,7 +106,7 @@ class Predictor:
         rows = [np.asarray([*self.vocabulary.encode(word), 1]) for word in label_words]
         count = -(-len(rows) // CHOICES) * CHOICES
         length = -(-max(map(len, rows)) // CHOICE_LENGTH) * CHOICE_LENGTH
-        choices = jnp.asarray(table(rows, count, length))
+        choices = table(rows, count, length)
 
         def score(batch: np.ndarray) -> Any:
             return score_choices(self.variables, self.put(batch), choices=choices, model=self.model)
@@ -130,7 +133,7 @@ class Predictor:
         answers: list[Any] = [None] * len(inputs)
         allowed = [-(-n * self.inputs_length // 512) for n in LENGTHS[kind]]
         for rows, batch in batches(inputs, self.batch_size, allowed):
-            for row, value in zip(rows, np.asarray(answer(batch)), strict=False):
+            for row, value in zip(rows, self.fetch(answer(batch)), strict=False):
                 answers[row] = value
         return answers
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from synthesizer_jax.models import TextToText
 
@@ -16,7 +17,7 @@ def score_choices(
     variables: dict[str, Any],
     encoder_tokens: jax.Array,
     *,
-    choices: jax.Array,
+    choices: ArrayLike,
     model: TextToText,
 ) -> jax.Array:
     """Log-probabilities of the same choices for every example; the encoder runs once.
@@ -24,7 +25,7 @@ def score_choices(
     Args:
       variables: the model's variables.
       encoder_tokens: ``[batch, k]`` integers, 0 is padding.
-      choices: ``[choices, t]`` target tokens with EOS, 0 is padding.
+      choices: ``[choices, t]`` target tokens with EOS, 0 is padding; on any host or device.
       model: an unbound model.
 
     Returns:
@@ -36,7 +37,7 @@ def score_choices(
         rows = jnp.broadcast_to(choice, (encoder_tokens.shape[0], choice.shape[0]))
         return log_probability(model, variables, rows, memory)
 
-    return jax.vmap(score, out_axes=1)(choices)
+    return jax.vmap(score, out_axes=1)(jnp.asarray(choices))
 
 
 @functools.partial(jax.jit, static_argnames=("model",))

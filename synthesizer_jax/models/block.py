@@ -9,7 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from synthesizer_jax.attention import Mask, Terms
+from synthesizer_jax.attention import Mask, Partition, Terms
 from synthesizer_jax.mixers.base import leave, site
 from synthesizer_jax.models.layers import Dropout, RMSNorm
 from synthesizer_jax.registry import register
@@ -53,6 +53,7 @@ class Block(nn.Module):
         before the sub-layer, ``x + f(norm(x))`` (T5).
       self_residual: False: the mixer stands for its norm and residual too (ALRR, and ELR where
         `feed_forward` is None; Bozic et al. 2023).
+      partition: how the batch is spread over a mesh, set by `sharding`.
     """
 
     self_mixer: nn.Module
@@ -62,6 +63,7 @@ class Block(nn.Module):
     norm: nn.Module = RMSNorm()
     post_norm: bool = False
     self_residual: bool = True
+    partition: Partition | None = None
 
     @nn.compact
     def __call__(
@@ -112,7 +114,7 @@ class Block(nn.Module):
             leave(self, "cross_mixed", y)
             return y
 
-        x = site(self, "self_input", x)
+        x = site(self, "self_input", self.constrain(x))
         x = self.residual(x, name, 0, mix) if self.self_residual else mix(x)
         leave(self, "self_output", x)
         if self.cross_mixer is not None:
@@ -131,7 +133,12 @@ class Block(nn.Module):
         place = "post" if self.post_norm else "pre"
         norm = self.norm.copy(name=f"{place}_{name}_layer_norm", parent=self)
         dropout = Dropout(self.dropout_rate, name=f"dropout_{index}", parent=self)
-        return norm(x + dropout(layer(x))) if self.post_norm else x + dropout(layer(norm(x)))
+        y = norm(x + dropout(layer(x))) if self.post_norm else x + dropout(layer(norm(x)))
+        return self.constrain(y)
+
+    def constrain(self, x: jax.Array) -> jax.Array:
+        """The residual stream, its rows on the devices of their examples."""
+        return x if self.partition is None else self.partition.constrain(x)
 
 
 def shared_memory(

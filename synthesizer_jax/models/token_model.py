@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from synthesizer_jax.attention import Partition
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.models.stack import Stack, unstack_layers
 from synthesizer_jax.parameters import with_axes
@@ -25,6 +26,7 @@ class TokenModel(nn.Module, kw_only=True):
       logits_scale: factor of what the output projection reads; None: 1/√d_model where `tied` (T5
         1.0), else 1.
       dtype: dtype of the computation, ``"float32"`` or ``"bfloat16"``; parameters are float32.
+      partition: how the batch is spread over a mesh, set by `sharding`.
     """
 
     vocab_size: int
@@ -35,6 +37,7 @@ class TokenModel(nn.Module, kw_only=True):
     dtype: str = "float32"
     embedding_init: Initializer = Normal(1.0)
     logits_init: Initializer = FanIn()
+    partition: Partition | None = None
 
     def setup(self) -> None:
         """Makes the embedding and, unless tied, the output projection."""
@@ -53,7 +56,10 @@ class TokenModel(nn.Module, kw_only=True):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """``[batch, length]`` tokens to ``[batch, length, d_model]`` in the computation's dtype."""
-        x = jnp.take(self.embedding, tokens, axis=0)
+        if self.partition is None:
+            x = jnp.take(self.embedding, tokens, axis=0)
+        else:
+            x = self.partition.rows(look_up, self.embedding.astype(self.dtype), tokens)
         return (x if self.embedding_scale == 1.0 else x * self.embedding_scale).astype(self.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -67,6 +73,25 @@ class TokenModel(nn.Module, kw_only=True):
         if self.tied:
             return self.embedding.T, self.d_model**-0.5 if scale is None else scale
         return self.logits_kernel, 1.0 if scale is None else scale
+
+
+@jax.custom_vjp
+def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The rows ``[..., d]`` of a table; their cotangents are summed in float32."""
+    return jnp.take(table, tokens, axis=0)
+
+
+def _look_up_forward(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, Any]:
+    return look_up(table, tokens), (jnp.zeros_like(table, shape=(0, *table.shape)), tokens)
+
+
+def _look_up_backward(saved: Any, g: jax.Array) -> tuple[jax.Array, None]:
+    like, tokens = saved
+    total = jnp.zeros(like.shape[1:], jnp.float32).at[tokens].add(g.astype(jnp.float32))
+    return total.astype(like.dtype), None
+
+
+look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
 def lengths(tokens: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """Meshes, and the one table that maps logical axes to them."""
 
 from synthesizer_jax.sharding.mesh import MESH_AXES, MeshShape, make_mesh
+from synthesizer_jax.sharding.rows import Rows, spread, whole
 from synthesizer_jax.sharding.rules import (
     BATCH_AXES,
     RULES,
@@ -17,6 +18,7 @@ __all__ = [
     "MESH_AXES",
     "RULES",
     "MeshShape",
+    "Rows",
     "batch_sharding",
     "check_batch",
     "make_mesh",
@@ -24,4 +26,6 @@ __all__ = [
     "replicated",
     "shardings",
     "spec",
+    "spread",
+    "whole",
 ]

@@ -1,4 +1,4 @@
-"""Device meshes."""
+"""Device meshes, of one slice of chips or of several."""
 
 from __future__ import annotations
 
@@ -6,58 +6,94 @@ import dataclasses
 import math
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from synthesizer_jax.registry import register
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
+Sizes = tuple[int, ...]
+"""A size for each of `MESH_AXES`."""
+
 
 @register
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """How devices are arranged; one size may be −1, which takes what is left.
+    """How devices are arranged; in each of the two triples one size may be −1: what is left.
+
+    An axis is as long as its two sizes multiplied. Between slices there is only the data-centre
+    network: data belongs there, tensor never does.
 
     Attributes:
       data: replicas that see different examples and hold the whole model.
       fsdp: devices that see different examples and share parameters and optimiser state.
       tensor: devices that share every matrix product by heads, hidden features and vocabulary.
+      dcn_data: slices that are different replicas.
+      dcn_fsdp: slices that share parameters and optimiser state.
+      dcn_tensor: slices that share matrix products.
     """
 
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
+    dcn_data: int = -1
+    dcn_fsdp: int = 1
+    dcn_tensor: int = 1
 
-    def sizes(self, devices: int) -> tuple[int, int, int]:
-        """The three sizes for a number of devices.
+    def sizes(self, devices: int, slices: int = 1) -> tuple[Sizes, Sizes]:
+        """The sizes within a slice and between slices.
+
+        Args:
+          devices: of all slices.
+          slices: how many.
 
         Raises:
-          ValueError: the sizes do not multiply to that number.
+          ValueError: the sizes do not multiply to these numbers.
         """
-        sizes = [self.data, self.fsdp, self.tensor]
-        if sizes.count(-1) > 1 or any(s == 0 or s < -1 for s in sizes):
-            raise ValueError(
-                f"mesh data={self.data}, fsdp={self.fsdp}, tensor={self.tensor}: sizes are "
-                "positive, and at most one is -1"
-            )
-        if -1 in sizes:
-            rest = math.prod(s for s in sizes if s != -1)
-            sizes[sizes.index(-1)] = devices // rest if devices % rest == 0 else 0
-        if math.prod(sizes) != devices:
-            raise ValueError(
-                f"mesh data={self.data}, fsdp={self.fsdp}, tensor={self.tensor} does not fit "
-                f"{devices} devices: the sizes must multiply to {devices}"
-            )
-        return sizes[0], sizes[1], sizes[2]
+        if devices % slices:
+            raise ValueError(f"{devices} devices do not make {slices} slices of equal size")
+        within = filled(self._named(""), devices // slices, "devices of a slice")
+        return within, filled(self._named("dcn_"), slices, "slices")
+
+    def _named(self, prefix: str) -> dict[str, int]:
+        return {prefix + axis: getattr(self, prefix + axis) for axis in MESH_AXES}
+
+
+def filled(sizes: dict[str, int], number: int, what: str) -> Sizes:
+    """The sizes with −1 replaced such that they multiply to a number.
+
+    Raises:
+      ValueError: they cannot.
+    """
+    text = "mesh " + ", ".join(f"{name}={size}" for name, size in sizes.items())
+    found = list(sizes.values())
+    if found.count(-1) > 1 or any(s == 0 or s < -1 for s in found):
+        raise ValueError(f"{text}: sizes are positive, and at most one is -1")
+    if -1 in found:
+        rest = math.prod(s for s in found if s != -1)
+        found[found.index(-1)] = number // rest if number % rest == 0 else 0
+    if math.prod(found) != number:
+        raise ValueError(
+            f"{text} does not fit {number} {what}: the sizes must multiply to {number}"
+        )
+    return tuple(found)
+
+
+def slices_of(devices: list[jax.Device]) -> int:
+    """How many slices of chips the devices make up; 1 for all but TPUs."""
+    return len({getattr(d, "slice_index", 0) for d in devices if d.platform == "tpu"}) or 1
 
 
 def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
-    """A mesh with the axes ``data``, ``fsdp`` and ``tensor`` over all devices, or the given ones."""
+    """A mesh with the axes `MESH_AXES` over all devices, or the given ones."""
     devices = jax.devices() if devices is None else devices
+    slices = slices_of(devices)
+    within, between = shape.sizes(len(devices), slices)
     # Since JAX 0.10 axes are Explicit unless said otherwise; Linen's constraints need Auto.
-    return jax.make_mesh(
-        shape.sizes(len(devices)),
-        MESH_AXES,
-        axis_types=(AxisType.Auto,) * len(MESH_AXES),
-        devices=devices,
-    )
+    kinds = (AxisType.Auto,) * len(MESH_AXES)
+    if slices > 1:
+        places = mesh_utils.create_hybrid_device_mesh(within, between, devices)
+        return Mesh(np.asarray(places), MESH_AXES, axis_types=kinds)
+    return jax.make_mesh(within, MESH_AXES, axis_types=kinds, devices=devices)

@@ -7,7 +7,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from synthesizer_jax.attention import Partition
 from synthesizer_jax.parameters import LOGICAL_AXES, Axes, is_axes
@@ -42,7 +42,9 @@ RULES: types.MappingProxyType[str, str | None] = types.MappingProxyType(
 assert set(RULES) == set(LOGICAL_AXES)
 
 
-def spec(axes: Axes, shape: tuple[int, ...], mesh: Mesh, *, name: str = "") -> PartitionSpec:
+def spec(
+    axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, *, name: str = ""
+) -> PartitionSpec:
     """The partition of one array.
 
     Args:
@@ -72,7 +74,7 @@ def spec(axes: Axes, shape: tuple[int, ...], mesh: Mesh, *, name: str = "") -> P
     return PartitionSpec(*entries)
 
 
-def shardings(axes: Any, shapes: Any, mesh: Mesh) -> Any:
+def shardings(axes: Any, shapes: Any, mesh: Mesh | AbstractMesh) -> Any:
     """A tree of `NamedSharding` for trees of logical axes and of shapes."""
 
     def one(path: Any, names: Axes, leaf: Any) -> NamedSharding:
@@ -87,12 +89,12 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """The same value on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
-def check_batch(batch_size: int, mesh: Mesh, *, micro_batches: int = 1) -> None:
+def check_batch(batch_size: int, mesh: Mesh | AbstractMesh, *, micro_batches: int = 1) -> None:
     """Raises a `ValueError` when a batch cannot be cut over the mesh and the micro-batches."""
     ways = mesh.shape["data"] * mesh.shape["fsdp"] * micro_batches
     if batch_size % ways:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pathlib
 from typing import Any, Protocol
 
@@ -14,7 +15,10 @@ from orbax.checkpoint.checkpoint_managers import (
     LatestN,
 )
 
+from synthesizer_jax.sharding import hosts
 from synthesizer_jax.training.state import TrainState
+
+_log = logging.getLogger(__name__)
 
 SCORE = "score"
 """Name of the metric that `keep_best` goes by; higher is better."""
@@ -141,6 +145,59 @@ class Checkpoints:
         restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         return TrainState(**restored["state"])
 
+    def restore_newest(
+        self, abstract: TrainState, stream: DataPosition | None
+    ) -> TrainState | None:
+        """Reads the newest checkpoint that can be read; None where there is none at all.
+
+        One that cannot be read, on any process, is set aside as ``STEP.unreadable`` with a warning, and
+        the one before it is tried.
+
+        Raises:
+          ValueError: none of them can be read, or they hold the state of another model.
+        """
+        unreadable = []
+        while (step := self.latest) is not None:
+            problem: str | None = None
+            try:
+                state = self.restore(abstract, stream, step=step)
+            except Exception as error:  # whatever readers make of damaged files
+                if not self._same_arrays(step, abstract):
+                    raise
+                problem = f"{type(error).__name__}: {error}"
+            problems = [p for p in hosts.Occasion("restore").everyone(problem) if p is not None]
+            if not problems:
+                return state
+            unreadable.append(step)
+            aside = self._manager.directory / f"{step}.unreadable"
+            _log.warning(
+                "checkpoint %d cannot be read and is set aside as %s (%s)",
+                step,
+                aside,
+                " ".join(problems[0].split())[:300],
+            )
+            if hosts.first():
+                (self._manager.directory / str(step)).rename(aside)
+            hosts.barrier("set aside")
+            self._manager.reload()
+        if unreadable:
+            raise ValueError(
+                f"no checkpoint in {self._manager.directory} can be read (tried "
+                f"{', '.join(map(str, unreadable))}; kept as *.unreadable); start in a new --workdir"
+            )
+        return None
+
+    def _same_arrays(self, step: int, abstract: TrainState) -> bool:
+        """Whether a checkpoint lists the arrays of a state, or its list is damaged too."""
+        with ocp.PyTreeCheckpointer() as reader:
+            try:
+                listed = reader.metadata(self._manager.directory / str(step) / "state")
+                shapes = [m.shape for m in jax.tree.leaves(listed.item_metadata.tree)]
+            except Exception:  # as above
+                return True
+        wanted = [x.shape for x in jax.tree.leaves(as_tree(abstract))]
+        return sorted(map(tuple, shapes)) == sorted(map(tuple, wanted))
+
     def wait(self) -> None:
         """Returns when everything begun is written."""
         self._manager.wait_until_finished()
@@ -178,7 +235,7 @@ def restore_variables(directory: pathlib.Path, *, step: int | None = None) -> tu
     with ocp.PyTreeCheckpointer() as reader:
         tree = reader.metadata(path).item_metadata.tree
         parts = {k: tree[k] for k in ("params", "constants") if k in tree}
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         abstract = jax.tree.map(
             lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=device), parts
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import pathlib
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from synthesizer_jax.data import evaluation_sets
 from synthesizer_jax.data.averages import averages
@@ -18,6 +21,7 @@ from synthesizer_jax.evaluation import (
     score_of,
     write_results,
 )
+from synthesizer_jax.sharding import BATCH_AXES, batch_sharding, partitioned, spread, whole
 from synthesizer_jax.training.experiment import Evaluation, Experiment
 
 
@@ -64,17 +68,33 @@ class Evaluator:
         ]
         self.weights = [evaluation_sets.weight(mixture, s.name) for s in self.sets]
 
-    def measure(self, variables: Any) -> tuple[list[TaskResult], dict[str, Any]]:
-        """Every task's result, and the measures over all: ``score``, losses, averages."""
+    def measure(
+        self, variables: Any, *, mesh: Mesh | None = None
+    ) -> tuple[list[TaskResult], dict[str, Any]]:
+        """Every task's result, and the measures over all: ``score``, losses, averages.
+
+        Args:
+          variables: the model's.
+          mesh: over which they and the examples are spread, of any processes; batches are filled up
+            to what it divides. None: one device.
+        """
+        model, batch_size = self.experiment.model, self.evaluation.batch_size
+        places: dict[str, Any] = {}
+        if mesh is not None and mesh.size > 1:
+            sharding = batch_sharding(mesh)
+            ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+            model, batch_size = partitioned(model, mesh), -(-batch_size // ways) * ways
+            places = {"put": functools.partial(spread, sharding=sharding), "fetch": whole}
         predictor = Predictor(
-            self.experiment.model,
+            model,
             variables,
             self.vocabulary,
             inputs_length=self.experiment.data.inputs_length,
             targets_length=self.experiment.data.targets_length,
-            batch_size=self.evaluation.batch_size,
+            batch_size=batch_size,
             method=self.evaluation.method,
             logits_dtype=self.evaluation.logits_dtype,
+            **places,
         )
         results = evaluate_tasks(predictor, self.sets)
         overall: dict[str, Any] = {

@@ -39,6 +39,8 @@ class Training:
       save_every: steps between checkpoints; the last step is always saved.
       keep_latest: newest checkpoints to keep.
       keep_best: best checkpoints to keep besides, by the evaluation's mean.
+      watchdog_seconds: when nothing has moved for so long, where every thread stands is printed; 0:
+        never.
     """
 
     steps: int
@@ -52,6 +54,7 @@ class Training:
     save_every: int = 1000
     keep_latest: int = 2
     keep_best: int = 1
+    watchdog_seconds: float = 3600.0
 
 
 @register

@@ -13,6 +13,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
+from synthesizer_jax.sharding import hosts
 from synthesizer_jax.training.checkpoints import Checkpoints, DataPosition
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.metrics import MetricsWriter, ProgressBar, Throughput
@@ -20,9 +21,14 @@ from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.step import Metrics
 from synthesizer_jax.training.survival import Preempted, StopSignal
 from synthesizer_jax.training.trainer import Trainer
+from synthesizer_jax.training.watch import Events, Watchdog, goodput
 
 Evaluate = Callable[[TrainState], dict[str, float]]
 """Measures a state; the entry ``score`` (higher is better) chooses the best checkpoint."""
+
+
+STOP = "stop"
+"""Among a step's metrics in several processes: whether one of them wants to stop."""
 
 
 class Stream(DataPosition, Protocol):
@@ -63,7 +69,9 @@ def train(
       devices: None uses all devices.
       visible: show a progress bar.
 
-    The log's ``mfu`` is the model FLOP/s utilisation, against a matrix product measured at the start.
+    ``events.jsonl`` tells when what happened, and the log's ``goodput`` which share of the time since
+    the run's first start its steps needed. The log's ``mfu`` is the model FLOP/s utilisation, against
+    a matrix product measured at the start.
 
     Returns:
       The final state.
@@ -77,10 +85,13 @@ def train(
     checkpoints = Checkpoints(
         directory / "checkpoints", keep_latest=training.keep_latest, keep_best=training.keep_best
     )
+    events = Events(directory, writes=hosts.first())
+    events.write("start", step=checkpoints.latest or 0)
     try:
         with stop.region():
-            if checkpoints.latest is not None:
-                state = checkpoints.restore(trainer.layout.abstract, stream)
+            restored = checkpoints.restore_newest(trainer.layout.abstract, stream)
+            if restored is not None:
+                state = restored
             else:
                 state = trainer.init() if initial is None else initial(trainer.init())
             utilisation = None
@@ -88,7 +99,7 @@ def train(
                 trainer.compile()
                 utilisation = trainer.measure_utilisation()
             throughput = Throughput(utilisation)
-        run = _Run(trainer, checkpoints, stream, directory, stop, evaluate, throughput)
+        run = _Run(trainer, checkpoints, stream, directory, stop, evaluate, throughput, events)
         return run.to_the_end(state, visible=visible)
     finally:
         checkpoints.close()
@@ -106,6 +117,7 @@ class _Run:
         stop: StopSignal,
         evaluate: Evaluate | None,
         throughput: Throughput,
+        events: Events,
     ):
         self.trainer, self.checkpoints, self.stream = trainer, checkpoints, stream
         self.directory, self.stop, self.evaluate = directory, stop, evaluate
@@ -113,24 +125,34 @@ class _Run:
         self.score: float | None = None
         self.pending: tuple[int, Metrics] | None = None
         self.throughput = throughput
+        self.events = events
+        self.watchdog = Watchdog(self.experiment.training.watchdog_seconds)
+        self.several, self.stop_agreed = jax.process_count() > 1, False
 
     def to_the_end(self, state: TrainState, *, visible: bool) -> TrainState:
         """Runs the remaining steps."""
         start, steps = int(state.step), self.experiment.training.steps
-        self.writer = MetricsWriter(self.directory, restored_step=start)
-        self.bar = ProgressBar(steps, start=start, title=self.directory.name, visible=visible)
+        first, title = hosts.first(), self.directory.name
+        self.writer = MetricsWriter(self.directory, restored_step=start, writes=first)
+        self.bar = ProgressBar(steps, start=start, title=title, visible=visible and first)
         try:
             for step in range(start, steps):
-                self.stop.raise_if_stopped()
+                self.watchdog.moved()
+                if self.stop_agreed or (not self.several and self.stop.stopped):
+                    raise Preempted
                 batch = self.trainer.put(next(self.stream))
                 state, metrics = self.trainer.step(state, batch)
+                if self.several:
+                    metrics[STOP] = self.trainer.vote(self.stop.stopped, after=metrics["loss"])
                 self.log()
                 self.pending = (step + 1, metrics)
                 self.after(state, step + 1)
+            self.events.write("end", step=steps)
         except Preempted:
             self.save(state)
             raise
         finally:
+            self.watchdog.close()
             self.bar.close()
             self.writer.close()
         return state
@@ -144,6 +166,9 @@ class _Run:
             with self.stop.region(lambda: self.save(state)):
                 measured = self.evaluate(state)
             self.score = measured.get("score")
+            self.events.write("evaluated", step=step)
+            share = goodput(self.directory, self.throughput.seconds_per_step)
+            measured |= {} if share is None else {"goodput": share}
             self.writer.write(step, measured, kind="eval")
             self.throughput.read()
         if last or step % self.experiment.training.save_every == 0:
@@ -154,6 +179,7 @@ class _Run:
         self.log()
         self.checkpoints.save(state, self.stream, score=self.score)
         self.score = None
+        self.events.write("saving", step=int(state.step))
         if wait:
             self.checkpoints.wait()
 
@@ -164,6 +190,7 @@ class _Run:
         step, metrics = self.pending
         self.pending = None
         values = {name: float(value) for name, value in metrics.items()}
+        self.stop_agreed = bool(values.pop(STOP, False))
         for name in ("loss", "gradient_norm"):
             if not math.isfinite(values[name]):
                 raise NonFiniteLossError(

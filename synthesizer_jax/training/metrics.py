@@ -27,9 +27,13 @@ class MetricsWriter:
       directory: the run's directory.
       restored_step: what a former process wrote for later steps is cut off, so that a continued run
         reads like an undisturbed one; 0 for a fresh run.
+      writes: False writes nothing: another process does.
     """
 
-    def __init__(self, directory: pathlib.Path, *, restored_step: int = 0):
+    def __init__(self, directory: pathlib.Path, *, restored_step: int = 0, writes: bool = True):
+        self._writes = writes
+        if not writes:
+            return
         from tensorboardX import SummaryWriter
 
         directory.mkdir(parents=True, exist_ok=True)
@@ -48,6 +52,8 @@ class MetricsWriter:
           values: plain numbers.
           kind: ``train`` or ``eval``.
         """
+        if not self._writes:
+            return
         self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
         self._file.flush()
         for name, value in values.items():
@@ -55,6 +61,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Flushes everything."""
+        if not self._writes:
+            return
         self._file.close()
         self._board.close()
 
@@ -89,6 +97,7 @@ class Throughput:
     def __init__(self, utilisation: float | None = None) -> None:
         self._utilisation = utilisation
         self._time, self._steps, self._tokens = time.perf_counter(), 0, 0.0
+        self.seconds_per_step = 0.0
 
     def add(self, tokens: float) -> None:
         """Counts a finished step."""
@@ -103,6 +112,8 @@ class Throughput:
             "steps_per_second": self._steps / seconds,
             "tokens_per_second": self._tokens / seconds,
         }
+        if self._steps:
+            self.seconds_per_step = seconds / self._steps
         if self._utilisation is not None:
             rates["mfu"] = self._utilisation * rates["steps_per_second"]
         self._time, self._steps, self._tokens = now, 0, 0.0

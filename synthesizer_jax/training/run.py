@@ -13,8 +13,10 @@ import jax
 from synthesizer_jax.data import embedded, tasks, translation  # noqa: F401 - its tasks
 from synthesizer_jax.data.pipeline import Stream
 from synthesizer_jax.data.vocabularies import SentencePiece
+from synthesizer_jax.evaluation import write_results
 from synthesizer_jax.models import stack_layers, stacks, unroll_variables
 from synthesizer_jax.registry import replace, to_json
+from synthesizer_jax.sharding import hosts
 from synthesizer_jax.training.checkpoints import restore_variables
 from synthesizer_jax.training.evaluator import Evaluator, log_values
 from synthesizer_jax.training.experiment import (
@@ -30,7 +32,7 @@ from synthesizer_jax.training.trainer import Trainer
 
 VOCABULARY_FILE = "vocabulary.model"
 
-MAY_CHANGE = ("steps", "log_every", "save_every", "keep_latest", "keep_best")
+MAY_CHANGE = ("steps", "log_every", "save_every", "keep_latest", "keep_best", "watchdog_seconds")
 """Fields of `Training` that a continued run may change."""
 
 _log = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ def run(
       experiment: what to do.
       directory: the run's; an unfinished run in it is continued.
       data_dir: where data sets lie; None is `tasks.default_data_dir()`.
-      trainer: see `loop.train`.
+      trainer: what makes the steps; None: one that trains the experiment's model on its targets.
       initial: changes a fresh state; None: puts `init_from`'s parameters into it, if any.
       devices: None uses all devices.
       visible: show a progress bar.
@@ -67,14 +69,20 @@ def run(
     data_dir = tasks.default_data_dir() if data_dir is None else data_dir
     with StopSignal() as stop:
         with stop.region():
-            experiment = with_vocabulary(experiment, directory, data_dir)
-            check_same_run(experiment, directory)
-            save_experiment(experiment, directory)
-            _, evaluator = open_data(experiment, directory, data_dir)
-            stream = Stream(experiment.data)
+            with hosts.one_after_the_first("directory"):
+                experiment = with_vocabulary(experiment, directory, data_dir)
+                check_same_run(experiment, directory)
+                if hosts.first():
+                    save_experiment(experiment, directory)
+                _, evaluator = open_data(experiment, directory, data_dir)
+            trainer = Trainer(experiment, devices) if trainer is None else trainer
+            stream = Stream(experiment.data, shards=trainer.shards, saved=trainer.saved_shards)
+        mesh = trainer.mesh
 
         def evaluate(state: TrainState) -> dict[str, float]:
-            found = evaluator.write(directory, int(state.step), state.variables)
+            found = evaluator.measure(state.variables, mesh=mesh)
+            if hosts.first():
+                write_results(directory, int(state.step), *found)
             return log_values(*found)
 
         start = initial
@@ -88,7 +96,6 @@ def run(
             evaluate=evaluate,
             initial=start,
             trainer=trainer,
-            devices=devices,
             visible=visible,
         )
 
@@ -110,7 +117,7 @@ def with_vocabulary(
     if isinstance(vocabulary, SentencePiece):
         copy = directory / VOCABULARY_FILE
         source = pathlib.Path(vocabulary.path).expanduser()
-        if source.resolve() != copy.resolve():
+        if hosts.first() and source.resolve() != copy.resolve():
             directory.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, copy)
         vocabulary = replace(vocabulary, path=VOCABULARY_FILE)

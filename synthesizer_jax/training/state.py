@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from synthesizer_jax.parameters import abstract_variables
 from synthesizer_jax.sharding import replicated, shardings
@@ -64,7 +64,11 @@ def example_tokens(inputs_length: int, targets_length: int) -> tuple[Any, Any]:
 
 
 def make_layout(
-    model: nn.Module, recipe: AdamW | Adafactor, *, tokens: tuple[Any, Any], mesh: Mesh
+    model: nn.Module,
+    recipe: AdamW | Adafactor,
+    *,
+    tokens: tuple[Any, Any],
+    mesh: Mesh | AbstractMesh,
 ) -> tuple[optax.GradientTransformation, Layout]:
     """Builds the optimiser, which is told the logical axes, and plans the state.
 

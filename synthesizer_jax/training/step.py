@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from synthesizer_jax.attention import Partition
 from synthesizer_jax.models import LOSSES, TextToText
 from synthesizer_jax.training.losses import (
     LossSums,
@@ -62,11 +63,34 @@ def loss_sums(
     targets, weights = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
     options: Any = {"weights": weights, "z_loss": z_loss, "label_smoothing": label_smoothing}
     if targets.size * model.vocab_size > DENSE_LOGITS:
-        sums = chunked_cross_entropy(hidden, kernel, targets=targets, scale=scale, **options)
+        options["scale"] = scale
+        if model.partition is None:
+            sums = chunked_cross_entropy(hidden, kernel, targets=targets, **options)
+        else:
+            sums = spread_cross_entropy(model.partition, hidden, kernel, targets=targets, **options)
     else:
         logits = (hidden * jnp.asarray(scale, hidden.dtype)) @ kernel.astype(hidden.dtype)
         sums = cross_entropy(logits, targets, **options)
     return dataclasses.replace(sums, penalty=penalty * sums.weight)
+
+
+def spread_cross_entropy(
+    partition: Partition,
+    hidden: jax.Array,
+    kernel: jax.Array,
+    *,
+    targets: jax.Array,
+    weights: jax.Array,
+    **options: Any,
+) -> LossSums:
+    """`chunked_cross_entropy` on every device's own rows; the projection is gathered once."""
+
+    def own(kernel: jax.Array, hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
+        sums = chunked_cross_entropy(hidden, kernel, targets=targets, weights=weights, **options)
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], sums)
+
+    found = partition.rows(own, kernel.astype(hidden.dtype), hidden, targets, weights)
+    return jax.tree.map(jnp.sum, found)
 
 
 def teacher_forced(
@@ -137,7 +161,7 @@ def make_train_step(
     Returns:
       Metrics are float32 scalars: ``loss`` (nats per real target token, without z-loss), ``z_loss``,
       ``accuracy`` (of teacher-forced tokens), ``tokens`` (real input and target tokens),
-      ``gradient_norm``.
+      ``gradient_norm``; and ``data_checksum``, by which two runs tell that they read the same.
     """
 
     def objective(
@@ -194,10 +218,22 @@ def make_train_step(
             "accuracy": sums.correct / jnp.maximum(sums.weight, 1.0),
             "tokens": tokens.astype(jnp.float32),
             "gradient_norm": optax.tree.norm(gradients),
+            "data_checksum": data_checksum(batch),
         }
         return new, metrics
 
     return step
+
+
+def data_checksum(batch: Batch) -> jax.Array:
+    """A number, uint32, made of a batch's token ids and their places; the same on every mesh."""
+    total = jnp.zeros((), jnp.uint32)
+    for name in ("encoder_input_tokens", "decoder_target_tokens"):
+        ids = batch[name].astype(jnp.uint32)
+        place = jnp.arange(ids.size, dtype=jnp.uint32).reshape(ids.shape)
+        # Knuth's multiplier; odd weights keep every bit of an id.
+        total = total * 31 + (ids * (place * jnp.uint32(2654435761) * 2 + 1)).sum(dtype=jnp.uint32)
+    return total
 
 
 def interleave(x: jax.Array, parts: int) -> jax.Array:

@@ -8,9 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from synthesizer_jax.data.pipeline import DataConfig
-from synthesizer_jax.sharding import batch_sharding, check_batch, make_mesh, partitioned
+from synthesizer_jax.sharding import (
+    Rows,
+    batch_sharding,
+    check_batch,
+    make_mesh,
+    partitioned,
+    replicated,
+)
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.state import TrainState, example_tokens, init_state, make_layout
 from synthesizer_jax.training.step import Batch, Metrics, make_train_step
@@ -42,6 +50,10 @@ class Trainer:
             out_shardings=(self.layout.shardings, None),
             compiler_options=compiler_options(self.mesh),
         )
+        self._any = jax.jit(
+            lambda flags, _: flags.max(), out_shardings=replicated(self.mesh), keep_unused=True
+        )
+        self._rows = Rows(data.batch_size, data.shards, batch_sharding(self.mesh))
         self._compiled: Callable[..., tuple[TrainState, Metrics]] | None = None
         self._key = jax.random.key(training.seed)
 
@@ -92,9 +104,33 @@ class Trainer:
             tokens=self.tokens,
         )
 
+    @property
+    def shards(self) -> list[int]:
+        """The data's virtual shards whose rows this process' devices take."""
+        return self._rows.shards_of(jax.process_index())
+
+    @property
+    def saved_shards(self) -> list[int]:
+        """Those of `shards` that no process before this one has too: their positions it saves."""
+        return self._rows.saved_by(jax.process_index())
+
     def put(self, batch: dict[str, np.ndarray]) -> Batch:
-        """A host batch, spread over the mesh."""
-        return jax.device_put(batch, batch_sharding(self.mesh))
+        """A host batch with the rows of `shards`, spread over the mesh."""
+        if jax.process_count() == 1:
+            return jax.device_put(batch, batch_sharding(self.mesh))
+        return {name: self._rows.place(x) for name, x in batch.items()}
+
+    def vote(self, flag: bool, *, after: jax.Array) -> jax.Array:
+        """Whether any process says yes, as a number; every process has to ask.
+
+        Args:
+          flag: this process' word.
+          after: something that the step makes, so that no two collectives are under way at a time.
+        """
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
+        own = np.full(self.mesh.size, flag, np.int32)
+        flags = jax.make_array_from_callback((self.mesh.size,), sharding, lambda where: own[where])
+        return self._any(flags, after)
 
     def trace(self) -> jax.stages.Traced:
         """The step for this experiment's shapes, to lower and compile; allocates nothing."""

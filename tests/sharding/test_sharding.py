@@ -96,6 +96,21 @@ def test_sizes_that_do_not_divide_are_one_sentence():
         DataConfig("m", 8, 8, 12)
 
 
+def test_sizes_within_and_between_slices():
+    assert MeshShape(fsdp=4).sizes(16, slices=2) == ((2, 4, 1), (2, 1, 1))
+    assert MeshShape(data=1, fsdp=-1, dcn_data=1, dcn_fsdp=-1).sizes(24, 3) == (
+        (1, 8, 1),
+        (1, 3, 1),
+    )
+    assert MeshShape().sizes(8) == ((8, 1, 1), (1, 1, 1))
+    with pytest.raises(ValueError, match=r"dcn_data=4, .* does not fit 2 slices: .* multiply to 2"):
+        MeshShape(dcn_data=4).sizes(16, slices=2)
+    with pytest.raises(ValueError, match=r"mesh data=3, .* does not fit 8 devices of a slice"):
+        MeshShape(data=3).sizes(16, slices=2)
+    with pytest.raises(ValueError, match="10 devices do not make 4 slices"):
+        MeshShape().sizes(10, slices=4)
+
+
 def test_mesh_without_tensor_parallelism_needs_no_divisible_heads():
     mesh = make_mesh(MeshShape(data=8))
     assert spec(("embed", "heads", "kv"), (5, 3, 7), mesh) == P(None, None, None)

@@ -1,0 +1,254 @@
+"""A short run, killed again and again, beside the same run undisturbed.
+
+    python benchmarks/reliability.py --kills 10
+
+At random moments one process of the group gets SIGKILL or SIGTERM; the run is started again, every few
+kills with another number of processes that have the same eight devices. A kill comes so many steps after
+a start, or so many seconds: also while modules load, data is read, programs are compiled, checkpoints are
+written. At the end every step must have read the examples that the undisturbed run read (`data_checksum`),
+and have its loss to a relative 1e-4. The script fails where it is not so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import os
+import pathlib
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import report
+
+from synthesizer_jax.data import embedded
+from synthesizer_jax.training.checkpoints import finished_steps
+from synthesizer_jax.training.metrics import METRICS_FILE, read_metrics
+from synthesizer_jax.training.survival import EXIT_PREEMPTED
+
+RECIPE = pathlib.Path(__file__).with_name("reliability_run.py")
+DEVICES = 8
+TOLERANCE = 1e-4
+
+EXPECTED = {
+    "SIGKILL": {128 + signal.SIGKILL},
+    "SIGTERM": {EXIT_PREEMPTED, 128 + signal.SIGTERM},  # the latter before anything has begun
+}
+"""Exit codes of a group of which one process got the signal."""
+
+
+def main() -> None:
+    """Runs the campaign and prints what became of it."""
+    args = parse()
+    with tempfile.TemporaryDirectory() as place:
+        found = Campaign(args, pathlib.Path(place)).run()
+    kills, losses = found["kills"], found["losses"]
+    text = (
+        f"{len(kills)} kills over {found['steps']} steps of `benchmarks/reliability_run.py` on "
+        f"{DEVICES} CPU devices. *Lost* are steps done again.\n\n"
+        + report.table(
+            summary(kills),
+            {
+                "processes": "processes|d",
+                "signal": "signal",
+                "kills": "kills|d",
+                "codes": "exit codes (times)",
+                "seconds": "group gone after, s: median|.1f",
+                "slowest": "slowest|.1f",
+                "lost": "steps lost|d",
+            },
+        )
+        + f"\n\nExamples of all steps as in the undisturbed run: {'yes' if found['same'] else 'NO'}. "
+        f"Largest relative difference of a loss: {max(losses):.1e}; losses equal to the last bit: "
+        f"{sum(x == 0 for x in losses)} of {len(losses)}."
+    )
+    name = f"reliability {args.kills}"
+    report.write(name, text, result=found, options=args, facts=report.machine())
+    if found["problems"]:
+        raise SystemExit("\n".join(found["problems"]))
+
+
+@dataclasses.dataclass
+class Kill:
+    """One kill.
+
+    Attributes:
+      processes: of the group.
+      signal: its name.
+      moment: how it was chosen.
+      code: the group's exit code.
+      seconds: from the signal until the group was gone.
+      step: the last one logged.
+      saved: the newest checkpoint's step then.
+    """
+
+    processes: int
+    signal: str
+    moment: str
+    code: int
+    seconds: float
+    step: int
+    saved: int
+
+
+class Campaign:
+    """The two runs.
+
+    Args:
+      args: the command line.
+      place: an empty directory.
+    """
+
+    def __init__(self, args: argparse.Namespace, place: pathlib.Path):
+        self.args, self.place = args, place
+        self.random = random.Random(args.seed)
+        self.steps = 2 * args.kills * args.stride
+        embedded.prepare(place / "data")
+
+    def run(self) -> dict[str, Any]:
+        """Everything that was seen, and the problems."""
+        began = time.perf_counter()
+        process = self.start("undisturbed", 1)
+        self.wait_for(process, "undisturbed", step=1)
+        self.longest = 1.5 * (time.perf_counter() - began)  # a start that compiles
+        problems = [] if process.wait() == 0 else ["the undisturbed run failed"]
+        kills: list[Kill] = []
+        while len(kills) < self.args.kills:
+            processes = self.args.processes[
+                len(kills) // self.args.every % len(self.args.processes)
+            ]
+            kill = self.leg(processes)
+            if kill is None:
+                problems.append(f"the run ended after {len(kills)} kills; raise --stride")
+                break
+            print(f"{len(kills) + 1}: {kill}", file=sys.stderr, flush=True)
+            kills.append(kill)
+            if kill.code not in EXPECTED[kill.signal]:
+                problems.append(f"exit code {kill.code} after {kill.signal} at step {kill.step}")
+        if self.start("killed", 1).wait() != 0:
+            problems.append("the last start did not reach the end")
+        mine, theirs = self.lines("killed"), self.lines("undisturbed")
+        same = [(r["step"], r["data_checksum"]) for r in mine] == [
+            (r["step"], r["data_checksum"]) for r in theirs
+        ]
+        losses = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(mine, theirs, strict=False)]
+        if not same or len(mine) != self.steps:
+            problems.append("the steps did not read the same examples")
+        if max(losses) > TOLERANCE:
+            problems.append(f"a loss is off by {max(losses):.1e}")
+        rows = [dataclasses.asdict(kill) for kill in kills]
+        return {
+            "steps": self.steps,
+            "kills": rows,
+            "same": same,
+            "losses": losses,
+            "problems": problems,
+        }
+
+    def leg(self, processes: int) -> Kill | None:
+        """Starts the run, kills one of its processes; None where the run ended before."""
+        name = self.random.choice(["SIGKILL", "SIGTERM"])
+        done = self.last_step("killed")
+        process = self.start("killed", processes)
+        if self.random.choice(self.args.moments) == "step":
+            step = done + self.random.randint(1, self.args.stride)
+            moment = f"step {step}"
+            self.wait_for(process, "killed", step=step)
+            time.sleep(self.random.uniform(0, 0.5))
+        else:
+            seconds = self.random.uniform(1, self.longest)
+            moment = f"second {seconds:.1f}"
+            time.sleep(seconds)
+        if not (children := children_of(process.pid)):
+            if process.wait() == 0:
+                return None
+            raise SystemExit(
+                f"the run failed by itself:\n{(self.place / 'log').read_text()[-3000:]}"
+            )
+        began = time.perf_counter()
+        os.kill(self.random.choice(children), signal.Signals[name])
+        code = process.wait()
+        if code == 0:
+            return None
+        saved = max(finished_steps(self.place / "killed" / "checkpoints"), default=0)
+        seconds, last = time.perf_counter() - began, self.last_step("killed")
+        return Kill(processes, name, moment, code, seconds, last, saved)
+
+    def start(self, workdir: str, processes: int) -> subprocess.Popen[bytes]:
+        """The real training command on so many processes."""
+        command = [
+            *(sys.executable, "-m", "synthesizer_jax", "local"),
+            *("--processes", str(processes), "--devices", str(DEVICES // processes), "--"),
+            *("train", str(RECIPE), "--workdir", str(self.place / workdir), "--quiet"),
+            *("--data-dir", str(self.place / "data"), "--set", f"training.steps={self.steps}"),
+        ]
+        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+        environment["JAX_ENABLE_COMPILATION_CACHE"] = "true"
+        environment["JAX_COMPILATION_CACHE_DIR"] = str(self.place / "compiled")
+        log = (self.place / "log").open("ab")
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+    def wait_for(self, process: subprocess.Popen[bytes], workdir: str, *, step: int) -> None:
+        """Returns when a step is logged, or the process has ended."""
+        while process.poll() is None and self.last_step(workdir) < step:
+            time.sleep(0.05)
+
+    def lines(self, workdir: str) -> list[dict[str, Any]]:
+        """What the steps logged."""
+        path = self.place / workdir / METRICS_FILE
+        records = read_metrics(path) if path.exists() else []
+        return [r for r in records if r["kind"] == "train"]
+
+    def last_step(self, workdir: str) -> int:
+        """The newest step that is logged."""
+        return max((r["step"] for r in self.lines(workdir)), default=0)
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started (Linux)."""
+    try:
+        text = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
+    except FileNotFoundError:
+        return []
+    return [int(x) for x in text.split()]
+
+
+def summary(kills: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each number of processes and signal."""
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = collections.defaultdict(list)
+    for kill in kills:
+        groups[kill["processes"], kill["signal"]].append(kill)
+    rows = []
+    for (processes, name), found in sorted(groups.items()):
+        codes = collections.Counter(k["code"] for k in found)
+        rows.append(
+            {
+                "processes": processes,
+                "signal": name,
+                "kills": len(found),
+                "codes": ", ".join(f"{code} ({n})" for code, n in sorted(codes.items())),
+                "seconds": statistics.median(k["seconds"] for k in found),
+                "slowest": max(k["seconds"] for k in found),
+                "lost": sum(max(0, k["step"] - k["saved"]) for k in found),
+            }
+        )
+    return rows
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = report.arguments(__doc__, kills=10, stride=20, every=3, seed=0)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    moments = ("step", "second")
+    parser.add_argument("--moments", nargs="+", choices=moments, default=moments)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

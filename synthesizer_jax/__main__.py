@@ -1,0 +1,6 @@
+"""`python -m synthesizer_jax` is the command `synthesizer-jax`."""
+
+from synthesizer_jax.cli.main import run
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,85 @@
+"""`synthesizer-jax local`: several processes on one machine, as on the hosts of a pod."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from synthesizer_jax.sharding.hosts import ADDRESS, PROCESS, PROCESSES
+from synthesizer_jax.training.survival import EXIT_PREEMPTED
+
+
+def local(
+    command: Annotated[
+        list[str], typer.Argument(help="A command of synthesizer-jax, after two dashes.")
+    ],
+    processes: Annotated[int, typer.Option(min=1, help="How many processes.")] = 2,
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, help="CPU devices of each process; default: as many as JAX."),
+    ] = None,
+) -> None:
+    """Run a command as several processes on this machine that train as one.
+
+    When one of them ends with an error the others are ended at once; SIGTERM goes to all.
+
+    Example: synthesizer-jax local --processes 2 --devices 4 -- train quickstart --workdir runs/rv
+    """
+    environment = {} if devices is None else {"JAX_NUM_CPU_DEVICES": str(devices)}
+    arguments = [sys.executable, "-m", "synthesizer_jax", *command]
+    raise typer.Exit(run_group(arguments, processes, environment))
+
+
+def run_group(command: Sequence[str], processes: int, environment: dict[str, str]) -> int:
+    """Runs a group to its end.
+
+    Args:
+      command: of every process.
+      processes: how many.
+      environment: further variables.
+
+    Returns:
+      The exit code: 0 where all ended well, else that of the first that did not; 128 and the number
+      of the signal where one ended it.
+    """
+    shared = {**os.environ, **environment, ADDRESS: f"127.0.0.1:{free_port()}"}
+    shared[PROCESSES] = str(processes)
+    group = {}
+    for index in range(processes):
+        process = subprocess.Popen(command, env={**shared, PROCESS: str(index)})
+        group[process.pid] = process
+    old = signal.signal(signal.SIGTERM, lambda *_: send(group, signal.SIGTERM))
+    code = 0
+    try:
+        while group:
+            pid, status = os.wait()
+            if group.pop(pid, None) is None:
+                continue
+            own = os.waitstatus_to_exitcode(status)
+            own = 128 - own if own < 0 else own
+            code = code or own
+            if own not in (0, EXIT_PREEMPTED):
+                send(group, signal.SIGKILL)
+    finally:
+        send(group, signal.SIGKILL)
+        signal.signal(signal.SIGTERM, old)
+    return code
+
+
+def send(group: dict[int, subprocess.Popen[bytes]], number: int) -> None:
+    """A signal to all that still run."""
+    for pid in list(group):
+        os.kill(pid, number)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

@@ -1,0 +1,105 @@
+"""`synthesizer-jax plan`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from synthesizer_jax.training.ahead import Compiled
+    from synthesizer_jax.training.experiment import Experiment
+    from synthesizer_jax.training.plan import Plan
+
+GIB = 2**30
+
+
+def plan(
+    recipe: Annotated[
+        str, typer.Argument(help="FILE.py[:recipe], or the name of a packaged recipe.")
+    ],
+    topology: Annotated[str, typer.Option(help="Chips of a slice, such as v5p:4x4x8.")],
+    slices: Annotated[int, typer.Option(help="How many such slices.")] = 1,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the step with libtpu; minutes, no TPU.")
+    ] = False,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change a field, such as --set mesh.fsdp=8."),
+    ] = None,
+) -> None:
+    """Say what a recipe needs of every TPU chip and what would fit; needs no TPU, allocates nothing.
+
+    Example: synthesizer-jax plan cotrain_glue_super_glue:rv_base --topology v5e:4x4
+    """
+    import jax
+
+    from synthesizer_jax.cli.recipes import load_recipe
+    from synthesizer_jax.sharding import chips
+    from synthesizer_jax.training.plan import advise, make_plan
+
+    jax.config.update("jax_platforms", "cpu")  # an installed libtpu would look for a TPU
+    experiment = load_recipe(recipe, overrides or ())
+    place = chips.topology(topology, slices)
+    found = make_plan(experiment, place)
+    show(found)
+    if compiled:
+        from synthesizer_jax.training.ahead import compiled_plan
+
+        show_compiled(compiled_plan(experiment, place), found)
+    ways = advise(experiment, place)
+    if not ways:
+        typer.echo("\nnothing fits: use more chips, a smaller batch or training.micro_batches")
+        return
+    typer.echo("\nwhat fits, the least costly first:")
+    for changed, way in ways:
+        typer.echo(f"  {settings(changed):<64} {way.needs.total / GIB:7.2f} GiB a device")
+
+
+def show(plan: Plan) -> None:
+    """Prints a plan."""
+    from rich.console import Console
+    from rich.table import Table
+
+    place, needs = plan.topology, plan.needs
+    mesh = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
+    slices = f"{place.slices} × " if place.slices > 1 else ""
+    typer.echo(f"{slices}{place.name}: {place.chips} chips, mesh {mesh}; {plan.rows} rows a device")
+    table = Table("on one device", box=None)
+    table.add_column("GiB", justify="right")
+    for name in ("parameters", "optimizer", "gradients", "copies", "activations", "total"):
+        table.add_row(name, f"{getattr(needs, name) / GIB:.2f}")
+    table.add_row("memory", f"{plan.capacity / GIB:.0f}")
+    Console().print(table)
+    verdict = "fits" if plan.fits else "does not fit"
+    typer.echo(
+        f"{verdict}; {plan.flops / 1e12:,.1f} TFLOP a step: {1e3 * plan.seconds:,.1f} ms at "
+        f"{place.chip.name}'s peak ({place.chip.source})"
+    )
+
+
+def show_compiled(compiled: Compiled, plan: Plan) -> None:
+    """Prints what the compiler says."""
+    costs, needed = compiled.costs, compiled.arguments + compiled.temporaries
+    typer.echo(
+        f"\ncompiled in {compiled.seconds:.0f} s; on one device {compiled.arguments / GIB:.2f} GiB of "
+        f"state and batch, {compiled.temporaries / GIB:.2f} GiB of temporaries, "
+        f"{'fits' if needed <= plan.capacity else 'DOES NOT FIT'} {plan.capacity / GIB:.0f} GiB\n"
+        f"a step: {costs.flops / 1e12:.2f} TFLOP and {costs.bytes / 1e9:.1f} GB a device, "
+        f"{1e3 * compiled.roofline:.1f} ms if the busier of the two never waited"
+    )
+    for kind, size in costs.collectives.items():
+        typer.echo(f"  {kind:<20} {size / 1e6:12,.1f} MB")
+
+
+def settings(experiment: Experiment) -> str:
+    """What to type for a mesh and a remat."""
+    from synthesizer_jax.models import stacks
+
+    mesh = experiment.mesh
+    parts = [f"--set mesh.{axis}={getattr(mesh, axis)}" for axis in ("data", "fsdp", "tensor")]
+    parts = parts[:1] if mesh.fsdp == mesh.tensor == 1 else parts
+    remat = next(iter(stacks(experiment.model).values())).remat
+    if remat is not None:
+        parts += [f"--set model.{name}.remat={remat}" for name in stacks(experiment.model)]
+    return " ".join(parts)

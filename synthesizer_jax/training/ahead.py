@@ -1,0 +1,182 @@
+"""The training step as TPU compilers see it, without a TPU: libtpu compiles on any machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from synthesizer_jax.models import stacks
+from synthesizer_jax.registry import replace
+from synthesizer_jax.sharding.chips import Topology
+from synthesizer_jax.training.experiment import Experiment
+from synthesizer_jax.training.trainer import Trainer
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+"""Bytes of a number, by XLA's names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What one device does in a step; sums and multiples make sense.
+
+    Attributes:
+      flops: floating-point operations.
+      bytes: moved between memory and cores.
+      collectives: bytes that collectives of a kind make on this device.
+    """
+
+    flops: float
+    bytes: float
+    collectives: dict[str, float]
+
+    def plus(self, other: Costs, times: float = 1.0) -> Costs:
+        """``self + times · other``."""
+        names = self.collectives.keys() | other.collectives.keys()
+        return Costs(
+            self.flops + times * other.flops,
+            self.bytes + times * other.bytes,
+            {
+                n: self.collectives.get(n, 0.0) + times * other.collectives.get(n, 0.0)
+                for n in sorted(names)
+            },
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled training step.
+
+    Attributes:
+      seconds: that compiling took.
+      arguments: bytes on a device of what the step is given: state and batch.
+      temporaries: bytes on a device that it needs besides.
+      costs: of a device in a step.
+      roofline: seconds of a step if the busier of arithmetic and memory never waited.
+    """
+
+    seconds: float
+    arguments: int
+    temporaries: int
+    costs: Costs
+    roofline: float
+
+
+def compile_step(experiment: Experiment, topology: Topology) -> jax.stages.Compiled:
+    """Compiles the training step for chips that are not here.
+
+    Raises:
+      ValueError: libtpu is not installed, or does not know the topology or the mesh on it.
+    """
+    return Trainer(experiment, devices=devices_of(topology)).trace().lower().compile()
+
+
+def devices_of(topology: Topology) -> list[Any]:
+    """The devices of a topology, for compiling only.
+
+    Raises:
+      ValueError: libtpu is not installed or does not know the topology.
+    """
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server: there is no TPU
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    slices = {} if topology.slices == 1 else {"num_slices": topology.slices}
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **slices)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"{topology.name} cannot be compiled for ({' '.join(str(error).split())[:200]}); "
+            "pip install 'jax[tpu]', and choose a topology that exists"
+        ) from error
+    return list(found.devices)
+
+
+def compiled_plan(experiment: Experiment, topology: Topology) -> Compiled:
+    """Compiles a step and reads what it needs and does.
+
+    The compiler counts a loop's body once. So what is done is taken from models of one and two layers,
+    unrolled, and multiplied out; what memory it needs, from the model as it is.
+    """
+    began = time.perf_counter()
+    whole = compile_step(experiment, topology)
+    seconds = time.perf_counter() - began
+    memory: Any = whole.memory_analysis()
+    costs = extrapolated(experiment, topology)
+    chip = topology.chip
+    times = (
+        costs.flops * chip.devices / chip.flops,
+        costs.bytes * chip.devices / chip.bandwidth,
+    )
+    return Compiled(
+        seconds=seconds,
+        arguments=memory.argument_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        costs=costs,
+        roofline=max(times),
+    )
+
+
+def extrapolated(experiment: Experiment, topology: Topology) -> Costs:
+    """The costs of all layers, from those of the first and the second layer of every run."""
+    first = costs_of(compile_step(with_layers(experiment), topology))
+    total = first
+    for name, stack in stacks(experiment.model).items():
+        for index, run in enumerate(stack.runs):
+            if run.repeats > 1:
+                second = costs_of(compile_step(with_layers(experiment, name, index), topology))
+                total = total.plus(second.plus(first, -1.0), run.repeats - 1)
+    return total
+
+
+def with_layers(
+    experiment: Experiment, stack: str | None = None, index: int | None = None
+) -> Experiment:
+    """The experiment with one layer in every run, unrolled; with two in one run of a stack."""
+    changed = {}
+    for name, found in stacks(experiment.model).items():
+        runs = tuple(
+            replace(run, repeats=2 if (name, i) == (stack, index) else 1)
+            for i, run in enumerate(found.runs)
+        )
+        changed[name] = replace(found, runs=runs, scan=False)
+    return replace(experiment, model=replace(experiment.model, **changed))
+
+
+def costs_of(compiled: jax.stages.Compiled) -> Costs:
+    """What the compiler says of a program, and its collectives."""
+    analysis: Any = compiled.cost_analysis()
+    found: dict[str, float] = {}
+    for kind, size in collectives(compiled.as_text() or ""):
+        found[kind] = found.get(kind, 0.0) + size
+    return Costs(analysis["flops"], analysis["bytes accessed"], found)
+
+
+def collectives(text: str) -> Iterator[tuple[str, int]]:
+    """Kind and bytes of every collective of a compiled program's text.
+
+    A collective that runs beside other work stands in the text several times, with one channel.
+    """
+    seen = set()
+    pattern = re.compile(rf"= (.+?) ({'|'.join(COLLECTIVES)})\(.*?channel_id=(\d+)")
+    for line in text.splitlines():
+        match = pattern.search(line)
+        if match and match[3] not in seen:
+            seen.add(match[3])
+            yield match[2], shape_bytes(match[1])
+
+
+def shape_bytes(text: str) -> int:
+    """Bytes of a shape, or a tuple of shapes, in XLA's notation."""
+    found = re.findall(r"([a-z]+\d*)\[([\d,]*)\]", text)
+    return sum(
+        WIDTHS.get(kind, 4) * math.prod(int(n) for n in sizes.split(",") if n)
+        for kind, sizes in found
+    )

@@ -1,0 +1,217 @@
+"""What a training step needs of every chip, from shapes alone: no device, nothing allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+from jax.sharding import AbstractMesh, AxisType
+
+from synthesizer_jax.models import stacks
+from synthesizer_jax.models.stack import REMAT_POLICIES
+from synthesizer_jax.registry import replace
+from synthesizer_jax.sharding import BATCH_AXES, MESH_AXES, MeshShape, check_batch
+from synthesizer_jax.sharding.chips import Topology
+from synthesizer_jax.training.experiment import Experiment
+from synthesizer_jax.training.state import example_tokens, make_layout
+from synthesizer_jax.training.step import loss_sums
+from synthesizer_jax.training.trainer import abstract_batch
+from synthesizer_jax.training.utilisation import step_flops
+
+REMATS: tuple[str | None, ...] = (None, "dots", "dots_with_no_batch_dims", "full")
+"""From the most memory and the least arithmetic to the opposite."""
+
+assert set(REMATS) == {None, *REMAT_POLICIES}
+
+USABLE = 0.9
+"""The share of a chip's memory that a plan fills; the compiler's own needs are in the rest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """Bytes on one device.
+
+    Attributes:
+      parameters: and constants.
+      optimizer: its state.
+      gradients: float32, laid out like the parameters.
+      copies: of parameters, in the precision of the computation, kept for the backward pass.
+      activations: kept for the backward pass, of one micro-batch; what ``tensor`` divides of them is
+        not taken off.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    copies: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(dataclasses.astuple(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """An experiment on a topology.
+
+    Attributes:
+      topology: the chips.
+      mesh: size of every mesh axis.
+      rows: of a micro-batch on one device.
+      needs: of one device, for the recipe as it is.
+      capacity: bytes of memory that one device has.
+      flops: of a step, on all devices together.
+    """
+
+    topology: Topology
+    mesh: dict[str, int]
+    rows: int
+    needs: Needs
+    capacity: int
+    flops: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the needs leave a tenth of the memory free."""
+        return self.needs.total <= USABLE * self.capacity
+
+    @property
+    def seconds(self) -> float:
+        """Of a step whose arithmetic runs at the chips' peak."""
+        return self.flops / (self.topology.chips * self.topology.chip.flops)
+
+
+def make_plan(experiment: Experiment, topology: Topology) -> Plan:
+    """Plans an experiment as it is.
+
+    Raises:
+      ValueError: mesh or batch do not fit the topology.
+    """
+    mesh = abstract_mesh(experiment.mesh, topology)
+    data, training = experiment.data, experiment.training
+    check_batch(data.batch_size, mesh, micro_batches=training.micro_batches)
+    ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    rows = data.batch_size // ways // training.micro_batches
+    tokens = example_tokens(data.inputs_length, data.targets_length)
+    _, layout = make_layout(experiment.model, training.optimizer, tokens=tokens, mesh=mesh)
+    state = layout.abstract
+    parameters = shard_bytes(state.params)
+    activations, copies = kept(experiment)
+    return Plan(
+        topology=topology,
+        mesh=dict(mesh.shape),
+        rows=rows,
+        needs=Needs(
+            parameters=parameters + shard_bytes(state.constants),
+            optimizer=shard_bytes(state.opt_state),
+            gradients=parameters,
+            copies=copies // (mesh.size // mesh.shape["data"]),
+            activations=rows * activations,
+        ),
+        capacity=topology.chip.memory // topology.chip.devices,
+        flops=step_flops(
+            experiment.model,
+            batch_size=data.batch_size,
+            inputs=data.inputs_length,
+            targets=data.targets_length,
+        ),
+    )
+
+
+def abstract_mesh(shape: MeshShape, topology: Topology) -> AbstractMesh:
+    """The mesh of a topology, without devices."""
+    within, between = shape.sizes(topology.devices, topology.slices)
+    sizes = tuple(a * b for a, b in zip(within, between, strict=True))
+    return AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def shard_bytes(tree: Any) -> int:
+    """Bytes of one device's part of abstract arrays with shardings."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+
+
+def kept(experiment: Experiment) -> tuple[int, int]:
+    """Bytes kept for the backward pass: for each row of the batch, and however many there are."""
+    one, two = (residual_bytes(experiment, rows) for rows in (1, 2))
+    return two - one, max(0, 2 * one - two)
+
+
+def residual_bytes(experiment: Experiment, rows: int) -> int:
+    """Bytes that the forward pass of so many rows leaves to the backward pass, parameters apart."""
+    model, data, training = experiment.model, experiment.data, experiment.training
+    config = dataclasses.replace(data, batch_size=rows, shards=1)
+    batch = abstract_batch(config)
+    tokens = example_tokens(data.inputs_length, data.targets_length)
+    variables = jax.eval_shape(
+        lambda key: model.init(key, *(jnp.zeros(t.shape, t.dtype) for t in tokens)),
+        jax.random.key(0),
+    )
+    params, constants = variables["params"], variables.get("constants", {})
+
+    def residuals(params: Any, constants: Any, batch: Any, key: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            own = {"params": params, **({"constants": constants} if constants else {})}
+            sums = loss_sums(
+                model,
+                own,
+                batch,
+                z_loss=training.z_loss,
+                label_smoothing=training.label_smoothing,
+                dropout_key=key,
+                max_segments=data.segments_per_row if data.pack else None,
+            )
+            return sums.total + sums.penalty
+
+        return jax.vjp(loss, params)[1]
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    jaxpr = jax.make_jaxpr(residuals)(params, constants, batch, key).jaxpr
+    left = {v for v in jaxpr.outvars if isinstance(v, jex_core.Var)} - set(jaxpr.invars)
+    kinds: list[Any] = [v.aval for v in left]
+    return sum(math.prod(kind.shape) * bytes_of(kind.dtype) for kind in kinds)
+
+
+def bytes_of(dtype: Any) -> int:
+    """Bytes of a number; random keys are two words."""
+    return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize
+
+
+def advise(experiment: Experiment, topology: Topology) -> list[tuple[Experiment, Plan]]:
+    """Ways to fit an experiment onto a topology, the least costly first.
+
+    Tried are: replicas alone, parameters shared by all devices of a slice, and besides products shared
+    by 2, 4 and 8; for each the `REMATS` in their order. The first that fits of every mesh is returned.
+    """
+    found = []
+    for mesh in meshes(topology):
+        for remat in REMATS:
+            changed = replace(with_remat(experiment, remat), mesh=mesh)
+            try:
+                plan = make_plan(changed, topology)
+            except ValueError:  # does not divide
+                break
+            if plan.fits:
+                found.append((changed, plan))
+                break
+    return found
+
+
+def meshes(topology: Topology) -> list[MeshShape]:
+    """Meshes worth trying, in the order of what they cost."""
+    shared = [MeshShape(data=1, fsdp=-1, tensor=t) for t in (1, 2, 4, 8)]
+    return [MeshShape(), *shared] if topology.devices > 1 else [MeshShape()]
+
+
+def with_remat(experiment: Experiment, remat: str | None) -> Experiment:
+    """The experiment with another `Stack.remat`."""
+    model = experiment.model
+    changed = {name: replace(stack, remat=remat) for name, stack in stacks(model).items()}
+    return replace(experiment, model=replace(model, **changed))

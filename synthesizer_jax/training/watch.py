@@ -1,0 +1,82 @@
+"""Is the run going on, and how much of its time was training?"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+EVENTS_FILE = "events.jsonl"
+
+
+class Watchdog:
+    """Prints where every thread stands when nothing has moved for a while, and goes on waiting.
+
+    Args:
+      seconds: of silence; 0 is never.
+    """
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+
+    def moved(self) -> None:
+        """Begins to wait anew."""
+        if self._seconds:
+            faulthandler.dump_traceback_later(self._seconds, repeat=True)
+
+    def close(self) -> None:
+        """Waits no more."""
+        if self._seconds:
+            faulthandler.cancel_dump_traceback_later()
+
+
+class Events:
+    """What happened to a run, and when, over all its processes' lives: ``events.jsonl``.
+
+    Args:
+      directory: the run's.
+      writes: False writes nothing: another process does.
+    """
+
+    def __init__(self, directory: pathlib.Path, *, writes: bool = True):
+        self._path = directory / EVENTS_FILE if writes else None
+
+    def write(self, event: str, *, step: int) -> None:
+        """Appends ``{"time": seconds since 1970, "event": …, "step": …}``."""
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": time.time(), "event": event, "step": step}) + "\n")
+
+
+def goodput(directory: pathlib.Path, seconds_per_step: float) -> float | None:
+    """The share of a run's time since its first start that its finished steps needed.
+
+    Compiling, evaluating, saving, waiting for machines and steps that were lost are the rest (Google's
+    *ML goodput*, without the share that the step itself could gain).
+
+    Args:
+      directory: the run's.
+      seconds_per_step: how long a step takes.
+
+    Returns:
+      From 0 to 1; None where the run has no events.
+    """
+    events = list(read_events(directory))
+    if not events:
+        return None
+    spent = events[-1]["time"] - events[0]["time"]
+    return min(1.0, events[-1]["step"] * seconds_per_step / spent) if spent > 0 else None
+
+
+def read_events(directory: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """A run's events in order; a line that a killed process left unfinished is none."""
+    path = directory / EVENTS_FILE
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("\n"):
+                yield json.loads(line)

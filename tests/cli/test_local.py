@@ -1,0 +1,94 @@
+"""Several processes on one machine: the same run as in one."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from synthesizer_jax.data import embedded
+
+pytestmark = pytest.mark.hosts
+
+STEPS = 6
+RECIPE = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "reliability_run.py"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> pathlib.Path:
+    """A directory with the embedded data sets."""
+    place = tmp_path_factory.mktemp("local")
+    embedded.prepare(place / "data")
+    return place
+
+
+def command(place, workdir, processes, *settings):
+    return [
+        *(sys.executable, "-m", "synthesizer_jax", "local"),
+        *("--processes", str(processes), "--devices", str(8 // processes), "--"),
+        *("train", str(RECIPE), "--workdir", str(place / workdir)),
+        *("--data-dir", str(place / "data"), "--quiet", *settings),
+    ]
+
+
+def environment(place):
+    """Without what the tests themselves run under."""
+    own = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    own |= {
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    }
+    return {**own, "JAX_COMPILATION_CACHE_DIR": str(place / "compiled")}
+
+
+def run(place, workdir, processes, *settings, code=0):
+    result = subprocess.run(
+        command(place, workdir, processes, *settings),
+        env=environment(place),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == code, result.stderr
+    return result.stderr
+
+
+def lines(place, workdir, kind="train"):
+    text = (place / workdir / "metrics.jsonl").read_text()
+    return [r for r in map(json.loads, text.splitlines()) if r["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def alone(place):
+    """The run of one process with eight devices."""
+    run(place, "alone", 1)
+    return lines(place, "alone")
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_more_processes_train_the_same(place, alone, processes):
+    said = run(place, f"p{processes}", processes)
+    assert f"{processes} processes with {8 // processes} devices each" in said
+    found = lines(place, f"p{processes}")
+    assert [r["step"] for r in found] == list(range(1, STEPS + 1))
+    assert [r["data_checksum"] for r in found] == [r["data_checksum"] for r in alone]
+    assert len({r["data_checksum"] for r in alone}) == STEPS
+    for name in ("loss", "gradient_norm"):
+        assert [r[name] for r in found] == pytest.approx([r[name] for r in alone], rel=1e-4)
+    (measured,), (expected,) = (lines(place, w, "eval") for w in (f"p{processes}", "alone"))
+    assert measured["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+
+
+def test_three_kills_change_nothing(tmp_path):
+    script, found = RECIPE.with_name("reliability.py"), tmp_path / "found.json"
+    options = "--kills 3 --stride 10 --every 1 --seed 7 --moments step --processes 2 1 --json"
+    result = subprocess.run(
+        [sys.executable, str(script), *options.split(), str(found)], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    result = json.loads(found.read_text())
+    assert len(result["kills"]) == 3
+    assert result["same"]
+    assert len(result["losses"]) == result["steps"] == 60

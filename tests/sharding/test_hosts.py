@@ -1,0 +1,116 @@
+"""Finding one's place among several processes, and what is said when some are missing."""
+
+import contextlib
+import socket
+import threading
+
+import pytest
+
+from synthesizer_jax.sharding import hosts
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """Sets environment variables; without it none of a group are set."""
+    for name in (hosts.ADDRESS, hosts.PROCESSES, hosts.PROCESS, "TPU_WORKER_HOSTNAMES"):
+        monkeypatch.delenv(name, raising=False)
+
+    def put(**values):
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return put
+
+
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_one_process_alone_starts_nothing(variables):
+    said = []
+    hosts.start(said.append)
+    assert said == []
+
+
+def test_the_variables_name_a_place(variables):
+    variables(
+        JAX_COORDINATOR_ADDRESS="host:1234", SYNTHESIZER_PROCESSES="4", SYNTHESIZER_PROCESS="3"
+    )
+    assert hosts.find_place(1) == hosts.Place("host:1234", 4, 3)
+
+
+def test_half_named_places_are_refused(variables):
+    variables(SYNTHESIZER_PROCESSES="2")
+    with pytest.raises(ValueError, match="without JAX_COORDINATOR_ADDRESS and SYNTHESIZER_PROCESS"):
+        hosts.find_place(1)
+    variables(JAX_COORDINATOR_ADDRESS="host:1", SYNTHESIZER_PROCESS="2")
+    with pytest.raises(ValueError, match="PROCESS=2 is not a number below SYNTHESIZER_PROCESSES=2"):
+        hosts.find_place(1)
+
+
+def test_slurm_is_found(variables, monkeypatch):
+    variables(
+        SLURM_JOB_ID="77",
+        SLURM_NTASKS="2",
+        SLURM_PROCID="1",
+        SLURM_LOCALID="0",
+        SLURM_STEP_NODELIST="node[7-8]",
+        SLURM_STEP_NUM_NODES="2",
+    )
+    place = hosts.find_place(1)
+    assert (place.count, place.index, place.address.split(":")[0]) == (2, 1, "node7")
+
+
+def test_cloud_tpus_get_the_port_that_is_open(variables, monkeypatch):
+    monkeypatch.delenv("JAX_COORDINATOR_PORT", raising=False)
+    variables(TPU_WORKER_HOSTNAMES="a,b", TPU_WORKER_ID="1")
+    hosts.find_place(1)
+    assert hosts.os.environ["JAX_COORDINATOR_PORT"] == hosts.OPEN_PORT
+
+
+def test_all_are_called_and_answer():
+    address, said = f"127.0.0.1:{port()}", []
+    places = [hosts.Place(address, 3, index) for index in range(3)]
+    threads = [
+        threading.Thread(
+            target=hosts.call_roll, args=(p, said.append), kwargs={"patience": 30, "timeout": 30}
+        )
+        for p in places[::-1]
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+    assert said == []
+
+
+def test_missing_processes_are_named():
+    said = []
+    address = f"127.0.0.1:{port()}"
+
+    def come():
+        with contextlib.suppress(RuntimeError):  # the group never starts
+            hosts.call_roll(hosts.Place(address, 4, 2), said.append, patience=30, timeout=3)
+
+    other = threading.Thread(target=come)
+    other.start()
+    with pytest.raises(RuntimeError, match=r"2 of 4 processes did not come within 2 s: 1, 3;"):
+        hosts.call_roll(hosts.Place(address, 4, 0), said.append, patience=1, timeout=2)
+    assert said[-1].startswith("waiting for 2 of 4 processes: 1, 3; is the program running")
+    other.join()
+
+
+def test_a_process_that_reaches_nobody_says_so():
+    said = []
+    place = hosts.Place(f"127.0.0.1:{port()}", 2, 1)
+    with pytest.raises(
+        RuntimeError, match=r"process 1 of 2 cannot reach process 0 at 127\.0\.0\.1"
+    ):
+        hosts.call_roll(place, said.append, patience=0.1, timeout=0.5)
+    assert said[0] == f"process 1 is waiting for process 0 at {place.address}"
+
+
+def test_ranges():
+    assert hosts.ranges([1, 2, 3, 7, 9, 10]) == "1 to 3, 7, 9 to 10"
