@@ -95,13 +95,13 @@ def attend(
     unpack, route = _plan(terms, mask, q_length, k_length, implementation)
     values = drop_values(values, dropout_rate, dropout_key)
 
-    def run(terms: Terms, values: jax.Array, mask: Mask) -> jax.Array:
+    def run(terms: Terms, values: jax.Array, mask: Mask, q_length: int) -> jax.Array:
         function = functools.partial(attend_unpacked, ROUTES[route]) if unpack else ROUTES[route]
         return function(terms, values, mask=mask, q_length=q_length)
 
     if partition is not None and (unpack or route != "reference"):
-        return partition.spread(run)(terms, values, mask)
-    return run(terms, values, mask)
+        return partition.spread(run, q_length)(terms, values, mask)
+    return run(terms, values, mask, q_length)
 
 
 def attention_weights(

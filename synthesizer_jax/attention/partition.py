@@ -8,12 +8,22 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.terms import Terms
+from synthesizer_jax.attention.terms import (
+    LowRank,
+    Outer,
+    Relative,
+    Static,
+    Term,
+    Terms,
+    diagonals,
+)
 
-Route = Callable[[Terms, jax.Array, Mask], jax.Array]
+Route = Callable[[Terms, jax.Array, Mask, int], jax.Array]
+Axes = tuple[str, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,18 +34,27 @@ class Partition:
     so a route runs once per device, on that device's examples and heads. The cotangents of what
     examples share are summed over the batch axes.
 
+    Queries may be divided too, where every key may be seen (encoders): keys and values are gathered, and
+    a device makes the rows of the logits that belong to its queries.
+
     Attributes:
       mesh: the mesh.
       batch: names of the axes that divide the batch.
       heads: names of the axes that divide the heads.
+      sequence: names of the axes that divide the length of what the batch's rows hold.
     """
 
     mesh: jax.sharding.Mesh
     batch: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
+    sequence: tuple[str, ...] = ()
 
-    def spread(self, route: Route) -> Route:
-        """The route on every device's own examples and heads.
+    def spread(self, route: Route, q_length: int) -> Callable[..., jax.Array]:
+        """The route on every device's own examples, heads and queries.
+
+        Args:
+          route: called with its number of queries last.
+          q_length: number of all queries.
 
         Raises:
           ValueError: when called, if an axis of the values does not divide by its mesh axes.
@@ -44,19 +63,28 @@ class Partition:
         def run(terms: Terms, values: jax.Array, mask: Mask) -> jax.Array:
             self._check("batch", self.batch, values.shape[0])
             self._check("heads", self.heads, values.shape[2])
-            inputs, offset = (terms, values), mask.query_offset
+            offset, divided = mask.query_offset, self._divides(terms, mask, q_length)
+            count = q_length // self._size(self.sequence) if divided else q_length
 
             def inside(terms: Terms, values: jax.Array, mask: Mask) -> jax.Array:
                 if isinstance(offset, int):  # stays known while tracing
                     mask = dataclasses.replace(mask, query_offset=offset)
-                return route(terms, values, mask)
+                if divided:
+                    first = jax.lax.axis_index(self.sequence) * count
+                    terms, mask = own_queries(terms, mask, first, count, values.shape[1])
+                return route(terms, values, mask, count)
 
+            queries = self.sequence if divided else None
             spread = jax.shard_map(
                 inside,
                 mesh=self.mesh,
-                in_specs=(*jax.tree.map(self._spec, inputs), self._mask_spec(mask)),
-                out_specs=self._spec(values),
-                axis_names={*self.batch, *self.heads},
+                in_specs=(
+                    tuple(self._term_spec(term, queries) for term in terms),
+                    self._spec(values),
+                    self._mask_spec(mask, queries),
+                ),
+                out_specs=self._spec(values, queries),
+                axis_names={*self.batch, *self.heads, *self.sequence},
                 check_vma=False,
             )
             return spread(terms, values, mask)
@@ -90,40 +118,85 @@ class Partition:
     @property
     def ways(self) -> int:
         """How many parts the batch is cut into."""
-        return math.prod(self.mesh.shape[axis] for axis in self.batch)
+        return self._size(self.batch)
 
     def constrain(self, x: jax.Array) -> jax.Array:
-        """The same activations ``[b, ...]``, whose rows, and their cotangents', stay on their devices.
+        """The same activations ``[b, n, ...]``, they and their cotangents kept on their devices.
 
         Left to itself the compiler lays a cotangent out like the parameter that it meets, and moves it.
         """
         if x.shape[0] % self.ways:
             return x
-        sharding = NamedSharding(self.mesh, PartitionSpec(self.batch))
+        length = None if x.shape[1] % self._size(self.sequence) else self.sequence
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.batch, length))
         return jax.lax.with_sharding_constraint(x, sharding)
 
-    def _spec(self, x: jax.Array) -> PartitionSpec:
+    def _size(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def _divides(self, terms: Terms, mask: Mask, q_length: int) -> bool:
+        """Whether the queries are divided."""
+        ways = self._size(self.sequence)
+        patterns = (mask.prefix_lengths, mask.query_segments, mask.allowed, mask.window)
+        everything = not mask.causal and all(pattern is None for pattern in patterns)
+        logits = all(isinstance(t, LowRank | Outer | Static | Relative) for t in terms)
+        return ways > 1 and q_length % ways == 0 and everything and logits
+
+    def _term_spec(self, term: Term, queries: Axes) -> Any:
+        if isinstance(term, LowRank):
+            own: Any = {"queries": self._spec(term.queries, queries), "keys": self._spec(term.keys)}
+            return dataclasses.replace(term, **own)
+        if isinstance(term, Static):
+            logits: Any = PartitionSpec(self.heads, queries)
+            return dataclasses.replace(term, logits=logits)
+        if isinstance(term, Outer):
+            return jax.tree.map(lambda x: self._spec(x, queries), term)
+        return jax.tree.map(self._spec, term)
+
+    def _spec(self, x: jax.Array, length: Axes = None) -> PartitionSpec:
         """Of arrays ``[b or 1, n, h, r]``, ``[h, ...]`` and ``[q]``."""
         if x.ndim == 1:
             return PartitionSpec()
         if x.ndim < 4:
             return PartitionSpec(self.heads)
-        return PartitionSpec(self.batch if x.shape[0] > 1 else None, None, self.heads)
+        return PartitionSpec(self.batch if x.shape[0] > 1 else None, length, self.heads)
 
-    def _mask_spec(self, mask: Mask) -> Mask:
+    def _mask_spec(self, mask: Mask, queries: Axes) -> Mask:
         allowed = None
         if mask.allowed is not None:
             batch, heads = (n > 1 for n in mask.allowed.shape[:2])
             allowed = PartitionSpec(self.batch if batch else None, self.heads if heads else None)
-        rest = dataclasses.replace(mask, allowed=None, query_offset=None)
+        valid = None if mask.query_valid is None else PartitionSpec(self.batch, queries)
+        rest = dataclasses.replace(mask, allowed=None, query_offset=None, query_valid=None)
         rest = jax.tree.map(lambda _: PartitionSpec(self.batch), rest)
-        return dataclasses.replace(rest, allowed=allowed, query_offset=PartitionSpec())
+        return dataclasses.replace(
+            rest, allowed=allowed, query_offset=PartitionSpec(), query_valid=valid
+        )
 
     def _check(self, name: str, axes: tuple[str, ...], size: int) -> None:
-        devices = math.prod(self.mesh.shape[axis] for axis in axes)
+        devices = self._size(axes)
         if size % devices:
             fits = [n for n in (size // devices * devices, -(-size // devices) * devices) if n]
             raise ValueError(
                 f"attend: {name}={size} does not divide by the {devices} devices of mesh axes "
                 f"{axes}; the nearest that do: {' and '.join(map(str, fits))}"
             )
+
+
+def own_queries(
+    terms: Terms, mask: Mask, first: jax.Array, count: int, k_length: int
+) -> tuple[Terms, Mask]:
+    """Terms and mask of the queries from `first` on; what has an axis of queries is cut already."""
+    offset = first + mask.query_offset
+    own = tuple(
+        Relative(diagonals(term, count, k_length, offset), 1 - count)
+        if isinstance(term, Relative)
+        else term
+        for term in terms
+    )
+    lengths = mask.query_lengths
+    if lengths is not None:
+        lengths = jnp.clip(lengths - first, 0, count)
+    return own, dataclasses.replace(
+        mask, query_lengths=lengths, query_offset=0, self_attention=False
+    )

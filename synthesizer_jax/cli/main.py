@@ -11,6 +11,7 @@ import typer
 from synthesizer_jax.cli.compiled import keep_compiled
 from synthesizer_jax.cli.data import app as data
 from synthesizer_jax.cli.distill import distill
+from synthesizer_jax.cli.doctor import doctor
 from synthesizer_jax.cli.evaluate import evaluate
 from synthesizer_jax.cli.generate import generate
 from synthesizer_jax.cli.local import local
@@ -38,6 +39,7 @@ app.command("train")(train)
 app.command("distill")(distill)
 app.command("eval")(evaluate)
 app.command("generate")(generate)
+app.command("doctor")(doctor)
 app.command("local")(local)
 app.command("models")(models)
 app.command("plan")(plan)

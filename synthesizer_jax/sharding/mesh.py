@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 from synthesizer_jax.registry import register
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 
 Sizes = tuple[int, ...]
 """A size for each of `MESH_AXES`."""
@@ -21,26 +21,30 @@ Sizes = tuple[int, ...]
 @register
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """How devices are arranged; in each of the two triples one size may be −1: what is left.
+    """How devices are arranged; in each of the two fours one size may be −1: what is left.
 
     An axis is as long as its two sizes multiplied. Between slices there is only the data-centre
-    network: data belongs there, tensor never does.
+    network: data belongs there, tensor and sequence never do.
 
     Attributes:
       data: replicas that see different examples and hold the whole model.
       fsdp: devices that see different examples and share parameters and optimiser state.
       tensor: devices that share every matrix product by heads, hidden features and vocabulary.
+      sequence: devices that share the positions of an encoder's rows; for long inputs.
       dcn_data: slices that are different replicas.
       dcn_fsdp: slices that share parameters and optimiser state.
       dcn_tensor: slices that share matrix products.
+      dcn_sequence: slices that share positions.
     """
 
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
+    sequence: int = 1
     dcn_data: int = -1
     dcn_fsdp: int = 1
     dcn_tensor: int = 1
+    dcn_sequence: int = 1
 
     def sizes(self, devices: int, slices: int = 1) -> tuple[Sizes, Sizes]:
         """The sizes within a slice and between slices.

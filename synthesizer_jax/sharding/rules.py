@@ -113,7 +113,8 @@ def partitioned(module: Any, mesh: Mesh) -> Any:
     """
     if mesh.size == 1:
         return module
-    return _with_partition(module, Partition(mesh=mesh, batch=BATCH_AXES, heads=("tensor",)))
+    own = Partition(mesh=mesh, batch=BATCH_AXES, heads=("tensor",), sequence=("sequence",))
+    return _with_partition(module, own)
 
 
 def _with_partition(value: Any, partition: Partition) -> Any:

@@ -162,15 +162,20 @@ def costs_of(compiled: jax.stages.Compiled) -> Costs:
 def collectives(text: str) -> Iterator[tuple[str, int]]:
     """Kind and bytes of every collective of a compiled program's text.
 
-    A collective that runs beside other work stands in the text several times, with one channel.
+    A gather that runs beside other work stands in the text several times, with one channel; sums of
+    different things may share a channel.
     """
     seen = set()
     pattern = re.compile(rf"= (.+?) ({'|'.join(COLLECTIVES)})\(.*?channel_id=(\d+)")
     for line in text.splitlines():
         match = pattern.search(line)
-        if match and match[3] not in seen:
+        if match is None:
+            continue
+        if match[2] != "all-reduce":
+            if match[3] in seen:
+                continue
             seen.add(match[3])
-            yield match[2], shape_bytes(match[1])
+        yield match[2], shape_bytes(match[1])
 
 
 def shape_bytes(text: str) -> int:

@@ -49,6 +49,7 @@ def single(optimizer):
         MeshShape(data=8),
         MeshShape(data=2, tensor=4),
         MeshShape(data=1, fsdp=4, tensor=2),
+        MeshShape(data=2, tensor=2, sequence=2),
     ],
     ids=str,
 )
@@ -97,12 +98,12 @@ def test_sizes_that_do_not_divide_are_one_sentence():
 
 
 def test_sizes_within_and_between_slices():
-    assert MeshShape(fsdp=4).sizes(16, slices=2) == ((2, 4, 1), (2, 1, 1))
+    assert MeshShape(fsdp=4).sizes(16, slices=2) == ((2, 4, 1, 1), (2, 1, 1, 1))
     assert MeshShape(data=1, fsdp=-1, dcn_data=1, dcn_fsdp=-1).sizes(24, 3) == (
-        (1, 8, 1),
-        (1, 3, 1),
+        (1, 8, 1, 1),
+        (1, 3, 1, 1),
     )
-    assert MeshShape().sizes(8) == ((8, 1, 1), (1, 1, 1))
+    assert MeshShape().sizes(8) == ((8, 1, 1, 1), (1, 1, 1, 1))
     with pytest.raises(ValueError, match=r"dcn_data=4, .* does not fit 2 slices: .* multiply to 2"):
         MeshShape(dcn_data=4).sizes(16, slices=2)
     with pytest.raises(ValueError, match=r"mesh data=3, .* does not fit 8 devices of a slice"):

@@ -1,0 +1,101 @@
+"""What the doctor finds, and what it says to do."""
+
+import pytest
+from typer.testing import CliRunner
+
+from synthesizer_jax.cli import doctor
+from synthesizer_jax.cli.main import app
+
+
+@pytest.fixture(autouse=True)
+def no_slices(monkeypatch):
+    for name in doctor.MEGASCALE:
+        monkeypatch.delenv(name, raising=False)
+
+
+def call(*arguments):
+    result = CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_a_healthy_machine(tmp_path):
+    code, said = call("--workdir", tmp_path / "run")
+    assert code == 0, said
+    assert "FAIL" not in said
+    for word in (
+        "Python 3.",
+        "jax 0.1",
+        "one process",
+        "8 × cpu",
+        "GiB of memory free",
+        "writable",
+    ):
+        assert word in said
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_directory_that_is_none(tmp_path):
+    (tmp_path / "file").write_text("")
+    code, said = call("--workdir", tmp_path / "file" / "run")
+    assert code == 1
+    assert "FAIL" in said
+    assert "→ give a directory that you may write to" in said
+
+
+def test_a_bucket_is_no_directory():
+    code, said = call("--workdir", "gs://bucket/run")
+    assert code == 1
+    assert "is a bucket, not a directory" in said
+    assert "→ mount it" in said
+
+
+def test_training_refuses_a_bucket():
+    result = CliRunner().invoke(app, ["train", "quickstart", "--workdir", "gs://bucket/run"])
+    assert isinstance(result.exception, ValueError)
+    assert "mount it" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (("2", None, None), "MEGASCALE_NUM_SLICES without MEGASCALE_SLICE_ID, MEGASCALE_COORD"),
+        (("2", "2", "localhost"), "slice 2 of 2 is none"),
+        (("2", "1", "gone.invalid"), "gone.invalid is not known: left over from slices"),
+    ],
+)
+def test_stale_variables_of_slices(monkeypatch, values, problem):
+    for name, value in zip(doctor.MEGASCALE, values, strict=True):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    (finding,) = doctor.slices()
+    assert finding.level == "problem"
+    assert problem in finding.text
+    assert finding.remedy.startswith("unset MEGASCALE_NUM_SLICES")
+
+
+def test_versions_that_do_not_belong_together(monkeypatch):
+    numbers = {"jax": "0.9.1", "jaxlib": "0.10.2"}
+    monkeypatch.setattr(doctor, "version_of", lambda name: numbers.get(name, "1.0"))
+    _, untested, apart = doctor.versions()
+    assert untested.level == "warning"
+    assert apart.remedy == "pip install 'jaxlib==0.9.1'"
+
+
+def test_hosts_that_differ_are_named(monkeypatch):
+    import jax
+
+    from synthesizer_jax.sharding import hosts
+
+    mine = doctor.identity()
+    other = {**mine, "flax": "0.1"}
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    monkeypatch.setattr(
+        hosts.Occasion, "everyone", lambda self, value: [value, value, other, other]
+    )
+    (finding,) = doctor.agreement()
+    assert finding.text == f"flax differs: {mine['flax']!r} on process 0, '0.1' on 2 to 3"
+    monkeypatch.setattr(hosts.Occasion, "everyone", lambda self, value: [value] * 4)
+    (finding,) = doctor.agreement()
+    assert finding.level == "ok"

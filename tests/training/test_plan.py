@@ -1,0 +1,117 @@
+"""A plan says what really lies on a device."""
+
+import jax
+import pytest
+
+from synthesizer_jax.models import Size, t5
+from synthesizer_jax.registry import replace
+from synthesizer_jax.sharding import MeshShape, chips
+from synthesizer_jax.training import ahead, plan
+from synthesizer_jax.training.trainer import Trainer
+from tests.training.tiny import experiment
+
+PLACE = chips.topology("v5e:2x4")
+
+
+@pytest.mark.parametrize(
+    "mesh", [MeshShape(), MeshShape(fsdp=4), MeshShape(data=1, fsdp=4, tensor=2)]
+)
+def test_parameters_and_optimizer_are_what_lies_on_a_device(mesh):
+    recipe = experiment(mesh=mesh)
+    needs = plan.make_plan(recipe, PLACE).needs
+    state = Trainer(recipe, jax.devices()[:8]).init()
+
+    def here(tree):
+        return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+    assert needs.parameters == here(state.params)
+    assert needs.optimizer == here(state.opt_state)
+    assert needs.gradients == needs.parameters
+    kept = needs.copies + needs.activations
+    assert needs.total == 2 * needs.parameters + needs.optimizer + kept
+
+
+def test_activations_grow_with_the_rows_and_shrink_with_remat():
+    recipe = experiment()
+    each, fixed = plan.kept(recipe)
+    assert plan.residual_bytes(recipe, 5) == 5 * each + fixed
+    found = [plan.kept(plan.with_remat(recipe, remat))[0] for remat in plan.REMATS]
+    assert found == sorted(found, reverse=True)
+    assert found[-1] < found[0] / 2
+
+
+def test_a_micro_batch_keeps_less():
+    whole, parts = (
+        plan.make_plan(experiment(micro_batches=n), chips.topology("v5e:1x1")) for n in (1, 4)
+    )
+    assert (whole.rows, parts.rows) == (8, 2)
+    assert whole.needs.activations == 4 * parts.needs.activations
+
+
+def test_a_mesh_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="does not fit 8 devices of a slice"):
+        plan.make_plan(experiment(mesh=MeshShape(data=3)), PLACE)
+    with pytest.raises(ValueError, match=r"batch_size=8 does not divide by .* = 16"):
+        plan.make_plan(experiment(), chips.topology("v5e:4x4"))
+
+
+def test_advice_fits_and_begins_with_what_costs_least():
+    recipe = experiment()
+    (_, best), *_ = plan.advise(recipe, PLACE)
+    assert best.fits
+    assert best.mesh == {"data": 8, "fsdp": 1, "tensor": 1, "sequence": 1}
+    huge = replace(recipe, model=t5(Size(8192, 48, 65536, 64, 128), vocab_size=128))
+    assert plan.advise(huge, chips.topology("v5e:1x1")) == []
+    large = replace(recipe, model=t5(Size(2048, 24, 5120, 32, 64), vocab_size=32128, scan=True))
+    for changed, way in plan.advise(large, PLACE):
+        assert way.fits
+        assert way == plan.make_plan(changed, PLACE)
+
+
+def test_two_slices_have_twice_the_chips():
+    two = plan.make_plan(experiment(), chips.topology("v5e:2x2", slices=2))
+    assert two.topology.chips == 8
+    assert two.mesh["data"] == 8
+
+
+def test_names_of_topologies():
+    found = chips.topology("tpu7x:2x2x1")
+    assert (found.chips, found.devices, found.name) == (4, 8, "tpu7x:2x2x1")
+    with pytest.raises(ValueError, match="unknown chip; choose from v4, v5e, v5p, v6e, tpu7x"):
+        chips.topology("v9:4x4")
+    with pytest.raises(ValueError, match=r"slices of v5p have 3 dimensions, as in v5p:4x4x4"):
+        chips.topology("v5p:4x4")
+    with pytest.raises(ValueError, match="0 slices"):
+        chips.topology("v5e:4x4", 0)
+
+
+def test_collectives_are_read_from_a_programs_text():
+    text = """
+    %all-gather.3 = bf16[768,12,64]{2,1,0:T(8,128)(2,1)S(1)} all-gather(%copy), channel_id=8, x
+    %all-gather.4 = bf16[768,12,64]{2,1,0:T(8,128)(2,1)} all-gather(%copy), channel_id=8, x
+    %all-reduce.1 = (f32[10]{0}, u32[]{:T(128)}) all-reduce(%a, %b), channel_id=1, to_apply=%add
+    %all-reduce.2 = f32[3,5]{1,0} all-reduce(%c), channel_id=1, to_apply=%add
+    %add = f32[3,5]{1,0} add(%c, %c)
+    """
+    found = list(ahead.collectives(text))
+    assert found == [("all-gather", 2 * 768 * 12 * 64), ("all-reduce", 44), ("all-reduce", 60)]
+
+
+def test_costs_are_multiplied_out_over_layers(monkeypatch):
+    """Two layers cost what one does and once more what the second adds."""
+    depth = []
+
+    def compile_step(recipe, topology):
+        sizes = [stack.runs[0].repeats for stack in (recipe.model.encoder, recipe.model.decoder)]
+        assert not (recipe.model.encoder.scan or recipe.model.decoder.scan)
+        depth.append(sizes)
+        return sizes
+
+    monkeypatch.setattr(ahead, "compile_step", compile_step)
+    monkeypatch.setattr(
+        ahead, "costs_of", lambda n: ahead.Costs(100 + 7 * n[0] + 5 * n[1], 1.0, {"x": n[0]})
+    )
+    model = t5(Size(8, 6, 16, 2, 4), vocab_size=16, scan=True)
+    found = ahead.extrapolated(replace(experiment(), model=model), PLACE)
+    assert depth == [[1, 1], [2, 1], [1, 2]]
+    assert found == ahead.Costs(100 + 7 * 6 + 5 * 6, 1.0, {"x": 6})
