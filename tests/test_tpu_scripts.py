@@ -1,94 +1,390 @@
-"""`tpu_scripts/launch` against a `gcloud` that records what it is asked."""
+"""`tpu_scripts/launch` on Cloud TPU machines, against a `gcloud` that answers as it is told."""
 
 import os
 import pathlib
+import re
+import shlex
+import shutil
 import subprocess
+import sys
 
 import pytest
 
-SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "tpu_scripts" / "launch"
-FAKE = """#!/usr/bin/env bash
-printf '%s\\n' "$*" >> "$RECORD"
-exit "${FAIL:-0}"
-"""
+from tests.tpu_world import ROOT, SCRIPTS, World
+
+PLACE = ("--name", "pod", "--zone", "here")
+SPOT = (*PLACE, "--type", "v6e-16", "--spot")
+RUN = ("--", "quickstart", "--workdir", "bucket/runs/rv")
+QUEUE = ["gcloud", "compute", "tpus", "queued-resources"]
+FOLLOW = "--command=tail -n 100 -F synthesizer_jax/train.log"
+EVERYWHERE = ["pod", "--zone=here", "--node=all", "--worker=all"]
 
 
 @pytest.fixture
-def launch(tmp_path):
-    (tmp_path / "bin").mkdir()
-    fake = tmp_path / "bin" / "gcloud"
-    fake.write_text(FAKE)
-    fake.chmod(0o755)
-    record = tmp_path / "calls"
-
-    def run(*arguments, fail=0):
-        record.write_text("")
-        done = subprocess.run(
-            [SCRIPT, *arguments],
-            env={
-                **os.environ,
-                "PATH": f"{fake.parent}:{os.environ['PATH']}",
-                "RECORD": str(record),
-                "FAIL": str(fail),
-            },
-            capture_output=True,
-            text=True,
-        )
-        return done, record.read_text().splitlines()
-
-    return run
-
-
-PLACE = ("--name", "tpu", "--zone", "here")
-
-
-def test_create_and_delete(launch):
-    done, calls = launch("create", *PLACE, "--type", "v5litepod-8", "--version", "v2-alpha")
-    assert done.returncode == 0
-    assert calls == [
-        "compute tpus tpu-vm create tpu --zone=here --accelerator-type=v5litepod-8 --version=v2-alpha"
-    ]
-    _, calls = launch("delete", *PLACE)
-    assert calls == ["compute tpus tpu-vm delete tpu --zone=here --quiet"]
-
-
-def test_train_quotes_its_arguments_for_the_host(launch):
-    _, calls = launch("train", *PLACE, "--", "finetune", "--workdir", "my runs/rv", "--quiet")
-    assert len(calls) == 1
-    assert r"synthesizer-jax train finetune --workdir my\ runs/rv --quiet > train.log" in calls[0]
-
-
-def test_a_dry_run_calls_nothing_and_prints_the_command(launch):
-    done, calls = launch("delete", *PLACE, "--dry-run")
-    assert calls == []
-    assert done.stdout.split() == [
-        "gcloud",
-        "compute",
-        "tpus",
-        "tpu-vm",
-        "delete",
-        "tpu",
-        "--zone=here",
-        "--quiet",
-    ]
-
-
-def test_a_failing_gcloud_fails_the_script(launch):
-    assert launch("delete", *PLACE, fail=1)[0].returncode == 1
+def world(tmp_path):
+    return World(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("options", "expected"),
     [
-        (("create", *PLACE), "create needs --type and --version"),
-        (("train", "--name", "tpu"), "train needs --name and --zone"),
-        (("train", *PLACE), "train needs a recipe and a --workdir after --"),
-        (("delete", "--nmae", "tpu"), "unknown option --nmae"),
-        (("fly", *PLACE), "unknown action fly"),
+        (
+            ("--type", "v6e-16"),
+            "--accelerator-type=v6e-16 --runtime-version=v2-alpha-tpuv6e --node-id=pod",
+        ),
+        (
+            ("--type", "v5litepod-8", "--spot"),
+            "--accelerator-type=v5litepod-8 --runtime-version=v2-alpha-tpuv5-lite --node-id=pod --spot",
+        ),
+        (
+            ("--type", "v5p-8", "--slices", "3", "--reserved"),
+            "--accelerator-type=v5p-8 --runtime-version=v2-alpha-tpuv5 --node-count=3 --node-prefix=pod"
+            " --reserved",
+        ),
+        (
+            ("--type", "v4-8", "--version", "mine", "--project", "p"),
+            "--project=p --accelerator-type=v4-8 --runtime-version=mine --node-id=pod",
+        ),
+        (
+            (
+                "--type",
+                "v2-8",
+            ),
+            "--accelerator-type=v2-8 --runtime-version=tpu-ubuntu2204-base --node-id=pod",
+        ),
     ],
 )
-def test_mistakes_are_one_line(launch, arguments, message):
-    done, calls = launch(*arguments)
-    assert (done.returncode, calls) == (2, [])
+def test_create_asks_for_every_kind_of_capacity(world, options, expected):
+    done = world.launch("create", *PLACE, *options)
+    assert done.returncode == 0, done.stderr
+    assert world.calls() == [[*QUEUE, "create", "pod", "--zone=here", *expected.split()]]
+
+
+def test_flexible_starts_need_the_alpha_command(world):
+    world.launch("create", *PLACE, "--type", "v6e-16", "--flex-start", "10h")
+    (call,) = world.calls()
+    assert call[:6] == ["gcloud", "alpha", *QUEUE[1:], "create"]
+    assert call[-2:] == ["--provisioning-model=flex-start", "--max-run-duration=10h"]
+
+
+def test_a_refused_quota_ends_with_the_remedy(world):
+    world.answers("create", "quota")
+    done = world.launch("create", *SPOT)
+    assert done.returncode == 2
+    said, error = done.stderr.splitlines()
+    assert "RESOURCE_EXHAUSTED" in said
+    assert error.startswith(
+        "error: gcloud refused to create pod; if it speaks of quota, ask for more"
+    )
+
+
+def test_waiting_goes_through_the_states_and_over_a_broken_network(world):
+    world.answers("describe", "WAITING_FOR_RESOURCES", "BROKEN", "PROVISIONING", "ACTIVE")
+    done = world.launch("wait", *PLACE, "--poll", "0")
+    assert done.returncode == 0
+    states = re.findall(r"pod is (\w+)", done.stderr)
+    assert states == ["WAITING_FOR_RESOURCES", "UNKNOWN", "PROVISIONING", "ACTIVE"]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ("FAILED", "pod is FAILED and will not come back"),
+        ("SUSPENDED", "pod is SUSPENDED and will not come back"),
+        ("NOT_FOUND", "there is no pod in here; launch create asks for it"),
+    ],
+)
+def test_waiting_ends_where_no_machines_will_come(world, state, message):
+    world.answers("describe", "PROVISIONING", state)
+    done = world.launch("wait", *PLACE, "--poll", "0")
+    assert done.returncode == 2
+    assert f"error: {message}" in done.stderr
+
+
+def test_status_tells_of_the_machines_and_of_every_host(world):
+    world.answers("status", "run t1v-0 running;run t1v-1 lost")
+    assert (
+        world.launch("status", *PLACE).stdout == "pod ACTIVE\nrun t1v-0 running\nrun t1v-1 lost\n"
+    )
+    # gcloud takes parentheses outside quotes for its own grouping, and finds nothing.
+    assert '--filter=name~"/nodes/pod(-[0-9]+)?$"' in world.calls()[1]
+    world.answers("describe", "PROVISIONING")
+    assert world.launch("status", *PLACE).stdout == "pod PROVISIONING\n"
+    world.answers("describe", "ACTIVE")
+    world.answers("list", "PREEMPTED")
+    assert world.launch("status", *PLACE).stdout == "pod PREEMPTED\n"
+
+
+def test_setup_waits_for_ssh_and_installs_everywhere(world):
+    world.answers("scp", "refused", "refused", "accepted")
+    done = world.launch("setup", *PLACE, "--bucket", "runs", "--poll", "0")
+    assert done.returncode == 0, done.stderr
+    *copies, install = world.calls()
+    assert [call[:5] for call in copies] == [[*QUEUE, "scp"]] * 3
+    assert copies[0][6:] == ["pod:synthesizer_jax.tar.gz", *EVERYWHERE[1:]]
+    assert install[4:9] == ["ssh", *EVERYWHERE]
+    assert install[9].endswith("&& synthesizer_jax/tpu_scripts/host setup runs")
+
+
+@pytest.mark.parametrize(("question", "tries"), [("scp", 10), ("ssh", 3)])
+def test_setup_gives_up_with_the_remedy(world, question, tries):
+    world.answers(question, "refused")
+    done = world.launch("setup", *PLACE, "--poll", "0")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: the hosts of pod were not set up;")
+    assert sum(call[4] == question for call in world.calls()) == tries
+
+
+@pytest.mark.parametrize(
+    ("options", "start"),
+    [
+        ((), "none"),
+        (("--type", "v6e-16"), "v6e"),
+        (("--type", "v5litepod-16", "--slices", "2"), "v5e --slices 2"),
+        (("--type", "v6e-16", "--flags", "none"), "none"),
+        (
+            ("--type", "v4-8", "--no-flag", "xla_enable_async_all_gather"),
+            "v4 --no-flag xla_enable_async_all_gather",
+        ),
+    ],
+)
+def test_train_starts_on_all_hosts_and_quotes_for_them(world, options, start):
+    done = world.launch("train", *PLACE, *options, "--", "finetune", "--workdir", "my runs/$rv")
+    assert done.returncode == 0, done.stderr
+    (call,) = world.calls()
+    assert call[:9] == [*QUEUE, "ssh", *EVERYWHERE]
+    assert call[9] == (
+        f"--command=synthesizer_jax/tpu_scripts/host train {start} -- finetune --workdir my\\ runs/\\$rv"
+    )
+
+
+def test_stop_logs_and_delete(world):
+    for words in (("stop",), ("logs", "--slice", "1", "--worker", "3"), ("delete",)):
+        assert world.launch(words[0], *PLACE, *words[1:]).returncode == 0
+    assert world.calls() == [
+        [*QUEUE, "ssh", *EVERYWHERE, "--command=synthesizer_jax/tpu_scripts/host stop"],
+        [*QUEUE, "ssh", "pod", "--zone=here", "--node=1", "--worker=3", FOLLOW],
+        [*QUEUE, "delete", "pod", "--zone=here", "--force", "--quiet"],
+    ]
+
+
+def test_a_failing_gcloud_fails_the_script(world):
+    world.answers("delete", "busy")
+    assert world.launch("delete", *PLACE).returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        ("create", SPOT),
+        ("status", PLACE),
+        ("wait", PLACE),
+        ("setup", (*PLACE, "--bucket", "b")),
+        ("train", (*PLACE, *RUN)),
+        ("logs", PLACE),
+        ("stop", PLACE),
+        ("delete", PLACE),
+        ("babysit", (*SPOT, *RUN)),
+        ("xpk", (*PLACE, "--type", "v6e-16", "--cluster", "c", "--image", "i", *RUN)),
+        ("slurm", ("--name", "pod", *RUN)),
+    ],
+)
+def test_a_dry_run_calls_nothing_and_prints_commands(world, action, words):
+    done = world.launch(action, "--dry-run", *words)
+    assert (done.returncode, done.stderr, world.calls()) == (0, "", [])
+    for line in done.stdout.splitlines():
+        assert shlex.split(line)[0] in ("gcloud", "git", "rm", "xpk", "sbatch")
+
+
+def test_a_dry_run_prints_what_is_called(world):
+    words = (*PLACE, "--type", "v6e-16", "--", "finetune", "--workdir", "my 'runs'/$rv")
+    world.launch("train", *words)
+    assert [shlex.split(world.launch("train", "--dry-run", *words).stdout)] == world.calls()
+
+
+@pytest.mark.parametrize(
+    ("action", "words", "message"),
+    [
+        ("create", PLACE, "create needs --type"),
+        ("train", ("--name", "tpu"), "train needs --zone"),
+        ("jobset", ("--name", "tpu", *RUN), "jobset needs --type and --topology and --image"),
+        ("train", PLACE, "train needs a recipe and a --workdir after --"),
+        ("stop", (*PLACE, *RUN), "stop takes nothing after --"),
+        ("delete", ("--nmae", "tpu"), "delete takes no --nmae"),
+        ("delete", (*PLACE, "--spot"), "delete takes no --spot"),
+        ("delete", ("pod",), "unknown option pod"),
+        ("delete", ("--name", "--zone"), "--name needs a value"),
+        ("fly", PLACE, "unknown action fly"),
+        ("stop", ("--name", "My_pod", "--zone", "z"), "--name is My_pod; it is at most 40"),
+        ("create", (*SPOT, "--slices", "0"), "--slices is 0; it is a whole number from 1"),
+        ("create", (*SPOT, "--reserved"), "take one of --spot, --reserved and --flex-start"),
+        ("create", (*PLACE, "--type", "v6e-4", "--flex-start", "long"), "--flex-start is long"),
+        (
+            "create",
+            (*PLACE, "--type", "tpu7x-16"),
+            "TPU7x (Ironwood) exists on GKE only; use launch",
+        ),
+        ("babysit", (*PLACE, "--type", "tpu7x-16", *RUN), "TPU7x (Ironwood) exists on GKE only"),
+        ("create", (*PLACE, "--type", "v3-8", "--slices", "2"), "--slices needs TPU v4 or later"),
+        ("create", (*PLACE, "--type", "h100"), "unknown --type h100"),
+        ("train", (*PLACE, "--flags", "v9", *RUN), "unknown flags v9"),
+        (
+            "train",
+            (*PLACE, "--flags", "v4", "--no-flag", "x", *RUN),
+            "the flags of v4 do not hold x",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(world, action, words, message):
+    done = world.launch(action, *words)
+    assert (done.returncode, done.stdout, world.calls()) == (2, "", [])
     assert done.stderr.startswith(f"error: {message}")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_help_shows_every_action(world):
+    done = world.run(SCRIPTS / "launch", "--help")
+    assert done.returncode == 0
+    for action in ("create", "babysit", "jobset", "xpk", "slurm"):
+        assert f"launch {action}" in done.stdout
+    assert "set -e" not in done.stdout
+
+
+def babysit(world, *options):
+    return world.launch("babysit", *SPOT, "--poll", "0", "--bucket", "b", *options, *RUN)
+
+
+BEGIN = ["scp", "host setup", "host stop", "host train"]
+
+
+def test_babysit_outlives_two_preemptions(world):
+    first = ["NOT_FOUND", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE", "ACTIVE", "SUSPENDED"]
+    second = ["NOT_FOUND", "PROVISIONING", "ACTIVE", "ACTIVE", "ACTIVE"]
+    third = ["NOT_FOUND", "ACTIVE"]
+    world.answers("describe", *first, *second, *third)
+    # Once for every look at active machines; the second time one is taken without a word of the queue.
+    world.answers("list", "READY", "READY", "READY", "READY", "PREEMPTED", "READY")
+    before = ["idle", "running", "refused"]
+    world.answers(
+        "status",
+        *(f"run t1v-0 {word}" for word in before[:2]),
+        "refused",
+        *[
+            "run t1v-0 idle",
+            "run t1v-0 running",
+            "run t1v-0 75;run t1v-1 1",
+            "run t1v-0 idle",
+            "run t1v-0 0",
+        ],
+    )
+    done = babysit(world)
+    assert done.returncode == 0, done.stderr
+    assert world.story() == [
+        *("create", *BEGIN, "delete"),
+        *("create", *BEGIN, "delete"),
+        *("create", *BEGIN),
+    ]
+    assert "interrupted (2 of at most 100 times)" in done.stderr
+    assert done.stderr.splitlines()[-1] == "the run is finished"
+
+
+def test_babysit_starts_again_on_machines_that_stayed(world):
+    world.answers("status", "run a idle", "run a 75;run b 1", "run a 75;run b 1", "run a 0;run b 0")
+    assert babysit(world).returncode == 0
+    assert world.story() == [*BEGIN, *BEGIN]
+
+
+def test_babysit_starts_again_what_was_not_started_everywhere(world):
+    world.answers("status", "run a idle", *["run a running;run b idle"] * 2, "run a 0;run b 0")
+    assert babysit(world).returncode == 0
+    assert world.story() == [*BEGIN, *BEGIN]
+
+
+def test_babysit_follows_a_run_that_goes_on(world):
+    world.answers("status", "run a running;run b running", "run a running;run b 0")
+    assert babysit(world, "--delete-at-end").returncode == 0
+    assert world.story() == ["delete"]
+
+
+def test_babysit_ends_with_an_error_of_the_run(world):
+    world.answers("status", "run a idle", "run a running;run b 1")
+    done = babysit(world)
+    assert done.returncode == 2
+    assert world.story() == [*BEGIN, "tail -n"]
+    assert done.stderr.splitlines()[-1] == (
+        "error: the run failed with exit code 1, see the log; its machines cost money until:"
+        " tpu_scripts/launch delete --name pod --zone here"
+    )
+    done = babysit(world, "--delete-at-end")
+    assert world.story()[-1] == "delete"
+    assert done.stderr.splitlines()[-1].endswith("see the log; its machines are deleted")
+
+
+def test_a_crash_on_machines_that_are_taken_away_is_a_preemption(world):
+    world.answers("describe", "ACTIVE", "ACTIVE", "ACTIVE", "SUSPENDING", "NOT_FOUND", "ACTIVE")
+    world.answers("status", "run a idle", "run a 1", "run a 1", "run a idle", "run a 0")
+    done = babysit(world)
+    assert done.returncode == 0, done.stderr
+    assert world.story() == [*BEGIN, "delete", "create", *BEGIN]
+
+
+def test_babysit_is_bounded(world):
+    world.answers("describe", "FAILED")
+    done = babysit(world, "--max-restarts", "2")
+    assert done.returncode == 2
+    assert world.story() == ["delete", "delete"]
+    assert "pod was interrupted more often than --max-restarts 2" in done.stderr.splitlines()[-1]
+
+
+def test_babysit_asks_three_times_for_machines(world):
+    world.answers("describe", "NOT_FOUND")
+    world.answers("create", "quota")
+    done = babysit(world)
+    assert done.returncode == 2
+    assert world.story() == ["create"] * 3
+    assert done.stderr.splitlines()[-1].startswith("error: gcloud refused to create pod;")
+
+
+def test_babysit_says_when_hosts_are_there_but_do_not_start(world):
+    world.answers("status", "refused")
+    world.answers("scp", "refused")
+    done = babysit(world)
+    assert done.returncode == 2
+    assert "pod is there but the run does not start" in done.stderr.splitlines()[-1]
+
+
+def commands_of(page):
+    """The commands of the page's blocks for bash, continued lines joined."""
+    for block in re.findall(r"```bash\n(.*?)```", page, flags=re.S):
+        yield from block.replace("\\\n", " ").splitlines()
+
+
+def test_every_command_of_the_run_book_works_as_a_dry_run(world):
+    given, launched = "NUMBER=1\n", 0
+    for line in commands_of((ROOT / "docs" / "pods.md").read_text()):
+        if re.match(r"[A-Z]+=[^(]*$", line):
+            given += f"{line}\n"
+        elif line.startswith("tpu_scripts/"):
+            if line.startswith("tpu_scripts/launch"):
+                line = re.sub(r"^(\S+ \S+)", r"\1 --dry-run", line)
+            done = world.run("bash", "-euc", given + line)
+            assert (done.returncode, done.stderr) == (0, ""), line
+            assert done.stdout.strip(), line
+            launched += 1
+    assert launched > 15
+    assert world.calls() == []
+
+
+SHELLCHECK = shutil.which(
+    "shellcheck", path=f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+)
+
+
+@pytest.mark.skipif(SHELLCHECK is None, reason="needs shellcheck")
+def test_shellcheck_finds_nothing():
+    scripts = sorted(str(path) for path in SCRIPTS.iterdir() if path.suffix != ".yaml")
+    assert len(scripts) >= 9
+    done = subprocess.run(
+        [SHELLCHECK, "--external-sources", *scripts], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout == ""

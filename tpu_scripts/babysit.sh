@@ -1,0 +1,103 @@
+# shellcheck shell=bash disable=SC2154
+# Keeps a run going through preemptions: machines, installation, run, and all of it again.
+# Part of tpu_scripts/launch, whose variables it uses.
+
+# Sets `told` to what the hosts say of the run: running; finished (exit code 0); again (75, gone without a
+# word as after a reboot, or not started on every host); failed, with `code`; idle; or silent, where they
+# cannot be reached. Where one host was preempted the others may crash for want of it, so 75 comes first.
+ask_hosts() {
+  local answer words
+  if ! answer=$(host status 2> /dev/null); then
+    told=silent
+    return
+  fi
+  words=" $(sed -n 's/^run [^ ]* //p' <<< "$answer" | sort -u | tr '\n' ' ')"
+  case $words in
+    *' 75 '* | *lost*) told=again ;;
+    *[1-9]*)
+      told=failed
+      code=$(tr ' ' '\n' <<< "$words" | grep -m 1 '[1-9]')
+      ;;
+    *' 0 '*) told=finished ;;
+    *idle*running*) told=again ;;
+    *running*) told=running ;;
+    *) told=idle ;;
+  esac
+}
+
+# Follows the run to its end. Sets `end`: finished, failed, again (start it on the same machines) or lost.
+# A failure counts when it is seen twice: machines that are being taken away make runs crash first.
+watch() {
+  local failures=0 silences=0
+  while :; do
+    ask_hosts
+    look
+    case $told in
+      finished) end=finished && return ;;
+      failed) failures=$((failures + 1)) ;;
+      silent) silences=$((silences + 1)) ;;
+      *) failures=0 silences=0 ;;
+    esac
+    case $state in FAILED | SUSPENDED | SUSPENDING | DELETING | PREEMPTED | NONE) end=lost && return ;; esac
+    [[ $told != again && $told != idle && $silences -lt 20 ]] || { end=again && return; }
+    [[ $failures -lt 2 ]] || { end=failed && return; }
+    pause
+  done
+}
+
+# One life of the machines. A run that goes on already is followed, not started again.
+live() {
+  look
+  while [[ $state == DELETING ]]; do
+    pause
+    look
+  done
+  if [[ $state == NONE ]]; then
+    retry 3 call "${request[@]}" || refused
+  fi
+  until_active || { end=lost && return; }
+  ask_hosts
+  if [[ $told != running ]]; then
+    if ! { install_everywhere && host stop && host train "${start[@]}"; }; then
+      look
+      [[ $state != ACTIVE ]] || fail "$name is there but the run does not start; $costs"
+      end=lost
+      return
+    fi
+  fi
+  watch
+}
+
+leave() { [[ -z $delete_at_end ]] || delete; }
+
+babysit() {
+  local restarts=0 most=${max_restarts:-100}
+  local costs="its machines cost money until: tpu_scripts/launch delete --name $name --zone $zone"
+  prepare_request
+  if [[ $dry_run == yes ]]; then
+    create && look && install_everywhere && host stop && host train "${start[@]}" && host status && delete
+    return
+  fi
+  while :; do
+    live
+    case $end in
+      finished)
+        say "the run is finished"
+        leave
+        return
+        ;;
+      failed)
+        on_hosts 'tail -n 20 synthesizer_jax/train.log' >&2 || true
+        [[ -z $delete_at_end ]] || costs='its machines are deleted'
+        leave
+        fail "the run failed with exit code $code, see the log; $costs"
+        ;;
+    esac
+    restarts=$((restarts + 1))
+    ((restarts <= most)) || fail "$name was interrupted more often than --max-restarts $most; $costs"
+    say "$name is $state, the run was interrupted ($restarts of at most $most times)"
+    if [[ $end == lost && $state != NONE ]]; then
+      retry 10 delete || fail "$name cannot be deleted; $costs"
+    fi
+  done
+}

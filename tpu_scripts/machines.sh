@@ -1,0 +1,100 @@
+# shellcheck shell=bash disable=SC2154
+# Cloud TPU machines as queued resources: ask for them, look at them, give them back.
+# Part of tpu_scripts/launch, whose variables it uses.
+
+queue=(gcloud compute tpus queued-resources)
+place=(--zone="$zone")
+[[ -z $project ]] || place+=(--project="$project")
+
+version_for() {
+  case $1 in
+    v5e) echo v2-alpha-tpuv5-lite ;;
+    v5p) echo v2-alpha-tpuv5 ;;
+    v6e) echo v2-alpha-tpuv6e ;;
+    *) echo tpu-ubuntu2204-base ;;
+  esac
+}
+
+# Sets `request`, the command that asks for the machines, and ends with a sentence where none can.
+prepare_request() {
+  local chip given="$spot${reserved}${flex_start:+yes}"
+  chip=$(generation "$type")
+  [[ $chip != tpu7x ]] || fail "TPU7x (Ironwood) exists on GKE only; use launch jobset or launch xpk"
+  [[ $given == '' || $given == yes ]] || fail "take one of --spot, --reserved and --flex-start"
+  [[ $flex_start =~ ^([1-9][0-9]*[smhd])?$ ]] ||
+    fail "--flex-start is $flex_start; it is the longest life of the machines, such as 10h, at most 7d"
+  case $chip:$slices in
+    v2:1 | v3:1) ;;
+    v2:* | v3:*) fail "--slices needs TPU v4 or later, not $type" ;;
+  esac
+  request=("${queue[@]}")
+  [[ -z $flex_start ]] || request=(gcloud alpha "${queue[@]:1}") # flags that only alpha has
+  request+=(create "$name" "${place[@]}" --accelerator-type="$type")
+  request+=(--runtime-version="${version:-$(version_for "$chip")}")
+  case $slices in
+    1) request+=(--node-id="$name") ;;
+    *) request+=(--node-count="$slices" --node-prefix="$name") ;;
+  esac
+  [[ -z $spot ]] || request+=(--spot)
+  [[ -z $reserved ]] || request+=(--reserved)
+  [[ -z $flex_start ]] || request+=(--provisioning-model=flex-start --max-run-duration="$flex_start")
+}
+
+refused() {
+  fail "gcloud refused to create $name; if it speaks of quota, ask for more under IAM & Admin, Quotas," \
+    "or take another --zone, --type or --spot"
+}
+
+create() {
+  prepare_request
+  call "${request[@]}" || refused
+}
+
+# Sets `state`: that of the queued resource; PREEMPTED where one of its machines was taken although the
+# resource still counts as active; NONE where there is none; UNKNOWN where gcloud does not tell.
+look() {
+  local question=("${queue[@]}" describe "$name" "${place[@]}" "--format=value(state.state)") answer
+  local machines=(gcloud compute tpus tpu-vm list "${place[@]}"
+    "--filter=name~\"/nodes/$name(-[0-9]+)?\$\"" "--format=value(state)") # unquoted, ( groups filters
+  if [[ $dry_run == yes ]]; then
+    state=ACTIVE
+    call "${question[@]}"
+    call "${machines[@]}"
+    return
+  fi
+  if answer=$("${question[@]}" 2>&1); then
+    state=${answer##*$'\n'}
+  elif [[ $answer == *NOT_FOUND* ]]; then
+    state=NONE
+  else
+    state=UNKNOWN
+    say "$answer"
+  fi
+  [[ $state == ACTIVE ]] || return 0
+  answer=$("${machines[@]}" 2> /dev/null) || return 0
+  case $answer in *PREEMPTED* | *TERMINATED* | *STOPP*) state=PREEMPTED ;; esac
+}
+
+# Looks until the machines are there; fails where they will never be.
+until_active() {
+  local before=''
+  while :; do
+    look
+    [[ $state == "$before" || $dry_run == yes ]] || say "$name is $state"
+    before=$state
+    case $state in
+      ACTIVE) return 0 ;;
+      FAILED | SUSPENDED | SUSPENDING | DELETING | PREEMPTED | NONE) return 1 ;;
+    esac
+    pause
+  done
+}
+
+wait_for_machines() {
+  until_active || case $state in
+    NONE) fail "there is no $name in $zone; launch create asks for it" ;;
+    *) fail "$name is $state and will not come back; launch delete removes it, launch create asks anew" ;;
+  esac
+}
+
+delete() { call "${queue[@]}" delete "$name" "${place[@]}" --force --quiet; }
