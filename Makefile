@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
+TPU := .venv-tpu
 WORKDIR ?= runs/quickstart
 
-.PHONY: help install quickstart test lint types tests hosts reliability bench bench-peers clean
+.PHONY: help install quickstart test lint types tests hosts test-tpu reliability bench bench-peers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -38,6 +39,15 @@ tests: $(STAMP)  ## the test suite, on two processes
 hosts: $(STAMP)  ## the tests of several processes that train as one
 	$(BIN)/pytest -m hosts
 
+$(TPU)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TPU)
+	$(TPU)/bin/python -m pip install --quiet --upgrade -c constraints.txt pip
+	$(TPU)/bin/python -m pip install --quiet -c constraints.txt -e '.[tpu,test]'
+	touch $@
+
+test-tpu: $(TPU)/.installed  ## compile training steps for real TPU topologies, without a TPU
+	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 $(TPU)/bin/pytest tests/tpu
+
 reliability: $(STAMP)  ## kill a run 10 and 100 times, and write docs/reliability.md
 	$(BIN)/python benchmarks/reliability.py --kills 10 --page docs/reliability.md
 	$(BIN)/python benchmarks/reliability.py --kills 100 --page docs/reliability.md
@@ -54,4 +64,4 @@ $(PEERS)/.installed: benchmarks/peers.txt
 bench-peers: $(PEERS)/.installed  ## install PyTorch, transformers and CTranslate2 to compare with
 
 clean:  ## remove what make made
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info
+	rm -rf $(VENV) $(PEERS) $(TPU) build dist *.egg-info

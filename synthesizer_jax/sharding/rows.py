@@ -9,8 +9,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 
-def spread(x: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    """The global array of a host array that every process has whole."""
+def spread(x: jax.typing.ArrayLike, sharding: jax.sharding.Sharding) -> jax.Array:
+    """The global array of an array that every process has whole."""
+    if jax.process_count() == 1:
+        return jax.device_put(x, sharding)
+    x = np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda where: x[where])
 
 

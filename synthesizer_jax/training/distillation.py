@@ -21,7 +21,7 @@ from synthesizer_jax.mixers.base import FORCED, SITES
 from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.parameters import abstract_variables
 from synthesizer_jax.registry import register, replace, to_json
-from synthesizer_jax.sharding import partitioned, shardings
+from synthesizer_jax.sharding import partitioned, shardings, spread
 from synthesizer_jax.training.checkpoints import restore_variables
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training, load_experiment
 from synthesizer_jax.training.replacement import Replacement, Site, sites, student_model
@@ -127,7 +127,7 @@ def inherit(variables: Any) -> Callable[[TrainState], TrainState]:
         if leaf is None or leaf.shape != mine.shape:
             return mine
         # A copy: the state's buffers are given away at every step, the teacher's are not.
-        return jax.device_put(jnp.copy(leaf), mine.sharding)
+        return spread(jnp.copy(leaf), mine.sharding)
 
     def put(state: TrainState) -> TrainState:
         mine = {"params": state.params, "constants": state.constants}
@@ -163,7 +163,7 @@ class DistillationTrainer(Trainer):
         super().__init__(experiment, devices)
         self.teacher = partitioned(teacher, self.mesh)
         shapes, axes = abstract_variables(teacher, *self.tokens)
-        self.variables = jax.device_put(variables, shardings(axes, shapes, self.mesh))
+        self.variables = jax.tree.map(spread, variables, shardings(axes, shapes, self.mesh))
 
     def step_flops(self) -> None:
         """Unknown: parts of two models run, and only some parameters have a gradient."""

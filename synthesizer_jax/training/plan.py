@@ -138,6 +138,34 @@ def shard_bytes(tree: Any) -> int:
     )
 
 
+def collective_bytes(experiment: Experiment, topology: Topology) -> dict[str, float]:
+    """Bytes that one device's collectives make in a step, by what they are for.
+
+    With ``fsdp`` every parameter that it shares is gathered for the forward and for the backward pass,
+    embedding and output projection once; gradients are summed whole over ``fsdp``, and their shards over
+    ``data``. With ``tensor`` the rows' activations are summed after every product that it divides: twice a
+    layer in each direction, thrice with cross-attention, and where embedding and output projection meet
+    the vocabulary.
+    """
+    mesh = abstract_mesh(experiment.mesh, topology)
+    model, data, training = experiment.model, experiment.data, experiment.training
+    tokens = example_tokens(data.inputs_length, data.targets_length)
+    _, layout = make_layout(model, training.optimizer, tokens=tokens, mesh=mesh)
+    size = jnp.dtype(model.dtype).itemsize
+    found = {"gathers": 0.0, "gradients": 0.0, "activations": 0.0}
+    for path, x in jax.tree.leaves_with_path(layout.abstract.params):
+        shared = mesh.shape["fsdp"] > 1 and "fsdp" in x.sharding.spec
+        own = math.prod(x.sharding.shard_shape(x.shape)) * size
+        whole = own * (mesh.shape["fsdp"] if shared else 1)
+        once = path[0].key in ("embedding", "logits_kernel")
+        if shared:
+            found["gathers"] += whole * (1 if once else 2)
+            found["gradients"] += whole
+        if mesh.shape["data"] > 1:
+            found["gradients"] += own
+    return found
+
+
 def kept(experiment: Experiment) -> tuple[int, int]:
     """Bytes kept for the backward pass: for each row of the batch, and however many there are."""
     one, two = (residual_bytes(experiment, rows) for rows in (1, 2))

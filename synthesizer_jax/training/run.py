@@ -16,7 +16,7 @@ from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.evaluation import write_results
 from synthesizer_jax.models import stack_layers, stacks, unroll_variables
 from synthesizer_jax.registry import replace, to_json
-from synthesizer_jax.sharding import hosts
+from synthesizer_jax.sharding import hosts, spread
 from synthesizer_jax.training.checkpoints import restore_variables
 from synthesizer_jax.training.evaluator import Evaluator, log_values
 from synthesizer_jax.training.experiment import (
@@ -219,7 +219,7 @@ def parameters_from(
     def put(state: TrainState) -> TrainState:
         check_same_shapes(variables["params"], state.params, source)
         params = jax.tree.map(
-            lambda new, old: jax.device_put(new, old.sharding), variables["params"], state.params
+            lambda new, old: spread(new, old.sharding), variables["params"], state.params
         )
         constants = variables.get("constants", state.constants)
         return replace_parameters(state, params, constants)

@@ -3,10 +3,11 @@
 import contextlib
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 
-from synthesizer_jax.sharding import hosts
+from synthesizer_jax.sharding import Rows, hosts
 
 
 @pytest.fixture
@@ -114,3 +115,34 @@ def test_a_process_that_reaches_nobody_says_so():
 
 def test_ranges():
     assert hosts.ranges([1, 2, 3, 7, 9, 10]) == "1 to 3, 7, 9 to 10"
+
+
+class Spread:
+    """A sharding of rows over devices of several processes, given as ``(process, first, last)``."""
+
+    def __init__(self, *parts):
+        self.parts = parts
+
+    def devices_indices_map(self, shape):
+        return {
+            SimpleNamespace(process_index=p, id=i): (slice(first, last),)
+            for i, (p, first, last) in enumerate(self.parts)
+        }
+
+
+def test_processes_bring_the_shards_of_their_devices():
+    rows = Rows(16, 8, Spread((0, 0, 4), (0, 4, 8), (1, 8, 12), (1, 12, 16)))
+    assert rows.shards_of(0) == rows.saved_by(0) == [0, 1, 2, 3]
+    assert rows.shards_of(1) == rows.saved_by(1) == [4, 5, 6, 7]
+
+
+def test_devices_that_share_rows_bring_them_both_and_save_them_once():
+    rows = Rows(16, 4, Spread((0, 0, 16), (1, 0, 16)))
+    assert rows.shards_of(0) == rows.shards_of(1) == [0, 1, 2, 3]
+    assert (rows.saved_by(0), rows.saved_by(1)) == ([0, 1, 2, 3], [])
+
+
+def test_more_processes_than_shards_and_devices_in_any_order():
+    rows = Rows(8, 2, Spread((0, 6, 8), (1, 0, 2), (2, 2, 4), (3, 4, 6)))
+    assert [rows.shards_of(p) for p in range(4)] == [[1], [0], [0], [1]]
+    assert [rows.saved_by(p) for p in range(4)] == [[1], [0], [], []]

@@ -14,6 +14,7 @@ from synthesizer_jax.training.checkpoints import Checkpoints, finished_steps, re
 from synthesizer_jax.training.loop import NonFiniteLossError, train
 from synthesizer_jax.training.metrics import METRICS_FILE, cut_back, read_metrics
 from synthesizer_jax.training.survival import EXIT_PREEMPTED, StopSignal
+from synthesizer_jax.training.watch import EVENTS_FILE, Watchdog, goodput
 from tests.training.tiny import CopyStream, experiment
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -130,3 +131,69 @@ def test_metrics_are_cut_back_to_the_restored_step(tmp_path):
     cut_back(path, 3)
     assert [r["step"] for r in read_metrics(path)] == [1, 2, 3]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def damage(checkpoint):
+    """Empties the files that hold a checkpoint's arrays."""
+    files = [p for p in (checkpoint / "state").rglob("*") if p.is_file() and p.parent.name == "d"]
+    assert files
+    for path in files:
+        path.write_bytes(b"")
+
+
+def test_a_checkpoint_that_cannot_be_read_is_set_aside(tmp_path, caplog):
+    run(tmp_path / "whole", steps=12)
+    run(tmp_path / "damaged", steps=8)
+    checkpoints = tmp_path / "damaged" / "checkpoints"
+    damage(checkpoints / "8")
+    run(tmp_path / "damaged", steps=12)
+    assert losses(tmp_path / "damaged") == losses(tmp_path / "whole")
+    assert "checkpoint 8 cannot be read and is set aside" in caplog.text
+    assert (checkpoints / "8.unreadable" / "state").is_dir()
+    assert finished_steps(checkpoints) == [8, 12]
+
+
+def test_when_no_checkpoint_can_be_read_nothing_is_lost(tmp_path):
+    run(tmp_path, steps=8)
+    for step in (4, 8):
+        damage(tmp_path / "checkpoints" / str(step))
+    with pytest.raises(ValueError, match=r"no checkpoint in .* can be read \(tried 8, 4; kept as"):
+        run(tmp_path, steps=12)
+    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} >= {
+        "4.unreadable",
+        "8.unreadable",
+    }
+
+
+def test_a_checkpoint_of_other_arrays_stays_where_it_is(tmp_path):
+    from synthesizer_jax.training.state import TrainState
+
+    checkpoints = Checkpoints(tmp_path, asynchronous=False)
+    checkpoints.save(TrainState(np.asarray(1, np.int32), {"x": np.ones(2)}, {}, {}), None)
+    other = TrainState(
+        jax.ShapeDtypeStruct((), np.int32), {"y": jax.ShapeDtypeStruct((3,), np.float32)}, {}, {}
+    )
+    with pytest.raises(ValueError, match="y"):
+        checkpoints.restore_newest(other, None)
+    assert checkpoints.steps == [1]
+    checkpoints.close()
+
+
+def test_goodput_is_the_steps_share_of_the_time(tmp_path):
+    events = tmp_path / EVENTS_FILE
+    lines = [(100.0, "start", 0), (110.0, "saving", 5), (130.0, "start", 5), (150.0, "end", 10)]
+    events.write_text(
+        "".join(f'{{"time": {t}, "event": "{e}", "step": {s}}}\n' for t, e, s in lines) + '{"ti'
+    )
+    assert goodput(tmp_path, seconds_per_step=2.0) == 10 * 2 / 50
+    assert goodput(tmp_path / "none", 2.0) is None
+
+
+def test_the_watchdog_tells_where_a_run_hangs(capfd):
+    watchdog = Watchdog(0.1)
+    watchdog.moved()
+    said = ""
+    while "test_the_watchdog_tells" not in said:
+        said += capfd.readouterr().err
+    watchdog.close()
+    assert said.startswith("Timeout (0:00:00.1")

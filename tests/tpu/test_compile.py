@@ -1,0 +1,94 @@
+"""The training step compiled for real TPU topologies by libtpu; run by `make test-tpu`."""
+
+import functools
+import re
+
+import pytest
+
+from synthesizer_jax import Gaussian
+from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.models import alignment, t5
+from synthesizer_jax.models.zoo import T5_1_1
+from synthesizer_jax.sharding import MeshShape, chips
+from synthesizer_jax.training import ahead, plan
+from synthesizer_jax.training.experiment import Experiment, Training
+from synthesizer_jax.training.optimizers import Adafactor
+
+pytest.importorskip("libtpu", reason="libtpu is not installed; make test-tpu does that")
+pytestmark = pytest.mark.tpu
+
+INPUTS, TARGETS, ROWS = 512, 114, 4
+PLACES = {
+    "v5e:2x4": MeshShape(data=1, fsdp=4, tensor=2),
+    "v5p:4x4x4": MeshShape(data=2, fsdp=16, tensor=2),
+}
+VARIANTS = ("v", "r", "rv", "gaussian")
+
+
+def recipe(variant, name):
+    """A step of base size, scanned, some rows a device."""
+    shape, mesh = T5_1_1["base"], PLACES[name]
+    rows = ROWS * chips.topology(name).devices // mesh.tensor
+    common = {"dropout_rate": 0.1, "dtype": "bfloat16", "scan": True}
+    if variant == "gaussian":
+        model = t5(
+            shape,
+            encoder=Gaussian((-1, 1)),
+            decoder=Gaussian((-1, 0)),
+            relative_bias=False,
+            **common,
+        )
+    else:
+        model = t5(shape, encoder=alignment(variant, head_dim=shape.head_dim), **common)
+    return Experiment(
+        model=model,
+        data=DataConfig("none", INPUTS, TARGETS, rows),
+        training=Training(steps=1, optimizer=Adafactor()),
+        mesh=mesh,
+    )
+
+
+@functools.cache
+def compiled(variant, name):
+    """One compilation serves all tests of a step."""
+    return ahead.compile_step(recipe(variant, name), chips.topology(name))
+
+
+every = pytest.mark.parametrize(
+    ("variant", "name"), [(v, n) for n in PLACES for v in VARIANTS], ids=str
+)
+
+
+@every
+def test_no_buffer_holds_all_logits(variant, name):
+    """No ``[batch, heads, q, k]``, whatever the order of its axes: of more than one example."""
+    heads = T5_1_1["base"].heads // PLACES[name].tensor
+    lengths = (INPUTS, TARGETS)
+    squares = {tuple(sorted((ROWS, heads, q, k))) for q in lengths for k in lengths}
+    found = set()
+    for sizes in re.findall(r"\[([\d,]+)\]", compiled(variant, name).as_text()):
+        shape = tuple(sorted(int(n) for n in sizes.split(",") if n != "1"))
+        if shape in squares:
+            found.add(shape)
+    assert not found
+
+
+@every
+def test_memory_is_within_the_plan(variant, name):
+    place = chips.topology(name)
+    needs = plan.make_plan(recipe(variant, name), place).needs
+    memory = compiled(variant, name).memory_analysis()
+    batch = 4 * ROWS * (INPUTS + 3 * TARGETS)
+    assert memory.argument_size_in_bytes == pytest.approx(
+        needs.parameters + needs.optimizer + batch, rel=0.02
+    )
+    assert memory.temp_size_in_bytes <= needs.gradients + needs.copies + needs.activations
+
+
+@every
+def test_what_moves_between_devices_is_parameters_and_sums(variant, name):
+    """Gathers of activations or sums of logits would be many times as much."""
+    place = chips.topology(name)
+    found = ahead.costs_of(compiled(variant, name)).collectives
+    expected = plan.collective_bytes(recipe(variant, name), place)
+    assert sum(found.values()) == pytest.approx(sum(expected.values()), rel=0.1)
