@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -102,14 +103,15 @@ def devices_of(topology: Topology) -> list[Any]:
 def compiled_plan(experiment: Experiment, topology: Topology) -> Compiled:
     """Compiles a step and reads what it needs and does.
 
-    The compiler counts a loop's body once. So what is done is taken from models of one and two layers,
-    unrolled, and multiplied out; what memory it needs, from the model as it is.
+    The compiler's analysis counts a loop's body once. So FLOPs and bytes are taken from models of one and
+    two layers, unrolled, and multiplied out; memory and collectives from the model as it is.
     """
     began = time.perf_counter()
     whole = compile_step(experiment, topology)
     seconds = time.perf_counter() - began
     memory: Any = whole.memory_analysis()
     costs = extrapolated(experiment, topology)
+    costs = dataclasses.replace(costs, collectives=costs_of(whole).collectives)
     chip = topology.chip
     times = (
         costs.flops * chip.devices / chip.flops,
@@ -160,28 +162,67 @@ def costs_of(compiled: jax.stages.Compiled) -> Costs:
 
 
 def collectives(text: str) -> Iterator[tuple[str, int]]:
-    """Kind and bytes of every collective of a compiled program's text.
+    """Kind and bytes of every collective of a compiled program's text, those in loops as often as they run.
 
     A gather that runs beside other work stands in the text several times, with one channel; sums of
     different things may share a channel.
     """
     seen = set()
-    pattern = re.compile(rf"= (.+?) ({'|'.join(COLLECTIVES)})\(.*?channel_id=(\d+)")
-    for line in text.splitlines():
+    pattern = re.compile(rf"= (.+?) ({'|'.join(COLLECTIVES)})(-start)?\(.*?channel_id=(\d+)")
+    for times, line in counted_lines(text):
         match = pattern.search(line)
         if match is None:
             continue
-        if match[2] != "all-reduce":
-            if match[3] in seen:
+        shapes, kind, begun, channel = match.groups()
+        if kind != "all-reduce":
+            if channel in seen:
                 continue
-            seen.add(match[3])
-        yield match[2], shape_bytes(match[1])
+            seen.add(channel)
+        sizes = shape_sizes(shapes)
+        # What is begun names its operands too; the result of a gather is larger, others are as large.
+        yield kind, times * (max(sizes) if begun and kind != "all-reduce" else sum(sizes))
 
 
-def shape_bytes(text: str) -> int:
-    """Bytes of a shape, or a tuple of shapes, in XLA's notation."""
+def counted_lines(text: str) -> Iterator[tuple[int, str]]:
+    """The instructions of a program's text, and how often each runs.
+
+    A computation runs as often as those that name it; a loop's body as often as its condition says, which
+    compares a counter with a constant.
+    """
+    computations = {
+        match[1]: match[2].splitlines()
+        for match in re.finditer(r"^(?:ENTRY )?(%[\w.\-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S)
+    }
+    callers: dict[str, list[tuple[str, int]]] = {}
+    for name, lines in computations.items():
+        for line in lines:
+            called = set(re.findall(r"%[\w.\-]+", line.partition(" = ")[2])) & computations.keys()
+            loop = re.search(r"condition=(%[\w.\-]+), body=(%[\w.\-]+)", line)
+            for other in called:
+                trips = trip_count(computations[loop[1]]) if loop and other == loop[2] else 1
+                callers.setdefault(other, []).append((name, trips))
+
+    @functools.cache
+    def runs(name: str) -> int:
+        return max((runs(caller) * trips for caller, trips in callers.get(name, [])), default=1)
+
+    for name, lines in computations.items():
+        for line in lines:
+            yield runs(name), line
+
+
+def trip_count(condition: list[str]) -> int:
+    """How often a loop runs whose condition is ``counter < constant``."""
+    found = [
+        int(n) for line in condition for n in re.findall(r" s32\[\]\S* constant\((\d+)\)", line)
+    ]
+    return max(found, default=1)
+
+
+def shape_sizes(text: str) -> list[int]:
+    """Bytes of a shape, or of each shape of a tuple, in XLA's notation."""
     found = re.findall(r"([a-z]+\d*)\[([\d,]*)\]", text)
-    return sum(
+    return [
         WIDTHS.get(kind, 4) * math.prod(int(n) for n in sizes.split(",") if n)
         for kind, sizes in found
-    )
+    ]

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from synthesizer_jax import Gaussian
+from synthesizer_jax.attention.attend import SMALL
 from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.models import alignment, t5
 from synthesizer_jax.models.zoo import T5_1_1
@@ -61,10 +62,14 @@ every = pytest.mark.parametrize(
 
 @every
 def test_no_buffer_holds_all_logits(variant, name):
-    """No ``[batch, heads, q, k]``, whatever the order of its axes: of more than one example."""
+    """No ``[batch, heads, q, k]``, whatever the order of its axes.
+
+    The decoder's own 114 × 114 are no more than its queries, keys and values: `SMALL`.
+    """
     heads = T5_1_1["base"].heads // PLACES[name].tensor
     lengths = (INPUTS, TARGETS)
-    squares = {tuple(sorted((ROWS, heads, q, k))) for q in lengths for k in lengths}
+    pairs = [(q, k) for q in lengths for k in lengths if q * k > SMALL]
+    squares = {tuple(sorted((ROWS, heads, *pair))) for pair in pairs}
     found = set()
     for sizes in re.findall(r"\[([\d,]+)\]", compiled(variant, name).as_text()):
         shape = tuple(sorted(int(n) for n in sizes.split(",") if n != "1"))
