@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -76,7 +77,8 @@ def run_group(command: Sequence[str], processes: int, environment: dict[str, str
 def send(group: dict[int, subprocess.Popen[bytes]], number: int) -> None:
     """A signal to all that still run."""
     for pid in list(group):
-        os.kill(pid, number)
+        with contextlib.suppress(ProcessLookupError):  # ended, and not yet told
+            os.kill(pid, number)
 
 
 def free_port() -> int:

@@ -34,6 +34,9 @@ PATIENCE, TIMEOUT = 30.0, 300.0
 
 BARRIER_SECONDS = 3600
 
+GO = b"go\n"
+"""What process 0 answers when all are there; the coordinator itself says other things on that port."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:
@@ -157,7 +160,7 @@ def call_roll(place: Place, log: Callable[[str], None], *, patience: float, time
                     arrived[index] = connection
         for connection in arrived.values():
             with contextlib.suppress(OSError):
-                connection.sendall(b"go\n")
+                connection.sendall(GO)
 
 
 def answer_roll(
@@ -175,7 +178,7 @@ def answer_roll(
             with socket.create_connection(address, timeout=5) as connection:
                 connection.sendall(f"{place.index}\n".encode())
                 connection.settimeout(max(until - time.monotonic(), 0.01))
-                if connection.recv(8):
+                if connection.recv(8) == GO:
                     return
         except OSError:  # not there yet, or started again
             pass
@@ -270,9 +273,11 @@ def one_after_the_first(name: str) -> Iterator[None]:
     """Work that process 0 does before the others begin, such as writing what they then find."""
     if not first():
         barrier(name)
-    yield
-    if first():
-        barrier(name)
+    try:
+        yield
+    finally:
+        if first():
+            barrier(name)
 
 
 def service() -> Any:

@@ -21,7 +21,7 @@ from synthesizer_jax.mixers.base import FORCED, SITES
 from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.parameters import abstract_variables
 from synthesizer_jax.registry import register, replace, to_json
-from synthesizer_jax.sharding import partitioned, shardings, spread
+from synthesizer_jax.sharding import hosts, partitioned, shardings, spread
 from synthesizer_jax.training.checkpoints import restore_variables
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training, load_experiment
 from synthesizer_jax.training.replacement import Replacement, Site, sites, student_model
@@ -91,9 +91,10 @@ def distill(
     trainer = DistillationTrainer(experiment, unroll(taught.model), variables, recipe)
     options: Any = {"data_dir": data_dir, "visible": visible}
     run(experiment, directory, trainer=trainer, initial=inherit(variables), **options)
-    aside = directory / (DISTILLATION_FILE + ".tmp")
-    aside.write_text(json.dumps(to_json(recipe), indent=1) + "\n", encoding="utf-8")
-    os.replace(aside, directory / DISTILLATION_FILE)
+    if hosts.first():
+        aside = directory / (DISTILLATION_FILE + ".tmp")
+        aside.write_text(json.dumps(to_json(recipe), indent=1) + "\n", encoding="utf-8")
+        os.replace(aside, directory / DISTILLATION_FILE)
     if recipe.fine_tune is not None:
         tuned = replace(experiment, training=recipe.fine_tune, init_from=str(directory))
         run(tuned, directory / FINE_TUNED, **options)

@@ -40,8 +40,8 @@ class Needs:
       optimizer: its state.
       gradients: float32, laid out like the parameters.
       copies: of parameters, in the precision of the computation, kept for the backward pass.
-      activations: kept for the backward pass, of one micro-batch; what ``tensor`` divides of them is
-        not taken off.
+      activations: kept for the backward pass, of one micro-batch; what ``tensor`` and ``sequence``
+        divide of them is not taken off.
     """
 
     parameters: int
@@ -111,7 +111,7 @@ def make_plan(experiment: Experiment, topology: Topology) -> Plan:
             parameters=parameters + shard_bytes(state.constants),
             optimizer=shard_bytes(state.opt_state),
             gradients=parameters,
-            copies=copies // (mesh.size // mesh.shape["data"]),
+            copies=copies // (mesh.shape["fsdp"] * mesh.shape["tensor"]),
             activations=rows * activations,
         ),
         capacity=topology.chip.memory // topology.chip.devices,

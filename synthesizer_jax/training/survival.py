@@ -84,11 +84,13 @@ class StopSignal:
           save: writes the state; None where there is nothing that is not saved already.
         """
         occasion = hosts.Occasion("region")
-        if self.stopped:
+        with self._lock:
+            stopped = self.stopped
+            if not stopped:
+                self._save, self._region = save, occasion
+        if stopped:
             occasion.everyone(True)
             raise Preempted
-        with self._lock:
-            self._save, self._region = save, occasion
         try:
             yield
         except BaseException:

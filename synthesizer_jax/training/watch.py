@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import pathlib
+import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 EVENTS_FILE = "events.jsonl"
 
@@ -17,15 +19,17 @@ class Watchdog:
 
     Args:
       seconds: of silence; 0 is never.
+      file: where to print; None: the process' own standard error, as what notebooks put in its place
+        may be no file.
     """
 
-    def __init__(self, seconds: float):
-        self._seconds = seconds
+    def __init__(self, seconds: float, file: TextIO | None = None):
+        self._seconds, self._file = seconds, sys.__stderr__ if file is None else file
 
     def moved(self) -> None:
         """Begins to wait anew."""
-        if self._seconds:
-            faulthandler.dump_traceback_later(self._seconds, repeat=True)
+        if self._seconds and self._file is not None:
+            faulthandler.dump_traceback_later(self._seconds, repeat=True, file=self._file)
 
     def close(self) -> None:
         """Waits no more."""
@@ -74,9 +78,9 @@ def goodput(directory: pathlib.Path, seconds_per_step: float) -> float | None:
 
 
 def read_events(directory: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """A run's events in order; a line that a killed process left unfinished is none."""
+    """A run's events in order; lines that a killed process left unfinished are none."""
     path = directory / EVENTS_FILE
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
                 yield json.loads(line)

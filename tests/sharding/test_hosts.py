@@ -3,7 +3,7 @@
 import contextlib
 import socket
 import threading
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
@@ -117,6 +117,11 @@ def test_ranges():
     assert hosts.ranges([1, 2, 3, 7, 9, 10]) == "1 to 3, 7, 9 to 10"
 
 
+class Device(NamedTuple):
+    process_index: int
+    id: int
+
+
 class Spread:
     """A sharding of rows over devices of several processes, given as ``(process, first, last)``."""
 
@@ -125,8 +130,7 @@ class Spread:
 
     def devices_indices_map(self, shape):
         return {
-            SimpleNamespace(process_index=p, id=i): (slice(first, last),)
-            for i, (p, first, last) in enumerate(self.parts)
+            Device(p, i): (slice(first, last),) for i, (p, first, last) in enumerate(self.parts)
         }
 
 
