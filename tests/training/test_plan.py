@@ -87,14 +87,33 @@ def test_names_of_topologies():
 
 def test_collectives_are_read_from_a_programs_text():
     text = """
-    %all-gather.3 = bf16[768,12,64]{2,1,0:T(8,128)(2,1)S(1)} all-gather(%copy), channel_id=8, x
-    %all-gather.4 = bf16[768,12,64]{2,1,0:T(8,128)(2,1)} all-gather(%copy), channel_id=8, x
-    %all-reduce.1 = (f32[10]{0}, u32[]{:T(128)}) all-reduce(%a, %b), channel_id=1, to_apply=%add
-    %all-reduce.2 = f32[3,5]{1,0} all-reduce(%c), channel_id=1, to_apply=%add
-    %add = f32[3,5]{1,0} add(%c, %c)
-    """
-    found = list(ahead.collectives(text))
-    assert found == [("all-gather", 2 * 768 * 12 * 64), ("all-reduce", 44), ("all-reduce", 60)]
+%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %p = (s32[], f32[4]) parameter(0)
+  ROOT %all-reduce.3 = f32[4]{0} all-reduce(%x), channel_id=2, to_apply=%add
+}
+
+%condition (p: (s32[], f32[4])) -> pred[] {
+  %last = s32[]{:T(128)} constant(12)
+  ROOT %less = pred[] compare(%counter, %last), direction=LT
+}
+
+ENTRY %main (a: f32[3,5]) -> f32[3,5] {
+  %all-gather.3 = bf16[768,12,64]{2,1,0:T(8,128)(2,1)S(1)} all-gather(%copy), channel_id=8, x
+  %all-gather.4 = bf16[768,12,64]{2,1,0:T(8,128)(2,1)} all-gather(%copy), channel_id=8, x
+  %all-gather.5 = (bf16[8,4]{1,0}, bf16[16,4]{1,0}) all-gather-start(%copy), channel_id=9, x
+  %all-reduce.1 = (f32[10]{0}, u32[]{:T(128)}) all-reduce(%a, %b), channel_id=1, to_apply=%add
+  %all-reduce.2 = f32[3,5]{1,0} all-reduce(%c), channel_id=1, to_apply=%add
+  %loop = (s32[], f32[4]) while(%tuple), condition=%condition, body=%body
+  ROOT %add.1 = f32[3,5]{1,0} add(%c, %c)
+}
+"""
+    assert list(ahead.collectives(text)) == [
+        ("all-reduce", 12 * 16),
+        ("all-gather", 2 * 768 * 12 * 64),
+        ("all-gather", 2 * 16 * 4),
+        ("all-reduce", 44),
+        ("all-reduce", 60),
+    ]
 
 
 def test_costs_are_multiplied_out_over_layers(monkeypatch):
