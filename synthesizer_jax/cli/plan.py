@@ -53,7 +53,7 @@ def plan(
         return
     typer.echo("\nwhat fits, the least costly first:")
     for changed, way in ways:
-        typer.echo(f"  {settings(changed):<64} {way.needs.total / GIB:7.2f} GiB a device")
+        typer.echo(f"  {way.needs.total / GIB:7.2f} GiB a device: {as_typed(experiment, changed)}")
 
 
 def show(plan: Plan) -> None:
@@ -92,14 +92,24 @@ def show_compiled(compiled: Compiled, plan: Plan) -> None:
         typer.echo(f"  {kind:<20} {size / 1e6:12,.1f} MB")
 
 
-def settings(experiment: Experiment) -> str:
-    """What to type for a mesh and a remat."""
-    from synthesizer_jax.models import stacks
+def as_typed(experiment: Experiment, changed: Experiment) -> str:
+    """The options that change a recipe, or that none are needed."""
+    return " ".join(f"--set {x}" for x in settings(experiment, changed)) or "the recipe as it is"
 
-    mesh = experiment.mesh
-    parts = [f"--set mesh.{axis}={getattr(mesh, axis)}" for axis in ("data", "fsdp", "tensor")]
-    parts = parts[:1] if mesh.fsdp == mesh.tensor == 1 else parts
-    remat = next(iter(stacks(experiment.model).values())).remat
-    if remat is not None:
-        parts += [f"--set model.{name}.remat={remat}" for name in stacks(experiment.model)]
-    return " ".join(parts)
+
+def settings(experiment: Experiment, changed: Experiment) -> list[str]:
+    """What ``--set`` is to be given for the mesh and the remats that a recipe does not have."""
+    from synthesizer_jax.models import stacks
+    from synthesizer_jax.registry import fields_of
+
+    parts = [("mesh", experiment.mesh, changed.mesh)]
+    new = stacks(changed.model)
+    parts += [
+        (f"model.{name}", stack, new[name]) for name, stack in stacks(experiment.model).items()
+    ]
+    return [
+        f"{path}.{field}={str(value).lower()}"
+        for path, before, after in parts
+        for field, value in fields_of(after).items()
+        if value != fields_of(before)[field]
+    ]

@@ -3,10 +3,12 @@
 import jax
 import pytest
 
+from synthesizer_jax.cli.plan import settings
 from synthesizer_jax.models import Size, t5
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape, chips
 from synthesizer_jax.training import ahead, plan
+from synthesizer_jax.training.experiment import override
 from synthesizer_jax.training.trainer import Trainer
 from tests.training.tiny import experiment
 
@@ -66,6 +68,19 @@ def test_advice_fits_and_begins_with_what_costs_least():
     for changed, way in plan.advise(large, PLACE):
         assert way.fits
         assert way == plan.make_plan(changed, PLACE)
+
+
+def test_what_is_advised_can_be_typed():
+    recipe = experiment(mesh=MeshShape(data=2, fsdp=2, tensor=2, sequence=1))
+    recipe = plan.with_remat(recipe, "full")
+    ways = plan.advise(recipe, PLACE)
+    assert len(ways) > 2
+    for changed, _ in ways:
+        typed = recipe
+        for assignment in settings(recipe, changed):
+            typed = override(typed, assignment)
+        assert typed == changed
+        assert settings(changed, changed) == []
 
 
 def test_two_slices_have_twice_the_chips():
