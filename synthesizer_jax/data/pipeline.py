@@ -158,6 +158,10 @@ def choices(limits: np.ndarray, seed: np.random.SeedSequence, block: int) -> np.
     return np.searchsorted(limits, uniform, side="right")
 
 
+class OtherStreamError(ValueError):
+    """A saved position belongs to another stream: other tasks, lengths, seed, shards, ..."""
+
+
 class Stream:
     """An endless iterator of batches whose position is that of the last batch taken.
 
@@ -216,13 +220,14 @@ class Stream:
         """Continues after the last batch that was taken before `save`.
 
         Raises:
-          ValueError: the position is that of another stream, or a shard's file is missing.
+          OtherStreamError: the position is that of another stream.
+          ValueError: a shard's file is missing.
         """
         saved = json.loads((directory / STREAM_FILE).read_text(encoding="utf-8"))
         mine = self.fingerprint()
         for key in sorted(saved.keys() | mine.keys()):
             if saved.get(key) != mine.get(key):
-                raise ValueError(
+                raise OtherStreamError(
                     f"the saved data position belongs to another stream: {key} was "
                     f"{saved.get(key)} and is {mine.get(key)}; restore the old value or start a "
                     "new run"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import pathlib
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from orbax.checkpoint.checkpoint_managers import (
     LatestN,
 )
 
+from synthesizer_jax.data.pipeline import OtherStreamError
 from synthesizer_jax.sharding import hosts
 from synthesizer_jax.training.state import TrainState
 
@@ -37,29 +39,23 @@ class DataPosition(Protocol):
 
 
 @dataclasses.dataclass
-class _SaveArgs(ocp.args.CheckpointArgs):
-    stream: DataPosition
-
-
-@dataclasses.dataclass
-class _RestoreArgs(ocp.args.CheckpointArgs):
+class _PositionArgs(ocp.args.CheckpointArgs):
     stream: DataPosition
 
 
 class DataPositionHandler(ocp.CheckpointHandler):
     """Writes a stream's position into the checkpoint's own directory, committed with it."""
 
-    def save(self, directory: Any, args: _SaveArgs) -> None:
+    def save(self, directory: Any, args: _PositionArgs) -> None:
         """Writes at once: the stream moves on while arrays are still being written."""
         args.stream.save(pathlib.Path(directory))
 
-    def restore(self, directory: Any, args: _RestoreArgs) -> None:
+    def restore(self, directory: Any, args: _PositionArgs) -> None:
         """Moves the stream to the saved position."""
         args.stream.restore(pathlib.Path(directory))
 
 
-ocp.args.register_with_handler(DataPositionHandler, for_save=True)(_SaveArgs)
-ocp.args.register_with_handler(DataPositionHandler, for_restore=True)(_RestoreArgs)
+ocp.args.register_with_handler(DataPositionHandler, for_save=True, for_restore=True)(_PositionArgs)
 
 
 class Checkpoints:
@@ -91,15 +87,25 @@ class Checkpoints:
                 ),
             ]
         )
+        self._directory = directory.absolute()
+        if hosts.first():
+            self._directory.mkdir(parents=True, exist_ok=True)
+        hosts.barrier("checkpoints")
+        # Named processes meet at the coordination service. Without names Orbax lets devices meet, amid
+        # the collectives of an evaluation when a save comes from the thread of `StopSignal`.
+        processes = ocp.options.MultiprocessingOptions(
+            active_processes=set(range(jax.process_count()))
+        )
+        self._states = ocp.StandardCheckpointHandler(multiprocessing_options=processes)
         self._manager = ocp.CheckpointManager(
-            directory.absolute(),
+            self._directory,
             item_names=("state", "data"),
-            item_handlers={
-                "state": ocp.StandardCheckpointHandler(),
-                "data": DataPositionHandler(),
-            },
+            item_handlers={"state": self._states, "data": DataPositionHandler()},
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=policy, enable_async_checkpointing=asynchronous
+                preservation_policy=policy,
+                enable_async_checkpointing=asynchronous,
+                create=False,
+                multiprocessing_options=processes,
             ),
         )
 
@@ -128,70 +134,83 @@ class Checkpoints:
             return
         items: dict[str, Any] = {"state": ocp.args.StandardSave(as_tree(state))}
         if stream is not None:
-            items["data"] = _SaveArgs(stream)
+            items["data"] = _PositionArgs(stream)
         metrics = None if score is None else {SCORE: float(score)}
         self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
     def restore(
         self, abstract: TrainState, stream: DataPosition | None, *, step: int | None = None
     ) -> TrainState:
-        """Reads a checkpoint (None: the newest) into the given shapes and shardings."""
+        """Reads a checkpoint (None: the newest) into the given shapes and shardings.
+
+        Processes do not wait for one another here, so that one which cannot read says so to the others.
+        """
         step = self.latest if step is None else step
         if step is None:
-            raise FileNotFoundError(f"no checkpoint in {self._manager.directory}")
-        items: dict[str, Any] = {"state": ocp.args.StandardRestore(as_tree(abstract))}
+            raise FileNotFoundError(f"no checkpoint in {self._directory}")
+        directory = self._directory / str(step)
         if stream is not None:
-            items["data"] = _RestoreArgs(stream)
-        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-        return TrainState(**restored["state"])
+            stream.restore(directory / "data")
+        tree = self._states.restore(
+            directory / "state", args=ocp.args.StandardRestore(as_tree(abstract))
+        )
+        return TrainState(**tree)
 
     def restore_newest(
         self, abstract: TrainState, stream: DataPosition | None
     ) -> TrainState | None:
         """Reads the newest checkpoint that can be read; None where there is none at all.
 
-        One that cannot be read, on any process, is set aside as ``STEP.unreadable`` with a warning, and
-        the one before it is tried.
+        Those after it, which some process found damaged, are set aside as ``STEP.unreadable`` with a
+        warning. Nothing is renamed unless an older one was read.
 
         Raises:
-          ValueError: none of them can be read, or they hold the state of another model.
+          ValueError: none of them can be read, or they hold the state of another model or the position
+            of other data.
+          OSError: the storage did not answer; the checkpoints are untouched.
         """
-        unreadable = []
-        while (step := self.latest) is not None:
+        damaged: dict[int, str] = {}
+        for step in reversed(self.steps):
             problem: str | None = None
             try:
                 state = self.restore(abstract, stream, step=step)
             except Exception as error:  # whatever readers make of damaged files
-                if not self._same_arrays(step, abstract):
+                if not is_damage(error) or not self._same_arrays(step, abstract):
                     raise
-                problem = f"{type(error).__name__}: {error}"
+                problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             problems = [p for p in hosts.Occasion("restore").everyone(problem) if p is not None]
             if not problems:
+                self._set_aside(damaged)
                 return state
-            unreadable.append(step)
-            aside = self._manager.directory / f"{step}.unreadable"
-            _log.warning(
-                "checkpoint %d cannot be read and is set aside as %s (%s)",
-                step,
-                aside,
-                " ".join(problems[0].split())[:300],
-            )
-            if hosts.first():
-                (self._manager.directory / str(step)).rename(aside)
-            hosts.barrier("set aside")
-            self._manager.reload()
-        if unreadable:
+            damaged[step] = problems[0]
+        if damaged:
+            newest = max(damaged)
             raise ValueError(
-                f"no checkpoint in {self._manager.directory} can be read (tried "
-                f"{', '.join(map(str, unreadable))}; kept as *.unreadable); start in a new --workdir"
+                f"no checkpoint in {self._directory} can be read (tried "
+                f"{', '.join(map(str, damaged))}; {newest}: {damaged[newest]}); put a good copy in "
+                "its place, or start in a new --workdir"
             )
         return None
+
+    def _set_aside(self, damaged: dict[int, str]) -> None:
+        """Renames checkpoints, given with what is wrong with them."""
+        for step, problem in damaged.items():
+            aside = free_name(self._directory / f"{step}.unreadable")
+            _log.warning(
+                "checkpoint %d cannot be read and is set aside as %s (%s)", step, aside, problem
+            )
+            hosts.barrier("name is chosen")
+            if hosts.first():
+                (self._directory / str(step)).rename(aside)
+        if damaged:
+            hosts.barrier("set aside")
+            self._manager.reload()
 
     def _same_arrays(self, step: int, abstract: TrainState) -> bool:
         """Whether a checkpoint lists the arrays of a state, or its list is damaged too."""
         with ocp.PyTreeCheckpointer() as reader:
             try:
-                listed = reader.metadata(self._manager.directory / str(step) / "state")
+                listed = reader.metadata(self._directory / str(step) / "state")
                 shapes = [m.shape for m in jax.tree.leaves(listed.item_metadata.tree)]
             except Exception:  # as above
                 return True
@@ -205,6 +224,21 @@ class Checkpoints:
     def close(self) -> None:
         """Waits, then frees the manager's threads."""
         self._manager.close()
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether an error may come from damaged files; not from storage, memory or a user's mistake."""
+    if isinstance(error, OSError):
+        return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+    return not isinstance(error, MemoryError | jax.errors.JaxRuntimeError | OtherStreamError)
+
+
+def free_name(path: pathlib.Path) -> pathlib.Path:
+    """The path, or the first of ``path-2``, ``path-3``, … that does not exist."""
+    names = itertools.chain(
+        [path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
+    )
+    return next(name for name in names if not name.exists())
 
 
 def as_tree(state: TrainState) -> dict[str, Any]:

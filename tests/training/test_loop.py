@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from synthesizer_jax.data.pipeline import OtherStreamError
 from synthesizer_jax.training.checkpoints import Checkpoints, finished_steps, restore_variables
 from synthesizer_jax.training.loop import NonFiniteLossError, train
 from synthesizer_jax.training.metrics import METRICS_FILE, cut_back, read_metrics
@@ -157,12 +158,35 @@ def test_when_no_checkpoint_can_be_read_nothing_is_lost(tmp_path):
     run(tmp_path, steps=8)
     for step in (4, 8):
         damage(tmp_path / "checkpoints" / str(step))
-    with pytest.raises(ValueError, match=r"no checkpoint in .* can be read \(tried 8, 4; kept as"):
+    with pytest.raises(ValueError, match=r"no checkpoint in .* can be read \(tried 8, 4; 8: "):
         run(tmp_path, steps=12)
-    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} >= {
-        "4.unreadable",
-        "8.unreadable",
-    }
+    assert finished_steps(tmp_path / "checkpoints") == [4, 8]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OtherStreamError("seed was 1 and is 2"), PermissionError("denied"), MemoryError("full")],
+    ids=lambda e: type(e).__name__,
+)
+def test_a_checkpoint_stays_where_it_is_when_it_is_not_what_fails(tmp_path, monkeypatch, error):
+    run(tmp_path, steps=8)
+
+    def fail(stream, directory):
+        raise error
+
+    monkeypatch.setattr(CopyStream, "restore", fail)
+    with pytest.raises(type(error), match=str(error)):
+        run(tmp_path, steps=12)
+    assert finished_steps(tmp_path / "checkpoints") == [4, 8]
+
+
+def test_a_second_damaged_checkpoint_of_a_step_is_set_aside_too(tmp_path):
+    for _ in range(2):
+        run(tmp_path, steps=8)
+        damage(tmp_path / "checkpoints" / "8")
+    run(tmp_path, steps=8)
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"4", "8", "8.unreadable", "8.unreadable-2"}
 
 
 def test_a_checkpoint_of_other_arrays_stays_where_it_is(tmp_path):
