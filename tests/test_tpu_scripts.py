@@ -288,8 +288,10 @@ def test_babysit_outlives_two_preemptions(world):
     assert done.stderr.splitlines()[-1] == "the run is finished"
 
 
-def test_babysit_starts_again_on_machines_that_stayed(world):
-    world.answers("status", "run a idle", "run a 75;run b 1", "run a 75;run b 1", "run a 0;run b 0")
+@pytest.mark.parametrize("code", [75, 143])
+def test_babysit_starts_again_on_machines_that_stayed(world, code):
+    left = f"run a {code};run b 1"
+    world.answers("status", "run a idle", left, left, "run a 0;run b 0")
     assert babysit(world).returncode == 0
     assert world.story() == [*BEGIN, *BEGIN]
 

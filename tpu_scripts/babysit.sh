@@ -2,9 +2,10 @@
 # Keeps a run going through preemptions: machines, installation, run, and all of it again.
 # Part of tpu_scripts/launch, whose variables it uses.
 
-# Sets `told` to what the hosts say of the run: running; finished (exit code 0); again (75, gone without a
-# word as after a reboot, or not started on every host); failed, with `code`; idle; or silent, where they
-# cannot be reached. Where one host was preempted the others may crash for want of it, so 75 comes first.
+# Sets `told` to what the hosts say of the run: running; finished (exit code 0); again (75, or 143 where the
+# program had not begun, gone without a word as after a reboot, or not started on every host); failed, with
+# `code`; idle; or silent, where they cannot be reached. Where one host was preempted the others may crash
+# for want of it, so 75 comes first.
 ask_hosts() {
   local answer words
   if ! answer=$(host status 2> /dev/null); then
@@ -13,7 +14,7 @@ ask_hosts() {
   fi
   words=" $(sed -n 's/^run [^ ]* //p' <<< "$answer" | sort -u | tr '\n' ' ')"
   case $words in
-    *' 75 '* | *lost*) told=again ;;
+    *' 75 '* | *' 143 '* | *lost*) told=again ;;
     *[1-9]*)
       told=failed
       code=$(tr ' ' '\n' <<< "$words" | grep -m 1 '[1-9]')

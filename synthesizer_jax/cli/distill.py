@@ -33,8 +33,9 @@ def distill(
     from synthesizer_jax.sharding import hosts
     from synthesizer_jax.training.distillation import Distillation
     from synthesizer_jax.training.distillation import distill as distill_run
-    from synthesizer_jax.training.survival import EXIT_PREEMPTED, Preempted
+    from synthesizer_jax.training.survival import EXIT_PREEMPTED, Preempted, leave_on_sigterm
 
+    leave_on_sigterm()
     hosts.start()
     settings = load_recipe(recipe, overrides or (), kind=Distillation)
     try:

@@ -49,8 +49,9 @@ def train(
     from synthesizer_jax.cli.recipes import load_recipe
     from synthesizer_jax.sharding import hosts
     from synthesizer_jax.training.run import run
-    from synthesizer_jax.training.survival import EXIT_PREEMPTED, Preempted
+    from synthesizer_jax.training.survival import EXIT_PREEMPTED, Preempted, leave_on_sigterm
 
+    leave_on_sigterm()
     hosts.start()
     experiment = load_recipe(recipe, overrides or ())
     try:

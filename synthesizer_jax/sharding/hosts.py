@@ -84,6 +84,8 @@ def start(
     if place is None or place.count == 1:
         return
     call_roll(place, log, patience=patience, timeout=timeout)
+    # JAX's own listener would swallow a SIGTERM that comes before the program's.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         place.address,
         place.count,

@@ -22,6 +22,11 @@ NEWS_SECONDS = 1.0
 """How often a process asks whether another one was told to stop."""
 
 
+def leave_on_sigterm() -> None:
+    """Until a `StopSignal` listens there is nothing to save: SIGTERM ends the process as it is."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_PREEMPTED))
+
+
 class Preempted(Exception):  # noqa: N818 - an event, not an error
     """The process was asked to stop; the caller saves and leaves with `EXIT_PREEMPTED`."""
 
@@ -118,7 +123,8 @@ class StopSignal:
         """Passes the news of another process's SIGTERM on to `_wait`."""
         while not self._closed.wait(NEWS_SECONDS):
             if hosts.told(NEWS):
-                self._sender.send(bytes([signal.SIGTERM]))
+                with contextlib.suppress(OSError):  # closed in the meantime
+                    self._sender.send(bytes([signal.SIGTERM]))
                 return
 
     def _leave(self) -> None:

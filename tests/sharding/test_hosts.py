@@ -1,13 +1,17 @@
 """Finding one's place among several processes, and what is said when some are missing."""
 
 import contextlib
+import os
 import socket
+import subprocess
+import sys
 import threading
 from typing import NamedTuple
 
 import pytest
 
 from synthesizer_jax.sharding import Rows, hosts
+from synthesizer_jax.training.survival import EXIT_PREEMPTED
 
 
 @pytest.fixture
@@ -111,6 +115,27 @@ def test_a_process_that_reaches_nobody_says_so():
     ):
         hosts.call_roll(place, said.append, patience=0.1, timeout=0.5)
     assert said[0] == f"process 1 is waiting for process 0 at {place.address}"
+
+
+def test_sigterm_before_all_have_come_ends_a_process_with_its_own_code():
+    program = (
+        "from synthesizer_jax.sharding import hosts\n"
+        "from synthesizer_jax.training.survival import leave_on_sigterm\n"
+        "leave_on_sigterm()\n"
+        "hosts.start(patience=0.1)\n"
+    )
+    place = {hosts.ADDRESS: f"127.0.0.1:{port()}", hosts.PROCESSES: "2", hosts.PROCESS: "0"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, **place},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        while "waiting for 1 of 2 processes: 1" not in process.stderr.readline():
+            assert process.poll() is None
+        process.terminate()
+        assert process.wait() == EXIT_PREEMPTED
 
 
 def test_ranges():
