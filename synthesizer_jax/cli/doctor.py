@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from synthesizer_jax.cli.train import directory as local
+from synthesizer_jax.cli.train import directory as refuse_bucket
 
 GIB = 2**30
 DISK, MEMORY = 10 * GIB, 4 * GIB
@@ -137,12 +137,10 @@ def slices() -> Iterator[Finding]:
 
 def group(timeout: float) -> Iterator[Finding]:
     """The other processes."""
-    import jax
-
     from synthesizer_jax.sharding import hosts
 
     try:
-        hosts.start(timeout=timeout)
+        place = hosts.join(timeout=timeout)
     except (RuntimeError, ValueError) as error:
         port = os.environ.get("JAX_COORDINATOR_PORT", hosts.OPEN_PORT)
         yield Finding(
@@ -151,10 +149,8 @@ def group(timeout: float) -> Iterator[Finding]:
             f"start the same command on every host; the firewall must let port {port} through",
         )
         return
-    if jax.distributed.is_initialized():
-        yield Finding("ok", f"process {jax.process_index()} of {jax.process_count()}")
-    else:
-        yield Finding("ok", "one process")
+    text = "one process" if place is None else f"process {place.index} of {place.count}"
+    yield Finding("ok", text)
 
 
 def devices() -> Iterator[Finding]:
@@ -192,7 +188,7 @@ def memory() -> Iterator[Finding]:
 def place(directory: pathlib.Path) -> Iterator[Finding]:
     """A directory that is to be written to."""
     try:
-        local(directory)
+        refuse_bucket(directory)
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".doctor_") as file:
             file.write(b"x")
@@ -212,11 +208,9 @@ def place(directory: pathlib.Path) -> Iterator[Finding]:
 
 def agreement() -> Iterator[Finding]:
     """Whether all processes run the same code under the same settings."""
-    import jax
-
     from synthesizer_jax.sharding import hosts
 
-    if jax.process_count() == 1:
+    if hosts.count() == 1:
         return
     everyone = hosts.Occasion("doctor").everyone(identity())
     for name in everyone[0]:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -52,13 +53,21 @@ def run_group(command: Sequence[str], processes: int, environment: dict[str, str
     """
     shared = {**os.environ, **environment, ADDRESS: f"127.0.0.1:{free_port()}"}
     shared[PROCESSES] = str(processes)
-    group = {}
-    for index in range(processes):
-        process = subprocess.Popen(command, env={**shared, PROCESS: str(index)})
-        group[process.pid] = process
-    old = signal.signal(signal.SIGTERM, lambda *_: send(group, signal.SIGTERM))
+    group: dict[int, subprocess.Popen[bytes]] = {}
+    asked = threading.Event()
+
+    def stop(*_: object) -> None:
+        asked.set()
+        send(group, signal.SIGTERM)
+
+    old = signal.signal(signal.SIGTERM, stop)
     code = 0
     try:
+        for index in range(processes):
+            process = subprocess.Popen(command, env={**shared, PROCESS: str(index)})
+            group[process.pid] = process
+        if asked.is_set():  # some may have begun after it
+            send(group, signal.SIGTERM)
         while group:
             pid, status = os.wait()
             if group.pop(pid, None) is None:

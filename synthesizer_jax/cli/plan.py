@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -102,7 +102,7 @@ def settings(experiment: Experiment, changed: Experiment) -> list[str]:
     from synthesizer_jax.models import stacks
     from synthesizer_jax.registry import fields_of
 
-    parts = [("mesh", experiment.mesh, changed.mesh)]
+    parts: list[tuple[str, Any, Any]] = [("mesh", experiment.mesh, changed.mesh)]
     new = stacks(changed.model)
     parts += [
         (f"model.{name}", stack, new[name]) for name, stack in stacks(experiment.model).items()

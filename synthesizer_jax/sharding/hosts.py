@@ -63,7 +63,30 @@ def say(text: str) -> None:
 def start(
     log: Callable[[str], None] = say, *, patience: float = PATIENCE, timeout: float = TIMEOUT
 ) -> None:
-    """Joins this process to its group, before anything else is done with JAX.
+    """Joins this process to its group, and tells what devices the group has.
+
+    Args:
+      log: takes one line.
+      patience: seconds after which missing processes are named.
+      timeout: seconds after which the start is given up.
+
+    Raises:
+      ValueError: the variables do not say who this process is.
+      RuntimeError: some processes did not come, or JAX finds no devices.
+    """
+    place = join(log, patience=patience, timeout=timeout)
+    if place is not None and place.index == 0:
+        kinds = {device.device_kind for device in jax.devices()}
+        log(
+            f"{place.count} processes with {jax.local_device_count()} devices each: "
+            f"{jax.device_count()} × {', '.join(sorted(kinds))}, coordinator {place.address}"
+        )
+
+
+def join(
+    log: Callable[[str], None] = say, *, patience: float = PATIENCE, timeout: float = TIMEOUT
+) -> Place | None:
+    """Joins this process to its group, before anything else is done with JAX. Touches no device.
 
     Nothing happens where there is one process, where Pathways is the single controller, or when the
     group exists already. Groups are found as `jax.distributed.initialize` finds them (Cloud TPU, GKE,
@@ -74,15 +97,18 @@ def start(
       patience: seconds after which missing processes are named.
       timeout: seconds after which the start is given up.
 
+    Returns:
+      Where it stands; None where nothing was to do.
+
     Raises:
       ValueError: the variables do not say who this process is.
       RuntimeError: some processes did not come.
     """
     if jax.distributed.is_initialized() or "proxy" in os.environ.get("JAX_PLATFORMS", ""):
-        return
+        return None
     place = find_place(timeout)
     if place is None or place.count == 1:
-        return
+        return None
     call_roll(place, log, patience=patience, timeout=timeout)
     # JAX's own listener would swallow a SIGTERM that comes before the program's.
     jax.config.update("jax_enable_preemption_service", False)
@@ -94,12 +120,7 @@ def start(
         cluster_detection_method="deactivate",
         initialization_timeout=int(timeout),
     )
-    if place.index == 0:
-        kinds = {device.device_kind for device in jax.devices()}
-        log(
-            f"{place.count} processes with {jax.local_device_count()} devices each: "
-            f"{jax.device_count()} × {', '.join(sorted(kinds))}, coordinator {place.address}"
-        )
+    return place
 
 
 def find_place(timeout: float) -> Place | None:
@@ -215,9 +236,14 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(f"{p[0]} to {p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
 
 
+def count() -> int:
+    """Number of processes in the group; unlike `jax.process_count` it starts no device."""
+    return distributed.global_state.num_processes or 1
+
+
 def first() -> bool:
     """Whether this process is the one that writes what all share."""
-    return jax.process_index() == 0
+    return distributed.global_state.process_id == 0
 
 
 class Occasion:
@@ -240,13 +266,13 @@ class Occasion:
         Args:
           value: anything that is JSON; given once by every process.
         """
-        if jax.process_count() == 1:
+        if count() == 1:
             return [value]
         client, key = service(), self._key
-        client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
+        client.key_value_set(f"{key}/{distributed.global_state.process_id}", json.dumps(value))
         client.wait_at_barrier(f"{key}/barrier", BARRIER_SECONDS * 1000)
         found = dict(client.key_value_dir_get(f"{key}/"))
-        return [json.loads(found[f"{key}/{p}"]) for p in range(jax.process_count())]
+        return [json.loads(found[f"{key}/{p}"]) for p in range(count())]
 
 
 def barrier(name: str) -> None:

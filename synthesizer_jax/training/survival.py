@@ -61,7 +61,7 @@ class StopSignal:
         self._old_handler = signal.signal(signal.SIGTERM, lambda *_: self._stopped.set())
         self._old_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._threads = [threading.Thread(target=self._wait, name="stop-signal", daemon=True)]
-        if jax.process_count() > 1:
+        if hosts.count() > 1:
             self._threads.append(threading.Thread(target=self._ask, name="stop-news", daemon=True))
         for thread in self._threads:
             thread.start()
@@ -112,7 +112,7 @@ class StopSignal:
             if signal.SIGTERM not in numbers:
                 continue
             self._stopped.set()
-            if jax.process_count() > 1:
+            if hosts.count() > 1:
                 hosts.tell(NEWS)
             with self._lock:
                 if self._region is not None:

@@ -84,13 +84,11 @@ def test_versions_that_do_not_belong_together(monkeypatch):
 
 
 def test_hosts_that_differ_are_named(monkeypatch):
-    import jax
-
     from synthesizer_jax.sharding import hosts
 
     mine = doctor.identity()
     other = {**mine, "flax": "0.1"}
-    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    monkeypatch.setattr(hosts, "count", lambda: 4)
     monkeypatch.setattr(
         hosts.Occasion, "everyone", lambda self, value: [value, value, other, other]
     )
