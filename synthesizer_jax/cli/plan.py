@@ -61,10 +61,18 @@ def show(plan: Plan) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from synthesizer_jax.training.plan import whole_sizes
+
     place, needs = plan.topology, plan.needs
     mesh = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     slices = f"{place.slices} × " if place.slices > 1 else ""
     typer.echo(f"{slices}{place.name}: {place.chips} chips, mesh {mesh}; {plan.rows} rows a device")
+    if not plan.whole_axes:
+        pairs = ", ".join(f"{fsdp} × {tensor}" for fsdp, tensor in whole_sizes(place))
+        typer.echo(
+            "this mesh splits dimensions of the slice, so collectives along them have a part of the "
+            f"links; none are split by fsdp × tensor of {pairs}"
+        )
     table = Table("on one device", box=None)
     table.add_column("GiB", justify="right")
     for name in ("parameters", "optimizer", "gradients", "copies", "activations", "total"):

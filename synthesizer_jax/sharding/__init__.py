@@ -1,6 +1,6 @@
 """Meshes, and the one table that maps logical axes to them."""
 
-from synthesizer_jax.sharding.mesh import MESH_AXES, MeshShape, make_mesh
+from synthesizer_jax.sharding.mesh import MESH_AXES, MeshShape, make_mesh, on_whole_axes
 from synthesizer_jax.sharding.rows import Rows, spread, whole
 from synthesizer_jax.sharding.rules import (
     BATCH_AXES,
@@ -22,6 +22,7 @@ __all__ = [
     "batch_sharding",
     "check_batch",
     "make_mesh",
+    "on_whole_axes",
     "partitioned",
     "replicated",
     "shardings",

@@ -20,6 +20,7 @@ class Chip:
       source: where these numbers stand.
       devices: how many devices JAX shows for it.
       axes: dimensions of its slices.
+      kind: what JAX calls it.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Chip:
     memory: int
     bandwidth: float
     source: str
+    kind: str
     devices: int = 1
     axes: int = 2
 
@@ -36,11 +38,11 @@ _PAGES = "https://docs.cloud.google.com/tpu/docs/"
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 275e12, 32 * GIB, 1228e9, _PAGES + "v4", axes=3),
-        Chip("v5e", 197e12, 16 * GIB, 819e9, _PAGES + "v5e"),
-        Chip("v5p", 459e12, 95 * GIB, 2765e9, _PAGES + "v5p", axes=3),
-        Chip("v6e", 918e12, 32 * GIB, 1640e9, _PAGES + "v6e"),
-        Chip("tpu7x", 2307e12, 192 * GIB, 7380e9, _PAGES + "tpu7x", devices=2, axes=3),
+        Chip("v4", 275e12, 32 * GIB, 1228e9, _PAGES + "v4", "TPU v4", axes=3),
+        Chip("v5e", 197e12, 16 * GIB, 819e9, _PAGES + "v5e", "TPU v5 lite"),
+        Chip("v5p", 459e12, 95 * GIB, 2765e9, _PAGES + "v5p", "TPU v5", axes=3),
+        Chip("v6e", 918e12, 32 * GIB, 1640e9, _PAGES + "v6e", "TPU v6 lite"),
+        Chip("tpu7x", 2307e12, 192 * GIB, 7380e9, _PAGES + "tpu7x", "TPU7x", devices=2, axes=3),
     )
 }
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import logging
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,6 +15,9 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from synthesizer_jax.registry import register
+from synthesizer_jax.sharding.chips import Topology
+
+_log = logging.getLogger(__name__)
 
 MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 
@@ -91,13 +98,65 @@ def slices_of(devices: list[jax.Device]) -> int:
 
 
 def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
-    """A mesh with the axes `MESH_AXES` over all devices, or the given ones."""
+    """A mesh with the axes `MESH_AXES` over all devices, or the given ones.
+
+    On TPUs an axis takes whole dimensions of the slice where that can be; else dimensions are split, with
+    a warning: collectives along such an axis have a part of the links.
+    """
     devices = jax.devices() if devices is None else devices
     slices = slices_of(devices)
     within, between = shape.sizes(len(devices), slices)
+    try:
+        places = arrange(within, between, devices)
+    except NotImplementedError:
+        _log.warning(
+            "mesh %s splits dimensions of the slice; `plan` names sizes that do not", within
+        )
+        places = arrange(within, between, devices, allow_split_physical_axes=True)
     # Since JAX 0.10 axes are Explicit unless said otherwise; Linen's constraints need Auto.
-    kinds = (AxisType.Auto,) * len(MESH_AXES)
-    if slices > 1:
-        places = mesh_utils.create_hybrid_device_mesh(within, between, devices)
-        return Mesh(np.asarray(places), MESH_AXES, axis_types=kinds)
-    return jax.make_mesh(within, MESH_AXES, axis_types=kinds, devices=devices)
+    return Mesh(places, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def arrange(
+    within: Sizes, between: Sizes, devices: Sequence[Any], **options: bool
+) -> np.ndarray[Any, Any]:
+    """Devices in the order in which neighbours along an axis are near one another.
+
+    Raises:
+      NotImplementedError: an axis would split a dimension of a TPU slice, and `options` forbid that.
+    """
+    if math.prod(between) > 1:
+        found = mesh_utils.create_hybrid_device_mesh(within, between, devices, **options)
+    else:
+        found = mesh_utils.create_device_mesh(within, devices, **options)
+    return np.asarray(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedDevice:
+    """What `mesh_utils` asks of a TPU device, for slices that are not here."""
+
+    id: int
+    device_kind: str
+    coords: tuple[int, int, int]
+    core_on_chip: int
+    platform: str = "tpu"
+
+
+def planned_devices(topology: Topology) -> list[PlannedDevice]:
+    """The devices of one slice of a topology."""
+    chip = topology.chip
+    x, y, z = (*topology.shape, 1)[:3]
+    places = itertools.product(range(z), range(y), range(x), range(chip.devices))
+    return [
+        PlannedDevice(n, chip.kind, (i, j, k), core) for n, (k, j, i, core) in enumerate(places)
+    ]
+
+
+def on_whole_axes(within: Sizes, topology: Topology) -> bool:
+    """Whether axes of these sizes take whole dimensions of a slice of this topology."""
+    try:
+        arrange(within, (1,), planned_devices(topology))
+    except NotImplementedError:
+        return False
+    return True

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 from synthesizer_jax.models import stacks
 from synthesizer_jax.models.stack import REMAT_POLICIES
 from synthesizer_jax.registry import replace
-from synthesizer_jax.sharding import BATCH_AXES, MESH_AXES, MeshShape, check_batch
+from synthesizer_jax.sharding import BATCH_AXES, MESH_AXES, MeshShape, check_batch, on_whole_axes
 from synthesizer_jax.sharding.chips import Topology
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.state import example_tokens, make_layout
@@ -63,6 +63,7 @@ class Plan:
     Attributes:
       topology: the chips.
       mesh: size of every mesh axis.
+      whole_axes: whether the axes take whole dimensions of a slice, and so all of their links.
       rows: of a micro-batch on one device.
       needs: of one device, for the recipe as it is.
       capacity: bytes of memory that one device has.
@@ -71,6 +72,7 @@ class Plan:
 
     topology: Topology
     mesh: dict[str, int]
+    whole_axes: bool
     rows: int
     needs: Needs
     capacity: int
@@ -106,6 +108,9 @@ def make_plan(experiment: Experiment, topology: Topology) -> Plan:
     return Plan(
         topology=topology,
         mesh=dict(mesh.shape),
+        whole_axes=on_whole_axes(
+            experiment.mesh.sizes(topology.devices, topology.slices)[0], topology
+        ),
         rows=rows,
         needs=Needs(
             parameters=parameters + shard_bytes(state.constants),
@@ -122,6 +127,13 @@ def make_plan(experiment: Experiment, topology: Topology) -> Plan:
             targets=data.targets_length,
         ),
     )
+
+
+def whole_sizes(topology: Topology) -> list[tuple[int, int]]:
+    """Sizes of `fsdp` and `tensor`, of all devices of a slice, that split none of its dimensions."""
+    devices = topology.devices // topology.slices
+    pairs = ((devices // t, t) for t in range(1, devices + 1) if devices % t == 0)
+    return [(f, t) for f, t in pairs if on_whole_axes((1, f, t, 1), topology)]
 
 
 def abstract_mesh(shape: MeshShape, topology: Topology) -> AbstractMesh:

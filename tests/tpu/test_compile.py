@@ -10,7 +10,8 @@ from synthesizer_jax.attention.attend import SMALL
 from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.models import alignment, t5
 from synthesizer_jax.models.zoo import T5_1_1
-from synthesizer_jax.sharding import MeshShape, chips
+from synthesizer_jax.sharding import MeshShape, chips, make_mesh
+from synthesizer_jax.sharding.mesh import planned_devices
 from synthesizer_jax.training import ahead, plan
 from synthesizer_jax.training.experiment import Experiment, Training
 from synthesizer_jax.training.optimizers import Adafactor
@@ -58,6 +59,21 @@ def compiled(variant, name):
 every = pytest.mark.parametrize(
     ("variant", "name"), [(v, n) for n in PLACES for v in VARIANTS], ids=str
 )
+
+
+@pytest.mark.parametrize("name", ["v5e:2x4", "v5e:16x16", "v6e:16x16", "v5p:4x4x4", "tpu7x:4x4x4"])
+def test_devices_lie_as_planned(name):
+    place = chips.topology(name)
+    real, planned = ahead.devices_of(place), planned_devices(place)
+    wanted = {(d.device_kind, tuple(d.coords), d.core_on_chip) for d in real}
+    assert {(d.device_kind, d.coords, d.core_on_chip) for d in planned} == wanted
+
+
+def test_a_mesh_that_splits_a_dimension_is_made_with_a_warning(caplog):
+    place = chips.topology("v6e:4x4")
+    mesh = make_mesh(MeshShape(data=1, fsdp=8, tensor=2), ahead.devices_of(place))
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 8, "tensor": 2, "sequence": 1}
+    assert "splits dimensions of the slice" in caplog.text
 
 
 @every

@@ -70,6 +70,16 @@ def test_advice_fits_and_begins_with_what_costs_least():
         assert way == plan.make_plan(changed, PLACE)
 
 
+def test_meshes_that_split_no_dimension_of_a_slice():
+    assert plan.whole_sizes(chips.topology("v6e:16x16")) == [(256, 1), (16, 16), (1, 256)]
+    assert plan.whole_sizes(chips.topology("v5p:4x4x8")) == [
+        *((128, 1), (32, 4), (16, 8), (8, 16), (4, 32), (1, 128))
+    ]
+    assert (8, 2) in plan.whole_sizes(chips.topology("tpu7x:2x2x2")), "two devices are one chip's"
+    recipe = experiment(mesh=MeshShape(data=4, fsdp=1, tensor=2))
+    assert plan.make_plan(recipe, PLACE).whole_axes, "rings of eight v5e chips"
+
+
 def test_what_is_advised_can_be_typed():
     recipe = experiment(mesh=MeshShape(data=2, fsdp=2, tensor=2, sequence=1))
     recipe = plan.with_remat(recipe, "full")
