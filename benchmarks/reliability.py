@@ -4,8 +4,8 @@
 
 At random moments one process of the group gets SIGKILL or SIGTERM; the run is started again, every few
 kills with another number of processes that have the same eight devices. A kill comes so many steps after
-a start, or so many seconds: also while modules load, data is read, programs are compiled, checkpoints are
-written. At the end every step must have read the examples that the undisturbed run read (`data_checksum`),
+a start, or so many seconds: also while modules load, data is read, programs are compiled, the model is
+evaluated, checkpoints are written. At the end every step must have read the examples that the undisturbed run read (`data_checksum`),
 and have its loss to a relative 1e-4. The script fails where it is not so.
 """
 
@@ -187,6 +187,7 @@ class Campaign:
             *("--processes", str(processes), "--devices", str(DEVICES // processes), "--"),
             *("train", str(RECIPE), "--workdir", str(self.place / workdir), "--quiet"),
             *("--data-dir", str(self.place / "data"), "--set", f"training.steps={self.steps}"),
+            *("--set", f"evaluation.every={self.args.evaluate}"),
         ]
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
         environment["JAX_ENABLE_COMPILATION_CACHE"] = "true"
@@ -243,7 +244,7 @@ def summary(kills: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = report.arguments(__doc__, kills=10, stride=20, every=3, seed=0)
+    parser = report.arguments(__doc__, kills=10, stride=20, every=3, evaluate=4, seed=0)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     moments = ("step", "second")
     parser.add_argument("--moments", nargs="+", choices=moments, default=moments)

@@ -75,8 +75,10 @@ def start(
       RuntimeError: some processes did not come, or JAX finds no devices.
     """
     place = join(log, patience=patience, timeout=timeout)
-    if place is not None and place.index == 0:
-        kinds = {device.device_kind for device in jax.devices()}
+    if place is None:
+        return
+    kinds = {device.device_kind for device in jax.devices()}  # all must ask, or the first waits
+    if place.index == 0:
         log(
             f"{place.count} processes with {jax.local_device_count()} devices each: "
             f"{jax.device_count()} × {', '.join(sorted(kinds))}, coordinator {place.address}"
