@@ -62,7 +62,7 @@ def test_advice_fits_and_begins_with_what_costs_least():
     (_, best), *_ = plan.advise(recipe, PLACE)
     assert best.fits
     assert best.mesh == {"data": 8, "fsdp": 1, "tensor": 1, "sequence": 1}
-    huge = replace(recipe, model=t5(Size(8192, 48, 65536, 64, 128), vocab_size=128))
+    huge = replace(recipe, model=t5(Size(8192, 48, 65536, 64, 128), vocab_size=128, scan=True))
     assert plan.advise(huge, chips.topology("v5e:1x1")) == []
     large = replace(recipe, model=t5(Size(2048, 24, 5120, 32, 64), vocab_size=32128, scan=True))
     for changed, way in plan.advise(large, PLACE):
