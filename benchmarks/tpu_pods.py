@@ -3,8 +3,8 @@
     pip install 'jax[tpu]'
     python benchmarks/tpu_pods.py --json pods.json --page docs/tpu.md
 
-Every step is compiled three or four times: as it is for its memory, and with one and two unrolled layers
-for what it does (a loop's body counts once). Parameters are shared by all chips (`fsdp`); of the ways to
+Every step is compiled three times: as it is for its memory, and with one and two unrolled layers for what
+it does (a loop's body counts once). Parameters are shared by all chips (`fsdp`); of the ways to
 rematerialise, the first whose plan fits is taken. Compiling takes minutes each, so that results already
 in `--json` are kept and only missing ones made; the page is written anew every time.
 """

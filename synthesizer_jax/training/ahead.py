@@ -127,28 +127,25 @@ def compiled_plan(experiment: Experiment, topology: Topology) -> Compiled:
 
 
 def extrapolated(experiment: Experiment, topology: Topology) -> Costs:
-    """The costs of all layers, from those of the first and the second layer of every run."""
+    """The costs of all layers, from those of the first and the second layer of every run.
+
+    Runs that are equally long are compiled together.
+    """
     first = costs_of(compile_step(with_layers(experiment), topology))
     total = first
-    for name, stack in stacks(experiment.model).items():
-        for index, run in enumerate(stack.runs):
-            if run.repeats > 1:
-                second = costs_of(compile_step(with_layers(experiment, name, index), topology))
-                total = total.plus(second.plus(first, -1.0), run.repeats - 1)
+    runs = [run for stack in stacks(experiment.model).values() for run in stack.runs]
+    for repeats in sorted({run.repeats for run in runs} - {1}):
+        second = costs_of(compile_step(with_layers(experiment, repeats), topology))
+        total = total.plus(second.plus(first, -1.0), repeats - 1)
     return total
 
 
-def with_layers(
-    experiment: Experiment, stack: str | None = None, index: int | None = None
-) -> Experiment:
-    """The experiment with one layer in every run, unrolled; with two in one run of a stack."""
+def with_layers(experiment: Experiment, repeats: int | None = None) -> Experiment:
+    """The experiment with one layer in every run, unrolled; with two in runs of so many `repeats`."""
     changed = {}
-    for name, found in stacks(experiment.model).items():
-        runs = tuple(
-            replace(run, repeats=2 if (name, i) == (stack, index) else 1)
-            for i, run in enumerate(found.runs)
-        )
-        changed[name] = replace(found, runs=runs, scan=False)
+    for name, stack in stacks(experiment.model).items():
+        runs = tuple(replace(r, repeats=2 if r.repeats == repeats else 1) for r in stack.runs)
+        changed[name] = replace(stack, runs=runs, scan=False)
     return replace(experiment, model=replace(experiment.model, **changed))
 
 

@@ -70,24 +70,24 @@ def undisturbed(tmp_path_factory, process):
     return losses(directory)
 
 
-@pytest.mark.parametrize(
-    ("how", "kill_at", "code"),
-    [
-        ("kill", 3, -9),
-        ("kill", 7, -9),
-        ("term", 6, EXIT_PREEMPTED),
-        ("term-in-evaluation", 6, EXIT_PREEMPTED),
-        ("term-in-compilation", -1, EXIT_PREEMPTED),
-    ],
-)
-def test_killed_and_started_again(tmp_path, process, undisturbed, how, kill_at, code):
-    killed = process(tmp_path, kill_at, how)
-    assert killed.returncode == code, killed.stderr
-    if how in ("term", "term-in-evaluation"):
-        # The batch of the signal was trained, and its state saved.
-        assert finished_steps(tmp_path / "checkpoints")[-1] >= kill_at
-    again = process(tmp_path, -1, "never")
-    assert again.returncode == 0, again.stderr
+KILLS = [
+    ("term-in-compilation", -1, EXIT_PREEMPTED),
+    ("kill", 3, -9),
+    ("kill", 6, -9),
+    ("term-in-evaluation", 8, EXIT_PREEMPTED),
+    ("term", 10, EXIT_PREEMPTED),
+]
+
+
+def test_killed_and_started_again_and_again(tmp_path, process, undisturbed):
+    for how, kill_at, code in KILLS:
+        killed = process(tmp_path, kill_at, how)
+        assert killed.returncode == code, killed.stderr
+        if how in ("term", "term-in-evaluation"):
+            # The batch of the signal was trained, and its state saved.
+            assert finished_steps(tmp_path / "checkpoints")[-1] >= kill_at
+    last = process(tmp_path, -1, "never")
+    assert last.returncode == 0, last.stderr
     assert losses(tmp_path) == undisturbed  # bit-identical, none lost, none repeated
 
 

@@ -157,5 +157,10 @@ def test_costs_are_multiplied_out_over_layers(monkeypatch):
     )
     model = t5(Size(8, 6, 16, 2, 4), vocab_size=16, scan=True)
     found = ahead.extrapolated(replace(experiment(), model=model), PLACE)
-    assert depth == [[1, 1], [2, 1], [1, 2]]
+    assert depth == [[1, 1], [2, 2]]
     assert found == ahead.Costs(100 + 7 * 6 + 5 * 6, 1.0, {"x": 6})
+    depth.clear()
+    shallow = replace(model.decoder, runs=(replace(model.decoder.runs[0], repeats=3),))
+    found = ahead.extrapolated(replace(experiment(), model=replace(model, decoder=shallow)), PLACE)
+    assert depth == [[1, 1], [1, 2], [2, 1]]
+    assert found == ahead.Costs(100 + 7 * 6 + 5 * 3, 1.0, {"x": 6})
