@@ -1,12 +1,20 @@
 """Fixtures shared by all tests."""
 
+import atexit
 import itertools
 import os
 import pathlib
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")  # the user's is not for tests
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # One cache for all workers and their children, which train the same tiny models; not the user's.
+    CACHE = tempfile.mkdtemp(prefix="synthesizer_jax_compiled_")
+    atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_force_host_platform_device_count=8 "

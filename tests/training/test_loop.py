@@ -33,23 +33,12 @@ def run(directory, *, stream=None, **changes):
         )
 
 
-@pytest.fixture(scope="module")
-def process(tmp_path_factory):
-    """Runs `tiny.main` in a process of its own; all share one compilation cache."""
-    cache = tmp_path_factory.mktemp("cache")
-    return lambda directory, kill_at, how: start(cache, directory, kill_at, how)
-
-
-def start(cache, directory, kill_at, how):
+def process(directory, kill_at, how):
+    """Runs `tiny.main` in a process of its own, with one device."""
     return subprocess.run(
         [sys.executable, "-m", "tests.training.tiny", str(directory), str(kill_at), how],
         cwd=ROOT,
-        env={
-            **os.environ,
-            "XLA_FLAGS": "",
-            "JAX_COMPILATION_CACHE_DIR": str(cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        },
+        env={**os.environ, "XLA_FLAGS": ""},
         capture_output=True,
         text=True,
         check=False,
@@ -64,7 +53,7 @@ def losses(directory):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, process):
+def undisturbed(tmp_path_factory):
     directory = tmp_path_factory.mktemp("undisturbed")
     assert process(directory, -1, "never").returncode == 0
     return losses(directory)
@@ -79,7 +68,7 @@ KILLS = [
 ]
 
 
-def test_killed_and_started_again_and_again(tmp_path, process, undisturbed):
+def test_killed_and_started_again_and_again(tmp_path, undisturbed):
     for how, kill_at, code in KILLS:
         killed = process(tmp_path, kill_at, how)
         assert killed.returncode == code, killed.stderr
