@@ -71,7 +71,8 @@ class Partition:
                     mask = dataclasses.replace(mask, query_offset=offset)
                 if divided:
                     first = jax.lax.axis_index(self.sequence) * count
-                    terms, mask = own_queries(terms, mask, first, count, values.shape[1])
+                    lengths = (q_length, values.shape[1])
+                    terms, mask = own_queries(terms, mask, first, count, lengths)
                 return route(terms, values, mask, count)
 
             queries = self.sequence if divided else None
@@ -184,19 +185,30 @@ class Partition:
 
 
 def own_queries(
-    terms: Terms, mask: Mask, first: jax.Array, count: int, k_length: int
+    terms: Terms, mask: Mask, first: jax.Array, count: int, lengths: tuple[int, int]
 ) -> tuple[Terms, Mask]:
-    """Terms and mask of the queries from `first` on; what has an axis of queries is cut already."""
-    offset = first + mask.query_offset
-    own = tuple(
-        Relative(diagonals(term, count, k_length, offset), 1 - count)
-        if isinstance(term, Relative)
-        else term
-        for term in terms
-    )
-    lengths = mask.query_lengths
-    if lengths is not None:
-        lengths = jnp.clip(lengths - first, 0, count)
-    return own, dataclasses.replace(
-        mask, query_lengths=lengths, query_offset=0, self_attention=False
-    )
+    """Terms and mask of some of the queries.
+
+    Args:
+      terms: what of them has an axis of queries, ``[b, q, h, r]`` or ``[h, q, k]``, is cut already; the
+        columns of a `Relative` are not.
+      mask: of all queries.
+      first: the first of them, an int32 scalar.
+      count: how many they are.
+      lengths: numbers of all queries and of all keys.
+
+    Raises:
+      ValueError: a `Relative` does not reach from the last query to the first key, or the reverse.
+    """
+    q_length, k_length = lengths
+
+    def cut(term: Relative) -> Relative:
+        columns = diagonals(term, q_length, k_length, mask.query_offset)
+        start, size = q_length - count - first, count + k_length - 1
+        return Relative(jax.lax.dynamic_slice_in_dim(columns, start, size, axis=1), 1 - count)
+
+    own = tuple(cut(term) if isinstance(term, Relative) else term for term in terms)
+    real = mask.query_lengths
+    if real is not None:
+        real = jnp.clip(real - first, 0, count)
+    return own, dataclasses.replace(mask, query_lengths=real, query_offset=0, self_attention=False)

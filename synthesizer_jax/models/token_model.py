@@ -77,7 +77,10 @@ class TokenModel(nn.Module, kw_only=True):
 
 @jax.custom_vjp
 def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The rows ``[..., d]`` of a table; their cotangents are summed in float32."""
+    """The rows ``[..., d]`` of a table; a device sums their cotangents in float32.
+
+    The devices' sums come together in the table's dtype, like the gradients of all other parameters.
+    """
     return jnp.take(table, tokens, axis=0)
 
 

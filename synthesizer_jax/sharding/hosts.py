@@ -127,15 +127,8 @@ def join(
 
 def find_place(timeout: float) -> Place | None:
     """This process's place in its group; None where there is no group."""
-    named = [name for name in (PROCESSES, PROCESS) if name in os.environ]
-    if named:
-        missing = [n for n in (ADDRESS, PROCESSES, PROCESS) if n not in os.environ]
-        if missing:
-            raise ValueError(f"{named[0]} is set without {' and '.join(missing)}; set all three")
-        count, index = int(os.environ[PROCESSES]), int(os.environ[PROCESS])
-        if not 0 <= index < count:
-            raise ValueError(f"{PROCESS}={index} is not a number below {PROCESSES}={count}")
-        return Place(os.environ[ADDRESS], count, index)
+    if PROCESSES in os.environ or PROCESS in os.environ:
+        return named_place()
     if cloud_tpu_init.running_in_cloud_tpu_vm or "TPU_WORKER_HOSTNAMES" in os.environ:
         os.environ.setdefault("JAX_COORDINATOR_PORT", OPEN_PORT)
     detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
@@ -143,6 +136,22 @@ def find_place(timeout: float) -> Place | None:
     if address is None or processes is None or process is None:
         return None
     return Place(address, processes, process, devices)
+
+
+def named_place() -> Place:
+    """What `ADDRESS`, `PROCESSES` and `PROCESS` say."""
+    names = (ADDRESS, PROCESSES, PROCESS)
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        there = next(name for name in names[1:] if name in os.environ)
+        raise ValueError(f"{there} is set without {' and '.join(missing)}; set all three")
+    address, count, index = (os.environ[name] for name in names)
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):
+        raise ValueError(f"{ADDRESS}={address!r} is not host:port, such as 10.0.0.2:{OPEN_PORT}")
+    if not (count.isdigit() and index.isdigit() and int(index) < int(count)):
+        raise ValueError(f"{PROCESS}={index} is not a number below {PROCESSES}={count}")
+    return Place(address, int(count), int(index))
 
 
 def call_roll(place: Place, log: Callable[[str], None], *, patience: float, timeout: float) -> None:

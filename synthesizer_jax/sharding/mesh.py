@@ -31,7 +31,7 @@ class MeshShape:
     """How devices are arranged; in each of the two fours one size may be −1: what is left.
 
     An axis is as long as its two sizes multiplied. Between slices there is only the data-centre
-    network: data belongs there, tensor and sequence never do.
+    network: data belongs there; tensor and sequence, which move activations in every layer, do not.
 
     Attributes:
       data: replicas that see different examples and hold the whole model.

@@ -39,7 +39,7 @@ class Needs:
     Attributes:
       parameters: and constants.
       optimizer: its state.
-      gradients: float32, laid out like the parameters.
+      gradients: float32, laid out like the parameters; with micro-batches their sum besides.
       copies: of parameters, in the precision of the computation, kept for the backward pass.
       activations: kept for the backward pass, of one micro-batch; what ``tensor`` and ``sequence``
         divide of them is not taken off.
@@ -116,7 +116,7 @@ def make_plan(experiment: Experiment, topology: Topology) -> Plan:
         needs=Needs(
             parameters=parameters + shard_bytes(state.constants),
             optimizer=shard_bytes(state.opt_state),
-            gradients=parameters,
+            gradients=parameters * (1 if training.micro_batches == 1 else 2),
             copies=copies // (mesh.shape["fsdp"] * mesh.shape["tensor"]),
             activations=rows * activations,
         ),

@@ -125,7 +125,7 @@ class Trainer:
 
         Args:
           flag: this process' word.
-          after: something that the step makes, so that no two collectives are under way at a time.
+          after: something that the step makes, so that the votes are counted when it is done.
         """
         sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
         own = np.full(self.mesh.size, flag, np.int32)

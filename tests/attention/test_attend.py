@@ -199,6 +199,33 @@ def test_a_mesh_gathers_nothing(names: tuple[str, ...], mask: Mask) -> None:
         assert oracle.error(x, np.asarray(y, np.float64)) < 2e-5
 
 
+@pytest.mark.parametrize(
+    ("names", "route"), [(PARAMETERS, "static"), (EVERY_TERM, "fused"), (("relative",), "static")]
+)
+def test_devices_that_share_the_queries(names: tuple[str, ...], route: str) -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2)
+    partition = Partition(mesh, batch=("data",), sequence=("sequence",))
+    b, n = 4, 12
+    terms = cases.make_terms(names, b, n, n)
+    values, g = cases.normal("values", b, n, HEADS, WIDTH), cases.normal("g", b, n, HEADS, WIDTH)
+    lengths = jnp.array([12, 7, 1, 0])
+    mask = Mask(key_lengths=lengths, query_lengths=lengths).for_self_attention()
+
+    @functools.partial(jax.jit, static_argnums=2, compiler_options=cases.FAST_COMPILE)
+    def f(terms, values, partition):
+        options = {"mask": mask, "q_length": n, "implementation": route, "partition": partition}
+        call = functools.partial(attend, **options)
+        out, back = jax.vjp(call, terms, values)
+        return out, *back(g)
+
+    pairs = (jax.tree.leaves(f(terms, values, p)) for p in (partition, None))
+    for x, y in zip(*pairs, strict=True):
+        assert oracle.error(x, np.asarray(y, np.float64)) < 2e-5
+    short = relative(jnp.ones((HEADS, 2 * n - 3)), first=2 - n)
+    with pytest.raises(ValueError, match="give a column for each"):
+        attend((short,), values, q_length=n, partition=partition)
+
+
 def test_what_does_not_divide_by_the_mesh() -> None:
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     terms, values, _ = problem(("static",), 6)

@@ -52,6 +52,10 @@ def test_half_named_places_are_refused(variables):
     variables(JAX_COORDINATOR_ADDRESS="host:1", SYNTHESIZER_PROCESS="2")
     with pytest.raises(ValueError, match="PROCESS=2 is not a number below SYNTHESIZER_PROCESSES=2"):
         hosts.find_place(1)
+    for address in ("host", ":1", "host:port"):
+        variables(JAX_COORDINATOR_ADDRESS=address, SYNTHESIZER_PROCESS="1")
+        with pytest.raises(ValueError, match="is not host:port, such as"):
+            hosts.find_place(1)
 
 
 def test_slurm_is_found(variables, monkeypatch):

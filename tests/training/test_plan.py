@@ -48,6 +48,7 @@ def test_a_micro_batch_keeps_less():
     )
     assert (whole.rows, parts.rows) == (8, 2)
     assert whole.needs.activations == 4 * parts.needs.activations
+    assert parts.needs.gradients == 2 * whole.needs.gradients
 
 
 def test_a_mesh_that_does_not_fit_is_refused():
