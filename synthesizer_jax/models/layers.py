@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from synthesizer_jax.attention.products import dense_product
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
@@ -24,6 +25,20 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+@functools.partial(
+    jax.checkpoint,
+    prevent_cse=False,
+    static_argnums=2,
+    policy=jax.checkpoint_policies.save_only_these_names("inverse_root"),
+)
+def root_mean_square_normalized(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """`RMSNorm` of ``[..., d]`` by ``[d]``; keeps `x` as it is, no float32 copy, for the backward pass."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    root = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + epsilon)
+    root = checkpoint_name(root, "inverse_root")
+    return (wide * (root * scale)).astype(x.dtype)
+
+
 @register
 class RMSNorm(nn.Module):
     """T5's normalisation, ``x / √(mean x² + ε) · scale``, statistics in float32, no bias."""
@@ -34,9 +49,7 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[..., d]`` in and out."""
         scale = self.param("scale", with_axes(nn.initializers.ones_init(), "norm"), x.shape[-1:])
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        root = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.epsilon)
-        return (wide * (root * scale)).astype(x.dtype)
+        return root_mean_square_normalized(x, scale, self.epsilon)
 
 
 @register
