@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 
 import typer
 
@@ -20,6 +21,7 @@ from synthesizer_jax.cli.models import models
 from synthesizer_jax.cli.plan import plan
 from synthesizer_jax.cli.quickstart import quickstart
 from synthesizer_jax.cli.train import train
+from synthesizer_jax.sharding import hosts
 from synthesizer_jax.version import __version__
 
 TRACEBACK = "SYNTHESIZER_JAX_TRACEBACK"
@@ -76,11 +78,13 @@ def run() -> None:
     keep_compiled()
     try:
         app()
-    except (ValueError, OSError, RuntimeError, ImportError) as error:
-        if os.environ.get(TRACEBACK):
-            raise
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        sys.exit(2)
+    except Exception as error:
+        known = isinstance(error, ValueError | OSError | RuntimeError | ImportError)
+        if known and not os.environ.get(TRACEBACK):
+            print(f"error: {one_line(error)}", file=sys.stderr)
+            hosts.leave(2)
+        traceback.print_exception(error)
+        hosts.leave(1)
 
 
 def one_line(error: BaseException) -> str:

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax._src import cloud_tpu_init, clusters, distributed
@@ -317,6 +317,18 @@ def one_after_the_first(name: str) -> Iterator[None]:
     finally:
         if first():
             barrier(name)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process after an error.
+
+    One of a group does not wait for the others, who may be waiting for it: they end when they miss it.
+    """
+    if count() == 1:
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def service() -> Any:

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -79,6 +80,47 @@ def test_more_processes_train_the_same(place, alone, processes):
         assert [r[name] for r in found] == pytest.approx([r[name] for r in alone], rel=1e-4)
     (measured,), (expected,) = (lines(place, w, "eval") for w in (f"p{processes}", "alone"))
     assert measured["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_moves_to_another_mesh(place):
+    """The same topology continues to the last bit; more processes and another mesh nearly so."""
+    steps = STEPS + 50
+    longer = ("--set", f"training.steps={steps}")
+    run(place, "stays", 1, *longer)
+    for workdir in ("continues", "moves"):
+        shutil.copytree(place / "alone", place / workdir)
+    run(place, "continues", 1, *longer)
+    run(place, "moves", 2, *longer, "--set", "mesh.fsdp=4", "--set", "mesh.tensor=2")
+    stays, continues, moves = (lines(place, w) for w in ("stays", "continues", "moves"))
+    assert len(stays) == len(moves) == steps
+    assert [r["loss"] for r in continues] == [r["loss"] for r in stays]
+    assert [r["data_checksum"] for r in moves] == [r["data_checksum"] for r in stays]
+    assert [r["loss"] for r in moves] == pytest.approx([r["loss"] for r in stays], rel=1e-4)
+
+
+def test_an_error_of_one_process_ends_all(tmp_path):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        "import os\n"
+        "from synthesizer_jax.recipes.quickstart import default as whole\n"
+        "from synthesizer_jax.training.experiment import Experiment\n"
+        "def default() -> Experiment:\n"
+        "    if os.environ['SYNTHESIZER_PROCESS'] == '1':\n"
+        "        raise ValueError('this host lacks a file')\n"
+        "    return whole()\n"
+    )
+    options = ["--processes", "2", "--devices", "1", "--", "train", str(recipe)]
+    result = subprocess.run(
+        [sys.executable, "-m", "synthesizer_jax", "local", *options, "--workdir", "run"],
+        cwd=tmp_path,
+        env={**environment(tmp_path), "SYNTHESIZER_DATA_DIR": str(tmp_path / "data")},
+        capture_output=True,
+        text=True,
+        timeout=200,  # JAX itself would have them wait for 300 s
+    )
+    assert result.returncode == 2, result.stderr
+    assert "error: this host lacks a file" in result.stderr
 
 
 def test_three_kills_change_nothing(tmp_path):
