@@ -24,6 +24,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from synthesizer_jax import Attention, DotProduct, FactorizedRandom, Mask, Random
+from synthesizer_jax.attention.tiles_tpu import block_size
 from synthesizer_jax.models.summary import flops
 
 CHIPS = {
@@ -102,8 +103,12 @@ def measured(args: argparse.Namespace, name: str, chip: str, length: int) -> dic
         .compile()
     )
     costs, memory = compiled.cost_analysis(), compiled.memory_analysis()
-    # A backward pass has twice the products of the forward one.
+    # A backward pass has twice the products of the forward one, and the fused one makes logits again: in
+    # its one kernel, or in each of two, and then the cotangents of the weights twice too.
     counted = 3 * flops(jax.make_jaxpr(apply)(params, x, lengths).jaxpr)
+    if kind == "fused":
+        again = 1 if block_size(length, length) == length else 3
+        counted += again * 2 * args.batch * args.heads * args.head_dim * length**2
     return {
         "chip": chip,
         "length": length,

@@ -208,12 +208,11 @@ class Checkpoints:
 
     def _same_arrays(self, step: int, abstract: TrainState) -> bool:
         """Whether a checkpoint lists the arrays of a state, or its list is damaged too."""
-        with ocp.PyTreeCheckpointer() as reader:
-            try:
-                listed = reader.metadata(self._directory / str(step) / "state")
-                shapes = [m.shape for m in jax.tree.leaves(listed.item_metadata.tree)]
-            except Exception:  # as above
-                return True
+        try:
+            listed = ocp.PyTreeCheckpointHandler().metadata(self._directory / str(step) / "state")
+            shapes = [m.shape for m in jax.tree.leaves(listed.tree)]
+        except Exception:  # as above
+            return True
         wanted = [x.shape for x in jax.tree.leaves(as_tree(abstract))]
         return sorted(map(tuple, shapes)) == sorted(map(tuple, wanted))
 
@@ -266,21 +265,21 @@ def restore_variables(directory: pathlib.Path, *, step: int | None = None) -> tu
         raise FileNotFoundError(f"{directory} has no {wanted} (found: {found})")
     step = steps[-1] if step is None else step
     path = (directory / str(step) / "state").absolute()
-    with ocp.PyTreeCheckpointer() as reader:
-        tree = reader.metadata(path).item_metadata.tree
-        parts = {k: tree[k] for k in ("params", "constants") if k in tree}
-        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        abstract = jax.tree.map(
-            lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=device), parts
-        )
-        restored = reader.restore(
-            path,
-            ocp.args.PyTreeRestore(
-                item=abstract,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-                partial_restore=True,
-            ),
-        )
+    reader = ocp.PyTreeCheckpointHandler()  # a checkpointer would wait for all processes
+    tree: Any = reader.metadata(path).tree
+    parts = {k: tree[k] for k in ("params", "constants") if k in tree}
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    abstract = jax.tree.map(
+        lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=device), parts
+    )
+    restored = reader.restore(
+        path,
+        args=ocp.args.PyTreeRestore(
+            item=abstract,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+            partial_restore=True,
+        ),
+    )
     return step, {k: v for k, v in restored.items() if v}
 
 
