@@ -25,18 +25,30 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-@functools.partial(
+keeping_its_input = functools.partial(
     jax.checkpoint,
     prevent_cse=False,
-    static_argnums=2,
-    policy=jax.checkpoint_policies.save_only_these_names("inverse_root"),
+    static_argnums=1,
+    policy=jax.checkpoint_policies.save_only_these_names("statistic"),
 )
-def root_mean_square_normalized(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
-    """`RMSNorm` of ``[..., d]`` by ``[d]``; keeps `x` as it is, no float32 copy, for the backward pass."""
+"""Lets a normalisation keep its input and a number a row for the backward pass, no float32 copies."""
+
+
+@keeping_its_input
+def over_root_mean_square(x: jax.Array, epsilon: float, scale: jax.Array) -> jax.Array:
+    """``[..., d]`` divided by its root mean square, times ``[d]``; see `RMSNorm`."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     root = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + epsilon)
-    root = checkpoint_name(root, "inverse_root")
-    return (wide * (root * scale)).astype(x.dtype)
+    return (wide * (checkpoint_name(root, "statistic") * scale)).astype(x.dtype)
+
+
+@keeping_its_input
+def standardized(x: jax.Array, epsilon: float, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    """``[..., d]`` with mean 0 and variance 1, times ``[d]``, plus ``[d]``; see `LayerNorm`."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = wide - checkpoint_name(wide.mean(-1, keepdims=True), "statistic")
+    root = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + epsilon)
+    return (wide * checkpoint_name(root, "statistic") * scale + bias).astype(x.dtype)
 
 
 @register
@@ -49,7 +61,7 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[..., d]`` in and out."""
         scale = self.param("scale", with_axes(nn.initializers.ones_init(), "norm"), x.shape[-1:])
-        return root_mean_square_normalized(x, scale, self.epsilon)
+        return over_root_mean_square(x, self.epsilon, scale)
 
 
 @register
@@ -64,10 +76,7 @@ class LayerNorm(nn.Module):
         size = x.shape[-1:]
         scale = self.param("scale", with_axes(nn.initializers.ones_init(), "norm"), size)
         bias = self.param("bias", with_axes(nn.initializers.zeros_init(), "norm"), size)
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        wide = wide - wide.mean(-1, keepdims=True)
-        root = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.epsilon)
-        return (wide * root * scale + bias).astype(x.dtype)
+        return standardized(x, self.epsilon, scale, bias)
 
 
 class Dropout(nn.Module):
