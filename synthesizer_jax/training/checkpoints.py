@@ -194,17 +194,16 @@ class Checkpoints:
 
     def _set_aside(self, damaged: dict[int, str]) -> None:
         """Renames checkpoints, given with what is wrong with them."""
-        for step, problem in damaged.items():
-            aside = free_name(self._directory / f"{step}.unreadable")
-            _log.warning(
-                "checkpoint %d cannot be read and is set aside as %s (%s)", step, aside, problem
-            )
-            hosts.barrier("name is chosen")
+        if not damaged:
+            return
+        with hosts.one_after_the_first("set aside"):
             if hosts.first():
-                (self._directory / str(step)).rename(aside)
-        if damaged:
-            hosts.barrier("set aside")
-            self._manager.reload()
+                for step, problem in damaged.items():
+                    aside = free_name(self._directory / f"{step}.unreadable")
+                    found = "checkpoint %d cannot be read and is set aside as %s (%s)"
+                    _log.warning(found, step, aside, problem)
+                    (self._directory / str(step)).rename(aside)
+        self._manager.reload()
 
     def _same_arrays(self, step: int, abstract: TrainState) -> bool:
         """Whether a checkpoint lists the arrays of a state, or its list is damaged too."""
