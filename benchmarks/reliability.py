@@ -108,7 +108,7 @@ class Campaign:
     def __init__(self, args: argparse.Namespace, place: pathlib.Path):
         self.args, self.place = args, place
         self.random = random.Random(args.seed)
-        self.steps = 2 * args.kills * args.stride
+        self.steps = (args.kills + 3) * args.stride  # most kills come within a stride
         embedded.prepare(place / "data")
 
     def run(self) -> dict[str, Any]:
