@@ -20,19 +20,16 @@ import attention
 import jax
 import jax.numpy as jnp
 import report
-from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from synthesizer_jax import Attention, DotProduct, FactorizedRandom, Mask, Random
 from synthesizer_jax.attention.tiles_tpu import block_size
 from synthesizer_jax.models.summary import flops
+from synthesizer_jax.sharding import chips
+from synthesizer_jax.training.ahead import devices_of
 
-CHIPS = {
-    "v5e": ("v5e:2x2", 197e12, 819e9),
-    "v5p": ("v5p:2x2x1", 459e12, 2765e9),
-    "v6e": ("v6e:2x2", 918e12, 1640e9),
-}
-"""Topology, bfloat16 FLOP/s and bytes/s of a chip (Cloud TPU's system architecture pages)."""
+PLACES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+"""The smallest topology of a chip that libtpu knows."""
 
 ROWS: dict[str, tuple[str, bool]] = {
     "dot product, einsum": ("einsum", False),
@@ -85,9 +82,9 @@ def main() -> None:
 
 def measured(args: argparse.Namespace, name: str, chip: str, length: int) -> dict[str, Any]:
     """One compiled sub-layer."""
-    topology, peak, bandwidth = CHIPS[chip]
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
-    place = SingleDeviceSharding(device)
+    topology = chips.topology(PLACES[chip])
+    peak, bandwidth = topology.chip.flops, topology.chip.bandwidth
+    place = SingleDeviceSharding(devices_of(topology)[0])
     kind, bias = ROWS[name]
     x = jax.ShapeDtypeStruct((args.batch, length, args.d_model), jnp.bfloat16)
     lengths = jax.ShapeDtypeStruct((args.batch,), jnp.int32)
@@ -151,7 +148,7 @@ def sublayer(
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = report.arguments(__doc__, batch=16, heads=12, head_dim=64, d_model=768)
-    parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
+    parser.add_argument("--chips", nargs="+", choices=PLACES, default=list(PLACES))
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048])
     return parser.parse_args()
 
