@@ -44,9 +44,12 @@ def plan(
     found = make_plan(experiment, place)
     show(found)
     if compiled:
-        from synthesizer_jax.training.ahead import compiled_plan
+        from synthesizer_jax.training.ahead import TooLargeError, compiled_plan
 
-        show_compiled(compiled_plan(experiment, place), found)
+        try:
+            show_compiled(compiled_plan(experiment, place), found)
+        except TooLargeError as error:
+            typer.echo(f"\n{error}")
     ways = advise(experiment, place)
     if not ways:
         typer.echo("\nnothing fits: use more chips, a smaller batch or training.micro_batches")
@@ -88,11 +91,10 @@ def show(plan: Plan) -> None:
 
 def show_compiled(compiled: Compiled, plan: Plan) -> None:
     """Prints what the compiler says."""
-    costs, needed = compiled.costs, compiled.arguments + compiled.temporaries
+    costs = compiled.costs
     typer.echo(
-        f"\ncompiled in {compiled.seconds:.0f} s; on one device {compiled.arguments / GIB:.2f} GiB of "
-        f"state and batch, {compiled.temporaries / GIB:.2f} GiB of temporaries, "
-        f"{'fits' if needed <= plan.capacity else 'DOES NOT FIT'} {plan.capacity / GIB:.0f} GiB\n"
+        f"\ncompiled in {compiled.seconds:.0f} s; one device needs {compiled.peak / GIB:.2f} of its "
+        f"{plan.capacity / GIB:.0f} GiB, {compiled.arguments / GIB:.2f} of them for state and batch\n"
         f"a step: {costs.flops / 1e12:.2f} TFLOP and {costs.bytes / 1e9:.1f} GB a device, "
         f"{1e3 * compiled.roofline:.1f} ms if the busier of the two never waited"
     )

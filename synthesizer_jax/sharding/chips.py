@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
 
 GIB = 2**30
 
@@ -95,3 +97,30 @@ def topology(text: str, slices: int = 1) -> Topology:
     if slices < 1:
         raise ValueError(f"{slices} slices; give 1 or more")
     return Topology(chip, tuple(map(int, sizes)), slices)
+
+
+TILE = (8, 128)
+"""Numbers of a tile, in which a TPU's memory holds two axes of an array."""
+
+
+def held_bytes(shape: Sequence[int], itemsize: int) -> int:
+    """Bytes of an array in a TPU's memory, where tiles are filled up.
+
+    The compiler puts those two axes in tiles that waste least (seen in the sizes of arguments that libtpu
+    reports); fewer than eight rows take the next power of two.
+    """
+    if len(shape) < 2:
+        row = TILE[1] * 4
+        return max(1, math.ceil(math.prod(shape) * itemsize / row)) * row
+    total = math.prod(shape)
+    filled = (
+        total // (rows * columns) * filled_rows(rows) * math.ceil(columns / TILE[1]) * TILE[1]
+        for rows, columns in itertools.permutations(shape, 2)
+        if total
+    )
+    return min(filled, default=0) * itemsize
+
+
+def filled_rows(rows: int) -> int:
+    """Rows of the tiles that hold so many."""
+    return math.ceil(rows / TILE[0]) * TILE[0] if rows > TILE[0] else 1 << (rows - 1).bit_length()

@@ -60,25 +60,37 @@ class Compiled:
     Attributes:
       seconds: that compiling took.
       arguments: bytes on a device of what the step is given: state and batch.
-      temporaries: bytes on a device that it needs besides.
+      peak: bytes on a device when the step needs most, with the arguments.
       costs: of a device in a step.
       roofline: seconds of a step if the busier of arithmetic and memory never waited.
     """
 
     seconds: float
     arguments: int
-    temporaries: int
+    peak: int
     costs: Costs
     roofline: float
+
+
+class TooLargeError(ValueError):
+    """The compiler finds that a step does not fit into a device's memory."""
 
 
 def compile_step(experiment: Experiment, topology: Topology) -> jax.stages.Compiled:
     """Compiles the training step for chips that are not here.
 
     Raises:
+      TooLargeError: it does not fit.
       ValueError: libtpu is not installed, or does not know the topology or the mesh on it.
     """
-    return Trainer(experiment, devices=devices_of(topology)).trace().lower().compile()
+    lowered = Trainer(experiment, devices=devices_of(topology)).trace().lower()
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        refused = re.search(r"RESOURCE_EXHAUSTED: ([^\n]*)", str(error))
+        if refused is None:
+            raise
+        raise TooLargeError(f"the compiler refuses the step: {refused[1]}") from error
 
 
 def devices_of(topology: Topology) -> list[Any]:
@@ -120,7 +132,7 @@ def compiled_plan(experiment: Experiment, topology: Topology) -> Compiled:
     return Compiled(
         seconds=seconds,
         arguments=memory.argument_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes,
+        peak=memory.peak_memory_in_bytes,
         costs=costs,
         roofline=max(times),
     )

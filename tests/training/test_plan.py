@@ -1,5 +1,7 @@
 """A plan says what really lies on a device."""
 
+import math
+
 import jax
 import pytest
 
@@ -24,13 +26,30 @@ def test_parameters_and_optimizer_are_what_lies_on_a_device(mesh):
     state = Trainer(recipe, jax.devices()[:8]).init()
 
     def here(tree):
-        return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+        shards = [x.addressable_shards[0].data for x in jax.tree.leaves(tree)]
+        return sum(chips.held_bytes(x.shape, x.dtype.itemsize) for x in shards)
 
     assert needs.parameters == here(state.params)
     assert needs.optimizer == here(state.opt_state)
     assert needs.gradients == needs.parameters
     kept = needs.copies + needs.activations
     assert needs.total == 2 * needs.parameters + needs.optimizer + kept
+
+
+@pytest.mark.parametrize(
+    ("shape", "filled"),
+    [
+        ((), (128,)),
+        ((700,), (768,)),
+        ((6, 32), (8, 128)),
+        ((3, 32), (4, 128)),
+        ((16064, 48), (16128, 48)),  # the other way round it would be 16064 × 128
+        ((12, 48, 6, 64), (12, 48, 6, 128)),
+        ((12, 768, 2048), (12, 768, 2048)),
+    ],
+)
+def test_tiles_fill_up_what_wastes_least(shape, filled):
+    assert chips.held_bytes(shape, 4) == 4 * math.prod(filled)
 
 
 def test_activations_grow_with_the_rows_and_shrink_with_remat():
