@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class Mask:
     """Which keys a query may see; everything that is left out allows everything.
@@ -33,7 +34,8 @@ class Mask:
       segments: no row has more segments (None: unknown).
       prefix_lengths: ``[b]``; keys before that count are seen whatever `causal` and `window` say
         (prefix language model).
-      query_offset: position of the first query counted from the first key; not 0 in decoding.
+      query_offset: position of the first query counted from the first key; not 0 in decoding. The
+        number 0 stays one under `jax.jit` and `jax.checkpoint`, which kernels need; others are traced.
       allowed: ``[b or 1, h or 1, q, k]`` bool, for what fits nowhere else; slower.
       self_attention: queries and keys are the same tokens, real or padding alike; set by
         `for_self_attention`.
@@ -53,6 +55,22 @@ class Mask:
     query_offset: Any = 0
     allowed: jax.Array | None = None
     self_attention: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[bool, tuple[Any, ...]]]:
+        """Arrays with their names; whether the offset is the number 0, and what is static."""
+        begins = isinstance(self.query_offset, int) and self.query_offset == 0
+        parts = {name: getattr(self, name) for name in _ARRAYS}
+        if begins:
+            parts["query_offset"] = None
+        keyed = [(jax.tree_util.GetAttrKey(name), part) for name, part in parts.items()]
+        return keyed, (begins, tuple(getattr(self, name) for name in _STATIC))
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[bool, tuple[Any, ...]], parts: Sequence[Any]) -> Mask:
+        """The mask of `tree_flatten_with_keys`."""
+        begins, values = static
+        mask = cls(**dict(zip((*_ARRAYS, *_STATIC), (*parts, *values), strict=True)))
+        return dataclasses.replace(mask, query_offset=0) if begins else mask
 
     def for_self_attention(self) -> Mask:
         """The mask for queries that are the keys: real where those are, and without an offset."""
@@ -167,6 +185,10 @@ def positions(segments: jax.Array) -> jax.Array:
     new = jnp.diff(segments, axis=-1, prepend=segments[..., :1]) != 0
     start = jax.lax.cummax(jnp.where(new, index, 0), axis=segments.ndim - 1)
     return index - start
+
+
+_STATIC = tuple(f.name for f in dataclasses.fields(Mask) if f.metadata.get("static"))
+_ARRAYS = tuple(f.name for f in dataclasses.fields(Mask) if f.name not in _STATIC)
 
 
 def _real(

@@ -286,3 +286,16 @@ def test_layers_that_keep_their_products_make_none_twice():
         return flops(jax.make_jaxpr(jax.grad(lambda p: model.apply(p, x, x).sum()))(params).jaxpr)
 
     assert work("dots") == work("dots_with_no_batch_dims") == work(None) < 0.9 * work("full")
+
+
+@pytest.mark.parametrize("remat", [None, "dots", "full"])
+def test_tpus_run_kernels_in_all_three_attentions(remat):
+    model = t5(Size(16, 1, 24, 2, 8), vocab_size=32, remat=remat, scan=False)
+    x = jnp.ones((2, 144), int)
+    params = jax.eval_shape(model.init, jax.random.key(0), x, x)
+    step = jax.jit(jax.grad(lambda p: model.apply(p, x, x).sum()))
+    program = step.trace(params).lower(lowering_platforms=("tpu",)).as_text()
+    again = 2 if remat == "full" else 1
+    # Forward, and one kernel for the gradients of a table of pairs this small.
+    assert program.count("@tpu_custom_call") == 3 * (again + 1)
+    assert "stablehlo.while" not in program

@@ -31,7 +31,7 @@ def recipe(variant, name):
     """A step of base size, scanned, some rows a device."""
     shape, mesh = T5_1_1["base"], PLACES[name]
     rows = ROWS * chips.topology(name).devices // mesh.tensor
-    common = {"dropout_rate": 0.1, "dtype": "bfloat16", "scan": True}
+    common = {"dropout_rate": 0.1, "dtype": "bfloat16", "scan": True, "remat": "dots"}
     if variant == "gaussian":
         model = t5(
             shape,
@@ -92,6 +92,13 @@ def test_no_buffer_holds_all_logits(variant, name):
         if shape in squares:
             found.add(shape)
     assert not found
+
+
+@every
+def test_the_fused_route_is_its_kernels(variant, name):
+    """Forward and backward, in the encoder where it has dot products, and across."""
+    fused = 2 if variant in ("v", "rv") else 1
+    assert compiled(variant, name).as_text().count('"tpu_custom_call"') == 2 * fused
 
 
 @every
