@@ -39,7 +39,8 @@ def plan(
     from synthesizer_jax.training.plan import advise, make_plan
 
     jax.config.update("jax_platforms", "cpu")  # an installed libtpu would look for a TPU
-    jax.config.update("jax_enable_compilation_cache", False)  # programs for TPUs need one to come back
+    # What is compiled for a TPU cannot be read back without one.
+    jax.config.update("jax_enable_compilation_cache", False)
     experiment = load_recipe(recipe, overrides or ())
     place = chips.topology(topology, slices)
     found = make_plan(experiment, place)

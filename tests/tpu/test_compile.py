@@ -109,7 +109,8 @@ def test_memory_is_within_the_plan(variant, name):
     batch = 4 * ROWS * (INPUTS + 3 * TARGETS)
     given = needs.parameters + needs.optimizer + batch
     assert memory.argument_size_in_bytes == pytest.approx(given, rel=0.01)
-    assert 0.7 * needs.total <= memory.peak_memory_in_bytes <= needs.total
+    # The plan leaves out that `tensor` divides most of what is kept for the backward pass.
+    assert 0.5 * needs.total <= memory.peak_memory_in_bytes <= needs.total
 
 
 @every
@@ -118,4 +119,7 @@ def test_what_moves_between_devices_is_parameters_and_sums(variant, name):
     place = chips.topology(name)
     found = ahead.costs_of(compiled(variant, name)).collectives
     expected = plan.collective_bytes(recipe(variant, name), place)
+    # A gather whose product begins before all has come is made of permutes; nothing is redistributed.
+    assert found.keys() <= {"all-gather", "collective-permute", "all-reduce", "reduce-scatter"}
+    assert found["all-gather"] <= 1.1 * expected["gathers"]
     assert sum(found.values()) == pytest.approx(sum(expected.values()), rel=0.1)
