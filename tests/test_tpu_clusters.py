@@ -126,7 +126,8 @@ def test_the_topology_gives_hosts_and_chips(world, words, hosts, chips):
             ("v6e", "2x4", "--chips-per-host", "3"),
             "--topology 2x4 has 8 chips, which --chips-per-host 3",
         ),
-        (("v6e", "2x2", "--bucket", "a\nb"), "the argument $'a\\nb' holds a control character"),
+        (("v6e", "2x2", "--bucket", "a\nb"), "--bucket is $'a\\nb'; it is the name of a bucket"),
+        (("v6e", "2x2", "--service-account", "a\nb"), "the argument $'a\\nb' holds a control"),
     ],
 )
 def test_mistakes_in_a_jobset_are_one_line(world, words, message):
@@ -179,7 +180,7 @@ def test_xpk_restarts_on_75_too(world):
         "--tpu-type": "v6e-16",
         "--num-slices": "2",
         "--docker-image": "i",
-        "--max-restarts": "10",
+        "--max-restarts": "100",
         "--restart-on-exit-codes": "75",
         "--termination-grace-period-seconds": "300",
     }

@@ -91,18 +91,42 @@ def test_a_run_is_detached_and_leaves_its_exit_code(world):
     )
 
 
-def test_sigterm_reaches_the_program_and_75_is_kept(world):
+def test_sigterm_reaches_the_program_and_its_exit_code_is_kept(world):
     host = Host(world, OBEDIENT)
     process = host.train("--workdir", "rv")
     host.wait_until_started()
     assert host.word() == "running"
+    os.kill(int((host.checkout / "train.pid").read_text()), signal.SIGTERM)
+    wait_for_end(process)
+    assert host.word() == "75"
+
+
+def test_a_run_that_was_stopped_says_so_until_it_goes_on(world):
+    host = Host(world, OBEDIENT)
+    process = host.train("--workdir", "rv")
+    host.wait_until_started()
     second = host("train", "none", "--", "quickstart", "--workdir", "rv")
     assert second.returncode == 2
     assert "a run is going on on" in second.stderr
     assert host("stop").returncode == 0
     wait_for_end(process)
-    assert host.word() == "75"
+    assert host.word() == "stopped"
     assert host("stop").returncode == 0
+    process = host.train("--workdir", "rv")
+    host.wait_until_started()
+    assert host.word() == "running"
+    os.kill(int((host.checkout / "train.pid").read_text()), signal.SIGTERM)
+    wait_for_end(process)
+    assert host.word() == "75"
+
+
+def test_a_bucket_that_is_not_mounted_is_not_written_to(world):
+    host = Host(world, OBEDIENT)
+    (host.checkout / "bucket").mkdir()
+    done = host("train", "none", "--", "quickstart", "--workdir", "bucket/runs/rv")
+    assert done.returncode == 2
+    assert "the bucket is not mounted on" in done.stderr
+    assert host.word() == "idle"
 
 
 def test_what_does_not_stop_is_killed_and_lost(world):
@@ -248,3 +272,10 @@ def test_presets_differ_where_the_chips_do(world):
     assert blackwell["XLA_FLAGS"] == "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL"
     assert flags(world, "none") == {}
     assert "scoped_vmem" not in flags(world, "v5p")["LIBTPU_INIT_ARGS"]
+
+
+def test_flags_explain_themselves(world):
+    done = world.run(SCRIPTS / "flags", "v6e", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "tpu_scripts/flags PRESET" in done.stdout
+    assert "set -e" not in done.stdout

@@ -126,9 +126,12 @@ def test_setup_waits_for_ssh_and_installs_everywhere(world):
     assert install[9].endswith("&& synthesizer_jax/tpu_scripts/host setup runs")
 
 
-@pytest.mark.parametrize(("question", "tries"), [("scp", 10), ("ssh", 3)])
-def test_setup_gives_up_with_the_remedy(world, question, tries):
-    world.answers(question, "refused")
+@pytest.mark.parametrize(
+    ("question", "answer", "tries"),
+    [("scp", "refused", 10), ("ssh", "refused", 3), ("ssh", "unprepared", 3)],
+)
+def test_setup_gives_up_with_the_remedy(world, question, answer, tries):
+    world.answers(question, answer)
     done = world.launch("setup", *PLACE, "--poll", "0")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: the hosts of pod were not set up;")
@@ -158,6 +161,26 @@ def test_train_starts_on_all_hosts_and_quotes_for_them(world, options, start):
     )
 
 
+def test_a_host_that_gcloud_only_mentions_was_not_reached(world):
+    world.answers("ssh", "unprepared")
+    done = world.launch("train", *PLACE, *RUN)
+    assert done.returncode == 2
+    told, error = done.stderr.splitlines()
+    assert told.startswith("Could not prepare all")
+    assert error.startswith("error: the run was not started on every host")
+
+
+def test_what_gcloud_never_knew_is_an_error(world):
+    world.answers("describe", "BROKEN")
+    for action, words in (("status", PLACE), ("wait", PLACE), ("babysit", (*SPOT, "--", "x"))):
+        done = world.launch(action, *words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.splitlines() == [
+            "ERROR: (gcloud) the network is down",
+            "error: gcloud does not tell whether there is pod; what it said stands above",
+        ]
+
+
 def test_stop_logs_and_delete(world):
     for words in (("stop",), ("logs", "--slice", "1", "--worker", "3"), ("delete",)):
         assert world.launch(words[0], *PLACE, *words[1:]).returncode == 0
@@ -179,12 +202,12 @@ def test_a_failing_gcloud_fails_the_script(world):
         ("create", SPOT),
         ("status", PLACE),
         ("wait", PLACE),
-        ("setup", (*PLACE, "--bucket", "b")),
+        ("setup", (*PLACE, "--bucket", "runs")),
         ("train", (*PLACE, *RUN)),
         ("logs", PLACE),
         ("stop", PLACE),
         ("delete", PLACE),
-        ("babysit", (*SPOT, *RUN)),
+        ("babysit", (*SPOT, "--bucket", "runs", *RUN)),
         ("xpk", (*PLACE, "--type", "v6e-16", "--cluster", "c", "--image", "i", *RUN)),
         ("slurm", ("--name", "pod", *RUN)),
     ],
@@ -219,12 +242,20 @@ def test_a_dry_run_prints_what_is_called(world):
         ("create", (*SPOT, "--slices", "0"), "--slices is 0; it is a whole number from 1"),
         ("create", (*SPOT, "--reserved"), "take one of --spot, --reserved and --flex-start"),
         ("create", (*PLACE, "--type", "v6e-4", "--flex-start", "long"), "--flex-start is long"),
+        ("create", (*PLACE, "--type", "v6e-4", "--flex-start", "8d"), "--flex-start is 8d"),
+        ("create", (*PLACE, "--type", "v5e-16"), "--type is v5e-16; it is v4-N, v5litepod-N"),
+        ("setup", (*PLACE, "--bucket", "gs://runs"), "--bucket is gs://runs; it is the name of"),
+        ("babysit", (*SPOT, *RUN), "a path begins with bucket/, where --bucket is mounted"),
         (
             "create",
             (*PLACE, "--type", "tpu7x-16"),
             "TPU7x (Ironwood) exists on GKE only; use launch",
         ),
-        ("babysit", (*PLACE, "--type", "tpu7x-16", *RUN), "TPU7x (Ironwood) exists on GKE only"),
+        (
+            "babysit",
+            (*PLACE, "--type", "tpu7x-16", "--bucket", "runs", *RUN),
+            "TPU7x (Ironwood) exists on GKE only",
+        ),
         ("create", (*PLACE, "--type", "v3-8", "--slices", "2"), "--slices needs TPU v4 or later"),
         ("create", (*PLACE, "--type", "h100"), "unknown --type h100"),
         ("train", (*PLACE, "--flags", "v9", *RUN), "unknown flags v9"),
@@ -242,8 +273,14 @@ def test_mistakes_are_one_line(world, action, words, message):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_help_shows_every_action(world):
-    done = world.run(SCRIPTS / "launch", "--help")
+def test_values_may_follow_an_equals_sign(world):
+    assert world.launch("delete", "--name=pod", "--zone=here").returncode == 0
+    assert world.calls() == [[*QUEUE, "delete", "pod", "--zone=here", "--force", "--quiet"]]
+
+
+@pytest.mark.parametrize("words", [("--help",), ("create", "-h"), ("create", *PLACE, "--help")])
+def test_help_shows_every_action(world, words):
+    done = world.run(SCRIPTS / "launch", *words)
     assert done.returncode == 0
     for action in ("create", "babysit", "jobset", "xpk", "slurm"):
         assert f"launch {action}" in done.stdout
@@ -251,7 +288,7 @@ def test_help_shows_every_action(world):
 
 
 def babysit(world, *options):
-    return world.launch("babysit", *SPOT, "--poll", "0", "--bucket", "b", *options, *RUN)
+    return world.launch("babysit", *SPOT, "--poll", "0", "--bucket", "runs", *options, *RUN)
 
 
 BEGIN = ["scp", "host setup", "host stop", "host train"]
@@ -322,6 +359,23 @@ def test_babysit_ends_with_an_error_of_the_run(world):
     assert done.stderr.splitlines()[-1].endswith("see the log; its machines are deleted")
 
 
+def test_babysit_ends_where_somebody_stops_the_run(world):
+    world.answers("status", "run a idle", "run a running;run b running", "run a stopped;run b 75")
+    done = babysit(world, "--delete-at-end")
+    assert done.returncode == 2
+    assert world.story() == BEGIN
+    assert "error: the run was stopped and has saved" in done.stderr.splitlines()[-1]
+
+
+def test_babysit_ends_where_somebody_deletes_the_machines(world):
+    world.answers("describe", "ACTIVE", "ACTIVE", "ACTIVE", "DELETING")
+    world.answers("status", "run a idle", "run a running")
+    done = babysit(world)
+    assert done.returncode == 2
+    assert world.story() == BEGIN
+    assert "error: pod was deleted while the run went on" in done.stderr.splitlines()[-1]
+
+
 def test_a_crash_on_machines_that_are_taken_away_is_a_preemption(world):
     world.answers("describe", "ACTIVE", "ACTIVE", "ACTIVE", "SUSPENDING", "NOT_FOUND", "ACTIVE")
     world.answers("status", "run a idle", "run a 1", "run a 1", "run a idle", "run a 0")
@@ -336,6 +390,10 @@ def test_babysit_is_bounded(world):
     assert done.returncode == 2
     assert world.story() == ["delete", "delete"]
     assert "pod was interrupted more often than --max-restarts 2" in done.stderr.splitlines()[-1]
+    world.answers("describe", "NOT_FOUND", "FAILED")
+    done = babysit(world, "--max-restarts", "1", "--delete-at-end")
+    assert world.story()[2:] == ["create", "delete", "delete"]
+    assert done.stderr.splitlines()[-1].endswith("--max-restarts 1; its machines are deleted")
 
 
 def test_babysit_asks_three_times_for_machines(world):
@@ -353,6 +411,9 @@ def test_babysit_says_when_hosts_are_there_but_do_not_start(world):
     done = babysit(world)
     assert done.returncode == 2
     assert "pod is there but the run does not start" in done.stderr.splitlines()[-1]
+    assert "delete" not in world.story()
+    babysit(world, "--delete-at-end")
+    assert world.story()[-1] == "delete"
 
 
 def commands_of(page):

@@ -25,6 +25,11 @@ answer() {
   echo "$line"
 }
 
+unprepared() {
+  echo "Could not prepare all 1 nodes, attempting to ssh into the rest." >&2
+  exit 0
+}
+
 refuse() {
   echo "ERROR: (gcloud) $1" >&2
   exit "${2:-1}"
@@ -55,10 +60,16 @@ case "$me $*" in
       cd "$WORLD/home" && exec bash -c "$command"
     elif [[ $command == *'host status' ]]; then
       said=$(answer status 'run t1v-0 0')
-      [[ $said != refused ]] || refuse "Connection refused" 255
+      case $said in
+        refused) refuse "Connection refused" 255 ;;
+        unprepared) unprepared ;;
+      esac
       tr ';' '\n' <<< "$said"
     else
-      [[ $(answer ssh accepted) == accepted ]] || refuse "Connection refused" 255
+      case $(answer ssh accepted) in
+        refused) refuse "Connection refused" 255 ;;
+        unprepared) unprepared ;;
+      esac
     fi
     ;;
   kubectl*) cat > "$WORLD/applied" ;;

@@ -3,17 +3,18 @@
 # Part of tpu_scripts/launch, whose variables it uses.
 
 # Sets `told` to what the hosts say of the run: running; finished (exit code 0); again (75, or 143 where the
-# program had not begun, gone without a word as after a reboot, or not started on every host); failed, with
-# `code`; idle; or silent, where they cannot be reached. Where one host was preempted the others may crash
-# for want of it, so 75 comes first.
+# program had not begun, gone without a word as after a reboot, or not started on every host); stopped by
+# launch stop; failed, with `code`; idle; or silent, where they cannot be reached. Where one host was preempted
+# the others may crash for want of it, so 75 comes first.
 ask_hosts() {
   local answer words
-  if ! answer=$(host status 2> /dev/null); then
+  if ! answer=$(host status 2> /dev/null) || [[ -z $answer ]]; then
     told=silent
     return
   fi
   words=" $(sed -n 's/^run [^ ]* //p' <<< "$answer" | sort -u | tr '\n' ' ')"
   case $words in
+    *stopped*) told=stopped ;;
     *' 75 '* | *' 143 '* | *lost*) told=again ;;
     *[1-9]*)
       told=failed
@@ -26,20 +27,23 @@ ask_hosts() {
   esac
 }
 
-# Follows the run to its end. Sets `end`: finished, failed, again (start it on the same machines) or lost.
-# A failure counts when it is seen twice: machines that are being taken away make runs crash first.
+# Follows the run to its end. Sets `end`: finished, failed, stopped or deleted by another launch, again (start
+# it on the same machines) or lost. A failure counts when it is seen twice: machines that are being taken away make runs crash first.
 watch() {
   local failures=0 silences=0
   while :; do
     ask_hosts
     look
     case $told in
-      finished) end=finished && return ;;
+      finished | stopped) end=$told && return ;;
       failed) failures=$((failures + 1)) ;;
       silent) silences=$((silences + 1)) ;;
       *) failures=0 silences=0 ;;
     esac
-    case $state in FAILED | SUSPENDED | SUSPENDING | DELETING | PREEMPTED | NONE) end=lost && return ;; esac
+    case $state in
+      FAILED | SUSPENDED | SUSPENDING | PREEMPTED) end=lost && return ;;
+      DELETING | NONE) end=deleted && return ;;
+    esac
     [[ $told != again && $told != idle && $silences -lt 20 ]] || { end=again && return; }
     [[ $failures -lt 2 ]] || { end=failed && return; }
     pause
@@ -61,7 +65,7 @@ live() {
   if [[ $told != running ]]; then
     if ! { install_everywhere && host stop && host train "${start[@]}"; }; then
       look
-      [[ $state != ACTIVE ]] || fail "$name is there but the run does not start; $costs"
+      [[ $state != ACTIVE ]] || give_up "$name is there but the run does not start"
       end=lost
       return
     fi
@@ -69,7 +73,13 @@ live() {
   watch
 }
 
-leave() { [[ -z $delete_at_end ]] || delete; }
+leave() { [[ -z $delete_at_end ]] || retry 3 delete; }
+
+# give_up WHY: ends with an error, and without the machines where that was asked for.
+give_up() {
+  [[ -z $delete_at_end ]] || ! leave || costs='its machines are deleted'
+  fail "$1; $costs"
+}
 
 babysit() {
   local restarts=0 most=${max_restarts:-100}
@@ -89,16 +99,17 @@ babysit() {
         ;;
       failed)
         on_hosts 'tail -n 20 synthesizer_jax/train.log' >&2 || true
-        [[ -z $delete_at_end ]] || costs='its machines are deleted'
-        leave
-        fail "the run failed with exit code $code, see the log; $costs"
+        give_up "the run failed with exit code $code, see the log"
         ;;
+      stopped) fail "the run was stopped and has saved; the same babysit goes on with it, and $costs" ;;
+      deleted) fail "$name was deleted while the run went on; the same babysit begins again" ;;
     esac
     restarts=$((restarts + 1))
-    ((restarts <= most)) || fail "$name was interrupted more often than --max-restarts $most; $costs"
+    ((restarts <= most)) || give_up "$name was interrupted more often than --max-restarts $most"
     say "$name is $state, the run was interrupted ($restarts of at most $most times)"
     if [[ $end == lost && $state != NONE ]]; then
       retry 10 delete || fail "$name cannot be deleted; $costs"
     fi
+    pause
   done
 }

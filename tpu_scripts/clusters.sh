@@ -86,7 +86,7 @@ xpk() {
   [[ $dry_run != yes ]] || request=("${request[@]:1}") # `command` tells the program from this function
   [[ -z $project ]] || request+=(--project "$project")
   request+=(--tpu-type "$type" --num-slices "$slices" --docker-image "$image")
-  request+=(--max-restarts "${max_restarts:-10}" --restart-on-exit-codes 75)
+  request+=(--max-restarts "${max_restarts:-100}" --restart-on-exit-codes 75)
   request+=(--termination-grace-period-seconds 300)
   call "${request[@]}" --command "$(quoted tpu_scripts/start "${start[@]}")"
 }

@@ -21,8 +21,9 @@ prepare_request() {
   chip=$(generation "$type")
   [[ $chip != tpu7x ]] || fail "TPU7x (Ironwood) exists on GKE only; use launch jobset or launch xpk"
   [[ $given == '' || $given == yes ]] || fail "take one of --spot, --reserved and --flex-start"
-  [[ $flex_start =~ ^([1-9][0-9]*[smhd])?$ ]] ||
+  [[ $flex_start =~ ^([1-9][0-9]?[mh]|1[0-5][0-9]h|16[0-8]h|[1-7]d)?$ ]] ||
     fail "--flex-start is $flex_start; it is the longest life of the machines, such as 10h, at most 7d"
+  [[ $type =~ ^(v[234]|v5litepod|v5p|v6e)-[1-9][0-9]*$ ]] || fail "--type is $type; $types"
   case $chip:$slices in
     v2:1 | v3:1) ;;
     v2:* | v3:*) fail "--slices needs TPU v4 or later, not $type" ;;
@@ -50,8 +51,11 @@ create() {
   call "${request[@]}" || refused
 }
 
+looked=''
+
 # Sets `state`: that of the queued resource; PREEMPTED where one of its machines was taken although the
-# resource still counts as active; NONE where there is none; UNKNOWN where gcloud does not tell.
+# resource still counts as active; NONE where there is none; UNKNOWN where gcloud does not tell, which at the
+# first look is an error: no account, no permission, no such zone.
 look() {
   local question=("${queue[@]}" describe "$name" "${place[@]}" "--format=value(state.state)") answer
   local machines=(gcloud compute tpus tpu-vm list "${place[@]}"
@@ -69,7 +73,9 @@ look() {
   else
     state=UNKNOWN
     say "$answer"
+    [[ -n $looked ]] || fail "gcloud does not tell whether there is $name; what it said stands above"
   fi
+  looked=yes
   [[ $state == ACTIVE ]] || return 0
   answer=$("${machines[@]}" 2> /dev/null) || return 0
   case $answer in *PREEMPTED* | *TERMINATED* | *STOPP*) state=PREEMPTED ;; esac
