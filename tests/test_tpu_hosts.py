@@ -129,11 +129,29 @@ def test_a_bucket_that_is_not_mounted_is_not_written_to(world):
     assert host.word() == "idle"
 
 
-def test_what_does_not_stop_is_killed_and_lost(world):
+def test_what_does_not_stop_is_killed(world):
     host = Host(world, STUBBORN)
     process = host.train("--workdir", "rv")
     host.wait_until_started()
     assert host("stop", SYNTHESIZER_GRACE="0").returncode == 0
+    wait_for_end(process)
+    assert host.word() == "stopped"
+
+
+def test_a_failure_at_a_stop_is_a_failure(world):
+    host = Host(world, OBEDIENT.replace("exit 75", "exit 1"))
+    process = host.train("--workdir", "rv")
+    host.wait_until_started()
+    assert host("stop").returncode == 0
+    wait_for_end(process)
+    assert host.word() == "1"
+
+
+def test_a_run_that_is_killed_is_lost(world):
+    host = Host(world, OBEDIENT)
+    process = host.train("--workdir", "rv")
+    host.wait_until_started()
+    os.killpg(int((host.checkout / "train.pid").read_text()), signal.SIGKILL)
     wait_for_end(process)
     assert host.word() == "lost"
 

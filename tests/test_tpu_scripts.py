@@ -245,7 +245,12 @@ def test_a_dry_run_prints_what_is_called(world):
         ("create", (*PLACE, "--type", "v6e-4", "--flex-start", "8d"), "--flex-start is 8d"),
         ("create", (*PLACE, "--type", "v5e-16"), "--type is v5e-16; it is v4-N, v5litepod-N"),
         ("setup", (*PLACE, "--bucket", "gs://runs"), "--bucket is gs://runs; it is the name of"),
-        ("babysit", (*SPOT, *RUN), "a path begins with bucket/, where --bucket is mounted"),
+        ("babysit", (*SPOT, *RUN), "bucket/runs/rv is in the directory where --bucket"),
+        (
+            "babysit",
+            (*SPOT, "--", "quickstart", "--set", "vocabulary.path=./bucket/v"),
+            "vocabulary.path=./bucket/v is in the directory where --bucket is mounted: give --bucket",
+        ),
         (
             "create",
             (*PLACE, "--type", "tpu7x-16"),
@@ -367,13 +372,48 @@ def test_babysit_ends_where_somebody_stops_the_run(world):
     assert "error: the run was stopped and has saved" in done.stderr.splitlines()[-1]
 
 
-def test_babysit_ends_where_somebody_deletes_the_machines(world):
-    world.answers("describe", "ACTIVE", "ACTIVE", "ACTIVE", "DELETING")
+@pytest.mark.parametrize(
+    ("words", "last"),
+    [
+        ("run a running;run b 75", "the run was stopped and has saved"),  # b was the first to leave
+        ("run a stopped;run b 3", "the run failed with exit code 3"),
+    ],
+)
+def test_babysit_tells_a_stop_from_a_failure(world, words, last):
+    world.answers("status", "run a idle", words, "run a stopped;run b 75")
+    if "3" in words:
+        world.answers("status", "run a idle", words)
+    done = babysit(world)
+    assert done.returncode == 2
+    assert world.story()[:5] == [*BEGIN, *(["tail -n"] if "3" in words else [])]
+    assert f"error: {last}" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("states", "story"),
+    [
+        (("ACTIVE", "ACTIVE", "ACTIVE", "DELETING"), BEGIN),
+        (("NOT_FOUND", "NOT_FOUND", "PROVISIONING", "NOT_FOUND"), ["create"]),
+    ],
+)
+def test_babysit_ends_where_somebody_deletes_the_machines(world, states, story):
+    world.answers("describe", *states)
     world.answers("status", "run a idle", "run a running")
     done = babysit(world)
     assert done.returncode == 2
-    assert world.story() == BEGIN
-    assert "error: pod was deleted while the run went on" in done.stderr.splitlines()[-1]
+    assert world.story() == story
+    assert "error: pod was deleted meanwhile" in done.stderr.splitlines()[-1]
+
+
+def test_babysit_waits_for_a_network_that_comes_back(world):
+    world.answers("status", "refused", "unprepared", "run a running", "run a 0")
+    assert babysit(world).returncode == 0
+    assert world.story() == []
+    world.answers("describe", "ACTIVE", "ACTIVE", "BROKEN", "BROKEN", "BROKEN", "ACTIVE")
+    world.answers("scp", *["refused"] * 10, "accepted")
+    world.answers("status", "run a idle", "run a running", "run a 0")
+    assert babysit(world).returncode == 0
+    assert world.story() == ["scp"] * 10
 
 
 def test_a_crash_on_machines_that_are_taken_away_is_a_preemption(world):

@@ -5,7 +5,7 @@
 # Sets `told` to what the hosts say of the run: running; finished (exit code 0); again (75, or 143 where the
 # program had not begun, gone without a word as after a reboot, or not started on every host); stopped by
 # launch stop; failed, with `code`; idle; or silent, where they cannot be reached. Where one host was preempted
-# the others may crash for want of it, so 75 comes first.
+# the others may crash for want of it, so 75 comes before a failure; a failure at a stop is one.
 ask_hosts() {
   local answer words
   if ! answer=$(host status 2> /dev/null) || [[ -z $answer ]]; then
@@ -13,13 +13,11 @@ ask_hosts() {
     return
   fi
   words=" $(sed -n 's/^run [^ ]* //p' <<< "$answer" | sort -u | tr '\n' ' ')"
+  code=$(tr ' ' '\n' <<< "$words" | grep -m 1 -vxE '|0|75|143|[a-z]+' || true)
   case $words in
-    *stopped*) told=stopped ;;
+    *stopped*) [[ -n $code ]] && told=failed || told=stopped ;;
     *' 75 '* | *' 143 '* | *lost*) told=again ;;
-    *[1-9]*)
-      told=failed
-      code=$(tr ' ' '\n' <<< "$words" | grep -m 1 '[1-9]')
-      ;;
+    *[1-9]*) told=failed ;;
     *' 0 '*) told=finished ;;
     *idle*running*) told=again ;;
     *running*) told=running ;;
@@ -28,7 +26,8 @@ ask_hosts() {
 }
 
 # Follows the run to its end. Sets `end`: finished, failed, stopped or deleted by another launch, again (start
-# it on the same machines) or lost. A failure counts when it is seen twice: machines that are being taken away make runs crash first.
+# it on the same machines) or lost. A failure counts when it is seen twice: machines that are being taken away
+# make runs crash first.
 watch() {
   local failures=0 silences=0
   while :; do
@@ -40,17 +39,23 @@ watch() {
       silent) silences=$((silences + 1)) ;;
       *) failures=0 silences=0 ;;
     esac
-    case $state in
-      FAILED | SUSPENDED | SUSPENDING | PREEMPTED) end=lost && return ;;
-      DELETING | NONE) end=deleted && return ;;
-    esac
+    case $state in FAILED | SUSPENDED | SUSPENDING | DELETING | PREEMPTED | NONE) gone && return ;; esac
     [[ $told != again && $told != idle && $silences -lt 20 ]] || { end=again && return; }
     [[ $failures -lt 2 ]] || { end=failed && return; }
     pause
   done
 }
 
-# One life of the machines. A run that goes on already is followed, not started again.
+# Sets `end` where the machines are not there any more.
+gone() {
+  case $state in
+    DELETING | NONE) end=deleted ;;
+    *) end=lost ;;
+  esac
+}
+
+# One life of the machines. A run that goes on already is followed, not started again; nor is one that was
+# stopped since this babysit began.
 live() {
   look
   while [[ $state == DELETING ]]; do
@@ -58,15 +63,24 @@ live() {
     look
   done
   if [[ $state == NONE ]]; then
-    retry 3 call "${request[@]}" || refused
+    ask_for_machines
   fi
-  until_active || { end=lost && return; }
-  ask_hosts
+  for _ in 1 2 3; do
+    until_active || { gone && return; }
+    ask_hosts
+    [[ $told == silent ]] || break
+    pause
+  done
+  if [[ $told == stopped && $restarts -gt 0 ]]; then
+    end=stopped
+    return
+  fi
   if [[ $told != running ]]; then
     if ! { install_everywhere && host stop && host train "${start[@]}"; }; then
       look
       [[ $state != ACTIVE ]] || give_up "$name is there but the run does not start"
-      end=lost
+      gone
+      [[ $state != UNKNOWN ]] || end=again
       return
     fi
   fi
@@ -94,7 +108,7 @@ babysit() {
     case $end in
       finished)
         say "the run is finished"
-        leave
+        leave || fail "$name cannot be deleted; $costs"
         return
         ;;
       failed)
@@ -102,7 +116,7 @@ babysit() {
         give_up "the run failed with exit code $code, see the log"
         ;;
       stopped) fail "the run was stopped and has saved; the same babysit goes on with it, and $costs" ;;
-      deleted) fail "$name was deleted while the run went on; the same babysit begins again" ;;
+      deleted) fail "$name was deleted meanwhile; the same babysit begins again" ;;
     esac
     restarts=$((restarts + 1))
     ((restarts <= most)) || give_up "$name was interrupted more often than --max-restarts $most"

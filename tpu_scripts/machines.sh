@@ -15,13 +15,24 @@ version_for() {
   esac
 }
 
+# at_most_a_week TIME: a number and s, m, h or d.
+at_most_a_week() {
+  local seconds=${1%?}
+  case $1 in
+    *m) seconds=$((60 * seconds)) ;;
+    *h) seconds=$((3600 * seconds)) ;;
+    *d) seconds=$((86400 * seconds)) ;;
+  esac
+  ((seconds <= 604800))
+}
+
 # Sets `request`, the command that asks for the machines, and ends with a sentence where none can.
 prepare_request() {
   local chip given="$spot${reserved}${flex_start:+yes}"
   chip=$(generation "$type")
   [[ $chip != tpu7x ]] || fail "TPU7x (Ironwood) exists on GKE only; use launch jobset or launch xpk"
   [[ $given == '' || $given == yes ]] || fail "take one of --spot, --reserved and --flex-start"
-  [[ $flex_start =~ ^([1-9][0-9]?[mh]|1[0-5][0-9]h|16[0-8]h|[1-7]d)?$ ]] ||
+  [[ -z $flex_start ]] || { [[ $flex_start =~ ^[1-9][0-9]{0,5}[smhd]$ ]] && at_most_a_week "$flex_start"; } ||
     fail "--flex-start is $flex_start; it is the longest life of the machines, such as 10h, at most 7d"
   [[ $type =~ ^(v[234]|v5litepod|v5p|v6e)-[1-9][0-9]*$ ]] || fail "--type is $type; $types"
   case $chip:$slices in
@@ -46,12 +57,18 @@ refused() {
     "or take another --zone, --type or --spot"
 }
 
+# Asks for `request`, patiently.
+ask_for_machines() {
+  retry 3 call "${request[@]}" || refused
+  asked=yes
+}
+
 create() {
   prepare_request
   call "${request[@]}" || refused
 }
 
-looked=''
+looked='' asked=''
 
 # Sets `state`: that of the queued resource; PREEMPTED where one of its machines was taken although the
 # resource still counts as active; NONE where there is none; UNKNOWN where gcloud does not tell, which at the
@@ -81,17 +98,19 @@ look() {
   case $answer in *PREEMPTED* | *TERMINATED* | *STOPP*) state=PREEMPTED ;; esac
 }
 
-# Looks until the machines are there; fails where they will never be.
+# Looks until the machines are there; fails where they will never be. What was only just asked for may not be
+# seen at once.
 until_active() {
   local before=''
   while :; do
     look
     [[ $state == "$before" || $dry_run == yes ]] || say "$name is $state"
-    before=$state
-    case $state in
-      ACTIVE) return 0 ;;
-      FAILED | SUSPENDED | SUSPENDING | DELETING | PREEMPTED | NONE) return 1 ;;
+    case $state:$before:$asked in
+      ACTIVE:*) return 0 ;;
+      NONE::yes) ;;
+      FAILED:* | SUSPENDED:* | SUSPENDING:* | DELETING:* | PREEMPTED:* | NONE:*) return 1 ;;
     esac
+    before=$state
     pause
   done
 }

@@ -35,7 +35,9 @@ class Mask:
       prefix_lengths: ``[b]``; keys before that count are seen whatever `causal` and `window` say
         (prefix language model).
       query_offset: position of the first query counted from the first key; not 0 in decoding. The
-        number 0 stays one under `jax.jit` and `jax.checkpoint`, which kernels need; others are traced.
+        number 0 is part of the pytree's structure, so that it stays known under `jax.jit` and
+        `jax.checkpoint`, as kernels need; other numbers and arrays are traced. A mask that a loop
+        carries or that branches return begins with an array.
       allowed: ``[b or 1, h or 1, q, k]`` bool, for what fits nowhere else; slower.
       self_attention: queries and keys are the same tokens, real or padding alike; set by
         `for_self_attention`.

@@ -107,12 +107,14 @@ def held_bytes(shape: Sequence[int], itemsize: int) -> int:
     """Bytes of an array in a TPU's memory, where tiles are filled up.
 
     The compiler puts those two axes in tiles that waste least (seen in the sizes of arguments that libtpu
-    reports); fewer than eight rows take the next power of two.
+    reports); fewer than eight rows take the next power of two. A single axis fills a tile or a power of two
+    of its rows.
     """
-    if len(shape) < 2:
-        row = TILE[1] * 4
-        return max(1, math.ceil(math.prod(shape) * itemsize / row)) * row
     total = math.prod(shape)
+    if len(shape) < 2:
+        whole = TILE[0] * TILE[1]
+        numbers = max(TILE[1], next_power(total)) if total <= whole else -(-total // whole) * whole
+        return numbers * itemsize
     filled = (
         total // (rows * columns) * filled_rows(rows) * math.ceil(columns / TILE[1]) * TILE[1]
         for rows, columns in itertools.permutations(shape, 2)
@@ -123,4 +125,9 @@ def held_bytes(shape: Sequence[int], itemsize: int) -> int:
 
 def filled_rows(rows: int) -> int:
     """Rows of the tiles that hold so many."""
-    return math.ceil(rows / TILE[0]) * TILE[0] if rows > TILE[0] else 1 << (rows - 1).bit_length()
+    return math.ceil(rows / TILE[0]) * TILE[0] if rows > TILE[0] else next_power(rows)
+
+
+def next_power(count: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << max(0, count - 1).bit_length()

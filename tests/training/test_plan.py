@@ -40,7 +40,9 @@ def test_parameters_and_optimizer_are_what_lies_on_a_device(mesh):
     ("shape", "filled"),
     [
         ((), (128,)),
-        ((700,), (768,)),
+        ((300,), (512,)),
+        ((700,), (1024,)),
+        ((1500,), (2048,)),
         ((6, 32), (8, 128)),
         ((3, 32), (4, 128)),
         ((16064, 48), (16128, 48)),  # the other way round it would be 16064 × 128
@@ -184,3 +186,24 @@ def test_costs_are_multiplied_out_over_layers(monkeypatch):
     found = ahead.extrapolated(replace(experiment(), model=replace(model, decoder=shallow)), PLACE)
     assert depth == [[1, 1], [1, 2], [2, 1]]
     assert found == ahead.Costs(100 + 7 * 6 + 5 * 3, 1.0, {"x": 6})
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("RESOURCE_EXHAUSTED: Ran out of memory on HBM, 16G exceed 15G", ahead.TooLargeError),
+        (
+            "RESOURCE_EXHAUSTED: Allocation would exceed memory, space=vmem",
+            jax.errors.JaxRuntimeError,
+        ),
+        ("INTERNAL: hbm", jax.errors.JaxRuntimeError),
+    ],
+)
+def test_only_a_step_without_room_is_too_large(monkeypatch, message, kind):
+    def refuse(_):
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(ahead, "devices_of", lambda _: jax.devices())
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    with pytest.raises(kind, match="HBM, 16G" if kind is ahead.TooLargeError else "."):
+        ahead.compile_step(experiment(), PLACE)
