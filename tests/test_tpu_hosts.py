@@ -71,6 +71,18 @@ class Host:
         assert done.returncode == 0, done.stderr
         return os.pidfd_open(int((self.checkout / "train.pid").read_text()))
 
+    def started(self, *words):
+        """As `train`, and waits until the program runs."""
+        process = self.train(*words)
+        self.wait_until_started()
+        assert self.word() == "running"
+        return process
+
+    def signal(self, send, number, process):
+        """Sends the supervisor (`os.kill`) or all of the run (`os.killpg`) a signal; waits for its end."""
+        send(int((self.checkout / "train.pid").read_text()), number)
+        wait_for_end(process)
+
 
 def wait_for_end(process):
     assert select.select([process], [], [], 60)[0]
@@ -93,18 +105,13 @@ def test_a_run_is_detached_and_leaves_its_exit_code(world):
 
 def test_sigterm_reaches_the_program_and_its_exit_code_is_kept(world):
     host = Host(world, OBEDIENT)
-    process = host.train("--workdir", "rv")
-    host.wait_until_started()
-    assert host.word() == "running"
-    os.kill(int((host.checkout / "train.pid").read_text()), signal.SIGTERM)
-    wait_for_end(process)
+    host.signal(os.kill, signal.SIGTERM, host.started("--workdir", "rv"))
     assert host.word() == "75"
 
 
 def test_a_run_that_was_stopped_says_so_until_it_goes_on(world):
     host = Host(world, OBEDIENT)
-    process = host.train("--workdir", "rv")
-    host.wait_until_started()
+    process = host.started("--workdir", "rv")
     second = host("train", "none", "--", "quickstart", "--workdir", "rv")
     assert second.returncode == 2
     assert "a run is going on on" in second.stderr
@@ -112,11 +119,7 @@ def test_a_run_that_was_stopped_says_so_until_it_goes_on(world):
     wait_for_end(process)
     assert host.word() == "stopped"
     assert host("stop").returncode == 0
-    process = host.train("--workdir", "rv")
-    host.wait_until_started()
-    assert host.word() == "running"
-    os.kill(int((host.checkout / "train.pid").read_text()), signal.SIGTERM)
-    wait_for_end(process)
+    host.signal(os.kill, signal.SIGTERM, host.started("--workdir", "rv"))
     assert host.word() == "75"
 
 
@@ -131,8 +134,7 @@ def test_a_bucket_that_is_not_mounted_is_not_written_to(world):
 
 def test_what_does_not_stop_is_killed(world):
     host = Host(world, STUBBORN)
-    process = host.train("--workdir", "rv")
-    host.wait_until_started()
+    process = host.started("--workdir", "rv")
     assert host("stop", SYNTHESIZER_GRACE="0").returncode == 0
     wait_for_end(process)
     assert host.word() == "stopped"
@@ -140,8 +142,7 @@ def test_what_does_not_stop_is_killed(world):
 
 def test_a_failure_at_a_stop_is_a_failure(world):
     host = Host(world, OBEDIENT.replace("exit 75", "exit 1"))
-    process = host.train("--workdir", "rv")
-    host.wait_until_started()
+    process = host.started("--workdir", "rv")
     assert host("stop").returncode == 0
     wait_for_end(process)
     assert host.word() == "1"
@@ -149,10 +150,7 @@ def test_a_failure_at_a_stop_is_a_failure(world):
 
 def test_a_run_that_is_killed_is_lost(world):
     host = Host(world, OBEDIENT)
-    process = host.train("--workdir", "rv")
-    host.wait_until_started()
-    os.killpg(int((host.checkout / "train.pid").read_text()), signal.SIGKILL)
-    wait_for_end(process)
+    host.signal(os.killpg, signal.SIGKILL, host.started("--workdir", "rv"))
     assert host.word() == "lost"
 
 

@@ -63,7 +63,7 @@ live() {
     look
   done
   if [[ $state == NONE ]]; then
-    ask_for_machines
+    ask_for_machines 3
   fi
   for _ in 1 2 3; do
     until_active || { gone && return; }
@@ -121,7 +121,7 @@ babysit() {
     restarts=$((restarts + 1))
     ((restarts <= most)) || give_up "$name was interrupted more often than --max-restarts $most"
     say "$name is $state, the run was interrupted ($restarts of at most $most times)"
-    if [[ $end == lost && $state != NONE ]]; then
+    if [[ $end == lost ]]; then
       retry 10 delete || fail "$name cannot be deleted; $costs"
     fi
     pause

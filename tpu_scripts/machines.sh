@@ -57,15 +57,15 @@ refused() {
     "or take another --zone, --type or --spot"
 }
 
-# Asks for `request`, patiently.
+# ask_for_machines TIMES: sends `request`.
 ask_for_machines() {
-  retry 3 call "${request[@]}" || refused
+  retry "$1" call "${request[@]}" || refused
   asked=yes
 }
 
 create() {
   prepare_request
-  call "${request[@]}" || refused
+  ask_for_machines 1
 }
 
 looked='' asked=''
