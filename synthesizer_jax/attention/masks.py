@@ -71,8 +71,8 @@ class Mask:
     def tree_unflatten(cls, static: tuple[bool, tuple[Any, ...]], parts: Sequence[Any]) -> Mask:
         """The mask of `tree_flatten_with_keys`."""
         begins, values = static
-        mask = cls(**dict(zip((*_ARRAYS, *_STATIC), (*parts, *values), strict=True)))
-        return dataclasses.replace(mask, query_offset=0) if begins else mask
+        fields = dict(zip((*_ARRAYS, *_STATIC), (*parts, *values), strict=True))
+        return cls(**{**fields, "query_offset": 0} if begins else fields)
 
     def for_self_attention(self) -> Mask:
         """The mask for queries that are the keys: real where those are, and without an offset."""

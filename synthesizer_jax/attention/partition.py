@@ -168,12 +168,12 @@ class Partition:
             batch, heads = (n > 1 for n in mask.allowed.shape[:2])
             allowed = PartitionSpec(self.batch if batch else None, self.heads if heads else None)
         valid = None if mask.query_valid is None else PartitionSpec(self.batch, queries)
-        offset = jax.tree.map(lambda _: PartitionSpec(), Mask(query_offset=mask.query_offset))
-        rest = dataclasses.replace(mask, allowed=None, query_offset=None, query_valid=None)
-        rest = jax.tree.map(lambda _: PartitionSpec(self.batch), rest)
-        return dataclasses.replace(
-            rest, allowed=allowed, query_offset=offset.query_offset, query_valid=valid
+        rest = dataclasses.replace(mask, allowed=None, query_valid=None)
+        # The offset has no axes.
+        rest = jax.tree.map(
+            lambda x: PartitionSpec(self.batch) if jnp.ndim(x) else PartitionSpec(), rest
         )
+        return dataclasses.replace(rest, allowed=allowed, query_valid=valid)
 
     def _check(self, name: str, axes: tuple[str, ...], size: int) -> None:
         devices = self._size(axes)
