@@ -29,7 +29,7 @@ from synthesizer_jax.sharding import chips
 from synthesizer_jax.training.ahead import devices_of
 
 PLACES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-"""The smallest topology of a chip that libtpu knows."""
+"""A small topology of every chip."""
 
 ROWS: dict[str, tuple[str, bool]] = {
     "dot product, einsum": ("einsum", False),
