@@ -4,9 +4,9 @@
     python benchmarks/tpu_pods.py --json pods.json --page docs/tpu.md
 
 Every step is compiled three times: as it is for its memory, and with one and two unrolled layers for what
-it does (a loop's body counts once). Parameters are shared by all chips (`fsdp`); of the ways to
-rematerialise, the first that fits is taken. Compiling takes minutes each, so that results already in
-`--json` are kept and only missing ones made; the page is written anew every time.
+it does (a loop's body counts once). Parameters are shared (`fsdp`) by as many devices as divide the model's
+width; of the ways to rematerialise, the first that fits is taken. Compiling takes minutes each, so that
+results already in `--json` are kept and only missing ones made; the page is written anew every time.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import pathlib
 from typing import Any
@@ -90,7 +91,7 @@ def main() -> None:
 def measured(args: argparse.Namespace, name: str, size: str, variant: str) -> dict[str, Any]:
     """One compiled step."""
     place = chips.topology(name)
-    asked = recipe(size, variant, args.rows * place.devices)
+    asked = recipe(size, variant, args.rows, place.devices)
     experiment, plan, compiled = fitting(asked, place)
     costs = compiled.costs
     return {
@@ -112,15 +113,15 @@ def measured(args: argparse.Namespace, name: str, size: str, variant: str) -> di
     }
 
 
-def recipe(size: str, variant: str, batch_size: int) -> Experiment:
+def recipe(size: str, variant: str, rows: int, devices: int) -> Experiment:
     """The run."""
     shape = T5_1_1[size]
     kind = alignment(variant, head_dim=shape.head_dim)
     return Experiment(
         model=t5(shape, encoder=kind, dropout_rate=0.1, dtype="bfloat16", scan=True),
-        data=DataConfig("none", 512, 114, batch_size),
+        data=DataConfig("none", 512, 114, rows * devices),
         training=Training(steps=1, optimizer=Adafactor()),
-        mesh=MeshShape(data=1, fsdp=-1),
+        mesh=MeshShape(data=-1, fsdp=math.gcd(devices, shape.d_model)),
     )
 
 
