@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from typing import Any
 
@@ -68,7 +69,8 @@ def spec(
             below, above = size // ways * ways, (size // ways + 1) * ways
             raise ValueError(
                 f"{name}: {axis}={size} does not divide by the mesh's {target}={ways}; the "
-                f"nearest sizes that do are {below or above} and {above}"
+                f"nearest sizes that do are {below or above} and {above}, and "
+                f"{target}={math.gcd(size, ways)} divides it"
             )
         entries.append(target)
     return PartitionSpec(*entries)

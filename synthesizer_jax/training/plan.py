@@ -245,11 +245,12 @@ def bytes_of(dtype: Any) -> int:
 def advise(experiment: Experiment, topology: Topology) -> list[tuple[Experiment, Plan]]:
     """Ways to fit an experiment onto a topology, the least costly first.
 
-    Tried are: replicas alone, parameters shared by all devices of a slice, and besides products shared
-    by 2, 4 and 8; for each the `REMATS` in their order. The first that fits of every mesh is returned.
+    Tried are: replicas alone, parameters shared by all devices of a slice, or as many as divide the
+    model's width, and besides products shared by 2, 4 and 8; for each the `REMATS` in their order. The
+    first that fits of every mesh is returned.
     """
     found = []
-    for mesh in meshes(topology):
+    for mesh in meshes(topology, experiment.model.d_model):
         for remat in REMATS:
             changed = replace(with_remat(experiment, remat), mesh=mesh)
             try:
@@ -262,10 +263,17 @@ def advise(experiment: Experiment, topology: Topology) -> list[tuple[Experiment,
     return found
 
 
-def meshes(topology: Topology) -> list[MeshShape]:
-    """Meshes worth trying, in the order of what they cost."""
-    shared = [MeshShape(data=1, fsdp=-1, tensor=t) for t in (1, 2, 4, 8)]
-    return [MeshShape(), *shared] if topology.devices > 1 else [MeshShape()]
+def meshes(topology: Topology, width: int) -> list[MeshShape]:
+    """Meshes worth trying for a model's width, in the order of what they cost."""
+    found = [MeshShape()]
+    devices = topology.devices // topology.slices
+    for tensor in (1, 2, 4, 8):
+        left = devices // tensor
+        fsdp = math.gcd(left, width)
+        if devices % tensor == 0 and fsdp * tensor > 1:
+            shape = (1, -1) if fsdp == left else (-1, fsdp)
+            found.append(MeshShape(*shape, tensor=tensor))
+    return found
 
 
 def with_remat(experiment: Experiment, remat: str | None) -> Experiment:

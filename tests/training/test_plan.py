@@ -115,6 +115,24 @@ def test_what_is_advised_can_be_typed():
         assert settings(changed, changed) == []
 
 
+def test_parameters_are_shared_by_as_many_as_divide_the_width():
+    place = chips.topology("v5e:4x4")
+    assert place.devices == 16
+    assert plan.meshes(place, 64)[1] == MeshShape(data=1, fsdp=-1)
+    assert plan.meshes(place, 24)[1:3] == [
+        MeshShape(data=-1, fsdp=8),
+        MeshShape(data=1, fsdp=-1, tensor=2),
+    ]
+    assert plan.meshes(chips.topology("v5e:1x1"), 64) == [MeshShape()]
+    assert MeshShape(data=1, fsdp=-1, tensor=4) in plan.meshes(chips.topology("v5e:2x2"), 64)
+    narrow = replace(experiment(), model=t5(Size(24, 2, 64, 2, 8), vocab_size=128))
+    narrow = replace(narrow, data=replace(narrow.data, batch_size=16))
+    advised = [way.mesh for _, way in plan.advise(narrow, place)]
+    assert {"data": 2, "fsdp": 8, "tensor": 1, "sequence": 1} in advised
+    with pytest.raises(ValueError, match=r"embed=24 .* 16 and 32, and fsdp=8 divides it"):
+        plan.make_plan(replace(narrow, mesh=MeshShape(data=1, fsdp=-1)), place)
+
+
 def test_two_slices_have_twice_the_chips():
     two = plan.make_plan(experiment(), chips.topology("v5e:2x2", slices=2))
     assert two.topology.chips == 8
