@@ -23,6 +23,7 @@ class Chip:
       devices: how many devices JAX shows for it.
       axes: dimensions of its slices.
       kind: what JAX calls it.
+      config: what libtpu calls it when it compiles for chips that are not here; None is its default.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Chip:
     kind: str
     devices: int = 1
     axes: int = 2
+    config: str | None = None
 
 
 _PAGES = "https://docs.cloud.google.com/tpu/docs/"
@@ -40,7 +42,7 @@ _PAGES = "https://docs.cloud.google.com/tpu/docs/"
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 275e12, 32 * GIB, 1228e9, _PAGES + "v4", "TPU v4", axes=3),
+        Chip("v4", 275e12, 32 * GIB, 1228e9, _PAGES + "v4", "TPU v4", axes=3, config="megacore"),
         Chip("v5e", 197e12, 16 * GIB, 819e9, _PAGES + "v5e", "TPU v5 lite"),
         Chip("v5p", 459e12, 95 * GIB, 2765e9, _PAGES + "v5p", "TPU v5", axes=3),
         Chip("v6e", 918e12, 32 * GIB, 1640e9, _PAGES + "v6e", "TPU v6 lite"),

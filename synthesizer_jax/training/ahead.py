@@ -102,9 +102,13 @@ def devices_of(topology: Topology) -> list[Any]:
     """
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server: there is no TPU
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    slices = {} if topology.slices == 1 else {"num_slices": topology.slices}
+    options: dict[str, Any] = {}
+    if topology.slices > 1:
+        options["num_slices"] = topology.slices
+    if topology.chip.config is not None:
+        options["chip_config_name"] = topology.chip.config
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **slices)
+        found = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options)
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
             f"{topology.name} cannot be compiled for ({' '.join(str(error).split())[:200]}); "

@@ -61,7 +61,9 @@ every = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("name", ["v5e:2x4", "v5e:16x16", "v6e:16x16", "v5p:4x4x4", "tpu7x:4x4x4"])
+@pytest.mark.parametrize(
+    "name", ["v5e:2x4", "v5e:16x16", "v6e:16x16", "v5p:4x4x4", "v4:4x4x8", "tpu7x:4x4x4"]
+)
 def test_devices_lie_as_planned(name):
     place = chips.topology(name)
     real, planned = ahead.devices_of(place), planned_devices(place)
