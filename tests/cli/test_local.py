@@ -1,7 +1,6 @@
 """Several processes on one machine: the same run as in one."""
 
 import json
-import os
 import pathlib
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ import sys
 import pytest
 
 from synthesizer_jax.data import embedded
+from tests.environment import without_devices
 
 pytestmark = pytest.mark.hosts
 
@@ -35,12 +35,8 @@ def command(place, workdir, processes, *settings):
 
 
 def environment(place):
-    """Without what the tests themselves run under."""
-    own = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-    own |= {
-        "JAX_ENABLE_COMPILATION_CACHE": "true",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
-    }
+    """One cache of compiled programs for all runs of a place."""
+    own = {**without_devices(), "JAX_ENABLE_COMPILATION_CACHE": "true"}
     return {**own, "JAX_COMPILATION_CACHE_DIR": str(place / "compiled")}
 
 

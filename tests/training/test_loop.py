@@ -1,7 +1,6 @@
 """A run that is killed continues as if nothing had happened."""
 
 import math
-import os
 import pathlib
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from synthesizer_jax.training.loop import NonFiniteLossError, train
 from synthesizer_jax.training.metrics import METRICS_FILE, cut_back, read_metrics
 from synthesizer_jax.training.survival import EXIT_PREEMPTED, StopSignal
 from synthesizer_jax.training.watch import EVENTS_FILE, Watchdog, goodput
+from tests.environment import without_devices
 from tests.training.tiny import CopyStream, experiment
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -38,7 +38,7 @@ def process(directory, kill_at, how):
     return subprocess.run(
         [sys.executable, "-m", "tests.training.tiny", str(directory), str(kill_at), how],
         cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": ""},
+        env=without_devices(),
         capture_output=True,
         text=True,
         check=False,
