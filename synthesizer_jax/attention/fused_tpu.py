@@ -27,6 +27,7 @@ from synthesizer_jax.attention.parts import Inputs, Rows
 from synthesizer_jax.attention.terms import LowRank, Outer, wide
 from synthesizer_jax.attention.tiles_tpu import (
     LOW,
+    SUBLANES,
     Bias,
     Operands,
     arrays,
@@ -242,7 +243,7 @@ def by_queries(
         grid=(heads, pl.cdiv(q_length, size), batch),
         work=3 * products + 2 * e if whole else 2 * products + e,
         tile_shape=(size, k_length),
-        scratch=() if bias.columns is None else (size, bias.columns.shape[2]),
+        scratch=() if bias.columns is None else (size + -size % SUBLANES, bias.columns.shape[2]),
         interpret=interpret,
     )
 
@@ -303,7 +304,7 @@ def add_diagonals(total: Any, slopes: Any, slope: jax.Array, q_length: int, batc
 
     Args:
       total: the cotangent of `Bias.columns`, ``[1, w]``, which all blocks of queries share.
-      slopes: room ``[size, w]`` for the sum over the examples.
+      slopes: room for the sum over the examples, ``[size, w]`` with rows up to a multiple of eight.
       slope: ``[size, k]``.
       q_length: number of queries.
       batch: number of examples.
@@ -316,20 +317,20 @@ def add_diagonals(total: Any, slopes: Any, slope: jax.Array, q_length: int, batc
     def _() -> None:
         slopes[...] = jnp.zeros_like(slopes)
 
-    slopes[:, :length] += slope
+    slopes[:size, :length] += slope
 
     @pl.when(example == batch - 1)
     def _() -> None:
-        row = lax.broadcasted_iota(jnp.int32, (size, size), 0)
-        column = lax.broadcasted_iota(jnp.int32, (size, size), 1)
-        inside = lax.broadcasted_iota(jnp.int32, (size, count), 0) + block * size < q_length
-        # A roll by one more in every row lines up what a roll by one less would undo.
-        flip = (row + column == size - 1).astype(jnp.float32)
-        dims = (((1,), (0,)), ((), ()))
-        slopes_inside = jnp.where(inside, slopes[...], 0.0)
-        upside = lax.dot_general(flip, slopes_inside, dims, precision=lax.Precision.HIGHEST)
-        shift = lax.rem(q_length - size + 2 * count - block * size, count)
-        sums = pltpu.roll(upside, shift, 1, stride=1, stride_axis=0).sum(axis=0, keepdims=True)
+        # `roll_out` the other way round: all eights of rows onto one, and its rows onto another.
+        row = lax.broadcasted_iota(jnp.int32, (SUBLANES, count), 0)
+        lines = jnp.zeros((SUBLANES, count), jnp.float32)
+        for begin in range(0, size, SUBLANES):
+            first = block * size + begin
+            own = jnp.where(row + first < q_length, slopes[begin : begin + SUBLANES], 0.0)
+            lines += pltpu.roll(own, lax.rem(count + q_length - 1 - first, count), 1)
+        for bit in (1, 2, 4):
+            lines = jnp.where(row & bit != 0, pltpu.roll(lines, count - bit, 1), lines)
+        sums = lines.sum(axis=0, keepdims=True)
 
         @pl.when(block == 0)
         def _() -> None:

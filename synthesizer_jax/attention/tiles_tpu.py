@@ -28,6 +28,9 @@ VMEM = 32 * 2**20
 LANES = 128
 """A block's last axis is all of an array's, or a multiple of this."""
 
+SUBLANES = 8
+"""Rows of a register in float32."""
+
 LOW = -0.7 * float(jnp.finfo(jnp.float32).max)
 """In the place of a forbidden logit; finite, so that differences are numbers."""
 
@@ -120,18 +123,30 @@ def fill(tile: Any, bias: Bias, rows: int, *, turned: bool = False) -> None:
 
     @pl.when(example == 0)
     def _() -> None:
-        size, length = tile.shape
-        parts = []
-        if bias.table is not None:
-            parts.append(bias.table[...].T if turned else bias.table[...])
         if bias.columns is not None:
-            # Row r of the tile is row r + start of the whole, whose first column is rows - 1 - that.
-            count = bias.columns.shape[-1]
-            lines = jnp.broadcast_to(bias.columns[...], (size, count))
-            shift = lax.rem(block * size + (count + 1 - rows), count)
-            lines = pltpu.roll(lines, shift, 1, stride=1, stride_axis=0)
-            parts.append(lines[:, :length])
-        tile[...] = functools.reduce(operator.add, parts)
+            roll_out(tile, bias.columns[...], block * tile.shape[0], rows)
+        if bias.table is not None:
+            table = bias.table[...].T if turned else bias.table[...]
+            tile[...] = table if bias.columns is None else tile[...] + table
+
+
+def roll_out(tile: Any, columns: jax.Array, first: jax.Array, rows: int) -> None:
+    """Fills a tile ``[size, length]`` with columns ``[1, count]``, each row one further right.
+
+    Its row r is row ``first + r`` of the whole, which begins at column ``rows - 1 - first - r``. Eight rows
+    are rolled one by one, and these eight together make all others: a single roll with a stride would do,
+    but not before TPU v5.
+    """
+    size, length = tile.shape
+    count = columns.shape[-1]
+    lines = jnp.broadcast_to(columns, (SUBLANES, count))
+    row = lax.broadcasted_iota(jnp.int32, lines.shape, 0)
+    for bit in (1, 2, 4):
+        lines = jnp.where(row & bit != 0, pltpu.roll(lines, bit, 1), lines)
+    for begin in range(0, size, SUBLANES):
+        end = min(begin + SUBLANES, size)
+        shift = lax.rem(first + (begin + count + 1 - rows), count)
+        tile[begin:end] = pltpu.roll(lines, shift, 1)[: end - begin, :length]
 
 
 def tile(

@@ -8,8 +8,9 @@ import pytest
 from synthesizer_jax import Gaussian
 from synthesizer_jax.attention.attend import SMALL
 from synthesizer_jax.data.pipeline import DataConfig
-from synthesizer_jax.models import alignment, t5
+from synthesizer_jax.models import Size, alignment, t5
 from synthesizer_jax.models.zoo import T5_1_1
+from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape, chips, make_mesh
 from synthesizer_jax.sharding.mesh import planned_devices
 from synthesizer_jax.training import ahead, plan
@@ -101,6 +102,16 @@ def test_the_fused_route_is_its_kernels(variant, name):
     """Forward and backward, in the encoder where it has dot products, and across."""
     fused = 2 if variant in ("v", "rv") else 1
     assert compiled(variant, name).as_text().count('"tpu_custom_call"') == 2 * fused
+
+
+@pytest.mark.parametrize("name", ["v4:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_kernels_compile_for_other_generations(name):
+    place = chips.topology(name)
+    kind = alignment("rv", head_dim=64)
+    model = t5(Size(256, 1, 512, 4, 64), encoder=kind, dtype="bfloat16", scan=True)
+    data = DataConfig("none", INPUTS, TARGETS, ROWS * place.devices)
+    small = replace(recipe("rv", "v5e:2x4"), model=model, data=data, mesh=MeshShape())
+    assert ahead.compile_step(small, place).as_text().count('"tpu_custom_call"') == 4
 
 
 @every
