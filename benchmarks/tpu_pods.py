@@ -87,7 +87,8 @@ def main() -> None:
     )
     facts = {"jax": jax.__version__, "compiled by": "libtpu on a CPU"}
     args.json, path = None, args.json
-    report.write("tpu_pods", text, result={}, options=args, facts=facts)
+    section = f"tpu_pods {' '.join(args.sizes)}"
+    report.write(section, text, result={}, options=args, facts=facts)
     print(f"kept in {path}")
 
 
