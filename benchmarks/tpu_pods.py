@@ -1,7 +1,7 @@
 """Training steps on whole TPU slices, as their compiler sees them, without a TPU.
 
     pip install 'jax[tpu]'
-    python benchmarks/tpu_pods.py --json pods.json --page docs/tpu.md
+    python benchmarks/tpu_pods.py --page docs/tpu.md
 
 Every step is compiled three times: as it is for its memory, and with one and two unrolled layers for what
 it does (a loop's body counts once). Parameters are shared (`fsdp`) by as many devices as divide the model's
@@ -149,7 +149,7 @@ def parameters(experiment: Experiment) -> int:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = report.arguments(__doc__, rows=8)
-    parser.set_defaults(json=pathlib.Path("pods.json"))
+    parser.set_defaults(json=pathlib.Path("docs/tpu.json"))
     parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES))
     parser.add_argument("--sizes", nargs="+", choices=T5_1_1, default=["base", "xxl"])
     return parser.parse_args()
