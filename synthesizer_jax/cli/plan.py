@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -80,8 +81,8 @@ def show(plan: Plan) -> None:
         )
     table = Table("on one device", box=None)
     table.add_column("GiB", justify="right")
-    for name in ("parameters", "optimizer", "gradients", "copies", "activations", "total"):
-        table.add_row(name, f"{getattr(needs, name) / GIB:.2f}")
+    for name, size in (*dataclasses.asdict(needs).items(), ("total", needs.total)):
+        table.add_row(name, f"{size / GIB:.2f}")
     table.add_row("memory", f"{plan.capacity / GIB:.0f}")
     Console().print(table)
     verdict = "fits" if plan.fits else "does not fit"

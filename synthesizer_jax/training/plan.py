@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import itertools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -12,13 +15,14 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jax.sharding import AbstractMesh, AxisType
 
-from synthesizer_jax.models import stacks
+from synthesizer_jax.models import TextToText, stacks
 from synthesizer_jax.models.stack import REMAT_POLICIES
+from synthesizer_jax.parameters import abstract_variables, is_axes
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import BATCH_AXES, MESH_AXES, MeshShape, check_batch, on_whole_axes
 from synthesizer_jax.sharding.chips import Topology, held_bytes
 from synthesizer_jax.training.experiment import Experiment
-from synthesizer_jax.training.state import example_tokens, make_layout
+from synthesizer_jax.training.state import Layout, example_tokens, make_layout
 from synthesizer_jax.training.step import loss_sums
 from synthesizer_jax.training.trainer import abstract_batch
 from synthesizer_jax.training.utilisation import step_flops
@@ -27,6 +31,9 @@ REMATS: tuple[str | None, ...] = (None, "dots", "dots_with_no_batch_dims", "full
 """From the most memory and the least arithmetic to the opposite."""
 
 assert set(REMATS) == {None, *REMAT_POLICIES}
+
+Kinds = collections.Counter[tuple[tuple[int, ...], Any]]
+"""How many arrays there are of every shape and dtype."""
 
 USABLE = 0.95
 """The share of a chip's memory that a plan fills. Compiled steps needed 0.86 to 0.96 of their plans where
@@ -41,14 +48,17 @@ class Needs:
       parameters: and constants.
       optimizer: its state.
       gradients: float32, laid out like the parameters; with micro-batches their sum besides.
+      gathered: of what ``fsdp`` shares, the largest layer, embedding or output projection, gathered, and
+        its gradient before it is cut.
       copies: of parameters, in the precision of the computation, kept for the backward pass.
-      activations: kept for the backward pass, of one micro-batch; what ``tensor`` and ``sequence``
-        divide of them is not taken off.
+      activations: kept for the backward pass, of one micro-batch, and what its rows share; what
+        ``tensor`` and ``sequence`` divide of them is not taken off.
     """
 
     parameters: int
     optimizer: int
     gradients: int
+    gathered: int
     copies: int
     activations: int
 
@@ -106,7 +116,7 @@ def make_plan(experiment: Experiment, topology: Topology) -> Plan:
     _, layout = make_layout(experiment.model, training.optimizer, tokens=tokens, mesh=mesh)
     state = layout.abstract
     parameters = shard_bytes(state.params)
-    activations, copies = kept(experiment)
+    left = kept(experiment, rows)
     return Plan(
         topology=topology,
         mesh=dict(mesh.shape),
@@ -118,8 +128,9 @@ def make_plan(experiment: Experiment, topology: Topology) -> Plan:
             parameters=parameters + shard_bytes(state.constants),
             optimizer=shard_bytes(state.opt_state),
             gradients=parameters * (1 if training.micro_batches == 1 else 2),
-            copies=copies // (mesh.shape["fsdp"] * mesh.shape["tensor"]),
-            activations=rows * activations,
+            gathered=gathered_bytes(layout, experiment.model),
+            copies=left.copies // (mesh.shape["fsdp"] * mesh.shape["tensor"]),
+            activations=rows * left.each + left.shared,
         ),
         capacity=topology.chip.memory // topology.chip.devices,
         flops=step_flops(
@@ -150,6 +161,24 @@ def shard_bytes(tree: Any) -> int:
     return sum(
         held_bytes(x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree)
     )
+
+
+def gathered_bytes(layout: Layout, model: TextToText) -> int:
+    """See `Needs.gathered`: layers' gradients are in the computation's precision, others in float32."""
+    size, found = jnp.dtype(model.dtype).itemsize, collections.Counter[tuple[Any, ...]]()
+    axes = jax.tree.leaves(layout.axes, is_leaf=is_axes)
+    leaves = jax.tree.leaves_with_path(layout.abstract.params)
+    for (path, x), names in zip(leaves, axes, strict=True):
+        sharding: Any = x.sharding
+        if "fsdp" not in sharding.spec:
+            continue
+        whole = math.prod(sharding.shard_shape(x.shape)) * sharding.mesh.shape["fsdp"]
+        if path[0].key in stacks(model):
+            layers = x.shape[0] if names[0] == "layers" else 1
+            found[path[:2]] += 2 * size * whole // layers
+        else:
+            found[path[:1]] += (size + 4) * whole
+    return max(found.values(), default=0)
 
 
 def collective_bytes(experiment: Experiment, topology: Topology) -> dict[str, float]:
@@ -195,27 +224,54 @@ def collective_bytes(experiment: Experiment, topology: Topology) -> dict[str, fl
     return {name: value * training.micro_batches for name, value in found.items()}
 
 
-def kept(experiment: Experiment) -> tuple[int, int]:
-    """Bytes kept for the backward pass: for each row of the batch, and however many there are."""
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Bytes that the forward pass leaves to the backward pass, parameters themselves apart.
+
+    Attributes:
+      each: of every row of the batch.
+      copies: of parameters, in the precision of the computation, however many rows there are.
+      shared: what else all rows need, made of tables over positions, biases and masks.
+    """
+
+    each: int
+    copies: int
+    shared: int
+
+
+def kept(experiment: Experiment, rows: int) -> Kept:
+    """What is kept of so many rows, from what they and one more leave."""
     alike = replace(experiment, mesh=MeshShape())  # one trace serves all meshes
-    one, two = (residual_bytes(alike, rows) for rows in (1, 2))
-    return two - one, max(0, 2 * one - two)
+    data = alike.data
+    found, more = (residuals(alike, n) for n in (rows, rows + 1))
+    each = bytes_of(more) - bytes_of(found)
+    tokens = example_tokens(data.inputs_length, data.targets_length)
+    params = jax.tree.leaves(abstract_variables(alike.model, *tokens)[0]["params"])
+    ways = [set(itertools.accumulate(x.shape, operator.mul)) for x in params]
+
+    def is_copy(shape: tuple[int, ...], dtype: Any) -> bool:
+        """A parameter, or one with some neighbouring axes merged."""
+        own = set(itertools.accumulate(shape, operator.mul))
+        return dtype == alike.model.dtype and any(
+            own <= way and max(own, default=1) == max(way, default=1) for way in ways
+        )
+
+    fixed = found & more
+    copies = bytes_of(collections.Counter({k: n for k, n in fixed.items() if is_copy(*k)}))
+    return Kept(each, copies, bytes_of(found) - rows * each - copies)
 
 
 @functools.lru_cache(maxsize=32)
-def residual_bytes(experiment: Experiment, rows: int) -> int:
-    """Bytes that the forward pass of so many rows leaves to the backward pass, parameters apart."""
+def residuals(experiment: Experiment, rows: int) -> Kinds:
+    """The arrays that the forward pass of so many rows leaves to the backward pass."""
     model, data, training = experiment.model, experiment.data, experiment.training
     config = dataclasses.replace(data, batch_size=rows, shards=1)
     batch = abstract_batch(config)
     tokens = example_tokens(data.inputs_length, data.targets_length)
-    variables = jax.eval_shape(
-        lambda key: model.init(key, *(jnp.zeros(t.shape, t.dtype) for t in tokens)),
-        jax.random.key(0),
-    )
+    variables, _ = abstract_variables(model, *tokens)
     params, constants = variables["params"], variables.get("constants", {})
 
-    def residuals(params: Any, constants: Any, batch: Any, key: jax.Array) -> Any:
+    def forward(params: Any, constants: Any, batch: Any, key: jax.Array) -> Any:
         def loss(params: Any) -> jax.Array:
             own = {"params": params, **({"constants": constants} if constants else {})}
             sums = loss_sums(
@@ -232,15 +288,19 @@ def residual_bytes(experiment: Experiment, rows: int) -> int:
         return jax.vjp(loss, params)[1]
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    jaxpr = jax.make_jaxpr(residuals)(params, constants, batch, key).jaxpr
+    jaxpr = jax.make_jaxpr(forward)(params, constants, batch, key).jaxpr
     left = {v for v in jaxpr.outvars if isinstance(v, jex_core.Var)} - set(jaxpr.invars)
     kinds: list[Any] = [v.aval for v in left]
-    return sum(math.prod(kind.shape) * bytes_of(kind.dtype) for kind in kinds)
+    return collections.Counter((kind.shape, kind.dtype) for kind in kinds)
 
 
-def bytes_of(dtype: Any) -> int:
-    """Bytes of a number; random keys are two words."""
-    return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize
+def bytes_of(kinds: Kinds) -> int:
+    """Bytes of arrays; random keys are two words."""
+
+    def size(dtype: Any) -> int:
+        return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize
+
+    return sum(n * math.prod(shape) * size(dtype) for (shape, dtype), n in kinds.items())
 
 
 def advise(experiment: Experiment, topology: Topology) -> list[tuple[Experiment, Plan]]:

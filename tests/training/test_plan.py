@@ -1,18 +1,19 @@
 """A plan says what really lies on a device."""
 
+import dataclasses
 import math
 
 import jax
 import pytest
 
 from synthesizer_jax.cli.plan import settings
-from synthesizer_jax.models import Size, t5
+from synthesizer_jax.models import Size, alignment, t5, unroll
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape, chips
 from synthesizer_jax.training import ahead, plan
 from synthesizer_jax.training.experiment import override
 from synthesizer_jax.training.trainer import Trainer
-from tests.training.tiny import experiment
+from tests.training.tiny import VOCAB, experiment
 
 PLACE = chips.topology("v5e:2x4")
 
@@ -32,8 +33,9 @@ def test_parameters_and_optimizer_are_what_lies_on_a_device(mesh):
     assert needs.parameters == here(state.params)
     assert needs.optimizer == here(state.opt_state)
     assert needs.gradients == needs.parameters
-    kept = needs.copies + needs.activations
-    assert needs.total == 2 * needs.parameters + needs.optimizer + kept
+    rest = needs.gathered + needs.copies + needs.activations
+    assert needs.total == 2 * needs.parameters + needs.optimizer + rest
+    assert (needs.gathered > 0) == (mesh.fsdp > 1)
 
 
 @pytest.mark.parametrize(
@@ -56,11 +58,45 @@ def test_tiles_fill_up_what_wastes_least(shape, filled):
 
 def test_activations_grow_with_the_rows_and_shrink_with_remat():
     recipe = experiment()
-    each, fixed = plan.kept(recipe)
-    assert plan.residual_bytes(recipe, 5) == 5 * each + fixed
-    found = [plan.kept(plan.with_remat(recipe, remat))[0] for remat in plan.REMATS]
+    left = plan.kept(recipe, 2)
+    five = plan.bytes_of(plan.residuals(recipe, 5))
+    assert five == 5 * left.each + left.copies + left.shared
+    found = [plan.kept(plan.with_remat(recipe, remat), 2).each for remat in plan.REMATS]
     assert found == sorted(found, reverse=True)
     assert found[-1] < found[0] / 2
+
+
+def test_what_is_made_of_tables_is_whole_on_every_device():
+    shape, tables = Size(8, 3, 16, 2, 4), 3 * 2 * 32 * 32
+    kind = alignment("r", head_dim=4, max_length=32)
+    model = t5(shape, encoder=kind, vocab_size=VOCAB, dtype="bfloat16", scan=True)
+    data = dataclasses.replace(experiment().data, inputs_length=32)
+    recipe = replace(experiment(), model=model, data=data)
+    left = plan.kept(recipe, 2)
+    assert 4 * tables <= left.shared < 2 * 4 * tables
+    alone, divided = (
+        plan.make_plan(replace(recipe, mesh=MeshShape(data=-1, fsdp=n)), PLACE).needs
+        for n in (1, 4)
+    )
+    assert alone.activations == divided.activations == left.each + left.shared
+    assert alone.copies == 4 * divided.copies > 0
+
+
+def test_a_layer_is_gathered_whole():
+    shape = Size(16, 3, 64, 2, 8)
+    layer = 2 * 4 * 16 * 16 + 3 * 16 * 64  # a decoder's two attentions, and the feed-forward layer
+    recipe = replace(
+        experiment(mesh=MeshShape(data=2, fsdp=4)), model=t5(shape, vocab_size=VOCAB, scan=True)
+    )
+    assert VOCAB * 16 < layer
+    found = [
+        plan.make_plan(replace(recipe, model=model), PLACE).needs.gathered
+        for model in (recipe.model, unroll(recipe.model), replace(recipe.model, dtype="bfloat16"))
+    ]
+    assert found == [8 * layer, 8 * layer, 4 * layer]
+    large = t5(shape, vocab_size=1024)
+    needs = plan.make_plan(replace(recipe, model=large), PLACE).needs
+    assert needs.gathered == 8 * 1024 * 16
 
 
 def test_a_micro_batch_keeps_less():
@@ -68,7 +104,8 @@ def test_a_micro_batch_keeps_less():
         plan.make_plan(experiment(micro_batches=n), chips.topology("v5e:1x1")) for n in (1, 4)
     )
     assert (whole.rows, parts.rows) == (8, 2)
-    assert whole.needs.activations == 4 * parts.needs.activations
+    shared = plan.kept(experiment(), 2).shared
+    assert whole.needs.activations - shared == 4 * (parts.needs.activations - shared)
     assert parts.needs.gradients == 2 * whole.needs.gradients
 
 
