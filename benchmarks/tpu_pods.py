@@ -28,7 +28,7 @@ import report
 jax.config.update("jax_platforms", "cpu")  # an installed libtpu would look for a TPU
 
 from synthesizer_jax.data.pipeline import DataConfig  # noqa: E402
-from synthesizer_jax.models import alignment, t5  # noqa: E402
+from synthesizer_jax.models import alignment, summarize, t5  # noqa: E402
 from synthesizer_jax.models.zoo import T5_1_1  # noqa: E402
 from synthesizer_jax.sharding import MeshShape, chips  # noqa: E402
 from synthesizer_jax.training.ahead import compiled_plan  # noqa: E402
@@ -48,16 +48,20 @@ def main() -> None:
     if args.json.exists():
         found = json.loads(args.json.read_text(encoding="utf-8"))["rows"]
     rows = []
-    for size, name, variant in itertools.product(args.sizes, args.topologies, VARIANTS):
-        key = f"{name} {size} {variant} {args.rows}"
-        if key not in found:
-            print(key, flush=True)
-            found[key] = measured(args, name, size, variant)
-            report.place(args.json, json.dumps({"rows": found}, indent=1) + "\n")
-        against = found[key]["roofline_ms"] / found[f"{name} {size} v {args.rows}"]["roofline_ms"]
-        chip = chips.topology(name).chip
-        arithmetic = 1e15 * found[key]["teraflops"] * chip.devices / chip.flops
-        rows.append({**found[key], "arithmetic_ms": arithmetic, "against": against})
+    for size, name in itertools.product(args.sizes, args.topologies):
+        place, group = chips.topology(name), []
+        asked = [recipe(size, v, args.rows, place.devices) for v in VARIANTS]
+        remat = lightest(asked, place)
+        for variant, plain in zip(VARIANTS, asked, strict=True):
+            experiment = with_remat(plain, remat)
+            key = f"{name} {size} {variant} {args.rows} {remat}"
+            if key not in found:
+                print(key, flush=True)
+                found[key] = measured(experiment, place)
+                report.place(args.json, json.dumps({"rows": found}, indent=1) + "\n")
+            shown = {"topology": name, "size": size, "variant": variant, "remat": remat or "none"}
+            group.append({**shown, **planned(experiment, place), **found[key]})
+        rows += [{**r, "against": r["roofline_ms"] / group[0]["roofline_ms"]} for r in group]
     text = (
         f"T5 1.1 with its self-attention replaced, lengths 512/114, {args.rows} rows a device, bfloat16, "
         "Adafactor. *v* is the dot product, *r* Random, *rv* both. Everything is of one device; "
@@ -85,37 +89,37 @@ def main() -> None:
             },
         )
     )
-    facts = {"jax": jax.__version__, "compiled by": "libtpu on a CPU"}
     args.json, path = None, args.json
     section = f"tpu_pods {' '.join(args.sizes)}"
-    report.write(section, text, result={}, options=args, facts=facts)
+    made = {"jax": jax.__version__, "compiled by": "libtpu on a CPU"}
+    report.write(section, text, result={}, options=args, facts=made)
     print(f"kept in {path}")
 
 
-def measured(args: argparse.Namespace, name: str, size: str, variant: str) -> dict[str, Any]:
+def measured(experiment: Experiment, place: chips.Topology) -> dict[str, Any]:
     """One compiled step."""
-    place = chips.topology(name)
-    asked = {v: recipe(size, v, args.rows, place.devices) for v in VARIANTS}
-    remat = lightest(list(asked.values()), place)
-    experiment = with_remat(asked[variant], remat)
-    plan, compiled = make_plan(experiment, place), compiled_plan(experiment, place)
+    compiled = compiled_plan(experiment, place)
     costs = compiled.costs
     return {
-        "topology": name,
-        "size": size,
-        "variant": variant,
-        "parameters": parameters(experiment),
-        "remat": remat or "none",
-        "planned": plan.needs.total / GIB,
         "state": compiled.arguments / GIB,
         "peak": compiled.peak / GIB,
-        "memory": plan.capacity / GIB,
         "teraflops": costs.flops / 1e12,
         "gigabytes": costs.bytes / 1e9,
         "collectives": sum(costs.collectives.values()) / 1e6,
         "kinds": costs.collectives,
+        "arithmetic_ms": 1e3 * costs.flops * place.chip.devices / place.chip.flops,
         "roofline_ms": 1e3 * compiled.roofline,
         "seconds": compiled.seconds,
+    }
+
+
+def planned(experiment: Experiment, place: chips.Topology) -> dict[str, Any]:
+    """What is known without a compiler."""
+    plan = make_plan(experiment, place)
+    return {
+        "parameters": summarize(experiment.model).parameters,
+        "planned": plan.needs.total / GIB,
+        "memory": plan.capacity / GIB,
     }
 
 
@@ -137,13 +141,6 @@ def lightest(experiments: list[Experiment], place: chips.Topology) -> str | None
         if all(make_plan(with_remat(e, remat), place).fits for e in experiments):
             return remat
     raise SystemExit(f"nothing fits on {place.name}; give fewer --rows")
-
-
-def parameters(experiment: Experiment) -> int:
-    """Trained numbers of the model."""
-    from synthesizer_jax.models import summarize
-
-    return summarize(experiment.model).parameters
 
 
 def parse() -> argparse.Namespace:
