@@ -175,11 +175,11 @@ def devices() -> Iterator[Finding]:
 
 def memory() -> Iterator[Finding]:
     """Free memory of the host."""
-    path = pathlib.Path("/proc/meminfo")
-    if not path.exists():
+    from synthesizer_jax.sharding import hosts
+
+    free = hosts.free_memory()
+    if free is None:
         return
-    lines = path.read_text(encoding="ascii").splitlines()
-    free = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable"))
     level = "ok" if free >= MEMORY else "warning"
     remedy = "" if free >= MEMORY else "end other programs: reading data needs some gigabytes"
     yield Finding(level, f"{free / GIB:.1f} GiB of memory free", remedy)

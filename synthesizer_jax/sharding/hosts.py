@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import os
+import pathlib
 import socket
 import sys
 import time
@@ -317,6 +318,15 @@ def one_after_the_first(name: str) -> Iterator[None]:
     finally:
         if first():
             barrier(name)
+
+
+def free_memory() -> int | None:
+    """Bytes of this host's memory that a program could still take; None: not known (not Linux)."""
+    path = pathlib.Path("/proc/meminfo")
+    if not path.exists():
+        return None
+    found = (line.split() for line in path.read_text(encoding="ascii").splitlines())
+    return next(1024 * int(words[1]) for words in found if words[0] == "MemAvailable:")
 
 
 def leave(code: int) -> NoReturn:

@@ -15,6 +15,7 @@ from synthesizer_jax.sharding import (
     Rows,
     batch_sharding,
     check_batch,
+    hosts,
     make_mesh,
     partitioned,
     replicated,
@@ -138,8 +139,14 @@ class Trainer:
         return self._jitted.trace(self.layout.abstract, batch, self._key, *self.arguments)
 
     def compile(self) -> None:
-        """Compiles the step; nothing is fetched or changed."""
-        self._compiled = self.trace().lower().compile()
+        """Compiles the step; nothing is fetched or changed.
+
+        Raises:
+          ValueError: this host has not the memory that a step needs.
+        """
+        compiled = self.trace().lower().compile()
+        check_memory(compiled, self.mesh)
+        self._compiled = compiled
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One step; the old state's buffers are reused."""
@@ -158,6 +165,23 @@ def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:
     if mesh.devices.flat[0].platform != "cpu":
         return None
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+
+
+def check_memory(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> None:
+    """Raises a `ValueError` where a step on CPUs needs more than is free, which would kill the process.
+
+    Other devices say themselves that their memory does not suffice.
+    """
+    free = hosts.free_memory()
+    if mesh.devices.flat[0].platform != "cpu" or free is None:
+        return
+    memory: Any = compiled.memory_analysis()
+    needed = len(mesh.local_devices) * memory.temp_size_in_bytes
+    if needed > free:
+        raise ValueError(
+            f"a step needs {needed / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free; make "
+            "data.batch_size smaller or training.micro_batches larger"
+        )
 
 
 def abstract_batch(

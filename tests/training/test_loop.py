@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.data.pipeline import OtherStreamError
+from synthesizer_jax.sharding import hosts
 from synthesizer_jax.training.checkpoints import Checkpoints, finished_steps, restore_variables
 from synthesizer_jax.training.loop import NonFiniteLossError, train
 from synthesizer_jax.training.metrics import METRICS_FILE, cut_back, read_metrics
 from synthesizer_jax.training.survival import EXIT_PREEMPTED, StopSignal
+from synthesizer_jax.training.trainer import Trainer
 from synthesizer_jax.training.watch import EVENTS_FILE, Watchdog, goodput
 from tests.environment import without_devices
 from tests.training.tiny import CopyStream, experiment
@@ -190,6 +192,18 @@ def test_a_checkpoint_of_other_arrays_stays_where_it_is(tmp_path):
         checkpoints.restore_newest(other, None)
     assert checkpoints.steps == [1]
     checkpoints.close()
+
+
+def test_a_step_that_would_not_fit_into_memory_is_refused(tmp_path, monkeypatch):
+    trainer = Trainer(experiment(), jax.devices()[:1])
+    needed = trainer.trace().lower().compile().memory_analysis().temp_size_in_bytes
+    monkeypatch.setattr(hosts, "free_memory", lambda: needed - 1)
+    with pytest.raises(
+        ValueError, match=r"needs 0\.0 GiB of memory and .* make data\.batch_size smaller"
+    ):
+        trainer.compile()
+    monkeypatch.setattr(hosts, "free_memory", lambda: needed)
+    trainer.compile()
 
 
 def test_goodput_is_the_steps_share_of_the_time(tmp_path):
