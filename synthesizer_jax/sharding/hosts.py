@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import socket
 import sys
 import time
@@ -34,6 +35,8 @@ PATIENCE, TIMEOUT = 30.0, 300.0
 """Seconds until missing processes are named, and until the start is given up."""
 
 BARRIER_SECONDS = 3600
+
+MEMORY = pathlib.Path("/proc/meminfo")
 
 GO = b"go\n"
 """What process 0 answers when all are there; the coordinator itself says other things on that port."""
@@ -321,12 +324,17 @@ def one_after_the_first(name: str) -> Iterator[None]:
 
 
 def free_memory() -> int | None:
-    """Bytes of this host's memory that a program could still take; None: not known (not Linux)."""
-    path = pathlib.Path("/proc/meminfo")
-    if not path.exists():
+    """Bytes that a program could still take of this host's memory and swap; None: the host does not say.
+
+    What a container's limit leaves of them is not looked at.
+    """
+    if not MEMORY.exists():
         return None
-    found = (line.split() for line in path.read_text(encoding="ascii").splitlines())
-    return next(1024 * int(words[1]) for words in found if words[0] == "MemAvailable:")
+    text = MEMORY.read_text(encoding="ascii")
+    sizes = {name: 1024 * int(size) for name, size in re.findall(r"(\w+): +(\d+) kB", text)}
+    if "MemAvailable" not in sizes:
+        return None
+    return sizes["MemAvailable"] + sizes.get("SwapFree", 0)
 
 
 def leave(code: int) -> NoReturn:

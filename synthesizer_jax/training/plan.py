@@ -21,6 +21,7 @@ from synthesizer_jax.parameters import abstract_variables, is_axes
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import BATCH_AXES, MESH_AXES, MeshShape, check_batch, on_whole_axes
 from synthesizer_jax.sharding.chips import Topology, held_bytes
+from synthesizer_jax.training.adafactor import TABLE
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.state import Layout, example_tokens, make_layout
 from synthesizer_jax.training.step import loss_sums
@@ -48,8 +49,8 @@ class Needs:
       parameters: and constants.
       optimizer: its state.
       gradients: float32, laid out like the parameters; with micro-batches their sum besides.
-      gathered: of what ``fsdp`` shares, the largest layer, embedding or output projection, gathered, and
-        its gradient before it is cut.
+      gathered: of the parameters that ``fsdp`` shares, the largest layer, embedding or output projection,
+        gathered, and its gradient before it is cut.
       copies: of parameters, in the precision of the computation, kept for the backward pass.
       activations: kept for the backward pass, of one micro-batch, and what its rows share; what
         ``tensor`` and ``sequence`` divide of them is not taken off.
@@ -116,7 +117,8 @@ def make_plan(experiment: Experiment, topology: Topology) -> Plan:
     _, layout = make_layout(experiment.model, training.optimizer, tokens=tokens, mesh=mesh)
     state = layout.abstract
     parameters = shard_bytes(state.params)
-    left = kept(replace(experiment, mesh=MeshShape()), rows)  # one trace serves all meshes
+    # Meshes that leave a device as many rows share a trace.
+    copies, activations = kept(replace(experiment, mesh=MeshShape()), rows)
     return Plan(
         topology=topology,
         mesh=dict(mesh.shape),
@@ -129,8 +131,8 @@ def make_plan(experiment: Experiment, topology: Topology) -> Plan:
             optimizer=shard_bytes(state.opt_state),
             gradients=parameters * (1 if training.micro_batches == 1 else 2),
             gathered=gathered_bytes(layout, experiment.model),
-            copies=left.copies // (mesh.shape["fsdp"] * mesh.shape["tensor"]),
-            activations=rows * left.each + left.shared,
+            copies=copies // (mesh.shape["fsdp"] * mesh.shape["tensor"]),
+            activations=activations,
         ),
         capacity=topology.chip.memory // topology.chip.devices,
         flops=step_flops(
@@ -164,8 +166,13 @@ def shard_bytes(tree: Any) -> int:
 
 
 def gathered_bytes(layout: Layout, model: TextToText) -> int:
-    """See `Needs.gathered`: layers' gradients are in the computation's precision, others in float32."""
-    size, found = jnp.dtype(model.dtype).itemsize, collections.Counter[tuple[Any, ...]]()
+    """See `Needs.gathered`.
+
+    A layer's tables are gathered and have gradients in float32, its kernels in the computation's
+    precision; embedding and output projection have gradients in float32.
+    """
+    size, layered = jnp.dtype(model.dtype).itemsize, stacks(model)
+    found = collections.Counter[tuple[Any, ...]]()
     axes = jax.tree.leaves(layout.axes, is_leaf=is_axes)
     leaves = jax.tree.leaves_with_path(layout.abstract.params)
     for (path, x), names in zip(leaves, axes, strict=True):
@@ -173,9 +180,9 @@ def gathered_bytes(layout: Layout, model: TextToText) -> int:
         if "fsdp" not in sharding.spec:
             continue
         whole = math.prod(sharding.shard_shape(x.shape)) * sharding.mesh.shape["fsdp"]
-        if path[0].key in stacks(model):
+        if path[0].key in layered:
             layers = x.shape[0] if names[0] == "layers" else 1
-            found[path[:2]] += 2 * size * whole // layers
+            found[path[:2]] += 2 * (4 if TABLE & set(names) else size) * whole // layers
         else:
             found[path[:1]] += (size + 4) * whole
     return max(found.values(), default=0)
@@ -224,39 +231,32 @@ def collective_bytes(experiment: Experiment, topology: Topology) -> dict[str, fl
     return {name: value * training.micro_batches for name, value in found.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """Bytes that the forward pass leaves to the backward pass, parameters themselves apart.
-
-    Attributes:
-      each: of every row of the batch.
-      copies: of parameters, in the precision of the computation, however many rows there are.
-      shared: what else all rows need, made of tables over positions, biases and masks.
-    """
-
-    each: int
-    copies: int
-    shared: int
-
-
 @functools.lru_cache(maxsize=32)
-def kept(experiment: Experiment, rows: int) -> Kept:
-    """What is kept of so many rows, from what they and one more leave."""
+def kept(experiment: Experiment, rows: int) -> tuple[int, int]:
+    """Bytes that the forward pass of so many rows leaves to the backward pass.
+
+    Returns:
+      Those of copies of parameters, which a mesh divides, and those of all else: activations, and what is
+      made of embeddings and of tables over positions. Parameters themselves are in neither.
+    """
     model, data = experiment.model, experiment.data
-    found, more = (residuals(experiment, n) for n in (rows, rows + 1))
-    each = bytes_of(more) - bytes_of(found)
     tokens = example_tokens(data.inputs_length, data.targets_length)
-    params = jax.tree.leaves(abstract_variables(model, *tokens)[0]["params"])
+    variables, axes = abstract_variables(model, *tokens)
+    names = jax.tree.leaves(axes["params"], is_leaf=is_axes)
+    params = zip(jax.tree.leaves_with_path(variables["params"]), names, strict=True)
+    own = stacks(model)
+    kernels = [x for (path, x), n in params if path[0].key in own and not TABLE & set(n)]
 
     def is_copy(shape: tuple[int, ...], dtype: Any) -> bool:
-        """Whether an array is a parameter, or one with neighbouring axes merged."""
-        return dtype == model.dtype and any(
-            math.prod(shape) == x.size and leading(shape) <= leading(x.shape) for x in params
+        """Whether an array is a layer's kernel, or one with neighbouring axes merged."""
+        return dtype == jnp.dtype(model.dtype) and any(
+            math.prod(shape) == x.size and leading(shape) <= leading(x.shape) for x in kernels
         )
 
-    fixed = found & more
+    found, more = (residuals(experiment, variables, n) for n in (rows, rows + 1))
+    fixed = found & more  # activations may look like a kernel, but grow with the rows
     copies = bytes_of(collections.Counter({k: n for k, n in fixed.items() if is_copy(*k)}))
-    return Kept(each, copies, bytes_of(found) - rows * each - copies)
+    return copies, bytes_of(found) - copies
 
 
 def leading(shape: tuple[int, ...]) -> set[int]:
@@ -264,13 +264,11 @@ def leading(shape: tuple[int, ...]) -> set[int]:
     return set(itertools.accumulate(shape, operator.mul))
 
 
-def residuals(experiment: Experiment, rows: int) -> Kinds:
-    """The arrays that the forward pass of so many rows leaves to the backward pass."""
+def residuals(experiment: Experiment, variables: Any, rows: int) -> Kinds:
+    """The arrays that the forward pass of so many rows leaves, of abstract variables."""
     model, data, training = experiment.model, experiment.data, experiment.training
     config = dataclasses.replace(data, batch_size=rows, shards=1)
     batch = abstract_batch(config)
-    tokens = example_tokens(data.inputs_length, data.targets_length)
-    variables, _ = abstract_variables(model, *tokens)
     params, constants = variables["params"], variables.get("constants", {})
 
     def forward(params: Any, constants: Any, batch: Any, key: jax.Array) -> Any:

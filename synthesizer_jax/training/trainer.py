@@ -168,19 +168,19 @@ def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:
 
 
 def check_memory(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> None:
-    """Raises a `ValueError` where a step on CPUs needs more than is free, which would kill the process.
+    """Raises a `ValueError` where a step on CPUs would be killed by the system for want of memory.
 
-    Other devices say themselves that their memory does not suffice.
+    Temporaries of all of this process' devices are counted; the state already lies in memory. Devices of
+    other kinds say themselves that their memory does not suffice.
     """
-    free = hosts.free_memory()
-    if mesh.devices.flat[0].platform != "cpu" or free is None:
+    if mesh.devices.flat[0].platform != "cpu":
         return
     memory: Any = compiled.memory_analysis()
-    needed = len(mesh.local_devices) * memory.temp_size_in_bytes
-    if needed > free:
+    needed, free = len(mesh.local_devices) * memory.temp_size_in_bytes, hosts.free_memory()
+    if free is not None and needed > free:
         raise ValueError(
-            f"a step needs {needed / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free; make "
-            "data.batch_size smaller or training.micro_batches larger"
+            f"a step needs {needed / 2**30:.1f} GiB more memory and {free / 2**30:.1f} GiB are free; in a "
+            "new --workdir make data.batch_size smaller or training.micro_batches larger"
         )
 
 

@@ -38,6 +38,25 @@ def test_one_process_alone_starts_nothing(variables):
     assert said == []
 
 
+@pytest.mark.parametrize(
+    ("text", "free"),
+    [
+        (
+            "MemTotal:  900 kB\nMemAvailable:  300 kB\n\nHugePages_Total: 0\nSwapFree: 20 kB\n",
+            320 * 1024,
+        ),
+        ("MemAvailable:  300 kB\n", 300 * 1024),
+        ("MemTotal:  900 kB\nMemFree:  300 kB\n", None),
+        (None, None),
+    ],
+)
+def test_free_memory(tmp_path, monkeypatch, text, free):
+    monkeypatch.setattr(hosts, "MEMORY", tmp_path / "meminfo")
+    if text is not None:
+        hosts.MEMORY.write_text(text)
+    assert hosts.free_memory() == free
+
+
 def test_the_variables_name_a_place(variables):
     variables(
         JAX_COORDINATOR_ADDRESS="host:1234", SYNTHESIZER_PROCESSES="4", SYNTHESIZER_PROCESS="3"

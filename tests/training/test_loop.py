@@ -4,22 +4,24 @@ import math
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from synthesizer_jax.data.pipeline import OtherStreamError
-from synthesizer_jax.sharding import hosts
+from synthesizer_jax.sharding import MeshShape, hosts, make_mesh
 from synthesizer_jax.training.checkpoints import Checkpoints, finished_steps, restore_variables
 from synthesizer_jax.training.loop import NonFiniteLossError, train
 from synthesizer_jax.training.metrics import METRICS_FILE, cut_back, read_metrics
 from synthesizer_jax.training.survival import EXIT_PREEMPTED, StopSignal
-from synthesizer_jax.training.trainer import Trainer
+from synthesizer_jax.training.trainer import Trainer, check_memory
 from synthesizer_jax.training.watch import EVENTS_FILE, Watchdog, goodput
 from tests.environment import without_devices
 from tests.training.tiny import CopyStream, experiment
 
+GIB = 2**30
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -194,16 +196,29 @@ def test_a_checkpoint_of_other_arrays_stays_where_it_is(tmp_path):
     checkpoints.close()
 
 
-def test_a_step_that_would_not_fit_into_memory_is_refused(tmp_path, monkeypatch):
-    trainer = Trainer(experiment(), jax.devices()[:1])
-    needed = trainer.trace().lower().compile().memory_analysis().temp_size_in_bytes
-    monkeypatch.setattr(hosts, "free_memory", lambda: needed - 1)
+@pytest.mark.parametrize(
+    ("free", "devices", "fits"),
+    [(16 * GIB, 8, True), (15 * GIB, 8, False), (15 * GIB, 4, True), (None, 8, True)],
+)
+def test_a_step_that_would_not_fit_into_memory_is_refused(monkeypatch, free, devices, fits):
+    monkeypatch.setattr(hosts, "free_memory", lambda: free)
+    mesh = make_mesh(MeshShape(), jax.devices()[:devices])
+    analysis = types.SimpleNamespace(temp_size_in_bytes=2 * GIB)
+    compiled = types.SimpleNamespace(memory_analysis=lambda: analysis)
+    if fits:
+        check_memory(compiled, mesh)
+        return
     with pytest.raises(
-        ValueError, match=r"needs 0\.0 GiB of memory and .* make data\.batch_size smaller"
+        ValueError, match=r"needs 16\.0 GiB more memory and 15\.0 GiB are free; in a"
     ):
+        check_memory(compiled, mesh)
+
+
+def test_a_step_says_what_memory_it_needs(monkeypatch):
+    trainer = Trainer(experiment(), jax.devices()[:1])
+    monkeypatch.setattr(hosts, "free_memory", lambda: 0)
+    with pytest.raises(ValueError, match="more memory"):
         trainer.compile()
-    monkeypatch.setattr(hosts, "free_memory", lambda: needed)
-    trainer.compile()
 
 
 def test_goodput_is_the_steps_share_of_the_time(tmp_path):
