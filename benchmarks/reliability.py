@@ -4,9 +4,10 @@
 
 At random moments one process of the group gets SIGKILL or SIGTERM; the run is started again, every few
 kills with another number of processes that have the same eight devices. A kill comes so many steps after
-a start, or so many seconds: also while modules load, data is read, programs are compiled, the model is
-evaluated, checkpoints are written. At the end every step must have read the examples that the undisturbed
-run read (`data_checksum`), and have its loss to a relative 1e-4. The script fails where it is not so.
+a start, or so many seconds and then `--stride` steps at most: also while modules load, data is read,
+programs are compiled, the model is evaluated, checkpoints are written. At the end every step must have
+read the examples that the undisturbed run read (`data_checksum`), and have its loss to a relative 1e-4.
+The script fails where it is not so.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import math
 import os
 import pathlib
 import random
@@ -85,7 +87,7 @@ class Kill:
       code: the group's exit code.
       seconds: from the signal until the group was gone.
       step: the last one logged.
-      saved: the newest checkpoint's step then.
+      lost: steps of this start that the newest checkpoint does not hold.
     """
 
     processes: int
@@ -94,7 +96,7 @@ class Kill:
     code: int
     seconds: float
     step: int
-    saved: int
+    lost: int
 
 
 class Campaign:
@@ -108,7 +110,7 @@ class Campaign:
     def __init__(self, args: argparse.Namespace, place: pathlib.Path):
         self.args, self.place = args, place
         self.random = random.Random(args.seed)
-        self.steps = (args.kills + 3) * args.stride  # most kills come within a stride
+        self.steps = (args.kills + 3) * args.stride  # a kill comes within a stride, or soon after
         embedded.prepare(place / "data")
 
     def run(self) -> dict[str, Any]:
@@ -154,7 +156,7 @@ class Campaign:
     def leg(self, processes: int) -> Kill | None:
         """Starts the run, kills one of its processes; None where the run ended before."""
         name = self.random.choice(["SIGKILL", "SIGTERM"])
-        done = self.last_step("killed")
+        done, written = self.last_step("killed"), self.written()
         process = self.start("killed", processes)
         if self.random.choice(self.args.moments) == "step":
             step = done + self.random.randint(1, self.args.stride)
@@ -164,7 +166,7 @@ class Campaign:
         else:
             seconds = self.random.uniform(1, self.longest)
             moment = f"second {seconds:.1f}"
-            time.sleep(seconds)
+            self.wait_for(process, "killed", step=done + self.args.stride, seconds=seconds)
         if not (children := children_of(process.pid)):
             if process.wait() == 0:
                 return None
@@ -176,9 +178,12 @@ class Campaign:
         code = process.wait()
         if code == 0:
             return None
+        seconds = time.perf_counter() - began
+        last = self.last_step("killed")
         saved = max(finished_steps(self.place / "killed" / "checkpoints"), default=0)
-        seconds, last = time.perf_counter() - began, self.last_step("killed")
-        return Kill(processes, name, moment, code, seconds, last, saved)
+        # Lines of steps that an earlier kill lost stay until a start begins to write.
+        lost = 0 if self.written() == written else max(0, last - saved)
+        return Kill(processes, name, moment, code, seconds, last, lost)
 
     def start(self, workdir: str, processes: int) -> subprocess.Popen[bytes]:
         """The real training command on so many processes."""
@@ -195,9 +200,17 @@ class Campaign:
         log = (self.place / "log").open("ab")
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
-    def wait_for(self, process: subprocess.Popen[bytes], workdir: str, *, step: int) -> None:
-        """Returns when a step is logged, or the process has ended."""
-        while process.poll() is None and self.last_step(workdir) < step:
+    def wait_for(
+        self,
+        process: subprocess.Popen[bytes],
+        workdir: str,
+        *,
+        step: int,
+        seconds: float = math.inf,
+    ) -> None:
+        """Returns when a step is logged, so many seconds have passed, or the process has ended."""
+        end = time.monotonic() + seconds
+        while process.poll() is None and self.last_step(workdir) < step and time.monotonic() < end:
             time.sleep(0.05)
 
     def lines(self, workdir: str) -> list[dict[str, Any]]:
@@ -205,6 +218,11 @@ class Campaign:
         path = self.place / workdir / METRICS_FILE
         records = read_metrics(path) if path.exists() else []
         return [r for r in records if r["kind"] == "train"]
+
+    def written(self) -> int:
+        """When the killed run's lines were written last, in nanoseconds."""
+        path = self.place / "killed" / METRICS_FILE
+        return path.stat().st_mtime_ns if path.exists() else 0
 
     def last_step(self, workdir: str) -> int:
         """The newest step that is logged."""
@@ -236,7 +254,7 @@ def summary(kills: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "codes": ", ".join(f"{code} ({n})" for code, n in sorted(codes.items())),
                 "seconds": statistics.median(k["seconds"] for k in found),
                 "slowest": max(k["seconds"] for k in found),
-                "lost": sum(max(0, k["step"] - k["saved"]) for k in found),
+                "lost": sum(k["lost"] for k in found),
             }
         )
     return rows
