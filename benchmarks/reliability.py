@@ -4,10 +4,10 @@
 
 At random moments one process of the group gets SIGKILL or SIGTERM; the run is started again, every few
 kills with another number of processes that have the same eight devices. A kill comes so many steps after
-a start, or so many seconds and then `--stride` steps at most: also while modules load, data is read,
-programs are compiled, the model is evaluated, checkpoints are written. At the end every step must have
-read the examples that the undisturbed run read (`data_checksum`), and have its loss to a relative 1e-4.
-The script fails where it is not so.
+a start, or so many seconds (or as soon as `--stride` steps are done): also while modules load, data is
+read, programs are compiled, the model is evaluated, checkpoints are written. At the end every step must
+have read the examples that the undisturbed run read (`data_checksum`), and have its loss to a relative
+1e-4. The script fails where it is not so.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 Every step is compiled three times: as it is for its memory, and with one and two unrolled layers for what
 it does (a loop's body counts once). Parameters are shared (`fsdp`) by as many devices as divide the model's
 width; of the ways to rematerialise, the first is taken with which all variants fit by their plans.
-Compiling takes minutes each, so that results already in `--json` are kept and only missing ones made; the
-page is written anew every time.
+Compiling takes minutes each, so that results already in `--json` are kept and only missing ones made; plans
+and the page are made anew every time.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ def main() -> None:
             },
         )
     )
+    facts = {"jax": jax.__version__, "compiled by": "libtpu on a CPU"}
     args.json, path = None, args.json
     section = f"tpu_pods {' '.join(args.sizes)}"
-    made = {"jax": jax.__version__, "compiled by": "libtpu on a CPU"}
-    report.write(section, text, result={}, options=args, facts=made)
+    report.write(section, text, result={}, options=args, facts=facts)
     print(f"kept in {path}")
 
 

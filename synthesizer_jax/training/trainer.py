@@ -179,8 +179,9 @@ def check_memory(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> None
     needed, free = len(mesh.local_devices) * memory.temp_size_in_bytes, hosts.free_memory()
     if free is not None and needed > free:
         raise ValueError(
-            f"a step needs {needed / 2**30:.1f} GiB more memory and {free / 2**30:.1f} GiB are free; in a "
-            "new --workdir make data.batch_size smaller or training.micro_batches larger"
+            f"a step needs {needed / 2**30:.1f} GiB more memory and {free / 2**30:.1f} GiB are free; end "
+            "other programs, or in a new --workdir make data.batch_size smaller or training.micro_batches "
+            "larger"
         )
 
 

@@ -209,7 +209,7 @@ def test_a_step_that_would_not_fit_into_memory_is_refused(monkeypatch, free, dev
         check_memory(compiled, mesh)
         return
     with pytest.raises(
-        ValueError, match=r"needs 16\.0 GiB more memory and 15\.0 GiB are free; in a"
+        ValueError, match=r"needs 16\.0 GiB more memory and 15\.0 GiB are free; end"
     ):
         check_memory(compiled, mesh)
 
