@@ -88,4 +88,5 @@ def abstract_variables(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[An
     axes = jax.tree.map(
         lambda x: tuple(x.names) if is_box(x) else (None,) * x.ndim, boxed, is_leaf=is_box
     )
-    return nn.unbox(boxed), axes
+    shapes = jax.tree.map(lambda x: x.value if is_box(x) else x, boxed, is_leaf=is_box)
+    return shapes, axes

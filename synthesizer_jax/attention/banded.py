@@ -185,7 +185,11 @@ def _taps_backward(
     axes = tuple(i for i in (0, 1) if weights.shape[i] == 1)
     for t in range(width):
         near = slice(width - 1 - t, width - 1 - t + length)
-        tap = wide_weights[:, near, :, t, None] if weights.shape[1] > 1 else wide_weights[..., t, None]
+        tap = (
+            wide_weights[:, near, :, t, None]
+            if weights.shape[1] > 1
+            else wide_weights[..., t, None]
+        )
         dwindow = dwindow + tap * gradient[:, near]
         product = (g * window[:, t : t + q_length].astype(dtype)).sum(axis=-1)
         dweights.append(product.sum(axis=axes, keepdims=True))

@@ -55,8 +55,8 @@ def forward(q_length: int, inputs: Inputs) -> tuple[jax.Array, Rows]:
 
         return lax.fori_loop(0, batch, example, results)
 
-    out = jnp.zeros((batch, q_length, heads, width), values.dtype)
-    row = jnp.zeros((batch, q_length, heads, 1), dtype)
+    out = jnp.zeros_like(values, shape=(batch, q_length, heads, width))
+    row = jnp.zeros_like(values, shape=(batch, q_length, heads, 1), dtype=dtype)
     return lax.fori_loop(0, heads, head, (out, Rows(row, row)))
 
 

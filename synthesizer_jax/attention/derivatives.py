@@ -195,9 +195,7 @@ class LinearMap:
         return LinearMap(*map(mapped, functions), self.primals)
 
 
-def _tangent(
-    function: Function, leaves: Arrays, found: Arrays, tangents: Arrays
-) -> list[Any]:
+def _tangent(function: Function, leaves: Arrays, found: Arrays, tangents: Arrays) -> list[Any]:
     """The tangents of a `Function`'s outputs, a `LinearMap` of the inexact inputs' tangents."""
     inexact = [_is_inexact(x) for x in leaves]
     primals, outs = len(leaves), function.outputs

@@ -9,6 +9,7 @@ answer.
 from __future__ import annotations
 
 import functools
+
 import jax
 from jax import lax
 

@@ -255,6 +255,10 @@ def call(
     moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((arguments, shapes)))
     total = math.prod(grid) * math.prod(tile_shape)
     some_bias = bool(jax.tree.leaves(arguments[1]))
+    varying = jax.typeof(jax.tree.leaves(arguments)[0]).mat
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying), shapes
+    )
     rooms = ([tile_shape] if some_bias else []) + ([scratch] if scratch else [])
     return pl.pallas_call(
         kernel,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import check_length
+from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Mask, Span, Terms
 from synthesizer_jax.attention.terms import wide
 from synthesizer_jax.initializers import FanIn, Initializer, TorchUniform
@@ -197,6 +198,7 @@ class SentenceFeedForward(nn.Module):
     causal: bool = False
     out_init: Initializer = FanIn()
 
+    @on_any_mesh
     @nn.compact
     def __call__(
         self,
@@ -294,6 +296,7 @@ class TokenFeedForward(nn.Module):
     head_dim: int
     out_init: Initializer = FanIn()
 
+    @on_any_mesh
     @nn.compact
     def __call__(
         self,
