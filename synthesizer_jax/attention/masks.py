@@ -23,6 +23,7 @@ class Mask:
     Attributes:
       causal: ``key <= query``.
       window: ``key > query - window``: together with `causal`, the last `window` keys.
+      ahead: ``key <= query + ahead``: how many later keys a query sees; `causal` is ``ahead=0``.
       key_lengths: ``[b]``; the keys before that count are real (suffix padding, the fast case).
       key_valid: ``[b, k]`` bool; any pattern of real keys.
       query_lengths: ``[b]``, as `key_lengths`. Left out: every query is real.
@@ -32,8 +33,8 @@ class Mask:
       key_segments: ``[b, k]``; given if and only if `query_segments` is.
       segment_length: no segment is longer (None: as long as the row).
       segments: no row has more segments (None: unknown).
-      prefix_lengths: ``[b]``; keys before that count are seen whatever `causal` and `window` say
-        (prefix language model).
+      prefix_lengths: ``[b]``; keys before that count are seen whatever `causal`, `window` and `ahead`
+        say (prefix language model).
       query_offset: position of the first query counted from the first key; not 0 in decoding. The
         number 0 is part of the pytree's structure, so that it stays known under `jax.jit` and
         `jax.checkpoint`, as kernels need; other numbers and arrays are traced. A mask that a loop
@@ -45,6 +46,7 @@ class Mask:
 
     causal: bool = dataclasses.field(default=False, metadata={"static": True})
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    ahead: int | None = dataclasses.field(default=None, metadata={"static": True})
     key_lengths: jax.Array | None = None
     key_valid: jax.Array | None = None
     query_lengths: jax.Array | None = None
@@ -101,13 +103,21 @@ class Mask:
         return _real(q_length, self.query_lengths, self.query_valid, self.query_segments)
 
     def band(self, q_length: int, k_length: int) -> jax.Array | None:
-        """What `causal` and `window` allow, bool ``[q, k]``; None: everything."""
-        if not self.causal and self.window is None:
-            return None
+        """What `causal`, `window` and `ahead` allow, bool ``[q, k]``; None: everything."""
         query = jnp.arange(q_length)[:, None] + self.query_offset
         key = jnp.arange(k_length)[None, :]
-        band = key <= query if self.causal else jnp.ones((q_length, k_length), bool)
-        return band if self.window is None else band & (key > query - self.window)
+        return _all(*self.band_rules(query, key))
+
+    def band_rules(self, query: jax.Array, key: jax.Array) -> list[jax.Array]:
+        """What `causal`, `window` and `ahead` say of positions, each a bool array; all must agree."""
+        rules = []
+        if self.causal:
+            rules.append(key <= query)
+        if self.window is not None:
+            rules.append(key > query - self.window)
+        if self.ahead is not None:
+            rules.append(key <= query + self.ahead)
+        return rules
 
     def prefix(self, k_length: int) -> jax.Array | None:
         """Which keys the prefix opens to every query, bool ``[b, k]``; None: there is no prefix."""
