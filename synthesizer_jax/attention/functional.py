@@ -14,7 +14,7 @@ from synthesizer_jax.attention.attend import SMALL, attend
 from synthesizer_jax.attention.fused import KEPT
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.relative import RelativeTable
-from synthesizer_jax.attention.terms import Static, Term, Terms, add, low_rank, wide
+from synthesizer_jax.attention.terms import LowRank, Static, Term, Terms, add, low_rank, wide
 
 NAME = "dot_product_attention"
 
@@ -50,8 +50,9 @@ def dot_product_attention(
         Keys and values are then repeated to n heads.
       value: ``[b, k, m, e]`` or ``[k, m, e]``, in general with e = h.
       bias: what is added to the scaled logits; a tuple is added up. An array broadcastable to
-        ``[b, n, q, k]``: with a batch axis of 1 or none it is shared by all examples. Otherwise
-        every example has a bias of its own, and the examples are computed one after another.
+        ``[b, n, q, k]``. With a batch axis of 1 or none it is shared by all examples. Other biases
+        ``[b, n or 1, 1, k]``, additive masks of keys, cost next to nothing; for ``[b, n or 1, q, k]``
+        the examples are computed one after another.
         T5's bias: `relative_bias`. Terms: `static`, `relative`, `low_rank`, `outer`.
       mask: bool, broadcastable to ``[b, n, q, k]``; True: the query may attend to the key. A mask of
         keys, ``[b or 1, 1, 1, k]``, is the fast case. A `Mask` must be the only mask given; in
@@ -81,11 +82,11 @@ def dot_product_attention(
         key_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, sizes),
         window=_window(local_window_size),
     )
-    shared, own = _biases(bias, sizes)
+    terms, own = _biases(bias, sizes, query.dtype)
     groups = sizes.heads // key.shape[2]
     if groups > 1:
         key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
-    terms = add(low_rank(_scaled(query, scale), key, token_keys=True), *shared)
+    terms = add(low_rank(_scaled(query, scale), key, token_keys=True), *terms)
     if own:
         return _attend_examples(terms, own, value, whole, sizes).reshape(shape)
     return attend(terms, value, mask=whole, q_length=sizes.queries).reshape(shape)
@@ -213,12 +214,12 @@ def _of_logits(name: str, x: jax.Array, sizes: Sizes) -> jax.Array:
     return full
 
 
-def _biases(bias: Any, sizes: Sizes) -> tuple[Terms, tuple[jax.Array, ...]]:
-    """Terms, and arrays ``[b, n or 1, q or 1, k or 1]`` of biases that examples do not share."""
+def _biases(bias: Any, sizes: Sizes, dtype: Any) -> tuple[Terms, tuple[jax.Array, ...]]:
+    """Terms, and arrays ``[b, n or 1, q, k or 1]`` of biases that examples do not share."""
     if bias is None:
         return (), ()
     if isinstance(bias, tuple):
-        found = [_biases(part, sizes) for part in bias]
+        found = [_biases(part, sizes, dtype) for part in bias]
         return sum((terms for terms, _ in found), ()), sum((own for _, own in found), ())
     if isinstance(bias, RelativeTable):
         if bias.table.shape[0] != sizes.heads:
@@ -233,9 +234,11 @@ def _biases(bias: Any, sizes: Sizes) -> tuple[Terms, tuple[jax.Array, ...]]:
     if array.dtype == bool:
         raise ValueError(f"{NAME}: bias has dtype bool; give it as mask")
     full = _of_logits("bias", array, sizes)
-    if full.shape[0] > 1:
-        return (), (full,)
-    return (_static(full, sizes),), ()
+    if full.shape[0] == 1:
+        return (_static(full, sizes),), ()
+    if full.shape[2] == 1:
+        return (_of_keys(full, sizes, dtype),), ()
+    return (), (full,)
 
 
 def _static(bias: jax.Array, sizes: Sizes) -> Static:
@@ -245,10 +248,29 @@ def _static(bias: jax.Array, sizes: Sizes) -> Static:
     return Static(bias[0])
 
 
+def _of_keys(bias: jax.Array, sizes: Sizes, dtype: Any) -> LowRank:
+    """A bias ``[b, n or 1, 1, k or 1]`` as a product with ones.
+
+    Its numbers are the sums of three that bfloat16 holds exactly, so that no matrix product rounds
+    them, TPUs' products of float32 arrays included. The first has the gradient.
+    """
+    shape = sizes.batch, sizes.heads, sizes.keys
+    bias = bias[:, :, 0].astype(jnp.promote_types(dtype, jnp.float32))
+    bias = jnp.broadcast_to(bias, shape).transpose(0, 2, 1)
+    moderate = jnp.abs(bias) < 1e38  # others hide keys; they are not rounded
+    rest = jax.lax.stop_gradient(jnp.where(moderate, bias, 0))
+    high = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
+    middle = jax.lax.reduce_precision(rest - high, exponent_bits=8, mantissa_bits=7)
+    parts = bias + (high - rest), middle, rest - high - middle
+    keys = jnp.stack(parts, axis=-1).astype(dtype)
+    queries = jnp.ones((1, sizes.queries, sizes.heads, 3), dtype)
+    return low_rank(queries, keys, token_keys=True, token_queries=False)
+
+
 def _attend_examples(
     terms: Terms, biases: tuple[jax.Array, ...], values: jax.Array, mask: Mask, sizes: Sizes
 ) -> jax.Array:
-    """`attend` for biases ``[b, ...]``, one example at a time; small ones all at once."""
+    """`attend` with biases ``[b, ...]``, one example at a time; small ones all at once."""
     if mask.query_segments is not None:
         raise ValueError(
             f"{NAME}: a bias for every example cannot be told apart in packed rows; give a bias "
