@@ -308,8 +308,8 @@ def compare(rows: list[dict], args: argparse.Namespace) -> str:
     causal = "" if not args.causal else ", causal" if args.functions else ", ours causal"
     if args.functions:
         return (
-            f"`dot_product_attention`, {lengths}, {heads}, {args.dtype}{causal}. Speed (forward + backward) and "
-            "memory against `jax.nn.dot_product_attention` with the same bias."
+            f"`dot_product_attention`, {lengths}, {heads}, {args.dtype}{causal}. Speed (forward + "
+            "backward) and memory against `jax.nn.dot_product_attention` with the same bias."
         )
     bias = ", T5's relative bias" if args.bias else ""
     return (

@@ -18,9 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from synthesizer_jax import Mask, dot_product_attention, relative_bias
-from synthesizer_jax.attention import functional, low_rank, static
+from synthesizer_jax import Linformer, Mask, attend, dot_product_attention, relative_bias
+from synthesizer_jax.attention import banded, functional, low_rank, static
 from synthesizer_jax.attention.relative import relative_buckets
+from synthesizer_jax.mixers.base import not_causal
 from tests.attention.cases import FAST_COMPILE, normal
 from tests.attention.oracle import rms_error
 
@@ -228,6 +229,10 @@ def test_nothing_is_as_large_as_the_logits(kind: str) -> None:
     shapes = re.findall(r"\b(?:f32|bf16|pred)\[([\d,]+)\]", compiled.as_text())
     assert max(math.prod(map(int, shape.split(","))) for shape in shapes) <= largest
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * B * n * length**2
+    for platform in ("cuda", "tpu"):
+        program = step.trace(*qkv, bias).lower(lowering_platforms=(platform,)).as_text()
+        assert f"{n}x{length}x{length}x" in program or kind != "array"
+        assert f"{B}x{n}x{length}x{length}x" not in program
 
 
 def test_one_example_without_batch_axis_and_vmap() -> None:
@@ -282,6 +287,20 @@ def test_minus_infinity_hides_a_key() -> None:
         for route in ROUTES.values():
             with route():
                 check(with_gradients(dot_product_attention, x, bias), expected)
+
+
+@pytest.mark.parametrize("first", [-3, 0])
+def test_weights_of_a_window_see_as_far_ahead_as_the_mask(first: int) -> None:
+    terms = (banded(jnp.abs(normal("taps", 1, 1, N, 6)), first=first, normalise=True),)
+    values = normal("value", B, K, N, H)
+    distance = np.arange(K) - np.arange(K)[:, None]
+    pairs = (distance <= 2) & (distance > -2)
+    mask = Mask(window=2, ahead=2)
+    found = attend(terms, values, mask=mask, q_length=K)
+    expected = attend(terms, values, mask=Mask(allowed=pairs[None, None]), q_length=K)
+    check(found, expected)
+    with pytest.raises(ValueError, match="no causal form"):
+        not_causal(Linformer(2, 2, max_length=K, projected_length=2), Mask(ahead=2))
 
 
 def test_layouts_of_a_relative_table() -> None:
