@@ -18,7 +18,7 @@ from synthesizer_jax.alignments import (
     Random,
     RelativeBias,
 )
-from synthesizer_jax.attention import Mask, Span, attend
+from synthesizer_jax.attention import Mask, Span, attend, dot_product_attention, relative_bias
 from synthesizer_jax.mixers import (
     MIXERS,
     Attention,
@@ -78,5 +78,7 @@ __all__ = [
     "UniversalStack",
     "__version__",
     "attend",
+    "dot_product_attention",
+    "relative_bias",
     "t5",
 ]

@@ -2,9 +2,11 @@
 
 from synthesizer_jax.attention.attend import attend, attention_weights, drop_values
 from synthesizer_jax.attention.cache import Cache, extend, init_cache
+from synthesizer_jax.attention.functional import dot_product_attention
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.partition import Partition
 from synthesizer_jax.attention.reference import packed_logits
+from synthesizer_jax.attention.relative import RelativeTable, relative_bias
 from synthesizer_jax.attention.terms import (
     Banded,
     LowRank,
@@ -33,6 +35,7 @@ __all__ = [
     "Outer",
     "Partition",
     "Relative",
+    "RelativeTable",
     "Span",
     "Split",
     "Static",
@@ -42,6 +45,7 @@ __all__ = [
     "attend",
     "attention_weights",
     "banded",
+    "dot_product_attention",
     "drop_values",
     "extend",
     "init_cache",
@@ -50,6 +54,7 @@ __all__ = [
     "outer",
     "packed_logits",
     "relative",
+    "relative_bias",
     "scale",
     "static",
 ]

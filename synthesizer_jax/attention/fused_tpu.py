@@ -56,7 +56,7 @@ def supported(inputs: Inputs) -> bool:
     They take no pattern, prefix, or distances inside segments, and no 64-bit numbers.
     """
     products, biases, values, mask, places = inputs
-    in_segments = mask.counts_in_segments and (mask.causal or mask.window is not None)
+    in_segments = mask.counts_in_segments and mask.has_band
     plain = mask.allowed is None and mask.prefix_lengths is None
     plain = plain and places is None and not in_segments
     return plain and wide(values, *jax.tree.leaves((products, biases))) == jnp.float32

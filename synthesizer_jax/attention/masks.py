@@ -25,6 +25,7 @@ class Mask:
     Attributes:
       causal: ``key <= query``.
       window: ``key > query - window``: together with `causal`, the last `window` keys.
+      ahead: ``key <= query + ahead``: how many later keys a query sees; `causal` is ``ahead=0``.
       key_lengths: ``[b]``; the keys before that count are real (suffix padding, the fast case).
       key_valid: ``[b, k]`` bool; any pattern of real keys.
       query_lengths: ``[b]``, as `key_lengths`. Left out: every query is real.
@@ -35,8 +36,8 @@ class Mask:
       key_segments: ``[b, k]``; given if and only if `query_segments` is.
       segment_length: no segment is longer (None: as long as the row).
       segments: no row has more segments (None: unknown).
-      prefix_lengths: ``[b]``; keys before that count are seen whatever `causal` and `window` say
-        (prefix language model).
+      prefix_lengths: ``[b]``; keys before that count are seen whatever `causal`, `window` and `ahead`
+        say (prefix language model).
       query_offset: position of the first query counted from the first key; not 0 in decoding. The
         number 0 is part of the pytree's structure, so that it stays known under `jax.jit` and
         `jax.checkpoint`, as kernels need; other numbers and arrays are traced. A mask that a loop
@@ -48,6 +49,7 @@ class Mask:
 
     causal: bool = dataclasses.field(default=False, metadata={"static": True})
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    ahead: int | None = dataclasses.field(default=None, metadata={"static": True})
     key_lengths: jax.Array | None = None
     key_valid: jax.Array | None = None
     query_lengths: jax.Array | None = None
@@ -232,20 +234,33 @@ class Mask:
         return self.query_segments is not None and not self.self_attention
 
     def band(self, q_length: int, k_length: int) -> jax.Array | None:
-        """What `causal` and `window` allow, bool ``[q, k]``; None: everything.
+        """What `causal`, `window` and `ahead` allow, bool ``[q, k]``; None: everything.
 
         In packed cross-attention, where segments do not begin together, it is ``[b, 1, q, k]``.
         """
-        if not self.causal and self.window is None:
-            return None
         query = jnp.arange(q_length)[:, None] + self.query_offset
         key = jnp.arange(k_length)[None, :]
         if self.counts_in_segments:
             assert self.query_segments is not None and self.key_segments is not None
             query = positions(self.query_segments)[:, None, :, None]
             key = positions(self.key_segments)[:, None, None, :]
-        band = key <= query if self.causal else jnp.ones((q_length, k_length), bool)
-        return band if self.window is None else band & (key > query - self.window)
+        return _all(*self.band_rules(query, key))
+
+    @property
+    def has_band(self) -> bool:
+        """Whether `causal`, `window` or `ahead` hide any key."""
+        return self.causal or self.window is not None or self.ahead is not None
+
+    def band_rules(self, query: jax.Array, key: jax.Array) -> list[jax.Array]:
+        """What `causal`, `window` and `ahead` say of positions, each a bool array; all must agree."""
+        rules = []
+        if self.causal:
+            rules.append(key <= query)
+        if self.window is not None:
+            rules.append(key > query - self.window)
+        if self.ahead is not None:
+            rules.append(key <= query + self.ahead)
+        return rules
 
     def prefix(self, k_length: int) -> jax.Array | None:
         """Which keys the prefix opens to every query, bool ``[b, k]``; None: there is no prefix."""

@@ -194,7 +194,7 @@ class Partition:
     def _divides(self, terms: Terms, mask: Mask, q_length: int) -> bool:
         """Whether the queries are divided."""
         ways = self._size(self.sequence)
-        patterns = (mask.prefix_lengths, mask.query_segments, mask.allowed, mask.window)
+        patterns = (mask.prefix_lengths, mask.query_segments, mask.allowed, mask.window, mask.ahead)
         everything = not mask.causal and all(pattern is None for pattern in patterns)
         logits = all(isinstance(t, LowRank | Outer | Static | Relative) for t in terms)
         return ways > 1 and q_length % ways == 0 and everything and logits

@@ -164,7 +164,7 @@ def tile(
     Args:
       own: the program's blocks.
       bias: its bias ``[size, length]``.
-      mask: of which `causal` and `window` are read; the rest is in `own`.
+      mask: of which `causal`, `window` and `ahead` are read; the rest is in `own`.
       offset: position of the first query.
       size: rows of the tile.
       length: columns.
@@ -185,14 +185,10 @@ def tile(
         parts.append(halves[0] * halves[1])
     logits = functools.reduce(operator.add, parts) if parts else jnp.zeros(shape, jnp.float32)
 
-    rules = []
     row = lax.broadcasted_iota(jnp.int32, shape, 0) + pl.program_id(1) * size
     column = lax.broadcasted_iota(jnp.int32, shape, 1)
     query, key = (column + offset, row) if turned else (row + offset, column)
-    if mask.causal:
-        rules.append(key <= query)
-    if mask.window is not None:
-        rules.append(key > query - mask.window)
+    rules = mask.band_rules(query, key)
     if own.real is not None:
         rules.append((own.real[...].T if turned else own.real[...]) != 0)
     if own.query_segments is not None:

@@ -271,7 +271,9 @@ class SentenceFeedForward(nn.Module):
             self_attention_only(self, None, bias, None if self.causal else cache)
             if not self.causal:
                 not_causal(self, mask)
-            elif not mask.causal or mask.window is not None or mask.prefix_lengths is not None:
+            elif not mask.causal or any(
+                pattern is not None for pattern in (mask.window, mask.ahead, mask.prefix_lengths)
+            ):
                 raise ValueError(
                     "SentenceFeedForward: causal=True is for decoders with a plain causal mask; in "
                     "encoders leave it out"
