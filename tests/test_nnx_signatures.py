@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import pathlib
 
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
@@ -104,7 +105,6 @@ def test_a_linen_subclass_of_ones_own():
 
 
 def test_mistakes_are_one_sentence():
-    import jax.numpy as jnp
 
     layer = snnx.Attention(2, 4, in_features=8, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="x is 7 wide, but in_features=8"):

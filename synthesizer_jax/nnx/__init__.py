@@ -13,6 +13,7 @@ from typing import Any
 import flax.linen as linen
 from flax import nnx
 
+from synthesizer_jax.nnx.axes import axis_rules
 from synthesizer_jax.nnx.forms import Model, form_of
 from synthesizer_jax.nnx.mixers import (
     Attention,
@@ -77,6 +78,7 @@ __all__ = [
     "TalkingHeads",
     "TokenFeedForward",
     "UniversalStack",
+    "axis_rules",
     "linen_variables",
     "to_nnx",
 ]

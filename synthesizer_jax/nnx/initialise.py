@@ -81,7 +81,8 @@ def trace(config: linen.Module, example: Example) -> tuple[dict[Any, Axes], bool
         return config.init_with_output({"params": params, "dropout": dropout}, *args, **kwargs)
 
     key = jax.random.key(0)
-    with logical_axes():
+    # Only names are asked for; with rules Linen would constrain kernels before it gives them their shape.
+    with logical_axes(), nnx.logical_axis_rules(()):
         program, (_, boxed) = jax.make_jaxpr(run, return_shape=True)(
             key, key, example.args, dict(example.kwargs)
         )
