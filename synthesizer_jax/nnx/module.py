@@ -34,7 +34,8 @@ class LinenModule(nnx.Module):
       rngs: the module's own stream for dropout; None where it has no dropout or was given none.
     """
 
-    linen_class: ClassVar[type[linen.Module]]
+    _linen_class: ClassVar[type[linen.Module]]
+    _methods: ClassVar[tuple[str, ...]]
 
     def __init__(
         self,

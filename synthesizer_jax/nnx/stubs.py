@@ -45,7 +45,7 @@ def stub(source: types.ModuleType) -> str:
     bodies = [class_stub(cls) for cls in classes]
     scopes = [vars(forms), vars(module)]
     for cls in classes:
-        scopes += [vars(sys.modules[c.__module__]) for c in cls.linen_class.__mro__]
+        scopes += [vars(sys.modules[c.__module__]) for c in cls._linen_class.__mro__]
     known = {*vars(builtins), *(cls.__name__ for cls in classes)}
     nodes = [node for body in bodies for node in ast.walk(ast.parse(body))]
     names = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
@@ -58,20 +58,19 @@ def class_stub(cls: type[Any]) -> str:
     constructor = inspect.signature(cls)
     receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     constructor = constructor.replace(parameters=[receiver, *constructor.parameters.values()])
-    fields = {f.name: f for f in dataclasses.fields(cls.linen_class)}
+    fields = {f.name: f for f in dataclasses.fields(cls._linen_class)}
     attributes = [
         f"{name}: {parameter.annotation}"
         for name, parameter in constructor.parameters.items()
         if name in fields and parameter.annotation != Stack.__name__  # a model's is its parameters
     ]
     body = [docstring(cls), "", *attributes, function_stub("__init__", constructor, "None", None)]
-    for name, function in vars(cls).items():
-        if inspect.isfunction(function):
-            signature = inspect.signature(function)
-            result = "Any"
-            if signature.return_annotation is not inspect.Signature.empty:
-                result = signature.return_annotation
-            body.append(function_stub(name, signature, result, docstring(function)))
+    for name in cls._methods:
+        function = getattr(cls, name)
+        signature = inspect.signature(function)
+        result = signature.return_annotation
+        result = "Any" if result is inspect.Signature.empty else result
+        body.append(function_stub(name, signature, result, docstring(function)))
     (base,) = cls.__bases__
     return (
         f"class {cls.__name__}({base.__name__}):\n"
