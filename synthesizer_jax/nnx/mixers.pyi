@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 
 from synthesizer_jax.alignments import Alignment, DotProduct
-from synthesizer_jax.attention import Cache, Mask, Partition, Terms
+from synthesizer_jax.attention import Cache, Mask, Terms
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.mixers import NewCache
 from synthesizer_jax.mixers.feed_forward import Sums
@@ -28,7 +28,6 @@ class Attention(Layer):
         `Bilinear` this is general bilinear attention (Shazeer et al. 2020, section 3.3).
       use_bias: biases in the value and output projections, as in BERT; an alignment has its own.
       implementation: route of the engine: ``auto``, or a name of `attention.attend.ROUTES`.
-      partition: how the batch and the heads are spread over a mesh, set by `sharding`.
       value_init: initialiser of the value kernel ``[d_model, heads, head_dim]``.
       out_init: initialiser of the output kernel ``[heads, head_dim, d_model]``.
 
@@ -50,7 +49,6 @@ class Attention(Layer):
     project_values: bool
     use_bias: bool
     implementation: str
-    partition: Partition | None
     value_init: Initializer
     out_init: Initializer
     def __init__(
@@ -63,7 +61,6 @@ class Attention(Layer):
         project_values: bool = True,
         use_bias: bool = False,
         implementation: str = "auto",
-        partition: Partition | None = None,
         value_init: Initializer = FanIn(scale=1.0),
         out_init: Initializer = FanIn(scale=1.0),
         *,
@@ -124,7 +121,6 @@ class LightweightConvolution(Layer):
       pointwise: another dense layer with bias before the output projection, as in the released
         Mesh-TensorFlow code.
       dropout_rate: probability of dropping a tap, one draw per example, position and group.
-      partition: how the batch is spread over a mesh, set by `sharding`.
       tap_init: initialiser of the kernel's logits ``[groups, width]``.
 
     As an NNX module also:
@@ -142,7 +138,6 @@ class LightweightConvolution(Layer):
     glu: bool
     pointwise: bool
     dropout_rate: float
-    partition: Partition | None
     tap_init: Initializer
     kernel_init: Initializer
     def __init__(
@@ -152,7 +147,6 @@ class LightweightConvolution(Layer):
         glu: bool = True,
         pointwise: bool = False,
         dropout_rate: float = 0.0,
-        partition: Partition | None = None,
         tap_init: Initializer = Normal(stddev=0.1),
         kernel_init: Initializer = FanIn(scale=1.0),
         *,
@@ -207,7 +201,6 @@ class DynamicConvolution(LightweightConvolution):
     glu: bool
     pointwise: bool
     dropout_rate: float
-    partition: Partition | None
     tap_init: Initializer
     kernel_init: Initializer
     def __init__(
@@ -217,7 +210,6 @@ class DynamicConvolution(LightweightConvolution):
         glu: bool = True,
         pointwise: bool = False,
         dropout_rate: float = 0.0,
-        partition: Partition | None = None,
         tap_init: Initializer = Normal(stddev=0.1),
         kernel_init: Initializer = FanIn(scale=1.0),
         *,
@@ -263,7 +255,6 @@ class Linformer(Layer):
       projected_length: the paper's k.
       shared: E = F, the paper's "key-value sharing"; both are always shared by the heads.
       dropout_rate: probability of dropping an attention weight.
-      partition: how the batch and the heads are spread over a mesh, set by `sharding`.
       length_init: initialiser of E and F; None: standard deviation 1/√projected_length, the paper's
         Johnson-Lindenstrauss projection.
 
@@ -283,7 +274,6 @@ class Linformer(Layer):
     projected_length: int
     shared: bool
     dropout_rate: float
-    partition: Partition | None
     query_init: Initializer
     kernel_init: Initializer
     length_init: Initializer | None
@@ -295,7 +285,6 @@ class Linformer(Layer):
         projected_length: int = 256,
         shared: bool = True,
         dropout_rate: float = 0.0,
-        partition: Partition | None = None,
         query_init: Initializer = FanIn(scale=1.0),
         kernel_init: Initializer = FanIn(scale=1.0),
         length_init: Initializer | None = None,
@@ -440,7 +429,6 @@ class TalkingHeads(Attention):
     project_values: bool
     use_bias: bool
     implementation: str
-    partition: Partition | None
     value_init: Initializer
     out_init: Initializer
     softmax_heads: int | None
@@ -460,7 +448,6 @@ class TalkingHeads(Attention):
         project_values: bool = True,
         use_bias: bool = False,
         implementation: str = "auto",
-        partition: Partition | None = None,
         value_init: Initializer = FanIn(scale=1.0),
         out_init: Initializer = FanIn(scale=1.0),
         softmax_heads: int | None = None,

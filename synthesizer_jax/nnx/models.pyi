@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from synthesizer_jax.attention import Mask, Partition, Terms
+from synthesizer_jax.attention import Mask, Terms
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.models import Encoded, Memory, RMSNorm, Run
 from synthesizer_jax.nnx.forms import Layer, Model, Residual
@@ -88,7 +88,6 @@ class Block(Residual):
         before the sub-layer, ``x + f(norm(x))`` (T5).
       self_residual: False: the mixer stands for its norm and residual too (ALRR, and ELR where
         `feed_forward` is None; Bozic et al. 2023).
-      partition: how the batch is spread over a mesh, set by `sharding`.
 
     As an NNX module also:
       in_features: width of the tokens.
@@ -107,7 +106,6 @@ class Block(Residual):
     norm: nn.Module
     post_norm: bool
     self_residual: bool
-    partition: Partition | None
     def __init__(
         self,
         self_mixer: nn.Module,
@@ -117,7 +115,6 @@ class Block(Residual):
         norm: nn.Module = RMSNorm(),
         post_norm: bool = False,
         self_residual: bool = True,
-        partition: Partition | None = None,
         *,
         in_features: int,
         rngs: nnx.Rngs,
@@ -366,7 +363,6 @@ class Encoder(Model):
     dtype: str
     embedding_init: Initializer
     logits_init: Initializer
-    partition: Partition | None
     pooling: str
     pooler: bool
     outputs: int | None
@@ -384,7 +380,6 @@ class Encoder(Model):
         dtype: str = "float32",
         embedding_init: Initializer = Normal(stddev=1.0),
         logits_init: Initializer = FanIn(scale=1.0),
-        partition: Partition | None = None,
         encoder: Stack,
         pooling: str = "mean",
         pooler: bool = False,
@@ -489,7 +484,6 @@ class EncoderDecoder(Model):
     dtype: str
     embedding_init: Initializer
     logits_init: Initializer
-    partition: Partition | None
     def __init__(
         self,
         *,
@@ -501,7 +495,6 @@ class EncoderDecoder(Model):
         dtype: str = "float32",
         embedding_init: Initializer = Normal(stddev=1.0),
         logits_init: Initializer = FanIn(scale=1.0),
-        partition: Partition | None = None,
         encoder: Stack,
         decoder: Stack,
         rngs: nnx.Rngs,
@@ -739,7 +732,6 @@ class LanguageModel(Model):
     dtype: str
     embedding_init: Initializer
     logits_init: Initializer
-    partition: Partition | None
     prefix: bool
     def __init__(
         self,
@@ -752,7 +744,6 @@ class LanguageModel(Model):
         dtype: str = "float32",
         embedding_init: Initializer = Normal(stddev=1.0),
         logits_init: Initializer = FanIn(scale=1.0),
-        partition: Partition | None = None,
         decoder: Stack,
         prefix: bool = False,
         rngs: nnx.Rngs,
