@@ -17,9 +17,8 @@ D, HEADS, LENGTH = 8, 2, 6
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, LENGTH, D)), jnp.float32)
 TINY = t5(Size(d_model=D, layers=1, d_ff=6, heads=HEADS, head_dim=4), vocab_size=12)
 TOKENS = jnp.array([[3, 4, 5, 1], [6, 2, 0, 0]])
-RULES = (("heads", "tensor"), ("mlp", "tensor"), ("vocab", "tensor"), ("embed", "fsdp")) + tuple(
-    (name, None) for name in LOGICAL_AXES if name not in ("heads", "mlp", "vocab", "embed")
-)
+DIVIDED = {"heads": "tensor", "mlp": "tensor", "vocab": "tensor", "embed": "fsdp"}
+RULES = tuple((name, DIVIDED.get(name)) for name in LOGICAL_AXES)
 
 
 def ours(**options):

@@ -2,6 +2,7 @@
 
 from synthesizer_jax.attention.attend import attend, attention_weights, drop_values
 from synthesizer_jax.attention.cache import Cache, extend, init_cache
+from synthesizer_jax.attention.explain import Explanation, explain
 from synthesizer_jax.attention.functional import dot_product_attention
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.partition import Partition
@@ -30,6 +31,7 @@ from synthesizer_jax.attention.terms import (
 __all__ = [
     "Banded",
     "Cache",
+    "Explanation",
     "LowRank",
     "Mask",
     "Outer",
@@ -47,6 +49,7 @@ __all__ = [
     "banded",
     "dot_product_attention",
     "drop_values",
+    "explain",
     "extend",
     "init_cache",
     "low_rank",

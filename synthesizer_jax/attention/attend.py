@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from synthesizer_jax.attention.banded import attend_banded
 from synthesizer_jax.attention.checks import check, check_weights
-from synthesizer_jax.attention.fused import attend_fused
+from synthesizer_jax.attention.explain import Explanation, explain_call
+from synthesizer_jax.attention.fused import attend_fused, kernel_of
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.packed import attend_unpacked, by_position, unpacked_lengths
 from synthesizer_jax.attention.partition import (
@@ -110,9 +112,50 @@ def attend(
         terms, values, mask = vary_alike(terms, values, mask)
         return function(terms, values, mask=mask, q_length=q_length)
 
-    if partition is not None and partition.names and (plan.unpack or plan.route != "reference"):
+    divide = (
+        partition is not None and partition.names and (plan.unpack or plan.route != "reference")
+    )
+    note(plan, terms, values, mask, q_length, partition if divide else None, run)
+    if partition is not None and divide:
         return partition.spread(run, q_length)(terms, values, mask)
     return run(terms, values, mask, q_length)
+
+
+def note(
+    plan: Plan,
+    terms: Terms,
+    values: jax.Array,
+    mask: Mask,
+    q_length: int,
+    partition: Partition | None,
+    run: Callable[..., jax.Array],
+) -> None:
+    """Explains a call to the log, and to `explain` where that asks."""
+    platform = jax.default_backend()
+    batch, k_length, heads, _ = values.shape
+
+    def make() -> Explanation:
+        kernel, obstacles = "matrix products", dict(plan.obstacles)
+        obstacles.pop(plan.route, None)
+        if plan.route == "fused":
+            kernel, why = kernel_of(terms, values, mask, q_length, platform)
+            obstacles |= {"kernels": why} if why else {}
+        divided = {} if partition is None else dataclasses.asdict(partition)
+        return Explanation(
+            route=plan.route,
+            kernel=kernel,
+            platform=platform,
+            shape=(batch, q_length, k_length, heads),
+            unpacked=plan.unpack,
+            divided={name: axes for name, axes in divided.items() if axes},
+            kept_bytes=None,
+            obstacles=obstacles,
+        )
+
+    def kept() -> Any:
+        return jax.vjp(lambda *x: run(*x, mask, q_length), terms, values)[1]
+
+    explain_call(make, kept)
 
 
 def _attend_in_auto_mode(

@@ -243,7 +243,7 @@ def _logits(
     *,
     lengths: tuple[int, int],
     places: tuple[jax.Array, jax.Array] | None,
-    product: Callable[[jax.Array, jax.Array], jax.Array] = product,
+    product: Callable[..., jax.Array] = product,
 ) -> jax.Array:
     """The logits ``[q, k]`` of one head and example.
 
@@ -266,9 +266,11 @@ def _logits(
     for term in products:
         if isinstance(term, Outer):
             size = term.b.shape[-1]
-            a = product(term.a, jax.nn.one_hot(key // size, term.a.shape[-1], dtype=term.a.dtype))
-            b = product(term.b, jax.nn.one_hot(key % size, size, dtype=term.b.dtype))
-            parts.append(a * b)
+            # Products with zeros and ones are exact, where the hardware does not round the factors.
+            exact = lax.Precision.HIGHEST
+            a_places = jax.nn.one_hot(key // size, term.a.shape[-1], dtype=term.a.dtype)
+            b_places = jax.nn.one_hot(key % size, size, dtype=term.b.dtype)
+            parts.append(product(term.a, a_places, exact) * product(term.b, b_places, exact))
     return functools.reduce(operator.add, parts)
 
 

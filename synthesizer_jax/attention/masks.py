@@ -130,8 +130,8 @@ class Mask:
         """A mask, or the mask of an array ``[…, q or 1, k]`` of booleans, or of zeros and ones.
 
         Args:
-          mask: None allows everything. An array is Flax's: ``[batch or 1, heads or 1, q or 1, k]``,
-            or with fewer axes ``[batch, q, k]`` or ``[q, k]``; nonzero where a query may see a key.
+          mask: None allows everything. An array is Flax's, and says nothing of padding queries:
+            ``[batch or 1, heads or 1, q or 1, k]``, or with fewer axes ``[batch, q, k]`` or ``[q, k]``; nonzero where a query may see a key.
 
         Raises:
           ValueError: for other ranks.
@@ -153,7 +153,7 @@ class Mask:
         if mask.ndim == 2:
             allowed = mask[None, None]
         if allowed.shape[1] == allowed.shape[2] == 1:
-            return cls(key_valid=allowed[:, 0, 0])
+            return cls(key_valid=allowed[:, 0, 0], query_valid=jnp.ones((1, 1), bool))
         return cls(allowed=allowed)
 
     def for_self_attention(self) -> Mask:
@@ -365,7 +365,7 @@ def _checked(name: str, x: Any, axes: tuple[str, ...], sizes: dict[str, int]) ->
     """An array of a mask, its batch axis of full length; see `Mask.checked`."""
     x = jnp.asarray(x)
     shape = tuple(sizes[axis] for axis in axes)
-    shared = {"batch", "heads", "q"} if name == "allowed" else {"batch"}
+    shared = {"batch", "heads", "q"} if name in ("allowed", "query_valid") else {"batch"}
     fits = x.ndim == len(axes) and all(
         n == size or (n == 1 and axis in shared)
         for n, size, axis in zip(x.shape, shape, axes, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -44,37 +45,39 @@ def dense_product(
     return out.reshape(*x.shape[: x.ndim - count], *kernel.shape[count:])
 
 
-@jax.custom_vjp
-def product(x: jax.Array, y: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def product(x: jax.Array, y: jax.Array, precision: Any = None) -> jax.Array:
     """``x yᵀ`` of ``[q, r]`` and ``[k, r]``, float32 or wider, ``[q, k]``."""
-    return plain_product(x, y)
+    return plain_product(x, y, precision)
 
 
-def _product_fwd(x: jax.Array, y: jax.Array):
-    return product(x, y), (x, y)
+def _product_fwd(x: jax.Array, y: jax.Array, precision: Any):
+    return product(x, y, precision), (x, y)
 
 
-def _product_bwd(residuals: tuple[jax.Array, jax.Array], g: jax.Array):
+def _product_bwd(precision: Any, residuals: tuple[jax.Array, jax.Array], g: jax.Array):
     x, y = residuals
-    dx = jnp.matmul(g.astype(y.dtype), y, preferred_element_type=g.dtype)
-    return dx.astype(x.dtype), transposed_product(g.astype(x.dtype), x).astype(y.dtype)
+    dx = jnp.matmul(g.astype(y.dtype), y, precision=precision, preferred_element_type=g.dtype)
+    dy = transposed_product(g.astype(x.dtype), x, precision)
+    return dx.astype(x.dtype), dy.astype(y.dtype)
 
 
 product.defvjp(_product_fwd, _product_bwd)
 
 
-def plain_product(x: jax.Array, y: jax.Array) -> jax.Array:
+def plain_product(x: jax.Array, y: jax.Array, precision: Any = None) -> jax.Array:
     """`product` with JAX's own derivatives."""
-    return jnp.matmul(x, y.T, preferred_element_type=wide(x, y))
+    return jnp.matmul(x, y.T, precision=precision, preferred_element_type=wide(x, y))
 
 
-def transposed_product(x: jax.Array, y: jax.Array) -> jax.Array:
+def transposed_product(x: jax.Array, y: jax.Array, precision: Any = None) -> jax.Array:
     """``xᵀ y`` of ``[q, k]`` and a narrow ``[q, e]``, float32 or wider, ``[k, e]``.
 
     XLA's CPU matrix product is two to three times slower when it has to transpose a large left
     factor. This forms ``(yᵀ x)ᵀ``; the barrier keeps the compiler from undoing that.
     """
-    narrow = lax.dot_general(y, x, (((0,), (0,)), ((), ())), preferred_element_type=wide(x, y))
+    dims = (((0,), (0,)), ((), ()))
+    narrow = lax.dot_general(y, x, dims, precision=precision, preferred_element_type=wide(x, y))
     return lax.optimization_barrier(narrow).T
 
 

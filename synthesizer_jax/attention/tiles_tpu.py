@@ -181,7 +181,7 @@ def tile(
         halves = []
         for name, x in arrays(term):
             pair = x[...], places(term, name, first, count)
-            halves.append(dot(*(pair[::-1] if turned else pair), 1, 1))
+            halves.append(dot(*(pair[::-1] if turned else pair), 1, 1, exact=True))
         parts.append(halves[0] * halves[1])
     logits = functools.reduce(operator.add, parts) if parts else jnp.zeros(shape, jnp.float32)
 
@@ -210,10 +210,11 @@ def places(term: Outer, name: str, first: Any, count: int) -> jax.Array:
     return (index == lax.broadcasted_iota(jnp.int32, shape, 1)).astype(x.dtype)
 
 
-def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
-    """A matrix product over the given axes, float32."""
+def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, *, exact: bool = False) -> jax.Array:
+    """A matrix product over the given axes, float32; `exact`: without rounding float32 factors."""
     dims = (((x_axis,), (y_axis,)), ((), ()))
-    return lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)
+    precision = lax.Precision.HIGHEST if exact and x.dtype == jnp.float32 else None
+    return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def only(allowed: jax.Array | None, weights: jax.Array) -> jax.Array:

@@ -76,7 +76,7 @@ class Attention(nn.Module):
         x: jax.Array,
         kv: jax.Array | None = None,
         *,
-        mask: Mask | None = None,
+        mask: Mask | jax.Array | None = None,
         bias: Terms = (),
         cache: Cache | NewCache | None = None,
         position: int | jax.Array = 0,
@@ -97,7 +97,7 @@ class Attention(nn.Module):
         Returns:
           ``[batch, q, d_model]``, and with a cache the pair of that and the extended cache.
         """
-        mask = Mask() if mask is None else mask
+        mask = Mask.of(mask)
         memory = x if kv is None else kv
         values = self.values(memory)
         if cache is None:

@@ -64,14 +64,14 @@ class LightweightConvolution(nn.Module):
         x: jax.Array,
         kv: jax.Array | None = None,
         *,
-        mask: Mask | None = None,
+        mask: Mask | jax.Array | None = None,
         bias: Terms = (),
         cache: Cache | NewCache | None = None,
         position: int | jax.Array = 0,
     ):
         """Mixes tokens; arguments and results as in `Attention`, without cross-attention and bias."""
         self_attention_only(self, kv, bias)
-        mask = Mask() if mask is None else mask
+        mask = Mask.of(mask)
         d_model = x.shape[-1]
         groups = d_model if self.groups is None else self.groups
         if d_model % groups or self.width < 1:

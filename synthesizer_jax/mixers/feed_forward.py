@@ -205,13 +205,13 @@ class SentenceFeedForward(nn.Module):
         x: jax.Array,
         kv: jax.Array | None = None,
         *,
-        mask: Mask | None = None,
+        mask: Mask | jax.Array | None = None,
         bias: Terms = (),
         cache: Sums | NewCache | None = None,
         position: int | jax.Array = 0,
     ):
         """Mixes tokens; arguments and results as in `Attention`, but without a position bias."""
-        mask = Mask() if mask is None else mask
+        mask = Mask.of(mask)
         self.check(kv, mask, bias, cache)
         n, span = x.shape[1], Span(position, x.shape[1])
         check_length(self, self.max_length, span, *([] if kv is None else [Span(0, kv.shape[1])]))
@@ -305,7 +305,7 @@ class TokenFeedForward(nn.Module):
         x: jax.Array,
         kv: jax.Array | None = None,
         *,
-        mask: Mask | None = None,
+        mask: Mask | jax.Array | None = None,
         bias: Terms = (),
         cache: tuple[()] | NewCache | None = None,
         position: int | jax.Array = 0,
@@ -324,7 +324,7 @@ class TokenFeedForward(nn.Module):
         tokens = x.reshape(-1, 1, x.shape[-1])
         y = network.out(network.hidden(network.read(tokens))).astype(x.dtype)
         y = y.reshape(*x.shape[:2], self.num_heads, self.head_dim)
-        mask = Mask() if mask is None else mask
+        mask = Mask.of(mask)
         real = (mask.for_self_attention() if cache is None else mask).queries(x.shape[1])
         if real is not None:
             y = jnp.where(real[..., None, None], y, 0)

@@ -66,14 +66,14 @@ class Linformer(nn.Module):
         x: jax.Array,
         kv: jax.Array | None = None,
         *,
-        mask: Mask | None = None,
+        mask: Mask | jax.Array | None = None,
         bias: Terms = (),
         cache: Any = None,
         position: int | jax.Array = 0,
     ) -> jax.Array:
         """Mixes tokens; arguments and results as in `Attention`, for encoders' self-attention."""
         del position
-        mask = Mask() if mask is None else mask
+        mask = Mask.of(mask)
         self_attention_only(self, kv, bias, cache)
         not_causal(self, mask)
         not_packed(self, mask)
