@@ -86,9 +86,15 @@ def attend(
         what is asked.
     """
     if axes_of_type(AxisType.Explicit):
-        options = {"q_length": q_length, "dropout_rate": dropout_rate, "partition": partition}
         return _attend_in_auto_mode(
-            terms, values, mask, dropout_key, implementation=implementation, **options
+            terms,
+            values,
+            mask,
+            dropout_key,
+            partition=partition,
+            q_length=q_length,
+            dropout_rate=dropout_rate,
+            implementation=implementation,
         )
     terms, values, mask, q_length = check(terms, values, mask, q_length)
     batch, k_length, heads, width = values.shape

@@ -69,6 +69,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ex
       One explanation for each call of `attend`, in their order; a scanned layer counts once.
     """
     with _collecting() as found:
+        tree: Any
         leaves, tree = jax.tree.flatten((args, kwargs))
         shaped = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
 

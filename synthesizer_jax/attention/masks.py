@@ -92,13 +92,12 @@ class Mask:
           causal: no key after the query.
           **more: further fields.
         """
-        kind = ("lengths", "valid")
-        fields: dict[str, Any] = {f"key_{kind[jnp.ndim(keys) - 1]}": keys}
-        if queries is None:
-            return cls(causal=causal, **fields, **more).for_self_attention()
-        return cls(
-            causal=causal, **fields, **{f"query_{kind[jnp.ndim(queries) - 1]}": queries}, **more
-        )
+        parts: dict[str, Any] = {}
+        for side, real in (("key", keys), ("query", queries)):
+            if real is not None:
+                parts[f"{side}_lengths" if jnp.ndim(real) == 1 else f"{side}_valid"] = real
+        mask = cls(causal=causal, **parts, **more)
+        return mask.for_self_attention() if queries is None else mask
 
     @classmethod
     def packed(
@@ -121,8 +120,14 @@ class Mask:
           segment_length: no segment is longer.
           **more: further fields.
         """
-        sizes = {"segments": segments, "segment_length": segment_length}
-        mask = cls(causal=causal, key_segments=keys, query_segments=queries, **sizes, **more)
+        mask = cls(
+            causal=causal,
+            key_segments=keys,
+            query_segments=queries,
+            segments=segments,
+            segment_length=segment_length,
+            **more,
+        )
         return mask.for_self_attention() if queries is None else mask
 
     @classmethod
@@ -131,7 +136,8 @@ class Mask:
 
         Args:
           mask: None allows everything. An array is Flax's, and says nothing of padding queries:
-            ``[batch or 1, heads or 1, q or 1, k]``, or with fewer axes ``[batch, q, k]`` or ``[q, k]``; nonzero where a query may see a key.
+            ``[batch or 1, heads or 1, q or 1, k]``, or with fewer axes ``[batch, q, k]`` or
+            ``[q, k]``; nonzero where a query may see a key.
 
         Raises:
           ValueError: for other ranks.
@@ -193,14 +199,12 @@ class Mask:
         """
         self._check_segments()
         sizes = {"batch": batch, "heads": heads, "q": q_length, "k": k_length}
-        return dataclasses.replace(
-            self,
-            **{
-                name: _checked(name, getattr(self, name), axes, sizes)
-                for name, axes in _AXES.items()
-                if getattr(self, name) is not None
-            },
-        )
+        arrays: dict[str, Any] = {
+            name: _checked(name, getattr(self, name), axes, sizes)
+            for name, axes in _AXES.items()
+            if getattr(self, name) is not None
+        }
+        return dataclasses.replace(self, **arrays)
 
     def _check_segments(self) -> None:
         if (self.query_segments is None) != (self.key_segments is None):

@@ -212,7 +212,8 @@ class DistillationTrainer(Trainer):
         forced = None if self.recipe.together else self.forced(teacher)
         if forced is not None:
             variables = {**variables, FORCED: forced}
-        student = self.activations(self.model, variables, batch)
+        model: Any = self.model
+        student = self.activations(model, variables, batch)
         real = {
             "encoder": batch["encoder_input_tokens"] != 0,
             "decoder": batch["decoder_loss_weights"] > 0,
