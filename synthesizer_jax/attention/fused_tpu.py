@@ -336,7 +336,7 @@ def add_diagonals(total: Any, slopes: Any, slope: jax.Array, q_length: int, batc
             own = jnp.where(row + first < q_length, slopes[begin : begin + SUBLANES], 0.0)
             lines += pltpu.roll(own, lax.rem(count + q_length - 1 - first, jnp.int32(count)), 1)
         for bit in (1, 2, 4):
-            lines = jnp.where(row & bit != 0, pltpu.roll(lines, count - bit, 1), lines)
+            lines = jnp.where(row & bit != 0, pltpu.roll(lines, jnp.int32(count - bit), 1), lines)
         sums = lines.sum(axis=0, keepdims=True)
 
         @pl.when(block == 0)

@@ -142,7 +142,7 @@ def roll_out(tile: Any, columns: jax.Array, first: jax.Array, rows: int) -> None
     lines = jnp.broadcast_to(columns, (SUBLANES, count))
     row = lax.broadcasted_iota(jnp.int32, lines.shape, 0)
     for bit in (1, 2, 4):
-        lines = jnp.where(row & bit != 0, pltpu.roll(lines, bit, 1), lines)
+        lines = jnp.where(row & bit != 0, pltpu.roll(lines, jnp.int32(bit), 1), lines)
     for begin in range(0, size, SUBLANES):
         end = min(begin + SUBLANES, size)
         shift = lax.rem(first + (begin + count + 1 - rows), jnp.int32(count))

@@ -48,8 +48,14 @@ def test_one_mask_for_all_examples(route: str, short: Mask, full: Mask) -> None:
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (Mask(key_valid=jnp.ones(KEYS, bool)), r"key_valid has shape \(11,\); .* \[batch or 1=3, k=11\]"),
-        (Mask(key_lengths=jnp.ones(BATCH + 1, int)), r"key_lengths has shape \(4,\); .*batch or 1=3"),
+        (
+            Mask(key_valid=jnp.ones(KEYS, bool)),
+            r"key_valid has shape \(11,\); .* \[batch or 1=3, k=11\]",
+        ),
+        (
+            Mask(key_lengths=jnp.ones(BATCH + 1, int)),
+            r"key_lengths has shape \(4,\); .*batch or 1=3",
+        ),
         (Mask(key_lengths=jnp.ones(BATCH)), "key_lengths has dtype float32; it must be integers"),
         (Mask(query_valid=jnp.ones((BATCH, KEYS + 1))), r"query_valid has shape \(3, 12\)"),
         (Mask(allowed=jnp.ones((KEYS, KEYS), bool)), r"allowed has shape \(11, 11\)"),
@@ -235,9 +241,7 @@ def test_tables_as_long_as_the_longest_segment() -> None:
     for counted in (COUNTED, {"segment_length": 5}):
         mask = Mask.packed(SEGMENTS, **counted)
         call = functools.partial(attend, values=values, mask=mask, q_length=KEYS)
-        np.testing.assert_allclose(
-            call((short[0], dense, short[2])), call(padded), atol=1e-5
-        )
+        np.testing.assert_allclose(call((short[0], dense, short[2])), call(padded), atol=1e-5)
     with pytest.raises(ValueError, match="is for 5 queries and 5 keys, but there are 11 queries"):
         attend(short[:1], values, mask=Mask.packed(SEGMENTS), q_length=KEYS)
 
