@@ -19,6 +19,7 @@ from synthesizer_jax.alignments import (
     RelativeBias,
 )
 from synthesizer_jax.attention import Mask, Span, attend
+from synthesizer_jax.flax_attention import attention_fn
 from synthesizer_jax.mixers import (
     MIXERS,
     Attention,
@@ -41,6 +42,7 @@ from synthesizer_jax.models import (
     UniversalStack,
     t5,
 )
+from synthesizer_jax.multi_head import MultiHeadAttention
 from synthesizer_jax.version import __version__
 
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "Linformer",
     "Mask",
     "Mixture",
+    "MultiHeadAttention",
     "PerHead",
     "Random",
     "RelativeBias",
@@ -78,5 +81,6 @@ __all__ = [
     "UniversalStack",
     "__version__",
     "attend",
+    "attention_fn",
     "t5",
 ]

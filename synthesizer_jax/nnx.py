@@ -17,6 +17,7 @@ from flax import nnx
 
 from synthesizer_jax.attention import Mask
 from synthesizer_jax.mixers import MIXERS, SentenceFeedForward
+from synthesizer_jax.multi_head_nnx import MultiHeadAttention
 
 
 def to_nnx(
@@ -87,4 +88,4 @@ def linen_variables(module: nnx.Module) -> dict[str, Any]:
     return found
 
 
-__all__ = ["linen_variables", "to_nnx", *MIXERS]
+__all__ = ["MultiHeadAttention", "linen_variables", "to_nnx", *MIXERS]
