@@ -117,12 +117,16 @@ def attention_fn(
         _sow(module, weights.reshape(*batch, *weights.shape[1:]))
     einsums = (qk_attn_weights_einsum, attn_weights_value_einsum)
     if not dropping and all(x is None for x in (precision, einsum_dot_general, *einsums)):
-        out = _attend(query, key, value, bias, seen, fill=hasattr(mask, "shape"))
+        out = _attend(query, key, value, bias, seen)
+        if not isinstance(mask, Mask):
+            out = _without_keys(out, key, seen, value.mean(axis=1, keepdims=True))
     else:
         options["qk_attn_weights_einsum"], options["attn_weights_value_einsum"] = einsums
         options |= {"dropout_rate": dropout_rate, "broadcast_dropout": broadcast_dropout}
         rng = dropout_rng if dropping else None
         out = _in_query_blocks(query, key, value, bias, seen, rng, **options)
+        if isinstance(mask, Mask):
+            out = _without_keys(out, key, seen, jnp.zeros((), out.dtype))
     return out.reshape(*batch, *out.shape[1:])
 
 
@@ -183,21 +187,22 @@ def as_mask(mask: Any, full: tuple[int, ...]) -> Mask:
 
 
 def _attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, bias: Bias, mask: Mask, *, fill: bool
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: Bias, mask: Mask
 ) -> jax.Array:
-    """The engine's result; `fill` gives queries that see no key the mean of the values."""
-    q_length, k_length = query.shape[1], key.shape[1]
+    """The engine's result; queries that see no key get zeros."""
     product = low_rank(_scaled(query), key, token_keys=True)
     if isinstance(bias, jax.Array) and bias.shape[0] > 1 and bias.shape[2] > 1:
-        out = _attend_each(product, value, bias, mask)
-    else:
-        terms = (product, *_bias_terms(bias, q_length, k_length, query.shape[2]))
-        out = attend(terms, value, mask=mask)
-    pairs = _pairs(mask, q_length, k_length) if fill else None
+        return _attend_each(product, value, bias, mask)
+    terms = _bias_terms(bias, query.shape[1], key.shape[1], query.shape[2])
+    return attend((product, *terms), value, mask=mask)
+
+
+def _without_keys(out: jax.Array, key: jax.Array, mask: Mask, other: jax.Array) -> jax.Array:
+    """The output ``[b, q, heads, e]`` with another one for queries that see no key."""
+    pairs = _pairs(mask, out.shape[1], key.shape[1])
     if pairs is None:
         return out
-    some = jnp.broadcast_to(pairs.any(-1, keepdims=True), (*pairs.shape[:2], q_length, 1))
-    return jnp.where(some.swapaxes(1, 2), out, value.mean(axis=1, keepdims=True))
+    return jnp.where(pairs.any(-1, keepdims=True).swapaxes(1, 2), out, other)
 
 
 def _attend_each(product: Any, value: jax.Array, bias: jax.Array, mask: Mask) -> jax.Array:
@@ -270,7 +275,9 @@ def _in_query_blocks(
     return jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :length]
 
 
-def _arrays(query: jax.Array, key: jax.Array, bias: Bias, mask: Mask) -> tuple[Any, ...]:
+def _arrays(
+    query: jax.Array, key: jax.Array, bias: Bias, mask: Mask
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Query, key, and bias and mask as the arrays that Flax takes."""
     q_length, k_length = query.shape[1], key.shape[1]
     if bias is not None and not isinstance(bias, jax.Array):

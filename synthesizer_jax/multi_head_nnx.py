@@ -83,9 +83,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         key_ln_scale_metadata: Mapping[str, Any] = NO_METADATA,
         alignment: Alignment | None = None,
     ):
-        own = {"self", "alignment", "__class__"}
-        given = {name: value for name, value in locals().items() if name not in own}
-        super().__init__(**given)
+        arguments = dict(locals())
+        for name in ("self", "alignment", "__class__"):
+            del arguments[name]
+        super().__init__(**arguments)
         self.alignment = alignment
         if alignment is None:
             return
