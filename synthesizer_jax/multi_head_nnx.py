@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes, initializers
+from flax.nnx.variablelib import variable_type_from_name
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from synthesizer_jax.alignments import Alignment, DotProduct
 from synthesizer_jax.attention import Mask, Span, Terms, attend
@@ -27,6 +31,39 @@ from synthesizer_jax.multi_head import (
 
 ZEROS = initializers.zeros_init()
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
+
+
+class BoundAlignment(nnx.Module):
+    """An alignment with its parameters, at the paths that Linen gives them.
+
+    Args:
+      alignment: the Linen module.
+      rngs: random streams; ``params`` makes the parameters.
+      x: the queries' tokens of any call, of which only the shape counts.
+      y: the keys' tokens.
+      **heads: ``num_heads`` and ``head_dim``.
+    """
+
+    def __init__(
+        self, alignment: Alignment, rngs: nnx.Rngs, x: jax.Array, y: jax.Array, **heads: int
+    ):
+        self._alignment = alignment
+        options: dict[str, Any] = {**heads, "query_span": Span(0, 1), "key_span": Span(0, 1)}
+        made = flatten_dict(alignment.init(rngs.params(), x, y, **options))
+        self._paths = tuple(made)
+        kinds = {path: variable_type_from_name(path[0], allow_register=True) for path in made}
+        tree = unflatten_dict({path[1:]: kinds[path](value) for path, value in made.items()})
+        for name, node in tree.items():
+            setattr(self, name, nnx.data(node))
+
+    def __call__(self, x: jax.Array, y: jax.Array, **options: Any) -> Terms:
+        """The terms, see `Alignment`."""
+        found = {
+            path: functools.reduce(operator.getitem, path[2:], vars(self)[path[1]])[...]
+            for path in self._paths
+        }
+        terms: Any = self._alignment.apply(unflatten_dict(found), x, y, **options)
+        return terms
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
@@ -98,7 +135,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             )
         if not isinstance(alignment, DotProduct):
             del self.query, self.key
-        self.align = self._bound(alignment, rngs)
+        shape = (1, 1, num_heads, self.head_dim)
+        widths = (self.in_features, self.in_kv_features)
+        x, y = (
+            jnp.zeros(shape if isinstance(alignment, DotProduct) else (1, 1, n)) for n in widths
+        )
+        self.align = BoundAlignment(alignment, rngs, x, y, **self._heads)
 
     def __call__(
         self,
@@ -263,19 +305,3 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     @property
     def _heads(self) -> dict[str, int]:
         return {"num_heads": self.num_heads, "head_dim": self.head_dim}
-
-    def _bound(self, alignment: Alignment, rngs: nnx.Rngs) -> nnx.Module:
-        """The alignment as an NNX module with parameters."""
-        shape = (1, 1, self.num_heads, self.head_dim)
-        projected = isinstance(alignment, DotProduct)
-        x, y = (
-            jnp.zeros(shape if projected else (1, 1, width))
-            for width in (self.in_features, self.in_kv_features)
-        )
-        with nnx.use_eager_sharding(False):
-            module = nnx.bridge.ToNNX(alignment, rngs=rngs)
-            nnx.bridge.lazy_init(
-                module, x, y, **self._heads, query_span=Span(0, 1), key_span=Span(0, 1)
-            )
-        module.to_nnx__rngs = None  # an alignment draws no random numbers but its parameters
-        return module

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import re
 
 import flax.linen as nn
 import jax
@@ -14,37 +13,28 @@ from flax import nnx
 import synthesizer_jax as sj
 import synthesizer_jax.nnx as snnx
 from synthesizer_jax import attention_fn
-from synthesizer_jax.alignments.base import Alignment
-from synthesizer_jax.attention import relative, static
+from tests.beside_flax import (
+    FAST,
+    LAYERS,
+    B,
+    D,
+    H,
+    K,
+    Q,
+    applied,
+    close,
+    pattern,
+    tokens,
+    value_and_gradients,
+)
 from tests.layers.cases import ALIGNMENT_CASES
 
-B, Q, K, D, H = 2, 6, 5, 8, 2
-FAST = {"xla_backend_optimization_level": 0}
 ALIGNMENTS = {
     name: case.layer.alignment
     for name, case in ALIGNMENT_CASES.items()
     if not name.startswith("DotProduct,")
 }
 """Every alignment of the contract; a plain `DotProduct` takes only its scale in this layer."""
-
-
-def tokens(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
-
-
-def pattern(seed: int, *shape: int) -> jax.Array:
-    """A mask array in which every query sees some keys."""
-    drawn = np.random.default_rng(seed).random(shape) < 0.6
-    drawn[..., 0] = True
-    return jnp.asarray(drawn)
-
-
-def close(found, expected, bound: float = 2e-6) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert one.dtype == other.dtype and one.shape == other.shape
-        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
-        np.testing.assert_allclose(one, other, rtol=0, atol=bound * max(1, np.abs(other).max()))
 
 
 PADDING = nn.make_attention_mask(*(jnp.arange(Q) < jnp.array([[Q], [3]]),) * 2)
@@ -92,11 +82,6 @@ CASES = {
     ),
     "bfloat16 tokens": ({}, (tokens(0, B, Q, D, dtype=jnp.bfloat16),), {}),
 }
-BESIDE = [(name, None) for name in CASES] + [
-    (name, sj.DotProduct())
-    for name in CASES
-    if name != "padding queries"  # see the test of empty rows
-]
 NOT_IN_FLAXS_NNX = {"a mask of one batch dimension"}
 """Flax's NNX layer reshapes a mask with the batch dimensions, which must all be there."""
 
@@ -106,19 +91,8 @@ def bound(name: str) -> float:
     return 0.06 if name.startswith("bfloat16") else 2e-6
 
 
-def value_and_gradients(run, *arguments):
-    """Of a loss that weighs every output differently; and the output."""
-
-    def loss(*arguments):
-        y = run(*arguments)
-        return jnp.sum(jnp.sin(jnp.arange(y.size).reshape(y.shape)) * y), y
-
-    function = jax.value_and_grad(loss, argnums=range(len(arguments)), has_aux=True)
-    return jax.jit(function, compiler_options=FAST)(*arguments)
-
-
 def parameters(found, of) -> None:
-    """Names, order of nesting, shapes, dtypes and initial values."""
+    """The same names, shapes, dtypes and initial values."""
     jax.tree.map(np.testing.assert_array_equal, found, of)
     assert jax.tree.map(lambda p: p.dtype, found) == jax.tree.map(lambda p: p.dtype, of)
 
@@ -150,39 +124,43 @@ def test_the_signatures_are_flaxs():
         assert all(ours[n].default == p.default for n, p in theirs.items() if n != "promote_dtype")
 
 
-@pytest.mark.parametrize(("name", "alignment"), BESIDE)
-def test_linen_with_flaxs_parameters_is_flaxs(name, alignment):
+def beside(name: str) -> list:
+    """The alignments that give Flax's results; padding queries: see the test of empty rows."""
+    return [None] if name == "padding queries" else [None, sj.DotProduct()]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_linen_with_flaxs_parameters_is_flaxs(name):
     fields, inputs, call = CASES[name]
     theirs = nn.MultiHeadAttention(H, **fields)
-    ours = sj.MultiHeadAttention(H, alignment=alignment, **fields)
-    params = theirs.init(jax.random.key(0), *inputs)
-    parameters(ours.init(jax.random.key(0), *inputs), of=params)
-    params = jax.tree.map(lambda p: p + tokens(9, *p.shape, dtype=p.dtype) / 4, params)
-    mask = call.get("mask")
-    expected, found = (
-        value_and_gradients(lambda p, *xs, m=m: m.apply(p, *xs, mask=mask), params, *inputs)
-        for m in (theirs, ours)
-    )
-    close(found, expected, bound(name))
+    initial = theirs.init(jax.random.key(0), *inputs)
+    params = jax.tree.map(lambda p: p + tokens(9, *p.shape, dtype=p.dtype) / 4, initial)
+    run = lambda m: value_and_gradients(lambda p, *xs: m.apply(p, *xs, **call), params, *inputs)
+    expected = run(theirs)
+    for alignment in beside(name):
+        ours = sj.MultiHeadAttention(H, alignment=alignment, **fields)
+        parameters(ours.init(jax.random.key(0), *inputs), of=initial)
+        close(run(ours), expected, bound(name))
 
 
-@pytest.mark.parametrize(("name", "alignment"), [p for p in BESIDE if p[0] not in NOT_IN_FLAXS_NNX])
-def test_nnx_with_flaxs_parameters_is_flaxs(name, alignment):
+@pytest.mark.parametrize("name", [n for n in CASES if n not in NOT_IN_FLAXS_NNX])
+def test_nnx_with_flaxs_parameters_is_flaxs(name):
     fields, inputs, call = CASES[name]
-    options = {"decode": False, "rngs": nnx.Rngs(0), **fields}
-    theirs = nnx.MultiHeadAttention(H, D, **options)
-    ours = snnx.MultiHeadAttention(H, D, alignment=alignment, **options | {"rngs": nnx.Rngs(0)})
-    parameters(*(nnx.to_pure_dict(nnx.state(m)) for m in (ours, theirs)))
-    state = jax.tree.map(lambda p: p + tokens(9, *p.shape, dtype=p.dtype) / 4, nnx.state(theirs))
-    mask = call.get("mask")
+    options = {"decode": False, **fields}
+    theirs = nnx.MultiHeadAttention(H, D, rngs=nnx.Rngs(0), **options)
+    initial = nnx.state(theirs)
+    state = jax.tree.map(lambda p: p + tokens(9, *p.shape, dtype=p.dtype) / 4, initial)
 
-    def run(module, state, *inputs):
-        return nnx.merge(nnx.graphdef(module), state)(*inputs, mask=mask)
+    def run(module):
+        graph = nnx.graphdef(module)
+        found = value_and_gradients(lambda s, *xs: nnx.merge(graph, s)(*xs, **call), state, *inputs)
+        return jax.tree.leaves(found)
 
-    expected, found = (
-        value_and_gradients(functools.partial(run, m), state, *inputs) for m in (theirs, ours)
-    )
-    close(jax.tree.leaves(found), jax.tree.leaves(expected), bound(name))
+    expected = run(theirs)
+    for alignment in beside(name):
+        ours = snnx.MultiHeadAttention(H, D, rngs=nnx.Rngs(0), alignment=alignment, **options)
+        parameters(*(nnx.to_pure_dict(s) for s in (nnx.state(ours), initial)))
+        close(run(ours), expected, bound(name))
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
@@ -205,17 +183,6 @@ def test_dropout_is_flaxs_draw(broadcast):
     for module in (theirs, ours):
         module.eval()
     close(ours(x), theirs(x))
-
-
-def test_dropout_in_blocks_drops_as_often():
-    """More queries than a block has, each block with a draw of its own."""
-    rate, length = 0.3, 200
-    zeros, ones = jnp.zeros((1, length, 1, 4)), jnp.ones((1, length, 1, 1))
-    drop = functools.partial(attention_fn, dropout_rng=jax.random.key(0), dropout_rate=rate)
-    kept = drop(zeros, zeros, ones)[0, :, 0, 0]  # the share of weights kept, a number a query
-    assert abs(kept.mean() - 1) < 0.01 and 0.01 < kept.std() < 0.1
-    both = drop(jnp.tile(zeros, (2, 1, 3, 1)), *(jnp.tile(x, (2, 1, 3, 1)) for x in (zeros, ones)))
-    np.testing.assert_allclose(both, both[:1, :, :1].repeat(2, 0).repeat(3, 2), rtol=1e-5)
 
 
 @pytest.mark.parametrize("alignment", [sj.DotProduct(), sj.Random(max_length=8)])
@@ -316,3 +283,114 @@ def test_linen_steps_are_flaxs_or_the_whole_pass(name):
         if alignment is None:
             close((y, cache), (expected, kept))
     assert cache["cache_index"] == Q
+
+
+@pytest.mark.parametrize("library", LAYERS)
+def test_sown_weights_are_flaxs(library):
+    theirs, plain = LAYERS[library]
+    aligned = functools.partial(plain, alignment=sj.DotProduct())
+    x, seen = tokens(0, B, 3, Q, D), pattern(1, B, 3, 1, Q, Q)
+    expected = applied(theirs(H), x, mask=seen, sow_weights=True)
+    for layer in (plain(H), aligned(H), theirs(H, attention_fn=attention_fn)):
+        found = applied(layer, x, mask=seen, sow_weights=True)
+        close(jax.tree.leaves(found), jax.tree.leaves(expected))
+        assert not applied(layer, x, mask=seen)[1]
+    fixed = applied(plain(H, alignment=sj.Gaussian()), x, sow_weights=True)[1]
+    assert jax.tree.leaves(fixed)[0].shape == (B, 3, H, Q, Q)
+
+
+@pytest.mark.parametrize("library", LAYERS)
+def test_a_query_without_a_key_is_flaxs_or_zero_with_an_alignment(library):
+    theirs, ours = LAYERS[library]
+    x, options = tokens(0, B, Q, D), {"use_bias": False}
+    (expected, _), (found, _) = (applied(m(H, **options), x, mask=PADDING) for m in (theirs, ours))
+    close(found, expected)
+    aligned, _ = applied(ours(H, alignment=sj.DotProduct(), **options), x, mask=PADDING)
+    close(aligned[0], expected[0])
+    close(aligned[1, :3], expected[1, :3])
+    as_mask, _ = applied(ours(H, **options), x, mask=sj.Mask(key_lengths=jnp.array([Q, 3])))
+    close(as_mask, aligned)
+    assert not np.any(aligned[1, 3:]) and np.all(expected[1, 3:] != 0)
+
+
+@pytest.mark.parametrize("library", LAYERS)
+def test_alignments_take_any_batch_dimensions(library):
+    _, ours = LAYERS[library]
+    for alignment in (
+        sj.Random(max_length=8),
+        sj.Mixture((sj.Dense(max_length=8), sj.DotProduct())),
+    ):
+        layer = ours(H, alignment=alignment)
+        x, y, seen = tokens(0, B, 3, Q, D), tokens(1, B, 3, K, D), pattern(2, B, 3, H, Q, K)
+        found, _ = applied(layer, x, y, mask=seen)
+        for i in range(B):
+            close(found[i], applied(layer, x[i], y[i], mask=seen[i])[0])
+        close(found[1, 2], applied(layer, x[1, 2], y[1, 2], mask=seen[1, 2])[0])
+
+
+def test_grouped_queries_and_causal_order_are_flaxs():
+    x, seen = tokens(0, B, Q, D), pattern(1, B, 1, 1, Q)
+    options = {"num_kv_heads": 2, "decode": False}
+    for call in ({}, {"mask": seen}, {"mask": seen, "is_causal": True}, {"is_causal": True}):
+        expected, found = (
+            m(4, D, rngs=nnx.Rngs(0), **options)(x, **call)
+            for m in (nnx.MultiHeadAttention, snnx.MultiHeadAttention)
+        )
+        close(found, expected)
+    layer = snnx.MultiHeadAttention(
+        4, D, alignment=sj.Random(max_length=8), decode=False, rngs=nnx.Rngs(0)
+    )
+    close(layer(x, is_causal=True), layer(x, mask=nn.make_causal_mask(jnp.ones((B, Q)))))
+
+
+@pytest.mark.parametrize("library", LAYERS)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"alignment": sj.DotProduct(head_dim=5)}, "give DotProduct nothing but scale"),
+        ({"alignment": sj.Random}, "is not an Alignment; give an object"),
+        ({"alignment": "random"}, "is not an Alignment; give an object"),
+        ({"alignment": sj.Random(8), "normalize_qk": True}, "normalize_qk normalises the dot"),
+        (
+            {"alignment": sj.Random(8), "attention_fn": nn.dot_product_attention},
+            "both say who looks at whom",
+        ),
+        ({"alignment": sj.Random(8), "qkv_features": 9}, "divisible"),
+    ],
+)
+def test_what_an_alignment_excludes_is_one_sentence(library, fields, message):
+    with pytest.raises(ValueError, match=message):
+        applied(LAYERS[library][1](H, **fields), tokens(0, B, Q, D))
+
+
+@pytest.mark.parametrize("alignment", [None, sj.Random(max_length=8)], ids=["none", "Random"])
+@pytest.mark.parametrize("library", LAYERS)
+def test_errors_are_where_flax_has_them(library, alignment):
+    layer = LAYERS[library][1](H, alignment=alignment, dropout_rate=0.5)
+    x, y = tokens(0, B, Q, D), tokens(1, B, K, D)
+    quiet = {"deterministic": True}
+    for arguments, options, message in (
+        ((x, None, y), quiet, "inputs_k` cannot be None|inputs_k cannot be None"),
+        ((x, y, x), quiet, "same length|as many as values"),
+        ((x, tokens(1, 3, K, D)), quiet, "batch dimensions"),
+        ((x,), {}, "deterministic"),
+        ((x,), {**quiet, "mask": jnp.ones((B, 3, Q, Q))}, "does not broadcast to"),
+        ((x,), {**quiet, "mask": jnp.ones((B, 1, Q, K))}, "does not broadcast to"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run = layer if library == "nnx" else functools.partial(layer.init, jax.random.key(0))
+            run(*arguments, **options)
+    if library == "nnx":
+        with pytest.raises(ValueError, match="init_cache"):
+            layer(x, decode=True, **quiet)
+        with pytest.raises(ValueError, match="decode"):
+            snnx.MultiHeadAttention(H, D, alignment=alignment, rngs=nnx.Rngs(0))(x)
+        layer.init_cache((B, Q, D))
+        step = lambda x: layer(x, decode=True, **quiet)
+    else:
+        layer = layer.copy(decode=True)
+        variables = layer.init(jax.random.key(0), x, **quiet)
+        step = lambda x: layer.apply(variables, x, mutable=["cache"], **quiet)
+    for tokens_of_a_step in (x, x[:1, :1]):
+        with pytest.raises(ValueError, match=r"utoregressive cache shape error"):
+            step(tokens_of_a_step)
