@@ -118,7 +118,7 @@ def attention_fn(
     einsums = (qk_attn_weights_einsum, attn_weights_value_einsum)
     if not dropping and all(x is None for x in (precision, einsum_dot_general, *einsums)):
         out = _attend(query, key, value, bias, seen)
-        if not isinstance(mask, Mask):
+        if mask is not None and not isinstance(mask, Mask):
             out = _without_keys(out, key, seen, value.mean(axis=1, keepdims=True))
     else:
         options["qk_attn_weights_einsum"], options["attn_weights_value_einsum"] = einsums
@@ -231,8 +231,21 @@ def _bias_terms(bias: Bias, q_length: int, k_length: int, heads: int) -> Terms:
     if bias.shape[0] == 1:
         return (static(jnp.broadcast_to(bias[0], (heads, q_length, k_length))),)
     keys = jnp.broadcast_to(bias, (bias.shape[0], heads, 1, k_length)).transpose(0, 3, 1, 2)
-    ones = jnp.ones((1, q_length, heads, 1), keys.dtype)
-    return (low_rank(ones, keys, token_keys=True, token_queries=False),)
+    parts = _short_parts(keys)
+    ones = jnp.ones((1, q_length, heads, parts.shape[-1]), parts.dtype)
+    return (low_rank(ones, parts, token_keys=True, token_queries=False),)
+
+
+def _short_parts(x: jax.Array) -> jax.Array:
+    """Three bfloat16 numbers whose sum is the float32 number, ``[..., 1]`` to ``[..., 3]``.
+
+    A matrix product that rounds its inputs to bfloat16, as a TPU's does, then adds them exactly. What
+    stands for minus infinity is cut to -1e30, because a difference of infinities has no value.
+    """
+    x = jnp.maximum(x, -1e30)
+    first = jax.lax.stop_gradient(jax.lax.reduce_precision(x, 8, 7))
+    second = jax.lax.stop_gradient(jax.lax.reduce_precision(x - first, 8, 7))
+    return jnp.concatenate([first, second, x - first - second], axis=-1)
 
 
 def _in_query_blocks(

@@ -13,6 +13,7 @@ from flax import nnx
 import synthesizer_jax as sj
 from synthesizer_jax import attention_fn
 from synthesizer_jax.attention import relative, static
+from synthesizer_jax.flax_attention import _bias_terms
 from tests.beside_flax import (
     LAYERS,
     B,
@@ -122,3 +123,20 @@ def test_attention_fn_needs_a_key_for_dropout_and_a_mask_of_one_batch_dimension(
         attention_fn(x, x, x, dropout_rate=0.1)
     with pytest.raises(ValueError, match="give a mask array"):
         attention_fn(x, x, x, mask=sj.Mask(key_lengths=jnp.ones(2, int)))
+
+
+def test_a_bias_of_keys_is_exact_where_products_round_and_may_be_infinite():
+    """The term's keys survive rounding to bfloat16, as in a TPU's matrix product."""
+    bias = tokens(0, B, 1, 1, K) * 300
+    (term,) = _bias_terms(bias, Q, K, H)
+    rounded = term.keys.astype(jnp.bfloat16).astype(jnp.float32).sum(-1)
+    np.testing.assert_allclose(rounded, bias[:, 0, 0, :, None].repeat(H, -1), rtol=1e-6)
+    query, key = tokens(1, B, Q, H, 4), tokens(2, B, K, H, 4)
+    for nothing in (-jnp.inf, jnp.finfo(jnp.float32).min):
+        run = lambda f, low: value_and_gradients(
+            functools.partial(f, bias=jnp.zeros((B, 1, 1, K)).at[:, ..., 2:].set(low)),
+            query,
+            key,
+            key,
+        )
+        close(run(attention_fn, nothing), run(nn.dot_product_attention, nothing))
