@@ -122,7 +122,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     ):
         arguments = dict(locals())
         for name in ("self", "alignment", "__class__"):
-            del arguments[name]
+            arguments.pop(name, None)
         super().__init__(**arguments)
         self.alignment = alignment
         if alignment is None:
