@@ -74,7 +74,9 @@ def on_any_mesh(method: Method) -> Method:
     def wrapped(self: nn.Module, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
         if not axes_of_type(AxisType.Explicit):
             return method(self, x, *args, **kwargs)
-        batch, sequence = axes_along(x, 0), axes_along(x, 1)
+        lead = 2 if x.ndim == 2 else x.ndim - 1  # tokens, or [batch..., length, d_model]
+        batch, sequence = axes_along(x, 0), axes_along(x, lead - 1)
+        between = [None] * (lead - 2)
         given = list(nn.get_logical_axis_rules())
         heads = [] if any(name == "heads" for name, _ in given) else [("heads", _heads_axes(self))]
         rules = [("batch", batch), ("sequence", sequence), *heads, *given]
@@ -85,18 +87,16 @@ def on_any_mesh(method: Method) -> Method:
                 return method(module, *arrays, **kwargs)
 
         def spec(y: jax.Array) -> PartitionSpec:
-            own = PartitionSpec(batch, sequence)
-            same = y.ndim >= 2 and y.shape[:2] == x.shape[:2]
-            return own if same else PartitionSpec(batch) if _has_rows(y, x) else PartitionSpec()
+            if y.ndim == 0 or y.shape[0] != x.shape[0]:
+                return PartitionSpec()
+            if y.ndim >= lead and y.shape[:lead] == x.shape[:lead]:
+                return PartitionSpec(batch, *between, sequence)
+            return PartitionSpec(batch)
 
         lifted = functools.partial(_lift, spec=spec)
         return lift_direct_transform(lifted, (body,), self, x, *args, kwargs)
 
     return wrapped  # type: ignore[return-value]
-
-
-def _has_rows(y: jax.Array, x: jax.Array) -> bool:
-    return y.ndim > 0 and y.shape[0] == x.shape[0]
 
 
 def _heads_axes(module: nn.Module) -> tuple[str, ...]:

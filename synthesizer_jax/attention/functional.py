@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
 from synthesizer_jax.attention.attend import SMALL, attend
 from synthesizer_jax.attention.fused import KEPT
 from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.partition import (
+    Partition,
+    axes_along,
+    axes_of_type,
+    in_auto_mode,
+)
 from synthesizer_jax.attention.relative import RelativeTable
 from synthesizer_jax.attention.terms import LowRank, Static, Term, Terms, add, low_rank, wide
 
@@ -71,25 +79,75 @@ def dot_product_attention(
       ValueError: for shapes or dtypes that do not agree.
     """
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    shape = (*query.shape[:-1], value.shape[-1])
-    query, key, value = _with_batch(query, key, value)
+    lengths = query_seq_lengths, key_value_seq_lengths
+
+    def call(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: Any,
+        mask: Any,
+        scale: Any,
+        lengths: tuple[Any, Any],
+        partition: Partition | None = None,
+    ) -> jax.Array:
+        shape = (*query.shape[:-1], value.shape[-1])
+        query, key, value = _with_batch(query, key, value)
+        sizes = Sizes(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+        all_masks = _mask_of(
+            mask,
+            sizes,
+            is_causal=is_causal,
+            query_lengths=_lengths("query_seq_lengths", lengths[0], sizes),
+            key_lengths=_lengths("key_value_seq_lengths", lengths[1], sizes),
+            window=_window(local_window_size),
+        )
+        options: Any = {"scale": scale, "partition": partition}
+        return attend_product(query, key, value, bias, all_masks, **options).reshape(shape)
+
+    arguments = (query, key, value, bias, mask, scale, lengths)
+    if not axes_of_type(AxisType.Explicit) or query.ndim not in (3, 4):
+        return call(*arguments)
+    batch = axes_along(query, 0) if query.ndim == 4 else ()
+    sequence, heads = axes_along(query, -3), axes_along(query, -2)
+    spec = PartitionSpec(*([batch] if query.ndim == 4 else []), sequence, heads)
+    partition = Partition(batch, heads, sequence)
+    return in_auto_mode(functools.partial(call, partition=partition), lambda _: spec)(*arguments)
+
+
+def attend_product(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: Bias | tuple[Bias, ...] | None,
+    mask: Mask,
+    *,
+    scale: ArrayLike | None = None,
+    partition: Partition | None = None,
+) -> jax.Array:
+    """`dot_product_attention` of arrays with a batch axis, under a `Mask`.
+
+    Args:
+      query: ``[b, q, n, h]``.
+      key: ``[b, k, m, h]``.
+      value: ``[b, k, m, e]``.
+      bias: as in `dot_product_attention`.
+      mask: which keys a query may see.
+      scale: of the products; None: ``h ** -0.5``.
+      partition: as in `attend`.
+
+    Returns:
+      ``[b, q, n, e]``.
+    """
     sizes = Sizes(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-    whole = _mask_of(
-        mask,
-        sizes,
-        is_causal=is_causal,
-        query_lengths=_lengths("query_seq_lengths", query_seq_lengths, sizes),
-        key_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, sizes),
-        window=_window(local_window_size),
-    )
     terms, own = _biases(bias, sizes, query.dtype)
     groups = sizes.heads // key.shape[2]
     if groups > 1:
         key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
     terms = add(low_rank(_scaled(query, scale), key, token_keys=True), *terms)
     if own:
-        return _attend_examples(terms, own, value, whole, sizes).reshape(shape)
-    return attend(terms, value, mask=whole, q_length=sizes.queries).reshape(shape)
+        return _attend_examples(terms, own, value, mask, sizes, partition)
+    return attend(terms, value, mask=mask, q_length=sizes.queries, partition=partition)
 
 
 class Sizes(NamedTuple):
@@ -268,7 +326,12 @@ def _of_keys(bias: jax.Array, sizes: Sizes, dtype: Any) -> LowRank:
 
 
 def _attend_examples(
-    terms: Terms, biases: tuple[jax.Array, ...], values: jax.Array, mask: Mask, sizes: Sizes
+    terms: Terms,
+    biases: tuple[jax.Array, ...],
+    values: jax.Array,
+    mask: Mask,
+    sizes: Sizes,
+    partition: Partition | None,
 ) -> jax.Array:
     """`attend` with biases ``[b, ...]``, one example at a time; small ones all at once."""
     if mask.query_segments is not None:
@@ -289,16 +352,24 @@ def _attend_examples(
 
     divided = (*(jax.tree.map(tokens, t) for t in terms),)
     which = divided, (True,) * len(biases), True, jax.tree.map(rows, mask)
-    own, rebuild = _examples((terms, biases, values, mask), which)
-    if sizes.queries * sizes.keys <= SMALL:
-        return jax.vmap(lambda own: one(*rebuild(own)))(own)
-    policy = jax.checkpoint_policies.save_only_these_names(KEPT)
-    kept = jax.checkpoint(lambda own: one(*rebuild(own)), policy=policy, prevent_cse=False)
-    return jax.lax.map(kept, own)
+    own, shared, rebuild = _examples((terms, biases, values, mask), which)
+
+    def run(shared: list[Any], *own: jax.Array) -> jax.Array:
+        if sizes.queries * sizes.keys <= SMALL:
+            return jax.vmap(lambda own: one(*rebuild(own, shared)))(own)
+        policy = jax.checkpoint_policies.save_only_these_names(KEPT)
+        kept = jax.checkpoint(
+            lambda own: one(*rebuild(own, shared)), policy=policy, prevent_cse=False
+        )
+        return jax.lax.map(kept, own)
+
+    if partition is None:
+        return run(shared, *own)
+    return partition.rows(run, shared, *own)
 
 
-def _examples(tree: Any, which: Any) -> tuple[list[jax.Array], Callable[..., Any]]:
-    """The arrays ``[b, ...]`` of a tree as ``[b, 1, ...]``, and how to put those of one example back.
+def _examples(tree: Any, which: Any) -> tuple[list[jax.Array], list[Any], Callable[..., Any]]:
+    """Arrays ``[b, ...]`` of a tree as ``[b, 1, ...]``, the others, and how to put one example together.
 
     Args:
       tree: of arrays.
@@ -307,9 +378,9 @@ def _examples(tree: Any, which: Any) -> tuple[list[jax.Array], Callable[..., Any
     leaves, structure = jax.tree.flatten(tree)
     chosen = jax.tree.leaves(which)
 
-    def rebuild(own: list[jax.Array]) -> Any:
-        rest = iter(own)
-        mixed = [next(rest) if c else x for x, c in zip(leaves, chosen, strict=True)]
-        return jax.tree.unflatten(structure, mixed)
+    def rebuild(own: Sequence[jax.Array], shared: Sequence[Any]) -> Any:
+        parts = {True: iter(own), False: iter(shared)}
+        return jax.tree.unflatten(structure, [next(parts[c]) for c in chosen])
 
-    return [x[:, None] for x, c in zip(leaves, chosen, strict=True) if c], rebuild
+    own = [x[:, None] for x, c in zip(leaves, chosen, strict=True) if c]
+    return own, [x for x, c in zip(leaves, chosen, strict=True) if not c], rebuild

@@ -34,6 +34,7 @@ from synthesizer_jax.nnx.models import (
     UniversalStack,
 )
 from synthesizer_jax.nnx.module import LinenModule, Loss, linen_variables
+from synthesizer_jax.nnx.multi_head import MultiHeadAttention
 
 
 def to_nnx(
@@ -73,6 +74,7 @@ __all__ = [
     "LinenModule",
     "Linformer",
     "Loss",
+    "MultiHeadAttention",
     "SentenceFeedForward",
     "Stack",
     "TalkingHeads",
