@@ -174,7 +174,7 @@ def _attend_in_auto_mode(
     **options: Any,
 ) -> jax.Array:
     """`attend` where mesh axes are explicit: divided as the types of its arguments say."""
-    if partition is None:
+    if partition is None or not partition.names:
         queries = [x for t in terms for x in jax.tree.leaves(t) if x.ndim == 4][:1]
         partition = Partition(
             batch=axes_along(values, 0),

@@ -17,6 +17,7 @@ from flax.nnx.variablelib import variable_type_from_name
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from synthesizer_jax.alignments import Alignment, DotProduct
+from synthesizer_jax.ambient import partition
 from synthesizer_jax.attention import Mask, Span, Terms, attend
 from synthesizer_jax.flax_attention import as_mask, attention_fn, flat
 from synthesizer_jax.multi_head import (
@@ -284,7 +285,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             weights = batched_weights(terms, values, seen, q_length, batch)
             self.sow(nnx.Intermediate, "attention_weights", weights)
         out = attend(
-            terms, values, mask=seen, q_length=q_length, dropout_rate=rate, dropout_key=rng
+            terms,
+            values,
+            mask=seen,
+            q_length=q_length,
+            dropout_rate=rate,
+            dropout_key=rng,
+            partition=partition(batch=values.shape[0], heads=self.num_heads),
         )
         return out.reshape(*batch, *out.shape[1:])
 
