@@ -157,7 +157,7 @@ def cache_bytes(model: TokenModel, tokens: jax.ShapeDtypeStruct, length: int) ->
         start = functools.partial(alone.apply, max_length=room, method="start")
         first = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         _, ((own, _),) = jax.eval_shape(start, shapes, tokens, first)
-        layer = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(own))
+        layer = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(own) if x.ndim > 1)
         total += run.repeats * layer // room
     return total
 
