@@ -74,24 +74,12 @@ def on_any_mesh(method: Method) -> Method:
     def wrapped(self: nn.Module, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
         if not axes_of_type(AxisType.Explicit):
             return method(self, x, *args, **kwargs)
-        lead = 2 if x.ndim == 2 else x.ndim - 1  # tokens, or [batch..., length, d_model]
-        batch, sequence = axes_along(x, 0), axes_along(x, lead - 1)
-        between = [None] * (lead - 2)
-        given = list(nn.get_logical_axis_rules())
-        heads = [] if any(name == "heads" for name, _ in given) else [("heads", _heads_axes(self))]
-        rules = [("batch", batch), ("sequence", sequence), *heads, *given]
+        rules, spec = _layout(x, self.variables)
 
         def body(module: nn.Module, *args: Any) -> Any:
             *arrays, kwargs = args
             with nn.logical_axis_rules(rules):
                 return method(module, *arrays, **kwargs)
-
-        def spec(y: jax.Array) -> PartitionSpec:
-            if y.ndim == 0 or y.shape[0] != x.shape[0]:
-                return PartitionSpec()
-            if y.ndim >= lead and y.shape[:lead] == x.shape[:lead]:
-                return PartitionSpec(batch, *between, sequence)
-            return PartitionSpec(batch)
 
         lifted = functools.partial(_lift, spec=spec)
         return lift_direct_transform(lifted, (body,), self, x, *args, kwargs)
@@ -99,9 +87,49 @@ def on_any_mesh(method: Method) -> Method:
     return wrapped  # type: ignore[return-value]
 
 
-def _heads_axes(module: nn.Module) -> tuple[str, ...]:
-    """The mesh axes along which the first output projection ``[heads, kv, embed]`` is divided."""
-    for path, leaf in jax.tree.leaves_with_path(module.variables.get("params", {})):
+def with_variables_on_any_mesh(function: Method) -> Method:
+    """As `on_any_mesh`, for a function ``(variables, x, *args, **kwargs)``."""
+
+    @functools.wraps(function)
+    def wrapped(variables: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
+        if not axes_of_type(AxisType.Explicit):
+            return function(variables, x, *args, **kwargs)
+        rules, spec = _layout(x, variables)
+
+        def body(variables: Any, *args: Any) -> Any:
+            *arrays, kwargs = args
+            with nn.logical_axis_rules(rules):
+                return function(variables, *arrays, **kwargs)
+
+        call = in_auto_mode(body, lambda result: jax.tree.map(spec, result))
+        return call(variables, x, *args, kwargs)
+
+    return wrapped  # type: ignore[return-value]
+
+
+def _layout(x: jax.Array, variables: Any) -> tuple[Any, Callable[[jax.Array], PartitionSpec]]:
+    """Logical axis rules from the types of tokens and variables, and the layout of results."""
+    lead = 2 if x.ndim == 2 else x.ndim - 1  # tokens, or [batch..., length, d_model]
+    batch, sequence = axes_along(x, 0), axes_along(x, lead - 1)
+    between = [None] * (lead - 2)
+    given = list(nn.get_logical_axis_rules())
+    rules = [("batch", batch), ("sequence", sequence), *given]
+    if all(name != "heads" for name, _ in given):
+        rules.append(("heads", _heads_axes(variables.get("params", {}))))
+
+    def spec(y: jax.Array) -> PartitionSpec:
+        if y.ndim == 0 or y.shape[0] != x.shape[0]:
+            return PartitionSpec()
+        if y.ndim >= lead and y.shape[:lead] == x.shape[:lead]:
+            return PartitionSpec(batch, *between, sequence)
+        return PartitionSpec(batch)
+
+    return rules, spec
+
+
+def _heads_axes(params: Any) -> tuple[str, ...]:
+    """The mesh axes along which the first output projection ``[..., heads, kv, embed]`` is divided."""
+    for path, leaf in jax.tree.leaves_with_path(params):
         names = [getattr(key, "key", None) for key in path]
         if names[-2:] == ["out", "kernel"] and leaf.ndim >= 3:
             return axes_along(leaf, -3)

@@ -364,7 +364,9 @@ def step(
     at = kept["cache_index"]
     keys = sorted((n for n in kept if n.startswith("cached_key")), key=_key_number)
     cache = Cache(
-        keys=tuple(flat(kept[n], batch) for n in keys), values=flat(kept["cached_value"], batch)
+        keys=tuple(flat(kept[n], batch) for n in keys),
+        values=flat(kept["cached_value"], batch),
+        length=at,
     )
     mask = dataclasses.replace(mask, causal=True, query_offset=at)
     terms, values, mask, cache = extend(cache, terms, values, at=at, mask=mask)

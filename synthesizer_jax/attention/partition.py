@@ -134,7 +134,7 @@ class Partition:
                 out_specs=self._spec(values, queries),
                 axis_names=self.names,
             )
-            return spread(terms, values, mask)
+            return jax.jit(spread, inline=True)(terms, values, mask)
 
         return run
 
@@ -159,7 +159,8 @@ class Partition:
             axis_names=set(self.batch),
             check_vma=False,
         )
-        return spread(shared, *arrays)
+        # Outside of a compiled function JAX divides over all axes of the mesh or none.
+        return jax.jit(spread, inline=True)(shared, *arrays)
 
     @property
     def names(self) -> set[str]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.nn import logsumexp
 
+from synthesizer_jax.ambient import with_variables_on_any_mesh
 from synthesizer_jax.models import TextToText, unroll, unroll_variables
 
 EOS = 1
@@ -37,6 +38,7 @@ class Decoded(NamedTuple):
 @functools.partial(
     jax.jit, static_argnames=("model", "max_length", "beams", "alpha", "logits_dtype")
 )
+@with_variables_on_any_mesh
 def decode(
     variables: dict[str, Any],
     encoder_tokens: jax.Array,

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from synthesizer_jax.ambient import with_variables_on_any_mesh
 from synthesizer_jax.models import TextToText
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
+@with_variables_on_any_mesh
 def score_choices(
     variables: dict[str, Any],
     encoder_tokens: jax.Array,
@@ -41,6 +43,7 @@ def score_choices(
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
+@with_variables_on_any_mesh
 def score_targets(
     variables: dict[str, Any],
     encoder_tokens: jax.Array,

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Mask
 from synthesizer_jax.attention.products import dense_product
 from synthesizer_jax.initializers import Initializer, Normal
@@ -91,6 +92,7 @@ class Encoder(TokenModel, kw_only=True):
             dot_general=dense_product,
         )
 
+    @on_any_mesh
     def __call__(self, tokens: jax.Array, *, token_types: jax.Array | None = None) -> Encoded:
         """Reads a batch.
 
@@ -103,7 +105,7 @@ class Encoder(TokenModel, kw_only=True):
         if self.token_types:
             types = jnp.zeros_like(tokens) if token_types is None else take_rows(token_types, order)
             x = x + jnp.take(self.type_embedding, types, axis=0).astype(x.dtype)
-        hidden, _ = self.encoder(x, mask=Mask(key_lengths=lengths(tokens)))
+        hidden, _ = self.encoder(x, mask=Mask.padded(lengths(tokens)))
         pooled = self.pool(hidden, tokens)
         hidden = take_rows(hidden, jnp.argsort(order, axis=1))
         return Encoded(

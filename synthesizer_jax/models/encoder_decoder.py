@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Mask
 from synthesizer_jax.mixers.base import NewCache, site
 from synthesizer_jax.models.block import Memory
@@ -27,6 +28,7 @@ class EncoderDecoder(TokenModel, kw_only=True):
     encoder: Stack
     decoder: Stack
 
+    @on_any_mesh
     def __call__(
         self,
         encoder_tokens: jax.Array,
@@ -58,6 +60,7 @@ class EncoderDecoder(TokenModel, kw_only=True):
         )
         return self.logits(hidden)
 
+    @on_any_mesh
     def hidden(
         self,
         encoder_tokens: jax.Array,
@@ -78,11 +81,10 @@ class EncoderDecoder(TokenModel, kw_only=True):
             encoder_tokens, segments=source, positions=places[0], max_segments=max_segments
         )
         encoded = site(self, "encoded", encoded)
-        if segments is None:
-            cross = Mask(key_lengths=lengths(encoder_tokens))
-        else:
-            cross = Mask(query_segments=target, key_segments=source, segments=max_segments)
-        mask = Mask(causal=True, query_segments=target, key_segments=target, segments=max_segments)
+        cross, mask = Mask(key_lengths=lengths(encoder_tokens)), Mask(causal=True)
+        if source is not None and target is not None:
+            cross = Mask.packed(source, target, segments=max_segments)
+            mask = Mask.packed(target, causal=True, segments=max_segments)
         return self.decode(
             decoder_tokens,
             Memory(encoded, cross),
@@ -91,6 +93,7 @@ class EncoderDecoder(TokenModel, kw_only=True):
             counted=counted,
         )
 
+    @on_any_mesh
     def decode(
         self,
         tokens: jax.Array,
@@ -119,10 +122,12 @@ class EncoderDecoder(TokenModel, kw_only=True):
         x = self.embed(tokens)
         return self.decoder(x, mask=mask, memory=memory, positions=positions, counted=counted)[0]
 
+    @on_any_mesh
     def remember(self, tokens: jax.Array) -> Memory:
         """What `decode` attends to, from ``[batch, k]`` encoder tokens."""
         return Memory(self.encode(tokens), Mask(key_lengths=lengths(tokens)))
 
+    @on_any_mesh
     def encode(
         self,
         tokens: jax.Array,
@@ -134,11 +139,12 @@ class EncoderDecoder(TokenModel, kw_only=True):
         """``[batch, k]`` tokens to ``[batch, k, d_model]``, the real ones first."""
         if segments is None:
             tokens, _ = padding_last(tokens)
-            mask = Mask(key_lengths=lengths(tokens))
+            mask = Mask.padded(lengths(tokens))
         else:
-            mask = Mask(query_segments=segments, key_segments=segments, segments=max_segments)
+            mask = Mask.packed(segments, segments=max_segments)
         return self.encoder(self.embed(tokens), mask=mask, positions=positions)[0]
 
+    @on_any_mesh
     def start(
         self, encoder_tokens: jax.Array, first: jax.Array, *, max_length: int
     ) -> tuple[jax.Array, Any]:
@@ -162,6 +168,7 @@ class EncoderDecoder(TokenModel, kw_only=True):
             length=max_length,
         )
 
+    @on_any_mesh
     def step(
         self,
         tokens: jax.Array,

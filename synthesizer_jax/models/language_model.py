@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Mask
 from synthesizer_jax.mixers import NewCache
 from synthesizer_jax.models.stack import Stack
@@ -31,6 +32,7 @@ class LanguageModel(TokenModel, kw_only=True):
     decoder: Stack
     prefix: bool = False
 
+    @on_any_mesh
     def __call__(
         self, encoder_tokens: jax.Array, decoder_tokens: jax.Array, **packing: Any
     ) -> jax.Array:
@@ -46,6 +48,7 @@ class LanguageModel(TokenModel, kw_only=True):
         """
         return self.logits(self.hidden(encoder_tokens, decoder_tokens, **packing))
 
+    @on_any_mesh
     def hidden(
         self,
         encoder_tokens: jax.Array,
@@ -81,10 +84,12 @@ class LanguageModel(TokenModel, kw_only=True):
         """What `decode` attends to: the inputs themselves."""
         return tokens
 
+    @on_any_mesh
     def decode(self, tokens: jax.Array, memory: jax.Array) -> jax.Array:
         """The teacher-forced states of the targets ``[batch · n, q]`` after the inputs `memory`."""
         return self.hidden(jnp.repeat(memory, tokens.shape[0] // memory.shape[0], axis=0), tokens)
 
+    @on_any_mesh
     def start(
         self, encoder_tokens: jax.Array, first: jax.Array, *, max_length: int
     ) -> tuple[jax.Array, Any]:
@@ -107,6 +112,7 @@ class LanguageModel(TokenModel, kw_only=True):
         )
         return jnp.take_along_axis(x, inputs[:, None, None], axis=1), caches
 
+    @on_any_mesh
     def step(
         self,
         tokens: jax.Array,

@@ -18,6 +18,8 @@ import synthesizer_jax as sj
 from synthesizer_jax import nnx as snnx
 from synthesizer_jax.attention import Partition, attend
 from synthesizer_jax.attention.products import dense_product
+from synthesizer_jax.inference import decode
+from synthesizer_jax.models import Size, t5
 from synthesizer_jax.parameters import abstract_variables
 from tests.attention import cases, oracle
 
@@ -330,6 +332,36 @@ def test_nnx_layers_under_explicit_axes() -> None:
             y = layer(jax.device_put(x, P("replica")))
             assert jax.typeof(y).sharding.spec[0] in ("replica", ("replica",))
             near(y, expected[name], 1e-5)
+
+
+def test_models_under_explicit_axes() -> None:
+    """A training step and decoding of a whole T5."""
+    model = t5(
+        Size(D, 1, 8, H, E), encoder=sj.Random(N), vocab_size=10, dropout_rate=0.1, scan=True
+    )
+    inputs, targets = (
+        jax.random.randint(jax.random.key(i), (B, n), 0, 10).at[:, 0].set(3)
+        for i, n in ((0, N), (1, 6))
+    )
+    variables = model.init(jax.random.key(2), inputs[:1], targets[:1])
+
+    def loss(variables, inputs, targets):
+        logits = model.apply(variables, inputs, targets, rngs={"dropout": jax.random.key(3)})
+        return (logits**2).mean()
+
+    run = jax.jit(jax.value_and_grad(loss), compiler_options=FAST)
+    expected = (
+        run(variables, inputs, targets),
+        decode(variables, inputs, model=model, max_length=3, beams=2),
+    )
+    with jax.set_mesh(mesh_of(EXPLICIT)):
+        rows = put((inputs, targets), lambda _: P(("replica", "shard")))
+        found = (
+            run(variables, *rows),
+            decode(variables, rows[0], model=model, max_length=3, beams=2),
+        )
+        assert found[1].tokens.sharding.spec[0] == ("replica", "shard")
+    near(found, expected)
 
 
 def test_a_partition_names_axes_of_the_mesh() -> None:
