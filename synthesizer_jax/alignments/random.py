@@ -17,7 +17,9 @@ class Random(Alignment):
     """Logits that are parameters, the same for every example, ``S = R[:q, :k]``.
 
     Tay et al. 2021, section 3.2 (Random Synthesizer); with `trainable=False` Fixed Random, whose
-    table stays at its initial value. Shorter inputs use the top-left corner of the table.
+    table stays at its initial value: gradients and optimisers belong to the collection ``params``,
+    while ``constants`` is passed on, ``layer.apply({"params": params, **rest}, x)``. Shorter inputs
+    use the top-left corner of the table.
 
     Attributes:
       max_length: number of query and key positions of the table.

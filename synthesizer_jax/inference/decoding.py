@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -50,7 +51,7 @@ def decode(
 
     Args:
       variables: the model's variables, scanned layout or not.
-      encoder_tokens: ``[batch, k]`` integers, 0 is padding.
+      encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
       model: an unbound model.
       max_length: number of tokens to decode at most, EOS included.
       beams: 1 is greedy.
@@ -61,6 +62,9 @@ def decode(
 
     Returns:
       The best sequence of every example.
+
+    Raises:
+      ValueError: among others, for a model whose positions end before `max_length`.
     """
     variables = unroll_variables(model, variables)
     step = Step(unroll(model), variables, encoder_tokens, max_length, logits_dtype)
@@ -175,7 +179,7 @@ class Beams(NamedTuple):
       ended: ``[b, n]`` penalised scores of finished sequences, best first.
       ended_tokens: ``[b, n, m]`` those sequences.
       caches: self-attention caches have b·n rows; cross-attention ones b, shared by the beams of an
-        example.
+        example, unless they change from step to step.
     """
 
     at: jax.Array
@@ -213,7 +217,7 @@ def beam_search(step: Step, beams: int, alpha: float) -> Decoded:
 
     def reorder(caches: Any, source: jax.Array) -> Any:
         rows = (jnp.arange(b)[:, None] * n + source).reshape(-1)
-        return tuple((jax.tree.map(lambda x: x[rows], own), cross) for own, cross in caches)
+        return map_rows(step.model, caches, lambda x: x[rows])
 
     def body(state: Beams) -> Beams:
         token = jnp.take_along_axis(
@@ -233,10 +237,16 @@ def beam_search(step: Step, beams: int, alpha: float) -> Decoded:
     live = jnp.full((b, n), NEVER).at[:, 0].set(0.0)
     state = Beams(jnp.asarray(0), live, empty, jnp.full((b, n), NEVER), empty, None)
     state, _ = advance(state, jnp.repeat(logits, n, axis=0))
-    repeat = functools.partial(jax.tree.map, lambda x: jnp.repeat(x, n, axis=0))
-    caches = tuple((repeat(own), cross) for own, cross in caches)
+    caches = map_rows(step.model, caches, lambda x: jnp.repeat(x, n, axis=0))
     state = jax.lax.while_loop(unfinished, body, state._replace(caches=caches))
     return Decoded(state.ended_tokens[:, 0], state.ended[:, 0])
+
+
+def map_rows(model: TextToText, caches: Any, change: Callable[[jax.Array], jax.Array]) -> Any:
+    """Changes what every beam has for itself; a length that all rows share stays as it is."""
+    own = functools.partial(jax.tree.map, lambda x: change(x) if jnp.ndim(x) else x)
+    layers = zip(caches, model.decoder.changing_cross_caches, strict=True)
+    return tuple((own(a), own(cross) if changing else cross) for (a, cross), changing in layers)
 
 
 def top_tokens(

@@ -24,7 +24,7 @@ def score_choices(
 
     Args:
       variables: the model's variables.
-      encoder_tokens: ``[batch, k]`` integers, 0 is padding.
+      encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
       choices: ``[choices, t]`` target tokens with EOS, 0 is padding; on any host or device.
       model: an unbound model.
 
@@ -52,7 +52,7 @@ def score_targets(
 
     Args:
       variables: the model's variables.
-      encoder_tokens: ``[batch, k]`` integers, 0 is padding.
+      encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
       targets: ``[batch, t]`` tokens with EOS, 0 is padding.
       model: an unbound model.
 

@@ -22,8 +22,15 @@ from synthesizer_jax.attention import (
     extend,
     init_cache,
 )
+from synthesizer_jax.attention.cache import read_tokens
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.mixers.base import NewCache, dropout_options, merge_heads
+from synthesizer_jax.mixers.decoding import (
+    query_lengths,
+    query_position,
+    ragged_step,
+    step_mask,
+)
 from synthesizer_jax.registry import register
 
 
@@ -79,7 +86,7 @@ class Attention(nn.Module):
         mask: Mask | jax.Array | None = None,
         bias: Terms = (),
         cache: Cache | NewCache | None = None,
-        position: int | jax.Array = 0,
+        position: int | jax.Array | None = None,
     ):
         """Mixes tokens.
 
@@ -87,17 +94,31 @@ class Attention(nn.Module):
           x: ``[batch, q, d_model]``; its dtype is the dtype of the computation.
           kv: ``[batch, k, d_model]`` tokens to attend to; None means `x` (self-attention).
           mask: which keys may be seen and which queries are real; in self-attention without a
-            cache the queries are real where the keys are. With a cache its `query_offset` is taken
-            to be `position`.
+            cache the queries are real where the keys are. Self-attention with a cache is causal
+            whatever the mask says, and only its `prefix_lengths` open later tokens; its
+            `query_offset` is taken to be `position`.
           bias: terms added to the alignment's, outside a mixture's weights (T5's relative bias).
           cache: keys and values of earlier positions, or `NewCache`. `x` then holds the tokens from
             `position` on; a zero-length `kv` adds nothing (cross-attention after its first step).
-          position: in-sequence position of the first token of `x`.
+            Prompts of different lengths come with the mask's `key_lengths`, padded at the end, or
+            its `key_valid`, padded anywhere: positions then count an example's real tokens, and
+            every example goes on at its own.
+          position: in-sequence position of the first token of `x`, for all or ``[batch]``; None:
+            where the cache ends. It may be smaller, to decode from there again.
 
         Returns:
           ``[batch, q, d_model]``, and with a cache the pair of that and the extended cache.
+
+        Raises:
+          ValueError: among others, for tokens past the end of the cache or of the alignment's table.
+            Where the position is traced, as in a compiled loop, the outputs are NaN instead.
         """
         mask = Mask.of(mask)
+        if cache is not None:
+            ragged = ragged_step(self, x, kv, mask=mask, bias=bias, cache=cache, position=position)
+            if ragged is not None:
+                return ragged
+        position = query_position(self, mask, cache, position, cross=kv is not None)
         memory = x if kv is None else kv
         values = self.values(memory)
         if cache is None:
@@ -117,17 +138,42 @@ class Attention(nn.Module):
         )
         extra = self.extra(memory)
         if cache is not None:
-            if isinstance(cache, NewCache):
-                cache = init_cache(
-                    terms, values, max_length=room, extra=extra, self_attention=kv is None
-                )
-            at = position if kv is None else 0
-            mask = dataclasses.replace(mask, query_offset=position)
-            terms, values, mask, cache = extend(cache, terms, values, at=at, mask=mask, extra=extra)
+            terms, values, mask, cache = self.extended(
+                cache, terms, values, mask, extra, position=position, room=room, kv=kv, n=x.shape[1]
+            )
             extra = cache.extra
         y = self.mix(x, terms, bias, values, mask, extra)
         y = merge_heads(self, y, x.shape[-1], kernel_init=self.out_init, use_bias=self.use_bias)
         return y if cache is None else (y, cache)
+
+    def extended(
+        self,
+        cache: Cache | NewCache,
+        terms: Terms,
+        values: jax.Array,
+        mask: Mask,
+        extra: tuple[jax.Array, ...],
+        *,
+        position: int | jax.Array,
+        room: int,
+        kv: jax.Array | None,
+        n: int,
+    ) -> tuple[Terms, jax.Array, Mask, Cache]:
+        """What n queries at `position` attend to, and the extended cache; see `extend`."""
+        if isinstance(cache, NewCache):
+            cache = init_cache(
+                terms, values, max_length=room, extra=extra, self_attention=kv is None
+            )
+        if kv is None:
+            mask = step_mask(mask, position, n)
+            return extend(cache, terms, values, at=position, mask=mask, extra=extra)
+        mask = dataclasses.replace(mask, query_offset=position)
+        terms, values, mask, cache = extend(cache, terms, values, at=0, mask=mask, extra=extra)
+        lengths = query_lengths(mask, position)
+        _, length = read_tokens(
+            position, n, length=position, lengths=lengths, batch=values.shape[0]
+        )
+        return terms, values, mask, dataclasses.replace(cache, length=length)
 
     def values(self, memory: jax.Array) -> jax.Array:
         """``[batch, k, heads, width]`` from the tokens attended to."""

@@ -19,9 +19,16 @@ SITES = "sites"
 
 @dataclasses.dataclass(frozen=True)
 class NewCache:
-    """Asks a layer to start a cache with room for `max_length` positions (None: as many as given)."""
+    """Asks a layer to start a cache.
+
+    Attributes:
+      max_length: number of positions of the tokens attended to; None: as many as are given.
+      queries: in cross-attention, the number of query positions to come, so that a layer whose
+        parameters end before refuses at once; None: unknown.
+    """
 
     max_length: int | None = None
+    queries: int | None = None
 
 
 FORCED = "forced"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import flax.linen as nn
 import jax
 
@@ -26,6 +24,7 @@ from synthesizer_jax.mixers.base import (
     merge_heads,
     self_attention_only,
 )
+from synthesizer_jax.mixers.decoding import query_position, ragged_step, step_mask
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
 
@@ -67,11 +66,21 @@ class LightweightConvolution(nn.Module):
         mask: Mask | jax.Array | None = None,
         bias: Terms = (),
         cache: Cache | NewCache | None = None,
-        position: int | jax.Array = 0,
+        position: int | jax.Array | None = None,
     ):
-        """Mixes tokens; arguments and results as in `Attention`, without cross-attention and bias."""
+        """Mixes tokens; arguments and results as in `Attention`, without cross-attention and bias.
+
+        A cache has no end, and cannot be decoded again from an earlier position.
+        """
         self_attention_only(self, kv, bias)
         mask = Mask.of(mask)
+        if cache is not None:
+            ragged = ragged_step(self, x, None, mask=mask, bias=(), cache=cache, position=position)
+            if ragged is not None:
+                return ragged
+        position = query_position(self, mask, cache, position, cross=False)
+        if cache is not None:
+            mask = step_mask(mask, position, x.shape[1])
         d_model = x.shape[-1]
         groups = d_model if self.groups is None else self.groups
         if d_model % groups or self.width < 1:
@@ -90,7 +99,6 @@ class LightweightConvolution(nn.Module):
         else:
             if isinstance(cache, NewCache):
                 cache = init_cache(terms, values, max_length=cache.max_length or x.shape[1])
-            mask = dataclasses.replace(mask, query_offset=position)
             terms, values, mask, cache = extend(cache, terms, values, at=position, mask=mask)
         y = attend(
             terms,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from synthesizer_jax.alignments.base import check_length
 from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Mask, Span, Terms
+from synthesizer_jax.attention.cache import poison, read_tokens
 from synthesizer_jax.attention.terms import wide
 from synthesizer_jax.initializers import FanIn, Initializer, TorchUniform
 from synthesizer_jax.mixers.base import (
@@ -19,6 +21,12 @@ from synthesizer_jax.mixers.base import (
     not_causal,
     not_packed,
     self_attention_only,
+)
+from synthesizer_jax.mixers.decoding import (
+    query_lengths,
+    query_position,
+    ragged_step,
+    step_mask,
 )
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
@@ -33,7 +41,7 @@ SLOPE = 0.01
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What a network has read of a sentence. It adds up over tokens, so it is a decoding cache too.
+    """What a network has read of a sentence. It adds up over tokens.
 
     Attributes:
       total: ``[b, n, 1]`` sum of the inputs.
@@ -59,6 +67,20 @@ class Sums:
     def last(self) -> Sums:
         """The last of the n sums."""
         return jax.tree.map(lambda x: x[:, -1:], self)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SentenceCache:
+    """What a `SentenceFeedForward` keeps while decoding.
+
+    Attributes:
+      sums: of all tokens read so far, n = 1.
+      length: the position of the next token, as in `Cache`.
+    """
+
+    sums: Sums
+    length: Any
 
 
 class SentenceNetwork(nn.Module):
@@ -198,6 +220,9 @@ class SentenceFeedForward(nn.Module):
     causal: bool = False
     out_init: Initializer = FanIn()
 
+    cross_cache_changes = True
+    """In cross-attention the cache sums up decoder tokens, so every beam needs its own."""
+
     @on_any_mesh
     @nn.compact
     def __call__(
@@ -207,37 +232,73 @@ class SentenceFeedForward(nn.Module):
         *,
         mask: Mask | jax.Array | None = None,
         bias: Terms = (),
-        cache: Sums | NewCache | None = None,
-        position: int | jax.Array = 0,
+        cache: SentenceCache | NewCache | None = None,
+        position: int | jax.Array | None = None,
     ):
-        """Mixes tokens; arguments and results as in `Attention`, but without a position bias."""
+        """Mixes tokens; arguments and results as in `Attention`, but without a position bias.
+
+        A cache cannot be decoded again from an earlier position.
+        """
         mask = Mask.of(mask)
+        if cache is not None:
+            ragged = ragged_step(self, x, kv, mask=mask, bias=bias, cache=cache, position=position)
+            if ragged is not None:
+                return ragged
+        position = query_position(self, mask, cache, position, cross=kv is not None)
+        n = x.shape[1]
+        if cache is not None and kv is None:
+            mask = step_mask(mask, position, n)
         self.check(kv, mask, bias, cache)
-        n, span = x.shape[1], Span(position, x.shape[1])
-        check_length(self, self.max_length, span, *([] if kv is None else [Span(0, kv.shape[1])]))
+        spans = [Span(position, n)] + ([] if kv is None else [Span(0, kv.shape[1])])
+        if isinstance(cache, NewCache):
+            spans.append(Span(0, (cache.max_length if kv is None else cache.queries) or 0))
+        check_length(self, self.max_length, *spans)
         network = self.make_network(x.shape[-1], inputs=1 if kv is None else 2)
         if kv is None and cache is None:
             mask = mask.for_self_attention()
-        memory = x if kv is None else kv
-        real = mask.keys(memory.shape[1])
-        if real is not None and memory.shape[1]:
-            memory = jnp.where(real[..., None], memory, 0)
-        sums = network.read(memory, start=position if kv is None else 0)
-        if kv is not None:
-            queries = network.read(x, start=position, which=1).prefixes()
-            sums = queries + sums.whole() if kv.shape[1] else queries
-        elif self.causal:
-            sums = sums.prefixes()
-        else:
-            sums = sums.whole()
-        if isinstance(cache, Sums):
-            sums = sums + cache
+        sums = self.read(network, x, kv, mask, position)
+        if isinstance(cache, SentenceCache):
+            sums = sums + cache.sums
         y = network.out(network.hidden(sums), start=position, length=n).astype(x.dtype)
         asking = mask.queries(n)
         if asking is not None:
             y = jnp.where(asking[..., None, None], y, 0)
         y = self.merged(y, x.shape[-1])
-        return y if cache is None else (y, sums.last())
+        if cache is None:
+            return y
+        right, length = read_tokens(
+            position,
+            n,
+            length=cache.length if isinstance(cache, SentenceCache) else position,
+            lengths=mask.key_lengths if kv is None else query_lengths(mask, position),
+            batch=x.shape[0],
+            room=self.max_length,
+            exact=True,
+        )
+        return poison(y, right), SentenceCache(sums.last(), length)
+
+    def read(
+        self,
+        network: SentenceNetwork,
+        x: jax.Array,
+        kv: jax.Array | None,
+        mask: Mask,
+        position: int | jax.Array,
+    ) -> Sums:
+        """What the network has read up to every position, or (n = 1) of the whole sentence."""
+        memory, n = (x, x.shape[1]) if kv is None else (kv, kv.shape[1])
+        start = position if kv is None else 0
+        masked = mask.key_lengths is not None or mask.key_valid is not None
+        real = mask.from_key(start, n).keys(n) if masked else None
+        if real is not None and n:
+            memory = jnp.where(real[..., None], memory, 0)
+        sums = network.read(memory, start=start)
+        if kv is not None:
+            asking = mask.queries(x.shape[1])
+            x = x if asking is None else jnp.where(asking[..., None], x, 0)
+            queries = network.read(x, start=position, which=1).prefixes()
+            return queries + sums.whole() if kv.shape[1] else queries
+        return sums.prefixes() if self.causal else sums.whole()
 
     def make_network(self, width: int, *, inputs: int) -> SentenceNetwork:
         """The network, or one per head."""
@@ -272,7 +333,8 @@ class SentenceFeedForward(nn.Module):
             if not self.causal:
                 not_causal(self, mask)
             elif not mask.causal or any(
-                pattern is not None for pattern in (mask.window, mask.ahead, mask.prefix_lengths)
+                pattern is not None
+                for pattern in (mask.window, mask.ahead, mask.prefix_lengths, mask.allowed)
             ):
                 raise ValueError(
                     "SentenceFeedForward: causal=True is for decoders with a plain causal mask; in "
@@ -308,7 +370,7 @@ class TokenFeedForward(nn.Module):
         mask: Mask | jax.Array | None = None,
         bias: Terms = (),
         cache: tuple[()] | NewCache | None = None,
-        position: int | jax.Array = 0,
+        position: int | jax.Array | None = None,
     ):
         """As in `Attention`, for self-attention; nothing is kept while decoding."""
         del position

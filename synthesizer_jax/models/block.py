@@ -8,10 +8,12 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from synthesizer_jax.ambient import constrain
 from synthesizer_jax.attention import Mask, Terms
 from synthesizer_jax.mixers.base import leave, site
+from synthesizer_jax.mixers.decoding import READ_ONLY
 from synthesizer_jax.models.layers import Dropout, RMSNorm
 from synthesizer_jax.registry import register
 
@@ -21,7 +23,8 @@ from synthesizer_jax.registry import register
 class Memory:
     """What a decoder attends to: the encoder's output and who may see it.
 
-    Where the decoder has n rows for each of these, as in beam search, they stand one after the other.
+    Where the decoder has n rows for each of these, as in beam search or where n answers to one input
+    are scored, they stand one after the other.
 
     Attributes:
       encoded: ``[batch, k, d_model]``; zero-length after a decoding loop's first step.
@@ -72,7 +75,7 @@ class Block(nn.Module):
         bias: Terms = (),
         memory: Memory | None = None,
         cache: tuple[Any, ...] | None = None,
-        position: int | jax.Array = 0,
+        position: int | jax.Array | None = None,
     ):
         """One layer.
 
@@ -82,7 +85,7 @@ class Block(nn.Module):
           bias: the stack's position bias, for a self-attention that has logits.
           memory: the encoder's side, in decoders.
           cache: one cache per mixer, in their order; see `Attention`.
-          position: position of the first token of `x` when decoding.
+          position: position of the first token of `x` when decoding; see `Attention`.
 
         Returns:
           The pair of ``[batch, q, d_model]`` and the new caches (None without a cache), which is
@@ -107,8 +110,9 @@ class Block(nn.Module):
             assert self.cross_mixer is not None
             mixer = self.cross_mixer.copy(name="encoder_decoder_attention", parent=self)
             if h.shape[0] != memory.encoded.shape[0]:
-                return shared_memory(mixer, h, memory, cross, position)
-            y = mixer(h, memory.encoded, mask=memory.mask, cache=cross, position=position)
+                y = shared_memory(mixer, h, memory, cross, position)
+            else:
+                y = mixer(h, memory.encoded, mask=memory.mask, cache=cross, position=position)
             y, cross = with_cache(y, cross)
             leave(self, "cross_mixed", y)
             return y
@@ -137,19 +141,51 @@ class Block(nn.Module):
 
 
 def shared_memory(
-    mixer: nn.Module, x: jax.Array, memory: Memory, cache: Any, position: int | jax.Array
-) -> jax.Array:
-    """A decoding step of a cross mixer for ``[batch · n, 1, d_model]`` over caches of batch rows.
+    mixer: nn.Module, x: jax.Array, memory: Memory, cache: Any, position: int | jax.Array | None
+) -> Any:
+    """A cross mixer for ``[batch · n, q, d_model]`` over a memory, and caches, of batch rows.
 
-    Nothing is repeated: the products see n queries for the same keys. The cache stays as it is.
+    Nothing is repeated: the products see n queries for the same keys. Only a mixer that keeps something
+    of the decoder's tokens too, and says so (`cross_cache_changes`), has a cache for every row.
+
+    Returns:
+      What the mixer returns.
     """
+    rows, batch = x.shape[0], memory.encoded.shape[0]
+    if rows % batch:
+        raise ValueError(
+            f"Block: {rows} rows of tokens for {batch} rows of memory; give the same number of rows for "
+            "each row of memory"
+        )
+    count = rows // batch
+    if cache is not None and cache_changes(mixer):
+        mask = jax.tree.map(
+            lambda a: jnp.repeat(a, count, axis=0) if jnp.shape(a)[:1] == (batch,) else a,
+            memory.mask,
+        )
+        encoded = jnp.repeat(memory.encoded, count, axis=0)
+        return mixer(x, encoded, mask=mask, cache=cache, position=position)
+    if jnp.ndim(position if position is not None else 0):
+        raise ValueError(
+            "Block: rows that share a memory while decoding stand at one position; give a scalar"
+        )
 
-    def one(mixer: Any, x: jax.Array) -> jax.Array:
-        return mixer(x, memory.encoded, mask=memory.mask, cache=cache, position=position)[0]
+    def one(mixer: Any, x: jax.Array) -> Any:
+        return mixer(x, memory.encoded, mask=memory.mask, cache=cache, position=position)
 
-    split = x.reshape(memory.encoded.shape[0], -1, *x.shape[1:])
-    lifted: Any = nn.vmap(one, {True: None}, split_rngs={}, in_axes=1, out_axes=1)
-    return lifted(mixer, split).reshape(x.shape)
+    split = x.reshape(batch, count, *x.shape[1:])
+    axes = 1 if cache is None else (1, None)
+    lifted: Any = nn.vmap(
+        one, {READ_ONLY: None}, split_rngs={"dropout": True}, in_axes=1, out_axes=axes
+    )
+    y, new = with_cache(lifted(mixer, split), cache)
+    y = y.reshape(x.shape)
+    return y if cache is None else (y, new)
+
+
+def cache_changes(mixer: nn.Module | None) -> bool:
+    """Whether a cross mixer's cache changes from step to step, so that beams cannot share it."""
+    return bool(getattr(mixer, "cross_cache_changes", False))
 
 
 def with_cache(result: Any, cache: Any) -> tuple[jax.Array, Any]:

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from synthesizer_jax.attention import Mask
 from synthesizer_jax.attention.products import dense_product
 from synthesizer_jax.initializers import Initializer, Normal
+from synthesizer_jax.mixers.decoding import take_rows
 from synthesizer_jax.models.layers import LayerNorm
 from synthesizer_jax.models.stack import Stack
-from synthesizer_jax.models.token_model import TokenModel, lengths
+from synthesizer_jax.models.token_model import TokenModel, lengths, padding_last
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
 
@@ -42,7 +43,7 @@ class Encoder(TokenModel, kw_only=True):
 
     Attributes:
       encoder: the stack.
-      pooling: ``"mean"`` over the real tokens, or the ``"first"`` one ([CLS]).
+      pooling: ``"mean"`` over the real tokens, or the ``"first"`` real one ([CLS]).
       pooler: a dense layer with tanh after the pooling, as in BERT.
       outputs: classes of a classifier or numbers of a regressor; None: no such head.
       masked_lm: BERT's head over the tokens: dense, GELU, normalisation, the embedding (`tied`) or a
@@ -94,15 +95,17 @@ class Encoder(TokenModel, kw_only=True):
         """Reads a batch.
 
         Args:
-          tokens: ``[batch, length]`` integers, 0 is padding.
+          tokens: ``[batch, length]`` integers; 0 is padding, on either side.
           token_types: ``[batch, length]`` numbers of the segments; None: all 0.
         """
+        tokens, order = padding_last(tokens)
         x = self.embed(tokens)
         if self.token_types:
-            types = jnp.zeros_like(tokens) if token_types is None else token_types
+            types = jnp.zeros_like(tokens) if token_types is None else take_rows(token_types, order)
             x = x + jnp.take(self.type_embedding, types, axis=0).astype(x.dtype)
         hidden, _ = self.encoder(x, mask=Mask(key_lengths=lengths(tokens)))
         pooled = self.pool(hidden, tokens)
+        hidden = take_rows(hidden, jnp.argsort(order, axis=1))
         return Encoded(
             hidden=hidden,
             pooled=pooled,

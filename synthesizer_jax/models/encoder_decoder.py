@@ -11,7 +11,7 @@ from synthesizer_jax.attention import Mask
 from synthesizer_jax.mixers.base import NewCache, site
 from synthesizer_jax.models.block import Memory
 from synthesizer_jax.models.stack import Stack
-from synthesizer_jax.models.token_model import TokenModel, lengths
+from synthesizer_jax.models.token_model import TokenModel, lengths, padding_last, up_to_last
 from synthesizer_jax.registry import register
 
 
@@ -39,8 +39,8 @@ class EncoderDecoder(TokenModel, kw_only=True):
         """Logits of every next token.
 
         Args:
-          encoder_tokens: ``[batch, k]`` integers, 0 is padding.
-          decoder_tokens: ``[batch, q]`` the targets shifted right by one.
+          encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
+          decoder_tokens: ``[batch, q]`` the targets shifted right by one, padded on the right.
           segments: for packed rows the encoder's and the decoder's segment ids, 0 is padding.
           positions: for packed rows the positions inside the segments.
           max_segments: no packed row has more segments; lets terms of absolute positions run on
@@ -66,8 +66,12 @@ class EncoderDecoder(TokenModel, kw_only=True):
         segments: tuple[jax.Array, jax.Array] | None = None,
         positions: tuple[jax.Array, jax.Array] | None = None,
         max_segments: int | None = None,
+        counted: jax.Array | None = None,
     ) -> jax.Array:
-        """The decoder's output before the projection to the vocabulary, ``[batch, q, d_model]``."""
+        """The decoder's output before the projection to the vocabulary, ``[batch, q, d_model]``.
+
+        Arguments are those of `__call__`, and `counted` as in `decode`.
+        """
         source, target = segments if segments is not None else (None, None)
         places = positions if positions is not None else (None, None)
         encoded = self.encode(
@@ -79,7 +83,13 @@ class EncoderDecoder(TokenModel, kw_only=True):
         else:
             cross = Mask(query_segments=target, key_segments=source, segments=max_segments)
         mask = Mask(causal=True, query_segments=target, key_segments=target, segments=max_segments)
-        return self.decode(decoder_tokens, Memory(encoded, cross), mask=mask, positions=places[1])
+        return self.decode(
+            decoder_tokens,
+            Memory(encoded, cross),
+            mask=mask,
+            positions=places[1],
+            counted=counted,
+        )
 
     def decode(
         self,
@@ -88,21 +98,26 @@ class EncoderDecoder(TokenModel, kw_only=True):
         *,
         mask: Mask | None = None,
         positions: jax.Array | None = None,
+        counted: jax.Array | None = None,
     ) -> jax.Array:
         """The decoder's teacher-forced pass.
 
         Args:
-          tokens: ``[batch, q]`` the targets shifted right by one.
-          memory: the encoder's output and the cross-attention's mask.
+          tokens: ``[batch · n, q]`` the targets shifted right by one, n rows for each row of memory.
+          memory: the encoder's output and the cross-attention's mask, ``batch`` rows.
           mask: the self-attention's mask; None is causal.
           positions: ``[batch, q]`` for packed rows.
+          counted: ``[batch · n, q]`` bool, the positions with a target, over which modules average
+            what they add to a training loss (`LOSSES`); None: up to the last non-zero token.
 
         Returns:
           ``[batch, q, d_model]``, for `logits`.
         """
         mask = Mask(causal=True) if mask is None else mask
+        if counted is None and mask.query_segments is None:
+            counted = up_to_last(tokens)
         x = self.embed(tokens)
-        return self.decoder(x, mask=mask, memory=memory, positions=positions)[0]
+        return self.decoder(x, mask=mask, memory=memory, positions=positions, counted=counted)[0]
 
     def remember(self, tokens: jax.Array) -> Memory:
         """What `decode` attends to, from ``[batch, k]`` encoder tokens."""
@@ -116,8 +131,9 @@ class EncoderDecoder(TokenModel, kw_only=True):
         positions: jax.Array | None = None,
         max_segments: int | None = None,
     ) -> jax.Array:
-        """``[batch, k]`` tokens to ``[batch, k, d_model]``."""
+        """``[batch, k]`` tokens to ``[batch, k, d_model]``, the real ones first."""
         if segments is None:
+            tokens, _ = padding_last(tokens)
             mask = Mask(key_lengths=lengths(tokens))
         else:
             mask = Mask(query_segments=segments, key_segments=segments, segments=max_segments)
@@ -137,7 +153,7 @@ class EncoderDecoder(TokenModel, kw_only=True):
           ``[batch, 1, d_model]`` hidden states for `logits`, and one cache entry per layer.
         """
         encoded = self.encode(encoder_tokens)
-        new = (NewCache(max_length), NewCache())
+        new = (NewCache(max_length), NewCache(queries=max_length))
         return self.decoder(
             self.embed(first),
             mask=Mask(causal=True),
@@ -161,7 +177,8 @@ class EncoderDecoder(TokenModel, kw_only=True):
           tokens: ``[batch · n, 1]`` the tokens at `position`, n rows for each example.
           encoder_lengths: ``[batch]`` number of real encoder tokens.
           caches: from `start` or the step before; the self-attention's have batch · n rows, the
-            cross-attention's batch rows.
+            cross-attention's batch rows, but batch · n where they change from step to step
+            (`Stack.changing_cross_caches`).
           position: where the tokens stand; a traced scalar.
           max_length: the same as in `start`.
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from synthesizer_jax.attention import Mask
 from synthesizer_jax.mixers import NewCache
 from synthesizer_jax.models.stack import Stack
-from synthesizer_jax.models.token_model import TokenModel, lengths
+from synthesizer_jax.models.token_model import TokenModel, lengths, padding_last, up_to_last
 from synthesizer_jax.registry import register
 
 
@@ -37,7 +37,7 @@ class LanguageModel(TokenModel, kw_only=True):
         """Logits of every next token of the targets.
 
         Args:
-          encoder_tokens: ``[batch, k]`` inputs, 0 is padding; k may be 0.
+          encoder_tokens: ``[batch, k]`` inputs; 0 is padding, on either side; k may be 0.
           decoder_tokens: ``[batch, q]`` the targets shifted right by one.
           **packing: as in `EncoderDecoder`; packed rows are not supported here.
 
@@ -54,8 +54,12 @@ class LanguageModel(TokenModel, kw_only=True):
         segments: Any = None,
         positions: Any = None,
         max_segments: int | None = None,
+        counted: jax.Array | None = None,
     ) -> jax.Array:
-        """The targets' states before the projection to the vocabulary, ``[batch, q, d_model]``."""
+        """The targets' states before the projection to the vocabulary, ``[batch, q, d_model]``.
+
+        Arguments are those of `__call__`, and `counted` as in `EncoderDecoder.decode`.
+        """
         del positions, max_segments
         if segments is not None:
             raise ValueError(
@@ -63,7 +67,9 @@ class LanguageModel(TokenModel, kw_only=True):
             )
         inputs = lengths(encoder_tokens)
         row = join(encoder_tokens, decoder_tokens, inputs)
-        x, _ = self.decoder(self.embed(row), mask=self.mask(inputs))
+        counted = up_to_last(decoder_tokens) if counted is None else counted
+        counted = join(jnp.ones_like(encoder_tokens), counted.astype(row.dtype), inputs) > 0
+        x, _ = self.decoder(self.embed(row), mask=self.mask(inputs), counted=counted)
         index = inputs[:, None] + jnp.arange(decoder_tokens.shape[1])
         return jnp.take_along_axis(x, index[..., None], axis=1)
 
@@ -76,8 +82,8 @@ class LanguageModel(TokenModel, kw_only=True):
         return tokens
 
     def decode(self, tokens: jax.Array, memory: jax.Array) -> jax.Array:
-        """The teacher-forced states of the targets ``[batch, q]`` after the inputs `memory`."""
-        return self.hidden(memory, tokens)
+        """The teacher-forced states of the targets ``[batch · n, q]`` after the inputs `memory`."""
+        return self.hidden(jnp.repeat(memory, tokens.shape[0] // memory.shape[0], axis=0), tokens)
 
     def start(
         self, encoder_tokens: jax.Array, first: jax.Array, *, max_length: int
@@ -122,22 +128,14 @@ class LanguageModel(TokenModel, kw_only=True):
         Returns:
           ``[batch · n, 1, d_model]`` and the new caches.
         """
-        encoder_lengths = jnp.repeat(encoder_lengths, tokens.shape[0] // encoder_lengths.shape[0])
-        stack, variables = self.decoder.unbind()
-
-        def one(x: jax.Array, inputs: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-            at = inputs + position
-            y, new = stack.apply(
-                variables,
-                x[None],
-                mask=self.mask(inputs[None], query_offset=at),
-                caches=jax.tree.map(lambda leaf: leaf[None], cache),
-                position=at,
-                length=max_length,
-            )
-            return y[0], jax.tree.map(lambda leaf: leaf[0], new)
-
-        return jax.vmap(one)(self.embed(tokens), encoder_lengths, caches)
+        inputs = jnp.repeat(encoder_lengths, tokens.shape[0] // encoder_lengths.shape[0])
+        return self.decoder(
+            self.embed(tokens),
+            mask=self.mask(inputs),
+            caches=caches,
+            position=inputs + position,
+            length=max_length,
+        )
 
     def room(self, inputs_length: int, targets_length: int) -> int:
         """The positions that decoding needs: inputs and targets share a row."""
@@ -145,7 +143,11 @@ class LanguageModel(TokenModel, kw_only=True):
 
 
 def join(inputs: jax.Array, targets: jax.Array, count: jax.Array) -> jax.Array:
-    """Rows of `count` ``[batch]`` inputs followed by the targets, ``[batch, k + q]``, then zeros."""
+    """Rows of `count` ``[batch]`` inputs followed by the targets, ``[batch, k + q]``, then zeros.
+
+    The inputs' padding may stand anywhere.
+    """
+    inputs, _ = padding_last(inputs)
     rows = jnp.concatenate([jnp.zeros_like(inputs), targets, jnp.zeros_like(inputs)], axis=1)
     place = jnp.arange(inputs.shape[1] + targets.shape[1])
     shifted = jnp.take_along_axis(rows, place - count[:, None] + inputs.shape[1], axis=1)

@@ -158,14 +158,22 @@ class LearnedPositions(nn.Module):
 
     @nn.compact
     def __call__(self, positions: jax.Array, d_model: int) -> jax.Array:
-        """Vectors ``[..., d_model]`` of integer positions ``[...]``."""
-        if positions.shape[-1] > self.max_length:
-            raise ValueError(
-                f"LearnedPositions has max_length={self.max_length} but was given "
-                f"{positions.shape[-1]} positions; build it with a larger max_length"
-            )
+        """Vectors ``[..., d_model]`` of integer positions ``[...]``.
+
+        Raises:
+          ValueError: a position is `max_length` or more; a traced one gives NaN instead.
+        """
         init = with_axes(self.embedding_init, "length", "embed")
-        return self.param("embedding", init, (self.max_length, d_model))[positions]
+        table = self.param("embedding", init, (self.max_length, d_model))
+        if isinstance(positions, jax.core.Tracer):
+            return table.at[positions].get(mode="fill", fill_value=jnp.nan)
+        last = int(np.max(positions, initial=0))
+        if last >= self.max_length:
+            raise ValueError(
+                f"LearnedPositions has max_length={self.max_length} but was given {last + 1} positions; "
+                f"build it with max_length>={last + 1}"
+            )
+        return table[positions]
 
 
 @register
@@ -182,6 +190,7 @@ class SinusoidalPositions(nn.Module):
     @nn.compact
     def __call__(self, positions: jax.Array, d_model: int) -> jax.Array:
         """Vectors ``[..., d_model]`` of integer positions ``[...]``: sines, then cosines."""
+        positions = jnp.asarray(positions)
         last = d_model - 2 if self.endpoint else d_model
         rates = 10_000.0 ** (-np.arange(0, d_model, 2) / max(last, 1))
         angles = positions[..., None].astype(jnp.float32) * rates

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from synthesizer_jax.attention import Mask, Span, Terms
+from synthesizer_jax.attention import Cache, Mask, Span, Terms
 from synthesizer_jax.attention.fused import KEPT
-from synthesizer_jax.mixers.base import FORCED, SITES
-from synthesizer_jax.models.block import Block, Memory
+from synthesizer_jax.attention.masks import positions as positions_in
+from synthesizer_jax.mixers.base import FORCED, SITES, NewCache
+from synthesizer_jax.mixers.decoding import real_first, take_rows
+from synthesizer_jax.models.block import Block, Memory, cache_changes
 from synthesizer_jax.models.layers import Dropout, RMSNorm
 from synthesizer_jax.registry import fields_of, register
+
+Places: TypeAlias = Any
+"""In-sequence positions ``[batch or 1, q]``: NumPy's where they are known, or traced."""
 
 _policies = jax.checkpoint_policies
 _attention = _policies.save_only_these_names(KEPT)
@@ -70,6 +76,13 @@ class Stack(nn.Module):
         """Number of layers over all runs."""
         return sum(run.repeats for run in self.runs)
 
+    @property
+    def changing_cross_caches(self) -> tuple[bool, ...]:
+        """For every layer whether its cross-attention's cache changes while decoding."""
+        return tuple(
+            cache_changes(run.block.cross_mixer) for run in self.runs for _ in range(run.repeats)
+        )
+
     @nn.compact
     def __call__(
         self,
@@ -79,8 +92,9 @@ class Stack(nn.Module):
         memory: Memory | None = None,
         positions: jax.Array | None = None,
         caches: tuple[Any, ...] | None = None,
-        position: int | jax.Array = 0,
+        position: int | jax.Array | None = None,
         length: int | None = None,
+        counted: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...] | None]:
         """Runs all layers.
 
@@ -88,34 +102,49 @@ class Stack(nn.Module):
           x: ``[batch, q, d_model]`` embeddings.
           mask: the self-attention's mask.
           memory: the encoder's side, for decoders.
-          positions: ``[batch or 1, q]`` in-sequence positions (packed rows); None means `position`
-            onwards.
-          caches: one entry per layer when decoding, see `Block`; needs `scan=False`.
-          position: position of the first token of `x` when decoding.
+          positions: ``[batch or 1, q]`` in-sequence positions; None: in packed rows those inside the
+            segments, otherwise `position` onwards.
+          caches: one entry per layer when decoding, see `Block`; needs `scan=False`. Prompts of
+            different lengths are given as to `Attention`.
+          position: position of the first token of `x` when decoding, for all or ``[batch]``; None:
+            where the caches end.
           length: number of key positions, past ones included; None means q.
+          counted: ``[batch, q]`` bool, the positions that count in what modules add to a training
+            loss; None: those that are real by the mask.
 
         Returns:
           ``[batch, q, d_model]`` and the new caches.
         """
+        if (
+            caches is not None
+            and mask is not None
+            and mask.key_valid is not None
+            and begins(caches)
+        ):
+            x, mask, order = real_first(x, mask)
+            x, caches = self(
+                x, mask=mask, memory=memory, caches=caches, position=position, length=length
+            )
+            return take_rows(x, jnp.argsort(order, axis=1)), caches
         if self.remat is not None and self.remat not in REMAT_POLICIES:
             raise ValueError(
                 f"Stack: remat={self.remat!r}; allowed: None, {', '.join(REMAT_POLICIES)}"
             )
         if caches is not None and self.scan:
             raise ValueError("Stack: decoding runs unrolled; build the model with scan=False")
+        position = next_position(caches) if position is None else position
+        length = key_length(caches) if length is None else length
+        places = in_sequence(positions, mask, position, x.shape[1])
         if self.positions is not None:
-            if positions is None:
-                positions = (position + jnp.arange(x.shape[1]))[None]
-            module = self.positions.copy(name="position_embedder", parent=self)
-            x = x + module(positions, x.shape[-1]).astype(x.dtype)
+            x = x + self.embedded(places, x, length)
         if self.input_norm is not None:
             x = self.input_norm.copy(name="embedding_norm", parent=self)(x)
         x = Dropout(self.dropout_rate, name="input_dropout")(x)
         bias = self.position_bias(x.shape[1], position, x.shape[1] if length is None else length)
         if caches is None:
-            x = self.all_runs(x, mask, bias, memory)
+            x = self.all_runs(x, mask, bias, memory, places=places, counted=counted)
         else:
-            x, caches = self.step(x, mask, bias, memory, caches, position)
+            x, caches = self.step(x, mask, bias, memory, caches, position, places=places)
         if self.norm is not None:
             x = self.norm.copy(name="final_norm", parent=self)(x)
         return Dropout(self.dropout_rate, name="output_dropout")(x), caches
@@ -134,10 +163,30 @@ class Stack(nn.Module):
         module = self.bias.copy(name="relpos_bias", parent=self)
         return module(num_heads=heads, query_span=Span(position, q), key_span=Span(0, length))
 
+    def embedded(self, places: Places, x: jax.Array, length: int | None) -> jax.Array:
+        """The position module's vectors for ``[batch, q, d_model]`` tokens."""
+        assert self.positions is not None
+        limit = getattr(self.positions, "max_length", None)
+        if limit is not None and length is not None and length > limit:
+            raise ValueError(
+                f"{type(self.positions).__name__} has max_length={limit} but the caches have room for "
+                f"{length} positions; build it with max_length>={length}, or decode fewer tokens"
+            )
+        module = self.positions.copy(name="position_embedder", parent=self)
+        return module(places, x.shape[-1]).astype(x.dtype)
+
     def all_runs(
-        self, x: jax.Array, mask: Mask | None, bias: Terms, memory: Memory | None
+        self,
+        x: jax.Array,
+        mask: Mask | None,
+        bias: Terms,
+        memory: Memory | None,
+        *,
+        places: Places,
+        counted: jax.Array | None,
     ) -> jax.Array:
         """The full pass, scanned or looped."""
+        del places, counted
         layer = 0
         for index, run in enumerate(self.runs):
             fields = fields_of(run.block)
@@ -168,8 +217,11 @@ class Stack(nn.Module):
         memory: Memory | None,
         caches: tuple[Any, ...],
         position: int | jax.Array,
+        *,
+        places: Places,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """One decoding step through unrolled layers, each layer's cache its own leaf."""
+        del places
         blocks = [run.block for run in self.runs for _ in range(run.repeats)]
         new = []
         for layer, (block, cache) in enumerate(zip(blocks, caches, strict=True)):
@@ -184,6 +236,47 @@ class Stack(nn.Module):
             return Block
         policy = REMAT_POLICIES[self.remat]
         return nn.remat(Block, policy=policy, prevent_cse=not in_scan)
+
+
+def in_sequence(
+    positions: jax.Array | None, mask: Mask | None, position: int | jax.Array, q: int
+) -> Places:
+    """``[batch or 1, q]`` in-sequence positions as `Stack` was given them; numbers where known."""
+    segments = None if mask is None else mask.key_segments
+    if positions is None and segments is None:
+        if isinstance(position, int):
+            return position + np.arange(q)[None]
+        return jnp.reshape(position, (-1, 1)) + np.arange(q)
+    if segments is None:
+        return positions
+    places = positions_in(segments) if positions is None else positions
+    return jnp.where(segments > 0, places, 0)
+
+
+def begins(caches: tuple[Any, ...]) -> bool:
+    """Whether caches are yet to be made."""
+    return any(isinstance(cache, NewCache) for layer in caches for cache in layer)
+
+
+def next_position(caches: tuple[Any, ...] | None) -> int | jax.Array:
+    """Where the caches of a stack's layers end, a scalar or ``[batch]``."""
+    if caches is None or begins(caches):
+        return 0
+    ends = [c.length for layer in caches for c in layer if hasattr(c, "length")]
+    if not ends:
+        raise ValueError("Stack: no layer's cache counts tokens; give position")
+    return ends[0]
+
+
+def key_length(caches: tuple[Any, ...] | None) -> int | None:
+    """The number of key positions that self-attention's caches have room for; None: any."""
+    rooms = []
+    for own, _ in caches or ():
+        if isinstance(own, NewCache) and own.max_length is not None:
+            rooms.append(own.max_length)
+        elif isinstance(own, Cache) and not own.window:
+            rooms.append(own.values.shape[1])
+    return max(rooms, default=None)
 
 
 def unstack_layers(stack: Stack, variables: dict[str, Any]) -> dict[str, Any]:

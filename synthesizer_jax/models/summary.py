@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
+from synthesizer_jax.attention.derivatives import Function
 from synthesizer_jax.models.encoder import Encoder
 from synthesizer_jax.models.stack import Stack
 from synthesizer_jax.models.token_model import TokenModel, stacks
@@ -139,6 +140,7 @@ def flops(jaxpr: Any) -> int:
 
 def _sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     values = [v for p in params.values() for v in (p if isinstance(p, tuple | list) else [p])]
+    values = [v.program if isinstance(v, Function) else v for v in values]
     closed = [v.jaxpr for v in values if isinstance(v, jex_core.ClosedJaxpr)]
     return closed + [v for v in values if isinstance(v, jex_core.Jaxpr)]
 
@@ -155,7 +157,7 @@ def cache_bytes(model: TokenModel, tokens: jax.ShapeDtypeStruct, length: int) ->
         start = functools.partial(alone.apply, max_length=room, method="start")
         first = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         _, ((own, _),) = jax.eval_shape(start, shapes, tokens, first)
-        layer = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(own))
+        layer = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(own) if x.ndim > 1)
         total += run.repeats * layer // room
     return total
 

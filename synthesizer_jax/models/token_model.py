@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from synthesizer_jax.ambient import mesh_axes, over_rows
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
+from synthesizer_jax.mixers.decoding import take_rows
 from synthesizer_jax.models.stack import Stack, unstack_layers
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import fields_of, replace
@@ -17,6 +18,10 @@ from synthesizer_jax.registry import fields_of, replace
 
 class TokenModel(nn.Module, kw_only=True):
     """Embedding and output projection over one vocabulary.
+
+    Dropout acts where the random stream ``dropout`` is given, as in ``model.apply(variables, ...,
+    rngs={"dropout": key})``; without it nothing is dropped, in training neither. Gradients belong to
+    the collection ``params`` alone: what is frozen, such as a Fixed Random table, is in ``constants``.
 
     Attributes:
       vocab_size: rows of the embedding (T5: 32,128 for 32,100 pieces).
@@ -96,8 +101,24 @@ look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
 def lengths(tokens: jax.Array) -> jax.Array:
-    """Number of real tokens per row, ``[batch]``; padding (0) is a suffix."""
+    """Number of real tokens per row, ``[batch]``; 0 is padding."""
     return (tokens != 0).sum(axis=-1, dtype=jnp.int32)
+
+
+def padding_last(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows ``[batch, n]`` with their padding (0) moved to the end, and the index that was taken.
+
+    Models read inputs through this, so that padding on the left, or anywhere, changes nothing:
+    positions count real tokens.
+    """
+    order = jnp.argsort(tokens == 0, axis=1, stable=True)
+    return take_rows(tokens, order), order
+
+
+def up_to_last(tokens: jax.Array) -> jax.Array:
+    """``[batch, q]`` bool: shifted targets up to the last non-zero one, the first always."""
+    last = jnp.max(jnp.where(tokens != 0, jnp.arange(tokens.shape[1]), 0), axis=1, initial=0)
+    return jnp.arange(tokens.shape[1]) <= last[:, None]
 
 
 def stacks(model: nn.Module) -> dict[str, Stack]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from synthesizer_jax.attention import Mask, Terms
 from synthesizer_jax.models.block import Memory
 from synthesizer_jax.models.layers import SinusoidalPositions
-from synthesizer_jax.models.stack import Stack
+from synthesizer_jax.models.stack import Places, Stack
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import fields_of, register
 
@@ -25,9 +25,10 @@ class UniversalStack(Stack):
     """A stack whose layers share their parameters (Dehghani et al. 2019).
 
     Before every step the signals of position and step are added. With a `halting_threshold` every
-    position halts by itself (adaptive computation time, Graves 2016, in Tensor2Tensor's form): the
-    output is the average of its states, weighted by the halting probabilities, and the mean number
-    of steps costs `ponder_cost`.
+    position halts by itself (adaptive computation time, Graves 2016). As in Tensor2Tensor and
+    Mesh-TensorFlow the output is ``a_T`` of ``a_t = w_t s_t + (1 − w_t) a_{t−1}``, ``a_0 = 0``, with s
+    the states and w the halting probabilities (the last one the remainder, zero afterwards); Graves'
+    own average is ``Σ_t w_t s_t``. The mean number of steps costs `ponder_cost`.
 
     Attributes:
       runs: one `Run`, its repeats are the steps.
@@ -42,11 +43,20 @@ class UniversalStack(Stack):
     signals: bool = True
 
     def all_runs(
-        self, x: jax.Array, mask: Mask | None, bias: Terms, memory: Memory | None
+        self,
+        x: jax.Array,
+        mask: Mask | None,
+        bias: Terms,
+        memory: Memory | None,
+        *,
+        places: Places,
+        counted: jax.Array | None,
     ) -> jax.Array:
         """The full pass."""
         block = self.shared_block()
-        return self.recur(x, lambda x, _: block(x, mask, bias, memory)[0], 0, mask)
+        if counted is None and mask is not None:
+            counted = mask.for_self_attention().queries(x.shape[1])
+        return self.recur(x, lambda x, _: block(x, mask, bias, memory)[0], places, counted)
 
     def step(
         self,
@@ -56,6 +66,8 @@ class UniversalStack(Stack):
         memory: Memory | None,
         caches: tuple[Any, ...],
         position: int | jax.Array,
+        *,
+        places: Places,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """One decoding step; every step of the recurrence has a cache of its own."""
         block, new = self.shared_block(), []
@@ -65,7 +77,7 @@ class UniversalStack(Stack):
             new.append(cache)
             return x
 
-        return self.recur(x, layer, position, None), tuple(new)
+        return self.recur(x, layer, places, None), tuple(new)
 
     def shared_block(self) -> Callable[..., Any]:
         """The one block."""
@@ -81,12 +93,12 @@ class UniversalStack(Stack):
         self,
         x: jax.Array,
         layer: Callable[[jax.Array, int], jax.Array],
-        position: int | jax.Array,
-        mask: Mask | None,
+        places: Places,
+        counted: jax.Array | None,
     ) -> jax.Array:
         """Applies the block `num_layers` times, or until every position has halted."""
         threshold = self.halting_threshold
-        average = x
+        average = jnp.zeros_like(x)
         halted, remainders, updates = (jnp.zeros(x.shape[:2], jnp.float32) for _ in range(3))
         gate = nn.Dense(
             1,
@@ -97,7 +109,7 @@ class UniversalStack(Stack):
             parent=self,
         )
         for index in range(self.num_layers):
-            x = self.signalled(x, position, index)
+            x = self.signalled(x, places, index)
             if threshold is None:
                 x = layer(x, index)
                 continue
@@ -115,23 +127,29 @@ class UniversalStack(Stack):
             average = x * weight + average * (1 - weight)
         if threshold is None:
             return x
-        self.ponder(updates + remainders, mask)
+        self.ponder(updates + remainders, counted)
         return average
 
-    def signalled(self, x: jax.Array, position: int | jax.Array, index: int) -> jax.Array:
+    def signalled(self, x: jax.Array, places: Places, index: int) -> jax.Array:
         """The state with the sinusoids of its position and step."""
         if not self.signals:
             return x
-        places = (position + jnp.arange(x.shape[1]))[None]
         sinusoids = SinusoidalPositions(parent=None)
         signal: Any = sinusoids.apply({}, places, x.shape[-1])
         times: Any = sinusoids.apply({}, jnp.full((1, 1), index), x.shape[-1])
         return x + (signal + times).astype(x.dtype)
 
-    def ponder(self, steps: jax.Array, mask: Mask | None) -> None:
-        """Leaves the ponder cost in `LOSSES` when that is asked for."""
+    def ponder(self, steps: jax.Array, counted: jax.Array | None) -> None:
+        """Leaves the ponder cost in `LOSSES` when that is asked for.
+
+        It is a mean over rows of means over their positions, so that it does not depend on how a batch
+        is cut into parts of equally many rows.
+        """
         if self.is_initializing() or not self.is_mutable_collection(LOSSES):
             return
-        real = None if mask is None else mask.for_self_attention().queries(steps.shape[1])
-        mean = steps.mean() if real is None else (steps * real).sum() / jnp.maximum(real.sum(), 1)
+        if counted is None:
+            mean = steps.mean()
+        else:
+            rows = jnp.where(counted, steps, 0).sum(axis=-1)
+            mean = (rows / jnp.maximum(counted.sum(axis=-1), 1)).mean()
         self.sow(LOSSES, "ponder", self.ponder_cost * mean)

@@ -9,7 +9,7 @@ from synthesizer_jax.alignments import Alignment, DotProduct
 from synthesizer_jax.attention import Cache, Mask, Terms
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.mixers import NewCache
-from synthesizer_jax.mixers.feed_forward import Sums
+from synthesizer_jax.mixers.feed_forward import SentenceCache
 from synthesizer_jax.nnx.forms import Layer
 
 class Attention(Layer):
@@ -75,10 +75,10 @@ class Attention(Layer):
         x: jax.Array,
         kv: jax.Array | None = None,
         *,
-        mask: Mask | None = None,
+        mask: Mask | jax.Array | None = None,
         bias: Terms = (),
         cache: Cache | NewCache | None = None,
-        position: int | jax.Array = 0,
+        position: int | jax.Array | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
@@ -89,15 +89,24 @@ class Attention(Layer):
           x: ``[batch, q, d_model]``; its dtype is the dtype of the computation.
           kv: ``[batch, k, d_model]`` tokens to attend to; None means `x` (self-attention).
           mask: which keys may be seen and which queries are real; in self-attention without a
-            cache the queries are real where the keys are. With a cache its `query_offset` is taken
-            to be `position`.
+            cache the queries are real where the keys are. Self-attention with a cache is causal
+            whatever the mask says, and only its `prefix_lengths` open later tokens; its
+            `query_offset` is taken to be `position`.
           bias: terms added to the alignment's, outside a mixture's weights (T5's relative bias).
           cache: keys and values of earlier positions, or `NewCache`. `x` then holds the tokens from
             `position` on; a zero-length `kv` adds nothing (cross-attention after its first step).
-          position: in-sequence position of the first token of `x`.
+            Prompts of different lengths come with the mask's `key_lengths`, padded at the end, or
+            its `key_valid`, padded anywhere: positions then count an example's real tokens, and
+            every example goes on at its own.
+          position: in-sequence position of the first token of `x`, for all or ``[batch]``; None:
+            where the cache ends. It may be smaller, to decode from there again.
 
         Returns:
           ``[batch, q, d_model]``, and with a cache the pair of that and the extended cache.
+
+        Raises:
+          ValueError: among others, for tokens past the end of the cache or of the alignment's table.
+            Where the position is traced, as in a compiled loop, the outputs are NaN instead.
 
         As an NNX module also:
           deterministic: dropout is off; None: the module's `deterministic` says.
@@ -161,15 +170,17 @@ class LightweightConvolution(Layer):
         x: jax.Array,
         kv: jax.Array | None = None,
         *,
-        mask: Mask | None = None,
+        mask: Mask | jax.Array | None = None,
         bias: Terms = (),
         cache: Cache | NewCache | None = None,
-        position: int | jax.Array = 0,
+        position: int | jax.Array | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
     ) -> Any:
         """Mixes tokens; arguments and results as in `Attention`, without cross-attention and bias.
+
+        A cache has no end, and cannot be decoded again from an earlier position.
 
         As an NNX module also:
           deterministic: dropout is off; None: the module's `deterministic` says.
@@ -224,15 +235,17 @@ class DynamicConvolution(LightweightConvolution):
         x: jax.Array,
         kv: jax.Array | None = None,
         *,
-        mask: Mask | None = None,
+        mask: Mask | jax.Array | None = None,
         bias: Terms = (),
         cache: Cache | NewCache | None = None,
-        position: int | jax.Array = 0,
+        position: int | jax.Array | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
     ) -> Any:
         """Mixes tokens; arguments and results as in `Attention`, without cross-attention and bias.
+
+        A cache has no end, and cannot be decoded again from an earlier position.
 
         As an NNX module also:
           deterministic: dropout is off; None: the module's `deterministic` says.
@@ -300,7 +313,7 @@ class Linformer(Layer):
         x: jax.Array,
         kv: jax.Array | None = None,
         *,
-        mask: Mask | None = None,
+        mask: Mask | jax.Array | None = None,
         bias: Terms = (),
         cache: Any = None,
         position: int | jax.Array = 0,
@@ -375,15 +388,17 @@ class SentenceFeedForward(Layer):
         x: jax.Array,
         kv: jax.Array | None = None,
         *,
-        mask: Mask | None = None,
+        mask: Mask | jax.Array | None = None,
         bias: Terms = (),
-        cache: Sums | NewCache | None = None,
-        position: int | jax.Array = 0,
+        cache: SentenceCache | NewCache | None = None,
+        position: int | jax.Array | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
     ) -> Any:
         """Mixes tokens; arguments and results as in `Attention`, but without a position bias.
+
+        A cache cannot be decoded again from an earlier position.
 
         As an NNX module also:
           deterministic: dropout is off; None: the module's `deterministic` says.
@@ -469,10 +484,10 @@ class TalkingHeads(Attention):
         x: jax.Array,
         kv: jax.Array | None = None,
         *,
-        mask: Mask | None = None,
+        mask: Mask | jax.Array | None = None,
         bias: Terms = (),
         cache: Cache | NewCache | None = None,
-        position: int | jax.Array = 0,
+        position: int | jax.Array | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
@@ -483,15 +498,24 @@ class TalkingHeads(Attention):
           x: ``[batch, q, d_model]``; its dtype is the dtype of the computation.
           kv: ``[batch, k, d_model]`` tokens to attend to; None means `x` (self-attention).
           mask: which keys may be seen and which queries are real; in self-attention without a
-            cache the queries are real where the keys are. With a cache its `query_offset` is taken
-            to be `position`.
+            cache the queries are real where the keys are. Self-attention with a cache is causal
+            whatever the mask says, and only its `prefix_lengths` open later tokens; its
+            `query_offset` is taken to be `position`.
           bias: terms added to the alignment's, outside a mixture's weights (T5's relative bias).
           cache: keys and values of earlier positions, or `NewCache`. `x` then holds the tokens from
             `position` on; a zero-length `kv` adds nothing (cross-attention after its first step).
-          position: in-sequence position of the first token of `x`.
+            Prompts of different lengths come with the mask's `key_lengths`, padded at the end, or
+            its `key_valid`, padded anywhere: positions then count an example's real tokens, and
+            every example goes on at its own.
+          position: in-sequence position of the first token of `x`, for all or ``[batch]``; None:
+            where the cache ends. It may be smaller, to decode from there again.
 
         Returns:
           ``[batch, q, d_model]``, and with a cache the pair of that and the extended cache.
+
+        Raises:
+          ValueError: among others, for tokens past the end of the cache or of the alignment's table.
+            Where the position is traced, as in a compiled loop, the outputs are NaN instead.
 
         As an NNX module also:
           deterministic: dropout is off; None: the module's `deterministic` says.
@@ -541,10 +565,10 @@ class TokenFeedForward(Layer):
         x: jax.Array,
         kv: jax.Array | None = None,
         *,
-        mask: Mask | None = None,
+        mask: Mask | jax.Array | None = None,
         bias: Terms = (),
         cache: tuple[()] | NewCache | None = None,
-        position: int | jax.Array = 0,
+        position: int | jax.Array | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,

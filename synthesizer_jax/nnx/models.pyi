@@ -129,7 +129,7 @@ class Block(Residual):
         bias: Terms = (),
         memory: Memory | None = None,
         cache: tuple[Any, ...] | None = None,
-        position: int | jax.Array = 0,
+        position: int | jax.Array | None = None,
         *,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
@@ -143,7 +143,7 @@ class Block(Residual):
           bias: the stack's position bias, for a self-attention that has logits.
           memory: the encoder's side, in decoders.
           cache: one cache per mixer, in their order; see `Attention`.
-          position: position of the first token of `x` when decoding.
+          position: position of the first token of `x` when decoding; see `Attention`.
 
         Returns:
           The pair of ``[batch, q, d_model]`` and the new caches (None without a cache), which is
@@ -215,8 +215,9 @@ class Stack(Residual):
         memory: Memory | None = None,
         positions: jax.Array | None = None,
         caches: tuple[Any, ...] | None = None,
-        position: int | jax.Array = 0,
+        position: int | jax.Array | None = None,
         length: int | None = None,
+        counted: jax.Array | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
@@ -227,11 +228,15 @@ class Stack(Residual):
           x: ``[batch, q, d_model]`` embeddings.
           mask: the self-attention's mask.
           memory: the encoder's side, for decoders.
-          positions: ``[batch or 1, q]`` in-sequence positions (packed rows); None means `position`
-            onwards.
-          caches: one entry per layer when decoding, see `Block`; needs `scan=False`.
-          position: position of the first token of `x` when decoding.
+          positions: ``[batch or 1, q]`` in-sequence positions; None: in packed rows those inside the
+            segments, otherwise `position` onwards.
+          caches: one entry per layer when decoding, see `Block`; needs `scan=False`. Prompts of
+            different lengths are given as to `Attention`.
+          position: position of the first token of `x` when decoding, for all or ``[batch]``; None:
+            where the caches end.
           length: number of key positions, past ones included; None means q.
+          counted: ``[batch, q]`` bool, the positions that count in what modules add to a training
+            loss; None: those that are real by the mask.
 
         Returns:
           ``[batch, q, d_model]`` and the new caches.
@@ -247,9 +252,10 @@ class UniversalStack(Stack):
     """A stack whose layers share their parameters (Dehghani et al. 2019).
 
     Before every step the signals of position and step are added. With a `halting_threshold` every
-    position halts by itself (adaptive computation time, Graves 2016, in Tensor2Tensor's form): the
-    output is the average of its states, weighted by the halting probabilities, and the mean number
-    of steps costs `ponder_cost`.
+    position halts by itself (adaptive computation time, Graves 2016). As in Tensor2Tensor and
+    Mesh-TensorFlow the output is ``a_T`` of ``a_t = w_t s_t + (1 − w_t) a_{t−1}``, ``a_0 = 0``, with s
+    the states and w the halting probabilities (the last one the remainder, zero afterwards); Graves'
+    own average is ``Σ_t w_t s_t``. The mean number of steps costs `ponder_cost`.
 
     Attributes:
       runs: one `Run`, its repeats are the steps.
@@ -307,8 +313,9 @@ class UniversalStack(Stack):
         memory: Memory | None = None,
         positions: jax.Array | None = None,
         caches: tuple[Any, ...] | None = None,
-        position: int | jax.Array = 0,
+        position: int | jax.Array | None = None,
         length: int | None = None,
+        counted: jax.Array | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
@@ -319,11 +326,15 @@ class UniversalStack(Stack):
           x: ``[batch, q, d_model]`` embeddings.
           mask: the self-attention's mask.
           memory: the encoder's side, for decoders.
-          positions: ``[batch or 1, q]`` in-sequence positions (packed rows); None means `position`
-            onwards.
-          caches: one entry per layer when decoding, see `Block`; needs `scan=False`.
-          position: position of the first token of `x` when decoding.
+          positions: ``[batch or 1, q]`` in-sequence positions; None: in packed rows those inside the
+            segments, otherwise `position` onwards.
+          caches: one entry per layer when decoding, see `Block`; needs `scan=False`. Prompts of
+            different lengths are given as to `Attention`.
+          position: position of the first token of `x` when decoding, for all or ``[batch]``; None:
+            where the caches end.
           length: number of key positions, past ones included; None means q.
+          counted: ``[batch, q]`` bool, the positions that count in what modules add to a training
+            loss; None: those that are real by the mask.
 
         Returns:
           ``[batch, q, d_model]`` and the new caches.
@@ -340,7 +351,7 @@ class Encoder(Model):
 
     Attributes:
       encoder: the stack.
-      pooling: ``"mean"`` over the real tokens, or the ``"first"`` one ([CLS]).
+      pooling: ``"mean"`` over the real tokens, or the ``"first"`` real one ([CLS]).
       pooler: a dense layer with tanh after the pooling, as in BERT.
       outputs: classes of a classifier or numbers of a regressor; None: no such head.
       masked_lm: BERT's head over the tokens: dense, GELU, normalisation, the embedding (`tied`) or a
@@ -403,7 +414,7 @@ class Encoder(Model):
         """Reads a batch.
 
         Args:
-          tokens: ``[batch, length]`` integers, 0 is padding.
+          tokens: ``[batch, length]`` integers; 0 is padding, on either side.
           token_types: ``[batch, length]`` numbers of the segments; None: all 0.
 
         As an NNX module also:
@@ -516,8 +527,8 @@ class EncoderDecoder(Model):
         """Logits of every next token.
 
         Args:
-          encoder_tokens: ``[batch, k]`` integers, 0 is padding.
-          decoder_tokens: ``[batch, q]`` the targets shifted right by one.
+          encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
+          decoder_tokens: ``[batch, q]`` the targets shifted right by one, padded on the right.
           segments: for packed rows the encoder's and the decoder's segment ids, 0 is padding.
           positions: for packed rows the positions inside the segments.
           max_segments: no packed row has more segments; lets terms of absolute positions run on
@@ -572,11 +583,14 @@ class EncoderDecoder(Model):
         segments: tuple[jax.Array, jax.Array] | None = None,
         positions: tuple[jax.Array, jax.Array] | None = None,
         max_segments: int | None = None,
+        counted: jax.Array | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
         """The decoder's output before the projection to the vocabulary, ``[batch, q, d_model]``.
+
+        Arguments are those of `__call__`, and `counted` as in `decode`.
 
         As an NNX module also:
           deterministic: dropout is off; None: the module's `deterministic` says.
@@ -607,6 +621,7 @@ class EncoderDecoder(Model):
         *,
         mask: Mask | None = None,
         positions: jax.Array | None = None,
+        counted: jax.Array | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
@@ -614,10 +629,12 @@ class EncoderDecoder(Model):
         """The decoder's teacher-forced pass.
 
         Args:
-          tokens: ``[batch, q]`` the targets shifted right by one.
-          memory: the encoder's output and the cross-attention's mask.
+          tokens: ``[batch · n, q]`` the targets shifted right by one, n rows for each row of memory.
+          memory: the encoder's output and the cross-attention's mask, ``batch`` rows.
           mask: the self-attention's mask; None is causal.
           positions: ``[batch, q]`` for packed rows.
+          counted: ``[batch · n, q]`` bool, the positions with a target, over which modules average
+            what they add to a training loss (`LOSSES`); None: up to the last non-zero token.
 
         Returns:
           ``[batch, q, d_model]``, for `logits`.
@@ -672,7 +689,8 @@ class EncoderDecoder(Model):
           tokens: ``[batch · n, 1]`` the tokens at `position`, n rows for each example.
           encoder_lengths: ``[batch]`` number of real encoder tokens.
           caches: from `start` or the step before; the self-attention's have batch · n rows, the
-            cross-attention's batch rows.
+            cross-attention's batch rows, but batch · n where they change from step to step
+            (`Stack.changing_cross_caches`).
           position: where the tokens stand; a traced scalar.
           max_length: the same as in `start`.
 
@@ -696,7 +714,7 @@ class EncoderDecoder(Model):
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
-        """``[batch, k]`` tokens to ``[batch, k, d_model]``.
+        """``[batch, k]`` tokens to ``[batch, k, d_model]``, the real ones first.
 
         As an NNX module also:
           deterministic: dropout is off; None: the module's `deterministic` says.
@@ -763,7 +781,7 @@ class LanguageModel(Model):
         """Logits of every next token of the targets.
 
         Args:
-          encoder_tokens: ``[batch, k]`` inputs, 0 is padding; k may be 0.
+          encoder_tokens: ``[batch, k]`` inputs; 0 is padding, on either side; k may be 0.
           decoder_tokens: ``[batch, q]`` the targets shifted right by one.
           **packing: as in `EncoderDecoder`; packed rows are not supported here.
 
@@ -816,11 +834,14 @@ class LanguageModel(Model):
         segments: Any = None,
         positions: Any = None,
         max_segments: int | None = None,
+        counted: jax.Array | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
         """The targets' states before the projection to the vocabulary, ``[batch, q, d_model]``.
+
+        Arguments are those of `__call__`, and `counted` as in `EncoderDecoder.decode`.
 
         As an NNX module also:
           deterministic: dropout is off; None: the module's `deterministic` says.
@@ -853,7 +874,7 @@ class LanguageModel(Model):
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
-        """The teacher-forced states of the targets ``[batch, q]`` after the inputs `memory`.
+        """The teacher-forced states of the targets ``[batch · n, q]`` after the inputs `memory`.
 
         As an NNX module also:
           deterministic: dropout is off; None: the module's `deterministic` says.

@@ -104,7 +104,7 @@ def shapes_of(layer: nn.Module, where: str) -> tuple[int, int] | None:
 
 
 def cache_bytes(layer: nn.Module) -> int:
-    """Bytes of one example's decoding cache."""
+    """Bytes of one example's decoding cache, without the number that counts its tokens."""
     x = jax.ShapeDtypeStruct((1, 1, D_MODEL), jnp.float32)
 
     def start(x: jax.Array) -> Any:
@@ -113,7 +113,7 @@ def cache_bytes(layer: nn.Module) -> int:
         )
         return layer_[0][1]
 
-    leaves = jax.tree.leaves(jax.eval_shape(start, x))
+    leaves = [leaf for leaf in jax.tree.leaves(jax.eval_shape(start, x)) if leaf.ndim]
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 

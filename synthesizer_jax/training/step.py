@@ -36,6 +36,7 @@ def loss_sums(
     label_smoothing: float,
     dropout_key: jax.Array | None = None,
     max_segments: int | None = None,
+    penalty_weight: jax.Array | None = None,
 ) -> LossSums:
     """Teacher-forced loss of a batch, summed over its real target tokens.
 
@@ -48,6 +49,9 @@ def loss_sums(
       label_smoothing: T5's label smoothing.
       dropout_key: None turns dropout off.
       max_segments: most segments of a packed row.
+      penalty_weight: the factor of what modules add to the loss, a mean over rows; None: the number of
+        real target tokens. A part of a batch has its share of the whole batch's number here, so that
+        parts of equally many rows add up.
     """
     hidden, left = teacher_forced(
         model,
@@ -69,7 +73,8 @@ def loss_sums(
     else:
         logits = (hidden * jnp.asarray(scale, hidden.dtype)) @ kernel.astype(hidden.dtype)
         sums = cross_entropy(logits, targets, **options)
-    return dataclasses.replace(sums, penalty=penalty * sums.weight)
+    weight = sums.weight if penalty_weight is None else penalty_weight
+    return dataclasses.replace(sums, penalty=penalty * weight)
 
 
 def spread_cross_entropy(
@@ -112,12 +117,14 @@ def teacher_forced(
     Returns:
       ``[b, q, d_model]`` and ``{collection: ...}``.
     """
+    weights = batch.get("decoder_loss_weights")
     found: Any = model.apply(
         variables,
         batch["encoder_input_tokens"],
         batch["decoder_input_tokens"],
         segments=pair(batch, "segment_ids"),
         positions=pair(batch, "positions"),
+        counted=None if weights is None else weights != 0,
         max_segments=max_segments,
         rngs=None if dropout_key is None else {"dropout": dropout_key},
         method="hidden",
@@ -162,8 +169,10 @@ def make_train_step(
     """
 
     def objective(
-        params: Any, state: TrainState, batch: Batch, key: jax.Array, denominator: jax.Array
+        params: Any, state: TrainState, batch: Batch, key: jax.Array, whole: tuple[Any, Any]
     ) -> tuple[jax.Array, LossSums]:
+        """Of a part; `whole` is the whole batch's denominator and number of real target tokens."""
+        denominator, tokens = whole
         variables = {**state.variables, "params": params}
         sums = loss_sums(
             model,
@@ -173,34 +182,34 @@ def make_train_step(
             label_smoothing=label_smoothing,
             dropout_key=key,
             max_segments=max_segments,
+            penalty_weight=tokens / micro_batches,
         )
         return (sums.total + sums.penalty) / denominator, sums
 
     gradient = jax.grad(objective, has_aux=True)
 
     def accumulated(
-        state: TrainState, batch: Batch, key: jax.Array, denominator: jax.Array
+        state: TrainState, batch: Batch, key: jax.Array, whole: tuple[Any, Any]
     ) -> tuple[Any, LossSums]:
         if micro_batches == 1:
-            return gradient(state.params, state, batch, key, denominator)
+            return gradient(state.params, state, batch, key, whole)
 
         def body(carry: Any, part: Any) -> tuple[Any, None]:
             index, micro = part
-            found = gradient(
-                state.params, state, micro, jax.random.fold_in(key, index), denominator
-            )
+            found = gradient(state.params, state, micro, jax.random.fold_in(key, index), whole)
             return jax.tree.map(jnp.add, carry, found), None
 
         parts = jax.tree.map(lambda x: interleave(x, micro_batches), batch)
         first = jax.tree.map(lambda x: x[0], parts)
-        shapes = jax.eval_shape(gradient, state.params, state, first, key, denominator)
+        shapes = jax.eval_shape(gradient, state.params, state, first, key, whole)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return jax.lax.scan(body, zeros, (jnp.arange(micro_batches), parts))[0]
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(key, state.step)
-        denominator = loss_denominator(batch["decoder_loss_weights"], loss_normalizer)
-        gradients, sums = accumulated(state, batch, key, denominator)
+        weights = batch["decoder_loss_weights"]
+        whole = loss_denominator(weights, loss_normalizer), weights.sum()
+        gradients, sums = accumulated(state, batch, key, whole)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         new = TrainState(
             step=state.step + 1,

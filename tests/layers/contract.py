@@ -195,6 +195,44 @@ def steps_are_the_full_pass(s: Subject) -> None:
         np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, rtol=0, atol=1e-9)
 
 
+def ragged_prompts_decode_as_each_alone(s: Subject) -> None:
+    """Prompts of five and three tokens, padded on either side; nobody says where the steps stand."""
+    if "causal" not in s.case.modes:
+        return
+    counts = jnp.array([5, 3])
+
+    def decoded(x: jax.Array, prompt: jax.Array, mask: Mask) -> list[jax.Array]:
+        y, cache = s.layer.apply(s.variables, prompt, mask=mask, cache=NewCache(ROOM))
+        parts = [y]
+        for i in range(2):
+            new = jnp.take_along_axis(x, counts[:, None, None] + i, axis=1)
+            y, cache = s.layer.apply(s.variables, new, cache=cache)
+            parts.append(y)
+        return parts
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def passes(x: jax.Array) -> Any:
+        whole = s.layer.apply(s.variables, x, mask=Mask(causal=True))
+        right = x[:, :5].at[1, 3:].set(9.0)
+        left = right.at[1].set(jnp.roll(right[1], 2, axis=0))
+        valid = jnp.arange(5) >= jnp.array([[0], [2]])
+        return (
+            whole,
+            decoded(x, right, Mask(key_lengths=counts)),
+            decoded(x, left, Mask(key_valid=valid)),
+        )
+
+    with jax.enable_x64(True):
+        whole, right, left = passes(s.x)
+    for parts, real in ((right, slice(0, 3)), (left, slice(2, 5))):
+        prompt, *steps = parts
+        np.testing.assert_allclose(prompt[0], whole[0, :5], rtol=0, atol=1e-9)
+        np.testing.assert_allclose(prompt[1, real], whole[1, :3], rtol=0, atol=1e-9)
+        for i, step in enumerate(steps):
+            expected = jnp.stack([whole[0, 5 + i : 6 + i], whole[1, 3 + i : 4 + i]])
+            np.testing.assert_allclose(step, expected, rtol=0, atol=1e-9)
+
+
 def cross_attention_steps_are_the_full_pass(s: Subject) -> None:
     """And attending to oneself is self-attention."""
     if not isinstance(s.layer, Attention):
@@ -309,6 +347,7 @@ CONTRACT = {
         gradients_are_finite_differences,
         nothing_leaks,
         steps_are_the_full_pass,
+        ragged_prompts_decode_as_each_alone,
         cross_attention_steps_are_the_full_pass,
         longer_padding_changes_nothing,
         packed_is_separate,

@@ -164,12 +164,12 @@ def test_encoder_with_linformer_and_attention_replacements(batch):
             language_model(mixer).init(jax.random.key(0), *batch)
 
 
-def act(x, states, probabilities, threshold):
+def act(states, probabilities, threshold):
     """Adaptive computation time of one position (Graves 2016): its output, and n + remainder.
 
-    The average of the states starts from the position's own input, as in Tensor2Tensor.
+    The average of the states starts from zeros, as in Tensor2Tensor and Mesh-TensorFlow.
     """
-    total, average, steps, remainder = 0.0, x, 0, 0.0
+    total, average, steps, remainder = 0.0, 0.0, 0, 0.0
     for p, state in zip(probabilities, states, strict=True):
         if total >= 1:
             break
@@ -205,7 +205,7 @@ def test_universal_transformer_halts_position_by_position():
     pondered, steps = [], []
     for b, i in np.ndindex(2, 5):
         own = [s[b, i] for s in states], [p[b, i] for p in probabilities]
-        expected, cost, taken = act(np.asarray(x[b, i]), *own, 0.6)
+        expected, cost, taken = act(*own, 0.6)
         np.testing.assert_allclose(y[b, i], expected, atol=1e-4)
         pondered.append(cost)
         steps.append(taken)

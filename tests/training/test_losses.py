@@ -1,5 +1,7 @@
 """Losses against NumPy in float64, values and gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,17 +122,65 @@ def test_logits_of_a_chunk_are_made_once():
     assert flops(jaxpr.jaxpr) == 3 * 3 * one_chunk  # chunks; logits and two gradients
 
 
-def test_only_the_total_has_a_gradient():
+def chunked(logits, targets, **options):
+    """The same losses in chunks, from hidden states that are the logits."""
+    kernel = jnp.eye(V)
+    return chunked_cross_entropy(logits, kernel, targets=jnp.asarray(targets), chunk=4, **options)
+
+
+@pytest.mark.parametrize("losses", [cross_entropy, chunked])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_every_part_has_the_gradient_of_logits_and_weights(losses, smoothing):
     logits, targets, weights = made()
 
-    def part(name):
-        return lambda x: getattr(cross_entropy(x, targets, weights=weights, z_loss=Z), name)
+    def part(name, x, w):
+        options = {"weights": w, "z_loss": Z, "label_smoothing": smoothing}
+        return getattr(losses(x, targets, **options), name)
 
-    total, *parts = (
-        jax.grad(part(name))(jnp.float32(logits)) for name in ("total", "loss", "z_loss")
-    )
-    assert jnp.abs(total).max() > 0
-    assert all(jnp.abs(x).max() == 0 for x in parts)
+    def each(i):  # one token alone, and without z-loss
+        one = logits[i][None], targets[i][None], np.ones(1)
+        return oracle(*one, Z, smoothing), oracle(*one, 0.0, smoothing)
+
+    found = [(i, *each(i)) for i in np.ndindex(targets.shape)]
+    for name in ("total", "loss", "z_loss"):
+        gradient = jax.grad(functools.partial(part, name), (0, 1))
+        for_logits, for_weights = gradient(jnp.float32(logits), jnp.asarray(weights))
+        for i, (loss, z_loss, with_z), (_, _, without) in found:
+            value = {"total": loss + z_loss, "loss": loss, "z_loss": z_loss}[name]
+            slope = {"total": with_z, "loss": without, "z_loss": with_z - without}[name][0]
+            np.testing.assert_allclose(for_weights[i], value, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(for_logits[i], weights[i] * slope, atol=1e-5)
+
+
+@pytest.mark.parametrize("losses", [cross_entropy, chunked])
+def test_targets_of_weight_zero_are_ignored(losses):
+    """Such as -100, or logits that are not a number."""
+    logits, targets, weights = made()
+    weights[0, 0] = weights[2, 1] = 0.0
+    strange = targets.copy()
+    strange[0, 0], strange[2, 1] = -100, V
+
+    def total(x, w, targets):
+        sums = losses(x, targets, weights=w, z_loss=Z, label_smoothing=0.1)
+        return sums.total, sums
+
+    run = jax.value_and_grad(total, (0, 1), has_aux=True)
+    plain, odd = (run(jnp.float32(logits), jnp.asarray(weights), t) for t in (targets, strange))
+    jax.tree.map(np.testing.assert_array_equal, plain[0], odd[0])
+    np.testing.assert_array_equal(plain[1][0], odd[1][0])
+    assert np.all(np.isfinite(odd[1][1]))
+    weights[0, 0] = 1.0
+    for wrong in (-100, -1, V):
+        strange[0, 0] = wrong
+        assert np.isnan(total(jnp.float32(logits), weights, strange)[0])
+    logits[2, 1] = np.nan
+    assert np.isfinite(cross_entropy(logits, targets, weights=weights).total)
+
+
+def test_no_tokens_cost_nothing():
+    for losses in (cross_entropy, chunked):
+        sums = losses(jnp.zeros((0, 4, V)), jnp.zeros((0, 4), int), weights=jnp.zeros((0, 4)))
+        assert sums.total == sums.weight == 0
 
 
 def test_denominators():

@@ -21,13 +21,32 @@ def trainer(model, **changes):
     return Trainer(replace(recipe, model=model), jax.devices()[:1])
 
 
-@pytest.mark.parametrize("normalizer", [None, "tokens_with_padding"])
-def test_micro_batches_make_the_same_update(normalizer):
-    model = t5(Size(8, 1, 16, 2, 4), vocab_size=16)
+def universal(**options):
+    """An encoder-decoder of Universal Transformers with adaptive halting."""
+    plain = t5(Size(8, 1, 16, 2, 4), vocab_size=16, relative_bias=False)
+    shared = {
+        name: UniversalStack((Run(stack.runs[0].block, 3),), halting_threshold=0.9, **options)
+        for name, stack in stacks(plain).items()
+    }
+    return plain.copy(**shared)
+
+
+@pytest.mark.parametrize(
+    ("model", "normalizer"),
+    [
+        (t5(Size(8, 1, 16, 2, 4), vocab_size=16), None),
+        (t5(Size(8, 1, 16, 2, 4), vocab_size=16), "tokens_with_padding"),
+        (universal(ponder_cost=1.0), None),
+    ],
+    ids=["mean", "with padding", "ponder cost"],
+)
+def test_micro_batches_make_the_same_update(model, normalizer):
     states, metrics = [], []
     for parts in (1, 4):
         run = trainer(model, micro_batches=parts, loss_normalizer=normalizer)
-        state, found = run.step(run.init(), run.put(next(CopyStream())))
+        batch = next(CopyStream())
+        batch["encoder_input_tokens"][1::2, 3:] = 0  # not the lengths of the targets
+        state, found = run.step(run.init(), run.put(batch))
         states.append(state.params)
         metrics.append({k: float(v) for k, v in found.items()})
     for other, found in zip(states[1:], metrics[1:], strict=True):
@@ -55,16 +74,9 @@ def test_every_micro_batch_has_rows_of_every_device():
 
 def test_a_ponder_cost_is_part_of_the_loss():
     """Averaged over the batch, once a stack, on top of what the tokens cost."""
-    plain = t5(Size(8, 1, 16, 2, 4), vocab_size=16, relative_bias=False)
 
     def model(cost):
-        shared = {
-            name: UniversalStack(
-                (Run(stack.runs[0].block, 3),), halting_threshold=0.9, ponder_cost=cost
-            )
-            for name, stack in stacks(plain).items()
-        }
-        return plain.copy(**shared)
+        return universal(ponder_cost=cost)
 
     batch = {k: jnp.asarray(v) for k, v in next(CopyStream()).items()}
     variables = model(0.0).init(
