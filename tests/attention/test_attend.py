@@ -233,7 +233,7 @@ def test_what_does_not_divide_by_the_mesh() -> None:
     partition = Partition(batch=("data",), heads=("tensor",))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"batch=6 .* 4 devices .* 4 and 8"):
         attend(terms, values, partition=partition)
-    with pytest.raises(ValueError, match="the mesh has no axis 'data'.*jax.set_mesh"):
+    with pytest.raises(ValueError, match=r"the mesh has no axis 'data'.*jax.set_mesh"):
         attend(terms, values, partition=partition)
 
 
