@@ -5,9 +5,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 TPU := .venv-tpu
+NEWEST := .venv-newest
+NEWEST_PYTHON ?= python3.13
+# What needs neither TensorFlow nor SeqIO: layers, NNX, whole models, decoding and meshes.
+NEWEST_TESTS := tests/attention tests/alignments tests/layers tests/models tests/inference \
+  tests/sharding/test_ambient.py $(wildcard tests/test_nnx*.py) tests/test_multi_head.py \
+  tests/test_attention_fn.py
 WORKDIR ?= runs/quickstart
 
-.PHONY: help install quickstart test lint types tests hosts test-tpu reliability bench bench-peers clean
+.PHONY: help install quickstart test lint types tests hosts test-tpu test-newest reliability bench bench-peers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -48,6 +54,15 @@ $(TPU)/.installed: pyproject.toml constraints.txt
 test-tpu: $(TPU)/.installed  ## compile training steps for real TPU topologies, without a TPU
 	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 $(TPU)/bin/pytest tests/tpu
 
+$(NEWEST)/.installed: pyproject.toml
+	$(NEWEST_PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade pip
+	$(NEWEST)/bin/python -m pip install --quiet -e '.[test]'
+	touch $@
+
+test-newest: $(NEWEST)/.installed  ## the tests that need no TensorFlow, with the newest jax and flax (NEWEST_PYTHON=python3.13)
+	$(NEWEST)/bin/pytest -n 2 --dist worksteal $(NEWEST_TESTS)
+
 reliability: $(STAMP)  ## kill a run 10 and 100 times, and write docs/reliability.md
 	$(BIN)/python benchmarks/reliability.py --kills 10 --page docs/reliability.md
 	$(BIN)/python benchmarks/reliability.py --kills 100 --page docs/reliability.md
@@ -64,4 +79,4 @@ $(PEERS)/.installed: benchmarks/peers.txt
 bench-peers: $(PEERS)/.installed  ## install PyTorch, transformers and CTranslate2 to compare with
 
 clean:  ## remove what make made
-	rm -rf $(VENV) $(PEERS) $(TPU) build dist *.egg-info
+	rm -rf $(VENV) $(PEERS) $(TPU) $(NEWEST) build dist *.egg-info

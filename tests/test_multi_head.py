@@ -87,8 +87,8 @@ NOT_IN_FLAXS_NNX = {"a mask of one batch dimension"}
 
 
 def bound(name: str) -> float:
-    """In bfloat16 both are rough: the gradient of the keys' bias is zero but for rounding."""
-    return 0.06 if name.startswith("bfloat16") else 2e-6
+    """The gradient of the keys' bias is zero but for rounding, which is rough in bfloat16."""
+    return 0.06 if name.startswith("bfloat16") else 5e-6
 
 
 def parameters(found, of) -> None:
@@ -98,9 +98,10 @@ def parameters(found, of) -> None:
 
 
 def is_defaults(ours, theirs, added: set[str]) -> None:
+    """The same parameters, but for those of `added` that only ours has."""
     ours, theirs = (inspect.signature(f).parameters for f in (ours, theirs))
-    rest = {"parent", "name"}
-    names = [n for n in ours if n not in rest | added]
+    rest = {"parent", "name"} | (added - theirs.keys())
+    names = [n for n in ours if n not in rest]
     assert names == [n for n in theirs if n not in rest]
     for name in names:
         assert ours[name].kind == theirs[name].kind, name
@@ -111,11 +112,9 @@ def is_defaults(ours, theirs, added: set[str]) -> None:
 def test_the_signatures_are_flaxs():
     is_defaults(sj.MultiHeadAttention, nn.MultiHeadAttention, {"alignment"})
     is_defaults(snnx.MultiHeadAttention, nnx.MultiHeadAttention, {"alignment"})
-    for ours, theirs in (
-        (sj.MultiHeadAttention, nn.MultiHeadAttention),
-        (snnx.MultiHeadAttention, nnx.MultiHeadAttention),
-    ):
-        is_defaults(ours.__call__, theirs.__call__, set())
+    is_defaults(sj.MultiHeadAttention.__call__, nn.MultiHeadAttention.__call__, set())
+    newer = {"input_positions"}  # Flax 0.12.8 has none
+    is_defaults(snnx.MultiHeadAttention.__call__, nnx.MultiHeadAttention.__call__, newer)
     is_defaults(snnx.MultiHeadAttention.init_cache, nnx.MultiHeadAttention.init_cache, set())
     ours = inspect.signature(attention_fn).parameters
     for function in (nn.dot_product_attention, nnx.dot_product_attention):

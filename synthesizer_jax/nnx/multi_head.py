@@ -157,6 +157,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         is_causal: bool = False,
         out_sharding: Any = None,
         qkv_sharding: Any = None,
+        input_positions: jax.Array | None = None,
     ) -> jax.Array:
         """Mixes tokens.
 
@@ -174,21 +175,26 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           is_causal: a query sees only keys up to its own position; while decoding that is so anyway.
           out_sharding: sharding of the output projection's result.
           qkv_sharding: sharding of the projections' results.
+          input_positions: ``[batch..., q]``, handed to an `attention_fn` that takes them, such as Flax's
+            with rotary positions; needs a Flax newer than 0.12.8, and no `alignment`.
 
         Returns:
           ``[batch..., q, out_features]``.
 
         Raises:
-          ValueError: inputs that do not fit one another or the cache.
+          ValueError: inputs that do not fit one another or the cache, or `input_positions` with an
+            alignment.
         """
         decode = self.decode if decode is None else decode
         if isinstance(mask, Mask) and inputs_k is None and not decode:
             mask = mask.for_self_attention()
-        options = {"out_sharding": out_sharding, "qkv_sharding": qkv_sharding}
+        options: dict[str, Any] = {"out_sharding": out_sharding, "qkv_sharding": qkv_sharding}
         if self.alignment is None:
             if isinstance(mask, Mask) and decode:
                 kept = self._kept()
                 mask = step_array(mask, kept["cache_index"], kept["cached_key"].shape)
+            if input_positions is not None:  # no argument of Flax 0.12.8
+                options["input_positions"] = input_positions
             call: Any = super().__call__
             return call(
                 inputs_q,
@@ -201,6 +207,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 decode=decode,
                 is_causal=is_causal and not decode,
                 **options,
+            )
+        if input_positions is not None:
+            raise ValueError(
+                "MultiHeadAttention: input_positions are for an attention_fn that takes them; leave them "
+                "or alignment out"
             )
         if decode is None:
             raise ValueError("MultiHeadAttention: decode is not set; give it here or when building")

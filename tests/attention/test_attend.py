@@ -169,7 +169,7 @@ def test_vmap_scan_and_remat_of_the_fused_route(names: tuple[str, ...]) -> None:
 )
 def test_a_mesh_gathers_nothing(names: tuple[str, ...], mask: Mask) -> None:
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    partition = Partition(mesh, batch=("data", "fsdp"), heads=("tensor",))
+    partition = Partition(batch=("data", "fsdp"), heads=("tensor",))
     mask = mask.for_self_attention()
     terms, values, g = problem(names, 8)
 
@@ -188,14 +188,14 @@ def test_a_mesh_gathers_nothing(names: tuple[str, ...], mask: Mask) -> None:
     split = jax.tree.map(lambda x: jax.device_put(x, place(x)), (terms, values))
     g_split = jax.device_put(g, place(g))
     jitted = jax.jit(f, static_argnums=4, compiler_options=cases.FAST_COMPILE)
-    compiled = jitted.lower(*split, mask, g_split, partition).compile()
+    with jax.set_mesh(mesh):
+        compiled = jitted.lower(*split, mask, g_split, partition).compile()
+        found = compiled(*split, mask, g_split)
     hlo = compiled.as_text()
     for collective in ("all-gather", "all-to-all", "collective-permute"):
         assert collective not in hlo
     expected = jitted(terms, values, mask, g, None)
-    for x, y in zip(
-        *map(jax.tree.leaves, (compiled(*split, mask, g_split), expected)), strict=True
-    ):
+    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert oracle.error(x, np.asarray(y, np.float64)) < 2e-5
 
 
@@ -204,7 +204,7 @@ def test_a_mesh_gathers_nothing(names: tuple[str, ...], mask: Mask) -> None:
 )
 def test_devices_that_share_the_queries(names: tuple[str, ...], route: str) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2)
-    partition = Partition(mesh, batch=("data",), sequence=("sequence",))
+    partition = Partition(batch=("data",), sequence=("sequence",))
     b, n = 4, 12
     terms = cases.make_terms(names, b, n, n)
     values, g = cases.normal("values", b, n, HEADS, WIDTH), cases.normal("g", b, n, HEADS, WIDTH)
@@ -218,19 +218,23 @@ def test_devices_that_share_the_queries(names: tuple[str, ...], route: str) -> N
         out, back = jax.vjp(call, terms, values)
         return out, *back(g)
 
-    pairs = (jax.tree.leaves(f(terms, values, p)) for p in (partition, None))
-    for x, y in zip(*pairs, strict=True):
+    with jax.set_mesh(mesh):
+        found = f(terms, values, partition)
+    for x, y in zip(*map(jax.tree.leaves, (found, f(terms, values, None))), strict=True):
         assert oracle.error(x, np.asarray(y, np.float64)) < 2e-5
     short = relative(jnp.ones((HEADS, 2 * n - 3)), first=2 - n)
-    with pytest.raises(ValueError, match="give a column for each"):
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="give a column for each"):
         attend((short,), values, q_length=n, partition=partition)
 
 
 def test_what_does_not_divide_by_the_mesh() -> None:
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     terms, values, _ = problem(("static",), 6)
-    with pytest.raises(ValueError, match=r"batch=6 .* 4 devices .* 4 and 8"):
-        attend(terms, values, partition=Partition(mesh, batch=("data",), heads=("tensor",)))
+    partition = Partition(batch=("data",), heads=("tensor",))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"batch=6 .* 4 devices .* 4 and 8"):
+        attend(terms, values, partition=partition)
+    with pytest.raises(ValueError, match=r"the mesh has no axis 'data'.*jax.set_mesh"):
+        attend(terms, values, partition=partition)
 
 
 def test_a_broken_promise_of_packing_is_not_silent() -> None:
