@@ -100,7 +100,7 @@ ROWS: dict[str, Row] = {
     "TokenFeedForward": layer(sj.TokenFeedForward(5, HEADS, WIDTH)),
     "MultiHeadAttention": layer(sj.MultiHeadAttention(HEADS)),
     "MultiHeadAttention, alignment": layer(
-        sj.MultiHeadAttention(HEADS, alignment=sj.Random(LENGTH))
+        sj.MultiHeadAttention(HEADS, alignment=sj.Dense(LENGTH))
     ),
 }
 
@@ -118,9 +118,10 @@ class Subject:
         if row.layer is None:
             parameters = jnp.exp(cases.normal("parameters", *row.parameters) / 2)
         else:
-            parameters = jax.tree.map(
-                lambda s: cases.normal("parameters", *s.shape) / 2 + 0.1,
-                jax.eval_shape(row.layer.init, jax.random.key(0), x)["params"],
+            shapes = jax.eval_shape(row.layer.init, jax.random.key(0), x)["params"]
+            leaves, tree = jax.tree.flatten(shapes)
+            parameters = tree.unflatten(
+                cases.normal(f"{i:04d}", *leaf.shape) / 2 + 0.1 for i, leaf in enumerate(leaves)
             )
         lengths, target = jnp.array([LENGTH, 2, 5, 1]), cases.normal("target", *row.shape)
         self.arguments = parameters, x, lengths, target
@@ -170,7 +171,7 @@ class Subject:
 
 
 def total(y: jax.Array, target: jax.Array) -> jax.Array:
-    """The product of an output and numbers as far apart, summed: a loss."""
+    """The output weighted by the target and summed: a loss."""
     return jnp.sum(y.astype(target.dtype) * target)
 
 
@@ -199,12 +200,12 @@ def near(found: Any, expected: Any, bound: float = 2e-5) -> None:
 
 
 def jit(s: Subject) -> None:
-    """The compiled output equals that computed operation by operation."""
-    near(compiled(s.output)(*s.arguments[:3]), s.output(*s.arguments[:3]))
+    """A loss compiled equals the loss computed operation by operation."""
+    near(s.compiled(*s.arguments)[0], s.loss(*s.arguments))
 
 
 def vmap(s: Subject) -> None:
-    """`vmap` of the gradient over two batches gives each batch's."""
+    """`jax.vmap` of the gradient over two batches gives the gradient of each."""
     (parameters, *one), (_, *other) = s.arguments, s.others
     both = jax.tree.map(lambda *x: jnp.stack(x), one, other)
     found = compiled(jax.vmap(s.gradient, (None, 0, 0, 0)))(parameters, *both)
@@ -212,7 +213,7 @@ def vmap(s: Subject) -> None:
 
 
 def grad(s: Subject) -> None:
-    """The gradient in parameters and inputs equals finite differences in float64."""
+    """The gradient in parameters and inputs equals the same in float64, and finite differences there."""
     near(s.compiled(*s.arguments), s.expected)
     direction = s.direction(3)
     slope = (s.moved(direction, STEP)[0] - s.moved(direction, -STEP)[0]) / (2 * STEP)
@@ -220,7 +221,7 @@ def grad(s: Subject) -> None:
 
 
 def jvp(s: Subject) -> None:
-    """The derivative of the output along a direction, in forward mode, agrees with the gradient."""
+    """The output's tangent along a direction agrees with the gradient."""
     direction = cast(s.direction(3), np.float32)
     push = lambda at, rest: jax.jvp(lambda *at: s.output(*at, rest), at, direction)[1]
     tangent = compiled(push)(s.arguments[:2], s.arguments[2])
@@ -228,12 +229,12 @@ def jvp(s: Subject) -> None:
 
 
 def hessian(s: Subject) -> None:
-    """`jax.hessian` along two directions equals finite differences of the gradient."""
+    """`jax.hessian` along two directions equals finite differences of the gradient in float64."""
     directions = s.direction(3), s.direction(5)
     at, rest = s.arguments[:2], s.arguments[2:]
 
     def along(steps: jax.Array) -> jax.Array:
-        move = lambda x, *d: x + sum(step * jnp.asarray(y) for step, y in zip(steps, d))
+        move = lambda x, one, other: x + steps[0] * one + steps[1] * other
         return s.loss(*jax.tree.map(move, at, *cast(directions, np.float32)), *rest)
 
     expected = np.empty((2, 2))
@@ -251,7 +252,7 @@ def checkpoint(s: Subject) -> None:
 
 
 def scan(s: Subject) -> None:
-    """The gradient of a sum over `jax.lax.scan` is the sum of gradients."""
+    """The gradient of the losses of two batches, summed by `jax.lax.scan`, is the sum of the gradients."""
     (parameters, *one), (_, *other) = s.arguments, s.others
     both = jax.tree.map(lambda *x: jnp.stack(x), one, other)
 
@@ -266,7 +267,7 @@ def scan(s: Subject) -> None:
 
 
 def pmap(s: Subject) -> None:
-    """Gradients on two devices, half of the examples each, add up."""
+    """The gradients of two devices, each with half of the examples, add up to the gradient."""
     parameters, *rows = s.arguments
     halves = [x.reshape(2, BATCH // 2, *x.shape[1:]) for x in rows]
     mapped = jax.pmap(s.gradient, in_axes=(None, 0, 0, 0), devices=jax.devices()[:2])
@@ -276,7 +277,9 @@ def pmap(s: Subject) -> None:
 
 
 def shard_map(s: Subject) -> None:
-    """`jax.shard_map` over the examples with `check_vma=True`; it sums the gradient."""
+    """The gradient of a loss summed over devices in `jax.shard_map`, with its default `check_vma=True`,
+    is the same.
+    """
 
     def spread(*arguments: Any) -> jax.Array:
         own = lambda *arguments: jax.lax.psum(s.loss(*arguments), "data")
@@ -287,7 +290,9 @@ def shard_map(s: Subject) -> None:
 
 
 def explicit_mesh(s: Subject) -> None:
-    """Explicit mesh axes, JAX's default: eight devices, four ways over the examples."""
+    """The gradient on a mesh of four by two devices with explicit axes, JAX's default, is the same. Four
+    devices divide the examples, two the heads of layers.
+    """
     with on_mesh(AxisType.Explicit):
         found = s.on_devices()
         assert jax.typeof(found[1][1]).sharding.spec[0] in ("data", ("data",))
@@ -295,7 +300,7 @@ def explicit_mesh(s: Subject) -> None:
 
 
 def auto_mesh(s: Subject) -> None:
-    """Automatic mesh axes: four ways over the examples, and layers two ways over the heads."""
+    """The gradient on the same mesh with automatic axes is the same."""
     with on_mesh(AxisType.Auto):
         found = s.on_devices()
     near(found, s.expected)
@@ -309,7 +314,7 @@ def on_mesh(kind: AxisType) -> Iterator[None]:
 
 
 def x64(s: Subject) -> None:
-    """Under `jax.enable_x64`, float32 inputs give the same float32 gradient."""
+    """Under `jax.enable_x64`, float32 arguments give the same gradient in float32."""
     with jax.enable_x64(True):
         found = s.compiled(*s.arguments)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(found))
@@ -317,7 +322,9 @@ def x64(s: Subject) -> None:
 
 
 def bfloat16(s: Subject) -> None:
-    """The gradient of one example in bfloat16 is near that in float64; a layer's parameters are float32."""
+    """The gradient of one example in bfloat16 is within 5 % of that in float64; the parameters of layers
+    are float32.
+    """
     parameters, x, lengths, target = s.arguments
     if s.row.layer is None:
         parameters = jax.tree.map(lambda p: p.astype(jnp.bfloat16), parameters)
@@ -328,11 +335,12 @@ def bfloat16(s: Subject) -> None:
 
 
 def nnx_module(s: Subject) -> None:
-    """The NNX module's loss and gradient are those of Linen's `apply` with the same parameters."""
+    """The NNX module has the loss and the gradient of the Linen layer with the same parameters."""
     _, *rows = s.arguments
-    module = nnx_form(s.row.layer)
+    assert s.row.layer is not None
+    module = snnx.to_nnx(s.row.layer, in_features=D, rngs=nnx.Rngs(0))
 
-    @nnx.jit(compiler_options=cases.FAST_COMPILE)
+    @nnx.jit
     def run(module: Any) -> Any:
         loss = lambda module: total(module(rows[0], mask=sj.Mask.padded(rows[1])), rows[2])
         return nnx.value_and_grad(loss)(module)
@@ -341,13 +349,6 @@ def nnx_module(s: Subject) -> None:
     variables = nnx.to_pure_dict(nnx.state(module, nnx.Param))
     expected, (in_linen, _) = s.compiled(variables, *rows)
     near((value, nnx.to_pure_dict(in_parameters)), (expected, in_linen))
-
-
-def nnx_form(module: Any) -> Any:
-    if isinstance(module, sj.MultiHeadAttention):
-        options: dict[str, Any] = {"alignment": module.alignment, "decode": False}
-        return snnx.MultiHeadAttention(module.num_heads, D, **options, rngs=nnx.Rngs(0))
-    return snnx.to_nnx(module, in_features=D, rngs=nnx.Rngs(0))
 
 
 COLUMNS: dict[str, Callable[[Subject], None]] = {
