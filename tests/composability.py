@@ -200,7 +200,7 @@ def near(found: Any, expected: Any, bound: float = 2e-5) -> None:
 
 
 def jit(s: Subject) -> None:
-    """A loss compiled equals the loss computed operation by operation."""
+    """A compiled loss equals the loss computed operation by operation."""
     near(s.compiled(*s.arguments)[0], s.loss(*s.arguments))
 
 

@@ -16,7 +16,7 @@ from flax import nnx
 from synthesizer_jax.models import TokenModel
 from synthesizer_jax.multi_head import MultiHeadAttention as LinenMultiHeadAttention
 from synthesizer_jax.nnx.axes import axis_rules
-from synthesizer_jax.nnx.forms import Model, form_of
+from synthesizer_jax.nnx.forms import form_of
 from synthesizer_jax.nnx.mixers import (
     Attention,
     DynamicConvolution,

@@ -333,7 +333,7 @@ def from_linen(
     """
     arguments = inspect.signature(MultiHeadAttention.__init__).parameters
     fields = fields_of(layer)
-    for name in fields.keys() - arguments.keys():
+    for name in sorted(fields.keys() - arguments.keys()):
         if fields[name]:
             raise ValueError(
                 f"to_nnx: MultiHeadAttention has no {name} in NNX; leave {name}={fields[name]!r} out"
