@@ -11,7 +11,8 @@ import pytest
 from synthesizer_jax import MIXERS
 from synthesizer_jax.attention.attend import ROUTES
 from synthesizer_jax.parameters import ACTIVATION_AXES, LOGICAL_AXES
-from tests.composability import COLUMNS, ROWS, SENTENCES, Subject, updated
+from tests.composability import COLUMNS, ROWS, SENTENCES, updated
+from tests.transformations import Subject
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs/composability.md"
 
