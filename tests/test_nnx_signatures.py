@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import pathlib
 
+import flax.linen as linen
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -111,3 +112,27 @@ def test_mistakes_are_one_sentence():
         layer(jnp.zeros((1, 3, 7)))
     with pytest.raises(ValueError, match="Attention reads vectors; give in_features"):
         snnx.to_nnx(synthesizer_jax.Attention(2, 4), rngs=nnx.Rngs(0))
+
+
+def test_arguments_that_nnx_modules_add_are_not_the_linen_layers():
+    class Own(linen.Module):
+        @linen.compact
+        def __call__(self, x, deterministic=True):
+            return x
+
+    with pytest.raises(
+        ValueError, match=r"Own.__call__ has an argument 'deterministic', which NNX"
+    ):
+        snnx.to_nnx(Own(), in_features=8, rngs=nnx.Rngs(0))
+
+
+def test_the_nnx_form_of_multi_head_attention():
+    own = synthesizer_jax.MultiHeadAttention(
+        2, qkv_features=6, alignment=synthesizer_jax.Gaussian()
+    )
+    layer = snnx.to_nnx(own, in_features=8, rngs=nnx.Rngs(0), use_bias=False)
+    assert isinstance(layer, snnx.MultiHeadAttention)
+    assert (layer.qkv_features, layer.use_bias, layer.alignment) == (6, False, own.alignment)
+    assert layer(jnp.ones((1, 3, 8))).shape == (1, 3, 8)
+    with pytest.raises(ValueError, match="no force_fp32_for_softmax in NNX; leave"):
+        snnx.to_nnx(own.copy(force_fp32_for_softmax=True), in_features=8, rngs=nnx.Rngs(0))

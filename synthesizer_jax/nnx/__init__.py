@@ -13,8 +13,10 @@ from typing import Any
 import flax.linen as linen
 from flax import nnx
 
+from synthesizer_jax.models import TokenModel
+from synthesizer_jax.multi_head import MultiHeadAttention as LinenMultiHeadAttention
 from synthesizer_jax.nnx.axes import axis_rules
-from synthesizer_jax.nnx.forms import Model, form_of
+from synthesizer_jax.nnx.forms import form_of
 from synthesizer_jax.nnx.mixers import (
     Attention,
     DynamicConvolution,
@@ -34,7 +36,7 @@ from synthesizer_jax.nnx.models import (
     UniversalStack,
 )
 from synthesizer_jax.nnx.module import LinenModule, Loss, linen_variables
-from synthesizer_jax.nnx.multi_head import MultiHeadAttention
+from synthesizer_jax.nnx.multi_head import MultiHeadAttention, from_linen
 
 
 def to_nnx(
@@ -43,8 +45,8 @@ def to_nnx(
     """The NNX module of a Linen configuration, its parameters made at once.
 
     Args:
-      layer: an unbound Linen module: a mixer, also one of your own, a block, a stack, or a model such as
-        ``ZOO["synthesizer_rv_base"]()``.
+      layer: an unbound Linen module: a mixer, also one of your own, a `MultiHeadAttention`, a block, a
+        stack, or a model such as ``ZOO["synthesizer_rv_base"]()``.
       rngs: random streams; ``params`` makes the parameters, and ``dropout`` is forked for dropout.
       in_features: width of the tokens; None for models, which read integers.
       **options: ``cross``, ``deterministic`` and ``keep_rngs`` as in the classes of this package.
@@ -53,13 +55,14 @@ def to_nnx(
       An instance of the NNX class of the same name, for `nnx.jit`, `nnx.grad`, `nnx.Optimizer`,
       `nnx.split` and checkpoints.
     """
-    made = form_of(type(layer))
-    if issubclass(made, Model):
-        return made(layer, rngs=rngs, **options)
+    if isinstance(layer, TokenModel):
+        return form_of(type(layer))(layer, rngs=rngs, **options)
     if in_features is None:
         name = type(layer).__name__
         raise ValueError(f"to_nnx: {name} reads vectors; give in_features, the width of its tokens")
-    return made(layer, rngs=rngs, in_features=in_features, **options)
+    if type(layer) is LinenMultiHeadAttention:
+        return from_linen(layer, in_features, rngs=rngs, **options)
+    return form_of(type(layer))(layer, rngs=rngs, in_features=in_features, **options)
 
 
 __all__ = [

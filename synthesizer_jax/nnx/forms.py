@@ -233,6 +233,12 @@ def method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     documented = documentation(function.__doc__, call.__doc__)
     signature = inspect.signature(function)
+    taken = {p.name for p in keywords(call)} & signature.parameters.keys()
+    if taken:
+        raise ValueError(
+            f"to_nnx: {function.__qualname__} has an argument {min(taken)!r}, which NNX modules have "
+            "already; leave it out, and apply dropout where self.has_rng('dropout')"
+        )
     own = list(signature.parameters.values())
     rest = [own.pop()] if own[-1].kind is inspect.Parameter.VAR_KEYWORD else []
     call.__signature__ = signature.replace(parameters=[*own, *keywords(call), *rest])  # type: ignore[attr-defined]

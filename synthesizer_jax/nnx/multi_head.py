@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -20,6 +21,7 @@ from synthesizer_jax.alignments import Alignment, DotProduct
 from synthesizer_jax.ambient import partition
 from synthesizer_jax.attention import Mask, Span, Terms, attend
 from synthesizer_jax.flax_attention import as_mask, attention_fn, flat
+from synthesizer_jax.multi_head import MultiHeadAttention as LinenMultiHeadAttention
 from synthesizer_jax.multi_head import (
     batched_weights,
     check_fields,
@@ -29,6 +31,7 @@ from synthesizer_jax.multi_head import (
     step,
     step_array,
 )
+from synthesizer_jax.registry import fields_of
 
 ZEROS = initializers.zeros_init()
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
@@ -323,3 +326,28 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     @property
     def _heads(self) -> dict[str, int]:
         return {"num_heads": self.num_heads, "head_dim": self.head_dim}
+
+
+def from_linen(
+    layer: LinenMultiHeadAttention, in_features: int, *, rngs: nnx.Rngs, **options: Any
+) -> MultiHeadAttention:
+    """The NNX layer with a Linen layer's fields.
+
+    Args:
+      layer: the Linen layer.
+      in_features: width of the queries' tokens.
+      rngs: random streams.
+      **options: other arguments of `MultiHeadAttention`; they go before the fields.
+
+    Raises:
+      ValueError: a field is set that Flax's NNX layer does not have.
+    """
+    arguments = inspect.signature(MultiHeadAttention.__init__).parameters
+    fields = fields_of(layer)
+    for name in sorted(fields.keys() - arguments.keys()):
+        if fields[name]:
+            raise ValueError(
+                f"to_nnx: MultiHeadAttention has no {name} in NNX; leave {name}={fields[name]!r} out"
+            )
+    shared = {name: value for name, value in fields.items() if name in arguments}
+    return MultiHeadAttention(in_features=in_features, rngs=rngs, **{**shared, **options})
