@@ -271,7 +271,8 @@ def make_plan(
     positional = packed and any(any(by_position(t, mask)) for t in terms)
     lengths = unpacked_lengths(mask, q_length, k_length) if packed else None
     obstacles = _obstacles(terms, mask, positional=positional, unpacks=lengths is not None)
-    obstacles |= _gpu_obstacles(terms, values, q_length, stays_packed=positional and not lengths)
+    why_not = FEW_SEGMENTS if positional and lengths is None else cudnn_obstacle(terms, values)
+    obstacles |= {"cudnn": why_not} if why_not else {}
     chosen = implementation
     if implementation == "auto":
         q, k = lengths if lengths and positional else (q_length, k_length)
@@ -306,14 +307,6 @@ def _obstacles(terms: Terms, mask: Mask, *, positional: bool, unpacks: bool) -> 
     elif packed and not unpacks:
         found["static"] = few
     return found
-
-
-def _gpu_obstacles(
-    terms: Terms, values: jax.Array, q_length: int, *, stays_packed: bool
-) -> dict[str, str]:
-    """Why the cuDNN route cannot run; `stays_packed`: positions are looked up in packed rows."""
-    why = FEW_SEGMENTS if stays_packed else cudnn_obstacle(terms, values, q_length)
-    return {"cudnn": why} if why else {}
 
 
 def drop_values(values: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

@@ -6,12 +6,12 @@ cuDNN 9 (Attention):
 
 * `LowRank` terms, concatenated along the rank. Factors that the examples share are copied for every
   example, and their gradients held for every example before they are summed.
-* `Static` and `Relative` terms, added up to one float32 bias ``[1, h, q, k]``; a bias of an odd length is
-  padded by one. Without a `LowRank` term the kernels multiply zeros.
+* `Static` and `Relative` terms, added up to one float32 bias ``[1, h, q, k]``. Without a `LowRank`
+  term the kernels multiply zeros.
 * Lengths, `Mask.causal`, and with it `Mask.window`, cost nothing. The other parts of a mask become a bias
   themselves, ``[b or 1, h or 1, q, k]`` in the dtype of the values; added to a bias that the examples
   share, a mask that differs between them makes it ``[b, h, q, k]``.
-* Keys and values are padded to the same width, a multiple of 8.
+* Keys and values are padded to the same width, a multiple of 8, and odd lengths by one.
 
 What the kernels return for padding and for rows without keys is never read: those rows are replaced by
 zeros, and so are the cotangents that belong to them.
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
 
 from synthesizer_jax.attention import blocked
 from synthesizer_jax.attention.derivatives import with_gradient
@@ -44,7 +45,7 @@ def attend_cudnn(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) 
     """``softmax(Σ terms) · values`` by cuDNN.
 
     First-order reverse mode is cuDNN's own, from the row sums of its forward pass. All other derivatives
-    are those of `blocked.plain`.
+    are those of `blocked.plain`. Under `jax.vmap` the kernels run once for each mapped element.
 
     Args:
       terms: terms for q queries and k keys, to which `obstacle` does not object.
@@ -58,16 +59,23 @@ def attend_cudnn(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) 
     inputs, _ = inputs_of(terms, values, mask, q_length)
     call = functools.partial(_call, q_length)
 
-    def forward(inputs: Inputs) -> tuple[jax.Array, Any]:
-        return jax.vjp(call, inputs)
+    kept_tree: Any = jax.tree.structure(jax.eval_shape(functools.partial(jax.vjp, call), inputs)[1])
 
-    def backward(inputs: Inputs, out: jax.Array, pull_back: Any, g: jax.Array) -> Inputs:
-        return pull_back(g)[0]
+    # The kernels' own rules for `jax.vmap` take no mapped bias, nor mapped beside unmapped arrays.
+    @sequential_vmap
+    def forward(inputs: Inputs) -> tuple[jax.Array, list[jax.Array]]:
+        out, pull_back = jax.vjp(call, inputs)
+        return out, jax.tree.leaves(pull_back)
+
+    @sequential_vmap
+    def backward(inputs: Inputs, out: jax.Array, kept: list[jax.Array], g: jax.Array) -> Inputs:
+        (found,) = kept_tree.unflatten(kept)(g)
+        return inputs.cotangents(found.products, found.biases, found.values)
 
     return with_gradient(forward, backward, functools.partial(blocked.plain, q_length))(inputs)
 
 
-def obstacle(terms: Terms, values: jax.Array, q_length: int) -> str:
+def obstacle(terms: Terms, values: jax.Array) -> str:
     """Why cuDNN cannot compute attention with these terms on this machine; empty if it can."""
     other = [t for t in terms if not isinstance(t, LowRank | Static | Relative)]
     if other:
@@ -78,8 +86,6 @@ def obstacle(terms: Terms, values: jax.Array, q_length: int) -> str:
     unlike = [x.dtype for x in factors if x.dtype != values.dtype]
     if unlike:
         return f"cuDNN takes one dtype, but a LowRank term is {unlike[0]} and the values are {values.dtype}"
-    if q_length == values.shape[1] == 1:
-        return "cuDNN does not take one query with one key"
     capability = compute_capability()
     if capability is None or capability < (8, 0):
         return "cuDNN's attention needs an NVIDIA GPU of compute capability 8.0 or above"
@@ -146,9 +152,7 @@ def _call(q_length: int, inputs: Inputs) -> jax.Array:
     is_causal, window, pattern = mask_arguments(mask, q_length, k_length, biased=bias is not None)
     if bias is not None:
         bias = bias[None] if pairs is None else jnp.where(pairs.any(0, keepdims=True), bias, 0)
-    q, k = q_length, k_length
-    if bias is not None or pattern is not None:
-        q, k = q + q % 2, k + k % 2
+    q, k = (n + n % 2 for n in (q_length, k_length))
     given = mask.key_lengths is not None or mask.query_lengths is not None
     lengths: tuple[Any, Any] = (None, None)
     if given or window is not None or k > k_length:
@@ -223,7 +227,7 @@ def _width(terms: Terms, values: jax.Array) -> int:
 
 
 def _only(x: jax.Array, real: jax.Array | None) -> jax.Array:
-    """The array ``[b, n, h, r]``, zero where `real`, ``[b or 1, n]`` or ``[b or 1, n, h or 1]``, is false."""
+    """``[b, n, h, r]``, zero where `real`, ``[b or 1, n]`` or ``[b or 1, n, h or 1]``, is false."""
     if real is None:
         return x
     return jnp.where(real.reshape(real.shape + (1,) * (4 - real.ndim)), x, 0)
