@@ -96,6 +96,20 @@ def test_bfloat16(by_xla) -> None:
             assert oracle.rms_error(term[name], array) < 2e-2, name
 
 
+def test_gradients_of_shared_factors_are_summed_in_float32() -> None:
+    """In bfloat16, 257 is 256."""
+    keys = jnp.ones((1, 1, 1, 8), jnp.bfloat16)
+    values = jnp.ones((600, 1, 1, 8), jnp.bfloat16)
+
+    def factor(keys):
+        return cudnn._factor((low_rank(values, keys, token_keys=False),), "keys", values, 1)
+
+    jaxpr = jax.make_jaxpr(jax.grad(lambda x: factor(x).astype(jnp.float32).sum()))(keys)
+    sums = [e for e in jaxpr.eqns if e.primitive.name == "reduce_sum" and e.invars[0].aval.ndim]
+    assert {str(e.invars[0].aval.dtype) for e in sums} == {"float32"}
+    np.testing.assert_array_equal(jax.grad(lambda x: factor(x).sum())(keys), 600)
+
+
 def mask_of(name: str) -> Mask:
     lengths = jnp.array([11, 4, 0])
     return {
