@@ -13,6 +13,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from synthesizer_jax.attention.banded import attend_banded
 from synthesizer_jax.attention.checks import check, check_weights
+from synthesizer_jax.attention.cudnn import attend_cudnn
+from synthesizer_jax.attention.cudnn import obstacle as cudnn_obstacle
 from synthesizer_jax.attention.explain import Explanation, explain_call
 from synthesizer_jax.attention.fused import attend_fused, kernel_of
 from synthesizer_jax.attention.masks import Mask
@@ -32,12 +34,19 @@ ROUTES = {
     "static": attend_static,
     "fused": attend_fused,
     "banded": attend_banded,
+    "cudnn": attend_cudnn,
     "reference": attend_reference,
 }
 
 SMALL = 128 * 128
 """Logits of one head and example that are hardly more than its queries, keys and values: up to here the
 reference route is as good as any."""
+
+
+FEW_SEGMENTS = (
+    "in packed rows it needs Mask.segments, no Mask.allowed, and segments · segment_length² not far "
+    "above the square of the row's length"
+)
 
 
 def attend(
@@ -60,6 +69,8 @@ def attend(
       all examples; falls back to the fused route where that could lose digits.
     * ``fused``: blocks of one head and example, recomputed in the backward pass.
     * ``banded``, for `Banded` weights: shifts of the values, cost linear in the length.
+    * ``cudnn``: cuDNN's attention on NVIDIA GPUs, for float16 and bfloat16 (`attention.cudnn`). ``auto``
+      does not choose it, because it has not been measured yet.
     * ``reference``: all logits in memory.
 
     Derivatives of every order and mode exist on every route. First-order reverse mode is hand-written;
@@ -110,7 +121,7 @@ def attend(
             implementation=implementation,
             partition=partition,
         )
-    plan = make_plan(terms, mask, q_length, k_length, implementation)
+    plan = make_plan(terms, values, mask, q_length, implementation)
 
     def run(terms: Terms, values: jax.Array, mask: Mask, q_length: int) -> jax.Array:
         route = ROUTES[plan.route]
@@ -142,7 +153,10 @@ def note(
 
     def make() -> Explanation:
         kernel, obstacles = "matrix products", dict(plan.obstacles)
+        obstacles.setdefault("cudnn", "it runs only where it is asked for, implementation='cudnn'")
         obstacles.pop(plan.route, None)
+        if plan.route == "cudnn":
+            kernel = "cuDNN"
         if plan.route == "fused":
             kernel, why = kernel_of(terms, values, mask, q_length, platform)
             obstacles |= {"kernels": why} if why else {}
@@ -242,7 +256,7 @@ class Plan:
 
 
 def make_plan(
-    terms: Terms, mask: Mask, q_length: int, k_length: int, implementation: str = "auto"
+    terms: Terms, values: jax.Array, mask: Mask, q_length: int, implementation: str = "auto"
 ) -> Plan:
     """Chooses the route.
 
@@ -253,10 +267,12 @@ def make_plan(
         raise ValueError(
             f"attend: implementation={implementation!r}; allowed: auto, {', '.join(ROUTES)}"
         )
-    packed = mask.query_segments is not None
+    k_length, packed = values.shape[1], mask.query_segments is not None
     positional = packed and any(any(by_position(t, mask)) for t in terms)
     lengths = unpacked_lengths(mask, q_length, k_length) if packed else None
     obstacles = _obstacles(terms, mask, positional=positional, unpacks=lengths is not None)
+    why_not = FEW_SEGMENTS if positional and lengths is None else cudnn_obstacle(terms, values)
+    obstacles |= {"cudnn": why_not} if why_not else {}
     chosen = implementation
     if implementation == "auto":
         q, k = lengths if lengths and positional else (q_length, k_length)
@@ -267,17 +283,13 @@ def make_plan(
             f"attend: implementation={implementation!r} is not possible here: {obstacles[chosen]}; "
             "use 'auto'"
         )
-    unpack = lengths is not None and (positional or chosen == "static")
+    unpack = lengths is not None and (positional or chosen in ("static", "cudnn"))
     return Plan(chosen, unpack and implementation != "reference", obstacles)
 
 
 def _obstacles(terms: Terms, mask: Mask, *, positional: bool, unpacks: bool) -> dict[str, str]:
     """Why routes cannot run; see `Plan`."""
-    packed = mask.query_segments is not None
-    few = (
-        "in packed rows it needs Mask.segments, no Mask.allowed, and segments · segment_length² not far "
-        "above the square of the row's length"
-    )
+    packed, few = mask.query_segments is not None, FEW_SEGMENTS
     if any(isinstance(t, Banded) for t in terms):
         weights = "Banded terms are weights without a softmax"
         banded = {"banded": few} if positional and not unpacks else {}

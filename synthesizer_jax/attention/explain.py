@@ -23,7 +23,7 @@ class Explanation:
     """How one call of `attend` is computed.
 
     Attributes:
-      route: ``static``, ``fused``, ``banded`` or ``reference``; see `attend`.
+      route: ``static``, ``fused``, ``banded``, ``cudnn`` or ``reference``; see `attend`.
       kernel: what runs it on the platform.
       platform: ``cpu``, ``gpu`` or ``tpu``.
       shape: batch, queries, keys and heads, on all devices.
