@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -82,6 +84,15 @@ def project(
         dot_general=dense_product,
         name=name,
     )(x)
+
+
+def check_alignment(value: Any, field: str) -> None:
+    """Raises a `TypeError` for what is no alignment object; `field` names it, such as ``Mixture: parts``."""
+    if isinstance(value, nn.Module):
+        return
+    what = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
+    example = f"{value.__name__}(...)" if isinstance(value, type) else "Random(max_length=512)"
+    raise TypeError(f"{field} is {what}; give an alignment object, such as {example}")
 
 
 def take(table: jax.Array, span: Span, *, axis: int) -> jax.Array:

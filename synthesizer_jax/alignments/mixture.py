@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.alignments.base import Alignment, project
+from synthesizer_jax.alignments.base import Alignment, check_alignment, project
 from synthesizer_jax.attention import Span, Terms, add, scale
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.parameters import with_axes
@@ -54,6 +54,8 @@ class Mixture(Alignment):
             queries = project(
                 queries, heads=num_heads, width=head_dim, name="query", kernel_init=self.query_init
             )
+        for part in self.parts:
+            check_alignment(part, "Mixture: an entry of parts")
         parts = [
             part.copy(name=f"part_{i}", parent=self)(
                 queries,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import flax.linen as nn
 import jax
 
-from synthesizer_jax.alignments.base import Alignment
+from synthesizer_jax.alignments.base import Alignment, check_alignment
 from synthesizer_jax.attention import Span, Split, Terms
 from synthesizer_jax.registry import register
 
@@ -39,6 +39,7 @@ class PerHead(Alignment):
         counts = self.counts(num_heads)
         groups, start = [], 0
         for i, (part, count) in enumerate(zip(self.parts, counts, strict=True)):
+            check_alignment(part, "PerHead: an entry of parts")
             own = slice(start, start + count)
             groups.append(
                 part.copy(name=f"part_{i}", parent=self)(

@@ -65,7 +65,7 @@ def check_weights(
       TypeError: `terms` are not terms, or the mask is none.
       ValueError: for shapes that do not go together.
     """
-    _check_types(terms)
+    check_types(terms)
     mask = Mask.of(mask)
     q_length, k_length = _lengths(terms, q_length, k_length)
     heads = heads_of(terms[0]) if heads is None else heads
@@ -77,10 +77,10 @@ def check_weights(
     for term in terms:
         _check_term(term, mask, (batch, q_length, k_length, heads))
     lengths = q_length, k_length
-    return tuple(_covering(term, mask, *lengths) for term in terms), mask, *lengths
+    return tuple(covering(term, mask, *lengths) for term in terms), mask, *lengths
 
 
-def _check_types(terms: Any) -> None:
+def check_types(terms: Any) -> None:
     """Raises for what an alignment may have returned in the place of terms."""
     example = "return a tuple of terms, such as (static(logits),)"
     if isinstance(terms, TERMS):
@@ -164,7 +164,7 @@ def _check_term(term: Term, mask: Mask, sizes: tuple[int, int, int, int]) -> Non
             )
 
 
-def _covering(term: Term, mask: Mask, q_length: int, k_length: int) -> Term:
+def covering(term: Term, mask: Mask, q_length: int, k_length: int) -> Term:
     """A `Relative` of packed rows, extended by zeros to distances that no segment reaches."""
     if not isinstance(term, Relative) or mask.query_segments is None:
         return term

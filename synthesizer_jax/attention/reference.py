@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention.banded import materialise_banded
+from synthesizer_jax.attention.checks import covering
 from synthesizer_jax.attention.masks import Mask, positions
 from synthesizer_jax.attention.packed import by_position
 from synthesizer_jax.attention.terms import Banded, Split, Terms, materialise
@@ -94,6 +95,7 @@ def packed_logits(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -> 
     """The logits ``[b or 1, h, q, k]`` with positions counted inside packed segments, if any."""
     total = None
     for term in terms:
+        term = covering(term, mask, q_length, k_length)
         logits = materialise(
             (term,), q_length=q_length, k_length=k_length, query_offset=mask.query_offset
         )

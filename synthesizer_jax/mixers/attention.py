@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.alignments import Alignment, DotProduct
-from synthesizer_jax.alignments.base import project
+from synthesizer_jax.alignments.base import check_alignment, project
 from synthesizer_jax.ambient import on_any_mesh, partition
 from synthesizer_jax.attention import (
     Cache,
@@ -23,6 +23,7 @@ from synthesizer_jax.attention import (
     init_cache,
 )
 from synthesizer_jax.attention.cache import read_tokens
+from synthesizer_jax.attention.checks import check_types
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.mixers.base import NewCache, dropout_options, merge_heads
 from synthesizer_jax.mixers.decoding import (
@@ -113,6 +114,7 @@ class Attention(nn.Module):
           ValueError: among others, for tokens past the end of the cache or of the alignment's table.
             Where the position is traced, as in a compiled loop, the outputs are NaN instead.
         """
+        check_alignment(self.alignment, f"{type(self).__name__}: alignment")
         mask = Mask.of(mask)
         if cache is not None:
             ragged = ragged_step(self, x, kv, mask=mask, bias=bias, cache=cache, position=position)
@@ -133,9 +135,10 @@ class Attention(nn.Module):
             values if self.shared_key_value else kv,
             num_heads=self.num_heads,
             head_dim=self.head_dim,
-            query_span=Span(position, x.shape[1]),
-            key_span=Span(0, room),
+            query_span=Span(position, positions_of(mask, x.shape[1])),
+            key_span=Span(0, positions_of(mask, room)),
         )
+        check_types(terms)
         extra = self.extra(memory)
         if cache is not None:
             terms, values, mask, cache = self.extended(
@@ -225,3 +228,10 @@ class Attention(nn.Module):
     def reporting(self) -> bool:
         """Whether the attention weights are asked for."""
         return self.is_mutable_collection("intermediates") and not self.is_initializing()
+
+
+def positions_of(mask: Mask, length: int) -> int:
+    """How many positions tables must have for a row: in packed rows those of the longest segment."""
+    if mask.key_segments is None or mask.segment_length is None:
+        return length
+    return min(length, mask.segment_length)

@@ -1,0 +1,71 @@
+"""Mistakes of a variant's author, each told in a sentence; and tables of packed rows."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import synthesizer_jax as sj
+from synthesizer_jax.attention import static
+
+X = jax.random.normal(jax.random.key(0), (2, 12, 8))
+
+
+class Returns(sj.Alignment):
+    """An alignment that returns what it is told to."""
+
+    what: str
+
+    @nn.compact
+    def __call__(self, queries, keys=None, **options):
+        logits = jnp.zeros((2, 12, 12))
+        return {"array": logits, "term": static(logits), "nothing": None}[self.what]
+
+
+@pytest.mark.parametrize(
+    ("alignment", "message"),
+    [
+        (Returns("array"), "terms are of type JitTracer|terms are of type ArrayImpl"),
+        (Returns("term"), r"terms are a bare Static; return a tuple of terms, such as \(static"),
+        (Returns("nothing"), "terms are of type NoneType"),
+        (sj.Random, r"Attention: alignment is the class Random; .* such as Random\(...\)"),
+        ("random", r"Attention: alignment is 'random'; give an alignment object"),
+        (sj.Mixture((sj.Random(12), sj.Dense)), "Mixture: an entry of parts is the class Dense"),
+        (sj.PerHead((sj.Random(12), "dense")), "PerHead: an entry of parts is 'dense'"),
+    ],
+)
+def test_mistakes_are_one_sentence(alignment, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        sj.Attention(2, 4, alignment).init(jax.random.key(0), X)
+
+
+@pytest.mark.parametrize(
+    "alignment",
+    [
+        sj.Random(4),
+        sj.Dense(4),
+        sj.FactorizedRandom(4, rank=2),
+        sj.FactorizedDense(4),
+        sj.Mixture((sj.DotProduct(), sj.Random(4), sj.RelativeBias(8, 8))),
+    ],
+    ids=lambda a: type(a).__name__,
+)
+@pytest.mark.parametrize("mixer", [sj.Attention, sj.TalkingHeads])
+def test_tables_need_the_positions_of_a_segment(alignment, mixer) -> None:
+    """A row of twelve tokens with segments of up to four fits tables of four positions."""
+    segments = jnp.array(
+        [[1, 1, 1, 1, 2, 2, 3, 3, 3, 3, 0, 0], [1] * 3 + [2] * 4 + [3] * 2 + [0] * 3]
+    )
+    layer = mixer(2, 4, alignment)
+    variables = layer.init(jax.random.key(1), X[:, :4])
+    mask = sj.Mask.packed(segments, segments=3, segment_length=4)
+    out = layer.apply(variables, X, mask=mask)
+    for row, number in ((0, 1), (0, 3), (1, 2)):
+        own = np.flatnonzero(np.asarray(segments[row]) == number)
+        alone = layer.apply(variables, X[row : row + 1, own])
+        np.testing.assert_allclose(out[row, own], alone[0], atol=2e-5)
+    with pytest.raises(ValueError, match=r"max_length=4 but was given 12 positions|covers|reach"):
+        sj.Attention(2, 4, sj.Random(4)).apply(
+            sj.Attention(2, 4, sj.Random(4)).init(jax.random.key(0), X[:, :4]), X
+        )
