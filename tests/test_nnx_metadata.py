@@ -11,14 +11,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from synthesizer_jax import DotProduct, Mask, Mixture, Random, t5
 from synthesizer_jax import nnx as snnx
 from synthesizer_jax.models import Size
-from synthesizer_jax.parameters import LOGICAL_AXES, abstract_variables
+from synthesizer_jax.parameters import ACTIVATION_AXES, LOGICAL_AXES, abstract_variables
 
 D, HEADS, LENGTH = 8, 2, 6
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, LENGTH, D)), jnp.float32)
 TINY = t5(Size(d_model=D, layers=1, d_ff=6, heads=HEADS, head_dim=4), vocab_size=12)
 TOKENS = jnp.array([[3, 4, 5, 1], [6, 2, 0, 0]])
 DIVIDED = {"heads": "tensor", "mlp": "tensor", "vocab": "tensor", "embed": "fsdp"}
-RULES = tuple((name, DIVIDED.get(name)) for name in LOGICAL_AXES)
+RULES = tuple((name, DIVIDED.get(name)) for name in (*LOGICAL_AXES, *ACTIVATION_AXES))
 
 
 def ours(**options):
