@@ -87,7 +87,7 @@ def project(
 
 
 def check_alignment(value: Any, field: str) -> None:
-    """Raises a `TypeError` for what is no alignment object; `field` names it, such as ``Mixture: parts``."""
+    """Raises a `TypeError` for what is no alignment object; `field` says where it was given."""
     if isinstance(value, nn.Module):
         return
     what = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
