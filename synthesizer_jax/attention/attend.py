@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,22 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention.banded import attend_banded
+from synthesizer_jax.attention.checks import check, check_weights
 from synthesizer_jax.attention.fused import attend_fused
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.packed import attend_unpacked, by_position, unpacked_lengths
 from synthesizer_jax.attention.partition import Partition
 from synthesizer_jax.attention.reference import attend_reference, weigh
 from synthesizer_jax.attention.static import attend_static
-from synthesizer_jax.attention.terms import (
-    Banded,
-    LowRank,
-    Outer,
-    Relative,
-    Split,
-    Static,
-    Term,
-    Terms,
-)
+from synthesizer_jax.attention.terms import Banded, LowRank, Outer, Split, Terms
 
 ROUTES = {
     "static": attend_static,
@@ -42,7 +35,7 @@ def attend(
     terms: Terms,
     values: jax.Array,
     *,
-    mask: Mask | None = None,
+    mask: Mask | jax.Array | None = None,
     q_length: int | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
@@ -58,12 +51,15 @@ def attend(
       all examples; falls back to the fused route where that could lose digits.
     * ``fused``: blocks of one head and example, recomputed in the backward pass.
     * ``banded``, for `Banded` weights: shifts of the values, cost linear in the length.
-    * ``reference``: all logits in memory; the only route with forward-mode derivatives.
+    * ``reference``: all logits in memory.
+
+    Derivatives of every order and mode exist on every route. First-order reverse mode is hand-written;
+    forward mode and higher orders go block by block too, on all but the reference route, and take longer.
 
     Args:
       terms: the terms of the logits, for q queries and k keys.
       values: ``[b, k, h, e]``.
-      mask: which keys a query may see; None: all.
+      mask: which keys a query may see; None: all. An array is as in `Mask.of`.
       q_length: number of queries; needed where all terms are `Relative`.
       dropout_rate: probability of dropping a weight. The draw is T5's, one per example, key and
         head, shared by the queries: that is dropout of whole values after the softmax, scaled by
@@ -79,11 +75,12 @@ def attend(
       ValueError: for shapes that do not agree, an unknown `implementation`, or one that cannot do
         what is asked.
     """
-    mask = Mask() if mask is None else mask
-    q_length, k_length = _lengths(terms, q_length, values.shape[1])
-    _check(terms, values, mask, q_length)
+    terms, values, mask, q_length = check(terms, values, mask, q_length)
+    batch, k_length, heads, width = values.shape
+    if 0 in (batch, q_length, k_length, heads, width):
+        return jnp.zeros((batch, q_length, heads, width), values.dtype)
+    values = drop_values(values, dropout_rate, dropout_key)
     if isinstance(terms[0], Split):
-        values = drop_values(values, dropout_rate, dropout_key)
         return _attend_groups(
             terms[0],
             values,
@@ -92,14 +89,14 @@ def attend(
             implementation=implementation,
             partition=partition,
         )
-    unpack, route = _plan(terms, mask, q_length, k_length, implementation)
-    values = drop_values(values, dropout_rate, dropout_key)
+    plan = make_plan(terms, mask, q_length, k_length, implementation)
 
     def run(terms: Terms, values: jax.Array, mask: Mask, q_length: int) -> jax.Array:
-        function = functools.partial(attend_unpacked, ROUTES[route]) if unpack else ROUTES[route]
+        route = ROUTES[plan.route]
+        function = functools.partial(attend_unpacked, route) if plan.unpack else route
         return function(terms, values, mask=mask, q_length=q_length)
 
-    if partition is not None and (unpack or route != "reference"):
+    if partition is not None and (plan.unpack or plan.route != "reference"):
         return partition.spread(run, q_length)(terms, values, mask)
     return run(terms, values, mask, q_length)
 
@@ -107,7 +104,7 @@ def attend(
 def attention_weights(
     terms: Terms,
     *,
-    mask: Mask | None = None,
+    mask: Mask | jax.Array | None = None,
     q_length: int | None = None,
     k_length: int | None = None,
 ) -> jax.Array:
@@ -123,8 +120,7 @@ def attention_weights(
       ``[b or 1, h, q, k]`` float32 or wider; rows sum to one, or to zero where a query is padding
       or sees no key.
     """
-    mask = Mask() if mask is None else mask
-    q_length, k_length = _lengths(terms, q_length, k_length)
+    terms, mask, q_length, k_length = check_weights(terms, mask, q_length, k_length)
     return weigh(terms, mask=mask, q_length=q_length, k_length=k_length)
 
 
@@ -140,59 +136,75 @@ def _attend_groups(
     return jnp.concatenate(parts, axis=2)
 
 
-def _plan(
-    terms: Terms, mask: Mask, q_length: int, k_length: int, implementation: str
-) -> tuple[bool, str]:
-    """Whether to unpack the rows first, and the route."""
-    packed = mask.query_segments is not None
-    unpacked = unpacked_lengths(mask, q_length, k_length) if packed else None
-    positional = any(any(by_position(t, mask)) for t in terms)
-    no_static = _obstacle_to_static(terms, mask, packed and unpacked is None)
-    no_fused = ""
-    if packed and positional and unpacked is None:
-        no_fused = (
-            "positions in packed rows need Mask.segments, no Mask.allowed, and segments · "
-            "segment_length² not far above the square of the row's length"
-        )
-    chosen = implementation
-    banded = any(isinstance(t, Banded) for t in terms)
-    no_banded = "" if banded else "it takes one Banded term, which is weights and not logits"
-    if banded:
-        no_static = no_fused = "Banded terms are weights without a softmax"
-    if implementation == "auto" and banded:
-        chosen = "banded"
-    elif implementation == "auto":
-        q, k = unpacked if unpacked and positional else (q_length, k_length)
-        small = "reference" if no_fused or q * k <= SMALL else "fused"
-        chosen = small if no_static else "static"
-    reason = {
-        "static": no_static,
-        "fused": no_fused,
-        "banded": no_banded,
-        "reference": "",
-    }.get(chosen)
-    if reason is None:
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How attention is computed.
+
+    Attributes:
+      route: a name of `ROUTES`.
+      unpack: whether the examples of packed rows become rows of their own first.
+      obstacles: why routes cannot run, by name; those that can are left out.
+    """
+
+    route: str
+    unpack: bool
+    obstacles: dict[str, str]
+
+
+def make_plan(
+    terms: Terms, mask: Mask, q_length: int, k_length: int, implementation: str = "auto"
+) -> Plan:
+    """Chooses the route.
+
+    Raises:
+      ValueError: `implementation` is unknown, or cannot do what is asked.
+    """
+    if implementation != "auto" and implementation not in ROUTES:
         raise ValueError(
             f"attend: implementation={implementation!r}; allowed: auto, {', '.join(ROUTES)}"
         )
-    if reason:
+    packed = mask.query_segments is not None
+    positional = packed and any(any(by_position(t, mask)) for t in terms)
+    lengths = unpacked_lengths(mask, q_length, k_length) if packed else None
+    obstacles = _obstacles(terms, mask, positional=positional, unpacks=lengths is not None)
+    chosen = implementation
+    if implementation == "auto":
+        q, k = lengths if lengths and positional else (q_length, k_length)
+        small = ["reference", "fused"] if q * k <= SMALL else ["fused", "reference"]
+        chosen = next(r for r in ("banded", "static", *small) if r not in obstacles)
+    if chosen in obstacles:
         raise ValueError(
-            f"attend: implementation={implementation!r} is not possible here: {reason}; use 'auto'"
+            f"attend: implementation={implementation!r} is not possible here: {obstacles[chosen]}; "
+            "use 'auto'"
         )
-    unpack = unpacked is not None and (positional or chosen == "static")
-    return unpack and implementation != "reference", chosen
+    unpack = lengths is not None and (positional or chosen == "static")
+    return Plan(chosen, unpack and implementation != "reference", obstacles)
 
 
-def _obstacle_to_static(terms: Terms, mask: Mask, stuck: bool) -> str:
-    """Why the static route cannot run, or nothing."""
-    for term in terms:
-        if isinstance(term, Outer) or (
-            isinstance(term, LowRank) and (term.token_queries or term.token_keys)
-        ):
-            return f"a {type(term).__name__} term is made from tokens"
-    if mask.allowed is not None:
-        return "Mask.allowed may differ between examples"
-    return "it takes packed rows only after unpacking, which needs Mask.segments" if stuck else ""
+def _obstacles(terms: Terms, mask: Mask, *, positional: bool, unpacks: bool) -> dict[str, str]:
+    """Why routes cannot run; see `Plan`."""
+    packed = mask.query_segments is not None
+    few = (
+        "in packed rows it needs Mask.segments, no Mask.allowed, and segments · segment_length² not far "
+        "above the square of the row's length"
+    )
+    if any(isinstance(t, Banded) for t in terms):
+        weights = "Banded terms are weights without a softmax"
+        banded = {"banded": few} if positional and not unpacks else {}
+        return {"static": weights, "fused": weights, **banded}
+    found = {"banded": "it takes one Banded term, which is weights and not logits"}
+    made = [
+        t
+        for t in terms
+        if isinstance(t, Outer) or (isinstance(t, LowRank) and (t.token_queries or t.token_keys))
+    ]
+    if made:
+        found["static"] = f"a {type(made[0]).__name__} term is made from tokens"
+    elif mask.allowed is not None:
+        found["static"] = "Mask.allowed may differ between examples"
+    elif packed and not unpacks:
+        found["static"] = few
+    return found
 
 
 def drop_values(values: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -209,93 +221,3 @@ def drop_values(values: jax.Array, rate: float, key: jax.Array | None) -> jax.Ar
         return values
     keep = jax.random.bernoulli(key, 1.0 - rate, values.shape[:3])
     return jnp.where(keep[..., None], values / (1.0 - rate), 0)
-
-
-def _lengths(terms: Terms, q_length: int | None, k_length: int | None) -> tuple[int, int]:
-    """The numbers of queries and keys: as given, or as the terms have them."""
-    for term in terms:
-        q, k = _term_lengths(term)
-        q_length = q if q_length is None else q_length
-        k_length = k if k_length is None else k_length
-    if q_length is None or k_length is None:
-        name = "q_length" if q_length is None else "k_length"
-        raise ValueError(f"attention: no term tells how long the rows are; give {name}")
-    return q_length, k_length
-
-
-def _term_lengths(term: Term) -> tuple[int | None, int | None]:
-    match term:
-        case Static(logits):
-            return logits.shape[1], logits.shape[2]
-        case LowRank(queries, keys):
-            return queries.shape[1], keys.shape[1]
-        case Outer(a):
-            return a.shape[1], None
-        case Banded(weights):
-            return (weights.shape[1] if weights.shape[1] > 1 else None), None
-        case Split():
-            found = [_term_lengths(t) for terms in term.groups for t in terms]
-            q = next((q for q, _ in found if q is not None), None)
-            return q, next((k for _, k in found if k is not None), None)
-        case Relative():
-            return None, None
-
-
-def _check(terms: Terms, values: jax.Array, mask: Mask, q_length: int) -> None:
-    """Raises a `ValueError` for what does not fit together."""
-    if values.ndim != 4:
-        raise ValueError(
-            f"attend: values have shape {values.shape}; it must be [batch, k, heads, e]"
-        )
-    if not terms:
-        raise ValueError("attend: terms are empty; give at least one")
-    batch, k_length, heads, _ = values.shape
-    weights = [t for t in terms if isinstance(t, Banded | Split)]
-    if weights and len(terms) > 1:
-        raise ValueError(f"attend: a {type(weights[0]).__name__} term stands alone; see terms.add")
-    for term in terms:
-        name = f"attend: a {type(term).__name__} term"
-        q, k = _term_lengths(term)
-        if q not in (None, q_length) or k not in (None, k_length):
-            raise ValueError(
-                f"{name} is for {q} queries and {k} keys, but there are {q_length} queries and "
-                f"{k_length} values"
-            )
-        if isinstance(term, Outer) and term.a.shape[-1] * term.b.shape[-1] < k_length:
-            raise ValueError(
-                f"{name} reaches {term.a.shape[-1]} · {term.b.shape[-1]} keys, but there are "
-                f"{k_length} values; make its factors longer"
-            )
-        if isinstance(term, Split):
-            if sum(term.heads) != heads:
-                raise ValueError(f"{name} is for {term.heads} heads, but the values have {heads}")
-            continue
-        for x in jax.tree.leaves(term):
-            if x.ndim == 1:
-                continue
-            axis = 2 if x.ndim == 4 else 0
-            if x.shape[axis] != heads or (x.ndim == 4 and x.shape[0] not in (1, batch)):
-                raise ValueError(
-                    f"{name} holds an array of shape {x.shape}, but the values {values.shape} have "
-                    f"batch {batch} and {heads} heads"
-                )
-    _check_segments(mask)
-
-
-def _check_segments(mask: Mask) -> None:
-    if (mask.query_segments is None) != (mask.key_segments is None):
-        raise ValueError(
-            "attend: Mask has only one of query_segments and key_segments; give both, or call "
-            "for_self_attention()"
-        )
-    if mask.query_segments is None:
-        return
-    if mask.prefix_lengths is not None:
-        raise ValueError(
-            "attend: Mask.prefix_lengths counts from the start of a row, which in packed rows is "
-            "the first example only; use Mask.allowed"
-        )
-    if isinstance(mask.query_offset, int) and mask.query_offset != 0:
-        raise ValueError(
-            f"attend: Mask.query_offset={mask.query_offset} with segments; packed rows have none"
-        )

@@ -9,6 +9,7 @@ import operator
 import jax
 import jax.numpy as jnp
 
+from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.terms import Banded, Terms, wide
 
@@ -37,7 +38,7 @@ def attend_banded(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int)
         values = jnp.where(keys[..., None, None], values, 0)
     out = sum_taps(term, values, mask, q_length)
     if term.normalise:
-        real = jnp.ones((1, k_length), bool) if keys is None else keys
+        real = jnp.ones((values.shape[0], k_length), bool) if keys is None else keys
         ones = jnp.broadcast_to(real[..., None, None], (*real.shape, heads, 1))
         total = sum_taps(term, ones.astype(wide(values)), mask, q_length)
         out = jnp.where(total > 0, out / jnp.where(total > 0, total, 1), 0)
@@ -46,15 +47,37 @@ def attend_banded(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int)
     return jnp.broadcast_to(out, (values.shape[0], *out.shape[1:])).astype(values.dtype)
 
 
-def materialise_banded(term: Banded, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:
-    """The weights ``[b or 1, h, q, k]`` that a mask leaves, the oracle of the route."""
-    width = term.weights.shape[-1]
-    tap = jnp.arange(k_length) - first_keys(term, mask, q_length)[:, None]
-    weights = term.weights.astype(wide(term.weights))
-    weights = jnp.broadcast_to(weights, (weights.shape[0], q_length, *weights.shape[2:]))
-    index = jnp.clip(tap, 0, width - 1)[None, :, None, :]
-    full = jnp.take_along_axis(weights, index, axis=-1)
-    full = jnp.where(((tap >= 0) & (tap < width))[:, None, :], full, 0).swapaxes(1, 2)
+def materialise_banded(
+    term: Banded,
+    *,
+    mask: Mask,
+    q_length: int,
+    k_length: int,
+    places: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    """The weights ``[b or 1, h, q, k]`` that a mask leaves, the oracle of the route.
+
+    Args:
+      term: the weights of the windows.
+      mask: which keys a query may see.
+      q_length: number of queries.
+      k_length: number of keys.
+      places: positions ``[b, q]`` and ``[b, k]`` inside packed segments, where windows lie by these.
+    """
+    weights, width = term.weights.astype(wide(term.weights)), term.weights.shape[-1]
+    first = first_keys(term, mask, q_length)[None]
+    key = jnp.arange(k_length)[None]
+    if places is not None:
+        first, key = first_keys(term, mask, first.shape[1])[places[0]], places[1]
+        if weights.shape[0] == 1 and weights.shape[1] > 1:
+            weights = weights[0][places[0]]
+    tap = (key[:, None, :] - first[:, :, None])[:, :, None, :]
+    batch = max(weights.shape[0], tap.shape[0])
+    weights = jnp.broadcast_to(weights, (batch, q_length, *weights.shape[2:]))
+    if width == 0:
+        return jnp.zeros((batch, weights.shape[2], q_length, k_length), weights.dtype)
+    full = jnp.take_along_axis(weights, jnp.clip(tap, 0, width - 1), axis=-1)
+    full = jnp.where((tap >= 0) & (tap < width), full, 0).swapaxes(1, 2)
     pairs = mask.pairs(q_length, k_length)
     full = full if pairs is None else jnp.where(pairs, full, 0)
     if not term.normalise:
@@ -72,14 +95,13 @@ def first_keys(term: Banded, mask: Mask, q_length: int) -> jax.Array:
 
 def only_seen(term: Banded, mask: Mask) -> tuple[Banded, Mask]:
     """Cuts taps off that a causal or a window mask hides from every query alike."""
-    if term.starts is not None or mask.prefix_lengths is not None:
+    if term.starts is not None or mask.prefix_lengths is not None or mask.counts_in_segments:
         return term, mask
     start, end = term.first, term.first + term.weights.shape[-1]
-    if mask.causal:
-        end = min(end, 1)
     if mask.window is not None:
-        start = max(start, 1 - mask.window)
-    end = max(end, start)
+        start = min(max(start, 1 - mask.window), end)
+    if mask.causal:
+        end = max(min(end, 1), start)
     taps = jax.lax.slice_in_dim(term.weights, start - term.first, end - term.first, axis=-1)
     term = dataclasses.replace(term, weights=taps, first=start)
     return term, dataclasses.replace(mask, causal=False, window=None)
@@ -119,7 +141,6 @@ def sum_taps(term: Banded, values: jax.Array, mask: Mask, q_length: int) -> jax.
     return taps(term.weights, window, q_length)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def taps(weights: jax.Array, window: jax.Array, q_length: int) -> jax.Array:
     """``out[b, q, h] = Σ_t weights[b, q, h, t] · window[b, q + t, h]``.
 
@@ -132,6 +153,14 @@ def taps(weights: jax.Array, window: jax.Array, q_length: int) -> jax.Array:
       ``[b, q, h, e]`` float32 or wider. One pass over the window forward and one backward each for
       the window and for the weights; nothing is kept but the arguments.
     """
+    plain = functools.partial(_sum_windows, q_length=q_length)
+    return with_gradient(lambda inputs: (plain(inputs), ()), _taps_backward, plain)(
+        (weights, window)
+    )
+
+
+def _sum_windows(inputs: tuple[jax.Array, jax.Array], *, q_length: int) -> jax.Array:
+    weights, window = inputs
     dtype = wide(window)
     weights, width = weights.astype(dtype), weights.shape[-1]
     products = (
@@ -140,24 +169,23 @@ def taps(weights: jax.Array, window: jax.Array, q_length: int) -> jax.Array:
     return functools.reduce(operator.add, products)
 
 
-def _taps_forward(weights: jax.Array, window: jax.Array, q_length: int):
-    return taps(weights, window, q_length), (weights, window)
-
-
-def _taps_backward(q_length: int, saved: tuple[jax.Array, jax.Array], g: jax.Array):
-    weights, window = saved
-    width, dtype = weights.shape[-1], g.dtype
+def _taps_backward(
+    inputs: tuple[jax.Array, jax.Array], out: jax.Array, kept: tuple[()], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    del out, kept
+    weights, window = inputs
+    width, dtype, q_length = weights.shape[-1], g.dtype, g.shape[1]
     sides = ((0, 0), (width - 1, width - 1), (0, 0), (0, 0))
     gradient = jnp.pad(g, sides)
-    spread = weights.astype(dtype)
-    if spread.shape[1] > 1:
-        spread = jnp.pad(spread, sides)
+    wide_weights = weights.astype(dtype)
+    if weights.shape[1] > 1:
+        wide_weights = jnp.pad(wide_weights, sides)
     length = window.shape[1]
-    dwindow, dweights = jnp.zeros(window.shape, dtype), []
+    dwindow, dweights = jnp.zeros_like(window, dtype=dtype), []
     axes = tuple(i for i in (0, 1) if weights.shape[i] == 1)
     for t in range(width):
         near = slice(width - 1 - t, width - 1 - t + length)
-        tap = spread[:, near, :, t, None] if spread.shape[1] > 1 else spread[..., t, None]
+        tap = wide_weights[:, near, :, t, None] if weights.shape[1] > 1 else wide_weights[..., t, None]
         dwindow = dwindow + tap * gradient[:, near]
         product = (g * window[:, t : t + q_length].astype(dtype)).sum(axis=-1)
         dweights.append(product.sum(axis=axes, keepdims=True))
@@ -165,9 +193,6 @@ def _taps_backward(q_length: int, saved: tuple[jax.Array, jax.Array], g: jax.Arr
         jnp.stack(dweights, axis=-1).astype(weights.dtype),
         dwindow.astype(window.dtype),
     )
-
-
-taps.defvjp(_taps_forward, _taps_backward)
 
 
 def _sum_gathered(weights: jax.Array, values: jax.Array, starts: jax.Array) -> jax.Array:

@@ -19,23 +19,28 @@ import jax.numpy as jnp
 from jax import lax
 
 from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.packed import segment_lengths
 from synthesizer_jax.attention.parts import Inputs, Rows, shared_bias
-from synthesizer_jax.attention.products import product, transposed_product
+from synthesizer_jax.attention.products import plain_product, product, transposed_product
+from synthesizer_jax.attention.reference import softmax
 from synthesizer_jax.attention.terms import LowRank, Outer, Terms, wide
 
 
 def forward(q_length: int, inputs: Inputs) -> tuple[jax.Array, Rows]:
     """The attention output ``[b, q, h, e]``, and what `backward` needs."""
-    products, biases, values, mask = vectorised(q_length, inputs)
+    products, biases, values, mask, places = vectorised(q_length, inputs)
     batch, k_length, heads, width = values.shape
     dtype = wide(values, *jax.tree.leaves((products, biases)))
 
     def head(j: jax.Array, results: Any):
-        bias = shared_bias(_block(biases, 0, j), q_length=q_length)
+        bias = shared_bias(_block(biases, 0, j), q_length=bias_length(inputs, q_length))
 
         def example(i: jax.Array, results: Any):
             own_mask = mask.block(i, j)
-            logits = _logits(bias, _block(products, i, j), k_length=k_length)
+            own_places = _example(places, i)
+            logits = _logits(
+                bias, _block(products, i, j), lengths=(q_length, k_length), places=own_places
+            )
             logits = _masked(logits, own_mask)
             top = jnp.max(logits, axis=-1, keepdims=True)
             top = jnp.where(top == -jnp.inf, 0, top)
@@ -64,16 +69,19 @@ def backward(inputs: Inputs, rows: Rows, delta: jax.Array, g: jax.Array) -> Inpu
       delta: `inner` of its output and `g`.
       g: the cotangent of its output.
     """
-    products, biases, values, mask = vectorised(g.shape[1], inputs)
+    q_length = g.shape[1]
+    products, biases, values, mask, places = vectorised(q_length, inputs)
     batch, k_length, heads, _ = values.shape
-    make_logits = functools.partial(_logits, k_length=k_length)
-    make_bias = functools.partial(shared_bias, q_length=g.shape[1])
+    make_bias = functools.partial(shared_bias, q_length=bias_length(inputs, q_length))
 
     def head(j: jax.Array, carry: Any):
         bias, back_bias = jax.vjp(make_bias, _block(biases, 0, j))
 
         def example(i: jax.Array, carry: Any):
             dproducts, dvalues, dbias = carry
+            make_logits = functools.partial(
+                _logits, lengths=(q_length, k_length), places=_example(places, i)
+            )
             logits, back = jax.vjp(make_logits, bias, _block(products, i, j))
             (top, inverse), own_delta, g_block = _block((rows, delta, g), i, j)
             weights = jnp.exp(_masked(logits, mask.block(i, j)) - top) * inverse
@@ -98,7 +106,7 @@ def backward(inputs: Inputs, rows: Rows, delta: jax.Array, g: jax.Array) -> Inpu
     start = jax.tree.map(room, products), *jax.tree.map(jnp.zeros_like, (biases, values))
     dproducts, dbiases, dvalues = lax.fori_loop(0, heads, head, start)
     dproducts = jax.tree.map(lambda d, x: d.astype(x.dtype), dproducts, products)
-    return Inputs(dproducts, dbiases, dvalues, jax.tree.map(lambda _: None, inputs.mask))
+    return inputs.cotangents(dproducts, dbiases, dvalues)
 
 
 def forward_at_once(q_length: int, inputs: Inputs) -> tuple[jax.Array, Rows]:
@@ -114,11 +122,79 @@ def backward_at_once(inputs: Inputs, rows: Rows, delta: jax.Array, g: jax.Array)
     """`backward` of all heads of an example at a time."""
 
     def one(inputs: Inputs, *rest: Any) -> Any:
-        products, biases, values, _ = backward(inputs, *rest)
+        products, biases, values, *_ = backward(inputs, *rest)
         return _without_axis(products, 2), _without_axis(biases, 0), _without_axis(values, 2)
 
     products, biases, values = _over_heads(one, inputs, (rows, delta, g), out_axes=(2, 0, 2))
-    return Inputs(products, biases, values, jax.tree.map(lambda _: None, inputs.mask))
+    return inputs.cotangents(products, biases, values)
+
+
+def plain(q_length: int, inputs: Inputs) -> jax.Array:
+    """The attention output ``[b, q, h, e]`` as code that JAX differentiates, in every order and mode.
+
+    One head of one example at a time, nothing of which is kept.
+    """
+    dtype = inputs.values.dtype
+    mask, places = jax.tree.map(lambda _: SHARED, (inputs.mask, inputs.places))
+    allowed = inputs.mask.allowed
+    if allowed is not None:
+        mask = dataclasses.replace(mask, allowed=1 if allowed.shape[1] > 1 else SHARED)
+    by_head = Inputs(
+        jax.tree.map(lambda _: 2, inputs.products),
+        jax.tree.map(lambda _: 0, inputs.biases),
+        2,
+        mask,
+        places,
+    )
+
+    def head(inputs: Inputs) -> jax.Array:
+        rest = (inputs.products, inputs.values, inputs.mask, inputs.places)
+        axes = jax.tree.map(lambda x: SHARED if jnp.ndim(x) == 0 or x.shape[0] == 1 else 0, rest)
+        axes = Inputs(axes[0], jax.tree.map(lambda _: SHARED, inputs.biases), 0, *axes[2:])
+        return _one_by_one(functools.partial(_plain_block, q_length), inputs, axes)
+
+    return _one_by_one(head, inputs, by_head).transpose(1, 2, 0, 3).astype(dtype)
+
+
+def _plain_block(q_length: int, inputs: Inputs) -> jax.Array:
+    """The output ``[q, e]`` of inputs with one example and one head."""
+    products, biases, values, mask, places = inputs
+    first = jnp.zeros((), jnp.int32)
+    bias = shared_bias(_block(biases, 0, first), q_length=bias_length(inputs, q_length))
+    logits = _logits(
+        bias,
+        _block(products, 0, first),
+        lengths=(q_length, values.shape[1]),
+        places=_example(places, 0),
+        product=plain_product,
+    )
+    weights = softmax(_masked(logits, mask), None)
+    real = mask.queries(q_length)
+    weights = weights if real is None else jnp.where(real.T, weights, 0)
+    values = values[0, :, 0]
+    return jnp.matmul(weights.astype(values.dtype), values, preferred_element_type=weights.dtype)
+
+
+SHARED = -1
+"""In the place of an axis: what all calls of `_one_by_one` share."""
+
+
+def _one_by_one(function: Callable[..., Any], tree: Any, axes: Any) -> Any:
+    """As `jax.vmap` with axes kept at a length of 1, one call after another, each rematerialised."""
+    leaves, structure = jax.tree.flatten(tree)
+    places = structure.flatten_up_to(axes)
+    mapped = [jnp.moveaxis(x, a, 0) for x, a in zip(leaves, places, strict=True) if a != SHARED]
+
+    @jax.checkpoint
+    def call(slices: list[jax.Array]) -> Any:
+        rest = iter(slices)
+        own = [
+            x if a == SHARED else jnp.expand_dims(next(rest), a)
+            for x, a in zip(leaves, places, strict=True)
+        ]
+        return function(structure.unflatten(own))
+
+    return lax.map(call, mapped)
 
 
 def _over_heads(
@@ -136,7 +212,8 @@ def _over_heads(
         if allowed is not None:
             mask = dataclasses.replace(shared, allowed=allowed[:, None])
         products, values, rest = _with_axis((products, values, rest), 2)
-        return function(Inputs(products, _with_axis(biases, 0), values, mask), *rest)
+        biases = _with_axis(biases, 0)
+        return function(Inputs(products, biases, values, mask, inputs.places), *rest)
 
     mapped = jax.vmap(one, in_axes=(2, 0, 2, 1, 2), out_axes=out_axes)
     return mapped(inputs.products, inputs.biases, inputs.values, allowed, rest)
@@ -160,8 +237,26 @@ def vectorised(q_length: int, inputs: Inputs) -> Inputs:
     return inputs._replace(mask=Mask(allowed=inputs.mask.pairs(q_length, inputs.values.shape[1])))
 
 
-def _logits(bias: jax.Array | None, products: Terms, *, k_length: int) -> jax.Array:
-    """The logits ``[q, k]`` of one head and example."""
+def _logits(
+    bias: jax.Array | None,
+    products: Terms,
+    *,
+    lengths: tuple[int, int],
+    places: tuple[jax.Array, jax.Array] | None,
+    product: Callable[[jax.Array, jax.Array], jax.Array] = product,
+) -> jax.Array:
+    """The logits ``[q, k]`` of one head and example.
+
+    Args:
+      bias: what the head adds, ``[q, k]``, or by position where there are `places`.
+      products: `LowRank` and `Outer` terms of arrays ``[n, r]``.
+      lengths: q and k.
+      places: positions ``[q]`` and ``[k]`` inside packed segments.
+      product: ``x yᵀ``.
+    """
+    key = jnp.arange(lengths[1]) if places is None else places[1]
+    if bias is not None and places is not None:
+        bias = jnp.take(jnp.take(bias, places[0], axis=0), key, axis=1)
     parts = [] if bias is None else [bias]
     low_rank = [t for t in products if isinstance(t, LowRank)]
     if low_rank:
@@ -170,11 +265,23 @@ def _logits(bias: jax.Array | None, products: Terms, *, k_length: int) -> jax.Ar
         parts.append(product(queries, keys))
     for term in products:
         if isinstance(term, Outer):
-            key, size = jnp.arange(k_length), term.b.shape[-1]
+            size = term.b.shape[-1]
             a = product(term.a, jax.nn.one_hot(key // size, term.a.shape[-1], dtype=term.a.dtype))
             b = product(term.b, jax.nn.one_hot(key % size, size, dtype=term.b.dtype))
             parts.append(a * b)
     return functools.reduce(operator.add, parts)
+
+
+def bias_length(inputs: Inputs, q_length: int) -> int:
+    """The number of rows of the biases: of queries, or of positions where there are `places`."""
+    if inputs.places is None:
+        return q_length
+    return segment_lengths(inputs.mask, q_length, inputs.values.shape[1])[0]
+
+
+def _example(places: Any, i: jax.Array | int) -> Any:
+    """Example i of arrays ``[b, n]``."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), places)
 
 
 def _masked(logits: jax.Array, mask: Mask) -> jax.Array:

@@ -9,14 +9,13 @@ answer.
 from __future__ import annotations
 
 import functools
-from typing import Any
-
 import jax
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from synthesizer_jax.attention import blocked, fused_tpu
+from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.packed import by_position, segment_lengths, with_places
 from synthesizer_jax.attention.parts import Inputs, Rows, inner
 from synthesizer_jax.attention.terms import LowRank, Outer, Relative, Static, Terms, diagonals
 
@@ -30,49 +29,44 @@ def attend_fused(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) 
     """``softmax(Σ terms) · values`` in blocks.
 
     Args:
-      terms: terms for q queries and k keys; in packed rows, none that looks up positions.
+      terms: terms for q queries and k keys.
       values: ``[b, k, h, e]``.
       mask: which keys a query may see.
       q_length: number of queries.
 
     Returns:
-      ``[b, q, h, e]`` in the values' dtype. Forward-mode differentiation raises a `TypeError`.
+      ``[b, q, h, e]`` in the values' dtype.
     """
     inputs, offset = inputs_of(terms, values, mask, q_length)
-    return _attend(q_length, offset, inputs)
+
+    def backward(inputs: Inputs, out: jax.Array, rows: Rows, g: jax.Array) -> Inputs:
+        return _backward(offset, inputs, rows, inner(out, g, rows.top.dtype), g)
+
+    return with_gradient(
+        functools.partial(_forward, q_length, offset),
+        backward,
+        functools.partial(blocked.plain, q_length),
+        name=KEPT,
+    )(inputs)
 
 
 def inputs_of(
     terms: Terms, values: jax.Array, mask: Mask, q_length: int
 ) -> tuple[Inputs, int | None]:
     """The inputs in parts, and the position of the first query; None: only the loop takes them."""
-    products = tuple(t for t in terms if isinstance(t, (LowRank, Outer)))
-    biases = tuple(t for t in terms if isinstance(t, Static)) + tuple(
-        Relative(diagonals(t, q_length, values.shape[1], mask.query_offset), 1 - q_length)
-        for t in terms
-        if isinstance(t, Relative)
+    places, lengths = None, (q_length, values.shape[1])
+    if mask.query_segments is not None and any(any(by_position(t, mask)) for t in terms):
+        lengths = segment_lengths(mask, *lengths)
+        terms, places = with_places(terms, mask)
+    offset = 0 if places is not None else mask.query_offset
+    q, k = lengths
+    biases = tuple(Static(t.logits[:, :q, :k]) for t in terms if isinstance(t, Static)) + tuple(
+        Relative(diagonals(t, q, k, offset), 1 - q) for t in terms if isinstance(t, Relative)
     )
-    inputs, offset = Inputs(products, biases, values, mask), mask.query_offset
-    kernels = isinstance(offset, int) and fused_tpu.supported(inputs)
-    return inputs, offset if kernels else None
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(q_length: int, offset: int | None, inputs: Inputs) -> jax.Array:
-    return _forward(q_length, offset, inputs)[0]
-
-
-def _attend_fwd(q_length: int, offset: int | None, inputs: Inputs):
-    out, rows = checkpoint_name(_forward(q_length, offset, inputs), KEPT)
-    return out, (inputs, out, rows)
-
-
-def _attend_bwd(_: int, offset: int | None, residuals: Any, g: jax.Array):
-    inputs, out, rows = residuals
-    return (_backward(offset, inputs, rows, inner(out, g, rows.top.dtype), g),)
-
-
-_attend.defvjp(_attend_fwd, _attend_bwd)
+    products = tuple(t for t in terms if isinstance(t, LowRank | Outer))
+    inputs = Inputs(products, biases, values, mask, places)
+    kernels = isinstance(mask.query_offset, int) and fused_tpu.supported(inputs)
+    return inputs, mask.query_offset if kernels else None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

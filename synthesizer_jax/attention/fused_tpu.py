@@ -51,9 +51,14 @@ from synthesizer_jax.attention.tiles_tpu import (
 
 
 def supported(inputs: Inputs) -> bool:
-    """Whether these kernels take such inputs: not a mask's pattern or prefix, no 64-bit numbers."""
-    products, biases, values, mask = inputs
+    """Whether these kernels take such inputs.
+
+    They take no pattern, prefix, or distances inside segments, and no 64-bit numbers.
+    """
+    products, biases, values, mask, places = inputs
+    in_segments = mask.counts_in_segments and (mask.causal or mask.window is not None)
     plain = mask.allowed is None and mask.prefix_lengths is None
+    plain = plain and places is None and not in_segments
     return plain and wide(values, *jax.tree.leaves((products, biases))) == jnp.float32
 
 
@@ -83,7 +88,7 @@ def forward(
         logits, allowed = make_tile(given, own_bias)
         if allowed is not None:
             logits = jnp.where(allowed, logits, LOW)
-        peak = jnp.max(logits, axis=1, keepdims=True)
+        peak = jnp.maximum(jnp.max(logits, axis=1, keepdims=True), LOW)
         weights = only(allowed, jnp.exp(logits - peak)).astype(given.values.dtype)
         total = jnp.sum(weights.astype(jnp.float32), axis=1, keepdims=True)
         some = total > 0.0
@@ -151,7 +156,7 @@ def backward(
         for i, term in enumerate(given.operands.products)
     )
     (biases,) = back_bias(dbias)
-    return Inputs(products, biases, cotangents["values"], jax.tree.map(lambda _: None, inputs.mask))
+    return inputs.cotangents(products, biases, cotangents["values"].astype(inputs.values.dtype))
 
 
 @jax.tree_util.register_dataclass
@@ -327,7 +332,7 @@ def add_diagonals(total: Any, slopes: Any, slope: jax.Array, q_length: int, batc
         for begin in range(0, size, SUBLANES):
             first = block * size + begin
             own = jnp.where(row + first < q_length, slopes[begin : begin + SUBLANES], 0.0)
-            lines += pltpu.roll(own, lax.rem(count + q_length - 1 - first, count), 1)
+            lines += pltpu.roll(own, lax.rem(count + q_length - 1 - first, jnp.int32(count)), 1)
         for bit in (1, 2, 4):
             lines = jnp.where(row & bit != 0, pltpu.roll(lines, count - bit, 1), lines)
         sums = lines.sum(axis=0, keepdims=True)

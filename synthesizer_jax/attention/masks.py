@@ -18,7 +18,9 @@ class Mask:
     """Which keys a query may see; everything that is left out allows everything.
 
     A query sees a key if every given part agrees. A query without keys, and a query that is
-    padding itself, gets zeros.
+    padding itself, gets zeros. `padded` and `packed` make the usual masks; where queries are the keys
+    they say so, which survives `jax.jit`, `jax.checkpoint` and scans. `attend` checks shapes and
+    dtypes; arrays of zeros and ones count as booleans, and a batch axis of 1 is that of all examples.
 
     Attributes:
       causal: ``key <= query``.
@@ -28,7 +30,8 @@ class Mask:
       query_lengths: ``[b]``, as `key_lengths`. Left out: every query is real.
       query_valid: ``[b, q]`` bool, as `key_valid`.
       query_segments: ``[b, q]`` number of the packed example, 1, 2, … in the order of the row; 0 is
-        padding. A query sees only keys of its own segment.
+        padding. A query sees only keys of its own segment; `causal` and `window` count positions
+        inside the segments.
       key_segments: ``[b, k]``; given if and only if `query_segments` is.
       segment_length: no segment is longer (None: as long as the row).
       segments: no row has more segments (None: unknown).
@@ -38,9 +41,9 @@ class Mask:
         number 0 is part of the pytree's structure, so that it stays known under `jax.jit` and
         `jax.checkpoint`, as kernels need; other numbers and arrays are traced. A mask that a loop
         carries or that branches return begins with an array.
-      allowed: ``[b or 1, h or 1, q, k]`` bool, for what fits nowhere else; slower.
-      self_attention: queries and keys are the same tokens, real or padding alike; set by
-        `for_self_attention`.
+      allowed: ``[b or 1, h or 1, q or 1, k]`` bool, for what fits nowhere else; slower.
+      self_attention: queries and keys are the same tokens, real or padding alike; set by `padded`,
+        `packed` and `for_self_attention`.
     """
 
     causal: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -74,12 +77,100 @@ class Mask:
         fields = dict(zip((*_ARRAYS, *_STATIC), (*parts, *values), strict=True))
         return cls(**{**fields, "query_offset": 0} if begins else fields)
 
+    @classmethod
+    def padded(
+        cls, keys: jax.Array, queries: jax.Array | None = None, *, causal: bool = False, **more: Any
+    ) -> Mask:
+        """The mask of padded rows.
+
+        Args:
+          keys: ``[b]`` integers, how many keys are real, padding behind them; or ``[b, k]`` bool,
+            which keys are real.
+          queries: likewise ``[b]`` or ``[b, q]``; None: the queries are the keys (self-attention).
+          causal: no key after the query.
+          **more: further fields.
+        """
+        kind = ("lengths", "valid")
+        fields: dict[str, Any] = {f"key_{kind[jnp.ndim(keys) - 1]}": keys}
+        if queries is None:
+            return cls(causal=causal, **fields, **more).for_self_attention()
+        return cls(
+            causal=causal, **fields, **{f"query_{kind[jnp.ndim(queries) - 1]}": queries}, **more
+        )
+
+    @classmethod
+    def packed(
+        cls,
+        keys: jax.Array,
+        queries: jax.Array | None = None,
+        *,
+        causal: bool = False,
+        segments: int | None = None,
+        segment_length: int | None = None,
+        **more: Any,
+    ) -> Mask:
+        """The mask of packed rows.
+
+        Args:
+          keys: ``[b, k]`` segment numbers, 1, 2, … in the order of the row, 0 for padding.
+          queries: ``[b, q]`` likewise; None: the queries are the keys (self-attention).
+          causal: no key after the query.
+          segments: no row has more segments.
+          segment_length: no segment is longer.
+          **more: further fields.
+        """
+        sizes = {"segments": segments, "segment_length": segment_length}
+        mask = cls(causal=causal, key_segments=keys, query_segments=queries, **sizes, **more)
+        return mask.for_self_attention() if queries is None else mask
+
+    @classmethod
+    def of(cls, mask: Mask | jax.Array | None) -> Mask:
+        """A mask, or the mask of an array ``[…, q or 1, k]`` of booleans, or of zeros and ones.
+
+        Args:
+          mask: None allows everything. An array is Flax's: ``[batch or 1, heads or 1, q or 1, k]``,
+            or with fewer axes ``[batch, q, k]`` or ``[q, k]``; nonzero where a query may see a key.
+
+        Raises:
+          ValueError: for other ranks.
+          TypeError: for what is neither.
+        """
+        if mask is None or isinstance(mask, Mask):
+            return cls() if mask is None else mask
+        if not hasattr(mask, "ndim"):
+            raise TypeError(
+                f"attention: the mask is a {type(mask).__name__}; give a Mask, or an array that is "
+                "nonzero where a query may see a key"
+            )
+        if not 2 <= mask.ndim <= 4:
+            raise ValueError(
+                f"attention: the mask has shape {mask.shape}; it must be [batch or 1, heads or 1, q, k], "
+                "[batch, q, k] or [q, k]; for padding alone use Mask.padded"
+            )
+        allowed = mask.reshape(mask.shape[:-2] + (1,) * (4 - mask.ndim) + mask.shape[-2:])
+        if mask.ndim == 2:
+            allowed = mask[None, None]
+        if allowed.shape[1] == allowed.shape[2] == 1:
+            return cls(key_valid=allowed[:, 0, 0])
+        return cls(allowed=allowed)
+
     def for_self_attention(self) -> Mask:
-        """The mask for queries that are the keys: real where those are, and without an offset."""
+        """The mask for queries that are the keys: real where those are, in the same segments, no offset.
+
+        Raises:
+          ValueError: the queries have an offset.
+        """
+        segments = self.query_segments if self.key_segments is None else self.key_segments
+        if self.self_attention:
+            return dataclasses.replace(self, query_segments=segments)
+        if not isinstance(self.query_offset, int) or self.query_offset != 0:
+            raise ValueError(
+                f"Mask.query_offset={self.query_offset} in self-attention, where every query is its own "
+                "key; leave it out, or decode with a cache"
+            )
         twins = (
             (self.query_lengths, self.key_lengths),
             (self.query_valid, self.key_valid),
-            (self.query_segments, self.key_segments),
         )
         if any(query is not None and query is not key for query, key in twins):
             return self
@@ -87,10 +178,45 @@ class Mask:
             self,
             query_lengths=self.key_lengths,
             query_valid=self.key_valid,
-            query_segments=self.key_segments,
+            query_segments=segments,
             query_offset=0,
             self_attention=True,
         )
+
+    def checked(self, *, batch: int, heads: int, q_length: int, k_length: int) -> Mask:
+        """The mask with every array of its full shape, patterns as booleans.
+
+        Raises:
+          ValueError: an array has another shape or dtype, or parts are missing or do not go together.
+        """
+        self._check_segments()
+        sizes = {"batch": batch, "heads": heads, "q": q_length, "k": k_length}
+        return dataclasses.replace(
+            self,
+            **{
+                name: _checked(name, getattr(self, name), axes, sizes)
+                for name, axes in _AXES.items()
+                if getattr(self, name) is not None
+            },
+        )
+
+    def _check_segments(self) -> None:
+        if (self.query_segments is None) != (self.key_segments is None):
+            raise ValueError(
+                "attend: Mask has only one of query_segments and key_segments; give both, or use "
+                "Mask.packed"
+            )
+        if self.query_segments is None:
+            return
+        if self.prefix_lengths is not None:
+            raise ValueError(
+                "attend: Mask.prefix_lengths counts from the start of a row, which in packed rows is "
+                "the first example only; use Mask.allowed"
+            )
+        if isinstance(self.query_offset, int) and self.query_offset != 0:
+            raise ValueError(
+                f"attend: Mask.query_offset={self.query_offset} with segments; packed rows have none"
+            )
 
     def keys(self, k_length: int) -> jax.Array | None:
         """Which keys are real, bool ``[b, k]``; None: all of them."""
@@ -100,12 +226,24 @@ class Mask:
         """Which queries are real, bool ``[b, q]``; None: all of them."""
         return _real(q_length, self.query_lengths, self.query_valid, self.query_segments)
 
+    @property
+    def counts_in_segments(self) -> bool:
+        """Whether positions that matter here begin anew in every segment, for queries and for keys."""
+        return self.query_segments is not None and not self.self_attention
+
     def band(self, q_length: int, k_length: int) -> jax.Array | None:
-        """What `causal` and `window` allow, bool ``[q, k]``; None: everything."""
+        """What `causal` and `window` allow, bool ``[q, k]``; None: everything.
+
+        In packed cross-attention, where segments do not begin together, it is ``[b, 1, q, k]``.
+        """
         if not self.causal and self.window is None:
             return None
         query = jnp.arange(q_length)[:, None] + self.query_offset
         key = jnp.arange(k_length)[None, :]
+        if self.counts_in_segments:
+            assert self.query_segments is not None and self.key_segments is not None
+            query = positions(self.query_segments)[:, None, :, None]
+            key = positions(self.key_segments)[:, None, None, :]
         band = key <= query if self.causal else jnp.ones((q_length, k_length), bool)
         return band if self.window is None else band & (key > query - self.window)
 
@@ -191,6 +329,44 @@ def positions(segments: jax.Array) -> jax.Array:
 
 _STATIC = tuple(f.name for f in dataclasses.fields(Mask) if f.metadata.get("static"))
 _ARRAYS = tuple(f.name for f in dataclasses.fields(Mask) if f.name not in _STATIC)
+
+_AXES = {
+    "key_lengths": ("batch",),
+    "query_lengths": ("batch",),
+    "prefix_lengths": ("batch",),
+    "key_valid": ("batch", "k"),
+    "query_valid": ("batch", "q"),
+    "key_segments": ("batch", "k"),
+    "query_segments": ("batch", "q"),
+    "allowed": ("batch", "heads", "q", "k"),
+}
+"""The axes of a mask's arrays."""
+
+_PATTERNS = ("key_valid", "query_valid", "allowed")
+"""Those that say yes or no; the others are integers."""
+
+
+def _checked(name: str, x: Any, axes: tuple[str, ...], sizes: dict[str, int]) -> jax.Array:
+    """An array of a mask, its batch axis of full length; see `Mask.checked`."""
+    x = jnp.asarray(x)
+    shape = tuple(sizes[axis] for axis in axes)
+    shared = {"batch", "heads", "q"} if name == "allowed" else {"batch"}
+    fits = x.ndim == len(axes) and all(
+        n == size or (n == 1 and axis in shared)
+        for n, size, axis in zip(x.shape, shape, axes, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join(
+            f"{axis}{' or 1' if axis in shared else ''}={size}"
+            for axis, size in zip(axes, shape, strict=True)
+        )
+        raise ValueError(f"attend: Mask.{name} has shape {x.shape}; it must be [{wanted}]")
+    if name == "allowed":
+        return jnp.broadcast_to(x, (*x.shape[:2], *shape[2:])).astype(bool)
+    if name not in _PATTERNS and not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"attend: Mask.{name} has dtype {x.dtype}; it must be integers")
+    x = x.astype(bool) if name in _PATTERNS else x
+    return jnp.broadcast_to(x, shape)
 
 
 def _real(

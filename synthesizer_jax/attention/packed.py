@@ -1,9 +1,9 @@
 """Packed rows: several examples in one row, with positions that start anew in each.
 
 Terms made of tokens, or in self-attention of ``key - query``, need the segment mask only. Terms
-that look positions up in parameters are unpacked at the door: their examples become rows of their
-own, the ordinary routes run on those, and the results go back. Packed is then the same as separate
-by construction.
+that look positions up in parameters are unpacked at the door where rows hold few segments: their
+examples become rows of their own, the ordinary routes run on those, and the results go back. Where rows
+hold many, the fused route looks positions up block by block (`Inputs.places`).
 """
 
 from __future__ import annotations
@@ -39,19 +39,51 @@ def by_position(term: Term, mask: Mask) -> tuple[bool, bool]:
             return not term.token_queries, not term.token_keys
         case Outer():
             return False, True
-        case Banded() | Split():
+        case Banded():  # in self-attention a fixed distance is the same in the row
+            moves = term.starts is not None or not mask.self_attention
+            return moves, moves
+        case Split():
             return False, False
-        case Relative():  # in self-attention key - query is the same in the row
+        case Relative():
             return not mask.self_attention, not mask.self_attention
+
+
+def segment_lengths(mask: Mask, q_length: int, k_length: int) -> tuple[int, int]:
+    """How many positions a segment's queries and keys have at most."""
+    longest = mask.segment_length or max(q_length, k_length)
+    return min(longest, q_length), min(longest, k_length)
 
 
 def unpacked_lengths(mask: Mask, q_length: int, k_length: int) -> tuple[int, int] | None:
     """Lengths of the rows after unpacking; None if that is not possible or not worth while."""
     if mask.segments is None or mask.allowed is not None:
         return None
-    longest = mask.segment_length or max(q_length, k_length)
-    q, k = min(longest, q_length), min(longest, k_length)
+    q, k = segment_lengths(mask, q_length, k_length)
     return (q, k) if mask.segments * q * k <= DENSER * q_length * k_length else None
+
+
+def with_places(terms: Terms, mask: Mask) -> tuple[Terms, tuple[jax.Array, jax.Array]]:
+    """Terms for packed rows as they are, and positions ``[b, q]`` and ``[b, k]`` inside the segments.
+
+    Parameters that act as queries or keys are looked up here, ``[b, n, h, r]``; `Static`, `Relative` and
+    `Outer` terms stay as they are, in positions.
+    """
+    assert mask.query_segments is not None and mask.key_segments is not None
+    places = positions(mask.query_segments), positions(mask.key_segments)
+
+    def look_up(x: jax.Array, tokens: bool, place: jax.Array) -> jax.Array:
+        return x if tokens else jnp.take(x[0], place, axis=0)
+
+    def in_rows(term: Term) -> Term:
+        if not isinstance(term, LowRank):
+            return term
+        return LowRank(
+            look_up(term.queries, term.token_queries, places[0]),
+            look_up(term.keys, term.token_keys, places[1]),
+            token_keys=True,
+        )
+
+    return tuple(in_rows(term) for term in terms), places
 
 
 def attend_unpacked(
@@ -72,14 +104,14 @@ def attend_unpacked(
       q_length: number of queries of a packed row.
 
     Returns:
-      ``[b, q, h, e]``. A token that breaks the mask's promise, in a segment that is too long or one
-      too many, gets NaN.
+      ``[b, q, h, e]``. A token that breaks the mask's promise, in a segment that is too long, not in
+      one piece or one too many, gets NaN.
     """
     assert mask.query_segments is not None and mask.key_segments is not None
     lengths = unpacked_lengths(mask, q_length, values.shape[1])
     assert mask.segments is not None and lengths is not None
-    queries, q_lengths = _rows(mask.query_segments, mask.segments, lengths[0])
-    keys, k_lengths = _rows(mask.key_segments, mask.segments, lengths[1])
+    queries, q_lengths, q_fit = _rows(mask.query_segments, mask.segments, lengths[0])
+    keys, k_lengths, k_fit = _rows(mask.key_segments, mask.segments, lengths[1])
     bare = dataclasses.replace(mask, query_segments=None, key_segments=None)
     key_valid, query_valid = bare.keys(values.shape[1]), bare.queries(q_length)
     rows = dataclasses.replace(
@@ -97,16 +129,28 @@ def attend_unpacked(
         mask=rows,
         q_length=lengths[0],
     )
+    fits = (q_fit & k_fit).reshape(-1)
+    out = jnp.where(fits[:, None, None, None], out, jnp.nan)
     return _pack(out, mask.query_segments, mask.segments)
 
 
-def _rows(segments: jax.Array, count: int, length: int) -> tuple[jax.Array, jax.Array]:
-    """Where each segment's tokens are ``[b, count, length]``, and their number ``[b·count]``."""
+def _rows(
+    segments: jax.Array, count: int, length: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Each segment's tokens as a row of their own.
+
+    Returns:
+      Where they are ``[b, count, length]``, their number ``[b·count]``, and whether they are neighbours and
+      no more than `length`, bool ``[b, count]``.
+    """
     member = segments[:, None, :] == jnp.arange(1, count + 1)[:, None]
     start = jnp.argmax(member, axis=-1)
     index = start[..., None] + jnp.arange(length)
-    lengths = jnp.minimum(member.sum(axis=-1), length)
-    return jnp.minimum(index, segments.shape[1] - 1), lengths.reshape(-1)
+    number = member.sum(axis=-1)
+    last = segments.shape[1] - 1 - jnp.argmax(member[..., ::-1], axis=-1)
+    fits = (number == 0) | ((number <= length) & (last - start + 1 == number))
+    lengths = jnp.minimum(number, length)
+    return jnp.minimum(index, segments.shape[1] - 1), lengths.reshape(-1), fits
 
 
 def _gather(x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -131,7 +175,17 @@ def _unpack(term: Term, queries: jax.Array, keys: jax.Array) -> Term:
             )
         case Outer(a, b):
             return Outer(_gather(a, queries), _gather(b, queries))
-        case Relative() | Banded() | Split():
+        case Banded():
+            weights, starts = term.weights, term.starts
+            if weights.shape[0] > 1:  # made of tokens, or of examples
+                rows = queries if weights.shape[1] > 1 else jnp.zeros_like(queries[..., :1])
+                weights = _gather(weights, rows)
+            elif weights.shape[1] > 1:
+                weights = weights[:, :q]
+            return dataclasses.replace(
+                term, weights=weights, starts=None if starts is None else starts[:q]
+            )
+        case Relative() | Split():
             return term
 
 

@@ -21,12 +21,20 @@ class Inputs(NamedTuple):
       biases: `Static` terms, and `Relative` ones cut to the block.
       values: ``[b, k, h, e]``.
       mask: which keys a query may see.
+      places: positions ``[b, q]`` and ``[b, k]`` inside packed segments; then biases and the keys of
+        `Outer` terms are looked up by them. None: the positions in the row.
     """
 
     products: Terms
     biases: Terms
     values: jax.Array
     mask: Mask
+    places: tuple[jax.Array, jax.Array] | None = None
+
+    def cotangents(self, products: Terms, biases: Terms, values: jax.Array) -> Inputs:
+        """The inputs' cotangents from those of what may have a gradient."""
+        mask, places = jax.tree.map(lambda _: None, (self.mask, self.places))
+        return Inputs(products, biases, values, mask, places)
 
 
 class Rows(NamedTuple):

@@ -47,7 +47,7 @@ def dense_product(
 @jax.custom_vjp
 def product(x: jax.Array, y: jax.Array) -> jax.Array:
     """``x yᵀ`` of ``[q, r]`` and ``[k, r]``, float32 or wider, ``[q, k]``."""
-    return jnp.matmul(x, y.T, preferred_element_type=wide(x, y))
+    return plain_product(x, y)
 
 
 def _product_fwd(x: jax.Array, y: jax.Array):
@@ -63,6 +63,11 @@ def _product_bwd(residuals: tuple[jax.Array, jax.Array], g: jax.Array):
 product.defvjp(_product_fwd, _product_bwd)
 
 
+def plain_product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`product` with JAX's own derivatives."""
+    return jnp.matmul(x, y.T, preferred_element_type=wide(x, y))
+
+
 def transposed_product(x: jax.Array, y: jax.Array) -> jax.Array:
     """``xᵀ y`` of ``[q, k]`` and a narrow ``[q, e]``, float32 or wider, ``[k, e]``.
 
@@ -73,7 +78,6 @@ def transposed_product(x: jax.Array, y: jax.Array) -> jax.Array:
     return lax.optimization_barrier(narrow).T
 
 
-@jax.custom_vjp
 def combine(weights: jax.Array, values: jax.Array) -> jax.Array:
     """Sums values with weights that all examples share, one matrix product per head.
 
@@ -88,22 +92,14 @@ def combine(weights: jax.Array, values: jax.Array) -> jax.Array:
     return out.reshape(*out.shape[:2], *values.shape[2:])
 
 
-def _combine_fwd(weights: jax.Array, values: jax.Array):
-    return combine(weights, values), (weights, values)
-
-
 def combine_back(
-    residuals: tuple[jax.Array, jax.Array], g: jax.Array
+    weights: jax.Array, values: jax.Array, g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The cotangents of `combine`'s weights and values from its result's, ``[h, q, b, e]``."""
-    weights, values = residuals
     g = _columns(g.astype(values.dtype))
     dvalues = _by_head(weights.astype(values.dtype), g, (1, 1))
     dweights = _by_head(g, _columns(values), (2, 2))
     return dweights.astype(weights.dtype), dvalues.reshape(values.shape).astype(values.dtype)
-
-
-combine.defvjp(_combine_fwd, combine_back)
 
 
 def _columns(x: jax.Array) -> jax.Array:

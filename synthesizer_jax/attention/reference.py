@@ -43,9 +43,40 @@ def weigh(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -> jax.Arra
     if isinstance(first, Split):
         return weigh_groups(first, **options)
     if isinstance(first, Banded):
-        return materialise_banded(first, **options)
+        places = None
+        if mask.query_segments is not None and any(by_position(first, mask)):
+            assert mask.key_segments is not None
+            places = positions(mask.query_segments), positions(mask.key_segments)
+        return materialise_banded(first, places=places, **options)
     logits = packed_logits(terms, **options)
-    return jax.nn.softmax(logits, axis=-1, where=mask.pairs(q_length, k_length))
+    return softmax(logits, mask.pairs(q_length, k_length))
+
+
+def softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
+    """The softmax over the last axis of the allowed logits; rows with nothing above −inf are zero.
+
+    Args:
+      logits: ``[..., k]``.
+      pairs: bool, which of them are allowed; None: all.
+    """
+    return _softmax(logits if pairs is None else jnp.where(pairs, logits, -jnp.inf))
+
+
+@jax.custom_jvp
+def _softmax(logits: jax.Array) -> jax.Array:
+    peak = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(logits - jnp.where(peak == -jnp.inf, 0, peak))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights * jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
+
+
+@_softmax.defjvp
+def _softmax_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    weights = _softmax(*primals)
+    moved = weights * tangents[0]
+    return weights, moved - weights * moved.sum(axis=-1, keepdims=True)
 
 
 def weigh_groups(split: Split, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:

@@ -19,9 +19,11 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from synthesizer_jax.attention import blocked
+from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.parts import Inputs, Rows, inner
 from synthesizer_jax.attention.products import combine, combine_back
+from synthesizer_jax.attention.reference import softmax
 from synthesizer_jax.attention.terms import Static, Terms, materialise, wide
 
 LEAST = 2.0**-64
@@ -42,18 +44,53 @@ def attend_static(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int)
       q_length: number of queries.
 
     Returns:
-      ``[b, q, h, e]`` in the values' dtype. Forward-mode differentiation raises a `TypeError`.
+      ``[b, q, h, e]`` in the values' dtype.
     """
-    k_length = values.shape[1]
+    k_length, dtype = values.shape[1], values.dtype
     (logits,) = materialise(
         terms, q_length=q_length, k_length=k_length, query_offset=mask.query_offset
     )
     if not separable(mask):
-        return _guarded(logits, values, mask)
-    weights = jax.nn.softmax(logits, axis=-1, where=mask.band(q_length, k_length))
-    out = _swap(combine(weights, _swap(values))).astype(values.dtype)
+        if dtype == jnp.float16:  # whose exponents are too few for numerators
+            values = values.astype(jnp.float32)
+        plain = lambda inputs: blocked.plain(q_length, _as_fused(*inputs))
+        attend_guarded = with_gradient(_guarded, _guarded_back, plain)
+        return attend_guarded((logits, values, mask)).astype(dtype)
+    weights = softmax(logits, mask.band(q_length, k_length))
+    out = with_gradient(_combined, _combined_back, _combined_plain)((weights, values))
     real = mask.queries(q_length)
     return out if real is None else jnp.where(real[..., None, None], out, 0)
+
+
+def _combined(inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[()]]:
+    """``[b, q, h, e]`` from weights ``[h, q, k]`` and values ``[b, k, h, e]``."""
+    weights, values = inputs
+    return _swap(combine(weights, _swap(values))).astype(values.dtype), ()
+
+
+def _combined_back(
+    inputs: tuple[jax.Array, jax.Array], out: jax.Array, kept: tuple[()], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    del out, kept
+    weights, values = inputs
+    dweights, dvalues = combine_back(weights, _swap(values), _swap(g))
+    return dweights, _swap(dvalues)
+
+
+def _combined_plain(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
+    weights, values = inputs
+    out = jnp.einsum(
+        "hqk,bkhe->bqhe",
+        weights.astype(values.dtype),
+        values,
+        preferred_element_type=weights.dtype,
+    )
+    return out.astype(values.dtype)
+
+
+def _as_fused(logits: jax.Array, values: jax.Array, mask: Mask) -> Inputs:
+    """The same for the fused route."""
+    return Inputs((), (Static(logits),), values, mask)
 
 
 def separable(mask: Mask) -> bool:
@@ -67,28 +104,31 @@ def separable(mask: Mask) -> bool:
     return mask.key_lengths is None or (mask.causal and mask.self_attention)
 
 
-@jax.custom_vjp
-def _guarded(logits: jax.Array, values: jax.Array, mask: Mask) -> jax.Array:
-    """The output ``[b, q, h, e]`` for logits ``[h, q, k]`` and values ``[b, k, h, e]``."""
-    return _guarded_fwd(logits, values, mask)[0]
+Problem = tuple[jax.Array, jax.Array, Mask]
+"""Logits ``[h, q, k]``, values ``[b, k, h, e]`` and a mask."""
 
 
-def _guarded_fwd(logits: jax.Array, values: jax.Array, mask: Mask):
+def _guarded(problem: Problem) -> tuple[jax.Array, Any]:
+    """The output ``[b, q, h, e]``, and what `_guarded_back` needs."""
+    logits, values, mask = problem
     peak = _peak(logits, values, mask)
     out, inverse, exact = _in_groups(_forward, logits, peak, values, mask)
     exact = _agree(exact)
 
     def slow():
-        inputs = Inputs((), (Static(logits),), values, mask)
-        out, rows = blocked.forward(logits.shape[1], inputs)
+        out, rows = blocked.forward(logits.shape[1], _as_fused(*problem))
         return out, _swap(rows.inverse)[..., 0], _swap(rows.top)[..., 0]
 
     out, inverse, top = lax.cond(exact, lambda: (out, inverse, inverse), slow)
-    return out, (logits, peak, values, mask, out, inverse, top, exact)
+    return out, (peak, inverse, top, exact)
 
 
-def _guarded_bwd(residuals: tuple[Any, ...], g: jax.Array):
-    logits, peak, values, mask, out, inverse, top, exact = residuals
+def _guarded_back(
+    problem: Problem, out: jax.Array, kept: Any, g: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    logits, values, mask = problem
+    peak, inverse, top, exact = kept
+    exact = _agree(exact)
     delta = inner(out, g, inverse.dtype)
 
     def fast():
@@ -96,15 +136,11 @@ def _guarded_bwd(residuals: tuple[Any, ...], g: jax.Array):
         return _in_groups(_backward, logits, peak, values, mask, inverse, shift, g)
 
     def slow():
-        inputs = Inputs((), (Static(logits),), values, mask)
         rows = Rows(_swap(top[..., None]), _swap(inverse[..., None]))
-        back = blocked.backward(inputs, rows, delta, g)
+        back = blocked.backward(_as_fused(*problem), rows, delta, g)
         return jax.tree.leaves(back.biases)[0], back.values
 
-    return *lax.cond(exact, fast, slow), None
-
-
-_guarded.defvjp(_guarded_fwd, _guarded_bwd)
+    return *lax.cond(exact, fast, slow), jax.tree.map(lambda _: None, mask)
 
 
 def _in_groups(function: Callable[..., Any], *args: Any) -> Any:
@@ -179,7 +215,7 @@ def _backward(
         weights = _weights(_table(logits, j, size), _table(peak, j, size), regions)
         down, dkept = [], []
         for e, v, (_, keys) in zip(weights, kept, regions, strict=True):
-            de, dv = combine_back((e, v), slope)
+            de, dv = combine_back(e, v, slope)
             own_shift = _over_keys("hqb,bk->hqk", _table(shift, j, size), keys, e.dtype)
             down.append(e * (de - own_shift))
             dkept.append(dv)

@@ -135,6 +135,9 @@ Logits: TypeAlias = Static | Relative | LowRank | Outer
 Term: TypeAlias = Logits | Banded | Split
 Terms: TypeAlias = tuple[Term, ...]
 
+TERMS = (Static, Relative, LowRank, Outer, Banded, Split)
+"""The classes of terms."""
+
 
 def static(logits: jax.Array) -> Static:
     """A checked `Static` from logits ``[h, q, k]``; raises `ValueError` for other ranks."""

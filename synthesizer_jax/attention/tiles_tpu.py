@@ -31,7 +31,7 @@ LANES = 128
 SUBLANES = 8
 """Rows of a register in float32."""
 
-LOW = -0.7 * float(jnp.finfo(jnp.float32).max)
+LOW = float(jnp.finfo(jnp.float32).min)
 """In the place of a forbidden logit; finite, so that differences are numbers."""
 
 
@@ -92,7 +92,7 @@ def turned(bias: Bias, length: int) -> Bias:
 
 def operands(inputs: Inputs) -> Operands:
     """The inputs in the kernels' layout."""
-    products, _, values, mask = inputs
+    products, _, values, mask, _ = inputs
     apart = mask.key_lengths is not None or mask.key_valid is not None
     real = mask.keys(values.shape[1]) if apart else None  # segments tell padding by themselves
 
@@ -145,7 +145,7 @@ def roll_out(tile: Any, columns: jax.Array, first: jax.Array, rows: int) -> None
         lines = jnp.where(row & bit != 0, pltpu.roll(lines, bit, 1), lines)
     for begin in range(0, size, SUBLANES):
         end = min(begin + SUBLANES, size)
-        shift = lax.rem(first + (begin + count + 1 - rows), count)
+        shift = lax.rem(first + (begin + count + 1 - rows), jnp.int32(count))
         tile[begin:end] = pltpu.roll(lines, shift, 1)[: end - begin, :length]
 
 
@@ -209,7 +209,8 @@ def places(term: Outer, name: str, first: Any, count: int) -> jax.Array:
     x, size = getattr(term, name), term.b.shape[-1]
     shape = (count, x.shape[-1])
     key = lax.broadcasted_iota(jnp.int32, shape, 0) + first
-    index = lax.div(key, size) if name == "a" else lax.rem(key, size)
+    divide = lax.div if name == "a" else lax.rem
+    index = divide(key, jnp.int32(size))
     return (index == lax.broadcasted_iota(jnp.int32, shape, 1)).astype(x.dtype)
 
 

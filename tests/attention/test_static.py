@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.attention import Mask, attend, static
-from synthesizer_jax.attention.static import _guarded_fwd
+from synthesizer_jax.attention.static import _guarded
 from tests.attention import cases, oracle
 
 B, N, H, E = 3, 11, 2, 5
@@ -51,7 +51,7 @@ def test_future_logits_do_not_push_causal_rows_under() -> None:
     mask = Mask(causal=True, key_valid=jnp.ones((B, N), bool))
     values, g = cases.normal("values", B, N, H, E), cases.normal("cotangent", B, N, H, E)
     cases.check((static(logits),), values, mask, g, "static", 2e-5)
-    *_, exact = fast(_guarded_fwd)(logits, values, mask)[1]
+    *_, exact = fast(_guarded)((logits, values, mask))[1]
     assert bool(exact)
 
 
@@ -65,7 +65,7 @@ def test_padding_queries_have_no_vote() -> None:
         (Mask(key_lengths=lengths).for_self_attention(), True),
         (Mask(key_lengths=lengths), False),
     ):
-        *_, exact = fast(_guarded_fwd)(logits, values, mask)[1]
+        *_, exact = fast(_guarded)((logits, values, mask))[1]
         assert bool(exact) == expected
 
 
