@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,8 +26,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from synthesizer_jax.attention import tiles_tpu
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.terms import wide
+from synthesizer_jax.attention.parts import Inputs
+from synthesizer_jax.attention.terms import Relative, Static, Terms, wide
 from synthesizer_jax.attention.tiles_tpu import LANES, SUBLANES, VMEM, Bias, dot, only, roll_out
 
 LEAST = 2.0**-64
@@ -136,10 +139,11 @@ class Plan:
         return slice(head * self.width, (head + 1) * self.width)
 
 
-def supported(bias: Bias, values: jax.Array, mask: Mask) -> bool:
+def supported(inputs: Inputs) -> bool:
     """Whether the kernels take such inputs: no prefix or traced offset, and no 64-bit numbers."""
+    _, biases, values, mask, _ = inputs
     plain = mask.prefix_lengths is None and isinstance(mask.query_offset, int)
-    narrow = wide(values, *jax.tree.leaves(bias)) == jnp.float32
+    narrow = wide(values, *jax.tree.leaves(biases)) == jnp.float32
     return plain and narrow and heads_of_a_program(*values.shape[2:]) <= MOST_HEADS
 
 
@@ -149,7 +153,7 @@ def heads_of_a_program(heads: int, width: int) -> int:
     return next(fits, heads)
 
 
-def plan_of(values: jax.Array, mask: Mask, q_length: int) -> Plan:
+def plan_of(values: jax.Array, mask: Mask, q_length: int, offset: int) -> Plan:
     """The plan for values ``[b, k, h, e]``."""
     batch, k_length, heads, width = values.shape
     group = heads_of_a_program(heads, width)
@@ -164,7 +168,7 @@ def plan_of(values: jax.Array, mask: Mask, q_length: int) -> Plan:
         examples=examples,
         width=width,
         shape=(batch, heads, q_length, k_length),
-        offset=mask.query_offset,
+        offset=offset,
         causal=mask.causal,
         window=mask.window,
     )
@@ -194,22 +198,16 @@ def operands(plan: Plan, bias: Bias, values: jax.Array, mask: Mask, *, same: boo
     )
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("same", "interpret"))
 def forward(
-    bias: Bias,
-    values: jax.Array,
-    mask: Mask,
-    *,
-    q_length: int,
-    same: bool,
-    interpret: bool = False,
+    q_length: int, query_offset: int, inputs: Inputs, *, same: bool, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array | None]:
     """The attention output, and what `backward` needs.
 
     Args:
-      bias: the logits.
-      values: ``[b, k, h, e]``.
-      mask: see `supported`.
       q_length: number of queries.
+      query_offset: the mask's, which has to be known.
+      inputs: biases, values and mask; see `supported`.
       same: the real queries of one position see the same keys in every example.
       interpret: run on any device, slowly.
 
@@ -217,7 +215,8 @@ def forward(
       The output ``[b, q, h, e]``, and one over the denominators, ``[h, b, q]`` float32: 0 where a query
       is padding or sees no key, negative where the example's own maximum was subtracted. None if `same`.
     """
-    plan = plan_of(values, mask, q_length)
+    _, biases, values, mask, _ = inputs
+    plan, bias = plan_of(values, mask, q_length, query_offset), bias_of(biases)
     given = operands(plan, bias, values, mask, same=same)
     batch, heads, _, k_length = plan.shape
     out = jax.ShapeDtypeStruct((batch, q_length, heads * plan.width), values.dtype)
@@ -295,29 +294,30 @@ def forward_kernel(plan: Plan, given: Operands, out: Any, inverse: Any, scratch:
         lax.fori_loop(0, plan.examples, exact, None)
 
 
+@functools.partial(jax.jit, static_argnums=0, static_argnames="interpret")
 def backward(
-    bias: Bias,
-    values: jax.Array,
-    mask: Mask,
+    query_offset: int,
+    inputs: Inputs,
     out: jax.Array,
     inverse: jax.Array | None,
     g: jax.Array,
     *,
     interpret: bool = False,
-) -> tuple[Bias, jax.Array]:
-    """The cotangents of the bias and the values.
+) -> Inputs:
+    """The cotangents of the inputs.
 
     Args:
-      bias: as in `forward`.
-      values: as in `forward`.
-      mask: as in `forward`.
+      query_offset: as in `forward`.
+      inputs: what `forward` was given.
       out: what that returned.
       inverse: likewise.
       g: the cotangent of `out`.
       interpret: run on any device, slowly.
     """
+    _, biases, values, mask, _ = inputs
     q_length, same = g.shape[1], inverse is None
-    plan = plan_of(values, mask, q_length)
+    plan = plan_of(values, mask, q_length, query_offset)
+    bias, bias_back = jax.vjp(bias_of, biases)
     given = operands(plan, bias, values, mask, same=same)
     batch, heads, _, k_length = plan.shape
     if inverse is not None:
@@ -349,7 +349,16 @@ def backward(
     dvalues = dvalues.reshape(values.shape)
     if not same:
         dvalues = jnp.where(mask.keys(k_length)[..., None, None], dvalues, 0)
-    return dbias, dvalues
+    return inputs.cotangents((), *bias_back(dbias), dvalues)
+
+
+def bias_of(biases: Terms) -> Bias:
+    """The sum of `Static` terms, one alone as it is, and that of `Relative` ones cut to the block."""
+    tables = [t.logits for t in biases if isinstance(t, Static)]
+    if len(tables) > 1:
+        tables = [functools.reduce(operator.add, [x.astype(jnp.float32) for x in tables])]
+    lines = tuple(t for t in biases if isinstance(t, Relative))
+    return Bias(tables[0] if tables else None, tiles_tpu.bias_of(lines).columns)
 
 
 def backward_kernel(
@@ -394,7 +403,13 @@ def backward_kernel(
             delta = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), 1, keepdims=True)
             down = dot(g, given.values[i, :, lanes], 1, 1) - delta
             scratch.slopes[j] += weights * down
-            add_values(plan, dvalues, scratch.dvalues, (block, group, i, j), dot(weights.astype(g.dtype), g, 0, 0))
+            add_values(
+                plan,
+                dvalues,
+                scratch.dvalues,
+                (block, group, i, j),
+                dot(weights.astype(g.dtype), g, 0, 0),
+            )
 
     if lower.inverse is None:
         fast()
@@ -409,7 +424,9 @@ def backward_kernel(
         if given.keys is None:
             for j in range(plan.heads):
                 down = scratch.slopes[j]
-                rest = numerators(logits_of(plan, given.bias, j, block, scratch.tile), band(plan, block))
+                rest = numerators(
+                    logits_of(plan, given.bias, j, block, scratch.tile), band(plan, block)
+                )
                 rest /= jnp.maximum(jnp.sum(rest, axis=1, keepdims=True), LEAST)
                 scratch.slopes[j] = down - rest * jnp.sum(down, axis=1, keepdims=True)
         put_bias(plan, dbias, scratch.slopes, block)
@@ -587,7 +604,9 @@ def bias_specs(plan: Plan, bias: Bias) -> Bias:
 
 def operand_specs(plan: Plan, given: Operands) -> Operands:
     """Blocks of the operands."""
-    keys = pl.BlockSpec((None, plan.examples, plan.shape[3]), lambda g, b, examples: (examples, 0, 0))
+    keys = pl.BlockSpec(
+        (None, plan.examples, plan.shape[3]), lambda g, b, examples: (examples, 0, 0)
+    )
     queries = pl.BlockSpec(
         (None, plan.examples, plan.queries), lambda g, block, examples: (examples, 0, block)
     )
