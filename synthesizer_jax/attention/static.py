@@ -58,7 +58,7 @@ def attend_static(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int)
     if dtype == jnp.float16 and not separable(mask):  # whose exponents are too few for numerators
         values = values.astype(jnp.float32)
     inputs = _inputs(terms, values, mask, q_length)
-    offset = mask.query_offset if static_tpu.supported(inputs) else None
+    offset = mask.query_offset if static_tpu.supported(q_length, inputs) else None
     attend = with_gradient(
         functools.partial(_forward_anywhere, q_length, offset),
         functools.partial(_backward_anywhere, q_length, offset),

@@ -223,7 +223,9 @@ def backward_kernel(
     @pl.when(group == plan.groups - 1)
     def _() -> None:
         for j in range(plan.heads):
-            if given.keys is None:  # of normalised weights, so that the sum over keys goes off at last
+            if (
+                given.keys is None
+            ):  # of normalised weights, so that the sum over keys goes off at last
                 down = scratch.slopes[j]
                 own = scratch.weights[j].astype(jnp.float32)
                 scratch.slopes[j] = down - own * jnp.sum(down, axis=1, keepdims=True)
@@ -374,9 +376,7 @@ def diagonal_sums(plan: Plan, slopes: Any, block: jax.Array, count: int) -> jax.
         rows = min(SUBLANES, size - begin)
         own = jnp.pad(slopes[begin : begin + rows], ((0, SUBLANES - rows), (0, count - length)))
         own = jnp.where(row + (first + begin) < q_length, own, 0.0)
-        lines += pltpu.roll(
-            own, lax.rem(count + q_length - 1 - begin - first, jnp.int32(count)), 1
-        )
+        lines += pltpu.roll(own, lax.rem(count + q_length - 1 - begin - first, jnp.int32(count)), 1)
     for bit in (1, 2, 4):
         lines = jnp.where(row & bit != 0, pltpu.roll(lines, count - bit, 1), lines)
     return lines.sum(axis=0, keepdims=True)

@@ -45,19 +45,22 @@ from synthesizer_jax.attention.tiles_tpu import LANES, VMEM, Bias
 MOST_HEADS = 8
 """Most heads of a program; their lanes fill whole registers together."""
 
-TILES = 2 * 2**20
-"""Most bytes of a program's logits in float32; about a dozen times as much lives at once."""
+TILES = 10
+"""Tiles of logits in float32 that live at once: of the table, its cotangent, weights and temporaries."""
 
 COLUMNS = 512
 """Columns that a program's examples fill in a matrix product, or a few more, where there is one block."""
 
 
-def supported(inputs: Inputs) -> bool:
-    """Whether the kernels take such inputs: no prefix or traced offset, and no 64-bit numbers."""
+def supported(q_length: int, inputs: Inputs) -> bool:
+    """Whether the kernels take such inputs: no prefix or traced offset, no 64-bit numbers, and a fit."""
     _, biases, values, mask, _ = inputs
+    heads = heads_of_a_program(*values.shape[2:])
     plain = mask.prefix_lengths is None and isinstance(mask.query_offset, int)
     narrow = wide(values, *jax.tree.leaves(biases)) == jnp.float32
-    return plain and narrow and heads_of_a_program(*values.shape[2:]) <= MOST_HEADS
+    tiles = TILES * 4 * heads * values.shape[1] * min(q_length, LANES)
+    fits = room_for_examples(values, tiles, several=q_length > LANES) > 0
+    return plain and narrow and fits and heads <= MOST_HEADS
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("same", "interpret"))
@@ -79,8 +82,9 @@ def forward(
     """
     _, biases, values, mask, _ = inputs
     plan, bias = plan_of(values, mask, q_length, query_offset), bias_of(biases)
+    plan = dataclasses.replace(plan, groups=values.shape[0] // plan.examples)
     given = operands(plan, bias, values, mask, same=same)
-    batch, heads, _, k_length = plan.shape
+    batch, heads = plan.shape[:2]
     out = jax.ShapeDtypeStruct((batch, q_length, heads * plan.width), values.dtype)
     rows = (heads, batch // plan.examples, plan.examples, q_length)
     inverse = None if same else jax.ShapeDtypeStruct(rows, jnp.float32)
@@ -127,13 +131,12 @@ def backward(
     if inverse is not None:
         rows = inverse.reshape(plan.shape[1], -1, plan.examples, g.shape[1])
         lower = Cotangent(flat(g), flat(out), rows)
-    if plan.blocks == 1:
-        dbias, dvalues = add_cotangents(plan, given, lower, interpret=interpret)
-    else:
-        for i in range(plan.groups):
-            part = dataclasses.replace(plan, first=i, groups=1)
-            dbias, dvalues = add_cotangents(part, given, lower, interpret=interpret)
-            lower = lower._replace(earlier=dbias, dvalues=dvalues)
+    groups = values.shape[0] // plan.examples
+    calls = 1 if plan.blocks == 1 else groups
+    for first in range(calls):
+        part = dataclasses.replace(plan, first=first, groups=groups // calls)
+        dbias, dvalues = add_cotangents(part, given, lower, interpret=interpret)
+        lower = lower._replace(earlier=dbias, dvalues=dvalues)
     dbias = jax.tree.map(lambda x, y: x.astype(y.dtype), dbias, bias)
     dvalues = dvalues.reshape(values.shape)
     if inverse is not None:
@@ -144,7 +147,7 @@ def backward(
 def add_cotangents(
     plan: Plan, given: Operands, lower: Cotangent, *, interpret: bool
 ) -> tuple[Bias, jax.Array]:
-    """The cotangents of the bias and of ``[b, k, h · e]`` values with those of the plan's examples added."""
+    """The cotangents of the bias and of values ``[b, k, h · e]``, those of the plan's examples added."""
     dtype, several = given.values.dtype, plan.blocks > 1
     line = line_spec(plan, of_keys=False)
     known = lower.inverse is not None
@@ -192,35 +195,56 @@ def heads_of_a_program(heads: int, width: int) -> int:
 def plan_of(values: jax.Array, mask: Mask, q_length: int, offset: int) -> Plan:
     """The plan for values ``[b, k, h, e]``."""
     batch, k_length, heads, width = values.shape
-    group = heads_of_a_program(heads, width)
-    rows = max(TILES // (4 * group * k_length) // LANES * LANES, LANES)
-    queries = min(q_length, rows)
+    group, memory = heads_of_a_program(heads, width), memory_of_a_program()
+    row = TILES * 4 * group * k_length
+    queries = rows_of_a_block(q_length, 2 * memory // (3 * row))
+    examples = room_for_examples(values, queries * row, several=queries < q_length)
     if queries == q_length:
-        most = COLUMNS // width
-    else:  # values and their cotangents, in their own dtype and summed in float32
-        line = k_length * max(group * width, LANES) * (2 * values.dtype.itemsize + 4)
-        most = (memory_of_a_program() - 7 * TILES) // line
-    examples = max(n for n in range(1, max(most, 1) + 1) if batch % n == 0)
+        examples = min(examples, COLUMNS // width)
     return Plan(
         heads=group,
-        examples=examples,
+        examples=max(n for n in range(1, max(examples, 1) + 1) if batch % n == 0),
         queries=queries,
         width=width,
         shape=(batch, heads, q_length, k_length),
         first=0,
-        groups=batch // examples,
+        groups=1,
         offset=offset,
         causal=mask.causal,
         window=mask.window,
-        memory=memory_of_a_program(),
+        memory=memory,
     )
 
 
+def rows_of_a_block(q_length: int, most: int) -> int:
+    """All queries, or some 128 of them, so that blocks are equally long if that is possible."""
+    if q_length <= most:
+        return q_length
+    sizes = range(LANES, max(most, LANES) + 1, LANES)
+    return max((n for n in sizes if q_length % n == 0), default=min(sizes[-1], q_length))
+
+
+def room_for_examples(values: jax.Array, tiles: int, *, several: bool) -> int:
+    """How many examples' values, outputs and cotangents fit in beside a program's tiles.
+
+    Args:
+      values: ``[b, k, h, e]``.
+      tiles: bytes that are taken.
+      several: there are several blocks of queries. Values and their cotangents are then there once, and
+        summed in float32; otherwise they and the output and its cotangent are there twice.
+    """
+    _, k_length, heads, width = values.shape
+    lanes = max(heads_of_a_program(heads, width) * width, LANES)
+    size = values.dtype.itemsize
+    line = k_length * lanes * (2 * size + 4 if several else 8 * size)
+    return 2 * (memory_of_a_program() - tiles) // (3 * line)
+
+
 def memory_of_a_program() -> int:
-    """Bytes: three quarters of the chip's vector memory where the chip is known, else what all have."""
+    """Bytes: most of the chip's vector memory where the chip is known, else what all after TPU v4 have."""
     if not pltpu.is_tpu_device():
         return VMEM
-    return max(VMEM, pltpu.get_tpu_info().vmem_capacity_bytes // 4 * 3)
+    return pltpu.get_tpu_info().vmem_capacity_bytes // 8 * 7
 
 
 def operands(plan: Plan, bias: Bias, values: jax.Array, mask: Mask, *, same: bool) -> Operands:
