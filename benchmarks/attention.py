@@ -7,12 +7,19 @@ machine's own matrix-product rate beside them. A sub-layer includes its projecti
 the fastest of einsum, `jax.nn.dot_product_attention` and Flax's own attention; a variant's speed is
 reference time / its time, its FLOPs those of its matrix products, forward, over the reference's.
 `--bias` adds T5's relative bias to all that can have it.
+
+    python benchmarks/attention.py --functions --length 2048
+
+compares `dot_product_attention` with `jax.nn.dot_product_attention` instead, each function alone: without a
+bias, with a learned one ``[1, heads, length, length]``, and with T5's, which `jax.nn` is given as the array
+that is looked up in its table. The backward pass makes all gradients, the bias' or the table's included.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +28,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import report
 
 from synthesizer_jax import (
@@ -36,7 +44,10 @@ from synthesizer_jax import (
     Random,
     RelativeBias,
     Span,
+    dot_product_attention,
+    relative_bias,
 )
+from synthesizer_jax.attention.relative import relative_buckets
 from synthesizer_jax.models.summary import flops
 
 
@@ -46,7 +57,8 @@ class Case:
 
     Attributes:
       name: what the table calls it.
-      apply: ``(params, x, lengths) → y``, ``[batch, length, d_model]``.
+      apply: ``(params, x, lengths) → y``, ``[batch, length, d_model]`` or, of functions, their query
+        and result ``[batch, length, heads, head_dim]``.
       params: its parameters.
       reference: whether it may be the reference.
     """
@@ -174,6 +186,57 @@ def ours(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> list[Case]:
     return cases
 
 
+def jax_attention(params: Any, query: jax.Array, lengths: jax.Array, **options: Any) -> jax.Array:
+    """`jax.nn.dot_product_attention`, T5's bias as an array."""
+    bias = params.get("bias")
+    if "table" in params:
+        distance = np.arange(query.shape[1]) - np.arange(query.shape[1])[:, None]
+        buckets = relative_buckets(distance, num_buckets=32, max_distance=128, bidirectional=True)
+        bias = params["table"][:, buckets][None]
+    return jax.nn.dot_product_attention(
+        query,
+        params["key"],
+        params["value"],
+        bias,
+        key_value_seq_lengths=lengths,
+        implementation="xla",
+        **options,
+    )
+
+
+def our_attention(params: Any, query: jax.Array, lengths: jax.Array, **options: Any) -> jax.Array:
+    """Our function of the same name."""
+    bias = relative_bias(params["table"]) if "table" in params else params.get("bias")
+    return dot_product_attention(
+        query, params["key"], params["value"], bias, key_value_seq_lengths=lengths, **options
+    )
+
+
+def functions(args: argparse.Namespace, query: jax.Array, key: jax.Array) -> list[Case]:
+    """Both functions for every kind of bias; `jax.nn`'s is the next one's reference."""
+    keys = jax.random.split(key, 4)
+    tokens = {
+        name: jax.random.normal(k, query.shape, query.dtype)
+        for name, k in zip(("key", "value"), keys[:2], strict=True)
+    }
+    biases = {
+        "no bias": {},
+        "learned bias": {"bias": jax.random.normal(keys[2], (1, args.heads, *(args.length,) * 2))},
+        "T5's bias": {"table": jax.random.normal(keys[3], (args.heads, 32))},
+    }
+    sides = {"jax.nn": jax_attention, "ours": our_attention}
+    return [
+        Case(
+            f"{side}, {kind}",
+            functools.partial(function, is_causal=args.causal),
+            tokens | bias,
+            reference=side == "jax.nn",
+        )
+        for kind, bias in biases.items()
+        for side, function in sides.items()
+    ]
+
+
 def compiled(case: Case, x: jax.Array, lengths: jax.Array, *, backward: bool) -> Any:
     """The compiled function of a case; the backward pass differentiates parameters and input."""
 
@@ -221,49 +284,75 @@ def parse() -> argparse.Namespace:
         __doc__, batch=8, length=512, heads=8, head_dim=64, d_model=512, rounds=9, padding=0, seed=0
     )
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--causal", action="store_true", help="ours only")
+    parser.add_argument("--causal", action="store_true", help="of layers, ours only")
+    parser.add_argument("--functions", action="store_true", help="dot_product_attention alone")
     parser.add_argument("--bias", action="store_true", help="T5's relative bias")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--implementations", nargs="+", default=["auto"])
     return parser.parse_args()
 
 
+def compare(rows: list[dict], args: argparse.Namespace) -> str:
+    """Sets every row's speed, memory and FLOPs against its reference, and says what was compared."""
+    best = min((r for r in rows if r["reference"]), key=lambda r: r["both_ms"])
+    for row in rows:
+        if args.functions and row["reference"]:
+            best = row
+        row["speed"] = best["both_ms"] / row["both_ms"]
+        row["memory"] = row["temporaries_mb"] / best["temporaries_mb"]
+        row["work"] = row["flops"] / best["flops"]
+    lengths, heads = (
+        f"batch {args.batch}, length {args.length}",
+        f"{args.heads} heads of {args.head_dim}",
+    )
+    causal = "" if not args.causal else ", causal" if args.functions else ", ours causal"
+    if args.functions:
+        return (
+            f"`dot_product_attention`, {lengths}, {heads}, {args.dtype}{causal}. Speed (forward + "
+            "backward) and memory against `jax.nn.dot_product_attention` with the same bias."
+        )
+    bias = ", T5's relative bias" if args.bias else ""
+    return (
+        f"Sub-layer, {lengths}, d {args.d_model}, {heads}, {args.dtype}{bias}{causal}. Speed (forward + "
+        f"backward), memory and FLOPs against {best['name']}."
+    )
+
+
 def main() -> None:
     """Runs the comparison and prints it."""
     args = parse()
     key = jax.random.key(args.seed)
-    x = jax.random.normal(key, (args.batch, args.length, args.d_model), args.dtype)
+    last = (args.heads, args.head_dim) if args.functions else (args.d_model,)
+    x = jax.random.normal(key, (args.batch, args.length, *last), args.dtype)
     lengths = jnp.full(args.batch, args.length - args.padding, jnp.int32).at[0].set(args.length)
-    cases = [*peers(args, x, key), *ours(args, x, key)]
+    cases = (
+        functions(args, x, key) if args.functions else [*peers(args, x, key), *ours(args, x, key)]
+    )
     facts = report.machine()
     rows = measure(cases, x, lengths, args.rounds)
-    best = min((r for r in rows if r["reference"]), key=lambda r: r["both_ms"])
-    for row in rows:
-        row["speed"] = best["both_ms"] / row["both_ms"]
-        row["memory"] = row["temporaries_mb"] / best["temporaries_mb"]
-        row["work"] = row["flops"] / best["flops"]
+    text = compare(rows, args)
+    columns = {
+        "name": "",
+        "forward_ms": "forward, ms|.1f",
+        "both_ms": "+ backward, ms|.1f",
+        "speed": "speed|.2f",
+        "work": "FLOPs|.2f",
+        "temporaries_mb": "temporaries, MB|.1f",
+        "memory": "memory|.2f",
+    }
+    if args.functions:
+        del columns["work"]
+    shape = f"{args.batch}x{args.length}x{args.heads}x{args.head_dim}"
+    kind = "functions" if args.functions else "attention"
     bias = ", T5's relative bias" if args.bias else ""
     causal = ", ours causal" if args.causal else ""
-    text = (
-        f"Sub-layer, batch {args.batch}, length {args.length}, d {args.d_model}, {args.heads} heads "
-        f"of {args.head_dim}, {args.dtype}{bias}{causal}. Speed (forward + backward), memory and FLOPs "
-        f"against {best['name']}.\n\n"
-        + report.table(
-            rows,
-            {
-                "name": "",
-                "forward_ms": "forward, ms|.1f",
-                "both_ms": "+ backward, ms|.1f",
-                "speed": "speed|.2f",
-                "work": "FLOPs|.2f",
-                "temporaries_mb": "temporaries, MB|.1f",
-                "memory": "memory|.2f",
-            },
-        )
+    report.write(
+        f"{kind} {shape} {args.dtype}{bias}{causal}",
+        f"{text}\n\n{report.table(rows, columns)}",
+        result={"rows": rows},
+        options=args,
+        facts=facts,
     )
-    shape = f"{args.batch}x{args.length}x{args.heads}x{args.head_dim}"
-    name = f"attention {shape} {args.dtype}{bias}{causal}"
-    report.write(name, text, result={"rows": rows}, options=args, facts=facts)
 
 
 if __name__ == "__main__":

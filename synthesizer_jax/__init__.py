@@ -18,7 +18,15 @@ from synthesizer_jax.alignments import (
     Random,
     RelativeBias,
 )
-from synthesizer_jax.attention import Mask, Span, attend
+from synthesizer_jax.attention import (
+    Mask,
+    Span,
+    attend,
+    dot_product_attention,
+    explain,
+    relative_bias,
+)
+from synthesizer_jax.flax_attention import attention_fn
 from synthesizer_jax.mixers import (
     MIXERS,
     Attention,
@@ -41,6 +49,7 @@ from synthesizer_jax.models import (
     UniversalStack,
     t5,
 )
+from synthesizer_jax.multi_head import MultiHeadAttention
 from synthesizer_jax.version import __version__
 
 __all__ = [
@@ -66,6 +75,7 @@ __all__ = [
     "Linformer",
     "Mask",
     "Mixture",
+    "MultiHeadAttention",
     "PerHead",
     "Random",
     "RelativeBias",
@@ -78,5 +88,9 @@ __all__ = [
     "UniversalStack",
     "__version__",
     "attend",
+    "attention_fn",
+    "dot_product_attention",
+    "explain",
+    "relative_bias",
     "t5",
 ]

@@ -14,6 +14,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+from flax import struct
 
 LOGICAL_AXES = (
     "vocab",  # rows of the embedding and columns of the output projection
@@ -47,6 +48,16 @@ def is_axes(node: Any) -> bool:
     return isinstance(node, tuple) and not named and all(isinstance(a, str | None) for a in node)
 
 
+@struct.dataclass
+class NamedAxes(nn.LogicallyPartitioned):
+    """A parameter with the names of its axes; a surrounding mesh lays nothing out by them."""
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        """The parameter."""
+        del apply_constraint
+        return self.value
+
+
 @contextlib.contextmanager
 def logical_axes() -> Iterator[None]:
     """Within this context `with_axes` initialisers box their values with axis names."""
@@ -67,7 +78,9 @@ def with_axes(init: Callable[..., jax.Array], *axes: str | None) -> Callable[...
     unknown = set(axes) - {*LOGICAL_AXES, None}
     if unknown:
         raise ValueError(f"unknown logical axis {unknown.pop()!r}; allowed: {LOGICAL_AXES}")
-    return nn.with_logical_partitioning(init, axes) if _NAMED.get() else init
+    if not _NAMED.get():
+        return init
+    return lambda *args, **kwargs: NamedAxes(init(*args, **kwargs), axes)
 
 
 def abstract_variables(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -88,4 +101,5 @@ def abstract_variables(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[An
     axes = jax.tree.map(
         lambda x: tuple(x.names) if is_box(x) else (None,) * x.ndim, boxed, is_leaf=is_box
     )
-    return nn.unbox(boxed), axes
+    shapes = jax.tree.map(lambda x: x.value if is_box(x) else x, boxed, is_leaf=is_box)
+    return shapes, axes

@@ -77,7 +77,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(data: Any) -> Any:
-    """The value that `to_json` wrote; lists come back as tuples.
+    """The value that `to_json` wrote; lists come back as tuples, fields of old that were null are gone.
 
     Raises:
       ValueError: a type name or field that this version does not know.
@@ -97,13 +97,13 @@ def from_json(data: Any) -> Any:
         )
     given = {k: from_json(v) for k, v in data.items() if k != "type"}
     known = {f.name for f in dataclasses.fields(cls) if f.init}
-    unknown = sorted(set(given) - known)
+    unknown = sorted(name for name in set(given) - known if given[name] is not None)
     if unknown:
         raise ValueError(
             f"{data['type']} has no field {unknown[0]!r}{suggestion(unknown[0], known)}; the "
             "configuration was saved by another version"
         )
-    return cls(**given)
+    return cls(**{name: value for name, value in given.items() if name in known})
 
 
 def suggestion(word: str, known: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from synthesizer_jax.attention import Span, Terms
 from synthesizer_jax.attention.products import dense_product
@@ -84,10 +85,12 @@ def project(
 
 
 def take(table: jax.Array, span: Span, *, axis: int) -> jax.Array:
-    """The rows of a table of positions that a span covers."""
+    """The rows of a table of positions that a span covers; NaN where a traced one leads beyond it."""
     if isinstance(span.start, int):
         return jax.lax.slice_in_dim(table, span.start, span.start + span.length, axis=axis)
-    return jax.lax.dynamic_slice_in_dim(table, span.start, span.length, axis=axis)
+    rows = jax.lax.dynamic_slice_in_dim(table, span.start, span.length, axis=axis)
+    fits = (span.start >= 0) & (span.start + span.length <= table.shape[axis])
+    return jnp.where(fits, rows, jnp.nan)
 
 
 def check_length(module: nn.Module, max_length: int, *spans: Span) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from synthesizer_jax.alignments.base import Alignment
 from synthesizer_jax.attention import Span, Terms, relative
+from synthesizer_jax.attention.relative import relative_buckets
 from synthesizer_jax.initializers import GlorotUniform, Initializer
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
@@ -67,31 +68,3 @@ def distances(query_span: Span, key_span: Span) -> tuple[int, int]:
     if isinstance(query_span.start, int):
         return key_span.start - (query_span.start + query_span.length - 1), last - query_span.start
     return -last, last
-
-
-def relative_buckets(
-    distance: np.ndarray, *, num_buckets: int, max_distance: int, bidirectional: bool
-) -> np.ndarray:
-    """T5's bucket of each distance ``key − query`` (Raffel et al. 2020; T5X, `_relative_position_bucket`).
-
-    Args:
-      distance: integers of any shape.
-      num_buckets: number of buckets.
-      max_distance: where the logarithmic buckets end.
-      bidirectional: half of the buckets for keys after the query.
-
-    Returns:
-      Buckets in ``[0, num_buckets)``, int32.
-    """
-    offset = np.zeros_like(distance)
-    behind = -distance
-    if bidirectional:
-        num_buckets //= 2
-        offset = np.where(behind < 0, num_buckets, 0)
-        behind = np.abs(behind)
-    behind = np.maximum(behind, 0)
-    exact = num_buckets // 2
-    ratio = np.log(behind.astype(np.float32) / exact + np.finfo(np.float32).eps)
-    far = exact + (ratio / np.log(max_distance / exact) * (num_buckets - exact)).astype(np.int32)
-    bucket = np.where(behind < exact, behind, np.minimum(far, num_buckets - 1))
-    return np.asarray(offset + bucket, np.int32)

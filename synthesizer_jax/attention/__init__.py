@@ -2,9 +2,12 @@
 
 from synthesizer_jax.attention.attend import attend, attention_weights, drop_values
 from synthesizer_jax.attention.cache import Cache, extend, init_cache
+from synthesizer_jax.attention.explain import Explanation, explain
+from synthesizer_jax.attention.functional import dot_product_attention
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.partition import Partition
 from synthesizer_jax.attention.reference import packed_logits
+from synthesizer_jax.attention.relative import RelativeTable, relative_bias
 from synthesizer_jax.attention.terms import (
     Banded,
     LowRank,
@@ -28,11 +31,13 @@ from synthesizer_jax.attention.terms import (
 __all__ = [
     "Banded",
     "Cache",
+    "Explanation",
     "LowRank",
     "Mask",
     "Outer",
     "Partition",
     "Relative",
+    "RelativeTable",
     "Span",
     "Split",
     "Static",
@@ -42,7 +47,9 @@ __all__ = [
     "attend",
     "attention_weights",
     "banded",
+    "dot_product_attention",
     "drop_values",
+    "explain",
     "extend",
     "init_cache",
     "low_rank",
@@ -50,6 +57,7 @@ __all__ = [
     "outer",
     "packed_logits",
     "relative",
+    "relative_bias",
     "scale",
     "static",
 ]

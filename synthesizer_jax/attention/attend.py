@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
 
 from synthesizer_jax.attention.banded import attend_banded
 from synthesizer_jax.attention.checks import check, check_weights
-from synthesizer_jax.attention.fused import attend_fused
+from synthesizer_jax.attention.explain import Explanation, explain_call
+from synthesizer_jax.attention.fused import attend_fused, kernel_of
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.packed import attend_unpacked, by_position, unpacked_lengths
-from synthesizer_jax.attention.partition import Partition
+from synthesizer_jax.attention.partition import (
+    Partition,
+    axes_along,
+    axes_of_type,
+    in_auto_mode,
+)
+from synthesizer_jax.attention.parts import vary_alike
 from synthesizer_jax.attention.reference import attend_reference, weigh
 from synthesizer_jax.attention.static import attend_static
 from synthesizer_jax.attention.terms import Banded, LowRank, Outer, Split, Terms
@@ -66,7 +75,8 @@ def attend(
         ``1 / (1 - rate)``.
       dropout_key: key of that draw; None: no dropout.
       implementation: a route, or ``auto`` for the fastest.
-      partition: how to spread the computation over a mesh.
+      partition: the axes of the surrounding mesh that divide examples, heads and queries; None: where
+        mesh axes are explicit, as the types of the arguments say; otherwise the compiler decides.
 
     Returns:
       ``[b, q, h, e]`` in the values' dtype.
@@ -75,6 +85,17 @@ def attend(
       ValueError: for shapes that do not agree, an unknown `implementation`, or one that cannot do
         what is asked.
     """
+    if axes_of_type(AxisType.Explicit):
+        return _attend_in_auto_mode(
+            terms,
+            values,
+            mask,
+            dropout_key,
+            partition=partition,
+            q_length=q_length,
+            dropout_rate=dropout_rate,
+            implementation=implementation,
+        )
     terms, values, mask, q_length = check(terms, values, mask, q_length)
     batch, k_length, heads, width = values.shape
     if 0 in (batch, q_length, k_length, heads, width):
@@ -94,11 +115,80 @@ def attend(
     def run(terms: Terms, values: jax.Array, mask: Mask, q_length: int) -> jax.Array:
         route = ROUTES[plan.route]
         function = functools.partial(attend_unpacked, route) if plan.unpack else route
+        terms, values, mask = vary_alike(terms, values, mask)
         return function(terms, values, mask=mask, q_length=q_length)
 
-    if partition is not None and (plan.unpack or plan.route != "reference"):
+    divide = (
+        partition is not None and partition.names and (plan.unpack or plan.route != "reference")
+    )
+    note(plan, terms, values, mask, q_length, partition if divide else None, run)
+    if partition is not None and divide:
         return partition.spread(run, q_length)(terms, values, mask)
     return run(terms, values, mask, q_length)
+
+
+def note(
+    plan: Plan,
+    terms: Terms,
+    values: jax.Array,
+    mask: Mask,
+    q_length: int,
+    partition: Partition | None,
+    run: Callable[..., jax.Array],
+) -> None:
+    """Explains a call to the log, and to `explain` where that asks."""
+    platform = jax.default_backend()
+    batch, k_length, heads, _ = values.shape
+
+    def make() -> Explanation:
+        kernel, obstacles = "matrix products", dict(plan.obstacles)
+        obstacles.pop(plan.route, None)
+        if plan.route == "fused":
+            kernel, why = kernel_of(terms, values, mask, q_length, platform)
+            obstacles |= {"kernels": why} if why else {}
+        divided = {} if partition is None else dataclasses.asdict(partition)
+        return Explanation(
+            route=plan.route,
+            kernel=kernel,
+            platform=platform,
+            shape=(batch, q_length, k_length, heads),
+            unpacked=plan.unpack,
+            divided={name: axes for name, axes in divided.items() if axes},
+            kept_bytes=None,
+            obstacles=obstacles,
+        )
+
+    def kept() -> Any:
+        return jax.vjp(lambda *x: run(*x, mask, q_length), terms, values)[1]
+
+    explain_call(make, kept)
+
+
+def _attend_in_auto_mode(
+    terms: Terms,
+    values: jax.Array,
+    mask: Mask | jax.Array | None,
+    dropout_key: jax.Array | None,
+    *,
+    partition: Partition | None,
+    **options: Any,
+) -> jax.Array:
+    """`attend` where mesh axes are explicit: divided as the types of its arguments say."""
+    if partition is None or not partition.names:
+        queries = [x for t in terms for x in jax.tree.leaves(t) if x.ndim == 4][:1]
+        partition = Partition(
+            batch=axes_along(values, 0),
+            heads=axes_along(values, 2),
+            sequence=axes_along(queries[0], 1) if queries else (),
+        )
+    spec = PartitionSpec(partition.batch, partition.sequence, partition.heads)
+
+    def call(terms: Terms, values: jax.Array, mask: Any, dropout_key: Any) -> jax.Array:
+        return attend(
+            terms, values, mask=mask, dropout_key=dropout_key, partition=partition, **options
+        )
+
+    return in_auto_mode(call, lambda _: spec)(terms, values, mask, dropout_key)
 
 
 def attention_weights(

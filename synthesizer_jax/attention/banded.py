@@ -94,17 +94,18 @@ def first_keys(term: Banded, mask: Mask, q_length: int) -> jax.Array:
 
 
 def only_seen(term: Banded, mask: Mask) -> tuple[Banded, Mask]:
-    """Cuts taps off that a causal or a window mask hides from every query alike."""
+    """Cuts taps off that `causal`, `window` or `ahead` hide from every query alike."""
     if term.starts is not None or mask.prefix_lengths is not None or mask.counts_in_segments:
         return term, mask
     start, end = term.first, term.first + term.weights.shape[-1]
     if mask.window is not None:
         start = min(max(start, 1 - mask.window), end)
-    if mask.causal:
-        end = max(min(end, 1), start)
+    for ahead in (0 if mask.causal else None, mask.ahead):
+        if ahead is not None:
+            end = max(min(end, 1 + ahead), start)
     taps = jax.lax.slice_in_dim(term.weights, start - term.first, end - term.first, axis=-1)
     term = dataclasses.replace(term, weights=taps, first=start)
-    return term, dataclasses.replace(mask, causal=False, window=None)
+    return term, dataclasses.replace(mask, causal=False, window=None, ahead=None)
 
 
 def visible(term: Banded, mask: Mask, *, q_length: int, k_length: int) -> jax.Array | None:
@@ -185,7 +186,11 @@ def _taps_backward(
     axes = tuple(i for i in (0, 1) if weights.shape[i] == 1)
     for t in range(width):
         near = slice(width - 1 - t, width - 1 - t + length)
-        tap = wide_weights[:, near, :, t, None] if weights.shape[1] > 1 else wide_weights[..., t, None]
+        tap = (
+            wide_weights[:, near, :, t, None]
+            if weights.shape[1] > 1
+            else wide_weights[..., t, None]
+        )
         dwindow = dwindow + tap * gradient[:, near]
         product = (g * window[:, t : t + q_length].astype(dtype)).sum(axis=-1)
         dweights.append(product.sum(axis=axes, keepdims=True))

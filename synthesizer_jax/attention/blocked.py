@@ -55,8 +55,8 @@ def forward(q_length: int, inputs: Inputs) -> tuple[jax.Array, Rows]:
 
         return lax.fori_loop(0, batch, example, results)
 
-    out = jnp.zeros((batch, q_length, heads, width), values.dtype)
-    row = jnp.zeros((batch, q_length, heads, 1), dtype)
+    out = jnp.zeros_like(values, shape=(batch, q_length, heads, width))
+    row = jnp.zeros_like(values, shape=(batch, q_length, heads, 1), dtype=dtype)
     return lax.fori_loop(0, heads, head, (out, Rows(row, row)))
 
 
@@ -134,26 +134,26 @@ def plain(q_length: int, inputs: Inputs) -> jax.Array:
 
     One head of one example at a time, nothing of which is kept.
     """
-    dtype = inputs.values.dtype
-    mask, places = jax.tree.map(lambda _: SHARED, (inputs.mask, inputs.places))
-    allowed = inputs.mask.allowed
-    if allowed is not None:
-        mask = dataclasses.replace(mask, allowed=1 if allowed.shape[1] > 1 else SHARED)
-    by_head = Inputs(
-        jax.tree.map(lambda _: 2, inputs.products),
-        jax.tree.map(lambda _: 0, inputs.biases),
-        2,
-        mask,
-        places,
+    shared = functools.partial(jax.tree.map, lambda _: SHARED)
+    mask, allowed = shared(inputs.mask), inputs.mask.allowed
+    if allowed is not None and allowed.shape[1] > 1:
+        mask = dataclasses.replace(mask, allowed=1)
+    by_head: Any = inputs
+    by_head = by_head._replace(
+        products=jax.tree.map(lambda _: 2, inputs.products),
+        biases=jax.tree.map(lambda _: 0, inputs.biases),
+        values=2,
+        mask=mask,
+        places=shared(inputs.places),
     )
 
-    def head(inputs: Inputs) -> jax.Array:
-        rest = (inputs.products, inputs.values, inputs.mask, inputs.places)
-        axes = jax.tree.map(lambda x: SHARED if jnp.ndim(x) == 0 or x.shape[0] == 1 else 0, rest)
-        axes = Inputs(axes[0], jax.tree.map(lambda _: SHARED, inputs.biases), 0, *axes[2:])
+    def head(inputs: Any) -> jax.Array:
+        axes = jax.tree.map(lambda x: SHARED if jnp.ndim(x) == 0 or x.shape[0] == 1 else 0, inputs)
+        axes = axes._replace(biases=shared(inputs.biases), values=0)
         return _one_by_one(functools.partial(_plain_block, q_length), inputs, axes)
 
-    return _one_by_one(head, inputs, by_head).transpose(1, 2, 0, 3).astype(dtype)
+    out = _one_by_one(head, inputs, by_head)
+    return out.transpose(1, 2, 0, 3).astype(inputs.values.dtype)
 
 
 def _plain_block(q_length: int, inputs: Inputs) -> jax.Array:
@@ -181,6 +181,7 @@ SHARED = -1
 
 def _one_by_one(function: Callable[..., Any], tree: Any, axes: Any) -> Any:
     """As `jax.vmap` with axes kept at a length of 1, one call after another, each rematerialised."""
+    structure: Any
     leaves, structure = jax.tree.flatten(tree)
     places = structure.flatten_up_to(axes)
     mapped = [jnp.moveaxis(x, a, 0) for x, a in zip(leaves, places, strict=True) if a != SHARED]
@@ -243,7 +244,7 @@ def _logits(
     *,
     lengths: tuple[int, int],
     places: tuple[jax.Array, jax.Array] | None,
-    product: Callable[[jax.Array, jax.Array], jax.Array] = product,
+    product: Callable[..., jax.Array] = product,
 ) -> jax.Array:
     """The logits ``[q, k]`` of one head and example.
 
@@ -266,9 +267,11 @@ def _logits(
     for term in products:
         if isinstance(term, Outer):
             size = term.b.shape[-1]
-            a = product(term.a, jax.nn.one_hot(key // size, term.a.shape[-1], dtype=term.a.dtype))
-            b = product(term.b, jax.nn.one_hot(key % size, size, dtype=term.b.dtype))
-            parts.append(a * b)
+            # Products with zeros and ones are exact, where the hardware does not round the factors.
+            exact = lax.Precision.HIGHEST
+            a_places = jax.nn.one_hot(key // size, term.a.shape[-1], dtype=term.a.dtype)
+            b_places = jax.nn.one_hot(key % size, size, dtype=term.b.dtype)
+            parts.append(product(term.a, a_places, exact) * product(term.b, b_places, exact))
     return functools.reduce(operator.add, parts)
 
 

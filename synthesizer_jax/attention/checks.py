@@ -89,7 +89,9 @@ def _check_types(terms: Any) -> None:
         raise TypeError(f"attend: terms are of type {type(terms).__name__}; {example}")
     for term in terms:
         if isinstance(term, type):
-            raise TypeError(f"attend: a term is the class {term.__name__}, not an object; {example}")
+            raise TypeError(
+                f"attend: a term is the class {term.__name__}, not an object; {example}"
+            )
         if not isinstance(term, TERMS):
             raise TypeError(f"attend: a term is of type {type(term).__name__}; {example}")
     if not terms:

@@ -45,20 +45,20 @@ def with_gradient(
     """
 
     def call(inputs: Any) -> Any:
-        leaves, tree = jax.tree.flatten(inputs)
+        leaves, tree = _flatten(inputs)
         program, shapes = jax.make_jaxpr(forward, return_shape=True)(inputs)
-        trees = tuple(jax.tree.structure(part) for part in shapes)
+        (_, out_tree), (_, kept_tree) = map(_flatten, shapes)
 
         def backward_leaves(leaves: Arrays, out: Arrays, kept: Arrays, g: Arrays) -> list[Any]:
-            results = (trees[0].unflatten(out), trees[1].unflatten(kept), trees[0].unflatten(g))
+            results = out_tree.unflatten(out), kept_tree.unflatten(kept), out_tree.unflatten(g)
             return tree.flatten_up_to(backward(tree.unflatten(leaves), *results))
 
         def plain_leaves(leaves: Arrays) -> list[Any]:
             return jax.tree.leaves(plain(tree.unflatten(leaves)))
 
-        function = Function(program, backward_leaves, plain_leaves, trees[0].num_leaves, name)
+        function = Function(program, backward_leaves, plain_leaves, out_tree.num_leaves, name)
         found = differentiable.bind(*leaves, function=function)
-        return trees[0].unflatten(found[: function.outputs])
+        return out_tree.unflatten(found[: function.outputs])
 
     return call
 
@@ -191,13 +191,16 @@ class LinearMap:
         def mapped(function: LeafFunction) -> LeafFunction:
             return lambda residuals, x: jax.vmap(function, (list(axes), 0))(list(residuals), x)
 
-        functions = (self.function, self.transpose, self.plain, self.plain_transpose)
-        return LinearMap(*map(mapped, functions), self.primals)
+        return LinearMap(
+            mapped(self.function),
+            mapped(self.transpose),
+            mapped(self.plain),
+            mapped(self.plain_transpose),
+            self.primals,
+        )
 
 
-def _tangent(
-    function: Function, leaves: Arrays, found: Arrays, tangents: Arrays
-) -> list[Any]:
+def _tangent(function: Function, leaves: Arrays, found: Arrays, tangents: Arrays) -> list[Any]:
     """The tangents of a `Function`'s outputs, a `LinearMap` of the inexact inputs' tangents."""
     inexact = [_is_inexact(x) for x in leaves]
     primals, outs = len(leaves), function.outputs
@@ -325,6 +328,11 @@ def _batch(
 ad.primitive_jvps[linear_map] = _jvp
 ad.primitive_transposes[linear_map] = _transpose
 batching.primitive_batchers[linear_map] = _batch
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
+    leaves, structure = jax.tree.flatten(tree)
+    return leaves, structure
 
 
 def _is_inexact(x: Any) -> bool:

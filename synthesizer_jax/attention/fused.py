@@ -9,6 +9,7 @@ answer.
 from __future__ import annotations
 
 import functools
+
 import jax
 from jax import lax
 
@@ -65,8 +66,19 @@ def inputs_of(
     )
     products = tuple(t for t in terms if isinstance(t, LowRank | Outer))
     inputs = Inputs(products, biases, values, mask, places)
-    kernels = isinstance(mask.query_offset, int) and fused_tpu.supported(inputs)
-    return inputs, mask.query_offset if kernels else None
+    return inputs, None if fused_tpu.obstacle(inputs) else mask.query_offset
+
+
+def kernel_of(
+    terms: Terms, values: jax.Array, mask: Mask, q_length: int, platform: str
+) -> tuple[str, str]:
+    """What runs this route on a platform, and why not the platform's kernels, if so."""
+    if platform == "gpu":
+        return "a loop over examples, all heads at once", ""
+    if platform != "tpu":
+        return "a loop over heads and examples", ""
+    why = fused_tpu.obstacle(inputs_of(terms, values, mask, q_length)[0])
+    return ("a loop over heads and examples" if why else "Pallas kernels"), why
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -50,16 +50,18 @@ from synthesizer_jax.attention.tiles_tpu import (
 )
 
 
-def supported(inputs: Inputs) -> bool:
-    """Whether these kernels take such inputs.
-
-    They take no pattern, prefix, or distances inside segments, and no 64-bit numbers.
-    """
+def obstacle(inputs: Inputs) -> str:
+    """Why these kernels do not take such inputs; empty where they do."""
     products, biases, values, mask, places = inputs
-    in_segments = mask.counts_in_segments and (mask.causal or mask.window is not None)
-    plain = mask.allowed is None and mask.prefix_lengths is None
-    plain = plain and places is None and not in_segments
-    return plain and wide(values, *jax.tree.leaves((products, biases))) == jnp.float32
+    if not isinstance(mask.query_offset, int):
+        return "Mask.query_offset is not known when the function is traced"
+    if mask.allowed is not None or mask.prefix_lengths is not None:
+        return "Mask.allowed and Mask.prefix_lengths are not read by the kernels"
+    if places is not None or (mask.counts_in_segments and mask.has_band):
+        return "positions inside packed segments are not looked up by the kernels"
+    if wide(values, *jax.tree.leaves((products, biases))) != jnp.float32:
+        return "the kernels have no 64-bit numbers"
+    return ""
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))
@@ -334,7 +336,7 @@ def add_diagonals(total: Any, slopes: Any, slope: jax.Array, q_length: int, batc
             own = jnp.where(row + first < q_length, slopes[begin : begin + SUBLANES], 0.0)
             lines += pltpu.roll(own, lax.rem(count + q_length - 1 - first, jnp.int32(count)), 1)
         for bit in (1, 2, 4):
-            lines = jnp.where(row & bit != 0, pltpu.roll(lines, count - bit, 1), lines)
+            lines = jnp.where(row & bit != 0, pltpu.roll(lines, jnp.int32(count - bit), 1), lines)
         sums = lines.sum(axis=0, keepdims=True)
 
         @pl.when(block == 0)
@@ -350,8 +352,8 @@ def outer_back(term: Outer, slope: jax.Array, k_length: int) -> Iterator[tuple[s
     """The cotangents of an `Outer` term's factors."""
     at = {name: places(term, name, 0, k_length) for name in ("a", "b")}
     for name, other in (("a", "b"), ("b", "a")):
-        rest = dot(getattr(term, other)[...], at[other], 1, 1)
-        yield name, dot((slope * rest).astype(at[name].dtype), at[name], 1, 0)
+        rest = dot(getattr(term, other)[...], at[other], 1, 1, exact=True)
+        yield name, dot((slope * rest).astype(at[name].dtype), at[name], 1, 0, exact=True)
 
 
 def put(place: Any, value: jax.Array, *, shared: bool = False) -> None:

@@ -25,6 +25,7 @@ class Mask:
     Attributes:
       causal: ``key <= query``.
       window: ``key > query - window``: together with `causal`, the last `window` keys.
+      ahead: ``key <= query + ahead``: how many later keys a query sees; `causal` is ``ahead=0``.
       key_lengths: ``[b]``; the keys before that count are real (suffix padding, the fast case).
       key_valid: ``[b, k]`` bool; any pattern of real keys.
       query_lengths: ``[b]``, as `key_lengths`. Left out: every query is real.
@@ -35,8 +36,8 @@ class Mask:
       key_segments: ``[b, k]``; given if and only if `query_segments` is.
       segment_length: no segment is longer (None: as long as the row).
       segments: no row has more segments (None: unknown).
-      prefix_lengths: ``[b]``; keys before that count are seen whatever `causal` and `window` say
-        (prefix language model).
+      prefix_lengths: ``[b]``; keys before that count are seen whatever `causal`, `window` and `ahead`
+        say (prefix language model).
       query_offset: position of the first query counted from the first key; not 0 in decoding. The
         number 0 is part of the pytree's structure, so that it stays known under `jax.jit` and
         `jax.checkpoint`, as kernels need; other numbers and arrays are traced. A mask that a loop
@@ -48,6 +49,7 @@ class Mask:
 
     causal: bool = dataclasses.field(default=False, metadata={"static": True})
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    ahead: int | None = dataclasses.field(default=None, metadata={"static": True})
     key_lengths: jax.Array | None = None
     key_valid: jax.Array | None = None
     query_lengths: jax.Array | None = None
@@ -90,13 +92,12 @@ class Mask:
           causal: no key after the query.
           **more: further fields.
         """
-        kind = ("lengths", "valid")
-        fields: dict[str, Any] = {f"key_{kind[jnp.ndim(keys) - 1]}": keys}
-        if queries is None:
-            return cls(causal=causal, **fields, **more).for_self_attention()
-        return cls(
-            causal=causal, **fields, **{f"query_{kind[jnp.ndim(queries) - 1]}": queries}, **more
-        )
+        parts: dict[str, Any] = {}
+        for side, real in (("key", keys), ("query", queries)):
+            if real is not None:
+                parts[f"{side}_lengths" if jnp.ndim(real) == 1 else f"{side}_valid"] = real
+        mask = cls(causal=causal, **parts, **more)
+        return mask.for_self_attention() if queries is None else mask
 
     @classmethod
     def packed(
@@ -119,8 +120,14 @@ class Mask:
           segment_length: no segment is longer.
           **more: further fields.
         """
-        sizes = {"segments": segments, "segment_length": segment_length}
-        mask = cls(causal=causal, key_segments=keys, query_segments=queries, **sizes, **more)
+        mask = cls(
+            causal=causal,
+            key_segments=keys,
+            query_segments=queries,
+            segments=segments,
+            segment_length=segment_length,
+            **more,
+        )
         return mask.for_self_attention() if queries is None else mask
 
     @classmethod
@@ -128,8 +135,9 @@ class Mask:
         """A mask, or the mask of an array ``[…, q or 1, k]`` of booleans, or of zeros and ones.
 
         Args:
-          mask: None allows everything. An array is Flax's: ``[batch or 1, heads or 1, q or 1, k]``,
-            or with fewer axes ``[batch, q, k]`` or ``[q, k]``; nonzero where a query may see a key.
+          mask: None allows everything. An array is Flax's, and says nothing of padding queries:
+            ``[batch or 1, heads or 1, q or 1, k]``, or with fewer axes ``[batch, q, k]`` or
+            ``[q, k]``; nonzero where a query may see a key.
 
         Raises:
           ValueError: for other ranks.
@@ -151,7 +159,7 @@ class Mask:
         if mask.ndim == 2:
             allowed = mask[None, None]
         if allowed.shape[1] == allowed.shape[2] == 1:
-            return cls(key_valid=allowed[:, 0, 0])
+            return cls(key_valid=allowed[:, 0, 0], query_valid=jnp.ones((1, 1), bool))
         return cls(allowed=allowed)
 
     def for_self_attention(self) -> Mask:
@@ -191,14 +199,12 @@ class Mask:
         """
         self._check_segments()
         sizes = {"batch": batch, "heads": heads, "q": q_length, "k": k_length}
-        return dataclasses.replace(
-            self,
-            **{
-                name: _checked(name, getattr(self, name), axes, sizes)
-                for name, axes in _AXES.items()
-                if getattr(self, name) is not None
-            },
-        )
+        arrays: dict[str, Any] = {
+            name: _checked(name, getattr(self, name), axes, sizes)
+            for name, axes in _AXES.items()
+            if getattr(self, name) is not None
+        }
+        return dataclasses.replace(self, **arrays)
 
     def _check_segments(self) -> None:
         if (self.query_segments is None) != (self.key_segments is None):
@@ -232,20 +238,33 @@ class Mask:
         return self.query_segments is not None and not self.self_attention
 
     def band(self, q_length: int, k_length: int) -> jax.Array | None:
-        """What `causal` and `window` allow, bool ``[q, k]``; None: everything.
+        """What `causal`, `window` and `ahead` allow, bool ``[q, k]``; None: everything.
 
         In packed cross-attention, where segments do not begin together, it is ``[b, 1, q, k]``.
         """
-        if not self.causal and self.window is None:
-            return None
         query = jnp.arange(q_length)[:, None] + self.query_offset
         key = jnp.arange(k_length)[None, :]
         if self.counts_in_segments:
             assert self.query_segments is not None and self.key_segments is not None
             query = positions(self.query_segments)[:, None, :, None]
             key = positions(self.key_segments)[:, None, None, :]
-        band = key <= query if self.causal else jnp.ones((q_length, k_length), bool)
-        return band if self.window is None else band & (key > query - self.window)
+        return _all(*self.band_rules(query, key))
+
+    @property
+    def has_band(self) -> bool:
+        """Whether `causal`, `window` or `ahead` hide any key."""
+        return self.causal or self.window is not None or self.ahead is not None
+
+    def band_rules(self, query: jax.Array, key: jax.Array) -> list[jax.Array]:
+        """What `causal`, `window` and `ahead` say of positions, each a bool array; all must agree."""
+        rules = []
+        if self.causal:
+            rules.append(key <= query)
+        if self.window is not None:
+            rules.append(key > query - self.window)
+        if self.ahead is not None:
+            rules.append(key <= query + self.ahead)
+        return rules
 
     def prefix(self, k_length: int) -> jax.Array | None:
         """Which keys the prefix opens to every query, bool ``[b, k]``; None: there is no prefix."""
@@ -350,7 +369,7 @@ def _checked(name: str, x: Any, axes: tuple[str, ...], sizes: dict[str, int]) ->
     """An array of a mask, its batch axis of full length; see `Mask.checked`."""
     x = jnp.asarray(x)
     shape = tuple(sizes[axis] for axis in axes)
-    shared = {"batch", "heads", "q"} if name == "allowed" else {"batch"}
+    shared = {"batch", "heads", "q"} if name in ("allowed", "query_valid") else {"batch"}
     fits = x.ndim == len(axes) and all(
         n == size or (n == 1 and axis in shared)
         for n, size, axis in zip(x.shape, shape, axes, strict=True)

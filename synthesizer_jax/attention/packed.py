@@ -134,9 +134,7 @@ def attend_unpacked(
     return _pack(out, mask.query_segments, mask.segments)
 
 
-def _rows(
-    segments: jax.Array, count: int, length: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _rows(segments: jax.Array, count: int, length: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Each segment's tokens as a row of their own.
 
     Returns:

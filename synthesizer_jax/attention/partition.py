@@ -1,4 +1,4 @@
-"""How attention is spread over a mesh."""
+"""How attention is divided over the mesh that surrounds it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.terms import (
@@ -26,9 +26,51 @@ Route = Callable[[Terms, jax.Array, Mask, int], jax.Array]
 Axes = tuple[str, ...] | None
 
 
+def axes_of_type(kind: AxisType) -> tuple[str, ...]:
+    """The axes of a kind of the mesh that `jax.set_mesh` or `jax.shard_map` has set."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == kind)
+
+
+def axes_along(x: Any, axis: int) -> tuple[str, ...]:
+    """The explicit mesh axes along which an array is divided in one of its dimensions."""
+    entry = jax.typeof(x).sharding.spec[axis]
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def in_auto_mode(function: Callable[..., Any], spec: Any) -> Callable[..., Any]:
+    """The function with all explicit mesh axes left to the compiler inside.
+
+    Args:
+      function: of trees of arrays.
+      spec: ``result -> PartitionSpec``, or a tree of them, how its result is laid out.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    explicit = axes_of_type(AxisType.Explicit)
+    auto = mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto))
+
+    def call(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(auto):
+            out = function(*jax.tree.map(_without_types, args))
+        return jax.sharding.reshard(out, spec(out))
+
+    return call
+
+
+def _without_types(x: Any) -> Any:
+    """An array in an automatic mesh, laid out as its type says it was in an explicit one."""
+    if not isinstance(x, jax.Array):
+        return x
+    laid_out = jax.typeof(x).sharding.spec
+    x = jax.sharding.reshard(x, PartitionSpec())
+    if all(entry is None for entry in laid_out) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x
+    return jax.lax.with_sharding_constraint(x, laid_out)
+
+
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """The mesh axes that divide the examples and the heads.
+    """The axes of the surrounding mesh that divide the examples and the heads.
 
     The compiler cannot divide a loop over heads and examples and would gather everything around it,
     so a route runs once per device, on that device's examples and heads. The cotangents of what
@@ -38,16 +80,22 @@ class Partition:
     a device makes the rows of the logits that belong to its queries.
 
     Attributes:
-      mesh: the mesh.
       batch: names of the axes that divide the batch.
       heads: names of the axes that divide the heads.
       sequence: names of the axes that divide the length of what the batch's rows hold.
     """
 
-    mesh: jax.sharding.Mesh
     batch: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     sequence: tuple[str, ...] = ()
+
+    def fitting(self, *, batch: int, heads: int) -> Partition:
+        """The partition without the axes that do not divide numbers of examples and heads."""
+        return Partition(
+            self.batch if batch % self._size(self.batch) == 0 else (),
+            self.heads if heads % self._size(self.heads) == 0 else (),
+            self.sequence,
+        )
 
     def spread(self, route: Route, q_length: int) -> Callable[..., jax.Array]:
         """The route on every device's own examples, heads and queries.
@@ -78,15 +126,13 @@ class Partition:
             queries = self.sequence if divided else None
             spread = jax.shard_map(
                 inside,
-                mesh=self.mesh,
                 in_specs=(
                     tuple(self._term_spec(term, queries) for term in terms),
                     self._spec(values),
                     self._mask_spec(mask, queries),
                 ),
                 out_specs=self._spec(values, queries),
-                axis_names={*self.batch, *self.heads, *self.sequence},
-                check_vma=False,
+                axis_names=self.names,
             )
             return spread(terms, values, mask)
 
@@ -103,12 +149,11 @@ class Partition:
           shared: arrays that all rows need, gathered from where the batch axes keep them.
           *arrays: ``[b, ...]``; the devices divide b, or the function is applied as it is.
         """
-        if any(x.shape[0] % self.ways for x in arrays):
+        if not self.batch or any(x.shape[0] % self.batch_devices for x in arrays):
             return function(shared, *arrays)
         rows = PartitionSpec(self.batch)
         spread = jax.shard_map(
             function,
-            mesh=self.mesh,
             in_specs=(PartitionSpec(), *(rows,) * len(arrays)),
             out_specs=rows,
             axis_names=set(self.batch),
@@ -117,7 +162,12 @@ class Partition:
         return spread(shared, *arrays)
 
     @property
-    def ways(self) -> int:
+    def names(self) -> set[str]:
+        """All axes."""
+        return {*self.batch, *self.heads, *self.sequence}
+
+    @property
+    def batch_devices(self) -> int:
         """How many parts the batch is cut into."""
         return self._size(self.batch)
 
@@ -126,19 +176,25 @@ class Partition:
 
         Left to itself the compiler lays a cotangent out like the parameter that it meets, and moves it.
         """
-        if x.shape[0] % self.ways:
+        if x.shape[0] % self.batch_devices:
             return x
         length = None if x.shape[1] % self._size(self.sequence) else self.sequence
-        sharding = NamedSharding(self.mesh, PartitionSpec(self.batch, length))
-        return jax.lax.with_sharding_constraint(x, sharding)
+        return jax.lax.with_sharding_constraint(x, PartitionSpec(self.batch, length))
 
     def _size(self, axes: tuple[str, ...]) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in axes)
+        mesh: AbstractMesh = jax.sharding.get_abstract_mesh()
+        unknown = [axis for axis in axes if axis not in mesh.shape]
+        if unknown:
+            raise ValueError(
+                f"Partition: the mesh has no axis {unknown[0]!r}, it has {mesh.axis_names}; set the mesh "
+                "with jax.set_mesh(mesh), and name its axes"
+            )
+        return math.prod(mesh.shape[axis] for axis in axes)
 
     def _divides(self, terms: Terms, mask: Mask, q_length: int) -> bool:
         """Whether the queries are divided."""
         ways = self._size(self.sequence)
-        patterns = (mask.prefix_lengths, mask.query_segments, mask.allowed, mask.window)
+        patterns = (mask.prefix_lengths, mask.query_segments, mask.allowed, mask.window, mask.ahead)
         everything = not mask.causal and all(pattern is None for pattern in patterns)
         logits = all(isinstance(t, LowRank | Outer | Static | Relative) for t in terms)
         return ways > 1 and q_length % ways == 0 and everything and logits

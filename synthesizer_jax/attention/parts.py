@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,27 @@ class Rows(NamedTuple):
 
     top: jax.Array
     inverse: jax.Array
+
+
+def vary_alike(*trees: Any) -> Any:
+    """The trees, each of whose arrays varies over all manual mesh axes that any of them varies over.
+
+    Inside `jax.shard_map` loops and conditionals need that; what is shared between devices gets the sum
+    of its cotangents by it. Elsewhere nothing changes.
+    """
+    axes = frozenset().union(*(_varying(x) for x in jax.tree.leaves(trees)))
+    if not axes:
+        return trees
+
+    def vary(x: Any) -> Any:
+        missing = tuple(axes - _varying(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, trees)
+
+
+def _varying(x: Any) -> frozenset[str]:
+    return frozenset(jax.typeof(x).mat.varying)
 
 
 def inner(out: jax.Array, g: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
+from synthesizer_jax.attention.partition import axes_along, axes_of_type
+from synthesizer_jax.attention.parts import vary_alike
 from synthesizer_jax.attention.terms import wide
 
 
@@ -33,6 +37,8 @@ def dense_product(
       XLA's CPU backend transposes a copy of `x` first.
     """
     count = len(dimension_numbers[0][1])
+    if axes_of_type(AxisType.Explicit):
+        return _explicit_product(x, kernel, count, precision, preferred_element_type)
     size = math.prod(kernel.shape[:count])
     out = lax.dot_general(
         x.reshape(-1, size),
@@ -44,37 +50,69 @@ def dense_product(
     return out.reshape(*x.shape[: x.ndim - count], *kernel.shape[count:])
 
 
-@jax.custom_vjp
-def product(x: jax.Array, y: jax.Array) -> jax.Array:
+def _explicit_product(
+    x: jax.Array, kernel: jax.Array, count: int, precision: Any, preferred_element_type: Any
+) -> jax.Array:
+    """`dense_product` where mesh axes are explicit: laid out as `x` is and, beyond that, as the kernel.
+
+    The kernel is gathered along axes that divide it otherwise (FSDP).
+    """
+    x_axes = [axes_along(x, i) for i in range(x.ndim)]
+    lead, contracted = x_axes[: x.ndim - count], x_axes[x.ndim - count :]
+    taken = {axis for axes in x_axes for axis in axes}
+    rest = [
+        tuple(axis for axis in axes_along(kernel, i) if axis not in taken)
+        for i in range(count, kernel.ndim)
+    ]
+    kernel = jax.sharding.reshard(kernel, PartitionSpec(*contracted, *rest))
+    dims = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
+    return lax.dot_general(
+        x,
+        kernel,
+        (dims, ((), ())),
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=PartitionSpec(*lead, *rest),
+    )
+
+
+def product(x: jax.Array, y: jax.Array, precision: Any = None) -> jax.Array:
     """``x yᵀ`` of ``[q, r]`` and ``[k, r]``, float32 or wider, ``[q, k]``."""
-    return plain_product(x, y)
+    return _product(*vary_alike(x, y), precision)
 
 
-def _product_fwd(x: jax.Array, y: jax.Array):
-    return product(x, y), (x, y)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x: jax.Array, y: jax.Array, precision: Any) -> jax.Array:
+    return plain_product(x, y, precision)
 
 
-def _product_bwd(residuals: tuple[jax.Array, jax.Array], g: jax.Array):
+def _product_fwd(x: jax.Array, y: jax.Array, precision: Any):
+    return _product(x, y, precision), (x, y)
+
+
+def _product_bwd(precision: Any, residuals: tuple[jax.Array, jax.Array], g: jax.Array):
     x, y = residuals
-    dx = jnp.matmul(g.astype(y.dtype), y, preferred_element_type=g.dtype)
-    return dx.astype(x.dtype), transposed_product(g.astype(x.dtype), x).astype(y.dtype)
+    dx = jnp.matmul(g.astype(y.dtype), y, precision=precision, preferred_element_type=g.dtype)
+    dy = transposed_product(g.astype(x.dtype), x, precision)
+    return dx.astype(x.dtype), dy.astype(y.dtype)
 
 
-product.defvjp(_product_fwd, _product_bwd)
+_product.defvjp(_product_fwd, _product_bwd)
 
 
-def plain_product(x: jax.Array, y: jax.Array) -> jax.Array:
+def plain_product(x: jax.Array, y: jax.Array, precision: Any = None) -> jax.Array:
     """`product` with JAX's own derivatives."""
-    return jnp.matmul(x, y.T, preferred_element_type=wide(x, y))
+    return jnp.matmul(x, y.T, precision=precision, preferred_element_type=wide(x, y))
 
 
-def transposed_product(x: jax.Array, y: jax.Array) -> jax.Array:
+def transposed_product(x: jax.Array, y: jax.Array, precision: Any = None) -> jax.Array:
     """``xᵀ y`` of ``[q, k]`` and a narrow ``[q, e]``, float32 or wider, ``[k, e]``.
 
     XLA's CPU matrix product is two to three times slower when it has to transpose a large left
     factor. This forms ``(yᵀ x)ᵀ``; the barrier keeps the compiler from undoing that.
     """
-    narrow = lax.dot_general(y, x, (((0,), (0,)), ((), ())), preferred_element_type=wide(x, y))
+    dims = (((0,), (0,)), ((), ()))
+    narrow = lax.dot_general(y, x, dims, precision=precision, preferred_element_type=wide(x, y))
     return lax.optimization_barrier(narrow).T
 
 

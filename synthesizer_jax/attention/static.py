@@ -241,8 +241,9 @@ def _forward(size: int, logits: jax.Array, peak: jax.Array, values: jax.Array, m
             exact & jnp.all((total >= LEAST) | ~seen),
         )
 
-    out = jnp.zeros((batch, q_length, heads, width), values.dtype)
-    start = out, jnp.zeros((heads, q_length, batch), dtype), jnp.array(True)
+    out = jnp.zeros_like(values, shape=(batch, q_length, heads, width))
+    inverses = jnp.zeros_like(values, shape=(heads, q_length, batch), dtype=dtype)
+    start = out, inverses, jnp.ones_like(values, shape=(), dtype=bool)
     return lax.fori_loop(0, heads // size, group, start)
 
 

@@ -318,6 +318,8 @@ def diagonals(
 ) -> jax.Array:
     """The columns of a `Relative` that a block of logits needs, ``[h, q + k - 1]``, float32.
 
+    Where a traced `query_offset` leads beyond the term, they are NaN.
+
     Raises:
       ValueError: if the term does not reach from the last query to the first key, or from the
         first query to the last key.
@@ -326,7 +328,11 @@ def diagonals(
     start = 1 - q_length - query_offset - term.first
     logits = term.logits.astype(wide(term.logits))
     if not isinstance(start, int):
-        return jax.lax.dynamic_slice_in_dim(logits, start, needed, axis=1)
+        fits = (start >= 0) & (start + needed <= logits.shape[1])
+        if needed > logits.shape[1]:
+            return jnp.full((logits.shape[0], needed), jnp.nan, logits.dtype)
+        columns = jax.lax.dynamic_slice_in_dim(logits, start, needed, axis=1)
+        return jnp.where(fits, columns, jnp.nan)
     if start < 0 or start + needed > logits.shape[1]:
         first = start + term.first
         raise ValueError(

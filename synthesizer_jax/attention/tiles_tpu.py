@@ -142,7 +142,7 @@ def roll_out(tile: Any, columns: jax.Array, first: jax.Array, rows: int) -> None
     lines = jnp.broadcast_to(columns, (SUBLANES, count))
     row = lax.broadcasted_iota(jnp.int32, lines.shape, 0)
     for bit in (1, 2, 4):
-        lines = jnp.where(row & bit != 0, pltpu.roll(lines, bit, 1), lines)
+        lines = jnp.where(row & bit != 0, pltpu.roll(lines, jnp.int32(bit), 1), lines)
     for begin in range(0, size, SUBLANES):
         end = min(begin + SUBLANES, size)
         shift = lax.rem(first + (begin + count + 1 - rows), jnp.int32(count))
@@ -164,7 +164,7 @@ def tile(
     Args:
       own: the program's blocks.
       bias: its bias ``[size, length]``.
-      mask: of which `causal` and `window` are read; the rest is in `own`.
+      mask: of which `causal`, `window` and `ahead` are read; the rest is in `own`.
       offset: position of the first query.
       size: rows of the tile.
       length: columns.
@@ -181,18 +181,14 @@ def tile(
         halves = []
         for name, x in arrays(term):
             pair = x[...], places(term, name, first, count)
-            halves.append(dot(*(pair[::-1] if turned else pair), 1, 1))
+            halves.append(dot(*(pair[::-1] if turned else pair), 1, 1, exact=True))
         parts.append(halves[0] * halves[1])
     logits = functools.reduce(operator.add, parts) if parts else jnp.zeros(shape, jnp.float32)
 
-    rules = []
     row = lax.broadcasted_iota(jnp.int32, shape, 0) + pl.program_id(1) * size
     column = lax.broadcasted_iota(jnp.int32, shape, 1)
     query, key = (column + offset, row) if turned else (row + offset, column)
-    if mask.causal:
-        rules.append(key <= query)
-    if mask.window is not None:
-        rules.append(key > query - mask.window)
+    rules = mask.band_rules(query, key)
     if own.real is not None:
         rules.append((own.real[...].T if turned else own.real[...]) != 0)
     if own.query_segments is not None:
@@ -214,10 +210,11 @@ def places(term: Outer, name: str, first: Any, count: int) -> jax.Array:
     return (index == lax.broadcasted_iota(jnp.int32, shape, 1)).astype(x.dtype)
 
 
-def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
-    """A matrix product over the given axes, float32."""
+def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, *, exact: bool = False) -> jax.Array:
+    """A matrix product over the given axes, float32; `exact`: without rounding float32 factors."""
     dims = (((x_axis,), (y_axis,)), ((), ()))
-    return lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)
+    precision = lax.Precision.HIGHEST if exact and x.dtype == jnp.float32 else None
+    return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def only(allowed: jax.Array | None, weights: jax.Array) -> jax.Array:
@@ -255,6 +252,10 @@ def call(
     moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((arguments, shapes)))
     total = math.prod(grid) * math.prod(tile_shape)
     some_bias = bool(jax.tree.leaves(arguments[1]))
+    varying = jax.typeof(jax.tree.leaves(arguments)[0]).mat
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying), shapes
+    )
     rooms = ([tile_shape] if some_bias else []) + ([scratch] if scratch else [])
     return pl.pallas_call(
         kernel,

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from synthesizer_jax.alignments import Alignment, DotProduct
 from synthesizer_jax.alignments.base import project
+from synthesizer_jax.ambient import on_any_mesh, partition
 from synthesizer_jax.attention import (
     Cache,
     Mask,
-    Partition,
     Span,
     Terms,
     add,
@@ -44,7 +44,6 @@ class Attention(nn.Module):
         `Bilinear` this is general bilinear attention (Shazeer et al. 2020, section 3.3).
       use_bias: biases in the value and output projections, as in BERT; an alignment has its own.
       implementation: route of the engine: ``auto``, or a name of `attention.attend.ROUTES`.
-      partition: how the batch and the heads are spread over a mesh, set by `sharding`.
       value_init: initialiser of the value kernel ``[d_model, heads, head_dim]``.
       out_init: initialiser of the output kernel ``[heads, head_dim, d_model]``.
     """
@@ -57,7 +56,6 @@ class Attention(nn.Module):
     project_values: bool = True
     use_bias: bool = False
     implementation: str = "auto"
-    partition: Partition | None = None
     value_init: Initializer = FanIn()
     out_init: Initializer = FanIn()
 
@@ -71,13 +69,14 @@ class Attention(nn.Module):
         """The number of heads of the values."""
         return self.num_heads
 
+    @on_any_mesh
     @nn.compact
     def __call__(
         self,
         x: jax.Array,
         kv: jax.Array | None = None,
         *,
-        mask: Mask | None = None,
+        mask: Mask | jax.Array | None = None,
         bias: Terms = (),
         cache: Cache | NewCache | None = None,
         position: int | jax.Array = 0,
@@ -98,7 +97,7 @@ class Attention(nn.Module):
         Returns:
           ``[batch, q, d_model]``, and with a cache the pair of that and the extended cache.
         """
-        mask = Mask() if mask is None else mask
+        mask = Mask.of(mask)
         memory = x if kv is None else kv
         values = self.values(memory)
         if cache is None:
@@ -172,7 +171,7 @@ class Attention(nn.Module):
             mask=mask,
             q_length=x.shape[1],
             implementation=self.implementation,
-            partition=self.partition,
+            partition=partition(batch=x.shape[0], heads=values.shape[2]),
             **dropout_options(self),
         )
 

@@ -103,7 +103,8 @@ def self_attention_only(module: nn.Module, kv: Any, bias: Any, cache: Any = None
 
 def not_causal(module: nn.Module, mask: Mask) -> None:
     """Raises a `ValueError` for masks of single queries, which a mixer of whole sequences breaks."""
-    if mask.causal or mask.window is not None or mask.allowed is not None:
+    patterns = (mask.window, mask.ahead, mask.allowed)
+    if mask.causal or any(pattern is not None for pattern in patterns):
         raise ValueError(
             f"{type(module).__name__} mixes all positions, later ones too; it has no causal form: use "
             "it in encoders, and another mixer in decoders"

@@ -7,10 +7,10 @@ import dataclasses
 import flax.linen as nn
 import jax
 
+from synthesizer_jax.ambient import on_any_mesh, partition
 from synthesizer_jax.attention import (
     Cache,
     Mask,
-    Partition,
     Terms,
     attend,
     banded,
@@ -46,7 +46,6 @@ class LightweightConvolution(nn.Module):
       pointwise: another dense layer with bias before the output projection, as in the released
         Mesh-TensorFlow code.
       dropout_rate: probability of dropping a tap, one draw per example, position and group.
-      partition: how the batch is spread over a mesh, set by `sharding`.
       tap_init: initialiser of the kernel's logits ``[groups, width]``.
     """
 
@@ -55,24 +54,24 @@ class LightweightConvolution(nn.Module):
     glu: bool = True
     pointwise: bool = False
     dropout_rate: float = 0.0
-    partition: Partition | None = None
     tap_init: Initializer = Normal(0.1)
     kernel_init: Initializer = FanIn()
 
+    @on_any_mesh
     @nn.compact
     def __call__(
         self,
         x: jax.Array,
         kv: jax.Array | None = None,
         *,
-        mask: Mask | None = None,
+        mask: Mask | jax.Array | None = None,
         bias: Terms = (),
         cache: Cache | NewCache | None = None,
         position: int | jax.Array = 0,
     ):
         """Mixes tokens; arguments and results as in `Attention`, without cross-attention and bias."""
         self_attention_only(self, kv, bias)
-        mask = Mask() if mask is None else mask
+        mask = Mask.of(mask)
         d_model = x.shape[-1]
         groups = d_model if self.groups is None else self.groups
         if d_model % groups or self.width < 1:
@@ -99,7 +98,7 @@ class LightweightConvolution(nn.Module):
             mask=mask,
             q_length=x.shape[1],
             **dropout_options(self),
-            partition=self.partition,
+            partition=partition(batch=x.shape[0], heads=values.shape[2]),
         )
         y = y.reshape(x.shape)
         if self.pointwise:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import check_length
+from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Mask, Span, Terms
 from synthesizer_jax.attention.terms import wide
 from synthesizer_jax.initializers import FanIn, Initializer, TorchUniform
@@ -197,19 +198,20 @@ class SentenceFeedForward(nn.Module):
     causal: bool = False
     out_init: Initializer = FanIn()
 
+    @on_any_mesh
     @nn.compact
     def __call__(
         self,
         x: jax.Array,
         kv: jax.Array | None = None,
         *,
-        mask: Mask | None = None,
+        mask: Mask | jax.Array | None = None,
         bias: Terms = (),
         cache: Sums | NewCache | None = None,
         position: int | jax.Array = 0,
     ):
         """Mixes tokens; arguments and results as in `Attention`, but without a position bias."""
-        mask = Mask() if mask is None else mask
+        mask = Mask.of(mask)
         self.check(kv, mask, bias, cache)
         n, span = x.shape[1], Span(position, x.shape[1])
         check_length(self, self.max_length, span, *([] if kv is None else [Span(0, kv.shape[1])]))
@@ -269,7 +271,9 @@ class SentenceFeedForward(nn.Module):
             self_attention_only(self, None, bias, None if self.causal else cache)
             if not self.causal:
                 not_causal(self, mask)
-            elif not mask.causal or mask.window is not None or mask.prefix_lengths is not None:
+            elif not mask.causal or any(
+                pattern is not None for pattern in (mask.window, mask.ahead, mask.prefix_lengths)
+            ):
                 raise ValueError(
                     "SentenceFeedForward: causal=True is for decoders with a plain causal mask; in "
                     "encoders leave it out"
@@ -294,13 +298,14 @@ class TokenFeedForward(nn.Module):
     head_dim: int
     out_init: Initializer = FanIn()
 
+    @on_any_mesh
     @nn.compact
     def __call__(
         self,
         x: jax.Array,
         kv: jax.Array | None = None,
         *,
-        mask: Mask | None = None,
+        mask: Mask | jax.Array | None = None,
         bias: Terms = (),
         cache: tuple[()] | NewCache | None = None,
         position: int | jax.Array = 0,
@@ -319,7 +324,7 @@ class TokenFeedForward(nn.Module):
         tokens = x.reshape(-1, 1, x.shape[-1])
         y = network.out(network.hidden(network.read(tokens))).astype(x.dtype)
         y = y.reshape(*x.shape[:2], self.num_heads, self.head_dim)
-        mask = Mask() if mask is None else mask
+        mask = Mask.of(mask)
         real = (mask.for_self_attention() if cache is None else mask).queries(x.shape[1])
         if real is not None:
             y = jnp.where(real[..., None, None], y, 0)

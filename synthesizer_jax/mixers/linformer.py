@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import check_length, project
+from synthesizer_jax.ambient import on_any_mesh, partition
 from synthesizer_jax.attention import (
     Mask,
-    Partition,
     Span,
     Terms,
     attend,
@@ -45,7 +45,6 @@ class Linformer(nn.Module):
       projected_length: the paper's k.
       shared: E = F, the paper's "key-value sharing"; both are always shared by the heads.
       dropout_rate: probability of dropping an attention weight.
-      partition: how the batch and the heads are spread over a mesh, set by `sharding`.
       length_init: initialiser of E and F; None: standard deviation 1/√projected_length, the paper's
         Johnson-Lindenstrauss projection.
     """
@@ -56,25 +55,25 @@ class Linformer(nn.Module):
     projected_length: int = 256
     shared: bool = True
     dropout_rate: float = 0.0
-    partition: Partition | None = None
     query_init: Initializer = FanIn()
     kernel_init: Initializer = FanIn()
     length_init: Initializer | None = None
 
+    @on_any_mesh
     @nn.compact
     def __call__(
         self,
         x: jax.Array,
         kv: jax.Array | None = None,
         *,
-        mask: Mask | None = None,
+        mask: Mask | jax.Array | None = None,
         bias: Terms = (),
         cache: Any = None,
         position: int | jax.Array = 0,
     ) -> jax.Array:
         """Mixes tokens; arguments and results as in `Attention`, for encoders' self-attention."""
         del position
-        mask = Mask() if mask is None else mask
+        mask = Mask.of(mask)
         self_attention_only(self, kv, bias, cache)
         not_causal(self, mask)
         not_packed(self, mask)
@@ -107,7 +106,7 @@ class Linformer(nn.Module):
             values,
             mask=rows,
             **dropout_options(self),
-            partition=self.partition,
+            partition=partition(batch=x.shape[0], heads=values.shape[2]),
         )
         return merge_heads(self, y, x.shape[-1], kernel_init=self.kernel_init)
 

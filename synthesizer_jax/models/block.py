@@ -9,7 +9,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from synthesizer_jax.attention import Mask, Partition, Terms
+from synthesizer_jax.ambient import constrain
+from synthesizer_jax.attention import Mask, Terms
 from synthesizer_jax.mixers.base import leave, site
 from synthesizer_jax.models.layers import Dropout, RMSNorm
 from synthesizer_jax.registry import register
@@ -53,7 +54,6 @@ class Block(nn.Module):
         before the sub-layer, ``x + f(norm(x))`` (T5).
       self_residual: False: the mixer stands for its norm and residual too (ALRR, and ELR where
         `feed_forward` is None; Bozic et al. 2023).
-      partition: how the batch is spread over a mesh, set by `sharding`.
     """
 
     self_mixer: nn.Module
@@ -63,7 +63,6 @@ class Block(nn.Module):
     norm: nn.Module = RMSNorm()
     post_norm: bool = False
     self_residual: bool = True
-    partition: Partition | None = None
 
     @nn.compact
     def __call__(
@@ -114,7 +113,7 @@ class Block(nn.Module):
             leave(self, "cross_mixed", y)
             return y
 
-        x = site(self, "self_input", self.constrain(x))
+        x = site(self, "self_input", constrain(x))
         x = self.residual(x, name, 0, mix) if self.self_residual else mix(x)
         leave(self, "self_output", x)
         if self.cross_mixer is not None:
@@ -134,11 +133,7 @@ class Block(nn.Module):
         norm = self.norm.copy(name=f"{place}_{name}_layer_norm", parent=self)
         dropout = Dropout(self.dropout_rate, name=f"dropout_{index}", parent=self)
         y = norm(x + dropout(layer(x))) if self.post_norm else x + dropout(layer(norm(x)))
-        return self.constrain(y)
-
-    def constrain(self, x: jax.Array) -> jax.Array:
-        """The residual stream, its rows on the devices of their examples."""
-        return x if self.partition is None else self.partition.constrain(x)
+        return constrain(y)
 
 
 def shared_memory(

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.attention import Partition
+from synthesizer_jax.ambient import mesh_axes, over_rows
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.models.stack import Stack, unstack_layers
 from synthesizer_jax.parameters import with_axes
@@ -26,7 +26,6 @@ class TokenModel(nn.Module, kw_only=True):
       logits_scale: factor of what the output projection reads; None: 1/√d_model where `tied` (T5
         1.0), else 1.
       dtype: dtype of the computation, ``"float32"`` or ``"bfloat16"``; parameters are float32.
-      partition: how the batch is spread over a mesh, set by `sharding`.
     """
 
     vocab_size: int
@@ -37,7 +36,6 @@ class TokenModel(nn.Module, kw_only=True):
     dtype: str = "float32"
     embedding_init: Initializer = Normal(1.0)
     logits_init: Initializer = FanIn()
-    partition: Partition | None = None
 
     def setup(self) -> None:
         """Makes the embedding and, unless tied, the output projection."""
@@ -56,10 +54,10 @@ class TokenModel(nn.Module, kw_only=True):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """``[batch, length]`` tokens to ``[batch, length, d_model]`` in the computation's dtype."""
-        if self.partition is None:
-            x = jnp.take(self.embedding, tokens, axis=0)
+        if mesh_axes("batch"):
+            x = over_rows(look_up, self.embedding.astype(self.dtype), tokens)
         else:
-            x = self.partition.rows(look_up, self.embedding.astype(self.dtype), tokens)
+            x = jnp.take(self.embedding, tokens, axis=0)
         return (x if self.embedding_scale == 1.0 else x * self.embedding_scale).astype(self.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from synthesizer_jax.attention import Partition
 from synthesizer_jax.parameters import LOGICAL_AXES, Axes, is_axes
-from synthesizer_jax.registry import fields_of
 
 BATCH_AXES = ("data", "fsdp")
 
@@ -41,6 +41,11 @@ RULES: types.MappingProxyType[str, str | None] = types.MappingProxyType(
 """Where each logical axis of a parameter is stored."""
 
 assert set(RULES) == set(LOGICAL_AXES)
+
+ACTIVATIONS: types.MappingProxyType[str, tuple[str, ...]] = types.MappingProxyType(
+    {"batch": BATCH_AXES, "sequence": ("sequence",)}
+)
+"""What divides activations besides ``heads``; see `ambient`."""
 
 
 def spec(
@@ -108,23 +113,15 @@ def check_batch(batch_size: int, mesh: Mesh | AbstractMesh, *, micro_batches: in
         )
 
 
-def partitioned(module: Any, mesh: Mesh) -> Any:
-    """The same configuration with every mixer told how the mesh cuts batch and heads.
+@contextlib.contextmanager
+def on_mesh(mesh: Mesh) -> Iterator[None]:
+    """Within this context functions are traced for a mesh, and layers divide their work over it.
 
-    On a mesh of one device nothing changes.
+    A mesh of one device changes nothing.
     """
     if mesh.size == 1:
-        return module
-    own = Partition(mesh=mesh, batch=BATCH_AXES, heads=("tensor",), sequence=("sequence",))
-    return _with_partition(module, own)
-
-
-def _with_partition(value: Any, partition: Partition) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_with_partition(v, partition) for v in value)
-    if not isinstance(value, nn.Module) and not hasattr(value, "__dataclass_fields__"):
-        return value
-    fields = {k: _with_partition(v, partition) for k, v in fields_of(value).items()}
-    if "partition" in fields:
-        fields["partition"] = partition
-    return type(value)(**fields)
+        yield
+        return
+    rules = [(name, axes) for name, axes in {**RULES, **ACTIVATIONS}.items() if axes is not None]
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        yield

@@ -21,7 +21,7 @@ from synthesizer_jax.mixers.base import FORCED, SITES
 from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.parameters import abstract_variables
 from synthesizer_jax.registry import register, replace, to_json
-from synthesizer_jax.sharding import hosts, partitioned, shardings, spread
+from synthesizer_jax.sharding import hosts, shardings, spread
 from synthesizer_jax.training.checkpoints import restore_variables
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training, load_experiment
 from synthesizer_jax.training.replacement import Replacement, Site, sites, student_model
@@ -162,7 +162,6 @@ class DistillationTrainer(Trainer):
         self.teacher, self.recipe = teacher, recipe
         self.sites = tuple(sites(teacher, recipe.replace))
         super().__init__(experiment, devices)
-        self.teacher = partitioned(teacher, self.mesh)
         shapes, axes = abstract_variables(teacher, *self.tokens)
         self.variables = jax.tree.map(spread, variables, shardings(axes, shapes, self.mesh))
 
@@ -213,7 +212,8 @@ class DistillationTrainer(Trainer):
         forced = None if self.recipe.together else self.forced(teacher)
         if forced is not None:
             variables = {**variables, FORCED: forced}
-        student = self.activations(self.model, variables, batch)
+        model: Any = self.model
+        student = self.activations(model, variables, batch)
         real = {
             "encoder": batch["encoder_input_tokens"] != 0,
             "decoder": batch["decoder_loss_weights"] > 0,

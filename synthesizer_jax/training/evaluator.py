@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import pathlib
@@ -21,7 +22,7 @@ from synthesizer_jax.evaluation import (
     score_of,
     write_results,
 )
-from synthesizer_jax.sharding import BATCH_AXES, batch_sharding, partitioned, spread, whole
+from synthesizer_jax.sharding import BATCH_AXES, batch_sharding, on_mesh, spread, whole
 from synthesizer_jax.training.experiment import Evaluation, Experiment
 
 
@@ -83,7 +84,7 @@ class Evaluator:
         if mesh is not None and mesh.size > 1:
             sharding = batch_sharding(mesh)
             ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-            model, batch_size = partitioned(model, mesh), -(-batch_size // ways) * ways
+            batch_size = -(-batch_size // ways) * ways
             places = {"put": functools.partial(spread, sharding=sharding), "fetch": whole}
         predictor = Predictor(
             model,
@@ -96,11 +97,10 @@ class Evaluator:
             logits_dtype=self.evaluation.logits_dtype,
             **places,
         )
-        results = evaluate_tasks(predictor, self.sets)
-        overall: dict[str, Any] = {
-            "score": score_of(results),
-            **self.held_out_loss(predictor, results),
-        }
+        with contextlib.nullcontext() if mesh is None else on_mesh(mesh):
+            results = evaluate_tasks(predictor, self.sets)
+            losses = self.held_out_loss(predictor, results)
+        overall: dict[str, Any] = {"score": score_of(results), **losses}
         overall |= averages({r.task: r.metrics for r in results})
         return results, overall
 

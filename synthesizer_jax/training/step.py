@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from synthesizer_jax.attention import Partition
+from synthesizer_jax.ambient import mesh_axes, over_rows
 from synthesizer_jax.models import LOSSES, TextToText
 from synthesizer_jax.training.losses import (
     LossSums,
@@ -64,10 +64,8 @@ def loss_sums(
     options: Any = {"weights": weights, "z_loss": z_loss, "label_smoothing": label_smoothing}
     if targets.size * model.vocab_size > DENSE_LOGITS:
         options["scale"] = scale
-        if model.partition is None:
-            sums = chunked_cross_entropy(hidden, kernel, targets=targets, **options)
-        else:
-            sums = spread_cross_entropy(model.partition, hidden, kernel, targets=targets, **options)
+        entropy = spread_cross_entropy if mesh_axes("batch") else chunked_cross_entropy
+        sums = entropy(hidden, kernel, targets=targets, **options)
     else:
         logits = (hidden * jnp.asarray(scale, hidden.dtype)) @ kernel.astype(hidden.dtype)
         sums = cross_entropy(logits, targets, **options)
@@ -75,7 +73,6 @@ def loss_sums(
 
 
 def spread_cross_entropy(
-    partition: Partition,
     hidden: jax.Array,
     kernel: jax.Array,
     *,
@@ -89,7 +86,7 @@ def spread_cross_entropy(
         sums = chunked_cross_entropy(hidden, kernel, targets=targets, weights=weights, **options)
         return jax.tree.map(lambda x: jnp.asarray(x)[None], sums)
 
-    found = partition.rows(own, kernel.astype(hidden.dtype), hidden, targets, weights)
+    found = over_rows(own, kernel.astype(hidden.dtype), hidden, targets, weights)
     return jax.tree.map(jnp.sum, found)
 
 

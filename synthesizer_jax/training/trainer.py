@@ -17,7 +17,7 @@ from synthesizer_jax.sharding import (
     check_batch,
     hosts,
     make_mesh,
-    partitioned,
+    on_mesh,
     replicated,
 )
 from synthesizer_jax.training.experiment import Experiment
@@ -39,9 +39,8 @@ class Trainer:
         self.experiment = experiment
         self.mesh = make_mesh(experiment.mesh, devices)
         check_batch(data.batch_size, self.mesh, micro_batches=training.micro_batches)
-        self.model = partitioned(experiment.model, self.mesh)
+        self.model = experiment.model
         self.tokens = example_tokens(data.inputs_length, data.targets_length)
-        # Planned and made with the model as it is: a partitioned one takes no batch of one.
         self.optimizer, self.layout = make_layout(
             experiment.model, training.optimizer, tokens=self.tokens, mesh=self.mesh
         )
@@ -136,7 +135,8 @@ class Trainer:
     def trace(self) -> jax.stages.Traced:
         """The step for this experiment's shapes, to lower and compile; allocates nothing."""
         batch = abstract_batch(self.experiment.data, batch_sharding(self.mesh))
-        return self._jitted.trace(self.layout.abstract, batch, self._key, *self.arguments)
+        with on_mesh(self.mesh):
+            return self._jitted.trace(self.layout.abstract, batch, self._key, *self.arguments)
 
     def compile(self) -> None:
         """Compiles the step; nothing is fetched or changed.

@@ -18,8 +18,8 @@ from synthesizer_jax import (
     Random,
 )
 from synthesizer_jax.alignments.factorized_dense import balanced_factors
-from synthesizer_jax.alignments.relative_bias import relative_buckets
 from synthesizer_jax.attention import attention_weights
+from synthesizer_jax.attention.relative import relative_buckets
 from synthesizer_jax.initializers import Normal
 
 HEADS, WIDTH, D, ROOM = 3, 5, 7, 24

@@ -61,6 +61,7 @@ def may_see(mask: Mask, b: int, h: int, q: int, k: int) -> np.ndarray:
     for i, head, row, key in np.ndindex(b, h, q, k):
         query = row + int(m.query_offset)
         near = (not m.causal or key <= query) and (m.window is None or key > query - m.window)
+        near &= m.ahead is None or key <= query + m.ahead
         near |= m.prefix_lengths is not None and key < m.prefix_lengths[i]
         rules = [near]
         if m.key_lengths is not None:

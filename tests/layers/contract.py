@@ -15,10 +15,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType
 
 from synthesizer_jax import Attention, Block, FeedForward, Mask, Run, Stack
-from synthesizer_jax.attention import Partition
 from synthesizer_jax.mixers import NewCache
 from synthesizer_jax.models import unstack_layers
 from synthesizer_jax.registry import fields_of, from_json, to_json
@@ -285,21 +284,20 @@ def scanned_is_looped(s: Subject) -> None:
 
 def sharded_is_single(s: Subject) -> None:
     """Two ways over the examples and two over the heads, forward and gradient."""
-    if "partition" not in fields_of(s.layer):
-        return
-    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
-    over = s.layer.copy(partition=Partition(mesh=mesh, batch=("data",), heads=("tensor",)))
+    mesh = jax.make_mesh(
+        (2, 2), ("replicas", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
     mode = s.case.modes[-1]
 
-    def run(layer: nn.Module, variables: Any, x: jax.Array) -> Any:
-        function = lambda v: (layer.apply(v, x, mask=s.mask(mode)) ** 2).sum()
+    def run(variables: Any, x: jax.Array) -> Any:
+        function = lambda v: (s.layer.apply(v, x, mask=s.mask(mode)) ** 2).sum()
         return jax.value_and_grad(function)(variables)
 
+    rules = [("batch", "replicas"), ("heads", "model")]
     with jax.enable_x64(True):
-        single, spread = (
-            jax.jit(functools.partial(run, layer), compiler_options=FAST)(s.variables, s.x)
-            for layer in (s.layer, over)
-        )
+        single = jax.jit(run, compiler_options=FAST)(s.variables, s.x)
+        with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+            spread = jax.jit(run, compiler_options=FAST)(s.variables, s.x)
     for one, other in zip(jax.tree.leaves(spread), jax.tree.leaves(single), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-7, atol=1e-9)
 

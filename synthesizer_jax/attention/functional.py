@@ -1,0 +1,386 @@
+"""`dot_product_attention`: the arguments of `jax.nn.dot_product_attention`, computed by this engine."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+from jax.typing import ArrayLike
+
+from synthesizer_jax.attention.attend import SMALL, attend
+from synthesizer_jax.attention.fused import KEPT
+from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.partition import (
+    Partition,
+    axes_along,
+    axes_of_type,
+    in_auto_mode,
+)
+from synthesizer_jax.attention.relative import RelativeTable
+from synthesizer_jax.attention.terms import LowRank, Static, Term, Terms, add, low_rank, wide
+
+NAME = "dot_product_attention"
+
+Bias: TypeAlias = ArrayLike | RelativeTable | Term
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: Bias | tuple[Bias, ...] | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+) -> jax.Array:
+    """Attention, ``softmax(scale · query keyᵀ + bias) · value``, with a bias that may be learned.
+
+    The arguments and results are those of `jax.nn.dot_product_attention`. Beyond 128 · 128 logits a
+    head, no array ``[b, n, q, k]`` is made, forward or backward, and the gradient of a bias that
+    the examples share is summed over them in place; `jax.nn` holds it for every example.
+
+    Two differences: a query that may attend to no key gets zeros and gives no gradient (`jax.nn`
+    averages all values there), and `bias` and `mask` take the types of this library too.
+
+    Args:
+      query: ``[b, q, n, h]``, or ``[q, n, h]`` for one example.
+      key: ``[b, k, m, h]`` or ``[k, m, h]``; m divides n. With fewer heads than the query's
+        (multi-query, grouped-query attention) head i of the query reads head ``i // (n / m)``.
+        Keys and values are then repeated to n heads.
+      value: ``[b, k, m, e]`` or ``[k, m, e]``, in general with e = h.
+      bias: what is added to the scaled logits; a tuple is added up. An array broadcastable to
+        ``[b, n, q, k]``. With a batch axis of 1 or none it is shared by all examples. Other biases
+        ``[b, n or 1, 1, k]``, additive masks of keys, cost next to nothing; for ``[b, n or 1, q, k]``
+        the examples are computed one after another.
+        T5's bias: `relative_bias`. Terms: `static`, `relative`, `low_rank`, `outer`.
+      mask: bool, broadcastable to ``[b, n, q, k]``; True: the query may attend to the key. A mask of
+        keys, ``[b or 1, 1, 1, k]``, is the fast case. A `Mask` must be the only mask given; in
+        packed rows, an array as bias counts positions from the start of each example.
+      scale: of the products, a scalar; None: ``h ** -0.5``.
+      is_causal: only keys up to the query's position.
+      query_seq_lengths: ``[b]`` integers; queries from there on are padding and get zeros.
+      key_value_seq_lengths: ``[b]`` integers; keys from there on are padding.
+      local_window_size: ``(left, right)``: only keys from ``i - left`` to ``i + right`` for query i.
+        A single number stands for both.
+
+    Returns:
+      ``[b, q, n, e]`` or ``[q, n, e]`` in the inputs' dtype. Logits and softmax are float32 or wider.
+
+    Raises:
+      ValueError: for shapes or dtypes that do not agree.
+    """
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    lengths = query_seq_lengths, key_value_seq_lengths
+
+    def call(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: Any,
+        mask: Any,
+        scale: Any,
+        lengths: tuple[Any, Any],
+        partition: Partition | None = None,
+    ) -> jax.Array:
+        shape = (*query.shape[:-1], value.shape[-1])
+        query, key, value = _with_batch(query, key, value)
+        sizes = Sizes(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+        all_masks = _mask_of(
+            mask,
+            sizes,
+            is_causal=is_causal,
+            query_lengths=_lengths("query_seq_lengths", lengths[0], sizes),
+            key_lengths=_lengths("key_value_seq_lengths", lengths[1], sizes),
+            window=_window(local_window_size),
+        )
+        options: Any = {"scale": scale, "partition": partition}
+        return attend_product(query, key, value, bias, all_masks, **options).reshape(shape)
+
+    arguments = (query, key, value, bias, mask, scale, lengths)
+    if not axes_of_type(AxisType.Explicit) or query.ndim not in (3, 4):
+        return call(*arguments)
+    batch = axes_along(query, 0) if query.ndim == 4 else ()
+    sequence, heads = axes_along(query, -3), axes_along(query, -2)
+    spec = PartitionSpec(*([batch] if query.ndim == 4 else []), sequence, heads)
+    partition = Partition(batch, heads, sequence)
+    return in_auto_mode(functools.partial(call, partition=partition), lambda _: spec)(*arguments)
+
+
+def attend_product(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: Bias | tuple[Bias, ...] | None,
+    mask: Mask,
+    *,
+    scale: ArrayLike | None = None,
+    partition: Partition | None = None,
+) -> jax.Array:
+    """`dot_product_attention` of arrays with a batch axis, under a `Mask`.
+
+    Args:
+      query: ``[b, q, n, h]``.
+      key: ``[b, k, m, h]``.
+      value: ``[b, k, m, e]``.
+      bias: as in `dot_product_attention`.
+      mask: which keys a query may see.
+      scale: of the products; None: ``h ** -0.5``.
+      partition: as in `attend`.
+
+    Returns:
+      ``[b, q, n, e]``.
+    """
+    sizes = Sizes(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    terms, own = _biases(bias, sizes, query.dtype)
+    groups = sizes.heads // key.shape[2]
+    if groups > 1:
+        key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
+    terms = add(low_rank(_scaled(query, scale), key, token_keys=True), *terms)
+    if own:
+        return _attend_examples(terms, own, value, mask, sizes, partition)
+    return attend(terms, value, mask=mask, q_length=sizes.queries, partition=partition)
+
+
+class Sizes(NamedTuple):
+    """The axes of the logits."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+
+
+def _with_batch(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Query, key and value with a batch axis, checked."""
+    query, key, value = arrays
+    if query.ndim not in (3, 4) or any(x.ndim != query.ndim for x in arrays):
+        raise ValueError(
+            f"{NAME}: query, key and value have shapes {query.shape}, {key.shape} and "
+            f"{value.shape}; give [batch, length, heads, width] or [length, heads, width] for all"
+        )
+    if any(x.dtype != query.dtype or not jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
+        raise ValueError(
+            f"{NAME}: query, key and value have dtypes {query.dtype}, {key.dtype} and "
+            f"{value.dtype}; cast them to the same floating-point dtype"
+        )
+    query, key, value = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in arrays)
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"{NAME}: key {key.shape} and value {value.shape} must agree in batch, length and heads"
+        )
+    if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
+        raise ValueError(
+            f"{NAME}: query {query.shape} and key {key.shape} must agree in batch and width"
+        )
+    if query.shape[2] % key.shape[2]:
+        raise ValueError(
+            f"{NAME}: the query's {query.shape[2]} heads must be a multiple of the {key.shape[2]} "
+            "heads of key and value"
+        )
+    return query, key, value
+
+
+def _scaled(query: jax.Array, scale: ArrayLike | None) -> jax.Array:
+    """The query times the scale, rounded once."""
+    factor = jnp.asarray(query.shape[-1] ** -0.5 if scale is None else scale, wide(query))
+    if factor.ndim:
+        raise ValueError(f"{NAME}: scale has shape {factor.shape}; it must be a scalar")
+    return (query.astype(factor.dtype) * factor).astype(query.dtype)
+
+
+def _lengths(name: str, lengths: ArrayLike | None, sizes: Sizes) -> jax.Array | None:
+    if lengths is None:
+        return None
+    lengths = jnp.asarray(lengths)
+    if lengths.shape != (sizes.batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(
+            f"{NAME}: {name} is {lengths.dtype}{lengths.shape}; give one integer for each of the "
+            f"{sizes.batch} examples"
+        )
+    return lengths
+
+
+def _window(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    """How many keys before and after its own position a query sees."""
+    if size is None:
+        return None
+    left, right = map(operator.index, size if isinstance(size, tuple | list) else (size, size))
+    if left < 0 or right < 0:
+        raise ValueError(f"{NAME}: local_window_size={size}; it must not be negative")
+    return left, right
+
+
+def _mask_of(
+    mask: ArrayLike | Mask | None,
+    sizes: Sizes,
+    *,
+    is_causal: bool,
+    query_lengths: jax.Array | None,
+    key_lengths: jax.Array | None,
+    window: tuple[int, int] | None,
+) -> Mask:
+    """All masks as one."""
+    if isinstance(mask, Mask):
+        if is_causal or any(x is not None for x in (query_lengths, key_lengths, window)):
+            raise ValueError(
+                f"{NAME}: a Mask is given beside other masks; put causal, query_lengths, "
+                "key_lengths, window and ahead into the Mask"
+            )
+        return mask
+    parts: dict[str, Any] = {} if mask is None else _mask_parts(mask, sizes)
+    if window is not None:
+        parts |= {"window": window[0] + 1, "ahead": window[1]}
+    return Mask(
+        causal=bool(is_causal), query_lengths=query_lengths, key_lengths=key_lengths, **parts
+    )
+
+
+def _mask_parts(mask: ArrayLike, sizes: Sizes) -> dict[str, jax.Array]:
+    """An array as the field of `Mask` that says the same with the fewest numbers."""
+    mask = jnp.asarray(mask)
+    if mask.dtype != bool:
+        raise ValueError(
+            f"{NAME}: mask has dtype {mask.dtype}; it must be bool (what is added to the logits is "
+            "the bias)"
+        )
+    mask = _of_logits("mask", mask, sizes)
+    batch, heads, queries, keys = mask.shape
+    if heads == queries == 1:
+        return {"key_valid": jnp.broadcast_to(mask[:, 0, 0], (sizes.batch, sizes.keys))}
+    if heads == keys == 1:
+        return {"query_valid": jnp.broadcast_to(mask[:, 0, :, 0], (sizes.batch, sizes.queries))}
+    return {"allowed": jnp.broadcast_to(mask, (batch, heads, sizes.queries, sizes.keys))}
+
+
+def _of_logits(name: str, x: jax.Array, sizes: Sizes) -> jax.Array:
+    """The array with four axes, each as long as the logits' or 1."""
+    full = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    if full.ndim > 4 or any(n not in (1, size) for n, size in zip(full.shape, sizes, strict=True)):
+        raise ValueError(
+            f"{NAME}: {name} has shape {x.shape}; it must broadcast to [batch, heads, queries, "
+            f"keys]={tuple(sizes)}"
+        )
+    return full
+
+
+def _biases(bias: Any, sizes: Sizes, dtype: Any) -> tuple[Terms, tuple[jax.Array, ...]]:
+    """Terms, and arrays ``[b, n or 1, q, k or 1]`` of biases that examples do not share."""
+    if bias is None:
+        return (), ()
+    if isinstance(bias, tuple):
+        found = [_biases(part, sizes, dtype) for part in bias]
+        return sum((terms for terms, _ in found), ()), sum((own for _, own in found), ())
+    if isinstance(bias, RelativeTable):
+        if bias.table.shape[0] != sizes.heads:
+            raise ValueError(
+                f"{NAME}: the relative bias has {bias.table.shape[0]} heads, but the query "
+                f"{sizes.heads}; for a table [num_buckets, num_heads] set head_axis=1"
+            )
+        return (bias.term(sizes.queries, sizes.keys),), ()
+    if isinstance(bias, Term):
+        return (bias,), ()
+    array = jnp.asarray(bias)
+    if array.dtype == bool:
+        raise ValueError(f"{NAME}: bias has dtype bool; give it as mask")
+    full = _of_logits("bias", array, sizes)
+    if full.shape[0] == 1:
+        return (_static(full, sizes),), ()
+    if full.shape[2] == 1:
+        return (_of_keys(full, sizes, dtype),), ()
+    return (), (full,)
+
+
+def _static(bias: jax.Array, sizes: Sizes) -> Static:
+    """A bias ``[1, n or 1, q or 1, k or 1]`` as a term; a broadcast's gradient is summed in float32."""
+    if bias.shape[1:] != sizes[1:]:
+        bias = jnp.broadcast_to(bias.astype(wide(bias)), (1, *sizes[1:]))
+    return Static(bias[0])
+
+
+def _of_keys(bias: jax.Array, sizes: Sizes, dtype: Any) -> LowRank:
+    """A bias ``[b, n or 1, 1, k or 1]`` as a product with ones.
+
+    Its numbers are the sums of three that bfloat16 holds exactly, so that no matrix product rounds
+    them, TPUs' products of float32 arrays included. The first has the gradient.
+    """
+    shape = sizes.batch, sizes.heads, sizes.keys
+    bias = bias[:, :, 0].astype(jnp.promote_types(dtype, jnp.float32))
+    bias = jnp.broadcast_to(bias, shape).transpose(0, 2, 1)
+    moderate = jnp.abs(bias) < 1e38  # others hide keys; they are not rounded
+    rest = jax.lax.stop_gradient(jnp.where(moderate, bias, 0))
+    high = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
+    middle = jax.lax.reduce_precision(rest - high, exponent_bits=8, mantissa_bits=7)
+    parts = bias + (high - rest), middle, rest - high - middle
+    keys = jnp.stack(parts, axis=-1).astype(dtype)
+    queries = jnp.ones((1, sizes.queries, sizes.heads, 3), dtype)
+    return low_rank(queries, keys, token_keys=True, token_queries=False)
+
+
+def _attend_examples(
+    terms: Terms,
+    biases: tuple[jax.Array, ...],
+    values: jax.Array,
+    mask: Mask,
+    sizes: Sizes,
+    partition: Partition | None,
+) -> jax.Array:
+    """`attend` with biases ``[b, ...]``, one example at a time; small ones all at once."""
+    if mask.query_segments is not None:
+        raise ValueError(
+            f"{NAME}: a bias for every example cannot be told apart in packed rows; give a bias "
+            "that all examples share, or rows that are not packed"
+        )
+
+    def one(terms: Terms, biases: Any, values: jax.Array, mask: Mask) -> jax.Array:
+        terms = add(*terms, *(_static(x, sizes) for x in biases))
+        return attend(terms, values, mask=mask, q_length=sizes.queries)[0]
+
+    def tokens(x: jax.Array) -> bool:  # other arrays of terms have no axis of examples
+        return x.ndim == 4 and x.shape[0] > 1
+
+    def rows(x: jax.Array) -> bool:
+        return jnp.ndim(x) > 0 and x.shape[0] > 1
+
+    divided = (*(jax.tree.map(tokens, t) for t in terms),)
+    which = divided, (True,) * len(biases), True, jax.tree.map(rows, mask)
+    own, shared, rebuild = _examples((terms, biases, values, mask), which)
+
+    def run(shared: list[Any], *own: jax.Array) -> jax.Array:
+        if sizes.queries * sizes.keys <= SMALL:
+            return jax.vmap(lambda own: one(*rebuild(own, shared)))(own)
+        policy = jax.checkpoint_policies.save_only_these_names(KEPT)
+        kept = jax.checkpoint(
+            lambda own: one(*rebuild(own, shared)), policy=policy, prevent_cse=False
+        )
+        return jax.lax.map(kept, own)
+
+    if partition is None:
+        return run(shared, *own)
+    return partition.rows(run, shared, *own)
+
+
+def _examples(tree: Any, which: Any) -> tuple[list[jax.Array], list[Any], Callable[..., Any]]:
+    """Arrays ``[b, ...]`` of a tree as ``[b, 1, ...]``, the others, and how to put one example together.
+
+    Args:
+      tree: of arrays.
+      which: the same tree of bools: whether an array's first axis is that of the examples.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    chosen = jax.tree.leaves(which)
+
+    def rebuild(own: Sequence[jax.Array], shared: Sequence[Any]) -> Any:
+        parts = {True: iter(own), False: iter(shared)}
+        return jax.tree.unflatten(structure, [next(parts[c]) for c in chosen])
+
+    own = [x[:, None] for x, c in zip(leaves, chosen, strict=True) if c]
+    return own, [x for x, c in zip(leaves, chosen, strict=True) if not c], rebuild

@@ -1,0 +1,226 @@
+"""Sizes, dtypes and numbers at the edges of what `attend` takes."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from synthesizer_jax.attention import Mask, attend, banded, low_rank, relative, static
+from tests.attention import cases, oracle
+from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, PARAMETERS, WIDTH
+
+ROUTES = {"static": PARAMETERS, "fused": EVERY_TERM, "reference": EVERY_TERM}
+
+
+def cast(tree, dtype):
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("way", ["alone", "per example", "tpu"])
+def test_one_example_in_half_precision(dtype: str, way: str) -> None:
+    """What the examples share is not told by a batch axis of 1."""
+    terms = cast(cases.make_terms(EVERY_TERM, 1, KEYS, KEYS), dtype)
+    values = cases.normal("values", 1, KEYS, HEADS, WIDTH, dtype=dtype)
+
+    def loss(terms, values):
+        return attend(terms, values, implementation="fused").astype(jnp.float32).sum()
+
+    grad = jax.grad(loss, (0, 1))
+    if way == "alone":
+        found = grad(terms, values)
+        expected = jax.grad(
+            lambda *x: attend(*x, implementation="reference").astype(jnp.float32).sum(), (0, 1)
+        )(cast(terms, jnp.float32), values.astype(jnp.float32))
+        for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+            assert oracle.rms_error(x, np.asarray(y, np.float64)) < 2e-2
+        assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(
+            lambda x: x.dtype, (terms, values)
+        )
+    elif way == "per example":
+        stacked = jax.tree.map(lambda x: jnp.stack([x, x]), (terms, values))
+        jax.eval_shape(jax.vmap(grad), *stacked)
+    else:
+        jax.jit(grad).trace(terms, values).lower(lowering_platforms=("tpu",))
+
+
+@pytest.mark.parametrize("route", ["static", "fused"])
+def test_64_bit_integers_by_default(route: str) -> None:
+    """`jax_enable_x64` makes Python's integers 64 bits wide, also in kernels that do not run."""
+    terms = cases.make_terms(ROUTES[route], BATCH, KEYS, KEYS)
+    values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
+    mask = Mask.padded(jnp.array([11, 4, 0], jnp.int32), causal=True)
+
+    def loss(terms, values, route):
+        return jnp.sin(attend(terms, values, mask=mask, implementation=route)).sum()
+
+    with jax.enable_x64(True):
+        found, expected = (jax.grad(loss, (0, 1))(terms, values, r) for r in (route, "reference"))
+        jax.jit(jax.grad(loss), static_argnums=2).trace(terms, values, route).lower(
+            lowering_platforms=("tpu",)
+        )
+    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert x.dtype == jnp.float32
+        assert oracle.error(x, np.asarray(y, np.float64)) < 2e-5
+
+
+@pytest.mark.parametrize("gap", [0.0, 14.0, 30.0])
+def test_float16_of_tables(gap: float) -> None:
+    """Padding keys above the others take no digits away."""
+    b, n = 2, 32
+    logits = cases.normal("logits", HEADS, n, n) + gap * (jnp.arange(n) >= 20)
+    values, g = (cases.normal(x, b, n, HEADS, WIDTH, dtype="float16") for x in ("values", "g"))
+    mask = Mask(key_lengths=jnp.full(b, 20))
+    answer = oracle.attention((static(logits),), values, mask, g)
+    out, dterms, dvalues = cases.run((static(logits),), values, mask, g, "static")
+    assert out.dtype == dvalues.dtype == jnp.float16
+    assert oracle.rms_error(out, answer.out) < 2e-3
+    assert oracle.rms_error(dvalues, answer.values) < 2e-3
+    assert oracle.rms_error(dterms[0].logits, answer.terms[0]["logits"]) < 2e-3
+
+
+@pytest.mark.parametrize("route", ["static", "fused", "reference"])
+def test_logits_of_minus_infinity(route: str) -> None:
+    """A row with nothing else is one without keys."""
+    logits = cases.normal("logits", HEADS, KEYS, KEYS)
+    logits = logits.at[:, 3].set(-jnp.inf).at[:, 4, 2:].set(-jnp.inf)
+    values, g = (cases.normal(x, BATCH, KEYS, HEADS, WIDTH) for x in ("values", "g"))
+    for mask in (Mask(), Mask.padded(jnp.array([11, 5, 2]))):
+        out, dterms, dvalues = cases.run((static(logits),), values, mask, g, route)
+        hidden = Mask(
+            allowed=(logits > -jnp.inf)[None]
+            & (mask.pairs(KEYS, KEYS) if mask.key_lengths is not None else True)
+        )
+        answer = oracle.attention((static(jnp.maximum(logits, -50.0)),), values, hidden, g)
+        assert oracle.error(out, answer.out) < 2e-5
+        assert oracle.error(dvalues, answer.values) < 2e-5
+        assert oracle.error(dterms[0].logits, answer.terms[0]["logits"]) < 2e-5
+
+
+@pytest.mark.parametrize("route", ["static", "fused", "reference"])
+def test_equal_logits_of_any_size_give_the_mean(route: str) -> None:
+    lowest = float(jnp.finfo(jnp.float32).min)
+    values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
+    for size in (lowest, -lowest, 0.0):
+        out = attend((static(jnp.full((HEADS, KEYS, KEYS), size)),), values, implementation=route)
+        expected = jnp.broadcast_to(values.mean(1, keepdims=True), out.shape)
+        np.testing.assert_allclose(out, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("route", [*ROUTES, "auto"])
+@pytest.mark.parametrize("sizes", [(0, 5, 7), (2, 0, 7), (2, 5, 0)], ids=str)
+def test_empty_arrays(route: str, sizes: tuple[int, int, int]) -> None:
+    b, q, k = sizes
+    names = ROUTES.get(route, EVERY_TERM)
+    terms = cases.make_terms([n for n in names if n != "relative" and (k or n != "outer")], b, q, k)
+    values = cases.normal("values", b, k, HEADS, WIDTH)
+    mask = Mask(causal=True, key_lengths=jnp.zeros(b, int))
+
+    def loss(terms, values):
+        return attend(terms, values, mask=mask, q_length=q, implementation=route).sum()
+
+    assert attend(terms, values, mask=mask, implementation=route).shape == (b, q, HEADS, WIDTH)
+    for x in jax.tree.leaves(jax.grad(loss, (0, 1))(terms, values)):
+        assert not np.any(x)
+
+
+def test_a_window_that_hides_every_tap() -> None:
+    term = (banded(cases.normal("w", 1, 1, HEADS, 3), first=-9),)
+    values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
+    for mask in (Mask(window=3), Mask(causal=True, window=2), Mask(causal=True, window=8)):
+        for route in ("banded", "reference"):
+            out = attend(term, values, mask=mask, q_length=KEYS, implementation=route)
+            assert out.shape == values.shape
+            if mask.window < 7:
+                assert not np.any(out)
+    ahead = (banded(cases.normal("w", 1, 1, HEADS, 3), first=4),)
+    assert not np.any(attend(ahead, values, mask=Mask(causal=True), q_length=KEYS))
+
+
+@pytest.mark.parametrize("route", ["static", "fused", "banded", "reference"])
+def test_padding_may_hold_anything(route: str) -> None:
+    """NaN in what padding tokens made changes neither values nor gradients."""
+    lengths = jnp.array([11, 4, 0])
+    real = (jnp.arange(KEYS) < lengths[:, None])[..., None, None]
+    names = PARAMETERS if route == "static" else EVERY_TERM
+    terms = cases.make_terms(names, BATCH, KEYS, KEYS)
+    if route == "banded":
+        terms = (banded(cases.normal("w", 1, 1, HEADS, 3), first=-1),)
+    values, g = (cases.normal(x, BATCH, KEYS, HEADS, WIDTH) for x in ("values", "g"))
+
+    def poison(x):
+        return jnp.where(real, x, jnp.nan) if x.ndim == 4 and x.shape[0] == BATCH else x
+
+    clean, dirty = (
+        cases.run(*pair, Mask.padded(lengths), g, route)
+        for pair in ((terms, values), jax.tree.map(poison, (terms, values)))
+    )
+    for x, y in zip(*map(jax.tree.leaves, (dirty, clean)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_traced_position_beyond_a_bias_is_nan() -> None:
+    """Known positions raise."""
+    term = relative(cases.normal("bias", HEADS, 8), first=-5)
+    keys = cases.normal("keys", 1, 4, HEADS, 3)
+    values = cases.normal("values", 1, 4, HEADS, WIDTH)
+
+    @jax.jit
+    def step(position):
+        product = low_rank(keys[:, :1], keys, token_keys=True)
+        return attend((product, term), values, mask=Mask(query_offset=position))
+
+    assert np.isfinite(step(3)).all() and np.isfinite(step(5)).all()
+    assert np.isnan(step(6)).all() and np.isnan(step(0)).all()
+
+
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        (jnp.ones((2, 3, 3)), r"terms are of type ArrayImpl; return a tuple of terms"),
+        (static(jnp.ones((2, 3, 3))), "terms are a bare Static; return a tuple"),
+        ((jnp.ones((2, 3, 3)),), "a term is of type ArrayImpl"),
+        ((type(static(jnp.ones((2, 3, 3)))),), "a term is the class Static, not an object"),
+        ("static", "terms are of type str"),
+        (None, "terms are of type NoneType"),
+    ],
+)
+def test_what_an_alignment_may_return_by_mistake(terms, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        attend(terms, jnp.ones((1, 3, 2, 4)))
+
+
+@pytest.mark.parametrize("way", ["plain", "scan", "checkpoint"])
+def test_programs_for_gpus_hold_no_pattern_of_all_examples(way: str) -> None:
+    """A loop over examples is not split into its masks, all held, and the rest."""
+    b, n = 6, 24
+    queries = cases.normal("queries", b, n, 4, 8)
+    mask = Mask.padded(jnp.arange(b) + 3, causal=True)
+
+    def layer(x, _=None):
+        terms = (low_rank(x, x, token_keys=True),)
+        return attend(terms, x, mask=mask, implementation="fused"), None
+
+    if way == "checkpoint":
+        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)
+    run = {
+        "scan": lambda x: jax.lax.scan(layer, x, None, length=2)[0].sum(),
+    }.get(way, lambda x: layer(x)[0].sum())
+    lowered = jax.jit(jax.grad(run)).trace(queries).lower(lowering_platforms=("cuda",)).as_text()
+    assert f"4x{n}x{n}x" in lowered
+    for element in ("i1", "f32"):
+        assert f"{b}x4x{n}x{n}x{element}" not in lowered
+
+
+def test_factors_of_outer_terms_are_not_rounded() -> None:
+    """GPUs and TPUs multiply float32 with fewer digits unless asked; the reference never rounds."""
+    terms = cases.make_terms(("outer",), BATCH, KEYS, KEYS)
+    values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
+    call = functools.partial(attend, terms, implementation="fused")
+    text = jax.jit(call).trace(values).lower(lowering_platforms=("cuda",)).as_text()
+    factors = [line for line in text.splitlines() if "dot_general" in line]
+    assert sum("HIGHEST" in line for line in factors) == 2

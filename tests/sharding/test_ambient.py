@@ -1,0 +1,289 @@
+"""Layers under the mesh that surrounds them: explicit, automatic and manual axes."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import synthesizer_jax as sj
+from synthesizer_jax import nnx as snnx
+from synthesizer_jax.attention import Partition, attend
+from synthesizer_jax.attention.products import dense_product
+from synthesizer_jax.parameters import abstract_variables
+from tests.attention import cases, oracle
+
+FAST = cases.FAST_COMPILE
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+RULES = (
+    ("batch", ("replica", "shard")),
+    ("heads", "model"),
+    ("embed", "shard"),
+    ("mlp", "model"),
+    ("vocab", "model"),
+)
+"""A user's own names for the mesh."""
+
+
+def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 2, 2), ("replica", "shard", "model"), (kind,) * 3)
+
+
+def put(tree, spec):
+    return jax.tree.map(lambda x: jax.device_put(x, spec(x)), tree)
+
+
+def near(found, expected, bound: float = 1e-4) -> None:
+    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert oracle.error(x, np.asarray(y, np.float64)) < bound
+
+
+def by_heads(path, leaf) -> P:
+    """Output projections and tables by heads over ``model``."""
+    names = [key.key for key in path]
+    divided = names[-2:] == ["out", "kernel"] or (names[-1] == "table" and leaf.ndim == 3)
+    if divided and leaf.shape[0] == H:
+        return P("model")
+    return P()
+
+
+B, N, D, H, E = 8, 16, 12, 4, 3
+
+
+@functools.cache
+def tokens() -> jax.Array:
+    return cases.normal("tokens", B, N, D)
+
+
+LENGTHS = jnp.array([16, 3, 5, 6, 1, 16, 0, 8])
+
+
+def layers() -> dict[str, nn.Module]:
+    """One of every route, and the mixers that are no `Attention`."""
+    route = {"implementation": "fused"}
+    rv = sj.Mixture((sj.DotProduct(), sj.Random(N)))
+    return {
+        "static": sj.Attention(H, E, sj.Random(N)),
+        "fused": sj.Attention(H, E, rv, **route, dropout_rate=0.2),
+        "dense": sj.Attention(H, E, sj.Dense(N), **route),
+        "banded": sj.Attention(H, E, sj.Gaussian()),
+        "reference": sj.Attention(H, E, sj.FactorizedDense(N)),
+        "per head": sj.Attention(H, E, sj.PerHead((sj.Gaussian(), sj.DotProduct()))),
+        "talking heads": sj.TalkingHeads(H, E),
+        "convolution": sj.LightweightConvolution(5, groups=4),
+        "linformer": sj.Linformer(H, E, N, 4),
+        "sentence": sj.SentenceFeedForward(N, 6, H, E),
+        "flax": sj.MultiHeadAttention(H, alignment=sj.Random(N)),
+    }
+
+
+def gradients(layer: nn.Module, variables, x, lengths, key):
+    def loss(variables, x):
+        mask = sj.Mask(key_lengths=lengths)
+        options = {} if isinstance(layer, sj.MultiHeadAttention) else {"rngs": {"dropout": key}}
+        return (layer.apply(variables, x, mask=mask, **options) ** 2).sum()
+
+    return jax.value_and_grad(loss, (0, 1))(variables, x)
+
+
+@pytest.mark.parametrize("kind", [EXPLICIT, AUTO], ids=["explicit", "auto"])
+@pytest.mark.parametrize("name", layers())
+def test_every_route_runs_under_a_mesh(name: str, kind: AxisType) -> None:
+    layer, x = layers()[name], tokens()
+    variables = layer.init(jax.random.key(1), x)
+    run = jax.jit(functools.partial(gradients, layer), compiler_options=FAST)
+    expected = run(variables, x, LENGTHS, jax.random.key(2))
+    with jax.set_mesh(mesh_of(kind)), nn.logical_axis_rules(RULES):
+        made = layer.init(jax.random.key(1), jax.device_put(x, P(("replica", "shard"))))
+        near(made, variables, 1e-6)
+        spread = jax.tree.map_with_path(lambda p, v: jax.device_put(v, by_heads(p, v)), variables)
+        rows = put((x, LENGTHS), lambda x: P(("replica", "shard")))
+        found = run(spread, *rows, jax.random.key(2))
+        out = jax.eval_shape(layer.apply, spread, rows[0])
+        if kind == EXPLICIT:
+            assert out.sharding.spec == P(("replica", "shard"), None, None)
+    near(found, expected)
+
+
+@pytest.mark.parametrize("name", layers())
+def test_every_route_runs_inside_shard_map(name: str) -> None:
+    """With its check of what varies over the mesh, JAX's default."""
+    layer, x = layers()[name], tokens()
+    variables = layer.init(jax.random.key(1), x)
+
+    def loss(variables, x, lengths):
+        y = layer.apply(variables, x, mask=sj.Mask(key_lengths=lengths))
+        return (y**2).sum()
+
+    def spread(variables, x, lengths):
+        def own(*args):
+            return jax.lax.psum(loss(*args), "data")
+
+        rows = (P("data"), P("data"))
+        return jax.shard_map(own, in_specs=(P(), *rows), out_specs=P())(variables, x, lengths)
+
+    run = lambda f: jax.jit(jax.value_and_grad(f, (0, 1)), compiler_options=FAST)
+    expected = run(loss)(variables, x, LENGTHS)
+    with jax.set_mesh(jax.make_mesh((4,), ("data",), (AUTO,), devices=jax.devices()[:4])):
+        found = run(spread)(variables, x, LENGTHS)
+    near(found, expected)
+
+
+@pytest.mark.parametrize("route", ["static", "fused", "reference"])
+def test_functions_read_the_types_of_their_arguments(route: str) -> None:
+    names = cases.PARAMETERS if route == "static" else cases.EVERY_TERM
+    terms = cases.make_terms(names, B, N, N, H)
+    values = cases.normal("values", B, N, H, E)
+    mask = sj.Mask(key_lengths=LENGTHS)
+
+    def loss(terms, values, mask):
+        out = attend(terms, values, mask=mask, q_length=N, implementation=route)
+        return (out**2).sum(), out
+
+    run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), compiler_options=FAST)
+    expected = run(terms, values, mask)
+
+    def spec(x: jax.Array) -> P:
+        if x.ndim == 4:
+            return P(("replica", "shard") if x.shape[0] == B else None, None, "model")
+        return P("model") if x.ndim > 1 else P(("replica", "shard"))
+
+    with jax.set_mesh(mesh_of(EXPLICIT)):
+        arguments = put((terms, values, mask), spec)
+        found = run(*arguments)
+        text = run.lower(*arguments).compile().as_text()
+    assert found[0][1].sharding.spec[0] == ("replica", "shard")
+    assert found[0][1].sharding.spec[2] in ("model", ("model",))
+    near(found, expected)
+    if route != "reference":
+        assert not gathers(text)
+
+
+def gathers(text: str) -> list[str]:
+    """The shapes that collectives which move arrays, and do not sum them, make."""
+    kinds = "all-gather|all-to-all|collective-permute"
+    return re.findall(rf"= (\S+) (?:{kinds})(?:-start)?\(", text)
+
+
+class Layer(nn.Module):
+    """A user's layer: attention of ours between Flax's own modules."""
+
+    alignment: sj.Alignment
+    route: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = lambda *axes: nn.with_logical_partitioning(nn.initializers.lecun_normal(), axes)
+        y = sj.Attention(H, E, self.alignment, implementation=self.route)(
+            nn.LayerNorm(use_bias=False, use_scale=False)(x), mask=sj.Mask(causal=True)
+        )
+        x = nn.with_logical_constraint(x + y, ("batch", None, None))
+        # Flax's dense layers leave it to their users where an explicit sum over devices goes.
+        dense = functools.partial(nn.Dense, use_bias=False, dot_general=dense_product)
+        h = dense(4 * D, kernel_init=kernel("embed", "mlp"))(x)
+        return x + dense(D, kernel_init=kernel("mlp", "embed"))(nn.relu(h))
+
+
+class Model(nn.Module):
+    alignment: sj.Alignment
+    route: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            x = Layer(self.alignment, self.route)(x)
+        return x
+
+
+LONG = 48
+ALIGNMENTS = {
+    "random": (sj.Random(LONG), "static"),
+    "rv": (sj.Mixture((sj.DotProduct(), sj.Random(LONG))), "fused"),
+    "dense": (sj.Dense(LONG), "fused"),
+    "gaussian": (sj.Gaussian(), "banded"),
+}
+
+
+def layout(names: tuple[str | None, ...]) -> P:
+    """Where a user keeps a parameter, by the names of its axes."""
+    rules = dict(RULES)
+    return P(*(rules.get(name) for name in names))
+
+
+@pytest.mark.parametrize("kind", [EXPLICIT, AUTO], ids=["explicit", "auto"])
+@pytest.mark.parametrize("name", ALIGNMENTS)
+def test_a_users_model_gathers_kernels_only(name: str, kind: AxisType) -> None:
+    """FSDP and tensor parallelism: no table, activation or square of logits is moved or held."""
+    model = Model(*ALIGNMENTS[name])
+    x = jax.ShapeDtypeStruct((B, LONG, D), jnp.float32)
+    shapes, axes = abstract_variables(model, x)
+    is_names = lambda t: isinstance(t, tuple)
+    specs = jax.tree.map(layout, axes, is_leaf=is_names)
+
+    def step(variables, x):
+        loss = lambda v: (model.apply(v, x) ** 2).mean()
+        return jax.value_and_grad(loss)(variables)
+
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+        place = lambda s, spec: jax.ShapeDtypeStruct(
+            s.shape, s.dtype, sharding=jax.sharding.NamedSharding(mesh, spec)
+        )
+        arguments = jax.tree.map(place, shapes, specs), place(x, P(("replica", "shard")))
+        text = jax.jit(step).lower(*arguments).compile().as_text()
+    rows = B // 4
+    for shape in gathers(text):
+        sizes = [int(n) for n in re.findall(r"\d+", shape.partition("[")[2].partition("]")[0])]
+        assert np.prod(sizes) <= 4 * D * D, shape  # a kernel, never [b, n, d] or a table
+    assert f"f32[{B},{LONG}," not in text
+    for b, h in ((B, H), (rows, H), (B, H // 2), (rows, H // 2)):
+        assert f"[{b},{h},{LONG},{LONG}]" not in text
+    assert f"[{H},{LONG},{LONG}]" not in text  # a table of all heads
+
+
+def test_nnx_layers_under_explicit_axes() -> None:
+    x = tokens()
+
+    def build() -> dict[str, nnx.Module]:
+        options = {"in_features": D, "rngs": nnx.Rngs(0)}
+        return {
+            "attention": snnx.Attention(H, E, sj.Random(N), **options),
+            "flax": snnx.MultiHeadAttention(
+                H, D, decode=False, alignment=sj.Random(N), rngs=nnx.Rngs(0)
+            ),
+            "dot product": snnx.MultiHeadAttention(H, D, decode=False, rngs=nnx.Rngs(0)),
+        }
+
+    expected = {name: layer(x) for name, layer in build().items()}
+    with jax.set_mesh(mesh_of(EXPLICIT)):
+        for name, layer in build().items():
+            y = layer(jax.device_put(x, P("replica")))
+            assert jax.typeof(y).sharding.spec[0] in ("replica", ("replica",))
+            near(y, expected[name], 1e-5)
+
+
+def test_a_partition_names_axes_of_the_mesh() -> None:
+    terms = cases.make_terms(("static",), B, N, N, H)
+    values = cases.normal("values", B, N, H, E)
+    with pytest.raises(
+        ValueError, match=r"no axis 'data', it has \(\); set the mesh with jax.set_mesh"
+    ):
+        attend(terms, values, partition=Partition(batch=("data",)))
+
+
+def test_vmap_under_a_mesh() -> None:
+    layer, x = sj.Attention(H, E, sj.Random(N)), jnp.stack([tokens(), 2 * tokens()])
+    variables = layer.init(jax.random.key(0), x[0])
+    run = jax.jit(lambda v, x: jax.vmap(layer.apply, (None, 0))(v, x))
+    expected = run(variables, x)
+    for kind in (EXPLICIT, AUTO):
+        with jax.set_mesh(mesh_of(kind)), nn.logical_axis_rules(RULES):
+            near(run(variables, jax.device_put(x, P(None, "replica"))), expected, 1e-5)

@@ -1,0 +1,39 @@
+"""The snippets of docs/migration.md run, and what they convert is T5's attention."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "migration.md"
+
+
+def t5_attention(state: dict, x: np.ndarray, heads: int, lengths: list[int]) -> np.ndarray:
+    """Raffel et al. 2020, section 2.1, bidirectional, 32 buckets up to 128; for short rows."""
+    split = lambda name: (x @ state[f"{name}.weight"].T).reshape(*x.shape[:2], heads, -1)
+    logits = np.einsum("bqhe,bkhe->bhqk", split("q"), split("k"))
+    q, k = np.indices(logits.shape[-2:])
+    near, far = abs(k - q), 8 + np.log(np.maximum(abs(k - q), 1) / 8) / np.log(128 / 8) * 8
+    buckets = np.where(near < 8, near, far).astype(int) + 16 * (k > q)
+    logits += state["relative_attention_bias.weight"][buckets].transpose(2, 0, 1)
+    real = np.arange(x.shape[1]) < np.array(lengths)[:, None]
+    weights = np.exp(logits) * real[:, None, None]
+    weights /= weights.sum(-1, keepdims=True)
+    mixed = np.einsum("bhqk,bkhe->bqhe", weights, split("v"))
+    return mixed.reshape(*x.shape[:2], -1) @ state["o.weight"].T
+
+
+def test_the_pages_snippets_run_in_order():
+    scope: dict = {"__name__": "migration"}
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S):
+        exec(block, scope)
+    state = {name: np.asarray(x, np.float64) for name, x in scope["state"].items()}
+    expected = t5_attention(state, np.asarray(scope["x"], np.float64), 4, [16, 9])
+    for i, length in enumerate([16, 9]):
+        np.testing.assert_allclose(scope["y"][i, :length], expected[i, :length], atol=1e-5)
+    assert not jnp.any(scope["y"][1, 9:])
+    assert jax.tree.structure(scope["params"]) == jax.tree.structure(
+        scope["t5_attention"].init(jax.random.key(0), scope["x"])
+    )
