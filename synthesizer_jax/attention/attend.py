@@ -14,7 +14,8 @@ from jax.sharding import AxisType, PartitionSpec
 from synthesizer_jax.attention.banded import attend_banded
 from synthesizer_jax.attention.checks import check, check_weights
 from synthesizer_jax.attention.explain import Explanation, explain_call
-from synthesizer_jax.attention.fused import attend_fused, kernel_of
+from synthesizer_jax.attention.fused import attend_fused
+from synthesizer_jax.attention.fused import kernel_of as fused_kernel_of
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.packed import attend_unpacked, by_position, unpacked_lengths
 from synthesizer_jax.attention.partition import (
@@ -26,6 +27,7 @@ from synthesizer_jax.attention.partition import (
 from synthesizer_jax.attention.parts import vary_alike
 from synthesizer_jax.attention.reference import attend_reference, weigh
 from synthesizer_jax.attention.static import attend_static
+from synthesizer_jax.attention.static import kernel_of as static_kernel_of
 from synthesizer_jax.attention.terms import Banded, LowRank, Outer, Split, Terms
 
 ROUTES = {
@@ -34,6 +36,9 @@ ROUTES = {
     "banded": attend_banded,
     "reference": attend_reference,
 }
+
+KERNELS = {"static": static_kernel_of, "fused": fused_kernel_of}
+"""What runs a route on a platform, and why not kernels."""
 
 SMALL = 128 * 128
 """Logits of one head and example that are hardly more than its queries, keys and values: up to here the
@@ -143,8 +148,8 @@ def note(
     def make() -> Explanation:
         kernel, obstacles = "matrix products", dict(plan.obstacles)
         obstacles.pop(plan.route, None)
-        if plan.route == "fused":
-            kernel, why = kernel_of(terms, values, mask, q_length, platform)
+        if plan.route in KERNELS:
+            kernel, why = KERNELS[plan.route](terms, values, mask, q_length, platform)
             obstacles |= {"kernels": why} if why else {}
         divided = {} if partition is None else dataclasses.asdict(partition)
         return Explanation(

@@ -58,7 +58,7 @@ def attend_static(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int)
     if dtype == jnp.float16 and not separable(mask):  # whose exponents are too few for numerators
         values = values.astype(jnp.float32)
     inputs = _inputs(terms, values, mask, q_length)
-    offset = mask.query_offset if static_tpu.supported(q_length, inputs) else None
+    offset = None if static_tpu.obstacle(q_length, inputs) else mask.query_offset
     attend = with_gradient(
         functools.partial(_forward_anywhere, q_length, offset),
         functools.partial(_backward_anywhere, q_length, offset),
@@ -67,16 +67,29 @@ def attend_static(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int)
     return attend(inputs).astype(dtype)
 
 
+def kernel_of(
+    terms: Terms, values: jax.Array, mask: Mask, q_length: int, platform: str
+) -> tuple[str, str]:
+    """What runs this route on a platform, and why not the platform's kernels, if so."""
+    if platform != "tpu":
+        return "matrix products", ""
+    why = static_tpu.obstacle(q_length, Inputs((), terms, values, mask))
+    return ("matrix products" if why else "Pallas kernels"), why
+
+
 def _inputs(terms: Terms, values: jax.Array, mask: Mask, q_length: int) -> Inputs:
     """The fused route's form of the inputs, with products of parameters multiplied out."""
-    lengths = {"q_length": q_length, "k_length": values.shape[1]}
-    offset = mask.query_offset
+    k_length = values.shape[1]
     products = tuple(t for t in terms if isinstance(t, LowRank))
     squares = tuple(t for t in terms if isinstance(t, Static))
     if products:
-        squares = (Static(materialise((*squares, *products), **lengths)[0]),)
-    lines = (diagonals(t, *lengths.values(), offset) for t in terms if isinstance(t, Relative))
-    return Inputs((), squares + tuple(Relative(x, 1 - q_length) for x in lines), values, mask)
+        squares = (Static(_logits(q_length, k_length, (*squares, *products))),)
+    lines = tuple(
+        Relative(diagonals(t, q_length, k_length, mask.query_offset), 1 - q_length)
+        for t in terms
+        if isinstance(t, Relative)
+    )
+    return Inputs((), squares + lines, values, mask)
 
 
 def _forward_anywhere(q_length: int, offset: int | None, inputs: Inputs) -> tuple[jax.Array, Any]:
@@ -143,7 +156,8 @@ def _backward_default(
         (dlogits,), dvalues = weights_back(dweights), _swap(dvalues)
     else:
         dlogits, dvalues, _ = _guarded_back((logits, values, mask), out, kept, g)
-    return inputs.cotangents((), *back(dlogits), dvalues)
+    (dbiases,) = back(dlogits)
+    return inputs.cotangents((), dbiases, dvalues)
 
 
 def _logits(q_length: int, k_length: int, biases: Terms) -> jax.Array:

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.tiles_tpu import SUBLANES, Bias, dot, only, roll_out
 
 LEAST = 2.0**-64
@@ -86,8 +87,7 @@ class Plan:
       first: the first group of examples of this call.
       groups: the number of groups of examples of this call.
       offset: position of the first query.
-      causal: as in `Mask`.
-      window: as in `Mask`.
+      mask: the mask without its arrays, for `Mask.band_rules`.
       memory: bytes of vector memory that a program may take.
     """
 
@@ -99,8 +99,7 @@ class Plan:
     first: int
     groups: int
     offset: int
-    causal: bool
-    window: int | None
+    mask: Mask
     memory: int
 
     @property
@@ -136,7 +135,8 @@ def forward_kernel(plan: Plan, given: Operands, out: Any, inverse: Any, scratch:
         for j in range(plan.heads):
             scratch.weights[j] = shared_weights(plan, given, j, block, scratch)
 
-    seen = None if given.queries is None else only(inside(plan, block), given.queries[...].T)
+    seen: Any = None if given.queries is None else given.queries[...].T
+    seen = None if seen is None else only(inside(plan, block), seen)
 
     def put(j: int, share: jax.Array | None) -> None:
         summed = dot(scratch.weights[j], side_by_side(plan, given.values, j), 1, 0)
@@ -184,11 +184,7 @@ def backward_kernel(
 
     @pl.when(group == 0)  # the only one where there are several blocks
     def _() -> None:
-        for j in range(plan.heads):
-            own = only(real, shared_weights(plan, given, j, block, scratch).astype(jnp.float32))
-            scratch.weights[j] = own.astype(scratch.weights.dtype)
-            scratch.turned[j] = own.T.astype(scratch.turned.dtype)
-            scratch.slopes[j] = jnp.zeros(scratch.slopes.shape[1:], jnp.float32)
+        begin_block(plan, given, block, scratch)
 
     def fast() -> None:
         for j in range(plan.heads):
@@ -222,14 +218,31 @@ def backward_kernel(
 
     @pl.when(group == plan.groups - 1)
     def _() -> None:
-        for j in range(plan.heads):
-            if (
-                given.keys is None
-            ):  # of normalised weights, so that the sum over keys goes off at last
-                down = scratch.slopes[j]
-                own = scratch.weights[j].astype(jnp.float32)
-                scratch.slopes[j] = down - own * jnp.sum(down, axis=1, keepdims=True)
-            put_bias(plan, dbias, lower.earlier, scratch.slopes, j, block)
+        end_block(plan, given, lower, dbias, block, scratch)
+
+
+def begin_block(plan: Plan, given: Operands, block: jax.Array, scratch: Scratch) -> None:
+    """Makes a block's weights, which are zero in rows that are no queries, and clears its sums."""
+    real = inside(plan, block)
+    for j in range(plan.heads):
+        own = only(real, shared_weights(plan, given, j, block, scratch).astype(jnp.float32))
+        scratch.weights[j] = own.astype(scratch.weights.dtype)
+        scratch.turned[j] = own.T.astype(scratch.turned.dtype)
+        scratch.slopes[j] = jnp.zeros(scratch.slopes.shape[1:], jnp.float32)
+
+
+def end_block(
+    plan: Plan, given: Operands, lower: Cotangent, dbias: Bias, block: jax.Array, scratch: Scratch
+) -> None:
+    """Writes a block's cotangents of the bias."""
+    for j in range(plan.heads):
+        if (
+            given.keys is None
+        ):  # the weights are normalised, and their sums have not been subtracted
+            down = scratch.slopes[j]
+            own = scratch.weights[j].astype(jnp.float32)
+            scratch.slopes[j] = down - own * jnp.sum(down, axis=1, keepdims=True)
+        put_bias(plan, dbias, lower.earlier, scratch.slopes, j, block)
 
 
 def either(condition: jax.Array, first: Any, second: Any) -> None:
@@ -252,12 +265,11 @@ def logits_of(plan: Plan, bias: Bias, head: int, block: jax.Array, tile: Any) ->
 
 
 def band(plan: Plan, block: jax.Array) -> jax.Array | None:
-    """What `causal` and `window` allow in a program's block; None: everything."""
+    """What `Mask.band_rules` allow in a program's block; None: everything."""
     shape = plan.queries, plan.shape[3]
     query = lax.broadcasted_iota(jnp.int32, shape, 0) + (block * plan.queries + plan.offset)
     key = lax.broadcasted_iota(jnp.int32, shape, 1)
-    rules = [key <= query] if plan.causal else []
-    rules += [] if plan.window is None else [key > query - plan.window]
+    rules = plan.mask.band_rules(query, key)
     return functools.reduce(jnp.logical_and, rules) if rules else None
 
 
@@ -378,5 +390,5 @@ def diagonal_sums(plan: Plan, slopes: Any, block: jax.Array, count: int) -> jax.
         own = jnp.where(row + (first + begin) < q_length, own, 0.0)
         lines += pltpu.roll(own, lax.rem(count + q_length - 1 - begin - first, jnp.int32(count)), 1)
     for bit in (1, 2, 4):
-        lines = jnp.where(row & bit != 0, pltpu.roll(lines, count - bit, 1), lines)
+        lines = jnp.where(row & bit != 0, pltpu.roll(lines, jnp.int32(count - bit), 1), lines)
     return lines.sum(axis=0, keepdims=True)

@@ -52,15 +52,22 @@ COLUMNS = 512
 """Columns that a program's examples fill in a matrix product, or a few more, where there is one block."""
 
 
-def supported(q_length: int, inputs: Inputs) -> bool:
-    """Whether the kernels take such inputs: no prefix or traced offset, no 64-bit numbers, and a fit."""
+def obstacle(q_length: int, inputs: Inputs) -> str:
+    """Why these kernels do not take such inputs, or nothing."""
     _, biases, values, mask, _ = inputs
     heads = heads_of_a_program(*values.shape[2:])
-    plain = mask.prefix_lengths is None and isinstance(mask.query_offset, int)
-    narrow = wide(values, *jax.tree.leaves(biases)) == jnp.float32
     tiles = TILES * 4 * heads * values.shape[1] * min(q_length, LANES)
-    fits = room_for_examples(values, tiles, several=q_length > LANES) > 0
-    return plain and narrow and fits and heads <= MOST_HEADS
+    if mask.prefix_lengths is not None:
+        return "Mask.prefix_lengths opens other keys in every example"
+    if not isinstance(mask.query_offset, int):
+        return "Mask.query_offset is known only when the program runs"
+    if wide(values, *jax.tree.leaves(biases)) != jnp.float32:
+        return "64-bit numbers"
+    if heads > MOST_HEADS:
+        return f"heads of width {values.shape[3]} fill whole registers only by {heads}"
+    if room_for_examples(values, tiles, several=q_length > LANES) < 1:
+        return f"{values.shape[1]} keys are too many for the vector memory"
+    return ""
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("same", "interpret"))
@@ -72,7 +79,7 @@ def forward(
     Args:
       q_length: number of queries.
       query_offset: the mask's, which has to be known.
-      inputs: biases, values and mask; see `supported`.
+      inputs: biases, values and mask; see `obstacle`.
       same: the real queries of one position see the same keys in every example.
       interpret: run on any device, slowly.
 
@@ -140,8 +147,10 @@ def backward(
     dbias = jax.tree.map(lambda x, y: x.astype(y.dtype), dbias, bias)
     dvalues = dvalues.reshape(values.shape)
     if inverse is not None:
-        dvalues = jnp.where(mask.keys(values.shape[1])[..., None, None], dvalues, 0)
-    return inputs.cotangents((), *bias_back(dbias), dvalues)
+        keys: Any = mask.keys(values.shape[1])
+        dvalues = jnp.where(keys[..., None, None], dvalues, 0)
+    (dbiases,) = bias_back(dbias)
+    return inputs.cotangents((), dbiases, dvalues)
 
 
 def add_cotangents(
@@ -210,8 +219,7 @@ def plan_of(values: jax.Array, mask: Mask, q_length: int, offset: int) -> Plan:
         first=0,
         groups=1,
         offset=offset,
-        causal=mask.causal,
-        window=mask.window,
+        mask=Mask(causal=mask.causal, window=mask.window, ahead=mask.ahead),
         memory=memory,
     )
 
@@ -255,7 +263,8 @@ def operands(plan: Plan, bias: Bias, values: jax.Array, mask: Mask, *, same: boo
     queries = None if queries is None else jnp.broadcast_to(queries, (batch, q_length))
     if same:
         return Operands(bias, flat(values), None, None if queries is None else in_groups(queries))
-    keys = jnp.broadcast_to(mask.keys(k_length), (batch, k_length))
+    keys: Any = mask.keys(k_length)
+    keys = jnp.broadcast_to(keys, (batch, k_length))
     pairs = mask.band(q_length, k_length)
     if pairs is None:
         seen = jnp.broadcast_to(keys.any(axis=1, keepdims=True), (batch, q_length))

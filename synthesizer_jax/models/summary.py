@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
+from synthesizer_jax.attention.derivatives import Function
 from synthesizer_jax.models.encoder import Encoder
 from synthesizer_jax.models.stack import Stack
 from synthesizer_jax.models.token_model import TokenModel, stacks
@@ -139,6 +140,7 @@ def flops(jaxpr: Any) -> int:
 
 def _sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     values = [v for p in params.values() for v in (p if isinstance(p, tuple | list) else [p])]
+    values += [v.program for v in values if isinstance(v, Function)]
     closed = [v.jaxpr for v in values if isinstance(v, jex_core.ClosedJaxpr)]
     return closed + [v for v in values if isinstance(v, jex_core.Jaxpr)]
 

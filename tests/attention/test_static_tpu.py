@@ -136,11 +136,16 @@ def test_heads_of_a_program_fill_registers(heads, width, group):
 def test_what_the_kernels_do_not_take():
     terms = cases.make_terms(("static",), BATCH, QUERIES, KEYS)
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
-    prefix = Mask(causal=True, prefix_lengths=jnp.array([1, 2, 3]))
-    step = Mask(causal=True, query_offset=jnp.asarray(3))
-    for mask in (prefix, step):
-        assert not static_tpu.supported(QUERIES, Inputs((), terms, values, mask))
-    assert static_tpu.supported(QUERIES, Inputs((), terms, values, Mask()))
+    refused = {
+        "prefix_lengths": Mask(causal=True, prefix_lengths=jnp.array([1, 2, 3])),
+        "query_offset": Mask(causal=True, query_offset=jnp.asarray(3)),
+    }
+    for name, mask in refused.items():
+        assert name in static_tpu.obstacle(QUERIES, Inputs((), terms, values, mask))
+    assert not static_tpu.obstacle(QUERIES, Inputs((), terms, values, Mask()))
+    for shape, word in (((1, 10**6, 2, 64), "keys"), ((1, 8, 12, 80), "width")):
+        values = jax.ShapeDtypeStruct(shape, jnp.float32)
+        assert word in static_tpu.obstacle(8, Inputs((), terms, values, Mask()))
 
 
 def test_tpus_run_the_kernels():
