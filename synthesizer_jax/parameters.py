@@ -37,6 +37,12 @@ LOGICAL_AXES = (
 )
 """Every axis name a parameter may carry; `sharding.rules` maps them to mesh axes."""
 
+ACTIVATION_AXES = (
+    "batch",  # examples
+    "sequence",  # positions of a row, where every query may see every key
+)
+"""Axis names of activations besides ``heads``; see `ambient`."""
+
 _NAMED = contextvars.ContextVar("logical_axes", default=False)
 
 Axes = tuple[str | None, ...]

@@ -22,6 +22,7 @@ def dense_product(
     dimension_numbers: Any,
     precision: Any = None,
     preferred_element_type: Any = None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """A product with a kernel as one matrix product: a ``dot_general`` for Flax's dense layers.
 
@@ -31,6 +32,8 @@ def dense_product(
       dimension_numbers: as Flax's layers give them, without batch axes.
       precision: as in `lax.dot_general`.
       preferred_element_type: as in `lax.dot_general`.
+      out_sharding: where mesh axes are explicit, the layout of the result; None: that of `x`, and
+        beyond its axes the kernel's.
 
     Returns:
       ``[..., ...]``. The kernel's gradient is then a matrix product too; left with several axes,
@@ -38,7 +41,14 @@ def dense_product(
     """
     count = len(dimension_numbers[0][1])
     if axes_of_type(AxisType.Explicit):
-        return _explicit_product(x, kernel, count, precision, preferred_element_type)
+        return _explicit_product(
+            x,
+            kernel,
+            count,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        )
     size = math.prod(kernel.shape[:count])
     out = lax.dot_general(
         x.reshape(-1, size),
@@ -51,11 +61,11 @@ def dense_product(
 
 
 def _explicit_product(
-    x: jax.Array, kernel: jax.Array, count: int, precision: Any, preferred_element_type: Any
+    x: jax.Array, kernel: jax.Array, count: int, *, out_sharding: Any, **options: Any
 ) -> jax.Array:
-    """`dense_product` where mesh axes are explicit: laid out as `x` is and, beyond that, as the kernel.
+    """`dense_product` of the last `count` axes where mesh axes are explicit.
 
-    The kernel is gathered along axes that divide it otherwise (FSDP).
+    The kernel is gathered along axes that divide `x` otherwise (FSDP).
     """
     x_axes = [axes_along(x, i) for i in range(x.ndim)]
     lead, contracted = x_axes[: x.ndim - count], x_axes[x.ndim - count :]
@@ -70,9 +80,8 @@ def _explicit_product(
         x,
         kernel,
         (dims, ((), ())),
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        out_sharding=PartitionSpec(*lead, *rest),
+        out_sharding=PartitionSpec(*lead, *rest) if out_sharding is None else out_sharding,
+        **options,
     )
 
 

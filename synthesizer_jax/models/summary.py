@@ -140,7 +140,7 @@ def flops(jaxpr: Any) -> int:
 
 def _sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     values = [v for p in params.values() for v in (p if isinstance(p, tuple | list) else [p])]
-    values += [v.program for v in values if isinstance(v, Function)]
+    values = [v.program if isinstance(v, Function) else v for v in values]
     closed = [v.jaxpr for v in values if isinstance(v, jex_core.ClosedJaxpr)]
     return closed + [v for v in values if isinstance(v, jex_core.Jaxpr)]
 

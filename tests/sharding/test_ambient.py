@@ -167,10 +167,12 @@ def test_functions_read_the_types_of_their_arguments(route: str) -> None:
         assert not gathers(text)
 
 
-def gathers(text: str) -> list[str]:
+def gathers(text: str) -> list[tuple[int, ...]]:
     """The shapes that collectives which move arrays, and do not sum them, make."""
     kinds = "all-gather|all-to-all|collective-permute"
-    return re.findall(rf"= (\S+) (?:{kinds})(?:-start)?\(", text)
+    results = re.findall(rf"= (.*?) (?:{kinds})(?:-start)?\(", text)
+    sizes = [size for result in results for size in re.findall(r"\w+\[([\d,]*)\]", result)]
+    return [tuple(int(n) for n in size.split(",") if n) for size in sizes]
 
 
 class Layer(nn.Module):
@@ -218,34 +220,94 @@ def layout(names: tuple[str | None, ...]) -> P:
     return P(*(rules.get(name) for name in names))
 
 
-@pytest.mark.parametrize("kind", [EXPLICIT, AUTO], ids=["explicit", "auto"])
-@pytest.mark.parametrize("name", ALIGNMENTS)
-def test_a_users_model_gathers_kernels_only(name: str, kind: AxisType) -> None:
-    """FSDP and tensor parallelism: no table, activation or square of logits is moved or held."""
+class NnxLayer(nnx.Module):
+    """The same in NNX."""
+
+    def __init__(self, alignment: sj.Alignment, route: str, rngs: nnx.Rngs):
+        self.norm = nnx.LayerNorm(D, use_bias=False, use_scale=False, rngs=rngs)
+        self.attention = snnx.Attention(
+            H, E, alignment, implementation=route, in_features=D, rngs=rngs
+        )
+        options = {"use_bias": False, "dot_general": dense_product, "rngs": rngs}
+        init = lambda *axes: nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
+        self.up = nnx.Linear(D, 4 * D, kernel_init=init("embed", "mlp"), **options)
+        self.down = nnx.Linear(4 * D, D, kernel_init=init("mlp", "embed"), **options)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(self.norm(x), mask=sj.Mask(causal=True))
+        return x + self.down(nnx.relu(self.up(x)))
+
+
+def linen_step(name: str, x: jax.ShapeDtypeStruct):
+    """A training step of the Linen model, its parameters' shapes, and where the rules put them."""
     model = Model(*ALIGNMENTS[name])
-    x = jax.ShapeDtypeStruct((B, LONG, D), jnp.float32)
     shapes, axes = abstract_variables(model, x)
-    is_names = lambda t: isinstance(t, tuple)
-    specs = jax.tree.map(layout, axes, is_leaf=is_names)
+    specs = jax.tree.map(layout, axes, is_leaf=lambda t: isinstance(t, tuple))
 
     def step(variables, x):
-        loss = lambda v: (model.apply(v, x) ** 2).mean()
-        return jax.value_and_grad(loss)(variables)
+        return jax.value_and_grad(lambda v: (model.apply(v, x) ** 2).mean())(variables)
 
-    mesh = mesh_of(kind)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
-        place = lambda s, spec: jax.ShapeDtypeStruct(
+    return step, shapes, specs
+
+
+def nnx_step(name: str, x: jax.ShapeDtypeStruct):
+    """The same of the NNX model."""
+    del x
+
+    make = lambda: nnx.List([NnxLayer(*ALIGNMENTS[name], nnx.Rngs(0)) for _ in range(2)])
+    with nnx.use_eager_sharding(False):
+        graph, state = nnx.split(nnx.eval_shape(make))
+    specs = jax.tree.map(
+        lambda v: v.replace(layout(v.get_metadata().get("out_sharding") or ())),
+        state,
+        is_leaf=lambda v: isinstance(v, nnx.Variable),
+    )
+
+    def step(state, x):
+        def loss(state):
+            y = x
+            for layer in nnx.merge(graph, state):
+                y = layer(y)
+            return (y**2).mean()
+
+        return jax.value_and_grad(loss)(state)
+
+    return step, state, specs
+
+
+def placed(shapes, specs, mesh: jax.sharding.Mesh):
+    """Shapes with their places on a mesh."""
+    return jax.tree.map(
+        lambda s, spec: jax.ShapeDtypeStruct(
             s.shape, s.dtype, sharding=jax.sharding.NamedSharding(mesh, spec)
-        )
-        arguments = jax.tree.map(place, shapes, specs), place(x, P(("replica", "shard")))
+        ),
+        shapes,
+        specs,
+    )
+
+
+@pytest.mark.parametrize("kind", [EXPLICIT, AUTO], ids=["explicit", "auto"])
+@pytest.mark.parametrize("make", [linen_step, nnx_step])
+@pytest.mark.parametrize("name", ALIGNMENTS)
+def test_a_users_model_gathers_kernels_only(name: str, make, kind: AxisType) -> None:
+    """FSDP and tensor parallelism: no table, activation or square of logits is moved or held."""
+    mesh, x = mesh_of(kind), jax.ShapeDtypeStruct((B, LONG, D), jnp.float32)
+    step, shapes, specs = make(name, x)
+    with nn.logical_axis_rules(RULES), jax.set_mesh(mesh):
+        arguments = placed(shapes, specs, mesh), placed(x, P(("replica", "shard")), mesh)
         text = jax.jit(step).lower(*arguments).compile().as_text()
-    rows = B // 4
-    for shape in gathers(text):
-        sizes = [int(n) for n in re.findall(r"\d+", shape.partition("[")[2].partition("]")[0])]
-        assert np.prod(sizes) <= 4 * D * D, shape  # a kernel, never [b, n, d] or a table
+    check_text(text, parts=4)
+
+
+def check_text(text: str, *, parts: int) -> None:
+    """No collective moves more than a kernel; nothing is held of all examples, or per logit."""
+    found = gathers(text)
+    assert found  # of kernels, whose widths the axis ``shard`` divides
+    assert all(np.prod(shape) <= 4 * D * D for shape in found)  # never [b, n, d] or a table
     assert f"f32[{B},{LONG}," not in text
-    for b, h in ((B, H), (rows, H), (B, H // 2), (rows, H // 2)):
-        assert f"[{b},{h},{LONG},{LONG}]" not in text
+    for b in (B, B // parts):
+        for h in (H, H // 2):
+            assert f"[{b},{h},{LONG},{LONG}]" not in text
     assert f"[{H},{LONG},{LONG}]" not in text  # a table of all heads
 
 
