@@ -49,5 +49,4 @@ class Random(Alignment):
             table = self.variable(
                 "constants", "table", lambda: init(self.make_rng("params"), shape)
             ).value
-        table = table.astype(queries.dtype)  # before it is gathered from where it is divided
         return (static(take(take(table, query_span, axis=1), key_span, axis=2)),)

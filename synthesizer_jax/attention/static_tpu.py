@@ -65,7 +65,8 @@ def obstacle(q_length: int, inputs: Inputs) -> str:
         return "64-bit numbers"
     if heads > MOST_HEADS:
         return f"heads of width {values.shape[3]} fill whole registers only by {heads}"
-    if room_for_examples(values, tiles, several=q_length > LANES) < 1:
+    room = room_for_examples(values, memory_of_a_program() - tiles, several=q_length > LANES)
+    if room < 1:
         return f"{values.shape[1]} keys are too many for the vector memory"
     return ""
 
@@ -206,8 +207,10 @@ def plan_of(values: jax.Array, mask: Mask, q_length: int, offset: int) -> Plan:
     batch, k_length, heads, width = values.shape
     group, memory = heads_of_a_program(heads, width), memory_of_a_program()
     row = TILES * 4 * group * k_length
+    if 3 * q_length * row <= 2 * VMEM:  # the compiler keeps arrays in the rest
+        memory = min(memory, VMEM)
     queries = rows_of_a_block(q_length, 2 * memory // (3 * row))
-    examples = room_for_examples(values, queries * row, several=queries < q_length)
+    examples = room_for_examples(values, memory - queries * row, several=queries < q_length)
     if queries == q_length:
         examples = min(examples, COLUMNS // width)
     return Plan(
@@ -232,12 +235,12 @@ def rows_of_a_block(q_length: int, most: int) -> int:
     return max((n for n in sizes if q_length % n == 0), default=min(sizes[-1], q_length))
 
 
-def room_for_examples(values: jax.Array, tiles: int, *, several: bool) -> int:
+def room_for_examples(values: jax.Array, memory: int, *, several: bool) -> int:
     """How many examples' values, outputs and cotangents fit in beside a program's tiles.
 
     Args:
       values: ``[b, k, h, e]``.
-      tiles: bytes that are taken.
+      memory: bytes that the tiles leave.
       several: there are several blocks of queries. Values and their cotangents are then there once, and
         summed in float32; otherwise they and the output and its cotangent are there twice.
     """
@@ -245,7 +248,7 @@ def room_for_examples(values: jax.Array, tiles: int, *, several: bool) -> int:
     lanes = max(heads_of_a_program(heads, width) * width, LANES)
     size = values.dtype.itemsize
     line = k_length * lanes * (2 * size + 4 if several else 8 * size)
-    return 2 * (memory_of_a_program() - tiles) // (3 * line)
+    return 2 * memory // (3 * line)
 
 
 def memory_of_a_program() -> int:
