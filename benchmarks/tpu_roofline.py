@@ -20,7 +20,7 @@ import attention
 import jax
 import jax.numpy as jnp
 import report
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from synthesizer_jax import Attention, DotProduct, FactorizedRandom, Mask, Random
 from synthesizer_jax.attention.tiles_tpu import block_size
@@ -84,7 +84,8 @@ def measured(args: argparse.Namespace, name: str, chip: str, length: int) -> dic
     """One compiled sub-layer."""
     topology = chips.topology(PLACES[chip])
     peak, bandwidth = topology.chip.flops, topology.chip.bandwidth
-    place = SingleDeviceSharding(devices_of(topology)[0])
+    mesh = Mesh(devices_of(topology)[:1], ("data",))
+    place = NamedSharding(mesh, PartitionSpec())
     kind, bias = ROWS[name]
     x = jax.ShapeDtypeStruct((args.batch, length, args.d_model), jnp.bfloat16)
     lengths = jax.ShapeDtypeStruct((args.batch,), jnp.int32)
@@ -94,11 +95,9 @@ def measured(args: argparse.Namespace, name: str, chip: str, length: int) -> dic
         return (apply(params, x, lengths).astype(jnp.float32) ** 2).mean()
 
     gradient = jax.grad(loss, (0, 1))
-    compiled = (
-        jax.jit(gradient, in_shardings=place, out_shardings=place)
-        .lower(params, x, lengths)
-        .compile()
-    )
+    with jax.set_mesh(mesh):  # by which kernels know the chip
+        step = jax.jit(gradient, in_shardings=place, out_shardings=place)
+        compiled = step.lower(params, x, lengths).compile()
     costs, memory = compiled.cost_analysis(), compiled.memory_analysis()
     # A backward pass has twice the products of the forward one, and the fused one makes logits again: in
     # its one kernel, or in each of two, and then the cotangents of the weights twice too.

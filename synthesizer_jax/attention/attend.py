@@ -16,7 +16,8 @@ from synthesizer_jax.attention.checks import check, check_weights
 from synthesizer_jax.attention.cudnn import attend_cudnn
 from synthesizer_jax.attention.cudnn import obstacle as cudnn_obstacle
 from synthesizer_jax.attention.explain import Explanation, explain_call
-from synthesizer_jax.attention.fused import attend_fused, kernel_of
+from synthesizer_jax.attention.fused import attend_fused
+from synthesizer_jax.attention.fused import kernel_of as fused_kernel_of
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.packed import attend_unpacked, by_position, unpacked_lengths
 from synthesizer_jax.attention.partition import (
@@ -28,6 +29,7 @@ from synthesizer_jax.attention.partition import (
 from synthesizer_jax.attention.parts import vary_alike
 from synthesizer_jax.attention.reference import attend_reference, weigh
 from synthesizer_jax.attention.static import attend_static
+from synthesizer_jax.attention.static import kernel_of as static_kernel_of
 from synthesizer_jax.attention.terms import Banded, LowRank, Outer, Split, Terms
 
 ROUTES = {
@@ -37,6 +39,9 @@ ROUTES = {
     "cudnn": attend_cudnn,
     "reference": attend_reference,
 }
+
+KERNELS = {"static": static_kernel_of, "fused": fused_kernel_of}
+"""What runs a route on a platform, and why not kernels."""
 
 SMALL = 128 * 128
 """Logits of one head and example that are hardly more than its queries, keys and values: up to here the
@@ -157,8 +162,8 @@ def note(
         obstacles.pop(plan.route, None)
         if plan.route == "cudnn":
             kernel = "cuDNN"
-        if plan.route == "fused":
-            kernel, why = kernel_of(terms, values, mask, q_length, platform)
+        if plan.route in KERNELS:
+            kernel, why = KERNELS[plan.route](terms, values, mask, q_length, platform)
             obstacles |= {"kernels": why} if why else {}
         divided = {} if partition is None else dataclasses.asdict(partition)
         return Explanation(

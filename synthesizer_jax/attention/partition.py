@@ -124,6 +124,9 @@ class Partition:
                 return route(terms, values, mask, count)
 
             queries = self.sequence if divided else None
+            # Kernels want all axes; those of length 1 divide nothing.
+            mesh = jax.sharding.get_abstract_mesh()
+            single = {n for n in axes_of_type(AxisType.Auto) if mesh.shape[n] == 1}
             spread = jax.shard_map(
                 inside,
                 in_specs=(
@@ -132,7 +135,7 @@ class Partition:
                     self._mask_spec(mask, queries),
                 ),
                 out_specs=self._spec(values, queries),
-                axis_names=self.names,
+                axis_names=self.names | single,
             )
             return jax.jit(spread, inline=True)(terms, values, mask)
 

@@ -18,13 +18,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from synthesizer_jax.attention import blocked
+from synthesizer_jax.attention import blocked, static_tpu
 from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.parts import Inputs, Rows, inner
 from synthesizer_jax.attention.products import combine, combine_back
 from synthesizer_jax.attention.reference import softmax
-from synthesizer_jax.attention.terms import Static, Terms, materialise, wide
+from synthesizer_jax.attention.terms import (
+    LowRank,
+    Relative,
+    Static,
+    Terms,
+    diagonals,
+    materialise,
+    wide,
+)
 
 LEAST = 2.0**-64
 """The smallest denominator that is trusted.
@@ -46,46 +54,115 @@ def attend_static(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int)
     Returns:
       ``[b, q, h, e]`` in the values' dtype.
     """
-    k_length, dtype = values.shape[1], values.dtype
-    (logits,) = materialise(
-        terms, q_length=q_length, k_length=k_length, query_offset=mask.query_offset
+    dtype = values.dtype
+    if dtype == jnp.float16 and not separable(mask):  # whose exponents are too few for numerators
+        values = values.astype(jnp.float32)
+    inputs = _inputs(terms, values, mask, q_length)
+    offset = None if static_tpu.obstacle(q_length, inputs) else mask.query_offset
+    attend = with_gradient(
+        functools.partial(_forward_anywhere, q_length, offset),
+        functools.partial(_backward_anywhere, q_length, offset),
+        functools.partial(blocked.plain, q_length),
     )
+    return attend(inputs).astype(dtype)
+
+
+def kernel_of(
+    terms: Terms, values: jax.Array, mask: Mask, q_length: int, platform: str
+) -> tuple[str, str]:
+    """What runs this route on a platform, and why not the platform's kernels, if so."""
+    if platform != "tpu":
+        return "matrix products", ""
+    why = static_tpu.obstacle(q_length, Inputs((), terms, values, mask))
+    return ("matrix products" if why else "Pallas kernels"), why
+
+
+def _inputs(terms: Terms, values: jax.Array, mask: Mask, q_length: int) -> Inputs:
+    """The fused route's form of the inputs, with products of parameters multiplied out."""
+    k_length = values.shape[1]
+    products = tuple(t for t in terms if isinstance(t, LowRank))
+    squares = tuple(t for t in terms if isinstance(t, Static))
+    if products:
+        squares = (Static(_logits(q_length, k_length, (*squares, *products))),)
+    lines = tuple(
+        Relative(diagonals(t, q_length, k_length, mask.query_offset), 1 - q_length)
+        for t in terms
+        if isinstance(t, Relative)
+    )
+    return Inputs((), squares + lines, values, mask)
+
+
+def _forward_anywhere(q_length: int, offset: int | None, inputs: Inputs) -> tuple[jax.Array, Any]:
+    """The output ``[b, q, h, e]``, and what the backward pass needs.
+
+    Args:
+      q_length: number of queries.
+      offset: the mask's `query_offset`; None: the kernels do not take these inputs.
+      inputs: see `_inputs`.
+    """
+    same = separable(inputs.mask)
+
+    def kernels(inputs: Inputs) -> tuple[jax.Array, Any]:
+        out, inverse = static_tpu.forward(q_length, offset, inputs, same=same)
+        if inverse is None:
+            return out, ()
+        inverse = inverse.swapaxes(1, 2)
+        return out, (inverse, inverse, jnp.ones_like(inverse, shape=(), dtype=bool))
+
+    default = functools.partial(_forward_default, q_length)
+    if offset is None:
+        return default(inputs)
+    return lax.platform_dependent(inputs, tpu=kernels, default=default)
+
+
+def _backward_anywhere(
+    q_length: int, offset: int | None, inputs: Inputs, out: jax.Array, kept: Any, g: jax.Array
+) -> Inputs:
+    """The cotangents of the inputs."""
+
+    def kernels(inputs: Inputs, out: jax.Array, kept: Any, g: jax.Array) -> Inputs:
+        return static_tpu.backward(offset, inputs, out, kept[0].swapaxes(1, 2) if kept else None, g)
+
+    default = functools.partial(_backward_default, q_length)
+    if offset is None:
+        return default(inputs, out, kept, g)
+    return lax.platform_dependent(inputs, out, kept, g, tpu=kernels, default=default)
+
+
+def _forward_default(q_length: int, inputs: Inputs) -> tuple[jax.Array, Any]:
+    """`_forward_anywhere` in plain JAX."""
+    _, biases, values, mask, _ = inputs
+    logits = _logits(q_length, values.shape[1], biases)
     if not separable(mask):
-        if dtype == jnp.float16:  # whose exponents are too few for numerators
-            values = values.astype(jnp.float32)
-        plain = lambda inputs: blocked.plain(q_length, _as_fused(*inputs))
-        attend_guarded = with_gradient(_guarded, _guarded_back, plain)
-        return attend_guarded((logits, values, mask)).astype(dtype)
-    weights = softmax(logits, mask.band(q_length, k_length))
-    out = with_gradient(_combined, _combined_back, _combined_plain)((weights, values))
+        return _guarded((logits, values, mask))
+    weights = softmax(logits, mask.band(*logits.shape[1:]))
+    out = _swap(combine(weights, _swap(values))).astype(values.dtype)
     real = mask.queries(q_length)
-    return out if real is None else jnp.where(real[..., None, None], out, 0)
+    return out if real is None else jnp.where(real[..., None, None], out, 0), ()
 
 
-def _combined(inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[()]]:
-    """``[b, q, h, e]`` from weights ``[h, q, k]`` and values ``[b, k, h, e]``."""
-    weights, values = inputs
-    return _swap(combine(weights, _swap(values))).astype(values.dtype), ()
+def _backward_default(
+    q_length: int, inputs: Inputs, out: jax.Array, kept: Any, g: jax.Array
+) -> Inputs:
+    """`_backward_anywhere` in plain JAX."""
+    _, biases, values, mask, _ = inputs
+    logits, back = jax.vjp(functools.partial(_logits, q_length, values.shape[1]), biases)
+    if separable(mask):
+        real = mask.queries(q_length)
+        g = g if real is None else jnp.where(real[..., None, None], g, 0)
+        band = mask.band(*logits.shape[1:])
+        weights, weights_back = jax.vjp(lambda x: softmax(x, band), logits)
+        dweights, dvalues = combine_back(weights, _swap(values), _swap(g))
+        (dlogits,), dvalues = weights_back(dweights), _swap(dvalues)
+    else:
+        dlogits, dvalues, _ = _guarded_back((logits, values, mask), out, kept, g)
+    (dbiases,) = back(dlogits)
+    return inputs.cotangents((), dbiases, dvalues)
 
 
-def _combined_back(
-    inputs: tuple[jax.Array, jax.Array], out: jax.Array, kept: tuple[()], g: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    del out, kept
-    weights, values = inputs
-    dweights, dvalues = combine_back(weights, _swap(values), _swap(g))
-    return dweights, _swap(dvalues)
-
-
-def _combined_plain(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
-    weights, values = inputs
-    out = jnp.einsum(
-        "hqk,bkhe->bqhe",
-        weights.astype(values.dtype),
-        values,
-        preferred_element_type=weights.dtype,
-    )
-    return out.astype(values.dtype)
+def _logits(q_length: int, k_length: int, biases: Terms) -> jax.Array:
+    """The sum of biases, ``[h, q, k]`` float32 or wider."""
+    return materialise(biases, q_length=q_length, k_length=k_length)[0]
 
 
 def _as_fused(logits: jax.Array, values: jax.Array, mask: Mask) -> Inputs:
@@ -120,14 +197,15 @@ def _guarded(problem: Problem) -> tuple[jax.Array, Any]:
         return out, _swap(rows.inverse)[..., 0], _swap(rows.top)[..., 0]
 
     out, inverse, top = lax.cond(exact, lambda: (out, inverse, inverse), slow)
-    return out, (peak, inverse, top, exact)
+    return out, (inverse, top, exact)
 
 
 def _guarded_back(
     problem: Problem, out: jax.Array, kept: Any, g: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
     logits, values, mask = problem
-    peak, inverse, top, exact = kept
+    inverse, top, exact = kept
+    peak = _peak(logits, values, mask)
     exact = _agree(exact)
     delta = inner(out, g, inverse.dtype)
 
