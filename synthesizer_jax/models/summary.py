@@ -141,8 +141,8 @@ def flops(jaxpr: Any) -> int:
 def _sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     values = [v for p in params.values() for v in (p if isinstance(p, tuple | list) else [p])]
     values = [v.program if isinstance(v, Function) else v for v in values]
-    closed = [v.jaxpr for v in values if isinstance(v, jex_core.ClosedJaxpr)]
-    return closed + [v for v in values if isinstance(v, jex_core.Jaxpr)]
+    kinds = (jex_core.ClosedJaxpr, jex_core.Jaxpr)  # one class since jax 0.11
+    return [getattr(v, "jaxpr", v) for v in values if isinstance(v, kinds)]
 
 
 def cache_bytes(model: TokenModel, tokens: jax.ShapeDtypeStruct, length: int) -> int:
