@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
-from synthesizer_jax.attention import Mask, attend, banded, cudnn, explain, low_rank
+from synthesizer_jax.attention import Mask, Partition, attend, banded, cudnn, explain, low_rank
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, HEADS, KEYS, QUERIES, WIDTH
 
@@ -223,6 +223,26 @@ def test_derivatives_and_transformations(by_xla) -> None:
     )
     for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert oracle.error(x, np.asarray(y, np.float64)) < 1e-4
+
+
+def test_a_mesh_divides_examples_and_heads(by_xla) -> None:
+    terms = cases.make_terms(TERMS, 4, KEYS, KEYS)
+    values = cases.normal("values", 4, KEYS, HEADS, WIDTH)
+    g = cases.normal("cotangent", 4, KEYS, HEADS, WIDTH)
+    mask = Mask.padded(jnp.array([11, 4, 0, 7]), causal=True)
+    partition = Partition(batch=("data",), heads=("tensor",))
+
+    @functools.partial(jax.jit, compiler_options=cases.FAST_COMPILE)
+    def run(terms, values, g):
+        def f(*x):
+            return attend(*x, mask=mask, implementation="cudnn", partition=partition)
+
+        out, back = jax.vjp(f, terms, values)
+        return out, *back(g)
+
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "tensor"), (AxisType.Auto,) * 2)):
+        found = run(terms, values, g)
+    cases.compare(found, oracle.attention(terms, values, mask, g), BOUND)
 
 
 def test_what_cannot_be_done_is_one_sentence() -> None:
