@@ -1,4 +1,4 @@
-"""The cuDNN route: its arguments, computed by XLA in cuDNN's place, and the kernels it is compiled to."""
+"""The cuDNN route: its arguments, computed by XLA in cuDNN's place, and the kernels it is lowered to."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def by_xla(monkeypatch):
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def lowered(monkeypatch):
     """A machine without a GPU lowers for one, on which JAX finds cuDNN 9.19 and Hopper."""
     monkeypatch.setattr(cudnn, "compute_capability", lambda: (9, 0))
     private = fused_attention_stablehlo
@@ -318,7 +318,7 @@ def calls(function, *args) -> list[tuple[str, str, int, list[str]]]:
     ],
     ids=["window", "lengths", "window with a bias"],
 )
-def test_kernels_that_are_compiled(compiled, names, mask, kernel, kind, window) -> None:
+def test_kernels_that_are_called(lowered, names, mask, kernel, kind, window) -> None:
     terms, values, _ = problem(names, KEYS, KEYS, jnp.bfloat16)
 
     def f(terms, values):
