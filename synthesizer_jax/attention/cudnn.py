@@ -1,8 +1,8 @@
 """The cuDNN route: NVIDIA's fused attention kernels, called through `jax.nn.dot_product_attention`.
 
-It runs only where it is asked for, ``implementation="cudnn"``: it was compiled but never run, or measured,
-on a GPU. What the kernels take, and at what cost, is from jax 0.10's `jax.nn` and NVIDIA's documentation of
-cuDNN 9 (Attention):
+It runs only where it is asked for, ``implementation="cudnn"``: its calls were lowered for CUDA, but have
+never run on a GPU. What the kernels take is from jax 0.10's `jax.nn` and NVIDIA's documentation of cuDNN 9
+(Attention):
 
 * `LowRank` terms, concatenated along the rank. Factors that the examples share are copied for every
   example, and their gradients held for every example before they are summed.

@@ -267,7 +267,10 @@ SHORT = relative(jnp.ones((HEADS, 20)), first=-9)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"implementation": "flash"}, r"'flash'; allowed: auto, static, fused, banded, reference"),
+        (
+            {"implementation": "flash"},
+            r"'flash'; allowed: auto, static, fused, banded, cudnn, reference",
+        ),
         ({"names": ("dense",), "implementation": "static"}, "LowRank term is made from tokens"),
         (
             {"implementation": "static", "mask": Mask(allowed=jnp.ones((1, 1, 11, 11), bool))},

@@ -1,4 +1,4 @@
-"""The cuDNN route: its arguments, computed by XLA in cuDNN's place, and the kernels it is compiled to."""
+"""The cuDNN route: its arguments, computed by XLA in cuDNN's place, and the kernels it is lowered to."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
-from synthesizer_jax.attention import Mask, attend, banded, cudnn, explain, low_rank
+from synthesizer_jax.attention import Mask, Partition, attend, banded, cudnn, explain, low_rank
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, HEADS, KEYS, QUERIES, WIDTH
 
@@ -30,7 +30,7 @@ def by_xla(monkeypatch):
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def lowered(monkeypatch):
     """A machine without a GPU lowers for one, on which JAX finds cuDNN 9.19 and Hopper."""
     monkeypatch.setattr(cudnn, "compute_capability", lambda: (9, 0))
     private = fused_attention_stablehlo
@@ -225,6 +225,26 @@ def test_derivatives_and_transformations(by_xla) -> None:
         assert oracle.error(x, np.asarray(y, np.float64)) < 1e-4
 
 
+def test_a_mesh_divides_examples_and_heads(by_xla) -> None:
+    terms = cases.make_terms(TERMS, 4, KEYS, KEYS)
+    values = cases.normal("values", 4, KEYS, HEADS, WIDTH)
+    g = cases.normal("cotangent", 4, KEYS, HEADS, WIDTH)
+    mask = Mask.padded(jnp.array([11, 4, 0, 7]), causal=True)
+    partition = Partition(batch=("data",), heads=("tensor",))
+
+    @functools.partial(jax.jit, compiler_options=cases.FAST_COMPILE)
+    def run(terms, values, g):
+        def f(*x):
+            return attend(*x, mask=mask, implementation="cudnn", partition=partition)
+
+        out, back = jax.vjp(f, terms, values)
+        return out, *back(g)
+
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "tensor"), (AxisType.Auto,) * 2)):
+        found = run(terms, values, g)
+    cases.compare(found, oracle.attention(terms, values, mask, g), BOUND)
+
+
 def test_what_cannot_be_done_is_one_sentence() -> None:
     def refuses(terms, values, sentence, mask=None):
         with pytest.raises(ValueError, match=f"'cudnn' is not possible here: .*{sentence}"):
@@ -298,7 +318,7 @@ def calls(function, *args) -> list[tuple[str, str, int, list[str]]]:
     ],
     ids=["window", "lengths", "window with a bias"],
 )
-def test_kernels_that_are_compiled(compiled, names, mask, kernel, kind, window) -> None:
+def test_kernels_that_are_called(lowered, names, mask, kernel, kind, window) -> None:
     terms, values, _ = problem(names, KEYS, KEYS, jnp.bfloat16)
 
     def f(terms, values):
