@@ -20,6 +20,7 @@ from jax.custom_batching import custom_vmap
 
 from synthesizer_jax.attention import blocked, static_tpu
 from synthesizer_jax.attention.derivatives import with_gradient
+from synthesizer_jax.attention.fused import KEPT
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.parts import Inputs, Rows, inner
 from synthesizer_jax.attention.products import combine, combine_back
@@ -63,6 +64,7 @@ def attend_static(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int)
         functools.partial(_forward_anywhere, q_length, offset),
         functools.partial(_backward_anywhere, q_length, offset),
         functools.partial(blocked.plain, q_length),
+        name=KEPT,
     )
     return attend(inputs).astype(dtype)
 

@@ -3,9 +3,12 @@
 import functools
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from synthesizer_jax import Gaussian
+from synthesizer_jax.attention import Mask, attend, relative, static
 from synthesizer_jax.attention.attend import SMALL
 from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.models import Size, alignment, t5
@@ -97,21 +100,51 @@ def test_no_buffer_holds_all_logits(variant, name):
     assert not found
 
 
+KERNELS = {"v": 4, "rv": 4, "r": 6, "gaussian": 2}
+"""Forward and backward: the dot products of the encoder and across, and Random in both stacks. The
+decoder's own dot products are too small."""
+
+
 @every
-def test_the_fused_route_is_its_kernels(variant, name):
-    """Forward and backward, in the encoder where it has dot products, and across."""
-    fused = 2 if variant in ("v", "rv") else 1
-    assert compiled(variant, name).as_text().count('"tpu_custom_call"') == 2 * fused
+def test_attention_is_its_kernels(variant, name):
+    assert compiled(variant, name).as_text().count('"tpu_custom_call"') == KERNELS[variant]
 
 
 @pytest.mark.parametrize("name", ["v4:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
-def test_kernels_compile_for_other_generations(name):
+@pytest.mark.parametrize("variant", ["r", "rv"])
+def test_kernels_compile_for_other_generations(variant, name):
     place = chips.topology(name)
-    kind = alignment("rv", head_dim=64)
+    kind = alignment(variant, head_dim=64)
     model = t5(Size(256, 1, 512, 4, 64), encoder=kind, dtype="bfloat16", scan=True)
     data = DataConfig("none", INPUTS, TARGETS, ROWS * place.devices)
-    small = replace(recipe("rv", "v5e:2x4"), model=model, data=data, mesh=MeshShape())
-    assert ahead.compile_step(small, place).as_text().count('"tpu_custom_call"') == 4
+    small = replace(recipe(variant, "v5e:2x4"), model=model, data=data, mesh=MeshShape())
+    text = ahead.compile_step(small, place).as_text()
+    assert text.count('"tpu_custom_call"') == KERNELS[variant]
+
+
+@pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "tpu7x:2x2x1"])
+@pytest.mark.parametrize("rows", [2, 3])
+def test_static_kernels_in_blocks_fit_every_generation(name, rows):
+    """Long rows in several blocks, heads of 128, and lengths that no block divides."""
+    mesh = jax.sharding.Mesh(ahead.devices_of(chips.topology(name))[:1], ("data",))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    n = 1024 if rows == 2 else 1000
+    values = jax.ShapeDtypeStruct((rows, n, 2, 128), jnp.bfloat16)
+    tables = (
+        jax.ShapeDtypeStruct((2, n, n), jnp.float32),
+        jax.ShapeDtypeStruct((2, 2 * n), jnp.float32),
+    )
+
+    def loss(tables, values, lengths):
+        terms = static(tables[0]), relative(tables[1], first=1 - n)
+        mask = Mask(key_lengths=lengths).for_self_attention()
+        return attend(terms, values, mask=mask).astype(jnp.float32).sum()
+
+    with jax.set_mesh(mesh):
+        step = jax.jit(jax.grad(loss, (0, 1)), in_shardings=place, out_shardings=place)
+        lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        text = step.lower(tables, values, lengths).compile().as_text()
+    assert text.count('"tpu_custom_call"') >= 2
 
 
 @every
