@@ -56,6 +56,7 @@ ROWS: dict[str, Row] = {
     "attend, static": route("static", lambda table, _: (static(table),), *SQUARE),
     "attend, fused": route("fused", product_and_bias, *SQUARE),
     "attend, banded": route("banded", lambda w, _: (banded(w, first=-1),), 1, 1, HEADS, 3),
+    "attend, cudnn": route("cudnn", product_and_bias, *SQUARE),
     "attend, reference": route("reference", product_and_bias, *SQUARE),
     "dot_product_attention": Row(with_bias, (BATCH, LENGTH, HEADS, WIDTH), SQUARE),
     "Attention": layer(
@@ -95,6 +96,13 @@ COLUMNS: dict[str, Callable[[transformations.Subject], None]] = {
 FUNCTION = "A function of arrays, without parameters of its own: NNX modules call it as it is."
 SENTENCES: dict[tuple[str, str], str] = {
     (name, "NNX"): FUNCTION for name, row in ROWS.items() if row.layer is None
+} | {
+    (
+        "attend, cudnn",
+        column,
+    ): "cuDNN runs on NVIDIA GPUs only. Its arguments are tested with XLA in its place "
+    "(`tests/attention/test_cudnn.py`); on a GPU it has not run."
+    for column in COLUMNS
 }
 """What the table says, instead of *yes*, where there is nothing to check or something is missing."""
 
