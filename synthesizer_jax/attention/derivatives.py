@@ -27,6 +27,7 @@ def with_gradient(
     backward: Callable[[Any, Any, Any, Any], Any],
     plain: Callable[[Any], Any],
     *,
+    primal: Callable[[Any], Any] | None = None,
     name: str | None = None,
 ) -> Callable[[Any], Any]:
     """A function whose first reverse-mode derivative is hand-written, and all others follow.
@@ -38,6 +39,7 @@ def with_gradient(
         integers and booleans are not read.
       plain: ``inputs -> out``, the same function as differentiable JAX code. Its derivatives of order
         two and up, and in forward mode, are taken by JAX.
+      primal: ``inputs -> out``, run where no derivative is asked for. None: `forward`.
       name: what `jax.checkpoint` policies call the output and `kept`.
 
     Returns:
@@ -46,7 +48,8 @@ def with_gradient(
 
     def call(inputs: Any) -> Any:
         leaves, tree = _flatten(inputs)
-        program, shapes = jax.make_jaxpr(forward, return_shape=True)(inputs)
+        saving, shapes = jax.make_jaxpr(forward, return_shape=True)(inputs)
+        program = saving if primal is None else jax.make_jaxpr(primal)(inputs)
         (_, out_tree), (_, kept_tree) = map(_flatten, shapes)
 
         def backward_leaves(leaves: Arrays, out: Arrays, kept: Arrays, g: Arrays) -> list[Any]:
@@ -56,7 +59,8 @@ def with_gradient(
         def plain_leaves(leaves: Arrays) -> list[Any]:
             return jax.tree.leaves(plain(tree.unflatten(leaves)))
 
-        function = Function(program, backward_leaves, plain_leaves, out_tree.num_leaves, name)
+        count = out_tree.num_leaves
+        function = Function(program, saving, backward_leaves, plain_leaves, count, name)
         found = differentiable.bind(*leaves, function=function)
         return out_tree.unflatten(found[: function.outputs])
 
@@ -68,7 +72,8 @@ class Function:
     """What `with_gradient` was given, on the leaves of trees.
 
     Attributes:
-      program: inputs to outputs and what is kept.
+      program: inputs to outputs, and what else it returns.
+      saving: inputs to outputs and what is kept; run where a derivative is asked for.
       backward: inputs, outputs, what is kept and the outputs' cotangents to the inputs' cotangents.
       plain: inputs to outputs.
       outputs: the number of outputs.
@@ -76,6 +81,7 @@ class Function:
     """
 
     program: ClosedJaxpr
+    saving: ClosedJaxpr
     backward: Callable[[Arrays, Arrays, Arrays, Arrays], list[Any]]
     plain: Callable[[Arrays], list[Any]]
     outputs: int
@@ -88,18 +94,21 @@ class Function:
           leaves: the inputs.
           axes: the mapped axis of every input, or None.
         """
-        axes, run = list(axes), jaxpr_as_fun(self.program)
+        axes = list(axes)
 
-        def forward(leaves: Arrays) -> list[Any]:
-            return jax.vmap(lambda leaves: run(*leaves), (axes,))(list(leaves))
+        def mapped(program: ClosedJaxpr) -> ClosedJaxpr:
+            run = jaxpr_as_fun(program)
+            return jax.make_jaxpr(jax.vmap(lambda leaves: run(*leaves), (axes,)))(list(leaves))
 
         def backward(leaves: Arrays, *results: Arrays) -> list[Any]:
             mapped = jax.vmap(self._inexact_cotangents, (axes, 0, 0, 0))(leaves, *results)
             return [_unmapped(d, axis) for d, axis in zip(mapped, axes, strict=True)]
 
+        saving = mapped(self.saving)
         return dataclasses.replace(
             self,
-            program=jax.make_jaxpr(forward)(list(leaves)),
+            program=saving if self.program is self.saving else mapped(self.program),
+            saving=saving,
             backward=backward,
             plain=lambda leaves: jax.vmap(self.plain, (axes,))(list(leaves)),
         )
@@ -135,12 +144,14 @@ def _shapes(*leaves: Any, function: Function) -> list[Any]:
 def _run_jvp(
     leaves: Arrays, tangents: Arrays, *, function: Function
 ) -> tuple[list[Any], list[Any]]:
-    found = differentiable.bind(*leaves, function=function)
+    found = differentiable.bind(
+        *leaves, function=dataclasses.replace(function, program=function.saving)
+    )
     if function.name is not None:
         found = [checkpoint_name(x, function.name) for x in found]
     dout = _tangent(function, leaves, found, tangents)
-    kept = found[function.outputs :]
-    return found, [*dout, *(_zero(x) for x in kept)]
+    found = found[: len(function.program.out_avals)]
+    return found, [*dout, *(_zero(x) for x in found[function.outputs :])]
 
 
 def _run_batched(

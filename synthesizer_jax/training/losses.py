@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from synthesizer_jax.attention.derivatives import with_gradient
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +40,7 @@ def cross_entropy(
     targets: jax.Array,
     *,
     weights: jax.Array,
-    z_loss: float = 1e-4,
+    z_loss: float | jax.Array = 1e-4,
     label_smoothing: float = 0.0,
 ) -> LossSums:
     """T5's loss of given logits.
@@ -53,10 +55,16 @@ def cross_entropy(
       targets: ``[b, t]`` integers. Where the weight is 0 they are ignored and may be any, such as
         -100; elsewhere one outside of ``0 … v − 1`` makes the loss NaN.
       weights: ``[b, t]`` float32, 0 at padding; differentiable like the logits.
-      z_loss: coefficient.
+      z_loss: coefficient; a number or a scalar, differentiable too.
       label_smoothing: ε.
     """
-    total, parts = _losses(logits, targets, weights, z_loss, label_smoothing)
+    losses = with_gradient(
+        lambda tokens: _losses(tokens, label_smoothing),
+        lambda tokens, _, saved, g: _losses_backward(tokens, saved, _of_parts(g), label_smoothing),
+        lambda tokens: _plain_losses(tokens, label_smoothing),
+    )
+    tokens = Tokens(logits, jnp.asarray(targets), jnp.asarray(weights), jnp.float32(z_loss))
+    total, parts = losses(tokens)
     return LossSums(total, *parts, weight=weights.sum())
 
 
@@ -67,7 +75,7 @@ def chunked_cross_entropy(
     targets: jax.Array,
     weights: jax.Array,
     scale: float = 1.0,
-    z_loss: float = 1e-4,
+    z_loss: float | jax.Array = 1e-4,
     label_smoothing: float = 0.0,
     chunk: int = 512,
 ) -> LossSums:
@@ -94,8 +102,9 @@ def chunked_cross_entropy(
     pad = chunks * size - x.shape[0]
     x = jnp.pad(x, ((0, pad), (0, 0))).reshape(chunks, size, d)
     y, w = (jnp.pad(a, (0, pad)).reshape(chunks, size) for a in (y, w))
-    total, parts = _chunks(x, kernel, y, w, scale, z_loss, label_smoothing)
-    parts = _parts(parts, x, kernel, y, w, scale, z_loss, label_smoothing)
+    total, parts = _chunked_losses(
+        Chunks(x, kernel, y, w, jnp.float32(z_loss)), scale, label_smoothing
+    )
     return LossSums(total, *parts, weight=weights.sum())
 
 
@@ -133,19 +142,31 @@ def _smoothing(vocab: int, smoothing: float) -> tuple[float, float, float]:
 
 
 Parts = tuple[jax.Array, jax.Array, jax.Array]
-"""Loss, z-loss and correct tokens."""
+"""Cross-entropy, z-loss (of single tokens ``log² Z`` alone) and correct tokens."""
+
+Sums = tuple[jax.Array, Parts]
+"""The total and its parts."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _losses(
-    logits: jax.Array, targets: jax.Array, weights: jax.Array, z_loss: float, smoothing: float
-) -> tuple[jax.Array, Parts]:
-    return _losses_forward(logits, targets, weights, z_loss, smoothing)[0]
+class Tokens(NamedTuple):
+    """What losses depend on, given logits.
+
+    Attributes:
+      logits: ``[…, v]``.
+      targets: ``[…]`` integers.
+      weights: ``[…]``.
+      z_loss: coefficient of ``log² Z``, a float32 scalar.
+    """
+
+    logits: jax.Array
+    targets: jax.Array
+    weights: jax.Array
+    z_loss: jax.Array
 
 
-def _losses_forward(
-    logits: jax.Array, targets: jax.Array, weights: jax.Array, z_loss: float, smoothing: float
-) -> Any:
+def _losses(tokens: Tokens, smoothing: float) -> tuple[Sums, Any]:
+    """The sums, and what `_losses_backward` needs."""
+    logits, targets, weights, z_loss = tokens
     extra, low, entropy = _smoothing(logits.shape[-1], smoothing)
     wide = logits.astype(jnp.float32)
     log_z = jax.nn.logsumexp(wide, axis=-1)
@@ -154,11 +175,10 @@ def _losses_forward(
     expected = extra * at_target + (low * wide.sum(axis=-1) if low else 0.0)
     wrong = jnp.where(weights == 0, 0.0, jnp.nan)
     loss = jnp.where(known, log_z - expected - entropy, wrong)
-    z = z_loss * log_z**2
     correct = (wide.argmax(axis=-1) == targets).astype(jnp.float32)
-    sums = _weigh(weights, loss), _weigh(weights, z), _weigh(weights, correct)
-    saved = (logits, targets, weights, log_z, (loss, z, correct))
-    return (sums[0] + sums[1], sums), saved
+    each = loss, log_z**2, correct
+    loss, z, correct = (_weigh(weights, x) for x in each)
+    return (loss + z_loss * z, (loss, z_loss * z, correct)), (each, log_z)
 
 
 def _weigh(weights: jax.Array, losses: jax.Array) -> jax.Array:
@@ -166,144 +186,132 @@ def _weigh(weights: jax.Array, losses: jax.Array) -> jax.Array:
     return jnp.where(weights == 0, 0.0, weights * losses).sum()
 
 
-def _losses_backward(z_loss: float, smoothing: float, saved: Any, cotangents: Any) -> Any:
-    logits, targets, weights, log_z, each = saved
+def _of_parts(cotangents: Sums) -> Parts:
+    """The parts' cotangents, those of the total among them."""
     total, (loss, z, correct) = cotangents
-    loss, z = total + loss, total + z
+    return total + loss, total + z, correct
+
+
+def _losses_backward(tokens: Tokens, saved: Any, g: Parts, smoothing: float) -> Tokens:
+    """The inputs' cotangents from those of the parts."""
+    (logits, targets, weights, z_loss), (each, log_z) = tokens, saved
     extra, low, _ = _smoothing(logits.shape[-1], smoothing)
     probability = jnp.exp(logits.astype(jnp.float32) - log_z[..., None])
-    factor = weights * (loss + 2.0 * z_loss * z * log_z)
+    factor = weights * (g[0] + 2.0 * z_loss * g[1] * log_z)
     is_target = targets[..., None] == jnp.arange(logits.shape[-1])
     wanted = jnp.where(is_target, extra + low, low)
-    gradient = factor[..., None] * probability - (loss * weights)[..., None] * wanted
-    gradient = jnp.where((weights == 0)[..., None], 0.0, gradient)
-    return gradient.astype(logits.dtype), None, _for_weights(weights, each, (loss, z, correct))
+    gradient = factor[..., None] * probability - (g[0] * weights)[..., None] * wanted
+    gradient = jnp.where((weights == 0)[..., None], 0.0, gradient).astype(logits.dtype)
+    return Tokens(gradient, targets, *_for_weights(weights, each, g, z_loss))
 
 
-def _for_weights(weights: jax.Array, each: Parts, cotangents: Parts) -> jax.Array | None:
-    """The weights' gradient, from every token's loss, z-loss and hit."""
-    if not jnp.issubdtype(weights.dtype, jnp.floating):
-        return None
-    products = [c * x for c, x in zip(cotangents, each, strict=True)]
-    return sum(products, start=jnp.zeros(())).astype(weights.dtype)
+def _for_weights(
+    weights: jax.Array, each: Parts, g: Parts, z_loss: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The cotangents of the weights and of `z_loss`, from every token's parts."""
+    loss, z, correct = each
+    products = g[0] * loss + g[1] * z_loss * z + g[2] * correct
+    return products.astype(weights.dtype), g[1] * _weigh(weights, z)
 
 
-_losses.defvjp(_losses_forward, _losses_backward)
+def _plain_losses(tokens: Tokens, smoothing: float) -> Sums:
+    """The sums for JAX to differentiate; logits of weight 0 may be NaN and have no gradient."""
+    ignored = (tokens.weights == 0)[..., None]
+    logits = jnp.where(ignored, 0.0, tokens.logits)
+    return _losses(tokens._replace(logits=logits), smoothing)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _chunks(
-    x: jax.Array,
-    kernel: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-    scale: float,
-    z_loss: float,
-    smoothing: float,
-) -> tuple[jax.Array, Parts]:
-    def body(sums: Any, part: Any) -> tuple[Any, None]:
+class Chunks(NamedTuple):
+    """What the losses of chunks depend on.
+
+    Attributes:
+      hidden: ``[chunks, n, d]``.
+      kernel: ``[d, v]``.
+      targets: ``[chunks, n]`` integers.
+      weights: ``[chunks, n]``.
+      z_loss: as in `Tokens`.
+    """
+
+    hidden: jax.Array
+    kernel: jax.Array
+    targets: jax.Array
+    weights: jax.Array
+    z_loss: jax.Array
+
+
+def _chunked_losses(chunks: Chunks, scale: float, smoothing: float) -> Sums:
+    """The sums; the gradient of the total is made with it, that of a part alone from new logits."""
+
+    def forward(chunks: Chunks) -> tuple[Sums, Any]:
+        return _sums_and_gradients(chunks, scale, smoothing, (1.0, 1.0, 0.0))
+
+    def backward(chunks: Chunks, _: Sums, kept: Any, g: Sums) -> Chunks:
+        dx, dk, each = kept
+        small = _for_weights(chunks.weights, each, (g[0], g[0], 0.0), chunks.z_loss)
+        dx, dk = (x * g[0].astype(x.dtype) for x in (dx, dk))
+        return Chunks(dx, dk, chunks.targets, *small)
+
+    def plain(chunks: Chunks) -> Sums:
+        total, parts = _sums(chunks, scale, smoothing, _plain_losses)
+        return total, jax.lax.stop_gradient(parts)
+
+    def backward_of_parts(given: Any, _: Parts, kept: None, g: Parts) -> Any:
+        del kept
+        chunks, parts = given
+        _, (dx, dk, each) = _sums_and_gradients(chunks, scale, smoothing, g)
+        small = _for_weights(chunks.weights, each, g, chunks.z_loss)
+        return Chunks(dx, dk, chunks.targets, *small), jax.tree.map(jnp.zeros_like, parts)
+
+    def primal(chunks: Chunks) -> Sums:
+        return _sums(chunks, scale, smoothing, lambda *x: _losses(*x)[0])
+
+    total, parts = with_gradient(forward, backward, plain, primal=primal)(chunks)
+    with_their_gradient = with_gradient(
+        lambda given: (given[1], None),
+        backward_of_parts,
+        lambda given: _sums(given[0], scale, smoothing, _plain_losses)[1],
+    )
+    return total, with_their_gradient((chunks, parts))
+
+
+def _sums(
+    chunks: Chunks, scale: float, smoothing: float, losses: Callable[[Tokens, float], Sums]
+) -> Sums:
+    narrow = chunks.kernel.astype(chunks.hidden.dtype)
+
+    def body(sums: Sums, part: Any) -> tuple[Sums, None]:
         x, y, w = part
-        logits = _scaled(x, scale) @ kernel.astype(x.dtype)
-        found, _ = _losses_forward(logits, y, w, z_loss, smoothing)
+        found = losses(Tokens(_scaled(x, scale) @ narrow, y, w, chunks.z_loss), smoothing)
         return jax.tree.map(jnp.add, sums, found), None
 
     zero = jnp.zeros(())
-    return jax.lax.scan(body, (zero, (zero,) * 3), (x, targets, weights))[0]
+    return jax.lax.scan(body, (zero, (zero,) * 3), (chunks.hidden, chunks.targets, chunks.weights))[
+        0
+    ]
 
 
-def _chunks_forward(
-    x: jax.Array,
-    kernel: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-    scale: float,
-    z_loss: float,
-    smoothing: float,
-) -> Any:
-    sums, saved = _with_gradients(x, kernel, targets, weights, scale, z_loss, smoothing, _TOTAL)
-    return sums, (*saved, weights)
-
-
-def _with_gradients(
-    x: jax.Array,
-    kernel: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-    scale: float,
-    z_loss: float,
-    smoothing: float,
-    cotangents: Any,
-) -> Any:
-    """The sums of all chunks; the gradients of the tokens and the kernel, and every token's parts."""
-    narrow = kernel.astype(x.dtype)
+def _sums_and_gradients(chunks: Chunks, scale: float, smoothing: float, g: Parts) -> Any:
+    """The sums; the gradients of hidden states and kernel, given the parts'; every token's parts."""
+    narrow = chunks.kernel.astype(chunks.hidden.dtype)
 
     def body(carry: Any, part: Any) -> tuple[Any, Any]:
         sums, dk = carry
         x, y, w = part
         x = _scaled(x, scale)
-        found, kept = _losses_forward(x @ narrow, y, w, z_loss, smoothing)
-        g, _, _ = _losses_backward(z_loss, smoothing, kept, cotangents)
+        tokens = Tokens(x @ narrow, y, w, chunks.z_loss)
+        found, saved = _losses(tokens, smoothing)
+        dlogits = _losses_backward(tokens, saved, g, smoothing).logits
         dk += jax.lax.dot_general(
-            x, g, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+            x, dlogits, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
         )
-        return (jax.tree.map(jnp.add, sums, found), dk), (_scaled(g @ narrow.T, scale), kept[-1])
+        dx = _scaled(dlogits @ narrow.T, scale)
+        return (jax.tree.map(jnp.add, sums, found), dk), (dx, saved[0])
 
     zero = jnp.zeros(())
-    start = (zero, (zero,) * 3), jnp.zeros(kernel.shape, jnp.float32)
-    (sums, dk), (dx, each) = jax.lax.scan(body, start, (x, targets, weights))
-    return sums, (dx, dk.astype(kernel.dtype), each)
-
-
-_TOTAL = (1.0, (0.0, 0.0, 0.0))
-"""Cotangents for the gradient of the total alone."""
-
-
-def _chunks_backward(
-    scale: float, z_loss: float, smoothing: float, saved: Any, cotangents: Any
-) -> Any:
-    """The total's gradient; that of the parts belongs to `_parts`."""
-    del scale, z_loss, smoothing
-    g, _ = cotangents
-    dx, dk, each, weights = saved
-    dw = _for_weights(weights, each, (g, g, jnp.zeros(())))
-    return (dx * g).astype(dx.dtype), (dk * g).astype(dk.dtype), None, dw
-
-
-_chunks.defvjp(_chunks_forward, _chunks_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _parts(
-    parts: Parts,
-    x: jax.Array,
-    kernel: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-    scale: float,
-    z_loss: float,
-    smoothing: float,
-) -> Parts:
-    """The parts as `_chunks` found them, with their gradient."""
-    del x, kernel, targets, weights, scale, z_loss, smoothing
-    return parts
-
-
-def _parts_forward(parts: Parts, *arguments: Any) -> Any:
-    return parts, arguments[:4]
-
-
-def _parts_backward(
-    scale: float, z_loss: float, smoothing: float, saved: Any, cotangents: Parts
-) -> Any:
-    x, kernel, targets, weights = saved
-    _, (dx, dk, each) = _with_gradients(
-        x, kernel, targets, weights, scale, z_loss, smoothing, (0.0, cotangents)
-    )
-    none = jax.tree.map(jnp.zeros_like, cotangents)
-    return none, dx, dk, None, _for_weights(weights, each, cotangents)
-
-
-_parts.defvjp(_parts_forward, _parts_backward)
+    start = (zero, (zero,) * 3), jnp.zeros(chunks.kernel.shape, jnp.float32)
+    rows = chunks.hidden, chunks.targets, chunks.weights
+    (sums, dk), (dx, each) = jax.lax.scan(body, start, rows)
+    return sums, (dx, dk.astype(chunks.kernel.dtype), each)
 
 
 def _scaled(x: jax.Array, scale: float) -> jax.Array:

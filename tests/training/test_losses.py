@@ -69,7 +69,7 @@ def test_smoothed_loss_is_zero_at_its_optimum():
 
 
 @given(st.integers(1, 3), st.integers(1, 7), st.integers(1, 9), st.sampled_from([0.0, 0.1]))
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 def test_chunks_equal_the_whole(b, t, chunk, smoothing):
     _, targets, weights = made((b, t), seed=b * 10 + t)
     rng = np.random.default_rng(1)
@@ -87,9 +87,11 @@ def test_chunks_equal_the_whole(b, t, chunk, smoothing):
         )
         return sums.total, sums
 
-    (_, a), ga = jax.value_and_grad(whole, (0, 1), has_aux=True)(hidden, kernel)
-    (_, b_), gb = jax.value_and_grad(chunks, (0, 1), has_aux=True)(hidden, kernel)
-    for x, y in zip(jax.tree.leaves((a, ga)), jax.tree.leaves((b_, gb)), strict=True):
+    @jax.jit
+    def both(h, k):
+        return [jax.value_and_grad(f, (0, 1), has_aux=True)(h, k) for f in (whole, chunks)]
+
+    for x, y in zip(*map(jax.tree.leaves, both(hidden, kernel)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
@@ -175,6 +177,41 @@ def test_targets_of_weight_zero_are_ignored(losses):
         assert np.isnan(total(jnp.float32(logits), weights, strange)[0])
     logits[2, 1] = np.nan
     assert np.isfinite(cross_entropy(logits, targets, weights=weights).total)
+
+
+@pytest.mark.parametrize("losses", [cross_entropy, chunked])
+def test_derivatives_of_every_mode_and_order(losses):
+    """Beside NumPy's slopes and differences of the gradient; logits of weight 0 are not a number."""
+    logits, targets, weights = made((2, 3))
+    weights[0, 0], logits[0, 0] = 0.0, np.nan
+    real, direction = weights != 0, np.random.default_rng(1).normal(size=logits.shape)
+    direction = np.where(real[..., None], direction, 0.0)
+    _, z_loss, slopes = oracle(np.where(real[..., None], logits, 0), targets, weights, Z, 0.1)
+
+    def total(x, z):
+        sums = losses(x, targets, weights=weights, z_loss=z, label_smoothing=0.1)
+        return sums.total + 0.3 * sums.z_loss
+
+    def of_logits(x):
+        return losses(x, targets, weights=weights, z_loss=Z, label_smoothing=0.1).total
+
+    x = jnp.float32(logits)
+    dx = jnp.float32(direction)
+    gradient = jax.jit(jax.grad(of_logits))
+
+    @jax.jit
+    def derivatives(x, dx):
+        forward = jax.jvp(of_logits, (x,), (dx,))[1]
+        over_reverse = jax.jvp(gradient, (x,), (dx,))[1]
+        twice_reverse = jax.grad(lambda x: (gradient(x) * dx).sum())(x)
+        return forward, jax.grad(total, 1)(x, Z), over_reverse, twice_reverse
+
+    forward, for_coefficient, *products = derivatives(x, dx)
+    np.testing.assert_allclose(forward, (slopes * direction).sum(), rtol=1e-4)
+    np.testing.assert_allclose(for_coefficient, 1.3 * z_loss / Z, rtol=1e-5)
+    difference = (gradient(x + 1e-2 * dx) - gradient(x - 1e-2 * dx)) / 2e-2
+    for product in products:
+        np.testing.assert_allclose(product, difference, atol=2e-3)
 
 
 def test_no_tokens_cost_nothing():
