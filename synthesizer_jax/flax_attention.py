@@ -16,6 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from synthesizer_jax.ambient import partition
 from synthesizer_jax.attention import Mask, Partition, Term, Terms, materialise
+from synthesizer_jax.attention.explain import note_other
 from synthesizer_jax.attention.functional import attend_product
 from synthesizer_jax.attention.partition import axes_along, axes_of_type, in_auto_mode
 
@@ -176,6 +177,8 @@ def _attention(
             einsum_dot_general=einsums["einsum_dot_general"],
             **options,
         )
+        if isinstance(mask, Mask):
+            weights = _without_empty_rows(weights, seen)
         weights = weights.reshape(*batch, *weights.shape[1:])
     if all(x is None for x in (dropout_rng, precision, *einsums.values())):
         out = attend_product(query, key, value, bias, seen, partition=divided)
@@ -183,7 +186,19 @@ def _attention(
             out = _without_keys(out, key, seen, value.mean(axis=1, keepdims=True))
     else:
         options |= {"dropout_rate": dropout_rate, "broadcast_dropout": broadcast_dropout}
-        out = _in_query_blocks(query, key, value, bias, seen, dropout_rng, **options, **einsums)
+        run: Any = functools.partial(_in_query_blocks, **options, **einsums)
+        note_other(
+            "flax",
+            f"einsums, {QUERY_BLOCK} queries at a time",
+            run,
+            query,
+            key,
+            value,
+            bias,
+            seen,
+            dropout_rng,
+        )
+        out = run(query, key, value, bias, seen, dropout_rng)
         if isinstance(mask, Mask):
             out = _without_keys(out, key, seen, jnp.zeros((), out.dtype))
     return out.reshape(*batch, *out.shape[1:]), weights
@@ -251,6 +266,12 @@ def _without_keys(out: jax.Array, key: jax.Array, mask: Mask, other: jax.Array) 
     if pairs is None:
         return out
     return jnp.where(pairs.any(-1, keepdims=True).swapaxes(1, 2), out, other)
+
+
+def _without_empty_rows(weights: jax.Array, mask: Mask) -> jax.Array:
+    """Flax's weights ``[b, heads, q, k]`` with zeros for queries that see no key."""
+    pairs = _pairs(mask, *weights.shape[2:])
+    return weights if pairs is None else jnp.where(pairs.any(-1, keepdims=True), weights, 0)
 
 
 def _in_query_blocks(

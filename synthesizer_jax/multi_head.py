@@ -23,6 +23,7 @@ from synthesizer_jax.attention import (
     init_cache,
 )
 from synthesizer_jax.flax_attention import as_mask, attention_fn, flat
+from synthesizer_jax.mixers.decoding import step_mask
 
 
 class MultiHeadAttention(nn.MultiHeadDotProductAttention):
@@ -107,7 +108,8 @@ class MultiHeadAttention(nn.MultiHeadDotProductAttention):
           ``[batch..., q, out_features]``.
 
         Raises:
-          ValueError: inputs that do not fit one another or the cache.
+          ValueError: inputs that do not fit one another or the cache, fields that do not go with the
+            alignment, or dropout where nothing says whether it acts.
         """
         decoding = self.decode and self.has_variable("cache", "cache_index")
         own = inputs_k is None and inputs_kv is None
@@ -259,8 +261,8 @@ def check_fields(layer: Any) -> None:
     if isinstance(alignment, DotProduct):
         if alignment.copy(scale=None, name=None, parent=None) != DotProduct(parent=None):
             raise ValueError(
-                f"{name}={alignment}: the projections are the layer's; give DotProduct nothing but "
-                "scale, and the layer qkv_features, kernel_init and use_bias, or use Attention"
+                f"{name}={type(alignment).__name__}: the projections are the layer's; give DotProduct "
+                "nothing but scale, and the layer qkv_features, kernel_init and use_bias, or use Attention"
             )
     elif layer.normalize_qk:
         raise ValueError(
@@ -326,9 +328,14 @@ def step_array(mask: Mask, index: jax.Array, cached: tuple[int, ...]) -> jax.Arr
       index: the step's position.
       cached: shape of the cache, ``(batch..., k, heads, width)``.
     """
-    mask = as_mask(mask, (*cached[:-3], cached[-2], 1, cached[-3]))
+    mask = _of_keys(as_mask(mask, (*cached[:-3], cached[-2], 1, cached[-3])))
     pairs = dataclasses.replace(mask, query_offset=index).pairs(1, cached[-3])
     return None if pairs is None else pairs.reshape((1,) * (len(cached) - pairs.ndim) + pairs.shape)
+
+
+def _of_keys(mask: Mask) -> Mask:
+    """The mask of a step, which says of keys alone what is real: the step's query is."""
+    return dataclasses.replace(mask, query_lengths=None, query_valid=None, self_attention=False)
 
 
 def new_cache(
@@ -355,20 +362,28 @@ def step(
       kept: from `new_cache` or an earlier step.
       terms: the token's.
       values: ``[b, 1, heads, width]``.
-      mask: over all positions; later ones are hidden besides.
+      mask: over all positions; later ones are hidden, whatever it says.
       batch: the batch dimensions.
 
     Returns:
       The terms, values and mask over all positions, and what to keep.
+
+    Raises:
+      ValueError: outside of compiled functions, if the cache is full.
     """
-    at = kept["cache_index"]
+    at, length = kept["cache_index"], kept["cached_value"].shape[-3]
+    if not isinstance(at, jax.core.Tracer) and at >= length:
+        raise ValueError(
+            f"MultiHeadAttention: the cache is full, it holds {length} tokens; make a longer one, with "
+            "longer inputs of init in Linen, by init_cache in NNX"
+        )
     keys = sorted((n for n in kept if n.startswith("cached_key")), key=_key_number)
     cache = Cache(
         keys=tuple(flat(kept[n], batch) for n in keys),
         values=flat(kept["cached_value"], batch),
         length=at,
     )
-    mask = dataclasses.replace(mask, causal=True, query_offset=at)
+    mask = _of_keys(step_mask(mask, at, 1))
     terms, values, mask, cache = extend(cache, terms, values, at=at, mask=mask)
     return terms, values, mask, {**_named(cache, batch), "cache_index": at + 1}
 

@@ -393,3 +393,68 @@ def test_errors_are_where_flax_has_them(library, alignment):
     for tokens_of_a_step in (x, x[:1, :1]):
         with pytest.raises(ValueError, match=r"utoregressive cache shape error"):
             step(tokens_of_a_step)
+
+
+@pytest.mark.parametrize("alignment", [None, sj.Random(Q)], ids=["dot product", "Random"])
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_a_steps_mask_neither_opens_nor_hides_what_is_not_there(library, alignment):
+    """A prefix beyond the tokens that are there, and padding given as a pattern."""
+    x = tokens(0, B, Q, D)
+    if library == "linen":
+        layer = sj.MultiHeadAttention(H, alignment=alignment, decode=True)
+        variables = layer.init(jax.random.key(0), x)
+        run = lambda m: layer.apply(variables, x[:, :1], mask=m, mutable=["cache"])[0]
+    else:
+        layer = snnx.MultiHeadAttention(H, D, alignment=alignment, decode=True, rngs=nnx.Rngs(0))
+
+        def run(mask):
+            layer.init_cache(x.shape)
+            return layer(x[:, :1], mask=mask)
+
+    expected = run(None)
+    real = jnp.arange(Q) < jnp.array([[Q], [3]])
+    for mask in (sj.Mask(prefix_lengths=jnp.array([3, 2])), sj.Mask.padded(real)):
+        np.testing.assert_allclose(run(mask), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_a_full_cache_of_an_alignment(library):
+    x = tokens(0, B, 2, D)
+    if library == "linen":
+        layer = sj.MultiHeadAttention(H, alignment=sj.Dense(8), decode=True)
+        variables = layer.init(jax.random.key(0), x)
+
+        def run():
+            _, kept = layer.apply(variables, x[:, :1], mutable=["cache"])
+            variables.update(kept)
+    else:
+        layer = snnx.MultiHeadAttention(H, D, alignment=sj.Dense(8), decode=True, rngs=nnx.Rngs(0))
+        layer.init_cache(x.shape)
+        run = lambda: layer(x[:, :1])
+    for _ in range(2):
+        run()
+    with pytest.raises(ValueError, match="the cache is full, it holds 2 tokens; make a longer"):
+        run()
+
+
+def test_sown_weights_of_padding_queries_are_zero_as_their_output_is():
+    x = tokens(0, B, Q, D)
+    layer = sj.MultiHeadAttention(H)
+    variables = layer.init(jax.random.key(0), x)
+    mask = sj.Mask.padded(jnp.array([Q, 3]))
+    _, found = layer.apply(variables, x, mask=mask, sow_weights=True, mutable=["intermediates"])
+    (weights,) = found["intermediates"]["attention_weights"]
+    np.testing.assert_allclose(weights[1].sum(-1)[:, :3], 1, rtol=1e-5)
+    assert np.all(weights[1, :, 3:] == 0)
+
+
+def test_an_nnx_alignments_parameters_carry_logical_axes():
+    layer = snnx.MultiHeadAttention(H, D, alignment=sj.Random(Q), decode=False, rngs=nnx.Rngs(0))
+    assert layer.align.table.out_sharding == ("heads", "query_length", "key_length")
+
+
+def test_flaxs_own_layer_has_another_way_to_nnx():
+    with pytest.raises(
+        ValueError, match=r"is Flax's attention .*build synthesizer_jax\.nnx\.Multi"
+    ):
+        snnx.to_nnx(nn.MultiHeadAttention(H), in_features=D, rngs=nnx.Rngs(0))

@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from synthesizer_jax.attention import Span, Terms
 from synthesizer_jax.attention.products import dense_product
@@ -107,7 +108,8 @@ def take(table: jax.Array, span: Span, *, axis: int) -> jax.Array:
 def check_length(module: nn.Module, max_length: int, *spans: Span) -> None:
     """Raises a `ValueError` when a span does not fit into a table of `max_length` positions."""
     for span in spans:
-        end = span.length + (span.start if isinstance(span.start, int) else 0)
+        traced = isinstance(span.start, jax.core.Tracer)
+        end = span.length + (0 if traced else int(np.max(span.start)))
         if end > max_length:
             raise ValueError(
                 f"{type(module).__name__}{'/'.join(('', *module.path))} has max_length="

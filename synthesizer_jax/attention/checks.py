@@ -35,7 +35,7 @@ def check(
       Terms, values, the mask with arrays of their full shapes, and the number of queries.
 
     Raises:
-      TypeError: `terms` are not terms, or the mask is none.
+      TypeError: `terms` are not terms, or `mask` is not a mask.
       ValueError: for shapes that do not go together.
     """
     if getattr(values, "ndim", None) != 4:
@@ -62,10 +62,11 @@ def check_weights(
       Terms, the mask with arrays of their full shapes, and the numbers of queries and keys.
 
     Raises:
-      TypeError: `terms` are not terms, or the mask is none.
+      TypeError: `terms` are not terms, or `mask` is not a mask.
       ValueError: for shapes that do not go together.
     """
     check_types(terms)
+    terms = tuple(_of_floats(term) for term in terms)
     mask = Mask.of(mask)
     q_length, k_length = _lengths(terms, q_length, k_length)
     heads = heads_of(terms[0]) if heads is None else heads
@@ -73,20 +74,33 @@ def check_weights(
         arrays = [x for x in jax.tree.leaves((terms, mask)) if jnp.ndim(x)]
         own = [x.shape[0] for x in jax.tree.leaves(mask) if jnp.ndim(x)]
         batch = max([1, *own, *(x.shape[0] for x in arrays if x.ndim == 4)])
-    mask = mask.checked(batch=batch, heads=heads, q_length=q_length, k_length=k_length)
+    mask = check_mask(mask, batch=batch, heads=heads, q_length=q_length, k_length=k_length)
     for term in terms:
         _check_term(term, mask, (batch, q_length, k_length, heads))
     lengths = q_length, k_length
     return tuple(covering(term, mask, *lengths) for term in terms), mask, *lengths
 
 
-def check_types(terms: Any) -> None:
-    """Raises for what an alignment may have returned in the place of terms."""
-    example = "return a tuple of terms, such as (static(logits),)"
+def _of_floats(term: Term) -> Term:
+    """Integer logits as float32."""
+    if not isinstance(term, Static | Relative) or jnp.issubdtype(term.logits.dtype, jnp.inexact):
+        return term
+    return dataclasses.replace(term, logits=term.logits.astype(jnp.float32))
+
+
+def check_types(terms: Any, *, of: str = "terms are", remedy: str = "return") -> None:
+    """Raises for what an alignment may have returned, or a caller given, in the place of terms.
+
+    Args:
+      terms: what was found.
+      of: the beginning of the message.
+      remedy: what to do with a tuple of terms instead.
+    """
+    example = f"{remedy} a tuple of terms, such as (static(logits),)"
     if isinstance(terms, TERMS):
-        raise TypeError(f"attend: terms are a bare {type(terms).__name__}; {example}")
+        raise TypeError(f"attend: {of} a bare {type(terms).__name__}; {example}")
     if not isinstance(terms, tuple | list):
-        raise TypeError(f"attend: terms are of type {type(terms).__name__}; {example}")
+        raise TypeError(f"attend: {of} of type {type(terms).__name__}; {example}")
     for term in terms:
         if isinstance(term, type):
             raise TypeError(
@@ -99,6 +113,81 @@ def check_types(terms: Any) -> None:
     alone = [t for t in terms if isinstance(t, Banded | Split)]
     if alone and len(terms) > 1:
         raise ValueError(f"attend: a {type(alone[0]).__name__} term stands alone; see terms.add")
+
+
+def check_mask(mask: Mask, *, batch: int, heads: int, q_length: int, k_length: int) -> Mask:
+    """The mask with every array of its full shape, patterns as booleans.
+
+    Raises:
+      ValueError: an array has another shape or dtype, or parts are missing or do not go together.
+    """
+    _check_segments(mask)
+    sizes = {"batch": batch, "heads": heads, "q": q_length, "k": k_length}
+    arrays: dict[str, Any] = {
+        name: _check_array(name, getattr(mask, name), axes, sizes)
+        for name, axes in _AXES.items()
+        if getattr(mask, name) is not None
+    }
+    return dataclasses.replace(mask, **arrays)
+
+
+def _check_segments(mask: Mask) -> None:
+    if (mask.query_segments is None) != (mask.key_segments is None):
+        raise ValueError(
+            "attend: Mask has only one of query_segments and key_segments; give both, or use "
+            "Mask.packed"
+        )
+    if mask.query_segments is None:
+        return
+    if mask.prefix_lengths is not None:
+        raise ValueError(
+            "attend: Mask.prefix_lengths counts from the start of a row, which in packed rows is "
+            "the first example only; use Mask.allowed"
+        )
+    if isinstance(mask.query_offset, int) and mask.query_offset != 0:
+        raise ValueError(
+            f"attend: Mask.query_offset={mask.query_offset} with segments, where positions begin anew; "
+            "leave it out for packed rows"
+        )
+
+
+_AXES = {
+    "key_lengths": ("batch",),
+    "query_lengths": ("batch",),
+    "prefix_lengths": ("batch",),
+    "key_valid": ("batch", "k"),
+    "query_valid": ("batch", "q"),
+    "key_segments": ("batch", "k"),
+    "query_segments": ("batch", "q"),
+    "allowed": ("batch", "heads", "q", "k"),
+}
+"""The axes of a mask's arrays."""
+
+_PATTERNS = ("key_valid", "query_valid", "allowed")
+"""Those that say yes or no; the others are integers."""
+
+
+def _check_array(name: str, x: Any, axes: tuple[str, ...], sizes: dict[str, int]) -> jax.Array:
+    """An array of a mask, its batch axis of full length; see `check_mask`."""
+    x = jnp.asarray(x)
+    shape = tuple(sizes[axis] for axis in axes)
+    shared = {"batch", "heads", "q"} if name in ("allowed", "query_valid") else {"batch"}
+    fits = x.ndim == len(axes) and all(
+        n == size or (n == 1 and axis in shared)
+        for n, size, axis in zip(x.shape, shape, axes, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join(
+            f"{axis}{' or 1' if axis in shared else ''}={size}"
+            for axis, size in zip(axes, shape, strict=True)
+        )
+        raise ValueError(f"attend: Mask.{name} has shape {x.shape}; it must be [{wanted}]")
+    if name == "allowed":
+        return jnp.broadcast_to(x, (*x.shape[:2], *shape[2:])).astype(bool)
+    if name not in _PATTERNS and not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"attend: Mask.{name} has dtype {x.dtype}; it must be integers")
+    x = x.astype(bool) if name in _PATTERNS else x
+    return jnp.broadcast_to(x, shape)
 
 
 def _lengths(terms: Terms, q_length: int | None, k_length: int | None) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,13 +18,19 @@ _explanations: contextvars.ContextVar[list[Explanation] | None] = contextvars.Co
     "explanations", default=None
 )
 
+_retraced = jax.make_user_context(default_value=None)
+"""Compiled functions that have run already are traced again where its value is new."""
+
+_calls = itertools.count()
+
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
     """How one call of `attend` is computed.
 
     Attributes:
-      route: ``static``, ``fused``, ``banded``, ``cudnn`` or ``reference``; see `attend`.
+      route: ``static``, ``fused``, ``banded``, ``cudnn`` or ``reference``, see `attend`; ``flax`` where
+        `attention_fn` leaves the computation to Flax's function.
       kernel: what runs it on the platform.
       platform: ``cpu``, ``gpu`` or ``tpu``.
       shape: batch, queries, keys and heads, on all devices.
@@ -61,28 +68,48 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ex
 
     Args:
       function: is traced with the other arguments, such as ``layer.apply`` of a Linen layer, an NNX layer
-        or `attend`.
+        or `attend`. An NNX layer that it closes over, not being one, must have no dropout.
       *args: arrays or `jax.ShapeDtypeStruct`, and whatever else the function takes.
       **kwargs: likewise.
 
     Returns:
       One explanation for each call of `attend`, in their order; a scanned layer counts once.
     """
-    with _collecting() as found:
+    with _collecting() as found, _retraced(next(_calls)):
         tree: Any
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        leaves, tree = jax.tree.flatten((function, args, kwargs))  # an NNX layer is a tree, too
         shaped = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
 
         def call(arrays: list[jax.Array]) -> Any:
             rest = iter(arrays)
             mixed = [next(rest) if s else x for x, s in zip(leaves, shaped, strict=True)]
-            args, kwargs = tree.unflatten(mixed)
-            return jax.tree.map(
-                lambda x: x if hasattr(x, "dtype") else None, function(*args, **kwargs)
-            )
+            function, args, kwargs = tree.unflatten(mixed)
+            out = function(*args, **kwargs)
+            return jax.tree.map(lambda x: x if hasattr(x, "dtype") else None, out)
 
         jax.eval_shape(call, [x for x, s in zip(leaves, shaped, strict=True) if s])
     return tuple(found)
+
+
+def note_other(route: str, kernel: str, function: Callable[..., Any], *args: Any) -> None:
+    """Notes a call of another library's attention, ``function(query, key, value, ...)``."""
+    query, key, value, *rest = args
+    batch, queries, heads, _ = query.shape
+    explain_call(
+        lambda: Explanation(
+            route=route,
+            kernel=kernel,
+            platform=jax.default_backend(),
+            shape=(batch, queries, key.shape[1], heads),
+            unpacked=False,
+            divided={},
+            kept_bytes=None,
+            obstacles={
+                "engine": "it has no dropout of single weights, no precision and no other einsums"
+            },
+        ),
+        lambda: jax.vjp(lambda *x: function(*x, *rest), query, key, value)[1],
+    )
 
 
 def explain_call(make: Callable[[], Explanation], kept: Callable[[], Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -12,8 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
-from synthesizer_jax.attention.attend import SMALL, attend
-from synthesizer_jax.attention.fused import KEPT
+from synthesizer_jax.attention.attend import attend
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.partition import (
     Partition,
@@ -21,8 +19,9 @@ from synthesizer_jax.attention.partition import (
     axes_of_type,
     in_auto_mode,
 )
+from synthesizer_jax.attention.per_example import attend_examples, bias_term
 from synthesizer_jax.attention.relative import RelativeTable
-from synthesizer_jax.attention.terms import LowRank, Static, Term, Terms, add, low_rank, wide
+from synthesizer_jax.attention.terms import LowRank, Term, Terms, add, low_rank, wide
 
 NAME = "dot_product_attention"
 
@@ -41,12 +40,16 @@ def dot_product_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    partition: Partition | None = None,
 ) -> jax.Array:
     """Attention, ``softmax(scale · query keyᵀ + bias) · value``, with a bias that may be learned.
 
-    The arguments and results are those of `jax.nn.dot_product_attention`. Beyond 128 · 128 logits a
-    head, no array ``[b, n, q, k]`` is made, forward or backward, and the gradient of a bias that
-    the examples share is summed over them in place; `jax.nn` holds it for every example.
+    It takes the arguments of `jax.nn.dot_product_attention`, except `implementation` and
+    `return_residual`. Beyond 128 · 128 logits a head, no array ``[b, n, q, k]`` is made, forward or
+    backward, and the gradient of a bias that the examples share is summed over them in place, where
+    `jax.nn` holds it for every example. (Under `jax.vmap` the mapped axis is another batch axis, and
+    a bias that it shares has a gradient for each of its elements before they are summed: use the
+    batch axis of `query` where memory counts.)
 
     Two differences: a query that may attend to no key gets zeros and gives no gradient (`jax.nn`
     averages all values there), and `bias` and `mask` take the types of this library too.
@@ -58,9 +61,10 @@ def dot_product_attention(
         Keys and values are then repeated to n heads.
       value: ``[b, k, m, e]`` or ``[k, m, e]``, in general with e = h.
       bias: what is added to the scaled logits; a tuple is added up. An array broadcastable to
-        ``[b, n, q, k]``. With a batch axis of 1 or none it is shared by all examples. Other biases
-        ``[b, n or 1, 1, k]``, additive masks of keys, cost next to nothing; for ``[b, n or 1, q, k]``
-        the examples are computed one after another.
+        ``[b, n, q, k]``. With a batch axis of 1 or none it is shared by all examples. A bias per
+        example and key, ``[b, n or 1, 1, k]`` (an additive padding mask), costs almost nothing;
+        infinity is taken as the largest finite number there. One per example and query,
+        ``[b, n or 1, q, k]``, is processed one example at a time.
         T5's bias: `relative_bias`. Terms: `static`, `relative`, `low_rank`, `outer`.
       mask: bool, broadcastable to ``[b, n, q, k]``; True: the query may attend to the key. A mask of
         keys, ``[b or 1, 1, 1, k]``, is the fast case. A `Mask` must be the only mask given; in
@@ -71,6 +75,9 @@ def dot_product_attention(
       key_value_seq_lengths: ``[b]`` integers; keys from there on are padding.
       local_window_size: ``(left, right)``: only keys from ``i - left`` to ``i + right`` for query i.
         A single number stands for both.
+      partition: the axes of the surrounding mesh that divide examples, heads and queries, as in
+        `attend`; None: those that the types of query, key and value name, where axes are explicit.
+        Needed on automatic axes, where the compiler alone would gather the arguments.
 
     Returns:
       ``[b, q, n, e]`` or ``[q, n, e]`` in the inputs' dtype. Logits and softmax are float32 or wider.
@@ -107,11 +114,12 @@ def dot_product_attention(
 
     arguments = (query, key, value, bias, mask, scale, lengths)
     if not axes_of_type(AxisType.Explicit) or query.ndim not in (3, 4):
-        return call(*arguments)
-    batch = axes_along(query, 0) if query.ndim == 4 else ()
-    sequence, heads = axes_along(query, -3), axes_along(query, -2)
-    spec = PartitionSpec(*([batch] if query.ndim == 4 else []), sequence, heads)
-    partition = Partition(batch, heads, sequence)
+        return call(*arguments, partition=partition)
+    if partition is None:
+        batch = axes_along(query, 0) if query.ndim == 4 else ()
+        partition = Partition(batch, axes_along(query, -2), axes_along(query, -3))
+    rows = [partition.batch] if query.ndim == 4 else []
+    spec = PartitionSpec(*rows, partition.sequence, partition.heads)
     return in_auto_mode(functools.partial(call, partition=partition), lambda _: spec)(*arguments)
 
 
@@ -140,13 +148,13 @@ def attend_product(
       ``[b, q, n, e]``.
     """
     sizes = Sizes(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-    terms, own = _biases(bias, sizes, query.dtype)
+    terms, own = _biases(bias, sizes, query.dtype, mask.query_offset)
     groups = sizes.heads // key.shape[2]
     if groups > 1:
         key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
     terms = add(low_rank(_scaled(query, scale), key, token_keys=True), *terms)
     if own:
-        return _attend_examples(terms, own, value, mask, sizes, partition)
+        return attend_examples(terms, own, value, mask, sizes.queries, partition)
     return attend(terms, value, mask=mask, q_length=sizes.queries, partition=partition)
 
 
@@ -272,12 +280,14 @@ def _of_logits(name: str, x: jax.Array, sizes: Sizes) -> jax.Array:
     return full
 
 
-def _biases(bias: Any, sizes: Sizes, dtype: Any) -> tuple[Terms, tuple[jax.Array, ...]]:
+def _biases(
+    bias: Any, sizes: Sizes, dtype: Any, offset: int | jax.Array
+) -> tuple[Terms, tuple[jax.Array, ...]]:
     """Terms, and arrays ``[b, n or 1, q, k or 1]`` of biases that examples do not share."""
     if bias is None:
         return (), ()
     if isinstance(bias, tuple):
-        found = [_biases(part, sizes, dtype) for part in bias]
+        found = [_biases(part, sizes, dtype, offset) for part in bias]
         return sum((terms for terms, _ in found), ()), sum((own for _, own in found), ())
     if isinstance(bias, RelativeTable):
         if bias.table.shape[0] != sizes.heads:
@@ -285,25 +295,20 @@ def _biases(bias: Any, sizes: Sizes, dtype: Any) -> tuple[Terms, tuple[jax.Array
                 f"{NAME}: the relative bias has {bias.table.shape[0]} heads, but the query "
                 f"{sizes.heads}; for a table [num_buckets, num_heads] set head_axis=1"
             )
-        return (bias.term(sizes.queries, sizes.keys),), ()
+        return (bias.term(sizes.queries, sizes.keys, offset),), ()
     if isinstance(bias, Term):
         return (bias,), ()
     array = jnp.asarray(bias)
     if array.dtype == bool:
         raise ValueError(f"{NAME}: bias has dtype bool; give it as mask")
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        array = array.astype(jnp.promote_types(dtype, jnp.float32))
     full = _of_logits("bias", array, sizes)
     if full.shape[0] == 1:
-        return (_static(full, sizes),), ()
+        return (bias_term(full, sizes[1:]),), ()
     if full.shape[2] == 1:
         return (_of_keys(full, sizes, dtype),), ()
     return (), (full,)
-
-
-def _static(bias: jax.Array, sizes: Sizes) -> Static:
-    """A bias ``[1, n or 1, q or 1, k or 1]`` as a term; a broadcast's gradient is summed in float32."""
-    if bias.shape[1:] != sizes[1:]:
-        bias = jnp.broadcast_to(bias.astype(wide(bias)), (1, *sizes[1:]))
-    return Static(bias[0])
 
 
 def _of_keys(bias: jax.Array, sizes: Sizes, dtype: Any) -> LowRank:
@@ -312,9 +317,11 @@ def _of_keys(bias: jax.Array, sizes: Sizes, dtype: Any) -> LowRank:
     Its numbers are the sums of three that bfloat16 holds exactly, so that no matrix product rounds
     them, TPUs' products of float32 arrays included. The first has the gradient.
     """
+    dtype = jnp.promote_types(dtype, jnp.bfloat16)  # float32 for float16, whose range is too small
     shape = sizes.batch, sizes.heads, sizes.keys
     bias = bias[:, :, 0].astype(jnp.promote_types(dtype, jnp.float32))
-    bias = jnp.broadcast_to(bias, shape).transpose(0, 2, 1)
+    largest = float(jnp.finfo(jnp.bfloat16).max)  # zero times infinity would be NaN
+    bias = jnp.broadcast_to(jnp.clip(bias, -largest, largest), shape).transpose(0, 2, 1)
     moderate = jnp.abs(bias) < 1e38  # others hide keys; they are not rounded
     rest = jax.lax.stop_gradient(jnp.where(moderate, bias, 0))
     high = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
@@ -323,64 +330,3 @@ def _of_keys(bias: jax.Array, sizes: Sizes, dtype: Any) -> LowRank:
     keys = jnp.stack(parts, axis=-1).astype(dtype)
     queries = jnp.ones((1, sizes.queries, sizes.heads, 3), dtype)
     return low_rank(queries, keys, token_keys=True, token_queries=False)
-
-
-def _attend_examples(
-    terms: Terms,
-    biases: tuple[jax.Array, ...],
-    values: jax.Array,
-    mask: Mask,
-    sizes: Sizes,
-    partition: Partition | None,
-) -> jax.Array:
-    """`attend` with biases ``[b, ...]``, one example at a time; small ones all at once."""
-    if mask.query_segments is not None:
-        raise ValueError(
-            f"{NAME}: a bias for every example cannot be told apart in packed rows; give a bias "
-            "that all examples share, or rows that are not packed"
-        )
-
-    def one(terms: Terms, biases: Any, values: jax.Array, mask: Mask) -> jax.Array:
-        terms = add(*terms, *(_static(x, sizes) for x in biases))
-        return attend(terms, values, mask=mask, q_length=sizes.queries)[0]
-
-    def tokens(x: jax.Array) -> bool:  # other arrays of terms have no axis of examples
-        return x.ndim == 4 and x.shape[0] > 1
-
-    def rows(x: jax.Array) -> bool:
-        return jnp.ndim(x) > 0 and x.shape[0] > 1
-
-    divided = (*(jax.tree.map(tokens, t) for t in terms),)
-    which = divided, (True,) * len(biases), True, jax.tree.map(rows, mask)
-    own, shared, rebuild = _examples((terms, biases, values, mask), which)
-
-    def run(shared: list[Any], *own: jax.Array) -> jax.Array:
-        if sizes.queries * sizes.keys <= SMALL:
-            return jax.vmap(lambda own: one(*rebuild(own, shared)))(own)
-        policy = jax.checkpoint_policies.save_only_these_names(KEPT)
-        kept = jax.checkpoint(
-            lambda own: one(*rebuild(own, shared)), policy=policy, prevent_cse=False
-        )
-        return jax.lax.map(kept, own)
-
-    if partition is None:
-        return run(shared, *own)
-    return partition.rows(run, shared, *own)
-
-
-def _examples(tree: Any, which: Any) -> tuple[list[jax.Array], list[Any], Callable[..., Any]]:
-    """Arrays ``[b, ...]`` of a tree as ``[b, 1, ...]``, the others, and how to put one example together.
-
-    Args:
-      tree: of arrays.
-      which: the same tree of bools: whether an array's first axis is that of the examples.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    chosen = jax.tree.leaves(which)
-
-    def rebuild(own: Sequence[jax.Array], shared: Sequence[Any]) -> Any:
-        parts = {True: iter(own), False: iter(shared)}
-        return jax.tree.unflatten(structure, [next(parts[c]) for c in chosen])
-
-    own = [x[:, None] for x, c in zip(leaves, chosen, strict=True) if c]
-    return own, [x for x, c in zip(leaves, chosen, strict=True) if not c], rebuild

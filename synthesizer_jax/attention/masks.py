@@ -20,7 +20,7 @@ class Mask:
     A query sees a key if every given part agrees. A query without keys, and a query that is
     padding itself, gets zeros. `padded` and `packed` make the usual masks; where queries are the keys
     they say so, which survives `jax.jit`, `jax.checkpoint` and scans. `attend` checks shapes and
-    dtypes; arrays of zeros and ones count as booleans, and a batch axis of 1 is that of all examples.
+    dtypes; numbers that are not zero count as True, and a batch axis of 1 is that of all examples.
 
     Attributes:
       causal: ``key <= query``.
@@ -136,8 +136,7 @@ class Mask:
 
         Args:
           mask: None allows everything. An array is Flax's, and says nothing of padding queries:
-            ``[batch or 1, heads or 1, q or 1, k]``, or with fewer axes ``[batch, q, k]`` or
-            ``[q, k]``; nonzero where a query may see a key.
+            ``[batch or 1, heads or 1, q or 1, k]`` or ``[q, k]``; nonzero where a query may see a key.
 
         Raises:
           ValueError: for other ranks.
@@ -150,14 +149,13 @@ class Mask:
                 f"attention: the mask is a {type(mask).__name__}; give a Mask, or an array that is "
                 "nonzero where a query may see a key"
             )
-        if not 2 <= mask.ndim <= 4:
+        if mask.ndim not in (2, 4):
             raise ValueError(
-                f"attention: the mask has shape {mask.shape}; it must be [batch or 1, heads or 1, q, k], "
-                "[batch, q, k] or [q, k]; for padding alone use Mask.padded"
+                f"attention: the mask has shape {mask.shape}; it must be [batch or 1, heads or 1, q, k] or "
+                "[q, k]: add an axis of heads to [batch, q, k], and use Mask.padded for padding alone"
             )
-        allowed = mask.reshape(mask.shape[:-2] + (1,) * (4 - mask.ndim) + mask.shape[-2:])
-        if mask.ndim == 2:
-            allowed = mask[None, None]
+        mask = mask.astype(bool)
+        allowed = mask[None, None] if mask.ndim == 2 else mask
         if allowed.shape[1] == allowed.shape[2] == 1:
             return cls(key_valid=allowed[:, 0, 0], query_valid=jnp.ones((1, 1), bool))
         return cls(allowed=allowed)
@@ -190,39 +188,6 @@ class Mask:
             query_offset=0,
             self_attention=True,
         )
-
-    def checked(self, *, batch: int, heads: int, q_length: int, k_length: int) -> Mask:
-        """The mask with every array of its full shape, patterns as booleans.
-
-        Raises:
-          ValueError: an array has another shape or dtype, or parts are missing or do not go together.
-        """
-        self._check_segments()
-        sizes = {"batch": batch, "heads": heads, "q": q_length, "k": k_length}
-        arrays: dict[str, Any] = {
-            name: _checked(name, getattr(self, name), axes, sizes)
-            for name, axes in _AXES.items()
-            if getattr(self, name) is not None
-        }
-        return dataclasses.replace(self, **arrays)
-
-    def _check_segments(self) -> None:
-        if (self.query_segments is None) != (self.key_segments is None):
-            raise ValueError(
-                "attend: Mask has only one of query_segments and key_segments; give both, or use "
-                "Mask.packed"
-            )
-        if self.query_segments is None:
-            return
-        if self.prefix_lengths is not None:
-            raise ValueError(
-                "attend: Mask.prefix_lengths counts from the start of a row, which in packed rows is "
-                "the first example only; use Mask.allowed"
-            )
-        if isinstance(self.query_offset, int) and self.query_offset != 0:
-            raise ValueError(
-                f"attend: Mask.query_offset={self.query_offset} with segments; packed rows have none"
-            )
 
     def keys(self, k_length: int) -> jax.Array | None:
         """Which keys are real, bool ``[b, k]``; None: all of them."""
@@ -304,7 +269,7 @@ class Mask:
             real = real & (place < self.key_lengths[..., None])
         if self.key_valid is not None:
             inside = jnp.clip(place, 0, self.key_valid.shape[1] - 1)
-            real = real & self.key_valid[:, inside] & (place < self.key_valid.shape[1])
+            real = real & self.key_valid.astype(bool)[:, inside] & (place < self.key_valid.shape[1])
         prefix = None if self.prefix_lengths is None else self.prefix_lengths - start
         return dataclasses.replace(
             self,
@@ -327,7 +292,7 @@ class Mask:
             band,
             None if keys is None else keys[..., None, None, :],
             None if queries is None else queries[..., None, :, None],
-            self.allowed,
+            None if self.allowed is None else self.allowed.astype(bool),
         ]
         if self.query_segments is not None and self.key_segments is not None:
             same = self.query_segments[..., :, None] == self.key_segments[..., None, :]
@@ -349,44 +314,6 @@ def positions(segments: jax.Array) -> jax.Array:
 _STATIC = tuple(f.name for f in dataclasses.fields(Mask) if f.metadata.get("static"))
 _ARRAYS = tuple(f.name for f in dataclasses.fields(Mask) if f.name not in _STATIC)
 
-_AXES = {
-    "key_lengths": ("batch",),
-    "query_lengths": ("batch",),
-    "prefix_lengths": ("batch",),
-    "key_valid": ("batch", "k"),
-    "query_valid": ("batch", "q"),
-    "key_segments": ("batch", "k"),
-    "query_segments": ("batch", "q"),
-    "allowed": ("batch", "heads", "q", "k"),
-}
-"""The axes of a mask's arrays."""
-
-_PATTERNS = ("key_valid", "query_valid", "allowed")
-"""Those that say yes or no; the others are integers."""
-
-
-def _checked(name: str, x: Any, axes: tuple[str, ...], sizes: dict[str, int]) -> jax.Array:
-    """An array of a mask, its batch axis of full length; see `Mask.checked`."""
-    x = jnp.asarray(x)
-    shape = tuple(sizes[axis] for axis in axes)
-    shared = {"batch", "heads", "q"} if name in ("allowed", "query_valid") else {"batch"}
-    fits = x.ndim == len(axes) and all(
-        n == size or (n == 1 and axis in shared)
-        for n, size, axis in zip(x.shape, shape, axes, strict=True)
-    )
-    if not fits:
-        wanted = ", ".join(
-            f"{axis}{' or 1' if axis in shared else ''}={size}"
-            for axis, size in zip(axes, shape, strict=True)
-        )
-        raise ValueError(f"attend: Mask.{name} has shape {x.shape}; it must be [{wanted}]")
-    if name == "allowed":
-        return jnp.broadcast_to(x, (*x.shape[:2], *shape[2:])).astype(bool)
-    if name not in _PATTERNS and not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"attend: Mask.{name} has dtype {x.dtype}; it must be integers")
-    x = x.astype(bool) if name in _PATTERNS else x
-    return jnp.broadcast_to(x, shape)
-
 
 def _real(
     length: int,
@@ -396,7 +323,7 @@ def _real(
 ) -> jax.Array | None:
     return _all(
         None if lengths is None else jnp.arange(length) < lengths[..., None],
-        valid,
+        None if valid is None else valid.astype(bool),
         None if segments is None else segments > 0,
     )
 

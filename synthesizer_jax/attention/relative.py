@@ -26,15 +26,22 @@ class RelativeTable:
     bidirectional: bool = dataclasses.field(default=True, metadata={"static": True})
     max_distance: int = dataclasses.field(default=128, metadata={"static": True})
 
-    def term(self, q_length: int, k_length: int) -> Relative:
-        """The term for queries and keys that both begin at position 0."""
+    def term(self, q_length: int, k_length: int, query_offset: int | jax.Array = 0) -> Relative:
+        """The term for keys from position 0 on, and queries from `query_offset` on.
+
+        Where the offset is traced, the term reaches as far as queries among the keys need.
+        """
+        if isinstance(query_offset, int):
+            first, end = 1 - q_length - query_offset, k_length - query_offset
+        else:
+            first, end = 1 - k_length, k_length
         buckets = relative_buckets(
-            np.arange(1 - q_length, k_length),
+            np.arange(first, end),
             num_buckets=self.table.shape[1],
             max_distance=self.max_distance,
             bidirectional=self.bidirectional,
         )
-        return Relative(self.table[:, buckets], 1 - q_length)
+        return Relative(self.table[:, buckets], first)
 
 
 def relative_bias(

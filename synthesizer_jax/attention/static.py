@@ -94,6 +94,7 @@ def _inputs(terms: Terms, values: jax.Array, mask: Mask, q_length: int) -> Input
     return Inputs((), squares + lines, values, mask)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _forward_anywhere(q_length: int, offset: int | None, inputs: Inputs) -> tuple[jax.Array, Any]:
     """The output ``[b, q, h, e]``, and what the backward pass needs.
 
@@ -117,6 +118,7 @@ def _forward_anywhere(q_length: int, offset: int | None, inputs: Inputs) -> tupl
     return lax.platform_dependent(inputs, tpu=kernels, default=default)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _backward_anywhere(
     q_length: int, offset: int | None, inputs: Inputs, out: jax.Array, kept: Any, g: jax.Array
 ) -> Inputs:

@@ -67,7 +67,15 @@ def decode(
 
     Raises:
       ValueError: among others, for a model whose positions end before `max_length`.
+      TypeError: for a model that does not decode, or an NNX module.
     """
+    if not isinstance(model, TextToText):
+        raise TypeError(
+            f"decode: a {type(model).__name__} does not decode; give an EncoderDecoder or a LanguageModel, "
+            "for an NNX module its config, and linen_variables of it as variables"
+        )
+    if beams < 1 or max_length < 1:
+        raise ValueError(f"decode: beams={beams}, max_length={max_length}; both must be at least 1")
     variables = unroll_variables(model, variables)
     step = Step(unroll(model), variables, encoder_tokens, max_length, logits_dtype)
     if beams == 1:

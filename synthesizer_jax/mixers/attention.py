@@ -120,6 +120,8 @@ class Attention(nn.Module):
             ragged = ragged_step(self, x, kv, mask=mask, bias=bias, cache=cache, position=position)
             if ragged is not None:
                 return ragged
+        if not isinstance(bias, tuple) or bias:
+            check_types(bias, of="bias is", remedy="give")
         position = query_position(self, mask, cache, position, cross=kv is not None)
         memory = x if kv is None else kv
         values = self.values(memory)

@@ -8,7 +8,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.core import DenyList
 
 from synthesizer_jax.attention import Mask, Terms
@@ -37,7 +36,7 @@ def query_position(
     name = type(module).__name__
     if cache is None or isinstance(cache, NewCache):
         given = 0 if position is None else position
-        begins = isinstance(given, int | np.integer) and given == 0
+        begins = not isinstance(given, jax.core.Tracer) and jnp.ndim(given) == 0 and given == 0
         if not cross and not begins:
             without = "without a cache" if cache is None else "with a NewCache"
             raise ValueError(

@@ -159,7 +159,8 @@ class SentenceNetwork(nn.Module):
         """The normalised hidden layer ``[b, n, nets, hidden]``, float32 or wider."""
         size = self.inputs * self.max_length * self.width
         mean = sums.total / size
-        inverse = jax.lax.rsqrt(sums.squares / size - mean**2 + EPSILON)
+        variance = jnp.maximum(sums.squares / size - mean**2, 0)  # where rounding made it negative
+        inverse = jax.lax.rsqrt(variance + EPSILON)
         column = jnp.einsum("gnd,gndf->gf", self.scale_0, self.kernel_0)
         shift = jnp.einsum("gnd,gndf->gf", self.shift_0, self.kernel_0) + self.bias_0
         product = inverse[..., None] * (sums.hidden - mean[..., None] * column)

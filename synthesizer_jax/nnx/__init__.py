@@ -54,6 +54,9 @@ def to_nnx(
     Returns:
       An instance of the NNX class of the same name, for `nnx.jit`, `nnx.grad`, `nnx.Optimizer`,
       `nnx.split` and checkpoints.
+
+    Raises:
+      ValueError: `in_features` is missing, or the module has no NNX form.
     """
     if isinstance(layer, TokenModel):
         return form_of(type(layer))(layer, rngs=rngs, **options)
@@ -62,6 +65,11 @@ def to_nnx(
         raise ValueError(f"to_nnx: {name} reads vectors; give in_features, the width of its tokens")
     if type(layer) is LinenMultiHeadAttention:
         return from_linen(layer, in_features, rngs=rngs, **options)
+    if isinstance(layer, linen.MultiHeadDotProductAttention):
+        raise ValueError(
+            f"to_nnx: {type(layer).__name__} is Flax's attention or a subclass of it; build "
+            "synthesizer_jax.nnx.MultiHeadAttention, which is a subclass of Flax's NNX layer"
+        )
     return form_of(type(layer))(layer, rngs=rngs, in_features=in_features, **options)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flax.linen as linen
@@ -51,6 +52,20 @@ def initialise(
     # The second stream is for modules that drop while they are initialised; no variable uses it.
     keys = {"params": key, "dropout": jax.random.key(0)}
     values = linen.unbox(config.lazy_init(keys, *example.args, **example.kwargs))
+    return as_variables(values, axes, type(config).__name__), has_dropout
+
+
+def as_variables(values: Any, axes: dict[Any, Axes], name: str) -> dict[str, Any]:
+    """Nested dictionaries of `nnx.Variable`, by the paths within their collections.
+
+    Args:
+      values: a Linen module's variables.
+      axes: from `axes_of`.
+      name: the module's class, for the error.
+
+    Raises:
+      ValueError: two collections have a variable of the same path.
+    """
     eager = bool(nnx.using_eager_sharding() and get_logical_axis_rules() and meta.get_global_mesh())
     found: dict[str, Any] = {}
     for path, value in jax.tree_util.tree_leaves_with_path(values):
@@ -61,12 +76,12 @@ def initialise(
             node = node.setdefault(name, {})
         if names[-1] in node:
             raise ValueError(
-                f"{type(config).__name__} has two variables {'/'.join(names)!r}, in two collections; "
+                f"{name} has two variables {'/'.join(names)!r}, in two collections; "
                 "rename one of them"
             )
         sharding: dict[str, Any] = {"out_sharding": axes[path]} if path in axes else {}
         node[names[-1]] = kind(value, eager_sharding=eager, **sharding)
-    return found, has_dropout
+    return found
 
 
 def trace(config: linen.Module, example: Example) -> tuple[dict[Any, Axes], bool]:
@@ -81,13 +96,27 @@ def trace(config: linen.Module, example: Example) -> tuple[dict[Any, Axes], bool
         return config.init_with_output({"params": params, "dropout": dropout}, *args, **kwargs)
 
     key = jax.random.key(0)
-    # Only names are asked for; with rules Linen would constrain kernels before it gives them their shape.
-    with logical_axes(), nnx.logical_axis_rules(()):
+    with naming_axes():
         program, (_, boxed) = jax.make_jaxpr(run, return_shape=True)(
             key, key, example.args, dict(example.kwargs)
         )
     jaxpr = program.jaxpr
     _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return axes_of(boxed), used[1]
+
+
+@contextlib.contextmanager
+def naming_axes() -> Iterator[None]:
+    """Linen modules that are initialised here box their variables with the names of their axes.
+
+    Logical axis rules are off: with them Linen would constrain kernels before they have their shape.
+    """
+    with logical_axes(), nnx.logical_axis_rules(()):
+        yield
+
+
+def axes_of(boxed: Any) -> dict[Any, Axes]:
+    """The axis names of boxed variables by their paths."""
     is_box = lambda node: isinstance(node, linen.Partitioned)
     leaves = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box)
-    return {path: tuple(leaf.names) for path, leaf in leaves if is_box(leaf)}, used[1]
+    return {path: tuple(leaf.names) for path, leaf in leaves if is_box(leaf)}

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import flax.linen as linen
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes, initializers
-from flax.nnx.variablelib import variable_type_from_name
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from synthesizer_jax.alignments import Alignment, DotProduct
@@ -31,6 +31,7 @@ from synthesizer_jax.multi_head import (
     step,
     step_array,
 )
+from synthesizer_jax.nnx.initialise import as_variables, axes_of, naming_axes
 from synthesizer_jax.registry import fields_of
 
 ZEROS = initializers.zeros_init()
@@ -53,11 +54,13 @@ class BoundAlignment(nnx.Module):
     ):
         self._alignment = alignment
         options: dict[str, Any] = {**heads, "query_span": Span(0, 1), "key_span": Span(0, 1)}
-        made = flatten_dict(alignment.init(rngs.params(), x, y, **options))
-        self._paths = tuple(made)
-        kinds = {path: variable_type_from_name(path[0], allow_register=True) for path in made}
-        tree = unflatten_dict({path[1:]: kinds[path](value) for path, value in made.items()})
-        for name, node in tree.items():
+        initialise: Any = functools.partial(alignment.init, **options)
+        key = rngs.params()
+        with naming_axes():
+            axes = axes_of(jax.eval_shape(initialise, key, x, y))
+        made = linen.unbox(initialise(key, x, y))
+        self._paths = tuple(flatten_dict(made))
+        for name, node in as_variables(made, axes, type(alignment).__name__).items():
             setattr(self, name, nnx.data(node))
 
     def __call__(self, x: jax.Array, y: jax.Array, **options: Any) -> Terms:
@@ -170,11 +173,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           inputs_v: ``[batch..., k, features]``; None: `inputs_k`.
           mask: broadcastable to ``[batch..., heads, q, k]``, bool or 0/1; or a `Mask`, which needs no
             array of q × k. While decoding, q is 1 and k the length of the cache.
-          deterministic: no dropout; goes before the attribute, which `train` and `eval` set.
-          rngs: random streams; go before those of the constructor.
+          deterministic: no dropout; takes precedence over the attribute, which `train` and `eval` set.
+          rngs: random streams; take precedence over those of the constructor.
           sow_weights: leave the weights ``[batch..., heads, q, k]`` as an `nnx.Intermediate`
             ``attention_weights``.
-          decode: use the cache; goes before the attribute.
+          decode: use the cache; takes precedence over the attribute.
           is_causal: a query sees only keys up to its own position; while decoding that is so anyway.
           out_sharding: sharding of the output projection's result.
           qkv_sharding: sharding of the projections' results.
@@ -259,7 +262,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         rngs = self.rngs if rngs is None else rngs
         if rngs is None:
             raise ValueError(
-                "MultiHeadAttention: dropout needs rngs; give them, as keep_rngs=False"
+                "MultiHeadAttention: the layer was made with keep_rngs=False; give rngs to the call, or "
+                "deterministic=True"
             )
         return self.dropout_rate, (rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs)()
 
@@ -337,7 +341,7 @@ def from_linen(
       layer: the Linen layer.
       in_features: width of the queries' tokens.
       rngs: random streams.
-      **options: other arguments of `MultiHeadAttention`; they go before the fields.
+      **options: other arguments of `MultiHeadAttention`; they take precedence over the fields.
 
     Raises:
       ValueError: a field is set that Flax's NNX layer does not have.

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention.derivatives import with_gradient
+from synthesizer_jax.attention.parts import vary_alike
 
 
 @jax.tree_util.register_dataclass
@@ -64,8 +65,9 @@ def cross_entropy(
         lambda tokens: _plain_losses(tokens, label_smoothing),
     )
     tokens = Tokens(logits, jnp.asarray(targets), jnp.asarray(weights), jnp.float32(z_loss))
-    total, parts = losses(tokens)
-    return LossSums(total, *parts, weight=weights.sum())
+    total, parts = losses(Tokens(*vary_alike(*tokens)))
+    loss, z, correct = parts
+    return LossSums(total, loss, z, correct, weights.sum())
 
 
 def chunked_cross_entropy(
@@ -102,10 +104,10 @@ def chunked_cross_entropy(
     pad = chunks * size - x.shape[0]
     x = jnp.pad(x, ((0, pad), (0, 0))).reshape(chunks, size, d)
     y, w = (jnp.pad(a, (0, pad)).reshape(chunks, size) for a in (y, w))
-    total, parts = _chunked_losses(
-        Chunks(x, kernel, y, w, jnp.float32(z_loss)), scale, label_smoothing
-    )
-    return LossSums(total, *parts, weight=weights.sum())
+    given = Chunks(*vary_alike(x, kernel, y, w, jnp.float32(z_loss)))
+    total, parts = _chunked_losses(given, scale, label_smoothing)
+    loss, z, correct = parts
+    return LossSums(total, loss, z, correct, weights.sum())
 
 
 def loss_denominator(weights: jax.Array, normalizer: float | str | None = None) -> jax.Array:
@@ -141,7 +143,7 @@ def _smoothing(vocab: int, smoothing: float) -> tuple[float, float, float]:
     return high - low, low, entropy
 
 
-Parts = tuple[jax.Array, jax.Array, jax.Array]
+Parts = tuple[Any, Any, Any]
 """Cross-entropy, z-loss (of single tokens ``log² Z`` alone) and correct tokens."""
 
 Sums = tuple[jax.Array, Parts]
@@ -201,6 +203,7 @@ def _losses_backward(tokens: Tokens, saved: Any, g: Parts, smoothing: float) -> 
     is_target = targets[..., None] == jnp.arange(logits.shape[-1])
     wanted = jnp.where(is_target, extra + low, low)
     gradient = factor[..., None] * probability - (g[0] * weights)[..., None] * wanted
+    gradient = jnp.where(jnp.isnan(each[0])[..., None], jnp.nan, gradient)  # as the loss
     gradient = jnp.where((weights == 0)[..., None], 0.0, gradient).astype(logits.dtype)
     return Tokens(gradient, targets, *_for_weights(weights, each, g, z_loss))
 
@@ -285,9 +288,8 @@ def _sums(
         return jax.tree.map(jnp.add, sums, found), None
 
     zero = jnp.zeros(())
-    return jax.lax.scan(body, (zero, (zero,) * 3), (chunks.hidden, chunks.targets, chunks.weights))[
-        0
-    ]
+    rows = chunks.hidden, chunks.targets, chunks.weights
+    return jax.lax.scan(body, *vary_alike((zero, (zero,) * 3), rows))[0]
 
 
 def _sums_and_gradients(chunks: Chunks, scale: float, smoothing: float, g: Parts) -> Any:
@@ -310,7 +312,7 @@ def _sums_and_gradients(chunks: Chunks, scale: float, smoothing: float, g: Parts
     zero = jnp.zeros(())
     start = (zero, (zero,) * 3), jnp.zeros(chunks.kernel.shape, jnp.float32)
     rows = chunks.hidden, chunks.targets, chunks.weights
-    (sums, dk), (dx, each) = jax.lax.scan(body, start, rows)
+    (sums, dk), (dx, each) = jax.lax.scan(body, *vary_alike(start, rows))
     return sums, (dx, dk.astype(chunks.kernel.dtype), each)
 
 

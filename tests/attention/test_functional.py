@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from synthesizer_jax import Linformer, Mask, attend, dot_product_attention, relative_bias
-from synthesizer_jax.attention import banded, functional, low_rank, static
+from synthesizer_jax.attention import banded, low_rank, per_example, static
 from synthesizer_jax.attention.relative import relative_buckets
 from synthesizer_jax.mixers.base import not_causal
 from tests.attention.cases import FAST_COMPILE, normal
@@ -64,7 +64,7 @@ expected_attention = functools.partial(jax.nn.dot_product_attention, implementat
 @contextlib.contextmanager
 def fused_at_any_size() -> Iterator[None]:
     attend = importlib.import_module("synthesizer_jax.attention.attend")
-    with mock.patch.object(attend, "SMALL", 0), mock.patch.object(functional, "SMALL", 0):
+    with mock.patch.object(attend, "SMALL", 0), mock.patch.object(per_example, "SMALL", 0):
         yield
 
 
@@ -289,6 +289,56 @@ def test_minus_infinity_hides_a_key() -> None:
                 check(with_gradients(dot_product_attention, x, bias), expected)
 
 
+@pytest.mark.parametrize("low", [-1e4, -1e30, -np.inf])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_any_low_number_hides_a_key(dtype, low) -> None:
+    """Additive padding masks, in every dtype, mode and order."""
+    q, k, v, g = (x.astype(jnp.float32) for x in tokens(dtype=dtype))
+    bias = jnp.zeros((B, 1, 1, K)).at[:, ..., 6:].set(low)
+
+    def products(attention, dtype, bias, **options):
+        def loss(q):
+            inputs = (x.astype(dtype) for x in (q, k, v))
+            return (attention(*inputs, bias, **options).astype(jnp.float32) * g).sum()
+
+        forward = jax.jvp(loss, (q,), (g,))[1]
+        return loss(q), forward, jax.grad(lambda q: (jax.grad(loss)(q) * g).sum())(q)
+
+    mask = jnp.arange(K) < 6
+    expected = products(expected_attention, jnp.float32, None, mask=mask)
+    with fused_at_any_size():
+        found = jax.jit(lambda b: products(dot_product_attention, dtype, b))(bias)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0.02, atol=1e-4 if dtype == jnp.float32 else 0.05)
+
+
+def test_integer_biases() -> None:
+    *qkv, g = tokens()
+    for shape in ((1, N, Q, K), (B, 1, 1, K), (B, 1, Q, K)):
+        bias = jnp.round(normal("bias", *shape)).astype(jnp.int32)
+        answers = []
+        for b, attention in ((bias, dot_product_attention), (bias + 0.0, expected_attention)):
+            with fused_at_any_size():
+                out, back = jax.vjp(lambda *x: attention(*x, b), *qkv)  # noqa: B023
+                answers.append((out, back(g)))
+        check(*answers)
+
+
+def test_a_step_with_t5s_bias() -> None:
+    """The bias counts from the mask's offset, known or traced."""
+    q, k, v, _ = tokens(q=K, k=K)
+    table = relative_bias(normal("table", N, 8), bidirectional=False, max_distance=10)
+    whole = dot_product_attention(q, k, v, table, Mask(causal=True))
+
+    def step(at: Any) -> jax.Array:
+        new = jax.lax.dynamic_slice_in_dim(q, at, 1, axis=1)
+        return dot_product_attention(new, k, v, table, Mask(causal=True, query_offset=at))
+
+    np.testing.assert_allclose(step(9), whole[:, 9:10], atol=1e-5)
+    for at in (0, 9, K - 1):
+        np.testing.assert_allclose(jax.jit(step)(at), whole[:, at : at + 1], atol=1e-5)
+
+
 @pytest.mark.parametrize("first", [-3, 0])
 def test_weights_of_a_window_see_as_far_ahead_as_the_mask(first: int) -> None:
     terms = (banded(jnp.abs(normal("taps", 1, 1, N, 6)), first=first, normalise=True),)
@@ -353,3 +403,11 @@ def test_packed_rows_and_a_bias_of_each_example_do_not_go_together() -> None:
     mask = Mask(key_segments=segments, segments=1).for_self_attention()
     with pytest.raises(ValueError, match="packed rows"):
         dot_product_attention(KEY, KEY, KEY, zeros(B, N, K, K), mask)
+
+
+def test_a_mask_of_another_batch_beside_a_bias_of_each_example() -> None:
+    q, k, v, _ = tokens()
+    message = re.escape("Mask.key_lengths has shape (2,); it must be [batch or 1=3]")
+    with pytest.raises(ValueError, match=message):
+        mask = Mask(key_lengths=jnp.array([3, 4]))
+        dot_product_attention(q, k, v, normal("bias", B, N, Q, K), mask)

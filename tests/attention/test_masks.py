@@ -76,17 +76,18 @@ def test_what_is_no_mask() -> None:
     terms, values, _ = problem(("static",))
     with pytest.raises(TypeError, match="the mask is a str; give a Mask, or an array"):
         attend(terms, values, mask="causal")
+    with pytest.raises(ValueError, match="add an axis of heads to \\[batch, q, k\\]"):
+        attend(terms, values, mask=jnp.ones((BATCH, KEYS, KEYS)))  # Flax: [heads, q, k]
     with pytest.raises(ValueError, match="query_offset=3 in self-attention"):
         Mask(causal=True, query_offset=3).for_self_attention()
 
 
 @pytest.mark.parametrize("dtype", [bool, jnp.float32, jnp.int32])
-@pytest.mark.parametrize("shape", [(BATCH, HEADS), (BATCH, 1), (1, HEADS), (BATCH,), ()])
+@pytest.mark.parametrize("shape", [(BATCH, HEADS), (BATCH, 1), (1, HEADS), ()])
 def test_arrays_are_masks(shape, dtype) -> None:
     terms, values, g = problem(("static", "dot_product"))
     array = cases.holes(*shape, KEYS, KEYS)
-    full = array.reshape(shape + (1,) * (2 - len(shape)) + (KEYS, KEYS))
-    full = jnp.broadcast_to(full, (BATCH, HEADS, KEYS, KEYS))
+    full = jnp.broadcast_to(array, (BATCH, HEADS, KEYS, KEYS))
     answer = oracle.attention(terms, values, Mask(allowed=full), g)
     cases.compare(cases.run(terms, values, array.astype(dtype), g, "auto"), answer, 2e-5)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from synthesizer_jax.attention import Mask, attend, attention_weights
+from synthesizer_jax.attention import Mask, attend, attention_weights, static
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, PARAMETERS, QUERIES, WIDTH
 
@@ -115,3 +116,19 @@ def test_one_query_of_a_long_row() -> None:
     last = (type(terms[0])(terms[0].logits[:, -1:]), terms[1])
     step = attend(last, values, mask=Mask(causal=True, query_offset=KEYS - 1))
     np.testing.assert_allclose(step[:, 0], full[:, -1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("lengths", [None, (5, 3, 6)])
+def test_a_second_call_outside_of_jit_compiles_nothing(lengths, caplog) -> None:
+    values = cases.normal("values", 3, 6, 2, 4)
+    mask = Mask() if lengths is None else Mask(key_lengths=jnp.array(lengths))
+    logits = cases.normal("table", 2, 6, 6)
+
+    def run():
+        out, back = jax.vjp(lambda s: attend((static(s),), values, mask=mask), logits)
+        return back(out)
+
+    run()
+    with jax.log_compiles():
+        run()
+    assert not [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()]

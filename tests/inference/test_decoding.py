@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from synthesizer_jax.inference import decode, score_choices
 from synthesizer_jax.inference.decoding import GROUP, length_penalty, top_tokens
-from synthesizer_jax.models import Size, alignment, t5
+from synthesizer_jax.models import Encoder, Size, alignment, t5
 
 VOCAB, LENGTH = 5, 3
 
@@ -144,3 +144,14 @@ def test_a_narrow_output_projection_scores_nearly_alike(trained, beams):
     np.testing.assert_array_equal(wide.scores, same.scores)
     np.testing.assert_allclose(narrow.scores, wide.scores, atol=0.05 * np.abs(wide.scores).max())
     assert not np.array_equal(narrow.scores, wide.scores)
+
+
+def test_what_does_not_decode():
+    tokens = jnp.ones((1, 3), int)
+    model = t5(Size(8, 1, 12, 2, 4), vocab_size=VOCAB)
+    encoder = Encoder(vocab_size=VOCAB, d_model=8, encoder=model.encoder)
+    with pytest.raises(TypeError, match=r"an? Encoder does not decode; give an EncoderDecoder"):
+        decode({}, tokens, model=encoder, max_length=3)
+    for options in ({"max_length": 0}, {"max_length": 3, "beams": 0}):
+        with pytest.raises(ValueError, match="both must be at least 1"):
+            decode({}, tokens, model=model, **options)

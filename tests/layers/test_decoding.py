@@ -83,7 +83,7 @@ def test_past_the_end(made):
         y, _ = jax.jit(step)(x[:, :1], cache)
         assert np.all(np.isfinite(y))
         return
-    with pytest.raises(ValueError, match=f"max_length={ROOM} but {ROOM + 1} positions"):
+    with pytest.raises(ValueError, match=f"max_length={ROOM} but .*{ROOM + 1} positions"):
         step(x[:, :1], cache)
     y, after = jax.jit(step)(x[:, :1], cache)
     assert np.all(np.isnan(y))
@@ -158,3 +158,5 @@ def test_queries_of_cross_attention_past_a_table(layer):
         np.testing.assert_allclose(y, whole[:, at : at + 1], atol=1e-5)
     y, _ = step(x[:, 4:], cache)
     assert np.all(np.isnan(y))
+    with pytest.raises(ValueError, match="max_length=4 but was given 5 positions"):
+        layer.apply(variables, x[:, 4:], kv[:, :0], cache=cache)

@@ -41,6 +41,48 @@ def test_mistakes_are_one_sentence(alignment, message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        (static(jnp.zeros((2, 12, 12))), "bias is a bare Static; give a tuple of terms"),
+        (np.zeros((2, 12, 12)), "bias is of type ndarray; give a tuple of terms"),
+    ],
+)
+def test_a_bias_is_a_tuple_of_terms(bias, message: str) -> None:
+    layer = sj.Attention(2, 4)
+    with pytest.raises(TypeError, match=message):
+        layer.init(jax.random.key(0), X, bias=bias)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        sj.Attention(2, 4),
+        sj.TalkingHeads(2, 4),
+        sj.SentenceFeedForward(max_length=12, hidden_dim=5, num_heads=2, head_dim=4),
+        sj.TokenFeedForward(hidden_dim=5, num_heads=2, head_dim=4),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_masks_of_numbers(layer) -> None:
+    """What is not zero is True, in every mixer."""
+    real = np.arange(12) < np.array([[12], [7]])
+    variables = layer.init(jax.random.key(0), X)
+    for make in (lambda r: r[:, None, None], lambda r: sj.Mask(key_valid=r)):
+        expected = layer.apply(variables, X, mask=make(jnp.asarray(real)))
+        for numbers in (2 * real, real.astype(np.float32)):
+            found = layer.apply(variables, X, mask=make(jnp.asarray(numbers)))
+            np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_sentences_of_tokens_that_hardly_differ() -> None:
+    """The variance of large, equal numbers, which rounding may make negative."""
+    x = 1000 + 0.01 * X
+    layer = sj.SentenceFeedForward(max_length=12, hidden_dim=8)
+    y, _ = layer.init_with_output(jax.random.key(0), x)
+    assert np.all(np.isfinite(y))
+
+
+@pytest.mark.parametrize(
     "alignment",
     [
         sj.Random(4),

@@ -228,3 +228,37 @@ def test_denominators():
     assert loss_denominator(jnp.zeros((2, 2))) == 1
     with pytest.raises(ValueError, match="loss_normalizer='mean'; allowed"):
         loss_denominator(weights, "mean")
+
+
+@pytest.mark.parametrize("losses", [cross_entropy, chunked])
+def test_under_shard_map(losses):
+    """With its default `check_vma`, logits divided over devices and a kernel shared by them."""
+    logits, targets, weights = made((8, 5))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("data")
+
+    def total(factor, x, y, w):
+        return losses(factor * x, y, weights=w, z_loss=Z).total
+
+    def divided(factor, *arrays):
+        return jax.lax.psum(total(factor, *arrays), "data")
+
+    spread = jax.shard_map(
+        divided,
+        mesh=mesh,
+        in_specs=(None, rows, rows, rows),
+        out_specs=jax.sharding.PartitionSpec(),
+    )
+    arguments = jnp.float32(1.5), jnp.float32(logits), jnp.asarray(targets), jnp.asarray(weights)
+    found, expected = (jax.jit(jax.value_and_grad(f, (0, 1)))(*arguments) for f in (spread, total))
+    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("losses", [cross_entropy, chunked])
+def test_a_target_that_does_not_exist_is_seen_in_the_gradient_too(losses):
+    logits, targets, _ = made((1, 2))
+    targets[0, 0] = V
+    total = lambda x: losses(x, targets, weights=jnp.ones((1, 2))).total
+    gradient = jax.grad(total)(jnp.float32(logits))
+    assert np.all(np.isnan(gradient[0, 0])) and np.all(np.isfinite(gradient[0, 1]))

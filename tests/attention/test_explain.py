@@ -1,0 +1,51 @@
+"""`explain` of functions that have run before, of NNX layers and of Flax's own computation."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import synthesizer_jax as sj
+import synthesizer_jax.nnx as snnx
+
+X = jnp.ones((2, 160, 8))
+Q = jnp.ones((2, 160, 2, 4))
+
+
+def test_a_compiled_function_that_has_run_is_explained_again():
+    function = jax.jit(lambda q: sj.dot_product_attention(q, q, q))
+    first = sj.explain(function, Q)
+    function(Q)
+    assert sj.explain(function, Q) == first
+    assert [e.route for e in first] == ["fused"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rngs: snnx.Attention(
+            2, 4, sj.Random(160), dropout_rate=0.1, in_features=8, rngs=rngs
+        ),
+        lambda rngs: nnx.Sequential(
+            snnx.Attention(2, 4, sj.Random(160), in_features=8, rngs=rngs),
+            nnx.Dropout(0.1, rngs=rngs),
+        ),
+    ],
+)
+def test_nnx_layers_with_dropout(make):
+    (found,) = sj.explain(make(nnx.Rngs(0)), X)
+    assert (found.route, found.shape) == ("static", (2, 160, 160, 2))
+
+
+def test_what_is_left_to_flax():
+    layer = nn.MultiHeadAttention(2, dropout_rate=0.1, attention_fn=sj.attention_fn)
+    variables = layer.init(jax.random.key(0), X, deterministic=True)
+    apply = functools.partial(layer.apply, rngs={"dropout": jax.random.key(1)})
+    (found,) = sj.explain(lambda v, x: apply(v, x, deterministic=False), variables, X)
+    assert (found.route, found.shape) == ("flax", (2, 160, 160, 2))
+    assert "dropout of single weights" in found.obstacles["engine"]
+    (found,) = sj.explain(lambda v, x: apply(v, x, deterministic=True), variables, X)
+    assert found.route == "fused"
