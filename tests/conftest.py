@@ -14,7 +14,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     CACHE = tempfile.mkdtemp(prefix="synthesizer_jax_compiled_")
     atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
 import pytest
