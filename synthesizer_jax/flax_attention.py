@@ -100,15 +100,14 @@ def attention_fn(
         "qk_attn_weights_einsum": qk_attn_weights_einsum,
         "attn_weights_value_einsum": attn_weights_value_einsum,
     }
-    call = functools.partial(
-        _attention,
-        broadcast_dropout=broadcast_dropout,
-        dropout_rate=dropout_rate,
-        precision=precision,
-        force_fp32_for_softmax=force_fp32_for_softmax,
-        is_causal=is_causal,
-        with_weights=module is not None,
-        einsums=einsums,
+    options: dict[str, Any] = {
+        "broadcast_dropout": broadcast_dropout,
+        "dropout_rate": dropout_rate,
+        "precision": precision,
+        "force_fp32_for_softmax": force_fp32_for_softmax,
+    }
+    call: Any = functools.partial(
+        _attention, **options, is_causal=is_causal, with_weights=module is not None, einsums=einsums
     )
     arrays = (query, key, value, bias, mask, dropout_rng if dropping else None)
     if axes_of_type(AxisType.Explicit):
@@ -165,10 +164,7 @@ def _attention(
     bias = flat_logits("bias", bias, full) if hasattr(bias, "shape") else bias
     seen = as_mask(mask, full)
     seen = dataclasses.replace(seen, causal=seen.causal or is_causal)
-    options: dict[str, Any] = {
-        "precision": precision,
-        "force_fp32_for_softmax": force_fp32_for_softmax,
-    }
+    options: Any = {"precision": precision, "force_fp32_for_softmax": force_fp32_for_softmax}
     weights = None
     if with_weights:
         weights = nn.dot_product_attention_weights(
@@ -177,8 +173,7 @@ def _attention(
             einsum_dot_general=einsums["einsum_dot_general"],
             **options,
         )
-        if isinstance(mask, Mask):
-            weights = _without_empty_rows(weights, seen)
+        weights = _without_empty_rows(weights, seen) if isinstance(mask, Mask) else weights
         weights = weights.reshape(*batch, *weights.shape[1:])
     if all(x is None for x in (dropout_rng, precision, *einsums.values())):
         out = attend_product(query, key, value, bias, seen, partition=divided)
@@ -187,18 +182,9 @@ def _attention(
     else:
         options |= {"dropout_rate": dropout_rate, "broadcast_dropout": broadcast_dropout}
         run: Any = functools.partial(_in_query_blocks, **options, **einsums)
-        note_other(
-            "flax",
-            f"einsums, {QUERY_BLOCK} queries at a time",
-            run,
-            query,
-            key,
-            value,
-            bias,
-            seen,
-            dropout_rng,
-        )
-        out = run(query, key, value, bias, seen, dropout_rng)
+        given = query, key, value, bias, seen, dropout_rng
+        note_other("flax", f"einsums, {QUERY_BLOCK} queries at a time", run, *given)
+        out = run(*given)
         if isinstance(mask, Mask):
             out = _without_keys(out, key, seen, jnp.zeros((), out.dtype))
     return out.reshape(*batch, *out.shape[1:]), weights

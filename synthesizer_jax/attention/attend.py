@@ -1,4 +1,4 @@
-"""The engine's door: checks what it is given and chooses a route."""
+"""The entry point of attention: checks arguments and selects a route."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from synthesizer_jax.attention.explain import Explanation, explain_call
 from synthesizer_jax.attention.fused import attend_fused
 from synthesizer_jax.attention.fused import kernel_of as fused_kernel_of
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.packed import attend_unpacked, by_position, unpacked_lengths
+from synthesizer_jax.attention.packed import DENSER, attend_unpacked, by_position, unpacked_lengths
 from synthesizer_jax.attention.partition import (
     Partition,
     axes_along,
@@ -44,13 +44,12 @@ KERNELS = {"static": static_kernel_of, "fused": fused_kernel_of}
 """What runs a route on a platform, and why not kernels."""
 
 SMALL = 128 * 128
-"""Logits of one head and example that are hardly more than its queries, keys and values: up to here the
-reference route is as good as any."""
-
+"""Up to this many logits per head and example, the logits take about as much memory as queries, keys and
+values, so that the reference route is used."""
 
 FEW_SEGMENTS = (
-    "in packed rows it needs Mask.segments, no Mask.allowed, and segments · segment_length² not far "
-    "above the square of the row's length"
+    f"in packed rows it needs Mask.segments, no Mask.allowed, and segments · segment_length² of at most "
+    f"{DENSER} times the square of the row's length"
 )
 
 
@@ -118,14 +117,8 @@ def attend(
         return jnp.zeros((batch, q_length, heads, width), values.dtype)
     values = drop_values(values, dropout_rate, dropout_key)
     if isinstance(terms[0], Split):
-        return _attend_groups(
-            terms[0],
-            values,
-            mask,
-            q_length=q_length,
-            implementation=implementation,
-            partition=partition,
-        )
+        options: Any = {"implementation": implementation, "partition": partition}
+        return _attend_groups(terms[0], values, mask, q_length=q_length, **options)
     plan = make_plan(terms, values, mask, q_length, implementation)
 
     def run(terms: Terms, values: jax.Array, mask: Mask, q_length: int) -> jax.Array:

@@ -1,9 +1,10 @@
 """Functions with a hand-written gradient that can be differentiated again, and in forward mode.
 
-`jax.custom_vjp` rules out forward mode, and its backward pass is differentiated as it is written, which
-loops and kernels do not allow. Here the tangent of a function is a linear map of its own, a JAX
-primitive that knows two ways to compute itself and its transpose: the fast one, which reverse mode runs,
-and one made of a plain form of the function, which every other derivative comes from.
+`jax.custom_vjp` rules out forward mode, and derivatives of higher order would differentiate its backward
+pass, which loops with dynamic updates and Pallas kernels do not support. Here a function's tangent is a
+linear map of its own, a JAX primitive that computes itself and its transpose in either of two ways: the
+fast one, which reverse mode runs, and one made of a plain form of the function, which every other
+derivative comes from.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from synthesizer_jax.attention.terms import LowRank, Outer, Relative, Static, Te
 GPUS = ("cuda", "rocm")
 
 KEPT = "attention"
-"""Name of what a rematerialised layer keeps of this route, for `jax.checkpoint_policies`."""
+"""Checkpoint name of the residuals that `jax.checkpoint` policies can save."""
 
 
 def attend_fused(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) -> jax.Array:

@@ -111,7 +111,7 @@ class Partition:
         def run(terms: Terms, values: jax.Array, mask: Mask) -> jax.Array:
             self._check("batch", self.batch, values.shape[0])
             self._check("heads", self.heads, values.shape[2])
-            offset, divided = mask.query_offset, self._divides(terms, mask, q_length)
+            offset, divided = mask.query_offset, self._divides_queries(terms, mask, q_length)
             count = q_length // self._size(self.sequence) if divided else q_length
 
             def inside(terms: Terms, values: jax.Array, mask: Mask) -> jax.Array:
@@ -195,8 +195,8 @@ class Partition:
             )
         return math.prod(mesh.shape[axis] for axis in axes)
 
-    def _divides(self, terms: Terms, mask: Mask, q_length: int) -> bool:
-        """Whether the queries are divided."""
+    def _divides_queries(self, terms: Terms, mask: Mask, q_length: int) -> bool:
+        """Whether `sequence` divides the queries: each sees all keys, and the number divides."""
         ways = self._size(self.sequence)
         patterns = (mask.prefix_lengths, mask.query_segments, mask.allowed, mask.window, mask.ahead)
         everything = not mask.causal and all(pattern is None for pattern in patterns)

@@ -25,6 +25,7 @@ from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.parts import Inputs, Rows, inner
 from synthesizer_jax.attention.products import combine, combine_back
 from synthesizer_jax.attention.reference import softmax
+from synthesizer_jax.attention.static_kernels_tpu import LEAST
 from synthesizer_jax.attention.terms import (
     LowRank,
     Relative,
@@ -34,13 +35,6 @@ from synthesizer_jax.attention.terms import (
     materialise,
     wide,
 )
-
-LEAST = 2.0**-64
-"""The smallest denominator that is trusted.
-
-Weights lost to underflow are then below 1e-15 of a row's sum for up to 4,096 keys, and the division
-of the cotangent cannot overflow.
-"""
 
 
 def attend_static(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) -> jax.Array:

@@ -40,7 +40,7 @@ from synthesizer_jax.attention.static_kernels_tpu import (
     forward_kernel,
 )
 from synthesizer_jax.attention.terms import Relative, Static, Terms, wide
-from synthesizer_jax.attention.tiles_tpu import LANES, VMEM, Bias
+from synthesizer_jax.attention.tiles_tpu import LANES, VMEM, Bias, memory_of_a_program
 
 MOST_HEADS = 8
 """Most heads of a program; their lanes fill whole registers together."""
@@ -93,22 +93,21 @@ def forward(
     plan = dataclasses.replace(plan, groups=values.shape[0] // plan.examples)
     given = operands(plan, bias, values, mask, same=same)
     batch, heads = plan.shape[:2]
+    rows = jax.ShapeDtypeStruct((heads, plan.groups, plan.examples, q_length), jnp.float32)
     out = jax.ShapeDtypeStruct((batch, q_length, heads * plan.width), values.dtype)
-    rows = (heads, batch // plan.examples, plan.examples, q_length)
-    inverse = None if same else jax.ShapeDtypeStruct(rows, jnp.float32)
     out, inverse = call(
         forward_kernel,
         plan,
         (given,),
         (operand_specs(plan, given),),
-        (out, inverse),
+        (out, None if same else rows),
         (line_spec(plan, of_keys=False), None if same else inverse_spec(plan)),
         scratch_of(plan, bias, values.dtype),
         products=1,
         interpret=interpret,
     )
-    out = out.reshape(batch, q_length, heads, plan.width)
-    return out, None if same else inverse.reshape(heads, batch, q_length)
+    inverse = None if same else inverse.reshape(heads, batch, q_length)
+    return out.reshape(batch, q_length, heads, plan.width), inverse
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="interpret")
@@ -249,13 +248,6 @@ def room_for_examples(values: jax.Array, memory: int, *, several: bool) -> int:
     size = values.dtype.itemsize
     line = k_length * lanes * (2 * size + 4 if several else 8 * size)
     return 2 * memory // (3 * line)
-
-
-def memory_of_a_program() -> int:
-    """Bytes: most of the chip's vector memory where the chip is known, else what all after TPU v4 have."""
-    if not pltpu.is_tpu_device():
-        return VMEM
-    return pltpu.get_tpu_info().vmem_capacity_bytes // 8 * 7
 
 
 def operands(plan: Plan, bias: Bias, values: jax.Array, mask: Mask, *, same: bool) -> Operands:

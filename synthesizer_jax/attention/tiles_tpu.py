@@ -359,3 +359,10 @@ def bias_spec(bias: Bias, size: int, *, turned: bool = False) -> Bias:
 def heads_first(x: jax.Array) -> jax.Array:
     """``[b, n, h, r]`` to ``[b, h, n, r]``, and back."""
     return x.swapaxes(1, 2)
+
+
+def memory_of_a_program() -> int:
+    """Bytes: most of the chip's vector memory where the chip is known, else what all after TPU v4 have."""
+    if not pltpu.is_tpu_device():
+        return VMEM
+    return pltpu.get_tpu_info().vmem_capacity_bytes // 8 * 7

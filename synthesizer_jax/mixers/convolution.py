@@ -109,8 +109,7 @@ class LightweightConvolution(nn.Module):
             partition=partition(batch=x.shape[0], heads=values.shape[2]),
         )
         y = y.reshape(x.shape)
-        if self.pointwise:
-            y = self.dense(y, "pointwise", use_bias=True)
+        y = self.dense(y, "pointwise", use_bias=True) if self.pointwise else y
         y = merge_heads(self, y[:, :, None], d_model, kernel_init=self.kernel_init)
         return y if cache is None else (y, cache)
 
