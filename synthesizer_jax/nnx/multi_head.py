@@ -18,19 +18,11 @@ from flax.nnx.nn import dtypes, initializers
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from synthesizer_jax.alignments import Alignment, DotProduct
-from synthesizer_jax.ambient import partition
-from synthesizer_jax.attention import Mask, Span, Terms, attend
+from synthesizer_jax.attention import Mask, Span, Terms
 from synthesizer_jax.flax_attention import as_mask, attention_fn, flat
 from synthesizer_jax.multi_head import MultiHeadAttention as LinenMultiHeadAttention
-from synthesizer_jax.multi_head import (
-    batched_weights,
-    check_fields,
-    check_step,
-    new_cache,
-    resolved_inputs,
-    step,
-    step_array,
-)
+from synthesizer_jax.multi_head import batched_weights, check_fields, mixed_heads, resolved_inputs
+from synthesizer_jax.multi_head_cache import check_step, new_cache, step, step_array
 from synthesizer_jax.nnx.initialise import as_variables, axes_of, naming_axes
 from synthesizer_jax.registry import fields_of
 
@@ -302,16 +294,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if sow_weights:
             weights = batched_weights(terms, values, seen, q_length, batch)
             self.sow(nnx.Intermediate, "attention_weights", weights)
-        out = attend(
-            terms,
-            values,
-            mask=seen,
-            q_length=q_length,
-            dropout_rate=rate,
-            dropout_key=rng,
-            partition=partition(batch=values.shape[0], heads=self.num_heads),
-        )
-        return out.reshape(*batch, *out.shape[1:])
+        return mixed_heads(terms, values, seen, q_length, batch, dropout=(rate, rng))
 
     def _kept(self) -> dict[str, jax.Array]:
         """The cache's arrays by name."""
