@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from synthesizer_jax.attention import Mask, blocked, fused, fused_tpu, tiles_tpu
+from synthesizer_jax.attention import Mask, blocked, fused, fused_tpu, static, tiles_tpu
 from synthesizer_jax.attention.parts import inner
 from tests.attention import cases
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, QUERIES, WIDTH
@@ -99,3 +99,13 @@ def test_what_the_kernels_do_not_take_runs_the_loop():
     step = Mask(causal=True, query_offset=jnp.asarray(3))
     for mask in (prefix, pattern, step):
         assert fused.inputs_of(terms, values, mask, QUERIES)[1] is None
+
+
+@pytest.mark.parametrize("size", [float(jnp.finfo(jnp.float32).min), 0.0, 3e38])
+def test_equal_logits_of_any_size_give_the_mean(size):
+    values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
+    terms = (static(jnp.full((HEADS, QUERIES, KEYS), size)),)
+    inputs, offset = fused.inputs_of(terms, values, Mask(), QUERIES)
+    out, _ = fused_tpu.forward(QUERIES, offset, inputs, interpret=True)
+    mean = jnp.broadcast_to(values.mean(1, keepdims=True), out.shape)
+    np.testing.assert_allclose(out, mean, atol=1e-5)
