@@ -224,3 +224,25 @@ def test_factors_of_outer_terms_are_not_rounded() -> None:
     text = jax.jit(call).trace(values).lower(lowering_platforms=("cuda",)).as_text()
     factors = [line for line in text.splitlines() if "dot_general" in line]
     assert sum("HIGHEST" in line for line in factors) == 2
+
+
+@pytest.mark.parametrize("route", ["static", "fused"])
+def test_padding_keeps_little_for_the_backward_pass(route: str) -> None:
+    """No copy of queries, keys or values, and no pattern of their size."""
+    b, n, h, e = 2, 256, 2, 64
+    x = jax.ShapeDtypeStruct((b, n, h, e), jnp.float32)
+    table = jax.ShapeDtypeStruct((h, n, n), jnp.float32)
+    terms = {
+        "static": lambda q, k, table: (static(table),),
+        "fused": lambda q, k, table: (low_rank(q, k, token_keys=True), static(table)),
+    }[route]
+
+    def kept(mask: Mask) -> int:
+        def call(q, k, v, table):
+            return attend(terms(q, k, table), v, mask=mask, implementation=route)
+
+        back = jax.eval_shape(lambda *a: jax.vjp(call, *a)[1], x, x, x, table)
+        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(back))
+
+    padded = Mask.padded(jnp.array([200, 256]), causal=True)
+    assert kept(padded) <= kept(Mask(causal=True)) + 8 * b * n
