@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.parts import zero_padding
 from synthesizer_jax.attention.terms import Banded, Terms, wide
 
 
@@ -35,7 +36,7 @@ def attend_banded(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int)
     if seen is not None:
         term = dataclasses.replace(term, weights=jnp.where(seen, term.weights, 0))
     if keys is not None:
-        values = jnp.where(keys[..., None, None], values, 0)
+        values = zero_padding(values, keys)
     out = sum_taps(term, values, mask, q_length)
     if term.normalise:
         real = jnp.ones((values.shape[0], k_length), bool) if keys is None else keys
@@ -43,7 +44,7 @@ def attend_banded(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int)
         total = sum_taps(term, ones.astype(wide(values)), mask, q_length)
         out = jnp.where(total > 0, out / jnp.where(total > 0, total, 1), 0)
     if queries is not None:
-        out = jnp.where(queries[..., None, None], out, 0)
+        out = zero_padding(out, queries)
     return jnp.broadcast_to(out, (values.shape[0], *out.shape[1:])).astype(values.dtype)
 
 
@@ -155,9 +156,10 @@ def taps(weights: jax.Array, window: jax.Array, q_length: int) -> jax.Array:
       the window and for the weights; nothing is kept but the arguments.
     """
     plain = functools.partial(_sum_windows, q_length=q_length)
-    return with_gradient(lambda inputs: (plain(inputs), ()), _taps_backward, plain)(
-        (weights, window)
+    summed = with_gradient(
+        lambda inputs: (plain(inputs), ()), _taps_backward, plain, reads_output=False
     )
+    return summed((weights, window))
 
 
 def _sum_windows(inputs: tuple[jax.Array, jax.Array], *, q_length: int) -> jax.Array:
@@ -171,7 +173,7 @@ def _sum_windows(inputs: tuple[jax.Array, jax.Array], *, q_length: int) -> jax.A
 
 
 def _taps_backward(
-    inputs: tuple[jax.Array, jax.Array], out: jax.Array, kept: tuple[()], g: jax.Array
+    inputs: tuple[jax.Array, jax.Array], out: None, kept: tuple[()], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     del out, kept
     weights, window = inputs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.packed import by_position, segment_lengths
+from synthesizer_jax.attention.parts import zero_padding
 from synthesizer_jax.attention.terms import (
     TERMS,
     Banded,
@@ -267,12 +267,6 @@ def covering(term: Term, mask: Mask, q_length: int, k_length: int) -> Term:
     return Relative(logits, term.first - before)
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)
-def _zero_padding(x: jax.Array, real: jax.Array) -> jax.Array:
-    """``[b, n, h, r]`` with zeros in the place of padding; the backward pass keeps only ``[b, n]``."""
-    return jnp.where(real[..., None, None], x, 0)
-
-
 def _without_padding(
     terms: Terms, values: jax.Array, mask: Mask, q_length: int
 ) -> tuple[Terms, jax.Array]:
@@ -282,7 +276,7 @@ def _without_padding(
     def clear(x: jax.Array, real: jax.Array | None) -> jax.Array:
         if real is None or x.shape[:2] != real.shape:
             return x
-        return _zero_padding(x, real)
+        return zero_padding(x, real)
 
     def clear_term(term: Term) -> Term:
         if isinstance(term, LowRank):

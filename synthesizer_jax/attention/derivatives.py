@@ -29,6 +29,7 @@ def with_gradient(
     plain: Callable[[Any], Any],
     *,
     primal: Callable[[Any], Any] | None = None,
+    reads_output: bool = True,
     name: str | None = None,
 ) -> Callable[[Any], Any]:
     """A function whose first reverse-mode derivative is hand-written, and all others follow.
@@ -41,6 +42,7 @@ def with_gradient(
       plain: ``inputs -> out``, the same function as differentiable JAX code. Its derivatives of order
         two and up, and in forward mode, are taken by JAX.
       primal: ``inputs -> out``, run where no derivative is asked for. None: `forward`.
+      reads_output: False: `backward` is given None for the output, which is then not saved.
       name: what `jax.checkpoint` policies call the output and `kept`.
 
     Returns:
@@ -54,14 +56,17 @@ def with_gradient(
         (_, out_tree), (_, kept_tree) = map(_flatten, shapes)
 
         def backward_leaves(leaves: Arrays, out: Arrays, kept: Arrays, g: Arrays) -> list[Any]:
-            results = out_tree.unflatten(out), kept_tree.unflatten(kept), out_tree.unflatten(g)
+            known = out_tree.unflatten(out) if reads_output else None
+            results = known, kept_tree.unflatten(kept), out_tree.unflatten(g)
             return tree.flatten_up_to(backward(tree.unflatten(leaves), *results))
 
         def plain_leaves(leaves: Arrays) -> list[Any]:
             return jax.tree.leaves(plain(tree.unflatten(leaves)))
 
         count = out_tree.num_leaves
-        function = Function(program, saving, backward_leaves, plain_leaves, count, name)
+        function = Function(
+            program, saving, backward_leaves, plain_leaves, count, reads_output, name
+        )
         found = differentiable.bind(*leaves, function=function)
         return out_tree.unflatten(found[: function.outputs])
 
@@ -78,6 +83,7 @@ class Function:
       backward: inputs, outputs, what is kept and the outputs' cotangents to the inputs' cotangents.
       plain: inputs to outputs.
       outputs: the number of outputs.
+      reads_output: whether `backward` reads the outputs; otherwise it is given none.
       name: what `jax.checkpoint` policies call what the program returns.
     """
 
@@ -86,6 +92,7 @@ class Function:
     backward: Callable[[Arrays, Arrays, Arrays, Arrays], list[Any]]
     plain: Callable[[Arrays], list[Any]]
     outputs: int
+    reads_output: bool
     name: str | None
 
     def batched(self, leaves: Arrays, axes: Arrays) -> Function:
@@ -215,7 +222,9 @@ class LinearMap:
 def _tangent(function: Function, leaves: Arrays, found: Arrays, tangents: Arrays) -> list[Any]:
     """The tangents of a `Function`'s outputs, a `LinearMap` of the inexact inputs' tangents."""
     inexact = [_is_inexact(x) for x in leaves]
-    primals, outs = len(leaves), function.outputs
+    primals = len(leaves)
+    saved = found if function.reads_output else found[function.outputs :]
+    outs = function.outputs if function.reads_output else 0
 
     def only_inexact(leaves: Arrays) -> list[Any]:
         return [x for x, wanted in zip(leaves, inexact, strict=True) if wanted]
@@ -244,11 +253,11 @@ def _tangent(function: Function, leaves: Arrays, found: Arrays, tangents: Arrays
 
     return linear_map.bind(
         *leaves,
-        *found,
+        *saved,
         *map(ad.instantiate_zeros, only_inexact(tangents)),
         linear=LinearMap(push, pull, push, pull_plain, primals),
-        residuals=primals + len(found),
-        results=tuple(jax.typeof(x) for x in found[:outs]),
+        residuals=primals + len(saved),
+        results=tuple(jax.typeof(x) for x in found[: function.outputs]),
     )
 
 

@@ -71,6 +71,12 @@ def _varying(x: Any) -> frozenset[str]:
     return frozenset(jax.typeof(x).mat.varying)
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def zero_padding(x: jax.Array, real: jax.Array) -> jax.Array:
+    """``[b, n, h, r]`` with zeros in the place of padding; the backward pass keeps only ``[b, n]``."""
+    return jnp.where(real[..., None, None], x, 0)
+
+
 def inner(out: jax.Array, g: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """``Σ_e out · g``, ``[b, q, h, 1]``: what a row's logits lose together in the backward pass."""
     return jnp.sum(g.astype(dtype) * out, axis=-1, keepdims=True)

@@ -226,7 +226,7 @@ def test_factors_of_outer_terms_are_not_rounded() -> None:
     assert sum("HIGHEST" in line for line in factors) == 2
 
 
-@pytest.mark.parametrize("route", ["static", "fused"])
+@pytest.mark.parametrize("route", ["static", "fused", "banded"])
 def test_padding_keeps_little_for_the_backward_pass(route: str) -> None:
     """No copy of queries, keys or values, and no pattern of their size."""
     b, n, h, e = 2, 256, 2, 64
@@ -235,11 +235,13 @@ def test_padding_keeps_little_for_the_backward_pass(route: str) -> None:
     terms = {
         "static": lambda q, k, table: (static(table),),
         "fused": lambda q, k, table: (low_rank(q, k, token_keys=True), static(table)),
+        "banded": lambda q, k, table: (banded(table[None, None, :, 0, :3], first=-2),),
     }[route]
 
     def kept(mask: Mask) -> int:
         def call(q, k, v, table):
-            return attend(terms(q, k, table), v, mask=mask, implementation=route)
+            made = terms(q, k, table)
+            return attend(made, v, mask=mask, q_length=n, implementation=route)
 
         back = jax.eval_shape(lambda *a: jax.vjp(call, *a)[1], x, x, x, table)
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(back))
