@@ -251,7 +251,7 @@ def _chunked_losses(chunks: Chunks, scale: float, smoothing: float) -> Sums:
     def backward(chunks: Chunks, _: Sums, kept: Any, g: Sums) -> Chunks:
         dx, dk, each = kept
         small = _for_weights(chunks.weights, each, (g[0], g[0], 0.0), chunks.z_loss)
-        dx, dk = (x * g[0].astype(x.dtype) for x in (dx, dk))
+        dx, dk = ((x * g[0]).astype(x.dtype) for x in (dx, dk))
         return Chunks(dx, dk, chunks.targets, *small)
 
     def plain(chunks: Chunks) -> Sums:

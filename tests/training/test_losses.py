@@ -230,6 +230,15 @@ def test_denominators():
         loss_denominator(weights, "mean")
 
 
+def test_a_factor_of_the_total_is_not_rounded_to_bfloat16():
+    """Such as one over the number of tokens."""
+    logits, targets, weights = made()
+    x, factor = jnp.asarray(logits, jnp.bfloat16), jnp.float32(1 / 37)
+    total = lambda x, factor: factor * chunked(x, targets, weights=weights).total
+    whole, scaled = (jax.grad(total)(x, f) for f in (jnp.float32(1.0), factor))
+    np.testing.assert_array_equal(scaled, (whole * factor).astype(jnp.bfloat16))
+
+
 @pytest.mark.parametrize("losses", [cross_entropy, chunked])
 def test_under_shard_map(losses):
     """With its default `check_vma`, logits divided over devices and a kernel shared by them."""
