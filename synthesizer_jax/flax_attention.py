@@ -18,6 +18,7 @@ from synthesizer_jax.ambient import partition
 from synthesizer_jax.attention import Mask, Partition, Term, Terms, materialise
 from synthesizer_jax.attention.explain import note_other
 from synthesizer_jax.attention.functional import attend_product
+from synthesizer_jax.attention.masks import parts_of
 from synthesizer_jax.attention.partition import axes_along, axes_of_type, in_auto_mode
 
 QUERY_BLOCK = 128
@@ -241,14 +242,14 @@ def as_mask(mask: Any, full: tuple[int, ...]) -> Mask:
             )
         return mask
     mask = flat_logits("mask", mask, full).astype(bool)
-    if mask.shape[1:3] == (1, 1):  # the same keys for all queries
-        return Mask(key_valid=jnp.broadcast_to(mask[:, 0, 0], (math.prod(full[:-3]), full[-1])))
-    return Mask(allowed=jnp.broadcast_to(mask, (*mask.shape[:2], *full[-2:])))
+    batch, (q_length, k_length) = math.prod(full[:-3]), full[-2:]
+    fields: dict[str, Any] = parts_of(mask, batch=batch, q_length=q_length, k_length=k_length)
+    return Mask(**fields)
 
 
 def _without_keys(out: jax.Array, key: jax.Array, mask: Mask, other: jax.Array) -> jax.Array:
     """The output ``[b, q, heads, e]`` with another one for queries that see no key."""
-    pairs = _pairs(mask, out.shape[1], key.shape[1])
+    pairs = mask.pairs(out.shape[1], key.shape[1])
     if pairs is None:
         return out
     return jnp.where(pairs.any(-1, keepdims=True).swapaxes(1, 2), out, other)
@@ -256,7 +257,7 @@ def _without_keys(out: jax.Array, key: jax.Array, mask: Mask, other: jax.Array) 
 
 def _without_empty_rows(weights: jax.Array, mask: Mask) -> jax.Array:
     """Flax's weights ``[b, heads, q, k]`` with zeros for queries that see no key."""
-    pairs = _pairs(mask, *weights.shape[2:])
+    pairs = mask.pairs(*weights.shape[2:])
     return weights if pairs is None else jnp.where(pairs.any(-1, keepdims=True), weights, 0)
 
 
@@ -308,13 +309,7 @@ def _arrays(
     if bias is not None and not isinstance(bias, jax.Array):
         terms = bias if isinstance(bias, tuple) else (bias,)
         bias = materialise(terms, q_length=q_length, k_length=k_length)
-    return query, key, bias, _pairs(mask, q_length, k_length)
-
-
-def _pairs(mask: Mask, q_length: int, k_length: int) -> jax.Array | None:
-    """`Mask.pairs` with four axes, ``[b or 1, heads or 1, q or 1, k]``."""
-    pairs = mask.pairs(q_length, k_length)
-    return None if pairs is None else pairs.reshape((1,) * (4 - pairs.ndim) + pairs.shape)
+    return query, key, bias, mask.pairs(q_length, k_length)
 
 
 def _repeat_heads(x: jax.Array, heads: int) -> jax.Array:

@@ -33,7 +33,9 @@ def step_array(mask: Mask, index: jax.Array, cached: tuple[int, ...]) -> jax.Arr
     """
     mask = _of_keys(as_mask(mask, (*cached[:-3], cached[-2], 1, cached[-3])))
     pairs = dataclasses.replace(mask, query_offset=index).pairs(1, cached[-3])
-    return None if pairs is None else pairs.reshape((1,) * (len(cached) - pairs.ndim) + pairs.shape)
+    if pairs is None:
+        return None
+    return pairs.reshape((1,) * (len(cached) - pairs.ndim) + pairs.shape[-len(cached) :])
 
 
 def _of_keys(mask: Mask) -> Mask:
@@ -72,14 +74,9 @@ def step(
       The terms, values and mask over all positions, and what to keep.
 
     Raises:
-      ValueError: outside of compiled functions, if the cache is full.
+      ValueError: outside of compiled functions, if the cache is full; compiled functions give NaN.
     """
-    at, length = kept["cache_index"], kept["cached_value"].shape[-3]
-    if not isinstance(at, jax.core.Tracer) and at >= length:
-        raise ValueError(
-            f"MultiHeadAttention: the cache is full, it holds {length} tokens; make a longer one, with "
-            "longer inputs of init in Linen, by init_cache in NNX"
-        )
+    at = kept["cache_index"]
     keys = sorted((n for n in kept if n.startswith("cached_key")), key=_key_number)
     cache = Cache(
         keys=tuple(flat(kept[n], batch) for n in keys),

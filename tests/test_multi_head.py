@@ -433,7 +433,10 @@ def test_a_full_cache_of_an_alignment(library):
         run = lambda: layer(x[:, :1])
     for _ in range(2):
         run()
-    with pytest.raises(ValueError, match="the cache is full, it holds 2 tokens; make a longer"):
+    with pytest.raises(
+        ValueError,
+        match=r"max_length=2 but 3 positions .* by init or init_cache with longer inputs",
+    ):
         run()
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from synthesizer_jax.attention import Span, Terms
+from synthesizer_jax.attention.cache import is_known
 from synthesizer_jax.attention.products import dense_product
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.parameters import with_axes
@@ -108,8 +109,7 @@ def take(table: jax.Array, span: Span, *, axis: int) -> jax.Array:
 def check_length(module: nn.Module, max_length: int, *spans: Span) -> None:
     """Raises a `ValueError` when a span does not fit into a table of `max_length` positions."""
     for span in spans:
-        traced = isinstance(span.start, jax.core.Tracer)
-        end = span.length + (0 if traced else int(np.max(span.start)))
+        end = span.length + (int(np.max(span.start)) if is_known(span.start) else 0)
         if end > max_length:
             raise ValueError(
                 f"{type(module).__name__}{'/'.join(('', *module.path))} has max_length="

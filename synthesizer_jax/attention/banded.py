@@ -115,7 +115,6 @@ def visible(term: Banded, mask: Mask, *, q_length: int, k_length: int) -> jax.Ar
     pairs = mask.pairs(q_length, k_length)
     if pairs is None:
         return None
-    pairs = pairs.reshape((1,) * (4 - pairs.ndim) + pairs.shape)
     width = term.weights.shape[-1]
     index = first_keys(term, mask, q_length)[:, None] + jnp.arange(width)
     inside = (index >= 0) & (index < k_length)

@@ -160,7 +160,7 @@ def read_tokens(
     """
     reading = None if lengths is None else lengths > at
     right = None
-    if n and all(_known(x) for x in (at, length, lengths)):
+    if n and all(is_known(x) for x in (at, length, lengths)):
         _check(at, n, length, lengths, room, exact)
     elif n:
         gap = jnp.not_equal(at, length) if exact else jnp.greater(at, length)
@@ -179,7 +179,7 @@ def _check(at: Any, n: int, length: Any, lengths: Any, room: int | None, exact: 
     if room is not None and end > room:
         raise ValueError(
             f"extend: the cache has max_length={room} but {end} positions are needed; make it with "
-            f"max_length>={end}"
+            f"max_length>={end}, that of a MultiHeadAttention by init or init_cache with longer inputs"
         )
     gap = (at != length) if exact else (at > length)
     if np.any(gap if lengths is None else gap & (np.asarray(lengths) > at)):
@@ -202,8 +202,8 @@ def poison(x: jax.Array, right: jax.Array | None) -> jax.Array:
     return jnp.where(right, x, jnp.nan)
 
 
-def _known(x: Any) -> bool:
-    """Whether a number is known now, and not only when the program runs."""
+def is_known(x: Any) -> bool:
+    """Whether numbers are known here and now: neither traced nor on other processes' devices."""
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 

@@ -136,7 +136,7 @@ def mask_arguments(mask: Mask, q_length: int, k_length: int, *, biased: bool) ->
         others = dataclasses.replace(rest, window=None)
         if others.pairs(q_length, k_length) is None:
             rest, window = others, mask.window - 1
-    return MaskArguments(causal, window, _pairs(rest, q_length, k_length))
+    return MaskArguments(causal, window, rest.pairs(q_length, k_length))
 
 
 def _call(q_length: int, inputs: Inputs) -> jax.Array:
@@ -146,7 +146,7 @@ def _call(q_length: int, inputs: Inputs) -> jax.Array:
     """
     products, biases, values, mask, _ = inputs
     batch, k_length, heads, own_width = values.shape
-    pairs, keys = _pairs(mask, q_length, k_length), mask.keys(k_length)
+    pairs, keys = mask.pairs(q_length, k_length), mask.keys(k_length)
     rows = None if pairs is None else pairs.any(axis=-1).swapaxes(1, 2)
     bias = shared_bias(biases, q_length=q_length)
     is_causal, window, pattern = mask_arguments(mask, q_length, k_length, biased=bias is not None)
@@ -173,12 +173,6 @@ def _call(q_length: int, inputs: Inputs) -> jax.Array:
         implementation=KERNEL,
     )
     return _only(out[:, :q_length, :, :own_width], rows)
-
-
-def _pairs(mask: Mask, q_length: int, k_length: int) -> jax.Array | None:
-    """`Mask.pairs` with all four axes."""
-    pairs = mask.pairs(q_length, k_length)
-    return None if pairs is None else pairs.reshape((1,) * (4 - pairs.ndim) + pairs.shape)
 
 
 def _lengths(

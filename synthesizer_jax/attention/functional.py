@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
 from synthesizer_jax.attention.attend import attend
-from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.masks import Mask, parts_of
 from synthesizer_jax.attention.partition import (
     Partition,
     axes_along,
@@ -253,7 +253,7 @@ def _mask_of(
 
 
 def _mask_parts(mask: ArrayLike, sizes: Sizes) -> dict[str, jax.Array]:
-    """An array as the field of `Mask` that says the same with the fewest numbers."""
+    """An array as a field of `Mask`."""
     mask = jnp.asarray(mask)
     if mask.dtype != bool:
         raise ValueError(
@@ -261,12 +261,7 @@ def _mask_parts(mask: ArrayLike, sizes: Sizes) -> dict[str, jax.Array]:
             "the bias)"
         )
     mask = _of_logits("mask", mask, sizes)
-    batch, heads, queries, keys = mask.shape
-    if heads == queries == 1:
-        return {"key_valid": jnp.broadcast_to(mask[:, 0, 0], (sizes.batch, sizes.keys))}
-    if heads == keys == 1:
-        return {"query_valid": jnp.broadcast_to(mask[:, 0, :, 0], (sizes.batch, sizes.queries))}
-    return {"allowed": jnp.broadcast_to(mask, (batch, heads, sizes.queries, sizes.keys))}
+    return parts_of(mask, batch=sizes.batch, q_length=sizes.queries, k_length=sizes.keys)
 
 
 def _of_logits(name: str, x: jax.Array, sizes: Sizes) -> jax.Array:

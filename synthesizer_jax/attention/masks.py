@@ -280,7 +280,7 @@ class Mask:
         )
 
     def pairs(self, q_length: int, k_length: int) -> jax.Array | None:
-        """Everything together, bool ``[b or 1, h or 1, q, k]``; None: everything is allowed.
+        """Everything together, bool ``[b or 1, h or 1, q or 1, k or 1]``; None: everything is allowed.
 
         Rows of padding queries are empty.
         """
@@ -297,7 +297,27 @@ class Mask:
         if self.query_segments is not None and self.key_segments is not None:
             same = self.query_segments[..., :, None] == self.key_segments[..., None, :]
             parts.append(same[..., None, :, :])
-        return _all(*parts)
+        found = _all(*parts)
+        return None if found is None else found.reshape((1,) * (4 - found.ndim) + found.shape)
+
+
+def parts_of(
+    pattern: jax.Array, *, batch: int, q_length: int, k_length: int
+) -> dict[str, jax.Array]:
+    """The fields of `Mask` that say what a pattern says, with the fewest numbers.
+
+    Args:
+      pattern: bool ``[b or 1, h or 1, q or 1, k or 1]``.
+      batch: b.
+      q_length: q.
+      k_length: k.
+    """
+    own, heads, queries, keys = pattern.shape
+    if heads == queries == 1:
+        return {"key_valid": jnp.broadcast_to(pattern[:, 0, 0], (batch, k_length))}
+    if heads == keys == 1:
+        return {"query_valid": jnp.broadcast_to(pattern[:, 0, :, 0], (batch, q_length))}
+    return {"allowed": jnp.broadcast_to(pattern, (own, heads, q_length, k_length))}
 
 
 def positions(segments: jax.Array) -> jax.Array:

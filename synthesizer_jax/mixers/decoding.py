@@ -8,9 +8,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.core import DenyList
 
 from synthesizer_jax.attention import Mask, Terms
+from synthesizer_jax.attention.cache import is_known
 from synthesizer_jax.mixers.base import FORCED, SITES, NewCache
 
 READ_ONLY: Any = DenyList(("intermediates", FORCED, SITES))
@@ -36,7 +38,7 @@ def query_position(
     name = type(module).__name__
     if cache is None or isinstance(cache, NewCache):
         given = 0 if position is None else position
-        begins = not isinstance(given, jax.core.Tracer) and jnp.ndim(given) == 0 and given == 0
+        begins = is_known(given) and np.ndim(given) == 0 and given == 0
         if not cross and not begins:
             without = "without a cache" if cache is None else "with a NewCache"
             raise ValueError(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from synthesizer_jax.attention.cache import is_known
 from synthesizer_jax.attention.products import dense_product
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.parameters import with_axes
@@ -165,7 +166,7 @@ class LearnedPositions(nn.Module):
         """
         init = with_axes(self.embedding_init, "length", "embed")
         table = self.param("embedding", init, (self.max_length, d_model))
-        if isinstance(positions, jax.core.Tracer):
+        if not is_known(positions):
             return table.at[positions].get(mode="fill", fill_value=jnp.nan)
         last = int(np.max(positions, initial=0))
         if last >= self.max_length:

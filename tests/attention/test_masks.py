@@ -252,3 +252,21 @@ def test_weights_take_arrays_too() -> None:
     array = cases.holes(BATCH, 1, QUERIES, KEYS)
     expected = oracle.attention(terms, values, Mask(allowed=array), g).weights
     assert oracle.error(attention_weights(terms, mask=array), expected) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("mask", "shape"),
+    [
+        (Mask(), None),
+        (Mask(causal=True), (1, 1, QUERIES, KEYS)),
+        (Mask(key_valid=np.ones(KEYS, bool)), (1, 1, 1, KEYS)),
+        (Mask(key_valid=np.ones((BATCH, KEYS), bool)), (BATCH, 1, 1, KEYS)),
+        (Mask(query_valid=np.ones((BATCH, QUERIES), bool)), (BATCH, 1, QUERIES, 1)),
+        (Mask(allowed=np.ones((HEADS, QUERIES, KEYS), bool)), (1, HEADS, QUERIES, KEYS)),
+        (Mask(allowed=np.ones((QUERIES, KEYS), bool)), (1, 1, QUERIES, KEYS)),
+    ],
+    ids=repr,
+)
+def test_pairs_have_the_axes_of_logits(mask: Mask, shape: tuple[int, ...] | None) -> None:
+    pairs = mask.pairs(QUERIES, KEYS)
+    assert (None if pairs is None else pairs.shape) == shape

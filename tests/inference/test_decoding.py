@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from synthesizer_jax import nnx as snnx
 from synthesizer_jax.inference import decode, score_choices
 from synthesizer_jax.inference.decoding import GROUP, length_penalty, top_tokens
 from synthesizer_jax.models import Encoder, Size, alignment, t5
@@ -152,6 +154,9 @@ def test_what_does_not_decode():
     encoder = Encoder(vocab_size=VOCAB, d_model=8, encoder=model.encoder)
     with pytest.raises(TypeError, match=r"an? Encoder does not decode; give an EncoderDecoder"):
         decode({}, tokens, model=encoder, max_length=3)
+    module = snnx.EncoderDecoder(model, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="for an NNX module its config, and linen_variables of it"):
+        decode({}, tokens, model=module, max_length=3)
     for options in ({"max_length": 0}, {"max_length": 3, "beams": 0}):
         with pytest.raises(ValueError, match="both must be at least 1"):
             decode({}, tokens, model=model, **options)

@@ -169,6 +169,31 @@ def test_functions_read_the_types_of_their_arguments(route: str) -> None:
         assert not gathers(text)
 
 
+def test_functions_of_a_partition_move_nothing_on_automatic_axes() -> None:
+    q, k, v = (cases.normal(name, B, N, H, E) for name in "qkv")
+    table = cases.normal("table", H, 32)
+    lengths = LENGTHS.astype(jnp.int32)
+
+    def loss(q, k, v, table, partition=None):
+        out = sj.dot_product_attention(
+            q, k, v, sj.relative_bias(table), key_value_seq_lengths=lengths, partition=partition
+        )
+        return (out**2).sum(), out
+
+    def compiled(*arguments, **options):
+        run = jax.value_and_grad(functools.partial(loss, **options), (0, 1, 2, 3), has_aux=True)
+        return jax.jit(run).lower(*arguments).compile(FAST)
+
+    expected = compiled(q, k, v, table)(q, k, v, table)
+    with jax.set_mesh(mesh_of(AUTO)):
+        rows = put((q, k, v), lambda _: P(("replica", "shard"), None, "model"))
+        partition = Partition(batch=("replica", "shard"), heads=("model",))
+        arguments = (*rows, jax.device_put(table, P("model")))
+        program = compiled(*arguments, partition=partition)
+        near(program(*arguments), expected)
+    assert not gathers(program.as_text())
+
+
 def gathers(text: str) -> list[tuple[int, ...]]:
     """The shapes that collectives which move arrays, and do not sum them, make."""
     kinds = "all-gather|all-to-all|collective-permute"

@@ -69,7 +69,7 @@ def test_smoothed_loss_is_zero_at_its_optimum():
 
 
 @given(st.integers(1, 3), st.integers(1, 7), st.integers(1, 9), st.sampled_from([0.0, 0.1]))
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=15)
 def test_chunks_equal_the_whole(b, t, chunk, smoothing):
     _, targets, weights = made((b, t), seed=b * 10 + t)
     rng = np.random.default_rng(1)
