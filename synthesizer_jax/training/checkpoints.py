@@ -3,68 +3,80 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
+import math
 import pathlib
-from typing import Any, Protocol
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint.checkpoint_managers import (
-    AnyPreservationPolicy,
-    BestN,
-    LatestN,
-)
 
-from synthesizer_jax.data.pipeline import OtherStreamError
 from synthesizer_jax.sharding import hosts
+from synthesizer_jax.training import checksums
+from synthesizer_jax.training.contents import (
+    CONTENTS,
+    Contents,
+    DamagedError,
+    DataPosition,
+    FilesArgs,
+    FilesHandler,
+    position_files,
+    read_contents,
+)
 from synthesizer_jax.training.state import TrainState
+from synthesizer_jax.training.storage import (
+    as_storage_error,
+    is_committed,
+    is_damage,
+    renames_atomically,
+    short,
+)
 
 _log = logging.getLogger(__name__)
 
-SCORE = "score"
-"""Name of the metric that `keep_best` goes by; higher is better."""
-
-
-class DataPosition(Protocol):
-    """What a checkpoint needs of a data stream: its position as files in a directory."""
-
-    def save(self, directory: pathlib.Path) -> None:
-        """Writes the position after the last consumed batch."""
-        ...
-
-    def restore(self, directory: pathlib.Path) -> None:
-        """Continues with the batch after the saved position."""
-        ...
-
 
 @dataclasses.dataclass
-class _PositionArgs(ocp.args.CheckpointArgs):
-    stream: DataPosition
+class Retention:
+    """Which checkpoints Orbax keeps: the newest, and the best besides.
 
+    Attributes:
+      latest: how many of the newest.
+      best: how many of the best.
+      scores: of the steps that were evaluated; higher is better. The run adds to them.
+    """
 
-class DataPositionHandler(ocp.CheckpointHandler):
-    """Writes a stream's position into the checkpoint's own directory, committed with it."""
+    latest: int
+    best: int
+    scores: dict[int, float]
 
-    def save(self, directory: Any, args: _PositionArgs) -> None:
-        """Writes at once: the stream moves on while arrays are still being written."""
-        args.stream.save(pathlib.Path(directory))
+    def kept(self, steps: Iterable[int]) -> set[int]:
+        """The steps to keep; of equal scores the newer one is the better one."""
+        rising = sorted(steps)
+        measured = [s for s in rising if math.isfinite(self.scores.get(s, math.nan))]
+        best = sorted(measured, key=lambda step: (self.scores[step], step), reverse=True)
+        return {*rising[len(rising) - self.latest :], *best[: self.best]}
 
-    def restore(self, directory: Any, args: _PositionArgs) -> None:
-        """Moves the stream to the saved position."""
-        args.stream.restore(pathlib.Path(directory))
-
-
-ocp.args.register_with_handler(DataPositionHandler, for_save=True, for_restore=True)(_PositionArgs)
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Orbax's question."""
+        del context
+        kept = self.kept(checkpoint.step for checkpoint in checkpoints)
+        return [checkpoint.step in kept for checkpoint in checkpoints]
 
 
 class Checkpoints:
     """Numbered checkpoints under ``directory``, written in the background, committed whole.
 
+    Every checkpoint holds checksums of its contents, and is checked when it is read.
+
     Args:
       directory: where the step directories lie.
       keep_latest: how many of the newest to keep.
-      keep_best: how many of the best by ``score`` to keep besides.
+      keep_best: how many of the best by `scores` to keep besides.
+      scores: of the steps that were evaluated before; `measured` adds to them.
       asynchronous: False writes before `save` returns.
     """
 
@@ -74,87 +86,102 @@ class Checkpoints:
         *,
         keep_latest: int = 2,
         keep_best: int = 1,
+        scores: Mapping[int, float] = {},
         asynchronous: bool = True,
     ):
-        # Orbax's best_fn alone would delete the newest checkpoint when the score falls.
-        policy = AnyPreservationPolicy(
-            [
-                LatestN(keep_latest),
-                BestN(
-                    get_metric_fn=lambda metrics: metrics[SCORE],
-                    n=keep_best,
-                    keep_checkpoints_without_metrics=False,
-                ),
-            ]
-        )
+        self._retention = Retention(keep_latest, keep_best, dict(scores))
         self._directory = directory.absolute()
+        self._asynchronous = asynchronous
+        self._begun: list[int] = []
+        # Named processes meet at the coordination service. Without names Orbax lets devices meet, amid
+        # the collectives of an evaluation when a save comes from the thread of `StopSignal`.
+        self._processes = ocp.options.MultiprocessingOptions(
+            active_processes=set(range(jax.process_count()))
+        )
+        self._states = ocp.StandardCheckpointHandler(multiprocessing_options=self._processes)
+
+    @functools.cached_property
+    def _manager(self) -> ocp.CheckpointManager:
+        """Writes and deletes; makes the directory."""
         if hosts.first():
             self._directory.mkdir(parents=True, exist_ok=True)
         hosts.barrier("checkpoints")
-        # Named processes meet at the coordination service. Without names Orbax lets devices meet, amid
-        # the collectives of an evaluation when a save comes from the thread of `StopSignal`.
-        processes = ocp.options.MultiprocessingOptions(
-            active_processes=set(range(jax.process_count()))
-        )
-        self._states = ocp.StandardCheckpointHandler(multiprocessing_options=processes)
-        self._manager = ocp.CheckpointManager(
+        atomicity = ocp.path.atomicity
+        return ocp.CheckpointManager(
             self._directory,
-            item_names=("state", "data"),
-            item_handlers={"state": self._states, "data": DataPositionHandler()},
+            item_names=("state", "data", CONTENTS),
+            item_handlers={
+                "state": self._states,
+                "data": FilesHandler(),
+                CONTENTS: FilesHandler(),
+            },
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=policy,
-                enable_async_checkpointing=asynchronous,
+                preservation_policy=self._retention,
+                enable_async_checkpointing=self._asynchronous,
                 create=False,
-                multiprocessing_options=processes,
+                multiprocessing_options=self._processes,
+                temporary_path_class=(
+                    atomicity.AtomicRenameTemporaryPath
+                    if renames_atomically(self._directory)
+                    else atomicity.CommitFileTemporaryPath
+                ),
             ),
         )
 
     @property
+    def _has_manager(self) -> bool:
+        return "_manager" in vars(self)
+
+    @property
     def steps(self) -> list[int]:
         """Finished checkpoints, oldest first."""
-        return sorted(self._manager.all_steps())
+        return finished_steps(self._directory)
 
     @property
     def latest(self) -> int | None:
         """The newest finished checkpoint."""
-        return self._manager.latest_step()
+        return max(self.steps, default=None)
 
-    def save(
-        self, state: TrainState, stream: DataPosition | None, *, score: float | None = None
-    ) -> None:
+    def measured(self, step: int, score: float) -> None:
+        """Tells the score of a step, which `keep_best` goes by from the next save or `prune` on."""
+        self._retention.scores[step] = score
+
+    def prune(self) -> None:
+        """Deletes finished checkpoints that are not to be kept."""
+        steps = hosts.Occasion("prune").everyone(self.steps)[0]
+        for step in sorted(set(steps) - self._retention.kept(steps)):
+            self._manager.delete(step)
+
+    def save(self, state: TrainState, stream: DataPosition | None) -> None:
         """Begins to write a checkpoint; the state may be donated as soon as this returns.
 
         Args:
-          state: written under its step.
+          state: written under its step, if there is no checkpoint of it yet.
           stream: its position is that of the last consumed batch.
-          score: what `keep_best` compares; None where nothing was evaluated.
         """
-        step = int(state.step)
+        step, tree = int(state.step), as_tree(state)
         if step in self._manager.all_steps():
             return
-        items: dict[str, Any] = {"state": ocp.args.StandardSave(as_tree(state))}
+        position = {} if stream is None else position_files(stream)
+        files = {name: checksums.of_bytes(data) for name, data in position.items()}
+        contents = Contents(step, checksums.checksums(tree), files)
+        items: dict[str, Any] = {
+            "state": ocp.args.StandardSave(tree),
+            CONTENTS: FilesArgs(contents.to_files(jax.process_index())),
+        }
         if stream is not None:
-            items["data"] = _PositionArgs(stream)
-        metrics = None if score is None else {SCORE: float(score)}
-        self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
+            items["data"] = FilesArgs(position)
+        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        self._begun.append(step)
 
-    def restore(
-        self, abstract: TrainState, stream: DataPosition | None, *, step: int | None = None
-    ) -> TrainState:
-        """Reads a checkpoint (None: the newest) into the given shapes and shardings.
-
-        Processes do not wait for one another here, so that one which cannot read says so to the others.
-        """
-        step = self.latest if step is None else step
-        if step is None:
-            raise FileNotFoundError(f"no checkpoint in {self._directory}")
-        directory = self._directory / str(step)
-        if stream is not None:
-            stream.restore(directory / "data")
-        tree = self._states.restore(
-            directory / "state", args=ocp.args.StandardRestore(as_tree(abstract))
-        )
-        return TrainState(**tree)
+    def newly_saved(self) -> list[int]:
+        """The steps whose checkpoints were finished since the last call."""
+        if self._begun and self._manager.is_saving_in_progress():
+            done, self._begun = self._begun[:-1], self._begun[-1:]
+            return done
+        self.wait()  # raises what went wrong
+        done, self._begun = self._begun, []
+        return done
 
     def restore_newest(
         self, abstract: TrainState, stream: DataPosition | None
@@ -164,6 +191,10 @@ class Checkpoints:
         Those after it, which some process found damaged, are set aside as ``STEP.unreadable`` with a
         warning. Nothing is renamed unless an older one was read.
 
+        Args:
+          abstract: shapes, dtypes and shardings.
+          stream: moved to the saved position; None leaves the position alone.
+
         Raises:
           ValueError: none of them can be read, or they hold the state of another model or the position
             of other data.
@@ -171,18 +202,11 @@ class Checkpoints:
         """
         damaged: dict[int, str] = {}
         for step in reversed(self.steps):
-            problem: str | None = None
-            try:
-                state = self.restore(abstract, stream, step=step)
-            except Exception as error:  # whatever readers make of damaged files
-                if not is_damage(error) or not self._same_arrays(step, abstract):
-                    raise
-                problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            problems = [p for p in hosts.Occasion("restore").everyone(problem) if p is not None]
-            if not problems:
+            state, problem = self._read(step, abstract, stream)
+            if problem is None:
                 self._set_aside(damaged)
                 return state
-            damaged[step] = problems[0]
+            damaged[step] = problem
         if damaged:
             newest = max(damaged)
             raise ValueError(
@@ -191,6 +215,54 @@ class Checkpoints:
                 "its place, or start in a new --workdir"
             )
         return None
+
+    def _read(
+        self, step: int, abstract: TrainState, stream: DataPosition | None
+    ) -> tuple[TrainState | None, str | None]:
+        """A checkpoint, and what some process found wrong with it.
+
+        Processes do not wait for one another while they read, so that one which cannot tells the others.
+        """
+        directory = self._directory / str(step)
+        state: TrainState | None = None
+        contents: Contents | None = None
+        problem, parts = None, {}
+        try:
+            contents = read_contents(directory)
+            state = self._restore(directory, abstract, stream, contents)
+            parts = checksums.checksums(as_tree(state))
+        except Exception as error:  # whatever readers make of damaged files
+            if not is_damage(error) or not self._same_arrays(step, abstract):
+                raise as_storage_error(error, directory) from error
+            problem = short(error)
+        found = hosts.Occasion("restore").everyone((problem, parts))
+        problems = [p for p, _ in found if p is not None]
+        if problems:
+            return None, problems[0]
+        try:
+            if contents is not None:
+                contents.check_arrays(checksums.add(part for _, part in found))
+        except DamagedError as error:
+            return None, short(error)
+        return state, None
+
+    def _restore(
+        self,
+        directory: pathlib.Path,
+        abstract: TrainState,
+        stream: DataPosition | None,
+        contents: Contents | None,
+    ) -> TrainState:
+        if stream is not None:
+            if contents is not None:
+                contents.check_files(directory / "data")
+            stream.restore(directory / "data")
+        tree = self._states.restore(
+            directory / "state", args=ocp.args.StandardRestore(as_tree(abstract))
+        )
+        if int(tree["step"]) != int(directory.name):
+            raise DamagedError(f"{directory} holds step {int(tree['step'])}")
+        return TrainState(**tree)
 
     def _set_aside(self, damaged: dict[int, str]) -> None:
         """Renames checkpoints, given with what is wrong with them."""
@@ -203,7 +275,8 @@ class Checkpoints:
                     found = "checkpoint %d cannot be read and is set aside as %s (%s)"
                     _log.warning(found, step, aside, problem)
                     (self._directory / str(step)).rename(aside)
-        self._manager.reload()
+        if self._has_manager:
+            self._manager.reload()
 
     def _same_arrays(self, step: int, abstract: TrainState) -> bool:
         """Whether a checkpoint lists the arrays of a state, or its list is damaged too."""
@@ -217,18 +290,13 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Returns when everything begun is written."""
-        self._manager.wait_until_finished()
+        if self._has_manager:
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits, then frees the manager's threads."""
-        self._manager.close()
-
-
-def is_damage(error: Exception) -> bool:
-    """Whether an error may come from damaged files; not from storage, memory or a user's mistake."""
-    if isinstance(error, OSError):
-        return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-    return not isinstance(error, MemoryError | jax.errors.JaxRuntimeError | OtherStreamError)
+        if self._has_manager:
+            self._manager.close()
 
 
 def free_name(path: pathlib.Path) -> pathlib.Path:
@@ -286,4 +354,5 @@ def finished_steps(directory: pathlib.Path) -> list[int]:
     """Numbers of the committed checkpoints in a directory, oldest first."""
     if not directory.is_dir():
         return []
-    return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit() and p.is_dir())
+    numbered = [p for p in directory.iterdir() if re.fullmatch("0|[1-9][0-9]*", p.name)]
+    return sorted(int(p.name) for p in numbered if p.is_dir() and is_committed(p))

@@ -1,0 +1,71 @@
+"""What storage promises, and what errors say of it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+
+import jax
+
+from synthesizer_jax.data.pipeline import OtherStreamError
+from synthesizer_jax.training.contents import DamagedError
+
+COMMITTED = "commit_success.txt"
+"""Orbax's file in a finished checkpoint; where storage has no atomic rename it alone tells one."""
+
+MOUNTS = pathlib.Path("/proc/mounts")
+
+NO_ANSWER = re.compile(
+    "PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|"
+    "[Pp]ermission denied|Input/output error|Stale file handle|Too many open files|Connection"
+)
+"""What readers say when storage does not answer; they raise the same kinds of errors for damaged files."""
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether an error may come from damaged files; not from storage, memory or a user's mistake."""
+    if isinstance(error, DamagedError):
+        return True
+    if isinstance(error, OSError):
+        return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+    if isinstance(error, MemoryError | jax.errors.JaxRuntimeError | OtherStreamError):
+        return False
+    return NO_ANSWER.search(str(error)) is None
+
+
+def as_storage_error(error: Exception, directory: pathlib.Path) -> Exception:
+    """The error itself, or an `OSError` where readers say by another that storage did not answer."""
+    if isinstance(error, OSError) or NO_ANSWER.search(str(error)) is None:
+        return error
+    return OSError(
+        f"{directory} cannot be read now ({short(error)}); it was left as it is: look at its permissions "
+        "and the storage, and start again"
+    )
+
+
+def short(error: Exception) -> str:
+    """An error in one line of at most 300 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def renames_atomically(directory: pathlib.Path) -> bool:
+    """Whether a rename in a directory happens at once, or not at all.
+
+    It does not in a bucket that is mounted with FUSE (gcsfuse, s3fs, …): there every object is copied and
+    then deleted, and a process that is killed leaves half a checkpoint under its final name.
+    """
+    if not MOUNTS.exists():
+        return True
+    kinds = {}
+    for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
+        _, place, kind, *_ = line.split(" ")
+        kinds[pathlib.Path(place.replace("\\040", " "))] = kind
+    real = pathlib.Path(os.path.realpath(directory))
+    kind = next((kinds[p] for p in (real, *real.parents) if p in kinds), "")
+    return not kind.startswith("fuse")
+
+
+def is_committed(checkpoint: pathlib.Path) -> bool:
+    """Whether a directory with a checkpoint's final name holds a whole checkpoint."""
+    return renames_atomically(checkpoint.parent) or (checkpoint / COMMITTED).exists()
