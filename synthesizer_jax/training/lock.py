@@ -1,0 +1,154 @@
+"""One training at a time in a directory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import pathlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import IO
+
+from synthesizer_jax.sharding import hosts
+
+LOCK_FILE = "train.lock"
+
+BEAT_SECONDS = 10.0
+"""How often the owner of a lock shows that it lives."""
+
+DEAD_SECONDS = 60.0
+"""A lock on another machine without a sign of life for so long is nobody's."""
+
+BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
+
+NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class InUseError(OSError):
+    """Another process trains in the directory."""
+
+
+@contextlib.contextmanager
+def locked(directory: pathlib.Path, *, log: Callable[[str], None] = hosts.say) -> Iterator[None]:
+    """Holds a directory for this process, until it ends in whatever way.
+
+    On this machine, and on shared file systems that lock for all, the system's own lock says who holds it,
+    and drops it when the process dies. Elsewhere the owner writes to the file every `BEAT_SECONDS`; one on
+    another machine that has not done so for `DEAD_SECONDS` counts as dead. A directory that did not exist,
+    and in which nothing was made, is removed again.
+
+    Args:
+      directory: made if need be.
+      log: takes a line before it is found out whether an owner is dead.
+
+    Raises:
+      InUseError: another process holds it.
+    """
+    made = not directory.exists()
+    directory.mkdir(parents=True, exist_ok=True)
+    path, closed = directory / LOCK_FILE, threading.Event()
+    try:
+        with open_locked(path) as file:
+            wait_for_the_dead(file, path, log)
+            show_life(file)
+            beats = threading.Thread(target=beat, args=(file, closed), name="lock", daemon=True)
+            beats.start()
+            try:
+                yield
+            finally:
+                closed.set()
+                beats.join()
+                path.unlink()
+    finally:
+        if made:
+            with contextlib.suppress(OSError):  # something lies in it: the run has begun
+                directory.rmdir()
+
+
+def open_locked(path: pathlib.Path) -> IO[str]:
+    """Opens the file with the system's lock on it, where the file system has such locks."""
+    while True:
+        file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise in_use(file, path) from None
+        except OSError as error:
+            if error.errno not in NOT_SUPPORTED:
+                raise
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()  # its last owner has removed it in the meantime
+
+
+def wait_for_the_dead(file: IO[str], path: pathlib.Path, log: Callable[[str], None]) -> None:
+    """Returns when the machine that the file names shows no sign of life, or is this one."""
+    owner, last = read_owner(file), path.stat().st_mtime
+    if owner.get("machine") in (None, machine()):
+        return
+    log(
+        f"{path.parent} was left by a training on {owner.get('host')}; waiting until that has shown no "
+        f"sign of life for {DEAD_SECONDS:.0f} s"
+    )
+    while storage_time(path) - last < DEAD_SECONDS:
+        time.sleep(1.0)
+        if path.stat().st_mtime != last:
+            raise in_use(file, path)
+
+
+def storage_time(path: pathlib.Path) -> float:
+    """The present time by the clock that stamps the files beside `path`."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    beside.touch()
+    now = beside.stat().st_mtime
+    beside.unlink()
+    return now
+
+
+def beat(file: IO[str], closed: threading.Event) -> None:
+    """Writes the sign of life until `closed`."""
+    while not closed.wait(BEAT_SECONDS):
+        with contextlib.suppress(
+            OSError
+        ):  # storage does not answer now; the next beat may reach it
+            show_life(file)
+
+
+def show_life(file: IO[str]) -> None:
+    """Writes who holds the lock."""
+    owner = {"host": socket.gethostname(), "process": os.getpid(), "machine": machine()}
+    file.seek(0)
+    file.truncate()
+    file.write(json.dumps(owner))
+    file.flush()
+
+
+def read_owner(file: IO[str]) -> dict[str, object]:
+    """Who wrote the file; empty where nobody has."""
+    file.seek(0)
+    try:
+        owner = json.loads(file.read())
+    except ValueError:
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def in_use(file: IO[str], path: pathlib.Path) -> InUseError:
+    """The error that names who holds the lock."""
+    owner = read_owner(file)
+    return InUseError(
+        f"{path.parent} is in use: process {owner.get('process', '?')} on {owner.get('host', '?')} trains "
+        "there; wait for its end, or use another --workdir"
+    )
+
+
+def machine() -> str:
+    """What tells this machine from others, and from itself before it was started again."""
+    boot = BOOT.read_text(encoding="ascii").strip() if BOOT.exists() else ""
+    return f"{socket.gethostname()} {boot}".strip()
