@@ -175,9 +175,9 @@ def devices() -> Iterator[Finding]:
 
 def memory() -> Iterator[Finding]:
     """Free memory of the host."""
-    from synthesizer_jax.sharding import hosts
+    from synthesizer_jax.sharding.memory import free_memory
 
-    free = hosts.free_memory()
+    free = free_memory()
     if free is None:
         return
     level = "ok" if free >= MEMORY else "warning"

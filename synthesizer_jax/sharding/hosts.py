@@ -11,8 +11,6 @@ import dataclasses
 import itertools
 import json
 import os
-import pathlib
-import re
 import socket
 import sys
 import time
@@ -35,8 +33,6 @@ PATIENCE, TIMEOUT = 30.0, 300.0
 """Seconds until missing processes are named, and until the start is given up."""
 
 BARRIER_SECONDS = 3600
-
-MEMORY = pathlib.Path("/proc/meminfo")
 
 GO = b"go\n"
 """What process 0 answers when all are there; the coordinator itself says other things on that port."""
@@ -295,20 +291,19 @@ def barrier(name: str) -> None:
     Occasion(name).everyone(None)
 
 
-def tell(name: str) -> None:
+def tell(name: str, text: str) -> None:
     """Lets every process know of something; see `told`."""
-    service().key_value_set(f"synthesizer_jax/{name}", "", allow_overwrite=True)
+    service().key_value_set(f"synthesizer_jax/{name}", text, allow_overwrite=True)
 
 
-def told(name: str) -> bool:
-    """Whether a process of the group has called `tell`."""
+def told(name: str) -> str | None:
+    """What a process of the group has last said with `tell`; None: nothing yet."""
     try:
-        service().key_value_try_get(f"synthesizer_jax/{name}")
+        return str(service().key_value_try_get(f"synthesizer_jax/{name}"))
     except jax.errors.JaxRuntimeError as error:
         if "NOT_FOUND" in str(error):
-            return False
+            return None
         raise
-    return True
 
 
 @contextlib.contextmanager
@@ -321,20 +316,6 @@ def one_after_the_first(name: str) -> Iterator[None]:
     finally:
         if first():
             barrier(name)
-
-
-def free_memory() -> int | None:
-    """Bytes that a program could still take of this host's memory and swap; None: the host does not say.
-
-    What a container's limit leaves of them is not looked at.
-    """
-    if not MEMORY.exists():
-        return None
-    text = MEMORY.read_text(encoding="ascii")
-    sizes = {name: 1024 * int(size) for name, size in re.findall(r"(\w+): +(\d+) kB", text)}
-    if "MemAvailable" not in sizes:
-        return None
-    return sizes["MemAvailable"] + sizes.get("SwapFree", 0)
 
 
 def leave(code: int) -> NoReturn:

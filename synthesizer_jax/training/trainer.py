@@ -15,15 +15,19 @@ from synthesizer_jax.sharding import (
     Rows,
     batch_sharding,
     check_batch,
-    hosts,
     make_mesh,
     on_mesh,
     replicated,
 )
+from synthesizer_jax.sharding.memory import free_memory
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.state import TrainState, example_tokens, init_state, make_layout
 from synthesizer_jax.training.step import Batch, Metrics, make_train_step
 from synthesizer_jax.training.utilisation import product_rate, step_flops
+
+MARGIN = 1.15
+"""Memory that must be free, in multiples of what a program says that it needs: allocators waste some, and
+evaluations and checkpoints take some too."""
 
 
 class Trainer:
@@ -50,11 +54,11 @@ class Trainer:
             out_shardings=(self.layout.shardings, None),
             compiler_options=compiler_options(self.mesh),
         )
-        self._any = jax.jit(
-            lambda flags, _: flags.max(), out_shardings=replicated(self.mesh), keep_unused=True
+        self._largest = jax.jit(
+            lambda numbers, _: numbers.max(), out_shardings=replicated(self.mesh), keep_unused=True
         )
         self._rows = Rows(data.batch_size, data.shards, batch_sharding(self.mesh))
-        self._compiled: Callable[..., tuple[TrainState, Metrics]] | None = None
+        self._compiled: jax.stages.Compiled | None = None
         self._key = jax.random.key(training.seed)
 
     def make_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
@@ -105,6 +109,17 @@ class Trainer:
         )
 
     @property
+    def described_devices(self) -> str:
+        """Number and kind of the devices, such as ``8 × TPU v5 lite``."""
+        kinds = sorted({device.device_kind for device in self.mesh.devices.flat})
+        return f"{self.mesh.size} × {', '.join(kinds)}"
+
+    def learning_rate(self, step: int) -> float | None:
+        """The learning rate that made step number `step`; None: the optimiser has no schedule."""
+        schedule = getattr(self.experiment.training.optimizer, "learning_rate", None)
+        return None if schedule is None else float(schedule.build()(step - 1))
+
+    @property
     def shards(self) -> list[int]:
         """The data's virtual shards whose rows this process' devices take."""
         return self._rows.shards_of(jax.process_index())
@@ -120,17 +135,19 @@ class Trainer:
             return jax.device_put(batch, batch_sharding(self.mesh))
         return {name: self._rows.place(x) for name, x in batch.items()}
 
-    def vote(self, flag: bool, *, after: jax.Array) -> jax.Array:
-        """Whether any process says yes, as a number; every process has to ask.
+    def largest(self, number: int, *, after: jax.Array) -> jax.Array:
+        """The largest of the processes' numbers; every process has to ask.
 
         Args:
-          flag: this process' word.
-          after: something that the step makes, so that the votes are counted when it is done.
+          number: this process' own, an int32.
+          after: something that the step makes, so that the numbers are compared when it is done.
         """
         sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
-        own = np.full(self.mesh.size, flag, np.int32)
-        flags = jax.make_array_from_callback((self.mesh.size,), sharding, lambda where: own[where])
-        return self._any(flags, after)
+        own = np.full(self.mesh.size, number, np.int32)
+        numbers = jax.make_array_from_callback(
+            (self.mesh.size,), sharding, lambda where: own[where]
+        )
+        return self._largest(numbers, after)
 
     def trace(self) -> jax.stages.Traced:
         """The step for this experiment's shapes, to lower and compile; allocates nothing."""
@@ -139,14 +156,13 @@ class Trainer:
             return self._jitted.trace(self.layout.abstract, batch, self._key, *self.arguments)
 
     def compile(self) -> None:
-        """Compiles the step; nothing is fetched or changed.
+        """Compiles the step; nothing is fetched or changed."""
+        self._compiled = self.trace().lower().compile()
 
-        Raises:
-          ValueError: this host has not the memory that a step needs.
-        """
-        compiled = self.trace().lower().compile()
-        check_memory(compiled, self.mesh)
-        self._compiled = compiled
+    def check_memory(self) -> None:
+        """Raises a `ValueError` where this host has not the memory that a step needs now."""
+        assert self._compiled is not None
+        check_memory(self._compiled, self.mesh)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One step; the old state's buffers are reused."""
@@ -170,13 +186,14 @@ def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:
 def check_memory(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> None:
     """Raises a `ValueError` where a step on CPUs would be killed by the system for want of memory.
 
-    Temporaries of all of this process' devices are counted; the state already lies in memory. Devices of
-    other kinds say themselves that their memory does not suffice.
+    Temporaries of all of this process' devices are counted, and `MARGIN` for what else will grow; the state
+    already lies in memory. Devices of other kinds say themselves that their memory does not suffice.
     """
     if mesh.devices.flat[0].platform != "cpu":
         return
     memory: Any = compiled.memory_analysis()
-    needed, free = len(mesh.local_devices) * memory.temp_size_in_bytes, hosts.free_memory()
+    needed = MARGIN * len(mesh.local_devices) * memory.temp_size_in_bytes
+    free = free_memory()
     if free is not None and needed > free:
         raise ValueError(
             f"a step needs {needed / 2**30:.1f} GiB more memory and {free / 2**30:.1f} GiB are free; end "

@@ -38,25 +38,6 @@ def test_one_process_alone_starts_nothing(variables):
     assert said == []
 
 
-@pytest.mark.parametrize(
-    ("text", "free"),
-    [
-        (
-            "MemTotal:  900 kB\nMemAvailable:  300 kB\n\nHugePages_Total: 0\nSwapFree: 20 kB\n",
-            320 * 1024,
-        ),
-        ("MemAvailable:  300 kB\n", 300 * 1024),
-        ("MemTotal:  900 kB\nMemFree:  300 kB\n", None),
-        (None, None),
-    ],
-)
-def test_free_memory(tmp_path, monkeypatch, text, free):
-    monkeypatch.setattr(hosts, "MEMORY", tmp_path / "meminfo")
-    if text is not None:
-        hosts.MEMORY.write_text(text)
-    assert hosts.free_memory() == free
-
-
 def test_the_variables_name_a_place(variables):
     variables(
         JAX_COORDINATOR_ADDRESS="host:1234", SYNTHESIZER_PROCESSES="4", SYNTHESIZER_PROCESS="3"
@@ -143,8 +124,8 @@ def test_a_process_that_reaches_nobody_says_so():
 def test_sigterm_before_all_have_come_ends_a_process_with_its_own_code():
     program = (
         "from synthesizer_jax.sharding import hosts\n"
-        "from synthesizer_jax.training.survival import leave_on_sigterm\n"
-        "leave_on_sigterm()\n"
+        "from synthesizer_jax.training.survival import leave_on_signals\n"
+        "leave_on_signals()\n"
         "hosts.start(patience=0.1)\n"
     )
     place = {hosts.ADDRESS: f"127.0.0.1:{port()}", hosts.PROCESSES: "2", hosts.PROCESS: "0"}
