@@ -33,16 +33,13 @@ def distill(
     from synthesizer_jax.sharding import hosts
     from synthesizer_jax.training.distillation import Distillation
     from synthesizer_jax.training.distillation import distill as distill_run
-    from synthesizer_jax.training.survival import EXIT_PREEMPTED, Preempted, leave_on_sigterm
+    from synthesizer_jax.training.survival import Preempted, farewell, leave_on_signals
 
-    leave_on_sigterm()
+    leave_on_signals()
     hosts.start()
     settings = load_recipe(recipe, overrides or (), kind=Distillation)
     try:
         distill_run(settings, teacher, workdir, data_dir=data_dir, visible=not quiet)
-    except Preempted:
-        typer.echo(
-            f"stopped by SIGTERM, everything is saved in {workdir}; start again to continue",
-            err=True,
-        )
-        raise typer.Exit(EXIT_PREEMPTED) from None
+    except Preempted as preempted:
+        typer.echo(farewell(preempted), err=True)
+        raise typer.Exit(preempted.exit_code) from None

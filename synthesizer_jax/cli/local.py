@@ -8,14 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from synthesizer_jax.sharding.hosts import ADDRESS, PROCESS, PROCESSES
-from synthesizer_jax.training.survival import EXIT_PREEMPTED
+from synthesizer_jax.training.survival import EXIT_CODES
 
 
 def local(
@@ -30,7 +29,7 @@ def local(
 ) -> None:
     """Run a command as several processes on this machine that train as one.
 
-    When one of them ends with an error the others are ended at once; SIGTERM goes to all.
+    When one of them ends with an error the others are ended at once; SIGTERM and Ctrl-C go to all.
 
     Example: synthesizer-jax local --processes 2 --devices 4 -- train quickstart --workdir runs/rv
     """
@@ -54,19 +53,21 @@ def run_group(command: Sequence[str], processes: int, environment: dict[str, str
     shared = {**os.environ, **environment, ADDRESS: f"127.0.0.1:{free_port()}"}
     shared[PROCESSES] = str(processes)
     group: dict[int, subprocess.Popen[bytes]] = {}
-    asked = threading.Event()
+    asked: list[int] = []
 
-    def stop(*_: object) -> None:
-        asked.set()
-        send(group, signal.SIGTERM)
+    def stop(number: int, _: object) -> None:
+        asked.append(number)
+        # A second Ctrl-C ends all at once. The first reaches them from the terminal too, so they get
+        # another signal from here, or they would take it for a second.
+        send(group, signal.SIGKILL if asked.count(signal.SIGINT) > 1 else signal.SIGTERM)
 
-    old = signal.signal(signal.SIGTERM, stop)
+    old = {number: signal.signal(number, stop) for number in EXIT_CODES}
     code = 0
     try:
         for index in range(processes):
             process = subprocess.Popen(command, env={**shared, PROCESS: str(index)})
             group[process.pid] = process
-        if asked.is_set():  # some may have begun after it
+        if asked:  # some may have begun after it
             send(group, signal.SIGTERM)
         while group:
             pid, status = os.wait()
@@ -74,12 +75,13 @@ def run_group(command: Sequence[str], processes: int, environment: dict[str, str
                 continue
             own = os.waitstatus_to_exitcode(status)
             own = 128 - own if own < 0 else own
-            code = code or own
-            if own not in (0, EXIT_PREEMPTED):
+            code = code or (EXIT_CODES[signal.SIGINT] if own and signal.SIGINT in asked else own)
+            if own not in (0, *EXIT_CODES.values()):
                 send(group, signal.SIGKILL)
     finally:
         send(group, signal.SIGKILL)
-        signal.signal(signal.SIGTERM, old)
+        for number, handler in old.items():
+            signal.signal(number, handler)
     return code
 
 

@@ -128,6 +128,6 @@ def test_three_kills_change_nothing(tmp_path):
     assert result.returncode == 0, result.stderr
     result = json.loads(found.read_text())
     assert len(result["kills"]) == 3
-    assert {k["lost"] for k in result["kills"] if k["signal"] == "SIGTERM"} == {0}
+    assert {k["lost"] for k in result["kills"] if k["signal"] != "SIGKILL"} == {0}
     assert result["same"]
     assert len(result["losses"]) == result["steps"] == 60

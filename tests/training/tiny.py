@@ -69,21 +69,28 @@ class CopyStream:
 
 
 def main(directory: str, kill_at: str, how: str) -> None:
-    """Trains; kills itself with SIGKILL before batch `kill_at`, or with SIGTERM somewhere."""
+    """Trains; kills itself with SIGKILL before batch `kill_at`, or with another signal somewhere.
+
+    Args:
+      directory: of the run.
+      kill_at: number of the batch, or of the step that is evaluated.
+      how: ``never``, or the signal (``kill``, ``term``, ``int``), followed by ``-in-evaluation`` or
+        ``-in-compilation`` if it comes there; ``int-int`` are two of them.
+    """
     from synthesizer_jax.training.loop import train
-    from synthesizer_jax.training.survival import EXIT_PREEMPTED, Preempted, StopSignal
+    from synthesizer_jax.training.survival import Preempted, StopSignal
     from synthesizer_jax.training.trainer import Trainer
 
     class Killing(CopyStream):
         def __next__(self):
-            if self.taken == int(kill_at) and how in ("kill", "term"):
-                number = signal.SIGKILL if how == "kill" else signal.SIGTERM
-                os.kill(os.getpid(), number)
+            if self.taken == int(kill_at) and "-in-" not in how:
+                for name in how.split("-"):
+                    os.kill(os.getpid(), signal.Signals[f"SIG{name.upper()}"])
             return super().__next__()
 
     def evaluate(state):
-        if how == "term-in-evaluation" and int(state.step) >= int(kill_at):
-            os.kill(os.getpid(), signal.SIGTERM)
+        if how.endswith("-in-evaluation") and int(state.step) >= int(kill_at):
+            os.kill(os.getpid(), signal.Signals[f"SIG{how.split('-')[0].upper()}"])
             np.linalg.svd(np.ones((3000, 3000)))  # long, and no bytecode in between
         return {"score": -float(state.step)}
 
@@ -106,8 +113,8 @@ def main(directory: str, kill_at: str, how: str) -> None:
                 evaluate=evaluate,
                 visible=False,
             )
-    except Preempted:
-        sys.exit(EXIT_PREEMPTED)
+    except Preempted as preempted:
+        sys.exit(preempted.exit_code)
 
 
 if __name__ == "__main__":
