@@ -63,9 +63,9 @@ $(NEWEST)/.installed: pyproject.toml
 test-newest: $(NEWEST)/.installed  ## the tests that need no TensorFlow, with the newest jax and flax (NEWEST_PYTHON=python3.13)
 	$(NEWEST)/bin/pytest -n 2 --dist worksteal $(NEWEST_TESTS)
 
-reliability: $(STAMP)  ## kill a run 10 and 100 times, and write docs/reliability.md
-	$(BIN)/python benchmarks/reliability.py --kills 10 --page docs/reliability.md
-	$(BIN)/python benchmarks/reliability.py --kills 100 --page docs/reliability.md
+reliability: $(STAMP)  ## kill runs 100 times, and write docs/reliability.md
+	$(BIN)/python benchmarks/reliability.py --kills 50 --processes 1 --page docs/reliability.md
+	$(BIN)/python benchmarks/reliability.py --kills 50 --processes 1 2 --page docs/reliability.md
 
 bench: $(STAMP)  ## the attention benchmark
 	$(BIN)/python benchmarks/attention.py

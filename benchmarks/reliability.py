@@ -1,13 +1,15 @@
 """A short run, killed again and again, beside the same run undisturbed.
 
-    python benchmarks/reliability.py --kills 10
+    python benchmarks/reliability.py --kills 50 --processes 1
+    python benchmarks/reliability.py --kills 50 --processes 1 2
 
-At random moments one process of the group gets SIGKILL or SIGTERM; the run is started again, every few
-kills with another number of processes that have the same eight devices. A kill comes so many steps after
-a start, or so many seconds (or as soon as `--stride` steps are done): also while modules load, data is
-read, programs are compiled, the model is evaluated, checkpoints are written. At the end every step must
-have read the examples that the undisturbed run read (`data_checksum`), and have its loss to a relative
-1e-4. The script fails where it is not so.
+At random moments one process of the group gets SIGKILL, SIGTERM or SIGINT; the run is started again, every
+few kills with another number of processes that have the same eight devices. A kill comes so many steps
+after a start, or so many seconds (or as soon as `--stride` steps are done): also while modules load, data
+is read, programs are compiled, the model is evaluated, checkpoints are written. At the end every step must
+have read the examples that the undisturbed run read (`data_checksum`) and have its loss, to the last bit
+with one number of processes, to a relative 1e-4 with several; and every evaluation must be there. The
+script fails where it is not so.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import report
 from synthesizer_jax.data import embedded
 from synthesizer_jax.training.checkpoints import finished_steps
 from synthesizer_jax.training.metrics import METRICS_FILE, read_metrics
-from synthesizer_jax.training.survival import EXIT_PREEMPTED
+from synthesizer_jax.training.survival import EXIT_CODES
 
 RECIPE = pathlib.Path(__file__).with_name("reliability_run.py")
 DEVICES = 8
@@ -40,7 +42,9 @@ TOLERANCE = 1e-4
 
 EXPECTED = {
     "SIGKILL": {128 + signal.SIGKILL},
-    "SIGTERM": {EXIT_PREEMPTED, 128 + signal.SIGTERM},  # the latter before anything has begun
+    # The second before anything has begun.
+    "SIGTERM": {EXIT_CODES[signal.SIGTERM], 128 + signal.SIGTERM},
+    "SIGINT": {EXIT_CODES[signal.SIGINT], 128 + signal.SIGINT},
 }
 """Exit codes of a group of which one process got the signal."""
 
@@ -51,9 +55,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         found = Campaign(args, pathlib.Path(place)).run()
     kills, losses = found["kills"], found["losses"]
+    groups = " and ".join(map(str, args.processes))
     text = (
-        f"{len(kills)} kills over {found['steps']} steps of `benchmarks/reliability_run.py` on "
-        f"{DEVICES} CPU devices. *Lost* are steps done again.\n\n"
+        f"{len(kills)} kills over {found['steps']} steps of `benchmarks/reliability_run.py`, {DEVICES} CPU "
+        f"devices of {groups} process{'' if groups == '1' else 'es'}. *Lost* are steps done again.\n\n"
         + report.table(
             summary(kills),
             {
@@ -67,10 +72,11 @@ def main() -> None:
             },
         )
         + f"\n\nExamples of all steps as in the undisturbed run: {'yes' if found['same'] else 'NO'}. "
-        f"Largest relative difference of a loss: {max(losses):.1e}; losses equal to the last bit: "
-        f"{sum(x == 0 for x in losses)} of {len(losses)}."
+        f"Losses equal to the last bit: {sum(x == 0 for x in losses)} of {len(losses)}; largest relative "
+        f"difference: {max(losses):.1e}. Evaluations: {found['evaluations']} of "
+        f"{found['evaluations_undisturbed']}."
     )
-    name = f"reliability {args.kills}"
+    name = "reliability " + ("one process" if args.processes == [1] else "changing processes")
     report.write(name, text, result=found, options=args, facts=report.machine())
     if found["problems"]:
         raise SystemExit("\n".join(found["problems"]))
@@ -142,20 +148,27 @@ class Campaign:
         losses = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(mine, theirs, strict=False)]
         if not same or len(mine) != self.steps:
             problems.append("the steps did not read the same examples")
-        if max(losses) > TOLERANCE:
+        if max(losses) > (0 if self.args.processes == [1] else TOLERANCE):
             problems.append(f"a loss is off by {max(losses):.1e}")
+        measured, expected = (
+            [r["step"] for r in self.lines(w, "eval")] for w in ("killed", "undisturbed")
+        )
+        if measured != expected:
+            problems.append(f"evaluations of {sorted(set(expected) - set(measured))} are missing")
         rows = [dataclasses.asdict(kill) for kill in kills]
         return {
             "steps": self.steps,
             "kills": rows,
             "same": same,
             "losses": losses,
+            "evaluations": len(measured),
+            "evaluations_undisturbed": len(expected),
             "problems": problems,
         }
 
     def leg(self, processes: int) -> Kill | None:
         """Starts the run, kills one of its processes; None where the run ended before."""
-        name = self.random.choice(["SIGKILL", "SIGTERM"])
+        name = self.random.choice(list(EXPECTED))
         done, written = self.last_step("killed"), self.written()
         process = self.start("killed", processes)
         if self.random.choice(self.args.moments) == "step":
@@ -213,11 +226,11 @@ class Campaign:
         while process.poll() is None and self.last_step(workdir) < step and time.monotonic() < end:
             time.sleep(0.05)
 
-    def lines(self, workdir: str) -> list[dict[str, Any]]:
-        """What the steps logged."""
+    def lines(self, workdir: str, kind: str = "train") -> list[dict[str, Any]]:
+        """What the steps, or the evaluations, logged."""
         path = self.place / workdir / METRICS_FILE
         records = read_metrics(path) if path.exists() else []
-        return [r for r in records if r["kind"] == "train"]
+        return [r for r in records if r["kind"] == kind]
 
     def written(self) -> int:
         """When the killed run's lines were written last, in nanoseconds."""

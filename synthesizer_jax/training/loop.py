@@ -1,12 +1,14 @@
-"""The training loop: evaluate, save, fetch, step, log the step before.
+"""The training loop: save, evaluate, fetch, step, log the step before.
 
 Only this loop holds a changing state.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pathlib
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -14,21 +16,23 @@ import jax
 import numpy as np
 
 from synthesizer_jax.sharding import hosts
-from synthesizer_jax.training.checkpoints import Checkpoints, DataPosition
+from synthesizer_jax.training.checkpoints import Checkpoints
+from synthesizer_jax.training.contents import DataPosition
 from synthesizer_jax.training.experiment import Experiment
-from synthesizer_jax.training.metrics import MetricsWriter, ProgressBar, Throughput
+from synthesizer_jax.training.metrics import METRICS_FILE, MetricsWriter, Throughput, scores
+from synthesizer_jax.training.progress import Progress, duration
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.step import Metrics
 from synthesizer_jax.training.survival import Preempted, StopSignal
 from synthesizer_jax.training.trainer import Trainer
-from synthesizer_jax.training.watch import Events, Watchdog, goodput
+from synthesizer_jax.training.watch import Events, Watchdog, goodput, read_events
 
 Evaluate = Callable[[TrainState], dict[str, float]]
 """Measures a state; the entry ``score`` (higher is better) chooses the best checkpoint."""
 
 
 STOP = "stop"
-"""Among a step's metrics in several processes: whether one of them wants to stop."""
+"""Among a step's metrics in several processes: the signal that one of them got, or 0."""
 
 
 class Stream(DataPosition, Protocol):
@@ -53,6 +57,7 @@ def train(
     initial: Callable[[TrainState], TrainState] | None = None,
     trainer: Trainer | None = None,
     devices: list[jax.Device] | None = None,
+    ready: Callable[[], None] = lambda: None,
     visible: bool = True,
 ) -> TrainState:
     """Trains to `training.steps`, from the directory's newest checkpoint if there is one.
@@ -61,13 +66,14 @@ def train(
       experiment: what to train.
       stream: its batches.
       directory: where checkpoints and logs lie.
-      stop: listens for SIGTERM.
-      evaluate: measures a state every `evaluation.every` steps and at the end.
+      stop: listens for signals.
+      evaluate: measures a state every `evaluation.every` steps and at the end, after it was saved.
       initial: changes a fresh state, such as to put a checkpoint's parameters into it; a resumed
         run does not need it.
       trainer: what makes the steps; None: one that trains the experiment's model on its targets.
       devices: None uses all devices.
-      visible: show a progress bar.
+      ready: called when the state is there and the step compiled. Nothing was written before.
+      visible: say how it goes on.
 
     ``events.jsonl`` tells when what happened, and the log's ``goodput`` which share of the time since
     the run's first start its steps needed. The log's ``mfu`` is the model FLOP/s utilisation, against
@@ -77,16 +83,22 @@ def train(
       The final state.
 
     Raises:
-      Preempted: after a SIGTERM, with everything saved.
+      Preempted: after SIGTERM or SIGINT, with everything saved.
       NonFiniteLossError: the run diverged; the last good checkpoint is untouched.
+      FileNotFoundError: the run's checkpoints are gone.
     """
-    training = experiment.training
+    began = time.time()
+    training, data = experiment.training, experiment.data
     trainer = Trainer(experiment, devices) if trainer is None else trainer
+    measured = scores(directory / METRICS_FILE)
     checkpoints = Checkpoints(
-        directory / "checkpoints", keep_latest=training.keep_latest, keep_best=training.keep_best
+        directory / "checkpoints",
+        keep_latest=training.keep_latest,
+        keep_best=training.keep_best,
+        scores=measured,
     )
-    events = Events(directory, writes=hosts.first())
-    events.write("start", step=checkpoints.latest or 0)
+    check_not_lost(directory, checkpoints)
+    progress = Progress(training.steps, title=directory.name, visible=visible and hosts.first())
     try:
         with stop.region():
             restored = checkpoints.restore_newest(trainer.layout.abstract, stream)
@@ -96,92 +108,146 @@ def train(
                 state = trainer.init() if initial is None else initial(trainer.init())
             utilisation = None
             if int(state.step) < training.steps:
+                size = sum(x.size for x in jax.tree.leaves(state.params))
+                devices_there = trainer.described_devices
+                progress.say(int(state.step), f"compiling: {size:,} parameters on {devices_there}")
+                compiling = time.perf_counter()
                 trainer.compile()
+                trainer.check_memory()
                 utilisation = trainer.measure_utilisation()
-            throughput = Throughput(utilisation)
-        run = _Run(trainer, checkpoints, stream, directory, stop, evaluate, throughput, events)
-        return run.to_the_end(state, visible=visible)
+                seconds = duration(time.perf_counter() - compiling)
+                progress.say(int(state.step), f"compiled in {seconds}")
+        ready()
+        events = Events(directory, writes=hosts.first())
+        events.write("start", step=int(state.step), at=began)
+        throughput = Throughput(
+            data.batch_size * (data.inputs_length + data.targets_length), utilisation
+        )
+        run = _Run(
+            trainer=trainer,
+            checkpoints=checkpoints,
+            stream=stream,
+            directory=directory,
+            stop=stop,
+            evaluate=evaluate,
+            throughput=throughput,
+            events=events,
+            progress=progress,
+        )
+        return run.to_the_end(state, evaluated=set(measured))
     finally:
+        progress.close()
         checkpoints.close()
 
 
+def check_not_lost(directory: pathlib.Path, checkpoints: Checkpoints) -> None:
+    """Raises a `FileNotFoundError` where a run has no checkpoints any more and would begin anew."""
+    saved = [event["step"] for event in read_events(directory) if event["event"] == "saved"]
+    if saved and not checkpoints.steps:
+        raise FileNotFoundError(
+            f"{directory / 'checkpoints'} holds no checkpoint, but the run has saved step {max(saved)}; "
+            "mount or restore that directory, or start in a new --workdir"
+        )
+
+
+@dataclasses.dataclass
 class _Run:
     """The loop's moving parts."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        checkpoints: Checkpoints,
-        stream: Stream,
-        directory: pathlib.Path,
-        stop: StopSignal,
-        evaluate: Evaluate | None,
-        throughput: Throughput,
-        events: Events,
-    ):
-        self.trainer, self.checkpoints, self.stream = trainer, checkpoints, stream
-        self.directory, self.stop, self.evaluate = directory, stop, evaluate
-        self.experiment = trainer.experiment
-        self.score: float | None = None
-        self.pending: tuple[int, Metrics] | None = None
-        self.throughput = throughput
-        self.events = events
-        self.watchdog = Watchdog(self.experiment.training.watchdog_seconds)
-        self.several, self.stop_agreed = jax.process_count() > 1, False
+    trainer: Trainer
+    checkpoints: Checkpoints
+    stream: Stream
+    directory: pathlib.Path
+    stop: StopSignal
+    evaluate: Evaluate | None
+    throughput: Throughput
+    events: Events
+    progress: Progress
 
-    def to_the_end(self, state: TrainState, *, visible: bool) -> TrainState:
-        """Runs the remaining steps."""
+    def __post_init__(self) -> None:
+        self.experiment = self.trainer.experiment
+        self.pending: tuple[int, Metrics] | None = None
+        self.watchdog = Watchdog(self.experiment.training.watchdog_seconds)
+        self.several, self.agreed = jax.process_count() > 1, 0
+
+    def to_the_end(self, state: TrainState, *, evaluated: set[int]) -> TrainState:
+        """Runs the remaining steps.
+
+        Args:
+          state: where the run stands.
+          evaluated: steps that were evaluated before. An evaluation that a signal cut off is made up for.
+        """
         start, steps = int(state.step), self.experiment.training.steps
-        first, title = hosts.first(), self.directory.name
-        self.writer = MetricsWriter(self.directory, restored_step=start, writes=first)
-        self.bar = ProgressBar(steps, start=start, title=title, visible=visible and first)
+        self.writer = MetricsWriter(self.directory, restored_step=start, writes=hosts.first())
+        self.progress.begin(start)
         try:
+            if start and self.is_measured(start) and start not in evaluated:
+                self.measure(state, start)
             for step in range(start, steps):
                 self.watchdog.moved()
-                if self.stop_agreed or (not self.several and self.stop.stopped):
-                    raise Preempted
+                if number := self.agreed if self.several else self.stop.received:
+                    raise Preempted(number)
                 batch = self.trainer.put(next(self.stream))
+                if step == start:
+                    self.trainer.check_memory()  # again: reading data has taken some
                 state, metrics = self.trainer.step(state, batch)
                 if self.several:
-                    metrics[STOP] = self.trainer.vote(self.stop.stopped, after=metrics["loss"])
+                    metrics[STOP] = self.trainer.largest(self.stop.received, after=metrics["loss"])
                 self.log()
                 self.pending = (step + 1, metrics)
                 self.after(state, step + 1)
+            self.checkpoints.prune()
             self.events.write("end", step=steps)
         except Preempted:
             self.save(state)
             raise
         finally:
             self.watchdog.close()
-            self.bar.close()
             self.writer.close()
         return state
 
-    def after(self, state: TrainState, step: int) -> None:
-        """Evaluates and saves where the recipe says so; the last step does both."""
-        last = step == self.experiment.training.steps
+    def is_measured(self, step: int) -> bool:
+        """Whether the recipe wants a step to be evaluated; the last one always."""
         every = self.experiment.evaluation.every
-        if self.evaluate is not None and (last or (every and step % every == 0)):
-            self.log()
-            with self.stop.region(lambda: self.save(state)):
-                measured = self.evaluate(state)
-            self.score = measured.get("score")
-            self.events.write("evaluated", step=step)
-            share = goodput(self.directory, self.throughput.seconds_per_step)
-            measured |= {} if share is None else {"goodput": share}
-            self.writer.write(step, measured, kind="eval")
-            self.throughput.read()
-        if last or step % self.experiment.training.save_every == 0:
-            self.save(state, wait=last)
+        last = step == self.experiment.training.steps
+        return self.evaluate is not None and (last or bool(every and step % every == 0))
+
+    def after(self, state: TrainState, step: int) -> None:
+        """Saves and evaluates where the recipe says so; every step that is evaluated is saved before."""
+        measured, last = self.is_measured(step), step == self.experiment.training.steps
+        if last or measured or step % self.experiment.training.save_every == 0:
+            self.save(state, wait=last or measured)
+        if measured:
+            self.measure(state, step)
+
+    def measure(self, state: TrainState, step: int) -> None:
+        """Evaluates a saved state."""
+        assert self.evaluate is not None
+        began = time.perf_counter()
+        with self.stop.region():
+            measured = self.evaluate(state)
+        seconds = time.perf_counter() - began
+        self.checkpoints.measured(step, measured.get("score", math.nan))
+        self.events.write("evaluated", step=step)
+        share = goodput(self.directory, self.throughput.seconds_per_step)
+        measured |= {} if share is None else {"goodput": share}
+        self.writer.write(step, measured, kind="eval")
+        self.progress.evaluated(step, measured, seconds)
+        self.throughput.read()
 
     def save(self, state: TrainState, *, wait: bool = True) -> None:
         """Logs what is pending, so that a continued run misses no line, and saves."""
         self.log()
-        self.checkpoints.save(state, self.stream, score=self.score)
-        self.score = None
-        self.events.write("saving", step=int(state.step))
+        self.checkpoints.save(state, self.stream)
         if wait:
             self.checkpoints.wait()
+        self.tell_saved()
+
+    def tell_saved(self) -> None:
+        """Tells of checkpoints that were finished in the meantime."""
+        for step in self.checkpoints.newly_saved():
+            self.events.write("saved", step=step)
+            self.progress.say(step, "saved")
 
     def log(self) -> None:
         """Reads the metrics of the last dispatched step, checks and writes them."""
@@ -190,17 +256,24 @@ class _Run:
         step, metrics = self.pending
         self.pending = None
         values = {name: float(value) for name, value in metrics.items()}
-        self.stop_agreed = bool(values.pop(STOP, False))
+        self.agreed = int(values.pop(STOP, 0))
         for name in ("loss", "gradient_norm"):
             if not math.isfinite(values[name]):
+                self.checkpoints.wait()
+                newest = self.checkpoints.latest
+                found = (
+                    "no checkpoint was saved yet" if newest is None else f"step {newest} is saved"
+                )
                 raise NonFiniteLossError(
-                    f"the {name.replace('_', ' ')} of step {step} is {values[name]}; stopped. The "
-                    f"newest good checkpoint is step {self.checkpoints.latest}; lower the learning "
-                    "rate, warm up longer or clip gradients, and start again to continue from it"
+                    f"the {name.replace('_', ' ')} of step {step} is {values[name]}; stopped, {found}: "
+                    "lower the learning rate, warm up longer or clip gradients, and start again"
                 )
         self.throughput.add(values["tokens"])
-        self.bar.advance(step)
+        self.progress.advance(step)
+        self.tell_saved()
         if step % self.experiment.training.log_every == 0:
+            rate = self.trainer.learning_rate(step)
+            values |= {} if rate is None else {"learning_rate": rate}
             values |= self.throughput.read()
             self.writer.write(step, values, kind="train")
-            self.bar.show(values)
+            self.progress.trained(step, values)

@@ -1,27 +1,23 @@
-"""Where a run's numbers go: a JSON-lines file, TensorBoard, the terminal."""
+"""Where a run's numbers go: a JSON-lines file and TensorBoard."""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 METRICS_FILE = "metrics.jsonl"
 
+_log = logging.getLogger(__name__)
+
 
 class MetricsWriter:
-    """Appends numbers to ``metrics.jsonl`` and to TensorBoard.
+    """Appends numbers to ``metrics.jsonl`` and to TensorBoard's files.
 
     Args:
       directory: the run's directory.
@@ -34,14 +30,20 @@ class MetricsWriter:
         self._writes = writes
         if not writes:
             return
-        from tensorboardX import SummaryWriter
+        # Written by this thread: that of tensorboardX's own SummaryWriter can keep a process from ending.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / METRICS_FILE
         cut_back(path, restored_step)
         self._file = path.open("a", encoding="utf-8")
-        self._board = SummaryWriter(
-            str(directory / "tensorboard"), purge_step=restored_step + 1, flush_secs=30
+        board = directory / "tensorboard"
+        board.mkdir(exist_ok=True)
+        self._board = EventsWriter(str(board / "events"))
+        start = SessionLog(status=SessionLog.START)  # TensorBoard drops what came after this step
+        self._board.write_event(
+            Event(wall_time=time.time(), step=restored_step + 1, session_log=start)
         )
 
     def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
@@ -49,18 +51,29 @@ class MetricsWriter:
 
         Args:
           step: number of finished steps.
-          values: plain numbers.
+          values: plain numbers; those that are not finite are written as null.
           kind: ``train`` or ``eval``.
         """
         if not self._writes:
             return
-        self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        finite = {n: value if math.isfinite(value) else None for n, value in values.items()}
+        self._file.write(json.dumps({"step": step, "kind": kind, **finite}) + "\n")
         self._file.flush()
-        for name, value in values.items():
-            self._board.add_scalar(f"{kind}/{name}", value, step)
+        shown = [
+            Summary.Value(tag=f"{kind}/{name}", simple_value=value)
+            for name, value in finite.items()
+            if value is not None
+        ]
+        self._board.write_event(
+            Event(wall_time=time.time(), step=step, summary=Summary(value=shown))
+        )
+        self._board.flush()
 
     def close(self) -> None:
-        """Flushes everything."""
+        """Closes the files; everything has been written."""
         if not self._writes:
             return
         self._file.close()
@@ -68,34 +81,73 @@ class MetricsWriter:
 
 
 def cut_back(path: pathlib.Path, step: int) -> None:
-    """Drops lines of steps after `step`, and a line that a killed process left unfinished."""
+    """Drops lines of steps after `step`, and what a killed process left unfinished.
+
+    A file with lines that cannot be read is kept beside it, with a warning.
+    """
     if not path.exists():
         return
-    kept = [line for line, record in _records(path) if record["step"] <= step]
+    lines = list(_records(path))
+    kept = [line for line, record in lines if record is not None and record["step"] <= step]
+    damaged = [number for number, (_, record) in enumerate(lines, 1) if record is None]
+    if damaged:
+        copy = path.with_name(path.name + ".unreadable")
+        copy.write_bytes(path.read_bytes())
+        _log.warning(
+            "%s: line %d and %d others cannot be read and are left out; the whole file is kept as %s",
+            *(path, damaged[0], len(damaged) - 1, copy),
+        )
     aside = path.with_suffix(".tmp")
-    aside.write_text("".join(kept), encoding="utf-8")
+    aside.write_bytes(b"".join(kept))
     os.replace(aside, path)
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
-    """All records of a metrics file, in order."""
-    return [record for _, record in _records(path)]
+    """All records of a metrics file, in order.
+
+    Raises:
+      ValueError: a line is no record.
+    """
+    records = []
+    for number, (_, record) in enumerate(_records(path), 1):
+        if record is None:
+            raise ValueError(f"{path}, line {number} is damaged; remove it to read the others")
+        records.append(record)
+    return records
 
 
-def _records(path: pathlib.Path) -> list[tuple[str, dict[str, Any]]]:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+def scores(path: pathlib.Path) -> dict[int, float]:
+    """The score of every evaluated step that a metrics file tells of; empty where there is no file."""
+    records = [record for _, record in _records(path)] if path.exists() else []
+    return {
+        r["step"]: math.nan if r.get("score") is None else float(r["score"])
+        for r in records
+        if r is not None and r.get("kind") == "eval"
+    }
+
+
+def _records(path: pathlib.Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Lines and their records; None for what is no record. A last line without its end is left out."""
+    *lines, _ = path.read_bytes().split(b"\n")
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        whole = isinstance(record, dict) and type(record.get("step")) is int
+        yield line + b"\n", record if whole else None
 
 
 class Throughput:
-    """Steps and tokens per second since the last reading, and the model FLOP/s utilisation.
+    """Steps and tokens per second since the last reading, padding, and the model FLOP/s utilisation.
 
     Args:
+      capacity: tokens of a batch, padding included.
       utilisation: MFU of a run that does one step a second; None: unknown.
     """
 
-    def __init__(self, utilisation: float | None = None) -> None:
-        self._utilisation = utilisation
+    def __init__(self, capacity: int, utilisation: float | None = None) -> None:
+        self._capacity, self._utilisation = capacity, utilisation
         self._time, self._steps, self._tokens = time.perf_counter(), 0, 0.0
         self.seconds_per_step = 0.0
 
@@ -105,7 +157,7 @@ class Throughput:
         self._tokens += tokens
 
     def read(self) -> dict[str, float]:
-        """``steps_per_second``, ``tokens_per_second`` and ``mfu``; starts the next interval."""
+        """``steps_per_second``, ``tokens_per_second``, ``padding``, ``mfu``; starts the next interval."""
         now = time.perf_counter()
         seconds = max(now - self._time, 1e-9)
         rates = {
@@ -114,52 +166,8 @@ class Throughput:
         }
         if self._steps:
             self.seconds_per_step = seconds / self._steps
+            rates["padding"] = 1 - self._tokens / (self._steps * self._capacity)
         if self._utilisation is not None:
             rates["mfu"] = self._utilisation * rates["steps_per_second"]
         self._time, self._steps, self._tokens = now, 0, 0.0
         return rates
-
-
-class ProgressBar:
-    """The terminal's line: step, loss, rates, time left. Silent where nobody looks.
-
-    Args:
-      total: number of steps of the run.
-      start: number of steps already done.
-      title: what stands in front.
-      visible: False shows nothing.
-    """
-
-    def __init__(self, total: int, *, start: int = 0, title: str = "", visible: bool = True):
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(),
-            disable=not visible,
-        )
-        self._task = self._progress.add_task(title, total=total, completed=start, numbers="")
-        self._progress.start()
-
-    def advance(self, step: int) -> None:
-        """Moves to a number of finished steps."""
-        self._progress.update(self._task, completed=step)
-
-    def show(self, values: Mapping[str, float]) -> None:
-        """Shows the newest loss and rates."""
-        numbers = (
-            f"loss {values['loss']:.3f}  {values['steps_per_second']:.1f} steps/s  "
-            f"{values['tokens_per_second']:,.0f} tokens/s"
-        )
-        if "mfu" in values:
-            numbers += f"  MFU {values['mfu']:.0%}"
-        self._progress.update(self._task, numbers=numbers)
-
-    def note(self, text: str) -> None:
-        """Prints a line above the bar."""
-        self._progress.console.print(text, highlight=False, markup=False)
-
-    def close(self) -> None:
-        """Ends the display."""
-        self._progress.stop()

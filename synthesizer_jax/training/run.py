@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import filecmp
+import os
 import pathlib
 import shutil
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from synthesizer_jax.evaluation import write_results
 from synthesizer_jax.models import stack_layers, stacks, unroll_variables
 from synthesizer_jax.registry import replace, to_json
 from synthesizer_jax.sharding import hosts, spread
-from synthesizer_jax.training.checkpoints import restore_variables
+from synthesizer_jax.training.checkpoints import finished_steps, restore_variables
 from synthesizer_jax.training.evaluator import Evaluator, log_values
 from synthesizer_jax.training.experiment import (
     EXPERIMENT_FILE,
@@ -25,7 +27,9 @@ from synthesizer_jax.training.experiment import (
     load_experiment,
     save_experiment,
 )
+from synthesizer_jax.training.lock import locked
 from synthesizer_jax.training.loop import train
+from synthesizer_jax.training.progress import summary
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.survival import StopSignal
 from synthesizer_jax.training.trainer import Trainer
@@ -34,8 +38,6 @@ VOCABULARY_FILE = "vocabulary.model"
 
 MAY_CHANGE = ("steps", "log_every", "save_every", "keep_latest", "keep_best", "watchdog_seconds")
 """Fields of `Training` that a continued run may change."""
-
-_log = logging.getLogger(__name__)
 
 
 def run(
@@ -63,18 +65,22 @@ def run(
       The final state.
 
     Raises:
-      Preempted: after a SIGTERM, with everything saved.
-      ValueError: the directory holds another run, or something does not fit.
+      Preempted: after SIGTERM or SIGINT, with everything saved.
+      ValueError: the directory holds another run, or something does not fit. Nothing was written.
+      InUseError: another process trains in the directory.
     """
-    data_dir = tasks.default_data_dir() if data_dir is None else data_dir
-    with StopSignal() as stop:
+    places = tasks.default_data_dir() if data_dir is None else data_dir
+    with contextlib.ExitStack() as stack:
+        if hosts.first():
+            stack.enter_context(locked(directory))
+        stop = stack.enter_context(StopSignal())
+        if visible and hosts.first():
+            print(f"{directory}: reading {experiment.data.mixture}", flush=True)
         with stop.region():
             with hosts.one_after_the_first("directory"):
-                experiment = with_vocabulary(experiment, directory, data_dir)
+                experiment = with_vocabulary(experiment, directory, places)
                 check_same_run(experiment, directory)
-                if hosts.first():
-                    save_experiment(experiment, directory)
-                _, evaluator = open_data(experiment, directory, data_dir)
+                _, evaluator = open_data(experiment, directory, places)
             trainer = Trainer(experiment, devices) if trainer is None else trainer
             stream = Stream(experiment.data, shards=trainer.shards, saved=trainer.saved_shards)
         mesh = trainer.mesh
@@ -85,10 +91,14 @@ def run(
                 write_results(directory, int(state.step), *found)
             return log_values(*found)
 
+        def save_settings() -> None:
+            if hosts.first():
+                save_run(experiment, directory)
+
         start = initial
         if start is None and experiment.init_from is not None:
             start = parameters_from(pathlib.Path(experiment.init_from), experiment)
-        return train(
+        state = train(
             experiment,
             stream,
             directory,
@@ -96,14 +106,23 @@ def run(
             evaluate=evaluate,
             initial=start,
             trainer=trainer,
+            ready=save_settings,
             visible=visible,
         )
+    if visible and hosts.first():
+        saved = finished_steps(directory / "checkpoints")
+        print(summary(directory, steps=int(state.step), saved=saved, data_dir=data_dir), flush=True)
+    return state
 
 
 def with_vocabulary(
     experiment: Experiment, directory: pathlib.Path, data_dir: pathlib.Path
 ) -> Experiment:
-    """Prepares the embedded mixture if it is asked for, and puts the vocabulary beside the run."""
+    """Prepares the embedded mixture if it is asked for, and says where the vocabulary lies.
+
+    Raises:
+      ValueError: there is no vocabulary.
+    """
     vocabulary: Any = experiment.vocabulary
     if experiment.data.mixture == embedded.MIXTURE:
         own = embedded.prepare(data_dir).vocabulary
@@ -115,13 +134,35 @@ def with_vocabulary(
         )
     vocabulary.build()
     if isinstance(vocabulary, SentencePiece):
-        copy = directory / VOCABULARY_FILE
-        source = pathlib.Path(vocabulary.path).expanduser()
-        if hosts.first() and source.resolve() != copy.resolve():
-            directory.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, copy)
+        path = pathlib.Path(vocabulary.path).expanduser().absolute()
+        vocabulary = replace(vocabulary, path=str(path))
+    return replace(experiment, vocabulary=vocabulary)
+
+
+def as_saved(experiment: Experiment) -> Experiment:
+    """The experiment as its directory says it, with the vocabulary beside it."""
+    vocabulary: Any = experiment.vocabulary
+    if isinstance(vocabulary, SentencePiece):
         vocabulary = replace(vocabulary, path=VOCABULARY_FILE)
     return replace(experiment, vocabulary=vocabulary)
+
+
+def save_run(experiment: Experiment, directory: pathlib.Path) -> None:
+    """Writes the experiment and its vocabulary into the run's directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    vocabulary = experiment.vocabulary
+    if isinstance(vocabulary, SentencePiece):
+        copy = directory / VOCABULARY_FILE
+        if not same_file(pathlib.Path(vocabulary.path), copy):
+            aside = copy.with_suffix(".tmp")
+            shutil.copyfile(vocabulary.path, aside)
+            os.replace(aside, copy)
+    save_experiment(as_saved(experiment), directory)
+
+
+def same_file(one: pathlib.Path, other: pathlib.Path) -> bool:
+    """Whether two paths lead to files of equal contents."""
+    return other.is_file() and filecmp.cmp(one, other, shallow=False)
 
 
 def open_vocabulary(experiment: Experiment, directory: pathlib.Path) -> Any:
@@ -162,9 +203,21 @@ def open_data(
 
 
 def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
-    """Raises a `ValueError` when a directory holds a run that this one cannot continue."""
-    if not (directory / EXPERIMENT_FILE).is_file():
+    """Raises a `ValueError` when a directory holds a run that this one cannot continue.
+
+    A run that has saved nothing yet is none: a corrected experiment may begin in its place.
+    """
+    if not (directory / EXPERIMENT_FILE).is_file() or not finished_steps(directory / "checkpoints"):
         return
+    vocabulary = experiment.vocabulary
+    if isinstance(vocabulary, SentencePiece):
+        copy = directory / VOCABULARY_FILE
+        if copy.is_file() and not same_file(pathlib.Path(vocabulary.path), copy):
+            raise ValueError(
+                f"{directory} holds another run: its {VOCABULARY_FILE} is not {vocabulary.path}; use a new "
+                "--workdir, or the old vocabulary to continue"
+            )
+    experiment = as_saved(experiment)
     saved, mine = fixed_part(load_experiment(directory)), fixed_part(experiment)
     different = [
         path for path in sorted(saved.keys() | mine.keys()) if saved.get(path) != mine.get(path)

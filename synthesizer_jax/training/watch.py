@@ -48,13 +48,17 @@ class Events:
     def __init__(self, directory: pathlib.Path, *, writes: bool = True):
         self._path = directory / EVENTS_FILE if writes else None
 
-    def write(self, event: str, *, step: int) -> None:
-        """Appends ``{"time": seconds since 1970, "event": …, "step": …}``."""
+    def write(self, event: str, *, step: int, at: float | None = None) -> None:
+        """Appends ``{"time": seconds since 1970, "event": …, "step": …}``; `at` None is now."""
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": time.time(), "event": event, "step": step}) + "\n")
+        with self._path.open("ab") as file:
+            broken = file.tell() and not self._path.read_bytes().endswith(b"\n")
+            line = json.dumps(
+                {"time": time.time() if at is None else at, "event": event, "step": step}
+            )
+            file.write(f"{chr(10) if broken else ''}{line}\n".encode())
 
 
 def goodput(directory: pathlib.Path, seconds_per_step: float) -> float | None:
@@ -78,9 +82,15 @@ def goodput(directory: pathlib.Path, seconds_per_step: float) -> float | None:
 
 
 def read_events(directory: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """A run's events in order; lines that a killed process left unfinished are none."""
+    """A run's events in order; what a killed process or a full disk left of a line is none."""
     path = directory / EVENTS_FILE
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                yield json.loads(line)
+    if not path.exists():
+        return
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError):
+            event = json.loads(line)
+            kinds = {"time": int | float, "event": str, "step": int}
+            if isinstance(event, dict) and all(
+                isinstance(event.get(n), k) for n, k in kinds.items()
+            ):
+                yield event

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.data.pipeline import OtherStreamError
-from synthesizer_jax.sharding import MeshShape, hosts, make_mesh
+from synthesizer_jax.sharding import MeshShape, make_mesh
+from synthesizer_jax.training import trainer
 from synthesizer_jax.training.checkpoints import Checkpoints, finished_steps, restore_variables
 from synthesizer_jax.training.loop import NonFiniteLossError, train
 from synthesizer_jax.training.metrics import METRICS_FILE, cut_back, read_metrics
-from synthesizer_jax.training.survival import EXIT_PREEMPTED, StopSignal
-from synthesizer_jax.training.trainer import Trainer, check_memory
+from synthesizer_jax.training.survival import StopSignal
 from synthesizer_jax.training.watch import EVENTS_FILE, Watchdog, goodput
 from tests.environment import without_devices
 from tests.training.tiny import CopyStream, experiment
@@ -56,19 +56,29 @@ def losses(directory):
     return found
 
 
+def evaluations(directory):
+    """Steps and scores, in the log's order."""
+    records = read_metrics(directory / METRICS_FILE)
+    return [(r["step"], r["score"]) for r in records if r["kind"] == "eval"]
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     directory = tmp_path_factory.mktemp("undisturbed")
     assert process(directory, -1, "never").returncode == 0
-    return losses(directory)
+    return losses(directory), evaluations(directory)
 
 
 KILLS = [
-    ("term-in-compilation", -1, EXIT_PREEMPTED),
+    ("term-in-compilation", -1, 75),
     ("kill", 3, -9),
+    ("int-in-evaluation", 4, 130),
     ("kill", 6, -9),
-    ("term-in-evaluation", 8, EXIT_PREEMPTED),
-    ("term", 10, EXIT_PREEMPTED),
+    ("int", 7, 130),
+    ("int-int", 8, 130),
+    ("term-in-evaluation", 8, 75),
+    ("term", 10, 75),
+    ("term-in-evaluation", 12, 75),
 ]
 
 
@@ -76,12 +86,13 @@ def test_killed_and_started_again_and_again(tmp_path, undisturbed):
     for how, kill_at, code in KILLS:
         killed = process(tmp_path, kill_at, how)
         assert killed.returncode == code, killed.stderr
-        if how in ("term", "term-in-evaluation"):
+        if code > 0 and how != "int-int":
             # The batch of the signal was trained, and its state saved.
-            assert finished_steps(tmp_path / "checkpoints")[-1] >= kill_at
+            assert max(finished_steps(tmp_path / "checkpoints"), default=-1) >= kill_at
     last = process(tmp_path, -1, "never")
     assert last.returncode == 0, last.stderr
-    assert losses(tmp_path) == undisturbed  # bit-identical, none lost, none repeated
+    # Bit-identical, none lost, none repeated.
+    assert (losses(tmp_path), evaluations(tmp_path)) == undisturbed
 
 
 def test_training_learns_and_a_finished_run_does_nothing_more(tmp_path):
@@ -100,7 +111,9 @@ def test_training_learns_and_a_finished_run_does_nothing_more(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(tmp_path):
-    with pytest.raises(NonFiniteLossError, match=r"loss of step 7 is nan.*checkpoint is step 4"):
+    with pytest.raises(
+        NonFiniteLossError, match=r"loss of step 7 is nan; stopped, step 4 is saved: "
+    ):
         run(tmp_path, stream=CopyStream(bad_batch=6))
     assert finished_steps(tmp_path / "checkpoints") == [4]
     assert all(math.isfinite(v) for v in losses(tmp_path).values())
@@ -110,11 +123,15 @@ def test_the_latest_and_the_best_are_kept_when_the_score_falls(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep_latest=2, keep_best=1, asynchronous=False)
     from synthesizer_jax.training.state import TrainState
 
-    for step, score in enumerate((0.1, 0.9, 0.5, 0.3, None, 0.2), start=1):
+    for step, score in enumerate((0.1, 0.9, 0.5, math.nan, None, 0.2, 0.95), start=1):
         state = TrainState(np.asarray(step, np.int32), {"x": np.ones(2)}, {}, {})
-        checkpoints.save(state, None, score=score)
+        checkpoints.save(state, None)
         assert checkpoints.latest == step, "the newest was deleted"
-    assert checkpoints.steps == [2, 5, 6]
+        if score is not None:
+            checkpoints.measured(step, score)
+    assert checkpoints.steps == [2, 6, 7]
+    checkpoints.prune()
+    assert checkpoints.steps == [6, 7]
     checkpoints.close()
 
 
@@ -198,27 +215,31 @@ def test_a_checkpoint_of_other_arrays_stays_where_it_is(tmp_path):
 
 @pytest.mark.parametrize(
     ("free", "devices", "fits"),
-    [(16 * GIB, 8, True), (15 * GIB, 8, False), (15 * GIB, 4, True), (None, 8, True)],
+    [(19 * GIB, 8, True), (18 * GIB, 8, False), (18 * GIB, 4, True), (None, 8, True)],
 )
 def test_a_step_that_would_not_fit_into_memory_is_refused(monkeypatch, free, devices, fits):
-    monkeypatch.setattr(hosts, "free_memory", lambda: free)
+    monkeypatch.setattr(trainer, "free_memory", lambda: free)
     mesh = make_mesh(MeshShape(), jax.devices()[:devices])
     analysis = types.SimpleNamespace(temp_size_in_bytes=2 * GIB)
     compiled = types.SimpleNamespace(memory_analysis=lambda: analysis)
     if fits:
-        check_memory(compiled, mesh)
+        trainer.check_memory(compiled, mesh)
         return
     with pytest.raises(
-        ValueError, match=r"needs 16\.0 GiB more memory and 15\.0 GiB are free; end"
+        ValueError, match=r"needs 18\.4 GiB more memory and 18\.0 GiB are free; end"
     ):
-        check_memory(compiled, mesh)
+        trainer.check_memory(compiled, mesh)
 
 
-def test_a_step_says_what_memory_it_needs(monkeypatch):
-    trainer = Trainer(experiment(), jax.devices()[:1])
-    monkeypatch.setattr(hosts, "free_memory", lambda: 0)
+def test_memory_is_looked_at_again_before_the_first_step(tmp_path, monkeypatch):
+    """Reading data has taken it; the start leaves nothing that blocks the directory."""
+    free = iter([GIB, 0])
+    monkeypatch.setattr(trainer, "free_memory", lambda: next(free))
     with pytest.raises(ValueError, match="more memory"):
-        trainer.compile()
+        run(tmp_path, steps=2)
+    assert finished_steps(tmp_path / "checkpoints") == []
+    monkeypatch.setattr(trainer, "free_memory", lambda: None)
+    run(tmp_path, steps=2)
 
 
 def test_goodput_is_the_steps_share_of_the_time(tmp_path):

@@ -1,0 +1,221 @@
+"""Training as a user types it: with and without a terminal, interrupted, refused and continued."""
+
+import json
+import os
+import pathlib
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from synthesizer_jax.cli.main import app
+from synthesizer_jax.data import embedded
+from synthesizer_jax.data.vocabularies import SentencePiece
+from synthesizer_jax.registry import replace
+from synthesizer_jax.training.checkpoints import finished_steps
+from synthesizer_jax.training.experiment import load_experiment
+from synthesizer_jax.training.lock import InUseError
+from synthesizer_jax.training.metrics import read_metrics
+from synthesizer_jax.training.run import check_same_run, save_run
+from tests.environment import without_devices
+
+RECIPE = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "reliability_run.py"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The embedded data sets."""
+    directory = tmp_path_factory.mktemp("data")
+    embedded.prepare(directory)
+    return directory
+
+
+def arguments(workdir: pathlib.Path, data: pathlib.Path, *settings: str) -> list[str]:
+    command = ["train", str(RECIPE), "--workdir", str(workdir), "--data-dir", str(data)]
+    return command + [word for setting in settings for word in ("--set", setting)]
+
+
+def start(command: list[str], **options) -> subprocess.Popen:
+    """The real command, in a process of its own."""
+    own = [sys.executable, "-m", "synthesizer_jax", *command]
+    return subprocess.Popen(own, env=without_devices(), **options)
+
+
+def read_terminal(descriptor: int) -> str:
+    """What a program writes to its terminal, until it ends."""
+    parts = []
+    while True:
+        try:
+            part = os.read(descriptor, 4096)
+        except OSError:  # Linux: nobody writes any more
+            part = b""
+        if not part:
+            return b"".join(parts).decode()
+        parts.append(part)
+
+
+def test_interrupted_without_a_terminal_and_ended_on_one(tmp_path, data) -> None:
+    workdir = tmp_path / "run"
+    settings = ("mesh.fsdp=1", "evaluation.every=4")
+    endless = arguments(workdir, data, "training.steps=100000", *settings)
+    with start(endless, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        said = []
+        while not said or "step      8/100000  loss" not in said[-1]:
+            said.append(process.stdout.readline())
+            assert said[-1], process.stderr.read()
+        with pytest.raises(InUseError, match=f"run is in use: process {process.pid} on "):
+            call(*endless)
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate()
+    assert process.returncode == 130
+    assert errors.endswith(
+        "stopped by SIGINT; everything is saved, start the same command again to continue\n"
+    )
+    log = "".join(said) + rest
+    assert re.search(r"step +0/100000  compiling: [\d,]+ parameters on 1 × cpu\n", log)
+    assert re.search(
+        r"step +4/100000  loss .*learning rate .*padding \d+%.* steps/s .* left\n", log
+    )
+    assert re.search(
+        r"step +4/100000  saved\n.*evaluated in .* s: score [\d.]+, loss .*accuracy", log
+    )
+    (*_, newest) = finished_steps(workdir / "checkpoints")
+    trained = [r["step"] for r in read_metrics(workdir / "metrics.jsonl") if r["kind"] == "train"]
+    assert trained == list(range(1, newest + 1))
+    assert not (workdir / "train.lock").exists()
+
+    ours, theirs = pty.openpty()
+    end = arguments(workdir, data, f"training.steps={newest + 2}", *settings)
+    with start(end, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = read_terminal(ours)
+    os.close(ours)
+    assert process.returncode == 0, shown
+    assert f"{newest + 2}/{newest + 2}" in shown and "steps/s" in shown  # the bar
+    assert f"step {newest + 2}/{newest + 2}  evaluated in " in shown
+    assert f"{workdir} has finished its {newest + 2:,} steps: score " in shown
+    assert f"next: synthesizer-jax eval --workdir {workdir} --data-dir {data}" in shown
+
+
+def call(*command: str) -> str:
+    """The command in this process."""
+    result = CliRunner().invoke(app, list(command))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, data) -> pathlib.Path:
+    """A run of four steps."""
+    workdir = tmp_path_factory.mktemp("runs") / "finished"
+    call(*arguments(workdir, data, "training.steps=4"))
+    return workdir
+
+
+@pytest.fixture
+def copied(finished, tmp_path) -> pathlib.Path:
+    """The same run, to be damaged."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def test_a_finished_run_says_so_again(finished, data) -> None:
+    said = call(*arguments(finished, data, "training.steps=4"))
+    assert f"{finished} has finished its 4 steps: score " in said
+    assert "compiling" not in said
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("data.split=nope", "nope"),
+        ("model.vocab_size=20", r"set model\.vocab_size to at least"),
+        ("mesh.tensor=3", "3"),
+        ("init_from=nowhere", "nowhere"),
+    ],
+)
+def test_a_start_that_is_refused_leaves_nothing(tmp_path, data, wrong, message) -> None:
+    workdir = tmp_path / "run"
+    with pytest.raises((ValueError, OSError), match=message):
+        call(*arguments(workdir, data, "training.steps=2", wrong))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_that_came_to_nothing_blocks_nothing(copied, data) -> None:
+    """Its settings and log are those of a run that has saved nothing."""
+    shutil.rmtree(copied / "checkpoints")
+    (copied / "events.jsonl").unlink()
+    call(*arguments(copied, data, "training.steps=2", "training.seed=7"))
+    assert finished_steps(copied / "checkpoints") == [2]
+    saved = json.loads((copied / "experiment.json").read_text())
+    assert saved["training"]["seed"] == 7
+
+
+def test_checkpoints_that_are_gone_are_asked_for(copied, data) -> None:
+    (copied / "checkpoints").rename(copied / "elsewhere")
+    log = (copied / "metrics.jsonl").read_text()
+    with pytest.raises(
+        FileNotFoundError, match="holds no checkpoint, but the run has saved step 4"
+    ):
+        call(*arguments(copied, data, "training.steps=6"))
+    assert (copied / "metrics.jsonl").read_text() == log
+    assert not (copied / "checkpoints").exists()
+
+
+def test_another_vocabulary_is_another_run(copied, tmp_path) -> None:
+    embedded_one = embedded.prepare(tmp_path / "data").vocabulary
+    mine = replace(load_experiment(copied), vocabulary=embedded_one)
+    save_run(mine, copied)
+    check_same_run(mine, copied)
+    other = tmp_path / "other.model"
+    other.write_bytes(b"other")
+    with pytest.raises(
+        ValueError, match=r"holds another run: its vocabulary\.model is not .*other"
+    ):
+        check_same_run(replace(mine, vocabulary=SentencePiece(str(other))), copied)
+
+
+def test_an_evaluation_that_was_cut_off_is_made_up_for(copied, data) -> None:
+    log = copied / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(line for line in lines if '"eval"' not in line))
+    said = call(*arguments(copied, data, "training.steps=4"))
+    assert "step 4/4  evaluated in " in said
+    again = log.read_text().splitlines(keepends=True)
+    assert [json.loads(x)["score"] for x in again[-1:]] == [
+        json.loads(x)["score"] for x in lines[-1:]
+    ]
+    assert len(again) == len(lines)
+
+
+DAMAGES = [
+    b"\n",
+    b"\0\0\0\n",
+    b'{"step": \xff\xfe\n',
+    b'{"kind": "train"}\n',
+    b"[]\n",
+    b'{"step": 5, "k',
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=repr)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_damaged_logs_do_not_stop_a_run(copied, data, caplog, name, damage) -> None:
+    path = copied / name
+    before = path.read_bytes()
+    first, rest = before.split(b"\n", 1)
+    ends = damage.endswith(b"\n")
+    path.write_bytes(first + b"\n" + damage + rest if ends else before + damage)
+    call(*arguments(copied, data, "training.steps=4"))
+    if name == "metrics.jsonl":
+        assert path.read_bytes() == before
+        assert ("line 2 and 0 others cannot be read" in caplog.text) == ends
+    else:
+        assert path.read_bytes().startswith(first + b"\n")
+        assert json.loads(path.read_bytes().splitlines()[-1])["event"] == "end"
