@@ -61,7 +61,7 @@ def cross_entropy(
     """
     losses = with_gradient(
         lambda tokens: _losses(tokens, label_smoothing),
-        lambda tokens, _, saved, g: _losses_backward(tokens, saved, _of_parts(g), label_smoothing),
+        lambda tokens, _, kept, g: _losses_backward(tokens, kept, _of_parts(g), label_smoothing),
         lambda tokens: _plain_losses(tokens, label_smoothing),
     )
     tokens = Tokens(logits, jnp.asarray(targets), jnp.asarray(weights), jnp.float32(z_loss))
@@ -166,21 +166,53 @@ class Tokens(NamedTuple):
     z_loss: jax.Array
 
 
-def _losses(tokens: Tokens, smoothing: float) -> tuple[Sums, Any]:
+class Kept(NamedTuple):
+    """What is kept of every token, ``[…]`` each.
+
+    ``log Z`` is kept as two numbers: where it is large, its own rounding would be an error of all
+    probabilities.
+
+    Attributes:
+      loss: the cross-entropy.
+      correct: 1 where the most probable value is the target.
+      peak: the largest logit.
+      total: ``Σ exp(logits − peak)``.
+    """
+
+    loss: jax.Array
+    correct: jax.Array
+    peak: jax.Array
+    total: jax.Array
+
+    def log_z(self) -> jax.Array:
+        """``log Z``."""
+        return self.peak + jnp.log(self.total)
+
+    def parts(self) -> Parts:
+        """Every token's parts."""
+        return self.loss, self.log_z() ** 2, self.correct
+
+
+def _losses(tokens: Tokens, smoothing: float) -> tuple[Sums, Kept]:
     """The sums, and what `_losses_backward` needs."""
     logits, targets, weights, z_loss = tokens
     extra, low, entropy = _smoothing(logits.shape[-1], smoothing)
     wide = logits.astype(jnp.float32)
-    log_z = jax.nn.logsumexp(wide, axis=-1)
+    peak = jax.lax.stop_gradient(wide.max(axis=-1))
+    peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
+    total = jnp.exp(wide - peak[..., None]).sum(axis=-1)
     known = (targets >= 0) & (targets < logits.shape[-1])
-    at_target = jnp.take_along_axis(wide, jnp.where(known, targets, 0)[..., None], axis=-1)[..., 0]
-    expected = extra * at_target + (low * wide.sum(axis=-1) if low else 0.0)
+    target = jnp.where(known, targets, 0)[..., None]
+    at_target = jnp.take_along_axis(logits, target, axis=-1)[..., 0].astype(jnp.float32) - peak
+    expected = extra * at_target
+    if low:
+        expected += low * (wide.sum(axis=-1) - logits.shape[-1] * peak)
     wrong = jnp.where(weights == 0, 0.0, jnp.nan)
-    loss = jnp.where(known, log_z - expected - entropy, wrong)
+    loss = jnp.where(known, jnp.log(total) - expected - entropy, wrong)
     correct = (wide.argmax(axis=-1) == targets).astype(jnp.float32)
-    each = loss, log_z**2, correct
-    loss, z, correct = (_weigh(weights, x) for x in each)
-    return (loss + z_loss * z, (loss, z_loss * z, correct)), (each, log_z)
+    kept = Kept(loss, correct, peak, total)
+    loss, z, correct = (_weigh(weights, x) for x in kept.parts())
+    return (loss + z_loss * z, (loss, z_loss * z, correct)), kept
 
 
 def _weigh(weights: jax.Array, losses: jax.Array) -> jax.Array:
@@ -194,18 +226,20 @@ def _of_parts(cotangents: Sums) -> Parts:
     return total + loss, total + z, correct
 
 
-def _losses_backward(tokens: Tokens, saved: Any, g: Parts, smoothing: float) -> Tokens:
+def _losses_backward(tokens: Tokens, kept: Kept, g: Parts, smoothing: float) -> Tokens:
     """The inputs' cotangents from those of the parts."""
-    (logits, targets, weights, z_loss), (each, log_z) = tokens, saved
+    logits, targets, weights, z_loss = tokens
     extra, low, _ = _smoothing(logits.shape[-1], smoothing)
-    probability = jnp.exp(logits.astype(jnp.float32) - log_z[..., None])
-    factor = weights * (g[0] + 2.0 * z_loss * g[1] * log_z)
+    # The barrier keeps XLA from storing the exponentials of the forward pass, in float32.
+    peak = jax.lax.optimization_barrier(kept.peak)
+    exponential = jnp.exp(logits.astype(jnp.float32) - peak[..., None])
+    factor = weights * (g[0] + 2.0 * z_loss * g[1] * kept.log_z()) / kept.total
     is_target = targets[..., None] == jnp.arange(logits.shape[-1])
     wanted = jnp.where(is_target, extra + low, low)
-    gradient = factor[..., None] * probability - (g[0] * weights)[..., None] * wanted
-    gradient = jnp.where(jnp.isnan(each[0])[..., None], jnp.nan, gradient)  # as the loss
+    gradient = factor[..., None] * exponential - (g[0] * weights)[..., None] * wanted
+    gradient = jnp.where(jnp.isnan(kept.loss)[..., None], jnp.nan, gradient)  # as the loss
     gradient = jnp.where((weights == 0)[..., None], 0.0, gradient).astype(logits.dtype)
-    return Tokens(gradient, targets, *_for_weights(weights, each, g, z_loss))
+    return Tokens(gradient, targets, *_for_weights(weights, kept.parts(), g, z_loss))
 
 
 def _for_weights(
@@ -301,13 +335,13 @@ def _sums_and_gradients(chunks: Chunks, scale: float, smoothing: float, g: Parts
         x, y, w = part
         x = _scaled(x, scale)
         tokens = Tokens(x @ narrow, y, w, chunks.z_loss)
-        found, saved = _losses(tokens, smoothing)
-        dlogits = _losses_backward(tokens, saved, g, smoothing).logits
+        found, kept = _losses(tokens, smoothing)
+        dlogits = _losses_backward(tokens, kept, g, smoothing).logits
         dk += jax.lax.dot_general(
             x, dlogits, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
         )
         dx = _scaled(dlogits @ narrow.T, scale)
-        return (jax.tree.map(jnp.add, sums, found), dk), (dx, saved[0])
+        return (jax.tree.map(jnp.add, sums, found), dk), (dx, kept.parts())
 
     zero = jnp.zeros(())
     start = (zero, (zero,) * 3), jnp.zeros(chunks.kernel.shape, jnp.float32)

@@ -271,3 +271,40 @@ def test_a_target_that_does_not_exist_is_seen_in_the_gradient_too(losses):
     total = lambda x: losses(x, targets, weights=jnp.ones((1, 2))).total
     gradient = jax.grad(total)(jnp.float32(logits))
     assert np.all(np.isnan(gradient[0, 0])) and np.all(np.isfinite(gradient[0, 1]))
+
+
+@pytest.mark.parametrize("losses", [cross_entropy, chunked])
+def test_large_logits_lose_no_digits(losses):
+    """log Z is about 150, where neighbouring float32 numbers differ by 1.5e-5; every mode, float64 oracle."""
+    rng = np.random.default_rng(2)
+    shape = (2, 3)
+    logits = np.float32(150 + rng.normal(size=(*shape, V))).astype(np.float64)
+    targets, weights = rng.integers(0, V, shape), np.ones(shape, np.float32)
+    other, direction = (np.float32(rng.normal(size=logits.shape)) for _ in range(2))
+    p = np.exp(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
+    y = np.eye(V)[targets]
+
+    def loss(x):
+        return losses(x, targets, weights=weights, z_loss=0.0).loss
+
+    gradient = jax.grad(loss)
+    x = jnp.float32(logits)
+    scale = p + y  # what the gradient is the difference of
+    np.testing.assert_allclose(gradient(x) / scale, (p - y) / scale, atol=1e-6)
+    reverse = jax.grad(lambda x: (gradient(x) * other).sum())(x)
+    forward, tangent = jax.jvp(loss, (x,), (direction,))
+    np.testing.assert_allclose(forward, oracle(logits, targets, weights, 0, 0)[0], rtol=1e-6)
+    np.testing.assert_allclose(tangent, ((p - y) * direction).sum(), rtol=2e-6)
+    mean = (p * other).sum(-1, keepdims=True)
+    np.testing.assert_allclose(reverse / p, other - mean, atol=3e-6)
+
+
+@pytest.mark.parametrize("losses", [cross_entropy, chunked])
+def test_z_loss_and_smoothing_of_large_logits(losses):
+    rng = np.random.default_rng(3)
+    logits = np.float32(150 + rng.normal(size=(1, 4, V))).astype(np.float64)
+    targets, weights = rng.integers(0, V, (1, 4)), np.ones((1, 4), np.float32)
+    *_, expected = oracle(logits, targets, weights, Z, 0.1)
+    total = lambda x: losses(x, targets, weights=weights, z_loss=Z, label_smoothing=0.1).total
+    found = jax.grad(total)(jnp.float32(logits))
+    np.testing.assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max())
