@@ -27,6 +27,9 @@ TABLE = frozenset({"query_length", "key_length"})
 
 NEVER_FACTORED = frozenset({"norm", "relpos_buckets", "parts"})
 
+T5_AXES = frozenset({"layers", "vocab", "embed", "mlp", "heads", "kv"})
+"""Axes of T5's own matrices, whose stacks T5X factors whatever their size."""
+
 MERGED: types.MappingProxyType[str, str] = types.MappingProxyType(
     {"kv": "heads", "synth_hidden": "heads"}
 )
@@ -55,10 +58,16 @@ class Blocks:
 def blocks_of(axes: Axes, shape: tuple[int, ...], *, min_size: int = 128) -> Blocks:
     """The blocks of a parameter.
 
+    As in T5X every layer of a scanned stack is a block, and a stack of T5's own matrices is factored
+    whatever their size. The same matrices looped are factored if they are large enough. So both layouts
+    make the same updates where rows and columns are `min_size` or more, which holds for all published
+    sizes; smaller models keep full second moments when looped.
+
     Args:
       axes: logical names of its dimensions.
       shape: its shape.
-      min_size: rows and columns must both be at least this many to be factored.
+      min_size: rows and columns must both be at least this many to be factored, except in stacks of
+        T5's own matrices.
     """
     tables = bool(TABLE & set(axes))
     batch = tuple(
@@ -74,7 +83,10 @@ def blocks_of(axes: Axes, shape: tuple[int, ...], *, min_size: int = 128) -> Blo
         else:
             groups.append([i])
     sizes = [math.prod(shape[i] for i in group) for group in groups]
-    if NEVER_FACTORED & set(axes) or len(groups) != 2 or min(sizes) < min_size:
+    if NEVER_FACTORED & set(axes) or len(groups) != 2:
+        return Blocks(batch)
+    t5_stack = "layers" in axes and T5_AXES.issuperset(axes)
+    if min(sizes) < min_size and not t5_stack:
         return Blocks(batch)
     return Blocks(batch, tuple(groups[0]), tuple(groups[1]))
 

@@ -59,7 +59,7 @@ class Adafactor:
       decay_rate: exponent of the second moment's decay.
       clip: largest RMS of a block's update; None: none.
       parameter_scale: multiply the step by the RMS of the parameter.
-      min_size: smallest number of rows and columns that are factored.
+      min_size: smallest number of rows and columns that are factored; see `adafactor.blocks_of`.
       clip_norm: largest global norm of the gradient; None (T5): none.
     """
 

@@ -35,8 +35,8 @@ def transcription(x, gradients, *, factored, rate=0.1):
     return x.reshape(shape)
 
 
-def run(tree, axes, gradients, **options):
-    tx = adafactor(lambda _: 0.1, axes, min_size=MIN, **options)
+def run(tree, axes, gradients, *, min_size=MIN):
+    tx = adafactor(lambda _: 0.1, axes, min_size=min_size)
     state = tx.init(tree)
     update = jax.jit(tx.update)
     for g in gradients:
@@ -101,6 +101,71 @@ def test_a_stack_is_updated_like_its_parts(shape, axes):
     for i in range(shape[0]):
         part, _ = run({"x": tree["x"][i]}, {"x": axes[1:]}, [{"x": g["x"][i]} for g in gradients])
         np.testing.assert_allclose(whole["x"][i], part["x"], rtol=1e-6, atol=1e-7)
+
+
+# What T5X's `standard_logical_factor_rules` say of the axes that its T5 has.
+T5X_RULES = {
+    **dict.fromkeys(("vocab", "mlp", "heads", "kv"), "column"),
+    "embed": "row",
+    "layers": "batch",
+    "norm": "none",
+}
+
+
+def t5x(x, axes, gradients, *, min_size, rate=0.1):
+    """T5X's update: rules decide how stacks are factored, sizes whether a single matrix is.
+
+    T5X stores heads and kv of a kernel as one dimension.
+    """
+    x = np.array(x, np.float64)
+    rules = [T5X_RULES[a] for a in axes]
+    batch, rows, columns = (
+        tuple(i for i, rule in enumerate(rules) if rule == kind)
+        for kind in ("batch", "row", "column")
+    )
+    size = lambda dims: np.prod([x.shape[i] for i in dims], initial=1)
+    if not batch and min(size(rows), size(columns)) < min_size:
+        rows = columns = ()
+    inner = tuple(i for i in range(x.ndim) if i not in batch)
+    mean = lambda a, dims: a.mean(axis=dims, keepdims=True)
+    row = column = v = 0.0
+    for t, g in enumerate(gradients, start=1):
+        beta, square = 1 - t**-0.8, np.square(g, dtype=np.float64) + 1e-30
+        row = beta * row + (1 - beta) * mean(square, columns)
+        column = beta * column + (1 - beta) * mean(square, rows)
+        v = beta * v + (1 - beta) * square
+        u = g / np.sqrt(row * column / mean(row, rows) if rows and columns else v)
+        u = u / np.maximum(1, np.sqrt(mean(u**2, inner)))
+        x = x - rate * np.maximum(1e-3, np.sqrt(mean(x**2, inner))) * u
+    return x, bool(rows and columns)
+
+
+@pytest.mark.parametrize("min_size", [1, 6, 100])
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [
+        ((5, 7), ("embed", "mlp")),
+        ((4, 5, 7), ("layers", "embed", "mlp")),
+        ((5, 3, 2), ("embed", "heads", "kv")),
+        ((4, 5, 3, 2), ("layers", "embed", "heads", "kv")),
+        ((4, 3, 2, 5), ("layers", "heads", "kv", "embed")),
+        ((9,), ("norm",)),
+        ((4, 9), ("layers", "norm")),
+        ((4, 7), ("layers", "mlp")),
+        ((7, 5), ("vocab", "embed")),
+    ],
+)
+def test_factors_as_t5x(shape, axes, min_size):
+    tree, names, gradients = made(shape, axes)
+    expected, factored = t5x(tree["x"], axes, [g["x"] for g in gradients], min_size=min_size)
+    found, state = run(tree, names, gradients, min_size=min_size)
+    assert set(state.moments["x"]) == ({"row", "col"} if factored else {"full"})
+    np.testing.assert_allclose(found["x"], expected, rtol=2e-5, atol=1e-6)
+
+
+def test_small_stacks_of_axes_that_t5x_does_not_know_are_factored_as_their_parts():
+    shape, axes = (2, 3, 50, 8), ("layers", "heads", "query_length", "rank")
+    assert blocks_of(axes, shape).rows == blocks_of(axes[1:], shape[1:]).rows == ()
 
 
 def test_scanned_tables_are_one_block_per_layer_and_head():
