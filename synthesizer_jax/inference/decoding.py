@@ -18,6 +18,7 @@ START = 0
 """T5's ids: end of sequence; the decoder's first input is padding."""
 
 NEVER = -1e9
+"""Log-probability of a sequence that is not there; what continues it stays below half of it."""
 
 GROUP = 128
 """Neighbouring tokens whose maximum is looked at first where the best of many are searched."""
@@ -63,7 +64,8 @@ def decode(
         of what is most of a small model's step; None: the model's. The logits are float32.
 
     Returns:
-      The best sequence of every example.
+      The best sequence of every example. As in T5X that of a beam search has ended, however improbable
+      its end is, unless no sequence that was followed did.
 
     Raises:
       ValueError: among others, for a model whose positions end before `max_length`.
@@ -203,7 +205,9 @@ class Beams(NamedTuple):
 def beam_search(step: Step, beams: int, alpha: float) -> Decoded:
     """Keeps the `beams` best unfinished and finished sequences of every example.
 
-    An example's search ends when no unfinished sequence can still beat its worst finished one.
+    An example's search ends when no unfinished sequence can still beat its worst finished one. What is
+    cut by the length limit is returned only where nothing has finished, as in T5X, whose score of it is
+    the log-probability; here it is divided by the length penalty like any other.
     """
     b, n, m = step.batch, beams, step.max_length
 
@@ -213,8 +217,9 @@ def beam_search(step: Step, beams: int, alpha: float) -> Decoded:
         top, source, token = top_tokens(logits.reshape(b, n, -1), own, 2 * n)
         tokens = jnp.take_along_axis(state.tokens, source[:, :, None], axis=1)
         tokens = tokens.at[:, :, state.at].set(token)
-        ends = (token == EOS) | (state.at == m - 1)
-        penalised = jnp.where(ends, top / length_penalty(state.at + 1, alpha), NEVER)
+        ends = token == EOS
+        real = ends & (top > NEVER / 2)
+        penalised = jnp.where(real, top / length_penalty(state.at + 1, alpha), NEVER)
         ended, ended_tokens = best(
             jnp.concatenate([state.ended, penalised], axis=1),
             jnp.concatenate([state.ended_tokens, tokens], axis=1),
@@ -249,7 +254,12 @@ def beam_search(step: Step, beams: int, alpha: float) -> Decoded:
     state, _ = advance(state, jnp.repeat(logits, n, axis=0))
     caches = map_rows(step.model, caches, lambda x: jnp.repeat(x, n, axis=0))
     state = jax.lax.while_loop(unfinished, body, state._replace(caches=caches))
-    return Decoded(state.ended_tokens[:, 0], state.ended[:, 0])
+    has_ended = state.ended[:, 0] > NEVER
+    cut = state.live[:, 0] / length_penalty(m, alpha)
+    return Decoded(
+        jnp.where(has_ended[:, None], state.ended_tokens[:, 0], state.tokens[:, 0]),
+        jnp.where(has_ended, state.ended[:, 0], cut),
+    )
 
 
 def map_rows(model: TextToText, caches: Any, change: Callable[[jax.Array], jax.Array]) -> Any:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from synthesizer_jax import nnx as snnx
 from synthesizer_jax.inference import decode, score_choices
-from synthesizer_jax.inference.decoding import GROUP, length_penalty, top_tokens
+from synthesizer_jax.inference.decoding import GROUP, beam_search, top_tokens
 from synthesizer_jax.models import Encoder, Size, alignment, t5
 
 VOCAB, LENGTH = 5, 3
@@ -43,12 +44,12 @@ def log_probability(model, variables, source, sequence):
     return sum(logp[:, i, t] for i, t in enumerate(sequence))
 
 
-def all_sequences():
-    """Every sequence that ends with EOS or is as long as allowed."""
-    for n in range(1, LENGTH + 1):
+def ended_sequences():
+    """Every sequence that ends with EOS."""
+    for n in range(LENGTH):
         for s in itertools.product(range(VOCAB), repeat=n):
-            if 1 not in s[:-1] and (s[-1] == 1 or n == LENGTH):
-                yield s
+            if 1 not in s:
+                yield (*s, 1)
 
 
 def test_greedy_is_the_argmax_of_full_passes(trained):
@@ -70,7 +71,7 @@ def test_greedy_is_the_argmax_of_full_passes(trained):
 def test_wide_beam_is_exhaustive_search(trained, alpha):
     model, variables, source = trained
     found = decode(variables, source, model=model, max_length=LENGTH, beams=80, alpha=alpha)
-    sequences = list(all_sequences())
+    sequences = list(ended_sequences())
     scores = np.stack(
         [
             log_probability(model, variables, source, s) / ((5 + len(s)) / 6) ** alpha
@@ -84,12 +85,85 @@ def test_wide_beam_is_exhaustive_search(trained, alpha):
         np.testing.assert_allclose(score, scores[row].max(), atol=1e-4)
 
 
-def test_beam_of_four_is_at_least_as_good_as_greedy(trained):
-    model, variables, source = trained
-    greedy = decode(variables, source, model=model, max_length=6)
-    lengths = np.asarray((greedy.tokens != 0).sum(-1))
-    beam = decode(variables, source, model=model, max_length=6, beams=4, alpha=0.6)
-    assert np.all(beam.scores >= greedy.scores / length_penalty(lengths, 0.6) - 1e-4)
+class Table:
+    """A decoding step whose logits are looked up by position and a code of all tokens so far."""
+
+    CODES = 7
+
+    def __init__(self, logits):
+        self.table = jnp.asarray(logits)  # [examples, positions, codes, vocab]
+        self.batch, self.max_length = logits.shape[:2]
+        self.model = types.SimpleNamespace(
+            decoder=types.SimpleNamespace(changing_cross_caches=(False,))
+        )
+
+    def first(self):
+        codes = jnp.zeros(self.batch, jnp.int32)
+        return self.table[:, 0, 0], ((codes, ()),)
+
+    def next(self, tokens, caches, position):
+        codes = (caches[0][0] * 3 + tokens) % self.CODES
+        examples = jnp.arange(len(tokens)) // (len(tokens) // self.batch)
+        return self.table[examples, position, codes], ((codes, ()),)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def search(logits, beams, alpha):
+    return beam_search(Table(logits), beams, alpha)
+
+
+def t5x_beam_search(logits, beams, alpha):
+    """T5X's beam search of one example, ``[positions, codes, vocab]``, as it is described there.
+
+    Each step takes the 2n best continuations; those that end compete with the ended ones by penalised
+    score, the n best others live on. Ended ones are returned where there is one, live ones otherwise.
+    """
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    live, ended = [(0.0, (), 0)], []
+    for at in range(len(logits)):
+        every = [
+            (score + log_p[at, code, token], (*tokens, token), (code * 3 + token) % Table.CODES)
+            for score, tokens, code in live
+            for token in range(logits.shape[-1])
+        ]
+        every = sorted(every, reverse=True)[: 2 * beams]
+        penalty = ((5 + at + 1) / 6) ** alpha
+        ended += [(score / penalty, tokens) for score, tokens, _ in every if tokens[-1] == 1]
+        ended = sorted(ended, reverse=True)[:beams]
+        live = [x for x in every if x[1][-1] != 1][:beams]
+    if ended:
+        return ended[0][1], ended[0][0]
+    return live[0][1], live[0][0] / penalty
+
+
+@given(
+    beams=st.integers(2, 3),
+    length=st.sampled_from([1, 2, 4]),
+    alpha=st.sampled_from([0.0, 0.6, 2.0]),
+    end=st.sampled_from([-8.0, -2.0, 0.0]),
+    seed=st.integers(0, 999),
+)
+@settings(deadline=None, max_examples=25)
+def test_beam_search_is_that_of_t5x(beams, length, alpha, end, seed):
+    """Ended sequences come before those that are cut, however improbable the end is."""
+    logits = np.random.default_rng(seed).normal(size=(2, length, Table.CODES, 9))
+    logits[..., 1] += end
+    found = search(np.float32(logits), beams, alpha)
+    for example, tokens, score in zip(logits, *map(np.asarray, found), strict=True):
+        best, expected = t5x_beam_search(example, beams, alpha)
+        assert tuple(tokens[: len(best)]) == best and not tokens[len(best) :].any()
+        np.testing.assert_allclose(score, expected, atol=1e-5)
+
+
+def test_a_cut_sequence_is_returned_where_none_has_ended():
+    logits = np.zeros((2, 2, Table.CODES, 9), np.float32)
+    logits[0, ..., 1] = -1e9  # the first example never ends
+    logits[1, :, :, 1] = [[-3.0], [-9.0]]  # the second ends with little probability
+    logits[..., 5] = 4.0
+    found = search(logits, 5, 1.0)
+    assert found.tokens.tolist() == [[5, 5], [1, 0]]
+    likely = 4 - np.log(np.exp(4) + 7)
+    np.testing.assert_allclose(found.scores[0], 2 * likely / (7 / 6), rtol=1e-5)
 
 
 def test_padding_of_the_input_changes_nothing(trained):
