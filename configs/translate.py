@@ -11,7 +11,11 @@ Hardware and time: a recipe takes some minutes on two CPU cores. `benchmarks/tra
 them and writes the table of docs/results.md.
 
 All recipes share everything but who looks at whom: pre-norm blocks, sinusoidal positions, d 128, two and
-two layers, four heads of 32, dropout 0.1, label smoothing 0.1, AdamW.
+two layers, four heads of 32, dropout 0.1, label smoothing 0.1, AdamW. Wherever they have a dot product,
+alone, in a mixture or across, it is T5's: no factor in the logits, 1/√32 in the query's initial values.
+That is how Tay et al. 2021's released code adds it to a Random or Dense alignment; under AdamW a factor
+in the logits learns at another rate, and the rows of a mixture and of its parts would differ in two
+things.
 """
 
 from __future__ import annotations
@@ -20,12 +24,12 @@ from collections.abc import Callable
 
 import flax.linen as nn
 
-from synthesizer_jax.alignments import Alignment, DotProduct, Gaussian
+from synthesizer_jax.alignments import Alignment, Gaussian
 from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.initializers import Normal
 from synthesizer_jax.mixers import Attention, LightweightConvolution, TalkingHeads
-from synthesizer_jax.models import EncoderDecoder, Run, Size, alignment, t5
+from synthesizer_jax.models import EncoderDecoder, Run, Size, alignment, t5, zoo
 from synthesizer_jax.models.layers import SinusoidalPositions
 from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
@@ -46,7 +50,7 @@ def default() -> Experiment:
 
 def vanilla() -> Experiment:
     """The dot product everywhere."""
-    return _translate(DotProduct())
+    return _translate(_synthesizer("v"))
 
 
 def random() -> Experiment:
@@ -90,7 +94,8 @@ def sh_x() -> Experiment:
     decoder = experiment.model.decoder
     (run,) = decoder.runs
     silent = Run(replace(run.block, cross_mixer=None), SIZE.layers - 1)
-    head = Attention(1, SIZE.d_model, dropout_rate=DROPOUT)
+    dot = zoo.dot_product(SIZE.d_model)
+    head = Attention(1, SIZE.d_model, alignment=dot, dropout_rate=DROPOUT)
     last = Run(replace(run.block, cross_mixer=head), 1)
     model = experiment.model.copy(decoder=decoder.copy(runs=(silent, last)))
     return replace(experiment, model=model)
@@ -98,13 +103,14 @@ def sh_x() -> Experiment:
 
 def talking_heads() -> Experiment:
     """Talking heads in both stacks and across."""
-    mixer = TalkingHeads(SIZE.heads, SIZE.head_dim, dropout_rate=DROPOUT)
+    dot = zoo.dot_product(SIZE.head_dim)
+    mixer = TalkingHeads(SIZE.heads, SIZE.head_dim, alignment=dot, dropout_rate=DROPOUT)
     return _translate(mixer, cross=mixer)
 
 
 def lightweight_convolution() -> Experiment:
     """Lightweight convolution, seven taps and sixteen kernels."""
-    return _translate(LightweightConvolution(width=7, groups=16))
+    return _translate(LightweightConvolution(width=7, groups=16, dropout_rate=DROPOUT))
 
 
 def _synthesizer(variant: str) -> Alignment:
@@ -117,13 +123,12 @@ def _translate(
     *,
     cross: nn.Module | None = None,
 ) -> Experiment:
-    attention = Attention(SIZE.heads, SIZE.head_dim, dropout_rate=DROPOUT)
     model: EncoderDecoder = t5(
         SIZE,
         gated=False,
         encoder=encoder,
         decoder=decoder,
-        cross=attention if cross is None else cross,
+        cross=cross,
         relative_bias=False,
         positions=SinusoidalPositions(),
         vocab_size=VOCAB_SIZE,
