@@ -275,7 +275,7 @@ def test_a_target_that_does_not_exist_is_seen_in_the_gradient_too(losses):
 
 @pytest.mark.parametrize("losses", [cross_entropy, chunked])
 def test_large_logits_lose_no_digits(losses):
-    """log Z is about 150, where neighbouring float32 numbers differ by 1.5e-5; every mode, float64 oracle."""
+    """log Z is about 150, where neighbouring float32 numbers differ by 1.5e-5; in every mode."""
     rng = np.random.default_rng(2)
     shape = (2, 3)
     logits = np.float32(150 + rng.normal(size=(*shape, V))).astype(np.float64)
