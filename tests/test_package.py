@@ -60,10 +60,10 @@ def test_models_lists_names_and_counts():
         "mesh_random_plus_base",
         "mesh_random_plus_alpha_base",
     ]
-    assert rows["mesh_random_base"]["parameters"] == 254_360_064
+    assert rows["mesh_random_base"]["parameters"] == 254_360_576
     assert rows["mesh_random_base"]["tables_per_layer"] == 8 * 512 * 512
     shown = CliRunner().invoke(app, ["models", "mesh_random_base"])
-    assert "254,360,064" in shown.stdout
+    assert "254,360,576" in shown.stdout
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -23,10 +24,13 @@ class EncoderDecoder(TokenModel, kw_only=True):
     Attributes:
       encoder: the encoder's stack.
       decoder: the decoder's stack; its blocks have a `cross_mixer`.
+      positions: added to the embeddings of both stacks, so that they share its parameters
+        (Mesh-TensorFlow), while each stack's own `positions` have their own.
     """
 
     encoder: Stack
     decoder: Stack
+    positions: nn.Module | None = None
 
     @on_any_mesh
     def __call__(
@@ -120,7 +124,14 @@ class EncoderDecoder(TokenModel, kw_only=True):
         if counted is None and mask.query_segments is None:
             counted = up_to_last(tokens)
         x = self.embed(tokens)
-        return self.decoder(x, mask=mask, memory=memory, positions=positions, counted=counted)[0]
+        return self.decoder(
+            x,
+            mask=mask,
+            memory=memory,
+            positions=positions,
+            counted=counted,
+            shared_positions=self.positions,
+        )[0]
 
     @on_any_mesh
     def remember(self, tokens: jax.Array) -> Memory:
@@ -142,7 +153,9 @@ class EncoderDecoder(TokenModel, kw_only=True):
             mask = Mask.padded(lengths(tokens))
         else:
             mask = Mask.packed(segments, segments=max_segments)
-        return self.encoder(self.embed(tokens), mask=mask, positions=positions)[0]
+        return self.encoder(
+            self.embed(tokens), mask=mask, positions=positions, shared_positions=self.positions
+        )[0]
 
     @on_any_mesh
     def start(
@@ -166,6 +179,7 @@ class EncoderDecoder(TokenModel, kw_only=True):
             memory=Memory(encoded, Mask(key_lengths=lengths(encoder_tokens))),
             caches=(new,) * self.decoder.num_layers,
             length=max_length,
+            shared_positions=self.positions,
         )
 
     @on_any_mesh
@@ -200,6 +214,7 @@ class EncoderDecoder(TokenModel, kw_only=True):
             caches=caches,
             position=position,
             length=max_length,
+            shared_positions=self.positions,
         )
 
     def room(self, inputs_length: int, targets_length: int) -> int:

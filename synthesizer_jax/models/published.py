@@ -24,8 +24,10 @@ from synthesizer_jax.models.stack import Run, Stack
 from synthesizer_jax.models.token_model import TokenModel
 
 HARD_CODED = ("base", "hc_sa", "hc_all", "sh_x")
-RATIO = 1.02305
+RATIO_WMT = 1.02305
 """Source words per target word of WMT En-De, for hard-coded cross-attention."""
+RATIO_IWSLT = 1.03606
+"""The same of IWSLT 2016 En-De."""
 
 BERT_VOCAB_SIZE = 30_522
 
@@ -38,10 +40,13 @@ def hard_coded(
     heads: int = 8,
     d_ff: int = 2048,
     vocab_size: int = 32_000,
-    ratio: float = RATIO,
+    ratio: float = RATIO_WMT,
     dropout_rate: float = 0.0,
 ) -> EncoderDecoder:
     """The Transformer of You et al. 2020: post-norm, sinusoids, one embedding for everything.
+
+    Dropout acts where the released code has it. Theirs is drawn for every element, `Dropout` for whole
+    features, and their matrices start from Xavier's uniform values.
 
     Args:
       variant: ``base`` (dot product everywhere), ``hc_sa`` (self-attention hard-coded), ``hc_all``
@@ -53,12 +58,12 @@ def hard_coded(
       d_ff: 507 in the small model.
       vocab_size: of the joint vocabulary.
       ratio: source words per target word.
-      dropout_rate: of embeddings and sub-layers, not of attention weights.
+      dropout_rate: of embeddings and of sub-layers' outputs, of nothing else.
     """
     if variant not in HARD_CODED:
         raise ValueError(f"unknown variant {variant!r}; allowed: {', '.join(HARD_CODED)}")
     width = d_model // heads
-    feed_forward = FeedForward(d_ff, ("relu",), dropout_rate=dropout_rate, use_bias=True)
+    feed_forward = FeedForward(d_ff, ("relu",), use_bias=True)
 
     def attention(kind: Alignment) -> Attention:
         return Attention(heads, width, alignment=kind)
@@ -75,8 +80,13 @@ def hard_coded(
         runs = [Run(block(cross_mixer=cross), 1) for cross in crosses]
         if all(cross == crosses[0] for cross in crosses):
             runs = [Run(block(cross_mixer=crosses[0]), len(crosses))]
-        positions = SinusoidalPositions(endpoint=True)
-        return Stack(tuple(runs), positions=positions, norm=None, dropout_rate=dropout_rate)
+        return Stack(
+            tuple(runs),
+            positions=SinusoidalPositions(endpoint=True),
+            norm=None,
+            dropout_rate=dropout_rate,
+            drop_output=False,
+        )
 
     learned = variant == "base"
     encoder = attention(DotProduct() if learned else Gaussian((-1, 1)))
@@ -202,10 +212,12 @@ def _linformer() -> Encoder:
 
 def _published() -> dict[str, Callable[[], TokenModel]]:
     models: dict[str, Callable[[], TokenModel]] = {}
-    small = {"d_model": 288, "layers": 5, "heads": 4, "d_ff": 507}
+    small = functools.partial(
+        hard_coded, d_model=288, layers=5, heads=4, d_ff=507, ratio=RATIO_IWSLT
+    )
     for variant in HARD_CODED:
         models[f"hard_coded_{variant}"] = functools.partial(hard_coded, variant)
-        models[f"hard_coded_{variant}_small"] = functools.partial(hard_coded, variant, **small)
+        models[f"hard_coded_{variant}_small"] = functools.partial(small, variant)
     models["bert_large"] = functools.partial(bert, 1024, 16, 64)
     for d_model, heads, width in FIXED_HEADS:
         name = f"bert_{d_model}_{heads}x{width}"

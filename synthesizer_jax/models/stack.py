@@ -56,10 +56,11 @@ class Stack(nn.Module):
         as `LearnedPositions`.
       input_norm: a normalisation of the embeddings (BERT).
       norm: the normalisation of the output; None in post-norm models, whose last layer ends in one.
-      dropout_rate: dropout of the embeddings and of the output.
+      dropout_rate: dropout of the embeddings and, unless `drop_output` is False, of the output.
       scan: each run of several layers is one `nn.scan` with stacked parameters: compile time does
         not grow with the depth.
       remat: None, or a name of `REMAT_POLICIES`: recompute layers in the backward pass.
+      drop_output: False: no dropout of the output (You et al. 2020).
     """
 
     runs: tuple[Run, ...]
@@ -70,6 +71,7 @@ class Stack(nn.Module):
     dropout_rate: float = 0.0
     scan: bool = False
     remat: str | None = None
+    drop_output: bool = True
 
     @property
     def num_layers(self) -> int:
@@ -95,6 +97,7 @@ class Stack(nn.Module):
         position: int | jax.Array | None = None,
         length: int | None = None,
         counted: jax.Array | None = None,
+        shared_positions: nn.Module | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...] | None]:
         """Runs all layers.
 
@@ -111,6 +114,7 @@ class Stack(nn.Module):
           length: number of key positions, past ones included; None means q.
           counted: ``[batch, q]`` bool, the positions that count in what modules add to a training
             loss; None: those that are real by the mask.
+          shared_positions: a bound module like `positions`, which several stacks share.
 
         Returns:
           ``[batch, q, d_model]`` and the new caches.
@@ -123,7 +127,13 @@ class Stack(nn.Module):
         ):
             x, mask, order = real_first(x, mask)
             x, caches = self(
-                x, mask=mask, memory=memory, caches=caches, position=position, length=length
+                x,
+                mask=mask,
+                memory=memory,
+                caches=caches,
+                position=position,
+                length=length,
+                shared_positions=shared_positions,
             )
             return take_rows(x, jnp.argsort(order, axis=1)), caches
         if self.remat is not None and self.remat not in REMAT_POLICIES:
@@ -136,7 +146,10 @@ class Stack(nn.Module):
         length = key_length(caches) if length is None else length
         places = in_sequence(positions, mask, position, x.shape[1])
         if self.positions is not None:
-            x = x + self.embedded(places, x, length)
+            own = self.positions.copy(name="position_embedder", parent=self)
+            x = x + embedded(own, places, x, length)
+        if shared_positions is not None:
+            x = x + embedded(shared_positions, places, x, length)
         if self.input_norm is not None:
             x = self.input_norm.copy(name="embedding_norm", parent=self)(x)
         x = Dropout(self.dropout_rate, name="input_dropout")(x)
@@ -147,7 +160,8 @@ class Stack(nn.Module):
             x, caches = self.step(x, mask, bias, memory, caches, position, places=places)
         if self.norm is not None:
             x = self.norm.copy(name="final_norm", parent=self)(x)
-        return Dropout(self.dropout_rate, name="output_dropout")(x), caches
+        rate = self.dropout_rate if self.drop_output else 0.0
+        return Dropout(rate, name="output_dropout")(x), caches
 
     def position_bias(self, q: int, position: int | jax.Array, length: int) -> Terms:
         """The stack's shared bias terms."""
@@ -162,18 +176,6 @@ class Stack(nn.Module):
         (heads,) = counts
         module = self.bias.copy(name="relpos_bias", parent=self)
         return module(num_heads=heads, query_span=Span(position, q), key_span=Span(0, length))
-
-    def embedded(self, places: Places, x: jax.Array, length: int | None) -> jax.Array:
-        """The position module's vectors for ``[batch, q, d_model]`` tokens."""
-        assert self.positions is not None
-        limit = getattr(self.positions, "max_length", None)
-        if limit is not None and length is not None and length > limit:
-            raise ValueError(
-                f"{type(self.positions).__name__} has max_length={limit} but the caches have room for "
-                f"{length} positions; build it with max_length>={length}, or decode fewer tokens"
-            )
-        module = self.positions.copy(name="position_embedder", parent=self)
-        return module(places, x.shape[-1]).astype(x.dtype)
 
     def all_runs(
         self,
@@ -236,6 +238,17 @@ class Stack(nn.Module):
             return Block
         policy = REMAT_POLICIES[self.remat]
         return nn.remat(Block, policy=policy, prevent_cse=not in_scan)
+
+
+def embedded(positions: nn.Module, places: Places, x: jax.Array, length: int | None) -> jax.Array:
+    """A bound position module's vectors for ``[batch, q, d_model]`` tokens."""
+    limit = getattr(positions, "max_length", None)
+    if limit is not None and length is not None and length > limit:
+        raise ValueError(
+            f"{type(positions).__name__} has max_length={limit} but the caches have room for "
+            f"{length} positions; build it with max_length>={length}, or decode fewer tokens"
+        )
+    return positions(places, x.shape[-1]).astype(x.dtype)
 
 
 def in_sequence(

@@ -167,10 +167,11 @@ class Stack(Residual):
         as `LearnedPositions`.
       input_norm: a normalisation of the embeddings (BERT).
       norm: the normalisation of the output; None in post-norm models, whose last layer ends in one.
-      dropout_rate: dropout of the embeddings and of the output.
+      dropout_rate: dropout of the embeddings and, unless `drop_output` is False, of the output.
       scan: each run of several layers is one `nn.scan` with stacked parameters: compile time does
         not grow with the depth.
       remat: None, or a name of `REMAT_POLICIES`: recompute layers in the backward pass.
+      drop_output: False: no dropout of the output (You et al. 2020).
 
     As an NNX module also:
       in_features: width of the tokens.
@@ -190,6 +191,7 @@ class Stack(Residual):
     dropout_rate: float
     scan: bool
     remat: str | None
+    drop_output: bool
     def __init__(
         self,
         runs: tuple[Run, ...],
@@ -200,6 +202,7 @@ class Stack(Residual):
         dropout_rate: float = 0.0,
         scan: bool = False,
         remat: str | None = None,
+        drop_output: bool = True,
         *,
         in_features: int,
         rngs: nnx.Rngs,
@@ -218,6 +221,7 @@ class Stack(Residual):
         position: int | jax.Array | None = None,
         length: int | None = None,
         counted: jax.Array | None = None,
+        shared_positions: nn.Module | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
@@ -237,6 +241,7 @@ class Stack(Residual):
           length: number of key positions, past ones included; None means q.
           counted: ``[batch, q]`` bool, the positions that count in what modules add to a training
             loss; None: those that are real by the mask.
+          shared_positions: a bound module like `positions`, which several stacks share.
 
         Returns:
           ``[batch, q, d_model]`` and the new caches.
@@ -282,6 +287,7 @@ class UniversalStack(Stack):
     dropout_rate: float
     scan: bool
     remat: str | None
+    drop_output: bool
     halting_threshold: float | None
     ponder_cost: float
     signals: bool
@@ -295,6 +301,7 @@ class UniversalStack(Stack):
         dropout_rate: float = 0.0,
         scan: bool = False,
         remat: str | None = None,
+        drop_output: bool = True,
         halting_threshold: float | None = None,
         ponder_cost: float = 0.01,
         signals: bool = True,
@@ -316,6 +323,7 @@ class UniversalStack(Stack):
         position: int | jax.Array | None = None,
         length: int | None = None,
         counted: jax.Array | None = None,
+        shared_positions: nn.Module | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
@@ -335,6 +343,7 @@ class UniversalStack(Stack):
           length: number of key positions, past ones included; None means q.
           counted: ``[batch, q]`` bool, the positions that count in what modules add to a training
             loss; None: those that are real by the mask.
+          shared_positions: a bound module like `positions`, which several stacks share.
 
         Returns:
           ``[batch, q, d_model]`` and the new caches.
@@ -479,6 +488,8 @@ class EncoderDecoder(Model):
     Attributes:
       encoder: the encoder's stack.
       decoder: the decoder's stack; its blocks have a `cross_mixer`.
+      positions: added to the embeddings of both stacks, so that they share its parameters
+        (Mesh-TensorFlow), while each stack's own `positions` have their own.
 
     As an NNX module also:
       rngs: random streams; ``params`` makes the parameters, and ``dropout`` is forked for dropout.
@@ -495,6 +506,7 @@ class EncoderDecoder(Model):
     dtype: str
     embedding_init: Initializer
     logits_init: Initializer
+    positions: nn.Module | None
     def __init__(
         self,
         *,
@@ -508,6 +520,7 @@ class EncoderDecoder(Model):
         logits_init: Initializer = FanIn(scale=1.0),
         encoder: Stack,
         decoder: Stack,
+        positions: nn.Module | None = None,
         rngs: nnx.Rngs,
         deterministic: bool | None = False,
         keep_rngs: bool = True,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from synthesizer_jax import ZOO, Attention, DotProduct, Mixture, Random, RelativeBias
+from synthesizer_jax.initializers import Normal
 from synthesizer_jax.models import (
     VARIANTS,
     Block,
@@ -216,27 +217,92 @@ def test_zoo_models_round_trip_as_json(name):
     assert from_json(json.loads(json.dumps(to_json(model)))) == model
 
 
-PUBLISHED = {
-    "mesh_vanilla_base": 222_902_784,
-    "mesh_random_base": 254_360_064,
-    "mesh_factorized_base": 207_174_144,
-    "mesh_dense_base": 224_475_648,
-    "mesh_dense_plus_base": 243_350_016,
-    "mesh_random_plus_base": 292_108_800,
+MESH_MILLIONS = {
+    "vanilla": 223,
+    "random": 254,
+    "factorized": 207,
+    "dense": 224,
+    "dense_plus": 243,
+    "dense_plus_alpha": 243,
+    "random_plus": 292,
+    "random_plus_alpha": 292,
 }
+"""Narang et al. 2021, table 2, and Tay et al. 2021, in whole millions."""
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", MESH_MILLIONS)
 def test_parameter_counts_of_the_synthesizer_papers_c4_models(name):
-    summary = summarize(ZOO[name]())
-    assert summary.parameters - summary.positions == PUBLISHED[name]
+    summary = summarize(ZOO[f"mesh_{name}_base"]())
+    assert round(summary.parameters / 1e6) == MESH_MILLIONS[name]
+    heads = 12 if name == "vanilla" else 8
+    assert summary.positions == 2 * 32 * heads  # one bias for each stack
     assert summary.tables_per_layer == (8 * 512 * 512 if "random" in name else 0)
+    learned = summarize(ZOO[f"mesh_learned_{name}_base"]())
+    assert learned.positions == 512 * 768  # one table for both stacks
+    assert learned.parameters - learned.positions == summary.parameters - summary.positions
+
+
+@pytest.mark.parametrize("positions", ["", "learned_"])
+@pytest.mark.parametrize("name", MESH_MILLIONS)
+def test_mesh_models_see_the_order_of_tokens(name, positions, batch):
+    def narrow(stack):
+        (run,) = stack.runs
+        return stack.copy(runs=(Run(run.block.copy(feed_forward=FeedForward(24)), 1),))
+
+    model = ZOO[f"mesh_{positions}{name}_base"]()
+    stacks = {"encoder": narrow(model.encoder), "decoder": narrow(model.decoder)}
+    model = model.copy(vocab_size=VOCAB, d_model=16, **stacks)
+    source, target = batch
+    variables = model.init(jax.random.key(0), source, target)
+    logits = jax.jit(model.apply)
+    straight, reverse = (logits(variables, s, target) for s in (source, source[:, ::-1]))
+    assert np.abs(straight[0] - reverse[0]).max() > 1e-3
+    swapped = target.at[:, 1:3].set(target[:, 2:0:-1])
+    assert np.abs(straight[:, -1] - logits(variables, source, swapped)[:, -1]).max() > 1e-3
+
+
+def test_stacks_may_share_their_positions(batch):
+    """One table, added to both stacks' embeddings; decoding steps, packed rows and limits included."""
+    source, target = batch
+    own = model_of("v", relative_bias=False)
+    model = own.copy(positions=LearnedPositions(ROOM, Normal(1.0)))
+    variables = model.init(jax.random.key(0), source, target)
+    table = variables["params"]["positions"]["embedding"]
+    each = LearnedPositions(ROOM)
+    separate = own.copy(
+        encoder=own.encoder.copy(positions=each), decoder=own.decoder.copy(positions=each)
+    )
+    params = {k: v for k, v in variables["params"].items() if k != "positions"}
+    for name in ("encoder", "decoder"):
+        params[name] = params[name] | {"position_embedder": {"embedding": table}}
+    whole = model.apply(variables, source, target, method="hidden")
+    np.testing.assert_array_equal(
+        whole, separate.apply({"params": params}, source, target, method="hidden")
+    )
+    options = {"max_length": ROOM}
+    hidden, caches = model.apply(variables, source, target[:, :1], method="start", **options)
+    steps = [hidden]
+    for at in range(1, 3):
+        hidden, caches = model.apply(
+            variables,
+            target[:, at : at + 1],
+            (source != 0).sum(-1),
+            caches=caches,
+            position=jnp.asarray(at),
+            method="step",
+            **options,
+        )
+        steps.append(hidden)
+    np.testing.assert_allclose(jnp.concatenate(steps, 1), whole[:, :3], atol=1e-4)
+    with pytest.raises(ValueError, match=f"max_length={ROOM} but the caches have room for 13"):
+        model.apply(variables, source, target[:, :1], max_length=ROOM + 1, method="start")
 
 
 def test_counts_of_t5():
     # T5 1.1 base and T5 base as in the published checkpoints (32,128 rows).
     assert summarize(ZOO["t5_1_1_base"]()).parameters == 247_577_856
     assert summarize(ZOO["t5_base"]()).parameters == 222_903_552
+    assert summarize(ZOO["mesh_vanilla_base"]()).parameters == 222_903_552
 
 
 def test_summary_by_hand():

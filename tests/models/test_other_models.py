@@ -264,6 +264,39 @@ def test_hard_coded_models(variant, batch):
     assert mean < 1e-5  # post-norm: the last thing is a normalisation
 
 
+def dropped(variables, tokens, model, method):
+    """The share of zeros in what a model's method makes with dropout."""
+    out = model.apply(variables, tokens, rngs={"dropout": jax.random.key(3)}, method=method)
+    return float((out == 0).mean())
+
+
+def test_hard_coded_models_drop_embeddings_and_sublayer_outputs_only(batch):
+    """As the released code: nothing inside the feed-forward layer, nothing of the stacks' outputs."""
+    model = hard_coded(
+        "hc_sa", d_model=D, layers=1, heads=2, d_ff=16, vocab_size=VOCAB, dropout_rate=0.5
+    )
+    source, target = batch
+    variables = model.init(jax.random.key(0), source, target)
+    assert dropped(variables, source, model, "encode") == 0.0
+    block = model.encoder.runs[0].block
+    assert block.dropout_rate == 0.5 and block.feed_forward.dropout_rate == 0.0
+    plain, noisy = (
+        model.apply(variables, source, method="encode", rngs=rngs)
+        for rngs in ({}, {"dropout": jax.random.key(0)})
+    )
+    assert np.abs(plain - noisy).max() > 0.1
+    ordinary = t5(Size(D, 1, 16, 2, 6), vocab_size=VOCAB, dropout_rate=0.5)
+    variables = ordinary.init(jax.random.key(0), source, target)
+    assert dropped(variables, source, ordinary, "encode") > 0.2
+
+
+def test_the_small_hard_coded_model_has_the_ratio_of_its_own_corpus():
+    """You et al. 2020's code: IWSLT 2016 and WMT, English to German."""
+    for name, ratio in (("hc_all", 1.02305), ("hc_all_small", 1.03606)):
+        block = ZOO[f"hard_coded_{name}"]().decoder.runs[0].block
+        assert block.cross_mixer.alignment.ratio == ratio
+
+
 @pytest.mark.parametrize("name", ZOO)
 def test_every_named_model_makes_sense_without_being_allocated(name):
     model = ZOO[name]()
@@ -282,7 +315,7 @@ def test_every_named_model_makes_sense_without_being_allocated(name):
 
 
 def test_reported_baselines():
-    """What our formula gives for Narang et al. 2021's baselines; no tests of theirs (see docs)."""
+    """What our formula gives for Narang et al. 2021's baselines."""
     counted = functools.partial(summarize, inputs_length=64, targets_length=64)
     light = counted(ZOO["lightweight_convolution_base"]())
     assert round(light.parameters / 1e6) == 224
@@ -291,6 +324,13 @@ def test_reported_baselines():
     own = 4 * d * d + d + 9 * d  # input, gate, pointwise with bias, output, kernels
     formula = vocab * d + 2 * 512 * d + layers * (2 * (own + wide) + cross) + d * (5 * layers + 2)
     assert light.parameters == formula
+    kernels = 12 * 2 * (d * 192 * 9 - d * 9)  # a quarter of the channels, made from the token
+    dynamic = counted(ZOO["dynamic_convolution_base"]())
+    assert dynamic.parameters == formula + kernels
+    vanilla = counted(ZOO["t5_base"]())
+    # Published: 257 M, and 11.8 against 11.1 T operations.
+    assert abs(dynamic.parameters / 257e6 - 1) < 0.01
+    assert abs(dynamic.flops_per_token / vanilla.flops_per_token - 11.8 / 11.1) < 0.03
 
 
 def test_dot_product_free_head_size_in_a_model(batch):
