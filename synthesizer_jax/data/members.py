@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from synthesizer_jax.data.stored import reading
+
 CHUNK = 1024
 """Examples that are read at once, and among which the first epoch is shuffled."""
 
@@ -53,9 +55,11 @@ class Examples:
     def __init__(self, task: Any, split: str, lengths: Mapping[str, int]):
         tensorflow()
         self.name = f"{task.name}'s split {split!r}"
-        dataset = task.get_dataset(
-            lengths, split=split, shuffle=False, num_epochs=1, seed=0, try_in_mem_cache=False
-        )
+        self._place = place(task)
+        with reading(self.name, self._place):
+            dataset = task.get_dataset(
+                lengths, split=split, shuffle=False, num_epochs=1, seed=0, try_in_mem_cache=False
+            )
         dataset = dataset.map(lambda row: (row["inputs"], row["targets"])).ragged_batch(CHUNK)
         self._source: Iterator[Any] = iter(dataset.prefetch(1).with_options(options()))
         self._chunks: list[list[tuple[np.ndarray, np.ndarray]]] = []
@@ -84,7 +88,8 @@ class Examples:
         return index < self._count
 
     def _read(self) -> None:
-        ragged = next(self._source, None)
+        with reading(self.name, self._place):
+            ragged = next(self._source, None)
         if ragged is None:
             self._whole, self._source = True, iter(())
             return
@@ -196,26 +201,28 @@ class Live:
         import seqio
 
         tf = tensorflow()
-        dataset = task.get_dataset(
-            lengths,
-            split=split,
-            shuffle=shuffle,
-            shuffle_buffer_size=1,  # it would hold all features, and save them
-            seed=seed,
-            shard_info=seqio.ShardInfo(*shard),
-            num_epochs=None,
-            try_in_mem_cache=False,
-        )
+        self._name, self._place = f"{task.name}'s split {split!r}", place(task)
+        with reading(self._name, self._place):
+            dataset = task.get_dataset(
+                lengths,
+                split=split,
+                shuffle=shuffle,
+                shuffle_buffer_size=1,  # it would hold all features, and save them
+                seed=seed,
+                shard_info=seqio.ShardInfo(*shard),
+                num_epochs=None,
+                try_in_mem_cache=False,
+            )
         dataset = dataset.map(lambda row: (row["inputs"], row["targets"]))
         if shuffle:
             dataset = dataset.shuffle(max(1, CHUNK // shard[1]), seed=seed)
         dataset = dataset.with_options(options())
-        self._name = f"{task.name}'s split {split!r}"
         self._shard, self._iterator = shard, iter(dataset)
         self._checkpoint = tf.train.Checkpoint(iterator=self._iterator)
 
     def __next__(self) -> Example:
-        row = next(self._iterator, None)
+        with reading(self._name, self._place):
+            row = next(self._iterator, None)
         if row is None:
             raise ValueError(
                 f"{self._name} has no example for shard {self._shard[0]} of {self._shard[1]}; set "
@@ -232,6 +239,14 @@ class Live:
         """Reads them."""
         del position
         self._checkpoint.read(str(prefix)).assert_consumed()
+
+
+def place(task: Any) -> str:
+    """Where a SeqIO task's stored rows lie, for messages."""
+    stored = getattr(task.source, "tfds_dataset", None)
+    if stored is None:
+        return str(task.source)
+    return str(pathlib.Path(stored.data_dir or "") / stored.name.replace(":", "/"))
 
 
 def fits_memory(task: Any, split: str) -> bool:

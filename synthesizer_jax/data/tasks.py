@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import pathlib
@@ -12,6 +11,8 @@ from typing import Any
 
 from synthesizer_jax.data.definitions import GLUE, SENTINEL, SUPER_GLUE, TaskDefinition
 from synthesizer_jax.data.mixtures import MIXTURES, Rates
+from synthesizer_jax.data.stored import check, prepared, stored_splits
+from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.registry import suggestion
 
 TASKS: dict[str, TaskDefinition] = {d.name: d for d in (*GLUE, *SUPER_GLUE, *SENTINEL)}
@@ -61,28 +62,10 @@ def default_data_dir() -> pathlib.Path:
     return pathlib.Path(given or "~/tensorflow_datasets").expanduser()
 
 
-def prepared(task: TaskDefinition, data_dir: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Prepared versions of a task's data set, ``{version: directory}``, oldest first."""
-    found = {p.parent.name: p.parent for p in (data_dir / task.dataset).glob("*/dataset_info.json")}
-    order = sorted((v for v in found if v.replace(".", "").isdigit()), key=_numbers)
-    return {version: found[version] for version in order}
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in version.split("."))
-
-
-@functools.cache
-def stored_splits(directory: pathlib.Path) -> dict[str, int]:
-    """Number of examples of every split of a prepared data set."""
-    info = json.loads((directory / "dataset_info.json").read_text(encoding="utf-8"))
-    return {s["name"]: sum(map(int, s.get("shardLengths", []))) for s in info["splits"]}
-
-
 def splits(name: str, data_dir: pathlib.Path) -> dict[str, int]:
     """Number of stored rows of the splits that a task has on this machine; empty: none."""
     task = definition(name)
-    versions = prepared(task, data_dir)
+    versions = prepared(task.dataset, data_dir)
     if not versions:
         return {}
     stored = stored_splits(list(versions.values())[-1])
@@ -106,7 +89,7 @@ def available(name: str, data_dir: pathlib.Path, split: str | None = None) -> di
 
 
 def register(
-    name: str, vocabulary: Any, *, data_dir: pathlib.Path, split: str = "train"
+    name: str, vocabulary: Vocabulary, *, data_dir: pathlib.Path, split: str = "train"
 ) -> dict[str, float]:
     """Puts a mixture and its tasks into SeqIO's registries, without those whose data is missing.
 
@@ -114,7 +97,7 @@ def register(
 
     Args:
       name: a mixture or task.
-      vocabulary: from `vocabularies`, built.
+      vocabulary: as it is built in `vocabularies`.
       data_dir: where data sets lie.
       split: the split that must not be empty.
 
@@ -150,8 +133,12 @@ def register(
     return parts
 
 
-def register_task(task: TaskDefinition, vocabulary: Any, data_dir: pathlib.Path) -> None:
-    """Puts one task whose data is prepared into SeqIO's registry."""
+def register_task(task: TaskDefinition, vocabulary: Vocabulary, data_dir: pathlib.Path) -> None:
+    """Puts one task whose data is prepared into SeqIO's registry.
+
+    Raises:
+      ValueError: TFDS must not open the data set (see `stored.check`).
+    """
     import seqio
     import tensorflow_datasets as tfds
 
@@ -169,13 +156,15 @@ def register_task(task: TaskDefinition, vocabulary: Any, data_dir: pathlib.Path)
             num_parallel_calls_for_decode=1,
         )
     )
-    version = list(prepared(task, data_dir))[-1]
+    version, directory = list(prepared(task.dataset, data_dir).items())[-1]
+    check(directory)
     here = splits(task.name, data_dir)
     steps: list[Any] = [task.preprocess]
     if task.rename:
         from synthesizer_jax.data import preprocessors
 
         steps.insert(0, functools.partial(preprocessors.renamed, names=dict(task.rename)))
+    pieces = vocabulary.to_seqio()
     steps += [seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
     if task.sentinel:
         from synthesizer_jax.data import preprocessors
@@ -192,8 +181,8 @@ def register_task(task: TaskDefinition, vocabulary: Any, data_dir: pathlib.Path)
         preprocessors=[*steps, seqio.preprocessors.append_eos_after_trim],
         postprocess_fn=functools.partial(_postprocess, task),
         output_features={
-            "inputs": seqio.Feature(vocabulary, add_eos=True, required=False),
-            "targets": seqio.Feature(vocabulary, add_eos=True),
+            "inputs": seqio.Feature(pieces, add_eos=True, required=False),
+            "targets": seqio.Feature(pieces, add_eos=True),
         },
         metric_fns=list(task.metrics),
     )

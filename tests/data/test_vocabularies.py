@@ -1,0 +1,98 @@
+"""Vocabularies that need neither SeqIO nor TensorFlow, against SeqIO's own."""
+
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import seqio
+
+from synthesizer_jax.data import embedded
+from synthesizer_jax.data.embedded.storage import texts
+from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The embedded mixture's own SentencePiece model."""
+    path = tmp_path_factory.mktemp("vocabulary") / "vocabulary.model"
+    train_sentencepiece(texts(), path, vocab_size=embedded.VOCAB_SIZE, model_type="bpe")
+    return path
+
+
+TEXTS = [
+    *list(texts())[::400],
+    "",
+    "  two  spaces ",
+    "Überraschung: naïve café, 日本語 ½ \U0001f600 \n\t end",
+    "before <extra_id_0> and <extra_id_7> after<extra_id_1>",
+]
+
+
+def vocabularies(model: pathlib.Path) -> list[tuple]:
+    """Ours, and SeqIO's made without ours."""
+    found = [(Bytes(n).build(), seqio.ByteVocabulary(extra_ids=n)) for n in (0, 100)]
+    for n in (0, 4, 100):
+        theirs = seqio.SentencePieceVocabulary(str(model), extra_ids=n)
+        found.append((SentencePiece(str(model), extra_ids=n).build(), theirs))
+    return found
+
+
+def test_texts_and_ids_are_seqios(model):
+    rng = np.random.default_rng(0)
+    for ours, theirs in vocabularies(model):
+        assert ours.vocab_size == theirs.vocab_size
+        assert (ours.pad_id, ours.eos_id, ours.unk_id) == (0, 1, theirs.unk_id)
+        for text in TEXTS:
+            ids = ours.encode(text)
+            assert ids == theirs.encode(text)
+            assert ours.decode(ids) == theirs.decode(ids)
+            assert ours.decode([*ids, 1, *ids]) == theirs.decode([*ids, 1, *ids])
+        for _ in range(50):  # ids beyond the vocabulary, EOS and padding among them
+            ids = rng.integers(0, ours.vocab_size + 30, 12).astype(np.int32)
+            assert ours.decode(ids) == theirs.decode(ids.tolist())
+        assert ours.to_seqio() == theirs
+
+
+def test_the_same_on_t5s_own_model(real_data):
+    path = real_data / "sentencepiece" / "t5_spiece.model"
+    ours, theirs = SentencePiece(str(path)).build(), seqio.SentencePieceVocabulary(str(path), 100)
+    assert ours.vocab_size == theirs.vocab_size == 32_100
+    assert ours.encode("<extra_id_0>") == [32_099]
+    assert [ours.encode(text) for text in TEXTS] == [theirs.encode(text) for text in TEXTS]
+
+
+def test_neither_seqio_nor_tensorflow_is_needed(model):
+    program = (
+        "import sys\n"
+        "sys.modules['seqio'] = sys.modules['tensorflow'] = None\n"
+        "from synthesizer_jax.data.vocabularies import Bytes, SentencePiece\n"
+        f"for vocabulary in (Bytes().build(), SentencePiece({str(model)!r}).build()):\n"
+        "    ids = vocabulary.encode('the dog sees it')\n"
+        "    assert vocabulary.decode([*ids, 1, 5]) == 'the dog sees it'\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("content", [b"", b"root:x:0:0\n", "half"])
+def test_a_damaged_or_foreign_file_is_one_sentence(model, tmp_path, content):
+    whole = model.read_bytes()
+    path = tmp_path / "vocabulary.model"
+    path.write_bytes(whole[: len(whole) // 2] if content == "half" else content)
+    with pytest.raises(ValueError, match="is damaged or no SentencePiece model") as error:
+        SentencePiece(str(path)).build()
+    assert str(path) in str(error.value)
+    assert "--set vocabulary.path=FILE" in str(error.value)
+
+
+def test_a_model_with_other_special_ids_is_refused(tmp_path):
+    import sentencepiece
+
+    path = tmp_path / "foreign.model"
+    with path.open("wb") as file:  # SentencePiece's defaults: unknown 0, BOS 1, EOS 2, no padding
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["a b c d"] * 9), model_writer=file, vocab_size=9, minloglevel=2
+        )
+    with pytest.raises(ValueError, match=r"foreign\.model has padding -1 and EOS 2 where T5's"):
+        SentencePiece(str(path)).build()
