@@ -30,6 +30,8 @@ SPECIAL = {
 def wsc(dataset: tf.data.Dataset, *, positive_only: bool) -> tf.data.Dataset:
     """WSC "simple": the text with ``*pronoun*``, the target is the referent whatever the label.
 
+    Hidden labels stay −1.
+
     Args:
       dataset: rows of ``super_glue/wsc.fixed``.
       positive_only: keep only rows whose label is true (training).
@@ -41,7 +43,7 @@ def wsc(dataset: tf.data.Dataset, *, positive_only: bool) -> tf.data.Dataset:
         return {
             "inputs": tf.strings.join(["wsc: ", marked(row)]),
             "targets": row["span1_text"],
-            "label": tf.maximum(tf.cast(row["label"], tf.int64), 0),
+            "label": tf.cast(row["label"], tf.int64),
             "idx": row["idx"],
         }
 
@@ -99,7 +101,10 @@ _MARK = r"[.,?!]?"
 
 
 def wnli(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """WNLI rows as WSC questions (see `wnli_question`); checked by hand on dev and test only."""
+    """WNLI rows as WSC questions (see `wnli_question`); checked by hand on dev and test only.
+
+    Hidden labels stay −1.
+    """
 
     def convert(row: Row) -> Row:
         inputs, targets = tf.numpy_function(
@@ -110,7 +115,7 @@ def wnli(dataset: tf.data.Dataset) -> tf.data.Dataset:
             "targets": tf.ensure_shape(targets, ()),
             "premise": row["sentence1"],
             "hypothesis": row["sentence2"],
-            "label": tf.maximum(tf.cast(row["label"], tf.int64), 0),
+            "label": tf.cast(row["label"], tf.int64),
             "idx": row["idx"],
         }
 
@@ -126,50 +131,52 @@ def wnli_question(premise: str, hypothesis: str) -> tuple[str, str]:
     """The pair (``wsc: … *pronoun* …``, candidate) of a WNLI row.
 
     The pronoun is the one whose neighbours in the premise occur longest in the hypothesis; the
-    candidate is what stands between those neighbours there, or all of it when none occurs.
+    candidate is what stands between those neighbours there. It is empty when none occurs, or
+    nothing stands there.
 
     Raises:
-      ValueError: the candidate is not found in the hypothesis.
+      ValueError: the premise has no pronoun, or the candidate is not found in the hypothesis.
     """
-    words, target = _clean(premise), " ".join(_clean(hypothesis))
+    words, target = _clean(premise), _clean(hypothesis)
     places = [i for i, word in enumerate(words) if word in PRONOUNS]
+    if not places:
+        raise ValueError(f"WNLI: no pronoun in {premise!r}")
     scored = [(i, _overlap(words, target, i)) for i in places]
     place, (left, right) = max(scored, key=lambda pair: sum(map(len, pair[1])))
-    found = _between(left, right, target)
-    return _question(premise, place), _original(found, hypothesis)
+    found = _between(left, right, " ".join(target))
+    return _question(premise, place), _original(found, hypothesis) if found else ""
 
 
 def _clean(text: str) -> list[str]:
     words = [
         word[:-1] if word.endswith((".", ",", "?", "!")) else word
-        for word in text.lower().split(" ")
+        for word in text.strip().lower().split(" ")
     ]
     return [word for word in words if word]
 
 
-def _overlap(words: Sequence[str], target: str, place: int) -> tuple[list[str], list[str]]:
-    """The longest suffix before and prefix after a place that occur in the target."""
-    left = next(
-        w for n in range(place, -1, -1) if " ".join(w := list(words[place - n : place])) in target
-    )
-    after = list(words[place + 1 :])
-    right = next(w for n in range(len(after), -1, -1) if " ".join(w := after[:n]) in target)
-    return left, right
+def _overlap(words: Sequence[str], target: Sequence[str], place: int) -> tuple[list[str], ...]:
+    """The longest suffix before and prefix after a place that occur in the target.
+
+    As in T5 the words before it are compared from the last to the first.
+    """
+    left = _longest_prefix(list(words[:place])[::-1], " ".join(target[::-1]))
+    return left[::-1], _longest_prefix(list(words[place + 1 :]), " ".join(target))
+
+
+def _longest_prefix(words: list[str], text: str) -> list[str]:
+    return next(w for n in range(len(words), -1, -1) if " ".join(w := words[:n]) in text)
 
 
 def _between(left: Sequence[str], right: Sequence[str], target: str) -> str:
+    """What stands between two runs of words, else before the right, else behind the left one."""
     if not left and not right:
-        return target
-    before, after = re.escape(" ".join(left)), re.escape(" ".join(right))
-    patterns = [
-        f"{before} (.+) {after}" if left and right else None,
-        f"^(.+) {after}" if right else None,
-        f"{before} (.+)$" if left else None,
-    ]
-    for pattern in filter(None, patterns):
-        if match := re.search(pattern, target):
+        return ""
+    before, after = ([re.escape(" ".join(words))] if words else [] for words in (left, right))
+    for parts in ([*before, "(.+)", *after], ["^(.+)", *after], [*before, "(.+)$"]):
+        if match := re.search(" ".join(parts), target):
             return match.group(1)
-    raise ValueError(f"WNLI: no candidate between {left} and {right} in {target!r}")
+    return ""
 
 
 def _question(premise: str, place: int) -> str:

@@ -8,6 +8,8 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from synthesizer_jax.data import metrics, postprocessors
 
 TRAINED = ("train", "validation", "test")
@@ -73,7 +75,7 @@ class TaskDefinition:
           is_target: whether it is the target.
         """
         if self.sentinel:
-            answer = answer.strip().removeprefix("<extra_id_0>").strip()
+            answer = postprocessors.without_sentinel(answer)
         if self.kind == "similarity":
             return postprocessors.number(answer)
         if self.kind == "multirc":
@@ -82,12 +84,40 @@ class TaskDefinition:
             return postprocessors.label_index(answer, self.labels)
         if self.kind == "record":
             return postprocessors.record_target(example) if is_target else answer
-        if self.kind in ("wsc", "wnli"):
+        if self.kind in ("wsc", "wsc_train", "wnli"):
             if is_target:
                 return int(example["label"])
             referent = postprocessors.text(example["targets_pretokenized"])
             return postprocessors.names_referent(answer, referent)
         return postprocessors.label_index(answer, self.labels) if self.labels else answer
+
+    def is_right(self, answer: str, example: Mapping[str, Any]) -> bool:
+        """Whether an answer is right for one row, by the rule of the task's metric.
+
+        Label words are compared as they are, and so is free text. STS-B: the answer rounds to the
+        same fifth as the label. WSC and WNLI as coreference: it names the candidate exactly when
+        the label says that the pronoun means it. ReCoRD: SQuAD's exact match with one of the
+        answers. MultiRC: this row's own label, not the whole question's.
+
+        Args:
+          answer: a decoded string.
+          example: the preprocessed row, with its ``targets_pretokenized``.
+
+        Raises:
+          ValueError: the row's label is hidden (`postprocessors.is_labelled`).
+        """
+        if not postprocessors.is_labelled(example):
+            raise ValueError(f"{self.name}: no answer is right or wrong for a row without a label")
+        target = postprocessors.text(example["targets_pretokenized"])
+        wanted = self.postprocess(target, example=example, is_target=True)
+        found = self.postprocess(answer, example=example)
+        if self.kind == "similarity":
+            return bool(np.rint(5 * wanted) == np.rint(5 * found))
+        if self.kind == "multirc":
+            return wanted["value"] == found
+        if self.kind == "record":
+            return any(metrics.exact(one, found) for one in wanted["answers"])
+        return wanted == found
 
 
 MNLI = ("entailment", "neutral", "contradiction")

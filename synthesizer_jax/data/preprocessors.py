@@ -7,8 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-UNKNOWN = "<unk>"
-"""Target of a row whose label is hidden (−1)."""
+from synthesizer_jax.data.postprocessors import UNKNOWN
 
 Row = dict[str, Any]
 
@@ -146,20 +145,28 @@ def append_sentinel(
 
     Args:
       dataset: tokenised rows, without EOS.
-      sequence_length: the inputs are cut so that the sentinel and EOS still fit.
+      sequence_length: what is too long, EOS included, is cut before its last token, as SeqIO does
+        it in sentinel tasks: so the inputs keep the sentinel, and targets that are cut their end.
       sentinel: its id.
     """
-    limit = (sequence_length or {}).get("inputs")
+    limits = sequence_length or {}
 
     def convert(row: Row) -> Row:
         inputs, targets = row["inputs"], row["targets"]
-        mark = tf.cast([sentinel], inputs.dtype)
-        if limit is not None:
-            inputs = inputs[: limit - 2]
+        inputs = tf.concat([inputs, tf.cast([sentinel], inputs.dtype)], 0)
+        targets = tf.concat([tf.cast([sentinel], targets.dtype), targets], 0)
         return {
             **row,
-            "inputs": tf.concat([inputs, mark], 0),
-            "targets": tf.concat([tf.cast(mark, targets.dtype), targets], 0),
+            "inputs": _cut_before_last(inputs, limits.get("inputs")),
+            "targets": _cut_before_last(targets, limits.get("targets")),
         }
 
     return dataset.map(convert, num_parallel_calls=1)
+
+
+def _cut_before_last(ids: tf.Tensor, limit: int | None) -> tf.Tensor:
+    """At most ``limit - 1`` ids, the last one kept."""
+    if limit is None:
+        return ids
+    length = tf.minimum(tf.size(ids), limit - 1)
+    return tf.concat([ids[: length - 1], ids[tf.size(ids) - tf.minimum(length, 1) :]], 0)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import sacrebleu
 import scipy.stats
 import sklearn.metrics
 
@@ -15,6 +16,7 @@ from synthesizer_jax.data.averages import (
     best_single_step,
     best_steps,
 )
+from synthesizer_jax.data.postprocessors import number
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +76,35 @@ def test_record_counts_a_query_once_and_takes_the_best_answer():
     ]
     found = metrics.record_squad(targets, ["new york!", "ignored", "Rome, Italy"])
     assert found == {"em": 50.0, "f1": pytest.approx(100 * (1 + 2 / 3) / 2)}
+
+
+def test_an_answer_that_is_no_finite_number_counts_as_minus_one():
+    answers = ["0.8", "nan", "4.0", "inf", "2.0", "1e308"]
+    found = [number(answer) for answer in answers]
+    assert found == [0.8, -1.0, 4.0, -1.0, 2.0, 1e308]
+    targets, found = [0.8, 1.0, 4.0, 1.0, 2.0], found[:5]
+    for metric, name, expected in (
+        (metrics.pearson, "pearson_corrcoef", scipy.stats.pearsonr),
+        (metrics.spearman, "spearman_corrcoef", scipy.stats.spearmanr),
+    ):
+        assert metric(targets, found)[name] == pytest.approx(100 * expected(targets, found)[0])
+        assert metric(targets, found)[name] > 50
+    assert np.isfinite(metrics.pearson([1, 2, 3], [1e308, -1e308, 1])["pearson_corrcoef"])
+
+
+def test_bleu_is_t5s_unless_a_task_says_otherwise():
+    targets = ["Das kostet 3€–4€ (ungefähr), sagt er…", "Ein Mann geht.", "Zwei Hunde spielen."]
+    predictions = ["Das kostet 3€–4€ (etwa), sagt er…", "Ein Mann läuft.", "Zwei Hunde spielen."]
+    scores = {
+        name: sacrebleu.metrics.BLEU(tokenize=name, smooth_method="exp", effective_order=False)
+        .corpus_score(predictions, [targets])
+        .score
+        for name in ("intl", "13a", "none")
+    }
+    assert len(set(scores.values())) == 3
+    assert metrics.bleu(targets, predictions)["bleu"] == pytest.approx(scores["intl"])
+    for name, score in scores.items():
+        assert metrics.bleu(targets, predictions, tokenize=name)["bleu"] == pytest.approx(score)
 
 
 def test_gender_parity_compares_pairs():

@@ -5,16 +5,22 @@ import sys
 
 import numpy as np
 import pytest
+import seqio
 import tensorflow as tf
 
 from synthesizer_jax.data import preprocessors, tasks
 from synthesizer_jax.data.coreference import SPECIAL, wnli_question
 from synthesizer_jax.data.definitions import sentinel_name
-from synthesizer_jax.data.evaluation_sets import text
+from synthesizer_jax.data.postprocessors import is_labelled, text
 
 
 def finished(name, **row):
     """All (inputs, targets) that a task makes of one row."""
+    return [(text(r["inputs"]), text(r["targets"])) for r in rows_of(name, **row)]
+
+
+def rows_of(name, **row):
+    """All rows that a task makes of one."""
     task = tasks.definition(name)
     constants = {}
     for key, value in row.items():
@@ -31,8 +37,7 @@ def finished(name, **row):
     dataset = tf.data.Dataset.from_tensors(constants)
     if task.rename:
         dataset = preprocessors.renamed(dataset, names=dict(task.rename))
-    rows = list(task.preprocess(dataset).as_numpy_iterator())
-    return [(text(r["inputs"]), text(r["targets"])) for r in rows]
+    return list(task.preprocess(dataset).as_numpy_iterator())
 
 
 ONE_ROW = [
@@ -146,6 +151,17 @@ def test_wsc_marks_the_pronoun_and_asks_for_the_referent():
     assert finished("super_glue_wsc_v102_simple_train", **WSC, label=1) == [(written, "Ann")]
 
 
+@pytest.mark.parametrize("name", ["super_glue_wsc_v102_simple_eval", "glue_wnli_v002_simple_eval"])
+def test_hidden_labels_of_coreference_stay_hidden(name):
+    pair = {"sentence1": "Ann said she won.", "sentence2": "Ann won.", "idx": 0}
+    for label in (0, 1, -1):
+        (row,) = rows_of(name, **(WSC if "wsc" in name else pair), label=label)
+        assert row["label"] == label
+        row["targets_pretokenized"] = row["targets"]
+        assert tasks.definition(name).postprocess("Ann", example=row, is_target=True) == label
+        assert is_labelled(row) is (label >= 0)
+
+
 def test_wsc_refuses_an_index_that_names_another_word():
     for index in (0, 3, 9):
         with pytest.raises(tf.errors.InvalidArgumentError, match="WSC"):
@@ -177,6 +193,8 @@ def test_wsc_special_sentences():
         ("mark's dog", "Mark's dog", 1),
         ("", "dog", -1),
         ("the", "dog", -1),
+        ("dog", "her", 0),
+        ("dog", "", 0),
     ],
 )
 def test_wsc_predictions(prediction, referent, value):
@@ -228,18 +246,68 @@ def test_wnli_as_coreference(premise, hypothesis, question, candidate):
     assert wnli_question(premise, hypothesis) == (question, candidate)
 
 
+@pytest.mark.parametrize(
+    ("premise", "hypothesis", "candidate"),
+    [
+        ("Green ideas, it slept", "Nothing else matters", ""),  # no neighbour occurs
+        ("Bob left it here today", "Bob left here today", "Bob left"),  # only the right ones do
+        ("Bob left it here today", "Here today Bob left", ""),  # neither where they should be
+        ("Bob left it", "Ann and Bob left", "Ann and Bob left"),  # T5: then all of it
+    ],
+)
+def test_wnli_without_a_matching_context_is_t5s(premise, hypothesis, candidate):
+    question, found = wnli_question(premise, hypothesis)
+    assert found == candidate
+    assert question == "wsc: " + premise.replace("it", "*it*", 1)
+
+
+def test_wnli_without_a_pronoun_names_the_premise():
+    with pytest.raises(ValueError, match=r"no pronoun in 'Bob left\.'"):
+        wnli_question("Bob left.", "Ann left.")
+
+
 def test_sentinel_forms():
     assert sentinel_name("super_glue_boolq_v102") == "super_glue_boolq_v102_1_sentinel"
     simple = sentinel_name("super_glue_wsc_v102_simple_eval")
     assert simple == "super_glue_wsc_v102_simple_1_sentinel_eval"
     assert simple in tasks.TASKS
-    dataset = tf.data.Dataset.from_tensors({"inputs": tf.range(5, 15), "targets": tf.range(3)})
-    marked = preprocessors.append_sentinel(dataset, sequence_length={"inputs": 8}, sentinel=99)
-    (row,) = marked.as_numpy_iterator()
-    assert row["inputs"].tolist() == [5, 6, 7, 8, 9, 10, 99]
-    assert row["targets"].tolist() == [99, 0, 1, 2]
     task = tasks.definition("super_glue_boolq_v102_1_sentinel")
     assert task.postprocess("<extra_id_0> True") == 1
+    assert task.postprocess("<extra_id_0>True ") == 1
+    assert task.postprocess("True") == 1
+    assert task.postprocess(" True") == -1  # SeqIO strips only what it takes a sentinel from
+    assert task.postprocess("True <extra_id_0>") == -1
+
+
+@pytest.mark.parametrize("limit", [None, 3, 5, 8, 100])
+def test_sentinels_are_added_and_kept_as_seqio_does_it(limit):
+    feature = seqio.Feature(seqio.ByteVocabulary(extra_ids=100), add_eos=True)
+
+    def rows(split, shuffle_files, seed=None):
+        return tf.data.Dataset.from_tensors({"inputs": tf.range(5, 15), "targets": tf.range(6, 12)})
+
+    name = "sentinels_of_seqio"
+    seqio.TaskRegistry.add(
+        name,
+        source=seqio.FunctionDataSource(rows, ["train"]),
+        preprocessors=[seqio.preprocessors.append_eos_after_trim],
+        output_features={"inputs": feature, "targets": feature},
+    )
+    seqio.experimental.add_task_with_sentinels(name)
+    lengths = None if limit is None else {"inputs": limit, "targets": limit}
+    try:
+        theirs = seqio.TaskRegistry.get(f"{name}_1_sentinel")
+        (expected,) = theirs.get_dataset(lengths, "train", shuffle=False).as_numpy_iterator()
+    finally:
+        seqio.TaskRegistry.remove(name)
+        seqio.TaskRegistry.remove(f"{name}_1_sentinel")
+    first = feature.vocabulary.vocab_size - 1
+    marked = preprocessors.append_sentinel(
+        rows("train", False), sequence_length=lengths, sentinel=first
+    )
+    (row,) = marked.as_numpy_iterator()
+    for side in ("inputs", "targets"):
+        assert [*row[side], 1] == expected[side].tolist()
 
 
 def test_unknown_names_come_with_a_suggestion():
