@@ -26,9 +26,17 @@ def import_files(
     Missing tasks are reported; a broken row stops the import with file, line and reason.
     """
     from synthesizer_jax.data.importers import import_benchmark
+    from synthesizer_jax.data.importers.layouts import TASKS
     from synthesizer_jax.data.tasks import default_data_dir
     from synthesizer_jax.data.translation import CORPORA, import_corpus
+    from synthesizer_jax.registry import suggestion
 
+    known = (*TASKS, *CORPORA)
+    if benchmark not in known:
+        raise ValueError(
+            f"{benchmark!r} cannot be imported{suggestion(benchmark, known)}; choose one of "
+            f"{', '.join(known)}"
+        )
     target = default_data_dir() if data_dir is None else data_dir
     read = import_corpus if benchmark in CORPORA else import_benchmark
     report = read(benchmark, source, target)

@@ -1,12 +1,10 @@
-"""TFDS data sets on disk: written from rows, put into place when whole."""
+"""TFDS data sets written to disk, from rows or by a builder of TFDS's own."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import os
 import pathlib
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -61,21 +59,32 @@ def write_dataset(
     }
     with registered.skip_registration():
         builder = type("WrittenDataset", (tfds.core.GeneratorBasedBuilder,), members)
-    tfds.disable_progress_bar()
-    with contextlib.redirect_stdout(io.StringIO()):  # TFDS announces a download
-        builder(config=config, data_dir=str(data_dir)).download_and_prepare()
-    return data_dir / name / config / version
+    return prepare(builder(config=config, data_dir=str(data_dir)))
 
 
-def put(new: pathlib.Path, place: pathlib.Path, work: pathlib.Path) -> None:
-    """Moves a finished data set into place by renaming; one that is there goes to `work`."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    old = pathlib.Path(tempfile.mkdtemp(dir=work)) / "old"
-    if place.exists():
-        os.replace(place, old)
+def prepare(builder: Any, **options: Any) -> pathlib.Path:
+    """Has TFDS write a builder's data set, without its progress bars; returns the directory.
+
+    Raises:
+      OSError: a file cannot be written.
+    """
+    import tensorflow as tf
+    import tensorflow_datasets as tfds
+    from tensorflow_datasets.core.utils import tqdm_utils
+
+    bars = tqdm_utils._active
+    tfds.display_progress_bar(False)
     try:
-        os.replace(new, place)
-    except OSError:
-        if old.exists():
-            os.replace(old, place)
-        raise
+        with contextlib.redirect_stdout(io.StringIO()):  # TFDS announces a download
+            builder.download_and_prepare(**options)
+    except (OSError, RuntimeError, tf.errors.OpError) as error:
+        found = error.__cause__ if isinstance(error, RuntimeError) else error  # TFDS wraps some
+        if not isinstance(found, OSError | tf.errors.OpError):
+            raise
+        reason = getattr(found, "message", None) or str(found)
+        raise OSError(
+            f"{builder.data_dir} cannot be written ({reason}); nothing was imported"
+        ) from error
+    finally:
+        tfds.display_progress_bar(bars)
+    return pathlib.Path(builder.data_dir)

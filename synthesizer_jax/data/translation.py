@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-import tempfile
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
@@ -17,7 +16,8 @@ from synthesizer_jax.data.definitions import TaskDefinition
 from synthesizer_jax.data.importers.reading import broken, read_lines
 from synthesizer_jax.data.importers.report import ImportReport, SplitReport
 from synthesizer_jax.data.metrics import bleu
-from synthesizer_jax.data.storage import put, write_dataset
+from synthesizer_jax.data.staging import staging
+from synthesizer_jax.data.storage import write_dataset
 
 VERSION = "1.0.0"
 LANGUAGES = MappingProxyType({"en": "English", "de": "German", "fr": "French"})
@@ -70,7 +70,7 @@ tasks.add(definitions())
 
 
 def import_corpus(name: str, source: pathlib.Path, data_dir: pathlib.Path) -> ImportReport:
-    """Writes the TFDS data sets of a corpus from its text files, each put into place when whole.
+    """Writes the TFDS data sets of a corpus from its text files, all of them or none.
 
     Args:
       name: of `CORPORA`.
@@ -82,9 +82,8 @@ def import_corpus(name: str, source: pathlib.Path, data_dir: pathlib.Path) -> Im
     """
     corpus = CORPORA[name]
     source = source / name if (source / name).is_dir() else source
-    data_dir.mkdir(parents=True, exist_ok=True)
     reports = []
-    with tempfile.TemporaryDirectory(prefix=f".import-{name}-", dir=data_dir) as aside:
+    with staging(data_dir, name) as stage:
         written = []
         for pair in corpus.pairs:
             config = "_".join(pair)
@@ -97,15 +96,14 @@ def import_corpus(name: str, source: pathlib.Path, data_dir: pathlib.Path) -> Im
             for split in corpus.files if missing else ():
                 reports.append(SplitReport(missing[0], f"{name}/{config}", split, "missing"))
             if not missing:
-                found = write_pair(name, pair, source, pathlib.Path(aside))
+                found = write_pair(name, pair, source, stage.data)
                 written.append(found)
                 reports += report(name, pair, source)
         if not written:
             raise ValueError(
                 f"{source} lacks {reports[0].task}; give the folder of {name}'s text files"
             )
-        for new in written:
-            put(new, data_dir / new.relative_to(aside), pathlib.Path(aside))
+        stage.put(written)
     return ImportReport(name, str(data_dir), tuple(reports))
 
 
@@ -134,15 +132,19 @@ def aligned(
     """The rows of one split; raises a `ValueError` when the files do not fit together."""
     paths = [find(source, corpus.files[split], language) for language in pair]
     assert all(path is not None for path in paths)
-    files = [[line for _, line in read_lines(path)] for path in paths if path is not None]
+    files = [list(read_lines(path)) for path in paths if path is not None]
     for path, lines in zip(paths, files, strict=True):
+        empty = next((number for number, line in lines if not line.strip()), None)
+        if empty is not None:
+            raise broken(pathlib.Path(str(path)), empty, "an empty line, which is no translation")
         if len(lines) != corpus.sizes[split]:
             raise broken(
                 pathlib.Path(str(path)),
                 len(lines),
                 f"the file ends here, where {split} has {corpus.sizes[split]:,} lines",
             )
-    return [dict(zip(pair, texts, strict=True)) for texts in zip(*files, strict=True)]
+    texts = ([line for _, line in lines] for lines in files)
+    return [dict(zip(pair, both, strict=True)) for both in zip(*texts, strict=True)]
 
 
 def report(name: str, pair: tuple[str, str], source: pathlib.Path) -> Iterator[SplitReport]:
@@ -158,6 +160,6 @@ def report(name: str, pair: tuple[str, str], source: pathlib.Path) -> Iterator[S
 def find(source: pathlib.Path, stem: str, language: str) -> pathlib.Path | None:
     """The file of one language, plain or gzip."""
     for path in (source / f"{stem}.{language}", source / f"{stem}.{language}.gz"):
-        if path.is_file():
+        if path.exists():
             return path
     return None

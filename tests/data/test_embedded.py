@@ -94,7 +94,7 @@ def test_preparing_again_keeps_what_is_there_and_mends_what_is_not(prepared):
     broken.unlink()
     embedded.prepare(data_dir)
     assert json.loads(broken.read_bytes())["name"] == json.loads(content)["name"]
-    assert not list(data_dir.glob(".embedded_*"))
+    assert not list(data_dir.glob(".import-*"))
 
 
 def test_majority_is_what_balanced_labels_give():

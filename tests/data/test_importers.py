@@ -185,6 +185,10 @@ def test_super_glue_rows_are_tfds_rows(tmp_path: pathlib.Path) -> None:
     assert report_of(report, "super_glue/multirc")["validation"].rows == 2
 
 
+WIC = {"word": "bank", "sentence1": "a", "sentence2": "b", "idx": 0} | dict.fromkeys(
+    ("start1", "start2", "end1", "end2"), 0
+)
+
 BROKEN = {
     "label": (
         "RTE/subset_train.tsv",
@@ -242,6 +246,61 @@ BROKEN = {
         "entity 8 to 10 lies outside a passage of 10",
     ),
     "pronoun": ("DPR/subset_test.c.txt", "S he\nhe\nA, B\nC\n", "line 1: 'C' is not one of two"),
+    "long field": (
+        "SST-2/subset_train.tsv",
+        f"sentence\tlabel\nfine\t1\n{'x' * 131_073}\t1\n",
+        "line 3: a field of 131,073 characters, more than the 131,072 that TFDS reads",
+    ),
+    "second header": (
+        "RTE/subset_test.tsv",
+        "index\tsentence1\tsentence2\n0\ta\tb\nindex\tsentence1\tsentence2\n",
+        "line 3: the header line is there again",
+    ),
+    "swapped columns": (
+        "RTE/subset_test.tsv",
+        "index\tsentence1\tsentence2\na\t0\tb\n",
+        "line 2: 'index' is 'a', not a number; are columns swapped",
+    ),
+    "not a number": (
+        "SST-2/subset_dev.jsonl",
+        '{"sentence": NaN, "label": 1}\n',
+        "line 1: not JSON .NaN is no number of JSON",
+    ),
+    "number as text": (
+        "SST-2/subset_dev.jsonl",
+        lines({"sentence": 1e3, "label": 1}),
+        "line 1: 'sentence' is missing or no text",
+    ),
+    "half a character": (
+        "SST-2/subset_dev.jsonl",
+        lines({"sentence": "fine", "label": 1}, {"sentence": "\ud800", "label": 1}),
+        r"line 2: \\ud800 is half a character",
+    ),
+    "half a character in a key": (
+        "CB/subset_train.jsonl",
+        lines(CB | {"\udfff": 1}),
+        r"line 1: \\udfff is half a character",
+    ),
+    "large idx": (
+        "CB/subset_train.jsonl",
+        lines(CB, CB | {"idx": 2**40}),
+        "line 2: 'idx' is 1099511627776, not a number from 0",
+    ),
+    "large idx as text": (
+        "AX-b/subset_AX-b.jsonl",
+        lines({"sentence1": "a", "sentence2": "b", "label": "entailment", "idx": "9" * 5000}),
+        "line 1: 'idx' is 9{20}, not a number from 0",
+    ),
+    "negative idx": (
+        "MultiRC/subset_train.jsonl",
+        lines(MULTIRC | {"idx": -1}),
+        "line 1: 'idx' is -1, not a number from 0",
+    ),
+    "large offset": (
+        "WiC/subset_test.jsonl",
+        lines(WIC | {"end2": 2**31}),
+        "line 1: 'end2' is 2147483648, not a number",
+    ),
     "tsv": ("CB/subset_train.tsv", "a\tb\n", "SuperGLUE is read from jsonl"),
     "gzip": ("CB/subset_train.jsonl.gz", b"", "line 2: damaged gzip"),
 }
@@ -256,7 +315,7 @@ def test_a_broken_row_stops_the_import_and_leaves_nothing(
     put(source / name, content)
     if case == "gzip":
         (source / name).write_bytes(gzip.compress(lines(CB).encode())[:-9])
-    glue = name.split("/")[0] in ("RTE", "CoLA", "STS-B", "AX", "MNLI", "MRPC")
+    glue = name.split("/")[0] in ("SST-2", "RTE", "CoLA", "STS-B", "AX", "MNLI", "MRPC")
     with pytest.raises(ValueError, match=message) as error:
         import_benchmark("glue" if glue else "super_glue", source, out)
     assert name.split("/")[1] in str(error.value)

@@ -6,13 +6,13 @@ import dataclasses
 import functools
 import hashlib
 import pathlib
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 from synthesizer_jax.data.embedded.definitions import DATASET, DEFINITIONS, as_text, config_of
 from synthesizer_jax.data.embedded.rows import SIZES, examples
-from synthesizer_jax.data.storage import put, write_dataset
+from synthesizer_jax.data.staging import staging
+from synthesizer_jax.data.storage import write_dataset
 from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
 
 VERSION = "1.0.0"
@@ -40,7 +40,7 @@ class Prepared:
 def prepare(data_dir: pathlib.Path) -> Prepared:
     """Writes the eight data sets and the vocabulary; what this grammar has written is kept.
 
-    Everything is written into a directory aside, and each part renamed into place when it is whole.
+    Data sets are written aside and put into place together, the vocabulary likewise.
 
     Args:
       data_dir: where data sets lie.
@@ -55,11 +55,8 @@ def prepare(data_dir: pathlib.Path) -> Prepared:
         vocabulary.unlink(missing_ok=True)
         missing = list(DEFINITIONS)
     if missing:
-        with tempfile.TemporaryDirectory(dir=data_dir, prefix=".embedded_") as aside:
-            for task in missing:
-                write(config_of(task), pathlib.Path(aside))
-                new = pathlib.Path(aside) / task.dataset / VERSION
-                put(new, targets[task.name], pathlib.Path(aside))
+        with staging(data_dir, DATASET) as stage:
+            stage.put([write(config_of(task), stage.data) for task in missing])
     if not vocabulary.is_file():
         train_sentencepiece(texts(), vocabulary, vocab_size=VOCAB_SIZE, model_type="bpe")
     if not mark.is_file():
@@ -82,9 +79,9 @@ def texts() -> Iterator[str]:
             yield from as_text(task, row)
 
 
-def write(config: str, data_dir: pathlib.Path) -> None:
-    """Writes one data set with TFDS."""
-    write_dataset(
+def write(config: str, data_dir: pathlib.Path) -> pathlib.Path:
+    """Writes one data set with TFDS; returns its directory."""
+    return write_dataset(
         DATASET,
         config,
         version=VERSION,

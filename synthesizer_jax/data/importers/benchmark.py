@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+import csv
 import itertools
 import pathlib
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,8 +19,9 @@ from synthesizer_jax.data.importers.layouts import (
 )
 from synthesizer_jax.data.importers.reading import broken
 from synthesizer_jax.data.importers.report import ImportReport, SplitReport
-from synthesizer_jax.data.importers.staging import Staged
-from synthesizer_jax.data.storage import put
+from synthesizer_jax.data.importers.staged import Staged
+from synthesizer_jax.data.staging import Staging, staging
+from synthesizer_jax.data.storage import prepare
 
 LARGE = 50_000
 """Data sets with a split of this many rows are written as `LARGE_SHARDS` files, others as one."""
@@ -36,9 +35,9 @@ def import_benchmark(
 
     The rows go through TFDS's own builders, so features, versions, ids, labels, `wsc.fixed`
     clean-ups and dropped rows are TFDS's. Tasks and splits that are not there are reported, and
-    absent from the data sets. Everything is written aside and put into place at the end: after an
-    error `data_dir` is as before. A data set that was there already is replaced; one whose files
-    are no longer in `source` is left alone.
+    absent from the data sets. Everything is written aside and put into place at the end, all or
+    none: after an error `data_dir` is as before, after a kill the next import makes it so. A data
+    set that was there already is replaced; one whose files are no longer in `source` is left alone.
 
     Args:
       name: `glue` or `super_glue` (with definite pronoun resolution, if its folder is there).
@@ -56,12 +55,10 @@ def import_benchmark(
     if name not in TASKS:
         raise ValueError(f"benchmark {name!r} is unknown; choose one of {', '.join(TASKS)}")
     root, data_dir = _root(name, pathlib.Path(source)), pathlib.Path(data_dir)
-    data_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".import-{name}-", dir=data_dir) as aside:
-        work = pathlib.Path(aside)
+    with staging(data_dir, name) as stage:
         reports, written = [], []
         for task in TASKS[name]:
-            splits, made = _import_task(task, root, work)
+            splits, made = _import_task(task, root, stage)
             reports += splits
             written += made
         if not written:
@@ -69,8 +66,7 @@ def import_benchmark(
             raise ValueError(
                 f"no {name} file in {root}; folders like these were expected: {folders}"
             )
-        for version in written:
-            put(version, data_dir / version.relative_to(work / "data"), work)
+        stage.put(written)
     return ImportReport(name, str(data_dir), tuple(reports))
 
 
@@ -81,19 +77,19 @@ def _root(name: str, source: pathlib.Path) -> pathlib.Path:
 
 
 def _import_task(
-    task: Task, root: pathlib.Path, work: pathlib.Path
+    task: Task, root: pathlib.Path, stage: Staging
 ) -> tuple[list[SplitReport], list[pathlib.Path]]:
-    """Builds one data set under `work`; returns its report and its version folder, if any."""
+    """Builds one data set in `stage`; returns its report and its version folder, if any."""
     folder = find_folder(root, task)
     found = [(split, find_file(folder, split) if folder else None) for split in task.splits]
-    builder = _builder(task, work) if any(source for _, source in found) else None
+    builder = _builder(task, stage.data) if any(source for _, source in found) else None
     staged: dict[str, Staged] = {}
     reports = []
     for split, source in found:
         if source is None:
             report = SplitReport(task.folders[0], task.config, split.name, "missing")
         else:
-            target = work / f"{split.name}.txt"
+            target = stage.folder / f"{split.name}.txt"
             staged[split.name] = one = _stage(task, builder, split, source, target)
             status = "subset" if source.sample else "complete"
             counts = (one.rows, one.dropped, str(source.path))
@@ -102,10 +98,10 @@ def _import_task(
     return reports, [_write(builder, staged)] if builder else []
 
 
-def _builder(task: Task, work: pathlib.Path) -> Any:
+def _builder(task: Task, data_dir: pathlib.Path) -> Any:
     import tensorflow_datasets as tfds
 
-    return tfds.builder(task.config, data_dir=str(work / "data"))
+    return tfds.builder(task.config, data_dir=str(data_dir))
 
 
 def _stage(task: Task, builder: Any, split: Split, source: Source, target: pathlib.Path) -> Staged:
@@ -125,7 +121,6 @@ def _stage(task: Task, builder: Any, split: Split, source: Source, target: pathl
 def _write(builder: Any, staged: dict[str, Staged]) -> pathlib.Path:
     """Runs TFDS's builder on staged files; returns the folder of the version it wrote."""
     import tensorflow_datasets as tfds
-    from tensorflow_datasets.core.utils import tqdm_utils
 
     def split_generators(manager: Any) -> dict[str, Iterator[tuple[Any, dict[str, Any]]]]:
         del manager
@@ -136,18 +131,12 @@ def _write(builder: Any, staged: dict[str, Staged]) -> pathlib.Path:
         try_download_gcs=False, num_shards=LARGE_SHARDS if large else 1
     )
     builder._split_generators = split_generators
-    bars = tqdm_utils._active
-    tfds.display_progress_bar(False)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # TFDS announces a download
-            builder.download_and_prepare(download_config=settings)
-    finally:
-        tfds.display_progress_bar(bars)
+    directory = prepare(builder, download_config=settings)
     for name, one in staged.items():
         written = builder.info.splits[name].num_examples
         if written != one.rows:
             raise RuntimeError(f"{one.source}: TFDS made {written} of {one.rows} examples")
-    return pathlib.Path(builder.data_dir)
+    return directory
 
 
 def _examples(builder: Any, staged: Staged) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -158,7 +147,7 @@ def _examples(builder: Any, staged: Staged) -> Iterator[tuple[Any, dict[str, Any
             example = next(rows)
         except StopIteration:
             return
-        except (AssertionError, LookupError, TypeError, ValueError) as error:
+        except (AssertionError, LookupError, TypeError, ValueError, csv.Error) as error:
             reason = f"TFDS cannot read it ({type(error).__name__}: {error})"
             raise broken(staged.source, f"example {number}", reason) from error
         yield example

@@ -7,6 +7,7 @@ Quoting is off throughout: a quotation mark is an ordinary character.
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import math
 import pathlib
@@ -20,7 +21,7 @@ from synthesizer_jax.data.importers.reading import (
     read_json_lines,
     read_lines,
 )
-from synthesizer_jax.data.importers.staging import Staged
+from synthesizer_jax.data.importers.staged import Staged
 
 Row = tuple[int | str, list[str]]
 
@@ -31,7 +32,7 @@ _MRPC_IDS = ("#1 ID", "#2 ID")
 
 @dataclasses.dataclass(frozen=True)
 class _Check:
-    """What a row of one file must be.
+    """What a row of one file must be, besides being no second header line.
 
     Attributes:
       path: the file, for messages.
@@ -64,15 +65,31 @@ class _Check:
         """
         if len(fields) > len(self.header) and not self.wider:
             raise self._broken(where, fields)
+        if fields == self.header and len(fields) > 1:
+            raise broken(self.path, where, "the header line is there again")
+        longest = max(map(len, fields))
+        if longest > csv.field_size_limit():
+            limit = f"the {csv.field_size_limit():,} that TFDS reads"
+            raise broken(self.path, where, f"a field of {longest:,} characters, more than {limit}")
         row = dict(zip(self.header, fields, strict=False))
         short = fields == [""] or any(text not in row for text in self.texts)
         if short and not self.ragged:
             raise self._broken(where, fields)
-        if short or self.label is None:
-            return not short
+        if short:
+            return False
+        if self.label is None:
+            return self._is_numbered(where, row)
         if self.classes is None:
             return self._is_score(where, row.get(self.label, ""))
         return self._is_class(where, row.get(self.label, ""))
+
+    def _is_numbered(self, where: int | str, row: dict[str, str]) -> bool:
+        """Without labels a row's number alone shows that its columns are those of the header."""
+        for column in ("index", "id"):
+            if column in row and not row[column].strip().isdecimal():
+                reason = f"{column!r} is {row[column][:40]!r}, not a number; are columns swapped?"
+                raise broken(self.path, where, reason)
+        return True
 
     def _is_class(self, where: int | str, label: str) -> bool:
         assert self.classes is not None
@@ -164,8 +181,9 @@ def _pick(
         fields = []
         for key in wanted:
             value = "" if key is None else entry.get(key)
-            if isinstance(value, bool) or not isinstance(value, str | int | float):
-                raise broken(path, where, f"{key!r} is missing or not text or a number")
+            kinds = str | int | float if key == "label" else str
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                raise broken(path, where, f"{key!r} is missing or no text")
             if any(end in str(value) for end in "\t\n\r"):
                 raise broken(path, where, f"{key!r} holds a tab or a line end")
             fields.append(str(value))

@@ -8,6 +8,8 @@ GLUE 1.0.0 and 2.0.0. A file whose name says that it is a sample (`subset…`, `
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import os
 import pathlib
 from collections.abc import Iterator
 
@@ -144,7 +146,11 @@ def find_folder(root: pathlib.Path, task: Task) -> pathlib.Path | None:
 
 
 def find_file(folder: pathlib.Path, split: Split) -> Source | None:
-    """The split's official file, else a sample of it, else None."""
+    """The split's official file, else a sample of it, else None.
+
+    Raises:
+      PermissionError: the folder cannot be read.
+    """
     official = [f"{split.stem}.{kind}" for kind in ("tsv", "jsonl", "json", "txt")]
     official += split.also
     samples = [f"{start}*_{name}" for start in ("subset", "fewglue") for name in official]
@@ -159,8 +165,10 @@ def find_file(folder: pathlib.Path, split: Split) -> Source | None:
 
 
 def _matches(folder: pathlib.Path, patterns: list[str]) -> Iterator[pathlib.Path]:
+    names = sorted(os.listdir(folder))  # `glob` would take a folder it cannot read for empty
     for pattern in patterns:
-        yield from sorted(folder.glob(pattern)) + sorted(folder.glob(pattern + ".gz"))
+        for kind in (pattern, pattern + ".gz"):
+            yield from (folder / name for name in names if fnmatch.fnmatchcase(name, kind))
 
 
 def find_sibling(path: pathlib.Path, names: tuple[str, ...]) -> pathlib.Path | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from synthesizer_jax.data.importers.layouts import Source, Split
 from synthesizer_jax.data.importers.reading import broken, read_lines
-from synthesizer_jax.data.importers.staging import Staged
+from synthesizer_jax.data.importers.staged import Staged
 
 
 def stage(builder: Any, split: Split, source: Source, target: pathlib.Path) -> Staged:

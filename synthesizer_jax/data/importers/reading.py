@@ -23,8 +23,10 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[int, str]]:
     and blank lines at the end are left out; other blank lines are kept.
 
     Raises:
-      ValueError: the file is not UTF-8 or its gzip stream is damaged.
+      ValueError: the file is not UTF-8, its gzip stream is damaged, or it is no regular file.
     """
+    if not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"{path} is no regular file; nothing was imported")
     opener = gzip.open if path.suffix == ".gz" else open
     number, blank = 0, list[tuple[int, str]]()
     try:
@@ -76,9 +78,19 @@ def parse_object(path: pathlib.Path, number: int, text: str) -> dict[str, Any]:
       ValueError: `text` is something else.
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise broken(path, number, f"not JSON ({error})") from error
+    try:
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = error.object[error.start].encode("unicode_escape").decode()
+        raise broken(path, number, f"{half} is half a character and no Unicode text") from error
     if not isinstance(value, dict):
         raise broken(path, number, f"a JSON object was expected, not {type(value).__name__}")
     return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")

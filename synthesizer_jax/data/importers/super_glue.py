@@ -8,7 +8,7 @@ from typing import Any
 
 from synthesizer_jax.data.importers.layouts import Source, Split
 from synthesizer_jax.data.importers.reading import broken, parse_object, read_lines
-from synthesizer_jax.data.importers.staging import Staged
+from synthesizer_jax.data.importers.staged import Staged
 
 _INTEGERS = ("start1", "start2", "end1", "end2", "span1_index", "span2_index")
 
@@ -54,7 +54,10 @@ def _flat(row: dict[str, Any], config: Any, labelled: bool, fail: Fail) -> Itera
     if config.name.startswith("wsc"):
         values = row | _get(row, "target", dict, fail)
     for feature in config.features:
-        _get(values, feature, int if feature in _INTEGERS else str, fail)
+        if feature in _INTEGERS:
+            _check_int32(_get(values, feature, int, fail), feature, fail)
+        else:
+            _get(values, feature, str, fail)
     if "label" in row:
         _check_label(row["label"], config, fail)
     elif labelled:
@@ -115,8 +118,16 @@ def _index(row: dict[str, Any], fail: Fail) -> int:
     """A row's idx; AX-b writes it as a string."""
     value = row.get("idx")
     if isinstance(value, str) and value.isascii() and value.isdigit():
-        return int(value)
-    return _get(row, "idx", int, fail)
+        value = int(value[:20])
+    else:
+        value = _get(row, "idx", int, fail)
+    _check_int32(value, "idx", fail)
+    return value
+
+
+def _check_int32(value: int, key: str, fail: Fail) -> None:
+    if not 0 <= value < 2**31:
+        raise fail(f"{key!r} is {value}, not a number from 0 to 2,147,483,647")
 
 
 def _get(row: dict[str, Any], key: str, kind: type, fail: Fail) -> Any:
