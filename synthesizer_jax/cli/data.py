@@ -23,7 +23,8 @@ def import_files(
 ) -> None:
     """Write TFDS data sets from the original tsv, jsonl or aligned text files (plain or .gz).
 
-    Missing tasks are reported; a broken row stops the import with file, line and reason.
+    Missing tasks are reported; a broken row stops the import with file, line and reason. All data
+    sets are put into place or none: after an error the earlier ones are as before.
     """
     from synthesizer_jax.data.importers import import_benchmark
     from synthesizer_jax.data.importers.layouts import TASKS

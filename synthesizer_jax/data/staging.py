@@ -89,7 +89,7 @@ def staging(data_dir: pathlib.Path, name: str) -> Iterator[Staging]:
             if error.errno is None or error.filename is not None:
                 raise
             raise OSError(
-                error.errno, f"{error.strerror}; nothing was imported", str(folder)
+                error.errno, f"{error.strerror}; every data set is as before", str(folder)
             ) from error
         finally:
             if not (folder / PLAN).exists():  # else undoing failed: the next one tries again
@@ -99,7 +99,7 @@ def staging(data_dir: pathlib.Path, name: str) -> Iterator[Staging]:
 def recover(data_dir: pathlib.Path) -> None:
     """Undoes and removes what killed processes left; folders of living ones are left alone."""
     for folder in sorted(data_dir.glob(f"{PREFIX}*")):
-        lock = _hold(folder) if (folder / LOCK).exists() else None
+        lock = None if folder.is_symlink() or not (folder / LOCK).exists() else _hold(folder)
         if lock is None:
             continue
         with lock:
@@ -112,11 +112,14 @@ def roll_back(folder: pathlib.Path, data_dir: pathlib.Path) -> None:
     """Takes new data sets out of their places again, and puts the earlier ones back.
 
     May be interrupted and done again at any point.
+
+    Raises:
+      ValueError: the plan is damaged, or names a place outside of `data_dir`.
     """
     plan = folder / PLAN
     if not plan.exists():
         return
-    for name in reversed(json.loads(plan.read_text(encoding="utf-8"))):
+    for name in reversed(_planned(plan, data_dir)):
         place, new, old = data_dir / name, folder / NEW / name, folder / OLD / name
         if place.exists() and not new.exists():
             _move(place, new)
@@ -126,6 +129,20 @@ def roll_back(folder: pathlib.Path, data_dir: pathlib.Path) -> None:
             if parent.exists() and not any(parent.iterdir()):
                 parent.rmdir()
     plan.unlink()
+
+
+def _planned(plan: pathlib.Path, data_dir: pathlib.Path) -> list[str]:
+    """The names in a plan; a file that was not written here must not move anything elsewhere."""
+    try:
+        names = json.loads(plan.read_text(encoding="utf-8"))
+        paths = [pathlib.PurePosixPath(name) for name in names]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{plan} is damaged ({error}); move {plan.parent} away") from error
+    for path in paths:
+        inside = (data_dir / path.parent).resolve().is_relative_to(data_dir.resolve())
+        if not inside or ".." in path.parts or not path.parts:
+            raise ValueError(f"{plan} names {path}, outside of {data_dir}; move {plan.parent} away")
+    return names
 
 
 def _claim(data_dir: pathlib.Path, name: str) -> tuple[pathlib.Path, TextIO]:
@@ -155,9 +172,11 @@ def _check_place(place: pathlib.Path) -> None:
     """Raises an `OSError` if nothing can be put there."""
     parent = next(parent for parent in place.parents if parent.exists())
     if not parent.is_dir():
-        raise NotADirectoryError(f"{parent} is no folder; move it away; nothing was imported")
+        raise NotADirectoryError(
+            f"{parent} is no folder; move it away; every data set is as before"
+        )
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise PermissionError(f"{parent} is not writable for you; nothing was imported")
+        raise PermissionError(f"{parent} is not writable for you; every data set is as before")
 
 
 def _move(source: pathlib.Path, target: pathlib.Path) -> None:

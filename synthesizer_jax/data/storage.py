@@ -83,7 +83,7 @@ def prepare(builder: Any, **options: Any) -> pathlib.Path:
             raise
         reason = getattr(found, "message", None) or str(found)
         raise OSError(
-            f"{builder.data_dir} cannot be written ({reason}); nothing was imported"
+            f"{builder.data_dir} cannot be written ({reason}); every data set is as before"
         ) from error
     finally:
         tfds.display_progress_bar(bars)

@@ -138,6 +138,22 @@ def test_the_folder_of_a_running_import_is_left_alone(data_dir):
     assert (data_dir / NAMES[1] / "rows").read_text() == "new"
 
 
+@pytest.mark.parametrize(
+    "plan", ['["../precious"]', '["glue/../../precious"]', '["linked/precious"]', '[""]', "[1", "3"]
+)
+def test_a_plan_from_elsewhere_moves_nothing(data_dir, plan):
+    precious = write(data_dir.parent / "precious", "mine")
+    (data_dir / "linked").symlink_to(data_dir.parent)
+    left = write(data_dir / ".import-glue-other", "")
+    (left / "owner.lock").touch()
+    (left / "plan.json").write_text(plan)
+    before = contents(data_dir)
+    with pytest.raises(ValueError, match=r"plan\.json .*; move .*\.import-glue-other away"):
+        import_all(data_dir)
+    assert contents(data_dir) == before
+    assert (precious / "rows").read_text() == "mine"
+
+
 COLA = "".join(f"gj04\t{i % 2}\t\tSentence number {i} is rather long.\n" for i in range(4000))
 
 

@@ -46,6 +46,8 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[int, str]]:
         raise broken(path, number, f"byte {error.start} is not UTF-8") from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise broken(path, number + 1, f"damaged gzip stream ({error})") from error
+    except OSError as error:  # reading on does not name the file as opening does
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_json_lines(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
