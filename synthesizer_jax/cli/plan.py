@@ -19,7 +19,7 @@ def plan(
     recipe: Annotated[
         str, typer.Argument(help="FILE.py[:recipe], or the name of a packaged recipe.")
     ],
-    topology: Annotated[str, typer.Option(help="Chips of a slice, such as v5p:4x4x8.")],
+    topology: Annotated[str, typer.Option(help="A slice, such as v5p:4x4x8 or v6e-16.")],
     slices: Annotated[int, typer.Option(help="How many such slices.")] = 1,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the step with libtpu; minutes, no TPU.")
@@ -39,11 +39,11 @@ def plan(
     from synthesizer_jax.sharding import chips
     from synthesizer_jax.training.plan import advise, make_plan
 
+    place = chips.topology(topology, slices)
     jax.config.update("jax_platforms", "cpu")  # an installed libtpu would look for a TPU
     # What is compiled for a TPU cannot be read back without one.
     jax.config.update("jax_enable_compilation_cache", False)
     experiment = load_recipe(recipe, overrides or ())
-    place = chips.topology(topology, slices)
     found = make_plan(experiment, place)
     show(found)
     if compiled:

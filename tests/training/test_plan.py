@@ -181,9 +181,12 @@ def test_two_slices_have_twice_the_chips():
 def test_names_of_topologies():
     found = chips.topology("tpu7x:2x2x1")
     assert (found.chips, found.devices, found.name) == (4, 8, "tpu7x:2x2x1")
-    with pytest.raises(ValueError, match="unknown chip; choose from v4, v5e, v5p, v6e, tpu7x"):
+    assert chips.topology("v5litepod-16", 2) == chips.topology("v5e:4x4", 2)
+    with pytest.raises(ValueError, match="unknown chip in 'v9:4x4'; choose from v2, v3, v4, v5e"):
         chips.topology("v9:4x4")
-    with pytest.raises(ValueError, match=r"slices of v5p have 3 dimensions, as in v5p:4x4x4"):
+    with pytest.raises(
+        ValueError, match=r"v5p has no slice 'v5p:4x4'; near it are v5p:2x2x4 \(v5p"
+    ):
         chips.topology("v5p:4x4")
     with pytest.raises(ValueError, match="0 slices"):
         chips.topology("v5e:4x4", 0)
