@@ -8,8 +8,8 @@ token batches, AdamW and float32; the parameter counts are checked. A variant of
 of `models.VARIANTS` (`v`: dot product, `r`: Random, `rv`: Random + dot product, ...), with `+small` in
 its form for little memory: layers scanned, products kept, the rest made again. It gets large pages, as
 the command line asks for them. `transformers` runs as it comes, `transformers+pages` with the
-same pages. MFU counts forward multiply-adds six times, over the rate of a matrix product that the
-system's process measures before the race, or `--peak` TFLOP/s.
+same pages. A step's forward multiply-adds count six times; they are shown over the rate of a matrix product
+that the system's process measures before the race, or with `--peak` TFLOP/s as MFU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
         if "flops" in r:
             r["work"] = r["flops"] / next(x["flops"] for x in rows if "flops" in x)
             share = r["flops"] / (args.peak * 1e12) if args.peak else r["utilisation"]
-            r["mfu"] = share / r["seconds"]
+            r["utilisation"] = share / r["seconds"]
     size = ", ".join(map(str, SIZES[args.size]))
     text = (
         f"T5 1.1 {args.size} ({size}), batch {args.batch}, lengths {args.inputs}/{args.targets}, "
@@ -61,7 +61,7 @@ def main() -> None:
                 "seconds": "step, s|.3f",
                 "speed": "speed|.2f",
                 "work": "FLOPs|.2f",
-                "mfu": "MFU|.0%",
+                "utilisation": "MFU|.0%" if args.peak else "of a product|.0%",
                 "peak_mb": "peak memory, MB|,.0f",
                 "memory": "memory|.2f",
                 "compile_seconds": "compiling, s|.1f",

@@ -66,7 +66,7 @@ racing.serve(
         "device": jax.devices()[0].device_kind,
         "dropout": "T5's: a draw per feature and per key" if options["dropout"] else "0",
         "flops": trainer.step_flops(),
-        "utilisation": trainer.measure_utilisation(),
+        "utilisation": trainer.measure_utilisation()["product_utilisation"],
         "compile_seconds": compiling,
     },
     step,

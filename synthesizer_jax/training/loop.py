@@ -76,8 +76,9 @@ def train(
       visible: say how it goes on.
 
     ``events.jsonl`` tells when what happened, and the log's ``goodput`` which share of the time since
-    the run's first start its steps needed. The log's ``mfu`` is the model FLOP/s utilisation, against
-    a matrix product measured at the start.
+    the run's first start its steps needed. Of the devices, the log has the model FLOP/s utilisation
+    ``mfu``, where their published peak is known, and ``product_utilisation``, against a matrix product
+    measured at the start.
 
     Returns:
       The final state.
@@ -106,7 +107,7 @@ def train(
                 state = restored
             else:
                 state = trainer.init() if initial is None else initial(trainer.init())
-            utilisation = None
+            utilisations: dict[str, float] = {}
             if int(state.step) < training.steps:
                 size = sum(x.size for x in jax.tree.leaves(state.params))
                 devices_there = trainer.described_devices
@@ -114,14 +115,14 @@ def train(
                 compiling = time.perf_counter()
                 trainer.compile()
                 trainer.check_memory()
-                utilisation = trainer.measure_utilisation()
+                utilisations = trainer.measure_utilisation()
                 seconds = duration(time.perf_counter() - compiling)
                 progress.say(int(state.step), f"compiled in {seconds}")
         ready()
         events = Events(directory, writes=hosts.first())
         events.write("start", step=int(state.step), at=began)
         throughput = Throughput(
-            data.batch_size * (data.inputs_length + data.targets_length), utilisation
+            data.batch_size * (data.inputs_length + data.targets_length), utilisations
         )
         run = _Run(
             trainer=trainer,

@@ -139,15 +139,15 @@ def _records(path: pathlib.Path) -> Iterator[tuple[bytes, dict[str, Any] | None]
 
 
 class Throughput:
-    """Steps and tokens per second since the last reading, padding, and the model FLOP/s utilisation.
+    """Steps and tokens per second since the last reading, padding, and how far they use the devices.
 
     Args:
       capacity: tokens of a batch, padding included.
-      utilisation: MFU of a run that does one step a second; None: unknown.
+      utilisations: by name, of a run that does one step a second, as `Trainer.measure_utilisation` gives.
     """
 
-    def __init__(self, capacity: int, utilisation: float | None = None) -> None:
-        self._capacity, self._utilisation = capacity, utilisation
+    def __init__(self, capacity: int, utilisations: Mapping[str, float] = {}) -> None:
+        self._capacity, self._utilisations = capacity, dict(utilisations)
         self._time, self._steps, self._tokens = time.perf_counter(), 0, 0.0
         self.seconds_per_step = 0.0
 
@@ -157,7 +157,7 @@ class Throughput:
         self._tokens += tokens
 
     def read(self) -> dict[str, float]:
-        """``steps_per_second``, ``tokens_per_second``, ``padding``, ``mfu``; starts the next interval."""
+        """``steps_per_second``, ``tokens_per_second``, ``padding``, utilisations; starts the next interval."""
         now = time.perf_counter()
         seconds = max(now - self._time, 1e-9)
         rates = {
@@ -167,7 +167,7 @@ class Throughput:
         if self._steps:
             self.seconds_per_step = seconds / self._steps
             rates["padding"] = 1 - self._tokens / (self._steps * self._capacity)
-        if self._utilisation is not None:
-            rates["mfu"] = self._utilisation * rates["steps_per_second"]
+        for name, share in self._utilisations.items():
+            rates[name] = share * rates["steps_per_second"]
         self._time, self._steps, self._tokens = now, 0, 0.0
         return rates

@@ -17,6 +17,10 @@ OVERALL = ("score", "loss", "goodput")
 """Measures of an evaluation that stand before those of single tasks."""
 
 
+UTILISATIONS = {"mfu": "MFU", "product_utilisation": "of a matrix product"}
+"""How a step's share of what the devices can do is called; the first that is known is shown."""
+
+
 class Progress:
     """A run's voice. One line for every `training.log_every` steps, evaluation and checkpoint.
 
@@ -60,8 +64,9 @@ class Progress:
             f"{values['steps_per_second']:.3g} steps/s",
             f"{values['tokens_per_second']:,.0f} tokens/s",
         ]
-        if "mfu" in values:
-            parts.append(f"MFU {values['mfu']:.0%}")
+        used = next((name for name in UTILISATIONS if name in values), None)
+        if used is not None:
+            parts.append(f"{UTILISATIONS[used]} {values[used]:.0%}")
         if self._shown:
             self._bar.update(self._task, numbers="  ".join(parts))
             return

@@ -23,7 +23,7 @@ from synthesizer_jax.sharding.memory import free_memory
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.state import TrainState, example_tokens, init_state, make_layout
 from synthesizer_jax.training.step import Batch, Metrics, make_train_step
-from synthesizer_jax.training.utilisation import product_rate, step_flops
+from synthesizer_jax.training.utilisation import step_flops, utilisations
 
 MARGIN = 1.15
 """Memory that must be free, in multiples of what a program says that it needs: allocators waste some, and
@@ -80,7 +80,7 @@ class Trainer:
         return ()
 
     def step_flops(self) -> float | None:
-        """What a step computes, for MFU; None: not known."""
+        """What a step computes; None: not known."""
         data = self.experiment.data
         return step_flops(
             self.experiment.model,
@@ -89,14 +89,12 @@ class Trainer:
             targets=data.targets_length,
         )
 
-    def measure_utilisation(self) -> float | None:
-        """MFU of a run that does one step a second; None: what a step computes is not known."""
+    def measure_utilisation(self) -> dict[str, float]:
+        """`utilisations` of a run that does one step a second; none where its FLOPs are not known."""
         flops = self.step_flops()
         if flops is None:
-            return None
-        platform = self.mesh.devices.flat[0].platform
-        rate = product_rate(platform, jnp.dtype(self.experiment.model.dtype))
-        return flops / (rate * self.mesh.size)
+            return {}
+        return utilisations(flops, self.mesh, self.experiment.model.dtype)
 
     def init(self) -> TrainState:
         """Fresh parameters."""

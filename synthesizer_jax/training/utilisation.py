@@ -1,4 +1,4 @@
-"""Model FLOP/s utilisation (MFU): what a step computes over what the devices could."""
+"""What a step computes over what the devices could: by their data sheet (MFU), or by a measured product."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.models import TextToText, forward_flops
+from synthesizer_jax.sharding.chips import peak_flops
 
 SIDE = {"cpu": 1024, "accelerator": 8192}
 """Side of the measured product's square matrices."""
@@ -28,6 +29,27 @@ def step_flops(model: TextToText, *, batch_size: int, inputs: int, targets: int)
     """
     forward = forward_flops(model, inputs_length=inputs, targets_length=targets)
     return 3.0 * forward * batch_size
+
+
+def utilisations(flops: float, mesh: jax.sharding.Mesh, dtype: str) -> dict[str, float]:
+    """Utilisation of the devices by a run of one step a second.
+
+    Args:
+      flops: of a step, over all devices.
+      mesh: the devices, all of one kind.
+      dtype: that the model computes in, such as ``bfloat16``.
+
+    Returns:
+      ``mfu``, model FLOP/s utilisation, over the published peak of the devices (`peak_flops`; Chowdhery
+      et al. 2022, PaLM, appendix B), where that is known; and ``product_utilisation``, over the rate of a
+      large matrix product on one of them (`product_rate`).
+    """
+    device = mesh.devices.flat[0]
+    rates = {
+        "mfu": peak_flops(device.device_kind, dtype),
+        "product_utilisation": product_rate(device.platform, jnp.dtype(dtype)),
+    }
+    return {name: flops / (rate * mesh.size) for name, rate in rates.items() if rate is not None}
 
 
 @functools.cache

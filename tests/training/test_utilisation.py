@@ -1,11 +1,16 @@
-"""Model FLOP/s utilisation counts what the model needs, not what was done."""
+"""Utilisation counts what the model needs, not what was done, over what the chip can or does."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from synthesizer_jax.models import Size, t5
-from synthesizer_jax.training import metrics
-from synthesizer_jax.training.utilisation import product_rate, step_flops
+from synthesizer_jax.sharding import chips
+from synthesizer_jax.training import metrics, utilisation
+from synthesizer_jax.training.utilisation import product_rate, step_flops, utilisations
 
 D, F, H, E, V, Q, K, BATCH = 16, 24, 2, 4, 32, 8, 12, 3
 
@@ -30,15 +35,83 @@ def test_a_step_is_six_times_the_multiply_adds(remat):
 def test_rates_of_an_interval(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
-    throughput = metrics.Throughput(utilisation=0.05)
+    throughput = metrics.Throughput({"mfu": 0.05, "product_utilisation": 0.1})
     for _ in range(6):
         throughput.add(10.0)
     now[0] = 2.0
     rates = throughput.read()
-    assert rates == {"steps_per_second": 3.0, "tokens_per_second": 30.0, "mfu": pytest.approx(0.15)}
+    speeds = {"steps_per_second": 3.0, "tokens_per_second": 30.0}
+    shares = {"mfu": pytest.approx(0.15), "product_utilisation": pytest.approx(0.3)}
+    assert rates == speeds | shares
 
 
 def test_a_product_takes_time():
     rate = product_rate("cpu", jnp.dtype("float32"))
     assert 1e8 < rate < 1e16
     assert product_rate("cpu", jnp.dtype("float32")) == rate
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    device_kind: str
+    platform: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    devices: np.ndarray
+
+    @property
+    def size(self):
+        return self.devices.size
+
+
+def mesh(kind, platform, count):
+    return Mesh(np.array([Device(kind, platform)] * count))
+
+
+def test_mfu_is_a_share_of_the_published_peak_and_the_product_has_its_own_name(monkeypatch):
+    monkeypatch.setattr(utilisation, "product_rate", lambda platform, dtype: 100e12)
+    found = utilisations(197e12, mesh("TPU v5 lite", "tpu", 4), "bfloat16")
+    assert found == {"mfu": pytest.approx(0.25), "product_utilisation": pytest.approx(0.4925)}
+    assert utilisations(40e12, mesh("A new chip", "tpu", 4), "bfloat16") == {
+        "product_utilisation": pytest.approx(0.1)
+    }
+
+
+def test_a_cpu_has_no_mfu():
+    place = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("data",))
+    assert utilisations(1e9, place, "float32").keys() == {"product_utilisation"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "bfloat16", "float32"),
+    [
+        ("TPU v2", 22.5e12, 22.5e12),  # JAX shows two devices a chip
+        ("TPU v3", 61.5e12, 61.5e12),
+        ("TPU v4", 275e12, 275e12),
+        ("TPU v5 lite", 197e12, 197e12),
+        ("TPU v5", 459e12, 459e12),
+        ("TPU v5p", 459e12, 459e12),
+        ("TPU v6 lite", 918e12, 918e12),
+        ("TPU7x", 1153.5e12, 1153.5e12),
+        ("NVIDIA H100 80GB HBM3", 989.5e12, 494.5e12),
+        ("NVIDIA H100 PCIe", 756e12, 378e12),
+        ("NVIDIA H100 NVL", 835.5e12, 417.5e12),
+        ("NVIDIA H200", 989.5e12, 494.5e12),
+        ("NVIDIA B200", 2250e12, 1100e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12, 156e12),
+        ("NVIDIA A100 80GB PCIe", 312e12, 156e12),
+        ("NVIDIA L4", 121e12, 60e12),
+        ("Tesla T4", None, 8.1e12),
+        ("Tesla V100-SXM2-16GB", None, 15.7e12),
+        ("NVIDIA L40S", None, None),  # not the L4
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None, None),
+        ("TPU v5 lite pod", None, None),
+        ("cpu", None, None),
+    ],
+)
+def test_peaks_are_found_by_the_names_that_jax_gives(kind, bfloat16, float32):
+    assert chips.peak_flops(kind, "bfloat16") == bfloat16
+    assert chips.peak_flops(kind, "float32") == float32
+    assert chips.peak_flops(kind, "int8") is None
