@@ -20,6 +20,7 @@ from synthesizer_jax.cli.memory import with_large_pages
 from synthesizer_jax.cli.models import models
 from synthesizer_jax.cli.plan import plan
 from synthesizer_jax.cli.quickstart import quickstart
+from synthesizer_jax.cli.report import report
 from synthesizer_jax.cli.train import train
 from synthesizer_jax.sharding import hosts
 from synthesizer_jax.version import __version__
@@ -47,6 +48,7 @@ app.command("models")(models)
 app.command("plan")(plan)
 app.add_typer(data, name="data")
 app.command("quickstart")(quickstart)
+app.command("report")(report)
 
 
 def version(show: bool) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import pathlib
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from synthesizer_jax.cli.report import facts, show, summarise
 from synthesizer_jax.cli.train import DataDir
 
 if TYPE_CHECKING:
+    from synthesizer_jax.data.definitions import TaskDefinition
     from synthesizer_jax.reports import Example, RunReport
     from synthesizer_jax.training.evaluator import Evaluator
     from synthesizer_jax.training.experiment import Experiment
@@ -43,11 +47,13 @@ def quickstart(
         typer.echo(f"training {title} ({recipe})")
         experiment = load_recipe(f"quickstart:{recipe}", [*seeds, *(overrides or ())])
         run(experiment, workdir / recipe, data_dir=data_dir, visible=not quiet)
-    report(workdir, data_dir, began)
+    compare(workdir, data_dir, began)
 
 
-def report(workdir: pathlib.Path, data_dir: pathlib.Path, began: float) -> None:
+def compare(workdir: pathlib.Path, data_dir: pathlib.Path, began: float) -> None:
     """Compares finished runs: prints the table, writes the page."""
+    import jax
+
     from synthesizer_jax.data import embedded
     from synthesizer_jax.reports import Report, write_report
     from synthesizer_jax.training.experiment import load_experiment
@@ -56,10 +62,10 @@ def report(workdir: pathlib.Path, data_dir: pathlib.Path, began: float) -> None:
     first = workdir / next(iter(RECIPES.values()))
     vocabulary, evaluator = open_data(load_experiment(first), first, data_dir)
     example = evaluator.sets[0]
-    shown = examples_of(evaluator)
-    runs = [
-        summarise(title, workdir / recipe, evaluator, shown) for title, recipe in RECIPES.items()
-    ]
+    rows = [(s.task, row) for s in evaluator.sets for row in s.examples[:EXAMPLES_SHOWN]]
+    logged = [(summarise(title, workdir / name), workdir / name) for title, name in RECIPES.items()]
+    runs = [with_answers(run, place, evaluator, rows) for (run, _), place in logged]
+    (_, metrics), _ = logged[0]
     page = Report(
         title="Co-training eight tasks with a Synthesizer",
         lead=(
@@ -71,11 +77,16 @@ def report(workdir: pathlib.Path, data_dir: pathlib.Path, began: float) -> None:
             "Majority": embedded.majority(),
             "Bag of words": embedded.bag_of_words(),
         },
-        metric_names={s.name: main_metric(s)[0] for s in evaluator.sets},
+        metric_names=metrics,
         counts={s.name: len(s.inputs) for s in evaluator.sets},
-        examples=shown,
-        tokens=[vocabulary.decode([int(i)]) or "·" for i in example.inputs[0]],
-        facts=facts(time.perf_counter() - began),
+        examples=[example_of(task, row) for task, row in rows],
+        tokens=[vocabulary.decode([int(i)]) or "(end)" for i in example.inputs[0]],
+        facts=facts()
+        | {
+            "device": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
+            "cores": str(os.cpu_count()),
+            "minutes": f"{(time.perf_counter() - began) / 60:.1f}",
+        },
     )
     path = workdir / "report.html"
     write_report(path, page)
@@ -83,44 +94,39 @@ def report(workdir: pathlib.Path, data_dir: pathlib.Path, began: float) -> None:
     typer.echo(f"report: {path.resolve()}")
 
 
-def main_metric(examples: Any) -> tuple[str, float]:
-    """Name of a task's first metric, and its value for right answers."""
-    return next(iter(examples.score(examples.target_words).items()))
-
-
-def examples_of(evaluator: Evaluator) -> list[Example]:
-    """The first examples of every task."""
+def example_of(task: TaskDefinition, row: Any) -> Example:
+    """A held-out row as the page shows it; a target that is itself wrong, as in WSC, gets a ``not``."""
     from synthesizer_jax.data.evaluation_sets import text
     from synthesizer_jax.reports import Example
 
-    return [
-        Example(s.name, text(row["inputs_pretokenized"]), text(row["targets_pretokenized"]))
-        for s in evaluator.sets
-        for row in s.examples[:EXAMPLES_SHOWN]
-    ]
+    target = text(row["targets_pretokenized"])
+    answer = target if is_right(task, target, row) else f"not {target}"
+    return Example(task.name, text(row["inputs_pretokenized"]), answer)
 
 
-def summarise(
-    title: str, directory: pathlib.Path, evaluator: Evaluator, shown: list[Example]
+def is_right(task: TaskDefinition, answer: str, row: Any) -> bool:
+    """Whether the task's metrics count an answer to one row as right."""
+    from synthesizer_jax.data.evaluation_sets import text
+
+    wanted = task.postprocess(text(row["targets_pretokenized"]), example=row, is_target=True)
+    return bool(task.postprocess(answer, example=row) == wanted)
+
+
+def with_answers(
+    run: RunReport,
+    directory: pathlib.Path,
+    evaluator: Evaluator,
+    rows: list[tuple[TaskDefinition, Any]],
 ) -> RunReport:
-    """What the page shows of one finished run."""
-    import numpy as np
-
+    """A run with its answers to some held-out rows, and its attention on the first."""
+    from synthesizer_jax.data.evaluation_sets import text
     from synthesizer_jax.evaluation import Predictor
-    from synthesizer_jax.models import summarize
-    from synthesizer_jax.reports import RunReport
+    from synthesizer_jax.reports import Answer
     from synthesizer_jax.training.checkpoints import restore_variables
     from synthesizer_jax.training.experiment import load_experiment
-    from synthesizer_jax.training.metrics import METRICS_FILE, read_metrics
 
     experiment = load_experiment(directory)
     lengths = experiment.data.lengths
-    costs = summarize(
-        experiment.model, inputs_length=lengths["inputs"], targets_length=lengths["targets"]
-    )
-    records = read_metrics(directory / METRICS_FILE)
-    trained = [r for r in records if r["kind"] == "train"]
-    measured = [r for r in records if r["kind"] == "eval"]
     _, variables = restore_variables(directory / "checkpoints")
     predictor = Predictor(
         experiment.model,
@@ -128,24 +134,15 @@ def summarise(
         evaluator.vocabulary,
         inputs_length=lengths["inputs"],
         targets_length=lengths["targets"],
-        batch_size=len(shown),
+        batch_size=len(rows),
     )
-    answers = predictor.predict([predictor.encode(e.text) for e in shown])
+    inputs = [predictor.encode(text(row["inputs_pretokenized"])) for _, row in rows]
+    answers = [
+        Answer(said, is_right(task, said, row))
+        for said, (task, row) in zip(predictor.predict(inputs), rows, strict=True)
+    ]
     tables, weights = attention_of(experiment, variables, evaluator.sets[0].inputs[0])
-    return RunReport(
-        title=title,
-        parameters=costs.parameters,
-        cache_bytes=costs.cache_bytes_per_token,
-        flops=costs.flops_per_token,
-        losses=([r["step"] for r in trained], [r["loss"] for r in trained]),
-        held_out=([r["step"] for r in measured], [r["loss"] for r in measured]),
-        steps_per_second=float(np.median([r["steps_per_second"] for r in trained])),
-        tokens_per_second=float(np.median([r["tokens_per_second"] for r in trained])),
-        metrics={s.name: measured[-1][f"{s.name}/{main_metric(s)[0]}"] for s in evaluator.sets},
-        attention=weights,
-        tables=tables,
-        predictions=answers,
-    )
+    return dataclasses.replace(run, attention=weights, tables=tables, answers=answers)
 
 
 def attention_of(experiment: Experiment, variables: Any, tokens: Any) -> tuple[list, list]:
@@ -168,41 +165,3 @@ def attention_of(experiment: Experiment, variables: Any, tokens: Any) -> tuple[l
         if isinstance(part, dict) and "table" in part
     ]
     return tables, weights
-
-
-def facts(seconds: float) -> dict[str, str]:
-    """What the numbers were made with."""
-    import os
-    import platform
-
-    import flax
-    import jax
-
-    from synthesizer_jax.version import __version__
-
-    return {
-        "synthesizer_jax": __version__,
-        "jax": jax.__version__,
-        "flax": flax.__version__,
-        "Python": platform.python_version(),
-        "device": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
-        "cores": str(os.cpu_count()),
-        "minutes": f"{seconds / 60:.1f}",
-    }
-
-
-def show(page: Any) -> None:
-    """Prints the table of the page."""
-    from rich.console import Console
-    from rich.table import Table
-
-    systems = {run.title: run.metrics for run in page.runs} | dict(page.baselines)
-    table = Table(title="held-out metrics, percent", title_justify="left")
-    table.add_column("task", no_wrap=True)
-    table.add_column("metric")
-    for name in ("n", *systems):
-        table.add_column(name, justify="right")
-    for task, metric in page.metric_names.items():
-        values = (f"{system[task]:.1f}" for system in systems.values())
-        table.add_row(task, metric, f"{page.counts[task]:,}", *values)
-    Console(width=120).print(table)
