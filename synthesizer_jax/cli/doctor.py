@@ -66,9 +66,9 @@ def doctor(
     Example: synthesizer-jax doctor --workdir runs/rv
     """
     checks: list[Callable[[], Iterator[Finding]]] = [
-        versions,
         slices,
         lambda: group(timeout),
+        versions,
         devices,
         memory,
         *(lambda p=p: place(p) for p in (workdir, data_dir) if p is not None),
@@ -78,10 +78,19 @@ def doctor(
     for check in checks:
         for finding in check():
             failed |= finding.level == "problem"
-            typer.echo(f"{MARKS[finding.level]} {finding.text}")
+            typer.echo(f"{speaker()}{MARKS[finding.level]} {finding.text}")
             if finding.remedy:
-                typer.echo(f"       → {finding.remedy}")
+                typer.echo(f"{speaker()}       → {finding.remedy}")
     raise typer.Exit(1 if failed else 0)
+
+
+def speaker() -> str:
+    """The beginning of a line: which of several processes says it; empty before they have met."""
+    import jax
+
+    from synthesizer_jax.sharding import hosts
+
+    return f"[{jax.process_index()}] " if hosts.count() > 1 else ""
 
 
 def versions() -> Iterator[Finding]:

@@ -1,5 +1,6 @@
 """What the doctor finds, and what it says to do."""
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
@@ -34,6 +35,17 @@ def test_a_healthy_machine(tmp_path):
     ):
         assert word in said
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_lines_of_several_processes_say_whose_they_are(monkeypatch):
+    from synthesizer_jax.sharding import hosts
+
+    monkeypatch.setattr(jax, "process_index", lambda: 3)
+    monkeypatch.setattr(hosts, "count", lambda: 4)
+    monkeypatch.setattr(hosts.Occasion, "everyone", lambda self, value: [value] * 4)
+    code, said = call()
+    assert code == 0, said
+    assert all(line.startswith("[3] ") for line in said.splitlines())
 
 
 def test_a_directory_that_is_none(tmp_path):
