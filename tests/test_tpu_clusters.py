@@ -22,7 +22,9 @@ def jobset(world, *words):
     return yaml.safe_load((world.folder / "applied").read_text())
 
 
-WORDS = ("--workdir", 'my runs/"rv"\\', "--set", "x='$(JOBSET_NAME) @IMAGE@ & #'")
+WORDS = ("--workdir", 'gs://my/runs "rv"\\', "--set", "x='$(JOBSET_NAME) @IMAGE@ & #'")
+RUN = ("--", "quickstart", "--workdir", "gs://runs/rv")
+START = ("--", "train", "quickstart", *WORDS)
 
 
 def test_the_manifest_is_one_job_per_slice_and_a_pod_per_host(world):
@@ -46,7 +48,7 @@ def test_the_manifest_is_one_job_per_slice_and_a_pod_per_host(world):
     assert container["resources"] == {"limits": {"google.com/tpu": 4}}
     assert container["command"] == ["tpu_scripts/start"]
     escaped = [word.replace("$(", "$$(") for word in WORDS]  # Kubernetes makes $( of $$(
-    assert container["args"] == ["v6e", "--slices", "2", "--", "quickstart", *escaped]
+    assert container["args"] == ["v6e", "--slices", "2", "--", "train", "quickstart", *escaped]
     fields = {
         entry["name"]: entry["valueFrom"]["fieldRef"]["fieldPath"] for entry in container["env"]
     }
@@ -55,9 +57,7 @@ def test_the_manifest_is_one_job_per_slice_and_a_pod_per_host(world):
 
 
 def test_preemption_restarts_without_end_and_failures_do_not(world):
-    manifest = jobset(
-        world, "--type", "v6e", "--topology", "4x4", "--max-restarts", "3", "--", "quickstart"
-    )
+    manifest = jobset(world, "--type", "v6e", "--topology", "4x4", "--max-restarts", "3", *RUN)
     policy = manifest["spec"]["failurePolicy"]
     assert policy["maxRestarts"] == 3
     assert policy["rules"] == [
@@ -76,15 +76,13 @@ def test_preemption_restarts_without_end_and_failures_do_not(world):
 
 def test_spot_bucket_and_account_are_there_when_asked_for(world):
     plain = ("--type", "tpu7x", "--topology", "2x2x4")
-    manifest = jobset(world, *plain, "--", "quickstart")
+    manifest = jobset(world, *plain, *RUN)
     template = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
     assert "metadata" not in template
     assert not {"tolerations", "volumes", "serviceAccountName"} & template["spec"].keys()
     assert "volumeMounts" not in template["spec"]["containers"][0]
 
-    manifest = jobset(
-        world, *plain, "--spot", "--bucket", "runs", "--service-account", "me", "--", "quickstart"
-    )
+    manifest = jobset(world, *plain, "--spot", "--bucket", "runs", "--service-account", "me", *RUN)
     template = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
     spec = template["spec"]
     assert template["metadata"]["annotations"] == {"gke-gcsfuse/volumes": "true"}
@@ -106,11 +104,16 @@ def test_spot_bucket_and_account_are_there_when_asked_for(world):
         (("v6e", "2x4", "--chips-per-host", "8"), 1, 8),
         (("v4", "2x2x4"), 4, 4),
         (("v5p", "4x4x4"), 16, 4),
+        (("v5p-1024", "4x8x16"), 128, 4),
+        (("v6e:4x4",), 4, 4),
+        (("v5litepod-8",), 2, 4),
     ],
 )
 def test_the_topology_gives_hosts_and_chips(world, words, hosts, chips):
-    chip, topology, *more = words
-    manifest = jobset(world, "--type", chip, "--topology", topology, *more, "--", "quickstart")
+    chip, *more = words
+    if more:
+        more.insert(0, "--topology")
+    manifest = jobset(world, "--type", chip, *more, *RUN)
     job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
     limits = job["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert (job["parallelism"], limits["google.com/tpu"]) == (hosts, chips)
@@ -119,9 +122,10 @@ def test_the_topology_gives_hosts_and_chips(world, words, hosts, chips):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("v6e", "4x4x4"), "--topology is 4x4x4; for v6e it is of the form AxB"),
-        (("v5p", "4x4"), "--topology is 4x4; for v5p it is of the form AxBxC"),
-        (("v3-8", "4x4x4"), "GKE has no v3"),
+        (("v6e", "4x4x4"), "v6e has no slice 'v6e:4x4x4'; near it are v6e:8x8 (v6e-64)"),
+        (("v5p", "4x4"), "v5p has no slice 'v5p:4x4'; near it are v5p:2x2x4 (v5p-32)"),
+        (("v6e-16", "8x8"), "v6e-16 is not a slice of 8x8, which has 64 chips"),
+        (("v3-32", "4x4"), "GKE has no v3"),
         (
             ("v6e", "2x4", "--chips-per-host", "3"),
             "--topology 2x4 has 8 chips, which --chips-per-host 3",
@@ -133,7 +137,7 @@ def test_the_topology_gives_hosts_and_chips(world, words, hosts, chips):
 def test_mistakes_in_a_jobset_are_one_line(world, words, message):
     chip, topology, *more = words
     place = ("--name", "pod", "--image", "i", "--type", chip, "--topology", topology)
-    done = world.launch("jobset", *place, *more, "--", "quickstart", "--workdir", "rv")
+    done = world.launch("jobset", *place, *more, *RUN)
     assert (done.returncode, world.calls()) == (2, [])
     assert done.stderr.startswith(f"error: {message}")
     assert len(done.stderr.splitlines()) == 1
@@ -150,7 +154,7 @@ def test_the_dry_run_of_a_jobset_is_a_command_for_the_shell(world):
         "--image",
         "i",
         "--",
-        "q",
+        "quickstart",
         *WORDS,
     )
     text = world.launch("jobset", "--dry-run", *words).stdout
@@ -171,7 +175,7 @@ def test_xpk_restarts_on_75_too(world):
     settings = dict(zip(call[3::2], call[4::2], strict=True))
     command = settings.pop("--command")
     assert shlex.split(command)[:5] == ["tpu_scripts/start", "v6e", "--slices", "2", "--"]
-    assert shlex.split(command)[6:] == list(WORDS)
+    assert shlex.split(command)[5:] == ["train", "quickstart", *WORDS]
     assert settings == {
         "--workload": "pod",
         "--cluster": "c",
@@ -208,7 +212,14 @@ def test_slurm_gets_one_process_per_gpu(world):
         "--gpus-per-node=2",
         "--ntasks-per-node=2",
     ]
-    assert call[6:] == [str(SCRIPTS / "slurm.sbatch"), "gpu-hopper", "--", "quickstart", *WORDS]
+    assert call[6:] == [
+        str(SCRIPTS / "slurm.sbatch"),
+        "gpu-hopper",
+        "--",
+        "train",
+        "quickstart",
+        *WORDS,
+    ]
     settings = re.findall(r"^#SBATCH (\S+)$", (SCRIPTS / "slurm.sbatch").read_text(), flags=re.M)
     assert {"--requeue", "--signal=TERM@300", "--exclusive", "--mem=0"} <= set(settings)
 
@@ -216,10 +227,10 @@ def test_slurm_gets_one_process_per_gpu(world):
 @pytest.mark.parametrize(("code", "queued"), [(0, False), (75, True), (1, False)])
 def test_slurm_queues_a_saved_run_again(world, code, queued):
     world.answers("srun", str(code))
-    done = world.run("bash", SCRIPTS / "slurm.sbatch", "none", "--", "q", *WORDS, SLURM_JOB_ID="7")
+    done = world.run("bash", SCRIPTS / "slurm.sbatch", "none", *START, SLURM_JOB_ID="7")
     assert done.returncode == code
     task, *rest = world.calls()
-    assert task == ["srun", "--kill-on-bad-exit=0", "tpu_scripts/start", "none", "--", "q", *WORDS]
+    assert task == ["srun", "--kill-on-bad-exit=0", "tpu_scripts/start", "none", *START]
     assert rest == ([["scontrol", "requeue", "7"]] if queued else [])
 
 

@@ -33,7 +33,7 @@ PRINTS = "#!/usr/bin/env bash\nenv | sort\necho arguments: $*\n"
 @pytest.fixture
 def world(tmp_path):
     yield World(tmp_path)
-    for path in tmp_path.glob("**/train.pid"):  # what a failed test left running
+    for path in tmp_path.glob("**/run.pid"):  # what a failed test left running
         with contextlib.suppress(OSError):
             pid = int(path.read_text())
             if b"tpu_scripts/host" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -67,9 +67,9 @@ class Host:
 
     def train(self, *words):
         """Starts a run; returns a file descriptor that is readable when its supervisor has ended."""
-        done = self("train", "none", "--", "quickstart", *words)
+        done = self("run", "none", "--", "train", "quickstart", *words)
         assert done.returncode == 0, done.stderr
-        return os.pidfd_open(int((self.checkout / "train.pid").read_text()))
+        return os.pidfd_open(int((self.checkout / "run.pid").read_text()))
 
     def started(self, *words):
         """As `train`, and waits until the program runs."""
@@ -80,7 +80,7 @@ class Host:
 
     def signal(self, send, number, process):
         """Sends the supervisor (`os.kill`) or all of the run (`os.killpg`) a signal; waits for its end."""
-        send(int((self.checkout / "train.pid").read_text()), number)
+        send(int((self.checkout / "run.pid").read_text()), number)
         wait_for_end(process)
 
 
@@ -97,7 +97,7 @@ def test_a_run_is_detached_and_leaves_its_exit_code(world):
     wait_for_end(process)
     assert host.word() == "3"
     assert (
-        (host.checkout / "train.log")
+        (host.checkout / "run.log")
         .read_text()
         .endswith("trained train quickstart --workdir my runs/rv\n")
     )
@@ -112,7 +112,7 @@ def test_sigterm_reaches_the_program_and_its_exit_code_is_kept(world):
 def test_a_run_that_was_stopped_says_so_until_it_goes_on(world):
     host = Host(world, OBEDIENT)
     process = host.started("--workdir", "rv")
-    second = host("train", "none", "--", "quickstart", "--workdir", "rv")
+    second = host("run", "none", "--", "train", "quickstart", "--workdir", "rv")
     assert second.returncode == 2
     assert "a run is going on on" in second.stderr
     assert host("stop").returncode == 0
@@ -126,7 +126,7 @@ def test_a_run_that_was_stopped_says_so_until_it_goes_on(world):
 def test_a_bucket_that_is_not_mounted_is_not_written_to(world):
     host = Host(world, OBEDIENT)
     (host.checkout / "bucket").mkdir()
-    done = host("train", "none", "--", "quickstart", "--workdir", "bucket/runs/rv")
+    done = host("run", "none", "--", "train", "quickstart", "--workdir", "bucket/runs/rv")
     assert done.returncode == 2
     assert "the bucket is not mounted on" in done.stderr
     assert host.word() == "idle"
@@ -156,7 +156,7 @@ def test_a_run_that_is_killed_is_lost(world):
 
 def test_a_number_that_is_another_process_after_a_reboot_is_no_run(world):
     host = Host(world, OBEDIENT)
-    (host.checkout / "train.pid").write_text(f"{os.getpid()}\n")
+    (host.checkout / "run.pid").write_text(f"{os.getpid()}\n")
     assert host.word() == "lost"
     assert host("stop").returncode == 0  # and has not killed the tests
 
@@ -164,7 +164,7 @@ def test_a_number_that_is_another_process_after_a_reboot_is_no_run(world):
 def test_a_host_without_installation_says_so(world):
     host = Host(world, OBEDIENT)
     host.program.unlink()
-    done = host("train", "none", "--", "quickstart")
+    done = host("run", "none", "--", "train", "quickstart")
     assert done.returncode == 2
     assert "nothing is installed on" in done.stderr
 
@@ -183,18 +183,49 @@ def test_from_the_checkout_to_a_finished_run(world):
     done = world.launch("setup", *place, "--bucket", "mine")
     assert done.returncode == 0, done.stderr
     assert (checkout / "pip.log").read_text().splitlines() == [
-        "-m pip install --quiet --upgrade -c constraints.txt pip",
-        "-m pip install --quiet -c constraints.txt .[data,tpu]",
+        "-m pip install --quiet --upgrade -c ./constraints.txt pip",
+        "-m pip install --quiet -c ./constraints.txt .[data,tpu]",
     ]
     assert (world.folder / "mounted").read_text().split()[-2:] == ["mine", "bucket"]
-    done = world.launch("train", *place, "--type", "v6e-16", "--", "quickstart", "--workdir", "a b")
+    done = world.launch(
+        "train", *place, "--type", "v6e-16", "--", "quickstart", "--workdir", "gs://a b"
+    )
     assert done.returncode == 0, done.stderr
-    process = os.pidfd_open(int((checkout / "train.pid").read_text()))
+    process = os.pidfd_open(int((checkout / "run.pid").read_text()))
     assert (world.folder / "started").read_text()
     wait_for_end(process)
     assert re.fullmatch(r"pod ACTIVE\nrun \S+ 0\n", world.launch("status", *place).stdout)
-    log = (checkout / "train.log").read_text()
-    assert "train quickstart --workdir a b with --xla_tpu" in log
+    log = (checkout / "run.log").read_text()
+    assert "train quickstart --workdir gs://a b with --xla_tpu" in log
+
+
+@pytest.mark.parametrize(
+    ("words", "project", "installed"),
+    [
+        ((), "", ["-c ./constraints.txt .[data,tpu]"]),
+        (("--release", "0.4.0"), "", ["synthesizer_jax[data,tpu]==0.4.0"]),
+        (("--code",), "", ["-c ./.program/constraints.txt ./.program[data,tpu]"]),
+        (
+            ("--code",),
+            "pyproject.toml",
+            [
+                "-c ./.program/constraints.txt ./.program[data,tpu]",
+                "-c ./.program/constraints.txt .",
+            ],
+        ),
+        (("--release", "1.0", "--code"), "setup.py", ["synthesizer_jax[data,tpu]==1.0", "."]),
+    ],
+)
+def test_setup_installs_the_program_and_then_the_code(world, words, project, installed):
+    host = Host(world, OBEDIENT)
+    python = host.checkout / ".venv" / "bin" / "python"
+    python.write_text('#!/bin/sh\necho "$*" >> pip.log\n')
+    python.chmod(0o755)
+    if project:
+        (host.checkout / project).write_text("")
+    assert host("setup", *words).returncode == 0
+    _, *lines = (host.checkout / "pip.log").read_text().splitlines()
+    assert lines == [f"-m pip install --quiet {line}" for line in installed]
 
 
 def started(world, *words, **environment):
@@ -202,7 +233,9 @@ def started(world, *words, **environment):
     if not (world.folder / "synthesizer_jax").exists():
         Host(world, PRINTS)
     script = world.folder / "synthesizer_jax" / "tpu_scripts" / "start"
-    done = world.run(script, *words, "--", "quickstart", "--workdir", "rv", cwd="/", **environment)
+    done = world.run(
+        script, *words, "--", "train", "quickstart", "--workdir", "rv", cwd="/", **environment
+    )
     assert done.returncode == 0, done.stderr
     *settings, arguments = done.stdout.splitlines()
     assert arguments == "arguments: train quickstart --workdir rv"

@@ -15,8 +15,9 @@ from tests.tpu_world import ROOT, SCRIPTS, World
 PLACE = ("--name", "pod", "--zone", "here")
 SPOT = (*PLACE, "--type", "v6e-16", "--spot")
 RUN = ("--", "quickstart", "--workdir", "bucket/runs/rv")
+GS = ("--", "quickstart", "--workdir", "gs://runs/rv")
 QUEUE = ["gcloud", "compute", "tpus", "queued-resources"]
-FOLLOW = "--command=tail -n 100 -F synthesizer_jax/train.log"
+FOLLOW = "--command=tail -n 100 -F synthesizer_jax/run.log"
 EVERYWHERE = ["pod", "--zone=here", "--node=all", "--worker=all"]
 
 
@@ -123,7 +124,7 @@ def test_setup_waits_for_ssh_and_installs_everywhere(world):
     assert [call[:5] for call in copies] == [[*QUEUE, "scp"]] * 3
     assert copies[0][6:] == ["pod:synthesizer_jax.tar.gz", *EVERYWHERE[1:]]
     assert install[4:9] == ["ssh", *EVERYWHERE]
-    assert install[9].endswith("&& synthesizer_jax/tpu_scripts/host setup runs")
+    assert install[9].endswith("&& synthesizer_jax/tpu_scripts/host setup --bucket runs")
 
 
 @pytest.mark.parametrize(
@@ -152,12 +153,13 @@ def test_setup_gives_up_with_the_remedy(world, question, answer, tries):
     ],
 )
 def test_train_starts_on_all_hosts_and_quotes_for_them(world, options, start):
-    done = world.launch("train", *PLACE, *options, "--", "finetune", "--workdir", "my runs/$rv")
+    done = world.launch("train", *PLACE, *options, "--", "finetune", "--workdir", "bucket/my $rv")
     assert done.returncode == 0, done.stderr
     (call,) = world.calls()
     assert call[:9] == [*QUEUE, "ssh", *EVERYWHERE]
     assert call[9] == (
-        f"--command=synthesizer_jax/tpu_scripts/host train {start} -- finetune --workdir my\\ runs/\\$rv"
+        f"--command=synthesizer_jax/tpu_scripts/host run {start} -- train finetune"
+        " --workdir bucket/my\\ \\$rv"
     )
 
 
@@ -172,7 +174,11 @@ def test_a_host_that_gcloud_only_mentions_was_not_reached(world):
 
 def test_what_gcloud_never_knew_is_an_error(world):
     world.answers("describe", "BROKEN")
-    for action, words in (("status", PLACE), ("wait", PLACE), ("babysit", (*SPOT, "--", "x"))):
+    for action, words in (
+        ("status", PLACE),
+        ("wait", PLACE),
+        ("babysit", (*SPOT, "--bucket", "runs", *RUN)),
+    ):
         done = world.launch(action, *words)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.splitlines() == [
@@ -208,7 +214,7 @@ def test_a_failing_gcloud_fails_the_script(world):
         ("stop", PLACE),
         ("delete", PLACE),
         ("babysit", (*SPOT, "--bucket", "runs", *RUN)),
-        ("xpk", (*PLACE, "--type", "v6e-16", "--cluster", "c", "--image", "i", *RUN)),
+        ("xpk", (*PLACE, "--type", "v6e-16", "--cluster", "c", "--image", "i", *GS)),
         ("slurm", ("--name", "pod", *RUN)),
     ],
 )
@@ -220,7 +226,7 @@ def test_a_dry_run_calls_nothing_and_prints_commands(world, action, words):
 
 
 def test_a_dry_run_prints_what_is_called(world):
-    words = (*PLACE, "--type", "v6e-16", "--", "finetune", "--workdir", "my 'runs'/$rv")
+    words = (*PLACE, "--type", "v6e-16", "--", "finetune", "--workdir", "bucket/my 'runs'/$rv")
     world.launch("train", *words)
     assert [shlex.split(world.launch("train", "--dry-run", *words).stdout)] == world.calls()
 
@@ -230,7 +236,7 @@ def test_a_dry_run_prints_what_is_called(world):
     [
         ("create", PLACE, "create needs --type"),
         ("train", ("--name", "tpu"), "train needs --zone"),
-        ("jobset", ("--name", "tpu", *RUN), "jobset needs --type and --topology and --image"),
+        ("jobset", ("--name", "tpu", *RUN), "jobset needs --type and --image"),
         ("train", PLACE, "train needs a recipe and a --workdir after --"),
         ("stop", (*PLACE, *RUN), "stop takes nothing after --"),
         ("delete", ("--nmae", "tpu"), "delete takes no --nmae"),
@@ -240,15 +246,22 @@ def test_a_dry_run_prints_what_is_called(world):
         ("fly", PLACE, "unknown action fly"),
         ("stop", ("--name", "My_pod", "--zone", "z"), "--name is My_pod; it is at most 40"),
         ("create", (*SPOT, "--slices", "0"), "--slices is 0; it is a whole number from 1"),
-        ("create", (*SPOT, "--reserved"), "take one of --spot, --reserved and --flex-start"),
+        ("create", (*SPOT, "--reserved"), "take one of --spot, --reserved, --reservation and"),
         ("create", (*PLACE, "--type", "v6e-4", "--flex-start", "long"), "--flex-start is long"),
         ("create", (*PLACE, "--type", "v6e-4", "--flex-start", "8d"), "--flex-start is 8d"),
-        ("create", (*PLACE, "--type", "v5e-16"), "--type is v5e-16; it is v4-N, v5litepod-N"),
+        ("create", (*PLACE, "--type", "v6e"), "'v6e' names no slice; give chips as in v6e:2x4"),
         ("setup", (*PLACE, "--bucket", "gs://runs"), "--bucket is gs://runs; it is the name of"),
         ("babysit", (*SPOT, *RUN), "bucket/runs/rv is in the directory where --bucket"),
         (
             "babysit",
-            (*SPOT, "--", "quickstart", "--set", "vocabulary.path=./bucket/v"),
+            (
+                *SPOT,
+                "--",
+                "quickstart",
+                "--workdir=gs://b/r",
+                "--set",
+                "vocabulary.path=./bucket/v",
+            ),
             "vocabulary.path=./bucket/v is in the directory where --bucket is mounted: give --bucket",
         ),
         (
@@ -262,7 +275,7 @@ def test_a_dry_run_prints_what_is_called(world):
             "TPU7x (Ironwood) exists on GKE only",
         ),
         ("create", (*PLACE, "--type", "v3-8", "--slices", "2"), "--slices needs TPU v4 or later"),
-        ("create", (*PLACE, "--type", "h100"), "unknown --type h100"),
+        ("create", (*PLACE, "--type", "h100"), "unknown chip in 'h100'; choose from v2, v3, v4"),
         ("train", (*PLACE, "--flags", "v9", *RUN), "unknown flags v9"),
         (
             "train",
@@ -296,7 +309,7 @@ def babysit(world, *options):
     return world.launch("babysit", *SPOT, "--poll", "0", "--bucket", "runs", *options, *RUN)
 
 
-BEGIN = ["scp", "host setup", "host stop", "host train"]
+BEGIN = ["scp", "host setup", "host stop", "host run"]
 
 
 def test_babysit_outlives_two_preemptions(world):
@@ -485,7 +498,9 @@ SHELLCHECK = shutil.which(
 
 @pytest.mark.skipif(SHELLCHECK is None, reason="needs shellcheck")
 def test_shellcheck_finds_nothing():
-    scripts = sorted(str(path) for path in SCRIPTS.iterdir() if path.suffix != ".yaml")
+    scripts = sorted(
+        str(path) for path in SCRIPTS.iterdir() if path.suffix not in (".yaml", ".txt")
+    )
     assert len(scripts) >= 9
     done = subprocess.run(
         [SHELLCHECK, "--external-sources", *scripts], cwd=ROOT, capture_output=True, text=True

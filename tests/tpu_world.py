@@ -84,7 +84,7 @@ class World:
 
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
-        (folder / "bin").mkdir()
+        (folder / "bin").mkdir(parents=True)
         for name in NAMES:
             self.program(name, PROGRAM)
 

@@ -4,7 +4,7 @@
 
 # Sets `told` to what the hosts say of the run: running; finished (exit code 0); again (75, or 143 where the
 # program had not begun, gone without a word as after a reboot, or not started on every host); stopped by
-# launch stop; failed, with `code`; idle; or silent, where they cannot be reached. Where one host was preempted
+# launch stop; failed, with `exit_code`; idle; or silent, where they cannot be reached. Where one host was preempted
 # the others may crash for want of it, so 75 comes before a failure; a failure at a stop is one.
 ask_hosts() {
   local answer words
@@ -13,9 +13,9 @@ ask_hosts() {
     return
   fi
   words=" $(sed -n 's/^run [^ ]* //p' <<< "$answer" | sort -u | tr '\n' ' ')"
-  code=$(tr ' ' '\n' <<< "$words" | grep -m 1 -vxE '|0|75|143|[a-z]+' || true)
+  exit_code=$(tr ' ' '\n' <<< "$words" | grep -m 1 -vxE '|0|75|143|[a-z]+' || true)
   case $words in
-    *stopped*) [[ -n $code ]] && told=failed || told=stopped ;;
+    *stopped*) [[ -n $exit_code ]] && told=failed || told=stopped ;;
     *' 75 '* | *' 143 '* | *lost*) told=again ;;
     *[1-9]*) told=failed ;;
     *' 0 '*) told=finished ;;
@@ -76,7 +76,7 @@ live() {
     return
   fi
   if [[ $told != running ]]; then
-    if ! { install_everywhere && host stop && host train "${start[@]}"; }; then
+    if ! { install_everywhere && host stop && host run "${start[@]}"; }; then
       look
       [[ $state != ACTIVE ]] || give_up "$name is there but the run does not start"
       gone
@@ -100,7 +100,7 @@ babysit() {
   local costs="its machines cost money until: tpu_scripts/launch delete --name $name --zone $zone"
   prepare_request
   if [[ $dry_run == yes ]]; then
-    create && look && install_everywhere && host stop && host train "${start[@]}" && host status && delete
+    create && look && install_everywhere && host stop && host run "${start[@]}" && host status && delete
     return
   fi
   while :; do
@@ -112,8 +112,8 @@ babysit() {
         return
         ;;
       failed)
-        on_hosts 'tail -n 20 synthesizer_jax/train.log' >&2 || true
-        give_up "the run failed with exit code $code, see the log"
+        on_hosts 'tail -n 20 synthesizer_jax/run.log' >&2 || true
+        give_up "the run failed with exit code $exit_code, see the log"
         ;;
       stopped) fail "the run was stopped and has saved; the same babysit goes on with it, and $costs" ;;
       deleted) fail "$name was deleted meanwhile; the same babysit begins again" ;;

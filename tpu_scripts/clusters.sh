@@ -32,17 +32,10 @@ accelerator() {
 
 # Sets `hosts` and `chips`, the chips of a host.
 divide_slice() {
-  local chip=$1 shape='AxBxC' all
-  [[ $chip != v5e && $chip != v6e ]] || shape=AxB
-  case $shape in
-    AxB) [[ $topology =~ ^[1-9][0-9]*x[1-9][0-9]*$ ]] ;;
-    *) [[ $topology =~ ^[1-9][0-9]*x[1-9][0-9]*x[1-9][0-9]*$ ]] ;;
-  esac || fail "--topology is $topology; for $chip it is of the form $shape"
-  all=$((${topology//x/*}))
-  chips=${chips_per_host:-$((all < 4 ? all : 4))}
-  ((all % chips == 0)) ||
-    fail "--topology $topology has $all chips, which --chips-per-host $chips does not divide"
-  hosts=$((all / chips))
+  chips=${chips_per_host:-$((size < 4 ? size : 4))}
+  ((size % chips == 0)) ||
+    fail "--topology $topology has $size chips, which --chips-per-host $chips does not divide"
+  hosts=$((size / chips))
 }
 
 # manifest WORD VALUE...: jobset.yaml with the words filled in.
@@ -62,10 +55,9 @@ manifest() {
 }
 
 jobset() {
-  local chip label text image_text bucket_text account_text arguments_text
-  chip=$(generation "$type")
+  local label text image_text bucket_text account_text arguments_text
   label=$(accelerator "$chip")
-  divide_slice "$chip"
+  divide_slice
   image_text=$(literal "$image")
   bucket_text=$(literal "$bucket")
   account_text=$(literal "$service_account")
@@ -85,6 +77,7 @@ xpk() {
   local request=(command xpk workload create --workload "$name" --cluster "$cluster" --zone "$zone")
   [[ $dry_run != yes ]] || request=("${request[@]:1}") # `command` tells the program from this function
   [[ -z $project ]] || request+=(--project "$project")
+  [[ $usual == usual ]] || type=${type%-*}-$topology
   request+=(--tpu-type "$type" --num-slices "$slices" --docker-image "$image")
   request+=(--max-restarts "${max_restarts:-100}" --restart-on-exit-codes 75)
   request+=(--termination-grace-period-seconds 300)

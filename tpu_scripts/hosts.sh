@@ -13,22 +13,42 @@ to_all() {
 }
 
 on_hosts() {
-  to_all "${queue[@]}" ssh "$name" "${place[@]}" --node=all --worker=all --command="$1"
+  to_all "${queue[@]}" ssh "$name" "${hosts_at[@]}" --node=all --worker=all --command="$1"
 }
 
 host() { on_hosts "$(quoted synthesizer_jax/tpu_scripts/host "$@")"; }
 
-# Installs what is committed, on every host from the same constraints.txt.
-install_everywhere() {
-  local archive=${TMPDIR:-/tmp}/synthesizer_jax.$$.tar.gz unpack sent=yes
-  [[ $dry_run == yes ]] || git -C "$here/.." diff --quiet HEAD || say "what is not committed stays here"
-  call git -C "$here/.." archive --format=tar.gz --output="$archive" HEAD || return 1
-  retry 10 to_all "${queue[@]}" scp "$archive" "$name:synthesizer_jax.tar.gz" "${place[@]}" \
+# send DIRECTORY INTO: copies what is committed in DIRECTORY to every host; adds to `unpack` what unpacks it
+# there into INTO.
+send() {
+  local from=$1 into=$2 sent=yes
+  local copy=${into//\//_}.tar.gz archive=${TMPDIR:-/tmp}/synthesizer_jax.$$.tar.gz
+  [[ $dry_run == yes ]] || git -C "$from" diff --quiet HEAD -- . ||
+    say "what is not committed in $from stays here"
+  call git -C "$from" archive --format=tar.gz --output="$archive" HEAD || return 1
+  retry 10 to_all "${queue[@]}" scp "$archive" "$name:$copy" "${hosts_at[@]}" \
     --node=all --worker=all || sent=no
   call rm -f "$archive"
-  [[ $sent == yes ]] || return 1
-  unpack='mkdir -p synthesizer_jax && tar -xzf synthesizer_jax.tar.gz -C synthesizer_jax'
-  retry 3 on_hosts "$unpack && $(quoted synthesizer_jax/tpu_scripts/host setup ${bucket:+"$bucket"})"
+  unpack+="mkdir -p $into && tar -xzf $copy -C $into && "
+  [[ $sent == yes ]]
+}
+
+# Installs what is committed, on every host from the same constraints.txt. With --code that code lies where
+# this checkout would, and this checkout, unless the program is a release, in .program below it.
+install_everywhere() {
+  local own=${here%/*} unpack='rm -rf synthesizer_jax/.program && '
+  local what=(setup ${bucket:+--bucket "$bucket"} ${release:+--release "$release"})
+  if [[ ! $code -ef $own ]]; then
+    what+=(--code)
+    send "$code" synthesizer_jax || return 1
+    [[ -n $release ]] || send "$own" synthesizer_jax/.program || return 1
+    send "$own/tpu_scripts" synthesizer_jax/tpu_scripts || return 1
+  elif [[ -n $release ]]; then
+    send "$own/tpu_scripts" synthesizer_jax/tpu_scripts || return 1
+  else
+    send "$own" synthesizer_jax || return 1
+  fi
+  retry 3 on_hosts "$unpack$(quoted synthesizer_jax/tpu_scripts/host "${what[@]}")"
 }
 
 setup() {
@@ -37,8 +57,10 @@ setup() {
     ${bucket:+"a role on gs://$bucket"}
 }
 
-train() {
-  host train "${start[@]}" ||
+train() { run; }
+
+run() {
+  host run "${start[@]}" ||
     fail "the run was not started on every host; launch status says where, launch stop ends the others"
 }
 
@@ -49,8 +71,8 @@ status() {
 }
 
 logs() {
-  call "${queue[@]}" ssh "$name" "${place[@]}" --node="$slice" --worker="$worker" \
-    --command="tail -n 100 -F synthesizer_jax/train.log"
+  call "${queue[@]}" ssh "$name" "${hosts_at[@]}" --node="$slice" --worker="$worker" \
+    --command="tail -n 100 -F synthesizer_jax/run.log"
 }
 
 stop() { host stop; }

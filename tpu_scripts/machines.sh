@@ -5,6 +5,13 @@
 queue=(gcloud compute tpus queued-resources)
 place=(--zone="$zone")
 [[ -z $project ]] || place+=(--project="$project")
+# shellcheck disable=SC2034 # where ssh and scp find the hosts, and how they reach them
+hosts_at=("${place[@]}")
+if [[ $tunnel_through_iap == yes ]]; then
+  hosts_at+=(--tunnel-through-iap)
+elif [[ $internal_ips == yes ]]; then
+  hosts_at+=(--internal-ip)
+fi
 
 version_for() {
   case $1 in
@@ -28,20 +35,23 @@ at_most_a_week() {
 
 # Sets `request`, the command that asks for the machines, and ends with a sentence where none can.
 prepare_request() {
-  local chip given="$spot${reserved}${flex_start:+yes}"
-  chip=$(generation "$type")
+  local given="$spot$reserved${reservation:+yes}${flex_start:+yes}" option variable
   [[ $chip != tpu7x ]] || fail "TPU7x (Ironwood) exists on GKE only; use launch jobset or launch xpk"
-  [[ $given == '' || $given == yes ]] || fail "take one of --spot, --reserved and --flex-start"
+  [[ $given == '' || $given == yes ]] ||
+    fail "take one of --spot, --reserved, --reservation and --flex-start"
   [[ -z $flex_start ]] || { [[ $flex_start =~ ^[1-9][0-9]{0,5}[smhd]$ ]] && at_most_a_week "$flex_start"; } ||
     fail "--flex-start is $flex_start; it is the longest life of the machines, such as 10h, at most 7d"
-  [[ $type =~ ^(v[234]|v5litepod|v5p|v6e)-[1-9][0-9]*$ ]] || fail "--type is $type; $types"
   case $chip:$slices in
     v2:1 | v3:1) ;;
     v2:* | v3:*) fail "--slices needs TPU v4 or later, not $type" ;;
   esac
   request=("${queue[@]}")
-  [[ -z $flex_start ]] || request=(gcloud alpha "${queue[@]:1}") # flags that only alpha has
-  request+=(create "$name" "${place[@]}" --accelerator-type="$type")
+  [[ -z $flex_start$reservation ]] || request=(gcloud alpha "${queue[@]:1}") # flags that only alpha has
+  request+=(create "$name" "${place[@]}")
+  case $usual in
+    usual) request+=(--accelerator-type="$type") ;;
+    *) request+=(--type="${type%-*}" --topology="$topology") ;;
+  esac
   request+=(--runtime-version="${version:-$(version_for "$chip")}")
   case $slices in
     1) request+=(--node-id="$name") ;;
@@ -50,6 +60,11 @@ prepare_request() {
   [[ -z $spot ]] || request+=(--spot)
   [[ -z $reserved ]] || request+=(--reserved)
   [[ -z $flex_start ]] || request+=(--provisioning-model=flex-start --max-run-duration="$flex_start")
+  for option in reservation network subnetwork service-account labels; do
+    variable=${option//-/_}
+    [[ -z ${!variable} ]] || request+=(--"$option=${!variable}")
+  done
+  [[ -z $internal_ips ]] || request+=(--internal-ips)
 }
 
 refused() {
