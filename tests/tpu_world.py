@@ -128,7 +128,7 @@ class World:
         )
 
     def story(self) -> list[str]:
-        """The calls that change something, in short: create, scp, host setup, host train, delete."""
+        """The calls that change something, in short: create, scp, host setup, host run, delete."""
         told = []
         for call in self.calls():
             verb = next(
