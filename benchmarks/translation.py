@@ -6,8 +6,8 @@
         --seeds 0 1 2 --output docs/results.md
 
 Every run is one call of the command line, so it can be interrupted: what is finished is kept. Test BLEU
-is sacreBLEU's of `intl` tokens, decoded with beam 4 from the last checkpoint. Step times are measured at the end, all
-recipes alternating in one process, medians over rounds.
+is sacreBLEU's of `intl` tokens, decoded with beam 4 from the last checkpoint. Step times are measured at
+the end, all recipes alternating in one process, medians over rounds.
 """
 
 from __future__ import annotations

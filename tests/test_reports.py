@@ -203,13 +203,13 @@ def row(target, **more):
 def test_a_referent_that_is_not_meant_is_shown_so_and_others_are_right():
     wrong = row("Emma", label=0)
     assert quickstart.example_of(WSC, wrong).answer == "not Emma"
-    right = {said: quickstart.is_right(WSC, said, wrong) for said in ("Jack", "Emma", "")}
+    right = {said: WSC.is_right(said, wrong) for said in ("Jack", "Emma", "")}
     assert right == {"Jack": True, "Emma": False, "": False}
     meant = row("the king", label=1)
     assert quickstart.example_of(WSC, meant).answer == "the king"
-    assert quickstart.is_right(WSC, "king", meant)
+    assert WSC.is_right("king", meant)
     assert quickstart.example_of(COLA, row("acceptable")).answer == "acceptable"
-    assert not quickstart.is_right(COLA, "unacceptable", row("acceptable"))
+    assert not COLA.is_right("unacceptable", row("acceptable"))
 
 
 def test_answers_are_coloured_by_right_and_wrong_and_those_that_differ_stand_first():

@@ -100,16 +100,8 @@ def example_of(task: TaskDefinition, row: Any) -> Example:
     from synthesizer_jax.reports import Example
 
     target = text(row["targets_pretokenized"])
-    answer = target if is_right(task, target, row) else f"not {target}"
+    answer = target if task.is_right(target, row) else f"not {target}"
     return Example(task.name, text(row["inputs_pretokenized"]), answer)
-
-
-def is_right(task: TaskDefinition, answer: str, row: Any) -> bool:
-    """Whether the task's metrics count an answer to one row as right."""
-    from synthesizer_jax.data.evaluation_sets import text
-
-    wanted = task.postprocess(text(row["targets_pretokenized"]), example=row, is_target=True)
-    return bool(task.postprocess(answer, example=row) == wanted)
 
 
 def with_answers(
@@ -138,7 +130,7 @@ def with_answers(
     )
     inputs = [predictor.encode(text(row["inputs_pretokenized"])) for _, row in rows]
     answers = [
-        Answer(said, is_right(task, said, row))
+        Answer(said, task.is_right(said, row))
         for said, (task, row) in zip(predictor.predict(inputs), rows, strict=True)
     ]
     tables, weights = attention_of(experiment, variables, evaluator.sets[0].inputs[0])

@@ -157,7 +157,7 @@ class Throughput:
         self._tokens += tokens
 
     def read(self) -> dict[str, float]:
-        """``steps_per_second``, ``tokens_per_second``, ``padding``, utilisations; starts the next interval."""
+        """Steps and tokens per second, ``padding`` and the utilisations; starts the next interval."""
         now = time.perf_counter()
         seconds = max(now - self._time, 1e-9)
         rates = {
