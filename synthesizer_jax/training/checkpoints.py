@@ -27,6 +27,7 @@ from synthesizer_jax.training.contents import (
     position_files,
     read_contents,
 )
+from synthesizer_jax.training.placement import OtherModelError, read_variables
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.storage import (
     as_storage_error,
@@ -312,42 +313,70 @@ def as_tree(state: TrainState) -> dict[str, Any]:
     return {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
 
 
-def restore_variables(directory: pathlib.Path, *, step: int | None = None) -> tuple[int, Any]:
-    """Reads parameters and constants alone, on this machine's devices, as `eval` needs them.
+def restore_variables(
+    directory: pathlib.Path, *, step: int | None = None, layout: Any = None
+) -> tuple[int, Any]:
+    """Reads parameters and constants alone, as `eval` and `generate` need them.
+
+    A checkpoint that cannot be read is passed over for the next older one, with a warning; one that a
+    running training deletes meanwhile, for a newer one where there is one.
 
     Args:
       directory: a run's ``checkpoints`` directory.
-      step: None is the newest.
+      step: None is the newest that can be read.
+      layout: ``{"params": ..., "constants": ...}`` of `jax.ShapeDtypeStruct` with shardings, of any
+        processes' devices; None: as saved, on one device of this machine.
 
     Returns:
-      The step, and ``{"params": ..., "constants": ...}`` of host arrays.
+      The step, and ``{"params": ..., "constants": ...}``.
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
+      ValueError: it cannot be read, or is of another model than the layout.
     """
-    steps = finished_steps(directory)
-    if not steps or (step is not None and step not in steps):
-        wanted = "a checkpoint" if step is None else f"checkpoint {step}"
-        found = ", ".join(map(str, steps)) or "none"
-        raise FileNotFoundError(f"{directory} has no {wanted} (found: {found})")
-    step = steps[-1] if step is None else step
-    path = (directory / str(step) / "state").absolute()
-    reader = ocp.PyTreeCheckpointHandler()  # a checkpointer would wait for all processes
-    tree: Any = reader.metadata(path).tree
-    parts = {k: tree[k] for k in ("params", "constants") if k in tree}
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    abstract = jax.tree.map(
-        lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=device), parts
+    tried: dict[int, str] = {}
+    while (number := _newest(directory, step, tried)) is not None:
+        variables, problem = _read_variables(directory / str(number), layout)
+        if problem is None:
+            for damaged in sorted(set(tried) & set(finished_steps(directory))):
+                found = "%s cannot be read (%s); step %d is used"
+                _log.warning(found, directory / str(damaged), tried[damaged], number)
+            return number, variables
+        tried[number] = problem
+    there = finished_steps(directory)
+    others = ", ".join(str(s) for s in there if s not in tried)
+    if not any(s in there for s in tried):  # nor has anything vanished while it was read
+        if step is None or not there:
+            raise FileNotFoundError(f"{directory} has no checkpoint yet; train first")
+        raise FileNotFoundError(
+            f"{directory} has no checkpoint {step}; give --step with one of {others}"
+        )
+    worst = max(tried)
+    raise ValueError(
+        f"the checkpoint {directory / str(worst)} cannot be read ({tried[worst]}); "
+        + (f"choose another with --step, of {others}" if others else "put a good copy in its place")
     )
-    restored = reader.restore(
-        path,
-        args=ocp.args.PyTreeRestore(
-            item=abstract,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-            partial_restore=True,
-        ),
-    )
-    return step, {k: v for k, v in restored.items() if v}
+
+
+def _newest(directory: pathlib.Path, step: int | None, tried: dict[int, str]) -> int | None:
+    """The newest finished checkpoint that was not tried, or the given one; all processes agree on it."""
+    steps = [s for s in finished_steps(directory) if s not in tried and step in (None, s)]
+    newest: int | None = hosts.Occasion("newest").everyone(max(steps, default=None))[0]
+    return newest
+
+
+def _read_variables(checkpoint: pathlib.Path, layout: Any) -> tuple[Any, str | None]:
+    """A checkpoint's variables, and what some process found wrong with them: all checks stand here."""
+    variables: Any = None
+    problem: str | None = None
+    try:
+        variables = read_variables(checkpoint, layout)
+    except Exception as error:  # whatever readers make of damaged files
+        if isinstance(error, OtherModelError) or not is_damage(error):
+            raise
+        problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    problems = [p for p in hosts.Occasion("variables").everyone(problem) if p is not None]
+    return (None, problems[0]) if problems else (variables, None)
 
 
 def finished_steps(directory: pathlib.Path) -> list[int]:
