@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 Results = Mapping[str, Mapping[str, float]]
@@ -58,8 +59,7 @@ def best_steps(by_step: Mapping[int, Results], benchmark: str) -> dict[tuple[str
     steps = [s for s, results in sorted(by_step.items()) if complete(results, groups)]
     best = {}
     for group in groups if steps else ():
-        means = {s: group_mean(by_step[s], group) for s in steps}
-        best[group] = max(means, key=means.__getitem__)
+        best[group] = _best({s: group_mean(by_step[s], group) for s in steps})
     return best
 
 
@@ -77,8 +77,23 @@ def best_single_step(by_step: Mapping[int, Results], benchmark: str) -> tuple[in
     whole = {s: value for s, value in found.items() if value is not None}
     if not whole:
         return None
-    step = max(whole, key=whole.__getitem__)
+    step = _best(whole)
     return step, whole[step]
+
+
+def best_by_task(by_step: Mapping[int, Results]) -> dict[str, int]:
+    """For every task the step with the highest mean of its metrics, the first on ties."""
+    means: dict[str, dict[int, float]] = {}
+    for step, results in sorted(by_step.items()):
+        for task, metrics in results.items():
+            if metrics:
+                means.setdefault(task, {})[step] = _mean(list(metrics.values()))
+    return {task: _best(values) for task, values in means.items()}
+
+
+def _best(values: Mapping[int, float]) -> int:
+    """The step with the highest value, the first on ties; NaN is below every number."""
+    return max(values, key=lambda step: (not math.isnan(values[step]), values[step]))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -68,7 +68,8 @@ class Evaluation:
         label words are decoded greedily under ``"rank"``.
       max_examples: per task, whole groups; None is all.
       batch_size: examples per compiled batch.
-      loss_batches: batches of the held-out teacher-forced loss.
+      loss_batches: the held-out teacher-forced loss is taken over at most so many batches of each task's
+        labelled examples; 0: it is not.
       split: the split to evaluate on.
       logits_dtype: dtype of the output projection when decoding; None: the model's.
     """

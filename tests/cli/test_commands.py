@@ -2,14 +2,15 @@
 
 import json
 import threading
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from synthesizer_jax.cli import evaluate as evaluating
 from synthesizer_jax.cli.evaluate import show
 from synthesizer_jax.cli.main import app
+from synthesizer_jax.evaluation import TaskResult
 from synthesizer_jax.training.checkpoints import finished_steps
 
 SMALL = (
@@ -81,7 +82,7 @@ def test_eval_shows_every_task_and_step(place):
         *("--all", "--method", "rank", "--max-examples", "10"),
     )
     for task in TASKS:
-        assert shown.count(task) == 2
+        assert shown.count(task) == 3  # two steps, and the best of them
     assert "step 2" in shown and "step 4" in shown
     assert "average" not in shown  # no task of GLUE or SuperGLUE was evaluated
     written = {p.name for p in (place / "run" / "evaluation").iterdir()}
@@ -90,7 +91,7 @@ def test_eval_shows_every_task_and_step(place):
 
 def test_averages_of_the_benchmarks_that_were_evaluated(capsys):
     metrics = {"matthews_corrcoef": 50.0}
-    cola = SimpleNamespace(task="glue_cola_v002", split="validation", n=5, metrics=metrics)
+    cola = TaskResult("glue_cola_v002", "validation", 5, 5, metrics, ("",) * 5, np.zeros(5))
     show(3, [cola], {})
     shown = capsys.readouterr().out
     assert "GLUE average: incomplete, not computed" in shown and "SuperGLUE" not in shown

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from synthesizer_jax.data.pipeline import DataConfig, Stream, evaluation_batches
+from synthesizer_jax.data.pipeline import DataConfig, Stream
 from tests.data import small
 
 CONFIG = DataConfig("small", inputs_length=32, targets_length=8, batch_size=12, shards=4)
@@ -250,22 +250,6 @@ def test_settings_that_cannot_work_are_said_in_one_sentence() -> None:
         Stream(config(shards=64, batch_size=64))
     with pytest.raises(ValueError, match=r"no example for shard 63 of 64"):
         next(Stream(config(mixture="small_noisy", shards=64, batch_size=64), shards=[63]))
-
-
-def test_a_pass_over_a_split_gives_every_example_once_in_a_fixed_order() -> None:
-    settings = config(mixture="small", batch_size=7, shards=1, pack=True)
-    whole = list(evaluation_batches(settings))
-    assert len(whole) == -(-2630 // 7)
-    rows = [text for batch in whole for text in texts(batch)]
-    wanted = [small.text(n, i) for n in ("many", "few", "made") for i in range(small.ROWS[n])]
-    assert sorted(filter(None, rows)) == sorted(wanted)
-    assert rows[-(-2630 % 7) :] == [""] * (-2630 % 7)
-    assert [b["decoder_loss_weights"].any(1).sum() for b in whole[-2:]] == [7, 2630 % 7]
-    assert "encoder_segment_ids" not in whole[0]
-    some = list(evaluation_batches(dataclasses.replace(settings, seed=9), max_batches=3))
-    assert [texts(batch) for batch in some] == [texts(batch) for batch in whole[:3]]
-    (last,) = evaluation_batches(config(mixture="small_few", split="validation"))
-    assert last["decoder_loss_weights"].any(1).sum() == 5
 
 
 def test_settings_alone_load_no_tensorflow() -> None:

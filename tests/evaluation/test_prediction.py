@@ -1,5 +1,6 @@
 """Predictions come back in order, whatever the batching, and scores are the tasks'."""
 
+import dataclasses
 import json
 
 import jax
@@ -9,7 +10,15 @@ import pytest
 
 from synthesizer_jax.data.definitions import GLUE, SUPER_GLUE
 from synthesizer_jax.data.evaluation_sets import EvaluationSet
-from synthesizer_jax.evaluation import Predictor, evaluate_tasks, flat, score_of, write_results
+from synthesizer_jax.evaluation import (
+    Predictor,
+    evaluate_tasks,
+    flat,
+    score_of,
+    write_aside,
+    write_predictions,
+    write_results,
+)
 from synthesizer_jax.evaluation.prediction import batches, table, until_eos
 from synthesizer_jax.inference import decode, score_choices, score_targets
 from synthesizer_jax.models import Size, t5
@@ -75,17 +84,22 @@ def test_ranking_takes_the_most_probable_word(predictor):
         assert answer == words[int(np.argmax(scores))]
 
 
-def test_eight_programs_serve_glue_and_super_glue(predictor):
+def test_twelve_programs_serve_glue_and_super_glue(predictor):
+    """Eight for answers, four for the loss."""
     p = predictor(method="rank", inputs_length=512, targets_length=32, batch_size=2)
     p.vocabulary = Pieces()
-    before = score_choices._cache_size() + decode._cache_size()
+    answering = score_choices._cache_size() + decode._cache_size()
+    losses = score_targets._cache_size()
     rng = np.random.default_rng(0)
     for definition in (*GLUE, *SUPER_GLUE):
         longest = 100 if definition.kind == "similarity" else 512
         inputs = [np.full(n, 2, np.int32) for n in (5, *rng.integers(1, longest, 9), longest)]
         words = EvaluationSet(definition, "validation", [], [], []).label_words
         assert len(p.predict(inputs, label_words=words)) == 11
-    assert score_choices._cache_size() + decode._cache_size() - before <= 8
+        targets = [np.full(n, 2, np.int32) for n in rng.integers(1, 6 if words else 32, 11)]
+        assert p.log_probabilities(inputs, targets).shape == (11,)
+    assert score_choices._cache_size() + decode._cache_size() - answering <= 8
+    assert score_targets._cache_size() - losses <= 4
 
 
 def test_batches_are_sorted_padded_and_whole():
@@ -116,25 +130,81 @@ def test_unknown_methods_are_one_sentence(predictor):
 class Examples:
     name, split, label_words = "made", "validation", ("ab", "c")
 
-    def __init__(self, inputs):
-        self.inputs = inputs
+    def __init__(self, inputs, labelled):
+        self.inputs, self.labelled = inputs, labelled
 
     def score(self, predictions):
         assert len(predictions) == len(self.inputs)
-        return {"accuracy": 40.0, "f1": 60.0}
+        return {"accuracy": 40.0, "f1": 60.0} if self.labelled else {}
+
+    def record(self, index, prediction):
+        return {"idx": index, "prediction": prediction}
+
+
+def strict(text):
+    """JSON without the NaN that Python's reader would take."""
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    return json.loads(text, parse_constant=refuse)
 
 
 def test_results_are_files_of_json(predictor, tmp_path):
     p = predictor(method="rank")
-    results = evaluate_tasks(p, [Examples(encoded(p))])
+    inputs = encoded(p)
+    results = evaluate_tasks(p, [Examples(inputs, range(6)), Examples(inputs, ())])
     assert flat(results) == {"made/accuracy": 40.0, "made/f1": 60.0}
     assert score_of(results) == 50.0
     path = write_results(tmp_path, 7, results, {"score": 50.0})
-    saved = json.loads(path.read_text())
-    assert saved["tasks"][0] | {"split": None} == {
+    scored, hidden = strict(path.read_text())["tasks"]
+    assert scored == {
         "task": "made",
-        "split": None,
+        "split": "validation",
         "n": 7,
+        "labelled": 6,
         "metrics": {"accuracy": 40.0, "f1": 60.0},
+        "loss": None,
     }
+    assert hidden == scored | {"labelled": 0, "metrics": {}}
     assert [x.name for x in path.parent.iterdir()] == ["step_7.json"]
+
+
+def test_predictions_are_lines_of_json(predictor, tmp_path):
+    p = predictor(method="rank")
+    examples = Examples(encoded(p), ())
+    (result,) = evaluate_tasks(p, [examples])
+    path = write_predictions(tmp_path / "new", 7, examples, result)
+    assert path == tmp_path / "new" / "step_7.made.validation.jsonl"
+    lines = [strict(line) for line in path.read_text().splitlines()]
+    assert [line["idx"] for line in lines] == list(range(7))
+    for line in lines:
+        assert set(line["scores"]) == {"ab", "c"}
+        assert line["score"] == max(line["scores"].values()) == line["scores"][line["prediction"]]
+    assert list((tmp_path / "new").iterdir()) == [path]
+
+
+@pytest.mark.parametrize("method", ["rank", "greedy", "beam"])
+def test_numbers_that_are_not_finite_become_null(predictor, tmp_path, method):
+    p = predictor(method=method)
+    p.variables = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), p.variables)
+    examples = Examples(encoded(p), range(7))
+    (result,) = evaluate_tasks(p, [examples])
+    result = dataclasses.replace(result, metrics={"f1": np.float32("nan"), "accuracy": np.inf})
+    values = strict(write_results(tmp_path, 1, [result], {"loss": -np.inf}).read_text())
+    assert values["tasks"][0]["metrics"] == {"f1": None, "accuracy": None}
+    assert values["loss"] is None
+    lines = write_predictions(tmp_path, 1, examples, result).read_text().splitlines()
+    assert len([strict(line) for line in lines]) == 7
+
+
+def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path):
+    def lines(count):
+        yield from ["new\n"] * count
+        raise OSError("the disk is full")
+
+    path = write_aside(tmp_path / "x.jsonl", ["old\n"])
+    with pytest.raises(OSError, match="full"):
+        write_aside(path, lines(3))
+    assert path.read_text() == "old\n"
+    assert list(tmp_path.iterdir()) == [path]

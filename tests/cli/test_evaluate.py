@@ -1,0 +1,216 @@
+"""`eval` as a user types it: splits without labels, files of predictions, damaged checkpoints."""
+
+import json
+import logging
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+from synthesizer_jax.cli.main import app
+from synthesizer_jax.data import mixtures, translation  # noqa: F401 - its tasks
+from synthesizer_jax.registry import replace
+from synthesizer_jax.sharding import MeshShape
+from synthesizer_jax.training import checkpoints
+from synthesizer_jax.training.experiment import Evaluation
+from tests.evaluation import runs
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Data, and a run of two steps whose mesh divides the parameters by eight."""
+    place = tmp_path_factory.mktemp("eval")
+    runs.write_data(place / "data")
+    experiment = runs.experiment(mesh=MeshShape(fsdp=8))
+    evaluation = Evaluation(method="rank", batch_size=8, loss_batches=1)
+    runs.write_run(place / "run", replace(experiment, evaluation=evaluation))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(mixtures.MIXTURES, runs.MIXTURE, runs.RATES)
+        yield place
+
+
+@pytest.fixture
+def run(place, tmp_path):
+    """A copy to spoil."""
+    shutil.copytree(place / "run", tmp_path / "run")
+    return tmp_path / "run"
+
+
+def call(place, *arguments, workdir=None):
+    arguments = [
+        "eval",
+        "--workdir",
+        workdir or place / "run",
+        "--data-dir",
+        place / "data",
+        *arguments,
+    ]
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return " ".join(result.output.split())
+
+
+def spoil(checkpoint):
+    (checkpoint / "state" / "manifest.ocdbt").write_bytes(b"")
+
+
+RTE = ("--task", "glue_rte_v002")
+
+
+def test_a_split_without_labels_is_predicted_and_written(place, tmp_path):
+    shown = call(
+        *(place, "--split", "test", "--save-predictions", "--predictions-dir", tmp_path / "new"),
+        *(
+            "--task",
+            "glue_rte_v002",
+            "--task",
+            "multi30k_en_de",
+            "--task",
+            "super_glue_record_v102",
+        ),
+    )
+    assert f"without the split 'test' in {place / 'data'}: super_glue_record_v102" in shown
+    assert "unlabelled examples are predicted, not scored" in shown
+    assert "held-out loss" in shown  # Multi30k's
+    assert "label prior" not in shown
+    files = {path.name: path.read_text().splitlines() for path in (tmp_path / "new").iterdir()}
+    assert set(files) == {"step_4.glue_rte_v002.test.jsonl", "step_4.multi30k_en_de.test.jsonl"}
+    for i, line in enumerate(map(json.loads, files["step_4.glue_rte_v002.test.jsonl"])):
+        assert (line["idx"], line["target"], line["target_label"]) == (i, None, None)
+        assert line["prediction"] == ("entailment", "not_entailment")[line["label"]]
+        assert line["score"] == line["scores"][line["prediction"]] <= 0
+    translated = [json.loads(line) for line in files["step_4.multi30k_en_de.test.jsonl"]]
+    assert sorted(line["target"] for line in translated) == [f"Wort {i}" for i in range(4)]
+    saved = json.loads((place / "run" / "evaluation" / "step_4.json").read_text())
+    hidden, known = saved["tasks"]
+    assert (hidden["n"], hidden["labelled"], hidden["metrics"], hidden["loss"]) == (5, 0, {}, None)
+    assert known["labelled"] == 4 and set(known["metrics"]) == {"bleu"}
+
+
+def test_predictions_lie_in_the_run_unless_told_otherwise(place):
+    shown = call(place, "--save-predictions", *RTE)
+    folder = place / "run" / "evaluation"
+    assert f"predictions: {folder}/step_4.TASK.SPLIT.jsonl" in shown
+    lines = (folder / "step_4.glue_rte_v002.validation.jsonl").read_text().splitlines()
+    assert [json.loads(line)["target_label"] for line in lines] == [0, 1, 0, 1, 0, 1]
+
+
+def test_every_checkpoint_and_each_tasks_best(place):
+    shown = call(place, "--all", *RTE, "--task", "glue_stsb_v002")
+    table = shown[shown.index("best steps") :]
+    assert "glue_rte_v002" in table and "glue_stsb_v002" in table
+    accuracies = {}
+    for step in (2, 4):
+        saved = json.loads((place / "run" / "evaluation" / f"step_{step}.json").read_text())
+        accuracies[step] = saved["tasks"][0]["metrics"]["accuracy"]
+    best = max(accuracies, key=accuracies.get)
+    row = table[table.index("glue_rte_v002") :].split("│")
+    assert int(row[1]) == best
+    assert row[2].split() == ["accuracy", f"{accuracies[best]:.2f}"]
+
+
+def test_a_task_of_another_mixture_is_named_as_that(place):
+    with pytest.raises(ValueError, match=r"mixture 'small_evaluation' has no task 'glue_rte_v2', did you "
+                       r"mean 'glue_rte_v002'\?; its tasks: .*multi30k_en_de"):  # fmt: skip
+        call(place, "--task", "glue_rte_v2")
+    with pytest.raises(
+        FileNotFoundError, match=r"super_glue_record_v102 has no .* split 'test' in"
+    ):
+        call(place, "--task", "super_glue_record_v102", "--split", "test")
+
+
+def test_max_examples_holds_for_rows_without_a_place(place):
+    call(place, "--task", "multi30k_en_de", "--max-examples", "1")
+    saved = json.loads((place / "run" / "evaluation" / "step_4.json").read_text())
+    assert saved["tasks"][0]["n"] == 1
+
+
+def test_leaderboard_files(place, tmp_path):
+    tasks = ("glue_rte_v002", "glue_stsb_v002", "super_glue_multirc_v102", "multi30k_en_de")
+    shown = call(
+        place, "--submission", tmp_path / "files", *(x for t in tasks for x in ("--task", t))
+    )
+    assert "submission: RTE.tsv, STS-B.tsv, MultiRC.jsonl in" in shown
+    lines = (tmp_path / "files" / "RTE.tsv").read_text().splitlines()
+    assert lines[0] == "index\tprediction" and len(lines) == 6
+    assert {line.split("\t")[1] for line in lines[1:]} <= {"entailment", "not_entailment"}
+    (first, _) = map(json.loads, (tmp_path / "files" / "MultiRC.jsonl").read_text().splitlines())
+    assert first["idx"] == 0
+    questions = first["passage"]["questions"]
+    assert [q["idx"] for q in questions] == [0, 1]
+    assert [a["idx"] for a in questions[1]["answers"]] == [3, 4, 5]
+    assert {a["label"] for q in questions for a in q["answers"]} <= {0, 1}
+    with pytest.raises(ValueError, match="--submission is for one checkpoint and all examples"):
+        call(place, "--submission", tmp_path / "files", "--max-examples", "3")
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one(place, run, caplog):
+    spoil(run / "checkpoints" / "4")
+    with caplog.at_level(logging.WARNING):
+        shown = call(place, *RTE, workdir=run)
+    assert "step 2" in shown
+    (warning,) = [r.getMessage() for r in caplog.records if "cannot be read" in r.message]
+    assert str(run / "checkpoints" / "4") in warning and "step 2 is used" in warning
+    problem = r"checkpoints/4 cannot be read .*; choose another with --step, of 2$"
+    with pytest.raises(ValueError, match=problem):
+        call(place, "--step", "4", *RTE, workdir=run)
+    shown = call(place, "--all", *RTE, workdir=run)
+    assert "step 4 is passed over" in shown and "glue_rte_v002" in shown
+
+
+def test_without_a_readable_checkpoint_nothing_is_evaluated(place, run):
+    for step in (2, 4):
+        spoil(run / "checkpoints" / str(step))
+    with pytest.raises(ValueError, match=r"checkpoints/4 cannot be read .*put a good copy"):
+        call(place, *RTE, workdir=run)
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint that can be read \(tried 2, 4\)"):
+        call(place, "--all", *RTE, workdir=run)
+    with pytest.raises(
+        FileNotFoundError, match="has no checkpoint 3; give --step with one of 2, 4"
+    ):
+        call(place, "--step", "3", *RTE, workdir=run)
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(FileNotFoundError, match=r"checkpoints has no checkpoint yet; train first"):
+        call(place, *RTE, workdir=run)
+
+
+def test_a_checkpoint_that_training_deletes_meanwhile_gives_way_to_a_newer_one(
+    place, run, monkeypatch, caplog
+):
+    directory = run / "checkpoints"
+    (directory / "4").rename(run / "newer")
+    read = checkpoints.read_variables
+
+    def read_while_training(checkpoint, layout):
+        if checkpoint.name == "2":
+            (run / "newer").rename(directory / "4")
+            shutil.rmtree(checkpoint)
+        return read(checkpoint, layout)
+
+    monkeypatch.setattr(checkpoints, "read_variables", read_while_training)
+    assert "step 4" in call(place, *RTE, workdir=run)
+    assert "cannot be read" not in caplog.text
+
+
+def test_of_all_checkpoints_those_that_vanish_are_passed_over(place, run, monkeypatch):
+    found = checkpoints.finished_steps
+    first = iter([[1, 2, 4]])
+    listed = lambda directory: next(first, None) or found(directory)
+    monkeypatch.setattr(checkpoints, "finished_steps", listed)
+    shown = call(place, "--all", *RTE, workdir=run)
+    assert "step 1 is passed over" in shown
+    assert "step 2" in shown and "step 4" in shown
+
+
+def test_a_diverged_model_is_evaluated_and_written_as_json(place, tmp_path):
+    runs.write_run(tmp_path / "run", runs.experiment(), steps=(4,), value=float("nan"))
+    tasks = (*RTE, "--task", "multi30k_en_de")
+    call(place, *tasks, "--save-predictions", workdir=tmp_path / "run")
+    folder = tmp_path / "run" / "evaluation"
+    texts = [(folder / "step_4.json").read_text()]
+    texts += (folder / "step_4.glue_rte_v002.validation.jsonl").read_text().splitlines()
+    for text in texts:
+        assert "NaN" not in text and "Infinity" not in text
+    assert json.loads(texts[0])["loss"] is None

@@ -1,0 +1,135 @@
+"""Runs that nobody trained, and small data sets for them: labelled, unlabelled, in groups, free text."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorflow_datasets as tfds
+
+from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.storage import write_dataset
+from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.models import Size, alignment, t5
+from synthesizer_jax.sharding import MeshShape, make_mesh
+from synthesizer_jax.training.checkpoints import Checkpoints
+from synthesizer_jax.training.experiment import Evaluation, Experiment, Training, save_experiment
+from synthesizer_jax.training.optimizers import AdamW
+from synthesizer_jax.training.schedules import Constant
+from synthesizer_jax.training.state import example_tokens, init_state, make_layout
+
+MIXTURE = "small_evaluation"
+RATES = {
+    "glue_rte_v002": 2.0,
+    "glue_stsb_v002": 1.0,
+    "super_glue_multirc_v102": 1.0,
+    "super_glue_record_v102": 1.0,
+    "multi30k_en_de": 1.0,
+    "glue_ax_v002": 0.0,
+}
+TEXT = tfds.features.Text()
+
+
+def write_data(data_dir: pathlib.Path) -> None:
+    """RTE, STS-B, MultiRC with hidden test labels; ReCoRD without, and Multi30k with a labelled test."""
+    place = {"paragraph": np.int32, "question": np.int32, "answer": np.int32}
+    pair = {"sentence1": TEXT, "sentence2": TEXT, "idx": np.int32}
+
+    def rte(n, hidden=False):
+        return [
+            {
+                "sentence1": f"a {i}",
+                "sentence2": f"b {i}",
+                "label": -1 if hidden else i % 2,
+                "idx": i,
+            }
+            for i in range(n)
+        ]
+
+    def stsb(hidden):
+        return [row | {"label": -1.0 if hidden else row["idx"] / 2} for row in rte(6)]
+
+    def multirc(hidden):
+        return [
+            {"paragraph": f"p {q // 2}", "question": f"q {q}", "answer": f"a {a}",
+             "label": -1 if hidden else a % 2,
+             "idx": {"paragraph": q // 2, "question": q, "answer": 3 * q + a}}
+            for q in range(4) for a in range(3)
+        ]  # fmt: skip
+
+    def record():
+        return [
+            {"passage": "p", "query": f"q {i} @placeholder", "entities": ["x", "y"],
+             "answers": ["x", "y"][: 1 + i % 2], "idx": {"passage": i, "query": i}}
+            for i in range(4)
+        ]  # fmt: skip
+
+    def pairs(n):
+        return [{"en": f"word {i}", "de": f"Wort {i}"} for i in range(n)]
+
+    strings = tfds.features.Sequence(TEXT)
+    sets = {
+        "glue/rte": (
+            pair | {"label": np.int64},
+            {"train": rte(4), "validation": rte(6), "test": rte(5, hidden=True)},
+        ),
+        "glue/stsb": (
+            pair | {"label": np.float32},
+            {"validation": stsb(False), "test": stsb(True)},
+        ),
+        "super_glue/multirc": (
+            {"paragraph": TEXT, "question": TEXT, "answer": TEXT, "label": np.int64, "idx": place},
+            {"validation": multirc(False), "test": multirc(True)},
+        ),
+        "super_glue/record": (
+            {"passage": TEXT, "query": TEXT, "entities": strings, "answers": strings,
+             "idx": {"passage": np.int32, "query": np.int32}},
+            {"validation": record()},
+        ),
+        "multi30k/en_de": ({"en": TEXT, "de": TEXT}, {"validation": pairs(7), "test": pairs(4)}),
+    }  # fmt: skip
+    for name, (features, splits) in sets.items():
+        write_dataset(
+            *name.split("/"),
+            version="1.0.0",
+            description="made",
+            features=features,
+            splits={split: (lambda rows=rows: rows) for split, rows in splits.items()},
+            data_dir=data_dir,
+        )
+
+
+def experiment(**changes) -> Experiment:
+    """A tiny T5 over bytes on `MIXTURE`."""
+    return Experiment(
+        model=t5(Size(16, 1, 32, 2, 8), encoder=alignment("v", head_dim=8), vocab_size=384),
+        data=DataConfig(MIXTURE, inputs_length=32, targets_length=8, batch_size=8, shards=1),
+        training=Training(steps=4, optimizer=AdamW(learning_rate=Constant(1e-3))),
+        evaluation=Evaluation(method="rank", batch_size=8),
+        vocabulary=Bytes(),
+        **changes,
+    )
+
+
+def write_run(
+    directory: pathlib.Path, experiment: Experiment, *, steps=(2, 4), value: float | None = None
+) -> None:
+    """A run's directory; every step holds other fresh parameters, or all of that value."""
+    save_experiment(experiment, directory)
+    tokens = example_tokens(experiment.data.inputs_length, experiment.data.targets_length)
+    optimizer, layout = make_layout(
+        experiment.model,
+        experiment.training.optimizer,
+        tokens=tokens,
+        mesh=make_mesh(MeshShape(), jax.devices()[:1]),
+    )
+    checkpoints = Checkpoints(directory / "checkpoints", keep_latest=len(steps), asynchronous=False)
+    for step in steps:
+        state = init_state(experiment.model, optimizer, layout, seed=step, tokens=tokens)
+        params = state.params
+        if value is not None:
+            params = jax.tree.map(lambda x: jnp.full_like(x, value), params)
+        checkpoints.save(dataclasses.replace(state, step=jnp.asarray(step), params=params), None)
+        checkpoints.wait()
+    checkpoints.close()

@@ -1,0 +1,197 @@
+"""What an evaluation reads: whole groups, rows without a place, splits without labels, damaged files."""
+
+import dataclasses
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from synthesizer_jax.data import evaluation_sets, mixtures, translation  # noqa: F401 - its tasks
+from synthesizer_jax.data.averages import best_by_task
+from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.evaluation import Predictor
+from synthesizer_jax.inference import score_targets
+from synthesizer_jax.registry import replace
+from synthesizer_jax.training.evaluator import Evaluator
+from tests.evaluation import runs
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    place = tmp_path_factory.mktemp("evaluation_data")
+    runs.write_data(place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(mixtures.MIXTURES, runs.MIXTURE, runs.RATES)
+        yield place
+
+
+@pytest.fixture(scope="module")
+def load(data_dir):
+    def one(name, split="validation", **options):
+        options = {"data_dir": data_dir, "lengths": {"inputs": 32, "targets": 8}} | options
+        return evaluation_sets.load(name, split, Bytes().build(), **options)
+
+    return one
+
+
+@pytest.mark.parametrize(
+    ("task", "asked", "found"),
+    [
+        ("multi30k_en_de", 1, 1),  # rows without idx
+        ("multi30k_en_de", 5, 5),
+        ("multi30k_en_de", 70, 7),
+        ("glue_rte_v002", 2, 2),
+        ("super_glue_multirc_v102", 1, 3),  # three answers to a question
+        ("super_glue_multirc_v102", 4, 6),
+        ("super_glue_record_v102", 2, 3),  # the second query has two answers
+    ],
+)
+def test_max_examples_is_obeyed_and_groups_stay_whole(load, task, asked, found):
+    assert len(load(task, max_examples=asked).inputs) == found
+
+
+@pytest.mark.parametrize("task", ["glue_rte_v002", "glue_stsb_v002", "super_glue_multirc_v102"])
+def test_hidden_labels_are_not_scored(load, task):
+    hidden, known = load(task, "test"), load(task)
+    assert hidden.labelled == ()
+    assert hidden.score(["entailment"] * len(hidden.inputs)) == {}
+    assert known.labelled == tuple(range(len(known.inputs)))
+    assert set(known.score(known.target_words)) > set()
+
+
+@pytest.mark.parametrize(
+    ("row", "labelled"),
+    [
+        (
+            {"label": -1, "targets_pretokenized": b"Emma"},
+            False,
+        ),  # WSC names a candidate all the same
+        ({"label": 0, "targets_pretokenized": b"Emma"}, True),
+        ({"label": np.float32(-1), "targets_pretokenized": b"-1.0"}, False),
+        ({"targets_pretokenized": b"<unk>"}, False),
+        ({"targets_pretokenized": b"unacceptable"}, True),
+    ],
+)
+def test_hidden_labels_are_known_as_such(row, labelled):
+    assert evaluation_sets.is_labelled(row) is labelled
+
+
+def test_only_labelled_examples_are_scored(load):
+    known, hidden = load("glue_rte_v002"), load("glue_rte_v002", "test")
+    parts = ("inputs", "targets", "examples")
+    both = {name: getattr(hidden, name) + getattr(known, name) for name in parts}
+    mixed = dataclasses.replace(known, **both)
+    predictions = ["contradiction"] * 5 + known.target_words
+    assert mixed.score(predictions) == {"accuracy": 100.0}
+    assert len(mixed.labelled_part(100).inputs) == 6
+    assert [e["idx"] for e in mixed.labelled_part(3).examples] == [0, 2, 4]
+
+
+def test_a_record_tells_an_example(load):
+    multirc = load("super_glue_multirc_v102").record(1, "True")
+    assert multirc["idx"] == {"paragraph": 0, "question": 0, "answer": 1}
+    assert (multirc["target"], multirc["label"], multirc["target_label"]) == ("True", 1, 1)
+    hidden = load("glue_rte_v002", "test").record(3, "nonsense")
+    assert hidden == {
+        "idx": 3,
+        "input": "rte sentence1: a 3 sentence2: b 3",
+        "target": None,
+        "prediction": "nonsense",
+        "label": -1,
+        "target_label": None,
+    }
+    assert set(load("multi30k_en_de").record(2, "x")) == {"idx", "input", "target", "prediction"}
+
+
+def test_damaged_files_are_one_sentence(load, data_dir, tmp_path):
+    shutil.copytree(data_dir / "glue" / "rte", tmp_path / "glue" / "rte")
+    (file,) = (tmp_path / "glue" / "rte").rglob("*validation*tfrecord*")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"glue_rte_v002.*'validation'.*cannot be read.*import"):
+        load("glue_rte_v002", data_dir=tmp_path)
+
+
+def test_mnli_is_measured_by_its_twins():
+    assert evaluation_sets.names("glue_mnli_v002", "validation_matched") == (
+        "glue_mnli_matched_v002",
+        "glue_mnli_v002",
+    )
+    assert evaluation_sets.names("glue_rte_v002", "validation") == ("glue_rte_v002",) * 2
+
+
+def test_best_steps_by_task():
+    found = {
+        2: {"a": {"x": 1.0, "y": 3.0}, "b": {"x": 5.0}, "c": {}},
+        4: {"a": {"x": 3.0, "y": 2.0}, "b": {"x": 5.0}, "c": {}},
+        6: {"a": {"x": float("nan"), "y": 9.0}, "b": {"x": 4.0}, "c": {}},
+    }
+    assert best_by_task(found) == {"a": 4, "b": 2}
+
+
+@pytest.fixture(scope="module")
+def measured(data_dir):
+    """Results over two batches of two for the loss."""
+    experiment = runs.experiment()
+    experiment = replace(
+        experiment, evaluation=replace(experiment.evaluation, batch_size=2, loss_batches=2)
+    )
+    evaluator = Evaluator(experiment, Bytes().build(), data_dir=data_dir)
+    zeros = [np.ones((1, n), np.int32) for n in (8, 8)]
+    variables = experiment.model.init(jax.random.key(0), *zeros)
+    return evaluator, variables, evaluator.measure(variables)
+
+
+def test_every_task_has_a_loss_over_at_most_so_many_batches(measured):
+    evaluator, variables, (results, overall) = measured
+    assert [r.task for r in results] == [task for task, rate in runs.RATES.items() if rate]
+    assert [len(s.inputs) for s in evaluator.loss_sets] == [4] * 5
+    assert evaluator.lacking == ["glue_ax_v002"]
+    nats, tokens = 0.0, 0.0
+    for examples, result in zip(evaluator.loss_sets, results, strict=True):
+        logp = [
+            score_targets(variables, x[None], targets=y[None], model=evaluator.experiment.model)[0]
+            for x, y in zip(examples.inputs, examples.targets, strict=True)
+        ]
+        length = sum(map(len, examples.targets))
+        np.testing.assert_allclose(result.loss.per_token, -sum(logp) / length, rtol=1e-5)
+        rate = runs.RATES[result.task]
+        nats, tokens = nats - rate * sum(logp) / 4, tokens + rate * length / 4
+    np.testing.assert_allclose(overall["loss"], nats / tokens, rtol=1e-5)
+    assert overall["joint_label_prior_entropy"] > overall["label_prior_entropy"]
+
+
+def test_scores_are_those_of_the_answers(measured):
+    evaluator, _, (results, _) = measured
+    for examples, result in zip(evaluator.sets, results, strict=True):
+        if result.ranked is None:
+            continue
+        best = [
+            result.ranked[i][examples.label_words.index(p)]
+            for i, p in enumerate(result.predictions)
+        ]
+        np.testing.assert_array_equal(result.scores, best)
+        np.testing.assert_array_equal(result.scores, result.ranked.max(axis=-1))
+
+
+@pytest.mark.parametrize("method", ["greedy", "beam"])
+def test_decoded_answers_have_their_log_probability(measured, method):
+    evaluator, variables, _ = measured
+    predictor = Predictor(
+        evaluator.experiment.model,
+        variables,
+        evaluator.vocabulary,
+        inputs_length=32,
+        targets_length=8,
+        batch_size=4,
+        method=method,
+    )
+    inputs = evaluator.sets[0].inputs[:3]
+    batch = np.zeros((3, 32), np.int32)
+    for slot, ids in zip(batch, inputs, strict=True):
+        slot[: len(ids)] = ids
+    tokens, _ = predictor.generate(batch)
+    wanted = score_targets(variables, batch, targets=tokens, model=predictor.model)
+    np.testing.assert_allclose(predictor.answer(inputs, None).scores, wanted, rtol=1e-4)
