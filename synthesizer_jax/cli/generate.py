@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import sys
 from typing import Annotated
@@ -34,38 +33,46 @@ def generate(
 ) -> None:
     """Decode inputs with a trained checkpoint, one line of output per line of input.
 
+    One process lays the model over all devices that it sees. Neither TensorFlow nor SeqIO is needed.
+
     Example: synthesizer-jax generate --workdir runs/rv "cola sentence: the dog sleep ."
     """
-    from synthesizer_jax.evaluation import Predictor
+    from synthesizer_jax.evaluation import Predictor, write_aside
     from synthesizer_jax.training.checkpoints import restore_variables
     from synthesizer_jax.training.experiment import load_experiment
+    from synthesizer_jax.training.placement import place
     from synthesizer_jax.training.run import open_vocabulary
 
     if method not in ("greedy", "beam"):
         raise ValueError(f"--method {method!r}; allowed: greedy, beam")
     if logits_dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"--logits-dtype {logits_dtype!r}; allowed: float32, bfloat16")
+    if output_file is not None and not output_file.parent.is_dir():
+        raise FileNotFoundError(
+            f"--output {output_file}: there is no directory {output_file.parent}"
+        )
     lines = read_lines(text, input_file)
     experiment = load_experiment(workdir)
-    _, variables = restore_variables(workdir / "checkpoints", step=step)
+    vocabulary = open_vocabulary(experiment, workdir)
+    mesh, layout = place(experiment)
+    _, variables = restore_variables(workdir / "checkpoints", step=step, layout=layout)
     predictor = Predictor(
         experiment.model,
         variables,
-        open_vocabulary(experiment, workdir),
+        vocabulary,
         inputs_length=experiment.data.inputs_length,
         targets_length=max_length or experiment.data.targets_length,
         batch_size=min(batch_size, max(len(lines), 1)),
         method=method,
         logits_dtype=logits_dtype,
+        mesh=mesh,
     )
     answers = predictor.predict([predictor.encode(line) for line in lines])
-    written = "".join(f"{' '.join(answer.splitlines())}\n" for answer in answers)
+    written = [f"{' '.join(answer.splitlines())}\n" for answer in answers]
     if output_file is None:
-        typer.echo(written, nl=False)
-        return
-    aside = output_file.with_name(output_file.name + ".tmp")
-    aside.write_text(written, encoding="utf-8")
-    os.replace(aside, output_file)
+        typer.echo("".join(written), nl=False)
+    else:
+        write_aside(output_file, written)
 
 
 def read_lines(text: list[str] | None, input_file: pathlib.Path | None) -> list[str]:
@@ -74,6 +81,9 @@ def read_lines(text: list[str] | None, input_file: pathlib.Path | None) -> list[
         raise ValueError("give inputs as arguments or with --input, not both")
     if text:
         return text
-    if input_file is not None:
+    if input_file is None:
+        return sys.stdin.read().splitlines()
+    try:
         return input_file.read_text(encoding="utf-8").splitlines()
-    return sys.stdin.read().splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--input {input_file} is not UTF-8 text: {error}") from None

@@ -1,0 +1,88 @@
+"""`generate` as a user types it."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from synthesizer_jax.cli.main import app
+from synthesizer_jax.sharding import MeshShape
+from tests.evaluation import runs
+
+TEXTS = ["a b", "the dog sleeps"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run whose mesh divides the parameters by eight."""
+    directory = tmp_path_factory.mktemp("generate")
+    runs.write_run(directory, runs.experiment(mesh=MeshShape(fsdp=8)))
+    return directory
+
+
+def call(*arguments):
+    result = CliRunner().invoke(app, ["generate", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+ALONE = """
+import sys
+for name in ("tensorflow", "tensorflow_datasets", "tensorflow_text", "seqio"):
+    sys.modules[name] = None  # importing it ends in an ImportError
+from synthesizer_jax.data.vocabularies import Bytes
+
+class Words:
+    vocab_size = 259
+    encode = staticmethod(lambda text: [byte + 3 for byte in text.encode()])
+    decode = staticmethod(lambda ids: " ".join(map(str, ids)))
+
+Bytes.build = lambda self: Words()
+from synthesizer_jax.cli.main import run
+run()
+"""
+
+
+def test_one_device_without_tensorflow_says_the_same(run):
+    """A process of its own: neither TensorFlow nor SeqIO can be imported, and there is one device."""
+    shown = call("--workdir", run, *TEXTS)
+    assert len(shown.splitlines()) == 2
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    alone = subprocess.run(
+        [sys.executable, "-c", ALONE, "generate", "--workdir", str(run), *TEXTS],
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert alone.returncode == 0, alone.stderr
+    tokens = [[int(token) for token in line.split()] for line in alone.stdout.splitlines()]
+    vocabulary = runs.experiment().vocabulary.build()
+    texts = [" ".join(vocabulary.decode(ids).splitlines()) for ids in tokens]
+    assert texts == shown.split("\n")[:2]
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one(run, tmp_path, caplog):
+    shutil.copytree(run, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "4"
+    (newest / "state" / "manifest.ocdbt").write_bytes(b"")
+    older = call("--workdir", run, "--step", "2", *TEXTS)
+    assert call("--workdir", tmp_path / "run", *TEXTS) == older
+    assert f"{newest} cannot be read" in caplog.text and "step 2 is used" in caplog.text
+    with pytest.raises(ValueError, match=r"checkpoints/4 cannot be read .*--step, of 2$"):
+        call("--workdir", tmp_path / "run", "--step", "4", *TEXTS)
+
+
+def test_files_are_looked_at_before_the_model_is_read(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"--output .*there is no directory .*absent"):
+        call("--workdir", tmp_path, "--output", tmp_path / "absent" / "x", "text")
+    (tmp_path / "latin").write_bytes("Größe".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"--input .*latin is not UTF-8 text"):
+        call("--workdir", tmp_path, "--input", tmp_path / "latin")
+    with pytest.raises(FileNotFoundError, match=r"holds no experiment\.json"):
+        call("--workdir", tmp_path, "text")
