@@ -236,16 +236,8 @@ class Checkpoints:
             if not is_damage(error) or not self._same_arrays(step, abstract):
                 raise as_storage_error(error, directory) from error
             problem = short(error)
-        found = hosts.Occasion("restore").everyone((problem, parts))
-        problems = [p for p, _ in found if p is not None]
-        if problems:
-            return None, problems[0]
-        try:
-            if contents is not None:
-                contents.check_arrays(checksums.add(part for _, part in found))
-        except DamagedError as error:
-            return None, short(error)
-        return state, None
+        problem = agreed_problem(problem, parts, contents)
+        return (state, None) if problem is None else (None, problem)
 
     def _restore(
         self,
@@ -368,15 +360,39 @@ def _newest(directory: pathlib.Path, step: int | None, tried: dict[int, str]) ->
 def _read_variables(checkpoint: pathlib.Path, layout: Any) -> tuple[Any, str | None]:
     """A checkpoint's variables, and what some process found wrong with them: all checks stand here."""
     variables: Any = None
-    problem: str | None = None
+    contents: Contents | None = None
+    problem, parts = None, {}
     try:
+        contents = read_contents(checkpoint)
         variables = read_variables(checkpoint, layout)
+        parts = checksums.checksums(variables)
     except Exception as error:  # whatever readers make of damaged files
         if isinstance(error, OtherModelError) or not is_damage(error):
-            raise
-        problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    problems = [p for p in hosts.Occasion("variables").everyone(problem) if p is not None]
-    return (None, problems[0]) if problems else (variables, None)
+            raise as_storage_error(error, checkpoint) from error
+        problem = short(error)
+    problem = agreed_problem(problem, parts, contents)
+    return (variables, None) if problem is None else (None, problem)
+
+
+def agreed_problem(
+    problem: str | None, parts: dict[str, int], contents: Contents | None
+) -> str | None:
+    """What some process has found wrong with a checkpoint, or all together with its arrays.
+
+    Args:
+      problem: what this process has found.
+      parts: this process' part of the checksums of the arrays that were read.
+      contents: what the checkpoint says; None: nothing.
+    """
+    found = hosts.Occasion("read").everyone((problem, parts))
+    problems = [p for p, _ in found if p is not None]
+    if problems or contents is None:
+        return problems[0] if problems else None
+    try:
+        contents.check_arrays(checksums.add(part for _, part in found))
+    except DamagedError as error:
+        return short(error)
+    return None
 
 
 def finished_steps(directory: pathlib.Path) -> list[int]:
