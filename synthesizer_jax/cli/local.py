@@ -13,9 +13,6 @@ from typing import Annotated
 
 import typer
 
-from synthesizer_jax.sharding.hosts import ADDRESS, PROCESS, PROCESSES
-from synthesizer_jax.training.survival import EXIT_CODES
-
 
 def local(
     command: Annotated[
@@ -50,6 +47,9 @@ def run_group(command: Sequence[str], processes: int, environment: dict[str, str
       The exit code: 0 where all ended well, else that of the first that did not; 128 and the number
       of the signal where one ended it.
     """
+    from synthesizer_jax.sharding.hosts import ADDRESS, PROCESS, PROCESSES
+    from synthesizer_jax.training.survival import EXIT_CODES
+
     shared = {**os.environ, **environment, ADDRESS: f"127.0.0.1:{free_port()}"}
     shared[PROCESSES] = str(processes)
     group: dict[int, subprocess.Popen[bytes]] = {}
