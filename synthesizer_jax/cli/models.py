@@ -2,54 +2,68 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
+import importlib.resources
 import json
 from typing import Annotated, Any
 
 import typer
 
+INPUTS_LENGTH, TARGETS_LENGTH = 512, 114
+"""Lengths whose costs come with the package."""
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """What a shell offers for the name of a model."""
+    return [name for name in known_costs() if name.startswith(incomplete)]
+
 
 def models(
-    pattern: Annotated[str, typer.Argument(help="Names to show, such as 'mesh_*'.")] = "*",
+    pattern: Annotated[
+        str,
+        typer.Argument(help="Names to show, such as 'mesh_*'.", autocompletion=complete_model),
+    ] = "*",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    inputs_length: Annotated[int, typer.Option(help="Encoder tokens that FLOPs count.")] = 512,
-    targets_length: Annotated[int, typer.Option(help="Decoder tokens that FLOPs count.")] = 114,
+    inputs_length: Annotated[
+        int, typer.Option(help="Encoder tokens that FLOPs count.", min=1)
+    ] = INPUTS_LENGTH,
+    targets_length: Annotated[
+        int, typer.Option(help="Decoder tokens that FLOPs count.", min=1)
+    ] = TARGETS_LENGTH,
 ) -> None:
-    """List the named models with what they cost; nothing is allocated."""
-    from synthesizer_jax.models import ZOO, stacks, summarize
+    """List the named models with what they cost; nothing is allocated.
 
-    names = fnmatch.filter(ZOO, pattern)
+    Costs at the default lengths come with the package; at others they are counted, half a second a model.
+    """
+    known = known_costs()
+    names = fnmatch.filter(known, pattern)
     if not names:
         raise ValueError(f"no model is called {pattern!r}; 'synthesizer-jax models' lists all")
-    rows = {}
-    for name in names:
-        model = ZOO[name]()
-        lengths = lengths_of(model, inputs_length, targets_length)
-        summary = summarize(model, inputs_length=lengths[0], targets_length=lengths[1])
-        rows[name] = {
-            "d_model": model.d_model,
-            "layers": [stack.num_layers for stack in stacks(model).values()],
-            "flops_lengths": lengths,
-            **dataclasses.asdict(summary),
-        }
+    rows = {name: known[name] for name in names}
+    if (inputs_length, targets_length) != (INPUTS_LENGTH, TARGETS_LENGTH):
+        rows = counted(names, inputs_length, targets_length)
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
     show(rows, inputs_length, targets_length)
 
 
-def lengths_of(model: Any, *asked: int) -> list[int]:
-    """The lengths to count FLOPs for: those asked for, or the longest that a mixer addresses."""
-    from synthesizer_jax.models import stacks
+def known_costs() -> dict[str, dict[str, Any]]:
+    """The costs of all named models at the default lengths, without importing any of them."""
+    file = importlib.resources.files("synthesizer_jax") / "models" / "costs.json"
+    return json.loads(file.read_text(encoding="utf-8"))
 
-    limits = [
-        getattr(run.block.self_mixer, "max_length", None)
-        for stack in stacks(model).values()
-        for run in stack.runs
-    ]
-    longest = min((limit for limit in limits if limit is not None), default=max(asked))
-    return [min(length, longest) for length in asked]
+
+def counted(names: list[str], inputs_length: int, targets_length: int) -> dict[str, dict[str, Any]]:
+    """The costs at other lengths."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from synthesizer_jax.models.costs import costs
+
+    lengths = {"inputs_length": inputs_length, "targets_length": targets_length}
+    bar = track(names, "counting", console=Console(stderr=True), transient=True)
+    return {name: costs(name, **lengths) for name in bar}
 
 
 def show(rows: dict[str, dict], inputs_length: int, targets_length: int) -> None:
