@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from synthesizer_jax.cli.libraries import load_data_libraries
 from synthesizer_jax.cli.train import DataDir
 
 app = typer.Typer(
@@ -30,7 +31,7 @@ def import_files(
     from synthesizer_jax.data.importers.layouts import TASKS
     from synthesizer_jax.data.tasks import default_data_dir
     from synthesizer_jax.data.translation import CORPORA, import_corpus
-    from synthesizer_jax.registry import suggestion
+    from synthesizer_jax.suggestions import suggestion
 
     known = (*TASKS, *CORPORA)
     if benchmark not in known:
@@ -38,6 +39,7 @@ def import_files(
             f"{benchmark!r} cannot be imported{suggestion(benchmark, known)}; choose one of "
             f"{', '.join(known)}"
         )
+    load_data_libraries()
     target = default_data_dir() if data_dir is None else data_dir
     read = import_corpus if benchmark in CORPORA else import_benchmark
     report = read(benchmark, source, target)
@@ -86,6 +88,7 @@ def vocabulary(
     from synthesizer_jax.data import evaluation_sets, tasks, translation  # noqa: F401 - its tasks
     from synthesizer_jax.data.vocabularies import Bytes, train_sentencepiece
 
+    load_data_libraries()
     directory = tasks.default_data_dir() if data_dir is None else data_dir
     parts = [n for n, rate in tasks.available(mixture, directory, "train").items() if rate]
     if not parts:

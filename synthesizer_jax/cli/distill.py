@@ -7,20 +7,18 @@ from typing import Annotated
 
 import typer
 
-from synthesizer_jax.cli.train import DataDir, Workdir
+from synthesizer_jax.cli.libraries import load_data_libraries
+from synthesizer_jax.cli.recipes import check_name, load_with_code
+from synthesizer_jax.cli.train import DataDir, Imports, Overrides, Recipe, Workdir
 
 
 def distill(
-    recipe: Annotated[
-        str, typer.Argument(help="FILE.py[:recipe], or the name of a packaged recipe.")
-    ],
+    recipe: Recipe,
     teacher: Annotated[pathlib.Path, typer.Option(help="Directory of a finished training run.")],
     workdir: Workdir,
     data_dir: DataDir = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Change a field, such as --set training.steps=200."),
-    ] = None,
+    overrides: Overrides = None,
+    imports: Imports = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
 ) -> None:
     """Replace parts of a trained model and train the replacements to do what the parts did.
@@ -29,17 +27,23 @@ def distill(
 
     Example: synthesizer-jax distill replace_attention:alr --teacher runs/vanilla --workdir runs/alr
     """
-    from synthesizer_jax.cli.recipes import load_recipe
+    check_name(recipe)
     from synthesizer_jax.sharding import hosts
+    from synthesizer_jax.training import code
     from synthesizer_jax.training.distillation import Distillation
     from synthesizer_jax.training.distillation import distill as distill_run
     from synthesizer_jax.training.survival import Preempted, farewell, leave_on_signals
 
     leave_on_signals()
     hosts.start()
-    settings = load_recipe(recipe, overrides or (), kind=Distillation)
+    named = code.load(imports or ())
+    code.require(teacher)  # before the recipe, whose classes are the newer ones
+    settings, own = load_with_code(recipe, overrides or (), kind=Distillation)
+    load_data_libraries()
     try:
-        distill_run(settings, teacher, workdir, data_dir=data_dir, visible=not quiet)
+        distill_run(
+            settings, teacher, workdir, data_dir=data_dir, visible=not quiet, own=named + own
+        )
     except Preempted as preempted:
         typer.echo(farewell(preempted), err=True)
         raise typer.Exit(preempted.exit_code) from None

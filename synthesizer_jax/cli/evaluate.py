@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from synthesizer_jax.cli.train import DataDir
+from synthesizer_jax.cli.libraries import load_data_libraries
+from synthesizer_jax.cli.train import DataDir, Imports
 
 if TYPE_CHECKING:
     from synthesizer_jax.evaluation import TaskResult
@@ -57,6 +58,7 @@ def evaluate(
             help="Write GLUE's and SuperGLUE's leaderboard files, of the test split, to this directory."
         ),
     ] = None,
+    imports: Imports = None,
 ) -> None:
     """Evaluate checkpoints task by task with T5's metrics and the benchmarks' averages.
 
@@ -66,6 +68,7 @@ def evaluate(
     """
     from synthesizer_jax.evaluation import EVALUATION_DIRECTORY, write_results
     from synthesizer_jax.sharding import hosts
+    from synthesizer_jax.training import code
     from synthesizer_jax.training.placement import place
 
     given: dict[str, Any] = {"method": method, "split": split, "max_examples": max_examples}
@@ -80,6 +83,7 @@ def evaluate(
     if predictions_dir is None and save_predictions:
         predictions_dir = workdir / EVALUATION_DIRECTORY
     hosts.start()
+    code.load(imports or ())
     evaluator = open_evaluator(workdir, data_dir, changes, task)
     mesh, layout = place(evaluator.experiment)
     found = {}
@@ -136,6 +140,7 @@ def open_evaluator(
     from synthesizer_jax.training.run import open_data
 
     experiment = load_experiment(workdir)
+    load_data_libraries()
     evaluation = replace(experiment.evaluation, **changes)
     data_dir = tasks.default_data_dir() if data_dir is None else data_dir
     with hosts.one_after_the_first("data"):

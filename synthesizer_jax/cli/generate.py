@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from synthesizer_jax.cli.train import Imports
+
 
 def generate(
     workdir: Annotated[pathlib.Path, typer.Option(help="The run's directory.")],
@@ -30,6 +32,7 @@ def generate(
         str | None,
         typer.Option(help="float32 or bfloat16 output projection; the model's dtype if left out."),
     ] = None,
+    imports: Imports = None,
 ) -> None:
     """Decode inputs with a trained checkpoint, one line of output per line of input.
 
@@ -38,6 +41,7 @@ def generate(
     Example: synthesizer-jax generate --workdir runs/rv "cola sentence: the dog sleep ."
     """
     from synthesizer_jax.evaluation import Predictor, write_aside
+    from synthesizer_jax.training import code
     from synthesizer_jax.training.checkpoints import restore_variables
     from synthesizer_jax.training.experiment import load_experiment
     from synthesizer_jax.training.placement import place
@@ -52,6 +56,7 @@ def generate(
             f"--output {output_file}: there is no directory {output_file.parent}"
         )
     lines = read_lines(text, input_file)
+    code.load(imports or ())
     experiment = load_experiment(workdir)
     vocabulary = open_vocabulary(experiment, workdir)
     mesh, layout = place(experiment)

@@ -15,14 +15,15 @@ from synthesizer_jax.cli.distill import distill
 from synthesizer_jax.cli.doctor import doctor
 from synthesizer_jax.cli.evaluate import evaluate
 from synthesizer_jax.cli.generate import generate
+from synthesizer_jax.cli.libraries import missing
 from synthesizer_jax.cli.local import local
 from synthesizer_jax.cli.memory import with_large_pages
 from synthesizer_jax.cli.models import models
 from synthesizer_jax.cli.plan import plan
 from synthesizer_jax.cli.quickstart import quickstart
 from synthesizer_jax.cli.report import report
+from synthesizer_jax.cli.show_recipes import recipes
 from synthesizer_jax.cli.train import train
-from synthesizer_jax.sharding import hosts
 from synthesizer_jax.version import __version__
 
 TRACEBACK = "SYNTHESIZER_JAX_TRACEBACK"
@@ -35,20 +36,20 @@ app = typer.Typer(
     help="Train, evaluate and use Synthesizer T5s.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train")(train)
 app.command("distill")(distill)
 app.command("eval")(evaluate)
 app.command("generate")(generate)
-app.command("doctor")(doctor)
-app.command("local")(local)
+app.command("recipes")(recipes)
 app.command("models")(models)
 app.command("plan")(plan)
 app.add_typer(data, name="data")
 app.command("quickstart")(quickstart)
 app.command("report")(report)
+app.command("doctor")(doctor)
+app.command("local")(local)
 
 
 def version(show: bool) -> None:
@@ -72,8 +73,7 @@ def run() -> None:
 
     Set the environment variable SYNTHESIZER_JAX_TRACEBACK=1 to see where an error came from.
     """
-    # TensorFlow's start-up notes and SeqIO's skipped splits are no news to a user.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    # SeqIO's skipped splits are no news to a user.
     logging.getLogger("absl").setLevel(logging.ERROR)
     if sys.argv[1:2] and sys.argv[1] in LONG:
         with_large_pages()
@@ -83,10 +83,19 @@ def run() -> None:
     except Exception as error:
         known = isinstance(error, ValueError | OSError | RuntimeError | ImportError)
         if known and not os.environ.get(TRACEBACK):
-            print(f"error: {one_line(error)}", file=sys.stderr)
-            hosts.leave(2)
+            print(f"error: {missing(error) or one_line(error)}", file=sys.stderr)
+            leave(2)
         traceback.print_exception(error)
-        hosts.leave(1)
+        leave(1)
+
+
+def leave(code: int) -> None:
+    """Ends the process; one of a group of processes does not wait for the others."""
+    if "jax" not in sys.modules:
+        sys.exit(code)
+    from synthesizer_jax.sharding import hosts
+
+    hosts.leave(code)
 
 
 def one_line(error: BaseException) -> str:

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from synthesizer_jax.cli.recipes import check_name, load_recipe
+from synthesizer_jax.cli.train import Imports, Overrides, Recipe
+
 if TYPE_CHECKING:
     from synthesizer_jax.training.ahead import Compiled
     from synthesizer_jax.training.experiment import Experiment
@@ -16,26 +19,22 @@ GIB = 2**30
 
 
 def plan(
-    recipe: Annotated[
-        str, typer.Argument(help="FILE.py[:recipe], or the name of a packaged recipe.")
-    ],
+    recipe: Recipe,
     topology: Annotated[str, typer.Option(help="A slice, such as v5p:4x4x8 or v6e-16.")],
     slices: Annotated[int, typer.Option(help="How many such slices.")] = 1,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the step with libtpu; minutes, no TPU.")
     ] = False,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Change a field, such as --set mesh.fsdp=8."),
-    ] = None,
+    overrides: Overrides = None,
+    imports: Imports = None,
 ) -> None:
     """Say what a recipe needs of every TPU chip and what would fit; needs no TPU, allocates nothing.
 
     Example: synthesizer-jax plan cotrain_glue_super_glue:rv_base --topology v5e:4x4
     """
+    check_name(recipe)
     import jax
 
-    from synthesizer_jax.cli.recipes import load_recipe
     from synthesizer_jax.sharding import chips
     from synthesizer_jax.training.plan import advise, make_plan
 
@@ -43,7 +42,7 @@ def plan(
     jax.config.update("jax_platforms", "cpu")  # an installed libtpu would look for a TPU
     # What is compiled for a TPU cannot be read back without one.
     jax.config.update("jax_enable_compilation_cache", False)
-    experiment = load_recipe(recipe, overrides or ())
+    experiment = load_recipe(recipe, overrides or (), imports=imports or ())
     found = make_plan(experiment, place)
     show(found)
     if compiled:

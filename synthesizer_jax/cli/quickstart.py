@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from synthesizer_jax.cli.libraries import load_data_libraries
+from synthesizer_jax.cli.recipes import load_recipe
 from synthesizer_jax.cli.report import facts, show, summarise
-from synthesizer_jax.cli.train import DataDir
+from synthesizer_jax.cli.train import DataDir, Overrides
 
 if TYPE_CHECKING:
     from synthesizer_jax.data.definitions import TaskDefinition
@@ -28,19 +30,17 @@ def quickstart(
     workdir: Annotated[pathlib.Path, typer.Option(help="Where the runs and the report go.")],
     data_dir: DataDir = None,
     seed: Annotated[int, typer.Option(help="Of parameters, dropout and data order.")] = 0,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a field of both recipes.")
-    ] = None,
+    overrides: Overrides = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
 ) -> None:
     """Train a Synthesizer and its dot-product twin on the embedded mixture and compare them.
 
     Ends with a table of metrics per task and WORKDIR/report.html. Started again it continues.
     """
-    from synthesizer_jax.cli.recipes import load_recipe
     from synthesizer_jax.training.run import run
 
     began = time.perf_counter()
+    load_data_libraries()
     data_dir = workdir / "data" if data_dir is None else data_dir
     seeds = [f"training.seed={seed}", f"data.seed={seed}"]
     for title, recipe in RECIPES.items():

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from synthesizer_jax.cli.libraries import load_data_libraries
+from synthesizer_jax.cli.recipes import check_name, complete_recipe, load_with_code
+
 
 def directory(path: pathlib.Path | None) -> pathlib.Path | None:
     """Refuses a bucket's address, which would become a directory of that name."""
@@ -28,34 +31,53 @@ DataDir = Annotated[
         envvar="SYNTHESIZER_DATA_DIR", help="Where prepared data sets lie.", callback=directory
     ),
 ]
+Recipe = Annotated[
+    str,
+    typer.Argument(
+        help="FILE.py[:recipe], or the name of a packaged recipe.", autocompletion=complete_recipe
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Change a field, such as --set training.steps=200; `recipes RECIPE` shows all. Repeatable.",
+        metavar="PATH=VALUE",
+    ),
+]
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        help="Import a package, or run a file, with classes and tasks of your own first. Repeatable.",
+        metavar="PACKAGE|FILE.py",
+    ),
+]
 
 
 def train(
-    recipe: Annotated[
-        str, typer.Argument(help="FILE.py[:recipe], or the name of a packaged recipe.")
-    ],
+    recipe: Recipe,
     workdir: Workdir,
     data_dir: DataDir = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Change a field, such as --set training.steps=200."),
-    ] = None,
+    overrides: Overrides = None,
+    imports: Imports = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
 ) -> None:
     """Train a recipe; started again with the same workdir it continues where it was.
 
     Example: synthesizer-jax train quickstart --workdir runs/rv --set training.steps=200
     """
-    from synthesizer_jax.cli.recipes import load_recipe
+    check_name(recipe)
     from synthesizer_jax.sharding import hosts
     from synthesizer_jax.training.run import run
     from synthesizer_jax.training.survival import Preempted, farewell, leave_on_signals
 
     leave_on_signals()
     hosts.start()
-    experiment = load_recipe(recipe, overrides or ())
+    experiment, own = load_with_code(recipe, overrides or (), imports=imports or ())
+    load_data_libraries()
     try:
-        run(experiment, workdir, data_dir=data_dir, visible=not quiet)
+        run(experiment, workdir, data_dir=data_dir, visible=not quiet, own=own)
     except Preempted as preempted:
         typer.echo(farewell(preempted), err=True)
         raise typer.Exit(preempted.exit_code) from None

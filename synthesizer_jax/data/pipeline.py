@@ -29,6 +29,7 @@ from synthesizer_jax.data.members import (
     examples_of,
     fits_memory,
 )
+from synthesizer_jax.registry import check_types, fields_of
 
 STREAM_FILE = "stream.json"
 
@@ -62,21 +63,22 @@ class DataConfig:
     max_segments: int | None = None
 
     def __post_init__(self) -> None:
+        check_types(DataConfig, fields_of(self), "data")
+        for name in ("inputs_length", "targets_length", "batch_size", "max_segments"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"data.{name} is {value}; allowed: 1 or more")
+        if self.seed < 0:
+            raise ValueError(f"data.seed is {self.seed}; allowed: 0 or more")
         if not 1 <= self.shards <= CHUNK:
-            raise ValueError(f"shards={self.shards} is not a number from 1 to {CHUNK}")
-        if self.batch_size < 1 or self.batch_size % self.shards:
+            raise ValueError(f"data.shards is {self.shards}; allowed: 1 to {CHUNK}")
+        if self.batch_size % self.shards:
             below = max(self.batch_size // self.shards, 1) * self.shards
             nearest = f"{below} and {below + self.shards}"
             raise ValueError(
                 f"batch_size={self.batch_size} does not divide by shards={self.shards}; the "
                 f"nearest batch sizes that do are {nearest}"
             )
-        for name in ("inputs_length", "targets_length", "max_segments"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} is not positive")
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed} is negative; seeds are 0 or more")
 
     @property
     def lengths(self) -> dict[str, int]:

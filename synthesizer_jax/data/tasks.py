@@ -13,7 +13,7 @@ from synthesizer_jax.data.definitions import GLUE, SENTINEL, SUPER_GLUE, TaskDef
 from synthesizer_jax.data.mixtures import MIXTURES, Rates
 from synthesizer_jax.data.stored import check, prepared, stored_splits
 from synthesizer_jax.data.vocabularies import Vocabulary
-from synthesizer_jax.registry import suggestion
+from synthesizer_jax.suggestions import suggestion
 
 TASKS: dict[str, TaskDefinition] = {d.name: d for d in (*GLUE, *SUPER_GLUE, *SENTINEL)}
 """Every known task; `add` adds more."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from synthesizer_jax.parameters import ACTIVATION_AXES, LOGICAL_AXES
-from synthesizer_jax.registry import suggestion
+from synthesizer_jax.suggestions import suggestion
 
 
 def axis_rules(

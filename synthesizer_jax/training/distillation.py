@@ -22,6 +22,7 @@ from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.parameters import abstract_variables
 from synthesizer_jax.registry import register, replace, to_json
 from synthesizer_jax.sharding import hosts, shardings, spread
+from synthesizer_jax.training import code, limits
 from synthesizer_jax.training.checkpoints import restore_variables
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training, load_experiment
 from synthesizer_jax.training.replacement import Replacement, Site, sites, student_model
@@ -56,6 +57,9 @@ class Distillation:
     evaluation: Evaluation | None = None
     fine_tune: Training | None = None
 
+    def __post_init__(self) -> None:
+        limits.check(self)
+
 
 def distill(
     recipe: Distillation,
@@ -64,6 +68,7 @@ def distill(
     *,
     data_dir: pathlib.Path | None = None,
     visible: bool = True,
+    own: code.Code = code.NOTHING,
 ) -> Experiment:
     """Runs, or continues, a distillation.
 
@@ -73,6 +78,7 @@ def distill(
       directory: the student's run; an ordinary one afterwards, without the teacher.
       data_dir: where data sets lie.
       visible: show a progress bar.
+      own: code that later commands need before they can load the student; the teacher's comes with it.
 
     Returns:
       The student's experiment.
@@ -89,7 +95,8 @@ def distill(
     variables = unroll_variables(taught.model, variables)
     experiment = student_of(taught, recipe, teacher)
     trainer = DistillationTrainer(experiment, unroll(taught.model), variables, recipe)
-    options: Any = {"data_dir": data_dir, "visible": visible}
+    own = code.recorded(teacher) + own
+    options: Any = {"data_dir": data_dir, "visible": visible, "own": own}
     run(experiment, directory, trainer=trainer, initial=inherit(variables), **options)
     if hosts.first():
         aside = directory / (DISTILLATION_FILE + ".tmp")

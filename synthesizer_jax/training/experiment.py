@@ -6,15 +6,16 @@ import dataclasses
 import json
 import os
 import pathlib
-import typing
-from typing import Any
 
+from synthesizer_jax.data import tasks
 from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.models import TextToText
-from synthesizer_jax.registry import fields_of, from_json, register, replace, suggestion, to_json
+from synthesizer_jax.registry import from_json, register, shown, to_json
 from synthesizer_jax.sharding import MeshShape
-from synthesizer_jax.training.optimizers import Adafactor, AdamW
+from synthesizer_jax.suggestions import suggestion
+from synthesizer_jax.training import code, limits
+from synthesizer_jax.training.optimizers import Optimizer
 
 EXPERIMENT_FILE = "experiment.json"
 
@@ -29,7 +30,7 @@ class Training:
 
     Attributes:
       steps: number of optimiser steps.
-      optimizer: `AdamW` or `Adafactor`, with its schedule.
+      optimizer: `AdamW`, `Adafactor` or one of your own, with its schedule.
       z_loss: coefficient of log² Z.
       label_smoothing: T5's label smoothing.
       loss_normalizer: what the summed loss is divided by, see `losses.loss_denominator`.
@@ -44,7 +45,7 @@ class Training:
     """
 
     steps: int
-    optimizer: AdamW | Adafactor
+    optimizer: Optimizer
     z_loss: float = 1e-4
     label_smoothing: float = 0.0
     loss_normalizer: float | str | None = None
@@ -86,7 +87,7 @@ class Evaluation:
 @register
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """A whole run.
+    """A whole run; every field of it and of what it holds is checked when it is made.
 
     Attributes:
       model: the configured, unbound model.
@@ -107,6 +108,22 @@ class Experiment:
     mesh: MeshShape = MeshShape()
     init_from: str | None = None
 
+    def __post_init__(self) -> None:
+        limits.check(self)
+        check_split(self.data)
+
+
+def check_split(data: DataConfig) -> None:
+    """Raises a `ValueError` where a known mixture's tasks have no such split."""
+    if data.mixture not in (*tasks.MIXTURES, *tasks.TASKS):
+        return
+    known = {s for name in tasks.members(data.mixture) for s in tasks.definition(name).splits}
+    if data.split not in known:
+        raise ValueError(
+            f"data.split is {data.split!r}{suggestion(data.split, known)}; the tasks of "
+            f"{data.mixture!r} have {', '.join(sorted(known))}"
+        )
+
 
 def save_experiment(experiment: Experiment, directory: pathlib.Path) -> None:
     """Writes ``experiment.json``, which is enough to rebuild the model."""
@@ -116,87 +133,42 @@ def save_experiment(experiment: Experiment, directory: pathlib.Path) -> None:
     os.replace(aside, directory / EXPERIMENT_FILE)
 
 
+def check_vocabulary(experiment: Experiment) -> None:
+    """Raises a `ValueError` where a run's vocabulary is not a file inside the run."""
+    if isinstance(experiment.vocabulary, SentencePiece):
+        path = pathlib.PurePath(experiment.vocabulary.path)
+        if path.is_absolute() or ".." in path.parts or "~" in path.parts[:1]:
+            raise ValueError(
+                f"vocabulary.path is {shown(str(path))}, which lies outside of the run; put the file into "
+                "the run's directory and give its name"
+            )
+
+
 def load_experiment(directory: pathlib.Path) -> Experiment:
-    """Reads the experiment of a run's directory.
+    """Reads the experiment of a run's directory, with the code of its own that it needs.
 
     Raises:
       FileNotFoundError: the directory holds no run.
-      ValueError: the file was written by another version or with unknown classes.
+      ValueError: the file is damaged, was written by another version or with unknown classes, or the run
+        needs code that this account has not run (`code.require`).
     """
     path = directory / EXPERIMENT_FILE
     if not path.is_file():
         raise FileNotFoundError(
-            f"{directory} holds no {EXPERIMENT_FILE}; give the --workdir of a training run"
+            f"{directory} holds no {EXPERIMENT_FILE}; give the directory of a training run of this package"
         )
-    return from_json(json.loads(path.read_text(encoding="utf-8")))
-
-
-def override(obj: Any, assignment: str) -> Any:
-    """A copy with one field changed, from ``path.to.field=value``.
-
-    Args:
-      obj: an experiment, or any registered object inside it.
-      assignment: dots name fields, numbers index tuples; the value is read by the field's type.
-
-    Raises:
-      ValueError: an unknown field or a value that does not fit, with a suggestion.
-    """
-    path, equals, text = assignment.partition("=")
-    if not equals:
-        raise ValueError(f"--set {assignment!r}: write path.to.field=value")
-    return _override(obj, path.split("."), text, path)
-
-
-def _override(obj: Any, names: list[str], text: str, path: str) -> Any:
-    name, rest = names[0], names[1:]
-    if isinstance(obj, tuple):
-        if not name.isdigit() or int(name) >= len(obj):
-            raise ValueError(f"--set {path}: {name!r} is not an index below {len(obj)}")
-        index = int(name)
-        new = _override(obj[index], rest, text, path) if rest else _parse(text, object, path)
-        return (*obj[:index], new, *obj[index + 1 :])
-    if not dataclasses.is_dataclass(obj):
-        raise ValueError(f"--set {path}: {name!r} is inside a plain value, which has no fields")
-    fields = fields_of(obj)
-    if name not in fields:
-        raise ValueError(
-            f"--set {path}: {type(obj).__name__} has no field {name!r}"
-            f"{suggestion(name, fields)}; its fields: {', '.join(fields)}"
-        )
-    if rest:
-        return replace(obj, **{name: _override(fields[name], rest, text, path)})
-    kind = typing.get_type_hints(type(obj)).get(name, object)
-    return replace(obj, **{name: _parse(text, kind, path)})
-
-
-def _parse(text: str, kind: Any, path: str) -> Any:
-    """Reads a command-line value for a field of type `kind`."""
+    code.require(directory)
     try:
-        value = from_json(json.loads(text))
-    except json.JSONDecodeError:
-        value = {"none": None, "true": True, "false": False}.get(text.lower(), text)
-    options = typing.get_args(kind) if _is_union(kind) else (kind,)
-    for option in options:
-        if _fits(value, option):
-            return float(value) if option is float else value
-    names = " or ".join(
-        "none" if o is type(None) else getattr(o, "__name__", str(o)) for o in options
-    )
-    raise ValueError(f"--set {path}={text}: expected {names}")
-
-
-def _is_union(kind: Any) -> bool:
-    import types
-
-    return isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
-
-
-def _fits(value: Any, option: Any) -> bool:
-    if option is object or option is Any:
-        return True
-    if option is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if option is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    origin = typing.get_origin(option) or option
-    return isinstance(origin, type) and isinstance(value, origin)
+        found = from_json(json.loads(path.read_text(encoding="utf-8")))
+        if not isinstance(found, Experiment):
+            raise ValueError(f"it holds {shown(found)}, expected an Experiment")
+        check_vocabulary(found)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {error.lineno}: it is not JSON ({error.msg})") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: it is not UTF-8 text") from None
+    except RecursionError:
+        raise ValueError(f"{path}: it is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return found

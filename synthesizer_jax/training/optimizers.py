@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import optax
@@ -12,6 +12,14 @@ from synthesizer_jax.parameters import Axes, is_axes
 from synthesizer_jax.registry import register
 from synthesizer_jax.training.adafactor import NEVER_FACTORED, adafactor, moment_axes
 from synthesizer_jax.training.schedules import Constant, InverseSquareRoot, Schedule
+
+
+class Optimizer(Protocol):
+    """An optimiser's configuration; one of your own is a frozen dataclass with `register`."""
+
+    def build(self, axes: Any) -> optax.GradientTransformation:
+        """The optax transformation for parameters of these logical axes."""
+        ...
 
 
 @register

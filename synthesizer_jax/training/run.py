@@ -19,6 +19,7 @@ from synthesizer_jax.evaluation import write_results
 from synthesizer_jax.models import stack_layers, stacks, unroll_variables
 from synthesizer_jax.registry import replace, to_json
 from synthesizer_jax.sharding import hosts, spread
+from synthesizer_jax.training import code
 from synthesizer_jax.training.checkpoints import finished_steps, restore_variables
 from synthesizer_jax.training.evaluator import Evaluator, log_values
 from synthesizer_jax.training.experiment import (
@@ -49,6 +50,7 @@ def run(
     initial: Callable[[TrainState], TrainState] | None = None,
     devices: list[jax.Device] | None = None,
     visible: bool = True,
+    own: code.Code = code.NOTHING,
 ) -> TrainState:
     """Trains, or continues, a run; everything it needs later lies in its directory.
 
@@ -60,6 +62,7 @@ def run(
       initial: changes a fresh state; None: puts `init_from`'s parameters into it, if any.
       devices: None uses all devices.
       visible: show a progress bar.
+      own: code that later commands need before they can load the run, recorded in its directory.
 
     Returns:
       The final state.
@@ -77,6 +80,8 @@ def run(
         if visible and hosts.first():
             print(f"{directory}: reading {experiment.data.mixture}", flush=True)
         with stop.region():
+            if initial is None and experiment.init_from is not None:
+                checkpoint_of(pathlib.Path(experiment.init_from))
             with hosts.one_after_the_first("directory"):
                 experiment = with_vocabulary(experiment, directory, places)
                 check_same_run(experiment, directory)
@@ -93,7 +98,9 @@ def run(
 
         def save_settings() -> None:
             if hosts.first():
+                code.record(directory, own)
                 save_run(experiment, directory)
+            code.trust(own)
 
         start = initial
         if start is None and experiment.init_from is not None:
@@ -258,8 +265,7 @@ def parameters_from(
     Raises:
       ValueError: the checkpoint is of another model.
     """
-    step = int(source.name) if source.parent.name == "checkpoints" else None
-    directory = source.parent.parent if step is not None else source
+    directory, step = checkpoint_of(source)
     theirs = load_experiment(directory)
     _, variables = restore_variables(directory / "checkpoints", step=step)
     variables = unroll_variables(theirs.model, variables)
@@ -278,6 +284,22 @@ def parameters_from(
         return replace_parameters(state, params, constants)
 
     return put
+
+
+def checkpoint_of(source: pathlib.Path) -> tuple[pathlib.Path, int | None]:
+    """The run's directory and the step (None: the newest) of ``RUN`` or ``RUN/checkpoints/STEP``.
+
+    Raises:
+      ValueError: there is no run of this package.
+    """
+    of_step = source.parent.name == "checkpoints" and source.name.isdecimal()
+    directory = source.parent.parent if of_step else source
+    if not (directory / EXPERIMENT_FILE).is_file():
+        raise ValueError(
+            f"init_from is {str(source)!r}, but {directory} holds no {EXPERIMENT_FILE}; give the directory "
+            "of a training run of this package, or RUN/checkpoints/STEP"
+        )
+    return directory, int(source.name) if of_step else None
 
 
 def replace_parameters(state: TrainState, params: Any, constants: Any) -> TrainState:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Protocol
 
 import jax.numpy as jnp
 import optax
 
 from synthesizer_jax.registry import register
+
+
+class Schedule(Protocol):
+    """A learning rate over steps; one of your own is a frozen dataclass with `register`."""
+
+    def build(self) -> optax.Schedule:
+        """A function of the (possibly traced) step."""
+        ...
 
 
 @register
@@ -65,9 +74,6 @@ class Cosine:
             )
 
         return rate
-
-
-Schedule = Constant | InverseSquareRoot | Cosine
 
 
 def _warmup(step: optax.ScalarOrSchedule, steps: int) -> jnp.ndarray:

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from synthesizer_jax.parameters import abstract_variables
 from synthesizer_jax.sharding import replicated, shardings
-from synthesizer_jax.training.optimizers import Adafactor, AdamW, state_axes
+from synthesizer_jax.training.optimizers import Optimizer, state_axes
 
 
 @jax.tree_util.register_dataclass
@@ -65,7 +65,7 @@ def example_tokens(inputs_length: int, targets_length: int) -> tuple[Any, Any]:
 
 def make_layout(
     model: nn.Module,
-    recipe: AdamW | Adafactor,
+    recipe: Optimizer,
     *,
     tokens: tuple[Any, Any],
     mesh: Mesh | AbstractMesh,

@@ -238,11 +238,11 @@ def test_settings_that_cannot_work_are_said_in_one_sentence() -> None:
         config(batch_size=13)
     with pytest.raises(ValueError, match=r"batch_size=3 .* are 4 and 8"):
         config(batch_size=3)
-    with pytest.raises(ValueError, match="shards=0"):
+    with pytest.raises(ValueError, match=r"data\.shards is 0; allowed: 1 to 1024"):
         config(shards=0)
-    with pytest.raises(ValueError, match="max_segments=0 is not positive"):
+    with pytest.raises(ValueError, match=r"data\.max_segments is 0; allowed: 1 or more"):
         config(max_segments=0)
-    with pytest.raises(ValueError, match="seed=-1"):
+    with pytest.raises(ValueError, match=r"data\.seed is -1"):
         config(seed=-1)
     with pytest.raises(ValueError, match=r"no task of 'small' is drawn on the split 'test'"):
         Stream(config(split="test"))

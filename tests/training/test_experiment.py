@@ -5,11 +5,15 @@ import json
 import pytest
 
 from synthesizer_jax.cli.recipes import load_recipe, packaged
+from synthesizer_jax.data.vocabularies import SentencePiece
+from synthesizer_jax.models import ZOO
 from synthesizer_jax.registry import from_json, register, replace, to_json
 from synthesizer_jax.sharding import MeshShape
-from synthesizer_jax.training.experiment import load_experiment, override, save_experiment
+from synthesizer_jax.training.experiment import load_experiment, save_experiment
 from synthesizer_jax.training.optimizers import Adafactor, AdamW
-from synthesizer_jax.training.run import check_same_run, check_same_shapes
+from synthesizer_jax.training.run import check_same_run, check_same_shapes, run, with_vocabulary
+from synthesizer_jax.training.schedules import Constant
+from synthesizer_jax.training.settings import override, settings
 from tests.training.tiny import experiment
 
 
@@ -48,6 +52,8 @@ def test_every_packaged_recipe_loads_and_round_trips():
         ('training.optimizer={"type": "Adafactor"}', lambda e: e.training.optimizer
             == Adafactor()),
         ("init_from=runs/a", lambda e: e.init_from == "runs/a"),
+        ("model=t5_1_1_tiny", lambda e: e.model == ZOO["t5_1_1_tiny"]()),
+        ("model=lm_base", lambda e: e.model == ZOO["lm_base"]()),
     ],
 )  # fmt: skip
 def test_overrides_are_typed(assignment, read):
@@ -65,12 +71,218 @@ def test_overrides_are_typed(assignment, read):
         ("training.steps.more=1", "inside a plain value"),
         ('training.optimizer={"type": "Sgd"}', "unknown type 'Sgd'"),
         ("data.batch_size=10", "does not divide by shards"),
+        ("model=t5_1_1_tin", "there is no model 't5_1_1_tin', did you mean 't5_1_1_tiny'"),
+        ("model=bert_large", "model=Encoder: expected EncoderDecoder or LanguageModel"),
+        ("training.optimizer.b3=1", "AdamW has no field 'b3', did you mean 'b2'"),
     ],
 )
 def test_wrong_overrides_are_one_sentence(assignment, message):
     with pytest.raises(ValueError, match=message) as error:
         override(replace(experiment(), data=replace(experiment().data, shards=4)), assignment)
     assert "\n" not in str(error.value)
+
+
+WRONG = [
+    ("training.steps=-3", "training.steps is -3; allowed: 1 to"),
+    ("training.steps=0", "training.steps is 0; allowed: 1 to"),
+    ("training.log_every=0", "training.log_every is 0"),
+    ("training.save_every=-5", "training.save_every is -5"),
+    ("training.keep_best=-1", "training.keep_best is -1; allowed: 0 to"),
+    ("training.keep_latest=-1", "training.keep_latest is -1"),
+    ("training.keep_best=NaN", "training.keep_best=NaN: expected int"),
+    ("training.save_every=[1, 2]", "expected int"),
+    ("training.micro_batches=0", "training.micro_batches is 0"),
+    ("training.seed=-1", "training.seed is -1; allowed: 0 to"),
+    ("training.seed=10000000000000000000000", "training.seed is 1000000"),
+    ("training.z_loss=Infinity", "training.z_loss=Infinity: expected float"),
+    ("training.z_loss=-1", "training.z_loss is -1.0; allowed: 0 or more"),
+    ("training.label_smoothing=1.5", "training.label_smoothing is 1.5; allowed: 0 to 1"),
+    (
+        "training.loss_normalizer=foo",
+        "training.loss_normalizer is 'foo'; allowed: above 0 or 'tokens_w",
+    ),
+    ("training.loss_normalizer=0", "training.loss_normalizer is 0.0; allowed: above 0 or"),
+    ("training.optimizer.b2=2", "training.optimizer.b2 is 2.0; allowed: 0 to below 1"),
+    ("training.optimizer.b2=NaN", "training.optimizer.b2=NaN: expected float"),
+    ("training.optimizer.learning_rate.warmup_steps=-4", "learning_rate.warmup_steps is -4"),
+    ('training.optimizer={"type": "Constant"}', "training.optimizer=Constant: expected Optimizer"),
+    ('training.optimizer.learning_rate={"type": "AdamW"}', "AdamW: expected Schedule"),
+    ("training.watchdog_seconds=-1", "training.watchdog_seconds is -1.0"),
+    (
+        "evaluation.method=sample",
+        "evaluation.method is 'sample'; allowed: 'greedy', 'beam', 'rank'",
+    ),
+    ("evaluation.batch_size=0", "evaluation.batch_size is 0"),
+    ("evaluation.max_examples=0", "evaluation.max_examples is 0"),
+    ("evaluation.every=-1", "evaluation.every is -1"),
+    (
+        "evaluation.logits_dtype=int8",
+        "evaluation.logits_dtype is 'int8'; allowed: 'float32', 'bfloat16'",
+    ),
+    ("data.batch_size=-8", "data.batch_size is -8; allowed: 1 or more"),
+    ("data.inputs_length=0", "data.inputs_length is 0"),
+    ("data.shards=0", "data.shards is 0; allowed: 1 to 1024"),
+    ("mesh.dcn_fsdp=-9223372036854775808", "mesh.dcn_fsdp is -9223372036854775808; allowed: -1 to"),
+    ("mesh.tensor=0", "mesh.tensor is 0; allowed: -1 to .*, not 0"),
+    ("vocabulary.extra_ids=-1", "vocabulary.extra_ids is -1"),
+    ("model.dtype=float17", "model.dtype is 'float17'; allowed: 'float32', 'bfloat16'"),
+    ("model.vocab_size=0", "model.vocab_size is 0"),
+    ("model.d_model=-8", "model.d_model is -8"),
+    ("model.encoder.dropout_rate=1.1", "model.encoder.dropout_rate is 1.1; allowed: 0 to below 1"),
+    ("model.encoder.remat=some", "model.encoder.remat is 'some'; allowed: 'full', 'dots'"),
+    ("model.encoder.runs.0.repeats=-1", r"model.encoder.runs.0.repeats is -1; allowed: 1 to"),
+    ("model.encoder.runs.0.block.self_mixer.num_heads=0", "self_mixer.num_heads is 0"),
+    ("model.encoder.runs.0.block.self_mixer.head_dim=-4", "self_mixer.head_dim is -4"),
+    (
+        "model.encoder.runs.0.block.self_mixer.implementation=fast",
+        "implementation is 'fast'; allowed",
+    ),
+    ("model.encoder.runs.0.block.self_mixer.alignment.weights=max", "weights is 'max'; allowed"),
+    ("model.encoder.runs.0.block.feed_forward.hidden_dim=0", "feed_forward.hidden_dim is 0"),
+    ('model.encoder.runs.0.block.feed_forward.activations=["tanh"]', "activations is .*'tanh'"),
+    ("model.encoder.runs.0.block.feed_forward.activations=gelu", "expected tuple"),
+    ("model.encoder.runs.0.block.self_mixer.name=other", "Attention has no field 'name'"),
+]
+
+
+@pytest.mark.parametrize(("assignment", "message"), WRONG)
+def test_values_out_of_their_range_are_refused_at_once(assignment, message):
+    with pytest.raises(ValueError, match=message) as error:
+        override(experiment(), assignment)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("steps", "a", "training.steps is 'a', expected int"),
+        ("steps", True, "training.steps is True, expected int"),
+        ("z_loss", float("nan"), "training.z_loss is nan, expected float"),
+        ("optimizer", Constant(), "training.optimizer is a Constant, expected Optimizer"),
+        ("optimizer", AdamW, "training.optimizer is <class .*, expected Optimizer"),
+        ("optimizer", AdamW(b1=1.0), r"training.optimizer.b1 is 1.0; allowed: 0 to below 1"),
+    ],
+)
+def test_wrong_values_from_python_are_refused_when_the_experiment_is_made(field, value, message):
+    recipe = experiment()
+    with pytest.raises(ValueError, match=message):
+        replace(recipe, training=replace(recipe.training, **{field: value}))
+
+
+def test_a_split_that_a_mixtures_tasks_do_not_have_is_refused():
+    recipe = load_recipe("finetune")
+    with pytest.raises(
+        ValueError, match=r"data\.split is 'tain', did you mean 'train'.* have .*test"
+    ):
+        override(recipe, "data.split=tain")
+
+
+def test_every_plain_setting_can_be_typed_as_it_is_shown():
+    for recipe in (load_recipe("quickstart"), load_recipe("translate:hc_sa"), experiment()):
+        rows = list(settings(recipe))
+        assert {"training.steps", "model.encoder.runs.0.repeats", "data.pack"} <= {
+            r.path for r in rows
+        }
+        for row in rows:
+            if row.leaf:
+                assert override(recipe, f"{row.path}={row.value}") == recipe
+    shown = {row.path: row for row in settings(load_recipe("quickstart"))}
+    assert shown["training.log_every"].value == "25" and shown["training.log_every"].default == "10"
+    assert shown["training.steps"].default is None
+    assert shown["training.optimizer.b2"].type == "float: 0 to below 1"
+    assert shown["evaluation.max_examples"].type == "int or none: 1 to 2,147,483,647"
+
+
+def damaged(change):
+    """An experiment's JSON with something changed."""
+    data = to_json(experiment())
+    change(data)
+    return json.dumps(data)
+
+
+DAMAGES = {
+    "": r"line 1: it is not JSON",
+    "{": r"line 1: it is not JSON",
+    json.dumps(to_json(experiment()))[:900]: r"line 1: it is not JSON",
+    "null": r"it holds None, expected an Experiment",
+    "[]": r"it holds \(\), expected an Experiment",
+    "{}": r"it holds {}, expected an Experiment",
+    "3": r"it holds 3, expected an Experiment",
+    '{"type": 1}': r"unknown type 1 in the saved configuration",
+    '{"type": []}': r"unknown type \[\] in the saved",
+    '{"type": "AdamW"}': r"it holds a AdamW, expected an Experiment",
+    '{"type": "Experiment"}': r"model is missing",
+    "[" * 100_000: r"it is nested too deeply",
+    '{"a":' * 500 + "1" + "}" * 500: r"is nested deeper than 64 levels",
+    damaged(lambda d: d["training"].update(steps="a")): r"training\.steps is 'a', expected int",
+    damaged(lambda d: d["training"].update(steps=-3)): r"training\.steps is -3; allowed: 1 to",
+    damaged(
+        lambda d: d["training"].update(keep_best=float("nan"))
+    ): r"keep_best is nan, expected int",
+    damaged(
+        lambda d: d["training"].update(save_every=[1, 2])
+    ): r"save_every is \(1, 2\), expected int",
+    damaged(lambda d: d["training"].pop("optimizer")): r"training\.optimizer is missing",
+    damaged(lambda d: d["data"].update(batch_size="8")): r"data\.batch_size is '8', expected int",
+    damaged(lambda d: d.update(data={})): r"data is {}, expected DataConfig",
+    damaged(
+        lambda d: d["mesh"].update(dcn_fsdp=-(2**63))
+    ): r"mesh\.dcn_fsdp is -9223372036854775808",
+    damaged(lambda d: d["model"].update(encoder=None)): r"model\.encoder is None, expected Stack",
+    damaged(
+        lambda d: d["model"].update(encoder={"type": "os.system"})
+    ): r"model\.encoder: unknown type",
+    damaged(lambda d: d["model"]["encoder"].update(runs=[])): r"model\.encoder\.runs is empty",
+    damaged(lambda d: d["model"].update(name="x")): r"model: EncoderDecoder has no field 'name'",
+    damaged(
+        lambda d: d["model"].update(parent="x")
+    ): r"model: EncoderDecoder has no field 'parent'",
+    damaged(lambda d: d["vocabulary"].update(extra_ids=None)): r"vocabulary\.extra_ids is None",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), DAMAGES.items(), ids=range(len(DAMAGES)))
+def test_a_damaged_file_is_one_sentence_that_names_it(tmp_path, text, message):
+    (tmp_path / "experiment.json").write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        load_experiment(tmp_path)
+    assert str(tmp_path / "experiment.json") in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def test_a_file_that_is_no_text_names_itself(tmp_path):
+    (tmp_path / "experiment.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"experiment\.json: it is not UTF-8"):
+        load_experiment(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../other/vocabulary.model", "~/spiece.model"])
+def test_a_vocabulary_outside_of_the_run_is_refused_when_the_run_is_opened(tmp_path, path):
+    save_experiment(replace(experiment(), vocabulary=SentencePiece(path)), tmp_path)
+    with pytest.raises(
+        ValueError, match=rf"experiment\.json: vocabulary\.path is '{path}', which lies"
+    ):
+        load_experiment(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"root:x:0:0:root:/root:/bin/bash\n", b"", b"\x0a\x00"])
+def test_what_is_no_vocabulary_is_refused_before_it_is_copied(tmp_path, content):
+    (tmp_path / "secret").write_bytes(content)
+    recipe = replace(experiment(), vocabulary=SentencePiece(str(tmp_path / "secret")))
+    with pytest.raises(ValueError, match=r"secret is not a SentencePiece model"):
+        with_vocabulary(recipe, tmp_path / "run", tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("place", ["t5x/checkpoint_0", "t5x/checkpoints/checkpoint_0", "nowhere"])
+def test_init_from_something_else_is_one_sentence_at_once(tmp_path, place):
+    (tmp_path / "t5x" / "checkpoint_0").mkdir(parents=True)
+    recipe = replace(experiment(), init_from=str(tmp_path / place))
+    with pytest.raises(
+        ValueError, match=rf"init_from is '.*{place}', but .* holds no experiment.json"
+    ):
+        run(recipe, tmp_path / "run", data_dir=tmp_path, visible=False)
+    assert not (tmp_path / "run").exists()
 
 
 def test_unknown_recipes_come_with_what_there_is(tmp_path):
@@ -90,7 +302,7 @@ def test_unknown_recipes_come_with_what_there_is(tmp_path):
 
 
 def test_saved_json_of_unknown_classes_is_one_sentence():
-    with pytest.raises(ValueError, match=r"unknown type 'Randon'.*'Random'.*--import my_package"):
+    with pytest.raises(ValueError, match=r"unknown type 'Randon'.*'Random'.*--import PACKAGE"):
         from_json({"type": "Randon", "max_length": 3})
     with pytest.raises(ValueError, match="Random has no field 'max_len', did you mean"):
         from_json({"type": "Random", "max_len": 3})

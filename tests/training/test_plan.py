@@ -11,7 +11,7 @@ from synthesizer_jax.models import Size, alignment, t5, unroll
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape, chips
 from synthesizer_jax.training import ahead, plan
-from synthesizer_jax.training.experiment import override
+from synthesizer_jax.training.settings import override
 from synthesizer_jax.training.trainer import Trainer
 from tests.training.tiny import VOCAB, experiment
 

@@ -1,0 +1,278 @@
+"""A user's own classes, tasks and metrics outlive training; a directory from elsewhere runs nothing."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from synthesizer_jax import registry
+from synthesizer_jax.data import embedded, tasks
+from synthesizer_jax.training import code
+from tests.cli.test_commands import call
+from tests.conftest import ROOT
+
+RECIPE = '''
+"""Everything of its own: alignment, schedule, optimiser, task, metric."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.linen as nn
+import jax.numpy as jnp
+import optax
+
+from synthesizer_jax.alignments import Alignment
+from synthesizer_jax.attention import static
+from synthesizer_jax.data import tasks
+from synthesizer_jax.data.definitions import TaskDefinition
+from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.vocabularies import SentencePiece
+from synthesizer_jax.models import Size, t5
+from synthesizer_jax.registry import register
+from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
+
+
+@register
+class Slope(Alignment):
+    """Logits that fall with the key's position."""
+
+    steepness: float = 0.5
+
+    @nn.compact
+    def __call__(self, queries, keys=None, *, num_heads, head_dim, query_span, key_span):
+        row = -self.steepness * jnp.arange(key_span.length, dtype=jnp.float32)
+        shape = (num_heads, query_span.length, key_span.length)
+        return (static(jnp.broadcast_to(row, shape)),)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Halving:
+    value: float = 0.1
+
+    def build(self):
+        return lambda step: self.value * 0.5**step
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Descent:
+    learning_rate: Halving = Halving()
+
+    def build(self, axes):
+        return optax.sgd(self.learning_rate.build())
+
+
+def brevity(targets, predictions):
+    """The share of answers without a label word."""
+    return {"brevity": 100.0 * sum(p == -1 for p in predictions) / len(predictions)}
+
+
+tasks.add(
+    [
+        TaskDefinition(
+            "own_sst2",
+            "embedded_co_training/sst2",
+            prefix="own",
+            features=("sentence",),
+            labels=("negative", "positive"),
+            metrics=(brevity,),
+            splits=("train", "validation"),
+        )
+    ]
+)
+
+
+def default():
+    return Experiment(
+        model=t5(Size(8, 1, 16, 2, 4), encoder=Slope(0.25), decoder=Slope(), vocab_size=1024),
+        vocabulary=SentencePiece("VOCABULARY", extra_ids=0),
+        data=DataConfig("own_sst2", 16, 4, batch_size=8, shards=1),
+        training=Training(steps=2, optimizer=Descent(), log_every=1, save_every=2),
+        evaluation=Evaluation(method="greedy", max_examples=4, batch_size=4),
+    )
+'''
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A finished run of a recipe of one's own, and this account's state."""
+    place = tmp_path_factory.mktemp("own")
+    vocabulary = embedded.prepare(place / "data").vocabulary.path
+    (place / "mine.py").write_text(RECIPE.replace("VOCABULARY", str(vocabulary)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(place / "state"))
+        call(
+            *("train", place / "mine.py", "--workdir", place / "run", "--quiet"),
+            *("--data-dir", place / "data"),
+        )
+    return place
+
+
+@pytest.fixture
+def afresh(place, monkeypatch):
+    """As in another process of this account: nothing of one's own is known."""
+    own = {k: v for k, v in registry.REGISTRY.items() if v.__module__.startswith("synthesizer_jax")}
+    monkeypatch.setattr(registry, "REGISTRY", own)
+    monkeypatch.setattr(code, "REGISTRY", own)
+    monkeypatch.setattr(code, "_executed", {})
+    monkeypatch.setattr(code, "_imported", set())
+    monkeypatch.setattr(code, "_named", set())
+    monkeypatch.delitem(tasks.TASKS, "own_sst2", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(place / "state"))
+
+
+def test_a_fresh_process_evaluates_without_being_told(place):
+    done = subprocess.run(
+        [sys.executable, "-m", "synthesizer_jax", "eval", "--workdir", "run", "--data-dir", "data"],
+        cwd=place,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(place / "state")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "own_sst2" in done.stdout and "brevity" in done.stdout
+    assert done.stderr == ""
+
+
+def test_the_record_holds_the_recipes_source(place):
+    assert (place / "run/code/mine.py").read_text() == (place / "mine.py").read_text()
+    names = json.loads((place / "run/code/imports.json").read_text())
+    assert names == {"packages": [], "files": ["mine.py"]}
+    (trusted,) = (place / "state/synthesizer_jax/trusted").iterdir()
+    assert trusted.name == code.recorded(place / "run").digest
+
+
+@pytest.mark.usefixtures("afresh")
+def test_generate_finds_the_code_again(place):
+    shown = call("generate", "--workdir", place / "run", "own sentence: it was good")
+    assert len(shown.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("afresh")
+def test_code_that_this_account_has_not_run_is_not_run(place, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    file = place / "run/code/mine.py"
+    with pytest.raises(
+        ValueError,
+        match=rf"run needs code that this account has not run: {file}; read it, then add "
+        rf"--import {file}",
+    ):
+        call("generate", "--workdir", place / "run", "hello")
+    assert "Slope" not in registry.REGISTRY
+    call("generate", "--workdir", place / "run", "--import", file, "hello")
+    assert "Slope" in registry.REGISTRY
+    assert (tmp_path / "synthesizer_jax/trusted" / code.recorded(place / "run").digest).is_file()
+
+
+@pytest.mark.usefixtures("afresh")
+def test_a_run_is_continued_with_its_recipe_edited(place):
+    with (place / "mine.py").open("a") as file:
+        file.write("# a remark\n")
+    call(
+        *("train", place / "mine.py", "--workdir", place / "run", "--quiet"),
+        *("--data-dir", place / "data"),
+    )
+    assert (place / "run/code/mine.py").read_text().endswith("# a remark\n")
+
+
+@pytest.mark.usefixtures("afresh")
+def test_runs_with_files_of_one_name_have_each_its_own(tmp_path):
+    """Each run is read with the classes that it was trained with."""
+    for name, field in (("a", "first"), ("b", "second")):
+        text = (
+            "from dataclasses import dataclass\nfrom synthesizer_jax.registry import register\n"
+            f"@register\n@dataclass(frozen=True)\nclass Own:\n    {field}: int = 1\n"
+        )
+        own = code.Code(sources=(code.Source("mine.py", text.encode()),))
+        code.record(tmp_path / name, own)
+        code.trust(own)
+    for name, field in (("a", "first"), ("b", "second"), ("a", "first")):
+        code.require(tmp_path / name)
+        assert registry.from_json({"type": "Own", field: 2}) is not None
+
+
+@pytest.mark.usefixtures("afresh")
+def test_code_that_was_changed_is_not_run(place, tmp_path):
+    (tmp_path / "code").mkdir()
+    for name in ("code/imports.json", "code/mine.py", "experiment.json"):
+        (tmp_path / name).write_bytes((place / "run" / name).read_bytes())
+    with (tmp_path / "code/mine.py").open("a") as file:
+        file.write("\nraise SystemExit\n")
+    with pytest.raises(ValueError, match="needs code that this account has not run"):
+        call("generate", "--workdir", tmp_path, "hello")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "{",
+        "[]",
+        '{"packages": [], "files": ["../mine.py"]}',
+        '{"packages": [], "files": ["/mine.py"]}',
+        '{"packages": [], "files": [""]}',
+        '{"packages": [], "files": [3]}',
+        '{"packages": ["a b"], "files": []}',
+        '{"packages": [".a"], "files": []}',
+    ],
+)
+def test_a_damaged_record_is_one_sentence(tmp_path, names):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/imports.json").write_text(names)
+    with pytest.raises(ValueError, match=r"code/imports\.json is damaged") as error:
+        code.require(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("afresh")
+def test_a_package_is_recorded_by_its_name(place, monkeypatch, tmp_path):
+    (tmp_path / "own_package.py").write_text((place / "mine.py").read_text())
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    asked = code.load(["own_package"])
+    assert asked == code.Code(("own_package",)) and "Slope" in registry.REGISTRY
+    code.record(tmp_path, asked)
+    code.require(tmp_path)  # imported at the user's word, and trusted from then on
+    monkeypatch.setattr(code, "_imported", set())
+    code.require(tmp_path)
+    monkeypatch.setattr(code, "_imported", set())
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
+    with pytest.raises(ValueError, match=r"has not run: own_package; .* add --import own_package"):
+        code.require(tmp_path)
+    code.trust(asked)
+    code.require(tmp_path)
+    with pytest.raises(ValueError, match="there is no package 'no_such_package'; install it"):
+        code.load(["no_such_package"])
+    monkeypatch.delitem(sys.modules, "own_package")
+
+
+@pytest.mark.usefixtures("afresh")
+def test_a_student_inherits_its_teachers_code(place, tmp_path):
+    (tmp_path / "student.py").write_text(
+        "from synthesizer_jax.alignments import Random\n"
+        "from synthesizer_jax.training.distillation import Distillation\n"
+        "from synthesizer_jax.training.experiment import Training\n"
+        "from synthesizer_jax.training.optimizers import AdamW\n"
+        "from synthesizer_jax.training.replacement import Replacement\n"
+        "def default():\n"
+        "    training = Training(steps=1, optimizer=AdamW())\n"
+        "    return Distillation((Replacement(Random(max_length=16)),), training)\n"
+    )
+    call(
+        *("distill", tmp_path / "student.py", "--teacher", place / "run", "--quiet"),
+        *("--workdir", tmp_path / "student", "--data-dir", place / "data"),
+    )
+    # The student's own file makes nothing known, so nothing of it is needed later.
+    assert code.recorded(tmp_path / "student") == code.recorded(place / "run")
+
+
+def test_a_recipe_that_makes_nothing_known_is_not_recorded(tmp_path):
+    (tmp_path / "plain.py").write_text(
+        "from tests.training.tiny import experiment\ndef default():\n    return experiment()\n"
+    )
+    from synthesizer_jax.cli.recipes import load_with_code
+
+    assert load_with_code(str(tmp_path / "plain.py"))[1] == code.Code()

@@ -1,0 +1,287 @@
+"""Recipes on the command line: listed, shown, named wrongly, broken; and how quickly that is said."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from synthesizer_jax.cli import libraries
+from synthesizer_jax.cli.main import app
+from synthesizer_jax.cli.models import complete_model, known_costs
+from synthesizer_jax.cli.recipes import complete_recipe, load_recipe, packaged
+from synthesizer_jax.models import ZOO
+from synthesizer_jax.models.costs import costs
+from synthesizer_jax.training.distillation import Distillation
+from tests.cli.test_commands import call
+from tests.conftest import ROOT
+
+IMPORTS = (
+    "from synthesizer_jax.training.experiment import Experiment\n"
+    "from tests.training.tiny import experiment\n"
+)
+
+
+def command(*arguments, before="", cwd=ROOT, **environment):
+    """A process that runs a command and then says which heavy modules it has loaded."""
+    program = (
+        "import sys\n"
+        f"sys.argv[1:] = {list(arguments)!r}\n"
+        f"{before}\n"
+        "from synthesizer_jax.cli.main import run\n"
+        "try:\n    run()\n"
+        "finally:\n"
+        "    heavy = {'jax', 'flax', 'tensorflow', 'seqio', 'orbax'} & set(sys.modules)\n"
+        "    print('loaded', *sorted(heavy))\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "GLIBC_TUNABLES": "", **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--help"], 0, "recipes"),
+        (["--version"], 0, "."),
+        (["train", "--help"], 0, "--import"),
+        (["recipes"], 0, "quickstart:random_vanilla"),
+        (["models"], 0, "t5_1_1_tiny"),
+        (["train", "nope", "--workdir", "w"], 2, "there is no recipe 'nope'"),
+        (["train", "nope.py", "--workdir", "w"], 2, "there is no recipe file nope.py"),
+        (["train", "quickstart:ramdom", "--workdir", "w"], 2, "no recipe 'ramdom', did you mean"),
+        (["distill", "nope", "--teacher", "t", "--workdir", "w"], 2, "there is no recipe 'nope'"),
+        (["plan", "nope", "--topology", "v5e:4x4"], 2, "there is no recipe 'nope'"),
+    ],
+)
+def test_what_needs_no_jax_is_said_without_it(arguments, code, said):
+    done = command(*arguments)
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "loaded"
+
+
+def test_recipes_lists_what_comes_with_the_package():
+    shown = call("recipes")
+    rows = {row["recipe"]: row for row in json.loads(call("recipes", "--json"))}
+    assert {name.partition(":")[0] for name in rows} == set(packaged())
+    assert rows["translate:random"]["summary"] == "Random Synthesizer (R)."
+    assert rows["replace_attention:alr"]["returns"] == "Distillation"
+    assert all(name in shown for name in rows)
+
+
+def test_the_page_on_recipes_writes_one_that_loads(tmp_path):
+    (block,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), flags=re.S
+    )
+    (tmp_path / "mine.py").write_text(block)
+    settings = ["training.optimizer.learning_rate.value=3e-4", "model.encoder.runs.0.repeats=4"]
+    recipe = load_recipe(str(tmp_path / "mine.py"), settings)
+    assert recipe.model.encoder.num_layers == 4
+    load_recipe(str(tmp_path / "mine.py"), ['training.optimizer={"type": "AdamW", "b2": 0.98}'])
+
+
+def test_recipes_shows_every_field_of_one():
+    shown = call("recipes", "finetune:base", "--set", "training.steps=7")
+    assert re.search(r"^training\.steps=7 +int: 1 to 2,147,483,647$", shown, flags=re.M)
+    assert re.search(r"^training\.keep_best=1 .*default 1$", shown, flags=re.M)
+    assert re.search(r"^model\.dtype=bfloat16 .*'float32', 'bfloat16'", shown, flags=re.M)
+    found = json.loads(call("recipes", "replace_attention:alr", "--json"))
+    assert found["returns"] == "Distillation"
+    rows = {row["path"]: row for row in found["settings"]}
+    assert rows["replace.0.scope"]["value"] == "mixer"
+    assert rows["replace.0.scope"]["type"] == "str: 'mixer', 'sublayer', 'layer'"
+
+
+def test_a_model_is_set_by_its_name():
+    rows = json.loads(call("recipes", "quickstart", "--set", "model=t5_1_1_tiny", "--json"))
+    values = {row["path"]: row["value"] for row in rows["settings"]}
+    assert values["model.d_model"] == "32" and values["model.vocab_size"] == "32128"
+
+
+@pytest.mark.parametrize(
+    ("function", "source"),
+    [
+        ("default", "def default():\n    return experiment()\n"),
+        ("mine", "def mine(steps=3):\n    return experiment(steps=steps)\n"),
+        ("made", "made = lambda: experiment()\n"),
+        ("string", "def string() -> 'Experiment':\n    return experiment()\n"),
+        ("alias", "Mine = Experiment\ndef alias() -> 'Mine':\n    return experiment()\n"),
+    ],
+)
+def test_a_recipe_needs_no_annotation(tmp_path, function, source):
+    (tmp_path / "mine.py").write_text(IMPORTS + source)
+    assert load_recipe(f"{tmp_path / 'mine.py'}:{function}").data.mixture == "copy"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def default(:\n", r"mine\.py, line 3: SyntaxError: "),
+        ("x = 1\ny = x / 0\n", r"mine\.py, line 4: ZeroDivisionError: division by zero"),
+        ("import no_such_module\n", r"mine\.py, line 3: ModuleNotFoundError: No module named 'no_"),
+        ("def default():\n    return 1 / 0\n", r"mine\.py, line 4: ZeroDivisionError: division"),
+        (
+            "def default():\n    return experiment(steps=-3)\n",
+            r"mine\.py, line 4: ValueError: training\.steps is -3; allowed: 1 to",
+        ),
+        (
+            "def default(size):\n    return 3\n",
+            r"line 3: .* 'default' takes an argument, size; give",
+        ),
+        ("def default():\n    return 3\n", r"mine\.py, line 3: .* returns 3, expected Experiment"),
+        ("def default():\n    pass\n", r"mine\.py, line 3: .* returns None, expected Experiment"),
+        (
+            "def small():\n    pass\ndef _hidden():\n    pass\ndef sized(n):\n    pass\n",
+            r"mine\.py has no recipe 'default'; it has: small$",
+        ),
+        ("", r"mine\.py has no recipe 'default'; it has: none that return a Experiment"),
+        ("default = 3\n", r"mine\.py has no recipe 'default'"),
+    ],
+)
+def test_a_broken_recipe_is_one_sentence_with_file_and_line(tmp_path, source, message):
+    (tmp_path / "mine.py").write_text(IMPORTS + source)
+    with pytest.raises(ValueError, match=message) as error:
+        load_recipe(str(tmp_path / "mine.py"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_recipe_of_the_other_kind_says_what_there_is(tmp_path):
+    with pytest.raises(
+        ValueError, match="replace_attention has no recipe 'alr'; it has: none that"
+    ):
+        load_recipe("replace_attention:alr")
+    assert isinstance(load_recipe("replace_attention:alr", kind=Distillation), Distillation)
+
+
+def test_the_traceback_of_a_recipe_can_be_seen(tmp_path):
+    (tmp_path / "mine.py").write_text("def default():\n    return 1 / 0\n")
+    done = command(
+        *("train", "mine.py", "--workdir", "w"), cwd=tmp_path, SYNTHESIZER_JAX_TRACEBACK="1"
+    )
+    assert 'File "mine.py", line 2, in default' in done.stderr
+
+
+def test_a_module_of_ones_own_package_is_a_recipe(tmp_path, monkeypatch):
+    (tmp_path / "own_recipes").mkdir()
+    (tmp_path / "own_recipes/__init__.py").write_text("")
+    (tmp_path / "own_recipes/small.py").write_text(
+        IMPORTS + "def default():\n    return experiment()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_recipe("own_recipes.small").data.mixture == "copy"
+    with pytest.raises(ValueError, match=r"there is no package 'own_recipes\.large'"):
+        load_recipe("own_recipes.large")
+
+
+def test_shells_are_offered_recipes_and_models(tmp_path, monkeypatch):
+    assert complete_recipe("fi") == ["finetune"]
+    assert "quickstart:dot_product" in complete_recipe("quickstart:d")
+    (tmp_path / "mine.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert complete_recipe("mi") == ["mine.py"]
+    assert complete_model("t5_1_1_ti") == ["t5_1_1_tiny"]
+    offered = CliRunner().invoke(
+        app,
+        env={
+            "_SYNTHESIZER_JAX_COMPLETE": "complete_bash",
+            "COMP_WORDS": "synthesizer-jax train fine",
+            "COMP_CWORD": "2",
+        },
+        prog_name="synthesizer-jax",
+    )
+    assert offered.output.split() == ["finetune"]
+
+
+STALE = (
+    "synthesizer_jax/models/costs.json is out of date: run python -m synthesizer_jax.models.costs "
+    "(a minute or two) and commit it"
+)
+
+
+def test_the_costs_that_come_with_the_package_are_those_of_the_zoo():
+    assert list(known_costs()) == list(ZOO), STALE
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["t5_tiny", "synthesizer_rv_small", "mesh_random_base", "lm_base", "linformer_base", "alr_s"],
+)
+def test_costs_counted_again(name):
+    assert costs(name) == known_costs()[name], STALE
+
+
+def test_costs_at_other_lengths_are_counted():
+    at = ("--inputs-length", "64", "--targets-length", "16", "--json")
+    (row,) = json.loads(call("models", "t5_tiny", *at)).values()
+    assert row["flops_lengths"] == [64, 16]
+    assert row["parameters"] == known_costs()["t5_tiny"]["parameters"]
+    assert row["flops_per_token"] < known_costs()["t5_tiny"]["flops_per_token"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "quickstart", "--workdir", "w"],
+        ["quickstart", "--workdir", "w"],
+        ["data", "import", "glue", "--from", "."],
+        ["data", "vocabulary", "embedded_co_training", "--output", "v"],
+    ],
+)
+def test_without_the_data_extra_one_sentence_says_what_to_install(tmp_path, arguments):
+    absent = "sys.modules.update(dict.fromkeys(['tensorflow', 'seqio', 'tensorflow_datasets']))"
+    done = command(*arguments, "--data-dir", "d", before=absent, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.endswith(
+        "error: tensorflow is not installed, which this needs: pip install 'synthesizer_jax[data]'\n"
+    )
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorflow_is_loaded_without_a_word():
+    program = (
+        "import sys\nfrom synthesizer_jax.cli.libraries import load_data_libraries\n"
+        "load_data_libraries()\nimport tensorflow as tf, seqio\n"
+        "print(sum(tf.data.Dataset.range(4).as_numpy_iterator()))\n"
+    )
+    own = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**own, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("6\n", "")
+
+
+def test_what_is_no_noise_is_passed_on(capfd):
+    lines = [
+        "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+        "I0000 00:00:1795382516.728731   31589 cudart_stub.cc:31] Could not find cuda drivers",
+        "E0000 00:00:1795382534.763505   31589 cuda_platform.cc:52] failed call to cuInit: INTERNAL",
+        "E0000 00:00:1795382534.763505   31589 cuda_blas.cc:7] Unable to register cuBLAS factory: x",
+        "E0000 00:00:1795382534.763505   31589 cuda_driver.cc:9] CUDA_ERROR_OUT_OF_MEMORY",
+        "ImportError: libcudart.so.12: cannot open shared object file",
+    ]
+    with pytest.raises(ZeroDivisionError), libraries.quietly():
+        os.write(2, "".join(f"{line}\n" for line in lines).encode())
+        raise ZeroDivisionError
+    os.write(2, b"after\n")
+    assert capfd.readouterr().err.splitlines() == [*lines[4:], "after"]
+
+
+def test_every_extra_is_one_that_the_package_declares():
+    declared = (ROOT / "pyproject.toml").read_text()
+    for extra, modules in libraries.EXTRAS.items():
+        (listed,) = re.findall(rf"^{extra} = \[(.*?)\]$", declared, flags=re.M | re.S)
+        named = {"sklearn": "scikit-learn"}
+        for module in modules:
+            assert named.get(module, module.replace("_", "-")) in listed.replace("_", "-")
