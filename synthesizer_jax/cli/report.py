@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from synthesizer_jax.cli.train import Imports
+
 if TYPE_CHECKING:
     from synthesizer_jax.reports import Report, RunReport
 
@@ -16,13 +18,16 @@ def report(
     output: Annotated[
         pathlib.Path, typer.Option(help="The page to write.", dir_okay=False)
     ] = pathlib.Path("report.html"),
+    imports: Imports = None,
 ) -> None:
     """Compare runs by what they logged: a table here, and a page with their losses, costs and speeds.
 
     Example: synthesizer-jax report runs/rv runs/vanilla
     """
     from synthesizer_jax.reports import Report, write_report
+    from synthesizer_jax.training import code
 
+    code.load(imports or ())
     summaries = [summarise(str(run), run) for run in dict.fromkeys(runs)]
     names: dict[str, str] = {}
     for _, metrics in summaries:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from synthesizer_jax.data import tasks
+from synthesizer_jax.data import postprocessors, stored, tasks
 from synthesizer_jax.data.definitions import EXTRA_METRICS, TaskDefinition
 
 
@@ -49,7 +49,7 @@ class EvaluationSet:
     @functools.cached_property
     def labelled(self) -> tuple[int, ...]:
         """The examples whose right answer is known; a test split may hide all of them."""
-        return tuple(i for i, row in enumerate(self.examples) if is_labelled(row))
+        return tuple(i for i, row in enumerate(self.examples) if postprocessors.is_labelled(row))
 
     @property
     def target_words(self) -> list[str]:
@@ -127,15 +127,6 @@ class EvaluationSet:
         )
 
 
-def is_labelled(row: Mapping[str, Any]) -> bool:
-    """Whether a preprocessed row's right answer is known: hidden labels are −1, hidden texts unknown."""
-    from synthesizer_jax.data.preprocessors import UNKNOWN
-
-    if "label" in row:
-        return float(row["label"]) >= 0
-    return text(row["targets_pretokenized"]) not in ("", UNKNOWN)
-
-
 def text(value: Any) -> str:
     """A TensorFlow string as Python's."""
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)
@@ -174,16 +165,19 @@ def load(
             "import the original files with 'synthesizer-jax data import'"
         )
     tasks.register_task(tasks.definition(name), vocabulary, data_dir)
-    dataset = seqio.get_mixture_or_task(name).get_dataset(
-        dict(lengths),
-        split=split,
-        shuffle=False,
-        num_epochs=1,
-        use_cached=False,
-        try_in_mem_cache=False,
-    )
+    directory = data_dir / tasks.definition(name).dataset
+    with stored.reading(f"{name}'s split {split!r}", directory):
+        dataset = seqio.get_mixture_or_task(name).get_dataset(
+            dict(lengths),
+            split=split,
+            shuffle=False,
+            num_epochs=1,
+            use_cached=False,
+            try_in_mem_cache=False,
+        )
+        rows = list(dataset.as_numpy_iterator())
     # TFDS stores rows shuffled; in the order of the original file groups stand together.
-    rows = sorted(read(dataset, name, split, data_dir), key=_order)
+    rows.sort(key=_order)
     if max_examples is not None and max_examples < len(rows):
         groups = [_group(name, row) or (i,) for i, row in enumerate(rows)]
         last = groups[max_examples - 1]
@@ -196,25 +190,6 @@ def load(
         targets=[np.asarray(r["targets"], np.int32) for r in rows],
         examples=rows,
     )
-
-
-def read(dataset: Any, name: str, split: str, data_dir: pathlib.Path) -> list[dict[str, Any]]:
-    """A `tf.data` dataset's rows.
-
-    Raises:
-      ValueError: a file is damaged or gone.
-    """
-    import tensorflow as tf
-
-    damage = (tf.errors.DataLossError, tf.errors.InvalidArgumentError, tf.errors.NotFoundError)
-    try:
-        return list(dataset.as_numpy_iterator())
-    except damage as error:
-        folder = data_dir / tasks.definition(name).dataset
-        raise ValueError(
-            f"{name}'s split {split!r} in {folder} cannot be read ({str(error).splitlines()[0]}); "
-            "import its original files again"
-        ) from None
 
 
 def original_place(row: Mapping[str, Any], index: int) -> Any:

@@ -6,10 +6,9 @@ import dataclasses
 import functools
 import itertools
 import logging
-import math
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -28,6 +27,7 @@ from synthesizer_jax.training.contents import (
     read_contents,
 )
 from synthesizer_jax.training.placement import OtherModelError, read_variables
+from synthesizer_jax.training.retention import Retention
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.storage import (
     as_storage_error,
@@ -38,34 +38,6 @@ from synthesizer_jax.training.storage import (
 )
 
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class Retention:
-    """Which checkpoints Orbax keeps: the newest, and the best besides.
-
-    Attributes:
-      latest: how many of the newest.
-      best: how many of the best.
-      scores: of the steps that were evaluated; higher is better. The run adds to them.
-    """
-
-    latest: int
-    best: int
-    scores: dict[int, float]
-
-    def kept(self, steps: Iterable[int]) -> set[int]:
-        """The steps to keep; of equal scores the newer one is the better one."""
-        rising = sorted(steps)
-        measured = [s for s in rising if math.isfinite(self.scores.get(s, math.nan))]
-        best = sorted(measured, key=lambda step: (self.scores[step], step), reverse=True)
-        return {*rising[len(rising) - self.latest :], *best[: self.best]}
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Orbax's question."""
-        del context
-        kept = self.kept(checkpoint.step for checkpoint in checkpoints)
-        return [checkpoint.step in kept for checkpoint in checkpoints]
 
 
 class Checkpoints:
@@ -370,12 +342,12 @@ def _read_variables(checkpoint: pathlib.Path, layout: Any) -> tuple[Any, str | N
         if isinstance(error, OtherModelError) or not is_damage(error):
             raise as_storage_error(error, checkpoint) from error
         problem = short(error)
-    problem = agreed_problem(problem, parts, contents)
+    problem = agreed_problem(problem, parts, contents, divided=layout is not None)
     return (variables, None) if problem is None else (None, problem)
 
 
 def agreed_problem(
-    problem: str | None, parts: dict[str, int], contents: Contents | None
+    problem: str | None, parts: dict[str, int], contents: Contents | None, *, divided: bool = True
 ) -> str | None:
     """What some process has found wrong with a checkpoint, or all together with its arrays.
 
@@ -383,13 +355,14 @@ def agreed_problem(
       problem: what this process has found.
       parts: this process' part of the checksums of the arrays that were read.
       contents: what the checkpoint says; None: nothing.
+      divided: False where every process has read all of it.
     """
     found = hosts.Occasion("read").everyone((problem, parts))
     problems = [p for p, _ in found if p is not None]
     if problems or contents is None:
         return problems[0] if problems else None
     try:
-        contents.check_arrays(checksums.add(part for _, part in found))
+        contents.check_arrays(checksums.add([p for _, p in found] if divided else [parts]))
     except DamagedError as error:
         return short(error)
     return None

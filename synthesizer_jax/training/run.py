@@ -85,7 +85,9 @@ def run(
             with hosts.one_after_the_first("directory"):
                 experiment = with_vocabulary(experiment, directory, places)
                 check_same_run(experiment, directory)
-                _, evaluator = open_data(experiment, directory, places)
+                vocabulary, evaluator = open_data(experiment, directory, places)
+                data = experiment.data
+                tasks.register(data.mixture, vocabulary, data_dir=places, split=data.split)
             trainer = Trainer(experiment, devices) if trainer is None else trainer
             stream = Stream(experiment.data, shards=trainer.shards, saved=trainer.saved_shards)
         mesh = trainer.mesh
@@ -193,7 +195,7 @@ def open_vocabulary(experiment: Experiment, directory: pathlib.Path) -> Any:
 def open_data(
     experiment: Experiment, directory: pathlib.Path, data_dir: pathlib.Path, **options: Any
 ) -> tuple[Any, Evaluator]:
-    """Registers the run's mixture and loads what it is evaluated on.
+    """The run's vocabulary, and what it is evaluated on.
 
     Args:
       experiment: with its vocabulary in `directory`.
@@ -204,8 +206,6 @@ def open_data(
     if experiment.data.mixture == embedded.MIXTURE:
         embedded.prepare(data_dir)
     vocabulary = open_vocabulary(experiment, directory)
-    split = experiment.data.split
-    tasks.register(experiment.data.mixture, vocabulary, data_dir=data_dir, split=split)
     return vocabulary, Evaluator(experiment, vocabulary, data_dir=data_dir, **options)
 
 

@@ -35,14 +35,6 @@ ALONE = """
 import sys
 for name in ("tensorflow", "tensorflow_datasets", "tensorflow_text", "seqio"):
     sys.modules[name] = None  # importing it ends in an ImportError
-from synthesizer_jax.data.vocabularies import Bytes
-
-class Words:
-    vocab_size = 259
-    encode = staticmethod(lambda text: [byte + 3 for byte in text.encode()])
-    decode = staticmethod(lambda ids: " ".join(map(str, ids)))
-
-Bytes.build = lambda self: Words()
 from synthesizer_jax.cli.main import run
 run()
 """
@@ -61,10 +53,7 @@ def test_one_device_without_tensorflow_says_the_same(run):
         check=False,
     )
     assert alone.returncode == 0, alone.stderr
-    tokens = [[int(token) for token in line.split()] for line in alone.stdout.splitlines()]
-    vocabulary = runs.experiment().vocabulary.build()
-    texts = [" ".join(vocabulary.decode(ids).splitlines()) for ids in tokens]
-    assert texts == shown.split("\n")[:2]
+    assert alone.stdout == shown
 
 
 def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one(run, tmp_path, caplog):

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from synthesizer_jax.data import evaluation_sets, mixtures, translation  # noqa: F401 - its tasks
+from synthesizer_jax.data import evaluation_sets, mixtures, postprocessors, translation  # noqa: F401 - its tasks
 from synthesizer_jax.data.averages import best_by_task
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import Predictor
@@ -74,7 +74,7 @@ def test_hidden_labels_are_not_scored(load, task):
     ],
 )
 def test_hidden_labels_are_known_as_such(row, labelled):
-    assert evaluation_sets.is_labelled(row) is labelled
+    assert postprocessors.is_labelled(row) is labelled
 
 
 def test_only_labelled_examples_are_scored(load):
