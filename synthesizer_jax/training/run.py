@@ -85,9 +85,9 @@ def run(
             with hosts.one_after_the_first("directory"):
                 experiment = with_vocabulary(experiment, directory, places)
                 check_same_run(experiment, directory)
-                vocabulary, evaluator = open_data(experiment, directory, places)
-                data = experiment.data
+                vocabulary, data = open_vocabulary(experiment, directory), experiment.data
                 tasks.register(data.mixture, vocabulary, data_dir=places, split=data.split)
+                evaluator = Evaluator(experiment, vocabulary, data_dir=places)
             trainer = Trainer(experiment, devices) if trainer is None else trainer
             stream = Stream(experiment.data, shards=trainer.shards, saved=trainer.saved_shards)
         mesh = trainer.mesh

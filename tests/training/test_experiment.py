@@ -269,7 +269,7 @@ def test_a_vocabulary_outside_of_the_run_is_refused_when_the_run_is_opened(tmp_p
 def test_what_is_no_vocabulary_is_refused_before_it_is_copied(tmp_path, content):
     (tmp_path / "secret").write_bytes(content)
     recipe = replace(experiment(), vocabulary=SentencePiece(str(tmp_path / "secret")))
-    with pytest.raises(ValueError, match=r"secret is not a SentencePiece model"):
+    with pytest.raises(ValueError, match=r"secret is damaged or no SentencePiece model"):
         with_vocabulary(recipe, tmp_path / "run", tmp_path)
     assert not (tmp_path / "run").exists()
 
@@ -317,6 +317,8 @@ def test_a_directory_continues_only_its_own_run(tmp_path):
     recipe = experiment()
     check_same_run(recipe, tmp_path)
     save_experiment(recipe, tmp_path)
+    check_same_run(experiment(seed=7), tmp_path)  # nothing was saved: the directory is free
+    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
     check_same_run(experiment(steps=99, save_every=1, keep_best=3), tmp_path)
     check_same_run(replace(recipe, mesh=MeshShape(tensor=2)), tmp_path)
     for other, path in (
