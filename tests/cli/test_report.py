@@ -53,7 +53,7 @@ def test_runs_are_compared_by_their_newest_evaluations(tmp_path):
 
 def test_what_is_no_run_or_has_no_evaluation_is_one_sentence(tmp_path):
     output = tmp_path / "page.html"
-    with pytest.raises(FileNotFoundError, match=r"holds no experiment\.json; give the directory of a training"):
+    with pytest.raises(FileNotFoundError, match=r"holds no experiment\.json; give the directory"):
         call(tmp_path, "--output", output)
     young = logged(tmp_path / "young")
     with pytest.raises(ValueError, match=r"metrics\.jsonl holds no evaluation; let the run go on"):
