@@ -1,6 +1,6 @@
 """`python -m synthesizer_jax` is the command `synthesizer-jax`."""
 
-from synthesizer_jax.cli.main import run
+from synthesizer_jax.cli.main import main
 
 if __name__ == "__main__":
-    run()
+    main()

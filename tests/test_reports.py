@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from synthesizer_jax import files
 from synthesizer_jax.cli import quickstart
 from synthesizer_jax.data.embedded import definitions
 from synthesizer_jax.reports import Answer, Example, Report, RunReport, page, render, write_report
@@ -134,7 +135,7 @@ def test_a_page_that_cannot_be_written_leaves_nothing_and_the_old_one(tmp_path, 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(page, "render", lambda report: "new")
-    monkeypatch.setattr(page.os, "replace", full)
+    monkeypatch.setattr(files.os, "replace", full)
     with pytest.raises(OSError, match="No space left"):
         write_report(path, None)
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]

@@ -40,7 +40,8 @@ def generate(
 
     Example: synthesizer-jax generate --workdir runs/rv "cola sentence: the dog sleep ."
     """
-    from synthesizer_jax.evaluation import Predictor, write_aside
+    from synthesizer_jax.evaluation import Predictor
+    from synthesizer_jax.files import write_aside
     from synthesizer_jax.training import code
     from synthesizer_jax.training.checkpoints import restore_variables
     from synthesizer_jax.training.experiment import load_experiment

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import traceback
 
 import typer
@@ -25,6 +26,8 @@ from synthesizer_jax.cli.report import report
 from synthesizer_jax.cli.show_recipes import recipes
 from synthesizer_jax.cli.train import train
 from synthesizer_jax.version import __version__
+
+END_SECONDS = 60.0
 
 TRACEBACK = "SYNTHESIZER_JAX_TRACEBACK"
 
@@ -68,8 +71,20 @@ def options(
     """Train, evaluate and use Synthesizer T5s in JAX."""
 
 
+def main() -> None:
+    """The program: `run`, and an end within `END_SECONDS`, whatever threads of libraries still do."""
+    try:
+        run()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        timer = threading.Timer(END_SECONDS, os._exit, (code,))
+        timer.daemon = True
+        timer.start()
+        raise
+
+
 def run() -> None:
-    """The entry point: a user's mistake ends in one line, not in a traceback.
+    """Runs a command: a user's mistake ends in one line, not in a traceback.
 
     Set the environment variable SYNTHESIZER_JAX_TRACEBACK=1 to see where an error came from.
     """

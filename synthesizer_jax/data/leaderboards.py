@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pathlib
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from synthesizer_jax.data.evaluation_sets import EvaluationSet, original_place
+from synthesizer_jax.files import write_aside
 
 GLUE_FILES: Mapping[str, str] = types.MappingProxyType(
     {
@@ -78,12 +78,7 @@ def write_submission(directory: pathlib.Path, answers: Answers) -> list[pathlib.
     if not texts:
         names = ", ".join(examples.name for examples, _ in answers)
         raise ValueError(f"neither GLUE nor SuperGLUE has a leaderboard for {names}")
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        aside = directory / f"{name}.tmp"
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, directory / name)
-    return [directory / name for name in texts]
+    return [write_aside(directory / name, text) for name, text in texts.items()]
 
 
 def glue_text(examples: EvaluationSet, predictions: Sequence[str]) -> str:

@@ -18,6 +18,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
+from synthesizer_jax.files import write_aside
+
 PREFIX = ".import-"
 NEW, OLD = "data", "old"
 LOCK, PLAN = "owner.lock", "plan.json"
@@ -53,9 +55,7 @@ class Staging:
         for name in names:
             _check_place(self.data_dir / name)
         plan = self.folder / PLAN
-        aside = plan.with_suffix(".tmp")
-        aside.write_text(json.dumps(names), encoding="utf-8")
-        os.replace(aside, plan)
+        write_aside(plan, json.dumps(names))
         try:
             for name in names:
                 place = self.data_dir / name

@@ -9,10 +9,11 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import os
 import pathlib
 from collections.abc import Iterable
 from typing import Any
+
+from synthesizer_jax.files import written_aside
 
 EXTRA_IDS = 100
 """T5's sentinels ``<extra_id_0>`` … ``<extra_id_99>``, at the end of the vocabulary."""
@@ -231,9 +232,7 @@ def train_sentencepiece(
     """
     import sentencepiece
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".tmp")
-    with aside.open("wb") as file:
+    with written_aside(path) as file:
         try:
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=iter(texts),
@@ -249,6 +248,4 @@ def train_sentencepiece(
                 minloglevel=2,
             )
         except RuntimeError as error:
-            aside.unlink()
             raise ValueError(f"vocab_size={vocab_size} cannot be trained: {error}") from None
-    os.replace(aside, path)

@@ -2,7 +2,6 @@
 
 from synthesizer_jax.evaluation.files import (
     EVALUATION_DIRECTORY,
-    write_aside,
     write_predictions,
     write_results,
 )
@@ -27,7 +26,6 @@ __all__ = [
     "evaluate_tasks",
     "flat",
     "score_of",
-    "write_aside",
     "write_predictions",
     "write_results",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from synthesizer_jax.evaluation.tasks import ExampleSet, TaskResult
+from synthesizer_jax.files import write_aside
 
 EVALUATION_DIRECTORY = "evaluation"
 """Folder of a run's directory."""
@@ -30,7 +30,7 @@ def write_results(
     ]
     text = json.dumps(finite({"step": step, "tasks": tasks, **extra}), indent=1)
     path = directory / EVALUATION_DIRECTORY / f"step_{step}.json"
-    return write_aside(path, [text + "\n"])
+    return write_aside(path, text + "\n")
 
 
 def write_predictions(
@@ -51,19 +51,6 @@ def write_predictions(
             yield json.dumps(finite(record), ensure_ascii=False) + "\n"
 
     return write_aside(folder / f"step_{step}.{result.task}.{result.split}.jsonl", lines())
-
-
-def write_aside(path: pathlib.Path, lines: Iterable[str]) -> pathlib.Path:
-    """Writes a file beside its place and renames it when it is whole; makes its folder if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".tmp")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.writelines(lines)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-    return path
 
 
 def finite(value: Any) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import pathlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from synthesizer_jax.files import write_aside
 from synthesizer_jax.reports.charts import bar_chart, heat_maps, line_chart
 from synthesizer_jax.reports.text import escape
 
@@ -126,14 +126,7 @@ class Report:
 
 def write_report(path: pathlib.Path, report: Report) -> None:
     """Writes the page aside and renames it into place; where that fails, nothing is left of it."""
-    page = render(report)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".tmp")
-    try:
-        aside.write_text(page, encoding="utf-8")
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_aside(path, render(report))
 
 
 def render(report: Report) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
 import pathlib
 import sys
 from typing import Any
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 
 from synthesizer_jax.alignments import ALIGNMENTS, Bilinear, DotProduct, Random
 from synthesizer_jax.attention import Mask
+from synthesizer_jax.files import write_aside
 from synthesizer_jax.mixers import MIXERS, Attention, NewCache
 from synthesizer_jax.models.summary import count, flops
 
@@ -129,9 +129,7 @@ def main(path: pathlib.Path) -> None:
     text = path.read_text(encoding="utf-8")
     if START not in text or END not in text:
         raise ValueError(f"{path} has no lines {START} and {END}")
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(updated(text), encoding="utf-8")
-    os.replace(aside, path)
+    write_aside(path, updated(text))
 
 
 if __name__ == "__main__":

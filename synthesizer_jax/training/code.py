@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from synthesizer_jax.data import tasks
+from synthesizer_jax.files import write_aside
 from synthesizer_jax.registry import REGISTRY
 
 CODE_DIRECTORY = "code"
@@ -200,14 +201,11 @@ def record(directory: pathlib.Path, code: Code) -> None:
     place = directory / CODE_DIRECTORY
     if code == NOTHING and not place.exists():
         return
-    place.mkdir(parents=True, exist_ok=True)
     names = {"packages": code.packages, "files": [source.name for source in code.sources]}
     contents = {source.name: source.text for source in code.sources}
     contents[IMPORTS_FILE] = json.dumps(names, indent=1).encode() + b"\n"
     for name, content in contents.items():
-        aside = place / f"{name}.tmp"
-        aside.write_bytes(content)
-        os.replace(aside, place / name)
+        write_aside(place / name, content)
     for stale in set(place.glob("*.py")) - {place / name for name in contents}:
         stale.unlink()
 

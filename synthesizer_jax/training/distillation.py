@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from synthesizer_jax.files import write_aside
 from synthesizer_jax.mixers.base import FORCED, SITES
 from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.parameters import abstract_variables
@@ -99,9 +99,8 @@ def distill(
     options: Any = {"data_dir": data_dir, "visible": visible, "own": own}
     run(experiment, directory, trainer=trainer, initial=inherit(variables), **options)
     if hosts.first():
-        aside = directory / (DISTILLATION_FILE + ".tmp")
-        aside.write_text(json.dumps(to_json(recipe), indent=1) + "\n", encoding="utf-8")
-        os.replace(aside, directory / DISTILLATION_FILE)
+        text = json.dumps(to_json(recipe), indent=1)
+        write_aside(directory / DISTILLATION_FILE, text + "\n")
     if recipe.fine_tune is not None:
         tuned = replace(experiment, training=recipe.fine_tune, init_from=str(directory))
         run(tuned, directory / FINE_TUNED, **options)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pathlib
 
 from synthesizer_jax.data import tasks
 from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
+from synthesizer_jax.files import write_aside
 from synthesizer_jax.models import TextToText
 from synthesizer_jax.registry import from_json, register, shown, to_json
 from synthesizer_jax.sharding import MeshShape
@@ -127,10 +127,8 @@ def check_split(data: DataConfig) -> None:
 
 def save_experiment(experiment: Experiment, directory: pathlib.Path) -> None:
     """Writes ``experiment.json``, which is enough to rebuild the model."""
-    directory.mkdir(parents=True, exist_ok=True)
-    aside = directory / (EXPERIMENT_FILE + ".tmp")
-    aside.write_text(json.dumps(to_json(experiment), indent=1) + "\n", encoding="utf-8")
-    os.replace(aside, directory / EXPERIMENT_FILE)
+    text = json.dumps(to_json(experiment), indent=1)
+    write_aside(directory / EXPERIMENT_FILE, text + "\n")
 
 
 def check_vocabulary(experiment: Experiment) -> None:

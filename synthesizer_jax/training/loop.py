@@ -23,7 +23,7 @@ from synthesizer_jax.training.metrics import METRICS_FILE, MetricsWriter, Throug
 from synthesizer_jax.training.progress import Progress, duration
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.step import Metrics
-from synthesizer_jax.training.survival import Preempted, StopSignal
+from synthesizer_jax.training.survival import Preempted, StopSignal, close_within
 from synthesizer_jax.training.trainer import Trainer
 from synthesizer_jax.training.watch import Events, Watchdog, goodput, read_events
 
@@ -33,6 +33,9 @@ Evaluate = Callable[[TrainState], dict[str, float]]
 
 STOP = "stop"
 """Among a step's metrics in several processes: the signal that one of them got, or 0."""
+
+CLOSE_SECONDS = 900.0
+"""More than Orbax gives a save that storage does not take."""
 
 
 class Stream(DataPosition, Protocol):
@@ -138,7 +141,7 @@ def train(
         return run.to_the_end(state, evaluated=set(measured))
     finally:
         progress.close()
-        checkpoints.close()
+        close_within(CLOSE_SECONDS, "the checkpoints", checkpoints.close)
 
 
 def check_not_lost(directory: pathlib.Path, checkpoints: Checkpoints) -> None:

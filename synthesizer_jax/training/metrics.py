@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import pathlib
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from synthesizer_jax.files import write_aside
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -92,14 +93,12 @@ def cut_back(path: pathlib.Path, step: int) -> None:
     damaged = [number for number, (_, record) in enumerate(lines, 1) if record is None]
     if damaged:
         copy = path.with_name(path.name + ".unreadable")
-        copy.write_bytes(path.read_bytes())
+        write_aside(copy, path.read_bytes())
         _log.warning(
             "%s: line %d and %d others cannot be read and are left out; the whole file is kept as %s",
             *(path, damaged[0], len(damaged) - 1, copy),
         )
-    aside = path.with_suffix(".tmp")
-    aside.write_bytes(b"".join(kept))
-    os.replace(aside, path)
+    write_aside(path, b"".join(kept))
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
-import os
 import pathlib
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +14,7 @@ from synthesizer_jax.data import embedded, tasks, translation  # noqa: F401 - it
 from synthesizer_jax.data.pipeline import Stream
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.evaluation import write_results
+from synthesizer_jax.files import write_aside
 from synthesizer_jax.models import stack_layers, stacks, unroll_variables
 from synthesizer_jax.registry import replace, to_json
 from synthesizer_jax.sharding import hosts, spread
@@ -158,14 +157,11 @@ def as_saved(experiment: Experiment) -> Experiment:
 
 def save_run(experiment: Experiment, directory: pathlib.Path) -> None:
     """Writes the experiment and its vocabulary into the run's directory."""
-    directory.mkdir(parents=True, exist_ok=True)
     vocabulary = experiment.vocabulary
     if isinstance(vocabulary, SentencePiece):
         copy = directory / VOCABULARY_FILE
         if not same_file(pathlib.Path(vocabulary.path), copy):
-            aside = copy.with_suffix(".tmp")
-            shutil.copyfile(vocabulary.path, aside)
-            os.replace(aside, copy)
+            write_aside(copy, pathlib.Path(vocabulary.path).read_bytes())
     save_experiment(as_saved(experiment), directory)
 
 

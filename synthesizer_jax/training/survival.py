@@ -174,6 +174,31 @@ class StopSignal:
         os._exit(preempted.exit_code)
 
 
+def close_within(seconds: float, what: str, close: Callable[[], None]) -> None:
+    """Closes something, and goes on without it when that takes too long.
+
+    Args:
+      seconds: until it is left as it is, with a line on standard error.
+      what: its name in that line.
+      close: raises what it likes.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            close()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=f"close {what}", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        hosts.say(f"closing {what} has not ended within {seconds:.0f} s; it is left as it is")
+    if errors:
+        raise errors[0]
+
+
 def farewell(preempted: Preempted) -> str:
     """What is said at the end of a run that a signal stopped."""
     return f"{preempted}; everything is saved, start the same command again to continue"

@@ -15,11 +15,11 @@ from synthesizer_jax.evaluation import (
     evaluate_tasks,
     flat,
     score_of,
-    write_aside,
     write_predictions,
     write_results,
 )
 from synthesizer_jax.evaluation.prediction import batches, table, until_eos
+from synthesizer_jax.files import write_aside
 from synthesizer_jax.inference import decode, score_choices, score_targets
 from synthesizer_jax.models import Size, t5
 

@@ -1,16 +1,12 @@
 """Rows of a table differ in nothing but what the table compares."""
 
-import pathlib
-
 import pytest
+from synthesizer_jax.recipes import translate
 
 from synthesizer_jax import DotProduct
-from synthesizer_jax.cli.recipes import load_module
 from synthesizer_jax.initializers import FanIn
 from synthesizer_jax.models import stacks
 from synthesizer_jax.registry import fields_of
-
-translate = load_module(str(pathlib.Path(__file__).parents[2] / "configs" / "translate.py"))
 
 
 def dot_products(mixer, width=None):

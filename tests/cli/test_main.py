@@ -1,0 +1,44 @@
+"""The program around the commands: it ends, whatever still runs."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from synthesizer_jax.training.survival import close_within
+
+STUCK = """
+import sys, threading
+from synthesizer_jax.cli import main
+main.END_SECONDS = 0.1
+threading.Thread(target=threading.Event().wait).start()  # the interpreter would wait for it for ever
+sys.argv[1:] = {arguments}
+main.main()
+"""
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["train", "nope"], 2)])
+def test_a_stuck_thread_does_not_keep_the_program(arguments, code) -> None:
+    program = STUCK.format(arguments=arguments)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == code, ended.stderr
+
+
+def test_closing_is_bounded(capfd) -> None:
+    release = threading.Event()
+    close_within(0.05, "the door", release.wait)
+    assert (
+        "closing the door has not ended within 0 s; it is left as it is" in capfd.readouterr().err
+    )
+    release.set()
+    close_within(60, "the door", release.wait)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_closing_raises_is_raised() -> None:
+    def fail() -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        close_within(60, "the door", fail)

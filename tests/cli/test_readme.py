@@ -1,0 +1,61 @@
+"""What README says to type, typed."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.environment import without_devices
+
+README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
+
+
+def commands(heading: str) -> str:
+    """The first shell block below a heading."""
+    section = README.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1]
+    found = re.search(r"```bash\n(.*?)```", section, re.S)
+    assert found is not None
+    return found[1]
+
+
+@pytest.fixture
+def place(real_data: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+    """A folder with the names that README uses."""
+    files = {
+        "GLUE_FILES": "glue",
+        "SUPER_GLUE_FILES": "super_glue",
+        "spiece.model": "sentencepiece/t5_spiece.model",
+    }
+    for name, file in files.items():
+        if not (real_data / file).exists():
+            pytest.skip(f"{file} is not among the original files on this machine")
+        (tmp_path / name).symlink_to(real_data / file)
+    return tmp_path
+
+
+def test_train_evaluate_predict_and_generate(place: pathlib.Path) -> None:
+    path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    ended = subprocess.run(
+        ["bash", "-euc", commands("Train, evaluate, use")],
+        cwd=place,
+        env={**without_devices(), "PATH": path, "XDG_STATE_HOME": str(place)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    said = ended.stdout
+    assert re.search(r"step 20/20  evaluated in .*: score [\d.]+, loss [\d.]+", said)
+    assert "runs/rv has finished its 20 steps: score " in said
+    for task in ("glue_cola_v002", "super_glue_record_v102", "super_glue_wsc_v102_simple_eval"):
+        assert task in said
+    evaluation = place / "runs" / "rv" / "evaluation"
+    (predicted,) = evaluation.glob("step_20.glue_cola_v002.test.jsonl")
+    row = json.loads(predicted.read_text().splitlines()[0])
+    assert row["input"].startswith("cola sentence: ") and row["prediction"]
+    submitted = (place / "submission" / "CoLA.tsv").read_text().splitlines()
+    assert submitted[0] == "index\tprediction" and len(submitted) == 1064
+    assert len(said.splitlines()[-1]) > 0
