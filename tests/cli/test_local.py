@@ -116,7 +116,7 @@ def test_an_error_of_one_process_ends_all(tmp_path):
         timeout=200,  # JAX itself would have them wait for 300 s
     )
     assert result.returncode == 2, result.stderr
-    assert "error: this host lacks a file" in result.stderr
+    assert "recipe.py, line 6: ValueError: this host lacks a file" in result.stderr
 
 
 def test_three_kills_change_nothing(tmp_path):
