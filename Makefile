@@ -13,7 +13,7 @@ NEWEST_TESTS := tests/attention tests/alignments tests/layers tests/models tests
   tests/test_attention_fn.py
 WORKDIR ?= runs/quickstart
 
-.PHONY: help install quickstart test lint types tests hosts test-tpu test-newest reliability bench bench-peers clean
+.PHONY: help install quickstart test lint types tests hosts test-tpu test-newest reliability malformed bench bench-peers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -66,6 +66,9 @@ test-newest: $(NEWEST)/.installed  ## the tests that need no TensorFlow, with th
 reliability: $(STAMP)  ## kill runs 100 times, and write docs/reliability.md
 	$(BIN)/python benchmarks/reliability.py --kills 50 --processes 1 --page docs/reliability.md
 	$(BIN)/python benchmarks/reliability.py --kills 50 --processes 1 2 --page docs/reliability.md
+
+malformed: $(STAMP)  ## damage inputs in a thousand ways, and write docs/reliability.md
+	$(BIN)/python benchmarks/malformed.py --page docs/reliability.md
 
 bench: $(STAMP)  ## the attention benchmark
 	$(BIN)/python benchmarks/attention.py

@@ -65,25 +65,32 @@ def summarise(title: str, directory: pathlib.Path) -> tuple[RunReport, dict[str,
     records = read_metrics(log) if log.exists() else []
     trained = [r for r in records if r["kind"] == "train"]
     measured = [r for r in records if r["kind"] == "eval"]
-    if not trained or not measured:
+    steps, tokens = (column(trained, f"{what}_per_second")[1] for what in ("steps", "tokens"))
+    if not (steps and tokens and measured):
         raise ValueError(f"{log} holds no evaluation; let the run go on to its first one")
     metrics: dict[str, str] = {}
     for name in measured[-1]:
         task, slash, metric = name.rpartition("/")
-        if slash:
+        if slash and measured[-1][name] is not None:
             metrics.setdefault(task, metric)
     run = RunReport(
         title=title,
         parameters=costs.parameters,
         cache_bytes=costs.cache_bytes_per_token,
         flops=costs.flops_per_token,
-        losses=([r["step"] for r in trained], [r["loss"] for r in trained]),
-        held_out=([r["step"] for r in measured], [r["loss"] for r in measured]),
-        steps_per_second=[r["steps_per_second"] for r in trained],
-        tokens_per_second=[r["tokens_per_second"] for r in trained],
+        losses=column(trained, "loss"),
+        held_out=column(measured, "loss"),
+        steps_per_second=steps,
+        tokens_per_second=tokens,
         metrics={task: measured[-1][f"{task}/{metric}"] for task, metric in metrics.items()},
     )
     return run, metrics
+
+
+def column(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """The steps of a log that have a finite number of that name, and the numbers."""
+    found = [(r["step"], r[name]) for r in records if r.get(name) is not None]
+    return [step for step, _ in found], [number for _, number in found]
 
 
 def facts() -> dict[str, str]:

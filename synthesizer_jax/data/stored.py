@@ -63,9 +63,11 @@ def check(directory: pathlib.Path) -> None:
 
     Raises:
       ValueError: ``features.json`` names a class that is not TFDS's, ``dataset_info.json`` points
-        out of the directory, or one of the two is damaged.
+        out of the directory, one of the two is damaged, or a file is none.
       FileNotFoundError: one of the two is missing.
     """
+    for path in directory.iterdir():
+        _check_no_pipe(path)
     for name in _class_names(_load(directory / FEATURES), directory / FEATURES):
         if not name.startswith("tensorflow_datasets."):
             raise ValueError(
@@ -83,6 +85,12 @@ def check(directory: pathlib.Path) -> None:
                 raise ValueError(
                     f"{directory / INFO} points out of its directory ({key} is {value!r}); {_REMEDY}"
                 )
+
+
+def _check_no_pipe(path: pathlib.Path) -> None:
+    """A pipe or a device would be waited for."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(f"{path} is no regular file; {_REMEDY}")
 
 
 def _stays(value: str, is_template: bool) -> bool:
@@ -107,6 +115,7 @@ def _class_names(value: Any, path: pathlib.Path) -> Iterator[str]:
 
 
 def _load(path: pathlib.Path) -> dict[str, Any]:
+    _check_no_pipe(path)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

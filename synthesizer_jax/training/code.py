@@ -174,7 +174,7 @@ def failures_of(path: str) -> Iterator[None]:
     """Errors of a user's file become a `ValueError` that names the file and its line."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lines = [
             frame.lineno
             for frame in traceback.extract_tb(error.__traceback__)

@@ -6,11 +6,13 @@ import json
 import logging
 import math
 import pathlib
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from synthesizer_jax.files import write_aside
+from synthesizer_jax.training.storage import check_regular
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -37,6 +39,7 @@ class MetricsWriter:
 
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / METRICS_FILE
+        check_regular(path)
         cut_back(path, restored_step)
         self._file = path.open("a", encoding="utf-8")
         board = directory / "tensorboard"
@@ -121,20 +124,34 @@ def scores(path: pathlib.Path) -> dict[int, float]:
     return {
         r["step"]: math.nan if r.get("score") is None else float(r["score"])
         for r in records
-        if r is not None and r.get("kind") == "eval"
+        if r is not None and r["kind"] == "eval"
     }
 
 
 def _records(path: pathlib.Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Lines and their records; None for what is no record. A last line without its end is left out."""
+    check_regular(path)
     *lines, _ = path.read_bytes().split(b"\n")
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
-        whole = isinstance(record, dict) and type(record.get("step")) is int
-        yield line + b"\n", record if whole else None
+        yield line + b"\n", record if is_record(record) else None
+
+
+def is_record(value: Any) -> bool:
+    """Whether a JSON value is a line of `MetricsWriter.write`: a step, a kind, numbers and nulls."""
+    if not isinstance(value, dict) or type(value.get("step")) is not int:
+        return False
+    numbers = (number for name, number in value.items() if name != "kind")
+    return isinstance(value.get("kind"), str) and all(map(is_finite_or_none, numbers))
+
+
+def is_finite_or_none(value: Any) -> bool:
+    """Whether a value is null, or a number that a float can hold."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (number and abs(value) <= sys.float_info.max)
 
 
 class Throughput:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
+import hashlib
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,8 @@ from synthesizer_jax.training.survival import StopSignal
 from synthesizer_jax.training.trainer import Trainer
 
 VOCABULARY_FILE = "vocabulary.model"
+VOCABULARY_SUM = "vocabulary.sha256"
+"""Holds the checksum of the former, as ``sha256sum --check`` reads it."""
 
 MAY_CHANGE = ("steps", "log_every", "save_every", "keep_latest", "keep_best", "watchdog_seconds")
 """Fields of `Training` that a continued run may change."""
@@ -162,7 +165,13 @@ def save_run(experiment: Experiment, directory: pathlib.Path) -> None:
         copy = directory / VOCABULARY_FILE
         if not same_file(pathlib.Path(vocabulary.path), copy):
             write_aside(copy, pathlib.Path(vocabulary.path).read_bytes())
+        write_aside(directory / VOCABULARY_SUM, checksum(copy))
     save_experiment(as_saved(experiment), directory)
+
+
+def checksum(path: pathlib.Path) -> str:
+    """The line of ``sha256sum`` for a file."""
+    return f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
 
 
 def same_file(one: pathlib.Path, other: pathlib.Path) -> bool:
@@ -174,11 +183,14 @@ def open_vocabulary(experiment: Experiment, directory: pathlib.Path) -> Any:
     """The built vocabulary of a run.
 
     Raises:
-      ValueError: the model's embedding has fewer rows than the vocabulary has ids.
+      ValueError: the vocabulary is not what was saved with the run, or the model's embedding has fewer
+        rows than it has ids.
     """
     config: Any = experiment.vocabulary
     if isinstance(config, SentencePiece):
-        config = replace(config, path=str(directory / config.path))
+        path = directory / config.path
+        check_saved_vocabulary(path, directory)
+        config = replace(config, path=str(path))
     vocabulary = config.build()
     if vocabulary.vocab_size > experiment.model.vocab_size:
         raise ValueError(
@@ -186,6 +198,20 @@ def open_vocabulary(experiment: Experiment, directory: pathlib.Path) -> Any:
             f"{experiment.model.vocab_size}; set model.vocab_size to at least that"
         )
     return vocabulary
+
+
+def check_saved_vocabulary(path: pathlib.Path, directory: pathlib.Path) -> None:
+    """Raises a `ValueError` where a run's own vocabulary is not what was saved with the run.
+
+    Runs of earlier versions have no checksum, and are not checked.
+    """
+    saved = directory / VOCABULARY_SUM
+    if path != directory / VOCABULARY_FILE or not (path.is_file() and saved.is_file()):
+        return
+    if saved.read_bytes() != checksum(path).encode():
+        raise ValueError(
+            f"{path} is not what was saved with the run, says {saved.name}; put the run's own in its place"
+        )
 
 
 def open_data(

@@ -97,7 +97,7 @@ def read(text: str) -> Any:
     """The value of a text on the command line: JSON, a word of `WORDS`, or the text itself."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # a number of too many digits, too many brackets
         return WORDS.get(text.lower(), text)
 
 
@@ -150,6 +150,7 @@ def parse(text: str, kind: Any, path: str) -> Any:
         if fits(value, option):
             return float(value) if option is float else value
     given = type(value).__name__ if dataclasses.is_dataclass(value) else text
+    given = given if len(given) <= 60 else f"{given[:57]}…"
     raise ValueError(f"--set {path}={given}: expected {described(kind)}")
 
 

@@ -49,6 +49,12 @@ def short(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
+def check_regular(path: pathlib.Path) -> None:
+    """Raises an `OSError` where something is there that is no regular file; a pipe would be waited for."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no regular file; move it away, or put the file in its place")
+
+
 def renames_atomically(directory: pathlib.Path) -> bool:
     """Whether a rename in a directory happens at once, or not at all.
 

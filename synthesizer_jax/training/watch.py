@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from synthesizer_jax.training.storage import check_regular
+
 EVENTS_FILE = "events.jsonl"
 
 
@@ -47,6 +49,7 @@ class Events:
 
     def __init__(self, directory: pathlib.Path, *, writes: bool = True):
         self._path = directory / EVENTS_FILE if writes else None
+        check_regular(directory / EVENTS_FILE)
 
     def write(self, event: str, *, step: int, at: float | None = None) -> None:
         """Appends ``{"time": seconds since 1970, "event": …, "step": …}``; `at` None is now."""
@@ -84,10 +87,11 @@ def goodput(directory: pathlib.Path, seconds_per_step: float) -> float | None:
 def read_events(directory: pathlib.Path) -> Iterator[dict[str, Any]]:
     """A run's events in order; what a killed process or a full disk left of a line is none."""
     path = directory / EVENTS_FILE
+    check_regular(path)
     if not path.exists():
         return
     for line in path.read_bytes().split(b"\n"):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             event = json.loads(line)
             kinds = {"time": int | float, "event": str, "step": int}
             if isinstance(event, dict) and all(

@@ -128,6 +128,8 @@ def test_a_recipe_needs_no_annotation(tmp_path, function, source):
         ("x = 1\ny = x / 0\n", r"mine\.py, line 4: ZeroDivisionError: division by zero"),
         ("import no_such_module\n", r"mine\.py, line 3: ModuleNotFoundError: No module named 'no_"),
         ("def default():\n    return 1 / 0\n", r"mine\.py, line 4: ZeroDivisionError: division"),
+        ("raise SystemExit(0)\n", r"mine\.py, line 3: SystemExit: 0"),
+        ("def default():\n    exit(3)\n", r"mine\.py, line 4: SystemExit: 3"),
         (
             "def default():\n    return experiment(steps=-3)\n",
             r"mine\.py, line 4: ValueError: training\.steps is -3; allowed: 1 to",

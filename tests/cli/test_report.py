@@ -59,3 +59,18 @@ def test_what_is_no_run_or_has_no_evaluation_is_one_sentence(tmp_path):
     with pytest.raises(ValueError, match=r"metrics\.jsonl holds no evaluation; let the run go on"):
         call(young, "--output", output)
     assert not output.exists()
+
+
+def test_numbers_that_were_not_finite_are_left_out(tmp_path):
+    run = logged(tmp_path / "a", **{"rte/accuracy": 61.04, "stsb/pearson": None})
+    with (run / METRICS_FILE).open("a") as file:
+        nothing = dict.fromkeys(TRAINED, None) | {"kind": "train"}
+        file.write(json.dumps({"step": 3, **nothing}) + "\n")
+        file.write(json.dumps({"step": 3, "kind": "eval", "glue_rte/accuracy": 62.0}) + "\n")
+        file.write(json.dumps({"step": 4, "kind": "eval", "glue_rte/accuracy": None}) + "\n")
+        file.write(json.dumps({"step": 5, "kind": "eval", "glue_rte/accuracy": 63.0}) + "\n")
+    said = call(run, "--output", tmp_path / "page.html")
+    assert [line.replace("│", " ").split() for line in said.splitlines() if "glue_" in line] == [
+        ["glue_rte", "accuracy", "63.0"]
+    ]
+    assert "6.0 (5.0–7.0)" in (tmp_path / "page.html").read_text()

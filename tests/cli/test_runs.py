@@ -21,7 +21,8 @@ from synthesizer_jax.training.checkpoints import finished_steps
 from synthesizer_jax.training.experiment import load_experiment
 from synthesizer_jax.training.lock import InUseError
 from synthesizer_jax.training.metrics import read_metrics
-from synthesizer_jax.training.run import check_same_run, save_run
+from synthesizer_jax.training.run import check_same_run, open_vocabulary, save_run
+from synthesizer_jax.training.settings import override
 from tests.environment import without_devices
 
 RECIPE = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "reliability_run.py"
@@ -181,6 +182,23 @@ def test_another_vocabulary_is_another_run(copied, tmp_path) -> None:
         check_same_run(replace(mine, vocabulary=SentencePiece(str(other))), copied)
 
 
+def test_a_vocabulary_that_was_changed_is_noticed(finished, data, tmp_path) -> None:
+    given, run = embedded.prepare(data).vocabulary, tmp_path / "run"
+    large = override(load_experiment(finished), "model.vocab_size=1024")
+    mine = replace(large, vocabulary=given)
+    save_run(mine, run)
+    saved = load_experiment(run)
+    assert open_vocabulary(saved, run).vocab_size == open_vocabulary(mine, run).vocab_size
+    copy = run / "vocabulary.model"
+    good = copy.read_bytes()
+    copy.write_bytes(good.replace("▁".encode(), "▁▁".encode(), 1))
+    with pytest.raises(ValueError, match=r"vocabulary\.model is not what was saved with the run"):
+        open_vocabulary(saved, run)
+    copy.write_bytes(good)
+    (run / "vocabulary.sha256").unlink()  # as runs of earlier versions
+    open_vocabulary(saved, run)
+
+
 def test_an_evaluation_that_was_cut_off_is_made_up_for(copied, data) -> None:
     log = copied / "metrics.jsonl"
     lines = log.read_text().splitlines(keepends=True)
@@ -201,10 +219,13 @@ DAMAGES = [
     b'{"kind": "train"}\n',
     b"[]\n",
     b'{"step": 5, "k',
+    b'{"step": 2, "kind": "eval", "score": []}\n',
+    b'{"step": 2, "kind": "eval", "score": 1' + b"0" * 400 + b"}\n",
+    b"[" * 100_000 + b"\n",
 ]
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=repr)
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: repr(damage[:40]))
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
 def test_damaged_logs_do_not_stop_a_run(copied, data, caplog, name, damage) -> None:
     path = copied / name
@@ -219,3 +240,11 @@ def test_damaged_logs_do_not_stop_a_run(copied, data, caplog, name, damage) -> N
     else:
         assert path.read_bytes().startswith(first + b"\n")
         assert json.loads(path.read_bytes().splitlines()[-1])["event"] == "end"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_pipe_in_the_place_of_a_log_is_not_waited_for(copied, data, name) -> None:
+    (copied / name).unlink()
+    os.mkfifo(copied / name)
+    with pytest.raises(OSError, match=rf"{name} is no regular file; move it away"):
+        call(*arguments(copied, data, "training.steps=4"))

@@ -66,6 +66,12 @@ def test_overrides_are_typed(assignment, read):
         ("training.step=1", "Training has no field 'step', did you mean 'steps'"),
         ("training.steps=many", "training.steps=many: expected int"),
         ("training.steps=1.5", "expected int"),
+        pytest.param(
+            "training.steps=" + "1" * 5000, "training.steps=1{57}…: expected int", id="digits"
+        ),
+        pytest.param(
+            "training.steps=" + "[" * 100_000, r"training.steps=\[{57}…: expected int", id="deep"
+        ),
         ("training.steps", "write path.to.field=value"),
         ("model.encoder.runs.7.repeats=1", "'7' is not an index below 1"),
         ("training.steps.more=1", "inside a plain value"),
