@@ -21,7 +21,7 @@ help:  ## list the targets
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[data,test]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[data,gcs,test]'
 	touch $(STAMP)
 
 install: $(STAMP)  ## make .venv with the tested versions

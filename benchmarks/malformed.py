@@ -30,7 +30,6 @@ from typing import Any
 os.environ.setdefault("GLIBC_TUNABLES", "")  # or `train` would start this process once more
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Every program is compiled once for all attempts.
-# os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import malformed_checkpoints

@@ -16,6 +16,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
+import filelock
 import jax
 import pytest
 
@@ -43,6 +44,19 @@ def room_for_programs() -> Iterator[None]:
         return
     if MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def embedded_data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The embedded data sets, made once for all processes of the tests; they are not to be changed."""
+    from synthesizer_jax.data import embedded
+
+    place = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        place = place.parent
+    with filelock.FileLock(place / "embedded.lock"):
+        embedded.prepare(place / "embedded")
+    return place / "embedded"
 
 
 @pytest.fixture(scope="session")

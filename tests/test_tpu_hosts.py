@@ -184,7 +184,7 @@ def test_from_the_checkout_to_a_finished_run(world):
     assert done.returncode == 0, done.stderr
     assert (checkout / "pip.log").read_text().splitlines() == [
         "-m pip install --quiet --upgrade -c ./constraints.txt pip",
-        "-m pip install --quiet -c ./constraints.txt .[data,tpu]",
+        "-m pip install --quiet -c ./constraints.txt .[data,gcs,tpu]",
     ]
     assert (world.folder / "mounted").read_text().split()[-2:] == ["mine", "bucket"]
     done = world.launch(
@@ -202,18 +202,18 @@ def test_from_the_checkout_to_a_finished_run(world):
 @pytest.mark.parametrize(
     ("words", "project", "installed"),
     [
-        ((), "", ["-c ./constraints.txt .[data,tpu]"]),
-        (("--release", "0.4.0"), "", ["synthesizer_jax[data,tpu]==0.4.0"]),
-        (("--code",), "", ["-c ./.program/constraints.txt ./.program[data,tpu]"]),
+        ((), "", ["-c ./constraints.txt .[data,gcs,tpu]"]),
+        (("--release", "0.4.0"), "", ["synthesizer_jax[data,gcs,tpu]==0.4.0"]),
+        (("--code",), "", ["-c ./.program/constraints.txt ./.program[data,gcs,tpu]"]),
         (
             ("--code",),
             "pyproject.toml",
             [
-                "-c ./.program/constraints.txt ./.program[data,tpu]",
+                "-c ./.program/constraints.txt ./.program[data,gcs,tpu]",
                 "-c ./.program/constraints.txt .",
             ],
         ),
-        (("--release", "1.0", "--code"), "setup.py", ["synthesizer_jax[data,tpu]==1.0", "."]),
+        (("--release", "1.0", "--code"), "setup.py", ["synthesizer_jax[data,gcs,tpu]==1.0", "."]),
     ],
 )
 def test_setup_installs_the_program_and_then_the_code(world, words, project, installed):

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from synthesizer_jax.cli.libraries import load_data_libraries
-from synthesizer_jax.cli.train import DataDir
+from synthesizer_jax.cli.places import DataDir, option
 
 app = typer.Typer(
     help="Import data sets, list tasks, train vocabularies. Nothing is downloaded.",
@@ -79,7 +79,7 @@ def list_tasks(
 @app.command("vocabulary")
 def vocabulary(
     mixture: Annotated[str, typer.Argument(help="The mixture or task whose text is used.")],
-    output: Annotated[pathlib.Path, typer.Option(help="The SentencePiece model to write.")],
+    output: Annotated[pathlib.Path, option("The SentencePiece model to write.")],
     data_dir: DataDir = None,
     size: Annotated[int, typer.Option(help="Number of pieces.", min=16)] = 8000,
     examples: Annotated[int, typer.Option(help="Examples per task.", min=1)] = 20_000,

@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from synthesizer_jax.cli.libraries import load_data_libraries
+from synthesizer_jax.cli.places import DataDir, Workdir, option
 from synthesizer_jax.cli.recipes import check_name, load_with_code
-from synthesizer_jax.cli.train import DataDir, Imports, Overrides, Recipe, Workdir
+from synthesizer_jax.cli.train import Imports, Overrides, Recipe
 
 
 def distill(
     recipe: Recipe,
-    teacher: Annotated[pathlib.Path, typer.Option(help="Directory of a finished training run.")],
+    teacher: Annotated[pathlib.Path, option("Directory of a finished training run.")],
     workdir: Workdir,
     data_dir: DataDir = None,
     overrides: Overrides = None,

@@ -12,12 +12,14 @@ import shutil
 import socket
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
 
-from synthesizer_jax.cli.train import directory as refuse_bucket
+from synthesizer_jax.cli.places import DataDir, option
+from synthesizer_jax.files import in_bucket
 
 GIB = 2**30
 DISK, MEMORY = 10 * GIB, 4 * GIB
@@ -51,12 +53,9 @@ class Finding:
 
 def doctor(
     workdir: Annotated[
-        pathlib.Path | None, typer.Option(help="Directory that a run is to be written to.")
+        pathlib.Path | None, option("Directory that a run is to be written to.")
     ] = None,
-    data_dir: Annotated[
-        pathlib.Path | None,
-        typer.Option(envvar="SYNTHESIZER_DATA_DIR", help="Where prepared data sets lie."),
-    ] = None,
+    data_dir: DataDir = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for other processes.")] = 60.0,
 ) -> None:
     """Check versions, devices, processes, directories and memory, and say what to do.
@@ -196,23 +195,34 @@ def memory() -> Iterator[Finding]:
 
 def place(directory: pathlib.Path) -> Iterator[Finding]:
     """A directory that is to be written to."""
+    if in_bucket(directory):
+        yield bucket(directory)
+        return
     try:
-        refuse_bucket(directory)
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".doctor_") as file:
             file.write(b"x")
             file.flush()
         free = shutil.disk_usage(directory).free
-    except ValueError as error:
-        text, _, remedy = str(error).partition("; ")
-        yield Finding("problem", text, remedy)
-        return
     except OSError as error:
         yield Finding("problem", f"{directory}: {error}", "give a directory that you may write to")
         return
     level = "ok" if free >= DISK else "warning"
     remedy = "" if free >= DISK else "delete old runs, or give another directory"
     yield Finding(level, f"{directory} is writable, {free / GIB:.0f} GiB free", remedy)
+
+
+def bucket(directory: pathlib.Path) -> Finding:
+    """A directory in a bucket, by an object that is written, read and removed again."""
+    from synthesizer_jax.training.lease import leased
+
+    try:
+        with leased(directory, f".doctor_{uuid.uuid4().hex}", log=typer.echo):
+            pass
+    except OSError as error:
+        text, _, remedy = str(error).partition("; ")
+        return Finding("problem", text, remedy)
+    return Finding("ok", f"{directory} is writable")
 
 
 def agreement() -> Iterator[Finding]:

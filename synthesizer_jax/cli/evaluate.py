@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from synthesizer_jax.cli.libraries import load_data_libraries
-from synthesizer_jax.cli.train import DataDir, Imports
+from synthesizer_jax.cli.places import DataDir, option
+from synthesizer_jax.cli.train import Imports
 
 if TYPE_CHECKING:
     from synthesizer_jax.evaluation import TaskResult
@@ -21,7 +22,7 @@ POLL_SECONDS = 10.0
 
 
 def evaluate(
-    workdir: Annotated[pathlib.Path, typer.Option(help="The run's directory.")],
+    workdir: Annotated[pathlib.Path, option("The run's directory.")],
     data_dir: DataDir = None,
     step: Annotated[
         int | None, typer.Option(help="Which checkpoint; the newest if left out.")
@@ -50,12 +51,12 @@ def evaluate(
     ] = False,
     predictions_dir: Annotated[
         pathlib.Path | None,
-        typer.Option(help="Where those files go; the run's evaluation/ if left out."),
+        option("Where those files go; the run's evaluation/ if left out."),
     ] = None,
     submission: Annotated[
         pathlib.Path | None,
-        typer.Option(
-            help="Write GLUE's and SuperGLUE's leaderboard files, of the test split, to this directory."
+        option(
+            "Write GLUE's and SuperGLUE's leaderboard files, of the test split, to this directory."
         ),
     ] = None,
     imports: Imports = None,

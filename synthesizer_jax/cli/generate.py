@@ -8,19 +8,20 @@ from typing import Annotated
 
 import typer
 
+from synthesizer_jax.cli.places import option
 from synthesizer_jax.cli.train import Imports
 
 
 def generate(
-    workdir: Annotated[pathlib.Path, typer.Option(help="The run's directory.")],
+    workdir: Annotated[pathlib.Path, option("The run's directory.")],
     text: Annotated[
         list[str] | None, typer.Argument(help="Inputs; lines of --input or stdin if left out.")
     ] = None,
     input_file: Annotated[
-        pathlib.Path | None, typer.Option("--input", help="A file with one input per line.")
+        pathlib.Path | None, option("A file with one input per line.", "--input")
     ] = None,
     output_file: Annotated[
-        pathlib.Path | None, typer.Option("--output", help="Where to write; stdout if left out.")
+        pathlib.Path | None, option("Where to write; stdout if left out.", "--output")
     ] = None,
     step: Annotated[
         int | None, typer.Option(help="Which checkpoint; the newest if left out.")
@@ -41,7 +42,7 @@ def generate(
     Example: synthesizer-jax generate --workdir runs/rv "cola sentence: the dog sleep ."
     """
     from synthesizer_jax.evaluation import Predictor
-    from synthesizer_jax.files import write_aside
+    from synthesizer_jax.files import in_bucket, write_aside
     from synthesizer_jax.training import code
     from synthesizer_jax.training.checkpoints import restore_variables
     from synthesizer_jax.training.experiment import load_experiment
@@ -52,7 +53,7 @@ def generate(
         raise ValueError(f"--method {method!r}; allowed: greedy, beam")
     if logits_dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"--logits-dtype {logits_dtype!r}; allowed: float32, bfloat16")
-    if output_file is not None and not output_file.parent.is_dir():
+    if output_file is not None and not (in_bucket(output_file) or output_file.parent.is_dir()):
         raise FileNotFoundError(
             f"--output {output_file}: there is no directory {output_file.parent}"
         )

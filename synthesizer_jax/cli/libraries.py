@@ -36,13 +36,19 @@ def load_data_libraries() -> None:
     Raises:
       ModuleNotFoundError: they are not installed.
     """
+    load_tensorflow()
+    with quietly():
+        import seqio  # noqa: F401 - with TensorFlow Text, which says it all again
+
+
+def load_tensorflow() -> None:
+    """The same for TensorFlow alone, which also reads and writes buckets."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     with quietly():
         import tensorflow as tf
 
         # Devices belong to JAX; TensorFlow would take all of their memory.
         tf.config.set_visible_devices([], "GPU")
-        import seqio  # noqa: F401 - with TensorFlow Text, which says it all again
 
 
 @contextlib.contextmanager

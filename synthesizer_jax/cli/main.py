@@ -96,12 +96,19 @@ def run() -> None:
     try:
         app()
     except Exception as error:
-        known = isinstance(error, ValueError | OSError | RuntimeError | ImportError)
-        if known and not os.environ.get(TRACEBACK):
+        if is_users(error) and not os.environ.get(TRACEBACK):
             print(f"error: {missing(error) or one_line(error)}", file=sys.stderr)
             leave(2)
         traceback.print_exception(error)
         leave(1)
+
+
+def is_users(error: Exception) -> bool:
+    """Whether an error may be a user's or the storage's; of TensorFlow's, if that is loaded."""
+    kinds: tuple[type[Exception], ...] = (ValueError, OSError, RuntimeError, ImportError)
+    if (tensorflow := sys.modules.get("tensorflow")) is not None:
+        kinds += (tensorflow.errors.OpError,)
+    return isinstance(error, kinds)
 
 
 def leave(code: int) -> None:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from synthesizer_jax.cli.libraries import load_data_libraries
+from synthesizer_jax.cli.places import DataDir, option
 from synthesizer_jax.cli.recipes import load_recipe
 from synthesizer_jax.cli.report import facts, show, summarise
-from synthesizer_jax.cli.train import DataDir, Overrides
+from synthesizer_jax.cli.train import Overrides
 
 if TYPE_CHECKING:
     from synthesizer_jax.data.definitions import TaskDefinition
@@ -27,7 +28,7 @@ EXAMPLES_SHOWN = 3
 
 
 def quickstart(
-    workdir: Annotated[pathlib.Path, typer.Option(help="Where the runs and the report go.")],
+    workdir: Annotated[pathlib.Path, option("Where the runs and the report go.")],
     data_dir: DataDir = None,
     seed: Annotated[int, typer.Option(help="Of parameters, dropout and data order.")] = 0,
     overrides: Overrides = None,
@@ -55,6 +56,7 @@ def compare(workdir: pathlib.Path, data_dir: pathlib.Path, began: float) -> None
     import jax
 
     from synthesizer_jax.data import embedded
+    from synthesizer_jax.files import absolute
     from synthesizer_jax.reports import Report, write_report
     from synthesizer_jax.training.experiment import load_experiment
     from synthesizer_jax.training.run import open_data
@@ -91,7 +93,7 @@ def compare(workdir: pathlib.Path, data_dir: pathlib.Path, began: float) -> None
     path = workdir / "report.html"
     write_report(path, page)
     show(page)
-    typer.echo(f"report: {path.resolve()}")
+    typer.echo(f"report: {absolute(path)}")
 
 
 def example_of(task: TaskDefinition, row: Any) -> Example:

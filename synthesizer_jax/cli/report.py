@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from synthesizer_jax.cli.places import option, storage
 from synthesizer_jax.cli.train import Imports
 
 if TYPE_CHECKING:
@@ -14,16 +15,18 @@ if TYPE_CHECKING:
 
 
 def report(
-    runs: Annotated[list[pathlib.Path], typer.Argument(help="Directories of runs.")],
-    output: Annotated[
-        pathlib.Path, typer.Option(help="The page to write.", dir_okay=False)
-    ] = pathlib.Path("report.html"),
+    runs: Annotated[
+        list[pathlib.Path],
+        typer.Argument(help="Directories of runs.", callback=storage),
+    ],
+    output: Annotated[pathlib.Path, option("The page to write.")] = pathlib.Path("report.html"),
     imports: Imports = None,
 ) -> None:
     """Compare runs by what they logged: a table here, and a page with their losses, costs and speeds.
 
     Example: synthesizer-jax report runs/rv runs/vanilla
     """
+    from synthesizer_jax.files import absolute
     from synthesizer_jax.reports import Report, write_report
     from synthesizer_jax.training import code
 
@@ -41,7 +44,7 @@ def report(
     )
     write_report(output, page)
     show(page)
-    typer.echo(f"report: {output.resolve()}")
+    typer.echo(f"report: {absolute(output)}")
 
 
 def summarise(title: str, directory: pathlib.Path) -> tuple[RunReport, dict[str, str]]:

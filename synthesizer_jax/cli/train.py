@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-import pathlib
 from typing import Annotated
 
 import typer
 
 from synthesizer_jax.cli.libraries import load_data_libraries
+from synthesizer_jax.cli.places import DataDir, Workdir
 from synthesizer_jax.cli.recipes import check_name, complete_recipe, load_with_code
 
-
-def directory(path: pathlib.Path | None) -> pathlib.Path | None:
-    """Refuses a bucket's address, which would become a directory of that name."""
-    if str(path).startswith("gs:"):
-        raise ValueError(
-            f"{path} is a bucket, not a directory; mount it (gcsfuse --implicit-dirs BUCKET DIRECTORY) "
-            "and give the directory"
-        )
-    return path
-
-
-Workdir = Annotated[
-    pathlib.Path,
-    typer.Option(help="Where checkpoints and logs of the run lie.", callback=directory),
-]
-DataDir = Annotated[
-    pathlib.Path | None,
-    typer.Option(
-        envvar="SYNTHESIZER_DATA_DIR", help="Where prepared data sets lie.", callback=directory
-    ),
-]
 Recipe = Annotated[
     str,
     typer.Argument(

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from synthesizer_jax.data.stored import reading
+from synthesizer_jax.files import storage_path
 
 CHUNK = 1024
 """Examples that are read at once, and among which the first epoch is shuffled."""
@@ -246,7 +247,7 @@ def place(task: Any) -> str:
     stored = getattr(task.source, "tfds_dataset", None)
     if stored is None:
         return str(task.source)
-    return str(pathlib.Path(stored.data_dir or "") / stored.name.replace(":", "/"))
+    return str(storage_path(stored.data_dir or "") / stored.name.replace(":", "/"))
 
 
 def fits_memory(task: Any, split: str) -> bool:

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from synthesizer_jax.files import write_aside
+from synthesizer_jax.files import in_bucket, write_aside
 
 PREFIX = ".import-"
 NEW, OLD = "data", "old"
@@ -77,8 +77,10 @@ def staging(data_dir: pathlib.Path, name: str) -> Iterator[Staging]:
       name: of what is written, a part of the folder's name.
 
     Raises:
+      ValueError: the directory is in a bucket.
       OSError: something cannot be written; it names the file, or else the folder.
     """
+    check_on_disk(data_dir)
     data_dir.mkdir(parents=True, exist_ok=True)
     recover(data_dir)
     folder, lock = _claim(data_dir, name)
@@ -94,6 +96,15 @@ def staging(data_dir: pathlib.Path, name: str) -> Iterator[Staging]:
         finally:
             if not (folder / PLAN).exists():  # else undoing failed: the next one tries again
                 shutil.rmtree(folder)
+
+
+def check_on_disk(data_dir: pathlib.Path) -> None:
+    """Raises a `ValueError` where data sets cannot be written: buckets are read only."""
+    if in_bucket(data_dir):
+        raise ValueError(
+            f"data sets are not written to a bucket ({data_dir}); write them to a directory and copy it: "
+            f"gcloud storage cp --recursive 'DIRECTORY/*' {data_dir}/"
+        )
 
 
 def recover(data_dir: pathlib.Path) -> None:

@@ -21,6 +21,9 @@ _CLASS_KEYS = ("pythonClassName", "python_class_name", "type")
 _NESTED_KEYS = ("json", "content")
 _NAME_KEYS = ("name", "configName", "config_name", "version")
 _TEMPLATE_KEYS = ("filepathTemplate", "filepath_template")
+_AROUND_RECORD = 16
+"""Bytes of a TFRecord's length and checksums."""
+
 _REMEDY = "import it again with 'synthesizer-jax data import', or delete it"
 
 
@@ -63,7 +66,8 @@ def check(directory: pathlib.Path) -> None:
 
     Raises:
       ValueError: ``features.json`` names a class that is not TFDS's, ``dataset_info.json`` points
-        out of the directory, one of the two is damaged, or a file is none.
+        out of the directory, one of the two is damaged, a file is none, or a split's files are longer or
+        shorter than ``dataset_info.json`` says.
       FileNotFoundError: one of the two is missing.
     """
     for path in directory.iterdir():
@@ -85,6 +89,27 @@ def check(directory: pathlib.Path) -> None:
                 raise ValueError(
                     f"{directory / INFO} points out of its directory ({key} is {value!r}); {_REMEDY}"
                 )
+    for split in parts[1:]:
+        _check_size(directory, split)
+
+
+def _check_size(directory: pathlib.Path, split: dict[str, Any]) -> None:
+    """Raises a `ValueError` where a split's records cannot be those that TFDS has written.
+
+    TensorFlow notices what is wrong within a record, but not one that is missing or there twice.
+    """
+    try:
+        lengths, size = [int(n) for n in split["shardLengths"]], int(split["numBytes"])
+    except (LookupError, TypeError, ValueError):
+        return  # `stored_splits` tells what is missing; sizes are not always there
+    shards = list(directory.glob(f"*-{split['name']}.tfrecord-?????-of-{len(lengths):05}"))
+    found = sum(path.stat().st_size for path in shards)
+    records = size + _AROUND_RECORD * sum(lengths)
+    if len(shards) == len(lengths) and found not in (records, size):  # TFDS on Beam counts files
+        raise ValueError(
+            f"the files of the split {split['name']} in {directory} have {found:,} bytes, but by {INFO} "
+            f"it is {records:,}; {_REMEDY}"
+        )
 
 
 def _check_no_pipe(path: pathlib.Path) -> None:

@@ -13,6 +13,7 @@ from synthesizer_jax.data.definitions import GLUE, SENTINEL, SUPER_GLUE, TaskDef
 from synthesizer_jax.data.mixtures import MIXTURES, Rates
 from synthesizer_jax.data.stored import check, prepared, stored_splits
 from synthesizer_jax.data.vocabularies import Vocabulary
+from synthesizer_jax.files import storage_path
 from synthesizer_jax.suggestions import suggestion
 
 TASKS: dict[str, TaskDefinition] = {d.name: d for d in (*GLUE, *SUPER_GLUE, *SENTINEL)}
@@ -59,7 +60,7 @@ def members(name: str) -> Rates:
 def default_data_dir() -> pathlib.Path:
     """Where data sets lie unless another directory is given: TFDS's own place."""
     given = os.environ.get("SYNTHESIZER_DATA_DIR") or os.environ.get("TFDS_DATA_DIR")
-    return pathlib.Path(given or "~/tensorflow_datasets").expanduser()
+    return storage_path(given or "~/tensorflow_datasets").expanduser()
 
 
 def splits(name: str, data_dir: pathlib.Path) -> dict[str, int]:

@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
-from synthesizer_jax.files import written_aside
+from synthesizer_jax.files import absolute, storage_path, written_aside
 
 EXTRA_IDS = 100
 """T5's sentinels ``<extra_id_0>`` … ``<extra_id_99>``, at the end of the vocabulary."""
@@ -154,7 +154,7 @@ class SentencePiece:
     """A SentencePiece model file, such as T5's ``spiece.model`` (pad 0, EOS 1, unknown 2).
 
     Attributes:
-      path: a local file.
+      path: a file, on a disk or in a bucket (``gs://…``).
       extra_ids: sentinels to add after the file's pieces; 100 for T5's 32,000 pieces, 0 for files
         that hold them already.
     """
@@ -169,13 +169,12 @@ class SentencePiece:
           FileNotFoundError: there is no such file.
           ValueError: it is no SentencePiece model, or one with other ids for padding and EOS.
         """
-        path = pathlib.Path(self.path).expanduser()
+        path = absolute(storage_path(self.path).expanduser())
         if not path.is_file():
             raise FileNotFoundError(
                 f"there is no SentencePiece model {self.path}; {_REMEDY}, or train one with "
                 "'synthesizer-jax data vocabulary'"
             )
-        path = path.resolve()
         processor = _processor(path, path.read_bytes(), self.extra_ids)
         found = processor.pad_id(), processor.eos_id()
         if found != (PAD, EOS):

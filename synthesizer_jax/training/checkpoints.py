@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from synthesizer_jax.files import absolute
 from synthesizer_jax.sharding import hosts
 from synthesizer_jax.training import checksums
 from synthesizer_jax.training.contents import (
@@ -34,6 +35,7 @@ from synthesizer_jax.training.storage import (
     is_committed,
     is_damage,
     renames_atomically,
+    set_aside,
     short,
 )
 
@@ -63,7 +65,7 @@ class Checkpoints:
         asynchronous: bool = True,
     ):
         self._retention = Retention(keep_latest, keep_best, dict(scores))
-        self._directory = directory.absolute()
+        self._directory = absolute(directory)
         self._asynchronous = asynchronous
         self._begun: list[int] = []
         # Named processes meet at the coordination service. Without names Orbax lets devices meet, amid
@@ -239,7 +241,7 @@ class Checkpoints:
                     aside = free_name(self._directory / f"{step}.unreadable")
                     found = "checkpoint %d cannot be read and is set aside as %s (%s)"
                     _log.warning(found, step, aside, problem)
-                    (self._directory / str(step)).rename(aside)
+                    set_aside(self._directory / str(step), aside)
         if self._has_manager:
             self._manager.reload()
 

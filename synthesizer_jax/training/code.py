@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from synthesizer_jax.data import tasks
-from synthesizer_jax.files import write_aside
+from synthesizer_jax.files import storage_path, write_aside
 from synthesizer_jax.registry import REGISTRY
 
 CODE_DIRECTORY = "code"
@@ -107,7 +107,7 @@ def load(names: Sequence[str]) -> Code:
 
 def read_named(path: str) -> Source:
     """A file that the user names; it takes the place of files of that name in runs' records."""
-    source = read_source(pathlib.Path(path))
+    source = read_source(storage_path(path))
     _named.add(source.name)
     return source
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from synthesizer_jax.files import write_aside
+from synthesizer_jax.files import absolute, write_aside
 from synthesizer_jax.mixers.base import FORCED, SITES
 from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.parameters import abstract_variables
@@ -111,7 +111,7 @@ def student_of(taught: Experiment, recipe: Distillation, teacher: pathlib.Path) 
     """The teacher's experiment with the student's model and training."""
     vocabulary: Any = taught.vocabulary
     if getattr(vocabulary, "path", None) == VOCABULARY_FILE:
-        vocabulary = replace(vocabulary, path=str((teacher / VOCABULARY_FILE).resolve()))
+        vocabulary = replace(vocabulary, path=str(absolute(teacher / VOCABULARY_FILE)))
     assert isinstance(taught.model, EncoderDecoder)
     return replace(
         taught,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 
 from synthesizer_jax.data import tasks
 from synthesizer_jax.data.pipeline import DataConfig
@@ -135,7 +136,8 @@ def check_vocabulary(experiment: Experiment) -> None:
     """Raises a `ValueError` where a run's vocabulary is not a file inside the run."""
     if isinstance(experiment.vocabulary, SentencePiece):
         path = pathlib.PurePath(experiment.vocabulary.path)
-        if path.is_absolute() or ".." in path.parts or "~" in path.parts[:1]:
+        outside = path.is_absolute() or re.match("[a-z]+:/", str(path))
+        if outside or ".." in path.parts or "~" in path.parts[:1]:
             raise ValueError(
                 f"vocabulary.path is {shown(str(path))}, which lies outside of the run; put the file into "
                 "the run's directory and give its name"

@@ -8,29 +8,19 @@ import fcntl
 import json
 import os
 import pathlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import IO
+from typing import IO, Any
 
+from synthesizer_jax.files import in_bucket
 from synthesizer_jax.sharding import hosts
+from synthesizer_jax.training.lease import leased
+from synthesizer_jax.training.owner import BEAT_SECONDS, DEAD_SECONDS, InUseError, machine, myself
 
 LOCK_FILE = "train.lock"
 
-BEAT_SECONDS = 10.0
-"""How often the owner of a lock shows that it lives."""
-
-DEAD_SECONDS = 60.0
-"""A lock on another machine without a sign of life for so long is nobody's."""
-
-BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
-
 NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-
-
-class InUseError(OSError):
-    """Another process trains in the directory."""
 
 
 @contextlib.contextmanager
@@ -39,8 +29,8 @@ def locked(directory: pathlib.Path, *, log: Callable[[str], None] = hosts.say) -
 
     On this machine, and on shared file systems that lock for all, the system's own lock says who holds it,
     and drops it when the process dies. Elsewhere the owner writes to the file every `BEAT_SECONDS`; one on
-    another machine that has not done so for `DEAD_SECONDS` counts as dead. A directory that did not exist,
-    and in which nothing was made, is removed again.
+    another machine that has not done so for `DEAD_SECONDS` counts as dead. A bucket has a `lease`.
+    A directory that did not exist, and in which nothing was made, is removed again.
 
     Args:
       directory: made if need be.
@@ -49,6 +39,10 @@ def locked(directory: pathlib.Path, *, log: Callable[[str], None] = hosts.say) -
     Raises:
       InUseError: another process holds it.
     """
+    if in_bucket(directory):
+        with leased(directory, LOCK_FILE, log=log):
+            yield
+        return
     made = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     path, closed = directory / LOCK_FILE, threading.Event()
@@ -77,7 +71,7 @@ def open_locked(path: pathlib.Path) -> IO[str]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise in_use(file, path) from None
+            raise InUseError(path.parent, read_owner(file)) from None
         except OSError as error:
             if error.errno not in NOT_SUPPORTED:
                 raise
@@ -99,7 +93,7 @@ def wait_for_the_dead(file: IO[str], path: pathlib.Path, log: Callable[[str], No
     while storage_time(path) - last < DEAD_SECONDS:
         time.sleep(1.0)
         if path.stat().st_mtime != last:
-            raise in_use(file, path)
+            raise InUseError(path.parent, read_owner(file))
 
 
 def storage_time(path: pathlib.Path) -> float:
@@ -122,14 +116,13 @@ def beat(file: IO[str], closed: threading.Event) -> None:
 
 def show_life(file: IO[str]) -> None:
     """Writes who holds the lock."""
-    owner = {"host": socket.gethostname(), "process": os.getpid(), "machine": machine()}
     file.seek(0)
     file.truncate()
-    file.write(json.dumps(owner))
+    file.write(json.dumps(myself()))
     file.flush()
 
 
-def read_owner(file: IO[str]) -> dict[str, object]:
+def read_owner(file: IO[str]) -> dict[str, Any]:
     """Who wrote the file; empty where nobody has."""
     file.seek(0)
     try:
@@ -137,18 +130,3 @@ def read_owner(file: IO[str]) -> dict[str, object]:
     except ValueError:
         return {}
     return owner if isinstance(owner, dict) else {}
-
-
-def in_use(file: IO[str], path: pathlib.Path) -> InUseError:
-    """The error that names who holds the lock."""
-    owner = read_owner(file)
-    return InUseError(
-        f"{path.parent} is in use: process {owner.get('process', '?')} on {owner.get('host', '?')} trains "
-        "there; wait for its end, or use another --workdir"
-    )
-
-
-def machine() -> str:
-    """What tells this machine from others, and from itself before it was started again."""
-    boot = BOOT.read_text(encoding="ascii").strip() if BOOT.exists() else ""
-    return f"{socket.gethostname()} {boot}".strip()

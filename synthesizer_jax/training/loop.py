@@ -19,6 +19,7 @@ from synthesizer_jax.sharding import hosts
 from synthesizer_jax.training.checkpoints import Checkpoints
 from synthesizer_jax.training.contents import DataPosition
 from synthesizer_jax.training.experiment import Experiment
+from synthesizer_jax.training.logs import Logs
 from synthesizer_jax.training.metrics import METRICS_FILE, MetricsWriter, Throughput, scores
 from synthesizer_jax.training.progress import Progress, duration
 from synthesizer_jax.training.state import TrainState
@@ -122,7 +123,8 @@ def train(
                 seconds = duration(time.perf_counter() - compiling)
                 progress.say(int(state.step), f"compiled in {seconds}")
         ready()
-        events = Events(directory, writes=hosts.first())
+        logs = Logs(directory, writes=hosts.first())
+        events = Events(logs.path, writes=hosts.first())
         events.write("start", step=int(state.step), at=began)
         throughput = Throughput(
             data.batch_size * (data.inputs_length + data.targets_length), utilisations
@@ -131,7 +133,7 @@ def train(
             trainer=trainer,
             checkpoints=checkpoints,
             stream=stream,
-            directory=directory,
+            logs=logs,
             stop=stop,
             evaluate=evaluate,
             throughput=throughput,
@@ -161,7 +163,7 @@ class _Run:
     trainer: Trainer
     checkpoints: Checkpoints
     stream: Stream
-    directory: pathlib.Path
+    logs: Logs
     stop: StopSignal
     evaluate: Evaluate | None
     throughput: Throughput
@@ -182,7 +184,7 @@ class _Run:
           evaluated: steps that were evaluated before. An evaluation that a signal cut off is made up for.
         """
         start, steps = int(state.step), self.experiment.training.steps
-        self.writer = MetricsWriter(self.directory, restored_step=start, writes=hosts.first())
+        self.writer = MetricsWriter(self.logs.path, restored_step=start, writes=hosts.first())
         self.progress.begin(start)
         try:
             if start and self.is_measured(start) and start not in evaluated:
@@ -208,6 +210,7 @@ class _Run:
         finally:
             self.watchdog.close()
             self.writer.close()
+            self.logs.close()
         return state
 
     def is_measured(self, step: int) -> bool:
@@ -233,7 +236,7 @@ class _Run:
         seconds = time.perf_counter() - began
         self.checkpoints.measured(step, measured.get("score", math.nan))
         self.events.write("evaluated", step=step)
-        share = goodput(self.directory, self.throughput.seconds_per_step)
+        share = goodput(self.logs.path, self.throughput.seconds_per_step)
         measured |= {} if share is None else {"goodput": share}
         self.writer.write(step, measured, kind="eval")
         self.progress.evaluated(step, measured, seconds)
@@ -242,6 +245,7 @@ class _Run:
     def save(self, state: TrainState, *, wait: bool = True) -> None:
         """Logs what is pending, so that a continued run misses no line, and saves."""
         self.log()
+        self.logs.copy()
         self.checkpoints.save(state, self.stream)
         if wait:
             self.checkpoints.wait()

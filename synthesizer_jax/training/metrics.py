@@ -98,8 +98,9 @@ def cut_back(path: pathlib.Path, step: int) -> None:
         copy = path.with_name(path.name + ".unreadable")
         write_aside(copy, path.read_bytes())
         _log.warning(
-            "%s: line %d and %d others cannot be read and are left out; the whole file is kept as %s",
-            *(path, damaged[0], len(damaged) - 1, copy),
+            "%s: %d of its lines, the first is line %d, cannot be read and are left out; the whole file is "
+            "kept as %s",
+            *(path, len(damaged), damaged[0], copy),
         )
     write_aside(path, b"".join(kept))
 

@@ -11,6 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
+from synthesizer_jax.files import absolute
 from synthesizer_jax.parameters import abstract_variables
 from synthesizer_jax.sharding import MeshShape, make_mesh, shardings
 from synthesizer_jax.training.experiment import Experiment
@@ -78,7 +79,7 @@ def read_variables(checkpoint: pathlib.Path, layout: Any) -> Any:
       OtherModelError: its arrays are others than the layout's.
       Exception: whatever Orbax makes of damaged files.
     """
-    path = (checkpoint / "state").absolute()
+    path = absolute(checkpoint / "state")
     reader = ocp.PyTreeCheckpointHandler()  # a checkpointer would wait for all processes
     tree: Any = reader.metadata(path).tree
     abstract = {k: tree[k] for k in ("params", "constants") if tree.get(k)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import filecmp
 import hashlib
 import pathlib
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from synthesizer_jax.data import embedded, tasks, translation  # noqa: F401 - it
 from synthesizer_jax.data.pipeline import Stream
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.evaluation import write_results
-from synthesizer_jax.files import write_aside
+from synthesizer_jax.files import absolute, join, storage_path, write_aside
 from synthesizer_jax.models import stack_layers, stacks, unroll_variables
 from synthesizer_jax.registry import replace, to_json
 from synthesizer_jax.sharding import hosts, spread
@@ -83,7 +82,7 @@ def run(
             print(f"{directory}: reading {experiment.data.mixture}", flush=True)
         with stop.region():
             if initial is None and experiment.init_from is not None:
-                checkpoint_of(pathlib.Path(experiment.init_from))
+                checkpoint_of(storage_path(experiment.init_from))
             with hosts.one_after_the_first("directory"):
                 experiment = with_vocabulary(experiment, directory, places)
                 check_same_run(experiment, directory)
@@ -108,7 +107,7 @@ def run(
 
         start = initial
         if start is None and experiment.init_from is not None:
-            start = parameters_from(pathlib.Path(experiment.init_from), experiment)
+            start = parameters_from(storage_path(experiment.init_from), experiment)
         state = train(
             experiment,
             stream,
@@ -145,7 +144,7 @@ def with_vocabulary(
         )
     vocabulary.build()
     if isinstance(vocabulary, SentencePiece):
-        path = pathlib.Path(vocabulary.path).expanduser().absolute()
+        path = absolute(storage_path(vocabulary.path).expanduser())
         vocabulary = replace(vocabulary, path=str(path))
     return replace(experiment, vocabulary=vocabulary)
 
@@ -163,8 +162,9 @@ def save_run(experiment: Experiment, directory: pathlib.Path) -> None:
     vocabulary = experiment.vocabulary
     if isinstance(vocabulary, SentencePiece):
         copy = directory / VOCABULARY_FILE
-        if not same_file(pathlib.Path(vocabulary.path), copy):
-            write_aside(copy, pathlib.Path(vocabulary.path).read_bytes())
+        given = storage_path(vocabulary.path)
+        if not same_file(given, copy):
+            write_aside(copy, given.read_bytes())
         write_aside(directory / VOCABULARY_SUM, checksum(copy))
     save_experiment(as_saved(experiment), directory)
 
@@ -176,7 +176,7 @@ def checksum(path: pathlib.Path) -> str:
 
 def same_file(one: pathlib.Path, other: pathlib.Path) -> bool:
     """Whether two paths lead to files of equal contents."""
-    return other.is_file() and filecmp.cmp(one, other, shallow=False)
+    return other.is_file() and one.read_bytes() == other.read_bytes()
 
 
 def open_vocabulary(experiment: Experiment, directory: pathlib.Path) -> Any:
@@ -188,7 +188,7 @@ def open_vocabulary(experiment: Experiment, directory: pathlib.Path) -> Any:
     """
     config: Any = experiment.vocabulary
     if isinstance(config, SentencePiece):
-        path = directory / config.path
+        path = join(directory, config.path)
         check_saved_vocabulary(path, directory)
         config = replace(config, path=str(path))
     vocabulary = config.build()
@@ -241,7 +241,7 @@ def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
     vocabulary = experiment.vocabulary
     if isinstance(vocabulary, SentencePiece):
         copy = directory / VOCABULARY_FILE
-        if copy.is_file() and not same_file(pathlib.Path(vocabulary.path), copy):
+        if copy.is_file() and not same_file(storage_path(vocabulary.path), copy):
             raise ValueError(
                 f"{directory} holds another run: its {VOCABULARY_FILE} is not {vocabulary.path}; use a new "
                 "--workdir, or the old vocabulary to continue"

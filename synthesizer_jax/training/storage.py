@@ -9,6 +9,7 @@ import re
 import jax
 
 from synthesizer_jax.data.pipeline import OtherStreamError
+from synthesizer_jax.files import in_bucket
 from synthesizer_jax.training.contents import DamagedError
 
 COMMITTED = "commit_success.txt"
@@ -18,7 +19,8 @@ MOUNTS = pathlib.Path("/proc/mounts")
 
 NO_ANSWER = re.compile(
     "PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|"
-    "[Pp]ermission denied|Input/output error|Stale file handle|Too many open files|Connection"
+    "[Pp]ermission denied|Input/output error|Stale file handle|Too many open files|Connection|"
+    r"HTTP response code (?:401|403|408|429|5\d\d)|libcurl"
 )
 """What readers say when storage does not answer; they raise the same kinds of errors for damaged files."""
 
@@ -58,9 +60,11 @@ def check_regular(path: pathlib.Path) -> None:
 def renames_atomically(directory: pathlib.Path) -> bool:
     """Whether a rename in a directory happens at once, or not at all.
 
-    It does not in a bucket that is mounted with FUSE (gcsfuse, s3fs, …): there every object is copied and
+    It does not in a bucket, mounted with FUSE (gcsfuse, s3fs, …) or not: there every object is copied and
     then deleted, and a process that is killed leaves half a checkpoint under its final name.
     """
+    if in_bucket(directory):
+        return False
     if not MOUNTS.exists():
         return True
     kinds = {}
@@ -75,3 +79,10 @@ def renames_atomically(directory: pathlib.Path) -> bool:
 def is_committed(checkpoint: pathlib.Path) -> bool:
     """Whether a directory with a checkpoint's final name holds a whole checkpoint."""
     return renames_atomically(checkpoint.parent) or (checkpoint / COMMITTED).exists()
+
+
+def set_aside(checkpoint: pathlib.Path, aside: pathlib.Path) -> None:
+    """Renames a damaged checkpoint, which counts as finished under neither name meanwhile."""
+    if not renames_atomically(checkpoint.parent):
+        (checkpoint / COMMITTED).unlink(missing_ok=True)
+    checkpoint.rename(aside)

@@ -56,19 +56,6 @@ def test_a_directory_that_is_none(tmp_path):
     assert "→ give a directory that you may write to" in said
 
 
-def test_a_bucket_is_no_directory():
-    code, said = call("--workdir", "gs://bucket/run")
-    assert code == 1
-    assert "is a bucket, not a directory" in said
-    assert "→ mount it" in said
-
-
-def test_training_refuses_a_bucket():
-    result = CliRunner().invoke(app, ["train", "quickstart", "--workdir", "gs://bucket/run"])
-    assert isinstance(result.exception, ValueError)
-    assert "mount it" in str(result.exception)
-
-
 @pytest.mark.parametrize(
     ("values", "problem"),
     [

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from synthesizer_jax.data import embedded
 from tests.environment import without_devices
 
 pytestmark = pytest.mark.hosts
@@ -18,10 +17,10 @@ RECIPE = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "reliabili
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> pathlib.Path:
+def place(tmp_path_factory, embedded_data) -> pathlib.Path:
     """A directory with the embedded data sets."""
     place = tmp_path_factory.mktemp("local")
-    embedded.prepare(place / "data")
+    (place / "data").symlink_to(embedded_data)
     return place
 
 

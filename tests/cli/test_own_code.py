@@ -98,10 +98,11 @@ def default():
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(tmp_path_factory, embedded_data):
     """A finished run of a recipe of one's own, and this account's state."""
     place = tmp_path_factory.mktemp("own")
-    vocabulary = embedded.prepare(place / "data").vocabulary.path
+    (place / "data").symlink_to(embedded_data)
+    vocabulary = embedded.prepare(embedded_data).vocabulary.path
     (place / "mine.py").write_text(RECIPE.replace("VOCABULARY", str(vocabulary)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(place / "state"))

@@ -24,15 +24,16 @@ def commands(heading: str) -> str:
 
 @pytest.fixture
 def place(real_data: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
-    """A folder with the names that README uses."""
+    """A folder with the names that README uses, and the tasks that take the least time."""
     files = {
-        "GLUE_FILES": "glue",
-        "SUPER_GLUE_FILES": "super_glue",
+        **{f"GLUE_FILES/{task}": f"glue/{task}" for task in ("CoLA", "STS-B", "WNLI", "AX")},
+        **{f"SUPER_GLUE_FILES/{task}": f"super_glue/{task}" for task in ("CB", "COPA", "WSC")},
         "spiece.model": "sentencepiece/t5_spiece.model",
     }
     for name, file in files.items():
         if not (real_data / file).exists():
             pytest.skip(f"{file} is not among the original files on this machine")
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(real_data / file)
     return tmp_path
 
@@ -50,7 +51,7 @@ def test_train_evaluate_predict_and_generate(place: pathlib.Path) -> None:
     said = ended.stdout
     assert re.search(r"step 20/20  evaluated in .*: score [\d.]+, loss [\d.]+", said)
     assert "runs/rv has finished its 20 steps: score " in said
-    for task in ("glue_cola_v002", "super_glue_record_v102", "super_glue_wsc_v102_simple_eval"):
+    for task in ("glue_cola_v002", "super_glue_copa_v102", "super_glue_wsc_v102_simple_eval"):
         assert task in said
     evaluation = place / "runs" / "rv" / "evaluation"
     (predicted,) = evaluation.glob("step_20.glue_cola_v002.test.jsonl")

@@ -29,11 +29,9 @@ RECIPE = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "reliabili
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def data(embedded_data: pathlib.Path) -> pathlib.Path:
     """The embedded data sets."""
-    directory = tmp_path_factory.mktemp("data")
-    embedded.prepare(directory)
-    return directory
+    return embedded_data
 
 
 def arguments(workdir: pathlib.Path, data: pathlib.Path, *settings: str) -> list[str]:
@@ -169,8 +167,8 @@ def test_checkpoints_that_are_gone_are_asked_for(copied, data) -> None:
     assert not (copied / "checkpoints").exists()
 
 
-def test_another_vocabulary_is_another_run(copied, tmp_path) -> None:
-    embedded_one = embedded.prepare(tmp_path / "data").vocabulary
+def test_another_vocabulary_is_another_run(copied, data, tmp_path) -> None:
+    embedded_one = embedded.prepare(data).vocabulary
     mine = replace(load_experiment(copied), vocabulary=embedded_one)
     save_run(mine, copied)
     check_same_run(mine, copied)
@@ -236,7 +234,7 @@ def test_damaged_logs_do_not_stop_a_run(copied, data, caplog, name, damage) -> N
     call(*arguments(copied, data, "training.steps=4"))
     if name == "metrics.jsonl":
         assert path.read_bytes() == before
-        assert ("line 2 and 0 others cannot be read" in caplog.text) == ends
+        assert ("1 of its lines, the first is line 2, cannot be read" in caplog.text) == ends
     else:
         assert path.read_bytes().startswith(first + b"\n")
         assert json.loads(path.read_bytes().splitlines()[-1])["event"] == "end"

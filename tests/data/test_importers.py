@@ -199,6 +199,11 @@ BROKEN = {
     "extra field": ("RTE/subset_test.tsv", "sentence1\tsentence2\na\tb\tc\n", "line 2: 3 tab"),
     "cola": ("CoLA/subset_train.tsv", "x\t1\t\tfine\nx\t1\tshort\n", "line 2: 3 tab"),
     "score": ("STS-B/subset_dev.tsv", "sentence1\tsentence2\tscore\na\tb\t5.1\n", "'5.1' is not a"),
+    "score with a space": (
+        "STS-B/subset_dev.tsv",
+        "sentence1\tsentence2\tscore\na\tb\t 1\n",
+        "score ' 1' is not a number",
+    ),
     "no score": ("STS-B/subset_dev.tsv", "sentence1\tsentence2\tscore\na\tb\n", "line 2: score ''"),
     "encoding": (
         "AX/subset_diagnostic.tsv",

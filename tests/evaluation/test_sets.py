@@ -163,6 +163,15 @@ def test_every_task_has_a_loss_over_at_most_so_many_batches(measured):
     assert overall["joint_label_prior_entropy"] > overall["label_prior_entropy"]
 
 
+def test_no_batches_for_the_loss_take_none(measured, data_dir):
+    evaluator, variables, _ = measured
+    settings = replace(evaluator.evaluation, loss_batches=0, max_examples=2)
+    experiment = replace(evaluator.experiment, evaluation=settings)
+    results, overall = Evaluator(experiment, Bytes().build(), data_dir=data_dir).measure(variables)
+    assert [r.loss for r in results] == [None] * 5
+    assert "loss" not in overall and "score" in overall
+
+
 def test_scores_are_those_of_the_answers(measured):
     evaluator, _, (results, _) = measured
     for examples, result in zip(evaluator.sets, results, strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 
 from synthesizer_jax.data.embedded.definitions import DATASET, DEFINITIONS, as_text, config_of
 from synthesizer_jax.data.embedded.rows import SIZES, examples
-from synthesizer_jax.data.staging import staging
+from synthesizer_jax.data.staging import check_on_disk, staging
 from synthesizer_jax.data.storage import write_dataset
 from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
 
@@ -44,13 +44,19 @@ def prepare(data_dir: pathlib.Path) -> Prepared:
 
     Args:
       data_dir: where data sets lie.
+
+    Raises:
+      ValueError: something must be written, and the directory is in a bucket.
     """
     directory = data_dir / DATASET
     vocabulary, mark = directory / "vocabulary.model", directory / GRAMMAR_FILE
     targets = {task.name: data_dir / task.dataset / VERSION for task in DEFINITIONS}
     missing = [t for t in DEFINITIONS if not (targets[t.name] / "dataset_info.json").is_file()]
+    current = mark.is_file() and mark.read_text(encoding="utf-8") == grammar()
+    if missing or not (current and vocabulary.is_file()):
+        check_on_disk(data_dir)
     directory.mkdir(parents=True, exist_ok=True)
-    if not mark.is_file() or mark.read_text(encoding="utf-8") != grammar():
+    if not current:
         mark.unlink(missing_ok=True)
         vocabulary.unlink(missing_ok=True)
         missing = list(DEFINITIONS)

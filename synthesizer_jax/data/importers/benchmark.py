@@ -22,6 +22,7 @@ from synthesizer_jax.data.importers.report import ImportReport, SplitReport
 from synthesizer_jax.data.importers.staged import Staged
 from synthesizer_jax.data.staging import Staging, staging
 from synthesizer_jax.data.storage import prepare
+from synthesizer_jax.files import storage_path
 
 LARGE = 50_000
 """Data sets with a split of this many rows are written as `LARGE_SHARDS` files, others as one."""
@@ -54,7 +55,7 @@ def import_benchmark(
     """
     if name not in TASKS:
         raise ValueError(f"benchmark {name!r} is unknown; choose one of {', '.join(TASKS)}")
-    root, data_dir = _root(name, pathlib.Path(source)), pathlib.Path(data_dir)
+    root, data_dir = _root(name, pathlib.Path(source)), storage_path(str(data_dir))
     with staging(data_dir, name) as stage:
         reports, written = [], []
         for task in TASKS[name]:

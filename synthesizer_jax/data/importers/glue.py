@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import math
 import pathlib
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -28,6 +28,9 @@ Row = tuple[int | str, list[str]]
 _COLA = ["source", "is_acceptable", "star", "sentence"]  # train and dev have no header line
 _MRPC_TEXTS = ("#1 String", "#2 String")
 _MRPC_IDS = ("#1 ID", "#2 ID")
+
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?(e[+-]?[0-9]+)?")
+"""What is read as a score; Python's ``float`` reads spaces, underscores and other digits too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +104,7 @@ class _Check:
         return False
 
     def _is_score(self, where: int | str, label: str) -> bool:
-        try:
-            score = float(label)
-        except ValueError:
-            score = math.nan
-        if not 0 <= score <= 5:
+        if not _NUMBER.fullmatch(label) or float(label) > 5:
             raise broken(self.path, where, f"score {label[:40]!r} is not a number from 0 to 5")
         return True
 

@@ -1,0 +1,184 @@
+"""The lease of a directory in a bucket, on TensorStore's keys and values in memory."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import tensorstore as ts
+
+from synthesizer_jax.training import lease
+from synthesizer_jax.training.owner import InUseError, machine
+
+DIRECTORY = pathlib.Path("gs://bucket/run")
+KEY = "train.lock"
+
+
+@pytest.fixture
+def store():
+    return ts.KvStore.open("memory://").result()
+
+
+def leased(store, said=None, **options):
+    log = [].append if said is None else said.append
+    return lease.leased(DIRECTORY, KEY, log=log, store=store, **options)
+
+
+def owner_in(store) -> dict:
+    return json.loads(store.read(KEY).result().value)
+
+
+def write(store, **owner) -> None:
+    store.write(KEY, json.dumps(owner).encode()).result()
+
+
+class Watched:
+    """A store that tells how often it was written to, and can lose answers or fail."""
+
+    def __init__(self, store):
+        self.store, self.writes, self.failures = store, 0, []
+        self.changed = threading.Condition()
+
+    def read(self, key):
+        return self.store.read(key)
+
+    def write(self, key, value, **options):
+        with self.changed:
+            self.writes += 1
+            self.changed.notify_all()
+        if self.failures:
+            raise self.failures.pop()
+        return self.store.write(key, value, **options)
+
+    def wait_for(self, writes: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.writes >= writes, timeout=60)
+
+
+def test_one_at_a_time(store) -> None:
+    with leased(store):
+        assert owner_in(store)["process"] == os.getpid()
+        with pytest.raises(
+            InUseError, match=rf"is in use: process {os.getpid()} on .* another --work"
+        ):
+            leased(store).__enter__()
+    assert store.list().result() == []
+    with leased(store):
+        pass
+
+
+def test_the_owner_shows_that_it_lives(store, monkeypatch) -> None:
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.01)
+    watched = Watched(store)
+    with leased(watched):
+        first = owner_in(store)["time"]
+        watched.wait_for(4)
+        assert owner_in(store)["time"] > first
+    assert store.list().result() == []
+
+
+def test_storage_that_fails_once_loses_nothing(store, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.01)
+    watched, lost = Watched(store), []
+    with leased(watched, lost=lost.append):
+        watched.failures.append(ValueError("UNAVAILABLE: 503"))
+        watched.wait_for(5)
+    assert lost == []
+    assert (
+        "run: the bucket does not answer as it should (ValueError: UNAVAILABLE: 503)" in caplog.text
+    )
+
+
+def test_no_permission(store) -> None:
+    watched = Watched(store)
+    watched.failures.append(ValueError("PERMISSION_DENIED: 403"))
+    with pytest.raises(OSError, match=r"PERMISSION_DENIED: 403\); look at its name and your permi"):
+        leased(watched).__enter__()
+
+
+def test_a_lease_that_another_took(store, monkeypatch) -> None:
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.01)
+    lost, told = [], threading.Event()
+
+    def end(message: str) -> None:
+        lost.append(message)
+        told.set()
+
+    with leased(store, lost=end):
+        for _ in range(100):  # until no beat comes between
+            write(store, host="other", machine="other boot", process=7)
+            if told.wait(0.1):
+                break
+    assert "was taken over by a training on other" in lost[0]
+    assert owner_in(store)["host"] == "other"  # and is left to it
+
+
+@pytest.mark.parametrize("mine", [False, True], ids=["another number", "this number"])
+def test_a_dead_process_of_this_machine(store, mine: bool) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    number = os.getpid() if mine else process.pid
+    write(store, host="here", machine=machine(), process=number, id="before")
+    said: list[str] = []
+    with leased(store, said):
+        assert owner_in(store)["id"] == lease.ME
+    assert said == []
+
+
+def test_a_living_process_of_this_machine(store) -> None:
+    write(store, host="here", machine=machine(), process=os.getppid(), id="other")
+    with pytest.raises(InUseError, match=rf"process {os.getppid()} on here"):
+        leased(store).__enter__()
+
+
+class Clock:
+    """Time that passes when somebody sleeps; `then` happens in the first sleep."""
+
+    def __init__(self, then=lambda: None):
+        self.now, self.then = 0.0, then
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.then()
+        self.then = lambda: None
+
+    time = staticmethod(time.time)
+
+
+@pytest.mark.parametrize("damage", [False, True], ids=["killed", "of no use"])
+def test_an_owner_on_another_machine_that_is_dead(store, monkeypatch, damage: bool) -> None:
+    clock, said = Clock(), []
+    monkeypatch.setattr(lease, "time", clock)
+    if damage:
+        store.write(KEY, b"\xff{").result()
+    else:
+        write(store, host="other", machine="other boot", process=7)
+    with leased(store, said):
+        assert owner_in(store)["id"] == lease.ME
+    assert clock.now == (0 if damage else lease.DEAD_SECONDS)
+    assert len(said) == (0 if damage else 1)
+
+
+def test_an_owner_on_another_machine_that_lives(store, monkeypatch) -> None:
+    other = {"host": "other", "machine": "other boot", "process": 7}
+    write(store, **other, time=1.0)
+    clock = Clock(lambda: write(store, **other, time=2.0))
+    monkeypatch.setattr(lease, "time", clock)
+    with pytest.raises(InUseError, match="process 7 on other"):
+        leased(store).__enter__()
+    assert clock.now == lease.POLL_SECONDS
+
+
+def test_an_owner_that_ends_meanwhile(store, monkeypatch) -> None:
+    write(store, host="other", machine="other boot", process=7)
+    clock = Clock(lambda: store.write(KEY, None).result())
+    monkeypatch.setattr(lease, "time", clock)
+    with leased(store):
+        assert clock.now == lease.POLL_SECONDS
