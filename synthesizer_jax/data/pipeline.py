@@ -30,6 +30,7 @@ from synthesizer_jax.data.members import (
     fits_memory,
 )
 from synthesizer_jax.registry import check_types, fields_of
+from synthesizer_jax.suggestions import nearest_multiples
 
 STREAM_FILE = "stream.json"
 
@@ -73,11 +74,9 @@ class DataConfig:
         if not 1 <= self.shards <= CHUNK:
             raise ValueError(f"data.shards is {self.shards}; allowed: 1 to {CHUNK}")
         if self.batch_size % self.shards:
-            below = max(self.batch_size // self.shards, 1) * self.shards
-            nearest = f"{below} and {below + self.shards}"
             raise ValueError(
-                f"batch_size={self.batch_size} does not divide by shards={self.shards}; the "
-                f"nearest batch sizes that do are {nearest}"
+                f"batch_size={self.batch_size} does not divide by shards={self.shards}; "
+                f"{nearest_multiples(self.batch_size, self.shards)}"
             )
 
     @property

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from synthesizer_jax.parameters import LOGICAL_AXES, Axes, is_axes
+from synthesizer_jax.suggestions import nearest_multiples
 
 BATCH_AXES = ("data", "fsdp")
 
@@ -71,11 +72,9 @@ def spec(
             raise ValueError(f"{name}: axes {axes} use the mesh axis {target!r} twice")
         if target is not None and size % mesh.shape[target]:
             ways = mesh.shape[target]
-            below, above = size // ways * ways, (size // ways + 1) * ways
             raise ValueError(
-                f"{name}: {axis}={size} does not divide by the mesh's {target}={ways}; the "
-                f"nearest sizes that do are {below or above} and {above}, and "
-                f"{target}={math.gcd(size, ways)} divides it"
+                f"{name}: {axis}={size} does not divide by the mesh's {target}={ways}; "
+                f"{nearest_multiples(size, ways)}, and {target}={math.gcd(size, ways)} divides it"
             )
         entries.append(target)
     return PartitionSpec(*entries)
@@ -105,11 +104,10 @@ def check_batch(batch_size: int, mesh: Mesh | AbstractMesh, *, micro_batches: in
     """Raises a `ValueError` when a batch cannot be cut over the mesh and the micro-batches."""
     ways = mesh.shape["data"] * mesh.shape["fsdp"] * micro_batches
     if batch_size % ways:
-        below = batch_size // ways * ways
         raise ValueError(
             f"batch_size={batch_size} does not divide by data × fsdp × micro_batches = "
-            f"{mesh.shape['data']} × {mesh.shape['fsdp']} × {micro_batches} = {ways}; the nearest "
-            f"sizes that do are {below or below + ways} and {below + ways}"
+            f"{mesh.shape['data']} × {mesh.shape['fsdp']} × {micro_batches} = {ways}; "
+            f"{nearest_multiples(batch_size, ways)}"
         )
 
 

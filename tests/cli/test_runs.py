@@ -1,5 +1,6 @@
 """Training as a user types it: with and without a terminal, interrupted, refused and continued."""
 
+import fcntl
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 
 import pytest
 from typer.testing import CliRunner
@@ -45,20 +47,21 @@ def start(command: list[str], **options) -> subprocess.Popen:
     return subprocess.Popen(own, env=without_devices(), **options)
 
 
-def read_terminal(descriptor: int) -> str:
-    """What a program writes to its terminal, until it ends."""
-    parts = []
-    while True:
+def read_terminal(descriptor: int, until: str | None = None) -> str:
+    """What a program writes to its terminal, until a text comes or the program ends."""
+    shown = b""
+    while until is None or until.encode() not in shown:
         try:
             part = os.read(descriptor, 4096)
         except OSError:  # Linux: nobody writes any more
             part = b""
         if not part:
-            return b"".join(parts).decode()
-        parts.append(part)
+            break
+        shown += part
+    return shown.decode()
 
 
-def test_interrupted_without_a_terminal_and_ended_on_one(tmp_path, data) -> None:
+def test_interrupted_without_a_terminal_and_on_one(tmp_path, data) -> None:
     workdir = tmp_path / "run"
     settings = ("mesh.fsdp=1", "evaluation.every=4")
     endless = arguments(workdir, data, "training.steps=100000", *settings)
@@ -89,16 +92,22 @@ def test_interrupted_without_a_terminal_and_ended_on_one(tmp_path, data) -> None
     assert not (workdir / "train.lock").exists()
 
     ours, theirs = pty.openpty()
-    end = arguments(workdir, data, f"training.steps={newest + 2}", *settings)
-    with start(end, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+
+    def belong_to_the_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    with start(endless, **terminal, preexec_fn=belong_to_the_terminal) as process:
         os.close(theirs)
-        shown = read_terminal(ours)
+        shown = read_terminal(ours, until=f"{newest + 4 - newest % 4}/100000  evaluated in ")
+        os.write(ours, b"\x03")  # Ctrl-C
+        rest = read_terminal(ours)
     os.close(ours)
-    assert process.returncode == 0, shown
-    assert f"{newest + 2}/{newest + 2}" in shown and "steps/s" in shown  # the bar
-    assert f"step {newest + 2}/{newest + 2}  evaluated in " in shown
-    assert f"{workdir} has finished its {newest + 2:,} steps: score " in shown
-    assert f"next: synthesizer-jax eval --workdir {workdir} --data-dir {data}" in shown
+    assert process.returncode == 130, shown + rest
+    assert "/100000" in shown and "steps/s" in shown  # the bar
+    assert "stopped by SIGINT; everything is saved, start the same command again to con" in rest
+    assert finished_steps(workdir / "checkpoints")[-1] > newest
 
 
 def call(*command: str) -> str:
