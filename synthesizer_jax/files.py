@@ -9,12 +9,16 @@ import os
 import pathlib
 import re
 from collections.abc import Iterable, Iterator
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 BUCKET = "gs://"
 
 READERS = ("tensorflow", "gcsfs")
 """`etils.epath` needs one of them for buckets; Orbax needs ``google.cloud.storage`` as well."""
+
+
+TALKERS = ("gcsfs.", "aiohttp.", "requests.", "google.auth.", "google.api_core.", "google.cloud.")
+"""Modules whose errors are storage's."""
 
 
 def storage_path(text: str) -> pathlib.Path:
@@ -27,7 +31,7 @@ def storage_path(text: str) -> pathlib.Path:
       ValueError: it is an address of another kind, or names no directory in a bucket.
       ModuleNotFoundError: what reads buckets is not installed.
     """
-    if not re.match("[a-z][a-z0-9]+:/", text):
+    if not re.match("[A-Za-z][A-Za-z0-9]+:/", text):
         return pathlib.Path(text)
     text = re.sub("^gs:/+", BUCKET, text)
     if not re.match(f"{BUCKET}[a-z0-9][a-z0-9._-]+/+[^/]", text):
@@ -38,6 +42,8 @@ def storage_path(text: str) -> pathlib.Path:
         raise ModuleNotFoundError(
             f"what reads {text} is not installed: pip install 'synthesizer_jax[gcs]'"
         )
+    # TensorFlow would take what was just removed, or has grown, for what it was some seconds ago.
+    os.environ.setdefault("GCS_STAT_CACHE_MAX_AGE", "0")
     from etils import epath
 
     return cast(pathlib.Path, epath.Path(text))
@@ -52,14 +58,34 @@ def is_installed(library: str) -> bool:
 
 
 def in_bucket(path: pathlib.Path) -> bool:
-    """Whether a path leads into a bucket, where objects appear whole, are never renamed nor appended to."""
-    return str(path).startswith(BUCKET)
+    """Whether a path leads into a bucket, where objects appear whole, are never renamed nor appended to.
+
+    Raises:
+      ValueError: it is what `pathlib` makes of an address, which would be a directory on this machine.
+    """
+    text = str(path)
+    if text.startswith("gs:/") and not text.startswith(BUCKET):
+        raise ValueError(
+            f"{text} is not an address any more; make it with files.storage_path('gs://…')"
+        )
+    return text.startswith(BUCKET)
+
+
+def size_of(path: pathlib.Path) -> int:
+    """Bytes of a file."""
+    found: Any = path.stat()
+    return int(found.length if in_bucket(path) else found.st_size)  # epath's names are its own
 
 
 def join(directory: pathlib.Path, path: str) -> pathlib.Path:
     """What a path means in a directory: a file in it, or a path of its own if it is absolute."""
     own = storage_path(path)
     return own if in_bucket(own) or own.is_absolute() else directory / own
+
+
+def is_storage_error(error: BaseException) -> bool:
+    """Whether an error is of a library that talks to buckets; what is not there is `FileNotFoundError`."""
+    return type(error).__module__.startswith(TALKERS)
 
 
 def absolute(path: pathlib.Path) -> pathlib.Path:
@@ -70,6 +96,8 @@ def absolute(path: pathlib.Path) -> pathlib.Path:
 @contextlib.contextmanager
 def written_aside(path: pathlib.Path) -> Iterator[BinaryIO]:
     """A file to write, which takes its place when the block has ended; an error leaves nothing of it.
+
+    What goes into a bucket is held in memory until then.
 
     Args:
       path: its place; the folder is made if need be.

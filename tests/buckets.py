@@ -11,7 +11,6 @@ import contextlib
 import email.utils
 import hashlib
 import json
-import os
 import pathlib
 import re
 import ssl
@@ -31,7 +30,6 @@ class Buckets:
         self.objects: dict[str, tuple[int, bytes]] = {}
         self.buckets = {"bucket"}
         self.changes: list[tuple[str, str]] = []
-        self.requests: list[str] = []
         self.uploads: dict[str, tuple[str, bytearray]] = {}
         self.lock = threading.RLock()
         self.certificate, key = directory / "certificate.pem", directory / "key.pem"
@@ -132,7 +130,6 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urllib.parse.urlsplit(self.path)
         query = dict(urllib.parse.parse_qsl(parts.query))
         path = parts.path
-        self.store.requests.append(f"{self.command} {self.path}")
         with self.store.lock:
             if found := re.fullmatch(r"/upload/storage/v1/b/([^/]+)/o", path):
                 self.begin_upload(found[1], query, body)
@@ -292,8 +289,3 @@ def serve(directory: pathlib.Path) -> Iterator[Buckets]:
         yield buckets
     finally:
         buckets.close()
-
-
-def environment(buckets: Buckets) -> dict[str, str]:
-    """This process' environment, with those buckets in the place of Google's."""
-    return {**os.environ, **buckets.environment}

@@ -2,6 +2,18 @@
 
 import os
 
+COMMANDS = """
+import json, sys
+from synthesizer_jax.cli.main import run
+for command in json.load(open(sys.argv[1])):
+    sys.argv[1:] = command
+    try:
+        run()
+    except SystemExit as end:
+        print("=== exit", end.code, flush=True)
+"""
+"""A program that runs the commands that a JSON file lists: libraries are loaded once."""
+
 
 def without_devices() -> dict[str, str]:
     """The tests' own, without the number of devices that they run on."""

@@ -220,7 +220,7 @@ def bucket(directory: pathlib.Path) -> Finding:
         with leased(directory, f".doctor_{uuid.uuid4().hex}", log=typer.echo):
             pass
     except OSError as error:
-        text, _, remedy = str(error).partition("; ")
+        text, _, remedy = str(error).rpartition("; ")
         return Finding("problem", text, remedy)
     return Finding("ok", f"{directory} is writable")
 

@@ -25,6 +25,7 @@ from synthesizer_jax.cli.quickstart import quickstart
 from synthesizer_jax.cli.report import report
 from synthesizer_jax.cli.show_recipes import recipes
 from synthesizer_jax.cli.train import train
+from synthesizer_jax.files import is_storage_error
 from synthesizer_jax.version import __version__
 
 END_SECONDS = 60.0
@@ -108,7 +109,7 @@ def is_users(error: Exception) -> bool:
     kinds: tuple[type[Exception], ...] = (ValueError, OSError, RuntimeError, ImportError)
     if (tensorflow := sys.modules.get("tensorflow")) is not None:
         kinds += (tensorflow.errors.OpError,)
-    return isinstance(error, kinds)
+    return isinstance(error, kinds) or is_storage_error(error)
 
 
 def leave(code: int) -> None:

@@ -12,7 +12,10 @@ import json
 import pathlib
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from synthesizer_jax.files import in_bucket, size_of
 
 INFO, FEATURES = "dataset_info.json", "features.json"
 
@@ -70,8 +73,9 @@ def check(directory: pathlib.Path) -> None:
         shorter than ``dataset_info.json`` says.
       FileNotFoundError: one of the two is missing.
     """
-    for path in directory.iterdir():
-        _check_no_pipe(path)
+    if not in_bucket(directory):
+        for path in directory.iterdir():
+            _check_no_pipe(path)
     for name in _class_names(_load(directory / FEATURES), directory / FEATURES):
         if not name.startswith("tensorflow_datasets."):
             raise ValueError(
@@ -100,14 +104,16 @@ def _check_size(directory: pathlib.Path, split: dict[str, Any]) -> None:
     """
     try:
         lengths, size = [int(n) for n in split["shardLengths"]], int(split["numBytes"])
+        name = str(split["name"])
     except (LookupError, TypeError, ValueError):
         return  # `stored_splits` tells what is missing; sizes are not always there
-    shards = list(directory.glob(f"*-{split['name']}.tfrecord-?????-of-{len(lengths):05}"))
-    found = sum(path.stat().st_size for path in shards)
+    shards = list(directory.glob(f"*-{name}.tfrecord-?????-of-{len(lengths):05}"))
+    with ThreadPoolExecutor() as pool:  # a bucket is asked for each
+        found = sum(pool.map(size_of, shards))
     records = size + _AROUND_RECORD * sum(lengths)
     if len(shards) == len(lengths) and found not in (records, size):  # TFDS on Beam counts files
         raise ValueError(
-            f"the files of the split {split['name']} in {directory} have {found:,} bytes, but by {INFO} "
+            f"the files of the split {name} in {directory} have {found:,} bytes, but by {INFO} "
             f"it is {records:,}; {_REMEDY}"
         )
 

@@ -185,7 +185,7 @@ class SentencePiece:
         return SentencePieceVocabulary(str(path), self.extra_ids, processor)
 
 
-_REMEDY = "give a local file with --set vocabulary.path=FILE"
+_REMEDY = "give a file with --set vocabulary.path=FILE"
 
 
 @functools.lru_cache(maxsize=8)

@@ -34,6 +34,7 @@ from synthesizer_jax.training.storage import (
     as_storage_error,
     is_committed,
     is_damage,
+    remove_unfinished,
     renames_atomically,
     set_aside,
     short,
@@ -135,8 +136,10 @@ class Checkpoints:
           stream: its position is that of the last consumed batch.
         """
         step, tree = int(state.step), as_tree(state)
-        if step in self._manager.all_steps():
+        if step in self._begun or step in self._manager.all_steps():
             return
+        if hosts.first():
+            remove_unfinished(self._directory / str(step))
         position = {} if stream is None else position_files(stream)
         files = {name: checksums.of_bytes(data) for name, data in position.items()}
         contents = Contents(step, checksums.checksums(tree), files)

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from synthesizer_jax.files import BUCKET
 from synthesizer_jax.training.owner import (
     BEAT_SECONDS,
     DEAD_SECONDS,
@@ -27,10 +28,21 @@ from synthesizer_jax.training.storage import short
 ME = uuid.uuid4().hex
 """This process; its number alone comes again when a container is started anew."""
 
+HELD: set[str] = set()
+"""What this process holds, by the leases' names for themselves."""
+
 POLL_SECONDS = 2.0
 """Between two looks at another's lease."""
 
 _log = logging.getLogger(__name__)
+
+
+def open_store(directory: pathlib.Path) -> Any:
+    """The directory as TensorStore's keys and values."""
+    import tensorstore as ts
+
+    bucket, _, path = str(directory).removeprefix(BUCKET).partition("/")
+    return ts.KvStore.open({"driver": "gcs", "bucket": bucket, "path": f"{path}/"}).result()
 
 
 def end_at_once(message: str) -> None:
@@ -66,7 +78,7 @@ def leased(
       InUseError: another process holds it.
       OSError: storage does not answer, or does not permit it.
     """
-    lease = Lease(open_store(directory) if store is None else store, directory, name)
+    lease = Lease(store, directory, name)
     lease.take(log)
     closed = threading.Event()
     renewing = threading.Thread(target=lease.renew, args=(closed, lost), name="lease", daemon=True)
@@ -79,26 +91,21 @@ def leased(
         lease.drop()
 
 
-def open_store(directory: pathlib.Path) -> Any:
-    """The directory as TensorStore's keys and values."""
-    import tensorstore as ts
-
-    return ts.KvStore.open(f"{directory}/").result()
-
-
 class Lease:
     """An object that says who trains in a directory."""
 
     def __init__(self, store: Any, directory: pathlib.Path, name: str):
-        self._store, self._directory, self._name = store, directory, name
+        self._directory, self._name, self._id = directory, name, uuid.uuid4().hex
         self._generation = b""
+        with self._answers():
+            self._store = open_store(directory) if store is None else store
 
     def take(self, log: Callable[[str], None]) -> None:
         """Writes the object, in the place of a dead owner's where there is one."""
         owner, generation = self._read()
         if owner and not self._is_dead(owner):
             log(
-                f"{self._directory} was left by a training on {owner.get('host')}; waiting until that has "
+                f"{self._directory} is held by a training on {owner.get('host')}; waiting until that has "
                 f"shown no sign of life for {DEAD_SECONDS:.0f} s"
             )
             end = time.monotonic() + DEAD_SECONDS
@@ -110,16 +117,22 @@ class Lease:
                 generation = seen
         if not self._hold(generation):
             raise InUseError(self._directory, self._read()[0])
+        HELD.add(self._id)
 
     def _is_dead(self, owner: dict[str, Any]) -> bool:
-        """Whether the owner was a process of this machine that is no more; raises if it still is one."""
+        """Whether the owner was a process of this machine that is no more.
+
+        Raises:
+          InUseError: it is this process itself.
+        """
         if owner.get("machine") != machine():
             return False
+        if owner.get("id") == ME:
+            if owner.get("lease") in HELD:
+                raise InUseError(self._directory, owner)
+            return True
         process = owner.get("process")
-        lives = isinstance(process, int) and process != os.getpid() and is_alive(process)
-        if owner.get("id") == ME or lives:
-            raise InUseError(self._directory, owner)
-        return True
+        return not isinstance(process, int) or process == os.getpid() or not is_alive(process)
 
     def renew(self, closed: threading.Event, lost: Callable[[str], None]) -> None:
         """Replaces the object by a newer one until `closed`."""
@@ -138,25 +151,31 @@ class Lease:
             return
 
     def drop(self) -> None:
-        """Removes the object if it is this process'."""
-        self._swap(self._generation, None)
+        """Removes the object if it is this process'; one that stays is nobody's after `DEAD_SECONDS`."""
+        HELD.discard(self._id)
+        try:
+            self._swap(self._generation, None)
+        except OSError as error:
+            _log.warning("%s", error)
 
     def _hold(self, expected: bytes) -> bool:
-        """Writes that this process holds it, and returns whether the object was as expected."""
-        owner = {**myself(), "id": ME, "time": time.time()}
-        self._generation = self._swap(expected, json.dumps(owner).encode()) or self._generation
-        found, seen = self._read()  # also where an answer was lost, and the same was sent again
-        if found != owner:
-            return False
-        self._generation = seen
-        return True
+        """Writes that this process holds it, if the object is as expected; returns whether it does."""
+        owner = {**myself(), "id": ME, "lease": self._id, "time": time.time()}
+        for _ in range(2):
+            self._swap(expected, json.dumps(owner).encode())
+            # Whether that was done is read: answers can be lost, so that the same is sent again.
+            found, seen = self._read()
+            if found:
+                break
+            expected = seen  # somebody has removed it
+        if found.get("lease") == self._id:
+            self._generation = seen
+        return found.get("lease") == self._id
 
-    def _swap(self, expected: bytes, value: bytes | None) -> bytes:
-        """Writes, or with None removes, where the generation is as expected; the new one, or b""."""
+    def _swap(self, expected: bytes, value: bytes | None) -> None:
+        """Writes, or with None removes, where the generation is as expected."""
         with self._answers():
-            return bytes(
-                self._store.write(self._name, value, if_equal=expected).result().generation
-            )
+            self._store.write(self._name, value, if_equal=expected).result()
 
     def _read(self) -> tuple[dict[str, Any], bytes]:
         """Who holds it, empty where nobody does, and the generation."""

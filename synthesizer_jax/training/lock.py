@@ -87,7 +87,7 @@ def wait_for_the_dead(file: IO[str], path: pathlib.Path, log: Callable[[str], No
     if owner.get("machine") in (None, machine()):
         return
     log(
-        f"{path.parent} was left by a training on {owner.get('host')}; waiting until that has shown no "
+        f"{path.parent} is held by a training on {owner.get('host')}; waiting until that has shown no "
         f"sign of life for {DEAD_SECONDS:.0f} s"
     )
     while storage_time(path) - last < DEAD_SECONDS:

@@ -14,6 +14,8 @@ DEAD_SECONDS = 60.0
 """A lock on another machine without a sign of life for so long is nobody's."""
 
 BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
+NAMESPACE = pathlib.Path("/proc/self/ns/pid")
+"""Containers that share a machine and its name have process numbers of their own."""
 
 
 class InUseError(OSError):
@@ -32,9 +34,10 @@ def myself() -> dict[str, Any]:
 
 
 def machine() -> str:
-    """What tells this machine from others, and from itself before it was started again."""
+    """What tells this machine from others, from itself before it was started again, and from containers."""
     boot = BOOT.read_text(encoding="ascii").strip() if BOOT.exists() else ""
-    return f"{socket.gethostname()} {boot}".strip()
+    namespace = os.readlink(NAMESPACE) if NAMESPACE.is_symlink() else ""
+    return f"{socket.gethostname()} {boot} {namespace}".strip()
 
 
 def is_alive(process: int) -> bool:

@@ -73,7 +73,8 @@ def run(
       ValueError: the directory holds another run, or something does not fit. Nothing was written.
       InUseError: another process trains in the directory.
     """
-    places = tasks.default_data_dir() if data_dir is None else data_dir
+    directory = storage_path(str(directory))  # also what `pathlib` makes of gs://…
+    places = tasks.default_data_dir() if data_dir is None else storage_path(str(data_dir))
     with contextlib.ExitStack() as stack:
         if hosts.first():
             stack.enter_context(locked(directory))

@@ -7,9 +7,10 @@ import pathlib
 import re
 
 import jax
+from etils import epath
 
 from synthesizer_jax.data.pipeline import OtherStreamError
-from synthesizer_jax.files import in_bucket
+from synthesizer_jax.files import in_bucket, is_storage_error
 from synthesizer_jax.training.contents import DamagedError
 
 COMMITTED = "commit_success.txt"
@@ -29,6 +30,8 @@ def is_damage(error: Exception) -> bool:
     """Whether an error may come from damaged files; not from storage, memory or a user's mistake."""
     if isinstance(error, DamagedError):
         return True
+    if is_storage_error(error):
+        return False
     if isinstance(error, OSError):
         return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
     if isinstance(error, MemoryError | jax.errors.JaxRuntimeError | OtherStreamError):
@@ -38,7 +41,8 @@ def is_damage(error: Exception) -> bool:
 
 def as_storage_error(error: Exception, directory: pathlib.Path) -> Exception:
     """The error itself, or an `OSError` where readers say by another that storage did not answer."""
-    if isinstance(error, OSError) or NO_ANSWER.search(str(error)) is None:
+    unclear = is_storage_error(error) or NO_ANSWER.search(str(error)) is not None
+    if isinstance(error, OSError) or not unclear:
         return error
     return OSError(
         f"{directory} cannot be read now ({short(error)}); it was left as it is: look at its permissions "
@@ -79,6 +83,12 @@ def renames_atomically(directory: pathlib.Path) -> bool:
 def is_committed(checkpoint: pathlib.Path) -> bool:
     """Whether a directory with a checkpoint's final name holds a whole checkpoint."""
     return renames_atomically(checkpoint.parent) or (checkpoint / COMMITTED).exists()
+
+
+def remove_unfinished(checkpoint: pathlib.Path) -> None:
+    """Removes what a save that was cut off has left under a checkpoint's final name."""
+    if checkpoint.exists() and not is_committed(checkpoint):
+        epath.Path(checkpoint).rmtree()
 
 
 def set_aside(checkpoint: pathlib.Path, aside: pathlib.Path) -> None:

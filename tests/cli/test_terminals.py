@@ -16,19 +16,7 @@ import pytest
 from synthesizer_jax.data import embedded
 from tests.cli.test_own_code import RECIPE
 from tests.conftest import ROOT
-from tests.environment import without_devices
-
-COMMANDS = """
-import json, sys
-from synthesizer_jax.cli.main import run
-for command in json.load(open(sys.argv[1])):
-    sys.argv[1:] = command
-    try:
-        run()
-    except SystemExit as end:
-        print("=== exit", end.code, flush=True)
-"""
-"""A program that runs several commands: libraries are loaded once."""
+from tests.environment import COMMANDS, without_devices
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[()][A-Z0-9]")
 

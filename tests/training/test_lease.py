@@ -37,10 +37,10 @@ def write(store, **owner) -> None:
 
 
 class Watched:
-    """A store that tells how often it was written to, and can lose answers or fail."""
+    """A store that tells how often it was written to, and fails before writing, or after."""
 
     def __init__(self, store):
-        self.store, self.writes, self.failures = store, 0, []
+        self.store, self.writes, self.failures, self.losses = store, 0, [], []
         self.changed = threading.Condition()
 
     def read(self, key):
@@ -52,7 +52,11 @@ class Watched:
             self.changed.notify_all()
         if self.failures:
             raise self.failures.pop()
-        return self.store.write(key, value, **options)
+        written = self.store.write(key, value, **options)
+        if self.losses:
+            written.result()
+            raise self.losses.pop()
+        return written
 
     def wait_for(self, writes: int) -> None:
         with self.changed:
@@ -93,6 +97,44 @@ def test_storage_that_fails_once_loses_nothing(store, monkeypatch, caplog) -> No
     )
 
 
+def test_an_answer_that_is_lost(store, monkeypatch) -> None:
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.01)
+    watched, lost = Watched(store), []
+    with leased(watched, lost=lost.append):
+        watched.losses.append(OSError("timeout"))
+        watched.wait_for(6)
+    assert lost == []
+    assert store.list().result() == []
+
+
+def test_a_start_whose_answer_is_lost_blocks_nothing(store) -> None:
+    watched = Watched(store)
+    watched.losses.append(OSError("timeout"))
+    with pytest.raises(OSError, match="timeout"):
+        leased(watched).__enter__()
+    with leased(watched):
+        pass
+
+
+def test_a_lease_that_was_removed_by_hand_is_taken_again(store, monkeypatch) -> None:
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.01)
+    watched, lost = Watched(store), []
+    with leased(watched, lost=lost.append):
+        store.write(KEY, None).result()
+        watched.wait_for(watched.writes + 4)
+        assert owner_in(store)["id"] == lease.ME
+    assert lost == []
+
+
+def test_what_is_saved_is_not_lost_for_a_lease_that_stays(store, caplog) -> None:
+    watched = Watched(store)
+    with leased(watched):
+        watched.failures.append(OSError("timeout"))
+    assert "the bucket does not answer as it should (OSError: timeout)" in caplog.text
+    with leased(store):  # by this process' own number it is dead
+        pass
+
+
 def test_no_permission(store) -> None:
     watched = Watched(store)
     watched.failures.append(ValueError("PERMISSION_DENIED: 403"))
@@ -129,12 +171,6 @@ def test_a_dead_process_of_this_machine(store, mine: bool) -> None:
     assert said == []
 
 
-def test_a_living_process_of_this_machine(store) -> None:
-    write(store, host="here", machine=machine(), process=os.getppid(), id="other")
-    with pytest.raises(InUseError, match=rf"process {os.getppid()} on here"):
-        leased(store).__enter__()
-
-
 class Clock:
     """Time that passes when somebody sleeps; `then` happens in the first sleep."""
 
@@ -150,6 +186,15 @@ class Clock:
         self.then = lambda: None
 
     time = staticmethod(time.time)
+
+
+def test_a_number_that_is_another_process_now(store, monkeypatch) -> None:
+    write(store, host="here", machine=machine(), process=os.getppid(), id="other")
+    clock, said = Clock(), []
+    monkeypatch.setattr(lease, "time", clock)
+    with leased(store, said):
+        assert clock.now == lease.DEAD_SECONDS
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("damage", [False, True], ids=["killed", "of no use"])
