@@ -34,6 +34,7 @@ from synthesizer_jax.training.storage import (
     as_storage_error,
     is_committed,
     is_damage,
+    reads_ended,
     remove_unfinished,
     renames_atomically,
     set_aside,
@@ -227,9 +228,9 @@ class Checkpoints:
             if contents is not None:
                 contents.check_files(directory / "data")
             stream.restore(directory / "data")
-        tree = self._states.restore(
-            directory / "state", args=ocp.args.StandardRestore(as_tree(abstract))
-        )
+        arrays = ocp.args.StandardRestore(as_tree(abstract))
+        with reads_ended():
+            tree = self._states.restore(directory / "state", args=arrays)
         if int(tree["step"]) != int(directory.name):
             raise DamagedError(f"{directory} holds step {int(tree['step'])}")
         return TrainState(**tree)
@@ -251,7 +252,9 @@ class Checkpoints:
     def _same_arrays(self, step: int, abstract: TrainState) -> bool:
         """Whether a checkpoint lists the arrays of a state, or its list is damaged too."""
         try:
-            listed = ocp.PyTreeCheckpointHandler().metadata(self._directory / str(step) / "state")
+            with reads_ended():
+                directory = self._directory / str(step) / "state"
+                listed = ocp.PyTreeCheckpointHandler().metadata(directory)
             shapes = [m.shape for m in jax.tree.leaves(listed.tree)]
         except Exception:  # as above
             return True

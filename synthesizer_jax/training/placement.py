@@ -15,6 +15,7 @@ from synthesizer_jax.files import absolute
 from synthesizer_jax.parameters import abstract_variables
 from synthesizer_jax.sharding import MeshShape, make_mesh, shardings
 from synthesizer_jax.training.experiment import Experiment
+from synthesizer_jax.training.storage import reads_ended
 
 
 def place(experiment: Experiment, devices: list[jax.Device] | None = None) -> tuple[Mesh, Any]:
@@ -81,7 +82,8 @@ def read_variables(checkpoint: pathlib.Path, layout: Any) -> Any:
     """
     path = absolute(checkpoint / "state")
     reader = ocp.PyTreeCheckpointHandler()  # a checkpointer would wait for all processes
-    tree: Any = reader.metadata(path).tree
+    with reads_ended():
+        tree: Any = reader.metadata(path).tree
     abstract = {k: tree[k] for k in ("params", "constants") if tree.get(k)}
     if layout is None:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -92,14 +94,13 @@ def read_variables(checkpoint: pathlib.Path, layout: Any) -> Any:
         wanted = {k: v for k, v in layout.items() if v}
         check_shapes(abstract, wanted, checkpoint)
         abstract = wanted
-    return reader.restore(
-        path,
-        args=ocp.args.PyTreeRestore(
-            item=abstract,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-            partial_restore=True,
-        ),
+    arguments = ocp.args.PyTreeRestore(
+        item=abstract,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+        partial_restore=True,
     )
+    with reads_ended():
+        return reader.restore(path, args=arguments)
 
 
 def check_shapes(saved: Any, wanted: Any, checkpoint: pathlib.Path) -> None:

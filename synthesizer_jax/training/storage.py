@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import pathlib
 import re
+from collections.abc import Iterator
 
 import jax
 from etils import epath
@@ -96,3 +99,31 @@ def set_aside(checkpoint: pathlib.Path, aside: pathlib.Path) -> None:
     if not renames_atomically(checkpoint.parent):
         (checkpoint / COMMITTED).unlink(missing_ok=True)
     checkpoint.rename(aside)
+
+
+class _PatientLoop(asyncio.SelectorEventLoop):
+    """An event loop that is closed when everything begun on it has ended."""
+
+    def close(self) -> None:
+        if not self.is_closed() and (begun := asyncio.all_tasks(self)):
+            self.run_until_complete(asyncio.wait(begun))
+        super().close()
+
+
+class _PatientLoops(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        return _PatientLoop()
+
+
+@contextlib.contextmanager
+def reads_ended() -> Iterator[None]:
+    """Ends every read that Orbax begins within, before its event loop is closed.
+
+    Orbax raises the first error of many reads; each of the others would print a traceback.
+    """
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(_PatientLoops())
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop_policy(before)

@@ -9,6 +9,8 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from synthesizer_jax.training import lock, storage
@@ -171,3 +173,22 @@ def test_the_owner_shows_life(tmp_path, monkeypatch) -> None:
         while path.stat().st_mtime == 0:
             pass
         assert json.loads(path.read_text())["process"] == os.getpid()
+
+
+def test_the_first_damaged_array_is_said_without_tracebacks_of_the_others(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = {f"x{n}": np.ones((64, 64), np.float32) for n in range(60)}
+    handler = ocp.StandardCheckpointHandler()
+    ocp.Checkpointer(handler).save(tmp_path / "state", args=ocp.args.StandardSave(arrays))
+    for path in (tmp_path / "state").rglob("d/*"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    printed = []
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
+    monkeypatch.setattr(sys, "excepthook", lambda *raised: printed.append(raised))
+    for _ in range(3):
+        with pytest.raises(ValueError, match="DATA_LOSS"), storage.reads_ended():
+            handler.restore(tmp_path / "state", args=ocp.args.StandardRestore(arrays))
+    assert not printed
