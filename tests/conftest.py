@@ -5,8 +5,13 @@ import itertools
 import os
 import pathlib
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # The tests were started in a shell's background; what they start would ignore Ctrl-C too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 if "PYTEST_XDIST_WORKER" not in os.environ:
