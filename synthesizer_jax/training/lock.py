@@ -67,7 +67,7 @@ def locked(directory: pathlib.Path, *, log: Callable[[str], None] = hosts.say) -
 def open_locked(path: pathlib.Path) -> IO[str]:
     """Opens the file with the system's lock on it, where the file system has such locks."""
     while True:
-        file = path.open("a+", encoding="utf-8")
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -115,11 +115,10 @@ def beat(file: IO[str], closed: threading.Event) -> None:
 
 
 def show_life(file: IO[str]) -> None:
-    """Writes who holds the lock."""
+    """Writes who holds the lock, over what was there: a reader never finds the file empty."""
     file.seek(0)
-    file.truncate()
     file.write(json.dumps(myself()))
-    file.flush()
+    file.truncate()
 
 
 def read_owner(file: IO[str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -173,6 +174,36 @@ def test_the_owner_shows_life(tmp_path, monkeypatch) -> None:
         while path.stat().st_mtime == 0:
             pass
         assert json.loads(path.read_text())["process"] == os.getpid()
+
+
+def test_a_sign_of_life_never_leaves_the_lock_empty(tmp_path: pathlib.Path) -> None:
+    class Watched:
+        """A file whose content is read after every call."""
+
+        def __getattr__(self, name: str) -> Callable[..., object]:
+            def call(*arguments: object) -> object:
+                returned = getattr(file, name)(*arguments)
+                contents.append((tmp_path / "lock").read_text())
+                return returned
+
+            return call
+
+    with lock.open_locked(tmp_path / "lock") as file:
+        lock.show_life(file)
+        file.flush()
+        contents: list[str] = []
+        lock.show_life(Watched())
+        file.flush()
+    assert contents
+    assert all(json.loads(content)["process"] == os.getpid() for content in contents)
+
+
+def test_a_longer_sign_of_life_is_overwritten_whole(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "lock").write_text(json.dumps({"process": 1, "host": "x" * 400}))
+    with lock.open_locked(tmp_path / "lock") as file:
+        lock.show_life(file)
+        assert lock.read_owner(file)["process"] == os.getpid()
+        assert json.loads((tmp_path / "lock").read_text())["process"] == os.getpid()
 
 
 def test_the_first_damaged_array_is_said_without_tracebacks_of_the_others(
