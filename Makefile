@@ -11,9 +11,12 @@ NEWEST_PYTHON ?= python3.13
 NEWEST_TESTS := tests/attention tests/alignments tests/layers tests/models tests/inference \
   tests/sharding/test_ambient.py $(wildcard tests/test_nnx*.py) tests/test_multi_head.py \
   tests/test_attention_fn.py
+OPTIMIZED_TESTS := tests/attention/test_routes.py tests/layers/test_contract.py \
+	-k "not test_contract or equals_the_oracle or gradients_are or steps_are or packed_is or sharded_is"
+QUICK_LAYERS := ([Random- or [DotProduct- or [TalkingHeads-)
 WORKDIR ?= runs/quickstart
 
-.PHONY: help install quickstart test lint types tests hosts test-tpu test-newest reliability malformed bench bench-peers clean
+.PHONY: help install quickstart quick test lint types tests slow optimized hosts test-tpu test-newest reliability malformed bench bench-peers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -26,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 install: $(STAMP)  ## make .venv with the tested versions
 
-quickstart: $(STAMP)  ## train two small models on the embedded mixture and write a report
+quickstart: $(STAMP)  ## train two small models on the synthetic mixture and write a report
 	$(BIN)/synthesizer-jax quickstart --workdir $(WORKDIR)
 
 test: lint types tests  ## lint, types and the test suite
@@ -39,8 +42,18 @@ lint: $(STAMP)  ## format, lint and the arrows between the rooms
 types: $(STAMP)  ## static types
 	$(BIN)/mypy
 
+quick: lint types  ## in a minute: lint, types, the contract of three layers, one training step
+	$(BIN)/pytest -q -n 2 tests/layers/test_contract.py -k "test_contract and $(QUICK_LAYERS)"
+	$(BIN)/pytest -q "tests/training/test_recipes.py" -k "quickstart and random_vanilla"
+
 tests: $(STAMP)  ## the test suite, on two processes
-	$(BIN)/pytest -n 2 --dist worksteal -m "not hosts"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not hosts"
+
+slow: $(STAMP)  ## whole runs through the command line, and all models, recipes and meshes
+	$(BIN)/pytest -n 2 --dist worksteal -m slow
+
+optimized: $(STAMP)  ## oracles and gradients at XLA's default optimization level, as users compile
+	TESTS_OPTIMIZED=1 $(BIN)/pytest -q -n 2 --dist worksteal $(OPTIMIZED_TESTS)
 
 hosts: $(STAMP)  ## the tests of several processes that train as one
 	$(BIN)/pytest -m hosts

@@ -1,18 +1,19 @@
-"""Attention sub-layers side by side: time and temporary memory, forward and backward.
+"""Compares time and temporary memory of attention sub-layers, forward and backward.
 
     python benchmarks/attention.py --batch 8 --length 512 --json attention.json
 
-The compared functions run alternately in one process; medians over rounds are printed, with the
-machine's own matrix-product rate beside them. A sub-layer includes its projections. The reference is
-the fastest of einsum, `jax.nn.dot_product_attention` and Flax's own attention; a variant's speed is
-reference time / its time, its FLOPs those of its matrix products, forward, over the reference's.
-`--bias` adds T5's relative bias to all that can have it.
+The functions run alternately in one process, and medians over rounds are reported together with the
+machine's rate of matrix products. A sub-layer includes its projections. The reference is the fastest of
+einsum, `jax.nn.dot_product_attention` and Flax's attention. The speed of a variant is the reference's time
+over its time; its FLOPs are those of its matrix products in the forward pass over the reference's. `--bias`
+adds T5's relative bias to all sub-layers that support it.
 
     python benchmarks/attention.py --functions --length 2048
 
-compares `dot_product_attention` with `jax.nn.dot_product_attention` instead, each function alone: without a
-bias, with a learned one ``[1, heads, length, length]``, and with T5's, which `jax.nn` is given as the array
-that is looked up in its table. The backward pass makes all gradients, the bias' or the table's included.
+compares the function `dot_product_attention` with `jax.nn.dot_product_attention` instead: without a bias,
+with a learned bias ``[1, heads, length, length]``, and with T5's bias, which `jax.nn` receives as an
+array that is looked up in the table. The backward pass computes all gradients, including that of the bias
+or table.
 """
 
 from __future__ import annotations
@@ -47,18 +48,19 @@ from synthesizer_jax import (
     dot_product_attention,
     relative_bias,
 )
+from synthesizer_jax.alignments import AttentionContext
 from synthesizer_jax.attention.relative import relative_buckets
-from synthesizer_jax.models.summary import flops
+from synthesizer_jax.costs.summary import flops
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One compared function.
+    """A function to compare.
 
     Attributes:
-      name: what the table calls it.
-      apply: ``(params, x, lengths) → y``, ``[batch, length, d_model]`` or, of functions, their query
-        and result ``[batch, length, heads, head_dim]``.
+      name: the name in the table.
+      apply: ``(params, x, lengths) → y``; x and y are ``[batch, length, d_model]``, or, with
+        `--functions`, query and output ``[batch, length, heads, head_dim]``.
       params: its parameters.
       reference: whether it may be the reference.
     """
@@ -70,7 +72,7 @@ class Case:
 
 
 def einsum_attention(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Dot-product attention as text books write it."""
+    """Textbook dot-product attention."""
     q, k, v = (jnp.einsum("bnd,dhe->bnhe", x, params[n]) for n in "qkv")
     logits = jnp.einsum("bqhe,bkhe->bhqk", q, k) * q.shape[-1] ** -0.5
     if "bias" in params:
@@ -81,7 +83,7 @@ def einsum_attention(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array
 
 
 def xla_attention(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
-    """The same through `jax.nn.dot_product_attention(implementation="xla")`."""
+    """Attention with `jax.nn.dot_product_attention(implementation="xla")`."""
     q, k, v = (jnp.einsum("bnd,dhe->bnhe", x, params[n]) for n in "qkv")
     y = jax.nn.dot_product_attention(
         q, k, v, params.get("bias"), key_value_seq_lengths=lengths, implementation="xla"
@@ -90,7 +92,7 @@ def xla_attention(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
 
 
 def random_broadcast(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Random attention as public code writes it: logits broadcast over the batch."""
+    """Random attention as in public implementations, with logits broadcast over the batch."""
     v = jnp.einsum("bnd,dhe->bnhe", x, params["v"])
     allowed = (jnp.arange(x.shape[1]) < lengths[:, None])[:, None, None]
     weights = jax.nn.softmax(jnp.where(allowed, params["table"], -1e9))
@@ -98,7 +100,7 @@ def random_broadcast(params: Any, x: jax.Array, lengths: jax.Array) -> jax.Array
 
 
 class WithBias(nn.Module):
-    """Our layer with a relative bias beside it, as a stack has it."""
+    """An attention layer with a relative bias, as in a stack."""
 
     attention: Attention
 
@@ -106,14 +108,15 @@ class WithBias(nn.Module):
     def __call__(self, x: jax.Array, *, mask: Mask) -> jax.Array:
         """``[batch, length, d_model]`` in and out."""
         span = Span(0, x.shape[1])
-        bias = RelativeBias(name="relpos_bias")(
-            num_heads=self.attention.num_heads, query_span=span, key_span=span
+        context = AttentionContext(
+            self.attention.num_heads, self.attention.head_dim, query_span=span, key_span=span
         )
+        bias = RelativeBias(name="relpos_bias")(x, x, context)
         return self.attention.copy(name="layer", parent=self)(x, mask=mask, bias=bias)
 
 
-def peers(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> list[Case]:
-    """The reference functions."""
+def reference_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> list[Case]:
+    """Returns the candidates for the reference, and an implementation of Random attention."""
     d, h, e, n = args.d_model, args.heads, args.head_dim, args.length
     keys = jax.random.split(key, 6)
     params = {
@@ -157,20 +160,22 @@ VARIANTS: dict[str, Callable[[int], Any]] = {
 """Alignments of an `Attention`, and a mixer, by the number of positions."""
 
 
-def layer_of(args: argparse.Namespace, name: str, implementation: str) -> nn.Module:
-    """The sub-layer of a variant."""
-    kind = VARIANTS[name](args.length)
-    if isinstance(kind, LightweightConvolution):
-        return kind
-    return Attention(args.heads, args.head_dim, alignment=kind, implementation=implementation)
+def make_layer(args: argparse.Namespace, name: str, implementation: str) -> nn.Module:
+    """Returns the sub-layer of a variant."""
+    layer_or_alignment = VARIANTS[name](args.length)
+    if isinstance(layer_or_alignment, LightweightConvolution):
+        return layer_or_alignment
+    return Attention(
+        args.heads, args.head_dim, alignment=layer_or_alignment, implementation=implementation
+    )
 
 
-def ours(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> list[Case]:
-    """Our layers, one per variant and implementation."""
+def variant_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> list[Case]:
+    """Returns this package's layers, one per variant and implementation."""
     cases = []
     for name in args.variants:
         for implementation in args.implementations:
-            layer = layer_of(args, name, implementation)
+            layer = make_layer(args, name, implementation)
             if args.bias and getattr(layer, "bias_heads", None):
                 layer = WithBias(layer)
 
@@ -187,7 +192,7 @@ def ours(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> list[Case]:
 
 
 def jax_attention(params: Any, query: jax.Array, lengths: jax.Array, **options: Any) -> jax.Array:
-    """`jax.nn.dot_product_attention`, T5's bias as an array."""
+    """`jax.nn.dot_product_attention`, with T5's bias as an array."""
     bias = params.get("bias")
     if "table" in params:
         distance = np.arange(query.shape[1]) - np.arange(query.shape[1])[:, None]
@@ -205,15 +210,15 @@ def jax_attention(params: Any, query: jax.Array, lengths: jax.Array, **options: 
 
 
 def our_attention(params: Any, query: jax.Array, lengths: jax.Array, **options: Any) -> jax.Array:
-    """Our function of the same name."""
+    """This package's `dot_product_attention`."""
     bias = relative_bias(params["table"]) if "table" in params else params.get("bias")
     return dot_product_attention(
         query, params["key"], params["value"], bias, key_value_seq_lengths=lengths, **options
     )
 
 
-def functions(args: argparse.Namespace, query: jax.Array, key: jax.Array) -> list[Case]:
-    """Both functions for every kind of bias; `jax.nn`'s is the next one's reference."""
+def function_cases(args: argparse.Namespace, query: jax.Array, key: jax.Array) -> list[Case]:
+    """Returns both functions for every kind of bias; that of `jax.nn` is the reference of the next."""
     keys = jax.random.split(key, 4)
     tokens = {
         name: jax.random.normal(k, query.shape, query.dtype)
@@ -227,18 +232,18 @@ def functions(args: argparse.Namespace, query: jax.Array, key: jax.Array) -> lis
     sides = {"jax.nn": jax_attention, "ours": our_attention}
     return [
         Case(
-            f"{side}, {kind}",
+            f"{side}, {bias_name}",
             functools.partial(function, is_causal=args.causal),
             tokens | bias,
             reference=side == "jax.nn",
         )
-        for kind, bias in biases.items()
+        for bias_name, bias in biases.items()
         for side, function in sides.items()
     ]
 
 
-def compiled(case: Case, x: jax.Array, lengths: jax.Array, *, backward: bool) -> Any:
-    """The compiled function of a case; the backward pass differentiates parameters and input."""
+def compile_case(case: Case, x: jax.Array, lengths: jax.Array, *, backward: bool) -> Any:
+    """Compiles a case; the backward pass computes gradients of parameters and input."""
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         return (case.apply(params, x, lengths).astype(jnp.float32) ** 2).mean()
@@ -248,9 +253,9 @@ def compiled(case: Case, x: jax.Array, lengths: jax.Array, *, backward: bool) ->
 
 
 def measure(cases: list[Case], x: jax.Array, lengths: jax.Array, rounds: int) -> list[dict]:
-    """Medians over rounds, all cases in turn within each round."""
+    """Measures all cases in turns; returns medians over rounds."""
     programs = {
-        (case.name, backward): compiled(case, x, lengths, backward=backward)
+        (case.name, backward): compile_case(case, x, lengths, backward=backward)
         for case in cases
         for backward in (False, True)
     }
@@ -278,29 +283,33 @@ def measure(cases: list[Case], x: jax.Array, lengths: jax.Array, rounds: int) ->
     return rows
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
+def parse_arguments() -> argparse.Namespace:
+    """Parses the command line."""
     parser = report.arguments(
         __doc__, batch=8, length=512, heads=8, head_dim=64, d_model=512, rounds=9, padding=0, seed=0
     )
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--causal", action="store_true", help="of layers, ours only")
-    parser.add_argument("--functions", action="store_true", help="dot_product_attention alone")
+    parser.add_argument(
+        "--causal", action="store_true", help="causal masks; of layers, only for this package's"
+    )
+    parser.add_argument(
+        "--functions", action="store_true", help="compare dot_product_attention only"
+    )
     parser.add_argument("--bias", action="store_true", help="T5's relative bias")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--implementations", nargs="+", default=["auto"])
     return parser.parse_args()
 
 
-def compare(rows: list[dict], args: argparse.Namespace) -> str:
-    """Sets every row's speed, memory and FLOPs against its reference, and says what was compared."""
-    best = min((r for r in rows if r["reference"]), key=lambda r: r["both_ms"])
+def compare_to_reference(rows: list[dict], args: argparse.Namespace) -> str:
+    """Adds speed, memory and FLOPs relative to the reference to all rows; returns a description."""
+    reference = min((r for r in rows if r["reference"]), key=lambda r: r["both_ms"])
     for row in rows:
         if args.functions and row["reference"]:
-            best = row
-        row["speed"] = best["both_ms"] / row["both_ms"]
-        row["memory"] = row["temporaries_mb"] / best["temporaries_mb"]
-        row["work"] = row["flops"] / best["flops"]
+            reference = row
+        row["speed"] = reference["both_ms"] / row["both_ms"]
+        row["memory"] = row["temporaries_mb"] / reference["temporaries_mb"]
+        row["work"] = row["flops"] / reference["flops"]
     lengths, heads = (
         f"batch {args.batch}, length {args.length}",
         f"{args.heads} heads of {args.head_dim}",
@@ -314,23 +323,25 @@ def compare(rows: list[dict], args: argparse.Namespace) -> str:
     bias = ", T5's relative bias" if args.bias else ""
     return (
         f"Sub-layer, {lengths}, d {args.d_model}, {heads}, {args.dtype}{bias}{causal}. Speed (forward + "
-        f"backward), memory and FLOPs against {best['name']}."
+        f"backward), memory and FLOPs against {reference['name']}."
     )
 
 
 def main() -> None:
-    """Runs the comparison and prints it."""
-    args = parse()
+    """Runs the comparison and writes the table."""
+    args = parse_arguments()
     key = jax.random.key(args.seed)
-    last = (args.heads, args.head_dim) if args.functions else (args.d_model,)
-    x = jax.random.normal(key, (args.batch, args.length, *last), args.dtype)
+    trailing_dims = (args.heads, args.head_dim) if args.functions else (args.d_model,)
+    x = jax.random.normal(key, (args.batch, args.length, *trailing_dims), args.dtype)
     lengths = jnp.full(args.batch, args.length - args.padding, jnp.int32).at[0].set(args.length)
     cases = (
-        functions(args, x, key) if args.functions else [*peers(args, x, key), *ours(args, x, key)]
+        function_cases(args, x, key)
+        if args.functions
+        else [*reference_cases(args, x, key), *variant_cases(args, x, key)]
     )
     facts = report.machine()
     rows = measure(cases, x, lengths, args.rounds)
-    text = compare(rows, args)
+    description = compare_to_reference(rows, args)
     columns = {
         "name": "",
         "forward_ms": "forward, ms|.1f",
@@ -343,12 +354,12 @@ def main() -> None:
     if args.functions:
         del columns["work"]
     shape = f"{args.batch}x{args.length}x{args.heads}x{args.head_dim}"
-    kind = "functions" if args.functions else "attention"
+    section_kind = "functions" if args.functions else "attention"
     bias = ", T5's relative bias" if args.bias else ""
     causal = ", ours causal" if args.causal else ""
     report.write(
-        f"{kind} {shape} {args.dtype}{bias}{causal}",
-        f"{text}\n\n{report.table(rows, columns)}",
+        f"{section_kind} {shape} {args.dtype}{bias}{causal}",
+        f"{description}\n\n{report.table(rows, columns)}",
         result={"rows": rows},
         options=args,
         facts=facts,

@@ -1,11 +1,11 @@
-"""Decoding side by side: this project, transformers and CTranslate2.
+"""Compares decoding with this package, transformers and CTranslate2.
 
     make bench-peers
     python benchmarks/decode.py --systems v ctranslate2 transformers --beams 1
 
-Every system runs in a process of its own; they take turns, medians over rounds are shown. A T5 1.1
-with made weights decodes a batch of made inputs; no sequence ends before `--new-tokens`. A round
-includes the encoder.
+Every system runs in a process of its own; rounds alternate, and medians are reported. A T5 1.1 with random
+weights decodes a batch of random inputs; no sequence ends before `--new-tokens`. A round includes the
+encoder.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ PEERS = ("transformers", "ctranslate2")
 
 
 def main() -> None:
-    """Runs the race and prints it."""
-    args = parse()
-    rows = racing.race([system(args, name) for name in args.systems], rounds=args.rounds)
+    """Runs the comparison and writes the table."""
+    args = parse_arguments()
+    rows = racing.race([make_system(args, name) for name in args.systems], rounds=args.rounds)
     facts = report.machine()
-    counts = {r["name"]: r["parameters"] for r in rows if r["name"] in ("v", *PEERS)}
-    if len(set(counts.values())) > 1:
-        raise SystemExit(f"the parameter counts differ: {counts}")
+    parameter_counts = {r["name"]: r["parameters"] for r in rows if r["name"] in ("v", *PEERS)}
+    if len(set(parameter_counts.values())) > 1:
+        raise SystemExit(f"the parameter counts differ: {parameter_counts}")
     base = next(r for r in rows if r["name"] == args.base)
     for r in rows:
         r["speed"] = base["seconds"] / r["seconds"]
     method = "greedy" if args.beams == 1 else f"beam {args.beams}"
-    text = (
+    section = (
         f"T5 1.1 {args.size}, {method}, batch {args.batch}, {args.inputs} input and "
         f"{args.new_tokens} new tokens, {args.dtype}. Speed against {base['name']}.\n\n"
         + report.table(
@@ -49,12 +49,12 @@ def main() -> None:
         )
     )
     name = f"decode {args.size} {method} {args.inputs}/{args.new_tokens} {args.dtype}"
-    report.write(name, text, result={"rows": rows}, options=args, facts=facts)
+    report.write(name, section, result={"rows": rows}, options=args, facts=facts)
 
 
-def system(args: argparse.Namespace, name: str) -> racing.System:
-    """The worker of a system."""
-    shared = train_step.sizes(args.size)
+def make_system(args: argparse.Namespace, name: str) -> racing.System:
+    """Returns the worker of a system."""
+    shared = train_step.size_options(args.size)
     shared |= {k: getattr(args, k) for k in ("batch", "inputs", "new_tokens", "beams")}
     if name in PEERS:
         options = {**shared, "engine": name, "threads": args.threads}
@@ -63,13 +63,13 @@ def system(args: argparse.Namespace, name: str) -> racing.System:
     return racing.System(name, "decode_synthesizer_jax.py", options)
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
+def parse_arguments() -> argparse.Namespace:
+    """Parses the command line."""
     parser = report.arguments(
         __doc__, batch=8, inputs=128, new_tokens=64, beams=1, rounds=9, threads=2
     )
     parser.add_argument("--systems", nargs="+", default=["v", "ctranslate2", "transformers"])
-    parser.add_argument("--base", default=None, help="what the others are compared with")
+    parser.add_argument("--base", default=None, help="the system that the others are compared with")
     parser.add_argument("--size", choices=train_step.SIZES, default="small")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     args = parser.parse_args()

@@ -1,12 +1,12 @@
-"""Batches of a task mixture: this project's stream and SeqIO's own pipeline.
+"""Compares the rates at which this package and SeqIO's pipeline produce batches of a mixture.
 
     python benchmarks/input_pipeline.py --batch 128
     python benchmarks/input_pipeline.py --mixture glue_v002_proportional --data-dir DIR --vocabulary V
 
-All read the same tasks with the same vocabulary and lengths, shuffled, each in a process of its own;
-they take turns, medians over rounds are shown. *First* is the rate of the first `--first` examples,
-which this project tokenises and keeps in memory; *later* is that of batches after them. Without
-`--data-dir` the mixture is the embedded one, written to a temporary directory.
+All read the same tasks, shuffled, with the same vocabulary and lengths, each in a process of its own;
+rounds alternate, and medians are reported. *First* is the rate of the first `--first` examples, which
+this package tokenizes and keeps in memory; *later* is the rate of the batches after them. Without
+`--data-dir`, the mixture is the synthetic one, written to a temporary directory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import racing
 import report
 
-from synthesizer_jax.data import embedded
+from synthesizer_jax.data import synthetic
 from synthesizer_jax.data.vocabularies import SentencePiece
 
 SYSTEMS = {
@@ -34,15 +34,15 @@ SYSTEMS = {
 
 
 def main() -> None:
-    """Runs the race and prints it."""
-    args = parse()
-    with source(args) as found:
+    """Runs the comparison and writes the table."""
+    args = parse_arguments()
+    with prepared_data(args) as paths:
         names = ("mixture", "batch", "inputs", "targets", "batches", "first")
-        shared = {**found, **{name: getattr(args, name) for name in names}}
+        shared = {**paths, **{name: getattr(args, name) for name in names}}
         rows = racing.race(
             [
-                racing.System(name, "pipeline.py", {**shared, **own})
-                for name, own in SYSTEMS.items()
+                racing.System(name, "pipeline.py", {**shared, **system_options})
+                for name, system_options in SYSTEMS.items()
             ],
             rounds=args.rounds,
         )
@@ -50,7 +50,7 @@ def main() -> None:
     for r in rows:
         for key in ("first_examples_per_second", "examples_per_second"):
             r[f"{key}_ratio"] = r[key] / base[key]
-    text = (
+    section = (
         f"{args.mixture}, batch {args.batch}, lengths {args.inputs}/{args.targets}, "
         f"{args.batches} batches a round; ratios against SeqIO's pipeline.\n\n"
         + report.table(
@@ -63,34 +63,34 @@ def main() -> None:
                 "examples_per_second": "later: examples/s|,.0f",
                 "examples_per_second_ratio": "ratio|.1f",
                 "tokens_per_second": "tokens/s|,.0f",
-                "filled": "tokens that are no padding|.0%",
+                "filled": "tokens that are not padding|.0%",
                 "peak_mb": "peak memory, MB|,.0f",
             },
         )
     )
     name = f"input_pipeline {args.mixture}"
-    report.write(name, text, result={"rows": rows}, options=args, facts=report.machine())
+    report.write(name, section, result={"rows": rows}, options=args, facts=report.machine())
 
 
 @contextlib.contextmanager
-def source(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Where prepared data sets lie, and their vocabulary."""
+def prepared_data(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields the directory of the prepared data sets and their vocabulary."""
     if args.data_dir:
         vocabulary = SentencePiece(str(args.vocabulary))
         yield {"data_dir": str(args.data_dir), "vocabulary": dataclasses.asdict(vocabulary)}
         return
-    with tempfile.TemporaryDirectory() as aside:
-        vocabulary = embedded.prepare(pathlib.Path(aside)).vocabulary
-        yield {"data_dir": aside, "vocabulary": dataclasses.asdict(vocabulary)}
+    with tempfile.TemporaryDirectory() as temporary_dir:
+        vocabulary = synthetic.prepare(pathlib.Path(temporary_dir)).vocabulary
+        yield {"data_dir": temporary_dir, "vocabulary": dataclasses.asdict(vocabulary)}
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
+def parse_arguments() -> argparse.Namespace:
+    """Parses the command line."""
     parser = report.arguments(
         __doc__, batch=128, inputs=512, targets=62, batches=20, first=20_000, rounds=7
     )
-    parser.add_argument("--mixture", default="embedded_co_training", help="a mixture or task")
-    parser.add_argument("--data-dir", type=pathlib.Path, help="where prepared data sets lie")
+    parser.add_argument("--mixture", default="synthetic_co_training", help="a mixture or task")
+    parser.add_argument("--data-dir", type=pathlib.Path, help="directory of prepared data sets")
     parser.add_argument("--vocabulary", type=pathlib.Path, help="a SentencePiece model")
     args = parser.parse_args()
     if args.data_dir and not args.vocabulary:

@@ -1,4 +1,4 @@
-"""What an attempt of `malformed.py` is, how a command is run, and damage to bytes."""
+"""Attempts of `malformed.py`, execution of commands, and damage to bytes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-Dice = random.Random
+Rng = random.Random
 
 SECONDS = 120
-"""A command that takes longer hangs."""
+"""The time limit of a command."""
 
 RECIPE = pathlib.Path(__file__).with_name("reliability_run.py")
 
 
 @dataclasses.dataclass
-class Said:
-    """What a command did.
+class CommandResult:
+    """The result of a command.
 
     Attributes:
       code: the exit code, or ``"hang"``.
@@ -38,39 +38,39 @@ class Said:
 
 @dataclasses.dataclass
 class Case:
-    """An attempt; its input lies there damaged when it is made.
+    """An attempt, whose input has already been damaged.
 
     Attributes:
-      name: what is damaged and how.
+      name: description of the damage.
       command: arguments of `synthesizer-jax`.
-      places: an error must name one of them.
-      watched: files and directories that an error must leave as they were.
-      check: after a command that worked, what is wrong with its result, or nothing. It reads input and
-        result with other means than the package.
-      healing: what the command says when it goes on without what is damaged.
+      locations: an error must name one of these.
+      watched: files and directories that a failing command must not change.
+      check: called after a successful command; returns a description of what is wrong with the result, or
+        None. Reads input and result independently of the package.
+      healing: phrases by which the command reports that it continues without the damaged part.
     """
 
     name: str
     command: list[str]
-    places: tuple[str, ...]
+    locations: tuple[str, ...]
     watched: tuple[pathlib.Path, ...]
-    check: Callable[[Said], str | None]
-    healing: tuple[str, ...] = ("cannot be read", "set aside", "passed over", "dropped")
+    check: Callable[[CommandResult], str | None]
+    healing: tuple[str, ...] = ("cannot be read", "set aside", "is skipped", "dropped")
 
 
 class HangError(BaseException):
-    """The time is up; nothing catches it."""
+    """Raised when the time limit is exceeded; a `BaseException`, so that no handler catches it."""
 
 
-def call(command: list[str]) -> Said:
+def call(command: list[str]) -> CommandResult:
     """Runs `synthesizer-jax` in this process."""
     from synthesizer_jax.cli import main as program
 
     out, errors = io.StringIO(), io.StringIO()
-    arguments, sys.argv = sys.argv, ["synthesizer-jax", *command]
+    argv, sys.argv = sys.argv, ["synthesizer-jax", *command]
     root = logging.getLogger()
     handlers, root.handlers = root.handlers, [logging.StreamHandler(errors)]
-    old = signal.signal(signal.SIGALRM, ring)
+    previous_handler = signal.signal(signal.SIGALRM, raise_hang)
     signal.alarm(SECONDS)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
@@ -82,77 +82,77 @@ def call(command: list[str]) -> Said:
         code = "hang"
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, old)
+        signal.signal(signal.SIGALRM, previous_handler)
         root.handlers = handlers
-        sys.argv = arguments
-    return Said(code, out.getvalue(), errors.getvalue())
+        sys.argv = argv
+    return CommandResult(code, out.getvalue(), errors.getvalue())
 
 
-def good(command: list[str]) -> Said:
-    """Runs a command that must work: it makes a good input, or says what the damaged one must give."""
-    said = call(command)
-    if said.code != 0:
-        raise SystemExit(f"{' '.join(command)} ended with {said.code}:\n{said.errors}")
-    return said
+def run_checked(command: list[str]) -> CommandResult:
+    """Runs a command that must succeed; used for undamaged inputs."""
+    result = call(command)
+    if result.code != 0:
+        raise SystemExit(f"{' '.join(command)} ended with {result.code}:\n{result.errors}")
+    return result
 
 
-def ring(*_: Any) -> None:
-    """Ends a command that hangs."""
+def raise_hang(*_: Any) -> None:
+    """Signal handler that ends a command that hangs."""
     raise HangError
 
 
 # -- damage to bytes ---------------------------------------------------------------------------------
 
 
-def truncate(data: bytes, dice: Dice) -> bytes:
-    """Only the beginning."""
-    return data[: dice.randrange(len(data))]
+def truncate(data: bytes, rng: Rng) -> bytes:
+    """Keeps only the beginning."""
+    return data[: rng.randrange(len(data))]
 
 
-def flip_bit(data: bytes, dice: Dice) -> bytes:
-    """One bit."""
-    place = dice.randrange(len(data))
-    return data[:place] + bytes([data[place] ^ 1 << dice.randrange(8)]) + data[place + 1 :]
+def flip_bit(data: bytes, rng: Rng) -> bytes:
+    """Flips a bit."""
+    index = rng.randrange(len(data))
+    return data[:index] + bytes([data[index] ^ 1 << rng.randrange(8)]) + data[index + 1 :]
 
 
-def zero_block(data: bytes, dice: Dice) -> bytes:
-    """Zeros where something was, as a file system may leave them after a crash."""
-    start = dice.randrange(len(data))
-    end = min(len(data), start + dice.choice([1, 8, 512]))
+def zero_block(data: bytes, rng: Rng) -> bytes:
+    """Overwrites a block with zeros, as file systems may do after a crash."""
+    start = rng.randrange(len(data))
+    end = min(len(data), start + rng.choice([1, 8, 512]))
     return data[:start] + bytes(end - start) + data[end:]
 
 
-def insert_noise(data: bytes, dice: Dice) -> bytes:
-    """Random bytes in between."""
-    place = dice.randrange(len(data) + 1)
-    return data[:place] + dice.randbytes(dice.choice([1, 4, 64])) + data[place:]
+def insert_noise(data: bytes, rng: Rng) -> bytes:
+    """Inserts random bytes."""
+    index = rng.randrange(len(data) + 1)
+    return data[:index] + rng.randbytes(rng.choice([1, 4, 64])) + data[index:]
 
 
-def drop_block(data: bytes, dice: Dice) -> bytes:
-    """Something is missing."""
-    start = dice.randrange(len(data))
-    return data[:start] + data[start + dice.choice([1, 7, 300]) :]
+def drop_block(data: bytes, rng: Rng) -> bytes:
+    """Removes a block."""
+    start = rng.randrange(len(data))
+    return data[:start] + data[start + rng.choice([1, 7, 300]) :]
 
 
-def repeat_block(data: bytes, dice: Dice) -> bytes:
-    """Something is there twice."""
-    start = dice.randrange(len(data))
-    end = start + dice.choice([1, 20, 400])
+def repeat_block(data: bytes, rng: Rng) -> bytes:
+    """Repeats a block."""
+    start = rng.randrange(len(data))
+    end = start + rng.choice([1, 20, 400])
     return data[:end] + data[start:end] + data[end:]
 
 
-def append_noise(data: bytes, dice: Dice) -> bytes:
-    """Random bytes behind the end."""
-    return data + dice.randbytes(dice.choice([1, 30]))
+def append_noise(data: bytes, rng: Rng) -> bytes:
+    """Appends random bytes."""
+    return data + rng.randbytes(rng.choice([1, 30]))
 
 
-def empty(data: bytes, dice: Dice) -> bytes:
-    """Nothing at all."""
-    del data, dice
+def empty(data: bytes, rng: Rng) -> bytes:
+    """Removes everything."""
+    del data, rng
     return b""
 
 
-Damage = Callable[[bytes, Dice], bytes]
+Damage = Callable[[bytes, Rng], bytes]
 
 BYTES: tuple[Damage, ...] = (
     *(truncate, flip_bit, zero_block, insert_noise),
@@ -160,7 +160,7 @@ BYTES: tuple[Damage, ...] = (
 )
 
 
-def damage_file(path: pathlib.Path, damage: Damage, dice: Dice) -> str:
-    """Damages a file, which is not empty, in place; says what was done."""
-    path.write_bytes(damage(path.read_bytes(), dice))
+def damage_file(path: pathlib.Path, damage: Damage, rng: Rng) -> str:
+    """Damages a non-empty file in place; returns a description."""
+    path.write_bytes(damage(path.read_bytes(), rng))
     return f"{damage.__name__} of {path.name}"

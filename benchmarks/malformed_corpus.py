@@ -1,4 +1,4 @@
-"""Damaged files of Multi30k, whose two languages belong together line by line."""
+"""Attempts to import damaged files of Multi30k, a corpus of parallel lines in two languages."""
 
 from __future__ import annotations
 
@@ -7,51 +7,51 @@ import pathlib
 import shutil
 from collections.abc import Iterator
 
-from malformed_cases import Case, Dice, Said
+from malformed_cases import Case, CommandResult, Rng
 
 SIZES = {"train": 29_000, "val": 1_014, "test_2016_flickr": 1_000}
-"""The published ones: a corpus of another size is refused."""
+"""The published sizes; a corpus of another size is rejected."""
 
 
-def cases(place: pathlib.Path, dice: Dice, count: int) -> Iterator[Case]:
-    """None of these can be read as the corpus, so that every one must be refused."""
-    source, data = place / "multi30k", place / "multi30k-data"
+def cases(directory: pathlib.Path, rng: Rng, count: int) -> Iterator[Case]:
+    """Yields attempts; none of the damaged corpora is valid, so all must be rejected."""
+    source, data = directory / "multi30k", directory / "multi30k-data"
     source.mkdir()
     data.mkdir()
     for stem, size in SIZES.items():
         for language in ("en", "de"):
-            text = "".join(f"{language} {i}\n" for i in range(size))
-            (source / f"{stem}.{language}").write_text(text, encoding="utf-8")
+            content = "".join(f"{language} {i}\n" for i in range(size))
+            (source / f"{stem}.{language}").write_text(content, encoding="utf-8")
     command = ["data", "import", "multi30k", "--from", str(source), "--data-dir", str(data)]
     for _ in range(count):
-        path = dice.choice(sorted(source.iterdir()))
-        aside = place / "aside"
-        shutil.copyfile(path, aside)
-        name = damage(path, dice)
-        yield Case(f"multi30k, {name}", command, (path.name,), (source, data), refused)
+        path = rng.choice(sorted(source.iterdir()))
+        original = directory / "aside"
+        shutil.copyfile(path, original)
+        name = damage(path, rng)
+        yield Case(f"multi30k, {name}", command, (path.name,), (source, data), report_import)
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        os.replace(aside, path)
+        os.replace(original, path)
 
 
-def refused(said: Said) -> str:
-    """What is wrong with any import of these."""
-    return f"imported: {said.out.splitlines()[-2:]}"
+def report_import(result: CommandResult) -> str:
+    """Describes an import that should have been rejected."""
+    return f"imported: {result.out.splitlines()[-2:]}"
 
 
-def damage(path: pathlib.Path, dice: Dice) -> str:
-    """One damage; says which."""
+def damage(path: pathlib.Path, rng: Rng) -> str:
+    """Damages a file; returns a description."""
     lines = path.read_bytes().splitlines(keepends=True)
-    place = dice.randrange(len(lines) - 1)
-    kind = dice.choice(
+    index = rng.randrange(len(lines) - 1)
+    kind = rng.choice(
         ["empty", "blank", "gone", "twice", "cut", "coding", "missing", "pipe", "directory"]
     )
     changed = {
-        "empty": [*lines[:place], b"\n", *lines[place + 1 :]],
-        "blank": [*lines[:place], b" \t\n", *lines[place + 1 :]],
-        "gone": [*lines[:place], *lines[place + 1 :]],
-        "twice": [*lines[: place + 1], *lines[place:]],
-        "cut": lines[:place],
-        "coding": [*lines[:place], b"gr\xfc\xdfe\n", *lines[place + 1 :]],
+        "empty": [*lines[:index], b"\n", *lines[index + 1 :]],
+        "blank": [*lines[:index], b" \t\n", *lines[index + 1 :]],
+        "gone": [*lines[:index], *lines[index + 1 :]],
+        "twice": [*lines[: index + 1], *lines[index:]],
+        "cut": lines[:index],
+        "coding": [*lines[:index], b"gr\xfc\xdfe\n", *lines[index + 1 :]],
     }
     path.unlink()
     if kind in changed:
@@ -60,4 +60,4 @@ def damage(path: pathlib.Path, dice: Dice) -> str:
         os.mkfifo(path)
     elif kind == "directory":
         path.mkdir()
-    return f"{path.name}: line {place + 1} {kind}" if kind in changed else f"{path.name}: {kind}"
+    return f"{path.name}: line {index + 1} {kind}" if kind in changed else f"{path.name}: {kind}"

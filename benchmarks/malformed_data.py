@@ -1,4 +1,4 @@
-"""Damaged TFDS data sets and vocabularies, with which a run is evaluated, trained and decoded."""
+"""Attempts to evaluate, train and decode with damaged TFDS data sets and vocabularies."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ from collections.abc import Iterator
 from typing import Any
 
 import malformed_run
-from malformed_cases import BYTES, Case, Dice, Said, damage_file, good
+from malformed_cases import BYTES, Case, CommandResult, Rng, damage_file, run_checked
 from malformed_run import STEPS, Run, copies
 
-SET = pathlib.Path("embedded_co_training", "sst2")
+SET = pathlib.Path("synthetic_co_training", "sst2")
 VERSION = "1.0.0"
 
 
-def cases(place: pathlib.Path, dice: Dice, count: int) -> Iterator[Case]:
-    """A fifth are vocabularies."""
-    run = malformed_run.make(place)
+def cases(directory: pathlib.Path, rng: Rng, count: int) -> Iterator[Case]:
+    """Yields attempts, a fifth of them with damaged vocabularies."""
+    run = malformed_run.make_run(directory)
     vocabularies = count // 5
-    yield from stored(run, place / "stored", dice, count - vocabularies)
-    yield from vocabulary(run, place / "vocabulary", dice, vocabularies)
+    yield from stored_cases(run, directory / "stored", rng, count - vocabularies)
+    yield from vocabulary_cases(run, directory / "vocabulary", rng, vocabularies)
 
 
 # -- TFDS files --------------------------------------------------------------------------------------
 
 
-def stored(run: Run, place: pathlib.Path, dice: Dice, count: int) -> Iterator[Case]:
-    """The validation split is evaluated, the training split trained on."""
-    small = place / "data"
+def stored_cases(run: Run, directory: pathlib.Path, rng: Rng, count: int) -> Iterator[Case]:
+    """Yields attempts to evaluate on, or train on, damaged data sets."""
+    small = directory / "data"
     shutil.copytree(run.data / SET, small / SET)
-    for data in copies(small, place, count):
+    for data in copies(small, directory, count):
         damages = [
             damage_bytes,
             damage_bytes,
             change_value,
             change_value,
-            put_other,
-            put_version,
-            records,
+            replace_any,
+            change_version,
+            change_records,
         ]
-        name = dice.choice(damages)(data / SET / VERSION, dice)
+        name = rng.choice(damages)(data / SET / VERSION, rng)
         workdir = data.parent / "run"
-        if dice.random() < 0.3:
-            yield trained(run, data, workdir, name)
+        if rng.random() < 0.3:
+            yield train_case(run, data, workdir, name)
         else:
             shutil.copytree(run.run, workdir)
-            yield evaluated(run, data, workdir, name)
+            yield evaluate_case(run, data, workdir, name)
 
 
-def evaluated(run: Run, data: pathlib.Path, workdir: pathlib.Path, name: str) -> Case:
-    """`eval` gives what it gave with the good data."""
+def evaluate_case(run: Run, data: pathlib.Path, workdir: pathlib.Path, name: str) -> Case:
+    """`eval` must give the same results as with undamaged data."""
 
-    def check(said: Said) -> str | None:
+    def check(result: CommandResult) -> str | None:
         same = malformed_run.evaluation(workdir, STEPS) == run.evaluated[STEPS]
         return None if same else "another evaluation"
 
@@ -63,12 +63,16 @@ def evaluated(run: Run, data: pathlib.Path, workdir: pathlib.Path, name: str) ->
     return Case(f"{name}; eval", command, (str(data),), (workdir, data), check)
 
 
-def trained(run: Run, data: pathlib.Path, workdir: pathlib.Path, name: str) -> Case:
-    """The first step reads and learns what it did with the good data."""
+def train_case(run: Run, data: pathlib.Path, workdir: pathlib.Path, name: str) -> Case:
+    """The first training step must have the same results as with undamaged data."""
 
-    def check(said: Said) -> str | None:
-        mine, theirs = (malformed_run.records(w / "metrics.jsonl") for w in (workdir, run.run))
-        return None if mine == theirs[:1] else f"the first step is {mine}, not {theirs[:1]}"
+    def check(result: CommandResult) -> str | None:
+        records, expected = (
+            malformed_run.read_records(w / "metrics.jsonl") for w in (workdir, run.run)
+        )
+        return (
+            None if records == expected[:1] else f"the first step is {records}, not {expected[:1]}"
+        )
 
     command = malformed_run.train(workdir, data, 1)
     return Case(f"{name}; train", command, (str(data),), (workdir, data), check)
@@ -77,28 +81,28 @@ def trained(run: Run, data: pathlib.Path, workdir: pathlib.Path, name: str) -> C
 # -- vocabularies ------------------------------------------------------------------------------------
 
 
-def vocabulary(run: Run, place: pathlib.Path, dice: Dice, count: int) -> Iterator[Case]:
-    """The SentencePiece model of a run that is decoded with."""
-    workdir = place / "run"
-    model = run.data / "embedded_co_training" / "vocabulary.model"
+def vocabulary_cases(run: Run, directory: pathlib.Path, rng: Rng, count: int) -> Iterator[Case]:
+    """Yields attempts to decode with a run whose SentencePiece model is damaged."""
+    workdir = directory / "run"
+    model = run.data / "synthetic_co_training" / "vocabulary.model"
     object_ = json.dumps({"type": "SentencePiece", "path": str(model), "extra_ids": 0})
     settings = (f"vocabulary={object_}", "model.vocab_size=1024")
-    good(malformed_run.train(workdir, run.data, 2, *settings))
-    for copy in copies(workdir, place, count):
+    run_checked(malformed_run.train(workdir, run.data, 2, *settings))
+    for copy in copies(workdir, directory, count):
         path = copy / "vocabulary.model"
-        if dice.random() < 0.8:
-            name = damage_file(path, dice.choice(BYTES), dice)
+        if rng.random() < 0.8:
+            name = damage_file(path, rng.choice(BYTES), rng)
         else:
-            name = put_in_place(path, dice)
-        yield decoded(copy, model, name)
+            name = replace_file(path, rng)
+        yield generate_case(copy, model, name)
 
 
-def decoded(workdir: pathlib.Path, original: pathlib.Path, name: str) -> Case:
-    """Only the model that the run was trained with gives its answers."""
+def generate_case(workdir: pathlib.Path, original: pathlib.Path, name: str) -> Case:
+    """`generate` may succeed only with the vocabulary of the training."""
     path = workdir / "vocabulary.model"
 
-    def check(said: Said) -> str | None:
-        del said
+    def check(result: CommandResult) -> str | None:
+        del result
         return None if path.read_bytes() == original.read_bytes() else "another vocabulary"
 
     command = malformed_run.generate(workdir)
@@ -108,9 +112,9 @@ def decoded(workdir: pathlib.Path, original: pathlib.Path, name: str) -> Case:
 # -- damage ------------------------------------------------------------------------------------------
 
 
-def damage_bytes(version: pathlib.Path, dice: Dice) -> str:
-    """Any file's."""
-    return damage_file(dice.choice(sorted(version.iterdir())), dice.choice(BYTES), dice)
+def damage_bytes(version: pathlib.Path, rng: Rng) -> str:
+    """Damages the bytes of any file."""
+    return damage_file(rng.choice(sorted(version.iterdir())), rng.choice(BYTES), rng)
 
 
 VALUES: list[Any] = [
@@ -146,38 +150,36 @@ VALUES: list[Any] = [
 ]
 
 
-def change_value(version: pathlib.Path, dice: Dice) -> str:
-    """A value of one of the two JSON files."""
-    path = version / dice.choice(["dataset_info.json", "features.json"])
+def change_value(version: pathlib.Path, rng: Rng) -> str:
+    """Changes or deletes a value in one of the two JSON files."""
+    path = version / rng.choice(["dataset_info.json", "features.json"])
     data = json.loads(path.read_text(encoding="utf-8"))
-    inside = data
+    node = data
     while True:
-        key = (
-            dice.choice(sorted(inside)) if isinstance(inside, dict) else dice.randrange(len(inside))
-        )
-        if not (isinstance(inside[key], dict | list) and inside[key]) or dice.random() < 0.15:
+        key = rng.choice(sorted(node)) if isinstance(node, dict) else rng.randrange(len(node))
+        if not (isinstance(node[key], dict | list) and node[key]) or rng.random() < 0.15:
             break
-        inside = inside[key]
-    if dice.random() < 0.2:
-        del inside[key]
-        what = "gone"
+        node = node[key]
+    if rng.random() < 0.2:
+        del node[key]
+        change = "gone"
     else:
-        inside[key] = dice.choice(VALUES)
-        what = f"{str(inside[key])[:40]!a}"
+        node[key] = rng.choice(VALUES)
+        change = f"{str(node[key])[:40]!a}"
     path.write_text(json.dumps(data), encoding="utf-8")
-    return f"{path.name}: {key} is {what}"
+    return f"{path.name}: {key} is {change}"
 
 
-def put_other(version: pathlib.Path, dice: Dice) -> str:
-    """A file is something else, or the whole version is."""
-    path = dice.choice([*sorted(version.iterdir()), *sorted(version.iterdir()), version])
-    return put_in_place(path, dice)
+def replace_any(version: pathlib.Path, rng: Rng) -> str:
+    """Replaces a file or the whole version."""
+    path = rng.choice([*sorted(version.iterdir()), *sorted(version.iterdir()), version])
+    return replace_file(path, rng)
 
 
-def put_in_place(path: pathlib.Path, dice: Dice) -> str:
-    """Gone, a directory, a pipe, a link to nowhere, or other contents."""
+def replace_file(path: pathlib.Path, rng: Rng) -> str:
+    """Deletes a file, or replaces it by a directory, a pipe, a dangling link or other contents."""
     kinds = ["gone", "a directory", "a pipe", "a dangling link", "text", "deep", "null"]
-    kind = dice.choice(kinds)
+    kind = rng.choice(kinds)
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     if kind == "a directory":
         path.mkdir()
@@ -190,12 +192,12 @@ def put_in_place(path: pathlib.Path, dice: Dice) -> str:
     return f"{path.name} is {kind}"
 
 
-def put_version(version: pathlib.Path, dice: Dice) -> str:
-    """Something beside the version, or in its place."""
-    name = dice.choice(
+def change_version(version: pathlib.Path, rng: Rng) -> str:
+    """Adds another version, or renames the version."""
+    name = rng.choice(
         ["1..0", "²", "2.0.0", "10.0.0", "1.0", "x", "1.0.0-rc", "0.9.9", "１.0.0", ".1.0.0"]
     )
-    kind = dice.choice(["a copy", "an empty folder", "a file", "half a copy", "renamed"])
+    kind = rng.choice(["a copy", "an empty folder", "a file", "half a copy", "renamed"])
     target = version.with_name(name)
     if kind == "renamed":
         version.rename(target)
@@ -210,34 +212,34 @@ def put_version(version: pathlib.Path, dice: Dice) -> str:
     return f"the version {name} is {kind}"
 
 
-def records(version: pathlib.Path, dice: Dice) -> str:
-    """Whole records of a split: one gone, one twice, none, those of another split."""
-    path, other = dice.sample(sorted(version.glob("*.tfrecord*")), 2)
-    found = split(path.read_bytes())
-    place = (
-        dice.randrange(16) if dice.random() < 0.7 else dice.randrange(len(found))
+def change_records(version: pathlib.Path, rng: Rng) -> str:
+    """Deletes, repeats or swaps whole records of a split."""
+    path, other = rng.sample(sorted(version.glob("*.tfrecord*")), 2)
+    chunks = split_records(path.read_bytes())
+    index = (
+        rng.randrange(16) if rng.random() < 0.7 else rng.randrange(len(chunks))
     )  # `eval` reads 16
-    kind = dice.choice(["gone", "twice", "none", "of another split", "swapped files"])
+    kind = rng.choice(["gone", "twice", "none", "of another split", "swapped files"])
     if kind == "gone":
-        del found[place]
+        del chunks[index]
     elif kind == "twice":
-        found.insert(place, found[place])
+        chunks.insert(index, chunks[index])
     elif kind == "none":
-        found = []
+        chunks = []
     elif kind == "of another split":
-        found[place] = split(other.read_bytes())[0]
+        chunks[index] = split_records(other.read_bytes())[0]
     else:
-        found, theirs = split(other.read_bytes()), found
-        other.write_bytes(b"".join(theirs))
-    path.write_bytes(b"".join(found))
-    return f"record {place} of {path.name}: {kind}"
+        chunks, chunks_of_other = split_records(other.read_bytes()), chunks
+        other.write_bytes(b"".join(chunks_of_other))
+    path.write_bytes(b"".join(chunks))
+    return f"record {index} of {path.name}: {kind}"
 
 
-def split(data: bytes) -> list[bytes]:
-    """The records of a TFRecord file, with lengths and checksums."""
-    found = []
+def split_records(data: bytes) -> list[bytes]:
+    """Splits a TFRecord file into records, including lengths and checksums."""
+    chunks = []
     while data:
         size = struct.unpack("<Q", data[:8])[0] + 16
-        found.append(data[:size])
+        chunks.append(data[:size])
         data = data[size:]
-    return found
+    return chunks

@@ -1,4 +1,4 @@
-"""What the fields of an experiment may hold, as `docs/recipes.md` and the docstrings say it."""
+"""The allowed values of an experiment's fields, according to `docs/recipes.md` and the docstrings."""
 
 from __future__ import annotations
 
@@ -8,67 +8,67 @@ from typing import Any
 
 Rule = Callable[[Any], bool]
 
-MOST = 2**31 - 1
+MAX_INT = 2**31 - 1
 
 
-def whole(low: int, high: int = MOST, *, without: tuple[int, ...] = ()) -> Rule:
-    """Integers of a range."""
+def integer(low: int, high: int = MAX_INT, *, without: tuple[int, ...] = ()) -> Rule:
+    """Integers in a range."""
     return lambda v: type(v) is int and low <= v <= high and v not in without
 
 
-def real(low: float, high: float = math.inf, *, opened: str = "") -> Rule:
-    """Finite numbers of a range, of which `opened` names ends that do not belong to it."""
+def number(low: float, high: float = math.inf, *, exclude: str = "") -> Rule:
+    """Finite numbers in a range; `exclude` names the ends that are not part of it."""
 
-    def rule(v: Any) -> bool:
+    def check(v: Any) -> bool:
         if type(v) not in (int, float) or not math.isfinite(v):
             return False
         return low <= v <= high and not (
-            ("low" in opened and v == low) or ("high" in opened and v == high)
+            ("low" in exclude and v == low) or ("high" in exclude and v == high)
         )
 
-    return rule
+    return check
 
 
-def word(*words: str) -> Rule:
-    """One of some words."""
-    return lambda v: type(v) is str and v in words
+def one_of(*choices: str) -> Rule:
+    """One of several strings."""
+    return lambda v: type(v) is str and v in choices
 
 
-def maybe(*rules: Rule) -> Rule:
-    """Nothing, or what one of the rules allows."""
-    return lambda v: v is None or any(rule(v) for rule in rules)
+def optional(*rules: Rule) -> Rule:
+    """None, or a value that one of the rules allows."""
+    return lambda v: v is None or any(check(v) for check in rules)
 
 
-def several(rule: Rule, least: int = 0) -> Rule:
-    """A list."""
-    return lambda v: isinstance(v, list) and len(v) >= least and all(map(rule, v))
+def list_of(check: Rule, least: int = 0) -> Rule:
+    """Lists whose entries a rule allows."""
+    return lambda v: isinstance(v, list) and len(v) >= least and all(map(check, v))
 
 
-def flag(value: Any) -> bool:
-    """True or false."""
+def boolean(value: Any) -> bool:
+    """Booleans."""
     return type(value) is bool
 
 
-def text(value: Any) -> bool:
-    """Any text."""
+def string(value: Any) -> bool:
+    """Strings."""
     return type(value) is str
 
 
-def thing(*names: str) -> Rule:
-    """An object of one of some classes, all of whose fields are right."""
+def instance(*names: str) -> Rule:
+    """Objects of one of several classes with valid fields."""
     return lambda v: isinstance(v, dict) and v.get("type") in names and wrong_field(v) is None
 
 
-COUNT, NUMBER = whole(1), whole(0)
-AXIS = whole(-1, without=(0,))
-NOT_NEGATIVE, POSITIVE = real(0), real(0, opened="low")
-INIT = thing("Normal", "FanIn", "GlorotUniform", "Zeros")
-NORM = thing("RMSNorm", "LayerNorm")
-MIXER = thing(
+COUNT, NUMBER = integer(1), integer(0)
+AXIS = integer(-1, without=(0,))
+NOT_NEGATIVE, POSITIVE = number(0), number(0, exclude="low")
+INIT = instance("Normal", "FanIn", "GlorotUniform", "Zeros")
+NORM = instance("RMSNorm", "LayerNorm")
+MIXER = instance(
     *("Attention", "FeedForward", "TalkingHeads", "Linformer", "SentenceFeedForward"),
     *("LightweightConvolution", "DynamicConvolution", "FourierMixer", "ConvolutionMixer"),
 )
-ALIGNMENT = thing(
+ALIGNMENT = instance(
     *("DotProduct", "Random", "FactorizedRandom", "Dense", "FactorizedDense", "Mixture"),
     *("Bilinear", "GaussianBias", "RelativeBias", "PerHead"),
 )
@@ -98,7 +98,7 @@ RULES: dict[str, Rule] = {
         ],
         COUNT,
     ),
-    **dict.fromkeys(["max_segments", "max_examples"], maybe(COUNT)),
+    **dict.fromkeys(["max_segments", "max_examples"], optional(COUNT)),
     **dict.fromkeys(["keep_best", "every", "loss_batches", "warmup_steps", "extra_ids"], NUMBER),
     **dict.fromkeys(
         [
@@ -113,13 +113,14 @@ RULES: dict[str, Rule] = {
         ],
         AXIS,
     ),
-    "head_dim": maybe(COUNT),
+    "extra": list_of(lambda v: isinstance(v, list) and len(v) == 2 and string(v[0]) and AXIS(v[1])),
+    "head_dim": optional(COUNT),
     "Attention.head_dim": COUNT,
     "SentenceFeedForward.head_dim": NUMBER,
-    "SentenceFeedForward.num_heads": maybe(COUNT),
-    "seed": whole(0, 2**32 - 1),
-    "label_smoothing": real(0, 1),
-    **dict.fromkeys(["dropout_rate", "b1", "b2"], real(0, 1, opened="high")),
+    "SentenceFeedForward.num_heads": optional(COUNT),
+    "seed": integer(0, 2**32 - 1),
+    "label_smoothing": number(0, 1),
+    **dict.fromkeys(["dropout_rate", "b1", "b2"], number(0, 1, exclude="high")),
     **dict.fromkeys(
         [
             "z_loss",
@@ -134,9 +135,9 @@ RULES: dict[str, Rule] = {
         NOT_NEGATIVE,
     ),
     **dict.fromkeys(["eps", "epsilon", "decay_rate"], POSITIVE),
-    **dict.fromkeys(["clip", "clip_norm"], maybe(POSITIVE)),
-    "embedding_scale": real(-math.inf),
-    **dict.fromkeys(["logits_scale", "scale"], maybe(real(-math.inf))),
+    **dict.fromkeys(["clip", "clip_norm"], optional(POSITIVE)),
+    "embedding_scale": number(-math.inf),
+    **dict.fromkeys(["logits_scale", "scale"], optional(number(-math.inf))),
     **dict.fromkeys(
         [
             "pack",
@@ -158,21 +159,21 @@ RULES: dict[str, Rule] = {
             "endpoint",
             "together",
         ],
-        flag,
+        boolean,
     ),
-    **dict.fromkeys(["mixture", "split", "path"], text),
-    "init_from": maybe(text),
-    "loss_normalizer": maybe(POSITIVE, word("tokens_with_padding")),
-    "method": word("rank", "greedy", "beam"),
-    "logits_dtype": maybe(word("float32", "bfloat16")),
-    "dtype": word("float32", "bfloat16"),
-    "weights": word("softmax", "sigmoid", "sum"),
-    "implementation": word("auto", "static", "fused", "banded", "cudnn", "reference"),
-    "remat": maybe(word("full", "dots", "dots_with_no_batch_dims")),
-    "activations": several(word("relu", "gelu", "silu", "linear"), 1),
-    "place": word("encoder", "decoder", "cross"),
-    "scope": word("mixer", "sublayer", "layer"),
-    "layers": maybe(several(NUMBER)),
+    **dict.fromkeys(["mixture", "split", "path"], string),
+    "init_from": optional(string),
+    "loss_normalizer": optional(POSITIVE, one_of("tokens_with_padding")),
+    "method": one_of("rank", "greedy", "beam"),
+    "logits_dtype": optional(one_of("float32", "bfloat16")),
+    "dtype": one_of("float32", "bfloat16"),
+    "weights": one_of("softmax", "sigmoid", "sum"),
+    "implementation": one_of("auto", "static", "fused", "banded", "cudnn", "reference"),
+    "remat": optional(one_of("full", "dots", "dots_with_no_batch_dims")),
+    "activations": list_of(one_of("relu", "gelu", "silu", "linear"), 1),
+    "place": one_of("encoder", "decoder", "cross"),
+    "scope": one_of("mixer", "sublayer", "layer"),
+    "layers": optional(list_of(NUMBER)),
     **dict.fromkeys(
         [
             "embedding_init",
@@ -186,49 +187,49 @@ RULES: dict[str, Rule] = {
         ],
         INIT,
     ),
-    **dict.fromkeys(["norm", "input_norm"], maybe(NORM)),
+    **dict.fromkeys(["norm", "input_norm"], optional(NORM)),
     "Block.norm": NORM,
-    "bias": maybe(thing("RelativeBias", "GaussianBias")),
-    "positions": maybe(thing("SinusoidalPositions", "LearnedPositions", "PositionEmbedding")),
+    "bias": optional(instance("RelativeBias", "GaussianBias")),
+    "positions": optional(instance("SinusoidalPositions", "LearnedPositions", "PositionEmbedding")),
     **dict.fromkeys(["self_mixer", "by"], MIXER),
-    "cross_mixer": maybe(MIXER),
-    "feed_forward": maybe(thing("FeedForward")),
+    "cross_mixer": optional(MIXER),
+    "feed_forward": optional(instance("FeedForward")),
     "alignment": ALIGNMENT,
-    "parts": several(ALIGNMENT, 1),
-    "block": thing("Block"),
-    "runs": several(thing("Run"), 1),
-    **dict.fromkeys(["encoder", "decoder"], thing("Stack")),
-    "model": thing("EncoderDecoder", "LanguageModel"),
-    "data": thing("DataConfig"),
-    **dict.fromkeys(["training"], thing("Training")),
-    "fine_tune": maybe(thing("Training")),
-    "evaluation": maybe(thing("Evaluation")),
-    "vocabulary": maybe(thing("Bytes", "SentencePiece")),
-    "mesh": thing("MeshShape"),
-    "optimizer": thing("AdamW", "Adafactor"),
-    "learning_rate": thing("Constant", "Cosine", "InverseSquareRoot", "Linear"),
-    "replace": several(thing("Replacement"), 1),
+    "parts": list_of(ALIGNMENT, 1),
+    "block": instance("Block"),
+    "runs": list_of(instance("Run"), 1),
+    **dict.fromkeys(["encoder", "decoder"], instance("Stack")),
+    "model": instance("EncoderDecoder", "LanguageModel"),
+    "data": instance("DataConfig"),
+    **dict.fromkeys(["training"], instance("Training")),
+    "fine_tune": optional(instance("Training")),
+    "evaluation": optional(instance("Evaluation")),
+    "vocabulary": optional(instance("Bytes", "SentencePiece")),
+    "mesh": instance("MeshShape"),
+    "optimizer": instance("AdamW", "Adafactor"),
+    "learning_rate": instance("Constant", "Cosine", "InverseSquareRoot", "Linear"),
+    "replace": list_of(instance("Replacement"), 1),
 }
-"""By name, or class and name."""
+"""The rules by the field's name, or by class and name."""
 
-OLD = {"name", "parent"}
-"""Fields that Flax' modules have besides."""
+FLAX_FIELDS = {"name", "parent"}
+"""Additional fields of Flax modules."""
 
 
 def rule_of(cls: str, name: str) -> Rule | None:
-    """What a field may hold; None: there is no such field."""
+    """The rule of a field; None if there is no such field."""
     return RULES.get(f"{cls}.{name}", RULES.get(name))
 
 
 def wrong_field(obj: dict[str, Any]) -> str | None:
-    """The first field of an object that no rule allows."""
+    """Describes the first invalid field of an object; None if all are valid."""
     for name, value in obj.items():
         if name == "type":
             continue
-        rule = rule_of(str(obj.get("type")), name)
-        if rule is None and value is not None:
+        check = rule_of(str(obj.get("type")), name)
+        if check is None and value is not None:
             return f"the unknown field {name}"
-        if rule is not None and not rule(value):
+        if check is not None and not check(value):
             inner = wrong_field(value) if isinstance(value, dict) else None
             return f"{name}.{inner}" if inner else f"{name} of {str(value)[:60]}"
     return None

@@ -1,7 +1,7 @@
-"""Damaged distribution files of GLUE, SuperGLUE and Multi30k, imported as TFDS data sets.
+"""Attempts to import damaged distribution files of GLUE, SuperGLUE and Multi30k as TFDS data sets.
 
-What was stored is read with TFDS and compared with what `read_source` reads in the damaged file: lines
-split at tabs, or JSON.
+The stored data are read with TFDS and compared with those that `read_source`, an independent reader, reads
+from the damaged file.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 
 import malformed_corpus
 import malformed_lines
-from malformed_cases import Case, Dice, Said, good
+from malformed_cases import Case, CommandResult, Rng, run_checked
 from malformed_lines import Source, read_source
 
 HEADER = "index\tsentence1\tsentence2\tlabel\n"
 
 
-def pairs(count: int, labels: tuple[str, ...]) -> str:
-    """Numbered pairs of sentences and a label."""
+def tsv_pairs(count: int, labels: tuple[str, ...]) -> str:
+    """A tsv file of numbered sentence pairs with labels."""
     rows = (f"{i}\ta {i}\tb {i} „é“\t{labels[i % len(labels)]}\n" for i in range(count))
     return HEADER + "".join(rows)
 
 
-def objects(*rows: Any) -> str:
-    """JSON lines."""
+def json_lines(*rows: Any) -> str:
+    """A file of JSON lines."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
@@ -59,14 +59,14 @@ SOURCES = (
     Source(
         "glue/rte",
         "RTE/subset_train.tsv",
-        pairs(5, RTE),
+        tsv_pairs(5, RTE),
         {"sentence1": "sentence1", "sentence2": "sentence2", "label": "label"},
         labels=RTE,
     ),
     Source(
         "glue/qnli",
         "QNLI/subset_dev.tsv.gz",
-        pairs(6, RTE).replace("sentence1", "question").replace("sentence2", "sentence"),
+        tsv_pairs(6, RTE).replace("sentence1", "question").replace("sentence2", "sentence"),
         {"question": "question", "sentence": "sentence", "label": "label"},
         labels=RTE,
         split="validation",
@@ -81,7 +81,7 @@ SOURCES = (
     Source(
         "glue/sst2",
         "SST-2/subset_dev.jsonl",
-        objects(*({"sentence": f"fine {i} “é”", "label": i % 2} for i in range(5))),
+        json_lines(*({"sentence": f"fine {i} “é”", "label": i % 2} for i in range(5))),
         {"sentence": "sentence", "label": "label"},
         labels=("negative", "positive"),
         split="validation",
@@ -89,14 +89,14 @@ SOURCES = (
     Source(
         "super_glue/rte",
         "RTE/subset_train.jsonl",
-        objects(*(PREMISE | {"label": RTE[i % 2], "idx": i} for i in range(5))),
+        json_lines(*(PREMISE | {"label": RTE[i % 2], "idx": i} for i in range(5))),
         {"premise": "premise", "hypothesis": "hypothesis", "label": "label", "idx": "idx"},
         labels=RTE,
     ),
     Source(
         "super_glue/boolq",
         "BoolQ/subset_val.jsonl",
-        objects(*({"question": "Q", "passage": f"p {i}", "label": i > 2, "idx": i} for i in range(5))),
+        json_lines(*({"question": "Q", "passage": f"p {i}", "label": i > 2, "idx": i} for i in range(5))),
         {"question": "question", "passage": "passage", "label": "label", "idx": "idx"},
         labels=("False", "True"),
         split="validation",
@@ -104,7 +104,7 @@ SOURCES = (
     Source(
         "super_glue/wsc.fixed",
         "WSC/subset_train.jsonl.gz",
-        objects(*(WSC | {"label": i % 2 == 0, "idx": i} for i in range(4))),
+        json_lines(*(WSC | {"label": i % 2 == 0, "idx": i} for i in range(4))),
         {"text": "text", "label": "label", "idx": "idx"}
         | {key: f"target.{key}" for key in WSC["target"]},  # type: ignore[attr-defined]
         labels=("False", "True"),
@@ -112,7 +112,7 @@ SOURCES = (
     Source(
         "super_glue/record",
         "ReCoRD/subset_train.jsonl",
-        objects(*(
+        json_lines(*(
             RECORD
             | {"idx": i, "qas": [{"query": "@placeholder left", "idx": i, "answers": [{"text": "Bob"}]}]}
             for i in range(4)
@@ -123,57 +123,61 @@ SOURCES = (
 )  # fmt: skip
 
 
-def cases(place: pathlib.Path, dice: Dice, count: int) -> Iterator[Case]:
-    """A twentieth is Multi30k; else the file of one task is damaged.
+def cases(directory: pathlib.Path, rng: Rng, count: int) -> Iterator[Case]:
+    """Yields attempts, a twentieth of them with Multi30k, the others with a damaged file of one task.
 
-    Beside it lies the good one of another task, and both were imported before.
+    An undamaged file of another task lies in the same directory, and both have been imported before.
     """
     corpora = count // 20
-    yield from malformed_corpus.cases(place, dice, corpora)
-    earlier = {name: imported(place, name) for name in ("glue", "super_glue")}
+    yield from malformed_corpus.cases(directory, rng, corpora)
+    earlier = {name: import_all(directory, name) for name in ("glue", "super_glue")}
     for number in range(count - corpora):
-        source = dice.choice(SOURCES)
+        source = rng.choice(SOURCES)
         benchmark = source.dataset.partition("/")[0]
-        folder, data = place / f"files-{number}", place / f"data-{number}"
+        folder, data = directory / f"files-{number}", directory / f"data-{number}"
         shutil.copytree(earlier[benchmark], data)
-        beside(benchmark, folder)
+        write_other_task(benchmark, folder)
         path = folder / source.file
         path.parent.mkdir(exist_ok=True)
-        name = malformed_lines.damage(source, path, dice)
+        name = malformed_lines.damage(source, path, rng)
         command = ["data", "import", benchmark, "--from", str(folder), "--data-dir", str(data)]
-        yield case(source, path, data, f"{source.dataset}, {name}", command)
+        yield make_case(source, path, data, f"{source.dataset}, {name}", command)
         shutil.rmtree(folder)
         shutil.rmtree(data)
 
 
-def case(
+def make_case(
     source: Source, path: pathlib.Path, data: pathlib.Path, name: str, command: list[str]
 ) -> Case:
-    """An import that must give what the file says, or change nothing."""
+    """An import that must store the contents of the file, or change nothing."""
 
-    def check(said: Said) -> str | None:
-        if left := [p.name for p in data.iterdir() if p.name.startswith(".")]:
-            return f"{left} is left"
+    def check(result: CommandResult) -> str | None:
+        if leftover := [p.name for p in data.iterdir() if p.name.startswith(".")]:
+            return f"{leftover} is left"
         expected, stored = read_source(source, path), read_stored(source, data)
         if isinstance(expected, str):
             return f"{expected}, but {len(stored)} rows were stored"
         if stored != expected.rows:
             wrong = next((a, b) for a, b in zip(stored, expected.rows, strict=False) if a != b)
             return f"stored {wrong[0]}, the file says {wrong[1]}"
-        told = f"{expected.dropped} dropped" in said.out
-        return None if told or not expected.dropped else f"{expected.dropped} rows dropped silently"
+        is_reported = f"{expected.dropped} dropped" in result.out
+        return (
+            None
+            if is_reported or not expected.dropped
+            else f"{expected.dropped} rows dropped silently"
+        )
 
     return Case(name, command, (str(path), str(path.parent)), (data,), check)
 
 
-def imported(place: pathlib.Path, benchmark: str) -> pathlib.Path:
-    """A data directory with an earlier import of everything."""
-    folder, data = place / f"{benchmark}-files", place / f"{benchmark}-data"
-    beside(benchmark, folder)
+def import_all(directory: pathlib.Path, benchmark: str) -> pathlib.Path:
+    """Imports all undamaged files; returns the data directory."""
+    folder, data = directory / f"{benchmark}-files", directory / f"{benchmark}-data"
+    write_other_task(benchmark, folder)
     for source in SOURCES:
         if source.dataset.startswith(f"{benchmark}/"):
             malformed_lines.write(source, folder / source.file)
-    good(["data", "import", benchmark, "--from", str(folder), "--data-dir", str(data)])
+    run_checked(["data", "import", benchmark, "--from", str(folder), "--data-dir", str(data)])
     for source in SOURCES:
         if source.dataset.startswith(f"{benchmark}/"):
             expected = read_source(source, folder / source.file)
@@ -182,10 +186,10 @@ def imported(place: pathlib.Path, benchmark: str) -> pathlib.Path:
     return data
 
 
-def beside(benchmark: str, folder: pathlib.Path) -> None:
-    """The good task."""
+def write_other_task(benchmark: str, folder: pathlib.Path) -> None:
+    """Writes the undamaged file of another task."""
     if benchmark == "glue":
-        path, text = folder / "WNLI/subset_train.tsv", pairs(3, ("0", "1"))
+        path, content = folder / "WNLI/subset_train.tsv", tsv_pairs(3, ("0", "1"))
     else:
         row = {
             "premise": "P",
@@ -195,13 +199,13 @@ def beside(benchmark: str, folder: pathlib.Path) -> None:
             "label": 1,
             "idx": 0,
         }
-        path, text = folder / "COPA/subset_train.jsonl", objects(row)
+        path, content = folder / "COPA/subset_train.jsonl", json_lines(row)
     path.parent.mkdir(parents=True)
-    path.write_text(text, encoding="utf-8")
+    path.write_text(content, encoding="utf-8")
 
 
 def read_stored(source: Source, data: pathlib.Path) -> list[dict[str, Any]]:
-    """The stored rows by their idx, with the features that the source has, as TFDS reads them."""
+    """Reads the stored examples with TFDS, sorted by idx, with the features of the source."""
     import tensorflow_datasets as tfds
 
     rows = list(tfds.as_numpy(tfds.load(source.dataset, split=source.split, data_dir=data)))
@@ -210,9 +214,9 @@ def read_stored(source: Source, data: pathlib.Path) -> list[dict[str, Any]]:
     else:
         rows = sorted(rows, key=lambda row: int(row["idx"]))
     names = [*source.features, *(["idx"] if not source.nested else [])]
-    return [{name: plain(row[name]) for name in names} for row in rows]
+    return [{name: to_python(row[name]) for name in names} for row in rows]
 
 
-def plain(value: Any) -> Any:
-    """NumPy's values as Python's."""
+def to_python(value: Any) -> Any:
+    """Converts a NumPy value to a Python value."""
     return value.decode() if isinstance(value, bytes) else value.item()

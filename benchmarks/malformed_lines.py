@@ -1,4 +1,4 @@
-"""Small distribution files: how they are damaged, and what a damaged one says when it is read plainly."""
+"""Small distribution files, damage to them, and an independent reader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 import numpy as np
-from malformed_cases import BYTES, Dice
+from malformed_cases import BYTES, Rng
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,14 +20,14 @@ class Source:
     """A small file of a benchmark's task.
 
     Attributes:
-      dataset: the TFDS name.
-      file: its place.
-      text: its contents.
-      features: TFDS's features, and where a row has them.
-      columns: of a tsv file without a header line.
-      labels: the names of the classes; without them the label is a score.
-      split: the TFDS split.
-      nested: ReCoRD's form.
+      dataset: the name in TFDS.
+      file: the path.
+      text: the contents.
+      features: the features in TFDS, with their columns or paths in the file.
+      columns: the columns of a tsv file without a header.
+      labels: the names of the classes; empty if the label is a score.
+      split: the split in TFDS.
+      nested: whether the file has the nested format of ReCoRD.
     """
 
     dataset: str
@@ -41,30 +41,30 @@ class Source:
 
     @property
     def is_json(self) -> bool:
-        """Whether every line is an object."""
+        """Whether the file consists of JSON lines."""
         return ".jsonl" in self.file
 
 
 @dataclasses.dataclass
 class Expected:
-    """What a file says: its rows, and how many that say nothing."""
+    """The examples of a file, and the number of invalid lines."""
 
     rows: list[dict[str, Any]]
     dropped: int
 
 
 def write(source: Source, path: pathlib.Path, data: bytes | None = None) -> None:
-    """Writes the file, compressed where its name says so."""
+    """Writes the file, compressed if its name ends with ``.gz``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = source.text.encode() if data is None else data
     path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 
-# -- what a file says --------------------------------------------------------------------------------
+# -- an independent reader --------------------------------------------------------------------------------
 
 
 def read_source(source: Source, path: pathlib.Path) -> Expected | str:
-    """The rows of a file, or why it has none: every line split at tabs, or read as JSON."""
+    """Reads the examples of a file; returns a description if it is invalid."""
     try:
         data = path.read_bytes()
         if path.suffix == ".gz":
@@ -82,7 +82,7 @@ def read_source(source: Source, path: pathlib.Path) -> Expected | str:
 
 
 def read_table(source: Source, lines: list[str]) -> Expected:
-    """Rows of tab-separated fields; those without all of them say nothing."""
+    """Reads lines of tab-separated fields; lines without all fields are dropped."""
     columns = list(source.columns) or lines.pop(0).split("\t")
     rows: list[dict[str, Any]] = []
     dropped = number = 0
@@ -94,11 +94,9 @@ def read_table(source: Source, lines: list[str]) -> Expected:
         if len(fields) > len(columns) or fields == columns or (source.columns and len(fields) < 4):
             raise ValueError(f"{len(fields)} fields")
         row = dict(zip(columns, fields, strict=False))
-        if all(row.get(c) is not None for c in source.features.values()) and label_given(
-            source, row
-        ):
-            found = {f: value(source, f, row[c]) for f, c in source.features.items()}
-            rows.append(found | {"idx": number})
+        if all(row.get(c) is not None for c in source.features.values()) and has_label(source, row):
+            features = {f: parse_value(source, f, row[c]) for f, c in source.features.items()}
+            rows.append(features | {"idx": number})
         else:
             dropped += 1
         number += 1
@@ -107,68 +105,70 @@ def read_table(source: Source, lines: list[str]) -> Expected:
     return Expected(sorted(rows, key=lambda r: r["idx"]), dropped)
 
 
-def label_given(source: Source, row: dict[str, str]) -> bool:
-    """Whether a row has a label where it must."""
+def has_label(source: Source, row: dict[str, str]) -> bool:
+    """Whether a row has a label if it needs one."""
     return "label" not in source.features or bool(row[source.features["label"]])
 
 
 def read_objects(source: Source, lines: list[str]) -> Expected:
-    """Rows of JSON objects."""
+    """Reads lines of JSON objects."""
     rows = []
     for number, line in enumerate(lines):
-        row = json.loads(line, parse_constant=refuse)
-        found = {f: value(source, f, at(row, path)) for f, path in source.features.items()}
+        row = json.loads(line, parse_constant=reject_constant)
+        fields = {
+            f: parse_value(source, f, lookup(row, path)) for f, path in source.features.items()
+        }
         if source.nested:
             if not isinstance(row["idx"], int) or len(row["qas"]) != 1:
                 raise ValueError("another form")
-            found["order"] = row["qas"][0]["idx"]
-        elif "idx" not in found:
-            found["idx"] = number
-        rows.append(found)
+            fields["order"] = row["qas"][0]["idx"]
+        elif "idx" not in fields:
+            fields["idx"] = number
+        rows.append(fields)
     keys = [row.get("order", row.get("idx")) for row in rows]
     if not rows or len(set(keys)) < len(keys):
-        raise ValueError("none, or a number twice")
+        raise ValueError("no rows, or a duplicate number")
     rows.sort(key=lambda row: row.get("order", row.get("idx")))
     for row in rows:
         row.pop("order", None)
     return Expected(rows, 0)
 
 
-def refuse(name: str) -> None:
-    """JSON knows no NaN."""
+def reject_constant(name: str) -> None:
+    """Rejects NaN and infinities, which are not JSON."""
     raise ValueError(name)
 
 
-def at(row: Any, path: str) -> Any:
-    """A value inside of an object."""
+def lookup(row: Any, path: str) -> Any:
+    """A nested value of an object."""
     for key in path.split("."):
         row = row[int(key)] if key.isdecimal() else row[key]
     return row
 
 
-def value(source: Source, feature: str, given: Any) -> Any:
-    """A field's value as its feature stores it."""
+def parse_value(source: Source, feature: str, raw: Any) -> Any:
+    """Converts a field to the value that TFDS stores."""
     if feature in ("idx", "span1_index", "span2_index"):
-        given = int(given) if isinstance(given, str) and re.fullmatch("[0-9]+", given) else given
-        if type(given) is not int or not 0 <= given < 2**31:
-            raise ValueError(f"{feature} {given!r}")
-        return given
+        raw = int(raw) if isinstance(raw, str) and re.fullmatch("[0-9]+", raw) else raw
+        if type(raw) is not int or not 0 <= raw < 2**31:
+            raise ValueError(f"{feature} {raw!r}")
+        return raw
     if feature != "label":
-        if type(given) is not str:
-            raise ValueError(f"{feature} {given!r} is no text")
-        given.encode()
-        return given
+        if type(raw) is not str:
+            raise ValueError(f"{feature} {raw!r} is no text")
+        raw.encode()
+        return raw
     if not source.labels:
-        if not re.fullmatch(r"[0-9]+(\.[0-9]*)?(e[+-]?[0-9]+)?", given):
-            raise ValueError(f"score {given!r}")
-        if not 0 <= float(given) <= 5:
-            raise ValueError(f"score {given!r}")
-        return np.float32(given).item()
-    if type(given) is bool:
-        given = str(given) if source.labels == ("False", "True") else "no label"
-    if str(given) in ("0", "1"):
-        return int(given)
-    return source.labels.index(given)
+        if not re.fullmatch(r"[0-9]+(\.[0-9]*)?(e[+-]?[0-9]+)?", raw):
+            raise ValueError(f"score {raw!r}")
+        if not 0 <= float(raw) <= 5:
+            raise ValueError(f"score {raw!r}")
+        return np.float32(raw).item()
+    if type(raw) is bool:
+        raw = str(raw) if source.labels == ("False", "True") else "no label"
+    if str(raw) in ("0", "1"):
+        return int(raw)
+    return source.labels.index(raw)
 
 
 # -- damage ------------------------------------------------------------------------------------------
@@ -226,32 +226,32 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
-def damage(source: Source, path: pathlib.Path, dice: Dice) -> str:
-    """Writes the file with one damage; says which."""
-    kinds = [damage_bytes, damage_packed, change_lines, change_encoding, put_other]
+def damage(source: Source, path: pathlib.Path, rng: Rng) -> str:
+    """Writes the file with some damage; returns a description."""
+    kinds = [damage_bytes, damage_packed, change_lines, change_encoding, replace_file]
     kinds += [change_value, change_value, change_value] if source.is_json else [change_field] * 3
-    return dice.choice(kinds)(source, path, dice)
+    return rng.choice(kinds)(source, path, rng)
 
 
-def damage_bytes(source: Source, path: pathlib.Path, dice: Dice) -> str:
-    """Of the contents."""
-    kind = dice.choice(BYTES)
-    write(source, path, kind(source.text.encode(), dice))
+def damage_bytes(source: Source, path: pathlib.Path, rng: Rng) -> str:
+    """Damages the bytes of the contents."""
+    kind = rng.choice(BYTES)
+    write(source, path, kind(source.text.encode(), rng))
     return kind.__name__
 
 
-def damage_packed(source: Source, path: pathlib.Path, dice: Dice) -> str:
-    """Of the file as it is stored."""
-    kind = dice.choice(BYTES)
+def damage_packed(source: Source, path: pathlib.Path, rng: Rng) -> str:
+    """Damages the bytes of the file, which may be compressed."""
+    kind = rng.choice(BYTES)
     write(source, path)
-    path.write_bytes(kind(path.read_bytes(), dice))
+    path.write_bytes(kind(path.read_bytes(), rng))
     return f"{kind.__name__} of the file"
 
 
-def change_lines(source: Source, path: pathlib.Path, dice: Dice) -> str:
-    """Lines doubled, gone, empty, in between, headers, ends."""
+def change_lines(source: Source, path: pathlib.Path, rng: Rng) -> str:
+    """Inserts, deletes or reorders lines, or changes their ends."""
     lines = source.text.splitlines(keepends=True)
-    place = dice.randrange(len(lines))
+    index = rng.randrange(len(lines))
     extra = [
         "\n",
         "\r",
@@ -259,22 +259,22 @@ def change_lines(source: Source, path: pathlib.Path, dice: Dice) -> str:
         "\t\n",
         "\t\t\t\t\t\n",
         lines[0],
-        lines[place],
+        lines[index],
         "x\n",
         "{}\n",
         "[]\n",
         "null\n",
     ]
-    extra += ["[" * 100_000 + "\n", '{"idx": 0}\n', "\0\0\0\n", "\x1a\n", "#\n", lines[place][:-3]]
-    kind = dice.choice(["put", "put", "put", "delete", "swap", "CRLF", "CR", "no end", "reverse"])
+    extra += ["[" * 100_000 + "\n", '{"idx": 0}\n', "\0\0\0\n", "\x1a\n", "#\n", lines[index][:-3]]
+    kind = rng.choice(["put", "put", "put", "delete", "swap", "CRLF", "CR", "no end", "reverse"])
     if kind == "put":
-        line = dice.choice(extra)
-        lines.insert(dice.randrange(len(lines) + 1), line)
+        line = rng.choice(extra)
+        lines.insert(rng.randrange(len(lines) + 1), line)
         kind = f"put {line[:20]!r}"
     elif kind == "delete":
-        del lines[place]
+        del lines[index]
     elif kind == "swap":
-        lines[0], lines[place] = lines[place], lines[0]
+        lines[0], lines[index] = lines[index], lines[0]
     elif kind == "reverse":
         lines.reverse()
     text = "".join(lines)
@@ -283,70 +283,68 @@ def change_lines(source: Source, path: pathlib.Path, dice: Dice) -> str:
     return f"lines: {kind}"
 
 
-def change_field(source: Source, path: pathlib.Path, dice: Dice) -> str:
-    """A field of a tsv file: another value, swapped columns, one more, one less, another header."""
+def change_field(source: Source, path: pathlib.Path, rng: Rng) -> str:
+    """Changes, inserts, deletes or swaps fields of a tsv file."""
     rows = [line.split("\t") for line in source.text.splitlines()]
-    kind = dice.choice(
+    kind = rng.choice(
         ["value", "value", "value", "value", "more", "less", "swap", "header", "last"]
     )
-    row = dice.choice(rows)
-    place = dice.randrange(len(row))
+    row = rng.choice(rows)
+    index = rng.randrange(len(row))
     if kind == "value":
-        row[place] = dice.choice(FIELDS)
-        kind = f"{row[place][:20]!r} in column {place + 1} of line {rows.index(row) + 1}"
+        row[index] = rng.choice(FIELDS)
+        kind = f"{row[index][:20]!r} in column {index + 1} of line {rows.index(row) + 1}"
     elif kind == "more":
-        row.insert(place, "more")
+        row.insert(index, "more")
     elif kind == "less":
-        del row[place]
+        del row[index]
     elif kind == "last":  # labels are there
-        row[-1] = dice.choice(FIELDS)
+        row[-1] = rng.choice(FIELDS)
         kind = f"{row[-1][:20]!r} in the last column of line {rows.index(row) + 1}"
     elif kind == "swap":
-        for each in rows if dice.random() < 0.5 else rows[1:]:
-            each[0], each[-1] = each[-1], each[0]
+        for fields in rows if rng.random() < 0.5 else rows[1:]:
+            fields[0], fields[-1] = fields[-1], fields[0]
     else:
-        rows[0] = [dice.choice(["Sentence1", "label", "sentence1", "score", ""]) for _ in rows[0]]
+        rows[0] = [rng.choice(["Sentence1", "label", "sentence1", "score", ""]) for _ in rows[0]]
     write(source, path, "".join("\t".join(row) + "\n" for row in rows).encode())
     return f"field: {kind}"
 
 
-def change_value(source: Source, path: pathlib.Path, dice: Dice) -> str:
-    """A value of a JSON object: another one, none, under another or under two keys."""
+def change_value(source: Source, path: pathlib.Path, rng: Rng) -> str:
+    """Changes, deletes or renames a value of a JSON object."""
     rows = [json.loads(line) for line in source.text.splitlines()]
-    number = dice.randrange(len(rows))
-    inside = rows[number]
+    number = rng.randrange(len(rows))
+    node = rows[number]
     while True:  # somewhere in the tree
-        key = (
-            dice.choice(sorted(inside)) if isinstance(inside, dict) else dice.randrange(len(inside))
-        )
-        if not (isinstance(inside[key], dict | list) and inside[key]) or dice.random() < 0.2:
+        key = rng.choice(sorted(node)) if isinstance(node, dict) else rng.randrange(len(node))
+        if not (isinstance(node[key], dict | list) and node[key]) or rng.random() < 0.2:
             break
-        inside = inside[key]
-    kind = dice.choice(["value", "value", "value", "value", "delete", "rename"])
-    if kind == "value" or not isinstance(inside, dict):
-        inside[key] = dice.choice(VALUES)
-        kind = f"{key} is {str(inside[key])[:20]!a}"
+        node = node[key]
+    kind = rng.choice(["value", "value", "value", "value", "delete", "rename"])
+    if kind == "value" or not isinstance(node, dict):
+        node[key] = rng.choice(VALUES)
+        kind = f"{key} is {str(node[key])[:20]!a}"
     else:
-        old = inside.pop(key)
+        old = node.pop(key)
         if kind == "rename":
-            inside[dice.choice([f"{key} ", str(key).upper(), "", "type"])] = old
+            node[rng.choice([f"{key} ", str(key).upper(), "", "type"])] = old
         kind = f"{kind} {key}"
     write(source, path, "".join(json.dumps(row) + "\n" for row in rows).encode())
     return f"line {number + 1}: {kind}"
 
 
-def change_encoding(source: Source, path: pathlib.Path, dice: Dice) -> str:
-    """The same text in other bytes."""
-    kind = dice.choice(["utf-16", "utf-32", "cp1252", "utf-8-sig", "utf-7", "cp037", "two marks"])
+def change_encoding(source: Source, path: pathlib.Path, rng: Rng) -> str:
+    """Writes the contents in another encoding."""
+    kind = rng.choice(["utf-16", "utf-32", "cp1252", "utf-8-sig", "utf-7", "cp037", "two marks"])
     text = "\ufeff\ufeff" + source.text if kind == "two marks" else source.text
     coding = "utf-8" if kind == "two marks" else kind
     write(source, path, text.encode(coding, errors="replace"))
     return f"encoding: {kind}"
 
 
-def put_other(source: Source, path: pathlib.Path, dice: Dice) -> str:
-    """Something else in the place of the file."""
-    kind = dice.choice(["pipe", "directory", "link", "device", "zeros", "gz", "not gz", "pretty"])
+def replace_file(source: Source, path: pathlib.Path, rng: Rng) -> str:
+    """Replaces the file by something else."""
+    kind = rng.choice(["pipe", "directory", "link", "device", "zeros", "gz", "not gz", "pretty"])
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "directory":

@@ -1,4 +1,4 @@
-"""Damaged logs of a run that goes on, or is reported on."""
+"""Attempts to continue, or report on, a run whose logs are damaged."""
 
 from __future__ import annotations
 
@@ -9,60 +9,64 @@ import pathlib
 from collections.abc import Iterator
 
 import malformed_run
-from malformed_cases import BYTES, Case, Dice, Said, damage_file
-from malformed_run import MORE, Run, copies, parsed
+from malformed_cases import BYTES, Case, CommandResult, Rng, damage_file
+from malformed_run import MORE, Run, copies, parse_line
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 
 
-def cases(place: pathlib.Path, dice: Dice, count: int) -> Iterator[Case]:
-    """Damages of bytes, of lines and of the files as such."""
-    run = malformed_run.make(place)
-    for workdir in copies(run.run, place, count):
-        path = workdir / dice.choice([METRICS, METRICS, EVENTS])
-        damage = dice.choice([damage_bytes, put_line, put_line, replace_value, move_lines, other])
-        name = f"{path.name}: {damage(path, dice)}"
-        reader = reported if dice.random() < 0.25 else resumed
+def cases(directory: pathlib.Path, rng: Rng, count: int) -> Iterator[Case]:
+    """Yields attempts with damaged bytes, lines or files."""
+    run = malformed_run.make_run(directory)
+    for workdir in copies(run.run, directory, count):
+        path = workdir / rng.choice([METRICS, METRICS, EVENTS])
+        damage = rng.choice(
+            [damage_bytes, put_line, put_line, replace_value, move_lines, replace_file]
+        )
+        name = f"{path.name}: {damage(path, rng)}"
+        reader = report_case if rng.random() < 0.25 else continue_case
         yield reader(run, workdir, name)
 
 
-def resumed(run: Run, workdir: pathlib.Path, name: str) -> Case:
-    """The run goes on; what could be read of its log must stay."""
+def continue_case(run: Run, workdir: pathlib.Path, name: str) -> Case:
+    """Continues the run; readable lines of its log must be preserved."""
     path = workdir / METRICS
     before = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
 
-    def check(said: Said) -> str | None:
-        kept = path.read_bytes().split(b"\n")
-        lost = [line for line in before if line not in kept and earlier(line)]
+    def check(result: CommandResult) -> str | None:
+        written = path.read_bytes().split(b"\n")
+        lost = [line for line in before if line not in written and is_original(line)]
         if lost:
             return f"a line is lost: {lost[0][:80]!r}"
-        unread = [
-            line for line in before if line not in kept and not isinstance(parsed(line), dict)
+        unreadable = [
+            line
+            for line in before
+            if line not in written and not isinstance(parse_line(line), dict)
         ]
-        if unread and "cannot be read" not in said.errors:
-            return "lines are left out without a word"
-        steps = [r["step"] for line in kept if isinstance(r := parsed(line), dict)]
+        if unreadable and "cannot be read" not in result.errors:
+            return "lines are dropped silently"
+        steps = [r["step"] for line in written if isinstance(r := parse_line(line), dict)]
         if any(not isinstance(s, int) or s > MORE for s in steps):
             return f"steps {steps}"
         return malformed_run.wrong_continuation(run, workdir)
 
     original = (run.run / METRICS).read_bytes().split(b"\n")[:-1]
 
-    def earlier(line: bytes) -> bool:
+    def is_original(line: bytes) -> bool:
         return line in original
 
     command = malformed_run.train(workdir, run.data, MORE)
     return Case(f"{name}; train", command, (str(workdir),), (workdir, run.data), check)
 
 
-def reported(run: Run, workdir: pathlib.Path, name: str) -> Case:
-    """A page of the run: whole, or not there."""
+def report_case(run: Run, workdir: pathlib.Path, name: str) -> Case:
+    """Writes a report of the run, which must be complete."""
     page = workdir.parent / "page.html"
 
-    def check(said: Said) -> str | None:
-        del said
-        whole = page.read_text(encoding="utf-8").rstrip().endswith("</html>")
-        return None if whole else "half a page"
+    def check(result: CommandResult) -> str | None:
+        del result
+        is_complete = page.read_text(encoding="utf-8").rstrip().endswith("</html>")
+        return None if is_complete else "half a page"
 
     command = ["report", str(workdir), "--output", str(page)]
     return Case(f"{name}; report", command, (str(workdir),), (workdir.parent,), check)
@@ -71,9 +75,9 @@ def reported(run: Run, workdir: pathlib.Path, name: str) -> Case:
 # -- damage ------------------------------------------------------------------------------------------
 
 
-def damage_bytes(path: pathlib.Path, dice: Dice) -> str:
-    """Any bytes."""
-    return damage_file(path, dice.choice(BYTES), dice)
+def damage_bytes(path: pathlib.Path, rng: Rng) -> str:
+    """Damages the bytes of the file."""
+    return damage_file(path, rng.choice(BYTES), rng)
 
 
 LINES: list[bytes] = [
@@ -92,51 +96,51 @@ LINES: list[bytes] = [
 ]  # fmt: skip
 
 
-def put_line(path: pathlib.Path, dice: Dice) -> str:
-    """A line that is no record, or one of strange values."""
+def put_line(path: pathlib.Path, rng: Rng) -> str:
+    """Inserts an invalid line, or a record with unusual values."""
     lines = path.read_bytes().splitlines(keepends=True)
-    line = dice.choice(LINES)
-    place = dice.randrange(len(lines) + 1)
-    end = b"" if place == len(lines) and dice.random() < 0.3 else b"\n"
-    path.write_bytes(b"".join([*lines[:place], line + end, *lines[place:]]))
-    return f"line {place + 1} is {line[:60]!r}"
+    line = rng.choice(LINES)
+    index = rng.randrange(len(lines) + 1)
+    end = b"" if index == len(lines) and rng.random() < 0.3 else b"\n"
+    path.write_bytes(b"".join([*lines[:index], line + end, *lines[index:]]))
+    return f"line {index + 1} is {line[:60]!r}"
 
 
-def replace_value(path: pathlib.Path, dice: Dice) -> str:
-    """Another value in a record."""
+def replace_value(path: pathlib.Path, rng: Rng) -> str:
+    """Changes a value of a record."""
     lines = path.read_bytes().splitlines()
-    place = dice.randrange(len(lines))
-    record = json.loads(lines[place])
-    key = dice.choice(sorted(record))
+    index = rng.randrange(len(lines))
+    record = json.loads(lines[index])
+    key = rng.choice(sorted(record))
     values = ["x", None, [], {}, True, -1, 2**80, "\ud800", "1", [[1]], {"step": 1}, 10**400]
-    record[key] = dice.choice(values)
-    lines[place] = json.dumps(record).encode()
+    record[key] = rng.choice(values)
+    lines[index] = json.dumps(record).encode()
     path.write_bytes(b"\n".join(lines) + b"\n")
-    return f"line {place + 1}: {key} is {str(record[key])[:40]!r}"
+    return f"line {index + 1}: {key} is {str(record[key])[:40]!r}"
 
 
-def move_lines(path: pathlib.Path, dice: Dice) -> str:
-    """Lines in another order, doubled, or without one."""
+def move_lines(path: pathlib.Path, rng: Rng) -> str:
+    """Reorders, repeats or deletes lines."""
     lines = path.read_bytes().splitlines(keepends=True)
-    kind = dice.choice(["shuffled", "doubled", "one gone", "a half", "CRLF"])
-    place = dice.randrange(len(lines))
+    kind = rng.choice(["shuffled", "doubled", "one gone", "a half", "CRLF"])
+    index = rng.randrange(len(lines))
     if kind == "shuffled":
-        dice.shuffle(lines)
+        rng.shuffle(lines)
     elif kind == "doubled":
-        lines.insert(place, lines[place])
+        lines.insert(index, lines[index])
     elif kind == "one gone":
-        del lines[place]
+        del lines[index]
     elif kind == "a half":
-        lines[place] = lines[place][: len(lines[place]) // 2]
+        lines[index] = lines[index][: len(lines[index]) // 2]
     else:
         lines = [line.replace(b"\n", b"\r\n") for line in lines]
     path.write_bytes(b"".join(lines))
     return f"lines: {kind}"
 
 
-def other(path: pathlib.Path, dice: Dice) -> str:
-    """Something else in the place of the file."""
-    kind = dice.choice(["gone", "a directory", "a pipe", "a dangling link", "gz", "utf-16", "long"])
+def replace_file(path: pathlib.Path, rng: Rng) -> str:
+    """Replaces the file by something else."""
+    kind = rng.choice(["gone", "a directory", "a pipe", "a dangling link", "gz", "utf-16", "long"])
     data = path.read_bytes()
     path.unlink()
     if kind == "a directory":

@@ -1,19 +1,19 @@
-"""Recipe files with mistakes."""
+"""Attempts to load invalid recipe files."""
 
 from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterator
 
-from malformed_cases import RECIPE, Case, Dice, Said
+from malformed_cases import RECIPE, Case, CommandResult, Rng
 
-HEAD = RECIPE.read_text(encoding="utf-8").partition("def default")[0]
+HEADER = RECIPE.read_text(encoding="utf-8").partition("def default")[0]
 GOOD = RECIPE.read_text(encoding="utf-8")
 
 
 def body(line: str) -> str:
-    """A recipe of one line."""
-    return f"{HEAD}def default():\n    {line}\n"
+    """A recipe whose function has one line."""
+    return f"{HEADER}def default():\n    {line}\n"
 
 
 SOURCES: dict[str, str | bytes] = {
@@ -42,11 +42,11 @@ SOURCES: dict[str, str | bytes] = {
     "assertion": body("assert False"),
     "an exit": body("raise SystemExit(3)"),
     "an exit when imported": "raise SystemExit(0)\n",
-    "an own error": HEAD + "class E(Exception): pass\ndef default():\n    raise E('a\\nb')\n",
+    "an own error": HEADER + "class E(Exception): pass\ndef default():\n    raise E('a\\nb')\n",
     "no text in an error": body("raise ValueError"),
     "an argument": GOOD.replace("def default()", "def default(x)"),
     "another name": GOOD.replace("def default", "def other"),
-    "no function": HEAD + "default = 3\n",
+    "no function": HEADER + "default = 3\n",
     "a coroutine": GOOD.replace("def default", "async def default"),
     "a field too many": GOOD.replace("steps=6", "stepz=6"),
     "a field too few": GOOD.replace("steps=6,", ""),
@@ -60,23 +60,23 @@ SOURCES: dict[str, str | bytes] = {
 }
 
 
-def cases(place: pathlib.Path, dice: Dice, count: int) -> Iterator[Case]:
-    """The first are all kinds once."""
+def cases(directory: pathlib.Path, rng: Rng, count: int) -> Iterator[Case]:
+    """Yields attempts, first with every file once, then with random ones."""
     names = list(SOURCES)
-    chosen = names[:count] + [dice.choice(names) for _ in range(count - len(names))]
-    for number, name in enumerate(chosen):
-        path = place / f"recipe_{number}.py"
+    selected = names[:count] + [rng.choice(names) for _ in range(count - len(names))]
+    for number, name in enumerate(selected):
+        path = directory / f"recipe_{number}.py"
         source = SOURCES[name]
         path.write_bytes(source.encode() if isinstance(source, str) else source)
-        yield case(name, path)
+        yield make_case(name, path)
 
 
-def case(name: str, path: pathlib.Path) -> Case:
-    """Shown or trained, a wrong recipe names its file and makes nothing."""
+def make_case(name: str, path: pathlib.Path) -> Case:
+    """Shows a recipe; an error must name its file."""
 
-    def check(said: Said) -> str | None:
-        good = name.startswith("good") and '"value": "embedded_sst2"' in said.out
-        return None if good else "it is no recipe"
+    def check(result: CommandResult) -> str | None:
+        is_valid = name.startswith("good") and '"value": "synthetic_sst2"' in result.out
+        return None if is_valid else "it is not a valid recipe"
 
     command = ["recipes", str(path), "--json"]
     return Case(name, command, (str(path),), (path.parent,), check)

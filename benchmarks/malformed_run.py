@@ -1,4 +1,4 @@
-"""The good run of `malformed.py`, and what it gives, read with JSON and Orbax alone."""
+"""The undamaged run of `malformed.py` and its results, read with JSON and Orbax only."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from malformed_cases import RECIPE, Said, good
+from malformed_cases import RECIPE, CommandResult, run_checked
 
 STEPS, MORE = 6, 8
-"""The run's, with checkpoints of the last two, and how far it is continued."""
+"""The steps of the run, whose last two have checkpoints, and of its continuation."""
 
 TEXT = "the dog sleeps well"
 
 
 @dataclasses.dataclass
 class Run:
-    """A run of `reliability_run.py`, continued and read while nothing is damaged.
+    """A run of `reliability_run.py`, with the results of the commands on it.
 
     Attributes:
       data: the data directory.
-      run: its directory.
-      continued: a copy of it that went on.
-      generated: what `generate` says, by step.
-      evaluated: what `eval` writes, by step.
+      run: the run's directory.
+      continued: directory of a copy that is continued.
+      generated: the output of `generate`, by step.
+      evaluated: the results of `eval`, by step.
     """
 
     data: pathlib.Path
@@ -39,38 +39,42 @@ class Run:
     evaluated: dict[int, Any]
 
 
-def make(place: pathlib.Path) -> Run:
-    """Trains the run, continues a copy of it, and reads both checkpoints."""
-    from synthesizer_jax.data import embedded
+def make_run(directory: pathlib.Path) -> Run:
+    """Trains the run, continues a copy of it, and evaluates both checkpoints."""
+    from synthesizer_jax.data import synthetic
 
-    data, run, continued = place / "data", place / "run", place / "continued"
-    embedded.prepare(data)
-    good(train(run, data, STEPS))
+    data, run, continued = directory / "data", directory / "run", directory / "continued"
+    synthetic.prepare(data)
+    run_checked(train(run, data, STEPS))
     shutil.rmtree(run / "evaluation")
     shutil.copytree(run, continued)
-    good(train(continued, data, MORE))
-    found = Run(data, run, continued, {}, {})
+    run_checked(train(continued, data, MORE))
+    run_with_results = Run(data, run, continued, {}, {})
     for step in (STEPS - 1, STEPS):
-        found.generated[step] = good(generate(run, "--step", str(step))).out
-        good(evaluate(run, data, "--step", str(step)))
-        found.evaluated[step] = evaluation(run, step)
-    if len(set(found.generated.values())) < 2:
-        raise SystemExit("the two checkpoints give one answer, so that they cannot be told apart")
+        run_with_results.generated[step] = run_checked(generate(run, "--step", str(step))).out
+        run_checked(evaluate(run, data, "--step", str(step)))
+        run_with_results.evaluated[step] = evaluation(run, step)
+    if len(set(run_with_results.generated.values())) < 2:
+        raise SystemExit(
+            "the two checkpoints give the same output, so they cannot be distinguished"
+        )
     shutil.rmtree(run / "evaluation")
-    return found
+    return run_with_results
 
 
 def train(workdir: pathlib.Path, data: pathlib.Path, steps: int, *settings: str) -> list[str]:
-    """The command that trains, or continues, the run."""
-    always = (f"training.steps={steps}", "mesh.fsdp=1", "training.save_every=5")
-    # So large that every step gives another answer.
-    always += ("training.optimizer.learning_rate.value=0.05",)
+    """The command that trains or continues the run."""
+    common_settings = (f"training.steps={steps}", "mesh.fsdp=1", "training.save_every=5")
+    # A large learning rate, so that the output changes with every step.
+    common_settings += ("training.optimizer.learning_rate.value=0.05",)
     command = ["train", str(RECIPE), "--workdir", str(workdir), "--data-dir", str(data), "--quiet"]
-    return command + [word for setting in (*always, *settings) for word in ("--set", setting)]
+    return command + [
+        argument for setting in (*common_settings, *settings) for argument in ("--set", setting)
+    ]
 
 
 def generate(workdir: pathlib.Path, *options: str) -> list[str]:
-    """The command that decodes one text."""
+    """The command that decodes an example."""
     return ["generate", "--workdir", str(workdir), *options, TEXT]
 
 
@@ -80,64 +84,68 @@ def evaluate(workdir: pathlib.Path, data: pathlib.Path, *options: str) -> list[s
 
 
 def evaluation(workdir: pathlib.Path, step: int) -> Any:
-    """What `eval` has written of a step."""
+    """The results of `eval` for a step."""
     path = workdir / "evaluation" / f"step_{step}.json"
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def evaluated_step(said: Said) -> int:
-    """The step that `eval` says it has evaluated."""
-    found = re.search(r"^step ([\d,]+)", said.out, re.MULTILINE)
-    if found is None:
+def evaluated_step(result: CommandResult) -> int:
+    """The step that the output of `eval` names."""
+    match = re.search(r"^step ([\d,]+)", result.out, re.MULTILINE)
+    if match is None:
         raise ValueError("eval names no step")
-    return int(found[1].replace(",", ""))
+    return int(match[1].replace(",", ""))
 
 
-def records(path: pathlib.Path, kind: str = "train") -> list[tuple[int, float, float]]:
-    """Step, loss and checksum of the data of a metrics file's lines."""
+def read_records(path: pathlib.Path, kind: str = "train") -> list[tuple[int, float, float]]:
+    """The step, loss and data checksum of every line of a metrics file."""
     lines = path.read_bytes().split(b"\n")
-    found = [r for line in lines if isinstance(r := parsed(line), dict) and r.get("kind") == kind]
-    return [(r["step"], r["loss"], r.get("data_checksum", 0)) for r in found]
+    records = [
+        r for line in lines if isinstance(r := parse_line(line), dict) and r.get("kind") == kind
+    ]
+    return [(r["step"], r["loss"], r.get("data_checksum", 0)) for r in records]
 
 
-def parsed(line: bytes) -> Any:
-    """A line's JSON; None where it is none."""
+def parse_line(line: bytes) -> Any:
+    """Parses a line of JSON; None if it is invalid."""
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(line)
 
 
-def same_arrays(one: pathlib.Path, other: pathlib.Path) -> bool:
-    """Whether two checkpoints hold equal arrays."""
+def same_arrays(path: pathlib.Path, other_path: pathlib.Path) -> bool:
+    """Whether two checkpoints contain equal arrays."""
     import jax
 
-    mine, theirs = (jax.tree.leaves(arrays(path)) for path in (one, other))
-    return len(mine) == len(theirs) and all(map(np.array_equal, mine, theirs))
+    arrays, other_arrays = (jax.tree.leaves(read_arrays(p)) for p in (path, other_path))
+    return len(arrays) == len(other_arrays) and all(map(np.array_equal, arrays, other_arrays))
 
 
-def arrays(checkpoint: pathlib.Path) -> Any:
-    """A checkpoint's arrays, as Orbax alone reads them."""
+def read_arrays(checkpoint: pathlib.Path) -> Any:
+    """Reads the arrays of a checkpoint with Orbax."""
     import jax
     import orbax.checkpoint as ocp
 
     handler = ocp.PyTreeCheckpointHandler()
     tree = handler.metadata(checkpoint / "state").tree
-    wanted = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    return handler.restore(checkpoint / "state", args=ocp.args.PyTreeRestore(restore_args=wanted))
+    restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    return handler.restore(
+        checkpoint / "state", args=ocp.args.PyTreeRestore(restore_args=restore_args)
+    )
 
 
 def wrong_continuation(run: Run, workdir: pathlib.Path) -> str | None:
-    """What of a continued run is not as in the undisturbed one; its log before it is not looked at."""
-    mine, theirs = (records(w / "metrics.jsonl") for w in (workdir, run.continued))
-    if mine[-(MORE - STEPS) :] != theirs[-(MORE - STEPS) :]:
-        return f"the last steps are {mine[-2:]}, not {theirs[-2:]}"
+    """A difference between the continuation and that of the undamaged run; None if there is none."""
+    records, expected = (read_records(w / "metrics.jsonl") for w in (workdir, run.continued))
+    if records[-(MORE - STEPS) :] != expected[-(MORE - STEPS) :]:
+        return f"the last steps are {records[-2:]}, not {expected[-2:]}"
     last = pathlib.Path("checkpoints", str(MORE))
     return None if same_arrays(workdir / last, run.continued / last) else "other parameters"
 
 
-def copies(source: pathlib.Path, place: pathlib.Path, count: int) -> Iterator[pathlib.Path]:
-    """So many copies of a directory, one after the other, each in a place that no cache knows."""
+def copies(source: pathlib.Path, directory: pathlib.Path, count: int) -> Iterator[pathlib.Path]:
+    """Yields copies of a directory, one at a time, each under a new path, so that no cache applies."""
     for number in range(count):
-        copy = place / f"attempt-{number}" / source.name
+        copy = directory / f"attempt-{number}" / source.name
         shutil.copytree(source, copy)
         yield copy
         shutil.rmtree(copy.parent)

@@ -1,4 +1,4 @@
-"""Damaged experiment files of a run that is decoded with, and wrong values of `--set`."""
+"""Attempts to decode with a damaged experiment file, and to set invalid values with `--set`."""
 
 from __future__ import annotations
 
@@ -9,56 +9,56 @@ from collections.abc import Iterator
 from typing import Any
 
 import malformed_run
-from malformed_cases import BYTES, RECIPE, Case, Dice, Said, damage_file, good
+from malformed_cases import BYTES, RECIPE, Case, CommandResult, Rng, damage_file, run_checked
 from malformed_fields import rule_of, wrong_field
 from malformed_run import STEPS, Run, copies
 
 RECIPES = (str(RECIPE), "quickstart", "finetune", "cotrain_glue_super_glue", "replace_attention")
 
 
-def cases(place: pathlib.Path, dice: Dice, count: int) -> Iterator[Case]:
-    """A third are files; the others are typed."""
+def cases(directory: pathlib.Path, rng: Rng, count: int) -> Iterator[Case]:
+    """Yields attempts, a third with files and two thirds with `--set`."""
     files = count // 3
-    yield from saved(place, dice, files)
-    yield from typed(dice, count - files)
+    yield from file_cases(directory, rng, files)
+    yield from set_cases(rng, count - files)
 
 
 # -- experiment.json ---------------------------------------------------------------------------------
 
 
-def saved(place: pathlib.Path, dice: Dice, count: int) -> Iterator[Case]:
-    """The file of a run that `generate` reads."""
-    run = malformed_run.make(place)
+def file_cases(directory: pathlib.Path, rng: Rng, count: int) -> Iterator[Case]:
+    """Yields attempts to decode with a damaged `experiment.json`."""
+    run = malformed_run.make_run(directory)
     original = json.loads((run.run / "experiment.json").read_text(encoding="utf-8"))
     if wrong := wrong_field(original):
-        raise SystemExit(f"the table of fields does not know {wrong}")
-    for workdir in copies(run.run, place, count):
+        raise SystemExit(f"malformed_fields.py has no rule for {wrong}")
+    for workdir in copies(run.run, directory, count):
         path = workdir / "experiment.json"
-        damage = dice.choice([damage_bytes, change_leaf, change_leaf, change_leaf, put_other])
-        name = f"experiment.json: {damage(path, dice)}"
-        yield generated(run, workdir, original, name)
+        damage = rng.choice([damage_bytes, change_leaf, change_leaf, change_leaf, replace_file])
+        name = f"experiment.json: {damage(path, rng)}"
+        yield generate_case(run, workdir, original, name)
 
 
-def generated(run: Run, workdir: pathlib.Path, original: Any, name: str) -> Case:
-    """Accepted where every field is allowed; the answer is another only where the model is."""
+def generate_case(run: Run, workdir: pathlib.Path, original: Any, name: str) -> Case:
+    """May succeed only if all fields are valid; the output may differ only if the model does."""
 
-    def check(said: Said) -> str | None:
-        found = json.loads((workdir / "experiment.json").read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or found.get("type") != "Experiment":
-            return "no experiment"
-        if wrong := wrong_field(found):
+    def check(result: CommandResult) -> str | None:
+        data = json.loads((workdir / "experiment.json").read_text(encoding="utf-8"))
+        if not isinstance(data, dict) or data.get("type") != "Experiment":
+            return "not an experiment"
+        if wrong := wrong_field(data):
             return wrong
-        same = all(found.get(k) == original[k] for k in ("model", "data", "vocabulary"))
-        if same and said.out != run.generated[STEPS]:
-            return f"another answer, {said.out[:40]!r}"
+        same = all(data.get(k) == original[k] for k in ("model", "data", "vocabulary"))
+        if same and result.out != run.generated[STEPS]:
+            return f"another output, {result.out[:40]!r}"
         return None
 
-    places = (str(workdir),)
+    locations = (str(workdir),)
     command = malformed_run.generate(workdir)
-    return Case(f"{name}; generate", command, places, (workdir,), check)
+    return Case(f"{name}; generate", command, locations, (workdir,), check)
 
 
-LEAVES: list[Any] = [
+VALUES_IN_FILE: list[Any] = [
     *(
         None,
         True,
@@ -101,41 +101,41 @@ LEAVES: list[Any] = [
 ]
 
 
-def damage_bytes(path: pathlib.Path, dice: Dice) -> str:
-    """Any bytes."""
-    return damage_file(path, dice.choice(BYTES), dice)
+def damage_bytes(path: pathlib.Path, rng: Rng) -> str:
+    """Damages the bytes of the file."""
+    return damage_file(path, rng.choice(BYTES), rng)
 
 
-def change_leaf(path: pathlib.Path, dice: Dice) -> str:
-    """A value, of any depth, is another one, gone, or under another name."""
+def change_leaf(path: pathlib.Path, rng: Rng) -> str:
+    """Changes, deletes or renames a value at any depth."""
     data = json.loads(path.read_text(encoding="utf-8"))
-    where = dice.choice([p for p in paths(data) if p])
-    inside = data
-    for key in where[:-1]:
-        inside = inside[key]
-    kind = dice.choice(["value"] * 6 + ["delete", "rename"])
-    old = inside[where[-1]]
+    location = rng.choice([p for p in paths(data) if p])
+    node = data
+    for key in location[:-1]:
+        node = node[key]
+    kind = rng.choice(["value"] * 6 + ["delete", "rename"])
+    value = node[location[-1]]
     if kind == "value":
-        inside[where[-1]] = dice.choice(LEAVES)
-        kind = f"is {str(inside[where[-1]])[:40]!a}"
+        node[location[-1]] = rng.choice(VALUES_IN_FILE)
+        kind = f"is {str(node[location[-1]])[:40]!a}"
     else:
-        del inside[where[-1]]
-        if kind == "rename" and isinstance(inside, dict):
-            inside[f"{where[-1]}x"] = old
+        del node[location[-1]]
+        if kind == "rename" and isinstance(node, dict):
+            node[f"{location[-1]}x"] = value
     path.write_text(json.dumps(data), encoding="utf-8")
-    return f"{'.'.join(map(str, where))} {kind}"
+    return f"{'.'.join(map(str, location))} {kind}"
 
 
 def paths(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The places of all values."""
+    """Yields the paths of all values."""
     yield path
     if isinstance(data, dict | list):
         for key, value in data.items() if isinstance(data, dict) else enumerate(data):
             yield from paths(value, (*path, key))
 
 
-def put_other(path: pathlib.Path, dice: Dice) -> str:
-    """Something else in the place of the file."""
+def replace_file(path: pathlib.Path, rng: Rng) -> str:
+    """Replaces the file by something else."""
     kinds = [
         "null",
         "[]",
@@ -149,8 +149,8 @@ def put_other(path: pathlib.Path, dice: Dice) -> str:
         "link",
     ]
     kinds += ['{"type": "Experiment"}', '{"type": "Training", "steps": 1}', "two", "utf-16", "mark"]
-    kind = dice.choice(kinds)
-    old = path.read_bytes()
+    kind = rng.choice(kinds)
+    content = path.read_bytes()
     path.unlink()
     if kind == "pipe":
         os.mkfifo(path)
@@ -159,11 +159,11 @@ def put_other(path: pathlib.Path, dice: Dice) -> str:
     elif kind == "link":
         path.symlink_to("nowhere")
     elif kind == "two":
-        path.write_bytes(old + old)
+        path.write_bytes(content + content)
     elif kind == "utf-16":
-        path.write_bytes(old.decode().encode("utf-16"))
+        path.write_bytes(content.decode().encode("utf-16"))
     elif kind == "mark":
-        path.write_bytes(b"\xef\xbb\xbf" + old)
+        path.write_bytes(b"\xef\xbb\xbf" + content)
     else:
         path.write_text(kind, encoding="utf-8")
     return kind[:40]
@@ -204,60 +204,62 @@ ASSIGNMENTS = (
 )
 
 
-def typed(dice: Dice, count: int) -> Iterator[Case]:
-    """`recipes NAME --set path=value` shows what was understood."""
-    before = {name: shown(good(["recipes", name, "--json"]).out) for name in RECIPES}
+def set_cases(rng: Rng, count: int) -> Iterator[Case]:
+    """Yields attempts with `recipes NAME --set path=value`, which shows the resulting fields."""
+    before = {
+        name: shown_settings(run_checked(["recipes", name, "--json"]).out) for name in RECIPES
+    }
     for _ in range(count):
-        name = dice.choice(RECIPES)
-        if dice.random() < 0.1:
-            assignment = dice.choice(ASSIGNMENTS)
+        name = rng.choice(RECIPES)
+        if rng.random() < 0.1:
+            assignment = rng.choice(ASSIGNMENTS)
         else:
-            assignment = f"{dice.choice(sorted(before[name]))}={dice.choice(VALUES)}"
-        yield assigned(name, assignment, before[name])
+            assignment = f"{rng.choice(sorted(before[name]))}={rng.choice(VALUES)}"
+        yield set_case(name, assignment, before[name])
 
 
-def assigned(recipe: str, assignment: str, before: dict[str, Any]) -> Case:
-    """Accepted where the field says what was typed, the others what they said, and the rules allow it."""
-    path, _, given = assignment.partition("=")
+def set_case(recipe: str, assignment: str, before: dict[str, Any]) -> Case:
+    """May succeed only if the value is valid, the field has it and no other field has changed."""
+    path, _, typed_value = assignment.partition("=")
 
-    def check(said: Said) -> str | None:
-        after = shown(said.out)
+    def check(result: CommandResult) -> str | None:
+        after = shown_settings(result.out)
         if path not in after:
             return f"no field {path!r}"
-        wanted = read(given)
+        expected = parse_value(typed_value)
         class_name = after.get(path.rpartition(".")[0])
         rule = rule_of(str(class_name), path.rpartition(".")[2])
-        if rule is None or not (rule(wanted) or is_model(path, given)):
-            return f"{path} of {given[:60]!r}"
+        if rule is None or not (rule(expected) or is_model(path, typed_value)):
+            return f"{path} of {typed_value[:60]!r}"
         if (
-            not isinstance(wanted, dict | list)
-            and not is_model(path, given)
-            and after[path] != wanted
+            not isinstance(expected, dict | list)
+            and not is_model(path, typed_value)
+            and after[path] != expected
         ):
             return f"{path} is {after[path]!r}"
-        others = [p for p in before if not (p == path or p.startswith(f"{path}."))]
-        changed = [p for p in others if after.get(p) != before[p]]
+        other_paths = [p for p in before if not (p == path or p.startswith(f"{path}."))]
+        changed = [p for p in other_paths if after.get(p) != before[p]]
         return f"{changed[0]} has changed" if changed else None
 
-    where = path.split(".")[-1] or "--set"
+    location = path.split(".")[-1] or "--set"
     command = ["recipes", recipe, "--json", "--set", assignment]
     name = f"{pathlib.Path(recipe).stem} --set {assignment[:60]}"
-    return Case(name, command, (f"--set {path}", where, "--set"), (), check)
+    return Case(name, command, (f"--set {path}", location, "--set"), (), check)
 
 
-def is_model(path: str, given: str) -> bool:
-    """Whether a model was named."""
-    return path == "model" and given.startswith("t5_")
+def is_model(path: str, typed_value: str) -> bool:
+    """Whether the value is the name of a model."""
+    return path == "model" and typed_value.startswith("t5_")
 
 
-def shown(out: str) -> dict[str, Any]:
-    """Fields and values that `recipes --json` shows."""
-    return {row["path"]: read(row["value"]) for row in json.loads(out)["settings"]}
+def shown_settings(out: str) -> dict[str, Any]:
+    """The fields and values in the output of `recipes --json`."""
+    return {row["path"]: parse_value(row["value"]) for row in json.loads(out)["settings"]}
 
 
-def read(given: str) -> Any:
-    """What a text on the command line says: JSON, none, true or false, or itself."""
+def parse_value(typed_value: str) -> Any:
+    """Parses a value of the command line: JSON, none, true, false or a string."""
     try:
-        return json.loads(given)
+        return json.loads(typed_value)
     except (ValueError, RecursionError):
-        return {"none": None, "true": True, "false": False}.get(given.lower(), given)
+        return {"none": None, "true": True, "false": False}.get(typed_value.lower(), typed_value)

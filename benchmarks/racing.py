@@ -1,8 +1,8 @@
-"""Systems measured side by side: each lives in a process of its own, and they take turns.
+"""Compares systems, each in a process of its own, that run in turns.
 
-A worker prepares its system, calls `serve`, and then runs one round whenever the driver asks; between
-its turns it sleeps. This file needs nothing but the standard library, so that workers of other
-environments can import it.
+A worker prepares its system, calls `serve`, and then runs one round at every request of the driver;
+otherwise it sleeps. This file uses the standard library only, so that workers in other environments can
+import it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 HERE = pathlib.Path(__file__).parent
 PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
-"""The environment that `make bench-peers` makes."""
+"""The Python of the environment that `make bench-peers` creates."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +28,11 @@ class System:
     """One compared system.
 
     Attributes:
-      name: what the table calls it.
-      worker: file of ``workers/``.
-      options: what the worker reads as JSON.
+      name: the name in the table.
+      worker: a file in ``workers/``.
+      options: passed to the worker as JSON.
       python: the interpreter of its environment.
-      environment: variables it gets besides the driver's.
+      environment: additional environment variables.
     """
 
     name: str
@@ -42,46 +42,46 @@ class System:
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def serve(facts: dict[str, Any], run: Callable[[], dict[str, float]]) -> None:
-    """A worker's main loop; returns when the driver has had enough.
+def serve(facts: dict[str, Any], run_round: Callable[[], dict[str, float]]) -> None:
+    """The main loop of a worker; returns when the driver closes the pipe.
 
-    A round is run twice and the second counts: the first brings back into memory and caches what the
-    other systems' turns have driven out, which is none of what is compared.
+    Every round is run twice, and only the second counts: the first one reloads the memory and caches that
+    the other systems have evicted, which is not part of the comparison.
 
     Args:
-      facts: what there is to know before the first round.
-      run: one round; returns what was measured.
+      facts: information that is known before the first round.
+      run_round: runs one round; returns the measurements.
     """
-    answer(facts)
+    send(facts)
     reset_peak()
     for _ in sys.stdin:
-        run()
-        answer({**run(), "peak_mb": peak_mb()})
+        run_round()
+        send({**run_round(), "peak_mb": peak_mb()})
 
 
 def options() -> dict[str, Any]:
-    """The worker's options; from here on whatever is printed goes to standard error."""
-    _ANSWERS.append(os.fdopen(os.dup(1), "w", encoding="utf-8"))
+    """Returns the worker's options; redirects standard output to standard error from now on."""
+    _OUTPUT.append(os.fdopen(os.dup(1), "w", encoding="utf-8"))
     os.dup2(2, 1)
     return json.loads(sys.argv[1])
 
 
-_ANSWERS: list[Any] = []
+_OUTPUT: list[Any] = []
 
 
-def answer(message: dict[str, Any]) -> None:
-    """One line of JSON to the driver."""
-    print(json.dumps(message), file=_ANSWERS[0], flush=True)
+def send(message: dict[str, Any]) -> None:
+    """Sends a line of JSON to the driver."""
+    print(json.dumps(message), file=_OUTPUT[0], flush=True)
 
 
 def reset_peak() -> None:
-    """Makes `peak_mb` start from what is resident now (Linux)."""
+    """Resets the peak of `peak_mb` to the current resident memory (Linux)."""
     with contextlib.suppress(OSError):
         pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def peak_mb() -> float | None:
-    """Largest resident memory since `reset_peak`, in MB; None where the system does not tell."""
+    """The peak resident memory since `reset_peak`, in MB; None if the system does not report it."""
     try:
         lines = pathlib.Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -93,7 +93,7 @@ class Worker:
     """A running system.
 
     Raises:
-      SystemExit: its environment is missing, or it ended; with what to do.
+      SystemExit: its environment is missing, or it has terminated.
     """
 
     def __init__(self, system: System):
@@ -111,15 +111,15 @@ class Worker:
         )
         self.facts = self._read()
 
-    def round(self) -> dict[str, Any]:
-        """One round of the system."""
+    def run_round(self) -> dict[str, Any]:
+        """Runs one round."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         return self._read()
 
     def close(self) -> None:
-        """Ends it."""
+        """Terminates the worker."""
         self.process.communicate()
 
     def _read(self) -> dict[str, Any]:
@@ -132,34 +132,39 @@ class Worker:
 
 
 def race(systems: Sequence[System], *, rounds: int, warmup: int = 1) -> list[dict[str, Any]]:
-    """Runs all systems in turn and returns a row for each.
+    """Runs all systems in turns and returns a row for each.
 
     Args:
-      systems: at most as many as fit into memory together.
-      rounds: counted rounds.
-      warmup: rounds before them.
+      systems: the systems, which must fit into memory together.
+      rounds: number of rounds that count.
+      warmup: number of rounds before them.
 
     Returns:
-      ``name``, the worker's facts, the median of everything measured (``seconds`` above all), the
-      extremes of the seconds, and the largest ``peak_mb``.
+      ``name``, the worker's facts, the medians of the measurements (including ``seconds``), the minimum and
+      maximum of the seconds, and the maximum of ``peak_mb``.
     """
     workers = []
     for system in systems:
         print(f"starting {system.name}", file=sys.stderr, flush=True)
         workers.append(Worker(system))
-    found: list[list[dict[str, Any]]] = [[] for _ in workers]
+    results_by_worker: list[list[dict[str, Any]]] = [[] for _ in workers]
     for number in range(warmup + rounds):
-        for worker, results in zip(workers, found, strict=True):
-            result = worker.round()
+        for worker, results in zip(workers, results_by_worker, strict=True):
+            result = worker.run_round()
             if number >= warmup:
                 results.append(result)
     for worker in workers:
         worker.close()
-    return [row(w.system.name, w.facts, r) for w, r in zip(workers, found, strict=True)]
+    return [
+        summarize_results(w.system.name, w.facts, r)
+        for w, r in zip(workers, results_by_worker, strict=True)
+    ]
 
 
-def row(name: str, facts: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
-    """A system's medians."""
+def summarize_results(
+    name: str, facts: dict[str, Any], results: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The row of a system."""
     seconds = [r["seconds"] for r in results]
     peaks = [r["peak_mb"] for r in results if r["peak_mb"] is not None]
     medians = {k: statistics.median(r[k] for r in results) for k in results[0] if k != "peak_mb"}

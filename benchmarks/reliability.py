@@ -1,15 +1,15 @@
-"""A short run, killed again and again, beside the same run undisturbed.
+"""Compares a short run that is killed repeatedly with the same run without interruption.
 
     python benchmarks/reliability.py --kills 50 --processes 1
     python benchmarks/reliability.py --kills 50 --processes 1 2
 
-At random moments one process of the group gets SIGKILL, SIGTERM or SIGINT; the run is started again, every
-few kills with another number of processes that have the same eight devices. A kill comes so many steps
-after a start, or so many seconds (or as soon as `--stride` steps are done): also while modules load, data
-is read, programs are compiled, the model is evaluated, checkpoints are written. At the end every step must
-have read the examples that the undisturbed run read (`data_checksum`) and have its loss, to the last bit
-with one number of processes, to a relative 1e-4 with several; and every evaluation must be there. The
-script fails where it is not so.
+At random times one process of the group receives SIGKILL, SIGTERM or SIGINT. The run is then started
+again, and every few kills the number of processes changes, which share the same eight devices. The time
+of a kill is a random number of steps or seconds after the start (but at most `--stride` steps), so kills
+also occur while modules are imported, data are read, programs are compiled, the model is evaluated, or
+checkpoints are written. In the end every step must have read the same examples as in the uninterrupted
+run (`data_checksum`) and have the same loss: exactly if the number of processes is constant, otherwise
+with a relative tolerance of 1e-4. Every evaluation must exist, too. Otherwise the script fails.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from typing import Any
 
 import report
 
-from synthesizer_jax.data import embedded
-from synthesizer_jax.training.checkpoints import finished_steps
-from synthesizer_jax.training.metrics import METRICS_FILE, read_metrics
-from synthesizer_jax.training.survival import EXIT_CODES
+from synthesizer_jax.checkpoints.manager import finished_steps
+from synthesizer_jax.data import synthetic
+from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
+from synthesizer_jax.runtime.preemption import EXIT_CODES
 
 RECIPE = pathlib.Path(__file__).with_name("reliability_run.py")
 DEVICES = 8
@@ -42,25 +42,25 @@ TOLERANCE = 1e-4
 
 EXPECTED = {
     "SIGKILL": {128 + signal.SIGKILL},
-    # The second before anything has begun.
+    # The second code occurs before the signal handlers are installed.
     "SIGTERM": {EXIT_CODES[signal.SIGTERM], 128 + signal.SIGTERM},
     "SIGINT": {EXIT_CODES[signal.SIGINT], 128 + signal.SIGINT},
 }
-"""Exit codes of a group of which one process got the signal."""
+"""The allowed exit codes of a group of which one process has received the signal."""
 
 
 def main() -> None:
-    """Runs the campaign and prints what became of it."""
-    args = parse()
-    with tempfile.TemporaryDirectory() as place:
-        found = Campaign(args, pathlib.Path(place)).run()
-    kills, losses = found["kills"], found["losses"]
+    """Runs the campaign and writes its results."""
+    args = parse_arguments()
+    with tempfile.TemporaryDirectory() as directory:
+        result = Campaign(args, pathlib.Path(directory)).run()
+    kills, losses = result["kills"], result["losses"]
     groups = " and ".join(map(str, args.processes))
-    text = (
-        f"{len(kills)} kills over {found['steps']} steps of `benchmarks/reliability_run.py`, {DEVICES} CPU "
-        f"devices of {groups} process{'' if groups == '1' else 'es'}. *Lost* are steps done again.\n\n"
+    table = (
+        f"{len(kills)} kills over {result['steps']} steps of `benchmarks/reliability_run.py`, {DEVICES} "
+        f"CPU devices of {groups} process{'' if groups == '1' else 'es'}. *Lost* steps are repeated.\n\n"
         + report.table(
-            summary(kills),
+            summarize_kills(kills),
             {
                 "processes": "processes|d",
                 "signal": "signal",
@@ -71,29 +71,29 @@ def main() -> None:
                 "lost": "steps lost|d",
             },
         )
-        + f"\n\nExamples of all steps as in the undisturbed run: {'yes' if found['same'] else 'NO'}. "
+        + f"\n\nExamples of all steps as in the undisturbed run: {'yes' if result['same'] else 'NO'}. "
         f"Losses equal to the last bit: {sum(x == 0 for x in losses)} of {len(losses)}; largest relative "
-        f"difference: {max(losses):.1e}. Evaluations: {found['evaluations']} of "
-        f"{found['evaluations_undisturbed']}."
+        f"difference: {max(losses):.1e}. Evaluations: {result['evaluations']} of "
+        f"{result['evaluations_undisturbed']}."
     )
     name = "reliability " + ("one process" if args.processes == [1] else "changing processes")
-    report.write(name, text, result=found, options=args, facts=report.machine())
-    if found["problems"]:
-        raise SystemExit("\n".join(found["problems"]))
+    report.write(name, table, result=result, options=args, facts=report.machine())
+    if result["problems"]:
+        raise SystemExit("\n".join(result["problems"]))
 
 
 @dataclasses.dataclass
 class Kill:
-    """One kill.
+    """A kill.
 
     Attributes:
-      processes: of the group.
-      signal: its name.
-      moment: how it was chosen.
-      code: the group's exit code.
-      seconds: from the signal until the group was gone.
-      step: the last one logged.
-      lost: steps of this start that the newest checkpoint does not hold.
+      processes: number of processes of the group.
+      signal: name of the signal.
+      moment: description of the time.
+      code: exit code of the group.
+      seconds: time from the signal to the end of the group.
+      step: the last logged step.
+      lost: number of steps since the start that are not part of the newest checkpoint.
     """
 
     processes: int
@@ -109,29 +109,29 @@ class Campaign:
     """The two runs.
 
     Args:
-      args: the command line.
-      place: an empty directory.
+      args: the parsed command line.
+      directory: an empty directory.
     """
 
-    def __init__(self, args: argparse.Namespace, place: pathlib.Path):
-        self.args, self.place = args, place
+    def __init__(self, args: argparse.Namespace, directory: pathlib.Path):
+        self.args, self.directory = args, directory
         self.random = random.Random(args.seed)
-        self.steps = (args.kills + 3) * args.stride  # a kill comes within a stride, or soon after
-        embedded.prepare(place / "data")
+        self.steps = (args.kills + 3) * args.stride  # a kill occurs within a stride, or soon after
+        synthetic.prepare(directory / "data")
 
     def run(self) -> dict[str, Any]:
-        """Everything that was seen, and the problems."""
-        began = time.perf_counter()
+        """Runs both and returns the results, including a list of problems."""
+        start_time = time.perf_counter()
         process = self.start("undisturbed", 1)
         self.wait_for(process, "undisturbed", step=1)
-        self.longest = 1.5 * (time.perf_counter() - began)  # a start that compiles
+        self.longest_start = 1.5 * (time.perf_counter() - start_time)  # a start that compiles
         problems = [] if process.wait() == 0 else ["the undisturbed run failed"]
         kills: list[Kill] = []
         while len(kills) < self.args.kills:
             processes = self.args.processes[
                 len(kills) // self.args.every % len(self.args.processes)
             ]
-            kill = self.leg(processes)
+            kill = self.kill_once(processes)
             if kill is None:
                 problems.append(f"the run ended after {len(kills)} kills; raise --stride")
                 break
@@ -141,17 +141,19 @@ class Campaign:
                 problems.append(f"exit code {kill.code} after {kill.signal} at step {kill.step}")
         if self.start("killed", 1).wait() != 0:
             problems.append("the last start did not reach the end")
-        mine, theirs = self.lines("killed"), self.lines("undisturbed")
-        same = [(r["step"], r["data_checksum"]) for r in mine] == [
-            (r["step"], r["data_checksum"]) for r in theirs
+        records, expected_records = self.records("killed"), self.records("undisturbed")
+        same = [(r["step"], r["data_checksum"]) for r in records] == [
+            (r["step"], r["data_checksum"]) for r in expected_records
         ]
-        losses = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(mine, theirs, strict=False)]
-        if not same or len(mine) != self.steps:
+        losses = [
+            abs(a["loss"] / b["loss"] - 1) for a, b in zip(records, expected_records, strict=False)
+        ]
+        if not same or len(records) != self.steps:
             problems.append("the steps did not read the same examples")
         if max(losses) > (0 if self.args.processes == [1] else TOLERANCE):
             problems.append(f"a loss is off by {max(losses):.1e}")
         measured, expected = (
-            [r["step"] for r in self.lines(w, "eval")] for w in ("killed", "undisturbed")
+            [r["step"] for r in self.records(w, "eval")] for w in ("killed", "undisturbed")
         )
         if measured != expected:
             problems.append(f"evaluations of {sorted(set(expected) - set(measured))} are missing")
@@ -166,51 +168,51 @@ class Campaign:
             "problems": problems,
         }
 
-    def leg(self, processes: int) -> Kill | None:
-        """Starts the run, kills one of its processes; None where the run ended before."""
+    def kill_once(self, processes: int) -> Kill | None:
+        """Starts the run and kills one of its processes; returns None if the run ended before."""
         name = self.random.choice(list(EXPECTED))
-        done, written = self.last_step("killed"), self.written()
+        last_step, last_write = self.last_step("killed"), self.last_write()
         process = self.start("killed", processes)
         if self.random.choice(self.args.moments) == "step":
-            step = done + self.random.randint(1, self.args.stride)
+            step = last_step + self.random.randint(1, self.args.stride)
             moment = f"step {step}"
             self.wait_for(process, "killed", step=step)
             time.sleep(self.random.uniform(0, 0.5))
         else:
-            seconds = self.random.uniform(1, self.longest)
+            seconds = self.random.uniform(1, self.longest_start)
             moment = f"second {seconds:.1f}"
-            self.wait_for(process, "killed", step=done + self.args.stride, seconds=seconds)
-        if not (children := children_of(process.pid)):
+            self.wait_for(process, "killed", step=last_step + self.args.stride, seconds=seconds)
+        if not (children := child_processes(process.pid)):
             if process.wait() == 0:
                 return None
             raise SystemExit(
-                f"the run failed by itself:\n{(self.place / 'log').read_text()[-3000:]}"
+                f"the run failed by itself:\n{(self.directory / 'log').read_text()[-3000:]}"
             )
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         os.kill(self.random.choice(children), signal.Signals[name])
         code = process.wait()
         if code == 0:
             return None
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start_time
         last = self.last_step("killed")
-        saved = max(finished_steps(self.place / "killed" / "checkpoints"), default=0)
-        # Lines of steps that an earlier kill lost stay until a start begins to write.
-        lost = 0 if self.written() == written else max(0, last - saved)
+        saved = max(finished_steps(self.directory / "killed" / "checkpoints"), default=0)
+        # The log contains the steps lost by an earlier kill until the run writes to it again.
+        lost = 0 if self.last_write() == last_write else max(0, last - saved)
         return Kill(processes, name, moment, code, seconds, last, lost)
 
     def start(self, workdir: str, processes: int) -> subprocess.Popen[bytes]:
-        """The real training command on so many processes."""
+        """Starts the training command."""
         command = [
             *(sys.executable, "-m", "synthesizer_jax", "local"),
             *("--processes", str(processes), "--devices", str(DEVICES // processes), "--"),
-            *("train", str(RECIPE), "--workdir", str(self.place / workdir), "--quiet"),
-            *("--data-dir", str(self.place / "data"), "--set", f"training.steps={self.steps}"),
+            *("train", str(RECIPE), "--workdir", str(self.directory / workdir), "--quiet"),
+            *("--data-dir", str(self.directory / "data"), "--set", f"training.steps={self.steps}"),
             *("--set", f"evaluation.every={self.args.evaluate}"),
         ]
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
         environment["JAX_ENABLE_COMPILATION_CACHE"] = "true"
-        environment["JAX_COMPILATION_CACHE_DIR"] = str(self.place / "compiled")
-        log = (self.place / "log").open("ab")
+        environment["JAX_COMPILATION_CACHE_DIR"] = str(self.directory / "compiled")
+        log = (self.directory / "log").open("ab")
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     def wait_for(
@@ -221,60 +223,60 @@ class Campaign:
         step: int,
         seconds: float = math.inf,
     ) -> None:
-        """Returns when a step is logged, so many seconds have passed, or the process has ended."""
+        """Waits until a step is logged, some seconds have passed, or the process has ended."""
         end = time.monotonic() + seconds
         while process.poll() is None and self.last_step(workdir) < step and time.monotonic() < end:
             time.sleep(0.05)
 
-    def lines(self, workdir: str, kind: str = "train") -> list[dict[str, Any]]:
-        """What the steps, or the evaluations, logged."""
-        path = self.place / workdir / METRICS_FILE
+    def records(self, workdir: str, kind: str = "train") -> list[dict[str, Any]]:
+        """The logged records of the steps or of the evaluations."""
+        path = self.directory / workdir / METRICS_FILE
         records = read_metrics(path) if path.exists() else []
         return [r for r in records if r["kind"] == kind]
 
-    def written(self) -> int:
-        """When the killed run's lines were written last, in nanoseconds."""
-        path = self.place / "killed" / METRICS_FILE
+    def last_write(self) -> int:
+        """The time of the last write to the killed run's log, in nanoseconds."""
+        path = self.directory / "killed" / METRICS_FILE
         return path.stat().st_mtime_ns if path.exists() else 0
 
     def last_step(self, workdir: str) -> int:
-        """The newest step that is logged."""
-        return max((r["step"] for r in self.lines(workdir)), default=0)
+        """The last logged step."""
+        return max((r["step"] for r in self.records(workdir)), default=0)
 
 
-def children_of(pid: int) -> list[int]:
-    """The processes that a process has started (Linux)."""
+def child_processes(pid: int) -> list[int]:
+    """The child processes of a process (Linux)."""
     try:
-        text = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
+        content = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
     except FileNotFoundError:
         return []
-    return [int(x) for x in text.split()]
+    return [int(x) for x in content.split()]
 
 
-def summary(kills: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each number of processes and signal."""
+def summarize_kills(kills: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a row per number of processes and signal."""
     groups: dict[tuple[int, str], list[dict[str, Any]]] = collections.defaultdict(list)
     for kill in kills:
         groups[kill["processes"], kill["signal"]].append(kill)
     rows = []
-    for (processes, name), found in sorted(groups.items()):
-        codes = collections.Counter(k["code"] for k in found)
+    for (processes, name), group in sorted(groups.items()):
+        codes = collections.Counter(k["code"] for k in group)
         rows.append(
             {
                 "processes": processes,
                 "signal": name,
-                "kills": len(found),
+                "kills": len(group),
                 "codes": ", ".join(f"{code} ({n})" for code, n in sorted(codes.items())),
-                "seconds": statistics.median(k["seconds"] for k in found),
-                "slowest": max(k["seconds"] for k in found),
-                "lost": sum(k["lost"] for k in found),
+                "seconds": statistics.median(k["seconds"] for k in group),
+                "slowest": max(k["seconds"] for k in group),
+                "lost": sum(k["lost"] for k in group),
             }
         )
     return rows
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
+def parse_arguments() -> argparse.Namespace:
+    """Parses the command line."""
     parser = report.arguments(__doc__, kills=10, stride=20, every=3, evaluate=4, seed=0)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     moments = ("step", "second")

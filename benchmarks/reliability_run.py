@@ -1,20 +1,19 @@
-"""The run of `reliability.py` and of the tests of several processes: one task, started in little time."""
+"""The recipe of `reliability.py` and of the multi-process tests: a single task that starts fast."""
 
 from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.models import Size, alignment, t5
+from synthesizer_jax.optimizers import AdamW, Constant
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
-from synthesizer_jax.training.optimizers import AdamW
-from synthesizer_jax.training.schedules import Constant
 
 
 def default() -> Experiment:
-    """Random + Vanilla on sentences and their sentiment, 16 rows in 8 shards."""
-    kind = alignment("rv", head_dim=8, max_length=32)
+    """Random + Vanilla on a sentiment task, 16 examples in 8 shards."""
+    self_attention = alignment("rv", head_dim=8, max_length=32)
     return Experiment(
-        model=t5(Size(16, 2, 32, 2, 8), encoder=kind, vocab_size=384, dropout_rate=0.1),
-        data=DataConfig("embedded_sst2", 32, 8, batch_size=16),
+        model=t5(Size(16, 2, 32, 2, 8), encoder=self_attention, vocab_size=384, dropout_rate=0.1),
+        data=DataConfig("synthetic_sst2", 32, 8, batch_size=16),
         training=Training(
             steps=6,
             optimizer=AdamW(learning_rate=Constant(1e-3)),

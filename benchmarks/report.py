@@ -1,4 +1,4 @@
-"""What benchmark scripts share: facts of the machine, a table, JSON, and a section of a page."""
+"""Shared code of the benchmarks: command line, facts about the machine, tables and output."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ from typing import Any
 
 
 def arguments(description: str | None, **numbers: int) -> argparse.ArgumentParser:
-    """A command line with `--json`, `--page` and an integer option for each number, its default."""
+    """Returns a parser with `--json`, `--page` and an integer option with a default for each number."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )
     for name, default in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--json", type=pathlib.Path, help="write everything measured here too")
-    parser.add_argument("--page", type=pathlib.Path, help="Markdown page to keep the table in")
+    parser.add_argument(
+        "--json", type=pathlib.Path, help="also write all measurements to this file"
+    )
+    parser.add_argument("--page", type=pathlib.Path, help="Markdown page to update with the table")
     return parser
 
 
 def machine() -> dict[str, str]:
-    """What the numbers were made with; starts no JAX in this process."""
+    """Returns facts about the machine; does not import JAX in this process."""
     program = (
         "import json, jax\n"
-        "from synthesizer_jax.training.utilisation import product_rate\n"
+        "from synthesizer_jax.costs.utilization import product_rate\n"
         "d = jax.devices()[0]\n"
         "rate = product_rate(d.platform, jax.numpy.dtype('float32'))\n"
         "print(json.dumps([f'{jax.device_count()} × {d.device_kind}', jax.__version__, rate / 1e9]))"
     )
-    found = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE)
-    device, version, rate = json.loads(found.stdout.decode().splitlines()[-1])
+    process = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE)
+    device, version, rate = json.loads(process.stdout.decode().splitlines()[-1])
     return {
         "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
         "device": device,
@@ -48,11 +50,11 @@ def machine() -> dict[str, str]:
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
-    """A Markdown table.
+    """Formats a Markdown table.
 
     Args:
-      rows: what to show.
-      columns: key of a row → ``heading`` or ``heading|format``; missing values are left blank.
+      rows: the rows, by key.
+      columns: maps keys to ``heading`` or ``heading|format``; missing values are blank.
     """
     headings = [c.split("|")[0] for c in columns.values()]
     formats = [c.split("|")[1] if "|" in c else "" for c in columns.values()]
@@ -68,49 +70,49 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
 def write(
     name: str, text: str, *, result: Mapping[str, Any], options: Any, facts: Mapping[str, str]
 ) -> None:
-    """Prints a result and writes it where `--json` and `--page` say.
+    """Prints a result and writes it to the files of `--json` and `--page`.
 
     Args:
-      name: of the section in the page, kept in place between two comments.
+      name: name of the section in the page, which is delimited by two comments.
       text: Markdown.
-      result: everything measured.
-      options: the command line, with `json` and `page`.
-      facts: `machine`'s.
+      result: all measurements.
+      options: the parsed command line, with `json` and `page`.
+      facts: from `machine`.
     """
     note = ", ".join(f"{k} {v}" for k, v in facts.items())
-    command = " ".join(["python", *_shown(sys.argv)])
+    command = " ".join(["python", *_without_output_options(sys.argv)])
     section = f"{text}\n\n`{command}`: {note}.\n"
     print(section)
     if options.json:
-        place(options.json, json.dumps({"facts": facts, **result}, indent=1) + "\n")
+        write_file(options.json, json.dumps({"facts": facts, **result}, indent=1) + "\n")
     if options.page:
-        old = options.page.read_text(encoding="utf-8") if options.page.exists() else ""
-        place(options.page, with_section(old, name, section))
+        page = options.page.read_text(encoding="utf-8") if options.page.exists() else ""
+        write_file(options.page, with_section(page, name, section))
 
 
 def with_section(page: str, name: str, text: str) -> str:
-    """The page with the text between its marks of that name, at the end where there are none."""
+    """Replaces the section of that name in a page, or appends it."""
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     if begin not in page:
         return f"{page.rstrip()}\n\n{begin}\n{text}{end}\n".lstrip()
-    before, rest = page.split(begin, 1)
-    _, after = rest.split(end, 1)
+    before, remainder = page.split(begin, 1)
+    _, after = remainder.split(end, 1)
     return f"{before}{begin}\n{text}{end}{after}"
 
 
-def place(path: pathlib.Path, text: str) -> None:
-    """Writes a file aside and renames it."""
-    aside = path.with_suffix(path.suffix + ".tmp")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+def write_file(path: pathlib.Path, text: str) -> None:
+    """Writes a file atomically."""
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
-def _shown(arguments: Sequence[str]) -> list[str]:
-    """The command without the places that only say where its output goes."""
-    shown, skip = [], False
+def _without_output_options(arguments: Sequence[str]) -> list[str]:
+    """The command line without `--json` and `--page`."""
+    remaining, skip = [], False
     for argument in arguments:
         if skip or argument in ("--json", "--page"):
             skip = not skip
             continue
-        shown.append(argument)
-    return ["benchmarks/" + pathlib.Path(shown[0]).name, *shown[1:]]
+        remaining.append(argument)
+    return ["benchmarks/" + pathlib.Path(remaining[0]).name, *remaining[1:]]

@@ -1,9 +1,9 @@
-"""How time and memory of a sub-layer grow, and how compiling grows with depth.
+"""Measures how time and memory of a sub-layer scale, and how compilation scales with depth.
 
     python benchmarks/scaling.py --variants DotProduct Random Gaussian
 
-One of length, batch and heads varies at a time. *Exponent* is the slope of a least-squares line through
-the logarithms of the upper half of the points, three at least: 1 is linear, 2 quadratic.
+Length, batch and heads are varied one at a time. *Exponent* is the slope of a least-squares line through
+the logarithms of the larger half of the points, at least three: 1 is linear, 2 is quadratic.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import report
 
 from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.models import Size, t5
+from synthesizer_jax.optimizers import AdamW
 from synthesizer_jax.training.experiment import Experiment, Training
-from synthesizer_jax.training.optimizers import AdamW
 from synthesizer_jax.training.trainer import Trainer
 
 POINTS = {
@@ -35,19 +35,21 @@ DEPTHS = (2, 6, 12, 24)
 
 
 def main() -> None:
-    """Measures, fits, prints."""
-    args = parse()
+    """Runs the measurements and writes the tables."""
+    args = parse_arguments()
     if args.longest < POINTS["length"][2]:
-        raise SystemExit(f"--longest {args.longest} leaves too few lengths; give 512 or more")
+        raise SystemExit(f"--longest {args.longest} leaves too few lengths; use at least 512")
     rows = []
     for axis in args.axes:
         points = [p for p in POINTS[axis] if axis != "length" or p <= args.longest]
-        rows += [grown(args, name, axis, points) for name in args.variants]
+        rows += [measure_axis(args, name, axis, points) for name in args.variants]
     with tempfile.TemporaryDirectory() as cache:
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        compiling = [compiled(depth, scan=scan) for scan in (False, True) for depth in DEPTHS]
-    text = (
+        compiling = [
+            measure_compilation(depth, scan=scan) for scan in (False, True) for depth in DEPTHS
+        ]
+    section = (
         f"Sub-layer, forward + backward, d {args.d_model}, heads of {args.head_dim}, float32; where it "
         f"does not vary: length {args.length}, batch {args.batch}, {args.heads} heads.\n\n"
         + report.table(
@@ -78,19 +80,23 @@ def main() -> None:
         )
     )
     result = {"rows": rows, "compiling": compiling}
-    report.write("scaling", text, result=result, options=args, facts=report.machine())
+    report.write("scaling", section, result=result, options=args, facts=report.machine())
 
 
-def grown(args: argparse.Namespace, name: str, axis: str, points: Sequence[int]) -> dict[str, Any]:
-    """A variant measured at every point of an axis."""
+def measure_axis(
+    args: argparse.Namespace, name: str, axis: str, points: Sequence[int]
+) -> dict[str, Any]:
+    """Measures a variant at every point of an axis."""
     times, temporaries = [], []
     for point in points:
-        own = argparse.Namespace(**{**vars(args), axis: point})
+        point_args = argparse.Namespace(**{**vars(args), axis: point})
         key = jax.random.key(0)
-        x = jax.random.normal(key, (own.batch, own.length, own.d_model))
-        lengths = jnp.full(own.batch, own.length - own.length // 8, jnp.int32)
-        own.variants, own.implementations = [name], ["auto"]
-        (row,) = attention.measure(attention.ours(own, x, key), x, lengths, args.rounds)
+        x = jax.random.normal(key, (point_args.batch, point_args.length, point_args.d_model))
+        lengths = jnp.full(point_args.batch, point_args.length - point_args.length // 8, jnp.int32)
+        point_args.variants, point_args.implementations = [name], ["auto"]
+        (row,) = attention.measure(
+            attention.variant_cases(point_args, x, key), x, lengths, args.rounds
+        )
         times.append(row["both_ms"])
         temporaries.append(row["temporaries_mb"])
     return {
@@ -98,34 +104,34 @@ def grown(args: argparse.Namespace, name: str, axis: str, points: Sequence[int])
         "name": name,
         "points": ", ".join(map(str, points)),
         "times": ", ".join(f"{t:.0f}" for t in times),
-        "time": exponent(points, times),
+        "time": fit_exponent(points, times),
         "temporaries": ", ".join(f"{m:.0f}" for m in temporaries),
-        "memory": exponent(points, temporaries),
+        "memory": fit_exponent(points, temporaries),
     }
 
 
-def exponent(points: Sequence[int], values: Sequence[float]) -> float:
-    """The slope of the logarithms over the upper half of the points."""
+def fit_exponent(points: Sequence[int], values: Sequence[float]) -> float:
+    """Fits the slope of the logarithms over the larger half of the points."""
     half = min(len(points) // 2, len(points) - 3)
     return float(np.polyfit(np.log(points[half:]), np.log(values[half:]), 1)[0])
 
 
-def compiled(layers: int, *, scan: bool) -> dict[str, Any]:
-    """Seconds until the training step of a T5 of that depth can run, without and with a filled cache."""
+def measure_compilation(layers: int, *, scan: bool) -> dict[str, Any]:
+    """Measures the compilation of a T5's training step, with an empty and a filled cache."""
     model = t5(Size(64, layers, 128, 4, 16), vocab_size=256, dropout_rate=0.1, scan=scan)
     data = DataConfig("none", 512, 114, batch_size=2, shards=1)
     experiment = Experiment(model, data, Training(steps=1, optimizer=AdamW()))
 
-    def seconds() -> tuple[float, float]:
+    def trace_and_compile() -> tuple[float, float]:
         jax.clear_caches()
         trainer = Trainer(experiment)
-        began = time.perf_counter()
+        start = time.perf_counter()
         traced = trainer.trace()
-        middle = time.perf_counter()
+        traced_at = time.perf_counter()
         traced.lower().compile()
-        return middle - began, time.perf_counter() - middle
+        return traced_at - start, time.perf_counter() - traced_at
 
-    cold, warm = seconds(), seconds()
+    cold, warm = trace_and_compile(), trace_and_compile()
     return {
         "layers": layers,
         "form": "scanned" if scan else "unrolled",
@@ -137,8 +143,8 @@ def compiled(layers: int, *, scan: bool) -> dict[str, Any]:
     }
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
+def parse_arguments() -> argparse.Namespace:
+    """Parses the command line."""
     parser = report.arguments(
         __doc__, batch=2, length=512, heads=8, head_dim=64, d_model=512, rounds=3, longest=8192
     )

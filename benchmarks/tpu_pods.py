@@ -1,13 +1,13 @@
-"""Training steps on whole TPU slices, as their compiler sees them, without a TPU.
+"""Compiles training steps for whole TPU slices without a TPU.
 
     pip install 'jax[tpu]'
     python benchmarks/tpu_pods.py --page docs/tpu.md
 
-Every step is compiled three times: as it is for its memory, and with one and two unrolled layers for what
-it does (a loop's body counts once). Parameters are shared (`fsdp`) by as many devices as divide the model's
-width; of the ways to rematerialise, the first is taken with which all variants fit by their plans.
-Compiling takes minutes each, so that results already in `--json` are kept and only missing ones made; plans
-and the page are made anew every time.
+Every step is compiled three times: as it is for its memory, and with one and two unrolled layers for its
+costs, because the compiler counts the body of a loop once. Parameters are sharded (`fsdp`) over as many
+devices as divide d_model. The first rematerialization policy with which all variants fit according to
+their plans is used. As a compilation takes minutes, results that are already in `--json` are reused;
+plans and the page are always updated.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 import jax
 import report
 
-jax.config.update("jax_platforms", "cpu")  # an installed libtpu would look for a TPU
+jax.config.update("jax_platforms", "cpu")  # otherwise an installed libtpu searches for a TPU
 
+from synthesizer_jax.costs import chips  # noqa: E402
+from synthesizer_jax.costs.aot import compiled_plan  # noqa: E402
+from synthesizer_jax.costs.plan import REMATS, make_plan, with_remat  # noqa: E402
+from synthesizer_jax.costs.summary import summarize  # noqa: E402
 from synthesizer_jax.data.pipeline import DataConfig  # noqa: E402
-from synthesizer_jax.models import alignment, summarize, t5  # noqa: E402
+from synthesizer_jax.models import alignment, t5  # noqa: E402
 from synthesizer_jax.models.zoo import T5_1_1  # noqa: E402
-from synthesizer_jax.sharding import MeshShape, chips  # noqa: E402
-from synthesizer_jax.training.ahead import compiled_plan  # noqa: E402
+from synthesizer_jax.optimizers import Adafactor  # noqa: E402
+from synthesizer_jax.sharding import MeshShape  # noqa: E402
 from synthesizer_jax.training.experiment import Experiment, Training  # noqa: E402
-from synthesizer_jax.training.optimizers import Adafactor  # noqa: E402
-from synthesizer_jax.training.plan import REMATS, make_plan, with_remat  # noqa: E402
 
 VARIANTS = ("v", "r", "rv")
 TOPOLOGIES = ("v5e:16x16", "v6e:16x16", "v5p:4x8x8", "v4:4x8x8", "tpu7x:4x8x8")
@@ -42,27 +44,27 @@ GIB = 2**30
 
 
 def main() -> None:
-    """Compiles what is missing and writes the table."""
-    args = parse()
-    found: dict[str, Any] = {}
+    """Compiles the missing configurations and writes the table."""
+    args = parse_arguments()
+    results: dict[str, Any] = {}
     if args.json.exists():
-        found = json.loads(args.json.read_text(encoding="utf-8"))["rows"]
+        results = json.loads(args.json.read_text(encoding="utf-8"))["rows"]
     rows = []
     for size, name in itertools.product(args.sizes, args.topologies):
-        place, group = chips.topology(name), []
-        asked = [recipe(size, v, args.rows, place.devices) for v in VARIANTS]
-        remat = lightest(asked, place)
-        for variant, plain in zip(VARIANTS, asked, strict=True):
-            experiment = with_remat(plain, remat)
+        topology, group = chips.parse_topology(name), []
+        experiments = [make_experiment(size, v, args.rows, topology.devices) for v in VARIANTS]
+        remat = find_remat(experiments, topology)
+        for variant, experiment in zip(VARIANTS, experiments, strict=True):
+            experiment = with_remat(experiment, remat)
             key = f"{name} {size} {variant} {args.rows} {remat}"
-            if key not in found:
+            if key not in results:
                 print(key, flush=True)
-                found[key] = measured(experiment, place)
-                report.place(args.json, json.dumps({"rows": found}, indent=1) + "\n")
-            shown = {"topology": name, "size": size, "variant": variant, "remat": remat or "none"}
-            group.append({**shown, **planned(experiment, place), **found[key]})
+                results[key] = compile_step(experiment, topology)
+                report.write_file(args.json, json.dumps({"rows": results}, indent=1) + "\n")
+            labels = {"topology": name, "size": size, "variant": variant, "remat": remat or "none"}
+            group.append({**labels, **plan_step(experiment, topology), **results[key]})
         rows += [{**r, "against": r["roofline_ms"] / group[0]["roofline_ms"]} for r in group]
-    text = (
+    table = (
         f"T5 1.1 with its self-attention replaced, lengths 512/114, {args.rows} rows a device, bfloat16, "
         "Adafactor. *v* is the dot product, *r* Random, *rv* both. Everything is of one device; "
         "*needed* is the compiler's peak, *arithmetic* the time of the FLOPs at the chip's peak, "
@@ -92,13 +94,13 @@ def main() -> None:
     facts = {"jax": jax.__version__, "compiled by": "libtpu on a CPU"}
     args.json, path = None, args.json
     section = f"tpu_pods {' '.join(args.sizes)}"
-    report.write(section, text, result={}, options=args, facts=facts)
-    print(f"kept in {path}")
+    report.write(section, table, result={}, options=args, facts=facts)
+    print(f"results are in {path}")
 
 
-def measured(experiment: Experiment, place: chips.Topology) -> dict[str, Any]:
-    """One compiled step."""
-    compiled = compiled_plan(experiment, place)
+def compile_step(experiment: Experiment, topology: chips.Topology) -> dict[str, Any]:
+    """Compiles a step and returns its costs."""
+    compiled = compiled_plan(experiment, topology)
     costs = compiled.costs
     return {
         "state": compiled.arguments / GIB,
@@ -107,15 +109,15 @@ def measured(experiment: Experiment, place: chips.Topology) -> dict[str, Any]:
         "gigabytes": costs.bytes / 1e9,
         "collectives": sum(costs.collectives.values()) / 1e6,
         "kinds": costs.collectives,
-        "arithmetic_ms": 1e3 * costs.flops * place.chip.devices / place.chip.flops,
+        "arithmetic_ms": 1e3 * costs.flops * topology.chip.devices / topology.chip.flops,
         "roofline_ms": 1e3 * compiled.roofline,
         "seconds": compiled.seconds,
     }
 
 
-def planned(experiment: Experiment, place: chips.Topology) -> dict[str, Any]:
-    """What is known without a compiler."""
-    plan = make_plan(experiment, place)
+def plan_step(experiment: Experiment, topology: chips.Topology) -> dict[str, Any]:
+    """Returns the costs that are known without compilation."""
+    plan = make_plan(experiment, topology)
     return {
         "parameters": summarize(experiment.model).parameters,
         "planned": plan.needs.total / GIB,
@@ -123,28 +125,28 @@ def planned(experiment: Experiment, place: chips.Topology) -> dict[str, Any]:
     }
 
 
-def recipe(size: str, variant: str, rows: int, devices: int) -> Experiment:
-    """The run."""
+def make_experiment(size: str, variant: str, rows: int, devices: int) -> Experiment:
+    """Returns the experiment of a size and variant."""
     shape = T5_1_1[size]
-    kind = alignment(variant, head_dim=shape.head_dim)
+    self_attention = alignment(variant, head_dim=shape.head_dim)
     return Experiment(
-        model=t5(shape, encoder=kind, dropout_rate=0.1, dtype="bfloat16", scan=True),
+        model=t5(shape, encoder=self_attention, dropout_rate=0.1, dtype="bfloat16", scan=True),
         data=DataConfig("none", 512, 114, rows * devices),
         training=Training(steps=1, optimizer=Adafactor()),
         mesh=MeshShape(data=-1, fsdp=math.gcd(devices, shape.d_model)),
     )
 
 
-def lightest(experiments: list[Experiment], place: chips.Topology) -> str | None:
-    """The first way to rematerialise with which all experiments fit by their plans."""
+def find_remat(experiments: list[Experiment], topology: chips.Topology) -> str | None:
+    """Finds the first rematerialization policy with which all experiments fit."""
     for remat in REMATS:
-        if all(make_plan(with_remat(e, remat), place).fits for e in experiments):
+        if all(make_plan(with_remat(e, remat), topology).fits for e in experiments):
             return remat
-    raise SystemExit(f"nothing fits on {place.name}; give fewer --rows")
+    raise SystemExit(f"nothing fits on {topology.name}; use fewer --rows")
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
+def parse_arguments() -> argparse.Namespace:
+    """Parses the command line."""
     parser = report.arguments(__doc__, rows=8)
     parser.set_defaults(json=pathlib.Path("docs/tpu.json"))
     parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES))

@@ -1,13 +1,13 @@
-"""Translation under one budget: trains the recipes of `translate` and `replace_attention`, writes tables.
+"""Trains the recipes of `translate` and `replace_attention` with the same budget, and writes tables.
 
     synthesizer-jax data import multi30k --from MULTI30K_FILES --data-dir DATA
     synthesizer-jax data vocabulary multi30k_en_de --output spm.model --size 4000 --data-dir DATA
     python benchmarks/translation.py --data-dir DATA --vocabulary spm.model --workdir runs/translation \\
         --seeds 0 1 2 --output docs/results.md
 
-Every run is one call of the command line, so it can be interrupted: what is finished is kept. Test BLEU
-is sacreBLEU's of `intl` tokens, decoded with beam 4 from the last checkpoint. Step times are measured at
-the end, all recipes alternating in one process, medians over rounds.
+Every run is a call of the command line, so the benchmark can be interrupted and continued. Test BLEU is
+computed by sacreBLEU with `intl` tokenization, for outputs of the last checkpoint with beam 4. Step times
+are medians over rounds, in which all recipes alternate in one process.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import report
 from synthesizer_jax.recipes import replace_attention, translate
 
 from synthesizer_jax.cli.recipes import load_recipe
-from synthesizer_jax.models import summarize
-from synthesizer_jax.training.experiment import load_experiment
+from synthesizer_jax.costs.summary import summarize
+from synthesizer_jax.training.run_directory import load_experiment
 from synthesizer_jax.training.trainer import Trainer
 
 TASK = "multi30k_en_de"
@@ -47,22 +47,22 @@ TRAINED = {title: recipe.__name__ for title, recipe in translate.RECIPES.items()
 
 
 def main() -> None:
-    """Trains what is missing, measures, writes."""
-    options = arguments()
+    """Runs the missing trainings, measures step times and writes the page."""
+    options = parse_arguments()
     for seed in options.seeds:
         for recipe in TRAINED.values():
             train(options, recipe, seed)
         for recipe in STUDENTS.values():
             distill(options, recipe, seed)
     times = step_times(options.rounds) if not options.no_times else {}
-    section = document(options, times)
-    old = options.output.read_text(encoding="utf-8") if options.output.exists() else "# Results\n"
-    report.place(options.output, report.with_section(old, "translation", section))
+    section = format_section(options, times)
+    page = options.output.read_text(encoding="utf-8") if options.output.exists() else "# Results\n"
+    report.write_file(options.output, report.with_section(page, "translation", section))
     print(section)
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
+def parse_arguments() -> argparse.Namespace:
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -74,19 +74,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=translate.STEPS)
     parser.add_argument("--distillation-steps", type=int, default=replace_attention.STEPS)
     parser.add_argument("--rounds", type=int, default=7, help="rounds of the step times")
-    parser.add_argument("--no-times", action="store_true", help="leave the step times out")
+    parser.add_argument("--no-times", action="store_true", help="skip the step times")
     return parser.parse_args()
 
 
-def place(
+def run_directory(
     options: argparse.Namespace, recipe: str, seed: int, kind: str = "trained"
 ) -> pathlib.Path:
-    """The directory of a run."""
+    """Returns the directory of a run."""
     return options.workdir / kind / f"{recipe}_seed_{seed}"
 
 
 def train(options: argparse.Namespace, recipe: str, seed: int) -> None:
-    """One training run and its test BLEU."""
+    """Trains a recipe and evaluates it on the test split."""
     steps = options.steps
     settings = {
         "vocabulary.path": options.vocabulary.resolve(),
@@ -95,45 +95,45 @@ def train(options: argparse.Namespace, recipe: str, seed: int) -> None:
         "training.seed": seed,
         "data.seed": seed,
     }
-    directory = place(options, recipe, seed)
-    call(options, directory, ["train", f"translate:{recipe}"], settings)
+    directory = run_directory(options, recipe, seed)
+    run_and_evaluate(options, directory, ["train", f"translate:{recipe}"], settings)
 
 
 def distill(options: argparse.Namespace, recipe: str, seed: int) -> None:
-    """One distillation from the dot product of the same seed, and its test BLEU."""
+    """Distills from the dot product of the same seed, and evaluates on the test split."""
     steps = options.distillation_steps
     settings = {
         "training.steps": steps,
         "training.optimizer.learning_rate.total_steps": steps,
         "training.seed": seed,
     }
-    teacher = place(options, TEACHER, seed)
+    teacher = run_directory(options, TEACHER, seed)
     command = ["distill", f"replace_attention:{recipe}", "--teacher", str(teacher)]
-    call(options, place(options, recipe, seed, "distilled"), command, settings)
+    run_and_evaluate(options, run_directory(options, recipe, seed, "distilled"), command, settings)
 
 
-def call(
+def run_and_evaluate(
     options: argparse.Namespace,
     directory: pathlib.Path,
     command: list[str],
     settings: dict[str, Any],
 ) -> None:
-    """Runs a command into a directory and evaluates it, unless that is done."""
+    """Runs a command and an evaluation, unless they have been run."""
     if bleu(directory) is not None:
         return
     print(f"{' '.join(command)} -> {directory}", flush=True)
-    own = [f"--workdir={directory}", f"--data-dir={options.data_dir}"]
+    common_options = [f"--workdir={directory}", f"--data-dir={options.data_dir}"]
     sets = [f"--set={name}={value}" for name, value in settings.items()]
     program = str(pathlib.Path(sys.executable).with_name("synthesizer-jax"))
-    subprocess.run([program, *command, *own, *sets, "--quiet"], check=True)
-    test = ["eval", *own, "--split=test", "--method=beam", "--batch-size=125"]
+    subprocess.run([program, *command, *common_options, *sets, "--quiet"], check=True)
+    test = ["eval", *common_options, "--split=test", "--method=beam", "--batch-size=125"]
     subprocess.run([program, *test], check=True)
 
 
 def bleu(directory: pathlib.Path) -> float | None:
-    """The test BLEU of a finished run; None: it is not finished."""
-    found = sorted((directory / "evaluation").glob("step_*.json"))
-    for path in found:
+    """The test BLEU of a run; None if it has not been evaluated."""
+    paths = sorted((directory / "evaluation").glob("step_*.json"))
+    for path in paths:
         for task in json.loads(path.read_text(encoding="utf-8"))["tasks"]:
             if task["task"] == TASK and task["split"] == "test":
                 return task["metrics"]["bleu"]
@@ -141,27 +141,29 @@ def bleu(directory: pathlib.Path) -> float | None:
 
 
 def step_times(rounds: int) -> dict[str, float]:
-    """Median milliseconds of a training step of every recipe, on rows of random tokens."""
+    """Measures the median milliseconds of every recipe's training step on random tokens."""
     trainers = {}
     for title, recipe in TRAINED.items():
         experiment = load_recipe(f"translate:{recipe}")
         trainer = Trainer(experiment)
-        batch = trainer.put(made_batch(experiment.data.batch_size, experiment.data.inputs_length))
+        batch = trainer.shard_batch(
+            random_batch(experiment.data.batch_size, experiment.data.inputs_length)
+        )
         state, metrics = trainer.step(trainer.init(), batch)
         jax.block_until_ready(metrics)
         trainers[title] = [trainer, state, batch, []]
     for _ in range(rounds):
         for entry in trainers.values():
             trainer, state, batch, seconds = entry
-            began = time.perf_counter()
+            start = time.perf_counter()
             entry[1], metrics = trainer.step(state, batch)
             jax.block_until_ready(metrics)
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - start)
     return {title: 1e3 * statistics.median(entry[3]) for title, entry in trainers.items()}
 
 
-def made_batch(rows: int, length: int) -> dict[str, np.ndarray]:
-    """Rows of random tokens, about half of them padding, as in the corpus."""
+def random_batch(rows: int, length: int) -> dict[str, np.ndarray]:
+    """Random tokens, about half of them padding, as in the corpus."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(2, translate.VOCAB_SIZE, (rows, length)).astype(np.int32)
     tokens[np.arange(length) >= rng.integers(10, 24, rows)[:, None]] = 0
@@ -173,8 +175,8 @@ def made_batch(rows: int, length: int) -> dict[str, np.ndarray]:
     }
 
 
-def document(options: argparse.Namespace, times: dict[str, float]) -> str:
-    """The section, in Markdown."""
+def format_section(options: argparse.Namespace, times: dict[str, float]) -> str:
+    """Formats the section in Markdown."""
     seeds = ", ".join(map(str, options.seeds))
     lines = [
         "## Translation",
@@ -194,11 +196,11 @@ def document(options: argparse.Namespace, times: dict[str, float]) -> str:
     ]
     baseline = times.get("Dot product (vanilla)")
     for title, recipe in TRAINED.items():
-        scores = [bleu(place(options, recipe, seed)) for seed in options.seeds]
-        size = parameters(place(options, recipe, options.seeds[0]))
+        scores = [bleu(run_directory(options, recipe, seed)) for seed in options.seeds]
+        size = num_parameters(run_directory(options, recipe, options.seeds[0]))
         step = f"{times[title]:.0f}" if title in times else ""
         share = f"{times[title] / baseline:.2f}" if baseline and title in times else ""
-        lines.append(f"| {title} | {size:,} | {step} | {share} | {shown(scores)} |")
+        lines.append(f"| {title} | {size:,} | {step} | {share} | {format_scores(scores)} |")
     lines += [
         "",
         "### Attention replaced by distillation",
@@ -210,25 +212,26 @@ def document(options: argparse.Namespace, times: dict[str, float]) -> str:
         "| encoder attention replaced by | parameters | unexplained | BLEU by seed | mean |",
         "| --- | ---: | ---: | --- | ---: |",
     ]
-    scores = [bleu(place(options, TEACHER, seed)) for seed in options.seeds]
-    size = parameters(place(options, TEACHER, options.seeds[0]))
-    lines.append(f"| nothing (the teacher) | {size:,} | | {shown(scores)} |")
+    scores = [bleu(run_directory(options, TEACHER, seed)) for seed in options.seeds]
+    size = num_parameters(run_directory(options, TEACHER, options.seeds[0]))
+    lines.append(f"| nothing (the teacher) | {size:,} | | {format_scores(scores)} |")
     for title, recipe in STUDENTS.items():
-        places = [place(options, recipe, seed, "distilled") for seed in options.seeds]
-        rest = statistics.fmean(unexplained(p) for p in places)
-        row = f"| {title} | {parameters(places[0]):,} | {rest:.3f} | {shown([bleu(p) for p in places])} |"
-        lines.append(row)
+        directories = [run_directory(options, recipe, seed, "distilled") for seed in options.seeds]
+        mean_unexplained = statistics.fmean(unexplained(p) for p in directories)
+        size = num_parameters(directories[0])
+        scores = format_scores([bleu(p) for p in directories])
+        lines.append(f"| {title} | {size:,} | {mean_unexplained:.3f} | {scores} |")
     return "\n".join(lines) + "\n"
 
 
-def shown(scores: list[float | None]) -> str:
-    """BLEU by seed and their mean, as two cells."""
-    known = [score for score in scores if score is not None]
-    each = ", ".join("–" if score is None else f"{score:.1f}" for score in scores)
-    return f"{each} | {statistics.fmean(known):.1f}" if known else f"{each} | –"
+def format_scores(scores: list[float | None]) -> str:
+    """Formats the scores of all seeds and their mean as two cells."""
+    finished = [score for score in scores if score is not None]
+    formatted = ", ".join("–" if score is None else f"{score:.1f}" for score in scores)
+    return f"{formatted} | {statistics.fmean(finished):.1f}" if finished else f"{formatted} | –"
 
 
-def parameters(directory: pathlib.Path) -> int:
+def num_parameters(directory: pathlib.Path) -> int:
     """The number of parameters of a run's model."""
     experiment = load_experiment(directory)
     lengths = experiment.data.lengths
@@ -239,7 +242,7 @@ def parameters(directory: pathlib.Path) -> int:
 
 
 def unexplained(directory: pathlib.Path) -> float:
-    """The last logged share of the variance that a student does not explain."""
+    """The last logged ratio of the error to the variance of the teacher's activations."""
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     values = [json.loads(line).get("unexplained") for line in lines]
     return [value for value in values if value is not None][-1]

@@ -1,1 +1,1 @@
-"""Recipes: functions that return an `Experiment`."""
+"""Recipes: functions that return an `Experiment` or a `Distillation`."""

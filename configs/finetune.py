@@ -1,13 +1,13 @@
 """Fine-tune a T5 or a Synthesizer on one task or mixture, from a checkpoint or from scratch.
 
-Command (T5's vocabulary file is yours to give; data: `synthesizer-jax data import glue --from DIR`):
+Command (requires T5's vocabulary file, and data from `synthesizer-jax data import glue --from DIR`):
 
     synthesizer-jax train finetune --workdir runs/cola --data-dir DATA \\
         --set vocabulary.path=spiece.model --set data.mixture=glue_cola_v002 \\
         --set init_from=runs/pretrained
 
-Hardware: any; a small model fits one 16 GB accelerator. T5's fine-tuning settings: Adafactor at a
-constant 0.001, dropout 0.1, 128 rows of 512 + 84 tokens.
+Hardware: a small model fits on an accelerator with 16 GB. The settings are those of T5's fine-tuning:
+Adafactor with a constant learning rate of 0.001, dropout 0.1, batches of 128 × (512 + 84) tokens.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.models import Size, alignment, t5, zoo
 from synthesizer_jax.models.zoo import T5_1_1
+from synthesizer_jax.optimizers import Adafactor, Constant
 from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
-from synthesizer_jax.training.optimizers import Adafactor
-from synthesizer_jax.training.schedules import Constant
 
 
 def default() -> Experiment:
@@ -38,7 +37,7 @@ def base() -> Experiment:
 
 
 def prefix_lm_base() -> Experiment:
-    """A decoder-only model of base size that sees all of its inputs."""
+    """A decoder-only model of base size with bidirectional attention over the inputs."""
     experiment = base()
     model = zoo.language_model("v", T5_1_1["base"], prefix=True)
     decoder = model.decoder.copy(scan=True, dropout_rate=0.1)
@@ -46,9 +45,9 @@ def prefix_lm_base() -> Experiment:
 
 
 def _finetune(size: Size, variant: str) -> Experiment:
-    kind = alignment(variant, head_dim=size.head_dim)
+    self_attention = alignment(variant, head_dim=size.head_dim)
     return Experiment(
-        model=t5(size, encoder=kind, dropout_rate=0.1, dtype="bfloat16", scan=True),
+        model=t5(size, encoder=self_attention, dropout_rate=0.1, dtype="bfloat16", scan=True),
         vocabulary=SentencePiece("spiece.model"),
         data=DataConfig("glue_v002_proportional", 512, 84, batch_size=128),
         training=Training(

@@ -1,21 +1,21 @@
-"""English to German on Multi30k: every family of attention under one budget.
+"""English-German translation on Multi30k: every family of attention with the same budget.
 
-Command (data and vocabulary first, from the corpus' text files):
+Commands (data and vocabulary are made from the text files of the corpus):
 
     synthesizer-jax data import multi30k --from MULTI30K_FILES --data-dir DATA
     synthesizer-jax data vocabulary multi30k_en_de --output spm.model --size 4000 --data-dir DATA
     synthesizer-jax train translate:vanilla --workdir runs/vanilla --data-dir DATA \\
         --set vocabulary.path=spm.model
 
-Hardware and time: a recipe takes some minutes on two CPU cores. `benchmarks/translation.py` trains all of
-them and writes the table of docs/results.md.
+Hardware and time: some minutes per recipe on two CPU cores. `benchmarks/translation.py` trains all of
+them and writes the table in docs/results.md.
 
-All recipes share everything but who looks at whom: pre-norm blocks, sinusoidal positions, d 128, two and
-two layers, four heads of 32, dropout 0.1, label smoothing 0.1, AdamW. Wherever they have a dot product,
-alone, in a mixture or across, it is T5's: no factor in the logits, 1/√32 in the query's initial values.
-That is how Tay et al. 2021's released code adds it to a Random or Dense alignment; under AdamW a factor
-in the logits learns at another rate, and the rows of a mixture and of its parts would differ in two
-things.
+The recipes differ in attention only: all have pre-norm blocks, sinusoidal positions, d_model 128, 2+2
+layers, four heads of size 32, dropout 0.1, label smoothing 0.1 and AdamW. Dot products, whether alone, in
+a mixture or in cross-attention, are those of T5: the logits are not scaled, and the query kernel is
+initialized with an additional factor of 1/√32. The released code of Tay et al. 2021 adds the dot product
+to a Random or Dense alignment in the same way. With AdamW, scaled logits would have another effective
+learning rate, so that mixtures and their parts would differ in more than one respect.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from synthesizer_jax.initializers import Normal
 from synthesizer_jax.mixers import Attention, LightweightConvolution, TalkingHeads
 from synthesizer_jax.models import EncoderDecoder, Run, Size, alignment, t5, zoo
 from synthesizer_jax.models.layers import SinusoidalPositions
+from synthesizer_jax.optimizers import AdamW, Cosine
 from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
-from synthesizer_jax.training.optimizers import AdamW
-from synthesizer_jax.training.schedules import Cosine
 
 SIZE = Size(d_model=128, layers=2, d_ff=512, heads=4, head_dim=32)
 LENGTH = 32  # tokens; longer sentences are cut
@@ -93,23 +92,23 @@ def sh_x() -> Experiment:
     experiment = hc_sa()
     decoder = experiment.model.decoder
     (run,) = decoder.runs
-    silent = Run(replace(run.block, cross_mixer=None), SIZE.layers - 1)
+    without_cross = Run(replace(run.block, cross_mixer=None), SIZE.layers - 1)
     dot = zoo.dot_product(SIZE.d_model)
-    head = Attention(1, SIZE.d_model, alignment=dot, dropout_rate=DROPOUT)
-    last = Run(replace(run.block, cross_mixer=head), 1)
-    model = experiment.model.copy(decoder=decoder.copy(runs=(silent, last)))
+    cross_mixer = Attention(1, SIZE.d_model, alignment=dot, dropout_rate=DROPOUT)
+    last = Run(replace(run.block, cross_mixer=cross_mixer), 1)
+    model = experiment.model.copy(decoder=decoder.copy(runs=(without_cross, last)))
     return replace(experiment, model=model)
 
 
 def talking_heads() -> Experiment:
-    """Talking heads in both stacks and across."""
+    """Talking heads in self-attention and cross-attention."""
     dot = zoo.dot_product(SIZE.head_dim)
     mixer = TalkingHeads(SIZE.heads, SIZE.head_dim, alignment=dot, dropout_rate=DROPOUT)
     return _translate(mixer, cross=mixer)
 
 
 def lightweight_convolution() -> Experiment:
-    """Lightweight convolution, seven taps and sixteen kernels."""
+    """Lightweight convolution with seven taps and sixteen kernels."""
     return _translate(LightweightConvolution(width=7, groups=16, dropout_rate=DROPOUT))
 
 
@@ -166,4 +165,4 @@ RECIPES: dict[str, Callable[[], Experiment]] = {
     "Talking heads": talking_heads,
     "Lightweight convolution": lightweight_convolution,
 }
-"""What the table of docs/results.md compares."""
+"""The recipes that docs/results.md compares, by their names in its table."""

@@ -1,12 +1,13 @@
 """Attention beyond query times key: Synthesizer layers and T5 models in JAX and Flax.
 
-Importing this package loads neither TensorFlow nor the network, and JAX when the first name is used.
+Importing this package does not import TensorFlow or access the network. JAX is imported when the first name
+is used.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from synthesizer_jax.version import __version__
 
@@ -102,22 +103,29 @@ __all__ = [
     "t5",
 ]
 
-ROOMS = ("attention", "alignments", "flax_attention", "mixers", "models", "multi_head")
-"""Where the names of this package come from: the first of these that has the name."""
+_EXPORTING_MODULES = (
+    "attention",
+    "alignments",
+    "flax_attention",
+    "mixers",
+    "models",
+    "multi_head",
+)
+"""The modules that define the public names; the first one that has a name is used."""
 
-SUBMODULES = (*ROOMS, "initializers", "parameters", "registry")
-"""What is an attribute of this package without an import of its own."""
+_SUBMODULES = (*_EXPORTING_MODULES, "initializers", "parameters", "registry")
+"""Modules that are imported when they are accessed as attributes of the package."""
 
 
-def __getattr__(name: str) -> Any:
-    """A public name, imported when it is used; so the command line answers before JAX is there."""
-    if name in SUBMODULES:
+def __getattr__(name: str) -> object:
+    """Imports a public name when it is first used, so that the command line starts without JAX."""
+    if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name in __all__:
-        for room in ROOMS:
-            found = importlib.import_module(f"{__name__}.{room}")
-            if name in getattr(found, "__all__", vars(found)):
-                globals()[name] = getattr(found, name)
+        for module_name in _EXPORTING_MODULES:
+            module = importlib.import_module(f"{__name__}.{module_name}")
+            if name in getattr(module, "__all__", vars(module)):
+                globals()[name] = getattr(module, name)
                 return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,151 +1,166 @@
-"""Layers under the mesh that surrounds them.
+"""Partitions the work of layers over the mesh that is current when they are traced.
 
-A layer holds no mesh. Where `jax.set_mesh` has set one, it divides its work along the mesh axes that
-the user's logical axis rules (`flax.linen.logical_axis_rules`) give to ``batch``, ``heads`` and
-``sequence``; where mesh axes are explicit, along those that its input's type names.
+Layers hold no mesh. Under `jax.set_mesh` they partition their work over the mesh axes that the user's
+logical axis rules (`flax.linen.logical_axis_rules`) assign to ``batch``, ``heads`` and ``sequence``. If
+mesh axes are explicit, the sharding in the type of the layer's input determines the axes instead.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TypeAlias, TypeVar
 
 import flax.linen as nn
 import jax
-from flax.core import lift
+from flax.core import Scope, lift
 from flax.linen.transforms import lift_direct_transform
 from jax.sharding import AxisType, PartitionSpec
 
 from synthesizer_jax.attention import Partition
 from synthesizer_jax.attention.partition import axes_along, axes_of_type, in_auto_mode
+from synthesizer_jax.typing import PyTree
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+Method = TypeVar("Method", bound=Callable[..., PyTree])
+
+_Rules: TypeAlias = list[tuple[str, str | tuple[str, ...] | None]]
+_SpecOf: TypeAlias = Callable[[jax.Array], PartitionSpec]
 
 
 def mesh_axes(name: str) -> tuple[str, ...]:
-    """The axes of the surrounding mesh that the logical axis rules give to a logical axis.
+    """Returns the axes of the current mesh that the logical axis rules assign to a logical axis.
 
     Args:
-      name: such as ``batch``; its first rule counts. Axes of length 1, and those that
-        `jax.shard_map` has taken already, are left out.
+      name: a logical axis such as ``batch``; the first rule for it applies.
+
+    Returns:
+      Axis names, without axes of size 1 and without those that are manual because of an enclosing
+      `jax.shard_map`.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    found = next((axes for key, axes in nn.get_logical_axis_rules() if key == name), None)
-    names = (found,) if isinstance(found, str) else tuple(found or ())
+    assigned = next((axes for key, axes in nn.get_logical_axis_rules() if key == name), None)
+    names = (assigned,) if isinstance(assigned, str) else tuple(assigned or ())
     auto = axes_of_type(AxisType.Auto)
     return tuple(axis for axis in names if axis in auto and mesh.shape[axis] > 1)
 
 
 def partition(*, batch: int = 0, heads: int = 0) -> Partition | None:
-    """How the surrounding mesh divides attention; None: it does not.
+    """Returns the partition of attention over the current mesh, or None if it is not partitioned.
 
     Args:
-      batch: number of examples; where the batch's axes do not divide it, they are left out.
-      heads: likewise the number of heads.
+      batch: number of examples; mesh axes that do not divide it are not used.
+      heads: number of heads; mesh axes that do not divide it are not used.
     """
-    found = Partition(*(mesh_axes(name) for name in ("batch", "heads", "sequence")))
-    return found.fitting(batch=batch, heads=heads) if found.names else None
+    mesh_partition = Partition(*(mesh_axes(name) for name in ("batch", "heads", "sequence")))
+    if not mesh_partition.axis_names:
+        return None
+    return mesh_partition.restricted_to(batch=batch, heads=heads)
 
 
 def constrain(x: jax.Array) -> jax.Array:
-    """The residual stream ``[batch, length, ...]``, its rows on the devices of their examples."""
-    found = partition()
-    return x if found is None else found.constrain(x)
+    """Constrains the sharding of the residual stream ``[batch, length, ...]``."""
+    mesh_partition = partition()
+    return x if mesh_partition is None else mesh_partition.constrain(x)
 
 
-def over_rows(function: Callable[..., Any], shared: Any, *arrays: jax.Array) -> Any:
-    """`Partition.rows` under the surrounding mesh; without one, the function itself."""
-    found = partition()
-    if found is None or not found.batch:
+def map_over_batch(function: Callable[..., PyTree], shared: PyTree, *arrays: jax.Array) -> PyTree:
+    """Applies `Partition.map_rows` for the current mesh; without a mesh, calls the function."""
+    mesh_partition = partition()
+    if mesh_partition is None or not mesh_partition.batch:
         return function(shared, *arrays)
-    return found.rows(function, shared, *arrays)
+    return mesh_partition.map_rows(function, shared, *arrays)
 
 
 def on_any_mesh(method: Method) -> Method:
-    """A module's method that also runs where mesh axes are explicit, JAX's default.
+    """Makes a module's method usable with explicit mesh axes, JAX's default.
 
-    Inside, the compiler lays arrays out; examples, positions and heads are divided as the types of the
-    first argument ``[batch, length, ...]`` and of the kernels say. The result has the layout of that
-    argument, variables that the method makes are replicated.
+    The method runs with automatic axes. Examples, positions and heads are partitioned according to the
+    types of the first argument ``[batch, length, ...]`` and of the kernels. The result is sharded like
+    that argument, and variables that the method creates are replicated.
     """
 
     @functools.wraps(method)
-    def wrapped(self: nn.Module, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: nn.Module, x: jax.Array, *args: object, **kwargs: object) -> PyTree:
         if not axes_of_type(AxisType.Explicit):
             return method(self, x, *args, **kwargs)
-        rules, spec = _layout(x, self.variables)
+        rules, spec_of = _input_layout(x, self.variables)
 
-        def body(module: nn.Module, *args: Any) -> Any:
-            *arrays, kwargs = args
+        def call_with_rules(module: nn.Module, *args_and_kwargs: PyTree) -> PyTree:
+            *args, kwargs = args_and_kwargs
             with nn.logical_axis_rules(rules):
-                return method(module, *arrays, **kwargs)
+                return method(module, *args, **kwargs)
 
-        lifted = functools.partial(_lift, spec=spec)
-        return lift_direct_transform(lifted, (body,), self, x, *args, kwargs)
+        lifted = functools.partial(_lift_to_auto_mode, spec_of=spec_of)
+        return lift_direct_transform(lifted, (call_with_rules,), self, x, *args, kwargs)
 
     return wrapped  # type: ignore[return-value]
 
 
 def with_variables_on_any_mesh(function: Method) -> Method:
-    """As `on_any_mesh`, for a function ``(variables, x, *args, **kwargs)``."""
+    """Equivalent of `on_any_mesh` for a function ``(variables, x, *args, **kwargs)``."""
 
     @functools.wraps(function)
-    def wrapped(variables: Any, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(variables: PyTree, x: jax.Array, *args: object, **kwargs: object) -> PyTree:
         if not axes_of_type(AxisType.Explicit):
             return function(variables, x, *args, **kwargs)
-        rules, spec = _layout(x, variables)
+        rules, spec_of = _input_layout(x, variables)
 
-        def body(variables: Any, *args: Any) -> Any:
-            *arrays, kwargs = args
+        def call_with_rules(variables: PyTree, *args_and_kwargs: PyTree) -> PyTree:
+            *args, kwargs = args_and_kwargs
             with nn.logical_axis_rules(rules):
-                return function(variables, *arrays, **kwargs)
+                return function(variables, *args, **kwargs)
 
-        call = in_auto_mode(body, lambda result: jax.tree.map(spec, result))
+        call = in_auto_mode(call_with_rules, lambda result: jax.tree.map(spec_of, result))
         return call(variables, x, *args, kwargs)
 
     return wrapped  # type: ignore[return-value]
 
 
-def _layout(x: jax.Array, variables: Any) -> tuple[Any, Callable[[jax.Array], PartitionSpec]]:
-    """Logical axis rules from the types of tokens and variables, and the layout of results."""
-    lead = 2 if x.ndim == 2 else x.ndim - 1  # tokens, or [batch..., length, d_model]
-    batch, sequence = axes_along(x, 0), axes_along(x, lead - 1)
-    between = [None] * (lead - 2)
-    given = list(nn.get_logical_axis_rules())
-    rules = [("batch", batch), ("sequence", sequence), *given]
-    if all(name != "heads" for name, _ in given):
+def _input_layout(x: jax.Array, variables: Mapping[str, PyTree]) -> tuple[_Rules, _SpecOf]:
+    """The logical axis rules that the input's and the variables' types imply, and the results' specs."""
+    num_leading = 2 if x.ndim == 2 else x.ndim - 1  # tokens, or [batch..., length, d_model]
+    batch, sequence = axes_along(x, 0), axes_along(x, num_leading - 1)
+    user_rules = list(nn.get_logical_axis_rules())
+    rules: _Rules = [("batch", batch), ("sequence", sequence), *user_rules]
+    if all(name != "heads" for name, _ in user_rules):
         rules.append(("heads", _heads_axes(variables.get("params", {}))))
 
-    def spec(y: jax.Array) -> PartitionSpec:
+    def spec_of(y: jax.Array) -> PartitionSpec:
         if y.ndim == 0 or y.shape[0] != x.shape[0]:
             return PartitionSpec()
-        if y.ndim >= lead and y.shape[:lead] == x.shape[:lead]:
-            return PartitionSpec(batch, *between, sequence)
+        if y.ndim >= num_leading and y.shape[:num_leading] == x.shape[:num_leading]:
+            return PartitionSpec(batch, *[None] * (num_leading - 2), sequence)
         return PartitionSpec(batch)
 
-    return rules, spec
+    return rules, spec_of
 
 
-def _heads_axes(params: Any) -> tuple[str, ...]:
-    """The mesh axes along which the first output projection ``[..., heads, kv, embed]`` is divided."""
-    for path, leaf in jax.tree.leaves_with_path(params):
-        names = [getattr(key, "key", None) for key in path]
-        if names[-2:] == ["out", "kernel"] and leaf.ndim >= 3:
-            return axes_along(leaf, -3)
+def _heads_axes(params: PyTree) -> tuple[str, ...]:
+    """The mesh axes over which the first output projection ``[..., heads, kv, embed]`` is sharded."""
+    for path, param in jax.tree.leaves_with_path(params):
+        names = [getattr(entry, "key", None) for entry in path]
+        if names[-2:] == ["out", "kernel"] and param.ndim >= 3:
+            return axes_along(param, -3)
     return ()
 
 
-def _lift(
-    function: Callable[..., Any], scope: Any, *args: Any, spec: Callable[[Any], PartitionSpec]
-) -> Any:
-    """A function ``(scope, *args)`` in automatic mode, with its variables and random streams."""
+def _lift_to_auto_mode(
+    function: Callable[..., PyTree], scope: Scope, *args: PyTree, spec_of: _SpecOf
+) -> PyTree:
+    """Lifts a function ``(scope, *args)`` with its variables and random streams to automatic axes."""
 
-    def inner(scope_fn: Any, repack_fn: Any, variables: Any, rngs: Any, *args: Any) -> Any:
-        def call(variables: Any, rngs: Any, *args: Any) -> Any:
+    def apply_packed(
+        scope_fn: Callable[[PyTree, PyTree], Scope],
+        repack_fn: Callable[[Scope], PyTree],
+        variables: PyTree,
+        rngs: PyTree,
+        *args: PyTree,
+    ) -> PyTree:
+        def apply(variables: PyTree, rngs: PyTree, *args: PyTree) -> PyTree:
             scope = scope_fn(variables, rngs)
             return function(scope, *args), repack_fn(scope)
 
-        return in_auto_mode(call, lambda result: jax.tree.map(spec, result))(variables, rngs, *args)
+        call = in_auto_mode(apply, lambda result: jax.tree.map(spec_of, result))
+        return call(variables, rngs, *args)
 
-    return lift.pack(inner, (True,), (True,), (True,), name="on_any_mesh")(scope, *args)
+    return lift.pack(apply_packed, (True,), (True,), (True,), name="on_any_mesh")(scope, *args)

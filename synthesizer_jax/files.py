@@ -1,4 +1,4 @@
-"""Files that are whole or not there, on disks and in buckets."""
+"""Paths and atomic file writes, on disks and in Google Cloud Storage buckets."""
 
 from __future__ import annotations
 
@@ -9,126 +9,154 @@ import os
 import pathlib
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, Protocol, cast
 
 BUCKET = "gs://"
 
 READERS = ("tensorflow", "gcsfs")
-"""`etils.epath` needs one of them for buckets; Orbax needs ``google.cloud.storage`` as well."""
+"""`etils.epath` needs one of these to access buckets; Orbax also needs ``google.cloud.storage``."""
+
+STORAGE_MODULES = (
+    "gcsfs.",
+    "aiohttp.",
+    "requests.",
+    "google.auth.",
+    "google.api_core.",
+    "google.cloud.",
+)
+"""Prefixes of the modules whose exceptions are errors of the storage service."""
 
 
-TALKERS = ("gcsfs.", "aiohttp.", "requests.", "google.auth.", "google.api_core.", "google.cloud.")
-"""Modules whose errors are storage's."""
+class _BucketStat(Protocol):
+    """The result of `stat` for a path in a bucket, an `etils.epath.Path`."""
+
+    length: int
 
 
-def storage_path(text: str) -> pathlib.Path:
-    """The path of a file or directory, on a disk or ``gs://BUCKET/…`` in Google Cloud Storage.
+def storage_path(address: str) -> pathlib.Path:
+    """Returns the path of a file or directory on a disk or in Google Cloud Storage.
 
-    A path in a bucket is an `etils.epath.Path`, which has the methods of a `pathlib.Path` that this package
-    uses. What `pathlib` makes of such an address, ``gs:/BUCKET/…``, is understood too.
+    A path in a bucket is an `etils.epath.Path`, which has the methods of `pathlib.Path` that this package
+    uses.
+
+    Args:
+      address: a path, or ``gs://BUCKET/…``; ``gs:/BUCKET/…``, as `pathlib` writes it, is accepted too.
 
     Raises:
-      ValueError: it is an address of another kind, or names no directory in a bucket.
-      ModuleNotFoundError: what reads buckets is not installed.
+      ValueError: the address has another scheme, or does not name a directory in a bucket.
+      ModuleNotFoundError: a library that accesses buckets is not installed.
     """
-    if not re.match("[A-Za-z][A-Za-z0-9]+:/", text):
-        return pathlib.Path(text)
-    text = re.sub("^gs:/+", BUCKET, text)
-    if not re.match(f"{BUCKET}[a-z0-9][a-z0-9._-]+/+[^/]", text):
+    if not re.match("[A-Za-z][A-Za-z0-9]+:/", address):
+        return pathlib.Path(address)
+    address = re.sub("^gs:/+", BUCKET, address)
+    if not re.match(f"{BUCKET}[a-z0-9][a-z0-9._-]+/+[^/]", address):
         raise ValueError(
-            f"{text} is no path on a disk or in Google Cloud Storage; give DIRECTORY, or gs://BUCKET/DIRECTORY"
+            f"{address} is not a path on a disk or in Google Cloud Storage; use DIRECTORY or "
+            "gs://BUCKET/DIRECTORY"
         )
     if not (any(map(is_installed, READERS)) and is_installed("google.cloud.storage")):
         raise ModuleNotFoundError(
-            f"what reads {text} is not installed: pip install 'synthesizer_jax[gcs]'"
+            f"reading {address} needs libraries that are not installed: "
+            "pip install 'synthesizer_jax[gcs]'"
         )
-    # TensorFlow would take what was just removed, or has grown, for what it was some seconds ago.
+    # By default TensorFlow caches the metadata of files for some seconds, and would not see changes.
     os.environ.setdefault("GCS_STAT_CACHE_MAX_AGE", "0")
     from etils import epath
 
-    return cast(pathlib.Path, epath.Path(text))
+    return cast(pathlib.Path, epath.Path(address))
 
 
 def is_installed(library: str) -> bool:
-    """Whether a library can be imported."""
+    """Returns whether a library can be imported."""
     try:
         return importlib.util.find_spec(library) is not None
-    except ModuleNotFoundError:  # not even the package that it belongs to
+    except ModuleNotFoundError:  # its parent package is not installed
         return False
 
 
 def in_bucket(path: pathlib.Path) -> bool:
-    """Whether a path leads into a bucket, where objects appear whole, are never renamed nor appended to.
+    """Returns whether a path is in a bucket, where objects are written atomically and never renamed.
 
     Raises:
-      ValueError: it is what `pathlib` makes of an address, which would be a directory on this machine.
+      ValueError: the path is a bucket's address that `pathlib` has normalized to ``gs:/BUCKET/…``, which
+        would be a local directory.
     """
-    text = str(path)
-    if text.startswith("gs:/") and not text.startswith(BUCKET):
+    address = str(path)
+    if address.startswith("gs:/") and not address.startswith(BUCKET):
         raise ValueError(
-            f"{text} is not an address any more; make it with files.storage_path('gs://…')"
+            f"{address} is a local path; create paths in buckets with files.storage_path('gs://…')"
         )
-    return text.startswith(BUCKET)
+    return address.startswith(BUCKET)
 
 
 def size_of(path: pathlib.Path) -> int:
-    """Bytes of a file."""
-    found: Any = path.stat()
-    return int(found.length if in_bucket(path) else found.st_size)  # epath's names are its own
+    """Returns the size of a file in bytes."""
+    if in_bucket(path):
+        return int(cast(_BucketStat, path.stat()).length)
+    return path.stat().st_size
 
 
 def join(directory: pathlib.Path, path: str) -> pathlib.Path:
-    """What a path means in a directory: a file in it, or a path of its own if it is absolute."""
-    own = storage_path(path)
-    return own if in_bucket(own) or own.is_absolute() else directory / own
+    """Joins a directory and a path; returns the path if it is absolute or in a bucket."""
+    resolved = storage_path(path)
+    return resolved if in_bucket(resolved) or resolved.is_absolute() else directory / resolved
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """Whether an error is of a library that talks to buckets; what is not there is `FileNotFoundError`."""
-    return type(error).__module__.startswith(TALKERS)
+    """Returns whether an exception is an error of the storage service; missing files are not."""
+    return type(error).__module__.startswith(STORAGE_MODULES)
 
 
 def absolute(path: pathlib.Path) -> pathlib.Path:
-    """The path from the root of its storage."""
+    """Returns the absolute path; paths in buckets are absolute already."""
     return path if in_bucket(path) else path.absolute()
 
 
 @contextlib.contextmanager
-def written_aside(path: pathlib.Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes its place when the block has ended; an error leaves nothing of it.
+def open_atomic(path: pathlib.Path) -> Iterator[BinaryIO]:
+    """Opens a file for writing that replaces `path` when the context ends without an error.
 
-    What goes into a bucket is held in memory until then.
+    A file in a bucket is buffered in memory until then.
 
     Args:
-      path: its place; the folder is made if need be.
+      path: the destination; its directory is created if necessary.
     """
     if in_bucket(path):
-        memory = io.BytesIO()
-        yield memory
-        path.write_bytes(memory.getvalue())
+        buffer = io.BytesIO()
+        yield buffer
+        path.write_bytes(buffer.getvalue())
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    aside.unlink(missing_ok=True)  # left by a process of that number, or a link to elsewhere
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)  # left by an earlier process with this id, or a symbolic link
     try:
-        with aside.open("xb") as file:
+        with temporary.open("xb") as file:
             yield file
-        os.replace(aside, path)
+        os.replace(temporary, path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def write_aside(path: pathlib.Path, content: str | bytes | Iterable[str]) -> pathlib.Path:
-    """Writes a file beside its place and renames it when it is whole.
+def write_atomic(path: pathlib.Path, content: str | bytes | Iterable[str]) -> pathlib.Path:
+    """Writes a file atomically: to a temporary file that is renamed when it is complete.
 
     Args:
-      path: its place; the folder is made if need be.
-      content: bytes, or texts, which are written as UTF-8.
+      path: the destination; its directory is created if necessary.
+      content: bytes, or one or more strings, which are encoded as UTF-8.
+
+    Returns:
+      `path`.
     """
-    with written_aside(path) as file:
+    with open_atomic(path) as file:
         if isinstance(content, bytes):
             file.write(content)
         else:
-            for text in [content] if isinstance(content, str) else content:
-                file.write(text.encode())
+            for string in [content] if isinstance(content, str) else content:
+                file.write(string.encode())
     return path
+
+
+def check_regular(path: pathlib.Path) -> None:
+    """Raises an `OSError` if the path exists but is not a regular file; opening a pipe would block."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is not a regular file; move it away or replace it by a file")

@@ -1,8 +1,8 @@
-"""Logical axis names of parameters, given at the place where a parameter is made.
+"""Logical axis names of parameters, declared where a parameter is created.
 
-Layers hand plain arrays to their users. Inside `logical_axes()` the same initialisers return boxes
-that carry axis names, which is how a model's sharding and its optimiser's factoring are derived
-(`abstract_variables`) without a second table of parameters.
+By default parameters are plain arrays. Inside `logical_axes()` the same initializers return boxes with
+axis names, from which `abstract_variables` derives a model's sharding and its optimizer's factoring, so
+no separate table of parameters is needed.
 """
 
 from __future__ import annotations
@@ -10,94 +10,127 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
 import flax.linen as nn
 import jax
 from flax import struct
+from flax.typing import Initializer
+
+from synthesizer_jax.typing import PyTree
 
 LOGICAL_AXES = (
     "vocab",  # rows of the embedding and columns of the output projection
-    "embed",  # width of the model
+    "embed",  # features of the model, d_model
     "heads",
-    "kv",  # width of one head
-    "mlp",  # width of the feed-forward layer
-    "synth_hidden",  # width of a Dense or Factorized Dense alignment's hidden layer
+    "kv",  # features of one head
+    "mlp",  # features of the feed-forward layer's hidden layer
+    "synth_hidden",  # features of a Dense or Factorized Dense alignment's hidden layer
     "query_length",  # rows of a table over positions
     "key_length",  # columns of a table over positions
-    "rank",  # inner width of a Factorized Random table
+    "rank",  # rank of a Factorized Random table
     "length",  # rows of a table of absolute positions
-    "norm",  # scale of a normalisation
+    "norm",  # scale of a normalization layer
     "relpos_buckets",
     "parts",  # parts of a mixture
-    "talk_from",  # heads that a talking-heads projection reads
-    "talk_to",  # heads that it makes
+    "talk_from",  # input heads of a talking-heads projection
+    "talk_to",  # output heads of a talking-heads projection
     "taps",  # taps of a convolution
     "layers",  # stacked layers, added by scan
 )
-"""Every axis name a parameter may carry; `sharding.rules` maps them to mesh axes."""
+"""The logical axis names of parameters; `sharding.rules` maps them to mesh axes."""
 
 ACTIVATION_AXES = (
     "batch",  # examples
-    "sequence",  # positions of a row, where every query may see every key
+    "sequence",  # positions, if every query may attend to every key
 )
-"""Axis names of activations besides ``heads``; see `ambient`."""
+"""The logical axis names of activations besides ``heads``; see `ambient`."""
 
-_NAMED = contextvars.ContextVar("logical_axes", default=False)
+_RETURNS_BOXES = contextvars.ContextVar("logical_axes", default=False)
 
-Axes = tuple[str | None, ...]
+Axes: TypeAlias = tuple[str | None, ...]
+"""A logical axis name, or None, for every dimension of an array."""
+
+Variables: TypeAlias = dict[str, Any]
+"""A module's variables: nested dictionaries of arrays by collection (``params``, ``constants``)."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def is_axes(node: Any) -> bool:
-    """Whether a node of a tree is a tuple of axis names, which `jax.tree.map` should not enter."""
-    named = hasattr(node, "_fields")  # a named tuple such as an optimiser's empty state
-    return isinstance(node, tuple) and not named and all(isinstance(a, str | None) for a in node)
+def apply_method(
+    method: Callable[P, R], variables: Variables, *args: P.args, **kwargs: P.kwargs
+) -> R:
+    """Returns ``module.apply(variables, *args, method=method, **kwargs)`` with the method's type.
+
+    Args:
+      method: a method of an unbound module, such as ``model.extend``.
+      variables: the module's variables.
+      *args: arguments of the method.
+      **kwargs: likewise.
+    """
+    module: Any = method.__self__  # type: ignore[attr-defined]
+    return module.apply(variables, *args, method=method, **kwargs)
+
+
+def is_axes(node: object) -> TypeGuard[Axes]:
+    """Whether a node of a pytree is a tuple of axis names; used as ``is_leaf``."""
+    is_namedtuple = hasattr(node, "_fields")  # such as optax's empty state
+    return (
+        isinstance(node, tuple)
+        and not is_namedtuple
+        and all(isinstance(axis, str | None) for axis in node)
+    )
 
 
 @struct.dataclass
 class NamedAxes(nn.LogicallyPartitioned):
-    """A parameter with the names of its axes; a surrounding mesh lays nothing out by them."""
+    """A box of a parameter and its axis names, which does not constrain the parameter's sharding."""
 
-    def unbox(self, apply_constraint: bool = True) -> Any:
-        """The parameter."""
+    def unbox(self, apply_constraint: bool = True) -> PyTree:
+        """Returns the parameter without a sharding constraint."""
         del apply_constraint
         return self.value
 
 
 @contextlib.contextmanager
 def logical_axes() -> Iterator[None]:
-    """Within this context `with_axes` initialisers box their values with axis names."""
-    token = _NAMED.set(True)
+    """A context in which the initializers of `with_axes` box their values with axis names."""
+    token = _RETURNS_BOXES.set(True)
     try:
         yield
     finally:
-        _NAMED.reset(token)
+        _RETURNS_BOXES.reset(token)
 
 
-def with_axes(init: Callable[..., jax.Array], *axes: str | None) -> Callable[..., Any]:
-    """An initialiser whose value carries `axes` inside `logical_axes()` and nothing outside.
+def with_axes(init: Callable[..., jax.Array], *axes: str | None) -> Initializer:
+    """Returns an initializer that boxes its value with axis names inside `logical_axes()`.
 
     Args:
-      init: an initialiser ``(key, shape, dtype) -> array``.
-      *axes: one name of `LOGICAL_AXES`, or None, for every dimension of the parameter.
+      init: an initializer ``(key, shape, dtype) -> array``.
+      *axes: a name of `LOGICAL_AXES`, or None, for every dimension of the parameter.
+
+    Raises:
+      ValueError: a name is not in `LOGICAL_AXES`.
     """
     unknown = set(axes) - {*LOGICAL_AXES, None}
     if unknown:
         raise ValueError(f"unknown logical axis {unknown.pop()!r}; allowed: {LOGICAL_AXES}")
-    if not _NAMED.get():
+    if not _RETURNS_BOXES.get():
         return init
     return lambda *args, **kwargs: NamedAxes(init(*args, **kwargs), axes)
 
 
-def abstract_variables(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Shapes and logical axes of all variables of a module, allocating nothing.
+def abstract_variables(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns the shapes and logical axes of a module's variables without allocating arrays.
 
     Args:
-      module: an unbound module; the other arguments are those of its `__call__` (arrays or
-        `jax.ShapeDtypeStruct`).
+      module: an unbound module.
+      *args: arguments of its `__call__`: arrays or `jax.ShapeDtypeStruct`.
+      **kwargs: keyword arguments of its `__call__`.
 
     Returns:
-      Two trees of the same structure: `jax.ShapeDtypeStruct` leaves, and tuples of axis names.
+      Two pytrees of the same structure, whose leaves are `jax.ShapeDtypeStruct` and tuples of axis names.
     """
     with logical_axes():
         boxed = jax.eval_shape(

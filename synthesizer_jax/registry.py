@@ -1,9 +1,9 @@
-"""Objects as JSON and back: how a recipe's modules are saved and rebuilt.
+"""Conversion of configurations to JSON and back.
 
-An unbound Flax module or a frozen dataclass is its own configuration. Classes that may appear in a
-saved experiment carry `@register`; `to_json` writes them as ``{"type": name, field: value, ...}``
-and `from_json` rebuilds them, with values of the types that the fields are annotated with. Nothing is
-imported by a path read from a file.
+An unbound Flax module or a frozen dataclass is its own configuration. Classes that may occur in a saved
+experiment are decorated with `@register`; `to_json` writes them as ``{"type": name, field: value, ...}``,
+and `from_json` rebuilds them after checking that values have the types of the fields' annotations. Only
+registered classes are instantiated; nothing that a file names is imported.
 """
 
 from __future__ import annotations
@@ -13,63 +13,79 @@ import functools
 import inspect
 import json
 import math
+import sys
 import types
 import typing
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeAlias, TypeVar
 
-import flax.linen as nn
 import numpy as np
 
-from synthesizer_jax.suggestions import suggestion
+from synthesizer_jax.messages import did_you_mean
 
-T = TypeVar("T", bound=type)
+Class = TypeVar("Class", bound=type)
+Config = TypeVar("Config")
+
+JSON: TypeAlias = Any
+"""JSON data as `json.loads` returns it."""
+
+Annotation: TypeAlias = Any
+"""A type annotation: a class, a union, `Literal[...]`, `tuple[...]` or another special form."""
 
 REGISTRY: dict[str, type] = {}
+"""The registered classes by name."""
 
-DEEPEST = 64
-"""So many objects and lists within one another are data; more are damage."""
+EXTRA_MESH_AXES: dict[str, tuple[str, ...]] = {}
+"""The mesh axes that `sharding.register_mesh_axis` has added, with the logical axes that they shard."""
+
+MAX_LISTED_CLASSES = 3
+"""Errors list the registered subclasses of a base class if there are no more than this."""
+
+MAX_DEPTH = 64
+"""Data that is nested more deeply than this is rejected as damaged."""
 
 
-def register(cls: T) -> T:
-    """Makes a module or frozen dataclass known by its class name; used as a decorator.
+def register(cls: Class) -> Class:
+    """Registers a module or frozen dataclass under its class name; used as a decorator.
 
     Raises:
-      ValueError: another class of that name is registered already.
+      ValueError: a class of another module is already registered under that name.
     """
-    known = REGISTRY.setdefault(cls.__name__, cls)
-    if known is not cls and known.__module__ != cls.__module__:
+    registered = REGISTRY.setdefault(cls.__name__, cls)
+    if registered is not cls and registered.__module__ != cls.__module__:
         raise ValueError(
-            f"cannot register {cls.__module__}.{cls.__name__}: {known.__module__} has registered "
-            "that name; rename one of them"
+            f"cannot register {cls.__module__}.{cls.__name__}: {registered.__module__} has "
+            "registered that name; rename one of them"
         )
     REGISTRY[cls.__name__] = cls
     return cls
 
 
 def field_names(cls: type) -> list[str]:
-    """The names of a module's or dataclass' configuration fields, in their order."""
-    hidden = {"parent", "name"} if issubclass(cls, nn.Module) else set()
+    """Returns the names of a module's or dataclass' configuration fields, in order."""
+    linen = sys.modules.get("flax.linen")  # not imported: recipes without models do not need Flax
+    hidden = {"parent", "name"} if linen and issubclass(cls, linen.Module) else set()
     return [f.name for f in dataclasses.fields(cls) if f.init and f.name not in hidden]
 
 
-def fields_of(obj: Any) -> dict[str, Any]:
-    """The configuration fields of a module or dataclass instance, in their order."""
+def fields_of(obj: object) -> dict[str, Any]:
+    """Returns the configuration fields of a module or dataclass instance."""
     return {name: getattr(obj, name) for name in field_names(type(obj))}
 
 
-def replace(obj: Any, **changes: Any) -> Any:
-    """A copy of a module or dataclass with some fields changed."""
+def replace(obj: Config, **changes: object) -> Config:
+    """Returns a copy of a module or dataclass with some fields changed."""
     return type(obj)(**{**fields_of(obj), **changes})
 
 
-def to_json(value: Any) -> Any:
-    """JSON data that `from_json` turns into an equal value.
+def to_json(value: object) -> JSON:
+    """Converts a value to JSON data, from which `from_json` makes an equal value.
 
     Args:
       value: JSON values, tuples, dtypes, registered dataclasses and unbound registered modules.
 
     Raises:
-      ValueError: a value of another type, or of a class that is not registered.
+      ValueError: a value has another type, or its class is not registered.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -83,167 +99,184 @@ def to_json(value: Any) -> Any:
             raise ValueError(f"{name} is not registered: decorate the class with @register")
         return {"type": name, **{k: to_json(v) for k, v in fields_of(value).items()}}
     try:
-        return np.dtype(value).name
+        return np.dtype(value).name  # type: ignore[call-overload]
     except TypeError:
         raise ValueError(f"{value!r} cannot be saved as JSON") from None
 
 
-def from_json(data: Any, path: str = "") -> Any:
-    """The value that `to_json` wrote; lists come back as tuples, fields of old that were null are gone.
+def from_json(data: JSON, path: str = "") -> Any:
+    """Converts JSON data from `to_json` back to a value.
+
+    Lists become tuples. Unknown fields whose value is null are ignored, because they belong to versions
+    that had more fields.
 
     Args:
-      data: JSON values.
-      path: where they stand, such as ``model.encoder``, for errors.
+      data: JSON data.
+      path: the data's position in the file, such as ``model.encoder``, for errors.
 
     Raises:
-      ValueError: a type name or field that this version does not know, or a value of another type than
-        the field has; the error names the place.
+      ValueError: an unknown type name or field, or a value that does not have the field's type; the error
+        names the position.
     """
-    if path.count(".") > DEEPEST:
-        raise ValueError(f"{path[:40]}… is nested deeper than {DEEPEST} levels")
+    if path.count(".") > MAX_DEPTH:
+        raise ValueError(f"{path[:40]}… is nested deeper than {MAX_DEPTH} levels")
     if isinstance(data, list):
-        return tuple(from_json(v, within(path, i)) for i, v in enumerate(data))
+        return tuple(from_json(v, child_path(path, i)) for i, v in enumerate(data))
     if not isinstance(data, dict):
         return data
     if "type" not in data:
-        return {k: from_json(v, within(path, k)) for k, v in data.items()}
-    cls = known_class(data["type"], path)
-    given = {k: from_json(v, within(path, k)) for k, v in data.items() if k != "type"}
-    known = field_names(cls)
-    unknown = sorted(name for name in given if name not in known and given[name] is not None)
+        return {k: from_json(v, child_path(path, k)) for k, v in data.items()}
+    cls = _registered_class(data["type"], path)
+    values = {k: from_json(v, child_path(path, k)) for k, v in data.items() if k != "type"}
+    names = field_names(cls)
+    unknown = sorted(name for name in values if name not in names and values[name] is not None)
     if unknown:
         raise ValueError(
-            f"{at(path)}{cls.__name__} has no field {unknown[0]!r}{suggestion(unknown[0], known)}; the "
-            "configuration was saved by another version"
+            f"{_error_prefix(path)}{cls.__name__} has no field {unknown[0]!r}"
+            f"{did_you_mean(unknown[0], names)}; the configuration was saved by another version"
         )
-    values = {name: given[name] for name in known if name in given}
+    values = {name: values[name] for name in names if name in values}
     check_types(cls, values, path)
     try:
         return cls(**values)
     except TypeError:
-        missing = [n for n in known if n not in values and is_required(cls, n)]
+        missing = [n for n in names if n not in values and _is_required(cls, n)]
         if not missing:
             raise
-        raise ValueError(f"{within(path, missing[0])} is missing") from None
+        raise ValueError(f"{child_path(path, missing[0])} is missing") from None
 
 
-def known_class(name: Any, path: str) -> type:
-    """The registered class of that name."""
+def _registered_class(name: object, path: str) -> type:
+    """The registered class with a name; raises a `ValueError` for unknown names."""
     cls = REGISTRY.get(name) if isinstance(name, str) else None
     if cls is None:
-        near = suggestion(name, REGISTRY) if isinstance(name, str) else ""
+        suggestion = did_you_mean(name, REGISTRY) if isinstance(name, str) else ""
         raise ValueError(
-            f"{at(path)}unknown type {name!r} in the saved configuration{near}; if it is your own "
-            "class, add --import PACKAGE, or --import FILE.py, that registers it"
+            f"{_error_prefix(path)}unknown type {name!r} in the saved configuration{suggestion}; for a "
+            "class of your own, add --import PACKAGE or --import FILE.py to import what registers it"
         )
     return cls
 
 
-def is_required(cls: type, name: str) -> bool:
+def _is_required(cls: type, name: str) -> bool:
     """Whether a field has no default."""
     field = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
-    nothing = dataclasses.MISSING
-    return field.default is nothing and field.default_factory is nothing
+    missing = dataclasses.MISSING
+    return field.default is missing and field.default_factory is missing
 
 
-def within(path: str, name: str | int) -> str:
-    """The path of a field, or of an entry."""
+def child_path(path: str, name: str | int) -> str:
+    """Returns the path of a field or of a list's entry."""
     return f"{path}.{name}" if path else str(name)
 
 
-def at(path: str) -> str:
-    """The beginning of an error at a place."""
+def _error_prefix(path: str) -> str:
     return f"{path}: " if path else ""
 
 
 @functools.cache
-def hints(cls: type) -> dict[str, Any]:
-    """The annotated types of a class' fields; empty where its own annotations cannot be read."""
+def field_types(cls: type) -> dict[str, Annotation]:
+    """Returns the annotations of a class' fields, or nothing if they cannot be evaluated."""
     try:
         return typing.get_type_hints(cls)
-    except NameError:  # a name that only type checkers import
+    except NameError:  # the name is imported for type checkers only
         return {}
 
 
-def check_types(cls: type, values: dict[str, Any], path: str = "") -> None:
-    """Raises a `ValueError` for the first field whose value is not of its annotated type.
+def check_types(cls: type, values: Mapping[str, object], path: str = "") -> None:
+    """Raises a `ValueError` for the first field whose value does not match its annotation.
 
     Args:
-      cls: a module's or dataclass' class.
-      values: some of its fields.
-      path: where the object stands, for the error.
+      cls: the class of a module or dataclass.
+      values: values of some of its fields.
+      path: the object's position in the file, for the error.
     """
     for name, value in values.items():
-        kind = hints(cls).get(name, Any)
-        if not fits(value, kind):
-            raise ValueError(f"{within(path, name)} is {shown(value)}, expected {described(kind)}")
+        annotation = field_types(cls).get(name, Any)
+        if not matches_type(value, annotation):
+            raise ValueError(
+                f"{child_path(path, name)} is {format_value(value)}, expected "
+                f"{format_type(annotation)}"
+            )
 
 
-def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of an annotated type; what cannot be asked fits.
+def matches_type(value: object, annotation: Annotation) -> bool:
+    """Returns whether a value matches an annotation.
 
-    A `float` is finite and may be given as an integer. Of a protocol's methods it is asked whether they
-    are there and take the protocol's arguments.
+    An integer matches `float`; NaN and infinities do not. A value matches a protocol if it has the
+    protocol's methods and they accept the protocol's arguments. Annotations that cannot be checked match.
     """
-    if options := union(kind):
-        return any(fits(value, option) for option in options)
-    if kind is float:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and math.isfinite(value)
-    if kind is int:
+    if members := union_members(annotation):
+        return any(matches_type(value, member) for member in members)
+    if annotation is float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        return math.isfinite(value)
+    if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    origin: object = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
+    if origin is typing.Literal:
+        return value in arguments
     if origin is tuple:
         if not isinstance(value, tuple):
             return False
         if arguments[-1:] == (...,):
-            return all(fits(v, arguments[0]) for v in value)
-        return len(value) == len(arguments) and all(map(fits, value, arguments))
-    kind = origin or kind
-    if not isinstance(kind, type) or kind in (object, Any):
+            return all(matches_type(v, arguments[0]) for v in value)
+        return len(value) == len(arguments) and all(map(matches_type, value, arguments))
+    cls = origin or annotation
+    if not isinstance(cls, type) or cls in (object, Any):
         return True
-    if getattr(kind, "_is_protocol", False):
-        return answers(value, kind)
-    return isinstance(value, kind)
+    if getattr(cls, "_is_protocol", False):
+        return _implements(value, cls)
+    return isinstance(value, cls)
 
 
-def answers(value: Any, protocol: type) -> bool:
-    """Whether a value has a protocol's methods."""
+def _implements(value: object, protocol: type) -> bool:
+    """Whether a value has a protocol's methods, with parameters for the protocol's arguments."""
     if isinstance(value, type):
         return False
     for name, method in vars(protocol).items():
         if not inspect.isfunction(method) or name in ("__init__", "__subclasshook__"):
             continue
-        own = value if name == "__call__" else getattr(value, name, None)
-        asked = inspect.signature(method).parameters.values()
-        required = [p for p in asked if p.default is p.empty][1:]
+        implementation = value if name == "__call__" else getattr(value, name, None)
+        parameters = inspect.signature(method).parameters.values()
+        required = [p for p in parameters if p.default is p.empty][1:]
         try:
-            inspect.signature(own).bind(*required)  # type: ignore[arg-type]
-        except (TypeError, ValueError):  # not callable, or with other arguments
+            inspect.signature(implementation).bind(*required)  # type: ignore[arg-type]
+        except (TypeError, ValueError):  # not callable, or other parameters
             return False
     return True
 
 
-def union(kind: Any) -> tuple[Any, ...]:
-    """The members of a union; empty for other types."""
-    is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
-    return typing.get_args(kind) if is_union else ()
+def union_members(annotation: Annotation) -> tuple[Annotation, ...]:
+    """Returns the members of a union, and an empty tuple for other annotations."""
+    origin: object = typing.get_origin(annotation)
+    return typing.get_args(annotation) if origin in (types.UnionType, typing.Union) else ()
 
 
-def described(kind: Any) -> str:
-    """An annotated type as an error or a table names it."""
-    if options := union(kind):
-        return " or ".join(map(described, options))
-    if kind is type(None):
+def format_type(annotation: Annotation) -> str:
+    """Formats an annotation for errors and tables; a base class as its few registered subclasses."""
+    if members := union_members(annotation):
+        return " or ".join(map(format_type, members))
+    if annotation is type(None):
         return "none"
-    if typing.get_origin(kind) is tuple:
-        return str(kind).replace(f"{getattr(typing.get_args(kind)[0], '__module__', '')}.", "")
-    return getattr(kind, "__name__", str(kind))
+    origin: object = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
+    if origin is typing.Literal:
+        return " or ".join(map(repr, arguments))
+    if origin is tuple:
+        return str(annotation).replace(f"{getattr(arguments[0], '__module__', '')}.", "")
+    if not isinstance(annotation, type):
+        return str(annotation)
+    subclasses = [name for name, cls in REGISTRY.items() if annotation in cls.__mro__[:-1]]
+    is_base = annotation.__name__ not in REGISTRY and 0 < len(subclasses) <= MAX_LISTED_CLASSES
+    return " or ".join(sorted(subclasses)) if is_base else annotation.__name__
 
 
-def shown(value: Any) -> str:
-    """A value in an error: short, whatever it is."""
+def format_value(value: object) -> str:
+    """Formats a value for errors, with at most 60 characters."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return f"a {type(value).__name__}"
-    text = repr(value) if not isinstance(value, dict) else json.dumps(value, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}…"
+    formatted = repr(value) if not isinstance(value, dict) else json.dumps(value, default=str)
+    return formatted if len(formatted) <= 60 else f"{formatted[:57]}…"

@@ -1,4 +1,4 @@
-"""What the tests of `MultiHeadAttention` and `attention_fn` share; Flax is their oracle."""
+"""Shared code of the tests of `MultiHeadAttention` and `attention_fn`, whose reference is Flax."""
 
 import flax.linen as nn
 import jax
@@ -8,9 +8,9 @@ from flax import nnx
 
 import synthesizer_jax as sj
 import synthesizer_jax.nnx as snnx
+from tests.environment import FAST_COMPILE as FAST
 
 B, Q, K, D, H = 2, 6, 5, 8, 2
-FAST = {"xla_backend_optimization_level": 0}
 
 
 def tokens(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
@@ -18,25 +18,25 @@ def tokens(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
 
 
 def pattern(seed: int, *shape: int) -> jax.Array:
-    """A mask array in which every query sees some keys."""
-    drawn = np.random.default_rng(seed).random(shape) < 0.6
-    drawn[..., 0] = True
-    return jnp.asarray(drawn)
+    """A random mask in which every query attends to at least one key."""
+    array = np.random.default_rng(seed).random(shape) < 0.6
+    array[..., 0] = True
+    return jnp.asarray(array)
 
 
-def close(found, expected, bound: float = 2e-6) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert one.dtype == other.dtype and one.shape == other.shape
-        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
-        np.testing.assert_allclose(one, other, rtol=0, atol=bound * max(1, np.abs(other).max()))
+def close(actual, expected, bound: float = 2e-6) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        np.testing.assert_allclose(x, y, rtol=0, atol=bound * max(1, np.abs(y).max()))
 
 
-def value_and_gradients(run, *arguments):
-    """Of a loss that weighs every output differently; and the output."""
+def value_and_gradients(forward, *arguments):
+    """The value and gradients of a loss with a different weight for every output; and the output."""
 
     def loss(*arguments):
-        y = run(*arguments)
+        y = forward(*arguments)
         return jnp.sum(jnp.sin(jnp.arange(y.size).reshape(y.shape)) * y), y
 
     function = jax.value_and_grad(loss, argnums=range(len(arguments)), has_aux=True)
@@ -53,7 +53,7 @@ LAYERS = {
 
 
 def applied(layer, *inputs, **options):
-    """The output, and the attention weights where they are sown."""
+    """The output, and the attention weights if they are sown."""
     if isinstance(layer, nn.Module):
         params = {"params": layer.init(jax.random.key(0), *inputs)["params"]}
         y, state = layer.apply(params, *inputs, mutable=["intermediates"], **options)

@@ -25,9 +25,12 @@ import filelock
 import jax
 import pytest
 
-# The tests compile much and compute little.
-FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
-if jax.__version_info__ < (0, 11):
+from tests.environment import OPTIMIZED
+
+FLAGS = ["--xla_force_host_platform_device_count=8"]
+if not OPTIMIZED:
+    FLAGS.append("--xla_backend_optimization_level=0")
+if not OPTIMIZED and jax.__version_info__ < (0, 11):
     # Without MLIR for fusions compiling takes half the time. Later versions of XLA do not know the
     # flag, and end the process on flags that they do not know.
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
@@ -52,16 +55,16 @@ def room_for_programs() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def embedded_data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The embedded data sets, made once for all processes of the tests; they are not to be changed."""
-    from synthesizer_jax.data import embedded
+def synthetic_data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The synthetic data sets, made once for all processes of the tests; they are not to be changed."""
+    from synthesizer_jax.data import synthetic
 
     place = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         place = place.parent
-    with filelock.FileLock(place / "embedded.lock"):
-        embedded.prepare(place / "embedded")
-    return place / "embedded"
+    with filelock.FileLock(place / "synthetic.lock"):
+        synthetic.prepare(place / "synthetic")
+    return place / "synthetic"
 
 
 @pytest.fixture(scope="session")

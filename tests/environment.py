@@ -2,6 +2,12 @@
 
 import os
 
+OPTIMIZED = "TESTS_OPTIMIZED" in os.environ
+"""Whether programs are compiled as users' are; by default the tests compile much and compute little."""
+
+FAST_COMPILE = {} if OPTIMIZED else {"xla_backend_optimization_level": 0}
+"""Compiler options of tests that compile much and compute little."""
+
 COMMANDS = """
 import json, sys
 from synthesizer_jax.cli.main import run

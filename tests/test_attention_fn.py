@@ -1,4 +1,4 @@
-"""`attention_fn` beside Flax's `dot_product_attention`."""
+"""`attention_fn` against Flax's `dot_product_attention`."""
 
 import functools
 import re
@@ -13,7 +13,7 @@ from flax import nnx
 import synthesizer_jax as sj
 from synthesizer_jax import attention_fn
 from synthesizer_jax.attention import relative, static
-from synthesizer_jax.attention.functional import Sizes, _of_keys
+from synthesizer_jax.attention.functional import LogitsShape, _key_bias
 from tests.beside_flax import (
     LAYERS,
     B,
@@ -30,31 +30,40 @@ from tests.beside_flax import (
 
 
 @pytest.mark.parametrize("library", LAYERS)
-def test_flaxs_own_layers_take_attention_fn(library):
-    theirs, _ = LAYERS[library]
-    x, y, seen = tokens(0, B, 3, Q, D), tokens(1, B, 3, K, D), pattern(2, B, 3, 1, Q, K)
+def test_flaxs_layers_with_attention_fn(library):
+    make_flax_layer, _ = LAYERS[library]
+    x, y, mask = tokens(0, B, 3, Q, D), tokens(1, B, 3, K, D), pattern(2, B, 3, 1, Q, K)
     table = tokens(3, H, Q, K)
-    own = {"linen": nn, "nnx": nnx}[library].dot_product_attention
-    for ours, oracle in (
-        (attention_fn, own),
-        (functools.partial(attention_fn, bias=table), functools.partial(own, bias=table)),
-        (functools.partial(attention_fn, bias=static(table)), functools.partial(own, bias=table)),
+    flax_attention = {"linen": nn, "nnx": nnx}[library].dot_product_attention
+    for attention, oracle in (
+        (attention_fn, flax_attention),
+        (
+            functools.partial(attention_fn, bias=table),
+            functools.partial(flax_attention, bias=table),
+        ),
+        (
+            functools.partial(attention_fn, bias=static(table)),
+            functools.partial(flax_attention, bias=table),
+        ),
     ):
-        expected, found = (
-            applied(theirs(H, attention_fn=f), x, y, mask=seen) for f in (oracle, ours)
+        expected, actual = (
+            applied(make_flax_layer(H, attention_fn=f), x, y, mask=mask)
+            for f in (oracle, attention)
         )
-        close(found[0], expected[0])
+        close(actual[0], expected[0])
 
 
-def test_dropout_in_blocks_drops_as_often():
-    """More queries than a block has, each block with a draw of its own."""
+def test_dropout_in_blocks_has_the_same_rate():
+    """With more queries than a block has, every block draws its own mask."""
     rate, length = 0.3, 200
     zeros, ones = jnp.zeros((1, length, 1, 4)), jnp.ones((1, length, 1, 1))
     drop = functools.partial(attention_fn, dropout_rng=jax.random.key(0), dropout_rate=rate)
-    kept = drop(zeros, zeros, ones)[0, :, 0, 0]  # the share of weights kept, a number a query
-    assert abs(kept.mean() - 1) < 0.01 and 0.01 < kept.std() < 0.1
-    both = drop(jnp.tile(zeros, (2, 1, 3, 1)), *(jnp.tile(x, (2, 1, 3, 1)) for x in (zeros, ones)))
-    np.testing.assert_allclose(both, both[:1, :, :1].repeat(2, 0).repeat(3, 2), rtol=1e-5)
+    kept_share = drop(zeros, zeros, ones)[0, :, 0, 0]  # per query
+    assert abs(kept_share.mean() - 1) < 0.01 and 0.01 < kept_share.std() < 0.1
+    batched = drop(
+        jnp.tile(zeros, (2, 1, 3, 1)), *(jnp.tile(x, (2, 1, 3, 1)) for x in (zeros, ones))
+    )
+    np.testing.assert_allclose(batched, batched[:1, :, :1].repeat(2, 0).repeat(3, 2), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -62,14 +71,14 @@ def test_dropout_in_blocks_drops_as_often():
 )
 def test_a_bias_is_added_to_the_logits(shape):
     query, key, value = tokens(0, B, Q, H, 4), tokens(1, B, K, H, 4), tokens(2, B, K, H, 3)
-    for seen in (None, pattern(3, B, 1, Q, K)):
-        expected, found = (
+    for mask in (None, pattern(3, B, 1, Q, K)):
+        expected, actual = (
             value_and_gradients(
-                functools.partial(f, mask=seen), query, key, value, tokens(4, *shape)
+                functools.partial(f, mask=mask), query, key, value, tokens(4, *shape)
             )
             for f in (nn.dot_product_attention, attention_fn)
         )
-        close(found, expected)
+        close(actual, expected)
 
 
 def test_a_bias_may_be_a_term():
@@ -87,19 +96,19 @@ def test_a_bias_may_be_a_term():
     [{}, {"dropout_rng": jax.random.key(0), "dropout_rate": 0.1}, {"precision": "highest"}],
     ids=["plain", "dropout", "precision"],
 )
-def test_long_inputs_never_hold_all_weights(options):
-    """Neither the weights nor the gradient of a shared bias, for each example."""
+def test_long_inputs_need_no_array_of_all_weights(options):
+    """Neither the weights nor the gradients of a shared bias exist for every example at once."""
     batch, length = 3, 384
     x, table = tokens(0, batch, length, H, 4), tokens(1, H, length, length)
-    seen = pattern(2, batch, 1, 1, length)
-    loss = lambda x, table: attention_fn(x, x, x, table, seen, **options).sum()
-    run = jax.jit(jax.grad(loss, argnums=(0, 1)))
-    text = run.lower(x, table).compile().as_text()
-    sizes = {np.prod([int(n) for n in m.split(",")]) for m in re.findall(r"\w\[([\d,]+)\]", text)}
+    mask = pattern(2, batch, 1, 1, length)
+    loss = lambda x, table: attention_fn(x, x, x, table, mask, **options).sum()
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    hlo = gradients.lower(x, table).compile().as_text()
+    sizes = {np.prod([int(n) for n in m.split(",")]) for m in re.findall(r"\w\[([\d,]+)\]", hlo)}
     assert max(sizes) < batch * H * length * length
     if not options.get("dropout_rate"):
-        theirs = lambda x, table: nn.dot_product_attention(x, x, x, table, seen).sum()
-        close(run(x, table), jax.jit(jax.grad(theirs, argnums=(0, 1)))(x, table), 1e-5)
+        flax_loss = lambda x, table: nn.dot_product_attention(x, x, x, table, mask).sum()
+        close(gradients(x, table), jax.jit(jax.grad(flax_loss, argnums=(0, 1)))(x, table), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -112,31 +121,31 @@ def test_long_inputs_never_hold_all_weights(options):
         ((2, 6, 4, 4), (2, 5, 3, 4), (2, 5, 3, 4)),
     ],
 )
-def test_attention_fn_names_shapes_that_do_not_agree(shapes):
+def test_shapes_that_do_not_agree_are_errors(shapes):
     with pytest.raises(ValueError, match="attention_fn: query"):
         attention_fn(*(jnp.ones(s) for s in shapes))
 
 
-def test_attention_fn_needs_a_key_for_dropout_and_a_mask_of_one_batch_dimension():
+def test_missing_dropout_rng_and_masks_with_several_batch_dimensions_are_errors():
     x = jnp.ones((2, 3, 4, H, 2))
     with pytest.raises(ValueError, match="dropout needs dropout_rng"):
         attention_fn(x, x, x, dropout_rate=0.1)
-    with pytest.raises(ValueError, match="give a mask array"):
+    with pytest.raises(ValueError, match="pass a mask array"):
         attention_fn(x, x, x, mask=sj.Mask(key_lengths=jnp.ones(2, int)))
 
 
-def test_a_bias_of_keys_is_exact_where_products_round_and_may_be_infinite():
-    """The term's keys survive rounding to bfloat16, as in a TPU's matrix product."""
+def test_a_bias_of_keys_is_exact_in_bfloat16_and_may_be_infinite():
+    """The keys of the term are split such that rounding to bfloat16, as on TPUs, is exact."""
     bias = tokens(0, B, 1, 1, K) * 300
-    term = _of_keys(bias, Sizes(B, H, Q, K), jnp.float32)
+    term = _key_bias(bias, LogitsShape(B, H, Q, K), jnp.float32)
     rounded = term.keys.astype(jnp.bfloat16).astype(jnp.float32).sum(-1)
     np.testing.assert_allclose(rounded, bias[:, 0, 0, :, None].repeat(H, -1), rtol=1e-6)
     query, key = tokens(1, B, Q, H, 4), tokens(2, B, K, H, 4)
     for nothing in (-jnp.inf, jnp.finfo(jnp.float32).min):
-        run = lambda f, low: value_and_gradients(
+        gradients = lambda f, low: value_and_gradients(
             functools.partial(f, bias=jnp.zeros((B, 1, 1, K)).at[:, ..., 2:].set(low)),
             query,
             key,
             key,
         )
-        close(run(attention_fn, nothing), run(nn.dot_product_attention, nothing))
+        close(gradients(attention_fn, nothing), gradients(nn.dot_product_attention, nothing))

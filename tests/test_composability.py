@@ -22,6 +22,7 @@ def subject(row: str) -> Subject:
     return Subject(ROWS[row])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "column"), [(r, c) for r in ROWS for c in COLUMNS if (r, c) not in SENTENCES]
 )

@@ -5,25 +5,25 @@ import pathlib
 
 import pytest
 
-from synthesizer_jax.files import write_aside, written_aside
+from synthesizer_jax.files import open_atomic, write_atomic
 
 
 @pytest.mark.parametrize("content", ["Größe\n", "Größe\n".encode(), ["Grö", "ße\n"]], ids=repr)
 def test_what_was_written_is_there(tmp_path: pathlib.Path, content) -> None:
     path = tmp_path / "new" / "file"
-    assert write_aside(path, content).read_text(encoding="utf-8") == "Größe\n"
+    assert write_atomic(path, content).read_text(encoding="utf-8") == "Größe\n"
     assert list(path.parent.iterdir()) == [path]
 
 
 def test_an_error_leaves_what_was_there(tmp_path: pathlib.Path) -> None:
-    path = write_aside(tmp_path / "file", "old")
+    path = write_atomic(tmp_path / "file", "old")
 
     def texts():
         yield "new"
         raise RuntimeError("half way")
 
     with pytest.raises(RuntimeError, match="half way"):
-        write_aside(path, texts())
+        write_atomic(path, texts())
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -33,6 +33,6 @@ def test_a_link_in_the_place_of_the_other_file_is_not_followed(tmp_path: pathlib
     elsewhere.write_text("untouched")
     path = tmp_path / "file"
     (tmp_path / f"file.{os.getpid()}.tmp").symlink_to(elsewhere)
-    with written_aside(path) as file:
+    with open_atomic(path) as file:
         file.write(b"new")
     assert (path.read_bytes(), elsewhere.read_text()) == (b"new", "untouched")

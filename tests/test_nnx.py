@@ -1,4 +1,4 @@
-"""Our layers inside other people's models: NNX, Linen, plain functions."""
+"""Layers of this package in users' NNX and Linen models."""
 
 import flax.linen as nn
 import jax
@@ -17,8 +17,9 @@ from tests.layers.contract import LENGTHS, tokens
 D = 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_nnx_is_linen(name):
+def test_nnx_equals_linen(name):
     layer, mode = CASES[name].layer, CASES[name].modes[-1]
     x = tokens(0, dtype=np.float32)
     wrapped = snnx.to_nnx(layer, in_features=x.shape[-1], rngs=nnx.Rngs(0))
@@ -27,14 +28,14 @@ def test_nnx_is_linen(name):
     np.testing.assert_array_equal(wrapped(x, mask=mask), layer.apply(variables, x, mask=mask))
 
 
-def test_every_mixer_has_its_nnx_name():
+def test_every_mixer_has_an_nnx_class():
     assert set(MIXERS) <= set(dir(snnx))
     with pytest.raises(AttributeError, match="has no attribute 'Attentoin'"):
         snnx.Attentoin  # noqa: B018
 
 
-class Foreign(nnx.Module):
-    """Somebody's NNX model."""
+class UserModel(nnx.Module):
+    """A user's NNX model."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.embed = nnx.Embed(20, D, rngs=rngs)
@@ -53,8 +54,9 @@ class Foreign(nnx.Module):
         return self.head(h + self.mix(h, mask=Mask(causal=True), **options))
 
 
-def test_a_foreign_nnx_model_trains_splits_and_saves(tmp_path):
-    model, x = Foreign(nnx.Rngs(0)), jnp.arange(16).reshape(2, 8) % 7
+@pytest.mark.slow
+def test_a_users_nnx_model_trains_splits_and_saves(tmp_path):
+    model, x = UserModel(nnx.Rngs(0)), jnp.arange(16).reshape(2, 8) % 7
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
     @nnx.jit
@@ -78,14 +80,14 @@ def test_a_foreign_nnx_model_trains_splits_and_saves(tmp_path):
         checkpointer.save(tmp_path / "params", params)
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "params", params)
-    fresh = Foreign(nnx.Rngs(1))
+    fresh = UserModel(nnx.Rngs(1))
     fresh.eval()
     nnx.update(fresh, nnx.State(restored))
     np.testing.assert_array_equal(fresh(x), model(x))
 
 
-class ForeignLinen(nn.Module):
-    """Somebody's Linen model, with our layer as a field and as a submodule."""
+class UserLinenModel(nn.Module):
+    """A user's Linen model, with a layer of this package as a field and as a submodule."""
 
     mixer: nn.Module
 
@@ -96,8 +98,8 @@ class ForeignLinen(nn.Module):
         return nn.Dense(3)(h + Attention(2, 5, alignment=Random(max_length=9), name="second")(h))
 
 
-def test_a_foreign_linen_model():
-    model = ForeignLinen(Attention(3, 4))
+def test_a_users_linen_model():
+    model = UserLinenModel(Attention(3, 4))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 9, 5)), jnp.float32)
     params = model.init(jax.random.key(0), x)["params"]
     assert set(params) == {"Dense_0", "Dense_1", "mixer", "second"}

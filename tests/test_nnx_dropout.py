@@ -33,14 +33,14 @@ def differs(a, b) -> bool:
 
 
 @pytest.fixture(params=[flax_attention, our_attention], ids=["flax", "ours"])
-def make(request):
+def make_layer(request):
     """Each test below holds for Flax's attention and for ours."""
     return request.param
 
 
 @pytest.mark.parametrize("streams", [{"default": 0}, {"params": 0, "dropout": 1}])
-def test_every_call_draws_anew_until_eval(make, streams):
-    layer = make(nnx.Rngs(**streams), dropout_rate=0.5)
+def test_every_call_draws_a_new_mask_until_eval(make_layer, streams):
+    layer = make_layer(nnx.Rngs(**streams), dropout_rate=0.5)
     layer.train()
     assert differs(layer(X), layer(X))
     layer.eval()
@@ -49,35 +49,35 @@ def test_every_call_draws_anew_until_eval(make, streams):
     assert differs(layer(X), layer(X))
 
 
-def test_without_a_rate_nothing_is_drawn_or_kept(make):
-    layer = make(nnx.Rngs(0), dropout_rate=0.0)
+def test_a_rate_of_zero_needs_no_stream(make_layer):
+    layer = make_layer(nnx.Rngs(0), dropout_rate=0.0)
     assert layer.rngs is None
     assert not differs(layer(X), layer(X, deterministic=False))
 
 
-def test_the_argument_goes_before_the_attribute(make):
-    layer = make(nnx.Rngs(0), dropout_rate=0.5, deterministic=True)
+def test_the_argument_overrides_the_attribute(make_layer):
+    layer = make_layer(nnx.Rngs(0), dropout_rate=0.5, deterministic=True)
     assert not differs(layer(X), layer(X))
     assert differs(layer(X, deterministic=False), layer(X))
     layer.train()
     assert not differs(layer(X, deterministic=True), layer(X, deterministic=True))
 
 
-def test_streams_of_the_call_go_before_those_of_the_module(make):
-    layer = make(nnx.Rngs(0), dropout_rate=0.5, deterministic=False)
+def test_streams_of_the_call_override_those_of_the_module(make_layer):
+    layer = make_layer(nnx.Rngs(0), dropout_rate=0.5, deterministic=False)
     count = int(layer.rngs.count[...])
-    given = [layer(X, rngs=nnx.Rngs(dropout=s)) for s in (1, 1, 2)]
-    assert not differs(given[0], given[1]) and differs(given[0], given[2])
-    assert not differs(given[0], layer(X, rngs=nnx.Rngs(1)))
+    outputs = [layer(X, rngs=nnx.Rngs(dropout=s)) for s in (1, 1, 2)]
+    assert not differs(outputs[0], outputs[1]) and differs(outputs[0], outputs[2])
+    assert not differs(outputs[0], layer(X, rngs=nnx.Rngs(1)))
     stream = nnx.Rngs(dropout=1).dropout
-    assert not differs(given[0], layer(X, rngs=stream)) and int(stream.count[...]) == 1
+    assert not differs(outputs[0], layer(X, rngs=stream)) and int(stream.count[...]) == 1
     assert int(layer.rngs.count[...]) == count
     layer.eval()
     assert not differs(layer(X, rngs=nnx.Rngs(1)), layer(X))
 
 
-def test_views_and_attributes(make):
-    layer = make(nnx.Rngs(0), dropout_rate=0.5, deterministic=False)
+def test_views_and_attributes(make_layer):
+    layer = make_layer(nnx.Rngs(0), dropout_rate=0.5, deterministic=False)
     view = nnx.view(layer, deterministic=True)
     assert not differs(view(X), view(X)) and differs(layer(X), layer(X))
     quiet = nnx.with_attributes(layer, deterministic=True)
@@ -87,52 +87,54 @@ def test_views_and_attributes(make):
     assert "deterministic: bool | None" in nnx.view_info(layer)
 
 
-def test_two_layers_of_one_stream_differ_and_a_seed_repeats(make):
+def test_two_layers_of_one_stream_differ_and_a_seed_repeats(make_layer):
     rngs = nnx.Rngs(params=0, dropout=1)
-    one, two = (make(rngs, dropout_rate=0.5, deterministic=False) for _ in range(2))
-    assert differs(jax.random.key_data(one.rngs.key[...]), jax.random.key_data(two.rngs.key[...]))
-    again = make(nnx.Rngs(params=0, dropout=1), dropout_rate=0.5, deterministic=False)
-    assert not differs(one(X), again(X))
+    first, second = (make_layer(rngs, dropout_rate=0.5, deterministic=False) for _ in range(2))
+    assert differs(
+        jax.random.key_data(first.rngs.key[...]), jax.random.key_data(second.rngs.key[...])
+    )
+    again = make_layer(nnx.Rngs(params=0, dropout=1), dropout_rate=0.5, deterministic=False)
+    assert not differs(first(X), again(X))
 
 
-def test_neither_the_call_nor_the_module_says(make):
-    layer = make(nnx.Rngs(0), dropout_rate=0.5, deterministic=None)
+def test_deterministic_not_set_is_an_error(make_layer):
+    layer = make_layer(nnx.Rngs(0), dropout_rate=0.5, deterministic=None)
     with pytest.raises(ValueError, match="deterministic"):
         layer(X)
     layer(X, deterministic=True)
 
 
-def test_no_stream(make):
-    layer = make(nnx.Rngs(0), dropout_rate=0.5, deterministic=False, keep_rngs=False)
+def test_a_missing_stream_is_an_error(make_layer):
+    layer = make_layer(nnx.Rngs(0), dropout_rate=0.5, deterministic=False, keep_rngs=False)
     with pytest.raises(ValueError, match="rngs"):
         layer(X)
     assert differs(layer(X, rngs=nnx.Rngs(1)), layer(X, deterministic=True))
 
 
-def test_errors_say_what_to_do():
+def test_error_messages():
     layer = our_attention(nnx.Rngs(params=0), dropout_rate=0.5)
     message = (
-        "Attention: dropout needs a random stream; give rngs with a stream 'dropout' or a default one "
-        "at construction or at the call, or call with deterministic=True"
+        "Attention: dropout needs a random stream; pass rngs with a stream 'dropout' or a default "
+        "stream to the constructor or to the call, or set deterministic=True"
     )
     for options in ({}, {"rngs": nnx.Rngs(params=1)}):
         with pytest.raises(ValueError, match="dropout needs") as error:
             layer(X, **options)
         assert str(error.value) == message
-    with pytest.raises(TypeError, match=r"rngs is a int; give nnx\.Rngs"):
+    with pytest.raises(TypeError, match=r"rngs is a int; pass nnx\.Rngs"):
         layer(X, rngs=3)
 
 
 def test_dropout_is_on_from_the_start_as_in_nnx_dropout():
     ones = jnp.ones((2, LENGTH, D))
-    for make in (flax_dropout, our_attention):
-        layer = make(nnx.Rngs(0), dropout_rate=0.5)
+    for make_layer in (flax_dropout, our_attention):
+        layer = make_layer(nnx.Rngs(0), dropout_rate=0.5)
         assert layer.deterministic is False and differs(layer(ones), layer(ones))
         key = jax.random.key(3)
         assert not differs(layer(ones, rngs=key), layer(ones, rngs=key))
 
 
-def test_dropout_is_linens():
+def test_dropout_equals_linen():
     layer = our_attention(nnx.Rngs(0), dropout_rate=0.5)
     key = jax.random.key(7)
     variables = snnx.linen_variables(layer)
@@ -143,16 +145,16 @@ def test_dropout_is_linens():
 
 
 class Net(nnx.Module):
-    def __init__(self, make, rngs):
-        self.mix = make(rngs, dropout_rate=0.5, deterministic=False)
+    def __init__(self, make_layer, rngs):
+        self.mix = make_layer(rngs, dropout_rate=0.5, deterministic=False)
         self.head = nnx.Linear(D, 1, rngs=rngs)
 
     def __call__(self, x):
         return self.head(self.mix(x)).mean()
 
 
-def test_a_compiled_step_draws_anew_and_trains(make):
-    net = Net(make, nnx.Rngs(0))
+def test_a_compiled_step_draws_a_new_mask_and_trains(make_layer):
+    net = Net(make_layer, nnx.Rngs(0))
     optimizer = nnx.Optimizer(net, optax.sgd(1e-2), wrt=nnx.Param)
 
     @nnx.jit
@@ -161,7 +163,7 @@ def test_a_compiled_step_draws_anew_and_trains(make):
         optimizer.update(net, gradients)
         return loss
 
-    before, count = net.mix.out["kernel"][...] if make is our_attention else None, 0
+    before, count = net.mix.out["kernel"][...] if make_layer is our_attention else None, 0
     losses = []
     for _ in range(2):
         losses.append(float(step(net, optimizer)))
@@ -170,8 +172,8 @@ def test_a_compiled_step_draws_anew_and_trains(make):
     if before is not None:
         assert differs(before, net.mix.out["kernel"][...])
     # A clone and a merged copy go on where the streams stand.
-    graph, params, rest = nnx.split(net, nnx.Param, ...)
-    copies = [nnx.clone(net), nnx.merge(graph, params, rest)]
+    graph, params, others = nnx.split(net, nnx.Param, ...)
+    copies = [nnx.clone(net), nnx.merge(graph, params, others)]
     np.testing.assert_array_equal(*(copy(X) for copy in copies))
     compiled = nnx.jit(lambda net: net(X))
     assert differs(compiled(net), compiled(net))
@@ -179,8 +181,8 @@ def test_a_compiled_step_draws_anew_and_trains(make):
     assert not differs(compiled(net), compiled(net))
 
 
-def test_remat(make):
-    layer = make(nnx.Rngs(0), dropout_rate=0.5, deterministic=False)
+def test_remat(make_layer):
+    layer = make_layer(nnx.Rngs(0), dropout_rate=0.5, deterministic=False)
     gradients = []
     for call in (nnx.remat(lambda layer, x: layer(x)), lambda layer, x: layer(x)):
         gradients.append(
@@ -189,11 +191,11 @@ def test_remat(make):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *gradients)
 
 
-def test_vmap_and_scan_over_layers(make):
+def test_vmap_and_scan_over_layers(make_layer):
     @nnx.split_rngs(splits=3)
     @nnx.vmap(in_axes=(0,), out_axes=0)
     def create(rngs):
-        return make(rngs, dropout_rate=0.5, deterministic=False)
+        return make_layer(rngs, dropout_rate=0.5, deterministic=False)
 
     layers = create(nnx.Rngs(0))
 

@@ -1,4 +1,4 @@
-"""Attention weights and sharding metadata of our NNX modules, as Flax's own modules offer them."""
+"""Attention weights and sharding metadata of the NNX modules, as in Flax's modules."""
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,15 @@ DIVIDED = {"heads": "tensor", "mlp": "tensor", "vocab": "tensor", "embed": "fsdp
 RULES = tuple((name, DIVIDED.get(name)) for name in (*LOGICAL_AXES, *ACTIVATION_AXES))
 
 
-def ours(**options):
+def make_attention(**options):
     alignment = options.pop("alignment", DotProduct())
     rngs = nnx.Rngs(0)
     return snnx.Attention(HEADS, D // HEADS, alignment, in_features=D, rngs=rngs, **options)
 
 
-def test_weights_are_flaxs():
+def test_weights_equal_flax():
     flax = nnx.MultiHeadAttention(HEADS, D, use_bias=False, decode=False, rngs=nnx.Rngs(0))
-    layer = ours()
+    layer = make_attention()
     layer.align["query"]["kernel"][...] = flax.query.kernel[...]
     layer.align["key"]["kernel"][...] = flax.key.kernel[...]
     layer.value["kernel"][...] = flax.value.kernel[...]
@@ -38,38 +38,38 @@ def test_weights_are_flaxs():
     results = []
     for module, options in ((flax, {"mask": mask}), (layer, {"mask": Mask(causal=True)})):
         forward = nnx.capture(module, nnx.Intermediate)
-        y, found = forward(X, sow_weights=True, **options)
-        assert list(found) == ["attention_weights"]
-        (weights,) = found["attention_weights"]
+        y, sown = forward(X, sow_weights=True, **options)
+        assert list(sown) == ["attention_weights"]
+        (weights,) = sown["attention_weights"]
         results.append((y, weights))
-        y, found = forward(X, **options)
-        assert not found
+        y, sown = forward(X, **options)
+        assert not sown
         np.testing.assert_allclose(y, results[-1][0], atol=1e-6)
-    for one, other in zip(*results, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+    for actual, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 def test_weights_of_a_model_inside_a_compiled_function():
     model = snnx.to_nnx(TINY, rngs=nnx.Rngs(0))
 
     @nnx.jit
-    def run(model):
+    def capture_weights(model):
         return nnx.capture(model, nnx.Intermediate)(TOKENS, TOKENS, sow_weights=True)
 
-    logits, found = run(model)
+    logits, sown = capture_weights(model)
     variables = snnx.linen_variables(model)
     expected, updates = TINY.apply(variables, TOKENS, TOKENS, mutable=["intermediates"])
     np.testing.assert_allclose(logits, expected, atol=1e-5)
     leaves = jax.tree_util.tree_leaves_with_path(updates["intermediates"])
     paths = ["/".join(key.key for key in path[:-1]) for path, _ in leaves]
     assert "encoder/layers_0/attention/attention_weights" in paths
-    assert sorted(found) == sorted(paths)
+    assert sorted(sown) == sorted(paths)
     for path, (_, weights) in zip(paths, leaves, strict=True):
-        np.testing.assert_allclose(found[path][0], weights, atol=1e-5)
+        np.testing.assert_allclose(sown[path][0], weights, atol=1e-5)
 
 
-def test_outside_of_capture_weights_are_kept_in_the_module():
-    layer = ours(alignment=Random(max_length=8))
+def test_without_capture_weights_are_stored_in_the_module():
+    layer = make_attention(alignment=Random(max_length=8))
     with pytest.warns(DeprecationWarning, match="nnx.capture"):
         layer(X, sow_weights=True)
     (weights,) = nnx.pop(layer, nnx.Intermediate)["attention_weights"]
@@ -77,7 +77,7 @@ def test_outside_of_capture_weights_are_kept_in_the_module():
     assert set(snnx.linen_variables(layer)) == {"params"}
 
 
-def test_a_mixer_without_weights_says_so():
+def test_sowing_weights_of_a_mixer_without_weights_is_an_error():
     layer = snnx.DynamicConvolution(3, in_features=D, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="DynamicConvolution: sow_weights=True, but"):
         layer(X, sow_weights=True)
@@ -89,7 +89,7 @@ def specs_of(module) -> dict[tuple, PartitionSpec]:
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_every_parameter_carries_its_logical_axes(scan):
+def test_every_parameter_has_logical_axes(scan):
     config = t5(
         Size(d_model=D, layers=2, d_ff=6, heads=HEADS, head_dim=4),
         encoder=Mixture((DotProduct(), Random(max_length=8))),
@@ -107,7 +107,7 @@ def test_every_parameter_carries_its_logical_axes(scan):
     assert mapped == {p: PartitionSpec(*(rules[a] for a in s)) for p, s in expected.items()}
 
 
-def test_axis_rules_name_every_axis():
+def test_axis_rules_cover_every_axis():
     rules = snnx.axis_rules(embed="fsdp", heads="tensor", mlp="tensor", vocab="tensor")
     assert dict(rules) == dict(RULES) and len(rules) == len(RULES)
     with pytest.raises(ValueError, match="'head', did you mean 'heads'"):
@@ -127,22 +127,24 @@ def test_parameters_are_made_sharded_under_a_mesh_and_rules(kind):
         flax = nnx.Linear(
             D, D, kernel_metadata={"out_sharding": ("embed", "mlp")}, rngs=nnx.Rngs(0)
         )
-        layer = nnx.jit(lambda: ours(alignment=Random(max_length=8)))()
-        eager = ours(alignment=Random(max_length=8))
+        layer = nnx.jit(lambda: make_attention(alignment=Random(max_length=8)))()
+        eager = make_attention(alignment=Random(max_length=8))
     assert flax.kernel[...].sharding.spec == PartitionSpec("fsdp", "tensor")
-    for made in (layer, eager):
-        assert made.out["kernel"][...].sharding.spec == PartitionSpec("tensor", None, "fsdp")
-        table = made.align["table"][...]
+    for layer_in_mesh in (layer, eager):
+        assert layer_in_mesh.out["kernel"][...].sharding.spec == PartitionSpec(
+            "tensor", None, "fsdp"
+        )
+        table = layer_in_mesh.align["table"][...]
         assert table.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec("tensor")), 3)
     # A mesh alone, whose axes have other names, is no reason to fail.
     with jax.set_mesh(mesh):
-        nnx.Optimizer(ours(), optax.sgd(1.0), wrt=nnx.Param)
+        nnx.Optimizer(make_attention(), optax.sgd(1.0), wrt=nnx.Param)
 
 
-def test_a_step_keeps_the_shardings_of_parameters_and_optimiser():
+def test_a_step_keeps_the_shardings_of_parameters_and_optimizer():
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), MESHES["auto"], devices=jax.devices()[:4])
     with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
-        layer = ours(alignment=Random(max_length=8))
+        layer = make_attention(alignment=Random(max_length=8))
         optimizer = nnx.Optimizer(layer, optax.sgd(1.0, momentum=0.9), wrt=nnx.Param)
 
         @nnx.jit
@@ -159,7 +161,7 @@ def test_a_step_keeps_the_shardings_of_parameters_and_optimiser():
 
 def test_tabulate_leaves_the_classes_as_they_were():
     for _ in range(2):
-        assert "Attention Summary" in nnx.tabulate(ours(), X)
+        assert "Attention Summary" in nnx.tabulate(make_attention(), X)
 
 
 def test_abstract_models_have_shardings():

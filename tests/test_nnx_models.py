@@ -1,4 +1,4 @@
-"""Models as NNX modules, against the Linen models of the same configuration."""
+"""NNX models against the Linen models with the same configuration."""
 
 import jax
 import jax.numpy as jnp
@@ -37,12 +37,12 @@ READER = Encoder(vocab_size=VOCAB, d_model=D, encoder=STACK, outputs=3, pooler=T
 WRITER = LanguageModel(vocab_size=VOCAB, d_model=D, decoder=STACK, prefix=True)
 
 
-def linen(module, method=None, *args, **kwargs):
+def apply_linen(module, method=None, *args, **kwargs):
     return module.config.apply(snnx.linen_variables(module), *args, method=method, **kwargs)
 
 
-def equal(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+def assert_trees_equal(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 @pytest.fixture(scope="module")
@@ -50,25 +50,26 @@ def tiny():
     return snnx.to_nnx(TINY, rngs=nnx.Rngs(0), deterministic=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "inputs"),
     [(TINY, (INPUTS, TARGETS)), (WRITER, (INPUTS, TARGETS)), (READER, (INPUTS,))],
     ids=["EncoderDecoder", "LanguageModel", "Encoder"],
 )
-def test_a_model_is_linens(config, inputs):
+def test_a_model_equals_linen(config, inputs):
     model = snnx.to_nnx(config, rngs=nnx.Rngs(0))
     assert type(model) is getattr(snnx, type(config).__name__)
     key = jax.random.key(5)
-    expected = linen(model, None, *inputs, rngs={"dropout": key})
-    equal(model(*inputs, rngs=key), expected)
+    expected = apply_linen(model, None, *inputs, rngs={"dropout": key})
+    assert_trees_equal(model(*inputs, rngs=key), expected)
     assert np.any(jax.tree.leaves(model(*inputs))[0] != jax.tree.leaves(model(*inputs))[0])
     model.eval()
-    equal(model(*inputs), linen(model, None, *inputs))
+    assert_trees_equal(model(*inputs), apply_linen(model, None, *inputs))
     shapes = jax.eval_shape(config.init, jax.random.key(0), *inputs)
-    found = snnx.linen_variables(model)
-    assert jax.tree.structure(found) == jax.tree.structure(shapes)
-    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, shapes)
-    equal(nnx.merge(*nnx.split(model))(*inputs), model(*inputs))
+    actual = snnx.linen_variables(model)
+    assert jax.tree.structure(actual) == jax.tree.structure(shapes)
+    assert jax.tree.map(jnp.shape, actual) == jax.tree.map(jnp.shape, shapes)
+    assert_trees_equal(nnx.merge(*nnx.split(model))(*inputs), model(*inputs))
 
 
 def test_fields_as_arguments_are_a_configuration():
@@ -76,41 +77,38 @@ def test_fields_as_arguments_are_a_configuration():
     model = snnx.EncoderDecoder(**fields, rngs=nnx.Rngs(0))
     same = snnx.to_nnx(TINY, rngs=nnx.Rngs(0))
     assert model.config == TINY and model.d_model == D
-    equal(nnx.state(model, nnx.Param), nnx.state(same, nnx.Param))
+    assert_trees_equal(nnx.state(model, nnx.Param), nnx.state(same, nnx.Param))
 
 
-def test_methods_are_linens(tiny):
-    memory = tiny.remember(INPUTS)
-    equal(tiny.encode(INPUTS), memory.encoded)
-    equal(memory.encoded, linen(tiny, "encode", INPUTS))
+def test_methods_equal_linen(tiny):
+    memory = tiny.encode_inputs(INPUTS)
+    assert_trees_equal(tiny.encode(INPUTS), memory.encoded)
+    assert_trees_equal(memory.encoded, apply_linen(tiny, "encode", INPUTS))
     hidden = tiny.decode(TARGETS, memory)
-    equal(hidden, tiny.hidden(INPUTS, TARGETS))
-    equal(tiny.logits(hidden), tiny(INPUTS, TARGETS))
-    state, caches = tiny.start(INPUTS, TARGETS[:, :1], max_length=3)
-    lengths = (INPUTS != 0).sum(-1)
-    for at in (1, 2):
-        state, caches = tiny.step(
-            TARGETS[:, at : at + 1], lengths, caches=caches, position=jnp.array(at), max_length=3
-        )
+    assert_trees_equal(hidden, tiny.hidden(INPUTS, TARGETS))
+    assert_trees_equal(tiny.logits(hidden), tiny(INPUTS, TARGETS))
+    cache = tiny.init_cache(INPUTS, max_length=3)
+    for at in range(3):
+        state, cache = tiny.extend(TARGETS[:, at : at + 1], cache)
     np.testing.assert_allclose(state[:, 0], hidden[:, 2], atol=1e-5)
 
 
-def test_decoding_takes_the_linen_form(tiny):
-    found = decode(snnx.linen_variables(tiny), INPUTS, model=tiny.config, max_length=4)
-    assert found.tokens.shape == (2, 4)
+def test_decoding_with_the_linen_variables(tiny):
+    actual = decode(snnx.linen_variables(tiny), INPUTS, model=tiny.config, max_length=4)
+    assert actual.tokens.shape == (2, 4)
 
 
-def test_dropout_acts_in_every_method_until_eval():
+def test_dropout_is_active_in_every_method_until_eval():
     model = snnx.to_nnx(TINY, rngs=nnx.Rngs(params=0, dropout=1))
     for call in (lambda **o: model.encode(INPUTS, **o), lambda **o: model(INPUTS, TARGETS, **o)):
         assert np.any(call() != call())
-        equal(call(deterministic=True), call(deterministic=True))
+        assert_trees_equal(call(deterministic=True), call(deterministic=True))
     quiet = nnx.view(model, deterministic=True)
-    equal(quiet.encode(INPUTS), quiet.encode(INPUTS))
+    assert_trees_equal(quiet.encode(INPUTS), quiet.encode(INPUTS))
 
 
 def test_a_scanned_model_without_dropout_needs_no_stream():
-    """Linen's scan splits the stream of layers that never use it."""
+    """Linen's scan splits the random stream even if no layer uses it."""
     size = Size(d_model=D, layers=2, d_ff=6, heads=2, head_dim=4)
     config = t5(size, vocab_size=VOCAB, scan=True, remat="dots")
     model = nnx.eval_shape(lambda: snnx.to_nnx(config, rngs=nnx.Rngs(params=0)))
@@ -152,13 +150,15 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_is_linens(name):
+def test_a_part_equals_linen(name):
     config, options = PARTS[name]
     module = snnx.to_nnx(config, in_features=D, rngs=nnx.Rngs(0))
     assert type(module) is getattr(snnx, type(config).__name__)
     key = jax.random.key(3)
     keys = {"rngs": {"dropout": key}} if module.has_dropout else {}
-    equal(module(X, rngs=key, **options), linen(module, None, X, **options, **keys))
+    assert_trees_equal(
+        module(X, rngs=key, **options), apply_linen(module, None, X, **options, **keys)
+    )
 
 
 def test_losses_are_captured():
@@ -166,7 +166,7 @@ def test_losses_are_captured():
     config = LanguageModel(vocab_size=VOCAB, d_model=D, decoder=universal)
     model = snnx.to_nnx(config, rngs=nnx.Rngs(0), deterministic=True)
     logits, losses = nnx.capture(model, snnx.Loss)(INPUTS, TARGETS)
-    expected, updates = linen(model, None, INPUTS, TARGETS, mutable=["losses"])
-    equal(logits, expected)
-    (found,) = jax.tree.leaves(losses)
-    assert found == updates["losses"]["decoder"]["ponder"][0] > 0
+    expected, updates = apply_linen(model, None, INPUTS, TARGETS, mutable=["losses"])
+    assert_trees_equal(logits, expected)
+    (actual,) = jax.tree.leaves(losses)
+    assert actual == updates["losses"]["decoder"]["ponder"][0] > 0

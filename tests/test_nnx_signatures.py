@@ -1,4 +1,4 @@
-"""What editors, type checkers and `inspect` see of our NNX classes."""
+"""Signatures, stubs and documentation of the NNX classes."""
 
 import ast
 import dataclasses
@@ -15,7 +15,7 @@ from synthesizer_jax import MIXERS, models
 from synthesizer_jax import nnx as snnx
 from synthesizer_jax.nnx import mixers as nnx_mixers
 from synthesizer_jax.nnx import models as nnx_models
-from synthesizer_jax.nnx.stubs import stub
+from tools.nnx_stubs import module_stub
 
 LINEN = MIXERS | {
     cls.__name__: cls
@@ -40,21 +40,21 @@ OPTIONS = {
 
 @pytest.mark.parametrize("source", [nnx_mixers, nnx_models], ids=["mixers", "models"])
 def test_the_stubs_are_current(source):
-    kept = pathlib.Path(source.__file__).with_suffix(".pyi").read_text()
-    same = ast.dump(ast.parse(kept)) == ast.dump(ast.parse(stub(source)))
-    assert same, "run python -m synthesizer_jax.nnx.stubs"
+    stub = pathlib.Path(source.__file__).with_suffix(".pyi").read_text()
+    is_current = ast.dump(ast.parse(stub)) == ast.dump(ast.parse(module_stub(source)))
+    assert is_current, "run python -m tools.nnx_stubs"
 
 
 @pytest.mark.parametrize("name", LINEN)
 def test_a_class_has_the_linen_class_fields_types_and_documentation(name):
     cls, linen = getattr(snnx, name), LINEN[name]
     fields = {f.name: f for f in dataclasses.fields(linen) if f.name not in ("parent", "name")}
-    found = dict(inspect.signature(cls).parameters)
-    options = {k: found.pop(k).default for k in [*found] if k in OPTIONS}
+    parameters = dict(inspect.signature(cls).parameters)
+    options = {k: parameters.pop(k).default for k in [*parameters] if k in OPTIONS}
     assert options == {k: OPTIONS[k] for k in options} and "rngs" in options
     assert ("in_features" in options) == (not issubclass(linen, models.TokenModel))
-    assert list(found) == list(fields)
-    for key, parameter in found.items():
+    assert list(parameters) == list(fields)
+    for key, parameter in parameters.items():
         missing = fields[key].default is dataclasses.MISSING
         default = inspect.Parameter.empty if missing else fields[key].default
         assert (parameter.annotation, parameter.default) == (fields[key].type, default)
@@ -62,18 +62,17 @@ def test_a_class_has_the_linen_class_fields_types_and_documentation(name):
     assert inspect.getdoc(cls).startswith(inspect.getdoc(linen))
     assert all(f"  {option}: " in inspect.getdoc(cls) for option in options)
     call = inspect.signature(cls.__call__).parameters
-    own = dict(inspect.signature(linen.__call__).parameters)
+    linen_parameters = dict(inspect.signature(linen.__call__).parameters)
     assert list(call) == [
-        *(k for k, p in own.items() if p.kind is not inspect.Parameter.VAR_KEYWORD),
+        *(k for k, p in linen_parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD),
         *("deterministic", "rngs", "sow_weights"),
-        *(k for k, p in own.items() if p.kind is inspect.Parameter.VAR_KEYWORD),
+        *(k for k, p in linen_parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD),
     ]
 
 
 def test_instances_and_subclasses():
     layer = snnx.TalkingHeads(2, 4, in_features=8, rngs=nnx.Rngs(0))
-    assert isinstance(layer, snnx.TalkingHeads) and isinstance(layer, snnx.Attention)
-    assert not isinstance(layer, snnx.Linformer)
+    assert isinstance(layer, snnx.TalkingHeads) and not isinstance(layer, snnx.Attention)
     assert isinstance(layer, snnx.LinenModule) and isinstance(layer, nnx.Module)
     assert isinstance(nnx.clone(layer), snnx.TalkingHeads)
     assert list(inspect.signature(layer).parameters)[:2] == ["x", "kv"]
@@ -86,7 +85,7 @@ def test_instances_and_subclasses():
     assert "num_heads" not in inspect.signature(Mine).parameters
 
 
-def test_fields_are_read_and_not_changed():
+def test_fields_are_read_only_attributes():
     layer = snnx.Attention(2, 4, dropout_rate=0.1, in_features=8, rngs=nnx.Rngs(0))
     assert (layer.num_heads, layer.dropout_rate) == (2, 0.1)
     assert layer.config == synthesizer_jax.Attention(2, 4, dropout_rate=0.1)
@@ -96,43 +95,46 @@ def test_fields_are_read_and_not_changed():
         layer.heads  # noqa: B018
 
 
-def test_a_linen_subclass_of_ones_own():
-    class Own(synthesizer_jax.Attention):
-        """Somebody's mixer."""
+def test_a_users_linen_subclass():
+    class OwnModule(synthesizer_jax.Attention):
+        """A user's mixer."""
 
-    layer = snnx.to_nnx(Own(2, 4), in_features=8, rngs=nnx.Rngs(0))
-    assert isinstance(layer, snnx.Attention) and type(layer).__name__ == "Own"
-    assert type(layer) is type(snnx.to_nnx(Own(1, 2), in_features=8, rngs=nnx.Rngs(0)))
+    layer = snnx.to_nnx(OwnModule(2, 4), in_features=8, rngs=nnx.Rngs(0))
+    assert isinstance(layer, snnx.Attention) and type(layer).__name__ == "OwnModule"
+    assert type(layer) is type(snnx.to_nnx(OwnModule(1, 2), in_features=8, rngs=nnx.Rngs(0)))
 
 
-def test_mistakes_are_one_sentence():
-
+def test_errors():
     layer = snnx.Attention(2, 4, in_features=8, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="x is 7 wide, but in_features=8"):
+    with pytest.raises(ValueError, match="x has 7 features, but in_features=8"):
         layer(jnp.zeros((1, 3, 7)))
-    with pytest.raises(ValueError, match="Attention reads vectors; give in_features"):
+    with pytest.raises(ValueError, match="Attention needs in_features"):
         snnx.to_nnx(synthesizer_jax.Attention(2, 4), rngs=nnx.Rngs(0))
 
 
-def test_arguments_that_nnx_modules_add_are_not_the_linen_layers():
-    class Own(linen.Module):
+def test_arguments_that_conflict_with_nnx_arguments_are_errors():
+    class OwnModule(linen.Module):
         @linen.compact
         def __call__(self, x, deterministic=True):
             return x
 
     with pytest.raises(
-        ValueError, match=r"Own.__call__ has an argument 'deterministic', which NNX"
+        ValueError, match=r"OwnModule.__call__ has an argument 'deterministic', which NNX"
     ):
-        snnx.to_nnx(Own(), in_features=8, rngs=nnx.Rngs(0))
+        snnx.to_nnx(OwnModule(), in_features=8, rngs=nnx.Rngs(0))
 
 
 def test_the_nnx_form_of_multi_head_attention():
-    own = synthesizer_jax.MultiHeadAttention(
+    linen_layer = synthesizer_jax.MultiHeadAttention(
         2, qkv_features=6, alignment=synthesizer_jax.Gaussian()
     )
-    layer = snnx.to_nnx(own, in_features=8, rngs=nnx.Rngs(0), use_bias=False)
+    layer = snnx.to_nnx(linen_layer, in_features=8, rngs=nnx.Rngs(0), use_bias=False)
     assert isinstance(layer, snnx.MultiHeadAttention)
-    assert (layer.qkv_features, layer.use_bias, layer.alignment) == (6, False, own.alignment)
+    assert (layer.qkv_features, layer.use_bias, layer.alignment) == (
+        6,
+        False,
+        linen_layer.alignment,
+    )
     assert layer(jnp.ones((1, 3, 8))).shape == (1, 3, 8)
-    with pytest.raises(ValueError, match="no force_fp32_for_softmax in NNX; leave"):
-        snnx.to_nnx(own.copy(force_fp32_for_softmax=True), in_features=8, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="no force_fp32_for_softmax in NNX; remove"):
+        snnx.to_nnx(linen_layer.copy(force_fp32_for_softmax=True), in_features=8, rngs=nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""What a newcomer types: imports, the README's code, the command line's errors."""
+"""Imports, the code in README and docs, and errors of the command line."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from synthesizer_jax.cli.main import app, one_line
+from synthesizer_jax.cli.main import _one_line_message, app
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -23,33 +23,38 @@ def test_importing_the_package_loads_no_tensorflow_and_no_network():
         "heavy = {'tensorflow', 'seqio', 'tensorflow_datasets', 'orbax', 'torch', 'matplotlib'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", done.stderr
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert process.stdout.strip() == "[]", process.stderr
 
 
 def test_the_readmes_examples_run_as_written():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
-    scope: dict = {}
-    for block in blocks[:-1]:  # the last trains
-        exec(block, scope)
-    assert scope["y"].shape == (2, 128, 512)
-    assert float(abs(scope["y"] - scope["y_ref"]).max()) < 1e-5
-
-
-def test_the_cookbooks_snippets_run_in_order():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/layers.md").read_text(), flags=re.S)
-    scope: dict = {"__name__": "cookbook"}
+    namespace: dict = {}
     for block in blocks:
-        exec(block, scope)
-    assert "Decay" in scope
+        exec(block, namespace)
+    assert namespace["y"].shape == (2, 128, 512)
+    assert float(abs(namespace["y"] - namespace["y_ref"]).max()) < 1e-5
 
 
-def test_the_readmes_table_of_variants_is_that_of_the_registries():
-    from synthesizer_jax.reports.variants import updated
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["layers", "extending"])
+def test_a_pages_snippets_run_in_order(page):
+    text = (ROOT / f"docs/{page}.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    assert len(blocks) > 3
+    namespace: dict = {"__name__": page}  # `register` tells two classes of a name apart by it
+    for block in blocks:
+        exec(block, namespace)
+    if page == "extending":
+        assert namespace["default"]().data.mixture == "my_reviews"
 
-    text = (ROOT / "README.md").read_text()
-    message = "run: python -m synthesizer_jax.reports.variants README.md"
-    assert updated(text) == text, message
+
+def test_the_table_of_variants_is_current():
+    from tools.variants_table import replace_table
+
+    page = (ROOT / "docs/variants.md").read_text()
+    message = "run: python -m tools.variants_table docs/variants.md"
+    assert replace_table(page) == page, message
 
 
 def test_models_lists_names_and_counts():
@@ -62,10 +67,11 @@ def test_models_lists_names_and_counts():
     ]
     assert rows["mesh_random_base"]["parameters"] == 254_360_576
     assert rows["mesh_random_base"]["tables_per_layer"] == 8 * 512 * 512
-    shown = CliRunner().invoke(app, ["models", "mesh_random_base"])
-    assert "254,360,576" in shown.stdout
+    output = CliRunner().invoke(app, ["models", "mesh_random_base"])
+    assert "254,360,576" in output.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -84,22 +90,22 @@ def test_models_lists_names_and_counts():
         (["data", "tasks", "glue", "--data-dir", "d"], "there is no mixture or task 'glue'"),
     ],
 )
-def test_a_users_mistake_is_one_line(tmp_path, arguments, message):
-    done = subprocess.run(
+def test_errors_are_one_line(tmp_path, arguments, message):
+    process = subprocess.run(
         [sys.executable, "-c", "from synthesizer_jax.cli.main import run; run()", *arguments],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, done.stderr
+    assert process.returncode == 2
+    lines = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, process.stderr
     assert message in lines[0]
-    assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == [], "something half-written was left"
+    assert "Traceback" not in process.stderr
+    assert list(tmp_path.iterdir()) == [], "a failing command must not write files"
 
 
-def test_error_messages_lose_their_line_breaks():
-    assert one_line(ValueError("a\n  b")) == "a b"
-    assert "SYNTHESIZER_JAX_TRACEBACK=1" in one_line(RuntimeError("x"))
+def test_error_messages_are_one_line():
+    assert _one_line_message(ValueError("a\n  b")) == "a b"
+    assert "SYNTHESIZER_JAX_TRACEBACK=1" in _one_line_message(RuntimeError("x"))

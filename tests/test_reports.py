@@ -9,9 +9,9 @@ import pytest
 
 from synthesizer_jax import files
 from synthesizer_jax.cli import quickstart
-from synthesizer_jax.data.embedded import definitions
+from synthesizer_jax.data.synthetic import definitions
 from synthesizer_jax.reports import Answer, Example, Report, RunReport, page, render, write_report
-from synthesizer_jax.reports.text import label, printable
+from synthesizer_jax.reports.text import printable, shorten_label
 
 
 def made(word="<script>alert(1)</script>"):
@@ -25,7 +25,7 @@ def made(word="<script>alert(1)</script>"):
         held_out=([3], [1.5]),
         steps_per_second=[3.0, 3.5, 9.0],
         tokens_per_second=[900.0, 1000.0, 1000.0],
-        metrics={"embedded_cola": 61.5},
+        metrics={"synthetic_cola": 61.5},
         attention=[weights, weights],
         tables=[weights],
         answers=[Answer(word, False)],
@@ -34,10 +34,10 @@ def made(word="<script>alert(1)</script>"):
         title="Title",
         lead=word,
         runs=[run, dataclasses.replace(run, title=f"T {word}")],
-        baselines={"Majority": {"embedded_cola": 50.0}},
-        metric_names={"embedded_cola": "accuracy"},
-        counts={"embedded_cola": 500},
-        examples=[Example("embedded_cola", word, "acceptable")],
+        baselines={"Majority": {"synthetic_cola": 50.0}},
+        metric_names={"synthetic_cola": "accuracy"},
+        counts={"synthetic_cola": 500},
+        examples=[Example("synthetic_cola", word, "acceptable")],
         tokens=["a", "b", "c", word],
         facts={"jax": word},
     )
@@ -122,9 +122,12 @@ def test_any_text_is_shown_and_never_typeset(tmp_path):
 
 
 def test_long_names_keep_beginning_and_end_in_charts():
-    assert label("runs/" + "x" * 90 + "/seed_3") == "runs/" + "x" * 14 + "…" + "x" * 13 + "/seed_3"
-    assert label("x" * 17, 16) == "x" * 7 + "…" + "x" * 8
-    assert label("x" * 16, 16) == "x" * 16
+    assert (
+        shorten_label("runs/" + "x" * 90 + "/seed_3")
+        == "runs/" + "x" * 14 + "…" + "x" * 13 + "/seed_3"
+    )
+    assert shorten_label("x" * 17, 16) == "x" * 7 + "…" + "x" * 8
+    assert shorten_label("x" * 16, 16) == "x" * 16
 
 
 def test_a_page_that_cannot_be_written_leaves_nothing_and_the_old_one(tmp_path, monkeypatch):
@@ -145,7 +148,7 @@ def test_a_page_that_cannot_be_written_leaves_nothing_and_the_old_one(tmp_path, 
 def compared(*values, baseline=50.0):
     """A report on tasks on which two runs reach these values."""
     report = made("word")
-    names = [f"embedded_t{i}" for i in range(len(values))]
+    names = [f"synthetic_t{i}" for i in range(len(values))]
     runs = [
         dataclasses.replace(
             run,
@@ -165,9 +168,15 @@ def compared(*values, baseline=50.0):
     )
 
 
+def section(report, title):
+    """The section of the page with this heading, as HTML."""
+    (found,) = (part for part in render(report).split("<section>") if f"<h2>{title}</h2>" in part)
+    return found
+
+
 def bold(report):
     """By task, the cells of its row that are bold."""
-    rows = re.findall(r"<tr><td>(.*?)</tr>", page.metrics_part(report))
+    rows = section(report, "Metrics on held-out examples").split("</tr>")[1:-1]
     return [re.findall(r'best">(.*?)<', row) for row in rows]
 
 
@@ -180,20 +189,20 @@ def test_the_best_is_bold_where_it_is_a_baseline_and_where_it_is_a_tie():
     ]
     missing = compared((float("nan"), 70))
     assert bold(missing) == [["70.0"]]
-    assert "–" in page.metrics_part(missing)
+    assert ">–</td>" in section(missing, "Metrics on held-out examples")
 
 
 def test_the_conclusion_is_made_of_the_numbers():
     report = compared((80, 70), (40, 30), (60, 60), (55, 65))
-    assert page.conclusion(report) == (
+    assert page._summarize_comparison(report) == (
         "A is ahead on 2 of 4 tasks, B on 1, no model on 1; a baseline is better than the models on t1; "
-        "A has 1.10 times the parameters of B and made 0.80 times its steps a second on this machine. "
-        "Every run is one seed: differences of a few points can be chance."
+        "A has 1.10 times the parameters of B and trained at 0.80 times its speed on this machine. "
+        "Each run has one seed, so differences of a few points may be due to chance."
     )
-    assert page.conclusion(report) in render(report)
+    assert page._summarize_comparison(report) in render(report)
 
 
-WSC = next(task for task in definitions.DEFINITIONS if task.kind == "wsc")
+WSC = next(task for task in definitions.DEFINITIONS if task.name.endswith("wsc"))
 COLA = next(task for task in definitions.DEFINITIONS if task.name.endswith("cola"))
 
 
@@ -203,17 +212,20 @@ def row(target, **more):
 
 def test_a_referent_that_is_not_meant_is_shown_so_and_others_are_right():
     wrong = row("Emma", label=0)
-    assert quickstart.example_of(WSC, wrong).answer == "not Emma"
+    assert quickstart._report_example(quickstart._HeldOutRow(WSC, wrong)).answer == "not Emma"
     right = {said: WSC.is_right(said, wrong) for said in ("Jack", "Emma", "")}
     assert right == {"Jack": True, "Emma": False, "": False}
     meant = row("the king", label=1)
-    assert quickstart.example_of(WSC, meant).answer == "the king"
+    assert quickstart._report_example(quickstart._HeldOutRow(WSC, meant)).answer == "the king"
     assert WSC.is_right("king", meant)
-    assert quickstart.example_of(COLA, row("acceptable")).answer == "acceptable"
+    assert (
+        quickstart._report_example(quickstart._HeldOutRow(COLA, row("acceptable"))).answer
+        == "acceptable"
+    )
     assert not COLA.is_right("unacceptable", row("acceptable"))
 
 
-def test_answers_are_coloured_by_right_and_wrong_and_those_that_differ_stand_first():
+def test_answers_are_colored_by_right_and_wrong_and_those_that_differ_stand_first():
     report = made("word")
     examples = [Example("t", "same", "a"), Example("t", "differs", "not b")]
     answers = [[Answer("a", True), Answer("c", True)], [Answer("a", True), Answer("", False)]]
@@ -221,14 +233,14 @@ def test_answers_are_coloured_by_right_and_wrong_and_those_that_differ_stand_fir
         dataclasses.replace(run, answers=said)
         for run, said in zip(report.runs, answers, strict=True)
     ]
-    text = page.answers_part(dataclasses.replace(report, runs=runs, examples=examples))
+    text = section(dataclasses.replace(report, runs=runs, examples=examples), "Answers")
     assert text.index("differs") < text.index("same")
     assert re.findall(r'<td class="(right|wrong)">(.*?)<', text) == [
-        *(("right", "c"), ("wrong", "(nothing)"), ("right", "a"), ("right", "a"))
+        *(("right", "c"), ("wrong", "(empty)"), ("right", "a"), ("right", "a"))
     ]
 
 
-def test_every_token_is_a_label_and_every_row_has_a_colour_bar():
+def test_every_token_is_a_label_and_every_row_has_a_color_bar():
     words = [f"w{i}" for i in range(24)]
     weights = np.random.default_rng(0).dirichlet(np.ones(24), size=(2, 24))
     rows = [("layer 1", weights), ("layer 2", weights)]

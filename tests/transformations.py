@@ -187,8 +187,8 @@ def hessian(s: Subject) -> None:
 
 def checkpoint(s: Subject) -> None:
     """The gradient through `jax.checkpoint` is the same."""
-    rematerialised = jax.value_and_grad(jax.checkpoint(s.loss), (0, 1))
-    near(compiled(rematerialised)(*s.arguments), s.expected)
+    rematerialized = jax.value_and_grad(jax.checkpoint(s.loss), (0, 1))
+    near(compiled(rematerialized)(*s.arguments), s.expected)
 
 
 def scan(s: Subject) -> None:

@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import racing
 
+from synthesizer_jax.costs.summary import summarize
 from synthesizer_jax.inference import decode
-from synthesizer_jax.models import Size, summarize, t5, zoo
+from synthesizer_jax.models import Size, t5, zoo
 
 options = racing.options()
 size = Size(*(options[k] for k in ("d_model", "layers", "d_ff", "heads", "head_dim")))

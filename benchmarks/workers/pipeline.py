@@ -14,7 +14,7 @@ options = racing.options()
 
 import seqio  # noqa: E402
 
-from synthesizer_jax.data import embedded, tasks  # noqa: E402, F401 (knows the embedded mixture)
+from synthesizer_jax.data import synthetic, tasks  # noqa: E402, F401 (knows the synthetic mixture)
 from synthesizer_jax.data.pipeline import DataConfig, Stream  # noqa: E402
 from synthesizer_jax.data.vocabularies import SentencePiece  # noqa: E402
 

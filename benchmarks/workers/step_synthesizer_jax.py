@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import racing
 
+from synthesizer_jax.costs.summary import num_elements
 from synthesizer_jax.data.pipeline import DataConfig
-from synthesizer_jax.models import Size, count, t5, zoo
+from synthesizer_jax.models import Size, t5, zoo
+from synthesizer_jax.optimizers import AdamW, Constant
 from synthesizer_jax.training.experiment import Experiment, Training
-from synthesizer_jax.training.optimizers import AdamW
-from synthesizer_jax.training.schedules import Constant
 from synthesizer_jax.training.trainer import Trainer
 
 options = racing.options()
@@ -36,7 +36,7 @@ inputs, targets = (
     rng.integers(2, 32000, (options["batch"], options[k])).astype(np.int32)
     for k in ("inputs", "targets")
 )
-batch = trainer.put(
+batch = trainer.shard_batch(
     {
         "encoder_input_tokens": inputs,
         "decoder_input_tokens": np.pad(targets[:, :-1], ((0, 0), (1, 0))),
@@ -61,12 +61,12 @@ def step() -> dict[str, float]:
 
 racing.serve(
     {
-        "parameters": count(state.params),
+        "parameters": num_elements(state.params),
         "versions": f"jax {jax.__version__}",
         "device": jax.devices()[0].device_kind,
         "dropout": "T5's: a draw per feature and per key" if options["dropout"] else "0",
         "flops": trainer.step_flops(),
-        "utilisation": trainer.measure_utilisation()["product_utilisation"],
+        "utilization": trainer.measure_utilization()["product_utilization"],
         "compile_seconds": compiling,
     },
     step,

@@ -1,6 +1,6 @@
-"""Alignments: who looks at whom. One file a variant, one line in `ALIGNMENTS`."""
+"""Alignments: who attends to whom. One file per variant, and one line in `ALIGNMENTS`."""
 
-from synthesizer_jax.alignments.base import Alignment
+from synthesizer_jax.alignments.base import Alignment, AttentionContext
 from synthesizer_jax.alignments.bilinear import Bilinear
 from synthesizer_jax.alignments.dense import Dense
 from synthesizer_jax.alignments.dot_product import DotProduct
@@ -29,4 +29,4 @@ ALIGNMENTS: dict[str, type[Alignment]] = {
     )
 }
 
-__all__ = ["ALIGNMENTS", "Alignment", *ALIGNMENTS]
+__all__ = ["ALIGNMENTS", "Alignment", "AttentionContext", *ALIGNMENTS]

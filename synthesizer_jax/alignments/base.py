@@ -1,8 +1,9 @@
-"""The contract of an alignment, and what all of them share."""
+"""The interface of an alignment, and functions that alignments share."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -10,48 +11,68 @@ import jax.numpy as jnp
 import numpy as np
 
 from synthesizer_jax.attention import Span, Terms
-from synthesizer_jax.attention.cache import is_known
+from synthesizer_jax.attention.cache import is_concrete
 from synthesizer_jax.attention.products import dense_product
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.parameters import with_axes
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionContext:
+    """What an alignment knows of the attention that it is part of.
+
+    Attributes:
+      num_heads: number of heads.
+      head_dim: width of one head, the default width of what an alignment projects to.
+      query_span: in-sequence positions of the queries.
+      key_span: in-sequence positions of all keys, cached ones included.
+    """
+
+    num_heads: int
+    head_dim: int
+    query_span: Span
+    key_span: Span
+
+    @property
+    def distance_range(self) -> tuple[int, int]:
+        """The smallest and largest ``key − query``; over all steps if the query span is traced.
+
+        Raises:
+          ValueError: the start of the key span is traced.
+        """
+        queries, keys = self.query_span, self.key_span
+        if not isinstance(keys.start, int):
+            raise ValueError("the first key position must be known when the function is traced")
+        last = keys.start + keys.length - 1
+        if isinstance(queries.start, int):
+            return keys.start - (queries.start + queries.length - 1), last - queries.start
+        return -last if queries.limit is None else keys.start + 1 - queries.limit, last
+
+
 class Alignment(nn.Module):
-    """Who looks at whom: tokens and positions in, terms of the attention logits out.
+    """Who attends to whom: tokens and positions in, terms of the attention logits out.
 
     An alignment sees neither masks nor values, and never returns an array of
     ``[batch, heads, query, key]``.
 
     Attributes:
-      makes_logits: False where the terms are weights, to which no position bias can be added.
+      makes_logits: False if the terms are weights, to which no position bias can be added.
     """
 
-    makes_logits = True
+    makes_logits: ClassVar[bool] = True
 
-    def __call__(
-        self,
-        queries: jax.Array,
-        keys: jax.Array | None = None,
-        *,
-        num_heads: int,
-        head_dim: int,
-        query_span: Span,
-        key_span: Span,
-    ) -> Terms:
-        """The terms whose sum is the logits.
+    def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
+        """Returns the terms whose sum is the logits.
 
         Args:
-          queries: ``[batch, q, d_model]`` tokens, or ``[batch, q, heads, width]`` when they are
-            projected already (shared projections of the released Mesh-TensorFlow code).
-          keys: the same for the attended tokens; None means the queries' tokens. In a decoding step
-            these are the new tokens only.
-          num_heads: number of attention heads.
-          head_dim: width of one head, the default width of what an alignment projects to.
-          query_span: in-sequence positions of the queries.
-          key_span: in-sequence positions of all keys, past ones included.
+          queries: ``[batch, q, d_model]`` tokens, or ``[batch, q, heads, width]`` if they are
+            already projected (shared projections of the released Mesh-TensorFlow code).
+          keys: the same for the attended tokens; in self-attention these are the queries' tokens,
+            and in a decoding step the new tokens only.
+          context: heads and positions.
 
         Returns:
-          Terms for q queries and ``key_span.length`` keys.
+          Terms for q queries and ``context.key_span.length`` keys.
         """
         raise NotImplementedError
 
@@ -66,15 +87,15 @@ def project(
     kernel_init: Initializer | None = None,
     use_bias: bool = False,
 ) -> jax.Array:
-    """Tokens ``[batch, length, d_model]`` to heads ``[batch, length, heads, width]``.
+    """Projects tokens ``[batch, length, d_model]`` to heads ``[batch, length, heads, width]``.
 
     Args:
-      x: tokens; they set the computation's dtype.
+      x: tokens; their dtype is the dtype of the computation.
       heads: number of heads.
       width: width of one head.
-      name: name of the parameter's module, ``name/kernel [d_model, heads, width]``.
-      axis: logical name of the width.
-      kernel_init: defaults to variance 1 / d_model.
+      name: name of the submodule, which has ``kernel [d_model, heads, width]``.
+      axis: logical axis name of the width.
+      kernel_init: initializer of the kernel; None: variance 1 / d_model.
       use_bias: add ``name/bias [heads, width]``.
     """
     return nn.DenseGeneral(
@@ -88,8 +109,8 @@ def project(
     )(x)
 
 
-def check_alignment(value: Any, field: str) -> None:
-    """Raises a `TypeError` for what is no alignment object; `field` says where it was given."""
+def check_alignment(value: object, field: str) -> None:
+    """Raises a `TypeError` if a value is not an alignment object; `field` is its name."""
     if isinstance(value, nn.Module):
         return
     what = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
@@ -97,8 +118,8 @@ def check_alignment(value: Any, field: str) -> None:
     raise TypeError(f"{field} is {what}; give an alignment object, such as {example}")
 
 
-def take(table: jax.Array, span: Span, *, axis: int) -> jax.Array:
-    """The rows of a table of positions that a span covers; NaN where a traced one leads beyond it."""
+def slice_positions(table: jax.Array, span: Span, *, axis: int) -> jax.Array:
+    """Returns a span's part of a table of positions; NaN if a traced span exceeds the table."""
     if isinstance(span.start, int):
         return jax.lax.slice_in_dim(table, span.start, span.start + span.length, axis=axis)
     rows = jax.lax.dynamic_slice_in_dim(table, span.start, span.length, axis=axis)
@@ -107,9 +128,9 @@ def take(table: jax.Array, span: Span, *, axis: int) -> jax.Array:
 
 
 def check_length(module: nn.Module, max_length: int, *spans: Span) -> None:
-    """Raises a `ValueError` when a span does not fit into a table of `max_length` positions."""
+    """Raises a `ValueError` if a span exceeds a table of `max_length` positions."""
     for span in spans:
-        end = span.length + (int(np.max(span.start)) if is_known(span.start) else 0)
+        end = span.length + (int(np.max(span.start)) if is_concrete(span.start) else 0)
         if end > max_length:
             raise ValueError(
                 f"{type(module).__name__}{'/'.join(('', *module.path))} has max_length="

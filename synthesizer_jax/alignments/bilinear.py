@@ -6,8 +6,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.alignments.base import Alignment, project
-from synthesizer_jax.attention import Span, Terms, low_rank
+from synthesizer_jax.alignments.base import Alignment, AttentionContext, project
+from synthesizer_jax.attention import Terms, low_rank
 from synthesizer_jax.initializers import Initializer, Normal
 from synthesizer_jax.registry import register
 
@@ -21,32 +21,21 @@ class Bilinear(Alignment):
     projections can be multiplied into those of the queries and the output.
 
     Attributes:
-      query_init: initialiser of the kernel ``[d_model, heads, d_model]``; None: standard deviation
+      query_init: initializer of the kernel ``[d_model, heads, d_model]``; None: standard deviation
         1 / d_model, which makes the logits of unit tokens about one.
     """
 
     query_init: Initializer | None = None
 
     @nn.compact
-    def __call__(
-        self,
-        queries: jax.Array,
-        keys: jax.Array | None = None,
-        *,
-        num_heads: int,
-        head_dim: int,
-        query_span: Span,
-        key_span: Span,
-    ) -> Terms:
-        del head_dim
-        keys = queries if keys is None else keys
+    def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
         width = queries.shape[-1]
         queries = project(
             queries,
-            heads=num_heads,
+            heads=context.num_heads,
             width=width,
             name="query",
             kernel_init=self.query_init or Normal(1.0 / width),
         )
-        keys = jnp.broadcast_to(keys[:, :, None], (*keys.shape[:2], num_heads, width))
+        keys = jnp.broadcast_to(keys[:, :, None], (*keys.shape[:2], context.num_heads, width))
         return (low_rank(queries, keys, token_keys=True),)

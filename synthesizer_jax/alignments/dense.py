@@ -6,8 +6,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.alignments.base import Alignment, check_length, project, take
-from synthesizer_jax.attention import Span, Terms, low_rank
+from synthesizer_jax.alignments.base import (
+    Alignment,
+    AttentionContext,
+    check_length,
+    project,
+    slice_positions,
+)
+from synthesizer_jax.attention import Terms, low_rank
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
@@ -25,8 +31,8 @@ class Dense(Alignment):
       hidden_dim: width of the hidden layer per head; None means the width of a head.
       share_heads: one W₂ for all heads, as in the released Mesh-TensorFlow code; the paper's text
         has one per head.
-      hidden_init: initialiser of W₁ ``[d_model, heads · hidden]``.
-      table_init: initialiser of W₂ ``[heads, max_length, hidden]``; None: variance 1 / hidden.
+      hidden_init: initializer of W₁ ``[d_model, heads · hidden]``.
+      table_init: initializer of W₂ ``[heads, max_length, hidden]``; None: variance 1 / hidden.
     """
 
     max_length: int
@@ -36,22 +42,13 @@ class Dense(Alignment):
     table_init: Initializer | None = None
 
     @nn.compact
-    def __call__(
-        self,
-        queries: jax.Array,
-        keys: jax.Array | None = None,
-        *,
-        num_heads: int,
-        head_dim: int,
-        query_span: Span,
-        key_span: Span,
-    ) -> Terms:
-        check_length(self, self.max_length, query_span, key_span)
+    def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
+        check_length(self, self.max_length, context.query_span, context.key_span)
         if queries.ndim == 3:
             queries = project(
                 queries,
-                heads=num_heads,
-                width=self.hidden_dim or head_dim,
+                heads=context.num_heads,
+                width=self.hidden_dim or context.head_dim,
                 name="hidden",
                 axis="synth_hidden",
                 kernel_init=self.hidden_init,
@@ -62,8 +59,8 @@ class Dense(Alignment):
             with_axes(
                 self.table_init or Normal(width**-0.5), "heads", "key_length", "synth_hidden"
             ),
-            (1 if self.share_heads else num_heads, self.max_length, width),
+            (1 if self.share_heads else context.num_heads, self.max_length, width),
         )
-        rows = take(table, key_span, axis=1).astype(queries.dtype)
-        rows = jnp.broadcast_to(rows, (num_heads, *rows.shape[1:]))
+        rows = slice_positions(table, context.key_span, axis=1).astype(queries.dtype)
+        rows = jnp.broadcast_to(rows, (context.num_heads, *rows.shape[1:]))
         return (low_rank(jax.nn.relu(queries), rows.swapaxes(0, 1)[None], token_keys=False),)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import flax.linen as nn
 import jax
 
-from synthesizer_jax.alignments.base import Alignment, project
-from synthesizer_jax.attention import Span, Terms, low_rank
+from synthesizer_jax.alignments.base import Alignment, AttentionContext, project
+from synthesizer_jax.attention import Terms, low_rank
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.registry import register
 
@@ -21,10 +21,10 @@ class DotProduct(Alignment):
     Attributes:
       head_dim: width of queries and keys; None means the width of the values.
       scale: factor of the logits; None means 1/√head_dim (Vaswani et al. 2017). T5 uses 1 and puts
-        the factor into the query's initialiser.
+        the factor into the query's initializer.
       use_bias: biases in both projections, as in BERT.
-      query_init: initialiser of the query kernel ``[d_model, heads · head_dim]``.
-      key_init: initialiser of the key kernel.
+      query_init: initializer of the query kernel ``[d_model, heads · head_dim]``.
+      key_init: initializer of the key kernel.
     """
 
     head_dim: int | None = None
@@ -34,22 +34,12 @@ class DotProduct(Alignment):
     key_init: Initializer = FanIn()
 
     @nn.compact
-    def __call__(
-        self,
-        queries: jax.Array,
-        keys: jax.Array | None = None,
-        *,
-        num_heads: int,
-        head_dim: int,
-        query_span: Span,
-        key_span: Span,
-    ) -> Terms:
-        width = self.head_dim or head_dim
-        keys = queries if keys is None else keys
+    def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
+        width = self.head_dim or context.head_dim
         if queries.ndim == 3:
             queries = project(
                 queries,
-                heads=num_heads,
+                heads=context.num_heads,
                 width=width,
                 name="query",
                 kernel_init=self.query_init,
@@ -58,7 +48,7 @@ class DotProduct(Alignment):
         if keys.ndim == 3:
             keys = project(
                 keys,
-                heads=num_heads,
+                heads=context.num_heads,
                 width=width,
                 name="key",
                 kernel_init=self.key_init,

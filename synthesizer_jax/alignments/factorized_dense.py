@@ -7,8 +7,8 @@ import math
 import flax.linen as nn
 import jax
 
-from synthesizer_jax.alignments.base import Alignment, check_length, project
-from synthesizer_jax.attention import Span, Terms, outer
+from synthesizer_jax.alignments.base import Alignment, AttentionContext, check_length, project
+from synthesizer_jax.attention import Terms, outer
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
@@ -36,22 +36,13 @@ class FactorizedDense(Alignment):
     factor_init: Initializer = FanIn()
 
     @nn.compact
-    def __call__(
-        self,
-        queries: jax.Array,
-        keys: jax.Array | None = None,
-        *,
-        num_heads: int,
-        head_dim: int,
-        query_span: Span,
-        key_span: Span,
-    ) -> Terms:
-        check_length(self, self.max_length, query_span, key_span)
+    def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
+        check_length(self, self.max_length, context.query_span, context.key_span)
         if queries.ndim == 3:
             queries = project(
                 queries,
-                heads=num_heads,
-                width=self.hidden_dim or head_dim,
+                heads=context.num_heads,
+                width=self.hidden_dim or context.head_dim,
                 name="hidden",
                 axis="synth_hidden",
                 kernel_init=self.hidden_init,

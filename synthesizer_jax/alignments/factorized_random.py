@@ -5,8 +5,13 @@ from __future__ import annotations
 import flax.linen as nn
 import jax
 
-from synthesizer_jax.alignments.base import Alignment, check_length, take
-from synthesizer_jax.attention import Span, Terms, low_rank
+from synthesizer_jax.alignments.base import (
+    Alignment,
+    AttentionContext,
+    check_length,
+    slice_positions,
+)
+from synthesizer_jax.attention import Terms, low_rank
 from synthesizer_jax.initializers import Initializer, Normal
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
@@ -23,7 +28,7 @@ class FactorizedRandom(Alignment):
     Attributes:
       max_length: number of query and key positions.
       rank: inner width k of the factors.
-      factor_init: initialiser of R₁ and R₂, each ``[heads, max_length, rank]``.
+      factor_init: initializer of R₁ and R₂, each ``[heads, max_length, rank]``.
     """
 
     max_length: int
@@ -31,24 +36,15 @@ class FactorizedRandom(Alignment):
     factor_init: Initializer = Normal(0.1)
 
     @nn.compact
-    def __call__(
-        self,
-        queries: jax.Array,
-        keys: jax.Array | None = None,
-        *,
-        num_heads: int,
-        head_dim: int,
-        query_span: Span,
-        key_span: Span,
-    ) -> Terms:
-        check_length(self, self.max_length, query_span, key_span)
-        shape = (num_heads, self.max_length, self.rank)
+    def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
+        check_length(self, self.max_length, context.query_span, context.key_span)
+        shape = (context.num_heads, self.max_length, self.rank)
         rows = self.param(
             "query_factor", with_axes(self.factor_init, "heads", "query_length", "rank"), shape
         )
         columns = self.param(
             "key_factor", with_axes(self.factor_init, "heads", "key_length", "rank"), shape
         )
-        rows = take(rows, query_span, axis=1).swapaxes(0, 1)[None]
-        columns = take(columns, key_span, axis=1).swapaxes(0, 1)[None]
+        rows = slice_positions(rows, context.query_span, axis=1).swapaxes(0, 1)[None]
+        columns = slice_positions(columns, context.key_span, axis=1).swapaxes(0, 1)[None]
         return (low_rank(rows, columns, token_keys=False, token_queries=False),)

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from synthesizer_jax.alignments.base import Alignment
-from synthesizer_jax.alignments.relative_bias import distances
-from synthesizer_jax.attention import Span, Terms, banded, relative
+from synthesizer_jax.alignments.base import Alignment, AttentionContext
+from synthesizer_jax.attention import Terms, banded, relative
 from synthesizer_jax.registry import register
 
 REACH = 6.0
@@ -27,56 +26,46 @@ class Gaussian(Alignment):
     Masked keys just do not count. The window is cut at 6 σ.
 
     Attributes:
-      offsets: centres relative to the query, given to the heads in turn: ``(-1, 1)`` in the paper's
+      offsets: centers relative to the query, given to the heads in turn: ``(-1, 1)`` in the paper's
         encoders and cross-attention, ``(-1, 0)`` in its decoders.
-      sigma: standard deviation; 0 is its limit, the one token at the (rounded) centre.
-      normalise: divide by the sum over the keys that are seen, a softmax of the log-density.
+      sigma: standard deviation; 0 is its limit, the one token at the (rounded) center.
+      normalize: divide by the sum over the keys that are seen, a softmax of the log-density.
       threshold: densities below it are set to zero; None: none.
       ratio: keys per query for cross-attention, in the paper the ratio of word counts.
     """
 
     offsets: tuple[float, ...] = (-1, 1)
     sigma: float = 1.0
-    normalise: bool = False
+    normalize: bool = False
     threshold: float | None = None
     ratio: float = 1.0
     makes_logits = False
 
     @nn.compact
-    def __call__(
-        self,
-        queries: jax.Array,
-        keys: jax.Array | None = None,
-        *,
-        num_heads: int,
-        head_dim: int,
-        query_span: Span,
-        key_span: Span,
-    ) -> Terms:
-        del keys, head_dim, key_span
-        offsets = per_head(self, self.offsets, num_heads)
+    def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
+        offsets = _cycle_offsets(self, self.offsets, context.num_heads)
         dtype = jnp.promote_types(queries.dtype, jnp.float32)
         first, width = self.window(offsets)
         if self.ratio == 1.0:
             place = np.arange(first, first + width) - offsets[:, None]
             weights = self.density(place, dtype)[None, None]
-            return (banded(weights, first=first, normalise=self.normalise),)
-        known = isinstance(query_span.start, int)
-        position = query_span.start + (np if known else jnp).arange(query_span.length)
-        centre = jnp.asarray(self.ratio * position, dtype)
-        starts = jnp.floor(centre).astype(jnp.int32) + first
-        place = starts[:, None] + np.arange(width + 1) - centre[:, None]
+            return (banded(weights, first=first, normalize=self.normalize),)
+        start, length = context.query_span.start, context.query_span.length
+        position = start + (np if isinstance(start, int) else jnp).arange(length)
+        center = jnp.asarray(self.ratio * position, dtype)
+        starts = jnp.floor(center).astype(jnp.int32) + first
+        place = starts[:, None] + np.arange(width + 1) - center[:, None]
         weights = self.density(place[:, None, :] - offsets[:, None], dtype)
-        return (banded(weights[None], starts=starts, normalise=self.normalise),)
+        return (banded(weights[None], starts=starts, normalize=self.normalize),)
 
     def window(self, offsets: np.ndarray) -> tuple[int, int]:
-        """The first tap's distance from the centre line and the number of taps, for all heads."""
+        """The first tap's distance from the center line and the number of taps, for all heads."""
         half = math.ceil(REACH * self.sigma)
         first = math.floor(offsets.min()) - half
         return first, math.ceil(offsets.max()) + half - first + 1
 
     def density(self, place: jax.Array | np.ndarray, dtype: jnp.dtype) -> jax.Array:
-        """The density at distances from the centre."""
+        """The density at distances from the center."""
         if self.sigma < 0:
             raise ValueError(f"Gaussian: sigma={self.sigma}; it must be 0 or positive")
         place = jnp.asarray(place, dtype)
@@ -91,11 +80,11 @@ class Gaussian(Alignment):
 class GaussianBias(Alignment):
     """The log-density as logits, ``−½ ((j − i − offset) / σ)²``, to be mixed with others.
 
-    Inside a `Mixture` it is a product of experts: a dot product that prefers a neighbourhood. Alone
-    it is the softmax-normalised `Gaussian` without its cut.
+    Inside a `Mixture` it is a product of experts: a dot product that prefers a neighborhood. Alone
+    it is the softmax-normalized `Gaussian` without its cut.
 
     Attributes:
-      offsets: centres relative to the query, given to the heads in turn.
+      offsets: centers relative to the query, given to the heads in turn.
       sigma: standard deviation.
     """
 
@@ -103,26 +92,17 @@ class GaussianBias(Alignment):
     sigma: float = 1.0
 
     @nn.compact
-    def __call__(
-        self,
-        queries: jax.Array,
-        keys: jax.Array | None = None,
-        *,
-        num_heads: int,
-        head_dim: int,
-        query_span: Span,
-        key_span: Span,
-    ) -> Terms:
-        del keys, head_dim
+    def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
         if self.sigma <= 0:
             raise ValueError(f"GaussianBias: sigma={self.sigma}; it must be positive")
-        first, last = distances(query_span, key_span)
-        place = np.arange(first, last + 1) - per_head(self, self.offsets, num_heads)[:, None]
+        first, last = context.distance_range
+        offsets = _cycle_offsets(self, self.offsets, context.num_heads)
+        place = np.arange(first, last + 1) - offsets[:, None]
         dtype = jnp.promote_types(queries.dtype, jnp.float32)
         return (relative(jnp.asarray(-0.5 * (place / self.sigma) ** 2, dtype), first=first),)
 
 
-def per_head(module: nn.Module, offsets: tuple[float, ...], num_heads: int) -> np.ndarray:
+def _cycle_offsets(module: nn.Module, offsets: tuple[float, ...], num_heads: int) -> np.ndarray:
     """One offset a head: the given ones in turn, as in the released code.
 
     Raises:

@@ -6,8 +6,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.alignments.base import Alignment, check_alignment, project
-from synthesizer_jax.attention import Span, Terms, add, scale
+from synthesizer_jax.alignments.base import Alignment, AttentionContext, check_alignment, project
+from synthesizer_jax.attention import Terms, add, scale
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
@@ -29,7 +29,7 @@ class Mixture(Alignment):
         no weights, Mesh-TensorFlow's ``random_plus`` and ``dense_plus``.
       share_query: one projection of the queries for all parts, as in Mesh-TensorFlow's
         ``dense_plus`` where the same query meets the keys and, through a relu, the dense table.
-      query_init: initialiser of that shared projection.
+      query_init: initializer of that shared projection.
     """
 
     parts: tuple[Alignment, ...]
@@ -38,37 +38,24 @@ class Mixture(Alignment):
     query_init: Initializer = FanIn()
 
     @nn.compact
-    def __call__(
-        self,
-        queries: jax.Array,
-        keys: jax.Array | None = None,
-        *,
-        num_heads: int,
-        head_dim: int,
-        query_span: Span,
-        key_span: Span,
-    ) -> Terms:
+    def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
         self.check()
         if self.share_query:
-            keys = queries if keys is None else keys
             queries = project(
-                queries, heads=num_heads, width=head_dim, name="query", kernel_init=self.query_init
+                queries,
+                heads=context.num_heads,
+                width=context.head_dim,
+                name="query",
+                kernel_init=self.query_init,
             )
         for part in self.parts:
             check_alignment(part, "Mixture: an entry of parts")
         parts = [
-            part.copy(name=f"part_{i}", parent=self)(
-                queries,
-                keys,
-                num_heads=num_heads,
-                head_dim=head_dim,
-                query_span=query_span,
-                key_span=key_span,
-            )
+            part.copy(name=f"part_{i}", parent=self)(queries, keys, context)
             for i, part in enumerate(self.parts)
         ]
         if self.weights != "sum":
-            alpha = self.alpha(num_heads)
+            alpha = self.alpha(context.num_heads)
             parts = [scale(terms, alpha[:, i]) for i, terms in enumerate(parts)]
         return add(*(term for terms in parts for term in terms))
 

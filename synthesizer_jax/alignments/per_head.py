@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 
-from synthesizer_jax.alignments.base import Alignment, check_alignment
-from synthesizer_jax.attention import Span, Split, Terms
+from synthesizer_jax.alignments.base import Alignment, AttentionContext, check_alignment
+from synthesizer_jax.attention import Split, Terms
 from synthesizer_jax.registry import register
 
 
@@ -26,29 +28,17 @@ class PerHead(Alignment):
     heads: tuple[int, ...] | None = None
 
     @nn.compact
-    def __call__(
-        self,
-        queries: jax.Array,
-        keys: jax.Array | None = None,
-        *,
-        num_heads: int,
-        head_dim: int,
-        query_span: Span,
-        key_span: Span,
-    ) -> Terms:
-        counts = self.counts(num_heads)
+    def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
+        counts = self.counts(context.num_heads)
         groups, start = [], 0
         for i, (part, count) in enumerate(zip(self.parts, counts, strict=True)):
             check_alignment(part, "PerHead: an entry of parts")
-            own = slice(start, start + count)
+            heads = slice(start, start + count)
             groups.append(
                 part.copy(name=f"part_{i}", parent=self)(
-                    queries if queries.ndim == 3 else queries[:, :, own],
-                    keys if keys is None or keys.ndim == 3 else keys[:, :, own],
-                    num_heads=count,
-                    head_dim=head_dim,
-                    query_span=query_span,
-                    key_span=key_span,
+                    queries if queries.ndim == 3 else queries[:, :, heads],
+                    keys if keys.ndim == 3 else keys[:, :, heads],
+                    dataclasses.replace(context, num_heads=count),
                 )
             )
             start += count

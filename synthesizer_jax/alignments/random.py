@@ -5,8 +5,13 @@ from __future__ import annotations
 import flax.linen as nn
 import jax
 
-from synthesizer_jax.alignments.base import Alignment, check_length, take
-from synthesizer_jax.attention import Span, Terms, static
+from synthesizer_jax.alignments.base import (
+    Alignment,
+    AttentionContext,
+    check_length,
+    slice_positions,
+)
+from synthesizer_jax.attention import Terms, static
 from synthesizer_jax.initializers import Initializer, Normal
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
@@ -17,14 +22,14 @@ class Random(Alignment):
     """Logits that are parameters, the same for every example, ``S = R[:q, :k]``.
 
     Tay et al. 2021, section 3.2 (Random Synthesizer); with `trainable=False` Fixed Random, whose
-    table stays at its initial value: gradients and optimisers belong to the collection ``params``,
+    table stays at its initial value: gradients and optimizers belong to the collection ``params``,
     while ``constants`` is passed on, ``layer.apply({"params": params, **rest}, x)``. Shorter inputs
     use the top-left corner of the table.
 
     Attributes:
       max_length: number of query and key positions of the table.
-      trainable: False keeps the table in the collection ``constants``: saved, never optimised.
-      table_init: initialiser of the table ``[heads, max_length, max_length]``.
+      trainable: False keeps the table in the collection ``constants``: saved, never optimized.
+      table_init: initializer of the table ``[heads, max_length, max_length]``.
     """
 
     max_length: int
@@ -32,23 +37,15 @@ class Random(Alignment):
     table_init: Initializer = Normal(0.02)
 
     @nn.compact
-    def __call__(
-        self,
-        queries: jax.Array,
-        keys: jax.Array | None = None,
-        *,
-        num_heads: int,
-        head_dim: int,
-        query_span: Span,
-        key_span: Span,
-    ) -> Terms:
-        check_length(self, self.max_length, query_span, key_span)
+    def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
+        check_length(self, self.max_length, context.query_span, context.key_span)
         init = with_axes(self.table_init, "heads", "query_length", "key_length")
-        shape = (num_heads, self.max_length, self.max_length)
+        shape = (context.num_heads, self.max_length, self.max_length)
         if self.trainable:
             table = self.param("table", init, shape)
         else:
             table = self.variable(
                 "constants", "table", lambda: init(self.make_rng("params"), shape)
             ).value
-        return (static(take(take(table, query_span, axis=1), key_span, axis=2)),)
+        rows = slice_positions(table, context.query_span, axis=1)
+        return (static(slice_positions(rows, context.key_span, axis=2)),)

@@ -6,8 +6,8 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from synthesizer_jax.alignments.base import Alignment
-from synthesizer_jax.attention import Span, Terms, relative
+from synthesizer_jax.alignments.base import Alignment, AttentionContext
+from synthesizer_jax.attention import Terms, relative
 from synthesizer_jax.attention.relative import relative_buckets
 from synthesizer_jax.initializers import GlorotUniform, Initializer
 from synthesizer_jax.parameters import with_axes
@@ -26,7 +26,7 @@ class RelativeBias(Alignment):
       num_buckets: number of buckets, over both directions when `bidirectional`.
       max_distance: distances from here on share the last bucket.
       bidirectional: True in encoders; in decoders only the past has buckets.
-      table_init: initialiser of the table ``[heads, num_buckets]``.
+      table_init: initializer of the table ``[heads, num_buckets]``.
     """
 
     num_buckets: int = 32
@@ -35,22 +35,13 @@ class RelativeBias(Alignment):
     table_init: Initializer = GlorotUniform()
 
     @nn.compact
-    def __call__(
-        self,
-        queries: jax.Array | None = None,
-        keys: jax.Array | None = None,
-        *,
-        num_heads: int,
-        head_dim: int = 0,
-        query_span: Span,
-        key_span: Span,
-    ) -> Terms:
+    def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
         table = self.param(
             "rel_embedding",
             with_axes(self.table_init, "heads", "relpos_buckets"),
-            (num_heads, self.num_buckets),
+            (context.num_heads, self.num_buckets),
         )
-        first, last = distances(query_span, key_span)
+        first, last = context.distance_range
         buckets = relative_buckets(
             np.arange(first, last + 1),
             num_buckets=self.num_buckets,
@@ -58,13 +49,3 @@ class RelativeBias(Alignment):
             bidirectional=self.bidirectional,
         )
         return (relative(table[:, buckets], first=first),)
-
-
-def distances(query_span: Span, key_span: Span) -> tuple[int, int]:
-    """The smallest and largest ``key − query`` that can occur; any step of a decoding loop fits."""
-    if not isinstance(key_span.start, int):
-        raise ValueError("the first key position must be known when the function is traced")
-    last = key_span.start + key_span.length - 1
-    if isinstance(query_span.start, int):
-        return key_span.start - (query_span.start + query_span.length - 1), last - query_span.start
-    return -last, last

@@ -1,8 +1,9 @@
 """The attention core, pure JAX: terms say what logits are made of, `attend` sums the values."""
 
-from synthesizer_jax.attention.attend import attend, attention_weights, drop_values
+from synthesizer_jax.attention.attend import attend, attention_weights, drop_value_vectors
 from synthesizer_jax.attention.cache import Cache, extend, init_cache
-from synthesizer_jax.attention.explain import Explanation, explain
+from synthesizer_jax.attention.explain import explain
+from synthesizer_jax.attention.explanations import Explanation
 from synthesizer_jax.attention.functional import dot_product_attention
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.partition import Partition
@@ -21,7 +22,7 @@ from synthesizer_jax.attention.terms import (
     add,
     banded,
     low_rank,
-    materialise,
+    materialize,
     outer,
     relative,
     scale,
@@ -48,12 +49,12 @@ __all__ = [
     "attention_weights",
     "banded",
     "dot_product_attention",
-    "drop_values",
+    "drop_value_vectors",
     "explain",
     "extend",
     "init_cache",
     "low_rank",
-    "materialise",
+    "materialize",
     "outer",
     "packed_logits",
     "relative",

@@ -5,32 +5,42 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from synthesizer_jax.attention.banded import attend_banded
-from synthesizer_jax.attention.checks import check, check_weights
+from synthesizer_jax.attention.banded import obstacle as banded_obstacle
+from synthesizer_jax.attention.checks import check_arguments, check_weights
 from synthesizer_jax.attention.cudnn import attend_cudnn
 from synthesizer_jax.attention.cudnn import obstacle as cudnn_obstacle
-from synthesizer_jax.attention.explain import Explanation, explain_call
+from synthesizer_jax.attention.explanations import Explanation, explained_platform, log_call
 from synthesizer_jax.attention.fused import attend_fused
-from synthesizer_jax.attention.fused import kernel_of as fused_kernel_of
+from synthesizer_jax.attention.fused import obstacle as fused_obstacle
+from synthesizer_jax.attention.fused import select_kernel as select_fused_kernel
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.packed import DENSER, attend_unpacked, by_position, unpacked_lengths
+from synthesizer_jax.attention.packed import (
+    DENSER,
+    attend_unpacked,
+    has_absolute_positions,
+    unpacked_lengths,
+)
 from synthesizer_jax.attention.partition import (
     Partition,
+    Route,
     axes_along,
     axes_of_type,
     in_auto_mode,
 )
-from synthesizer_jax.attention.parts import vary_alike
-from synthesizer_jax.attention.reference import attend_reference, weigh
+from synthesizer_jax.attention.parts import match_varying_axes
+from synthesizer_jax.attention.reference import attend_reference, softmax_weights
 from synthesizer_jax.attention.static import attend_static
-from synthesizer_jax.attention.static import kernel_of as static_kernel_of
-from synthesizer_jax.attention.terms import Banded, LowRank, Outer, Split, Terms
+from synthesizer_jax.attention.static import obstacle as static_obstacle
+from synthesizer_jax.attention.static import select_kernel as select_static_kernel
+from synthesizer_jax.attention.terms import Split, Terms
+from synthesizer_jax.typing import PyTree
 
 ROUTES = {
     "static": attend_static,
@@ -40,10 +50,17 @@ ROUTES = {
     "reference": attend_reference,
 }
 
-KERNELS = {"static": static_kernel_of, "fused": fused_kernel_of}
+OBSTACLES: dict[str, Callable[[Terms, Mask], str | None]] = {
+    "static": static_obstacle,
+    "fused": fused_obstacle,
+    "banded": banded_obstacle,
+}
+"""Why a route cannot take terms and a mask; None: it can."""
+
+KERNELS = {"static": select_static_kernel, "fused": select_fused_kernel}
 """What runs a route on a platform, and why not kernels."""
 
-SMALL = 128 * 128
+FEW_LOGITS = 128 * 128
 """Up to this many logits per head and example, the logits take about as much memory as queries, keys and
 values, so that the reference route is used."""
 
@@ -51,6 +68,10 @@ FEW_SEGMENTS = (
     f"in packed rows it needs Mask.segments, no Mask.allowed, and segments · segment_length² of at most "
     f"{DENSER} times the square of the row's length"
 )
+
+
+_Arguments: TypeAlias = tuple[Terms, jax.Array, Mask | jax.Array | None, jax.Array | None]
+"""Terms, values, mask and key of the dropout."""
 
 
 def attend(
@@ -64,7 +85,7 @@ def attend(
     implementation: str = "auto",
     partition: Partition | None = None,
 ) -> jax.Array:
-    """Attention, ``out[b, q, h] = Σ_k softmax_k(Σ terms)[b, h, q, k] · values[b, k, h]``.
+    """Computes attention, ``out[b, q, h] = Σ_k softmax_k(Σ terms)[b, h, q, k] · values[b, k, h]``.
 
     Logits and softmax are float32 or wider. A query that is padding, and one without a key, gets
     zeros and gives no gradient. All routes give the same answer, up to rounding:
@@ -105,48 +126,54 @@ def attend(
             terms,
             values,
             mask,
-            dropout_key,
+            dropout_key=dropout_key,
             partition=partition,
             q_length=q_length,
             dropout_rate=dropout_rate,
             implementation=implementation,
         )
-    terms, values, mask, q_length = check(terms, values, mask, q_length)
+    terms, values, mask, q_length = check_arguments(terms, values, mask, q_length=q_length)
     batch, k_length, heads, width = values.shape
     if 0 in (batch, q_length, k_length, heads, width):
         return jnp.zeros((batch, q_length, heads, width), values.dtype)
-    values = drop_values(values, dropout_rate, dropout_key)
+    values = drop_value_vectors(values, dropout_rate, dropout_key)
     if isinstance(terms[0], Split):
-        options: Any = {"implementation": implementation, "partition": partition}
-        return _attend_groups(terms[0], values, mask, q_length=q_length, **options)
-    plan = make_plan(terms, values, mask, q_length, implementation)
+        return _attend_groups(
+            terms[0],
+            values,
+            mask,
+            q_length=q_length,
+            implementation=implementation,
+            partition=partition,
+        )
+    plan = _select_route(terms, values, mask, q_length=q_length, implementation=implementation)
 
-    def run(terms: Terms, values: jax.Array, mask: Mask, q_length: int) -> jax.Array:
+    def run(terms: Terms, values: jax.Array, mask: Mask, *, q_length: int) -> jax.Array:
         route = ROUTES[plan.route]
         function = functools.partial(attend_unpacked, route) if plan.unpack else route
-        terms, values, mask = vary_alike(terms, values, mask)
+        terms, values, mask = match_varying_axes(terms, values, mask)
         return function(terms, values, mask=mask, q_length=q_length)
 
-    divide = (
-        partition is not None and partition.names and (plan.unpack or plan.route != "reference")
-    )
-    note(plan, terms, values, mask, q_length, partition if divide else None, run)
-    if partition is not None and divide:
-        return partition.spread(run, q_length)(terms, values, mask)
-    return run(terms, values, mask, q_length)
+    if partition and (not partition.axis_names or (plan.route == "reference" and not plan.unpack)):
+        partition = None  # the compiler divides the reference route itself
+    _log_route(plan, run, terms, values=values, mask=mask, q_length=q_length, partition=partition)
+    if partition is not None:
+        return partition.shard_route(run, q_length)(terms, values, mask)
+    return run(terms, values, mask, q_length=q_length)
 
 
-def note(
-    plan: Plan,
+def _log_route(
+    plan: _RouteChoice,
+    run: Route,
     terms: Terms,
+    *,
     values: jax.Array,
     mask: Mask,
     q_length: int,
     partition: Partition | None,
-    run: Callable[..., jax.Array],
 ) -> None:
-    """Explains a call to the log, and to `explain` where that asks."""
-    platform = jax.default_backend()
+    """Explains a call to the log, and to `explain`."""
+    platform = explained_platform()
     batch, k_length, heads, _ = values.shape
 
     def make() -> Explanation:
@@ -156,7 +183,9 @@ def note(
         if plan.route == "cudnn":
             kernel = "cuDNN"
         if plan.route in KERNELS:
-            kernel, why = KERNELS[plan.route](terms, values, mask, q_length, platform)
+            kernel, why = KERNELS[plan.route](
+                terms, values, mask, q_length=q_length, platform=platform
+            )
             obstacles |= {"kernels": why} if why else {}
         divided = {} if partition is None else dataclasses.asdict(partition)
         return Explanation(
@@ -170,23 +199,25 @@ def note(
             obstacles=obstacles,
         )
 
-    def kept() -> Any:
-        return jax.vjp(lambda *x: run(*x, mask, q_length), terms, values)[1]
+    def residuals() -> PyTree:
+        return jax.vjp(lambda t, v: run(t, v, mask, q_length=q_length), terms, values)[1]
 
-    explain_call(make, kept)
+    log_call(make, residuals)
 
 
 def _attend_in_auto_mode(
     terms: Terms,
     values: jax.Array,
     mask: Mask | jax.Array | None,
-    dropout_key: jax.Array | None,
     *,
+    dropout_key: jax.Array | None,
+    q_length: int | None,
+    dropout_rate: float,
+    implementation: str,
     partition: Partition | None,
-    **options: Any,
 ) -> jax.Array:
-    """`attend` where mesh axes are explicit: divided as the types of its arguments say."""
-    if partition is None or not partition.names:
+    """Computes `attend` where mesh axes are explicit, partitioned as the types of its arguments say."""
+    if partition is None or not partition.axis_names:
         queries = [x for t in terms for x in jax.tree.leaves(t) if x.ndim == 4][:1]
         partition = Partition(
             batch=axes_along(values, 0),
@@ -195,12 +226,20 @@ def _attend_in_auto_mode(
         )
     spec = PartitionSpec(partition.batch, partition.sequence, partition.heads)
 
-    def call(terms: Terms, values: jax.Array, mask: Any, dropout_key: Any) -> jax.Array:
+    def call(arguments: _Arguments) -> jax.Array:
+        terms, values, mask, dropout_key = arguments
         return attend(
-            terms, values, mask=mask, dropout_key=dropout_key, partition=partition, **options
+            terms,
+            values,
+            mask=mask,
+            q_length=q_length,
+            dropout_rate=dropout_rate,
+            dropout_key=dropout_key,
+            implementation=implementation,
+            partition=partition,
         )
 
-    return in_auto_mode(call, lambda _: spec)(terms, values, mask, dropout_key)
+    return in_auto_mode(call, lambda _: spec)((terms, values, mask, dropout_key))
 
 
 def attention_weights(
@@ -210,7 +249,7 @@ def attention_weights(
     q_length: int | None = None,
     k_length: int | None = None,
 ) -> jax.Array:
-    """The attention weights, for reports.
+    """Returns the attention weights, for reports.
 
     Args:
       terms: as in `attend`.
@@ -222,24 +261,36 @@ def attention_weights(
       ``[b or 1, h, q, k]`` float32 or wider; rows sum to one, or to zero where a query is padding
       or sees no key.
     """
-    terms, mask, q_length, k_length = check_weights(terms, mask, q_length, k_length)
-    return weigh(terms, mask=mask, q_length=q_length, k_length=k_length)
+    terms, mask, q_length, k_length = check_weights(terms, mask, q_length, k_length=k_length)
+    return softmax_weights(terms, mask=mask, q_length=q_length, k_length=k_length)
 
 
 def _attend_groups(
-    split: Split, values: jax.Array, mask: Mask, *, q_length: int, **options: Any
+    split: Split,
+    values: jax.Array,
+    mask: Mask,
+    *,
+    q_length: int,
+    implementation: str,
+    partition: Partition | None,
 ) -> jax.Array:
-    """`attend` for every group of heads by itself."""
-    parts, start = [], 0
-    for terms, count in zip(split.groups, split.heads, strict=True):
-        part, own = mask.head_group(start, count), values[:, :, start : start + count]
-        parts.append(attend(terms, own, mask=part, q_length=q_length, **options))
-        start += count
+    """Computes `attend` for every group of heads by itself."""
+    parts = [
+        attend(
+            terms,
+            values[:, :, start : start + count],
+            mask=mask.take_heads(start, count),
+            q_length=q_length,
+            implementation=implementation,
+            partition=partition,
+        )
+        for terms, start, count in split.slices()
+    ]
     return jnp.concatenate(parts, axis=2)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class _RouteChoice:
     """How attention is computed.
 
     Attributes:
@@ -253,9 +304,9 @@ class Plan:
     obstacles: dict[str, str]
 
 
-def make_plan(
-    terms: Terms, values: jax.Array, mask: Mask, q_length: int, implementation: str = "auto"
-) -> Plan:
+def _select_route(
+    terms: Terms, values: jax.Array, mask: Mask, *, q_length: int, implementation: str = "auto"
+) -> _RouteChoice:
     """Chooses the route.
 
     Raises:
@@ -266,7 +317,7 @@ def make_plan(
             f"attend: implementation={implementation!r}; allowed: auto, {', '.join(ROUTES)}"
         )
     k_length, packed = values.shape[1], mask.query_segments is not None
-    positional = packed and any(any(by_position(t, mask)) for t in terms)
+    positional = has_absolute_positions(terms, mask)
     lengths = unpacked_lengths(mask, q_length, k_length) if packed else None
     obstacles = _obstacles(terms, mask, positional=positional, unpacks=lengths is not None)
     why_not = FEW_SEGMENTS if positional and lengths is None else cudnn_obstacle(terms, values)
@@ -274,7 +325,7 @@ def make_plan(
     chosen = implementation
     if implementation == "auto":
         q, k = lengths if lengths and positional else (q_length, k_length)
-        small = ["reference", "fused"] if q * k <= SMALL else ["fused", "reference"]
+        small = ["reference", "fused"] if q * k <= FEW_LOGITS else ["fused", "reference"]
         chosen = next(r for r in ("banded", "static", *small) if r not in obstacles)
     if chosen in obstacles:
         raise ValueError(
@@ -282,33 +333,22 @@ def make_plan(
             "use 'auto'"
         )
     unpack = lengths is not None and (positional or chosen in ("static", "cudnn"))
-    return Plan(chosen, unpack and implementation != "reference", obstacles)
+    return _RouteChoice(chosen, unpack and implementation != "reference", obstacles)
 
 
 def _obstacles(terms: Terms, mask: Mask, *, positional: bool, unpacks: bool) -> dict[str, str]:
-    """Why routes cannot run; see `Plan`."""
-    packed, few = mask.query_segments is not None, FEW_SEGMENTS
-    if any(isinstance(t, Banded) for t in terms):
-        weights = "Banded terms are weights without a softmax"
-        banded = {"banded": few} if positional and not unpacks else {}
-        return {"static": weights, "fused": weights, **banded}
-    found = {"banded": "it takes one Banded term, which is weights and not logits"}
-    made = [
-        t
-        for t in terms
-        if isinstance(t, Outer) or (isinstance(t, LowRank) and (t.token_queries or t.token_keys))
-    ]
-    if made:
-        found["static"] = f"a {type(made[0]).__name__} term is made from tokens"
-    elif mask.allowed is not None:
-        found["static"] = "Mask.allowed may differ between examples"
-    elif packed and not unpacks:
-        found["static"] = few
-    return found
+    """Returns why routes cannot run, see `_RouteChoice`."""
+    obstacles = {name: obstacle(terms, mask) for name, obstacle in OBSTACLES.items()}
+    packed = mask.query_segments is not None
+    if not obstacles["banded"] and positional and not unpacks:
+        obstacles["banded"] = FEW_SEGMENTS
+    if not obstacles["static"] and packed and not unpacks:
+        obstacles["static"] = FEW_SEGMENTS
+    return {name: why for name, why in obstacles.items() if why}
 
 
-def drop_values(values: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """T5's dropout of attention weights, as dropout of whole values; see `attend`.
+def drop_value_vectors(values: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Drops whole value vectors, T5's dropout of attention weights; see `attend`.
 
     Args:
       values: ``[b, k, h, e]``.

@@ -1,4 +1,4 @@
-"""The banded route: weights of a window of keys, cost linear in the length."""
+"""The banded route: sums over a window of keys, at a cost linear in the length."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import jax.numpy as jnp
 
 from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.parts import zero_padding
-from synthesizer_jax.attention.terms import Banded, Terms, wide
+from synthesizer_jax.attention.parts import zero_padding_tokens
+from synthesizer_jax.attention.terms import Banded, Terms, logits_dtype
 
 
 def attend_banded(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) -> jax.Array:
-    """``out[b, q, h] = Σ_t weights[b, q, h, t] · values[b, start(q) + t, h]``.
+    """Returns ``out[b, q, h] = Σ_t weights[b, q, h, t] · values[b, start(q) + t, h]``.
 
     Args:
-      terms: one `Banded`.
+      terms: a single `Banded` term.
       values: ``[b, k, h, e]``.
-      mask: which keys a query may see.
+      mask: which keys a query may attend to.
       q_length: number of queries.
 
     Returns:
@@ -31,71 +31,87 @@ def attend_banded(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int)
     assert isinstance(term, Banded)
     k_length, heads = values.shape[1:3]
     keys, queries = mask.keys(k_length), mask.queries(q_length)
-    term, mask = only_seen(term, dataclasses.replace(mask, key_lengths=None, key_valid=None))
-    seen = visible(term, mask, q_length=q_length, k_length=k_length)
-    if seen is not None:
-        term = dataclasses.replace(term, weights=jnp.where(seen, term.weights, 0))
+    term, mask = _trim_hidden_taps(
+        term, dataclasses.replace(mask, key_lengths=None, key_valid=None)
+    )
+    tap_mask = _tap_mask(term, mask, q_length=q_length, k_length=k_length)
+    if tap_mask is not None:
+        term = dataclasses.replace(term, weights=jnp.where(tap_mask, term.weights, 0))
     if keys is not None:
-        values = zero_padding(values, keys)
-    out = sum_taps(term, values, mask, q_length)
-    if term.normalise:
-        real = jnp.ones((values.shape[0], k_length), bool) if keys is None else keys
-        ones = jnp.broadcast_to(real[..., None, None], (*real.shape, heads, 1))
-        total = sum_taps(term, ones.astype(wide(values)), mask, q_length)
-        out = jnp.where(total > 0, out / jnp.where(total > 0, total, 1), 0)
+        values = zero_padding_tokens(values, keys)
+    out = _sum_window(term, values, mask, q_length=q_length)
+    if term.normalize:
+        is_real = jnp.ones((values.shape[0], k_length), bool) if keys is None else keys
+        ones = jnp.broadcast_to(is_real[..., None, None], (*is_real.shape, heads, 1))
+        row_sum = _sum_window(term, ones.astype(logits_dtype(values)), mask, q_length=q_length)
+        out = jnp.where(row_sum > 0, out / jnp.where(row_sum > 0, row_sum, 1), 0)
     if queries is not None:
-        out = zero_padding(out, queries)
+        out = zero_padding_tokens(out, queries)
     return jnp.broadcast_to(out, (values.shape[0], *out.shape[1:])).astype(values.dtype)
 
 
-def materialise_banded(
+def obstacle(terms: Terms, mask: Mask) -> str | None:
+    """Returns why this route cannot take terms; None if it can."""
+    del mask
+    if all(isinstance(term, Banded) for term in terms):
+        return None
+    return "it takes one Banded term, which is weights and not logits"
+
+
+def materialize_banded(
     term: Banded,
     *,
     mask: Mask,
     q_length: int,
     k_length: int,
-    places: tuple[jax.Array, jax.Array] | None = None,
+    positions: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """The weights ``[b or 1, h, q, k]`` that a mask leaves, the oracle of the route.
+    """Returns the masked weights ``[b or 1, h, q, k]``; the reference for this route.
 
     Args:
       term: the weights of the windows.
-      mask: which keys a query may see.
+      mask: which keys a query may attend to.
       q_length: number of queries.
       k_length: number of keys.
-      places: positions ``[b, q]`` and ``[b, k]`` inside packed segments, where windows lie by these.
+      positions: positions ``[b, q]`` and ``[b, k]`` inside packed segments, to which the windows then
+        refer; None: the positions in the row.
     """
-    weights, width = term.weights.astype(wide(term.weights)), term.weights.shape[-1]
-    first = first_keys(term, mask, q_length)[None]
+    weights, width = term.weights.astype(logits_dtype(term.weights)), term.weights.shape[-1]
+    first_key = _first_tap_keys(term, mask, q_length)[None]
     key = jnp.arange(k_length)[None]
-    if places is not None:
-        first, key = first_keys(term, mask, first.shape[1])[places[0]], places[1]
+    if positions is not None:
+        q_positions, key = positions
+        first_key = _first_tap_keys(term, mask, first_key.shape[1])[q_positions]
         if weights.shape[0] == 1 and weights.shape[1] > 1:
-            weights = weights[0][places[0]]
-    tap = (key[:, None, :] - first[:, :, None])[:, :, None, :]
+            weights = weights[0][q_positions]
+    tap = (key[:, None, :] - first_key[:, :, None])[:, :, None, :]
     batch = max(weights.shape[0], tap.shape[0])
     weights = jnp.broadcast_to(weights, (batch, q_length, *weights.shape[2:]))
     if width == 0:
         return jnp.zeros((batch, weights.shape[2], q_length, k_length), weights.dtype)
-    full = jnp.take_along_axis(weights, jnp.clip(tap, 0, width - 1), axis=-1)
-    full = jnp.where((tap >= 0) & (tap < width), full, 0).swapaxes(1, 2)
+    dense = jnp.take_along_axis(weights, jnp.clip(tap, 0, width - 1), axis=-1)
+    dense = jnp.where((tap >= 0) & (tap < width), dense, 0).swapaxes(1, 2)
     pairs = mask.pairs(q_length, k_length)
-    full = full if pairs is None else jnp.where(pairs, full, 0)
-    if not term.normalise:
-        return full
-    total = full.sum(axis=-1, keepdims=True)
-    return jnp.where(total > 0, full / jnp.where(total > 0, total, 1), 0)
+    dense = dense if pairs is None else jnp.where(pairs, dense, 0)
+    if not term.normalize:
+        return dense
+    row_sum = dense.sum(axis=-1, keepdims=True)
+    return jnp.where(row_sum > 0, dense / jnp.where(row_sum > 0, row_sum, 1), 0)
 
 
-def first_keys(term: Banded, mask: Mask, q_length: int) -> jax.Array:
-    """``[q]`` the key of every query's first tap; it may lie outside of the row."""
+def _first_tap_keys(term: Banded, mask: Mask, q_length: int) -> jax.Array:
+    """Returns the key position of every query's first tap, ``[q]``; it may lie outside of the row."""
     if term.starts is not None:
         return term.starts
     return jnp.arange(q_length) + mask.query_offset + term.first
 
 
-def only_seen(term: Banded, mask: Mask) -> tuple[Banded, Mask]:
-    """Cuts taps off that `causal`, `window` or `ahead` hide from every query alike."""
+def _trim_hidden_taps(term: Banded, mask: Mask) -> tuple[Banded, Mask]:
+    """Cuts off the taps that `causal`, `window` or `ahead` mask for all queries.
+
+    Returns:
+      The term and a mask without these three, or the arguments if the mask cannot be reduced so.
+    """
     if term.starts is not None or mask.prefix_lengths is not None or mask.counts_in_segments:
         return term, mask
     start, end = term.first, term.first + term.weights.shape[-1]
@@ -109,41 +125,47 @@ def only_seen(term: Banded, mask: Mask) -> tuple[Banded, Mask]:
     return term, dataclasses.replace(mask, causal=False, window=None, ahead=None)
 
 
-def visible(term: Banded, mask: Mask, *, q_length: int, k_length: int) -> jax.Array | None:
-    """What is left of a mask for every tap, bool ``[b or 1, q, h or 1, w]``; None: everything."""
+def _tap_mask(term: Banded, mask: Mask, *, q_length: int, k_length: int) -> jax.Array | None:
+    """Returns the mask of the taps, bool ``[b or 1, q, h or 1, w]``; None if it masks none.
+
+    Masks of padding queries are left out.
+    """
     mask = dataclasses.replace(mask, query_lengths=None, query_valid=None)
     pairs = mask.pairs(q_length, k_length)
     if pairs is None:
         return None
     width = term.weights.shape[-1]
-    index = first_keys(term, mask, q_length)[:, None] + jnp.arange(width)
-    inside = (index >= 0) & (index < k_length)
-    seen = jnp.take_along_axis(pairs, jnp.clip(index, 0, k_length - 1)[None, None], axis=-1)
-    return (seen & inside).swapaxes(1, 2)
+    key = _first_tap_keys(term, mask, q_length)[:, None] + jnp.arange(width)
+    in_row = (key >= 0) & (key < k_length)
+    allowed = jnp.take_along_axis(pairs, jnp.clip(key, 0, k_length - 1)[None, None], axis=-1)
+    return (allowed & in_row).swapaxes(1, 2)
 
 
-def sum_taps(term: Banded, values: jax.Array, mask: Mask, q_length: int) -> jax.Array:
-    """The weighted sum of the window's values, ``[b, q, h, e]`` float32 or wider."""
+def _sum_window(term: Banded, values: jax.Array, mask: Mask, *, q_length: int) -> jax.Array:
+    """Returns the weighted sum of the window's values, ``[b, q, h, e]`` in float32 or wider."""
     width = term.weights.shape[-1]
     if width == 0:
         shape = (values.shape[0], q_length, *values.shape[2:])
-        return jnp.zeros(shape, wide(values))
+        return jnp.zeros(shape, logits_dtype(values))
     if term.starts is not None:
-        return _sum_gathered(term.weights, values, term.starts)
+        return _sum_gathered_values(term.weights, values, term.starts)
     start, length = mask.query_offset + term.first, q_length + width - 1
     if isinstance(start, int):
         sides = (-start, start + length - values.shape[1], 0)
-    else:  # a step of a decoding loop: any position up to the last key
+    else:  # in a decoding loop the start may be any position up to the last key
         sides = (length, length, 0)
     padding = [(0, 0, 0), sides, (0, 0, 0), (0, 0, 0)]
     window = jax.lax.pad(values, jnp.zeros((), values.dtype), padding)
     if not isinstance(start, int):
         window = jax.lax.dynamic_slice_in_dim(window, start + length, length, axis=1)
-    return taps(term.weights, window, q_length)
+    return _sum_shifted_values(term.weights, window, q_length)
 
 
-def taps(weights: jax.Array, window: jax.Array, q_length: int) -> jax.Array:
-    """``out[b, q, h] = Σ_t weights[b, q, h, t] · window[b, q + t, h]``.
+def _sum_shifted_values(weights: jax.Array, window: jax.Array, q_length: int) -> jax.Array:
+    """Returns ``out[b, q, h] = Σ_t weights[b, q, h, t] · window[b, q + t, h]``.
+
+    The forward pass reads the window once; the backward pass reads it once for each of the two
+    cotangents. There are no residuals besides the arguments.
 
     Args:
       weights: ``[b or 1, q or 1, h, w]``.
@@ -151,19 +173,21 @@ def taps(weights: jax.Array, window: jax.Array, q_length: int) -> jax.Array:
       q_length: number of queries.
 
     Returns:
-      ``[b, q, h, e]`` float32 or wider. One pass over the window forward and one backward each for
-      the window and for the weights; nothing is kept but the arguments.
+      ``[b, q, h, e]`` in float32 or wider.
     """
-    plain = functools.partial(_sum_windows, q_length=q_length)
-    summed = with_gradient(
-        lambda inputs: (plain(inputs), ()), _taps_backward, plain, reads_output=False
+    plain = functools.partial(_sum_shifted_values_plain, q_length=q_length)
+    sum_shifted_values = with_gradient(
+        functools.partial(_sum_shifted_values_fwd, q_length=q_length),
+        _sum_shifted_values_bwd,
+        plain,
+        reads_output=False,
     )
-    return summed((weights, window))
+    return sum_shifted_values((weights, window))
 
 
-def _sum_windows(inputs: tuple[jax.Array, jax.Array], *, q_length: int) -> jax.Array:
+def _sum_shifted_values_plain(inputs: tuple[jax.Array, jax.Array], *, q_length: int) -> jax.Array:
     weights, window = inputs
-    dtype = wide(window)
+    dtype = logits_dtype(window)
     weights, width = weights.astype(dtype), weights.shape[-1]
     products = (
         weights[..., t, None] * window[:, t : t + q_length].astype(dtype) for t in range(width)
@@ -171,44 +195,57 @@ def _sum_windows(inputs: tuple[jax.Array, jax.Array], *, q_length: int) -> jax.A
     return functools.reduce(operator.add, products)
 
 
-def _taps_backward(
-    inputs: tuple[jax.Array, jax.Array], out: None, kept: tuple[()], g: jax.Array
+def _sum_shifted_values_fwd(
+    inputs: tuple[jax.Array, jax.Array], *, q_length: int
+) -> tuple[jax.Array, tuple[()]]:
+    return _sum_shifted_values_plain(inputs, q_length=q_length), ()
+
+
+def _sum_shifted_values_bwd(
+    inputs: tuple[jax.Array, jax.Array], out: None, residuals: tuple[()], dout: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    del out, kept
+    del out, residuals
     weights, window = inputs
-    width, dtype, q_length = weights.shape[-1], g.dtype, g.shape[1]
-    sides = ((0, 0), (width - 1, width - 1), (0, 0), (0, 0))
-    gradient = jnp.pad(g, sides)
-    wide_weights = weights.astype(dtype)
+    width, dtype, q_length = weights.shape[-1], dout.dtype, dout.shape[1]
+    padding = ((0, 0), (width - 1, width - 1), (0, 0), (0, 0))
+    padded_dout = jnp.pad(dout, padding)
+    padded_weights = weights.astype(dtype)
     if weights.shape[1] > 1:
-        wide_weights = jnp.pad(wide_weights, sides)
+        padded_weights = jnp.pad(padded_weights, padding)
     length = window.shape[1]
     dwindow, dweights = jnp.zeros_like(window, dtype=dtype), []
-    axes = tuple(i for i in (0, 1) if weights.shape[i] == 1)
+    shared_axes = tuple(i for i in (0, 1) if weights.shape[i] == 1)
     for t in range(width):
-        near = slice(width - 1 - t, width - 1 - t + length)
+        # dwindow[b, n, h] = Σ_t weights[b, n - t, h, t] · dout[b, n - t, h]
+        queries = slice(width - 1 - t, width - 1 - t + length)
         tap = (
-            wide_weights[:, near, :, t, None]
+            padded_weights[:, queries, :, t, None]
             if weights.shape[1] > 1
-            else wide_weights[..., t, None]
+            else padded_weights[..., t, None]
         )
-        dwindow = dwindow + tap * gradient[:, near]
-        product = (g * window[:, t : t + q_length].astype(dtype)).sum(axis=-1)
-        dweights.append(product.sum(axis=axes, keepdims=True))
+        dwindow = dwindow + tap * padded_dout[:, queries]
+        # dweights[b, q, h, t] = Σ_e dout[b, q, h, e] · window[b, q + t, h, e], summed over the examples
+        # and queries that share weights
+        product = (dout * window[:, t : t + q_length].astype(dtype)).sum(axis=-1)
+        dweights.append(product.sum(axis=shared_axes, keepdims=True))
     return (
         jnp.stack(dweights, axis=-1).astype(weights.dtype),
         dwindow.astype(window.dtype),
     )
 
 
-def _sum_gathered(weights: jax.Array, values: jax.Array, starts: jax.Array) -> jax.Array:
-    """As `taps`, where each query's window starts at a place of its own."""
-    dtype, k_length = wide(values), values.shape[1]
+def _sum_gathered_values(weights: jax.Array, values: jax.Array, starts: jax.Array) -> jax.Array:
+    """Returns ``out[b, q, h] = Σ_t weights[b, q, h, t] · values[b, starts[q] + t, h]``.
 
-    def one(t: int) -> jax.Array:
-        index = starts + t
-        inside = (index >= 0) & (index < k_length)
-        rows = jnp.take(values, jnp.clip(index, 0, k_length - 1), axis=1).astype(dtype)
-        return weights[..., t, None].astype(dtype) * jnp.where(inside[:, None, None], rows, 0)
+    Keys outside of the row count as zeros.
+    """
+    dtype, k_length = logits_dtype(values), values.shape[1]
 
-    return functools.reduce(operator.add, (one(t) for t in range(weights.shape[-1])))
+    def weigh_tap(t: int) -> jax.Array:
+        key = starts + t
+        in_row = (key >= 0) & (key < k_length)
+        tap_values = jnp.take(values, jnp.clip(key, 0, k_length - 1), axis=1).astype(dtype)
+        tap_values = jnp.where(in_row[:, None, None], tap_values, 0)
+        return weights[..., t, None].astype(dtype) * tap_values
+
+    return functools.reduce(operator.add, (weigh_tap(t) for t in range(weights.shape[-1])))

@@ -1,9 +1,9 @@
-"""The fused route in plain JAX: a loop over heads and, inside, over examples.
+"""The fused route in plain JAX: a loop over heads and, inside it, a loop over examples.
 
-Logits exist for one head of one example at a time. Heads are the outer loop, so that what examples
-share, logits of parameters above all, is made once per head and its gradient summed over the batch in
-place. `forward_at_once` and `backward_at_once` take all heads of an example together: a GPU's batched
-product, which one head does not fill.
+The logits of only one head of one example exist at a time. The loop over heads is the outer one, so that
+a bias that the examples share is computed once per head, and its gradient is summed over the batch in
+place. `forward_all_heads` and `backward_all_heads` process all heads of an example at once, as batched
+matrix products: one head is not enough work for a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,218 +20,283 @@ from jax import lax
 
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.packed import segment_lengths
-from synthesizer_jax.attention.parts import Inputs, Rows, shared_bias
-from synthesizer_jax.attention.products import plain_product, product, transposed_product
+from synthesizer_jax.attention.parts import Biases, FusedInputs, Products, SoftmaxStats, sum_biases
+from synthesizer_jax.attention.products import matmul_nt, matmul_nt_plain, matmul_tn
 from synthesizer_jax.attention.reference import softmax
-from synthesizer_jax.attention.terms import LowRank, Outer, Terms, wide
+from synthesizer_jax.attention.terms import logits_dtype
+
+_Tree = TypeVar("_Tree")
+_Result = TypeVar("_Result")
+_Output: TypeAlias = tuple[jax.Array, SoftmaxStats]
+_Cotangents: TypeAlias = tuple[Products, Biases, jax.Array]
 
 
-def forward(q_length: int, inputs: Inputs) -> tuple[jax.Array, Rows]:
-    """The attention output ``[b, q, h, e]``, and what `backward` needs."""
-    products, biases, values, mask, places = vectorised(q_length, inputs)
+def forward(q_length: int, inputs: FusedInputs) -> tuple[jax.Array, SoftmaxStats]:
+    """Returns the attention output ``[b, q, h, e]`` and the row statistics that `backward` needs."""
+    products, biases, values, mask, positions = _with_pairwise_mask(q_length, inputs)
     batch, k_length, heads, width = values.shape
-    dtype = wide(values, *jax.tree.leaves((products, biases)))
+    dtype = logits_dtype(values, *jax.tree.leaves((products, biases)))
 
-    def head(j: jax.Array, results: Any):
-        bias = shared_bias(_block(biases, 0, j), q_length=bias_length(inputs, q_length))
+    def update_head(j: jax.Array, output: _Output) -> _Output:
+        bias = sum_biases(_select_block(biases, 0, j), q_length=_num_bias_rows(inputs, q_length))
 
-        def example(i: jax.Array, results: Any):
-            own_mask = mask.block(i, j)
-            own_places = _example(places, i)
+        def update_example(i: jax.Array, output: _Output) -> _Output:
+            block_mask = mask.block(i, j)
+            block_positions = _select_example(positions, i)
+            # S = Σ terms, and -inf where the mask forbids a key
             logits = _logits(
-                bias, _block(products, i, j), lengths=(q_length, k_length), places=own_places
+                bias,
+                _select_block(products, i, j),
+                lengths=(q_length, k_length),
+                positions=block_positions,
             )
-            logits = _masked(logits, own_mask)
-            top = jnp.max(logits, axis=-1, keepdims=True)
-            top = jnp.where(top == -jnp.inf, 0, top)
-            weights = jnp.exp(logits - top).astype(values.dtype)
-            total = jnp.sum(weights, axis=-1, keepdims=True, dtype=dtype)
-            some = total > 0
-            real = own_mask.queries(q_length)
-            some = some if real is None else some & real.T
-            inverse = jnp.where(some, 1 / jnp.where(some, total, 1), 0)
-            out = jnp.matmul(weights, _block(values, i, j), preferred_element_type=dtype)
-            return _put(results, (out * inverse, Rows(top, inverse)), i, j)
+            logits = _mask_logits(logits, block_mask)
+            # c = max_k S
+            row_max = jnp.max(logits, axis=-1, keepdims=True)
+            row_max = jnp.where(row_max == -jnp.inf, 0, row_max)
+            # E = exp(S - c),  l = Σ_k E
+            weights = jnp.exp(logits - row_max).astype(values.dtype)
+            row_sum = jnp.sum(weights, axis=-1, keepdims=True, dtype=dtype)
+            is_nonzero = row_sum > 0
+            queries = block_mask.queries(q_length)
+            is_nonzero = is_nonzero if queries is None else is_nonzero & queries.T
+            inverse_row_sum = jnp.where(is_nonzero, 1 / jnp.where(is_nonzero, row_sum, 1), 0)
+            # O = (E V) / l
+            out = jnp.matmul(weights, _select_block(values, i, j), preferred_element_type=dtype)
+            block = out * inverse_row_sum, SoftmaxStats(row_max, inverse_row_sum)
+            return _update_block(output, block, i=i, j=j)
 
-        return lax.fori_loop(0, batch, example, results)
+        return _fori_loop(batch, update_example, output)
 
     out = jnp.zeros_like(values, shape=(batch, q_length, heads, width))
-    row = jnp.zeros_like(values, shape=(batch, q_length, heads, 1), dtype=dtype)
-    return lax.fori_loop(0, heads, head, (out, Rows(row, row)))
+    zeros = jnp.zeros_like(values, shape=(batch, q_length, heads, 1), dtype=dtype)
+    return _fori_loop(heads, update_head, (out, SoftmaxStats(zeros, zeros)))
 
 
-def backward(inputs: Inputs, rows: Rows, delta: jax.Array, g: jax.Array) -> Inputs:
-    """The cotangents of the inputs.
+def backward(
+    inputs: FusedInputs, stats: SoftmaxStats, delta: jax.Array, dout: jax.Array
+) -> FusedInputs:
+    """Returns the cotangents of the inputs.
+
+    With the weights ``P = exp(S - c) / l``, recomputed from the statistics, and the output ``O = P V``::
+
+      dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P ∘ (dP - delta),  delta = Σ_e dO ∘ O = Σ_k P ∘ dP
 
     Args:
-      inputs: what `forward` was given.
-      rows: what it returned.
-      delta: `inner` of its output and `g`.
-      g: the cotangent of its output.
+      inputs: the inputs of `forward`.
+      stats: the row statistics that it returned: c and 1 / l.
+      delta: `softmax_vjp_delta` of its output and `dout`.
+      dout: the cotangent of its output.
     """
-    q_length = g.shape[1]
-    products, biases, values, mask, places = vectorised(q_length, inputs)
+    q_length = dout.shape[1]
+    products, biases, values, mask, positions = _with_pairwise_mask(q_length, inputs)
     batch, k_length, heads, _ = values.shape
-    make_bias = functools.partial(shared_bias, q_length=bias_length(inputs, q_length))
+    make_bias = functools.partial(sum_biases, q_length=_num_bias_rows(inputs, q_length))
 
-    def head(j: jax.Array, carry: Any):
-        bias, back_bias = jax.vjp(make_bias, _block(biases, 0, j))
+    def update_head(j: jax.Array, cotangents: _Cotangents) -> _Cotangents:
+        bias, bias_vjp = jax.vjp(make_bias, _select_block(biases, 0, j))
 
-        def example(i: jax.Array, carry: Any):
-            dproducts, dvalues, dbias = carry
+        def update_example(
+            i: jax.Array, cotangents: tuple[Products, jax.Array, jax.Array | None]
+        ) -> tuple[Products, jax.Array, jax.Array | None]:
+            dproducts, dvalues, dbias = cotangents
             make_logits = functools.partial(
-                _logits, lengths=(q_length, k_length), places=_example(places, i)
+                _logits, lengths=(q_length, k_length), positions=_select_example(positions, i)
             )
-            logits, back = jax.vjp(make_logits, bias, _block(products, i, j))
-            (top, inverse), own_delta, g_block = _block((rows, delta, g), i, j)
-            weights = jnp.exp(_masked(logits, mask.block(i, j)) - top) * inverse
-            slope = weights * (product(g_block, _block(values, i, j)) - own_delta)
-            dbias_block, dproducts_block = back(slope)
-            dvalues_block = transposed_product(weights.astype(g.dtype), g_block)
+            logits, logits_vjp = jax.vjp(make_logits, bias, _select_block(products, i, j))
+            block_stats, block_delta, block_dout = _select_block((stats, delta, dout), i, j)
+            row_max, inverse_row_sum = block_stats
+            # P = exp(S - c) / l
+            weights = jnp.exp(_mask_logits(logits, mask.block(i, j)) - row_max) * inverse_row_sum
+            # dP = dO Vᵀ,  dS = P ∘ (dP - delta)
+            dlogits = weights * (matmul_nt(block_dout, _select_block(values, i, j)) - block_delta)
+            dbias_block, dproducts_block = logits_vjp(dlogits)
+            # dV = Pᵀ dO
+            dvalues_block = matmul_tn(weights.astype(dout.dtype), block_dout)
             return (
-                _put(dproducts, dproducts_block, i, j, add=True),
-                _put(dvalues, dvalues_block, i, j),
+                _update_block(dproducts, dproducts_block, i=i, j=j, add=True),
+                _update_block(dvalues, dvalues_block, i=i, j=j),
                 jax.tree.map(jnp.add, dbias, dbias_block),
             )
 
-        dproducts, dbiases, dvalues = carry
-        start = dproducts, dvalues, jax.tree.map(jnp.zeros_like, bias)
-        dproducts, dvalues, dbias = lax.fori_loop(0, batch, example, start)
-        return dproducts, _put(dbiases, back_bias(dbias)[0], 0, j), dvalues
+        dproducts, dbiases, dvalues = cotangents
+        init = dproducts, dvalues, jax.tree.map(jnp.zeros_like, bias)
+        dproducts, dvalues, dbias = _fori_loop(batch, update_example, init)
+        return dproducts, _update_block(dbiases, bias_vjp(dbias)[0], i=0, j=j), dvalues
 
-    def room(x: jax.Array) -> jax.Array:
-        """Zeros for a cotangent, in the logits' precision where it is a sum over the batch."""
-        return jnp.zeros_like(x, dtype=wide(x) if x.shape[0] == 1 else x.dtype)
+    def make_accumulator(x: jax.Array) -> jax.Array:
+        """Zeros, in the precision of the logits where examples share `x` and cotangents are summed."""
+        return jnp.zeros_like(x, dtype=logits_dtype(x) if x.shape[0] == 1 else x.dtype)
 
-    start = jax.tree.map(room, products), *jax.tree.map(jnp.zeros_like, (biases, values))
-    dproducts, dbiases, dvalues = lax.fori_loop(0, heads, head, start)
+    init = jax.tree.map(make_accumulator, products), *jax.tree.map(jnp.zeros_like, (biases, values))
+    dproducts, dbiases, dvalues = _fori_loop(heads, update_head, init)
     dproducts = jax.tree.map(lambda d, x: d.astype(x.dtype), dproducts, products)
     return inputs.cotangents(dproducts, dbiases, dvalues)
 
 
-def forward_at_once(q_length: int, inputs: Inputs) -> tuple[jax.Array, Rows]:
-    """`forward` of all heads of an example at a time."""
+def forward_all_heads(q_length: int, inputs: FusedInputs) -> tuple[jax.Array, SoftmaxStats]:
+    """Returns the same as `forward`; computes all heads of an example at a time."""
 
-    def one(inputs: Inputs) -> Any:
-        return _without_axis(forward(q_length, inputs), 2)
+    def forward_head(inputs: FusedInputs) -> tuple[jax.Array, SoftmaxStats]:
+        return _squeeze(forward(q_length, inputs), 2)
 
-    return _over_heads(one, inputs, (), out_axes=2)
+    return _map_heads(forward_head, inputs, (), out_axes=2)
 
 
-def backward_at_once(inputs: Inputs, rows: Rows, delta: jax.Array, g: jax.Array) -> Inputs:
-    """`backward` of all heads of an example at a time."""
+def backward_all_heads(
+    inputs: FusedInputs, stats: SoftmaxStats, delta: jax.Array, dout: jax.Array
+) -> FusedInputs:
+    """Returns the same as `backward`; computes all heads of an example at a time."""
 
-    def one(inputs: Inputs, *rest: Any) -> Any:
-        products, biases, values, *_ = backward(inputs, *rest)
-        return _without_axis(products, 2), _without_axis(biases, 0), _without_axis(values, 2)
+    def backward_head(
+        inputs: FusedInputs, stats: SoftmaxStats, delta: jax.Array, dout: jax.Array
+    ) -> _Cotangents:
+        products, biases, values, *_ = backward(inputs, stats, delta, dout)
+        return _squeeze(products, 2), _squeeze(biases, 0), _squeeze(values, 2)
 
-    products, biases, values = _over_heads(one, inputs, (rows, delta, g), out_axes=(2, 0, 2))
+    products, biases, values = _map_heads(
+        backward_head, inputs, (stats, delta, dout), out_axes=(2, 0, 2)
+    )
     return inputs.cotangents(products, biases, values)
 
 
-def plain(q_length: int, inputs: Inputs) -> jax.Array:
-    """The attention output ``[b, q, h, e]`` as code that JAX differentiates, in every order and mode.
+def plain_attention(q_length: int, inputs: FusedInputs) -> jax.Array:
+    """Returns the attention output ``[b, q, h, e]``, as code that JAX differentiates itself.
 
-    One head of one example at a time, nothing of which is kept.
+    This gives derivatives of every order and mode. It computes one head of one example at a time and
+    rematerializes it in the backward pass, so that no logits are saved.
     """
-    shared = functools.partial(jax.tree.map, lambda _: SHARED)
-    mask, allowed = shared(inputs.mask), inputs.mask.allowed
+    shared = functools.partial(jax.tree.map, lambda _: _SHARED)
+    mask_axes, allowed = shared(inputs.mask), inputs.mask.allowed
     if allowed is not None and allowed.shape[1] > 1:
-        mask = dataclasses.replace(mask, allowed=1)
-    by_head: Any = inputs
-    by_head = by_head._replace(
-        products=jax.tree.map(lambda _: 2, inputs.products),
+        mask_axes = dataclasses.replace(mask_axes, allowed=1)
+    head_axes = jax.tree.map(lambda _: 2, inputs)._replace(
         biases=jax.tree.map(lambda _: 0, inputs.biases),
-        values=2,
-        mask=mask,
-        places=shared(inputs.places),
+        mask=mask_axes,
+        positions=shared(inputs.positions),
     )
 
-    def head(inputs: Any) -> jax.Array:
-        axes = jax.tree.map(lambda x: SHARED if jnp.ndim(x) == 0 or x.shape[0] == 1 else 0, inputs)
-        axes = axes._replace(biases=shared(inputs.biases), values=0)
-        return _one_by_one(functools.partial(_plain_block, q_length), inputs, axes)
+    def attend_head(inputs: FusedInputs) -> jax.Array:
+        example_axes = jax.tree.map(
+            lambda x: _SHARED if jnp.ndim(x) == 0 or x.shape[0] == 1 else 0, inputs
+        )
+        example_axes = example_axes._replace(biases=shared(inputs.biases), values=0)
+        attend_block = functools.partial(_plain_block, q_length)
+        return _sequential_vmap(attend_block, inputs, in_axes=example_axes)
 
-    out = _one_by_one(head, inputs, by_head)
+    out = _sequential_vmap(attend_head, inputs, in_axes=head_axes)
     return out.transpose(1, 2, 0, 3).astype(inputs.values.dtype)
 
 
-def _plain_block(q_length: int, inputs: Inputs) -> jax.Array:
-    """The output ``[q, e]`` of inputs with one example and one head."""
-    products, biases, values, mask, places = inputs
-    first = jnp.zeros((), jnp.int32)
-    bias = shared_bias(_block(biases, 0, first), q_length=bias_length(inputs, q_length))
+def _plain_block(q_length: int, inputs: FusedInputs) -> jax.Array:
+    """Returns the output ``[q, e]`` for inputs of one example and one head."""
+    products, biases, values, mask, positions = inputs
+    j = jnp.zeros((), jnp.int32)
+    bias = sum_biases(_select_block(biases, 0, j), q_length=_num_bias_rows(inputs, q_length))
     logits = _logits(
         bias,
-        _block(products, 0, first),
+        _select_block(products, 0, j),
         lengths=(q_length, values.shape[1]),
-        places=_example(places, 0),
-        product=plain_product,
+        positions=_select_example(positions, 0),
+        matmul=matmul_nt_plain,
     )
-    weights = softmax(_masked(logits, mask), None)
-    real = mask.queries(q_length)
-    weights = weights if real is None else jnp.where(real.T, weights, 0)
+    weights = softmax(_mask_logits(logits, mask), None)
+    queries = mask.queries(q_length)
+    weights = weights if queries is None else jnp.where(queries.T, weights, 0)
     values = values[0, :, 0]
     return jnp.matmul(weights.astype(values.dtype), values, preferred_element_type=weights.dtype)
 
 
-SHARED = -1
-"""In the place of an axis: what all calls of `_one_by_one` share."""
+_SHARED = -1
+"""Stands for an axis in `_sequential_vmap`: the array is not mapped, but the same for all calls."""
 
 
-def _one_by_one(function: Callable[..., Any], tree: Any, axes: Any) -> Any:
-    """As `jax.vmap` with axes kept at a length of 1, one call after another, each rematerialised."""
-    structure: Any
-    leaves, structure = jax.tree.flatten(tree)
-    places = structure.flatten_up_to(axes)
-    mapped = [jnp.moveaxis(x, a, 0) for x, a in zip(leaves, places, strict=True) if a != SHARED]
+def _sequential_vmap(
+    function: Callable[[_Tree], jax.Array], inputs: _Tree, *, in_axes: object
+) -> jax.Array:
+    """Maps a function over axes of its inputs, one call after another.
+
+    Differs from `jax.vmap` in that the function sees the mapped axes with a length of 1, and that the
+    backward pass rematerializes each call.
+    """
+    arrays, treedef = jax.tree.flatten(inputs)
+    axes = jax.tree.leaves(in_axes)
+    mapped = [jnp.moveaxis(x, a, 0) for x, a in zip(arrays, axes, strict=True) if a != _SHARED]
 
     @jax.checkpoint
-    def call(slices: list[jax.Array]) -> Any:
-        rest = iter(slices)
-        own = [
-            x if a == SHARED else jnp.expand_dims(next(rest), a)
-            for x, a in zip(leaves, places, strict=True)
+    def call(slices: list[jax.Array]) -> jax.Array:
+        remaining = iter(slices)
+        args = [
+            x if a == _SHARED else jnp.expand_dims(next(remaining), a)
+            for x, a in zip(arrays, axes, strict=True)
         ]
-        return function(structure.unflatten(own))
+        return function(jax.tree.unflatten(treedef, args))
 
-    return lax.map(call, mapped)
+    out: jax.Array = lax.map(call, mapped)
+    return out
 
 
-def _over_heads(
-    function: Callable[..., Any], inputs: Inputs, rest: tuple[Any, ...], *, out_axes: Any
-) -> Any:
-    """A function of inputs with one head, mapped over the heads; `rest` holds ``[b, q, h, r]``."""
-    allowed, shared = inputs.mask.allowed, inputs.mask
+def _map_heads(
+    function: Callable[..., _Result],
+    inputs: FusedInputs,
+    extra_args: tuple[jax.Array | SoftmaxStats, ...],
+    *,
+    out_axes: int | tuple[int, ...],
+) -> _Result:
+    """Maps a function of the inputs of one head over all heads, by `jax.vmap`.
+
+    Args:
+      function: takes inputs whose axis of heads has a length of 1, and the extra arguments likewise.
+      inputs: the inputs of all heads.
+      extra_args: arrays ``[b, q, h, r]``.
+      out_axes: as in `jax.vmap`.
+    """
+    allowed, shared_mask = inputs.mask.allowed, inputs.mask
     if allowed is not None and allowed.shape[1] > 1:
-        shared = dataclasses.replace(shared, allowed=None)
+        shared_mask = dataclasses.replace(shared_mask, allowed=None)
     else:
         allowed = None
 
-    def one(products: Any, biases: Any, values: Any, allowed: Any, rest: Any) -> Any:
-        mask = shared
+    def call(
+        products: Products,
+        biases: Biases,
+        values: jax.Array,
+        allowed: jax.Array | None,
+        extra_args: tuple[jax.Array | SoftmaxStats, ...],
+    ) -> _Result:
+        mask = shared_mask
         if allowed is not None:
-            mask = dataclasses.replace(shared, allowed=allowed[:, None])
-        products, values, rest = _with_axis((products, values, rest), 2)
-        biases = _with_axis(biases, 0)
-        return function(Inputs(products, biases, values, mask, inputs.places), *rest)
+            mask = dataclasses.replace(shared_mask, allowed=allowed[:, None])
+        products, values, extra_args = _expand_dims((products, values, extra_args), 2)
+        biases = _expand_dims(biases, 0)
+        return function(FusedInputs(products, biases, values, mask, inputs.positions), *extra_args)
 
-    mapped = jax.vmap(one, in_axes=(2, 0, 2, 1, 2), out_axes=out_axes)
-    return mapped(inputs.products, inputs.biases, inputs.values, allowed, rest)
-
-
-def _with_axis(tree: Any, axis: int) -> Any:
-    return jax.tree.map(lambda x: jnp.expand_dims(x, axis), tree)
+    mapped = jax.vmap(call, in_axes=(2, 0, 2, 1, 2), out_axes=out_axes)
+    return mapped(inputs.products, inputs.biases, inputs.values, allowed, extra_args)
 
 
-def _without_axis(tree: Any, axis: int) -> Any:
-    return jax.tree.map(lambda x: jnp.squeeze(x, axis), tree)
+def _fori_loop(
+    length: int, body: Callable[[jax.Array, _Result], _Result], init: _Result
+) -> _Result:
+    result: _Result = lax.fori_loop(0, length, body, init)
+    return result
 
 
-def vectorised(q_length: int, inputs: Inputs) -> Inputs:
-    """The inputs with segments as a pattern of pairs.
+def _expand_dims(tree: _Tree, axis: int) -> _Tree:
+    expanded: _Tree = jax.tree.map(lambda x: jnp.expand_dims(x, axis), tree)
+    return expanded
 
-    Comparing two vectors inside the loop would keep XLA's CPU from vectorising the exponential.
+
+def _squeeze(tree: _Tree, axis: int) -> _Tree:
+    squeezed: _Tree = jax.tree.map(lambda x: jnp.squeeze(x, axis), tree)
+    return squeezed
+
+
+def _with_pairwise_mask(q_length: int, inputs: FusedInputs) -> FusedInputs:
+    """Returns the inputs with segments replaced by a mask of pairs, ``[b, 1, q, k]``.
+
+    Comparing the two vectors of segments inside the loop would keep XLA's CPU backend from vectorizing
+    the exponential.
     """
     if inputs.mask.query_segments is None:
         return inputs
@@ -240,86 +305,92 @@ def vectorised(q_length: int, inputs: Inputs) -> Inputs:
 
 def _logits(
     bias: jax.Array | None,
-    products: Terms,
+    products: Products,
     *,
     lengths: tuple[int, int],
-    places: tuple[jax.Array, jax.Array] | None,
-    product: Callable[..., jax.Array] = product,
+    positions: tuple[jax.Array, jax.Array] | None,
+    matmul: Callable[..., jax.Array] = matmul_nt,
 ) -> jax.Array:
-    """The logits ``[q, k]`` of one head and example.
+    """Returns the logits ``[q, k]`` of one head and example.
 
     Args:
-      bias: what the head adds, ``[q, k]``, or by position where there are `places`.
-      products: `LowRank` and `Outer` terms of arrays ``[n, r]``.
+      bias: the bias of the head, ``[q, k]``; indexed by positions if `positions` are given.
+      products: terms of arrays ``[n, r]``.
       lengths: q and k.
-      places: positions ``[q]`` and ``[k]`` inside packed segments.
-      product: ``x yᵀ``.
+      positions: positions ``[q]`` and ``[k]`` inside packed segments; None: positions in the row.
+      matmul: computes ``x yᵀ``.
     """
-    key = jnp.arange(lengths[1]) if places is None else places[1]
-    if bias is not None and places is not None:
-        bias = jnp.take(jnp.take(bias, places[0], axis=0), key, axis=1)
-    parts = [] if bias is None else [bias]
-    low_rank = [t for t in products if isinstance(t, LowRank)]
-    if low_rank:
-        queries = jnp.concatenate([t.queries for t in low_rank], axis=-1)
-        keys = jnp.concatenate([t.keys for t in low_rank], axis=-1)
-        parts.append(product(queries, keys))
-    for term in products:
-        if isinstance(term, Outer):
-            size = term.b.shape[-1]
-            # Products with zeros and ones are exact, where the hardware does not round the factors.
-            exact = lax.Precision.HIGHEST
-            a_places = jax.nn.one_hot(key // size, term.a.shape[-1], dtype=term.a.dtype)
-            b_places = jax.nn.one_hot(key % size, size, dtype=term.b.dtype)
-            parts.append(product(term.a, a_places, exact) * product(term.b, b_places, exact))
-    return functools.reduce(operator.add, parts)
+    key = jnp.arange(lengths[1]) if positions is None else positions[1]
+    if bias is not None and positions is not None:
+        bias = jnp.take(jnp.take(bias, positions[0], axis=0), key, axis=1)
+    summands = [] if bias is None else [bias]
+    if products.low_rank:
+        queries = jnp.concatenate([term.queries for term in products.low_rank], axis=-1)
+        keys = jnp.concatenate([term.keys for term in products.low_rank], axis=-1)
+        summands.append(matmul(queries, keys))
+    for term in products.outer:
+        size = term.b.shape[-1]
+        # Products with zeros and ones are exact only if the hardware does not round the factors.
+        exact = lax.Precision.HIGHEST
+        a_one_hot = jax.nn.one_hot(key // size, term.a.shape[-1], dtype=term.a.dtype)
+        b_one_hot = jax.nn.one_hot(key % size, size, dtype=term.b.dtype)
+        summands.append(matmul(term.a, a_one_hot, exact) * matmul(term.b, b_one_hot, exact))
+    return functools.reduce(operator.add, summands)
 
 
-def bias_length(inputs: Inputs, q_length: int) -> int:
-    """The number of rows of the biases: of queries, or of positions where there are `places`."""
-    if inputs.places is None:
+def _num_bias_rows(inputs: FusedInputs, q_length: int) -> int:
+    """Returns the number of rows of the biases: queries, or positions in a segment if rows are packed."""
+    if inputs.positions is None:
         return q_length
     return segment_lengths(inputs.mask, q_length, inputs.values.shape[1])[0]
 
 
-def _example(places: Any, i: jax.Array | int) -> Any:
-    """Example i of arrays ``[b, n]``."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), places)
+def _select_example(tree: _Tree, i: jax.Array | int) -> _Tree:
+    """Returns example i of arrays ``[b, n]``."""
+    example: _Tree = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
+    return example
 
 
-def _masked(logits: jax.Array, mask: Mask) -> jax.Array:
-    """The logits ``[q, k]``, -inf where the mask of this block forbids real queries a key."""
+def _mask_logits(logits: jax.Array, mask: Mask) -> jax.Array:
+    """Returns the logits ``[q, k]``, -inf where the mask of this block forbids a key.
+
+    Padding queries are not masked here: their weights vanish by ``SoftmaxStats.inverse_row_sum``.
+    """
     pairs = dataclasses.replace(mask, query_lengths=None, query_valid=None).pairs(*logits.shape)
     if pairs is None:
         return logits
     return jnp.where(pairs.reshape(pairs.shape[-2:]), logits, -jnp.inf)
 
 
-def _block(tree: Any, i: jax.Array | int, j: jax.Array) -> Any:
-    """Example i and head j of arrays ``[b or 1, n, h, r]``, head j of arrays ``[h, ...]``."""
+def _select_block(tree: _Tree, i: jax.Array | int, j: jax.Array) -> _Tree:
+    """Returns example i and head j of arrays ``[b or 1, n, h, r]``, head j of arrays ``[h, ...]``."""
 
-    def one(x: jax.Array) -> jax.Array:
+    def select(x: jax.Array) -> jax.Array:
         if x.ndim < 4:
             return lax.dynamic_index_in_dim(x, j, keepdims=False)
         size = (1, x.shape[1], 1, x.shape[3])
-        return lax.dynamic_slice(x, _corner(x, i, j), size).reshape(x.shape[1], x.shape[3])
+        return lax.dynamic_slice(x, _block_start(x, i, j), size).reshape(x.shape[1], x.shape[3])
 
-    return jax.tree.map(one, tree)
+    block: _Tree = jax.tree.map(select, tree)
+    return block
 
 
-def _put(tree: Any, blocks: Any, i: jax.Array | int, j: jax.Array, *, add: bool = False) -> Any:
-    """The arrays with the blocks written, or added, where `_block` reads them."""
+def _update_block(
+    tree: _Tree, blocks: _Tree, *, i: jax.Array | int, j: jax.Array, add: bool = False
+) -> _Tree:
+    """Returns the arrays with the blocks written, or added, where `_select_block` reads them."""
 
-    def one(x: jax.Array, block: jax.Array) -> jax.Array:
+    def update(x: jax.Array, block: jax.Array) -> jax.Array:
         if x.ndim < 4:
             return lax.dynamic_update_index_in_dim(x, block.astype(x.dtype), j, axis=0)
         block = block[None, :, None].astype(x.dtype)
         if add:
-            block += lax.dynamic_slice(x, _corner(x, i, j), block.shape)
-        return lax.dynamic_update_slice(x, block, _corner(x, i, j))
+            block += lax.dynamic_slice(x, _block_start(x, i, j), block.shape)
+        return lax.dynamic_update_slice(x, block, _block_start(x, i, j))
 
-    return jax.tree.map(one, tree, blocks)
+    updated: _Tree = jax.tree.map(update, tree, blocks)
+    return updated
 
 
-def _corner(x: jax.Array, i: jax.Array | int, j: jax.Array) -> tuple[Any, ...]:
+def _block_start(x: jax.Array, i: jax.Array | int, j: jax.Array) -> tuple[jax.Array | int, ...]:
     return (0 if x.shape[0] == 1 else i, 0, j, 0)

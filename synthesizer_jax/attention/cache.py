@@ -1,17 +1,25 @@
-"""What decoding keeps of past tokens: values, and the keys that tokens made."""
+"""Caches for decoding: the values of past tokens, and the keys that tokens make."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, TypeGuard
+from collections.abc import Iterable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.terms import Banded, LowRank, Split, Term, Terms
+from synthesizer_jax.attention.terms import Banded, Terms
+from synthesizer_jax.typing import PyTree
+
+Values: TypeAlias = PyTree
+"""An array ``[b, k, h, e]``, or a tuple of arrays ``[b, k, ...]`` that a mixer makes of each token."""
+
+_Length: TypeAlias = int | jax.Array | np.int32
+"""A number of tokens, or the position of one."""
 
 
 @jax.tree_util.register_dataclass
@@ -24,163 +32,183 @@ class Cache:
     convolutions) keeps as many values as it reaches back, whatever the length.
 
     Attributes:
-      keys: ``[b, m, h, r]`` for each `LowRank` term with token-made keys, in their order.
-      values: ``[b, m, h, e]``; the last m past ones where `window`.
-      extra: what a mixer itself makes of past tokens, ``[b, m, ...]`` each.
-      length: the position of the next token, int32: how many tokens were read. A scalar where all
+      keys: ``[b, m, h, r]`` token-made keys of the terms, in their order (`Term.cached_arrays`).
+      values: ``[b, m, h, e]``, or a tuple of arrays ``[b, m, ...]``; the last m past ones if `window`.
+      length: the position of the next token, int32: how many tokens were read. A scalar if all
         examples have read equally many, otherwise ``[b]``. In cross-attention it counts queries.
+      empty_memory: in cross-attention no tokens, ``[b, 0, width]``, of the memory's width and dtype;
+        None in self-attention.
       window: the arrays hold the last m positions, not the first m.
+      num_queries: in cross-attention the number of query positions that a step may reach.
     """
 
     keys: tuple[jax.Array, ...]
-    values: jax.Array
-    extra: tuple[jax.Array, ...] = ()
-    length: Any = dataclasses.field(default_factory=lambda: np.int32(0))
+    values: Values
+    length: _Length = dataclasses.field(default_factory=lambda: np.int32(0))
+    empty_memory: jax.Array | None = None
     window: bool = dataclasses.field(default=False, metadata={"static": True})
+    num_queries: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def batch(self) -> int:
+        """Number of examples."""
+        return jax.tree.leaves(self.values)[0].shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Number of positions that the arrays hold."""
+        return num_positions(self.values)
+
+
+def num_positions(values: Values) -> int:
+    """Returns the number of positions of values."""
+    return jax.tree.leaves(values)[0].shape[1]
 
 
 def init_cache(
     terms: Terms,
-    values: jax.Array,
+    values: Values,
     *,
     max_length: int,
-    extra: tuple[jax.Array, ...] = (),
-    self_attention: bool = True,
+    memory: jax.Array | None = None,
+    allow_window: bool = True,
 ) -> Cache:
-    """An empty cache for terms and values like these, of which only shapes and dtypes are read.
+    """Returns an empty cache for terms and values like these; only shapes and dtypes are read.
 
     Args:
       terms: the terms of any step.
-      values: ``[b, k, h, e]``, any k.
+      values: ``[b, k, h, e]``, or a tuple of arrays ``[b, k, ...]``; any k.
       max_length: number of positions.
-      extra: ``[b, k, ...]`` arrays to keep besides.
-      self_attention: new keys come with new queries, so that a window moves along.
+      memory: ``[b, k, width]`` the tokens attended to in cross-attention; None in self-attention.
+      allow_window: keep only the values that a window of weights still needs; in self-attention,
+        where new keys come with new queries, so that the window moves along.
     """
-    back = _reach(terms) if self_attention else None
-    length = max_length if back is None else back
+    window = _window_size(terms) if allow_window and memory is None else None
+    length = max_length if window is None else window
+    batch = jax.tree.leaves(values)[0].shape[0]
 
-    def room(x: jax.Array) -> jax.Array:
-        return jnp.zeros((values.shape[0], length, *x.shape[2:]), x.dtype)
+    def empty(x: jax.Array) -> jax.Array:
+        return jnp.zeros((batch, length, *x.shape[2:]), x.dtype)
 
     return Cache(
-        keys=tuple(room(t.keys) for t in _cached_terms(terms)),
-        values=room(values),
-        extra=tuple(room(x) for x in extra),
-        window=back is not None,
+        keys=tuple(empty(x) for x in _cached_arrays(terms)),
+        values=jax.tree.map(empty, values),
+        empty_memory=None if memory is None else memory[:, :0],
+        window=window is not None,
     )
 
 
 def extend(
     cache: Cache,
     terms: Terms,
-    values: jax.Array,
+    values: Values,
     *,
-    at: int | jax.Array | None = None,
+    at: _Length | None = None,
     mask: Mask,
-    extra: tuple[jax.Array, ...] = (),
-) -> tuple[Terms, jax.Array, Mask, Cache]:
-    """Writes new keys and values and returns what a step attends to.
+) -> tuple[Terms, Values, Mask, Cache]:
+    """Writes new keys and values, and returns what a step attends to.
 
     Args:
       cache: the past.
       terms: the step's terms; token-made keys are those of the new tokens only.
-      values: ``[b, n, h, e]`` of the new tokens; n may be zero, then nothing is written.
+      values: those of the new tokens, like those of the cache; there may be none, then nothing is
+        written.
       at: position of the first new token, the same for all examples; None: the cache's length, which
         must then be a scalar.
-      mask: the step's mask, in positions; its `key_lengths` say which of the new tokens are real
-        where the examples of a batch have different lengths.
-      extra: ``[b, n, ...]`` of the new tokens.
+      mask: the step's mask, in positions; its `key_lengths` tell which of the new tokens are real
+        if the examples of a batch have different lengths.
 
     Returns:
-      The terms over all keys, their values ``[b, k, h, e]``, the mask over those keys, and the
-      extended cache, whose `extra` belongs to the same keys. Positions not written yet are zero; the
-      mask must hide them.
+      The terms over all keys, their values, the mask over those keys, and the extended cache.
+      Positions not written yet are zero; the mask must hide them.
 
     Raises:
       ValueError: if the tokens do not fit into the cache, `at` is not where its tokens end (before
-        that is allowed unless it is a window), or it was made for other terms. Where a position is
+        that is allowed unless it is a window), or it was made for other terms. If a position is
         traced, the new values are NaN instead.
     """
-    n = values.shape[1]
+    n = num_positions(values)
     at = cache.length if at is None else at
-    right, length = read_tokens(
+    valid, length = advance_length(
         at,
         n,
         length=cache.length,
         lengths=mask.key_lengths,
-        batch=cache.values.shape[0],
-        room=None if cache.window else cache.values.shape[1],
+        batch=cache.batch,
+        capacity=None if cache.window else cache.capacity,
         exact=cache.window,
     )
     if cache.window:
-        return _slide(cache, terms, values, at=at, mask=mask, length=length, right=right)
-    values = poison(values, right)
-    new = [t.keys for t in _cached_terms(terms)]
-    if len(new) != len(cache.keys):
+        return _extend_window(cache, terms, values, at=at, mask=mask, length=length, valid=valid)
+    values = jax.tree.map(lambda x: fill_invalid(x, valid), values)
+    keys = _cached_arrays(terms)
+    if len(keys) != len(cache.keys):
         raise ValueError(
-            f"extend: the cache holds keys of {len(cache.keys)} terms but {len(new)} were given; "
+            f"extend: the cache holds keys of {len(cache.keys)} terms but {len(keys)} were given; "
             "make the cache with init_cache from terms of the same alignment"
         )
-    cache = Cache(
-        keys=tuple(_write(old, x, at) for old, x in zip(cache.keys, new, strict=True)),
-        values=_write(cache.values, values, at),
-        extra=tuple(_write(old, x, at) for old, x in zip(cache.extra, extra, strict=True)),
+    cache = dataclasses.replace(
+        cache,
+        keys=tuple(_write_at(old, new, at) for old, new in zip(cache.keys, keys, strict=True)),
+        values=jax.tree.map(lambda old, new: _write_at(old, new, at), cache.values, values),
         length=length,
     )
-    return _with_keys(terms, iter(cache.keys)), cache.values, mask, cache
+    return _with_cached_arrays(terms, cache.keys), cache.values, mask, cache
 
 
-def read_tokens(
-    at: int | jax.Array,
+def advance_length(
+    at: _Length,
     n: int,
     *,
-    length: int | jax.Array,
+    length: _Length,
     batch: int,
     lengths: jax.Array | None = None,
-    room: int | None = None,
+    capacity: int | None = None,
     exact: bool = False,
-) -> tuple[jax.Array | None, Any]:
-    """Checks where a step's tokens stand, and counts them.
+) -> tuple[jax.Array | None, _Length]:
+    """Checks the position of a step's tokens, and counts them.
 
     Args:
       at: position of the first of n new tokens.
-      n: number of new tokens; none are always right.
+      n: number of new tokens; none are always valid.
       length: number of tokens that were read before, a scalar or ``[batch]``.
       batch: number of examples.
-      lengths: ``[batch or 1]`` number of real tokens up to now, where the examples differ.
-      room: number of positions; None: any.
+      lengths: ``[batch or 1]`` number of real tokens up to now, if the examples differ.
+      capacity: number of positions; None: any.
       exact: `at` must be `length`; otherwise it may be smaller, which decodes from there again.
 
     Returns:
-      Whether the position is right, a bool scalar or ``[batch]``, where that is traced; None where it
-      is known to be. And the number of tokens that were read, a scalar, or ``[batch]`` with `lengths`.
+      Whether the position is valid, a bool scalar or ``[batch]``, if that is traced; None if it is
+      known to be. And the number of tokens that were read, a scalar, or ``[batch]`` with `lengths`.
 
     Raises:
-      ValueError: everything is known and the position is wrong.
+      ValueError: everything is known and the position is invalid.
     """
     reading = None if lengths is None else lengths > at
-    right = None
-    if n and all(is_known(x) for x in (at, length, lengths)):
-        _check(at, n, length, lengths, room, exact)
+    valid = None
+    if n and all(is_concrete(x) for x in (at, length, lengths)):
+        needed = int(np.max(np.asarray(at))) + n
+        if capacity is not None and needed > capacity:
+            raise ValueError(
+                f"extend: the cache has max_length={capacity} but {needed} positions are needed; make it "
+                f"with max_length>={needed}, that of a MultiHeadAttention by init or init_cache with "
+                "longer inputs"
+            )
+        _check_no_gap(np.asarray(at), np.asarray(length), lengths, exact=exact)
     elif n:
         gap = jnp.not_equal(at, length) if exact else jnp.greater(at, length)
-        right = jnp.logical_not(gap if reading is None else gap & reading)
-        right = right if room is None else right & (at + n <= room)
+        valid = jnp.logical_not(gap if reading is None else gap & reading)
+        valid = valid if capacity is None else valid & (at + n <= capacity)
     if reading is None or lengths is None:
-        return right, counted(at + n)
+        return valid, _as_length(at + n)
     end = jnp.where(reading, jnp.minimum(lengths, at + n), length)
-    return right, jnp.broadcast_to(counted(end), (batch,))
+    return valid, jnp.broadcast_to(_as_length(end), (batch,))
 
 
-def _check(at: Any, n: int, length: Any, lengths: Any, room: int | None, exact: bool) -> None:
-    """Raises a `ValueError` for a wrong position, see `read_tokens`."""
-    at, length = np.asarray(at), np.asarray(length)
-    end = int(at.max()) + n
-    if room is not None and end > room:
-        raise ValueError(
-            f"extend: the cache has max_length={room} but {end} positions are needed; make it with "
-            f"max_length>={end}, that of a MultiHeadAttention by init or init_cache with longer inputs"
-        )
+def _check_no_gap(
+    at: np.ndarray, length: np.ndarray, lengths: jax.Array | None, *, exact: bool
+) -> None:
+    """Raises a `ValueError` where new tokens do not follow the cached ones, see `advance_length`."""
     gap = (at != length) if exact else (at > length)
     if np.any(gap if lengths is None else gap & (np.asarray(lengths) > at)):
         raise ValueError(
@@ -189,79 +217,69 @@ def _check(at: Any, n: int, length: Any, lengths: Any, room: int | None, exact: 
         )
 
 
-def counted(n: int | jax.Array) -> Any:
-    """A length as caches hold it: int32, and known where `n` is."""
+def _as_length(n: _Length) -> _Length:
+    """Returns a length as caches hold it: int32, and concrete if `n` is."""
     return np.int32(n) if isinstance(n, int) else jnp.asarray(n, jnp.int32)
 
 
-def poison(x: jax.Array, right: jax.Array | None) -> jax.Array:
-    """``[b, ...]`` with NaN in the examples that are not right, see `read_tokens`."""
-    if right is None:
+def fill_invalid(x: jax.Array, valid: jax.Array | None) -> jax.Array:
+    """Returns ``[b, ...]`` with NaN in the examples that are not valid, see `advance_length`."""
+    if valid is None:
         return x
-    right = jnp.reshape(right, (*jnp.shape(right), *(1,) * (x.ndim - jnp.ndim(right))))
-    return jnp.where(right, x, jnp.nan)
+    valid = jnp.reshape(valid, (*jnp.shape(valid), *(1,) * (x.ndim - jnp.ndim(valid))))
+    return jnp.where(valid, x, jnp.nan)
 
 
-def is_known(x: Any) -> bool:
-    """Whether numbers are known here and now: neither traced nor on other processes' devices."""
-    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+def is_concrete(x: ArrayLike | None) -> bool:
+    """Whether numbers can be read: they are not traced, nor on other processes' devices."""
+    if isinstance(x, jax.core.Tracer):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
-def _slide(
+def _extend_window(
     cache: Cache,
     terms: Terms,
-    values: jax.Array,
+    values: Values,
     *,
-    at: int | jax.Array,
+    at: _Length,
     mask: Mask,
-    length: Any,
-    right: jax.Array | None,
-) -> tuple[Terms, jax.Array, Mask, Cache]:
-    """`extend` for a window: the past is what lies before `at`."""
-    back, new = cache.values.shape[1], values.shape[1]
-    seen = jnp.concatenate([cache.values, values.astype(cache.values.dtype)], axis=1)
-    seen = poison(seen, right)
-    if mask.key_lengths is None:
-        past = seen[:, new:]
-    else:  # the examples end at different places
-        end = jnp.clip(mask.key_lengths - at, 0, new)
-        index = end[:, None] + jnp.arange(back)
-        past = jnp.take_along_axis(seen, index[..., None, None], axis=1)
-    mask = mask.from_key(at - back, back + new)
-    return terms, seen, mask, dataclasses.replace(cache, values=past, length=length)
+    length: _Length,
+    valid: jax.Array | None,
+) -> tuple[Terms, Values, Mask, Cache]:
+    """Extends a window: the past is what lies before `at`."""
+    size, new = cache.capacity, num_positions(values)
+
+    def concatenate(past: jax.Array, x: jax.Array) -> jax.Array:
+        return fill_invalid(jnp.concatenate([past, x.astype(past.dtype)], axis=1), valid)
+
+    def last(x: jax.Array) -> jax.Array:
+        if mask.key_lengths is None:
+            return x[:, new:]
+        end = jnp.clip(mask.key_lengths - at, 0, new)  # the examples have different lengths
+        index = end[:, None] + jnp.arange(size)
+        return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+    values = jax.tree.map(concatenate, cache.values, values)
+    cache = dataclasses.replace(cache, values=jax.tree.map(last, values), length=length)
+    return terms, values, mask.slice_keys(at - size, size + new), cache
 
 
-def _reach(terms: Terms) -> int | None:
-    """How many past values a window of weights needs; None: all, it is no window."""
-    if len(terms) != 1 or not isinstance(terms[0], Banded) or terms[0].starts is not None:
-        return None
-    return max(0, -terms[0].first)
+def _window_size(terms: Terms) -> int | None:
+    """Returns how many past values a window of weights needs; None: all, it is no window."""
+    return terms[0].window if isinstance(terms[0], Banded) else None
 
 
-def _cached(term: Term) -> TypeGuard[LowRank]:
-    return isinstance(term, LowRank) and term.token_keys
+def _cached_arrays(terms: Terms) -> list[jax.Array]:
+    return [x for term in terms for x in term.cached_arrays()]
 
 
-def _cached_terms(terms: Terms) -> list[LowRank]:
-    found: list[LowRank] = []
-    for term in terms:
-        if isinstance(term, Split):
-            found += [t for group in term.groups for t in _cached_terms(group)]
-        elif _cached(term):
-            found.append(term)
-    return found
+def _with_cached_arrays(terms: Terms, arrays: Iterable[jax.Array]) -> Terms:
+    remaining = iter(arrays)
+    return tuple(term.with_cached_arrays(remaining) for term in terms)
 
 
-def _with_keys(terms: Terms, keys: Iterator[jax.Array]) -> Terms:
-    def one(term: Any) -> Term:
-        if isinstance(term, Split):
-            return Split(tuple(_with_keys(group, keys) for group in term.groups))
-        return dataclasses.replace(term, keys=next(keys)) if _cached(term) else term
-
-    return tuple(one(t) for t in terms)
-
-
-def _write(old: jax.Array, new: jax.Array, at: int | jax.Array) -> jax.Array:
+def _write_at(old: jax.Array, new: jax.Array, at: _Length) -> jax.Array:
     if new.shape[1] == 0:
         return old
     return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, axis=1)

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.packed import by_position, segment_lengths
-from synthesizer_jax.attention.parts import zero_padding
-from synthesizer_jax.attention.terms import (
-    TERMS,
-    Banded,
-    LowRank,
-    Outer,
-    Relative,
-    Split,
-    Static,
-    Term,
-    Terms,
-    heads_of,
-)
+from synthesizer_jax.attention.packed import segment_lengths
+from synthesizer_jax.attention.parts import zero_padding_tokens
+from synthesizer_jax.attention.terms import Term, Terms
 
 
-def check(
-    terms: Any, values: jax.Array, mask: Mask | jax.Array | None, q_length: int | None
+def check_arguments(
+    terms: Terms, values: jax.Array, mask: Mask | jax.Array | None, *, q_length: int | None
 ) -> tuple[Terms, jax.Array, Mask, int]:
-    """The arguments of `attend` as its routes take them.
+    """Checks the arguments of `attend`, and returns them as the routes take them.
 
     Padding is zero in tokens' queries, keys and values, so that a NaN there stays without effect.
 
@@ -39,25 +26,28 @@ def check(
       TypeError: `terms` are not terms, or `mask` is not a mask.
       ValueError: for shapes that do not go together.
     """
-    if getattr(values, "ndim", None) != 4:
+    if jnp.ndim(values) != 4:
         raise ValueError(
             f"attend: values have shape {jnp.shape(values)}; it must be [batch, k, heads, e]"
         )
     batch, k_length, heads, _ = values.shape
-    terms, mask, q_length, _ = check_weights(terms, mask, q_length, k_length, batch, heads)
-    terms, values = _without_padding(terms, values, mask, q_length)
+    terms, mask, q_length, _ = check_weights(
+        terms, mask, q_length, k_length=k_length, batch=batch, heads=heads
+    )
+    terms, values = _zero_padding_tokens(terms, values, mask, q_length=q_length)
     return terms, values, mask, q_length
 
 
 def check_weights(
-    terms: Any,
+    terms: Terms,
     mask: Mask | jax.Array | None,
     q_length: int | None,
+    *,
     k_length: int | None,
     batch: int | None = None,
     heads: int | None = None,
 ) -> tuple[Terms, Mask, int, int]:
-    """The arguments of `attention_weights`, which come without values.
+    """Checks the arguments of `attention_weights`, which come without values.
 
     Returns:
       Terms, the mask with arrays of their full shapes, and the numbers of queries and keys.
@@ -67,30 +57,26 @@ def check_weights(
       ValueError: for shapes that do not go together.
     """
     check_types(terms)
-    terms = tuple(_of_floats(term) for term in terms)
+    terms = tuple(term.as_float() for term in terms)
     mask = Mask.of(mask)
     q_length, k_length = _lengths(terms, q_length, k_length)
-    heads = heads_of(terms[0]) if heads is None else heads
+    heads = terms[0].num_heads if heads is None else heads
     if batch is None:
-        arrays = [x for x in jax.tree.leaves((terms, mask)) if jnp.ndim(x)]
-        own = [x.shape[0] for x in jax.tree.leaves(mask) if jnp.ndim(x)]
-        batch = max([1, *own, *(x.shape[0] for x in arrays if x.ndim == 4)])
+        of_mask = [x.shape[0] for x in jax.tree.leaves(mask) if jnp.ndim(x)]
+        batch = max([1, *of_mask, *(term.batch for term in terms)])
     mask = check_mask(mask, batch=batch, heads=heads, q_length=q_length, k_length=k_length)
     for term in terms:
         _check_term(term, mask, (batch, q_length, k_length, heads))
-    lengths = q_length, k_length
-    return tuple(covering(term, mask, *lengths) for term in terms), mask, *lengths
+    return (
+        cover_distances(terms, mask, q_length=q_length, k_length=k_length),
+        mask,
+        q_length,
+        k_length,
+    )
 
 
-def _of_floats(term: Term) -> Term:
-    """Integer logits as float32."""
-    if not isinstance(term, Static | Relative) or jnp.issubdtype(term.logits.dtype, jnp.inexact):
-        return term
-    return dataclasses.replace(term, logits=term.logits.astype(jnp.float32))
-
-
-def check_types(terms: Any, *, of: str = "terms are", remedy: str = "return") -> None:
-    """Raises for what an alignment may have returned, or a caller given, in the place of terms.
+def check_types(terms: object, *, of: str = "terms are", remedy: str = "return") -> None:
+    """Raises a `TypeError` or a `ValueError` unless an object is a tuple of terms.
 
     Args:
       terms: what was found.
@@ -98,7 +84,7 @@ def check_types(terms: Any, *, of: str = "terms are", remedy: str = "return") ->
       remedy: what to do with a tuple of terms instead.
     """
     example = f"{remedy} a tuple of terms, such as (static(logits),)"
-    if isinstance(terms, TERMS):
+    if isinstance(terms, Term):
         raise TypeError(f"attend: {of} a bare {type(terms).__name__}; {example}")
     if not isinstance(terms, tuple | list):
         raise TypeError(f"attend: {of} of type {type(terms).__name__}; {example}")
@@ -107,29 +93,24 @@ def check_types(terms: Any, *, of: str = "terms are", remedy: str = "return") ->
             raise TypeError(
                 f"attend: a term is the class {term.__name__}, not an object; {example}"
             )
-        if not isinstance(term, TERMS):
+        if not isinstance(term, Term):
             raise TypeError(f"attend: a term is of type {type(term).__name__}; {example}")
     if not terms:
         raise ValueError("attend: terms are empty; give at least one")
-    alone = [t for t in terms if isinstance(t, Banded | Split)]
+    alone = [term for term in terms if term.stands_alone]
     if alone and len(terms) > 1:
         raise ValueError(f"attend: a {type(alone[0]).__name__} term stands alone; see terms.add")
 
 
 def check_mask(mask: Mask, *, batch: int, heads: int, q_length: int, k_length: int) -> Mask:
-    """The mask with every array of its full shape, patterns as booleans.
+    """Returns the mask with every array broadcast to its full shape, patterns as booleans.
 
     Raises:
       ValueError: an array has another shape or dtype, or parts are missing or do not go together.
     """
     _check_segments(mask)
     sizes = {"batch": batch, "heads": heads, "q": q_length, "k": k_length}
-    arrays: dict[str, Any] = {
-        name: _check_array(name, getattr(mask, name), axes, sizes)
-        for name, axes in _AXES.items()
-        if getattr(mask, name) is not None
-    }
-    return dataclasses.replace(mask, **arrays)
+    return mask.map_arrays(lambda name, x: _check_array(name, x, _AXES[name], sizes=sizes))
 
 
 def _check_segments(mask: Mask) -> None:
@@ -168,8 +149,10 @@ _PATTERNS = ("key_valid", "query_valid", "allowed")
 """Those that say yes or no; the others are integers."""
 
 
-def _check_array(name: str, x: Any, axes: tuple[str, ...], sizes: dict[str, int]) -> jax.Array:
-    """An array of a mask, its batch axis of full length; see `check_mask`."""
+def _check_array(
+    name: str, x: ArrayLike, axes: tuple[str, ...], *, sizes: dict[str, int]
+) -> jax.Array:
+    """Returns an array of a mask broadcast to its full shape, see `check_mask`."""
     x = jnp.asarray(x)
     shape = tuple(sizes[axis] for axis in axes)
     shared = {"batch", "heads", "q"} if name in ("allowed", "query_valid") else {"batch"}
@@ -192,9 +175,9 @@ def _check_array(name: str, x: Any, axes: tuple[str, ...], sizes: dict[str, int]
 
 
 def _lengths(terms: Terms, q_length: int | None, k_length: int | None) -> tuple[int, int]:
-    """The numbers of queries and keys: as given, or as the terms have them."""
+    """Returns the numbers of queries and keys: as given, or as the terms have them."""
     for term in terms:
-        q, k = _term_lengths(term)
+        q, k = term.lengths
         q_length = q if q_length is None else q_length
         k_length = k if k_length is None else k_length
     if q_length is None or k_length is None:
@@ -203,88 +186,60 @@ def _lengths(terms: Terms, q_length: int | None, k_length: int | None) -> tuple[
     return q_length, k_length
 
 
-def _term_lengths(term: Term) -> tuple[int | None, int | None]:
-    match term:
-        case Static(logits):
-            return logits.shape[1], logits.shape[2]
-        case LowRank(queries, keys):
-            return queries.shape[1], keys.shape[1]
-        case Outer(a):
-            return a.shape[1], None
-        case Banded(weights):
-            return (weights.shape[1] if weights.shape[1] > 1 else None), None
-        case Split():
-            found = [_term_lengths(t) for terms in term.groups for t in terms]
-            q = next((q for q, _ in found if q is not None), None)
-            return q, next((k for _, k in found if k is not None), None)
-        case Relative():
-            return None, None
-
-
 def _check_term(term: Term, mask: Mask, sizes: tuple[int, int, int, int]) -> None:
     """Raises a `ValueError` for a term that does not fit batch, queries, keys and heads."""
     batch, q_length, k_length, heads = sizes
     name = f"attend: a {type(term).__name__} term"
-    if heads_of(term) != heads:
-        raise ValueError(f"{name} is for {heads_of(term)} heads, but the values have {heads}")
-    if isinstance(term, Split):
-        return
-    wanted = (q_length, k_length)
-    shortest = segment_lengths(mask, *wanted) if mask.query_segments is not None else wanted
-    pairs = zip(_term_lengths(term), wanted, shortest, by_position(term, mask), strict=True)
-    for found, length, least, positional in pairs:
-        packed = positional and mask.query_segments is not None
-        if found is not None and found != length and not (packed and found >= least):
-            q, k = _term_lengths(term)
+    if term.num_heads != heads:
+        raise ValueError(f"{name} is for {term.num_heads} heads, but the values have {heads}")
+    if not list(term.arrays()):
+        return  # its groups are checked one by one
+    expected, packed = (q_length, k_length), mask.query_segments is not None
+    shortest = segment_lengths(mask, *expected) if packed else expected
+    by_position = term.has_absolute_positions(mask)
+    for own, length, least, positional in zip(
+        term.lengths, expected, shortest, by_position, strict=True
+    ):
+        if own is not None and own != length and not (packed and positional and own >= least):
+            q, k = term.lengths
             raise ValueError(
                 f"{name} is for {q} queries and {k} keys, but there are {q_length} queries and "
                 f"{k_length} values"
             )
-    reach = term.a.shape[-1] * term.b.shape[-1] if isinstance(term, Outer) else k_length
-    if reach < shortest[1]:
-        assert isinstance(term, Outer)
+    reached = term.num_keys_reached
+    if reached is not None and reached < shortest[1]:
+        factors = " · ".join(str(x.shape[-1]) for _, x, _ in term.arrays())
         raise ValueError(
-            f"{name} reaches {term.a.shape[-1]} · {term.b.shape[-1]} keys, but there are "
-            f"{k_length} values; make its factors longer"
+            f"{name} reaches {factors} keys, but there are {k_length} values; make its factors longer"
         )
-    for x in jax.tree.leaves(term):
-        if x.ndim == 4 and x.shape[0] not in (1, batch):
+    for _, x, axes in term.arrays():
+        if axes[0] == "b" and x.shape[0] not in (1, batch):
             raise ValueError(
                 f"{name} holds an array of shape {x.shape}, but the values have batch {batch}"
             )
 
 
-def covering(term: Term, mask: Mask, q_length: int, k_length: int) -> Term:
-    """A `Relative` of packed rows, extended by zeros to distances that no segment reaches."""
-    if not isinstance(term, Relative) or mask.query_segments is None:
-        return term
-    q, k = segment_lengths(mask, q_length, k_length)
-    last = term.first + term.logits.shape[1] - 1
-    if term.first > 1 - q or last < k - 1:
-        return term  # too short: `diagonals` says so
-    before, after = max(0, term.first - 1 + q_length), max(0, k_length - 1 - last)
-    logits = jnp.pad(term.logits, ((0, 0), (before, after)))
-    return Relative(logits, term.first - before)
+def cover_distances(terms: Terms, mask: Mask, *, q_length: int, k_length: int) -> Terms:
+    """Returns the terms of packed rows, extended to distances that no segment reaches."""
+    if mask.query_segments is None:
+        return terms
+    segment = segment_lengths(mask, q_length, k_length)
+    return tuple(
+        term.cover_distances(q_length=q_length, k_length=k_length, segment=segment)
+        for term in terms
+    )
 
 
-def _without_padding(
-    terms: Terms, values: jax.Array, mask: Mask, q_length: int
+def _zero_padding_tokens(
+    terms: Terms, values: jax.Array, mask: Mask, *, q_length: int
 ) -> tuple[Terms, jax.Array]:
-    """Zeros in the place of what tokens that are padding made."""
+    """Returns zeros in the place of what tokens that are padding made."""
     keys, queries = mask.keys(values.shape[1]), mask.queries(q_length)
 
-    def clear(x: jax.Array, real: jax.Array | None) -> jax.Array:
+    def clear(x: jax.Array, axis: str) -> jax.Array:
+        real = queries if axis == "q" else keys
         if real is None or x.shape[:2] != real.shape:
             return x
-        return zero_padding(x, real)
+        return zero_padding_tokens(x, real)
 
-    def clear_term(term: Term) -> Term:
-        if isinstance(term, LowRank):
-            own_queries = clear(term.queries, queries) if term.token_queries else term.queries
-            own_keys = clear(term.keys, keys) if term.token_keys else term.keys
-            return dataclasses.replace(term, queries=own_queries, keys=own_keys)
-        if isinstance(term, Outer):
-            return Outer(clear(term.a, queries), clear(term.b, queries))
-        return term
-
-    return tuple(clear_term(term) for term in terms), clear(values, keys)
+    return tuple(term.zero_padding(clear) for term in terms), clear(values, "k")

@@ -1,27 +1,28 @@
 """The cuDNN route: NVIDIA's fused attention kernels, called through `jax.nn.dot_product_attention`.
 
-It runs only where it is asked for, ``implementation="cudnn"``: its calls were lowered for CUDA, but have
-never run on a GPU. What the kernels take is from jax 0.10's `jax.nn` and NVIDIA's documentation of cuDNN 9
-(Attention):
+It runs only on request, ``implementation="cudnn"``: its calls were lowered for CUDA, but have never run on
+a GPU. The requirements of the kernels are taken from `jax.nn` of jax 0.10 and from NVIDIA's documentation
+of cuDNN 9 (Attention):
 
-* `LowRank` terms, concatenated along the rank. Factors that the examples share are copied for every
-  example, and their gradients held for every example before they are summed.
-* `Static` and `Relative` terms, added up to one float32 bias ``[1, h, q, k]``. Without a `LowRank`
+* `LowRank` terms are concatenated along the rank. Factors that the examples share are copied for every
+  example, and their gradients are stored for every example before they are summed.
+* `Static` and `Relative` terms are added up to one float32 bias ``[1, h, q, k]``. Without a `LowRank`
   term the kernels multiply zeros.
-* Lengths, `Mask.causal`, and with it `Mask.window`, cost nothing. The other parts of a mask become a bias
-  themselves, ``[b or 1, h or 1, q, k]`` in the dtype of the values; added to a bias that the examples
-  share, a mask that differs between them makes it ``[b, h, q, k]``.
-* Keys and values are padded to the same width, a multiple of 8, and odd lengths by one.
+* Lengths, `Mask.causal`, and with it `Mask.window`, have no cost. The other parts of a mask become a bias
+  themselves, ``[b or 1, h or 1, q, k]`` in the dtype of the values. If a mask that differs between examples
+  is added to a bias that they share, the result is ``[b, h, q, k]``.
+* Queries, keys and values are padded to the same width, a multiple of 8, and odd lengths by one.
 
-What the kernels return for padding and for rows without keys is never read: those rows are replaced by
-zeros, and so are the cotangents that belong to them.
+The output of the kernels for padding and for rows without keys is never read: those rows and their
+cotangents are replaced by zeros.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,90 +30,104 @@ from jax.custom_batching import sequential_vmap
 
 from synthesizer_jax.attention import blocked
 from synthesizer_jax.attention.derivatives import with_gradient
-from synthesizer_jax.attention.fused import inputs_of
+from synthesizer_jax.attention.fused import fused_inputs
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.parts import Inputs, shared_bias
-from synthesizer_jax.attention.terms import LowRank, Relative, Static, Terms, wide
+from synthesizer_jax.attention.parts import FusedInputs, Products, divide_terms, sum_biases
+from synthesizer_jax.attention.terms import Terms, logits_dtype
 
-KERNEL: Any = "cudnn"
-"""The implementation that `jax.nn.dot_product_attention` is asked for."""
+KERNEL: Literal["cudnn", "xla"] = "cudnn"
+"""The argument `implementation` of `jax.nn.dot_product_attention`."""
 
 DTYPES = ("float16", "bfloat16")
-"""Dtypes that the kernels take."""
+"""The dtypes that the kernels support."""
 
 
 def attend_cudnn(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) -> jax.Array:
-    """``softmax(Σ terms) · values`` by cuDNN.
+    """Returns ``softmax(Σ terms) · values``, computed by cuDNN.
 
-    First-order reverse mode is cuDNN's own, from the row sums of its forward pass. All other derivatives
-    are those of `blocked.plain`. Under `jax.vmap` the kernels run once for each mapped element.
+    The first-order gradient is computed by cuDNN, from the row sums of its forward pass. All other
+    derivatives are those of `blocked.plain_attention`. Under `jax.vmap` the kernels run once for each
+    mapped element.
 
     Args:
-      terms: terms for q queries and k keys, to which `obstacle` does not object.
+      terms: terms for q queries and k keys, for which `obstacle` returns "".
       values: ``[b, k, h, e]``.
-      mask: which keys a query may see.
+      mask: which keys a query may attend to.
       q_length: number of queries.
 
     Returns:
       ``[b, q, h, e]`` in the values' dtype.
     """
-    inputs, _ = inputs_of(terms, values, mask, q_length)
-    call = functools.partial(_call, q_length)
+    inputs, _ = fused_inputs(terms, values, mask, q_length=q_length)
+    call_cudnn = functools.partial(_call_cudnn, q_length)
+    vjp_of_call = jax.eval_shape(functools.partial(jax.vjp, call_cudnn), inputs)[1]
+    residuals_treedef = jax.tree.structure(vjp_of_call)
 
-    kept_tree: Any = jax.tree.structure(jax.eval_shape(functools.partial(jax.vjp, call), inputs)[1])
-
-    # The kernels' own rules for `jax.vmap` take no mapped bias, nor mapped beside unmapped arrays.
+    # The kernels' own batching rules support neither a mapped bias nor mapped beside unmapped arrays.
     @sequential_vmap
-    def forward(inputs: Inputs) -> tuple[jax.Array, list[jax.Array]]:
-        out, pull_back = jax.vjp(call, inputs)
-        return out, jax.tree.leaves(pull_back)
+    def forward(inputs: FusedInputs) -> tuple[jax.Array, list[jax.Array]]:
+        out, vjp = jax.vjp(call_cudnn, inputs)
+        return out, jax.tree.leaves(vjp)
 
     @sequential_vmap
-    def backward(inputs: Inputs, out: jax.Array, kept: list[jax.Array], g: jax.Array) -> Inputs:
-        (found,) = kept_tree.unflatten(kept)(g)
-        return inputs.cotangents(found.products, found.biases, found.values)
+    def backward(
+        inputs: FusedInputs, out: jax.Array, residuals: list[jax.Array], dout: jax.Array
+    ) -> FusedInputs:
+        vjp = jax.tree.unflatten(residuals_treedef, residuals)
+        (cotangents,) = vjp(dout)
+        return inputs.cotangents(cotangents.products, cotangents.biases, cotangents.values)
 
-    return with_gradient(forward, backward, functools.partial(blocked.plain, q_length))(inputs)
+    attend = with_gradient(forward, backward, functools.partial(blocked.plain_attention, q_length))
+    out: jax.Array = attend(inputs)
+    return out
 
 
-def obstacle(terms: Terms, values: jax.Array) -> str:
-    """Why cuDNN cannot compute attention with these terms on this machine; empty if it can."""
-    other = [t for t in terms if not isinstance(t, LowRank | Static | Relative)]
-    if other:
-        return f"cuDNN has no {type(other[0]).__name__} terms, only LowRank, Static and Relative"
-    factors = [x for t in terms if isinstance(t, LowRank) for x in (t.queries, t.keys)]
+def obstacle(terms: Terms, values: jax.Array) -> str | None:
+    """Returns why cuDNN cannot compute attention with these terms on this machine; None: it can."""
+    for term in terms:
+        divided = divide_terms((term,))
+        if divided is None or divided[0].outer:
+            return f"cuDNN has no {type(term).__name__} terms, only LowRank, Static and Relative"
+    divided = divide_terms(terms)
+    assert divided is not None
+    products = divided[0]
+    factors = [x for term in products.low_rank for x in (term.queries, term.keys)]
     if values.dtype not in DTYPES:
-        return f"cuDNN takes float16 and bfloat16, but the values are {values.dtype}"
-    unlike = [x.dtype for x in factors if x.dtype != values.dtype]
-    if unlike:
-        return f"cuDNN takes one dtype, but a LowRank term is {unlike[0]} and the values are {values.dtype}"
+        return f"cuDNN supports float16 and bfloat16, but the values are {values.dtype}"
+    other_dtypes = [x.dtype for x in factors if x.dtype != values.dtype]
+    if other_dtypes:
+        return (
+            f"cuDNN needs equal dtypes, but a LowRank term is {other_dtypes[0]} and the values are "
+            f"{values.dtype}"
+        )
     capability = compute_capability()
     if capability is None or capability < (8, 0):
         return "cuDNN's attention needs an NVIDIA GPU of compute capability 8.0 or above"
-    width, widest = _width(terms, values), 256 if capability[0] == 9 else 128
-    if width > widest:
+    width, max_width = _kernel_width(products, values), 256 if capability[0] == 9 else 128
+    if width > max_width:
         return (
-            f"cuDNN takes widths up to {widest} on this GPU, but the values or the ranks of all LowRank "
-            f"terms together need {width}"
+            f"cuDNN supports widths up to {max_width} on this GPU, but the values or the ranks of all "
+            f"LowRank terms together need {width}"
         )
-    return ""
+    return None
 
 
 def compute_capability() -> tuple[int, ...] | None:
-    """The compute capability of this process's first device; None: it is not an NVIDIA GPU."""
-    device: Any = jax.local_devices()[0]
+    """Returns the compute capability of this process's first device; None: it is not an NVIDIA GPU."""
+    device = jax.local_devices()[0]
     if "cuda" not in device.client.platform_version:
         return None
     return tuple(int(part) for part in device.compute_capability.split("."))
 
 
-class MaskArguments(NamedTuple):
+class _MaskArguments(NamedTuple):
     """A mask as arguments of `jax.nn.dot_product_attention`.
 
     Attributes:
-      is_causal: only keys up to the query's position.
-      window: how many keys before it a causal query sees; None: all.
-      pattern: what neither these nor lengths say, bool ``[b or 1, h or 1, q, k]``; None: nothing.
+      is_causal: whether queries attend only to keys up to their position.
+      window: how many keys before its position a causal query attends to; None: all.
+      pattern: the parts of the mask that neither these nor lengths express, bool
+        ``[b or 1, h or 1, q, k]``; None: there are none.
     """
 
     is_causal: bool
@@ -120,113 +135,124 @@ class MaskArguments(NamedTuple):
     pattern: jax.Array | None
 
 
-def mask_arguments(mask: Mask, q_length: int, k_length: int, *, biased: bool) -> MaskArguments:
-    """The parts of a mask besides its lengths.
+def _mask_arguments(mask: Mask, q_length: int, k_length: int, *, has_bias: bool) -> _MaskArguments:
+    """Returns a mask without its lengths as arguments of `jax.nn.dot_product_attention`.
 
-    A window beside a bias goes into it, as cuDNN before 9.10.2 has no windows with a bias.
+    If there is a bias, a window becomes part of it, as cuDNN before 9.10.2 does not support both.
     """
-    from_start = isinstance(mask.query_offset, int) and mask.query_offset == 0
-    separate = from_start and mask.prefix_lengths is None and not mask.counts_in_segments
-    causal = separate and (mask.causal or mask.ahead == 0) and (mask.ahead or 0) >= 0
-    rest = dataclasses.replace(mask, key_lengths=None, query_lengths=None)
+    starts_at_zero = isinstance(mask.query_offset, int) and mask.query_offset == 0
+    is_plain = starts_at_zero and mask.prefix_lengths is None and not mask.counts_in_segments
+    causal = is_plain and (mask.causal or mask.ahead == 0) and (mask.ahead or 0) >= 0
+    remaining = dataclasses.replace(mask, key_lengths=None, query_lengths=None)
     if causal:
-        rest = dataclasses.replace(rest, causal=False, ahead=None)
+        remaining = dataclasses.replace(remaining, causal=False, ahead=None)
     window = None
-    if causal and mask.window is not None and mask.window > 0 and not biased:
-        others = dataclasses.replace(rest, window=None)
-        if others.pairs(q_length, k_length) is None:
-            rest, window = others, mask.window - 1
-    return MaskArguments(causal, window, rest.pairs(q_length, k_length))
+    if causal and mask.window is not None and mask.window > 0 and not has_bias:
+        without_window = dataclasses.replace(remaining, window=None)
+        if without_window.pairs(q_length, k_length) is None:
+            remaining, window = without_window, mask.window - 1
+    return _MaskArguments(causal, window, remaining.pairs(q_length, k_length))
 
 
-def _call(q_length: int, inputs: Inputs) -> jax.Array:
-    """The output ``[b, q, h, e]`` of one call of cuDNN, differentiable once and in reverse mode.
+def _call_cudnn(q_length: int, inputs: FusedInputs) -> jax.Array:
+    """Returns the output ``[b, q, h, e]`` of one call of cuDNN; it has a first-order gradient only.
 
-    `jnp.where` on an argument puts zeros into its cotangent, on the output into the kernels' cotangent.
+    A `jnp.where` on an argument zeros that argument's cotangent, one on the output zeros the cotangent
+    that the kernels get.
     """
     products, biases, values, mask, _ = inputs
-    batch, k_length, heads, own_width = values.shape
+    batch, k_length, heads, out_width = values.shape
     pairs, keys = mask.pairs(q_length, k_length), mask.keys(k_length)
-    rows = None if pairs is None else pairs.any(axis=-1).swapaxes(1, 2)
-    bias = shared_bias(biases, q_length=q_length)
-    is_causal, window, pattern = mask_arguments(mask, q_length, k_length, biased=bias is not None)
+    has_keys = None if pairs is None else pairs.any(axis=-1).swapaxes(1, 2)
+    bias = sum_biases(biases, q_length=q_length)
+    has_bias = bias is not None
+    is_causal, window, pattern = _mask_arguments(mask, q_length, k_length, has_bias=has_bias)
     if bias is not None:
         bias = bias[None] if pairs is None else jnp.where(pairs.any(0, keepdims=True), bias, 0)
     q, k = (n + n % 2 for n in (q_length, k_length))
-    given = mask.key_lengths is not None or mask.query_lengths is not None
-    lengths: tuple[Any, Any] = (None, None)
-    if given or window is not None or k > k_length:
-        lengths = _lengths(mask, rows, (batch, q_length, k_length))
-    queries = _only(_factor(products, "queries", values, q_length), rows)
-    width = _width(products, values)
+    has_lengths = mask.key_lengths is not None or mask.query_lengths is not None
+    query_lengths, key_lengths = None, None
+    if has_lengths or window is not None or k > k_length:
+        sizes = batch, q_length, k_length
+        query_lengths, key_lengths = _sequence_lengths(mask, has_keys, sizes)
+    query = _concatenate_factors([t.queries for t in products.low_rank], values, q_length)
+    query = _zero_where_masked(query, has_keys)
+    width = _kernel_width(products, values)
     out = jax.nn.dot_product_attention(
-        _padded(queries, (batch, q, heads, width)),
-        _padded(_only(_factor(products, "keys", values, k_length), keys), (batch, k, heads, width)),
-        _padded(_only(values, keys), (batch, k, heads, width)),
-        None if bias is None else _padded(bias, (1, heads, q, k)),
-        None if pattern is None else _padded(pattern, (*pattern.shape[:2], q, k)),
+        _pad_to(query, (batch, q, heads, width)),
+        _pad_to(
+            _zero_where_masked(
+                _concatenate_factors([t.keys for t in products.low_rank], values, k_length), keys
+            ),
+            (batch, k, heads, width),
+        ),
+        _pad_to(_zero_where_masked(values, keys), (batch, k, heads, width)),
+        None if bias is None else _pad_to(bias, (1, heads, q, k)),
+        None if pattern is None else _pad_to(pattern, (*pattern.shape[:2], q, k)),
         scale=1.0,
         is_causal=is_causal,
-        query_seq_lengths=lengths[0],
-        key_value_seq_lengths=lengths[1],
+        query_seq_lengths=query_lengths,
+        key_value_seq_lengths=key_lengths,
         local_window_size=None if window is None else (window, 0),
         implementation=KERNEL,
     )
-    return _only(out[:, :q_length, :, :own_width], rows)
+    return _zero_where_masked(out[:, :q_length, :, :out_width], has_keys)
 
 
-def _lengths(
-    mask: Mask, rows: jax.Array | None, sizes: tuple[int, int, int]
+def _sequence_lengths(
+    mask: Mask, has_keys: jax.Array | None, sizes: tuple[int, int, int]
 ) -> tuple[jax.Array, jax.Array]:
-    """Numbers of queries and keys of every example, int32 ``[b]``.
+    """Returns the numbers of queries and keys of every example, int32 ``[b]``.
 
-    None is zero, and queries behind the last one with a key do not count, so that the kernels meet no
-    row without keys: what they do there is not documented.
+    The behavior of the kernels for rows without keys is not documented. Hence no length is below 1, and
+    queries after the last one that has a key are not counted.
 
     Args:
-      mask: with its lengths.
-      rows: which queries see a key, bool ``[b or 1, q, h or 1]``; None: all do.
+      mask: the mask with its lengths.
+      has_keys: which queries attend to any key, bool ``[b or 1, q, h or 1]``; None: all.
       sizes: numbers of examples, queries and keys.
     """
     batch, q_length, k_length = sizes
-    queries, keys = jnp.asarray(q_length), jnp.asarray(k_length)
-    if rows is not None:
-        place = jnp.arange(1, q_length + 1)
-        queries = jnp.max(jnp.where(rows.any(axis=-1), place, 1), axis=-1)
+    query_lengths, key_lengths = jnp.asarray(q_length), jnp.asarray(k_length)
+    if has_keys is not None:
+        ends = jnp.arange(1, q_length + 1)
+        query_lengths = jnp.max(jnp.where(has_keys.any(axis=-1), ends, 1), axis=-1)
     if mask.key_lengths is not None:
-        keys = jnp.clip(mask.key_lengths, 1, k_length)
-    queries, keys = (jnp.broadcast_to(x.astype(jnp.int32), (batch,)) for x in (queries, keys))
-    return queries, keys
+        key_lengths = jnp.clip(mask.key_lengths, 1, k_length)
+    query_lengths, key_lengths = (
+        jnp.broadcast_to(x.astype(jnp.int32), (batch,)) for x in (query_lengths, key_lengths)
+    )
+    return query_lengths, key_lengths
 
 
-def _factor(products: Terms, name: str, values: jax.Array, length: int) -> jax.Array:
-    """The queries or the keys of all `LowRank` terms, ``[b, length, h, Σ ranks]``."""
+def _concatenate_factors(factors: Sequence[jax.Array], values: jax.Array, length: int) -> jax.Array:
+    """Returns the queries or the keys of all `LowRank` terms, ``[b, length, h, Σ ranks]``."""
     batch, _, heads, _ = values.shape
 
-    def of_all_examples(x: jax.Array) -> jax.Array:
+    def broadcast_batch(x: jax.Array) -> jax.Array:
         if x.shape[0] == batch:
             return x
-        # By way of float32, in which the gradient is then summed.
-        return jnp.broadcast_to(x.astype(wide(x)), (batch, *x.shape[1:])).astype(x.dtype)
+        # The cast to float32 makes the gradient a sum in float32.
+        return jnp.broadcast_to(x.astype(logits_dtype(x)), (batch, *x.shape[1:])).astype(x.dtype)
 
-    parts = [of_all_examples(getattr(term, name)) for term in products]
+    parts = [broadcast_batch(x) for x in factors]
     empty = jnp.zeros_like(values, shape=(batch, length, heads, 0))
     return jnp.concatenate([*parts, empty], axis=-1)
 
 
-def _width(terms: Terms, values: jax.Array) -> int:
-    """The width of queries, keys and values: a multiple of 8."""
-    rank = sum(t.queries.shape[-1] for t in terms if isinstance(t, LowRank))
+def _kernel_width(products: Products, values: jax.Array) -> int:
+    """Returns the common width of queries, keys and values, a multiple of 8."""
+    rank = sum(term.queries.shape[-1] for term in products.low_rank)
     return -(-max(rank, values.shape[-1]) // 8) * 8
 
 
-def _only(x: jax.Array, real: jax.Array | None) -> jax.Array:
-    """``[b, n, h, r]``, zero where `real`, ``[b or 1, n]`` or ``[b or 1, n, h or 1]``, is false."""
-    if real is None:
+def _zero_where_masked(x: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Returns ``[b, n, h, r]``, zero where `mask`, ``[b or 1, n]`` or ``[b or 1, n, h or 1]``, is false."""
+    if mask is None:
         return x
-    return jnp.where(real.reshape(real.shape + (1,) * (4 - real.ndim)), x, 0)
+    return jnp.where(mask.reshape(mask.shape + (1,) * (4 - mask.ndim)), x, 0)
 
 
-def _padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The array with zeros behind it in every axis."""
-    return jnp.pad(x, [(0, n - own) for own, n in zip(x.shape, shape, strict=True)])
+def _pad_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the array with zeros appended along every axis."""
+    return jnp.pad(x, [(0, new - old) for old, new in zip(x.shape, shape, strict=True)])

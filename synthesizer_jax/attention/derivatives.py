@@ -1,369 +1,484 @@
-"""Functions with a hand-written gradient that can be differentiated again, and in forward mode.
+"""Functions with a hand-written gradient that still have derivatives of every order and mode.
 
-`jax.custom_vjp` rules out forward mode, and derivatives of higher order would differentiate its backward
-pass, which loops with dynamic updates and Pallas kernels do not support. Here a function's tangent is a
-linear map of its own, a JAX primitive that computes itself and its transpose in either of two ways: the
-fast one, which reverse mode runs, and one made of a plain form of the function, which every other
-derivative comes from.
+A function with `jax.custom_vjp` has no forward mode, and derivatives of higher order would differentiate
+its backward pass, which is not possible for loops with dynamic updates and for Pallas kernels. Here the
+tangent of a function is a linear map, a JAX primitive with two implementations of itself and of its
+transpose: a fast one, which reverse mode runs, and one derived by JAX from a plain form of the function,
+from which all other derivatives are computed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-Arrays = Sequence[Any]
-LeafFunction = Callable[[Arrays, Arrays], list[Any]]
+PyTree: TypeAlias = Any
+"""A tree of arrays, in the sense of `jax.tree`."""
+
+_Output = TypeVar("_Output")
+_Leaf = TypeVar("_Leaf")
+
+_TreeDef: TypeAlias = Any
+"""A `jax.tree_util.PyTreeDef`, whose methods type checkers do not know."""
+
+_Arrays: TypeAlias = Sequence[jax.Array]
+_Cotangents: TypeAlias = list[jax.Array | None]
+_Tangents: TypeAlias = Sequence[jax.Array | ad.Zero]
+_Axes: TypeAlias = Sequence[int | None]
+_OutAvals: TypeAlias = tuple[ShapedArray, ...]
+_LinearFunction: TypeAlias = Callable[[_Arrays, _Arrays], list[jax.Array]]
 
 
 def with_gradient(
-    forward: Callable[[Any], tuple[Any, Any]],
-    backward: Callable[[Any, Any, Any, Any], Any],
-    plain: Callable[[Any], Any],
+    forward: Callable[[PyTree], tuple[_Output, PyTree]],
+    backward: Callable[[PyTree, PyTree, PyTree, PyTree], PyTree],
+    plain: Callable[[PyTree], _Output],
     *,
-    primal: Callable[[Any], Any] | None = None,
+    primal: Callable[[PyTree], _Output] | None = None,
     reads_output: bool = True,
     name: str | None = None,
-) -> Callable[[Any], Any]:
-    """A function whose first reverse-mode derivative is hand-written, and all others follow.
+) -> Callable[[PyTree], _Output]:
+    """Returns a function with a hand-written reverse-mode gradient and derivatives of all other kinds.
 
     Args:
-      forward: ``inputs -> (out, kept)``; `kept` is what the backward pass saves besides inputs and
-        output.
-      backward: ``(inputs, out, kept, g) -> cotangents``, a tree like the inputs; the cotangents of
-        integers and booleans are not read.
-      plain: ``inputs -> out``, the same function as differentiable JAX code. Its derivatives of order
-        two and up, and in forward mode, are taken by JAX.
-      primal: ``inputs -> out``, run where no derivative is asked for. None: `forward`.
-      reads_output: False: `backward` is given None for the output, which is then not saved.
-      name: what `jax.checkpoint` policies call the output and `kept`.
+      forward: ``inputs -> (out, residuals)``; the residuals are what the backward pass needs besides
+        the inputs and the output.
+      backward: ``(inputs, out, residuals, dout) -> cotangents``, a tree like the inputs; the cotangents
+        of integers and booleans are ignored.
+      plain: ``inputs -> out``, the same function as code that JAX can differentiate. Forward mode and
+        derivatives of order two and above are computed from it.
+      primal: ``inputs -> out``, run where no derivative is taken. None: `forward`.
+      reads_output: False: `backward` gets None for the output, which is then not saved.
+      name: the checkpoint name of the output and the residuals, for `jax.checkpoint` policies.
 
     Returns:
       ``inputs -> out``.
     """
 
-    def call(inputs: Any) -> Any:
-        leaves, tree = _flatten(inputs)
-        saving, shapes = jax.make_jaxpr(forward, return_shape=True)(inputs)
-        program = saving if primal is None else jax.make_jaxpr(primal)(inputs)
-        (_, out_tree), (_, kept_tree) = map(_flatten, shapes)
+    def call(inputs: PyTree) -> _Output:
+        leaves, treedef = _flatten(inputs)
+        forward_jaxpr, shapes = jax.make_jaxpr(forward, return_shape=True)(inputs)
+        jaxpr = forward_jaxpr if primal is None else jax.make_jaxpr(primal)(inputs)
+        (_, out_treedef), (_, residuals_treedef) = map(_flatten, shapes)
 
-        def backward_leaves(leaves: Arrays, out: Arrays, kept: Arrays, g: Arrays) -> list[Any]:
-            known = out_tree.unflatten(out) if reads_output else None
-            results = known, kept_tree.unflatten(kept), out_tree.unflatten(g)
-            return tree.flatten_up_to(backward(tree.unflatten(leaves), *results))
+        def call_backward(
+            leaves: _Arrays, out: _Arrays, residuals: _Arrays, dout: _Arrays
+        ) -> PyTree:
+            return backward(
+                treedef.unflatten(leaves),
+                out_treedef.unflatten(out) if reads_output else None,
+                residuals_treedef.unflatten(residuals),
+                out_treedef.unflatten(dout),
+            )
 
-        def plain_leaves(leaves: Arrays) -> list[Any]:
-            return jax.tree.leaves(plain(tree.unflatten(leaves)))
+        def plain_leaves(leaves: _Arrays) -> list[jax.Array]:
+            return jax.tree.leaves(plain(treedef.unflatten(leaves)))
 
-        count = out_tree.num_leaves
-        function = Function(
-            program, saving, backward_leaves, plain_leaves, count, reads_output, name
+        function = DifferentiableFunction(
+            program=jaxpr,
+            forward=forward_jaxpr,
+            backward=lambda *args: treedef.flatten_up_to(call_backward(*args)),
+            plain=plain_leaves,
+            num_outputs=out_treedef.num_leaves,
+            reads_output=reads_output,
+            name=name,
         )
-        found = differentiable.bind(*leaves, function=function)
-        return out_tree.unflatten(found[: function.outputs])
+        results = _differentiable_p.bind(*leaves, function=function)
+        out: _Output = out_treedef.unflatten(results[: function.num_outputs])
+        return out
 
     return call
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Function:
-    """What `with_gradient` was given, on the leaves of trees.
+class DifferentiableFunction:
+    """The arguments of `with_gradient`, as functions of the leaves of trees.
 
     Attributes:
-      program: inputs to outputs, and what else it returns.
-      saving: inputs to outputs and what is kept; run where a derivative is asked for.
-      backward: inputs, outputs, what is kept and the outputs' cotangents to the inputs' cotangents.
-      plain: inputs to outputs.
-      outputs: the number of outputs.
-      reads_output: whether `backward` reads the outputs; otherwise it is given none.
-      name: what `jax.checkpoint` policies call what the program returns.
+      program: computes the outputs from the inputs, possibly followed by residuals.
+      forward: computes the outputs and the residuals; run where a derivative is taken.
+      backward: computes the inputs' cotangents from the inputs, the outputs, the residuals and the
+        outputs' cotangents.
+      plain: computes the outputs from the inputs.
+      num_outputs: the number of outputs.
+      reads_output: whether `backward` reads the outputs; if not, it gets an empty list.
+      name: the checkpoint name of the outputs and the residuals.
     """
 
     program: ClosedJaxpr
-    saving: ClosedJaxpr
-    backward: Callable[[Arrays, Arrays, Arrays, Arrays], list[Any]]
-    plain: Callable[[Arrays], list[Any]]
-    outputs: int
+    forward: ClosedJaxpr
+    backward: Callable[[_Arrays, _Arrays, _Arrays, _Arrays], _Cotangents]
+    plain: Callable[[_Arrays], list[jax.Array]]
+    num_outputs: int
     reads_output: bool
     name: str | None
 
-    def batched(self, leaves: Arrays, axes: Arrays) -> Function:
-        """The function under `jax.vmap`, its results mapped along their first axes.
+    def batched(self, leaves: _Arrays, axes: _Axes) -> DifferentiableFunction:
+        """Returns the function under `jax.vmap`, whose results are mapped along their first axes.
 
         Args:
           leaves: the inputs.
-          axes: the mapped axis of every input, or None.
+          axes: the mapped axis of every input; None: the input is not mapped.
         """
         axes = list(axes)
 
-        def mapped(program: ClosedJaxpr) -> ClosedJaxpr:
+        def map_program(program: ClosedJaxpr) -> ClosedJaxpr:
             run = jaxpr_as_fun(program)
             return jax.make_jaxpr(jax.vmap(lambda leaves: run(*leaves), (axes,)))(list(leaves))
 
-        def backward(leaves: Arrays, *results: Arrays) -> list[Any]:
-            mapped = jax.vmap(self._inexact_cotangents, (axes, 0, 0, 0))(leaves, *results)
-            return [_unmapped(d, axis) for d, axis in zip(mapped, axes, strict=True)]
+        def backward(
+            leaves: _Arrays, out: _Arrays, residuals: _Arrays, dout: _Arrays
+        ) -> _Cotangents:
+            mapped = jax.vmap(self._inexact_cotangents, (axes, 0, 0, 0))
+            cotangents = mapped(leaves, out, residuals, dout)
+            return [_sum_unmapped(d, axis) for d, axis in zip(cotangents, axes, strict=True)]
 
-        saving = mapped(self.saving)
+        forward = map_program(self.forward)
         return dataclasses.replace(
             self,
-            program=saving if self.program is self.saving else mapped(self.program),
-            saving=saving,
+            program=forward if self.program is self.forward else map_program(self.program),
+            forward=forward,
             backward=backward,
             plain=lambda leaves: jax.vmap(self.plain, (axes,))(list(leaves)),
         )
 
-    def _inexact_cotangents(self, leaves: Arrays, *results: Arrays) -> list[Any]:
-        found = self.backward(leaves, *results)
-        return [d if _is_inexact(x) else None for d, x in zip(found, leaves, strict=True)]
+    def _inexact_cotangents(
+        self, leaves: _Arrays, out: _Arrays, residuals: _Arrays, dout: _Arrays
+    ) -> _Cotangents:
+        cotangents = self.backward(leaves, out, residuals, dout)
+        return [d if _is_inexact(x) else None for d, x in zip(cotangents, leaves, strict=True)]
 
 
-def _unmapped(cotangent: Any, axis: int | None) -> Any:
-    """The cotangent of an input mapped along `axis`, from one mapped along its first axis."""
+def _sum_unmapped(cotangent: jax.Array | None, axis: int | None) -> jax.Array | None:
+    """Returns the cotangent of an input mapped along `axis`, given one mapped along its first axis.
+
+    The cotangent of an input that is not mapped is the sum over the mapped calls.
+    """
     if cotangent is None:
         return None
     return cotangent.sum(axis=0) if axis is None else jnp.moveaxis(cotangent, 0, axis)
 
 
-differentiable = Primitive("differentiable")
-"""Applies a `Function` to its inputs."""
-differentiable.multiple_results = True
+_differentiable_p = Primitive("differentiable")
+"""Applies a `DifferentiableFunction` to its inputs."""
+_differentiable_p.multiple_results = True
 
 
-@differentiable.def_impl
-def _run(*leaves: Any, function: Function) -> list[Any]:
-    return jaxpr_as_fun(function.program)(*leaves)
+@_differentiable_p.def_impl
+def _differentiable_impl(*leaves: jax.Array, function: DifferentiableFunction) -> list[jax.Array]:
+    results: list[jax.Array] = jaxpr_as_fun(function.program)(*leaves)
+    return results
 
 
-@differentiable.def_abstract_eval
-def _shapes(*leaves: Any, function: Function) -> list[Any]:
+@_differentiable_p.def_abstract_eval
+def _differentiable_abstract_eval(
+    *leaves: ShapedArray, function: DifferentiableFunction
+) -> list[ShapedArray]:
     del leaves
     return list(function.program.out_avals)
 
 
-def _run_jvp(
-    leaves: Arrays, tangents: Arrays, *, function: Function
-) -> tuple[list[Any], list[Any]]:
-    found = differentiable.bind(
-        *leaves, function=dataclasses.replace(function, program=function.saving)
+def _differentiable_jvp(
+    leaves: _Arrays, tangents: _Tangents, *, function: DifferentiableFunction
+) -> tuple[list[jax.Array], list[jax.Array | ad.Zero]]:
+    results = _differentiable_p.bind(
+        *leaves, function=dataclasses.replace(function, program=function.forward)
     )
     if function.name is not None:
-        found = [checkpoint_name(x, function.name) for x in found]
-    dout = _tangent(function, leaves, found, tangents)
-    found = found[: len(function.program.out_avals)]
-    return found, [*dout, *(_zero(x) for x in found[function.outputs :])]
+        results = [checkpoint_name(x, function.name) for x in results]
+    out_tangents = _output_tangents(function, leaves, results, tangents=tangents)
+    results = results[: len(function.program.out_avals)]
+    return results, [*out_tangents, *(_zero_tangent(x) for x in results[function.num_outputs :])]
 
 
-def _run_batched(
-    leaves: Arrays, axes: Arrays, *, function: Function
-) -> tuple[list[Any], list[int]]:
-    found = differentiable.bind(*leaves, function=function.batched(leaves, axes))
-    return found, [0] * len(found)
+def _differentiable_batch(
+    leaves: _Arrays, axes: _Axes, *, function: DifferentiableFunction
+) -> tuple[list[jax.Array], list[int]]:
+    results = _differentiable_p.bind(*leaves, function=function.batched(leaves, axes))
+    return results, [0] * len(results)
 
 
-ad.primitive_jvps[differentiable] = _run_jvp
-batching.primitive_batchers[differentiable] = _run_batched
-mlir.register_lowering(differentiable, mlir.lower_fun(_run, multiple_results=True))
+ad.primitive_jvps[_differentiable_p] = _differentiable_jvp
+batching.primitive_batchers[_differentiable_p] = _differentiable_batch
+mlir.register_lowering(
+    _differentiable_p, mlir.lower_fun(_differentiable_impl, multiple_results=True)
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LinearMap:
-    """A linear function of some arrays, given others, and its transpose.
+class _LinearMap:
+    """A function ``(residuals, x) -> y`` that is linear in x, and its transpose.
 
-    Every function takes the leaves of the residuals and those of the argument, and returns leaves.
+    All functions take and return leaves of trees.
 
     Attributes:
-      function: the map as it is computed.
-      transpose: the transposed map.
-      plain: the map as JAX code that can be differentiated in the residuals.
+      function: the implementation of the map.
+      transpose: the implementation of the transposed map.
+      plain: the map as JAX code that can be differentiated with respect to the residuals.
       plain_transpose: likewise for the transposed map.
-      primals: the number of leading residuals that `plain` depends on; the others are made of these.
+      num_primals: the number of leading residuals that `plain` depends on; the others are functions of
+        these.
     """
 
-    function: LeafFunction
-    transpose: LeafFunction
-    plain: LeafFunction
-    plain_transpose: LeafFunction
-    primals: int
+    function: _LinearFunction
+    transpose: _LinearFunction
+    plain: _LinearFunction
+    plain_transpose: _LinearFunction
+    num_primals: int
 
-    def transposed(self) -> LinearMap:
-        """The transposed map."""
-        return LinearMap(
-            self.transpose, self.function, self.plain_transpose, self.plain, self.primals
+    def transposed(self) -> _LinearMap:
+        """Returns the transposed map."""
+        return _LinearMap(
+            function=self.transpose,
+            transpose=self.function,
+            plain=self.plain_transpose,
+            plain_transpose=self.plain,
+            num_primals=self.num_primals,
         )
 
-    def batched(self, axes: Arrays) -> LinearMap:
-        """The map under `jax.vmap`, its argument and result mapped along their first axes.
+    def batched(self, axes: _Axes) -> _LinearMap:
+        """Returns the map under `jax.vmap`, whose argument and result are mapped along their first axes.
 
         Args:
-          axes: the mapped axis of every residual, or None.
+          axes: the mapped axis of every residual; None: the residual is not mapped.
         """
 
-        def mapped(function: LeafFunction) -> LeafFunction:
+        def map_function(function: _LinearFunction) -> _LinearFunction:
             return lambda residuals, x: jax.vmap(function, (list(axes), 0))(list(residuals), x)
 
-        return LinearMap(
-            mapped(self.function),
-            mapped(self.transpose),
-            mapped(self.plain),
-            mapped(self.plain_transpose),
-            self.primals,
+        return _LinearMap(
+            function=map_function(self.function),
+            transpose=map_function(self.transpose),
+            plain=map_function(self.plain),
+            plain_transpose=map_function(self.plain_transpose),
+            num_primals=self.num_primals,
         )
 
 
-def _tangent(function: Function, leaves: Arrays, found: Arrays, tangents: Arrays) -> list[Any]:
-    """The tangents of a `Function`'s outputs, a `LinearMap` of the inexact inputs' tangents."""
+def _output_tangents(
+    function: DifferentiableFunction, leaves: _Arrays, results: _Arrays, *, tangents: _Tangents
+) -> list[jax.Array]:
+    """Returns the tangents of a function's outputs, as a `_LinearMap` of the inexact inputs' tangents.
+
+    Args:
+      function: the function.
+      leaves: its inputs.
+      results: its outputs and residuals.
+      tangents: the tangents of its inputs.
+    """
     inexact = [_is_inexact(x) for x in leaves]
-    primals = len(leaves)
-    saved = found if function.reads_output else found[function.outputs :]
-    outs = function.outputs if function.reads_output else 0
-
-    def only_inexact(leaves: Arrays) -> list[Any]:
-        return [x for x, wanted in zip(leaves, inexact, strict=True) if wanted]
-
-    def of_inexact(residuals: Arrays) -> Callable[[list[Any]], list[Any]]:
-        """`Function.plain` as a function of the inexact inputs."""
-
-        def plain(values: list[Any]) -> list[Any]:
-            rest = iter(values)
-            pairs = zip(residuals[:primals], inexact, strict=True)
-            return function.plain([next(rest) if wanted else x for x, wanted in pairs])
-
-        return plain
-
-    def push(residuals: Arrays, x: Arrays) -> list[Any]:
-        at = only_inexact(residuals[:primals])
-        return jax.jvp(of_inexact(residuals), (at,), (list(x),))[1]
-
-    def pull_plain(residuals: Arrays, g: Arrays) -> list[Any]:
-        at = only_inexact(residuals[:primals])
-        return jax.vjp(of_inexact(residuals), at)[1](list(g))[0]
-
-    def pull(residuals: Arrays, g: Arrays) -> list[Any]:
-        results = residuals[primals : primals + outs], residuals[primals + outs :]
-        return only_inexact(function.backward(residuals[:primals], *results, g))
-
-    return linear_map.bind(
+    num_primals = len(leaves)
+    num_saved_outputs = function.num_outputs if function.reads_output else 0
+    saved = results if function.reads_output else results[function.num_outputs :]
+    plain_jvp = _plain_jvp(function, inexact)
+    linear = _LinearMap(
+        function=plain_jvp,
+        transpose=_handwritten_vjp(function, inexact, num_saved_outputs=num_saved_outputs),
+        plain=plain_jvp,
+        plain_transpose=_plain_vjp(function, inexact),
+        num_primals=num_primals,
+    )
+    out_tangents: list[jax.Array] = _linear_map_p.bind(
         *leaves,
         *saved,
-        *map(ad.instantiate_zeros, only_inexact(tangents)),
-        linear=LinearMap(push, pull, push, pull_plain, primals),
-        residuals=primals + len(saved),
-        results=tuple(jax.typeof(x) for x in found[: function.outputs]),
+        *map(ad.instantiate_zeros, _select_inexact(tangents, inexact)),
+        linear=linear,
+        num_residuals=num_primals + len(saved),
+        out_avals=tuple(jax.typeof(x) for x in results[: function.num_outputs]),
     )
+    return out_tangents
 
 
-linear_map = Primitive("linear_map")
-"""Applies a `LinearMap`: residuals, then the argument's leaves."""
-linear_map.multiple_results = True
+def _select_inexact(leaves: Sequence[_Leaf], inexact: Sequence[bool]) -> list[_Leaf]:
+    return [x for x, is_inexact in zip(leaves, inexact, strict=True) if is_inexact]
 
 
-@linear_map.def_impl
-def _apply(*args: Any, linear: LinearMap, residuals: int, results: Any) -> list[Any]:
-    del results
-    return linear.function(list(args[:residuals]), list(args[residuals:]))
+def _plain_of_inexact(
+    function: DifferentiableFunction, primals: _Arrays, inexact: Sequence[bool]
+) -> Callable[[_Arrays], list[jax.Array]]:
+    """Returns `function.plain` as a function of the inexact inputs; the others are constants."""
+
+    def plain(values: _Arrays) -> list[jax.Array]:
+        remaining = iter(values)
+        pairs = zip(primals, inexact, strict=True)
+        return function.plain([next(remaining) if is_inexact else x for x, is_inexact in pairs])
+
+    return plain
 
 
-@linear_map.def_abstract_eval
-def _abstract(*args: Any, linear: LinearMap, residuals: int, results: Any) -> list[Any]:
-    del args, linear, residuals
-    return list(results)
+def _plain_jvp(function: DifferentiableFunction, inexact: Sequence[bool]) -> _LinearFunction:
+    """Returns ``(residuals, dx) -> J dx``, with the Jacobian J by JAX."""
+
+    def jvp(residuals: _Arrays, dx: _Arrays) -> list[jax.Array]:
+        primals = residuals[: len(inexact)]
+        plain = _plain_of_inexact(function, primals, inexact)
+        return jax.jvp(plain, (_select_inexact(primals, inexact),), (list(dx),))[1]
+
+    return jvp
 
 
-mlir.register_lowering(linear_map, mlir.lower_fun(_apply, multiple_results=True))
+def _plain_vjp(function: DifferentiableFunction, inexact: Sequence[bool]) -> _LinearFunction:
+    """Returns ``(residuals, dout) -> Jᵀ dout``, with the Jacobian J by JAX."""
+
+    def vjp(residuals: _Arrays, dout: _Arrays) -> list[jax.Array]:
+        primals = residuals[: len(inexact)]
+        plain = _plain_of_inexact(function, primals, inexact)
+        cotangents: list[jax.Array] = jax.vjp(plain, _select_inexact(primals, inexact))[1](
+            list(dout)
+        )[0]
+        return cotangents
+
+    return vjp
 
 
-def _jvp(
-    primals: Arrays, tangents: Arrays, *, linear: LinearMap, residuals: int, results: Any
-) -> tuple[list[Any], list[Any]]:
-    options = {"linear": linear, "residuals": residuals, "results": results}
-    given, x = list(primals[:residuals]), list(primals[residuals:])
-    dgiven, dx = tangents[: linear.primals], tangents[residuals:]
-    out = linear_map.bind(*given, *x, **options)
-    parts = []
+def _handwritten_vjp(
+    function: DifferentiableFunction, inexact: Sequence[bool], *, num_saved_outputs: int
+) -> _LinearFunction:
+    """Returns ``(residuals, dout) -> Jᵀ dout``, computed by `DifferentiableFunction.backward`."""
+
+    def vjp(residuals: _Arrays, dout: _Arrays) -> list[jax.Array]:
+        num_primals = len(inexact)
+        end = num_primals + num_saved_outputs
+        primals, out, saved = residuals[:num_primals], residuals[num_primals:end], residuals[end:]
+        cotangents = function.backward(primals, out, saved, dout)
+        return cast("list[jax.Array]", _select_inexact(cotangents, inexact))
+
+    return vjp
+
+
+_linear_map_p = Primitive("linear_map")
+"""Applies a `_LinearMap` to residuals, followed by the leaves of its argument."""
+_linear_map_p.multiple_results = True
+
+
+@_linear_map_p.def_impl
+def _linear_map_impl(
+    *args: jax.Array, linear: _LinearMap, num_residuals: int, out_avals: _OutAvals
+) -> list[jax.Array]:
+    del out_avals
+    return linear.function(list(args[:num_residuals]), list(args[num_residuals:]))
+
+
+@_linear_map_p.def_abstract_eval
+def _linear_map_abstract_eval(
+    *args: ShapedArray, linear: _LinearMap, num_residuals: int, out_avals: _OutAvals
+) -> list[ShapedArray]:
+    del args, linear, num_residuals
+    return list(out_avals)
+
+
+mlir.register_lowering(_linear_map_p, mlir.lower_fun(_linear_map_impl, multiple_results=True))
+
+
+def _linear_map_jvp(
+    primals: _Arrays,
+    tangents: _Tangents,
+    *,
+    linear: _LinearMap,
+    num_residuals: int,
+    out_avals: _OutAvals,
+) -> tuple[list[jax.Array], list[jax.Array | ad.Zero]]:
+    """The derivative of ``y = L(r) x``: ``dy = L(r) dx + (∂/∂r L(r) x) dr``."""
+    bind = functools.partial(
+        _linear_map_p.bind, linear=linear, num_residuals=num_residuals, out_avals=out_avals
+    )
+    residuals, x = list(primals[:num_residuals]), list(primals[num_residuals:])
+    dresiduals, dx = tangents[: linear.num_primals], tangents[num_residuals:]
+    out = bind(*residuals, *x)
+    summands = []
+    # L(r) dx
     if not all(isinstance(t, ad.Zero) for t in dx):
-        parts.append(linear_map.bind(*given, *map(ad.instantiate_zeros, dx), **options))
-    moving = [i for i, t in enumerate(dgiven) if not isinstance(t, ad.Zero)]
-    if moving:
+        summands.append(bind(*residuals, *map(ad.instantiate_zeros, dx)))
+    # (∂/∂r L(r) x) dr, of the residuals with a tangent
+    varying = [i for i, t in enumerate(dresiduals) if not isinstance(t, ad.Zero)]
+    if varying:
 
-        def of_moving(values: list[Any]) -> list[Any]:
-            mixed = list(given)
-            for i, value in zip(moving, values, strict=True):
-                mixed[i] = value
-            return linear.plain(mixed, x)
+        def plain_of_varying(values: list[jax.Array]) -> list[jax.Array]:
+            all_residuals = list(residuals)
+            for i, value in zip(varying, values, strict=True):
+                all_residuals[i] = value
+            return linear.plain(all_residuals, x)
 
-        at, direction = [given[i] for i in moving], [dgiven[i] for i in moving]
-        parts.append(jax.jvp(of_moving, (at,), (direction,))[1])
-    if not parts:
-        return out, [_zero(y) for y in out]
-    return out, [sum(terms[1:], terms[0]) for terms in zip(*parts, strict=True)]
+        values, dvalues = [residuals[i] for i in varying], [dresiduals[i] for i in varying]
+        summands.append(jax.jvp(plain_of_varying, (values,), (dvalues,))[1])
+    if not summands:
+        return out, [_zero_tangent(y) for y in out]
+    return out, [sum(terms[1:], terms[0]) for terms in zip(*summands, strict=True)]
 
 
-def _transpose(
-    cotangents: Arrays, *args: Any, linear: LinearMap, residuals: int, results: Any
-) -> list[Any]:
-    g = [
-        jax.lax.full(y.shape, 0, y.dtype) if isinstance(ct, ad.Zero) else ct
-        for ct, y in zip(cotangents, results, strict=True)
+def _linear_map_transpose(
+    cotangents: _Tangents,
+    *args: jax.Array | ad.UndefinedPrimal,
+    linear: _LinearMap,
+    num_residuals: int,
+    out_avals: _OutAvals,
+) -> list[jax.Array | None]:
+    dout = [
+        jax.lax.full(aval.shape, 0, aval.dtype) if isinstance(ct, ad.Zero) else ct
+        for ct, aval in zip(cotangents, out_avals, strict=True)
     ]
-    x = args[residuals:]
-    back = linear_map.bind(
-        *args[:residuals],
-        *g,
+    x = args[num_residuals:]
+    dx = _linear_map_p.bind(
+        *args[:num_residuals],
+        *dout,
         linear=linear.transposed(),
-        residuals=residuals,
-        results=tuple(t.aval if ad.is_undefined_primal(t) else jax.typeof(t) for t in x),
+        num_residuals=num_residuals,
+        out_avals=tuple(t.aval if isinstance(t, ad.UndefinedPrimal) else jax.typeof(t) for t in x),
     )
-    wanted = [d if ad.is_undefined_primal(t) else None for d, t in zip(back, x, strict=True)]
-    return [None] * residuals + wanted
+    dx = [d if isinstance(t, ad.UndefinedPrimal) else None for d, t in zip(dx, x, strict=True)]
+    return [*[None] * num_residuals, *dx]
 
 
-def _batch(
-    args: Arrays, axes: Arrays, *, linear: LinearMap, residuals: int, results: Any
-) -> tuple[list[Any], list[int]]:
+def _linear_map_batch(
+    args: _Arrays,
+    axes: _Axes,
+    *,
+    linear: _LinearMap,
+    num_residuals: int,
+    out_avals: _OutAvals,
+) -> tuple[list[jax.Array], list[int]]:
+    del out_avals
     (size,) = {x.shape[a] for x, a in zip(args, axes, strict=True) if a is not None}
     x = [
         jnp.broadcast_to(t, (size, *jnp.shape(t))) if axis is None else jnp.moveaxis(t, axis, 0)
-        for t, axis in zip(args[residuals:], axes[residuals:], strict=True)
+        for t, axis in zip(args[num_residuals:], axes[num_residuals:], strict=True)
     ]
-    mapped = linear.batched(axes[:residuals])
-    del results
-    result = linear_map.bind(
-        *args[:residuals],
+    batched = linear.batched(axes[:num_residuals])
+    results = _linear_map_p.bind(
+        *args[:num_residuals],
         *x,
-        linear=mapped,
-        residuals=residuals,
-        results=tuple(_abstract_results(mapped.function, args[:residuals], x)),
+        linear=batched,
+        num_residuals=num_residuals,
+        out_avals=_infer_out_avals(batched.function, args[:num_residuals], x),
     )
-    return result, [0] * len(result)
+    return results, [0] * len(results)
 
 
-ad.primitive_jvps[linear_map] = _jvp
-ad.primitive_transposes[linear_map] = _transpose
-batching.primitive_batchers[linear_map] = _batch
+ad.primitive_jvps[_linear_map_p] = _linear_map_jvp
+ad.primitive_transposes[_linear_map_p] = _linear_map_transpose
+batching.primitive_batchers[_linear_map_p] = _linear_map_batch
 
 
-def _flatten(tree: Any) -> tuple[list[Any], Any]:
-    leaves, structure = jax.tree.flatten(tree)
-    return leaves, structure
+def _flatten(tree: PyTree) -> tuple[list[jax.Array], _TreeDef]:
+    return jax.tree.flatten(tree)
 
 
-def _is_inexact(x: Any) -> bool:
+def _is_inexact(x: jax.Array) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def _abstract_results(function: Callable[..., Any], *arguments: Arrays) -> list[Any]:
-    """The types of what a function of leaves returns."""
-    return list(jax.make_jaxpr(function)(*map(list, arguments)).out_avals)
+def _infer_out_avals(function: _LinearFunction, residuals: _Arrays, x: _Arrays) -> _OutAvals:
+    return tuple(jax.make_jaxpr(function)(list(residuals), list(x)).out_avals)
 
 
-def _zero(x: Any) -> ad.Zero:
+def _zero_tangent(x: jax.Array) -> ad.Zero:
     return ad.Zero(jax.typeof(x).to_tangent_aval())

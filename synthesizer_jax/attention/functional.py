@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import operator
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
 from synthesizer_jax.attention.attend import attend
-from synthesizer_jax.attention.masks import Mask, parts_of
+from synthesizer_jax.attention.masks import Mask, add_pattern
 from synthesizer_jax.attention.partition import (
     Partition,
     axes_along,
@@ -21,7 +20,7 @@ from synthesizer_jax.attention.partition import (
 )
 from synthesizer_jax.attention.per_example import attend_examples, bias_term
 from synthesizer_jax.attention.relative import RelativeTable
-from synthesizer_jax.attention.terms import LowRank, Term, Terms, add, low_rank, wide
+from synthesizer_jax.attention.terms import LowRank, Term, Terms, add, logits_dtype, low_rank
 
 NAME = "dot_product_attention"
 
@@ -85,51 +84,83 @@ def dot_product_attention(
     Raises:
       ValueError: for shapes or dtypes that do not agree.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    lengths = query_seq_lengths, key_value_seq_lengths
+    query = jnp.asarray(query)
+    arguments = _Arguments(
+        query,
+        jnp.asarray(key),
+        jnp.asarray(value),
+        bias,
+        mask,
+        scale,
+        query_seq_lengths,
+        key_value_seq_lengths,
+    )
 
-    def call(
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        bias: Any,
-        mask: Any,
-        scale: Any,
-        lengths: tuple[Any, Any],
-        partition: Partition | None = None,
-    ) -> jax.Array:
-        shape = (*query.shape[:-1], value.shape[-1])
-        query, key, value = _with_batch(query, key, value)
-        sizes = Sizes(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-        all_masks = _mask_of(
-            mask,
-            sizes,
-            is_causal=is_causal,
-            query_lengths=_lengths("query_seq_lengths", lengths[0], sizes),
-            key_lengths=_lengths("key_value_seq_lengths", lengths[1], sizes),
-            window=_window(local_window_size),
+    def call(arguments: _Arguments) -> jax.Array:
+        return _attend_with_checks(
+            arguments, is_causal=is_causal, window=_window(local_window_size), partition=partition
         )
-        options: Any = {"scale": scale, "partition": partition}
-        return attend_product(query, key, value, bias, all_masks, **options).reshape(shape)
 
-    arguments = (query, key, value, bias, mask, scale, lengths)
     if not axes_of_type(AxisType.Explicit) or query.ndim not in (3, 4):
-        return call(*arguments, partition=partition)
+        return call(arguments)
     if partition is None:
         batch = axes_along(query, 0) if query.ndim == 4 else ()
         partition = Partition(batch, axes_along(query, -2), axes_along(query, -3))
     rows = [partition.batch] if query.ndim == 4 else []
     spec = PartitionSpec(*rows, partition.sequence, partition.heads)
-    return in_auto_mode(functools.partial(call, partition=partition), lambda _: spec)(*arguments)
+    return in_auto_mode(call, lambda _: spec)(arguments)
 
 
-def attend_product(
+class _Arguments(NamedTuple):
+    """The arguments of `dot_product_attention` that hold arrays."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: Bias | tuple[Bias, ...] | None
+    mask: ArrayLike | Mask | None
+    scale: ArrayLike | None
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+
+
+def _attend_with_checks(
+    arguments: _Arguments,
+    *,
+    is_causal: bool,
+    window: tuple[int, int] | None,
+    partition: Partition | None,
+) -> jax.Array:
+    """Computes `dot_product_attention` of checked arguments."""
+    query, key, value = _with_batch(*arguments[:3])
+    sizes = LogitsShape(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    mask = _mask_of(
+        arguments.mask,
+        sizes,
+        is_causal=is_causal,
+        query_lengths=_lengths("query_seq_lengths", arguments.query_seq_lengths, sizes),
+        key_lengths=_lengths("key_value_seq_lengths", arguments.key_value_seq_lengths, sizes),
+        window=window,
+    )
+    out = attend_dot_product(
+        query,
+        key,
+        value,
+        bias=arguments.bias,
+        mask=mask,
+        scale=arguments.scale,
+        partition=partition,
+    )
+    return out.reshape(*arguments.query.shape[:-1], value.shape[-1])
+
+
+def attend_dot_product(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    *,
     bias: Bias | tuple[Bias, ...] | None,
     mask: Mask,
-    *,
     scale: ArrayLike | None = None,
     partition: Partition | None = None,
 ) -> jax.Array:
@@ -147,19 +178,21 @@ def attend_product(
     Returns:
       ``[b, q, n, e]``.
     """
-    sizes = Sizes(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-    terms, own = _biases(bias, sizes, query.dtype, mask.query_offset)
+    sizes = LogitsShape(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    terms, own = _biases(bias, sizes, query.dtype, offset=mask.query_offset)
     groups = sizes.heads // key.shape[2]
     if groups > 1:
         key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
     terms = add(low_rank(_scaled(query, scale), key, token_keys=True), *terms)
     if own:
-        return attend_examples(terms, own, value, mask, sizes.queries, partition)
+        return attend_examples(
+            terms, own, value, mask=mask, q_length=sizes.queries, partition=partition
+        )
     return attend(terms, value, mask=mask, q_length=sizes.queries, partition=partition)
 
 
-class Sizes(NamedTuple):
-    """The axes of the logits."""
+class LogitsShape(NamedTuple):
+    """The sizes of the axes of the logits."""
 
     batch: int
     heads: int
@@ -168,7 +201,7 @@ class Sizes(NamedTuple):
 
 
 def _with_batch(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Query, key and value with a batch axis, checked."""
+    """Returns query, key and value with a batch axis, after checking shapes and dtypes."""
     query, key, value = arrays
     if query.ndim not in (3, 4) or any(x.ndim != query.ndim for x in arrays):
         raise ValueError(
@@ -198,14 +231,14 @@ def _with_batch(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _scaled(query: jax.Array, scale: ArrayLike | None) -> jax.Array:
-    """The query times the scale, rounded once."""
-    factor = jnp.asarray(query.shape[-1] ** -0.5 if scale is None else scale, wide(query))
+    """Returns query · scale, rounded once."""
+    factor = jnp.asarray(query.shape[-1] ** -0.5 if scale is None else scale, logits_dtype(query))
     if factor.ndim:
         raise ValueError(f"{NAME}: scale has shape {factor.shape}; it must be a scalar")
     return (query.astype(factor.dtype) * factor).astype(query.dtype)
 
 
-def _lengths(name: str, lengths: ArrayLike | None, sizes: Sizes) -> jax.Array | None:
+def _lengths(name: str, lengths: ArrayLike | None, sizes: LogitsShape) -> jax.Array | None:
     if lengths is None:
         return None
     lengths = jnp.asarray(lengths)
@@ -218,7 +251,7 @@ def _lengths(name: str, lengths: ArrayLike | None, sizes: Sizes) -> jax.Array | 
 
 
 def _window(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
-    """How many keys before and after its own position a query sees."""
+    """Returns how many keys before and after its own position a query may attend to."""
     if size is None:
         return None
     left, right = map(operator.index, size if isinstance(size, tuple | list) else (size, size))
@@ -229,14 +262,14 @@ def _window(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
 
 def _mask_of(
     mask: ArrayLike | Mask | None,
-    sizes: Sizes,
+    sizes: LogitsShape,
     *,
     is_causal: bool,
     query_lengths: jax.Array | None,
     key_lengths: jax.Array | None,
     window: tuple[int, int] | None,
 ) -> Mask:
-    """All masks as one."""
+    """Returns all masks as one."""
     if isinstance(mask, Mask):
         if is_causal or any(x is not None for x in (query_lengths, key_lengths, window)):
             raise ValueError(
@@ -244,28 +277,33 @@ def _mask_of(
                 "key_lengths, window and ahead into the Mask"
             )
         return mask
-    parts: dict[str, Any] = {} if mask is None else _mask_parts(mask, sizes)
-    if window is not None:
-        parts |= {"window": window[0] + 1, "ahead": window[1]}
-    return Mask(
-        causal=bool(is_causal), query_lengths=query_lengths, key_lengths=key_lengths, **parts
+    before, ahead = (None, None) if window is None else window
+    masks = Mask(
+        causal=bool(is_causal),
+        query_lengths=query_lengths,
+        key_lengths=key_lengths,
+        window=None if before is None else before + 1,
+        ahead=ahead,
     )
+    return masks if mask is None else _add_array(masks, mask, sizes)
 
 
-def _mask_parts(mask: ArrayLike, sizes: Sizes) -> dict[str, jax.Array]:
-    """An array as a field of `Mask`."""
+def _add_array(masks: Mask, mask: ArrayLike, sizes: LogitsShape) -> Mask:
+    """Returns the masks with that of an array."""
     mask = jnp.asarray(mask)
     if mask.dtype != bool:
         raise ValueError(
             f"{NAME}: mask has dtype {mask.dtype}; it must be bool (what is added to the logits is "
             "the bias)"
         )
-    mask = _of_logits("mask", mask, sizes)
-    return parts_of(mask, batch=sizes.batch, q_length=sizes.queries, k_length=sizes.keys)
+    pattern = _broadcast_rank("mask", mask, sizes)
+    return add_pattern(
+        masks, pattern, batch=sizes.batch, q_length=sizes.queries, k_length=sizes.keys
+    )
 
 
-def _of_logits(name: str, x: jax.Array, sizes: Sizes) -> jax.Array:
-    """The array with four axes, each as long as the logits' or 1."""
+def _broadcast_rank(name: str, x: jax.Array, sizes: LogitsShape) -> jax.Array:
+    """Returns the array with four axes, each as long as the logits' or 1."""
     full = x.reshape((1,) * (4 - x.ndim) + x.shape)
     if full.ndim > 4 or any(n not in (1, size) for n, size in zip(full.shape, sizes, strict=True)):
         raise ValueError(
@@ -276,14 +314,18 @@ def _of_logits(name: str, x: jax.Array, sizes: Sizes) -> jax.Array:
 
 
 def _biases(
-    bias: Any, sizes: Sizes, dtype: Any, offset: int | jax.Array
+    bias: Bias | tuple[Bias, ...] | None,
+    sizes: LogitsShape,
+    dtype: jnp.dtype,
+    *,
+    offset: int | jax.Array,
 ) -> tuple[Terms, tuple[jax.Array, ...]]:
-    """Terms, and arrays ``[b, n or 1, q, k or 1]`` of biases that examples do not share."""
+    """Returns terms, and arrays ``[b, n or 1, q, k or 1]`` of biases that examples do not share."""
     if bias is None:
         return (), ()
     if isinstance(bias, tuple):
-        found = [_biases(part, sizes, dtype, offset) for part in bias]
-        return sum((terms for terms, _ in found), ()), sum((own for _, own in found), ())
+        parts = [_biases(part, sizes, dtype, offset=offset) for part in bias]
+        return sum((terms for terms, _ in parts), ()), sum((own for _, own in parts), ())
     if isinstance(bias, RelativeTable):
         if bias.table.shape[0] != sizes.heads:
             raise ValueError(
@@ -298,16 +340,16 @@ def _biases(
         raise ValueError(f"{NAME}: bias has dtype bool; give it as mask")
     if jnp.issubdtype(array.dtype, jnp.integer):
         array = array.astype(jnp.promote_types(dtype, jnp.float32))
-    full = _of_logits("bias", array, sizes)
+    full = _broadcast_rank("bias", array, sizes)
     if full.shape[0] == 1:
         return (bias_term(full, sizes[1:]),), ()
     if full.shape[2] == 1:
-        return (_of_keys(full, sizes, dtype),), ()
+        return (_key_bias(full, sizes, dtype),), ()
     return (), (full,)
 
 
-def _of_keys(bias: jax.Array, sizes: Sizes, dtype: Any) -> LowRank:
-    """A bias ``[b, n or 1, 1, k or 1]`` as a product with ones.
+def _key_bias(bias: jax.Array, sizes: LogitsShape, dtype: jnp.dtype) -> LowRank:
+    """Returns a bias ``[b, n or 1, 1, k or 1]`` as a product with ones.
 
     Its numbers are the sums of three that bfloat16 holds exactly, so that no matrix product rounds
     them, TPUs' products of float32 arrays included. The first has the gradient.

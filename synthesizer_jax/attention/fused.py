@@ -1,14 +1,14 @@
-"""The fused route: no array of ``[batch, heads, q, k]``, forward or backward.
+"""The fused route: neither the forward nor the backward pass has an array ``[batch, heads, q, k]``.
 
 The backward pass recomputes the weights from the saved maximum and sum of every row (Dao et al. 2022,
-FlashAttention, section 3.1; not from ``log Σ exp``, whose float32 rounding costs digits as soon as
-logits are in the hundreds). Every kind of device has its own way to go about it; they give the same
-answer.
+FlashAttention, section 3.1). They are not recomputed from ``log Σ exp``, as its rounding to float32 loses
+digits if logits are in the hundreds. There is one implementation for each kind of device.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 from jax import lax
@@ -16,87 +16,152 @@ from jax import lax
 from synthesizer_jax.attention import blocked, fused_tpu
 from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.packed import by_position, segment_lengths, with_places
-from synthesizer_jax.attention.parts import Inputs, Rows, inner
-from synthesizer_jax.attention.terms import LowRank, Outer, Relative, Static, Terms, diagonals
+from synthesizer_jax.attention.packed import (
+    has_absolute_positions,
+    segment_lengths,
+    with_segment_positions,
+)
+from synthesizer_jax.attention.parts import (
+    Biases,
+    FusedInputs,
+    SoftmaxStats,
+    divide_terms,
+    softmax_vjp_delta,
+)
+from synthesizer_jax.attention.terms import Relative, Static, Terms, diagonals
 
-GPUS = ("cuda", "rocm")
+_GPU_PLATFORMS = ("cuda", "rocm")
 
-KEPT = "attention"
-"""Checkpoint name of the residuals that `jax.checkpoint` policies can save."""
+CHECKPOINT_NAME = "attention"
+"""The name by which `jax.checkpoint` policies can save the residuals of attention."""
 
 
 def attend_fused(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) -> jax.Array:
-    """``softmax(Σ terms) · values`` in blocks.
+    """Returns ``softmax(Σ terms) · values``, computed in blocks.
 
     Args:
       terms: terms for q queries and k keys.
       values: ``[b, k, h, e]``.
-      mask: which keys a query may see.
+      mask: which keys a query may attend to.
       q_length: number of queries.
 
     Returns:
       ``[b, q, h, e]`` in the values' dtype.
     """
-    inputs, offset = inputs_of(terms, values, mask, q_length)
+    inputs, query_offset = fused_inputs(terms, values, mask, q_length=q_length)
 
-    def backward(inputs: Inputs, out: jax.Array, rows: Rows, g: jax.Array) -> Inputs:
-        return _backward(offset, inputs, rows, inner(out, g, rows.top.dtype), g)
+    def backward(
+        inputs: FusedInputs, out: jax.Array, stats: SoftmaxStats, dout: jax.Array
+    ) -> FusedInputs:
+        # delta = Σ_e dO ∘ O
+        delta = softmax_vjp_delta(out, dout, stats.row_max.dtype)
+        cotangents: FusedInputs = _attend_fused_bwd(query_offset, inputs, stats, delta, dout)
+        return cotangents
 
-    return with_gradient(
-        functools.partial(_forward, q_length, offset),
+    attend = with_gradient(
+        functools.partial(_attend_fused_fwd, q_length, query_offset),
         backward,
-        functools.partial(blocked.plain, q_length),
-        name=KEPT,
-    )(inputs)
-
-
-def inputs_of(
-    terms: Terms, values: jax.Array, mask: Mask, q_length: int
-) -> tuple[Inputs, int | None]:
-    """The inputs in parts, and the position of the first query; None: only the loop takes them."""
-    places, lengths = None, (q_length, values.shape[1])
-    if mask.query_segments is not None and any(any(by_position(t, mask)) for t in terms):
-        lengths = segment_lengths(mask, *lengths)
-        terms, places = with_places(terms, mask)
-    offset = 0 if places is not None else mask.query_offset
-    q, k = lengths
-    biases = tuple(Static(t.logits[:, :q, :k]) for t in terms if isinstance(t, Static)) + tuple(
-        Relative(diagonals(t, q, k, offset), 1 - q) for t in terms if isinstance(t, Relative)
+        functools.partial(blocked.plain_attention, q_length),
+        name=CHECKPOINT_NAME,
     )
-    products = tuple(t for t in terms if isinstance(t, LowRank | Outer))
-    inputs = Inputs(products, biases, values, mask, places)
-    return inputs, None if fused_tpu.obstacle(inputs) else mask.query_offset
+    out: jax.Array = attend(inputs)
+    return out
 
 
-def kernel_of(
-    terms: Terms, values: jax.Array, mask: Mask, q_length: int, platform: str
-) -> tuple[str, str]:
-    """What runs this route on a platform, and why not the platform's kernels, if so."""
+def fused_inputs(
+    terms: Terms, values: jax.Array, mask: Mask, *, q_length: int
+) -> tuple[FusedInputs, int | None]:
+    """Returns the inputs in the form that the implementations of this route take.
+
+    Returns:
+      The inputs, and the position of the first query if the Pallas kernels can take them; None: they
+      cannot.
+    """
+    positions, lengths = None, (q_length, values.shape[1])
+    if has_absolute_positions(terms, mask):
+        lengths = segment_lengths(mask, *lengths)
+        terms, positions = with_segment_positions(terms, mask)
+    offset = 0 if positions is not None else mask.query_offset
+    q, k = lengths
+    divided = divide_terms(terms)
+    assert divided is not None
+    products, (tables, diagonal_terms) = divided
+    biases = Biases(
+        tuple(Static(term.logits[:, :q, :k]) for term in tables),
+        tuple(
+            Relative(diagonals(term, q, k, query_offset=offset), 1 - q) for term in diagonal_terms
+        ),
+    )
+    inputs = FusedInputs(products, biases, values, mask, positions)
+    if isinstance(mask.query_offset, int) and fused_tpu.obstacle(inputs) is None:
+        return inputs, mask.query_offset
+    return inputs, None
+
+
+def obstacle(terms: Terms, mask: Mask) -> str | None:
+    """Returns why this route cannot take terms; None if it can."""
+    del mask
+    if any(term.is_weights for term in terms):
+        return "Banded terms are weights without a softmax"
+    for term in terms:
+        if divide_terms((term,)) is None:
+            name = type(term).__name__
+            return f"it has no {name} terms, only Static, Relative, LowRank and Outer"
+    return None
+
+
+def select_kernel(
+    terms: Terms, values: jax.Array, mask: Mask, *, q_length: int, platform: str
+) -> tuple[str, str | None]:
+    """Returns what runs the route on a platform, and why kernels cannot, if there are any."""
     if platform == "gpu":
-        return "a loop over examples, all heads at once", ""
+        return "a loop over examples, all heads at once", None
     if platform != "tpu":
-        return "a loop over heads and examples", ""
-    why = fused_tpu.obstacle(inputs_of(terms, values, mask, q_length)[0])
-    return ("a loop over heads and examples" if why else "Pallas kernels"), why
+        return "a loop over heads and examples", None
+    reason = fused_tpu.obstacle(fused_inputs(terms, values, mask, q_length=q_length)[0])
+    return ("a loop over heads and examples" if reason else "Pallas kernels"), reason
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _forward(q_length: int, offset: int | None, inputs: Inputs) -> tuple[jax.Array, Rows]:
-    """The output and what the backward pass needs; see `inputs_of`."""
-    ways = dict.fromkeys(GPUS, functools.partial(blocked.forward_at_once, q_length))
-    if offset is not None:
-        ways["tpu"] = functools.partial(fused_tpu.forward, q_length, offset)
+def _attend_fused_fwd(
+    q_length: int, query_offset: int | None, inputs: FusedInputs
+) -> tuple[jax.Array, SoftmaxStats]:
+    """Returns the output and the residuals.
+
+    It is compiled separately, as the backward pass is, so that equal layers are traced once.
+
+    Args:
+      q_length: number of queries.
+      query_offset: the position of the first query; None: the Pallas kernels cannot take the inputs.
+      inputs: see `fused_inputs`.
+    """
+    implementations = dict.fromkeys(
+        _GPU_PLATFORMS, functools.partial(blocked.forward_all_heads, q_length)
+    )
+    if query_offset is not None:
+        implementations["tpu"] = functools.partial(fused_tpu.forward, q_length, query_offset)
     default = functools.partial(blocked.forward, q_length)
-    return lax.platform_dependent(inputs, default=default, **ways)
+    results: tuple[jax.Array, SoftmaxStats] = lax.platform_dependent(
+        inputs, default=default, **implementations
+    )
+    return results
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _backward(
-    offset: int | None, inputs: Inputs, rows: Rows, delta: jax.Array, g: jax.Array
-) -> Inputs:
-    """The cotangents of the inputs; compiled apart like `_forward`, so that layers share a trace."""
-    ways = dict.fromkeys(GPUS, blocked.backward_at_once)
-    if offset is not None:
-        ways["tpu"] = functools.partial(fused_tpu.backward, offset)
-    return lax.platform_dependent(inputs, rows, delta, g, default=blocked.backward, **ways)
+def _attend_fused_bwd(
+    query_offset: int | None,
+    inputs: FusedInputs,
+    stats: SoftmaxStats,
+    delta: jax.Array,
+    dout: jax.Array,
+) -> FusedInputs:
+    """Returns the cotangents of the inputs."""
+    implementations: dict[str, Callable[..., FusedInputs]] = dict.fromkeys(
+        _GPU_PLATFORMS, blocked.backward_all_heads
+    )
+    if query_offset is not None:
+        implementations["tpu"] = functools.partial(fused_tpu.backward, query_offset)
+    cotangents: FusedInputs = lax.platform_dependent(
+        inputs, stats, delta, dout, default=blocked.backward, **implementations
+    )
+    return cotangents

@@ -5,22 +5,36 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import GetAttrKey
+
+from synthesizer_jax.typing import PyTree
+
+
+class _Fields(TypedDict, total=False):
+    """The fields of `Mask` that may be given to `Mask.padded` and `Mask.packed`."""
+
+    window: int | None
+    ahead: int | None
+    prefix_lengths: jax.Array | None
+    query_offset: int | jax.Array
+    allowed: jax.Array | None
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Which keys a query may see; everything that is left out allows everything.
+    """Which keys a query may attend to; a field that is left out allows everything.
 
-    A query sees a key if every given part agrees. A query without keys, and a query that is
-    padding itself, gets zeros. `padded` and `packed` make the usual masks; where queries are the keys
-    they say so, which survives `jax.jit`, `jax.checkpoint` and scans. `attend` checks shapes and
-    dtypes; numbers that are not zero count as True, and a batch axis of 1 is that of all examples.
+    A query may attend to a key if every given field allows it. A query without keys, and a query that
+    is padding itself, gets zeros. `padded` and `packed` make the usual masks; where queries are the
+    keys, the mask knows that, also under `jax.jit`, `jax.checkpoint` and scans. `attend` checks shapes
+    and dtypes; numbers other than zero count as True, and a batch axis of 1 is shared by all examples.
 
     Attributes:
       causal: ``key <= query``.
@@ -59,44 +73,56 @@ class Mask:
     segment_length: int | None = dataclasses.field(default=None, metadata={"static": True})
     segments: int | None = dataclasses.field(default=None, metadata={"static": True})
     prefix_lengths: jax.Array | None = None
-    query_offset: Any = 0
+    query_offset: int | jax.Array = 0
     allowed: jax.Array | None = None
     self_attention: bool = dataclasses.field(default=False, metadata={"static": True})
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[bool, tuple[Any, ...]]]:
-        """Arrays with their names; whether the offset is the number 0, and what is static."""
-        begins = isinstance(self.query_offset, int) and self.query_offset == 0
+    def tree_flatten_with_keys(
+        self,
+    ) -> tuple[list[tuple[GetAttrKey, PyTree]], tuple[bool, tuple[object, ...]]]:
+        """Returns the arrays with their names, and what is static: is the offset the number 0, fields."""
+        starts_at_zero = isinstance(self.query_offset, int) and self.query_offset == 0
         parts = {name: getattr(self, name) for name in _ARRAYS}
-        if begins:
+        if starts_at_zero:
             parts["query_offset"] = None
-        keyed = [(jax.tree_util.GetAttrKey(name), part) for name, part in parts.items()]
-        return keyed, (begins, tuple(getattr(self, name) for name in _STATIC))
+        keyed = [(GetAttrKey(name), part) for name, part in parts.items()]
+        return keyed, (starts_at_zero, tuple(getattr(self, name) for name in _STATIC))
 
     @classmethod
-    def tree_unflatten(cls, static: tuple[bool, tuple[Any, ...]], parts: Sequence[Any]) -> Mask:
-        """The mask of `tree_flatten_with_keys`."""
-        begins, values = static
+    def tree_unflatten(
+        cls, static: tuple[bool, tuple[object, ...]], parts: Sequence[PyTree]
+    ) -> Mask:
+        """Inverts `tree_flatten_with_keys`."""
+        starts_at_zero, values = static
         fields = dict(zip((*_ARRAYS, *_STATIC), (*parts, *values), strict=True))
-        return cls(**{**fields, "query_offset": 0} if begins else fields)
+        return cls(**{**fields, "query_offset": 0} if starts_at_zero else fields)
 
     @classmethod
     def padded(
-        cls, keys: jax.Array, queries: jax.Array | None = None, *, causal: bool = False, **more: Any
+        cls,
+        keys: jax.Array,
+        queries: jax.Array | None = None,
+        *,
+        causal: bool = False,
+        **fields: Unpack[_Fields],
     ) -> Mask:
-        """The mask of padded rows.
+        """Returns the mask of padded rows.
 
         Args:
           keys: ``[b]`` integers, how many keys are real, padding behind them; or ``[b, k]`` bool,
             which keys are real.
           queries: likewise ``[b]`` or ``[b, q]``; None: the queries are the keys (self-attention).
           causal: no key after the query.
-          **more: further fields.
+          **fields: further fields.
         """
-        parts: dict[str, Any] = {}
-        for side, real in (("key", keys), ("query", queries)):
-            if real is not None:
-                parts[f"{side}_lengths" if jnp.ndim(real) == 1 else f"{side}_valid"] = real
-        mask = cls(causal=causal, **parts, **more)
+        if jnp.ndim(keys) == 1:
+            mask = cls(causal=causal, key_lengths=keys, **fields)
+        else:
+            mask = cls(causal=causal, key_valid=keys, **fields)
+        if queries is not None and jnp.ndim(queries) == 1:
+            mask = dataclasses.replace(mask, query_lengths=queries)
+        elif queries is not None:
+            mask = dataclasses.replace(mask, query_valid=queries)
         return mask.for_self_attention() if queries is None else mask
 
     @classmethod
@@ -108,9 +134,9 @@ class Mask:
         causal: bool = False,
         segments: int | None = None,
         segment_length: int | None = None,
-        **more: Any,
+        **fields: Unpack[_Fields],
     ) -> Mask:
-        """The mask of packed rows.
+        """Returns the mask of packed rows.
 
         Args:
           keys: ``[b, k]`` segment numbers, 1, 2, … in the order of the row, 0 for padding.
@@ -118,7 +144,7 @@ class Mask:
           causal: no key after the query.
           segments: no row has more segments.
           segment_length: no segment is longer.
-          **more: further fields.
+          **fields: further fields.
         """
         mask = cls(
             causal=causal,
@@ -126,13 +152,13 @@ class Mask:
             query_segments=queries,
             segments=segments,
             segment_length=segment_length,
-            **more,
+            **fields,
         )
         return mask.for_self_attention() if queries is None else mask
 
     @classmethod
     def of(cls, mask: Mask | jax.Array | None) -> Mask:
-        """A mask, or the mask of an array ``[…, q or 1, k]`` of booleans, or of zeros and ones.
+        """Returns a mask as it is, or the mask of an array of booleans, or of zeros and ones.
 
         Args:
           mask: None allows everything. An array is Flax's, and says nothing of padding queries:
@@ -144,7 +170,7 @@ class Mask:
         """
         if mask is None or isinstance(mask, Mask):
             return cls() if mask is None else mask
-        if not hasattr(mask, "ndim"):
+        if not isinstance(mask, jax.Array | np.ndarray):
             raise TypeError(
                 f"attention: the mask is a {type(mask).__name__}; give a Mask, or an array that is "
                 "nonzero where a query may see a key"
@@ -161,7 +187,7 @@ class Mask:
         return cls(allowed=allowed)
 
     def for_self_attention(self) -> Mask:
-        """The mask for queries that are the keys: real where those are, in the same segments, no offset.
+        """Returns the mask for queries that are the keys: real where those are, in the same segments.
 
         Raises:
           ValueError: the queries have an offset.
@@ -174,11 +200,11 @@ class Mask:
                 f"Mask.query_offset={self.query_offset} in self-attention, where every query is its own "
                 "key; leave it out, or decode with a cache"
             )
-        twins = (
+        pairs = (
             (self.query_lengths, self.key_lengths),
             (self.query_valid, self.key_valid),
         )
-        if any(query is not None and query is not key for query, key in twins):
+        if any(query is not None and query is not key for query, key in pairs):
             return self
         return dataclasses.replace(
             self,
@@ -189,21 +215,30 @@ class Mask:
             self_attention=True,
         )
 
+    def map_arrays(self, function: Callable[[str, jax.Array], jax.Array]) -> Mask:
+        """Returns the mask with ``function(name, array)`` in the place of every array but the offset."""
+        names = [name for name in _ARRAYS if name != "query_offset"]
+        arrays = {name: getattr(self, name) for name in names}
+        changed: dict[str, Any] = {
+            name: function(name, x) for name, x in arrays.items() if x is not None
+        }
+        return dataclasses.replace(self, **changed)
+
     def keys(self, k_length: int) -> jax.Array | None:
-        """Which keys are real, bool ``[b, k]``; None: all of them."""
-        return _real(k_length, self.key_lengths, self.key_valid, self.key_segments)
+        """Returns which keys are real, bool ``[b, k]``; None: all of them."""
+        return _real(k_length, self.key_lengths, self.key_valid, segments=self.key_segments)
 
     def queries(self, q_length: int) -> jax.Array | None:
-        """Which queries are real, bool ``[b, q]``; None: all of them."""
-        return _real(q_length, self.query_lengths, self.query_valid, self.query_segments)
+        """Returns which queries are real, bool ``[b, q]``; None: all of them."""
+        return _real(q_length, self.query_lengths, self.query_valid, segments=self.query_segments)
 
     @property
     def counts_in_segments(self) -> bool:
-        """Whether positions that matter here begin anew in every segment, for queries and for keys."""
+        """Whether `causal`, `window` and `ahead` compare positions inside the segments."""
         return self.query_segments is not None and not self.self_attention
 
     def band(self, q_length: int, k_length: int) -> jax.Array | None:
-        """What `causal`, `window` and `ahead` allow, bool ``[q, k]``; None: everything.
+        """Returns what `causal`, `window` and `ahead` allow, bool ``[q, k]``; None: everything.
 
         In packed cross-attention, where segments do not begin together, it is ``[b, 1, q, k]``.
         """
@@ -211,8 +246,8 @@ class Mask:
         key = jnp.arange(k_length)[None, :]
         if self.counts_in_segments:
             assert self.query_segments is not None and self.key_segments is not None
-            query = positions(self.query_segments)[:, None, :, None]
-            key = positions(self.key_segments)[:, None, None, :]
+            query = segment_positions(self.query_segments)[:, None, :, None]
+            key = segment_positions(self.key_segments)[:, None, None, :]
         return _all(*self.band_rules(query, key))
 
     @property
@@ -221,7 +256,7 @@ class Mask:
         return self.causal or self.window is not None or self.ahead is not None
 
     def band_rules(self, query: jax.Array, key: jax.Array) -> list[jax.Array]:
-        """What `causal`, `window` and `ahead` say of positions, each a bool array; all must agree."""
+        """Returns what `causal`, `window` and `ahead` allow of positions, a bool array for each."""
         rules = []
         if self.causal:
             rules.append(key <= query)
@@ -232,44 +267,45 @@ class Mask:
         return rules
 
     def prefix(self, k_length: int) -> jax.Array | None:
-        """Which keys the prefix opens to every query, bool ``[b, k]``; None: there is no prefix."""
+        """Returns which keys the prefix opens to every query, bool ``[b, k]``; None: there is no prefix."""
         if self.prefix_lengths is None:
             return None
         return jnp.arange(k_length) < self.prefix_lengths[..., None]
 
     def block(self, example: jax.Array | int, head: jax.Array | int) -> Mask:
-        """The mask of one example and one head, its batch axis 1 long."""
+        """Returns the mask of one example and one head, with a batch axis of 1."""
 
         def at(x: jax.Array, index: jax.Array | int, axis: int) -> jax.Array:
             start = 0 if x.shape[axis] == 1 else index
             return jax.lax.dynamic_slice_in_dim(x, start, 1, axis)
 
-        rest = dataclasses.replace(self, allowed=None, query_offset=None)
+        rest = dataclasses.replace(self, allowed=None, query_offset=0)
         rest = jax.tree.map(lambda x: at(x, example, 0), rest)
         allowed = None if self.allowed is None else at(at(self.allowed, example, 0), head, 1)
         return dataclasses.replace(rest, allowed=allowed, query_offset=self.query_offset)
 
-    def head_group(self, start: int, count: int) -> Mask:
-        """The mask of some neighbouring heads."""
+    def take_heads(self, start: int, count: int) -> Mask:
+        """Returns the mask of consecutive heads."""
         if self.allowed is None or self.allowed.shape[1] == 1:
             return self
         return dataclasses.replace(self, allowed=self.allowed[:, start : start + count])
 
-    def from_key(self, start: int | jax.Array, length: int) -> Mask:
-        """The mask for `length` keys from position `start` on; positions below 0 are no keys.
+    def slice_keys(self, start: int | jax.Array | np.integer, length: int) -> Mask:
+        """Returns the mask for `length` keys from position `start` on; positions below 0 are no keys.
 
         Raises:
           ValueError: for packed rows and patterns of pairs.
         """
         if self.key_segments is not None or self.allowed is not None:
-            raise ValueError("Mask.from_key: not for packed rows or Mask.allowed")
-        place = jnp.arange(length) + start
-        real = (place >= 0)[None]
+            raise ValueError("Mask.slice_keys: not for packed rows or Mask.allowed")
+        position = jnp.arange(length) + start
+        real = (position >= 0)[None]
         if self.key_lengths is not None:
-            real = real & (place < self.key_lengths[..., None])
+            real = real & (position < self.key_lengths[..., None])
         if self.key_valid is not None:
-            inside = jnp.clip(place, 0, self.key_valid.shape[1] - 1)
-            real = real & self.key_valid.astype(bool)[:, inside] & (place < self.key_valid.shape[1])
+            k_length = self.key_valid.shape[1]
+            valid = self.key_valid.astype(bool)[:, jnp.clip(position, 0, k_length - 1)]
+            real = real & valid & (position < k_length)
         prefix = None if self.prefix_lengths is None else self.prefix_lengths - start
         return dataclasses.replace(
             self,
@@ -280,9 +316,9 @@ class Mask:
         )
 
     def pairs(self, q_length: int, k_length: int) -> jax.Array | None:
-        """Everything together, bool ``[b or 1, h or 1, q or 1, k or 1]``; None: everything is allowed.
+        """Returns which query may attend to which key, bool ``[b or 1, h or 1, q or 1, k or 1]``.
 
-        Rows of padding queries are empty.
+        None: every query to every key. Rows of padding queries are empty.
         """
         keys, queries = self.keys(k_length), self.queries(q_length)
         band, prefix = self.band(q_length, k_length), self.prefix(k_length)
@@ -297,16 +333,17 @@ class Mask:
         if self.query_segments is not None and self.key_segments is not None:
             same = self.query_segments[..., :, None] == self.key_segments[..., None, :]
             parts.append(same[..., None, :, :])
-        found = _all(*parts)
-        return None if found is None else found.reshape((1,) * (4 - found.ndim) + found.shape)
+        pairs = _all(*parts)
+        return None if pairs is None else pairs.reshape((1,) * (4 - pairs.ndim) + pairs.shape)
 
 
-def parts_of(
-    pattern: jax.Array, *, batch: int, q_length: int, k_length: int
-) -> dict[str, jax.Array]:
-    """The fields of `Mask` that say what a pattern says, with the fewest numbers.
+def add_pattern(
+    mask: Mask, pattern: jax.Array, *, batch: int, q_length: int, k_length: int
+) -> Mask:
+    """Returns a mask with a pattern in the smallest field that can hold it.
 
     Args:
+      mask: has none of the fields `key_valid`, `query_valid` and `allowed`.
       pattern: bool ``[b or 1, h or 1, q or 1, k or 1]``.
       batch: b.
       q_length: q.
@@ -314,14 +351,17 @@ def parts_of(
     """
     own, heads, queries, keys = pattern.shape
     if heads == queries == 1:
-        return {"key_valid": jnp.broadcast_to(pattern[:, 0, 0], (batch, k_length))}
+        valid = jnp.broadcast_to(pattern[:, 0, 0], (batch, k_length))
+        return dataclasses.replace(mask, key_valid=valid)
     if heads == keys == 1:
-        return {"query_valid": jnp.broadcast_to(pattern[:, 0, :, 0], (batch, q_length))}
-    return {"allowed": jnp.broadcast_to(pattern, (own, heads, q_length, k_length))}
+        valid = jnp.broadcast_to(pattern[:, 0, :, 0], (batch, q_length))
+        return dataclasses.replace(mask, query_valid=valid)
+    allowed = jnp.broadcast_to(pattern, (own, heads, q_length, k_length))
+    return dataclasses.replace(mask, allowed=allowed)
 
 
-def positions(segments: jax.Array) -> jax.Array:
-    """Positions inside packed segments, int32 ``[..., n]`` from segment numbers ``[..., n]``.
+def segment_positions(segments: jax.Array) -> jax.Array:
+    """Returns the positions inside packed segments, int32 ``[..., n]`` from segment numbers ``[..., n]``.
 
     Each run of equal numbers counts from 0.
     """
@@ -339,6 +379,7 @@ def _real(
     length: int,
     lengths: jax.Array | None,
     valid: jax.Array | None,
+    *,
     segments: jax.Array | None,
 ) -> jax.Array | None:
     return _all(

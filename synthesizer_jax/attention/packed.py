@@ -1,9 +1,9 @@
 """Packed rows: several examples in one row, with positions that start anew in each.
 
 Terms made of tokens, or in self-attention of ``key - query``, need the segment mask only. Terms
-that look positions up in parameters are unpacked at the door where rows hold few segments: their
-examples become rows of their own, the ordinary routes run on those, and the results go back. Where rows
-hold many, the fused route looks positions up block by block (`Inputs.places`).
+that look positions up in parameters are unpacked first where rows hold few segments: their examples
+become rows of their own, the ordinary routes run on those, and the results are packed again. Where rows
+hold many, the fused route looks positions up block by block (`FusedInputs.positions`).
 """
 
 from __future__ import annotations
@@ -14,38 +14,18 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.attention.masks import Mask, positions
-from synthesizer_jax.attention.terms import (
-    Banded,
-    LowRank,
-    Outer,
-    Relative,
-    Split,
-    Static,
-    Term,
-    Terms,
-)
+from synthesizer_jax.attention.masks import Mask, segment_positions
+from synthesizer_jax.attention.terms import Terms, gather_rows
 
 DENSER = 3
-"""Unpacking is worth while up to this many times the logits of the packed rows."""
+"""Rows are unpacked if that makes at most this many times as many logits."""
 
 
-def by_position(term: Term, mask: Mask) -> tuple[bool, bool]:
-    """Whether a term's rows, and its columns, are looked up by position in the segment."""
-    match term:
-        case Static():
-            return True, True
-        case LowRank():
-            return not term.token_queries, not term.token_keys
-        case Outer():
-            return False, True
-        case Banded():  # in self-attention a fixed distance is the same in the row
-            moves = term.starts is not None or not mask.self_attention
-            return moves, moves
-        case Split():
-            return False, False
-        case Relative():
-            return not mask.self_attention, not mask.self_attention
+def has_absolute_positions(terms: Terms, mask: Mask) -> bool:
+    """Whether packed rows look up a term by position in the segment."""
+    return mask.query_segments is not None and any(
+        any(term.has_absolute_positions(mask)) for term in terms
+    )
 
 
 def segment_lengths(mask: Mask, q_length: int, k_length: int) -> tuple[int, int]:
@@ -62,28 +42,16 @@ def unpacked_lengths(mask: Mask, q_length: int, k_length: int) -> tuple[int, int
     return (q, k) if mask.segments * q * k <= DENSER * q_length * k_length else None
 
 
-def with_places(terms: Terms, mask: Mask) -> tuple[Terms, tuple[jax.Array, jax.Array]]:
+def with_segment_positions(terms: Terms, mask: Mask) -> tuple[Terms, tuple[jax.Array, jax.Array]]:
     """Terms for packed rows as they are, and positions ``[b, q]`` and ``[b, k]`` inside the segments.
 
     Parameters that act as queries or keys are looked up here, ``[b, n, h, r]``; `Static`, `Relative` and
     `Outer` terms stay as they are, in positions.
     """
     assert mask.query_segments is not None and mask.key_segments is not None
-    places = positions(mask.query_segments), positions(mask.key_segments)
+    positions = segment_positions(mask.query_segments), segment_positions(mask.key_segments)
 
-    def look_up(x: jax.Array, tokens: bool, place: jax.Array) -> jax.Array:
-        return x if tokens else jnp.take(x[0], place, axis=0)
-
-    def in_rows(term: Term) -> Term:
-        if not isinstance(term, LowRank):
-            return term
-        return LowRank(
-            look_up(term.queries, term.token_queries, places[0]),
-            look_up(term.keys, term.token_keys, places[1]),
-            token_keys=True,
-        )
-
-    return tuple(in_rows(term) for term in terms), places
+    return tuple(term.look_up_positions(*positions) for term in terms), positions
 
 
 def attend_unpacked(
@@ -110,22 +78,22 @@ def attend_unpacked(
     assert mask.query_segments is not None and mask.key_segments is not None
     lengths = unpacked_lengths(mask, q_length, values.shape[1])
     assert mask.segments is not None and lengths is not None
-    queries, q_lengths, q_fit = _rows(mask.query_segments, mask.segments, lengths[0])
-    keys, k_lengths, k_fit = _rows(mask.key_segments, mask.segments, lengths[1])
+    queries, q_lengths, q_fit = _segment_rows(mask.query_segments, mask.segments, lengths[0])
+    keys, k_lengths, k_fit = _segment_rows(mask.key_segments, mask.segments, lengths[1])
     bare = dataclasses.replace(mask, query_segments=None, key_segments=None)
     key_valid, query_valid = bare.keys(values.shape[1]), bare.queries(q_length)
     rows = dataclasses.replace(
         bare,
         key_lengths=k_lengths,
         query_lengths=q_lengths,
-        key_valid=None if key_valid is None else _gather(key_valid, keys),
-        query_valid=None if query_valid is None else _gather(query_valid, queries),
+        key_valid=None if key_valid is None else gather_rows(key_valid, keys),
+        query_valid=None if query_valid is None else gather_rows(query_valid, queries),
         segment_length=None,
         segments=None,
     )
     out = route(
-        tuple(_unpack(t, queries, keys) for t in terms),
-        _gather(values, keys),
+        tuple(term.unpack(queries, keys) for term in terms),
+        gather_rows(values, keys),
         mask=rows,
         q_length=lengths[0],
     )
@@ -134,11 +102,13 @@ def attend_unpacked(
     return _pack(out, mask.query_segments, mask.segments)
 
 
-def _rows(segments: jax.Array, count: int, length: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _segment_rows(
+    segments: jax.Array, count: int, length: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Each segment's tokens as a row of their own.
 
     Returns:
-      Where they are ``[b, count, length]``, their number ``[b·count]``, and whether they are neighbours and
+      Where they are ``[b, count, length]``, their number ``[b·count]``, and whether they are neighbors and
       no more than `length`, bool ``[b, count]``.
     """
     member = segments[:, None, :] == jnp.arange(1, count + 1)[:, None]
@@ -151,48 +121,12 @@ def _rows(segments: jax.Array, count: int, length: int) -> tuple[jax.Array, jax.
     return jnp.minimum(index, segments.shape[1] - 1), lengths.reshape(-1), fits
 
 
-def _gather(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """``[b, n, ...]`` to ``[b·count, length, ...]``."""
-    picked = jax.vmap(lambda x, i: x[i])(x, rows)
-    return picked.reshape(-1, *picked.shape[2:])
-
-
-def _unpack(term: Term, queries: jax.Array, keys: jax.Array) -> Term:
-    """The term for rows of one segment each; `queries` and `keys` say where their tokens are."""
-    q, k = queries.shape[-1], keys.shape[-1]
-    match term:
-        case Static(logits):
-            return Static(logits[:, :q, :k])
-        case LowRank():
-            return dataclasses.replace(
-                term,
-                queries=_gather(term.queries, queries)
-                if term.token_queries
-                else term.queries[:, :q],
-                keys=_gather(term.keys, keys) if term.token_keys else term.keys[:, :k],
-            )
-        case Outer(a, b):
-            return Outer(_gather(a, queries), _gather(b, queries))
-        case Banded():
-            weights, starts = term.weights, term.starts
-            if weights.shape[0] > 1:  # made of tokens, or of examples
-                rows = queries if weights.shape[1] > 1 else jnp.zeros_like(queries[..., :1])
-                weights = _gather(weights, rows)
-            elif weights.shape[1] > 1:
-                weights = weights[:, :q]
-            return dataclasses.replace(
-                term, weights=weights, starts=None if starts is None else starts[:q]
-            )
-        case Relative() | Split():
-            return term
-
-
 def _pack(out: jax.Array, segments: jax.Array, count: int) -> jax.Array:
     """Rows ``[b·count, length, h, e]`` back to the tokens of ``[b, q]`` segments."""
     batch, length = segments.shape[0], out.shape[1]
-    place = positions(segments)
+    place = segment_positions(segments)
     kept = (segments > 0) & (segments <= count) & (place < length)
     index = jnp.where(kept, (segments - 1) * length + place, 0)
-    tokens = _gather(out.reshape(batch, count * length, *out.shape[2:]), index[:, None])
+    tokens = gather_rows(out.reshape(batch, count * length, *out.shape[2:]), index[:, None])
     lost = jnp.where(segments > 0, jnp.nan, 0).astype(out.dtype)
     return jnp.where(kept[..., None, None], tokens, lost[..., None, None])

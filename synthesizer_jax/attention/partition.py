@@ -5,51 +5,54 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.terms import (
-    LowRank,
-    Outer,
-    Relative,
-    Static,
-    Term,
-    Terms,
-    diagonals,
-)
+from synthesizer_jax.attention.terms import Term, Terms
+from synthesizer_jax.messages import not_divisible
+from synthesizer_jax.typing import PyTree
 
-Route = Callable[[Terms, jax.Array, Mask, int], jax.Array]
 Axes = tuple[str, ...] | None
 
 
+class Route(Protocol):
+    """An implementation of `attend` that has been selected."""
+
+    def __call__(self, terms: Terms, values: jax.Array, mask: Mask, *, q_length: int) -> jax.Array:
+        """Returns ``[b, q, h, e]``."""
+        ...
+
+
 def axes_of_type(kind: AxisType) -> tuple[str, ...]:
-    """The axes of a kind of the mesh that `jax.set_mesh` or `jax.shard_map` has set."""
+    """Returns the axes of a type of the mesh that `jax.set_mesh` or `jax.shard_map` has set."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == kind)
 
 
-def axes_along(x: Any, axis: int) -> tuple[str, ...]:
-    """The explicit mesh axes along which an array is divided in one of its dimensions."""
+def axes_along(x: jax.Array, axis: int) -> tuple[str, ...]:
+    """Returns the explicit mesh axes that divide a dimension of an array."""
     entry = jax.typeof(x).sharding.spec[axis]
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def in_auto_mode(function: Callable[..., Any], spec: Any) -> Callable[..., Any]:
-    """The function with all explicit mesh axes left to the compiler inside.
+def in_auto_mode(
+    function: Callable[..., PyTree], spec: Callable[[PyTree], PyTree]
+) -> Callable[..., PyTree]:
+    """Returns the function with all explicit mesh axes made automatic inside.
 
     Args:
-      function: of trees of arrays.
-      spec: ``result -> PartitionSpec``, or a tree of them, how its result is laid out.
+      function: of pytrees of arrays.
+      spec: ``result -> PartitionSpec``, or a pytree of them: the sharding of the result.
     """
     mesh = jax.sharding.get_abstract_mesh()
     explicit = axes_of_type(AxisType.Explicit)
     auto = mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto))
 
-    def call(*args: Any) -> Any:
+    def call(*args: PyTree) -> PyTree:
         with jax.sharding.use_abstract_mesh(auto):
             out = function(*jax.tree.map(_without_types, args))
         return jax.sharding.reshard(out, spec(out))
@@ -57,8 +60,8 @@ def in_auto_mode(function: Callable[..., Any], spec: Any) -> Callable[..., Any]:
     return call
 
 
-def _without_types(x: Any) -> Any:
-    """An array in an automatic mesh, laid out as its type says it was in an explicit one."""
+def _without_types(x: PyTree) -> PyTree:
+    """Returns an array in an automatic mesh with the sharding that its type had in an explicit one."""
     if not isinstance(x, jax.Array):
         return x
     laid_out = jax.typeof(x).sharding.spec
@@ -72,40 +75,40 @@ def _without_types(x: Any) -> Any:
 class Partition:
     """The axes of the surrounding mesh that divide the examples and the heads.
 
-    The compiler cannot divide a loop over heads and examples and would gather everything around it,
-    so a route runs once per device, on that device's examples and heads. The cotangents of what
-    examples share are summed over the batch axes.
+    The compiler cannot divide a loop over heads and examples and would gather its inputs, so a route runs
+    under `jax.shard_map` on each device's own examples and heads. The cotangents of what examples share
+    are summed over the batch axes.
 
-    Queries may be divided too, where every key may be seen (encoders): keys and values are gathered, and
-    a device makes the rows of the logits that belong to its queries.
+    Queries are divided too, where every key may be seen (encoders): keys and values are gathered, and a
+    device computes the rows of the logits that belong to its queries.
 
     Attributes:
-      batch: names of the axes that divide the batch.
-      heads: names of the axes that divide the heads.
-      sequence: names of the axes that divide the length of what the batch's rows hold.
+      batch: names of the mesh axes that divide the batch.
+      heads: names of the mesh axes that divide the heads.
+      sequence: names of the mesh axes that divide the sequence.
     """
 
     batch: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     sequence: tuple[str, ...] = ()
 
-    def fitting(self, *, batch: int, heads: int) -> Partition:
-        """The partition without the axes that do not divide numbers of examples and heads."""
+    def restricted_to(self, *, batch: int, heads: int) -> Partition:
+        """Returns the partition without the axes by which batch or heads are not divisible."""
         return Partition(
             self.batch if batch % self._size(self.batch) == 0 else (),
             self.heads if heads % self._size(self.heads) == 0 else (),
             self.sequence,
         )
 
-    def spread(self, route: Route, q_length: int) -> Callable[..., jax.Array]:
-        """The route on every device's own examples, heads and queries.
+    def shard_route(self, route: Route, q_length: int) -> Callable[..., jax.Array]:
+        """Returns the route under `jax.shard_map`, on every device's own examples, heads and queries.
 
         Args:
-          route: called with its number of queries last.
+          route: what runs on a device.
           q_length: number of all queries.
 
         Raises:
-          ValueError: when called, if an axis of the values does not divide by its mesh axes.
+          ValueError: when called, if the batch or the heads are not divisible by their mesh axes.
         """
 
         def run(terms: Terms, values: jax.Array, mask: Mask) -> jax.Array:
@@ -120,14 +123,14 @@ class Partition:
                 if divided:
                     first = jax.lax.axis_index(self.sequence) * count
                     lengths = (q_length, values.shape[1])
-                    terms, mask = own_queries(terms, mask, first, count, lengths)
-                return route(terms, values, mask, count)
+                    terms, mask = _shard_queries(terms, mask, first, count=count, lengths=lengths)
+                return route(terms, values, mask, q_length=count)
 
             queries = self.sequence if divided else None
             # Kernels want all axes; those of length 1 divide nothing.
             mesh = jax.sharding.get_abstract_mesh()
             single = {n for n in axes_of_type(AxisType.Auto) if mesh.shape[n] == 1}
-            spread = jax.shard_map(
+            sharded = jax.shard_map(
                 inside,
                 in_specs=(
                     tuple(self._term_spec(term, queries) for term in terms),
@@ -135,27 +138,29 @@ class Partition:
                     self._mask_spec(mask, queries),
                 ),
                 out_specs=self._spec(values, queries),
-                axis_names=self.names | single,
+                axis_names=self.axis_names | single,
             )
-            return jax.jit(spread, inline=True)(terms, values, mask)
+            return jax.jit(sharded, inline=True)(terms, values, mask)
 
         return run
 
-    def rows(self, function: Callable[..., Any], shared: Any, *arrays: jax.Array) -> Any:
-        """A function ``(shared, *arrays) → arrays`` of rows, on every device's own rows.
+    def map_rows(
+        self, function: Callable[..., PyTree], shared: PyTree, *arrays: jax.Array
+    ) -> PyTree:
+        """Applies a function ``(shared, *arrays) → arrays`` to every device's own rows.
 
-        Where the compiler would move rows between devices, to look them up in a table or to walk
-        through them in chunks, nothing moves but what they share, and its cotangent once.
+        The compiler would move the rows of lookups and of loops over chunks between devices. Here only
+        the shared arrays are gathered, and their cotangents summed once.
 
         Args:
-          function: keeps the rows' order; what it makes has an entry, or several, for each device.
-          shared: arrays that all rows need, gathered from where the batch axes keep them.
-          *arrays: ``[b, ...]``; the devices divide b, or the function is applied as it is.
+          function: keeps the order of the rows; its results have one or several entries per device.
+          shared: arrays that all rows need.
+          *arrays: ``[b, ...]``; where b is not divisible, the function is applied to all rows at once.
         """
         if not self.batch or any(x.shape[0] % self.batch_devices for x in arrays):
             return function(shared, *arrays)
         rows = PartitionSpec(self.batch)
-        spread = jax.shard_map(
+        sharded = jax.shard_map(
             function,
             in_specs=(PartitionSpec(), *(rows,) * len(arrays)),
             out_specs=rows,
@@ -163,22 +168,22 @@ class Partition:
             check_vma=False,
         )
         # Outside of a compiled function JAX divides over all axes of the mesh or none.
-        return jax.jit(spread, inline=True)(shared, *arrays)
+        return jax.jit(sharded, inline=True)(shared, *arrays)
 
     @property
-    def names(self) -> set[str]:
-        """All axes."""
+    def axis_names(self) -> set[str]:
+        """The names of all axes."""
         return {*self.batch, *self.heads, *self.sequence}
 
     @property
     def batch_devices(self) -> int:
-        """How many parts the batch is cut into."""
+        """The number of parts of the batch."""
         return self._size(self.batch)
 
     def constrain(self, x: jax.Array) -> jax.Array:
-        """The same activations ``[b, n, ...]``, they and their cotangents kept on their devices.
+        """Returns activations ``[b, n, ...]`` whose sharding, and that of their cotangents, is fixed.
 
-        Left to itself the compiler lays a cotangent out like the parameter that it meets, and moves it.
+        The compiler alone would shard a cotangent like the parameter that it is multiplied with.
         """
         if x.shape[0] % self.batch_devices:
             return x
@@ -196,30 +201,29 @@ class Partition:
         return math.prod(mesh.shape[axis] for axis in axes)
 
     def _divides_queries(self, terms: Terms, mask: Mask, q_length: int) -> bool:
-        """Whether `sequence` divides the queries: each sees all keys, and the number divides."""
-        ways = self._size(self.sequence)
+        """Returns whether `sequence` divides the queries; then each may attend to all keys."""
+        devices = self._size(self.sequence)
         patterns = (mask.prefix_lengths, mask.query_segments, mask.allowed, mask.window, mask.ahead)
-        everything = not mask.causal and all(pattern is None for pattern in patterns)
-        logits = all(isinstance(t, LowRank | Outer | Static | Relative) for t in terms)
-        return ways > 1 and q_length % ways == 0 and everything and logits
+        sees_all_keys = not mask.causal and all(pattern is None for pattern in patterns)
+        has_logits = not any(term.is_weights for term in terms)
+        return devices > 1 and q_length % devices == 0 and sees_all_keys and has_logits
 
-    def _term_spec(self, term: Term, queries: Axes) -> Any:
-        if isinstance(term, LowRank):
-            own: Any = {"queries": self._spec(term.queries, queries), "keys": self._spec(term.keys)}
-            return dataclasses.replace(term, **own)
-        if isinstance(term, Static):
-            logits: Any = PartitionSpec(self.heads, queries)
-            return dataclasses.replace(term, logits=logits)
-        if isinstance(term, Outer):
-            return jax.tree.map(lambda x: self._spec(x, queries), term)
-        return jax.tree.map(self._spec, term)
+    def _term_spec(self, term: Term, queries: Axes) -> PyTree:
+        """Returns the term with a `PartitionSpec` in the place of every array."""
+        names = {"b": self.batch, "h": self.heads, "q": queries}
+
+        def spec(x: jax.Array, axes: tuple[str | None, ...]) -> PartitionSpec:
+            return PartitionSpec(
+                *(
+                    None if axis is None or (axis in "bq" and n == 1) else names.get(axis)
+                    for axis, n in zip(axes, x.shape, strict=True)
+                )
+            )
+
+        return term.partition_spec(spec)
 
     def _spec(self, x: jax.Array, length: Axes = None) -> PartitionSpec:
-        """Of arrays ``[b or 1, n, h, r]``, ``[h, ...]`` and ``[q]``."""
-        if x.ndim == 1:
-            return PartitionSpec()
-        if x.ndim < 4:
-            return PartitionSpec(self.heads)
+        """Returns the layout of ``[b, n, h, e]``."""
         return PartitionSpec(self.batch if x.shape[0] > 1 else None, length, self.heads)
 
     def _mask_spec(self, mask: Mask, queries: Axes) -> Mask:
@@ -238,21 +242,17 @@ class Partition:
     def _check(self, name: str, axes: tuple[str, ...], size: int) -> None:
         devices = self._size(axes)
         if size % devices:
-            fits = [n for n in (size // devices * devices, -(-size // devices) * devices) if n]
-            raise ValueError(
-                f"attend: {name}={size} does not divide by the {devices} devices of mesh axes "
-                f"{axes}; the nearest that do: {' and '.join(map(str, fits))}"
-            )
+            by = f"the {devices} devices of mesh axes {axes}"
+            raise ValueError(f"attend: {not_divisible(name, size, by=by, divisor=devices)}")
 
 
-def own_queries(
-    terms: Terms, mask: Mask, first: jax.Array, count: int, lengths: tuple[int, int]
+def _shard_queries(
+    terms: Terms, mask: Mask, first: jax.Array, *, count: int, lengths: tuple[int, int]
 ) -> tuple[Terms, Mask]:
-    """Terms and mask of some of the queries.
+    """Returns the terms and the mask of some of the queries.
 
     Args:
-      terms: what of them has an axis of queries, ``[b, q, h, r]`` or ``[h, q, k]``, is cut already; the
-        columns of a `Relative` are not.
+      terms: arrays with an axis of queries are cut already.
       mask: of all queries.
       first: the first of them, an int32 scalar.
       count: how many they are.
@@ -262,14 +262,19 @@ def own_queries(
       ValueError: a `Relative` does not reach from the last query to the first key, or the reverse.
     """
     q_length, k_length = lengths
-
-    def cut(term: Relative) -> Relative:
-        columns = diagonals(term, q_length, k_length, mask.query_offset)
-        start, size = q_length - count - first, count + k_length - 1
-        return Relative(jax.lax.dynamic_slice_in_dim(columns, start, size, axis=1), 1 - count)
-
-    own = tuple(cut(term) if isinstance(term, Relative) else term for term in terms)
-    real = mask.query_lengths
-    if real is not None:
-        real = jnp.clip(real - first, 0, count)
-    return own, dataclasses.replace(mask, query_lengths=real, query_offset=0, self_attention=False)
+    terms = tuple(
+        term.shard_queries(
+            first,
+            count=count,
+            q_length=q_length,
+            k_length=k_length,
+            query_offset=mask.query_offset,
+        )
+        for term in terms
+    )
+    ends = mask.query_lengths
+    if ends is not None:
+        ends = jnp.clip(ends - first, 0, count)
+    return terms, dataclasses.replace(
+        mask, query_lengths=ends, query_offset=0, self_attention=False
+    )

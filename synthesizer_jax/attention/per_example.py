@@ -1,30 +1,33 @@
-"""Attention with biases that every example has for itself."""
+"""Attention with a separate bias for every example."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from synthesizer_jax.attention.attend import SMALL, attend
+from synthesizer_jax.attention.attend import FEW_LOGITS, attend
 from synthesizer_jax.attention.checks import check_mask
-from synthesizer_jax.attention.fused import KEPT
+from synthesizer_jax.attention.fused import CHECKPOINT_NAME
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.partition import Partition
-from synthesizer_jax.attention.terms import Static, Terms, add, wide
+from synthesizer_jax.attention.terms import Static, Term, Terms, add, logits_dtype
+
+_Tree = TypeVar("_Tree")
 
 
 def bias_term(bias: jax.Array, shape: tuple[int, ...]) -> Static:
-    """A bias ``[1, h or 1, q or 1, k or 1]`` as a term; a broadcast's gradient is summed in float32.
+    """Returns a bias as a term; the gradient of a bias that is broadcast is summed in float32.
 
     Args:
-      bias: of one example.
+      bias: of one example, ``[1, h or 1, q or 1, k or 1]``.
       shape: h, q and k.
     """
     if bias.shape[1:] != shape:
-        bias = jnp.broadcast_to(bias.astype(wide(bias)), (1, *shape))
+        bias = jnp.broadcast_to(bias.astype(logits_dtype(bias)), (1, *shape))
     return Static(bias[0])
 
 
@@ -32,17 +35,20 @@ def attend_examples(
     terms: Terms,
     biases: tuple[jax.Array, ...],
     values: jax.Array,
+    *,
     mask: Mask,
     q_length: int,
     partition: Partition | None,
 ) -> jax.Array:
-    """`attend` with biases that examples do not share, one example at a time; small ones all at once.
+    """Computes `attend` with biases that examples do not share.
+
+    Small examples are computed in parallel, by `jax.vmap`; large ones one after another.
 
     Args:
       terms: as in `attend`.
-      biases: ``[b, h or 1, q, k or 1]`` each.
+      biases: arrays ``[b, h or 1, q, k or 1]``.
       values: ``[b, k, h, e]``.
-      mask: as in `attend`, not packed.
+      mask: as in `attend`, without segments.
       q_length: number of queries.
       partition: as in `attend`; its batch axes divide the examples.
 
@@ -51,53 +57,75 @@ def attend_examples(
     """
     if mask.query_segments is not None:
         raise ValueError(
-            "dot_product_attention: a bias for every example cannot be told apart in packed rows; "
+            "dot_product_attention: a separate bias for every example is not possible in packed rows; "
             "give a bias that all examples share, or rows that are not packed"
         )
     batch, k_length, heads, _ = values.shape
     mask = check_mask(mask, batch=batch, heads=heads, q_length=q_length, k_length=k_length)
 
-    def one(terms: Terms, biases: Any, values: jax.Array, mask: Mask) -> jax.Array:
+    def attend_one(
+        terms: Terms, biases: tuple[jax.Array, ...], values: jax.Array, mask: Mask
+    ) -> jax.Array:
         terms = add(*terms, *(bias_term(x, (heads, q_length, k_length)) for x in biases))
         return attend(terms, values, mask=mask, q_length=q_length)[0]
 
-    def tokens(x: jax.Array) -> bool:  # other arrays of terms have no axis of examples
-        return x.ndim == 4 and x.shape[0] > 1
+    is_batched = _batched_terms(terms), (True,) * len(biases), True, _batched_mask(mask)
+    batched, shared, merge = _split_by_example((terms, biases, values, mask), is_batched)
 
-    def rows(x: jax.Array) -> bool:
-        return jnp.ndim(x) > 0 and x.shape[0] > 1
-
-    divided = (*(jax.tree.map(tokens, t) for t in terms),)
-    which = divided, (True,) * len(biases), True, jax.tree.map(rows, mask)
-    own, shared, rebuild = _examples((terms, biases, values, mask), which)
-
-    def run(shared: list[Any], *own: jax.Array) -> jax.Array:
-        if q_length * k_length <= SMALL:
-            return jax.vmap(lambda own: one(*rebuild(own, shared)))(own)
-        policy = jax.checkpoint_policies.save_only_these_names(KEPT)
-        kept = jax.checkpoint(
-            lambda own: one(*rebuild(own, shared)), policy=policy, prevent_cse=False
+    def attend_all(shared: list[ArrayLike], *batched: jax.Array) -> jax.Array:
+        if q_length * k_length <= FEW_LOGITS:
+            return jax.vmap(lambda example: attend_one(*merge(example, shared)))(batched)
+        policy = jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)
+        rematerialized = jax.checkpoint(
+            lambda example: attend_one(*merge(example, shared)), policy=policy, prevent_cse=False
         )
-        return jax.lax.map(kept, own)
+        out: jax.Array = jax.lax.map(rematerialized, batched)
+        return out
 
     if partition is None:
-        return run(shared, *own)
-    return partition.rows(run, shared, *own)
+        return attend_all(shared, *batched)
+    out: jax.Array = partition.map_rows(attend_all, shared, *batched)
+    return out
 
 
-def _examples(tree: Any, which: Any) -> tuple[list[jax.Array], list[Any], Callable[..., Any]]:
-    """Arrays ``[b, ...]`` of a tree as ``[b, 1, ...]``, the others, and how to put one example together.
+def _batched_terms(terms: Terms) -> tuple[Term, ...]:
+    """Returns which arrays of terms have a batch axis, as trees of bools.
+
+    Arrays ``[b or 1, n, h, r]`` may have one; arrays of other ranks have none.
+    """
+    return tuple(jax.tree.map(lambda x: x.ndim == 4 and x.shape[0] > 1, t) for t in terms)
+
+
+def _batched_mask(mask: Mask) -> Mask:
+    """Returns which arrays of a mask have a batch axis longer than 1, as a tree of bools."""
+    batched: Mask = jax.tree.map(lambda x: jnp.ndim(x) > 0 and x.shape[0] > 1, mask)
+    return batched
+
+
+def _split_by_example(
+    tree: _Tree, is_batched: object
+) -> tuple[
+    list[jax.Array],
+    list[ArrayLike],
+    Callable[[Sequence[jax.Array], Sequence[ArrayLike]], _Tree],
+]:
+    """Splits a tree into arrays with an entry for each example and arrays that examples share.
 
     Args:
       tree: of arrays.
-      which: the same tree of bools: whether an array's first axis is that of the examples.
+      is_batched: the same tree of bools: whether the first axis of an array is that of the examples.
+
+    Returns:
+      The batched arrays, reshaped from ``[b, ...]`` to ``[b, 1, ...]``; the shared arrays; and a function
+      of one example's arrays ``[1, ...]`` and the shared ones that returns the example's tree.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    chosen = jax.tree.leaves(which)
+    arrays, treedef = jax.tree.flatten(tree)
+    flags = jax.tree.leaves(is_batched)
 
-    def rebuild(own: Sequence[jax.Array], shared: Sequence[Any]) -> Any:
-        parts = {True: iter(own), False: iter(shared)}
-        return jax.tree.unflatten(structure, [next(parts[c]) for c in chosen])
+    def merge(example: Sequence[jax.Array], shared: Sequence[ArrayLike]) -> _Tree:
+        iterators = {True: iter(example), False: iter(shared)}
+        merged: _Tree = jax.tree.unflatten(treedef, [next(iterators[flag]) for flag in flags])
+        return merged
 
-    own = [x[:, None] for x, c in zip(leaves, chosen, strict=True) if c]
-    return own, [x for x, c in zip(leaves, chosen, strict=True) if not c], rebuild
+    batched = [x[:, None] for x, flag in zip(arrays, flags, strict=True) if flag]
+    return batched, [x for x, flag in zip(arrays, flags, strict=True) if not flag], merge

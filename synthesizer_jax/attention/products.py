@@ -1,163 +1,197 @@
-"""Matrix products of the routes, with derivatives in the order that is fast everywhere."""
+"""Matrix products of the attention routes, with derivatives that are fast on every backend."""
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from synthesizer_jax.attention.partition import axes_along, axes_of_type
-from synthesizer_jax.attention.parts import vary_alike
-from synthesizer_jax.attention.terms import wide
+from synthesizer_jax.attention.parts import match_varying_axes
+from synthesizer_jax.attention.terms import logits_dtype
+
+_OutSharding: TypeAlias = NamedSharding | PartitionSpec | None
 
 
 def dense_product(
     x: jax.Array,
     kernel: jax.Array,
-    dimension_numbers: Any,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    out_sharding: Any = None,
+    dimension_numbers: lax.DotDimensionNumbers,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: _OutSharding = None,
 ) -> jax.Array:
-    """A product with a kernel as one matrix product: a ``dot_general`` for Flax's dense layers.
+    """Multiplies by a kernel as one matrix product: a ``dot_general`` for Flax's dense layers.
+
+    The kernel's gradient is one matrix product too. With several contracted axes or features, XLA's CPU
+    backend would first transpose a copy of `x`.
 
     Args:
-      x: ``[..., *contracted]``, with its last axes contracted.
-      kernel: ``[*contracted, ...]``, with its first axes contracted.
-      dimension_numbers: as Flax's layers give them, without batch axes.
+      x: ``[..., *contracted]``; its last axes are contracted.
+      kernel: ``[*contracted, ...]``; its first axes are contracted.
+      dimension_numbers: as Flax's layers pass them, without batch axes.
       precision: as in `lax.dot_general`.
       preferred_element_type: as in `lax.dot_general`.
-      out_sharding: where mesh axes are explicit, the layout of the result; None: that of `x`, and
-        beyond its axes the kernel's.
+      out_sharding: the sharding of the result if mesh axes are explicit; None: that of `x`, followed by
+        that of the kernel's other axes.
 
     Returns:
-      ``[..., ...]``. The kernel's gradient is then a matrix product too; left with several axes,
-      XLA's CPU backend transposes a copy of `x` first.
+      ``[..., ...]``.
     """
-    count = len(dimension_numbers[0][1])
+    num_contracted = len(dimension_numbers[0][1])
     if axes_of_type(AxisType.Explicit):
         return _explicit_product(
             x,
             kernel,
-            count,
+            num_contracted,
             precision=precision,
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
         )
-    size = math.prod(kernel.shape[:count])
+    contracted_size = math.prod(kernel.shape[:num_contracted])
     out = lax.dot_general(
-        x.reshape(-1, size),
-        kernel.reshape(size, -1),
+        x.reshape(-1, contracted_size),
+        kernel.reshape(contracted_size, -1),
         (((1,), (0,)), ((), ())),
         precision=precision,
         preferred_element_type=preferred_element_type,
     )
-    return out.reshape(*x.shape[: x.ndim - count], *kernel.shape[count:])
+    return out.reshape(*x.shape[: x.ndim - num_contracted], *kernel.shape[num_contracted:])
 
 
 def _explicit_product(
-    x: jax.Array, kernel: jax.Array, count: int, *, out_sharding: Any, **options: Any
+    x: jax.Array,
+    kernel: jax.Array,
+    num_contracted: int,
+    *,
+    precision: lax.PrecisionLike,
+    preferred_element_type: DTypeLike | None,
+    out_sharding: _OutSharding,
 ) -> jax.Array:
-    """`dense_product` of the last `count` axes where mesh axes are explicit.
+    """Computes `dense_product` where mesh axes are explicit.
 
-    The kernel is gathered along axes that divide `x` otherwise (FSDP).
+    Mesh axes that already divide `x` cannot also divide the kernel's features: the kernel is gathered
+    along them (FSDP).
     """
     x_axes = [axes_along(x, i) for i in range(x.ndim)]
-    lead, contracted = x_axes[: x.ndim - count], x_axes[x.ndim - count :]
-    taken = {axis for axes in x_axes for axis in axes}
-    rest = [
-        tuple(axis for axis in axes_along(kernel, i) if axis not in taken)
-        for i in range(count, kernel.ndim)
+    batch_axes = x_axes[: x.ndim - num_contracted]
+    contracted_axes = x_axes[x.ndim - num_contracted :]
+    used_axes = {axis for axes in x_axes for axis in axes}
+    feature_axes = [
+        tuple(axis for axis in axes_along(kernel, i) if axis not in used_axes)
+        for i in range(num_contracted, kernel.ndim)
     ]
-    kernel = jax.sharding.reshard(kernel, PartitionSpec(*contracted, *rest))
-    dims = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
+    kernel = jax.sharding.reshard(kernel, PartitionSpec(*contracted_axes, *feature_axes))
+    dims = (tuple(range(x.ndim - num_contracted, x.ndim)), tuple(range(num_contracted)))
+    if out_sharding is None:
+        out_sharding = PartitionSpec(*batch_axes, *feature_axes)
     return lax.dot_general(
         x,
         kernel,
         (dims, ((), ())),
-        out_sharding=PartitionSpec(*lead, *rest) if out_sharding is None else out_sharding,
-        **options,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
     )
 
 
-def product(x: jax.Array, y: jax.Array, precision: Any = None) -> jax.Array:
-    """``x yᵀ`` of ``[q, r]`` and ``[k, r]``, float32 or wider, ``[q, k]``."""
-    return _product(*vary_alike(x, y), precision)
+def matmul_nt(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:
+    """Returns ``x yᵀ`` of ``[q, r]`` and ``[k, r]``, ``[q, k]`` in float32 or wider."""
+    return _matmul_nt(*match_varying_axes(x, y), precision)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(x: jax.Array, y: jax.Array, precision: Any) -> jax.Array:
-    return plain_product(x, y, precision)
+def _matmul_nt(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike) -> jax.Array:
+    return matmul_nt_plain(x, y, precision)
 
 
-def _product_fwd(x: jax.Array, y: jax.Array, precision: Any):
-    return _product(x, y, precision), (x, y)
+def _matmul_nt_fwd(
+    x: jax.Array, y: jax.Array, precision: lax.PrecisionLike
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _matmul_nt(x, y, precision), (x, y)
 
 
-def _product_bwd(precision: Any, residuals: tuple[jax.Array, jax.Array], g: jax.Array):
+def _matmul_nt_bwd(
+    precision: lax.PrecisionLike, residuals: tuple[jax.Array, jax.Array], dout: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, y = residuals
-    dx = jnp.matmul(g.astype(y.dtype), y, precision=precision, preferred_element_type=g.dtype)
-    dy = transposed_product(g.astype(x.dtype), x, precision)
+    # dx = dO y
+    dx = jnp.matmul(dout.astype(y.dtype), y, precision=precision, preferred_element_type=dout.dtype)
+    # dy = dOᵀ x
+    dy = matmul_tn(dout.astype(x.dtype), x, precision)
     return dx.astype(x.dtype), dy.astype(y.dtype)
 
 
-_product.defvjp(_product_fwd, _product_bwd)
+_matmul_nt.defvjp(_matmul_nt_fwd, _matmul_nt_bwd)
 
 
-def plain_product(x: jax.Array, y: jax.Array, precision: Any = None) -> jax.Array:
-    """`product` with JAX's own derivatives."""
-    return jnp.matmul(x, y.T, precision=precision, preferred_element_type=wide(x, y))
+def matmul_nt_plain(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:
+    """Returns the same as `matmul_nt`, with JAX's own derivatives."""
+    return jnp.matmul(x, y.T, precision=precision, preferred_element_type=logits_dtype(x, y))
 
 
-def transposed_product(x: jax.Array, y: jax.Array, precision: Any = None) -> jax.Array:
-    """``xᵀ y`` of ``[q, k]`` and a narrow ``[q, e]``, float32 or wider, ``[k, e]``.
+def matmul_tn(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:
+    """Returns ``xᵀ y`` of ``[q, k]`` and a narrow ``[q, e]``, ``[k, e]`` in float32 or wider.
 
-    XLA's CPU matrix product is two to three times slower when it has to transpose a large left
-    factor. This forms ``(yᵀ x)ᵀ``; the barrier keeps the compiler from undoing that.
+    XLA's CPU backend takes two to three times as long if it has to transpose a large left factor. This
+    function computes ``(yᵀ x)ᵀ`` instead; the barrier keeps the compiler from undoing that.
     """
     dims = (((0,), (0,)), ((), ()))
-    narrow = lax.dot_general(y, x, dims, precision=precision, preferred_element_type=wide(x, y))
-    return lax.optimization_barrier(narrow).T
+    transposed = lax.dot_general(
+        y, x, dims, precision=precision, preferred_element_type=logits_dtype(x, y)
+    )
+    return lax.optimization_barrier(transposed).T
 
 
-def combine(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """Sums values with weights that all examples share, one matrix product per head.
+def weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """Sums values with weights that all examples share, by one matrix product per head.
 
     Args:
-      weights: ``[h, q, k]``, rounded to the values' dtype.
+      weights: ``[h, q, k]``; they are rounded to the values' dtype.
       values: ``[h, k, b, e]``.
 
     Returns:
       ``[h, q, b, e]``, float32 or wider.
     """
-    out = _by_head(weights.astype(values.dtype), _columns(values), (2, 1))
+    out = _matmul_per_head(weights.astype(values.dtype), _merge_columns(values), (2, 1))
     return out.reshape(*out.shape[:2], *values.shape[2:])
 
 
-def combine_back(
-    weights: jax.Array, values: jax.Array, g: jax.Array
+def weighted_sum_vjp(
+    weights: jax.Array, values: jax.Array, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The cotangents of `combine`'s weights and values from its result's, ``[h, q, b, e]``."""
-    g = _columns(g.astype(values.dtype))
-    dvalues = _by_head(weights.astype(values.dtype), g, (1, 1))
-    dweights = _by_head(g, _columns(values), (2, 2))
+    """Returns the cotangents of `weighted_sum`'s weights and values.
+
+    Args:
+      weights: as given to `weighted_sum`.
+      values: as given to `weighted_sum`.
+      dout: the cotangent of its result, ``[h, q, b, e]``.
+    """
+    dout = _merge_columns(dout.astype(values.dtype))
+    # dV = Wᵀ dO
+    dvalues = _matmul_per_head(weights.astype(values.dtype), dout, (1, 1))
+    # dW = dO Vᵀ, summed over examples
+    dweights = _matmul_per_head(dout, _merge_columns(values), (2, 2))
     return dweights.astype(weights.dtype), dvalues.reshape(values.shape).astype(values.dtype)
 
 
-def _columns(x: jax.Array) -> jax.Array:
-    """``[h, n, b, e]`` as ``[h, n, b e]``."""
+def _merge_columns(x: jax.Array) -> jax.Array:
+    """Reshapes ``[h, n, b, e]`` to ``[h, n, b e]``."""
     return x.reshape(*x.shape[:2], -1)
 
 
-def _by_head(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """A matrix product for every head, over the given axes.
+def _matmul_per_head(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    """Multiplies three-dimensional arrays of heads, contracting an axis of `x` and one of `y`.
 
-    Three axes, not four: XLA's CPU backend refuses some bfloat16 products with a split column axis.
+    The columns are one axis, as XLA's CPU backend rejects some bfloat16 products of four-dimensional
+    arrays.
     """
     dims = ((axes[:1], axes[1:]), ((0,), (0,)))
-    return lax.dot_general(x, y, dims, preferred_element_type=wide(x, y))
+    return lax.dot_general(x, y, dims, preferred_element_type=logits_dtype(x, y))

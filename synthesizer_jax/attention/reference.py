@@ -1,32 +1,30 @@
-"""The reference route: every logit in memory, the oracle of all other routes."""
+"""The reference route: all logits in memory; the other routes are tested against it."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.attention.banded import materialise_banded
-from synthesizer_jax.attention.checks import covering
-from synthesizer_jax.attention.masks import Mask, positions
-from synthesizer_jax.attention.packed import by_position
-from synthesizer_jax.attention.terms import Banded, Split, Terms, materialise
+from synthesizer_jax.attention.banded import materialize_banded
+from synthesizer_jax.attention.checks import cover_distances
+from synthesizer_jax.attention.masks import Mask, segment_positions
+from synthesizer_jax.attention.packed import has_absolute_positions
+from synthesizer_jax.attention.terms import Banded, Split, Terms, materialize
 
 
 def attend_reference(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) -> jax.Array:
-    """``softmax(Σ terms) · values`` with all weights in memory.
+    """Returns ``softmax(Σ terms) · values``, with all weights in memory.
 
     Args:
       terms: terms for q queries and k keys.
       values: ``[b, k, h, e]``.
-      mask: which keys a query may see.
+      mask: which keys a query may attend to.
       q_length: number of queries.
 
     Returns:
       ``[b, q, h, e]`` in the values' dtype.
     """
-    weights = weigh(terms, mask=mask, q_length=q_length, k_length=values.shape[1])
+    weights = softmax_weights(terms, mask=mask, q_length=q_length, k_length=values.shape[1])
     weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))
     out = jnp.einsum(
         "bhqk,bkhe->bqhe",
@@ -37,38 +35,45 @@ def attend_reference(terms: Terms, values: jax.Array, *, mask: Mask, q_length: i
     return out.astype(values.dtype)
 
 
-def weigh(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:
-    """The attention weights ``[b or 1, h, q, k]``, float32 or wider; empty rows are zero."""
-    first = terms[0]
-    options: Any = {"mask": mask, "q_length": q_length, "k_length": k_length}
-    if isinstance(first, Split):
-        return weigh_groups(first, **options)
-    if isinstance(first, Banded):
-        places = None
-        if mask.query_segments is not None and any(by_position(first, mask)):
-            assert mask.key_segments is not None
-            places = positions(mask.query_segments), positions(mask.key_segments)
-        return materialise_banded(first, places=places, **options)
-    logits = packed_logits(terms, **options)
+def softmax_weights(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:
+    """Returns the attention weights ``[b or 1, h, q, k]``, float32 or wider.
+
+    Rows of queries that may attend to no key are zero.
+    """
+    term = terms[0]
+    if isinstance(term, Split):
+        return _group_weights(term, mask=mask, q_length=q_length, k_length=k_length)
+    if isinstance(term, Banded):
+        positions = None
+        if has_absolute_positions(terms, mask):
+            assert mask.query_segments is not None and mask.key_segments is not None
+            positions = (
+                segment_positions(mask.query_segments),
+                segment_positions(mask.key_segments),
+            )
+        return materialize_banded(
+            term, mask=mask, q_length=q_length, k_length=k_length, positions=positions
+        )
+    logits = packed_logits(terms, mask=mask, q_length=q_length, k_length=k_length)
     return softmax(logits, mask.pairs(q_length, k_length))
 
 
 def softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
-    """The softmax over the last axis of the allowed logits; rows with nothing above −inf are zero.
+    """Returns the softmax over the last axis; rows in which all logits are -inf or masked are zero.
 
     Args:
       logits: ``[..., k]``.
-      pairs: bool, which of them are allowed; None: all.
+      pairs: bool, which logits are not masked; None: all.
     """
     return _softmax(logits if pairs is None else jnp.where(pairs, logits, -jnp.inf))
 
 
 @jax.custom_jvp
 def _softmax(logits: jax.Array) -> jax.Array:
-    peak = jnp.max(logits, axis=-1, keepdims=True)
-    weights = jnp.exp(logits - jnp.where(peak == -jnp.inf, 0, peak))
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    return weights * jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
+    row_max = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(logits - jnp.where(row_max == -jnp.inf, 0, row_max))
+    row_sum = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights * jnp.where(row_sum > 0, 1 / jnp.where(row_sum > 0, row_sum, 1), 0)
 
 
 @_softmax.defjvp
@@ -76,36 +81,35 @@ def _softmax_jvp(
     primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     weights = _softmax(*primals)
-    moved = weights * tangents[0]
-    return weights, moved - weights * moved.sum(axis=-1, keepdims=True)
+    # dP = P ∘ dS - P Σ_k (P ∘ dS)
+    weighted = weights * tangents[0]
+    return weights, weighted - weights * weighted.sum(axis=-1, keepdims=True)
 
 
-def weigh_groups(split: Split, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:
-    """As `weigh`, the groups' heads one after another."""
-    groups, start = [], 0
-    for terms, count in zip(split.groups, split.heads, strict=True):
-        part = mask.head_group(start, count)
-        groups.append(weigh(terms, mask=part, q_length=q_length, k_length=k_length))
-        start += count
+def _group_weights(split: Split, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:
+    """Returns the `softmax_weights` of all groups of heads, concatenated along the heads."""
+    groups = []
+    for terms, start, num_heads in split.slices():
+        group_mask = mask.take_heads(start, num_heads)
+        groups.append(softmax_weights(terms, mask=group_mask, q_length=q_length, k_length=k_length))
     batch = max(x.shape[0] for x in groups)
     return jnp.concatenate([jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in groups], axis=1)
 
 
 def packed_logits(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:
-    """The logits ``[b or 1, h, q, k]`` with positions counted inside packed segments, if any."""
+    """Returns the logits ``[b or 1, h, q, k]``; in packed rows, positions are those in the segments."""
     total = None
-    for term in terms:
-        term = covering(term, mask, q_length, k_length)
-        logits = materialise(
+    for term in cover_distances(terms, mask, q_length=q_length, k_length=k_length):
+        logits = materialize(
             (term,), q_length=q_length, k_length=k_length, query_offset=mask.query_offset
         )
-        by_query, by_key = by_position(term, mask)
+        by_query, by_key = term.has_absolute_positions(mask)
         if by_query and mask.query_segments is not None:
-            rows = positions(mask.query_segments)[:, None, :, None]
-            logits = jnp.take_along_axis(logits, rows, axis=2)
+            q_positions = segment_positions(mask.query_segments)[:, None, :, None]
+            logits = jnp.take_along_axis(logits, q_positions, axis=2)
         if by_key and mask.key_segments is not None:
-            columns = positions(mask.key_segments)[:, None, None, :]
-            logits = jnp.take_along_axis(logits, columns, axis=3)
+            k_positions = segment_positions(mask.key_segments)[:, None, None, :]
+            logits = jnp.take_along_axis(logits, k_positions, axis=3)
         total = logits if total is None else total + logits
     assert total is not None
     return total

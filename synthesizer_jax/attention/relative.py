@@ -1,4 +1,4 @@
-"""T5's relative position bias: its buckets, and a table of it as an argument of attention."""
+"""T5's relative position bias: its buckets, and its table as an argument of attention functions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from synthesizer_jax.attention.terms import Relative
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RelativeTable:
-    """T5's bias for any number of queries and keys; made by `relative_bias`.
+    """T5's bias for any number of queries and keys; `relative_bias` creates it.
 
     Attributes:
       table: ``[h, num_buckets]``.
-      bidirectional: half of the buckets are for keys after the query.
-      max_distance: distances from here on share the last bucket.
+      bidirectional: whether half of the buckets are for keys after the query.
+      max_distance: all distances from this one on share the last bucket.
     """
 
     table: jax.Array
@@ -27,21 +27,22 @@ class RelativeTable:
     max_distance: int = dataclasses.field(default=128, metadata={"static": True})
 
     def term(self, q_length: int, k_length: int, query_offset: int | jax.Array = 0) -> Relative:
-        """The term for keys from position 0 on, and queries from `query_offset` on.
+        """Returns the term for keys from position 0 on, and queries from `query_offset` on.
 
-        Where the offset is traced, the term reaches as far as queries among the keys need.
+        If the offset is traced, the term covers all distances between two keys, which suffices for
+        queries at the positions of keys.
         """
         if isinstance(query_offset, int):
-            first, end = 1 - q_length - query_offset, k_length - query_offset
+            start, end = 1 - q_length - query_offset, k_length - query_offset
         else:
-            first, end = 1 - k_length, k_length
+            start, end = 1 - k_length, k_length
         buckets = relative_buckets(
-            np.arange(first, end),
+            np.arange(start, end),
             num_buckets=self.table.shape[1],
             max_distance=self.max_distance,
             bidirectional=self.bidirectional,
         )
-        return Relative(self.table[:, buckets], first)
+        return Relative(self.table[:, buckets], start)
 
 
 def relative_bias(
@@ -51,21 +52,21 @@ def relative_bias(
     max_distance: int = 128,
     head_axis: int = 0,
 ) -> RelativeTable:
-    """T5's relative position bias, as `bias` of `dot_product_attention`.
+    """Returns T5's relative position bias, for the argument `bias` of `dot_product_attention`.
 
-    The logit of query i and key j gets ``table[:, bucket(j − i)]`` (Raffel et al. 2020, section
-    2.1). No array of queries times keys is made, forward or backward: the gradient goes straight
-    to the table.
+    It adds ``table[:, bucket(j − i)]`` to the logit of query i and key j (Raffel et al. 2020, section
+    2.1). Neither the forward nor the backward pass creates an array of queries times keys: the gradient
+    is summed into the table directly.
 
     Args:
-      table: ``[num_heads, num_buckets]``, as T5X and `RelativeBias` keep it (``rel_embedding``).
-      bidirectional: True in encoders; in decoders only the past has buckets.
-      max_distance: distances from here on share the last bucket.
-      head_axis: 1 for a table ``[num_buckets, num_heads]``, as Hugging Face's transformers keep it
+      table: ``[num_heads, num_buckets]``, as T5X and `RelativeBias` store it (``rel_embedding``).
+      bidirectional: True for encoders; False for decoders, where only keys up to the query have buckets.
+      max_distance: all distances from this one on share the last bucket.
+      head_axis: 1 for a table ``[num_buckets, num_heads]``, as Hugging Face's transformers store it
         (``relative_attention_bias``).
 
     Raises:
-      ValueError: for a table that has not two axes, or another `head_axis`.
+      ValueError: if the table does not have two axes, or for another `head_axis`.
     """
     table = jnp.asarray(table)
     if table.ndim != 2 or head_axis not in (0, 1):
@@ -79,26 +80,31 @@ def relative_bias(
 def relative_buckets(
     distance: np.ndarray, *, num_buckets: int, max_distance: int, bidirectional: bool
 ) -> np.ndarray:
-    """T5's bucket of each distance ``key − query`` (Raffel et al. 2020; T5X, `_relative_position_bucket`).
+    """Returns T5's bucket of each distance ``key − query``.
+
+    Short distances have one bucket each; longer distances share buckets with logarithmically spaced
+    bounds (Raffel et al. 2020, section 2.1; T5X, `_relative_position_bucket`).
 
     Args:
       distance: integers of any shape.
       num_buckets: number of buckets.
-      max_distance: where the logarithmic buckets end.
-      bidirectional: half of the buckets for keys after the query.
+      max_distance: all distances from this one on share the last bucket.
+      bidirectional: whether half of the buckets are for keys after the query.
 
     Returns:
       Buckets in ``[0, num_buckets)``, int32.
     """
     offset = np.zeros_like(distance)
-    behind = -distance
+    n = -distance
     if bidirectional:
         num_buckets //= 2
-        offset = np.where(behind < 0, num_buckets, 0)
-        behind = np.abs(behind)
-    behind = np.maximum(behind, 0)
-    exact = num_buckets // 2
-    ratio = np.log(behind.astype(np.float32) / exact + np.finfo(np.float32).eps)
-    far = exact + (ratio / np.log(max_distance / exact) * (num_buckets - exact)).astype(np.int32)
-    bucket = np.where(behind < exact, behind, np.minimum(far, num_buckets - 1))
+        offset = np.where(n < 0, num_buckets, 0)
+        n = np.abs(n)
+    n = np.maximum(n, 0)
+    max_exact = num_buckets // 2
+    log_ratio = np.log(n.astype(np.float32) / max_exact + np.finfo(np.float32).eps)
+    logarithmic = max_exact + (
+        log_ratio / np.log(max_distance / max_exact) * (num_buckets - max_exact)
+    ).astype(np.int32)
+    bucket = np.where(n < max_exact, n, np.minimum(logarithmic, num_buckets - 1))
     return np.asarray(offset + bucket, np.int32)

@@ -1,10 +1,14 @@
-"""The bodies of `static_tpu`'s kernels: what a program does with its blocks."""
+"""The bodies of the kernels of `static_tpu`, which has the mathematics and the grid.
+
+All blocks are in vector memory (VMEM), but `BackwardOperands.dvalues`, which stays in HBM.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +17,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.tiles_tpu import SUBLANES, Bias, dot, only, roll_out
+from synthesizer_jax.attention.tiles_tpu import (
+    SUBLANES,
+    Bias,
+    Ref,
+    mask_weights,
+    matmul,
+    roll_diagonals,
+)
 
-LEAST = 2.0**-64
+MIN_ROW_SUM = 2.0**-64
 """The smallest denominator that is trusted, with or without kernels.
 
 Weights lost to underflow are then below 1e-15 of a row's sum for up to 4,096 keys, and the division
@@ -35,51 +46,51 @@ class Operands(NamedTuple):
     """
 
     bias: Bias
-    values: Any
-    keys: Any
-    queries: Any
+    values: Ref
+    keys: Ref
+    queries: Ref
 
 
-class Cotangent(NamedTuple):
+class BackwardOperands(NamedTuple):
     """What the backward kernel reads besides.
 
     Attributes:
       g: the cotangent of the output, ``[b, q, h · e]``.
       out: the output, likewise; None where `Operands.keys` is None.
-      inverse: the forward kernel's, ``[h, b / c, c, q]``, or None likewise.
+      inverse_row_sum: the forward kernel's, ``[h, b / c, c, q]``, or None likewise.
       earlier: the cotangents of the bias from the examples of earlier calls; None for the first call.
       dvalues: the cotangents of the values, which the calls fill one after the other, in HBM.
     """
 
-    g: Any
-    out: Any
-    inverse: Any
+    g: Ref
+    out: Ref
+    inverse_row_sum: Ref
     earlier: Bias | None = None
-    dvalues: Any = None
+    dvalues: Ref = None
 
 
 class Scratch(NamedTuple):
     """Vector memory of a kernel.
 
     Attributes:
-      weights: a block's numerators, normalised where `Operands.keys` is None, ``[heads, queries, k]`` in
+      weights: a block's numerators, normalized where `Operands.keys` is None, ``[heads, queries, k]`` in
         the values' dtype.
       tile: logits of one head, ``[queries, k]``, if they are made of `Bias.columns`.
-      turned: the weights, ``[heads, k, queries]``.
-      slopes: the sum of the logits' cotangents over the examples, ``[heads, queries, k]`` float32.
+      transposed_tile: the weights, ``[heads, k, queries]``.
+      dlogits_sum: the sum of the logits' cotangents over the examples, ``[heads, queries, k]`` float32.
       dvalues: the sum of the values' cotangents over blocks of queries, ``[c, k, lanes]`` float32; None
         where there is one block.
     """
 
-    weights: Any
-    tile: Any
-    turned: Any = None
-    slopes: Any = None
-    dvalues: Any = None
+    weights: Ref
+    tile: Ref
+    transposed_tile: Ref = None
+    dlogits_sum: Ref = None
+    dvalues: Ref = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Tiling:
     """How the work is cut into programs, and what all of them know.
 
     Attributes:
@@ -130,145 +141,195 @@ class Plan:
         return slice(example * self.width, (example + 1) * self.width)
 
 
-def forward_kernel(plan: Plan, given: Operands, out: Any, inverse: Any, scratch: Scratch) -> None:
+def forward_kernel(
+    plan: Tiling, blocks: Operands, out: Ref, inverse_row_sum: Ref, scratch: Scratch
+) -> None:
     """A block of the output, and one over its denominators."""
     group, block = pl.program_id(1), pl.program_id(2)
 
     @pl.when(jnp.logical_or(group == 0, plan.blocks > 1))
     def _() -> None:
         for j in range(plan.heads):
-            scratch.weights[j] = shared_weights(plan, given, j, block, scratch)
+            scratch.weights[j] = _shared_weights(plan, blocks, j, block=block, scratch=scratch)
 
-    seen: Any = None if given.queries is None else given.queries[...].T
-    seen = None if seen is None else only(inside(plan, block), seen)
+    seen: Ref = None if blocks.queries is None else blocks.queries[...].T
+    seen = None if seen is None else mask_weights(_query_rows(plan, block), seen)
 
-    def put(j: int, share: jax.Array | None) -> None:
-        summed = dot(scratch.weights[j], side_by_side(plan, given.values, j), 1, 0)
+    def write_result(j: int, inverse_sum: jax.Array | None) -> None:
+        weighted_sum = matmul(
+            scratch.weights[j], _examples_in_columns(plan, blocks.values, j), axes=(1, 0)
+        )
         for i in range(plan.examples):
-            own = summed[:, plan.columns_of(i)]
-            own = own if share is None else own * share[:, i : i + 1]
-            out[i, :, plan.lanes_of(j)] = own.astype(out.dtype)
+            part = weighted_sum[:, plan.columns_of(i)]
+            part = part if inverse_sum is None else part * inverse_sum[:, i : i + 1]
+            out[i, :, plan.lanes_of(j)] = part.astype(out.dtype)
 
-    if given.keys is None:
+    if blocks.keys is None:
         for j in range(plan.heads):
-            put(j, seen)
+            write_result(j, seen)
         return
 
-    real = given.keys[...].astype(out.dtype)
-    totals = [dot(scratch.weights[j], real, 1, 1) for j in range(plan.heads)]
+    real = blocks.keys[...].astype(out.dtype)
+    totals = [matmul(scratch.weights[j], real, axes=(1, 1)) for j in range(plan.heads)]
     least = functools.reduce(jnp.minimum, [jnp.where(seen > 0.0, t, 1.0) for t in totals])
 
     def fast() -> None:
         for j, total in enumerate(totals):
-            share = seen / jnp.maximum(total, LEAST)
-            put(j, share)
-            inverse[j] = share.T
+            inverse_sum = seen / jnp.maximum(total, MIN_ROW_SUM)
+            write_result(j, inverse_sum)
+            inverse_row_sum[j] = inverse_sum.T
 
     def exact(i: jax.Array, _: None) -> None:
         for j in range(plan.heads):
-            weights = own_weights(plan, given, j, block, i, scratch)
+            weights = _example_weights(plan, blocks, j, block=block, example=i, scratch=scratch)
             total = jnp.sum(weights, axis=1, keepdims=True)
-            share = given.queries[pl.ds(i, 1)].T / jnp.maximum(total, LEAST)
+            inverse_sum = blocks.queries[pl.ds(i, 1)].T / jnp.maximum(total, MIN_ROW_SUM)
             lanes = plan.lanes_of(j)
-            summed = dot(weights.astype(out.dtype), given.values[i, :, lanes], 1, 0)
-            out[i, :, lanes] = (summed * share).astype(out.dtype)
-            inverse[j, pl.ds(i, 1)] = -share.T
+            weighted_sum = matmul(
+                weights.astype(out.dtype), blocks.values[i, :, lanes], axes=(1, 0)
+            )
+            out[i, :, lanes] = (weighted_sum * inverse_sum).astype(out.dtype)
+            inverse_row_sum[j, pl.ds(i, 1)] = -inverse_sum.T
 
-    either(jnp.min(least) >= LEAST, fast, functools.partial(one_by_one, plan, exact))
+    _when_else(
+        jnp.min(least) >= MIN_ROW_SUM, fast, functools.partial(_for_each_example, plan, exact)
+    )
 
 
 def backward_kernel(
-    plan: Plan, given: Operands, lower: Cotangent, dbias: Bias, dvalues: Any, scratch: Scratch
+    plan: Tiling,
+    blocks: Operands,
+    residuals: BackwardOperands,
+    dbias: Bias,
+    dvalues: Ref,
+    scratch: Scratch,
 ) -> None:
-    """A block of the bias' cotangent, and of what adds up to the values'."""
+    """Computes a block of the bias' cotangent, and adds to the values' cotangent."""
     group, block = pl.program_id(1), pl.program_id(2)
-    real = inside(plan, block)
-    seen = None if given.queries is None else given.queries[...].T
-    put = functools.partial(add_values, plan, dvalues, scratch.dvalues, block)
+    real = _query_rows(plan, block)
+    write_result = functools.partial(
+        _accumulate_values_cotangent, plan, dvalues, scratch.dvalues, block
+    )
 
     @pl.when(group == 0)  # the only one where there are several blocks
     def _() -> None:
-        begin_block(plan, given, block, scratch)
+        _begin_block(plan, blocks, block, scratch=scratch)
 
     def fast() -> None:
         for j in range(plan.heads):
-            share = seen if lower.inverse is None else lower.inverse[j].T
-            slope = only(real, slope_of(plan, lower.g, j, share))
-            narrow = slope.astype(given.values.dtype)
-            down = dot(narrow, side_by_side(plan, given.values, j), 1, 1)
-            if lower.inverse is not None:
-                down -= dot(shift_of(plan, lower.out, j, slope), given.keys[...], 1, 0)
-            scratch.slopes[j] += scratch.weights[j].astype(jnp.float32) * down
-            back = dot(scratch.turned[j], narrow, 1, 0)
+            dvalues_by_example = _all_examples_cotangents(
+                plan, blocks, residuals, head=j, real=real, scratch=scratch
+            )
             for i in range(plan.examples):
-                put(i, j, back[:, plan.columns_of(i)])
+                write_result(i, j, dvalues_by_example[:, plan.columns_of(i)])
 
     def exact(i: jax.Array, _: None) -> None:
         for j in range(plan.heads):
-            weights = own_weights(plan, given, j, block, i, scratch)
-            weights = only(real, weights * -lower.inverse[j, pl.ds(i, 1)].T)
+            weights = _example_weights(plan, blocks, j, block=block, example=i, scratch=scratch)
+            weights = mask_weights(real, weights * -residuals.inverse_row_sum[j, pl.ds(i, 1)].T)
             lanes = plan.lanes_of(j)
-            g, out = only(real, lower.g[i, :, lanes]), lower.out[i, :, lanes]
+            g, out = mask_weights(real, residuals.g[i, :, lanes]), residuals.out[i, :, lanes]
             delta = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), 1, keepdims=True)
-            scratch.slopes[j] += weights * (dot(g, given.values[i, :, lanes], 1, 1) - delta)
-            put(i, j, dot(weights.astype(g.dtype), g, 0, 0))
+            scratch.dlogits_sum[j] += weights * (
+                matmul(g, blocks.values[i, :, lanes], axes=(1, 1)) - delta
+            )
+            write_result(i, j, matmul(weights.astype(g.dtype), g, axes=(0, 0)))
 
-    if lower.inverse is None:
+    if residuals.inverse_row_sum is None:
         fast()
     else:
-        least = [jnp.min(only(real, lower.inverse[j].T)) for j in range(plan.heads)]
+        least = [
+            jnp.min(mask_weights(real, residuals.inverse_row_sum[j].T)) for j in range(plan.heads)
+        ]
         trusted = functools.reduce(jnp.minimum, least) >= 0.0
-        either(trusted, fast, functools.partial(one_by_one, plan, exact))
+        _when_else(trusted, fast, functools.partial(_for_each_example, plan, exact))
 
     @pl.when(group == plan.groups - 1)
     def _() -> None:
-        end_block(plan, given, lower, dbias, block, scratch)
+        _end_block(plan, blocks, residuals, dbias=dbias, block=block, scratch=scratch)
 
 
-def begin_block(plan: Plan, given: Operands, block: jax.Array, scratch: Scratch) -> None:
-    """Makes a block's weights, which are zero in rows that are no queries, and clears its sums."""
-    real = inside(plan, block)
+def _all_examples_cotangents(
+    plan: Tiling,
+    blocks: Operands,
+    residuals: BackwardOperands,
+    *,
+    head: int,
+    real: jax.Array | None,
+    scratch: Scratch,
+) -> jax.Array:
+    """Adds the examples' cotangents of a head's logits; returns those of its values, side by side."""
+    if residuals.inverse_row_sum is not None:
+        inverse_sum = residuals.inverse_row_sum[head].T
+    else:
+        inverse_sum = None if blocks.queries is None else blocks.queries[...].T
+    # D = g / E m
+    scaled = mask_weights(real, _scaled_cotangent(plan, residuals.g, head, inverse_sum=inverse_sum))
+    cast = scaled.astype(blocks.values.dtype)
+    # dE = D (m ∘ v)ᵀ − δ mᵀ
+    dweights = matmul(cast, _examples_in_columns(plan, blocks.values, head), axes=(1, 1))
+    if residuals.inverse_row_sum is not None:
+        delta = softmax_vjp_delta(plan, residuals.out, head, scaled=scaled)
+        dweights -= matmul(delta, blocks.keys[...], axes=(1, 0))
+    # dS = E ∘ dE
+    scratch.dlogits_sum[head] += scratch.weights[head].astype(jnp.float32) * dweights
+    return matmul(scratch.transposed_tile[head], cast, axes=(1, 0))  # dv = Eᵀ D
+
+
+def _begin_block(plan: Tiling, blocks: Operands, block: jax.Array, *, scratch: Scratch) -> None:
+    """Computes the weights of a block, 0 in rows that are no queries, and clears its sums."""
+    real = _query_rows(plan, block)
     for j in range(plan.heads):
-        own = only(real, shared_weights(plan, given, j, block, scratch).astype(jnp.float32))
-        scratch.weights[j] = own.astype(scratch.weights.dtype)
-        scratch.turned[j] = own.T.astype(scratch.turned.dtype)
-        scratch.slopes[j] = jnp.zeros(scratch.slopes.shape[1:], jnp.float32)
+        part = mask_weights(
+            real, _shared_weights(plan, blocks, j, block=block, scratch=scratch).astype(jnp.float32)
+        )
+        scratch.weights[j] = part.astype(scratch.weights.dtype)
+        scratch.transposed_tile[j] = part.T.astype(scratch.transposed_tile.dtype)
+        scratch.dlogits_sum[j] = jnp.zeros(scratch.dlogits_sum.shape[1:], jnp.float32)
 
 
-def end_block(
-    plan: Plan, given: Operands, lower: Cotangent, dbias: Bias, block: jax.Array, scratch: Scratch
+def _end_block(
+    plan: Tiling,
+    blocks: Operands,
+    residuals: BackwardOperands,
+    *,
+    dbias: Bias,
+    block: jax.Array,
+    scratch: Scratch,
 ) -> None:
     """Writes a block's cotangents of the bias."""
     for j in range(plan.heads):
         if (
-            given.keys is None
-        ):  # the weights are normalised, and their sums have not been subtracted
-            down = scratch.slopes[j]
-            own = scratch.weights[j].astype(jnp.float32)
-            scratch.slopes[j] = down - own * jnp.sum(down, axis=1, keepdims=True)
-        put_bias(plan, dbias, lower.earlier, scratch.slopes, j, block)
+            blocks.keys is None
+        ):  # the weights are normalized, and their sums have not been subtracted
+            dweights = scratch.dlogits_sum[j]
+            part = scratch.weights[j].astype(jnp.float32)
+            scratch.dlogits_sum[j] = dweights - part * jnp.sum(dweights, axis=1, keepdims=True)
+        _write_bias_cotangent(
+            plan, dbias, residuals.earlier, dlogits_sum=scratch.dlogits_sum, head=j, block=block
+        )
 
 
-def either(condition: jax.Array, first: Any, second: Any) -> None:
+def _when_else(condition: jax.Array, first: Callable[[], None], second: Callable[[], None]) -> None:
     """Runs one of two functions."""
     pl.when(condition)(first)
     pl.when(jnp.logical_not(condition))(second)
 
 
-def one_by_one(plan: Plan, function: Any) -> None:
+def _for_each_example(plan: Tiling, function: Callable[[jax.Array, None], None]) -> None:
     """Calls ``function(i, None)`` for every example of a program."""
     lax.fori_loop(jnp.int32(0), jnp.int32(plan.examples), function, None)
 
 
-def logits_of(plan: Plan, bias: Bias, head: int, block: jax.Array, tile: Any) -> jax.Array:
+def _head_logits(plan: Tiling, bias: Bias, head: int, *, block: jax.Array, tile: Ref) -> jax.Array:
     """A program's logits of one of its heads, ``[queries, k]`` float32."""
     if bias.columns is None:
         return bias.table[head].astype(jnp.float32)
-    roll_out(tile, bias.columns[head], block * plan.queries, plan.shape[2])
+    roll_diagonals(tile, bias.columns[head], block * plan.queries, rows=plan.shape[2])
     return tile[...] if bias.table is None else tile[...] + bias.table[head].astype(jnp.float32)
 
 
-def band(plan: Plan, block: jax.Array) -> jax.Array | None:
+def _band_mask(plan: Tiling, block: jax.Array) -> jax.Array | None:
     """What `Mask.band_rules` allow in a program's block; None: everything."""
     shape = plan.queries, plan.shape[3]
     query = lax.broadcasted_iota(jnp.int32, shape, 0) + (block * plan.queries + plan.offset)
@@ -277,7 +338,7 @@ def band(plan: Plan, block: jax.Array) -> jax.Array | None:
     return functools.reduce(jnp.logical_and, rules) if rules else None
 
 
-def inside(plan: Plan, block: jax.Array) -> jax.Array | None:
+def _query_rows(plan: Tiling, block: jax.Array) -> jax.Array | None:
     """Which rows of a block are queries, ``[queries, 1]``; None: all, in every block."""
     if plan.shape[2] % plan.queries == 0:
         return None
@@ -289,49 +350,59 @@ def numerators(logits: jax.Array, allowed: jax.Array | None) -> jax.Array:
     """``exp(logits - max)`` of every row, zero where it is not allowed."""
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)
-    peak = jnp.max(logits, axis=1, keepdims=True)
-    return jnp.exp(logits - jnp.maximum(peak, float(jnp.finfo(jnp.float32).min)))
+    row_max = jnp.max(logits, axis=1, keepdims=True)
+    return jnp.exp(logits - jnp.maximum(row_max, float(jnp.finfo(jnp.float32).min)))
 
 
-def shared_weights(
-    plan: Plan, given: Operands, head: int, block: jax.Array, scratch: Scratch
+def _shared_weights(
+    plan: Tiling, blocks: Operands, head: int, *, block: jax.Array, scratch: Scratch
 ) -> jax.Array:
     """The weights of a block for all examples; see `Scratch.weights`."""
-    logits = logits_of(plan, given.bias, head, block, scratch.tile)
-    weights = numerators(logits, band(plan, block))
-    if given.keys is None:
-        weights /= jnp.maximum(jnp.sum(weights, axis=1, keepdims=True), LEAST)
+    logits = _head_logits(plan, blocks.bias, head, block=block, tile=scratch.tile)
+    weights = numerators(logits, _band_mask(plan, block))
+    if blocks.keys is None:
+        weights /= jnp.maximum(jnp.sum(weights, axis=1, keepdims=True), MIN_ROW_SUM)
     return weights.astype(scratch.weights.dtype)
 
 
-def own_weights(
-    plan: Plan, given: Operands, head: int, block: jax.Array, example: jax.Array, scratch: Scratch
+def _example_weights(
+    plan: Tiling,
+    blocks: Operands,
+    head: int,
+    *,
+    block: jax.Array,
+    example: jax.Array,
+    scratch: Scratch,
 ) -> jax.Array:
     """The numerators under an example's own maximum, ``[queries, k]`` float32."""
-    allowed = jnp.broadcast_to(given.keys[pl.ds(example, 1)] > 0.0, (plan.queries, plan.shape[3]))
-    pairs = band(plan, block)
+    allowed = jnp.broadcast_to(blocks.keys[pl.ds(example, 1)] > 0.0, (plan.queries, plan.shape[3]))
+    pairs = _band_mask(plan, block)
     allowed = allowed if pairs is None else jnp.logical_and(pairs, allowed)
-    return numerators(logits_of(plan, given.bias, head, block, scratch.tile), allowed)
+    return numerators(
+        _head_logits(plan, blocks.bias, head, block=block, tile=scratch.tile), allowed
+    )
 
 
-def side_by_side(plan: Plan, x: Any, head: int) -> jax.Array:
+def _examples_in_columns(plan: Tiling, x: Ref, head: int) -> jax.Array:
     """One head of a block ``[c, n, lanes]``, the examples in columns, ``[n, c · e]``."""
     lanes = plan.lanes_of(head)
     return jnp.concatenate([x[i, :, lanes] for i in range(plan.examples)], axis=1)
 
 
-def slope_of(plan: Plan, g: Any, head: int, share: jax.Array | None) -> jax.Array:
+def _scaled_cotangent(
+    plan: Tiling, g: Ref, head: int, *, inverse_sum: jax.Array | None
+) -> jax.Array:
     """The output's cotangent times a number for every query and example, ``[queries, c · e]`` float32."""
     lanes, parts = plan.lanes_of(head), []
     for i in range(plan.examples):
-        own = g[i, :, lanes].astype(jnp.float32)
-        parts.append(own if share is None else own * share[:, i : i + 1])
+        part = g[i, :, lanes].astype(jnp.float32)
+        parts.append(part if inverse_sum is None else part * inverse_sum[:, i : i + 1])
     return jnp.concatenate(parts, axis=1)
 
 
-def shift_of(plan: Plan, out: Any, head: int, slope: jax.Array) -> jax.Array:
-    """``Σ_e out · slope``, ``[queries, c]`` float32."""
-    products = slope * side_by_side(plan, out, head).astype(jnp.float32)
+def softmax_vjp_delta(plan: Tiling, out: Ref, head: int, *, scaled: jax.Array) -> jax.Array:
+    """Returns ``δ = Σ_e out · D``, ``[queries, c]`` float32."""
+    products = scaled * _examples_in_columns(plan, out, head).astype(jnp.float32)
     sums = [
         jnp.sum(products[:, plan.columns_of(i)], axis=1, keepdims=True)
         for i in range(plan.examples)
@@ -339,8 +410,14 @@ def shift_of(plan: Plan, out: Any, head: int, slope: jax.Array) -> jax.Array:
     return jnp.concatenate(sums, axis=1)
 
 
-def add_values(
-    plan: Plan, dvalues: Any, total: Any, block: jax.Array, example: Any, head: int, value: Any
+def _accumulate_values_cotangent(
+    plan: Tiling,
+    dvalues: Ref,
+    total: Ref,
+    block: jax.Array,
+    example: int | jax.Array,
+    head: int,
+    value: jax.Array,
 ) -> None:
     """Adds a block of queries' part of the values' cotangent ``[k, e]``, and writes it with the last."""
     lanes = plan.lanes_of(head)
@@ -361,17 +438,23 @@ def add_values(
         dvalues[example, :, lanes] = total[example, :, lanes].astype(dvalues.dtype)
 
 
-def put_bias(
-    plan: Plan, dbias: Bias, earlier: Bias | None, slopes: Any, head: int, block: jax.Array
+def _write_bias_cotangent(
+    plan: Tiling,
+    dbias: Bias,
+    earlier: Bias | None,
+    *,
+    dlogits_sum: Ref,
+    head: int,
+    block: jax.Array,
 ) -> None:
     """Writes a block of the table's cotangent, and adds its diagonals to that of the columns."""
     if dbias.table is not None:
-        own = slopes[head]
-        own = own if earlier is None else own + earlier.table[head].astype(jnp.float32)
-        dbias.table[head] = own.astype(dbias.table.dtype)
+        part = dlogits_sum[head]
+        part = part if earlier is None else part + earlier.table[head].astype(jnp.float32)
+        dbias.table[head] = part.astype(dbias.table.dtype)
     if dbias.columns is None:
         return
-    sums = diagonal_sums(plan, slopes.at[head], block, dbias.columns.shape[2])
+    sums = _diagonal_sums(plan, dlogits_sum.at[head], block, count=dbias.columns.shape[2])
 
     @pl.when(block == 0)
     def _() -> None:
@@ -382,17 +465,21 @@ def put_bias(
         dbias.columns[head] += sums
 
 
-def diagonal_sums(plan: Plan, slopes: Any, block: jax.Array, count: int) -> jax.Array:
-    """The sums along a block's diagonals, ``[1, count]``: `tiles_tpu.roll_out` the other way round."""
-    size, length = slopes.shape
+def _diagonal_sums(plan: Tiling, dlogits_sum: Ref, block: jax.Array, *, count: int) -> jax.Array:
+    """The sums along a block's diagonals, ``[1, count]``: the inverse of `tiles_tpu.roll_diagonals`."""
+    size, length = dlogits_sum.shape
     q_length, first = plan.shape[2], block * plan.queries
     row = lax.broadcasted_iota(jnp.int32, (SUBLANES, count), 0)
     lines = jnp.zeros((SUBLANES, count), jnp.float32)
     for begin in range(0, size, SUBLANES):
         rows = min(SUBLANES, size - begin)
-        own = jnp.pad(slopes[begin : begin + rows], ((0, SUBLANES - rows), (0, count - length)))
-        own = jnp.where(row + (first + begin) < q_length, own, 0.0)
-        lines += pltpu.roll(own, lax.rem(count + q_length - 1 - begin - first, jnp.int32(count)), 1)
+        part = jnp.pad(
+            dlogits_sum[begin : begin + rows], ((0, SUBLANES - rows), (0, count - length))
+        )
+        part = jnp.where(row + (first + begin) < q_length, part, 0.0)
+        lines += pltpu.roll(
+            part, lax.rem(count + q_length - 1 - begin - first, jnp.int32(count)), 1
+        )
     for bit in (1, 2, 4):
         lines = jnp.where(row & bit != 0, pltpu.roll(lines, jnp.int32(count - bit), 1), lines)
     return lines.sum(axis=0, keepdims=True)

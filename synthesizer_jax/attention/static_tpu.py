@@ -3,10 +3,10 @@
 A program holds the logits of some heads, a block of queries and all keys in vector memory, computes the
 numerators ``E = exp(S - max)`` once, and has nothing but matrix products left for the examples,
 
-    out = E (m ∘ v) / E m,    dS = E ∘ (slope (m ∘ v)ᵀ - shift mᵀ),    dv = m ∘ Eᵀ slope,
+    out = E (m ∘ v) / E m,    dS = E ∘ (D (m ∘ v)ᵀ - δ mᵀ),    dv = m ∘ Eᵀ D,
 
-with m the real keys, ``slope = g / E m`` and ``shift = Σ_e out · slope``. Several examples lie side by
-side in the columns of a product. Where a denominator is too small to be trusted, a program computes the
+with m the real keys, ``D = g / E m`` and ``δ = Σ_e out · D``. Several examples lie side by side in the
+columns of a product. Where a denominator is too small to be trusted, a program computes the
 weights of each of its examples from that example's own maximum instead.
 
 The grid goes over groups of heads, groups of examples and, innermost, blocks of queries. What one group
@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,19 +31,20 @@ from jax.experimental.pallas import tpu as pltpu
 
 from synthesizer_jax.attention import tiles_tpu
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.parts import Inputs
+from synthesizer_jax.attention.parts import Biases, FusedInputs, Products
 from synthesizer_jax.attention.static_kernels_tpu import (
-    Cotangent,
+    BackwardOperands,
     Operands,
-    Plan,
     Scratch,
+    Tiling,
     backward_kernel,
     forward_kernel,
 )
-from synthesizer_jax.attention.terms import Relative, Static, Terms, wide
-from synthesizer_jax.attention.tiles_tpu import LANES, VMEM, Bias, memory_of_a_program
+from synthesizer_jax.attention.terms import logits_dtype
+from synthesizer_jax.attention.tiles_tpu import LANES, VMEM, Bias, vmem_bytes_per_program
+from synthesizer_jax.typing import PyTree
 
-MOST_HEADS = 8
+MAX_HEADS = 8
 """Most heads of a program; their lanes fill whole registers together."""
 
 TILES = 10
@@ -52,28 +54,36 @@ COLUMNS = 512
 """Columns that a program's examples fill in a matrix product, or a few more, where there is one block."""
 
 
-def obstacle(q_length: int, inputs: Inputs) -> str:
-    """Why these kernels do not take such inputs, or nothing."""
+def obstacle(q_length: int, inputs: FusedInputs) -> str | None:
+    """Returns why the kernels cannot take such inputs; None: they can."""
     _, biases, values, mask, _ = inputs
-    heads = heads_of_a_program(*values.shape[2:])
+    heads = _heads_per_program(*values.shape[2:])
     tiles = TILES * 4 * heads * values.shape[1] * min(q_length, LANES)
     if mask.prefix_lengths is not None:
-        return "Mask.prefix_lengths opens other keys in every example"
+        return "the kernels do not read Mask.prefix_lengths"
     if not isinstance(mask.query_offset, int):
-        return "Mask.query_offset is known only when the program runs"
-    if wide(values, *jax.tree.leaves(biases)) != jnp.float32:
-        return "64-bit numbers"
-    if heads > MOST_HEADS:
-        return f"heads of width {values.shape[3]} fill whole registers only by {heads}"
-    room = room_for_examples(values, memory_of_a_program() - tiles, several=q_length > LANES)
-    if room < 1:
+        return "Mask.query_offset is not known when the function is traced"
+    if logits_dtype(values, *jax.tree.leaves(biases)) != jnp.float32:
+        return "the kernels have no 64-bit numbers"
+    if heads > MAX_HEADS:
+        return (
+            f"only {heads} heads of width {values.shape[3]} fill whole registers; at most {MAX_HEADS} "
+            "are computed together"
+        )
+    free_bytes = vmem_bytes_per_program() - tiles
+    if _examples_per_program(values, free_bytes, several=q_length > LANES) < 1:
         return f"{values.shape[1]} keys are too many for the vector memory"
-    return ""
+    return None
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("same", "interpret"))
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("same_keys", "interpret"))
 def forward(
-    q_length: int, query_offset: int, inputs: Inputs, *, same: bool, interpret: bool = False
+    q_length: int,
+    query_offset: int,
+    inputs: FusedInputs,
+    *,
+    same_keys: bool,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The attention output, and what `backward` needs.
 
@@ -81,138 +91,139 @@ def forward(
       q_length: number of queries.
       query_offset: the mask's, which has to be known.
       inputs: biases, values and mask; see `obstacle`.
-      same: the real queries of one position see the same keys in every example.
+      same_keys: whether the real queries of one position see the same keys in every example.
       interpret: run on any device, slowly.
 
     Returns:
       The output ``[b, q, h, e]``, and one over the denominators, ``[h, b, q]`` float32: 0 where a query
-      is padding or sees no key, negative where the example's own maximum was subtracted. None if `same`.
+      is padding or sees no key, negative where the example's own maximum was subtracted. None if
+      `same_keys`.
     """
     _, biases, values, mask, _ = inputs
-    plan, bias = plan_of(values, mask, q_length, query_offset), bias_of(biases)
+    plan, bias = _make_tiling(values, mask, q_length, offset=query_offset), prepare_bias(biases)
     plan = dataclasses.replace(plan, groups=values.shape[0] // plan.examples)
-    given = operands(plan, bias, values, mask, same=same)
+    blocks = operands(plan, bias, values, mask=mask, same_keys=same_keys)
     batch, heads = plan.shape[:2]
     rows = jax.ShapeDtypeStruct((heads, plan.groups, plan.examples, q_length), jnp.float32)
     out = jax.ShapeDtypeStruct((batch, q_length, heads * plan.width), values.dtype)
-    out, inverse = call(
+    out, inverse_row_sum = call_kernel(
         forward_kernel,
         plan,
-        (given,),
-        (operand_specs(plan, given),),
-        (out, None if same else rows),
-        (line_spec(plan, of_keys=False), None if same else inverse_spec(plan)),
-        scratch_of(plan, bias, values.dtype),
+        (blocks,),
+        specs=(operand_specs(plan, blocks),),
+        shapes=(out, None if same_keys else rows),
+        out_specs=(_values_spec(plan, of_keys=False), None if same_keys else _inverse_spec(plan)),
+        scratch=_scratch_of(plan, bias, values.dtype),
         products=1,
         interpret=interpret,
     )
-    inverse = None if same else inverse.reshape(heads, batch, q_length)
-    return out.reshape(batch, q_length, heads, plan.width), inverse
+    inverse_row_sum = None if same_keys else inverse_row_sum.reshape(heads, batch, q_length)
+    return out.reshape(batch, q_length, heads, plan.width), inverse_row_sum
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="interpret")
 def backward(
     query_offset: int,
-    inputs: Inputs,
+    inputs: FusedInputs,
     out: jax.Array,
-    inverse: jax.Array | None,
+    inverse_row_sum: jax.Array | None,
     g: jax.Array,
     *,
     interpret: bool = False,
-) -> Inputs:
+) -> FusedInputs:
     """The cotangents of the inputs.
 
     Args:
       query_offset: as in `forward`.
       inputs: what `forward` was given.
       out: what that returned.
-      inverse: likewise.
+      inverse_row_sum: likewise.
       g: the cotangent of `out`.
       interpret: run on any device, slowly.
     """
     _, biases, values, mask, _ = inputs
-    plan = plan_of(values, mask, g.shape[1], query_offset)
-    bias, bias_back = jax.vjp(bias_of, biases)
-    given = operands(plan, bias, values, mask, same=inverse is None)
-    lower = Cotangent(flat(g), None, None)
-    if inverse is not None:
-        rows = inverse.reshape(plan.shape[1], -1, plan.examples, g.shape[1])
-        lower = Cotangent(flat(g), flat(out), rows)
+    plan = _make_tiling(values, mask, g.shape[1], offset=query_offset)
+    bias, bias_back = jax.vjp(prepare_bias, biases)
+    blocks = operands(plan, bias, values, mask=mask, same_keys=inverse_row_sum is None)
+    residuals = BackwardOperands(_flatten_heads(g), None, None)
+    if inverse_row_sum is not None:
+        rows = inverse_row_sum.reshape(plan.shape[1], -1, plan.examples, g.shape[1])
+        residuals = BackwardOperands(_flatten_heads(g), _flatten_heads(out), rows)
     groups = values.shape[0] // plan.examples
     calls = 1 if plan.blocks == 1 else groups
     for first in range(calls):
         part = dataclasses.replace(plan, first=first, groups=groups // calls)
-        dbias, dvalues = add_cotangents(part, given, lower, interpret=interpret)
-        lower = lower._replace(earlier=dbias, dvalues=dvalues)
+        dbias, dvalues = _add_cotangents(part, blocks, residuals, interpret=interpret)
+        residuals = residuals._replace(earlier=dbias, dvalues=dvalues)
     dbias = jax.tree.map(lambda x, y: x.astype(y.dtype), dbias, bias)
     dvalues = dvalues.reshape(values.shape)
-    if inverse is not None:
+    if inverse_row_sum is not None:
         keys: Any = mask.keys(values.shape[1])
         dvalues = jnp.where(keys[..., None, None], dvalues, 0)
     (dbiases,) = bias_back(dbias)
-    return inputs.cotangents((), dbiases, dvalues)
+    return inputs.cotangents(Products(), dbiases, dvalues)
 
 
-def add_cotangents(
-    plan: Plan, given: Operands, lower: Cotangent, *, interpret: bool
+def _add_cotangents(
+    plan: Tiling, blocks: Operands, residuals: BackwardOperands, *, interpret: bool
 ) -> tuple[Bias, jax.Array]:
     """The cotangents of the bias and of values ``[b, k, h · e]``, those of the plan's examples added."""
-    dtype, several = given.values.dtype, plan.blocks > 1
-    line = line_spec(plan, of_keys=False)
-    known = lower.inverse is not None
-    earlier = lower.earlier is not None
-    specs = Cotangent(
+    dtype, several = blocks.values.dtype, plan.blocks > 1
+    line = _values_spec(plan, of_keys=False)
+    known = residuals.inverse_row_sum is not None
+    earlier = residuals.earlier is not None
+    specs = BackwardOperands(
         g=line,
         out=line if known else None,
-        inverse=inverse_spec(plan) if known else None,
-        earlier=bias_specs(plan, given.bias) if earlier else None,
+        inverse_row_sum=_inverse_spec(plan) if known else None,
+        earlier=_bias_specs(plan, blocks.bias) if earlier else None,
         dvalues=pl.BlockSpec(memory_space=pl.ANY) if earlier else None,
     )
     narrow = jnp.float32 if several else None
     shapes = (
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, narrow or x.dtype), given.bias),
-        jax.ShapeDtypeStruct(given.values.shape, dtype),
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, narrow or x.dtype), blocks.bias),
+        jax.ShapeDtypeStruct(blocks.values.shape, dtype),
     )
-    scratch = scratch_of(plan, given.bias, dtype)
+    scratch = _scratch_of(plan, blocks.bias, dtype)
     block = (plan.heads, plan.queries, plan.shape[3])
     scratch = scratch._replace(
-        turned=pltpu.VMEM((block[0], block[2], block[1]), dtype),
-        slopes=pltpu.VMEM(block, jnp.float32),
+        transposed_tile=pltpu.VMEM((block[0], block[2], block[1]), dtype),
+        dlogits_sum=pltpu.VMEM(block, jnp.float32),
     )
     if several:
         sums = (plan.examples, plan.shape[3], plan.lanes)
         scratch = scratch._replace(dvalues=pltpu.VMEM(sums, jnp.float32))
-    return call(
+    return call_kernel(
         backward_kernel,
         plan,
-        (given, lower),
-        (operand_specs(plan, given), specs),
-        shapes,
-        (bias_specs(plan, given.bias), line_spec(plan, of_keys=True)),
-        scratch,
+        (blocks, residuals),
+        specs=(operand_specs(plan, blocks), specs),
+        shapes=shapes,
+        out_specs=(_bias_specs(plan, blocks.bias), _values_spec(plan, of_keys=True)),
+        scratch=scratch,
         products=2,
         interpret=interpret,
     )
 
 
-def heads_of_a_program(heads: int, width: int) -> int:
-    """The fewest heads whose lanes are whole registers, or all."""
+def _heads_per_program(heads: int, width: int) -> int:
+    """Returns the smallest number of heads whose lanes are whole registers, or the number of all heads."""
     fits = (n for n in range(1, heads) if heads % n == 0 and n * width % LANES == 0)
     return next(fits, heads)
 
 
-def plan_of(values: jax.Array, mask: Mask, q_length: int, offset: int) -> Plan:
+def _make_tiling(values: jax.Array, mask: Mask, q_length: int, *, offset: int) -> Tiling:
     """The plan for values ``[b, k, h, e]``."""
     batch, k_length, heads, width = values.shape
-    group, memory = heads_of_a_program(heads, width), memory_of_a_program()
+    group, memory = _heads_per_program(heads, width), vmem_bytes_per_program()
     row = TILES * 4 * group * k_length
     if 3 * q_length * row <= 2 * VMEM:  # the compiler keeps arrays in the rest
         memory = min(memory, VMEM)
-    queries = rows_of_a_block(q_length, 2 * memory // (3 * row))
-    examples = room_for_examples(values, memory - queries * row, several=queries < q_length)
+    queries = _queries_per_block(q_length, 2 * memory // (3 * row))
+    examples = _examples_per_program(values, memory - queries * row, several=queries < q_length)
     if queries == q_length:
         examples = min(examples, COLUMNS // width)
-    return Plan(
+    return Tiling(
         heads=group,
         examples=max(n for n in range(1, max(examples, 1) + 1) if batch % n == 0),
         queries=queries,
@@ -226,7 +237,7 @@ def plan_of(values: jax.Array, mask: Mask, q_length: int, offset: int) -> Plan:
     )
 
 
-def rows_of_a_block(q_length: int, most: int) -> int:
+def _queries_per_block(q_length: int, most: int) -> int:
     """All queries, or some 128 of them, so that blocks are equally long if that is possible."""
     if q_length <= most:
         return q_length
@@ -234,7 +245,7 @@ def rows_of_a_block(q_length: int, most: int) -> int:
     return max((n for n in sizes if q_length % n == 0), default=min(sizes[-1], q_length))
 
 
-def room_for_examples(values: jax.Array, memory: int, *, several: bool) -> int:
+def _examples_per_program(values: jax.Array, memory: int, *, several: bool) -> int:
     """How many examples' values, outputs and cotangents fit in beside a program's tiles.
 
     Args:
@@ -244,20 +255,24 @@ def room_for_examples(values: jax.Array, memory: int, *, several: bool) -> int:
         summed in float32; otherwise they and the output and its cotangent are there twice.
     """
     _, k_length, heads, width = values.shape
-    lanes = max(heads_of_a_program(heads, width) * width, LANES)
+    lanes = max(_heads_per_program(heads, width) * width, LANES)
     size = values.dtype.itemsize
     line = k_length * lanes * (2 * size + 4 if several else 8 * size)
     return 2 * memory // (3 * line)
 
 
-def operands(plan: Plan, bias: Bias, values: jax.Array, mask: Mask, *, same: bool) -> Operands:
-    """The inputs in the kernels' layout; `same` as in `forward`."""
+def operands(
+    plan: Tiling, bias: Bias, values: jax.Array, *, mask: Mask, same_keys: bool
+) -> Operands:
+    """Returns the inputs in the layout of the kernels; `same_keys` as in `forward`."""
     batch, _, q_length, k_length = plan.shape
     in_groups = lambda x: x.astype(jnp.float32).reshape(-1, plan.examples, x.shape[-1])
     queries = mask.queries(q_length)
     queries = None if queries is None else jnp.broadcast_to(queries, (batch, q_length))
-    if same:
-        return Operands(bias, flat(values), None, None if queries is None else in_groups(queries))
+    if same_keys:
+        return Operands(
+            bias, _flatten_heads(values), None, None if queries is None else in_groups(queries)
+        )
     keys: Any = mask.keys(k_length)
     keys = jnp.broadcast_to(keys, (batch, k_length))
     pairs = mask.band(q_length, k_length)
@@ -267,24 +282,24 @@ def operands(plan: Plan, bias: Bias, values: jax.Array, mask: Mask, *, same: boo
         seen = jnp.matmul(keys.astype(jnp.bfloat16), pairs.T.astype(jnp.bfloat16)) > 0
     seen = seen if queries is None else seen & queries
     real = jnp.where(keys[..., None, None], values, 0)
-    return Operands(bias, flat(real), in_groups(keys), in_groups(seen))
+    return Operands(bias, _flatten_heads(real), in_groups(keys), in_groups(seen))
 
 
-def bias_of(biases: Terms) -> Bias:
-    """The sum of `Static` terms, one alone as it is, and that of `Relative` ones cut to the block."""
-    tables = [t.logits for t in biases if isinstance(t, Static)]
+def prepare_bias(biases: Biases) -> Bias:
+    """Returns the sum of the tables, one alone as it is, and that of the diagonals."""
+    tables = [term.logits for term in biases.tables]
     if len(tables) > 1:
         tables = [functools.reduce(operator.add, [x.astype(jnp.float32) for x in tables])]
-    lines = tuple(t for t in biases if isinstance(t, Relative))
-    return Bias(tables[0] if tables else None, tiles_tpu.bias_of(lines).columns)
+    columns = tiles_tpu.prepare_bias(biases._replace(tables=())).columns
+    return Bias(tables[0] if tables else None, columns)
 
 
-def flat(x: jax.Array) -> jax.Array:
+def _flatten_heads(x: jax.Array) -> jax.Array:
     """``[b, n, h, e]`` as ``[b, n, h · e]``."""
     return x.reshape(*x.shape[:2], -1)
 
 
-def scratch_of(plan: Plan, bias: Bias, dtype: jnp.dtype) -> Scratch:
+def _scratch_of(plan: Tiling, bias: Bias, dtype: jnp.dtype) -> Scratch:
     """The forward kernel's vector memory."""
     block = (plan.queries, plan.shape[3])
     return Scratch(
@@ -293,7 +308,7 @@ def scratch_of(plan: Plan, bias: Bias, dtype: jnp.dtype) -> Scratch:
     )
 
 
-def line_spec(plan: Plan, *, of_keys: bool) -> pl.BlockSpec:
+def _values_spec(plan: Tiling, *, of_keys: bool) -> pl.BlockSpec:
     """Blocks of ``[b, n, h · e]``: all keys, which stay while blocks of queries go by, or such a block."""
     if not of_keys:
         return pl.BlockSpec(
@@ -307,7 +322,7 @@ def line_spec(plan: Plan, *, of_keys: bool) -> pl.BlockSpec:
     )
 
 
-def inverse_spec(plan: Plan) -> pl.BlockSpec:
+def _inverse_spec(plan: Tiling) -> pl.BlockSpec:
     """Blocks of ``[h, b / c, c, q]``."""
     return pl.BlockSpec(
         (plan.heads, None, plan.examples, plan.queries),
@@ -315,7 +330,7 @@ def inverse_spec(plan: Plan) -> pl.BlockSpec:
     )
 
 
-def bias_specs(plan: Plan, bias: Bias) -> Bias:
+def _bias_specs(plan: Tiling, bias: Bias) -> Bias:
     """Blocks of the logits."""
     table = columns = None
     if bias.table is not None:
@@ -327,7 +342,7 @@ def bias_specs(plan: Plan, bias: Bias) -> Bias:
     return Bias(table, columns)
 
 
-def operand_specs(plan: Plan, given: Operands) -> Operands:
+def operand_specs(plan: Tiling, blocks: Operands) -> Operands:
     """Blocks of the operands."""
     keys = pl.BlockSpec(
         (None, plan.examples, plan.shape[3]), lambda _, group, block: (group + plan.first, 0, 0)
@@ -336,34 +351,34 @@ def operand_specs(plan: Plan, given: Operands) -> Operands:
         (None, plan.examples, plan.queries), lambda _, group, block: (group + plan.first, 0, block)
     )
     return Operands(
-        bias=bias_specs(plan, given.bias),
-        values=line_spec(plan, of_keys=True),
-        keys=None if given.keys is None else keys,
-        queries=None if given.queries is None else queries,
+        bias=_bias_specs(plan, blocks.bias),
+        values=_values_spec(plan, of_keys=True),
+        keys=None if blocks.keys is None else keys,
+        queries=None if blocks.queries is None else queries,
     )
 
 
-def call(
-    kernel: Any,
-    plan: Plan,
-    arguments: tuple[Any, ...],
-    specs: tuple[Any, ...],
-    shapes: tuple[Any, ...],
-    out_specs: tuple[Any, ...],
-    scratch: Scratch,
+def call_kernel(
+    kernel: Callable[..., None],
+    plan: Tiling,
+    arguments: tuple[PyTree, ...],
     *,
+    specs: tuple[PyTree, ...],
+    shapes: tuple[PyTree, ...],
+    out_specs: tuple[PyTree, ...],
+    scratch: Scratch,
     products: int,
     interpret: bool,
-) -> Any:
-    """`pl.pallas_call` with estimates of its costs; results of earlier calls are added to in place."""
+) -> PyTree:
+    """Runs `pl.pallas_call` with an estimate of the cost; adds to the results of earlier calls in place."""
     leaves = jax.tree.leaves(arguments)
     varying = jax.typeof(leaves[0]).mat
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying), shapes
     )
-    results = len(jax.tree.leaves(shapes))
-    grown = kernel is backward_kernel and arguments[1].earlier is not None
-    first = len(leaves) - results
+    num_results = len(jax.tree.leaves(shapes))
+    accumulates = kernel is backward_kernel and arguments[1].earlier is not None
+    first = len(leaves) - num_results
     return pl.pallas_call(
         functools.partial(kernel, plan),
         out_shape=shapes,
@@ -371,8 +386,8 @@ def call(
         in_specs=specs,
         out_specs=out_specs,
         scratch_shapes=(scratch,),
-        input_output_aliases={first + i: i for i in range(results)} if grown else {},
-        cost_estimate=costs(plan, arguments, shapes, products),
+        input_output_aliases={first + i: i for i in range(num_results)} if accumulates else {},
+        cost_estimate=cost_estimate(plan, arguments, shapes, products=products),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=plan.memory,
@@ -381,18 +396,22 @@ def call(
     )(*arguments)
 
 
-def costs(plan: Plan, arguments: Any, shapes: Any, products: int) -> pl.CostEstimate:
+def cost_estimate(
+    plan: Tiling, arguments: PyTree, shapes: PyTree, *, products: int
+) -> pl.CostEstimate:
     """What a call does: `products` matrix products, and what moves between HBM and vector memory."""
     logits, share = math.prod(plan.shape), plan.groups * plan.examples / plan.shape[0]
     size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-    given, lower = arguments[0], arguments[1:]
-    tables = size(given.bias) * (plan.groups if plan.blocks > 1 else 1)
-    examples = size((given.values, given.keys, given.queries))
-    if not lower:
+    blocks, residuals = arguments[0], arguments[1:]
+    tables = size(blocks.bias) * (plan.groups if plan.blocks > 1 else 1)
+    examples = size((blocks.values, blocks.keys, blocks.queries))
+    if not residuals:
         moved = tables + share * (examples + size(shapes))
     else:
-        examples += size((lower[0].g, lower[0].out, lower[0].inverse, shapes[1]))
-        moved = tables + size((shapes[0], lower[0].earlier)) + share * examples
+        examples += size(
+            (residuals[0].g, residuals[0].out, residuals[0].inverse_row_sum, shapes[1])
+        )
+        moved = tables + size((shapes[0], residuals[0].earlier)) + share * examples
     return pl.CostEstimate(
         flops=int(2 * products * plan.width * logits * share),
         transcendentals=logits // plan.shape[0] * (plan.groups if plan.blocks > 1 else 1),

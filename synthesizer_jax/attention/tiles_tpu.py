@@ -7,7 +7,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.parts import Inputs
-from synthesizer_jax.attention.terms import LowRank, Outer, Relative, Static, Terms
+from synthesizer_jax.attention.parts import Biases, FusedInputs, Products
+from synthesizer_jax.attention.terms import Outer, Term
+from synthesizer_jax.typing import PyTree
 
 TILE = 256 * 1024
 """Most logits of a program: 1 MiB in float32, of which about six live at once in 16 MiB."""
@@ -35,24 +36,28 @@ LOW = float(jnp.finfo(jnp.float32).min)
 """In the place of a forbidden logit; finite, so that differences are numbers."""
 
 
+Ref: TypeAlias = Any
+"""An array, or in a kernel a Pallas reference to a block of it, or the specification of the block."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operands:
     """What logits are made of, heads first; in a kernel, references to the blocks of a program.
 
     Attributes:
-      products: `LowRank` and `Outer` terms of arrays ``[b or 1, h, n, r]``.
+      products: terms of arrays ``[b or 1, h, n, r]``.
       values: ``[b, h, k, e]``.
       real: ``[b, 1, k]`` int32, which keys are real; None: all.
       query_segments: ``[b, 1, q]`` int32, in packed rows.
       key_segments: ``[b, 1, k]`` int32.
     """
 
-    products: tuple[Any, ...]
-    values: Any
-    real: Any
-    query_segments: Any
-    key_segments: Any
+    products: Products
+    values: Ref
+    real: Ref
+    query_segments: Ref
+    key_segments: Ref
 
 
 @jax.tree_util.register_dataclass
@@ -66,14 +71,14 @@ class Bias:
         to ``j + 1 - q``; zeros fill up to a multiple of 128. A tile is made of it in place.
     """
 
-    table: Any
-    columns: Any
+    table: Ref
+    columns: Ref
 
 
-def bias_of(biases: Terms) -> Bias:
-    """The sum of `Static` terms, and that of `Relative` ones that are cut to the block."""
-    tables = [t.logits.astype(jnp.float32) for t in biases if isinstance(t, Static)]
-    lines = [t.logits.astype(jnp.float32) for t in biases if isinstance(t, Relative)]
+def prepare_bias(biases: Biases) -> Bias:
+    """Returns the sum of the tables, and that of the diagonals."""
+    tables = [term.logits.astype(jnp.float32) for term in biases.tables]
+    lines = [term.logits.astype(jnp.float32) for term in biases.diagonals]
     columns = None
     if lines:
         line = functools.reduce(operator.add, lines)
@@ -81,7 +86,7 @@ def bias_of(biases: Terms) -> Bias:
     return Bias(functools.reduce(operator.add, tables) if tables else None, columns)
 
 
-def turned(bias: Bias, length: int) -> Bias:
+def transpose_bias(bias: Bias, length: int) -> Bias:
     """The bias for tiles whose rows are keys: the columns of q + k = `length` from last to first."""
     if bias.columns is None:
         return bias
@@ -90,7 +95,7 @@ def turned(bias: Bias, length: int) -> Bias:
     return dataclasses.replace(bias, columns=jnp.concatenate([used[..., ::-1], rest], axis=-1))
 
 
-def operands(inputs: Inputs) -> Operands:
+def operands(inputs: FusedInputs) -> Operands:
     """The inputs in the kernels' layout."""
     products, _, values, mask, _ = inputs
     apart = mask.key_lengths is not None or mask.key_valid is not None
@@ -108,14 +113,14 @@ def operands(inputs: Inputs) -> Operands:
     )
 
 
-def fill(tile: Any, bias: Bias, rows: int, *, turned: bool = False) -> None:
+def fill_bias_tile(tile: Ref, bias: Bias, rows: int, *, transposed: bool = False) -> None:
     """Makes a program's bias ``[size, length]``, once for all examples.
 
     Args:
       tile: where it goes.
       bias: what it is made of.
-      rows: number of rows of the whole bias, q, or k where `turned`.
-      turned: the table's rows are columns here; the bias's `columns` are turned already.
+      rows: number of rows of the whole bias, q, or k where `transposed`.
+      transposed: the table's rows are columns here; the bias's `columns` are transposed already.
     """
     if tile is None:
         return
@@ -124,13 +129,13 @@ def fill(tile: Any, bias: Bias, rows: int, *, turned: bool = False) -> None:
     @pl.when(example == 0)
     def _() -> None:
         if bias.columns is not None:
-            roll_out(tile, bias.columns[...], block * tile.shape[0], rows)
+            roll_diagonals(tile, bias.columns[...], block * tile.shape[0], rows=rows)
         if bias.table is not None:
-            table = bias.table[...].T if turned else bias.table[...]
+            table = bias.table[...].T if transposed else bias.table[...]
             tile[...] = table if bias.columns is None else tile[...] + table
 
 
-def roll_out(tile: Any, columns: jax.Array, first: jax.Array, rows: int) -> None:
+def roll_diagonals(tile: Ref, columns: jax.Array, first: jax.Array, *, rows: int) -> None:
     """Fills a tile ``[size, length]`` with columns ``[1, count]``, each row one further right.
 
     Its row r is row ``first + r`` of the whole, which begins at column ``rows - 1 - first - r``. Eight rows
@@ -149,15 +154,15 @@ def roll_out(tile: Any, columns: jax.Array, first: jax.Array, rows: int) -> None
         tile[begin:end] = pltpu.roll(lines, shift, 1)[: end - begin, :length]
 
 
-def tile(
-    own: Operands,
-    bias: Any,
+def logits_tile(
+    blocks: Operands,
+    bias: Ref,
     *,
     mask: Mask,
     offset: int,
     size: int,
     length: int,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """A program's logits, and which of them the mask allows (None: all).
 
@@ -168,39 +173,38 @@ def tile(
       offset: position of the first query.
       size: rows of the tile.
       length: columns.
-      turned: rows are keys and columns queries.
+      transposed: rows are keys and columns queries.
     """
     shape = (size, length)
     parts = [] if bias is None else [bias[...]]
-    for term in own.products:
-        if isinstance(term, LowRank):
-            pair = term.queries[...], term.keys[...]
-            parts.append(dot(*(pair[::-1] if turned else pair), 1, 1))
-            continue
-        first, count = (pl.program_id(1) * size, size) if turned else (0, length)
+    for low_rank in blocks.products.low_rank:
+        pair = low_rank.queries[...], low_rank.keys[...]
+        parts.append(matmul(*(pair[::-1] if transposed else pair), axes=(1, 1)))
+    for outer in blocks.products.outer:
+        first, count = (pl.program_id(1) * size, size) if transposed else (0, length)
         halves = []
-        for name, x in arrays(term):
-            pair = x[...], places(term, name, first, count)
-            halves.append(dot(*(pair[::-1] if turned else pair), 1, 1, exact=True))
+        for name, x in (("a", outer.a), ("b", outer.b)):
+            pair = x[...], factor_one_hot(outer, name, first, count=count)
+            halves.append(matmul(*(pair[::-1] if transposed else pair), axes=(1, 1), exact=True))
         parts.append(halves[0] * halves[1])
     logits = functools.reduce(operator.add, parts) if parts else jnp.zeros(shape, jnp.float32)
 
     row = lax.broadcasted_iota(jnp.int32, shape, 0) + pl.program_id(1) * size
     column = lax.broadcasted_iota(jnp.int32, shape, 1)
-    query, key = (column + offset, row) if turned else (row + offset, column)
+    query, key = (column + offset, row) if transposed else (row + offset, column)
     rules = mask.band_rules(query, key)
-    if own.real is not None:
-        rules.append((own.real[...].T if turned else own.real[...]) != 0)
-    if own.query_segments is not None:
-        ids = own.query_segments[...], own.key_segments[...]
-        rules.append((ids[0] == ids[1].T) if turned else (ids[1] == ids[0].T))
+    if blocks.real is not None:
+        rules.append((blocks.real[...].T if transposed else blocks.real[...]) != 0)
+    if blocks.query_segments is not None:
+        ids = blocks.query_segments[...], blocks.key_segments[...]
+        rules.append((ids[0] == ids[1].T) if transposed else (ids[1] == ids[0].T))
     if not rules:
         return logits, None
     allowed = functools.reduce(operator.and_, rules)
     return logits, jnp.broadcast_to(allowed, shape)
 
 
-def places(term: Outer, name: str, first: Any, count: int) -> jax.Array:
+def factor_one_hot(term: Outer, name: str, first: int | jax.Array, *, count: int) -> jax.Array:
     """Which number of a factor each key has, as ones and zeros ``[count, A or B]``."""
     x, size = getattr(term, name), term.b.shape[-1]
     shape = (count, x.shape[-1])
@@ -210,31 +214,38 @@ def places(term: Outer, name: str, first: Any, count: int) -> jax.Array:
     return (index == lax.broadcasted_iota(jnp.int32, shape, 1)).astype(x.dtype)
 
 
-def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, *, exact: bool = False) -> jax.Array:
-    """A matrix product over the given axes, float32; `exact`: without rounding float32 factors."""
-    dims = (((x_axis,), (y_axis,)), ((), ()))
+def matmul(x: jax.Array, y: jax.Array, *, axes: tuple[int, int], exact: bool = False) -> jax.Array:
+    """Multiplies matrices, in float32.
+
+    Args:
+      x: a matrix.
+      y: a matrix.
+      axes: the axes of `x` and of `y` that are summed over.
+      exact: whether float32 factors are not rounded to bfloat16.
+    """
+    dims = (((axes[0],), (axes[1],)), ((), ()))
     precision = lax.Precision.HIGHEST if exact and x.dtype == jnp.float32 else None
     return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def only(allowed: jax.Array | None, weights: jax.Array) -> jax.Array:
+def mask_weights(allowed: jax.Array | None, weights: jax.Array) -> jax.Array:
     """The weights, zero where the mask forbids."""
     return weights if allowed is None else jnp.where(allowed, weights, 0.0)
 
 
-def call(
+def call_kernel(
     kernel: Callable[..., None],
-    arguments: tuple[Any, Bias],
-    shapes: Any,
+    arguments: tuple[PyTree, Bias],
+    shapes: PyTree,
     *,
-    specs: Any,
-    out_specs: Any,
+    specs: PyTree,
+    out_specs: PyTree,
     grid: tuple[int, int, int],
     work: int,
     tile_shape: tuple[int, int],
     interpret: bool,
     scratch: tuple[int, ...] = (),
-) -> Any:
+) -> PyTree:
     """`pl.pallas_call` over heads, blocks and, innermost, examples.
 
     Args:
@@ -256,14 +267,14 @@ def call(
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying), shapes
     )
-    rooms = ([tile_shape] if some_bias else []) + ([scratch] if scratch else [])
+    scratch_tiles = ([tile_shape] if some_bias else []) + ([scratch] if scratch else [])
     return pl.pallas_call(
         kernel,
         out_shape=shapes,
         grid=grid,
         in_specs=specs,
         out_specs=out_specs,
-        scratch_shapes=[pltpu.VMEM(room, jnp.float32) for room in rooms],
+        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch_tiles],
         cost_estimate=pl.CostEstimate(
             flops=2 * work * total, transcendentals=total, bytes_accessed=moved
         ),
@@ -282,38 +293,34 @@ def block_size(rows: int, columns: int) -> int:
     )
 
 
-def arrays(term: Any) -> list[tuple[str, Any]]:
-    """The arrays of a term with their names."""
-    names = ("a", "b") if isinstance(term, Outer) else ("queries", "keys")
-    return [(name, getattr(term, name)) for name in names]
+def multiply_adds_per_logit(products: Products) -> int:
+    """Returns the multiply-adds of a logit."""
+    low_rank = sum(term.keys.shape[-1] for term in products.low_rank)
+    return low_rank + sum(term.a.shape[-1] + term.b.shape[-1] for term in products.outer)
 
 
-def width(products: tuple[Any, ...]) -> int:
-    """Multiply-adds of a logit."""
-    return sum(
-        sum(x.shape[-1] for _, x in arrays(t)) if isinstance(t, Outer) else t.keys.shape[-1]
-        for t in products
-    )
+def product_specs(products: Products, *, queries: int, keys: int) -> Products:
+    """Returns blocks of so many queries and keys of every array that is not None."""
+
+    def specs(term: Term) -> Term:
+        return term.map_arrays(lambda _, x, axes: spec(x, queries if axes[1] == "q" else keys))
+
+    return jax.tree.map(specs, products, is_leaf=lambda x: isinstance(x, Term))
 
 
-def operand_specs(own: Operands, *, queries: int, keys: int) -> Operands:
-    """Blocks of so many queries and keys."""
-    products = tuple(
-        dataclasses.replace(
-            term, **{n: spec(x, keys if n == "keys" else queries) for n, x in arrays(term)}
-        )
-        for term in own.products
-    )
+def operand_specs(blocks: Operands, *, queries: int, keys: int) -> Operands:
+    """Returns blocks of so many queries and keys."""
+    products = product_specs(blocks.products, queries=queries, keys=keys)
     return Operands(
         products=products,
-        values=spec(own.values, keys),
-        real=line_spec(own.real, keys),
-        query_segments=line_spec(own.query_segments, queries),
-        key_segments=line_spec(own.key_segments, keys),
+        values=spec(blocks.values, keys),
+        real=_line_spec(blocks.real, keys),
+        query_segments=_line_spec(blocks.query_segments, queries),
+        key_segments=_line_spec(blocks.key_segments, keys),
     )
 
 
-def spec(x: Any, size: int) -> pl.BlockSpec:
+def spec(x: Ref, size: int) -> pl.BlockSpec:
     """Blocks of ``[b or 1, h, n, r]``: an example, a head and `size` positions."""
     shared, whole = x.shape[0] == 1, size == x.shape[2]
     return pl.BlockSpec(
@@ -322,7 +329,7 @@ def spec(x: Any, size: int) -> pl.BlockSpec:
     )
 
 
-def row_spec(x: Any, size: int) -> pl.BlockSpec:
+def row_spec(x: Ref, size: int) -> pl.BlockSpec:
     """Blocks of ``[b, h, 1, q]``."""
     whole = size == x.shape[3]
     return pl.BlockSpec(
@@ -331,7 +338,7 @@ def row_spec(x: Any, size: int) -> pl.BlockSpec:
     )
 
 
-def line_spec(x: Any, size: int) -> pl.BlockSpec | None:
+def _line_spec(x: Ref, size: int) -> pl.BlockSpec | None:
     """Blocks of ``[b or 1, 1, n]``."""
     if x is None:
         return None
@@ -342,14 +349,14 @@ def line_spec(x: Any, size: int) -> pl.BlockSpec | None:
     )
 
 
-def bias_spec(bias: Bias, size: int, *, turned: bool = False) -> Bias:
-    """Blocks of some queries with all keys, or `turned` of all queries with some keys."""
+def bias_spec(bias: Bias, size: int, *, transposed: bool = False) -> Bias:
+    """Blocks of some queries with all keys, or `transposed` of all queries with some keys."""
     table = columns = None
     if bias.table is not None:
         _, q, k = bias.table.shape
         table = pl.BlockSpec(
-            (None, q, size) if turned else (None, size, k),
-            lambda head, block, _: (head, 0, block) if turned else (head, block, 0),
+            (None, q, size) if transposed else (None, size, k),
+            lambda head, block, _: (head, 0, block) if transposed else (head, block, 0),
         )
     if bias.columns is not None:
         columns = pl.BlockSpec((None, 1, bias.columns.shape[2]), lambda head, *_: (head, 0, 0))
@@ -361,7 +368,7 @@ def heads_first(x: jax.Array) -> jax.Array:
     return x.swapaxes(1, 2)
 
 
-def memory_of_a_program() -> int:
+def vmem_bytes_per_program() -> int:
     """Bytes: most of the chip's vector memory where the chip is known, else what all after TPU v4 have."""
     if not pltpu.is_tpu_device():
         return VMEM

@@ -2,290 +2,251 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import pathlib
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from synthesizer_jax.cli.evaluation_tables import print_best_steps, print_results
 from synthesizer_jax.cli.libraries import load_data_libraries
-from synthesizer_jax.cli.places import DataDir, option
-from synthesizer_jax.cli.train import Imports
+from synthesizer_jax.cli.options import DataDir, Imports, RunDirectory, Step, storage_option
 
 if TYPE_CHECKING:
-    from synthesizer_jax.evaluation import TaskResult
-    from synthesizer_jax.training.evaluator import Evaluator
+    from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
+    from synthesizer_jax.evaluation.evaluator import Evaluator
+    from synthesizer_jax.evaluation.scoring import TaskResult
+    from synthesizer_jax.training.experiment import Experiment
+    from synthesizer_jax.typing import PyTree
 
 POLL_SECONDS = 10.0
 
+Every = Annotated[
+    bool, typer.Option("--all", help="Evaluate all checkpoints; show the best of each task.")
+]
+Follow = Annotated[
+    bool, typer.Option("--follow", help="Evaluate checkpoints as a running training saves them.")
+]
+Method = Annotated[str | None, typer.Option(help="greedy, beam or rank; by default the recipe's.")]
+Split = Annotated[str | None, typer.Option(help="Split; by default the recipe's.")]
+Tasks = Annotated[list[str] | None, typer.Option(help="Only this task. Repeatable.")]
+MaxExamples = Annotated[
+    int | None, typer.Option(help="Maximum number of examples per task, in whole groups.", min=1)
+]
+BatchSize = Annotated[int | None, typer.Option(help="Examples per batch.", min=1)]
+SavePredictions = Annotated[
+    bool,
+    typer.Option(
+        "--save-predictions",
+        help="Write input, target, prediction and score of every example, one JSONL file per task.",
+    ),
+]
+PredictionsDir = Annotated[
+    pathlib.Path | None,
+    storage_option("Directory of these files; by default evaluation/ in the run's directory."),
+]
+Submission = Annotated[
+    pathlib.Path | None,
+    storage_option("Directory for GLUE's and SuperGLUE's leaderboard files, of the test split."),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Selection:
+    """The checkpoints to evaluate.
+
+    Attributes:
+      step: the step of a single checkpoint; None is the newest.
+      every: evaluate all checkpoints instead.
+      follow: evaluate all checkpoints, and wait for those that a running training saves.
+    """
+
+    step: int | None
+    every: bool
+    follow: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _OutputDirectories:
+    """Directories of optional files; None if they are not written.
+
+    Attributes:
+      predictions: for the predictions of every example.
+      submission: for the leaderboards' files.
+    """
+
+    predictions: pathlib.Path | None
+    submission: pathlib.Path | None
+
 
 def evaluate(
-    workdir: Annotated[pathlib.Path, option("The run's directory.")],
+    workdir: RunDirectory,
+    *,
     data_dir: DataDir = None,
-    step: Annotated[
-        int | None, typer.Option(help="Which checkpoint; the newest if left out.")
-    ] = None,
-    every: Annotated[
-        bool, typer.Option("--all", help="Every checkpoint, and each task's best.")
-    ] = False,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Each checkpoint as a running job writes it.")
-    ] = False,
-    method: Annotated[
-        str | None, typer.Option(help="greedy, beam or rank; the recipe's if left out.")
-    ] = None,
-    split: Annotated[str | None, typer.Option(help="Split; the recipe's if left out.")] = None,
-    task: Annotated[list[str] | None, typer.Option(help="Only this task; repeatable.")] = None,
-    max_examples: Annotated[
-        int | None, typer.Option(help="Examples per task, whole groups.", min=1)
-    ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Examples per batch.", min=1)] = None,
-    save_predictions: Annotated[
-        bool,
-        typer.Option(
-            "--save-predictions",
-            help="Write input, target, prediction and score of every example, a JSONL file per task.",
-        ),
-    ] = False,
-    predictions_dir: Annotated[
-        pathlib.Path | None,
-        option("Where those files go; the run's evaluation/ if left out."),
-    ] = None,
-    submission: Annotated[
-        pathlib.Path | None,
-        option(
-            "Write GLUE's and SuperGLUE's leaderboard files, of the test split, to this directory."
-        ),
-    ] = None,
+    step: Step = None,
+    every: Every = False,
+    follow: Follow = False,
+    method: Method = None,
+    split: Split = None,
+    task: Tasks = None,
+    max_examples: MaxExamples = None,
+    batch_size: BatchSize = None,
+    save_predictions: SavePredictions = False,
+    predictions_dir: PredictionsDir = None,
+    submission: Submission = None,
     imports: Imports = None,
 ) -> None:
-    """Evaluate checkpoints task by task with T5's metrics and the benchmarks' averages.
+    """Evaluate checkpoints task by task, with T5's metrics and the benchmarks' averages.
 
-    The model is rebuilt from the directory alone and laid over all devices, of all processes where several
-    were started, as in training; results go to its evaluation/ folder. Examples without a label, as in
-    most test splits, are predicted and not scored.
+    The model is restored from the run's directory and sharded over all devices of all processes, as in
+    training. Results are written to evaluation/ in that directory. Examples without a label, as in most
+    test splits, are predicted and not scored.
     """
-    from synthesizer_jax.evaluation import EVALUATION_DIRECTORY, write_results
-    from synthesizer_jax.sharding import hosts
-    from synthesizer_jax.training import code
-    from synthesizer_jax.training.placement import place
+    from synthesizer_jax.checkpoints.placement import place_variables
+    from synthesizer_jax.evaluation.files import EVALUATION_DIRECTORY, write_results
+    from synthesizer_jax.runs import code
+    from synthesizer_jax.runtime import processes
+    from synthesizer_jax.training.run_directory import load_experiment
 
-    given: dict[str, Any] = {"method": method, "split": split, "max_examples": max_examples}
-    given |= {"batch_size": batch_size}
-    changes = {name: value for name, value in given.items() if value is not None}
+    given: dict[str, object] = {"method": method, "split": split}
+    given |= {"max_examples": max_examples, "batch_size": batch_size}
+    overrides = {name: value for name, value in given.items() if value is not None}
     if submission is not None:
         if every or follow or max_examples is not None:
             raise ValueError(
                 "--submission is for one checkpoint and all examples: give --step alone"
             )
-        changes = {"split": "test", **changes, "max_examples": None}
+        overrides = {"split": "test", **overrides, "max_examples": None}
     if predictions_dir is None and save_predictions:
         predictions_dir = workdir / EVALUATION_DIRECTORY
-    hosts.start()
-    code.load(imports or ())
-    evaluator = open_evaluator(workdir, data_dir, changes, task)
-    mesh, layout = place(evaluator.experiment)
-    found = {}
-    for number, variables in checkpoints(workdir, layout, step, every=every, follow=follow):
+    outputs = _OutputDirectories(predictions_dir, submission)
+    processes.start_group()
+    code.load_user_code(imports or ())
+    experiment = load_experiment(workdir)
+    evaluator = _open_evaluator(
+        experiment, workdir, data_dir=data_dir, overrides=overrides, tasks=task
+    )
+    mesh, layout = place_variables(experiment.model, experiment.example, experiment.mesh)
+    metrics = {}
+    for number, variables in _restore_checkpoints(workdir, layout, _Selection(step, every, follow)):
         results, overall = evaluator.measure(variables, mesh=mesh)
-        found[number] = {r.task: r.metrics for r in results}
-        if hosts.first():
-            write_results(workdir, number, results, overall)
-            show(number, results, overall)
-            keep_predictions(evaluator, number, results, predictions_dir, submission)
-    if len(found) > 1 and hosts.first():
-        show_best(found)
+        metrics[number] = {result.task: result.metrics for result in results}
+        if processes.is_process_zero():
+            write_results(workdir, number, results, overall=overall)
+            print_results(number, results, overall)
+            _write_outputs(outputs, number, list(zip(evaluator.sets, results, strict=True)))
+    if len(metrics) > 1 and processes.is_process_zero():
+        print_best_steps(metrics)
 
 
-def keep_predictions(
-    evaluator: Evaluator,
-    step: int,
-    results: list[TaskResult],
-    predictions_dir: pathlib.Path | None,
-    submission: pathlib.Path | None,
+def _write_outputs(
+    directories: _OutputDirectories, step: int, pairs: list[tuple[EvaluationSet, TaskResult]]
 ) -> None:
-    """Writes predictions and leaderboard files where they were asked for, and says so."""
-    from synthesizer_jax.data.leaderboards import write_submission
-    from synthesizer_jax.evaluation import write_predictions
+    """Writes the predictions and the leaderboards' files, and prints where they are."""
+    from synthesizer_jax.evaluation.files import write_predictions
+    from synthesizer_jax.evaluation.leaderboards import write_submission
 
-    pairs = list(zip(evaluator.sets, results, strict=True))
-    if predictions_dir is not None:
+    if directories.predictions is not None:
         for examples, result in pairs:
-            write_predictions(predictions_dir, step, examples, result)
-        typer.echo(f"predictions: {predictions_dir}/step_{step}.TASK.SPLIT.jsonl")
-    if submission is not None:
-        files = write_submission(submission, [(s, r.predictions) for s, r in pairs])
-        typer.echo(f"submission: {', '.join(path.name for path in files)} in {submission}")
+            write_predictions(directories.predictions, step, result, examples=examples)
+        typer.echo(f"predictions: {directories.predictions}/step_{step}.TASK.SPLIT.jsonl")
+    if directories.submission is not None:
+        answers = [(examples, result.predictions) for examples, result in pairs]
+        files = write_submission(directories.submission, answers)
+        names = ", ".join(path.name for path in files)
+        typer.echo(f"submission: {names} in {directories.submission}")
 
 
-def open_evaluator(
+def _open_evaluator(
+    experiment: Experiment,
     workdir: pathlib.Path,
+    *,
     data_dir: pathlib.Path | None,
-    changes: dict[str, Any],
-    only: list[str] | None,
+    overrides: Mapping[str, object],
+    tasks: list[str] | None,
 ) -> Evaluator:
-    """The run's examples; says which tasks are not evaluated.
+    """Loads the examples, and prints which tasks have none in the split.
 
     Args:
-      workdir: the run's.
-      data_dir: where data sets lie; None is the usual place.
-      changes: fields of `Evaluation`.
-      only: tasks to keep; None keeps all.
+      experiment: the run's experiment.
+      workdir: the run's directory.
+      data_dir: the directory of data sets; None is the default directory.
+      overrides: new values of fields of `Evaluation`.
+      tasks: the tasks to evaluate; None is all.
     """
-    from synthesizer_jax.data import tasks
+    from synthesizer_jax.data.tasks import default_data_dir
     from synthesizer_jax.registry import replace
-    from synthesizer_jax.sharding import hosts
-    from synthesizer_jax.training.experiment import load_experiment
+    from synthesizer_jax.runtime import processes
     from synthesizer_jax.training.run import open_data
 
-    experiment = load_experiment(workdir)
     load_data_libraries()
-    evaluation = replace(experiment.evaluation, **changes)
-    data_dir = tasks.default_data_dir() if data_dir is None else data_dir
-    with hosts.one_after_the_first("data"):
-        _, evaluator = open_data(experiment, workdir, data_dir, evaluation=evaluation, only=only)
-    if evaluator.lacking and hosts.first():
+    evaluation = replace(experiment.evaluation, **overrides)
+    data_dir = default_data_dir() if data_dir is None else data_dir
+    with processes.process_zero_first("data"):
+        experiment = replace(experiment, evaluation=evaluation)
+        _, evaluator = open_data(experiment, workdir, data_dir, only=tasks)
+    if evaluator.lacking and processes.is_process_zero():
         lacking = ", ".join(evaluator.lacking)
         typer.echo(f"without the split {evaluation.split!r} in {data_dir}: {lacking}")
     return evaluator
 
 
-def checkpoints(
-    workdir: pathlib.Path, layout: Any, step: int | None, *, every: bool, follow: bool
-) -> Iterator[tuple[int, Any]]:
-    """The checkpoints to evaluate, with their variables.
+def _restore_checkpoints(
+    workdir: pathlib.Path, layout: PyTree, selection: _Selection
+) -> Iterator[tuple[int, PyTree]]:
+    """Yields the steps and variables of the selected checkpoints.
 
-    Of several those that cannot be read, or that a running training has deleted meanwhile, are passed
-    over with a line on standard error.
+    If several are selected, those that cannot be read, or that a running training has deleted meanwhile,
+    are skipped with a message.
 
     Raises:
-      FileNotFoundError: there is none, or not the given one, or none of several that can be read.
-      ValueError: the given one cannot be read.
+      FileNotFoundError: the given checkpoint does not exist, or there is none that can be read.
+      ValueError: the given checkpoint cannot be read.
     """
-    from synthesizer_jax.sharding import hosts
-    from synthesizer_jax.training.checkpoints import restore_variables
+    from synthesizer_jax.checkpoints.manager import restore_variables
+    from synthesizer_jax.runtime import processes
 
     directory = workdir / "checkpoints"
-    if not every and not follow:
-        yield restore_variables(directory, step=step, layout=layout)
+    if not selection.every and not selection.follow:
+        yield restore_variables(directory, step=selection.step, layout=layout)
         return
-    tried, found_any = [], False
-    for number in steps_of(workdir, follow=follow):
+    skipped, any_restored = [], False
+    for step in _iterate_steps(workdir, follow=selection.follow):
         try:
-            found = restore_variables(directory, step=number, layout=layout)
+            restored = restore_variables(directory, step=step, layout=layout)
         except (FileNotFoundError, ValueError) as error:
-            tried.append(number)
-            if hosts.first():
-                typer.echo(f"step {number} is passed over: {error}", err=True)
+            skipped.append(step)
+            if processes.is_process_zero():
+                typer.echo(f"step {step} is skipped: {error}", err=True)
             continue
-        found_any = True
-        yield found
-    if not found_any:
-        named = f" (tried {', '.join(map(str, tried))})" if tried else "; train first"
-        raise FileNotFoundError(f"{directory} has no checkpoint that can be read{named}")
+        any_restored = True
+        yield restored
+    if not any_restored:
+        detail = f" (tried {', '.join(map(str, skipped))})" if skipped else "; train first"
+        raise FileNotFoundError(f"{directory} has no checkpoint that can be read{detail}")
 
 
-def steps_of(workdir: pathlib.Path, *, follow: bool) -> Iterator[int]:
-    """The finished steps; with `follow` also later ones as they appear, until the run's last step."""
-    from synthesizer_jax.sharding import hosts
-    from synthesizer_jax.training import checkpoints
-    from synthesizer_jax.training.experiment import load_experiment
+def _iterate_steps(workdir: pathlib.Path, *, follow: bool) -> Iterator[int]:
+    """Yields the steps of finished checkpoints.
 
-    seen: set[int] = set()
+    With `follow`, waits for further checkpoints until that of the run's last step.
+    """
+    from synthesizer_jax.checkpoints import manager
+    from synthesizer_jax.runtime import processes
+    from synthesizer_jax.training.run_directory import load_experiment
+
+    yielded: set[int] = set()
     last = load_experiment(workdir).training.steps
     while True:
-        found = checkpoints.finished_steps(workdir / "checkpoints")
-        new = [s for s in hosts.Occasion("steps").everyone(found)[0] if s not in seen]
-        seen.update(new)
+        finished = manager.finished_steps(workdir / "checkpoints")
+        # All processes must evaluate the same steps, so they use the list of process zero.
+        shared = processes.Exchange("steps").all_gather(finished)[0]
+        new = [step for step in shared if step not in yielded]
+        yielded.update(new)
         yield from new
-        if not follow or last in seen:
+        if not follow or last in yielded:
             return
         if not new:
             time.sleep(POLL_SECONDS)
-
-
-def show(step: int, results: list[TaskResult], overall: dict[str, Any]) -> None:
-    """Prints one checkpoint's table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from synthesizer_jax.data.averages import BENCHMARKS
-
-    table = Table(title=f"step {step:,}", title_justify="left")
-    for heading in ("task", "split"):
-        table.add_column(heading, overflow="fold")
-    table.add_column("n", justify="right")
-    table.add_column("metrics")
-    table.add_column("loss", justify="right")
-    for r in results:
-        loss = "" if r.loss is None else f"{r.loss.per_token:.4f}"
-        table.add_row(r.task, r.split, f"{r.n:,}", metrics_of(r), loss)
-    console = Console()
-    console.print(table)
-    if not all(r.labelled for r in results):
-        console.print("unlabelled examples are predicted, not scored", highlight=False)
-    tasks = {r.task for r in results if r.metrics}
-    for name, groups in BENCHMARKS.items():
-        value = overall.get(name)
-        if value is not None:
-            console.print(f"{name} average: {value:.2f}", highlight=False)
-        elif any(tasks.intersection(group) for group in groups):
-            console.print(f"{name} average: incomplete, not computed", highlight=False)
-    show_losses(overall)
-
-
-def metrics_of(result: TaskResult) -> str:
-    """A task's metrics, and how many of its examples they leave out."""
-    if not result.labelled:
-        return "unlabelled"
-    shown = (
-        "  ".join(f"{name} {value:.2f}" for name, value in result.metrics.items()) or "no metric"
-    )
-    hidden = result.n - result.labelled
-    return f"{shown}  ({hidden:,} unlabelled)" if hidden else shown
-
-
-def show_losses(overall: dict[str, Any]) -> None:
-    """Prints the held-out losses over all tasks, as far as there are any."""
-    if "loss" in overall:
-        loss = overall["loss"]
-        perplexity = math.exp(loss) if loss < 100 else math.inf
-        typer.echo(f"held-out loss {loss:.4f} nats per target token, perplexity {perplexity:.4g}")
-    if "label_loss" in overall:
-        typer.echo(
-            f"of label words {overall['label_loss']:.4f} nats per example; the label prior's entropy is "
-            f"{overall['label_prior_entropy']:.4f} given the task, "
-            f"{overall['joint_label_prior_entropy']:.4f} over the joint mixture"
-        )
-
-
-def show_best(found: dict[int, dict[str, dict[str, float]]]) -> None:
-    """Prints every task's best step, T5's choice of averages (of those steps) and the best single step."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from synthesizer_jax.data.averages import (
-        BENCHMARKS,
-        best_average,
-        best_by_task,
-        best_single_step,
-    )
-
-    table = Table(title="best steps", title_justify="left")
-    table.add_column("task", overflow="fold")
-    table.add_column("step", justify="right")
-    table.add_column("metrics")
-    for task, step in best_by_task(found).items():
-        shown = "  ".join(f"{name} {value:.2f}" for name, value in found[step][task].items())
-        table.add_row(task, f"{step:,}", shown)
-    if table.row_count:
-        Console().print(table)
-    for benchmark in BENCHMARKS:
-        single = best_single_step(found, benchmark)
-        if single is not None:
-            typer.echo(
-                f"{benchmark}: {best_average(found, benchmark):.2f} with each task at its best "
-                f"step, {single[1]:.2f} at the one step {single[0]}"
-            )

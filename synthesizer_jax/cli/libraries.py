@@ -1,4 +1,4 @@
-"""The libraries of the optional parts: whether they are there, and what they say when they are loaded."""
+"""Imports of optional libraries: without their messages, and with an error if they are not installed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ EXTRAS = {
         *("tensorflow", "tensorflow_text", "tensorflow_datasets", "seqio", "matplotlib"),
         *("sacrebleu", "sklearn", "scipy", "tensorboardX"),
     ),
-    "hf": ("transformers", "safetensors", "torch"),
 }
-"""The extras of this package, and the modules that come with each."""
+"""The extras of this package, and the modules that they install."""
 
 NOISE = re.compile(
     r"WARNING: All log messages before absl::InitializeLog\(\) is called"
@@ -24,36 +23,36 @@ NOISE = re.compile(
     r"|To enable the following instructions:"
     r"|E\d{4} \d\d:\d\d:.* (failed call to cuInit|Unable to register cu\w+ (factory|plugin))"
 )
-"""How the lines begin that TensorFlow writes when it is loaded, on machines without GPUs and with them."""
+"""Beginnings of the lines that TensorFlow prints when it is imported, with and without GPUs."""
 
 
 def load_data_libraries() -> None:
-    """Loads TensorFlow and SeqIO without their start-up notes, and keeps TensorFlow off the GPUs.
+    """Imports TensorFlow and SeqIO without their messages, and hides the GPUs from TensorFlow.
 
-    The notes come from C++ before any level can be set, so standard error is held back meanwhile; all but
-    `NOISE` is passed on.
+    C++ code prints the messages before their level can be set, so standard error is captured during the
+    import, and everything but `NOISE` is then printed.
 
     Raises:
-      ModuleNotFoundError: they are not installed.
+      ModuleNotFoundError: TensorFlow or SeqIO is not installed.
     """
     load_tensorflow()
-    with quietly():
-        import seqio  # noqa: F401 - with TensorFlow Text, which says it all again
+    with _filter_noise():
+        import seqio  # noqa: F401 - imports TensorFlow Text, which prints the messages again
 
 
 def load_tensorflow() -> None:
-    """The same for TensorFlow alone, which also reads and writes buckets."""
+    """Imports TensorFlow as `load_data_libraries` does; `files` reads buckets with it."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    with quietly():
+    with _filter_noise():
         import tensorflow as tf
 
-        # Devices belong to JAX; TensorFlow would take all of their memory.
+        # TensorFlow would reserve all memory of the GPUs, which JAX needs.
         tf.config.set_visible_devices([], "GPU")
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Holds standard error back and passes on what is no `NOISE`."""
+def _filter_noise() -> Iterator[None]:
+    """Captures standard error, and prints the lines that do not match `NOISE` when the context ends."""
     sys.stderr.flush()
     own = os.dup(2)
     with tempfile.TemporaryFile() as held:
@@ -70,12 +69,12 @@ def quietly() -> Iterator[None]:
                     sys.stderr.write(line)
 
 
-def missing(error: BaseException) -> str | None:
-    """What to install where an import failed for want of an extra; None: it is something else."""
+def missing_extra_message(error: BaseException) -> str | None:
+    """Returns the message for an import that needs an extra; None for other errors."""
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return None
     module = error.name.partition(".")[0]
     for extra, modules in EXTRAS.items():
         if module in modules:
-            return f"{module} is not installed, which this needs: pip install 'synthesizer_jax[{extra}]'"
+            return f"{module} is not installed; run pip install 'synthesizer_jax[{extra}]'"
     return None

@@ -10,15 +10,13 @@ import traceback
 
 import typer
 
-from synthesizer_jax.cli.compiled import keep_compiled
 from synthesizer_jax.cli.data import app as data
 from synthesizer_jax.cli.distill import distill
 from synthesizer_jax.cli.doctor import doctor
 from synthesizer_jax.cli.evaluate import evaluate
 from synthesizer_jax.cli.generate import generate
-from synthesizer_jax.cli.libraries import missing
+from synthesizer_jax.cli.libraries import missing_extra_message
 from synthesizer_jax.cli.local import local
-from synthesizer_jax.cli.memory import with_large_pages
 from synthesizer_jax.cli.models import models
 from synthesizer_jax.cli.plan import plan
 from synthesizer_jax.cli.quickstart import quickstart
@@ -26,14 +24,17 @@ from synthesizer_jax.cli.report import report
 from synthesizer_jax.cli.show_recipes import recipes
 from synthesizer_jax.cli.train import train
 from synthesizer_jax.files import is_storage_error
+from synthesizer_jax.runtime.compilation_cache import enable_compilation_cache
+from synthesizer_jax.runtime.large_pages import restart_with_large_pages
 from synthesizer_jax.version import __version__
 
 END_SECONDS = 60.0
+"""Time for threads of libraries to end after the command."""
 
 TRACEBACK = "SYNTHESIZER_JAX_TRACEBACK"
 
 LONG = ("train", "distill", "quickstart")
-"""Commands that run long enough to be started twice."""
+"""Commands that run long enough to be restarted with large pages."""
 
 app = typer.Typer(
     name="synthesizer-jax",
@@ -56,8 +57,8 @@ app.command("doctor")(doctor)
 app.command("local")(local)
 
 
-def version(show: bool) -> None:
-    """Prints the version and ends."""
+def print_version(show: bool) -> None:
+    """Prints the version and exits."""
     if show:
         typer.echo(__version__)
         raise typer.Exit
@@ -66,14 +67,14 @@ def version(show: bool) -> None:
 @app.callback()
 def options(
     show_version: bool = typer.Option(
-        False, "--version", callback=version, is_eager=True, help="Show the version and exit."
+        False, "--version", callback=print_version, is_eager=True, help="Show the version and exit."
     ),
 ) -> None:
     """Train, evaluate and use Synthesizer T5s in JAX."""
 
 
 def main() -> None:
-    """The program: `run`, and an end within `END_SECONDS`, whatever threads of libraries still do."""
+    """Runs a command, and exits at most `END_SECONDS` after it even if threads are still running."""
     try:
         run()
     except SystemExit as end:
@@ -85,44 +86,47 @@ def main() -> None:
 
 
 def run() -> None:
-    """Runs a command: a user's mistake ends in one line, not in a traceback.
+    """Runs a command and prints errors that users can cause in one line, without a traceback.
 
-    Set the environment variable SYNTHESIZER_JAX_TRACEBACK=1 to see where an error came from.
+    With the environment variable SYNTHESIZER_JAX_TRACEBACK=1 tracebacks are printed.
     """
-    # SeqIO's skipped splits are no news to a user.
+    # SeqIO logs every split that it skips.
     logging.getLogger("absl").setLevel(logging.ERROR)
     if sys.argv[1:2] and sys.argv[1] in LONG:
-        with_large_pages()
-    keep_compiled()
+        restart_with_large_pages()
+    enable_compilation_cache()
     try:
         app()
     except Exception as error:
-        if is_users(error) and not os.environ.get(TRACEBACK):
-            print(f"error: {missing(error) or one_line(error)}", file=sys.stderr)
-            leave(2)
+        if _is_user_error(error) and not os.environ.get(TRACEBACK):
+            print(
+                f"error: {missing_extra_message(error) or _one_line_message(error)}",
+                file=sys.stderr,
+            )
+            _exit_program(2)
         traceback.print_exception(error)
-        leave(1)
+        _exit_program(1)
 
 
-def is_users(error: Exception) -> bool:
-    """Whether an error may be a user's or the storage's; of TensorFlow's, if that is loaded."""
+def _is_user_error(error: Exception) -> bool:
+    """Returns whether users or the storage can cause errors of this class."""
     kinds: tuple[type[Exception], ...] = (ValueError, OSError, RuntimeError, ImportError)
     if (tensorflow := sys.modules.get("tensorflow")) is not None:
         kinds += (tensorflow.errors.OpError,)
     return isinstance(error, kinds) or is_storage_error(error)
 
 
-def leave(code: int) -> None:
-    """Ends the process; one of a group of processes does not wait for the others."""
+def _exit_program(code: int) -> None:
+    """Exits; a process of a group does not wait for the others."""
     if "jax" not in sys.modules:
         sys.exit(code)
-    from synthesizer_jax.sharding import hosts
+    from synthesizer_jax.runtime import processes
 
-    hosts.leave(code)
+    processes.exit_process(code)
 
 
-def one_line(error: BaseException) -> str:
-    """An error's message in one line; unknown kinds say how to see more."""
+def _one_line_message(error: BaseException) -> str:
+    """Returns an error's message in one line, for unspecific errors with how to see the traceback."""
     text = " ".join(str(error).split()) or type(error).__name__
     if type(error) in (RuntimeError, ImportError):
         text += f" ({type(error).__name__}; {TRACEBACK}=1 shows where)"

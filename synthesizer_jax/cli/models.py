@@ -5,69 +5,90 @@ from __future__ import annotations
 import fnmatch
 import importlib.resources
 import json
-from typing import Annotated, Any
+from collections.abc import Iterable, Mapping
+from typing import Annotated, TypedDict, cast
 
 import typer
 
 INPUTS_LENGTH, TARGETS_LENGTH = 512, 114
-"""Lengths whose costs come with the package."""
+"""The lengths of the costs in ``zoo.json``."""
 
 
-def complete_model(incomplete: str) -> list[str]:
-    """What a shell offers for the name of a model."""
-    return [name for name in known_costs() if name.startswith(incomplete)]
+class Costs(TypedDict):
+    """The costs of a model; see `costs.zoo.costs`."""
+
+    d_model: int
+    layers: list[int]
+    flops_lengths: list[int]
+    parameters: int
+    positions: int
+    tables_per_layer: int
+    constants: int
+    flops_per_token: int
+    cache_bytes_per_token: int
+
+
+def _complete_model(incomplete: str) -> list[str]:
+    """Returns the names of models that begin with a string."""
+    return [name for name in _known_costs() if name.startswith(incomplete)]
 
 
 def models(
     pattern: Annotated[
         str,
-        typer.Argument(help="Names to show, such as 'mesh_*'.", autocompletion=complete_model),
+        typer.Argument(
+            help="A pattern of names, such as 'mesh_*'.", autocompletion=_complete_model
+        ),
     ] = "*",
+    *,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     inputs_length: Annotated[
-        int, typer.Option(help="Encoder tokens that FLOPs count.", min=1)
+        int, typer.Option(help="Number of encoder tokens for the FLOPs.", min=1)
     ] = INPUTS_LENGTH,
     targets_length: Annotated[
-        int, typer.Option(help="Decoder tokens that FLOPs count.", min=1)
+        int, typer.Option(help="Number of decoder tokens for the FLOPs.", min=1)
     ] = TARGETS_LENGTH,
 ) -> None:
-    """List the named models with what they cost; nothing is allocated.
+    """List the named models and their costs; no model is allocated.
 
-    Costs at the default lengths come with the package; at others they are counted, half a second a model.
+    The costs at the default lengths are stored; counting those at other lengths takes half a second per
+    model.
     """
-    known = known_costs()
+    known = _known_costs()
     names = fnmatch.filter(known, pattern)
     if not names:
         raise ValueError(f"no model is called {pattern!r}; 'synthesizer-jax models' lists all")
     rows = {name: known[name] for name in names}
     if (inputs_length, targets_length) != (INPUTS_LENGTH, TARGETS_LENGTH):
-        rows = counted(names, inputs_length, targets_length)
+        rows = _count_costs(names, inputs_length=inputs_length, targets_length=targets_length)
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    show(rows, inputs_length, targets_length)
+    _print_costs(rows, inputs_length=inputs_length, targets_length=targets_length)
 
 
-def known_costs() -> dict[str, dict[str, Any]]:
-    """The costs of all named models at the default lengths, without importing any of them."""
-    file = importlib.resources.files("synthesizer_jax") / "models" / "costs.json"
+def _known_costs() -> dict[str, Costs]:
+    """Reads the costs of all named models at the default lengths; does not import JAX."""
+    file = importlib.resources.files("synthesizer_jax") / "costs" / "zoo.json"
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def counted(names: list[str], inputs_length: int, targets_length: int) -> dict[str, dict[str, Any]]:
-    """The costs at other lengths."""
+def _count_costs(
+    names: Iterable[str], *, inputs_length: int, targets_length: int
+) -> dict[str, Costs]:
     from rich.console import Console
     from rich.progress import track
 
-    from synthesizer_jax.models.costs import costs
+    from synthesizer_jax.costs.zoo import costs
 
-    lengths = {"inputs_length": inputs_length, "targets_length": targets_length}
-    bar = track(names, "counting", console=Console(stderr=True), transient=True)
-    return {name: costs(name, **lengths) for name in bar}
+    counted = {}
+    for name in track(names, "counting", console=Console(stderr=True), transient=True):
+        model_costs = costs(name, inputs_length=inputs_length, targets_length=targets_length)
+        counted[name] = cast(Costs, model_costs)
+    return counted
 
 
-def show(rows: dict[str, dict], inputs_length: int, targets_length: int) -> None:
-    """Prints the table."""
+def _print_costs(rows: Mapping[str, Costs], *, inputs_length: int, targets_length: int) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -6,41 +6,80 @@ import dataclasses
 import os
 import pathlib
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from synthesizer_jax.cli.libraries import load_data_libraries
-from synthesizer_jax.cli.places import DataDir, option
+from synthesizer_jax.cli.options import DataDir, Overrides, Quiet, storage_option
 from synthesizer_jax.cli.recipes import load_recipe
-from synthesizer_jax.cli.report import facts, show, summarise
-from synthesizer_jax.cli.train import Overrides
+from synthesizer_jax.cli.report import print_comparison, provenance, summarize_run
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from synthesizer_jax.data.definitions import TaskDefinition
-    from synthesizer_jax.reports import Example, RunReport
-    from synthesizer_jax.training.evaluator import Evaluator
+    from synthesizer_jax.evaluation.evaluator import Evaluator
+    from synthesizer_jax.reports import Answer, Example
     from synthesizer_jax.training.experiment import Experiment
+    from synthesizer_jax.typing import PyTree
 
 RECIPES = {"Random + Vanilla": "random_vanilla", "Dot product": "dot_product"}
+"""Names of the compared models, and their recipes."""
+
 EXAMPLES_SHOWN = 3
-"""Per task, in the report."""
+"""The number of examples per task in the report."""
+
+TITLE = "Co-training eight tasks with a Synthesizer"
+LEAD = (
+    "A tiny T5 whose self-attention mixes a learned table with the dot product, and its twin "
+    "with the dot product alone, trained on the same generated mixture in T5's task formats."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _HeldOutRow:
+    """A preprocessed row of a task's held-out examples."""
+
+    task: TaskDefinition
+    fields: Mapping[str, object]
+
+    @property
+    def inputs(self) -> str:
+        from synthesizer_jax.evaluation.evaluation_sets import to_text
+
+        return to_text(self.fields["inputs_pretokenized"])
+
+    @property
+    def target(self) -> str:
+        from synthesizer_jax.evaluation.evaluation_sets import to_text
+
+        return to_text(self.fields["targets_pretokenized"])
+
+    def is_right(self, answer: str) -> bool:
+        """Returns whether an answer is correct; see `TaskDefinition.is_right`."""
+        return self.task.is_right(answer, self.fields)
 
 
 def quickstart(
-    workdir: Annotated[pathlib.Path, option("Where the runs and the report go.")],
+    workdir: Annotated[pathlib.Path, storage_option("Directory of the runs and the report.")],
+    *,
     data_dir: DataDir = None,
-    seed: Annotated[int, typer.Option(help="Of parameters, dropout and data order.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of parameters, dropout and the order of the data.")
+    ] = 0,
     overrides: Overrides = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Train a Synthesizer and its dot-product twin on the embedded mixture and compare them.
+    """Train a Synthesizer and a dot-product model on synthetic tasks and compare them.
 
-    Ends with a table of metrics per task and WORKDIR/report.html. Started again it continues.
+    Prints a table of metrics per task and writes WORKDIR/report.html. The same command continues an
+    interrupted training.
     """
     from synthesizer_jax.training.run import run
 
-    began = time.perf_counter()
+    start = time.perf_counter()
     load_data_libraries()
     data_dir = workdir / "data" if data_dir is None else data_dir
     seeds = [f"training.seed={seed}", f"data.seed={seed}"]
@@ -48,76 +87,83 @@ def quickstart(
         typer.echo(f"training {title} ({recipe})")
         experiment = load_recipe(f"quickstart:{recipe}", [*seeds, *(overrides or ())])
         run(experiment, workdir / recipe, data_dir=data_dir, visible=not quiet)
-    compare(workdir, data_dir, began)
+    _compare_runs(workdir, data_dir, start)
 
 
-def compare(workdir: pathlib.Path, data_dir: pathlib.Path, began: float) -> None:
-    """Compares finished runs: prints the table, writes the page."""
+def _compare_runs(workdir: pathlib.Path, data_dir: pathlib.Path, start: float) -> None:
+    """Prints the table of metrics and writes the report.
+
+    Args:
+      workdir: the directory of the finished runs.
+      data_dir: the directory of data sets.
+      start: when the command started, by `time.perf_counter`.
+    """
     import jax
 
-    from synthesizer_jax.data import embedded
+    from synthesizer_jax.evaluation import synthetic_baselines
     from synthesizer_jax.files import absolute
     from synthesizer_jax.reports import Report, write_report
-    from synthesizer_jax.training.experiment import load_experiment
     from synthesizer_jax.training.run import open_data
+    from synthesizer_jax.training.run_directory import load_experiment
 
     first = workdir / next(iter(RECIPES.values()))
     vocabulary, evaluator = open_data(load_experiment(first), first, data_dir)
-    example = evaluator.sets[0]
-    rows = [(s.task, row) for s in evaluator.sets for row in s.examples[:EXAMPLES_SHOWN]]
-    logged = [(summarise(title, workdir / name), workdir / name) for title, name in RECIPES.items()]
-    runs = [with_answers(run, place, evaluator, rows) for (run, _), place in logged]
-    (_, metrics), _ = logged[0]
-    page = Report(
-        title="Co-training eight tasks with a Synthesizer",
-        lead=(
-            "A tiny T5 whose self-attention mixes a learned table with the dot product, and its twin "
-            "with the dot product alone, trained on the same generated mixture in T5's task formats."
-        ),
+    tokens = evaluator.sets[0].inputs[0]
+    rows = [
+        _HeldOutRow(s.task, fields)
+        for s in evaluator.sets
+        for fields in s.examples[:EXAMPLES_SHOWN]
+    ]
+    summaries = {name: summarize_run(title, workdir / name) for title, name in RECIPES.items()}
+    runs = []
+    for name, (run, _) in summaries.items():
+        answers, tables, weights = _inspect_model(workdir / name, evaluator, rows)
+        runs.append(dataclasses.replace(run, attention=weights, tables=tables, answers=answers))
+    _, metric_names = next(iter(summaries.values()))
+    report = Report(
+        title=TITLE,
+        lead=LEAD,
         runs=runs,
         baselines={
-            "Majority": embedded.majority(),
-            "Bag of words": embedded.bag_of_words(),
+            "Majority": synthetic_baselines.majority_scores(),
+            "Bag of words": synthetic_baselines.bag_of_words_scores(),
         },
-        metric_names=metrics,
+        metric_names=metric_names,
         counts={s.name: len(s.inputs) for s in evaluator.sets},
-        examples=[example_of(task, row) for task, row in rows],
-        tokens=[vocabulary.decode([int(i)]) or "(end)" for i in example.inputs[0]],
-        facts=facts()
+        examples=[_report_example(row) for row in rows],
+        tokens=[vocabulary.decode([int(i)]) or "(end)" for i in tokens],
+        facts=provenance()
         | {
             "device": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
             "cores": str(os.cpu_count()),
-            "minutes": f"{(time.perf_counter() - began) / 60:.1f}",
+            "minutes": f"{(time.perf_counter() - start) / 60:.1f}",
         },
     )
     path = workdir / "report.html"
-    write_report(path, page)
-    show(page)
+    write_report(path, report)
+    print_comparison(report)
     typer.echo(f"report: {absolute(path)}")
 
 
-def example_of(task: TaskDefinition, row: Any) -> Example:
-    """A held-out row as the page shows it; a target that is itself wrong, as in WSC, gets a ``not``."""
-    from synthesizer_jax.data.evaluation_sets import text
+def _report_example(row: _HeldOutRow) -> Example:
+    """Converts a row for the report.
+
+    In WSC the target of a row with a false label is a wrong answer; it is shown after ``not``.
+    """
     from synthesizer_jax.reports import Example
 
-    target = text(row["targets_pretokenized"])
-    answer = target if task.is_right(target, row) else f"not {target}"
-    return Example(task.name, text(row["inputs_pretokenized"]), answer)
+    answer = row.target if row.is_right(row.target) else f"not {row.target}"
+    return Example(row.task.name, row.inputs, answer)
 
 
-def with_answers(
-    run: RunReport,
-    directory: pathlib.Path,
-    evaluator: Evaluator,
-    rows: list[tuple[TaskDefinition, Any]],
-) -> RunReport:
-    """A run with its answers to some held-out rows, and its attention on the first."""
-    from synthesizer_jax.data.evaluation_sets import text
-    from synthesizer_jax.evaluation import Predictor
+def _inspect_model(
+    directory: pathlib.Path, evaluator: Evaluator, rows: Sequence[_HeldOutRow]
+) -> tuple[list[Answer], list[np.ndarray], list[np.ndarray]]:
+    """Returns a run's answers to some rows, and what `_attention_maps` returns for the first example."""
+    from synthesizer_jax.checkpoints.manager import restore_variables
+    from synthesizer_jax.evaluation.prediction import Predictor
     from synthesizer_jax.reports import Answer
-    from synthesizer_jax.training.checkpoints import restore_variables
-    from synthesizer_jax.training.experiment import load_experiment
+    from synthesizer_jax.training.run_directory import load_experiment
 
     experiment = load_experiment(directory)
     lengths = experiment.data.lengths
@@ -130,17 +176,15 @@ def with_answers(
         targets_length=lengths["targets"],
         batch_size=len(rows),
     )
-    inputs = [predictor.encode(text(row["inputs_pretokenized"])) for _, row in rows]
-    answers = [
-        Answer(said, task.is_right(said, row))
-        for said, (task, row) in zip(predictor.predict(inputs), rows, strict=True)
-    ]
-    tables, weights = attention_of(experiment, variables, evaluator.sets[0].inputs[0])
-    return dataclasses.replace(run, attention=weights, tables=tables, answers=answers)
+    texts = predictor.predict([predictor.encode(row.inputs) for row in rows])
+    answers = [Answer(text, row.is_right(text)) for text, row in zip(texts, rows, strict=True)]
+    return answers, *_attention_maps(experiment, variables, evaluator.sets[0].inputs[0])
 
 
-def attention_of(experiment: Experiment, variables: Any, tokens: Any) -> tuple[list, list]:
-    """Softmax of the encoder's tables, and its attention weights on one input, by layer."""
+def _attention_maps(
+    experiment: Experiment, variables: PyTree, tokens: np.ndarray
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns the softmax of the encoder's tables, and its attention weights on one input, by layer."""
     import jax
     import numpy as np
 

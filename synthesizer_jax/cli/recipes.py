@@ -1,4 +1,4 @@
-"""From the name of a recipe to an experiment."""
+"""Recipes by name: loading, listing and completing them."""
 
 from __future__ import annotations
 
@@ -10,32 +10,34 @@ import importlib.util
 import inspect
 import pathlib
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeVar, overload
 
-from synthesizer_jax.suggestions import suggestion
+from synthesizer_jax.messages import did_you_mean
 
 if TYPE_CHECKING:
-    from synthesizer_jax.training.code import Code
+    from synthesizer_jax.runs.code import Code
+    from synthesizer_jax.training.experiment import Experiment
 
-Kinds: TypeAlias = type | tuple[type, ...]
+Kind = TypeVar("Kind")
+"""The class of a recipe's result: `Experiment` or `Distillation`."""
 
 DEFAULT = "default"
 RECIPES = ("Experiment", "Distillation")
-"""The names of the classes that a recipe may return."""
+"""The names of the classes whose instances recipes return."""
 
 PACKAGE = "synthesizer_jax.recipes"
 
 
 @dataclasses.dataclass(frozen=True)
 class Outline:
-    """A public function of a recipe's source that takes no argument.
+    """A public function in a recipe's source that requires no arguments.
 
     Attributes:
-      name: the function's.
-      summary: the first line of its documentation.
-      returns: its return annotation; None: it has none.
+      name: its name.
+      summary: the first line of its docstring.
+      returns: its return annotation; None if it has none.
     """
 
     name: str
@@ -43,186 +45,234 @@ class Outline:
     returns: str | None
 
 
+@dataclasses.dataclass(frozen=True)
+class _RecipeName:
+    """The two parts of ``MODULE:FUNCTION``.
+
+    Attributes:
+      module: a packaged recipe, a Python file, or a module of a package of the user's.
+      function: a function in it.
+    """
+
+    module: str
+    function: str
+
+
+def _split_name(name: str) -> _RecipeName:
+    module, _, function = name.partition(":")
+    return _RecipeName(module, function or DEFAULT)
+
+
+@overload
+def load_recipe(
+    name: str, overrides: Sequence[str] = ..., *, imports: Sequence[str] = ...
+) -> Experiment: ...
+
+
+@overload
+def load_recipe(
+    name: str,
+    overrides: Sequence[str] = ...,
+    *,
+    kind: type[Kind] | tuple[type[Kind], ...],
+    imports: Sequence[str] = ...,
+) -> Kind: ...
+
+
 def load_recipe(
     name: str,
     overrides: Sequence[str] = (),
     *,
-    kind: Kinds | None = None,
+    kind: type[object] | tuple[type[object], ...] | None = None,
     imports: Sequence[str] = (),
-) -> Any:
-    """What a recipe returns, of ``FILE.py[:recipe]`` or ``NAME[:recipe]``, with fields overridden.
+) -> object:
+    """Calls a recipe and returns its result with some fields changed.
 
     Args:
-      name: a Python file, one of the recipes that come with the package, or a module of a package of
-        your own (``my_package.recipes``); after the colon one of its functions, without it the function
-        `default`.
+      name: ``MODULE[:FUNCTION]``. The module is a Python file, one of the recipes in this package, or a
+        module of your own package (``my_package.recipes``); the function is `default` if omitted.
       overrides: assignments such as ``training.steps=200``.
-      kind: what the recipe must return: an `Experiment` (None), or for `distill` a `Distillation`.
+      kind: the class that the recipe must return, or several; None is `Experiment`.
       imports: packages or files to import first.
 
     Raises:
-      ValueError: no such recipe, field or value.
+      ValueError: there is no such recipe or field, or a value is not allowed.
     """
-    return load_with_code(name, overrides, kind=kind, imports=imports)[0]
+    check_name(name)
+    from synthesizer_jax.training.experiment import Experiment
+
+    kinds = (Experiment,) if kind is None else kind if isinstance(kind, tuple) else (kind,)
+    return load_with_code(name, overrides, kinds=kinds, imports=imports)[0]
 
 
 def load_with_code(
     name: str,
     overrides: Sequence[str] = (),
     *,
-    kind: Kinds | None = None,
+    kinds: tuple[type[Kind], ...],
     imports: Sequence[str] = (),
-) -> tuple[Any, Code]:
-    """As `load_recipe`; besides, the code of users' own that has to be recorded with a run."""
+) -> tuple[Kind, Code]:
+    """As `load_recipe`; also returns the user's code that must be recorded with a run."""
     check_name(name)
-    from synthesizer_jax.training import code
-    from synthesizer_jax.training.experiment import Experiment
-    from synthesizer_jax.training.settings import override
+    from synthesizer_jax.cli.settings import override
+    from synthesizer_jax.runs import code
 
-    kinds = (Experiment,) if kind is None else kind if isinstance(kind, tuple) else (kind,)
-    place, _, function = name.partition(":")
-    used = code.load(imports)
-    module, needed = load_module(place)
-    experiment = call(module, place, function or DEFAULT, kinds)
+    recipe = _split_name(name)
+    imported_code = code.load_user_code(imports)
+    module, recipe_code = _load_module(recipe.module)
+    result = _call_recipe(module, recipe, kinds)
     for assignment in overrides:
-        experiment = override(experiment, assignment)
-    return experiment, used + needed
+        result = override(result, assignment)
+    return result, imported_code + recipe_code
 
 
 def check_name(name: str) -> None:
-    """Raises a `ValueError` for the name of a recipe that is not there; imports nothing heavy."""
-    place, _, function = name.partition(":")
-    if place.endswith(".py"):
-        if not pathlib.Path(place).is_file():
-            raise ValueError(f"there is no recipe file {place}{known()}")
-    elif place in packaged():
-        found = [outline.name for outline in outlines(source_of(place))]
-        if (function or DEFAULT) not in found:
-            raise ValueError(absent(place, function or DEFAULT, found))
-    elif "." not in place:
-        raise ValueError(f"there is no recipe {place!r}{suggestion(place, packaged())}{known()}")
+    """Raises a `ValueError` if there is no recipe with this name.
+
+    JAX is not imported, so that the error appears at once. A module of the user's package is not checked.
+    """
+    recipe = _split_name(name)
+    if recipe.module.endswith(".py"):
+        if not pathlib.Path(recipe.module).is_file():
+            raise ValueError(f"there is no recipe file {recipe.module}{_list_packaged()}")
+    elif recipe.module in packaged_recipes():
+        known = [outline.name for outline in recipe_outlines(recipe_source(recipe.module))]
+        if recipe.function not in known:
+            raise ValueError(_format_missing(recipe, known))
+    elif "." not in recipe.module:
+        suggestion = did_you_mean(recipe.module, packaged_recipes())
+        raise ValueError(f"there is no recipe {recipe.module!r}{suggestion}{_list_packaged()}")
 
 
-def load_module(place: str) -> tuple[ModuleType, Code]:
-    """The module of a recipe, and of its code what has to be recorded with a run."""
-    from synthesizer_jax.training import code
+def _load_module(name: str) -> tuple[ModuleType, Code]:
+    """Returns a recipe's module, and the part of its code that must be recorded with a run."""
+    from synthesizer_jax.runs import code
 
-    if place.endswith(".py"):
-        source = code.read_named(place)
-        module, registers = code.execute(source, place)
+    if name.endswith(".py"):
+        source = code.read_named(name)
+        module, registers = code.execute(source, name)
         return module, code.Code(sources=(source,)) if registers else code.NOTHING
-    if place in packaged():
-        return importlib.import_module(f"{PACKAGE}.{place}"), code.NOTHING
-    return code.import_package(place), code.Code(packages=(place,))
+    if name in packaged_recipes():
+        return importlib.import_module(f"{PACKAGE}.{name}"), code.NOTHING
+    return code.import_package(name), code.Code(packages=(name,))
 
 
-def call(module: ModuleType, place: str, function: str, kinds: tuple[type, ...]) -> Any:
-    """What a recipe's function returns.
+def _call_recipe(module: ModuleType, recipe: _RecipeName, kinds: tuple[type[Kind], ...]) -> Kind:
+    """Calls a recipe's function.
 
     Raises:
-      ValueError: there is no such function, it takes arguments, or it returns something else.
+      ValueError: there is no such function, it requires arguments, or its result is not one of `kinds`.
     """
-    from synthesizer_jax.registry import shown
-    from synthesizer_jax.training.code import failures_of
+    from synthesizer_jax.registry import format_value
+    from synthesizer_jax.runs.code import convert_errors
 
-    recipes = functions(module, kinds)
-    target = vars(module).get(function)
-    if not callable(target) or function.startswith("_") or not may_return(target, kinds):
-        raise ValueError(absent(place, function, recipes, kinds))
-    path, line = module.__file__ or place, getattr(target, "__code__", None)
-    where = path if line is None else f"{path}, line {line.co_firstlineno}"
-    if needs := [p for p in parameters(target) if p.default is p.empty]:
+    function = vars(module).get(recipe.function)
+    if (
+        not callable(function)
+        or recipe.function.startswith("_")
+        or not _may_return(function, kinds)
+    ):
+        raise ValueError(_format_missing(recipe, _recipe_functions(module, kinds), kinds))
+    path = module.__file__ or recipe.module
+    place = (
+        f"{path}, line {function.__code__.co_firstlineno}" if inspect.isfunction(function) else path
+    )
+    if required := _required_parameters(function):
         raise ValueError(
-            f"{where}: the recipe {function!r} takes an argument, {needs[0].name}; give it a default"
+            f"{place}: the recipe {recipe.function!r} takes an argument, {required[0]}; give it a default"
         )
-    with failures_of(path):
-        found = target()
-    if not isinstance(found, kinds):
+    with convert_errors(path):
+        result = function()
+    if not isinstance(result, kinds):
         raise ValueError(
-            f"{where}: the recipe {function!r} returns {shown(found)}, expected {named(kinds)}"
+            f"{place}: the recipe {recipe.function!r} returns {format_value(result)}, expected "
+            f"{_format_classes(kinds)}"
         )
-    return found
+    return result
 
 
-def absent(place: str, function: str, recipes: Sequence[str], kinds: tuple[type, ...] = ()) -> str:
-    """The error for a function that is not there."""
-    none = f"none that return a {named(kinds)}" if kinds else "none"
+def _format_missing(recipe: _RecipeName, known: Sequence[str], kinds: tuple[type, ...] = ()) -> str:
+    """Formats the error for a function that does not exist."""
+    none = f"none that return a {_format_classes(kinds)}" if kinds else "none"
     return (
-        f"{place} has no recipe {function!r}{suggestion(function, recipes)}; it has: "
-        f"{', '.join(recipes) or none}"
+        f"{recipe.module} has no recipe {recipe.function!r}{did_you_mean(recipe.function, known)}; "
+        f"it has: {', '.join(known) or none}"
     )
 
 
-def functions(module: ModuleType, kinds: tuple[type, ...]) -> list[str]:
-    """A module's own public functions that need no arguments and may return one of `kinds`."""
+def _recipe_functions(module: ModuleType, kinds: tuple[type, ...]) -> list[str]:
+    """Returns the names of the module's own public functions that may be recipes of `kinds`."""
     return [
         name
-        for name, f in vars(module).items()
-        if inspect.isfunction(f)
-        and f.__module__ == module.__name__
+        for name, function in vars(module).items()
+        if inspect.isfunction(function)
+        and function.__module__ == module.__name__
         and not name.startswith("_")
-        and not any(p.default is p.empty for p in parameters(f))
-        and may_return(f, kinds)
+        and not _required_parameters(function)
+        and _may_return(function, kinds)
     ]
 
 
-def may_return(function: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether a function's annotation names no class of recipes but these; it may name none."""
-    returns = getattr(function, "__annotations__", {}).get("return")
-    name = str(getattr(returns, "__name__", returns)).strip("'\"").rpartition(".")[2]
+def _may_return(function: Callable[..., object], kinds: tuple[type, ...]) -> bool:
+    """Returns whether the return annotation is absent, one of `kinds`, or no class of recipes."""
+    annotation = inspect.get_annotations(function).get("return")
+    full_name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    name = full_name.strip("'\"").rpartition(".")[2]
     return name not in RECIPES or name in [kind.__name__ for kind in kinds]
 
 
-def named(kinds: tuple[type, ...]) -> str:
-    """The names of classes."""
-    return " or ".join(kind.__name__ for kind in kinds)
+def _format_classes(classes: tuple[type, ...]) -> str:
+    return " or ".join(cls.__name__ for cls in classes)
 
 
-def parameters(function: Any) -> list[inspect.Parameter]:
-    """A function's parameters, without those that gather any number."""
-    gathering = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p for p in inspect.signature(function).parameters.values() if p.kind not in gathering]
+def _required_parameters(function: Callable[..., object]) -> list[str]:
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.default is p.empty and p.kind not in variadic
+    ]
 
 
-def packaged() -> list[str]:
-    """Names of the recipes that come with the package."""
+def packaged_recipes() -> list[str]:
+    """Returns the names of the recipes in this package."""
     package = importlib.import_module(PACKAGE)
     return sorted(m.name for m in pkgutil.iter_modules(package.__path__))
 
 
-def source_of(name: str) -> str:
-    """The source of a packaged recipe."""
+def recipe_source(name: str) -> str:
+    """Returns the source of a packaged recipe."""
     spec = importlib.util.find_spec(f"{PACKAGE}.{name}")
     assert spec is not None and spec.origin is not None
     return pathlib.Path(spec.origin).read_text(encoding="utf-8")
 
 
-def outlines(source: str) -> list[Outline]:
-    """The public functions of a source that take no argument, in their order; nothing is run."""
-    found = []
+def recipe_outlines(source: str) -> list[Outline]:
+    """Returns the public functions that require no arguments, in order; the source is only parsed."""
+    outlines = []
     for node in ast.parse(source).body:
         if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
             continue
-        own = node.args
-        given = [*own.posonlyargs, *own.args]
-        required = len(given) > len(own.defaults) or None in own.kw_defaults
-        if not required:
-            summary = (ast.get_docstring(node) or "").partition("\n")[0]
-            returns = None if node.returns is None else ast.unparse(node.returns).strip("'\"")
-            found.append(Outline(node.name, summary, returns))
-    return found
+        arguments = node.args
+        positional = [*arguments.posonlyargs, *arguments.args]
+        if len(positional) > len(arguments.defaults) or None in arguments.kw_defaults:
+            continue  # it requires arguments
+        summary = (ast.get_docstring(node) or "").partition("\n")[0]
+        returns = None if node.returns is None else ast.unparse(node.returns).strip("'\"")
+        outlines.append(Outline(node.name, summary, returns))
+    return outlines
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """What a shell offers for a recipe: packaged names, their functions, files."""
-    place, colon, _ = incomplete.partition(":")
-    if colon and place in packaged():
-        names = [f"{place}:{outline.name}" for outline in outlines(source_of(place))]
+    """Returns the packaged recipes, their functions, and the files that begin with a string."""
+    module, colon, _ = incomplete.partition(":")
+    if colon and module in packaged_recipes():
+        names = [f"{module}:{outline.name}" for outline in recipe_outlines(recipe_source(module))]
     else:
-        names = [*packaged(), *map(str, pathlib.Path().glob(f"{glob.escape(incomplete)}*.py"))]
+        files = pathlib.Path().glob(f"{glob.escape(incomplete)}*.py")
+        names = [*packaged_recipes(), *map(str, files)]
     return [name for name in names if name.startswith(incomplete)]
 
 
-def known() -> str:
-    """The end of an error: what there is."""
-    return f"; recipes that come with the package: {', '.join(packaged())}"
+def _list_packaged() -> str:
+    return f"; recipes in this package: {', '.join(packaged_recipes())}"

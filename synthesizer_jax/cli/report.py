@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from synthesizer_jax.cli.places import option, storage
-from synthesizer_jax.cli.train import Imports
+from synthesizer_jax.cli.options import Imports, storage_option, to_storage_paths
 
 if TYPE_CHECKING:
     from synthesizer_jax.reports import Report, RunReport
@@ -17,47 +17,50 @@ if TYPE_CHECKING:
 def report(
     runs: Annotated[
         list[pathlib.Path],
-        typer.Argument(help="Directories of runs.", callback=storage),
+        typer.Argument(help="Directories of runs.", callback=to_storage_paths),
     ],
-    output: Annotated[pathlib.Path, option("The page to write.")] = pathlib.Path("report.html"),
+    output: Annotated[pathlib.Path, storage_option("The HTML file to write.")] = pathlib.Path(
+        "report.html"
+    ),
     imports: Imports = None,
 ) -> None:
-    """Compare runs by what they logged: a table here, and a page with their losses, costs and speeds.
+    """Compare the logs of runs: print a table of metrics, and write a page with losses, costs and speeds.
 
     Example: synthesizer-jax report runs/rv runs/vanilla
     """
     from synthesizer_jax.files import absolute
     from synthesizer_jax.reports import Report, write_report
-    from synthesizer_jax.training import code
+    from synthesizer_jax.runs import code
 
-    code.load(imports or ())
-    summaries = [summarise(str(run), run) for run in dict.fromkeys(runs)]
-    names: dict[str, str] = {}
-    for _, metrics in summaries:
-        names |= {task: metric for task, metric in metrics.items() if task not in names}
+    code.load_user_code(imports or ())
+    summaries = [summarize_run(str(run), run) for run in dict.fromkeys(runs)]
+    metric_names: dict[str, str] = {}
+    for _, names in summaries:
+        for task, metric in names.items():
+            metric_names.setdefault(task, metric)
     page = Report(
-        title="Runs side by side",
-        lead="What the runs logged: their newest evaluation, losses, costs and speeds.",
+        title="Comparison of runs",
+        lead="The newest evaluations, losses, costs and speeds that the runs logged.",
         runs=[run for run, _ in summaries],
-        metric_names=names,
-        facts=facts(),
+        metric_names=metric_names,
+        facts=provenance(),
     )
     write_report(output, page)
-    show(page)
+    print_comparison(page)
     typer.echo(f"report: {absolute(output)}")
 
 
-def summarise(title: str, directory: pathlib.Path) -> tuple[RunReport, dict[str, str]]:
-    """What a run logged, and the name of every task's first metric.
+def summarize_run(title: str, directory: pathlib.Path) -> tuple[RunReport, dict[str, str]]:
+    """Returns the costs and the logged results of a run, and the name of each task's first metric.
 
     Raises:
-      FileNotFoundError: the directory holds no run.
-      ValueError: the run has no evaluation yet.
+      FileNotFoundError: there is no run in the directory.
+      ValueError: the run has logged no evaluation yet.
     """
-    from synthesizer_jax.models import summarize
+    from synthesizer_jax.costs.summary import summarize
     from synthesizer_jax.reports import RunReport
-    from synthesizer_jax.training.experiment import load_experiment
-    from synthesizer_jax.training.metrics import METRICS_FILE, read_metrics
+    from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
+    from synthesizer_jax.training.run_directory import load_experiment
 
     experiment = load_experiment(directory)
     lengths = experiment.data.lengths
@@ -66,38 +69,48 @@ def summarise(title: str, directory: pathlib.Path) -> tuple[RunReport, dict[str,
     )
     log = directory / METRICS_FILE
     records = read_metrics(log) if log.exists() else []
-    trained = [r for r in records if r["kind"] == "train"]
-    measured = [r for r in records if r["kind"] == "eval"]
-    steps, tokens = (column(trained, f"{what}_per_second")[1] for what in ("steps", "tokens"))
-    if not (steps and tokens and measured):
-        raise ValueError(f"{log} holds no evaluation; let the run go on to its first one")
-    metrics: dict[str, str] = {}
-    for name in measured[-1]:
-        task, slash, metric = name.rpartition("/")
-        if slash and measured[-1][name] is not None:
-            metrics.setdefault(task, metric)
+    training = [record for record in records if record["kind"] == "train"]
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    _, steps_per_second = _metric_series(training, "steps_per_second")
+    _, tokens_per_second = _metric_series(training, "tokens_per_second")
+    if not (steps_per_second and tokens_per_second and evaluations):
+        raise ValueError(f"{log} holds no evaluation; continue the run until its first evaluation")
+    newest = evaluations[-1]
+    metric_names = _first_metrics(newest)
     run = RunReport(
         title=title,
         parameters=costs.parameters,
         cache_bytes=costs.cache_bytes_per_token,
         flops=costs.flops_per_token,
-        losses=column(trained, "loss"),
-        held_out=column(measured, "loss"),
-        steps_per_second=steps,
-        tokens_per_second=tokens,
-        metrics={task: measured[-1][f"{task}/{metric}"] for task, metric in metrics.items()},
+        losses=_metric_series(training, "loss"),
+        held_out=_metric_series(evaluations, "loss"),
+        steps_per_second=steps_per_second,
+        tokens_per_second=tokens_per_second,
+        metrics={task: newest[f"{task}/{name}"] for task, name in metric_names.items()},
     )
-    return run, metrics
+    return run, metric_names
 
 
-def column(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """The steps of a log that have a finite number of that name, and the numbers."""
-    found = [(r["step"], r[name]) for r in records if r.get(name) is not None]
-    return [step for step, _ in found], [number for _, number in found]
+def _first_metrics(evaluation: Mapping[str, object]) -> dict[str, str]:
+    """Returns each task's first metric, from the keys ``TASK/METRIC`` whose values are not null."""
+    names: dict[str, str] = {}
+    for key, value in evaluation.items():
+        task, slash, metric = key.rpartition("/")
+        if slash and value is not None:
+            names.setdefault(task, metric)
+    return names
 
 
-def facts() -> dict[str, str]:
-    """What the page was made with."""
+def _metric_series(
+    records: Sequence[Mapping[str, Any]], name: str
+) -> tuple[list[int], list[float]]:
+    """Returns the steps and values of a metric, without the records in which it is null or absent."""
+    present = [record for record in records if record.get(name) is not None]
+    return [record["step"] for record in present], [record[name] for record in present]
+
+
+def provenance() -> dict[str, str]:
+    """Returns the versions of the libraries that a report is made with."""
     import platform
 
     import flax
@@ -113,12 +126,12 @@ def facts() -> dict[str, str]:
     }
 
 
-def show(page: Report) -> None:
-    """Prints the table of the page."""
+def print_comparison(page: Report) -> None:
+    """Prints the metrics of a report's runs and baselines."""
     from rich.console import Console
     from rich.table import Table
 
-    systems: dict[str, Any] = {run.title: run.metrics for run in page.runs} | dict(page.baselines)
+    systems = {run.title: run.metrics for run in page.runs} | dict(page.baselines)
     table = Table(title="held-out metrics, percent", title_justify="left")
     table.add_column("task", no_wrap=True)
     table.add_column("metric")

@@ -4,69 +4,80 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from synthesizer_jax.cli.options import Imports, Overrides
 from synthesizer_jax.cli.recipes import (
-    Outline,
     check_name,
     complete_recipe,
-    load_with_code,
-    outlines,
-    packaged,
-    source_of,
+    load_recipe,
+    packaged_recipes,
+    recipe_outlines,
+    recipe_source,
 )
-from synthesizer_jax.cli.train import Imports, Overrides
 
 if TYPE_CHECKING:
-    from synthesizer_jax.training.settings import Setting
+    from synthesizer_jax.cli.settings import Setting
 
 NOT_ANNOTATED = "?"
-"""What a function returns that does not say it."""
+"""Shown as the result of functions without a return annotation."""
 
 
 def recipes(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A packaged recipe or FILE.py, with :function; all are listed if left out.",
+            help="A packaged recipe or FILE.py, with :function; by default all are listed.",
             autocompletion=complete_recipe,
         ),
     ] = None,
+    *,
     overrides: Overrides = None,
     imports: Imports = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the recipes that come with the package, or show what one is made of.
+    """List the recipes in this package, or show all fields of one recipe.
 
-    Every line of a shown recipe is a field: its path and value as --set path=value takes them, its type,
-    and its default.
+    Each field of a recipe is a line: its path and value as --set path=value takes them, its type, and its
+    default.
 
     Example: synthesizer-jax recipes quickstart --set model=t5_1_1_tiny
     """
     if name is None:
         if overrides or imports:
-            raise ValueError("--set and --import belong to one recipe; name it")
-        show_names({place: outlines(source_of(place)) for place in packaged()}, as_json)
+            raise ValueError("--set and --import need a recipe: give its name")
+        _print_recipes(as_json=as_json)
         return
     check_name(name)
-    from synthesizer_jax.training.distillation import Distillation
+    from synthesizer_jax.cli.settings import settings
+    from synthesizer_jax.distillation.distill import Distillation
     from synthesizer_jax.training.experiment import Experiment
-    from synthesizer_jax.training.settings import settings
 
     kinds = (Experiment, Distillation)
-    found, _ = load_with_code(name, overrides or (), kind=kinds, imports=imports or ())
-    rows = sorted(settings(found), key=lambda row: row.path.startswith("model"))
-    show_settings(name, found, rows, as_json)
+    recipe = load_recipe(name, overrides or (), kind=kinds, imports=imports or ())
+    rows = sorted(settings(recipe), key=lambda row: row.path.startswith("model"))
+    class_name = type(recipe).__name__
+    if as_json:
+        fields = [dataclasses.asdict(row) for row in rows]
+        description = {"recipe": name, "returns": class_name, "settings": fields}
+        typer.echo(json.dumps(description, indent=1))
+        return
+    typer.echo(f"{name} returns this {class_name}; change it by --set path=value")
+    _print_settings(rows)
 
 
-def show_names(found: dict[str, list[Outline]], as_json: bool) -> None:
+def _print_recipes(*, as_json: bool) -> None:
     """Prints the packaged recipes."""
     rows = [
-        {"recipe": f"{place}:{o.name}", "returns": o.returns or NOT_ANNOTATED, "summary": o.summary}
-        for place, entries in found.items()
-        for o in entries
+        {
+            "recipe": f"{module}:{outline.name}",
+            "returns": outline.returns or NOT_ANNOTATED,
+            "summary": outline.summary,
+        }
+        for module in packaged_recipes()
+        for outline in recipe_outlines(recipe_source(module))
     ]
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
@@ -74,25 +85,18 @@ def show_names(found: dict[str, list[Outline]], as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("recipe", "returns", "what it is", box=None)
+    table = Table("recipe", "returns", "summary", box=None)
     for row in rows:
         table.add_row(*row.values())
     Console(width=140).print(table)
-    typer.echo("\n'synthesizer-jax recipes NAME' shows the fields of one")
+    typer.echo("\n'synthesizer-jax recipes NAME' shows the fields of a recipe")
 
 
-def show_settings(name: str, found: Any, rows: list[Setting], as_json: bool) -> None:
-    """Prints every field of a recipe."""
-    if as_json:
-        whole = {"recipe": name, "returns": type(found).__name__}
-        typer.echo(json.dumps({**whole, "settings": list(map(dataclasses.asdict, rows))}, indent=1))
-        return
-    typer.echo(f"{name} returns this {type(found).__name__}; change it by --set path=value")
-    widths = [
-        max(len(text) for text in column)
-        for column in zip(*((f"{row.path}={row.value}", row.type) for row in rows), strict=True)
-    ]
-    for row in rows:
+def _print_settings(rows: list[Setting]) -> None:
+    """Prints one line per field, in aligned columns."""
+    assignments = [f"{row.path}={row.value}" for row in rows]
+    widths = max(map(len, assignments)), max(len(row.type) for row in rows)
+    for assignment, row in zip(assignments, rows, strict=True):
         default = "" if row.default is None else f"default {row.default}"
-        cells = (f"{row.path}={row.value}".ljust(widths[0]), row.type.ljust(widths[1]), default)
+        cells = (assignment.ljust(widths[0]), row.type.ljust(widths[1]), default)
         typer.echo("  ".join(cells).rstrip())

@@ -1,5 +1,5 @@
-"""Data through SeqIO: vocabularies, tasks, mixtures, metrics, importers, batches.
+"""Data through SeqIO: vocabularies, tasks, mixtures, importers and batches.
 
-Stands alone: it imports nothing of the model. TensorFlow and SeqIO are loaded when they are needed,
-and nothing here touches the network.
+The package imports neither JAX nor the models. TensorFlow and SeqIO are imported on demand, and
+nothing here accesses the network.
 """

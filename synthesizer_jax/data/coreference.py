@@ -1,15 +1,14 @@
-"""Winograd schemas as text: WSC, DPR, and WNLI turned into such questions."""
+"""Preprocessors that turn Winograd schemas (WSC, DPR and WNLI) into text-to-text examples."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-Row = dict[str, Any]
+from synthesizer_jax.data.preprocessors import Row
 
 _PONY = (
     "The boy continued to whip the pony , and eventually the pony threw him over. John laughed out "
@@ -24,24 +23,24 @@ SPECIAL = {
     _PONY.format('him," ') + " ": _PONY.format('*him* ," '),
     _PEBBLE.format("it"): _PEBBLE.format("*it*"),
 }
-"""Sentences whose pronoun index is wrong, and how T5 writes them."""
+"""Sentences whose pronoun index is wrong, and the marked text that T5 uses for each of them."""
 
 
 def wsc(dataset: tf.data.Dataset, *, positive_only: bool) -> tf.data.Dataset:
-    """WSC "simple": the text with ``*pronoun*``, the target is the referent whatever the label.
+    """Returns WSC in T5's "simple" format: the text with ``*pronoun*``, its referent as target.
 
-    Hidden labels stay −1.
+    The target is the candidate of the row regardless of its label. Hidden labels stay −1.
 
     Args:
       dataset: rows of ``super_glue/wsc.fixed``.
-      positive_only: keep only rows whose label is true (training).
+      positive_only: keep only rows whose label is true (for training).
     """
     if positive_only:
         dataset = dataset.filter(lambda row: tf.equal(row["label"], 1))
 
     def convert(row: Row) -> Row:
         return {
-            "inputs": tf.strings.join(["wsc: ", marked(row)]),
+            "inputs": tf.strings.join(["wsc: ", _mark_pronoun(row)]),
             "targets": row["span1_text"],
             "label": tf.cast(row["label"], tf.int64),
             "idx": row["idx"],
@@ -50,18 +49,18 @@ def wsc(dataset: tf.data.Dataset, *, positive_only: bool) -> tf.data.Dataset:
     return dataset.map(convert, num_parallel_calls=1)
 
 
-def marked(row: Row) -> tf.Tensor:
-    """The text in which the word at the pronoun's index is written ``*pronoun*``."""
+def _mark_pronoun(row: Row) -> tf.Tensor:
+    """Returns the text with the word at the pronoun's index written as ``*pronoun*``."""
     text, pronoun, index = row["text"], row["span2_text"], row["span2_index"]
     words = tf.strings.split(text, " ")
-    ordinary = functools.partial(_mark_word, words, pronoun, index)
-    for special, written in SPECIAL.items():
-        ordinary = functools.partial(_choose, tf.equal(text, special), written, ordinary)
-    return ordinary()
+    mark = functools.partial(_mark_word, words, pronoun, index)
+    for sentence, marked_sentence in SPECIAL.items():
+        mark = functools.partial(_choose, tf.equal(text, sentence), marked_sentence, mark)
+    return mark()
 
 
-def _choose(condition: tf.Tensor, written: str, otherwise: Any) -> tf.Tensor:
-    return tf.cond(condition, lambda: tf.constant(written), otherwise)
+def _choose(condition: tf.Tensor, constant: str, otherwise: Callable[[], tf.Tensor]) -> tf.Tensor:
+    return tf.cond(condition, lambda: tf.constant(constant), otherwise)
 
 
 def _mark_word(words: tf.Tensor, pronoun: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
@@ -70,22 +69,25 @@ def _mark_word(words: tf.Tensor, pronoun: tf.Tensor, index: tf.Tensor) -> tf.Ten
         tf.debugging.assert_less(index, tf.size(words), "WSC: the pronoun lies beyond the text"),
     ]
     with tf.control_dependencies(checks):
-        found = words[index]
+        word = words[index]
     with tf.control_dependencies(
-        [tf.debugging.assert_equal(found, pronoun, "WSC: the word at span2_index is another")]
+        [tf.debugging.assert_equal(word, pronoun, "WSC: the word at span2_index is another")]
     ):
-        before = tf.strings.reduce_join(words[:index], separator=" ")
-    after = tf.strings.reduce_join(words[index + 1 :], separator=" ")
-    return tf.strings.join([before, tf.strings.join(["*", pronoun, "*"]), after], separator=" ")
+        prefix = tf.strings.reduce_join(words[:index], separator=" ")
+    suffix = tf.strings.reduce_join(words[index + 1 :], separator=" ")
+    return tf.strings.join([prefix, tf.strings.join(["*", pronoun, "*"]), suffix], separator=" ")
 
 
 def dpr(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Definite pronoun resolution: the first such pronoun is marked, the target is the candidate."""
+    """Returns definite pronoun resolution (DPR) in WSC's format.
+
+    The first occurrence of the pronoun is marked; the target is the candidate that it refers to.
+    """
 
     def convert(row: Row) -> Row:
         pattern = tf.strings.join([" (", row["pronoun"], r")( |\.|,)"])
-        text = tf.strings.regex_replace  # the pattern is a tensor, so the dynamic op is used
-        marked_text = text(row["sentence"], pattern, r" *\1*\2", replace_global=False)
+        replace = tf.strings.regex_replace  # accepts a pattern that is a tensor
+        marked_text = replace(row["sentence"], pattern, r" *\1*\2", replace_global=False)
         return {
             "inputs": tf.strings.join(["wsc: ", marked_text]),
             "targets": row["candidates"][tf.cast(row["label"], tf.int32)],
@@ -94,16 +96,17 @@ def dpr(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.map(convert, num_parallel_calls=1)
 
 
-# WNLI as coreference, for evaluation only. ------------------------------------------------------
+# WNLI as coreference resolution, for evaluation only. ---------------------------------------------
 
 PRONOUNS = frozenset(["he", "she", "they", "it", "her", "his", "their", "them", "him"])
-_MARK = r"[.,?!]?"
+_PUNCTUATION = r"[.,?!]?"
 
 
 def wnli(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """WNLI rows as WSC questions (see `wnli_question`); checked by hand on dev and test only.
+    """Returns WNLI rows in WSC's format (see `_wnli_question`).
 
-    Hidden labels stay −1.
+    The conversion was verified manually on the validation and test splits only. Hidden labels stay
+    −1.
     """
 
     def convert(row: Row) -> Row:
@@ -123,28 +126,28 @@ def wnli(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _wnli_bytes(premise: bytes, hypothesis: bytes) -> tuple[bytes, bytes]:
-    question, candidate = wnli_question(premise.decode(), hypothesis.decode())
+    question, candidate = _wnli_question(premise.decode(), hypothesis.decode())
     return question.encode(), candidate.encode()
 
 
-def wnli_question(premise: str, hypothesis: str) -> tuple[str, str]:
-    """The pair (``wsc: … *pronoun* …``, candidate) of a WNLI row.
+def _wnli_question(premise: str, hypothesis: str) -> tuple[str, str]:
+    """Returns the pair (``wsc: … *pronoun* …``, candidate) of a WNLI row.
 
-    The pronoun is the one whose neighbours in the premise occur longest in the hypothesis; the
-    candidate is what stands between those neighbours there. It is empty when none occurs, or
-    nothing stands there.
+    Of the premise's pronouns it marks the one whose neighboring words have the longest match in
+    the hypothesis. The candidate is the text between those neighbors in the hypothesis; it is
+    empty if no neighbors match or if there is no text between them.
 
     Raises:
-      ValueError: the premise has no pronoun, or the candidate is not found in the hypothesis.
+      ValueError: the premise has no pronoun, or the candidate does not occur in the hypothesis.
     """
     words, target = _clean(premise), _clean(hypothesis)
-    places = [i for i, word in enumerate(words) if word in PRONOUNS]
-    if not places:
+    positions = [i for i, word in enumerate(words) if word in PRONOUNS]
+    if not positions:
         raise ValueError(f"WNLI: no pronoun in {premise!r}")
-    scored = [(i, _overlap(words, target, i)) for i in places]
-    place, (left, right) = max(scored, key=lambda pair: sum(map(len, pair[1])))
-    found = _between(left, right, " ".join(target))
-    return _question(premise, place), _original(found, hypothesis) if found else ""
+    overlaps = [(i, _overlap(words, target, i)) for i in positions]
+    position, (left, right) = max(overlaps, key=lambda pair: sum(map(len, pair[1])))
+    candidate = _between(left, right, " ".join(target))
+    return _question(premise, position), _original(candidate, hypothesis) if candidate else ""
 
 
 def _clean(text: str) -> list[str]:
@@ -155,13 +158,13 @@ def _clean(text: str) -> list[str]:
     return [word for word in words if word]
 
 
-def _overlap(words: Sequence[str], target: Sequence[str], place: int) -> tuple[list[str], ...]:
-    """The longest suffix before and prefix after a place that occur in the target.
+def _overlap(words: Sequence[str], target: Sequence[str], position: int) -> tuple[list[str], ...]:
+    """Returns the longest suffix before and prefix after a position that occur in the target.
 
-    As in T5 the words before it are compared from the last to the first.
+    As in T5, the words before the position are compared in reverse order.
     """
-    left = _longest_prefix(list(words[:place])[::-1], " ".join(target[::-1]))
-    return left[::-1], _longest_prefix(list(words[place + 1 :]), " ".join(target))
+    left = _longest_prefix(list(words[:position])[::-1], " ".join(target[::-1]))
+    return left[::-1], _longest_prefix(list(words[position + 1 :]), " ".join(target))
 
 
 def _longest_prefix(words: list[str], text: str) -> list[str]:
@@ -169,7 +172,7 @@ def _longest_prefix(words: list[str], text: str) -> list[str]:
 
 
 def _between(left: Sequence[str], right: Sequence[str], target: str) -> str:
-    """What stands between two runs of words, else before the right, else behind the left one."""
+    """Returns the text between two word sequences, else before the right or after the left one."""
     if not left and not right:
         return ""
     before, after = ([re.escape(" ".join(words))] if words else [] for words in (left, right))
@@ -179,25 +182,29 @@ def _between(left: Sequence[str], right: Sequence[str], target: str) -> str:
     return ""
 
 
-def _question(premise: str, place: int) -> str:
-    """The original premise with its word number `place` (empty words not counted) marked."""
+def _question(premise: str, position: int) -> str:
+    """Returns the premise with the word at `position`, which does not count empty words, marked."""
     words = premise.split(" ")
-    counted = [i for i, word in enumerate(words) if re.sub(rf"{_MARK[:-1]}$", "", word)]
-    i = counted[place]
+    word_indices = [i for i, word in enumerate(words) if re.sub(rf"{_PUNCTUATION[:-1]}$", "", word)]
+    i = word_indices[position]
     word = words[i]
-    mark = word[-1] if word[-1:] in ".,?!" else ""
-    words[i] = f"*{word[:-1]}* {mark}" if mark else f"*{word}*"
+    punctuation = word[-1] if word[-1:] in ".,?!" else ""
+    words[i] = f"*{word[:-1]}* {punctuation}" if punctuation else f"*{word}*"
     return "wsc: " + " ".join(words)
 
 
 def _original(candidate: str, hypothesis: str) -> str:
-    """The candidate from its last article on, as it is written in the hypothesis."""
+    """Returns the candidate, from its last article on, in the hypothesis' original spelling.
+
+    Raises:
+      ValueError: the candidate does not occur in the hypothesis.
+    """
     words = candidate.split(" ")
     articles = [words.index(article) for article in ("a", "an", "the") if article in words]
     words = words[max(articles) :] if articles else words
-    pattern = " ".join(re.escape(word) + _MARK for word in words)
+    pattern = " ".join(re.escape(word) + _PUNCTUATION for word in words)
     match = re.search(pattern, hypothesis, re.IGNORECASE)
     if match is None:
         raise ValueError(f"WNLI: the candidate {candidate!r} is not in {hypothesis!r}")
-    found = re.sub(rf"{_MARK[:-1]}$", "", match.group(0))
-    return re.sub(r"'s?$", "", found)
+    text = re.sub(rf"{_PUNCTUATION[:-1]}$", "", match.group(0))
+    return re.sub(r"'s?$", "", text)

@@ -1,4 +1,4 @@
-"""One task's endless examples for one virtual shard: from memory, or live from SeqIO."""
+"""Endless streams of one task's examples for one virtual shard, from memory or from SeqIO."""
 
 from __future__ import annotations
 
@@ -6,35 +6,40 @@ import contextlib
 import functools
 import pathlib
 import threading
+import types
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from synthesizer_jax.data.stored import reading
+from synthesizer_jax.data.stored import reading_errors
 from synthesizer_jax.files import storage_path
 
+if TYPE_CHECKING:
+    import seqio
+    import tensorflow as tf
+
 CHUNK = 1024
-"""Examples that are read at once, and among which the first epoch is shuffled."""
+"""Number of examples that are read at once; the first epoch is shuffled within such chunks."""
 
 RESIDENT = 2_000_000
 """Tasks with more stored rows than this are not held in memory."""
 
 Example = tuple[np.ndarray, np.ndarray]
-"""Token ids of the inputs and of the targets, both with EOS."""
+"""Token ids of the inputs and of the targets, both including EOS."""
 
 
-class Member(Protocol):
-    """An endless iterator of a task's examples whose position can be saved."""
+class TaskStream(Protocol):
+    """An endless iterator over a task's examples whose position can be saved."""
 
     def __next__(self) -> Example:
-        """The next example."""
+        """Returns the next example."""
         ...
 
     def save(self, prefix: pathlib.Path) -> list[int] | None:
-        """The position as numbers; what is no number goes into files that begin with `prefix`."""
+        """Returns the position as numbers, or writes it to files that begin with `prefix`."""
         ...
 
     def restore(self, prefix: pathlib.Path, position: list[int] | None) -> None:
@@ -43,89 +48,96 @@ class Member(Protocol):
 
 
 class Examples:
-    """A task's finished examples in stored order, tokenised once and only as far as needed.
+    """A task's preprocessed examples in stored order, tokenized once and only as far as needed.
 
-    Threads may share it.
+    Instances may be shared between threads.
 
     Args:
       task: a SeqIO task.
       split: its split.
-      lengths: SeqIO's feature lengths; longer examples are cut.
+      lengths: SeqIO's feature lengths; longer examples are truncated.
     """
 
-    def __init__(self, task: Any, split: str, lengths: Mapping[str, int]):
-        tensorflow()
+    def __init__(self, task: seqio.Task, split: str, lengths: Mapping[str, int]):
+        _import_tensorflow()
         self.name = f"{task.name}'s split {split!r}"
-        self._place = place(task)
-        with reading(self.name, self._place):
+        self._location = _storage_location(task)
+        with reading_errors(self.name, self._location):
             dataset = task.get_dataset(
                 lengths, split=split, shuffle=False, num_epochs=1, seed=0, try_in_mem_cache=False
             )
         dataset = dataset.map(lambda row: (row["inputs"], row["targets"])).ragged_batch(CHUNK)
-        self._source: Iterator[Any] = iter(dataset.prefetch(1).with_options(options()))
+        self._source: Iterator[tuple[tf.RaggedTensor, tf.RaggedTensor]] = iter(
+            dataset.prefetch(1).with_options(_dataset_options())
+        )
         self._chunks: list[list[tuple[np.ndarray, np.ndarray]]] = []
-        self._count = 0
-        self._whole = False
+        self._num_read = 0
+        self._exhausted = False
         self._lock = threading.Lock()
-        self.reach(0)
+        self.read_until(0)
 
     def __len__(self) -> int:
-        while self.reach(self._count):
+        while self.read_until(self._num_read):
             pass
-        return self._count
+        return self._num_read
 
     def __getitem__(self, index: int) -> Example:
-        if not self.reach(index):
+        if not self.read_until(index):
             raise IndexError(index)
-        chunk, place = divmod(index, CHUNK)
-        inputs, targets = (ids[ends[place] : ends[place + 1]] for ids, ends in self._chunks[chunk])
+        chunk, offset = divmod(index, CHUNK)
+        inputs, targets = (
+            ids[ends[offset] : ends[offset + 1]] for ids, ends in self._chunks[chunk]
+        )
         return inputs, targets
 
-    def reach(self, index: int) -> bool:
-        """Reads on until example `index` is there; False if the split ends before."""
-        while index >= self._count and not self._whole:
+    def read_until(self, index: int) -> bool:
+        """Reads until example `index` is available; returns False if the split ends first."""
+        while index >= self._num_read and not self._exhausted:
             with self._lock:
                 self._read()
-        return index < self._count
+        return index < self._num_read
 
     def _read(self) -> None:
-        with reading(self.name, self._place):
+        with reading_errors(self.name, self._location):
             ragged = next(self._source, None)
         if ragged is None:
-            self._whole, self._source = True, iter(())
+            self._exhausted, self._source = True, iter(())
             return
         self._chunks.append([(r.values.numpy(), r.row_splits.numpy()) for r in ragged])
-        self._count += len(self._chunks[-1][0][1]) - 1
+        self._num_read += len(self._chunks[-1][0][1]) - 1
 
     @functools.cached_property
     def checksum(self) -> int:
-        """Of the first examples: another vocabulary, data set or preprocessing changes it."""
-        parts = [part for ids, ends in self._chunks[0] for part in (ids, ends)]
-        return functools.reduce(lambda crc, part: zlib.crc32(part.tobytes(), crc), parts, 0)
+        """CRC-32 of the first chunk; it depends on vocabulary, data set and preprocessing."""
+        arrays = [array for ids, ends in self._chunks[0] for array in (ids, ends)]
+        return functools.reduce(lambda crc, array: zlib.crc32(array.tobytes(), crc), arrays, 0)
 
 
-_read_already: weakref.WeakKeyDictionary[Any, dict[Any, Examples]] = weakref.WeakKeyDictionary()
+_examples_cache: weakref.WeakKeyDictionary[seqio.Task, dict[tuple[object, ...], Examples]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def examples_of(task: Any, split: str, lengths: Mapping[str, int]) -> Examples:
-    """The task's examples; those that this process has read already are not read again."""
-    read = _read_already.setdefault(task, {})
+def examples_of(task: seqio.Task, split: str, lengths: Mapping[str, int]) -> Examples:
+    """Returns the task's examples, reusing those that this process has already read."""
+    cached = _examples_cache.setdefault(task, {})
     key = (split, *sorted(lengths.items()))
-    if key not in read:
-        read[key] = Examples(task, split, lengths)
-    return read[key]
+    if key not in cached:
+        cached[key] = Examples(task, split, lengths)
+    return cached[key]
 
 
-class Resident:
-    """A shard of examples in memory, in a new order every epoch.
+class InMemoryTaskStream:
+    """A shard of examples in memory, in a different order every epoch.
 
-    Shard s of V holds examples s, s + V, …. The first epoch is shuffled within chunks, so that
-    nothing waits for the whole split to be tokenised; later ones as a whole. An epoch gives every
-    example once. The order is a function of the seed, and the position three numbers.
+    Shard s of V holds the examples s, s + V, …. The first epoch is shuffled within chunks, so that
+    no one waits for the whole split to be tokenized; later epochs are shuffled globally. Every
+    epoch yields every example once. The order is a function of the seed, and the position consists
+    of three numbers.
 
     Args:
-      examples: all of the task's.
-      shard: index and number of virtual shards.
+      examples: all examples of the task.
+      shard: index of the virtual shard and number of shards.
       seed: of the shuffling; None keeps the stored order.
 
     Raises:
@@ -136,7 +148,7 @@ class Resident:
         self, examples: Examples, *, shard: tuple[int, int], seed: np.random.SeedSequence | None
     ):
         self._examples, self._shard, self._seed = examples, shard, seed
-        self._move(0, 0, 0)
+        self._seek(0, 0, 0)
         if not len(self._order):
             raise ValueError(
                 f"{examples.name} has {len(examples)} examples, fewer than shards={shard[1]}; set "
@@ -144,54 +156,56 @@ class Resident:
             )
 
     def __next__(self) -> Example:
-        while self._taken == len(self._order):
-            if not self._epoch and self._examples.reach((self._chunk + 1) * CHUNK):
-                self._move(0, self._chunk + 1, 0)
+        while self._num_taken == len(self._order):
+            if not self._epoch and self._examples.read_until((self._chunk + 1) * CHUNK):
+                self._seek(0, self._chunk + 1, 0)
             else:
-                self._move(self._epoch + 1, 0, 0)
-        self._taken += 1
-        return self._examples[self._order[self._taken - 1]]
+                self._seek(self._epoch + 1, 0, 0)
+        self._num_taken += 1
+        return self._examples[self._order[self._num_taken - 1]]
 
     def save(self, prefix: pathlib.Path) -> list[int]:
-        """Epoch, chunk and examples taken of it."""
+        """Returns the epoch, the chunk and the number of examples taken from it."""
         del prefix
-        return [self._epoch, self._chunk, self._taken]
+        return [self._epoch, self._chunk, self._num_taken]
 
     def restore(self, prefix: pathlib.Path, position: list[int] | None) -> None:
-        """Continues there."""
+        """Continues at a position that `save` returned."""
         del prefix
         assert position is not None
-        self._move(*position)
+        self._seek(*position)
 
-    def _move(self, epoch: int, chunk: int, taken: int) -> None:
-        self._epoch, self._chunk, self._taken = epoch, chunk, taken
-        first, last = (0, len(self._examples)) if epoch else (chunk * CHUNK, (chunk + 1) * CHUNK)
-        if not self._examples.reach(last - 1):
-            last = len(self._examples)
-        index, shards = self._shard
-        mine = np.arange(first + (index - first) % shards, last, shards)
+    def _seek(self, epoch: int, chunk: int, num_taken: int) -> None:
+        self._epoch, self._chunk, self._num_taken = epoch, chunk, num_taken
+        start, stop = (0, len(self._examples)) if epoch else (chunk * CHUNK, (chunk + 1) * CHUNK)
+        if not self._examples.read_until(stop - 1):
+            stop = len(self._examples)
+        index, num_shards = self._shard
+        order = np.arange(start + (index - start) % num_shards, stop, num_shards)
         if self._seed is not None:
-            mine = mine[np.argsort(bits(self._seed, epoch, chunk, count=len(mine)), kind="stable")]
-        self._order = mine
+            order = order[
+                np.argsort(random_bits(self._seed, epoch, chunk, count=len(order)), kind="stable")
+            ]
+        self._order = order
 
 
-class Live:
-    """A shard of a task whose steps after SeqIO's cache point are random, or which is too large.
+class SeqioTaskStream:
+    """A shard of a task that is too large for memory or has random steps after SeqIO's cache point.
 
-    A SeqIO pipeline of its own, whose position is a TensorFlow checkpoint.
+    It has its own SeqIO pipeline, whose position is a TensorFlow checkpoint.
 
     Args:
       task: a SeqIO task.
       split: its split.
       lengths: SeqIO's feature lengths.
-      shard: index and number of virtual shards.
-      seed: of shuffling and of random steps; the same for all shards, so that they stay disjoint.
+      shard: index of the virtual shard and number of shards.
+      seed: of shuffling and random steps; the same for all shards, so that they stay disjoint.
       shuffle: False keeps the stored order.
     """
 
     def __init__(
         self,
-        task: Any,
+        task: seqio.Task,
         split: str,
         lengths: Mapping[str, int],
         *,
@@ -201,14 +215,14 @@ class Live:
     ):
         import seqio
 
-        tf = tensorflow()
-        self._name, self._place = f"{task.name}'s split {split!r}", place(task)
-        with reading(self._name, self._place):
+        tf = _import_tensorflow()
+        self._name, self._location = f"{task.name}'s split {split!r}", _storage_location(task)
+        with reading_errors(self._name, self._location):
             dataset = task.get_dataset(
                 lengths,
                 split=split,
                 shuffle=shuffle,
-                shuffle_buffer_size=1,  # it would hold all features, and save them
+                shuffle_buffer_size=1,  # a larger one holds all features, and saves them
                 seed=seed,
                 shard_info=seqio.ShardInfo(*shard),
                 num_epochs=None,
@@ -217,12 +231,12 @@ class Live:
         dataset = dataset.map(lambda row: (row["inputs"], row["targets"]))
         if shuffle:
             dataset = dataset.shuffle(max(1, CHUNK // shard[1]), seed=seed)
-        dataset = dataset.with_options(options())
+        dataset = dataset.with_options(_dataset_options())
         self._shard, self._iterator = shard, iter(dataset)
         self._checkpoint = tf.train.Checkpoint(iterator=self._iterator)
 
     def __next__(self) -> Example:
-        with reading(self._name, self._place):
+        with reading_errors(self._name, self._location):
             row = next(self._iterator, None)
         if row is None:
             raise ValueError(
@@ -237,56 +251,65 @@ class Live:
         self._checkpoint.write(str(prefix))
 
     def restore(self, prefix: pathlib.Path, position: list[int] | None) -> None:
-        """Reads them."""
+        """Restores TensorFlow's checkpoint files."""
         del position
         self._checkpoint.read(str(prefix)).assert_consumed()
 
 
-def place(task: Any) -> str:
-    """Where a SeqIO task's stored rows lie, for messages."""
-    stored = getattr(task.source, "tfds_dataset", None)
-    if stored is None:
+def _storage_location(task: seqio.Task) -> str:
+    """Returns where a SeqIO task's rows are stored, for error messages."""
+    import seqio
+
+    if not isinstance(task.source, seqio.TfdsDataSource):
         return str(task.source)
-    return str(storage_path(stored.data_dir or "") / stored.name.replace(":", "/"))
+    dataset = task.source.tfds_dataset
+    return str(storage_path(dataset.data_dir or "") / dataset.name.replace(":", "/"))
 
 
-def fits_memory(task: Any, split: str) -> bool:
-    """True if the task is small and nothing after SeqIO's cache point is random."""
-    from seqio import preprocessors as steps
+def fits_memory(task: seqio.Task, split: str) -> bool:
+    """Returns whether the task is small and has no random step after SeqIO's cache point."""
+    from seqio import preprocessors
 
     from synthesizer_jax.data.preprocessors import append_sentinel
 
-    fixed = (steps.append_eos, steps.append_eos_after_trim, append_sentinel)
+    deterministic = (preprocessors.append_eos, preprocessors.append_eos_after_trim, append_sentinel)
     names = [type(step).__name__ for step in task.preprocessors]
     if "CacheDatasetPlaceholder" not in names:
         return False
-    after = task.preprocessors[names.index("CacheDatasetPlaceholder") + 1 :]
-    rows = task.num_input_examples(split)
-    small = rows is not None and rows <= RESIDENT
-    return small and all(getattr(step, "func", step) in fixed for step in after)
+    steps = task.preprocessors[names.index("CacheDatasetPlaceholder") + 1 :]
+    num_rows = task.num_input_examples(split)
+    is_small = num_rows is not None and num_rows <= RESIDENT
+    functions = [step.func if isinstance(step, functools.partial) else step for step in steps]
+    return is_small and all(function in deterministic for function in functions)
 
 
-def bits(seed: np.random.SeedSequence, *place: int, count: int) -> np.ndarray:
-    """Random 64-bit numbers that depend on the seed and a place; the same in every NumPy."""
+def random_bits(seed: np.random.SeedSequence, *place: int, count: int) -> np.ndarray:
+    """Returns `count` random 64-bit integers that depend on the seed and on `place` alone.
+
+    The numbers are the same in every version of NumPy.
+    """
     key = (*seed.spawn_key, *place)
     child = np.random.SeedSequence(seed.entropy, spawn_key=key)
     return np.random.Philox(child).random_raw(count)
 
 
 @functools.cache
-def tensorflow() -> Any:
-    """TensorFlow, kept off accelerators: it would take their memory from JAX."""
+def _import_tensorflow() -> types.ModuleType:
+    """Imports TensorFlow without accelerators, whose memory it would take from JAX."""
     import tensorflow as tf
 
-    with contextlib.suppress(RuntimeError):  # it runs already: the caller decided what it sees
+    with contextlib.suppress(RuntimeError):  # already initialized: keep the caller's devices
         tf.config.set_visible_devices([], "GPU")
     return tf
 
 
-def options() -> Any:
-    """Of every pipeline: a fixed order, and no search for the fastest graph, which costs more."""
-    result = tensorflow().data.Options()
-    result.deterministic = True
-    result.autotune.enabled = False
-    result.experimental_optimization.apply_default_optimizations = False
-    return result
+def _dataset_options() -> tf.data.Options:
+    """Returns the options of every pipeline: deterministic and without optimization of the graph.
+
+    Autotuning and graph optimizations take more time here than they save.
+    """
+    options = _import_tensorflow().data.Options()
+    options.deterministic = True
+    options.autotune.enabled = False
+    options.experimental_optimization.apply_default_optimizations = False
+    return options

@@ -24,7 +24,7 @@ GLUE_RATES: Rates = types.MappingProxyType(
         "glue_ax_v002": 0.0,
     }
 )
-"""Numbers of training examples; WNLI is left out, WSC and DPR are trained instead."""
+"""Numbers of training examples. WNLI is left out; WSC and DPR are trained on instead."""
 
 WSC_DPR_RATES: Rates = types.MappingProxyType(
     {
@@ -51,7 +51,10 @@ SUPER_GLUE_RATES: Rates = types.MappingProxyType(
 
 
 def _joint() -> Rates:
-    """Both benchmarks; RTE is in both, so each side has half of it (T5's ``all_proportional``)."""
+    """Returns the rates of both benchmarks together (T5's ``all_proportional``).
+
+    RTE is part of both benchmarks, so each copy has half of its rate.
+    """
     rates = {**GLUE_RATES, **SUPER_GLUE_RATES}
     for name in ("glue_rte_v002", "super_glue_rte_v102"):
         rates[name] /= 2
@@ -70,7 +73,7 @@ MIXTURES: dict[str, Rates] = {
             ("glue_mnli_v002", "glue_mnli_mismatched_v002", "glue_mnli_matched_v002"), 1.0
         )
     ),
-    # Not one of T5's: GLUE and SuperGLUE without C4 and SQuAD.
+    # Not a mixture of T5: GLUE and SuperGLUE without C4 and SQuAD.
     "glue_super_glue_proportional": _joint(),
 }
-"""Sampling weights per example, by task."""
+"""Sampling weights by mixture and task; a task is drawn in proportion to its weight."""

@@ -1,16 +1,21 @@
-"""From decoded strings to what metrics compare; targets pass through the same functions."""
+"""Conversion of decoded answers and targets to the values that metrics compare."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
+
+from synthesizer_jax.evaluation.metrics import MultiRCTarget, ReCoRDTarget
+
+Example: TypeAlias = Mapping[str, Any]
+"""A preprocessed row: its strings ``inputs_pretokenized`` and ``targets_pretokenized``, and features."""
 
 UNKNOWN = "<unk>"
-"""Target of a row whose label is hidden."""
+"""The target of a row whose label is hidden."""
 
 SENTINEL = "<extra_id_0>"
-"""What the answers of T5's sentinel tasks begin with."""
+"""The prefix of the answers in T5's sentinel tasks."""
 
 DETERMINERS = frozenset(
     [
@@ -40,14 +45,14 @@ DETERMINERS = frozenset(
 
 
 def label_index(answer: str, labels: Sequence[str]) -> int:
-    """Index of exactly that word, −1 for anything else."""
+    """Returns the index of the label that equals the answer, −1 if there is none."""
     return labels.index(answer) if answer in labels else -1
 
 
-def number(answer: str) -> float:
-    """The answer as a float, −1 when it is none.
+def parse_number(answer: str) -> float:
+    """Returns the answer as a float, −1 if it is not a number.
 
-    ``nan`` and ``inf`` are none either: T5 lets them pass, and one of them makes a correlation
+    Unlike in T5, ``nan`` and ``inf`` also give −1, as a single one of them makes a correlation
     undefined.
     """
     try:
@@ -57,62 +62,62 @@ def number(answer: str) -> float:
     return value if math.isfinite(value) else -1.0
 
 
-def without_sentinel(answer: str) -> str:
-    """The answer of a sentinel task: a leading sentinel goes, with the spaces about the rest.
+def remove_sentinel(answer: str) -> str:
+    """Returns the answer without a leading sentinel and the whitespace around the remaining text.
 
-    An answer without one is left as it is.
+    An answer without a sentinel is returned unchanged.
     """
     return answer.removeprefix(SENTINEL).strip() if answer.startswith(SENTINEL) else answer
 
 
-def names_referent(prediction: str, referent: str) -> int:
-    """1 when the prediction names the referent, 0 when another, −1 when it is empty.
+def matches_referent(prediction: str, referent: str) -> int:
+    """Returns 1 if the prediction names the referent, 0 if it does not, −1 if it is empty.
 
-    Lower-cased words without determiners; one set of words must contain the other, and an
-    apostrophe in only one of the two means another referent (T5's WSC rule). So a referent that
-    consists of determiners is named by nothing.
+    This is T5's rule for WSC: determiners are removed and words lower-cased; then one set of words
+    must contain the other, and an apostrophe in only one of the two means another referent.
+    Consequently nothing matches a referent that consists of determiners only.
     """
-    found, wanted = _without_determiners(prediction), _without_determiners(referent)
-    if not found:
+    predicted, expected = _without_determiners(prediction), _without_determiners(referent)
+    if not predicted:
         return -1
-    if ("'" in found) != ("'" in wanted):
+    if ("'" in predicted) != ("'" in expected):
         return 0
-    words, named = set(found.split(" ")), set(wanted.split(" "))
-    return int(words <= named or named <= words)
+    predicted_words, expected_words = set(predicted.split(" ")), set(expected.split(" "))
+    return int(predicted_words <= expected_words or expected_words <= predicted_words)
 
 
 def _without_determiners(text: str) -> str:
     return " ".join(w for w in text.strip().lower().split(" ") if w not in DETERMINERS)
 
 
-def multirc_target(answer: str, example: dict[str, Any], labels: Sequence[str]) -> dict[str, Any]:
-    """Value and the question that the row belongs to."""
+def multirc_target(answer: str, example: Example, labels: Sequence[str]) -> MultiRCTarget:
+    """Returns the label index, and the (paragraph, question) that the row belongs to."""
     group = (int(example["idx/paragraph"]), int(example["idx/question"]))
     return {"value": label_index(answer, labels), "group": group}
 
 
-def record_target(example: dict[str, Any]) -> dict[str, Any]:
-    """All answers, and the query that the row belongs to."""
+def record_target(example: Example) -> ReCoRDTarget:
+    """Returns all answers, and the (passage, query) that the row belongs to."""
     group = (int(example["idx/passage"]), int(example["idx/query"]))
-    return {"answers": [text(a) for a in example["answers"]], "group": group}
+    return {"answers": [to_text(a) for a in example["answers"]], "group": group}
 
 
-def is_labelled(example: Mapping[str, Any]) -> bool:
-    """Whether a preprocessed row has its answer; rows of most test splits do not.
+def is_labeled(example: Example) -> bool:
+    """Returns whether a preprocessed row has its answer; rows of most test splits do not.
 
     Hidden are a ``label`` of −1 (STS-B, WSC, WNLI as coreference), an empty list of ``answers``
-    (ReCoRD), and elsewhere the target `UNKNOWN`.
+    (ReCoRD), and for all other tasks the target `UNKNOWN`.
 
     Args:
-      example: as in `EvaluationSet.examples`.
+      example: a row as in `EvaluationSet.examples`.
     """
     if "label" in example:
         return float(example["label"]) >= 0
     if "answers" in example:
         return len(example["answers"]) > 0
-    return text(example["targets_pretokenized"]) != UNKNOWN
+    return to_text(example["targets_pretokenized"]) != UNKNOWN
 
 
-def text(value: Any) -> str:
-    """A TensorFlow string as Python's."""
+def to_text(value: object) -> str:
+    """Returns a TensorFlow string as a Python string."""
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)

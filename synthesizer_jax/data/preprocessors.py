@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from synthesizer_jax.data.postprocessors import UNKNOWN
 
-Row = dict[str, Any]
+Row = dict[str, tf.Tensor]
+"""Features by name; only ``idx`` may be a dictionary of tensors."""
 
 
 def classification(
     dataset: tf.data.Dataset, *, prefix: str, features: Sequence[str], labels: Sequence[str]
 ) -> tf.data.Dataset:
-    """``prefix key1: value1 key2: value2 …`` to a label word.
+    """Formats rows as ``prefix key1: value1 key2: value2 …`` with a label word as target.
 
     Args:
-      dataset: rows with `features`, an integer ``label`` and maybe ``idx``.
-      prefix: first word of the input.
-      features: names in the order of the input.
-      labels: words in the order of the integers.
+      dataset: rows with `features`, an integer ``label`` and optionally ``idx``.
+      prefix: the first word of the input.
+      features: feature names in input order.
+      labels: label words, indexed by the integer label.
     """
     return dataset.map(
         lambda row: {
-            "inputs": formatted(row, prefix, features),
-            "targets": label_word(row["label"], labels),
-            **kept(row),
+            "inputs": _format_input(row, prefix, features),
+            "targets": _label_word(row["label"], labels),
+            **_passthrough_features(row),
         },
         num_parallel_calls=1,
     )
 
 
-def formatted(row: Row, prefix: str, features: Sequence[str]) -> tf.Tensor:
-    """The input string."""
-    words: list[Any] = [prefix]
+def _format_input(row: Row, prefix: str, features: Sequence[str]) -> tf.Tensor:
+    words: list[str | tf.Tensor] = [prefix]
     for name in features:
         words += [f"{name}:", row[name]]
     return tf.strings.join(words, separator=" ")
@@ -44,7 +43,13 @@ def formatted(row: Row, prefix: str, features: Sequence[str]) -> tf.Tensor:
 def translation(
     dataset: tf.data.Dataset, *, prefix: str, features: Sequence[str]
 ) -> tf.data.Dataset:
-    """``prefix source`` to the target, T5's `translate`; `features` are source and target."""
+    """Formats rows as ``prefix source`` with the translation as target, T5's `translate`.
+
+    Args:
+      dataset: rows with both `features`.
+      prefix: the instruction at the beginning of the input.
+      features: names of the source and the target feature.
+    """
     source, target = features
     return dataset.map(
         lambda row: {
@@ -55,13 +60,13 @@ def translation(
     )
 
 
-def label_word(label: tf.Tensor, labels: Sequence[str]) -> tf.Tensor:
-    """The word of an integer label, `UNKNOWN` for −1."""
+def _label_word(label: tf.Tensor, labels: Sequence[str]) -> tf.Tensor:
+    """Returns the word of an integer label, `UNKNOWN` for −1."""
     return tf.gather(tf.constant([UNKNOWN, *labels]), tf.cast(label, tf.int64) + 1)
 
 
-def kept(row: Row) -> Row:
-    """What matches predictions with rows of the original files."""
+def _passthrough_features(row: Row) -> Row:
+    """Returns the features that identify a row of the original files."""
     index = row.get("idx")
     if isinstance(index, dict):
         return {f"idx/{name}": value for name, value in index.items()}
@@ -71,38 +76,47 @@ def kept(row: Row) -> Row:
 def similarity(
     dataset: tf.data.Dataset, *, prefix: str, features: Sequence[str]
 ) -> tf.data.Dataset:
-    """STS-B: the target is the score rounded to a fifth, ``round(label · 5) / 5``, half to even."""
+    """Formats STS-B.
+
+    The target is the score rounded to a fifth, ``round(label · 5) / 5``, half to even.
+    """
 
     def convert(row: Row) -> Row:
         score = tf.round(tf.cast(row["label"], tf.float32) * 5) / 5
         target = tf.strings.as_string(score, precision=1)
         return {
-            "inputs": formatted(row, prefix, features),
+            "inputs": _format_input(row, prefix, features),
             "targets": target,
             "label": tf.cast(row["label"], tf.float32),
-            **kept(row),
+            **_passthrough_features(row),
         }
 
     return dataset.map(convert, num_parallel_calls=1)
 
 
 def multirc(dataset: tf.data.Dataset, *, labels: Sequence[str]) -> tf.data.Dataset:
-    """MultiRC: question, answer, paragraph; ``<br>`` becomes a space, ``<b>`` and ``</b>`` vanish."""
+    """Formats MultiRC: question, answer, paragraph.
+
+    ``<br>`` is replaced by a space; ``<b>`` and ``</b>`` are removed.
+    """
 
     def convert(row: Row) -> Row:
-        text = formatted(row, "multirc", ("question", "answer", "paragraph"))
+        text = _format_input(row, "multirc", ("question", "answer", "paragraph"))
         text = tf.strings.regex_replace(text, "<br>", " ")
         return {
             "inputs": tf.strings.regex_replace(text, "<(/)?b>", ""),
-            "targets": label_word(row["label"], labels),
-            **kept(row),
+            "targets": _label_word(row["label"], labels),
+            **_passthrough_features(row),
         }
 
     return dataset.map(convert, num_parallel_calls=1)
 
 
 def record(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """ReCoRD: one row per distinct answer, one row with `UNKNOWN` where answers are hidden."""
+    """Formats ReCoRD: one row per distinct answer.
+
+    A query whose answers are hidden gives one row with the target `UNKNOWN`.
+    """
 
     def convert(row: Row) -> Row:
         passage = tf.strings.regex_replace(
@@ -116,19 +130,21 @@ def record(dataset: tf.data.Dataset) -> tf.data.Dataset:
         ]
         answers = row["answers"]
         targets = tf.cond(tf.size(answers) > 0, lambda: answers, lambda: tf.constant([UNKNOWN]))
-        rows = tf.shape(targets)[:1]
+        num_rows = tf.shape(targets)[:1]
         return {
-            "inputs": tf.fill(rows, tf.strings.join(parts, separator=" ")),
+            "inputs": tf.fill(num_rows, tf.strings.join(parts, separator=" ")),
             "targets": targets,
-            "answers": tf.tile(answers[None], [rows[0], 1]),
-            **{name: tf.fill(rows, value) for name, value in kept(row).items()},
+            "answers": tf.tile(answers[None], [num_rows[0], 1]),
+            **{
+                name: tf.fill(num_rows, value) for name, value in _passthrough_features(row).items()
+            },
         }
 
     return dataset.map(convert, num_parallel_calls=1).unbatch()
 
 
-def renamed(dataset: tf.data.Dataset, *, names: dict[str, str]) -> tf.data.Dataset:
-    """Rows with some features under other names."""
+def rename_features(dataset: tf.data.Dataset, *, names: dict[str, str]) -> tf.data.Dataset:
+    """Returns the rows with some features renamed; `names` is ``{old: new}``."""
     return dataset.map(
         lambda row: {names.get(name, name): value for name, value in row.items()},
         num_parallel_calls=1,
@@ -141,13 +157,14 @@ def append_sentinel(
     sequence_length: dict[str, int] | None = None,
     sentinel: int,
 ) -> tf.data.Dataset:
-    """The first sentinel at the end of the inputs and at the front of the targets.
+    """Appends the first sentinel to the inputs and prepends it to the targets.
 
     Args:
-      dataset: tokenised rows, without EOS.
-      sequence_length: what is too long, EOS included, is cut before its last token, as SeqIO does
-        it in sentinel tasks: so the inputs keep the sentinel, and targets that are cut their end.
-      sentinel: its id.
+      dataset: tokenized rows, without EOS.
+      sequence_length: the maximum lengths including EOS. Longer sequences are truncated before
+        their last token, as in SeqIO's sentinel tasks: the inputs keep the sentinel, and the
+        targets their last token.
+      sentinel: id of the sentinel.
     """
     limits = sequence_length or {}
 
@@ -157,15 +174,15 @@ def append_sentinel(
         targets = tf.concat([tf.cast([sentinel], targets.dtype), targets], 0)
         return {
             **row,
-            "inputs": _cut_before_last(inputs, limits.get("inputs")),
-            "targets": _cut_before_last(targets, limits.get("targets")),
+            "inputs": _truncate_before_last(inputs, limits.get("inputs")),
+            "targets": _truncate_before_last(targets, limits.get("targets")),
         }
 
     return dataset.map(convert, num_parallel_calls=1)
 
 
-def _cut_before_last(ids: tf.Tensor, limit: int | None) -> tf.Tensor:
-    """At most ``limit - 1`` ids, the last one kept."""
+def _truncate_before_last(ids: tf.Tensor, limit: int | None) -> tf.Tensor:
+    """Returns at most ``limit - 1`` ids, always including the last one."""
     if limit is None:
         return ids
     length = tf.minimum(tf.size(ids), limit - 1)

@@ -1,8 +1,8 @@
-"""New data sets are written aside and put into place together, all of them or none.
+"""A staging directory in which data sets are written before they are installed atomically.
 
-A staging folder lies beside the data sets that it replaces, so that putting them into place is
-renaming. While its owner lives it holds a lock on it; a folder that nobody holds is what a killed
-process left, and the next one rolls it back and removes it.
+The staging directory is in the data directory, so that installing a data set is a rename. Its owner
+holds a lock on it as long as the process lives. A staging directory whose lock nobody holds was
+left by a killed process; the next process rolls it back and removes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from synthesizer_jax.files import in_bucket, write_aside
+from synthesizer_jax.files import in_bucket, write_atomic
 
 PREFIX = ".import-"
 NEW, OLD = "data", "old"
@@ -28,62 +28,64 @@ _log = logging.getLogger(__name__)
 
 
 class Staging:
-    """A folder in which new data sets wait for their place.
+    """A directory for data sets that are not yet installed.
 
     Attributes:
-      folder: for whatever else is needed on the way.
-      data: a TFDS data directory, for the new data sets.
-      data_dir: the data directory that they will be put into.
+      folder: the staging directory, for temporary files.
+      data: a TFDS data directory in it, for the new data sets.
+      data_dir: the data directory that the new data sets are installed in.
     """
 
     def __init__(self, folder: pathlib.Path, data_dir: pathlib.Path):
         self.folder, self.data, self.data_dir = folder, folder / NEW, data_dir
 
-    def put(self, directories: Sequence[pathlib.Path]) -> None:
-        """Renames finished data sets into their places; those that are there give way.
+    def commit(self, directories: Sequence[pathlib.Path]) -> None:
+        """Moves finished data sets to their final directories and replaces those that exist there.
 
-        What is to be done is written down first. If a renaming fails, those that were done are
-        undone; if the process is killed, the next `staging` undoes them.
+        A plan is written first. If a rename fails, the completed ones are undone; if the process is
+        killed, the next call of `staging` undoes them.
 
         Args:
-          directories: of versions, in `data`.
+          directories: version directories in `data`.
 
         Raises:
-          OSError: a place cannot be written; everything is as before.
+          OSError: a directory cannot be written; no data set was changed.
         """
         names = [str(new.relative_to(self.data)) for new in directories]
         for name in names:
-            _check_place(self.data_dir / name)
+            _check_writable(self.data_dir / name)
         plan = self.folder / PLAN
-        write_aside(plan, json.dumps(names))
+        write_atomic(plan, json.dumps(names))
         try:
             for name in names:
-                place = self.data_dir / name
-                if place.exists():
-                    _move(place, self.folder / OLD / name)
-                _move(self.data / name, place)
+                target = self.data_dir / name
+                if target.exists():
+                    _move(target, self.folder / OLD / name)
+                _move(self.data / name, target)
         except BaseException:
-            roll_back(self.folder, self.data_dir)
+            _roll_back(self.folder, self.data_dir)
             raise
-        plan.unlink()  # from here on the new data sets count
+        plan.unlink()  # this commits the new data sets
 
 
 @contextlib.contextmanager
 def staging(data_dir: pathlib.Path, name: str) -> Iterator[Staging]:
-    """A staging folder that is gone at the end, after what killed processes left has been undone.
+    """Context manager of a temporary staging directory.
+
+    First rolls back and removes the staging directories of killed processes.
 
     Args:
-      data_dir: a TFDS data directory; made if need be.
-      name: of what is written, a part of the folder's name.
+      data_dir: a TFDS data directory; created if it does not exist.
+      name: of what is written; part of the staging directory's name.
 
     Raises:
       ValueError: the directory is in a bucket.
-      OSError: something cannot be written; it names the file, or else the folder.
+      OSError: something cannot be written; the error names the file, or else the directory.
     """
     check_on_disk(data_dir)
     data_dir.mkdir(parents=True, exist_ok=True)
-    recover(data_dir)
-    folder, lock = _claim(data_dir, name)
+    _recover(data_dir)
+    folder, lock = _create_locked(data_dir, name)
     with lock:
         try:
             yield Staging(folder, data_dir)
@@ -91,15 +93,15 @@ def staging(data_dir: pathlib.Path, name: str) -> Iterator[Staging]:
             if error.errno is None or error.filename is not None:
                 raise
             raise OSError(
-                error.errno, f"{error.strerror}; every data set is as before", str(folder)
+                error.errno, f"{error.strerror}; no data set was changed", str(folder)
             ) from error
         finally:
-            if not (folder / PLAN).exists():  # else undoing failed: the next one tries again
+            if not (folder / PLAN).exists():  # else the rollback failed: the next process retries
                 shutil.rmtree(folder)
 
 
 def check_on_disk(data_dir: pathlib.Path) -> None:
-    """Raises a `ValueError` where data sets cannot be written: buckets are read only."""
+    """Raises a `ValueError` if the data directory is in a bucket; buckets are read-only."""
     if in_bucket(data_dir):
         raise ValueError(
             f"data sets are not written to a bucket ({data_dir}); write them to a directory and copy it: "
@@ -107,43 +109,51 @@ def check_on_disk(data_dir: pathlib.Path) -> None:
         )
 
 
-def recover(data_dir: pathlib.Path) -> None:
-    """Undoes and removes what killed processes left; folders of living ones are left alone."""
+def _recover(data_dir: pathlib.Path) -> None:
+    """Rolls back and removes what killed processes left.
+
+    Staging directories of running processes are left alone.
+    """
     for folder in sorted(data_dir.glob(f"{PREFIX}*")):
-        lock = None if folder.is_symlink() or not (folder / LOCK).exists() else _hold(folder)
+        lock = None if folder.is_symlink() or not (folder / LOCK).exists() else _try_lock(folder)
         if lock is None:
             continue
         with lock:
-            roll_back(folder, data_dir)
+            _roll_back(folder, data_dir)
             shutil.rmtree(folder)
         _log.warning("removed %s, which an interrupted import had left", folder)
 
 
-def roll_back(folder: pathlib.Path, data_dir: pathlib.Path) -> None:
-    """Takes new data sets out of their places again, and puts the earlier ones back.
+def _roll_back(folder: pathlib.Path, data_dir: pathlib.Path) -> None:
+    """Moves new data sets back to the staging directory, and the replaced ones to where they were.
 
-    May be interrupted and done again at any point.
+    It may be interrupted and repeated at any point.
 
     Raises:
-      ValueError: the plan is damaged, or names a place outside of `data_dir`.
+      ValueError: the plan is damaged, or names a directory outside of `data_dir`.
     """
     plan = folder / PLAN
     if not plan.exists():
         return
-    for name in reversed(_planned(plan, data_dir)):
-        place, new, old = data_dir / name, folder / NEW / name, folder / OLD / name
-        if place.exists() and not new.exists():
-            _move(place, new)
-        if old.exists() and not place.exists():
-            _move(old, place)
-        for parent in place.parents[: len(pathlib.PurePath(name).parts) - 1]:
+    for name in reversed(_read_plan(plan, data_dir)):
+        target, new, old = data_dir / name, folder / NEW / name, folder / OLD / name
+        if target.exists() and not new.exists():
+            _move(target, new)
+        if old.exists() and not target.exists():
+            _move(old, target)
+        for parent in target.parents[: len(pathlib.PurePath(name).parts) - 1]:
             if parent.exists() and not any(parent.iterdir()):
                 parent.rmdir()
     plan.unlink()
 
 
-def _planned(plan: pathlib.Path, data_dir: pathlib.Path) -> list[str]:
-    """The names in a plan; a file that was not written here must not move anything elsewhere."""
+def _read_plan(plan: pathlib.Path, data_dir: pathlib.Path) -> list[str]:
+    """Returns the names in a plan.
+
+    Raises:
+      ValueError: the plan is damaged, or names a directory outside of `data_dir`. Such a file was
+        not written by `Staging.commit` and must not cause anything to be moved.
+    """
     try:
         names = json.loads(plan.read_text(encoding="utf-8"))
         paths = [pathlib.PurePosixPath(name) for name in names]
@@ -156,20 +166,20 @@ def _planned(plan: pathlib.Path, data_dir: pathlib.Path) -> list[str]:
     return names
 
 
-def _claim(data_dir: pathlib.Path, name: str) -> tuple[pathlib.Path, TextIO]:
-    """A new staging folder and the lock on it."""
+def _create_locked(data_dir: pathlib.Path, name: str) -> tuple[pathlib.Path, TextIO]:
+    """Returns a new staging directory and the lock on it."""
     while True:
         folder = pathlib.Path(tempfile.mkdtemp(prefix=f"{PREFIX}{name}-", dir=data_dir))
-        lock = _hold(folder)
-        if lock is not None and (folder / LOCK).exists():  # not taken for a dead one meanwhile
+        lock = _try_lock(folder)
+        if lock is not None and (folder / LOCK).exists():  # not removed by a `_recover` meanwhile
             return folder, lock
 
 
-def _hold(folder: pathlib.Path) -> TextIO | None:
-    """The lock on a folder, which ends with the process; None if another process has it."""
+def _try_lock(folder: pathlib.Path) -> TextIO | None:
+    """Returns the lock on a directory, which ends with the process; None if another has it."""
     try:
         lock = (folder / LOCK).open("a", encoding="utf-8")
-    except FileNotFoundError:  # its owner has just removed it
+    except FileNotFoundError:  # its owner has just removed the directory
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -179,15 +189,13 @@ def _hold(folder: pathlib.Path) -> TextIO | None:
     return lock
 
 
-def _check_place(place: pathlib.Path) -> None:
-    """Raises an `OSError` if nothing can be put there."""
-    parent = next(parent for parent in place.parents if parent.exists())
+def _check_writable(directory: pathlib.Path) -> None:
+    """Raises an `OSError` if the directory cannot be created or replaced."""
+    parent = next(parent for parent in directory.parents if parent.exists())
     if not parent.is_dir():
-        raise NotADirectoryError(
-            f"{parent} is no folder; move it away; every data set is as before"
-        )
+        raise NotADirectoryError(f"{parent} is no folder; move it away; no data set was changed")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise PermissionError(f"{parent} is not writable for you; every data set is as before")
+        raise PermissionError(f"{parent} is not writable; no data set was changed")
 
 
 def _move(source: pathlib.Path, target: pathlib.Path) -> None:

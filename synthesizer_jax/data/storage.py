@@ -1,4 +1,4 @@
-"""TFDS data sets written to disk, from rows or by a builder of TFDS's own."""
+"""Writing of TFDS data sets, from rows or with one of TFDS's builders."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import contextlib
 import io
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
-Row = Mapping[str, Any]
+if TYPE_CHECKING:
+    import numpy as np
+    import tensorflow_datasets as tfds
+
+    FeatureType: TypeAlias = tfds.features.FeatureConnector | type[np.generic]
+
+Row = Mapping[str, object]
 
 
 def write_dataset(
@@ -17,19 +23,19 @@ def write_dataset(
     *,
     version: str,
     description: str,
-    features: Mapping[str, Any],
+    features: Mapping[str, FeatureType],
     splits: Mapping[str, Callable[[], Iterable[Row]]],
     data_dir: pathlib.Path,
 ) -> pathlib.Path:
-    """Writes one TFDS data set; what reads it needs its files alone.
+    """Writes one TFDS data set; its files alone suffice to read it.
 
     Args:
       name: of the data set.
-      config: its configuration.
+      config: name of its configuration.
       version: such as ``1.0.0``.
-      description: what it is.
+      description: of the data set.
       features: TFDS feature types by name.
-      splits: for every split a function that gives its rows.
+      splits: for every split a function that returns its rows.
       data_dir: a TFDS data directory.
 
     Returns:
@@ -38,32 +44,42 @@ def write_dataset(
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core import registered
 
-    def info(self: Any) -> Any:
-        types = tfds.features.FeaturesDict(dict(features))
-        return tfds.core.DatasetInfo(builder=self, description=description, features=types)
+    def make_info(self: tfds.core.GeneratorBasedBuilder) -> tfds.core.DatasetInfo:
+        feature_types = tfds.features.FeaturesDict(dict(features))
+        return tfds.core.DatasetInfo(builder=self, description=description, features=feature_types)
 
-    def examples(self: Any, split: str) -> Iterator[tuple[int, Row]]:
+    def generate_examples(
+        self: tfds.core.GeneratorBasedBuilder, split: str
+    ) -> Iterator[tuple[int, Row]]:
+        del self
         yield from enumerate(splits[split]())
 
-    def split_generators(self: Any, dl_manager: Any) -> Any:
+    def split_generators(
+        self: tfds.core.GeneratorBasedBuilder, dl_manager: tfds.download.DownloadManager
+    ) -> dict[str, Iterator[tuple[int, Row]]]:
+        del dl_manager
         return {split: self._generate_examples(split) for split in splits}
 
-    members = {
+    attributes = {
         "name": name,
         "BUILDER_CONFIGS": [tfds.core.BuilderConfig(name=config)],
         "VERSION": tfds.core.Version(version),
         "pkg_dir_path": pathlib.Path(__file__).parent,
-        "_info": info,
+        "_info": make_info,
         "_split_generators": split_generators,
-        "_generate_examples": examples,
+        "_generate_examples": generate_examples,
     }
     with registered.skip_registration():
-        builder = type("WrittenDataset", (tfds.core.GeneratorBasedBuilder,), members)
-    return prepare(builder(config=config, data_dir=str(data_dir)))
+        builder = type("WrittenDataset", (tfds.core.GeneratorBasedBuilder,), attributes)
+    return prepare_builder(builder(config=config, data_dir=str(data_dir)))
 
 
-def prepare(builder: Any, **options: Any) -> pathlib.Path:
-    """Has TFDS write a builder's data set, without its progress bars; returns the directory.
+def prepare_builder(
+    builder: tfds.core.DatasetBuilder,
+    *,
+    download_config: tfds.download.DownloadConfig | None = None,
+) -> pathlib.Path:
+    """Writes a builder's data set without TFDS's progress bars and returns its directory.
 
     Raises:
       OSError: a file cannot be written.
@@ -72,19 +88,19 @@ def prepare(builder: Any, **options: Any) -> pathlib.Path:
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core.utils import tqdm_utils
 
-    bars = tqdm_utils._active
+    was_active = tqdm_utils._active
     tfds.display_progress_bar(False)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # TFDS announces a download
-            builder.download_and_prepare(**options)
+        with contextlib.redirect_stdout(io.StringIO()):  # TFDS prints about a download
+            builder.download_and_prepare(download_config=download_config)
     except (OSError, RuntimeError, tf.errors.OpError) as error:
-        found = error.__cause__ if isinstance(error, RuntimeError) else error  # TFDS wraps some
-        if not isinstance(found, OSError | tf.errors.OpError):
+        cause = error.__cause__ if isinstance(error, RuntimeError) else error  # TFDS wraps some
+        if not isinstance(cause, OSError | tf.errors.OpError):
             raise
-        reason = getattr(found, "message", None) or str(found)
+        reason = getattr(cause, "message", None) or str(cause)
         raise OSError(
-            f"{builder.data_dir} cannot be written ({reason}); every data set is as before"
+            f"{builder.data_dir} cannot be written ({reason}); no data set was changed"
         ) from error
     finally:
-        tfds.display_progress_bar(bars)
+        tfds.display_progress_bar(was_active)
     return pathlib.Path(builder.data_dir)

@@ -1,7 +1,7 @@
-"""TFDS data sets on disk: which there are, and what is asked of them before TFDS opens them.
+"""Listing and checking of TFDS data sets on disk before TFDS opens them.
 
-TFDS imports the classes that ``features.json`` names and opens the files that ``dataset_info.json``
-points to, whatever they are. `check` lets it see only classes of its own and files of the data set.
+TFDS imports any class that ``features.json`` names and opens any file that ``dataset_info.json``
+points to. `check_dataset` only admits TFDS's own classes and files of the data set.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import pathlib
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from synthesizer_jax.files import in_bucket, size_of
+from synthesizer_jax.registry import JSON
 
 INFO, FEATURES = "dataset_info.json", "features.json"
 
@@ -24,29 +24,36 @@ _CLASS_KEYS = ("pythonClassName", "python_class_name", "type")
 _NESTED_KEYS = ("json", "content")
 _NAME_KEYS = ("name", "configName", "config_name", "version")
 _TEMPLATE_KEYS = ("filepathTemplate", "filepath_template")
-_AROUND_RECORD = 16
-"""Bytes of a TFRecord's length and checksums."""
+_RECORD_OVERHEAD = 16
+"""Bytes that a TFRecord adds to its data: the length and two checksums."""
 
 _REMEDY = "import it again with 'synthesizer-jax data import', or delete it"
 
 
-def prepared(dataset: str, data_dir: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Prepared versions of a data set such as ``glue/cola``, ``{version: directory}``, oldest first.
+def prepared_versions(dataset: str, data_dir: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Returns the prepared versions of a data set such as ``glue/cola``, oldest first.
 
-    Folders whose name is not of the form ``1.0.0`` are no versions.
+    Directories whose name does not have the form ``1.0.0`` are ignored.
+
+    Args:
+      dataset: name and configuration.
+      data_dir: a TFDS data directory.
+
+    Returns:
+      ``{version: directory}``.
     """
-    found = {p.parent.name: p.parent for p in (data_dir / dataset).glob(f"*/{INFO}")}
-    order = sorted((v for v in found if _VERSION.fullmatch(v)), key=_numbers)
-    return {version: found[version] for version in order}
+    directories = {p.parent.name: p.parent for p in (data_dir / dataset).glob(f"*/{INFO}")}
+    versions = sorted((v for v in directories if _VERSION.fullmatch(v)), key=_version_key)
+    return {version: directories[version] for version in versions}
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _version_key(version: str) -> tuple[int, ...]:
     return tuple(int(n) for n in version.split("."))
 
 
 @functools.cache
 def stored_splits(directory: pathlib.Path) -> dict[str, int]:
-    """Number of examples of every split of a prepared data set.
+    """Returns the number of examples of every split of a prepared data set.
 
     Raises:
       ValueError: its ``dataset_info.json`` is damaged.
@@ -61,21 +68,21 @@ def stored_splits(directory: pathlib.Path) -> dict[str, int]:
         ) from error
 
 
-def check(directory: pathlib.Path) -> None:
-    """Refuses a data set that would have TFDS import foreign code or open files outside of it.
+def check_dataset(directory: pathlib.Path) -> None:
+    """Raises an error if reading the data set may import foreign code or open files outside of it.
 
     Args:
       directory: of one version.
 
     Raises:
       ValueError: ``features.json`` names a class that is not TFDS's, ``dataset_info.json`` points
-        out of the directory, one of the two is damaged, a file is none, or a split's files are longer or
-        shorter than ``dataset_info.json`` says.
+        out of the directory, one of the two is damaged, a file is not a regular file, or the size
+        of a split's files is not the one in ``dataset_info.json``.
       FileNotFoundError: one of the two is missing.
     """
     if not in_bucket(directory):
         for path in directory.iterdir():
-            _check_no_pipe(path)
+            _check_regular(path)
     for name in _class_names(_load(directory / FEATURES), directory / FEATURES):
         if not name.startswith("tensorflow_datasets."):
             raise ValueError(
@@ -85,68 +92,72 @@ def check(directory: pathlib.Path) -> None:
             )
     info = _load(directory / INFO)
     splits = info.get("splits", [])
-    parts = [info, *(split for split in splits if isinstance(split, dict))]
-    for part in parts:
+    records = [info, *(split for split in splits if isinstance(split, dict))]
+    for record in records:
         for key in (*_NAME_KEYS, *_TEMPLATE_KEYS):
-            value = part.get(key, "")
-            if not isinstance(value, str) or not _stays(value, key in _TEMPLATE_KEYS):
+            value = record.get(key, "")
+            if not isinstance(value, str) or not _stays_inside(value, key in _TEMPLATE_KEYS):
                 raise ValueError(
                     f"{directory / INFO} points out of its directory ({key} is {value!r}); {_REMEDY}"
                 )
-    for split in parts[1:]:
+    for split in records[1:]:
         _check_size(directory, split)
 
 
-def _check_size(directory: pathlib.Path, split: dict[str, Any]) -> None:
-    """Raises a `ValueError` where a split's records cannot be those that TFDS has written.
+def _check_size(directory: pathlib.Path, split: dict[str, JSON]) -> None:
+    """Raises a `ValueError` if a split's files cannot contain exactly the records that TFDS wrote.
 
-    TensorFlow notices what is wrong within a record, but not one that is missing or there twice.
+    TensorFlow detects a damaged record, but not a missing or duplicate one.
     """
     try:
-        lengths, size = [int(n) for n in split["shardLengths"]], int(split["numBytes"])
+        lengths, num_bytes = [int(n) for n in split["shardLengths"]], int(split["numBytes"])
         name = str(split["name"])
     except (LookupError, TypeError, ValueError):
-        return  # `stored_splits` tells what is missing; sizes are not always there
+        return  # `stored_splits` reports what is missing; sizes are optional
     shards = list(directory.glob(f"*-{name}.tfrecord-?????-of-{len(lengths):05}"))
-    with ThreadPoolExecutor() as pool:  # a bucket is asked for each
-        found = sum(pool.map(size_of, shards))
-    records = size + _AROUND_RECORD * sum(lengths)
-    if len(shards) == len(lengths) and found not in (records, size):  # TFDS on Beam counts files
+    with ThreadPoolExecutor() as pool:  # one request per file in a bucket
+        actual_size = sum(pool.map(size_of, shards))
+    expected_size = num_bytes + _RECORD_OVERHEAD * sum(lengths)
+    # TFDS on Beam stores the size of the files as `numBytes`.
+    if len(shards) == len(lengths) and actual_size not in (expected_size, num_bytes):
         raise ValueError(
-            f"the files of the split {name} in {directory} have {found:,} bytes, but by {INFO} "
-            f"it is {records:,}; {_REMEDY}"
+            f"the files of the split {name} in {directory} have {actual_size:,} bytes, but by {INFO} "
+            f"it is {expected_size:,}; {_REMEDY}"
         )
 
 
-def _check_no_pipe(path: pathlib.Path) -> None:
-    """A pipe or a device would be waited for."""
+def _check_regular(path: pathlib.Path) -> None:
+    """Raises a `ValueError` for a pipe or a device, reading from which may block."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError(f"{path} is no regular file; {_REMEDY}")
 
 
-def _stays(value: str, is_template: bool) -> bool:
-    """Whether a name is the name of one file, or a template that of files below the directory."""
+def _stays_inside(value: str, is_template: bool) -> bool:
+    """Returns whether `value` is a plain file name, or a template of files below the directory."""
     path = pathlib.PurePosixPath(value)
     return ".." not in path.parts and not path.is_absolute() and (is_template or "/" not in value)
 
 
-def _class_names(value: Any, path: pathlib.Path) -> Iterator[str]:
-    """All class names in a `features.json`, also in the JSON texts that old TFDS versions wrote."""
+def _class_names(value: JSON, path: pathlib.Path) -> Iterator[str]:
+    """Yields all class names in `features.json`.
+
+    Old TFDS versions embed JSON strings in it; those are searched as well.
+    """
     if isinstance(value, list):
-        for part in value:
-            yield from _class_names(part, path)
+        for child in value:
+            yield from _class_names(child, path)
     elif isinstance(value, dict):
-        for key, part in value.items():
-            if isinstance(part, str) and key in _CLASS_KEYS:
-                yield part
-            elif isinstance(part, str) and key in _NESTED_KEYS:
-                yield from _class_names(_parse(part, path), path)
+        for key, child in value.items():
+            if isinstance(child, str) and key in _CLASS_KEYS:
+                yield child
+            elif isinstance(child, str) and key in _NESTED_KEYS:
+                yield from _class_names(_parse(child, path), path)
             else:
-                yield from _class_names(part, path)
+                yield from _class_names(child, path)
 
 
-def _load(path: pathlib.Path) -> dict[str, Any]:
-    _check_no_pipe(path)
+def _load(path: pathlib.Path) -> dict[str, JSON]:
+    _check_regular(path)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -157,7 +168,7 @@ def _load(path: pathlib.Path) -> dict[str, Any]:
     return value
 
 
-def _parse(text: str, path: pathlib.Path) -> Any:
+def _parse(text: str, path: pathlib.Path) -> JSON:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -165,8 +176,8 @@ def _parse(text: str, path: pathlib.Path) -> Any:
 
 
 @contextlib.contextmanager
-def reading(what: str, place: pathlib.Path | str) -> Iterator[None]:
-    """Around whatever opens or reads stored rows: damage ends in one sentence.
+def reading_errors(what: str, place: pathlib.Path | str) -> Iterator[None]:
+    """Context manager that turns errors of opening or reading stored rows into one-line messages.
 
     Args:
       what: the task and split that are read, for the message.
@@ -178,10 +189,11 @@ def reading(what: str, place: pathlib.Path | str) -> Iterator[None]:
     import tensorflow as tf
     from google.protobuf import json_format
 
-    own = (AssertionError, AttributeError, LookupError, TypeError, ValueError)  # TFDS trips over it
+    # TFDS does not validate what it reads.
+    builtin_errors = (AssertionError, AttributeError, LookupError, TypeError, ValueError)
     try:
         yield
-    except (tf.errors.OpError, json_format.Error, *own) as error:
+    except (tf.errors.OpError, json_format.Error, *builtin_errors) as error:
         text = getattr(error, "message", None) or str(error)
         reason = " ".join(re.sub(r"\{\{.*?\}\}|\[\[.*?\]\]|\[Op:.*", "", text).split())[:200]
         raise ValueError(

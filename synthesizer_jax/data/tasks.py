@@ -1,4 +1,4 @@
-"""Tasks and mixtures in SeqIO's registries, for one vocabulary and one data directory."""
+"""Registration of tasks and mixtures with SeqIO, for one vocabulary and one data directory."""
 
 from __future__ import annotations
 
@@ -6,42 +6,47 @@ import functools
 import logging
 import os
 import pathlib
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from synthesizer_jax.data.definitions import GLUE, SENTINEL, SUPER_GLUE, TaskDefinition
 from synthesizer_jax.data.mixtures import MIXTURES, Rates
-from synthesizer_jax.data.stored import check, prepared, stored_splits
+from synthesizer_jax.data.postprocessors import Example
+from synthesizer_jax.data.stored import check_dataset, prepared_versions, stored_splits
 from synthesizer_jax.data.vocabularies import Vocabulary
+from synthesizer_jax.evaluation.metrics import Value
 from synthesizer_jax.files import storage_path
-from synthesizer_jax.suggestions import suggestion
+from synthesizer_jax.messages import did_you_mean
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 TASKS: dict[str, TaskDefinition] = {d.name: d for d in (*GLUE, *SUPER_GLUE, *SENTINEL)}
-"""Every known task; `add` adds more."""
+"""All known tasks; `add` adds others."""
 
 _log = logging.getLogger(__name__)
-_registered: dict[str, Any] = {}
+_registered: dict[str, tuple[TaskDefinition, Vocabulary, pathlib.Path]] = {}
 
 
 def add(definitions: Iterable[TaskDefinition], mixtures: Mapping[str, Rates] = {}) -> None:
-    """Makes tasks and mixtures of your own known; `register` puts them into SeqIO."""
+    """Adds task definitions and mixtures; `register` registers them with SeqIO."""
     TASKS.update({d.name: d for d in definitions})
     MIXTURES.update(mixtures)
 
 
-def definition(name: str) -> TaskDefinition:
-    """A task's definition.
+def task_definition(name: str) -> TaskDefinition:
+    """Returns a task's definition.
 
     Raises:
-      ValueError: there is no such task, with a suggestion.
+      ValueError: there is no such task; the message suggests a similar name.
     """
     if name not in TASKS:
-        raise ValueError(f"there is no task {name!r}{suggestion(name, TASKS)}")
+        raise ValueError(f"there is no task {name!r}{did_you_mean(name, TASKS)}")
     return TASKS[name]
 
 
-def members(name: str) -> Rates:
-    """Rates of a mixture's tasks, or of a single task.
+def mixture_rates(name: str) -> Rates:
+    """Returns the rates of a mixture's tasks, or of a single task.
 
     Raises:
       ValueError: there is neither a mixture nor a task of that name.
@@ -52,93 +57,101 @@ def members(name: str) -> Rates:
         return {name: 1.0}
     known = [*MIXTURES, *TASKS]
     raise ValueError(
-        f"there is no mixture or task {name!r}{suggestion(name, known)}; mixtures: "
+        f"there is no mixture or task {name!r}{did_you_mean(name, known)}; mixtures: "
         f"{', '.join(MIXTURES)}"
     )
 
 
 def default_data_dir() -> pathlib.Path:
-    """Where data sets lie unless another directory is given: TFDS's own place."""
-    given = os.environ.get("SYNTHESIZER_DATA_DIR") or os.environ.get("TFDS_DATA_DIR")
-    return storage_path(given or "~/tensorflow_datasets").expanduser()
+    """Returns the data directory of the environment, by default TFDS's.
+
+    ``SYNTHESIZER_DATA_DIR`` takes precedence over ``TFDS_DATA_DIR``.
+    """
+    configured = os.environ.get("SYNTHESIZER_DATA_DIR") or os.environ.get("TFDS_DATA_DIR")
+    return storage_path(configured or "~/tensorflow_datasets").expanduser()
 
 
-def splits(name: str, data_dir: pathlib.Path) -> dict[str, int]:
-    """Number of stored rows of the splits that a task has on this machine; empty: none."""
-    task = definition(name)
-    versions = prepared(task.dataset, data_dir)
+def prepared_splits(name: str, data_dir: pathlib.Path) -> dict[str, int]:
+    """Returns the number of stored rows of each of a task's splits that are on this machine."""
+    task = task_definition(name)
+    versions = prepared_versions(task.dataset, data_dir)
     if not versions:
         return {}
     stored = stored_splits(list(versions.values())[-1])
     return {split: stored[split] for split in task.splits if split in stored}
 
 
-def available(name: str, data_dir: pathlib.Path, split: str | None = None) -> dict[str, float]:
-    """The members of a mixture whose data is on this machine, with their rates.
+def available_members(
+    name: str, data_dir: pathlib.Path, split: str | None = None
+) -> dict[str, float]:
+    """Returns the rates of those members of a mixture whose data is on this machine.
 
     Args:
       name: a mixture or task.
-      data_dir: where data sets lie.
-      split: only members that have this split.
+      data_dir: the directory of the data sets.
+      split: only return members that have this split.
     """
-    found = {}
-    for task, rate in members(name).items():
-        here = splits(task, data_dir)
-        if here and (split is None or split in here):
-            found[task] = rate
-    return found
+    rates = {}
+    for task, rate in mixture_rates(name).items():
+        splits = prepared_splits(task, data_dir)
+        if splits and (split is None or split in splits):
+            rates[task] = rate
+    return rates
 
 
 def register(
     name: str, vocabulary: Vocabulary, *, data_dir: pathlib.Path, split: str = "train"
 ) -> dict[str, float]:
-    """Puts a mixture and its tasks into SeqIO's registries, without those whose data is missing.
+    """Registers a mixture and its tasks with SeqIO, without tasks whose data is missing.
 
-    Called again with another vocabulary or directory it replaces them. Nothing is downloaded.
+    A call with another vocabulary or directory replaces earlier registrations. Nothing is
+    downloaded.
 
     Args:
       name: a mixture or task.
-      vocabulary: as it is built in `vocabularies`.
-      data_dir: where data sets lie.
-      split: the split that must not be empty.
+      vocabulary: as a configuration in `vocabularies` builds it.
+      data_dir: the directory of the data sets.
+      split: the split to train on; at least one task must have it.
 
     Returns:
-      The rates of the tasks that take part.
+      The rates of the registered tasks.
 
     Raises:
-      ValueError: no such mixture.
+      ValueError: there is no such mixture.
       FileNotFoundError: none of its tasks has that split on this machine.
     """
     import seqio
 
-    parts = available(name, data_dir)
-    drawn = [task for task, rate in parts.items() if rate and split in splits(task, data_dir)]
-    if not drawn:
+    members = available_members(name, data_dir)
+    sampled = [
+        task for task, rate in members.items() if rate and split in prepared_splits(task, data_dir)
+    ]
+    if not sampled:
         raise FileNotFoundError(
             f"no task of {name!r} has data for the split {split!r} in {data_dir}; import the "
             "original files with 'synthesizer-jax data import glue --from DIR --data-dir "
             f"{data_dir}' (also super_glue), or name another --data-dir"
         )
-    for task in parts:
-        register_task(definition(task), vocabulary, data_dir)
+    for task in members:
+        register_task(task_definition(task), vocabulary, data_dir)
     if name in MIXTURES:
-        absent = [t for t, rate in members(name).items() if rate and t not in drawn]
-        if absent:
-            _log.warning("%s goes without %s: no data in %s", name, ", ".join(absent), data_dir)
-        # A task that lacks the split cannot be drawn from; others keep their rates.
-        rates = {task: rate if task in drawn else 0.0 for task, rate in parts.items()}
+        missing = [t for t, rate in mixture_rates(name).items() if rate and t not in sampled]
+        if missing:
+            _log.warning("%s goes without %s: no data in %s", name, ", ".join(missing), data_dir)
+        # A task without the split cannot be sampled from; the others keep their rates.
+        rates = {task: rate if task in sampled else 0.0 for task, rate in members.items()}
         if name in seqio.MixtureRegistry.names():
             seqio.MixtureRegistry.remove(name)
         seqio.MixtureRegistry.add(name, list(rates.items()))
         return rates
-    return parts
+    return members
 
 
 def register_task(task: TaskDefinition, vocabulary: Vocabulary, data_dir: pathlib.Path) -> None:
-    """Puts one task whose data is prepared into SeqIO's registry.
+    """Registers one task, whose data must be prepared, with SeqIO.
 
     Raises:
-      ValueError: TFDS must not open the data set (see `stored.check`).
+      ValueError: TFDS must not open the data set (see `stored.check_dataset`).
     """
     import seqio
     import tensorflow_datasets as tfds
@@ -148,7 +161,7 @@ def register_task(task: TaskDefinition, vocabulary: Vocabulary, data_dir: pathli
         return
     if task.name in seqio.TaskRegistry.names():
         seqio.TaskRegistry.remove(task.name)
-    # Examples are kept by `pipeline`, not by TFDS; one reader a task keeps the threads few.
+    # `pipeline` caches the examples, not TFDS; one reader per task limits the number of threads.
     seqio.set_tfds_read_config_override(
         tfds.ReadConfig(
             try_autocache=False,
@@ -157,33 +170,35 @@ def register_task(task: TaskDefinition, vocabulary: Vocabulary, data_dir: pathli
             num_parallel_calls_for_decode=1,
         )
     )
-    version, directory = list(prepared(task.dataset, data_dir).items())[-1]
-    check(directory)
-    here = splits(task.name, data_dir)
-    steps: list[Any] = [task.preprocess]
+    version, directory = list(prepared_versions(task.dataset, data_dir).items())[-1]
+    check_dataset(directory)
+    splits = prepared_splits(task.name, data_dir)
+    preprocessing: list[Callable[..., tf.data.Dataset]] = [task.format.preprocess]
     if task.rename:
         from synthesizer_jax.data import preprocessors
 
-        steps.insert(0, functools.partial(preprocessors.renamed, names=dict(task.rename)))
-    pieces = vocabulary.to_seqio()
-    steps += [seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
+        preprocessing.insert(
+            0, functools.partial(preprocessors.rename_features, names=dict(task.rename))
+        )
+    seqio_vocabulary = vocabulary.to_seqio()
+    preprocessing += [seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
     if task.sentinel:
         from synthesizer_jax.data import preprocessors
 
-        first = vocabulary.vocab_size - 1
-        steps.append(functools.partial(preprocessors.append_sentinel, sentinel=first))
+        sentinel_id = vocabulary.vocab_size - 1
+        preprocessing.append(functools.partial(preprocessors.append_sentinel, sentinel=sentinel_id))
     seqio.TaskRegistry.add(
         task.name,
         source=seqio.TfdsDataSource(
             f"{task.dataset}:{version}",
             tfds_data_dir=str(data_dir),
-            splits=list(here),
+            splits=list(splits),
         ),
-        preprocessors=[*steps, seqio.preprocessors.append_eos_after_trim],
+        preprocessors=[*preprocessing, seqio.preprocessors.append_eos_after_trim],
         postprocess_fn=functools.partial(_postprocess, task),
         output_features={
-            "inputs": seqio.Feature(pieces, add_eos=True, required=False),
-            "targets": seqio.Feature(pieces, add_eos=True),
+            "inputs": seqio.Feature(seqio_vocabulary, add_eos=True, required=False),
+            "targets": seqio.Feature(seqio_vocabulary, add_eos=True),
         },
         metric_fns=list(task.metrics),
     )
@@ -191,6 +206,11 @@ def register_task(task: TaskDefinition, vocabulary: Vocabulary, data_dir: pathli
 
 
 def _postprocess(
-    task: TaskDefinition, answer: str, example: Any = None, is_target: bool = False, **_: Any
-) -> Any:
+    task: TaskDefinition,
+    answer: str,
+    *,
+    example: Example | None = None,
+    is_target: bool = False,
+    **_: object,
+) -> Value:
     return task.postprocess(answer, example=example, is_target=is_target)

@@ -1,7 +1,7 @@
 """Vocabularies as configurations: bytes, or a SentencePiece file.
 
-What they build encodes and decodes as SeqIO's vocabularies do, without SeqIO or TensorFlow. Training
-reads through SeqIO, with the vocabulary that `Vocabulary.to_seqio` gives.
+The vocabularies that they build encode and decode like SeqIO's, without SeqIO or TensorFlow.
+Training reads its data through SeqIO, with the vocabulary that `Vocabulary.to_seqio` returns.
 """
 
 from __future__ import annotations
@@ -11,25 +11,30 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Iterable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-from synthesizer_jax.files import absolute, storage_path, written_aside
+from synthesizer_jax.files import absolute, open_atomic, storage_path
+
+if TYPE_CHECKING:
+    import seqio
+    from sentencepiece import SentencePieceProcessor
 
 EXTRA_IDS = 100
-"""T5's sentinels ``<extra_id_0>`` … ``<extra_id_99>``, at the end of the vocabulary."""
+"""Number of T5's sentinels, ``<extra_id_0>`` … ``<extra_id_99>``, at the end of the vocabulary."""
 
 PAD, EOS, UNKNOWN = 0, 1, 2
-"""T5's ids of padding, the end of a text, and what no piece covers."""
+"""T5's ids of padding, of the end of a text, and of unknown text."""
 
 
 class Vocabulary(abc.ABC):
-    """Text to ids and back (Raffel et al. 2020, section 2.1).
+    """Conversion between text and ids (Raffel et al. 2020, section 2.1).
 
     Attributes:
-      vocab_size: number of ids, sentinels included.
+      vocab_size: number of ids, including sentinels.
       pad_id: id of padding.
       eos_id: id of the end of a text.
-      unk_id: id of what no piece covers.
+      unk_id: id of text that no piece covers.
     """
 
     pad_id: int = PAD
@@ -39,43 +44,48 @@ class Vocabulary(abc.ABC):
     @property
     @abc.abstractmethod
     def vocab_size(self) -> int:
-        """Number of ids, sentinels included."""
+        """Number of ids, including sentinels."""
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without EOS."""
+        """Returns the ids of a text, without EOS."""
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids up to the first EOS; ids beyond the vocabulary count as unknown."""
+        """Returns the text of the ids before the first EOS; ids out of range are unknown."""
 
     @abc.abstractmethod
-    def to_seqio(self) -> Any:
-        """The `seqio.Vocabulary` with the same ids (loads TensorFlow)."""
+    def to_seqio(self) -> seqio.Vocabulary:
+        """Returns the `seqio.Vocabulary` with the same ids (imports TensorFlow)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ByteVocabulary(Vocabulary):
-    """UTF-8 bytes, ids 3 to 258; what `Bytes` builds. Sentinels are not written when decoding."""
+    """UTF-8 bytes with the ids 3 to 258; `Bytes` builds it.
+
+    Sentinels are omitted when decoding.
+    """
 
     extra_ids: int
 
     @property
     def vocab_size(self) -> int:
-        """Special ids, 256 bytes, sentinels."""
+        """Number of special ids, bytes (256) and sentinels."""
         return _FIRST_BYTE + 256 + self.extra_ids
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of a text, each moved up by 3."""
+        """Returns the bytes of a text, each plus 3."""
         return [_FIRST_BYTE + byte for byte in text.encode("utf-8")]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the bytes up to the first EOS; what is not UTF-8 is left out."""
-        found = (i - _FIRST_BYTE for i in until_eos(ids))
-        return bytes(byte for byte in found if 0 <= byte < 256).decode("utf-8", errors="ignore")
+        """Returns the text of the bytes before the first EOS; invalid UTF-8 is omitted."""
+        byte_values = (i - _FIRST_BYTE for i in until_eos(ids))
+        return bytes(byte for byte in byte_values if 0 <= byte < 256).decode(
+            "utf-8", errors="ignore"
+        )
 
-    def to_seqio(self) -> Any:
-        """The `seqio.ByteVocabulary`."""
+    def to_seqio(self) -> seqio.Vocabulary:
+        """Returns the `seqio.ByteVocabulary`."""
         import seqio
 
         return seqio.ByteVocabulary(extra_ids=self.extra_ids)
@@ -86,50 +96,53 @@ _FIRST_BYTE = 3
 
 @dataclasses.dataclass(frozen=True)
 class SentencePieceVocabulary(Vocabulary):
-    """The pieces of a SentencePiece model and sentinels; what `SentencePiece` builds.
+    """The pieces of a SentencePiece model, and sentinels; `SentencePiece` builds it.
 
     Attributes:
       path: the model file.
-      extra_ids: sentinels that were added.
-      processor: SentencePiece's, sentinels included.
+      extra_ids: number of added sentinels.
+      processor: the `SentencePieceProcessor`, including the sentinels.
     """
 
     path: str
     extra_ids: int
-    processor: Any = dataclasses.field(repr=False)
+    processor: SentencePieceProcessor = dataclasses.field(repr=False)
 
     @property
     def unk_id(self) -> int:  # type: ignore[override]
-        """The model's own."""
+        """The model's id of unknown text."""
         return self.processor.unk_id()
 
     @property
     def vocab_size(self) -> int:
-        """Pieces and sentinels."""
+        """Number of pieces and sentinels."""
         return self.processor.GetPieceSize()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the pieces of a text; a sentinel is recognised where a word begins."""
+        """Returns the ids of the pieces of a text.
+
+        A sentinel in the text is recognized at the beginning of a word.
+        """
         return self.processor.EncodeAsIds(text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the pieces up to the first EOS; unknown ones are SentencePiece's ``⁇``."""
+        """Returns the text of the pieces before the first EOS; unknown pieces give ``⁇``."""
         size, unknown = self.vocab_size, self.unk_id
         return self.processor.DecodeIds([unknown if i >= size else i for i in until_eos(ids)])
 
-    def to_seqio(self) -> Any:
-        """The `seqio.SentencePieceVocabulary`."""
+    def to_seqio(self) -> seqio.Vocabulary:
+        """Returns the `seqio.SentencePieceVocabulary`."""
         return _seqio_sentencepiece(self.path, self.extra_ids)
 
 
 def until_eos(ids: Iterable[int]) -> list[int]:
-    """The ids before the first EOS, as Python's integers."""
-    found = [int(i) for i in ids]
-    return found[: found.index(EOS)] if EOS in found else found
+    """Returns the ids before the first EOS, as Python integers."""
+    values = [int(i) for i in ids]
+    return values[: values.index(EOS)] if EOS in values else values
 
 
 @functools.cache
-def _seqio_sentencepiece(path: str, extra_ids: int) -> Any:
+def _seqio_sentencepiece(path: str, extra_ids: int) -> seqio.Vocabulary:
     import seqio
 
     return seqio.SentencePieceVocabulary(path, extra_ids=extra_ids)
@@ -137,37 +150,37 @@ def _seqio_sentencepiece(path: str, extra_ids: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """UTF-8 bytes (ByT5): ids 0 padding, 1 EOS, 2 unknown, then 256 bytes, then sentinels.
+    """UTF-8 bytes (ByT5): padding 0, EOS 1, unknown 2, then 256 bytes, then sentinels.
 
-    Needs no file.
+    It needs no file.
     """
 
     extra_ids: int = EXTRA_IDS
 
     def build(self) -> ByteVocabulary:
-        """The vocabulary."""
+        """Returns the vocabulary."""
         return ByteVocabulary(self.extra_ids)
 
 
 @dataclasses.dataclass(frozen=True)
 class SentencePiece:
-    """A SentencePiece model file, such as T5's ``spiece.model`` (pad 0, EOS 1, unknown 2).
+    """A SentencePiece model file, such as T5's ``spiece.model`` (padding 0, EOS 1, unknown 2).
 
     Attributes:
       path: a file, on a disk or in a bucket (``gs://…``).
-      extra_ids: sentinels to add after the file's pieces; 100 for T5's 32,000 pieces, 0 for files
-        that hold them already.
+      extra_ids: number of sentinels to add after the pieces of the file: 100 for T5's file of
+        32,000 pieces, 0 for files that contain sentinels.
     """
 
     path: str
     extra_ids: int = EXTRA_IDS
 
     def build(self) -> SentencePieceVocabulary:
-        """Reads the file.
+        """Reads the file and returns the vocabulary.
 
         Raises:
           FileNotFoundError: there is no such file.
-          ValueError: it is no SentencePiece model, or one with other ids for padding and EOS.
+          ValueError: the file is not a SentencePiece model, or has other ids of padding and EOS.
         """
         path = absolute(storage_path(self.path).expanduser())
         if not path.is_file():
@@ -175,11 +188,11 @@ class SentencePiece:
                 f"there is no SentencePiece model {self.path}; {_REMEDY}, or train one with "
                 "'synthesizer-jax data vocabulary'"
             )
-        processor = _processor(path, path.read_bytes(), self.extra_ids)
-        found = processor.pad_id(), processor.eos_id()
-        if found != (PAD, EOS):
+        processor = _load_processor(path, path.read_bytes(), self.extra_ids)
+        ids = processor.pad_id(), processor.eos_id()
+        if ids != (PAD, EOS):
             raise ValueError(
-                f"{path} has padding {found[0]} and EOS {found[1]} where T5's models have {PAD} and "
+                f"{path} has padding {ids[0]} and EOS {ids[1]} where T5's models have {PAD} and "
                 f"{EOS}; {_REMEDY}, or train one with 'synthesizer-jax data vocabulary'"
             )
         return SentencePieceVocabulary(str(path), self.extra_ids, processor)
@@ -189,13 +202,16 @@ _REMEDY = "give a file with --set vocabulary.path=FILE"
 
 
 @functools.lru_cache(maxsize=8)
-def _processor(path: pathlib.Path, data: bytes, extra_ids: int) -> Any:
-    """SentencePiece's processor of a model file with sentinels behind its pieces, the last first."""
+def _load_processor(path: pathlib.Path, data: bytes, extra_ids: int) -> SentencePieceProcessor:
+    """Returns the processor of a model file with sentinels added after its pieces.
+
+    The sentinels are in descending order, so that ``<extra_id_0>`` has the largest id.
+    """
     import sentencepiece
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
-    messages: Any = sentencepiece_model_pb2
+    messages: ModuleType = sentencepiece_model_pb2
     processor = sentencepiece.SentencePieceProcessor()
     try:
         model = messages.ModelProto.FromString(data)
@@ -210,28 +226,23 @@ def _processor(path: pathlib.Path, data: bytes, extra_ids: int) -> Any:
     return processor
 
 
-def padded_size(size: int, multiple: int = 128) -> int:
-    """The next multiple: T5's 32,100 ids make 32,128 rows of the embedding."""
-    return -(-size // multiple) * multiple
-
-
 def train_sentencepiece(
     texts: Iterable[str], path: pathlib.Path, *, vocab_size: int, model_type: str = "unigram"
 ) -> None:
-    """Trains a SentencePiece model with T5's special ids and puts it into place at once.
+    """Trains a SentencePiece model with T5's special ids and writes it atomically.
 
     Args:
       texts: sentences.
       path: the file to write; an existing one is replaced when the new one is complete.
-      vocab_size: number of pieces, special ones included.
+      vocab_size: number of pieces, including special ones.
       model_type: ``unigram`` (T5) or ``bpe``.
 
     Raises:
-      ValueError: there is not enough text for so many pieces.
+      ValueError: there is not enough text for that many pieces.
     """
     import sentencepiece
 
-    with written_aside(path) as file:
+    with open_atomic(path) as file:
         try:
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=iter(texts),

@@ -6,40 +6,47 @@ import json
 import math
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from synthesizer_jax.evaluation.tasks import ExampleSet, TaskResult
-from synthesizer_jax.files import write_aside
+from synthesizer_jax.evaluation.scoring import ExampleSet, TaskResult
+from synthesizer_jax.files import write_atomic
 
 EVALUATION_DIRECTORY = "evaluation"
 """Folder of a run's directory."""
 
 
 def write_results(
-    directory: pathlib.Path, step: int, results: Sequence[TaskResult], extra: dict[str, Any]
+    directory: pathlib.Path,
+    step: int,
+    results: Sequence[TaskResult],
+    *,
+    overall: Mapping[str, float],
 ) -> pathlib.Path:
     """Writes ``evaluation/step_<step>.json``; numbers that are not finite become null."""
     tasks = [
         {
-            **{name: getattr(r, name) for name in ("task", "split", "n", "labelled", "metrics")},
-            "loss": None if r.loss is None else r.loss.per_token,
+            "task": result.task,
+            "split": result.split,
+            "n": result.n,
+            "labeled": result.labeled,
+            "metrics": result.metrics,
+            "loss": None if result.loss is None else result.loss.per_token,
         }
-        for r in results
+        for result in results
     ]
-    text = json.dumps(finite({"step": step, "tasks": tasks, **extra}), indent=1)
+    text = json.dumps(_replace_nonfinite({"step": step, "tasks": tasks, **overall}), indent=1)
     path = directory / EVALUATION_DIRECTORY / f"step_{step}.json"
-    return write_aside(path, text + "\n")
+    return write_atomic(path, text + "\n")
 
 
 def write_predictions(
-    folder: pathlib.Path, step: int, examples: ExampleSet, result: TaskResult
+    folder: pathlib.Path, step: int, result: TaskResult, *, examples: ExampleSet
 ) -> pathlib.Path:
     """Writes a task's predictions, ``FOLDER/step_<step>.<task>.<split>.jsonl``.
 
-    A line is one example: what `ExampleSet.record` says of it, ``score``, the log-probability of the
-    prediction in nats, and where label words were ranked, ``scores``, the log-probability of each.
+    A line is one example: its `ExampleSet.record`, ``score``, the log-probability of the prediction in
+    nats, and where label words were ranked, ``scores``, the log-probability of each.
     """
     words = examples.label_words or ()
 
@@ -48,22 +55,19 @@ def write_predictions(
             record = {**examples.record(i, prediction), "score": float(result.scores[i])}
             if result.ranked is not None:
                 record["scores"] = dict(zip(words, result.ranked[i].tolist(), strict=True))
-            yield json.dumps(finite(record), ensure_ascii=False) + "\n"
+            yield json.dumps(_replace_nonfinite(record), ensure_ascii=False) + "\n"
 
-    return write_aside(folder / f"step_{step}.{result.task}.{result.split}.jsonl", lines())
+    return write_atomic(folder / f"step_{step}.{result.task}.{result.split}.jsonl", lines())
 
 
-def finite(value: Any) -> Any:
-    """JSON data in which numbers that JSON does not have, NaN and infinities, are None.
-
-    NumPy's numbers become Python's.
-    """
+def _replace_nonfinite(value: object) -> object:
+    """Returns JSON data with None in the place of NaN and infinities, and NumPy's numbers as Python's."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {name: finite(part) for name, part in value.items()}
+        return {name: _replace_nonfinite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
+        return [_replace_nonfinite(part) for part in value]
     return value

@@ -1,4 +1,4 @@
-"""Predictions for a list of tokenised inputs: few compiled programs, order restored."""
+"""Predictions for a list of tokenized inputs: few compiled programs, order restored."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,19 @@ from jax.sharding import Mesh
 from synthesizer_jax.inference import decode, score_choices, score_targets
 from synthesizer_jax.inference.decoding import length_penalty
 from synthesizer_jax.models import TextToText
-from synthesizer_jax.sharding import BATCH_AXES, batch_sharding, on_mesh, spread, whole
+from synthesizer_jax.parameters import Variables
+from synthesizer_jax.sharding import (
+    BATCH_AXES,
+    batch_sharding,
+    gather_to_host,
+    replicate_to_devices,
+    use_mesh,
+)
 
 METHODS = ("greedy", "beam", "rank")
 BEAMS = 4
 CHOICES, CHOICE_LENGTH = 4, 8
-"""Label words and their tokens are filled up to multiples of these."""
+"""The numbers of label words, and of their tokens, are padded to multiples of these."""
 
 LENGTHS = {"rank": (64, 128, 256, 512), "decode": (128, 512)}
 """Lengths of compiled batches where inputs have up to 512 tokens, in proportion elsewhere. Ranking, which
@@ -32,20 +39,20 @@ LENGTH_PENALTY = 0.6
 
 
 class Vocabulary(Protocol):
-    """What evaluation needs of a vocabulary (SeqIO's have it)."""
+    """A vocabulary as evaluation needs it, such as SeqIO's."""
 
-    def encode(self, s: str) -> Sequence[int]:
-        """Text to ids, without EOS."""
+    def encode(self, text: str, /) -> Sequence[int]:
+        """Converts text to ids, without EOS."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Ids to text; what follows EOS is dropped."""
+    def decode(self, ids: Sequence[int], /) -> str:
+        """Converts ids to text; what follows EOS is dropped."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Answers:
-    """What a model says to n inputs.
+class Predictions:
+    """The answers of a model to n inputs.
 
     Attributes:
       texts: the answers.
@@ -59,27 +66,27 @@ class Answers:
 
 
 class Predictor:
-    """A model with its variables and vocabulary, ready to answer.
+    """Predicts texts with a model, its variables and a vocabulary.
 
     Args:
       model: an unbound model.
       variables: its variables, on any devices.
       vocabulary: maps text to ids and back.
-      inputs_length: inputs are cut to this many tokens.
-      targets_length: number of tokens to decode at most, EOS included.
-      batch_size: rows of a compiled batch.
+      inputs_length: inputs are truncated to this many tokens.
+      targets_length: maximum number of tokens to decode, EOS included.
+      batch_size: number of rows of a compiled batch.
       method: one of `METHODS`: ``greedy``, ``beam`` (4 beams, T5's length penalty), or ``rank``,
         which scores label words and decodes greedily where there are none.
       logits_dtype: dtype of the output projection in decoding, see `inference.decode`.
-      mesh: over which the variables are spread, and over which inputs are to be; batches are filled up to
-        what it divides. Of several processes each gives all inputs and gets all answers. None: one
-        device.
+      mesh: the mesh that shards the variables, and is to shard the inputs; batches are padded to a
+        multiple of its devices. Of several processes each gives all inputs and gets all answers. None:
+        one device.
     """
 
     def __init__(
         self,
         model: TextToText,
-        variables: Any,
+        variables: Variables,
         vocabulary: Vocabulary,
         *,
         inputs_length: int,
@@ -95,55 +102,57 @@ class Predictor:
         self.inputs_length, self.targets_length = inputs_length, targets_length
         self.method, self.logits_dtype = method, logits_dtype
         self.mesh = None if mesh is None or mesh.size == 1 else mesh
-        ways = 1 if self.mesh is None else math.prod(self.mesh.shape[a] for a in BATCH_AXES)
-        self.ways = ways
-        self.batch_size = -(-batch_size // ways) * ways
+        axes = [] if self.mesh is None else [self.mesh.shape[name] for name in BATCH_AXES]
+        self.num_batch_shards = math.prod(axes)
+        self.batch_size = -(-batch_size // self.num_batch_shards) * self.num_batch_shards
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of an input, cut to `inputs_length`, EOS last."""
+        """Returns the token ids of an input, truncated to `inputs_length`, EOS last."""
         ids = list(self.vocabulary.encode(text))[: self.inputs_length - 1]
         return np.asarray([*ids, 1], np.int32)
 
     def predict(
         self, inputs: Sequence[np.ndarray], *, label_words: Sequence[str] | None = None
     ) -> list[str]:
-        """One string per input, in their order.
+        """Returns one string per input, in their order.
 
         Args:
           inputs: token ids with EOS.
           label_words: the allowed answers, used by ``rank``.
         """
-        return self.answer(inputs, label_words).texts
+        return self.predict_with_scores(inputs, label_words).texts
 
-    def answer(self, inputs: Sequence[np.ndarray], label_words: Sequence[str] | None) -> Answers:
-        """`predict` with log-probabilities, and where label words were ranked, those of all."""
+    def predict_with_scores(
+        self, inputs: Sequence[np.ndarray], label_words: Sequence[str] | None
+    ) -> Predictions:
+        """Predicts texts with log-probabilities; where label words are ranked, with those of all words."""
         if self.method == "rank" and label_words:
             ranked = self.rank(inputs, label_words)
             best = ranked.argmax(axis=-1)
             scores = np.take_along_axis(ranked, best[:, None], axis=-1)[:, 0]
-            return Answers([label_words[i] for i in best], scores, ranked)
-        found = self._map(inputs, "decode", lambda _, batch: self.generate(batch))
-        texts = [self.vocabulary.decode(until_eos(tokens)) for tokens, _ in found]
-        return Answers(texts, np.array([score for _, score in found], np.float32))
+            return Predictions([label_words[i] for i in best], scores, ranked)
+        answers = self._map(inputs, "decode", lambda _, batch: self.generate(batch))
+        texts = [self.vocabulary.decode(until_eos(tokens)) for tokens, _ in answers]
+        return Predictions(texts, np.array([score for _, score in answers], np.float32))
 
     def rank(self, inputs: Sequence[np.ndarray], label_words: Sequence[str]) -> np.ndarray:
-        """Log-probabilities in nats of the label words as answers, ``[n, words]`` float32."""
+        """Returns the log-probabilities in nats of label words as answers, ``[n, words]`` float32."""
         rows = [np.asarray([*self.vocabulary.encode(word), 1]) for word in label_words]
         count = -(-len(rows) // CHOICES) * CHOICES
         length = -(-max(map(len, rows)) // CHOICE_LENGTH) * CHOICE_LENGTH
-        choices = table(rows, count, length)
+        choices = _pad_tokens(rows, count, length)
 
-        def score(_: list[int], batch: np.ndarray) -> Any:
-            tokens = self.put(batch)
+        def score(_: list[int], batch: np.ndarray) -> tuple[jax.Array, ...]:
+            tokens = self.to_devices(batch)
             return (score_choices(self.variables, tokens, choices=choices, model=self.model),)
 
-        found = [scores for (scores,) in self._map(inputs, "rank", score)]
-        return np.asarray(found, np.float32).reshape(len(inputs), count)[:, : len(rows)]
+        scores = [row for (row,) in self._map(inputs, "rank", score)]
+        return np.asarray(scores, np.float32).reshape(len(inputs), count)[:, : len(rows)]
 
     def log_probabilities(
         self, inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray]
     ) -> np.ndarray:
-        """Log-probabilities in nats of given targets, teacher-forced, ``[n]`` float32.
+        """Returns the log-probabilities in nats of given targets, teacher-forced, ``[n]`` float32.
 
         Args:
           inputs: token ids with EOS.
@@ -152,24 +161,24 @@ class Predictor:
         longest, length = max(map(len, targets), default=1), CHOICE_LENGTH
         if longest > length or self.targets_length < length:
             length = max(self.targets_length, longest)
-        # No more logits at a time than ranking four label words makes.
+        # No more logits at a time than ranking four label words computes.
         rows = self.batch_size * CHOICES * CHOICE_LENGTH // length
-        rows = min(max(rows // self.ways, 1) * self.ways, self.batch_size)
+        rows = min(max(rows // self.num_batch_shards, 1) * self.num_batch_shards, self.batch_size)
 
-        def score(places: list[int], batch: np.ndarray) -> Any:
-            wanted = self.put(table([targets[i] for i in places], rows, length))
-            tokens = self.put(batch)
-            return (score_targets(self.variables, tokens, targets=wanted, model=self.model),)
+        def score(indices: list[int], batch: np.ndarray) -> tuple[jax.Array, ...]:
+            padded = self.to_devices(_pad_tokens([targets[i] for i in indices], rows, length))
+            tokens = self.to_devices(batch)
+            return (score_targets(self.variables, tokens, targets=padded, model=self.model),)
 
-        found = self._map(inputs, "decode", score, batch_size=rows)
-        return np.array([score for (score,) in found], np.float32)
+        scores = self._map(inputs, "decode", score, batch_size=rows)
+        return np.array([score for (score,) in scores], np.float32)
 
-    def generate(self, batch: np.ndarray) -> Any:
-        """``[batch, k]`` tokens to ``[batch, targets_length]`` tokens and ``[batch]`` log-probabilities."""
+    def generate(self, batch: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """Decodes ``[batch, k]`` to tokens ``[batch, targets_length]`` and their log-probabilities."""
         beams = BEAMS if self.method == "beam" else 1
         tokens, scores = decode(
             self.variables,
-            self.put(batch),
+            self.to_devices(batch),
             model=self.model,
             max_length=self.targets_length,
             beams=beams,
@@ -180,61 +189,61 @@ class Predictor:
             scores = scores * length_penalty((tokens != 0).sum(axis=-1), LENGTH_PENALTY)
         return tokens, scores
 
-    def put(self, x: np.ndarray) -> jax.Array:
-        """A host array on the devices."""
+    def to_devices(self, x: np.ndarray) -> jax.Array:
+        """Puts a host array on the devices."""
         if self.mesh is None:
             return jnp.asarray(x)
-        return spread(x, batch_sharding(self.mesh))
+        return replicate_to_devices(x, batch_sharding(self.mesh))
 
     def _map(
         self,
         inputs: Sequence[np.ndarray],
         kind: str,
-        answer: Callable[[list[int], np.ndarray], tuple[Any, ...]],
+        answer: Callable[[list[int], np.ndarray], tuple[jax.Array, ...]],
         *,
         batch_size: int | None = None,
-    ) -> list[tuple[Any, ...]]:
-        """Values per input, from arrays with a row each for batches of the `LENGTHS` of that kind."""
-        answers: list[Any] = [None] * len(inputs)
+    ) -> list[tuple[np.ndarray, ...]]:
+        """Returns a row per input of the arrays that a function computes for batches of the `LENGTHS`."""
+        answers: list[tuple[np.ndarray, ...]] = [()] * len(inputs)
         allowed = [-(-n * self.inputs_length // 512) for n in LENGTHS[kind]]
-        fetch = np.asarray if self.mesh is None else whole
-        with contextlib.nullcontext() if self.mesh is None else on_mesh(self.mesh):
-            for rows, batch in batches(inputs, batch_size or self.batch_size, allowed):
-                found = [fetch(x) for x in answer(rows, batch)]
-                for row, values in zip(rows, zip(*found, strict=True), strict=False):
+        fetch = np.asarray if self.mesh is None else gather_to_host
+        with contextlib.nullcontext() if self.mesh is None else use_mesh(self.mesh):
+            for rows, batch in _length_batches(inputs, batch_size or self.batch_size, allowed):
+                arrays = [fetch(x) for x in answer(rows, batch)]
+                for row, values in zip(rows, zip(*arrays, strict=True), strict=False):
                     answers[row] = values
         return answers
 
 
 def until_eos(tokens: np.ndarray) -> list[int]:
-    """A row's ids before EOS or padding."""
+    """Returns the ids of a row before EOS or padding."""
     ends = np.flatnonzero((tokens == 1) | (tokens == 0))
     return tokens[: ends[0] if len(ends) else len(tokens)].tolist()
 
 
-def batches(
+def _length_batches(
     inputs: Sequence[np.ndarray], batch_size: int, lengths: Sequence[int]
 ) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Rows sorted by length in batches of equal size, padded to one of a few lengths.
+    """Yields rows sorted by length in batches of equal size, padded to one of a few lengths.
 
     Args:
       inputs: token ids.
       batch_size: rows per batch; the last batch is filled with empty rows.
-      lengths: allowed lengths of a batch, rising; inputs are cut to the last.
+      lengths: allowed lengths of a batch, ascending; inputs are truncated to the last.
 
     Yields:
-      The rows' places in `inputs`, and ``[batch_size, length]`` int32 tokens.
+      The indices of the rows in `inputs`, and ``[batch_size, length]`` int32 tokens.
     """
     order = sorted(range(len(inputs)), key=lambda i: (len(inputs[i]), i))
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
         longest = max(len(inputs[i]) for i in rows)
         length = next((n for n in lengths if n >= longest), lengths[-1])
-        yield rows, table([inputs[i] for i in rows], batch_size, length)
+        yield rows, _pad_tokens([inputs[i] for i in rows], batch_size, length)
 
 
-def table(rows: Sequence[np.ndarray], count: int, length: int) -> np.ndarray:
-    """Token ids as ``[count, length]`` int32, cut and padded with zeros."""
+def _pad_tokens(rows: Sequence[np.ndarray], count: int, length: int) -> np.ndarray:
+    """Returns token ids as ``[count, length]`` int32, truncated and padded with zeros."""
     result = np.zeros((count, length), np.int32)
     for slot, ids in zip(result, rows, strict=False):
         slot[: min(len(ids), length)] = ids[:length]

@@ -1,4 +1,4 @@
-"""Inference: greedy and beam decoding, and scoring of given answers."""
+"""Greedy and beam decoding, and log-probabilities of given targets."""
 
 from synthesizer_jax.inference.decoding import Decoded, decode
 from synthesizer_jax.inference.scoring import score_choices, score_targets

@@ -1,35 +1,35 @@
-"""Greedy and beam decoding: one compiled loop, static shapes, cached keys and values."""
+"""Greedy and beam decoding in one compiled loop with static shapes and a cache."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.nn import logsumexp
 
 from synthesizer_jax.ambient import with_variables_on_any_mesh
-from synthesizer_jax.models import TextToText, unroll, unroll_variables
+from synthesizer_jax.models import DecodingCache, TextToText, unroll, unroll_variables
+from synthesizer_jax.parameters import Variables, apply_method
 
 EOS = 1
 START = 0
-"""T5's ids: end of sequence; the decoder's first input is padding."""
+"""T5's ids of the end of a sequence, and of padding, which is the decoder's first input."""
 
 NEVER = -1e9
-"""Log-probability of a sequence that is not there; what continues it stays below half of it."""
+"""Log-probability of an absent sequence; those below half of it are absent."""
 
 GROUP = 128
-"""Neighbouring tokens whose maximum is looked at first where the best of many are searched."""
+"""Number of tokens in a group of `_top_tokens`."""
 
 
 class Decoded(NamedTuple):
     """Decoded sequences.
 
     Attributes:
-      tokens: ``[batch, max_length]``, EOS included, zeros after it.
-      scores: ``[batch]`` log-probability in nats; with beams divided by the length penalty.
+      tokens: ``[batch, max_length]``, including EOS; zeros after it.
+      scores: ``[batch]`` log-probabilities in nats; with several beams divided by the length penalty.
     """
 
     tokens: jax.Array
@@ -41,7 +41,7 @@ class Decoded(NamedTuple):
 )
 @with_variables_on_any_mesh
 def decode(
-    variables: dict[str, Any],
+    variables: Variables,
     encoder_tokens: jax.Array,
     *,
     model: TextToText,
@@ -50,148 +50,153 @@ def decode(
     alpha: float = 0.6,
     logits_dtype: str | None = None,
 ) -> Decoded:
-    """Decodes a batch.
+    """Decodes a batch of inputs.
 
     Args:
-      variables: the model's variables, scanned layout or not.
+      variables: the model's variables, with scanned or looped layers.
       encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
       model: an unbound model.
-      max_length: number of tokens to decode at most, EOS included.
-      beams: 1 is greedy.
-      alpha: exponent of the length penalty ``((5 + n) / 6)^alpha`` (Wu et al. 2016; T5 uses 0.6 with
-        4 beams); no effect on greedy decoding.
-      logits_dtype: dtype of the output projection's factors, such as ``"bfloat16"``: half the bytes
-        of what is most of a small model's step; None: the model's. The logits are float32.
+      max_length: maximum number of decoded tokens, including EOS.
+      beams: number of beams; 1 is greedy decoding.
+      alpha: exponent of the length penalty ``((5 + n) / 6)^alpha`` of a sequence of n tokens (Wu et al.
+        2016; T5 uses 0.6 with 4 beams). Greedy decoding ignores it.
+      logits_dtype: dtype of the operands of the output projection; None is the model's. ``"bfloat16"``
+        halves the memory traffic of the projection, which dominates a step of small models. The
+        logits are float32 in any case.
 
     Returns:
-      The best sequence of every example. As in T5X that of a beam search has ended, however improbable
-      its end is, unless no sequence that was followed did.
+      The best sequence of every example. As in T5X, beam search returns a finished sequence, however
+      improbable, unless none has finished.
 
     Raises:
-      ValueError: among others, for a model whose positions end before `max_length`.
-      TypeError: for a model that does not decode, or an NNX module.
+      ValueError: `beams` or `max_length` is less than 1, or the model has fewer than `max_length`
+        positions.
+      TypeError: the model cannot decode, or is an NNX module.
     """
     if not isinstance(model, TextToText):
         raise TypeError(
-            f"decode: a {type(model).__name__} does not decode; give an EncoderDecoder or a LanguageModel, "
-            "for an NNX module its config, and linen_variables of it as variables"
+            f"decode: a {type(model).__name__} cannot decode; pass an EncoderDecoder or a LanguageModel, "
+            "or for an NNX module its config, with linen_variables(module) as variables"
         )
     if beams < 1 or max_length < 1:
         raise ValueError(f"decode: beams={beams}, max_length={max_length}; both must be at least 1")
     variables = unroll_variables(model, variables)
-    step = Step(unroll(model), variables, encoder_tokens, max_length, logits_dtype)
-    if beams == 1:
-        return greedy(step)
-    return beam_search(step, beams, alpha)
+    decoder = _Decoder(
+        unroll(model),
+        variables,
+        encoder_tokens,
+        max_length=max_length,
+        logits_dtype=logits_dtype,
+    )
+    return _decode_greedily(decoder) if beams == 1 else _beam_search(decoder, beams, alpha)
 
 
-class Step:
-    """The model as the decoding loops see it: tokens in, logits out.
-
-    Args:
-      model: a model with looped layers.
-      variables: its variables.
-      encoder_tokens: ``[batch, k]``.
-      max_length: room in the caches.
-      logits_dtype: see `decode`.
-    """
+class _Decoder:
+    """A model with looped layers and its variables; maps tokens to logits."""
 
     def __init__(
         self,
         model: TextToText,
-        variables: dict[str, Any],
+        variables: Variables,
         encoder_tokens: jax.Array,
+        *,
         max_length: int,
         logits_dtype: str | None = None,
     ):
-        self.model, self.variables, self.max_length = model, variables, max_length
-        self.encoder_tokens = encoder_tokens
-        self.room = model.room(encoder_tokens.shape[1], max_length)
-        self.lengths = (encoder_tokens != 0).sum(axis=-1, dtype=jnp.int32)
-        projection: Any = model.apply(variables, method="output_kernel")
-        kernel, self.scale = projection
-        # Made once, before the loop.
-        self.kernel = kernel.astype(model.dtype if logits_dtype is None else logits_dtype)
+        self.batch, self.max_length = encoder_tokens.shape[0], max_length
+        self._model, self._variables, self._encoder_tokens = model, variables, encoder_tokens
+        kernel, self._scale = apply_method(model.output_kernel, variables)
+        # Cast once, not in every iteration of the loop.
+        self._kernel = kernel.astype(model.dtype if logits_dtype is None else logits_dtype)
 
-    @property
-    def batch(self) -> int:
-        """Number of examples."""
-        return self.encoder_tokens.shape[0]
-
-    def first(self) -> tuple[jax.Array, Any]:
-        """``[batch, vocab]`` float32 logits of the first token, and the caches."""
-        start = jnp.full((self.batch, 1), START, jnp.int32)
-        hidden, caches = self.model.apply(
-            self.variables, self.encoder_tokens, start, max_length=self.room, method="start"
+    def start(self) -> tuple[jax.Array, DecodingCache]:
+        """Returns the ``[batch, vocab]`` float32 logits of the first token, and the cache."""
+        cache = apply_method(
+            self._model.init_cache,
+            self._variables,
+            self._encoder_tokens,
+            max_length=self.max_length,
         )
-        return self.logits(hidden), caches
+        return self.next(jnp.full(self.batch, START, jnp.int32), cache)
 
-    def next(self, tokens: jax.Array, caches: Any, position: jax.Array) -> tuple[jax.Array, Any]:
-        """Logits ``[rows, vocab]`` of what follows the tokens ``[rows]`` at `position`."""
-        hidden, caches = self.model.apply(
-            self.variables,
-            tokens[:, None],
-            self.lengths,
-            caches=caches,
-            position=position,
-            max_length=self.room,
-            method="step",
-        )
-        return self.logits(hidden), caches
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """``[rows, 1, d_model]`` to ``[rows, vocab]`` float32."""
-        x = (hidden[:, 0] * jnp.asarray(self.scale, hidden.dtype)).astype(self.kernel.dtype)
-        return jnp.matmul(x, self.kernel, preferred_element_type=jnp.float32)
+    def next(self, tokens: jax.Array, cache: DecodingCache) -> tuple[jax.Array, DecodingCache]:
+        """Returns the ``[rows, vocab]`` float32 logits after the tokens ``[rows]``, and the cache."""
+        hidden, cache = apply_method(self._model.extend, self._variables, tokens[:, None], cache)
+        x = (hidden[:, 0] * jnp.asarray(self._scale, hidden.dtype)).astype(self._kernel.dtype)
+        return jnp.matmul(x, self._kernel, preferred_element_type=jnp.float32), cache
 
 
-def greedy(step: Step) -> Decoded:
-    """The most probable token at every position, until every example has ended."""
+class _GreedyState(NamedTuple):
+    """State of greedy decoding of b examples with m positions.
 
-    def choose(
-        logits: jax.Array,
-        tokens: jax.Array,
-        scores: jax.Array,
-        done: jax.Array,
-        at: jax.Array | int,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        token = jnp.where(done, 0, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+    Attributes:
+      at: number of decoded positions.
+      token: ``[b]`` the last tokens.
+      tokens: ``[b, m]`` all tokens; zeros after EOS.
+      scores: ``[b]`` log-probabilities of the tokens.
+      done: ``[b]`` whether EOS was decoded.
+      cache: the model's cache.
+    """
+
+    at: jax.Array
+    token: jax.Array
+    tokens: jax.Array
+    scores: jax.Array
+    done: jax.Array
+    cache: DecodingCache
+
+
+def _decode_greedily(decoder: _Decoder) -> Decoded:
+    """Decodes the most probable token at every position until every example has ended."""
+
+    def append(state: _GreedyState, logits: jax.Array) -> _GreedyState:
+        token = jnp.where(state.done, 0, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
         logp = jnp.max(logits, axis=-1) - logsumexp(logits, axis=-1)
-        scores = scores + jnp.where(done, 0.0, logp)
-        return token, tokens.at[:, at].set(token), scores, done | (token == EOS)
+        return _GreedyState(
+            at=state.at + 1,
+            token=token,
+            tokens=state.tokens.at[:, state.at].set(token),
+            scores=state.scores + jnp.where(state.done, 0.0, logp),
+            done=state.done | (token == EOS),
+            cache=state.cache,
+        )
 
-    def body(carry: Any) -> Any:
-        at, token, tokens, scores, done, caches = carry
-        logits, caches = step.next(token, caches, at)
-        return at + 1, *choose(logits, tokens, scores, done, at), caches
+    def body(state: _GreedyState) -> _GreedyState:
+        logits, cache = decoder.next(state.token, state.cache)
+        return append(state._replace(cache=cache), logits)
 
-    def unfinished(carry: Any) -> jax.Array:
-        return (carry[0] < step.max_length) & ~jnp.all(carry[4])
+    def unfinished(state: _GreedyState) -> jax.Array:
+        return (state.at < decoder.max_length) & ~jnp.all(state.done)
 
-    logits, caches = step.first()
-    tokens = jnp.zeros((step.batch, step.max_length), jnp.int32)
-    scores, done = jnp.zeros(step.batch), jnp.zeros(step.batch, bool)
-    begin = (jnp.asarray(1), *choose(logits, tokens, scores, done, 0), caches)
-    _, _, tokens, scores, _, _ = jax.lax.while_loop(unfinished, body, begin)
-    return Decoded(tokens, scores)
+    logits, cache = decoder.start()
+    state = _GreedyState(
+        at=jnp.asarray(0),
+        token=jnp.full(decoder.batch, START, jnp.int32),
+        tokens=jnp.zeros((decoder.batch, decoder.max_length), jnp.int32),
+        scores=jnp.zeros(decoder.batch),
+        done=jnp.zeros(decoder.batch, bool),
+        cache=cache,
+    )
+    state = jax.lax.while_loop(unfinished, body, append(state, logits))
+    return Decoded(state.tokens, state.scores)
 
 
 def length_penalty(length: jax.Array | int, alpha: float) -> jax.Array:
-    """``((5 + length) / 6)^alpha`` (Wu et al. 2016, equation 14)."""
+    """Returns ``((5 + length) / 6)^alpha`` (Wu et al. 2016, equation 14)."""
     return ((5.0 + jnp.asarray(length, jnp.float32)) / 6.0) ** alpha
 
 
-class Beams(NamedTuple):
-    """State of a beam search; b examples, n beams, m positions.
+class _Beams(NamedTuple):
+    """State of a beam search over b examples with n beams and m positions.
 
     Attributes:
-      at: number of positions decoded.
-      live: ``[b, n]`` log-probabilities of unfinished sequences, best first.
-      tokens: ``[b, n, m]`` those sequences.
-      ended: ``[b, n]`` penalised scores of finished sequences, best first.
-      ended_tokens: ``[b, n, m]`` those sequences.
-      caches: self-attention caches have b·n rows; cross-attention ones b, shared by the beams of an
-        example, unless they change from step to step.
+      at: number of decoded positions.
+      live: ``[b, n]`` log-probabilities of the unfinished sequences, best first.
+      tokens: ``[b, n, m]`` the unfinished sequences.
+      ended: ``[b, n]`` scores of the finished sequences with the length penalty, best first.
+      ended_tokens: ``[b, n, m]`` the finished sequences.
+      cache: self-attention caches have b · n rows; cross-attention caches that no step changes have b
+        rows, which the beams of an example share.
     """
 
     at: jax.Array
@@ -199,28 +204,28 @@ class Beams(NamedTuple):
     tokens: jax.Array
     ended: jax.Array
     ended_tokens: jax.Array
-    caches: Any
+    cache: DecodingCache
 
 
-def beam_search(step: Step, beams: int, alpha: float) -> Decoded:
-    """Keeps the `beams` best unfinished and finished sequences of every example.
+def _beam_search(decoder: _Decoder, beams: int, alpha: float) -> Decoded:
+    """Searches with `beams` unfinished and `beams` finished sequences of every example.
 
-    An example's search ends when no unfinished sequence can still beat its worst finished one. What is
-    cut by the length limit is returned only where nothing has finished, as in T5X, whose score of it is
-    the log-probability; here it is divided by the length penalty like any other.
+    The search for an example ends when no unfinished sequence can exceed the score of its worst finished
+    sequence. A sequence that reaches the length limit is returned only if none has finished, as in T5X.
+    Its score is divided by the length penalty like all others; T5X returns its log-probability.
     """
-    b, n, m = step.batch, beams, step.max_length
+    b, n, m = decoder.batch, beams, decoder.max_length
 
-    def advance(state: Beams, logits: jax.Array) -> tuple[Beams, jax.Array]:
-        """Extends all beams by one token; also returns which beams the live ones came from."""
+    def advance(state: _Beams, logits: jax.Array) -> tuple[_Beams, jax.Array]:
+        """Extends all beams by one token; also returns the beam that each live one continues."""
         own = state.live - logsumexp(logits, axis=-1).reshape(b, n)
-        top, source, token = top_tokens(logits.reshape(b, n, -1), own, 2 * n)
+        top, source, token = _top_tokens(logits.reshape(b, n, -1), own, 2 * n)
         tokens = jnp.take_along_axis(state.tokens, source[:, :, None], axis=1)
         tokens = tokens.at[:, :, state.at].set(token)
         ends = token == EOS
         real = ends & (top > NEVER / 2)
         penalised = jnp.where(real, top / length_penalty(state.at + 1, alpha), NEVER)
-        ended, ended_tokens = best(
+        ended, ended_tokens = _select_best(
             jnp.concatenate([state.ended, penalised], axis=1),
             jnp.concatenate([state.ended_tokens, tokens], axis=1),
             n,
@@ -228,32 +233,29 @@ def beam_search(step: Step, beams: int, alpha: float) -> Decoded:
         live, order = jax.lax.top_k(jnp.where(ends, NEVER, top), n)
         tokens = jnp.take_along_axis(tokens, order[:, :, None], axis=1)
         source = jnp.take_along_axis(source, order, axis=1)
-        return Beams(state.at + 1, live, tokens, ended, ended_tokens, state.caches), source
+        return _Beams(state.at + 1, live, tokens, ended, ended_tokens, state.cache), source
 
-    def reorder(caches: Any, source: jax.Array) -> Any:
-        rows = (jnp.arange(b)[:, None] * n + source).reshape(-1)
-        return map_rows(step.model, caches, lambda x: x[rows])
-
-    def body(state: Beams) -> Beams:
+    def body(state: _Beams) -> _Beams:
         token = jnp.take_along_axis(
             state.tokens, jnp.full((b, n, 1), state.at - 1), axis=2
         ).reshape(-1)
-        logits, caches = step.next(token, state.caches, state.at)
-        state, source = advance(state._replace(caches=caches), logits)
-        return state._replace(caches=reorder(state.caches, source))
+        logits, cache = decoder.next(token, state.cache)
+        state, source = advance(state._replace(cache=cache), logits)
+        rows = (jnp.arange(b)[:, None] * n + source).reshape(-1)
+        return state._replace(cache=state.cache.map_rows(lambda x: x[rows]))
 
-    def unfinished(state: Beams) -> jax.Array:
+    def unfinished(state: _Beams) -> jax.Array:
         hope = state.live[:, 0] / length_penalty(m, alpha)
         return (state.at < m) & jnp.any(hope > state.ended[:, -1])
 
-    logits, caches = step.first()
+    logits, cache = decoder.start()
     empty = jnp.zeros((b, n, m), jnp.int32)
-    # All beams start equal: only the first may be extended.
+    # All beams are equal at the start, so only the first one may be extended.
     live = jnp.full((b, n), NEVER).at[:, 0].set(0.0)
-    state = Beams(jnp.asarray(0), live, empty, jnp.full((b, n), NEVER), empty, None)
+    state = _Beams(jnp.asarray(0), live, empty, jnp.full((b, n), NEVER), empty, cache)
     state, _ = advance(state, jnp.repeat(logits, n, axis=0))
-    caches = map_rows(step.model, caches, lambda x: jnp.repeat(x, n, axis=0))
-    state = jax.lax.while_loop(unfinished, body, state._replace(caches=caches))
+    cache = cache.map_rows(lambda x: jnp.repeat(x, n, axis=0))
+    state = jax.lax.while_loop(unfinished, body, state._replace(cache=cache))
     has_ended = state.ended[:, 0] > NEVER
     cut = state.live[:, 0] / length_penalty(m, alpha)
     return Decoded(
@@ -262,28 +264,21 @@ def beam_search(step: Step, beams: int, alpha: float) -> Decoded:
     )
 
 
-def map_rows(model: TextToText, caches: Any, change: Callable[[jax.Array], jax.Array]) -> Any:
-    """Changes what every beam has for itself; a length that all rows share stays as it is."""
-    own = functools.partial(jax.tree.map, lambda x: change(x) if jnp.ndim(x) else x)
-    layers = zip(caches, model.decoder.changing_cross_caches, strict=True)
-    return tuple((own(a), own(cross) if changing else cross) for (a, cross), changing in layers)
-
-
-def top_tokens(
+def _top_tokens(
     logits: jax.Array, own: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The best continuations of an example's beams, as `jax.lax.top_k` over all of them finds them.
+    """Returns the best continuations of an example's beams, as `jax.lax.top_k` over all of them would.
 
-    The best `count` values lie in the `count` neighbourhoods with the largest maxima, so only those
-    are sorted.
+    The vocabulary is divided into groups of `GROUP` tokens. The best `count` tokens are in the `count`
+    groups with the largest maxima, so only these groups are searched.
 
     Args:
       logits: ``[b, n, vocab]`` of n beams.
-      own: ``[b, n]`` what is added to all of a beam's logits.
-      count: how many to find.
+      own: ``[b, n]`` numbers that are added to all logits of a beam.
+      count: number of continuations.
 
     Returns:
-      Scores, beams and tokens, ``[b, count]`` each, best first.
+      Scores, beams and tokens, each ``[b, count]``, best first.
     """
     b, n, vocab = logits.shape
     groups = -(-vocab // GROUP)
@@ -293,7 +288,7 @@ def top_tokens(
     logits = logits.reshape(b, n, groups, GROUP)
     peaks = (logits.max(axis=-1) + own[:, :, None]).reshape(b, n * groups)
     _, chosen = jax.lax.top_k(peaks, min(count, n * groups))
-    chosen = jnp.sort(chosen)  # equal values in the order in which they stand
+    chosen = jnp.sort(chosen)  # as in top_k, the first of equal values comes first
     near = jnp.take_along_axis(logits.reshape(b, n * groups, GROUP), chosen[:, :, None], axis=1)
     near += jnp.take_along_axis(own, chosen // groups, axis=1)[:, :, None]
     top, index = jax.lax.top_k(near.reshape(b, -1), count)
@@ -302,7 +297,7 @@ def top_tokens(
     return top, group // groups, token.astype(jnp.int32)
 
 
-def best(scores: jax.Array, tokens: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
-    """The n best of ``[b, c]`` scored sequences ``[b, c, m]``."""
+def _select_best(scores: jax.Array, tokens: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the n best of the sequences ``[b, c, m]`` with scores ``[b, c]``."""
     scores, order = jax.lax.top_k(scores, n)
     return scores, jnp.take_along_axis(tokens, order[:, :, None], axis=1)

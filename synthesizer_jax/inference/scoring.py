@@ -1,9 +1,8 @@
-"""Log-probabilities of given answers: rank classification and held-out loss."""
+"""Log-probabilities of given targets, for rank classification and held-out losses."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,33 +10,35 @@ from jax.typing import ArrayLike
 
 from synthesizer_jax.ambient import with_variables_on_any_mesh
 from synthesizer_jax.models import TextToText
+from synthesizer_jax.parameters import Variables, apply_method
+from synthesizer_jax.typing import PyTree
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
 @with_variables_on_any_mesh
 def score_choices(
-    variables: dict[str, Any],
+    variables: Variables,
     encoder_tokens: jax.Array,
     *,
     choices: ArrayLike,
     model: TextToText,
 ) -> jax.Array:
-    """Log-probabilities of the same choices for every example; the encoder runs once.
+    """Returns the log-probabilities of the same choices for every example; the encoder runs once.
 
     Args:
       variables: the model's variables.
       encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
-      choices: ``[choices, t]`` target tokens with EOS, 0 is padding; on any host or device.
+      choices: ``[choices, t]`` target tokens with EOS; 0 is padding.
       model: an unbound model.
 
     Returns:
-      ``[batch, choices]`` float32, summed over each choice's tokens.
+      ``[batch, choices]`` float32, in nats, summed over the tokens of a choice.
     """
-    memory = model.apply(variables, encoder_tokens, method="remember")
+    memory = apply_method(model.encode_inputs, variables, encoder_tokens)
 
     def score(choice: jax.Array) -> jax.Array:
         rows = jnp.broadcast_to(choice, (encoder_tokens.shape[0], choice.shape[0]))
-        return log_probability(model, variables, rows, memory)
+        return _log_probability(model, variables, targets=rows, memory=memory)
 
     return jax.vmap(score, out_axes=1)(jnp.asarray(choices))
 
@@ -45,34 +46,34 @@ def score_choices(
 @functools.partial(jax.jit, static_argnames=("model",))
 @with_variables_on_any_mesh
 def score_targets(
-    variables: dict[str, Any],
+    variables: Variables,
     encoder_tokens: jax.Array,
     *,
     targets: jax.Array,
     model: TextToText,
 ) -> jax.Array:
-    """Log-probability of every example's own target.
+    """Returns the log-probability of every example's target.
 
     Args:
       variables: the model's variables.
       encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
-      targets: ``[batch, t]`` tokens with EOS, 0 is padding.
+      targets: ``[batch, t]`` tokens with EOS; 0 is padding.
       model: an unbound model.
 
     Returns:
-      ``[batch]`` float32, in nats, summed over the target's tokens.
+      ``[batch]`` float32, in nats, summed over the tokens of a target.
     """
-    memory = model.apply(variables, encoder_tokens, method="remember")
-    return log_probability(model, variables, targets, memory)
+    memory = apply_method(model.encode_inputs, variables, encoder_tokens)
+    return _log_probability(model, variables, targets=targets, memory=memory)
 
 
-def log_probability(
-    model: TextToText, variables: dict[str, Any], targets: jax.Array, memory: Any
+def _log_probability(
+    model: TextToText, variables: Variables, *, targets: jax.Array, memory: PyTree
 ) -> jax.Array:
-    """``[batch]`` sums of the target tokens' log-probabilities, teacher-forced."""
+    """Returns ``[batch]`` sums of the target tokens' log-probabilities, with teacher forcing."""
     shifted = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))
-    hidden = model.apply(variables, shifted, memory, method="decode")
-    logits: Any = model.apply(variables, hidden, method="logits")
+    hidden = apply_method(model.decode, variables, shifted, memory)
+    logits = apply_method(model.logits, variables, hidden)
     logp = jax.nn.log_softmax(logits.astype(jnp.float32))
     logp = jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
     return jnp.where(targets != 0, logp, 0.0).sum(axis=-1)

@@ -1,52 +1,298 @@
-"""What all mixers share."""
+"""The interface of a mixer, and functions that mixers share."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TypeAlias, TypedDict
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from synthesizer_jax.attention import Mask
+from synthesizer_jax.ambient import on_any_mesh
+from synthesizer_jax.attention import Explanation, Mask, Terms, explain
+from synthesizer_jax.attention.checks import check_types
 from synthesizer_jax.attention.products import dense_product
 from synthesizer_jax.initializers import Initializer
+from synthesizer_jax.mixers.decoding import (
+    decoding_mask,
+    extend_each,
+    move_padding_last,
+    resolve_position,
+    take_positions,
+)
+from synthesizer_jax.mixers.taps import sow_tap
 from synthesizer_jax.parameters import with_axes
+from synthesizer_jax.typing import PyTree
 
-SITES = "sites"
-"""The collection in which modules leave what distillation compares, when it is asked for."""
+MixerCache: TypeAlias = PyTree
+"""A pytree of a mixer's own type, with the attributes of a `TokenCount`."""
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class NewCache:
-    """Asks a layer to start a cache.
+class TokenCount:
+    """The cache of a mixer that needs nothing of past tokens.
 
     Attributes:
-      max_length: number of positions of the tokens attended to; None: as many as are given.
-      queries: in cross-attention, the number of query positions to come, so that a layer whose
-        parameters end before refuses at once; None: unknown.
+      length: the position of the next token, int32: a scalar, or ``[batch]`` if the examples differ.
+        In cross-attention it counts queries.
+      empty_memory: in cross-attention no tokens, ``[batch, 0, width]``, of the memory's width and
+        dtype; None in self-attention.
     """
 
-    max_length: int | None = None
-    queries: int | None = None
+    length: int | jax.Array | np.int32 = dataclasses.field(default_factory=lambda: np.int32(0))
+    empty_memory: jax.Array | None = None
 
 
-FORCED = "forced"
-"""The collection of values to use in place of a module's own, at the places of `SITES`."""
+class Mixer(nn.Module):
+    """A token mixer, ``[batch, length, d_model]`` in and out: attention, or what replaces it.
+
+    A subclass defines the compact method `mix`, which all public methods share, and overrides the
+    properties that differ from attention's.
+    """
+
+    @property
+    def bias_heads(self) -> int | None:
+        """The number of heads of a position bias; None: there are no logits to add one to."""
+        return None
+
+    @property
+    def has_cross_attention(self) -> bool:
+        """Whether the mixer can attend to other tokens than its own."""
+        return False
+
+    @property
+    def supports_causal(self) -> bool:
+        """Whether the mixer can hide later tokens, as decoders need it."""
+        return True
+
+    @property
+    def supports_bidirectional(self) -> bool:
+        """Whether a position can see later ones, as encoders need it."""
+        return True
+
+    @property
+    def supports_packing(self) -> bool:
+        """Whether a row may hold several sequences."""
+        return True
+
+    @property
+    def shares_cross_cache(self) -> bool:
+        """Whether all rows that attend to the same memory can share a cache in cross-attention."""
+        return True
+
+    @on_any_mesh
+    def __call__(
+        self,
+        x: jax.Array,
+        kv: jax.Array | None = None,
+        *,
+        mask: Mask | jax.Array | None = None,
+        bias: Terms = (),
+    ) -> jax.Array:
+        """Mixes tokens.
+
+        Args:
+          x: ``[batch, q, d_model]``; its dtype is the dtype of the computation.
+          kv: ``[batch, k, width]`` tokens to attend to; None means `x` (self-attention).
+          mask: which keys may be seen and which queries are real; in self-attention the queries are
+            real where the keys are.
+          bias: terms added to the logits (T5's relative bias), outside a mixture's weights.
+
+        Returns:
+          ``[batch, q, d_model]``.
+
+        Raises:
+          ValueError: the mixer does not support the arguments, see its properties, or the tokens
+            exceed its positions.
+        """
+        mask = Mask.of(mask)
+        self._check_support(mask, bias, cross=kv is not None)
+        offset = mask.query_offset
+        if kv is None and isinstance(offset, int) and offset != 0:
+            raise ValueError(
+                f"{type(self).__name__}: Mask.query_offset={offset} in self-attention without a cache, "
+                "where queries and keys are the same tokens; leave it out, or give the cache of the "
+                "tokens before to extend"
+            )
+        mask = mask.for_self_attention() if kv is None else mask
+        return self.mix(x, kv, mask=mask, bias=bias)[0]
+
+    @nn.nowrap
+    def explain(
+        self,
+        x: jax.Array | jax.ShapeDtypeStruct,
+        kv: jax.Array | jax.ShapeDtypeStruct | None = None,
+        *,
+        mask: Mask | jax.Array | None = None,
+        bias: Terms = (),
+        platform: str | None = None,
+    ) -> tuple[Explanation, ...]:
+        """Explains which implementation computes the layer, and why not another; nothing is computed.
+
+        Args:
+          x: as in `__call__`; shapes are enough.
+          kv: likewise.
+          mask: as in `__call__`.
+          bias: as in `__call__`.
+          platform: ``cpu``, ``gpu`` or ``tpu``; None: the one that JAX uses.
+
+        Returns:
+          One explanation for each call of `attend`.
+        """
+        key = jax.random.key(0)
+        return explain(self.init, key, x, kv, mask=mask, bias=bias, platform=platform)
+
+    @on_any_mesh
+    def init_cache(
+        self,
+        x: jax.Array,
+        kv: jax.Array | None = None,
+        *,
+        max_length: int,
+        mask: Mask | jax.Array | None = None,
+    ) -> MixerCache:
+        """Returns an empty cache, in cross-attention with the keys and values of the memory.
+
+        Args:
+          x: ``[batch, any, d_model]``; only the shape and the dtype are read.
+          kv: ``[batch, k, width]`` the memory in cross-attention; None: self-attention.
+          max_length: number of positions that `extend` may reach.
+          mask: in cross-attention which tokens of the memory are real, for mixers that sum over it.
+
+        Raises:
+          ValueError: the mixer does not decode, or has fewer than `max_length` positions.
+        """
+        mask = Mask.of(mask)
+        if kv is None:
+            mask = decoding_mask(mask, 0, 0)
+        self._check_support(mask, (), cross=kv is not None)
+        return self.mix(x[:, :0], kv, mask=mask, max_length=max_length)[1]
+
+    @on_any_mesh
+    def extend(
+        self,
+        x: jax.Array,
+        cache: MixerCache,
+        *,
+        mask: Mask | jax.Array | None = None,
+        bias: Terms = (),
+        position: int | jax.Array | None = None,
+    ) -> tuple[jax.Array, MixerCache]:
+        """Mixes new tokens with those in a cache, one decoding step or a whole prompt.
+
+        Self-attention is causal whatever the mask says, and only its `prefix_lengths` open later
+        tokens. Prompts of different lengths are told by the mask's `key_lengths` (padding at the end)
+        or its `key_valid` ``[batch, q]`` (padding anywhere): positions then count an example's real
+        tokens, and every example goes on at its own.
+
+        Args:
+          x: ``[batch, q, d_model]`` the tokens from `position` on.
+          cache: from `init_cache` or the step before.
+          mask: as in `__call__`, over all positions of the cache, except `key_valid`.
+          bias: as in `__call__`, for the new queries and all positions of the cache.
+          position: in-sequence position of the first token, a scalar or ``[batch]``; None: where the
+            cache ends. It may be smaller, to decode from there again, unless the mixer keeps sums or
+            a window.
+
+        Returns:
+          ``[batch, q, d_model]`` and the extended cache.
+
+        Raises:
+          ValueError: among others, for tokens past the end of the cache. If the position is traced,
+            as in a compiled loop, the outputs are NaN instead.
+        """
+        mask = Mask.of(mask)
+        position = resolve_position(position, cache.length)
+        if is_cross(cache) or mask.key_valid is None:
+            return self.extend_rows(x, cache, mask=mask, bias=bias, position=position)
+        x, mask, order = move_padding_last(x, mask, position=position)
+        y, cache = self.extend_rows(x, cache, mask=mask, bias=bias, position=position)
+        return take_positions(y, jnp.argsort(order, axis=1)), cache
+
+    def extend_rows(
+        self,
+        x: jax.Array,
+        cache: MixerCache,
+        *,
+        mask: Mask,
+        bias: Terms,
+        position: int | jax.Array,
+    ) -> tuple[jax.Array, MixerCache]:
+        """`extend` where the padding is last, and `mask` and `position` are given."""
+        if jnp.ndim(position):
+            each = jnp.asarray(position)
+            return extend_each(self, x, cache, mask=mask, bias=bias, position=each)
+        cross = is_cross(cache)
+        if cross:
+            mask = dataclasses.replace(mask, query_offset=position)
+        else:
+            mask = decoding_mask(mask, position, x.shape[1])
+        self._check_support(mask, bias, cross=cross)
+        return self.mix(x, None, mask=mask, bias=bias, cache=cache, position=position)
+
+    def mix(
+        self,
+        x: jax.Array,
+        kv: jax.Array | None,
+        *,
+        mask: Mask,
+        bias: Terms = (),
+        cache: MixerCache | None = None,
+        position: int | jax.Array = 0,
+        max_length: int | None = None,
+    ) -> tuple[jax.Array, MixerCache]:
+        """The compact method behind `__call__`, `init_cache` and `extend`.
+
+        Args:
+          x: ``[batch, q, d_model]``.
+          kv: ``[batch, k, width]`` in cross-attention without a cache; None with a cache.
+          mask: the mask, already that of self-attention, or of a step.
+          bias: terms added to the logits.
+          cache: to be extended; None without one.
+          position: position of the first token, a scalar.
+          max_length: number of positions of a new cache, for `init_cache`; the tokens returned are
+            not read.
+
+        Returns:
+          ``[batch, q, d_model]`` and the new cache; None without one.
+        """
+        raise NotImplementedError
+
+    def _check_support(self, mask: Mask, bias: Terms, *, cross: bool) -> None:
+        """Raises a `ValueError` for arguments that the mixer's properties exclude."""
+        name = type(self).__name__
+        if not isinstance(bias, tuple) or bias:
+            check_types(bias, of="bias is", remedy="give")
+        if cross and not self.has_cross_attention:
+            raise ValueError(f"{name} mixes a sequence with itself; use Attention as cross_mixer")
+        if bias and self.bias_heads is None:
+            raise ValueError(
+                f"{name} has no logits to add a position bias to; give the stack bias=None"
+            )
+        if mask.key_segments is not None and not self.supports_packing:
+            raise ValueError(
+                f"{name} reads a row as one sequence; train with packing off (data.pack=false)"
+            )
+        patterns = (mask.window, mask.ahead, mask.allowed)
+        is_partial = mask.causal or any(pattern is not None for pattern in patterns)
+        if not cross and is_partial and not self.supports_causal:
+            raise ValueError(
+                f"{name} mixes all positions, later ones too; it has no causal form: use it in "
+                "encoders, and another mixer in decoders"
+            )
+
+    @property
+    def is_sowing_weights(self) -> bool:
+        """Whether attention weights are to be sown in ``intermediates``."""
+        return self.is_mutable_collection("intermediates") and not self.is_initializing()
 
 
-def site(module: nn.Module, name: str, value: jax.Array) -> jax.Array:
-    """Leaves a value, and takes the forced one where there is one."""
-    if module.has_variable(FORCED, name):
-        value = module.get_variable(FORCED, name)
-    leave(module, name, value)
-    return value
-
-
-def leave(module: nn.Module, name: str, value: jax.Array) -> None:
-    """Leaves a value in `SITES` when that collection is asked for."""
-    if module.is_mutable_collection(SITES) and not module.is_initializing():
-        module.sow(SITES, name, value, reduce_fn=lambda _, new: new, init_fn=lambda: None)
+def is_cross(cache: MixerCache) -> bool:
+    """Whether a mixer's cache is that of cross-attention."""
+    return cache.empty_memory is not None
 
 
 def merge_heads(
@@ -57,19 +303,19 @@ def merge_heads(
     kernel_init: Initializer,
     use_bias: bool = False,
 ) -> jax.Array:
-    """The output projection ``out/kernel [heads, head_dim, d_model]``.
+    """Applies the output projection ``out/kernel [heads, head_dim, d_model]``.
 
     Args:
       module: the mixer that makes the projection.
-      heads: ``[batch, q, heads, head_dim]``; left in `SITES` as ``heads``.
+      heads: ``[batch, q, heads, head_dim]``; sown in `TAPS` as ``heads``.
       d_model: width of the result.
-      kernel_init: initialiser of the kernel.
+      kernel_init: initializer of the kernel.
       use_bias: add a bias ``[d_model]``.
 
     Returns:
       ``[batch, q, d_model]``.
     """
-    leave(module, "heads", heads)
+    sow_tap(module, "heads", heads)
     return nn.DenseGeneral(
         features=d_model,
         axis=(-2, -1),
@@ -83,45 +329,15 @@ def merge_heads(
     )(heads)
 
 
-def dropout_options(module: Any) -> dict[str, Any]:
-    """`attend`'s dropout options: the mixer's `dropout_rate`, and its key where one was given."""
-    dropping = module.dropout_rate > 0.0 and module.has_rng("dropout")
-    return {
-        "dropout_rate": module.dropout_rate if dropping else 0.0,
-        "dropout_key": module.make_rng("dropout") if dropping else None,
-    }
+class DropoutOptions(TypedDict):
+    """The dropout options of `attend`."""
+
+    dropout_rate: float
+    dropout_key: jax.Array | None
 
 
-def self_attention_only(module: nn.Module, kv: Any, bias: Any, cache: Any = None) -> None:
-    """Raises a `ValueError` for what a mixer's definition does not allow."""
-    name = type(module).__name__
-    if kv is not None:
-        raise ValueError(f"{name} mixes a sequence with itself; use Attention as cross_mixer")
-    if bias:
-        raise ValueError(
-            f"{name} has no logits to add a position bias to; give the stack bias=None"
-        )
-    if cache is not None:
-        raise ValueError(
-            f"{name} sees the whole sequence at once and cannot decode step by step; use it in "
-            "encoders only"
-        )
-
-
-def not_causal(module: nn.Module, mask: Mask) -> None:
-    """Raises a `ValueError` for masks of single queries, which a mixer of whole sequences breaks."""
-    patterns = (mask.window, mask.ahead, mask.allowed)
-    if mask.causal or any(pattern is not None for pattern in patterns):
-        raise ValueError(
-            f"{type(module).__name__} mixes all positions, later ones too; it has no causal form: use "
-            "it in encoders, and another mixer in decoders"
-        )
-
-
-def not_packed(module: nn.Module, mask: Mask) -> None:
-    """Raises a `ValueError` for packed rows."""
-    if mask.key_segments is not None:
-        raise ValueError(
-            f"{type(module).__name__} reads a row as one sequence; train with packing off "
-            "(data.pack=false)"
-        )
+def dropout_options(module: nn.Module, rate: float) -> DropoutOptions:
+    """Returns `attend`'s dropout options: the rate, and a key if the stream ``dropout`` is given."""
+    if rate == 0.0 or not module.has_rng("dropout"):
+        return {"dropout_rate": 0.0, "dropout_key": None}
+    return {"dropout_rate": rate, "dropout_key": module.make_rng("dropout")}

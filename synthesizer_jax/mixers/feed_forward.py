@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import check_length
-from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Mask, Span, Terms
-from synthesizer_jax.attention.cache import poison, read_tokens
-from synthesizer_jax.attention.terms import wide
+from synthesizer_jax.attention.cache import advance_length, fill_invalid
+from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.initializers import FanIn, Initializer, TorchUniform
-from synthesizer_jax.mixers.base import (
-    NewCache,
-    merge_heads,
-    not_causal,
-    not_packed,
-    self_attention_only,
-)
-from synthesizer_jax.mixers.decoding import (
-    query_lengths,
-    query_position,
-    ragged_step,
-    step_mask,
-)
+from synthesizer_jax.mixers.base import Mixer, TokenCount, is_cross, merge_heads
+from synthesizer_jax.mixers.decoding import query_ends
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
 
 EPSILON = 1e-5
-"""Of both normalisations, PyTorch's default."""
+"""Of both normalizations, PyTorch's default."""
 
 SLOPE = 0.01
 """Of the leaky ReLU."""
@@ -56,7 +43,7 @@ class Sums:
     def __add__(self, other: Sums) -> Sums:
         return jax.tree.map(jnp.add, self, other)
 
-    def whole(self) -> Sums:
+    def sum_all(self) -> Sums:
         """The sum over all tokens, n = 1."""
         return jax.tree.map(lambda x: x.sum(axis=1, keepdims=True), self)
 
@@ -71,23 +58,21 @@ class Sums:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SentenceCache:
-    """What a `SentenceFeedForward` keeps while decoding.
+class SentenceCache(TokenCount):
+    """What a `SentenceFeedForward` keeps while decoding; see `TokenCount` for the other attributes.
 
     Attributes:
       sums: of all tokens read so far, n = 1.
-      length: the position of the next token, as in `Cache`.
     """
 
-    sums: Sums
-    length: Any
+    sums: Sums = dataclasses.field(kw_only=True)
 
 
 class SentenceNetwork(nn.Module):
     """A two-layer network over a whole flattened sentence, padded with zeros to N tokens.
 
     ``LayerNorm(N·d) → Linear → LeakyReLU(0.01) → LayerNorm → Linear`` with biases (Bozic et al. 2023,
-    released code). Nothing is padded or flattened here: the first normalisation's statistics and
+    released code). Nothing is padded or flattened here: the first normalization's statistics and
     the first product are sums over tokens. So shorter inputs cost less, and running the network once
     for every prefix, as the decoder's replacement does, is one cumulative sum.
 
@@ -148,7 +133,7 @@ class SentenceNetwork(nn.Module):
             jax.lax.dynamic_slice_in_dim(p, place, x.shape[1], axis=1)
             for p in (self.scale_0, self.kernel_0)
         )
-        x = x.astype(wide(x))
+        x = x.astype(logits_dtype(x))
         return Sums(
             total=x.sum(-1, keepdims=True),
             squares=jnp.square(x).sum(-1, keepdims=True),
@@ -156,7 +141,7 @@ class SentenceNetwork(nn.Module):
         )
 
     def hidden(self, sums: Sums) -> jax.Array:
-        """The normalised hidden layer ``[b, n, nets, hidden]``, float32 or wider."""
+        """The normalized hidden layer ``[b, n, nets, hidden]``, float32 or wider."""
         size = self.inputs * self.max_length * self.width
         mean = sums.total / size
         variance = jnp.maximum(sums.squares / size - mean**2, 0)  # where rounding made it negative
@@ -192,7 +177,7 @@ class SentenceNetwork(nn.Module):
 
 
 @register
-class SentenceFeedForward(nn.Module):
+class SentenceFeedForward(Mixer):
     """A feed-forward network over the whole sentence in the place of attention.
 
     Bozic et al. 2023: ALR with the defaults (the network makes the concatenated heads, the output
@@ -210,7 +195,7 @@ class SentenceFeedForward(nn.Module):
       head_dim: width of one head.
       separate_heads: one network per head.
       causal: for decoders' self-attention.
-      out_init: initialiser of the output kernel ``[heads, head_dim, d_model]``.
+      out_init: initializer of the output kernel ``[heads, head_dim, d_model]``.
     """
 
     max_length: int
@@ -221,87 +206,111 @@ class SentenceFeedForward(nn.Module):
     causal: bool = False
     out_init: Initializer = FanIn()
 
-    cross_cache_changes = True
-    """In cross-attention the cache sums up decoder tokens, so every beam needs its own."""
+    @property
+    def has_cross_attention(self) -> bool:
+        """Whether the mixer can attend to other tokens than its own."""
+        return True
 
-    @on_any_mesh
+    @property
+    def supports_causal(self) -> bool:
+        """Whether the mixer can hide later tokens."""
+        return self.causal
+
+    @property
+    def supports_bidirectional(self) -> bool:
+        """Whether a position can see later ones."""
+        return not self.causal
+
+    @property
+    def supports_packing(self) -> bool:
+        """Whether a row may hold several sequences."""
+        return False
+
+    @property
+    def shares_cross_cache(self) -> bool:
+        """False: in cross-attention the cache sums up decoder tokens, so every beam needs its own."""
+        return False
+
     @nn.compact
-    def __call__(
+    def mix(
         self,
         x: jax.Array,
-        kv: jax.Array | None = None,
+        kv: jax.Array | None,
         *,
-        mask: Mask | jax.Array | None = None,
+        mask: Mask,
         bias: Terms = (),
-        cache: SentenceCache | NewCache | None = None,
-        position: int | jax.Array | None = None,
-    ):
-        """Mixes tokens; arguments and results as in `Attention`, but without a position bias.
-
-        A cache cannot be decoded again from an earlier position.
-        """
-        mask = Mask.of(mask)
+        cache: SentenceCache | None = None,
+        position: int | jax.Array = 0,
+        max_length: int | None = None,
+    ) -> tuple[jax.Array, SentenceCache | None]:
+        n, cross = x.shape[1], kv is not None or (cache is not None and is_cross(cache))
+        self._check_fields(mask, cross=cross)
+        lengths = (n, max_length or 0, 0 if kv is None else kv.shape[1])
+        check_length(self, self.max_length, Span(position, n), *(Span(0, m) for m in lengths[1:]))
+        network = self._make_network(x.shape[-1], inputs=2 if cross else 1)
+        if max_length is not None:
+            return x, self._new_cache(network, x, kv, mask=mask)
+        if cross:
+            sums = self._read_cross(network, x, kv, mask=mask, position=position)
+        else:
+            sums = self._read_self(network, x, mask, position=position)
         if cache is not None:
-            ragged = ragged_step(self, x, kv, mask=mask, bias=bias, cache=cache, position=position)
-            if ragged is not None:
-                return ragged
-        position = query_position(self, mask, cache, position, cross=kv is not None)
-        n = x.shape[1]
-        if cache is not None and kv is None:
-            mask = step_mask(mask, position, n)
-        self.check(kv, mask, bias, cache)
-        spans = [Span(position, n)] + ([] if kv is None else [Span(0, kv.shape[1])])
-        if isinstance(cache, NewCache):
-            spans.append(Span(0, (cache.max_length if kv is None else cache.queries) or 0))
-        check_length(self, self.max_length, *spans)
-        network = self.make_network(x.shape[-1], inputs=1 if kv is None else 2)
-        if kv is None and cache is None:
-            mask = mask.for_self_attention()
-        sums = self.read(network, x, kv, mask, position)
-        if isinstance(cache, SentenceCache):
             sums = sums + cache.sums
         y = network.out(network.hidden(sums), start=position, length=n).astype(x.dtype)
-        asking = mask.queries(n)
-        if asking is not None:
-            y = jnp.where(asking[..., None, None], y, 0)
-        y = self.merged(y, x.shape[-1])
+        real = mask.queries(n)
+        if real is not None:
+            y = jnp.where(real[..., None, None], y, 0)
+        y = self._merge_heads(y, x.shape[-1])
         if cache is None:
-            return y
-        right, length = read_tokens(
+            return y, None
+        valid, length = advance_length(
             position,
             n,
-            length=cache.length if isinstance(cache, SentenceCache) else position,
-            lengths=mask.key_lengths if kv is None else query_lengths(mask, position),
+            length=cache.length,
+            lengths=query_ends(mask, position) if cross else mask.key_lengths,
             batch=x.shape[0],
-            room=self.max_length,
+            capacity=self.max_length,
             exact=True,
         )
-        return poison(y, right), SentenceCache(sums.last(), length)
+        y = fill_invalid(y, valid)
+        return y, dataclasses.replace(cache, sums=sums.last(), length=length)
 
-    def read(
+    def _new_cache(
+        self, network: SentenceNetwork, x: jax.Array, kv: jax.Array | None, *, mask: Mask
+    ) -> SentenceCache:
+        """Returns the cache of no tokens; in cross-attention it has read the memory."""
+        if kv is None:
+            return SentenceCache(sums=network.read(x).sum_all())
+        sums = self._read_memory(network, kv, mask)
+        return SentenceCache(sums=sums, empty_memory=kv[:, :0])
+
+    def _read_self(
+        self, network: SentenceNetwork, x: jax.Array, mask: Mask, *, position: int | jax.Array
+    ) -> Sums:
+        """Sums up the tokens up to every position, or (n = 1) those of the whole sentence."""
+        sums = network.read(_zero_padding(x, mask, position), start=position)
+        return sums.prefixes() if self.causal else sums.sum_all()
+
+    def _read_cross(
         self,
         network: SentenceNetwork,
         x: jax.Array,
         kv: jax.Array | None,
+        *,
         mask: Mask,
         position: int | jax.Array,
     ) -> Sums:
-        """What the network has read up to every position, or (n = 1) of the whole sentence."""
-        memory, n = (x, x.shape[1]) if kv is None else (kv, kv.shape[1])
-        start = position if kv is None else 0
-        masked = mask.key_lengths is not None or mask.key_valid is not None
-        real = mask.from_key(start, n).keys(n) if masked else None
-        if real is not None and n:
-            memory = jnp.where(real[..., None], memory, 0)
-        sums = network.read(memory, start=start)
-        if kv is not None:
-            asking = mask.queries(x.shape[1])
-            x = x if asking is None else jnp.where(asking[..., None], x, 0)
-            queries = network.read(x, start=position, which=1).prefixes()
-            return queries + sums.whole() if kv.shape[1] else queries
-        return sums.prefixes() if self.causal else sums.whole()
+        """Sums up the memory, if it is given, and the queries up to every position."""
+        real = mask.queries(x.shape[1])
+        x = x if real is None else jnp.where(real[..., None], x, 0)
+        queries = network.read(x, start=position, which=1).prefixes()
+        return queries if kv is None else queries + self._read_memory(network, kv, mask)
 
-    def make_network(self, width: int, *, inputs: int) -> SentenceNetwork:
+    def _read_memory(self, network: SentenceNetwork, kv: jax.Array, mask: Mask) -> Sums:
+        """Sums up the memory, n = 1."""
+        return network.read(_zero_padding(kv, mask, 0)).sum_all()
+
+    def _make_network(self, width: int, *, inputs: int) -> SentenceNetwork:
         """The network, or one per head."""
         heads = self.num_heads or 1
         features = width if self.num_heads is None else self.head_dim
@@ -319,41 +328,44 @@ class SentenceFeedForward(nn.Module):
             parent=self,
         )
 
-    def merged(self, y: jax.Array, d_model: int) -> jax.Array:
+    def _merge_heads(self, y: jax.Array, d_model: int) -> jax.Array:
         """``[b, n, nets, features]`` to ``[b, n, d_model]``."""
         if self.num_heads is None:
             return y[:, :, 0]
         y = y.reshape(*y.shape[:2], self.num_heads, self.head_dim)
         return merge_heads(self, y, d_model, kernel_init=self.out_init)
 
-    def check(self, kv: object, mask: Mask, bias: Terms, cache: object) -> None:
-        """Raises a `ValueError` for what the network's definition does not allow."""
-        not_packed(self, mask)
-        if kv is None:
-            self_attention_only(self, None, bias, None if self.causal else cache)
-            if not self.causal:
-                not_causal(self, mask)
-            elif not mask.causal or any(
-                pattern is not None
-                for pattern in (mask.window, mask.ahead, mask.prefix_lengths, mask.allowed)
-            ):
-                raise ValueError(
-                    "SentenceFeedForward: causal=True is for decoders with a plain causal mask; in "
-                    "encoders leave it out"
-                )
+    def _check_fields(self, mask: Mask, *, cross: bool) -> None:
+        """Raises a `ValueError` for fields or masks that do not fit together."""
+        patterns = (mask.window, mask.ahead, mask.prefix_lengths, mask.allowed)
+        is_plain = mask.causal and all(pattern is None for pattern in patterns)
+        if not cross and self.causal and not is_plain:
+            raise ValueError(
+                "SentenceFeedForward: causal=True is for decoders with a plain causal mask; in "
+                "encoders leave it out"
+            )
         if self.separate_heads and self.num_heads is None:
             raise ValueError("SentenceFeedForward: separate_heads needs num_heads and head_dim")
 
 
+def _zero_padding(x: jax.Array, mask: Mask, start: int | jax.Array) -> jax.Array:
+    """Returns the tokens ``[b, n, d]`` from `start` on, with zeros where they are not real."""
+    n = x.shape[1]
+    if not n or (mask.key_lengths is None and mask.key_valid is None):
+        return x
+    real = mask.slice_keys(start, n).keys(n)
+    return x if real is None else jnp.where(real[..., None], x, 0)
+
+
 @register
-class TokenFeedForward(nn.Module):
+class TokenFeedForward(Mixer):
     """The same network on every token by itself: no mixing at all, the baseline of the others.
 
     Attributes:
       hidden_dim: width of the hidden layer.
       num_heads: number of heads of the output projection.
       head_dim: width of one head.
-      out_init: initialiser of the output kernel ``[heads, head_dim, d_model]``.
+      out_init: initializer of the output kernel ``[heads, head_dim, d_model]``.
     """
 
     hidden_dim: int
@@ -361,21 +373,21 @@ class TokenFeedForward(nn.Module):
     head_dim: int
     out_init: Initializer = FanIn()
 
-    @on_any_mesh
     @nn.compact
-    def __call__(
+    def mix(
         self,
         x: jax.Array,
-        kv: jax.Array | None = None,
+        kv: jax.Array | None,
         *,
-        mask: Mask | jax.Array | None = None,
+        mask: Mask,
         bias: Terms = (),
-        cache: tuple[()] | NewCache | None = None,
-        position: int | jax.Array | None = None,
-    ):
-        """As in `Attention`, for self-attention; nothing is kept while decoding."""
-        del position
-        self_attention_only(self, kv, bias)
+        cache: TokenCount | None = None,
+        position: int | jax.Array = 0,
+        max_length: int | None = None,
+    ) -> tuple[jax.Array, TokenCount | None]:
+        n = x.shape[1]
+        if max_length is not None:
+            return x, TokenCount()
         network = SentenceNetwork(
             width=x.shape[-1],
             max_length=1,
@@ -387,9 +399,13 @@ class TokenFeedForward(nn.Module):
         tokens = x.reshape(-1, 1, x.shape[-1])
         y = network.out(network.hidden(network.read(tokens))).astype(x.dtype)
         y = y.reshape(*x.shape[:2], self.num_heads, self.head_dim)
-        mask = Mask.of(mask)
-        real = (mask.for_self_attention() if cache is None else mask).queries(x.shape[1])
+        real = mask.queries(n)
         if real is not None:
             y = jnp.where(real[..., None, None], y, 0)
         y = merge_heads(self, y, x.shape[-1], kernel_init=self.out_init)
-        return y if cache is None else (y, ())
+        if cache is None:
+            return y, None
+        _, length = advance_length(
+            position, n, length=cache.length, lengths=mask.key_lengths, batch=x.shape[0]
+        )
+        return y, dataclasses.replace(cache, length=length)

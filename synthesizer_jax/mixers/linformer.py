@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import check_length, project
-from synthesizer_jax.ambient import on_any_mesh, partition
+from synthesizer_jax.ambient import partition
 from synthesizer_jax.attention import (
     Mask,
     Span,
@@ -19,19 +17,13 @@ from synthesizer_jax.attention import (
     low_rank,
 )
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
-from synthesizer_jax.mixers.base import (
-    dropout_options,
-    merge_heads,
-    not_causal,
-    not_packed,
-    self_attention_only,
-)
+from synthesizer_jax.mixers.base import Mixer, MixerCache, dropout_options, merge_heads
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
 
 
 @register
-class Linformer(nn.Module):
+class Linformer(Mixer):
     """Attention to k learned mixtures of the positions instead of the positions themselves.
 
     ``softmax(Q (E K)ᵀ / √d_k) (F V)`` with E, F of ``[k, max_length]`` (Wang et al. 2020, equation
@@ -45,7 +37,7 @@ class Linformer(nn.Module):
       projected_length: the paper's k.
       shared: E = F, the paper's "key-value sharing"; both are always shared by the heads.
       dropout_rate: probability of dropping an attention weight.
-      length_init: initialiser of E and F; None: standard deviation 1/√projected_length, the paper's
+      length_init: initializer of E and F; None: standard deviation 1/√projected_length, the paper's
         Johnson-Lindenstrauss projection.
     """
 
@@ -59,26 +51,29 @@ class Linformer(nn.Module):
     kernel_init: Initializer = FanIn()
     length_init: Initializer | None = None
 
-    @on_any_mesh
+    @property
+    def supports_causal(self) -> bool:
+        """Whether the mixer can hide later tokens: a projection along the length cannot."""
+        return False
+
+    @property
+    def supports_packing(self) -> bool:
+        """Whether a row may hold several sequences."""
+        return False
+
     @nn.compact
-    def __call__(
+    def mix(
         self,
         x: jax.Array,
-        kv: jax.Array | None = None,
+        kv: jax.Array | None,
         *,
-        mask: Mask | jax.Array | None = None,
+        mask: Mask,
         bias: Terms = (),
-        cache: Any = None,
+        cache: MixerCache | None = None,
         position: int | jax.Array = 0,
-    ) -> jax.Array:
-        """Mixes tokens; arguments and results as in `Attention`, for encoders' self-attention."""
-        del position
-        mask = Mask.of(mask)
-        self_attention_only(self, kv, bias, cache)
-        not_causal(self, mask)
-        not_packed(self, mask)
+        max_length: int | None = None,
+    ) -> tuple[jax.Array, MixerCache]:
         check_length(self, self.max_length, Span(0, x.shape[1]))
-        mask = mask.for_self_attention()
         query, key, value = (
             project(
                 x,
@@ -92,31 +87,31 @@ class Linformer(nn.Module):
         real = mask.keys(x.shape[1])
         if real is not None:
             key, value = (jnp.where(real[..., None, None], y, 0) for y in (key, value))
-        project_keys = self.length_projection("key_length_projection")
+        project_keys = self._length_projection("key_length_projection")
         project_values = project_keys
         if not self.shared:
-            project_values = self.length_projection("value_length_projection")
-        keys, values = shorten(key, project_keys), shorten(value, project_values)
+            project_values = self._length_projection("value_length_projection")
+        keys, values = _project_length(key, project_keys), _project_length(value, project_values)
         terms = (low_rank(query * self.head_dim**-0.5, keys, token_keys=True),)
         rows = Mask(query_valid=mask.queries(x.shape[1]))
-        if self.is_mutable_collection("intermediates") and not self.is_initializing():
+        if self.is_sowing_weights:
             self.sow("intermediates", "attention_weights", attention_weights(terms, mask=rows))
         y = attend(
             terms,
             values,
             mask=rows,
-            **dropout_options(self),
+            **dropout_options(self, self.dropout_rate),
             partition=partition(batch=x.shape[0], heads=values.shape[2]),
         )
-        return merge_heads(self, y, x.shape[-1], kernel_init=self.kernel_init)
+        return merge_heads(self, y, x.shape[-1], kernel_init=self.kernel_init), None
 
-    def length_projection(self, name: str) -> jax.Array:
+    def _length_projection(self, name: str) -> jax.Array:
         """E or F, ``[projected_length, max_length]``."""
         init = self.length_init or Normal(self.projected_length**-0.5)
         shape = (self.projected_length, self.max_length)
         return self.param(name, with_axes(init, "rank", "key_length"), shape)
 
 
-def shorten(x: jax.Array, matrix: jax.Array) -> jax.Array:
+def _project_length(x: jax.Array, matrix: jax.Array) -> jax.Array:
     """``[batch, n, heads, e]`` to ``[batch, projected_length, heads, e]``."""
     return jnp.einsum("pn,bnhe->bphe", matrix[:, : x.shape[1]].astype(x.dtype), x)

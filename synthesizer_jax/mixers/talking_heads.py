@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import project
-from synthesizer_jax.attention import Mask, Terms, drop_values, packed_logits
+from synthesizer_jax.attention import Mask, Terms, drop_value_vectors, packed_logits
 from synthesizer_jax.initializers import FanIn, Initializer
-from synthesizer_jax.mixers.attention import Attention
+from synthesizer_jax.mixers.attention import AttentionBase
 from synthesizer_jax.mixers.base import dropout_options
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
@@ -19,7 +19,7 @@ DYNAMIC = ("x2l", "m2l", "x2w", "m2w")
 
 
 @register
-class TalkingHeads(Attention):
+class TalkingHeads(AttentionBase):
     """Attention whose heads exchange logits before the softmax and weights after it.
 
     ``J = alignment``, ``L = J P_l + bias``, ``W = softmax(L)``, ``U = W P_w``, ``y = concat(U V) W_o``
@@ -34,7 +34,7 @@ class TalkingHeads(Attention):
       project_weights: False leaves P_w out; then ``softmax_heads = value_heads``.
       dynamic: any of ``x2l``, ``m2l``, ``x2w``, ``m2w``: a linear function of the query's token (x)
         or of the key's (m) is added to P_l or P_w (section 6).
-      talk_init: initialiser of P_l ``[h_k, h]`` and P_w ``[h, h_v]``.
+      talk_init: initializer of P_l ``[h_k, h]`` and P_w ``[h, h_v]``.
       dynamic_scale: variance of a dynamic projection's entries at unit tokens, times the number of
         heads that it sums over.
     """
@@ -53,79 +53,78 @@ class TalkingHeads(Attention):
         return self.softmax_heads or self.num_heads
 
     @property
-    def values_heads(self) -> int:
+    def num_value_heads(self) -> int:
         """The number of heads of the values."""
         return self.value_heads or self.bias_heads
 
-    def extra(self, memory: jax.Array) -> tuple[jax.Array, ...]:
-        """The dynamic projections that the tokens attended to make, ``[batch, k, from, to]``."""
-        self.check()
-        return tuple(self.projection(name, memory) for name in ("m2l", "m2w") if self.has(name))
+    def _values(self, memory: jax.Array) -> tuple[jax.Array, ...]:
+        """Makes the values and the memory's dynamic projections, ``[batch, k, from, to]``."""
+        self._check_fields()
+        projections = (self._dynamic(name, memory) for name in ("m2l", "m2w") if self._has(name))
+        return self._project_values(memory), *projections
 
-    def mix(
+    def _attend(
         self,
         x: jax.Array,
         terms: Terms,
+        values: tuple[jax.Array, ...],
+        *,
         bias: Terms,
-        values: jax.Array,
         mask: Mask,
-        extra: tuple[jax.Array, ...],
     ) -> jax.Array:
-        """Logits, talk, softmax, talk, sum of the values."""
-        q_length, k_length = x.shape[1], values.shape[1]
+        """Sums the values with weights P_w softmax(P_l logits)."""
+        v, *dynamic = values
+        m2l = dynamic.pop(0) if self._has("m2l") else None
+        m2w = dynamic.pop(0) if self._has("m2w") else None
+        x2l = self._dynamic("x2l", x) if self._has("x2l") else None
+        x2w = self._dynamic("x2w", x) if self._has("x2w") else None
+        q_length, k_length = x.shape[1], v.shape[1]
         logits_of = functools.partial(
             packed_logits, mask=mask, q_length=q_length, k_length=k_length
         )
-        memory = iter(extra)
-        m2l = next(memory) if self.has("m2l") else None
-        m2w = next(memory) if self.has("m2w") else None
-        x2l = self.projection("x2l", x) if self.has("x2l") else None
-        x2w = self.projection("x2w", x) if self.has("x2w") else None
         logits = logits_of(terms)
         if self.project_logits:
-            logits = talk(logits, self.matrix("logits_projection"), x2l, m2l)
+            logits = _mix_heads(logits, self._matrix("logits_projection"), x2l, by_key=m2l)
         if bias:
             logits = logits + logits_of(bias)
         weights = jax.nn.softmax(logits, axis=-1, where=mask.pairs(q_length, k_length))
         if self.project_weights:
-            weights = talk(weights, self.matrix("weights_projection"), x2w, m2w)
-        if self.reporting:
+            weights = _mix_heads(weights, self._matrix("weights_projection"), x2w, by_key=m2w)
+        if self.is_sowing_weights:
             self.sow("intermediates", "attention_weights", weights)
-        dropout = dropout_options(self)
-        values = drop_values(values, dropout["dropout_rate"], dropout["dropout_key"])
-        weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))
-        out = jnp.einsum(
+        dropout = dropout_options(self, self.dropout_rate)
+        v = drop_value_vectors(v, dropout["dropout_rate"], dropout["dropout_key"])
+        weights = jnp.broadcast_to(weights, (v.shape[0], *weights.shape[1:]))
+        y = jnp.einsum(
             "bhqk,bkhe->bqhe",
-            weights.astype(values.dtype),
-            values,
+            weights.astype(v.dtype),
+            v,
             preferred_element_type=weights.dtype,
         )
-        return out.astype(values.dtype)
+        return y.astype(v.dtype)
 
-    def has(self, name: str) -> bool:
-        """Whether a dynamic projection is asked for."""
+    def _has(self, name: str) -> bool:
         return name in self.dynamic
 
-    def sizes(self, target: str) -> tuple[int, int]:
-        """The heads that a projection leads from and to; `target` is ``l`` or ``w``."""
+    def _num_heads_between(self, target: str) -> tuple[int, int]:
+        """Returns the numbers of heads of P_l or P_w, as `target` is ``l`` or ``w``."""
         if target == "l":
             return self.num_heads, self.bias_heads
-        return self.bias_heads, self.values_heads
+        return self.bias_heads, self.num_value_heads
 
-    def matrix(self, name: str) -> jax.Array:
-        """P_l or P_w."""
+    def _matrix(self, name: str) -> jax.Array:
         init = with_axes(self.talk_init, "talk_from", "talk_to")
-        return self.param(name, init, self.sizes(name[0]))
+        return self.param(name, init, self._num_heads_between(name[0]))
 
-    def projection(self, name: str, tokens: jax.Array) -> jax.Array:
-        """A dynamic projection ``[batch, length, from, to]``."""
-        source, target = self.sizes(name[-1])
+    def _dynamic(self, name: str, tokens: jax.Array) -> jax.Array:
+        """Makes a dynamic projection of tokens, ``[batch, length, from, to]``."""
+        source, target = self._num_heads_between(name[-1])
         init = FanIn(self.dynamic_scale / source)
         return project(
             tokens, heads=source, width=target, name=name, axis="talk_to", kernel_init=init
         )
 
-    def check(self) -> None:
+    def _check_fields(self) -> None:
         """Raises a `ValueError` for fields that do not fit together."""
         unknown = [name for name in self.dynamic if name not in DYNAMIC]
         if unknown:
@@ -134,7 +133,7 @@ class TalkingHeads(Attention):
             ("l", self.project_logits, "project_logits=False needs softmax_heads = num_heads"),
             ("w", self.project_weights, "project_weights=False needs value_heads = softmax_heads"),
         ):
-            source, to = self.sizes(target)
+            source, to = self._num_heads_between(target)
             if not on and (source != to or any(d.endswith(target) for d in self.dynamic)):
                 raise ValueError(
                     f"TalkingHeads: {names} and no dynamic projection there, but the numbers are "
@@ -142,10 +141,11 @@ class TalkingHeads(Attention):
                 )
 
 
-def talk(
+def _mix_heads(
     heads: jax.Array,
     matrix: jax.Array,
     by_query: jax.Array | None = None,
+    *,
     by_key: jax.Array | None = None,
 ) -> jax.Array:
     """``heads · (P + P_x + P_m)`` over the heads' axis.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -12,10 +12,10 @@ from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Mask
 from synthesizer_jax.attention.products import dense_product
 from synthesizer_jax.initializers import Initializer, Normal
-from synthesizer_jax.mixers.decoding import take_rows
+from synthesizer_jax.mixers.decoding import take_positions
 from synthesizer_jax.models.layers import LayerNorm
-from synthesizer_jax.models.stack import Stack
-from synthesizer_jax.models.token_model import TokenModel, lengths, padding_last
+from synthesizer_jax.models.stack import StackBase
+from synthesizer_jax.models.token_model import TokenModel, move_padding_last, num_real_tokens
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
 
@@ -47,13 +47,13 @@ class Encoder(TokenModel, kw_only=True):
       pooling: ``"mean"`` over the real tokens, or the ``"first"`` real one ([CLS]).
       pooler: a dense layer with tanh after the pooling, as in BERT.
       outputs: classes of a classifier or numbers of a regressor; None: no such head.
-      masked_lm: BERT's head over the tokens: dense, GELU, normalisation, the embedding (`tied`) or a
+      masked_lm: BERT's head over the tokens: dense, GELU, normalization, the embedding (`tied`) or a
         projection, and a bias.
       token_types: number of segment embeddings (BERT: 2); 0: none.
-      head_init: initialiser of the heads' kernels.
+      head_init: initializer of the heads' kernels.
     """
 
-    encoder: Stack
+    encoder: StackBase
     pooling: str = "mean"
     pooler: bool = False
     outputs: int | None = None
@@ -100,14 +100,18 @@ class Encoder(TokenModel, kw_only=True):
           tokens: ``[batch, length]`` integers; 0 is padding, on either side.
           token_types: ``[batch, length]`` numbers of the segments; None: all 0.
         """
-        tokens, order = padding_last(tokens)
+        tokens, order = move_padding_last(tokens)
         x = self.embed(tokens)
         if self.token_types:
-            types = jnp.zeros_like(tokens) if token_types is None else take_rows(token_types, order)
+            types = (
+                jnp.zeros_like(tokens)
+                if token_types is None
+                else take_positions(token_types, order)
+            )
             x = x + jnp.take(self.type_embedding, types, axis=0).astype(x.dtype)
-        hidden, _ = self.encoder(x, mask=Mask.padded(lengths(tokens)))
+        hidden = self.encoder(x, mask=Mask.padded(num_real_tokens(tokens)))
         pooled = self.pool(hidden, tokens)
-        hidden = take_rows(hidden, jnp.argsort(order, axis=1))
+        hidden = take_positions(hidden, jnp.argsort(order, axis=1))
         return Encoded(
             hidden=hidden,
             pooled=pooled,
@@ -117,7 +121,7 @@ class Encoder(TokenModel, kw_only=True):
             token_logits=self.token_logits(hidden) if self.masked_lm else None,
         )
 
-    def example(self, inputs_length: int, targets_length: int) -> tuple[Any, ...]:
+    def example(self, inputs_length: int, targets_length: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Abstract arguments of `__call__` for one example: inputs only."""
         return super().example(inputs_length, targets_length)[:1]
 

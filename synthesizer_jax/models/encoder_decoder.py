@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Mask
-from synthesizer_jax.mixers.base import NewCache, site
+from synthesizer_jax.mixers.taps import tap
 from synthesizer_jax.models.block import Memory
-from synthesizer_jax.models.stack import Stack
-from synthesizer_jax.models.token_model import TokenModel, lengths, padding_last, up_to_last
+from synthesizer_jax.models.layers import PositionEmbedding
+from synthesizer_jax.models.stack import StackBase
+from synthesizer_jax.models.text_to_text import DecodingCache, TextToText
+from synthesizer_jax.models.token_model import (
+    move_padding_last,
+    num_real_tokens,
+    real_targets_mask,
+)
 from synthesizer_jax.registry import register
 
 
 @register
-class EncoderDecoder(TokenModel, kw_only=True):
+class EncoderDecoder(TextToText, kw_only=True):
     """Two stacks over one vocabulary (Raffel et al. 2020); see `TokenModel` for more fields.
 
     Attributes:
@@ -28,41 +32,9 @@ class EncoderDecoder(TokenModel, kw_only=True):
         (Mesh-TensorFlow), while each stack's own `positions` have their own.
     """
 
-    encoder: Stack
-    decoder: Stack
-    positions: nn.Module | None = None
-
-    @on_any_mesh
-    def __call__(
-        self,
-        encoder_tokens: jax.Array,
-        decoder_tokens: jax.Array,
-        *,
-        segments: tuple[jax.Array, jax.Array] | None = None,
-        positions: tuple[jax.Array, jax.Array] | None = None,
-        max_segments: int | None = None,
-    ) -> jax.Array:
-        """Logits of every next token.
-
-        Args:
-          encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
-          decoder_tokens: ``[batch, q]`` the targets shifted right by one, padded on the right.
-          segments: for packed rows the encoder's and the decoder's segment ids, 0 is padding.
-          positions: for packed rows the positions inside the segments.
-          max_segments: no packed row has more segments; lets terms of absolute positions run on
-            unpacked rows.
-
-        Returns:
-          ``[batch, q, vocab]`` in the dtype of the computation.
-        """
-        hidden = self.hidden(
-            encoder_tokens,
-            decoder_tokens,
-            segments=segments,
-            positions=positions,
-            max_segments=max_segments,
-        )
-        return self.logits(hidden)
+    encoder: StackBase
+    decoder: StackBase
+    positions: PositionEmbedding | None = None
 
     @on_any_mesh
     def hidden(
@@ -75,17 +47,14 @@ class EncoderDecoder(TokenModel, kw_only=True):
         max_segments: int | None = None,
         counted: jax.Array | None = None,
     ) -> jax.Array:
-        """The decoder's output before the projection to the vocabulary, ``[batch, q, d_model]``.
-
-        Arguments are those of `__call__`, and `counted` as in `decode`.
-        """
+        """Returns the decoder's output before the projection; see `TextToText`."""
         source, target = segments if segments is not None else (None, None)
-        places = positions if positions is not None else (None, None)
+        source_positions, target_positions = positions if positions is not None else (None, None)
         encoded = self.encode(
-            encoder_tokens, segments=source, positions=places[0], max_segments=max_segments
+            encoder_tokens, segments=source, positions=source_positions, max_segments=max_segments
         )
-        encoded = site(self, "encoded", encoded)
-        cross, mask = Mask(key_lengths=lengths(encoder_tokens)), Mask(causal=True)
+        encoded = tap(self, "encoded", encoded)
+        cross, mask = Mask(key_lengths=num_real_tokens(encoder_tokens)), Mask(causal=True)
         if source is not None and target is not None:
             cross = Mask.packed(source, target, segments=max_segments)
             mask = Mask.packed(target, causal=True, segments=max_segments)
@@ -93,7 +62,7 @@ class EncoderDecoder(TokenModel, kw_only=True):
             decoder_tokens,
             Memory(encoded, cross),
             mask=mask,
-            positions=places[1],
+            positions=target_positions,
             counted=counted,
         )
 
@@ -107,7 +76,7 @@ class EncoderDecoder(TokenModel, kw_only=True):
         positions: jax.Array | None = None,
         counted: jax.Array | None = None,
     ) -> jax.Array:
-        """The decoder's teacher-forced pass.
+        """Returns the states of teacher-forced targets.
 
         Args:
           tokens: ``[batch · n, q]`` the targets shifted right by one, n rows for each row of memory.
@@ -122,7 +91,7 @@ class EncoderDecoder(TokenModel, kw_only=True):
         """
         mask = Mask(causal=True) if mask is None else mask
         if counted is None and mask.query_segments is None:
-            counted = up_to_last(tokens)
+            counted = real_targets_mask(tokens)
         x = self.embed(tokens)
         return self.decoder(
             x,
@@ -131,12 +100,12 @@ class EncoderDecoder(TokenModel, kw_only=True):
             positions=positions,
             counted=counted,
             shared_positions=self.positions,
-        )[0]
+        )
 
     @on_any_mesh
-    def remember(self, tokens: jax.Array) -> Memory:
-        """What `decode` attends to, from ``[batch, k]`` encoder tokens."""
-        return Memory(self.encode(tokens), Mask(key_lengths=lengths(tokens)))
+    def encode_inputs(self, tokens: jax.Array) -> Memory:
+        """Returns what `decode` attends to, from ``[batch, k]`` encoder tokens."""
+        return Memory(self.encode(tokens), Mask(key_lengths=num_real_tokens(tokens)))
 
     @on_any_mesh
     def encode(
@@ -147,77 +116,32 @@ class EncoderDecoder(TokenModel, kw_only=True):
         positions: jax.Array | None = None,
         max_segments: int | None = None,
     ) -> jax.Array:
-        """``[batch, k]`` tokens to ``[batch, k, d_model]``, the real ones first."""
+        """Encodes ``[batch, k]`` tokens to ``[batch, k, d_model]``, the real ones first."""
         if segments is None:
-            tokens, _ = padding_last(tokens)
-            mask = Mask.padded(lengths(tokens))
+            tokens, _ = move_padding_last(tokens)
+            mask = Mask.padded(num_real_tokens(tokens))
         else:
             mask = Mask.packed(segments, segments=max_segments)
         return self.encoder(
             self.embed(tokens), mask=mask, positions=positions, shared_positions=self.positions
-        )[0]
-
-    @on_any_mesh
-    def start(
-        self, encoder_tokens: jax.Array, first: jax.Array, *, max_length: int
-    ) -> tuple[jax.Array, Any]:
-        """Encodes, decodes the first token and makes the caches.
-
-        Args:
-          encoder_tokens: ``[batch, k]``.
-          first: ``[batch, 1]`` the decoder's first input (T5: 0).
-          max_length: number of decoder positions to make room for.
-
-        Returns:
-          ``[batch, 1, d_model]`` hidden states for `logits`, and one cache entry per layer.
-        """
-        encoded = self.encode(encoder_tokens)
-        new = (NewCache(max_length), NewCache(queries=max_length))
-        return self.decoder(
-            self.embed(first),
-            mask=Mask(causal=True),
-            memory=Memory(encoded, Mask(key_lengths=lengths(encoder_tokens))),
-            caches=(new,) * self.decoder.num_layers,
-            length=max_length,
-            shared_positions=self.positions,
         )
 
     @on_any_mesh
-    def step(
-        self,
-        tokens: jax.Array,
-        encoder_lengths: jax.Array,
-        *,
-        caches: tuple[Any, ...],
-        position: jax.Array,
-        max_length: int,
-    ) -> tuple[jax.Array, Any]:
-        """One decoding step.
+    def init_cache(self, encoder_tokens: jax.Array, *, max_length: int) -> DecodingCache:
+        """Encodes the inputs and returns the cache from which `extend` decodes; see `TextToText`."""
+        memory = self.encode_inputs(encoder_tokens)
+        layers = self.decoder.init_cache(
+            memory.encoded, memory, max_length=max_length, shared_positions=self.positions
+        )
+        return DecodingCache(layers, memory.mask)
 
-        Args:
-          tokens: ``[batch · n, 1]`` the tokens at `position`, n rows for each example.
-          encoder_lengths: ``[batch]`` number of real encoder tokens.
-          caches: from `start` or the step before; the self-attention's have batch · n rows, the
-            cross-attention's batch rows, but batch · n where they change from step to step
-            (`Stack.changing_cross_caches`).
-          position: where the tokens stand; a traced scalar.
-          max_length: the same as in `start`.
-
-        Returns:
-          ``[batch · n, 1, d_model]`` and the new caches.
-        """
-        nothing = jnp.zeros((encoder_lengths.shape[0], 0, self.d_model), self.dtype)
-        return self.decoder(
+    @on_any_mesh
+    def extend(self, tokens: jax.Array, cache: DecodingCache) -> tuple[jax.Array, DecodingCache]:
+        """Decodes the next tokens; see `TextToText`."""
+        x, layers = self.decoder.extend(
             self.embed(tokens),
-            mask=Mask(causal=True, query_offset=position),
-            memory=Memory(nothing, Mask(key_lengths=encoder_lengths)),
-            caches=caches,
-            position=position,
-            length=max_length,
+            cache.layers,
+            memory_mask=cache.memory_mask,
             shared_positions=self.positions,
         )
-
-    def room(self, inputs_length: int, targets_length: int) -> int:
-        """The positions that decoding needs: the targets'."""
-        del inputs_length
-        return targets_length
+        return x, dataclasses.replace(cache, layers=layers)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from synthesizer_jax.attention.cache import is_known
+from synthesizer_jax.attention.cache import is_concrete
 from synthesizer_jax.attention.products import dense_product
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.parameters import with_axes
@@ -26,43 +26,46 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-keeping_its_input = functools.partial(
+_save_statistics = functools.partial(
     jax.checkpoint,
     prevent_cse=False,
     static_argnums=1,
     policy=jax.checkpoint_policies.save_only_these_names("statistic"),
 )
-"""Lets a normalisation keep its input and a number a row for the backward pass, no float32 copies."""
+"""Makes the residuals of a normalization its input and the statistics of each row, no float32 copies."""
 
 
-@keeping_its_input
-def over_root_mean_square(x: jax.Array, epsilon: float, scale: jax.Array) -> jax.Array:
-    """``[..., d]`` divided by its root mean square, times ``[d]``; see `RMSNorm`."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    root = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + epsilon)
-    return (wide * (checkpoint_name(root, "statistic") * scale)).astype(x.dtype)
+@_save_statistics
+def _rms_norm(x: jax.Array, epsilon: float, scale: jax.Array) -> jax.Array:
+    """Divides ``[..., d]`` by its root mean square and multiplies by ``[d]``; see `RMSNorm`."""
+    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    inverse_rms = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + epsilon)
+    return (x32 * (checkpoint_name(inverse_rms, "statistic") * scale)).astype(x.dtype)
 
 
-@keeping_its_input
-def standardized(x: jax.Array, epsilon: float, scale: jax.Array, bias: jax.Array) -> jax.Array:
-    """``[..., d]`` with mean 0 and variance 1, times ``[d]``, plus ``[d]``; see `LayerNorm`."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    wide = wide - checkpoint_name(wide.mean(-1, keepdims=True), "statistic")
-    root = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + epsilon)
-    return (wide * checkpoint_name(root, "statistic") * scale + bias).astype(x.dtype)
+@_save_statistics
+def _layer_norm(
+    x: jax.Array, epsilon: float, scale_and_bias: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """Normalizes ``[..., d]`` to mean 0 and variance 1, scales and shifts it; see `LayerNorm`."""
+    scale, bias = scale_and_bias
+    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x32 = x32 - checkpoint_name(x32.mean(-1, keepdims=True), "statistic")
+    inverse_stddev = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + epsilon)
+    return (x32 * checkpoint_name(inverse_stddev, "statistic") * scale + bias).astype(x.dtype)
 
 
 @register
 class RMSNorm(nn.Module):
-    """T5's normalisation, ``x / √(mean x² + ε) · scale``, statistics in float32, no bias."""
+    """T5's normalization, ``x / √(mean x² + ε) · scale``, statistics in float32, no bias."""
 
     epsilon: float = 1e-6
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., d]`` in and out."""
+        """Normalizes ``[..., d]``."""
         scale = self.param("scale", with_axes(nn.initializers.ones_init(), "norm"), x.shape[-1:])
-        return over_root_mean_square(x, self.epsilon, scale)
+        return _rms_norm(x, self.epsilon, scale)
 
 
 @register
@@ -73,11 +76,11 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., d]`` in and out."""
+        """Normalizes ``[..., d]``."""
         size = x.shape[-1:]
         scale = self.param("scale", with_axes(nn.initializers.ones_init(), "norm"), size)
         bias = self.param("bias", with_axes(nn.initializers.zeros_init(), "norm"), size)
-        return standardized(x, self.epsilon, scale, bias)
+        return _layer_norm(x, self.epsilon, (scale, bias))
 
 
 class Dropout(nn.Module):
@@ -90,7 +93,7 @@ class Dropout(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``[batch, length, d]`` in and out."""
+        """Applies dropout to ``[batch, length, d]``."""
         if self.rate == 0.0 or not self.has_rng("dropout"):
             return x
         keep = jax.random.bernoulli(
@@ -119,7 +122,7 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``[batch, length, d_model]`` in and out."""
+        """Transforms ``[batch, length, d_model]``."""
         unknown = [a for a in self.activations if a not in ACTIVATIONS]
         if unknown:
             raise ValueError(
@@ -137,7 +140,7 @@ class FeedForward(nn.Module):
                 name=name,
             )
 
-        # What the activations' gradients need costs more to keep than to make again.
+        # Recomputing the activations is cheaper than keeping their residuals.
         @jax.checkpoint
         def activate(*inputs: jax.Array) -> jax.Array:
             pairs = zip(self.activations, inputs, strict=True)
@@ -150,23 +153,41 @@ class FeedForward(nn.Module):
         return dense(x.shape[-1], "wo", "mlp", "embed")(hidden)
 
 
+class PositionEmbedding(nn.Module):
+    """A vector for every absolute position, added to the embedded tokens."""
+
+    @property
+    def num_positions(self) -> int | None:
+        """The number of positions that have a vector; None: all."""
+        return None
+
+    def __call__(self, positions: jax.Array | np.ndarray, d_model: int) -> jax.Array:
+        """Returns vectors ``[..., d_model]`` of integer positions ``[...]``."""
+        raise NotImplementedError
+
+
 @register
-class LearnedPositions(nn.Module):
+class LearnedPositions(PositionEmbedding):
     """A learned vector for every absolute position, ``embedding [max_length, d_model]``."""
 
     max_length: int
     embedding_init: Initializer = Normal(0.02)
 
+    @property
+    def num_positions(self) -> int:
+        """The number of positions that have a vector."""
+        return self.max_length
+
     @nn.compact
-    def __call__(self, positions: jax.Array, d_model: int) -> jax.Array:
-        """Vectors ``[..., d_model]`` of integer positions ``[...]``.
+    def __call__(self, positions: jax.Array | np.ndarray, d_model: int) -> jax.Array:
+        """Returns vectors ``[..., d_model]`` of integer positions ``[...]``.
 
         Raises:
           ValueError: a position is `max_length` or more; a traced one gives NaN instead.
         """
         init = with_axes(self.embedding_init, "length", "embed")
         table = self.param("embedding", init, (self.max_length, d_model))
-        if not is_known(positions):
+        if not is_concrete(positions):
             return table.at[positions].get(mode="fill", fill_value=jnp.nan)
         last = int(np.max(positions, initial=0))
         if last >= self.max_length:
@@ -178,7 +199,7 @@ class LearnedPositions(nn.Module):
 
 
 @register
-class SinusoidalPositions(nn.Module):
+class SinusoidalPositions(PositionEmbedding):
     """Fixed sines and cosines of the position (Vaswani et al. 2017, section 3.5), no parameters.
 
     Attributes:
@@ -189,8 +210,8 @@ class SinusoidalPositions(nn.Module):
     endpoint: bool = False
 
     @nn.compact
-    def __call__(self, positions: jax.Array, d_model: int) -> jax.Array:
-        """Vectors ``[..., d_model]`` of integer positions ``[...]``: sines, then cosines."""
+    def __call__(self, positions: jax.Array | np.ndarray, d_model: int) -> jax.Array:
+        """Returns vectors ``[..., d_model]`` of integer positions ``[...]``: sines, then cosines."""
         positions = jnp.asarray(positions)
         last = d_model - 2 if self.endpoint else d_model
         rates = 10_000.0 ** (-np.arange(0, d_model, 2) / max(last, 1))

@@ -6,11 +6,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import flax.linen as nn
-
 from synthesizer_jax.alignments import Alignment, DotProduct, Gaussian
 from synthesizer_jax.initializers import Normal
-from synthesizer_jax.mixers import Attention, Linformer, SentenceFeedForward
+from synthesizer_jax.mixers import Attention, Linformer, Mixer, SentenceFeedForward
 from synthesizer_jax.models.block import Block
 from synthesizer_jax.models.encoder import Encoder
 from synthesizer_jax.models.encoder_decoder import EncoderDecoder
@@ -68,7 +66,7 @@ def hard_coded(
     def attention(kind: Alignment) -> Attention:
         return Attention(heads, width, alignment=kind)
 
-    def stack(mixer: nn.Module, crosses: list[nn.Module | None]) -> Stack:
+    def stack(mixer: Mixer, crosses: list[Mixer | None]) -> Stack:
         block = functools.partial(
             Block,
             mixer,
@@ -92,7 +90,7 @@ def hard_coded(
     encoder = attention(DotProduct() if learned else Gaussian((-1, 1)))
     decoder = attention(DotProduct() if learned else Gaussian((-1, 0)))
     if variant == "sh_x":
-        crosses: list[nn.Module | None] = [None] * (layers - 1)
+        crosses: list[Mixer | None] = [None] * (layers - 1)
         crosses.append(Attention(1, d_model, alignment=DotProduct()))
     else:
         hard = variant == "hc_all"
@@ -117,7 +115,7 @@ def bert(
     *,
     layers: int = 24,
     d_ff: int | None = None,
-    mixer: nn.Module | None = None,
+    mixer: Mixer | None = None,
 ) -> Encoder:
     """BERT with any head size (Bhojanapalli et al. 2020, section 4), pooler and MLM head included.
 

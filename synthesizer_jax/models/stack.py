@@ -1,38 +1,41 @@
-"""A stack of layers: runs of equal blocks as a loop or a scan, rematerialised or not."""
+"""A stack of layers: runs of equal blocks as a loop or a scan, with or without rematerialization."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from synthesizer_jax.alignments import Alignment, AttentionContext
 from synthesizer_jax.attention import Cache, Mask, Span, Terms
-from synthesizer_jax.attention.fused import KEPT
-from synthesizer_jax.attention.masks import positions as positions_in
-from synthesizer_jax.mixers.base import FORCED, SITES, NewCache
-from synthesizer_jax.mixers.decoding import real_first, take_rows
-from synthesizer_jax.models.block import Block, Memory, cache_changes
-from synthesizer_jax.models.layers import Dropout, RMSNorm
+from synthesizer_jax.attention.fused import CHECKPOINT_NAME
+from synthesizer_jax.attention.masks import segment_positions
+from synthesizer_jax.mixers.decoding import move_padding_last, resolve_position, take_positions
+from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
+from synthesizer_jax.models.block import Block, LayerCache, Memory
+from synthesizer_jax.models.layers import Dropout, PositionEmbedding, RMSNorm
+from synthesizer_jax.parameters import Variables
 from synthesizer_jax.registry import fields_of, register
 
-Places: TypeAlias = Any
-"""In-sequence positions ``[batch or 1, q]``: NumPy's where they are known, or traced."""
+Positions: TypeAlias = jax.Array | np.ndarray
+"""In-sequence positions ``[batch or 1, q]``: NumPy's if they are known, or traced."""
 
 _policies = jax.checkpoint_policies
-_attention = _policies.save_only_these_names(KEPT)
-REMAT_POLICIES: dict[str, Any] = {
+_attention = _policies.save_only_these_names(CHECKPOINT_NAME)
+REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
     "full": None,
     "dots": _policies.save_from_both_policies(_policies.checkpoint_dots, _attention),
     "dots_with_no_batch_dims": _policies.save_from_both_policies(
         _policies.checkpoint_dots_with_no_batch_dims, _attention
     ),
 }
-"""What a rematerialised layer keeps: nothing; all products; only products of parameters. The two latter
-keep fused attention's results too."""
+"""What a rematerialized layer saves: nothing; all products; only products with parameters. The latter
+two also save the results of fused attention."""
 
 
 @register
@@ -44,9 +47,33 @@ class Run:
     repeats: int
 
 
-@register
-class Stack(nn.Module):
-    """Embedded tokens in, normalised hidden states out.
+@dataclasses.dataclass(frozen=True)
+class StackInputs:
+    """The inputs of a stack's layers besides the tokens.
+
+    Attributes:
+      mask: the self-attention's mask.
+      bias: the position bias that all layers share.
+      memory: the encoder's side of a whole pass.
+      memory_mask: the cross-attention's mask of a decoding step.
+      positions: ``[batch or 1, q]`` in-sequence positions.
+      position: in-sequence position of the first token.
+      counted: ``[batch, q]`` bool, positions that count in a module's own training loss.
+    """
+
+    mask: Mask | None = None
+    bias: Terms = ()
+    memory: Memory | None = None
+    memory_mask: Mask | None = None
+    positions: Positions = dataclasses.field(default_factory=lambda: np.zeros((1, 0), np.int32))
+    position: int | jax.Array = 0
+    counted: jax.Array | None = None
+
+
+class StackBase(nn.Module):
+    """Layers in a row: embedded tokens in, normalized hidden states out.
+
+    A subclass defines `_run_layers`, `_init_layers` and `_extend_layers`.
 
     Attributes:
       runs: the layers. One run is the usual case; several make different layers.
@@ -54,8 +81,8 @@ class Stack(nn.Module):
         `RelativeBias`.
       positions: a module ``(positions, d_model) -> vectors`` that is added to the embeddings, such
         as `LearnedPositions`.
-      input_norm: a normalisation of the embeddings (BERT).
-      norm: the normalisation of the output; None in post-norm models, whose last layer ends in one.
+      input_norm: a normalization of the embeddings (BERT).
+      norm: the normalization of the output; None in post-norm models, whose last layer ends in one.
       dropout_rate: dropout of the embeddings and, unless `drop_output` is False, of the output.
       scan: each run of several layers is one `nn.scan` with stacked parameters: compile time does
         not grow with the depth.
@@ -64,8 +91,8 @@ class Stack(nn.Module):
     """
 
     runs: tuple[Run, ...]
-    bias: nn.Module | None = None
-    positions: nn.Module | None = None
+    bias: Alignment | None = None
+    positions: PositionEmbedding | None = None
     input_norm: nn.Module | None = None
     norm: nn.Module | None = RMSNorm()
     dropout_rate: float = 0.0
@@ -78,14 +105,6 @@ class Stack(nn.Module):
         """Number of layers over all runs."""
         return sum(run.repeats for run in self.runs)
 
-    @property
-    def changing_cross_caches(self) -> tuple[bool, ...]:
-        """For every layer whether its cross-attention's cache changes while decoding."""
-        return tuple(
-            cache_changes(run.block.cross_mixer) for run in self.runs for _ in range(run.repeats)
-        )
-
-    @nn.compact
     def __call__(
         self,
         x: jax.Array,
@@ -93,12 +112,9 @@ class Stack(nn.Module):
         mask: Mask | None = None,
         memory: Memory | None = None,
         positions: jax.Array | None = None,
-        caches: tuple[Any, ...] | None = None,
-        position: int | jax.Array | None = None,
-        length: int | None = None,
         counted: jax.Array | None = None,
-        shared_positions: nn.Module | None = None,
-    ) -> tuple[jax.Array, tuple[Any, ...] | None]:
+        shared_positions: PositionEmbedding | None = None,
+    ) -> jax.Array:
         """Runs all layers.
 
         Args:
@@ -106,97 +122,179 @@ class Stack(nn.Module):
           mask: the self-attention's mask.
           memory: the encoder's side, for decoders.
           positions: ``[batch or 1, q]`` in-sequence positions; None: in packed rows those inside the
-            segments, otherwise `position` onwards.
-          caches: one entry per layer when decoding, see `Block`; needs `scan=False`. Prompts of
-            different lengths are given as to `Attention`.
-          position: position of the first token of `x` when decoding, for all or ``[batch]``; None:
-            where the caches end.
-          length: number of key positions, past ones included; None means q.
+            segments, otherwise 0 onwards.
           counted: ``[batch, q]`` bool, the positions that count in what modules add to a training
             loss; None: those that are real by the mask.
           shared_positions: a bound module like `positions`, which several stacks share.
 
         Returns:
-          ``[batch, q, d_model]`` and the new caches.
+          ``[batch, q, d_model]``.
         """
-        if (
-            caches is not None
-            and mask is not None
-            and mask.key_valid is not None
-            and begins(caches)
-        ):
-            x, mask, order = real_first(x, mask)
-            x, caches = self(
-                x,
-                mask=mask,
-                memory=memory,
-                caches=caches,
-                position=position,
-                length=length,
-                shared_positions=shared_positions,
-            )
-            return take_rows(x, jnp.argsort(order, axis=1)), caches
+        resolved = _resolve_positions(positions, mask, 0, q=x.shape[1])
+        return self._run(
+            x,
+            StackInputs(mask=mask, memory=memory, positions=resolved, counted=counted),
+            shared_positions=shared_positions,
+        )[0]
+
+    def init_cache(
+        self,
+        x: jax.Array,
+        memory: Memory | None = None,
+        *,
+        max_length: int,
+        shared_positions: PositionEmbedding | None = None,
+    ) -> tuple[LayerCache, ...]:
+        """Returns the layers' empty caches, with the keys and values of the memory.
+
+        Args:
+          x: ``[batch, any, d_model]``; only the shape and the dtype are read.
+          memory: the encoder's side, for decoders.
+          max_length: number of positions that `extend` may reach.
+          shared_positions: as in `__call__`.
+
+        Raises:
+          ValueError: a layer does not decode, or has fewer than `max_length` positions.
+        """
+        for positions in (self.positions, shared_positions):
+            if positions is not None:
+                _check_positions(positions, max_length)
+        inputs = StackInputs(memory=memory)
+        return self._run(x[:, :0], inputs, max_length=max_length)[1]
+
+    def extend(
+        self,
+        x: jax.Array,
+        caches: tuple[LayerCache, ...],
+        *,
+        mask: Mask | None = None,
+        memory_mask: Mask | None = None,
+        position: int | jax.Array | None = None,
+        shared_positions: PositionEmbedding | None = None,
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+        """Runs all layers on new tokens, see `Mixer.extend`.
+
+        Args:
+          x: ``[batch · n, q, d_model]`` embeddings, n rows for each row of the memory.
+          caches: from `init_cache` or the step before.
+          mask: the self-attention's mask.
+          memory_mask: the cross-attention's mask, of ``batch`` rows.
+          position: position of the first token, a scalar or ``[batch · n]``; None: where the caches
+            end.
+          shared_positions: as in `__call__`.
+
+        Returns:
+          ``[batch · n, q, d_model]`` and the new caches.
+        """
+        position = resolve_position(position, caches[0].length)
+        order = None
+        if mask is not None and mask.key_valid is not None:
+            x, mask, order = move_padding_last(x, mask, position=position)
+        inputs = StackInputs(
+            mask=mask,
+            memory_mask=memory_mask,
+            positions=_resolve_positions(None, mask, position, q=x.shape[1]),
+            position=position,
+        )
+        x, caches = self._run(x, inputs, caches=caches, shared_positions=shared_positions)
+        return x if order is None else take_positions(x, jnp.argsort(order, axis=1)), caches
+
+    @nn.compact
+    def _run(
+        self,
+        x: jax.Array,
+        inputs: StackInputs,
+        *,
+        caches: tuple[LayerCache, ...] | None = None,
+        max_length: int | None = None,
+        shared_positions: PositionEmbedding | None = None,
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+        """The compact method behind `__call__`, `init_cache` and `extend`."""
         if self.remat is not None and self.remat not in REMAT_POLICIES:
             raise ValueError(
                 f"Stack: remat={self.remat!r}; allowed: None, {', '.join(REMAT_POLICIES)}"
             )
-        if caches is not None and self.scan:
+        decoding = caches is not None or max_length is not None
+        if decoding and self.scan:
             raise ValueError("Stack: decoding runs unrolled; build the model with scan=False")
-        position = next_position(caches) if position is None else position
-        length = key_length(caches) if length is None else length
-        places = in_sequence(positions, mask, position, x.shape[1])
+        if max_length is not None:
+            return x, self._init_layers(x, inputs.memory, max_length)
         if self.positions is not None:
-            own = self.positions.copy(name="position_embedder", parent=self)
-            x = x + embedded(own, places, x, length)
+            positions = self.positions.copy(name="position_embedder", parent=self)
+            x = x + positions(inputs.positions, x.shape[-1]).astype(x.dtype)
         if shared_positions is not None:
-            x = x + embedded(shared_positions, places, x, length)
+            x = x + shared_positions(inputs.positions, x.shape[-1]).astype(x.dtype)
         if self.input_norm is not None:
             x = self.input_norm.copy(name="embedding_norm", parent=self)(x)
         x = Dropout(self.dropout_rate, name="input_dropout")(x)
-        bias = self.position_bias(x.shape[1], position, x.shape[1] if length is None else length)
+        num_keys = x.shape[1] if caches is None else _capacity(caches) or x.shape[1]
+        inputs = dataclasses.replace(inputs, bias=self._position_bias(x, inputs.position, num_keys))
         if caches is None:
-            x = self.all_runs(x, mask, bias, memory, places=places, counted=counted)
+            x, caches = self._run_layers(x, inputs), ()
         else:
-            x, caches = self.step(x, mask, bias, memory, caches, position, places=places)
+            x, caches = self._extend_layers(x, inputs, caches)
         if self.norm is not None:
             x = self.norm.copy(name="final_norm", parent=self)(x)
         rate = self.dropout_rate if self.drop_output else 0.0
         return Dropout(rate, name="output_dropout")(x), caches
 
-    def position_bias(self, q: int, position: int | jax.Array, length: int) -> Terms:
-        """The stack's shared bias terms."""
+    def _run_layers(self, x: jax.Array, inputs: StackInputs) -> jax.Array:
+        """Applies the layers to whole sequences."""
+        raise NotImplementedError
+
+    def _init_layers(
+        self, x: jax.Array, memory: Memory | None, max_length: int
+    ) -> tuple[LayerCache, ...]:
+        """Makes the layers' caches."""
+        raise NotImplementedError
+
+    def _extend_layers(
+        self, x: jax.Array, inputs: StackInputs, caches: tuple[LayerCache, ...]
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+        """Applies the layers to new tokens."""
+        raise NotImplementedError
+
+    def _position_bias(self, x: jax.Array, position: int | jax.Array, num_keys: int) -> Terms:
+        """Makes the terms of the bias that all layers share."""
         if self.bias is None:
             return ()
-        counts = {getattr(run.block.self_mixer, "bias_heads", None) for run in self.runs} - {None}
+        mixers = [run.block.self_mixer for run in self.runs]
+        counts = {mixer.bias_heads for mixer in mixers} - {None}
         if len(counts) != 1:
             raise ValueError(
                 "Stack: a shared position bias needs attention, with the same number of heads in "
                 "every layer; set bias=None, or put RelativeBias into the layers' own Mixture"
             )
-        (heads,) = counts
-        module = self.bias.copy(name="relpos_bias", parent=self)
-        return module(num_heads=heads, query_span=Span(position, q), key_span=Span(0, length))
+        heads = next(mixer.bias_heads for mixer in mixers if mixer.bias_heads)
+        context = AttentionContext(
+            heads, x.shape[-1] // heads, Span(position, x.shape[1]), Span(0, num_keys)
+        )
+        return self.bias.copy(name="relpos_bias", parent=self)(x, x, context)
 
-    def all_runs(
-        self,
-        x: jax.Array,
-        mask: Mask | None,
-        bias: Terms,
-        memory: Memory | None,
-        *,
-        places: Places,
-        counted: jax.Array | None,
-    ) -> jax.Array:
-        """The full pass, scanned or looped."""
-        del places, counted
+    def _block_type(self, *, in_scan: bool) -> type[Block]:
+        """Returns `Block`, rematerialized if the stack says so."""
+        if self.remat is None:
+            return Block
+        policy = REMAT_POLICIES[self.remat]
+        rematerialized: type[Block] = nn.remat(Block, policy=policy, prevent_cse=not in_scan)
+        return rematerialized
+
+
+@register
+class Stack(StackBase):
+    """A stack whose layers have their own parameters; see `StackBase` for the fields."""
+
+    def _run_layers(self, x: jax.Array, inputs: StackInputs) -> jax.Array:
+        """Applies the layers, scanned or looped."""
+        mask, bias, memory = inputs.mask, inputs.bias, inputs.memory
         layer = 0
         for index, run in enumerate(self.runs):
             fields = fields_of(run.block)
             if self.scan:
                 scanned = nn.scan(
-                    self.block_type(in_scan=True),
+                    self._block_type(in_scan=True),
                     variable_axes=dict.fromkeys(
-                        ("params", "constants", "intermediates", SITES, FORCED), 0
+                        ("params", "constants", "intermediates", TAPS, OVERRIDES), 0
                     ),
                     split_rngs={"params": True, "dropout": True},
                     in_axes=nn.broadcast,
@@ -205,95 +303,72 @@ class Stack(nn.Module):
                 )
                 x, _ = scanned(**fields, name=f"run_{index}", parent=self)(x, mask, bias, memory)
                 continue
-            block = self.block_type(in_scan=False)
+            block = self._block_type(in_scan=False)
             for _ in range(run.repeats):
                 x, _ = block(**fields, name=f"layers_{layer}", parent=self)(x, mask, bias, memory)
                 layer += 1
         return x
 
-    def step(
-        self,
-        x: jax.Array,
-        mask: Mask | None,
-        bias: Terms,
-        memory: Memory | None,
-        caches: tuple[Any, ...],
-        position: int | jax.Array,
-        *,
-        places: Places,
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """One decoding step through unrolled layers, each layer's cache its own leaf."""
-        del places
+    def _init_layers(
+        self, x: jax.Array, memory: Memory | None, max_length: int
+    ) -> tuple[LayerCache, ...]:
+        return tuple(block.init_cache(x, memory, max_length=max_length) for block in self._blocks())
+
+    def _extend_layers(
+        self, x: jax.Array, inputs: StackInputs, caches: tuple[LayerCache, ...]
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+        extended = []
+        for block, cache in zip(self._blocks(), caches, strict=True):
+            x, cache = block.extend(
+                x,
+                cache,
+                mask=inputs.mask,
+                bias=inputs.bias,
+                memory_mask=inputs.memory_mask,
+                position=inputs.position,
+            )
+            extended.append(cache)
+        return x, tuple(extended)
+
+    def _blocks(self) -> list[Block]:
+        """Binds the blocks of all layers, unrolled."""
         blocks = [run.block for run in self.runs for _ in range(run.repeats)]
-        new = []
-        for layer, (block, cache) in enumerate(zip(blocks, caches, strict=True)):
-            module = block.copy(name=f"layers_{layer}", parent=self)
-            x, cache = module(x, mask, bias, memory, cache, position)
-            new.append(cache)
-        return x, tuple(new)
-
-    def block_type(self, *, in_scan: bool) -> Any:
-        """`Block`, rematerialised if the stack says so."""
-        if self.remat is None:
-            return Block
-        policy = REMAT_POLICIES[self.remat]
-        return nn.remat(Block, policy=policy, prevent_cse=not in_scan)
+        return [block.copy(name=f"layers_{i}", parent=self) for i, block in enumerate(blocks)]
 
 
-def embedded(positions: nn.Module, places: Places, x: jax.Array, length: int | None) -> jax.Array:
-    """A bound position module's vectors for ``[batch, q, d_model]`` tokens."""
-    limit = getattr(positions, "max_length", None)
-    if limit is not None and length is not None and length > limit:
+def _check_positions(positions: PositionEmbedding, max_length: int) -> None:
+    """Raises a `ValueError` if a module has vectors for fewer than `max_length` positions."""
+    limit = positions.num_positions
+    if limit is not None and max_length > limit:
         raise ValueError(
             f"{type(positions).__name__} has max_length={limit} but the caches have room for "
-            f"{length} positions; build it with max_length>={length}, or decode fewer tokens"
+            f"{max_length} positions; build it with max_length>={max_length}, or decode fewer tokens"
         )
-    return positions(places, x.shape[-1]).astype(x.dtype)
 
 
-def in_sequence(
-    positions: jax.Array | None, mask: Mask | None, position: int | jax.Array, q: int
-) -> Places:
-    """``[batch or 1, q]`` in-sequence positions as `Stack` was given them; numbers where known."""
+def _resolve_positions(
+    positions: jax.Array | None, mask: Mask | None, position: int | jax.Array, *, q: int
+) -> Positions:
+    """Returns ``[batch or 1, q]`` in-sequence positions, concrete if they are known."""
     segments = None if mask is None else mask.key_segments
-    if positions is None and segments is None:
-        if isinstance(position, int):
-            return position + np.arange(q)[None]
-        return jnp.reshape(position, (-1, 1)) + np.arange(q)
-    if segments is None:
+    if segments is not None:
+        positions = segment_positions(segments) if positions is None else positions
+        return jnp.where(segments > 0, positions, 0)
+    if positions is not None:
         return positions
-    places = positions_in(segments) if positions is None else positions
-    return jnp.where(segments > 0, places, 0)
+    if isinstance(position, int):
+        return position + np.arange(q)[None]
+    return jnp.reshape(position, (-1, 1)) + np.arange(q)
 
 
-def begins(caches: tuple[Any, ...]) -> bool:
-    """Whether caches are yet to be made."""
-    return any(isinstance(cache, NewCache) for layer in caches for cache in layer)
+def _capacity(caches: tuple[LayerCache, ...]) -> int | None:
+    """Returns the number of key positions in the self-attention's caches; None: any."""
+    own = [cache.self_attention for cache in caches]
+    return max((c.capacity for c in own if isinstance(c, Cache) and not c.window), default=None)
 
 
-def next_position(caches: tuple[Any, ...] | None) -> int | jax.Array:
-    """Where the caches of a stack's layers end, a scalar or ``[batch]``."""
-    if caches is None or begins(caches):
-        return 0
-    ends = [c.length for layer in caches for c in layer if hasattr(c, "length")]
-    if not ends:
-        raise ValueError("Stack: no layer's cache counts tokens; give position")
-    return ends[0]
-
-
-def key_length(caches: tuple[Any, ...] | None) -> int | None:
-    """The number of key positions that self-attention's caches have room for; None: any."""
-    rooms = []
-    for own, _ in caches or ():
-        if isinstance(own, NewCache) and own.max_length is not None:
-            rooms.append(own.max_length)
-        elif isinstance(own, Cache) and not own.window:
-            rooms.append(own.values.shape[1])
-    return max(rooms, default=None)
-
-
-def unstack_layers(stack: Stack, variables: dict[str, Any]) -> dict[str, Any]:
-    """One collection of a scanned stack's variables in the layout of the same stack with scan=False.
+def unstack_layers(stack: StackBase, variables: Variables) -> Variables:
+    """Converts one collection of a scanned stack's variables to the layout of the looped stack.
 
     Args:
       stack: the stack's configuration.
@@ -310,8 +385,8 @@ def unstack_layers(stack: Stack, variables: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def stack_layers(stack: Stack, variables: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `unstack_layers`."""
+def stack_layers(stack: StackBase, variables: Variables) -> Variables:
+    """Inverts `unstack_layers`."""
     result = {k: v for k, v in variables.items() if not k.startswith("layers_")}
     layer = 0
     for index, run in enumerate(stack.runs):

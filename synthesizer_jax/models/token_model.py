@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.ambient import mesh_axes, over_rows
+from synthesizer_jax.ambient import map_over_batch, mesh_axes
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
-from synthesizer_jax.mixers.decoding import take_rows
-from synthesizer_jax.models.stack import Stack, unstack_layers
-from synthesizer_jax.parameters import with_axes
+from synthesizer_jax.mixers.decoding import take_positions
+from synthesizer_jax.models.stack import StackBase, unstack_layers
+from synthesizer_jax.parameters import Variables, with_axes
 from synthesizer_jax.registry import fields_of, replace
+
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
 class TokenModel(nn.Module, kw_only=True):
@@ -43,7 +45,7 @@ class TokenModel(nn.Module, kw_only=True):
     logits_init: Initializer = FanIn()
 
     def setup(self) -> None:
-        """Makes the embedding and, unless tied, the output projection."""
+        """Creates the embedding and, unless tied, the output projection."""
         shape = (self.vocab_size, self.d_model)
         self.embedding = self.param(
             "embedding", with_axes(self.embedding_init, "vocab", "embed"), shape
@@ -52,26 +54,26 @@ class TokenModel(nn.Module, kw_only=True):
             init = with_axes(self.logits_init, "embed", "vocab")
             self.logits_kernel = self.param("logits_kernel", init, shape[::-1])
 
-    def example(self, inputs_length: int, targets_length: int) -> tuple[Any, ...]:
-        """Abstract arguments of `__call__` for one example: inputs and targets."""
+    def example(self, inputs_length: int, targets_length: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns abstract arguments of `__call__` for one example: inputs and targets."""
         shape = lambda n: jax.ShapeDtypeStruct((1, n), jnp.int32)
         return shape(inputs_length), shape(targets_length)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """``[batch, length]`` tokens to ``[batch, length, d_model]`` in the computation's dtype."""
+        """Embeds tokens ``[batch, length]`` as ``[batch, length, d_model]`` in the computation's dtype."""
         if mesh_axes("batch"):
-            x = over_rows(look_up, self.embedding.astype(self.dtype), tokens)
+            x = map_over_batch(_embedding_lookup, self.embedding.astype(self.dtype), tokens)
         else:
             x = jnp.take(self.embedding, tokens, axis=0)
         return (x if self.embedding_scale == 1.0 else x * self.embedding_scale).astype(self.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """``[batch, q, d_model]`` to ``[batch, q, vocab]``."""
+        """Returns the logits ``[batch, q, vocab]`` of states ``[batch, q, d_model]``."""
         kernel, scale = self.output_kernel()
         return (hidden * jnp.asarray(scale, hidden.dtype)) @ kernel.astype(hidden.dtype)
 
     def output_kernel(self) -> tuple[jax.Array, float]:
-        """The projection ``[d_model, vocab]`` and the factor of its input, for chunked losses."""
+        """Returns the projection ``[d_model, vocab]`` and the factor of its input, for chunked losses."""
         scale = self.logits_scale
         if self.tied:
             return self.embedding.T, self.d_model**-0.5 if scale is None else scale
@@ -79,64 +81,71 @@ class TokenModel(nn.Module, kw_only=True):
 
 
 @jax.custom_vjp
-def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The rows ``[..., d]`` of a table; a device sums their cotangents in float32.
+def _embedding_lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Looks up rows ``[..., d]`` of a table; a device sums their cotangents in float32.
 
-    The devices' sums come together in the table's dtype, like the gradients of all other parameters.
+    The sums of the devices are added in the table's dtype, like the gradients of all other parameters.
     """
     return jnp.take(table, tokens, axis=0)
 
 
-def _look_up_forward(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, Any]:
-    return look_up(table, tokens), (jnp.zeros_like(table, shape=(0, *table.shape)), tokens)
+_Residuals: TypeAlias = tuple[jax.Array, jax.Array]
+"""An empty array ``[0, vocab, d]`` with the table's shape and dtype; the tokens."""
 
 
-def _look_up_backward(saved: Any, g: jax.Array) -> tuple[jax.Array, None]:
-    like, tokens = saved
-    total = jnp.zeros(like.shape[1:], jnp.float32).at[tokens].add(g.astype(jnp.float32))
-    return total.astype(like.dtype), None
+def _embedding_lookup_fwd(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, _Residuals]:
+    return _embedding_lookup(table, tokens), (
+        jnp.zeros_like(table, shape=(0, *table.shape)),
+        tokens,
+    )
 
 
-look_up.defvjp(_look_up_forward, _look_up_backward)
+def _embedding_lookup_bwd(residuals: _Residuals, g: jax.Array) -> tuple[jax.Array, None]:
+    empty, tokens = residuals
+    dtable = jnp.zeros(empty.shape[1:], jnp.float32).at[tokens].add(g.astype(jnp.float32))
+    return dtable.astype(empty.dtype), None
 
 
-def lengths(tokens: jax.Array) -> jax.Array:
-    """Number of real tokens per row, ``[batch]``; 0 is padding."""
+_embedding_lookup.defvjp(_embedding_lookup_fwd, _embedding_lookup_bwd)
+
+
+def num_real_tokens(tokens: jax.Array) -> jax.Array:
+    """Returns the number of real tokens per row, ``[batch]``; 0 is padding."""
     return (tokens != 0).sum(axis=-1, dtype=jnp.int32)
 
 
-def padding_last(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rows ``[batch, n]`` with their padding (0) moved to the end, and the index that was taken.
+def move_padding_last(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Moves the padding (0) of rows ``[batch, n]`` to the end; returns them and the order.
 
     Models read inputs through this, so that padding on the left, or anywhere, changes nothing:
     positions count real tokens.
     """
     order = jnp.argsort(tokens == 0, axis=1, stable=True)
-    return take_rows(tokens, order), order
+    return take_positions(tokens, order), order
 
 
-def up_to_last(tokens: jax.Array) -> jax.Array:
-    """``[batch, q]`` bool: shifted targets up to the last non-zero one, the first always."""
+def real_targets_mask(tokens: jax.Array) -> jax.Array:
+    """Returns the mask ``[batch, q]`` of shifted targets up to the last non-zero one; the first is real."""
     last = jnp.max(jnp.where(tokens != 0, jnp.arange(tokens.shape[1]), 0), axis=1, initial=0)
     return jnp.arange(tokens.shape[1]) <= last[:, None]
 
 
-def stacks(model: nn.Module) -> dict[str, Stack]:
-    """The stacks of a model, by the names of their fields."""
-    return {name: field for name, field in fields_of(model).items() if isinstance(field, Stack)}
+def stacks_of(model: nn.Module) -> dict[str, StackBase]:
+    """Returns the stacks of a model by the names of their fields."""
+    return {name: field for name, field in fields_of(model).items() if isinstance(field, StackBase)}
 
 
-def unroll(model: Any) -> Any:
-    """The same model with looped layers, as decoding needs it."""
-    return replace(model, **{name: replace(s, scan=False) for name, s in stacks(model).items()})
+def unroll(model: _Model) -> _Model:
+    """Returns the same model with looped layers, as decoding needs it."""
+    return replace(model, **{name: replace(s, scan=False) for name, s in stacks_of(model).items()})
 
 
-def unroll_variables(model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
-    """A model's variables in the layout of `unroll(model)`, each layer's slice taken once."""
-    found = stacks(model)
+def unroll_variables(model: nn.Module, variables: Variables) -> Variables:
+    """Returns a model's variables in the layout of `unroll(model)`, each layer's slice taken once."""
+    stacks = stacks_of(model)
     return {
         collection: {
-            name: unstack_layers(found[name], tree) if name in found else tree
+            name: unstack_layers(stacks[name], tree) if name in stacks else tree
             for name, tree in trees.items()
         }
         for collection, trees in variables.items()

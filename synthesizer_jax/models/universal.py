@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.attention import Mask, Terms
-from synthesizer_jax.models.block import Memory
+from synthesizer_jax.models.block import Block, LayerCache, Memory
 from synthesizer_jax.models.layers import SinusoidalPositions
-from synthesizer_jax.models.stack import Places, Stack
+from synthesizer_jax.models.stack import Positions, StackBase, StackInputs
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import fields_of, register
+from synthesizer_jax.typing import PyTree
 
 LOSSES = "losses"
-"""The collection in which modules leave what is added to a training loss."""
+"""The collection in which modules sow what is added to a training loss."""
 
 
 @register
-class UniversalStack(Stack):
-    """A stack whose layers share their parameters (Dehghani et al. 2019).
+class UniversalStack(StackBase):
+    """A stack whose layers share their parameters (Dehghani et al. 2019); see also `StackBase`.
 
     Before every step the signals of position and step are added. With a `halting_threshold` every
     position halts by itself (adaptive computation time, Graves 2016). As in Tensor2Tensor and
@@ -42,59 +41,61 @@ class UniversalStack(Stack):
     ponder_cost: float = 0.01
     signals: bool = True
 
-    def all_runs(
-        self,
-        x: jax.Array,
-        mask: Mask | None,
-        bias: Terms,
-        memory: Memory | None,
-        *,
-        places: Places,
-        counted: jax.Array | None,
-    ) -> jax.Array:
-        """The full pass."""
-        block = self.shared_block()
+    def _run_layers(self, x: jax.Array, inputs: StackInputs) -> jax.Array:
+        block, mask = self._shared_block(), inputs.mask
+        counted = inputs.counted
         if counted is None and mask is not None:
             counted = mask.for_self_attention().queries(x.shape[1])
-        return self.recur(x, lambda x, _: block(x, mask, bias, memory)[0], places, counted)
-
-    def step(
-        self,
-        x: jax.Array,
-        mask: Mask | None,
-        bias: Terms,
-        memory: Memory | None,
-        caches: tuple[Any, ...],
-        position: int | jax.Array,
-        *,
-        places: Places,
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """One decoding step; every step of the recurrence has a cache of its own."""
-        block, new = self.shared_block(), []
 
         def layer(x: jax.Array, index: int) -> jax.Array:
-            x, cache = block(x, mask, bias, memory, caches[index], position)
-            new.append(cache)
+            del index
+            return block(x, mask, inputs.bias, inputs.memory)[0]
+
+        return self._recur(x, layer, inputs.positions, counted=counted)
+
+    def _init_layers(
+        self, x: jax.Array, memory: Memory | None, max_length: int
+    ) -> tuple[LayerCache, ...]:
+        """Makes a cache for every step of the recurrence."""
+        block = self._shared_block()
+        steps = range(self.num_layers)
+        return tuple(block.init_cache(x, memory, max_length=max_length) for _ in steps)
+
+    def _extend_layers(
+        self, x: jax.Array, inputs: StackInputs, caches: tuple[LayerCache, ...]
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+        block, extended = self._shared_block(), list(caches)
+
+        def layer(x: jax.Array, index: int) -> jax.Array:
+            x, extended[index] = block.extend(
+                x,
+                caches[index],
+                mask=inputs.mask,
+                bias=inputs.bias,
+                memory_mask=inputs.memory_mask,
+                position=inputs.position,
+            )
             return x
 
-        return self.recur(x, layer, places, None), tuple(new)
+        return self._recur(x, layer, inputs.positions), tuple(extended)
 
-    def shared_block(self) -> Callable[..., Any]:
-        """The one block."""
+    def _shared_block(self) -> Block:
+        """Binds the one block."""
         if len(self.runs) != 1 or self.scan:
             raise ValueError(
                 "UniversalStack: give one Run, whose block is shared by all its repeats, and "
                 "scan=False: there is nothing to stack"
             )
-        block = self.block_type(in_scan=False)
+        block = self._block_type(in_scan=False)
         return block(**fields_of(self.runs[0].block), name="shared", parent=self)
 
-    def recur(
+    def _recur(
         self,
         x: jax.Array,
         layer: Callable[[jax.Array, int], jax.Array],
-        places: Places,
-        counted: jax.Array | None,
+        positions: Positions,
+        *,
+        counted: jax.Array | None = None,
     ) -> jax.Array:
         """Applies the block `num_layers` times, or until every position has halted."""
         threshold = self.halting_threshold
@@ -109,7 +110,7 @@ class UniversalStack(Stack):
             parent=self,
         )
         for index in range(self.num_layers):
-            x = self.signalled(x, places, index)
+            x = self._add_signals(x, positions, index)
             if threshold is None:
                 x = layer(x, index)
                 continue
@@ -127,23 +128,23 @@ class UniversalStack(Stack):
             average = x * weight + average * (1 - weight)
         if threshold is None:
             return x
-        self.ponder(updates + remainders, counted)
+        self._sow_ponder_cost(updates + remainders, counted)
         return average
 
-    def signalled(self, x: jax.Array, places: Places, index: int) -> jax.Array:
-        """The state with the sinusoids of its position and step."""
+    def _add_signals(self, x: jax.Array, positions: Positions, index: int) -> jax.Array:
+        """Adds the sinusoids of position and step."""
         if not self.signals:
             return x
         sinusoids = SinusoidalPositions(parent=None)
-        signal: Any = sinusoids.apply({}, places, x.shape[-1])
-        times: Any = sinusoids.apply({}, jnp.full((1, 1), index), x.shape[-1])
+        signal: PyTree = sinusoids.apply({}, positions, x.shape[-1])
+        times: PyTree = sinusoids.apply({}, jnp.full((1, 1), index), x.shape[-1])
         return x + (signal + times).astype(x.dtype)
 
-    def ponder(self, steps: jax.Array, counted: jax.Array | None) -> None:
-        """Leaves the ponder cost in `LOSSES` when that is asked for.
+    def _sow_ponder_cost(self, steps: jax.Array, counted: jax.Array | None) -> None:
+        """Sows the ponder cost in `LOSSES` if that collection is mutable.
 
         It is a mean over rows of means over their positions, so that it does not depend on how a batch
-        is cut into parts of equally many rows.
+        is divided into parts of equal size.
         """
         if self.is_initializing() or not self.is_mutable_collection(LOSSES):
             return

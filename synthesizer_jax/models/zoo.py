@@ -6,8 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-import flax.linen as nn
-
 from synthesizer_jax.alignments import (
     Alignment,
     Dense,
@@ -23,14 +21,15 @@ from synthesizer_jax.mixers import (
     Attention,
     DynamicConvolution,
     LightweightConvolution,
+    Mixer,
     TalkingHeads,
 )
 from synthesizer_jax.models.block import Block
 from synthesizer_jax.models.encoder_decoder import EncoderDecoder
 from synthesizer_jax.models.language_model import LanguageModel
-from synthesizer_jax.models.layers import FeedForward, LearnedPositions
+from synthesizer_jax.models.layers import FeedForward, LearnedPositions, PositionEmbedding
 from synthesizer_jax.models.published import PUBLISHED
-from synthesizer_jax.models.stack import Run, Stack
+from synthesizer_jax.models.stack import Run, Stack, StackBase
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.models.universal import UniversalStack
 
@@ -71,7 +70,7 @@ T5_1_1 = {
 
 
 def dot_product(head_dim: int) -> DotProduct:
-    """T5's dot product: no scale in the logits, 1/√head_dim in the query's initialiser instead."""
+    """T5's dot product: no scale in the logits, 1/√head_dim in the query's initializer instead."""
     return DotProduct(scale=1.0, query_init=FanIn(1.0 / head_dim))
 
 
@@ -108,11 +107,11 @@ def t5(
     size: Size,
     *,
     gated: bool = True,
-    encoder: Alignment | nn.Module | None = None,
-    decoder: Alignment | nn.Module | None = None,
-    cross: nn.Module | None = None,
+    encoder: Alignment | Mixer | None = None,
+    decoder: Alignment | Mixer | None = None,
+    cross: Mixer | None = None,
     relative_bias: bool = True,
-    positions: nn.Module | None = None,
+    positions: PositionEmbedding | None = None,
     vocab_size: int = VOCAB_SIZE,
     dropout_rate: float = 0.0,
     dtype: str = "float32",
@@ -133,7 +132,7 @@ def t5(
       dropout_rate: one rate for all dropouts.
       dtype: dtype of the computation.
       scan: scan over layers.
-      remat: rematerialisation policy, see `Stack`.
+      remat: rematerialization policy, see `Stack`.
     """
     vanilla = dot_product(size.head_dim)
     encoder = vanilla if encoder is None else encoder
@@ -141,12 +140,12 @@ def t5(
     activations = ("gelu", "linear") if gated else ("relu",)
     feed_forward = FeedForward(size.d_ff, activations=activations, dropout_rate=dropout_rate)
 
-    def mixer(kind: Alignment | nn.Module) -> nn.Module:
+    def mixer(kind: Alignment | Mixer) -> Mixer:
         if not isinstance(kind, Alignment):
             return kind
         return Attention(size.heads, size.head_dim, alignment=kind, dropout_rate=dropout_rate)
 
-    def stack(kind: Alignment | nn.Module, cross: nn.Module | None) -> Stack:
+    def stack(kind: Alignment | Mixer, cross: Mixer | None) -> Stack:
         block = Block(mixer(kind), feed_forward, cross_mixer=cross, dropout_rate=dropout_rate)
         bias = RelativeBias(bidirectional=cross is None) if relative_bias else None
         return Stack(
@@ -188,7 +187,7 @@ def mesh(variant: str, *, learned_positions: bool = False) -> EncoderDecoder:
     if variant == "vanilla":
         return model
 
-    def with_synthesizer(stack: Stack) -> Stack:
+    def with_synthesizer(stack: StackBase) -> StackBase:
         (run,) = stack.runs
         attention = Attention(8, 128, alignment=MESH[variant]())
         return stack.copy(runs=(Run(run.block.copy(self_mixer=attention), run.repeats),))
@@ -244,7 +243,7 @@ def talking_heads(size: Size) -> EncoderDecoder:
 
 
 def convolution(
-    size: Size, kind: type[LightweightConvolution], groups: int | None = None
+    size: Size, kind: type[LightweightConvolution | DynamicConvolution], groups: int | None = None
 ) -> EncoderDecoder:
     """A T5 1.0 whose self-attention is a convolution, as Mesh-TensorFlow built it.
 
@@ -276,7 +275,7 @@ def universal(size: Size, steps: int = 24) -> EncoderDecoder:
     """
     base = t5(size, gated=False, relative_bias=False)
 
-    def shared(stack: Stack) -> UniversalStack:
+    def shared(stack: StackBase) -> UniversalStack:
         runs = (Run(stack.runs[0].block, steps),)
         return UniversalStack(runs, halting_threshold=0.5)
 

@@ -1,12 +1,16 @@
-"""Every mixer as an NNX class. Editors and type checkers read `mixers.pyi`, made by `stubs`."""
+"""Every mixer as an NNX class; type checkers read `mixers.pyi`, which `tools.nnx_stubs` writes."""
 
 from synthesizer_jax import mixers
-from synthesizer_jax.nnx.forms import Layer, form
+from synthesizer_jax.nnx.class_factory import Layer, make_nnx_class
 
-Attention = form(mixers.Attention, Layer, module=__name__)
-LightweightConvolution = form(mixers.LightweightConvolution, Layer, module=__name__)
-DynamicConvolution = form(mixers.DynamicConvolution, Layer, module=__name__)
-Linformer = form(mixers.Linformer, Layer, module=__name__)
-SentenceFeedForward = form(mixers.SentenceFeedForward, Layer, module=__name__)
-TalkingHeads = form(mixers.TalkingHeads, Layer, module=__name__)
-TokenFeedForward = form(mixers.TokenFeedForward, Layer, module=__name__)
+_CACHES = ("init_cache", "extend")
+
+Attention = make_nnx_class(mixers.Attention, Layer, *_CACHES, module=__name__)
+LightweightConvolution = make_nnx_class(
+    mixers.LightweightConvolution, Layer, *_CACHES, module=__name__
+)
+DynamicConvolution = make_nnx_class(mixers.DynamicConvolution, Layer, *_CACHES, module=__name__)
+Linformer = make_nnx_class(mixers.Linformer, Layer, *_CACHES, module=__name__)
+SentenceFeedForward = make_nnx_class(mixers.SentenceFeedForward, Layer, *_CACHES, module=__name__)
+TalkingHeads = make_nnx_class(mixers.TalkingHeads, Layer, *_CACHES, module=__name__)
+TokenFeedForward = make_nnx_class(mixers.TokenFeedForward, Layer, *_CACHES, module=__name__)

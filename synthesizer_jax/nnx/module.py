@@ -1,37 +1,43 @@
-"""The base of our NNX modules: a Linen module as configuration, its variables as NNX state."""
+"""The base class of the NNX modules: a Linen module is the configuration, its variables are the state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import flax.linen as linen
 import jax
 from flax import nnx
 
 from synthesizer_jax.models.universal import LOSSES
-from synthesizer_jax.nnx.initialise import Example, initialise
+from synthesizer_jax.nnx.variables import InitArguments, init_variables
 from synthesizer_jax.registry import fields_of
+from synthesizer_jax.typing import PyTree
+
+Node = TypeVar("Node")
 
 Loss = nnx.variable_type_from_name(LOSSES, allow_register=True)
-"""The type of what modules add to a training loss, such as `UniversalStack`'s ponder cost.
+"""The variable type of terms that modules add to the training loss, such as `UniversalStack`'s ponder cost.
 
-``logits, losses = nnx.capture(model, Loss)(inputs, targets)`` collects it.
+``logits, losses = nnx.capture(model, Loss)(inputs, targets)`` collects them.
 """
 
 
 class LinenModule(nnx.Module):
-    """An NNX module that computes what a Linen module does.
+    """An NNX module that computes the function of a Linen module.
 
-    Parameters lie where the Linen module has them: ``params/out/kernel`` is ``module.out["kernel"]``,
-    an `nnx.Param`; other collections have the variable type of their name. Parameters carry the
-    logical axis names of `synthesizer_jax.parameters.LOGICAL_AXES` as ``out_sharding``. The fields of
-    the configuration can be read as attributes.
+    Parameters have the same paths as in the Linen module: ``params/out/kernel`` is
+    ``module.out["kernel"]``, an `nnx.Param`. Variables of other collections have the variable type that
+    Flax registers for the collection's name. Parameters carry the logical axis names of
+    `synthesizer_jax.parameters.LOGICAL_AXES` as ``out_sharding``. The fields of the configuration can be
+    read as attributes of the module.
 
     Attributes:
       config: the unbound Linen module.
-      deterministic: dropout is off; set by `train`, `eval`, `set_attributes` and `nnx.view`.
-      rngs: the module's own stream for dropout; None where it has no dropout or was given none.
+      deterministic: if True, dropout is off; set by `train`, `eval`, `set_attributes` and `nnx.view`.
+      has_dropout: whether the outputs depend on a random stream.
+      rngs: the module's own stream for dropout, or None.
+      variable_names: the attributes that hold variables.
     """
 
     _linen_class: ClassVar[type[linen.Module]]
@@ -40,57 +46,58 @@ class LinenModule(nnx.Module):
     def __init__(
         self,
         config: linen.Module,
-        example: Example,
+        arguments: InitArguments,
         *,
         rngs: nnx.Rngs,
         deterministic: bool | None,
         keep_rngs: bool,
     ):
-        """Makes the variables.
+        """Initializes the variables.
 
         Args:
           config: an unbound Linen module.
-          example: arguments that the module can be initialised with.
-          rngs: random streams; ``params`` makes the parameters, ``dropout`` is for dropout.
-          deterministic: dropout is off; None: every call has to say.
-          keep_rngs: keep a stream for dropout; False: every call with dropout has to bring one.
+          arguments: arguments of the Linen module's `__call__` for its initialization.
+          rngs: random streams; ``params`` is used for the parameters, ``dropout`` for dropout.
+          deterministic: if True, dropout is off; if None, every call must specify it.
+          keep_rngs: whether to keep a stream for dropout; otherwise every call with dropout needs one.
         """
-        variables, self.has_dropout = initialise(config, example, rngs.params())
-        for name, tree in variables.items():
+        variables, self.has_dropout = init_variables(config, arguments, rngs.params())
+        for name, subtree in variables.items():
             if hasattr(type(self), name):
                 raise ValueError(
-                    f"{type(config).__name__} has a parameter or submodule {name!r}, a name that NNX "
-                    "modules use themselves; rename it"
+                    f"{type(config).__name__} has a parameter or submodule named {name!r}, which is an "
+                    "attribute of every NNX module; rename it"
                 )
-            setattr(self, name, nnx.data(tree))
+            setattr(self, name, nnx.data(subtree))
         self.variable_names = tuple(variables)
         self.deterministic = deterministic
-        given = keep_rngs and self.has_dropout and ("dropout" in rngs or "default" in rngs)
-        self.rngs = nnx.data(rngs.dropout.fork() if given else None)
+        has_stream = "dropout" in rngs or "default" in rngs
+        keep_stream = keep_rngs and self.has_dropout and has_stream
+        self.rngs = nnx.data(rngs.dropout.fork() if keep_stream else None)
         self.config = config
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> object:
             config = vars(self).get("config")
             if config is None or name not in fields_of(config):
                 raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
             return getattr(config, name)
 
-        def __setattr__(self, name: str, value: Any) -> None:
+        def __setattr__(self, name: str, value: object) -> None:
             config = vars(self).get("config")
             if config is not None and name not in vars(self) and name in fields_of(config):
                 raise AttributeError(
-                    f"{type(self).__name__}: {name} is fixed at construction; make a new module with "
+                    f"{type(self).__name__}: {name} is fixed at construction; build a new module with "
                     f"{name}={value!r}"
                 )
             super().__setattr__(name, value)
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """Called by `nnx.view`.
+        """Sets attributes of a view of the module; called by `nnx.view`.
 
         Args:
-          deterministic: if True, dropout is off.
+          deterministic: if True, dropout is off; if None, the attribute keeps its value.
         """
         if deterministic is not None:
             self.deterministic = deterministic
@@ -98,51 +105,51 @@ class LinenModule(nnx.Module):
     def _apply(
         self,
         method: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, PyTree],
         *,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
-    ) -> Any:
-        """Runs a method of the Linen module."""
-        sown = {LOSSES: Loss} if Loss in map(type, vars(self).get("__captures__", ())) else {}
+    ) -> PyTree:
+        captured_types = map(type, vars(self).get("__captures__", ()))
+        sown_types = {LOSSES: Loss} if Loss in captured_types else {}
         if sow_weights:
-            sown["intermediates"] = nnx.Intermediate
+            sown_types["intermediates"] = nnx.Intermediate
         result = self.config.apply(
             linen_variables(self),
             *args,
             rngs=self._dropout_keys(deterministic, rngs),
             method=getattr(type(self.config), method),
-            mutable=list(sown) or False,
+            mutable=list(sown_types) or False,
             **kwargs,
         )
-        if not sown:
+        if not sown_types:
             return result
         result, updates = result
         if sow_weights and not updates.get("intermediates"):
             raise ValueError(
-                f"{type(self).__name__}: sow_weights=True, but it computes no attention weights; call "
-                "it without"
+                f"{type(self).__name__}: sow_weights=True, but this module computes no attention "
+                "weights; set sow_weights=False"
             )
-        for collection, kind in sown.items():
-            for path, values in _leaves(updates.get(collection, {}), kind=tuple):
+        for collection, variable_type in sown_types.items():
+            for path, values in _nodes_of_type(updates.get(collection, {}), tuple):
                 for value in values:
-                    self.sow(kind, "/".join(path), value)
+                    self.sow(variable_type, "/".join(path), value)
         return result
 
     def _dropout_keys(
         self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None
     ) -> dict[str, jax.Array]:
-        """The random streams for the Linen module: a new key for dropout, or nothing."""
+        """The random streams of a call to the Linen module: a new dropout key, or none."""
         if not self.has_dropout:
             return {}
         name = type(self).__name__
         deterministic = self.deterministic if deterministic is None else deterministic
         if deterministic is None:
             raise ValueError(
-                f"{name}: nothing says whether dropout acts; give deterministic=True or False at the "
-                "call or at construction, or call train() or eval()"
+                f"{name}: deterministic is not set; pass deterministic=True or False to the call or "
+                "to the constructor, or call train() or eval()"
             )
         if deterministic:
             return {}
@@ -151,43 +158,44 @@ class LinenModule(nnx.Module):
             rngs = rngs.dropout if "dropout" in rngs or "default" in rngs else None
         if rngs is None:
             raise ValueError(
-                f"{name}: dropout needs a random stream; give rngs with a stream 'dropout' or a default "
-                "one at construction or at the call, or call with deterministic=True"
+                f"{name}: dropout needs a random stream; pass rngs with a stream 'dropout' or a default "
+                "stream to the constructor or to the call, or set deterministic=True"
             )
         if not isinstance(rngs, nnx.RngStream | jax.Array):
             raise TypeError(
-                f"{name}: rngs is a {type(rngs).__name__}; give nnx.Rngs, one stream or a key"
+                f"{name}: rngs is a {type(rngs).__name__}; pass nnx.Rngs, an nnx.RngStream or a PRNG key"
             )
         return {"dropout": rngs() if isinstance(rngs, nnx.RngStream) else rngs}
 
 
-def linen_variables(module: LinenModule) -> dict[str, Any]:
-    """A module's variables as the Linen module's `apply` takes them.
+def linen_variables(module: LinenModule) -> dict[str, PyTree]:
+    """Returns a module's variables in the form that the Linen module's `apply` takes.
 
-    ``module.config.apply(linen_variables(module), ...)`` is the Linen form of a call.
+    ``module.config.apply(linen_variables(module), ...)`` is the Linen equivalent of a call.
 
     Args:
-      module: from `to_nnx` or one of the classes of this package.
+      module: from `to_nnx`, or an instance of one of this package's classes.
     """
-    found: dict[str, Any] = {}
+    variables: dict[str, PyTree] = {}
     for name in module.variable_names:
-        for path, variable in _leaves({name: getattr(module, name)}, kind=nnx.Variable):
-            node = found.setdefault(_collection(variable), {})
+        for path, variable in _nodes_of_type({name: getattr(module, name)}, nnx.Variable):
+            node = variables.setdefault(_collection(variable), {})
             for key in path[:-1]:
                 node = node.setdefault(key, {})
             node[path[-1]] = variable.get_value()
-    return found
+    return variables
 
 
-def _collection(variable: nnx.Variable) -> str:
+def _collection(variable: nnx.Variable[jax.Array]) -> str:
     if isinstance(variable, nnx.Param):
         return "params"
     return nnx.variable_name_from_type(type(variable), allow_register=True)
 
 
-def _leaves(tree: Any, *, kind: type) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The leaves of one type in nested dictionaries, with their paths."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda node: isinstance(node, kind)
-    ):
-        yield tuple(key.key for key in path), leaf
+def _nodes_of_type(tree: PyTree, node_type: type[Node]) -> Iterator[tuple[tuple[str, ...], Node]]:
+    """Yields the paths and nodes of nested dictionaries whose leaves all have the given type."""
+    nodes = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda node: isinstance(node, node_type)
+    )
+    for path, node in nodes:
+        yield tuple(entry.key for entry in path), node

@@ -1,27 +1,25 @@
-"""Text from outside, made fit for a page and for charts."""
+"""Conversion of arbitrary text to text that HTML pages and charts can show."""
 
 from __future__ import annotations
 
-import html
 import unicodedata
 
 DIRECTIONS = {"LRE", "RLE", "PDF", "LRO", "RLO", "LRI", "RLI", "FSI", "PDI"}
-"""Bidirectional classes of characters that turn the direction of the text that follows (Unicode, UAX 9)."""
+"""Bidirectional classes of characters that change the direction of the following text (Unicode, UAX 9)."""
 
 
 def printable(text: object) -> str:
-    """Text whose every character can be written and seen where it stands.
+    """Replaces characters that are invisible or invalid in UTF-8.
 
-    Control characters, halves of surrogate pairs and characters that turn the direction of writing are
-    shown as Python escapes them; line breaks and tabs become blanks.
+    Control characters, surrogates and characters that change the direction of writing become Python's
+    escape sequences; line breaks and tabs become spaces.
     """
     return "".join(
-        " " if c in "\n\r\t" else c if _visible(c) else ascii(c)[1:-1] for c in str(text)
+        " " if c in "\n\r\t" else c if _is_visible(c) else ascii(c)[1:-1] for c in str(text)
     )
 
 
-def _visible(character: str) -> bool:
-    """Whether a character stays as it is."""
+def _is_visible(character: str) -> bool:
     return (
         unicodedata.category(character) not in ("Cc", "Cs")
         and unicodedata.bidirectional(character) not in DIRECTIONS
@@ -29,13 +27,8 @@ def _visible(character: str) -> bool:
     )
 
 
-def label(text: object, most: int = 40) -> str:
-    """Printable text for a chart, where what is longer than so many characters loses its middle."""
-    whole = printable(text)
-    half = (most - 1) // 2
-    return whole if len(whole) <= most else f"{whole[:half]}…{whole[half + 1 - most :]}"
-
-
-def escape(text: object) -> str:
-    """Text for HTML."""
-    return html.escape(printable(text), quote=True)
+def shorten_label(text: object, max_length: int = 40) -> str:
+    """Returns `printable` text in which the middle of longer text is replaced by an ellipsis."""
+    label = printable(text)
+    half = (max_length - 1) // 2
+    return label if len(label) <= max_length else f"{label[:half]}…{label[half + 1 - max_length :]}"

@@ -1,32 +1,35 @@
-"""Meshes, and the one table that maps logical axes to them."""
+"""Device meshes, and the rules that map logical axes to mesh axes."""
 
-from synthesizer_jax.sharding.mesh import MESH_AXES, MeshShape, make_mesh, on_whole_axes
-from synthesizer_jax.sharding.rows import Rows, spread, whole
+from synthesizer_jax.sharding.batch_shards import BatchShards, gather_to_host, replicate_to_devices
+from synthesizer_jax.sharding.mesh import MeshShape, make_mesh, uses_whole_dimensions
 from synthesizer_jax.sharding.rules import (
     BATCH_AXES,
+    MESH_AXES,
     RULES,
     batch_sharding,
     check_batch,
-    on_mesh,
+    partition_spec,
+    register_mesh_axis,
     replicated,
     shardings,
-    spec,
+    use_mesh,
 )
 
 __all__ = [
     "BATCH_AXES",
     "MESH_AXES",
     "RULES",
+    "BatchShards",
     "MeshShape",
-    "Rows",
     "batch_sharding",
     "check_batch",
+    "gather_to_host",
     "make_mesh",
-    "on_mesh",
-    "on_whole_axes",
+    "partition_spec",
+    "register_mesh_axis",
+    "replicate_to_devices",
     "replicated",
     "shardings",
-    "spec",
-    "spread",
-    "whole",
+    "use_mesh",
+    "uses_whole_dimensions",
 ]

@@ -1,4 +1,4 @@
-"""Device meshes, of one slice of chips or of several."""
+"""Device meshes over one or several slices of chips."""
 
 from __future__ import annotations
 
@@ -7,41 +7,43 @@ import itertools
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from synthesizer_jax.costs.chips import Topology
 from synthesizer_jax.registry import register
-from synthesizer_jax.sharding.chips import Topology
+from synthesizer_jax.sharding.rules import MESH_AXES, check_mesh_axes
 
 _log = logging.getLogger(__name__)
 
-MESH_AXES = ("data", "fsdp", "tensor", "sequence")
-
-Sizes = tuple[int, ...]
-"""A size for each of `MESH_AXES`."""
+Sizes: TypeAlias = tuple[int, ...]
+"""The sizes of a mesh's axes."""
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """How devices are arranged; in each of the two fours one size may be −1: what is left.
+    """The sizes of a mesh's axes, within a slice of chips and (``dcn_``) between slices.
 
-    An axis is as long as its two sizes multiplied. Between slices there is only the data-centre
-    network: data belongs there; tensor and sequence, which move activations in every layer, do not.
+    The size of an axis is the product of both. Among the sizes within a slice, and among those between
+    slices, one may be −1: it is inferred from the number of devices or slices. Slices are connected by
+    the data-center network only. The data axis tolerates it; the tensor and sequence axes, which transfer
+    activations in every layer, do not.
 
     Attributes:
-      data: replicas that see different examples and hold the whole model.
-      fsdp: devices that see different examples and share parameters and optimiser state.
-      tensor: devices that share every matrix product by heads, hidden features and vocabulary.
-      sequence: devices that share the positions of an encoder's rows; for long inputs.
-      dcn_data: slices that are different replicas.
-      dcn_fsdp: slices that share parameters and optimiser state.
-      dcn_tensor: slices that share matrix products.
-      dcn_sequence: slices that share positions.
+      data: number of replicas of the model, which process different examples.
+      fsdp: number of devices that process different examples and shard parameters and optimizer state.
+      tensor: number of devices that partition matrix products by heads, hidden features and vocabulary.
+      sequence: number of devices that partition an encoder's positions; for long inputs.
+      dcn_data: number of slices that are replicas.
+      dcn_fsdp: number of slices that shard parameters and optimizer state.
+      dcn_tensor: number of slices that partition matrix products.
+      dcn_sequence: number of slices that partition positions.
+      extra: names and sizes, within a slice, of further axes; each is known to `register_mesh_axis`.
     """
 
     data: int = -1
@@ -52,89 +54,115 @@ class MeshShape:
     dcn_fsdp: int = 1
     dcn_tensor: int = 1
     dcn_sequence: int = 1
+    extra: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The names of all axes."""
+        return (*MESH_AXES, *(name for name, _ in self.extra))
 
     def sizes(self, devices: int, slices: int = 1) -> tuple[Sizes, Sizes]:
-        """The sizes within a slice and between slices.
+        """Returns the sizes of all axes within a slice and between slices.
 
         Args:
-          devices: of all slices.
-          slices: how many.
+          devices: total number of devices.
+          slices: number of slices.
 
         Raises:
-          ValueError: the sizes do not multiply to these numbers.
+          ValueError: the products of the sizes are not the numbers of devices and slices, or an extra
+            axis is not registered.
         """
         if devices % slices:
-            raise ValueError(f"{devices} devices do not make {slices} slices of equal size")
-        within = filled(self._named(""), devices // slices, "devices of a slice")
-        return within, filled(self._named("dcn_"), slices, "slices")
+            raise ValueError(f"{devices} devices cannot form {slices} slices of equal size")
+        check_mesh_axes(self.axis_names)
+        within = {"data": self.data, "fsdp": self.fsdp}
+        within |= {"tensor": self.tensor, "sequence": self.sequence, **dict(self.extra)}
+        between = {"dcn_data": self.dcn_data, "dcn_fsdp": self.dcn_fsdp}
+        between |= {"dcn_tensor": self.dcn_tensor, "dcn_sequence": self.dcn_sequence}
+        return (
+            _infer_sizes(within, devices // slices, "devices of a slice"),
+            _infer_sizes(between, slices, "slices") + (1,) * len(self.extra),
+        )
 
-    def _named(self, prefix: str) -> dict[str, int]:
-        return {prefix + axis: getattr(self, prefix + axis) for axis in MESH_AXES}
 
-
-def filled(sizes: dict[str, int], number: int, what: str) -> Sizes:
-    """The sizes with −1 replaced such that they multiply to a number.
+def _infer_sizes(sizes: dict[str, int], total: int, unit: str) -> Sizes:
+    """The sizes, with −1 replaced such that their product is the total.
 
     Raises:
-      ValueError: they cannot.
+      ValueError: there is no such size.
     """
-    text = "mesh " + ", ".join(f"{name}={size}" for name, size in sizes.items())
-    found = list(sizes.values())
-    if found.count(-1) > 1 or any(s == 0 or s < -1 for s in found):
-        raise ValueError(f"{text}: sizes are positive, and at most one is -1")
-    if -1 in found:
-        rest = math.prod(s for s in found if s != -1)
-        found[found.index(-1)] = number // rest if number % rest == 0 else 0
-    if math.prod(found) != number:
+    description = "mesh " + ", ".join(f"{name}={size}" for name, size in sizes.items())
+    inferred = list(sizes.values())
+    if inferred.count(-1) > 1 or any(size == 0 or size < -1 for size in inferred):
+        raise ValueError(f"{description}: sizes must be positive, and at most one is -1")
+    if -1 in inferred:
+        known = math.prod(size for size in inferred if size != -1)
+        inferred[inferred.index(-1)] = total // known if total % known == 0 else 0
+    if math.prod(inferred) != total:
         raise ValueError(
-            f"{text} does not fit {number} {what}: the sizes must multiply to {number}"
+            f"{description} does not fit {total} {unit}: the sizes must multiply to {total}"
         )
-    return tuple(found)
+    return tuple(inferred)
 
 
-def slices_of(devices: list[jax.Device]) -> int:
-    """How many slices of chips the devices make up; 1 for all but TPUs."""
+def num_slices(devices: list[jax.Device]) -> int:
+    """Returns the number of slices of chips; 1 on platforms other than TPU."""
     return len({getattr(d, "slice_index", 0) for d in devices if d.platform == "tpu"}) or 1
 
 
 def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
-    """A mesh with the axes `MESH_AXES` over all devices, or the given ones.
+    """Makes a mesh of all devices or of the given ones.
 
-    On TPUs an axis takes whole dimensions of the slice where that can be; else dimensions are split, with
-    a warning: collectives along such an axis have a part of the links.
-    """
-    devices = jax.devices() if devices is None else devices
-    slices = slices_of(devices)
-    within, between = shape.sizes(len(devices), slices)
-    try:
-        places = arrange(within, between, devices)
-    except NotImplementedError:
-        _log.warning(
-            "mesh %s splits dimensions of the slice; `plan` names sizes that do not", within
-        )
-        places = arrange(within, between, devices, allow_split_physical_axes=True)
-    # Since JAX 0.10 axes are Explicit unless said otherwise; Linen's constraints need Auto.
-    return Mesh(places, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    On TPUs, every axis consists of whole dimensions of the slice if possible. Otherwise dimensions are
+    split, with a warning, because collectives over such an axis can use only some of the links.
 
-
-def arrange(
-    within: Sizes, between: Sizes, devices: Sequence[Any], **options: bool
-) -> np.ndarray[Any, Any]:
-    """Devices in the order in which neighbours along an axis are near one another.
+    Args:
+      shape: names and sizes of the axes.
+      devices: the devices; None: all.
 
     Raises:
-      NotImplementedError: an axis would split a dimension of a TPU slice, and `options` forbid that.
+      ValueError: the sizes do not match the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    slices = num_slices(devices)
+    within, between = shape.sizes(len(devices), slices)
+    try:
+        arranged = _arrange_devices(within, between, devices)
+    except NotImplementedError:
+        _log.warning(
+            "mesh %s splits dimensions of the slice; `plan` lists sizes that do not", within
+        )
+        arranged = _arrange_devices(within, between, devices, allow_split_physical_axes=True)
+    # Since JAX 0.10 axes are Explicit by default; Linen's sharding constraints need Auto.
+    return Mesh(arranged, shape.axis_names, axis_types=(AxisType.Auto,) * len(shape.axis_names))
+
+
+def _arrange_devices(
+    within: Sizes,
+    between: Sizes,
+    devices: Sequence[jax.Device | _TopologyDevice],
+    *,
+    allow_split_physical_axes: bool = False,
+) -> np.ndarray:
+    """Arranges devices such that neighbors along an axis are physically close.
+
+    Raises:
+      NotImplementedError: an axis would split a dimension of a TPU slice, and this is not allowed.
     """
     if math.prod(between) > 1:
-        found = mesh_utils.create_hybrid_device_mesh(within, between, devices, **options)
+        arranged = mesh_utils.create_hybrid_device_mesh(
+            within, between, devices, allow_split_physical_axes=allow_split_physical_axes
+        )
     else:
-        found = mesh_utils.create_device_mesh(within, devices, **options)
-    return np.asarray(found)
+        arranged = mesh_utils.create_device_mesh(
+            within, devices, allow_split_physical_axes=allow_split_physical_axes
+        )
+    return np.asarray(arranged)
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedDevice:
-    """What `mesh_utils` asks of a TPU device, for slices that are not here."""
+class _TopologyDevice:
+    """The attributes of a TPU device that `mesh_utils` reads, for slices that are not attached."""
 
     id: int
     device_kind: str
@@ -143,20 +171,21 @@ class PlannedDevice:
     platform: str = "tpu"
 
 
-def planned_devices(topology: Topology) -> list[PlannedDevice]:
+def _topology_devices(topology: Topology) -> list[_TopologyDevice]:
     """The devices of one slice of a topology."""
     chip = topology.chip
     x, y, z = (*topology.shape, 1)[:3]
-    places = itertools.product(range(z), range(y), range(x), range(chip.devices))
+    coordinates = itertools.product(range(z), range(y), range(x), range(chip.devices))
     return [
-        PlannedDevice(n, chip.kind, (i, j, k), core) for n, (k, j, i, core) in enumerate(places)
+        _TopologyDevice(n, chip.kind, (i, j, k), core)
+        for n, (k, j, i, core) in enumerate(coordinates)
     ]
 
 
-def on_whole_axes(within: Sizes, topology: Topology) -> bool:
-    """Whether axes of these sizes take whole dimensions of a slice of this topology."""
+def uses_whole_dimensions(within: Sizes, topology: Topology) -> bool:
+    """Returns whether axes of these sizes consist of whole dimensions of a slice."""
     try:
-        arrange(within, (1,), planned_devices(topology))
+        _arrange_devices(within, (1,), _topology_devices(topology))
     except NotImplementedError:
         return False
     return True

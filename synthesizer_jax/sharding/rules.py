@@ -1,19 +1,23 @@
-"""From logical axis names to mesh axes."""
+"""The rules that map logical axes to mesh axes."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import flax.linen as nn
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from synthesizer_jax.messages import did_you_mean, not_divisible
 from synthesizer_jax.parameters import LOGICAL_AXES, Axes, is_axes
-from synthesizer_jax.suggestions import nearest_multiples
+from synthesizer_jax.registry import EXTRA_MESH_AXES
+from synthesizer_jax.typing import KeyPath, PyTree
+
+MESH_AXES = ("data", "fsdp", "tensor", "sequence")
+"""The mesh axes that every mesh has."""
 
 BATCH_AXES = ("data", "fsdp")
 
@@ -23,7 +27,7 @@ RULES: types.MappingProxyType[str, str | None] = types.MappingProxyType(
         "heads": "tensor",
         "mlp": "tensor",
         "embed": "fsdp",
-        # Synthesizer tables: by heads alone an xxl model's tables would fill a chip.
+        # Synthesizer tables: sharded by heads only, the tables of an xxl model would not fit a chip.
         "query_length": "fsdp",
         "length": None,
         "key_length": None,
@@ -39,87 +43,139 @@ RULES: types.MappingProxyType[str, str | None] = types.MappingProxyType(
         "layers": None,
     }
 )
-"""Where each logical axis of a parameter is stored."""
+"""The mesh axis that shards each logical axis of parameters; None: not sharded."""
 
 assert set(RULES) == set(LOGICAL_AXES)
 
 ACTIVATIONS: types.MappingProxyType[str, tuple[str, ...]] = types.MappingProxyType(
     {"batch": BATCH_AXES, "sequence": ("sequence",)}
 )
-"""What divides activations besides ``heads``; see `ambient`."""
+"""The mesh axes that shard the logical axes of activations besides ``heads``; see `ambient`."""
 
 
-def spec(
-    axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, *, name: str = ""
-) -> PartitionSpec:
-    """The partition of one array.
+def register_mesh_axis(name: str, *logical_axes: str) -> None:
+    """Adds a mesh axis that shards logical axes of parameters.
+
+    ``register_mesh_axis("expert", "mlp")`` makes ``MeshShape(extra=(("expert", 2),))`` shard the hidden
+    features of feed-forward layers over two devices. In meshes that have the axis, with a size greater
+    than 1, it replaces the mesh axis of `RULES` for these logical axes; other meshes are unaffected.
 
     Args:
-      axes: a logical name, or None, for every dimension.
-      shape: the array's shape.
-      mesh: the device mesh.
-      name: what to call the array in errors.
+      name: the name of the mesh axis.
+      *logical_axes: names of `LOGICAL_AXES`.
 
     Raises:
-      ValueError: two dimensions would use the same mesh axis, or a size does not divide.
+      ValueError: the name is already in use for other logical axes, or a logical axis is unknown.
+    """
+    if name in MESH_AXES or EXTRA_MESH_AXES.get(name, logical_axes) != logical_axes:
+        raise ValueError(f"register_mesh_axis: the mesh axis {name!r} exists; use another name")
+    for axis in logical_axes:
+        if axis not in LOGICAL_AXES:
+            raise ValueError(
+                f"register_mesh_axis: unknown logical axis {axis!r}{did_you_mean(axis, LOGICAL_AXES)}"
+            )
+    EXTRA_MESH_AXES[name] = logical_axes
+
+
+def check_mesh_axes(names: Sequence[str]) -> None:
+    """Raises a `ValueError` unless a mesh's axes are known and distinct."""
+    known = (*MESH_AXES, *EXTRA_MESH_AXES)
+    for i, name in enumerate(names):
+        if name not in known:
+            raise ValueError(
+                f"mesh: unknown axis {name!r}{did_you_mean(name, known)}; add axes of your own with "
+                "register_mesh_axis"
+            )
+        if name in names[:i]:
+            raise ValueError(f"mesh: the axis {name!r} is given twice")
+
+
+def _mesh_axis(logical_axis: str, mesh: Mesh | AbstractMesh) -> str | None:
+    """The axis of a mesh that shards a logical axis of parameters."""
+    for name, logical_axes in EXTRA_MESH_AXES.items():
+        if logical_axis in logical_axes and mesh.shape.get(name, 1) > 1:
+            return name
+    return RULES[logical_axis]
+
+
+def partition_spec(
+    axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, *, name: str = ""
+) -> PartitionSpec:
+    """Returns the partition of an array.
+
+    Args:
+      axes: a logical axis name, or None, for every dimension.
+      shape: the array's shape.
+      mesh: the device mesh.
+      name: the array's name, for errors.
+
+    Raises:
+      ValueError: two dimensions would be sharded over the same mesh axis, or the size of a dimension is
+        not divisible by that of its mesh axis.
     """
     entries: list[str | None] = []
     for axis, size in zip(axes, shape, strict=True):
-        target = RULES[axis] if axis is not None else None
-        if target is not None and mesh.shape[target] == 1:
-            target = None
-        if target is not None and target in entries:
-            raise ValueError(f"{name}: axes {axes} use the mesh axis {target!r} twice")
-        if target is not None and size % mesh.shape[target]:
-            ways = mesh.shape[target]
+        mesh_axis = _mesh_axis(axis, mesh) if axis is not None else None
+        if mesh_axis is not None and mesh.shape[mesh_axis] == 1:
+            mesh_axis = None
+        if mesh_axis is not None and mesh_axis in entries:
+            raise ValueError(f"{name}: axes {axes} use the mesh axis {mesh_axis!r} twice")
+        if mesh_axis is not None and size % mesh.shape[mesh_axis]:
+            num_shards = mesh.shape[mesh_axis]
+            by = f"the mesh's {mesh_axis}={num_shards}"
             raise ValueError(
-                f"{name}: {axis}={size} does not divide by the mesh's {target}={ways}; "
-                f"{nearest_multiples(size, ways)}, and {target}={math.gcd(size, ways)} divides it"
+                f"{name}: {not_divisible(axis or '', size, by=by, divisor=num_shards)}, and {mesh_axis}="
+                f"{math.gcd(size, num_shards)} divides it"
             )
-        entries.append(target)
+        entries.append(mesh_axis)
     return PartitionSpec(*entries)
 
 
-def shardings(axes: Any, shapes: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """A tree of `NamedSharding` for trees of logical axes and of shapes."""
+def shardings(axes: PyTree, shapes: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    """Returns a pytree of `NamedSharding` for pytrees of logical axes and of arrays or their shapes."""
 
-    def one(path: Any, names: Axes, leaf: Any) -> NamedSharding:
+    def named_sharding(
+        path: KeyPath, names: Axes, array: jax.Array | jax.ShapeDtypeStruct
+    ) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return NamedSharding(mesh, spec(names, leaf.shape, mesh, name=name))
+        return NamedSharding(mesh, partition_spec(names, array.shape, mesh, name=name))
 
-    return jax.tree.map_with_path(one, axes, shapes, is_leaf=is_axes)
+    return jax.tree.map_with_path(named_sharding, axes, shapes, is_leaf=is_axes)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Examples over the data and fsdp axes."""
+    """Returns the sharding of a batch: examples over the data and fsdp axes."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """The same value on every device."""
+    """Returns the sharding of arrays that are replicated on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def check_batch(batch_size: int, mesh: Mesh | AbstractMesh, *, micro_batches: int = 1) -> None:
-    """Raises a `ValueError` when a batch cannot be cut over the mesh and the micro-batches."""
-    ways = mesh.shape["data"] * mesh.shape["fsdp"] * micro_batches
-    if batch_size % ways:
-        raise ValueError(
-            f"batch_size={batch_size} does not divide by data × fsdp × micro_batches = "
-            f"{mesh.shape['data']} × {mesh.shape['fsdp']} × {micro_batches} = {ways}; "
-            f"{nearest_multiples(batch_size, ways)}"
+    """Raises a `ValueError` unless a batch is divisible over the mesh and the micro-batches."""
+    divisor = mesh.shape["data"] * mesh.shape["fsdp"] * micro_batches
+    if batch_size % divisor:
+        by = (
+            f"data × fsdp × micro_batches = {mesh.shape['data']} × {mesh.shape['fsdp']} × "
+            f"{micro_batches} = {divisor}"
         )
+        raise ValueError(not_divisible("batch_size", batch_size, by=by, divisor=divisor))
 
 
 @contextlib.contextmanager
-def on_mesh(mesh: Mesh) -> Iterator[None]:
-    """Within this context functions are traced for a mesh, and layers divide their work over it.
+def use_mesh(mesh: Mesh) -> Iterator[None]:
+    """A context in which functions are traced for a mesh and layers partition their work over it.
 
-    A mesh of one device changes nothing.
+    A mesh with a single device has no effect.
     """
     if mesh.size == 1:
         yield
         return
-    rules = [(name, axes) for name, axes in {**RULES, **ACTIVATIONS}.items() if axes is not None]
+    parameter_rules = {name: _mesh_axis(name, mesh) for name in RULES}
+    rules = [
+        (k, axes) for k, axes in {**parameter_rules, **ACTIVATIONS}.items() if axes is not None
+    ]
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
         yield

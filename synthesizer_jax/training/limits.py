@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from synthesizer_jax.alignments.mixture import WEIGHTS
 from synthesizer_jax.attention.attend import ROUTES
-from synthesizer_jax.evaluation import METHODS
+from synthesizer_jax.evaluation.prediction import METHODS
 from synthesizer_jax.mixers.talking_heads import DYNAMIC
 from synthesizer_jax.models.encoder import POOLINGS
 from synthesizer_jax.models.layers import ACTIVATIONS
 from synthesizer_jax.models.stack import REMAT_POLICIES
-from synthesizer_jax.registry import check_types, fields_of, shown, within
+from synthesizer_jax.registry import check_types, child_path, fields_of, format_value
 from synthesizer_jax.sharding import MESH_AXES
-from synthesizer_jax.training.replacement import PLACES, SCOPES
 
 LARGEST = 2**31 - 1
 """Counts and lengths are 32-bit integers on devices."""
@@ -30,8 +29,8 @@ class Range:
     """Numbers between two ends.
 
     Attributes:
-      low: the least.
-      high: the greatest.
+      low: the minimum.
+      high: the maximum.
       open: which ends do not belong to it: any of ``"low"`` and ``"high"``.
       without: a number between them that does not belong to it.
     """
@@ -41,9 +40,9 @@ class Range:
     open: tuple[str, ...] = ()
     without: int | None = None
 
-    def holds(self, value: Any) -> bool:
-        """Whether a value lies inside."""
-        if isinstance(value, bool | str):
+    def contains(self, value: object) -> bool:
+        """Returns whether a value lies inside."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         above = value > self.low if "low" in self.open else value >= self.low
         below = value < self.high if "high" in self.open else value <= self.high
@@ -57,7 +56,7 @@ class Range:
 
 
 @dataclasses.dataclass(frozen=True)
-class Words:
+class Choices:
     """Some words.
 
     Attributes:
@@ -66,15 +65,15 @@ class Words:
 
     words: tuple[str, ...]
 
-    def holds(self, value: Any) -> bool:
-        """Whether a value is one of them."""
+    def contains(self, value: object) -> bool:
+        """Returns whether a value is one of them."""
         return value in self.words
 
     def __str__(self) -> str:
         return ", ".join(map(repr, self.words))
 
 
-Limit: TypeAlias = Range | Words
+Limit: TypeAlias = Range | Choices
 
 COUNT = Range(1, LARGEST)
 NUMBER = Range(0, LARGEST)
@@ -84,7 +83,7 @@ SHARE = Range(0, 1)
 RATE = Range(0, 1, open=("high",))
 NOT_NEGATIVE = Range(0)
 POSITIVE = Range(0, open=("low",))
-DTYPES = Words(("float32", "bfloat16"))
+DTYPES = Choices(("float32", "bfloat16"))
 
 
 def _all(limit: Limit, names: str) -> dict[str, tuple[Limit, ...]]:
@@ -109,16 +108,14 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
     **_all(NOT_NEGATIVE, "stddev sigma threshold ponder_cost dynamic_scale"),
     **_all(POSITIVE, "eps epsilon clip clip_norm decay_rate ratio"),
     **_all(DTYPES, "dtype logits_dtype"),
-    **_all(Words(METHODS), "method"),
-    **_all(Words(("auto", *ROUTES)), "implementation"),
-    **_all(Words(tuple(REMAT_POLICIES)), "remat"),
-    **_all(Words(tuple(ACTIVATIONS)), "activations"),
-    **_all(Words(WEIGHTS), "weights"),
-    **_all(Words(tuple(DYNAMIC)), "dynamic"),
-    **_all(Words(POOLINGS), "pooling"),
-    **_all(Words(PLACES), "place"),
-    **_all(Words(SCOPES), "scope"),
-    "loss_normalizer": (POSITIVE, Words(("tokens_with_padding",))),
+    **_all(Choices(METHODS), "method"),
+    **_all(Choices(("auto", *ROUTES)), "implementation"),
+    **_all(Choices(tuple(REMAT_POLICIES)), "remat"),
+    **_all(Choices(tuple(ACTIVATIONS)), "activations"),
+    **_all(Choices(WEIGHTS), "weights"),
+    **_all(Choices(tuple(DYNAMIC)), "dynamic"),
+    **_all(Choices(POOLINGS), "pooling"),
+    "loss_normalizer": (POSITIVE, Choices(("tokens_with_padding",))),
     "FanIn.scale": (NOT_NEGATIVE,),
     "GaussianBias.sigma": (POSITIVE,),
     "SentenceFeedForward.head_dim": (NUMBER,),  # 0 without heads
@@ -130,7 +127,7 @@ NOT_EMPTY = frozenset({"runs", "parts", "offsets", "activations", "replace"})
 """Tuples that need an entry."""
 
 
-def check(obj: Any, path: str = "") -> None:
+def check_limits(obj: object, path: str = "") -> None:
     """Raises a `ValueError` that names the first wrong field in a tree of modules and dataclasses.
 
     Args:
@@ -139,26 +136,26 @@ def check(obj: Any, path: str = "") -> None:
     """
     if isinstance(obj, tuple):
         for i, entry in enumerate(obj):
-            check(entry, within(path, i))
+            check_limits(entry, child_path(path, i))
     if not dataclasses.is_dataclass(obj) or isinstance(obj, type):
         return
     cls, values = type(obj), fields_of(obj)
     check_types(cls, values, path)
     for name, value in values.items():
-        check_limit(cls, name, value, within(path, name))
-        check(value, within(path, name))
+        _check_limit(cls, name, value, child_path(path, name))
+        check_limits(value, child_path(path, name))
 
 
-def check_limit(cls: type, name: str, value: Any, path: str) -> None:
+def _check_limit(cls: type, name: str, value: object, path: str) -> None:
     """Raises a `ValueError` for a field's value that no limit holds; None and objects have none."""
     if value == () and name in NOT_EMPTY:
         raise ValueError(f"{path} is empty; give it at least one entry")
     limits = limits_of(cls, name)
-    for one in value if isinstance(value, tuple) else (value,):
-        plain = isinstance(one, int | float | str)
-        if limits and plain and not any(limit.holds(one) for limit in limits):
+    for entry in value if isinstance(value, tuple) else (value,):
+        plain = isinstance(entry, int | float | str)
+        if limits and plain and not any(limit.contains(entry) for limit in limits):
             allowed = " or ".join(map(str, limits))
-            raise ValueError(f"{path} is {shown(value)}; allowed: {allowed}")
+            raise ValueError(f"{path} is {format_value(value)}; allowed: {allowed}")
 
 
 def limits_of(cls: type, name: str) -> tuple[Limit, ...]:

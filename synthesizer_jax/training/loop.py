@@ -5,28 +5,27 @@ Only this loop holds a changing state.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import jax
 import numpy as np
 
-from synthesizer_jax.sharding import hosts
-from synthesizer_jax.training.checkpoints import Checkpoints
-from synthesizer_jax.training.contents import DataPosition
-from synthesizer_jax.training.experiment import Experiment
-from synthesizer_jax.training.logs import Logs
-from synthesizer_jax.training.metrics import METRICS_FILE, MetricsWriter, Throughput, scores
-from synthesizer_jax.training.progress import Progress, duration
+from synthesizer_jax.checkpoints.contents import DataPosition
+from synthesizer_jax.checkpoints.manager import Checkpoints
+from synthesizer_jax.runs.events import Events, goodput, read_events
+from synthesizer_jax.runs.log_directory import LogDirectory
+from synthesizer_jax.runs.metrics import METRICS_FILE, MetricsWriter, Throughput, read_scores
+from synthesizer_jax.runs.progress import Progress, format_duration
+from synthesizer_jax.runtime import processes
+from synthesizer_jax.runtime.preemption import Preempted, StopSignal, close_within
+from synthesizer_jax.runtime.watchdog import Watchdog
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.step import Metrics
-from synthesizer_jax.training.survival import Preempted, StopSignal, close_within
 from synthesizer_jax.training.trainer import Trainer
-from synthesizer_jax.training.watch import Events, Watchdog, goodput, read_events
 
 Evaluate = Callable[[TrainState], dict[str, float]]
 """Measures a state; the entry ``score`` (higher is better) chooses the best checkpoint."""
@@ -52,37 +51,33 @@ class NonFiniteLossError(RuntimeError):
 
 
 def train(
-    experiment: Experiment,
+    trainer: Trainer,
     stream: Stream,
     directory: pathlib.Path,
     *,
     stop: StopSignal,
     evaluate: Evaluate | None = None,
     initial: Callable[[TrainState], TrainState] | None = None,
-    trainer: Trainer | None = None,
-    devices: list[jax.Device] | None = None,
     ready: Callable[[], None] = lambda: None,
     visible: bool = True,
 ) -> TrainState:
     """Trains to `training.steps`, from the directory's newest checkpoint if there is one.
 
+    ``events.jsonl`` tells when what happened, and the log's ``goodput`` which share of the time since
+    the run's first start its steps needed. The log also has the model FLOP/s utilization ``mfu``, where
+    the published peak of the devices is known, and ``product_utilization``, against a matrix product
+    measured at the start.
+
     Args:
-      experiment: what to train.
+      trainer: makes the steps of an experiment.
       stream: its batches.
       directory: where checkpoints and logs lie.
       stop: listens for signals.
       evaluate: measures a state every `evaluation.every` steps and at the end, after it was saved.
       initial: changes a fresh state, such as to put a checkpoint's parameters into it; a resumed
         run does not need it.
-      trainer: what makes the steps; None: one that trains the experiment's model on its targets.
-      devices: None uses all devices.
-      ready: called when the state is there and the step compiled. Nothing was written before.
-      visible: say how it goes on.
-
-    ``events.jsonl`` tells when what happened, and the log's ``goodput`` which share of the time since
-    the run's first start its steps needed. Of the devices, the log has the model FLOP/s utilisation
-    ``mfu``, where their published peak is known, and ``product_utilisation``, against a matrix product
-    measured at the start.
+      ready: called when the state exists and the step is compiled. Nothing was written before.
+      visible: whether to show progress.
 
     Returns:
       The final state.
@@ -92,116 +87,135 @@ def train(
       NonFiniteLossError: the run diverged; the last good checkpoint is untouched.
       FileNotFoundError: the run's checkpoints are gone.
     """
-    began = time.time()
-    training, data = experiment.training, experiment.data
-    trainer = Trainer(experiment, devices) if trainer is None else trainer
-    measured = scores(directory / METRICS_FILE)
-    checkpoints = Checkpoints(
-        directory / "checkpoints",
-        keep_latest=training.keep_latest,
-        keep_best=training.keep_best,
-        scores=measured,
+    start_time = time.time()
+    scores = read_scores(directory / METRICS_FILE)
+    checkpoints = _open_checkpoints(trainer, directory, scores)
+    progress = Progress(
+        trainer.experiment.training.steps,
+        title=directory.name,
+        visible=visible and processes.is_process_zero(),
     )
-    check_not_lost(directory, checkpoints)
-    progress = Progress(training.steps, title=directory.name, visible=visible and hosts.first())
     try:
         with stop.region():
-            restored = checkpoints.restore_newest(trainer.layout.abstract, stream)
-            if restored is not None:
-                state = restored
-            else:
+            state = checkpoints.restore_newest(trainer.layout.abstract, stream)
+            if state is None:
                 state = trainer.init() if initial is None else initial(trainer.init())
-            utilisations: dict[str, float] = {}
-            if int(state.step) < training.steps:
-                size = sum(x.size for x in jax.tree.leaves(state.params))
-                devices_there = trainer.described_devices
-                progress.say(int(state.step), f"compiling: {size:,} parameters on {devices_there}")
-                compiling = time.perf_counter()
-                trainer.compile()
-                trainer.check_memory()
-                utilisations = trainer.measure_utilisation()
-                seconds = duration(time.perf_counter() - compiling)
-                progress.say(int(state.step), f"compiled in {seconds}")
+            utilizations = _compile(trainer, progress, step=int(state.step))
         ready()
-        logs = Logs(directory, writes=hosts.first())
-        events = Events(logs.path, writes=hosts.first())
-        events.write("start", step=int(state.step), at=began)
-        throughput = Throughput(
-            data.batch_size * (data.inputs_length + data.targets_length), utilisations
-        )
         run = _Run(
-            trainer=trainer,
-            checkpoints=checkpoints,
-            stream=stream,
-            logs=logs,
+            trainer,
+            checkpoints,
+            stream,
             stop=stop,
             evaluate=evaluate,
-            throughput=throughput,
-            events=events,
             progress=progress,
+            directory=directory,
+            utilizations=utilizations,
         )
-        return run.to_the_end(state, evaluated=set(measured))
+        run.events.write("start", step=int(state.step), at=start_time)
+        return run.train_to_the_end(state, evaluated=set(scores))
     finally:
         progress.close()
         close_within(CLOSE_SECONDS, "the checkpoints", checkpoints.close)
 
 
-def check_not_lost(directory: pathlib.Path, checkpoints: Checkpoints) -> None:
-    """Raises a `FileNotFoundError` where a run has no checkpoints any more and would begin anew."""
+def _open_checkpoints(
+    trainer: Trainer, directory: pathlib.Path, scores: Mapping[int, float]
+) -> Checkpoints:
+    """Opens the checkpoints of a run.
+
+    Raises:
+      FileNotFoundError: the run has saved checkpoints, and none is there.
+    """
+    training = trainer.experiment.training
+    checkpoints = Checkpoints(
+        directory / "checkpoints",
+        keep_latest=training.keep_latest,
+        keep_best=training.keep_best,
+        scores=scores,
+    )
     saved = [event["step"] for event in read_events(directory) if event["event"] == "saved"]
     if saved and not checkpoints.steps:
         raise FileNotFoundError(
             f"{directory / 'checkpoints'} holds no checkpoint, but the run has saved step {max(saved)}; "
             "mount or restore that directory, or start in a new --workdir"
         )
+    return checkpoints
 
 
-@dataclasses.dataclass
+def _compile(trainer: Trainer, progress: Progress, *, step: int) -> dict[str, float]:
+    """Compiles the step, unless the run is finished; returns the utilizations of a step a second."""
+    if step >= trainer.experiment.training.steps:
+        return {}
+    size = sum(x.size for x in jax.tree.leaves(trainer.layout.abstract.params))
+    progress.say(step, f"compiling: {size:,} parameters on {trainer.described_devices}")
+    start = time.perf_counter()
+    trainer.compile()
+    trainer.check_memory()
+    utilizations = trainer.measure_utilization()
+    progress.say(step, f"compiled in {format_duration(time.perf_counter() - start)}")
+    return utilizations
+
+
 class _Run:
-    """The loop's moving parts."""
+    """A run between its restored and its final state."""
 
-    trainer: Trainer
-    checkpoints: Checkpoints
-    stream: Stream
-    logs: Logs
-    stop: StopSignal
-    evaluate: Evaluate | None
-    throughput: Throughput
-    events: Events
-    progress: Progress
+    def __init__(
+        self,
+        trainer: Trainer,
+        checkpoints: Checkpoints,
+        stream: Stream,
+        *,
+        stop: StopSignal,
+        evaluate: Evaluate | None,
+        progress: Progress,
+        directory: pathlib.Path,
+        utilizations: Mapping[str, float],
+    ):
+        self.trainer, self.checkpoints, self.stream = trainer, checkpoints, stream
+        self.stop, self.evaluate, self.progress = stop, evaluate, progress
+        self.training = trainer.experiment.training
+        writes = processes.is_process_zero()
+        self.logs = LogDirectory(directory, writes=writes)
+        self.events = Events(self.logs.path, writes=writes)
+        data = trainer.experiment.data
+        self.throughput = Throughput(
+            data.batch_size * (data.inputs_length + data.targets_length), utilizations
+        )
+        self.watchdog = Watchdog(self.training.watchdog_seconds)
+        self.unread_metrics: tuple[int, Metrics] | None = None
+        self.agreed_signal = 0
 
-    def __post_init__(self) -> None:
-        self.experiment = self.trainer.experiment
-        self.pending: tuple[int, Metrics] | None = None
-        self.watchdog = Watchdog(self.experiment.training.watchdog_seconds)
-        self.several, self.agreed = jax.process_count() > 1, 0
-
-    def to_the_end(self, state: TrainState, *, evaluated: set[int]) -> TrainState:
+    def train_to_the_end(self, state: TrainState, *, evaluated: set[int]) -> TrainState:
         """Runs the remaining steps.
 
         Args:
           state: where the run stands.
           evaluated: steps that were evaluated before. An evaluation that a signal cut off is made up for.
         """
-        start, steps = int(state.step), self.experiment.training.steps
-        self.writer = MetricsWriter(self.logs.path, restored_step=start, writes=hosts.first())
+        start, steps = int(state.step), self.training.steps
+        self.writer = MetricsWriter(
+            self.logs.path, restored_step=start, writes=processes.is_process_zero()
+        )
         self.progress.begin(start)
         try:
-            if start and self.is_measured(start) and start not in evaluated:
-                self.measure(state, start)
+            if start and self.is_evaluated(start) and start not in evaluated:
+                self.evaluate_state(state, start)
             for step in range(start, steps):
-                self.watchdog.moved()
-                if number := self.agreed if self.several else self.stop.received:
-                    raise Preempted(number)
-                batch = self.trainer.put(next(self.stream))
+                self.watchdog.reset()
+                if signal := self.received_signal():
+                    raise Preempted(signal)
+                batch = self.trainer.shard_batch(next(self.stream))
                 if step == start:
                     self.trainer.check_memory()  # again: reading data has taken some
                 state, metrics = self.trainer.step(state, batch)
-                if self.several:
-                    metrics[STOP] = self.trainer.largest(self.stop.received, after=metrics["loss"])
+                if jax.process_count() > 1:
+                    metrics[STOP] = self.trainer.max_over_processes(
+                        self.stop.received, after=metrics["loss"]
+                    )
                 self.log()
-                self.pending = (step + 1, metrics)
-                self.after(state, step + 1)
+                self.unread_metrics = (step + 1, metrics)
+                self.save_and_evaluate(state, step + 1)
             self.checkpoints.prune()
             self.events.write("end", step=steps)
         except Preempted:
@@ -213,75 +227,83 @@ class _Run:
             self.logs.close()
         return state
 
-    def is_measured(self, step: int) -> bool:
-        """Whether the recipe wants a step to be evaluated; the last one always."""
-        every = self.experiment.evaluation.every
-        last = step == self.experiment.training.steps
+    def received_signal(self) -> int:
+        """Returns the signal on which all processes stop before the next step, or 0."""
+        return self.agreed_signal if jax.process_count() > 1 else self.stop.received
+
+    def is_evaluated(self, step: int) -> bool:
+        """Returns whether the recipe wants a step to be evaluated; it wants the last one always."""
+        every = self.trainer.experiment.evaluation.every
+        last = step == self.training.steps
         return self.evaluate is not None and (last or bool(every and step % every == 0))
 
-    def after(self, state: TrainState, step: int) -> None:
+    def save_and_evaluate(self, state: TrainState, step: int) -> None:
         """Saves and evaluates where the recipe says so; every step that is evaluated is saved before."""
-        measured, last = self.is_measured(step), step == self.experiment.training.steps
-        if last or measured or step % self.experiment.training.save_every == 0:
-            self.save(state, wait=last or measured)
-        if measured:
-            self.measure(state, step)
+        evaluated, last = self.is_evaluated(step), step == self.training.steps
+        if last or evaluated or step % self.training.save_every == 0:
+            self.save(state, wait=last or evaluated)
+        if evaluated:
+            self.evaluate_state(state, step)
 
-    def measure(self, state: TrainState, step: int) -> None:
+    def evaluate_state(self, state: TrainState, step: int) -> None:
         """Evaluates a saved state."""
         assert self.evaluate is not None
-        began = time.perf_counter()
+        start = time.perf_counter()
         with self.stop.region():
-            measured = self.evaluate(state)
-        seconds = time.perf_counter() - began
-        self.checkpoints.measured(step, measured.get("score", math.nan))
+            values = self.evaluate(state)
+        seconds = time.perf_counter() - start
+        self.checkpoints.record_score(step, values.get("score", math.nan))
         self.events.write("evaluated", step=step)
         share = goodput(self.logs.path, self.throughput.seconds_per_step)
-        measured |= {} if share is None else {"goodput": share}
-        self.writer.write(step, measured, kind="eval")
-        self.progress.evaluated(step, measured, seconds)
+        values |= {} if share is None else {"goodput": share}
+        self.writer.write(step, values, kind="eval")
+        self.progress.log_evaluation(step, values, seconds)
         self.throughput.read()
 
     def save(self, state: TrainState, *, wait: bool = True) -> None:
-        """Logs what is pending, so that a continued run misses no line, and saves."""
+        """Logs the last step, so that a continued run misses no line, and saves."""
         self.log()
         self.logs.copy()
         self.checkpoints.save(state, self.stream)
         if wait:
             self.checkpoints.wait()
-        self.tell_saved()
+        self.report_saved()
 
-    def tell_saved(self) -> None:
-        """Tells of checkpoints that were finished in the meantime."""
-        for step in self.checkpoints.newly_saved():
+    def report_saved(self) -> None:
+        """Reports the checkpoints that were finished in the meantime."""
+        for step in self.checkpoints.take_newly_saved():
             self.events.write("saved", step=step)
             self.progress.say(step, "saved")
 
     def log(self) -> None:
         """Reads the metrics of the last dispatched step, checks and writes them."""
-        if self.pending is None:
+        if self.unread_metrics is None:
             return
-        step, metrics = self.pending
-        self.pending = None
+        step, metrics = self.unread_metrics
+        self.unread_metrics = None
         values = {name: float(value) for name, value in metrics.items()}
-        self.agreed = int(values.pop(STOP, 0))
-        for name in ("loss", "gradient_norm"):
-            if not math.isfinite(values[name]):
-                self.checkpoints.wait()
-                newest = self.checkpoints.latest
-                found = (
-                    "no checkpoint was saved yet" if newest is None else f"step {newest} is saved"
-                )
-                raise NonFiniteLossError(
-                    f"the {name.replace('_', ' ')} of step {step} is {values[name]}; stopped, {found}: "
-                    "lower the learning rate, warm up longer or clip gradients, and start again"
-                )
+        self.agreed_signal = int(values.pop(STOP, 0))
+        self.check_finite(values, step)
         self.throughput.add(values["tokens"])
         self.progress.advance(step)
-        self.tell_saved()
-        if step % self.experiment.training.log_every == 0:
+        self.report_saved()
+        if step % self.training.log_every == 0:
             rate = self.trainer.learning_rate(step)
             values |= {} if rate is None else {"learning_rate": rate}
             values |= self.throughput.read()
             self.writer.write(step, values, kind="train")
-            self.progress.trained(step, values)
+            self.progress.log_training(step, values)
+
+    def check_finite(self, values: Mapping[str, float], step: int) -> None:
+        """Raises a `NonFiniteLossError` where the loss or the gradient of a step is not finite."""
+        for name in ("loss", "gradient_norm"):
+            if not math.isfinite(values[name]):
+                self.checkpoints.wait()
+                newest = self.checkpoints.latest
+                saved = (
+                    "no checkpoint was saved yet" if newest is None else f"step {newest} is saved"
+                )
+                raise NonFiniteLossError(
+                    f"the {name.replace('_', ' ')} of step {step} is {values[name]}; stopped, {saved}: "
+                    "lower the learning rate, warm up longer or clip gradients, and start again"
+                )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention.derivatives import with_gradient
-from synthesizer_jax.attention.parts import vary_alike
+from synthesizer_jax.attention.parts import match_varying_axes
 
 
 @jax.tree_util.register_dataclass
@@ -51,23 +52,24 @@ def cross_entropy(
     ``z_loss · Σ_t w_t log² Z_t``.
 
     Args:
-      logits: ``[b, t, v]``, any float dtype; computed in float32. Its gradient has the same dtype and
-        is made from the logits again, so that no float32 array of its size is kept.
-      targets: ``[b, t]`` integers. Where the weight is 0 they are ignored and may be any, such as
-        -100; elsewhere one outside of ``0 … v − 1`` makes the loss NaN.
+      logits: ``[b, t, v]``, any float dtype; the loss is computed in float32. The backward pass
+        recomputes the softmax from the logits, so that no float32 array of their size is a residual.
+      targets: ``[b, t]`` integers. Where the weight is 0 they are ignored and may have any value, such as
+        -100; elsewhere a target outside of ``0 … v − 1`` makes the loss NaN.
       weights: ``[b, t]`` float32, 0 at padding; differentiable like the logits.
       z_loss: coefficient; a number or a scalar, differentiable too.
       label_smoothing: ε.
     """
     losses = with_gradient(
         lambda tokens: _losses(tokens, label_smoothing),
-        lambda tokens, _, kept, g: _losses_backward(tokens, kept, _of_parts(g), label_smoothing),
-        lambda tokens: _plain_losses(tokens, label_smoothing),
+        lambda tokens, _, stats, cotangents: _losses_backward(
+            tokens, stats, _part_cotangents(cotangents), smoothing=label_smoothing
+        ),
+        lambda tokens: _differentiable_losses(tokens, label_smoothing),
     )
     tokens = Tokens(logits, jnp.asarray(targets), jnp.asarray(weights), jnp.float32(z_loss))
-    total, parts = losses(Tokens(*vary_alike(*tokens)))
-    loss, z, correct = parts
-    return LossSums(total, loss, z, correct, weights.sum())
+    total, parts = losses(Tokens(*match_varying_axes(*tokens)))
+    return LossSums(total, *parts, weights.sum())
 
 
 def chunked_cross_entropy(
@@ -83,9 +85,9 @@ def chunked_cross_entropy(
 ) -> LossSums:
     """`cross_entropy` of ``(scale · hidden) kernel`` without ever holding all logits.
 
-    Tokens are taken in chunks. Where a gradient is asked for, it is made right after a chunk's loss,
-    from the same logits, so that no product is computed twice; the backward pass only scales it. Only
-    the gradient of `loss` or `z_loss` by itself makes the logits again.
+    The tokens are processed in chunks. Under differentiation the gradient of a chunk is computed right
+    after its loss, from the same logits, so that no product is computed twice; the backward pass only
+    scales it. Only the gradient of `loss` or `z_loss` by itself recomputes the logits.
 
     Args:
       hidden: ``[b, t, d]``; its dtype is that of the product.
@@ -95,23 +97,22 @@ def chunked_cross_entropy(
       scale: factor of `hidden` (1/√d for tied embeddings).
       z_loss: coefficient of log² Z.
       label_smoothing: ε.
-      chunk: most tokens per chunk.
+      chunk: maximum number of tokens per chunk.
     """
     d = hidden.shape[-1]
     x, y, w = hidden.reshape(-1, d), targets.reshape(-1), weights.reshape(-1)
-    chunks = max(1, -(-x.shape[0] // chunk))
-    size = -(-x.shape[0] // chunks)
-    pad = chunks * size - x.shape[0]
-    x = jnp.pad(x, ((0, pad), (0, 0))).reshape(chunks, size, d)
-    y, w = (jnp.pad(a, (0, pad)).reshape(chunks, size) for a in (y, w))
-    given = Chunks(*vary_alike(x, kernel, y, w, jnp.float32(z_loss)))
-    total, parts = _chunked_losses(given, scale, label_smoothing)
-    loss, z, correct = parts
-    return LossSums(total, loss, z, correct, weights.sum())
+    num_chunks = max(1, -(-x.shape[0] // chunk))
+    size = -(-x.shape[0] // num_chunks)
+    padding = num_chunks * size - x.shape[0]
+    x = jnp.pad(x, ((0, padding), (0, 0))).reshape(num_chunks, size, d)
+    y, w = (jnp.pad(a, (0, padding)).reshape(num_chunks, size) for a in (y, w))
+    chunks = _Chunks(*match_varying_axes(x, kernel, y, w, jnp.float32(z_loss)))
+    total, parts = _chunked_losses(chunks, scale, label_smoothing)
+    return LossSums(total, *parts, weights.sum())
 
 
 def loss_denominator(weights: jax.Array, normalizer: float | str | None = None) -> jax.Array:
-    """What the summed loss is divided by.
+    """Returns what the summed loss is divided by.
 
     Args:
       weights: ``[b, t]`` of the whole batch.
@@ -120,7 +121,7 @@ def loss_denominator(weights: jax.Array, normalizer: float | str | None = None) 
         which keeps restored second moments of such models at their scale.
 
     Raises:
-      ValueError: any other word.
+      ValueError: `normalizer` is any other string.
     """
     if normalizer is None:
         return jnp.maximum(weights.sum(), 1.0)
@@ -133,8 +134,12 @@ def loss_denominator(weights: jax.Array, normalizer: float | str | None = None) 
     return jnp.asarray(float(normalizer))
 
 
-def _smoothing(vocab: int, smoothing: float) -> tuple[float, float, float]:
-    """Weight of the target beyond the others', weight of every value, entropy of the target."""
+def _smoothed_target(vocab: int, smoothing: float) -> tuple[float, float, float]:
+    """Returns label smoothing's target distribution.
+
+    Returns:
+      What the target's probability has beyond the others', the others' probability, the entropy.
+    """
     if smoothing == 0.0:
         return 1.0, 0.0, 0.0
     low = smoothing / (vocab - 1)
@@ -143,11 +148,27 @@ def _smoothing(vocab: int, smoothing: float) -> tuple[float, float, float]:
     return high - low, low, entropy
 
 
-Parts = tuple[Any, Any, Any]
-"""Cross-entropy, z-loss (of single tokens ``log² Z`` alone) and correct tokens."""
+_Number = TypeVar("_Number", bound=jax.Array | float, covariant=True)
 
-Sums = tuple[jax.Array, Parts]
+
+class Parts(NamedTuple, Generic[_Number]):
+    """The parts of the loss: of single tokens, summed, or the cotangents of the sums.
+
+    Attributes:
+      loss: cross-entropy.
+      z_loss: ``log² Z``; the sum is multiplied by the coefficient.
+      correct: 1 where the most probable token is the target.
+    """
+
+    loss: _Number
+    z_loss: _Number
+    correct: _Number
+
+
+Sums: TypeAlias = tuple[jax.Array, Parts[jax.Array]]
 """The total and its parts."""
+
+_PartCotangents: TypeAlias = Parts[jax.Array | float]
 
 
 class Tokens(NamedTuple):
@@ -166,15 +187,15 @@ class Tokens(NamedTuple):
     z_loss: jax.Array
 
 
-class Kept(NamedTuple):
-    """What is kept of every token, ``[…]`` each.
+class _TokenStats(NamedTuple):
+    """The residuals of every token, ``[…]`` each.
 
     ``log Z`` is kept as two numbers: where it is large, its own rounding would be an error of all
     probabilities.
 
     Attributes:
       loss: the cross-entropy.
-      correct: 1 where the most probable value is the target.
+      correct: 1 where the most probable token is the target.
       peak: the largest logit.
       total: ``Σ exp(logits − peak)``.
     """
@@ -185,80 +206,86 @@ class Kept(NamedTuple):
     total: jax.Array
 
     def log_z(self) -> jax.Array:
-        """``log Z``."""
+        """Returns ``log Z``."""
         return self.peak + jnp.log(self.total)
 
-    def parts(self) -> Parts:
-        """Every token's parts."""
-        return self.loss, self.log_z() ** 2, self.correct
+    def parts(self) -> Parts[jax.Array]:
+        """Returns the parts of every token."""
+        return Parts(self.loss, self.log_z() ** 2, self.correct)
 
 
-def _losses(tokens: Tokens, smoothing: float) -> tuple[Sums, Kept]:
-    """The sums, and what `_losses_backward` needs."""
+def _losses(tokens: Tokens, smoothing: float) -> tuple[Sums, _TokenStats]:
+    """Returns the sums, and the residuals of `_losses_backward`."""
     logits, targets, weights, z_loss = tokens
-    extra, low, entropy = _smoothing(logits.shape[-1], smoothing)
-    wide = logits.astype(jnp.float32)
-    peak = jax.lax.stop_gradient(wide.max(axis=-1))
+    extra, low, entropy = _smoothed_target(logits.shape[-1], smoothing)
+    logits32 = logits.astype(jnp.float32)
+    peak = jax.lax.stop_gradient(logits32.max(axis=-1))
     peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
-    total = jnp.exp(wide - peak[..., None]).sum(axis=-1)
-    known = (targets >= 0) & (targets < logits.shape[-1])
-    target = jnp.where(known, targets, 0)[..., None]
+    total = jnp.exp(logits32 - peak[..., None]).sum(axis=-1)
+    valid = (targets >= 0) & (targets < logits.shape[-1])
+    target = jnp.where(valid, targets, 0)[..., None]
     at_target = jnp.take_along_axis(logits, target, axis=-1)[..., 0].astype(jnp.float32) - peak
     expected = extra * at_target
     if low:
-        expected += low * (wide.sum(axis=-1) - logits.shape[-1] * peak)
-    wrong = jnp.where(weights == 0, 0.0, jnp.nan)
-    loss = jnp.where(known, jnp.log(total) - expected - entropy, wrong)
-    correct = (wide.argmax(axis=-1) == targets).astype(jnp.float32)
-    kept = Kept(loss, correct, peak, total)
-    loss, z, correct = (_weigh(weights, x) for x in kept.parts())
-    return (loss + z_loss * z, (loss, z_loss * z, correct)), kept
+        expected += low * (logits32.sum(axis=-1) - logits.shape[-1] * peak)
+    invalid = jnp.where(weights == 0, 0.0, jnp.nan)
+    loss = jnp.where(valid, jnp.log(total) - expected - entropy, invalid)
+    correct = (logits32.argmax(axis=-1) == targets).astype(jnp.float32)
+    stats = _TokenStats(loss, correct, peak, total)
+    loss, z, correct = (_weighted_sum(weights, x) for x in stats.parts())
+    return (loss + z_loss * z, Parts(loss, z_loss * z, correct)), stats
 
 
-def _weigh(weights: jax.Array, losses: jax.Array) -> jax.Array:
-    """The weighted sum; what has weight 0 is ignored, whatever it is."""
+def _weighted_sum(weights: jax.Array, losses: jax.Array | float) -> jax.Array:
+    """Returns the weighted sum; what has weight 0 is ignored, even NaN."""
     return jnp.where(weights == 0, 0.0, weights * losses).sum()
 
 
-def _of_parts(cotangents: Sums) -> Parts:
-    """The parts' cotangents, those of the total among them."""
-    total, (loss, z, correct) = cotangents
-    return total + loss, total + z, correct
+def _part_cotangents(cotangents: Sums) -> Parts[jax.Array]:
+    """Returns the cotangents of the parts; the total is the sum of the first two."""
+    total, parts = cotangents
+    return Parts(total + parts.loss, total + parts.z_loss, parts.correct)
 
 
-def _losses_backward(tokens: Tokens, kept: Kept, g: Parts, smoothing: float) -> Tokens:
-    """The inputs' cotangents from those of the parts."""
+def _losses_backward(
+    tokens: Tokens, stats: _TokenStats, g: _PartCotangents, *, smoothing: float
+) -> Tokens:
+    """Returns the inputs' cotangents.
+
+    With p = softmax(l), y the smoothed target and w the weight of a token,
+    ``dl = w (g_loss (p − y) + g_z · z_loss · 2 log Z · p)``.
+    """
     logits, targets, weights, z_loss = tokens
-    extra, low, _ = _smoothing(logits.shape[-1], smoothing)
+    extra, low, _ = _smoothed_target(logits.shape[-1], smoothing)
     # The barrier keeps XLA from storing the exponentials of the forward pass, in float32.
-    peak = jax.lax.optimization_barrier(kept.peak)
+    peak = jax.lax.optimization_barrier(stats.peak)
     exponential = jnp.exp(logits.astype(jnp.float32) - peak[..., None])
-    factor = weights * (g[0] + 2.0 * z_loss * g[1] * kept.log_z()) / kept.total
+    factor = weights * (g.loss + 2.0 * z_loss * g.z_loss * stats.log_z()) / stats.total
     is_target = targets[..., None] == jnp.arange(logits.shape[-1])
-    wanted = jnp.where(is_target, extra + low, low)
-    gradient = factor[..., None] * exponential - (g[0] * weights)[..., None] * wanted
-    gradient = jnp.where(jnp.isnan(kept.loss)[..., None], jnp.nan, gradient)  # as the loss
-    gradient = jnp.where((weights == 0)[..., None], 0.0, gradient).astype(logits.dtype)
-    return Tokens(gradient, targets, *_for_weights(weights, kept.parts(), g, z_loss))
+    smoothed = jnp.where(is_target, extra + low, low)
+    dlogits = factor[..., None] * exponential - (g.loss * weights)[..., None] * smoothed
+    dlogits = jnp.where(jnp.isnan(stats.loss)[..., None], jnp.nan, dlogits)
+    dlogits = jnp.where((weights == 0)[..., None], 0.0, dlogits).astype(logits.dtype)
+    return Tokens(dlogits, targets, *_weight_cotangents(weights, stats.parts(), g, z_loss=z_loss))
 
 
-def _for_weights(
-    weights: jax.Array, each: Parts, g: Parts, z_loss: jax.Array
+def _weight_cotangents(
+    weights: jax.Array, token_parts: Parts[jax.Array], g: _PartCotangents, *, z_loss: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The cotangents of the weights and of `z_loss`, from every token's parts."""
-    loss, z, correct = each
-    products = g[0] * loss + g[1] * z_loss * z + g[2] * correct
-    return products.astype(weights.dtype), g[1] * _weigh(weights, z)
+    """Returns the cotangents of the weights and of the coefficient `z_loss`."""
+    loss, z, correct = token_parts
+    products = g.loss * loss + g.z_loss * z_loss * z + g.correct * correct
+    return jnp.asarray(products).astype(weights.dtype), g.z_loss * _weighted_sum(weights, z)
 
 
-def _plain_losses(tokens: Tokens, smoothing: float) -> Sums:
+def _differentiable_losses(tokens: Tokens, smoothing: float) -> Sums:
     """The sums for JAX to differentiate; logits of weight 0 may be NaN and have no gradient."""
     ignored = (tokens.weights == 0)[..., None]
     logits = jnp.where(ignored, 0.0, tokens.logits)
     return _losses(tokens._replace(logits=logits), smoothing)[0]
 
 
-class Chunks(NamedTuple):
+class _Chunks(NamedTuple):
     """What the losses of chunks depend on.
 
     Attributes:
@@ -276,79 +303,133 @@ class Chunks(NamedTuple):
     z_loss: jax.Array
 
 
-def _chunked_losses(chunks: Chunks, scale: float, smoothing: float) -> Sums:
-    """The sums; the gradient of the total is made with it, that of a part alone from new logits."""
+class _ChunkGradients(NamedTuple):
+    """What is computed beside the sums of chunks.
 
-    def forward(chunks: Chunks) -> tuple[Sums, Any]:
-        return _sums_and_gradients(chunks, scale, smoothing, (1.0, 1.0, 0.0))
+    Attributes:
+      dhidden: ``[chunks, n, d]``.
+      dkernel: ``[d, v]``.
+      token_parts: of every token, ``[chunks, n]`` each.
+    """
 
-    def backward(chunks: Chunks, _: Sums, kept: Any, g: Sums) -> Chunks:
-        dx, dk, each = kept
-        small = _for_weights(chunks.weights, each, (g[0], g[0], 0.0), chunks.z_loss)
-        dx, dk = ((x * g[0]).astype(x.dtype) for x in (dx, dk))
-        return Chunks(dx, dk, chunks.targets, *small)
+    dhidden: jax.Array
+    dkernel: jax.Array
+    token_parts: Parts[jax.Array]
 
-    def plain(chunks: Chunks) -> Sums:
-        total, parts = _sums(chunks, scale, smoothing, _plain_losses)
+
+_Chunk: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+"""Hidden states ``[n, d]``, targets ``[n]`` and weights ``[n]`` of a chunk."""
+
+
+def _chunked_losses(chunks: _Chunks, scale: float, smoothing: float) -> Sums:
+    """Returns the sums. The total's gradient is computed with it, a part's alone from new logits."""
+
+    def forward(chunks: _Chunks) -> tuple[Sums, _ChunkGradients]:
+        return _sums_and_gradients(chunks, scale, smoothing, g=Parts(1.0, 1.0, 0.0))
+
+    def backward(chunks: _Chunks, _: Sums, gradients: _ChunkGradients, cotangents: Sums) -> _Chunks:
+        g = cotangents[0]
+        dweights = _weight_cotangents(
+            chunks.weights, gradients.token_parts, Parts(g, g, 0.0), z_loss=chunks.z_loss
+        )
+        dhidden, dkernel = ((x * g).astype(x.dtype) for x in gradients[:2])
+        return _Chunks(dhidden, dkernel, chunks.targets, *dweights)
+
+    def differentiable(chunks: _Chunks) -> Sums:
+        total, parts = _sums(
+            chunks, scale, functools.partial(_differentiable_losses, smoothing=smoothing)
+        )
         return total, jax.lax.stop_gradient(parts)
 
-    def backward_of_parts(given: Any, _: Parts, kept: None, g: Parts) -> Any:
-        del kept
-        chunks, parts = given
-        _, (dx, dk, each) = _sums_and_gradients(chunks, scale, smoothing, g)
-        small = _for_weights(chunks.weights, each, g, chunks.z_loss)
-        return Chunks(dx, dk, chunks.targets, *small), jax.tree.map(jnp.zeros_like, parts)
+    def primal(chunks: _Chunks) -> Sums:
+        return _sums(chunks, scale, lambda tokens: _losses(tokens, smoothing)[0])
 
-    def primal(chunks: Chunks) -> Sums:
-        return _sums(chunks, scale, smoothing, lambda *x: _losses(*x)[0])
-
-    total, parts = with_gradient(forward, backward, plain, primal=primal)(chunks)
-    with_their_gradient = with_gradient(
-        lambda given: (given[1], None),
-        backward_of_parts,
-        lambda given: _sums(given[0], scale, smoothing, _plain_losses)[1],
-    )
-    return total, with_their_gradient((chunks, parts))
+    total, parts = with_gradient(forward, backward, differentiable, primal=primal)(chunks)
+    return total, _with_own_gradients(chunks, parts, scale=scale, smoothing=smoothing)
 
 
-def _sums(
-    chunks: Chunks, scale: float, smoothing: float, losses: Callable[[Tokens, float], Sums]
-) -> Sums:
-    narrow = chunks.kernel.astype(chunks.hidden.dtype)
+def _with_own_gradients(
+    chunks: _Chunks, parts: Parts[jax.Array], *, scale: float, smoothing: float
+) -> Parts[jax.Array]:
+    """Returns parts that are computed already, with the gradients that each has by itself."""
 
-    def body(sums: Sums, part: Any) -> tuple[Sums, None]:
-        x, y, w = part
-        found = losses(Tokens(_scaled(x, scale) @ narrow, y, w, chunks.z_loss), smoothing)
-        return jax.tree.map(jnp.add, sums, found), None
+    def backward(
+        chunks_and_parts: tuple[_Chunks, Parts[jax.Array]],
+        out: Parts[jax.Array],
+        residuals: None,
+        g: _PartCotangents,
+    ) -> tuple[_Chunks, Parts[jax.Array]]:
+        del out, residuals
+        chunks, parts = chunks_and_parts
+        _, gradients = _sums_and_gradients(chunks, scale, smoothing, g=g)
+        dweights = _weight_cotangents(
+            chunks.weights, gradients.token_parts, g, z_loss=chunks.z_loss
+        )
+        dchunks = _Chunks(gradients.dhidden, gradients.dkernel, chunks.targets, *dweights)
+        return dchunks, jax.tree.map(jnp.zeros_like, parts)
 
+    losses = functools.partial(_differentiable_losses, smoothing=smoothing)
+    return with_gradient(
+        lambda chunks_and_parts: (chunks_and_parts[1], None),
+        backward,
+        lambda chunks_and_parts: _sums(chunks_and_parts[0], scale, losses)[1],
+    )((chunks, parts))
+
+
+def _zero_sums() -> Sums:
     zero = jnp.zeros(())
+    return zero, Parts(zero, zero, zero)
+
+
+def _sums(chunks: _Chunks, scale: float, losses: Callable[[Tokens], Sums]) -> Sums:
+    """Returns the sums over all chunks."""
+    kernel = chunks.kernel.astype(chunks.hidden.dtype)
+
+    def add_chunk(sums: Sums, chunk: _Chunk) -> tuple[Sums, None]:
+        x, y, w = chunk
+        chunk_sums = losses(Tokens(_scale(x, scale) @ kernel, y, w, chunks.z_loss))
+        return jax.tree.map(jnp.add, sums, chunk_sums), None
+
     rows = chunks.hidden, chunks.targets, chunks.weights
-    return jax.lax.scan(body, *vary_alike((zero, (zero,) * 3), rows))[0]
+    return jax.lax.scan(add_chunk, *match_varying_axes(_zero_sums(), rows))[0]
 
 
-def _sums_and_gradients(chunks: Chunks, scale: float, smoothing: float, g: Parts) -> Any:
-    """The sums; the gradients of hidden states and kernel, given the parts'; every token's parts."""
-    narrow = chunks.kernel.astype(chunks.hidden.dtype)
+def _sums_and_gradients(
+    chunks: _Chunks, scale: float, smoothing: float, *, g: _PartCotangents
+) -> tuple[Sums, _ChunkGradients]:
+    """Returns the sums over all chunks and, from the same logits, the gradients.
 
-    def body(carry: Any, part: Any) -> tuple[Any, Any]:
-        sums, dk = carry
-        x, y, w = part
-        x = _scaled(x, scale)
-        tokens = Tokens(x @ narrow, y, w, chunks.z_loss)
-        found, kept = _losses(tokens, smoothing)
-        dlogits = _losses_backward(tokens, kept, g, smoothing).logits
-        dk += jax.lax.dot_general(
+    Args:
+      chunks: the inputs.
+      scale: factor of the hidden states.
+      smoothing: ε.
+      g: cotangents of the parts.
+    """
+    kernel = chunks.kernel.astype(chunks.hidden.dtype)
+
+    def add_chunk(
+        carry: tuple[Sums, jax.Array], chunk: _Chunk
+    ) -> tuple[tuple[Sums, jax.Array], tuple[jax.Array, Parts[jax.Array]]]:
+        sums, dkernel = carry
+        x, y, w = chunk
+        x = _scale(x, scale)
+        tokens = Tokens(x @ kernel, y, w, chunks.z_loss)
+        chunk_sums, stats = _losses(tokens, smoothing)
+        dlogits = _losses_backward(tokens, stats, g, smoothing=smoothing).logits
+        dkernel += jax.lax.dot_general(  # dK += xᵀ dl
             x, dlogits, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
         )
-        dx = _scaled(dlogits @ narrow.T, scale)
-        return (jax.tree.map(jnp.add, sums, found), dk), (dx, kept.parts())
+        dhidden = _scale(dlogits @ kernel.T, scale)  # dx = dl Kᵀ
+        return (jax.tree.map(jnp.add, sums, chunk_sums), dkernel), (dhidden, stats.parts())
 
-    zero = jnp.zeros(())
-    start = (zero, (zero,) * 3), jnp.zeros(chunks.kernel.shape, jnp.float32)
+    start = _zero_sums(), jnp.zeros(chunks.kernel.shape, jnp.float32)
     rows = chunks.hidden, chunks.targets, chunks.weights
-    (sums, dk), (dx, each) = jax.lax.scan(body, *vary_alike(start, rows))
-    return sums, (dx, dk.astype(chunks.kernel.dtype), each)
+    (sums, dkernel), (dhidden, token_parts) = jax.lax.scan(
+        add_chunk, *match_varying_axes(start, rows)
+    )
+    gradients = _ChunkGradients(dhidden, dkernel.astype(chunks.kernel.dtype), token_parts)
+    return sums, gradients
 
 
-def _scaled(x: jax.Array, scale: float) -> jax.Array:
+def _scale(x: jax.Array, scale: float) -> jax.Array:
     return x * jnp.asarray(scale, x.dtype)

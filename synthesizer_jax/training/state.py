@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -11,9 +10,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from synthesizer_jax.parameters import abstract_variables
+from synthesizer_jax.optimizers import Optimizer
+from synthesizer_jax.optimizers.adafactor import state_axes
+from synthesizer_jax.parameters import Variables, abstract_variables
 from synthesizer_jax.sharding import replicated, shardings
-from synthesizer_jax.training.optimizers import Optimizer, state_axes
+from synthesizer_jax.typing import PyTree
 
 
 @jax.tree_util.register_dataclass
@@ -24,17 +25,17 @@ class TrainState:
     Attributes:
       step: number of finished steps, an int32 array.
       params: trainable parameters, float32.
-      constants: saved, never optimised (Fixed Random tables).
-      opt_state: the optimiser's state.
+      constants: saved, never optimized (Fixed Random tables).
+      opt_state: the optimizer's state.
     """
 
-    step: Any
-    params: Any
-    constants: Any
-    opt_state: Any
+    step: PyTree
+    params: PyTree
+    constants: PyTree
+    opt_state: PyTree
 
     @property
-    def variables(self) -> dict[str, Any]:
+    def variables(self) -> Variables:
         """What the model's `apply` takes."""
         return {"params": self.params, **({"constants": self.constants} if self.constants else {})}
 
@@ -49,7 +50,7 @@ class Layout:
     """
 
     abstract: TrainState
-    axes: Any
+    axes: PyTree
 
     @property
     def shardings(self) -> TrainState:
@@ -57,7 +58,9 @@ class Layout:
         return jax.tree.map(lambda x: x.sharding, self.abstract)
 
 
-def example_tokens(inputs_length: int, targets_length: int) -> tuple[Any, Any]:
+def example_tokens(
+    inputs_length: int, targets_length: int
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Abstract inputs of a model, batch one."""
     shape = lambda n: jax.ShapeDtypeStruct((1, n), jnp.int32)
     return shape(inputs_length), shape(targets_length)
@@ -67,14 +70,14 @@ def make_layout(
     model: nn.Module,
     recipe: Optimizer,
     *,
-    tokens: tuple[Any, Any],
+    tokens: tuple[jax.ShapeDtypeStruct, ...],
     mesh: Mesh | AbstractMesh,
 ) -> tuple[optax.GradientTransformation, Layout]:
-    """Builds the optimiser, which is told the logical axes, and plans the state.
+    """Builds the optimizer, which is told the logical axes, and plans the state.
 
     Args:
       model: an unbound model.
-      recipe: the optimiser's configuration.
+      recipe: the optimizer's configuration.
       tokens: abstract inputs, see `example_tokens`.
       mesh: the device mesh.
     """
@@ -87,9 +90,7 @@ def make_layout(
         constants=constants,
         opt_state=jax.eval_shape(optimizer.init, shapes["params"]),
     )
-    opt_axes = state_axes(
-        state.opt_state, axes["params"], shapes["params"], min_size=getattr(recipe, "min_size", 128)
-    )
+    opt_axes = state_axes(state.opt_state, axes["params"], shapes["params"])
     layout = TrainState(
         step=replicated(mesh),
         params=shardings(axes["params"], shapes["params"], mesh),
@@ -108,7 +109,7 @@ def init_state(
     layout: Layout,
     *,
     seed: int,
-    tokens: tuple[Any, Any],
+    tokens: tuple[jax.ShapeDtypeStruct, ...],
 ) -> TrainState:
     """Fresh parameters, made directly in their places on the mesh.
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from synthesizer_jax.ambient import mesh_axes, over_rows
+from synthesizer_jax.ambient import map_over_batch, mesh_axes
 from synthesizer_jax.models import LOSSES, TextToText
+from synthesizer_jax.parameters import Variables, apply_method
 from synthesizer_jax.training.losses import (
     LossSums,
     chunked_cross_entropy,
@@ -19,6 +20,7 @@ from synthesizer_jax.training.losses import (
     loss_denominator,
 )
 from synthesizer_jax.training.state import TrainState
+from synthesizer_jax.typing import PyTree
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -29,7 +31,7 @@ DENSE_LOGITS = 2**22
 
 def loss_sums(
     model: TextToText,
-    variables: dict[str, Any],
+    variables: Variables,
     batch: Batch,
     *,
     z_loss: float,
@@ -38,7 +40,7 @@ def loss_sums(
     max_segments: int | None = None,
     penalty_weight: jax.Array | None = None,
 ) -> LossSums:
-    """Teacher-forced loss of a batch, summed over its real target tokens.
+    """Returns the teacher-forced loss of a batch, summed over its real target tokens.
 
     Args:
       model: an unbound model.
@@ -53,7 +55,7 @@ def loss_sums(
         real target tokens. A part of a batch has its share of the whole batch's number here, so that
         parts of equally many rows add up.
     """
-    hidden, left = teacher_forced(
+    hidden, sown = teacher_forced(
         model,
         variables,
         batch,
@@ -61,56 +63,75 @@ def loss_sums(
         dropout_key=dropout_key,
         max_segments=max_segments,
     )
-    penalty = sum(jax.tree.leaves(left), start=jnp.zeros(()))
-    projection: Any = model.apply(variables, method="output_kernel")
-    kernel, scale = projection
+    penalty = sum(jax.tree.leaves(sown), start=jnp.zeros(()))
+    kernel, scale = apply_method(model.output_kernel, variables)
     targets, weights = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
-    options: Any = {"weights": weights, "z_loss": z_loss, "label_smoothing": label_smoothing}
     if targets.size * model.vocab_size > DENSE_LOGITS:
-        options["scale"] = scale
-        entropy = spread_cross_entropy if mesh_axes("batch") else chunked_cross_entropy
-        sums = entropy(hidden, kernel, targets=targets, **options)
+        entropy = _sharded_cross_entropy if mesh_axes("batch") else chunked_cross_entropy
+        sums = entropy(
+            hidden,
+            kernel,
+            targets=targets,
+            weights=weights,
+            scale=scale,
+            z_loss=z_loss,
+            label_smoothing=label_smoothing,
+        )
     else:
         logits = (hidden * jnp.asarray(scale, hidden.dtype)) @ kernel.astype(hidden.dtype)
-        sums = cross_entropy(logits, targets, **options)
+        sums = cross_entropy(
+            logits, targets, weights=weights, z_loss=z_loss, label_smoothing=label_smoothing
+        )
     weight = sums.weight if penalty_weight is None else penalty_weight
     return dataclasses.replace(sums, penalty=penalty * weight)
 
 
-def spread_cross_entropy(
+def _sharded_cross_entropy(
     hidden: jax.Array,
     kernel: jax.Array,
     *,
     targets: jax.Array,
     weights: jax.Array,
-    **options: Any,
+    scale: float,
+    z_loss: float,
+    label_smoothing: float,
 ) -> LossSums:
-    """`chunked_cross_entropy` on every device's own rows; the projection is gathered once."""
+    """Computes `chunked_cross_entropy` on every device's own rows; the projection is gathered once."""
 
-    def own(kernel: jax.Array, hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
-        sums = chunked_cross_entropy(hidden, kernel, targets=targets, weights=weights, **options)
+    def loss_of_rows(
+        kernel: jax.Array, hidden: jax.Array, targets: jax.Array, weights: jax.Array
+    ) -> LossSums:
+        sums = chunked_cross_entropy(
+            hidden,
+            kernel,
+            targets=targets,
+            weights=weights,
+            scale=scale,
+            z_loss=z_loss,
+            label_smoothing=label_smoothing,
+        )
         return jax.tree.map(lambda x: jnp.asarray(x)[None], sums)
 
-    found = over_rows(own, kernel.astype(hidden.dtype), hidden, targets, weights)
-    return jax.tree.map(jnp.sum, found)
+    sums = map_over_batch(loss_of_rows, kernel.astype(hidden.dtype), hidden, targets, weights)
+    return jax.tree.map(jnp.sum, sums)
 
 
 def teacher_forced(
     model: TextToText,
-    variables: dict[str, Any],
+    variables: Variables,
     batch: Batch,
     *,
     collection: str,
     dropout_key: jax.Array | None = None,
     max_segments: int | None = None,
-) -> tuple[jax.Array, dict[str, Any]]:
-    """The decoder's states of a batch, and what the modules leave in a collection.
+) -> tuple[jax.Array, Variables]:
+    """Returns the decoder's states of a batch, and what the modules sow in a collection.
 
     Args:
       model: an unbound model.
       variables: its variables.
       batch: see `loss_sums`.
-      collection: `LOSSES` or `SITES`.
+      collection: `LOSSES` or `TAPS`.
       dropout_key: None turns dropout off.
       max_segments: most segments of a packed row.
 
@@ -118,26 +139,43 @@ def teacher_forced(
       ``[b, q, d_model]`` and ``{collection: ...}``.
     """
     weights = batch.get("decoder_loss_weights")
-    found: Any = model.apply(
+    hidden_and_sown: PyTree = model.apply(
         variables,
         batch["encoder_input_tokens"],
         batch["decoder_input_tokens"],
-        segments=pair(batch, "segment_ids"),
-        positions=pair(batch, "positions"),
+        segments=_encoder_and_decoder_arrays(batch, "segment_ids"),
+        positions=_encoder_and_decoder_arrays(batch, "positions"),
         counted=None if weights is None else weights != 0,
         max_segments=max_segments,
         rngs=None if dropout_key is None else {"dropout": dropout_key},
-        method="hidden",
+        method=model.hidden,
         mutable=[collection],
     )
-    return found
+    return hidden_and_sown
 
 
-def pair(batch: Batch, suffix: str) -> tuple[jax.Array, jax.Array] | None:
-    """The encoder's and the decoder's array of that name, in packed batches."""
+def _encoder_and_decoder_arrays(batch: Batch, suffix: str) -> tuple[jax.Array, jax.Array] | None:
+    """Returns the encoder's and the decoder's array of that name, if the rows are packed."""
     if f"encoder_{suffix}" not in batch:
         return None
     return batch[f"encoder_{suffix}"], batch[f"decoder_{suffix}"]
+
+
+class _Normalizers(NamedTuple):
+    """What the losses of all parts of a batch are normalized by.
+
+    Attributes:
+      denominator: what the summed loss is divided by.
+      num_targets: number of real target tokens of the whole batch.
+    """
+
+    denominator: jax.Array | float
+    num_targets: jax.Array
+
+
+_Gradients: TypeAlias = Callable[
+    [PyTree, TrainState, Batch, jax.Array, _Normalizers], tuple[PyTree, LossSums]
+]
 
 
 def make_train_step(
@@ -150,7 +188,7 @@ def make_train_step(
     micro_batches: int = 1,
     max_segments: int | None = None,
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
-    """The function ``(state, batch, key) → (state, metrics)``, to be jitted by the caller.
+    """Returns the function ``(state, batch, key) → (state, metrics)``, to be jitted by the caller.
 
     Args:
       model: an unbound model.
@@ -158,8 +196,8 @@ def make_train_step(
       z_loss: coefficient of log² Z, T5: 1e-4.
       label_smoothing: T5's label smoothing.
       loss_normalizer: what the summed loss is divided by, see `losses.loss_denominator`.
-      micro_batches: the batch is cut into this many parts whose gradients are added up; the loss is
-        normalised over the whole batch, so the result is that of one part.
+      micro_batches: the batch is divided into this many parts whose gradients are added up; the loss
+        is normalized over the whole batch, so the result is that of one part.
       max_segments: most segments of a packed row.
 
     Returns:
@@ -169,79 +207,97 @@ def make_train_step(
     """
 
     def objective(
-        params: Any, state: TrainState, batch: Batch, key: jax.Array, whole: tuple[Any, Any]
+        params: PyTree, state: TrainState, batch: Batch, key: jax.Array, normalizers: _Normalizers
     ) -> tuple[jax.Array, LossSums]:
-        """Of a part; `whole` is the whole batch's denominator and number of real target tokens."""
-        denominator, tokens = whole
-        variables = {**state.variables, "params": params}
         sums = loss_sums(
             model,
-            variables,
+            {**state.variables, "params": params},
             batch,
             z_loss=z_loss,
             label_smoothing=label_smoothing,
             dropout_key=key,
             max_segments=max_segments,
-            penalty_weight=tokens / micro_batches,
+            penalty_weight=normalizers.num_targets / micro_batches,
         )
-        return (sums.total + sums.penalty) / denominator, sums
+        return (sums.total + sums.penalty) / normalizers.denominator, sums
 
-    gradient = jax.grad(objective, has_aux=True)
-
-    def accumulated(
-        state: TrainState, batch: Batch, key: jax.Array, whole: tuple[Any, Any]
-    ) -> tuple[Any, LossSums]:
-        if micro_batches == 1:
-            return gradient(state.params, state, batch, key, whole)
-
-        def body(carry: Any, part: Any) -> tuple[Any, None]:
-            index, micro = part
-            found = gradient(state.params, state, micro, jax.random.fold_in(key, index), whole)
-            return jax.tree.map(jnp.add, carry, found), None
-
-        parts = jax.tree.map(lambda x: interleave(x, micro_batches), batch)
-        first = jax.tree.map(lambda x: x[0], parts)
-        shapes = jax.eval_shape(gradient, state.params, state, first, key, whole)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return jax.lax.scan(body, zeros, (jnp.arange(micro_batches), parts))[0]
+    gradients_of = jax.grad(objective, has_aux=True)
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(key, state.step)
         weights = batch["decoder_loss_weights"]
-        whole = loss_denominator(weights, loss_normalizer), weights.sum()
-        gradients, sums = accumulated(state, batch, key, whole)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        new = TrainState(
-            step=state.step + 1,
-            params=optax.apply_updates(state.params, updates),
-            constants=state.constants,
-            opt_state=opt_state,
+        normalizers = _Normalizers(loss_denominator(weights, loss_normalizer), weights.sum())
+        gradients, sums = _accumulate_gradients(
+            gradients_of,
+            state,
+            batch,
+            key=key,
+            normalizers=normalizers,
+            micro_batches=micro_batches,
         )
-        tokens = (batch["encoder_input_tokens"] != 0).sum() + sums.weight
-        metrics = {
-            "loss": sums.loss / jnp.maximum(sums.weight, 1.0),
-            "z_loss": sums.z_loss / jnp.maximum(sums.weight, 1.0),
-            "accuracy": sums.correct / jnp.maximum(sums.weight, 1.0),
-            "tokens": tokens.astype(jnp.float32),
-            "gradient_norm": optax.tree.norm(gradients),
-            "data_checksum": data_checksum(batch),
-        }
-        return new, metrics
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        state = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
+        return state, _metrics(batch, sums, gradients)
 
     return step
 
 
-def data_checksum(batch: Batch) -> jax.Array:
-    """A number, uint32, made of a batch's token ids and their places; the same on every mesh."""
+def _accumulate_gradients(
+    gradients_of: _Gradients,
+    state: TrainState,
+    batch: Batch,
+    *,
+    key: jax.Array,
+    normalizers: _Normalizers,
+    micro_batches: int,
+) -> tuple[PyTree, LossSums]:
+    """Returns gradients and loss sums of a batch, added up over its parts."""
+    if micro_batches == 1:
+        return gradients_of(state.params, state, batch, key, normalizers)
+
+    def add_part(
+        total: tuple[PyTree, LossSums], indexed_part: tuple[jax.Array, Batch]
+    ) -> tuple[tuple[PyTree, LossSums], None]:
+        index, part = indexed_part
+        part_key = jax.random.fold_in(key, index)
+        gradients = gradients_of(state.params, state, part, part_key, normalizers)
+        return jax.tree.map(jnp.add, total, gradients), None
+
+    parts = jax.tree.map(lambda x: _split_micro_batches(x, micro_batches), batch)
+    first = jax.tree.map(lambda x: x[0], parts)
+    shapes = jax.eval_shape(gradients_of, state.params, state, first, key, normalizers)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.scan(add_part, zeros, (jnp.arange(micro_batches), parts))[0]
+
+
+def _metrics(batch: Batch, sums: LossSums, gradients: PyTree) -> Metrics:
+    """Returns the metrics of a step; see `make_train_step`."""
+    num_targets = jnp.maximum(sums.weight, 1.0)
+    tokens = (batch["encoder_input_tokens"] != 0).sum() + sums.weight
+    return {
+        "loss": sums.loss / num_targets,
+        "z_loss": sums.z_loss / num_targets,
+        "accuracy": sums.correct / num_targets,
+        "tokens": tokens.astype(jnp.float32),
+        "gradient_norm": optax.tree.norm(gradients),
+        "data_checksum": _data_checksum(batch),
+    }
+
+
+def _data_checksum(batch: Batch) -> jax.Array:
+    """Returns a uint32 checksum of a batch's token ids and their positions, the same on every mesh."""
     total = jnp.zeros((), jnp.uint32)
     for name in ("encoder_input_tokens", "decoder_target_tokens"):
         ids = batch[name].astype(jnp.uint32)
-        place = jnp.arange(ids.size, dtype=jnp.uint32).reshape(ids.shape)
+        position = jnp.arange(ids.size, dtype=jnp.uint32).reshape(ids.shape)
         # Knuth's multiplier; odd weights keep every bit of an id.
-        total = total * 31 + (ids * (place * jnp.uint32(2654435761) * 2 + 1)).sum(dtype=jnp.uint32)
+        total = total * 31 + (ids * (position * jnp.uint32(2654435761) * 2 + 1)).sum(
+            dtype=jnp.uint32
+        )
     return total
 
 
-def interleave(x: jax.Array, parts: int) -> jax.Array:
-    """``[batch, ...]`` to ``[parts, batch / parts, ...]``, every part with rows of every device."""
+def _split_micro_batches(x: jax.Array, parts: int) -> jax.Array:
+    """Splits ``[batch, ...]`` to ``[parts, batch / parts, ...]``; every part has rows of every device."""
     return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from synthesizer_jax.costs.host_memory import free_memory
+from synthesizer_jax.costs.utilization import step_flops, utilizations
+from synthesizer_jax.data.batch import batch_fields
 from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.sharding import (
-    Rows,
+    BatchShards,
     batch_sharding,
     check_batch,
     make_mesh,
-    on_mesh,
     replicated,
+    use_mesh,
 )
-from synthesizer_jax.sharding.memory import free_memory
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.state import TrainState, example_tokens, init_state, make_layout
 from synthesizer_jax.training.step import Batch, Metrics, make_train_step
-from synthesizer_jax.training.utilisation import step_flops, utilisations
+from synthesizer_jax.typing import PyTree
 
 MARGIN = 1.15
 """Memory that must be free, in multiples of what a program says that it needs: allocators waste some, and
@@ -52,12 +52,12 @@ class Trainer:
             self.make_step(),
             donate_argnums=0,
             out_shardings=(self.layout.shardings, None),
-            compiler_options=compiler_options(self.mesh),
+            compiler_options=_compiler_options(self.mesh),
         )
         self._largest = jax.jit(
             lambda numbers, _: numbers.max(), out_shardings=replicated(self.mesh), keep_unused=True
         )
-        self._rows = Rows(data.batch_size, data.shards, batch_sharding(self.mesh))
+        self._rows = BatchShards(data.batch_size, data.shards, batch_sharding(self.mesh))
         self._compiled: jax.stages.Compiled | None = None
         self._key = jax.random.key(training.seed)
 
@@ -75,7 +75,7 @@ class Trainer:
         )
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
+    def arguments(self) -> tuple[PyTree, ...]:
         """What a step takes besides state, batch and key."""
         return ()
 
@@ -89,12 +89,12 @@ class Trainer:
             targets=data.targets_length,
         )
 
-    def measure_utilisation(self) -> dict[str, float]:
-        """`utilisations` of a run that does one step a second; none where its FLOPs are not known."""
+    def measure_utilization(self) -> dict[str, float]:
+        """`utilizations` of a run that does one step a second; none where its FLOPs are not known."""
         flops = self.step_flops()
         if flops is None:
             return {}
-        return utilisations(flops, self.mesh, self.experiment.model.dtype)
+        return utilizations(flops, self.mesh, self.experiment.model.dtype)
 
     def init(self) -> TrainState:
         """Fresh parameters."""
@@ -113,7 +113,7 @@ class Trainer:
         return f"{self.mesh.size} × {', '.join(kinds)}"
 
     def learning_rate(self, step: int) -> float | None:
-        """The learning rate that made step number `step`; None: the optimiser has no schedule."""
+        """The learning rate that made step number `step`; None: the optimizer has no schedule."""
         schedule = getattr(self.experiment.training.optimizer, "learning_rate", None)
         return None if schedule is None else float(schedule.build()(step - 1))
 
@@ -127,13 +127,13 @@ class Trainer:
         """Those of `shards` that no process before this one has too: their positions it saves."""
         return self._rows.saved_by(jax.process_index())
 
-    def put(self, batch: dict[str, np.ndarray]) -> Batch:
+    def shard_batch(self, batch: dict[str, np.ndarray]) -> Batch:
         """A host batch with the rows of `shards`, spread over the mesh."""
         if jax.process_count() == 1:
             return jax.device_put(batch, batch_sharding(self.mesh))
-        return {name: self._rows.place(x) for name, x in batch.items()}
+        return {name: self._rows.to_global_array(x) for name, x in batch.items()}
 
-    def largest(self, number: int, *, after: jax.Array) -> jax.Array:
+    def max_over_processes(self, number: int, *, after: jax.Array) -> jax.Array:
         """The largest of the processes' numbers; every process has to ask.
 
         Args:
@@ -150,7 +150,7 @@ class Trainer:
     def trace(self) -> jax.stages.Traced:
         """The step for this experiment's shapes, to lower and compile; allocates nothing."""
         batch = abstract_batch(self.experiment.data, batch_sharding(self.mesh))
-        with on_mesh(self.mesh):
+        with use_mesh(self.mesh):
             return self._jitted.trace(self.layout.abstract, batch, self._key, *self.arguments)
 
     def compile(self) -> None:
@@ -170,7 +170,7 @@ class Trainer:
         return self._compiled(state, batch, self._key, *self.arguments)
 
 
-def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:
+def _compiler_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:
     """Options for compiling a training step on that mesh.
 
     XLA's order of operations on CPUs is made for many at a time and keeps weight gradients waiting;
@@ -189,8 +189,8 @@ def check_memory(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> None
     """
     if mesh.devices.flat[0].platform != "cpu":
         return
-    memory: Any = compiled.memory_analysis()
-    needed = MARGIN * len(mesh.local_devices) * memory.temp_size_in_bytes
+    temporaries: int = compiled.memory_analysis().temp_size_in_bytes  # type: ignore[union-attr]
+    needed = MARGIN * len(mesh.local_devices) * temporaries
     free = free_memory()
     if free is not None and needed > free:
         raise ValueError(
@@ -203,19 +203,8 @@ def check_memory(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> None
 def abstract_batch(
     data: DataConfig, sharding: jax.sharding.Sharding | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a training batch."""
-    kinds = {"encoder_input_tokens": data.inputs_length}
-    names = ("decoder_input_tokens", "decoder_target_tokens", "decoder_loss_weights")
-    kinds |= dict.fromkeys(names, data.targets_length)
-    if data.pack:
-        for suffix in ("segment_ids", "positions"):
-            kinds |= {f"encoder_{suffix}": data.inputs_length}
-            kinds |= {f"decoder_{suffix}": data.targets_length}
+    """Returns the shapes of a training batch."""
     return {
-        name: jax.ShapeDtypeStruct(
-            (data.batch_size, length),
-            jnp.float32 if name.endswith("weights") else jnp.int32,
-            sharding=sharding,
-        )
-        for name, length in kinds.items()
+        name: jax.ShapeDtypeStruct(field.shape, field.dtype, sharding=sharding)
+        for name, field in batch_fields(data).items()
     }

@@ -19,6 +19,7 @@ from synthesizer_jax.attention import (
     static,
 )
 from tests.attention import oracle
+from tests.environment import FAST_COMPILE
 
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 3, 7, 11, 2, 5
 """Sizes of cross-attention; self-attention has as many queries as keys."""
@@ -111,10 +112,6 @@ def packed_masks() -> dict[str, Mask]:
             key_segments=segments, key_valid=holes(BATCH, KEYS), **sizes
         ).for_self_attention(),
     }
-
-
-FAST_COMPILE = {"xla_backend_optimization_level": 0}
-"""For tests that compile much and compute little."""
 
 
 @functools.partial(

@@ -1,4 +1,4 @@
-"""All heads at once, as GPUs take them, against the loop that the oracle has judged."""
+"""The loop over all heads at once, which GPUs run, against the loop over heads that CPUs run."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.attention import Mask, attend, blocked, fused
-from synthesizer_jax.attention.parts import inner
+from synthesizer_jax.attention.parts import softmax_vjp_delta
 from tests.attention import cases
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, QUERIES, WIDTH
 
@@ -14,38 +14,39 @@ MASKS = {f"cross, {n}": (m, QUERIES) for n, m in cases.cross_masks().items()}
 MASKS |= {n: (m, KEYS) for n, m in (cases.self_masks() | cases.packed_masks()).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
-def test_all_heads_at_once_are_the_loop(name):
-    mask, q = MASKS[name]
-    terms = cases.make_terms(EVERY_TERM, BATCH, q, KEYS)
+def test_all_heads_at_once_give_the_same_results(name: str) -> None:
+    mask, q_length = MASKS[name]
+    terms = cases.make_terms(EVERY_TERM, BATCH, q_length, KEYS)
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
-    g = cases.normal("cotangent", BATCH, q, HEADS, WIDTH)
-    inputs, _ = fused.inputs_of(terms, values, mask, q)
-    out, rows = blocked.forward(q, inputs)
-    rest = rows, inner(out, g, jnp.float32), g
-    expected = out, rows, blocked.backward(inputs, *rest)
-    found = (
-        *blocked.forward_at_once(q, inputs),
-        blocked.backward_at_once(inputs, *rest),
+    dout = cases.normal("cotangent", BATCH, q_length, HEADS, WIDTH)
+    inputs, _ = fused.fused_inputs(terms, values, mask, q_length=q_length)
+    out, stats = blocked.forward(q_length, inputs)
+    backward_args = stats, softmax_vjp_delta(out, dout, jnp.float32), dout
+    expected = out, stats, blocked.backward(inputs, *backward_args)
+    actual = (
+        *blocked.forward_all_heads(q_length, inputs),
+        blocked.backward_all_heads(inputs, *backward_args),
     )
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape
         np.testing.assert_allclose(x, y, atol=2e-5 * max(1.0, float(np.abs(y).max())))
 
 
-def test_a_program_for_gpus_multiplies_all_heads_at_once():
+def test_gpu_programs_multiply_all_heads_at_once() -> None:
     terms = cases.make_terms(("dot_product", "relative"), BATCH, QUERIES, KEYS)
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
 
-    def loss(values):
+    def loss(values: jax.Array) -> jax.Array:
         return attend(
             terms, values, mask=Mask(causal=True), q_length=QUERIES, implementation="fused"
         ).sum()
 
     traced = jax.jit(jax.grad(loss)).trace(values)
-    logits = f"tensor<{HEADS}x{QUERIES}x{KEYS}xf32>"
+    logits_type = f"tensor<{HEADS}x{QUERIES}x{KEYS}xf32>"
     programs = {p: traced.lower(lowering_platforms=(p,)).as_text() for p in ("cuda", "cpu")}
-    assert logits in programs["cuda"]
-    assert logits not in programs["cpu"]
+    assert logits_type in programs["cuda"]
+    assert logits_type not in programs["cpu"]
     assert f"tensor<{BATCH}x{HEADS}x{QUERIES}x{KEYS}xf32>" not in programs["cuda"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,35 +18,43 @@ from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, PARAMETERS, WI
 LENGTHS = jnp.array([11, 4, 0])
 
 
-def plain(inputs):
+Inputs = tuple[jax.Array, jax.Array, jax.Array]
+Residuals = tuple[jax.Array, jax.Array]
+Function = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def plain(inputs: Inputs) -> jax.Array:
     x, n, y = inputs
     return jnp.sin(x) * y**2 * n
 
 
-def forward(inputs):
-    """With numbers that JAX must not differentiate."""
+def forward(inputs: Inputs) -> tuple[jax.Array, Residuals]:
+    """Stops the gradient of `plain`, and has a residual that is not differentiable."""
     return jax.lax.stop_gradient(plain(inputs)), (jnp.cos(inputs[0]), jnp.array(True))
 
 
-def backward(inputs, out, kept, g):
+def backward(
+    inputs: Inputs, out: jax.Array, residuals: Residuals, dout: jax.Array
+) -> tuple[jax.Array, None, jax.Array]:
     x, n, y = inputs
-    return kept[0] * y**2 * n * g, None, 2 * jnp.sin(x) * y * n * g
+    # d/dx (sin(x) y² n) = cos(x) y² n,  d/dy = 2 sin(x) y n
+    return residuals[0] * y**2 * n * dout, None, 2 * jnp.sin(x) * y * n * dout
 
 
 X, Y = jnp.arange(3.0) / 3 + 0.2, jnp.arange(3.0) + 1
 N = jnp.arange(3)
 
 
-def checkpointed(f):
-    policy = jax.checkpoint_policies.save_only_these_names("kept")
+def checkpoint(f: Function) -> Function:
+    policy = jax.checkpoint_policies.save_only_these_names("residuals")
     return jax.checkpoint(f, policy=policy)
 
 
-def scanned(f):
+def scan(f: Function) -> Function:
     return lambda x, y: jax.lax.scan(lambda c, _: (c + f(x * c, y), c), 1.0, None, length=2)[0]
 
 
-WAYS = {
+TRANSFORMATIONS = {
     "grad": lambda f: jax.grad(f, (0, 1)),
     "jvp": lambda f: lambda x, y: jax.jvp(f, (x, y), (y, x)),
     "linearize": lambda f: lambda x, y: jax.linearize(f, x, y)[1](y, x),
@@ -62,26 +71,29 @@ WAYS = {
     "vmap of hessian": lambda f: (
         lambda x, y: jax.vmap(jax.hessian(f, (0, 1)), (0, None))(jnp.stack([x, y]), y)
     ),
-    "checkpoint": lambda f: jax.hessian(checkpointed(f)),
-    "scan": lambda f: jax.hessian(scanned(f), (0, 1)),
-    "scan of checkpoint": lambda f: jax.hessian(scanned(checkpointed(f)), (0, 1)),
+    "checkpoint": lambda f: jax.hessian(checkpoint(f)),
+    "scan": lambda f: jax.hessian(scan(f), (0, 1)),
+    "scan of checkpoint": lambda f: jax.hessian(scan(checkpoint(f)), (0, 1)),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_differentiate(way: str) -> None:
-    by_hand = with_gradient(forward, backward, plain, name="kept")
-    found, expected = (
-        jax.jit(WAYS[way](lambda x, y, f=f: f((x, N, y)).sum()))(X, Y) for f in (by_hand, plain)
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_transformations(name: str) -> None:
+    handwritten = with_gradient(forward, backward, plain, name="residuals")
+    actual, expected = (
+        jax.jit(TRANSFORMATIONS[name](lambda x, y, f=f: f((x, N, y)).sum()))(X, Y)
+        for f in (handwritten, plain)
     )
-    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_reverse_mode_runs_the_backward_pass_by_hand() -> None:
-    wrong = with_gradient(forward, lambda *a: jax.tree.map(lambda d: 2 * d, backward(*a)), plain)
-    grads = [jax.grad(lambda x, f=f: f((x, N, Y)).sum())(X) for f in (wrong, plain)]
-    np.testing.assert_allclose(grads[0], 2 * grads[1], rtol=1e-6)
+def test_reverse_mode_runs_the_handwritten_backward_pass() -> None:
+    doubled = with_gradient(
+        forward, lambda *args: jax.tree.map(lambda d: 2 * d, backward(*args)), plain
+    )
+    gradients = [jax.grad(lambda x, f=f: f((x, N, Y)).sum())(X) for f in (doubled, plain)]
+    np.testing.assert_allclose(gradients[0], 2 * gradients[1], rtol=1e-6)
 
 
 MASKS = {
@@ -92,8 +104,13 @@ MASKS = {
 }
 
 
-def second_order(terms: Terms, values: jax.Array, mask: Mask, route: str):
-    """A directional derivative of a loss's gradient, and that of a tangent's norm."""
+def second_order(
+    terms: Terms, values: jax.Array, mask: Mask, route: str
+) -> tuple[object, object, object]:
+    """Returns second derivatives of a loss in three modes.
+
+    Forward over reverse, reverse over forward, and the gradient of the squared norm of the gradient.
+    """
     direction = jax.tree.map(lambda x: jnp.cos(3 * x + 1), (terms, values))
 
     def loss(terms: Terms, values: jax.Array) -> jax.Array:
@@ -104,10 +121,19 @@ def second_order(terms: Terms, values: jax.Array, mask: Mask, route: str):
     forward_over_reverse = jax.jvp(gradient, (terms, values), direction)
     tangent = lambda *x: jax.jvp(loss, x, direction)[1]
     reverse_over_forward = jax.grad(tangent, (0, 1))(terms, values)
-    squared = lambda *x: sum(jnp.vdot(d, d) for d in jax.tree.leaves(gradient(*x)))
-    return forward_over_reverse, reverse_over_forward, jax.grad(squared, (0, 1))(terms, values)
+    squared_norm = lambda *x: sum(jnp.vdot(d, d) for d in jax.tree.leaves(gradient(*x)))
+    reverse_over_reverse = jax.grad(squared_norm, (0, 1))(terms, values)
+    return forward_over_reverse, reverse_over_forward, reverse_over_reverse
 
 
+def assert_close(actual: object, expected: object, bound: float = 1e-4) -> None:
+    for x, y in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        assert x.shape == y.shape
+        assert np.isfinite(x).all()
+        assert oracle.error(x, np.asarray(y, np.float64)) < bound
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("route", "mask"),
     [
@@ -124,50 +150,47 @@ def test_second_derivatives(route: str, mask: str) -> None:
     names = PARAMETERS if route == "static" else EVERY_TERM
     terms = cases.make_terms(names, BATCH, KEYS, KEYS)
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
-    found, expected = (
+    actual, expected = (
         jax.jit(
             functools.partial(second_order, mask=MASKS[mask], route=r),
             compiler_options=cases.FAST_COMPILE,
         )(terms, values)
         for r in (route, "reference")
     )
-    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        assert oracle.error(x, np.asarray(y, np.float64)) < 1e-4
+    assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("normalise", [False, True])
-def test_second_derivatives_of_windows(normalise: bool) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("normalize", [False, True])
+def test_second_derivatives_of_windows(normalize: bool) -> None:
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
-    for batch, rows in ((1, 1), (BATCH, 1), (BATCH, KEYS)):
-        weights = jnp.exp(cases.normal("weights", batch, rows, HEADS, 3))
-        term = (banded(weights, first=-1, normalise=normalise),)
+    for batch, q_length in ((1, 1), (BATCH, 1), (BATCH, KEYS)):
+        weights = jnp.exp(cases.normal("weights", batch, q_length, HEADS, 3))
+        terms = (banded(weights, first=-1, normalize=normalize),)
         for mask in (Mask(), Mask.padded(LENGTHS)):
-            found, expected = (
-                second_order(term, values, mask, route) for route in ("banded", "reference")
+            actual, expected = (
+                second_order(terms, values, mask, route) for route in ("banded", "reference")
             )
-            for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-                assert x.shape == y.shape
-                assert oracle.error(x, np.asarray(y, np.float64)) < 1e-4
+            assert_close(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gap", [40.0, 60.0, 100.0, 300.0])
-def test_second_derivatives_behind_the_guard(gap: float) -> None:
-    """Padding keys far above the others: exact where the static route gives way to the loop."""
+def test_second_derivatives_of_large_logits(gap: float) -> None:
+    """The logits of padding keys exceed the others; from some gap on the static route runs the loop."""
     logits = cases.normal("logits", HEADS, KEYS, KEYS) + gap * (jnp.arange(KEYS) >= 4)
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
     mask = Mask(key_lengths=jnp.full(BATCH, 4))
     with jax.enable_x64(True):
-        wide = logits.astype(jnp.float64), values.astype(jnp.float64)
-        expected = second_order((static(wide[0]),), wide[1], mask, "reference")
-    found = second_order((static(logits),), values, mask, "static")
-    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        assert np.isfinite(x).all()
-        assert oracle.error(x, np.asarray(y, np.float64)) < 1e-3
+        logits64, values64 = logits.astype(jnp.float64), values.astype(jnp.float64)
+        expected = second_order((static(logits64),), values64, mask, "reference")
+    actual = second_order((static(logits),), values, mask, "static")
+    assert_close(actual, expected, bound=1e-3)
 
 
 @pytest.mark.parametrize("names", [("static",), ("dot_product", "relative")])
-def test_forward_mode_holds_no_logits(names: tuple[str, ...]) -> None:
-    """Long enough for `auto` to leave the reference."""
+def test_forward_mode_has_no_array_of_logits(names: tuple[str, ...]) -> None:
+    """The sequences are so long that ``auto`` does not select the reference route."""
     batch, n = 4, 160
     terms = cases.make_terms(names, batch, n, n)
     values = cases.normal("values", batch, n, HEADS, WIDTH)

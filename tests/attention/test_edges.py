@@ -20,6 +20,7 @@ def cast(tree, dtype):
     return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("way", ["alone", "per example", "tpu"])
 def test_one_example_in_half_precision(dtype: str, way: str) -> None:

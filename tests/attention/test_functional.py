@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from synthesizer_jax import Linformer, Mask, attend, dot_product_attention, relative_bias
 from synthesizer_jax.attention import banded, low_rank, per_example, static
 from synthesizer_jax.attention.relative import relative_buckets
-from synthesizer_jax.mixers.base import not_causal
 from tests.attention.cases import FAST_COMPILE, normal
 from tests.attention.oracle import rms_error
 
@@ -64,7 +63,10 @@ expected_attention = functools.partial(jax.nn.dot_product_attention, implementat
 @contextlib.contextmanager
 def fused_at_any_size() -> Iterator[None]:
     attend = importlib.import_module("synthesizer_jax.attention.attend")
-    with mock.patch.object(attend, "SMALL", 0), mock.patch.object(per_example, "SMALL", 0):
+    with (
+        mock.patch.object(attend, "FEW_LOGITS", 0),
+        mock.patch.object(per_example, "FEW_LOGITS", 0),
+    ):
         yield
 
 
@@ -135,6 +137,7 @@ def compare(route, bias, mask, kv_heads, causal, window, lengths, query_lengths,
     check(found, (out * some, gradients))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ROUTES)
 @given(**ARGUMENTS)
 @settings(max_examples=8, deadline=None, derandomize=True)
@@ -142,6 +145,7 @@ def test_any_arguments(route: str, **arguments: Any) -> None:
     compare(route, **arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("bias", ["learned", "each example's keys"])
 def test_bfloat16(route: str, bias: str) -> None:
@@ -341,7 +345,7 @@ def test_a_step_with_t5s_bias() -> None:
 
 @pytest.mark.parametrize("first", [-3, 0])
 def test_weights_of_a_window_see_as_far_ahead_as_the_mask(first: int) -> None:
-    terms = (banded(jnp.abs(normal("taps", 1, 1, N, 6)), first=first, normalise=True),)
+    terms = (banded(jnp.abs(normal("taps", 1, 1, N, 6)), first=first, normalize=True),)
     values = normal("value", B, K, N, H)
     distance = np.arange(K) - np.arange(K)[:, None]
     pairs = (distance <= 2) & (distance > -2)
@@ -350,7 +354,8 @@ def test_weights_of_a_window_see_as_far_ahead_as_the_mask(first: int) -> None:
     expected = attend(terms, values, mask=Mask(allowed=pairs[None, None]), q_length=K)
     check(found, expected)
     with pytest.raises(ValueError, match="no causal form"):
-        not_causal(Linformer(2, 2, max_length=K, projected_length=2), Mask(ahead=2))
+        layer = Linformer(2, 2, max_length=K, projected_length=2)
+        layer.init(jax.random.key(0), jnp.ones((1, K, 4)), mask=Mask(ahead=2))
 
 
 def test_layouts_of_a_relative_table() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.attention import Mask, blocked, fused, fused_tpu, static, tiles_tpu
-from synthesizer_jax.attention.parts import inner
+from synthesizer_jax.attention.parts import softmax_vjp_delta
 from tests.attention import cases
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, QUERIES, WIDTH
 
@@ -19,7 +19,7 @@ def both_ways(names, mask, q, k, dtype=jnp.float32):
     terms = jax.tree.map(lambda x: x.astype(dtype), cases.make_terms(names, BATCH, q, k))
     values = cases.normal("values", BATCH, k, HEADS, WIDTH, dtype=dtype)
     g = cases.normal("cotangent", BATCH, q, HEADS, WIDTH, dtype=dtype)
-    inputs, offset = fused.inputs_of(terms, values, mask, q)
+    inputs, offset = fused.fused_inputs(terms, values, mask, q_length=q)
     assert offset is not None
     found = []
     for forward, backward in (
@@ -30,8 +30,8 @@ def both_ways(names, mask, q, k, dtype=jnp.float32):
         (lambda x: blocked.forward(q, x), blocked.backward),
     ):
         out, rows = forward(inputs)
-        back = backward(inputs, rows, inner(out, g, jnp.float32), g)
-        found.append((out, rows.inverse, back))
+        back = backward(inputs, rows, softmax_vjp_delta(out, g, jnp.float32), g)
+        found.append((out, rows.inverse_row_sum, back))
     return found
 
 
@@ -68,6 +68,7 @@ def test_each_term_alone(name):
     check((name,), cases.cross_masks()["padding"], QUERIES, KEYS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [EVERY_TERM, ("dot_product", "relative")], ids=len)
 def test_blocks_of_queries_and_keys(names, monkeypatch):
     """More rows than a tile holds, and not a multiple of it."""
@@ -98,14 +99,14 @@ def test_what_the_kernels_do_not_take_runs_the_loop():
     pattern = Mask(allowed=cases.holes(1, 1, QUERIES, KEYS))
     step = Mask(causal=True, query_offset=jnp.asarray(3))
     for mask in (prefix, pattern, step):
-        assert fused.inputs_of(terms, values, mask, QUERIES)[1] is None
+        assert fused.fused_inputs(terms, values, mask, q_length=QUERIES)[1] is None
 
 
 @pytest.mark.parametrize("size", [float(jnp.finfo(jnp.float32).min), 0.0, 3e38])
 def test_equal_logits_of_any_size_give_the_mean(size):
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
     terms = (static(jnp.full((HEADS, QUERIES, KEYS), size)),)
-    inputs, offset = fused.inputs_of(terms, values, Mask(), QUERIES)
+    inputs, offset = fused.fused_inputs(terms, values, Mask(), q_length=QUERIES)
     out, _ = fused_tpu.forward(QUERIES, offset, inputs, interpret=True)
     mean = jnp.broadcast_to(values.mean(1, keepdims=True), out.shape)
     np.testing.assert_allclose(out, mean, atol=1e-5)

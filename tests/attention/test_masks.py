@@ -27,6 +27,7 @@ def problem(names, q: int = KEYS, b: int = BATCH):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ["static", "fused", "reference"])
 @pytest.mark.parametrize(
     ("short", "full"),
@@ -61,7 +62,7 @@ def test_one_mask_for_all_examples(route: str, short: Mask, full: Mask) -> None:
         (Mask(allowed=jnp.ones((KEYS, KEYS), bool)), r"allowed has shape \(11, 11\)"),
         (Mask(allowed=jnp.ones((1, HEADS + 1, KEYS, KEYS), bool)), "heads or 1=2"),
         (Mask(causal=True, prefix_lengths=jnp.ones((BATCH, 1), int)), "prefix_lengths has shape"),
-        (Mask.packed(jnp.ones((BATCH, KEYS + 1), int)), r"key_segments has shape \(3, 12\)"),
+        (Mask.packed(jnp.ones((BATCH, KEYS + 1), int)), r"query_segments has shape \(3, 12\)"),
         (jnp.ones(KEYS), r"the mask has shape \(11,\); .* Mask.padded"),
     ],
 )
@@ -144,6 +145,7 @@ def test_self_attention_is_known_behind_jit_and_checkpoint() -> None:
         layer(mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ["auto", "fused", "reference"])
 @pytest.mark.parametrize("counted", [COUNTED, {}], ids=["counted", "uncounted"])
 @pytest.mark.parametrize("band", [{"causal": True}, {"window": 2}, {"causal": True, "ahead": 1}])

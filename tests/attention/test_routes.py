@@ -25,6 +25,7 @@ def problem(names: tuple[str, ...], q: int, k: int):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", cases.cross_masks())
 def test_cross_attention(route: str, name: str) -> None:

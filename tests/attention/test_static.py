@@ -1,4 +1,4 @@
-"""The static route where it could lose digits: logits far under the row's maximum."""
+"""The static route where it could lose precision: logits far below the row maximum."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.attention import Mask, attend, static
-from synthesizer_jax.attention.static import _guarded
+from synthesizer_jax.attention.static import _guarded_fwd
 from tests.attention import cases, oracle
 
 B, N, H, E = 3, 11, 2, 5
-fast = functools.partial(jax.jit, compiler_options=cases.FAST_COMPILE)
+fast_jit = functools.partial(jax.jit, compiler_options=cases.FAST_COMPILE)
 GAPS = (20, 44, 60, 80, 86, 1000)
 LENGTHS = jnp.array([11, 6, 0])
 
 
-def far(gap: float) -> jax.Array:
-    """Logits whose last keys, padding in two examples, lie `gap` nats above the others."""
+def logits_with_gap(gap: float) -> jax.Array:
+    """Returns logits whose last keys, padding in two examples, are `gap` above the others."""
     return cases.normal("far", H, N, N) + gap * (jnp.arange(N) >= 6)
 
 
-def far_masks() -> dict[str, Mask]:
+def padding_masks() -> dict[str, Mask]:
     valid = jnp.arange(N) < LENGTHS[:, None]
     return {
         "padding": Mask(key_lengths=LENGTHS).for_self_attention(),
@@ -36,27 +36,29 @@ def far_masks() -> dict[str, Mask]:
     }
 
 
-@pytest.mark.parametrize("small", [1.0, 1e-6])
-@pytest.mark.parametrize("name", far_masks())
-def test_any_gap(name: str, small: float) -> None:
-    values = small * cases.normal("values", B, N, H, E)
-    g = cases.normal("cotangent", B, N, H, E)
+@pytest.mark.parametrize("scale", [1.0, 1e-6])
+@pytest.mark.parametrize("name", padding_masks())
+def test_gaps_of_every_size(name: str, scale: float) -> None:
+    values = scale * cases.normal("values", B, N, H, E)
+    dout = cases.normal("cotangent", B, N, H, E)
     for gap in GAPS:
-        cases.check((static(far(gap)),), values, far_masks()[name], g, "static", 2e-5)
+        cases.check(
+            (static(logits_with_gap(gap)),), values, padding_masks()[name], dout, "static", 2e-5
+        )
 
 
-def test_future_logits_do_not_push_causal_rows_under() -> None:
+def test_large_future_logits_do_not_underflow_causal_rows() -> None:
     future = jnp.arange(N) > jnp.arange(N)[:, None]
     logits = cases.normal("future", H, N, N) + 1000.0 * future
     mask = Mask(causal=True, key_valid=jnp.ones((B, N), bool))
-    values, g = cases.normal("values", B, N, H, E), cases.normal("cotangent", B, N, H, E)
-    cases.check((static(logits),), values, mask, g, "static", 2e-5)
-    *_, exact = fast(_guarded)((logits, values, mask))[1]
-    assert bool(exact)
+    values, dout = cases.normal("values", B, N, H, E), cases.normal("cotangent", B, N, H, E)
+    cases.check((static(logits),), values, mask, dout, "static", 2e-5)
+    _, residuals = fast_jit(_guarded_fwd)(logits, values, mask)
+    assert bool(residuals.is_exact)
 
 
-def test_padding_queries_have_no_vote() -> None:
-    """A log-Gaussian ranges over many thousand nats, but every real row's keys are near."""
+def test_padding_queries_do_not_trigger_the_loop() -> None:
+    """A log-Gaussian bias spans many thousands, but the keys of every real query are near it."""
     distance = jnp.arange(64.0) - jnp.arange(64.0)[:, None]
     logits = jnp.broadcast_to(-8.0 * distance**2, (H, 64, 64))
     values = cases.normal("values", B, 64, H, E)
@@ -65,78 +67,85 @@ def test_padding_queries_have_no_vote() -> None:
         (Mask(key_lengths=lengths).for_self_attention(), True),
         (Mask(key_lengths=lengths), False),
     ):
-        *_, exact = fast(_guarded)((logits, values, mask))[1]
-        assert bool(exact) == expected
+        _, residuals = fast_jit(_guarded_fwd)(logits, values, mask)
+        assert bool(residuals.is_exact) == expected
 
 
-def test_one_layer_of_a_scan_falls_back() -> None:
-    """Three layers, the middle one 1,000 nats off, rematerialised."""
-    tables = jnp.stack([far(gap) for gap in (0, 1000, 20)])
-    mask = far_masks()["padding"]
+def test_one_layer_of_a_scan_runs_the_loop() -> None:
+    """The second of three rematerialized layers has a gap of 1000."""
+    tables = jnp.stack([logits_with_gap(gap) for gap in (0, 1000, 20)])
+    mask = padding_masks()["padding"]
     values = cases.normal("values", B, N, H, E)
 
     def loss(tables: jax.Array, values: jax.Array, implementation: str) -> jax.Array:
         @jax.checkpoint
-        def layer(x: jax.Array, table: jax.Array):
+        def layer(x: jax.Array, table: jax.Array) -> tuple[jax.Array, None]:
             y = attend((static(table),), x, mask=mask, implementation=implementation)
             return x + y, None
 
         return jnp.sum(jnp.sin(jax.lax.scan(layer, values, tables)[0]))
 
-    grad = fast(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
-    for found, expected in zip(
+    grad = fast_jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
+    for actual, expected in zip(
         grad(tables, values, "static"), grad(tables, values, "reference"), strict=True
     ):
-        assert oracle.error(found, np.asarray(expected, np.float64)) < 2e-5
+        assert oracle.error(actual, np.asarray(expected, np.float64)) < 2e-5
 
 
-def test_vmap_takes_one_decision() -> None:
-    tables = jnp.stack([far(gap) for gap in (0, 1000)])
+def test_vmap_keeps_a_single_conditional() -> None:
+    tables = jnp.stack([logits_with_gap(gap) for gap in (0, 1000)])
     values = jnp.stack([cases.normal(name, B, N, H, E) for name in ("one", "two")])
-    mask = far_masks()["padding"]
-    g = cases.normal("cotangent", B, N, H, E)
+    mask = padding_masks()["padding"]
+    dout = cases.normal("cotangent", B, N, H, E)
 
-    def one(table: jax.Array, values: jax.Array):
-        out, back = jax.vjp(lambda t, v: attend((static(t),), v, mask=mask), table, values)
-        return out, *back(g)
+    def attend_and_vjp(
+        table: jax.Array, values: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        out, vjp = jax.vjp(lambda t, v: attend((static(t),), v, mask=mask), table, values)
+        dtable, dvalues = vjp(dout)
+        return out, dtable, dvalues
 
-    both = fast(jax.vmap(one)).lower(tables, values).compile()
-    assert both.as_text().count(" conditional(") == 2
+    mapped = fast_jit(jax.vmap(attend_and_vjp)).lower(tables, values).compile()
+    assert mapped.as_text().count(" conditional(") == 2
     for i, (table, v) in enumerate(zip(tables, values, strict=True)):
-        answer = oracle.attention((static(table),), v, mask, g)
-        out, dtable, dvalues = (x[i] for x in both(tables, values))
-        assert oracle.error(out, answer.out) < 2e-5
-        assert oracle.error(dtable, answer.terms[0]["logits"]) < 2e-5
-        assert oracle.error(dvalues, answer.values) < 2e-5
-    nested = fast(jax.vmap(jax.vmap(one))).lower(tables[None], values[None]).compile()
+        expected = oracle.attention((static(table),), v, mask, dout)
+        out, dtable, dvalues = (x[i] for x in mapped(tables, values))
+        assert oracle.error(out, expected.out) < 2e-5
+        assert oracle.error(dtable, expected.terms[0]["logits"]) < 2e-5
+        assert oracle.error(dvalues, expected.values) < 2e-5
+    nested = (
+        fast_jit(jax.vmap(jax.vmap(attend_and_vjp))).lower(tables[None], values[None]).compile()
+    )
     assert nested.as_text().count(" conditional(") == 2
 
 
 @pytest.mark.parametrize("mask", [Mask(causal=True), Mask(causal=True, key_lengths=LENGTHS)])
-def test_causal_rows_need_no_guard(mask: Mask) -> None:
+def test_causal_masks_need_no_conditional(mask: Mask) -> None:
     def loss(table: jax.Array, values: jax.Array) -> jax.Array:
         out = attend((static(table),), values, mask=mask.for_self_attention())
         return jnp.sum(out**2)
 
-    lowered = fast(jax.grad(loss)).lower(far(0), cases.normal("values", B, N, H, E))
+    lowered = fast_jit(jax.grad(loss)).lower(logits_with_gap(0), cases.normal("values", B, N, H, E))
     assert " conditional(" not in lowered.compile().as_text()
 
 
-def test_memory_with_the_guard_in_place() -> None:
+def test_memory_with_a_conditional() -> None:
     b, n, h, e = 8, 256, 4, 32
     table, values = jnp.zeros((h, n, n)), jnp.zeros((b, n, h, e))
     mask = Mask(key_lengths=jnp.full(b, n)).for_self_attention()
 
-    @functools.partial(fast, static_argnums=2)
-    def grads(table: jax.Array, values: jax.Array, implementation: str):
+    @functools.partial(fast_jit, static_argnums=2)
+    def gradients(
+        table: jax.Array, values: jax.Array, implementation: str
+    ) -> tuple[jax.Array, jax.Array]:
         def loss(table: jax.Array, values: jax.Array) -> jax.Array:
             out = attend((static(table),), values, mask=mask, implementation=implementation)
             return jnp.sum(out**2)
 
         return jax.grad(loss, argnums=(0, 1))(table, values)
 
-    used = {}
+    temp_bytes = {}
     for route in ("static", "reference"):
-        compiled = grads.lower(table, values, route).compile()
-        used[route] = compiled.memory_analysis().temp_size_in_bytes
-    assert used["static"] <= 0.3 * used["reference"]
+        compiled = gradients.lower(table, values, route).compile()
+        temp_bytes[route] = compiled.memory_analysis().temp_size_in_bytes
+    assert temp_bytes["static"] <= 0.3 * temp_bytes["reference"]

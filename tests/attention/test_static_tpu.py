@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.attention import Mask, Static, attend, static, static_tpu
-from synthesizer_jax.attention.parts import Inputs
-from synthesizer_jax.attention.static import _inputs, separable
+from synthesizer_jax.attention.parts import FusedInputs, divide_terms
+from synthesizer_jax.attention.static import _inputs, _is_separable
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, HEADS, KEYS, QUERIES, WIDTH
 
@@ -26,8 +26,10 @@ def run_kernels(terms, values, mask, g):
 @functools.partial(jax.jit, static_argnums=0, compiler_options=cases.FAST_COMPILE)
 def _run(offset, terms, values, mask, g):
     q = g.shape[1]
-    inputs, back = jax.vjp(lambda terms: _inputs(terms, values, mask, q), terms)
-    out, inverse = static_tpu.forward(q, offset, inputs, same=separable(mask), interpret=True)
+    inputs, back = jax.vjp(lambda terms: _inputs(terms, values, mask, q_length=q), terms)
+    out, inverse = static_tpu.forward(
+        q, offset, inputs, same_keys=_is_separable(mask), interpret=True
+    )
     found = static_tpu.backward(offset, inputs, out, inverse, g, interpret=True)
     zeros = jax.tree.map(_zero, inputs)
     (dterms,) = back(zeros._replace(biases=found.biases))
@@ -57,6 +59,7 @@ def masks():
     return {n: x for n, x in (cross | own).items() if x[0].prefix_lengths is None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", masks())
 def test_every_mask(name):
     mask, q, k = masks()[name]
@@ -79,12 +82,13 @@ def test_logits_far_under_the_maximum(name, gap):
     assert own == (gap > 44)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gap", [0, 1000])
 @pytest.mark.parametrize("causal", [False, True])
 def test_several_blocks_of_queries(causal, gap, monkeypatch):
     """The backward kernel is called once for every example, and adds to the sums of earlier calls."""
-    monkeypatch.setattr(static_tpu, "rows_of_a_block", lambda q, most: 128)
-    monkeypatch.setattr(static_tpu, "room_for_examples", lambda *_, **kwargs: 1)
+    monkeypatch.setattr(static_tpu, "_queries_per_block", lambda q, most: 128)
+    monkeypatch.setattr(static_tpu, "_examples_per_program", lambda *_, **kwargs: 1)
     n = 140
     logits = cases.normal("far", HEADS, n, n) + gap * (jnp.arange(n) >= 130)
     terms = (static(logits), *cases.make_terms(("relative",), BATCH, n, n))
@@ -130,7 +134,7 @@ def test_bfloat16_is_as_close_as_the_other_way():
     ("heads", "width", "group"), [(12, 64, 2), (8, 128, 1), (16, 80, 8), (2, 5, 2)]
 )
 def test_heads_of_a_program_fill_registers(heads, width, group):
-    assert static_tpu.heads_of_a_program(heads, width) == group
+    assert static_tpu._heads_per_program(heads, width) == group
 
 
 def test_what_the_kernels_do_not_take():
@@ -141,11 +145,11 @@ def test_what_the_kernels_do_not_take():
         "query_offset": Mask(causal=True, query_offset=jnp.asarray(3)),
     }
     for name, mask in refused.items():
-        assert name in static_tpu.obstacle(QUERIES, Inputs((), terms, values, mask))
-    assert not static_tpu.obstacle(QUERIES, Inputs((), terms, values, Mask()))
+        assert name in static_tpu.obstacle(QUERIES, FusedInputs(*divide_terms(terms), values, mask))
+    assert not static_tpu.obstacle(QUERIES, FusedInputs(*divide_terms(terms), values, Mask()))
     for shape, word in (((1, 10**6, 2, 64), "keys"), ((1, 8, 12, 80), "width")):
         values = jax.ShapeDtypeStruct(shape, jnp.float32)
-        assert word in static_tpu.obstacle(8, Inputs((), terms, values, Mask()))
+        assert word in static_tpu.obstacle(8, FusedInputs(*divide_terms(terms), values, Mask()))
 
 
 def test_tpus_run_the_kernels():

@@ -13,25 +13,25 @@ from synthesizer_jax.attention import (
     Static,
     add,
     low_rank,
-    materialise,
+    materialize,
     outer,
     relative,
     scale,
     static,
 )
-from synthesizer_jax.attention.masks import positions
-from synthesizer_jax.attention.terms import spread
+from synthesizer_jax.attention.masks import segment_positions
+from synthesizer_jax.attention.terms import expand_diagonals
 from tests.attention import cases, oracle
 
 B, Q, K, H = 3, 5, 7, 2
 
 
 def logits(terms, **changes) -> np.ndarray:
-    return np.asarray(materialise(terms, q_length=Q, k_length=K, **changes))
+    return np.asarray(materialize(terms, q_length=Q, k_length=K, **changes))
 
 
 @pytest.mark.parametrize("name", cases.EVERY_TERM)
-def test_materialise(name: str) -> None:
+def test_materialize(name: str) -> None:
     terms = cases.make_terms((name,), B, Q, K, H)
     rows, columns = oracle.places(Mask(), B, Q, K)
     distances = columns[:, None, :] - rows[:, :, None]
@@ -74,11 +74,11 @@ def test_scale_multiplies_before_it_rounds() -> None:
 
 def test_spread_and_its_transpose() -> None:
     columns = jnp.arange(float(Q + K - 1))
-    block = spread(columns, Q)
+    block = expand_diagonals(columns, Q)
     for i, j in np.ndindex(Q, K):
         assert block[i, j] == columns[Q - 1 + j - i]
     g = np.arange(Q * K, dtype=float).reshape(Q, K)
-    (sums,) = jax.vjp(lambda c: spread(c, Q), columns)[1](jnp.asarray(g, jnp.float32))
+    (sums,) = jax.vjp(lambda c: expand_diagonals(c, Q), columns)[1](jnp.asarray(g, jnp.float32))
     expected = [np.trace(g, offset=d) for d in range(1 - Q, K)]
     np.testing.assert_allclose(sums, expected)
 
@@ -86,7 +86,7 @@ def test_spread_and_its_transpose() -> None:
 def test_relative_with_an_offset() -> None:
     term = relative(cases.normal("r", H, 40), first=-20)
     fixed = logits((term,), query_offset=9)
-    traced = jax.jit(lambda o: materialise((term,), q_length=Q, k_length=K, query_offset=o))(9)
+    traced = jax.jit(lambda o: materialize((term,), q_length=Q, k_length=K, query_offset=o))(9)
     np.testing.assert_array_equal(fixed, traced)
     np.testing.assert_array_equal(fixed[0, :, 2, 3], term.logits[:, 3 - 11 + 20])
 
@@ -94,7 +94,7 @@ def test_relative_with_an_offset() -> None:
 def test_positions_in_segments() -> None:
     segments = jnp.array([[1, 1, 1, 2, 3, 3, 0, 0], [4, 4, 2, 2, 2, 2, 2, 1]])
     np.testing.assert_array_equal(
-        positions(segments), [[0, 1, 2, 0, 0, 1, 0, 1], [0, 1, 0, 1, 2, 3, 4, 0]]
+        segment_positions(segments), [[0, 1, 2, 0, 0, 1, 0, 1], [0, 1, 0, 1, 2, 3, 4, 0]]
     )
 
 

@@ -8,18 +8,20 @@ import sys
 
 import pytest
 
-from synthesizer_jax.training.metrics import METRICS_FILE, read_metrics
+from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
 from tests import buckets
 from tests.environment import COMMANDS, without_devices
+
+pytestmark = pytest.mark.slow
 
 RECIPE = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "reliability_run.py"
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory, embedded_data: pathlib.Path):
-    """Buckets with the embedded data sets."""
+def store(tmp_path_factory: pytest.TempPathFactory, synthetic_data: pathlib.Path):
+    """Buckets with the synthetic data sets."""
     with buckets.serve(tmp_path_factory.mktemp("certificate")) as store:
-        store.upload(embedded_data, "bucket/data")
+        store.upload(synthetic_data, "bucket/data")
         yield store
 
 
@@ -106,8 +108,8 @@ def test_what_a_user_gets_wrong(store, tmp_path) -> None:
     for part, line in zip(
         (
             "gs://nobucket/run: the bucket does not answer as it should",
-            "s3:/bucket/run is no path on a disk or in Google Cloud Storage; give DIRECTORY",
-            "gs://bucket is no path",
+            "s3:/bucket/run is not a path on a disk or in Google Cloud Storage; use DIRECTORY",
+            "gs://bucket is not a path on a disk or in Google Cloud Storage",
             "gs://bucket/nothing holds no experiment.json",
             "data sets are not written to a bucket (gs://bucket/quick/data); write them to",
         ),

@@ -7,18 +7,20 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.cli import evaluate as evaluating
-from synthesizer_jax.cli.evaluate import show
+from synthesizer_jax.cli.evaluation_tables import print_results
 from synthesizer_jax.cli.main import app
-from synthesizer_jax.evaluation import TaskResult
-from synthesizer_jax.training.checkpoints import finished_steps
+from synthesizer_jax.evaluation.scoring import TaskResult
+
+pytestmark = pytest.mark.slow
 
 SMALL = (
     *("--set", "training.save_every=2", "--set", "training.log_every=1"),
     *("--set", "evaluation.max_examples=8", "--set", "evaluation.batch_size=64"),
     *("--set", "data.batch_size=8", "--quiet"),
 )
-TASKS = [f"embedded_{t}" for t in ("cola", "sst2", "stsb", "mnli", "boolq", "copa", "wic", "wsc")]
+TASKS = [f"synthetic_{t}" for t in ("cola", "sst2", "stsb", "mnli", "boolq", "copa", "wic", "wsc")]
 
 
 def call(*arguments):
@@ -92,19 +94,19 @@ def test_eval_shows_every_task_and_step(place):
 def test_averages_of_the_benchmarks_that_were_evaluated(capsys):
     metrics = {"matthews_corrcoef": 50.0}
     cola = TaskResult("glue_cola_v002", "validation", 5, 5, metrics, ("",) * 5, np.zeros(5))
-    show(3, [cola], {})
+    print_results(3, [cola], {})
     shown = capsys.readouterr().out
     assert "GLUE average: incomplete, not computed" in shown and "SuperGLUE" not in shown
-    show(3, [cola], {"GLUE": 61.25})
+    print_results(3, [cola], {"GLUE": 61.25})
     assert "GLUE average: 61.25" in capsys.readouterr().out
 
 
 def test_eval_beam_on_one_task(place):
     shown = call(
         *("eval", "--workdir", place / "run", "--data-dir", place / "data"),
-        *("--step", "2", "--method", "beam", "--task", "embedded_cola", "--max-examples", "4"),
+        *("--step", "2", "--method", "beam", "--task", "synthetic_cola", "--max-examples", "4"),
     )
-    assert "embedded_cola" in shown and "embedded_sst2" not in shown
+    assert "synthetic_cola" in shown and "synthetic_sst2" not in shown
 
 
 def test_eval_follows_a_job_until_its_last_step(place, monkeypatch):
@@ -115,11 +117,11 @@ def test_eval_follows_a_job_until_its_last_step(place, monkeypatch):
     def some(directory):
         return real(directory) if hidden.is_set() else real(directory)[:1]
 
-    monkeypatch.setattr("synthesizer_jax.training.checkpoints.finished_steps", some)
+    monkeypatch.setattr("synthesizer_jax.checkpoints.manager.finished_steps", some)
     monkeypatch.setattr(evaluating.time, "sleep", lambda _: hidden.set())
     shown = call(
         *("eval", "--workdir", place / "run", "--data-dir", place / "data"),
-        *("--follow", "--method", "rank", "--task", "embedded_wic", "--max-examples", "4"),
+        *("--follow", "--method", "rank", "--task", "synthetic_wic", "--max-examples", "4"),
     )
     assert hidden.is_set()
     assert shown.index("step 2") < shown.index("step 4")

@@ -7,11 +7,11 @@ import sys
 import jax
 import pytest
 
-from synthesizer_jax.cli.compiled import keep_compiled
+from synthesizer_jax.runtime.compilation_cache import enable_compilation_cache
 
 PROGRAM = """
-from synthesizer_jax.cli.compiled import keep_compiled
-keep_compiled()
+from synthesizer_jax.runtime.compilation_cache import enable_compilation_cache
+enable_compilation_cache()
 import jax, jax.numpy as jnp
 hits = []
 jax.monitoring.register_event_listener(lambda name, **_: hits.append(name))
@@ -47,5 +47,5 @@ def test_nothing_changes_for_who_has_a_place_or_can_have_none(tmp_path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     place = str(tmp_path) if set_before else None
     monkeypatch.setattr(type(jax.config), "jax_compilation_cache_dir", place)
-    keep_compiled()
+    enable_compilation_cache()
     assert changed == []

@@ -5,13 +5,15 @@ import json
 import numpy as np
 import pytest
 
+from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.cli.recipes import load_recipe
-from synthesizer_jax.data.metrics import bleu
 from synthesizer_jax.data.translation import CORPORA, Corpus, import_corpus
+from synthesizer_jax.distillation.distill import FINE_TUNED, Distillation, distill
+from synthesizer_jax.evaluation.metrics import bleu
 from synthesizer_jax.registry import replace
-from synthesizer_jax.training.checkpoints import restore_variables
-from synthesizer_jax.training.distillation import FINE_TUNED, Distillation, distill
 from tests.cli.test_commands import call
+
+pytestmark = pytest.mark.slow
 
 WORDS = [("a", "ein"), ("man", "Mann"), ("woman", "Frau"), ("rides", "fährt"), ("sees", "sieht")]
 SIZES = {"train": 60, "validation": 12, "test": 10}

@@ -1,4 +1,4 @@
-"""`eval` as a user types it: splits without labels, files of predictions, damaged checkpoints."""
+"""`eval` as a user types it: splits without labels, files of predictions, damaged manager."""
 
 import json
 import logging
@@ -7,11 +7,11 @@ import shutil
 import pytest
 from typer.testing import CliRunner
 
+from synthesizer_jax.checkpoints import manager
 from synthesizer_jax.cli.main import app
 from synthesizer_jax.data import mixtures, translation  # noqa: F401 - its tasks
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
-from synthesizer_jax.training import checkpoints
 from synthesizer_jax.training.experiment import Evaluation
 from tests.evaluation import runs
 
@@ -59,6 +59,7 @@ def spoil(checkpoint):
 RTE = ("--task", "glue_rte_v002")
 
 
+@pytest.mark.slow
 def test_a_split_without_labels_is_predicted_and_written(place, tmp_path):
     shown = call(
         *(place, "--split", "test", "--save-predictions", "--predictions-dir", tmp_path / "new"),
@@ -72,7 +73,7 @@ def test_a_split_without_labels_is_predicted_and_written(place, tmp_path):
         ),
     )
     assert f"without the split 'test' in {place / 'data'}: super_glue_record_v102" in shown
-    assert "unlabelled examples are predicted, not scored" in shown
+    assert "unlabeled examples are predicted, not scored" in shown
     assert "held-out loss" in shown  # Multi30k's
     assert "label prior" not in shown
     files = {path.name: path.read_text().splitlines() for path in (tmp_path / "new").iterdir()}
@@ -85,8 +86,8 @@ def test_a_split_without_labels_is_predicted_and_written(place, tmp_path):
     assert sorted(line["target"] for line in translated) == [f"Wort {i}" for i in range(4)]
     saved = json.loads((place / "run" / "evaluation" / "step_4.json").read_text())
     hidden, known = saved["tasks"]
-    assert (hidden["n"], hidden["labelled"], hidden["metrics"], hidden["loss"]) == (5, 0, {}, None)
-    assert known["labelled"] == 4 and set(known["metrics"]) == {"bleu"}
+    assert (hidden["n"], hidden["labeled"], hidden["metrics"], hidden["loss"]) == (5, 0, {}, None)
+    assert known["labeled"] == 4 and set(known["metrics"]) == {"bleu"}
 
 
 def test_predictions_lie_in_the_run_unless_told_otherwise(place):
@@ -157,7 +158,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one(place, run, caplo
     with pytest.raises(ValueError, match=problem):
         call(place, "--step", "4", *RTE, workdir=run)
     shown = call(place, "--all", *RTE, workdir=run)
-    assert "step 4 is passed over" in shown and "glue_rte_v002" in shown
+    assert "step 4 is skipped" in shown and "glue_rte_v002" in shown
 
 
 def test_without_a_readable_checkpoint_nothing_is_evaluated(place, run):
@@ -181,7 +182,7 @@ def test_a_checkpoint_that_training_deletes_meanwhile_gives_way_to_a_newer_one(
 ):
     directory = run / "checkpoints"
     (directory / "4").rename(run / "newer")
-    read = checkpoints.read_variables
+    read = manager.read_variables
 
     def read_while_training(checkpoint, layout):
         if checkpoint.name == "2":
@@ -189,21 +190,22 @@ def test_a_checkpoint_that_training_deletes_meanwhile_gives_way_to_a_newer_one(
             shutil.rmtree(checkpoint)
         return read(checkpoint, layout)
 
-    monkeypatch.setattr(checkpoints, "read_variables", read_while_training)
+    monkeypatch.setattr(manager, "read_variables", read_while_training)
     assert "step 4" in call(place, *RTE, workdir=run)
     assert "cannot be read" not in caplog.text
 
 
 def test_of_all_checkpoints_those_that_vanish_are_passed_over(place, run, monkeypatch):
-    found = checkpoints.finished_steps
+    found = manager.finished_steps
     first = iter([[1, 2, 4]])
     listed = lambda directory: next(first, None) or found(directory)
-    monkeypatch.setattr(checkpoints, "finished_steps", listed)
+    monkeypatch.setattr(manager, "finished_steps", listed)
     shown = call(place, "--all", *RTE, workdir=run)
-    assert "step 1 is passed over" in shown
+    assert "step 1 is skipped" in shown
     assert "step 2" in shown and "step 4" in shown
 
 
+@pytest.mark.slow
 def test_a_diverged_model_is_evaluated_and_written_as_json(place, tmp_path):
     runs.write_run(tmp_path / "run", runs.experiment(), steps=(4,), value=float("nan"))
     tasks = (*RTE, "--task", "multi30k_en_de")

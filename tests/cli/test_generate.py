@@ -40,6 +40,7 @@ run()
 """
 
 
+@pytest.mark.slow
 def test_one_device_without_tensorflow_says_the_same(run):
     """A process of its own: neither TensorFlow nor SeqIO can be imported, and there is one device."""
     shown = call("--workdir", run, *TEXTS)

@@ -17,10 +17,10 @@ RECIPE = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "reliabili
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, embedded_data) -> pathlib.Path:
-    """A directory with the embedded data sets."""
+def place(tmp_path_factory, synthetic_data) -> pathlib.Path:
+    """A directory with the synthetic data sets."""
     place = tmp_path_factory.mktemp("local")
-    (place / "data").symlink_to(embedded_data)
+    (place / "data").symlink_to(synthetic_data)
     return place
 
 

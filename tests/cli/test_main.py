@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from synthesizer_jax.training.survival import close_within
+from synthesizer_jax.runtime.preemption import close_within
 
 STUCK = """
 import sys, threading

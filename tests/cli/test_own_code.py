@@ -8,13 +8,15 @@ import sys
 import pytest
 
 from synthesizer_jax import registry
-from synthesizer_jax.data import embedded, tasks
-from synthesizer_jax.training import code
+from synthesizer_jax.data import synthetic, tasks
+from synthesizer_jax.runs import code
 from tests.cli.test_commands import call
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 RECIPE = '''
-"""Everything of its own: alignment, schedule, optimiser, task, metric."""
+"""Everything of its own: alignment, schedule, optimizer, task, metric."""
 
 from __future__ import annotations
 
@@ -28,6 +30,7 @@ from synthesizer_jax.alignments import Alignment
 from synthesizer_jax.attention import static
 from synthesizer_jax.data import tasks
 from synthesizer_jax.data.definitions import TaskDefinition
+from synthesizer_jax.data.formats import Classification
 from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.models import Size, t5
@@ -42,15 +45,15 @@ class Slope(Alignment):
     steepness: float = 0.5
 
     @nn.compact
-    def __call__(self, queries, keys=None, *, num_heads, head_dim, query_span, key_span):
-        row = -self.steepness * jnp.arange(key_span.length, dtype=jnp.float32)
-        shape = (num_heads, query_span.length, key_span.length)
+    def __call__(self, queries, keys, context):
+        row = -self.steepness * jnp.arange(context.key_span.length, dtype=jnp.float32)
+        shape = (context.num_heads, context.query_span.length, context.key_span.length)
         return (static(jnp.broadcast_to(row, shape)),)
 
 
 @register
 @dataclasses.dataclass(frozen=True)
-class Halving:
+class HalvedRate:
     value: float = 0.1
 
     def build(self):
@@ -60,7 +63,7 @@ class Halving:
 @register
 @dataclasses.dataclass(frozen=True)
 class Descent:
-    learning_rate: Halving = Halving()
+    learning_rate: HalvedRate = HalvedRate()
 
     def build(self, axes):
         return optax.sgd(self.learning_rate.build())
@@ -75,10 +78,8 @@ tasks.add(
     [
         TaskDefinition(
             "own_sst2",
-            "embedded_co_training/sst2",
-            prefix="own",
-            features=("sentence",),
-            labels=("negative", "positive"),
+            "synthetic_co_training/sst2",
+            Classification("own", ("sentence",), ("negative", "positive")),
             metrics=(brevity,),
             splits=("train", "validation"),
         )
@@ -98,11 +99,11 @@ def default():
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, embedded_data):
+def place(tmp_path_factory, synthetic_data):
     """A finished run of a recipe of one's own, and this account's state."""
     place = tmp_path_factory.mktemp("own")
-    (place / "data").symlink_to(embedded_data)
-    vocabulary = embedded.prepare(embedded_data).vocabulary.path
+    (place / "data").symlink_to(synthetic_data)
+    vocabulary = synthetic.prepare(synthetic_data).vocabulary.path
     (place / "mine.py").write_text(RECIPE.replace("VOCABULARY", str(vocabulary)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(place / "state"))
@@ -144,7 +145,7 @@ def test_the_record_holds_the_recipes_source(place):
     names = json.loads((place / "run/code/imports.json").read_text())
     assert names == {"packages": [], "files": ["mine.py"]}
     (trusted,) = (place / "state/synthesizer_jax/trusted").iterdir()
-    assert trusted.name == code.recorded(place / "run").digest
+    assert trusted.name == code.recorded_code(place / "run").digest
 
 
 @pytest.mark.usefixtures("afresh")
@@ -166,7 +167,9 @@ def test_code_that_this_account_has_not_run_is_not_run(place, monkeypatch, tmp_p
     assert "Slope" not in registry.REGISTRY
     call("generate", "--workdir", place / "run", "--import", file, "hello")
     assert "Slope" in registry.REGISTRY
-    assert (tmp_path / "synthesizer_jax/trusted" / code.recorded(place / "run").digest).is_file()
+    assert (
+        tmp_path / "synthesizer_jax/trusted" / code.recorded_code(place / "run").digest
+    ).is_file()
 
 
 @pytest.mark.usefixtures("afresh")
@@ -189,10 +192,10 @@ def test_runs_with_files_of_one_name_have_each_its_own(tmp_path):
             f"@register\n@dataclass(frozen=True)\nclass Own:\n    {field}: int = 1\n"
         )
         own = code.Code(sources=(code.Source("mine.py", text.encode()),))
-        code.record(tmp_path / name, own)
-        code.trust(own)
+        code.record_code(tmp_path / name, own)
+        code.trust_code(own)
     for name, field in (("a", "first"), ("b", "second"), ("a", "first")):
-        code.require(tmp_path / name)
+        code.require_code(tmp_path / name)
         assert registry.from_json({"type": "Own", field: 2}) is not None
 
 
@@ -224,7 +227,7 @@ def test_a_damaged_record_is_one_sentence(tmp_path, names):
     (tmp_path / "code").mkdir()
     (tmp_path / "code/imports.json").write_text(names)
     with pytest.raises(ValueError, match=r"code/imports\.json is damaged") as error:
-        code.require(tmp_path)
+        code.require_code(tmp_path)
     assert "\n" not in str(error.value)
 
 
@@ -233,20 +236,20 @@ def test_a_package_is_recorded_by_its_name(place, monkeypatch, tmp_path):
     (tmp_path / "own_package.py").write_text((place / "mine.py").read_text())
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    asked = code.load(["own_package"])
+    asked = code.load_user_code(["own_package"])
     assert asked == code.Code(("own_package",)) and "Slope" in registry.REGISTRY
-    code.record(tmp_path, asked)
-    code.require(tmp_path)  # imported at the user's word, and trusted from then on
+    code.record_code(tmp_path, asked)
+    code.require_code(tmp_path)  # imported at the user's word, and trusted from then on
     monkeypatch.setattr(code, "_imported", set())
-    code.require(tmp_path)
+    code.require_code(tmp_path)
     monkeypatch.setattr(code, "_imported", set())
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
     with pytest.raises(ValueError, match=r"has not run: own_package; .* add --import own_package"):
-        code.require(tmp_path)
-    code.trust(asked)
-    code.require(tmp_path)
+        code.require_code(tmp_path)
+    code.trust_code(asked)
+    code.require_code(tmp_path)
     with pytest.raises(ValueError, match="there is no package 'no_such_package'; install it"):
-        code.load(["no_such_package"])
+        code.load_user_code(["no_such_package"])
     monkeypatch.delitem(sys.modules, "own_package")
 
 
@@ -254,10 +257,10 @@ def test_a_package_is_recorded_by_its_name(place, monkeypatch, tmp_path):
 def test_a_student_inherits_its_teachers_code(place, tmp_path):
     (tmp_path / "student.py").write_text(
         "from synthesizer_jax.alignments import Random\n"
-        "from synthesizer_jax.training.distillation import Distillation\n"
+        "from synthesizer_jax.distillation.distill import Distillation\n"
         "from synthesizer_jax.training.experiment import Training\n"
-        "from synthesizer_jax.training.optimizers import AdamW\n"
-        "from synthesizer_jax.training.replacement import Replacement\n"
+        "from synthesizer_jax.optimizers import AdamW\n"
+        "from synthesizer_jax.distillation.replacement import Replacement\n"
         "def default():\n"
         "    training = Training(steps=1, optimizer=AdamW())\n"
         "    return Distillation((Replacement(Random(max_length=16)),), training)\n"
@@ -267,7 +270,7 @@ def test_a_student_inherits_its_teachers_code(place, tmp_path):
         *("--workdir", tmp_path / "student", "--data-dir", place / "data"),
     )
     # The student's own file makes nothing known, so nothing of it is needed later.
-    assert code.recorded(tmp_path / "student") == code.recorded(place / "run")
+    assert code.recorded_code(tmp_path / "student") == code.recorded_code(place / "run")
 
 
 def test_a_recipe_that_makes_nothing_known_is_not_recorded(tmp_path):
@@ -275,5 +278,7 @@ def test_a_recipe_that_makes_nothing_known_is_not_recorded(tmp_path):
         "from tests.training.tiny import experiment\ndef default():\n    return experiment()\n"
     )
     from synthesizer_jax.cli.recipes import load_with_code
+    from synthesizer_jax.training.experiment import Experiment
 
-    assert load_with_code(str(tmp_path / "plain.py"))[1] == code.Code()
+    _, own = load_with_code(str(tmp_path / "plain.py"), kinds=(Experiment,))
+    assert own == code.Code()

@@ -11,6 +11,8 @@ import pytest
 
 from tests.environment import without_devices
 
+pytestmark = pytest.mark.slow
+
 README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
 
 

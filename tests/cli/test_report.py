@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from synthesizer_jax.cli.main import app
-from synthesizer_jax.training.experiment import save_experiment
-from synthesizer_jax.training.metrics import METRICS_FILE
+from synthesizer_jax.runs.metrics import METRICS_FILE
+from synthesizer_jax.training.run_directory import save_experiment
 from tests.training.tiny import experiment
 
 TRAINED = {"kind": "train", "loss": 2.0, "steps_per_second": 4.0, "tokens_per_second": 100.0}
@@ -48,7 +48,7 @@ def test_runs_are_compared_by_their_newest_evaluations(tmp_path):
     page = output.read_text()
     assert f"{first} is ahead on 1 of 3 tasks, {second} on 1, no model on 1; " in page
     assert "6.0 (5.0–7.0)" in page
-    assert "Answers" not in page and "Who looks at whom" not in page
+    assert "Answers" not in page and "Attention weights" not in page
 
 
 def test_what_is_no_run_or_has_no_evaluation_is_one_sentence(tmp_path):
@@ -56,7 +56,7 @@ def test_what_is_no_run_or_has_no_evaluation_is_one_sentence(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds no experiment\.json; give the directory"):
         call(tmp_path, "--output", output)
     young = logged(tmp_path / "young")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl holds no evaluation; let the run go on"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl holds no evaluation; continue the run"):
         call(young, "--output", output)
     assert not output.exists()
 

@@ -15,25 +15,31 @@ import termios
 import pytest
 from typer.testing import CliRunner
 
+from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.cli.main import app
-from synthesizer_jax.data import embedded
+from synthesizer_jax.cli.settings import override
+from synthesizer_jax.data import synthetic
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.registry import replace
-from synthesizer_jax.training.checkpoints import finished_steps
-from synthesizer_jax.training.experiment import load_experiment
-from synthesizer_jax.training.lock import InUseError
-from synthesizer_jax.training.metrics import read_metrics
-from synthesizer_jax.training.run import check_same_run, open_vocabulary, save_run
-from synthesizer_jax.training.settings import override
+from synthesizer_jax.runs.lock import InUseError
+from synthesizer_jax.runs.metrics import read_metrics
+from synthesizer_jax.training.run_directory import (
+    check_same_run,
+    load_experiment,
+    open_vocabulary,
+    save_run,
+)
 from tests.environment import without_devices
+
+pytestmark = pytest.mark.slow
 
 RECIPE = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "reliability_run.py"
 
 
 @pytest.fixture(scope="module")
-def data(embedded_data: pathlib.Path) -> pathlib.Path:
-    """The embedded data sets."""
-    return embedded_data
+def data(synthetic_data: pathlib.Path) -> pathlib.Path:
+    """The synthetic data sets."""
+    return synthetic_data
 
 
 def arguments(workdir: pathlib.Path, data: pathlib.Path, *settings: str) -> list[str]:
@@ -177,8 +183,8 @@ def test_checkpoints_that_are_gone_are_asked_for(copied, data) -> None:
 
 
 def test_another_vocabulary_is_another_run(copied, data, tmp_path) -> None:
-    embedded_one = embedded.prepare(data).vocabulary
-    mine = replace(load_experiment(copied), vocabulary=embedded_one)
+    synthetic_one = synthetic.prepare(data).vocabulary
+    mine = replace(load_experiment(copied), vocabulary=synthetic_one)
     save_run(mine, copied)
     check_same_run(mine, copied)
     other = tmp_path / "other.model"
@@ -190,7 +196,7 @@ def test_another_vocabulary_is_another_run(copied, data, tmp_path) -> None:
 
 
 def test_a_vocabulary_that_was_changed_is_noticed(finished, data, tmp_path) -> None:
-    given, run = embedded.prepare(data).vocabulary, tmp_path / "run"
+    given, run = synthetic.prepare(data).vocabulary, tmp_path / "run"
     large = override(load_experiment(finished), "model.vocab_size=1024")
     mine = replace(large, vocabulary=given)
     save_run(mine, run)
@@ -253,5 +259,5 @@ def test_damaged_logs_do_not_stop_a_run(copied, data, caplog, name, damage) -> N
 def test_a_pipe_in_the_place_of_a_log_is_not_waited_for(copied, data, name) -> None:
     (copied / name).unlink()
     os.mkfifo(copied / name)
-    with pytest.raises(OSError, match=rf"{name} is no regular file; move it away"):
+    with pytest.raises(OSError, match=rf"{name} is not a regular file; move it away"):
         call(*arguments(copied, data, "training.steps=4"))

@@ -13,10 +13,12 @@ import termios
 
 import pytest
 
-from synthesizer_jax.data import embedded
+from synthesizer_jax.data import synthetic
 from tests.cli.test_own_code import RECIPE
 from tests.conftest import ROOT
 from tests.environment import COMMANDS, without_devices
+
+pytestmark = pytest.mark.slow
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[()][A-Z0-9]")
 
@@ -58,9 +60,9 @@ def damage(checkpoint: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("run", [on_a_terminal, without_one], ids=lambda f: f.__name__)
-def test_a_run_from_its_recipe_to_its_report(run, embedded_data, tmp_path) -> None:
-    (tmp_path / "DATA").symlink_to(embedded_data)
-    vocabulary = embedded.prepare(embedded_data).vocabulary.path
+def test_a_run_from_its_recipe_to_its_report(run, synthetic_data, tmp_path) -> None:
+    (tmp_path / "DATA").symlink_to(synthetic_data)
+    vocabulary = synthetic.prepare(synthetic_data).vocabulary.path
     (tmp_path / "mine.py").write_text(RECIPE.replace("VOCABULARY", vocabulary))
     (tmp_path / "files").mkdir()
     environment = without_devices() | {

@@ -162,8 +162,8 @@ def test_super_glue_rows_are_tfds_rows(tmp_path: pathlib.Path) -> None:
     put(source / "MultiRC/subset_val.jsonl.gz", lines(multirc))
     put(source / "ReCoRD/fewglue32_train.jsonl", lines(RECORD))
     put(source / "COPA/subset_train.jsonl", lines(COPA, COPA | {"idx": 1, "label": 0}))
-    unlabelled = {k: v for k, v in COPA.items() if k != "label"}
-    put(source / "COPA/subset_test.jsonl", lines(unlabelled))
+    unlabeled = {k: v for k, v in COPA.items() if k != "label"}
+    put(source / "COPA/subset_test.jsonl", lines(unlabeled))
     put(source / "DPR/subset_train.c.txt", "Al saw Bo.\nhe\nAl, Bo\nBo\n\nX\nhe\nA , B\nA\n")
     report = import_benchmark("super_glue", source, out)
     (wsc,) = read(out, "super_glue/wsc.fixed", "train").values()

@@ -38,6 +38,7 @@ def original(path: pathlib.Path) -> io.StringIO:
     return io.StringIO(gzip.decompress(path.read_bytes()).decode("utf-8-sig"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("split", "size"), [("train", 8551), ("validation", 1043)])
 def test_cola(imported: pathlib.Path, real_data: pathlib.Path, split: str, size: int) -> None:
     stem = {"train": "train", "validation": "dev"}[split]

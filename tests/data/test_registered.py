@@ -5,11 +5,16 @@ import json
 import numpy as np
 import pytest
 
-from synthesizer_jax.data import evaluation_sets, tasks
+from synthesizer_jax.data import tasks
 from synthesizer_jax.data.importers import import_benchmark
 from synthesizer_jax.data.mixtures import MIXTURES
 from synthesizer_jax.data.pipeline import DataConfig, Stream
-from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, padded_size, train_sentencepiece
+from synthesizer_jax.data.vocabularies import (
+    Bytes,
+    SentencePiece,
+    train_sentencepiece,
+)
+from synthesizer_jax.evaluation import evaluation_sets
 
 LENGTHS = {"inputs": 64, "targets": 8}
 SUPER_GLUE = "super_glue_v102_proportional"
@@ -39,8 +44,11 @@ def vocabulary():
 
 
 def test_only_what_is_prepared_takes_part(data_dir, vocabulary, caplog):
-    assert tasks.splits("super_glue_boolq_v102", data_dir) == {"train": 40, "validation": 20}
-    assert tasks.available(SUPER_GLUE, data_dir) == {"super_glue_boolq_v102": 9427.0}
+    assert tasks.prepared_splits("super_glue_boolq_v102", data_dir) == {
+        "train": 40,
+        "validation": 20,
+    }
+    assert tasks.available_members(SUPER_GLUE, data_dir) == {"super_glue_boolq_v102": 9427.0}
     rates = tasks.register(SUPER_GLUE, vocabulary, data_dir=data_dir)
     assert rates == {"super_glue_boolq_v102": 9427.0}
     assert "goes without" in caplog.text
@@ -53,7 +61,7 @@ def test_missing_data_is_one_sentence_with_the_remedy(data_dir, tmp_path, vocabu
     with pytest.raises(FileNotFoundError, match="synthesizer-jax data import glue --from DIR"):
         tasks.register("glue_v002_proportional", vocabulary, data_dir=data_dir)
     with pytest.raises(FileNotFoundError, match=r"no split 'test' .*found: train, validation"):
-        evaluation_sets.load(
+        evaluation_sets.load_evaluation_set(
             "super_glue_boolq_v102", "test", vocabulary, data_dir=data_dir, lengths=LENGTHS
         )
 
@@ -80,7 +88,7 @@ def test_training_batches_hold_the_tasks_examples(data_dir, vocabulary):
 
 
 def test_evaluation_sets_are_in_order_and_scored(data_dir, vocabulary):
-    examples = evaluation_sets.load(
+    examples = evaluation_sets.load_evaluation_set(
         "super_glue_boolq_v102",
         "validation",
         vocabulary,
@@ -101,7 +109,7 @@ def test_evaluation_sets_are_in_order_and_scored(data_dir, vocabulary):
 
 
 def test_evaluation_only_twins_stand_for_the_trained_task():
-    weight = evaluation_sets.weight
+    weight = evaluation_sets.loss_weight
     joint = "glue_super_glue_proportional"
     assert weight(joint, "glue_mnli_matched_v002") == 392_702 / 2
     assert weight(joint, "super_glue_wsc_v102_simple_eval") == 259
@@ -119,11 +127,12 @@ def test_rates_are_t5s():
     assert all(name in tasks.TASKS for rates in MIXTURES.values() for name in rates)
 
 
+@pytest.mark.slow
 def test_whole_multirc_questions(real_data, tmp_path, vocabulary):
     (tmp_path / "super").mkdir()
     (tmp_path / "super" / "MultiRC").symlink_to(real_data / "super_glue" / "MultiRC")
     import_benchmark("super_glue", tmp_path / "super", tmp_path / "data")
-    examples = evaluation_sets.load(
+    examples = evaluation_sets.load_evaluation_set(
         "super_glue_multirc_v102",
         "validation",
         vocabulary,
@@ -132,7 +141,7 @@ def test_whole_multirc_questions(real_data, tmp_path, vocabulary):
         max_examples=10,
     )
     groups = [(int(e["idx/paragraph"]), int(e["idx/question"])) for e in examples.examples]
-    everything = evaluation_sets.load(
+    everything = evaluation_sets.load_evaluation_set(
         "super_glue_multirc_v102",
         "validation",
         vocabulary,
@@ -161,4 +170,3 @@ def test_sentencepiece_is_trained_aside_and_has_t5s_ids(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["mine.model"]
     with pytest.raises(FileNotFoundError, match=r"no SentencePiece model nothing\.model"):
         SentencePiece("nothing.model").build()
-    assert padded_size(32_100) == 32_128

@@ -32,7 +32,7 @@ def fill(stage: Staging) -> list[pathlib.Path]:
 
 def import_all(data_dir: pathlib.Path) -> None:
     with staging(data_dir, "glue") as stage:
-        stage.put(fill(stage))
+        stage.commit(fill(stage))
 
 
 def contents(data_dir: pathlib.Path) -> dict[str, str | None]:
@@ -134,7 +134,7 @@ def test_the_folder_of_a_running_import_is_left_alone(data_dir):
         with staging(data_dir, "glue") as second:
             assert second.folder != first.folder
         assert all(folder.is_dir() for folder in new)
-        first.put(new)
+        first.commit(new)
     assert (data_dir / NAMES[1] / "rows").read_text() == "new"
 
 

@@ -10,9 +10,9 @@ import pytest
 import seqio
 
 from synthesizer_jax.data import tasks
-from synthesizer_jax.data.members import Examples, Live
+from synthesizer_jax.data.members import Examples, SeqioTaskStream
 from synthesizer_jax.data.storage import write_dataset
-from synthesizer_jax.data.stored import check, prepared, stored_splits
+from synthesizer_jax.data.stored import check_dataset, prepared_versions, stored_splits
 from synthesizer_jax.data.vocabularies import Bytes
 
 TASK = "glue_sst2_v002"
@@ -82,7 +82,7 @@ def test_damaged_records_name_the_data_set_and_the_remedy(data_dir, damage, live
     task = register(data_dir)
     with pytest.raises(ValueError, match="import it again with 'synthesizer-jax data imp") as error:
         if live:
-            member = Live(task, "train", LENGTHS, shard=(0, 1), seed=0, shuffle=False)
+            member = SeqioTaskStream(task, "train", LENGTHS, shard=(0, 1), seed=0, shuffle=False)
             for _ in range(31):
                 next(member)
         else:
@@ -125,7 +125,7 @@ def test_sizes_as_tfds_on_beam_writes_them(data_dir):
         info["splits"][0]["numBytes"] = str(size)
 
     rewrite(directory(data_dir) / "dataset_info.json", whole_files)
-    check(directory(data_dir))
+    check_dataset(directory(data_dir))
 
 
 @pytest.mark.parametrize("name", ["dataset_info.json", "features.json", "*.tfrecord*"])
@@ -140,8 +140,8 @@ def test_a_pipe_is_not_waited_for(data_dir, name):
 def test_folders_that_are_no_versions_are_left_out(data_dir):
     for name in ("1..0", "²", "1", "2.0.0", "10.0.0", "v1.0.0"):
         shutil.copytree(directory(data_dir), data_dir / "glue/sst2" / name)
-    assert list(prepared("glue/sst2", data_dir)) == ["1.0.0", "2.0.0", "10.0.0"]
-    assert tasks.splits(TASK, data_dir) == {"train": 30}
+    assert list(prepared_versions("glue/sst2", data_dir)) == ["1.0.0", "2.0.0", "10.0.0"]
+    assert tasks.prepared_splits(TASK, data_dir) == {"train": 30}
 
 
 EVIL = "evil_features.Evil"
@@ -196,5 +196,5 @@ def test_no_file_outside_of_the_directory_is_opened(data_dir, key, value):
 
 
 def test_what_tfds_writes_itself_is_allowed(data_dir):
-    check(directory(data_dir))
+    check_dataset(directory(data_dir))
     assert stored_splits(directory(data_dir)) == {"train": 30}

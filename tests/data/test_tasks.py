@@ -9,19 +9,19 @@ import seqio
 import tensorflow as tf
 
 from synthesizer_jax.data import preprocessors, tasks
-from synthesizer_jax.data.coreference import SPECIAL, wnli_question
+from synthesizer_jax.data.coreference import SPECIAL, _wnli_question
 from synthesizer_jax.data.definitions import sentinel_name
-from synthesizer_jax.data.postprocessors import is_labelled, text
+from synthesizer_jax.data.postprocessors import is_labeled, to_text
 
 
 def finished(name, **row):
     """All (inputs, targets) that a task makes of one row."""
-    return [(text(r["inputs"]), text(r["targets"])) for r in rows_of(name, **row)]
+    return [(to_text(r["inputs"]), to_text(r["targets"])) for r in rows_of(name, **row)]
 
 
 def rows_of(name, **row):
     """All rows that a task makes of one."""
-    task = tasks.definition(name)
+    task = tasks.task_definition(name)
     constants = {}
     for key, value in row.items():
         if isinstance(value, dict):
@@ -36,8 +36,8 @@ def rows_of(name, **row):
             constants[key] = tf.constant(value)
     dataset = tf.data.Dataset.from_tensors(constants)
     if task.rename:
-        dataset = preprocessors.renamed(dataset, names=dict(task.rename))
-    return list(task.preprocess(dataset).as_numpy_iterator())
+        dataset = preprocessors.rename_features(dataset, names=dict(task.rename))
+    return list(task.format.preprocess(dataset).as_numpy_iterator())
 
 
 ONE_ROW = [
@@ -85,7 +85,7 @@ ONE_ROW = [
 def test_classification_strings(name, row, inputs, labels):
     for label, word in [*enumerate(labels), (-1, "<unk>")]:
         assert finished(name, **row, label=label, idx=3) == [(inputs, word)]
-    task = tasks.definition(name)
+    task = tasks.task_definition(name)
     assert [task.postprocess(word) for word in labels] == list(range(len(labels)))
     assert {task.postprocess(w) for w in ("<unk>", "", labels[0] + " ", labels[0].upper())} == {-1}
 
@@ -99,7 +99,7 @@ def test_classification_strings(name, row, inputs, labels):
 def test_stsb_rounds_to_fifths_half_to_even(label, target):
     rows = finished("glue_stsb_v002", sentence1="A", sentence2="B", label=label, idx=0)
     assert rows == [("stsb sentence1: A sentence2: B", target)]
-    task = tasks.definition("glue_stsb_v002")
+    task = tasks.task_definition("glue_stsb_v002")
     assert task.postprocess("3.8") == 3.8
     assert task.postprocess("many") == -1.0
 
@@ -110,7 +110,7 @@ def test_multirc_tags_and_groups():
     assert finished("super_glue_multirc_v102", **row, label=1, idx=index) == [
         ("multirc question: Q? answer: x paragraph: Sent 1: A. Sent 2: B.", "True")
     ]
-    task = tasks.definition("super_glue_multirc_v102")
+    task = tasks.task_definition("super_glue_multirc_v102")
     example = {"idx/paragraph": 1, "idx/question": 2}
     found = task.postprocess("True", example=example, is_target=True)
     assert found == {"value": 1, "group": (1, 2)}
@@ -158,8 +158,8 @@ def test_hidden_labels_of_coreference_stay_hidden(name):
         (row,) = rows_of(name, **(WSC if "wsc" in name else pair), label=label)
         assert row["label"] == label
         row["targets_pretokenized"] = row["targets"]
-        assert tasks.definition(name).postprocess("Ann", example=row, is_target=True) == label
-        assert is_labelled(row) is (label >= 0)
+        assert tasks.task_definition(name).postprocess("Ann", example=row, is_target=True) == label
+        assert is_labeled(row) is (label >= 0)
 
 
 def test_wsc_refuses_an_index_that_names_another_word():
@@ -198,7 +198,7 @@ def test_wsc_special_sentences():
     ],
 )
 def test_wsc_predictions(prediction, referent, value):
-    task = tasks.definition("super_glue_wsc_v102_simple_eval")
+    task = tasks.task_definition("super_glue_wsc_v102_simple_eval")
     example = {"targets_pretokenized": referent.encode(), "label": 1}
     assert task.postprocess(prediction, example=example) == value
     assert task.postprocess(referent, example=example, is_target=True) == 1
@@ -243,27 +243,27 @@ def test_dpr_marks_the_first_pronoun(sentence, marked):
     ],
 )
 def test_wnli_as_coreference(premise, hypothesis, question, candidate):
-    assert wnli_question(premise, hypothesis) == (question, candidate)
+    assert _wnli_question(premise, hypothesis) == (question, candidate)
 
 
 @pytest.mark.parametrize(
     ("premise", "hypothesis", "candidate"),
     [
-        ("Green ideas, it slept", "Nothing else matters", ""),  # no neighbour occurs
+        ("Green ideas, it slept", "Nothing else matters", ""),  # no neighbor occurs
         ("Bob left it here today", "Bob left here today", "Bob left"),  # only the right ones do
         ("Bob left it here today", "Here today Bob left", ""),  # neither where they should be
         ("Bob left it", "Ann and Bob left", "Ann and Bob left"),  # T5: then all of it
     ],
 )
 def test_wnli_without_a_matching_context_is_t5s(premise, hypothesis, candidate):
-    question, found = wnli_question(premise, hypothesis)
+    question, found = _wnli_question(premise, hypothesis)
     assert found == candidate
     assert question == "wsc: " + premise.replace("it", "*it*", 1)
 
 
 def test_wnli_without_a_pronoun_names_the_premise():
     with pytest.raises(ValueError, match=r"no pronoun in 'Bob left\.'"):
-        wnli_question("Bob left.", "Ann left.")
+        _wnli_question("Bob left.", "Ann left.")
 
 
 def test_sentinel_forms():
@@ -271,7 +271,7 @@ def test_sentinel_forms():
     simple = sentinel_name("super_glue_wsc_v102_simple_eval")
     assert simple == "super_glue_wsc_v102_simple_1_sentinel_eval"
     assert simple in tasks.TASKS
-    task = tasks.definition("super_glue_boolq_v102_1_sentinel")
+    task = tasks.task_definition("super_glue_boolq_v102_1_sentinel")
     assert task.postprocess("<extra_id_0> True") == 1
     assert task.postprocess("<extra_id_0>True ") == 1
     assert task.postprocess("True") == 1
@@ -312,9 +312,9 @@ def test_sentinels_are_added_and_kept_as_seqio_does_it(limit):
 
 def test_unknown_names_come_with_a_suggestion():
     with pytest.raises(ValueError, match="did you mean 'glue_cola_v002'"):
-        tasks.definition("glue_cola")
+        tasks.task_definition("glue_cola")
     with pytest.raises(ValueError, match="mixtures: glue_v002_proportional"):
-        tasks.members("nothing")
+        tasks.mixture_rates("nothing")
 
 
 def test_listing_loads_no_tensorflow_and_needs_no_network():
@@ -323,7 +323,7 @@ def test_listing_loads_no_tensorflow_and_needs_no_network():
         "socket.socket.connect = None\n"
         "from synthesizer_jax.data import tasks, mixtures\n"
         "assert len(tasks.TASKS) == 37, len(tasks.TASKS)\n"
-        "assert tasks.members('glue_v002_proportional')\n"
+        "assert tasks.mixture_rates('glue_v002_proportional')\n"
         "assert not {'tensorflow', 'seqio'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 import seqio
 
-from synthesizer_jax.data import embedded
-from synthesizer_jax.data.embedded.storage import texts
+from synthesizer_jax.data import synthetic
+from synthesizer_jax.data.synthetic.storage import _training_texts
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The embedded mixture's own SentencePiece model."""
+    """The synthetic mixture's own SentencePiece model."""
     path = tmp_path_factory.mktemp("vocabulary") / "vocabulary.model"
-    train_sentencepiece(texts(), path, vocab_size=embedded.VOCAB_SIZE, model_type="bpe")
+    train_sentencepiece(_training_texts(), path, vocab_size=synthetic.VOCAB_SIZE, model_type="bpe")
     return path
 
 
 TEXTS = [
-    *list(texts())[::400],
+    *list(_training_texts())[::400],
     "",
     "  two  spaces ",
     "Überraschung: naïve café, 日本語 ½ \U0001f600 \n\t end",

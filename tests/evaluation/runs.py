@@ -1,4 +1,4 @@
-"""Runs that nobody trained, and small data sets for them: labelled, unlabelled, in groups, free text."""
+"""Runs that nobody trained, and small data sets for them: labeled, unlabeled, in groups, free text."""
 
 import dataclasses
 import pathlib
@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import tensorflow_datasets as tfds
 
+from synthesizer_jax.checkpoints.manager import Checkpoints
 from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.data.storage import write_dataset
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.models import Size, alignment, t5
+from synthesizer_jax.optimizers import AdamW, Constant
 from synthesizer_jax.sharding import MeshShape, make_mesh
-from synthesizer_jax.training.checkpoints import Checkpoints
-from synthesizer_jax.training.experiment import Evaluation, Experiment, Training, save_experiment
-from synthesizer_jax.training.optimizers import AdamW
-from synthesizer_jax.training.schedules import Constant
+from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
+from synthesizer_jax.training.run_directory import save_experiment
 from synthesizer_jax.training.state import example_tokens, init_state, make_layout
 
 MIXTURE = "small_evaluation"
@@ -32,7 +32,7 @@ TEXT = tfds.features.Text()
 
 
 def write_data(data_dir: pathlib.Path) -> None:
-    """RTE, STS-B, MultiRC with hidden test labels; ReCoRD without, and Multi30k with a labelled test."""
+    """RTE, STS-B, MultiRC with hidden test labels; ReCoRD without, and Multi30k with a labeled test."""
     place = {"paragraph": np.int32, "question": np.int32, "answer": np.int32}
     pair = {"sentence1": TEXT, "sentence2": TEXT, "idx": np.int32}
 

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from synthesizer_jax.evaluation import Predictor
+from synthesizer_jax.checkpoints.manager import restore_variables
+from synthesizer_jax.checkpoints.placement import place_variables
+from synthesizer_jax.evaluation.prediction import Predictor
 from synthesizer_jax.sharding import MeshShape, make_mesh
-from synthesizer_jax.training.checkpoints import restore_variables
-from synthesizer_jax.training.placement import place
 from tests.evaluation import runs
 
 
@@ -16,6 +16,10 @@ def run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("run")
     runs.write_run(directory, runs.experiment(), steps=(4,))
     return directory / "checkpoints"
+
+
+def place(experiment, devices=None):
+    return place_variables(experiment.model, experiment.example, experiment.mesh, devices=devices)
 
 
 @pytest.mark.parametrize(
@@ -59,11 +63,12 @@ def answers_on(mesh, variables):
             mesh=mesh,
         )
         inputs = [predictor.encode(text) for text in ("a b", "cola", "the dog sleeps")]
-        found[method] = predictor.answer(inputs, ("yes", "no"))
+        found[method] = predictor.predict_with_scores(inputs, ("yes", "no"))
     targets = [np.array([5, 6, 1]), np.array([7, 1]), np.array([8, 9, 10, 1])]
     return found, predictor.log_probabilities(inputs, targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [MeshShape(fsdp=4, tensor=2), MeshShape(fsdp=8)])
 def test_parameters_are_divided_and_answers_are_those_of_one_device(run, answers, shape):
     experiment = runs.experiment(mesh=shape)

@@ -9,17 +9,12 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.data.definitions import GLUE, SUPER_GLUE
-from synthesizer_jax.data.evaluation_sets import EvaluationSet
-from synthesizer_jax.evaluation import (
-    Predictor,
-    evaluate_tasks,
-    flat,
-    score_of,
-    write_predictions,
-    write_results,
-)
-from synthesizer_jax.evaluation.prediction import batches, table, until_eos
-from synthesizer_jax.files import write_aside
+from synthesizer_jax.data.formats import Similarity
+from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
+from synthesizer_jax.evaluation.files import write_predictions, write_results
+from synthesizer_jax.evaluation.prediction import Predictor, _length_batches, _pad_tokens, until_eos
+from synthesizer_jax.evaluation.scoring import evaluate_tasks, flatten_results, mean_score
+from synthesizer_jax.files import write_atomic
 from synthesizer_jax.inference import decode, score_choices, score_targets
 from synthesizer_jax.models import Size, t5
 
@@ -60,6 +55,7 @@ def encoded(predictor):
     return [predictor.encode(text) for text in INPUTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["greedy", "beam", "rank"])
 def test_batching_does_not_change_answers(predictor, method):
     words = ("ab", "c", "bca")
@@ -74,16 +70,17 @@ def test_batching_does_not_change_answers(predictor, method):
 def test_ranking_takes_the_most_probable_word(predictor):
     p = predictor(method="rank")
     words = ("ab", "c", "bca")
-    targets = table([np.array([*Letters().encode(w), 1], np.int32) for w in words], 3, 4)
+    targets = _pad_tokens([np.array([*Letters().encode(w), 1], np.int32) for w in words], 3, 4)
     inputs = encoded(p)
     answers = p.predict(inputs, label_words=words)
     for x, answer, found in zip(inputs, answers, p.rank(inputs, words), strict=True):
-        sources = table([x] * 3, 3, 16)
+        sources = _pad_tokens([x] * 3, 3, 16)
         scores = score_targets(p.variables, sources, targets=targets, model=p.model)
         np.testing.assert_allclose(found, scores, rtol=1e-5)
         assert answer == words[int(np.argmax(scores))]
 
 
+@pytest.mark.slow
 def test_twelve_programs_serve_glue_and_super_glue(predictor):
     """Eight for answers, four for the loss."""
     p = predictor(method="rank", inputs_length=512, targets_length=32, batch_size=2)
@@ -92,7 +89,7 @@ def test_twelve_programs_serve_glue_and_super_glue(predictor):
     losses = score_targets._cache_size()
     rng = np.random.default_rng(0)
     for definition in (*GLUE, *SUPER_GLUE):
-        longest = 100 if definition.kind == "similarity" else 512
+        longest = 100 if isinstance(definition.format, Similarity) else 512
         inputs = [np.full(n, 2, np.int32) for n in (5, *rng.integers(1, longest, 9), longest)]
         words = EvaluationSet(definition, "validation", [], [], []).label_words
         assert len(p.predict(inputs, label_words=words)) == 11
@@ -106,7 +103,7 @@ def test_batches_are_sorted_padded_and_whole():
     rng = np.random.default_rng(0)
     inputs = [np.ones(n, np.int32) * (i + 1) for i, n in enumerate(rng.integers(1, 90, 23))]
     seen = []
-    for rows, batch in batches(inputs, 5, (32, 64)):
+    for rows, batch in _length_batches(inputs, 5, (32, 64)):
         assert batch.shape[0] == 5
         assert batch.shape[1] in (32, 64)
         for row, slot in zip(rows, batch, strict=False):
@@ -130,12 +127,12 @@ def test_unknown_methods_are_one_sentence(predictor):
 class Examples:
     name, split, label_words = "made", "validation", ("ab", "c")
 
-    def __init__(self, inputs, labelled):
-        self.inputs, self.labelled = inputs, labelled
+    def __init__(self, inputs, labeled):
+        self.inputs, self.labeled = inputs, labeled
 
     def score(self, predictions):
         assert len(predictions) == len(self.inputs)
-        return {"accuracy": 40.0, "f1": 60.0} if self.labelled else {}
+        return {"accuracy": 40.0, "f1": 60.0} if self.labeled else {}
 
     def record(self, index, prediction):
         return {"idx": index, "prediction": prediction}
@@ -154,19 +151,19 @@ def test_results_are_files_of_json(predictor, tmp_path):
     p = predictor(method="rank")
     inputs = encoded(p)
     results = evaluate_tasks(p, [Examples(inputs, range(6)), Examples(inputs, ())])
-    assert flat(results) == {"made/accuracy": 40.0, "made/f1": 60.0}
-    assert score_of(results) == 50.0
-    path = write_results(tmp_path, 7, results, {"score": 50.0})
+    assert flatten_results(results) == {"made/accuracy": 40.0, "made/f1": 60.0}
+    assert mean_score(results) == 50.0
+    path = write_results(tmp_path, 7, results, overall={"score": 50.0})
     scored, hidden = strict(path.read_text())["tasks"]
     assert scored == {
         "task": "made",
         "split": "validation",
         "n": 7,
-        "labelled": 6,
+        "labeled": 6,
         "metrics": {"accuracy": 40.0, "f1": 60.0},
         "loss": None,
     }
-    assert hidden == scored | {"labelled": 0, "metrics": {}}
+    assert hidden == scored | {"labeled": 0, "metrics": {}}
     assert [x.name for x in path.parent.iterdir()] == ["step_7.json"]
 
 
@@ -174,7 +171,7 @@ def test_predictions_are_lines_of_json(predictor, tmp_path):
     p = predictor(method="rank")
     examples = Examples(encoded(p), ())
     (result,) = evaluate_tasks(p, [examples])
-    path = write_predictions(tmp_path / "new", 7, examples, result)
+    path = write_predictions(tmp_path / "new", 7, result, examples=examples)
     assert path == tmp_path / "new" / "step_7.made.validation.jsonl"
     lines = [strict(line) for line in path.read_text().splitlines()]
     assert [line["idx"] for line in lines] == list(range(7))
@@ -191,10 +188,10 @@ def test_numbers_that_are_not_finite_become_null(predictor, tmp_path, method):
     examples = Examples(encoded(p), range(7))
     (result,) = evaluate_tasks(p, [examples])
     result = dataclasses.replace(result, metrics={"f1": np.float32("nan"), "accuracy": np.inf})
-    values = strict(write_results(tmp_path, 1, [result], {"loss": -np.inf}).read_text())
+    values = strict(write_results(tmp_path, 1, [result], overall={"loss": -np.inf}).read_text())
     assert values["tasks"][0]["metrics"] == {"f1": None, "accuracy": None}
     assert values["loss"] is None
-    lines = write_predictions(tmp_path, 1, examples, result).read_text().splitlines()
+    lines = write_predictions(tmp_path, 1, result, examples=examples).read_text().splitlines()
     assert len([strict(line) for line in lines]) == 7
 
 
@@ -203,8 +200,8 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path):
         yield from ["new\n"] * count
         raise OSError("the disk is full")
 
-    path = write_aside(tmp_path / "x.jsonl", ["old\n"])
+    path = write_atomic(tmp_path / "x.jsonl", ["old\n"])
     with pytest.raises(OSError, match="full"):
-        write_aside(path, lines(3))
+        write_atomic(path, lines(3))
     assert path.read_text() == "old\n"
     assert list(tmp_path.iterdir()) == [path]

@@ -7,13 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from synthesizer_jax.data import evaluation_sets, mixtures, postprocessors, translation  # noqa: F401 - its tasks
-from synthesizer_jax.data.averages import best_by_task
+from synthesizer_jax.data import mixtures, postprocessors, translation  # noqa: F401 - its tasks
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.evaluation import Predictor
+from synthesizer_jax.evaluation import evaluation_sets
+from synthesizer_jax.evaluation.averages import best_by_task
+from synthesizer_jax.evaluation.evaluator import Evaluator
+from synthesizer_jax.evaluation.prediction import Predictor
 from synthesizer_jax.inference import score_targets
 from synthesizer_jax.registry import replace
-from synthesizer_jax.training.evaluator import Evaluator
 from tests.evaluation import runs
 
 
@@ -30,7 +31,7 @@ def data_dir(tmp_path_factory):
 def load(data_dir):
     def one(name, split="validation", **options):
         options = {"data_dir": data_dir, "lengths": {"inputs": 32, "targets": 8}} | options
-        return evaluation_sets.load(name, split, Bytes().build(), **options)
+        return evaluation_sets.load_evaluation_set(name, split, Bytes().build(), **options)
 
     return one
 
@@ -54,14 +55,14 @@ def test_max_examples_is_obeyed_and_groups_stay_whole(load, task, asked, found):
 @pytest.mark.parametrize("task", ["glue_rte_v002", "glue_stsb_v002", "super_glue_multirc_v102"])
 def test_hidden_labels_are_not_scored(load, task):
     hidden, known = load(task, "test"), load(task)
-    assert hidden.labelled == ()
+    assert hidden.labeled == ()
     assert hidden.score(["entailment"] * len(hidden.inputs)) == {}
-    assert known.labelled == tuple(range(len(known.inputs)))
+    assert known.labeled == tuple(range(len(known.inputs)))
     assert set(known.score(known.target_words)) > set()
 
 
 @pytest.mark.parametrize(
-    ("row", "labelled"),
+    ("row", "labeled"),
     [
         (
             {"label": -1, "targets_pretokenized": b"Emma"},
@@ -73,19 +74,19 @@ def test_hidden_labels_are_not_scored(load, task):
         ({"targets_pretokenized": b"unacceptable"}, True),
     ],
 )
-def test_hidden_labels_are_known_as_such(row, labelled):
-    assert postprocessors.is_labelled(row) is labelled
+def test_hidden_labels_are_known_as_such(row, labeled):
+    assert postprocessors.is_labeled(row) is labeled
 
 
-def test_only_labelled_examples_are_scored(load):
+def test_only_labeled_examples_are_scored(load):
     known, hidden = load("glue_rte_v002"), load("glue_rte_v002", "test")
     parts = ("inputs", "targets", "examples")
     both = {name: getattr(hidden, name) + getattr(known, name) for name in parts}
     mixed = dataclasses.replace(known, **both)
     predictions = ["contradiction"] * 5 + known.target_words
     assert mixed.score(predictions) == {"accuracy": 100.0}
-    assert len(mixed.labelled_part(100).inputs) == 6
-    assert [e["idx"] for e in mixed.labelled_part(3).examples] == [0, 2, 4]
+    assert len(mixed.labeled_part(100).inputs) == 6
+    assert [e["idx"] for e in mixed.labeled_part(3).examples] == [0, 2, 4]
 
 
 def test_a_record_tells_an_example(load):
@@ -115,11 +116,14 @@ def test_damaged_files_are_one_sentence(load, data_dir, tmp_path):
 
 
 def test_mnli_is_measured_by_its_twins():
-    assert evaluation_sets.names("glue_mnli_v002", "validation_matched") == (
+    assert evaluation_sets.measured_and_trained_tasks("glue_mnli_v002", "validation_matched") == (
         "glue_mnli_matched_v002",
         "glue_mnli_v002",
     )
-    assert evaluation_sets.names("glue_rte_v002", "validation") == ("glue_rte_v002",) * 2
+    assert (
+        evaluation_sets.measured_and_trained_tasks("glue_rte_v002", "validation")
+        == ("glue_rte_v002",) * 2
+    )
 
 
 def test_best_steps_by_task():
@@ -131,6 +135,16 @@ def test_best_steps_by_task():
     assert best_by_task(found) == {"a": 4, "b": 2}
 
 
+def open_evaluator(experiment, data_dir):
+    return Evaluator(
+        experiment.model,
+        experiment.data,
+        experiment.evaluation,
+        vocabulary=Bytes().build(),
+        data_dir=data_dir,
+    )
+
+
 @pytest.fixture(scope="module")
 def measured(data_dir):
     """Results over two batches of two for the loss."""
@@ -138,12 +152,13 @@ def measured(data_dir):
     experiment = replace(
         experiment, evaluation=replace(experiment.evaluation, batch_size=2, loss_batches=2)
     )
-    evaluator = Evaluator(experiment, Bytes().build(), data_dir=data_dir)
+    evaluator = open_evaluator(experiment, data_dir)
     zeros = [np.ones((1, n), np.int32) for n in (8, 8)]
     variables = experiment.model.init(jax.random.key(0), *zeros)
     return evaluator, variables, evaluator.measure(variables)
 
 
+@pytest.mark.slow
 def test_every_task_has_a_loss_over_at_most_so_many_batches(measured):
     evaluator, variables, (results, overall) = measured
     assert [r.task for r in results] == [task for task, rate in runs.RATES.items() if rate]
@@ -152,7 +167,7 @@ def test_every_task_has_a_loss_over_at_most_so_many_batches(measured):
     nats, tokens = 0.0, 0.0
     for examples, result in zip(evaluator.loss_sets, results, strict=True):
         logp = [
-            score_targets(variables, x[None], targets=y[None], model=evaluator.experiment.model)[0]
+            score_targets(variables, x[None], targets=y[None], model=evaluator.model)[0]
             for x, y in zip(examples.inputs, examples.targets, strict=True)
         ]
         length = sum(map(len, examples.targets))
@@ -166,8 +181,8 @@ def test_every_task_has_a_loss_over_at_most_so_many_batches(measured):
 def test_no_batches_for_the_loss_take_none(measured, data_dir):
     evaluator, variables, _ = measured
     settings = replace(evaluator.evaluation, loss_batches=0, max_examples=2)
-    experiment = replace(evaluator.experiment, evaluation=settings)
-    results, overall = Evaluator(experiment, Bytes().build(), data_dir=data_dir).measure(variables)
+    experiment = replace(runs.experiment(), evaluation=settings)
+    results, overall = open_evaluator(experiment, data_dir).measure(variables)
     assert [r.loss for r in results] == [None] * 5
     assert "loss" not in overall and "score" in overall
 
@@ -189,7 +204,7 @@ def test_scores_are_those_of_the_answers(measured):
 def test_decoded_answers_have_their_log_probability(measured, method):
     evaluator, variables, _ = measured
     predictor = Predictor(
-        evaluator.experiment.model,
+        evaluator.model,
         variables,
         evaluator.vocabulary,
         inputs_length=32,
@@ -203,4 +218,6 @@ def test_decoded_answers_have_their_log_probability(measured, method):
         slot[: len(ids)] = ids
     tokens, _ = predictor.generate(batch)
     wanted = score_targets(variables, batch, targets=tokens, model=predictor.model)
-    np.testing.assert_allclose(predictor.answer(inputs, None).scores, wanted, rtol=1e-4)
+    np.testing.assert_allclose(
+        predictor.predict_with_scores(inputs, None).scores, wanted, rtol=1e-4
+    )

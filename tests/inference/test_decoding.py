@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,8 @@ from hypothesis import strategies as st
 
 from synthesizer_jax import nnx as snnx
 from synthesizer_jax.inference import decode, score_choices
-from synthesizer_jax.inference.decoding import GROUP, beam_search, top_tokens
-from synthesizer_jax.models import Encoder, Size, alignment, t5
+from synthesizer_jax.inference.decoding import GROUP, _beam_search, _top_tokens
+from synthesizer_jax.models import DecodingCache, Encoder, LayerCache, Size, alignment, t5
 
 VOCAB, LENGTH = 5, 3
 
@@ -67,6 +66,7 @@ def test_greedy_is_the_argmax_of_full_passes(trained):
     np.testing.assert_allclose(found.scores, score, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
 def test_wide_beam_is_exhaustive_search(trained, alpha):
     model, variables, source = trained
@@ -93,23 +93,22 @@ class Table:
     def __init__(self, logits):
         self.table = jnp.asarray(logits)  # [examples, positions, codes, vocab]
         self.batch, self.max_length = logits.shape[:2]
-        self.model = types.SimpleNamespace(
-            decoder=types.SimpleNamespace(changing_cross_caches=(False,))
-        )
 
-    def first(self):
-        codes = jnp.zeros(self.batch, jnp.int32)
-        return self.table[:, 0, 0], ((codes, ()),)
+    def start(self):
+        codes, position = jnp.zeros(self.batch, jnp.int32), jnp.asarray(1)
+        return self.table[:, 0, 0], DecodingCache((LayerCache((codes, position)),))
 
-    def next(self, tokens, caches, position):
-        codes = (caches[0][0] * 3 + tokens) % self.CODES
+    def next(self, tokens, cache):
+        codes, position = cache.layers[0].self_attention
+        codes = (codes * 3 + tokens) % self.CODES
         examples = jnp.arange(len(tokens)) // (len(tokens) // self.batch)
-        return self.table[examples, position, codes], ((codes, ()),)
+        logits = self.table[examples, position, codes]
+        return logits, DecodingCache((LayerCache((codes, position + 1)),))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def search(logits, beams, alpha):
-    return beam_search(Table(logits), beams, alpha)
+    return _beam_search(Table(logits), beams, alpha)
 
 
 def t5x_beam_search(logits, beams, alpha):
@@ -166,6 +165,7 @@ def test_a_cut_sequence_is_returned_where_none_has_ended():
     np.testing.assert_allclose(found.scores[0], 2 * likely / (7 / 6), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_padding_of_the_input_changes_nothing(trained):
     model, variables, source = trained
     wider = jnp.pad(source, ((0, 0), (0, 2)))
@@ -189,6 +189,7 @@ def test_scores_of_choices_are_their_log_probabilities(trained):
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 @given(
     b=st.integers(1, 3),
     n=st.integers(1, 4),
@@ -205,11 +206,12 @@ def test_best_tokens_are_those_of_a_stable_sort(b, n, vocab, values, seed):
     count = min(2 * n, n * vocab)
     flat = (logits + own[:, :, None]).reshape(b, -1)
     wanted = np.argsort(-flat, axis=-1, kind="stable")[:, :count]
-    top, source, token = top_tokens(jnp.asarray(logits), jnp.asarray(own), count)
+    top, source, token = _top_tokens(jnp.asarray(logits), jnp.asarray(own), count)
     np.testing.assert_array_equal(source * vocab + token, wanted)
     np.testing.assert_array_equal(top, np.take_along_axis(flat, wanted, axis=-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 4])
 def test_a_narrow_output_projection_scores_nearly_alike(trained, beams):
     model, variables, source = trained
@@ -226,10 +228,10 @@ def test_what_does_not_decode():
     tokens = jnp.ones((1, 3), int)
     model = t5(Size(8, 1, 12, 2, 4), vocab_size=VOCAB)
     encoder = Encoder(vocab_size=VOCAB, d_model=8, encoder=model.encoder)
-    with pytest.raises(TypeError, match=r"an? Encoder does not decode; give an EncoderDecoder"):
+    with pytest.raises(TypeError, match=r"an? Encoder cannot decode; pass an EncoderDecoder"):
         decode({}, tokens, model=encoder, max_length=3)
     module = snnx.EncoderDecoder(model, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match="for an NNX module its config, and linen_variables of it"):
+    with pytest.raises(TypeError, match="for an NNX module its config, with linen_variables"):
         decode({}, tokens, model=module, max_length=3)
     for options in ({"max_length": 0}, {"max_length": 3, "beams": 0}):
         with pytest.raises(ValueError, match="both must be at least 1"):

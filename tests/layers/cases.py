@@ -44,10 +44,10 @@ ALIGNMENT_CASES = {
         Attention(HEADS, WIDTH, alignment=Bilinear(), project_values=False), oracles.attention
     ),
     "Gaussian": Case.of(Gaussian()),
-    "Gaussian, normalised": Case.of(Gaussian((-1, 0, 2.5, 1), sigma=0.7, normalise=True)),
+    "Gaussian, normalized": Case.of(Gaussian((-1, 0, 2.5, 1), sigma=0.7, normalize=True)),
     "Gaussian, threshold": Case.of(Gaussian((-1, 0), threshold=0.05)),
     "Gaussian, index": Case.of(Gaussian((-1, 0), sigma=0.0)),
-    "Gaussian, ratio": Case.of(Gaussian((-1, 1), ratio=1.3), packed=False),
+    "Gaussian, ratio": Case.of(Gaussian((-1, 1), ratio=1.3), packs=False),
     "GaussianBias": Case.of(GaussianBias((-1, 1), sigma=2.0)),
     "PerHead": Case.of(PerHead((Gaussian(), DotProduct()))),
     "PerHead of mixtures": Case.of(
@@ -93,35 +93,23 @@ MIXER_CASES = {
     "Linformer": Case(
         Linformer(HEADS, WIDTH, max_length=ROOM, projected_length=5),
         oracles.linformer,
-        modes=("full",),
-        packed=False,
     ),
     "Linformer, two projections": Case(
         Linformer(HEADS, WIDTH, max_length=ROOM, projected_length=5, shared=False),
         oracles.linformer,
-        modes=("full",),
-        packed=False,
     ),
     "ALR": Case(
         SentenceFeedForward(ROOM, 7, HEADS, WIDTH),
         oracles.sentence_feed_forward,
-        modes=("full",),
-        packed=False,
     ),
     "ALSR": Case(
         SentenceFeedForward(ROOM, 7, HEADS, WIDTH, separate_heads=True),
         oracles.sentence_feed_forward,
-        modes=("full",),
-        packed=False,
     ),
-    "ALRR and ELR": Case(
-        SentenceFeedForward(ROOM, 7), oracles.sentence_feed_forward, modes=("full",), packed=False
-    ),
+    "ALRR and ELR": Case(SentenceFeedForward(ROOM, 7), oracles.sentence_feed_forward),
     "ALR of a decoder": Case(
         SentenceFeedForward(ROOM, 7, HEADS, WIDTH, causal=True),
         oracles.sentence_feed_forward,
-        modes=("causal",),
-        packed=False,
     ),
     "TokenFeedForward": Case(TokenFeedForward(7, HEADS, WIDTH), oracles.token_feed_forward),
 }

@@ -15,35 +15,49 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType
 
 from synthesizer_jax import Attention, Block, FeedForward, Mask, Run, Stack
-from synthesizer_jax.mixers import NewCache
+from synthesizer_jax.mixers import Mixer
+from synthesizer_jax.mixers.attention import AttentionBase
 from synthesizer_jax.models import unstack_layers
+from synthesizer_jax.parameters import apply_method
 from synthesizer_jax.registry import fields_of, from_json, to_json
+from tests.environment import FAST_COMPILE as FAST
 from tests.layers import oracles
 
 BATCH, LENGTH, D, HEADS, WIDTH, ROOM = 2, 11, 10, 4, 3, 24
 LENGTHS = (LENGTH, 6)
-FAST = {"xla_backend_optimization_level": 0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layer and what its definition allows.
+    """A layer, and its formula.
 
     Attributes:
       layer: the mixer.
       oracle: its formula, see `oracles`.
-      modes: ``full`` and ``causal``, the masks it takes.
-      packed: it takes packed rows.
-      routes: routes of the engine besides ``auto`` to compare.
+      packs: it takes packed rows, where its properties do not tell.
     """
 
-    layer: nn.Module
+    layer: Mixer
     oracle: Callable[..., np.ndarray]
-    modes: tuple[str, ...] = ("full", "causal")
-    packed: bool = True
+    packs: bool = True
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """``full`` and ``causal``, the masks that the layer takes."""
+        supported = {
+            "full": self.layer.supports_bidirectional,
+            "causal": self.layer.supports_causal,
+        }
+        return tuple(mode for mode, is_supported in supported.items() if is_supported)
+
+    @property
+    def packed(self) -> bool:
+        """Whether the layer takes packed rows."""
+        return self.packs and self.layer.supports_packing
 
     @classmethod
     def of(cls, alignment: Any, **options: Any) -> Case:
@@ -111,6 +125,11 @@ def close(found: Any, expected: Any, bound: float) -> None:
         np.testing.assert_allclose(one, other, rtol=0, atol=bound * np.abs(other).max())
 
 
+def needs_causal(s: Subject) -> None:
+    if "causal" not in s.case.modes:
+        pytest.skip("the layer's definition excludes causal masks")
+
+
 def equals_the_oracle(s: Subject) -> None:
     numpy = jax.tree.map(np.asarray, s.variables)
     for mode in s.case.modes:
@@ -170,21 +189,19 @@ def nothing_leaks(s: Subject) -> None:
 
 
 def steps_are_the_full_pass(s: Subject) -> None:
-    if "causal" not in s.case.modes:
-        return
+    needs_causal(s)
     with jax.enable_x64(True):
 
         @functools.partial(jax.jit, compiler_options=FAST)
         def first(x: jax.Array) -> Any:
             causal = Mask(causal=True)
             whole = s.layer.apply(s.variables, x, mask=causal)
-            part = s.layer.apply(s.variables, x[:, :3], mask=causal, cache=NewCache(ROOM))
-            return whole, part
+            cache = apply_method(s.layer.init_cache, s.variables, x, max_length=ROOM)
+            return whole, apply_method(s.layer.extend, s.variables, x[:, :3], cache)
 
         @functools.partial(jax.jit, compiler_options=FAST)
         def step(x: jax.Array, cache: Any, at: jax.Array) -> Any:
-            mask = Mask(causal=True, query_offset=at)
-            return s.layer.apply(s.variables, x, mask=mask, cache=cache, position=at)
+            return apply_method(s.layer.extend, s.variables, x, cache, position=at)
 
         whole, (y, cache) = first(s.x)
 
@@ -197,16 +214,16 @@ def steps_are_the_full_pass(s: Subject) -> None:
 
 def ragged_prompts_decode_as_each_alone(s: Subject) -> None:
     """Prompts of five and three tokens, padded on either side; nobody says where the steps stand."""
-    if "causal" not in s.case.modes:
-        return
+    needs_causal(s)
     counts = jnp.array([5, 3])
 
     def decoded(x: jax.Array, prompt: jax.Array, mask: Mask) -> list[jax.Array]:
-        y, cache = s.layer.apply(s.variables, prompt, mask=mask, cache=NewCache(ROOM))
+        cache = apply_method(s.layer.init_cache, s.variables, prompt, max_length=ROOM)
+        y, cache = apply_method(s.layer.extend, s.variables, prompt, cache, mask=mask)
         parts = [y]
         for i in range(2):
             new = jnp.take_along_axis(x, counts[:, None, None] + i, axis=1)
-            y, cache = s.layer.apply(s.variables, new, cache=cache)
+            y, cache = apply_method(s.layer.extend, s.variables, new, cache)
             parts.append(y)
         return parts
 
@@ -235,8 +252,8 @@ def ragged_prompts_decode_as_each_alone(s: Subject) -> None:
 
 def cross_attention_steps_are_the_full_pass(s: Subject) -> None:
     """And attending to oneself is self-attention."""
-    if not isinstance(s.layer, Attention):
-        return
+    if not isinstance(s.layer, AttentionBase):
+        pytest.skip("the layer has no cross-attention with the parameters of its self-attention")
     lengths = jnp.array(LENGTHS)
     seen = Mask(key_lengths=jnp.array([9, 4]))
 
@@ -245,11 +262,11 @@ def cross_attention_steps_are_the_full_pass(s: Subject) -> None:
         itself = Mask(key_lengths=lengths, query_lengths=lengths)
         same = s.layer.apply(s.variables, x, x, mask=itself)
         whole = s.layer.apply(s.variables, x, kv, mask=seen)
-        first, cache = s.layer.apply(s.variables, x[:, :4], kv, mask=seen, cache=NewCache())
-        rest, _ = s.layer.apply(
-            s.variables, x[:, 4:], kv[:, :0], mask=seen, cache=cache, position=4
-        )
-        return same, whole, jnp.concatenate([first, rest], axis=1)
+        extend = functools.partial(apply_method, s.layer.extend, s.variables, mask=seen)
+        cache = apply_method(s.layer.init_cache, s.variables, x, kv, max_length=LENGTH, mask=seen)
+        first, cache = extend(x[:, :4], cache)
+        last, _ = extend(x[:, 4:], cache)
+        return same, whole, jnp.concatenate([first, last], axis=1)
 
     with jax.enable_x64(True):
         same, whole, stepped = passes(s.x, tokens(5, length=9))
@@ -266,7 +283,7 @@ def longer_padding_changes_nothing(s: Subject) -> None:
 
 def packed_is_separate(s: Subject) -> None:
     if not s.case.packed:
-        return
+        pytest.skip("the layer's definition excludes packed rows")
     segments = np.repeat([1, 2, 0], [5, LENGTH - 6, 1])[None].repeat(BATCH, 0)
     parts = (slice(0, 5), slice(5, LENGTH - 1))
 
@@ -282,6 +299,30 @@ def packed_is_separate(s: Subject) -> None:
             together, separate = passes(s.x, mode)
         for part, expected in zip(parts, separate, strict=True):
             np.testing.assert_allclose(together[:, part], expected, rtol=0, atol=1e-9)
+
+
+def unsupported_masks_are_refused(s: Subject) -> None:
+    layer = s.layer
+    refused = {
+        "causal": not layer.supports_causal,
+        "full": not layer.supports_bidirectional,
+        "packed": not layer.supports_packing,
+    }
+    if not any(refused.values()):
+        pytest.skip("the layer supports all masks")
+    segments = jnp.ones((BATCH, LENGTH), jnp.int32)
+    masks = {
+        "causal": Mask(causal=True),
+        "full": Mask(),
+        "packed": Mask(causal=not layer.supports_bidirectional, key_segments=segments),
+    }
+    for name, is_refused in refused.items():
+        if is_refused:
+            with pytest.raises(ValueError, match=r"causal|encoders|packing"):
+                layer.apply(s.variables, s.x, mask=masks[name])
+    if not layer.supports_causal:
+        with pytest.raises(ValueError, match="use it in encoders"):
+            apply_method(layer.init_cache, s.variables, s.x, max_length=ROOM)
 
 
 def compiled_is_eager(s: Subject) -> None:
@@ -315,7 +356,7 @@ def scanned_is_looped(s: Subject) -> None:
     def passes(x: jax.Array) -> Any:
         found, variables = scanned.init_with_output(jax.random.key(2), x, mask=mask)
         loop = {k: unstack_layers(scanned, v) for k, v in variables.items()}
-        return found[0], scanned.copy(scan=False).apply(loop, x, mask=mask)[0]
+        return found, scanned.copy(scan=False).apply(loop, x, mask=mask)
 
     close(*passes(s.x.astype(jnp.float32)), 1e-5)
 
@@ -351,6 +392,7 @@ CONTRACT = {
         cross_attention_steps_are_the_full_pass,
         longer_padding_changes_nothing,
         packed_is_separate,
+        unsupported_masks_are_refused,
         compiled_is_eager,
         bfloat16_is_near,
         json_round_trip,

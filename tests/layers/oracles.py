@@ -75,16 +75,16 @@ def gaussian(alignment, x, seen, heads):
     b, n, _ = x.shape
     out = np.zeros((b, heads, n, n))
     for h, i, j in np.ndindex(heads, n, n):
-        centre = alignment.ratio * i + alignment.offsets[h % len(alignment.offsets)]
+        center = alignment.ratio * i + alignment.offsets[h % len(alignment.offsets)]
         if alignment.sigma == 0:
-            out[:, h, i, j] = -0.5 < j - centre <= 0.5
+            out[:, h, i, j] = -0.5 < j - center <= 0.5
             continue
-        z = (j - centre) / alignment.sigma
+        z = (j - center) / alignment.sigma
         out[:, h, i, j] = math.exp(-z * z / 2) / (alignment.sigma * math.sqrt(2 * math.pi))
     if alignment.threshold is not None:
         out[out < alignment.threshold] = 0
     out = out * seen[:, None]
-    if alignment.normalise:
+    if alignment.normalize:
         total = out.sum(-1, keepdims=True)
         out = np.divide(out, total, out=np.zeros_like(out), where=total > 0)
     return out
@@ -172,7 +172,7 @@ def talking_heads(layer, p, constants, x, seen):
     b, n, _ = x.shape
     own = p.get("align", {}), constants.get("align", {})
     logits = logits_of(layer.alignment, *own, x, layer.num_heads)
-    middle, last = layer.bias_heads, layer.values_heads
+    middle, last = layer.bias_heads, layer.num_value_heads
     talked = np.zeros((b, middle, n, n))
     for i, j in np.ndindex(n, n):
         matrix = np.zeros((b, layer.num_heads, middle))

@@ -7,7 +7,6 @@ import pytest
 
 from synthesizer_jax import ALIGNMENTS, MIXERS
 from synthesizer_jax.alignments import Alignment
-from synthesizer_jax.alignments.relative_bias import distances
 from synthesizer_jax.attention import relative
 from synthesizer_jax.registry import register
 from tests.layers import oracles
@@ -20,9 +19,9 @@ class Parity(Alignment):
     """A made-up alignment: every head likes even distances by a learned amount."""
 
     @nn.compact
-    def __call__(self, queries, keys=None, *, num_heads, head_dim, query_span, key_span):
-        amount = self.param("amount", nn.initializers.ones_init(), (num_heads,))
-        first, last = distances(query_span, key_span)
+    def __call__(self, queries, keys, context):
+        amount = self.param("amount", nn.initializers.ones_init(), (context.num_heads,))
+        first, last = context.distance_range
         even = jnp.asarray(np.arange(first, last + 1) % 2 == 0)
         return (relative(amount[:, None] * even, first=first),)
 
@@ -44,7 +43,13 @@ def subject(request):
     return Subject(ALL[request.param])
 
 
-@pytest.mark.parametrize("name", CONTRACT)
+LONG = ("scanned_is_looped", "ragged_prompts_decode_as_each_alone", "sharded_is_single")
+"""Checks of more than half a second for each of forty layers; `make slow` runs them."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in CONTRACT]
+)
 def test_contract(subject, name):
     CONTRACT[name](subject)
 

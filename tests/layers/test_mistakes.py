@@ -18,7 +18,7 @@ class Returns(sj.Alignment):
     what: str
 
     @nn.compact
-    def __call__(self, queries, keys=None, **options):
+    def __call__(self, queries, keys, context):
         logits = jnp.zeros((2, 12, 12))
         return {"array": logits, "term": static(logits), "nothing": None}[self.what]
 
@@ -82,6 +82,7 @@ def test_sentences_of_tokens_that_hardly_differ() -> None:
     assert np.all(np.isfinite(y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "alignment",
     [

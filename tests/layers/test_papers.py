@@ -24,22 +24,18 @@ from synthesizer_jax import (
     TalkingHeads,
     TokenFeedForward,
 )
+from synthesizer_jax.alignments import AttentionContext
 from synthesizer_jax.attention import Span, attend, attention_weights, low_rank
+from synthesizer_jax.costs.summary import num_elements
 from synthesizer_jax.initializers import Normal
-from synthesizer_jax.models import count
+from synthesizer_jax.parameters import apply_method
 
 
 def gaussian_weights(n, offset, *, causal=False, q=None, **fields):
     """``[q, k]`` of one head."""
     layer = Gaussian((offset,), **fields)
-    terms = layer.apply(
-        {},
-        jnp.zeros((1, q or n, 1)),
-        num_heads=1,
-        head_dim=1,
-        query_span=Span(0, q or n),
-        key_span=Span(0, n),
-    )
+    x = jnp.zeros((1, q or n, 1))
+    terms = layer.apply({}, x, x, AttentionContext(1, 1, Span(0, q or n), Span(0, n)))
     mask = Mask(causal=causal)
     return np.asarray(attention_weights(terms, mask=mask, q_length=q or n, k_length=n)[0, 0])
 
@@ -62,7 +58,7 @@ def test_gaussian_row_sums_are_the_released_codes():
 
 
 def test_gaussian_index_is_the_limit_of_a_small_sigma():
-    narrow = gaussian_weights(9, -1, sigma=0.05, normalise=True)
+    narrow = gaussian_weights(9, -1, sigma=0.05, normalize=True)
     index = gaussian_weights(9, -1, sigma=0.0)
     np.testing.assert_allclose(narrow[1:], index[1:], atol=1e-6)
     assert not index[0].any()  # position −1 is padding
@@ -78,8 +74,6 @@ def test_gaussian_cross_attention_is_centred_on_the_ratio(ratio, offset):
 
 
 def test_gaussian_cross_attention_steps_are_the_full_pass():
-    from synthesizer_jax.mixers import NewCache
-
     layer = Attention(2, 3, alignment=Gaussian(ratio=1.4))
     x, kv = (
         jnp.asarray(np.random.default_rng(s).normal(size=(2, 7, 5)), jnp.float32) for s in (0, 1)
@@ -87,19 +81,16 @@ def test_gaussian_cross_attention_steps_are_the_full_pass():
     mask = Mask(key_lengths=jnp.array([7, 4]))
     variables = layer.init(jax.random.key(0), x, kv)
     whole = layer.apply(variables, x, kv, mask=mask)
-    y, cache = layer.apply(variables, x[:, :1], kv, mask=mask, cache=NewCache())
-    parts = [y]
-    for at in range(1, 7):
-        y, cache = layer.apply(
-            variables, x[:, at : at + 1], kv[:, :0], mask=mask, cache=cache, position=at
-        )
+    cache = apply_method(layer.init_cache, variables, x, kv, max_length=7)
+    parts = []
+    for at in range(7):
+        y, cache = apply_method(layer.extend, variables, x[:, at : at + 1], cache, mask=mask)
         parts.append(y)
     np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gaussian_decodes_with_a_constant_cache():
-    from synthesizer_jax.mixers import NewCache
-
     x = jnp.zeros((1, 1, 8))
     for layer, room in (
         (Attention(2, 4, alignment=Gaussian((-1, 0))), 7),
@@ -107,7 +98,8 @@ def test_gaussian_decodes_with_a_constant_cache():
         (Attention(2, 4, alignment=Dense(max_length=500)), 500),
     ):
         variables = layer.init(jax.random.key(0), x)
-        _, cache = layer.apply(variables, x, mask=Mask(causal=True), cache=NewCache(500))
+        cache = apply_method(layer.init_cache, variables, x, max_length=500)
+        _, cache = apply_method(layer.extend, variables, x, cache)
         assert cache.length == 1
         assert [a.shape[1] for a in jax.tree.leaves(cache) if np.ndim(a)] == [room]
 
@@ -120,10 +112,9 @@ def test_weights_do_not_mix_with_logits_and_the_error_says_what_does():
     ):
         with pytest.raises(ValueError, match=r"cannot be part of a mixture.*GaussianBias.*PerHead"):
             Attention(2, 4, alignment=alignment).init(jax.random.key(0), x)
-    bias = RelativeBias().init_with_output(
-        jax.random.key(0), num_heads=2, query_span=Span(0, 3), key_span=Span(0, 3)
-    )[0]
-    with pytest.raises(ValueError, match="weights, not logits"):
+    context = AttentionContext(2, 4, Span(0, 3), Span(0, 3))
+    bias, _ = RelativeBias().init_with_output(jax.random.key(0), x, x, context)
+    with pytest.raises(ValueError, match="no logits to add a position bias to"):
         Attention(2, 4, alignment=Gaussian()).init(jax.random.key(0), x, bias=bias)
     ok = Attention(2, 4, alignment=Mixture((GaussianBias(), DotProduct())))
     ok.init(jax.random.key(0), x, bias=bias)
@@ -164,7 +155,7 @@ def test_talking_heads_counts_extra_parameters():
         for layer in (TalkingHeads(3, 4, softmax_heads=5, value_heads=2), Attention(3, 4))
     ]
     values = 2 * (2 - 3) * 4 * 10
-    assert count(shapes[0]) - count(shapes[1]) == 3 * 5 + 5 * 2 + values
+    assert num_elements(shapes[0]) - num_elements(shapes[1]) == 3 * 5 + 5 * 2 + values
 
 
 @given(n=st.sampled_from([1, 2, 3, 5, 8]), seed=st.integers(0, 3))
@@ -206,9 +197,8 @@ def test_a_narrower_head_cannot():
 def test_the_rank_of_the_logits_is_at_most_the_head_size(head_dim):
     x = tokens(n=9, d=12)
     layer = DotProduct(head_dim=head_dim)
-    (term,), _ = layer.init_with_output(
-        jax.random.key(0), x, num_heads=2, head_dim=4, query_span=Span(0, 9), key_span=Span(0, 9)
-    )
+    context = AttentionContext(2, 4, Span(0, 9), Span(0, 9))
+    (term,), _ = layer.init_with_output(jax.random.key(0), x, x, context)
     logits = np.einsum("bqhr,bkhr->bhqk", term.queries, term.keys)
     assert np.all(np.linalg.matrix_rank(logits, rtol=1e-4) == head_dim)
 
@@ -254,13 +244,13 @@ def test_attention_replacements_have_the_released_sizes(where, hidden):
     shapes = jax.eval_shape(lambda *a: layer.init(jax.random.key(0), *a, mask=mask), *arguments)[
         "params"
     ]
-    assert count(shapes["network"]) == SIZES[where][hidden]
-    assert count(shapes["out"]) == 128 * 128
+    assert num_elements(shapes["network"]) == SIZES[where][hidden]
+    assert num_elements(shapes["out"]) == 128 * 128
 
 
+@pytest.mark.slow
 def test_attention_replacement_in_cross_attention():
     """Position i reads the encoder and the first i + 1 decoder states; steps agree with the pass."""
-    from synthesizer_jax.mixers import NewCache
     from tests.layers.oracles import sentence_network
 
     layer = SentenceFeedForward(9, 6, 2, 3)
@@ -277,12 +267,10 @@ def test_attention_replacement_in_cross_attention():
             heads = sentence_network(p["network"], read.reshape(-1), 0)[i].reshape(2, 3)
             expected = np.einsum("he,hed->d", heads, p["out"]["kernel"])
             np.testing.assert_allclose(whole[row, i], expected, atol=1e-4)
-    y, cache = layer.apply(variables, x[:, :2], kv, mask=mask, cache=NewCache())
-    parts = [y]
-    for at in range(2, 5):
-        y, cache = layer.apply(
-            variables, x[:, at : at + 1], kv[:, :0], mask=mask, cache=cache, position=at
-        )
+    cache = apply_method(layer.init_cache, variables, x, kv, max_length=9, mask=mask)
+    parts = []
+    for span in (slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)):
+        y, cache = apply_method(layer.extend, variables, x[:, span], cache, mask=mask)
         parts.append(y)
     np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=1e-5)
 
@@ -322,6 +310,7 @@ def test_linformer_with_every_position_kept_is_attention():
     np.testing.assert_allclose(layer.apply({"params": params}, x), y, atol=1e-5)
 
 
+@pytest.mark.slow
 @given(
     lengths=st.tuples(*[st.sampled_from([1, 2, 3, 5, 8, 13])] * 2),
     heads=st.sampled_from([1, 2, 3]),
@@ -335,7 +324,7 @@ def test_any_lengths_and_heads(lengths, heads, causal, kind):
     alignment = {
         "dot": DotProduct(),
         "random": Random(max_length=13, table_init=Normal(1.0)),
-        "gaussian": Gaussian((0,), normalise=True),
+        "gaussian": Gaussian((0,), normalize=True),
         "per head": PerHead((DotProduct(),) * heads),
     }[kind]
     layer, x = Attention(heads, 3, alignment=alignment), tokens(n=n, d=5)

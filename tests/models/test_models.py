@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from synthesizer_jax import ZOO, Attention, DotProduct, Mixture, Random, RelativeBias
+from synthesizer_jax.costs.summary import flops, summarize
 from synthesizer_jax.initializers import Normal
 from synthesizer_jax.models import (
     VARIANTS,
@@ -23,12 +24,11 @@ from synthesizer_jax.models import (
     Stack,
     alignment,
     stack_layers,
-    summarize,
     t5,
     unroll,
     unroll_variables,
 )
-from synthesizer_jax.models.summary import flops
+from synthesizer_jax.parameters import apply_method
 from synthesizer_jax.registry import from_json, to_json
 
 SIZE = Size(d_model=16, layers=2, d_ff=24, heads=2, head_dim=8)
@@ -50,46 +50,47 @@ def batch():
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def trained(request, batch):
-    """A scanned, rematerialised model, its variables, and its logits."""
+    """A scanned, rematerialized model, its variables, and its logits."""
     model = model_of(request.param, scan=True, remat="full")
     variables = model.init(jax.random.key(0), *batch)
     return model, variables, model.apply(variables, *batch)
 
 
+@pytest.mark.slow
 def test_scan_equals_loop(trained, batch):
     model, variables, logits = trained
     loop = unroll(model).apply(unroll_variables(model, variables), *batch)
     np.testing.assert_allclose(loop, logits, atol=1e-5)
 
 
-def test_layouts_convert_back(trained):
-    model, variables, _ = trained
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_layouts_convert_back(variant, batch):
+    model, rng = model_of(variant, scan=True, remat="full"), np.random.default_rng(0)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), *batch)
+    variables = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), shapes)
     params = unroll_variables(model, variables)["params"]
     back = {n: stack_layers(getattr(model, n), params[n]) for n in ("encoder", "decoder")}
     for name in back:
         jax.tree.map(np.testing.assert_array_equal, back[name], variables["params"][name])
 
 
+@pytest.mark.slow
 def test_decoding_steps_equal_the_full_pass(trained, batch):
     model, variables, logits = trained
     source, target = batch
     loop, v = unroll(model), unroll_variables(model, variables)
-    lengths = (source != 0).sum(-1)
-    start = jax.jit(lambda s, f: loop.apply(v, s, f, max_length=ROOM, method="start"))
-    step = jax.jit(
-        lambda t, c, at: loop.apply(
-            v, t, lengths, caches=c, position=at, max_length=ROOM, method="step"
-        )
-    )
-    hidden, caches = start(source, target[:, :1])
-    outputs = [hidden]
-    for at in range(1, target.shape[1]):
-        hidden, caches = step(target[:, at : at + 1], caches, jnp.asarray(at))
+    init_cache = functools.partial(apply_method, loop.init_cache, v, max_length=ROOM)
+    step = jax.jit(functools.partial(apply_method, loop.extend, v))
+    cache = jax.jit(init_cache)(source)
+    outputs = []
+    for at in range(target.shape[1]):
+        hidden, cache = step(target[:, at : at + 1], cache)
         outputs.append(hidden)
-    stepped = loop.apply(v, jnp.concatenate(outputs, 1), method="logits")
+    stepped = apply_method(loop.logits, v, jnp.concatenate(outputs, 1))
     np.testing.assert_allclose(stepped, logits, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_gradient_reaches_every_parameter(trained, batch):
     model, variables, _ = trained
     rest = {k: v for k, v in variables.items() if k != "params"}
@@ -99,6 +100,7 @@ def test_gradient_reaches_every_parameter(trained, batch):
         assert np.all(np.isfinite(g)) and np.any(np.asarray(g) != 0), jax.tree_util.keystr(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["v", "r", "rv", "fdv"])
 @pytest.mark.parametrize("max_segments", [None, 2])
 def test_packed_rows_equal_separate_rows(batch, variant, max_segments):
@@ -121,6 +123,7 @@ def test_packed_rows_equal_separate_rows(batch, variant, max_segments):
     np.testing.assert_allclose(packed[0, 9:], alone[1], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_dropout_needs_its_random_stream_and_only_then_acts(batch):
     model = model_of("rv", dropout_rate=0.5)
     variables = model.init(jax.random.key(0), *batch)
@@ -242,6 +245,7 @@ def test_parameter_counts_of_the_synthesizer_papers_c4_models(name):
     assert learned.parameters - learned.positions == summary.parameters - summary.positions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", ["", "learned_"])
 @pytest.mark.parametrize("name", MESH_MILLIONS)
 def test_mesh_models_see_the_order_of_tokens(name, positions, batch):
@@ -275,27 +279,18 @@ def test_stacks_may_share_their_positions(batch):
     params = {k: v for k, v in variables["params"].items() if k != "positions"}
     for name in ("encoder", "decoder"):
         params[name] = params[name] | {"position_embedder": {"embedding": table}}
-    whole = model.apply(variables, source, target, method="hidden")
+    whole = apply_method(model.hidden, variables, source, target)
     np.testing.assert_array_equal(
-        whole, separate.apply({"params": params}, source, target, method="hidden")
+        whole, apply_method(separate.hidden, {"params": params}, source, target)
     )
-    options = {"max_length": ROOM}
-    hidden, caches = model.apply(variables, source, target[:, :1], method="start", **options)
-    steps = [hidden]
-    for at in range(1, 3):
-        hidden, caches = model.apply(
-            variables,
-            target[:, at : at + 1],
-            (source != 0).sum(-1),
-            caches=caches,
-            position=jnp.asarray(at),
-            method="step",
-            **options,
-        )
+    cache = apply_method(model.init_cache, variables, source, max_length=ROOM)
+    steps = []
+    for at in range(3):
+        hidden, cache = apply_method(model.extend, variables, target[:, at : at + 1], cache)
         steps.append(hidden)
     np.testing.assert_allclose(jnp.concatenate(steps, 1), whole[:, :3], atol=1e-4)
     with pytest.raises(ValueError, match=f"max_length={ROOM} but the caches have room for 13"):
-        model.apply(variables, source, target[:, :1], max_length=ROOM + 1, method="start")
+        apply_method(model.init_cache, variables, source, max_length=ROOM + 1)
 
 
 def test_counts_of_t5():

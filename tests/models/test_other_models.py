@@ -26,11 +26,12 @@ from synthesizer_jax import (
     TalkingHeads,
     UniversalStack,
 )
+from synthesizer_jax.costs.summary import num_elements, summarize
 from synthesizer_jax.inference.decoding import decode
 from synthesizer_jax.inference.scoring import score_targets
-from synthesizer_jax.models import LOSSES, SinusoidalPositions, Size, count, stacks, summarize, t5
+from synthesizer_jax.models import LOSSES, SinusoidalPositions, Size, stacks_of, t5
 from synthesizer_jax.models.published import FIXED_HEADS, hard_coded
-from synthesizer_jax.parameters import abstract_variables
+from synthesizer_jax.parameters import abstract_variables, apply_method
 
 VOCAB, D = 30, 12
 MIXERS = {
@@ -43,7 +44,7 @@ MIXERS = {
 
 
 def language_model(mixer, *, prefix=False, **options):
-    bias = RelativeBias() if getattr(mixer, "bias_heads", None) else None
+    bias = RelativeBias() if mixer.bias_heads else None
     stack = Stack((Run(Block(mixer, FeedForward(16)), 2),), bias=bias, **options)
     return LanguageModel(vocab_size=VOCAB, d_model=D, decoder=stack, prefix=prefix)
 
@@ -58,6 +59,7 @@ def batch():
     return jnp.asarray(source), jnp.asarray(target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize("name", MIXERS)
 def test_language_model_steps_equal_the_full_pass(name, prefix, batch):
@@ -65,22 +67,17 @@ def test_language_model_steps_equal_the_full_pass(name, prefix, batch):
     model = language_model(MIXERS[name], prefix=prefix)
     source, target = batch
     variables = model.init(jax.random.key(0), *batch)
-    whole = model.apply(variables, source, target, method="hidden")
-    room = model.room(source.shape[1], target.shape[1])
-    lengths = (source != 0).sum(-1)
-    hidden, caches = model.apply(variables, source, target[:, :1], max_length=room, method="start")
-    step = jax.jit(
-        lambda t, c, at: model.apply(
-            variables, t, lengths, caches=c, position=at, max_length=room, method="step"
-        )
-    )
-    parts = [hidden]
-    for at in range(1, target.shape[1]):
-        hidden, caches = step(target[:, at : at + 1], caches, jnp.asarray(at))
+    whole = apply_method(model.hidden, variables, source, target)
+    cache = apply_method(model.init_cache, variables, source, max_length=target.shape[1])
+    step = jax.jit(functools.partial(apply_method, model.extend, variables))
+    parts = []
+    for at in range(target.shape[1]):
+        hidden, cache = step(target[:, at : at + 1], cache)
         parts.append(hidden)
     np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_language_model_rows_are_inputs_then_targets(batch):
     """An example with padding gives what the joined text alone gives."""
     source, target = batch
@@ -108,11 +105,12 @@ def test_only_a_prefix_model_lets_inputs_see_later_inputs(batch):
             v,
             s,
             target,
-            method=lambda m, s, t: m.decoder(m.embed(s), mask=m.mask((s != 0).sum(-1)))[0],
+            method=lambda m, s, t: m.decoder(m.embed(s), mask=m._mask((s != 0).sum(-1))),
         )[0, 0]
         assert bool(jnp.any(first(source) != first(changed))) == prefix
 
 
+@pytest.mark.slow
 def test_language_models_decode_and_score_like_encoder_decoders(batch):
     model = language_model(MIXERS["random"])
     variables = model.init(jax.random.key(1), *batch)
@@ -193,7 +191,7 @@ def test_universal_transformer_halts_position_by_position():
     params = jax.tree.map(lambda a: a, variables["params"])
     gate = np.random.default_rng(1).normal(size=(D, 1))
     params["halting"] = {"kernel": jnp.asarray(0.2 * gate), "bias": -0.5 * jnp.ones(1)}
-    (y, _), state = stack.apply({"params": params}, x, mutable=[LOSSES])
+    y, state = stack.apply({"params": params}, x, mutable=[LOSSES])
     sines = SinusoidalPositions()
     places, states, probabilities, h = jnp.arange(5)[None], [], [], x
     for step in range(4):
@@ -213,22 +211,23 @@ def test_universal_transformer_halts_position_by_position():
     np.testing.assert_allclose(state[LOSSES]["ponder"][0], 0.01 * np.mean(pondered), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_universal_transformer_shares_its_block_and_decodes(batch):
     tiny = t5(Size(D, 2, 16, 2, 6), vocab_size=VOCAB, relative_bias=False)
     for threshold in (None, 0.7):
         shared = {
             name: UniversalStack((Run(s.runs[0].block, 3),), halting_threshold=threshold)
-            for name, s in stacks(tiny).items()
+            for name, s in stacks_of(tiny).items()
         }
         model = tiny.copy(**shared)
         variables = model.init(jax.random.key(0), *batch)
-        once = count(
+        once = num_elements(
             t5(Size(D, 1, 16, 2, 6), vocab_size=VOCAB, relative_bias=False).init(
                 jax.random.key(0), *batch
             )["params"]
         )
         gates = 0 if threshold is None else 2 * (D + 1)
-        assert count(variables["params"]) == once + gates
+        assert num_elements(variables["params"]) == once + gates
         found = decode(variables, batch[0], model=model, max_length=5)
         scores = score_targets(variables, batch[0], targets=found.tokens, model=model)
         np.testing.assert_allclose(scores, found.scores, atol=1e-4)
@@ -245,6 +244,7 @@ def test_published_bert_counts():
     assert round(summarize(ZOO["bert_large"]()).parameters / 1e6) == 336
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["base", "hc_sa", "hc_all", "sh_x"])
 def test_hard_coded_models(variant, batch):
     """No queries and keys where attention is hard-coded; SH-X has one cross-attention."""
@@ -260,8 +260,8 @@ def test_hard_coded_models(variant, batch):
     found = decode(variables, source, model=model, max_length=5)
     scores = score_targets(variables, source, targets=found.tokens, model=model)
     np.testing.assert_allclose(scores, found.scores, atol=1e-4)
-    mean = jnp.abs(model.apply(variables, source, target, method="hidden").mean(-1)).max()
-    assert mean < 1e-5  # post-norm: the last thing is a normalisation
+    mean = jnp.abs(apply_method(model.hidden, variables, source, target).mean(-1)).max()
+    assert mean < 1e-5  # post-norm: the last thing is a normalization
 
 
 def dropped(variables, tokens, model, method):
@@ -281,7 +281,7 @@ def test_hard_coded_models_drop_embeddings_and_sublayer_outputs_only(batch):
     block = model.encoder.runs[0].block
     assert block.dropout_rate == 0.5 and block.feed_forward.dropout_rate == 0.0
     plain, noisy = (
-        model.apply(variables, source, method="encode", rngs=rngs)
+        model.apply(variables, source, method=model.encode, rngs=rngs)
         for rngs in ({}, {"dropout": jax.random.key(0)})
     )
     assert np.abs(plain - noisy).max() > 0.1
@@ -297,16 +297,17 @@ def test_the_small_hard_coded_model_has_the_ratio_of_its_own_corpus():
         assert block.cross_mixer.alignment.ratio == ratio
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_every_named_model_makes_sense_without_being_allocated(name):
     model = ZOO[name]()
     lengths = (48, 32)
-    from synthesizer_jax.models.summary import rolled
+    from synthesizer_jax.costs.summary import _scan_runs
 
     example = model.example(*lengths)
-    shapes, axes = abstract_variables(rolled(model), *example)
+    shapes, axes = abstract_variables(_scan_runs(model), *example)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(shapes))
-    out = jax.eval_shape(rolled(model).apply, shapes, *example)
+    out = jax.eval_shape(_scan_runs(model).apply, shapes, *example)
     first = jax.tree.leaves(out)[0]
     assert first.shape[:2] == ((1, 48) if isinstance(model, Encoder) else (1, 32))
     assert jax.tree.structure(shapes) == jax.tree.structure(

@@ -5,7 +5,7 @@ from synthesizer_jax.recipes import translate
 
 from synthesizer_jax import DotProduct
 from synthesizer_jax.initializers import FanIn
-from synthesizer_jax.models import stacks
+from synthesizer_jax.models import stacks_of
 from synthesizer_jax.registry import fields_of
 
 
@@ -22,7 +22,7 @@ def dot_products(mixer, width=None):
 @pytest.mark.parametrize("recipe", translate.RECIPES.values(), ids=translate.RECIPES)
 def test_translation_recipes_share_one_dot_product_and_one_rate_of_dropout(recipe):
     model = recipe().model
-    blocks = [run.block for stack in stacks(model).values() for run in stack.runs]
+    blocks = [run.block for stack in stacks_of(model).values() for run in stack.runs]
     mixers = [m for b in blocks for m in (b.self_mixer, b.cross_mixer) if m is not None]
     assert {x.dropout_rate for x in (*mixers, *blocks)} == {translate.DROPOUT}
     found = [pair for mixer in mixers for pair in dot_products(mixer)]

@@ -1,5 +1,6 @@
 """Rows that share a memory, padding on either side, packed rows, and positions past a table."""
 
+import functools
 import itertools
 
 import jax
@@ -23,17 +24,16 @@ from synthesizer_jax import (
     UniversalStack,
 )
 from synthesizer_jax.inference import decode
-from synthesizer_jax.mixers import NewCache
 from synthesizer_jax.models import (
     LOSSES,
     EncoderDecoder,
     LearnedPositions,
-    Memory,
     SinusoidalPositions,
     Size,
-    stacks,
+    stacks_of,
     t5,
 )
+from synthesizer_jax.parameters import apply_method
 
 VOCAB, D = 5, 8
 CROSS = {
@@ -72,38 +72,41 @@ def trained(request, source):
     return model, variables
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2])
 def test_candidates_that_share_a_memory(trained, source, rows):
     """As if the memory had been repeated; and the same for a prompt and steps with caches."""
     model, variables = trained
-    memory = model.apply(variables, source[:rows], method="remember")
+    memory = apply_method(model.encode_inputs, variables, source[:rows])
     repeated = jax.tree.map(lambda x: jnp.repeat(x, 3, axis=0), memory)
     tokens = jnp.asarray(np.random.default_rng(1).integers(1, VOCAB, (3 * rows, 5)))
-    run = lambda memory: model.apply(variables, tokens, memory, method="decode")
+    run = lambda memory: apply_method(model.decode, variables, tokens, memory)
     expected = run(repeated)
     np.testing.assert_allclose(run(memory), expected, atol=1e-5)
 
-    def steps(model, memory):
-        x = model.embed(tokens)
-        caches = ((NewCache(5), NewCache()),) * 2
-        parts, memory_now = [], memory
+    @jax.jit
+    def steps(variables):
+        cache = apply_method(model.init_cache, variables, source[:rows], max_length=5)
+        cache = cache.map_rows(lambda x: jnp.repeat(x, 3, axis=0))
+        parts = []
         for span in (slice(0, 3), slice(3, 5)):
-            y, caches = model.decoder(x[:, span], memory=memory_now, caches=caches)
-            memory_now = Memory(memory.encoded[:, :0], memory.mask)
+            y, cache = apply_method(model.extend, variables, tokens[:, span], cache)
             parts.append(y)
         return jnp.concatenate(parts, axis=1)
 
-    stepped = jax.jit(lambda v: model.apply(v, memory, method=steps))(variables)
+    stepped = steps(variables)
     np.testing.assert_allclose(stepped, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_divide_are_refused(trained, source):
     model, variables = trained
-    memory = model.apply(variables, source, method="remember")
+    memory = apply_method(model.encode_inputs, variables, source)
     with pytest.raises(ValueError, match="3 rows of tokens for 2 rows of memory"):
-        model.apply(variables, jnp.ones((3, 2), int), memory, method="decode")
+        apply_method(model.decode, variables, jnp.ones((3, 2), int), memory)
 
 
+@pytest.mark.slow
 def test_beams_score_what_the_model_scores(trained, source):
     """Each beam reads its own tokens; with enough beams the best sequence that ends is found."""
     model, variables = trained
@@ -112,12 +115,12 @@ def test_beams_score_what_the_model_scores(trained, source):
     @jax.jit
     def scores(targets):
         """``[2, n]`` log-probabilities of the sequences ``[2, n, length]``, up to EOS."""
-        memory = model.apply(variables, source, method="remember")
+        memory = apply_method(model.encode_inputs, variables, source)
         memory = jax.tree.map(lambda x: jnp.repeat(x, targets.shape[1], axis=0), memory)
         rows = targets.reshape(-1, length)
         shifted = jnp.pad(rows[:, :-1], ((0, 0), (1, 0)))
-        hidden = model.apply(variables, shifted, memory, method="decode")
-        logp = jax.nn.log_softmax(model.apply(variables, hidden, method="logits"))
+        hidden = apply_method(model.decode, variables, shifted, memory)
+        logp = jax.nn.log_softmax(apply_method(model.logits, variables, hidden))
         logp = jnp.take_along_axis(logp, rows[..., None], axis=-1)[..., 0]
         over = jnp.cumsum(shifted == 1, axis=1) > 0
         return jnp.where(over, 0, logp).sum(-1).reshape(targets.shape[:2])
@@ -137,6 +140,7 @@ def padded_left(tokens):
     return np.stack([np.roll(row, (row == 0).sum()) for row in np.asarray(tokens)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["random", "convolution"])
 def test_padding_may_stand_on_either_side(mixer, source):
     """And between the tokens: positions count real ones."""
@@ -175,6 +179,7 @@ def test_padding_may_stand_on_either_side(mixer, source):
     np.testing.assert_allclose(found.hidden[0], right.hidden[0], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("universal", [False, True])
 def test_ragged_prompts_of_a_stack(universal, source):
     """Embeddings, padded on either side, then steps that nobody tells where they stand."""
@@ -183,17 +188,18 @@ def test_ragged_prompts_of_a_stack(universal, source):
     stack = kind((Run(Block(own, FeedForward(12)), 2),), **POSITIONED)
     x = jnp.asarray(np.random.default_rng(3).normal(size=(2, 8, D)), jnp.float32)
     variables = stack.init(jax.random.key(0), x)
-    whole, _ = stack.apply(variables, x, mask=Mask(causal=True))
+    whole = stack.apply(variables, x, mask=Mask(causal=True))
     right = x[:, :5].at[1, 3:].set(9.0)
     left = right.at[1].set(jnp.roll(right[1], 2, axis=0))
     valid = jnp.arange(5) >= jnp.array([[0], [2]])
-    step = jax.jit(lambda x, caches: stack.apply(variables, x, caches=caches))
+    extend = functools.partial(apply_method, stack.extend, variables)
+    step = jax.jit(extend)
     for prompt, mask, real in (
         (right, Mask(key_lengths=jnp.array([5, 3])), slice(0, 3)),
         (left, Mask(key_valid=valid), slice(2, 5)),
     ):
-        caches = ((NewCache(8), ()),) * 2
-        y, caches = stack.apply(variables, prompt, mask=mask, caches=caches)
+        caches = apply_method(stack.init_cache, variables, x, max_length=8)
+        y, caches = extend(prompt, caches, mask=mask)
         np.testing.assert_allclose(y[0], whole[0, :5], atol=1e-5)
         np.testing.assert_allclose(y[1, real], whole[1, :3], atol=1e-5)
         for i in range(3):
@@ -202,6 +208,7 @@ def test_ragged_prompts_of_a_stack(universal, source):
             np.testing.assert_allclose(y[:, 0], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("kind", ["universal", "halting", "learned", "shared"])
 def test_packed_rows_count_positions_in_segments(kind, told, source):
@@ -209,7 +216,7 @@ def test_packed_rows_count_positions_in_segments(kind, told, source):
     plain = t5(Size(D, 1, 12, 2, 4), vocab_size=VOCAB, relative_bias=False)
     if kind == "learned":
         options = {"positions": LearnedPositions(6)}
-        model = plain.copy(**{n: s.copy(**options) for n, s in stacks(plain).items()})
+        model = plain.copy(**{n: s.copy(**options) for n, s in stacks_of(plain).items()})
     elif kind == "shared":
         model = plain.copy(positions=LearnedPositions(6))
     else:
@@ -217,7 +224,7 @@ def test_packed_rows_count_positions_in_segments(kind, told, source):
         model = plain.copy(
             **{
                 n: UniversalStack((Run(s.runs[0].block, 3),), halting_threshold=halting)
-                for n, s in stacks(plain).items()
+                for n, s in stacks_of(plain).items()
             }
         )
     rng = np.random.default_rng(4)
@@ -235,6 +242,7 @@ def test_packed_rows_count_positions_in_segments(kind, told, source):
     np.testing.assert_allclose(found[:, 6:10], alone[1], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_positions_past_a_table_are_refused(source):
     """Where the length is known before anything runs; where it is not, the output is NaN."""
     table = LearnedPositions(6)
@@ -260,18 +268,19 @@ def test_positions_past_a_table_are_refused(source):
         (language, source[:, :1]),
     ):
         variables = model.init(jax.random.key(0), tokens, source[:, :4])
-        room = model.room(tokens.shape[1], 8)
+        room = 8 + (tokens.shape[1] if model is language else 0)
         with pytest.raises(ValueError, match=f"max_length=6 but .*{room} positions"):
             decode(variables, tokens, model=model, max_length=8)
         decode(variables, tokens, model=model, max_length=5)
 
 
+@pytest.mark.slow
 def test_the_ponder_cost_counts_positions_with_a_target(source):
     plain = t5(Size(D, 1, 12, 2, 4), vocab_size=VOCAB, relative_bias=False)
     model = plain.copy(
         **{
             n: UniversalStack((Run(s.runs[0].block, 3),), halting_threshold=0.7)
-            for n, s in stacks(plain).items()
+            for n, s in stacks_of(plain).items()
         }
     )
     target = jnp.asarray([[0, 2, 3, 0, 0], [0, 4, 2, 3, 2]])
@@ -279,7 +288,7 @@ def test_the_ponder_cost_counts_positions_with_a_target(source):
 
     def cost(model, source, target, **options):
         _, left = model.apply(
-            variables, source, target, method="hidden", mutable=[LOSSES], **options
+            variables, source, target, method=model.hidden, mutable=[LOSSES], **options
         )
         return jax.tree.leaves(left)
 

@@ -1,4 +1,4 @@
-"""Layers under the mesh that surrounds them: explicit, automatic and manual axes."""
+"""Layers under a mesh with explicit, automatic and manual axes."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ RULES = (
     ("mlp", "model"),
     ("vocab", "model"),
 )
-"""A user's own names for the mesh."""
+"""A user's logical axis rules."""
 
 
 def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
     return jax.make_mesh((2, 2, 2), ("replica", "shard", "model"), (kind,) * 3)
 
 
-def put(tree, spec):
+def put_tree(tree, spec):
     return jax.tree.map(lambda x: jax.device_put(x, spec(x)), tree)
 
 
-def near(found, expected, bound: float = 1e-4) -> None:
-    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+def assert_close(actual, expected, bound: float = 1e-4) -> None:
+    for x, y in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         assert oracle.error(x, np.asarray(y, np.float64)) < bound
 
 
 def by_heads(path, leaf) -> P:
-    """Output projections and tables by heads over ``model``."""
+    """The partition of output projections and tables: heads over ``model``."""
     names = [key.key for key in path]
     divided = names[-2:] == ["out", "kernel"] or (names[-1] == "table" and leaf.ndim == 3)
     if divided and leaf.shape[0] == H:
@@ -69,7 +69,7 @@ LENGTHS = jnp.array([16, 3, 5, 6, 1, 16, 0, 8])
 
 
 def layers() -> dict[str, nn.Module]:
-    """One of every route, and the mixers that are no `Attention`."""
+    """A layer for every route, and all mixers other than `Attention`."""
     route = {"implementation": "fused"}
     rv = sj.Mixture((sj.DotProduct(), sj.Random(N)))
     return {
@@ -96,6 +96,7 @@ def gradients(layer: nn.Module, variables, x, lengths, key):
     return jax.value_and_grad(loss, (0, 1))(variables, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [EXPLICIT, AUTO], ids=["explicit", "auto"])
 @pytest.mark.parametrize("name", layers())
 def test_every_route_runs_under_a_mesh(name: str, kind: AxisType) -> None:
@@ -104,20 +105,25 @@ def test_every_route_runs_under_a_mesh(name: str, kind: AxisType) -> None:
     run = jax.jit(functools.partial(gradients, layer), compiler_options=FAST)
     expected = run(variables, x, LENGTHS, jax.random.key(2))
     with jax.set_mesh(mesh_of(kind)), nn.logical_axis_rules(RULES):
-        made = layer.init(jax.random.key(1), jax.device_put(x, P(("replica", "shard"))))
-        near(made, variables, 1e-6)
-        spread = jax.tree.map_with_path(lambda p, v: jax.device_put(v, by_heads(p, v)), variables)
-        rows = put((x, LENGTHS), lambda x: P(("replica", "shard")))
-        found = run(spread, *rows, jax.random.key(2))
-        out = jax.eval_shape(layer.apply, spread, rows[0])
+        variables_in_mesh = layer.init(
+            jax.random.key(1), jax.device_put(x, P(("replica", "shard")))
+        )
+        assert_close(variables_in_mesh, variables, 1e-6)
+        sharded_variables = jax.tree.map_with_path(
+            lambda p, v: jax.device_put(v, by_heads(p, v)), variables
+        )
+        sharded_inputs = put_tree((x, LENGTHS), lambda x: P(("replica", "shard")))
+        actual = run(sharded_variables, *sharded_inputs, jax.random.key(2))
+        out = jax.eval_shape(layer.apply, sharded_variables, sharded_inputs[0])
         if kind == EXPLICIT:
             assert out.sharding.spec == P(("replica", "shard"), None, None)
-    near(found, expected)
+    assert_close(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", layers())
 def test_every_route_runs_inside_shard_map(name: str) -> None:
-    """With its check of what varies over the mesh, JAX's default."""
+    """With `check_vma`, JAX's default."""
     layer, x = layers()[name], tokens()
     variables = layer.init(jax.random.key(1), x)
 
@@ -125,22 +131,25 @@ def test_every_route_runs_inside_shard_map(name: str) -> None:
         y = layer.apply(variables, x, mask=sj.Mask(key_lengths=lengths))
         return (y**2).sum()
 
-    def spread(variables, x, lengths):
-        def own(*args):
+    def sharded_loss(variables, x, lengths):
+        def sum_over_devices(*args):
             return jax.lax.psum(loss(*args), "data")
 
-        rows = (P("data"), P("data"))
-        return jax.shard_map(own, in_specs=(P(), *rows), out_specs=P())(variables, x, lengths)
+        batch_specs = (P("data"), P("data"))
+        return jax.shard_map(sum_over_devices, in_specs=(P(), *batch_specs), out_specs=P())(
+            variables, x, lengths
+        )
 
     run = lambda f: jax.jit(jax.value_and_grad(f, (0, 1)), compiler_options=FAST)
     expected = run(loss)(variables, x, LENGTHS)
     with jax.set_mesh(jax.make_mesh((4,), ("data",), (AUTO,), devices=jax.devices()[:4])):
-        found = run(spread)(variables, x, LENGTHS)
-    near(found, expected)
+        actual = run(sharded_loss)(variables, x, LENGTHS)
+    assert_close(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ["static", "fused", "reference"])
-def test_functions_read_the_types_of_their_arguments(route: str) -> None:
+def test_functions_are_partitioned_by_the_types_of_their_arguments(route: str) -> None:
     names = cases.PARAMETERS if route == "static" else cases.EVERY_TERM
     terms = cases.make_terms(names, B, N, N, H)
     values = cases.normal("values", B, N, H, E)
@@ -159,17 +168,17 @@ def test_functions_read_the_types_of_their_arguments(route: str) -> None:
         return P("model") if x.ndim > 1 else P(("replica", "shard"))
 
     with jax.set_mesh(mesh_of(EXPLICIT)):
-        arguments = put((terms, values, mask), spec)
-        found = run(*arguments)
-        text = run.lower(*arguments).compile().as_text()
-    assert found[0][1].sharding.spec[0] == ("replica", "shard")
-    assert found[0][1].sharding.spec[2] in ("model", ("model",))
-    near(found, expected)
+        arguments = put_tree((terms, values, mask), spec)
+        actual = run(*arguments)
+        hlo = run.lower(*arguments).compile().as_text()
+    assert actual[0][1].sharding.spec[0] == ("replica", "shard")
+    assert actual[0][1].sharding.spec[2] in ("model", ("model",))
+    assert_close(actual, expected)
     if route != "reference":
-        assert not gathers(text)
+        assert not moved_shapes(hlo)
 
 
-def test_functions_of_a_partition_move_nothing_on_automatic_axes() -> None:
+def test_functions_with_a_partition_need_no_communication_on_automatic_axes() -> None:
     q, k, v = (cases.normal(name, B, N, H, E) for name in "qkv")
     table = cases.normal("table", H, 32)
     lengths = LENGTHS.astype(jnp.int32)
@@ -186,24 +195,24 @@ def test_functions_of_a_partition_move_nothing_on_automatic_axes() -> None:
 
     expected = compiled(q, k, v, table)(q, k, v, table)
     with jax.set_mesh(mesh_of(AUTO)):
-        rows = put((q, k, v), lambda _: P(("replica", "shard"), None, "model"))
+        sharded_inputs = put_tree((q, k, v), lambda _: P(("replica", "shard"), None, "model"))
         partition = Partition(batch=("replica", "shard"), heads=("model",))
-        arguments = (*rows, jax.device_put(table, P("model")))
+        arguments = (*sharded_inputs, jax.device_put(table, P("model")))
         program = compiled(*arguments, partition=partition)
-        near(program(*arguments), expected)
-    assert not gathers(program.as_text())
+        assert_close(program(*arguments), expected)
+    assert not moved_shapes(program.as_text())
 
 
-def gathers(text: str) -> list[tuple[int, ...]]:
-    """The shapes that collectives which move arrays, and do not sum them, make."""
+def moved_shapes(hlo: str) -> list[tuple[int, ...]]:
+    """The output shapes of collectives other than reductions."""
     kinds = "all-gather|all-to-all|collective-permute"
-    results = re.findall(rf"= (.*?) (?:{kinds})(?:-start)?\(", text)
+    results = re.findall(rf"= (.*?) (?:{kinds})(?:-start)?\(", hlo)
     sizes = [size for result in results for size in re.findall(r"\w+\[([\d,]*)\]", result)]
     return [tuple(int(n) for n in size.split(",") if n) for size in sizes]
 
 
 class Layer(nn.Module):
-    """A user's layer: attention of ours between Flax's own modules."""
+    """A user's layer: attention of this package between Flax's modules."""
 
     alignment: sj.Alignment
     route: str
@@ -215,7 +224,7 @@ class Layer(nn.Module):
             nn.LayerNorm(use_bias=False, use_scale=False)(x), mask=sj.Mask(causal=True)
         )
         x = nn.with_logical_constraint(x + y, ("batch", None, None))
-        # Flax's dense layers leave it to their users where an explicit sum over devices goes.
+        # With explicit axes, users of Flax's dense layers must specify the reductions over devices.
         dense = functools.partial(nn.Dense, use_bias=False, dot_general=dense_product)
         h = dense(4 * D, kernel_init=kernel("embed", "mlp"))(x)
         return x + dense(D, kernel_init=kernel("mlp", "embed"))(nn.relu(h))
@@ -241,14 +250,14 @@ ALIGNMENTS = {
 }
 
 
-def layout(names: tuple[str | None, ...]) -> P:
-    """Where a user keeps a parameter, by the names of its axes."""
+def partition_spec(names: tuple[str | None, ...]) -> P:
+    """The partition of a parameter, by the names of its axes."""
     rules = dict(RULES)
     return P(*(rules.get(name) for name in names))
 
 
 class NnxLayer(nnx.Module):
-    """The same in NNX."""
+    """The same layer in NNX."""
 
     def __init__(self, alignment: sj.Alignment, route: str, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(D, use_bias=False, use_scale=False, rngs=rngs)
@@ -266,10 +275,10 @@ class NnxLayer(nnx.Module):
 
 
 def linen_step(name: str, x: jax.ShapeDtypeStruct):
-    """A training step of the Linen model, its parameters' shapes, and where the rules put them."""
+    """A training step of the Linen model, and the shapes and partitions of its parameters."""
     model = Model(*ALIGNMENTS[name])
     shapes, axes = abstract_variables(model, x)
-    specs = jax.tree.map(layout, axes, is_leaf=lambda t: isinstance(t, tuple))
+    specs = jax.tree.map(partition_spec, axes, is_leaf=lambda t: isinstance(t, tuple))
 
     def step(variables, x):
         return jax.value_and_grad(lambda v: (model.apply(v, x) ** 2).mean())(variables)
@@ -278,14 +287,14 @@ def linen_step(name: str, x: jax.ShapeDtypeStruct):
 
 
 def nnx_step(name: str, x: jax.ShapeDtypeStruct):
-    """The same of the NNX model."""
+    """A training step of the NNX model, and the shapes and partitions of its parameters."""
     del x
 
-    make = lambda: nnx.List([NnxLayer(*ALIGNMENTS[name], nnx.Rngs(0)) for _ in range(2)])
+    make_layers = lambda: nnx.List([NnxLayer(*ALIGNMENTS[name], nnx.Rngs(0)) for _ in range(2)])
     with nnx.use_eager_sharding(False):
-        graph, state = nnx.split(nnx.eval_shape(make))
+        graph, state = nnx.split(nnx.eval_shape(make_layers))
     specs = jax.tree.map(
-        lambda v: v.replace(layout(v.get_metadata().get("out_sharding") or ())),
+        lambda v: v.replace(partition_spec(v.get_metadata().get("out_sharding") or ())),
         state,
         is_leaf=lambda v: isinstance(v, nnx.Variable),
     )
@@ -302,8 +311,8 @@ def nnx_step(name: str, x: jax.ShapeDtypeStruct):
     return step, state, specs
 
 
-def placed(shapes, specs, mesh: jax.sharding.Mesh):
-    """Shapes with their places on a mesh."""
+def with_shardings(shapes, specs, mesh: jax.sharding.Mesh):
+    """Shapes with their shardings on a mesh."""
     return jax.tree.map(
         lambda s, spec: jax.ShapeDtypeStruct(
             s.shape, s.dtype, sharding=jax.sharding.NamedSharding(mesh, spec)
@@ -313,31 +322,36 @@ def placed(shapes, specs, mesh: jax.sharding.Mesh):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [EXPLICIT, AUTO], ids=["explicit", "auto"])
-@pytest.mark.parametrize("make", [linen_step, nnx_step])
+@pytest.mark.parametrize("make_step", [linen_step, nnx_step])
 @pytest.mark.parametrize("name", ALIGNMENTS)
-def test_a_users_model_gathers_kernels_only(name: str, make, kind: AxisType) -> None:
-    """FSDP and tensor parallelism: no table, activation or square of logits is moved or held."""
+def test_a_users_model_gathers_kernels_only(name: str, make_step, kind: AxisType) -> None:
+    """With FSDP and tensor parallelism, no table, activation or array of logits is gathered."""
     mesh, x = mesh_of(kind), jax.ShapeDtypeStruct((B, LONG, D), jnp.float32)
-    step, shapes, specs = make(name, x)
+    step, shapes, specs = make_step(name, x)
     with nn.logical_axis_rules(RULES), jax.set_mesh(mesh):
-        arguments = placed(shapes, specs, mesh), placed(x, P(("replica", "shard")), mesh)
-        text = jax.jit(step).lower(*arguments).compile().as_text()
-    check_text(text, parts=4)
+        arguments = (
+            with_shardings(shapes, specs, mesh),
+            with_shardings(x, P(("replica", "shard")), mesh),
+        )
+        hlo = jax.jit(step).lower(*arguments).compile().as_text()
+    check_hlo(hlo, num_batch_shards=4)
 
 
-def check_text(text: str, *, parts: int) -> None:
-    """No collective moves more than a kernel; nothing is held of all examples, or per logit."""
-    found = gathers(text)
-    assert found  # of kernels, whose widths the axis ``shard`` divides
-    assert all(np.prod(shape) <= 4 * D * D for shape in found)  # never [b, n, d] or a table
-    assert f"f32[{B},{LONG}," not in text
-    for b in (B, B // parts):
+def check_hlo(hlo: str, *, num_batch_shards: int) -> None:
+    """Asserts that only kernels are gathered, and that no array has all examples or one entry per logit."""
+    shapes = moved_shapes(hlo)
+    assert shapes  # kernels, which are sharded over ``shard``
+    assert all(np.prod(shape) <= 4 * D * D for shape in shapes)  # never [b, n, d] or a table
+    assert f"f32[{B},{LONG}," not in hlo
+    for b in (B, B // num_batch_shards):
         for h in (H, H // 2):
-            assert f"[{b},{h},{LONG},{LONG}]" not in text
-    assert f"[{H},{LONG},{LONG}]" not in text  # a table of all heads
+            assert f"[{b},{h},{LONG},{LONG}]" not in hlo
+    assert f"[{H},{LONG},{LONG}]" not in hlo  # a table of all heads
 
 
+@pytest.mark.slow
 def test_nnx_layers_under_explicit_axes() -> None:
     x = tokens()
 
@@ -356,11 +370,12 @@ def test_nnx_layers_under_explicit_axes() -> None:
         for name, layer in build().items():
             y = layer(jax.device_put(x, P("replica")))
             assert jax.typeof(y).sharding.spec[0] in ("replica", ("replica",))
-            near(y, expected[name], 1e-5)
+            assert_close(y, expected[name], 1e-5)
 
 
+@pytest.mark.slow
 def test_models_under_explicit_axes() -> None:
-    """A training step and decoding of a whole T5."""
+    """A training step and decoding with a T5."""
     model = t5(
         Size(D, 1, 8, H, E), encoder=sj.Random(N), vocab_size=10, dropout_rate=0.1, scan=True
     )
@@ -380,16 +395,16 @@ def test_models_under_explicit_axes() -> None:
         decode(variables, inputs, model=model, max_length=3, beams=2),
     )
     with jax.set_mesh(mesh_of(EXPLICIT)):
-        rows = put((inputs, targets), lambda _: P(("replica", "shard")))
-        found = (
-            run(variables, *rows),
-            decode(variables, rows[0], model=model, max_length=3, beams=2),
+        sharded_inputs = put_tree((inputs, targets), lambda _: P(("replica", "shard")))
+        actual = (
+            run(variables, *sharded_inputs),
+            decode(variables, sharded_inputs[0], model=model, max_length=3, beams=2),
         )
-        assert found[1].tokens.sharding.spec[0] == ("replica", "shard")
-    near(found, expected)
+        assert actual[1].tokens.sharding.spec[0] == ("replica", "shard")
+    assert_close(actual, expected)
 
 
-def test_a_partition_names_axes_of_the_mesh() -> None:
+def test_a_partition_over_unknown_mesh_axes_is_an_error() -> None:
     terms = cases.make_terms(("static",), B, N, N, H)
     values = cases.normal("values", B, N, H, E)
     with pytest.raises(
@@ -405,4 +420,4 @@ def test_vmap_under_a_mesh() -> None:
     expected = run(variables, x)
     for kind in (EXPLICIT, AUTO):
         with jax.set_mesh(mesh_of(kind)), nn.logical_axis_rules(RULES):
-            near(run(variables, jax.device_put(x, P(None, "replica"))), expected, 1e-5)
+            assert_close(run(variables, jax.device_put(x, P(None, "replica"))), expected, 1e-5)

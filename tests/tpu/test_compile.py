@@ -9,16 +9,17 @@ import pytest
 
 from synthesizer_jax import Gaussian
 from synthesizer_jax.attention import Mask, attend, relative, static
-from synthesizer_jax.attention.attend import SMALL
+from synthesizer_jax.attention.attend import FEW_LOGITS
+from synthesizer_jax.costs import aot, chips, plan
 from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.models import Size, alignment, t5
 from synthesizer_jax.models.zoo import T5_1_1
+from synthesizer_jax.optimizers import Adafactor
 from synthesizer_jax.registry import replace
-from synthesizer_jax.sharding import MeshShape, chips, make_mesh
-from synthesizer_jax.sharding.mesh import planned_devices
-from synthesizer_jax.training import ahead, plan
+from synthesizer_jax.sharding import MeshShape, make_mesh
+from synthesizer_jax.sharding.mesh import _topology_devices
 from synthesizer_jax.training.experiment import Experiment, Training
-from synthesizer_jax.training.optimizers import Adafactor
+from tests.tpu.collectives import collective_bytes
 
 pytest.importorskip("libtpu", reason="libtpu is not installed; make test-tpu does that")
 pytestmark = pytest.mark.tpu
@@ -34,7 +35,7 @@ VARIANTS = ("v", "r", "rv", "gaussian")
 def recipe(variant, name):
     """A step of base size, scanned, some rows a device."""
     shape, mesh = T5_1_1["base"], PLACES[name]
-    rows = ROWS * chips.topology(name).devices // mesh.tensor
+    rows = ROWS * chips.parse_topology(name).devices // mesh.tensor
     common = {"dropout_rate": 0.1, "dtype": "bfloat16", "scan": True, "remat": "dots"}
     if variant == "gaussian":
         model = t5(
@@ -57,7 +58,7 @@ def recipe(variant, name):
 @functools.cache
 def compiled(variant, name):
     """One compilation serves all tests of a step."""
-    return ahead.compile_step(recipe(variant, name), chips.topology(name))
+    return aot.compile_step(recipe(variant, name), chips.parse_topology(name))
 
 
 every = pytest.mark.parametrize(
@@ -69,15 +70,15 @@ every = pytest.mark.parametrize(
     "name", ["v5e:2x4", "v5e:16x16", "v6e:16x16", "v5p:4x4x4", "v4:4x4x8", "tpu7x:4x4x4"]
 )
 def test_devices_lie_as_planned(name):
-    place = chips.topology(name)
-    real, planned = ahead.devices_of(place), planned_devices(place)
+    place = chips.parse_topology(name)
+    real, planned = aot.devices_of(place), _topology_devices(place)
     wanted = {(d.device_kind, tuple(d.coords), d.core_on_chip) for d in real}
     assert {(d.device_kind, d.coords, d.core_on_chip) for d in planned} == wanted
 
 
 def test_a_mesh_that_splits_a_dimension_is_made_with_a_warning(caplog):
-    place = chips.topology("v6e:4x4")
-    mesh = make_mesh(MeshShape(data=1, fsdp=8, tensor=2), ahead.devices_of(place))
+    place = chips.parse_topology("v6e:4x4")
+    mesh = make_mesh(MeshShape(data=1, fsdp=8, tensor=2), aot.devices_of(place))
     assert dict(mesh.shape) == {"data": 1, "fsdp": 8, "tensor": 2, "sequence": 1}
     assert "splits dimensions of the slice" in caplog.text
 
@@ -86,11 +87,11 @@ def test_a_mesh_that_splits_a_dimension_is_made_with_a_warning(caplog):
 def test_no_buffer_holds_all_logits(variant, name):
     """No ``[batch, heads, q, k]``, whatever the order of its axes.
 
-    The decoder's own 114 × 114 are no more than its queries, keys and values: `SMALL`.
+    The decoder's own 114 × 114 are no more than its queries, keys and values: `FEW_LOGITS`.
     """
     heads = T5_1_1["base"].heads // PLACES[name].tensor
     lengths = (INPUTS, TARGETS)
-    pairs = [(q, k) for q in lengths for k in lengths if q * k > SMALL]
+    pairs = [(q, k) for q in lengths for k in lengths if q * k > FEW_LOGITS]
     squares = {tuple(sorted((ROWS, heads, *pair))) for pair in pairs}
     found = set()
     for sizes in re.findall(r"\[([\d,]+)\]", compiled(variant, name).as_text()):
@@ -113,12 +114,12 @@ def test_attention_is_its_kernels(variant, name):
 @pytest.mark.parametrize("name", ["v4:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("variant", ["r", "rv"])
 def test_kernels_compile_for_other_generations(variant, name):
-    place = chips.topology(name)
+    place = chips.parse_topology(name)
     kind = alignment(variant, head_dim=64)
     model = t5(Size(256, 1, 512, 4, 64), encoder=kind, dtype="bfloat16", scan=True)
     data = DataConfig("none", INPUTS, TARGETS, ROWS * place.devices)
     small = replace(recipe(variant, "v5e:2x4"), model=model, data=data, mesh=MeshShape())
-    text = ahead.compile_step(small, place).as_text()
+    text = aot.compile_step(small, place).as_text()
     assert text.count('"tpu_custom_call"') == KERNELS[variant]
 
 
@@ -126,7 +127,7 @@ def test_kernels_compile_for_other_generations(variant, name):
 @pytest.mark.parametrize("rows", [2, 3])
 def test_static_kernels_in_blocks_fit_every_generation(name, rows):
     """Long rows in several blocks, heads of 128, and lengths that no block divides."""
-    mesh = jax.sharding.Mesh(ahead.devices_of(chips.topology(name))[:1], ("data",))
+    mesh = jax.sharding.Mesh(aot.devices_of(chips.parse_topology(name))[:1], ("data",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     n = 1024 if rows == 2 else 1000
     values = jax.ShapeDtypeStruct((rows, n, 2, 128), jnp.bfloat16)
@@ -149,7 +150,7 @@ def test_static_kernels_in_blocks_fit_every_generation(name, rows):
 
 @every
 def test_memory_is_within_the_plan(variant, name):
-    place = chips.topology(name)
+    place = chips.parse_topology(name)
     needs = plan.make_plan(recipe(variant, name), place).needs
     memory = compiled(variant, name).memory_analysis()
     batch = 4 * ROWS * (INPUTS + 3 * TARGETS)
@@ -162,9 +163,9 @@ def test_memory_is_within_the_plan(variant, name):
 @every
 def test_what_moves_between_devices_is_parameters_and_sums(variant, name):
     """Gathers of activations or sums of logits would be many times as much."""
-    place = chips.topology(name)
-    found = ahead.costs_of(compiled(variant, name)).collectives
-    expected = plan.collective_bytes(recipe(variant, name), place)
+    place = chips.parse_topology(name)
+    found = aot._program_costs(compiled(variant, name)).collectives
+    expected = collective_bytes(recipe(variant, name), place)
     # A gather whose product begins before all has come is made of permutes; nothing is redistributed.
     assert found.keys() <= {"all-gather", "collective-permute", "all-reduce", "reduce-scatter"}
     assert found["all-gather"] <= 1.1 * expected["gathers"]

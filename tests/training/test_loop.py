@@ -10,14 +10,16 @@ import jax
 import numpy as np
 import pytest
 
+from synthesizer_jax.checkpoints.manager import Checkpoints, finished_steps, restore_variables
 from synthesizer_jax.data.pipeline import OtherStreamError
+from synthesizer_jax.runs.events import EVENTS_FILE, goodput
+from synthesizer_jax.runs.metrics import METRICS_FILE, _truncate_metrics, read_metrics
+from synthesizer_jax.runtime.preemption import StopSignal
+from synthesizer_jax.runtime.watchdog import Watchdog
 from synthesizer_jax.sharding import MeshShape, make_mesh
 from synthesizer_jax.training import trainer
-from synthesizer_jax.training.checkpoints import Checkpoints, finished_steps, restore_variables
 from synthesizer_jax.training.loop import NonFiniteLossError, train
-from synthesizer_jax.training.metrics import METRICS_FILE, cut_back, read_metrics
-from synthesizer_jax.training.survival import StopSignal
-from synthesizer_jax.training.watch import EVENTS_FILE, Watchdog, goodput
+from synthesizer_jax.training.trainer import Trainer
 from tests.environment import without_devices
 from tests.training.tiny import CopyStream, experiment
 
@@ -28,11 +30,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 def run(directory, *, stream=None, **changes):
     with StopSignal() as stop:
         return train(
-            experiment(**changes),
+            Trainer(experiment(**changes), jax.devices()[:1]),
             stream or CopyStream(),
             directory,
             stop=stop,
-            devices=jax.devices()[:1],
             visible=False,
         )
 
@@ -82,6 +83,7 @@ KILLS = [
 ]
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_and_again(tmp_path, undisturbed):
     for how, kill_at, code in KILLS:
         killed = process(tmp_path, kill_at, how)
@@ -101,7 +103,7 @@ def test_training_learns_and_a_finished_run_does_nothing_more(tmp_path):
     assert np.mean([found[s] for s in range(50, 60)]) < found[1] - 0.5
     records = read_metrics(tmp_path / METRICS_FILE)
     trained = [r for r in records if r["kind"] == "train"]
-    assert all(0 < r["product_utilisation"] < 1 for r in trained)
+    assert all(0 < r["product_utilization"] < 1 for r in trained)
     assert not any("mfu" in r for r in trained), "a CPU has no published peak"
     stream = CopyStream()
     again = run(tmp_path, steps=60, stream=stream)
@@ -130,7 +132,7 @@ def test_the_latest_and_the_best_are_kept_when_the_score_falls(tmp_path):
         checkpoints.save(state, None)
         assert checkpoints.latest == step, "the newest was deleted"
         if score is not None:
-            checkpoints.measured(step, score)
+            checkpoints.record_score(step, score)
     assert checkpoints.steps == [2, 6, 7]
     checkpoints.prune()
     assert checkpoints.steps == [6, 7]
@@ -141,7 +143,7 @@ def test_metrics_are_cut_back_to_the_restored_step(tmp_path):
     path = tmp_path / METRICS_FILE
     lines = [f'{{"step": {s}, "kind": "train", "loss": 1.0}}\n' for s in range(1, 6)]
     path.write_text("".join(lines) + '{"step": 6, "ki')
-    cut_back(path, 3)
+    _truncate_metrics(path, 3)
     assert [r["step"] for r in read_metrics(path)] == [1, 2, 3]
     assert list(tmp_path.iterdir()) == [path]
 
@@ -154,6 +156,7 @@ def damage(checkpoint):
         path.write_bytes(b"")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_read_is_set_aside(tmp_path, caplog):
     run(tmp_path / "whole", steps=12)
     run(tmp_path / "damaged", steps=8)
@@ -175,6 +178,7 @@ def test_when_no_checkpoint_can_be_read_nothing_is_lost(tmp_path):
     assert finished_steps(tmp_path / "checkpoints") == [4, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [OtherStreamError("seed was 1 and is 2"), PermissionError("denied"), MemoryError("full")],
@@ -192,6 +196,7 @@ def test_a_checkpoint_stays_where_it_is_when_it_is_not_what_fails(tmp_path, monk
     assert finished_steps(tmp_path / "checkpoints") == [4, 8]
 
 
+@pytest.mark.slow
 def test_a_second_damaged_checkpoint_of_a_step_is_set_aside_too(tmp_path):
     for _ in range(2):
         run(tmp_path, steps=8)
@@ -233,6 +238,7 @@ def test_a_step_that_would_not_fit_into_memory_is_refused(monkeypatch, free, dev
         trainer.check_memory(compiled, mesh)
 
 
+@pytest.mark.slow
 def test_memory_is_looked_at_again_before_the_first_step(tmp_path, monkeypatch):
     """Reading data has taken it; the start leaves nothing that blocks the directory."""
     free = iter([GIB, 0])
@@ -260,7 +266,7 @@ def test_the_watchdog_tells_where_a_run_hangs(tmp_path):
     path = tmp_path / "stacks"
     with path.open("w") as file:
         watchdog = Watchdog(0.1, file)
-        watchdog.moved()
+        watchdog.reset()
         while "test_the_watchdog_tells" not in path.read_text():
             pass
         watchdog.close()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from synthesizer_jax.models.summary import flops
+from synthesizer_jax.costs.summary import flops
 from synthesizer_jax.training.losses import (
     chunked_cross_entropy,
     cross_entropy,
@@ -68,6 +68,7 @@ def test_smoothed_loss_is_zero_at_its_optimum():
     np.testing.assert_allclose(sums.loss, 0.0, atol=1e-6)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 3), st.integers(1, 7), st.integers(1, 9), st.sampled_from([0.0, 0.1]))
 @settings(deadline=None, max_examples=15)
 def test_chunks_equal_the_whole(b, t, chunk, smoothing):
@@ -273,9 +274,10 @@ def test_a_target_that_does_not_exist_is_seen_in_the_gradient_too(losses):
     assert np.all(np.isnan(gradient[0, 0])) and np.all(np.isfinite(gradient[0, 1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("losses", [cross_entropy, chunked])
 def test_large_logits_lose_no_digits(losses):
-    """log Z is about 150, where neighbouring float32 numbers differ by 1.5e-5; in every mode."""
+    """log Z is about 150, where neighboring float32 numbers differ by 1.5e-5; in every mode."""
     rng = np.random.default_rng(2)
     shape = (2, 3)
     logits = np.float32(150 + rng.normal(size=(*shape, V))).astype(np.float64)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from synthesizer_jax import Attention, Block, FeedForward, LanguageModel, RelativeBias, Stack
-from synthesizer_jax.models import Run, Size, UniversalStack, stacks, t5
+from synthesizer_jax.models import Run, Size, UniversalStack, stacks_of, t5
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
-from synthesizer_jax.training.step import interleave, loss_sums
+from synthesizer_jax.training.step import _split_micro_batches, loss_sums
 from synthesizer_jax.training.trainer import Trainer
 from tests.training.tiny import CopyStream, experiment
 
@@ -26,11 +26,12 @@ def universal(**options):
     plain = t5(Size(8, 1, 16, 2, 4), vocab_size=16, relative_bias=False)
     shared = {
         name: UniversalStack((Run(stack.runs[0].block, 3),), halting_threshold=0.9, **options)
-        for name, stack in stacks(plain).items()
+        for name, stack in stacks_of(plain).items()
     }
     return plain.copy(**shared)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "normalizer"),
     [
@@ -46,7 +47,7 @@ def test_micro_batches_make_the_same_update(model, normalizer):
         run = trainer(model, micro_batches=parts, loss_normalizer=normalizer)
         batch = next(CopyStream())
         batch["encoder_input_tokens"][1::2, 3:] = 0  # not the lengths of the targets
-        state, found = run.step(run.init(), run.put(batch))
+        state, found = run.step(run.init(), run.shard_batch(batch))
         states.append(state.params)
         metrics.append({k: float(v) for k, v in found.items()})
     for other, found in zip(states[1:], metrics[1:], strict=True):
@@ -54,6 +55,7 @@ def test_micro_batches_make_the_same_update(model, normalizer):
         assert found == pytest.approx(metrics[0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_eight_micro_batches_need_less_than_a_third_of_the_temporaries():
     size = Size(64, 2, 256, 4, 16)
     temporaries = []
@@ -68,10 +70,11 @@ def test_eight_micro_batches_need_less_than_a_third_of_the_temporaries():
 
 
 def test_every_micro_batch_has_rows_of_every_device():
-    x = interleave(jnp.arange(12), 3)
+    x = _split_micro_batches(jnp.arange(12), 3)
     assert x.tolist() == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
 
 
+@pytest.mark.slow
 def test_a_ponder_cost_is_part_of_the_loss():
     """Averaged over the batch, once a stack, on top of what the tokens cost."""
 
@@ -98,6 +101,6 @@ def test_a_language_model_learns_from_the_same_batches():
     run, stream = trainer(model), CopyStream()
     state, losses = run.init(), []
     for _ in range(25):
-        state, found = run.step(state, run.put(next(stream)))
+        state, found = run.step(state, run.shard_batch(next(stream)))
         losses.append(float(found["loss"]))
     assert losses[-1] < losses[0] - 0.2

@@ -11,9 +11,8 @@ import numpy as np
 from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.models import Size, alignment, t5
+from synthesizer_jax.optimizers import AdamW, Constant
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
-from synthesizer_jax.training.optimizers import AdamW
-from synthesizer_jax.training.schedules import Constant
 
 VOCAB = 16
 
@@ -77,8 +76,8 @@ def main(directory: str, kill_at: str, how: str) -> None:
       how: ``never``, or the signal (``kill``, ``term``, ``int``), followed by ``-in-evaluation`` or
         ``-in-compilation`` if it comes there; ``int-int`` are two of them.
     """
+    from synthesizer_jax.runtime.preemption import Preempted, StopSignal
     from synthesizer_jax.training.loop import train
-    from synthesizer_jax.training.survival import Preempted, StopSignal
     from synthesizer_jax.training.trainer import Trainer
 
     class Killing(CopyStream):
@@ -106,7 +105,7 @@ def main(directory: str, kill_at: str, how: str) -> None:
     try:
         with StopSignal() as stop:
             train(
-                experiment(every=2),
+                Trainer(experiment(every=2)),
                 Killing(),
                 pathlib.Path(directory),
                 stop=stop,

@@ -1,4 +1,4 @@
-"""Original distribution files of benchmarks become TFDS data sets, without network."""
+"""Conversion of benchmarks' original distribution files to TFDS data sets, without a network."""
 
 from synthesizer_jax.data.importers.benchmark import import_benchmark
 from synthesizer_jax.data.importers.report import ImportReport, SplitReport

@@ -1,8 +1,8 @@
-"""Where the original files lie, and how many rows each complete split has.
+"""Names of the original files, and the number of rows of each complete split.
 
-Sizes are those of TFDS after its own drops. QQP has two: its source was cleaned between TFDS's
-GLUE 1.0.0 and 2.0.0. A file whose name says that it is a sample (`subset…`, `fewglue…`,
-`textfooler…`) is taken only where the official one is absent, and may have any size.
+The sizes are those of TFDS after it has dropped rows. QQP has two sizes: its source was corrected
+between TFDS's GLUE 1.0.0 and 2.0.0. A file whose name marks it as a sample (`subset…`, `fewglue…`,
+`textfooler…`) is only read if the official file does not exist, and may have any size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """One split: its TFDS name, the stem of its file, its published sizes, other file names."""
+    """A split of a task.
+
+    Attributes:
+      name: TFDS's name.
+      stem: the stem of the file's name.
+      sizes: the published numbers of rows.
+      also: other names of the file.
+    """
 
     name: str
     stem: str
@@ -26,14 +33,22 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One TFDS configuration: the folder names it is distributed under, and its splits."""
+    """A TFDS configuration.
+
+    Attributes:
+      config: TFDS data set and configuration.
+      folders: the names of the directory that it is distributed in.
+      splits: its splits.
+    """
 
     config: str
     folders: tuple[str, ...]
     splits: tuple[Split, ...]
 
 
-def _task(config: str, folder: str, *sizes: int, dev: str = "dev", also: tuple[str, ...] = ()):
+def _task(
+    config: str, folder: str, *sizes: int, dev: str = "dev", also: tuple[str, ...] = ()
+) -> Task:
     names = zip(("train", "validation", "test"), ("train", dev, "test"), sizes, strict=True)
     return Task(config, (folder, *also), tuple(Split(n, stem, (s,)) for n, stem, s in names))
 
@@ -50,16 +65,19 @@ _MNLI = (
 )
 
 
-def _mnli(half: str) -> Task:
-    """`mnli` has all five splits under long names, `mnli_matched` and its twin two of them."""
+def _mnli(domain: str) -> Task:
+    """Returns a configuration of MNLI.
+
+    `mnli` has all five splits, `mnli_matched` and `mnli_mismatched` two each, with shorter names.
+    """
     splits = tuple(
-        Split(split if half else f"{split}_{part}", f"{stem}_{part}", (size,))
-        for split, part, stem, size in _MNLI
-        if part == half or not half
+        Split(split if domain else f"{split}_{split_domain}", f"{stem}_{split_domain}", (size,))
+        for split, split_domain, stem, size in _MNLI
+        if split_domain == domain or not domain
     )
-    if not half:
+    if not domain:
         splits = (Split("train", "train", (392702,)), *splits)
-    return Task(f"glue/mnli_{half}" if half else "glue/mnli", ("MNLI",), splits)
+    return Task(f"glue/mnli_{domain}" if domain else "glue/mnli", ("MNLI",), splits)
 
 
 _QQP = Task(
@@ -71,7 +89,7 @@ _QQP = Task(
         Split("test", "test", (390965,)),
     ),
 )
-# MRPC comes as Microsoft's original files, or as GLUE's own three made from them.
+# MRPC is distributed as Microsoft's original files, or as GLUE's three files made from them.
 _MRPC = Task(
     "glue/mrpc",
     ("MRPC",),
@@ -125,31 +143,36 @@ TASKS: dict[str, tuple[Task, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The file that a split is read from."""
+    """The file that a split is read from.
+
+    Attributes:
+      path: the file.
+      sample: whether it is a sample of the official file.
+    """
 
     path: pathlib.Path
     sample: bool
 
     @property
     def format(self) -> str:
-        """`tsv` (also `.txt`), `jsonl` or `json`, compressed or not."""
+        """`tsv` (also for `.txt`), `jsonl` or `json`, compressed or not."""
         suffix = pathlib.Path(self.path.name.removesuffix(".gz")).suffix
         return {".txt": "tsv"}.get(suffix, suffix[1:])
 
 
 def find_folder(root: pathlib.Path, task: Task) -> pathlib.Path | None:
-    """The task's folder under `root`, upper or lower case, or None."""
-    present = {child.name.lower(): child for child in root.iterdir() if child.is_dir()} | {
+    """Returns the task's directory in `root`, regardless of upper and lower case, or None."""
+    directories = {child.name.lower(): child for child in root.iterdir() if child.is_dir()} | {
         ".": root
     }
-    return next((present[n.lower()] for n in task.folders if n.lower() in present), None)
+    return next((directories[n.lower()] for n in task.folders if n.lower() in directories), None)
 
 
 def find_file(folder: pathlib.Path, split: Split) -> Source | None:
-    """The split's official file, else a sample of it, else None.
+    """Returns the split's official file, else a sample of it, else None.
 
     Raises:
-      PermissionError: the folder cannot be read.
+      PermissionError: the directory cannot be read.
     """
     official = [f"{split.stem}.{kind}" for kind in ("tsv", "jsonl", "json", "txt")]
     official += split.also
@@ -165,12 +188,12 @@ def find_file(folder: pathlib.Path, split: Split) -> Source | None:
 
 
 def _matches(folder: pathlib.Path, patterns: list[str]) -> Iterator[pathlib.Path]:
-    names = sorted(os.listdir(folder))  # `glob` would take a folder it cannot read for empty
+    names = sorted(os.listdir(folder))  # `glob` ignores an unreadable directory
     for pattern in patterns:
-        for kind in (pattern, pattern + ".gz"):
-            yield from (folder / name for name in names if fnmatch.fnmatchcase(name, kind))
+        for name_pattern in (pattern, pattern + ".gz"):
+            yield from (folder / name for name in names if fnmatch.fnmatchcase(name, name_pattern))
 
 
 def find_sibling(path: pathlib.Path, names: tuple[str, ...]) -> pathlib.Path | None:
-    """The first of `names`, plain or gzip, in the folder of `path`."""
+    """Returns the first of `names`, plain or gzip, in the directory of `path`, or None."""
     return next(_matches(path.parent, list(names)), None)

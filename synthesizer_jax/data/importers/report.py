@@ -1,4 +1,4 @@
-"""What an import found, wrote and missed."""
+"""Reports of imports."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True)
 class SplitReport:
-    """One split of one configuration.
+    """The report of one split of one configuration.
 
     Attributes:
-      task: the folder name of the task in the original distribution, such as `CoLA`.
-      config: the TFDS data set it belongs to, such as `glue/cola`.
+      task: the name of the task's directory in the original distribution, such as `CoLA`.
+      config: the TFDS data set that it belongs to, such as `glue/cola`.
       split: the TFDS split, such as `validation_matched`.
       status: `complete` (the published size), `subset` (a known sample, any size) or `missing`.
-      rows: examples written.
-      dropped: rows of the file that TFDS itself leaves out.
-      file: the original file, None when missing.
+      rows: number of examples written.
+      dropped: number of rows of the file that TFDS drops.
+      file: the original file; None if missing.
     """
 
     task: str
@@ -31,12 +31,12 @@ class SplitReport:
 
 @dataclasses.dataclass(frozen=True)
 class ImportReport:
-    """The outcome of one import, split by split.
+    """The report of an import.
 
     Attributes:
-      benchmark: `glue` or `super_glue`.
-      data_dir: where the TFDS data sets lie.
-      splits: one entry for every split that the benchmark has.
+      benchmark: name of the benchmark or corpus.
+      data_dir: the directory of the TFDS data sets.
+      splits: a report of every split of the benchmark.
     """
 
     benchmark: str
@@ -44,7 +44,7 @@ class ImportReport:
     splits: tuple[SplitReport, ...]
 
     def lines(self) -> Iterator[str]:
-        """The report as aligned plain text, one line a split, a summary last."""
+        """Yields the report as aligned plain text: one line per split, then a summary."""
         width = max((len(f"{s.config}:{s.split}") for s in self.splits), default=0)
         for split in self.splits:
             name = f"{split.config}:{split.split}".ljust(width)
@@ -53,8 +53,8 @@ class ImportReport:
                 continue
             dropped = f", {split.dropped} dropped" if split.dropped else ""
             yield f"{name}  {split.status:8}  {split.rows:>7,} rows{dropped}  {split.file}"
-        found = [s for s in self.splits if s.file is not None]
+        present = [s for s in self.splits if s.file is not None]
         yield (
-            f"{self.benchmark}: {len(found)} of {len(self.splits)} splits, "
-            f"{sum(s.rows for s in found):,} rows, in {self.data_dir}"
+            f"{self.benchmark}: {len(present)} of {len(self.splits)} splits, "
+            f"{sum(s.rows for s in present):,} rows, in {self.data_dir}"
         )

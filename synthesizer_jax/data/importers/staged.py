@@ -1,10 +1,10 @@
-"""A checked copy of one original file, in the exact form TFDS's own reader expects."""
+"""Checked copies of original files, in the exact format of TFDS's readers."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Any
+from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,13 +12,13 @@ class Staged:
     """A file that TFDS can read.
 
     Attributes:
-      source: the original file, for messages.
-      arguments: of the TFDS builder's `_generate_examples`.
-      rows: examples that TFDS will make of it.
-      dropped: rows that TFDS will leave out.
+      source: the original file, for error messages.
+      arguments: arguments of the TFDS builder's `_generate_examples`.
+      rows: number of examples that TFDS makes of the file.
+      dropped: number of rows that TFDS drops.
     """
 
     source: pathlib.Path
-    arguments: dict[str, Any]
+    arguments: Mapping[str, object]
     rows: int
     dropped: int = 0

@@ -1,0 +1,129 @@
+"""Explanations of attention calls: which implementation runs, and why not another."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+
+import jax
+
+from synthesizer_jax.typing import PyTree
+
+_log = logging.getLogger("synthesizer_jax.attention")
+
+_explanations: contextvars.ContextVar[list[Explanation] | None] = contextvars.ContextVar(
+    "explanations", default=None
+)
+
+_platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
+
+_retraced = jax.make_user_context(default_value=None)
+"""Compiled functions that have run already are traced again where its value is new."""
+
+_calls = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """How one call of `attend` is computed.
+
+    Attributes:
+      route: ``static``, ``fused``, ``banded``, ``cudnn`` or ``reference``, see `attend`; ``flax`` where
+        `attention_fn` leaves the computation to Flax's function.
+      kernel: what runs it on the platform.
+      platform: ``cpu``, ``gpu`` or ``tpu``.
+      shape: batch, queries, keys and heads, on all devices.
+      unpacked: the examples of packed rows become rows of their own first.
+      divided: the mesh axes that divide batch, heads and sequence.
+      kept_bytes: what the backward pass keeps, on all devices; None where it was not asked for.
+      obstacles: why other routes and kernels do not run, by name.
+    """
+
+    route: str
+    kernel: str
+    platform: str
+    shape: tuple[int, int, int, int]
+    unpacked: bool
+    divided: dict[str, tuple[str, ...]]
+    kept_bytes: int | None
+    obstacles: dict[str, str]
+
+    def __str__(self) -> str:
+        batch, queries, keys, heads = self.shape
+        over = ", ".join(f"{name} over {'+'.join(axes)}" for name, axes in self.divided.items())
+        kept = "" if self.kept_bytes is None else f"; keeps {self.kept_bytes / 2**20:.1f} MiB"
+        lines = [
+            f"{self.route} route on {self.platform}, {self.kernel}: batch {batch}, {heads} heads, "
+            f"{queries} queries, {keys} keys"
+            + (", unpacked" if self.unpacked else "")
+            + (f"; {over}" if over else "")
+            + kept
+        ]
+        return "\n".join(lines + [f"  not {name}: {why}" for name, why in self.obstacles.items()])
+
+
+def log_external_call(
+    route: str, kernel: str, function: Callable[..., jax.Array], *args: PyTree
+) -> None:
+    """Records a call of another library's attention, ``function(query, key, value, ...)``."""
+    query, key, value, *rest = args
+    batch, queries, heads, _ = query.shape
+    log_call(
+        lambda: Explanation(
+            route=route,
+            kernel=kernel,
+            platform=explained_platform(),
+            shape=(batch, queries, key.shape[1], heads),
+            unpacked=False,
+            divided={},
+            kept_bytes=None,
+            obstacles={
+                "engine": "it has no dropout of single weights, no precision and no other einsums"
+            },
+        ),
+        lambda: jax.vjp(lambda *x: function(*x, *rest), query, key, value)[1],
+    )
+
+
+def log_call(make: Callable[[], Explanation], residuals: Callable[[], PyTree]) -> None:
+    """Records how a call is computed: a line in the log, and an entry of what `explain` returns.
+
+    Args:
+      make: returns the explanation, without `Explanation.kept_bytes`.
+      residuals: returns what the backward pass keeps, a tree of arrays.
+    """
+    explanations = _explanations.get()
+    if explanations is None and not _log.isEnabledFor(logging.DEBUG):
+        return
+    explanation = make()
+    _log.debug("attend: %s", str(explanation).partition("\n")[0])
+    if explanations is not None:
+        leaves = jax.tree.leaves(jax.eval_shape(residuals))
+        size = sum(x.size * x.dtype.itemsize for x in leaves)
+        explanations.append(dataclasses.replace(explanation, kept_bytes=size))
+
+
+def explained_platform() -> str:
+    """Returns the platform that `explain` asks about, by default the one that JAX uses."""
+    return _platform.get() or jax.default_backend()
+
+
+@contextlib.contextmanager
+def collect_explanations(platform: str | None) -> Iterator[list[Explanation]]:
+    """Yields a list that receives an explanation of every call of attention.
+
+    Args:
+      platform: ``cpu``, ``gpu`` or ``tpu``; None: the one that JAX uses.
+    """
+    explanations: list[Explanation] = []
+    tokens = _explanations.set(explanations), _platform.set(platform)
+    try:
+        with _retraced(next(_calls)):
+            yield explanations
+    finally:
+        _explanations.reset(tokens[0])
+        _platform.reset(tokens[1])

@@ -1,0 +1,126 @@
+"""Logits that depend on the distance from query to key only."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+
+from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.terms.base import Term, check_rank, logits_dtype
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Relative(Term):
+    """Logits that depend on ``key - query`` only: T5's relative bias, ALiBi, log-Gaussian.
+
+    Attributes:
+      logits: ``[h, n]``; column j belongs to ``key - query = j + first``.
+      first: the distance of the first column.
+    """
+
+    logits: Annotated[jax.Array, "h", None]
+    first: int = dataclasses.field(metadata={"static": True})
+
+    linear = "logits"
+
+    def has_absolute_positions(self, mask: Mask) -> tuple[bool, bool]:
+        return not mask.self_attention, not mask.self_attention
+
+    def as_float(self) -> Relative:
+        if jnp.issubdtype(self.logits.dtype, jnp.inexact):
+            return self
+        return Relative(self.logits.astype(jnp.float32), self.first)
+
+    def materialize(
+        self, *, q_length: int, k_length: int, query_offset: int | jax.Array
+    ) -> jax.Array:
+        return expand_diagonals(
+            diagonals(self, q_length, k_length, query_offset=query_offset), q_length
+        )[None]
+
+    def cover_distances(
+        self, *, q_length: int, k_length: int, segment: tuple[int, int]
+    ) -> Relative:
+        """Extends the logits by zeros to distances that no segment reaches."""
+        last = self.first + self.logits.shape[1] - 1
+        if self.first > 1 - segment[0] or last < segment[1] - 1:
+            return self  # too short: `diagonals` raises the error
+        before, after = max(0, self.first - 1 + q_length), max(0, k_length - 1 - last)
+        logits = jnp.pad(self.logits, ((0, 0), (before, after)))
+        return Relative(logits, self.first - before)
+
+    def shard_queries(
+        self,
+        first: jax.Array,
+        *,
+        count: int,
+        q_length: int,
+        k_length: int,
+        query_offset: int | jax.Array,
+    ) -> Relative:
+        columns = diagonals(self, q_length, k_length, query_offset=query_offset)
+        start, size = q_length - count - first, count + k_length - 1
+        return Relative(jax.lax.dynamic_slice_in_dim(columns, start, size, axis=1), 1 - count)
+
+
+def relative(logits: jax.Array, *, first: int) -> Relative:
+    """Returns a checked `Relative` of logits ``[h, n]``; column 0 is ``key - query = first``."""
+    check_rank("relative: logits", logits, "[heads, distances]", rank=2)
+    return Relative(logits, operator.index(first))
+
+
+def add_relative(x: Relative, y: Relative) -> Relative:
+    """Returns the sum over the distances that both terms cover."""
+    first = max(x.first, y.first)
+    end = min(t.first + t.logits.shape[1] for t in (x, y))
+    x_logits, y_logits = (t.logits[:, first - t.first : end - t.first] for t in (x, y))
+    return Relative(x_logits + y_logits, first)
+
+
+def diagonals(
+    term: Relative, q_length: int, k_length: int, *, query_offset: int | jax.Array = 0
+) -> jax.Array:
+    """Returns the columns that a block of logits needs, ``[h, q + k - 1]`` float32.
+
+    If a traced `query_offset` leads beyond the term, they are NaN.
+
+    Raises:
+      ValueError: the term does not reach from the last query to the first key, or from the first
+        query to the last key.
+    """
+    needed = q_length + k_length - 1
+    start = 1 - q_length - query_offset - term.first
+    logits = term.logits.astype(logits_dtype(term.logits))
+    if not isinstance(start, int):
+        fits = (start >= 0) & (start + needed <= logits.shape[1])
+        if needed > logits.shape[1]:
+            return jnp.full((logits.shape[0], needed), jnp.nan, logits.dtype)
+        columns = jax.lax.dynamic_slice_in_dim(logits, start, needed, axis=1)
+        return jnp.where(fits, columns, jnp.nan)
+    if start < 0 or start + needed > logits.shape[1]:
+        first = start + term.first
+        raise ValueError(
+            f"relative: logits cover key - query from {term.first} to "
+            f"{term.first + logits.shape[1] - 1}, but the block needs {first} to "
+            f"{first + needed - 1}; give a column for each"
+        )
+    return jax.lax.slice_in_dim(logits, start, start + needed, axis=1)
+
+
+def expand_diagonals(columns: jax.Array, q_length: int) -> jax.Array:
+    """Expands diagonals ``[..., q + k - 1]`` to a block ``[..., q, k]``, as a reshape.
+
+    ``block[i, j] = columns[q - 1 + j - i]``; the transpose of this function sums a block along its
+    diagonals.
+    """
+    *lead, n = columns.shape
+    rows = jnp.broadcast_to(columns[..., None, :], (*lead, q_length, n))
+    flat = rows.reshape(*lead, q_length * n)
+    flat = jnp.pad(flat, [(0, 0)] * len(lead) + [(0, q_length)])
+    skewed = flat.reshape(*lead, q_length, n + 1)[..., : n + 1 - q_length]
+    return skewed[..., ::-1, :]

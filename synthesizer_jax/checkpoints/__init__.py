@@ -1,0 +1,1 @@
+"""Checkpoints of a run: saving, restoring, verification and retention."""

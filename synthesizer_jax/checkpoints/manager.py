@@ -1,0 +1,406 @@
+"""Saving, restoring and verification of a run's checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import ClassVar, Protocol, TypeVar
+
+import jax
+import orbax.checkpoint as ocp
+
+from synthesizer_jax.checkpoints import checksums
+from synthesizer_jax.checkpoints.contents import (
+    CONTENTS,
+    Contents,
+    DamagedError,
+    DataPosition,
+    FilesArgs,
+    FilesHandler,
+    position_files,
+    read_contents,
+)
+from synthesizer_jax.checkpoints.placement import OtherModelError, read_variables
+from synthesizer_jax.checkpoints.retention import Retention
+from synthesizer_jax.checkpoints.storage import (
+    as_storage_error,
+    finish_reads,
+    is_committed,
+    is_damage,
+    remove_unfinished,
+    renames_atomically,
+    set_aside,
+)
+from synthesizer_jax.files import absolute
+from synthesizer_jax.messages import one_line_error
+from synthesizer_jax.parameters import Variables
+from synthesizer_jax.registry import fields_of
+from synthesizer_jax.runtime import processes
+from synthesizer_jax.typing import PyTree
+
+
+class State(Protocol):
+    """A dataclass of pytrees of arrays."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[object]]]
+
+    @property
+    def step(self) -> PyTree:
+        """The number of finished steps, a scalar integer array."""
+
+
+S = TypeVar("S", bound=State)
+
+_log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints in a directory, numbered by step, written asynchronously and committed atomically.
+
+    Every checkpoint contains checksums, which are verified when it is read.
+
+    Args:
+      directory: the parent directory of the checkpoints.
+      keep_latest: number of newest checkpoints to keep.
+      keep_best: number of checkpoints with the best scores to keep in addition.
+      scores: scores of the steps that were already evaluated; `record_score` adds to them.
+      asynchronous: False finishes writing before `save` returns.
+    """
+
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        *,
+        keep_latest: int = 2,
+        keep_best: int = 1,
+        scores: Mapping[int, float] = {},
+        asynchronous: bool = True,
+    ):
+        self._retention = Retention(keep_latest, keep_best, dict(scores))
+        self._directory = absolute(directory)
+        self._asynchronous = asynchronous
+        self._begun: list[int] = []
+        # With named processes Orbax synchronizes through the coordination service. Otherwise it uses a
+        # collective, which would interleave with those of an evaluation if `StopSignal` saves.
+        self._processes = ocp.options.MultiprocessingOptions(
+            active_processes=set(range(jax.process_count()))
+        )
+        self._states = ocp.StandardCheckpointHandler(multiprocessing_options=self._processes)
+
+    @functools.cached_property
+    def _manager(self) -> ocp.CheckpointManager:
+        """Orbax's manager; creates the directory."""
+        if processes.is_process_zero():
+            self._directory.mkdir(parents=True, exist_ok=True)
+        processes.barrier("checkpoints")
+        atomicity = ocp.path.atomicity
+        return ocp.CheckpointManager(
+            self._directory,
+            item_names=("state", "data", CONTENTS),
+            item_handlers={
+                "state": self._states,
+                "data": FilesHandler(),
+                CONTENTS: FilesHandler(),
+            },
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=self._retention,
+                enable_async_checkpointing=self._asynchronous,
+                create=False,
+                multiprocessing_options=self._processes,
+                temporary_path_class=(
+                    atomicity.AtomicRenameTemporaryPath
+                    if renames_atomically(self._directory)
+                    else atomicity.CommitFileTemporaryPath
+                ),
+            ),
+        )
+
+    @property
+    def _has_manager(self) -> bool:
+        return "_manager" in vars(self)
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the finished checkpoints, oldest first."""
+        return finished_steps(self._directory)
+
+    @property
+    def latest(self) -> int | None:
+        """Step of the newest finished checkpoint; None if there is none."""
+        return max(self.steps, default=None)
+
+    def record_score(self, step: int, score: float) -> None:
+        """Records the score of a step; the next save or `prune` takes it into account."""
+        self._retention.scores[step] = score
+
+    def prune(self) -> None:
+        """Deletes the finished checkpoints that need not be kept."""
+        steps = processes.Exchange("prune").all_gather(self.steps)[0]
+        for step in sorted(set(steps) - self._retention.steps_to_keep(steps)):
+            self._manager.delete(step)
+
+    def save(self, state: State, stream: DataPosition | None) -> None:
+        """Starts to write a checkpoint unless the step has one; the state may be donated afterwards.
+
+        Args:
+          state: the state to save.
+          stream: the data stream, whose position is saved; None saves no position.
+        """
+        step, tree = int(state.step), _state_dict(state)
+        if step in self._begun or step in self._manager.all_steps():
+            return
+        if processes.is_process_zero():
+            remove_unfinished(self._directory / str(step))
+        position = {} if stream is None else position_files(stream)
+        files = {name: checksums.file_checksum(data) for name, data in position.items()}
+        contents = Contents(step, checksums.checksums(tree), files)
+        items: dict[str, ocp.args.CheckpointArgs] = {
+            "state": ocp.args.StandardSave(tree),
+            CONTENTS: FilesArgs(contents.to_files(jax.process_index())),
+        }
+        if stream is not None:
+            items["data"] = FilesArgs(position)
+        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        self._begun.append(step)
+
+    def take_newly_saved(self) -> list[int]:
+        """Returns the steps whose checkpoints were finished since the last call."""
+        if self._begun and self._manager.is_saving_in_progress():
+            done, self._begun = self._begun[:-1], self._begun[-1:]
+            return done
+        self.wait()  # raises errors of the background thread
+        done, self._begun = self._begun, []
+        return done
+
+    def restore_newest(self, abstract: S, stream: DataPosition | None) -> S | None:
+        """Restores the newest checkpoint that can be read; returns None if there are no checkpoints.
+
+        Newer checkpoints, which at least one process found damaged, are set aside as ``STEP.unreadable``
+        with a warning. None is renamed unless an older one was restored.
+
+        Args:
+          abstract: a state of `jax.ShapeDtypeStruct` with shardings.
+          stream: the data stream to move to the saved position; None ignores the position.
+
+        Raises:
+          ValueError: no checkpoint can be read, or they belong to another model or other data.
+          OSError: the storage failed; the checkpoints are unchanged.
+        """
+        damaged: dict[int, str] = {}
+        for step in reversed(self.steps):
+            state, problem = self._read(step, abstract, stream)
+            if problem is None:
+                self._set_aside(damaged)
+                return state
+            damaged[step] = problem
+        if damaged:
+            newest = max(damaged)
+            raise ValueError(
+                f"no checkpoint in {self._directory} can be read (tried "
+                f"{', '.join(map(str, damaged))}; {newest}: {damaged[newest]}); put a good copy in "
+                "its place, or start in a new --workdir"
+            )
+        return None
+
+    def _read(
+        self, step: int, abstract: S, stream: DataPosition | None
+    ) -> tuple[S | None, str | None]:
+        """Returns the state of a checkpoint, or the problem that some process found with it.
+
+        The processes do not synchronize while they read, so a failing process can notify the others.
+        """
+        directory = self._directory / str(step)
+        state: S | None = None
+        contents: Contents | None = None
+        problem, parts = None, {}
+        try:
+            contents = read_contents(directory)
+            state = self._restore(directory, abstract, stream=stream, contents=contents)
+            parts = checksums.checksums(_state_dict(state))
+        except Exception as error:  # damaged files raise errors of any type
+            if not is_damage(error) or not self._same_arrays(step, abstract):
+                raise as_storage_error(error, directory) from error
+            problem = one_line_error(error)
+        problem = _agreed_problem(problem, parts, contents)
+        return (state, None) if problem is None else (None, problem)
+
+    def _restore(
+        self,
+        directory: pathlib.Path,
+        abstract: S,
+        *,
+        stream: DataPosition | None,
+        contents: Contents | None,
+    ) -> S:
+        if stream is not None:
+            if contents is not None:
+                contents.check_files(directory / "data")
+            stream.restore(directory / "data")
+        arrays = ocp.args.StandardRestore(_state_dict(abstract))
+        with finish_reads():
+            tree = self._states.restore(directory / "state", args=arrays)
+        if int(tree["step"]) != int(directory.name):
+            raise DamagedError(f"{directory} holds step {int(tree['step'])}")
+        return dataclasses.replace(abstract, **tree)
+
+    def _set_aside(self, damaged: dict[int, str]) -> None:
+        """Renames damaged checkpoints.
+
+        Args:
+          damaged: the problem by step.
+        """
+        if not damaged:
+            return
+        with processes.process_zero_first("set aside"):
+            if processes.is_process_zero():
+                for step, problem in damaged.items():
+                    aside = _free_name(self._directory / f"{step}.unreadable")
+                    found = "checkpoint %d cannot be read and is set aside as %s (%s)"
+                    _log.warning(found, step, aside, problem)
+                    set_aside(self._directory / str(step), aside)
+        if self._has_manager:
+            self._manager.reload()
+
+    def _same_arrays(self, step: int, abstract: State) -> bool:
+        """Returns False if a checkpoint's metadata is readable and lists arrays of other shapes."""
+        try:
+            with finish_reads():
+                directory = self._directory / str(step) / "state"
+                listed = ocp.PyTreeCheckpointHandler().metadata(directory)
+            shapes = [m.shape for m in jax.tree.leaves(listed.tree)]
+        except Exception:  # see `_read`
+            return True
+        wanted = [x.shape for x in jax.tree.leaves(_state_dict(abstract))]
+        return sorted(map(tuple, shapes)) == sorted(map(tuple, wanted))
+
+    def wait(self) -> None:
+        """Waits until all checkpoints are written."""
+        if self._has_manager:
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits until all checkpoints are written and stops the manager's threads."""
+        if self._has_manager:
+            self._manager.close()
+
+
+def _free_name(path: pathlib.Path) -> pathlib.Path:
+    """Returns the path, or the first of ``path-2``, ``path-3``, … that does not exist."""
+    names = itertools.chain(
+        [path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
+    )
+    return next(name for name in names if not name.exists())
+
+
+def _state_dict(state: State) -> dict[str, PyTree]:
+    return fields_of(state)
+
+
+def restore_variables(
+    directory: pathlib.Path, *, step: int | None = None, layout: Variables | None = None
+) -> tuple[int, Variables]:
+    """Restores only the parameters and constants of a checkpoint.
+
+    If the newest checkpoint cannot be read, the next older one is used, with a warning. If a running
+    training deletes the checkpoint in the meantime, another one is used.
+
+    Args:
+      directory: the ``checkpoints`` directory of a run.
+      step: the step to restore; None is the newest one that can be read.
+      layout: ``{"params": ..., "constants": ...}`` of `jax.ShapeDtypeStruct` with shardings over the
+        devices of any processes; None restores the saved arrays on one device of this process.
+
+    Returns:
+      The step, and ``{"params": ..., "constants": ...}``.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      ValueError: the checkpoint cannot be read, or belongs to another model than the layout.
+    """
+    tried: dict[int, str] = {}
+    while (number := _newest(directory, step, tried)) is not None:
+        variables, problem = _read_variables(directory / str(number), layout)
+        if problem is None:
+            for damaged in sorted(set(tried) & set(finished_steps(directory))):
+                found = "%s cannot be read (%s); step %d is used"
+                _log.warning(found, directory / str(damaged), tried[damaged], number)
+            return number, variables
+        tried[number] = problem
+    there = finished_steps(directory)
+    others = ", ".join(str(s) for s in there if s not in tried)
+    if not any(s in there for s in tried):  # or all were deleted in the meantime
+        if step is None or not there:
+            raise FileNotFoundError(f"{directory} has no checkpoint yet; train first")
+        raise FileNotFoundError(
+            f"{directory} has no checkpoint {step}; give --step with one of {others}"
+        )
+    worst = max(tried)
+    raise ValueError(
+        f"the checkpoint {directory / str(worst)} cannot be read ({tried[worst]}); "
+        + (f"choose another with --step, of {others}" if others else "put a good copy in its place")
+    )
+
+
+def _newest(directory: pathlib.Path, step: int | None, tried: dict[int, str]) -> int | None:
+    """Returns the newest untried checkpoint, or `step`, as process zero sees it; None if there is none."""
+    steps = [s for s in finished_steps(directory) if s not in tried and step in (None, s)]
+    newest: int | None = processes.Exchange("newest").all_gather(max(steps, default=None))[0]
+    return newest
+
+
+def _read_variables(
+    checkpoint: pathlib.Path, layout: Variables | None
+) -> tuple[Variables, str | None]:
+    """Reads and verifies variables; also returns the problem that some process found, or None."""
+    variables: Variables = {}
+    contents: Contents | None = None
+    problem, parts = None, {}
+    try:
+        contents = read_contents(checkpoint)
+        variables = read_variables(checkpoint, layout)
+        parts = checksums.checksums(variables)
+    except Exception as error:  # damaged files raise errors of any type
+        if isinstance(error, OtherModelError) or not is_damage(error):
+            raise as_storage_error(error, checkpoint) from error
+        problem = one_line_error(error)
+    problem = _agreed_problem(problem, parts, contents, divided=layout is not None)
+    return variables, problem
+
+
+def _agreed_problem(
+    problem: str | None, parts: dict[str, int], contents: Contents | None, *, divided: bool = True
+) -> str | None:
+    """Returns the first problem of any process, or a mismatch of the checksums; None if there is none.
+
+    All processes call this function and get the same result.
+
+    Args:
+      problem: the problem that this process found, if any.
+      parts: this process's part of the checksums of the arrays that were read.
+      contents: the saved checksums, if any.
+      divided: whether the arrays are sharded over the processes; False if every process read all of them.
+    """
+    found = processes.Exchange("read").all_gather((problem, parts))
+    problems = [p for p, _ in found if p is not None]
+    if problems or contents is None:
+        return problems[0] if problems else None
+    try:
+        contents.check_arrays(
+            checksums.combine_checksums([p for _, p in found] if divided else [parts])
+        )
+    except DamagedError as error:
+        return one_line_error(error)
+    return None
+
+
+def finished_steps(directory: pathlib.Path) -> list[int]:
+    """Returns the steps of the committed checkpoints in a directory, oldest first."""
+    if not directory.is_dir():
+        return []
+    numbered = [p for p in directory.iterdir() if re.fullmatch("0|[1-9][0-9]*", p.name)]
+    return sorted(int(p.name) for p in numbered if p.is_dir() and is_committed(p))

@@ -1,0 +1,128 @@
+"""Restoring a trained model on other devices than those that trained it."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+
+import flax.linen as nn
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+
+from synthesizer_jax.checkpoints.storage import finish_reads
+from synthesizer_jax.files import absolute
+from synthesizer_jax.parameters import Variables, abstract_variables
+from synthesizer_jax.sharding import MeshShape, make_mesh, shardings
+from synthesizer_jax.typing import PyTree
+
+
+def place_variables(
+    model: nn.Module,
+    tokens: tuple[jax.ShapeDtypeStruct, ...],
+    shape: MeshShape,
+    *,
+    devices: list[jax.Device] | None = None,
+) -> tuple[Mesh, Variables]:
+    """Returns a mesh over all devices and the layout of a model's variables on it.
+
+    The shape of the mesh is the first that fits: the given one; the same sharding of the model with
+    another number of replicas; or ``fsdp`` over as many devices as the sizes of the parameters allow.
+
+    Args:
+      model: an unbound model.
+      tokens: abstract arguments of the model.
+      shape: shape of the mesh of the training.
+      devices: the devices; None is all of them.
+
+    Returns:
+      The mesh, and ``{"params": ..., "constants": ...}`` of `jax.ShapeDtypeStruct` with shardings.
+
+    Raises:
+      ValueError: the model fits no mesh of these devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    shapes, axes = abstract_variables(model, *tokens)
+    problem: ValueError | None = None
+    for candidate in candidate_meshes(shape, len(devices)):
+        try:
+            mesh = make_mesh(candidate, devices)
+            places = shardings(axes, shapes, mesh)
+        except ValueError as error:
+            problem = error
+            continue
+        layout = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places
+        )
+        return mesh, layout
+    raise ValueError(f"the model fits no mesh of {len(devices)} devices: {problem}")
+
+
+def candidate_meshes(shape: MeshShape, devices: int) -> Iterator[MeshShape]:
+    """Yields the meshes to try for a model that was trained on a mesh of the given shape."""
+    yield shape
+    parts = (shape.fsdp, shape.tensor, shape.sequence)
+    yield dataclasses.replace(
+        MeshShape(),
+        data=1 if -1 in parts else -1,
+        fsdp=parts[0],
+        tensor=parts[1],
+        sequence=parts[2],
+    )
+    yield from (MeshShape(fsdp=n) for n in range(devices, 0, -1) if devices % n == 0)
+
+
+class OtherModelError(ValueError):
+    """A checkpoint belongs to another model."""
+
+
+def read_variables(checkpoint: pathlib.Path, layout: Variables | None) -> Variables:
+    """Reads parameters and constants of a checkpoint, without synchronization of the processes.
+
+    Args:
+      checkpoint: directory of the step.
+      layout: see `place_variables`; None reads the saved arrays to one device of this process.
+
+    Raises:
+      OtherModelError: the arrays do not have the shapes of the layout.
+      Exception: Orbax cannot read the files; the type of the error depends on the damage.
+    """
+    path = absolute(checkpoint / "state")
+    reader = ocp.PyTreeCheckpointHandler()  # a checkpointer would synchronize the processes
+    with finish_reads():
+        tree: PyTree = reader.metadata(path).tree
+    abstract = {k: tree[k] for k in ("params", "constants") if tree.get(k)}
+    if layout is None:
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        abstract = jax.tree.map(
+            lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=device), abstract
+        )
+    else:
+        wanted = {k: v for k, v in layout.items() if v}
+        _check_shapes(abstract, wanted, checkpoint)
+        abstract = wanted
+    arguments = ocp.args.PyTreeRestore(
+        item=abstract,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+        partial_restore=True,
+    )
+    with finish_reads():
+        return reader.restore(path, args=arguments)
+
+
+def _check_shapes(saved: Variables, wanted: Variables, checkpoint: pathlib.Path) -> None:
+    """Raises an `OtherModelError` for the first array that is missing or has another shape."""
+    there, here = (
+        {
+            jax.tree_util.keystr(path, simple=True, separator="/"): tuple(x.shape)
+            for path, x in jax.tree.leaves_with_path(tree)
+        }
+        for tree in (saved, wanted)
+    )
+    if different := sorted(name for name, _ in there.items() ^ here.items()):
+        name = different[0]
+        raise OtherModelError(
+            f"{checkpoint} belongs to another model: {name} is {there.get(name, 'absent')} there and "
+            f"{here.get(name, 'absent')} in this run"
+        )

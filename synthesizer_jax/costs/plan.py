@@ -1,0 +1,312 @@
+"""The memory that a training step needs on every chip, from shapes alone, without devices."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+from jax.sharding import AbstractMesh, AxisType
+
+from synthesizer_jax.costs.chips import Topology, tiled_bytes
+from synthesizer_jax.costs.utilization import step_flops
+from synthesizer_jax.models import TextToText, stacks_of
+from synthesizer_jax.models.stack import REMAT_POLICIES
+from synthesizer_jax.optimizers.adafactor import TABLE
+from synthesizer_jax.parameters import Variables, abstract_variables, is_axes
+from synthesizer_jax.registry import replace
+from synthesizer_jax.sharding import (
+    BATCH_AXES,
+    MeshShape,
+    check_batch,
+    uses_whole_dimensions,
+)
+from synthesizer_jax.training.experiment import Experiment
+from synthesizer_jax.training.state import Layout, example_tokens, make_layout
+from synthesizer_jax.training.step import loss_sums
+from synthesizer_jax.training.trainer import abstract_batch
+from synthesizer_jax.typing import PyTree
+
+REMATS: tuple[str | None, ...] = (None, "dots", "dots_with_no_batch_dims", "full")
+"""Values of `Stack.remat`, from the most memory and the least recomputation to the opposite."""
+
+assert set(REMATS) == {None, *REMAT_POLICIES}
+
+ArrayCounts = collections.Counter[tuple[tuple[int, ...], np.dtype]]
+"""Number of arrays by shape and dtype."""
+
+USABLE = 0.95
+"""The fraction of a chip's memory that a plan may fill. Compiled steps needed 0.89 to 1.01 of the planned
+memory (docs/tpu.md)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryNeeds:
+    """The memory that a step needs on one device, in bytes.
+
+    The sizes of arrays that exist between steps include the padding of their tiles (`tiled_bytes`).
+
+    Attributes:
+      parameters: parameters and constants.
+      optimizer: the optimizer's state.
+      gradients: float32 gradients, sharded like the parameters; with micro-batches also their sum.
+      gathered: the largest layer, embedding or output projection that ``fsdp`` shards, gathered, and
+        its gradient before the reduce-scatter.
+      copies: parameters in the dtype of the computation that are kept for the backward pass.
+      activations: other residuals of one micro-batch. That ``tensor`` and ``sequence`` shard some of
+        them is ignored.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    gathered: int
+    copies: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """The sum of all fields."""
+        return sum(dataclasses.astuple(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """The memory and the time that a training step needs on a topology.
+
+    Attributes:
+      topology: the chips.
+      mesh: sizes of the mesh axes by name.
+      whole_axes: whether every mesh axis consists of whole dimensions of a slice and therefore uses all
+        of their links.
+      rows: rows of a micro-batch on one device.
+      needs: the memory that one device needs.
+      capacity: the memory of one device in bytes.
+      flops: floating-point operations of a step on all devices.
+    """
+
+    topology: Topology
+    mesh: dict[str, int]
+    whole_axes: bool
+    rows: int
+    needs: MemoryNeeds
+    capacity: int
+    flops: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether at most `USABLE` of the memory is needed."""
+        return self.needs.total <= USABLE * self.capacity
+
+    @property
+    def seconds(self) -> float:
+        """Duration of a step at the chips' peak rate."""
+        return self.flops / (self.topology.chips * self.topology.chip.flops)
+
+
+def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
+    """Returns the plan of an experiment on a topology.
+
+    Raises:
+      ValueError: the mesh does not fit the topology, or the batch cannot be divided over it.
+    """
+    mesh = _abstract_mesh(experiment.mesh, topology)
+    data, training = experiment.data, experiment.training
+    check_batch(data.batch_size, mesh, micro_batches=training.micro_batches)
+    ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    rows = data.batch_size // ways // training.micro_batches
+    tokens = example_tokens(data.inputs_length, data.targets_length)
+    _, layout = make_layout(experiment.model, training.optimizer, tokens=tokens, mesh=mesh)
+    state = layout.abstract
+    parameters = _shard_bytes(state.params)
+    # The result is cached: meshes with the same number of rows per device share a trace.
+    copies, activations = _residual_bytes(replace(experiment, mesh=MeshShape()), rows)
+    return MemoryPlan(
+        topology=topology,
+        mesh=dict(mesh.shape),
+        whole_axes=uses_whole_dimensions(
+            experiment.mesh.sizes(topology.devices, topology.slices)[0], topology
+        ),
+        rows=rows,
+        needs=MemoryNeeds(
+            parameters=parameters + _shard_bytes(state.constants),
+            optimizer=_shard_bytes(state.opt_state),
+            gradients=parameters * (1 if training.micro_batches == 1 else 2),
+            gathered=_gathered_bytes(layout, experiment.model),
+            copies=copies // (mesh.shape["fsdp"] * mesh.shape["tensor"]),
+            activations=activations,
+        ),
+        capacity=topology.chip.memory // topology.chip.devices,
+        flops=step_flops(
+            experiment.model,
+            batch_size=data.batch_size,
+            inputs=data.inputs_length,
+            targets=data.targets_length,
+        ),
+    )
+
+
+def unsplit_sizes(topology: Topology) -> list[tuple[int, int]]:
+    """Returns sizes of ``fsdp`` and ``tensor`` that use a whole slice and split none of its dimensions."""
+    devices = topology.devices // topology.slices
+    pairs = ((devices // t, t) for t in range(1, devices + 1) if devices % t == 0)
+    return [(f, t) for f, t in pairs if uses_whole_dimensions((1, f, t, 1), topology)]
+
+
+def _abstract_mesh(shape: MeshShape, topology: Topology) -> AbstractMesh:
+    within, between = shape.sizes(topology.devices, topology.slices)
+    sizes = tuple(a * b for a, b in zip(within, between, strict=True))
+    return AbstractMesh(sizes, shape.axis_names, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _shard_bytes(tree: PyTree) -> int:
+    """Returns the bytes of one device's shards of abstract arrays with shardings."""
+    return sum(
+        tiled_bytes(x.sharding.shard_shape(x.shape), x.dtype.itemsize)
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def _gathered_bytes(layout: Layout, model: TextToText) -> int:
+    """Returns `MemoryNeeds.gathered`.
+
+    The tables of a layer and their gradients are gathered in float32, its kernels in the dtype of the
+    computation. The gradients of embedding and output projection are float32.
+    """
+    size, layered = jnp.dtype(model.dtype).itemsize, stacks_of(model)
+    found = collections.Counter[tuple[object, ...]]()
+    axes = jax.tree.leaves(layout.axes, is_leaf=is_axes)
+    leaves = jax.tree.leaves_with_path(layout.abstract.params)
+    for (path, x), names in zip(leaves, axes, strict=True):
+        sharding = x.sharding
+        if "fsdp" not in sharding.spec:
+            continue
+        whole = math.prod(sharding.shard_shape(x.shape)) * sharding.mesh.shape["fsdp"]
+        if path[0].key in layered:
+            layers = x.shape[0] if names[0] == "layers" else 1
+            found[path[:2]] += 2 * (4 if TABLE & set(names) else size) * whole // layers
+        else:
+            found[path[:1]] += (size + 4) * whole
+    return max(found.values(), default=0)
+
+
+@functools.lru_cache(maxsize=32)
+def _residual_bytes(experiment: Experiment, rows: int) -> tuple[int, int]:
+    """Returns the bytes that the forward pass of `rows` rows keeps for the backward pass.
+
+    Returns:
+      The bytes of copies of parameters, which a mesh shards, and of all other residuals: activations, and
+      values computed from embeddings and from tables over positions. Neither includes the parameters.
+    """
+    model, data = experiment.model, experiment.data
+    tokens = example_tokens(data.inputs_length, data.targets_length)
+    variables, axes = abstract_variables(model, *tokens)
+    names = jax.tree.leaves(axes["params"], is_leaf=is_axes)
+    params = zip(jax.tree.leaves_with_path(variables["params"]), names, strict=True)
+    own = stacks_of(model)
+    kernels = [x for (path, x), n in params if path[0].key in own and not TABLE & set(n)]
+
+    def is_copy(shape: tuple[int, ...], dtype: np.dtype) -> bool:
+        """Whether an array is a layer's kernel, possibly with adjacent axes merged."""
+        return dtype == jnp.dtype(model.dtype) and any(
+            math.prod(shape) == x.size and _leading_sizes(shape) <= _leading_sizes(x.shape)
+            for x in kernels
+        )
+
+    found, more = (residuals(experiment, variables, n) for n in (rows, rows + 1))
+    fixed = found & more  # an activation may have a kernel's shape, but grows with the rows
+    copies = _num_bytes(collections.Counter({k: n for k, n in fixed.items() if is_copy(*k)}))
+    return copies, _num_bytes(found) - copies
+
+
+def _leading_sizes(shape: tuple[int, ...]) -> set[int]:
+    """Returns the products of the first one, two, … dimensions of a shape."""
+    return set(itertools.accumulate(shape, operator.mul))
+
+
+def residuals(experiment: Experiment, variables: Variables, rows: int) -> ArrayCounts:
+    """Counts the arrays that the forward pass of `rows` rows keeps for the backward pass."""
+    model, data, training = experiment.model, experiment.data, experiment.training
+    config = dataclasses.replace(data, batch_size=rows, shards=1)
+    batch = abstract_batch(config)
+    used = {name: variables[name] for name in ("params", "constants") if variables.get(name)}
+
+    def forward(variables: Variables, batch: dict[str, jax.Array], key: jax.Array) -> PyTree:
+        def loss(params: PyTree) -> jax.Array:
+            sums = loss_sums(
+                model,
+                {**variables, "params": params},
+                batch,
+                z_loss=training.z_loss,
+                label_smoothing=training.label_smoothing,
+                dropout_key=key,
+                max_segments=data.segments_per_row if data.pack else None,
+            )
+            return sums.total + sums.penalty
+
+        return jax.vjp(loss, variables["params"])[1]
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    jaxpr = jax.make_jaxpr(forward)(used, batch, key).jaxpr
+    left = {v for v in jaxpr.outvars if isinstance(v, jex_core.Var)} - set(jaxpr.invars)
+    arrays = [v.aval for v in left if isinstance(v.aval, jax.core.ShapedArray)]
+    return collections.Counter((array.shape, array.dtype) for array in arrays)
+
+
+def _num_bytes(counts: ArrayCounts) -> int:
+    def size(dtype: np.dtype) -> int:
+        is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)  # two 32-bit words
+        return 8 if is_key else dtype.itemsize
+
+    return sum(n * math.prod(shape) * size(dtype) for (shape, dtype), n in counts.items())
+
+
+def advise(experiment: Experiment, topology: Topology) -> list[tuple[Experiment, MemoryPlan]]:
+    """Returns variants of an experiment that fit into a topology's memory, the cheapest first.
+
+    Tries data parallelism alone, parameters sharded over all devices of a slice (or over as many as
+    divide the model's width), and tensor parallelism over 2, 4 and 8 devices in addition, with each of
+    the `REMATS`.
+
+    Returns:
+      For every mesh the first variant that fits, and its plan.
+    """
+    found = []
+    for mesh in candidate_meshes(topology, experiment.model.d_model):
+        for remat in REMATS:
+            changed = replace(with_remat(experiment, remat), mesh=mesh)
+            try:
+                plan = make_plan(changed, topology)
+            except ValueError:  # the batch or a parameter cannot be divided
+                break
+            if plan.fits:
+                found.append((changed, plan))
+                break
+    return found
+
+
+def candidate_meshes(topology: Topology, width: int) -> list[MeshShape]:
+    """Returns the meshes to try for a model of some width, the cheapest in communication first."""
+    found = [MeshShape()]
+    devices = topology.devices // topology.slices
+    for tensor in (1, 2, 4, 8):
+        left = devices // tensor
+        fsdp = math.gcd(left, width)
+        if devices % tensor == 0 and fsdp * tensor > 1:
+            shape = (1, -1) if fsdp == left else (-1, fsdp)
+            found.append(MeshShape(*shape, tensor=tensor))
+    return found
+
+
+def with_remat(experiment: Experiment, remat: str | None) -> Experiment:
+    """Returns the experiment with another `Stack.remat` in all stacks."""
+    model = experiment.model
+    changed = {name: replace(stack, remat=remat) for name, stack in stacks_of(model).items()}
+    return replace(experiment, model=replace(model, **changed))

@@ -1,0 +1,189 @@
+"""The costs of a model, from shapes alone: parameters, floating-point operations, cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import TypeVar
+
+import jax
+from jax.extend import core as jex_core
+
+from synthesizer_jax.attention.derivatives import DifferentiableFunction
+from synthesizer_jax.models.stack import Stack
+from synthesizer_jax.models.text_to_text import DecodingCache, TextToText
+from synthesizer_jax.models.token_model import TokenModel, stacks_of
+from synthesizer_jax.parameters import Variables, abstract_variables, apply_method
+from synthesizer_jax.registry import replace
+from synthesizer_jax.typing import PyTree
+
+Model = TypeVar("Model", bound=TokenModel)
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """The costs of a model.
+
+    Attributes:
+      parameters: number of trainable parameters.
+      constants: number of saved but untrained values (Fixed Random tables).
+      tables_per_layer: number of parameters in the tables over query and key positions of the largest
+        layer; it grows with max_length².
+      positions: number of parameters in relative-bias tables and learned positions.
+      flops_per_token: floating-point operations of a forward pass (two per multiply-add) per token of
+        inputs and targets, for sequences of the lengths given to `summarize`.
+      cache_bytes_per_token: size of the decoder's cache per position and example.
+    """
+
+    parameters: int
+    constants: int
+    tables_per_layer: int
+    positions: int
+    flops_per_token: int
+    cache_bytes_per_token: int
+
+
+def summarize(model: TokenModel, *, inputs_length: int = 512, targets_length: int = 114) -> Summary:
+    """Returns the costs of a model without allocating arrays.
+
+    Args:
+      model: an unbound model.
+      inputs_length: number of encoder tokens for which operations are counted.
+      targets_length: number of decoder tokens for which operations are counted.
+    """
+    model = _scan_runs(model)
+    example = model.example(inputs_length, targets_length)
+    total = sum(tokens.shape[1] for tokens in example)
+    shapes, axes = abstract_variables(model, *example)
+    return Summary(
+        parameters=num_elements(shapes["params"]),
+        constants=num_elements(shapes.get("constants", {})),
+        tables_per_layer=tables_per_layer(shapes, axes),
+        positions=_num_position_parameters(shapes["params"], axes["params"]),
+        flops_per_token=round(_forward_flops(model, shapes, example) / total),
+        cache_bytes_per_token=cache_bytes(model, example[0], targets_length),
+    )
+
+
+def forward_flops(model: TokenModel, *, inputs_length: int, targets_length: int) -> int:
+    """Returns the floating-point operations of the matrix products of one example's forward pass.
+
+    A multiply-add counts as two operations.
+
+    Args:
+      model: an unbound model.
+      inputs_length: number of encoder tokens, including padding.
+      targets_length: number of decoder tokens, including padding.
+    """
+    model = _scan_runs(model)
+    example = model.example(inputs_length, targets_length)
+    shapes, _ = abstract_variables(model, *example)
+    return _forward_flops(model, shapes, example)
+
+
+def _forward_flops(
+    model: TokenModel, shapes: Variables, example: tuple[jax.ShapeDtypeStruct, ...]
+) -> int:
+    return flops(jax.make_jaxpr(model.apply)(shapes, *example).jaxpr)
+
+
+def _scan_runs(model: TokenModel) -> TokenModel:
+    """Returns the model with scanned layers, so that each run of blocks is traced only once."""
+    plain = {n: s for n, s in stacks_of(model).items() if type(s) is Stack}
+    return replace(model, **{name: replace(s, scan=True) for name, s in plain.items()})
+
+
+def num_elements(tree: PyTree) -> int:
+    """Returns the number of elements of a pytree of arrays or `jax.ShapeDtypeStruct`."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
+def tables_per_layer(shapes: PyTree, axes: PyTree) -> int:
+    """Returns the number of elements of ``[query_length, key_length]`` tables in the largest layer."""
+    tables: dict[str, int] = {}
+    for path, leaf in jax.tree.leaves_with_path(shapes):
+        names = axes
+        for key in path:
+            names = names[key.key]
+        if {"query_length", "key_length"} <= set(names):
+            layers = leaf.shape[names.index("layers")] if "layers" in names else 1
+            layer = "/".join(str(key.key) for key in path[1:4])
+            tables[layer] = tables.get(layer, 0) + math.prod(leaf.shape) // layers
+    return max(tables.values(), default=0)
+
+
+def _num_position_parameters(params: PyTree, axes: PyTree) -> int:
+    leaves = jax.tree.leaves(params)
+    names = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
+    special = {"relpos_buckets", "length"}
+    return sum(
+        math.prod(leaf.shape) for leaf, n in zip(leaves, names, strict=True) if special & set(n)
+    )
+
+
+def flops(jaxpr: jex_core.Jaxpr | jex_core.ClosedJaxpr) -> int:
+    """Returns the floating-point operations of all matrix products in a jaxpr, with loops unrolled."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contract, _), _ = eqn.params["dimension_numbers"]
+            inner = math.prod(_shape(eqn.invars[0])[i] for i in contract)
+            total += 2 * inner * math.prod(_shape(eqn.outvars[0]))
+            continue
+        if eqn.primitive.name == "pallas_call":  # its jaxpr is that of one program of the grid
+            total += eqn.params["cost_estimate"].flops
+            continue
+        repeats = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        branches = [flops(sub) for sub in _sub_jaxprs(eqn.params)]
+        if eqn.primitive.name == "cond":
+            total += min(
+                branches
+            )  # the fallback of a check, or another platform's branch, does not run
+        else:
+            total += repeats * sum(branches)
+    return total
+
+
+def _shape(value: jex_core.Var | jex_core.Literal) -> tuple[int, ...]:
+    assert isinstance(value.aval, jax.core.ShapedArray)
+    return value.aval.shape
+
+
+def _sub_jaxprs(params: Mapping[str, object]) -> list[jex_core.Jaxpr | jex_core.ClosedJaxpr]:
+    values = [v for p in params.values() for v in (p if isinstance(p, tuple | list) else [p])]
+    values = [v.program if isinstance(v, DifferentiableFunction) else v for v in values]
+    kinds = (jex_core.ClosedJaxpr, jex_core.Jaxpr)  # one class since jax 0.11
+    return [v for v in values if isinstance(v, kinds)]
+
+
+def cache_bytes(model: TokenModel, tokens: jax.ShapeDtypeStruct, length: int) -> int:
+    """Returns the bytes of the self-attention caches per position and example; 0 without a decoder."""
+    if not isinstance(model, TextToText):
+        return 0
+    total = 0
+    for index, run in enumerate(stacks_of(model)["decoder"].runs):
+        alone = _one_layer(model, index)
+        (layer,) = _abstract_cache(alone, tokens, length).layers
+        arrays = [x for x in jax.tree.leaves(layer.self_attention) if x.ndim > 1]
+        positions = length + (0 if layer.in_decoder else tokens.shape[1])
+        total += run.repeats * sum(x.size * x.dtype.itemsize for x in arrays) // positions
+    return total
+
+
+def _abstract_cache(model: TextToText, tokens: jax.ShapeDtypeStruct, length: int) -> DecodingCache:
+    def init_cache(variables: Variables, tokens: jax.Array) -> DecodingCache:
+        return apply_method(model.init_cache, variables, tokens, max_length=length)
+
+    shapes, _ = abstract_variables(model, *model.example(tokens.shape[1], length))
+    return jax.eval_shape(init_cache, shapes, tokens)
+
+
+def _one_layer(model: Model, index: int) -> Model:
+    """Returns the model with one layer of the decoder's run `index`, and one layer of the encoder."""
+    found = stacks_of(model)
+    cut = {}
+    for name, stack in found.items():
+        run = stack.runs[index if name == "decoder" else 0]
+        cut[name] = replace(stack, runs=(replace(run, repeats=1),), scan=False)
+    return replace(model, **cut)

@@ -1,0 +1,47 @@
+"""The costs of the models of the zoo; ``zoo.json`` stores them, as computing all of them takes a minute."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+from synthesizer_jax.costs.summary import summarize
+from synthesizer_jax.models.token_model import TokenModel, stacks_of
+from synthesizer_jax.models.zoo import ZOO
+from synthesizer_jax.registry import JSON, fields_of
+
+COSTS = pathlib.Path(__file__).with_suffix(".json")
+INPUTS_LENGTH, TARGETS_LENGTH = 512, 114
+"""The lengths for which the operations in the file are counted."""
+
+
+def costs(
+    name: str, *, inputs_length: int = INPUTS_LENGTH, targets_length: int = TARGETS_LENGTH
+) -> dict[str, JSON]:
+    """Returns the width, the numbers of layers and the costs of a model as JSON data.
+
+    Args:
+      name: a key of `ZOO`.
+      inputs_length: number of encoder tokens for which operations are counted.
+      targets_length: number of decoder tokens for which operations are counted.
+    """
+    model = ZOO[name]()
+    lengths = _limit_lengths(model, inputs_length, targets_length)
+    summary = summarize(model, inputs_length=lengths[0], targets_length=lengths[1])
+    return {
+        "d_model": model.d_model,
+        "layers": [stack.num_layers for stack in stacks_of(model).values()],
+        "flops_lengths": lengths,
+        **dataclasses.asdict(summary),
+    }
+
+
+def _limit_lengths(model: TokenModel, *lengths: int) -> list[int]:
+    """Returns the lengths, cut to the number of positions that every mixer has."""
+    limits = [
+        fields_of(run.block.self_mixer).get("max_length")
+        for stack in stacks_of(model).values()
+        for run in stack.runs
+    ]
+    longest = min((limit for limit in limits if limit is not None), default=max(lengths))
+    return [min(length, longest) for length in lengths]

@@ -1,0 +1,332 @@
+"""Replaces parts of a trained model and trains the replacements to imitate them.
+
+Bozic et al. 2023 train feed-forward networks on stored activations of a Transformer's attention. Here
+teacher and student run in the same compiled step, and any mixer can be replaced by any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from synthesizer_jax.checkpoints.manager import restore_variables
+from synthesizer_jax.data.vocabularies import SentencePiece
+from synthesizer_jax.distillation.replacement import Replacement, TapPair, student_model, tap_pairs
+from synthesizer_jax.files import absolute, write_atomic
+from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
+from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
+from synthesizer_jax.parameters import abstract_variables
+from synthesizer_jax.registry import register, replace, to_json
+from synthesizer_jax.runs import code
+from synthesizer_jax.runtime import processes
+from synthesizer_jax.sharding import replicate_to_devices, shardings
+from synthesizer_jax.training import limits
+from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
+from synthesizer_jax.training.run import run
+from synthesizer_jax.training.run_directory import VOCABULARY_FILE, load_experiment
+from synthesizer_jax.training.state import TrainState
+from synthesizer_jax.training.step import Batch, Metrics, teacher_forced
+from synthesizer_jax.training.trainer import Trainer
+from synthesizer_jax.typing import KeyPath, PyTree
+
+DISTILLATION_FILE = "distillation.json"
+FINE_TUNED = "fine_tuned"
+"""Subdirectory of a distillation for the run that fine-tunes the whole student."""
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Distillation:
+    """The configuration of a distillation; model, data and vocabulary are those of the teacher's run.
+
+    Attributes:
+      replace: the replacements.
+      training: number of steps, optimizer, etc.; only the replacements are trained.
+      together: whether the student's layers read the student's own activations and are trained jointly;
+        otherwise every layer reads the teacher's activations and is trained independently.
+      evaluation: the evaluation at the end; None: that of the teacher's run.
+      fine_tune: training of the whole student on the task afterwards, in a run of its own; None: no
+        fine-tuning.
+    """
+
+    replace: tuple[Replacement, ...]
+    training: Training
+    together: bool = False
+    evaluation: Evaluation | None = None
+    fine_tune: Training | None = None
+
+    def __post_init__(self) -> None:
+        limits.check_limits(self)
+
+
+def distill(
+    recipe: Distillation,
+    teacher: pathlib.Path,
+    directory: pathlib.Path,
+    *,
+    data_dir: pathlib.Path | None = None,
+    visible: bool = True,
+    own: code.Code = code.NOTHING,
+) -> Experiment:
+    """Runs or continues a distillation.
+
+    Args:
+      recipe: the replacements and their training.
+      teacher: directory of a finished training run.
+      directory: directory of the student's run, which does not depend on the teacher afterwards.
+      data_dir: directory of the data sets.
+      visible: whether to show a progress bar.
+      own: the user's code that is needed to load the student, besides that of the teacher's run.
+
+    Returns:
+      The student's experiment.
+
+    Raises:
+      ValueError: the teacher is not an encoder-decoder, or the replacements do not fit it.
+    """
+    teacher_experiment = load_experiment(teacher)
+    teacher_model = teacher_experiment.model
+    if not isinstance(teacher_model, EncoderDecoder):
+        raise ValueError(
+            f"{teacher} contains a {type(teacher_model).__name__}; only EncoderDecoder models can be "
+            "distilled"
+        )
+    _, variables = restore_variables(teacher / "checkpoints")
+    variables = unroll_variables(teacher_model, variables)
+    experiment = _student_experiment(teacher_experiment, recipe, teacher)
+    trainer = DistillationTrainer(
+        experiment, teacher=unroll(teacher_model), variables=variables, recipe=recipe
+    )
+    run_options: dict[str, Any] = {
+        "data_dir": data_dir,
+        "visible": visible,
+        "own": code.recorded_code(teacher) + own,
+    }
+    initialize = _initialize_from(variables)
+    run(experiment, directory, trainer=trainer, initial=initialize, **run_options)
+    if processes.is_process_zero():
+        content = json.dumps(to_json(recipe), indent=1) + "\n"
+        write_atomic(directory / DISTILLATION_FILE, content)
+    if recipe.fine_tune is not None:
+        fine_tuning = replace(experiment, training=recipe.fine_tune, init_from=str(directory))
+        run(fine_tuning, directory / FINE_TUNED, **run_options)
+    return experiment
+
+
+def _student_experiment(
+    teacher_experiment: Experiment, recipe: Distillation, teacher: pathlib.Path
+) -> Experiment:
+    """The teacher's experiment with the student's model and training."""
+    vocabulary = teacher_experiment.vocabulary
+    if isinstance(vocabulary, SentencePiece) and vocabulary.path == VOCABULARY_FILE:
+        vocabulary = replace(vocabulary, path=str(absolute(teacher / VOCABULARY_FILE)))
+    assert isinstance(teacher_experiment.model, EncoderDecoder)
+    return replace(
+        teacher_experiment,
+        model=student_model(teacher_experiment.model, recipe.replace),
+        training=recipe.training,
+        evaluation=recipe.evaluation or teacher_experiment.evaluation,
+        vocabulary=vocabulary,
+        init_from=None,
+    )
+
+
+def _initialize_from(variables: PyTree) -> Callable[[TrainState], TrainState]:
+    """Returns a function that copies the teacher's arrays to a state.
+
+    An array is copied if the student has one of the same path and shape.
+    """
+    teacher_arrays = {
+        jax.tree_util.keystr(path): array for path, array in jax.tree.leaves_with_path(variables)
+    }
+
+    def initial_array(path: KeyPath, student_array: jax.Array) -> jax.Array:
+        teacher_array = teacher_arrays.get(jax.tree_util.keystr(path))
+        if teacher_array is None or teacher_array.shape != student_array.shape:
+            return student_array
+        # A copy, because every step donates the state's buffers but needs the teacher's.
+        return replicate_to_devices(jnp.copy(teacher_array), student_array.sharding)
+
+    def initialize(state: TrainState) -> TrainState:
+        arrays = {"params": state.params, "constants": state.constants}
+        arrays = jax.tree.map_with_path(initial_array, arrays)
+        return dataclasses.replace(state, **arrays)
+
+    return initialize
+
+
+class DistillationTrainer(Trainer):
+    """Trains the replacements in a student to produce a teacher's activations.
+
+    Args:
+      experiment: the student's experiment.
+      teacher: the teacher's model, unrolled.
+      variables: the teacher's variables, unrolled; an argument of every step, not part of the state.
+      recipe: the replacements.
+      devices: None uses all devices.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        *,
+        teacher: EncoderDecoder,
+        variables: PyTree,
+        recipe: Distillation,
+        devices: list[jax.Device] | None = None,
+    ):
+        if experiment.training.micro_batches != 1:
+            raise ValueError(
+                "distillation does not support micro-batches; set training.micro_batches=1"
+            )
+        self.teacher, self.recipe = teacher, recipe
+        self.tap_pairs = tuple(tap_pairs(teacher, recipe.replace))
+        super().__init__(experiment, devices)
+        shapes, axes = abstract_variables(teacher, *self.tokens)
+        self.variables = jax.tree.map(
+            replicate_to_devices, variables, shardings(axes, shapes, self.mesh)
+        )
+
+    def step_flops(self) -> None:
+        """Not known: the step runs parts of two models and trains only some parameters."""
+
+    @property
+    def arguments(self) -> tuple[PyTree, ...]:
+        """The teacher's variables."""
+        return (self.variables,)
+
+    def make_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
+        """Returns the function ``(state, batch, key, variables of the teacher) → (state, metrics)``."""
+
+        def step(
+            state: TrainState, batch: Batch, key: jax.Array, teacher_variables: PyTree
+        ) -> tuple[TrainState, Metrics]:
+            del key
+            target = jax.lax.stop_gradient(self.activations(self.teacher, teacher_variables, batch))
+
+            def loss_fn(params: PyTree) -> tuple[jax.Array, jax.Array]:
+                variables = {**state.variables, "params": params}
+                return self._loss(variables, batch, target)
+
+            (loss, unexplained), gradients = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+            zeros = jax.tree.map(jnp.zeros_like, gradients)
+            gradients = self._select_replacements(gradients, zeros)
+            updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            params = self._select_replacements(params, state.params)
+            metrics = {
+                "loss": loss,
+                "unexplained": unexplained,
+                "tokens": (batch["encoder_input_tokens"] != 0).sum().astype(jnp.float32)
+                + batch["decoder_loss_weights"].sum(),
+                "gradient_norm": optax.tree.norm(gradients),
+            }
+            new_state = TrainState(
+                step=state.step + 1,
+                params=params,
+                constants=state.constants,
+                opt_state=opt_state,
+            )
+            return new_state, metrics
+
+        return step
+
+    def _loss(self, variables: PyTree, batch: Batch, target: PyTree) -> tuple[jax.Array, jax.Array]:
+        """The mean squared error over positions and taps, and its ratio to the target's variance.
+
+        Args:
+          variables: the student's variables.
+          batch: a batch.
+          target: the teacher's activations.
+        """
+        if not self.recipe.together:
+            variables = {**variables, OVERRIDES: self._overrides(target)}
+        assert isinstance(self.model, EncoderDecoder)
+        activations = self.activations(self.model, variables, batch)
+        not_padding = {
+            "encoder": batch["encoder_input_tokens"] != 0,
+            "decoder": batch["decoder_loss_weights"] > 0,
+        }
+        errors, ratios = [], []
+        for pair in self.tap_pairs:
+            arrays = _arrays_to_compare(target, activations, pair)
+            error, ratio = _squared_error(*arrays, not_padding[pair.stack])
+            errors.append(error)
+            ratios.append(ratio)
+        return jnp.stack(errors).mean(), jnp.stack(ratios).mean()
+
+    def activations(
+        self, model: EncoderDecoder, variables: PyTree, batch: Batch
+    ) -> Mapping[str, PyTree]:
+        """Returns what a model sows in `TAPS` in a teacher-forced pass without dropout."""
+        data = self.experiment.data
+        max_segments = data.segments_per_row if data.pack else None
+        _, sown = teacher_forced(
+            model, variables, batch, collection=TAPS, max_segments=max_segments
+        )
+        return sown[TAPS]
+
+    def _overrides(self, target: PyTree) -> dict[str, PyTree]:
+        """The teacher's inputs at every tap, and its encoder's output."""
+        overrides: dict[str, PyTree] = {"encoded": target["encoded"]}
+        for pair in self.tap_pairs:
+            layer = overrides.setdefault(pair.stack, {}).setdefault(pair.layer, {})
+            layer[pair.inputs] = target[pair.stack][pair.layer][pair.inputs]
+        return overrides
+
+    def _select_replacements(self, new: PyTree, old: PyTree) -> PyTree:
+        """Selects `new` for the parameters of the replacements and `old` for all others."""
+        replaced = {(pair.stack, pair.layer, pair.mixer) for pair in self.tap_pairs}
+
+        def select(path: KeyPath, x: jax.Array, y: jax.Array) -> jax.Array:
+            names = tuple(entry.key for entry in path[:3])
+            return x if names in replaced else y
+
+        return jax.tree.map_with_path(select, new, old)
+
+
+def _arrays_to_compare(
+    target: PyTree, activations: PyTree, pair: TapPair
+) -> tuple[jax.Array, jax.Array]:
+    """The first of a tap's outputs that teacher and student have in the same shape."""
+    target_layer, layer = (tree[pair.stack][pair.layer] for tree in (target, activations))
+    for path in pair.outputs:
+        x, y = _get_path(target_layer, path), _get_path(layer, path)
+        if x is not None and y is not None and x.shape == y.shape:
+            return x, y
+    raise ValueError(
+        f"{pair.stack}/{pair.layer}: teacher and student have no activations of the same shape"
+    )
+
+
+def _get_path(tree: PyTree, path: tuple[str, ...]) -> jax.Array | None:
+    """An array in nested dictionaries, or None if it does not exist."""
+    for name in path:
+        tree = tree.get(name, {})
+    return None if isinstance(tree, dict) else tree
+
+
+def _squared_error(
+    target: jax.Array, output: jax.Array, not_padding: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The mean squared error of ``[b, n, …]`` over the positions ``[b, n]`` that are not padding.
+
+    Returns:
+      The error, and its ratio to the variance of the target over positions; a constant output equal to
+      the target's mean has ratio 1.
+    """
+    shape = (*not_padding.shape, -1)
+    target, output = (x.reshape(shape).astype(jnp.float32) for x in (target, output))
+    weight = not_padding[..., None].astype(jnp.float32)
+    count = jnp.maximum(weight.sum(), 1.0)
+    error = (weight * jnp.square(output - target)).sum() / (count * target.shape[-1])
+    mean = (weight * target).sum((0, 1)) / count
+    variance = (weight * jnp.square(target - mean)).sum() / (count * target.shape[-1])
+    return error, error / jnp.maximum(variance, 1e-30)

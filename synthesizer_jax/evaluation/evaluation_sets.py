@@ -1,0 +1,292 @@
+"""Evaluation sets: the examples of one task and split, to be predicted and scored."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from synthesizer_jax.data import postprocessors, stored, tasks
+from synthesizer_jax.data.definitions import EXTRA_METRICS, TaskDefinition
+from synthesizer_jax.data.postprocessors import Example, to_text
+from synthesizer_jax.data.vocabularies import Vocabulary
+from synthesizer_jax.evaluation.metrics import Value
+from synthesizer_jax.registry import JSON
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationSet:
+    """The examples of one task and split, in the order of the original file.
+
+    Attributes:
+      task: the definition of the task.
+      split: the split.
+      inputs: token ids of every example with EOS, int32.
+      targets: token ids of every example with EOS, int32.
+      examples: the preprocessed rows, with ``inputs_pretokenized`` and ``targets_pretokenized``.
+    """
+
+    task: TaskDefinition
+    split: str
+    inputs: list[np.ndarray]
+    targets: list[np.ndarray]
+    examples: Sequence[Example]
+
+    @property
+    def name(self) -> str:
+        """Name of the task."""
+        return self.task.name
+
+    @property
+    def label_words(self) -> tuple[str, ...] | None:
+        """The allowed answers; None for free text."""
+        return self.task.format.answers
+
+    @functools.cached_property
+    def labeled(self) -> tuple[int, ...]:
+        """Indices of the examples with a label; a test split may have none."""
+        return tuple(i for i, row in enumerate(self.examples) if postprocessors.is_labeled(row))
+
+    @property
+    def target_words(self) -> list[str]:
+        """The target string of every example."""
+        return [to_text(e["targets_pretokenized"]) for e in self.examples]
+
+    def score(self, predictions: Sequence[str]) -> dict[str, float]:
+        """Returns the task's metrics in percent; an empty dictionary if no example has a label.
+
+        Args:
+          predictions: decoded predictions for all examples; those without a label are ignored.
+
+        Raises:
+          ValueError: the number of predictions differs from that of examples.
+        """
+        if len(predictions) != len(self.examples):
+            raise ValueError(
+                f"{self.name}: {len(predictions)} predictions for {len(self.examples)} examples"
+            )
+        if not self.labeled:
+            return {}
+        wanted = [self.target_value(i) for i in self.labeled]
+        found = [self.predicted_value(i, predictions[i]) for i in self.labeled]
+        result: dict[str, float] = {}
+        for metric in (*self.task.metrics, *EXTRA_METRICS.get(self.name, ())):
+            result |= metric(wanted, found)
+        return result
+
+    def target_value(self, index: int) -> Value:
+        """Returns the value of an example's target that metrics compare."""
+        example = self.examples[index]
+        target = to_text(example["targets_pretokenized"])
+        return self.task.postprocess(target, example=example, is_target=True)
+
+    def predicted_value(self, index: int, prediction: str) -> Value:
+        """Returns the value of a prediction for an example that metrics compare."""
+        return self.task.postprocess(prediction, example=self.examples[index])
+
+    def record(self, index: int, prediction: str) -> dict[str, JSON]:
+        """Returns the JSON record of an example and its prediction.
+
+        ``idx`` is the index of the example in the original file, or of the stored row if it has none.
+        ``target`` is None if it is hidden. If metrics compare numbers, ``label`` is that of the prediction
+        (−1 if it is none of the labels) and ``target_label`` that of the target.
+        """
+        example, known = self.examples[index], index in self._known
+        target = to_text(example["targets_pretokenized"]) if known else None
+        result = {
+            "idx": original_index(example, index),
+            "input": to_text(example["inputs_pretokenized"]),
+            "target": target,
+            "prediction": prediction,
+        }
+        label = self.predicted_value(index, prediction)
+        if isinstance(label, str):
+            return result
+        wanted = self.target_value(index) if known else None
+        if isinstance(wanted, Mapping):  # MultiRC's, with its question
+            wanted = wanted["value"]
+        return result | {"label": label, "target_label": wanted}
+
+    @functools.cached_property
+    def _known(self) -> frozenset[int]:
+        return frozenset(self.labeled)
+
+    def labeled_part(self, count: int) -> EvaluationSet:
+        """Returns at most `count` of the labeled examples, evenly spaced."""
+        n = len(self.labeled)
+        chosen = [self.labeled[i * n // min(count, n)] for i in range(min(count, n))]
+        return dataclasses.replace(
+            self,
+            inputs=[self.inputs[i] for i in chosen],
+            targets=[self.targets[i] for i in chosen],
+            examples=[self.examples[i] for i in chosen],
+        )
+
+
+def load_evaluation_set(
+    name: str,
+    split: str,
+    vocabulary: Vocabulary,
+    *,
+    data_dir: pathlib.Path,
+    lengths: Mapping[str, int],
+    max_examples: int | None = None,
+) -> EvaluationSet:
+    """Reads the examples of a task and split.
+
+    Args:
+      name: name of the task.
+      split: its split.
+      vocabulary: the vocabulary that encodes the text.
+      data_dir: directory of the data sets.
+      lengths: maximum lengths of ``inputs`` and ``targets``, including EOS.
+      max_examples: reading ends with the group of rows (MultiRC's questions, ReCoRD's queries, AX-g's
+        pairs; single rows of other tasks) that reaches this number; None reads all.
+
+    Raises:
+      FileNotFoundError: the data set does not exist, or lacks the split.
+      ValueError: its files are damaged.
+    """
+    import seqio
+
+    here = tasks.prepared_splits(name, data_dir)
+    if split not in here:
+        raise FileNotFoundError(
+            f"{name} has no split {split!r} in {data_dir} (found: {', '.join(here) or 'none'}); "
+            "import the original files with 'synthesizer-jax data import'"
+        )
+    tasks.register_task(tasks.task_definition(name), vocabulary, data_dir)
+    directory = data_dir / tasks.task_definition(name).dataset
+    with stored.reading_errors(f"{name}'s split {split!r}", directory):
+        dataset = seqio.get_mixture_or_task(name).get_dataset(
+            dict(lengths),
+            split=split,
+            shuffle=False,
+            num_epochs=1,
+            use_cached=False,
+            try_in_mem_cache=False,
+        )
+        rows = list(dataset.as_numpy_iterator())
+    # TFDS stores rows in a random order; in that of the original file groups are contiguous.
+    rows.sort(key=_order)
+    if max_examples is not None and max_examples < len(rows):
+        groups = [_group(name, row) or (i,) for i, row in enumerate(rows)]
+        last = groups[max_examples - 1]
+        end = next((i for i in range(max_examples, len(rows)) if groups[i] != last), None)
+        rows = rows[:end]
+    return EvaluationSet(
+        task=tasks.task_definition(_measured_task(name, split)),
+        split=split,
+        inputs=[np.asarray(r["inputs"], np.int32) for r in rows],
+        targets=[np.asarray(r["targets"], np.int32) for r in rows],
+        examples=rows,
+    )
+
+
+def original_index(row: Example, index: int) -> int | dict[str, int]:
+    """Returns a row's ``idx`` as JSON, an integer or integers by name; `index` if it has none."""
+    if "idx" in row:
+        return int(row["idx"])
+    names = [n for n in _INDICES if n in row]
+    return {n.removeprefix("idx/"): int(row[n]) for n in names} or index
+
+
+def _order(row: Example) -> tuple[int, ...]:
+    """Returns the sort key of a row: its index in the original file; empty if it has none."""
+    names = (n for n in ("idx", *_INDICES) if n in row)
+    return tuple(int(row[name]) for name in names)
+
+
+_INDICES = ("idx/paragraph", "idx/passage", "idx/question", "idx/query", "idx/answer")
+
+
+def _group(name: str, row: Example) -> tuple[int, ...]:
+    """Returns the group of a row, which metrics need as a whole; empty if rows have no index."""
+    key = _order(row)
+    if len(key) > 1:
+        return key[:2]  # MultiRC's question, ReCoRD's query
+    return tuple(i // 2 for i in key) if "axg" in name else key
+
+
+def evaluation_tasks(
+    mixture: str, data_dir: pathlib.Path, split: str = "validation"
+) -> list[tuple[str, str]]:
+    """Returns the (task, split) pairs on which a mixture is evaluated: all members with the split.
+
+    ``glue_mnli`` has no ``validation`` split and is evaluated by the tasks of its matched and mismatched
+    parts. If their data sets do not exist, its splits ``validation_matched`` and
+    ``validation_mismatched`` are used.
+    """
+    members = tasks.mixture_rates(mixture)
+    found = [(name, split) for name in members if split in tasks.prepared_splits(name, data_dir)]
+    names = {name for name, _ in found}
+    for name in members:
+        here = tasks.prepared_splits(name, data_dir) if name == MNLI else {}
+        for part in (f"{split}_matched", f"{split}_mismatched"):
+            if part in here and _measured_task(name, part) not in names:
+                found.append((name, part))
+    return found
+
+
+MNLI = "glue_mnli_v002"
+
+
+def _measured_task(name: str, split: str) -> str:
+    """Returns the task that a split evaluates: ``glue_mnli_matched`` for MNLI's ``validation_matched``."""
+    part = split.rpartition("_")[2]
+    is_part = name == MNLI and part in ("matched", "mismatched")
+    return name.replace("mnli", f"mnli_{part}") if is_part else name
+
+
+STANDS_FOR = {
+    "glue_mnli_matched_v002": (MNLI, 0.5),
+    "glue_mnli_mismatched_v002": (MNLI, 0.5),
+    "super_glue_wsc_v102_simple_eval": ("super_glue_wsc_v102_simple_train", 1.0),
+}
+"""For tasks that are only evaluated: the trained task that they evaluate, and their share of it."""
+
+
+def measured_and_trained_tasks(task: str, split: str) -> tuple[str, str]:
+    """Returns the task that a split evaluates, and the corresponding task of training."""
+    measured = _measured_task(task, split)
+    return measured, STANDS_FOR.get(measured, (measured, 1.0))[0]
+
+
+def loss_weight(mixture: str, task: str) -> float:
+    """Returns a task's weight in the held-out loss: its rate, or its share of the trained task's rate."""
+    rates = tasks.mixture_rates(mixture)
+    if rates.get(task):
+        return rates[task]
+    trained, part = STANDS_FOR.get(task, (task, 0.0))
+    return part * rates.get(trained, 0.0)
+
+
+def label_prior_entropy(sets: Sequence[tuple[EvaluationSet, float]]) -> dict[str, float]:
+    """Returns the entropies of the targets in nats per example: the best loss without reading the inputs.
+
+    Args:
+      sets: evaluation sets of tasks with label words, and their weights.
+
+    Returns:
+      ``per_task``, the weighted mean of the entropies of the targets given the task, and ``joint``, the
+      entropy of the weighted mixture of all targets.
+    """
+    total = sum(weight for _, weight in sets)
+    per_task = 0.0
+    joint: dict[str, float] = collections.defaultdict(float)
+    for examples, weight in sets:
+        counts = collections.Counter(examples.target_words)
+        n = sum(counts.values())
+        share = {word: count / n for word, count in counts.items()}
+        per_task -= weight / total * sum(p * math.log(p) for p in share.values())
+        for word, p in share.items():
+            joint[word] += weight / total * p
+    return {
+        "per_task": per_task,
+        "joint": -sum(p * math.log(p) for p in joint.values()),
+    }

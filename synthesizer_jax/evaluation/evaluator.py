@@ -1,0 +1,186 @@
+"""The evaluation of a run: held-out loss and the metrics of every task."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import pathlib
+from collections.abc import Collection, Iterable
+
+from jax.sharding import Mesh
+
+from synthesizer_jax.data import tasks
+from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.vocabularies import Vocabulary
+from synthesizer_jax.evaluation import evaluation_sets
+from synthesizer_jax.evaluation.averages import averages
+from synthesizer_jax.evaluation.prediction import Predictor
+from synthesizer_jax.evaluation.scoring import (
+    TaskResult,
+    evaluate_tasks,
+    flatten_results,
+    mean_score,
+)
+from synthesizer_jax.messages import did_you_mean
+from synthesizer_jax.models import TextToText
+from synthesizer_jax.parameters import Variables
+from synthesizer_jax.registry import register
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What is evaluated during a run, and how `eval` decodes.
+
+    Attributes:
+      every: steps between evaluations; 0 evaluates after the last step only.
+      method: ``"rank"`` scores every label word, ``"greedy"`` and ``"beam"`` decode; tasks without
+        label words are decoded greedily under ``"rank"``.
+      max_examples: maximum number of examples per task, whole groups; None is all.
+      batch_size: number of examples per compiled batch.
+      loss_batches: the held-out teacher-forced loss is computed for at most this many batches of each
+        task's labeled examples; 0: it is not computed.
+      split: the split to evaluate on.
+      logits_dtype: dtype of the output projection when decoding; None: the model's.
+    """
+
+    every: int = 0
+    method: str = "rank"
+    max_examples: int | None = None
+    batch_size: int = 64
+    loss_batches: int = 16
+    split: str = "validation"
+    logits_dtype: str | None = None
+
+
+class Evaluator:
+    """Evaluates models on the held-out examples of a mixture, which are loaded once.
+
+    Args:
+      model: the configured, unbound model.
+      data: what it was trained on; the mixture is registered.
+      evaluation: what to measure.
+      vocabulary: the built vocabulary.
+      data_dir: where data sets lie.
+      only: names of the tasks to evaluate; None: all. The name of a trained task stands for the tasks
+        that measure it.
+
+    Attributes:
+      sets: the examples of every task that has the split.
+      loss_sets: for each set, the examples whose loss is computed.
+      lacking: the mixture's tasks that do not have the split.
+
+    Raises:
+      ValueError: `only` names a task that is not in the mixture.
+      FileNotFoundError: no task has the split.
+    """
+
+    def __init__(
+        self,
+        model: TextToText,
+        data: DataConfig,
+        evaluation: Evaluation,
+        *,
+        vocabulary: Vocabulary,
+        data_dir: pathlib.Path,
+        only: list[str] | None = None,
+    ):
+        self.model, self.data, self.evaluation = model, data, evaluation
+        self.vocabulary = vocabulary
+        mixture, split = data.mixture, evaluation.split
+        pairs = evaluation_sets.evaluation_tasks(mixture, data_dir, split)
+        measures = {
+            pair: {pair[0], *evaluation_sets.measured_and_trained_tasks(*pair)} for pair in pairs
+        }
+        wanted = set(only or tasks.mixture_rates(mixture))
+        _check_tasks(
+            wanted, {*tasks.mixture_rates(mixture), *itertools.chain(*measures.values())}, mixture
+        )
+        pairs = [pair for pair in pairs if measures[pair] & wanted]
+        if not pairs:
+            raise FileNotFoundError(
+                f"{', '.join(only) if only else mixture} has no examples of the split {split!r} in "
+                f"{data_dir}; import them with 'synthesizer-jax data import', or choose another split"
+            )
+        self.lacking = sorted(wanted.difference(*(measures[pair] for pair in pairs)))
+        self.sets = [
+            evaluation_sets.load_evaluation_set(
+                task,
+                part,
+                vocabulary,
+                data_dir=data_dir,
+                lengths=data.lengths,
+                max_examples=self.evaluation.max_examples,
+            )
+            for task, part in pairs
+        ]
+        self.weights = [evaluation_sets.loss_weight(mixture, s.name) for s in self.sets]
+        count = self.evaluation.loss_batches * self.evaluation.batch_size
+        self.loss_sets = [s.labeled_part(count) for s in self.sets]
+
+    def measure(
+        self, variables: Variables, *, mesh: Mesh | None = None
+    ) -> tuple[list[TaskResult], dict[str, float]]:
+        """Returns the results of every task, and those over all tasks: ``score``, losses, averages.
+
+        Args:
+          variables: the model's.
+          mesh: shards the variables and the examples; see `Predictor`.
+        """
+        predictor = Predictor(
+            self.model,
+            variables,
+            self.vocabulary,
+            inputs_length=self.data.inputs_length,
+            targets_length=self.data.targets_length,
+            batch_size=self.evaluation.batch_size,
+            method=self.evaluation.method,
+            logits_dtype=self.evaluation.logits_dtype,
+            mesh=mesh,
+        )
+        results = evaluate_tasks(predictor, self.sets, loss_sets=self.loss_sets)
+        score = mean_score(results)
+        overall = {"score": score} if math.isfinite(score) else {}
+        overall |= self.held_out_loss(results)
+        overall |= averages({r.task: r.metrics for r in results})
+        return results, overall
+
+    def held_out_loss(self, results: list[TaskResult]) -> dict[str, float]:
+        """Returns the teacher-forced loss of labeled examples, with the mixture's weights of its tasks.
+
+        ``loss`` is in nats per target token, over all tasks. ``label_loss`` is in nats per example, over
+        tasks with label words. It is comparable with ``label_prior_entropy`` (given the task) and
+        ``joint_label_prior_entropy``, the losses of a model that does not read the input.
+        """
+        weighted = zip(self.loss_sets, self.weights, results, strict=True)
+        chosen = [(s, w, r.loss) for s, w, r in weighted if w and r.loss is not None]
+        if not chosen:
+            return {}
+        nats = sum(w * loss.nats for _, w, loss in chosen)
+        losses = {"loss": nats / sum(w * loss.tokens for _, w, loss in chosen)}
+        labeled = [(s, w, loss) for s, w, loss in chosen if s.label_words]
+        if labeled:
+            total = sum(w for _, w, _ in labeled)
+            prior = evaluation_sets.label_prior_entropy([(s, w) for s, w, _ in labeled])
+            losses |= {
+                "label_loss": sum(w / total * loss.nats for _, w, loss in labeled),
+                "label_prior_entropy": prior["per_task"],
+                "joint_label_prior_entropy": prior["joint"],
+            }
+        return losses
+
+
+def _check_tasks(names: Iterable[str], known: Collection[str], mixture: str) -> None:
+    """Raises a `ValueError` that names the first task that is not in a mixture."""
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"the run's mixture {mixture!r} has no task {name!r}{did_you_mean(name, known)}; "
+                f"its tasks: {', '.join(sorted(known))}"
+            )
+
+
+def log_values(results: list[TaskResult], overall: dict[str, float]) -> dict[str, float]:
+    """Returns one flat dictionary for ``metrics.jsonl``."""
+    return {**overall, **flatten_results(results)}

@@ -1,0 +1,133 @@
+"""Files for the leaderboards of GLUE and SuperGLUE, from predictions for the test splits."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import types
+from collections.abc import Mapping, Sequence
+
+from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, original_index
+from synthesizer_jax.files import write_atomic
+from synthesizer_jax.registry import JSON
+
+GLUE_FILES: Mapping[str, str] = types.MappingProxyType(
+    {
+        "glue/cola": "CoLA",
+        "glue/sst2": "SST-2",
+        "glue/mrpc": "MRPC",
+        "glue/stsb": "STS-B",
+        "glue/qqp": "QQP",
+        "glue/mnli_matched": "MNLI-m",
+        "glue/mnli_mismatched": "MNLI-mm",
+        "glue/qnli": "QNLI",
+        "glue/rte": "RTE",
+        "glue/wnli": "WNLI",
+        "glue/ax": "AX",
+    }
+)
+"""Stems of the ``.tsv`` files by data set."""
+
+SUPER_GLUE_FILES: Mapping[str, str] = types.MappingProxyType(
+    {
+        "super_glue/boolq": "BoolQ",
+        "super_glue/cb": "CB",
+        "super_glue/copa": "COPA",
+        "super_glue/multirc": "MultiRC",
+        "super_glue/record": "ReCoRD",
+        "super_glue/rte": "RTE",
+        "super_glue/wic": "WiC",
+        "super_glue/wsc.fixed": "WSC",
+        "super_glue/axb": "AX-b",
+        "super_glue/axg": "AX-g",
+    }
+)
+"""Stems of the ``.jsonl`` files by data set."""
+
+WORDS = frozenset(["MNLI-m", "MNLI-mm", "QNLI", "RTE", "AX", "BoolQ", "CB", "WiC", "AX-b", "AX-g"])
+"""Files that contain label words; the others contain integers, numbers or text."""
+
+LOWER = frozenset(["BoolQ", "WiC"])
+
+Answers = Sequence[tuple[EvaluationSet, Sequence[str]]]
+
+
+def write_submission(directory: pathlib.Path, answers: Answers) -> list[pathlib.Path]:
+    """Writes the files of all tasks of the benchmarks, each atomically.
+
+    A prediction that is none of the labels is replaced by the first label, and one that is no similarity
+    score by 0.
+
+    Args:
+      directory: created if it does not exist.
+      answers: evaluation sets of whole splits, and the predictions for them.
+
+    Returns:
+      The paths of the files.
+
+    Raises:
+      ValueError: none of the tasks belongs to a benchmark.
+    """
+    texts: dict[str, str] = {}
+    for examples, predictions in answers:
+        dataset = examples.task.dataset
+        if dataset in GLUE_FILES:
+            texts[f"{GLUE_FILES[dataset]}.tsv"] = _glue_text(examples, predictions)
+        elif dataset in SUPER_GLUE_FILES:
+            texts[f"{SUPER_GLUE_FILES[dataset]}.jsonl"] = _super_glue_text(examples, predictions)
+    if not texts:
+        names = ", ".join(examples.name for examples, _ in answers)
+        raise ValueError(f"neither GLUE nor SuperGLUE has a leaderboard for {names}")
+    return [write_atomic(directory / name, text) for name, text in texts.items()]
+
+
+def _glue_text(examples: EvaluationSet, predictions: Sequence[str]) -> str:
+    """Returns lines of index and prediction, with a header line."""
+    lines = ["index\tprediction"]
+    for i, prediction in enumerate(predictions):
+        label = _format_label(examples, i, prediction, file=GLUE_FILES[examples.task.dataset])
+        lines.append(f"{original_index(examples.examples[i], i)}\t{label}")
+    return "".join(line + "\n" for line in lines)
+
+
+def _super_glue_text(examples: EvaluationSet, predictions: Sequence[str]) -> str:
+    """Returns lines of JSON, ``{"idx": ..., "label": ...}``, and for MultiRC one line per passage."""
+    file = SUPER_GLUE_FILES[examples.task.dataset]
+    indices = [original_index(row, i) for i, row in enumerate(examples.examples)]
+    labels = [_format_label(examples, i, p, file=file) for i, p in enumerate(predictions)]
+    nested = [index for index in indices if isinstance(index, dict)]
+    if file == "MultiRC":
+        lines = _group_by_passage(nested, labels)
+    elif file == "ReCoRD":
+        first = {index["query"]: i for i, index in reversed(list(enumerate(nested)))}
+        lines = [{"idx": query, "label": labels[first[query]]} for query in sorted(first)]
+    else:
+        lines = [{"idx": i, "label": label} for i, label in zip(indices, labels, strict=True)]
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def _group_by_passage(
+    indices: Sequence[Mapping[str, int]], labels: Sequence[int | str]
+) -> list[dict[str, JSON]]:
+    """Returns the lines of MultiRC: the answers by question by passage, in their order."""
+    grouped: dict[int, dict[int, list[dict[str, JSON]]]] = {}
+    for index, label in zip(indices, labels, strict=True):
+        answers = grouped.setdefault(index["paragraph"], {}).setdefault(index["question"], [])
+        answers.append({"idx": index["answer"], "label": label})
+    return [
+        {
+            "idx": passage,
+            "passage": {"questions": [{"idx": q, "answers": a} for q, a in questions.items()]},
+        }
+        for passage, questions in grouped.items()
+    ]
+
+
+def _format_label(examples: EvaluationSet, index: int, prediction: str, *, file: str) -> int | str:
+    """Returns a prediction in the format of a file: a label word, an integer, a number or a text."""
+    value, task = examples.predicted_value(index, prediction), examples.task
+    label = task.format.submission_label(value)
+    if isinstance(label, str) or file not in WORDS:
+        return label
+    word = task.labels[label]
+    return word.lower() if file in LOWER else word

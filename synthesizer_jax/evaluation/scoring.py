@@ -1,0 +1,158 @@
+"""The results of a model on every task: metrics, and losses of the targets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from synthesizer_jax.evaluation.prediction import Predictor
+from synthesizer_jax.registry import JSON
+
+
+class ExampleSet(Protocol):
+    """The properties of an evaluation set that scoring uses; see `evaluation_sets.EvaluationSet`."""
+
+    @property
+    def name(self) -> str:
+        """Name of the task."""
+        ...
+
+    @property
+    def split(self) -> str:
+        """The split."""
+        ...
+
+    @property
+    def inputs(self) -> Sequence[np.ndarray]:
+        """Token ids of every example."""
+        ...
+
+    @property
+    def targets(self) -> Sequence[np.ndarray]:
+        """Token ids of every target."""
+        ...
+
+    @property
+    def label_words(self) -> Sequence[str] | None:
+        """The allowed answers; None for free text."""
+        ...
+
+    @property
+    def labeled(self) -> Sequence[int]:
+        """Indices of the examples with a label."""
+        ...
+
+    def score(self, predictions: Sequence[str]) -> dict[str, float]:
+        """Returns the task's metrics in percent."""
+        ...
+
+    def record(self, index: int, prediction: str) -> dict[str, JSON]:
+        """Returns the JSON record of an example and its prediction."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetLoss:
+    """The teacher-forced loss of targets.
+
+    Attributes:
+      nats: negative log-probability of a target, mean over examples.
+      tokens: number of tokens of a target, including EOS, mean over examples.
+    """
+
+    nats: float
+    tokens: float
+
+    @property
+    def per_token(self) -> float:
+        """Nats per target token."""
+        return self.nats / self.tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskResult:
+    """The results of one task.
+
+    Attributes:
+      task: name of the task.
+      split: the split.
+      n: number of examples.
+      labeled: number of examples with a label; only these are scored.
+      metrics: metrics in percent over the labeled examples; empty if there are none.
+      predictions: predictions in the order of the examples.
+      scores: ``[n]`` log-probabilities of the predictions in nats.
+      ranked: ``[n, words]`` log-probabilities of the label words; None if they were not ranked.
+      loss: the loss over labeled examples; None if it was not computed.
+    """
+
+    task: str
+    split: str
+    n: int
+    labeled: int
+    metrics: dict[str, float]
+    predictions: tuple[str, ...]
+    scores: np.ndarray
+    ranked: np.ndarray | None = None
+    loss: TargetLoss | None = None
+
+    @property
+    def mean(self) -> float:
+        """Mean of the task's metrics."""
+        return sum(self.metrics.values()) / len(self.metrics)
+
+
+def evaluate_tasks(
+    predictor: Predictor,
+    sets: Sequence[ExampleSet],
+    *,
+    loss_sets: Sequence[ExampleSet] | None = None,
+) -> list[TaskResult]:
+    """Predicts and scores every evaluation set.
+
+    Args:
+      predictor: the model.
+      sets: the evaluation sets.
+      loss_sets: for each of them the labeled examples over which the loss is computed; None computes no
+        losses.
+    """
+    results = []
+    for i, examples in enumerate(sets):
+        answers = predictor.predict_with_scores(examples.inputs, examples.label_words)
+        results.append(
+            TaskResult(
+                task=examples.name,
+                split=examples.split,
+                n=len(examples.inputs),
+                labeled=len(examples.labeled),
+                metrics=examples.score(answers.texts),
+                predictions=tuple(answers.texts),
+                scores=answers.scores,
+                ranked=answers.ranked,
+                loss=None if loss_sets is None else _target_loss(predictor, loss_sets[i]),
+            )
+        )
+    return results
+
+
+def _target_loss(predictor: Predictor, examples: ExampleSet) -> TargetLoss | None:
+    """Returns the loss of a set's targets; None if it is empty."""
+    if not examples.inputs:
+        return None
+    logp = predictor.log_probabilities(examples.inputs, examples.targets)
+    tokens = np.mean([len(target) for target in examples.targets])
+    return TargetLoss(nats=-float(np.mean(logp)), tokens=float(tokens))
+
+
+def mean_score(results: Sequence[TaskResult]) -> float:
+    """Returns the mean over tasks of the mean of their metrics; NaN if there are none."""
+    means = [r.mean for r in results if r.metrics]
+    return float(np.mean(means)) if means else float("nan")
+
+
+def flatten_results(results: Sequence[TaskResult]) -> dict[str, float]:
+    """Returns ``{"task/metric": value}``, and ``"task/loss"`` in nats per target token."""
+    values = {f"{r.task}/{name}": value for r in results for name, value in r.metrics.items()}
+    return values | {f"{r.task}/loss": r.loss.per_token for r in results if r.loss is not None}

@@ -1,0 +1,24 @@
+"""Phrases for error messages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns ``, did you mean 'x'?`` for the most similar known word, or an empty string."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f", did you mean {matches[0]!r}?" if matches else ""
+
+
+def not_divisible(name: str, size: int, *, by: str, divisor: int) -> str:
+    """Returns ``{name}={size} is not divisible by {by}``, and the nearest multiples of the divisor."""
+    below, above = size // divisor * divisor, (size // divisor + 1) * divisor
+    multiples = f"nearest multiples are {below} and" if below else "smallest multiple is"
+    return f"{name}={size} is not divisible by {by}; the {multiples} {above}"
+
+
+def one_line_error(error: Exception) -> str:
+    """Formats an error as one line of at most 300 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,0 +1,32 @@
+"""Values that modules show to distillation, and take from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.core import DenyList
+
+TAPS = "taps"
+"""The collection in which modules sow what distillation compares, if it is mutable."""
+
+OVERRIDES = "overrides"
+"""The collection of values that replace a module's own, which would be sown in `TAPS`."""
+
+READ_ONLY: Any = DenyList(("intermediates", OVERRIDES, TAPS))
+"""The collections that copies of a module under `vmap` share."""
+
+
+def tap(module: nn.Module, name: str, value: jax.Array) -> jax.Array:
+    """Sows a value in `TAPS`, and returns it or, if there is one, its override."""
+    if module.has_variable(OVERRIDES, name):
+        value = module.get_variable(OVERRIDES, name)
+    sow_tap(module, name, value)
+    return value
+
+
+def sow_tap(module: nn.Module, name: str, value: jax.Array) -> None:
+    """Sows a value in `TAPS` if that collection is mutable."""
+    if module.is_mutable_collection(TAPS) and not module.is_initializing():
+        module.sow(TAPS, name, value, reduce_fn=lambda _, new: new, init_fn=lambda: None)

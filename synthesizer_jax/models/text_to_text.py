@@ -1,0 +1,148 @@
+"""The interface of models that read inputs and write targets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+from synthesizer_jax.ambient import on_any_mesh
+from synthesizer_jax.attention import Mask
+from synthesizer_jax.models.block import LayerCache
+from synthesizer_jax.models.token_model import TokenModel
+from synthesizer_jax.typing import PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodingCache:
+    """What a model keeps between decoding steps.
+
+    Attributes:
+      layers: the caches of the decoder's layers.
+      memory_mask: which tokens of the memory are real, one row per example; None without a memory.
+    """
+
+    layers: tuple[LayerCache, ...]
+    memory_mask: Mask | None = None
+
+    def map_rows(self, function: Callable[[jax.Array], jax.Array]) -> DecodingCache:
+        """Applies a function to the arrays that every row of targets has for itself.
+
+        The rows of an example, such as its beams, share the keys and values of the memory.
+
+        Args:
+          function: maps ``[rows, ...]`` to ``[other rows, ...]``, such as ``lambda x: x[order]``.
+        """
+        layers = tuple(layer.map_rows(function) for layer in self.layers)
+        return dataclasses.replace(self, layers=layers)
+
+
+class TextToText(TokenModel, kw_only=True):
+    """A model from inputs to targets, trained by teacher forcing and decoded step by step.
+
+    The trainer, the decoding loops and the evaluation use these methods only, as in
+    ``apply_method(model.hidden, variables, ...)``.
+    """
+
+    @on_any_mesh
+    def __call__(
+        self,
+        encoder_tokens: jax.Array,
+        decoder_tokens: jax.Array,
+        *,
+        segments: tuple[jax.Array, jax.Array] | None = None,
+        positions: tuple[jax.Array, jax.Array] | None = None,
+        max_segments: int | None = None,
+    ) -> jax.Array:
+        """Returns the logits of every next token of the targets.
+
+        Args:
+          encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
+          decoder_tokens: ``[batch, q]`` the targets shifted right by one, padded on the right.
+          segments: for packed rows the segment ids of inputs and targets; 0 is padding.
+          positions: for packed rows the positions inside the segments.
+          max_segments: no packed row has more segments; lets terms of absolute positions run on
+            unpacked rows.
+
+        Returns:
+          ``[batch, q, vocab]`` in the dtype of the computation.
+        """
+        hidden = self.hidden(
+            encoder_tokens,
+            decoder_tokens,
+            segments=segments,
+            positions=positions,
+            max_segments=max_segments,
+        )
+        return self.logits(hidden)
+
+    def hidden(
+        self,
+        encoder_tokens: jax.Array,
+        decoder_tokens: jax.Array,
+        *,
+        segments: tuple[jax.Array, jax.Array] | None = None,
+        positions: tuple[jax.Array, jax.Array] | None = None,
+        max_segments: int | None = None,
+        counted: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns the targets' states before the projection to the vocabulary.
+
+        Arguments are those of `__call__`, and:
+
+        Args:
+          encoder_tokens: see `__call__`.
+          decoder_tokens: see `__call__`.
+          segments: see `__call__`.
+          positions: see `__call__`.
+          max_segments: see `__call__`.
+          counted: ``[batch, q]`` bool, the positions with a target, over which modules average what
+            they add to a training loss (`LOSSES`); None: up to the last non-zero token.
+
+        Returns:
+          ``[batch, q, d_model]``, for `logits`.
+        """
+        raise NotImplementedError
+
+    def encode_inputs(self, tokens: jax.Array) -> PyTree:
+        """Returns what `decode` needs of ``[batch, k]`` input tokens, a pytree of the model's own."""
+        raise NotImplementedError
+
+    def decode(self, tokens: jax.Array, memory: PyTree) -> jax.Array:
+        """Returns the states of teacher-forced targets, several for each input if need be.
+
+        Args:
+          tokens: ``[batch · n, q]`` the targets shifted right by one, n rows for each input.
+          memory: from `encode_inputs`, ``batch`` rows.
+
+        Returns:
+          ``[batch · n, q, d_model]``, for `logits`.
+        """
+        raise NotImplementedError
+
+    def init_cache(self, encoder_tokens: jax.Array, *, max_length: int) -> DecodingCache:
+        """Reads the inputs and returns the cache from which `extend` decodes.
+
+        Args:
+          encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
+          max_length: number of target positions that `extend` may reach.
+
+        Raises:
+          ValueError: among others, the model has fewer positions.
+        """
+        raise NotImplementedError
+
+    def extend(self, tokens: jax.Array, cache: DecodingCache) -> tuple[jax.Array, DecodingCache]:
+        """Decodes the next tokens; the layers must be looped, not scanned (`unroll`).
+
+        Args:
+          tokens: ``[batch · n, q]`` the targets' next tokens, n rows for each example; first the
+            start token (T5: 0).
+          cache: from `init_cache` or the step before; its rows are those of the tokens.
+
+        Returns:
+          ``[batch · n, q, d_model]`` states for `logits`, and the new cache.
+        """
+        raise NotImplementedError

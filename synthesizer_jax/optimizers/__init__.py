@@ -1,0 +1,21 @@
+"""Optimizers and learning-rate schedules, as frozen dataclasses for recipes."""
+
+from synthesizer_jax.optimizers.adafactor import Adafactor
+from synthesizer_jax.optimizers.adamw import AdamW
+from synthesizer_jax.optimizers.base import Optimizer
+from synthesizer_jax.optimizers.optax import Optax, OptaxSchedule, optax_optimizer, optax_schedule
+from synthesizer_jax.optimizers.schedules import Constant, Cosine, InverseSquareRoot, Schedule
+
+__all__ = [
+    "Adafactor",
+    "AdamW",
+    "Constant",
+    "Cosine",
+    "InverseSquareRoot",
+    "Optax",
+    "OptaxSchedule",
+    "Optimizer",
+    "Schedule",
+    "optax_optimizer",
+    "optax_schedule",
+]

@@ -1,0 +1,52 @@
+"""AdamW."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import optax
+
+from synthesizer_jax.optimizers.adafactor import NEVER_FACTORED
+from synthesizer_jax.optimizers.base import with_clipping
+from synthesizer_jax.optimizers.schedules import Constant, Schedule
+from synthesizer_jax.parameters import is_axes
+from synthesizer_jax.registry import register
+from synthesizer_jax.typing import PyTree
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), from optax.
+
+    Attributes:
+      learning_rate: the schedule of the learning rate.
+      b1: decay rate of the first moment.
+      b2: decay rate of the second moment.
+      eps: added to the square root of the second moment.
+      weight_decay: weight decay; not applied to norm scales, relative position biases and mixture weights.
+      clip_norm: maximum global norm of the gradient; None: no clipping.
+    """
+
+    learning_rate: Schedule = Constant()
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float | None = 1.0
+
+    def build(self, axes: PyTree) -> optax.GradientTransformation:
+        """See `Optimizer.build`."""
+        is_decayed = jax.tree.map(
+            lambda names: not NEVER_FACTORED & set(names), axes, is_leaf=is_axes
+        )
+        adam = optax.adamw(
+            self.learning_rate.build(),
+            b1=self.b1,
+            b2=self.b2,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            mask=is_decayed if self.weight_decay else None,
+        )
+        return with_clipping(adam, self.clip_norm)

@@ -1,0 +1,90 @@
+"""Learning-rate schedules."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from synthesizer_jax.registry import register
+
+
+class Schedule(Protocol):
+    """The configuration of a learning-rate schedule.
+
+    To add a schedule, decorate a frozen dataclass with `register`.
+    """
+
+    def build(self) -> optax.Schedule:
+        """Returns the learning rate as a function of the step, which may be traced."""
+        ...
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """A constant `value` after a linear warm-up from 0; T5 fine-tunes with 0.001 and no warm-up."""
+
+    value: float = 1e-3
+    warmup_steps: int = 0
+
+    def build(self) -> optax.Schedule:
+        """Returns the learning rate as a function of the step, which may be traced."""
+        return lambda step: self.value * _warmup(step, self.warmup_steps)
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class InverseSquareRoot:
+    """``factor / √max(step, warmup_steps)``: constant during the warm-up, then decaying.
+
+    T5 pre-trains with 1 and 10,000 (Raffel et al. 2020, section 3.1.2).
+    """
+
+    factor: float = 1.0
+    warmup_steps: int = 10_000
+
+    def build(self) -> optax.Schedule:
+        """Returns the learning rate as a function of the step, which may be traced."""
+        return lambda step: (
+            self.factor / jnp.sqrt(jnp.maximum(jnp.asarray(step, jnp.float32), self.warmup_steps))
+        )
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Cosine:
+    """Linear warm-up to `peak`, then cosine decay to `final` at `total_steps`."""
+
+    peak: float
+    total_steps: int
+    warmup_steps: int = 0
+    final: float = 0.0
+
+    def build(self) -> optax.Schedule:
+        """Returns the learning rate as a function of the step, which may be traced."""
+
+        def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
+            decay_steps = max(self.total_steps - self.warmup_steps, 1)
+            decay_step = jnp.asarray(step, jnp.float32) - self.warmup_steps
+            fraction = jnp.clip(decay_step / decay_steps, 0.0, 1.0)
+            cosine = self.final + (self.peak - self.final) * 0.5 * (
+                1.0 + jnp.cos(jnp.pi * fraction)
+            )
+            return jnp.where(
+                jnp.asarray(step) < self.warmup_steps,
+                self.peak * _warmup(step, self.warmup_steps),
+                cosine,
+            )
+
+        return learning_rate
+
+
+def _warmup(step: jax.typing.ArrayLike, warmup_steps: int) -> jax.Array:
+    """The factor of a linear warm-up, from 1 / warmup_steps at step 0 to 1."""
+    if warmup_steps == 0:
+        return jnp.asarray(1.0)
+    return jnp.minimum((jnp.asarray(step, jnp.float32) + 1.0) / warmup_steps, 1.0)

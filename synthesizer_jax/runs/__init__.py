@@ -1,0 +1,1 @@
+"""The directory of a run: its lock, its code and its logs."""

@@ -1,0 +1,278 @@
+"""Users' code that a run needs: recorded in its directory, and executed again when the run is loaded.
+
+A run's directory may contain ``code/`` with the names of packages and copies of recipe files. It is not
+trusted: nothing is imported or executed unless this account has executed the same code before (then a file
+named by its digest exists in ``$XDG_STATE_HOME/synthesizer_jax/trusted``), or the user names it with
+``--import``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib
+import json
+import logging
+import os
+import pathlib
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+
+from synthesizer_jax.data import tasks
+from synthesizer_jax.files import storage_path, write_atomic
+from synthesizer_jax.registry import EXTRA_MESH_AXES, REGISTRY
+
+CODE_DIRECTORY = "code"
+IMPORTS_FILE = "imports.json"
+
+_log = logging.getLogger(__name__)
+_imported: set[str] = set()  # packages
+_executed: dict[str, tuple[ModuleType, bool]] = {}  # files, by digest
+_named: set[str] = set()  # names of files that the user has passed
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A Python file.
+
+    Attributes:
+      name: name of the file, such as ``recipe.py``.
+      text: its content.
+    """
+
+    name: str
+    text: bytes
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the name and the content."""
+        return hashlib.sha256(self.name.encode() + b"\0" + self.text).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """The code that must be imported before a run can be loaded.
+
+    Attributes:
+      packages: names of packages or modules.
+      sources: files that are executed after importing the packages.
+    """
+
+    packages: tuple[str, ...] = ()
+    sources: tuple[Source, ...] = ()
+
+    def __add__(self, other: Code) -> Code:
+        """Returns both; a file of `other` replaces one of the same name."""
+        sources = {source.name: source for source in (*self.sources, *other.sources)}
+        return Code(
+            tuple(dict.fromkeys((*self.packages, *other.packages))), tuple(sources.values())
+        )
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all names and contents."""
+        whole = [list(self.packages), [source.digest for source in self.sources]]
+        return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
+
+
+NOTHING = Code()
+
+
+def load_user_code(names: Sequence[str]) -> Code:
+    """Imports packages and executes files that the user names, and returns them.
+
+    Args:
+      names: packages, or paths that end in ``.py``.
+
+    Raises:
+      ValueError: one does not exist or fails; the message has file and line.
+    """
+    code = NOTHING
+    for name in names:
+        if name.endswith(".py"):
+            source = read_named(name)
+            if any(other.name == source.name and other != source for other in code.sources):
+                raise ValueError(f"two imported files are called {source.name}; rename one of them")
+            execute(source, name)
+            code += Code(sources=(source,))
+        else:
+            import_package(name)
+            code += Code(packages=(name,))
+    return code
+
+
+def read_named(path: str) -> Source:
+    """Reads a file that the user names; it replaces recorded files of the same name."""
+    source = _read_source(storage_path(path))
+    _named.add(source.name)
+    return source
+
+
+def _read_source(path: pathlib.Path) -> Source:
+    """Reads a file.
+
+    Raises:
+      ValueError: it does not exist.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    return Source(path.name, path.read_bytes())
+
+
+def execute(source: Source, path: str) -> tuple[ModuleType, bool]:
+    """Executes a file, once unless another file of the same name was executed since.
+
+    Returns:
+      The module, and whether it registered classes, tasks or mixtures.
+
+    Raises:
+      ValueError: the file fails; the message has file, line and the type of the error.
+    """
+    name = f"recipe_{pathlib.Path(source.name).stem}"
+    done = _executed.get(source.digest)
+    if done is None or sys.modules.get(name) is not done[0]:
+        module = ModuleType(name)
+        module.__file__ = path
+        before = _registered_names()
+        sys.modules[name] = module  # dataclasses look up their module
+        with convert_errors(path):
+            exec(compile(source.text, path, "exec", dont_inherit=True), module.__dict__)
+        _executed[source.digest] = module, _registered_names() != before
+    return _executed[source.digest]
+
+
+def import_package(name: str) -> ModuleType:
+    """Imports a package or module and returns it.
+
+    Raises:
+      ValueError: it does not exist.
+    """
+    if not _is_module_name(name):
+        raise ValueError(f"{name!r} is neither the name of a package nor a file that ends in .py")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(
+            f"there is no package {error.name!r}; install it, or put its folder on PYTHONPATH"
+        ) from None
+    _imported.add(name)
+    return module
+
+
+def _is_module_name(name: object) -> bool:
+    return isinstance(name, str) and all(part.isidentifier() for part in name.split("."))
+
+
+@contextlib.contextmanager
+def convert_errors(path: str) -> Iterator[None]:
+    """Context manager that raises errors of a user's file as `ValueError` with file and line."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == path
+        ]
+        text = str(error)
+        if isinstance(error, SyntaxError) and error.filename == path:
+            lines, text = [error.lineno], error.msg
+        place = f"{path}, line {lines[-1]}" if lines else path
+        raise ValueError(f"{place}: {type(error).__name__}: {text}") from error
+
+
+def _registered_names() -> tuple[object, ...]:
+    """Returns everything that code can register with this package and with SeqIO."""
+    seqio = sys.modules.get("seqio")
+    registered = (
+        [] if seqio is None else [seqio.TaskRegistry.names(), seqio.MixtureRegistry.names()]
+    )
+    names = [set(n) for n in registered]
+    axes = dict(EXTRA_MESH_AXES)
+    return dict(REGISTRY), axes, dict(tasks.TASKS), dict(tasks.MIXTURES), names
+
+
+def record_code(directory: pathlib.Path, code: Code) -> None:
+    """Writes the code of a run to its directory, if there is any."""
+    place = directory / CODE_DIRECTORY
+    if code == NOTHING and not place.exists():
+        return
+    names = {"packages": code.packages, "files": [source.name for source in code.sources]}
+    contents = {source.name: source.text for source in code.sources}
+    contents[IMPORTS_FILE] = json.dumps(names, indent=1).encode() + b"\n"
+    for name, content in contents.items():
+        write_atomic(place / name, content)
+    for stale in set(place.glob("*.py")) - {place / name for name in contents}:
+        stale.unlink()
+
+
+def recorded_code(directory: pathlib.Path) -> Code:
+    """Returns the code that is recorded in a run's directory.
+
+    Raises:
+      ValueError: the record is damaged.
+    """
+    place = directory / CODE_DIRECTORY
+    path = place / IMPORTS_FILE
+    if not path.is_file():
+        return NOTHING
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))
+        packages, files = names["packages"], names["files"]
+        plain = [pathlib.PurePath(name).name == name != "" for name in files]
+        if not all(plain) or not all(map(_is_module_name, packages)):
+            raise ValueError("names of packages and files are expected")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+    return Code(tuple(packages), tuple(_read_source(place / name) for name in files))
+
+
+def require_code(directory: pathlib.Path) -> None:
+    """Executes the code of a run, if this account has executed it before or the user has named it.
+
+    A file that the user has named in this process replaces a recorded file of the same name.
+
+    Raises:
+      ValueError: the code is not trusted; the message has the options to add after reading it.
+    """
+    code, place = recorded_code(directory), directory / CODE_DIRECTORY
+    wanted = [source for source in code.sources if source.name not in _named]
+    packages = [name for name in code.packages if name not in _imported]
+    sources = [source for source in wanted if source.digest not in _executed]
+    if (packages or sources) and not (_trusted_directory() / code.digest).is_file():
+        names = [*packages, *(str(place / source.name) for source in sources)]
+        options = " ".join(f"--import {name}" for name in names)
+        raise ValueError(
+            f"{directory} needs code that this account has not run: {' and '.join(names)}; read it, "
+            f"then add {options}"
+        )
+    for name in packages:
+        import_package(name)
+    for source in wanted:
+        execute(source, str(place / source.name))
+    if all(source.digest in _executed for source in code.sources):
+        trust_code(code)
+
+
+def trust_code(code: Code) -> None:
+    """Records that this account has executed the code, so that later commands do so automatically."""
+    place = _trusted_directory()
+    if code == NOTHING or (place / code.digest).is_file():
+        return
+    names = [*code.packages, *(source.name for source in code.sources)]
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (place / code.digest).write_text("\n".join(names) + "\n", encoding="utf-8")
+    except OSError as error:
+        _log.warning("%s; later commands need --import %s", error, " --import ".join(names))
+
+
+def _trusted_directory() -> pathlib.Path:
+    """Returns the directory with the digests of the code that this account has executed."""
+    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return pathlib.Path(home).expanduser() / "synthesizer_jax" / "trusted"

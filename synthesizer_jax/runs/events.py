@@ -1,0 +1,87 @@
+"""The events of a run, and the share of its time that was training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import TypedDict, TypeGuard
+
+from synthesizer_jax.files import check_regular
+
+EVENTS_FILE = "events.jsonl"
+
+
+class Event(TypedDict):
+    """A line of ``events.jsonl``; the time is in seconds since 1970."""
+
+    time: float
+    event: str
+    step: int
+
+
+class Events:
+    """The file ``events.jsonl`` with the events of a run over all of its restarts.
+
+    Args:
+      directory: directory of the run.
+      writes: whether this process writes the file.
+    """
+
+    def __init__(self, directory: pathlib.Path, *, writes: bool = True):
+        self._path = directory / EVENTS_FILE if writes else None
+        check_regular(directory / EVENTS_FILE)
+
+    def write(self, event: str, *, step: int, at: float | None = None) -> None:
+        """Appends an `Event`; `at` is its time, None is now."""
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab") as file:
+            broken = file.tell() and not self._path.read_bytes().endswith(b"\n")
+            line = json.dumps(
+                {"time": time.time() if at is None else at, "event": event, "step": step}
+            )
+            file.write(f"{chr(10) if broken else ''}{line}\n".encode())
+
+
+def goodput(directory: pathlib.Path, seconds_per_step: float) -> float | None:
+    """Returns the fraction of the time since the start of a run that its finished steps took.
+
+    The rest is compilation, evaluation, saving, waiting for machines and lost steps (Google's *ML goodput*,
+    without the efficiency of the step itself).
+
+    Args:
+      directory: directory of the run.
+      seconds_per_step: duration of a step.
+
+    Returns:
+      A number from 0 to 1; None if the run has no events.
+    """
+    events = list(read_events(directory))
+    if not events:
+        return None
+    spent = events[-1]["time"] - events[0]["time"]
+    return min(1.0, events[-1]["step"] * seconds_per_step / spent) if spent > 0 else None
+
+
+def read_events(directory: pathlib.Path) -> Iterator[Event]:
+    """Yields the events of a run in order; incomplete lines are skipped."""
+    path = directory / EVENTS_FILE
+    check_regular(path)
+    if not path.exists():
+        return
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError, RecursionError):
+            event = json.loads(line)
+            if _is_event(event):
+                yield event
+
+
+def _is_event(value: object) -> TypeGuard[Event]:
+    types = {"time": int | float, "event": str, "step": int}
+    return isinstance(value, dict) and all(
+        isinstance(value.get(name), kind) for name, kind in types.items()
+    )

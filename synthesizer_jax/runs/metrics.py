@@ -1,0 +1,190 @@
+"""The metrics of a run: a JSON-lines file and TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+
+from synthesizer_jax.files import check_regular, write_atomic
+from synthesizer_jax.registry import JSON
+
+METRICS_FILE = "metrics.jsonl"
+
+_log = logging.getLogger(__name__)
+
+
+class MetricsWriter:
+    """Appends metrics to ``metrics.jsonl`` and to TensorBoard's files.
+
+    Args:
+      directory: directory of the run.
+      restored_step: the step from which the run continues; metrics of later steps are removed. 0 for a
+        new run.
+      writes: whether this process writes the files.
+    """
+
+    def __init__(self, directory: pathlib.Path, *, restored_step: int = 0, writes: bool = True):
+        self._writes = writes
+        if not writes:
+            return
+        # Written in this thread: that of tensorboardX's SummaryWriter may prevent the process from ending.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / METRICS_FILE
+        check_regular(path)
+        _truncate_metrics(path, restored_step)
+        self._file = path.open("a", encoding="utf-8")
+        board = directory / "tensorboard"
+        board.mkdir(exist_ok=True)
+        self._board = EventsWriter(str(board / "events"))
+        start = SessionLog(status=SessionLog.START)  # TensorBoard drops later steps
+        self._board.write_event(
+            Event(wall_time=time.time(), step=restored_step + 1, session_log=start)
+        )
+
+    def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
+        """Writes one line ``{"step": …, "kind": …, name: value, …}``.
+
+        Args:
+          step: number of finished steps.
+          values: metrics by name; NaN and infinities are written as null.
+          kind: ``train`` or ``eval``.
+        """
+        if not self._writes:
+            return
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        finite = {n: value if math.isfinite(value) else None for n, value in values.items()}
+        self._file.write(json.dumps({"step": step, "kind": kind, **finite}) + "\n")
+        self._file.flush()
+        shown = [
+            Summary.Value(tag=f"{kind}/{name}", simple_value=value)
+            for name, value in finite.items()
+            if value is not None
+        ]
+        self._board.write_event(
+            Event(wall_time=time.time(), step=step, summary=Summary(value=shown))
+        )
+        self._board.flush()
+
+    def close(self) -> None:
+        """Closes the files."""
+        if not self._writes:
+            return
+        self._file.close()
+        self._board.close()
+
+
+def _truncate_metrics(path: pathlib.Path, step: int) -> None:
+    """Removes the lines of steps after `step`, and an incomplete last line.
+
+    If other lines cannot be read, they are removed with a warning, and a copy of the file is kept.
+    """
+    if not path.exists():
+        return
+    lines = list(_read_records(path))
+    kept = [line for line, record in lines if record is not None and record["step"] <= step]
+    damaged = [number for number, (_, record) in enumerate(lines, 1) if record is None]
+    if damaged:
+        copy = path.with_name(path.name + ".unreadable")
+        write_atomic(copy, path.read_bytes())
+        _log.warning(
+            "%s: %d of its lines, the first is line %d, cannot be read and are removed; the original file "
+            "is kept as %s",
+            *(path, len(damaged), damaged[0], copy),
+        )
+    write_atomic(path, b"".join(kept))
+
+
+def read_metrics(path: pathlib.Path) -> list[dict[str, JSON]]:
+    """Returns all records of a metrics file in order.
+
+    Raises:
+      ValueError: a line is not a record.
+    """
+    records = []
+    for number, (_, record) in enumerate(_read_records(path), 1):
+        if record is None:
+            raise ValueError(f"{path}, line {number} is damaged; remove it to read the others")
+        records.append(record)
+    return records
+
+
+def read_scores(path: pathlib.Path) -> dict[int, float]:
+    """Returns the score of every evaluated step in a metrics file; empty if there is no file."""
+    records = [record for _, record in _read_records(path)] if path.exists() else []
+    return {
+        r["step"]: math.nan if r.get("score") is None else float(r["score"])
+        for r in records
+        if r is not None and r["kind"] == "eval"
+    }
+
+
+def _read_records(path: pathlib.Path) -> Iterator[tuple[bytes, dict[str, JSON] | None]]:
+    """Yields all complete lines and their records; None for a line that is not a record."""
+    check_regular(path)
+    *lines, _ = path.read_bytes().split(b"\n")
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        yield line + b"\n", record if _is_record(record) else None
+
+
+def _is_record(value: object) -> bool:
+    """Whether a JSON value has the form that `MetricsWriter.write` writes."""
+    if not isinstance(value, dict) or type(value.get("step")) is not int:
+        return False
+    numbers = (number for name, number in value.items() if name != "kind")
+    return isinstance(value.get("kind"), str) and all(map(_is_finite_or_none, numbers))
+
+
+def _is_finite_or_none(value: object) -> bool:
+    """Whether a value is null or a number in the range of floats."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return abs(value) <= sys.float_info.max
+    return value is None
+
+
+class Throughput:
+    """Measures steps and tokens per second, the share of padding and the utilization of the devices.
+
+    Args:
+      capacity: number of tokens of a batch, including padding.
+      utilizations: utilizations by name at one step per second, from `Trainer.measure_utilization`.
+    """
+
+    def __init__(self, capacity: int, utilizations: Mapping[str, float] = {}) -> None:
+        self._capacity, self._utilizations = capacity, dict(utilizations)
+        self._time, self._steps, self._tokens = time.perf_counter(), 0, 0.0
+        self.seconds_per_step = 0.0
+
+    def add(self, tokens: float) -> None:
+        """Counts a finished step with that number of tokens."""
+        self._steps += 1
+        self._tokens += tokens
+
+    def read(self) -> dict[str, float]:
+        """Returns the rates, ``padding`` and utilizations since the last call."""
+        now = time.perf_counter()
+        seconds = max(now - self._time, 1e-9)
+        rates = {
+            "steps_per_second": self._steps / seconds,
+            "tokens_per_second": self._tokens / seconds,
+        }
+        if self._steps:
+            self.seconds_per_step = seconds / self._steps
+            rates["padding"] = 1 - self._tokens / (self._steps * self._capacity)
+        for name, share in self._utilizations.items():
+            rates[name] = share * rates["steps_per_second"]
+        self._time, self._steps, self._tokens = now, 0, 0.0
+        return rates

@@ -1,0 +1,132 @@
+"""The progress display of a run: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import shlex
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from synthesizer_jax.runs.metrics import METRICS_FILE, read_scores
+
+OVERALL = ("score", "loss", "goodput")
+"""Measures of an evaluation that are printed before those of single tasks."""
+
+UTILIZATIONS = {"mfu": "MFU", "product_utilization": "of a matrix product"}
+"""Labels of the utilizations by name; the first available one is displayed."""
+
+
+class Progress:
+    """The display of a run, with a line for every `training.log_every` steps, evaluation and checkpoint.
+
+    Args:
+      total: number of steps of the run.
+      title: text before the bar.
+      visible: False prints nothing.
+    """
+
+    def __init__(self, total: int, *, title: str = "", visible: bool = True):
+        self._total, self._visible = total, visible
+        self._console = Console(highlight=False, markup=False, soft_wrap=True)
+        shown = visible and (self._console.is_terminal or self._console.is_jupyter)
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not shown,
+        )
+        self._shown = shown
+        self._task = self._bar.add_task(title, total=total, numbers="")
+
+    def begin(self, step: int) -> None:
+        """Shows the bar at a number of finished steps."""
+        self._bar.update(self._task, completed=step)
+        self._bar.start()
+
+    def advance(self, step: int) -> None:
+        """Moves the bar to a number of finished steps."""
+        self._bar.update(self._task, completed=step)
+
+    def log_training(self, step: int, values: Mapping[str, float]) -> None:
+        """Displays the loss and the rates of training."""
+        parts = [
+            f"loss {values['loss']:.4g}",
+            f"learning rate {values['learning_rate']:.3g}",
+            f"padding {values['padding']:.0%}",
+            f"{values['steps_per_second']:.3g} steps/s",
+            f"{values['tokens_per_second']:,.0f} tokens/s",
+        ]
+        used = next((name for name in UTILIZATIONS if name in values), None)
+        if used is not None:
+            parts.append(f"{UTILIZATIONS[used]} {values[used]:.0%}")
+        if self._shown:
+            self._bar.update(self._task, numbers="  ".join(parts))
+            return
+        left = (self._total - step) / max(values["steps_per_second"], 1e-9)
+        self.say(step, "  ".join([*parts, f"{format_duration(left)} left"]))
+
+    def log_evaluation(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        """Prints the measures of an evaluation."""
+        overall = [f"{name} {values[name]:.4g}" for name in OVERALL if name in values]
+        tasks = [f"{name} {value:.4g}" for name, value in values.items() if "/" in name]
+        text = f"evaluated in {format_duration(seconds)}: {', '.join(overall)}"
+        self.say(step, f"{text}; {', '.join(tasks)}" if tasks else text)
+
+    def say(self, step: int, text: str) -> None:
+        """Prints a line about a step."""
+        width = len(str(self._total))
+        self.note(f"step {step:>{width}}/{self._total}  {text}")
+
+    def note(self, text: str) -> None:
+        """Prints a line above the bar."""
+        if self._visible:
+            self._console.print(text)
+
+    def close(self) -> None:
+        """Stops the display."""
+        self._bar.stop()
+
+
+def summary_lines(
+    directory: pathlib.Path, *, steps: int, saved: list[int], data_dir: pathlib.Path | None
+) -> str:
+    """Returns the summary at the end of a run: its scores, its files, and the next commands.
+
+    Args:
+      directory: directory of the run.
+      steps: number of finished steps.
+      saved: steps of the checkpoints that were kept.
+      data_dir: the data directory that was passed; None is the default one.
+    """
+    measured = read_scores(directory / METRICS_FILE)
+    lines = [f"{directory} has finished its {steps:,} steps"]
+    finite = {step: score for step, score in measured.items() if math.isfinite(score)}
+    if finite:
+        best = max(finite, key=lambda step: (finite[step], step))
+        last = max(finite)
+        lines[0] += f": score {finite[last]:.2f} at step {last:,}"
+        lines[0] += "" if best == last else f", the best {finite[best]:.2f} at step {best:,}"
+    kept = ", ".join(f"{step:,}" for step in saved)
+    lines.append(f"{directory} holds checkpoints of the steps {kept}, {METRICS_FILE}, evaluation/")
+    data = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
+    run = shlex.quote(str(directory))
+    lines.append(f"next: synthesizer-jax eval --workdir {run}{data}")
+    lines.append(f'      synthesizer-jax generate --workdir {run} "INPUT"')
+    return "\n".join(lines)
+
+
+def format_duration(seconds: float) -> str:
+    """Formats a duration such as ``12.3 s``, ``4 min 5 s`` or ``3 h 20 min``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds) // 60
+    if minutes < 60:
+        return f"{minutes} min {round(seconds) % 60} s"
+    return f"{minutes // 60:,} h {minutes % 60} min"

@@ -1,0 +1,1 @@
+"""The process: its group, signals, memory pages and compilation cache."""

@@ -1,0 +1,32 @@
+"""The persistent cache of compiled programs."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+MAX_BYTES = 4 * 2**30
+"""Maximum size in bytes; the least recently used programs are removed first."""
+
+VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+
+
+def enable_compilation_cache() -> None:
+    """Makes JAX cache compiled programs in ``$XDG_CACHE_HOME/synthesizer_jax/compiled``.
+
+    This sets environment variables, which JAX reads when it is imported, because many commands do not
+    import it. A directory in ``JAX_COMPILATION_CACHE_DIR`` takes precedence, and
+    ``JAX_ENABLE_COMPILATION_CACHE=false`` disables the cache. Does nothing if the directory is not
+    writable.
+    """
+    if VARIABLE in os.environ:
+        return
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    directory = pathlib.Path(home) / "synthesizer_jax" / "compiled"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return
+    if os.access(directory, os.W_OK):
+        os.environ[VARIABLE] = str(directory)
+        os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(MAX_BYTES))

@@ -1,0 +1,213 @@
+"""Saving and exiting when the machine is preempted or the user presses Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import jax
+
+from synthesizer_jax.runtime import processes
+
+EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
+"""Exit codes after a signal, when the state is saved. That of SIGTERM is EX_TEMPFAIL: start the same
+command again. That of SIGINT is the code of shells: a user stopped the run."""
+
+EXIT_PREEMPTED = EXIT_CODES[signal.SIGTERM]
+
+STOP_KEY = "stop"
+FROM_OTHERS = 128
+"""Added to the number of a signal that another process received."""
+POLL_SECONDS = 1.0
+"""Interval at which a process checks whether another one was stopped."""
+
+
+def exit_on_signals() -> None:
+    """Makes signals end the process immediately, until a `StopSignal` handles them."""
+    for number, code in EXIT_CODES.items():
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_, code=code: os._exit(code))
+
+
+class Preempted(Exception):  # noqa: N818 - an event, not an error
+    """The process received a signal to stop; the caller saves and exits with `exit_code`."""
+
+    def __init__(self, number: int):
+        self.signal = signal.Signals(number)
+        super().__init__(f"stopped by {self.signal.name}")
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the process, see `EXIT_CODES`."""
+        return EXIT_CODES[self.signal]
+
+
+class StopSignal:
+    """Context manager that saves a checkpoint and exits after SIGTERM or SIGINT (Ctrl-C), at any time.
+
+    Python runs signal handlers between two bytecodes of the main thread, and therefore not during a long
+    compilation. The interpreter's C handler, however, immediately writes to a wake-up socket, on which a
+    thread waits. Between two steps the training loop checks `received`. Work that may block is executed
+    inside `region(save)`, where the state does not change, and where another thread saves and ends the
+    process. The end of a region waits for a save that has started. A second SIGINT ends the process
+    immediately, without saving.
+
+    A group of processes exits together: the process that receives a signal notifies the others, which
+    treat it as their own. All of them save the same state, because they agree on the signal before they
+    save: in a region by their threads, or at its start or end, and in the loop at every step.
+
+    It must be used on the main thread. A signal that is ignored (`nohup`, a background process of a shell)
+    remains ignored. In a notebook or an interactive interpreter the process is not ended: a region runs to
+    its end, and a second SIGINT raises `KeyboardInterrupt`.
+    """
+
+    def __init__(self, log: Callable[[str], None] = processes.print_line):
+        self._log = log
+        self._ends_process = not hasattr(sys, "ps1") and "ipykernel" not in sys.modules
+        self._lock = threading.Lock()
+        self._received = 0
+        self._closed = threading.Event()
+        self._save: Callable[[], None] | None = None
+        self._region: processes.Exchange | None = None
+
+    def __enter__(self) -> StopSignal:
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        self._old_handlers = {
+            number: signal.signal(number, self._record)
+            for number in EXIT_CODES
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        self._old_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        self._threads = [
+            threading.Thread(target=self._wait_for_signals, name="stop-signal", daemon=True)
+        ]
+        if processes.process_count() > 1:
+            self._threads.append(
+                threading.Thread(target=self._poll_others, name="stop-poll", daemon=True)
+            )
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._old_fd)
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        self._closed.set()
+        self._sender.close()  # ends the thread: its recv returns no bytes
+        for thread in self._threads:
+            thread.join()
+        self._receiver.close()
+
+    @property
+    def received(self) -> int:
+        """The number of the signal that this process has received or was notified of; 0 is none."""
+        return self._received
+
+    @contextlib.contextmanager
+    def region(self, save: Callable[[], None] | None = None) -> Iterator[None]:
+        """Context manager for work that may block for long and does not change the state.
+
+        Args:
+          save: saves the state; None if it is already saved.
+
+        Raises:
+          Preempted: a signal was received.
+        """
+        exchange = processes.Exchange("region")
+        with self._lock:
+            received = self.received
+            if not received:
+                self._save, self._region = save, exchange
+        if received:
+            raise Preempted(max(exchange.all_gather(received)))
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._save = self._region = None
+            raise
+        with self._lock:  # from here on this thread handles signals
+            self._save = self._region = None
+        if agreed := max(exchange.all_gather(self.received)):
+            raise Preempted(agreed)
+
+    def _record(self, number: int, _: object = None) -> None:
+        if self._received and not self._ends_process:
+            raise KeyboardInterrupt
+        self._received = self._received or number
+
+    def _wait_for_signals(self) -> None:
+        interrupts, first = 0, 0
+        while numbers := self._receiver.recv(64):
+            interrupts += numbers.count(signal.SIGINT)
+            if interrupts > 1 and self._ends_process:
+                self._log("stopped by a second Ctrl-C; steps since the last checkpoint are lost")
+                os._exit(EXIT_CODES[signal.SIGINT])
+            if first == 0:
+                first = next((n % FROM_OTHERS for n in numbers if n % FROM_OTHERS in EXIT_CODES), 0)
+                if first:
+                    self._received = self._received or first
+                    threading.Thread(target=self._leave_region, daemon=True).start()
+
+    def _leave_region(self) -> None:
+        if processes.process_count() > 1:
+            processes.publish(STOP_KEY, str(self.received))
+        with self._lock:
+            if self._region is not None and self._ends_process:
+                self._save_and_exit(Preempted(max(self._region.all_gather(self.received))))
+
+    def _poll_others(self) -> None:
+        """Notifies `_wait_for_signals` of a signal that another process received."""
+        while not self._closed.wait(POLL_SECONDS):
+            if (number := processes.read_published(STOP_KEY)) is not None:
+                with contextlib.suppress(OSError):  # closed in the meantime
+                    self._sender.send(bytes([FROM_OTHERS + int(number)]))
+                return
+
+    def _save_and_exit(self, preempted: Preempted) -> None:
+        if self._save is not None:
+            self._save()
+        self._log(preemption_message(preempted))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        jax.distributed.shutdown()  # waits for the other processes
+        os._exit(preempted.exit_code)
+
+
+def close_within(seconds: float, what: str, close: Callable[[], None]) -> None:
+    """Calls a function, and returns without waiting any longer after a timeout.
+
+    Args:
+      seconds: the timeout, after which a line is printed to standard error.
+      what: name of what is closed, for that line.
+      close: the function; its errors are raised.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            close()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=f"close {what}", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        processes.print_line(
+            f"closing {what} has not ended within {seconds:.0f} s; it is left as it is"
+        )
+    if errors:
+        raise errors[0]
+
+
+def preemption_message(preempted: Preempted) -> str:
+    """Returns the message at the end of a run that a signal stopped."""
+    return f"{preempted}; everything is saved, start the same command again to continue"

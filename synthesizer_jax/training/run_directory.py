@@ -1,0 +1,214 @@
+"""The files of a run's directory that say what the run is: its experiment and its vocabulary."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+import re
+from typing import TypeAlias
+
+from synthesizer_jax.checkpoints.manager import finished_steps
+from synthesizer_jax.data import synthetic
+from synthesizer_jax.data.vocabularies import SentencePiece, Vocabulary
+from synthesizer_jax.files import absolute, join, storage_path, write_atomic
+from synthesizer_jax.registry import format_value, from_json, replace, to_json
+from synthesizer_jax.runs import code
+from synthesizer_jax.training.experiment import Experiment
+
+EXPERIMENT_FILE = "experiment.json"
+VOCABULARY_FILE = "vocabulary.model"
+VOCABULARY_SUM = "vocabulary.sha256"
+"""Holds the checksum of the former, as ``sha256sum --check`` reads it."""
+
+MAY_CHANGE = ("steps", "log_every", "save_every", "keep_latest", "keep_best", "watchdog_seconds")
+"""Fields of `Training` that a continued run may change."""
+
+_Json: TypeAlias = "dict[str, _Json] | list[_Json] | str | float | bool | None"
+
+
+def save_experiment(experiment: Experiment, directory: pathlib.Path) -> None:
+    """Writes ``experiment.json``, which is enough to rebuild the model."""
+    text = json.dumps(to_json(experiment), indent=1)
+    write_atomic(directory / EXPERIMENT_FILE, text + "\n")
+
+
+def load_experiment(directory: pathlib.Path) -> Experiment:
+    """Reads the experiment of a run's directory, with the user's own code that it needs.
+
+    Raises:
+      FileNotFoundError: the directory holds no run.
+      ValueError: the file is damaged, was written by another version or with unknown classes, or the run
+        needs code that this account has not run (`code.require_code`).
+    """
+    path = directory / EXPERIMENT_FILE
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{directory} holds no {EXPERIMENT_FILE}; give the directory of a training run of this package"
+        )
+    code.require_code(directory)
+    try:
+        experiment = from_json(json.loads(path.read_text(encoding="utf-8")))
+        if not isinstance(experiment, Experiment):
+            raise ValueError(f"it holds {format_value(experiment)}, expected an Experiment")
+        _check_vocabulary_path(experiment)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {error.lineno}: it is not JSON ({error.msg})") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: it is not UTF-8 text") from None
+    except RecursionError:
+        raise ValueError(f"{path}: it is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return experiment
+
+
+def _check_vocabulary_path(experiment: Experiment) -> None:
+    """Raises a `ValueError` where a run's vocabulary is not a file inside its directory."""
+    if isinstance(experiment.vocabulary, SentencePiece):
+        path = pathlib.PurePath(experiment.vocabulary.path)
+        outside = path.is_absolute() or re.match("[a-z]+:/", str(path))
+        if outside or ".." in path.parts or "~" in path.parts[:1]:
+            raise ValueError(
+                f"vocabulary.path is {format_value(str(path))}, which lies outside of the run; put the "
+                "file into the run's directory and give its name"
+            )
+
+
+def save_run(experiment: Experiment, directory: pathlib.Path) -> None:
+    """Writes the experiment and its vocabulary into the run's directory."""
+    vocabulary = experiment.vocabulary
+    if isinstance(vocabulary, SentencePiece):
+        copy = directory / VOCABULARY_FILE
+        given = storage_path(vocabulary.path)
+        if not _has_same_contents(given, copy):
+            write_atomic(copy, given.read_bytes())
+        write_atomic(directory / VOCABULARY_SUM, _checksum_line(copy))
+    save_experiment(_with_saved_vocabulary(experiment), directory)
+
+
+def _with_saved_vocabulary(experiment: Experiment) -> Experiment:
+    """Returns the experiment with the copy of its vocabulary that lies in its directory."""
+    vocabulary = experiment.vocabulary
+    if isinstance(vocabulary, SentencePiece):
+        return replace(experiment, vocabulary=replace(vocabulary, path=VOCABULARY_FILE))
+    return experiment
+
+
+def resolve_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experiment:
+    """Returns the experiment with the absolute path of its vocabulary.
+
+    The synthetic mixture is generated in `data_dir` if it is asked for, and brings its own vocabulary.
+
+    Raises:
+      ValueError: there is no vocabulary.
+    """
+    vocabulary = experiment.vocabulary
+    if experiment.data.mixture == synthetic.MIXTURE:
+        own = synthetic.prepare(data_dir).vocabulary
+        vocabulary = own if vocabulary is None else vocabulary
+    if vocabulary is None:
+        raise ValueError(
+            f"the mixture {experiment.data.mixture!r} has no vocabulary of its own; give one, such "
+            "as vocabulary=SentencePiece('spiece.model') or Bytes() in the recipe"
+        )
+    vocabulary.build()
+    if isinstance(vocabulary, SentencePiece):
+        path = absolute(storage_path(vocabulary.path).expanduser())
+        vocabulary = replace(vocabulary, path=str(path))
+    return replace(experiment, vocabulary=vocabulary)
+
+
+def open_vocabulary(experiment: Experiment, directory: pathlib.Path) -> Vocabulary:
+    """Returns the vocabulary of a run.
+
+    Args:
+      experiment: from `load_experiment` or `resolve_vocabulary`.
+      directory: the run's, to which a relative path belongs.
+
+    Raises:
+      ValueError: the vocabulary is not what was saved with the run, or the model's embedding has fewer
+        rows than it has ids.
+    """
+    config = experiment.vocabulary
+    if config is None:
+        raise ValueError(
+            f"{directory / EXPERIMENT_FILE}: vocabulary is null; give it as the run had it"
+        )
+    if isinstance(config, SentencePiece):
+        path = join(directory, config.path)
+        _check_saved_vocabulary(path, directory)
+        config = replace(config, path=str(path))
+    vocabulary = config.build()
+    if vocabulary.vocab_size > experiment.model.vocab_size:
+        raise ValueError(
+            f"the vocabulary has {vocabulary.vocab_size} ids but model.vocab_size="
+            f"{experiment.model.vocab_size}; set model.vocab_size to at least that"
+        )
+    return vocabulary
+
+
+def _check_saved_vocabulary(path: pathlib.Path, directory: pathlib.Path) -> None:
+    """Raises a `ValueError` where a run's own vocabulary is not what was saved with the run."""
+    saved = directory / VOCABULARY_SUM
+    if path != directory / VOCABULARY_FILE or not (path.is_file() and saved.is_file()):
+        return
+    if saved.read_bytes() != _checksum_line(path).encode():
+        raise ValueError(
+            f"{path} is not what was saved with the run, says {saved.name}; put the run's own in its place"
+        )
+
+
+def _checksum_line(path: pathlib.Path) -> str:
+    """Returns the line that ``sha256sum`` prints for a file."""
+    return f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
+
+
+def _has_same_contents(path: pathlib.Path, other: pathlib.Path) -> bool:
+    return other.is_file() and path.read_bytes() == other.read_bytes()
+
+
+def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
+    """Raises a `ValueError` when a directory holds a run that this experiment cannot continue.
+
+    A run that has saved no checkpoint may be replaced: a corrected experiment may start in its directory.
+    """
+    if not (directory / EXPERIMENT_FILE).is_file() or not finished_steps(directory / "checkpoints"):
+        return
+    vocabulary = experiment.vocabulary
+    if isinstance(vocabulary, SentencePiece):
+        copy = directory / VOCABULARY_FILE
+        if copy.is_file() and not _has_same_contents(storage_path(vocabulary.path), copy):
+            raise ValueError(
+                f"{directory} holds another run: its {VOCABULARY_FILE} is not {vocabulary.path}; use a new "
+                "--workdir, or the old vocabulary to continue"
+            )
+    saved = _fixed_settings(load_experiment(directory))
+    given = _fixed_settings(_with_saved_vocabulary(experiment))
+    for path in sorted(saved.keys() | given.keys()):
+        if saved.get(path) != given.get(path):
+            raise ValueError(
+                f"{directory} holds another run: {path} was {saved.get(path)} and is {given.get(path)}; "
+                "use a new --workdir, or the old setting to continue"
+            )
+
+
+def _fixed_settings(experiment: Experiment) -> dict[str, _Json]:
+    """Returns what must stay the same for a run to continue, ``{path: value}``."""
+    data = to_json(experiment)
+    for name in MAY_CHANGE:
+        del data["training"][name]
+    return dict(
+        _flatten_json({name: data[name] for name in ("model", "data", "training", "vocabulary")})
+    )
+
+
+def _flatten_json(data: _Json, path: str = "") -> list[tuple[str, _Json]]:
+    """Returns the paths and values of the leaves of nested JSON."""
+    if isinstance(data, dict):
+        entries = list(data.items())
+    elif isinstance(data, list):
+        entries = [(str(i), entry) for i, entry in enumerate(data)]
+    else:
+        return [(path, data)]
+    return [leaf for k, v in entries for leaf in _flatten_json(v, f"{path}.{k}" if path else k)]

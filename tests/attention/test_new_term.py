@@ -1,0 +1,116 @@
+"""A made-up term: one file, from outside the package, that every layer then knows."""
+
+import dataclasses
+from typing import Annotated
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from synthesizer_jax import Attention, DotProduct, Mask, Mixture, PerHead
+from synthesizer_jax.alignments import Alignment
+from synthesizer_jax.alignments.base import project
+from synthesizer_jax.attention import Term, attend, explain, low_rank
+from synthesizer_jax.attention.terms import logits_dtype
+from synthesizer_jax.parameters import apply_method
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Salience(Term):
+    """How much every key asks to be seen, whoever looks: ``logits[b, h, q, k] = x[b, k, h]``."""
+
+    x: Annotated[jax.Array, "b", "k", "h"]
+
+    linear = "x"
+
+    def depends_on_tokens(self, name: str) -> bool:
+        return True
+
+    def materialize(self, *, q_length, k_length, query_offset):
+        x = self.x.astype(logits_dtype(self.x)).swapaxes(1, 2)[:, :, None]
+        return jnp.broadcast_to(x, (*x.shape[:2], q_length, k_length))
+
+
+class BySalience(Alignment):
+    known: bool = False
+
+    @nn.compact
+    def __call__(self, queries, keys, context):
+        x = project(keys, heads=context.num_heads, width=1, name="salience")
+        if self.known:  # as a term that the package has
+            ones = jnp.ones((*queries.shape[:2], context.num_heads, 1), x.dtype)
+            return (low_rank(ones, x, token_keys=True),)
+        return (Salience(x[..., 0]),)
+
+
+def pair_of_layers(make):
+    return (Attention(4, 3, alignment=make(BySalience(known))) for known in (False, True))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda own: own,
+        lambda own: Mixture((DotProduct(), own)),
+        lambda own: PerHead((own, DotProduct())),
+    ],
+    ids=["alone", "in a mixture", "of some heads"],
+)
+def test_layers_know_a_new_term(make):
+    new, known = pair_of_layers(make)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 6)), jnp.float32)
+    variables = new.init(jax.random.key(0), x)
+    segments = jnp.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 2, 2, 2]])
+    for mask in (
+        Mask(),
+        Mask(causal=True, key_lengths=jnp.array([8, 5])),
+        Mask.packed(segments, segments=2, causal=True),
+    ):
+        y, expected = (layer.apply(variables, x, mask=mask) for layer in (new, known))
+        np.testing.assert_allclose(y, expected, atol=1e-5)
+    gradients = [
+        jax.grad(lambda v, layer=layer: (layer.apply(v, x) ** 2).sum())(variables)
+        for layer in (new, known)
+    ]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *gradients)
+
+
+def test_it_decodes():
+    layer, _ = pair_of_layers(lambda own: Mixture((DotProduct(), own)))
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 6, 6)), jnp.float32)
+    variables = layer.init(jax.random.key(0), x)
+    expected = layer.apply(variables, x, mask=Mask(causal=True))
+    cache = apply_method(layer.init_cache, variables, x, max_length=6)
+    assert [key.shape for key in cache.keys] == [(2, 6, 4, 3), (2, 6, 4)]
+    for at in range(6):
+        y, cache = apply_method(layer.extend, variables, x[:, at : at + 1], cache)
+        np.testing.assert_allclose(y[:, 0], expected[:, at], atol=1e-5)
+
+
+def test_it_is_divided_over_a_mesh():
+    layer, _ = pair_of_layers(lambda own: own)
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(2, 8, 6)), jnp.float32)
+    variables = layer.init(jax.random.key(0), x)
+    mesh = jax.make_mesh((2, 2), ("rows", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    expected = layer.apply(variables, x)
+    with jax.set_mesh(mesh), nn.logical_axis_rules([("batch", "rows"), ("heads", "model")]):
+        y = jax.jit(layer.apply)(variables, x)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+
+
+def test_routes_tell_that_they_do_not_take_it():
+    values = jnp.ones((2, 8, 4, 3))
+    terms = (Salience(jnp.ones((2, 8, 4))),)
+    (found,) = explain(terms, values, q_length=8)
+    assert found.route == "reference"
+    assert "no Salience terms" in found.obstacles["fused"]
+    with pytest.raises(
+        ValueError, match="'cudnn' is not possible here: cuDNN has no Salience terms"
+    ):
+        attend(terms, values, q_length=8, implementation="cudnn")
+    with pytest.raises(ValueError, match="Salience term is for 4 heads, but the values have 2"):
+        attend(terms, values[:, :, :2], q_length=8)

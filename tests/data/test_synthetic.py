@@ -1,0 +1,115 @@
+"""The generated mixture: the same everywhere, balanced, disjoint, in T5's formats, whole on disk."""
+
+import hashlib
+import json
+
+import pytest
+
+from synthesizer_jax.data import synthetic, tasks
+from synthesizer_jax.data.formats import WSC
+from synthesizer_jax.data.synthetic.definitions import as_text, config_name
+from synthesizer_jax.data.synthetic.rows import HELD_OUT, SIZES, SOURCES
+from synthesizer_jax.evaluation import evaluation_sets, synthetic_baselines
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return {
+        (config, split): synthetic.examples(config, split) for config in SOURCES for split in SIZES
+    }
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    data_dir = tmp_path_factory.mktemp("data")
+    return data_dir, synthetic.prepare(data_dir)
+
+
+def test_rows_depend_on_the_seed_alone():
+    def digest(seed):
+        found = synthetic.examples("mnli", "validation", seed=seed)
+        return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+    assert digest(0) == digest(0) != digest(1)
+
+
+def test_splits_are_disjoint_and_as_large_as_said(rows):
+    assert HELD_OUT > 1
+    for config in SOURCES:
+        texts = {}
+        for split, size in SIZES.items():
+            found = rows[config, split]
+            assert len(found) == size
+            texts[split] = {
+                json.dumps(
+                    {k: v for k, v in r.items() if k not in ("idx", "label")}, sort_keys=True
+                )
+                for r in found
+            }
+        assert not texts["train"] & texts["validation"]
+        assert len(texts["validation"]) == SIZES["validation"] >= 500
+
+
+def test_labels_are_balanced(rows):
+    for config, source in SOURCES.items():
+        if not source.labels:
+            continue
+        labels = [r["label"] for r in rows[config, "validation"]]
+        for label in set(labels):
+            assert abs(labels.count(label) / len(labels) - 1 / source.labels) < 0.02
+
+
+@pytest.mark.slow
+def test_the_seqio_tasks_make_the_strings_that_the_baselines_read(prepared, rows):
+    data_dir, made = prepared
+    vocabulary = made.vocabulary.build()
+    assert vocabulary.vocab_size == synthetic.VOCAB_SIZE
+    tasks.register(synthetic.MIXTURE, vocabulary, data_dir=data_dir)
+    for task in synthetic.DEFINITIONS:
+        examples = evaluation_sets.load_evaluation_set(
+            task.name,
+            "validation",
+            vocabulary,
+            data_dir=data_dir,
+            lengths={"inputs": 32, "targets": 4},
+        )
+        shown = [
+            (evaluation_sets.to_text(e["inputs_pretokenized"]), target)
+            for e, target in zip(examples.examples, examples.target_words, strict=True)
+        ]
+        assert shown == [as_text(task, row) for row in rows[config_name(task), "validation"]]
+        # Nothing is cut at the quickstart's lengths, and every answer is a right one.
+        assert all(vocabulary.decode(x.tolist()) for x in examples.inputs)
+        assert max(len(x) for x in examples.inputs) <= 32
+        right = next(iter(examples.score(examples.target_words).values()))
+        # WSC's held-out rows ask for the referent whether it is the right one or not.
+        assert right == pytest.approx(50 if isinstance(task.format, WSC) else 100, abs=1)
+
+
+@pytest.mark.slow
+def test_preparing_again_keeps_what_is_there_and_mends_what_is_not(prepared):
+    data_dir, made = prepared
+    files = sorted(p for p in data_dir.rglob("*") if p.is_file())
+    times = {p: p.stat().st_mtime_ns for p in files}
+    assert synthetic.prepare(data_dir) == made
+    assert {p: p.stat().st_mtime_ns for p in files} == times
+    broken = data_dir / synthetic.MIXTURE / "wic" / "1.0.0" / "dataset_info.json"
+    content = broken.read_bytes()
+    broken.unlink()
+    synthetic.prepare(data_dir)
+    assert json.loads(broken.read_bytes())["name"] == json.loads(content)["name"]
+    assert not list(data_dir.glob(".import-*"))
+
+
+def test_majority_is_what_balanced_labels_give():
+    found = synthetic_baselines.majority_scores()
+    assert set(found) == {task.name for task in synthetic.DEFINITIONS}
+    assert found["synthetic_copa"] == pytest.approx(50, abs=1)
+    assert found["synthetic_mnli"] == pytest.approx(100 / 3, abs=1)
+
+
+@pytest.mark.slow
+def test_words_alone_do_not_solve_the_tasks_that_compare():
+    words = synthetic_baselines.bag_of_words_scores()
+    for name in ("synthetic_copa", "synthetic_wic"):
+        assert words[name] < 60

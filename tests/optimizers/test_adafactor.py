@@ -1,0 +1,250 @@
+"""Adafactor against NumPy implementations of the paper and of T5X; stacks against single parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from synthesizer_jax.optimizers import Adafactor, AdamW
+from synthesizer_jax.optimizers.adafactor import adafactor, factored_dims, state_axes
+from synthesizer_jax.optimizers.schedules import Constant, Cosine, InverseSquareRoot
+
+MIN = 4  # so that small arrays are factored
+
+
+def reference_updates(x, gradients, *, factored, rate=0.1):
+    """Shazeer and Stern 2018, algorithms 4 (matrices) and 5 (others), float64, relative step sizes."""
+    x = np.array(x, np.float64)
+    shape = x.shape
+    x = x.reshape(shape[0], -1) if factored else x.reshape(-1)
+    r = c = v = 0.0
+    for t, g in enumerate(gradients, start=1):
+        g = np.array(g, np.float64).reshape(x.shape)
+        beta = 1 - t**-0.8
+        sq = g**2 + 1e-30
+        if factored:
+            r = beta * r + (1 - beta) * sq.sum(1)
+            c = beta * c + (1 - beta) * sq.sum(0)
+            vhat = np.outer(r, c) / r.sum()
+        else:
+            vhat = v = beta * v + (1 - beta) * sq
+        u = g / np.sqrt(vhat)
+        u = u / max(1, np.sqrt(np.mean(u**2)))
+        x = x - rate * max(1e-3, np.sqrt(np.mean(x**2))) * u
+    return x.reshape(shape)
+
+
+def run_updates(tree, axes, gradients, *, min_size=MIN):
+    transformation = adafactor(lambda _: 0.1, axes, min_size=min_size)
+    state = transformation.init(tree)
+    update = jax.jit(transformation.update)
+    for g in gradients:
+        updates, state = update(g, state, tree)
+        tree = optax.apply_updates(tree, updates)
+    return tree, state
+
+
+def make_problem(shape, axes, n=3, seed=0, scale=None):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape)
+    gradients = [rng.normal(size=shape) * (1 + 3 * rng.random(shape)) for _ in range(n)]
+    as32 = lambda a: {"x": jnp.asarray(a, jnp.float32)}
+    return as32(x), {"x": axes}, [as32(g) for g in gradients]
+
+
+CASES = {
+    "matrix": ((5, 7), ("embed", "mlp"), 1, True),
+    "query kernel": ((5, 3, 2), ("embed", "heads", "kv"), 1, True),
+    "dense hidden kernel": ((5, 3, 2), ("embed", "heads", "synth_hidden"), 1, True),
+    "small matrix": ((3, 7), ("embed", "mlp"), 1, False),
+    "norm": ((9,), ("norm",), 1, False),
+    "buckets": ((6, 8), ("heads", "relpos_buckets"), 1, False),
+    "mixture weights": ((6, 5), ("heads", "parts"), 1, False),
+    "positions": ((6, 5), ("length", "embed"), 1, True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_paper(name):
+    shape, axes, _, factored = CASES[name]
+    tree, axes, gradients = make_problem(shape, axes)
+    expected = reference_updates(tree["x"], [g["x"] for g in gradients], factored=factored)
+    actual, state = run_updates(tree, axes, gradients)
+    np.testing.assert_allclose(actual["x"], expected, rtol=2e-5, atol=1e-6)
+    assert set(state.moments["x"]) == ({"row", "col"} if factored else {"full"})
+
+
+def test_output_kernel_is_the_matrix_heads_kv_by_embed():
+    tree, axes, gradients = make_problem((3, 2, 5), ("heads", "kv", "embed"))
+    flat = [np.asarray(g["x"]).reshape(6, 5) for g in gradients]
+    expected = reference_updates(np.asarray(tree["x"]).reshape(6, 5), flat, factored=True)
+    actual, _ = run_updates(tree, axes, gradients)
+    np.testing.assert_allclose(actual["x"].reshape(6, 5), expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [
+        ((4, 5, 7), ("layers", "embed", "mlp")),
+        ((4, 5, 3, 2), ("layers", "embed", "heads", "kv")),
+        ((4, 9), ("layers", "norm")),
+        ((4, 6, 8), ("layers", "heads", "relpos_buckets")),
+        ((4, 5, 6), ("heads", "query_length", "key_length")),
+        ((4, 5, 6), ("heads", "key_length", "synth_hidden")),
+        ((4, 5, 2), ("heads", "query_length", "rank")),
+    ],
+)
+def test_a_stack_is_updated_like_single_parameters(shape, axes):
+    tree, names, gradients = make_problem(shape, axes)
+    stacked, _ = run_updates(tree, names, gradients)
+    for i in range(shape[0]):
+        single, _ = run_updates(
+            {"x": tree["x"][i]}, {"x": axes[1:]}, [{"x": g["x"][i]} for g in gradients]
+        )
+        np.testing.assert_allclose(stacked["x"][i], single["x"], rtol=1e-6, atol=1e-7)
+
+
+# T5X's `standard_logical_factor_rules` for the axes of T5.
+T5X_RULES = {
+    **dict.fromkeys(("vocab", "mlp", "heads", "kv"), "column"),
+    "embed": "row",
+    "layers": "batch",
+    "norm": "none",
+}
+
+
+def t5x_updates(x, axes, gradients, *, min_size, rate=0.1):
+    """The updates of T5X: rules determine how stacks are factored, and sizes whether single matrices are.
+
+    T5X stores the heads and kv dimensions of a kernel as one dimension.
+    """
+    x = np.array(x, np.float64)
+    rules = [T5X_RULES[a] for a in axes]
+    batch, rows, columns = (
+        tuple(i for i, rule in enumerate(rules) if rule == kind)
+        for kind in ("batch", "row", "column")
+    )
+    size = lambda dims: np.prod([x.shape[i] for i in dims], initial=1)
+    if not batch and min(size(rows), size(columns)) < min_size:
+        rows = columns = ()
+    inner = tuple(i for i in range(x.ndim) if i not in batch)
+    mean = lambda a, dims: a.mean(axis=dims, keepdims=True)
+    row = column = v = 0.0
+    for t, g in enumerate(gradients, start=1):
+        beta, square = 1 - t**-0.8, np.square(g, dtype=np.float64) + 1e-30
+        row = beta * row + (1 - beta) * mean(square, columns)
+        column = beta * column + (1 - beta) * mean(square, rows)
+        v = beta * v + (1 - beta) * square
+        u = g / np.sqrt(row * column / mean(row, rows) if rows and columns else v)
+        u = u / np.maximum(1, np.sqrt(mean(u**2, inner)))
+        x = x - rate * np.maximum(1e-3, np.sqrt(mean(x**2, inner))) * u
+    return x, bool(rows and columns)
+
+
+@pytest.mark.parametrize("min_size", [1, 6, 100])
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [
+        ((5, 7), ("embed", "mlp")),
+        ((4, 5, 7), ("layers", "embed", "mlp")),
+        ((5, 3, 2), ("embed", "heads", "kv")),
+        ((4, 5, 3, 2), ("layers", "embed", "heads", "kv")),
+        ((4, 3, 2, 5), ("layers", "heads", "kv", "embed")),
+        ((9,), ("norm",)),
+        ((4, 9), ("layers", "norm")),
+        ((4, 7), ("layers", "mlp")),
+        ((7, 5), ("vocab", "embed")),
+    ],
+)
+def test_equals_t5x(shape, axes, min_size):
+    tree, names, gradients = make_problem(shape, axes)
+    expected, factored = t5x_updates(
+        tree["x"], axes, [g["x"] for g in gradients], min_size=min_size
+    )
+    actual, state = run_updates(tree, names, gradients, min_size=min_size)
+    assert set(state.moments["x"]) == ({"row", "col"} if factored else {"full"})
+    np.testing.assert_allclose(actual["x"], expected, rtol=2e-5, atol=1e-6)
+
+
+def test_small_stacks_with_axes_unknown_to_t5x_are_factored_like_single_parameters():
+    shape, axes = (2, 3, 50, 8), ("layers", "heads", "query_length", "rank")
+    assert factored_dims(axes, shape).rows == factored_dims(axes[1:], shape[1:]).rows == ()
+
+
+def test_scanned_tables_are_one_block_per_layer_and_head():
+    axes = ("layers", "heads", "query_length", "key_length")
+    tree, names, gradients = make_problem((2, 3, 5, 6), axes)
+    stacked, _ = run_updates(tree, names, gradients)
+    single, _ = run_updates(
+        {"x": tree["x"][1, 2]},
+        {"x": axes[2:]},
+        [{"x": g["x"][1, 2]} for g in gradients],
+    )
+    np.testing.assert_allclose(stacked["x"][1, 2], single["x"], rtol=1e-6, atol=1e-7)
+    assert factored_dims(axes, (2, 3, 5, 6), min_size=MIN).batch == (0, 1)
+
+
+def test_zero_gradients_and_bfloat16_parameters_stay_finite():
+    tree = {"x": jnp.ones((8, 8), jnp.bfloat16)}
+    actual, state = run_updates(
+        tree, {"x": ("embed", "mlp")}, [{"x": jnp.zeros((8, 8), jnp.bfloat16)}]
+    )
+    assert actual["x"].dtype == jnp.bfloat16
+    assert np.all(np.asarray(actual["x"], np.float32) == 1)
+    assert {m.dtype for m in jax.tree.leaves(state.moments)} == {jnp.dtype("float32")}
+
+
+def test_state_axes_follow_the_parameters():
+    params = {
+        "a": {"kernel": jnp.zeros((128, 4, 64))},
+        "b": {"scale": jnp.zeros(3)},
+    }
+    axes = {"a": {"kernel": ("embed", "heads", "kv")}, "b": {"scale": ("norm",)}}
+    for recipe in (Adafactor(clip_norm=1.0), AdamW(weight_decay=0.1)):
+        state = jax.eval_shape(recipe.build(axes).init, params)
+        actual = state_axes(state, axes, params)
+        axes_by_path = {
+            jax.tree_util.keystr(path): names
+            for path, names in jax.tree.leaves_with_path(
+                actual, is_leaf=lambda x: isinstance(x, tuple) and not hasattr(x, "_fields") and (
+                    not x or x[0] is None or isinstance(x[0], str))
+            )
+        }  # fmt: skip
+        if isinstance(recipe, AdamW):
+            moments = [n for k, n in axes_by_path.items() if "kernel" in k]
+            assert moments == [("embed", "heads", "kv")] * 2
+        else:
+            assert {n for k, n in axes_by_path.items() if "kernel" in k} == {
+                ("embed",),
+                ("heads", "kv"),
+            }
+
+
+def test_scales_buckets_and_mixture_weights_have_no_weight_decay():
+    params = {n: jnp.ones(s) for n, s in (("k", (3, 3)), ("s", (3,)), ("b", (2, 3)), ("w", (2, 2)))}
+    axes = {
+        "k": ("embed", "mlp"),
+        "s": ("norm",),
+        "b": ("heads", "relpos_buckets"),
+        "w": ("heads", "parts"),
+    }
+    transformation = AdamW(learning_rate=Constant(0.5), weight_decay=0.1).build(axes)
+    updates, _ = transformation.update(
+        jax.tree.map(jnp.zeros_like, params), transformation.init(params), params
+    )
+    np.testing.assert_allclose(updates["k"], -0.05, rtol=1e-6)
+    assert all(not np.any(updates[n]) for n in "sbw")
+
+
+def test_schedules():
+    t5 = InverseSquareRoot().build()
+    for step, value in ((0, 0.01), (10_000, 0.01), (40_000, 0.005)):
+        np.testing.assert_allclose(t5(step), value, rtol=1e-6)
+    warm = Constant(0.4, warmup_steps=4).build()
+    np.testing.assert_allclose([warm(s) for s in range(6)], [0.1, 0.2, 0.3, 0.4, 0.4, 0.4], 1e-6)
+    cosine = Cosine(1.0, total_steps=12, warmup_steps=2, final=0.1).build()
+    np.testing.assert_allclose(
+        [cosine(s) for s in (0, 1, 2, 7, 12, 99)], [0.5, 1, 1, 0.55, 0.1, 0.1], rtol=1e-5
+    )
+    np.testing.assert_allclose(jax.jit(cosine)(jnp.asarray(7)), 0.55, rtol=1e-5)

@@ -1,0 +1,1 @@
+"""Development tools that generate files of the repository."""

@@ -1,0 +1,146 @@
+"""Writes the table of variants, generated from the registries of alignments and mixers.
+
+    python -m tools.variants_table docs/variants.md
+
+replaces the lines between ``<!-- variants -->`` and ``<!-- /variants -->``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import pathlib
+import sys
+from typing import Any, TypeVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from synthesizer_jax.alignments import ALIGNMENTS, Bilinear, DotProduct, Random
+from synthesizer_jax.attention import Mask
+from synthesizer_jax.costs.summary import flops, num_elements
+from synthesizer_jax.files import write_atomic
+from synthesizer_jax.mixers import MIXERS, Attention, Mixer
+from synthesizer_jax.mixers.base import MixerCache
+from synthesizer_jax.parameters import apply_method
+from synthesizer_jax.typing import PyTree
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+D_MODEL, HEADS, HEAD_DIM, LENGTH = 512, 8, 64, 512
+FIELDS: dict[str, Any] = {
+    "max_length": LENGTH,
+    "num_heads": HEADS,
+    "head_dim": HEAD_DIM,
+    "hidden_dim": 50,
+    "parts": (DotProduct(), Random(max_length=LENGTH)),
+}
+"""Values of the fields that a variant requires."""
+
+START, END = "<!-- variants -->", "<!-- /variants -->"
+
+
+def variants_table() -> str:
+    """Returns the table in Markdown, with a row for every alignment and mixer."""
+    lines = [
+        f"One layer, d {D_MODEL}, {HEADS} heads of {HEAD_DIM}, {LENGTH} tokens, float32, FLOPs of matrix "
+        "products; the alignments as the logits of an `Attention`. *Cache* is what a decoder keeps per "
+        "example after "
+        f"{LENGTH} tokens.",
+        "",
+        "| | what it is | parameters | MFLOPs a token | encoder | decoder | across | cache, KB |",
+        "| --- | --- | ---: | ---: | :-: | :-: | :-: | ---: |",
+    ]
+    for name, cls in ALIGNMENTS.items():
+        layer = Attention(
+            HEADS, HEAD_DIM, alignment=_make_instance(cls), project_values=cls is not Bilinear
+        )
+        lines.append(_table_row(name, cls, layer))
+    lines += [
+        _table_row(name, cls, _make_instance(cls))
+        for name, cls in MIXERS.items()
+        if cls is not Attention
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _make_instance(cls: type[Layer]) -> Layer:
+    """An instance whose required fields have the values of `FIELDS`."""
+    required = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.init and field.default is dataclasses.MISSING and field.name in FIELDS
+    ]
+    if "num_heads" in {field.name for field in dataclasses.fields(cls)}:
+        required = [*dict.fromkeys([*required, "num_heads", "head_dim"])]
+    return cls(**{name: FIELDS[name] for name in required})
+
+
+def _table_row(name: str, cls: type[nn.Module], layer: Mixer) -> str:
+    """A row of the table."""
+    summary = " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
+    summary = summary.split(", ``")[0].split(" (")[0].rstrip(".,")
+    layers = {"encoder": layer, "decoder": _make_causal(layer), "across": layer}
+    costs = {use: _parameters_and_flops(layers[use], use) for use in layers}
+    parameters_and_flops = costs["encoder"] or costs["decoder"]
+    assert parameters_and_flops is not None
+    parameters, num_flops = parameters_and_flops
+    marks = " | ".join("yes" if costs[use] else "" for use in layers)
+    cache = "" if costs["decoder"] is None else f"{_cache_bytes(layers['decoder']) / 1024:,.0f}"
+    mflops = num_flops / LENGTH / 1e6
+    return f"| `{name}` | {summary} | {parameters:,} | {mflops:.2f} | {marks} | {cache} |"
+
+
+def _make_causal(layer: Mixer) -> Mixer:
+    """The layer for decoders; some mixers have a field for it."""
+    is_field = "causal" in {field.name for field in dataclasses.fields(layer)}
+    return layer.copy(causal=True) if is_field else layer
+
+
+def _parameters_and_flops(layer: Mixer, use: str) -> tuple[int, int] | None:
+    """The numbers of parameters and of forward FLOPs; None if the layer does not support this use."""
+    x = jax.ShapeDtypeStruct((1, LENGTH, D_MODEL), jnp.float32)
+    inputs = (x, x) if use == "across" else (x,)
+    mask = Mask(causal=use == "decoder")
+
+    def init(*inputs: jax.Array) -> PyTree:
+        return layer.init(jax.random.key(0), *inputs, mask=mask)
+
+    try:
+        variables = jax.eval_shape(init, *inputs)
+    except ValueError:  # raised by layers that do not support this use
+        return None
+    forward = jax.make_jaxpr(lambda v, *xs: layer.apply(v, *xs, mask=mask))(variables, *inputs)
+    return num_elements(variables.get("params", {})), flops(forward.jaxpr)
+
+
+def _cache_bytes(layer: Mixer) -> int:
+    """The size of one example's decoding cache in bytes, without its scalars."""
+    x = jax.ShapeDtypeStruct((1, 1, D_MODEL), jnp.float32)
+
+    def init_cache(x: jax.Array) -> MixerCache:
+        variables = layer.init(jax.random.key(0), x, mask=Mask(causal=True))
+        return apply_method(layer.init_cache, variables, x, max_length=LENGTH)
+
+    arrays = [array for array in jax.tree.leaves(jax.eval_shape(init_cache, x)) if array.ndim]
+    return sum(array.size * array.dtype.itemsize for array in arrays)
+
+
+def replace_table(page: str) -> str:
+    """Returns a page with the current table between its markers."""
+    before, _, remainder = page.partition(START)
+    _, _, after = remainder.partition(END)
+    return f"{before}{START}\n{variants_table()}{END}{after}"
+
+
+def main(path: pathlib.Path) -> None:
+    """Updates the table of a page."""
+    page = path.read_text(encoding="utf-8")
+    if START not in page or END not in page:
+        raise ValueError(f"{path} has no lines {START} and {END}")
+    write_atomic(path, replace_table(page))
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))
