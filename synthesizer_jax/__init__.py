@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         t5,
     )
     from synthesizer_jax.multi_head import MultiHeadAttention
+    from synthesizer_jax.pretrained import encode, generate, load
 
 __all__ = [
     "ALIGNMENTS",
@@ -98,7 +99,10 @@ __all__ = [
     "attend",
     "attention_fn",
     "dot_product_attention",
+    "encode",
     "explain",
+    "generate",
+    "load",
     "relative_bias",
     "t5",
 ]
@@ -110,6 +114,7 @@ _EXPORTING_MODULES = (
     "mixers",
     "models",
     "multi_head",
+    "pretrained",
 )
 """The modules that define the public names; the first one that has a name is used."""
 

@@ -10,6 +10,7 @@ import traceback
 
 import typer
 
+from synthesizer_jax.cli.convert import convert
 from synthesizer_jax.cli.data import app as data
 from synthesizer_jax.cli.distill import distill
 from synthesizer_jax.cli.doctor import doctor
@@ -45,6 +46,7 @@ app = typer.Typer(
 )
 app.command("train")(train)
 app.command("distill")(distill)
+app.command("convert")(convert)
 app.command("eval")(evaluate)
 app.command("generate")(generate)
 app.command("recipes")(recipes)

@@ -1,0 +1,190 @@
+"""Folders of transformers come in, whole or not at all."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from synthesizer_jax.pretrained import load
+from synthesizer_jax.pretrained.convert import convert_checkpoint
+from synthesizer_jax.pretrained.huggingface import read_folder
+from tests.pretrained import folders
+from tests.pretrained.folders import FAMILIES, TINY, logits, make_folder, make_tensors
+
+INPUTS = np.array([[7, 300, 12, 5, 9, 44, 8, 21, 3, 1]])
+TARGETS = np.array([[0, 15, 220, 3, 18, 2]])
+
+
+def deviation(model, variables, config, tensors):
+    found = model.apply(variables, jnp.asarray(INPUTS), jnp.asarray(TARGETS))[0]
+    expected = logits(config, tensors, INPUTS[0], TARGETS[0])
+    return np.abs(found - expected).max() / np.abs(expected).max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_has_its_logits(tmp_path, family):
+    config = TINY | FAMILIES[family]
+    tensors = make_tensors(config)
+    model, variables, _ = read_folder(make_folder(tmp_path, config, tensors))
+    assert deviation(model, variables, config, tensors) < 1e-5
+
+
+def test_shards_and_bfloat16(tmp_path):
+    config = TINY | FAMILIES["T5 1.1, FLAN-T5"]
+    tensors = make_tensors(config)
+    folder = make_folder(tmp_path, config, tensors, shards=3, dtype=ml_dtypes.bfloat16)
+    model, variables, _ = read_folder(folder)
+    assert deviation(model, variables, config, folders.rounded(tensors)) < 1e-5
+
+
+def test_copies_of_the_embedding_and_unused_tensors_are_left_out(tmp_path):
+    tensors = make_tensors(TINY)
+    copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
+    more = tensors | dict.fromkeys(copies, tensors["shared.weight"])
+    unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    more[unused] = np.zeros((8, 3), np.float32)
+    model, variables, _ = read_folder(make_folder(tmp_path, TINY, more))
+    assert deviation(model, variables, TINY, tensors) < 1e-5
+
+
+def test_all_tensors_that_do_not_fit_are_listed_at_once(tmp_path):
+    tensors = make_tensors(TINY)
+    del tensors["encoder.final_layer_norm.weight"]
+    tensors["decoder.block.1.layer.0.SelfAttention.q.weight"] = np.zeros((3, 4), np.float32)
+    tensors["encoder.block.0.layer.0.layer_norm.weight"] = np.zeros(20, np.int32)
+    tensors["adapter.weight"] = np.zeros(2, np.float32)
+    with pytest.raises(ValueError, match="nothing was read") as error:
+        read_folder(make_folder(tmp_path, TINY, tensors))
+    for part in (
+        "encoder.final_layer_norm.weight is missing",
+        "decoder.block.1.layer.0.SelfAttention.q.weight is (3, 4), not (18, 20)",
+        "encoder.block.0.layer.0.layer_norm.weight is I32, not a floating-point number",
+        "adapter.weight is not part of the model",
+    ):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "t5gemma"}, "model_type is 't5gemma'"),
+        ({"d_model": None}, "d_model is None; expected a positive integer"),
+        ({"num_layers": -1}, "num_layers is -1"),
+        ({"num_heads": 2**40}, "num_heads"),
+        ({"feed_forward_proj": "gated-gelo"}, "did you mean 'gated-gelu'"),
+        ({"tie_word_embeddings": "yes"}, "expected true or false"),
+        ({"decoder_start_token_id": 5}, "models here have 0"),
+        ({"num_layers": 3}, "encoder.block.2.layer.0.SelfAttention.q.weight is missing"),
+        ({"vocab_size": 400}, r"shared.weight is \(384, 20\), not \(400, 20\)"),
+        ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
+        ({"model_type": "umt5"}, "encoder.block.1.layer.0.SelfAttention.relative_attention_bias"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_an_error(tmp_path, fields, message):
+    folder = make_folder(tmp_path, TINY, make_tensors(TINY))
+    (folder / "config.json").write_text(json.dumps(TINY | fields))
+    with pytest.raises(ValueError, match=message):
+        read_folder(folder)
+
+
+def test_an_output_projection_of_its_own_contradicts_a_tied_model(tmp_path):
+    tensors = make_tensors(TINY)
+    tensors["lm_head.weight"] = 2 * tensors["shared.weight"]
+    with pytest.raises(ValueError, match="correct tie_word_embeddings"):
+        read_folder(make_folder(tmp_path, TINY, tensors))
+
+
+def truncate(folder):
+    path = folder / "model-00002-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def lie_about_the_header(folder):
+    path = folder / "model-00001-of-00003.safetensors"
+    path.write_bytes((2**31).to_bytes(8, "little") + path.read_bytes()[8:])
+
+
+def rewrite_index(folder, change):
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def climb_out(folder):
+    (folder.parent / "outside.safetensors").write_bytes(b"")
+    rewrite_index(folder, lambda m: m.update({"shared.weight": "../outside.safetensors"}))
+
+
+def forget_a_tensor(folder):
+    rewrite_index(folder, lambda m: m.pop("shared.weight"))
+
+
+def remove_a_shard(folder):
+    (folder / "model-00003-of-00003.safetensors").unlink()
+
+
+def leave_a_pickle(folder):
+    for path in folder.glob("model*"):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch executed'\ntR.")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, "cannot be read"),
+        (lie_about_the_header, "header too large"),
+        (climb_out, "not a file of the folder"),
+        (forget_a_tensor, "disagree about 1 tensors, such as 'shared.weight'"),
+        (remove_a_shard, "is missing"),
+        (leave_a_pickle, "safe_serialization=True"),
+    ],
+)
+def test_damage_is_one_sentence_and_leaves_nothing(tmp_path, damage, message, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = make_folder(tmp_path / "source", TINY, make_tensors(TINY), shards=3)
+    damage(folder)
+    before = sorted(p.name for p in tmp_path.iterdir())
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        convert_checkpoint(folder, tmp_path / "run")
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+def test_a_converted_run_is_loaded_and_generates(tmp_path):
+    config = TINY | FAMILIES["ByT5"]
+    tensors = make_tensors(config)
+    folder = make_folder(tmp_path / "source", config, tensors)
+    convert_checkpoint(folder, tmp_path / "run")
+    with pytest.raises(FileExistsError, match="give a new directory"):
+        convert_checkpoint(folder, tmp_path / "run")
+    model, variables, vocabulary = load(tmp_path / "run")
+    assert deviation(model, variables, config, tensors) < 1e-5
+    assert vocabulary.encode("a") == [100] and vocabulary.vocab_size == 384
+
+
+PROGRAM = """
+import json, sys
+import synthesizer_jax
+loaded = synthesizer_jax.load(sys.argv[1])
+print(json.dumps(synthesizer_jax.generate(loaded, ["what?", "why?"], max_length=5)))
+print(synthesizer_jax.encode(loaded, ["what?", "why not?"]).shape)
+assert "tensorflow" not in sys.modules and "seqio" not in sys.modules
+"""
+
+
+@pytest.mark.slow
+def test_three_lines_generate_and_encode_without_tensorflow(tmp_path):
+    config = TINY | FAMILIES["ByT5"]
+    folder = make_folder(tmp_path, config, make_tensors(config))
+    command = [sys.executable, "-c", PROGRAM, str(folder)]
+    root = pathlib.Path(__file__).resolve().parents[2]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
+    assert found.returncode == 0, found.stderr
+    answers, shape = found.stdout.splitlines()
+    assert len(json.loads(answers)) == 2 and shape == "(2, 20)"
