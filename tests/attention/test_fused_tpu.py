@@ -48,11 +48,13 @@ def plain(masks):
     return {n: m for n, m in masks.items() if m.allowed is None and m.prefix_lengths is None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", plain(cases.cross_masks()))
 def test_cross_attention(name):
     check(EVERY_TERM, cases.cross_masks()[name], QUERIES, KEYS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", plain(cases.self_masks() | cases.packed_masks()))
 def test_self_attention(name):
     """In packed rows without terms that look positions up, which come unpacked."""

@@ -51,6 +51,7 @@ def ended_sequences():
                 yield (*s, 1)
 
 
+@pytest.mark.slow
 def test_greedy_is_the_argmax_of_full_passes(trained):
     model, variables, source = trained
     tokens = np.zeros((4, LENGTH), np.int32)
