@@ -16,7 +16,7 @@ OPTIMIZED_TESTS := tests/attention/test_routes.py tests/layers/test_contract.py 
 QUICK_LAYERS := ([Random- or [DotProduct- or [TalkingHeads-)
 WORKDIR ?= runs/quickstart
 
-.PHONY: help install quickstart quick test lint types tests slow optimized hosts test-tpu test-newest reliability malformed bench bench-peers clean
+.PHONY: help install quickstart quick test lint types tests slow optimized hosts test-tpu test-newest test-peers reliability malformed bench bench-peers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -86,13 +86,16 @@ malformed: $(STAMP)  ## damage inputs in a thousand ways, and write docs/reliabi
 bench: $(STAMP)  ## the attention benchmark
 	$(BIN)/python benchmarks/attention.py
 
-$(PEERS)/.installed: benchmarks/peers.txt
+$(PEERS)/.installed: benchmarks/peers.txt pyproject.toml
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --upgrade pip
-	$(PEERS)/bin/python -m pip install --quiet -r benchmarks/peers.txt
+	$(PEERS)/bin/python -m pip install --quiet -r benchmarks/peers.txt -e '.[test]'
 	touch $@
 
 bench-peers: $(PEERS)/.installed  ## install PyTorch, transformers and CTranslate2 to compare with
+
+test-peers: $(PEERS)/.installed  ## compare pretrained models with transformers
+	$(PEERS)/bin/pytest tests/peers
 
 clean:  ## remove what make made
 	rm -rf $(VENV) $(PEERS) $(TPU) $(NEWEST) build dist *.egg-info

@@ -3,12 +3,12 @@
     python benchmarks/malformed.py --page docs/reliability.md
 
 The valid inputs are small original files of GLUE and SuperGLUE, their data sets, a run with its
-checkpoints, logs and settings, and recipes. Each attempt damages one of them in one way
-(`malformed_*.py`) and runs a command in this process. The command must fail with one line that names the
-file or the field (*error*), or succeed: after reporting what it omitted or set aside (*healed*), or
-because the damaged input is still valid (*valid*), which is checked by reading the input independently of
-the package. The script fails on a traceback, an error that names no location, a hang, a file changed by a
-failing command, and a wrong result.
+checkpoints, logs and settings, recipes, and checkpoints of other libraries. Each attempt damages one of
+them in one way (`malformed_*.py`) and runs a command in this process. The command must fail with one line
+that names the file or the field (*error*), or succeed: after reporting what it omitted or set aside
+(*healed*), or because the damaged input is still valid (*valid*), which is checked by reading the input
+independently of the package. The script fails on a traceback, an error that names no location, a hang, a
+file changed by a failing command, and a wrong result.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ import malformed_checkpoints
 import malformed_data
 import malformed_imports
 import malformed_logs
+import malformed_pretrained
 import malformed_recipes
 import malformed_settings
 import report
@@ -50,6 +51,7 @@ KINDS: dict[str, tuple[Cases, int]] = {
     "checkpoints": (malformed_checkpoints.cases, 210),
     "logs": (malformed_logs.cases, 110),
     "data": (malformed_data.cases, 110),
+    "pretrained": (malformed_pretrained.cases, 560),
 }
 """For each kind of input, the generator of attempts and their default number."""
 

@@ -8,6 +8,7 @@ import io
 import os
 import pathlib
 import re
+import shutil
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO, Protocol, cast
 
@@ -135,6 +136,41 @@ def open_atomic(path: pathlib.Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Makes a directory that appears under its name when the context ends without an error.
+
+    Args:
+      directory: the destination, which does not exist or is empty.
+
+    Yields:
+      A directory beside it to write to.
+
+    Raises:
+      FileExistsError: the destination exists and is not empty.
+      ValueError: it is in a bucket, where directories cannot be renamed.
+    """
+    directory = absolute(directory)
+    if not in_bucket(directory):
+        directory = directory.resolve()
+    else:
+        raise ValueError(
+            f"{directory} is in a bucket; write to a disk, and copy it with 'gcloud storage cp'"
+        )
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise FileExistsError(f"{directory} exists; give a new directory")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    if directory.exists():
+        directory.rmdir()  # fails for a mounted one now, and not when everything is written
+    staging = directory.with_name(f".{directory.name}.{os.getpid()}")
+    staging.mkdir()
+    try:
+        yield staging
+        staging.rename(directory)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def write_atomic(path: pathlib.Path, content: str | bytes | Iterable[str]) -> pathlib.Path:

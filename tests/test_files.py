@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from synthesizer_jax.files import open_atomic, write_atomic
+from synthesizer_jax.files import new_directory, open_atomic, write_atomic
 
 
 @pytest.mark.parametrize("content", ["Größe\n", "Größe\n".encode(), ["Grö", "ße\n"]], ids=repr)
@@ -36,3 +36,18 @@ def test_a_link_in_the_place_of_the_other_file_is_not_followed(tmp_path: pathlib
     with open_atomic(path) as file:
         file.write(b"new")
     assert (path.read_bytes(), elsewhere.read_text()) == (b"new", "untouched")
+
+
+def test_a_new_directory_appears_whole_or_not_at_all(tmp_path):
+    (tmp_path / "big").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "big")
+    with new_directory(tmp_path / "link") as staging:
+        (staging / "a").write_text("a")
+        assert staging.parent == tmp_path and not (tmp_path / "big").exists()
+    assert (tmp_path / "link" / "a").read_text() == "a" and (tmp_path / "link").is_symlink()
+    with pytest.raises(FileExistsError, match="give a new directory"), new_directory(tmp_path):
+        pytest.fail("a full directory was taken")
+    with pytest.raises(RuntimeError, match="fails"), new_directory(tmp_path / "b" / "c") as staging:
+        (staging / "a").write_text("a")
+        raise RuntimeError("fails")
+    assert list((tmp_path / "b").iterdir()) == []

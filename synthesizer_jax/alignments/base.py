@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import flax.linen as nn
@@ -15,6 +16,7 @@ from synthesizer_jax.attention.cache import is_concrete
 from synthesizer_jax.attention.products import dense_product
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.parameters import with_axes
+from synthesizer_jax.typing import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +59,30 @@ class Alignment(nn.Module):
 
     Attributes:
       makes_logits: False if the terms are weights, to which no position bias can be added.
+      linear_in: names of parameters, or of submodules: multiplying all of them multiplies the logits.
     """
 
     makes_logits: ClassVar[bool] = True
+    linear_in: ClassVar[tuple[str, ...]] = ()
+
+    def scale_logits(self, params: PyTree, factor: float) -> PyTree:
+        """Returns parameters with which all logits are multiplied by a factor.
+
+        Args:
+          params: the alignment's parameters.
+          factor: the factor; with 0 the logits are zero and the gradients of some parameters are not.
+
+        Raises:
+          ValueError: no parameters do that.
+        """
+        names = [name for name in self.linear_in if name in params]
+        if not names:
+            raise ValueError(
+                f"{type(self).__name__}: no parameters of it scale its logits, so a mixture with it cannot "
+                "start as the model without it"
+            )
+        scaled = {name: jax.tree.map(lambda x: x * factor, params[name]) for name in names}
+        return {**params, **scaled}
 
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
         """Returns the terms whose sum is the logits.
@@ -75,6 +98,23 @@ class Alignment(nn.Module):
           Terms for q queries and ``context.key_span.length`` keys.
         """
         raise NotImplementedError
+
+
+def scale_parts(
+    parts: tuple[Alignment, ...], params: PyTree, factors: Mapping[int, float]
+) -> PyTree:
+    """Returns the parameters of an alignment of parts, with the logits of some parts scaled.
+
+    Args:
+      parts: the parts, whose parameters are in ``part_0``, ``part_1``, …
+      params: the parameters.
+      factors: the factor of a part by its number.
+    """
+    scaled = {
+        f"part_{i}": parts[i].scale_logits(params.get(f"part_{i}", {}), factor)
+        for i, factor in factors.items()
+    }
+    return {**params, **scaled}
 
 
 def project(

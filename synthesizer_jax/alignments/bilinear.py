@@ -26,6 +26,7 @@ class Bilinear(Alignment):
     """
 
     query_init: Initializer | None = None
+    linear_in = ("query",)
 
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:

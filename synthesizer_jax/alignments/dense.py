@@ -40,6 +40,7 @@ class Dense(Alignment):
     share_heads: bool = False
     hidden_init: Initializer = FanIn()
     table_init: Initializer | None = None
+    linear_in = ("table",)
 
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:

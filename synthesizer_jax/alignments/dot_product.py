@@ -32,6 +32,7 @@ class DotProduct(Alignment):
     use_bias: bool = False
     query_init: Initializer = FanIn()
     key_init: Initializer = FanIn()
+    linear_in = ("key",)
 
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:

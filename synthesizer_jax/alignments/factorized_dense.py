@@ -34,6 +34,7 @@ class FactorizedDense(Alignment):
     hidden_dim: int | None = None
     hidden_init: Initializer = FanIn()
     factor_init: Initializer = FanIn()
+    linear_in = ("first",)
 
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:

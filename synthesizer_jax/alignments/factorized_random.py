@@ -34,6 +34,7 @@ class FactorizedRandom(Alignment):
     max_length: int
     rank: int = 8
     factor_init: Initializer = Normal(0.1)
+    linear_in = ("query_factor",)
 
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:

@@ -6,11 +6,18 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.alignments.base import Alignment, AttentionContext, check_alignment, project
+from synthesizer_jax.alignments.base import (
+    Alignment,
+    AttentionContext,
+    check_alignment,
+    project,
+    scale_parts,
+)
 from synthesizer_jax.attention import Terms, add, scale
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
+from synthesizer_jax.typing import PyTree
 
 WEIGHTS = ("softmax", "sigmoid", "sum")
 
@@ -67,6 +74,31 @@ class Mixture(Alignment):
             return jax.nn.softmax(self.param("weights", with_axes(zeros, "heads", "parts"), shape))
         gate = jax.nn.sigmoid(self.param("gate", with_axes(zeros, "parts"), (1,)))
         return jnp.broadcast_to(jnp.concatenate([1.0 - gate, gate]), (num_heads, 2))
+
+    def scale_logits(self, params: PyTree, factor: float) -> PyTree:
+        """See `Alignment.scale_logits`."""
+        return scale_parts(self.parts, params, dict.fromkeys(range(len(self.parts)), factor))
+
+    def start_as(self, part: int, params: PyTree, fresh: PyTree) -> PyTree:
+        """Returns parameters with which the mixture makes the logits of one of its parts alone.
+
+        Args:
+          part: the number of the part.
+          params: the parameters of that part as an alignment of its own.
+          fresh: initial parameters of the mixture, in which all parts weigh the same. The logits of the
+            other parts become zero; they have gradients.
+
+        Raises:
+          ValueError: the logits of another part cannot be made zero by parameters.
+        """
+        result = dict(fresh)
+        if self.share_query:
+            params = dict(params)
+            result["query"] = params.pop("query")
+        result[f"part_{part}"] = params
+        factors = dict.fromkeys(range(len(self.parts)), 0.0)
+        factors[part] = 1.0 if self.weights == "sum" else float(len(self.parts))
+        return scale_parts(self.parts, result, factors)
 
     def check(self) -> None:
         """Raises a `ValueError` for weights that are not offered or do not fit the parts."""

@@ -7,9 +7,15 @@ import dataclasses
 import flax.linen as nn
 import jax
 
-from synthesizer_jax.alignments.base import Alignment, AttentionContext, check_alignment
+from synthesizer_jax.alignments.base import (
+    Alignment,
+    AttentionContext,
+    check_alignment,
+    scale_parts,
+)
 from synthesizer_jax.attention import Split, Terms
 from synthesizer_jax.registry import register
+from synthesizer_jax.typing import PyTree
 
 
 @register
@@ -43,6 +49,10 @@ class PerHead(Alignment):
             )
             start += count
         return (Split(tuple(groups)),)
+
+    def scale_logits(self, params: PyTree, factor: float) -> PyTree:
+        """See `Alignment.scale_logits`."""
+        return scale_parts(self.parts, params, dict.fromkeys(range(len(self.parts)), factor))
 
     def counts(self, num_heads: int) -> tuple[int, ...]:
         """The number of heads of every part; raises a `ValueError` when they do not add up."""

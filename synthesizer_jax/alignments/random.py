@@ -35,6 +35,7 @@ class Random(Alignment):
     max_length: int
     trainable: bool = True
     table_init: Initializer = Normal(0.02)
+    linear_in = ("table",)
 
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:

@@ -33,6 +33,7 @@ class RelativeBias(Alignment):
     max_distance: int = 128
     bidirectional: bool = True
     table_init: Initializer = GlorotUniform()
+    linear_in = ("rel_embedding",)
 
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import flax.linen as nn
 import jax
 import orbax.checkpoint as ocp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from synthesizer_jax.checkpoints.storage import finish_reads
 from synthesizer_jax.files import absolute
@@ -43,20 +43,38 @@ def place_variables(
       ValueError: the model fits no mesh of these devices.
     """
     devices = jax.devices() if devices is None else devices
-    shapes, axes = abstract_variables(model, *tokens)
     problem: ValueError | None = None
     for candidate in candidate_meshes(shape, len(devices)):
         try:
             mesh = make_mesh(candidate, devices)
-            places = shardings(axes, shapes, mesh)
+            return mesh, layout_over(model, tokens, mesh)
         except ValueError as error:
             problem = error
-            continue
-        layout = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places
-        )
-        return mesh, layout
     raise ValueError(f"the model fits no mesh of {len(devices)} devices: {problem}")
+
+
+def layout_over(
+    model: nn.Module, tokens: tuple[jax.ShapeDtypeStruct, ...], mesh: Mesh | AbstractMesh
+) -> Variables:
+    """Returns the shapes and shardings of a model's variables over a mesh.
+
+    Args:
+      model: an unbound model.
+      tokens: abstract arguments of the model.
+      mesh: the mesh.
+
+    Returns:
+      ``{"params": ..., "constants": ...}`` of `jax.ShapeDtypeStruct` with shardings.
+
+    Raises:
+      ValueError: the mesh does not divide the shapes.
+    """
+    shapes, axes = abstract_variables(model, *tokens)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        shapes,
+        shardings(axes, shapes, mesh),
+    )
 
 
 def candidate_meshes(shape: MeshShape, devices: int) -> Iterator[MeshShape]:

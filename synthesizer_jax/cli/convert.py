@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
-from synthesizer_jax.cli.options import storage_option
+from synthesizer_jax.cli.options import Check, Imports, storage_argument
 
 
 def convert(
     source: Annotated[
         pathlib.Path,
-        typer.Argument(help="A folder of Hugging Face transformers, or a msgpack file of T5X."),
+        storage_argument("A folder of Hugging Face transformers, a checkpoint of T5X, or a run."),
     ],
-    workdir: Annotated[pathlib.Path, storage_option("The new directory of the run.")],
+    directory: Annotated[pathlib.Path, storage_argument("The new directory of the run.", "DIR")],
     *,
     vocabulary: Annotated[
         str | None,
@@ -24,23 +24,50 @@ def convert(
         ),
     ] = None,
     extra_ids: Annotated[
-        int, typer.Option(help="Sentinels after the pieces of --vocabulary.", min=0)
-    ] = 100,
+        int | None,
+        typer.Option(help="Sentinels after the pieces of --vocabulary; by default T5's.", min=0),
+    ] = None,
+    encoder: Annotated[
+        str | None,
+        typer.Option(
+            help="A mixture with the dot product for the encoder, such as rv, which starts as the model.",
+            metavar="VARIANT",
+        ),
+    ] = None,
+    decoder: Annotated[
+        str | None, typer.Option(help="The same for the decoder.", metavar="VARIANT")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Positions of the mixtures' tables; by default 512.", min=1)
+    ] = None,
+    check: Check = None,
+    imports: Imports = None,
 ) -> None:
     """Convert a pretrained T5 to a run: T5, FLAN-T5, mT5, umT5, ByT5, UL2.
 
-    Folders need safetensors; nothing in them is executed. `eval` and `generate` take the run; training
-    starts from it with --set init_from=DIRECTORY.
+    Nothing in a checkpoint is executed. `eval` and `generate` take the run; `train DIR` starts from it.
 
-    Example: synthesizer-jax convert flan-t5-small --workdir runs/flan
+    With --encoder or --decoder the self-attention becomes a Synthesizer that computes the same before it
+    is trained.
+
+    Example: synthesizer-jax convert flan-t5-small runs/flan --encoder rv
     """
     from synthesizer_jax.costs.summary import num_elements
-    from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
-    from synthesizer_jax.pretrained.convert import convert_checkpoint
+    from synthesizer_jax.pretrained.convert import Variants, convert_checkpoint
+    from synthesizer_jax.pretrained.huggingface.tokenizer import named_vocabulary
+    from synthesizer_jax.runs import code
 
-    named = None
-    if vocabulary is not None:
-        named = Bytes(extra_ids) if vocabulary == "bytes" else SentencePiece(vocabulary, extra_ids)
-    params = convert_checkpoint(source, workdir, vocabulary=named)
-    typer.echo(f"{workdir} holds {num_elements(params):,} parameters of {source}")
-    typer.echo(f'next: synthesizer-jax generate --workdir {workdir} "INPUT"')
+    if extra_ids is not None and vocabulary is None:
+        raise ValueError("--extra-ids belongs to --vocabulary; name one, or leave it out")
+    if max_length is not None and not (encoder or decoder):
+        raise ValueError(
+            "--max-length belongs to --encoder and --decoder; give one, or leave it out"
+        )
+    code.load_user_code(imports or ())
+    named = None if vocabulary is None else named_vocabulary(vocabulary, extra_ids)
+    variants = Variants(encoder, decoder, max_length or 512) if encoder or decoder else None
+    params = convert_checkpoint(
+        source, directory, vocabulary=named, variants=variants, check=check, report=typer.echo
+    )
+    typer.echo(f"{directory} holds {num_elements(params):,} parameters of {source}")
+    typer.echo(f'next: synthesizer-jax generate --workdir {directory} "INPUT"')

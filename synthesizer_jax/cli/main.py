@@ -15,6 +15,7 @@ from synthesizer_jax.cli.data import app as data
 from synthesizer_jax.cli.distill import distill
 from synthesizer_jax.cli.doctor import doctor
 from synthesizer_jax.cli.evaluate import evaluate
+from synthesizer_jax.cli.export import export
 from synthesizer_jax.cli.generate import generate
 from synthesizer_jax.cli.libraries import missing_extra_message
 from synthesizer_jax.cli.local import local
@@ -47,6 +48,7 @@ app = typer.Typer(
 app.command("train")(train)
 app.command("distill")(distill)
 app.command("convert")(convert)
+app.command("export")(export)
 app.command("eval")(evaluate)
 app.command("generate")(generate)
 app.command("recipes")(recipes)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Annotated, TypeAlias
 
 import typer
-from typer.models import OptionInfo
+from typer.models import ArgumentInfo, OptionInfo
 
 from synthesizer_jax.cli.libraries import load_tensorflow
 from synthesizer_jax.cli.recipes import complete_recipe
@@ -50,10 +50,23 @@ def storage_option(help: str, *names: str, envvar: str | None = None) -> OptionI
     return typer.Option(*names, help=help, callback=_to_storage_path, envvar=envvar)
 
 
+def storage_argument(help: str, metavar: str | None = None) -> ArgumentInfo:
+    """Returns an argument that takes a local path or a path in a bucket."""
+    return typer.Argument(help=help, metavar=metavar, callback=_to_storage_path)
+
+
 Recipe = Annotated[
     str,
     typer.Argument(
-        help="FILE.py[:recipe], or the name of a packaged recipe.", autocompletion=complete_recipe
+        help="FILE.py[:recipe], the name of a packaged recipe, or the directory of a run to start from.",
+        autocompletion=complete_recipe,
+    ),
+]
+Check = Annotated[
+    bool | None,
+    typer.Option(
+        help="Compare logits with transformers, and fail where they differ; by default they are only "
+        "printed, if it is installed."
     ),
 ]
 Overrides = Annotated[

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -34,7 +36,8 @@ def plan(
 ) -> None:
     """Estimate the memory that a recipe needs on every TPU chip, and list the settings that fit.
 
-    No TPU is needed, and no array is allocated.
+    No TPU is needed, and no array is allocated. In the place of a recipe it takes the directory of a
+    run, or a folder of transformers, of which it reads no tensors.
 
     Example: synthesizer-jax plan cotrain_glue_super_glue:rv_base --topology v5e:4x4
     """
@@ -48,7 +51,11 @@ def plan(
     jax.config.update("jax_platforms", "cpu")  # an installed libtpu would search for a TPU
     # Without a TPU, programs compiled for TPUs cannot be read from the cache.
     jax.config.update("jax_enable_compilation_cache", False)
-    experiment = load_recipe(recipe, overrides or (), imports=imports or ())
+    directory = pathlib.Path(recipe)
+    if (directory / "config.json").is_file():
+        experiment = _experiment_of(directory, overrides or ())
+    else:
+        experiment = load_recipe(recipe, overrides or (), imports=imports or ())
     memory_plan = make_plan(experiment, parsed_topology)
     _print_plan(memory_plan)
     if compiled:
@@ -59,6 +66,17 @@ def plan(
         except TooLargeError as error:
             typer.echo(f"\n{error}")
     _print_advice(experiment, parsed_topology)
+
+
+def _experiment_of(directory: pathlib.Path, overrides: Sequence[str]) -> Experiment:
+    """Returns the experiment that a folder of transformers would become, with some fields changed."""
+    from synthesizer_jax.cli.settings import override
+    from synthesizer_jax.pretrained.convert import experiment_of
+
+    experiment = experiment_of(directory)
+    for assignment in overrides:
+        experiment = override(experiment, assignment)
+    return experiment
 
 
 def _print_advice(experiment: Experiment, topology: Topology) -> None:

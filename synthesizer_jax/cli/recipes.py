@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar, overload
 
+from synthesizer_jax.files import storage_path
 from synthesizer_jax.messages import did_you_mean
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ def load_recipe(
 
     Args:
       name: ``MODULE[:FUNCTION]``. The module is a Python file, one of the recipes in this package, or a
-        module of your own package (``my_package.recipes``); the function is `default` if omitted.
+        module of your own package (``my_package.recipes``); the function is `default` if omitted. Or the
+        directory of a run, for its experiment, starting from its parameters.
       overrides: assignments such as ``training.steps=200``.
       kind: the class that the recipe must return, or several; None is `Experiment`.
       imports: packages or files to import first.
@@ -117,13 +119,36 @@ def load_with_code(
     from synthesizer_jax.cli.settings import override
     from synthesizer_jax.runs import code
 
-    recipe = _split_name(name)
     imported_code = code.load_user_code(imports)
-    module, recipe_code = _load_module(recipe.module)
-    result = _call_recipe(module, recipe, kinds)
+    if _is_directory(name):
+        directory = storage_path(name)
+        recipe_code = code.recorded_code(directory)
+        result = _start_from(directory, kinds)
+    else:
+        recipe = _split_name(name)
+        module, recipe_code = _load_module(recipe.module)
+        result = _call_recipe(module, recipe, kinds)
     for assignment in overrides:
         result = override(result, assignment)
     return result, imported_code + recipe_code
+
+
+def _is_directory(name: str) -> bool:
+    """Whether a name is that of a directory, and not of a packaged recipe."""
+    return name not in packaged_recipes() and storage_path(name).is_dir()
+
+
+def _start_from(directory: pathlib.Path, kinds: tuple[type[Kind], ...]) -> Kind:
+    """Returns the experiment of a run, starting from its parameters."""
+    from synthesizer_jax.training.run_directory import start_from_run
+
+    experiment = start_from_run(directory)
+    if not isinstance(experiment, kinds):
+        raise ValueError(
+            f"{directory} is the directory of a run, where a {_format_classes(kinds)} is expected; give a "
+            "recipe"
+        )
+    return experiment
 
 
 def check_name(name: str) -> None:
@@ -131,6 +156,8 @@ def check_name(name: str) -> None:
 
     JAX is not imported, so that the error appears at once. A module of the user's package is not checked.
     """
+    if _is_directory(name):
+        return
     recipe = _split_name(name)
     if recipe.module.endswith(".py"):
         if not pathlib.Path(recipe.module).is_file():

@@ -14,12 +14,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from synthesizer_jax.checkpoints.manager import restore_variables
-from synthesizer_jax.data.vocabularies import SentencePiece
+from synthesizer_jax.data.pipeline import Stream
+from synthesizer_jax.distillation.fit import Layer, collect_statistics, fit_layers, is_static
 from synthesizer_jax.distillation.replacement import Replacement, TapPair, student_model, tap_pairs
-from synthesizer_jax.files import absolute, write_atomic
+from synthesizer_jax.distillation.transplant import STACKS, self_attention
+from synthesizer_jax.files import write_atomic
 from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
 from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.parameters import abstract_variables
@@ -30,13 +33,14 @@ from synthesizer_jax.sharding import replicate_to_devices, shardings
 from synthesizer_jax.training import limits
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.run import run
-from synthesizer_jax.training.run_directory import VOCABULARY_FILE, load_experiment
+from synthesizer_jax.training.run_directory import load_experiment, with_vocabulary_path
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.step import Batch, Metrics, teacher_forced
 from synthesizer_jax.training.trainer import Trainer
 from synthesizer_jax.typing import KeyPath, PyTree
 
 DISTILLATION_FILE = "distillation.json"
+FIT_FILE = "fit.json"
 FINE_TUNED = "fine_tuned"
 """Subdirectory of a distillation for the run that fine-tunes the whole student."""
 
@@ -49,6 +53,8 @@ class Distillation:
     Attributes:
       replace: the replacements.
       training: number of steps, optimizer, etc.; only the replacements are trained.
+      fit_batches: number of batches of the teacher's data to which static alignments, such as Random, are
+        fitted before the training, see `distillation.fit`; 0: they start from their initializers.
       together: whether the student's layers read the student's own activations and are trained jointly;
         otherwise every layer reads the teacher's activations and is trained independently.
       evaluation: the evaluation at the end; None: that of the teacher's run.
@@ -58,6 +64,7 @@ class Distillation:
 
     replace: tuple[Replacement, ...]
     training: Training
+    fit_batches: int = 0
     together: bool = False
     evaluation: Evaluation | None = None
     fine_tune: Training | None = None
@@ -109,7 +116,21 @@ def distill(
         "visible": visible,
         "own": code.recorded_code(teacher) + own,
     }
-    initialize = _initialize_from(variables)
+    copy = _initialize_from(variables)
+
+    def initialize(state: TrainState) -> TrainState:
+        state = copy(state)
+        layers = trainer.static_layers() if recipe.fit_batches else []
+        if not layers:
+            return state
+        state, found = _fit_state(state, trainer, layers, recipe.fit_batches)
+        if processes.is_process_zero():
+            heads = {f"{stack}/layers_{i}": kl.tolist() for (stack, i), kl in found.items()}
+            write_atomic(directory / FIT_FILE, json.dumps(heads, indent=1) + "\n")
+            if visible:
+                print(_format_fit(found, recipe.fit_batches), flush=True)
+        return state
+
     run(experiment, directory, trainer=trainer, initial=initialize, **run_options)
     if processes.is_process_zero():
         content = json.dumps(to_json(recipe), indent=1) + "\n"
@@ -124,17 +145,15 @@ def _student_experiment(
     teacher_experiment: Experiment, recipe: Distillation, teacher: pathlib.Path
 ) -> Experiment:
     """The teacher's experiment with the student's model and training."""
-    vocabulary = teacher_experiment.vocabulary
-    if isinstance(vocabulary, SentencePiece) and vocabulary.path == VOCABULARY_FILE:
-        vocabulary = replace(vocabulary, path=str(absolute(teacher / VOCABULARY_FILE)))
     assert isinstance(teacher_experiment.model, EncoderDecoder)
     return replace(
-        teacher_experiment,
+        with_vocabulary_path(teacher_experiment, teacher),
         model=student_model(teacher_experiment.model, recipe.replace),
         training=recipe.training,
         evaluation=recipe.evaluation or teacher_experiment.evaluation,
-        vocabulary=vocabulary,
         init_from=None,
+        init_rules=(),
+        init_share=1.0,
     )
 
 
@@ -160,6 +179,41 @@ def _initialize_from(variables: PyTree) -> Callable[[TrainState], TrainState]:
         return dataclasses.replace(state, **arrays)
 
     return initialize
+
+
+def _fit_state(
+    state: TrainState, trainer: DistillationTrainer, layers: list[Layer], num_batches: int
+) -> tuple[TrainState, dict[Layer, np.ndarray]]:
+    """Returns a state whose static alignments are fitted to the teacher's attention.
+
+    Args:
+      state: a fresh state.
+      trainer: the trainer, whose tasks are registered.
+      layers: the layers with a static alignment.
+      num_batches: number of batches of the data.
+
+    Returns:
+      The state, and the divergence of every head of each layer.
+    """
+    stream = Stream(replace(trainer.experiment.data, pack=False), shards=trainer.shards)
+    batches = (trainer.shard_batch(next(stream)) for _ in range(num_batches))
+    statistics = collect_statistics(trainer.teacher, trainer.variables, batches, layers)
+    params, found = fit_layers(trainer.student, state.params, statistics)
+    params = jax.tree.map(
+        lambda new, old: old if new is old else replicate_to_devices(new, old.sharding),
+        params,
+        state.params,
+    )
+    return dataclasses.replace(state, params=params), found
+
+
+def _format_fit(found: Mapping[Layer, np.ndarray], num_batches: int) -> str:
+    """Returns a line about the divergences of fitted layers."""
+    heads = np.stack(list(found.values()))
+    return (
+        f"fitted {len(found)} layers to {num_batches} batches: the teacher's attention diverges by "
+        f"{heads.mean():.3f} nats a row (worst head {heads.max():.3f})"
+    )
 
 
 class DistillationTrainer(Trainer):
@@ -193,6 +247,23 @@ class DistillationTrainer(Trainer):
         self.variables = jax.tree.map(
             replicate_to_devices, variables, shardings(axes, shapes, self.mesh)
         )
+
+    @property
+    def student(self) -> EncoderDecoder:
+        """The student's model."""
+        assert isinstance(self.model, EncoderDecoder)
+        return self.model
+
+    def static_layers(self) -> list[Layer]:
+        """Returns the layers in which a static alignment replaces the self-attention."""
+
+        def is_fitted(stack: str, layer: int) -> bool:
+            new, old = (self_attention(m, stack, layer) for m in (self.student, self.teacher))
+            return new is not None and old is not None and is_static(new.alignment)
+
+        pairs = [pair for pair in self.tap_pairs if pair.mixer == STACKS[pair.stack]]
+        layers = [(pair.stack, int(pair.layer.removeprefix("layers_"))) for pair in pairs]
+        return [layer for layer in layers if is_fitted(*layer)]
 
     def step_flops(self) -> None:
         """Not known: the step runs parts of two models and trains only some parameters."""
@@ -248,8 +319,7 @@ class DistillationTrainer(Trainer):
         """
         if not self.recipe.together:
             variables = {**variables, OVERRIDES: self._overrides(target)}
-        assert isinstance(self.model, EncoderDecoder)
-        activations = self.activations(self.model, variables, batch)
+        activations = self.activations(self.student, variables, batch)
         not_padding = {
             "encoder": batch["encoder_input_tokens"] != 0,
             "decoder": batch["decoder_loss_weights"] > 0,

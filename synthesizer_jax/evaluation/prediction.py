@@ -15,7 +15,9 @@ from jax.sharding import Mesh
 
 from synthesizer_jax.inference import decode, score_choices, score_targets
 from synthesizer_jax.inference.decoding import length_penalty
+from synthesizer_jax.inference.encoding import encode_tokens
 from synthesizer_jax.models import TextToText
+from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.sharding import (
     BATCH_AXES,
@@ -85,7 +87,7 @@ class Predictor:
 
     def __init__(
         self,
-        model: TextToText,
+        model: TokenModel,
         variables: Variables,
         vocabulary: Vocabulary,
         *,
@@ -135,6 +137,31 @@ class Predictor:
         texts = [self.vocabulary.decode(until_eos(tokens)) for tokens, _ in answers]
         return Predictions(texts, np.array([score for _, score in answers], np.float32))
 
+    def states(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Returns the encoder's states of every input, ``[length, d_model]`` float32.
+
+        Args:
+          inputs: token ids with EOS.
+
+        Raises:
+          TypeError: the model has no encoder.
+        """
+
+        def encode(_: list[int], batch: np.ndarray) -> tuple[jax.Array, ...]:
+            return (encode_tokens(self.variables, self.to_devices(batch), model=self.model),)
+
+        found = self._map(inputs, "rank", encode)
+        return [states[: len(ids)] for (states,), ids in zip(found, inputs, strict=True)]
+
+    @property
+    def _decoder(self) -> TextToText:
+        """The model, if it generates text."""
+        if not isinstance(self.model, TextToText):
+            raise TypeError(
+                f"{type(self.model).__name__} generates no text; give an EncoderDecoder or a LanguageModel"
+            )
+        return self.model
+
     def rank(self, inputs: Sequence[np.ndarray], label_words: Sequence[str]) -> np.ndarray:
         """Returns the log-probabilities in nats of label words as answers, ``[n, words]`` float32."""
         rows = [np.asarray([*self.vocabulary.encode(word), 1]) for word in label_words]
@@ -144,7 +171,7 @@ class Predictor:
 
         def score(_: list[int], batch: np.ndarray) -> tuple[jax.Array, ...]:
             tokens = self.to_devices(batch)
-            return (score_choices(self.variables, tokens, choices=choices, model=self.model),)
+            return (score_choices(self.variables, tokens, choices=choices, model=self._decoder),)
 
         scores = [row for (row,) in self._map(inputs, "rank", score)]
         return np.asarray(scores, np.float32).reshape(len(inputs), count)[:, : len(rows)]
@@ -168,7 +195,7 @@ class Predictor:
         def score(indices: list[int], batch: np.ndarray) -> tuple[jax.Array, ...]:
             padded = self.to_devices(_pad_tokens([targets[i] for i in indices], rows, length))
             tokens = self.to_devices(batch)
-            return (score_targets(self.variables, tokens, targets=padded, model=self.model),)
+            return (score_targets(self.variables, tokens, targets=padded, model=self._decoder),)
 
         scores = self._map(inputs, "decode", score, batch_size=rows)
         return np.array([score for (score,) in scores], np.float32)
@@ -179,7 +206,7 @@ class Predictor:
         tokens, scores = decode(
             self.variables,
             self.to_devices(batch),
-            model=self.model,
+            model=self._decoder,
             max_length=self.targets_length,
             beams=beams,
             alpha=LENGTH_PENALTY,

@@ -87,7 +87,7 @@ def alignment(variant: str, *, head_dim: int, max_length: int = 512) -> Alignmen
     return VARIANTS[variant](dot_product(head_dim), max_length)
 
 
-VARIANTS: dict[str, Callable[[DotProduct, int], Alignment]] = {
+VARIANTS: dict[str, Callable[[Alignment, int], Alignment]] = {
     "v": lambda dot, n: dot,
     "d": lambda dot, n: Dense(max_length=n),
     "r": lambda dot, n: Random(max_length=n),

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from synthesizer_jax.alignments import Mixture, RelativeBias
+import flax.linen as nn
+
+from synthesizer_jax.alignments import DotProduct, Mixture, RelativeBias
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.mixers import Attention
-from synthesizer_jax.models import Block, EncoderDecoder, FeedForward, Run, Stack
+from synthesizer_jax.models import Block, Encoder, EncoderDecoder, FeedForward, Run, Stack
 from synthesizer_jax.models.layers import RMSNorm
 from synthesizer_jax.models.zoo import dot_product
-from synthesizer_jax.parameters import Variables
+from synthesizer_jax.registry import to_json
+from synthesizer_jax.typing import PyTree
+
+MOST_LAYERS = 1000
+"""Of a stack; a file that names more is damaged, and tracing them would take hours."""
 
 
 class Pretrained(NamedTuple):
     """A model of another library, as this one has it.
 
     Attributes:
-      model: the unbound model.
-      variables: ``{"params": …}``, float32, with looped layers.
+      model: the unbound model, with looped layers.
+      params: nested dictionaries of `Unread`.
       vocabulary: its configuration; None: the checkpoint has none.
     """
 
-    model: EncoderDecoder
-    variables: Variables
+    model: EncoderDecoder | Encoder
+    params: PyTree
     vocabulary: Bytes | SentencePiece | None
 
 
@@ -39,9 +46,10 @@ class Architecture:
       head_dim: width of one head.
       d_ff: width of the feed-forward layers.
       num_layers: layers of the encoder.
-      num_decoder_layers: layers of the decoder.
+      num_decoder_layers: layers of the decoder; 0: there is only an encoder.
       activations: of the feed-forward layers, see `FeedForward`.
       tied: the embedding is also the output projection (T5 1.0).
+      scaled: the decoder's outputs are divided by √d_model before that projection (T5 1.0).
       num_buckets: buckets of the relative bias.
       max_distance: distances from here on share the last bucket.
       bias_per_layer: every layer has a relative bias of its own (umT5), not the first of a stack.
@@ -58,13 +66,14 @@ class Architecture:
     num_decoder_layers: int
     activations: tuple[str, ...]
     tied: bool
+    scaled: bool
     num_buckets: int = 32
     max_distance: int = 128
     bias_per_layer: bool = False
     epsilon: float = 1e-6
     dropout_rate: float = 0.1
 
-    def build(self) -> EncoderDecoder:
+    def build(self) -> EncoderDecoder | Encoder:
         """Returns the unbound model."""
         rate, dot = self.dropout_rate, dot_product(self.head_dim)
         norm = RMSNorm(epsilon=self.epsilon)
@@ -84,10 +93,96 @@ class Architecture:
                 dropout_rate=rate,
             )
 
+        encoder = stack(self.num_layers, None)
+        if not self.num_decoder_layers:
+            return Encoder(vocab_size=self.vocab_size, d_model=self.d_model, encoder=encoder)
         return EncoderDecoder(
             vocab_size=self.vocab_size,
             d_model=self.d_model,
-            encoder=stack(self.num_layers, None),
+            encoder=encoder,
             decoder=stack(self.num_decoder_layers, attention),
             tied=self.tied,
+            logits_scale=self._logits_scale,
         )
+
+    @property
+    def _logits_scale(self) -> float | None:
+        if self.scaled == self.tied:
+            return None
+        return self.d_model**-0.5 if self.scaled else 1.0
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Architecture:
+        """Returns the architecture of a model.
+
+        Raises:
+          ValueError: the model is not a T5; the message names a part that differs.
+        """
+        if not isinstance(model, EncoderDecoder | Encoder):
+            raise ValueError(f"a {type(model).__name__} is not a T5; only T5s can be exported")
+        block = model.encoder.runs[0].block
+        mixer, feed_forward = block.self_mixer, block.feed_forward
+        if not isinstance(mixer, Attention) or not isinstance(feed_forward, FeedForward):
+            other = mixer if isinstance(feed_forward, FeedForward) else feed_forward
+            raise ValueError(_other_part("encoder.layers.0", type(other).__name__))
+        alignment, bias = mixer.alignment, model.encoder.bias
+        if bias is None and isinstance(alignment, Mixture):
+            bias = next((part for part in alignment.parts if isinstance(part, RelativeBias)), None)
+        if not isinstance(bias, RelativeBias):
+            if bias is None and not isinstance(alignment, DotProduct):
+                path = "encoder.layers.0.self_mixer.alignment"
+                raise ValueError(_other_part(path, type(alignment).__name__))
+            raise ValueError(_other_part("encoder.bias", bias and type(bias).__name__))
+        decoder = model.decoder if isinstance(model, EncoderDecoder) else None
+        tied = model.tied
+        found = cls(
+            vocab_size=model.vocab_size,
+            d_model=model.d_model,
+            num_heads=mixer.num_heads,
+            head_dim=mixer.head_dim,
+            d_ff=feed_forward.hidden_dim,
+            num_layers=model.encoder.num_layers,
+            num_decoder_layers=0 if decoder is None else decoder.num_layers,
+            activations=feed_forward.activations,
+            tied=tied,
+            scaled=tied if model.logits_scale is None else model.logits_scale != 1.0,
+            num_buckets=bias.num_buckets,
+            max_distance=bias.max_distance,
+            bias_per_layer=model.encoder.bias is None,
+            epsilon=block.norm.epsilon if isinstance(block.norm, RMSNorm) else 1e-6,
+            dropout_rate=block.dropout_rate,
+        )
+        expected, given = (dict(_settings(to_json(m))) for m in (found.build(), model))
+        for path in sorted(expected.keys() | given.keys()):
+            if expected.get(path) != given.get(path):
+                raise ValueError(_other_part(path, given.get(path)))
+        return found
+
+
+_FREE = ("dropout_rate", "drop_output", "dtype", "scan", "remat", "implementation")
+"""Fields that change neither the parameters nor, without dropout, what is computed from them."""
+
+
+def _settings(data: Any, path: str = "") -> Iterator[tuple[str, object]]:
+    """Yields the paths and values of a model's JSON on which its function depends, layer by layer."""
+    if isinstance(data, dict):
+        runs = data.get("runs")
+        if runs is not None:
+            layers = [run["block"] for run in runs for _ in range(run["repeats"])]
+            data = {**data, "runs": None, "layers": layers}
+        for key, value in data.items():
+            if key not in _FREE and not key.endswith("_init"):
+                yield from _settings(value, f"{path}.{key}" if path else key)
+    elif isinstance(data, list):
+        for i, value in enumerate(data):
+            yield from _settings(value, f"{path}.{i}")
+    else:
+        yield path, data
+
+
+def _other_part(path: str, value: object) -> str:
+    """Returns the message for a part that no T5 has."""
+    return (
+        f"{path} is {value!r}, which no published T5 has; other libraries have T5s alone, so this model "
+        "stays in its own checkpoint"
+    )

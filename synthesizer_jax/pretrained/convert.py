@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-import os
+import dataclasses
 import pathlib
-import shutil
+from collections.abc import Callable
 
-import jax.numpy as jnp
+import jax
+import numpy as np
 
-from synthesizer_jax.checkpoints.manager import Checkpoints
+from synthesizer_jax.checkpoints.streamed import Unread, save_streamed
 from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
-from synthesizer_jax.files import absolute, in_bucket
-from synthesizer_jax.models import EncoderDecoder
+from synthesizer_jax.distillation.transplant import start_as, with_variants
+from synthesizer_jax.files import new_directory
+from synthesizer_jax.models import Encoder, EncoderDecoder
 from synthesizer_jax.optimizers import Adafactor, Constant
-from synthesizer_jax.pretrained.loading import read_pretrained
+from synthesizer_jax.pretrained.architecture import Pretrained
+from synthesizer_jax.pretrained.huggingface.compare import can_compare, check_logits
+from synthesizer_jax.pretrained.huggingface.config import CONFIG
+from synthesizer_jax.pretrained.loading import is_run, open_pretrained, read_params
+from synthesizer_jax.registry import replace
+from synthesizer_jax.runs import code
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
-from synthesizer_jax.training.run_directory import save_run
-from synthesizer_jax.training.state import TrainState
+from synthesizer_jax.training.initial_parameters import find_checkpoint
+from synthesizer_jax.training.run_directory import load_experiment, save_run
 from synthesizer_jax.typing import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Variants:
+    """The alignments that a converted model is given, see `with_variants`.
+
+    Attributes:
+      encoder: a key of `zoo.VARIANTS`; None: that of the model.
+      decoder: the same for the decoder.
+      max_length: number of positions of new tables.
+    """
+
+    encoder: str | None = None
+    decoder: str | None = None
+    max_length: int = 512
 
 
 def convert_checkpoint(
@@ -26,64 +48,113 @@ def convert_checkpoint(
     directory: pathlib.Path,
     *,
     vocabulary: Bytes | SentencePiece | None = None,
+    variants: Variants | None = None,
+    check: bool | None = False,
+    report: Callable[[str], object] = print,
 ) -> PyTree:
     """Writes a run's directory with the parameters of another library's checkpoint, at step 0.
 
     The experiment is T5's fine-tuning on GLUE; `eval` and `generate` take the directory, and other runs
-    take its parameters by ``init_from``. The directory appears when it is complete.
+    take its parameters by ``init_from``. Two parameters at a time are in memory, unless the source is read
+    whole (msgpack, a run). The directory appears when it is complete.
 
     Args:
-      source: a folder of Hugging Face transformers, or a msgpack file of T5X.
+      source: see `open_pretrained`; a run keeps its experiment, but for the model.
       directory: the new directory.
-      vocabulary: in the place of the checkpoint's; files of T5X have none.
+      vocabulary: in the place of the checkpoint's; checkpoints of T5X have none.
+      variants: other alignments of the self-attention, which start as the model, see `start_as`.
+      check: whether to compare logits with transformers first, with all parameters in memory; see
+        `check_logits`.
+      report: is called with the result of the comparison.
 
     Returns:
-      The parameters.
+      The parameters as nested dictionaries of `Unread`, for their shapes.
 
     Raises:
       FileExistsError: the directory exists and is not empty.
       FileNotFoundError: a file of the source is missing, or it has no vocabulary.
       ValueError: the source cannot be converted.
     """
-    directory = absolute(directory)
-    if in_bucket(directory):
-        raise ValueError(
-            f"{directory} is in a bucket; convert to a directory, and copy it with 'gcloud storage cp'"
-        )
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise FileExistsError(f"{directory} exists; give a new directory")
-    pretrained = read_pretrained(source)
-    experiment = _experiment(pretrained.model, vocabulary or pretrained.vocabulary, source)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    staging = directory.with_name(f".{directory.name}.{os.getpid()}")
-    staging.mkdir()
-    try:
+    with new_directory(directory) as staging, open_pretrained(source) as pretrained:
+        experiment = _experiment(pretrained, source, vocabulary)
+        _check(pretrained, source, check, report)
+        params = pretrained.params
+        if variants is not None:
+            teacher = pretrained.model
+            assert isinstance(teacher, EncoderDecoder)
+            model = with_variants(teacher, **dataclasses.asdict(variants))
+            model, params = start_as(teacher, model, params)
+            experiment = replace(experiment, model=model)
+            is_unread = lambda x: isinstance(x, Unread)
+            params = jax.tree.map(lambda x: x if is_unread(x) else Unread.of(x), params)
         save_run(experiment, staging)
-        params = pretrained.variables["params"]
-        state = TrainState(jnp.zeros((), jnp.int32), params, constants={}, opt_state={})
-        checkpoints = Checkpoints(staging / "checkpoints", asynchronous=False)
-        checkpoints.save(state, None)
-        checkpoints.close()
-        staging.rename(directory)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        if is_run(source):
+            code.record_code(staging, code.recorded_code(find_checkpoint(source)[0]))
+        step = Unread((), lambda: np.zeros((), np.int32), np.dtype(np.int32))
+        state = {"step": step, "params": params, "constants": {}, "opt_state": {}}
+        save_streamed(staging / "checkpoints", 0, state)
     return params
 
 
+def experiment_of(path: pathlib.Path) -> Experiment:
+    """Returns the experiment of the run that a checkpoint would become; reads no tensors.
+
+    Args:
+      path: see `open_pretrained`.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: the checkpoint cannot be converted.
+    """
+    with open_pretrained(path, compare=False) as pretrained:
+        return _experiment(pretrained, path, pretrained.vocabulary or Bytes())
+
+
+def _check(
+    pretrained: Pretrained,
+    source: pathlib.Path,
+    check: bool | None,
+    report: Callable[[str], object],
+) -> None:
+    """Compares logits with those of the library that the checkpoint comes from."""
+    if not (source / CONFIG).is_file():
+        if check:
+            raise ValueError(
+                f"{source} is no folder of transformers, with which --check compares; leave it out"
+            )
+        return
+    if not can_compare(check):
+        return
+    variables = {"params": read_params(pretrained)}
+    report(check_logits(source, pretrained.model, variables, required=bool(check)))
+
+
 def _experiment(
-    model: EncoderDecoder, vocabulary: Bytes | SentencePiece | None, source: pathlib.Path
+    pretrained: Pretrained, source: pathlib.Path, vocabulary: Bytes | SentencePiece | None
 ) -> Experiment:
-    """Returns the experiment of a converted run: T5's fine-tuning settings."""
+    """Returns the experiment of a converted run: T5's fine-tuning settings, or those of a run."""
+    model = pretrained.model
+    vocabulary = vocabulary or pretrained.vocabulary
     if vocabulary is None:
         raise FileNotFoundError(
             f"{source} has no vocabulary that is known here; name one with --vocabulary, such as T5's "
             "spiece.model, or 'bytes' for a ByT5"
+        )
+    if isinstance(model, Encoder):
+        raise ValueError(
+            f"{source} holds an encoder alone, which is not trained here; use it with "
+            "synthesizer_jax.load and synthesizer_jax.encode"
         )
     size = vocabulary.build().vocab_size
     if size > model.vocab_size:
         raise ValueError(
             f"the vocabulary has {size} ids, but the embedding of {source} has {model.vocab_size} rows; "
             "name the model's own with --vocabulary"
+        )
+    if is_run(source):
+        saved = load_experiment(find_checkpoint(source)[0])
+        return replace(
+            saved, model=model, vocabulary=vocabulary, init_from=None, init_rules=(), init_share=1.0
         )
     return Experiment(
         model=model,

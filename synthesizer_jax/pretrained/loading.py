@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from synthesizer_jax.checkpoints.manager import restore_variables
+from synthesizer_jax.checkpoints.placement import layout_over
+from synthesizer_jax.checkpoints.streamed import Unread
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation.prediction import Predictor
 from synthesizer_jax.files import storage_path
-from synthesizer_jax.models import EncoderDecoder, TextToText, unroll, unroll_variables
-from synthesizer_jax.parameters import Variables, apply_method
-from synthesizer_jax.pretrained import huggingface, t5x
+from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
+from synthesizer_jax.models.token_model import TokenModel
+from synthesizer_jax.parameters import Variables
 from synthesizer_jax.pretrained.architecture import Pretrained
+from synthesizer_jax.pretrained.huggingface.folder import open_folder
+from synthesizer_jax.pretrained.t5x.checkpoint import is_checkpoint, open_checkpoint
+from synthesizer_jax.sharding import replicate_to_devices
 from synthesizer_jax.training.initial_parameters import find_checkpoint
-from synthesizer_jax.training.run_directory import EXPERIMENT_FILE, load_experiment, open_vocabulary
+from synthesizer_jax.training.run_directory import (
+    EXPERIMENT_FILE,
+    load_experiment,
+    open_vocabulary,
+    with_vocabulary_path,
+)
+from synthesizer_jax.typing import PyTree
 
 
 class Loaded(NamedTuple):
@@ -30,55 +45,105 @@ class Loaded(NamedTuple):
       vocabulary: maps text to ids and back.
     """
 
-    model: TextToText
+    model: TokenModel
     variables: Variables
     vocabulary: Vocabulary
 
 
-def read_pretrained(source: pathlib.Path) -> Pretrained:
-    """Reads a checkpoint of another library.
+@contextlib.contextmanager
+def open_pretrained(source: pathlib.Path, *, compare: bool = True) -> Iterator[Pretrained]:
+    """Opens a checkpoint of another library, or a run; parameters are read inside the context.
 
     Args:
-      source: a folder of Hugging Face transformers, or a msgpack file of T5X.
+      source: a folder of Hugging Face transformers; a checkpoint of T5X, a file or a directory; ``RUN`` or
+        ``RUN/checkpoints/STEP``.
+      compare: see `open_folder`.
 
     Raises:
       FileNotFoundError: there is nothing, or a file is missing.
       ValueError: it cannot be read.
     """
-    if source.is_dir():
-        return huggingface.read_folder(source)
-    if not source.is_file():
+    if not source.exists():
         raise FileNotFoundError(f"there is no {source}; give a folder or a checkpoint file")
-    return t5x.read_file(source)
+    if is_run(source):
+        yield _open_run(source)
+        return
+    if source.is_file() or is_checkpoint(source):
+        yield open_checkpoint(source)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        yield open_folder(source, pathlib.Path(scratch), compare=compare)
 
 
-def load(path: str | pathlib.Path) -> Loaded:
+def is_run(source: pathlib.Path) -> bool:
+    """Whether a path is ``RUN`` or ``RUN/checkpoints/STEP``."""
+    is_step = source.parent.name == "checkpoints" and source.name.isdecimal()
+    return is_step or (source / EXPERIMENT_FILE).is_file()
+
+
+def _open_run(source: pathlib.Path) -> Pretrained:
+    """Reads the model of a run; raises a `ValueError` if it is not an encoder-decoder."""
+    directory, step = find_checkpoint(source)
+    experiment = with_vocabulary_path(load_experiment(directory), directory)
+    model = experiment.model
+    if not isinstance(model, EncoderDecoder):
+        raise ValueError(f"{source} holds a {type(model).__name__}, not an EncoderDecoder")
+    _, variables = restore_variables(directory / "checkpoints", step=step)
+    if variables.get("constants"):
+        raise ValueError(
+            f"{source} has tables that are not trained, such as a Fixed Random's; only models of trained "
+            "parameters alone are converted"
+        )
+    params = unroll_variables(model, variables)["params"]
+    return Pretrained(unroll(model), jax.tree.map(Unread.of, params), experiment.vocabulary)
+
+
+def load(path: str | pathlib.Path, *, mesh: Mesh | None = None) -> Loaded:
     """Loads a model with its variables and vocabulary; loads no TensorFlow.
 
     Args:
       path: the directory of a run, ``RUN/checkpoints/STEP``, or a folder of Hugging Face transformers
-        with a T5 and its ``spiece.model``.
+        with a T5, or the encoder of one, and its tokenizer.
+      mesh: a mesh from `sharding.make_mesh`, over which the variables are sharded parameter by parameter;
+        None: one device.
 
     Raises:
       FileNotFoundError: there is no model, or it has no vocabulary.
       ValueError: its files cannot be read.
     """
     source = storage_path(str(path)).expanduser()
-    is_step = source.parent.name == "checkpoints" and source.name.isdecimal()
-    if is_step or (source / EXPERIMENT_FILE).is_file():
+    if is_run(source):
         directory, step = find_checkpoint(source)
         experiment = load_experiment(directory)
         vocabulary = open_vocabulary(experiment, directory)
-        _, variables = restore_variables(directory / "checkpoints", step=step)
-        model = experiment.model
+        model: TokenModel = experiment.model
+        layout = None if mesh is None else layout_over(model, model.example(1, 1), mesh)
+        _, variables = restore_variables(directory / "checkpoints", step=step, layout=layout)
         return Loaded(unroll(model), unroll_variables(model, variables), vocabulary)
-    pretrained = read_pretrained(source)
-    if pretrained.vocabulary is None:
-        raise FileNotFoundError(
-            f"{source} has no vocabulary that is known here; put the model's spiece.model there, or name "
-            "one with 'synthesizer-jax convert --vocabulary'"
-        )
-    return Loaded(pretrained.model, pretrained.variables, pretrained.vocabulary.build())
+    with open_pretrained(source) as pretrained:
+        if pretrained.vocabulary is None:
+            raise FileNotFoundError(
+                f"{source} has no vocabulary that is known here; put the model's spiece.model there, or "
+                "name one with 'synthesizer-jax convert --vocabulary'"
+            )
+        vocabulary, model = pretrained.vocabulary.build(), pretrained.model
+        params = read_params(pretrained, mesh)
+    return Loaded(model, {"params": params}, vocabulary)
+
+
+def read_params(pretrained: Pretrained, mesh: Mesh | None = None) -> PyTree:
+    """Reads the parameters of an open checkpoint, one after the other.
+
+    Args:
+      pretrained: from `open_pretrained`.
+      mesh: the mesh over which they are sharded; None: one device.
+    """
+    if mesh is None:
+        return jax.tree.map(lambda x: jnp.asarray(x.read()), pretrained.params)
+    layout = layout_over(pretrained.model, pretrained.model.example(1, 1), mesh)["params"]
+    return jax.tree.map(
+        lambda x, to: replicate_to_devices(x.read(), to.sharding), pretrained.params, layout
+    )
 
 
 def generate(
@@ -98,20 +163,14 @@ def generate(
       inputs_length: inputs are truncated to this many tokens.
       method: ``greedy``, or ``beam`` (4 beams, T5's length penalty).
     """
-    predictor = Predictor(
-        *loaded,
-        inputs_length=inputs_length,
-        targets_length=max_length,
-        batch_size=min(16, max(len(texts), 1)),
-        method=method,
-    )
+    predictor = _predictor(loaded, len(texts), inputs_length, max_length, method)
     return predictor.predict([predictor.encode(text) for text in texts])
 
 
 def encode(
     loaded: Loaded, texts: Sequence[str], *, inputs_length: int = 512, pool: bool = True
 ) -> np.ndarray | list[np.ndarray]:
-    """Encodes texts with the encoder of an encoder-decoder.
+    """Encodes texts with the encoder of an encoder-decoder, or an encoder.
 
     Args:
       loaded: from `load`.
@@ -125,14 +184,25 @@ def encode(
     Raises:
       TypeError: the model has no encoder.
     """
-    model, variables, vocabulary = loaded
-    if not isinstance(model, EncoderDecoder):
-        raise TypeError(f"encode: a {type(model).__name__} has no encoder; give an EncoderDecoder")
-    rows = [[*vocabulary.encode(text)[: inputs_length - 1], vocabulary.eos_id] for text in texts]
-    width = max(map(len, rows), default=1)
-    tokens = np.zeros((len(rows), width), np.int32)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = row
-    hidden = np.asarray(apply_method(model.encode, variables, jnp.asarray(tokens)), np.float32)
-    states = [hidden[i, : len(row)] for i, row in enumerate(rows)]
+    predictor = _predictor(loaded, len(texts), inputs_length)
+    states = predictor.states([predictor.encode(text) for text in texts])
     return np.stack([state.mean(axis=0) for state in states]) if pool else states
+
+
+def _predictor(
+    loaded: Loaded, count: int, inputs_length: int, max_length: int = 1, method: str = "greedy"
+) -> Predictor:
+    """Returns a predictor for so many texts, over the mesh of the variables."""
+    model, variables, vocabulary = loaded
+    sharding = jax.tree.leaves(variables)[0].sharding
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return Predictor(
+        model,
+        variables,
+        vocabulary,
+        inputs_length=inputs_length,
+        targets_length=max_length,
+        batch_size=min(16, max(count, 1)),
+        method=method,
+        mesh=mesh if isinstance(mesh, Mesh) else None,
+    )

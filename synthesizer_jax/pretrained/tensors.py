@@ -3,48 +3,67 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import math
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, Protocol
+import pathlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
+import msgpack
 import numpy as np
+from flax import serialization, traverse_util
 
-from synthesizer_jax.models import TextToText, unroll
+from synthesizer_jax.checkpoints.streamed import Unread
+from synthesizer_jax.messages import one_line_error
+from synthesizer_jax.models import unroll
+from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.typing import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """An order of axes, of which neighbors may be merged.
+    """How another library stores a parameter: with the same axes, or as a matrix.
 
     Attributes:
-      order: our axes in the other library's order.
-      merged: how many of these, in this order, make each of its axes.
+      rows: our first axes that are merged to the rows of a matrix, and all others to its columns; None:
+        the axes are the same.
+      transposed: the other library has the transposed matrix.
     """
 
-    order: tuple[int, ...]
-    merged: tuple[int, ...]
+    rows: int | None = None
+    transposed: bool = False
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the other library's shape of a parameter of ours."""
-        lengths = (shape[axis] for axis in self.order)
-        return tuple(math.prod(itertools.islice(lengths, n)) for n in self.merged)
+        if self.rows is None:
+            return tuple(shape)
+        matrix = math.prod(shape[: self.rows]), math.prod(shape[self.rows :])
+        return matrix[::-1] if self.transposed else matrix
 
     def from_ours(self, x: np.ndarray) -> np.ndarray:
         """Converts a parameter of ours to the other library's."""
-        return x.transpose(self.order).reshape(self.shape(x.shape))
+        if not self.transposed:
+            return x.reshape(self.shape(x.shape))
+        return _transpose(x.reshape(self.shape(x.shape)[::-1]))
 
     def to_ours(self, x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         """Converts a parameter of the other library to ours, of the given shape."""
-        return x.reshape([shape[axis] for axis in self.order]).transpose(np.argsort(self.order))
+        return (_transpose(x) if self.transposed else x).reshape(shape)
 
 
-SAME = Layout((0,), (1,))
-MATRIX = Layout((0, 1), (1, 1))
-TRANSPOSED = Layout((1, 0), (1, 1))
+def _transpose(x: np.ndarray) -> np.ndarray:
+    """Returns the contiguous transposed matrix, copied in blocks that fit the cache."""
+    result = np.empty(x.shape[::-1], x.dtype)
+    for i in range(0, len(x), _BLOCK):
+        result[:, i : i + _BLOCK] = x[i : i + _BLOCK].T
+    return result
+
+
+_BLOCK = 16
+"""Rows; a cache line of float32."""
+
+SAME = Layout()
 
 
 class Correspondence(NamedTuple):
@@ -55,94 +74,147 @@ class Correspondence(NamedTuple):
       shape: our shape.
       name: the name in the other library.
       layout: its layout there.
+      layer: the number of its layer and of all layers, where the other library stacks the layers of a
+        parameter on axis 1 of one tensor (T5X's scanned layers).
     """
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
     name: str
     layout: Layout
+    layer: tuple[int, int] | None = None
 
     @property
     def their_shape(self) -> tuple[int, ...]:
-        """The shape in the other library."""
-        return self.layout.shape(self.shape)
+        """The shape of the tensor in the other library."""
+        shape = self.layout.shape(self.shape)
+        return shape if self.layer is None else (shape[0], self.layer[1], *shape[1:])
 
 
-def correspondences(
-    model: TextToText, their_name: Callable[[tuple[str, ...]], tuple[str, Layout]]
-) -> list[Correspondence]:
-    """Returns where every parameter of a model, with looped layers, is found in another library.
+class Tensor(NamedTuple):
+    """A tensor of a checkpoint.
 
-    Args:
-      model: the model.
-      their_name: maps the keys of a parameter of ours to its name and layout there.
+    Attributes:
+      shape: its shape.
+      dtype: the name of its dtype.
+      read: reads it, or one index of its axis 1.
     """
+
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[int | None], np.ndarray]
+
+    @classmethod
+    def of(cls, x: np.ndarray) -> Tensor:
+        """Returns an array in memory as a tensor."""
+        return cls(x.shape, x.dtype.name, lambda layer: x if layer is None else x[:, layer])
+
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+"""The tensors of a checkpoint by name."""
+
+NameOf: TypeAlias = Callable[[tuple[str, ...]], tuple[str, Layout]]
+"""Maps the keys of a parameter of ours, with looped layers, to its name and layout in another library."""
+
+
+def correspondences(model: TokenModel, name_of: NameOf) -> list[Correspondence]:
+    """Returns where every parameter of a model, with looped layers, is found in another library."""
     looped = unroll(model)
     shapes = jax.eval_shape(looped.init, jax.random.key(0), *looped.example(1, 1))["params"]
     found = []
     for path, x in jax.tree.leaves_with_path(shapes):
         keys = tuple(entry.key for entry in path)
-        name, layout = their_name(keys)
-        found.append(Correspondence(keys, x.shape, name, layout))
+        found.append(Correspondence(keys, x.shape, *name_of(keys)))
     return found
-
-
-class Tensors(Protocol):
-    """The tensors of a checkpoint, read one by one."""
-
-    @property
-    def names(self) -> Collection[str]:
-        """The names of all tensors."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Returns a tensor's shape without reading it."""
-        ...
-
-    def dtype(self, name: str) -> str:
-        """Returns the name of a tensor's dtype without reading it."""
-        ...
-
-    def read(self, name: str) -> np.ndarray:
-        """Reads a tensor."""
-        ...
 
 
 FLOATS = ("float64", "float32", "float16", "bfloat16", "F64", "F32", "F16", "BF16")
 """Names of the dtypes that parameters may have, NumPy's and those of safetensors."""
 
 
-def read_params(
-    tensors: Tensors, wanted: Sequence[Correspondence], *, ignored: Collection[str] = ()
+def match_tensors(
+    tensors: Tensors,
+    wanted: Sequence[Correspondence],
+    *,
+    source: pathlib.Path,
+    ignored: Collection[str] = (),
 ) -> dict[str, PyTree]:
-    """Reads every parameter as float32, once all names, shapes and dtypes fit.
+    """Returns the parameters as nested dictionaries of `Unread`, once all names and shapes fit.
 
     Args:
-      tensors: the checkpoint.
+      tensors: the checkpoint, which stays open until the parameters are read.
       wanted: where every parameter is.
+      source: the file or directory, for errors.
       ignored: names of tensors that are not parameters.
 
     Raises:
       ValueError: tensors are missing, superfluous, or of another shape or dtype; all are listed.
     """
-    names = set(tensors.names)
     problems = []
-    for c in wanted:
-        if c.name not in names:
-            problems.append(f"{c.name} is missing")
-        elif tensors.shape(c.name) != c.their_shape:
-            problems.append(f"{c.name} is {tensors.shape(c.name)}, not {c.their_shape}")
-        elif tensors.dtype(c.name) not in FLOATS:
-            problems.append(f"{c.name} is {tensors.dtype(c.name)}, not a floating-point number")
-    superfluous = names - {c.name for c in wanted} - set(ignored)
+    for name, shape in {c.name: c.their_shape for c in wanted}.items():
+        found = tensors.get(name)
+        if found is None:
+            problems.append(f"{name} is missing")
+        elif found.shape != shape:
+            problems.append(f"{name} is {found.shape}, not {shape}")
+        elif found.dtype not in FLOATS:
+            problems.append(f"{name} is {found.dtype}, not a floating-point number")
+    superfluous = tensors.keys() - {c.name for c in wanted} - set(ignored)
     problems += [f"{name} is not part of the model" for name in sorted(superfluous)]
     if problems:
-        raise ValueError(f"the tensors do not fit: {'; '.join(problems)}; nothing was read")
-    params: dict[str, PyTree] = {}
-    for c in wanted:
-        array = c.layout.to_ours(tensors.read(c.name).astype(np.float32, copy=False), c.shape)
-        branch = params
-        for key in c.path[:-1]:
-            branch = branch.setdefault(key, {})
-        branch[c.path[-1]] = jnp.asarray(array)
+        raise ValueError(
+            f"{source}: the tensors do not fit: {'; '.join(problems)}; nothing was read"
+        )
+    unread = {c.path: Unread(c.shape, functools.partial(_read, tensors[c.name], c)) for c in wanted}
+    params: dict[str, PyTree] = traverse_util.unflatten_dict(unread)
     return params
+
+
+def _read(tensor: Tensor, c: Correspondence) -> np.ndarray:
+    """Reads a parameter as float32."""
+    x = tensor.read(None if c.layer is None else c.layer[0])
+    return c.layout.to_ours(x.astype(np.float32, copy=False), c.shape)
+
+
+def read_msgpack(data: bytes, source: pathlib.Path) -> dict[str, PyTree]:
+    """Returns the nested dictionaries in Flax's msgpack, in which nothing is executed.
+
+    Args:
+      data: the file's contents.
+      source: the file, for errors.
+
+    Raises:
+      ValueError: it is damaged, or something else.
+    """
+    try:
+        tree = serialization.msgpack_restore(data)
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise ValueError(
+            f"{source} is not a msgpack checkpoint ({one_line_error(error)}); copy or download it again"
+        ) from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{source} is not a msgpack checkpoint; it holds no dictionary")
+    return tree
+
+
+def named_arrays(tree: PyTree) -> dict[str, np.ndarray]:
+    """Returns the arrays of nested dictionaries by their keys, joined by ``/``."""
+    leaves = traverse_util.flatten_dict(tree)
+    return {"/".join(map(str, k)): x for k, x in leaves.items() if isinstance(x, np.ndarray)}
+
+
+def named_tensors(
+    params: PyTree, wanted: Sequence[Correspondence]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the names and values that parameters, with looped layers, have in another library."""
+    layers: dict[str, list[np.ndarray]] = {}
+    ours = traverse_util.flatten_dict(params)
+    for c in wanted:
+        theirs = c.layout.from_ours(np.asarray(ours[c.path]))
+        if c.layer is None:
+            yield c.name, theirs
+            continue
+        index, count = c.layer
+        layers.setdefault(c.name, [theirs] * count)[index] = theirs
+    for name, values in layers.items():
+        yield name, np.stack(values, axis=1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from typing import Literal
 
 import jax
 
@@ -58,6 +60,33 @@ class Training:
 
 @register
 @dataclasses.dataclass(frozen=True)
+class InitRule:
+    r"""What a run that starts from a checkpoint does with some of its parameters.
+
+    Attributes:
+      pattern: a regular expression for whole paths of parameters, with looped layers, such as
+        ``encoder/layers_\d+/.*/table``.
+      action: ``restore`` takes the checkpoint's array of the same shape, ``resize`` one of any shape,
+        cropped or extended, and ``fresh`` none.
+      source: the path in the checkpoint, in which ``\1`` is the pattern's first group; None: the same.
+      fill: what fills new entries of a resized array: ``edge``, ``distance`` or ``fresh``; see
+        `initial_parameters.resize`.
+    """
+
+    pattern: str
+    action: Literal["restore", "resize", "fresh"] = "restore"
+    source: str | None = None
+    fill: Literal["edge", "distance", "fresh"] = "edge"
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"init_rules: pattern {self.pattern!r} is wrong: {error}") from None
+
+
+@register
+@dataclasses.dataclass(frozen=True)
 class Experiment:
     """A whole run; every field of it and of what it holds is checked when it is made.
 
@@ -70,6 +99,9 @@ class Experiment:
       mesh: how devices are arranged.
       init_from: a checkpoint directory (``RUN`` or ``RUN/checkpoints/STEP``) whose parameters a
         fresh run starts from.
+      init_rules: which parameters start otherwise than from those of the same path and shape.
+      init_share: the share of the parameters, without those that a rule initializes, that the
+        checkpoint has to have.
     """
 
     model: TextToText
@@ -79,6 +111,8 @@ class Experiment:
     vocabulary: Bytes | SentencePiece | None = None
     mesh: MeshShape = MeshShape()
     init_from: str | None = None
+    init_rules: tuple[InitRule, ...] = ()
+    init_share: float = 1.0
 
     def __post_init__(self) -> None:
         limits.check_limits(self)

@@ -2,48 +2,236 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import math
 import pathlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from flax import traverse_util
 
 from synthesizer_jax.checkpoints.manager import restore_variables
+from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.models import stack_layers, stacks_of, unroll_variables
-from synthesizer_jax.sharding import replicate_to_devices
-from synthesizer_jax.training.experiment import Experiment
+from synthesizer_jax.parameters import Variables
+from synthesizer_jax.training.experiment import Experiment, InitRule
 from synthesizer_jax.training.run_directory import EXPERIMENT_FILE, load_experiment
 from synthesizer_jax.training.state import TrainState
-from synthesizer_jax.typing import PyTree
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+RESTORED, RESIZED, INITIALIZED = "restored", "resized", "initialized"
+_RESTORE = InitRule(".*")
+
+
+class Origin(NamedTuple):
+    """Where a parameter of a fresh run comes from.
+
+    Attributes:
+      status: ``restored``, ``resized`` or ``initialized``.
+      source: its path in the checkpoint, unless it is initialized.
+      rule: the rule that decided it.
+      problem: why it is initialized although no rule says so; None otherwise.
+    """
+
+    status: str
+    source: str
+    rule: InitRule
+    problem: str | None = None
 
 
 def initialize_from_checkpoint(
-    state: TrainState, *, experiment: Experiment, source: pathlib.Path
+    state: TrainState,
+    *,
+    experiment: Experiment,
+    source: pathlib.Path,
+    report: Callable[[str], object] = print,
 ) -> TrainState:
     """Returns a fresh state with the parameters of a checkpoint; the optimizer starts anew.
 
     Args:
-      state: the fresh state.
-      experiment: the run that starts. Its model is the checkpoint's, with scanned or looped layers.
+      state: the fresh state, over a mesh.
+      experiment: the run that starts, with its `init_rules` and `init_share`.
       source: ``RUN`` or ``RUN/checkpoints/STEP``.
+      report: is called with a table of what was restored, resized, initialized, and not used.
 
     Raises:
-      ValueError: there is no such run, or its model is another.
+      ValueError: there is no such run, or too little of it fits.
     """
     directory, step = find_checkpoint(source)
     saved = load_experiment(directory)
-    _, variables = restore_variables(directory / "checkpoints", step=step)
-    variables = unroll_variables(saved.model, variables)
+    mesh = jax.tree.leaves(state.params)[0].sharding.mesh
+    layout = layout_over(saved.model, saved.example, mesh)
+    _, variables = restore_variables(directory / "checkpoints", step=step, layout=layout)
+    old = jax.eval_shape(lambda tree: _flat(unroll_variables(saved.model, tree)), variables)
+    new = jax.eval_shape(
+        lambda tree: _flat(unroll_variables(experiment.model, tree)), state.variables
+    )
+    old_shapes, new_shapes = ({k: x.shape for k, x in tree.items()} for tree in (old, new))
+    origins = find_origins(old_shapes, new_shapes, experiment.init_rules)
+    report(format_table(origins, old_shapes, new_shapes, title=f"init_from {source}"))
+    _check_share(origins, new_shapes, experiment.init_share, source)
+
+    def initialize(saved_variables: Variables, fresh: Variables) -> Variables:
+        theirs = _flat(unroll_variables(saved.model, saved_variables))
+        ours = _flat(unroll_variables(experiment.model, fresh))
+        for name, origin in origins.items():
+            if origin.status != INITIALIZED:
+                ours[name] = resize(theirs[origin.source], ours[name], origin.rule.fill)
+        return _stacked(experiment, traverse_util.unflatten_dict(ours, sep="/"))
+
+    fresh = state.variables
+    shardings = jax.tree.map(lambda x: x.sharding, fresh)
+    # The fresh arrays become the result, so that there is no third copy of the parameters.
+    found = jax.jit(initialize, out_shardings=shardings, donate_argnums=1)(variables, fresh)
+    return dataclasses.replace(
+        state, params=found["params"], constants=found.get("constants", state.constants)
+    )
+
+
+def find_origins(old: Shapes, new: Shapes, rules: Sequence[InitRule] = ()) -> dict[str, Origin]:
+    """Returns the origin of every parameter of a fresh run.
+
+    Args:
+      old: the shapes of the checkpoint's arrays, ``COLLECTION/PATH``, with looped layers.
+      new: the same of the fresh run.
+      rules: the first whose pattern matches the path decides; without one the array of the same path
+        and shape is restored.
+    """
+    return {name: _origin(name, shape, old, rules) for name, shape in new.items()}
+
+
+def _origin(name: str, shape: tuple[int, ...], old: Shapes, rules: Sequence[InitRule]) -> Origin:
+    collection, path = name.split("/", 1)
+    matches = ((rule, re.fullmatch(rule.pattern, path)) for rule in (*rules, _RESTORE))
+    rule, match = next((rule, match) for rule, match in matches if match is not None)
+    if rule.action == "fresh":
+        return Origin(INITIALIZED, "", rule)
+    source = f"{collection}/{path if rule.source is None else _expand(match, rule)}"
+    if source not in old:
+        where = "" if source == name else f"{source.split('/', 1)[1]} is "
+        return Origin(INITIALIZED, source, rule, f"{where}absent there")
+    if old[source] == shape:
+        return Origin(RESTORED, source, rule)
+    lowest_rank = 2 if rule.fill == "distance" else 1
+    if rule.action == "resize" and len(old[source]) == len(shape) >= lowest_rank:
+        return Origin(RESIZED, source, rule)
+    return Origin(INITIALIZED, source, rule, f"{old[source]} there and {shape} here")
+
+
+def _expand(match: re.Match[str], rule: InitRule) -> str:
+    """Returns the path that a rule names in the checkpoint."""
+    assert rule.source is not None
+    try:
+        return match.expand(rule.source)
+    except (re.error, IndexError) as error:
+        raise ValueError(
+            f"init_rules: source {rule.source!r} does not fit pattern {rule.pattern!r}: {error}"
+        ) from None
+
+
+def resize(old: jax.Array, fresh: jax.Array, fill: str) -> jax.Array:
+    """Crops or extends an array to the shape of another.
+
+    Args:
+      old: the array.
+      fresh: an array of the new shape.
+      fill: what fills new entries: ``edge``, the last entry along the axis; ``distance``, in a table whose
+        last two axes are queries and keys, the nearest entry of the same distance; ``fresh``, the entry
+        of the other array.
+    """
+    if old.shape == fresh.shape:
+        return old.astype(fresh.dtype)
+    kept = tuple(slice(min(n, m)) for n, m in zip(old.shape, fresh.shape, strict=True))
+    if fill == "fresh":
+        return fresh.at[kept].set(old[kept].astype(fresh.dtype))
+    indices = [
+        jnp.clip(jnp.arange(m), 0, n - 1) for n, m in zip(old.shape, fresh.shape, strict=True)
+    ]
+    grid = list(jnp.meshgrid(*indices, indexing="ij"))
+    if fill == "distance":
+        q, k = (jnp.arange(m) for m in fresh.shape[-2:])
+        last_q, last_k = old.shape[-2] - 1, old.shape[-1] - 1
+        shift = jnp.maximum(jnp.maximum(q[:, None] - last_q, k[None, :] - last_k), 0)
+        grid[-2] = jnp.broadcast_to(jnp.clip(q[:, None] - shift, 0, last_q), fresh.shape)
+        grid[-1] = jnp.broadcast_to(jnp.clip(k[None, :] - shift, 0, last_k), fresh.shape)
+    return old[tuple(grid)].astype(fresh.dtype)
+
+
+def format_table(origins: Mapping[str, Origin], old: Shapes, new: Shapes, *, title: str) -> str:
+    """Returns lines that say what becomes of the arrays; layers of a stack are one line.
+
+    Args:
+      origins: from `find_origins`.
+      old: the shapes of the checkpoint's arrays.
+      new: the shapes of the fresh run's.
+      title: the first line.
+    """
+    used = {origin.source for origin in origins.values() if origin.status != INITIALIZED}
+    groups = {
+        status: {name: new[name] for name, o in origins.items() if o.status == status}
+        for status in (RESTORED, RESIZED, INITIALIZED)
+    }
+    groups["unused"] = {name: shape for name, shape in old.items() if name not in used}
+    lines = [title]
+    for status, shapes in groups.items():
+        count = sum(map(math.prod, shapes.values()))
+        lines.append(f"  {status:<11} {count:>14,} parameters in {len(shapes)} arrays")
+        if status != RESTORED:
+            lines += [f"{'':16}{line}" for line in _describe(shapes)]
+    return "\n".join(lines)
+
+
+def _describe(shapes: Shapes) -> list[str]:
+    """Returns one line for all layers' arrays of the same name and shape."""
+    counts = collections.Counter(
+        (re.sub(r"layers_\d+", "layers_*", name.split("/", 1)[1]), shape)
+        for name, shape in shapes.items()
+    )
+    return [
+        f"{name} {shape}" + (f", {count} layers" if count > 1 else "")
+        for (name, shape), count in counts.items()
+    ]
+
+
+def _check_share(
+    origins: Mapping[str, Origin], new: Shapes, share: float, source: pathlib.Path
+) -> None:
+    """Raises a `ValueError` if less than a share of what no rule initializes is restored."""
+    expected = {name for name, o in origins.items() if o.rule.action != "fresh"}
+    problems = {
+        name.split("/", 1)[1]: o.problem for name, o in origins.items() if o.problem is not None
+    }
+    restored = sum(math.prod(new[name]) for name in expected if origins[name].problem is None)
+    total = sum(math.prod(new[name]) for name in expected)
+    if problems and restored < share * total:
+        some = "; ".join(f"{name}: {problem}" for name, problem in list(problems.items())[:3])
+        raise ValueError(
+            f"{source} is a checkpoint of another model: {restored / max(total, 1):.1%} of the "
+            f"parameters are restored, less than init_share={share:g}; {len(problems)} arrays do not "
+            f"fit ({some}{'; …' if len(problems) > 3 else ''}); give init_rules for them, or a lower "
+            "init_share"
+        )
+
+
+def _flat(variables: Variables) -> dict[str, jax.Array]:
+    """Returns arrays by ``COLLECTION/PATH``."""
+    arrays: dict[str, jax.Array] = traverse_util.flatten_dict(variables, sep="/")
+    return arrays
+
+
+def _stacked(experiment: Experiment, variables: Variables) -> Variables:
+    """Stacks the layers of scanned stacks."""
     for name, stack in stacks_of(experiment.model).items():
         if stack.scan:
             for collection in variables.values():
                 if name in collection:
                     collection[name] = stack_layers(stack, collection[name])
-    _check_same_shapes(variables["params"], state.params, source)
-    params = jax.tree.map(
-        lambda new, old: replicate_to_devices(new, old.sharding), variables["params"], state.params
-    )
-    constants = variables.get("constants", state.constants)
-    return dataclasses.replace(state, params=params, constants=constants)
+    return variables
 
 
 def find_checkpoint(source: pathlib.Path) -> tuple[pathlib.Path, int | None]:
@@ -56,25 +244,8 @@ def find_checkpoint(source: pathlib.Path) -> tuple[pathlib.Path, int | None]:
     directory = source.parent.parent if of_step else source
     if not (directory / EXPERIMENT_FILE).is_file():
         raise ValueError(
-            f"init_from is {str(source)!r}, but {directory} holds no {EXPERIMENT_FILE}; give the directory "
-            "of a training run of this package, or RUN/checkpoints/STEP"
+            f"{source} is no run: {directory} holds no {EXPERIMENT_FILE}; give the directory of a training "
+            "run of this package, or RUN/checkpoints/STEP; 'synthesizer-jax convert' makes one of another "
+            "library's checkpoint"
         )
     return directory, int(source.name) if of_step else None
-
-
-def _check_same_shapes(saved: PyTree, expected: PyTree, source: pathlib.Path) -> None:
-    """Raises a `ValueError` that names the first parameter that is missing or has another shape."""
-    saved_shapes, expected_shapes = _shapes_by_name(saved), _shapes_by_name(expected)
-    for name in sorted(saved_shapes.keys() | expected_shapes.keys()):
-        if saved_shapes.get(name) != expected_shapes.get(name):
-            raise ValueError(
-                f"{source} is a checkpoint of another model: {name} is {saved_shapes.get(name, 'absent')} "
-                f"there and {expected_shapes.get(name, 'absent')} here; start from the same model"
-            )
-
-
-def _shapes_by_name(tree: PyTree) -> dict[str, tuple[int, ...]]:
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): x.shape
-        for path, x in jax.tree.leaves_with_path(tree)
-    }

@@ -99,10 +99,12 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
     ),
     **_all(COUNT, "num_buckets max_distance width groups projected_length"),
     **_all(COUNT, "softmax_heads value_heads heads factors"),
-    **_all(NUMBER, "every loss_batches keep_best warmup_steps extra_ids token_types layers"),
+    **_all(
+        NUMBER, "every loss_batches fit_batches keep_best warmup_steps extra_ids token_types layers"
+    ),
     **_all(SIZE, " ".join(f"MeshShape.{axis} MeshShape.dcn_{axis}" for axis in MESH_AXES)),
     **_all(SEED, "seed"),
-    **_all(SHARE, "label_smoothing"),
+    **_all(SHARE, "label_smoothing init_share"),
     **_all(RATE, "dropout_rate b1 b2"),
     **_all(NOT_NEGATIVE, "z_loss watchdog_seconds weight_decay value factor peak final"),
     **_all(NOT_NEGATIVE, "stddev sigma threshold ponder_cost dynamic_scale"),

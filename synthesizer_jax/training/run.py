@@ -72,7 +72,10 @@ def run(
         source = storage_path(experiment.init_from)
         find_checkpoint(source)  # fails before the data is read
         initial = functools.partial(
-            initialize_from_checkpoint, experiment=experiment, source=source
+            initialize_from_checkpoint,
+            experiment=experiment,
+            source=source,
+            report=print if visible else lambda _: None,
         )
     with contextlib.ExitStack() as stack:
         if processes.is_process_zero():

@@ -95,6 +95,31 @@ def _with_saved_vocabulary(experiment: Experiment) -> Experiment:
     return experiment
 
 
+def with_vocabulary_path(experiment: Experiment, directory: pathlib.Path) -> Experiment:
+    """Returns the experiment of a run with the path of the vocabulary in the run's directory.
+
+    Args:
+      experiment: from `load_experiment`.
+      directory: the run's.
+    """
+    vocabulary = experiment.vocabulary
+    if isinstance(vocabulary, SentencePiece):
+        path = absolute(join(directory, vocabulary.path))
+        return replace(experiment, vocabulary=replace(vocabulary, path=str(path)))
+    return experiment
+
+
+def start_from_run(directory: pathlib.Path) -> Experiment:
+    """Returns the experiment of a run, starting from the parameters of that run.
+
+    Raises:
+      FileNotFoundError: the directory holds no run.
+      ValueError: see `load_experiment`.
+    """
+    experiment = with_vocabulary_path(load_experiment(directory), directory)
+    return replace(experiment, init_from=str(directory), init_rules=(), init_share=1.0)
+
+
 def resolve_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experiment:
     """Returns the experiment with the absolute path of its vocabulary.
 

@@ -131,7 +131,7 @@ def teacher_forced(
       model: an unbound model.
       variables: its variables.
       batch: see `loss_sums`.
-      collection: `LOSSES` or `TAPS`.
+      collection: `LOSSES`, `TAPS` or ``intermediates``.
       dropout_key: None turns dropout off.
       max_segments: most segments of a packed row.
 

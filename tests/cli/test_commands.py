@@ -1,6 +1,7 @@
 """The command line end to end: train, continue, evaluate, follow, generate."""
 
 import json
+import re
 import threading
 
 import numpy as np
@@ -63,7 +64,7 @@ def test_another_model_in_the_same_directory_is_refused(place):
 
 
 def test_a_checkpoint_of_another_model_is_refused(place):
-    with pytest.raises(ValueError, match=r"checkpoint of another model: .* start from the same"):
+    with pytest.raises(ValueError, match=r"another model: .* less than init_share=1; 6 arrays"):
         call(
             *("train", "quickstart:dot_product", "--workdir", place / "other"),
             *("--data-dir", place / "data", "--set", f"init_from={place / 'run'}", *SMALL),
@@ -138,3 +139,16 @@ def test_generate_reads_arguments_and_files(place, tmp_path):
     )
     assert (tmp_path / "out.txt").read_text() == shown
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.txt", "out.txt"]
+
+
+def test_a_run_is_a_recipe_that_starts_from_its_parameters(place, tmp_path):
+    shown = call(
+        *("train", place / "run", "--workdir", tmp_path / "again", "--data-dir", place / "data"),
+        *("--set", "training.steps=1"),
+    )
+    assert re.search(r"restored +[\d,]+ parameters in \d+ arrays", shown)
+    assert re.search(r"initialized +0 parameters in 0 arrays", shown)
+    experiment = json.loads((tmp_path / "again" / "experiment.json").read_text())
+    assert experiment["init_from"] == str(place / "run")
+    with pytest.raises(FileNotFoundError, match=r"holds no experiment\.json"):
+        call("train", place / "data", "--workdir", tmp_path / "other")

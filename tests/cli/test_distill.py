@@ -111,3 +111,35 @@ def test_bleu_is_sacrebleus():
     """Papineni et al. 2002 by hand: precisions 5/6, 3/5, 2/4, 1/3 and no brevity penalty."""
     found = bleu(["the cat sat on the mat"], ["the cat sat on a mat"])["bleu"]
     assert found == pytest.approx(100 * (5 / 6 * 3 / 5 * 2 / 4 * 1 / 3) ** 0.25)
+
+
+def test_a_synthesizer_is_fitted_distilled_and_fine_tuned(place):
+    call(
+        *("distill", "synthesize:random", "--teacher", place / "teacher", "--quiet"),
+        *("--workdir", place / "random", "--data-dir", place / "data"),
+        *("--set", "replace.0.by.max_length=32", "--set", "fit_batches=2"),
+        *("--set", "training.steps=1", "--set", "fine_tune.steps=1"),
+    )
+    heads = json.loads((place / "random" / "fit.json").read_text())
+    assert list(heads) == ["encoder/layers_0", "encoder/layers_1"]
+    assert all(len(kl) == 4 and 0 <= min(kl) < max(kl) < 3 for kl in heads.values())
+    _, fitted = restore_variables(place / "random" / "checkpoints")
+    table = fitted["params"]["encoder"]["layers_0"]["attention"]["align"]["table"]
+    assert table.shape == (4, 32, 32) and np.ptp(table, axis=-1).min() > 0.5  # initialized: 0.1
+    call("generate", "--workdir", place / "random" / FINE_TUNED, "translate English to German: a.")
+
+
+def test_a_run_becomes_a_mixture_and_answers_the_same(place):
+    """Also through the command line, whose answers depend on every parameter."""
+    call("convert", place / "teacher", place / "mixture", "--encoder", "rv", "--max-length", 32)
+    question = "translate English to German: a man rides."
+    answers = [
+        call("generate", "--workdir", place / name, question) for name in ("teacher", "mixture")
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_what_no_t5_has_is_not_exported(place):
+    with pytest.raises(ValueError, match=r"encoder\.bias is None, which no published T5 has"):
+        call("export", place / "teacher", place / "exported")
+    assert not (place / "exported").exists()

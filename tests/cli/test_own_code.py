@@ -155,6 +155,17 @@ def test_generate_finds_the_code_again(place):
 
 
 @pytest.mark.usefixtures("afresh")
+def test_a_converted_run_takes_its_code_along(place, tmp_path):
+    call("convert", place / "run", tmp_path / "converted")
+    assert code.recorded_code(tmp_path / "converted") == code.recorded_code(place / "run")
+    shown = [
+        call("generate", "--workdir", run, "own sentence: it was good")
+        for run in (place / "run", tmp_path / "converted")
+    ]
+    assert shown[0] == shown[1]
+
+
+@pytest.mark.usefixtures("afresh")
 def test_code_that_this_account_has_not_run_is_not_run(place, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     file = place / "run/code/mine.py"

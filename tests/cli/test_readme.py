@@ -40,17 +40,22 @@ def place(real_data: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path
 
 
-def test_train_evaluate_predict_and_generate(place: pathlib.Path) -> None:
+def type_commands(program: str, place: pathlib.Path) -> str:
+    """Runs commands of a page in a directory, and returns what they print."""
     path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     ended = subprocess.run(
-        ["bash", "-euc", commands("Train, evaluate, use")],
+        ["bash", "-euc", program],
         cwd=place,
         env={**without_devices(), "PATH": path, "XDG_STATE_HOME": str(place)},
         capture_output=True,
         text=True,
     )
     assert ended.returncode == 0, ended.stderr
-    said = ended.stdout
+    return ended.stdout
+
+
+def test_train_evaluate_predict_and_generate(place: pathlib.Path) -> None:
+    said = type_commands(commands("Train, evaluate, use"), place)
     assert re.search(r"step 20/20  evaluated in .*: score [\d.]+, loss [\d.]+", said)
     assert "runs/rv has finished its 20 steps: score " in said
     for task in ("glue_cola_v002", "super_glue_copa_v102", "super_glue_wsc_v102_simple_eval"):

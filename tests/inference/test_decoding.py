@@ -15,6 +15,7 @@ from synthesizer_jax import nnx as snnx
 from synthesizer_jax.inference import decode, score_choices
 from synthesizer_jax.inference.decoding import GROUP, _beam_search, _top_tokens
 from synthesizer_jax.models import DecodingCache, Encoder, LayerCache, Size, alignment, t5
+from tests.inference.beam_search import t5x_beam_search
 
 VOCAB, LENGTH = 5, 3
 
@@ -112,28 +113,14 @@ def search(logits, beams, alpha):
     return _beam_search(Table(logits), beams, alpha)
 
 
-def t5x_beam_search(logits, beams, alpha):
-    """T5X's beam search of one example, ``[positions, codes, vocab]``, as it is described there.
-
-    Each step takes the 2n best continuations; those that end compete with the ended ones by penalised
-    score, the n best others live on. Ended ones are returned where there is one, live ones otherwise.
-    """
+def table_log_p(logits):
+    """The continuations' log-probabilities that a table ``[positions, codes, vocab]`` gives."""
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    live, ended = [(0.0, (), 0)], []
-    for at in range(len(logits)):
-        every = [
-            (score + log_p[at, code, token], (*tokens, token), (code * 3 + token) % Table.CODES)
-            for score, tokens, code in live
-            for token in range(logits.shape[-1])
-        ]
-        every = sorted(every, reverse=True)[: 2 * beams]
-        penalty = ((5 + at + 1) / 6) ** alpha
-        ended += [(score / penalty, tokens) for score, tokens, _ in every if tokens[-1] == 1]
-        ended = sorted(ended, reverse=True)[:beams]
-        live = [x for x in every if x[1][-1] != 1][:beams]
-    if ended:
-        return ended[0][1], ended[0][0]
-    return live[0][1], live[0][0] / penalty
+
+    def code(tokens):
+        return functools.reduce(lambda code, token: (code * 3 + token) % Table.CODES, tokens, 0)
+
+    return lambda prefixes: [log_p[len(p), code(p)] for p in prefixes]
 
 
 @given(
@@ -150,7 +137,7 @@ def test_beam_search_is_that_of_t5x(beams, length, alpha, end, seed):
     logits[..., 1] += end
     found = search(np.float32(logits), beams, alpha)
     for example, tokens, score in zip(logits, *map(np.asarray, found), strict=True):
-        best, expected = t5x_beam_search(example, beams, alpha)
+        best, expected = t5x_beam_search(table_log_p(example), length, beams, alpha)
         assert tuple(tokens[: len(best)]) == best and not tokens[len(best) :].any()
         np.testing.assert_allclose(score, expected, atol=1e-5)
 

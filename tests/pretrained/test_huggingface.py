@@ -5,16 +5,30 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import serialization, traverse_util
+from safetensors.numpy import load_file
 
-from synthesizer_jax.pretrained import load
-from synthesizer_jax.pretrained.convert import convert_checkpoint
-from synthesizer_jax.pretrained.huggingface import read_folder
+from synthesizer_jax.alignments import Mixture
+from synthesizer_jax.checkpoints.manager import Checkpoints
+from synthesizer_jax.distillation.replacement import Replacement, student_model
+from synthesizer_jax.distillation.transplant import with_variants
+from synthesizer_jax.models import UniversalStack, alignment
+from synthesizer_jax.pretrained import encode, generate, load
+from synthesizer_jax.pretrained.convert import Variants, convert_checkpoint
+from synthesizer_jax.pretrained.export import export_run
+from synthesizer_jax.registry import replace
+from synthesizer_jax.sharding import MeshShape, make_mesh
+from synthesizer_jax.training.run_directory import save_run
+from synthesizer_jax.training.trainer import Trainer
+from tests.cli.test_commands import call
 from tests.pretrained import folders
 from tests.pretrained.folders import FAMILIES, TINY, logits, make_folder, make_tensors
+from tests.training.tiny import experiment
 
 INPUTS = np.array([[7, 300, 12, 5, 9, 44, 8, 21, 3, 1]])
 TARGETS = np.array([[0, 15, 220, 3, 18, 2]])
@@ -30,7 +44,7 @@ def deviation(model, variables, config, tensors):
 def test_a_family_has_its_logits(tmp_path, family):
     config = TINY | FAMILIES[family]
     tensors = make_tensors(config)
-    model, variables, _ = read_folder(make_folder(tmp_path, config, tensors))
+    model, variables, _ = load(make_folder(tmp_path, config, tensors))
     assert deviation(model, variables, config, tensors) < 1e-5
 
 
@@ -38,7 +52,7 @@ def test_shards_and_bfloat16(tmp_path):
     config = TINY | FAMILIES["T5 1.1, FLAN-T5"]
     tensors = make_tensors(config)
     folder = make_folder(tmp_path, config, tensors, shards=3, dtype=ml_dtypes.bfloat16)
-    model, variables, _ = read_folder(folder)
+    model, variables, _ = load(folder)
     assert deviation(model, variables, config, folders.rounded(tensors)) < 1e-5
 
 
@@ -48,7 +62,7 @@ def test_copies_of_the_embedding_and_unused_tensors_are_left_out(tmp_path):
     more = tensors | dict.fromkeys(copies, tensors["shared.weight"])
     unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     more[unused] = np.zeros((8, 3), np.float32)
-    model, variables, _ = read_folder(make_folder(tmp_path, TINY, more))
+    model, variables, _ = load(make_folder(tmp_path, TINY, more))
     assert deviation(model, variables, TINY, tensors) < 1e-5
 
 
@@ -59,7 +73,7 @@ def test_all_tensors_that_do_not_fit_are_listed_at_once(tmp_path):
     tensors["encoder.block.0.layer.0.layer_norm.weight"] = np.zeros(20, np.int32)
     tensors["adapter.weight"] = np.zeros(2, np.float32)
     with pytest.raises(ValueError, match="nothing was read") as error:
-        read_folder(make_folder(tmp_path, TINY, tensors))
+        load(make_folder(tmp_path, TINY, tensors))
     for part in (
         "encoder.final_layer_norm.weight is missing",
         "decoder.block.1.layer.0.SelfAttention.q.weight is (3, 4), not (18, 20)",
@@ -76,6 +90,7 @@ def test_all_tensors_that_do_not_fit_are_listed_at_once(tmp_path):
         ({"d_model": None}, "d_model is None; expected a positive integer"),
         ({"num_layers": -1}, "num_layers is -1"),
         ({"num_heads": 2**40}, "num_heads"),
+        ({"num_layers": 10**7}, "expected a positive integer up to 1,000"),
         ({"feed_forward_proj": "gated-gelo"}, "did you mean 'gated-gelu'"),
         ({"tie_word_embeddings": "yes"}, "expected true or false"),
         ({"decoder_start_token_id": 5}, "models here have 0"),
@@ -89,14 +104,14 @@ def test_a_config_that_does_not_fit_is_an_error(tmp_path, fields, message):
     folder = make_folder(tmp_path, TINY, make_tensors(TINY))
     (folder / "config.json").write_text(json.dumps(TINY | fields))
     with pytest.raises(ValueError, match=message):
-        read_folder(folder)
+        load(folder)
 
 
 def test_an_output_projection_of_its_own_contradicts_a_tied_model(tmp_path):
     tensors = make_tensors(TINY)
     tensors["lm_head.weight"] = 2 * tensors["shared.weight"]
     with pytest.raises(ValueError, match="correct tie_word_embeddings"):
-        read_folder(make_folder(tmp_path, TINY, tensors))
+        load(make_folder(tmp_path, TINY, tensors))
 
 
 def truncate(folder):
@@ -143,7 +158,7 @@ def leave_a_pickle(folder):
         (climb_out, "not a file of the folder"),
         (forget_a_tensor, "disagree about 1 tensors, such as 'shared.weight'"),
         (remove_a_shard, "is missing"),
-        (leave_a_pickle, "safe_serialization=True"),
+        (leave_a_pickle, "needs PyTorch|nothing in it was executed"),
     ],
 )
 def test_damage_is_one_sentence_and_leaves_nothing(tmp_path, damage, message, monkeypatch):
@@ -188,3 +203,88 @@ def test_three_lines_generate_and_encode_without_tensorflow(tmp_path):
     assert found.returncode == 0, found.stderr
     answers, shape = found.stdout.splitlines()
     assert len(json.loads(answers)) == 2 and shape == "(2, 20)"
+
+
+@pytest.mark.parametrize("family", ["T5 1.0", "umT5"])
+def test_a_folder_or_a_run_becomes_a_synthesizer_that_computes_the_same(tmp_path, family):
+    config = TINY | FAMILIES[family]
+    folder = make_folder(tmp_path / "source", config, make_tensors(config))
+    convert_checkpoint(folder, tmp_path / "run")
+    variants = Variants(encoder="rv", decoder="fdv", max_length=16)
+    for source in (folder, tmp_path / "run"):
+        directory = tmp_path / f"synthesizer_{source.name}"
+        convert_checkpoint(source, directory, variants=variants)
+        model, variables, _ = load(directory)
+        assert isinstance(model.encoder.runs[0].block.self_mixer.alignment, Mixture)
+        assert deviation(model, variables, config, make_tensors(config)) < 1e-5
+    with pytest.raises(ValueError, match="Random does not contain"):
+        convert_checkpoint(folder, tmp_path / "random", variants=Variants(encoder="r"))
+    assert not (tmp_path / "random").exists()
+    with pytest.raises(ValueError, match=r"alignment.* which no published T5 has"):
+        export_run(directory, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+@pytest.mark.slow
+def test_the_command_line_converts_generates_and_exports(tmp_path):
+    config = TINY | FAMILIES["T5 1.1, FLAN-T5"]
+    tensors = make_tensors(config)
+    folder = make_folder(tmp_path / "source", config, tensors, shards=2)
+    shown = call("convert", folder, tmp_path / "run", "--no-check")
+    assert f"holds {sum(x.size for x in tensors.values()):,} parameters" in shown
+    call("generate", "--workdir", tmp_path / "run", "--max-length", 4, "what?")
+    call("export", tmp_path / "run", tmp_path / "back", "--no-check", "--dtype", "bfloat16")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == tensors.keys()
+    for name, x in tensors.items():
+        np.testing.assert_array_equal(back[name], x.astype(ml_dtypes.bfloat16))
+    card = (tmp_path / "back" / "README.md").read_text()
+    assert "library_name: transformers" in card and "# A T5, converted" in card
+    assert "Trained on" not in card  # at step 0
+
+
+def test_a_flax_folder_is_read(tmp_path):
+    config = TINY | FAMILIES["T5 1.1, FLAN-T5"]
+    tensors, flat = make_tensors(config), {}
+    for name, x in tensors.items():
+        *keys, _ = name.split(".")
+        table = keys[-1] in ("shared", "relative_attention_bias")
+        last = "weight" if x.ndim == 1 else "embedding" if table else "kernel"
+        flat[(*keys, last)] = np.ascontiguousarray(x.T) if last == "kernel" else x
+    folder = make_folder(tmp_path, config, {})
+    (folder / "model.safetensors").unlink()
+    data = serialization.msgpack_serialize(traverse_util.unflatten_dict(flat))
+    (folder / "flax_model.msgpack").write_bytes(data)
+    model, variables, _ = load(folder)
+    assert deviation(model, variables, config, tensors) < 1e-5
+
+
+def test_an_encoder_alone_is_loaded_over_a_mesh(tmp_path):
+    tensors = {n: x for n, x in make_tensors(TINY).items() if not n.startswith("decoder")}
+    folder = make_folder(tmp_path, TINY | {"architectures": ["T5EncoderModel"]}, tensors)
+    texts = ["one text", "another", "a third one that is longer"]
+    alone = load(folder)
+    sharded = load(folder, mesh=make_mesh(MeshShape(fsdp=4), jax.devices()[:4]))
+    assert "fsdp" in str(sharded.variables["params"]["embedding"].sharding.spec)
+    np.testing.assert_allclose(encode(sharded, texts), encode(alone, texts), atol=1e-5)
+    with pytest.raises(TypeError, match="Encoder generates no text"):
+        generate(alone, texts)
+    with pytest.raises(ValueError, match="holds an encoder alone"):
+        convert_checkpoint(folder, tmp_path / "run")
+
+
+def test_constants_and_shared_layers_are_not_converted(tmp_path):
+    """A table that is not trained would be left out, and a Universal Transformer has no layers."""
+    recipe = experiment()
+    fixed = alignment("fix", head_dim=4, max_length=8)
+    model = student_model(recipe.model, (Replacement(fixed, place="decoder"),))
+    state = Trainer(replace(recipe, model=model)).init()
+    save_run(replace(recipe, model=model), tmp_path)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", asynchronous=False)
+    checkpoints.save(state, None)
+    checkpoints.close()
+    with pytest.raises(ValueError, match="has tables that are not trained"):
+        convert_checkpoint(tmp_path, tmp_path / "run", variants=Variants(encoder="rv"))
+    universal = UniversalStack(recipe.model.encoder.runs)
+    with pytest.raises(ValueError, match="the encoder is a UniversalStack"):
+        with_variants(model.copy(encoder=universal), encoder="rv", decoder=None, max_length=8)

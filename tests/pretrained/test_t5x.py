@@ -2,18 +2,23 @@
 
 import gzip
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+import tensorstore
 from flax import serialization
 
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.pretrained import load
 from synthesizer_jax.pretrained.convert import convert_checkpoint
-from synthesizer_jax.pretrained.t5x import read_file
-from tests.pretrained.folders import FAMILIES, TINY, logits, make_tensors
+from synthesizer_jax.pretrained.export import export_run
+from synthesizer_jax.pretrained.loading import open_pretrained, read_params
+from tests.pretrained.folders import FAMILIES, TINY, logits, make_folder, make_tensors, rounded
 
 PUBLISHED = {"relative_attention_max_distance": 128}
 INPUTS = np.array([[7, 300, 12, 5, 9, 44, 8, 21, 3, 1]])
@@ -64,6 +69,13 @@ def as_t5x(tensors):
     return {"version": 3, "optimizer": {"target": tree, "state": {"step": 1000}}}
 
 
+def read(path):
+    """The model, variables and vocabulary of a checkpoint."""
+    with open_pretrained(path) as pretrained:
+        variables = {"params": read_params(pretrained)}
+    return pretrained.model, variables, pretrained.vocabulary
+
+
 @pytest.mark.parametrize("family", ["T5 1.0", "T5 1.1, FLAN-T5", "ByT5", "efficient"])
 def test_a_made_checkpoint_has_its_logits(tmp_path, family):
     config = TINY | FAMILIES[family] | PUBLISHED
@@ -71,12 +83,12 @@ def test_a_made_checkpoint_has_its_logits(tmp_path, family):
     data = serialization.msgpack_serialize(as_t5x(tensors))
     (tmp_path / "checkpoint_1000").write_bytes(data)
     (tmp_path / "checkpoint_1000.gz").write_bytes(gzip.compress(data))
-    model, variables, vocabulary = read_file(tmp_path / "checkpoint_1000")
+    model, variables, vocabulary = read(tmp_path / "checkpoint_1000")
     found = model.apply(variables, jnp.asarray(INPUTS), jnp.asarray(TARGETS))[0]
     expected = logits(config, tensors, INPUTS[0], TARGETS[0])
     assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
     assert vocabulary is None
-    again = read_file(tmp_path / "checkpoint_1000.gz").variables
+    _, again, _ = read(tmp_path / "checkpoint_1000.gz")
     jax.tree.map(np.testing.assert_array_equal, again, variables)
 
 
@@ -95,6 +107,172 @@ def test_a_checkpoint_of_t5x_comes_in_whole(real_data, tmp_path):
     query = target["decoder"]["layers_1"]["self_attention"]["query"]["kernel"]
     found = params["decoder"]["layers_1"]["self_attention"]["align"]["query"]["kernel"]
     np.testing.assert_array_equal(found.reshape(query.shape), query)
+
+
+def test_a_checkpoint_of_t5x_goes_out_with_equal_values(real_data, tmp_path):
+    source = real_data / "checkpoints" / "t5x_test_t5_tiny.checkpoint_0.gz"
+    if not source.is_file():
+        pytest.skip("the checkpoint of T5X is not on this machine")
+    convert_checkpoint(source, tmp_path / "run", vocabulary=Bytes())
+    export_run(tmp_path / "run", tmp_path / "checkpoint_0", to="t5x")
+    data = (tmp_path / "checkpoint_0" / "checkpoint").read_bytes()
+    back = serialization.msgpack_restore(data)["optimizer"]["target"]
+    original = serialization.msgpack_restore(gzip.decompress(source.read_bytes()))
+    jax.tree.map(np.testing.assert_array_equal, back, original["optimizer"]["target"])
+
+
+def made(family="T5 1.1, FLAN-T5"):
+    """A configuration, transformers' tensors, and T5X's tree of parameters."""
+    config = TINY | FAMILIES[family] | PUBLISHED
+    tensors = make_tensors(config)
+    return config, tensors, as_t5x(tensors)["optimizer"]["target"]
+
+
+def has_its_logits(path, config, tensors):
+    model, variables, _ = read(path)
+    found = model.apply(variables, jnp.asarray(INPUTS), jnp.asarray(TARGETS))[0]
+    expected = logits(config, tensors, INPUTS[0], TARGETS[0])
+    return np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def scan(stack, name, *, own_bias=None):
+    """Stacks the layers of a stack's tree on axis 1, as T5X's scalable T5 has them."""
+    layers = [stack[f"layers_{i}"] for i in range(len([k for k in stack if "layers_" in k]))]
+    stacked = jax.tree.map(lambda *x: np.stack(x, axis=1), *layers)
+    rest = {k: v for k, v in stack.items() if not k.startswith("layers_")}
+    if own_bias:
+        table = rest.pop("relpos_bias")["rel_embedding"]
+        stacked[own_bias] = {"rel_embedding": np.stack([table] * len(layers), axis=1)}
+    return rest | {name: stacked}
+
+
+def split_heads(config, layers):
+    """Gives attention kernels an axis of heads; they have scanned layers on axis 1."""
+    heads, width, d = config["num_heads"], config["d_kv"], config["d_model"]
+
+    def split(path, x):
+        kind = path[-2].key
+        if kind in ("query", "key", "value"):
+            return x.reshape(d, layers, heads, width)
+        if kind == "out":
+            return np.moveaxis(np.moveaxis(x, 1, 0).reshape(layers, heads, width, d), 0, 1)
+        return x
+
+    return split
+
+
+@pytest.mark.parametrize(
+    ("names", "own_bias"),
+    [(("encoder", "decoder"), None), (("layers", "layers"), "relative_posemb")],
+)
+def test_scanned_layers_with_an_axis_of_heads(tmp_path, names, own_bias):
+    config, tensors, target = made()
+    for stack, name in zip(("encoder", "decoder"), names, strict=True):
+        scanned = scan(target[stack], name, own_bias=own_bias)
+        target[stack] = jax.tree.map_with_path(split_heads(config, 2), scanned)
+    data = serialization.msgpack_serialize({"target": target, "state": {"step": 3}})
+    (tmp_path / "checkpoint").write_bytes(data)
+    assert has_its_logits(tmp_path, config, tensors)
+
+
+@pytest.mark.parametrize("family", ["T5 1.0", "efficient", "umT5"])
+def test_scanned_export_has_layers_on_axis_1_and_comes_back(tmp_path, family):
+    config = TINY | FAMILIES[family] | PUBLISHED
+    convert_checkpoint(make_folder(tmp_path / "a", config, make_tensors(config)), tmp_path / "run")
+    params = load(tmp_path / "run").variables["params"]
+    for to in ("t5x", "t5x-scanned"):
+        export_run(tmp_path / "run", tmp_path / to, to=to)
+        _, variables, _ = read(tmp_path / to)
+        jax.tree.map(np.testing.assert_array_equal, variables["params"], params)
+    looped, scanned = (
+        serialization.msgpack_restore((tmp_path / to / "checkpoint").read_bytes())
+        for to in ("t5x", "t5x-scanned")
+    )
+    decoder = scanned["optimizer"]["target"]["decoder"]["decoder"]["mlp"]["wo"]["kernel"]
+    kernel = looped["optimizer"]["target"]["decoder"]["layers_1"]["mlp"]["wo"]["kernel"]
+    np.testing.assert_array_equal(decoder[:, 1], kernel)
+
+
+def test_what_the_file_cannot_say_is_not_exported(tmp_path):
+    """It would be read as a T5 with GELU, or with another relative bias."""
+    cases = (
+        (FAMILIES["UL2"] | PUBLISHED, r"do not say activations \('silu', 'linear'\)"),
+        ({}, "do not say max_distance 16"),
+        ({"layer_norm_epsilon": 1e-5} | PUBLISHED, "do not say epsilon 1e-05"),
+    )
+    for i, (changes, message) in enumerate(cases):
+        config = TINY | changes
+        folder = make_folder(tmp_path / str(i), config, make_tensors(config))
+        convert_checkpoint(folder, folder / "run")
+        with pytest.raises(ValueError, match=message):
+            export_run(folder / "run", folder / "checkpoint_0", to="t5x")
+        assert not (folder / "checkpoint_0").exists()
+
+
+def write_zarr(directory, name, x):
+    """Writes an array as TensorStore does, with bfloat16 as 16-bit integers in T5X's version 2."""
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "file", "path": f"{directory}/target.{name.replace('/', '.')}/"},
+    }
+    kind = np.uint16 if x.dtype == ml_dtypes.bfloat16 else x.dtype
+    store = tensorstore.open(spec, create=True, dtype=kind, shape=x.shape).result()
+    store.write(x.view(kind)).result()
+
+
+def test_arrays_of_tensorstore_are_read_and_paths_not_followed(tmp_path):
+    config, tensors, target = made()
+    leaves = {"/".join(key.key for key in path): x for path, x in jax.tree.leaves_with_path(target)}
+    directory = tmp_path / "checkpoint_5"
+    directory.mkdir()
+    for name, x in leaves.items():
+        write_zarr(directory, name, x)
+    outside = {"driver": "zarr", "kvstore": {"driver": "file", "path": "/etc/passwd"}}
+    placeholders = jax.tree.map(lambda _: outside, target)
+    data = serialization.msgpack_serialize({"optimizer": {"target": placeholders}})
+    (directory / "checkpoint").write_bytes(data)
+    assert has_its_logits(directory, config, tensors)
+    for name, x in leaves.items():
+        shutil.rmtree(directory / f"target.{name.replace('/', '.')}")
+        write_zarr(directory, name, x.astype(ml_dtypes.bfloat16))
+    assert has_its_logits(directory, config, rounded(tensors))
+
+
+def test_a_lost_block_of_tensorstore_is_an_error_and_not_zeros(tmp_path):
+    _, _, target = made()
+    directory = tmp_path / "checkpoint_5"
+    directory.mkdir()
+    for path, x in jax.tree.leaves_with_path(target):
+        write_zarr(directory, "/".join(key.key for key in path), x)
+    data = serialization.msgpack_serialize({"optimizer": {"target": {}}})
+    (directory / "checkpoint").write_bytes(data)
+    (lost,) = (directory / "target.token_embedder.embedding").glob("0.0")
+    lost.unlink()
+    with pytest.raises(ValueError, match=r"token_embedder\.embedding cannot be read"):
+        convert_checkpoint(directory, tmp_path / "run", vocabulary=Bytes())
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_5"]
+
+
+@pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}, {"use_zarr3": True}], ids=repr)
+def test_a_directory_of_orbax_is_read(tmp_path, options):
+    """By its arrays alone: what its metadata say does not matter."""
+    config, tensors, target = made()
+    tree = {"target": target, "state": {"step": np.asarray(7)}}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint_7", tree)
+    (tmp_path / "checkpoint_7" / "_METADATA").write_text("{}")
+    assert has_its_logits(tmp_path / "checkpoint_7", config, tensors)
+
+
+def test_a_damaged_database_of_orbax_is_one_sentence(tmp_path):
+    _, _, target = made()
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint_7", {"target": target})
+    (data,) = (tmp_path / "checkpoint_7" / "d").iterdir()
+    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    with pytest.raises(ValueError, match=r"checkpoint_7.* cannot be read"):
+        convert_checkpoint(tmp_path / "checkpoint_7", tmp_path / "run", vocabulary=Bytes())
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_7"]
 
 
 def without(*keys):
@@ -118,6 +296,15 @@ def without(*keys):
         (lambda data: b"\x1f\x8b" + data, "not a msgpack checkpoint"),
         (lambda data: b"no checkpoint at all", "not a msgpack checkpoint|no parameters"),
         (lambda data: serialization.msgpack_serialize({"a": 1}), "no parameters under"),
+        (lambda data: gzip.compress(bytes(10**7)), "more than 100 times as large"),
+        (
+            lambda data: serialization.msgpack_serialize({"__msgpack_chunked_array__": True}),
+            "not a msgpack checkpoint",
+        ),
+        (
+            lambda data: serialization.msgpack_serialize({"target": {5: np.ones(2, np.float32)}}),
+            "has no array encoder/layers_0/attention/query/kernel",
+        ),
         (without("decoder", "relpos_bias"), "decoder/relpos_bias/rel_embedding is missing"),
         (without("token_embedder"), "has no array token_embedder/embedding of 2 axes"),
     ],

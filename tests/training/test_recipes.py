@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import pathlib
 from typing import Any
 
 import jax
@@ -87,7 +88,7 @@ def loss_of_a_distillation(recipe: Distillation) -> float:
     taught = shrunk(load_recipe("translate:vanilla"))
     params = Trainer(taught, jax.devices()[:1]).init().params
     variables = unroll_variables(taught.model, {"params": params})
-    student = _student_experiment(taught, recipe, teacher=None)
+    student = _student_experiment(taught, recipe, teacher=pathlib.Path())
     trainer = DistillationTrainer(
         student,
         teacher=unroll(taught.model),

@@ -1,0 +1,322 @@
+"""Static alignments fitted to the attention of a trained model.
+
+The logits of a static alignment, such as a Random table, do not depend on the tokens. The best ones
+maximize the likelihood of the teacher's attention: they minimize the mean over rows of
+``KL(teacher ‖ static)``, where a row is one query's weights of the keys that it sees. The sum of the
+teacher's weights, and how often a query sees how many keys, are sufficient statistics, so one pass over
+data is enough.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from synthesizer_jax.alignments import (
+    Alignment,
+    AttentionContext,
+    FactorizedRandom,
+    Mixture,
+    PerHead,
+    Random,
+    RelativeBias,
+)
+from synthesizer_jax.attention import Span
+from synthesizer_jax.attention.terms import materialize
+from synthesizer_jax.distillation.transplant import STACKS, initial_parameters, self_attention
+from synthesizer_jax.mixers import Attention
+from synthesizer_jax.models import EncoderDecoder
+from synthesizer_jax.models.stack import StackBase
+from synthesizer_jax.parameters import Variables, apply_method
+from synthesizer_jax.sharding import gather_to_host
+from synthesizer_jax.training.initial_parameters import resize
+from synthesizer_jax.training.step import Batch, teacher_forced
+from synthesizer_jax.typing import PyTree
+
+STATIC = (Random, FactorizedRandom, RelativeBias)
+"""Alignments that can be fitted, also as the parts of a `Mixture` or `PerHead`."""
+
+ITERATIONS = 200
+"""Most iterations of L-BFGS."""
+
+PRIOR = 1.0
+"""Rows of the mean attention by distance that are added to each query's, for pairs seen rarely."""
+
+
+class Statistics(NamedTuple):
+    """What is known of the attention of a layer after a pass over data; sums over examples.
+
+    Attributes:
+      mass: ``[heads, n, n]`` weights of queries and keys.
+      negentropy: ``[heads]`` Σ p log p over all rows, in nats.
+      rows: ``[n, n + 1]`` number of rows, by query and by how many of the first keys it sees.
+    """
+
+    mass: jax.Array
+    negentropy: jax.Array
+    rows: jax.Array
+
+    @property
+    def num_rows(self) -> jax.Array:
+        """The number of rows."""
+        return self.rows.sum()
+
+
+Layer = tuple[str, int]
+"""The name of a stack and the number of a layer."""
+
+
+def is_static(alignment: Alignment) -> bool:
+    """Whether an alignment is made of `STATIC` parts."""
+    if isinstance(alignment, Mixture | PerHead):
+        return all(is_static(part) for part in alignment.parts)
+    return isinstance(alignment, STATIC)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "layers"))
+def attention_statistics(
+    variables: Variables, batch: Batch, *, model: EncoderDecoder, layers: tuple[Layer, ...]
+) -> dict[Layer, Statistics]:
+    """Returns the statistics of the self-attention of some layers over a batch.
+
+    Args:
+      variables: the model's variables.
+      batch: unpacked rows, padded at the end.
+      model: the model, with looped layers.
+      layers: the layers.
+    """
+    _, sown = teacher_forced(model, variables, batch, collection="intermediates")
+    real = {
+        "encoder": batch["encoder_input_tokens"] != 0,
+        "decoder": batch["decoder_loss_weights"] > 0,
+    }
+    found = {}
+    for stack, layer in layers:
+        sub = sown["intermediates"][stack][f"layers_{layer}"][STACKS[stack]]
+        (weights,) = sub["attention_weights"]
+        found[stack, layer] = _sum(weights, real[stack], causal=stack == "decoder")
+    return found
+
+
+def _sum(weights: jax.Array, real: jax.Array, *, causal: bool) -> Statistics:
+    """Sums the weights ``[b, h, q, k]`` of the real queries ``[b, q]``."""
+    batch, n = real.shape
+    weights = jnp.broadcast_to(weights, (batch, *weights.shape[1:]))
+    weights = weights * real[:, None, :, None]
+    negentropy = jax.scipy.special.xlogy(weights, weights).sum((0, 2, 3))
+    seen = jnp.broadcast_to(jnp.arange(1, n + 1), (batch, n))
+    if not causal:
+        seen = jnp.broadcast_to(real.sum(axis=1, keepdims=True), (batch, n))
+    rows = (jax.nn.one_hot(seen, n + 1) * real[..., None]).sum(0)
+    return Statistics(weights.sum(0), negentropy, rows)
+
+
+def collect_statistics(
+    model: EncoderDecoder,
+    variables: Variables,
+    batches: Iterable[Batch],
+    layers: Iterable[Layer],
+) -> dict[Layer, Statistics]:
+    """Returns the sums of `attention_statistics` over batches, as NumPy arrays."""
+    total: dict[Layer, Statistics] | None = None
+    for batch in batches:
+        found = attention_statistics(variables, batch, model=model, layers=tuple(layers))
+        total = found if total is None else jax.tree.map(jnp.add, total, found)
+    if total is None:
+        raise ValueError("there are no batches to fit to; give at least one")
+    return jax.tree.map(gather_to_host, total)
+
+
+def divergence(logits: jax.Array, statistics: Statistics) -> jax.Array:
+    """Returns the mean over rows of ``KL(teacher ‖ softmax(logits))``, ``[heads]`` in nats.
+
+    Args:
+      logits: ``[heads, n, n]``.
+      statistics: those of the teacher.
+    """
+    # log Σ exp over the first 1, 2, … keys.
+    normalizers = jax.lax.cumlogsumexp(logits, axis=2)
+    likelihood = (statistics.mass * logits).sum((1, 2))
+    likelihood -= (statistics.rows[:, 1:] * normalizers).sum((1, 2))
+    return (statistics.negentropy - likelihood) / statistics.num_rows
+
+
+def fit(
+    attention: Attention,
+    statistics: Statistics,
+    *,
+    d_model: int,
+    causal: bool,
+    bias: ArrayLike = 0.0,
+    seed: int = 0,
+) -> tuple[PyTree, jax.Array]:
+    """Fits the parameters of an attention layer's static alignment to a teacher's attention.
+
+    Args:
+      attention: the layer, whose alignment `is_static`.
+      statistics: those of the teacher's layer.
+      d_model: width of the tokens.
+      causal: a query sees the keys up to itself, as in decoders.
+      bias: ``[heads, n, n]`` logits that are added to those of the alignment, and stay.
+      seed: seed of the initial parameters, where they matter.
+
+    Returns:
+      The parameters, and `divergence` of them, ``[heads]``.
+    """
+    alignment, length = attention.alignment, statistics.mass.shape[-1]
+    smooth = _add_prior(statistics, causal=causal)
+    params = initial_parameters(attention, d_model, seed=seed)
+    start = np.log(_mean_attention(smooth)) - np.asarray(bias)
+    if isinstance(alignment, Random):
+        params = {"table": resize(jnp.asarray(start), params["table"], "distance")}
+    elif isinstance(alignment, FactorizedRandom):
+        params = _factorize(start, params, alignment.rank, causal=causal)
+    params = _minimize(params, smooth, jnp.asarray(bias), attention=attention, d_model=d_model)
+    logits = static_logits(attention, params, length=length, d_model=d_model)
+    return params, divergence(logits + bias, statistics)
+
+
+def fit_layers(
+    student: EncoderDecoder, params: PyTree, statistics: Mapping[Layer, Statistics]
+) -> tuple[PyTree, dict[Layer, np.ndarray]]:
+    """Fits the static alignments of a student's layers.
+
+    Args:
+      student: the student's model, with looped layers.
+      params: its parameters, with the teacher's position bias, which stays.
+      statistics: those of the teacher's layers.
+
+    Returns:
+      The parameters with fitted alignments, and `divergence` of each layer.
+    """
+    params, found = jax.tree.map(lambda x: x, params), {}
+    stacks: dict[str, StackBase] = {"encoder": student.encoder, "decoder": student.decoder}
+    for (stack, layer), of_layer in statistics.items():
+        attention = self_attention(student, stack, layer)
+        assert attention is not None
+        bias: ArrayLike = 0.0
+        shared = stacks[stack].bias
+        if shared is not None:
+            bias = position_logits(
+                shared,
+                jax.tree.map(gather_to_host, params[stack]["relpos_bias"]),
+                num_heads=attention.num_heads,
+                length=of_layer.mass.shape[-1],
+                d_model=student.d_model,
+            )
+        fitted, kl = fit(
+            attention,
+            of_layer,
+            d_model=student.d_model,
+            causal=stack == "decoder",
+            bias=bias,
+            seed=layer,
+        )
+        params[stack][f"layers_{layer}"][STACKS[stack]]["align"] = fitted
+        found[stack, layer] = np.asarray(kl)
+    return params, found
+
+
+def static_logits(attention: Attention, params: PyTree, *, length: int, d_model: int) -> jax.Array:
+    """Returns the logits ``[heads, n, n]`` of a static alignment for n queries and keys."""
+    return position_logits(
+        attention.alignment, params, num_heads=attention.num_heads, length=length, d_model=d_model
+    )
+
+
+def position_logits(
+    alignment: Alignment, params: PyTree, *, num_heads: int, length: int, d_model: int
+) -> jax.Array:
+    """Returns the logits ``[heads, n, n]`` of an alignment or a position bias that reads no tokens."""
+    span = Span(0, length)
+    context = AttentionContext(num_heads, max(d_model // num_heads, 1), span, span)
+    x = jnp.zeros((1, length, d_model))
+    terms = apply_method(alignment.__call__, {"params": params}, x, x, context)
+    return materialize(terms, q_length=length, k_length=length)[0]
+
+
+def _mean_attention(statistics: Statistics) -> np.ndarray:
+    """Returns the mean weights ``[heads, n, n]`` of the rows that see a key, at least 1e-30."""
+    mean = statistics.mass / np.maximum(_times_seen(np.asarray(statistics.rows)), 1e-30)
+    return np.maximum(mean, 1e-30)
+
+
+def _times_seen(rows: np.ndarray) -> np.ndarray:
+    """Returns ``[n, n]``, in how many rows of a query a key is seen."""
+    return np.cumsum(rows[:, ::-1], axis=1)[:, ::-1][:, 1:]
+
+
+def _add_prior(statistics: Statistics, *, causal: bool) -> Statistics:
+    """Adds `PRIOR` rows of the mean attention by distance to those of each query."""
+    mass, _, rows = map(np.asarray, statistics)
+    heads, n, _ = mass.shape
+    distance = np.arange(n)[None, :] - np.arange(n)[:, None] + n - 1
+    seen = np.bincount(distance.ravel(), _times_seen(rows).ravel(), 2 * n - 1)
+    by_distance = np.stack(
+        [np.bincount(distance.ravel(), head.ravel(), 2 * n - 1) for head in mass]
+    ) / np.maximum(seen, 1e-30)
+    where = np.flatnonzero(seen > 0)
+    nearest = where[np.abs(np.arange(2 * n - 1)[:, None] - where).argmin(1)]
+    prior = np.maximum(by_distance[:, nearest], 1e-6)[:, distance]
+    last = np.arange(1, n + 1) if causal else np.full(n, n)
+    prior = prior * (np.arange(n) < last[:, None])
+    prior = PRIOR * prior / prior.sum(-1, keepdims=True)
+    added = rows + PRIOR * (np.arange(n + 1) == last[:, None])
+    return Statistics(
+        jnp.asarray(mass + prior, jnp.float32), jnp.zeros(heads), jnp.asarray(added, jnp.float32)
+    )
+
+
+def _factorize(start: np.ndarray, params: PyTree, rank: int, *, causal: bool) -> PyTree:
+    """Returns the factors of the best approximation of a table by one of a rank."""
+    table = start - start.mean(-1, keepdims=True)
+    if causal:
+        visible = np.tri(start.shape[-1])
+        mean = (start * visible).sum(-1, keepdims=True) / visible.sum(-1, keepdims=True)
+        table = np.where(visible > 0, start - mean, 0.0)
+    u, s, v = np.linalg.svd(table, full_matrices=False)
+    roots = np.sqrt(s[:, None, :rank])
+    factors = {
+        "query_factor": u[:, :, :rank] * roots,
+        "key_factor": v.swapaxes(1, 2)[:, :, :rank] * roots,
+    }
+    missing = rank - factors["query_factor"].shape[-1]
+    return {
+        name: resize(
+            jnp.asarray(np.pad(x, ((0, 0), (0, 0), (0, max(missing, 0))))), params[name], "edge"
+        )
+        for name, x in factors.items()
+    }
+
+
+@functools.partial(jax.jit, static_argnames=("attention", "d_model"))
+def _minimize(
+    params: PyTree, statistics: Statistics, bias: jax.Array, *, attention: Attention, d_model: int
+) -> PyTree:
+    """Minimizes the divergence by L-BFGS; layers of the same configuration share the program."""
+    length = statistics.mass.shape[-1]
+    optimizer = optax.lbfgs()
+
+    def loss(params: PyTree) -> jax.Array:
+        logits = static_logits(attention, params, length=length, d_model=d_model)
+        return divergence(logits + bias, statistics).sum()
+
+    value_and_grad = optax.value_and_grad_from_state(loss)
+
+    def step(_: int, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        params, state = carry
+        value, gradient = value_and_grad(params, state=state)
+        updates, state = optimizer.update(
+            gradient, state, params, value=value, grad=gradient, value_fn=loss
+        )
+        return optax.apply_updates(params, updates), state
+
+    result, _ = jax.lax.fori_loop(0, ITERATIONS, step, (params, optimizer.init(params)))
+    return result

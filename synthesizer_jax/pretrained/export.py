@@ -1,0 +1,105 @@
+"""Export of a run's model to the files of another library."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable
+
+import jax
+
+from synthesizer_jax.checkpoints.manager import restore_variables
+from synthesizer_jax.evaluation.files import EVALUATION_DIRECTORY
+from synthesizer_jax.files import new_directory
+from synthesizer_jax.models import unroll, unroll_variables
+from synthesizer_jax.models.token_model import TokenModel
+from synthesizer_jax.pretrained.huggingface.compare import can_compare, check_logits
+from synthesizer_jax.pretrained.huggingface.export import write_folder
+from synthesizer_jax.pretrained.t5x.export import write_checkpoint
+from synthesizer_jax.registry import JSON, replace, to_json
+from synthesizer_jax.training.experiment import Experiment
+from synthesizer_jax.training.initial_parameters import find_checkpoint
+from synthesizer_jax.training.run_directory import load_experiment, open_vocabulary
+from synthesizer_jax.version import __version__
+
+HUGGING_FACE, T5X, SCANNED_T5X = FORMATS = ("huggingface", "t5x", "t5x-scanned")
+
+
+def export_run(
+    run: pathlib.Path,
+    directory: pathlib.Path,
+    *,
+    to: str = HUGGING_FACE,
+    dtype: str = "float32",
+    check: bool | None = False,
+    report: Callable[[str], object] = print,
+) -> None:
+    """Writes the model of a run for another library; the directory appears when it is complete.
+
+    Args:
+      run: ``RUN`` or ``RUN/checkpoints/STEP``.
+      directory: the new directory.
+      to: a name of `FORMATS`: a folder of transformers, or a checkpoint of T5X with looped or scanned
+        layers.
+      dtype: ``float32`` or ``bfloat16``, of the tensors for transformers; T5X's are float32.
+      check: whether to compare logits with transformers, see `check_logits`; None: if it is installed.
+      report: is called with the result of the comparison.
+
+    Raises:
+      FileExistsError: the directory exists and is not empty.
+      ValueError: there is no such run, or the library has no such model; the message names what it lacks.
+    """
+    if to not in FORMATS:
+        raise ValueError(f"the format is {to!r}; use {', '.join(FORMATS)}")
+    source, step = find_checkpoint(run)
+    experiment = load_experiment(source)
+    vocabulary = open_vocabulary(experiment, source)
+    compares = to == HUGGING_FACE and can_compare(check)
+    with new_directory(directory) as staging:
+        step, saved = restore_variables(source / "checkpoints", step=step)
+        model: TokenModel = unroll(experiment.model)
+        variables = unroll_variables(experiment.model, saved)
+        if to == HUGGING_FACE:
+            card = model_card(experiment, step, _metrics(source, step))
+            write_folder(staging, model, variables, vocabulary, dtype=dtype, card=card)
+        else:
+            write_checkpoint(staging, model, variables, step=step, scanned=to == SCANNED_T5X)
+        if compares:
+            report(check_logits(staging, model, variables, required=bool(check)))
+
+
+def _metrics(run: pathlib.Path, step: int) -> JSON:
+    """Returns the results of a step's evaluation; None if there was none."""
+    path = run / EVALUATION_DIRECTORY / f"step_{step}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def model_card(experiment: Experiment, step: int, metrics: JSON) -> str:
+    """Returns the text of a model card: the recipe, its data, results and versions.
+
+    Args:
+      experiment: the run's experiment.
+      step: the step of the checkpoint.
+      metrics: JSON data of an evaluation's results, or None.
+    """
+    data = experiment.data
+    sections = [
+        "---\nlibrary_name: transformers\ntags: [t5, synthesizer_jax]\n---",
+        f"# A T5 after {step:,} steps of training" if step else "# A T5, converted",
+        f"Written by synthesizer_jax {__version__} with jax {jax.__version__}.",
+        f"Trained on the mixture {_fenced(data.mixture)}, with {data.batch_size} examples of up to "
+        f"{data.inputs_length} and {data.targets_length} tokens a step."
+        if step
+        else "",
+        "## Results" if metrics else "",
+        _fenced(metrics) if metrics else "",
+        "## Recipe" if step else "",
+        _fenced(to_json(replace(experiment, init_from=None))) if step else "",
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _fenced(data: JSON) -> str:
+    """Returns JSON as code in Markdown; it contains no backtick that could end the code."""
+    text = json.dumps(data, indent=1).replace("`", "\\u0060")
+    return f"```json\n{text}\n```" if "\n" in text else f"`{text}`"

@@ -1,0 +1,1 @@
+"""Folders of Hugging Face transformers that hold a T5."""

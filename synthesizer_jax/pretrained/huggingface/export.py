@@ -1,0 +1,135 @@
+"""Folders of transformers, written from models here."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+from collections.abc import Iterator, Mapping
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from synthesizer_jax.data.vocabularies import (
+    ByteVocabulary,
+    SentencePieceVocabulary,
+    Vocabulary,
+)
+from synthesizer_jax.models.token_model import TokenModel
+from synthesizer_jax.parameters import Variables
+from synthesizer_jax.pretrained.architecture import Architecture
+from synthesizer_jax.pretrained.huggingface.config import CONFIG, write_config
+from synthesizer_jax.pretrained.huggingface.names import torch_name
+from synthesizer_jax.pretrained.huggingface.tokenizer import SENTENCEPIECE, TOKENIZER_CONFIG
+from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS
+from synthesizer_jax.pretrained.tensors import correspondences, named_tensors
+
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+LARGEST_SHARD = 5 * 10**9
+"""Bytes of one safetensors file, as save_pretrained has it."""
+
+GENERATION_CONFIG = "generation_config.json"
+CARD = "README.md"
+
+
+def write_folder(
+    folder: pathlib.Path,
+    model: TokenModel,
+    variables: Variables,
+    vocabulary: Vocabulary | None,
+    *,
+    dtype: str = "float32",
+    card: str = "",
+    largest_shard: int = LARGEST_SHARD,
+) -> None:
+    """Writes a model as a folder of transformers, whose configuration versions 4 and 5 read alike.
+
+    Args:
+      folder: an empty directory.
+      model: the model, with looped layers.
+      variables: its variables.
+      vocabulary: its vocabulary; None: no tokenizer is written.
+      dtype: a name of `DTYPES`.
+      card: text of the model card.
+      largest_shard: bytes of a file with tensors.
+
+    Raises:
+      ValueError: transformers has no such model; the message names what it lacks.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"the dtype is {dtype!r}; use {' or '.join(DTYPES)}")
+    config = write_config(Architecture.of(model), dtype)
+    _write_json(folder / CONFIG, config)
+    _write_json(
+        folder / GENERATION_CONFIG,
+        {"decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0},
+    )
+    tensors = (
+        (name, np.ascontiguousarray(x.astype(DTYPES[dtype])))
+        for name, x in named_tensors(variables["params"], correspondences(model, torch_name))
+    )
+    _write_tensors(folder, tensors, largest_shard)
+    if vocabulary is not None:
+        _write_tokenizer(folder, vocabulary)
+    if card:
+        (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def _write_tensors(
+    folder: pathlib.Path, tensors: Iterator[tuple[str, np.ndarray]], largest: int
+) -> None:
+    """Writes tensors to as few files as their size allows, with one file's tensors in memory."""
+    shards: list[list[str]] = []
+    shard: dict[str, np.ndarray] = {}
+    total = 0
+
+    def write() -> None:
+        path = folder / f"{len(shards)}.safetensors"
+        save_file(shard, path, metadata={"format": "pt"})
+        shards.append(list(shard))
+        shard.clear()
+
+    for name, x in tensors:
+        if shard and sum(y.nbytes for y in shard.values()) + x.nbytes > largest:
+            write()
+        shard[name] = x
+        total += x.nbytes
+    write()
+    if len(shards) == 1:
+        (folder / "0.safetensors").rename(folder / SAFETENSORS)
+        return
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(shards):
+        file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        (folder / f"{i}.safetensors").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    _write_json(folder / f"{SAFETENSORS}.index.json", index)
+
+
+def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary) -> None:
+    """Writes what `AutoTokenizer` needs."""
+    if isinstance(vocabulary, ByteVocabulary):
+        name, extra_ids = "ByT5Tokenizer", vocabulary.extra_ids
+    elif isinstance(vocabulary, SentencePieceVocabulary):
+        name, extra_ids = "T5Tokenizer", vocabulary.extra_ids
+        shutil.copyfile(vocabulary.path, folder / SENTENCEPIECE[0])
+    else:
+        raise ValueError(
+            f"a {type(vocabulary).__name__} is no tokenizer of transformers; use Bytes or SentencePiece"
+        )
+    fields = {
+        "tokenizer_class": name,
+        "extra_ids": extra_ids,
+        "pad_token": "<pad>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "additional_special_tokens": [f"<extra_id_{i}>" for i in range(extra_ids)],
+    }
+    _write_json(folder / TOKENIZER_CONFIG, fields)
+
+
+def _write_json(path: pathlib.Path, fields: Mapping[str, object]) -> None:
+    """Writes a JSON object."""
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

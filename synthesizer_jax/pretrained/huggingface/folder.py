@@ -1,0 +1,76 @@
+"""A T5 in a folder of transformers: ``config.json``, weights, a tokenizer.
+
+T5 1.0 and 1.1, LM-adapted T5, FLAN-T5, mT5, umT5, ByT5, UL2 and FLAN-UL2 are one architecture with
+different fields, and so is the encoder of each. Nothing in a folder is executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+
+import numpy as np
+
+from synthesizer_jax.pretrained.architecture import Pretrained
+from synthesizer_jax.pretrained.huggingface.config import CONFIG, read_config
+from synthesizer_jax.pretrained.huggingface.names import EMBEDDINGS, OUTPUT, UNUSED, torch_name
+from synthesizer_jax.pretrained.huggingface.tokenizer import read_vocabulary
+from synthesizer_jax.pretrained.huggingface.weights import open_weights
+from synthesizer_jax.pretrained.tensors import FLOATS, Tensors, correspondences, match_tensors
+
+
+def open_folder(folder: pathlib.Path, scratch: pathlib.Path, *, compare: bool = True) -> Pretrained:
+    """Opens a model, its parameters and its vocabulary.
+
+    Args:
+      folder: what ``save_pretrained`` writes, or a snapshot of the Hub.
+      scratch: a directory for temporary files.
+      compare: whether to compare tensors that are one in the model; False takes an output projection for
+        the model's own, and reads only headers.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: the folder holds another architecture, or files that contradict each other; the
+        message lists all tensors that do not fit.
+    """
+    read_config(folder, output=None)  # before the weights: it says best what is wrong with a folder
+    tensors = open_weights(folder)
+    shared = next((name for name in EMBEDDINGS if name in tensors), EMBEDDINGS[0])
+    for name in EMBEDDINGS:
+        if compare and name in tensors and not _are_equal(tensors, name, shared):
+            raise ValueError(
+                f"{name} is not equal to {shared}, but a T5 has one embedding; copy or download "
+                f"{folder} again"
+            )
+    has_output = OUTPUT in tensors and not (compare and _are_equal(tensors, OUTPUT, shared))
+    architecture = read_config(folder, output=has_output)
+    if architecture.tied and has_output and compare and architecture.num_decoder_layers:
+        raise ValueError(
+            f"{folder / CONFIG} says that the model has no output projection of its own, but {OUTPUT} is "
+            f"not equal to {shared}; correct tie_word_embeddings"
+        )
+    model = architecture.build()
+    wanted = [
+        c._replace(name=shared) if c.path == ("embedding",) else c
+        for c in correspondences(model, torch_name)
+    ]
+    ignored = {*EMBEDDINGS, UNUSED}
+    if model.tied:
+        ignored.add(OUTPUT)
+    params = match_tensors(tensors, wanted, source=folder, ignored=ignored)
+    return Pretrained(model, params, read_vocabulary(folder, scratch))
+
+
+def _are_equal(tensors: Tensors, name: str, other: str) -> bool:
+    """Whether two tensors have the same values."""
+    return name == other or (
+        other in tensors
+        and tensors[name].dtype in FLOATS
+        and tensors[name][:2] == tensors[other][:2]
+        and _digest(tensors[name].read(None)) == _digest(tensors[other].read(None))
+    )
+
+
+def _digest(x: np.ndarray) -> bytes:
+    """Returns a hash of an array's bytes, so that only one of two large arrays is in memory."""
+    return hashlib.sha256(np.ascontiguousarray(x).view(np.uint8).data).digest()

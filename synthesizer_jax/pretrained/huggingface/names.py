@@ -1,0 +1,69 @@
+"""Names and layouts of a T5's parameters in transformers, for PyTorch and for Flax."""
+
+from __future__ import annotations
+
+from synthesizer_jax.pretrained.tensors import SAME, Layout
+
+TRANSPOSED = Layout(1, transposed=True)
+"""A torch matrix, ``[outputs, inputs]``, for ``[inputs, outputs]`` or ``[d_model, heads, width]``."""
+
+HEADS_OF_OUTPUTS = Layout(2, transposed=True)
+"""``[d_model, heads · width]`` for ``[heads, width, d_model]``."""
+
+_SUBLAYERS = {
+    ("encoder", "attention"): "layer.0.SelfAttention",
+    ("encoder", "mlp"): "layer.1.DenseReluDense",
+    ("encoder", "pre_attention_layer_norm"): "layer.0.layer_norm",
+    ("encoder", "pre_mlp_layer_norm"): "layer.1.layer_norm",
+    ("decoder", "self_attention"): "layer.0.SelfAttention",
+    ("decoder", "encoder_decoder_attention"): "layer.1.EncDecAttention",
+    ("decoder", "mlp"): "layer.2.DenseReluDense",
+    ("decoder", "pre_self_attention_layer_norm"): "layer.0.layer_norm",
+    ("decoder", "pre_cross_attention_layer_norm"): "layer.1.layer_norm",
+    ("decoder", "pre_mlp_layer_norm"): "layer.2.layer_norm",
+}
+
+_LEAVES = {
+    ("align", "query", "kernel"): (".q", TRANSPOSED),
+    ("align", "key", "kernel"): (".k", TRANSPOSED),
+    ("align", "part_0", "query", "kernel"): (".q", TRANSPOSED),
+    ("align", "part_0", "key", "kernel"): (".k", TRANSPOSED),
+    ("align", "part_1", "rel_embedding"): (".relative_attention_bias", TRANSPOSED),
+    ("value", "kernel"): (".v", TRANSPOSED),
+    ("out", "kernel"): (".o", HEADS_OF_OUTPUTS),
+    ("wi", "kernel"): (".wi", TRANSPOSED),
+    ("wi_0", "kernel"): (".wi_0", TRANSPOSED),
+    ("wi_1", "kernel"): (".wi_1", TRANSPOSED),
+    ("wo", "kernel"): (".wo", TRANSPOSED),
+    ("scale",): ("", SAME),
+}
+
+EMBEDDINGS = ("shared.weight", "decoder.embed_tokens.weight", "encoder.embed_tokens.weight")
+"""Names of the one embedding; folders hold one of them, or several equal ones."""
+
+OUTPUT = "lm_head.weight"
+"""The output projection."""
+
+UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+"""A tensor of the first published folders that no model reads."""
+
+
+def torch_name(path: tuple[str, ...]) -> tuple[str, Layout]:
+    """Returns the name and layout in PyTorch of a parameter of ours.
+
+    Args:
+      path: the keys of the parameter, with looped layers.
+    """
+    if path == ("embedding",):
+        return EMBEDDINGS[0], SAME
+    if path == ("logits_kernel",):
+        return OUTPUT, TRANSPOSED
+    stack, part, *rest = path
+    if part == "final_norm":
+        return f"{stack}.final_layer_norm.weight", SAME
+    if part == "relpos_bias":
+        name = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        return name, TRANSPOSED
+    name, layout = _LEAVES[tuple(rest[1:])]
+    number = part.removeprefix("layers_")
+    return f"{stack}.block.{number}.{_SUBLAYERS[stack, rest[0]]}{name}.weight", layout

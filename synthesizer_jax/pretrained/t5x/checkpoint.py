@@ -1,0 +1,244 @@
+"""T5X's checkpoints: a msgpack file, TensorStore's arrays, or Orbax's directory.
+
+They hold parameters and the optimizer's state, but no configuration: the architecture is read off the
+names and shapes. The parameters that Mesh-TensorFlow's T5s have after T5X's conversion are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import pathlib
+import re
+import zlib
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import tensorstore
+
+from synthesizer_jax.messages import one_line_error
+from synthesizer_jax.pretrained.architecture import MOST_LAYERS, Architecture, Pretrained
+from synthesizer_jax.pretrained.t5x.names import Names, count_layers, detect
+from synthesizer_jax.pretrained.tensors import (
+    Tensor,
+    Tensors,
+    match_tensors,
+    named_arrays,
+    read_msgpack,
+)
+
+CHECKPOINT = "checkpoint"
+"""The msgpack file of a directory."""
+
+OCDBT = "manifest.ocdbt"
+"""The file of a directory in which TensorStore's arrays share a database."""
+
+LARGEST_RATIO = 100
+"""Of the sizes before and after compression; parameters compress to a half or so."""
+
+_GZIP = b"\x1f\x8b"
+_ARRAY = re.compile(
+    r"(?P<name>_?(?:optimizer\.)?target\.(?P<path>[A-Za-z0-9_.]+))/(?P<about>\.zarray|zarr\.json)"
+)
+"""Keys of the files that describe parameters, ``target.encoder.layers_0.…/.zarray``."""
+
+_DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}
+"""TensorStore's driver of an array that a file of this name describes."""
+
+
+def is_checkpoint(directory: pathlib.Path) -> bool:
+    """Whether a directory is one of T5X's checkpoints."""
+    return (directory / CHECKPOINT).is_file() or _orbax_item(directory) is not None
+
+
+def open_checkpoint(path: pathlib.Path) -> Pretrained:
+    """Opens the parameters of a checkpoint; its optimizer's state is left out.
+
+    A gated feed-forward layer is taken for T5 1.1's, with GELU, and the largest distance of the
+    relative bias for 128, as in T5X's own T5s: the checkpoint does not tell. (UL2 has SiLU.)
+
+    Args:
+      path: ``checkpoint_STEP``, a file or a directory.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      ValueError: it is not a checkpoint of a T5; the message lists all tensors that do not fit.
+    """
+    tensors = _open_arrays(path)
+    names, architecture = _architecture(tensors, path)
+    model = architecture.build()
+    return Pretrained(model, match_tensors(tensors, names.find(model), source=path), None)
+
+
+def unsaid(architecture: Architecture) -> list[str]:
+    """Returns what an architecture has otherwise than `open_checkpoint` assumes, as the file is silent."""
+    assumed = {
+        "activations": (("relu",), ("gelu", "linear")),
+        "max_distance": (128,),
+        "epsilon": (1e-6,),
+    }
+    fields = dataclasses.asdict(architecture)
+    return [
+        f"{name} {fields[name]}" for name, known in assumed.items() if fields[name] not in known
+    ]
+
+
+def _open_arrays(path: pathlib.Path) -> Tensors:
+    """Returns the parameters of a file or a directory."""
+    if not path.is_dir():
+        return _open_msgpack(path)
+    item = _orbax_item(path)
+    if item is not None:
+        return _open_stores(item)
+    return _open_msgpack(path / CHECKPOINT) | _open_stores(path)
+
+
+def _open_msgpack(path: pathlib.Path) -> dict[str, Tensor]:
+    """Returns the parameters in a msgpack file, gzipped or not.
+
+    Raises:
+      ValueError: the file is damaged, or is not a checkpoint.
+    """
+    data = path.read_bytes()
+    if data[:2] == _GZIP:
+        data = _decompress(path, len(data))
+    tree = read_msgpack(data, path)
+    tree = tree.get("optimizer", tree)
+    target = tree.get("target") if isinstance(tree, dict) else None
+    if not isinstance(target, dict):
+        raise ValueError(
+            f"{path} has no parameters under optimizer/target; give a checkpoint of T5X"
+        )
+    return {name: Tensor.of(x) for name, x in named_arrays(target).items()}
+
+
+def _decompress(path: pathlib.Path, size: int) -> bytes:
+    """Returns the contents of a gzipped file, at most `LARGEST_RATIO` times its size."""
+    try:
+        with gzip.open(path) as file:
+            data = file.read(LARGEST_RATIO * size + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"{path} is not a msgpack checkpoint ({one_line_error(error)}); copy or download it again"
+        ) from None
+    if len(data) > LARGEST_RATIO * size:
+        raise ValueError(
+            f"{path} is more than {LARGEST_RATIO} times as large unzipped; unzip it first"
+        )
+    return data
+
+
+def _orbax_item(directory: pathlib.Path) -> pathlib.Path | None:
+    """Returns the directory of an Orbax checkpoint that holds the arrays; None if it is none."""
+    for item in (directory, directory / "state", directory / "default"):
+        if (item / "_METADATA").is_file() or (item / OCDBT).is_file():
+            return item
+    return None
+
+
+def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
+    """Opens TensorStore's arrays in a directory; the paths that other files name are not followed."""
+    place = f"{directory.resolve()}/"
+    store = {"driver": "file", "path": place}
+    if (directory / OCDBT).is_file():
+        store = {"driver": "ocdbt", "base": f"file://{place}"}
+    arrays = {}
+    try:
+        keys = tensorstore.KvStore.open(store).result().list().result()
+        for key in sorted(key.decode() for key in keys):
+            found = _ARRAY.fullmatch(key)
+            if found:
+                kvstore = {**store, "path": f"{store.get('path', '')}{found['name']}/"}
+                array = _open_array(kvstore, _DRIVERS[found["about"]])
+                name = found["path"].replace(".", "/")
+                arrays[name] = _in_store(array, directory / found["name"])
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{directory} cannot be read ({one_line_error(error)}); copy it again"
+        ) from None
+    return arrays
+
+
+def _open_array(kvstore: dict[str, str], driver: str) -> Any:
+    """Opens an array; one without a fill value had all its blocks written, so a missing one was lost."""
+    spec: dict[str, object] = {"driver": driver, "kvstore": kvstore}
+    array = tensorstore.open(spec, open=True, read=True).result()
+    if driver == "zarr" and array.spec().to_json()["metadata"].get("fill_value") is None:
+        spec["fill_missing_data_reads"] = False
+        array = tensorstore.open(spec, open=True, read=True).result()
+    return array
+
+
+def _in_store(store: Any, source: pathlib.Path) -> Tensor:
+    """Returns an array of TensorStore; T5X once wrote bfloat16 as integers of 16 bits."""
+    as_bits = store.dtype.name == "uint16"
+
+    def read(layer: int | None) -> np.ndarray:
+        part = store if layer is None else store[:, layer]
+        try:
+            array: np.ndarray = part.read().result()
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"{source} cannot be read ({one_line_error(error)}); copy it again"
+            ) from None
+        return array.view(ml_dtypes.bfloat16) if as_bits else array
+
+    return Tensor(tuple(store.shape), "bfloat16" if as_bits else store.dtype.name, read)
+
+
+def _architecture(tensors: Tensors, path: pathlib.Path) -> tuple[Names, Architecture]:
+    """Returns how parameters are named, and the architecture that names and shapes imply.
+
+    Raises:
+      ValueError: parameters of every T5 are missing.
+    """
+
+    def shape(name: str, *ranks: int) -> tuple[int, ...]:
+        if name not in tensors or len(tensors[name].shape) not in ranks or 0 in tensors[name].shape:
+            raise ValueError(
+                f"{path} has no array {name} of {' or '.join(map(str, ranks))} axes; it is not a "
+                "checkpoint of T5X's encoder-decoder"
+            )
+        return tensors[name].shape
+
+    names = detect(tensors.keys(), 2)
+    layer, extra = names.layer("encoder", 0), int(names.scanned is not None)
+
+    def of_layer(name: str, *ranks: int) -> tuple[int, ...]:
+        whole = shape(f"{layer}/{name}", *(rank + extra for rank in ranks))
+        return (whole[0], *whole[1 + extra :])
+
+    query = of_layer("attention/query/kernel", 2, 3)
+    names = detect(tensors.keys(), len(query))
+    if names.layer_bias is None:
+        heads, buckets = shape("encoder/relpos_bias/rel_embedding", 2)
+    else:
+        heads, buckets = of_layer(f"{names.layer_bias}/rel_embedding", 2)
+    vocab_size, d_model = shape("token_embedder/embedding", 2)
+    gated = f"{layer}/mlp/wi_0/kernel" in tensors
+    _, d_ff = of_layer(f"mlp/{'wi_0' if gated else 'wi'}/kernel", 2)
+    tied = "decoder/logits_dense/kernel" not in tensors
+
+    def num_layers(stack: str) -> int:
+        if names.scanned is None:
+            return count_layers(tensors.keys(), stack)
+        count = shape(f"{names.layer(stack, 0)}/pre_mlp_layer_norm/scale", 2)[1]
+        if count > MOST_LAYERS:
+            raise ValueError(f"{path} has {count} layers in the {stack}; copy or download it again")
+        return count
+
+    return names, Architecture(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        num_heads=heads,
+        head_dim=query[2] if len(query) == 3 else query[1] // heads,
+        d_ff=d_ff,
+        num_layers=num_layers("encoder"),
+        num_decoder_layers=num_layers("decoder"),
+        activations=("gelu", "linear") if gated else ("relu",),
+        tied=tied,
+        scaled=tied,
+        num_buckets=buckets,
+        bias_per_layer=names.layer_bias is not None,
+    )

@@ -1,0 +1,159 @@
+"""Static alignments fitted to attention: the best there are, from sums alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from synthesizer_jax.alignments import (
+    Dense,
+    FactorizedRandom,
+    Mixture,
+    PerHead,
+    Random,
+    RelativeBias,
+)
+from synthesizer_jax.distillation.fit import (
+    Statistics,
+    collect_statistics,
+    divergence,
+    fit,
+    is_static,
+    position_logits,
+    static_logits,
+)
+from synthesizer_jax.mixers import Attention
+from synthesizer_jax.models import Size, t5
+from tests.training.tiny import VOCAB, CopyStream
+
+N, HEADS, D = 6, 2, 8
+MODEL = t5(Size(D, 2, 16, HEADS, 4), vocab_size=VOCAB)
+
+
+def softmax(x):
+    x = np.exp(x - x.max(-1, keepdims=True))
+    return x / x.sum(-1, keepdims=True)
+
+
+def make_rows(*, causal, examples=40, seed=0):
+    """Weights of examples of different lengths, and how many keys each query sees, 0 for padding."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(2, N + 1, examples)
+    weights = np.zeros((examples, HEADS, N, N))
+    seen = np.zeros((examples, N), int)
+    for b, length in enumerate(lengths):
+        for q in range(length):
+            seen[b, q] = q + 1 if causal else length
+            logits = rng.normal(size=(HEADS, seen[b, q])) + 2 * np.cos(np.arange(seen[b, q]) + q)
+            weights[b, :, q, : seen[b, q]] = softmax(logits)
+    return weights, seen
+
+
+def summed(weights, seen):
+    """The statistics of rows, summed one by one."""
+    rows = np.zeros((N, N + 1), np.float32)
+    for b, q in zip(*np.nonzero(seen), strict=True):
+        rows[q, seen[b, q]] += 1
+    positive = np.where(weights > 0, weights, 1)
+    negentropy = (weights * np.log(positive)).sum((0, 2, 3))
+    return Statistics(np.float32(weights.sum(0)), np.float32(negentropy), rows)
+
+
+def mean_divergence(logits, weights, seen):
+    """The mean of the rows' divergences, one by one."""
+    total = np.zeros(HEADS)
+    for b, q in zip(*np.nonzero(seen), strict=True):
+        n = seen[b, q]
+        p, static = weights[b, :, q, :n], softmax(logits[:, q, :n])
+        total += (p * (np.log(p) - np.log(static))).sum(-1)
+    return total / (seen > 0).sum()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_divergence_is_the_mean_over_rows(causal):
+    weights, seen = make_rows(causal=causal)
+    logits = np.random.default_rng(1).normal(size=(HEADS, N, N)).astype(np.float32)
+    found = divergence(jnp.asarray(logits), summed(weights, seen))
+    np.testing.assert_allclose(found, mean_divergence(logits, weights, seen), rtol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_random_table_is_the_best_table(causal):
+    weights, seen = make_rows(causal=causal)
+    statistics = summed(weights, seen)
+    attention = Attention(HEADS, 4, alignment=Random(max_length=N))
+    params, kl = fit(attention, statistics, d_model=D, causal=causal)
+    logits = np.asarray(static_logits(attention, params, length=N, d_model=D))
+    np.testing.assert_allclose(kl, mean_divergence(logits, weights, seen), rtol=1e-3)
+    for seed in range(5):  # no step from there is better by more than the prior costs
+        step = 0.1 * np.random.default_rng(seed).normal(size=logits.shape)
+        assert (mean_divergence(logits + step, weights, seen) > np.asarray(kl) - 2e-3).all()
+
+
+def test_a_table_is_found_again_and_factors_of_its_rank_are_as_good():
+    """Rows of the same length whose logits are a table of rank two and a bias that stays."""
+    rng = np.random.default_rng(0)
+    table = np.einsum("hqr,hkr->hqk", *rng.normal(size=(2, HEADS, N, 2)))
+    bias = rng.normal(size=(HEADS, N, N))
+    weights = np.broadcast_to(softmax(table + bias), (500, HEADS, N, N))
+    statistics = summed(weights, np.full((500, N), N))
+    for alignment in (Random(max_length=N + 3), FactorizedRandom(max_length=N + 3, rank=2)):
+        attention = Attention(HEADS, 4, alignment=alignment)
+        params, kl = fit(attention, statistics, d_model=D, causal=False, bias=bias)
+        assert kl.max() < 1e-3
+        logits = static_logits(attention, params, length=N, d_model=D)
+        np.testing.assert_allclose(softmax(logits + bias), weights[0], atol=0.01)
+
+
+def test_a_relative_bias_is_found_again():
+    attention = Attention(HEADS, 4, alignment=RelativeBias(num_buckets=8, max_distance=16))
+    params = {"rel_embedding": jax.random.normal(jax.random.key(0), (HEADS, 8))}
+    logits = np.asarray(static_logits(attention, params, length=N, d_model=D))
+    weights = np.broadcast_to(softmax(logits), (500, HEADS, N, N))
+    found, kl = fit(attention, summed(weights, np.full((500, N), N)), d_model=D, causal=False)
+    assert kl.max() < 1e-3
+    again = softmax(np.asarray(static_logits(attention, found, length=N, d_model=D)))
+    np.testing.assert_allclose(again, weights[0], atol=0.01)
+
+
+def test_statistics_are_those_of_the_weights():
+    stream = CopyStream()
+    batches = [{k: jnp.asarray(v) for k, v in next(stream).items()} for _ in range(3)]
+    first = batches[0]
+    variables = MODEL.init(
+        jax.random.key(0), first["encoder_input_tokens"], first["decoder_input_tokens"]
+    )
+    layers = [("encoder", 1), ("decoder", 0)]
+    found = collect_statistics(MODEL, variables, batches, layers)
+    for stack, layer in layers:
+        statistics, name = (
+            found[stack, layer],
+            "attention" if stack == "encoder" else "self_attention",
+        )
+        weights, seen = [], []
+        for batch in batches:
+            _, sown = MODEL.apply(
+                variables,
+                batch["encoder_input_tokens"],
+                batch["decoder_input_tokens"],
+                mutable=["intermediates"],
+            )
+            real = np.asarray(batch["decoder_target_tokens"] != 0)
+            (w,) = sown["intermediates"][stack][f"layers_{layer}"][name]["attention_weights"]
+            weights.append(np.asarray(w) * real[:, None, :, None])
+            lengths = real.sum(1, keepdims=True)
+            seen.append((lengths if stack == "encoder" else np.arange(1, 9)) * real)
+        expected = np.concatenate(weights).sum(0)
+        np.testing.assert_allclose(statistics.mass, expected, rtol=1e-4, atol=1e-5)
+        seen = np.concatenate(seen)
+        for q in range(8):
+            counts = np.bincount(seen[:, q][seen[:, q] > 0], minlength=9)
+            np.testing.assert_array_equal(statistics.rows[q], counts)
+
+
+def test_only_alignments_that_read_no_tokens_are_static():
+    static = Mixture((Random(4), PerHead((RelativeBias(), FactorizedRandom(4)))))
+    assert is_static(static) and not is_static(Mixture((Random(4), Dense(4))))
+    params = {"rel_embedding": jnp.arange(2.0)[:, None] * jnp.ones((2, 32))}
+    logits = position_logits(RelativeBias(), params, num_heads=2, length=3, d_model=8)
+    np.testing.assert_array_equal(logits, np.arange(2.0)[:, None, None] * np.ones((2, 3, 3)))

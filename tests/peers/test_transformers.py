@@ -1,0 +1,181 @@
+"""Models of transformers and their conversions compute the same: `make test-peers`."""
+
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+from synthesizer_jax.inference import decode
+from synthesizer_jax.pretrained import load
+from synthesizer_jax.pretrained.convert import convert_checkpoint
+from synthesizer_jax.pretrained.export import export_run
+from synthesizer_jax.pretrained.huggingface.compare import check_logits
+from synthesizer_jax.pretrained.huggingface.export import write_folder
+from synthesizer_jax.pretrained.loading import open_pretrained, read_params
+from tests.inference.beam_search import t5x_beam_search
+from tests.pretrained.folders import FAMILIES, TINY, make_folder, make_tensors
+
+CLASSES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}
+LENGTH = 12
+
+
+def make_model(config, seed=0):
+    """A model of transformers with random weights."""
+    torch.manual_seed(seed)
+    name = CLASSES[config["model_type"]]
+    fields = {k: v for k, v in config.items() if k not in ("model_type", "architectures")}
+    made = getattr(transformers, f"{name}Config")(**fields)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(made)
+    for p in model.parameters():
+        torch.nn.init.normal_(
+            p, 1.0 if p.ndim == 1 else 0.0, 0.3 if p.ndim == 1 else p.shape[-1] ** -0.5
+        )
+    return model.eval()
+
+
+def read(folder):
+    """The model and variables of a folder without a tokenizer."""
+    with open_pretrained(folder) as pretrained:
+        return pretrained.model, {"params": read_params(pretrained)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_folders_have_the_same_logits_and_come_back_bit_exact(tmp_path, family, shards):
+    config = TINY | FAMILIES[family]
+    tensors = make_tensors(config)
+    make_folder(tmp_path / "source", config, tensors, shards=shards)
+    convert_checkpoint(tmp_path / "source", tmp_path / "run", check=True)
+    export_run(tmp_path / "run", tmp_path / "back", check=True)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == tensors.keys()
+    for name, x in tensors.items():
+        np.testing.assert_array_equal(back[name], x)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_saves_is_read(tmp_path, family):
+    config = TINY | FAMILIES[family] | {"vocab_size": 48}
+    reference = make_model(config)
+    reference.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    model, variables = read(tmp_path)
+    check_logits(tmp_path, model, variables, required=True)
+
+
+@pytest.mark.parametrize("family", ["T5 1.0", "T5 1.1, FLAN-T5"])
+def test_torch_files_are_read(tmp_path, family):
+    make_folder(
+        tmp_path / "a", TINY | FAMILIES[family], tensors := make_tensors(TINY | FAMILIES[family])
+    )
+    (tmp_path / "a" / "model.safetensors").unlink()
+    state = {name: torch.as_tensor(x) for name, x in tensors.items()}
+    torch.save(state, tmp_path / "a" / "pytorch_model.bin")
+    model, variables = read(tmp_path / "a")
+    check_logits(tmp_path / "a", model, variables, required=True)
+
+
+class Executed:
+    """Its pickle creates a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.path,)
+
+
+def test_code_in_a_torch_file_is_not_executed(tmp_path):
+    folder = make_folder(tmp_path / "a", TINY, tensors := make_tensors(TINY))
+    (folder / "model.safetensors").unlink()
+    state = {name: torch.as_tensor(x) for name, x in tensors.items()}
+    torch.save(state | {"x": Executed(tmp_path / "executed")}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="nothing in it was executed"):
+        read(folder)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_an_encoder_alone_has_the_same_states(tmp_path):
+    made = transformers.T5Config(**{k: TINY[k] for k in TINY if k != "architectures"})
+    encoder = transformers.T5EncoderModel(made).eval()
+    encoder.save_pretrained(tmp_path / "a")
+    model, variables = read(tmp_path / "a")
+    check_logits(tmp_path / "a", model, variables, required=True)
+    (tmp_path / "b").mkdir()
+    write_folder(tmp_path / "b", model, variables, None)
+    check_logits(tmp_path / "b", model, variables, required=True)
+
+
+def next_log_p(reference, inputs):
+    """The log-probabilities of continuations of one example, by transformers."""
+
+    def log_p(prefixes):
+        rows = torch.as_tensor([(0, *prefix) for prefix in prefixes])
+        encoder = torch.as_tensor(inputs)[None].expand(len(rows), -1)
+        with torch.no_grad():
+            found = reference(
+                input_ids=encoder, attention_mask=encoder != 0, decoder_input_ids=rows
+            )
+        return found.logits[:, -1].double().log_softmax(-1).numpy()
+
+    return log_p
+
+
+@pytest.mark.parametrize("family", ["T5 1.0", "T5 1.1, FLAN-T5", "mT5", "umT5", "efficient"])
+def test_decoded_ids_are_the_same(tmp_path, family):
+    """Greedily by its own `generate`, and with beams by T5's rule on its logits."""
+    reference = make_model(TINY | FAMILIES[family] | {"vocab_size": 12})
+    with torch.no_grad():
+        reference.lm_head.weight[1] *= 3.0  # sequences end
+    reference.save_pretrained(tmp_path)
+    model, variables = read(tmp_path)
+    inputs = np.random.default_rng(1).integers(2, 12, (16, 9))
+    inputs[3:6, 5:] = 0
+    arguments = {"model": model, "max_length": LENGTH}
+    with torch.no_grad():
+        generated = reference.generate(
+            torch.as_tensor(inputs),
+            attention_mask=torch.as_tensor(inputs != 0),
+            max_new_tokens=LENGTH,
+            use_cache=False,  # its cache fails where the stacks differ in depth
+            do_sample=False,
+        ).numpy()[:, 1:]
+    ours = np.asarray(decode(variables, jnp.asarray(inputs), **arguments).tokens)
+    assert (ours == 1).any(axis=1).sum() > 2
+    np.testing.assert_array_equal(ours[:, : generated.shape[1]], generated)
+    found = decode(variables, jnp.asarray(inputs), beams=3, alpha=0.6, **arguments)
+    for row, tokens, score in zip(inputs, *map(np.asarray, found), strict=True):
+        best, expected = t5x_beam_search(next_log_p(reference, row), LENGTH, 3, 0.6)
+        assert tuple(tokens[: len(best)]) == best and not tokens[len(best) :].any()
+        np.testing.assert_allclose(score, expected, atol=1e-4)
+
+
+def test_a_tokenizer_survives_both_ways(tmp_path, real_data):
+    spiece = real_data / "sentencepiece" / "t5_spiece.model"
+    if not spiece.is_file():
+        pytest.skip("T5's vocabulary is not on this machine")
+    config = TINY | {"vocab_size": 32128}
+    folder = make_folder(tmp_path / "a", config, make_tensors(config))
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "spiece.model").write_bytes(spiece.read_bytes())
+    model, variables, vocabulary = load(folder)
+    (tmp_path / "b").mkdir()
+    write_folder(tmp_path / "b", model, variables, vocabulary)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "b")
+    tokenizer.save_pretrained(tmp_path / "b")
+    (tmp_path / "b" / "spiece.model").unlink()
+    again = load(tmp_path / "b").vocabulary
+    assert vocabulary.vocab_size == again.vocab_size == len(tokenizer) == 32100
+    for text in (
+        "cola sentence: The dog sleep.",
+        "½ ﬁ ①  two",
+        "a <extra_id_0> b <extra_id_99>",
+        "",
+    ):
+        ids = vocabulary.encode(text)
+        assert again.encode(text) == ids == tokenizer(text).input_ids[:-1]
+        assert again.decode(ids) == vocabulary.decode(ids)

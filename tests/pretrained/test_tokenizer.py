@@ -1,0 +1,62 @@
+"""Tokenizers of folders become vocabularies, or one sentence."""
+
+import json
+
+import pytest
+
+from synthesizer_jax.data.vocabularies import Bytes, train_sentencepiece
+from synthesizer_jax.pretrained.huggingface.tokenizer import (
+    named_vocabulary,
+    read_vocabulary,
+    sentencepiece_model,
+)
+
+PIECES = [["<pad>", 0.0], ["</s>", 0.0], ["<unk>", 0.0], ["▁a", -1.0], ["b", -2.0], ["▁", -3.0]]
+ADDED = [{"id": i, "content": PIECES[i][0]} for i in range(3)] + [
+    {"id": 6, "content": "<extra_id_1>"},
+    {"id": 7, "content": "<extra_id_0>"},
+]
+GOOD = {"model": {"type": "Unigram", "vocab": PIECES, "unk_id": 2}, "added_tokens": ADDED}
+
+
+def test_a_tokenizer_is_read_with_its_sentinels(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(GOOD))
+    vocabulary = read_vocabulary(tmp_path, tmp_path).build()
+    assert vocabulary.vocab_size == 8
+    assert vocabulary.encode("ab <extra_id_0> a") == [3, 4, 7, 3]
+    assert vocabulary.encode("<extra_id_1>") == [6]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"type": "BPE"}},
+        {"model": GOOD["model"] | {"unk_id": 9}},
+        {"model": GOOD["model"] | {"unk_id": float("inf")}},
+        {"model": GOOD["model"] | {"vocab": PIECES[:1]}},
+        {"model": GOOD["model"] | {"vocab": [["\ud800", 0.0], *PIECES]}},
+        {"model": GOOD["model"] | {"vocab": 5}},
+        {"model": []},
+        {"added_tokens": [{"id": 2 * 10**9, "content": "x"}]},
+        {"added_tokens": ["x"]},
+        {"added_tokens": []},
+        {"model": GOOD["model"] | {"unk_id": -1}},
+        {"model": GOOD["model"] | {"unk_id": 0}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "?"}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": 5}},
+    ],
+)
+def test_a_wrong_tokenizer_is_one_sentence(tmp_path, change):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(GOOD | change))
+    with pytest.raises(ValueError, match=r"tokenizer\.json describes no SentencePiece unigram"):
+        sentencepiece_model(tmp_path / "tokenizer.json")
+
+
+def test_sentinels_are_added_where_there_are_none(tmp_path):
+    assert named_vocabulary("bytes") == Bytes(125) and named_vocabulary("bytes", 7) == Bytes(7)
+    plain, with_sentinels = tmp_path / "plain.model", tmp_path / "sentinels.model"
+    train_sentencepiece(["a b c", "b c d"] * 9, plain, vocab_size=9)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(GOOD))
+    with_sentinels.write_bytes(sentencepiece_model(tmp_path / "tokenizer.json"))
+    assert named_vocabulary(str(plain)).extra_ids == 100
+    assert named_vocabulary(str(with_sentinels)).extra_ids == 0

@@ -1,0 +1,162 @@
+"""A run starts from another run's parameters: which, resized how, and what is said about it."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from synthesizer_jax.checkpoints.manager import Checkpoints
+from synthesizer_jax.models import alignment, stacks_of, unroll_variables
+from synthesizer_jax.registry import from_json, replace, to_json
+from synthesizer_jax.sharding import MeshShape
+from synthesizer_jax.training.experiment import InitRule
+from synthesizer_jax.training.initial_parameters import (
+    INITIALIZED,
+    RESIZED,
+    RESTORED,
+    find_origins,
+    initialize_from_checkpoint,
+    resize,
+)
+from synthesizer_jax.training.run_directory import save_run
+from synthesizer_jax.training.trainer import Trainer
+from tests.training.tiny import experiment
+
+OLD = {
+    "params/embedding": (16, 8),
+    "params/encoder/layers_0/attention/align/table": (2, 8, 8),
+    "params/encoder/layers_0/attention/align/query/kernel": (8, 2, 4),
+    "params/adapter": (3,),
+}
+NEW = {
+    "params/embedding": (20, 8),
+    "params/encoder/layers_0/attention/align/table": (2, 12, 12),
+    "params/encoder/layers_0/attention/align/part_1/query/kernel": (8, 2, 4),
+    "params/encoder/layers_0/attention/align/part_0/table": (2, 8, 8),
+}
+RULES = (
+    InitRule("embedding", "resize", fill="fresh"),
+    InitRule(r"(.*/align)/part_1/(.*)", source=r"\1/\2"),
+    InitRule(".*/part_0/.*", "fresh"),
+    InitRule(".*/table", "resize", fill="distance"),
+)
+
+
+def test_the_first_rule_that_matches_decides():
+    found = find_origins(OLD, NEW, RULES)
+    assert [found[name].status for name in NEW] == [RESIZED, RESIZED, RESTORED, INITIALIZED]
+    query = "params/encoder/layers_0/attention/align/part_1/query/kernel"
+    assert found[query].source == "params/encoder/layers_0/attention/align/query/kernel"
+    assert all(origin.problem is None for origin in found.values())
+    problems = [origin.problem for origin in find_origins(OLD, NEW).values()]
+    assert problems == [
+        "(16, 8) there and (20, 8) here",
+        "(2, 8, 8) there and (2, 12, 12) here",
+        "absent there",
+        "absent there",
+    ]
+
+
+@given(
+    old=st.tuples(*[st.integers(1, 5)] * 3),
+    new=st.tuples(*[st.integers(1, 7)] * 3),
+    fill=st.sampled_from(["edge", "distance", "fresh"]),
+)
+@settings(deadline=None, max_examples=40)
+def test_resized_tables_are_cropped_or_extended(old, new, fill):
+    x = np.arange(np.prod(old), dtype=np.float32).reshape(old)
+    fresh = -1 - np.arange(np.prod(new), dtype=np.float32).reshape(new)
+    found = np.asarray(resize(jax.numpy.asarray(x), jax.numpy.asarray(fresh), fill))
+    assert found.shape == new
+    for index in np.ndindex(new):
+        inside = all(i < n for i, n in zip(index, old, strict=True))
+        h, q, k = (min(i, n - 1) for i, n in zip(index, old, strict=True))
+        expected = x[h, q, k]
+        if fill == "fresh" and not inside:
+            expected = fresh[index]
+        if fill == "distance" and not inside:
+            back = max(index[1] - old[1] + 1, index[2] - old[2] + 1, 0)
+            expected = x[h, max(index[1] - back, 0), max(index[2] - back, 0)]
+        assert found[index] == expected
+
+
+@pytest.mark.parametrize("pattern", ["(", "*x"])
+def test_a_wrong_pattern_is_an_error(pattern):
+    with pytest.raises(ValueError, match="init_rules: pattern"):
+        InitRule(pattern)
+
+
+def test_a_source_that_does_not_fit_its_pattern_is_an_error():
+    with pytest.raises(ValueError, match=r"source '\\\\2' does not fit pattern '\(\.\*\)'"):
+        find_origins(OLD, NEW, [InitRule("(.*)", source=r"\2")])
+    rule = InitRule("scale", "resize", fill="distance")  # a distance has two positions
+    origin = find_origins({"params/scale": (3,)}, {"params/scale": (4,)}, [rule])["params/scale"]
+    assert origin.problem == "(3,) there and (4,) here"
+
+
+def test_rules_are_saved_with_the_experiment():
+    recipe = replace(experiment(), init_rules=RULES, init_share=0.5)
+    assert from_json(to_json(recipe)) == recipe
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """The directory of a run with fresh parameters, its experiment and its state."""
+    directory = tmp_path_factory.mktemp("source")
+    recipe = experiment(seed=3)
+    state = Trainer(recipe).init()
+    save_run(recipe, directory)
+    checkpoints = Checkpoints(directory / "checkpoints", asynchronous=False)
+    checkpoints.save(state, None)
+    checkpoints.close()
+    return directory, recipe, state
+
+
+def started(recipe, directory):
+    lines = []
+    state = Trainer(recipe).init()
+    found = initialize_from_checkpoint(
+        state, experiment=recipe, source=directory, report=lines.append
+    )
+    return state, found, "\n".join(lines)
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(data=2, fsdp=4)])
+def test_the_same_model_is_restored_with_scanned_layers_over_a_mesh(source, mesh):
+    directory, recipe, saved = source
+    model = recipe.model
+    scanned = model.copy(**{k: s.copy(scan=True) for k, s in stacks_of(model).items()})
+    fresh, found, table = started(replace(recipe, model=scanned, mesh=mesh), directory)
+    assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, fresh)
+    looped = unroll_variables(scanned, {"params": found.params})["params"]
+    jax.tree.map(np.testing.assert_array_equal, looped, saved.params)
+    assert "initialized              0 parameters in 0 arrays" in table
+
+
+def test_a_longer_model_is_resized_and_said_so(source):
+    directory, recipe, saved = source
+    longer = alignment("rv", head_dim=4, max_length=12)
+    (run,) = recipe.model.encoder.runs
+    mixer = run.block.self_mixer.copy(alignment=longer)
+    stack = recipe.model.encoder.copy(runs=(replace(run, block=run.block.copy(self_mixer=mixer)),))
+    model = recipe.model.copy(encoder=stack, vocab_size=20)
+    with pytest.raises(ValueError, match=r"another model: .* less than init_share=1; 4 arrays"):
+        started(replace(recipe, model=model), directory)
+    rules = (
+        InitRule("embedding|logits_kernel", "resize", fill="fresh"),
+        InitRule("encoder/.*/table", "resize", fill="distance"),
+    )
+    ruled = replace(recipe, model=model, init_rules=rules)
+    fresh, (_, found, table) = Trainer(ruled).init(), started(ruled, directory)
+    np.testing.assert_array_equal(found.params["embedding"][:16], saved.params["embedding"])
+    np.testing.assert_array_equal(found.params["embedding"][16:], fresh.params["embedding"][16:])
+    tables = [
+        state.params["encoder"]["layers_1"]["attention"]["align"]["part_0"]["table"]
+        for state in (found, saved)
+    ]
+    np.testing.assert_array_equal(tables[0][:, 8, 8], tables[1][:, 7, 7])
+    assert "encoder/layers_*/attention/align/part_0/table (2, 12, 12), 2 layers" in table
+    share = replace(recipe, model=model, init_share=0.5)
+    _, found, table = started(share, directory)
+    assert found.params["embedding"].shape == (20, 8) and "embedding (16, 8)" in table
