@@ -16,7 +16,7 @@ Hardware and time: that of training the teacher for as many steps.
 
 from __future__ import annotations
 
-from synthesizer_jax.alignments import Alignment, FactorizedRandom, Random, RelativeBias
+from synthesizer_jax.alignments import Alignment, FactorizedRandom, GaussianBias, Random, RelativeBias
 from synthesizer_jax.distillation.distill import Distillation
 from synthesizer_jax.distillation.replacement import Replacement
 from synthesizer_jax.optimizers import AdamW, Cosine
@@ -48,6 +48,11 @@ def factorized_random() -> Distillation:
 def relative() -> Distillation:
     """A logit for each bucket of the distance, beside the teacher's own relative bias."""
     return _synthesize(RelativeBias())
+
+
+def gaussian() -> Distillation:
+    """A center and a width for every head, beside the teacher's own relative bias."""
+    return _synthesize(GaussianBias(trainable=True))
 
 
 def _synthesize(alignment: Alignment) -> Distillation:

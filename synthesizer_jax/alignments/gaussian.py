@@ -11,6 +11,8 @@ import numpy as np
 
 from synthesizer_jax.alignments.base import Alignment, AttentionContext
 from synthesizer_jax.attention import Terms, banded, relative
+from synthesizer_jax.initializers import Initializer
+from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
 
 REACH = 6.0
@@ -86,10 +88,14 @@ class GaussianBias(Alignment):
     Attributes:
       offsets: centers relative to the query, given to the heads in turn.
       sigma: standard deviation.
+      trainable: every head learns its center and 1/σ² (parameters ``offset`` and ``precision``,
+        ``[heads]``), starting from `offsets` and `sigma`. A precision of zero attends to all keys alike.
     """
 
     offsets: tuple[float, ...] = (-1, 1)
     sigma: float = 1.0
+    trainable: bool = False
+    linear_in = ("precision",)
 
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
@@ -97,9 +103,20 @@ class GaussianBias(Alignment):
             raise ValueError(f"GaussianBias: sigma={self.sigma}; it must be positive")
         first, last = context.distance_range
         offsets = _cycle_offsets(self, self.offsets, context.num_heads)
-        place = np.arange(first, last + 1) - offsets[:, None]
         dtype = jnp.promote_types(queries.dtype, jnp.float32)
-        return (relative(jnp.asarray(-0.5 * (place / self.sigma) ** 2, dtype), first=first),)
+        if not self.trainable:
+            place = (np.arange(first, last + 1) - offsets[:, None]) / self.sigma
+            return (relative(jnp.asarray(-0.5 * place**2, dtype), first=first),)
+        offset = self._learned("offset", offsets).astype(dtype)
+        precision = self._learned("precision", np.full(context.num_heads, self.sigma**-2))
+        distance = jnp.arange(first, last + 1, dtype=dtype) - offset[:, None]
+        return (relative(-0.5 * precision.astype(dtype)[:, None] * distance**2, first=first),)
+
+    def _learned(self, name: str, start: np.ndarray) -> jax.Array:
+        """Returns a parameter of every head that starts from the given values."""
+        init: Initializer = lambda key, shape, dtype=jnp.float32: jnp.asarray(start, dtype)
+        value: jax.Array = self.param(name, with_axes(init, "heads"), start.shape)
+        return value
 
 
 def _cycle_offsets(module: nn.Module, offsets: tuple[float, ...], num_heads: int) -> np.ndarray:

@@ -89,7 +89,7 @@ def train_vocabulary(
     examples: Annotated[int, typer.Option(help="Examples per task.", min=1)] = 20_000,
 ) -> None:
     """Train a SentencePiece model on a mixture's training inputs and targets."""
-    from synthesizer_jax.data import tasks
+    from synthesizer_jax.data import synthetic, tasks, translation  # noqa: F401 - their tasks
     from synthesizer_jax.data.vocabularies import train_sentencepiece
 
     load_data_libraries()

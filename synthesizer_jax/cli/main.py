@@ -10,6 +10,7 @@ import traceback
 
 import typer
 
+from synthesizer_jax.cli.analyze import analyze
 from synthesizer_jax.cli.convert import convert
 from synthesizer_jax.cli.data import app as data
 from synthesizer_jax.cli.distill import distill
@@ -55,6 +56,7 @@ app.command("recipes")(recipes)
 app.command("models")(models)
 app.command("plan")(plan)
 app.add_typer(data, name="data")
+app.command("analyze")(analyze)
 app.command("quickstart")(quickstart)
 app.command("report")(report)
 app.command("doctor")(doctor)

@@ -20,7 +20,13 @@ import optax
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.data.pipeline import Stream
 from synthesizer_jax.distillation.fit import Layer, collect_statistics, fit_layers, is_static
-from synthesizer_jax.distillation.replacement import Replacement, TapPair, student_model, tap_pairs
+from synthesizer_jax.distillation.replacement import (
+    Replacement,
+    StackName,
+    TapPair,
+    student_model,
+    tap_pairs,
+)
 from synthesizer_jax.distillation.transplant import STACKS, self_attention
 from synthesizer_jax.files import write_atomic
 from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
@@ -257,7 +263,7 @@ class DistillationTrainer(Trainer):
     def static_layers(self) -> list[Layer]:
         """Returns the layers in which a static alignment replaces the self-attention."""
 
-        def is_fitted(stack: str, layer: int) -> bool:
+        def is_fitted(stack: StackName, layer: int) -> bool:
             new, old = (self_attention(m, stack, layer) for m in (self.student, self.teacher))
             return new is not None and old is not None and is_static(new.alignment)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from synthesizer_jax.alignments import (
     Alignment,
     AttentionContext,
     FactorizedRandom,
+    GaussianBias,
     Mixture,
     PerHead,
     Random,
@@ -30,6 +31,7 @@ from synthesizer_jax.alignments import (
 )
 from synthesizer_jax.attention import Span
 from synthesizer_jax.attention.terms import materialize
+from synthesizer_jax.distillation.replacement import StackName
 from synthesizer_jax.distillation.transplant import STACKS, initial_parameters, self_attention
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import EncoderDecoder
@@ -40,11 +42,17 @@ from synthesizer_jax.training.initial_parameters import resize
 from synthesizer_jax.training.step import Batch, teacher_forced
 from synthesizer_jax.typing import PyTree
 
-STATIC = (Random, FactorizedRandom, RelativeBias)
+STATIC = (Random, FactorizedRandom, RelativeBias, GaussianBias)
 """Alignments that can be fitted, also as the parts of a `Mixture` or `PerHead`."""
 
 ITERATIONS = 200
 """Most iterations of L-BFGS."""
+
+LOG_PRECISIONS = (-10.0, 10.0)
+"""Limits of the logarithm of a Gaussian's precision, in units of where its fit begins."""
+
+MIN_VARIANCE = 0.05
+"""Of the distance to the keys that a head attends to, where a Gaussian's fit begins."""
 
 PRIOR = 1.0
 """Rows of the mean attention by distance that are added to each query's, for pairs seen rarely."""
@@ -69,7 +77,7 @@ class Statistics(NamedTuple):
         return self.rows.sum()
 
 
-Layer = tuple[str, int]
+Layer: TypeAlias = tuple[StackName, int]
 """The name of a stack and the number of a layer."""
 
 
@@ -77,6 +85,8 @@ def is_static(alignment: Alignment) -> bool:
     """Whether an alignment is made of `STATIC` parts."""
     if isinstance(alignment, Mixture | PerHead):
         return all(is_static(part) for part in alignment.parts)
+    if isinstance(alignment, Random | GaussianBias) and not alignment.trainable:
+        return False
     return isinstance(alignment, STATIC)
 
 
@@ -178,7 +188,10 @@ def fit(
         params = {"table": resize(jnp.asarray(start), params["table"], "distance")}
     elif isinstance(alignment, FactorizedRandom):
         params = _factorize(start, params, alignment.rank, causal=causal)
+    elif isinstance(alignment, GaussianBias):
+        params = _standard_gaussian(smooth)
     params = _minimize(params, smooth, jnp.asarray(bias), attention=attention, d_model=d_model)
+    params = _to_params(attention.alignment, params)
     logits = static_logits(attention, params, length=length, d_model=d_model)
     return params, divergence(logits + bias, statistics)
 
@@ -197,20 +210,13 @@ def fit_layers(
       The parameters with fitted alignments, and `divergence` of each layer.
     """
     params, found = jax.tree.map(lambda x: x, params), {}
-    stacks: dict[str, StackBase] = {"encoder": student.encoder, "decoder": student.decoder}
     for (stack, layer), of_layer in statistics.items():
         attention = self_attention(student, stack, layer)
         assert attention is not None
-        bias: ArrayLike = 0.0
-        shared = stacks[stack].bias
-        if shared is not None:
-            bias = position_logits(
-                shared,
-                jax.tree.map(gather_to_host, params[stack]["relpos_bias"]),
-                num_heads=attention.num_heads,
-                length=of_layer.mass.shape[-1],
-                d_model=student.d_model,
-            )
+        length = of_layer.mass.shape[-1]
+        bias = stack_bias_logits(
+            student, params, stack, num_heads=attention.num_heads, length=length
+        )
         fitted, kl = fit(
             attention,
             of_layer,
@@ -222,6 +228,23 @@ def fit_layers(
         params[stack][f"layers_{layer}"][STACKS[stack]]["align"] = fitted
         found[stack, layer] = np.asarray(kl)
     return params, found
+
+
+def stack_bias_logits(
+    model: EncoderDecoder, params: PyTree, stack: str, *, num_heads: int, length: int
+) -> jax.Array:
+    """Returns the logits ``[heads, n, n]`` of a stack's position bias, zeros if it has none."""
+    stacks: dict[str, StackBase] = {"encoder": model.encoder, "decoder": model.decoder}
+    shared = stacks[stack].bias
+    if shared is None:
+        return jnp.zeros((num_heads, length, length))
+    return position_logits(
+        shared,
+        jax.tree.map(gather_to_host, params[stack]["relpos_bias"]),
+        num_heads=num_heads,
+        length=length,
+        d_model=model.d_model,
+    )
 
 
 def static_logits(attention: Attention, params: PyTree, *, length: int, d_model: int) -> jax.Array:
@@ -296,6 +319,33 @@ def _factorize(start: np.ndarray, params: PyTree, rank: int, *, causal: bool) ->
     }
 
 
+def _standard_gaussian(statistics: Statistics) -> PyTree:
+    """Returns a Gaussian for each head in units of the distances to the keys that it attends to.
+
+    A center and a width in tokens differ too much in scale to be fitted by a line search. A center of 0
+    is the mean distance here, and a logarithm of the precision of 0 the inverse of the distances' variance.
+    """
+    mass = np.asarray(statistics.mass)
+    weights = mass / mass.sum((1, 2), keepdims=True)
+    n = mass.shape[-1]
+    distance = np.arange(n)[None, :] - np.arange(n)[:, None]
+    mean = (weights * distance).sum((1, 2))
+    variance = (weights * (distance - mean[:, None, None]) ** 2).sum((1, 2))
+    deviation = np.sqrt(np.maximum(variance, MIN_VARIANCE))
+    zeros = jnp.zeros(len(mass))
+    units = {"mean": jnp.float32(mean), "deviation": jnp.float32(deviation)}
+    return {**units, "center": zeros, "log_precision": zeros}
+
+
+def _to_params(alignment: Alignment, fitted: PyTree) -> PyTree:
+    """Returns the parameters of an alignment from what `_minimize` changes."""
+    if not isinstance(alignment, GaussianBias):
+        return fitted
+    mean, deviation = (jax.lax.stop_gradient(fitted[name]) for name in ("mean", "deviation"))
+    precision = jnp.exp(jnp.clip(fitted["log_precision"], *LOG_PRECISIONS)) / deviation**2
+    return {"offset": mean + deviation * fitted["center"], "precision": precision}
+
+
 @functools.partial(jax.jit, static_argnames=("attention", "d_model"))
 def _minimize(
     params: PyTree, statistics: Statistics, bias: jax.Array, *, attention: Attention, d_model: int
@@ -304,7 +354,8 @@ def _minimize(
     length = statistics.mass.shape[-1]
     optimizer = optax.lbfgs()
 
-    def loss(params: PyTree) -> jax.Array:
+    def loss(fitted: PyTree) -> jax.Array:
+        params = _to_params(attention.alignment, fitted)
         logits = static_logits(attention, params, length=length, d_model=d_model)
         return divergence(logits + bias, statistics).sum()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import flax.linen as nn
 
@@ -14,6 +14,8 @@ from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import Block, EncoderDecoder, Run, unroll
 from synthesizer_jax.models.stack import StackBase
 from synthesizer_jax.registry import check_types, fields_of, register, replace
+
+StackName: TypeAlias = Literal["encoder", "decoder"]
 
 
 @register
@@ -43,7 +45,7 @@ def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) 
       ValueError: an unknown place or scope, or a layer that does not exist.
     """
     model = unroll(model)
-    stacks = {"encoder": model.encoder, "decoder": model.decoder}
+    stacks: dict[StackName, StackBase] = {"encoder": model.encoder, "decoder": model.decoder}
     for replacement in replacements:
         check_types(Replacement, fields_of(replacement), "Replacement")
         if replacement.scope != "mixer" and replacement.place != "encoder":
@@ -58,7 +60,7 @@ def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) 
     return replace(model, **stacks)
 
 
-def _stack_name(replacement: Replacement) -> Literal["encoder", "decoder"]:
+def _stack_name(replacement: Replacement) -> StackName:
     return "encoder" if replacement.place == "encoder" else "decoder"
 
 
@@ -108,7 +110,7 @@ class TapPair:
       outputs: paths of the taps to compare; the first that both have in the same shape is used.
     """
 
-    stack: str
+    stack: StackName
     layer: str
     mixer: str
     inputs: str

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.alignments import Alignment, AttentionContext, Mixture
 from synthesizer_jax.attention import Span
-from synthesizer_jax.distillation.replacement import Replacement, student_model
+from synthesizer_jax.distillation.replacement import Replacement, StackName, student_model
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import Block, EncoderDecoder, Stack, stacks_of
@@ -17,7 +17,7 @@ from synthesizer_jax.models.stack import StackBase
 from synthesizer_jax.models.zoo import VARIANTS
 from synthesizer_jax.typing import PyTree
 
-STACKS = {"encoder": "attention", "decoder": "self_attention"}
+STACKS: dict[StackName, str] = {"encoder": "attention", "decoder": "self_attention"}
 """The name of the self-attention in the layers of a stack."""
 
 
@@ -51,7 +51,7 @@ def with_variants(
     """
     _check_stacks(model)
     replacements = []
-    places: tuple[tuple[Literal["encoder", "decoder"], str | None], ...]
+    places: tuple[tuple[StackName, str | None], ...]
     places = ("encoder", encoder), ("decoder", decoder)
     for stack, name in places:
         if name is None:
@@ -136,7 +136,7 @@ def initial_parameters(attention: Attention, d_model: int, *, seed: int) -> PyTr
     return params
 
 
-def self_attention(model: EncoderDecoder, stack: str, layer: int) -> Attention | None:
+def self_attention(model: EncoderDecoder, stack: StackName, layer: int) -> Attention | None:
     """Returns the self-attention of a layer; None if it is another mixer."""
     mixer = _blocks(model, stack)[layer].self_mixer
     return mixer if isinstance(mixer, Attention) else None
@@ -151,13 +151,13 @@ def _check_stacks(model: EncoderDecoder) -> None:
             )
 
 
-def _blocks(model: EncoderDecoder, stack: str) -> list[Block]:
+def _blocks(model: EncoderDecoder, stack: StackName) -> list[Block]:
     """Returns the blocks of all layers of a stack."""
-    stacks: dict[str, StackBase] = {"encoder": model.encoder, "decoder": model.decoder}
+    stacks: dict[StackName, StackBase] = {"encoder": model.encoder, "decoder": model.decoder}
     return [run.block for run in stacks[stack].runs for _ in range(run.repeats)]
 
 
-def _attention(block: Block, stack: str) -> Attention:
+def _attention(block: Block, stack: StackName) -> Attention:
     """Returns the self-attention of a block."""
     if not isinstance(block.self_mixer, Attention):
         raise ValueError(

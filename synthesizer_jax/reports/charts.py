@@ -65,15 +65,17 @@ def line_chart(
     x_label: str,
     y_label: str,
     markers: Mapping[str, Series] | None = None,
+    logarithmic: bool = True,
     size: tuple[float, float] = (7.2, 3.2),
 ) -> Markup:
-    """Draws lines with a logarithmic y axis.
+    """Draws lines.
 
     Args:
       series: lines ``(x, y)`` by name.
       x_label: the label of the x axis.
       y_label: the label of the y axis, with its unit.
       markers: points ``(x, y)`` by the names of the lines.
+      logarithmic: the scale of the y axis.
       size: width and height in inches.
     """
     figure = _new_figure(size)
@@ -85,9 +87,10 @@ def line_chart(
             axes.plot(*markers[name], "o", color=color, markersize=5, label=held_out)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    axes.set_yscale("log")
+    if logarithmic:
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter("")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("")
     axes.grid(axis="y", color=FAINT, linewidth=0.7)
     axes.legend(frameon=False, fontsize=9, ncols=2)
     return _to_svg(figure)
@@ -134,15 +137,20 @@ def bar_chart(
 
 @_matplotlib_style()
 def heat_maps(
-    rows: Sequence[tuple[str, np.ndarray]], *, tokens: Sequence[str] | None = None
+    rows: Sequence[tuple[str, np.ndarray]],
+    *,
+    columns: Sequence[str] | None = None,
+    tokens: Sequence[str] | None = None,
 ) -> Markup:
     """Draws attention weights: one row per layer, one column per head, one color scale per row.
 
     Args:
       rows: a label and weights ``[heads, q, k]`` in [0, 1] for every layer.
+      columns: the names of the columns; None: ``head 1``, ``head 2``, …
       tokens: labels of all positions; None labels some positions with their numbers.
     """
     heads, length = rows[0][1].shape[0], rows[0][1].shape[-1]
+    names = [f"head {i + 1}" for i in range(heads)] if columns is None else columns
     words = None if tokens is None else [shorten_label(token, 16) for token in tokens]
     longest = 0.05 * max(map(len, words)) if words else 0.2
     side = max(1.7, INCHES_PER_TOKEN * length if words else 0.0)
@@ -154,7 +162,8 @@ def heat_maps(
             image = axes.imshow(
                 weights[head], cmap="magma_r", vmin=0, vmax=max(weights.max(), 1e-6)
             )
-            axes.set_title(f"{shorten_label(name)}, head {head + 1}", fontsize=9, color=INK)
+            title = f"{shorten_label(name)}, {shorten_label(names[head])}"
+            axes.set_title(title, fontsize=9, color=INK)
             axes.spines[:].set_visible(False)
             axes.tick_params(length=0, labelsize=LABEL_POINTS)
             if words is not None:
@@ -165,6 +174,34 @@ def heat_maps(
         bar = figure.colorbar(image, ax=list(line), shrink=0.8, aspect=18, pad=0.01)
         bar.outline.set_visible(False)
         bar.ax.tick_params(length=0, labelsize=LABEL_POINTS)
+    return _to_svg(figure)
+
+
+@_matplotlib_style()
+def grids(panels: Mapping[str, np.ndarray], *, x_label: str, y_label: str) -> Markup:
+    """Draws tables of whole numbers from 0 to 100 side by side, colored by the numbers.
+
+    Args:
+      panels: ``[rows, columns]`` by title, all of the same shape; NaN is an empty cell.
+      x_label: what the columns are, counted from 1.
+      y_label: what the rows are, counted from 1.
+    """
+    num_rows, num_columns = next(iter(panels.values())).shape
+    width, height = max(0.42 * num_columns, 1.4) + 0.5, max(0.3 * num_rows, 0.6) + 0.8
+    figure = _new_figure((len(panels) * width, height))
+    line = figure.subplots(1, len(panels), squeeze=False)[0]
+    for (title, values), axes in zip(panels.items(), line, strict=True):
+        axes.imshow(values, cmap="Blues", vmin=0, vmax=130, aspect="auto")
+        for (row, column), value in np.ndenumerate(values):
+            if not np.isnan(value):
+                axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8)
+        axes.set_title(shorten_label(title), fontsize=9, color=INK)
+        axes.set_xticks(range(num_columns), range(1, num_columns + 1))
+        axes.set_yticks(range(num_rows), range(1, num_rows + 1))
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0, labelsize=LABEL_POINTS)
+        axes.set_xlabel(x_label)
+    line[0].set_ylabel(y_label)
     return _to_svg(figure)
 
 

@@ -169,6 +169,8 @@ def write_report(path: pathlib.Path, report: Report) -> None:
 def render(report: Report) -> str:
     """Returns the page as HTML; all text of the report is escaped."""
     return ENVIRONMENT.get_template("report.html.jinja").render(
+        title=report.title,
+        facts=report.facts,
         report=report,
         comparison=_summarize_comparison(report),
         metrics=_metrics_section(report) if report.metric_names else None,

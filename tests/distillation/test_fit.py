@@ -8,6 +8,7 @@ import pytest
 from synthesizer_jax.alignments import (
     Dense,
     FactorizedRandom,
+    GaussianBias,
     Mixture,
     PerHead,
     Random,
@@ -116,6 +117,18 @@ def test_a_relative_bias_is_found_again():
     np.testing.assert_allclose(again, weights[0], atol=0.01)
 
 
+def test_a_gaussian_is_found_again():
+    alignment = GaussianBias(trainable=True)
+    attention = Attention(HEADS, 4, alignment=alignment)
+    params = {"offset": jnp.asarray([-1.5, 2.0]), "precision": jnp.asarray([0.7, 0.1])}
+    logits = np.asarray(static_logits(attention, params, length=N, d_model=D))
+    weights = np.broadcast_to(softmax(logits), (500, HEADS, N, N))
+    found, kl = fit(attention, summed(weights, np.full((500, N), N)), d_model=D, causal=False)
+    assert kl.max() < 1e-3
+    for name, x in params.items():
+        np.testing.assert_allclose(found[name], x, rtol=0.1)
+
+
 def test_statistics_are_those_of_the_weights():
     stream = CopyStream()
     batches = [{k: jnp.asarray(v) for k, v in next(stream).items()} for _ in range(3)]
@@ -154,6 +167,8 @@ def test_statistics_are_those_of_the_weights():
 def test_only_alignments_that_read_no_tokens_are_static():
     static = Mixture((Random(4), PerHead((RelativeBias(), FactorizedRandom(4)))))
     assert is_static(static) and not is_static(Mixture((Random(4), Dense(4))))
+    assert is_static(GaussianBias(trainable=True)) and not is_static(GaussianBias())
+    assert not is_static(Random(4, trainable=False))
     params = {"rel_embedding": jnp.arange(2.0)[:, None] * jnp.ones((2, 32))}
     logits = position_logits(RelativeBias(), params, num_heads=2, length=3, d_model=8)
     np.testing.assert_array_equal(logits, np.arange(2.0)[:, None, None] * np.ones((2, 3, 3)))

@@ -34,6 +34,7 @@ MIXTURES = {
     "sigmoid": Mixture((DOT, Dense(N)), weights="sigmoid"),
     "three": Mixture((FactorizedRandom(N), DOT, RelativeBias())),
     "shared query": Mixture((DOT, Dense(N)), weights="sum", share_query=True),
+    "Gaussian": Mixture((DOT, GaussianBias(trainable=True)), weights="sum"),
     "nested": Mixture((Mixture((Random(N), FactorizedDense(N))), DOT)),
 }
 MIXTURES = {name: kind for name, kind in MIXTURES.items() if DOT in kind.parts}

@@ -49,6 +49,7 @@ ALIGNMENT_CASES = {
     "Gaussian, index": Case.of(Gaussian((-1, 0), sigma=0.0)),
     "Gaussian, ratio": Case.of(Gaussian((-1, 1), ratio=1.3), packs=False),
     "GaussianBias": Case.of(GaussianBias((-1, 1), sigma=2.0)),
+    "GaussianBias, trainable": Case.of(GaussianBias((-1, 1.5), sigma=2.0, trainable=True)),
     "PerHead": Case.of(PerHead((Gaussian(), DotProduct()))),
     "PerHead of mixtures": Case.of(
         PerHead((Mixture((DotProduct(), RANDOM)), Mixture((GaussianBias(), DotProduct()))))

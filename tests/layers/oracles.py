@@ -143,6 +143,8 @@ def one_logit(alignment, p, constants, x, h, i, j):
         case RelativeBias():
             return p["rel_embedding"][h, bucket(j - i, alignment)]
         case GaussianBias():
+            if alignment.trainable:
+                return -0.5 * p["precision"][h] * (j - i - p["offset"][h]) ** 2
             offset = alignment.offsets[h % len(alignment.offsets)]
             return -0.5 * ((j - i - offset) / alignment.sigma) ** 2
     raise TypeError(alignment)

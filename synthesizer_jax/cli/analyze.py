@@ -1,0 +1,95 @@
+"""`synthesizer-jax analyze`."""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from synthesizer_jax.cli.libraries import load_data_libraries
+from synthesizer_jax.cli.options import DataDir, Imports, Step, storage_argument, storage_option
+
+if TYPE_CHECKING:
+    from synthesizer_jax.distillation.static_attention import StaticAttention
+
+
+def analyze(
+    run: Annotated[pathlib.Path, storage_argument("Directory of the run.")],
+    *,
+    data_dir: DataDir = None,
+    output: Annotated[pathlib.Path, storage_option("The HTML file to write.")] = pathlib.Path(
+        "static_attention.html"
+    ),
+    batches: Annotated[
+        int, typer.Option(help="Batches of training data that static forms are fitted to.", min=1)
+    ] = 20,
+    held_out: Annotated[
+        int, typer.Option(help="Further batches on which they are measured.", min=1)
+    ] = 10,
+    tolerance: Annotated[
+        float, typer.Option(help="Share by which the loss may rise.", min=0.0)
+    ] = 0.01,
+    step: Step = None,
+    imports: Imports = None,
+) -> None:
+    """Tell which heads of a model need their dot product, and which could read a table instead.
+
+    Static forms of attention, which depend on positions alone, are fitted to every head; a page shows
+    what they explain, the loss when heads are replaced by tables, and what that saves.
+
+    Example: synthesizer-jax analyze runs/t5 --data-dir DATA
+    """
+    from synthesizer_jax.cli.report import provenance
+    from synthesizer_jax.distillation.analysis import analyze_run
+    from synthesizer_jax.files import absolute
+    from synthesizer_jax.reports.static_attention import (
+        summarize_static_attention,
+        write_static_attention,
+    )
+    from synthesizer_jax.runs import code
+    from synthesizer_jax.training.run_directory import load_experiment
+
+    code.load_user_code(imports or ())
+    lengths = load_experiment(run).data.lengths
+    load_data_libraries()
+    found = analyze_run(run, data_dir=data_dir, fitted=batches, held_out=held_out, step=step)
+    write_static_attention(
+        output,
+        found,
+        title=f"Static attention of {run.name}",
+        lengths=lengths,
+        tolerance=tolerance,
+        facts=provenance(),
+    )
+    _print_heads(found, tolerance)
+    typer.echo(summarize_static_attention(found, tolerance))
+    typer.echo(f"page: {absolute(output)}")
+
+
+def _print_heads(found: StaticAttention, tolerance: float) -> None:
+    """Prints what each form misses of the heads of each layer."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from synthesizer_jax.distillation.static_attention import FORMS
+
+    table = Table(
+        title="divergence of the heads from static forms, nats a query (mean over heads)",
+        title_justify="left",
+    )
+    table.add_column("layer", no_wrap=True)
+    for heading in ("equal weights", *FORMS, "need their dot product"):
+        table.add_column(heading, justify="right")
+    needed = found.heads[found.replaceable(tolerance).replaced :]
+    layers = sorted({(h.stack != "encoder", h.stack, h.layer) for h in found.heads})
+    for _, stack, layer in layers:
+        own = [h for h in found.heads if (h.stack, h.layer) == (stack, layer)]
+        table.add_row(
+            f"{stack} {layer + 1}",
+            f"{statistics.fmean(h.uniform for h in own):.3f}",
+            *(f"{statistics.fmean(h.divergences[name] for h in own):.3f}" for name in FORMS),
+            f"{sum(h in needed for h in own)} of {len(own)}",
+        )
+    Console(width=120).print(table)

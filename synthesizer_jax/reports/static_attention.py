@@ -1,0 +1,151 @@
+"""The page about how static a model's attention is: the data of ``static_attention.html.jinja``."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from markupsafe import Markup
+
+from synthesizer_jax.distillation.static_attention import (
+    FORMS,
+    Head,
+    Point,
+    StaticAttention,
+)
+from synthesizer_jax.files import write_atomic
+from synthesizer_jax.reports.charts import grids, heat_maps, line_chart
+from synthesizer_jax.reports.page import ENVIRONMENT
+
+MOST_PICTURES = 4
+"""Of the most static heads of a stack, and of the least static."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A head in the table of all heads."""
+
+    name: str
+    divergences: Sequence[str]
+    verdict: str
+
+
+def write_static_attention(
+    path: pathlib.Path,
+    found: StaticAttention,
+    *,
+    title: str,
+    lengths: Mapping[str, int],
+    tolerance: float,
+    facts: Mapping[str, str],
+) -> None:
+    """Writes the page atomically.
+
+    Args:
+      path: the file.
+      found: what was measured.
+      title: the heading.
+      lengths: number of ``inputs`` and ``targets`` tokens.
+      tolerance: the share by which the loss may rise, see `StaticAttention.replaceable`.
+      facts: labels and values of the footer, such as versions.
+    """
+    template = ENVIRONMENT.get_template("static_attention.html.jinja")
+    replaced = found.replaceable(tolerance).replaced
+    has_bias = any(head.bias is not None for head in found.heads)
+    page = template.render(
+        title=title,
+        lead="How much of the self-attention of a trained model depends on positions alone.",
+        summary=summarize_static_attention(found, tolerance),
+        found=found,
+        has_bias=has_bias,
+        charts=dict(_charts(found.heads)),
+        loss_chart=_loss_chart(found.points),
+        points=[_format_point(point) for point in found.points],
+        inputs_length=lengths["inputs"],
+        targets_length=lengths["targets"],
+        pictured=MOST_PICTURES,
+        pictures=list(_pictures(found.heads)),
+        columns=["equal weights", *(["position bias"] if has_bias else []), *FORMS],
+        heads=list(_format_heads(found.heads, replaced, has_bias=has_bias)),
+        facts=facts,
+    )
+    write_atomic(path, page)
+
+
+def summarize_static_attention(found: StaticAttention, tolerance: float) -> str:
+    """Returns sentences that say how many heads can be replaced, and what that saves."""
+    first, best = found.points[0], found.replaceable(tolerance)
+    rise = best.loss / first.loss - 1.0
+    changes = {
+        "parameters": best.costs.parameters / first.costs.parameters,
+        "FLOPs per token": best.costs.flops_per_token / first.costs.flops_per_token,
+        "decoding cache": best.costs.cache_bytes_per_token / first.costs.cache_bytes_per_token,
+    }
+    return (
+        f"Of {len(found.heads)} heads, the {best.replaced} most static can read a fitted table instead of "
+        f"the tokens, and the loss changes by {rise:+.1%} without further training "
+        f"({first.loss:.4f} to {best.loss:.4f} nats per token, tolerance {tolerance:.0%}). "
+        f"{', '.join(f'{name} {ratio - 1.0:+.1%}' for name, ratio in changes.items())}."
+    )
+
+
+def _charts(heads: Sequence[Head]) -> Iterator[tuple[str, Markup]]:
+    """Yields the shares that forms explain, a figure for each stack, with layers down and heads across."""
+    for stack in dict.fromkeys(
+        head.stack for head in sorted(heads, key=lambda h: h.stack != "encoder")
+    ):
+        own = [head for head in heads if head.stack == stack]
+        shape = max(h.layer for h in own) + 1, max(h.head for h in own) + 1
+        panels = {name: np.full(shape, np.nan) for name in FORMS}
+        for name, values in panels.items():
+            for head in own:
+                values[head.layer, head.head] = 100.0 * max(head.explained(name), 0.0)
+        yield stack, grids(panels, x_label="head", y_label="layer")
+
+
+def _loss_chart(points: Sequence[Point]) -> Markup:
+    counts = [point.replaced for point in points]
+    return line_chart(
+        {
+            "most static first": (counts, [point.loss for point in points]),
+            "least static first": (counts, [point.reversed_loss for point in points]),
+        },
+        x_label="heads replaced",
+        y_label="loss, nats per token",
+        logarithmic=False,
+    )
+
+
+def _format_point(point: Point) -> list[str]:
+    return [
+        f"{point.replaced}",
+        f"{point.loss:.4f}",
+        f"{point.reversed_loss:.4f}",
+        f"{point.costs.parameters:,}",
+        f"{point.costs.flops_per_token / 1e3:,.0f}",
+        f"{point.costs.cache_bytes_per_token:,}",
+    ]
+
+
+def _pictures(heads: Sequence[Head]) -> Iterator[Markup]:
+    """Yields the mean attention and tables of the most and the least static heads of each stack."""
+    for stack in ("encoder", "decoder"):
+        own = [head for head in heads if head.stack == stack]
+        count = min(MOST_PICTURES, len(own) // 2)
+        shown = [*own[:count], *own[len(own) - count :]] if count else own
+        if shown:
+            maps = [
+                ("mean", np.stack([head.attention for head in shown])),
+                ("table", np.stack([head.table for head in shown])),
+            ]
+            yield heat_maps(maps, columns=[head.name for head in shown])
+
+
+def _format_heads(heads: Sequence[Head], replaced: int, *, has_bias: bool) -> Iterator[_Row]:
+    for i, head in enumerate(heads):
+        bias = [] if not has_bias else ["–" if head.bias is None else f"{head.bias:.3f}"]
+        values = [f"{head.divergences[name]:.3f}" for name in FORMS]
+        verdict = "within the tolerance" if i < replaced else "needs it"
+        yield _Row(head.name, [f"{head.uniform:.3f}", *bias, *values], verdict)
