@@ -16,7 +16,13 @@ Hardware and time: that of training the teacher for as many steps.
 
 from __future__ import annotations
 
-from synthesizer_jax.alignments import Alignment, FactorizedRandom, GaussianBias, Random, RelativeBias
+from synthesizer_jax.alignments import (
+    Alignment,
+    FactorizedRandom,
+    GaussianBias,
+    Random,
+    RelativeBias,
+)
 from synthesizer_jax.distillation.distill import Distillation
 from synthesizer_jax.distillation.replacement import Replacement
 from synthesizer_jax.optimizers import AdamW, Cosine

@@ -7,13 +7,17 @@ from typing import Annotated
 
 import typer
 
+from synthesizer_jax.cli.libraries import load_tensorflow
 from synthesizer_jax.cli.options import Check, Imports, storage_argument
+from synthesizer_jax.files import is_installed
 
 
 def convert(
     source: Annotated[
         pathlib.Path,
-        storage_argument("A folder of Hugging Face transformers, a checkpoint of T5X, or a run."),
+        storage_argument(
+            "A folder of Hugging Face transformers, a checkpoint of T5X or Mesh-TensorFlow, or a run."
+        ),
     ],
     directory: Annotated[pathlib.Path, storage_argument("The new directory of the run.", "DIR")],
     *,
@@ -55,6 +59,7 @@ def convert(
     from synthesizer_jax.costs.summary import num_elements
     from synthesizer_jax.pretrained.convert import Variants, convert_checkpoint
     from synthesizer_jax.pretrained.huggingface.tokenizer import named_vocabulary
+    from synthesizer_jax.pretrained.t5x.mesh_tensorflow import find_checkpoint_prefix
     from synthesizer_jax.runs import code
 
     if extra_ids is not None and vocabulary is None:
@@ -64,6 +69,8 @@ def convert(
             "--max-length belongs to --encoder and --decoder; give one, or leave it out"
         )
     code.load_user_code(imports or ())
+    if find_checkpoint_prefix(source) is not None and is_installed("tensorflow"):
+        load_tensorflow()
     named = None if vocabulary is None else named_vocabulary(vocabulary, extra_ids)
     variants = Variants(encoder, decoder, max_length or 512) if encoder or decoder else None
     params = convert_checkpoint(

@@ -1,7 +1,7 @@
-"""T5X's checkpoints: a msgpack file, TensorStore's arrays, or Orbax's directory.
+"""T5X's checkpoints: a msgpack file, TensorStore's arrays, or Orbax's directory; Mesh-TensorFlow's too.
 
 They hold parameters and the optimizer's state, but no configuration: the architecture is read off the
-names and shapes. The parameters that Mesh-TensorFlow's T5s have after T5X's conversion are the same.
+names and shapes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tensorstore
 
 from synthesizer_jax.messages import one_line_error
 from synthesizer_jax.pretrained.architecture import MOST_LAYERS, Architecture, Pretrained
+from synthesizer_jax.pretrained.t5x.mesh_tensorflow import find_checkpoint_prefix, open_variables
 from synthesizer_jax.pretrained.t5x.names import Names, count_layers, detect
 from synthesizer_jax.pretrained.tensors import (
     Tensor,
@@ -48,8 +49,12 @@ _DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}
 
 
 def is_checkpoint(directory: pathlib.Path) -> bool:
-    """Whether a directory is one of T5X's checkpoints."""
-    return (directory / CHECKPOINT).is_file() or _orbax_item(directory) is not None
+    """Whether a directory, or the prefix of files, is a checkpoint of T5X or Mesh-TensorFlow."""
+    return (
+        (directory / CHECKPOINT).is_file()
+        or find_checkpoint_prefix(directory) is not None
+        or _orbax_item(directory) is not None
+    )
 
 
 def open_checkpoint(path: pathlib.Path) -> Pretrained:
@@ -59,7 +64,7 @@ def open_checkpoint(path: pathlib.Path) -> Pretrained:
     relative bias for 128, as in T5X's own T5s: the checkpoint does not tell. (UL2 has SiLU.)
 
     Args:
-      path: ``checkpoint_STEP``, a file or a directory.
+      path: ``checkpoint_STEP``, a file or a directory; ``model.ckpt-STEP`` of Mesh-TensorFlow.
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
@@ -86,6 +91,9 @@ def unsaid(architecture: Architecture) -> list[str]:
 
 def _open_arrays(path: pathlib.Path) -> Tensors:
     """Returns the parameters of a file or a directory."""
+    prefix = find_checkpoint_prefix(path)
+    if prefix is not None:
+        return open_variables(prefix)
     if not path.is_dir():
         return _open_msgpack(path)
     item = _orbax_item(path)
