@@ -56,7 +56,8 @@ def convert_checkpoint(
 
     The experiment is T5's fine-tuning on GLUE; `eval` and `generate` take the directory, and other runs
     take its parameters by ``init_from``. Two parameters at a time are in memory, unless the source is read
-    whole (msgpack, a run). The directory appears when it is complete.
+    whole (msgpack, a run). The directory appears when it is complete. The moments of T5X's Adafactor are
+    kept, see `Experiment.init_optimizer`.
 
     Args:
       source: see `open_pretrained`; a run keeps its experiment, but for the model.
@@ -78,20 +79,20 @@ def convert_checkpoint(
     with new_directory(directory) as staging, open_pretrained(source) as pretrained:
         experiment = _experiment(pretrained, source, vocabulary)
         _check(pretrained, source, check, report)
-        params = pretrained.params
+        params, optimizer = pretrained.params, pretrained.optimizer
         if variants is not None:
             teacher = pretrained.model
             assert isinstance(teacher, EncoderDecoder)
             model = with_variants(teacher, **dataclasses.asdict(variants))
             model, params = start_as(teacher, model, params)
-            experiment = replace(experiment, model=model)
+            experiment, optimizer = replace(experiment, model=model), None
             is_unread = lambda x: isinstance(x, Unread)
             params = jax.tree.map(lambda x: x if is_unread(x) else Unread.of(x), params)
         save_run(experiment, staging)
         if is_run(source):
             code.record_code(staging, code.recorded_code(find_checkpoint(source)[0]))
         step = Unread((), lambda: np.zeros((), np.int32), np.dtype(np.int32))
-        state = {"step": step, "params": params, "constants": {}, "opt_state": {}}
+        state = {"step": step, "params": params, "constants": {}, "opt_state": optimizer or {}}
         save_streamed(staging / "checkpoints", 0, state)
     return params
 

@@ -11,23 +11,29 @@ import gzip
 import pathlib
 import re
 import zlib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import tensorstore
 
+from synthesizer_jax.checkpoints.streamed import Unread
 from synthesizer_jax.messages import one_line_error
+from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.architecture import MOST_LAYERS, Architecture, Pretrained
 from synthesizer_jax.pretrained.t5x.mesh_tensorflow import find_checkpoint_prefix, open_variables
+from synthesizer_jax.pretrained.t5x.moments import find_moments
 from synthesizer_jax.pretrained.t5x.names import Names, count_layers, detect
 from synthesizer_jax.pretrained.tensors import (
+    Correspondence,
     Tensor,
     Tensors,
     match_tensors,
     named_arrays,
     read_msgpack,
 )
+from synthesizer_jax.typing import PyTree
 
 CHECKPOINT = "checkpoint"
 """The msgpack file of a directory."""
@@ -40,12 +46,35 @@ LARGEST_RATIO = 100
 
 _GZIP = b"\x1f\x8b"
 _ARRAY = re.compile(
-    r"(?P<name>_?(?:optimizer\.)?target\.(?P<path>[A-Za-z0-9_.]+))/(?P<about>\.zarray|zarr\.json)"
+    r"(?P<name>_?(?:optimizer\.)?(?P<kind>target|state\.param_states|state)\.(?P<path>[A-Za-z0-9_.]+))"
+    r"/(?P<about>\.zarray|zarr\.json)"
 )
-"""Keys of the files that describe parameters, ``target.encoder.layers_0.…/.zarray``."""
+"""Keys of the files that describe arrays, ``target.encoder.layers_0.…/.zarray``."""
 
 _DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}
 """TensorStore's driver of an array that a file of this name describes."""
+
+
+class _Contents(NamedTuple):
+    """What a checkpoint holds.
+
+    Attributes:
+      parameters: by their names.
+      moments: those of Adafactor, ``PARAMETER/v_row``, ``PARAMETER/v_col`` and ``PARAMETER/v``.
+      step: one number; None: it is not there.
+    """
+
+    parameters: Tensors
+    moments: Tensors
+    step: Tensor | None
+
+    def join(self, other: _Contents) -> _Contents:
+        """Joins what two places hold; the second comes first where both have an array."""
+        return _Contents(
+            {**self.parameters, **other.parameters},
+            {**self.moments, **other.moments},
+            other.step or self.step,
+        )
 
 
 def is_checkpoint(directory: pathlib.Path) -> bool:
@@ -58,7 +87,7 @@ def is_checkpoint(directory: pathlib.Path) -> bool:
 
 
 def open_checkpoint(path: pathlib.Path) -> Pretrained:
-    """Opens the parameters of a checkpoint; its optimizer's state is left out.
+    """Opens the parameters of a checkpoint, and the moments of Adafactor if they fit.
 
     A gated feed-forward layer is taken for T5 1.1's, with GELU, and the largest distance of the
     relative bias for 128, as in T5X's own T5s: the checkpoint does not tell. (UL2 has SiLU.)
@@ -70,10 +99,24 @@ def open_checkpoint(path: pathlib.Path) -> Pretrained:
       FileNotFoundError: there is no such checkpoint.
       ValueError: it is not a checkpoint of a T5; the message lists all tensors that do not fit.
     """
-    tensors = _open_arrays(path)
-    names, architecture = _architecture(tensors, path)
+    contents = _open_arrays(path)
+    names, architecture = _architecture(contents.parameters, path)
     model = architecture.build()
-    return Pretrained(model, match_tensors(tensors, names.find(model), source=path), None)
+    wanted = names.find(model)
+    params = match_tensors(contents.parameters, wanted, source=path)
+    return Pretrained(model, params, None, _optimizer(contents, wanted, model))
+
+
+def _optimizer(
+    contents: _Contents, parameters: Sequence[Correspondence], model: TokenModel
+) -> PyTree | None:
+    """Returns the state of `Adafactor`; None if the checkpoint has none that fits."""
+    step = contents.step
+    if step is None or step.shape:
+        return None
+    moments = find_moments(contents.moments, parameters, model)
+    updates = Unread((), lambda: np.asarray(step.read(None), np.int32), np.dtype(np.int32))
+    return None if moments is None else {"updates": updates, "moments": moments}
 
 
 def unsaid(architecture: Architecture) -> list[str]:
@@ -89,21 +132,21 @@ def unsaid(architecture: Architecture) -> list[str]:
     ]
 
 
-def _open_arrays(path: pathlib.Path) -> Tensors:
-    """Returns the parameters of a file or a directory."""
+def _open_arrays(path: pathlib.Path) -> _Contents:
+    """Returns the arrays of a file or a directory."""
     prefix = find_checkpoint_prefix(path)
     if prefix is not None:
-        return open_variables(prefix)
+        return _Contents(*open_variables(prefix))
     if not path.is_dir():
         return _open_msgpack(path)
     item = _orbax_item(path)
     if item is not None:
         return _open_stores(item)
-    return _open_msgpack(path / CHECKPOINT) | _open_stores(path)
+    return _open_msgpack(path / CHECKPOINT).join(_open_stores(path))
 
 
-def _open_msgpack(path: pathlib.Path) -> dict[str, Tensor]:
-    """Returns the parameters in a msgpack file, gzipped or not.
+def _open_msgpack(path: pathlib.Path) -> _Contents:
+    """Returns the arrays in a msgpack file, gzipped or not.
 
     Raises:
       ValueError: the file is damaged, or is not a checkpoint.
@@ -118,7 +161,15 @@ def _open_msgpack(path: pathlib.Path) -> dict[str, Tensor]:
         raise ValueError(
             f"{path} has no parameters under optimizer/target; give a checkpoint of T5X"
         )
-    return {name: Tensor.of(x) for name, x in named_arrays(target).items()}
+    state = tree.get("state")
+    state = state if isinstance(state, dict) else {}
+    moments, step = state.get("param_states"), state.get("step")
+    parameters, slots = (
+        {name: Tensor.of(x) for name, x in named_arrays(part).items()}
+        for part in (target, moments if isinstance(moments, dict) else {})
+    )
+    is_number = isinstance(step, int | np.integer | np.ndarray)
+    return _Contents(parameters, slots, Tensor.of(np.asarray(step)) if is_number else None)
 
 
 def _decompress(path: pathlib.Path, size: int) -> bytes:
@@ -145,13 +196,13 @@ def _orbax_item(directory: pathlib.Path) -> pathlib.Path | None:
     return None
 
 
-def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
+def _open_stores(directory: pathlib.Path) -> _Contents:
     """Opens TensorStore's arrays in a directory; the paths that other files name are not followed."""
     place = f"{directory.resolve()}/"
     store = {"driver": "file", "path": place}
     if (directory / OCDBT).is_file():
         store = {"driver": "ocdbt", "base": f"file://{place}"}
-    arrays = {}
+    arrays: dict[str, dict[str, Tensor]] = {"target": {}, "state.param_states": {}, "state": {}}
     try:
         keys = tensorstore.KvStore.open(store).result().list().result()
         for key in sorted(key.decode() for key in keys):
@@ -160,12 +211,13 @@ def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
                 kvstore = {**store, "path": f"{store.get('path', '')}{found['name']}/"}
                 array = _open_array(kvstore, _DRIVERS[found["about"]])
                 name = found["path"].replace(".", "/")
-                arrays[name] = _in_store(array, directory / found["name"])
+                arrays[found["kind"]][name] = _in_store(array, directory / found["name"])
     except (ValueError, OSError) as error:
         raise ValueError(
             f"{directory} cannot be read ({one_line_error(error)}); copy it again"
         ) from None
-    return arrays
+    parameters, moments, state = arrays.values()
+    return _Contents(parameters, moments, state.get("step"))
 
 
 def _open_array(kvstore: dict[str, str], driver: str) -> Any:

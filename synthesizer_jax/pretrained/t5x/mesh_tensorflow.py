@@ -29,8 +29,9 @@ _READ_ERRORS = (RuntimeError, ValueError, IndexError)
 """What TensorFlow's reader raises besides its own errors; an IndexError where a file is too short."""
 
 _KERNELS = {"q": "query", "k": "key", "v": "value", "o": "out"}
-_NOT_PARAMETERS = re.compile(r"global_step|.*_slot_\w+")
-"""Names of the step and of Adafactor's moments."""
+_STEP = "global_step"
+_MOMENT = re.compile(r"(?P<name>.*)_slot_(?P<slot>vr|vc|v)")
+_SLOTS = {"vr": "v_row", "vc": "v_col", "v": "v"}
 
 _LAYER = re.compile(
     r"(?P<stack>encoder|decoder)/block_(?P<block>\d+)/layer_(?P<sublayer>\d+)/(?P<rest>.+)"
@@ -60,8 +61,10 @@ def find_checkpoint_prefix(path: pathlib.Path) -> pathlib.Path | None:
     return found[0].with_name(found[0].name.removesuffix(INDEX)) if found else None
 
 
-def open_variables(prefix: pathlib.Path) -> dict[str, Tensor]:
-    """Returns the parameters of a checkpoint by their names in T5X; they are read one by one.
+def open_variables(
+    prefix: pathlib.Path,
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+    """Returns a checkpoint's parameters, Adafactor's moments and step, by their names in T5X.
 
     Args:
       prefix: ``DIR/model.ckpt-STEP``.
@@ -90,14 +93,19 @@ def open_variables(prefix: pathlib.Path) -> dict[str, Tensor]:
             raise _unreadable(prefix, error) from None
         return array
 
-    names = [name for name in shapes if not _NOT_PARAMETERS.fullmatch(name)]
-    rename = _renaming(names)
-    return {
-        rename(name): Tensor(
-            tuple(shapes[name]), dtypes[name].name, functools.partial(read, name=name)
-        )
-        for name in names
+    variables = {
+        name: Tensor(tuple(shape), dtypes[name].name, functools.partial(read, name=name))
+        for name, shape in shapes.items()
     }
+    step = variables.pop(_STEP, None)
+    rename = _renaming(variables)
+    parameters, moments = {}, {}
+    for name, variable in variables.items():
+        if match := _MOMENT.fullmatch(name):
+            moments[f"{rename(match['name'])}/{_SLOTS[match['slot']]}"] = variable
+        else:
+            parameters[rename(name)] = variable
+    return parameters, moments, step
 
 
 def _unreadable(prefix: pathlib.Path, error: Exception) -> ValueError:
