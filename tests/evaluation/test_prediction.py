@@ -15,7 +15,8 @@ from synthesizer_jax.evaluation.files import write_predictions, write_results
 from synthesizer_jax.evaluation.prediction import Predictor, _length_batches, _pad_tokens, until_eos
 from synthesizer_jax.evaluation.scoring import evaluate_tasks, flatten_results, mean_score
 from synthesizer_jax.files import write_atomic
-from synthesizer_jax.inference import decode, score_choices, score_targets
+from synthesizer_jax.inference import score_choices, score_targets
+from synthesizer_jax.inference.decoding import run_decoding
 from synthesizer_jax.models import Size, t5
 
 
@@ -85,7 +86,7 @@ def test_twelve_programs_serve_glue_and_super_glue(predictor):
     """Eight for answers, four for the loss."""
     p = predictor(method="rank", inputs_length=512, targets_length=32, batch_size=2)
     p.vocabulary = Pieces()
-    answering = score_choices._cache_size() + decode._cache_size()
+    answering = score_choices._cache_size() + run_decoding._cache_size()
     losses = score_targets._cache_size()
     rng = np.random.default_rng(0)
     for definition in (*GLUE, *SUPER_GLUE):
@@ -95,7 +96,7 @@ def test_twelve_programs_serve_glue_and_super_glue(predictor):
         assert len(p.predict(inputs, label_words=words)) == 11
         targets = [np.full(n, 2, np.int32) for n in rng.integers(1, 6 if words else 32, 11)]
         assert p.log_probabilities(inputs, targets).shape == (11,)
-    assert score_choices._cache_size() + decode._cache_size() - answering <= 8
+    assert score_choices._cache_size() + run_decoding._cache_size() - answering <= 8
     assert score_targets._cache_size() - losses <= 4
 
 
