@@ -36,15 +36,17 @@ class Lengths(NamedTuple):
     """Allowed numbers of tokens, EOS included.
 
     Attributes:
-      shortest: ``[]`` the minimum of every example.
+      shortest: ``[]`` the minimum of every example; None: 1, without a copy of the logits.
       longest: ``[batch]`` the maximum of each example.
     """
 
-    shortest: ArrayLike
+    shortest: ArrayLike | None
     longest: jax.Array
 
     def forbid_early_end(self, logits: jax.Array, at: jax.Array) -> jax.Array:
         """Returns logits ``[..., vocab]`` of position `at` with EOS at −∞ where it is too early."""
+        if self.shortest is None:
+            return logits
         is_eos = jnp.arange(logits.shape[-1]) == EOS
         return jnp.where(is_eos & (at + 1 < self.shortest), -jnp.inf, logits)
 

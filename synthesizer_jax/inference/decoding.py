@@ -114,7 +114,7 @@ def decode_sequences(
     return run_decoding(
         variables,
         encoder_tokens,
-        min_length=decoding.min_length,
+        min_length=decoding.min_length if decoding.min_length > 1 else None,
         relative_length=None if relative is None else float(relative),
         alpha=float(decoding.alpha),
         sampling=sampling,
@@ -136,7 +136,7 @@ def run_decoding(
     variables: Variables,
     encoder_tokens: jax.Array,
     *,
-    min_length: ArrayLike,
+    min_length: ArrayLike | None,
     relative_length: ArrayLike | None,
     alpha: ArrayLike,
     sampling: Sampling | None,
@@ -151,7 +151,8 @@ def run_decoding(
     longest = jnp.full(encoder_tokens.shape[0], max_length)
     if relative_length is not None:
         relative = jnp.round(relative_length * num_real_tokens(encoder_tokens))
-        longest = jnp.clip(relative.astype(longest.dtype), min_length, longest)
+        shortest = 1 if min_length is None else min_length
+        longest = jnp.clip(relative.astype(longest.dtype), shortest, longest)
     lengths = Lengths(min_length, longest)
     decoder = Decoder(
         unroll(model),

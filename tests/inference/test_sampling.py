@@ -54,7 +54,7 @@ def test_the_tokens_to_draw_from_are_those_of_the_definitions(vocab, top_k, top_
 
 
 @functools.partial(jax.jit, static_argnames=("samples", "top_k"))
-def sample(logits, temperature, top_p=None, *, samples=1, top_k=None, shortest=1):
+def sample(logits, temperature, top_p=None, *, samples=1, top_k=None, shortest=None):
     table = Table(logits)
     lengths = Lengths(shortest, jnp.full(table.batch, table.max_length))
     sampling = Sampling(jax.random.key(3), jnp.arange(table.batch), temperature, top_p)
@@ -100,7 +100,7 @@ def test_samples_have_the_exact_distribution(temperature, top_k, top_p):
     np.testing.assert_allclose(found.log_probabilities[0], wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("shortest", [1, 3])
+@pytest.mark.parametrize("shortest", [None, 3])
 def test_low_temperatures_and_one_token_to_draw_from_are_greedy(shortest):
     logits = table_of(2, vocab=9, length=4, batch=6, end=1.0)
     table, longest = Table(logits), jnp.full(6, 4)
@@ -118,7 +118,7 @@ def test_low_temperatures_and_one_token_to_draw_from_are_greedy(shortest):
         wanted = ()
         while len(wanted) < 4 and wanted[-1:] != (1,):
             (row,) = table_log_p(example)([wanted])
-            if len(wanted) + 1 < shortest:
+            if len(wanted) + 1 < (shortest or 1):
                 row[1] = -np.inf
             wanted = (*wanted, int(row.argmax()))
         assert tuple(tokens[: len(wanted)]) == wanted and not tokens[len(wanted) :].any()
@@ -231,13 +231,13 @@ def test_a_sample_depends_on_its_seed_example_and_number_alone(trained):
 
 
 def test_one_program_serves_all_temperatures_and_probabilities(trained):
-    run(trained, "samples")
-    run(trained, "beams")
+    run(trained, "samples", min_length=3)
+    run(trained, "beams", min_length=3)
     before = run_decoding._cache_size()
     for changes in ({"temperature": 2}, {"top_p": 0.5}, {"seed": 9}, {"min_length": 2}):
-        run(trained, "samples", **changes)
+        run(trained, "samples", **{"min_length": 3} | changes)
     for changes in ({"alpha": 0}, {"alpha": 1.0}, {"min_length": 2}):
-        run(trained, "beams", **changes)
+        run(trained, "beams", **{"min_length": 3} | changes)
     assert run_decoding._cache_size() == before
 
 
