@@ -59,7 +59,13 @@ if TYPE_CHECKING:
         t5,
     )
     from synthesizer_jax.multi_head import MultiHeadAttention
-    from synthesizer_jax.pretrained import encode, generate, load
+    from synthesizer_jax.pretrained import (
+        Decoding,
+        encode,
+        generate,
+        generate_with_scores,
+        load,
+    )
 
 __all__ = [
     "ALIGNMENTS",
@@ -69,6 +75,7 @@ __all__ = [
     "Attention",
     "Bilinear",
     "Block",
+    "Decoding",
     "Dense",
     "DotProduct",
     "DynamicConvolution",
@@ -102,6 +109,7 @@ __all__ = [
     "encode",
     "explain",
     "generate",
+    "generate_with_scores",
     "load",
     "relative_bias",
     "t5",

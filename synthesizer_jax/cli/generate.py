@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -12,10 +13,61 @@ from synthesizer_jax.cli.options import Imports, RunDirectory, Step, storage_opt
 from synthesizer_jax.files import in_bucket, write_atomic
 
 if TYPE_CHECKING:
-    from synthesizer_jax.evaluation.prediction import Predictor
+    from synthesizer_jax.evaluation.prediction import Generated, Predictor
+    from synthesizer_jax.inference import Decoding
+    from synthesizer_jax.training.experiment import Experiment
 
 METHODS = ("greedy", "beam")
 LOGITS_DTYPES = ("float32", "bfloat16")
+
+InputFile = Annotated[
+    pathlib.Path | None, storage_option("A file with one input per line.", "--input")
+]
+OutputFile = Annotated[
+    pathlib.Path | None, storage_option("The file to write; by default stdout.", "--output")
+]
+Method = Annotated[
+    str | None,
+    typer.Option(help="greedy, or beam: 4 beams; by default the other options decide."),
+]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(
+        help="Maximum number of tokens to decode; by default that of the training's targets.", min=1
+    ),
+]
+MinLength = Annotated[
+    int, typer.Option(help="Minimum number of tokens to decode, end of sequence included.")
+]
+RelativeLength = Annotated[
+    float | None,
+    typer.Option(help="Maximum number of tokens to decode, per token of the input."),
+]
+Beams = Annotated[int | None, typer.Option(help="Number of beams; 1 searches for none.")]
+Alpha = Annotated[
+    float, typer.Option(help="Exponent of beam search's length penalty ((5 + n) / 6)^alpha.")
+]
+Temperature = Annotated[
+    float, typer.Option(help="Sample from softmax(logits / temperature); 0 does not sample.")
+]
+TopK = Annotated[int | None, typer.Option(help="Sample from this number of most probable tokens.")]
+TopP = Annotated[
+    float | None,
+    typer.Option(help="Sample from the fewest most probable tokens of at least this probability."),
+]
+Samples = Annotated[int, typer.Option(help="Lines per input: samples, or the best of the beams.")]
+Seed = Annotated[int, typer.Option(help="Seed of the samples.")]
+Scores = Annotated[
+    bool,
+    typer.Option("--scores", help="Print the log-probability in nats and a tab before each text."),
+]
+BatchSize = Annotated[int, typer.Option(help="Inputs per batch.", min=1)]
+LogitsDtype = Annotated[
+    str | None,
+    typer.Option(
+        help="float32 or bfloat16, of the output projection; by default the model's dtype."
+    ),
+]
 
 
 def generate(
@@ -24,54 +76,88 @@ def generate(
         list[str] | None, typer.Argument(help="Inputs; by default the lines of --input or stdin.")
     ] = None,
     *,
-    input_file: Annotated[
-        pathlib.Path | None, storage_option("A file with one input per line.", "--input")
-    ] = None,
-    output_file: Annotated[
-        pathlib.Path | None, storage_option("The file to write; by default stdout.", "--output")
-    ] = None,
+    input_file: InputFile = None,
+    output_file: OutputFile = None,
     step: Step = None,
-    method: Annotated[str, typer.Option(help="greedy or beam.")] = "greedy",
-    max_length: Annotated[
-        int | None, typer.Option(help="Maximum number of tokens to decode.", min=1)
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Inputs per batch.", min=1)] = 16,
-    logits_dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="float32 or bfloat16, of the output projection; by default the model's dtype."
-        ),
-    ] = None,
+    method: Method = None,
+    beams: Beams = None,
+    alpha: Alpha = 0.6,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    samples: Samples = 1,
+    seed: Seed = 0,
+    min_length: MinLength = 1,
+    max_length: MaxLength = None,
+    relative_length: RelativeLength = None,
+    scores: Scores = False,
+    batch_size: BatchSize = 16,
+    logits_dtype: LogitsDtype = None,
     imports: Imports = None,
 ) -> None:
     """Decode inputs with a trained checkpoint, one line of output per line of input.
 
-    The model is sharded over all devices of one process. TensorFlow and SeqIO are not needed.
+    Greedy by default, by beam search with --beams, by sampling with --temperature. With --samples n,
+    every input gives n lines. The model is sharded over all devices of one process. TensorFlow and SeqIO
+    are not needed.
 
     Example: synthesizer-jax generate --workdir runs/rv "cola sentence: the dog sleep ."
     """
+    from synthesizer_jax.inference.settings import Decoding
     from synthesizer_jax.runs import code
+    from synthesizer_jax.training.run_directory import load_experiment
 
-    if method not in METHODS:
-        raise ValueError(f"--method is {method!r}; use {' or '.join(METHODS)}")
     if logits_dtype is not None and logits_dtype not in LOGITS_DTYPES:
         raise ValueError(f"--logits-dtype is {logits_dtype!r}; use {' or '.join(LOGITS_DTYPES)}")
+    num_beams = _num_beams(method, beams, temperature)
     if output_file is not None and not (in_bucket(output_file) or output_file.parent.is_dir()):
         raise FileNotFoundError(
             f"--output {output_file}: there is no directory {output_file.parent}; create it"
         )
     lines = _read_lines(text, input_file)
     code.load_user_code(imports or ())
-    predictor = _load_predictor(
-        workdir,
-        step,
-        method=method,
-        max_length=max_length,
-        batch_size=min(batch_size, max(len(lines), 1)),
+    experiment = load_experiment(workdir)
+    decoding = Decoding(
+        max_length=max_length or experiment.data.targets_length,
+        min_length=min_length,
+        relative_length=relative_length,
+        beams=num_beams,
+        alpha=alpha,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        samples=samples,
+        seed=seed,
         logits_dtype=logits_dtype,
     )
-    answers = predictor.predict([predictor.encode(line) for line in lines])
-    _write_lines(answers, output_file)
+    batch_size = min(batch_size, max(len(lines), 1))
+    predictor = _load_predictor(workdir, step, experiment, decoding=decoding, batch_size=batch_size)
+    answers = predictor.generate_texts([predictor.encode(line) for line in lines])
+    _write_lines(answers, output_file, scores=scores)
+
+
+def _num_beams(method: str | None, beams: int | None, temperature: float) -> int:
+    """Returns the number of beams that the options ask for.
+
+    Raises:
+      ValueError: the method is unknown, or the other options are not its own.
+    """
+    from synthesizer_jax.evaluation.prediction import BEAMS
+
+    if method not in (None, *METHODS):
+        raise ValueError(f"--method is {method!r}; use {' or '.join(METHODS)}")
+    if method == "greedy" and ((beams or 1) > 1 or temperature):
+        raise ValueError(
+            f"--method is 'greedy' with --beams {beams or 1} and --temperature {temperature}; leave "
+            "--method out"
+        )
+    if method == "beam" and beams == 1:
+        raise ValueError(
+            "--method is 'beam' with --beams 1; give more beams, or leave --method out"
+        )
+    if beams is not None:
+        return beams
+    return BEAMS if method == "beam" else 1
 
 
 def _read_lines(text: list[str] | None, input_file: pathlib.Path | None) -> list[str]:
@@ -93,19 +179,17 @@ def _read_lines(text: list[str] | None, input_file: pathlib.Path | None) -> list
 def _load_predictor(
     workdir: pathlib.Path,
     step: int | None,
+    experiment: Experiment,
     *,
-    method: str,
-    max_length: int | None,
+    decoding: Decoding,
     batch_size: int,
-    logits_dtype: str | None,
 ) -> Predictor:
     """Restores a checkpoint, sharded over all devices."""
     from synthesizer_jax.checkpoints.manager import restore_variables
     from synthesizer_jax.checkpoints.placement import place_variables
     from synthesizer_jax.evaluation.prediction import Predictor
-    from synthesizer_jax.training.run_directory import load_experiment, open_vocabulary
+    from synthesizer_jax.training.run_directory import open_vocabulary
 
-    experiment = load_experiment(workdir)
     vocabulary = open_vocabulary(experiment, workdir)
     mesh, layout = place_variables(experiment.model, experiment.example, experiment.mesh)
     _, variables = restore_variables(workdir / "checkpoints", step=step, layout=layout)
@@ -114,17 +198,21 @@ def _load_predictor(
         variables,
         vocabulary,
         inputs_length=experiment.data.inputs_length,
-        targets_length=max_length or experiment.data.targets_length,
+        targets_length=decoding.max_length,
         batch_size=batch_size,
-        method=method,
-        logits_dtype=logits_dtype,
+        decoding=decoding,
         mesh=mesh,
     )
 
 
-def _write_lines(answers: list[str], output_file: pathlib.Path | None) -> None:
-    """Writes one line per answer to a file, or to stdout; line breaks become spaces."""
-    lines = [f"{' '.join(answer.splitlines())}\n" for answer in answers]
+def _write_lines(
+    answers: list[list[Generated]], output_file: pathlib.Path | None, *, scores: bool
+) -> None:
+    """Writes one line per text to a file, or to stdout; line breaks become spaces."""
+    lines = []
+    for text, score in itertools.chain.from_iterable(answers):
+        line = " ".join(text.splitlines())
+        lines.append(f"{score:.4f}\t{line}\n" if scores else f"{line}\n")
     if output_file is None:
         typer.echo("".join(lines), nl=False)
     else:

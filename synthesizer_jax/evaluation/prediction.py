@@ -6,15 +6,20 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from synthesizer_jax.inference import decode, score_choices, score_targets
-from synthesizer_jax.inference.decoding import length_penalty
+from synthesizer_jax.inference import (
+    Decoding,
+    Sequences,
+    decode_sequences,
+    score_choices,
+    score_targets,
+)
 from synthesizer_jax.inference.encoding import encode_tokens
 from synthesizer_jax.models import TextToText
 from synthesizer_jax.models.token_model import TokenModel
@@ -37,8 +42,6 @@ LENGTHS = {"rank": (64, 128, 256, 512), "decode": (128, 512)}
 most tasks want, has more of them: GLUE and SuperGLUE together take eight programs, and four for the
 loss."""
 
-LENGTH_PENALTY = 0.6
-
 
 class Vocabulary(Protocol):
     """A vocabulary as evaluation needs it, such as SeqIO's."""
@@ -50,6 +53,19 @@ class Vocabulary(Protocol):
     def decode(self, ids: Sequence[int], /) -> str:
         """Converts ids to text; what follows EOS is dropped."""
         ...
+
+
+class Generated(NamedTuple):
+    """A text that a model generated.
+
+    Attributes:
+      text: the text.
+      score: its log-probability under the model in nats, end of sequence included; see
+        `inference.Sequences`.
+    """
+
+    text: str
+    score: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +95,9 @@ class Predictor:
       batch_size: number of rows of a compiled batch.
       method: one of `METHODS`: ``greedy``, ``beam`` (4 beams, T5's length penalty), or ``rank``,
         which scores label words and decodes greedily where there are none.
-      logits_dtype: dtype of the output projection in decoding, see `inference.decode`.
+      logits_dtype: dtype of the output projection in decoding, see `Decoding`.
+      decoding: how texts are decoded, in the place of `targets_length`, `logits_dtype` and what `method`
+        says of it. Of several sequences per input, only `generate_texts` returns more than the first.
       mesh: the mesh that shards the variables, and is to shard the inputs; batches are padded to a
         multiple of its devices. Of several processes each gives all inputs and gets all answers. None:
         one device.
@@ -96,13 +114,19 @@ class Predictor:
         batch_size: int = 64,
         method: str = "greedy",
         logits_dtype: str | None = None,
+        decoding: Decoding | None = None,
         mesh: Mesh | None = None,
     ):
         if method not in METHODS:
             raise ValueError(f"method={method!r}; allowed: {', '.join(METHODS)}")
         self.model, self.variables, self.vocabulary = model, variables, vocabulary
         self.inputs_length, self.targets_length = inputs_length, targets_length
-        self.method, self.logits_dtype = method, logits_dtype
+        self.method = method
+        self.decoding = decoding or Decoding(
+            max_length=targets_length,
+            beams=BEAMS if method == "beam" else 1,
+            logits_dtype=logits_dtype,
+        )
         self.mesh = None if mesh is None or mesh.size == 1 else mesh
         axes = [] if self.mesh is None else [self.mesh.shape[name] for name in BATCH_AXES]
         self.num_batch_shards = math.prod(axes)
@@ -133,9 +157,26 @@ class Predictor:
             best = ranked.argmax(axis=-1)
             scores = np.take_along_axis(ranked, best[:, None], axis=-1)[:, 0]
             return Predictions([label_words[i] for i in best], scores, ranked)
-        answers = self._map(inputs, "decode", lambda _, batch: self.generate(batch))
-        texts = [self.vocabulary.decode(until_eos(tokens)) for tokens, _ in answers]
-        return Predictions(texts, np.array([score for _, score in answers], np.float32))
+        first = [generated[0] for generated in self.generate_texts(inputs)]
+        scores = np.array([score for _, score in first], np.float32)
+        return Predictions([text for text, _ in first], scores)
+
+    def generate_texts(self, inputs: Sequence[np.ndarray]) -> list[list[Generated]]:
+        """Returns `Decoding.samples` texts per input, the best of the beams first.
+
+        Samples of an input depend on its position among the inputs, not on `batch_size` or `mesh`.
+
+        Args:
+          inputs: token ids with EOS.
+        """
+        answers = self._map(inputs, "decode", self.generate)
+        return [
+            [
+                Generated(self.vocabulary.decode(until_eos(row)), float(score))
+                for row, score in zip(tokens, scores, strict=True)
+            ]
+            for tokens, _, scores in answers
+        ]
 
     def states(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Returns the encoder's states of every input, ``[length, d_model]`` float32.
@@ -200,21 +241,22 @@ class Predictor:
         scores = self._map(inputs, "decode", score, batch_size=rows)
         return np.array([score for (score,) in scores], np.float32)
 
-    def generate(self, batch: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """Decodes ``[batch, k]`` to tokens ``[batch, targets_length]`` and their log-probabilities."""
-        beams = BEAMS if self.method == "beam" else 1
-        tokens, scores = decode(
+    def generate(self, indices: Sequence[int], batch: np.ndarray) -> Sequences:
+        """Decodes inputs ``[batch, k]``.
+
+        Args:
+          indices: integers that tell the inputs apart, for their samples; the last rows may have none.
+          batch: ``[batch, k]`` token ids with EOS; 0 is padding.
+        """
+        examples = np.zeros(len(batch), np.int32)
+        examples[: len(indices)] = indices
+        return decode_sequences(
             self.variables,
             self.to_devices(batch),
             model=self._decoder,
-            max_length=self.targets_length,
-            beams=beams,
-            alpha=LENGTH_PENALTY,
-            logits_dtype=self.logits_dtype,
+            decoding=self.decoding,
+            examples=self.to_devices(examples),
         )
-        if beams > 1:
-            scores = scores * length_penalty((tokens != 0).sum(axis=-1), LENGTH_PENALTY)
-        return tokens, scores
 
     def to_devices(self, x: np.ndarray) -> jax.Array:
         """Puts a host array on the devices."""

@@ -1,6 +1,16 @@
-"""Greedy and beam decoding, and log-probabilities of given targets."""
+"""Greedy decoding, beam search and sampling, and log-probabilities of given targets."""
 
-from synthesizer_jax.inference.decoding import Decoded, decode
+from synthesizer_jax.inference.decoder import Sequences
+from synthesizer_jax.inference.decoding import Decoded, decode, decode_sequences
 from synthesizer_jax.inference.scoring import score_choices, score_targets
+from synthesizer_jax.inference.settings import Decoding
 
-__all__ = ["Decoded", "decode", "score_choices", "score_targets"]
+__all__ = [
+    "Decoded",
+    "Decoding",
+    "Sequences",
+    "decode",
+    "decode_sequences",
+    "score_choices",
+    "score_targets",
+]

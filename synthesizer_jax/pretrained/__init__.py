@@ -1,5 +1,21 @@
 """Checkpoints of other libraries, and models from directories, ready to use."""
 
-from synthesizer_jax.pretrained.loading import Loaded, encode, generate, load
+from synthesizer_jax.evaluation.prediction import Generated
+from synthesizer_jax.inference import Decoding
+from synthesizer_jax.pretrained.loading import (
+    Loaded,
+    encode,
+    generate,
+    generate_with_scores,
+    load,
+)
 
-__all__ = ["Loaded", "encode", "generate", "load"]
+__all__ = [
+    "Decoding",
+    "Generated",
+    "Loaded",
+    "encode",
+    "generate",
+    "generate_with_scores",
+    "load",
+]

@@ -17,8 +17,9 @@ from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.checkpoints.streamed import Unread
 from synthesizer_jax.data.vocabularies import Vocabulary
-from synthesizer_jax.evaluation.prediction import Predictor
+from synthesizer_jax.evaluation.prediction import Generated, Predictor
 from synthesizer_jax.files import storage_path
+from synthesizer_jax.inference import Decoding
 from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables
@@ -153,6 +154,7 @@ def generate(
     max_length: int = 64,
     inputs_length: int = 512,
     method: str = "greedy",
+    decoding: Decoding | None = None,
 ) -> list[str]:
     """Generates one text for each input.
 
@@ -162,9 +164,38 @@ def generate(
       max_length: maximum number of tokens to generate.
       inputs_length: inputs are truncated to this many tokens.
       method: ``greedy``, or ``beam`` (4 beams, T5's length penalty).
+      decoding: settings in the place of `max_length` and `method`, such as
+        ``Decoding(max_length=64, temperature=0.7, top_p=0.9)``.
     """
-    predictor = _predictor(loaded, len(texts), inputs_length, max_length, method)
+    predictor = _predictor(
+        loaded,
+        len(texts),
+        inputs_length,
+        max_length=max_length,
+        method=method,
+        decoding=decoding,
+    )
     return predictor.predict([predictor.encode(text) for text in texts])
+
+
+def generate_with_scores(
+    loaded: Loaded, texts: Sequence[str], *, decoding: Decoding, inputs_length: int = 512
+) -> list[list[Generated]]:
+    """Generates one or several texts for each input, with their log-probabilities.
+
+    Args:
+      loaded: from `load`.
+      texts: the inputs.
+      decoding: settings, such as ``Decoding(max_length=64, beams=4, samples=4)``.
+      inputs_length: inputs are truncated to this many tokens.
+
+    Returns:
+      For each input `Decoding.samples` texts, the best of the beams first. The scores are
+      log-probabilities under the model in nats; beams are in the order of their log-probabilities
+      divided by the length penalty.
+    """
+    predictor = _predictor(loaded, len(texts), inputs_length, decoding=decoding)
+    return predictor.generate_texts([predictor.encode(text) for text in texts])
 
 
 def encode(
@@ -190,7 +221,13 @@ def encode(
 
 
 def _predictor(
-    loaded: Loaded, count: int, inputs_length: int, max_length: int = 1, method: str = "greedy"
+    loaded: Loaded,
+    count: int,
+    inputs_length: int,
+    *,
+    max_length: int = 1,
+    method: str = "greedy",
+    decoding: Decoding | None = None,
 ) -> Predictor:
     """Returns a predictor for so many texts, over the mesh of the variables."""
     model, variables, vocabulary = loaded
@@ -204,5 +241,6 @@ def _predictor(
         targets_length=max_length,
         batch_size=min(16, max(count, 1)),
         method=method,
+        decoding=decoding,
         mesh=mesh if isinstance(mesh, Mesh) else None,
     )

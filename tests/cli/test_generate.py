@@ -31,6 +31,41 @@ def call(*arguments):
     return result.output
 
 
+def test_several_texts_and_their_scores(run):
+    """Lines of one input stand together; the first beam is what is shown without the others."""
+    options = ("--workdir", run, "--max-length", 4, "--beams", 3, "--alpha", 1.0)
+    best = call(*options, *TEXTS)
+    several = call(*options, "--samples", 3, "--scores", *TEXTS).splitlines()
+    scores, texts = zip(*(line.split("\t") for line in several), strict=True)
+    assert "".join(f"{text}\n" for text in texts[::3]) == best
+    assert len(texts) == 6 and all(float(score) < 0 for score in scores)
+
+
+def test_samples_are_repeated_by_their_seed_and_stay_alone(run):
+    options = ("--workdir", run, "--max-length", 4, "--temperature", 0.9, "--top-k", 99)
+    options += ("--top-p", 0.95, "--samples", 2, "--min-length", 2, "--relative-length", 2)
+    found = call(*options, "--seed", 3, *TEXTS)
+    assert len(found.splitlines()) == 4
+    assert call(*options, "--seed", 3, "--batch-size", 1, *TEXTS) == found
+    assert call(*options, "--seed", 4, *TEXTS) != found
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--top-p", 1.5, "--temperature", 1), "top_p is 1.5; allowed: above 0, at most 1"),
+        (("--samples", 2), "samples is 2 with beams 1 and temperature 0; give a temperature"),
+        (("--min-length", 99), "min_length is 99; allowed: at most max_length, 8"),
+        (("--method", "sample"), "--method is 'sample'; use greedy or beam"),
+        (("--method", "greedy", "--beams", 2), "--method is 'greedy' with --beams 2 .*leave"),
+        (("--method", "beam", "--beams", 1), "--method is 'beam' with --beams 1; give more"),
+    ],
+)
+def test_options_that_contradict_are_one_sentence(run, options, message):
+    with pytest.raises(ValueError, match=message):
+        call("--workdir", run, *options, "text")
+
+
 ALONE = """
 import sys
 for name in ("tensorflow", "tensorflow_datasets", "tensorflow_text", "seqio"):

@@ -7,6 +7,7 @@ import pytest
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.evaluation.prediction import Predictor
+from synthesizer_jax.inference import Decoding
 from synthesizer_jax.sharding import MeshShape, make_mesh
 from tests.evaluation import runs
 
@@ -51,7 +52,8 @@ def answers(run):
 def answers_on(mesh, variables):
     experiment = runs.experiment()
     found = {}
-    for method in ("rank", "greedy", "beam"):
+    sample = Decoding(max_length=8, temperature=0.8, top_k=50, top_p=0.9)
+    for method, decoding in {"rank": None, "greedy": None, "beam": None, "sample": sample}.items():
         predictor = Predictor(
             experiment.model,
             variables,
@@ -59,7 +61,8 @@ def answers_on(mesh, variables):
             inputs_length=32,
             targets_length=8,
             batch_size=2,
-            method=method,
+            method="greedy" if decoding else method,
+            decoding=decoding,
             mesh=mesh,
         )
         inputs = [predictor.encode(text) for text in ("a b", "cola", "the dog sleeps")]

@@ -15,7 +15,8 @@ from synthesizer_jax.evaluation.files import write_predictions, write_results
 from synthesizer_jax.evaluation.prediction import Predictor, _length_batches, _pad_tokens, until_eos
 from synthesizer_jax.evaluation.scoring import evaluate_tasks, flatten_results, mean_score
 from synthesizer_jax.files import write_atomic
-from synthesizer_jax.inference import decode, score_choices, score_targets
+from synthesizer_jax.inference import Decoding, score_choices, score_targets
+from synthesizer_jax.inference.decoding import run_decoding
 from synthesizer_jax.models import Size, t5
 
 
@@ -67,6 +68,20 @@ def test_batching_does_not_change_answers(predictor, method):
         assert set(found) <= set(words)
 
 
+@pytest.mark.parametrize("options", [{"beams": 3}, {"temperature": 0.8, "top_p": 0.9}])
+def test_several_texts_depend_on_no_batch(predictor, options):
+    decoding = Decoding(max_length=4, samples=3, **options)
+    together, alone = (predictor(decoding=decoding, batch_size=n) for n in (3, 1))
+    found, same = (p.generate_texts(encoded(p)) for p in (together, alone))
+    assert [len(generated) for generated in found] == [3] * len(INPUTS)
+    assert [[g.text for g in x] for x in found] == [[g.text for g in x] for x in same]
+    scores = [[g.score for g in x] for x in found]
+    np.testing.assert_allclose(scores, [[g.score for g in x] for x in same], rtol=1e-4)
+    first = together.predict_with_scores(encoded(together), None)
+    assert first.texts == [generated[0].text for generated in found]
+    np.testing.assert_array_equal(first.scores, np.float32(scores)[:, 0])
+
+
 def test_ranking_takes_the_most_probable_word(predictor):
     p = predictor(method="rank")
     words = ("ab", "c", "bca")
@@ -85,7 +100,7 @@ def test_twelve_programs_serve_glue_and_super_glue(predictor):
     """Eight for answers, four for the loss."""
     p = predictor(method="rank", inputs_length=512, targets_length=32, batch_size=2)
     p.vocabulary = Pieces()
-    answering = score_choices._cache_size() + decode._cache_size()
+    answering = score_choices._cache_size() + run_decoding._cache_size()
     losses = score_targets._cache_size()
     rng = np.random.default_rng(0)
     for definition in (*GLUE, *SUPER_GLUE):
@@ -95,7 +110,7 @@ def test_twelve_programs_serve_glue_and_super_glue(predictor):
         assert len(p.predict(inputs, label_words=words)) == 11
         targets = [np.full(n, 2, np.int32) for n in rng.integers(1, 6 if words else 32, 11)]
         assert p.log_probabilities(inputs, targets).shape == (11,)
-    assert score_choices._cache_size() + decode._cache_size() - answering <= 8
+    assert score_choices._cache_size() + run_decoding._cache_size() - answering <= 8
     assert score_targets._cache_size() - losses <= 4
 
 

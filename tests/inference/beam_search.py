@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 EOS = 1
 
 
+Model: TypeAlias = Callable[[list[tuple[int, ...]]], Sequence[np.ndarray]]
+"""Returns the log-probabilities of the tokens after each of several prefixes."""
+
+
 def t5x_beam_search(
-    log_p: Callable[[list[tuple[int, ...]]], Sequence[np.ndarray]],
-    length: int,
-    beams: int,
-    alpha: float,
+    log_p: Model, length: int, beams: int, alpha: float
 ) -> tuple[tuple[int, ...], float]:
+    """Returns the best sequence of `t5x_beams` and its score."""
+    return t5x_beams(log_p, length, beams, alpha)[0]
+
+
+def t5x_beams(
+    log_p: Model, length: int, beams: int, alpha: float, shortest: int = 1
+) -> list[tuple[tuple[int, ...], float]]:
     """T5X's beam search of one example, as it is described there.
 
-    Each step takes the 2n best continuations; those that end compete with the ended ones by penalised
-    score, the n best others live on. Ended ones are returned where there is one, live ones otherwise.
+    Each step takes the 2n best continuations; those that end compete with the ended ones by penalized
+    score, the n best others live on. Ended ones come first, then live ones.
 
     Args:
-      log_p: the log-probabilities of the tokens after each of several prefixes.
+      log_p: the model.
       length: maximum number of tokens.
       beams: n.
       alpha: exponent of the length penalty.
+      shortest: minimum number of tokens.
 
     Returns:
-      The best sequence and its score.
+      The n best sequences with their scores.
     """
     live, ended, penalty = [(0.0, ())], [], 1.0
     for at in range(length):
@@ -36,12 +46,12 @@ def t5x_beam_search(
             (score + row[token], (*tokens, token))
             for (score, tokens), row in zip(live, found, strict=True)
             for token in range(len(row))
+            if token != EOS or at + 1 >= shortest
         ]
         every = sorted(every, reverse=True)[: 2 * beams]
         penalty = ((5 + at + 1) / 6) ** alpha
         ended += [(score / penalty, tokens) for score, tokens in every if tokens[-1] == EOS]
         ended = sorted(ended, reverse=True)[:beams]
         live = [x for x in every if x[1][-1] != EOS][:beams]
-    if ended:
-        return ended[0][1], ended[0][0]
-    return live[0][1], live[0][0] / penalty
+    live = [(score / penalty, tokens) for score, tokens in live]
+    return [(tokens, score) for score, tokens in (ended + live)[:beams]]

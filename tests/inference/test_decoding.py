@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from synthesizer_jax import nnx as snnx
 from synthesizer_jax.inference import decode, score_choices
-from synthesizer_jax.inference.decoding import GROUP, _beam_search, _top_tokens
-from synthesizer_jax.models import DecodingCache, Encoder, LayerCache, Size, alignment, t5
-from tests.inference.beam_search import t5x_beam_search
+from synthesizer_jax.inference.beam_search import GROUP, beam_search, top_tokens
+from synthesizer_jax.inference.decoder import Lengths
+from synthesizer_jax.models import Encoder, Size, alignment, t5
+from tests.inference.beam_search import t5x_beams
+from tests.inference.table import Table, table_log_p
 
 VOCAB, LENGTH = 5, 3
 
@@ -87,59 +89,34 @@ def test_wide_beam_is_exhaustive_search(trained, alpha):
         np.testing.assert_allclose(score, scores[row].max(), atol=1e-4)
 
 
-class Table:
-    """A decoding step whose logits are looked up by position and a code of all tokens so far."""
-
-    CODES = 7
-
-    def __init__(self, logits):
-        self.table = jnp.asarray(logits)  # [examples, positions, codes, vocab]
-        self.batch, self.max_length = logits.shape[:2]
-
-    def start(self):
-        codes, position = jnp.zeros(self.batch, jnp.int32), jnp.asarray(1)
-        return self.table[:, 0, 0], DecodingCache((LayerCache((codes, position)),))
-
-    def next(self, tokens, cache):
-        codes, position = cache.layers[0].self_attention
-        codes = (codes * 3 + tokens) % self.CODES
-        examples = jnp.arange(len(tokens)) // (len(tokens) // self.batch)
-        logits = self.table[examples, position, codes]
-        return logits, DecodingCache((LayerCache((codes, position + 1)),))
-
-
 @functools.partial(jax.jit, static_argnums=1)
-def search(logits, beams, alpha):
-    return _beam_search(Table(logits), beams, alpha)
-
-
-def table_log_p(logits):
-    """The continuations' log-probabilities that a table ``[positions, codes, vocab]`` gives."""
-    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-
-    def code(tokens):
-        return functools.reduce(lambda code, token: (code * 3 + token) % Table.CODES, tokens, 0)
-
-    return lambda prefixes: [log_p[len(p), code(p)] for p in prefixes]
+def search(logits, beams, alpha, shortest=1):
+    table = Table(logits)
+    lengths = Lengths(shortest, jnp.full(table.batch, table.max_length))
+    return beam_search(table, lengths, beams=beams, alpha=alpha, samples=beams)
 
 
 @given(
-    beams=st.integers(2, 3),
-    length=st.sampled_from([1, 2, 4]),
-    alpha=st.sampled_from([0.0, 0.6, 2.0]),
-    end=st.sampled_from([-8.0, -2.0, 0.0]),
+    beams=st.integers(1, 8),
+    length=st.sampled_from([1, 4]),
+    alpha=st.sampled_from([0.0, 0.6, 1.0, 2.0]),
+    shortest=st.integers(1, 3),
+    end=st.sampled_from([-8.0, -2.0, 0.0, 3.0]),
     seed=st.integers(0, 999),
 )
-@settings(deadline=None, max_examples=25)
-def test_beam_search_is_that_of_t5x(beams, length, alpha, end, seed):
-    """Ended sequences come before those that are cut, however improbable the end is."""
+@settings(deadline=None, max_examples=40)
+def test_beam_search_is_that_of_t5x(beams, length, alpha, shortest, end, seed):
+    """All beams in order; ended ones come before those that are cut, however improbable the end is."""
     logits = np.random.default_rng(seed).normal(size=(2, length, Table.CODES, 9))
     logits[..., 1] += end
-    found = search(np.float32(logits), beams, alpha)
-    for example, tokens, score in zip(logits, *map(np.asarray, found), strict=True):
-        best, expected = t5x_beam_search(table_log_p(example), length, beams, alpha)
-        assert tuple(tokens[: len(best)]) == best and not tokens[len(best) :].any()
-        np.testing.assert_allclose(score, expected, atol=1e-5)
+    found = search(np.float32(logits), beams, alpha, shortest)
+    for example, *rows in zip(logits, *map(np.asarray, found), strict=True):
+        wanted = t5x_beams(table_log_p(example), length, beams, alpha, shortest)
+        for (best, expected), tokens, score, log_p in zip(wanted, *rows, strict=False):
+            assert tuple(tokens[: len(best)]) == best and not tokens[len(best) :].any()
+            np.testing.assert_allclose(score, expected, atol=1e-5)
+            penalty = ((5 + len(best)) / 6) ** alpha
+            np.testing.assert_allclose(log_p, expected * penalty, atol=1e-5)
 
 
 def test_a_cut_sequence_is_returned_where_none_has_ended():
@@ -148,9 +125,9 @@ def test_a_cut_sequence_is_returned_where_none_has_ended():
     logits[1, :, :, 1] = [[-3.0], [-9.0]]  # the second ends with little probability
     logits[..., 5] = 4.0
     found = search(logits, 5, 1.0)
-    assert found.tokens.tolist() == [[5, 5], [1, 0]]
+    assert found.tokens[:, 0].tolist() == [[5, 5], [1, 0]]
     likely = 4 - np.log(np.exp(4) + 7)
-    np.testing.assert_allclose(found.scores[0], 2 * likely / (7 / 6), rtol=1e-5)
+    np.testing.assert_allclose(found.scores[0, 0], 2 * likely / (7 / 6), rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -194,7 +171,7 @@ def test_best_tokens_are_those_of_a_stable_sort(b, n, vocab, values, seed):
     count = min(2 * n, n * vocab)
     flat = (logits + own[:, :, None]).reshape(b, -1)
     wanted = np.argsort(-flat, axis=-1, kind="stable")[:, :count]
-    top, source, token = _top_tokens(jnp.asarray(logits), jnp.asarray(own), count)
+    top, source, token = top_tokens(jnp.asarray(logits), jnp.asarray(own), count)
     np.testing.assert_array_equal(source * vocab + token, wanted)
     np.testing.assert_array_equal(top, np.take_along_axis(flat, wanted, axis=-1))
 
@@ -222,5 +199,5 @@ def test_what_does_not_decode():
     with pytest.raises(TypeError, match="for an NNX module its config, with linen_variables"):
         decode({}, tokens, model=module, max_length=3)
     for options in ({"max_length": 0}, {"max_length": 3, "beams": 0}):
-        with pytest.raises(ValueError, match="both must be at least 1"):
+        with pytest.raises(ValueError, match=r"(max_length|beams) is 0; allowed: 1 or more"):
             decode({}, tokens, model=model, **options)

@@ -188,6 +188,10 @@ import json, sys
 import synthesizer_jax
 loaded = synthesizer_jax.load(sys.argv[1])
 print(json.dumps(synthesizer_jax.generate(loaded, ["what?", "why?"], max_length=5)))
+decoding = synthesizer_jax.Decoding(max_length=5, temperature=1.0, samples=2)
+(texts,) = synthesizer_jax.generate_with_scores(loaded, ["what?"], decoding=decoding)
+assert [generated.score < 0 for generated in texts] == [True, True]
+assert synthesizer_jax.generate(loaded, ["what?"], decoding=decoding) == [texts[0].text]
 print(synthesizer_jax.encode(loaded, ["what?", "why not?"]).shape)
 assert "tensorflow" not in sys.modules and "seqio" not in sys.modules
 """

@@ -1,0 +1,175 @@
+"""Beam search with a length penalty, by the rule of T5X."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.nn import logsumexp
+from jax.typing import ArrayLike
+
+from synthesizer_jax.inference.decoder import EOS, Decoder, Lengths, Sequences
+from synthesizer_jax.models import DecodingCache
+
+NEVER = -1e9
+"""Log-probability of an absent sequence; those below half of it are absent."""
+
+GROUP = 128
+"""Number of tokens in a group of `top_tokens`."""
+
+
+def length_penalty(length: ArrayLike, alpha: ArrayLike) -> jax.Array:
+    """Returns ``((5 + length) / 6)^alpha`` (Wu et al. 2016, equation 14)."""
+    return ((5.0 + jnp.asarray(length, jnp.float32)) / 6.0) ** alpha
+
+
+class _Beams(NamedTuple):
+    """State of a beam search over b examples with n beams and m positions.
+
+    Attributes:
+      at: number of decoded positions.
+      live: ``[b, n]`` log-probabilities of the unfinished sequences, best first.
+      tokens: ``[b, n, m]`` the unfinished sequences.
+      ended: ``[b, n]`` scores of the finished sequences with the length penalty, best first.
+      ended_tokens: ``[b, n, m]`` the finished sequences.
+      cache: self-attention caches have b · n rows; cross-attention caches that no step changes have b
+        rows, which the beams of an example share.
+    """
+
+    at: jax.Array
+    live: jax.Array
+    tokens: jax.Array
+    ended: jax.Array
+    ended_tokens: jax.Array
+    cache: DecodingCache
+
+
+def beam_search(
+    decoder: Decoder, lengths: Lengths, *, beams: int, alpha: ArrayLike, samples: int = 1
+) -> Sequences:
+    """Searches with `beams` unfinished and `beams` finished sequences of every example.
+
+    The search for an example ends at its maximum length, or when no unfinished sequence can exceed the
+    score of its worst finished sequence.
+
+    Args:
+      decoder: b examples.
+      lengths: how long sequences may be.
+      beams: n.
+      alpha: exponent of the length penalty.
+      samples: number of sequences to return per example, at most n.
+    """
+    b, n, m = decoder.batch, beams, decoder.max_length
+
+    def advance(state: _Beams, logits: jax.Array) -> tuple[_Beams, jax.Array]:
+        """Extends all beams by one token; also returns the beam that each live one continues."""
+        own = state.live - logsumexp(logits, axis=-1).reshape(b, n)
+        allowed = lengths.forbid_early_end(logits, state.at)
+        top, source, token = top_tokens(allowed.reshape(b, n, -1), own, 2 * n)
+        tokens = jnp.take_along_axis(state.tokens, source[:, :, None], axis=1)
+        tokens = tokens.at[:, :, state.at].set(token)
+        ends = token == EOS
+        real = ends & (top > NEVER / 2)
+        penalized = jnp.where(real, top / length_penalty(state.at + 1, alpha), NEVER)
+        ended, ended_tokens = _select_best(
+            jnp.concatenate([state.ended, penalized], axis=1),
+            jnp.concatenate([state.ended_tokens, tokens], axis=1),
+            n,
+        )
+        live, order = jax.lax.top_k(jnp.where(ends, NEVER, top), n)
+        tokens = jnp.take_along_axis(tokens, order[:, :, None], axis=1)
+        source = jnp.take_along_axis(source, order, axis=1)
+        # An example at its maximum length keeps what it has.
+        is_open = (state.at < lengths.longest)[:, None]
+        new = _Beams(
+            at=state.at + 1,
+            live=jnp.where(is_open, live, state.live),
+            tokens=jnp.where(is_open[:, :, None], tokens, state.tokens),
+            ended=jnp.where(is_open, ended, state.ended),
+            ended_tokens=jnp.where(is_open[:, :, None], ended_tokens, state.ended_tokens),
+            cache=state.cache,
+        )
+        return new, source
+
+    def body(state: _Beams) -> _Beams:
+        token = jnp.take_along_axis(
+            state.tokens, jnp.full((b, n, 1), state.at - 1), axis=2
+        ).reshape(-1)
+        logits, cache = decoder.next(token, state.cache)
+        state, source = advance(state._replace(cache=cache), logits)
+        rows = (jnp.arange(b)[:, None] * n + source).reshape(-1)
+        return state._replace(cache=state.cache.map_rows(lambda x: x[rows]))
+
+    def unfinished(state: _Beams) -> jax.Array:
+        hope = state.live[:, 0] / length_penalty(lengths.longest, alpha)
+        return jnp.any((state.at < lengths.longest) & (hope > state.ended[:, -1]))
+
+    logits, cache = decoder.start()
+    empty = jnp.zeros((b, n, m), jnp.int32)
+    # All beams are equal at the start, so only the first one may be extended.
+    live = jnp.full((b, n), NEVER).at[:, 0].set(0.0)
+    state = _Beams(jnp.asarray(0), live, empty, jnp.full((b, n), NEVER), empty, cache)
+    state, _ = advance(state, jnp.repeat(logits, n, axis=0))
+    cache = cache.map_rows(lambda x: jnp.repeat(x, n, axis=0))
+    state = jax.lax.while_loop(unfinished, body, state._replace(cache=cache))
+    return _best_of(state, lengths, alpha, samples=samples)
+
+
+def _best_of(state: _Beams, lengths: Lengths, alpha: ArrayLike, *, samples: int) -> Sequences:
+    """Returns the best sequences of a search that has ended.
+
+    As in T5X, finished sequences, however improbable, come before those that the maximum length cut. A
+    cut sequence's score is divided by the length penalty like all others; T5X returns its
+    log-probability.
+    """
+    n = state.live.shape[1]
+    cut = state.live / length_penalty(lengths.longest, alpha)[:, None]
+    num_ended = (state.ended > NEVER).sum(axis=1, keepdims=True)
+    rank = jnp.arange(samples)
+    index = jnp.where(rank < num_ended, rank, n + rank - num_ended)
+    tokens = jnp.concatenate([state.ended_tokens, state.tokens], axis=1)
+    tokens = jnp.take_along_axis(tokens, index[:, :, None], axis=1)
+    scores = jnp.take_along_axis(jnp.concatenate([state.ended, cut], axis=1), index, axis=1)
+    end = jnp.argmax(tokens == EOS, axis=-1) + 1
+    length = jnp.where(rank < num_ended, end, lengths.longest[:, None])
+    return Sequences(tokens, scores, scores * length_penalty(length, alpha))
+
+
+def top_tokens(
+    logits: jax.Array, own: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the best continuations of an example's beams, as `jax.lax.top_k` over all of them would.
+
+    The vocabulary is divided into groups of `GROUP` tokens. The best `count` tokens are in the `count`
+    groups with the largest maxima, so only these groups are searched.
+
+    Args:
+      logits: ``[b, n, vocab]`` of n beams.
+      own: ``[b, n]`` numbers that are added to all logits of a beam.
+      count: number of continuations.
+
+    Returns:
+      Scores, beams and tokens, each ``[b, count]``, best first.
+    """
+    b, n, vocab = logits.shape
+    groups = -(-vocab // GROUP)
+    logits = jnp.pad(
+        logits, ((0, 0), (0, 0), (0, groups * GROUP - vocab)), constant_values=-jnp.inf
+    )
+    logits = logits.reshape(b, n, groups, GROUP)
+    peaks = (logits.max(axis=-1) + own[:, :, None]).reshape(b, n * groups)
+    _, chosen = jax.lax.top_k(peaks, min(count, n * groups))
+    chosen = jnp.sort(chosen)  # as in top_k, the first of equal values comes first
+    near = jnp.take_along_axis(logits.reshape(b, n * groups, GROUP), chosen[:, :, None], axis=1)
+    near += jnp.take_along_axis(own, chosen // groups, axis=1)[:, :, None]
+    top, index = jax.lax.top_k(near.reshape(b, -1), count)
+    group = jnp.take_along_axis(chosen, index // GROUP, axis=1)
+    token = group % groups * GROUP + index % GROUP
+    return top, group // groups, token.astype(jnp.int32)
+
+
+def _select_best(scores: jax.Array, tokens: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the n best of the sequences ``[b, c, m]`` with scores ``[b, c]``."""
+    scores, order = jax.lax.top_k(scores, n)
+    return scores, jnp.take_along_axis(tokens, order[:, :, None], axis=1)

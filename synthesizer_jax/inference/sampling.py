@@ -1,0 +1,180 @@
+"""Greedy decoding and sampling: one token after the other, several rows per example."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.nn import logsumexp
+from jax.typing import ArrayLike
+
+from synthesizer_jax.inference.decoder import EOS, START, Decoder, Lengths, Sequences
+from synthesizer_jax.models import DecodingCache
+
+
+class Sampling(NamedTuple):
+    """What samples depend on beside the model.
+
+    Attributes:
+      key: ``[]`` random key.
+      examples: ``[batch]`` integers that tell the examples apart.
+      temperature: ``[]`` T, by which logits are divided.
+      top_p: ``[]`` probability of the tokens to draw from; None: all.
+    """
+
+    key: jax.Array
+    examples: jax.Array
+    temperature: ArrayLike
+    top_p: ArrayLike | None = None
+
+    def keys(self, samples: int) -> jax.Array:
+        """Returns a random key per sample, whatever else is in the batch.
+
+        Args:
+          samples: number of samples per example.
+
+        Returns:
+          ``[batch · samples]`` keys, the samples of an example next to one another.
+        """
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(self.key, self.examples)
+        fold = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))
+        return fold(keys, jnp.arange(samples)).reshape(-1)
+
+    def draw(
+        self, logits: jax.Array, at: jax.Array, *, keys: jax.Array, top_k: int | None
+    ) -> jax.Array:
+        """Draws the next token of every sequence.
+
+        Args:
+          logits: ``[rows, vocab]``.
+          at: ``[]`` the token's position.
+          keys: ``[rows]`` random keys of the sequences.
+          top_k: number of tokens to draw from; None: all.
+
+        Returns:
+          ``[rows]`` tokens.
+        """
+        # The largest logit becomes 0, so that no temperature makes an infinity of it.
+        logits -= logits.max(axis=-1, keepdims=True)
+        logits /= jnp.maximum(self.temperature, jnp.finfo(logits.dtype).tiny)
+        if top_k is not None or self.top_p is not None:
+            logits = keep_most_probable(logits, top_k=top_k, top_p=self.top_p)
+        keys = jax.vmap(jax.random.fold_in, (0, None))(keys, at)
+        return jax.vmap(jax.random.categorical)(keys, logits)
+
+
+def _most_probable(logits: jax.Array, at: jax.Array) -> jax.Array:
+    """Returns the most probable tokens ``[rows]`` of logits ``[rows, vocab]`` at any position."""
+    del at
+    return jnp.argmax(logits, axis=-1)
+
+
+def keep_most_probable(
+    logits: jax.Array, *, top_k: int | None = None, top_p: ArrayLike | None = None
+) -> jax.Array:
+    """Returns logits with −∞ for all but the most probable tokens; of equal ones the first are kept.
+
+    Args:
+      logits: ``[rows, vocab]``.
+      top_k: number of tokens to keep; None: all.
+      top_p: after that, the smallest number of tokens whose probability, among those that `top_k` kept,
+        is at least this is kept; None: all.
+    """
+    vocab = logits.shape[-1]
+    values, tokens = jax.lax.top_k(logits, vocab if top_k is None else min(top_k, vocab))
+    count = jnp.full(logits.shape[:-1], values.shape[-1])
+    if top_p is not None:
+        sums = jnp.cumsum(jax.nn.softmax(values, axis=-1), axis=-1)
+        # Rounded sums may reach 1 before the last token.
+        reached = (sums[..., :-1] >= top_p) & (jnp.asarray(top_p) < 1)
+        count = 1 + jnp.sum(~reached, axis=-1)
+    last = count[..., None] - 1
+    least, last_token = (jnp.take_along_axis(x, last, axis=-1) for x in (values, tokens))
+    tied = (logits == least) & (jnp.arange(vocab) <= last_token)
+    return jnp.where((logits > least) | tied, logits, -jnp.inf)
+
+
+class _State(NamedTuple):
+    """State of decoding r rows with m positions.
+
+    Attributes:
+      at: number of decoded positions.
+      token: ``[r]`` the last tokens.
+      tokens: ``[r, m]`` all tokens; zeros after the end.
+      scores: ``[r]`` log-probabilities of the tokens.
+      done: ``[r]`` whether EOS was decoded, or the maximum number of tokens.
+      cache: the model's cache.
+    """
+
+    at: jax.Array
+    token: jax.Array
+    tokens: jax.Array
+    scores: jax.Array
+    done: jax.Array
+    cache: DecodingCache
+
+
+def decode_rows(
+    decoder: Decoder,
+    lengths: Lengths,
+    *,
+    samples: int = 1,
+    sampling: Sampling | None = None,
+    top_k: int | None = None,
+) -> Sequences:
+    """Decodes token after token until every row has ended.
+
+    Args:
+      decoder: the examples.
+      lengths: how long sequences may be.
+      samples: number of sequences per example.
+      sampling: draws the tokens; None takes the most probable ones.
+      top_k: number of tokens to draw from; None: all.
+    """
+    rows = decoder.batch * samples
+    longest = jnp.repeat(lengths.longest, samples)
+    if sampling is None:
+        choose: Callable[[jax.Array, jax.Array], jax.Array] = _most_probable
+    else:
+        choose = functools.partial(sampling.draw, keys=sampling.keys(samples), top_k=top_k)
+
+    def append(state: _State, logits: jax.Array) -> _State:
+        token = choose(lengths.forbid_early_end(logits, state.at), state.at)
+        logp = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+        logp -= logsumexp(logits, axis=-1)
+        token = jnp.where(state.done, 0, token).astype(jnp.int32)
+        return _State(
+            at=state.at + 1,
+            token=token,
+            tokens=state.tokens.at[:, state.at].set(token),
+            scores=state.scores + jnp.where(state.done, 0.0, logp),
+            done=state.done | (token == EOS) | (state.at + 1 >= longest),
+            cache=state.cache,
+        )
+
+    def body(state: _State) -> _State:
+        logits, cache = decoder.next(state.token, state.cache)
+        return append(state._replace(cache=cache), logits)
+
+    def unfinished(state: _State) -> jax.Array:
+        return (state.at < decoder.max_length) & ~jnp.all(state.done)
+
+    logits, cache = decoder.start()
+    if samples > 1:
+        logits = jnp.repeat(logits, samples, axis=0)
+        cache = cache.map_rows(lambda x: jnp.repeat(x, samples, axis=0))
+    state = _State(
+        at=jnp.asarray(0),
+        token=jnp.full(rows, START, jnp.int32),
+        tokens=jnp.zeros((rows, decoder.max_length), jnp.int32),
+        scores=jnp.zeros(rows),
+        done=jnp.zeros(rows, bool),
+        cache=cache,
+    )
+    state = jax.lax.while_loop(unfinished, body, append(state, logits))
+    tokens = state.tokens.reshape(decoder.batch, samples, -1)
+    scores = state.scores.reshape(decoder.batch, samples)
+    return Sequences(tokens, scores, scores)

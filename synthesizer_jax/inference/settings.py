@@ -1,0 +1,105 @@
+"""How sequences are decoded: greedily, by beam search, or by sampling."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from synthesizer_jax.registry import check_types
+
+LARGEST_SEED = 2**32 - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """Settings of decoding: greedy by default, by beam search with `beams`, by sampling with `temperature`.
+
+    Lengths count tokens with EOS.
+
+    Attributes:
+      max_length: maximum number of decoded tokens.
+      min_length: minimum number of decoded tokens: EOS has probability zero at the first
+        ``min_length - 1`` positions. 1 allows the empty text.
+      relative_length: the maximum of an input of n real tokens is also ``round(relative_length · n)``
+        (ties to even), but not less than `min_length`. None: `max_length` alone.
+      beams: number of beams; 1 is greedy decoding or sampling.
+      alpha: exponent of the length penalty ``((5 + n) / 6)^alpha`` by which beam search divides the
+        log-probability of a sequence of n tokens (Wu et al. 2016, equation 14; T5 uses 0.6 with 4
+        beams).
+      temperature: T > 0 samples tokens from ``softmax(logits / T)``; 0 takes the most probable token.
+      top_k: samples are drawn from the k most probable tokens (Fan et al. 2018); None: from all.
+      top_p: samples are drawn from the smallest set of most probable tokens with at least this
+        probability (nucleus sampling, Holtzman et al. 2020, section 3.1); None: from all. The order is
+        that of transformers: temperature, then `top_k`, then `top_p` of what remains.
+      samples: number of sequences per input: independent samples, or the best of the beams.
+      seed: seed of the samples. Sample j of example i depends on the seed, i, j and the model's logits
+        alone, neither on the batch nor on devices or the number of samples.
+      logits_dtype: dtype of the operands of the output projection; None is the model's. ``"bfloat16"``
+        halves the memory traffic of the projection, which dominates a step of small models. The
+        logits are float32 in any case.
+
+    Raises:
+      ValueError: a value is not allowed, or does not go with another.
+    """
+
+    max_length: int
+    min_length: int = 1
+    relative_length: float | None = None
+    beams: int = 1
+    alpha: float = 0.6
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    samples: int = 1
+    seed: int = 0
+    logits_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        check_types(Decoding, fields)
+        self._check_ranges()
+        self._check_combinations()
+
+    def _check_ranges(self) -> None:
+        """Raises a `ValueError` for the first field with a value that is never allowed."""
+        checks = (
+            ("max_length", self.max_length >= 1, "1 or more"),
+            ("min_length", self.min_length >= 1, "1 or more"),
+            (
+                "relative_length",
+                self.relative_length is None or self.relative_length > 0,
+                "above 0",
+            ),
+            ("beams", self.beams >= 1, "1 or more"),
+            ("alpha", self.alpha >= 0, "0 or more"),
+            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "1 or more"),
+            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0, at most 1"),
+            ("samples", self.samples >= 1, "1 or more"),
+            ("seed", 0 <= self.seed <= LARGEST_SEED, f"0 to {LARGEST_SEED:,}"),
+        )
+        for name, allowed, values in checks:
+            if not allowed:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: {values}")
+
+    def _check_combinations(self) -> None:
+        """Raises a `ValueError` for settings that contradict one another."""
+        if self.min_length > self.max_length:
+            raise ValueError(
+                f"min_length is {self.min_length}; allowed: at most max_length, {self.max_length}"
+            )
+        if self.beams > 1 and self.temperature > 0:
+            raise ValueError(
+                f"temperature is {self.temperature} with beams {self.beams}; beam search does not "
+                "sample: give temperature 0, or beams 1"
+            )
+        for name, value in (("top_k", self.top_k), ("top_p", self.top_p)):
+            if value is not None and not self.temperature:
+                raise ValueError(
+                    f"{name} is {value} with temperature 0, which does not sample; give a temperature, "
+                    "such as 1"
+                )
+        if self.samples > self.beams and not self.temperature:
+            raise ValueError(
+                f"samples is {self.samples} with beams {self.beams} and temperature 0; give a "
+                f"temperature, such as 1, or {self.samples} beams or more"
+            )

@@ -1,0 +1,39 @@
+"""A model of a table, and what it predicts in NumPy."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+
+from synthesizer_jax.models import DecodingCache, LayerCache
+
+
+class Table:
+    """A decoding step whose logits are looked up by position and a code of all tokens so far."""
+
+    CODES = 7
+
+    def __init__(self, logits):
+        self.table = jnp.asarray(logits)  # [examples, positions, codes, vocab]
+        self.batch, self.max_length = logits.shape[:2]
+
+    def start(self):
+        codes, position = jnp.zeros(self.batch, jnp.int32), jnp.asarray(1)
+        return self.table[:, 0, 0], DecodingCache((LayerCache((codes, position)),))
+
+    def next(self, tokens, cache):
+        codes, position = cache.layers[0].self_attention
+        codes = (codes * 3 + tokens) % self.CODES
+        examples = jnp.arange(len(tokens)) // (len(tokens) // self.batch)
+        logits = self.table[examples, position, codes]
+        return logits, DecodingCache((LayerCache((codes, position + 1)),))
+
+
+def table_log_p(logits):
+    """The continuations' log-probabilities that a table ``[positions, codes, vocab]`` gives."""
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+    def code(tokens):
+        return functools.reduce(lambda code, token: (code * 3 + token) % Table.CODES, tokens, 0)
+
+    return lambda prefixes: [log_p[len(p), code(p)] for p in prefixes]

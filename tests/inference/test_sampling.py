@@ -1,0 +1,264 @@
+"""Sampling against exact distributions, and what holds for every way of decoding."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from synthesizer_jax.inference import Decoding, decode, decode_sequences, score_targets
+from synthesizer_jax.inference.decoder import Lengths
+from synthesizer_jax.inference.decoding import run_decoding
+from synthesizer_jax.inference.sampling import Sampling, decode_rows, keep_most_probable
+from synthesizer_jax.models import Size, alignment, t5
+from tests.inference.table import Table, table_log_p
+
+VOCAB, LENGTH, BATCH = 11, 6, 8
+
+
+def kept_tokens(logits, top_k, top_p):
+    """The tokens to draw from, most probable first, and the probabilities of ever more of them.
+
+    From the definitions: the k most probable tokens, of which the smallest number with probability p.
+    """
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))[:top_k]
+    mass = np.exp(logits[order] - logits.max())
+    sums = np.cumsum(mass / mass.sum())
+    if top_p is None or top_p == 1:
+        return order, sums
+    return order[: 1 + int(np.argmax(sums >= top_p))], sums
+
+
+@given(
+    vocab=st.sampled_from([2, 7, 300]),
+    top_k=st.one_of(st.none(), st.integers(1, 9)),
+    top_p=st.one_of(st.none(), st.floats(0.01, 1.0)),
+    values=st.sampled_from([2, 5, 1000]),
+    seed=st.integers(0, 999),
+)
+@settings(deadline=None, max_examples=60)
+def test_the_tokens_to_draw_from_are_those_of_the_definitions(vocab, top_k, top_p, values, seed):
+    # Few different values: most are equal to another.
+    logits = np.random.default_rng(seed).integers(0, values, vocab) * (8.0 / values)
+    order, sums = kept_tokens(logits, top_k, top_p)
+    assume(top_p is None or np.abs(sums - top_p).min() > 1e-5 or top_p == 1)
+    found = keep_most_probable(jnp.float32(logits)[None], top_k=top_k, top_p=top_p)[0]
+    assert set(np.flatnonzero(np.isfinite(found))) == set(order)
+    np.testing.assert_array_equal(np.asarray(found)[order], np.float32(logits)[order])
+
+
+@functools.partial(jax.jit, static_argnames=("samples", "top_k"))
+def sample(logits, temperature, top_p=None, *, samples=1, top_k=None, shortest=None):
+    table = Table(logits)
+    lengths = Lengths(shortest, jnp.full(table.batch, table.max_length))
+    sampling = Sampling(jax.random.key(3), jnp.arange(table.batch), temperature, top_p)
+    return decode_rows(table, lengths, samples=samples, sampling=sampling, top_k=top_k)
+
+
+def table_of(seed, vocab=5, length=2, batch=1, end=0.0):
+    shape = (batch, length, Table.CODES, vocab)
+    logits = np.random.default_rng(seed).normal(scale=1.5, size=shape).astype(np.float32)
+    logits[..., 1] += end
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, None, None), (0.5, None, None), (2.0, 3, None), (1.5, None, 0.7), (1.5, 4, 0.8)],
+)
+def test_samples_have_the_exact_distribution(temperature, top_k, top_p):
+    """Of all sequences of two tokens, within five standard deviations; and their log-probabilities."""
+    logits, samples = table_of(1), 20_000
+    log_p = table_log_p(np.float64(logits[0]))
+    expected, scores = {}, {}
+
+    def follow(prefix, probability, score):
+        if len(prefix) == 2 or prefix[-1:] == (1,):
+            expected[prefix], scores[prefix] = probability, score
+            return
+        (row,) = log_p([prefix])
+        order, _ = kept_tokens(row / temperature, top_k, top_p)
+        mass = np.exp(row[order] / temperature)
+        for token, share in zip(order, mass / mass.sum(), strict=True):
+            follow((*prefix, token), probability * share, score + row[token])
+
+    follow((), 1.0, 0.0)
+    found = sample(logits, temperature, top_p, samples=samples, top_k=top_k)
+    rows = [tuple(row[:1] if row[0] == 1 else row) for row in np.asarray(found.tokens[0]).tolist()]
+    counts = collections.Counter(rows)
+    assert set(counts) <= set(expected)
+    for sequence, p in expected.items():
+        bound = 5 * np.sqrt(p * (1 - p) / samples) + 1 / samples
+        assert abs(counts[sequence] / samples - p) < bound
+    wanted = [scores[row] for row in rows]
+    np.testing.assert_allclose(found.log_probabilities[0], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("shortest", [None, 3])
+def test_low_temperatures_and_one_token_to_draw_from_are_greedy(shortest):
+    logits = table_of(2, vocab=9, length=4, batch=6, end=1.0)
+    table, longest = Table(logits), jnp.full(6, 4)
+    greedy = jax.jit(lambda: decode_rows(table, Lengths(shortest, longest)))()
+    for found in (
+        *(sample(logits, t, shortest=shortest) for t in (1e-4, 1e-38, 1e-44)),
+        sample(logits, 5.0, top_k=1, shortest=shortest),
+        sample(logits, 5.0, 1e-6, shortest=shortest),
+    ):
+        np.testing.assert_array_equal(found.tokens, greedy.tokens)
+        np.testing.assert_allclose(
+            found.log_probabilities, greedy.log_probabilities, rtol=1e-5, atol=1e-6
+        )
+    for example, tokens in zip(logits, np.asarray(greedy.tokens[:, 0]), strict=True):
+        wanted = ()
+        while len(wanted) < 4 and wanted[-1:] != (1,):
+            (row,) = table_log_p(example)([wanted])
+            if len(wanted) + 1 < (shortest or 1):
+                row[1] = -np.inf
+            wanted = (*wanted, int(row.argmax()))
+        assert tuple(tokens[: len(wanted)]) == wanted and not tokens[len(wanted) :].any()
+
+
+@pytest.fixture(scope="module")
+def trained():
+    model = t5(
+        Size(8, 1, 12, 2, 4), encoder=alignment("v", head_dim=4, max_length=8), vocab_size=VOCAB
+    )
+    source = np.random.default_rng(0).integers(2, VOCAB, (BATCH, 7))
+    for row, count in enumerate((7, 1, 2, 3, 4, 5, 6, 7)):
+        source[row, count:] = 0
+    source = jnp.asarray(source)
+    variables = model.init(jax.random.key(7), source, source[:, :LENGTH])
+    kernel = variables["params"]["logits_kernel"] * 2.0
+    variables["params"]["logits_kernel"] = kernel.at[:, 1].multiply(2.0)  # sequences end
+    return model, variables, source
+
+
+METHODS = {
+    "greedy": Decoding(max_length=LENGTH),
+    "beams": Decoding(max_length=LENGTH, beams=3, samples=3),
+    "samples": Decoding(max_length=LENGTH, temperature=0.9, top_k=9, top_p=0.95, samples=3, seed=5),
+}
+
+
+def run(trained, method, *, rows=slice(None), source=None, **changes):
+    model, variables, tokens = trained
+    decoding = METHODS[method]
+    options = {name: getattr(decoding, name) for name in decoding.__dataclass_fields__} | changes
+    examples = np.arange(BATCH)[rows]
+    tokens = tokens[rows] if source is None else source
+    return decode_sequences(
+        variables, tokens, model=model, decoding=Decoding(**options), examples=examples
+    )
+
+
+def lengths_of(tokens):
+    """The number of tokens with EOS, where a sequence has one."""
+    ends = np.asarray(tokens) == 1
+    return np.where(ends.any(-1), ends.argmax(-1) + 1, tokens.shape[-1])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_scores_are_those_of_the_targets(trained, method):
+    """Also where EOS is forbidden, and where a maximum length cuts."""
+    model, variables, source = trained
+    checked = 0
+    for changes in ({}, {"min_length": 4}):
+        found = run(trained, method, **changes)
+        for i in range(found.tokens.shape[1]):
+            tokens = found.tokens[:, i]
+            wanted = score_targets(variables, source, targets=tokens, model=model)
+            whole = np.asarray((tokens != 0).sum(-1)) == lengths_of(tokens)  # else token 0 is in it
+            checked += whole.sum()
+            np.testing.assert_allclose(
+                found.log_probabilities[whole, i], wanted[whole], rtol=1e-4, atol=1e-5
+            )
+    assert checked >= BATCH
+    order = np.asarray(found.scores)
+    if method == "beams":
+        ended = np.asarray((found.tokens == 1).any(-1))
+        for scores, finished in zip(order, ended, strict=True):
+            assert list(finished) == sorted(finished, reverse=True)
+            for part in (scores[finished], scores[~finished]):
+                assert list(part) == sorted(part, reverse=True)
+    else:
+        np.testing.assert_array_equal(order, found.log_probabilities)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_lengths_have_a_minimum_and_a_maximum_relative_to_the_input(trained, method):
+    """The maximum counts real tokens, wherever the padding is, and is that of each example."""
+    source = trained[2]
+    real = np.asarray((source != 0).sum(-1))
+    free = run(trained, method)
+    assert lengths_of(free.tokens).min() < 4
+    assert lengths_of(run(trained, method, min_length=4).tokens).min() >= 4
+    cases = ((0.5, 1), (0.8, 2), (1.5, 1))
+    for relative, shortest in cases:
+        longest = [min(LENGTH, max(round(relative * n), shortest)) for n in real]
+        options = {"relative_length": relative, "min_length": shortest}
+        found = run(trained, method, **options)
+        for row, limit in enumerate(longest):
+            alone = run(
+                trained, method, max_length=limit, min_length=shortest, rows=slice(row, row + 1)
+            )
+            np.testing.assert_array_equal(found.tokens[row, :, :limit], alone.tokens[0])
+            np.testing.assert_allclose(found.scores[row], alone.scores[0], rtol=1e-4, atol=1e-5)
+            assert not np.asarray(found.tokens[row, :, limit:]).any()
+        left = np.stack([np.roll(row, (row == 0).sum()) for row in np.asarray(source)])
+        same = run(trained, method, source=jnp.asarray(left), **options)
+        np.testing.assert_array_equal(found.tokens, same.tokens)
+
+
+def test_a_sample_depends_on_its_seed_example_and_number_alone(trained):
+    found = run(trained, "samples")
+    for rows in (np.array([2]), np.array([5, 2, 7])):
+        part = run(trained, "samples", rows=rows)
+        np.testing.assert_array_equal(part.tokens, found.tokens[rows])
+    fewer = run(trained, "samples", samples=2)
+    np.testing.assert_array_equal(fewer.tokens, found.tokens[:, :2])
+    assert np.any(run(trained, "samples", seed=6).tokens != found.tokens)
+    model, variables, source = trained
+    by_key = decode_sequences(
+        variables, source, model=model, decoding=METHODS["samples"], key=jax.random.key(5)
+    )
+    np.testing.assert_array_equal(by_key.tokens, found.tokens)
+
+
+def test_one_program_serves_all_temperatures_and_probabilities(trained):
+    run(trained, "samples", min_length=3)
+    run(trained, "beams", min_length=3)
+    before = run_decoding._cache_size()
+    for changes in ({"temperature": 2}, {"top_p": 0.5}, {"seed": 9}, {"min_length": 2}):
+        run(trained, "samples", **{"min_length": 3} | changes)
+    for changes in ({"alpha": 0}, {"alpha": 1.0}, {"min_length": 2}):
+        run(trained, "beams", **{"min_length": 3} | changes)
+    assert run_decoding._cache_size() == before
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_a_mesh_decodes_what_one_device_does(trained, method, axis_type):
+    model, variables, source = trained
+    expected = run(trained, method, relative_length=1.5)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType[axis_type],))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(source, NamedSharding(mesh, P("data")))
+        placed = jax.device_put(variables, NamedSharding(mesh, P()))
+        found = run((model, placed, None), method, source=sharded, relative_length=1.5)
+        assert found.tokens.sharding.spec[0] == "data"
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-4, atol=1e-5)
+
+
+def test_the_short_form_returns_the_best(trained):
+    model, variables, source = trained
+    found = decode(variables, source, model=model, max_length=LENGTH, beams=3)
+    several = run(trained, "beams")
+    np.testing.assert_array_equal(found.tokens, several.tokens[:, 0])
+    np.testing.assert_array_equal(found.scores, several.scores[:, 0])
