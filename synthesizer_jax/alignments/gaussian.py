@@ -11,6 +11,7 @@ import numpy as np
 
 from synthesizer_jax.alignments.base import Alignment, AttentionContext
 from synthesizer_jax.attention import Terms, banded, relative
+from synthesizer_jax.attention.lengths import arange
 from synthesizer_jax.registry import register
 
 REACH = 6.0
@@ -51,7 +52,7 @@ class Gaussian(Alignment):
             weights = self.density(place, dtype)[None, None]
             return (banded(weights, first=first, normalize=self.normalize),)
         start, length = context.query_span.start, context.query_span.length
-        position = start + (np if isinstance(start, int) else jnp).arange(length)
+        position = start + arange(0, length)
         center = jnp.asarray(self.ratio * position, dtype)
         starts = jnp.floor(center).astype(jnp.int32) + first
         place = starts[:, None] + np.arange(width + 1) - center[:, None]
@@ -97,7 +98,7 @@ class GaussianBias(Alignment):
             raise ValueError(f"GaussianBias: sigma={self.sigma}; it must be positive")
         first, last = context.distance_range
         offsets = _cycle_offsets(self, self.offsets, context.num_heads)
-        place = np.arange(first, last + 1) - offsets[:, None]
+        place = arange(first, last + 1) - offsets[:, None]
         dtype = jnp.promote_types(queries.dtype, jnp.float32)
         return (relative(jnp.asarray(-0.5 * (place / self.sigma) ** 2, dtype), first=first),)
 

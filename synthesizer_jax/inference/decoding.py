@@ -81,7 +81,7 @@ def decode(
     if beams < 1 or max_length < 1:
         raise ValueError(f"decode: beams={beams}, max_length={max_length}; both must be at least 1")
     variables = unroll_variables(model, variables)
-    decoder = _Decoder(
+    decoder = Decoder(
         unroll(model),
         variables,
         encoder_tokens,
@@ -91,7 +91,7 @@ def decode(
     return _decode_greedily(decoder) if beams == 1 else _beam_search(decoder, beams, alpha)
 
 
-class _Decoder:
+class Decoder:
     """A model with looped layers and its variables; maps tokens to logits."""
 
     def __init__(
@@ -146,7 +146,7 @@ class _GreedyState(NamedTuple):
     cache: DecodingCache
 
 
-def _decode_greedily(decoder: _Decoder) -> Decoded:
+def _decode_greedily(decoder: Decoder) -> Decoded:
     """Decodes the most probable token at every position until every example has ended."""
 
     def append(state: _GreedyState, logits: jax.Array) -> _GreedyState:
@@ -207,7 +207,7 @@ class _Beams(NamedTuple):
     cache: DecodingCache
 
 
-def _beam_search(decoder: _Decoder, beams: int, alpha: float) -> Decoded:
+def _beam_search(decoder: Decoder, beams: int, alpha: float) -> Decoded:
     """Searches with `beams` unfinished and `beams` finished sequences of every example.
 
     The search for an example ends when no unfinished sequence can exceed the score of its worst finished
