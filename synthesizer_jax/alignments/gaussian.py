@@ -11,6 +11,7 @@ import numpy as np
 
 from synthesizer_jax.alignments.base import Alignment, AttentionContext
 from synthesizer_jax.attention import Terms, banded, relative
+from synthesizer_jax.attention.lengths import arange
 from synthesizer_jax.initializers import Initializer
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
@@ -53,7 +54,7 @@ class Gaussian(Alignment):
             weights = self.density(place, dtype)[None, None]
             return (banded(weights, first=first, normalize=self.normalize),)
         start, length = context.query_span.start, context.query_span.length
-        position = start + (np if isinstance(start, int) else jnp).arange(length)
+        position = start + arange(0, length)
         center = jnp.asarray(self.ratio * position, dtype)
         starts = jnp.floor(center).astype(jnp.int32) + first
         place = starts[:, None] + np.arange(width + 1) - center[:, None]
@@ -105,11 +106,11 @@ class GaussianBias(Alignment):
         offsets = _cycle_offsets(self, self.offsets, context.num_heads)
         dtype = jnp.promote_types(queries.dtype, jnp.float32)
         if not self.trainable:
-            place = (np.arange(first, last + 1) - offsets[:, None]) / self.sigma
+            place = (arange(first, last + 1) - offsets[:, None]) / self.sigma
             return (relative(jnp.asarray(-0.5 * place**2, dtype), first=first),)
         offset = self._learned("offset", offsets).astype(dtype)
         precision = self._learned("precision", np.full(context.num_heads, self.sigma**-2))
-        distance = jnp.arange(first, last + 1, dtype=dtype) - offset[:, None]
+        distance = jnp.asarray(arange(first, last + 1), dtype) - offset[:, None]
         return (relative(-0.5 * precision.astype(dtype)[:, None] * distance**2, first=first),)
 
     def _learned(self, name: str, start: np.ndarray) -> jax.Array:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import flax.linen as nn
 import jax
-import numpy as np
 
 from synthesizer_jax.alignments.base import Alignment, AttentionContext
 from synthesizer_jax.attention import Terms, relative
-from synthesizer_jax.attention.relative import relative_buckets
+from synthesizer_jax.attention.relative import buckets_between
 from synthesizer_jax.initializers import GlorotUniform, Initializer
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
@@ -43,8 +42,9 @@ class RelativeBias(Alignment):
             (context.num_heads, self.num_buckets),
         )
         first, last = context.distance_range
-        buckets = relative_buckets(
-            np.arange(first, last + 1),
+        buckets = buckets_between(
+            first,
+            last + 1,
             num_buckets=self.num_buckets,
             max_distance=self.max_distance,
             bidirectional=self.bidirectional,

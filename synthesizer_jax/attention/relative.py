@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from synthesizer_jax.attention.lengths import arange
 from synthesizer_jax.attention.terms import Relative
 
 
@@ -36,8 +38,9 @@ class RelativeTable:
             start, end = 1 - q_length - query_offset, k_length - query_offset
         else:
             start, end = 1 - k_length, k_length
-        buckets = relative_buckets(
-            np.arange(start, end),
+        buckets = buckets_between(
+            start,
+            end,
             num_buckets=self.table.shape[1],
             max_distance=self.max_distance,
             bidirectional=self.bidirectional,
@@ -75,6 +78,38 @@ def relative_bias(
             "[num_heads, num_buckets] and 0, or [num_buckets, num_heads] and 1"
         )
     return RelativeTable(table.T if head_axis else table, bidirectional, max_distance)
+
+
+def buckets_between(
+    start: int, end: int, *, num_buckets: int, max_distance: int, bidirectional: bool
+) -> np.ndarray | jax.Array:
+    """Returns T5's buckets of the distances from `start` up to, but without, `end`.
+
+    Args:
+      start: the first distance ``key − query``.
+      end: the distance after the last one. Where a length is symbolic (`jax.export`), so are these, and
+        the buckets are looked up when the program runs.
+      num_buckets: see `relative_buckets`.
+      max_distance: see `relative_buckets`.
+      bidirectional: see `relative_buckets`.
+
+    Returns:
+      ``[end - start]`` int32.
+    """
+    buckets_of = functools.partial(
+        relative_buckets,
+        num_buckets=num_buckets,
+        max_distance=max_distance,
+        bidirectional=bidirectional,
+    )
+    distances = arange(start, end)
+    if isinstance(distances, np.ndarray):
+        return buckets_of(distances)
+    # Distances beyond the last bound share a bucket, so a table of the others holds all buckets. NumPy's
+    # logarithm fills it: that of a TPU is less exact, and would move bounds.
+    last = max(max_distance, num_buckets)
+    table = jnp.asarray(buckets_of(np.arange(-last, last + 1)))
+    return table[jnp.clip(distances, -last, last) + last]
 
 
 def relative_buckets(

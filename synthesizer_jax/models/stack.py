@@ -14,6 +14,7 @@ import numpy as np
 from synthesizer_jax.alignments import Alignment, AttentionContext
 from synthesizer_jax.attention import Cache, Mask, Span, Terms
 from synthesizer_jax.attention.fused import CHECKPOINT_NAME
+from synthesizer_jax.attention.lengths import arange
 from synthesizer_jax.attention.masks import segment_positions
 from synthesizer_jax.mixers.decoding import move_padding_last, resolve_position, take_positions
 from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
@@ -357,8 +358,8 @@ def _resolve_positions(
     if positions is not None:
         return positions
     if isinstance(position, int):
-        return position + np.arange(q)[None]
-    return jnp.reshape(position, (-1, 1)) + np.arange(q)
+        return position + arange(0, q)[None]
+    return jnp.reshape(position, (-1, 1)) + arange(0, q)
 
 
 def _capacity(caches: tuple[LayerCache, ...]) -> int | None:

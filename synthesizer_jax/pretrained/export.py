@@ -17,12 +17,21 @@ from synthesizer_jax.pretrained.huggingface.compare import can_compare, check_lo
 from synthesizer_jax.pretrained.huggingface.export import write_folder
 from synthesizer_jax.pretrained.t5x.export import write_checkpoint
 from synthesizer_jax.registry import JSON, replace, to_json
+from synthesizer_jax.serving.directory import write_directory
+from synthesizer_jax.serving.programs import Limits
+from synthesizer_jax.serving.saved_model import write_saved_model
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import find_checkpoint
 from synthesizer_jax.training.run_directory import load_experiment, open_vocabulary
 from synthesizer_jax.version import __version__
 
-HUGGING_FACE, T5X, SCANNED_T5X = FORMATS = ("huggingface", "t5x", "t5x-scanned")
+HUGGING_FACE, T5X, SCANNED_T5X, STABLEHLO, SAVED_MODEL = FORMATS = (
+    "huggingface",
+    "t5x",
+    "t5x-scanned",
+    "stablehlo",
+    "savedmodel",
+)
 
 
 def export_run(
@@ -32,6 +41,9 @@ def export_run(
     to: str = HUGGING_FACE,
     dtype: str = "float32",
     check: bool | None = False,
+    inputs_length: int | None = None,
+    max_length: int | None = None,
+    beams: int = 1,
     report: Callable[[str], object] = print,
 ) -> None:
     """Writes the model of a run for another library; the directory appears when it is complete.
@@ -39,21 +51,29 @@ def export_run(
     Args:
       run: ``RUN`` or ``RUN/checkpoints/STEP``.
       directory: the new directory.
-      to: a name of `FORMATS`: a folder of transformers, or a checkpoint of T5X with looped or scanned
-        layers.
+      to: a name of `FORMATS`: a folder of transformers, a checkpoint of T5X with looped or scanned layers,
+        StableHLO programs (`serving.directory`), or TensorFlow's SavedModel.
       dtype: ``float32`` or ``bfloat16``, of the tensors for transformers; T5X's are float32.
       check: whether to compare logits with transformers, see `check_logits`; None: if it is installed.
+      inputs_length: maximum length of the programs' inputs; None: that of the run's data.
+      max_length: maximum length of the programs' targets; None: likewise.
+      beams: number of beams of the programs' decoding loop; 1 is greedy decoding.
       report: is called with the result of the comparison.
 
     Raises:
       FileExistsError: the directory exists and is not empty.
-      ValueError: there is no such run, or the library has no such model; the message names what it lacks.
+      ValueError: there is no such run, the library has no such model (the message names what it lacks), or
+        the model has fewer positions than the programs need.
+      TypeError: the model has no programs.
+      ModuleNotFoundError: TensorFlow is needed, and not installed.
     """
     if to not in FORMATS:
         raise ValueError(f"the format is {to!r}; use {', '.join(FORMATS)}")
     source, step = find_checkpoint(run)
     experiment = load_experiment(source)
     vocabulary = open_vocabulary(experiment, source)
+    data = experiment.data
+    limits = Limits(inputs_length or data.inputs_length, max_length or data.targets_length, beams)
     compares = to == HUGGING_FACE and can_compare(check)
     with new_directory(directory) as staging:
         step, saved = restore_variables(source / "checkpoints", step=step)
@@ -62,6 +82,9 @@ def export_run(
         if to == HUGGING_FACE:
             card = model_card(experiment, step, _metrics(source, step))
             write_folder(staging, model, variables, vocabulary, dtype=dtype, card=card)
+        elif to in (STABLEHLO, SAVED_MODEL):
+            write = write_directory if to == STABLEHLO else write_saved_model
+            write(staging, model, variables, vocabulary, limits=limits)
         else:
             write_checkpoint(staging, model, variables, step=step, scanned=to == SCANNED_T5X)
         if compares:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.terms.base import Term, check_rank, logits_dtype
@@ -71,7 +72,8 @@ class Relative(Term):
 def relative(logits: jax.Array, *, first: int) -> Relative:
     """Returns a checked `Relative` of logits ``[h, n]``; column 0 is ``key - query = first``."""
     check_rank("relative: logits", logits, "[heads, distances]", rank=2)
-    return Relative(logits, operator.index(first))
+    is_symbolic = is_symbolic_dim(first)  # in `jax.export`
+    return Relative(logits, first if is_symbolic else operator.index(first))
 
 
 def add_relative(x: Relative, y: Relative) -> Relative:
@@ -119,6 +121,9 @@ def expand_diagonals(columns: jax.Array, q_length: int) -> jax.Array:
     diagonals.
     """
     *lead, n = columns.shape
+    if is_symbolic_dim(n):  # the reshape would need to know that its size is not negative
+        keys = jnp.arange(n + 1 - q_length)
+        return columns[..., q_length - 1 + keys - jnp.arange(q_length)[:, None]]
     rows = jnp.broadcast_to(columns[..., None, :], (*lead, q_length, n))
     flat = rows.reshape(*lead, q_length * n)
     flat = jnp.pad(flat, [(0, 0)] * len(lead) + [(0, q_length)])

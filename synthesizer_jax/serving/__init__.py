@@ -1,0 +1,1 @@
+"""Models as StableHLO programs, which run without this package."""

@@ -1,0 +1,50 @@
+"""Runs the programs beside it; ``python load.py "a text"`` prints what the model generates."""
+
+import importlib
+import json
+import pathlib
+import sys
+
+import jax.export
+import numpy as np
+
+
+class Model:
+    """The model in a directory, whose ``model.json`` describes its programs."""
+
+    def __init__(self, directory: pathlib.Path):
+        self.info = json.loads((directory / "model.json").read_text("utf-8"))
+        data = np.memmap(directory / "parameters.safetensors", np.uint8, "r")
+        start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        self.parameters, self.programs, self.pieces = {}, {}, None
+        for name, tensor in json.loads(data[8:start].tobytes()).items():
+            x = data[start:][slice(*tensor["data_offsets"])].view(np.float32)
+            self.parameters[name] = jax.device_put(x.reshape(tensor["shape"]))
+        for name in self.info["programs"]:
+            program = bytearray((directory / f"{name}.stablehlo").read_bytes())
+            self.programs[name] = jax.jit(jax.export.deserialize(program).call)
+        if self.info["vocabulary"]["type"] == "sentencepiece":
+            library, path = importlib.import_module("sentencepiece"), directory / "vocabulary.model"
+            self.pieces = library.SentencePieceProcessor(str(path))
+
+    def tokens(self, texts: list[str], limit: int) -> np.ndarray:
+        """Returns ``[texts, n]`` ids, each with EOS; n is a power of two, or the limit."""
+        encode = self.pieces.encode if self.pieces else lambda text: [x + 3 for x in text.encode()]
+        rows = [[*encode(text)[: limit - 1], 1] for text in texts]
+        power = 1 << (max(map(len, rows)) - 1).bit_length()
+        n = min(limit, power) if self.info["lengths"] == "symbolic" else limit
+        return np.array([row + [0] * (n - len(row)) for row in rows], np.int32)
+
+    def text(self, ids: list[int]) -> str:
+        """Returns the text of the ids before EOS."""
+        ids = ids[: [*ids, 1].index(1)]
+        if p := self.pieces:
+            return str(p.decode([i if i < len(p) else p.unk_id() for i in ids]))
+        return bytes(i - 3 for i in ids if 2 < i < 259).decode("utf-8", "ignore")
+
+
+if __name__ == "__main__":
+    model = Model(pathlib.Path(__file__).parent)
+    inputs = model.tokens(sys.argv[1:], model.info["limits"]["inputs_length"])
+    outputs, _ = model.programs["generate"](model.parameters, inputs)
+    print(*map(model.text, outputs.tolist()), sep="\n")

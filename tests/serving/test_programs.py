@@ -1,0 +1,307 @@
+"""Exported programs against the functions that they are exported from."""
+
+import ast
+import json
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from synthesizer_jax import Alignment
+from synthesizer_jax.attention import static
+from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
+from synthesizer_jax.inference import decode, score_targets
+from synthesizer_jax.inference.encoding import encode_tokens
+from synthesizer_jax.mixers import Attention
+from synthesizer_jax.models import (
+    Block,
+    Encoder,
+    FeedForward,
+    LanguageModel,
+    Run,
+    Size,
+    Stack,
+    alignment,
+    t5,
+    unroll,
+    unroll_variables,
+)
+from synthesizer_jax.pretrained import load
+from synthesizer_jax.pretrained.convert import Variants, convert_checkpoint
+from synthesizer_jax.pretrained.export import export_run
+from synthesizer_jax.serving.directory import LOADER, write_directory
+from synthesizer_jax.serving.load import Model
+from synthesizer_jax.serving.programs import PLATFORMS, Limits, export_programs, flatten_variables
+from tests.pretrained.folders import FAMILIES, TINY, make_folder, make_tensors
+
+VOCAB, LIMITS = 384, Limits(inputs_length=12, targets_length=5)
+SIZE = Size(8, 1, 16, 2, 4)
+SHAPES = ((1, 1, 1), (3, 7, 4), (2, 12, 5))
+"""Batch, inputs' and targets' length; the last are the limits."""
+
+
+def encoder_decoder(kind, size=SIZE, **options):
+    aligned = alignment(kind, head_dim=4, max_length=17)
+    return t5(size, encoder=aligned, vocab_size=VOCAB, **options)
+
+
+def language_model(kind, prefix):
+    stack = encoder_decoder(kind).encoder
+    return LanguageModel(vocab_size=VOCAB, d_model=8, decoder=stack, prefix=prefix)
+
+
+def variables_of(model):
+    made = model.init(jax.random.key(0), *(jnp.ones(x.shape, int) for x in model.example(4, 4)))
+    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(1), x.shape), made)
+
+
+def exported(directory, model, vocabulary=None, limits=LIMITS):
+    """A model's variables, and its directory."""
+    variables = variables_of(model)
+    directory.mkdir()
+    looped = unroll_variables(model, variables)
+    vocabulary = vocabulary or Bytes().build()
+    write_directory(directory, unroll(model), looped, vocabulary, limits=limits)
+    return variables, directory
+
+
+def random_tokens(batch, length):
+    """Padded in every second row, on alternating sides."""
+    tokens = np.random.default_rng(batch * length).integers(2, 300, (batch, length))
+    tokens[1::4, : length // 3] = 0
+    tokens[3::4, -(length // 3) :] = 0
+    return tokens.astype(np.int32)
+
+
+def close(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def agrees(program, model, variables, shapes=SHAPES, beams=1):
+    """Compares all programs with the library at some shapes."""
+    for batch, n, t in shapes:
+        inputs, targets = random_tokens(batch, n), random_tokens(batch, t)
+        if "encode" in program:
+            close(program["encode"](inputs), encode_tokens(variables, inputs, model=model))
+        close(
+            program["score"](inputs, targets),
+            score_targets(variables, inputs, targets=targets, model=model),
+        )
+        expected = decode(
+            variables, inputs, model=model, max_length=LIMITS.targets_length, beams=beams
+        )
+        tokens, scores = program["generate"](inputs)
+        np.testing.assert_array_equal(tokens, expected.tokens)
+        close(scores, expected.scores)
+
+
+def bound(model):
+    """The programs of a loaded model without their first argument."""
+    call = lambda program: lambda *arguments: program(model.parameters, *arguments)
+    return {name: call(program) for name, program in model.programs.items()}
+
+
+@pytest.mark.slow
+def test_a_synthesizer_runs_at_every_batch_and_length(tmp_path):
+    model = encoder_decoder("rv")
+    variables, directory = exported(tmp_path / "rv", model)
+    loaded = Model(directory)
+    assert list(loaded.programs) == ["encode", "score", "start", "decode_step", "generate"]
+    assert loaded.info["lengths"] == "symbolic"
+    agrees(bound(loaded), model, variables)
+    assert all(p["platforms"] == list(PLATFORMS) for p in loaded.info["programs"].values())
+    with pytest.raises(ValueError, match="shapes"):  # above the limit
+        loaded.programs["encode"](loaded.parameters, random_tokens(2, 13))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["v", "r", "d", "fix"])
+def test_other_alignments_scanned_and_with_beams(tmp_path, kind):
+    model = encoder_decoder(kind, size=Size(8, 2, 16, 2, 4), scan=True)
+    limits = Limits(LIMITS.inputs_length, LIMITS.targets_length, beams=3)
+    variables, directory = exported(tmp_path / kind, model, limits=limits)
+    agrees(bound(Model(directory)), model, variables, SHAPES[1:2], beams=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", [False, True])
+def test_a_language_model_has_no_encoder(tmp_path, prefix):
+    model = language_model("rv", prefix)
+    variables, directory = exported(tmp_path / "lm", model)
+    loaded = Model(directory)
+    assert list(loaded.programs) == ["score", "start", "decode_step", "generate"]
+    agrees(bound(loaded), model, variables, SHAPES[1:2])
+    assert steps(loaded, random_tokens(2, 6)) == generated(loaded, random_tokens(2, 6))
+
+
+def test_an_encoder_encodes_only(tmp_path):
+    model = Encoder(vocab_size=VOCAB, d_model=8, encoder=encoder_decoder("d").encoder)
+    variables, directory = exported(tmp_path / "encoder", model)
+    loaded = Model(directory)
+    assert list(loaded.programs) == ["encode"]
+    inputs = random_tokens(3, 7)
+    found = loaded.programs["encode"](loaded.parameters, inputs)
+    close(found, encode_tokens(variables, inputs, model=model))
+
+
+def steps(model, inputs):
+    """Greedy decoding by the single steps, until every row has ended."""
+    logits, cache = model.programs["start"](model.parameters, inputs)
+    rows, done = [], np.zeros(len(inputs), bool)
+    for _ in range(model.info["limits"]["targets_length"]):
+        token = np.where(done, 0, np.argmax(logits, -1)).astype(np.int32)
+        rows.append(token)
+        done |= token == model.info["ids"]["end"]
+        if len(rows) < model.info["limits"]["targets_length"]:
+            logits, cache = model.programs["decode_step"](model.parameters, token, cache)
+    return np.stack(rows, 1).tolist()
+
+
+def generated(model, inputs):
+    return model.programs["generate"](model.parameters, inputs)[0].tolist()
+
+
+WITHOUT_THE_PACKAGE = """
+import importlib.util, json, runpy, sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("synthesizer_jax", "flax", "safetensors", "optax", "tensorflow"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+sys.argv[1:] = ["a text", "another, which is longer"]
+names = runpy.run_path("load.py", run_name="__main__")
+model = names["model"]
+inputs = model.tokens(["a", "some text", "text"], 9)
+tokens, scores = model.programs["generate"](model.parameters, inputs)
+logits, cache = model.programs["start"](model.parameters, inputs)
+first = logits.argmax(-1).astype("int32")
+logits, cache = model.programs["decode_step"](model.parameters, first, cache)
+print(json.dumps([inputs.tolist(), tokens.tolist(), first.tolist(), logits.argmax(-1).tolist()]))
+assert not [m for m in sys.modules if m.startswith(("synthesizer_jax", "flax"))]
+"""
+
+
+@pytest.mark.slow
+def test_the_loader_runs_where_this_package_is_not_installed(tmp_path):
+    model = encoder_decoder("rv")
+    variables, directory = exported(tmp_path / "rv", model)
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_THE_PACKAGE],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    *texts, last = run.stdout.splitlines()
+    assert texts == [*map(Model(directory).text, generated_texts(model, variables))]
+    inputs, tokens, first, second = json.loads(last)
+    expected = decode(variables, jnp.asarray(inputs), model=model, max_length=5).tokens.tolist()
+    assert tokens == expected
+    assert first == [row[0] for row in expected]
+    alive = [i for i, row in enumerate(expected) if row[0] != 1]
+    assert alive and [second[i] for i in alive] == [expected[i][1] for i in alive]
+
+
+def generated_texts(model, variables):
+    vocabulary = Bytes().build()
+    rows = [[*vocabulary.encode(x)[:11], 1] for x in ("a text", "another, which is longer")]
+    inputs = np.array([row + [0] * (12 - len(row)) for row in rows])
+    return decode(variables, inputs, model=model, max_length=5).tokens.tolist()
+
+
+def test_the_loader_is_short_and_imports_little():
+    source = LOADER.read_text()
+    assert len(source.splitlines()) <= 50
+    imported = [
+        n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Import | ast.ImportFrom)
+    ]
+    names = {alias.name for node in imported for alias in node.names}
+    assert names == {"importlib", "json", "pathlib", "sys", "jax.export", "numpy"}
+
+
+def test_texts_are_those_of_the_vocabulary(tmp_path):
+    path = tmp_path / "spiece.model"
+    words = [f"{a}{b} {b}{a}{c}" for a in "abcde" for b in "fghij" for c in "klmno"]
+    train_sentencepiece(words, path, vocab_size=40)
+    model = Encoder(vocab_size=160, d_model=8, encoder=encoder_decoder("v").encoder)
+    for vocabulary in (SentencePiece(str(path)).build(), Bytes().build()):
+        name = type(vocabulary).__name__
+        _, directory = exported(tmp_path / name, model, vocabulary)
+        loaded = Model(directory)
+        for text in ("af fak", "cj jcm <extra_id_0> é", ""):
+            ids = [*vocabulary.encode(text)[:11], 1]
+            assert loaded.tokens([text], 12)[0, : len(ids)].tolist() == ids
+            assert loaded.text(ids) == vocabulary.decode(ids)
+        odd = [5, 30, 159, 8, 1, 7]
+        assert loaded.text(odd) == vocabulary.decode(odd)
+    assert loaded.tokens(["abc", "abcdefgh"], 12).shape == (2, 12)
+    assert loaded.tokens(["abc", "abcde"], 12).shape == (2, 8)
+
+
+class ReadsLengths(Alignment):
+    """Needs to know lengths when it is traced."""
+
+    @nn.compact
+    def __call__(self, queries, keys, context):
+        shape = context.num_heads, int(context.query_span.length), int(context.key_span.length)
+        return (static(jnp.asarray(np.arange(np.prod(shape)).reshape(shape) % 3, jnp.float32)),)
+
+
+def test_lengths_are_fixed_where_a_part_must_know_them(tmp_path):
+    block = Block(Attention(2, 4, alignment=ReadsLengths()), FeedForward(16))
+    model = Encoder(vocab_size=VOCAB, d_model=8, encoder=Stack((Run(block, 1),)))
+    variables, directory = exported(tmp_path / "fixed", model)
+    loaded = Model(directory)
+    assert loaded.info["lengths"] == "fixed"
+    assert "pad" in loaded.info["lengths_mean"]
+    inputs = loaded.tokens(["abc", "d"], 12)
+    assert inputs.shape == (2, 12)
+    found = loaded.programs["encode"](loaded.parameters, inputs)
+    close(found, encode_tokens(variables, inputs, model=model))
+
+
+def test_every_program_is_lowered_for_every_platform():
+    model = encoder_decoder("rv")
+    variables = variables_of(model)
+    parameters = flatten_variables(variables)
+    programs = export_programs(model, parameters, LIMITS).by_name
+    assert list(programs) == ["encode", "score", "start", "decode_step", "generate"]
+    assert all(p.exported.platforms == PLATFORMS for p in programs.values())
+    inputs, targets = random_tokens(3, 7), random_tokens(3, 4)
+    found = programs["score"].exported.call(parameters, inputs, targets)
+    close(found, score_targets(variables, inputs, targets=targets, model=model))
+
+
+def test_mistakes_are_one_sentence():
+    model = encoder_decoder("rv")
+    parameters = flatten_variables(variables_of(model))
+    with pytest.raises(ValueError, match=r"inputs of 18 .* --inputs-length .* max_length=17"):
+        export_programs(model, parameters, Limits(18, 5))
+    with pytest.raises(TypeError, match="a Dense has no programs"):
+        export_programs(nn.Dense(3), {}, LIMITS)
+    with pytest.raises(ValueError, match="beams is 0"):
+        Limits(4, 4, 0)
+
+
+@pytest.mark.slow
+def test_a_run_is_exported_whole_or_not_at_all(tmp_path):
+    config = TINY | FAMILIES["ByT5"]
+    convert_checkpoint(
+        make_folder(tmp_path / "a", config, make_tensors(config)),
+        tmp_path / "run",
+        variants=Variants(encoder="rv"),
+    )
+    with pytest.raises(ValueError, match="--inputs-length"):
+        export_run(tmp_path / "run", tmp_path / "long", to="stablehlo", inputs_length=4096)
+    assert not [p for p in tmp_path.iterdir() if "long" in p.name]
+    export_run(tmp_path / "run", tmp_path / "out", to="stablehlo", inputs_length=16, max_length=3)
+    model, variables, _ = load(tmp_path / "run")
+    loaded, inputs = Model(tmp_path / "out"), random_tokens(2, 9)
+    assert loaded.info["limits"] == {"inputs_length": 16, "targets_length": 3, "beams": 1}
+    expected = decode(variables, inputs, model=model, max_length=3).tokens.tolist()
+    assert generated(loaded, inputs) == expected
