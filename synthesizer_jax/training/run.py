@@ -122,7 +122,7 @@ def _evaluate(
     evaluator: Evaluator, directory: pathlib.Path, state: TrainState, *, mesh: jax.sharding.Mesh
 ) -> dict[str, float]:
     """Evaluates a state, writes the results into the run's directory and returns them for its log."""
-    results, overall = evaluator.measure(state.variables, mesh=mesh)
+    results, overall = evaluator.measure(state.averaged_variables, mesh=mesh)
     if processes.is_process_zero():
         write_results(directory, int(state.step), results, overall=overall)
     return log_values(results, overall)
