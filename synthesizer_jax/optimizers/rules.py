@@ -155,8 +155,7 @@ def _check_decides(
                 f"training.rules: earlier rules decide for all that {rule.pattern!r} matches; put it "
                 "before them, or leave it out"
             )
-        similar = sorted({re.sub(r"layers_\d+", r"layers_\\d+", path) for path in known})
-        example = did_you_mean(rule.pattern, similar) or f", such as {similar[0]!r}"
+        example = did_you_mean(rule.pattern, known) or f", such as {min(known)!r}"
         raise ValueError(
             f"training.rules: {rule.pattern!r} matches no parameter{example}; a pattern matches whole paths"
         )

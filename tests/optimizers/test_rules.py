@@ -178,6 +178,11 @@ def test_what_is_wrong_is_one_sentence(name):
     assert "\n" not in str(error.value)
 
 
+def test_a_pattern_that_matches_nothing_is_told_a_path_that_is_there():
+    with pytest.raises(ValueError, match=r"did you mean 'encoder/layers_0/.*'\?; a pattern m"):
+        tiny(rules=(OptimizerRule("encoder/layer_0/.*/table", frozen=True),))
+
+
 def test_a_rule_that_cannot_be_is_refused_when_it_is_made():
     with pytest.raises(ValueError, match=r"training\.rules: pattern '\(' is wrong: "):
         OptimizerRule("(")
