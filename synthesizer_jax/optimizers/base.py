@@ -22,7 +22,7 @@ class Optimizer(Protocol):
         """Returns the optax transformation.
 
         Args:
-          axes: like the parameters, with a tuple of logical axis names for each.
+          axes: like the parameters that are trained, with a tuple of logical axis names for each.
         """
         ...
 
