@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
@@ -71,6 +72,14 @@ def apply_method(
     """
     module: Any = method.__self__  # type: ignore[attr-defined]
     return module.apply(variables, *args, method=method, **kwargs)
+
+
+def check_path_pattern(field: str, pattern: str) -> None:
+    """Raises a `ValueError` that names the field if a pattern of paths is not a regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{field}: pattern {pattern!r} is wrong: {error}") from None
 
 
 def is_axes(node: object) -> TypeGuard[Axes]:

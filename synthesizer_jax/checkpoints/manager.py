@@ -25,7 +25,7 @@ from synthesizer_jax.checkpoints.contents import (
     position_files,
     read_contents,
 )
-from synthesizer_jax.checkpoints.placement import OtherModelError, read_variables
+from synthesizer_jax.checkpoints.placement import AVERAGE, OtherModelError, read_variables
 from synthesizer_jax.checkpoints.retention import Retention
 from synthesizer_jax.checkpoints.storage import (
     as_storage_error,
@@ -298,13 +298,21 @@ def _free_name(path: pathlib.Path) -> pathlib.Path:
 
 
 def _state_dict(state: State) -> dict[str, PyTree]:
-    return fields_of(state)
+    """Returns the fields of a state; an average that it does not have is left out, as it always was."""
+    fields = fields_of(state)
+    return {name: tree for name, tree in fields.items() if name != AVERAGE or tree}
 
 
 def restore_variables(
-    directory: pathlib.Path, *, step: int | None = None, layout: Variables | None = None
+    directory: pathlib.Path,
+    *,
+    step: int | None = None,
+    layout: Variables | None = None,
+    averaged: bool = True,
 ) -> tuple[int, Variables]:
     """Restores only the parameters and constants of a checkpoint.
+
+    If the run has an exponential moving average of its parameters, these are the averages.
 
     If the newest checkpoint cannot be read, the next older one is used, with a warning. If a running
     training deletes the checkpoint in the meantime, another one is used.
@@ -314,6 +322,7 @@ def restore_variables(
       step: the step to restore; None is the newest one that can be read.
       layout: ``{"params": ..., "constants": ...}`` of `jax.ShapeDtypeStruct` with shardings over the
         devices of any processes; None restores the saved arrays on one device of this process.
+      averaged: False restores the parameters that are trained even if there are averages.
 
     Returns:
       The step, and ``{"params": ..., "constants": ...}``.
@@ -324,7 +333,7 @@ def restore_variables(
     """
     tried: dict[int, str] = {}
     while (number := _newest(directory, step, tried)) is not None:
-        variables, problem = _read_variables(directory / str(number), layout)
+        variables, problem = _read_variables(directory / str(number), layout, averaged=averaged)
         if problem is None:
             for damaged in sorted(set(tried) & set(finished_steps(directory))):
                 found = "%s cannot be read (%s); step %d is used"
@@ -354,7 +363,7 @@ def _newest(directory: pathlib.Path, step: int | None, tried: dict[int, str]) ->
 
 
 def _read_variables(
-    checkpoint: pathlib.Path, layout: Variables | None
+    checkpoint: pathlib.Path, layout: Variables | None, *, averaged: bool
 ) -> tuple[Variables, str | None]:
     """Reads and verifies variables; also returns the problem that some process found, or None."""
     variables: Variables = {}
@@ -362,8 +371,10 @@ def _read_variables(
     problem, parts = None, {}
     try:
         contents = read_contents(checkpoint)
-        variables = read_variables(checkpoint, layout)
+        variables = read_variables(checkpoint, layout, averaged=averaged)
         parts = checksums.checksums(variables)
+        if AVERAGE in variables:
+            variables["params"] = variables.pop(AVERAGE)
     except Exception as error:  # damaged files raise errors of any type
         if isinstance(error, OtherModelError) or not is_damage(error):
             raise as_storage_error(error, checkpoint) from error

@@ -95,12 +95,22 @@ class OtherModelError(ValueError):
     """A checkpoint belongs to another model."""
 
 
-def read_variables(checkpoint: pathlib.Path, layout: Variables | None) -> Variables:
+AVERAGE = "ema"
+"""The entry of a checkpoint with averages of the parameters."""
+
+
+def read_variables(
+    checkpoint: pathlib.Path, layout: Variables | None, *, averaged: bool = True
+) -> Variables:
     """Reads parameters and constants of a checkpoint, without synchronization of the processes.
 
     Args:
       checkpoint: directory of the step.
       layout: see `place_variables`; None reads the saved arrays to one device of this process.
+      averaged: whether to read the averages of the parameters in their place, if there are any.
+
+    Returns:
+      ``{"params": ..., "constants": ...}``, or ``{"ema": ..., "constants": ...}``.
 
     Raises:
       OtherModelError: the arrays do not have the shapes of the layout.
@@ -110,14 +120,15 @@ def read_variables(checkpoint: pathlib.Path, layout: Variables | None) -> Variab
     reader = ocp.PyTreeCheckpointHandler()  # a checkpointer would synchronize the processes
     with finish_reads():
         tree: PyTree = reader.metadata(path).tree
-    abstract = {k: tree[k] for k in ("params", "constants") if tree.get(k)}
+    params = AVERAGE if averaged and tree.get(AVERAGE) else "params"
+    abstract = {k: tree[k] for k in (params, "constants") if tree.get(k)}
     if layout is None:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         abstract = jax.tree.map(
             lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=device), abstract
         )
     else:
-        wanted = {k: v for k, v in layout.items() if v}
+        wanted = {params if k == "params" else k: v for k, v in layout.items() if v}
         _check_shapes(abstract, wanted, checkpoint)
         abstract = wanted
     arguments = ocp.args.PyTreeRestore(

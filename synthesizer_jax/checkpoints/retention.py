@@ -30,7 +30,7 @@ class Retention:
         rising = sorted(steps)
         measured = [s for s in rising if math.isfinite(self.scores.get(s, math.nan))]
         best = sorted(measured, key=lambda step: (self.scores[step], step), reverse=True)
-        return {*rising[len(rising) - self.latest :], *best[: self.best]}
+        return {*rising[max(len(rising) - self.latest, 0) :], *best[: self.best]}
 
     def should_preserve(
         self,

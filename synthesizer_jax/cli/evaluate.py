@@ -231,22 +231,27 @@ def _restore_checkpoints(
 def _iterate_steps(workdir: pathlib.Path, *, follow: bool) -> Iterator[int]:
     """Yields the steps of finished checkpoints.
 
-    With `follow`, waits for further checkpoints until that of the run's last step.
+    With `follow`, waits for further checkpoints until that of the run's last step, or until it has
+    stopped early.
     """
     from synthesizer_jax.checkpoints import manager
+    from synthesizer_jax.runs.events import has_stopped
     from synthesizer_jax.runtime import processes
     from synthesizer_jax.training.run_directory import load_experiment
 
     yielded: set[int] = set()
     last = load_experiment(workdir).training.steps
     while True:
+        stopped = has_stopped(
+            workdir
+        )  # before the checkpoints are listed: none is added afterwards
         finished = manager.finished_steps(workdir / "checkpoints")
         # All processes must evaluate the same steps, so they use the list of process zero.
-        shared = processes.Exchange("steps").all_gather(finished)[0]
+        shared, stopped = processes.Exchange("steps").all_gather((finished, stopped))[0]
         new = [step for step in shared if step not in yielded]
         yielded.update(new)
         yield from new
-        if not follow or last in yielded:
+        if not follow or last in yielded or stopped:
             return
         if not new:
             time.sleep(POLL_SECONDS)

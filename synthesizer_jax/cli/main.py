@@ -11,6 +11,7 @@ import traceback
 import typer
 
 from synthesizer_jax.cli.analyze import analyze
+from synthesizer_jax.cli.average import average
 from synthesizer_jax.cli.convert import convert
 from synthesizer_jax.cli.data import app as data
 from synthesizer_jax.cli.distill import distill
@@ -50,6 +51,7 @@ app.command("train")(train)
 app.command("distill")(distill)
 app.command("convert")(convert)
 app.command("export")(export)
+app.command("average")(average)
 app.command("eval")(evaluate)
 app.command("generate")(generate)
 app.command("recipes")(recipes)

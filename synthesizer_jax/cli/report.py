@@ -47,6 +47,8 @@ def report(
     )
     write_report(output, page)
     print_comparison(page)
+    for run in page.runs:
+        print_movement(run)
     typer.echo(f"report: {absolute(output)}")
 
 
@@ -60,6 +62,7 @@ def summarize_run(title: str, directory: pathlib.Path) -> tuple[RunReport, dict[
     from synthesizer_jax.costs.summary import summarize
     from synthesizer_jax.reports import RunReport
     from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
+    from synthesizer_jax.training.movement import read_movement
     from synthesizer_jax.training.run_directory import load_experiment
 
     experiment = load_experiment(directory)
@@ -87,6 +90,7 @@ def summarize_run(title: str, directory: pathlib.Path) -> tuple[RunReport, dict[
         steps_per_second=steps_per_second,
         tokens_per_second=tokens_per_second,
         metrics={task: newest[f"{task}/{name}"] for task, name in metric_names.items()},
+        movement=read_movement(directory),
     )
     return run, metric_names
 
@@ -143,4 +147,24 @@ def print_comparison(page: Report) -> None:
         count = [f"{page.counts[task]:,}"] if page.counts else []
         values = (f"{system[task]:.1f}" if task in system else "–" for system in systems.values())
         table.add_row(task, metric, *count, *values)
+    Console(width=120, markup=False).print(table)
+
+
+def print_movement(run: RunReport) -> None:
+    """Prints which parameters of a run moved, if it has finished."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from synthesizer_jax.reports.page import movement_section
+
+    if run.movement is None:
+        return
+    section = movement_section(run.title, run.movement)
+    title = f"{section.run}: change of the parameters since {section.since}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("parameters")
+    for name in ("number", "frozen", "change"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in section.rows:
+        table.add_row(row.path, row.parameters, row.frozen, row.change)
     Console(width=120, markup=False).print(table)

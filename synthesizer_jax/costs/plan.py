@@ -20,6 +20,7 @@ from synthesizer_jax.costs.utilization import step_flops
 from synthesizer_jax.models import TextToText, stacks_of
 from synthesizer_jax.models.stack import REMAT_POLICIES
 from synthesizer_jax.optimizers.adafactor import TABLE
+from synthesizer_jax.optimizers.rules import merge_entries, resolve_rules, trained_entries
 from synthesizer_jax.parameters import Variables, abstract_variables, is_axes
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import (
@@ -54,9 +55,10 @@ class MemoryNeeds:
     The sizes of arrays that exist between steps include the padding of their tiles (`tiled_bytes`).
 
     Attributes:
-      parameters: parameters and constants.
+      parameters: parameters, their average if the run has one, and constants.
       optimizer: the optimizer's state.
-      gradients: float32 gradients, sharded like the parameters; with micro-batches also their sum.
+      gradients: float32 gradients of the parameters that are trained, sharded like them; with
+        micro-batches also their sum.
       gathered: the largest layer, embedding or output projection that ``fsdp`` shards, gathered, and
         its gradient before the reduce-scatter.
       copies: parameters in the dtype of the computation that are kept for the backward pass.
@@ -123,9 +125,16 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
     ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     rows = data.batch_size // ways // training.micro_batches
     tokens = example_tokens(data.inputs_length, data.targets_length)
-    _, layout = make_layout(experiment.model, training.optimizer, tokens=tokens, mesh=mesh)
+    optimizer, layout = make_layout(
+        experiment.model,
+        training.optimizer,
+        tokens=tokens,
+        mesh=mesh,
+        rules=training.rules,
+        ema=training.ema is not None,
+    )
     state = layout.abstract
-    parameters = _shard_bytes(state.params)
+    gradients = _shard_bytes(optimizer.trained(state.params))
     # The result is cached: meshes with the same number of rows per device share a trace.
     copies, activations = _residual_bytes(replace(experiment, mesh=MeshShape()), rows)
     return MemoryPlan(
@@ -136,9 +145,9 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
         ),
         rows=rows,
         needs=MemoryNeeds(
-            parameters=parameters + _shard_bytes(state.constants),
+            parameters=_shard_bytes((state.params, state.ema, state.constants)),
             optimizer=_shard_bytes(state.opt_state),
-            gradients=parameters * (1 if training.micro_batches == 1 else 2),
+            gradients=gradients * (1 if training.micro_batches == 1 else 2),
             gathered=_gathered_bytes(layout, experiment.model),
             copies=copies // (mesh.shape["fsdp"] * mesh.shape["tensor"]),
             activations=activations,
@@ -237,12 +246,13 @@ def residuals(experiment: Experiment, variables: Variables, rows: int) -> ArrayC
     config = dataclasses.replace(data, batch_size=rows, shards=1)
     batch = abstract_batch(config)
     used = {name: variables[name] for name in ("params", "constants") if variables.get(name)}
+    settings = resolve_rules(model, variables["params"], training.rules)
 
     def forward(variables: Variables, batch: dict[str, jax.Array], key: jax.Array) -> PyTree:
-        def loss(params: PyTree) -> jax.Array:
+        def loss(trained: PyTree) -> jax.Array:
             sums = loss_sums(
                 model,
-                {**variables, "params": params},
+                {**variables, "params": merge_entries(trained, variables["params"])},
                 batch,
                 z_loss=training.z_loss,
                 label_smoothing=training.label_smoothing,
@@ -251,7 +261,7 @@ def residuals(experiment: Experiment, variables: Variables, rows: int) -> ArrayC
             )
             return sums.total + sums.penalty
 
-        return jax.vjp(loss, variables["params"])[1]
+        return jax.vjp(loss, trained_entries(settings, variables["params"]))[1]
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     jaxpr = jax.make_jaxpr(forward)(used, batch, key).jaxpr

@@ -31,6 +31,7 @@ from synthesizer_jax.distillation.transplant import STACKS, self_attention
 from synthesizer_jax.files import write_atomic
 from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
 from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
+from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.parameters import abstract_variables
 from synthesizer_jax.registry import register, replace, to_json
 from synthesizer_jax.runs import code
@@ -40,7 +41,7 @@ from synthesizer_jax.training import limits
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_directory import load_experiment, with_vocabulary_path
-from synthesizer_jax.training.state import TrainState
+from synthesizer_jax.training.state import TrainState, apply_gradients
 from synthesizer_jax.training.step import Batch, Metrics, teacher_forced
 from synthesizer_jax.training.trainer import Trainer
 from synthesizer_jax.typing import KeyPath, PyTree
@@ -275,6 +276,13 @@ class DistillationTrainer(Trainer):
         """Not known: the step runs parts of two models and trains only some parameters."""
 
     @property
+    def rules(self) -> tuple[OptimizerRule, ...]:
+        """The experiment's, after one that freezes all but the replacements."""
+        replaced = sorted({f"{p.stack}/{p.layer}/{p.mixer}" for p in self.tap_pairs})
+        others = f"(?!(?:{'|'.join(replaced)})/).*"
+        return (OptimizerRule(others, frozen=True), *self.experiment.training.rules)
+
+    @property
     def arguments(self) -> tuple[PyTree, ...]:
         """The teacher's variables."""
         return (self.variables,)
@@ -288,16 +296,13 @@ class DistillationTrainer(Trainer):
             del key
             target = jax.lax.stop_gradient(self.activations(self.teacher, teacher_variables, batch))
 
-            def loss_fn(params: PyTree) -> tuple[jax.Array, jax.Array]:
-                variables = {**state.variables, "params": params}
-                return self._loss(variables, batch, target)
+            def loss_fn(trained: PyTree) -> tuple[jax.Array, jax.Array]:
+                params = self.optimizer.merge(trained, state.params)
+                return self._loss({**state.variables, "params": params}, batch, target)
 
-            (loss, unexplained), gradients = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-            zeros = jax.tree.map(jnp.zeros_like, gradients)
-            gradients = self._select_replacements(gradients, zeros)
-            updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
-            params = self._select_replacements(params, state.params)
+            gradients_of = jax.value_and_grad(loss_fn, has_aux=True)
+            (loss, unexplained), gradients = gradients_of(self.optimizer.trained(state.params))
+            gradients = self.optimizer.mask_gradients(gradients)
             metrics = {
                 "loss": loss,
                 "unexplained": unexplained,
@@ -305,13 +310,8 @@ class DistillationTrainer(Trainer):
                 + batch["decoder_loss_weights"].sum(),
                 "gradient_norm": optax.tree.norm(gradients),
             }
-            new_state = TrainState(
-                step=state.step + 1,
-                params=params,
-                constants=state.constants,
-                opt_state=opt_state,
-            )
-            return new_state, metrics
+            ema = self.experiment.training.ema
+            return apply_gradients(state, gradients, self.optimizer, ema=ema), metrics
 
         return step
 
@@ -356,16 +356,6 @@ class DistillationTrainer(Trainer):
             layer = overrides.setdefault(pair.stack, {}).setdefault(pair.layer, {})
             layer[pair.inputs] = target[pair.stack][pair.layer][pair.inputs]
         return overrides
-
-    def _select_replacements(self, new: PyTree, old: PyTree) -> PyTree:
-        """Selects `new` for the parameters of the replacements and `old` for all others."""
-        replaced = {(pair.stack, pair.layer, pair.mixer) for pair in self.tap_pairs}
-
-        def select(path: KeyPath, x: jax.Array, y: jax.Array) -> jax.Array:
-            names = tuple(entry.key for entry in path[:3])
-            return x if names in replaced else y
-
-        return jax.tree.map_with_path(select, new, old)
 
 
 def _arrays_to_compare(

@@ -43,6 +43,9 @@ class Evaluation:
         task's labeled examples; 0: it is not computed.
       split: the split to evaluate on.
       logits_dtype: dtype of the output projection when decoding; None: the model's.
+      patience: the run stops after this many evaluations in a row without a better ``score``; None: it
+        does all its steps.
+      min_improvement: a score is better if it exceeds the best before by more than this.
     """
 
     every: int = 0
@@ -52,6 +55,8 @@ class Evaluation:
     loss_batches: int = 16
     split: str = "validation"
     logits_dtype: str | None = None
+    patience: int | None = None
+    min_improvement: float = 0.0
 
 
 class Evaluator:

@@ -4,6 +4,7 @@ from synthesizer_jax.optimizers.adafactor import Adafactor
 from synthesizer_jax.optimizers.adamw import AdamW
 from synthesizer_jax.optimizers.base import Optimizer
 from synthesizer_jax.optimizers.optax import Optax, OptaxSchedule, optax_optimizer, optax_schedule
+from synthesizer_jax.optimizers.rules import OptimizerRule
 from synthesizer_jax.optimizers.schedules import Constant, Cosine, InverseSquareRoot, Schedule
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Optax",
     "OptaxSchedule",
     "Optimizer",
+    "OptimizerRule",
     "Schedule",
     "optax_optimizer",
     "optax_schedule",

@@ -14,12 +14,16 @@ from markupsafe import Markup
 from synthesizer_jax.files import write_atomic
 from synthesizer_jax.reports.charts import bar_chart, heat_maps, line_chart
 from synthesizer_jax.reports.text import printable
+from synthesizer_jax.training.movement import Group, Movement
 
 BASELINES = {
     "Majority": "always predicts the most frequent training answer.",
     "Bag of words": "is a linear classifier of the words in the input, trained separately for each task.",
 }
 """Descriptions of the baselines, without their names."""
+
+ROUNDING = 1e-6
+"""A relative change below this is none: compiled into another program, initializers differ by so much."""
 
 ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("synthesizer_jax.reports", "."),
@@ -57,6 +61,7 @@ class RunReport:
       attention: the weights of encoder self-attention on one example, ``[heads, q, k]`` per layer.
       tables: the softmax of the learned table alone, for each layer that has a table.
       answers: one per example of the report.
+      movement: how far its parameters moved; None: the run has not finished.
     """
 
     title: str
@@ -71,6 +76,7 @@ class RunReport:
     attention: Sequence[np.ndarray] = ()
     tables: Sequence[np.ndarray] = ()
     answers: Sequence[Answer] = ()
+    movement: Movement | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +159,25 @@ class _Cost:
 
 
 @dataclasses.dataclass(frozen=True)
+class MovementRow:
+    """The formatted movement of the parameters of one path in all layers."""
+
+    path: str
+    parameters: str
+    frozen: str
+    change: str
+
+
+@dataclasses.dataclass(frozen=True)
+class MovementSection:
+    """A table of which parameters of a run moved, and how far, since its start."""
+
+    run: str
+    since: str
+    rows: Sequence[MovementRow]
+
+
+@dataclasses.dataclass(frozen=True)
 class _AttentionMaps:
     """Heat maps of a run's attention weights, and of its learned tables if it has any."""
 
@@ -176,6 +201,9 @@ def render(report: Report) -> str:
         metrics=_metrics_section(report) if report.metric_names else None,
         loss_chart=_loss_chart(report.runs),
         costs=[_format_costs(run) for run in report.runs],
+        movements=[
+            movement_section(run.title, run.movement) for run in report.runs if run.movement
+        ],
         examples=list(_examples_with_answers(report)),
         attention=[_attention_maps(run, report.tokens) for run in report.runs if run.attention],
     )
@@ -295,6 +323,37 @@ def _format_quartiles(values: Sequence[float], format_spec: str) -> str:
     """Formats the median and, in brackets, the first and the third quartile."""
     low, middle, high = (format(float(x), format_spec) for x in np.percentile(values, (25, 50, 75)))
     return f"{middle} ({low}–{high})"
+
+
+def movement_section(title: str, movement: Movement) -> MovementSection:
+    """Formats the movement of a run's parameters.
+
+    Args:
+      title: the run's name.
+      movement: its movement.
+    """
+    rows = [
+        MovementRow(
+            path=group.path,
+            parameters=f"{group.parameters:,}",
+            frozen=_format_frozen(group),
+            change=_format_change(group),
+        )
+        for group in movement.groups
+    ]
+    return MovementSection(title, movement.since, rows)
+
+
+def _format_frozen(group: Group) -> str:
+    share = group.frozen / group.parameters
+    return "–" if not share else "all" if share == 1 else f"{share:.0%}"
+
+
+def _format_change(group: Group) -> str:
+    """Formats the change in percent; rounding errors of initial parameters that are made again are 0."""
+    if math.isinf(group.change):
+        return f"from 0 to a norm of {group.distance:.3g}"
+    return "0" if group.change < ROUNDING else f"{100 * group.change:.3g} %"
 
 
 def _examples_with_answers(report: Report) -> Iterator[tuple[Example, list[Answer]]]:

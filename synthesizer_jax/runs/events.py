@@ -80,6 +80,12 @@ def read_events(directory: pathlib.Path) -> Iterator[Event]:
                 yield event
 
 
+def has_stopped(directory: pathlib.Path) -> bool:
+    """Returns whether a run has stopped early, and was not continued since."""
+    last = [event["event"] for event in read_events(directory)][-2:]
+    return last == ["stopped", "end"]
+
+
 def _is_event(value: object) -> TypeGuard[Event]:
     types = {"time": int | float, "event": str, "step": int}
     return isinstance(value, dict) and all(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Literal
 
 import jax
@@ -14,7 +13,8 @@ from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.evaluation.evaluator import Evaluation
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.models import TextToText
-from synthesizer_jax.optimizers import Optimizer
+from synthesizer_jax.optimizers import Optimizer, OptimizerRule
+from synthesizer_jax.parameters import check_path_pattern
 from synthesizer_jax.registry import register
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training import limits
@@ -31,6 +31,10 @@ class Training:
     Attributes:
       steps: number of optimizer steps.
       optimizer: `AdamW`, `Adafactor` or one of your own, with its schedule.
+      rules: learning rates, weight decay and freezing by paths of parameters; the first rule that
+        matches decides.
+      ema: decay of an exponential moving average of the parameters, which is evaluated and used later;
+        None: no average. See `state.update_ema`.
       z_loss: coefficient of log² Z.
       label_smoothing: T5's label smoothing.
       loss_normalizer: what the summed loss is divided by, see `losses.loss_denominator`.
@@ -46,6 +50,8 @@ class Training:
 
     steps: int
     optimizer: Optimizer
+    rules: tuple[OptimizerRule, ...] = ()
+    ema: float | None = None
     z_loss: float = 1e-4
     label_smoothing: float = 0.0
     loss_normalizer: float | str | None = None
@@ -79,10 +85,7 @@ class InitRule:
     fill: Literal["edge", "distance", "fresh"] = "edge"
 
     def __post_init__(self) -> None:
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            raise ValueError(f"init_rules: pattern {self.pattern!r} is wrong: {error}") from None
+        check_path_pattern("init_rules", self.pattern)
 
 
 @register
@@ -117,6 +120,10 @@ class Experiment:
     def __post_init__(self) -> None:
         limits.check_limits(self)
         _check_split(self.data)
+        if self.evaluation.patience is not None and not self.evaluation.every:
+            raise ValueError(
+                "evaluation.patience counts evaluations, and evaluation.every is 0; set evaluation.every"
+            )
 
     @property
     def example(self) -> tuple[jax.ShapeDtypeStruct, ...]:

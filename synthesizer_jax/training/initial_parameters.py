@@ -62,15 +62,45 @@ def initialize_from_checkpoint(
     Raises:
       ValueError: there is no such run, or too little of it fits.
     """
+    fresh = state.variables
+    _, saved, initialize = open_initial_parameters(experiment, source, fresh, report=report)
+    shardings = jax.tree.map(lambda x: x.sharding, fresh)
+    # The fresh arrays become the result, so that there is no third copy of the parameters.
+    found = jax.jit(initialize, out_shardings=shardings, donate_argnums=1)(saved, fresh)
+    return dataclasses.replace(
+        state, params=found["params"], constants=found.get("constants", state.constants)
+    )
+
+
+def open_initial_parameters(
+    experiment: Experiment,
+    source: pathlib.Path,
+    fresh: Variables,
+    *,
+    report: Callable[[str], object],
+) -> tuple[str, Variables, Callable[[Variables, Variables], Variables]]:
+    """Reads a checkpoint from which a run starts.
+
+    Args:
+      experiment: the run that starts, with its `init_rules` and `init_share`.
+      source: ``RUN`` or ``RUN/checkpoints/STEP``.
+      fresh: the run's variables over a mesh, for their shapes.
+      report: is called with a table of what is restored, resized, initialized, and not used.
+
+    Returns:
+      The checkpoint's path, its variables, and a function from these and fresh variables to the initial
+      variables, to be jitted.
+
+    Raises:
+      ValueError: there is no such run, or too little of it fits.
+    """
     directory, step = find_checkpoint(source)
     saved = load_experiment(directory)
-    mesh = jax.tree.leaves(state.params)[0].sharding.mesh
+    mesh = jax.tree.leaves(fresh)[0].sharding.mesh
     layout = layout_over(saved.model, saved.example, mesh)
-    _, variables = restore_variables(directory / "checkpoints", step=step, layout=layout)
+    step, variables = restore_variables(directory / "checkpoints", step=step, layout=layout)
     old = jax.eval_shape(lambda tree: _flat(unroll_variables(saved.model, tree)), variables)
-    new = jax.eval_shape(
-        lambda tree: _flat(unroll_variables(experiment.model, tree)), state.variables
-    )
+    new = jax.eval_shape(lambda tree: _flat(unroll_variables(experiment.model, tree)), fresh)
     old_shapes, new_shapes = ({k: x.shape for k, x in tree.items()} for tree in (old, new))
     origins = find_origins(old_shapes, new_shapes, experiment.init_rules)
     report(format_table(origins, old_shapes, new_shapes, title=f"init_from {source}"))
@@ -84,13 +114,7 @@ def initialize_from_checkpoint(
                 ours[name] = resize(theirs[origin.source], ours[name], origin.rule.fill)
         return _stacked(experiment, traverse_util.unflatten_dict(ours, sep="/"))
 
-    fresh = state.variables
-    shardings = jax.tree.map(lambda x: x.sharding, fresh)
-    # The fresh arrays become the result, so that there is no third copy of the parameters.
-    found = jax.jit(initialize, out_shardings=shardings, donate_argnums=1)(variables, fresh)
-    return dataclasses.replace(
-        state, params=found["params"], constants=found.get("constants", state.constants)
-    )
+    return str(directory / "checkpoints" / str(step)), variables, initialize
 
 
 def find_origins(old: Shapes, new: Shapes, rules: Sequence[InitRule] = ()) -> dict[str, Origin]:

@@ -91,7 +91,7 @@ def _all(limit: Limit, names: str) -> dict[str, tuple[Limit, ...]]:
 
 
 LIMITS: dict[str, tuple[Limit, ...]] = {
-    **_all(COUNT, "steps micro_batches log_every save_every keep_latest total_steps"),
+    **_all(COUNT, "steps micro_batches log_every save_every keep_latest total_steps patience"),
     **_all(COUNT, "batch_size inputs_length targets_length max_segments shards"),
     **_all(COUNT, "max_examples min_size fan_in"),
     **_all(
@@ -105,7 +105,8 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
     **_all(SIZE, " ".join(f"MeshShape.{axis} MeshShape.dcn_{axis}" for axis in MESH_AXES)),
     **_all(SEED, "seed"),
     **_all(SHARE, "label_smoothing init_share"),
-    **_all(RATE, "dropout_rate b1 b2"),
+    **_all(RATE, "dropout_rate b1 b2 ema"),
+    **_all(NOT_NEGATIVE, "min_improvement"),
     **_all(NOT_NEGATIVE, "z_loss watchdog_seconds weight_decay value factor peak final"),
     **_all(NOT_NEGATIVE, "stddev sigma threshold ponder_cost dynamic_scale"),
     **_all(POSITIVE, "eps epsilon clip clip_norm decay_rate ratio"),
@@ -118,6 +119,7 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
     **_all(Choices(tuple(DYNAMIC)), "dynamic"),
     **_all(Choices(POOLINGS), "pooling"),
     "loss_normalizer": (POSITIVE, Choices(("tokens_with_padding",))),
+    "OptimizerRule.learning_rate": (NOT_NEGATIVE,),
     "FanIn.scale": (NOT_NEGATIVE,),
     "GaussianBias.sigma": (POSITIVE,),
     "SentenceFeedForward.head_dim": (NUMBER,),  # 0 without heads

@@ -23,7 +23,8 @@ from synthesizer_jax.runs.progress import Progress, format_duration
 from synthesizer_jax.runtime import processes
 from synthesizer_jax.runtime.preemption import Preempted, StopSignal, close_within
 from synthesizer_jax.runtime.watchdog import Watchdog
-from synthesizer_jax.training.state import TrainState
+from synthesizer_jax.training.early_stopping import has_stopped
+from synthesizer_jax.training.state import TrainState, restart_ema
 from synthesizer_jax.training.step import Metrics
 from synthesizer_jax.training.trainer import Trainer
 
@@ -63,6 +64,9 @@ def train(
 ) -> TrainState:
     """Trains to `training.steps`, from the directory's newest checkpoint if there is one.
 
+    It ends earlier when `evaluation.patience` is used up; then it does nothing more when it is continued,
+    unless the patience is larger.
+
     ``events.jsonl`` tells when what happened, and the log's ``goodput`` which share of the time since
     the run's first start its steps needed. The log also has the model FLOP/s utilization ``mfu``, where
     the published peak of the devices is known, and ``product_utilization``, against a matrix product
@@ -99,8 +103,9 @@ def train(
         with stop.region():
             state = checkpoints.restore_newest(trainer.layout.abstract, stream)
             if state is None:
-                state = trainer.init() if initial is None else initial(trainer.init())
-            utilizations = _compile(trainer, progress, step=int(state.step))
+                state = trainer.init() if initial is None else restart_ema(initial(trainer.init()))
+            finished = _is_finished(trainer, scores, int(state.step))
+            utilizations = {} if finished else _compile(trainer, progress, step=int(state.step))
         ready()
         run = _Run(
             trainer,
@@ -113,7 +118,7 @@ def train(
             utilizations=utilizations,
         )
         run.events.write("start", step=int(state.step), at=start_time)
-        return run.train_to_the_end(state, evaluated=set(scores))
+        return run.train_to_the_end(state, scores=scores)
     finally:
         progress.close()
         close_within(CLOSE_SECONDS, "the checkpoints", checkpoints.close)
@@ -143,10 +148,14 @@ def _open_checkpoints(
     return checkpoints
 
 
+def _is_finished(trainer: Trainer, scores: Mapping[int, float], step: int) -> bool:
+    """Returns whether a run has done its steps, or has stopped early."""
+    experiment = trainer.experiment
+    return step >= experiment.training.steps or has_stopped(experiment.evaluation, scores, step)
+
+
 def _compile(trainer: Trainer, progress: Progress, *, step: int) -> dict[str, float]:
-    """Compiles the step, unless the run is finished; returns the utilizations of a step a second."""
-    if step >= trainer.experiment.training.steps:
-        return {}
+    """Compiles the step; returns the utilizations of a step a second."""
     size = sum(x.size for x in jax.tree.leaves(trainer.layout.abstract.params))
     progress.say(step, f"compiling: {size:,} parameters on {trainer.described_devices}")
     start = time.perf_counter()
@@ -186,22 +195,25 @@ class _Run:
         self.unread_metrics: tuple[int, Metrics] | None = None
         self.agreed_signal = 0
 
-    def train_to_the_end(self, state: TrainState, *, evaluated: set[int]) -> TrainState:
+    def train_to_the_end(self, state: TrainState, *, scores: Mapping[int, float]) -> TrainState:
         """Runs the remaining steps.
 
         Args:
           state: where the run stands.
-          evaluated: steps that were evaluated before. An evaluation that a signal cut off is made up for.
+          scores: of the steps that were evaluated before. An evaluation that a signal cut off is made up
+            for.
         """
-        start, steps = int(state.step), self.training.steps
+        start, self.scores = int(state.step), dict(scores)
         self.writer = MetricsWriter(
             self.logs.path, restored_step=start, writes=processes.is_process_zero()
         )
         self.progress.begin(start)
         try:
-            if start and self.is_evaluated(start) and start not in evaluated:
+            if start and self.is_evaluated(start) and start not in scores:
                 self.evaluate_state(state, start)
-            for step in range(start, steps):
+            for step in range(start, self.training.steps):
+                if self.has_stopped(step):
+                    break
                 self.watchdog.reset()
                 if signal := self.received_signal():
                     raise Preempted(signal)
@@ -217,7 +229,7 @@ class _Run:
                 self.unread_metrics = (step + 1, metrics)
                 self.save_and_evaluate(state, step + 1)
             self.checkpoints.prune()
-            self.events.write("end", step=steps)
+            self.events.write("end", step=int(state.step))
         except Preempted:
             self.save(state)
             raise
@@ -226,6 +238,23 @@ class _Run:
             self.writer.close()
             self.logs.close()
         return state
+
+    def has_stopped(self, step: int) -> bool:
+        """Returns whether the run stops early after that many steps; process zero decides for all.
+
+        It is asked again after evaluations only.
+        """
+        evaluation = self.trainer.experiment.evaluation
+        if evaluation.patience is None or step not in self.scores:
+            return False
+        own = has_stopped(evaluation, self.scores, step)
+        stopped: bool = processes.Exchange("stopped").all_gather(own)[0]
+        if stopped:
+            self.events.write("stopped", step=step)
+            self.progress.say(
+                step, f"stopped: no better score in {evaluation.patience} evaluations"
+            )
+        return stopped
 
     def received_signal(self) -> int:
         """Returns the signal on which all processes stop before the next step, or 0."""
@@ -252,7 +281,8 @@ class _Run:
         with self.stop.region():
             values = self.evaluate(state)
         seconds = time.perf_counter() - start
-        self.checkpoints.record_score(step, values.get("score", math.nan))
+        self.scores[step] = values.get("score", math.nan)
+        self.checkpoints.record_score(step, self.scores[step])
         self.events.write("evaluated", step=step)
         share = goodput(self.logs.path, self.throughput.seconds_per_step)
         values |= {} if share is None else {"goodput": share}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import pathlib
 from collections.abc import Callable
 
@@ -24,6 +25,7 @@ from synthesizer_jax.runtime.preemption import StopSignal
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import find_checkpoint, initialize_from_checkpoint
 from synthesizer_jax.training.loop import train
+from synthesizer_jax.training.movement import MOVEMENT_FILE, record_movement
 from synthesizer_jax.training.run_directory import (
     check_same_run,
     open_vocabulary,
@@ -32,6 +34,8 @@ from synthesizer_jax.training.run_directory import (
 )
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.trainer import Trainer
+
+_log = logging.getLogger(__name__)
 
 
 def run(
@@ -68,6 +72,7 @@ def run(
     directory = storage_path(str(directory))  # also what `pathlib` makes of gs://…
     places = tasks.default_data_dir() if data_dir is None else storage_path(str(data_dir))
     visible = visible and processes.is_process_zero()
+    comes_from_elsewhere, source = initial is not None, None
     if initial is None and experiment.init_from is not None:
         source = storage_path(experiment.init_from)
         find_checkpoint(source)  # fails before the data is read
@@ -97,6 +102,9 @@ def run(
             ready=functools.partial(_save_run_and_code, experiment, directory, own),
             visible=visible,
         )
+        if not comes_from_elsewhere:
+            with stop.region():
+                _record_movement(trainer, state, directory, source=source)
     if visible:
         saved = finished_steps(directory / "checkpoints")
         print(
@@ -122,10 +130,20 @@ def _evaluate(
     evaluator: Evaluator, directory: pathlib.Path, state: TrainState, *, mesh: jax.sharding.Mesh
 ) -> dict[str, float]:
     """Evaluates a state, writes the results into the run's directory and returns them for its log."""
-    results, overall = evaluator.measure(state.variables, mesh=mesh)
+    results, overall = evaluator.measure(state.averaged_variables, mesh=mesh)
     if processes.is_process_zero():
         write_results(directory, int(state.step), results, overall=overall)
     return log_values(results, overall)
+
+
+def _record_movement(
+    trainer: Trainer, state: TrainState, directory: pathlib.Path, *, source: pathlib.Path | None
+) -> None:
+    """Writes ``movement.json``; a run that is saved does not fail because what it started from is gone."""
+    try:
+        record_movement(trainer, state, directory, source=source)
+    except (ValueError, OSError) as error:
+        _log.warning("%s is not written: %s", MOVEMENT_FILE, error)
 
 
 def _save_run_and_code(experiment: Experiment, directory: pathlib.Path, own: code.Code) -> None:

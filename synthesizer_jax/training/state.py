@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from synthesizer_jax.optimizers import Optimizer
 from synthesizer_jax.optimizers.adafactor import state_axes
+from synthesizer_jax.optimizers.rules import OptimizerRule, RuledOptimizer, build_optimizer
 from synthesizer_jax.parameters import Variables, abstract_variables
 from synthesizer_jax.sharding import replicated, shardings
 from synthesizer_jax.typing import PyTree
@@ -27,17 +28,24 @@ class TrainState:
       params: trainable parameters, float32.
       constants: saved, never optimized (Fixed Random tables).
       opt_state: the optimizer's state.
+      ema: the exponential moving average of the parameters; empty if the run has none.
     """
 
     step: PyTree
     params: PyTree
     constants: PyTree
     opt_state: PyTree
+    ema: PyTree = dataclasses.field(default_factory=dict)
 
     @property
     def variables(self) -> Variables:
-        """What the model's `apply` takes."""
+        """What the model's `apply` takes in training."""
         return {"params": self.params, **({"constants": self.constants} if self.constants else {})}
+
+    @property
+    def averaged_variables(self) -> Variables:
+        """What is evaluated and used later: the variables with the average of the parameters, if any."""
+        return {**self.variables, **({"params": self.ema} if self.ema else {})}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +80,9 @@ def make_layout(
     *,
     tokens: tuple[jax.ShapeDtypeStruct, ...],
     mesh: Mesh | AbstractMesh,
-) -> tuple[optax.GradientTransformation, Layout]:
+    rules: Sequence[OptimizerRule] = (),
+    ema: bool = False,
+) -> tuple[RuledOptimizer, Layout]:
     """Builds the optimizer, which is told the logical axes, and plans the state.
 
     Args:
@@ -80,22 +90,32 @@ def make_layout(
       recipe: the optimizer's configuration.
       tokens: abstract inputs, see `example_tokens`.
       mesh: the device mesh.
+      rules: learning rates, weight decay and freezing by paths.
+      ema: whether the state has an average of the parameters.
+
+    Raises:
+      ValueError: see `build_optimizer`.
     """
     shapes, axes = abstract_variables(model, *tokens)
-    optimizer = recipe.build(axes["params"])
+    optimizer = build_optimizer(
+        recipe, rules, model=model, params=shapes["params"], axes=axes["params"]
+    )
     constants = shapes.get("constants", {})
     state = TrainState(
         step=jax.ShapeDtypeStruct((), jnp.int32),
         params=shapes["params"],
         constants=constants,
         opt_state=jax.eval_shape(optimizer.init, shapes["params"]),
+        ema=shapes["params"] if ema else {},
     )
     opt_axes = state_axes(state.opt_state, axes["params"], shapes["params"])
+    of_params = shardings(axes["params"], shapes["params"], mesh)
     layout = TrainState(
         step=replicated(mesh),
-        params=shardings(axes["params"], shapes["params"], mesh),
+        params=of_params,
         constants=shardings(axes.get("constants", {}), constants, mesh),
         opt_state=shardings(opt_axes, state.opt_state, mesh),
+        ema=of_params if ema else {},
     )
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, layout
@@ -105,7 +125,7 @@ def make_layout(
 
 def init_state(
     model: nn.Module,
-    optimizer: optax.GradientTransformation,
+    optimizer: RuledOptimizer,
     layout: Layout,
     *,
     seed: int,
@@ -124,6 +144,52 @@ def init_state(
             params=variables["params"],
             constants=variables.get("constants", {}),
             opt_state=optimizer.init(variables["params"]),
+            ema=variables["params"] if layout.abstract.ema else {},
         )
 
     return jax.jit(make, out_shardings=layout.shardings)(jax.random.key(seed))
+
+
+def apply_gradients(
+    state: TrainState, gradients: PyTree, optimizer: RuledOptimizer, *, ema: float | None = None
+) -> TrainState:
+    """Returns the state after a step.
+
+    Args:
+      state: the state before it.
+      gradients: from `RuledOptimizer.mask_gradients`.
+      optimizer: the optimizer.
+      ema: decay of the average of the parameters; None: the state has none.
+    """
+    params, opt_state = optimizer.update(gradients, state.opt_state, state.params, step=state.step)
+    average = (
+        state.ema if ema is None else update_ema(state.ema, params, decay=ema, step=state.step)
+    )
+    return dataclasses.replace(
+        state, step=state.step + 1, params=params, opt_state=opt_state, ema=average
+    )
+
+
+def update_ema(average: PyTree, params: PyTree, *, decay: float, step: jax.Array) -> PyTree:
+    """Returns the exponential moving average of the parameters after an update.
+
+    ``average + (1 − d) · (params − average)`` with ``d = min(decay, (1 + step) / (10 + step))``, as in
+    TensorFlow's ``ExponentialMovingAverage`` with ``num_updates``: the average starts as the initial
+    parameters, and the smaller decay of the first steps forgets them. A bias correction is not needed.
+
+    Args:
+      average: the average before.
+      params: the new parameters.
+      decay: the decay after the first steps, below 1.
+      step: number of updates before this one.
+    """
+    weight = 1.0 - jnp.minimum(decay, (1.0 + step) / (10.0 + step))
+    return jax.tree.map(lambda a, p: a + (weight * (p - a)).astype(a.dtype), average, params)
+
+
+def restart_ema(state: TrainState) -> TrainState:
+    """Returns a fresh state whose average, if it has one, starts as its parameters."""
+    # Copies, because a step donates both.
+    return (
+        dataclasses.replace(state, ema=jax.tree.map(jnp.copy, state.params)) if state.ema else state
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -12,6 +13,7 @@ import optax
 
 from synthesizer_jax.ambient import map_over_batch, mesh_axes
 from synthesizer_jax.models import LOSSES, TextToText
+from synthesizer_jax.optimizers.rules import RuledOptimizer
 from synthesizer_jax.parameters import Variables, apply_method
 from synthesizer_jax.training.losses import (
     LossSums,
@@ -19,7 +21,7 @@ from synthesizer_jax.training.losses import (
     cross_entropy,
     loss_denominator,
 )
-from synthesizer_jax.training.state import TrainState
+from synthesizer_jax.training.state import TrainState, apply_gradients
 from synthesizer_jax.typing import PyTree
 
 Batch = dict[str, jax.Array]
@@ -174,14 +176,15 @@ class _Normalizers(NamedTuple):
 
 
 _Gradients: TypeAlias = Callable[
-    [PyTree, TrainState, Batch, jax.Array, _Normalizers], tuple[PyTree, LossSums]
+    [TrainState, Batch, jax.Array, _Normalizers], tuple[PyTree, LossSums]
 ]
 
 
 def make_train_step(
     model: TextToText,
-    optimizer: optax.GradientTransformation,
+    optimizer: RuledOptimizer,
     *,
+    ema: float | None = None,
     z_loss: float = 1e-4,
     label_smoothing: float = 0.0,
     loss_normalizer: float | str | None = None,
@@ -192,7 +195,8 @@ def make_train_step(
 
     Args:
       model: an unbound model.
-      optimizer: optax transformation.
+      optimizer: the optimizer and what it trains.
+      ema: decay of the average of the parameters; None: the state has none.
       z_loss: coefficient of log² Z, T5: 1e-4.
       label_smoothing: T5's label smoothing.
       loss_normalizer: what the summed loss is divided by, see `losses.loss_denominator`.
@@ -203,12 +207,14 @@ def make_train_step(
     Returns:
       Metrics are float32 scalars: ``loss`` (nats per real target token, without z-loss), ``z_loss``,
       ``accuracy`` (of teacher-forced tokens), ``tokens`` (real input and target tokens),
-      ``gradient_norm``; and ``data_checksum``, by which two runs tell that they read the same.
+      ``gradient_norm`` (of the parameters that are trained); and ``data_checksum``, by which two runs tell
+      that they read the same.
     """
 
     def objective(
-        params: PyTree, state: TrainState, batch: Batch, key: jax.Array, normalizers: _Normalizers
+        trained: PyTree, state: TrainState, batch: Batch, key: jax.Array, normalizers: _Normalizers
     ) -> tuple[jax.Array, LossSums]:
+        params = optimizer.merge(trained, state.params)
         sums = loss_sums(
             model,
             {**state.variables, "params": params},
@@ -228,16 +234,15 @@ def make_train_step(
         weights = batch["decoder_loss_weights"]
         normalizers = _Normalizers(loss_denominator(weights, loss_normalizer), weights.sum())
         gradients, sums = _accumulate_gradients(
-            gradients_of,
+            functools.partial(gradients_of, optimizer.trained(state.params)),
             state,
             batch,
             key=key,
             normalizers=normalizers,
             micro_batches=micro_batches,
         )
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        state = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
+        gradients = optimizer.mask_gradients(gradients)
+        state = apply_gradients(state, gradients, optimizer, ema=ema)
         return state, _metrics(batch, sums, gradients)
 
     return step
@@ -254,19 +259,19 @@ def _accumulate_gradients(
 ) -> tuple[PyTree, LossSums]:
     """Returns gradients and loss sums of a batch, added up over its parts."""
     if micro_batches == 1:
-        return gradients_of(state.params, state, batch, key, normalizers)
+        return gradients_of(state, batch, key, normalizers)
 
     def add_part(
         total: tuple[PyTree, LossSums], indexed_part: tuple[jax.Array, Batch]
     ) -> tuple[tuple[PyTree, LossSums], None]:
         index, part = indexed_part
         part_key = jax.random.fold_in(key, index)
-        gradients = gradients_of(state.params, state, part, part_key, normalizers)
+        gradients = gradients_of(state, part, part_key, normalizers)
         return jax.tree.map(jnp.add, total, gradients), None
 
     parts = jax.tree.map(lambda x: _split_micro_batches(x, micro_batches), batch)
     first = jax.tree.map(lambda x: x[0], parts)
-    shapes = jax.eval_shape(gradients_of, state.params, state, first, key, normalizers)
+    shapes = jax.eval_shape(gradients_of, state, first, key, normalizers)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return jax.lax.scan(add_part, zeros, (jnp.arange(micro_batches), parts))[0]
 

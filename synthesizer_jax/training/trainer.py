@@ -12,6 +12,7 @@ from synthesizer_jax.costs.host_memory import free_memory
 from synthesizer_jax.costs.utilization import step_flops, utilizations
 from synthesizer_jax.data.batch import batch_fields
 from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.sharding import (
     BatchShards,
     batch_sharding,
@@ -46,7 +47,12 @@ class Trainer:
         self.model = experiment.model
         self.tokens = example_tokens(data.inputs_length, data.targets_length)
         self.optimizer, self.layout = make_layout(
-            experiment.model, training.optimizer, tokens=self.tokens, mesh=self.mesh
+            experiment.model,
+            training.optimizer,
+            tokens=self.tokens,
+            mesh=self.mesh,
+            rules=self.rules,
+            ema=training.ema is not None,
         )
         self._jitted = jax.jit(
             self.make_step(),
@@ -67,12 +73,18 @@ class Trainer:
         return make_train_step(
             self.model,
             self.optimizer,
+            ema=training.ema,
             z_loss=training.z_loss,
             label_smoothing=training.label_smoothing,
             loss_normalizer=training.loss_normalizer,
             micro_batches=training.micro_batches,
             max_segments=data.segments_per_row if data.pack else None,
         )
+
+    @property
+    def rules(self) -> tuple[OptimizerRule, ...]:
+        """How parameters are optimized, by their paths."""
+        return self.experiment.training.rules
 
     @property
     def arguments(self) -> tuple[PyTree, ...]:
@@ -114,8 +126,8 @@ class Trainer:
 
     def learning_rate(self, step: int) -> float | None:
         """The learning rate that made step number `step`; None: the optimizer has no schedule."""
-        schedule = getattr(self.experiment.training.optimizer, "learning_rate", None)
-        return None if schedule is None else float(schedule.build()(step - 1))
+        schedule = self.optimizer.schedule
+        return None if schedule is None else float(schedule(step - 1))
 
     @property
     def shards(self) -> list[int]:

@@ -23,6 +23,7 @@ from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.registry import replace
 from synthesizer_jax.runs.lock import InUseError
 from synthesizer_jax.runs.metrics import read_metrics
+from synthesizer_jax.training.movement import read_movement
 from synthesizer_jax.training.run_directory import (
     check_same_run,
     load_experiment,
@@ -140,6 +141,8 @@ def copied(finished, tmp_path) -> pathlib.Path:
 
 
 def test_a_finished_run_says_so_again(finished, data) -> None:
+    moved = read_movement(finished)
+    assert moved.step == 4 and all(group.distance > 0 for group in moved.groups)
     said = call(*arguments(finished, data, "training.steps=4"))
     assert f"{finished} has finished its 4 steps: score " in said
     assert "compiling" not in said

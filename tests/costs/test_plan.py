@@ -10,6 +10,7 @@ from synthesizer_jax.cli.plan import _changed_settings
 from synthesizer_jax.cli.settings import override
 from synthesizer_jax.costs import aot, chips, plan
 from synthesizer_jax.models import Size, alignment, t5, unroll
+from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.trainer import Trainer
@@ -37,6 +38,21 @@ def test_parameters_and_optimizer_are_what_lies_on_a_device(mesh):
     rest = needs.gathered + needs.copies + needs.activations
     assert needs.total == 2 * needs.parameters + needs.optimizer + rest
     assert (needs.gathered > 0) == (mesh.fsdp > 1)
+
+
+def test_an_average_is_counted_and_what_is_frozen_has_neither_gradients_nor_state():
+    plain = plan.make_plan(experiment(), PLACE).needs
+    averaged = plan.make_plan(experiment(ema=0.999), PLACE).needs
+    assert averaged.parameters == 2 * plain.parameters
+    assert dataclasses.replace(averaged, parameters=plain.parameters) == plain
+    rules = (OptimizerRule("embedding|logits_kernel|decoder/.*", frozen=True),)
+    recipe = experiment(rules=rules)
+    frozen = plan.make_plan(recipe, PLACE).needs
+    assert frozen.parameters == plain.parameters
+    encoder = Trainer(recipe, jax.devices()[:1]).layout.abstract.params["encoder"]
+    bytes_of = lambda x: chips.tiled_bytes(x.shape, x.dtype.itemsize)
+    assert frozen.gradients == sum(map(bytes_of, jax.tree.leaves(encoder)))
+    assert plain.optimizer - frozen.optimizer == 2 * (plain.gradients - frozen.gradients)
 
 
 @pytest.mark.parametrize(

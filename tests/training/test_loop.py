@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.checkpoints.manager import Checkpoints, finished_steps, restore_variables
+from synthesizer_jax.checkpoints.retention import Retention
 from synthesizer_jax.data.pipeline import OtherStreamError
 from synthesizer_jax.runs.events import EVENTS_FILE, goodput
 from synthesizer_jax.runs.metrics import METRICS_FILE, _truncate_metrics, read_metrics
@@ -137,6 +138,13 @@ def test_the_latest_and_the_best_are_kept_when_the_score_falls(tmp_path):
     checkpoints.prune()
     assert checkpoints.steps == [6, 7]
     checkpoints.close()
+
+
+@pytest.mark.parametrize("latest", range(5))
+def test_so_many_of_the_newest_are_kept_also_while_there_are_fewer(latest):
+    policy = Retention(latest, 0, {})
+    for count in range(8):
+        assert policy.steps_to_keep(range(count)) == set(range(max(count - latest, 0), count))
 
 
 def test_metrics_are_cut_back_to_the_restored_step(tmp_path):

@@ -1,0 +1,77 @@
+"""The mean of the last checkpoints against NumPy, as a run that other commands take."""
+
+import jax
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from synthesizer_jax.checkpoints.manager import finished_steps, restore_variables
+from synthesizer_jax.cli.main import app
+from synthesizer_jax.pretrained.loading import load
+from synthesizer_jax.training.checkpoint_average import average_checkpoints
+from tests.evaluation.runs import experiment, write_run
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A run with three checkpoints of different parameters."""
+    directory = tmp_path_factory.mktemp("average") / "run"
+    write_run(directory, experiment(), steps=(2, 4, 6))
+    return directory
+
+
+def call(*arguments):
+    result = CliRunner().invoke(app, ["average", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.output
+
+
+def test_it_is_the_mean_and_loads_like_a_run(source, tmp_path):
+    said = call(source, tmp_path / "mean", "--last", 2)
+    assert said == f"{tmp_path / 'mean'} holds the mean of the steps 4, 6 of {source}\n"
+    params = [restore_variables(source / "checkpoints", step=step)[1]["params"] for step in (4, 6)]
+    expected = jax.tree.map(
+        lambda *x: np.mean([np.asarray(a, np.float64) for a in x], axis=0), *params
+    )
+    step, found = restore_variables(tmp_path / "mean" / "checkpoints")
+    assert step == 6
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6),
+        found["params"],
+        expected,
+    )
+    assert {x.dtype for x in jax.tree.leaves(found["params"])} == {np.dtype(np.float32)}
+    loaded = load(tmp_path / "mean")
+    jax.tree.map(np.testing.assert_array_equal, loaded.variables["params"], found["params"])
+
+
+def test_a_mean_of_equal_checkpoints_is_equal_to_them(tmp_path):
+    write_run(tmp_path / "run", experiment(), steps=(1, 2, 3), value=0.1)
+    average_checkpoints(tmp_path / "run", tmp_path / "mean", last=3)
+    _, found = restore_variables(tmp_path / "mean" / "checkpoints")
+    assert all((x == np.float32(0.1)).all() for x in jax.tree.leaves(found))
+
+
+def test_what_is_wrong_is_one_sentence_and_writes_nothing(source, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"3 checkpoints \(2, 4, 6\) and --last is 5; .*keep_latest=5"
+    ):
+        call(source, tmp_path / "mean")
+    with pytest.raises(FileNotFoundError, match="holds no experiment"):
+        call(tmp_path, tmp_path / "mean")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(FileExistsError, match="exists; give a new directory"):
+        call(source, tmp_path / "full", "--last", 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["full"]
+
+
+def test_a_damaged_checkpoint_is_found_and_nothing_written(tmp_path):
+    write_run(tmp_path / "run", experiment(), steps=(1, 2))
+    for path in (tmp_path / "run" / "checkpoints" / "1" / "state").rglob("d/*"):
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"checkpoints/1 cannot be read"):
+        average_checkpoints(tmp_path / "run", tmp_path / "mean", last=2)
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    assert finished_steps(tmp_path / "run" / "checkpoints") == [1, 2]
