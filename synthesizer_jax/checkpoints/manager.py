@@ -25,7 +25,12 @@ from synthesizer_jax.checkpoints.contents import (
     position_files,
     read_contents,
 )
-from synthesizer_jax.checkpoints.placement import AVERAGE, OtherModelError, read_variables
+from synthesizer_jax.checkpoints.placement import (
+    AVERAGE,
+    OtherModelError,
+    read_optimizer_state,
+    read_variables,
+)
 from synthesizer_jax.checkpoints.retention import Retention
 from synthesizer_jax.checkpoints.storage import (
     as_storage_error,
@@ -353,6 +358,32 @@ def restore_variables(
         f"the checkpoint {directory / str(worst)} cannot be read ({tried[worst]}); "
         + (f"choose another with --step, of {others}" if others else "put a good copy in its place")
     )
+
+
+def restore_optimizer_state(checkpoint: pathlib.Path, opt_state: PyTree) -> PyTree:
+    """Restores the state of a checkpoint's optimizer.
+
+    Args:
+      checkpoint: ``RUN/checkpoints/STEP``.
+      opt_state: a state of the same optimizer, for shapes and shardings.
+
+    Raises:
+      ValueError: the checkpoint was saved with another optimizer or model, or cannot be read.
+    """
+    found: PyTree = {}
+    problem, parts, contents = None, {}, None
+    try:
+        contents = read_contents(checkpoint)
+        found = read_optimizer_state(checkpoint, opt_state)
+        parts = checksums.checksums({"opt_state": found})
+    except Exception as error:  # damaged files raise errors of any type
+        if isinstance(error, OtherModelError) or not is_damage(error):
+            raise as_storage_error(error, checkpoint) from error
+        problem = one_line_error(error)
+    problem = _agreed_problem(problem, parts, contents)
+    if problem is not None:
+        raise ValueError(f"the optimizer's state of {checkpoint} cannot be read ({problem})")
+    return found
 
 
 def _newest(directory: pathlib.Path, step: int | None, tried: dict[int, str]) -> int | None:

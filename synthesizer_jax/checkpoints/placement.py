@@ -131,6 +131,40 @@ def read_variables(
         wanted = {params if k == "params" else k: v for k, v in layout.items() if v}
         _check_shapes(abstract, wanted, checkpoint)
         abstract = wanted
+    return _read(path, reader, abstract)
+
+
+def read_optimizer_state(checkpoint: pathlib.Path, opt_state: PyTree) -> PyTree:
+    """Reads the state of a checkpoint's optimizer.
+
+    Args:
+      checkpoint: directory of the step.
+      opt_state: a state of the same optimizer, for shapes and shardings.
+
+    Raises:
+      OtherModelError: the checkpoint's has other arrays.
+      Exception: Orbax cannot read the files; the type of the error depends on the damage.
+    """
+    path = absolute(checkpoint / "state")
+    reader = ocp.PyTreeCheckpointHandler()
+    with finish_reads():
+        saved = reader.metadata(path).tree.get("opt_state", {})
+    there, here = (_shapes(tree) for tree in (saved, opt_state))
+    if different := sorted(name for name, _ in there.items() ^ here.items()):
+        name = different[0]
+        raise OtherModelError(
+            f"{checkpoint} has no state of this optimizer and model: {name} is "
+            f"{there.get(name, 'absent')} there and {here.get(name, 'absent')} in this run; leave "
+            "init_optimizer out"
+        )
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), opt_state
+    )
+    return _read(path, reader, {"opt_state": abstract})["opt_state"]
+
+
+def _read(path: pathlib.Path, reader: ocp.PyTreeCheckpointHandler, abstract: PyTree) -> PyTree:
+    """Reads a part of a checkpoint."""
     arguments = ocp.args.PyTreeRestore(
         item=abstract,
         restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
@@ -140,15 +174,17 @@ def read_variables(
         return reader.restore(path, args=arguments)
 
 
+def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of arrays by their paths."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): tuple(x.shape)
+        for path, x in jax.tree.leaves_with_path(tree)
+    }
+
+
 def _check_shapes(saved: Variables, wanted: Variables, checkpoint: pathlib.Path) -> None:
     """Raises an `OtherModelError` for the first array that is missing or has another shape."""
-    there, here = (
-        {
-            jax.tree_util.keystr(path, simple=True, separator="/"): tuple(x.shape)
-            for path, x in jax.tree.leaves_with_path(tree)
-        }
-        for tree in (saved, wanted)
-    )
+    there, here = (_shapes(tree) for tree in (saved, wanted))
     if different := sorted(name for name, _ in there.items() ^ here.items()):
         name = different[0]
         raise OtherModelError(

@@ -99,7 +99,8 @@ class _Handler(ocp.type_handlers.NumpyHandler):
         writing: Sequence[ocp.future.Future] = ()
         for value, info, arg in zip(values, infos, args, strict=True):
             try:
-                array = np.ascontiguousarray(value.read().reshape(value.shape))
+                # It makes scalars vectors, so the shape comes last.
+                array = np.ascontiguousarray(value.read()).reshape(value.shape)
                 self._found |= checksums.checksums({info.name.replace(".", "/"): array})
             finally:  # an error too must find nobody writing to the directory, which is removed
                 for future in writing:

@@ -158,10 +158,7 @@ def _student_experiment(
         model=student_model(teacher_experiment.model, recipe.replace),
         training=recipe.training,
         evaluation=recipe.evaluation or teacher_experiment.evaluation,
-        init_from=None,
-        init_rules=(),
-        init_share=1.0,
-    )
+    ).starting_from(None)
 
 
 def _initialize_from(variables: PyTree) -> Callable[[TrainState], TrainState]:

@@ -154,9 +154,7 @@ def _experiment(
         )
     if is_run(source):
         saved = load_experiment(find_checkpoint(source)[0])
-        return replace(
-            saved, model=model, vocabulary=vocabulary, init_from=None, init_rules=(), init_share=1.0
-        )
+        return replace(saved, model=model, vocabulary=vocabulary).starting_from(None)
     return Experiment(
         model=model,
         vocabulary=vocabulary,

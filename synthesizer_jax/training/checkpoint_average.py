@@ -10,7 +10,6 @@ import numpy as np
 from synthesizer_jax.checkpoints.manager import finished_steps, restore_variables
 from synthesizer_jax.checkpoints.streamed import Unread, save_streamed
 from synthesizer_jax.files import new_directory
-from synthesizer_jax.registry import replace
 from synthesizer_jax.runs import code
 from synthesizer_jax.training.run_directory import load_experiment, save_run, with_vocabulary_path
 from synthesizer_jax.typing import PyTree
@@ -48,7 +47,7 @@ def average_checkpoints(source: pathlib.Path, directory: pathlib.Path, *, last: 
     steps = there[-last:]
     with new_directory(directory) as staging:
         variables = _mean_variables(source / "checkpoints", steps)
-        save_run(replace(experiment, init_from=None, init_rules=(), init_share=1.0), staging)
+        save_run(experiment.starting_from(None), staging)
         code.record_code(staging, code.recorded_code(source))
         state = {
             "step": np.asarray(steps[-1], np.int32),

@@ -15,7 +15,7 @@ from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.models import TextToText
 from synthesizer_jax.optimizers import Optimizer, OptimizerRule
 from synthesizer_jax.parameters import check_path_pattern
-from synthesizer_jax.registry import register
+from synthesizer_jax.registry import register, replace
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training import limits
 
@@ -105,6 +105,8 @@ class Experiment:
       init_rules: which parameters start otherwise than from those of the same path and shape.
       init_share: the share of the parameters, without those that a rule initializes, that the
         checkpoint has to have.
+      init_optimizer: whether to go on with the optimizer's state of that checkpoint too, and so with the
+        schedule of its learning rate.
     """
 
     model: TextToText
@@ -116,6 +118,7 @@ class Experiment:
     init_from: str | None = None
     init_rules: tuple[InitRule, ...] = ()
     init_share: float = 1.0
+    init_optimizer: bool = False
 
     def __post_init__(self) -> None:
         limits.check_limits(self)
@@ -124,6 +127,10 @@ class Experiment:
             raise ValueError(
                 "evaluation.patience counts evaluations, and evaluation.every is 0; set evaluation.every"
             )
+
+    def starting_from(self, source: str | None) -> Experiment:
+        """Returns the experiment with all parameters from a checkpoint; None: with fresh ones."""
+        return replace(self, init_from=source, init_rules=(), init_share=1.0, init_optimizer=False)
 
     @property
     def example(self) -> tuple[jax.ShapeDtypeStruct, ...]:

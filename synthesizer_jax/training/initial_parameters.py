@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from synthesizer_jax.checkpoints.manager import restore_variables
+from synthesizer_jax.checkpoints.manager import restore_optimizer_state, restore_variables
 from synthesizer_jax.checkpoints.placement import layout_over
+from synthesizer_jax.files import storage_path
 from synthesizer_jax.models import stack_layers, stacks_of, unroll_variables
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.training.experiment import Experiment, InitRule
@@ -51,7 +52,9 @@ def initialize_from_checkpoint(
     source: pathlib.Path,
     report: Callable[[str], object] = print,
 ) -> TrainState:
-    """Returns a fresh state with the parameters of a checkpoint; the optimizer starts anew.
+    """Returns a fresh state with the parameters of a checkpoint.
+
+    The optimizer starts anew unless the experiment has `init_optimizer`.
 
     Args:
       state: the fresh state, over a mesh.
@@ -60,15 +63,23 @@ def initialize_from_checkpoint(
       report: is called with a table of what was restored, resized, initialized, and not used.
 
     Raises:
-      ValueError: there is no such run, or too little of it fits.
+      ValueError: there is no such run, too little of it fits, or it has another optimizer.
     """
     fresh = state.variables
-    _, saved, initialize = open_initial_parameters(experiment, source, fresh, report=report)
+    checkpoint, saved, initialize = open_initial_parameters(
+        experiment, source, fresh, report=report
+    )
     shardings = jax.tree.map(lambda x: x.sharding, fresh)
     # The fresh arrays become the result, so that there is no third copy of the parameters.
     found = jax.jit(initialize, out_shardings=shardings, donate_argnums=1)(saved, fresh)
+    opt_state = state.opt_state
+    if experiment.init_optimizer:
+        opt_state = restore_optimizer_state(storage_path(checkpoint), opt_state)
     return dataclasses.replace(
-        state, params=found["params"], constants=found.get("constants", state.constants)
+        state,
+        params=found["params"],
+        constants=found.get("constants", state.constants),
+        opt_state=opt_state,
     )
 
 

@@ -117,7 +117,7 @@ def start_from_run(directory: pathlib.Path) -> Experiment:
       ValueError: see `load_experiment`.
     """
     experiment = with_vocabulary_path(load_experiment(directory), directory)
-    return replace(experiment, init_from=str(directory), init_rules=(), init_share=1.0)
+    return experiment.starting_from(str(directory))
 
 
 def resolve_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experiment:

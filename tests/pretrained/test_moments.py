@@ -15,6 +15,10 @@ from synthesizer_jax.pretrained.architecture import Architecture
 from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.loading import open_pretrained, read_params
 from synthesizer_jax.pretrained.t5x.names import Names
+from synthesizer_jax.registry import replace
+from synthesizer_jax.training.initial_parameters import initialize_from_checkpoint
+from synthesizer_jax.training.run_directory import start_from_run
+from synthesizer_jax.training.trainer import Trainer
 
 ARCHITECTURE = Architecture(
     vocab_size=384,
@@ -99,3 +103,23 @@ def test_without_all_moments_there_are_none(tmp_path):
         assert pretrained.optimizer is None  # matrices are not factored there
         assert jax.tree.leaves(read_params(pretrained))
     convert_checkpoint(tmp_path / "checkpoint_3", tmp_path / "run", vocabulary=Bytes())
+
+
+def test_a_run_goes_on_with_them(real_data, tmp_path):
+    source = real_data / "checkpoints" / "t5x_test_t5_tiny.checkpoint_0.gz"
+    if not source.is_file():
+        pytest.skip("the checkpoint of T5X is not on this machine")
+    tree = serialization.msgpack_restore(gzip.decompress(source.read_bytes()))
+    tree["optimizer"]["state"]["step"] = 7
+    slots = tree["optimizer"]["state"]["param_states"]
+    tree["optimizer"]["state"]["param_states"] = jax.tree.map(lambda x: x + 0.25, slots)
+    (tmp_path / "checkpoint_7").write_bytes(serialization.msgpack_serialize(tree))
+    convert_checkpoint(tmp_path / "checkpoint_7", tmp_path / "run", vocabulary=Bytes())
+    recipe = replace(start_from_run(tmp_path / "run"), init_optimizer=True)
+    recipe = replace(recipe, data=replace(recipe.data, inputs_length=8, targets_length=8))
+    state = initialize_from_checkpoint(
+        Trainer(recipe).init(), experiment=recipe, source=tmp_path / "run", report=lambda _: None
+    )
+    assert state.opt_state.updates == 7
+    for x in jax.tree.leaves(state.opt_state.moments):
+        np.testing.assert_array_equal(x, 0.25)

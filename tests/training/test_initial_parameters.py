@@ -1,5 +1,7 @@
 """A run starts from another run's parameters: which, resized how, and what is said about it."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from synthesizer_jax.checkpoints.manager import Checkpoints
 from synthesizer_jax.models import alignment, stacks_of, unroll_variables
+from synthesizer_jax.optimizers import Adafactor
 from synthesizer_jax.registry import from_json, replace, to_json
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.experiment import InitRule
@@ -160,3 +163,28 @@ def test_a_longer_model_is_resized_and_said_so(source):
     share = replace(recipe, model=model, init_share=0.5)
     _, found, table = started(share, directory)
     assert found.params["embedding"].shape == (20, 8) and "embedding (16, 8)" in table
+
+
+def test_the_optimizer_goes_on_where_it_was_told_to(source):
+    directory, recipe, saved = source
+    going_on = replace(recipe, init_optimizer=True, mesh=MeshShape(data=2, fsdp=4))
+    moved = jax.tree.map(lambda x: x + 1, saved.opt_state)
+    run = directory.parent / "moved"
+    save_run(recipe, run)
+    checkpoints = Checkpoints(run / "checkpoints", asynchronous=False)
+    checkpoints.save(dataclasses.replace(saved, opt_state=moved), None)
+    checkpoints.close()
+    fresh, found, _ = started(going_on, run)
+    jax.tree.map(np.testing.assert_array_equal, found.opt_state, moved)
+    assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, fresh)
+    _, found, _ = started(recipe, run)  # without being told so, it starts anew
+    jax.tree.map(np.testing.assert_array_equal, found.opt_state, saved.opt_state)
+
+
+def test_the_state_of_another_optimizer_is_an_error(source):
+    directory, recipe, _ = source
+    training = replace(recipe.training, optimizer=Adafactor())
+    with pytest.raises(
+        ValueError, match=r"no state of this optimizer .*; leave init_optimizer out"
+    ):
+        started(replace(recipe, training=training, init_optimizer=True), directory)
