@@ -184,11 +184,11 @@ def test_a_checkpoint_that_training_deletes_meanwhile_gives_way_to_a_newer_one(
     (directory / "4").rename(run / "newer")
     read = manager.read_variables
 
-    def read_while_training(checkpoint, layout):
+    def read_while_training(checkpoint, layout, **options):
         if checkpoint.name == "2":
             (run / "newer").rename(directory / "4")
             shutil.rmtree(checkpoint)
-        return read(checkpoint, layout)
+        return read(checkpoint, layout, **options)
 
     monkeypatch.setattr(manager, "read_variables", read_while_training)
     assert "step 4" in call(place, *RTE, workdir=run)
@@ -216,3 +216,11 @@ def test_a_diverged_model_is_evaluated_and_written_as_json(place, tmp_path):
     for text in texts:
         assert "NaN" not in text and "Infinity" not in text
     assert json.loads(texts[0])["loss"] is None
+
+
+def test_following_ends_when_the_run_has_stopped_early(place, run):
+    """Step 4 is not its last, and no more will come."""
+    shutil.rmtree(run / "checkpoints" / "4")
+    events = [{"time": 1.0, "event": name, "step": 2} for name in ("stopped", "end")]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert "step 2" in call(place, *RTE, "--follow", workdir=run)
