@@ -33,6 +33,9 @@ HUGGING_FACE, T5X, SCANNED_T5X, STABLEHLO, SAVED_MODEL = FORMATS = (
     "savedmodel",
 )
 
+PROGRAMS = (STABLEHLO, SAVED_MODEL)
+"""Formats that hold programs, not parameters alone."""
+
 
 def export_run(
     run: pathlib.Path,
@@ -69,6 +72,12 @@ def export_run(
     """
     if to not in FORMATS:
         raise ValueError(f"the format is {to!r}; use {', '.join(FORMATS)}")
+    if to not in PROGRAMS and (inputs_length or max_length or beams > 1):
+        raise ValueError(
+            f"inputs-length, max-length and beams are for {' and '.join(PROGRAMS)}; leave them out"
+        )
+    if to != HUGGING_FACE and dtype != "float32":
+        raise ValueError(f"dtype is for {HUGGING_FACE}; leave it out")
     source, step = find_checkpoint(run)
     experiment = load_experiment(source)
     vocabulary = open_vocabulary(experiment, source)
@@ -82,7 +91,7 @@ def export_run(
         if to == HUGGING_FACE:
             card = model_card(experiment, step, _metrics(source, step))
             write_folder(staging, model, variables, vocabulary, dtype=dtype, card=card)
-        elif to in (STABLEHLO, SAVED_MODEL):
+        elif to in PROGRAMS:
             write = write_directory if to == STABLEHLO else write_saved_model
             write(staging, model, variables, vocabulary, limits=limits)
         else:

@@ -209,6 +209,21 @@ def test_what_the_file_cannot_say_is_not_exported(tmp_path):
         assert not (folder / "checkpoint_0").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"to": "t5x", "dtype": "bfloat16"}, "dtype is for huggingface; leave it out"),
+        ({"to": "t5x", "beams": 4}, "beams are for stablehlo and savedmodel; leave them out"),
+        ({"to": "huggingface", "max_length": 9}, "beams are for stablehlo and savedmodel"),
+        ({"to": "onnx"}, "the format is 'onnx'; use huggingface, t5x"),
+    ],
+)
+def test_an_option_of_another_format_is_an_error(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        export_run(tmp_path / "run", tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
 def write_zarr(directory, name, x):
     """Writes an array as TensorStore does, with bfloat16 as 16-bit integers in T5X's version 2."""
     spec = {
