@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,14 @@ def string(value: Any) -> bool:
     return type(value) is str
 
 
+def pattern(value: Any) -> bool:
+    """Regular expressions."""
+    try:
+        return string(value) and re.compile(value) is not None
+    except re.error:
+        return False
+
+
 def instance(*names: str) -> Rule:
     """Objects of one of several classes with valid fields."""
     return lambda v: isinstance(v, dict) and v.get("type") in names and wrong_field(v) is None
@@ -99,7 +108,9 @@ RULES: dict[str, Rule] = {
         COUNT,
     ),
     **dict.fromkeys(["max_segments", "max_examples"], optional(COUNT)),
-    **dict.fromkeys(["keep_best", "every", "loss_batches", "warmup_steps", "extra_ids"], NUMBER),
+    **dict.fromkeys(
+        ["keep_best", "every", "loss_batches", "fit_batches", "warmup_steps", "extra_ids"], NUMBER
+    ),
     **dict.fromkeys(
         [
             "fsdp",
@@ -158,11 +169,25 @@ RULES: dict[str, Rule] = {
             "causal",
             "endpoint",
             "together",
+            "frozen",
+            "init_optimizer",
         ],
         boolean,
     ),
     **dict.fromkeys(["mixture", "split", "path"], string),
     "init_from": optional(string),
+    "init_rules": list_of(instance("InitRule")),
+    "init_share": number(0, 1),
+    "rules": list_of(instance("OptimizerRule")),
+    "pattern": pattern,
+    "source": optional(string),
+    "action": one_of("restore", "resize", "fresh"),
+    "fill": one_of("edge", "distance", "fresh"),
+    "OptimizerRule.learning_rate": NOT_NEGATIVE,
+    "OptimizerRule.weight_decay": optional(NOT_NEGATIVE),
+    "ema": optional(number(0, 1, exclude="high")),
+    "patience": optional(COUNT),
+    "min_improvement": NOT_NEGATIVE,
     "loss_normalizer": optional(POSITIVE, one_of("tokens_with_padding")),
     "method": one_of("rank", "greedy", "beam"),
     "logits_dtype": optional(one_of("float32", "bfloat16")),
@@ -191,7 +216,11 @@ RULES: dict[str, Rule] = {
     "Block.norm": NORM,
     "bias": optional(instance("RelativeBias", "GaussianBias")),
     "positions": optional(instance("SinusoidalPositions", "LearnedPositions", "PositionEmbedding")),
-    **dict.fromkeys(["self_mixer", "by"], MIXER),
+    "self_mixer": MIXER,
+    "by": lambda v: MIXER(v) or ALIGNMENT(v),
+    "rank": COUNT,
+    "offsets": list_of(number(-math.inf), 1),
+    "sigma": POSITIVE,
     "cross_mixer": optional(MIXER),
     "feed_forward": optional(instance("FeedForward")),
     "alignment": ALIGNMENT,
