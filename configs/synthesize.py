@@ -1,4 +1,4 @@
-"""Make a pure Synthesizer of a trained T5: fit its tables, distil layer by layer, fine-tune the whole.
+"""Make a pure Synthesizer of a trained T5: fit its tables, distill layer by layer, fine-tune the whole.
 
 Command (the teacher is any run of an encoder-decoder with attention, also a converted one):
 
@@ -58,7 +58,7 @@ def relative() -> Distillation:
 
 def gaussian() -> Distillation:
     """A center and a width for every head, beside the teacher's own relative bias."""
-    return _synthesize(GaussianBias(trainable=True))
+    return _synthesize(GaussianBias((0.0,), trainable=True))
 
 
 def _synthesize(alignment: Alignment) -> Distillation:

@@ -382,7 +382,10 @@ def restore_optimizer_state(checkpoint: pathlib.Path, opt_state: PyTree) -> PyTr
         problem = one_line_error(error)
     problem = _agreed_problem(problem, parts, contents)
     if problem is not None:
-        raise ValueError(f"the optimizer's state of {checkpoint} cannot be read ({problem})")
+        raise ValueError(
+            f"the optimizer's state of {checkpoint} cannot be read ({problem}); give another step, or leave "
+            "init_optimizer out"
+        )
     return found
 
 

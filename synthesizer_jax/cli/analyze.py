@@ -9,32 +9,32 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from synthesizer_jax.cli.libraries import load_data_libraries
-from synthesizer_jax.cli.options import DataDir, Imports, Step, storage_argument, storage_option
+from synthesizer_jax.cli.options import DataDir, Imports, storage_argument, storage_option
 
 if TYPE_CHECKING:
     from synthesizer_jax.distillation.static_attention import StaticAttention
 
 
 def analyze(
-    run: Annotated[pathlib.Path, storage_argument("Directory of the run.")],
+    run: Annotated[pathlib.Path, storage_argument("RUN, or RUN/checkpoints/STEP.")],
     *,
     data_dir: DataDir = None,
     output: Annotated[pathlib.Path, storage_option("The HTML file to write.")] = pathlib.Path(
         "static_attention.html"
     ),
-    batches: Annotated[
-        int, typer.Option(help="Batches of training data that static forms are fitted to.", min=1)
-    ] = 20,
+    examples: Annotated[
+        int, typer.Option(help="Training examples that static forms are fitted to.", min=1)
+    ] = 1024,
     held_out: Annotated[
-        int, typer.Option(help="Further batches on which they are measured.", min=1)
-    ] = 10,
+        int, typer.Option(help="Held-out examples on which they are measured.", min=1)
+    ] = 512,
+    batch_size: Annotated[int, typer.Option(help="Examples per batch.", min=1)] = 16,
     tolerance: Annotated[
         float, typer.Option(help="Share by which the loss may rise.", min=0.0)
     ] = 0.01,
-    step: Step = None,
     imports: Imports = None,
 ) -> None:
-    """Tell which heads of a model need their dot product, and which could read a table instead.
+    """Tell which heads of a model must read the tokens, and which could read a table instead.
 
     Static forms of attention, which depend on positions alone, are fitted to every head; a page shows
     what they explain, the loss when heads are replaced by tables, and what that saves.
@@ -49,26 +49,32 @@ def analyze(
         write_static_attention,
     )
     from synthesizer_jax.runs import code
+    from synthesizer_jax.training.initial_parameters import find_checkpoint
     from synthesizer_jax.training.run_directory import load_experiment
 
     code.load_user_code(imports or ())
-    lengths = load_experiment(run).data.lengths
+    lengths = load_experiment(find_checkpoint(run)[0]).data.lengths
     load_data_libraries()
-    found = analyze_run(run, data_dir=data_dir, fitted=batches, held_out=held_out, step=step)
+    found = analyze_run(
+        run,
+        data_dir=data_dir,
+        examples=(examples, held_out),
+        batch_size=batch_size,
+        tolerance=tolerance,
+    )
     write_static_attention(
         output,
         found,
         title=f"Static attention of {run.name}",
         lengths=lengths,
-        tolerance=tolerance,
         facts=provenance(),
     )
-    _print_heads(found, tolerance)
-    typer.echo(summarize_static_attention(found, tolerance))
+    _print_heads(found)
+    typer.echo(summarize_static_attention(found))
     typer.echo(f"page: {absolute(output)}")
 
 
-def _print_heads(found: StaticAttention, tolerance: float) -> None:
+def _print_heads(found: StaticAttention) -> None:
     """Prints what each form misses of the heads of each layer."""
     from rich.console import Console
     from rich.table import Table
@@ -76,13 +82,13 @@ def _print_heads(found: StaticAttention, tolerance: float) -> None:
     from synthesizer_jax.distillation.static_attention import FORMS
 
     table = Table(
-        title="divergence of the heads from static forms, nats a query (mean over heads)",
+        title="divergence of the heads from static forms, nats per query (mean over heads)",
         title_justify="left",
     )
     table.add_column("layer", no_wrap=True)
-    for heading in ("equal weights", *FORMS, "need their dot product"):
+    for heading in ("equal weights", *FORMS, "must read tokens"):
         table.add_column(heading, justify="right")
-    needed = found.heads[found.replaceable(tolerance).replaced :]
+    needed = found.heads[found.replaceable.replaced :]
     layers = sorted({(h.stack != "encoder", h.stack, h.layer) for h in found.heads})
     for _, stack, layer in layers:
         own = [h for h in found.heads if (h.stack, h.layer) == (stack, layer)]

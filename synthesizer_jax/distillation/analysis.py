@@ -5,11 +5,13 @@ from __future__ import annotations
 import pathlib
 
 import jax
+from jax.sharding import Mesh
 
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.data import synthetic, tasks, translation  # noqa: F401 - its tasks
-from synthesizer_jax.data.pipeline import Stream
+from synthesizer_jax.data.pipeline import DataConfig, Stream
+from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.distillation.static_attention import (
     StaticAttention,
     measure_static_attention,
@@ -17,51 +19,72 @@ from synthesizer_jax.distillation.static_attention import (
 from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import batch_sharding, use_mesh
+from synthesizer_jax.training.initial_parameters import find_checkpoint
 from synthesizer_jax.training.run_directory import load_experiment, open_vocabulary
+from synthesizer_jax.training.step import Batch
 
 
 def analyze_run(
-    directory: pathlib.Path,
+    run: pathlib.Path,
     *,
     data_dir: pathlib.Path | None,
-    fitted: int,
-    held_out: int,
-    step: int | None = None,
+    examples: tuple[int, int],
+    batch_size: int,
+    tolerance: float,
 ) -> StaticAttention:
     """Measures the static attention of a run's model, see `measure_static_attention`.
 
     Args:
-      directory: the run's.
+      run: ``RUN`` or ``RUN/checkpoints/STEP``.
       data_dir: directory of the data sets.
-      fitted: number of batches of the training data that forms are fitted to.
-      held_out: number of the batches after these, on which they are measured.
-      step: step of the checkpoint; None: the newest.
+      examples: how many examples of the training data forms are fitted to, and how many of the
+        evaluation's split they are measured on; rounded up to whole batches.
+      batch_size: number of examples of a batch.
+      tolerance: the share by which the loss may rise.
 
     Raises:
-      FileNotFoundError: there is no run, checkpoint or data.
-      ValueError: the model is not an encoder-decoder with attention.
+      FileNotFoundError: there is no checkpoint or no data.
+      ValueError: there is no run, or its model is not an encoder-decoder with attention.
     """
+    directory, step = find_checkpoint(run)
     experiment = load_experiment(directory)
     model = experiment.model
     if not isinstance(model, EncoderDecoder):
         raise ValueError(
-            f"{directory} contains a {type(model).__name__}; only EncoderDecoder models can be analyzed"
+            f"{run} contains a {type(model).__name__}; give the run of an EncoderDecoder"
         )
     places = tasks.default_data_dir() if data_dir is None else data_dir
     if experiment.data.mixture == synthetic.MIXTURE:
         synthetic.prepare(places)
+    vocabulary = open_vocabulary(experiment, directory)
     mesh, layout = place_variables(model, experiment.example, experiment.mesh)
     _, variables = restore_variables(directory / "checkpoints", step=step, layout=layout)
-    data = replace(experiment.data, pack=False)
-    tasks.register(
-        data.mixture, open_vocabulary(experiment, directory), data_dir=places, split=data.split
+    data = replace(experiment.data, pack=False, batch_size=batch_size, shards=1)
+    splits = (data.split, experiment.evaluation.split)
+    fit_to, held_out = (
+        _read(replace(data, split=split), count, mesh, vocabulary=vocabulary, data_dir=places)
+        for split, count in zip(splits, examples, strict=True)
     )
-    stream = Stream(data)
-    batches = [jax.device_put(next(stream), batch_sharding(mesh)) for _ in range(fitted + held_out)]
     with use_mesh(mesh):
         return measure_static_attention(
             unroll(model),
             unroll_variables(model, variables),
-            fit_to=batches[:fitted],
-            held_out=batches[fitted:],
+            fit_to=fit_to,
+            held_out=held_out,
+            tolerance=tolerance,
         )
+
+
+def _read(
+    data: DataConfig,
+    examples: int,
+    mesh: Mesh,
+    *,
+    vocabulary: Vocabulary,
+    data_dir: pathlib.Path,
+) -> list[Batch]:
+    """Returns so many examples of a split in batches over a mesh."""
+    tasks.register(data.mixture, vocabulary, data_dir=data_dir, split=data.split)
+    stream = Stream(data)
+    count = -(-examples // data.batch_size)
+    return [jax.device_put(next(stream), batch_sharding(mesh)) for _ in range(count)]

@@ -216,7 +216,7 @@ def _format_fit(found: Mapping[Layer, np.ndarray], num_batches: int) -> str:
     heads = np.stack(list(found.values()))
     return (
         f"fitted {len(found)} layers to {num_batches} batches: the teacher's attention diverges by "
-        f"{heads.mean():.3f} nats a row (worst head {heads.max():.3f})"
+        f"{heads.mean():.3f} nats per query (worst head {heads.max():.3f})"
     )
 
 

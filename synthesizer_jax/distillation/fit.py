@@ -1,8 +1,8 @@
 """Static alignments fitted to the attention of a trained model.
 
 The logits of a static alignment, such as a Random table, do not depend on the tokens. The best ones
-maximize the likelihood of the teacher's attention: they minimize the mean over rows of
-``KL(teacher ‖ static)``, where a row is one query's weights of the keys that it sees. The sum of the
+maximize the likelihood of the teacher's attention: they minimize the mean over queries
+of ``KL(teacher ‖ static)``, between their weights of the keys that they see. The sum of the
 teacher's weights, and how often a query sees how many keys, are sufficient statistics, so one pass over
 data is enough.
 """
@@ -63,18 +63,18 @@ class Statistics(NamedTuple):
 
     Attributes:
       mass: ``[heads, n, n]`` weights of queries and keys.
-      negentropy: ``[heads]`` Σ p log p over all rows, in nats.
-      rows: ``[n, n + 1]`` number of rows, by query and by how many of the first keys it sees.
+      negentropy: ``[heads]`` Σ p log p over all queries, in nats.
+      queries: ``[n, n + 1]`` number of queries, by position and by how many of the first keys they see.
     """
 
     mass: jax.Array
     negentropy: jax.Array
-    rows: jax.Array
+    queries: jax.Array
 
     @property
-    def num_rows(self) -> jax.Array:
-        """The number of rows."""
-        return self.rows.sum()
+    def num_queries(self) -> jax.Array:
+        """The number of queries."""
+        return self.queries.sum()
 
 
 Layer: TypeAlias = tuple[StackName, int]
@@ -124,8 +124,8 @@ def _sum(weights: jax.Array, real: jax.Array, *, causal: bool) -> Statistics:
     seen = jnp.broadcast_to(jnp.arange(1, n + 1), (batch, n))
     if not causal:
         seen = jnp.broadcast_to(real.sum(axis=1, keepdims=True), (batch, n))
-    rows = (jax.nn.one_hot(seen, n + 1) * real[..., None]).sum(0)
-    return Statistics(weights.sum(0), negentropy, rows)
+    queries = (jax.nn.one_hot(seen, n + 1) * real[..., None]).sum(0)
+    return Statistics(weights.sum(0), negentropy, queries)
 
 
 def collect_statistics(
@@ -145,7 +145,7 @@ def collect_statistics(
 
 
 def divergence(logits: jax.Array, statistics: Statistics) -> jax.Array:
-    """Returns the mean over rows of ``KL(teacher ‖ softmax(logits))``, ``[heads]`` in nats.
+    """Returns the mean over queries of ``KL(teacher ‖ softmax(logits))``, ``[heads]`` in nats.
 
     Args:
       logits: ``[heads, n, n]``.
@@ -154,8 +154,8 @@ def divergence(logits: jax.Array, statistics: Statistics) -> jax.Array:
     # log Σ exp over the first 1, 2, … keys.
     normalizers = jax.lax.cumlogsumexp(logits, axis=2)
     likelihood = (statistics.mass * logits).sum((1, 2))
-    likelihood -= (statistics.rows[:, 1:] * normalizers).sum((1, 2))
-    return (statistics.negentropy - likelihood) / statistics.num_rows
+    likelihood -= (statistics.queries[:, 1:] * normalizers).sum((1, 2))
+    return (statistics.negentropy - likelihood) / statistics.num_queries
 
 
 def fit(
@@ -266,22 +266,22 @@ def position_logits(
 
 
 def _mean_attention(statistics: Statistics) -> np.ndarray:
-    """Returns the mean weights ``[heads, n, n]`` of the rows that see a key, at least 1e-30."""
-    mean = statistics.mass / np.maximum(_times_seen(np.asarray(statistics.rows)), 1e-30)
+    """Returns the mean weights ``[heads, n, n]`` of the queries that see a key, at least 1e-30."""
+    mean = statistics.mass / np.maximum(_times_seen(np.asarray(statistics.queries)), 1e-30)
     return np.maximum(mean, 1e-30)
 
 
-def _times_seen(rows: np.ndarray) -> np.ndarray:
-    """Returns ``[n, n]``, in how many rows of a query a key is seen."""
-    return np.cumsum(rows[:, ::-1], axis=1)[:, ::-1][:, 1:]
+def _times_seen(queries: np.ndarray) -> np.ndarray:
+    """Returns ``[n, n]``, by how many queries of a position a key is seen."""
+    return np.cumsum(queries[:, ::-1], axis=1)[:, ::-1][:, 1:]
 
 
 def _add_prior(statistics: Statistics, *, causal: bool) -> Statistics:
-    """Adds `PRIOR` rows of the mean attention by distance to those of each query."""
-    mass, _, rows = map(np.asarray, statistics)
+    """Adds `PRIOR` queries with the mean attention by distance to those of each position."""
+    mass, _, queries = map(np.asarray, statistics)
     heads, n, _ = mass.shape
     distance = np.arange(n)[None, :] - np.arange(n)[:, None] + n - 1
-    seen = np.bincount(distance.ravel(), _times_seen(rows).ravel(), 2 * n - 1)
+    seen = np.bincount(distance.ravel(), _times_seen(queries).ravel(), 2 * n - 1)
     by_distance = np.stack(
         [np.bincount(distance.ravel(), head.ravel(), 2 * n - 1) for head in mass]
     ) / np.maximum(seen, 1e-30)
@@ -291,7 +291,7 @@ def _add_prior(statistics: Statistics, *, causal: bool) -> Statistics:
     last = np.arange(1, n + 1) if causal else np.full(n, n)
     prior = prior * (np.arange(n) < last[:, None])
     prior = PRIOR * prior / prior.sum(-1, keepdims=True)
-    added = rows + PRIOR * (np.arange(n + 1) == last[:, None])
+    added = queries + PRIOR * (np.arange(n + 1) == last[:, None])
     return Statistics(
         jnp.asarray(mass + prior, jnp.float32), jnp.zeros(heads), jnp.asarray(added, jnp.float32)
     )

@@ -1,8 +1,8 @@
 """How much of a trained model's self-attention depends on positions alone.
 
-Each static form is fitted to every head (`fit`), and what it misses is measured on batches that it was not
-fitted to: the mean over queries of ``KL(head ‖ form)``. Then heads are replaced by their fitted tables,
-the most static first, and the loss of the whole model is measured.
+Each static form is fitted to every head (`fit`), and what it misses is measured on held-out batches: the
+mean over queries of ``KL(head ‖ form)``. Then heads are replaced by their fitted tables, the most static
+first, and the loss of the whole model is measured.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ from synthesizer_jax.distillation.fit import (
     static_logits,
 )
 from synthesizer_jax.distillation.replacement import Replacement, StackName, student_model
-from synthesizer_jax.distillation.transplant import STACKS, self_attention
+from synthesizer_jax.distillation.transplant import STACKS, check_stacks, self_attention
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import EncoderDecoder
 from synthesizer_jax.models.stack import StackBase
@@ -52,20 +53,23 @@ FORMS: Mapping[str, Callable[[int, bool], Alignment]] = MappingProxyType(
     {
         TABLE: lambda n, causal: Random(max_length=n),
         "Factorized Random": lambda n, causal: FactorizedRandom(max_length=n),
-        "RelativeBias": lambda n, causal: RelativeBias(bidirectional=not causal),
-        "Gaussian": lambda n, causal: GaussianBias(trainable=True),
+        "Relative bias": lambda n, causal: RelativeBias(bidirectional=not causal),
+        "Gaussian": lambda n, causal: GaussianBias((0.0,), trainable=True),
     }
 )
 """Static alignments by name, for a number of positions and whether queries see only keys up to them."""
 
 MOST_POINTS = 16
-"""Measured numbers of replaced heads, besides none and all."""
+"""Measured numbers of replaced heads, besides none, all, and those around the tolerance."""
+
+MOST_PICTURES = 4
+"""Of the most static heads of a stack, and of the least static."""
 
 EXCLUDED = -1e4
 """Weight logit of a mixture's part that is left out: its softmax is zero in float32."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Head:
     """A head of self-attention, and what static forms miss of it.
 
@@ -76,8 +80,6 @@ class Head:
       uniform: mean KL divergence from equal weights of all keys, in nats a query.
       bias: the same from the model's own position bias alone; None: it has none.
       divergences: the same from the best of each of `FORMS`, beside the position bias.
-      attention: ``[n, n]`` mean weights over the examples.
-      table: ``[n, n]`` weights of the fitted table.
     """
 
     stack: StackName
@@ -86,8 +88,6 @@ class Head:
     uniform: float
     bias: float | None
     divergences: Mapping[str, float]
-    attention: np.ndarray = dataclasses.field(repr=False)
-    table: np.ndarray = dataclasses.field(repr=False)
 
     @property
     def name(self) -> str:
@@ -99,16 +99,29 @@ class Head:
         return 1.0 - self.divergences[form] / max(self.uniform, 1e-9)
 
 
+class Picture(NamedTuple):
+    """The weights of a head.
+
+    Attributes:
+      head: the head.
+      attention: ``[n, n]`` mean weights over the examples.
+      table: ``[n, n]`` weights of the fitted table.
+    """
+
+    head: Head
+    attention: np.ndarray
+    table: np.ndarray
+
+
 @dataclasses.dataclass(frozen=True)
 class Point:
     """A model some of whose heads are replaced by tables.
 
     Attributes:
       replaced: how many.
-      loss: nats per target token, of batches that the tables were not fitted to, when the most static
-        heads are replaced.
+      loss: nats per target token of held-out batches when the most static heads are replaced.
       reversed_loss: the same when the least static heads are.
-      costs: of a model that has no dot product in the most static heads.
+      costs: of a model that has tables in the most static heads.
     """
 
     replaced: int
@@ -124,18 +137,23 @@ class StaticAttention:
     Attributes:
       heads: all heads, the most static first.
       points: from none of them replaced to all.
-      fitted: number of batches that forms were fitted to.
-      held_out: number of batches that everything was measured on.
+      pictures: the most and the least static heads of each stack.
+      tolerance: the share by which the loss may rise.
+      fitted: number of examples that forms were fitted to.
+      held_out: number of examples that everything was measured on.
     """
 
     heads: Sequence[Head]
     points: Sequence[Point]
+    pictures: Sequence[Picture]
+    tolerance: float
     fitted: int
     held_out: int
 
-    def replaceable(self, tolerance: float) -> Point:
-        """Returns the most replaced heads up to which the loss rises by at most a share of itself."""
-        most = (1.0 + tolerance) * self.points[0].loss
+    @property
+    def replaceable(self) -> Point:
+        """The last point before the loss first exceeds the tolerance."""
+        most = (1.0 + self.tolerance) * self.points[0].loss
         return list(itertools.takewhile(lambda point: point.loss <= most, self.points))[-1]
 
 
@@ -145,6 +163,7 @@ def measure_static_attention(
     *,
     fit_to: Sequence[Batch],
     held_out: Sequence[Batch],
+    tolerance: float = 0.01,
 ) -> StaticAttention:
     """Fits static forms to every head of a model's self-attention.
 
@@ -152,15 +171,18 @@ def measure_static_attention(
       model: the model, with looped layers.
       variables: its variables.
       fit_to: unpacked batches that the forms are fitted to.
-      held_out: others of the same shape, on which they are measured.
+      held_out: batches of the same shape, on which they are measured.
+      tolerance: the share by which the loss may rise.
 
     Raises:
-      ValueError: no layer has self-attention with a softmax, or there are no batches.
+      ValueError: no layer has self-attention that can be measured, or the model's loss is not finite.
     """
+    check_stacks(model)
     layers = attention_layers(model)
     if not layers:
         raise ValueError(
-            "the model has no self-attention whose logits could be replaced; give one with Attention"
+            "the model has no self-attention that tables could replace; give one with the dot product, or "
+            "another alignment that is trained and the same in all heads"
         )
     fitted, measured = (
         collect_statistics(model, variables, batches, layers) for batches in (fit_to, held_out)
@@ -174,24 +196,106 @@ def measure_static_attention(
         heads += found
     heads.sort(key=lambda head: head.divergences[TABLE])
     switch = _Switch(model, variables, tables)
-    points = [
-        Point(
+    if not np.isfinite(switch.loss([], held_out)):
+        raise ValueError(
+            "the loss of the model is not finite, so no change of it can be measured; give an earlier step"
+        )
+
+    def point(count: int) -> Point:
+        return Point(
             replaced=count,
             loss=switch.loss(heads[:count], held_out),
             reversed_loss=switch.loss(heads[len(heads) - count :], held_out),
             costs=_costs(model, heads[:count], fit_to[0]),
         )
-        for count in numbers_of_heads(len(heads))
-    ]
-    return StaticAttention(heads, points, len(fit_to), len(held_out))
+
+    return StaticAttention(
+        heads=heads,
+        points=_points_around(point, numbers_of_heads(len(heads)), tolerance),
+        pictures=list(_pictures(model, variables["params"], heads, measured, tables)),
+        tolerance=tolerance,
+        fitted=sum(len(batch["encoder_input_tokens"]) for batch in fit_to),
+        held_out=sum(len(batch["encoder_input_tokens"]) for batch in held_out),
+    )
 
 
 def attention_layers(model: EncoderDecoder) -> tuple[Layer, ...]:
-    """Returns the layers whose self-attention is a softmax of logits."""
+    """Returns the layers whose heads can be measured and replaced one by one.
+
+    Their self-attention is a softmax of logits that are trained, and has the same alignment in all heads.
+    """
     stacks: dict[StackName, StackBase] = {"encoder": model.encoder, "decoder": model.decoder}
     layers = [(name, i) for name, stack in stacks.items() for i in range(stack.num_layers)]
     found = ((layer, self_attention(model, *layer)) for layer in layers)
-    return tuple(layer for layer, a in found if a is not None and a.alignment.makes_logits)
+    return tuple(layer for layer, a in found if a is not None and _is_measured(a.alignment))
+
+
+def _is_measured(alignment: Alignment) -> bool:
+    """Whether an alignment makes trained logits for any number of heads."""
+    if isinstance(alignment, Mixture):
+        return all(map(_is_measured, alignment.parts))
+    if isinstance(alignment, PerHead | GaussianBias):
+        return False
+    is_fixed = isinstance(alignment, Random) and not alignment.trainable
+    return alignment.makes_logits and not is_fixed
+
+
+def _points_around(
+    point: Callable[[int], Point], counts: Sequence[int], tolerance: float
+) -> list[Point]:
+    """Returns points at some numbers of heads, and those that a bisection to the tolerance needs.
+
+    Args:
+      point: measures a number of heads.
+      counts: from 0, rising.
+      tolerance: the share by which the loss may rise.
+    """
+    points = {count: point(count) for count in counts}
+    most = (1.0 + tolerance) * points[0].loss
+    within = list(itertools.takewhile(lambda count: points[count].loss <= most, counts))
+    low, high = within[-1], ([*counts[len(within) :], within[-1] + 1])[0]
+    while high - low > 1:
+        middle = (low + high) // 2
+        points[middle] = point(middle)
+        low, high = (middle, high) if points[middle].loss <= most else (low, middle)
+    return [points[count] for count in sorted(points)]
+
+
+def _pictures(
+    model: EncoderDecoder,
+    params: PyTree,
+    heads: Sequence[Head],
+    measured: Mapping[Layer, Statistics],
+    tables: Mapping[Layer, PyTree],
+) -> Iterator[Picture]:
+    """Yields the most static heads of each stack, and the least static."""
+    for stack in STACKS:
+        own = [head for head in heads if head.stack == stack]
+        count = min(MOST_PICTURES, len(own) // 2)
+        for head in [*own[:count], *own[len(own) - count :]] if count else own:
+            layer = (head.stack, head.layer)
+            mass = measured[layer].mass[head.head]
+            logits = _table_logits(model, params, layer, tables[layer])[head.head]
+            visible = np.tri(len(mass), dtype=bool) | (stack == "encoder")
+            weights = jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=-1)
+            mean = mass / np.maximum(mass.sum(-1, keepdims=True), 1e-9)
+            yield Picture(head, np.asarray(mean), np.asarray(weights))
+
+
+def _table_logits(model: EncoderDecoder, params: PyTree, layer: Layer, table: PyTree) -> jax.Array:
+    """Returns the logits ``[heads, n, n]`` of a layer's table, beside the position bias."""
+    attention = _attention(model, layer)
+    length = table["table"].shape[-1]
+    random = attention.copy(alignment=Random(max_length=length))
+    bias = stack_bias_logits(model, params, layer[0], num_heads=attention.num_heads, length=length)
+    return static_logits(random, table, length=length, d_model=model.d_model) + bias
+
+
+def _attention(model: EncoderDecoder, layer: Layer) -> Attention:
+    """Returns the self-attention of one of the `attention_layers`."""
+    attention = self_attention(model, *layer)
+    assert attention is not None
+    return attention
 
 
 def numbers_of_heads(total: int) -> list[int]:
@@ -205,37 +309,27 @@ def _fit_forms(
 ) -> tuple[list[Head], PyTree]:
     """Returns the heads of a layer, and the parameters of its fitted table."""
     stack, number = layer
-    attention = self_attention(model, stack, number)
-    assert attention is not None
+    attention = _attention(model, layer)
     length, causal = fitted.mass.shape[-1], stack == "decoder"
     bias = stack_bias_logits(model, params, stack, num_heads=attention.num_heads, length=length)
-    kl, logits, table = {}, jnp.zeros(()), {}
+    kl: dict[str, np.ndarray] = {}
+    table: PyTree = {}
     for name, make in FORMS.items():
-        layer_of_form = attention.copy(alignment=make(length, causal))
-        found, _ = fit(
-            layer_of_form, fitted, d_model=model.d_model, causal=causal, bias=bias, seed=number
-        )
-        static = static_logits(layer_of_form, found, length=length, d_model=model.d_model) + bias
-        kl[name] = np.asarray(divergence(static, measured))
-        if name == TABLE:
-            table, logits = found, static
-    zeros = jnp.zeros_like(measured.mass)
-    uniform = np.asarray(divergence(zeros, measured))
-    alone = np.asarray(divergence(zeros + bias, measured))
-    has_bias = bool(np.any(np.asarray(bias)))
-    visible = np.tri(length, dtype=bool) if causal else np.ones((length, length), bool)
-    weights = np.asarray(jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=-1))
-    mean = measured.mass / np.maximum(measured.mass.sum(-1, keepdims=True), 1e-9)
+        form = attention.copy(alignment=make(length, causal))
+        found, _ = fit(form, fitted, d_model=model.d_model, causal=causal, bias=bias, seed=number)
+        logits = static_logits(form, found, length=length, d_model=model.d_model)
+        kl[name] = np.asarray(divergence(logits + bias, measured))
+        table = found if name == TABLE else table
+    uniform = np.asarray(divergence(jnp.zeros_like(bias), measured))
+    alone = np.asarray(divergence(bias, measured)) if bias.any() else None
     heads = [
         Head(
             stack,
             number,
             head,
             uniform=float(uniform[head]),
-            bias=float(alone[head]) if has_bias else None,
+            bias=None if alone is None else float(alone[head]),
             divergences={name: float(values[head]) for name, values in kl.items()},
-            attention=np.asarray(mean[head]),
-            table=weights[head],
         )
         for head in range(attention.num_heads)
     ]
@@ -263,10 +357,11 @@ class _Switch:
             layers = dict(params[stack])
             sublayer = dict(layers[f"layers_{layer}"])
             mixer = dict(sublayer[STACKS[stack]])
-            flags = [(stack, layer, h) in chosen for h in range(self._num_heads((stack, layer)))]
+            num_heads = _attention(self._model, (stack, layer)).num_heads
+            flags = [(stack, layer, h) in chosen for h in range(num_heads)]
             on = jnp.asarray(flags)[:, None]
             mixer["align"] = {
-                "part_0": mixer["align"],
+                "part_0": mixer.get("align", {}),
                 "part_1": table,
                 "weights": jnp.where(on == jnp.asarray([True, False]), EXCLUDED, 0.0),
             }
@@ -278,17 +373,11 @@ class _Switch:
         total, tokens = np.asarray(sums).sum(0)
         return float(total / tokens)
 
-    def _num_heads(self, layer: Layer) -> int:
-        attention = self_attention(self._model, *layer)
-        assert attention is not None
-        return attention.num_heads
-
 
 def _switches(model: EncoderDecoder, tables: Mapping[Layer, PyTree]) -> Iterator[Replacement]:
     """Yields the mixtures of a layer's own alignment and a table."""
     for (stack, layer), table in tables.items():
-        attention = self_attention(model, stack, layer)
-        assert attention is not None
+        attention = _attention(model, (stack, layer))
         random = Random(max_length=table["table"].shape[-1])
         yield Replacement(Mixture((attention.alignment, random)), place=stack, layers=(layer,))
 
@@ -313,8 +402,7 @@ def _costs(model: EncoderDecoder, replaced: Iterable[Head], batch: Batch) -> Sum
     }
     replacements = []
     for (stack, layer), count in counts.items():
-        attention = self_attention(model, stack, layer)
-        assert attention is not None
+        attention = _attention(model, (stack, layer))
         by = _with_tables(attention, count, Random(max_length=lengths[stack]))
         replacements.append(Replacement(by, place=stack, layers=(layer,)))
     return summarize(

@@ -49,7 +49,7 @@ def with_variants(
     Raises:
       ValueError: there is no such variant, or the self-attention is not `Attention`.
     """
-    _check_stacks(model)
+    check_stacks(model)
     replacements = []
     places: tuple[tuple[StackName, str | None], ...]
     places = ("encoder", encoder), ("decoder", decoder)
@@ -88,7 +88,7 @@ def start_as(teacher: EncoderDecoder, student: EncoderDecoder, params: PyTree) -
             old, new = _attention(old_block, stack), _attention(new_block, stack)
             layer = dict(layers[f"layers_{i}"])
             align = _start_alignment(
-                old.alignment, new, layer[mixer]["align"], d_model=student.d_model, layer=i
+                old.alignment, new, layer[mixer].get("align", {}), d_model=student.d_model, layer=i
             )
             layer[mixer] = {**layer[mixer], "align": align}
             layers[f"layers_{i}"] = layer
@@ -105,7 +105,7 @@ def _start_alignment(
     if not isinstance(mixture, Mixture) or teacher not in parts:
         raise ValueError(
             f"{type(mixture).__name__} does not contain the model's own {type(teacher).__name__}, so it "
-            "cannot start as the model; fit and distil it with 'synthesizer-jax distill synthesize'"
+            "cannot start as the model; fit and distill it with 'synthesizer-jax distill synthesize'"
         )
     return mixture.start_as(
         parts.index(teacher), params, initial_parameters(attention, d_model, seed=layer)
@@ -142,7 +142,7 @@ def self_attention(model: EncoderDecoder, stack: StackName, layer: int) -> Atten
     return mixer if isinstance(mixer, Attention) else None
 
 
-def _check_stacks(model: EncoderDecoder) -> None:
+def check_stacks(model: EncoderDecoder) -> None:
     """Raises a `ValueError` where layers share their parameters."""
     for name, stack in stacks_of(model).items():
         if not isinstance(stack, Stack):

@@ -16,7 +16,7 @@ from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.huggingface.compare import can_compare, check_logits
 from synthesizer_jax.pretrained.huggingface.export import write_folder
 from synthesizer_jax.pretrained.t5x.export import write_checkpoint
-from synthesizer_jax.registry import JSON, replace, to_json
+from synthesizer_jax.registry import JSON, to_json
 from synthesizer_jax.serving.directory import write_directory
 from synthesizer_jax.serving.programs import Limits
 from synthesizer_jax.serving.saved_model import write_saved_model
@@ -71,13 +71,17 @@ def export_run(
       ModuleNotFoundError: TensorFlow is needed, and not installed.
     """
     if to not in FORMATS:
-        raise ValueError(f"the format is {to!r}; use {', '.join(FORMATS)}")
+        raise ValueError(f"--to is {to!r}; use {', '.join(FORMATS)}")
+    if to != HUGGING_FACE and check:
+        raise ValueError(
+            f"--check compares with transformers; it is for {HUGGING_FACE}, leave it out"
+        )
     if to not in PROGRAMS and (inputs_length or max_length or beams > 1):
         raise ValueError(
-            f"inputs-length, max-length and beams are for {' and '.join(PROGRAMS)}; leave them out"
+            f"--inputs-length, --max-length and --beams are for {' and '.join(PROGRAMS)}; leave them out"
         )
     if to != HUGGING_FACE and dtype != "float32":
-        raise ValueError(f"dtype is for {HUGGING_FACE}; leave it out")
+        raise ValueError(f"--dtype is for {HUGGING_FACE}; leave it out")
     source, step = find_checkpoint(run)
     experiment = load_experiment(source)
     vocabulary = open_vocabulary(experiment, source)
@@ -126,7 +130,7 @@ def model_card(experiment: Experiment, step: int, metrics: JSON) -> str:
         "## Results" if metrics else "",
         _fenced(metrics) if metrics else "",
         "## Recipe" if step else "",
-        _fenced(to_json(replace(experiment, init_from=None))) if step else "",
+        _fenced(to_json(experiment.starting_from(None))) if step else "",
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 

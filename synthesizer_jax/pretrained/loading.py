@@ -79,7 +79,8 @@ def open_pretrained(source: pathlib.Path, *, compare: bool = True) -> Iterator[P
 def is_run(source: pathlib.Path) -> bool:
     """Whether a path is ``RUN`` or ``RUN/checkpoints/STEP``."""
     is_step = source.parent.name == "checkpoints" and source.name.isdecimal()
-    return is_step or (source / EXPERIMENT_FILE).is_file()
+    directory = source.parent.parent if is_step else source
+    return (directory / EXPERIMENT_FILE).is_file()
 
 
 def _open_run(source: pathlib.Path) -> Pretrained:
@@ -88,7 +89,9 @@ def _open_run(source: pathlib.Path) -> Pretrained:
     experiment = with_vocabulary_path(load_experiment(directory), directory)
     model = experiment.model
     if not isinstance(model, EncoderDecoder):
-        raise ValueError(f"{source} holds a {type(model).__name__}, not an EncoderDecoder")
+        raise ValueError(
+            f"{source} holds a {type(model).__name__}; only EncoderDecoder models can be converted"
+        )
     _, variables = restore_variables(directory / "checkpoints", step=step)
     if variables.get("constants"):
         raise ValueError(

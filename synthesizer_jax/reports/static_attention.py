@@ -12,15 +12,13 @@ from markupsafe import Markup
 from synthesizer_jax.distillation.static_attention import (
     FORMS,
     Head,
+    Picture,
     Point,
     StaticAttention,
 )
 from synthesizer_jax.files import write_atomic
 from synthesizer_jax.reports.charts import grids, heat_maps, line_chart
 from synthesizer_jax.reports.page import ENVIRONMENT
-
-MOST_PICTURES = 4
-"""Of the most static heads of a stack, and of the least static."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +36,6 @@ def write_static_attention(
     *,
     title: str,
     lengths: Mapping[str, int],
-    tolerance: float,
     facts: Mapping[str, str],
 ) -> None:
     """Writes the page atomically.
@@ -48,16 +45,15 @@ def write_static_attention(
       found: what was measured.
       title: the heading.
       lengths: number of ``inputs`` and ``targets`` tokens.
-      tolerance: the share by which the loss may rise, see `StaticAttention.replaceable`.
       facts: labels and values of the footer, such as versions.
     """
     template = ENVIRONMENT.get_template("static_attention.html.jinja")
-    replaced = found.replaceable(tolerance).replaced
+    replaced = found.replaceable.replaced
     has_bias = any(head.bias is not None for head in found.heads)
     page = template.render(
         title=title,
         lead="How much of the self-attention of a trained model depends on positions alone.",
-        summary=summarize_static_attention(found, tolerance),
+        summary=summarize_static_attention(found),
         found=found,
         has_bias=has_bias,
         charts=dict(_charts(found.heads)),
@@ -65,8 +61,7 @@ def write_static_attention(
         points=[_format_point(point) for point in found.points],
         inputs_length=lengths["inputs"],
         targets_length=lengths["targets"],
-        pictured=MOST_PICTURES,
-        pictures=list(_pictures(found.heads)),
+        pictures=list(_draw(found.pictures)),
         columns=["equal weights", *(["position bias"] if has_bias else []), *FORMS],
         heads=list(_format_heads(found.heads, replaced, has_bias=has_bias)),
         facts=facts,
@@ -74,9 +69,15 @@ def write_static_attention(
     write_atomic(path, page)
 
 
-def summarize_static_attention(found: StaticAttention, tolerance: float) -> str:
+def summarize_static_attention(found: StaticAttention) -> str:
     """Returns sentences that say how many heads can be replaced, and what that saves."""
-    first, best = found.points[0], found.replaceable(tolerance)
+    first, best = found.points[0], found.replaceable
+    tolerance = f"{100 * found.tolerance:g}%"
+    if not best.replaced:
+        return (
+            f"None of {len(found.heads)} heads can read a fitted table instead of the tokens unless the "
+            f"loss may rise by more than {tolerance}."
+        )
     rise = best.loss / first.loss - 1.0
     changes = {
         "parameters": best.costs.parameters / first.costs.parameters,
@@ -86,7 +87,7 @@ def summarize_static_attention(found: StaticAttention, tolerance: float) -> str:
     return (
         f"Of {len(found.heads)} heads, the {best.replaced} most static can read a fitted table instead of "
         f"the tokens, and the loss changes by {rise:+.1%} without further training "
-        f"({first.loss:.4f} to {best.loss:.4f} nats per token, tolerance {tolerance:.0%}). "
+        f"({first.loss:.4f} to {best.loss:.4f} nats per token, tolerance {tolerance}). "
         f"{', '.join(f'{name} {ratio - 1.0:+.1%}' for name, ratio in changes.items())}."
     )
 
@@ -129,23 +130,21 @@ def _format_point(point: Point) -> list[str]:
     ]
 
 
-def _pictures(heads: Sequence[Head]) -> Iterator[Markup]:
-    """Yields the mean attention and tables of the most and the least static heads of each stack."""
+def _draw(pictures: Sequence[Picture]) -> Iterator[Markup]:
+    """Yields a figure for each stack."""
     for stack in ("encoder", "decoder"):
-        own = [head for head in heads if head.stack == stack]
-        count = min(MOST_PICTURES, len(own) // 2)
-        shown = [*own[:count], *own[len(own) - count :]] if count else own
-        if shown:
+        own = [picture for picture in pictures if picture.head.stack == stack]
+        if own:
             maps = [
-                ("mean", np.stack([head.attention for head in shown])),
-                ("table", np.stack([head.table for head in shown])),
+                ("mean", np.stack([picture.attention for picture in own])),
+                ("table", np.stack([picture.table for picture in own])),
             ]
-            yield heat_maps(maps, columns=[head.name for head in shown])
+            yield heat_maps(maps, columns=[picture.head.name for picture in own])
 
 
 def _format_heads(heads: Sequence[Head], replaced: int, *, has_bias: bool) -> Iterator[_Row]:
     for i, head in enumerate(heads):
         bias = [] if not has_bias else ["–" if head.bias is None else f"{head.bias:.3f}"]
         values = [f"{head.divergences[name]:.3f}" for name in FORMS]
-        verdict = "within the tolerance" if i < replaced else "needs it"
+        verdict = "can read a table" if i < replaced else "must read tokens"
         yield _Row(head.name, [f"{head.uniform:.3f}", *bias, *values], verdict)

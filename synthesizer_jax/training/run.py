@@ -73,6 +73,11 @@ def run(
     places = tasks.default_data_dir() if data_dir is None else storage_path(str(data_dir))
     visible = visible and processes.is_process_zero()
     comes_from_elsewhere, source = initial is not None, None
+    if experiment != experiment.starting_from(experiment.init_from) and not experiment.init_from:
+        raise ValueError(
+            "init_rules, init_share and init_optimizer say how a run starts from a checkpoint; set "
+            "init_from, or leave them out"
+        )
     if initial is None and experiment.init_from is not None:
         source = storage_path(experiment.init_from)
         find_checkpoint(source)  # fails before the data is read

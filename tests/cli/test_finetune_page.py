@@ -22,7 +22,7 @@ SHORTER = {
     "--set training.steps=1000": f"--set training.steps=2 {SMALL}",
     "distill synthesize:random": "distill synthesize:random --set fit_batches=1 "
     "--set training.steps=1 --set fine_tune.steps=1",
-    "analyze runs/cola": "analyze runs/cola --batches 2 --held-out 1",
+    "analyze runs/cola": "analyze runs/cola --examples 16 --held-out 16",
 }
 COMPARISON = """
 import json, pathlib

@@ -161,7 +161,7 @@ def test_statistics_are_those_of_the_weights():
         seen = np.concatenate(seen)
         for q in range(8):
             counts = np.bincount(seen[:, q][seen[:, q] > 0], minlength=9)
-            np.testing.assert_array_equal(statistics.rows[q], counts)
+            np.testing.assert_array_equal(statistics.queries[q], counts)
 
 
 def test_only_alignments_that_read_no_tokens_are_static():

@@ -7,16 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from synthesizer_jax.alignments import Random
+from synthesizer_jax.alignments import DotProduct, GaussianBias, Mixture, PerHead, Random
 from synthesizer_jax.costs.summary import summarize
 from synthesizer_jax.distillation.replacement import Replacement, student_model
 from synthesizer_jax.distillation.static_attention import (
     FORMS,
     TABLE,
+    _points_around,
+    attention_layers,
     measure_static_attention,
     numbers_of_heads,
 )
-from synthesizer_jax.models import Size, t5
+from synthesizer_jax.models import Size, UniversalStack, t5
 from synthesizer_jax.reports.static_attention import (
     summarize_static_attention,
     write_static_attention,
@@ -24,8 +26,8 @@ from synthesizer_jax.reports.static_attention import (
 from synthesizer_jax.training.step import loss_sums
 from tests.training.tiny import VOCAB, CopyStream
 
-MODEL = t5(Size(8, 2, 16, 2, 4), vocab_size=VOCAB)
-"""Its encoder's first layer reads tables alone."""
+MODEL = t5(Size(9, 2, 16, 3, 4), vocab_size=VOCAB)
+"""Three heads, which no number of offsets but one and three divides."""
 MIXED = student_model(MODEL, (Replacement(Random(8), layers=(0,)),))
 
 
@@ -49,30 +51,34 @@ def found(batches, variables):
 
 
 def test_a_static_layer_is_explained_whole_and_others_are_not(found):
-    assert len(found.heads) == 8
+    assert len(found.heads) == 12 and (found.fitted, found.held_out) == (32, 16)
     heads = {(h.stack, h.layer, h.head): h for h in found.heads}
-    for head in range(2):
+    for head in range(3):
         assert heads["encoder", 0, head].divergences[TABLE] < 0.02
         assert heads["encoder", 0, head].explained(TABLE) > 0.95
-    assert {(h.stack, h.layer) for h in found.heads[:2]} == {("encoder", 0)}
+    assert {(h.stack, h.layer) for h in found.heads[:3]} == {("encoder", 0)}
     values = [h.divergences[TABLE] for h in found.heads]
-    assert values == sorted(values) and values[2] > 0.02
+    assert values == sorted(values) and values[3] > 0.02
     for head in found.heads:
         assert head.divergences.keys() == FORMS.keys()
         assert np.isfinite(list(head.divergences.values())).all()
         assert head.bias is not None and head.bias >= 0
-        np.testing.assert_allclose(head.attention.sum(-1), 1, rtol=1e-3)
-        np.testing.assert_allclose(head.table.sum(-1), 1, rtol=1e-3)
+    assert [picture.head for picture in found.pictures if picture.head.stack == "encoder"] == [
+        head for head in found.heads if head.stack == "encoder"
+    ]
+    for _, attention, table in found.pictures:
+        np.testing.assert_allclose(attention.sum(-1), 1, rtol=1e-3)
+        np.testing.assert_allclose(table.sum(-1), 1, rtol=1e-3)
 
 
 def test_points_are_the_models_loss_and_cost_with_tables(found, batches, variables):
     first, last = found.points[0], found.points[-1]
-    assert [point.replaced for point in found.points] == list(range(9))
+    assert [point.replaced for point in found.points] == list(range(13))
     sums = [loss_sums(MIXED, variables, b, z_loss=0.0, label_smoothing=0.0) for b in batches[4:]]
     expected = sum(float(s.loss) for s in sums) / sum(float(s.weight) for s in sums)
     assert first.loss == pytest.approx(expected, rel=1e-5) == first.reversed_loss
     assert last.loss == pytest.approx(last.reversed_loss, rel=1e-6)
-    assert abs(found.points[2].loss / first.loss - 1.0) < 0.01  # the layer of tables
+    assert abs(found.points[3].loss / first.loss - 1.0) < 0.01  # the layer of tables
     pure = student_model(MODEL, (Replacement(Random(8)), Replacement(Random(8), place="decoder")))
     assert first.costs == summarize(MIXED, inputs_length=8, targets_length=8)
     assert last.costs == summarize(pure, inputs_length=8, targets_length=8)
@@ -82,8 +88,54 @@ def test_the_tolerance_ends_at_the_first_point_beyond_it(found):
     losses = [1.0, 1.005, 1.2, 1.0]
     points = [dataclasses.replace(p, loss=x) for p, x in zip(found.points, losses, strict=False)]
     made = dataclasses.replace(found, points=points)
-    assert [made.replaceable(t).replaced for t in (0.0, 0.01, 0.5)] == [0, 1, 3]
-    assert "the 1 most static can read a fitted table" in summarize_static_attention(made, 0.01)
+    for tolerance, replaced in ((0.0, 0), (0.01, 1), (0.5, 3)):
+        within = dataclasses.replace(made, tolerance=tolerance)
+        assert within.replaceable.replaced == replaced
+        summary = summarize_static_attention(within)
+        if replaced:
+            assert f"the {replaced} most static can read a fitted table" in summary
+        else:
+            assert summary.startswith("None of 12 heads can read a fitted table")
+
+
+def test_points_are_added_where_the_tolerance_is_crossed(found):
+    measured = []
+
+    def point(count):
+        measured.append(count)
+        return dataclasses.replace(found.points[0], replaced=count, loss=1.0 + (count > 37))
+
+    points = _points_around(point, [0, 20, 40, 60], 0.01)
+    assert [p.replaced for p in points] == sorted(measured) == [0, 20, 30, 35, 37, 38, 40, 60]
+    assert [p.replaced for p in _points_around(point, [0, 30], 0.01)] == [0, 30]
+
+
+@pytest.mark.parametrize(
+    "alignment",
+    [
+        Random(8, trainable=False),
+        GaussianBias((0.0,)),
+        PerHead((DotProduct(), Random(8)), heads=(1, 2)),
+        Mixture((DotProduct(), Random(8, trainable=False))),
+    ],
+    ids=lambda alignment: type(alignment).__name__,
+)
+def test_only_layers_that_tables_can_replace_head_by_head_are_measured(alignment):
+    changed = student_model(MODEL, (Replacement(alignment, layers=(1,)),))
+    assert attention_layers(changed) == (("encoder", 0), ("decoder", 0), ("decoder", 1))
+    both = (Replacement(alignment), Replacement(alignment, place="decoder"))
+    with pytest.raises(ValueError, match=r"no self-attention that tables could replace; give one"):
+        measure_static_attention(student_model(MODEL, both), {}, fit_to=[], held_out=[])
+
+
+def test_layers_that_share_parameters_and_losses_that_are_no_numbers_are_errors(batches, variables):
+    shared = MODEL.copy(encoder=UniversalStack(MODEL.encoder.runs))
+    with pytest.raises(ValueError, match="whose layers have no alignments of their own"):
+        measure_static_attention(shared, {}, fit_to=[], held_out=[])
+    broken = jax.tree.map(lambda x: x, variables)
+    broken["params"]["logits_kernel"] = broken["params"]["logits_kernel"] * np.nan
+    with pytest.raises(ValueError, match=r"not finite.*; give an earlier step"):
+        measure_static_attention(MIXED, broken, fit_to=batches[:1], held_out=batches[1:2])
 
 
 def test_measured_numbers_are_spread_from_none_to_all():
@@ -98,7 +150,6 @@ def test_the_page_shows_every_head_and_escapes_its_title(found, tmp_path):
         found,
         title="<script>",
         lengths={"inputs": 8, "targets": 8},
-        tolerance=0.01,
         facts={"jax": jax.__version__},
     )
     page = (tmp_path / "page.html").read_text(encoding="utf-8")

@@ -198,6 +198,12 @@ assert "tensorflow" not in sys.modules and "seqio" not in sys.modules
 
 
 @pytest.mark.slow
+def test_a_folder_may_be_the_working_directory(tmp_path, monkeypatch):
+    make_folder(tmp_path / "a", TINY, make_tensors(TINY))
+    monkeypatch.chdir(tmp_path / "a")
+    assert load(".").model.vocab_size == TINY["vocab_size"]
+
+
 def test_three_lines_generate_and_encode_without_tensorflow(tmp_path):
     config = TINY | FAMILIES["ByT5"]
     folder = make_folder(tmp_path, config, make_tensors(config))

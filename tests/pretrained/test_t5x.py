@@ -212,10 +212,11 @@ def test_what_the_file_cannot_say_is_not_exported(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"to": "t5x", "dtype": "bfloat16"}, "dtype is for huggingface; leave it out"),
-        ({"to": "t5x", "beams": 4}, "beams are for stablehlo and savedmodel; leave them out"),
+        ({"to": "t5x", "dtype": "bfloat16"}, "--dtype is for huggingface; leave it out"),
+        ({"to": "t5x", "beams": 4}, "--beams are for stablehlo and savedmodel; leave them out"),
         ({"to": "huggingface", "max_length": 9}, "beams are for stablehlo and savedmodel"),
-        ({"to": "onnx"}, "the format is 'onnx'; use huggingface, t5x"),
+        ({"to": "t5x", "check": True}, "--check compares with transformers; .*, leave it out"),
+        ({"to": "onnx"}, "--to is 'onnx'; use huggingface, t5x"),
     ],
 )
 def test_an_option_of_another_format_is_an_error(tmp_path, options, message):
@@ -277,6 +278,14 @@ def test_a_directory_of_orbax_is_read(tmp_path, options):
         checkpointer.save(tmp_path / "checkpoint_7", tree)
     (tmp_path / "checkpoint_7" / "_METADATA").write_text("{}")
     assert has_its_logits(tmp_path / "checkpoint_7", config, tensors)
+
+
+def test_a_directory_of_orbax_may_be_named_as_those_of_a_run(tmp_path):
+    config, tensors, target = made()
+    directory = tmp_path / "checkpoints" / "1000000"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(directory, {"target": target})
+    assert has_its_logits(directory, config, tensors)
 
 
 def test_a_damaged_database_of_orbax_is_one_sentence(tmp_path):

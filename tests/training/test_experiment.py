@@ -11,6 +11,7 @@ from synthesizer_jax.models import ZOO
 from synthesizer_jax.optimizers import Adafactor, AdamW, Constant
 from synthesizer_jax.registry import from_json, register, replace, to_json
 from synthesizer_jax.sharding import MeshShape
+from synthesizer_jax.training.experiment import InitRule
 from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_directory import (
     check_same_run,
@@ -269,6 +270,15 @@ def test_what_is_no_vocabulary_is_refused_before_it_is_copied(tmp_path, content)
     recipe = replace(experiment(), vocabulary=SentencePiece(str(tmp_path / "secret")))
     with pytest.raises(ValueError, match=r"secret is damaged or no SentencePiece model"):
         resolve_vocabulary(recipe, tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "told", [{"init_share": 0.5}, {"init_rules": (InitRule("a"),)}, {"init_optimizer": True}]
+)
+def test_how_to_start_without_a_start_is_an_error(tmp_path, told):
+    with pytest.raises(ValueError, match="set init_from, or leave them out"):
+        run(replace(experiment(), **told), tmp_path / "run", data_dir=tmp_path, visible=False)
     assert not (tmp_path / "run").exists()
 
 

@@ -50,7 +50,7 @@ def find_checkpoint_prefix(path: pathlib.Path) -> pathlib.Path | None:
     """
     if path.name.endswith(INDEX) and path.is_file():
         return path.with_name(path.name.removesuffix(INDEX))
-    if path.with_name(path.name + INDEX).is_file():
+    if path.name and path.with_name(path.name + INDEX).is_file():
         return path
     found = sorted(path.glob(f"*{INDEX}")) if path.is_dir() else []
     if len(found) > 1:
