@@ -383,8 +383,8 @@ def restore_optimizer_state(checkpoint: pathlib.Path, opt_state: PyTree) -> PyTr
     problem = _agreed_problem(problem, parts, contents)
     if problem is not None:
         raise ValueError(
-            f"the optimizer's state of {checkpoint} cannot be read ({problem}); give another step, or leave "
-            "init_optimizer out"
+            f"the optimizer's state of {checkpoint} cannot be read ({problem}); give another step, or "
+            "leave init_optimizer out"
         )
     return found
 
