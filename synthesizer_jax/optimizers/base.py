@@ -19,8 +19,8 @@ class Optimizer(Protocol):
     """The configuration of an optimizer.
 
     To add an optimizer, decorate a frozen dataclass with `register`. If it has a field `learning_rate`,
-    this must be a `Schedule` of the number of updates, whose value is logged; if it has `weight_decay`, this is the coefficient of
-    its decoupled weight decay.
+    this must be a `Schedule` of the number of updates, whose value is logged; if it has `weight_decay`,
+    this is the coefficient of its decoupled weight decay.
     """
 
     def build(self, axes: PyTree) -> optax.GradientTransformation:

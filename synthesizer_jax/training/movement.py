@@ -157,7 +157,7 @@ def record_movement(
 
 
 def _recorded_step(directory: pathlib.Path) -> int | None:
-    """Returns the step of ``movement.json``; None: it is not there, or cannot be read and is written anew."""
+    """Returns the step of ``movement.json``; None: it is not there, or cannot be read."""
     try:
         earlier = read_movement(directory)
     except (ValueError, OSError):
