@@ -14,13 +14,17 @@ def average(
     run: Annotated[pathlib.Path, storage_argument("Directory of the run.")],
     directory: Annotated[pathlib.Path, storage_argument("The new directory.", "DIR")],
     *,
-    last: Annotated[int, typer.Option(help="Number of the newest checkpoints.", min=2)] = 5,
+    last: Annotated[
+        int | None,
+        typer.Option(help="Number of the newest checkpoints; by default all that are kept.", min=2),
+    ] = None,
     imports: Imports = None,
 ) -> None:
     """Average the newest checkpoints of a run: write a run whose parameters are their mean.
 
-    The run must have kept so many: training.keep_latest. `eval`, `generate` and `export` take the new run,
-    and `train DIR` starts from it.
+    A run keeps its training.keep_latest newest and training.keep_best best checkpoints; both kinds count.
+    The steps that were averaged are printed. `eval`, `generate` and `export` take the new run, and
+    `train DIR` starts from it.
 
     Example: synthesizer-jax average runs/cola runs/cola-mean --last 5
     """

@@ -25,11 +25,18 @@ def export(
     inputs_length: Annotated[
         int | None,
         typer.Option(
-            help="Most tokens of an input of StableHLO programs; by default as in training.", min=1
+            help="Maximum number of tokens of an input (stablehlo and savedmodel only); by default as in "
+            "training.",
+            min=1,
         ),
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Most tokens of a target; by default as in training.", min=1)
+        int | None,
+        typer.Option(
+            help="Maximum number of tokens of a target (stablehlo and savedmodel only); by default as in "
+            "training.",
+            min=1,
+        ),
     ] = None,
     beams: Annotated[
         int, typer.Option(help="Beams of the decoding loop; 1 is greedy decoding.", min=1)
@@ -40,7 +47,8 @@ def export(
 
     Transformers and T5X take T5s only; a Synthesizer is refused with the name of the part that they lack.
     StableHLO takes every model: a directory of programs for CPUs, NVIDIA GPUs and TPUs, with a loader that
-    needs jax alone; savedmodel is the same for TensorFlow.
+    needs only jax and, for SentencePiece vocabularies, sentencepiece; savedmodel is the same for
+    TensorFlow.
 
     Example: synthesizer-jax export runs/flan flan-finetuned
 

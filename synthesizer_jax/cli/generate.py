@@ -43,7 +43,7 @@ RelativeLength = Annotated[
     float | None,
     typer.Option(help="Maximum number of tokens to decode, per token of the input."),
 ]
-Beams = Annotated[int | None, typer.Option(help="Number of beams; 1 searches for none.")]
+Beams = Annotated[int | None, typer.Option(help="Number of beams; 1 turns beam search off.")]
 Alpha = Annotated[
     float, typer.Option(help="Exponent of beam search's length penalty ((5 + n) / 6)^alpha.")
 ]

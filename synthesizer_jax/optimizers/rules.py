@@ -39,7 +39,8 @@ class OptimizerRule:
         ``encoder/layers_\d+/.*/table``. Scanned layers have these paths too.
       learning_rate: factor of the optimizer's learning rate; its updates are multiplied by it.
       weight_decay: decoupled weight decay: an update also subtracts the learning rate times this times
-        the parameter. None: none but the optimizer's own.
+        the parameter. 0 exempts parameters from what later rules say. None: none but the optimizer's own,
+        which must be 0 if any rule has a weight decay, even one of 0.
       frozen: the parameters are not changed.
     """
 
@@ -268,17 +269,22 @@ def build_optimizer(
     """
     settings = resolve_rules(model, params, rules)
     schedule = schedule_of(recipe)
-    if any(rule.weight_decay for rule in rules):
-        name = type(recipe).__name__
-        if schedule is None:
-            raise ValueError(
-                f"training.rules: weight_decay needs the learning rate, and {name} has no field "
-                "learning_rate; give it one, or leave weight_decay out"
-            )
-        if own := own_weight_decay(recipe):
-            raise ValueError(
-                f"training.rules: weight_decay would be added to {own:g}, that of {name}; set {name}'s to "
-                "0, and give the last rule the pattern '.*' for all other parameters"
-            )
+    _check_weight_decay(recipe, rules)
     transformation = recipe.build(trained_entries(settings, axes))
     return RuledOptimizer(transformation, settings, schedule)
+
+
+def _check_weight_decay(recipe: Optimizer, rules: Sequence[OptimizerRule]) -> None:
+    """Raises a `ValueError` if rules have a weight decay that the optimizer does not go with."""
+    name, decays = type(recipe).__name__, [rule.weight_decay for rule in rules]
+    if any(decays) and schedule_of(recipe) is None:
+        raise ValueError(
+            f"training.rules: weight_decay needs the learning rate, and {name} has no field "
+            "learning_rate; give it one, or leave weight_decay out"
+        )
+    own = own_weight_decay(recipe)
+    if own and any(decay is not None for decay in decays):
+        raise ValueError(
+            f"training.rules: weight_decay, even of 0, would leave {name}'s own, {own:g}, as it is; set it "
+            f"to 0 and end the rules with one for '.*' with weight_decay={own:g}"
+        )

@@ -65,9 +65,8 @@ def export_run(
 
     Raises:
       FileExistsError: the directory exists and is not empty.
-      ValueError: there is no such run, the library has no such model (the message names what it lacks), or
-        the model has fewer positions than the programs need.
-      TypeError: the model has no programs.
+      ValueError: there is no such run, the library has no such model (the message names what it lacks),
+        or the model has no programs, or fewer positions than they need.
       ModuleNotFoundError: TensorFlow is needed, and not installed.
     """
     if to not in FORMATS:

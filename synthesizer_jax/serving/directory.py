@@ -25,6 +25,7 @@ from synthesizer_jax.registry import JSON, fields_of
 from synthesizer_jax.serving.programs import (
     PLATFORMS,
     Limits,
+    Parameters,
     Program,
     Programs,
     export_programs,
@@ -68,16 +69,29 @@ def write_directory(
       platforms: the platforms of the programs.
 
     Raises:
-      ValueError: the model has fewer positions than the limits.
-      TypeError: the model has no programs, or parameters that are not float32.
+      ValueError: the model has fewer positions than the limits, no programs, or parameters that are not
+        float32; or the vocabulary is of another kind.
     """
     parameters = flatten_variables(variables)
+    check_exportable(parameters, vocabulary)
     programs = export_programs(model, parameters, limits, platforms=platforms)
     for name, program in programs.by_name.items():
         (directory / f"{name}.stablehlo").write_bytes(program.exported.serialize())
-    save_file(_as_float32(parameters), directory / PARAMETERS)
+    arrays = {name: np.ascontiguousarray(x) for name, x in parameters.items()}
+    save_file(arrays, directory / PARAMETERS)
     write_description(directory, model, vocabulary, programs=programs, limits=limits)
     shutil.copyfile(LOADER, directory / LOADER.name)
+
+
+def check_exportable(parameters: Parameters, vocabulary: Vocabulary) -> None:
+    """Raises a `ValueError` if parameters are not float32, or a vocabulary is of another kind."""
+    for name, x in parameters.items():
+        if x.dtype != np.float32:
+            raise ValueError(f"{name} is {x.dtype}; only models of float32 parameters are exported")
+    if not isinstance(vocabulary, ByteVocabulary | SentencePieceVocabulary):
+        raise ValueError(
+            f"a {type(vocabulary).__name__} cannot be exported; use bytes or a SentencePiece model"
+        )
 
 
 def write_description(
@@ -93,12 +107,9 @@ def write_description(
     Args:
       directory: an existing directory.
       model: the model.
-      vocabulary: see `write_directory`.
+      vocabulary: see `check_exportable`.
       programs: the model's programs.
       limits: their limits.
-
-    Raises:
-      TypeError: the vocabulary is of another kind.
     """
     symbolic = programs.has_symbolic_lengths
     parameters, *_ = next(iter(programs.by_name.values())).abstract_arguments
@@ -115,14 +126,6 @@ def write_description(
     }
     text = json.dumps(description, indent=1, ensure_ascii=False)
     (directory / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
-
-
-def _as_float32(parameters: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Returns the parameters in memory; raises a `TypeError` if one is not float32."""
-    for name, x in parameters.items():
-        if x.dtype != np.float32:
-            raise TypeError(f"{name} is {x.dtype}; only models of float32 parameters are exported")
-    return {name: np.ascontiguousarray(x) for name, x in parameters.items()}
 
 
 def _signature(program: Program) -> JSON:
@@ -151,8 +154,5 @@ def _write_vocabulary(vocabulary: Vocabulary, directory: pathlib.Path) -> JSON:
         proto = vocabulary.processor.serialized_model_proto()
         (directory / VOCABULARY).write_bytes(proto)
         return {"type": "sentencepiece", "file": VOCABULARY, "size": size}
-    if isinstance(vocabulary, ByteVocabulary):
-        return {"type": "bytes", "size": size, "extra_ids": vocabulary.extra_ids}
-    raise TypeError(
-        f"a {type(vocabulary).__name__} cannot be exported; use bytes or a SentencePiece model"
-    )
+    assert isinstance(vocabulary, ByteVocabulary)
+    return {"type": "bytes", "size": size, "extra_ids": vocabulary.extra_ids}

@@ -30,10 +30,9 @@ class Model:
     def tokens(self, texts: list[str], limit: int) -> np.ndarray:
         """Returns ``[texts, n]`` ids, each with EOS; n is a power of two, or the limit."""
         encode = self.pieces.encode if self.pieces else lambda text: [x + 3 for x in text.encode()]
-        rows = [[*encode(text)[: limit - 1], 1] for text in texts]
-        power = 1 << (max(map(len, rows)) - 1).bit_length()
-        n = min(limit, power) if self.info["lengths"] == "symbolic" else limit
-        return np.array([row + [0] * (n - len(row)) for row in rows], np.int32)
+        rows = [encode(text)[: limit - 1] for text in texts]
+        n = limit if self.info["lengths"] == "fixed" else 1 << max(map(len, rows)).bit_length()
+        return np.array([[*r, 1] + [0] * (min(limit, n) - len(r) - 1) for r in rows], np.int32)
 
     def text(self, ids: list[int]) -> str:
         """Returns the text of the ids before EOS."""
@@ -44,7 +43,8 @@ class Model:
 
 
 if __name__ == "__main__":
+    texts = sys.argv[1:] or sys.exit('give one or more texts: python load.py "a text"')
     model = Model(pathlib.Path(__file__).parent)
-    inputs = model.tokens(sys.argv[1:], model.info["limits"]["inputs_length"])
-    outputs, _ = model.programs["generate"](model.parameters, inputs)
-    print(*map(model.text, outputs.tolist()), sep="\n")
+    generate = model.programs.get("generate") or sys.exit("this model encodes only: import Model")
+    inputs = model.tokens(texts, model.info["limits"]["inputs_length"])
+    print(*map(model.text, generate(model.parameters, inputs)[0].tolist()), sep="\n")

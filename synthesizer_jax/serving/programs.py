@@ -126,11 +126,10 @@ def export_programs(
       platforms: names of `PLATFORMS`.
 
     Raises:
-      ValueError: the model has fewer positions than the limits.
-      TypeError: the model has no programs.
+      ValueError: the model has fewer positions than the limits, or no programs.
     """
     if not isinstance(model, TextToText | Encoder):
-        raise TypeError(
+        raise ValueError(
             f"a {type(model).__name__} has no programs to export; give an EncoderDecoder, a LanguageModel "
             "or an Encoder"
         )

@@ -13,7 +13,7 @@ from jax.export import is_symbolic_dim
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables
-from synthesizer_jax.serving.directory import write_description
+from synthesizer_jax.serving.directory import check_exportable, write_description
 from synthesizer_jax.serving.programs import (
     PLATFORMS,
     Limits,
@@ -58,11 +58,11 @@ def write_saved_model(
     Raises:
       ModuleNotFoundError: TensorFlow is not installed.
       ValueError: see `directory.write_directory`.
-      TypeError: likewise.
     """
     import tensorflow as tf
 
     parameters = flatten_variables(variables)
+    check_exportable(parameters, vocabulary)
     programs = export_programs(model, parameters, limits, platforms=platforms)
     module = tf.Module()
     module.parameters = {name: tf.Variable(np.asarray(x)) for name, x in parameters.items()}

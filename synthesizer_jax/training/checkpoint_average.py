@@ -15,8 +15,12 @@ from synthesizer_jax.training.run_directory import load_experiment, save_run, wi
 from synthesizer_jax.typing import PyTree
 
 
-def average_checkpoints(source: pathlib.Path, directory: pathlib.Path, *, last: int) -> list[int]:
+def average_checkpoints(
+    source: pathlib.Path, directory: pathlib.Path, *, last: int | None = None
+) -> list[int]:
     """Writes a run's directory with the mean of the parameters of a run's newest checkpoints.
+
+    Those that `Training.keep_best` kept count like those of `Training.keep_latest`.
 
     The mean is float32, and that of what `restore_variables` returns: of a run with exponential moving
     averages it is the mean of these. Checkpoints are read one at a time and verified; the mean and one of
@@ -26,7 +30,7 @@ def average_checkpoints(source: pathlib.Path, directory: pathlib.Path, *, last: 
     Args:
       source: the run's directory.
       directory: the new directory.
-      last: number of checkpoints.
+      last: number of checkpoints, at least 2; None: all.
 
     Returns:
       The steps of the checkpoints.
@@ -37,14 +41,7 @@ def average_checkpoints(source: pathlib.Path, directory: pathlib.Path, *, last: 
       ValueError: the run has fewer checkpoints, or one cannot be read.
     """
     experiment = with_vocabulary_path(load_experiment(source), source)
-    there = finished_steps(source / "checkpoints")
-    if len(there) < last:
-        found = ", ".join(map(str, there)) or "none"
-        raise ValueError(
-            f"{source} holds {len(there)} checkpoints ({found}) and --last is {last}; give a smaller "
-            f"number, or train with training.keep_latest={last}"
-        )
-    steps = there[-last:]
+    steps = _steps_to_average(source, last)
     with new_directory(directory) as staging:
         variables = _mean_variables(source / "checkpoints", steps)
         save_run(experiment.starting_from(None), staging)
@@ -57,6 +54,24 @@ def average_checkpoints(source: pathlib.Path, directory: pathlib.Path, *, last: 
         }
         save_streamed(staging / "checkpoints", steps[-1], jax.tree.map(Unread.of, state))
     return steps
+
+
+def _steps_to_average(source: pathlib.Path, last: int | None) -> list[int]:
+    """Returns the last steps that a run has kept; raises a `ValueError` if these are too few."""
+    there = finished_steps(source / "checkpoints")
+    found = ", ".join(map(str, there)) or "none"
+    if last is None and len(there) < 2:
+        number = "one checkpoint" if there else "no checkpoints"
+        raise ValueError(
+            f"{source} holds {number} ({found}) and a mean needs two; train with training.keep_latest=2 or "
+            "more"
+        )
+    if last is not None and len(there) < last:
+        raise ValueError(
+            f"{source} holds {len(there)} checkpoints ({found}) and --last is {last}; give a smaller "
+            f"number, or train with training.keep_latest={last}"
+        )
+    return there if last is None else there[-last:]
 
 
 def _mean_variables(checkpoints: pathlib.Path, steps: list[int]) -> PyTree:

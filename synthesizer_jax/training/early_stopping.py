@@ -11,9 +11,10 @@ from synthesizer_jax.evaluation.evaluator import Evaluation
 def evaluations_without_improvement(
     scores: Mapping[int, float], *, min_improvement: float = 0.0
 ) -> int:
-    """Returns how many evaluations in a row were not better than the best before them.
+    """Returns how many evaluations in a row, up to the last, were not better than the best before them.
 
-    Evaluations without a score (NaN) do not count.
+    The best is the last score that was better, not the maximum: with a `min_improvement`, smaller gains add
+    up until together they exceed it. Evaluations without a score (NaN) do not count.
 
     Args:
       scores: the score by step; higher is better.

@@ -106,7 +106,8 @@ class Experiment:
       init_share: the share of the parameters, without those that a rule initializes, that the
         checkpoint has to have.
       init_optimizer: whether to go on with the optimizer's state of that checkpoint too, and so with the
-        schedule of its learning rate.
+        schedule of its learning rate at the number of updates in that state, while the run's own steps
+        count from 0. Not with a weight decay of `Training.rules`, which follows the run's steps.
     """
 
     model: TextToText
@@ -126,6 +127,11 @@ class Experiment:
         if self.evaluation.patience is not None and not self.evaluation.every:
             raise ValueError(
                 "evaluation.patience counts evaluations, and evaluation.every is 0; set evaluation.every"
+            )
+        if self.init_optimizer and any(rule.weight_decay for rule in self.training.rules):
+            raise ValueError(
+                "init_optimizer goes on with the learning rate of another run, which the weight_decay of "
+                "training.rules would not follow; leave one of them out"
             )
 
     def starting_from(self, source: str | None) -> Experiment:

@@ -204,6 +204,7 @@ class _Run:
             for.
         """
         start, self.scores = int(state.step), dict(scores)
+        self.earlier_updates = self.trainer.earlier_updates(state)
         self.writer = MetricsWriter(
             self.logs.path, restored_step=start, writes=processes.is_process_zero()
         )
@@ -318,11 +319,17 @@ class _Run:
         self.progress.advance(step)
         self.report_saved()
         if step % self.training.log_every == 0:
-            rate = self.trainer.learning_rate(step)
-            values |= {} if rate is None else {"learning_rate": rate}
+            values |= self.read_learning_rate(step)
             values |= self.throughput.read()
             self.writer.write(step, values, kind="train")
             self.progress.log_training(step, values)
+
+    def read_learning_rate(self, step: int) -> dict[str, float]:
+        """Returns the learning rate of a step for the log; nothing if it is not known."""
+        if self.earlier_updates is None:
+            return {}
+        rate = self.trainer.learning_rate(self.earlier_updates + step)
+        return {} if rate is None else {"learning_rate": rate}
 
     def check_finite(self, values: Mapping[str, float], step: int) -> None:
         """Raises a `NonFiniteLossError` where the loss or the gradient of a step is not finite."""

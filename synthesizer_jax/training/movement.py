@@ -144,16 +144,25 @@ def record_movement(
 
     Raises:
       FileNotFoundError: the checkpoint is gone.
-      ValueError: the checkpoint or an earlier ``movement.json`` cannot be read.
+      ValueError: the checkpoint cannot be read.
     """
-    earlier = read_movement(directory) if processes.is_process_zero() else None
-    done = earlier is not None and earlier.step == int(state.step)
+    # An error of process zero alone would leave the others waiting.
+    done = processes.is_process_zero() and _recorded_step(directory) == int(state.step)
     if processes.Exchange("movement").all_gather(done)[0]:
         return
     movement = measure_movement(trainer, state, source)
     if processes.is_process_zero():
         text = json.dumps(dataclasses.asdict(movement), indent=1)
         write_atomic(directory / MOVEMENT_FILE, text + "\n")
+
+
+def _recorded_step(directory: pathlib.Path) -> int | None:
+    """Returns the step of ``movement.json``; None: it is not there, or cannot be read."""
+    try:
+        earlier = read_movement(directory)
+    except (ValueError, OSError):
+        return None
+    return None if earlier is None else earlier.step
 
 
 def read_movement(directory: pathlib.Path) -> Movement | None:
@@ -179,6 +188,4 @@ def read_movement(directory: pathlib.Path) -> Movement | None:
         )
         return Movement(int(data["step"]), str(data["since"]), groups)
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise ValueError(
-            f"{path} is damaged; remove it, and start the run again to write it anew"
-        ) from None
+        raise ValueError(f"{path} is damaged; start the run again to write it anew") from None

@@ -13,6 +13,7 @@ from synthesizer_jax.costs.utilization import step_flops, utilizations
 from synthesizer_jax.data.batch import batch_fields
 from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.optimizers import OptimizerRule
+from synthesizer_jax.optimizers.base import count_updates
 from synthesizer_jax.sharding import (
     BatchShards,
     batch_sharding,
@@ -124,10 +125,20 @@ class Trainer:
         kinds = sorted({device.device_kind for device in self.mesh.devices.flat})
         return f"{self.mesh.size} × {', '.join(kinds)}"
 
-    def learning_rate(self, step: int) -> float | None:
-        """The learning rate that made step number `step`; None: the optimizer has no schedule."""
+    def earlier_updates(self, state: TrainState) -> int | None:
+        """Updates that the optimizer has counted before the run's first step; None: it does not say.
+
+        With `init_optimizer` these are those of the run that this one goes on from.
+        """
+        if not self.experiment.init_optimizer:
+            return 0
+        count = count_updates(state.opt_state)
+        return None if count is None else count - int(state.step)
+
+    def learning_rate(self, update: int) -> float | None:
+        """The learning rate of the optimizer's update of that number; None: there is no schedule."""
         schedule = self.optimizer.schedule
-        return None if schedule is None else float(schedule(step - 1))
+        return None if schedule is None else float(schedule(update - 1))
 
     @property
     def shards(self) -> list[int]:

@@ -164,8 +164,17 @@ REFUSED = {
     "no such path": ((OptimizerRule("A"),), AdamW(), r"'A' matches no parameter, such as 'a'; a"),
     "shadowed": ((OptimizerRule(".*"), OptimizerRule("a")), AdamW(), r"earlier rules decide for"),
     "all frozen": ((OptimizerRule(".*", frozen=True),), AdamW(), "freeze every parameter"),
-    "two decays": (RULES, AdamW(weight_decay=0.1), r"added to 0\.1, that of AdamW; set AdamW's"),
-    "optax's default": (RULES, optax_optimizer("adamw"), r"added to 0\.0001, that of Optax"),
+    "two decays": (
+        RULES,
+        AdamW(weight_decay=0.1),
+        r"leave AdamW's own, 0\.1, as it is; set it to 0",
+    ),
+    "an exemption": (
+        (OptimizerRule("a", weight_decay=0.0),),
+        AdamW(weight_decay=0.1),
+        r"own, 0\.1, as it is; set it to 0 and end the rules with one for '\.\*' with weight_decay=0\.1",
+    ),
+    "optax's default": (RULES, optax_optimizer("adamw"), r"leave Optax's own, 0\.0001, as it is"),
 }
 
 
@@ -176,6 +185,18 @@ def test_what_is_wrong_is_one_sentence(name):
     with pytest.raises(ValueError, match=message) as error:
         build_optimizer(recipe, rules, model=MODEL, params=params, axes=AXES)
     assert "\n" not in str(error.value)
+
+
+def test_a_rule_exempts_parameters_from_the_decay_of_a_later_rule():
+    params, gradients = problem()
+    rules = (OptimizerRule("a", weight_decay=0.0), OptimizerRule(".*", weight_decay=0.1))
+
+    def trained(rules):
+        optimizer = build_optimizer(AdamW(SCHEDULE), rules, model=MODEL, params=params, axes=AXES)
+        return train(optimizer, params, gradients)[0]
+
+    plain, ruled = trained(()), trained(rules)
+    assert {n for n in params if (plain[n] == ruled[n]).all()} == {"a"}
 
 
 def test_a_pattern_that_matches_nothing_is_told_a_path_that_is_there():

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import runpy
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ import pytest
 
 from synthesizer_jax import Alignment
 from synthesizer_jax.attention import static
-from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
+from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary, train_sentencepiece
 from synthesizer_jax.inference import decode, score_targets
 from synthesizer_jax.inference.encoding import encode_tokens
 from synthesizer_jax.mixers import Attention
@@ -36,6 +37,7 @@ from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.serving.directory import LOADER, write_directory
 from synthesizer_jax.serving.load import Model
 from synthesizer_jax.serving.programs import PLATFORMS, Limits, export_programs, flatten_variables
+from synthesizer_jax.serving.saved_model import write_saved_model
 from tests.pretrained.folders import FAMILIES, TINY, make_folder, make_tensors
 
 VOCAB, LIMITS = 384, Limits(inputs_length=12, targets_length=5)
@@ -282,10 +284,43 @@ def test_mistakes_are_one_sentence():
     parameters = flatten_variables(variables_of(model))
     with pytest.raises(ValueError, match=r"inputs of 18 .* --inputs-length .* max_length=17"):
         export_programs(model, parameters, Limits(18, 5))
-    with pytest.raises(TypeError, match="a Dense has no programs"):
+    with pytest.raises(ValueError, match="a Dense has no programs"):
         export_programs(nn.Dense(3), {}, LIMITS)
     with pytest.raises(ValueError, match="beams is 0"):
         Limits(4, 4, 0)
+
+
+@pytest.mark.parametrize("write", [write_directory, write_saved_model])
+def test_what_cannot_be_written_is_said_before_programs_are_made(tmp_path, monkeypatch, write):
+    if write is write_saved_model:
+        pytest.importorskip("tensorflow")
+    model = encoder_decoder("rv")
+    shapes = jax.eval_shape(lambda: variables_of(model))
+    half = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), shapes)
+    for module in ("directory", "saved_model"):
+        monkeypatch.delattr(f"synthesizer_jax.serving.{module}.export_programs")
+    with pytest.raises(ValueError, match="a Words cannot be exported; use bytes or"):
+        write(tmp_path, model, shapes, Words(), limits=LIMITS)
+    with pytest.raises(ValueError, match=r"is bfloat16; only models of float32 parameters"):
+        write(tmp_path, model, half, Bytes().build(), limits=LIMITS)
+
+
+class Words(Vocabulary):
+    """A vocabulary of another kind."""
+
+    vocab_size, encode, decode, to_seqio = 3, None, None, None
+
+
+@pytest.mark.parametrize(
+    ("texts", "sentence"),
+    [([], "give one or more texts: python"), (["a text"], "this model encodes only: ")],
+)
+def test_the_loader_says_in_one_sentence_what_it_cannot_do(tmp_path, monkeypatch, texts, sentence):
+    model = Encoder(vocab_size=VOCAB, d_model=8, encoder=encoder_decoder("d").encoder)
+    _, directory = exported(tmp_path / "encoder", model)
+    monkeypatch.setattr(sys, "argv", ["load.py", *texts])
+    with pytest.raises(SystemExit, match=sentence):
+        runpy.run_path(str(directory / LOADER.name), run_name="__main__")
 
 
 @pytest.mark.slow

@@ -47,6 +47,9 @@ def test_a_run_stops_and_goes_on_with_more_patience(tmp_path, capsys):
 def test_evaluations_without_improvement_are_counted():
     count = evaluations_without_improvement
     assert count({}) == 0
+    # The best is 50 until 51.2 exceeds it by more than 1; 50.9 is the maximum before, and no best.
+    assert count({1: 50.0, 2: 50.9}, min_improvement=1.0) == 1
+    assert count({1: 50.0, 2: 50.9, 3: 51.2}, min_improvement=1.0) == 0
     assert count(SCORES) == 1
     assert count(SCORES, min_improvement=1.0) == 1
     assert count({k: v for k, v in SCORES.items() if k < 10}, min_improvement=1.0) == 2

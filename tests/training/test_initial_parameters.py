@@ -1,6 +1,7 @@
 """A run starts from another run's parameters: which, resized how, and what is said about it."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -10,8 +11,11 @@ from hypothesis import strategies as st
 
 from synthesizer_jax.checkpoints.manager import Checkpoints
 from synthesizer_jax.models import alignment, stacks_of, unroll_variables
-from synthesizer_jax.optimizers import Adafactor
+from synthesizer_jax.optimizers import Adafactor, AdamW, Constant, OptimizerRule, optax_optimizer
+from synthesizer_jax.optimizers.base import count_updates
 from synthesizer_jax.registry import from_json, replace, to_json
+from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
+from synthesizer_jax.runtime.preemption import StopSignal
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.experiment import InitRule
 from synthesizer_jax.training.initial_parameters import (
@@ -22,9 +26,10 @@ from synthesizer_jax.training.initial_parameters import (
     initialize_from_checkpoint,
     resize,
 )
+from synthesizer_jax.training.loop import train
 from synthesizer_jax.training.run_directory import save_run
 from synthesizer_jax.training.trainer import Trainer
-from tests.training.tiny import experiment
+from tests.training.tiny import CopyStream, experiment
 
 OLD = {
     "params/embedding": (16, 8),
@@ -188,3 +193,58 @@ def test_the_state_of_another_optimizer_is_an_error(source):
         ValueError, match=r"no state of this optimizer .*; leave init_optimizer out"
     ):
         started(replace(recipe, training=training, init_optimizer=True), directory)
+
+
+def logged_rates(recipe, directory, source=None):
+    """Trains; returns the learning rates of the log by step."""
+    initial = functools.partial(
+        initialize_from_checkpoint, experiment=recipe, source=source, report=lambda _: None
+    )
+    with StopSignal() as stop:
+        train(
+            Trainer(recipe, jax.devices()[:1]),
+            CopyStream(),
+            directory,
+            stop=stop,
+            initial=None if source is None else initial,
+            visible=False,
+        )
+    records = read_metrics(directory / METRICS_FILE)
+    return {r["step"]: r.get("learning_rate") for r in records if r["kind"] == "train"}
+
+
+OPTIMIZERS = {
+    "adamw": AdamW(Constant(0.01, warmup_steps=8)),
+    "clipped adafactor": Adafactor(Constant(0.01, warmup_steps=8), clip_norm=1.0),
+    "optax's sgd": optax_optimizer("sgd", Constant(0.01, warmup_steps=8)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_logged_rate_is_that_of_the_optimizer_that_goes_on(tmp_path, name):
+    recipe = experiment(optimizer=OPTIMIZERS[name], steps=3, save_every=2)
+    save_run(recipe, tmp_path / "a")
+    first = logged_rates(recipe, tmp_path / "a")
+    going_on = replace(recipe, init_from=str(tmp_path / "a"), init_optimizer=True)
+    second = logged_rates(going_on, tmp_path / "b", tmp_path / "a")
+    schedule = OPTIMIZERS[name].learning_rate.build()
+    np.testing.assert_allclose(list(first.values()), [schedule(n) for n in (0, 1, 2)])
+    np.testing.assert_allclose(list(second.values()), [schedule(n) for n in (3, 4, 5)])
+    longer = replace(going_on, training=replace(recipe.training, steps=5))
+    continued = logged_rates(longer, tmp_path / "b", tmp_path / "a")
+    np.testing.assert_allclose(list(continued.values()), [schedule(n) for n in range(3, 8)])
+
+
+def test_without_a_count_of_updates_no_rate_is_logged():
+    assert count_updates({"count": np.ones(3, np.int32), "moments": np.ones(())}) is None
+    assert count_updates(({"count": np.int32(2)}, {"count": np.int32(3)})) is None
+    assert count_updates(({"count": np.int32(2)}, {"updates": np.int32(2)})) == 2
+
+
+def test_weight_decay_by_rules_and_an_optimizer_that_goes_on_are_refused():
+    rules = (OptimizerRule(".*", weight_decay=0.1),)
+    with pytest.raises(ValueError, match=r"init_optimizer .* weight_decay of training\.rules"):
+        experiment(rules=rules, init_from="runs/a", init_optimizer=True)
+    experiment(rules=rules, init_from="runs/a")
+    exempt = (OptimizerRule("a", weight_decay=0.0),)
+    experiment(rules=exempt, init_from="runs/a", init_optimizer=True)

@@ -133,8 +133,16 @@ def test_it_is_written_once_for_a_step_and_read(trained, tmp_path, monkeypatch):
 )
 def test_a_damaged_file_is_one_sentence(tmp_path, text):
     (tmp_path / MOVEMENT_FILE).write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"movement\.json is damaged; remove it"):
+    with pytest.raises(ValueError, match=r"movement\.json is damaged; start the run again"):
         read_movement(tmp_path)
+
+
+def test_a_damaged_file_is_written_anew(trained, tmp_path):
+    trainer, _, state = trained
+    (tmp_path / MOVEMENT_FILE).write_text('{"step": 2')
+    record_movement(trainer, state, tmp_path, source=None)
+    found = read_movement(tmp_path)
+    assert found is not None and found.step == 2
 
 
 def test_parameters_that_start_as_zeros_have_no_relative_change():
