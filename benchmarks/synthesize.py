@@ -106,7 +106,7 @@ def section(
         for start, by_step in starts.items()
     ]
     columns = {"start": "start"} | {str(step): f"{step:,} steps" for step in steps}
-    score = SCORES.get(mixture, "mean score of the tasks")
+    score = SCORES.get(mixture, "Mean score of the tasks")
     return (
         f"**{teacher.name}** ({mixture}): the teacher has {reached[max(reached)]:.1f} after "
         f"{max(reached):,} steps. {score} on at most {args.examples:,} validation examples per task, "
