@@ -88,7 +88,7 @@ def summarize_static_attention(found: StaticAttention) -> str:
         f"Of {len(found.heads)} heads, the {best.replaced} most static can read a fitted table instead of "
         f"the tokens, and the loss changes by {rise:+.1%} without further training "
         f"({first.loss:.4f} to {best.loss:.4f} nats per token, tolerance {tolerance}). "
-        f"{', '.join(f'{name} {ratio - 1.0:+.1%}' for name, ratio in changes.items())}."
+        f"That saves {', '.join(f'{1.0 - ratio:.1%} of the {name}' for name, ratio in changes.items())}."
     )
 
 
