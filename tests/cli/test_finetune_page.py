@@ -31,7 +31,7 @@ import synthesizer_jax as sj
 vocabulary = sj.load("runs/cola").vocabulary
 (path,) = pathlib.Path("runs/cola/evaluation").glob("step_2.*.test.jsonl")
 for row in map(json.loads, path.read_text().splitlines()):
-    inputs = tokenizer(row["input"], return_tensors="pt")
+    inputs = tokenizer(row["input"], return_tensors="pt", max_length=128, truncation=True)
     ids = model.generate(**inputs, max_new_tokens=84, use_cache=False)[0, 1:].tolist()
     ids = ids[: ids.index(1)] if 1 in ids else ids
     print(vocabulary.decode(ids) == row["prediction"])
