@@ -31,11 +31,10 @@ from synthesizer_jax.alignments import (
 )
 from synthesizer_jax.attention import Span
 from synthesizer_jax.attention.terms import materialize
-from synthesizer_jax.distillation.replacement import StackName
+from synthesizer_jax.distillation.replacement import StackName, named_stacks
 from synthesizer_jax.distillation.transplant import STACKS, initial_parameters, self_attention
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import EncoderDecoder
-from synthesizer_jax.models.stack import StackBase
 from synthesizer_jax.parameters import Variables, apply_method
 from synthesizer_jax.sharding import gather_to_host
 from synthesizer_jax.training.initial_parameters import resize
@@ -231,11 +230,10 @@ def fit_layers(
 
 
 def stack_bias_logits(
-    model: EncoderDecoder, params: PyTree, stack: str, *, num_heads: int, length: int
+    model: EncoderDecoder, params: PyTree, stack: StackName, *, num_heads: int, length: int
 ) -> jax.Array:
     """Returns the logits ``[heads, n, n]`` of a stack's position bias, zeros if it has none."""
-    stacks: dict[str, StackBase] = {"encoder": model.encoder, "decoder": model.decoder}
-    shared = stacks[stack].bias
+    shared = named_stacks(model)[stack].bias
     if shared is None:
         return jnp.zeros((num_heads, length, length))
     return position_logits(

@@ -45,7 +45,7 @@ def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) 
       ValueError: an unknown place or scope, or a layer that does not exist.
     """
     model = unroll(model)
-    stacks: dict[StackName, StackBase] = {"encoder": model.encoder, "decoder": model.decoder}
+    stacks = named_stacks(model)
     for replacement in replacements:
         check_types(Replacement, fields_of(replacement), "Replacement")
         if replacement.scope != "mixer" and replacement.place != "encoder":
@@ -58,6 +58,11 @@ def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) 
         runs = tuple(Run(block, len(list(group))) for block, group in itertools.groupby(blocks))
         stacks[name] = replace(stack, runs=runs, bias=_remaining_bias(stack, runs))
     return replace(model, **stacks)
+
+
+def named_stacks(model: EncoderDecoder) -> dict[StackName, StackBase]:
+    """Returns the encoder and the decoder by their names."""
+    return {"encoder": model.encoder, "decoder": model.decoder}
 
 
 def _stack_name(replacement: Replacement) -> StackName:
@@ -132,7 +137,7 @@ def tap_pairs(model: EncoderDecoder, replacements: tuple[Replacement, ...]) -> I
             "sublayer": (("self_output",),),
             "layer": (("output",),),
         }
-        num_layers = {"encoder": model.encoder, "decoder": model.decoder}[stack].num_layers
+        num_layers = named_stacks(model)[stack].num_layers
         for index in _layer_indices(replacement, num_layers):
             yield TapPair(
                 stack=stack,

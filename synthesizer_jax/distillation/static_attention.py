@@ -37,11 +37,15 @@ from synthesizer_jax.distillation.fit import (
     stack_bias_logits,
     static_logits,
 )
-from synthesizer_jax.distillation.replacement import Replacement, StackName, student_model
+from synthesizer_jax.distillation.replacement import (
+    Replacement,
+    StackName,
+    named_stacks,
+    student_model,
+)
 from synthesizer_jax.distillation.transplant import STACKS, check_stacks, self_attention
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import EncoderDecoder
-from synthesizer_jax.models.stack import StackBase
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.training.step import Batch, loss_sums
 from synthesizer_jax.typing import PyTree
@@ -224,8 +228,8 @@ def attention_layers(model: EncoderDecoder) -> tuple[Layer, ...]:
 
     Their self-attention is a softmax of logits that are trained, and has the same alignment in all heads.
     """
-    stacks: dict[StackName, StackBase] = {"encoder": model.encoder, "decoder": model.decoder}
-    layers = [(name, i) for name, stack in stacks.items() for i in range(stack.num_layers)]
+    stacks = named_stacks(model).items()
+    layers = [(name, i) for name, stack in stacks for i in range(stack.num_layers)]
     found = ((layer, self_attention(model, *layer)) for layer in layers)
     return tuple(layer for layer, a in found if a is not None and _is_measured(a.alignment))
 

@@ -9,11 +9,15 @@ import jax.numpy as jnp
 
 from synthesizer_jax.alignments import Alignment, AttentionContext, Mixture
 from synthesizer_jax.attention import Span
-from synthesizer_jax.distillation.replacement import Replacement, StackName, student_model
+from synthesizer_jax.distillation.replacement import (
+    Replacement,
+    StackName,
+    named_stacks,
+    student_model,
+)
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import Block, EncoderDecoder, Stack, stacks_of
-from synthesizer_jax.models.stack import StackBase
 from synthesizer_jax.models.zoo import VARIANTS
 from synthesizer_jax.typing import PyTree
 
@@ -153,8 +157,7 @@ def check_stacks(model: EncoderDecoder) -> None:
 
 def _blocks(model: EncoderDecoder, stack: StackName) -> list[Block]:
     """Returns the blocks of all layers of a stack."""
-    stacks: dict[StackName, StackBase] = {"encoder": model.encoder, "decoder": model.decoder}
-    return [run.block for run in stacks[stack].runs for _ in range(run.repeats)]
+    return [run.block for run in named_stacks(model)[stack].runs for _ in range(run.repeats)]
 
 
 def _attention(block: Block, stack: StackName) -> Attention:

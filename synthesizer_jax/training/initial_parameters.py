@@ -18,6 +18,7 @@ from synthesizer_jax.checkpoints.manager import restore_optimizer_state, restore
 from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.files import storage_path
 from synthesizer_jax.models import stack_layers, stacks_of, unroll_variables
+from synthesizer_jax.optimizers.rules import collapse_layers
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.training.experiment import Experiment, InitRule
 from synthesizer_jax.training.run_directory import EXPERIMENT_FILE, load_experiment
@@ -224,8 +225,7 @@ def format_table(origins: Mapping[str, Origin], old: Shapes, new: Shapes, *, tit
 def _describe(shapes: Shapes) -> list[str]:
     """Returns one line for all layers' arrays of the same name and shape."""
     counts = collections.Counter(
-        (re.sub(r"layers_\d+", "layers_*", name.split("/", 1)[1]), shape)
-        for name, shape in shapes.items()
+        (collapse_layers(name.split("/", 1)[1]), shape) for name, shape in shapes.items()
     )
     return [
         f"{name} {shape}" + (f", {count} layers" if count > 1 else "")
