@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO, Protocol, cast
 
@@ -171,6 +172,11 @@ def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
         staging.rename(directory)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def share_file(path: pathlib.Path) -> None:
+    """Lets those read a file who may read its directory; safetensors writes files for the owner alone."""
+    path.chmod(stat.S_IMODE(path.parent.stat().st_mode) & 0o666)
 
 
 def write_atomic(path: pathlib.Path, content: str | bytes | Iterable[str]) -> pathlib.Path:

@@ -18,6 +18,7 @@ from synthesizer_jax.data.vocabularies import (
     SentencePieceVocabulary,
     Vocabulary,
 )
+from synthesizer_jax.files import share_file
 from synthesizer_jax.inference.decoder import START
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables
@@ -79,6 +80,7 @@ def write_directory(
         (directory / f"{name}.stablehlo").write_bytes(program.exported.serialize())
     arrays = {name: np.ascontiguousarray(x) for name, x in parameters.items()}
     save_file(arrays, directory / PARAMETERS)
+    share_file(directory / PARAMETERS)
     write_description(directory, model, vocabulary, programs=programs, limits=limits)
     shutil.copyfile(LOADER, directory / LOADER.name)
 

@@ -198,6 +198,14 @@ assert "tensorflow" not in sys.modules and "seqio" not in sys.modules
 
 
 @pytest.mark.slow
+def test_those_who_may_read_the_folder_may_read_its_tensors(tmp_path):
+    make_folder(tmp_path / "a", TINY, make_tensors(TINY))
+    convert_checkpoint(tmp_path / "a", tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "b")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "b").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+
+
 def test_a_folder_may_be_the_working_directory(tmp_path, monkeypatch):
     make_folder(tmp_path / "a", TINY, make_tensors(TINY))
     monkeypatch.chdir(tmp_path / "a")

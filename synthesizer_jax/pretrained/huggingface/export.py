@@ -16,6 +16,7 @@ from synthesizer_jax.data.vocabularies import (
     SentencePieceVocabulary,
     Vocabulary,
 )
+from synthesizer_jax.files import share_file
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.pretrained.architecture import Architecture
@@ -87,6 +88,7 @@ def _write_tensors(
     def write() -> None:
         path = folder / f"{len(shards)}.safetensors"
         save_file(shard, path, metadata={"format": "pt"})
+        share_file(path)
         shards.append(list(shard))
         shard.clear()
 
