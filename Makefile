@@ -82,6 +82,7 @@ reliability: $(STAMP)  ## kill runs 100 times, and write docs/reliability.md
 
 malformed: $(STAMP)  ## damage inputs in a thousand ways, and write docs/reliability.md
 	$(BIN)/python benchmarks/malformed.py --page docs/reliability.md
+	$(BIN)/python benchmarks/malformed.py --kinds pretrained --page docs/reliability.md
 
 bench: $(STAMP)  ## the attention benchmark
 	$(BIN)/python benchmarks/attention.py
