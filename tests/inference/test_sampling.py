@@ -190,6 +190,7 @@ def test_scores_are_those_of_the_targets(trained, method):
         np.testing.assert_array_equal(order, found.log_probabilities)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_lengths_have_a_minimum_and_a_maximum_relative_to_the_input(trained, method):
     """The maximum counts real tokens, wherever the padding is, and is that of each example."""

@@ -220,6 +220,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_logged_rate_is_that_of_the_optimizer_that_goes_on(tmp_path, name):
     recipe = experiment(optimizer=OPTIMIZERS[name], steps=3, save_every=2)
