@@ -77,15 +77,18 @@ class Decoder:
         # Cast once, not in every iteration of the loop.
         self._kernel = kernel.astype(model.dtype if logits_dtype is None else logits_dtype)
 
-    def start(self) -> tuple[jax.Array, DecodingCache]:
-        """Returns the ``[batch, vocab]`` float32 logits of the first token, and the cache."""
-        cache = apply_method(
+    def init_cache(self) -> DecodingCache:
+        """Returns the cache before the first token."""
+        return apply_method(
             self._model.init_cache,
             self._variables,
             self._encoder_tokens,
             max_length=self.max_length,
         )
-        return self.next(jnp.full(self.batch, START, jnp.int32), cache)
+
+    def start(self) -> tuple[jax.Array, DecodingCache]:
+        """Returns the ``[batch, vocab]`` float32 logits of the first token, and the cache."""
+        return self.next(jnp.full(self.batch, START, jnp.int32), self.init_cache())
 
     def next(self, tokens: jax.Array, cache: DecodingCache) -> tuple[jax.Array, DecodingCache]:
         """Returns the ``[rows, vocab]`` float32 logits after the tokens ``[rows]``, and the cache."""

@@ -141,7 +141,8 @@ def decode_rows(
     else:
         choose = functools.partial(sampling.draw, keys=sampling.keys(samples), top_k=top_k)
 
-    def append(state: _State, logits: jax.Array) -> _State:
+    def body(state: _State) -> _State:
+        logits, cache = decoder.next(state.token, state.cache)
         token = choose(lengths.forbid_early_end(logits, state.at), state.at)
         logp = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
         logp -= logsumexp(logits, axis=-1)
@@ -152,19 +153,14 @@ def decode_rows(
             tokens=state.tokens.at[:, state.at].set(token),
             scores=state.scores + jnp.where(state.done, 0.0, logp),
             done=state.done | (token == EOS) | (state.at + 1 >= longest),
-            cache=state.cache,
+            cache=cache,
         )
-
-    def body(state: _State) -> _State:
-        logits, cache = decoder.next(state.token, state.cache)
-        return append(state._replace(cache=cache), logits)
 
     def unfinished(state: _State) -> jax.Array:
         return (state.at < decoder.max_length) & ~jnp.all(state.done)
 
-    logits, cache = decoder.start()
+    cache = decoder.init_cache()
     if samples > 1:
-        logits = jnp.repeat(logits, samples, axis=0)
         cache = cache.map_rows(lambda x: jnp.repeat(x, samples, axis=0))
     state = _State(
         at=jnp.asarray(0),
@@ -174,7 +170,8 @@ def decode_rows(
         done=jnp.zeros(rows, bool),
         cache=cache,
     )
-    state = jax.lax.while_loop(unfinished, body, append(state, logits))
+    # The first token is decoded in the loop too, so that a step is compiled only once.
+    state = jax.lax.while_loop(unfinished, body, state)
     tokens = state.tokens.reshape(decoder.batch, samples, -1)
     scores = state.scores.reshape(decoder.batch, samples)
     return Sequences(tokens, scores, scores)

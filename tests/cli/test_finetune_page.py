@@ -25,7 +25,7 @@ SHORTER = {
     "analyze runs/cola": "analyze runs/cola --examples 16 --held-out 16",
 }
 COMPARISON = """
-import json, pathlib
+import itertools, json, pathlib
 import synthesizer_jax as sj
 
 vocabulary = sj.load("runs/cola").vocabulary
@@ -33,7 +33,7 @@ vocabulary = sj.load("runs/cola").vocabulary
 for row in map(json.loads, path.read_text().splitlines()):
     inputs = tokenizer(row["input"], return_tensors="pt", max_length=128, truncation=True)
     ids = model.generate(**inputs, max_new_tokens=84, use_cache=False)[0, 1:].tolist()
-    ids = ids[: ids.index(1)] if 1 in ids else ids
+    ids = list(itertools.takewhile(lambda i: i > 1, ids))  # padding ends a text here as EOS does
     print(vocabulary.decode(ids) == row["prediction"])
 """
 
