@@ -1,11 +1,13 @@
-"""Saving a checkpoint whose arrays are read one at a time, as they are written."""
+"""Saving a checkpoint whose arrays are read as they are written."""
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,13 @@ from synthesizer_jax.checkpoints import checksums
 from synthesizer_jax.checkpoints.contents import CONTENTS, Contents
 from synthesizer_jax.files import absolute
 from synthesizer_jax.typing import PyTree
+
+READERS = 2
+"""Threads that read arrays and compute their checksums, while others are written."""
+
+AHEAD = 256 * 2**20
+"""Bytes of arrays that are read before they can be written, and bytes that are written at the same time;
+one array is, whatever its size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +56,16 @@ class Unread:
         """The number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return self.size * self.dtype.itemsize
+
 
 def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
-    """Saves a checkpoint like `Checkpoints.save`, with two arrays in memory at a time.
+    """Saves a checkpoint like `Checkpoints.save`, with few arrays in memory at a time.
+
+    These are as many as `AHEAD` allows, twice.
 
     It is not atomic: give a directory that nobody reads yet.
 
@@ -78,7 +94,7 @@ def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
-    """Reads an array while the one before is written.
+    """Reads arrays while those before are written.
 
     Args:
       found: receives the checksum of each array by its path.
@@ -96,14 +112,48 @@ class _Handler(ocp.type_handlers.NumpyHandler):
     ) -> Sequence[ocp.future.Future]:
         """Reads all arrays and writes all but the last, for which the caller waits."""
         args = args or [ocp.type_handlers.SaveArgs()] * len(values)
-        writing: Sequence[ocp.future.Future] = ()
-        for value, info, arg in zip(values, infos, args, strict=True):
-            try:
-                # It makes scalars vectors, so the shape comes last.
-                array = np.ascontiguousarray(value.read()).reshape(value.shape)
-                self._found |= checksums.checksums({info.name.replace(".", "/"): array})
-            finally:  # an error too must find nobody writing to the directory, which is removed
-                for future in writing:
-                    future.result()
-            writing = await super().serialize([array], [info], [arg])
-        return writing
+        writing: collections.deque[tuple[int, Sequence[ocp.future.Future]]] = collections.deque()
+        arrays = _read_ahead(values)
+        try:
+            for info, arg in zip(infos, args, strict=True):
+                array, checksum = next(arrays)
+                self._found[info.name.replace(".", "/")] = checksum
+                # Several at once, because storage confirms each of them on its own.
+                while writing and sum(n for n, _ in writing) + array.nbytes > AHEAD:
+                    _wait(writing.popleft()[1])
+                futures = await super().serialize([array], [info], [arg])
+                writing.append((array.nbytes, futures))
+        except BaseException:
+            for _, futures in writing:  # nobody may write to the directory when it is removed
+                _wait(futures)
+            raise
+        return [future for _, futures in writing for future in futures]
+
+
+def _wait(futures: Sequence[ocp.future.Future]) -> None:
+    """Waits until arrays are written."""
+    for future in futures:
+        future.result()
+
+
+def _read_ahead(values: Sequence[Unread]) -> Iterator[tuple[np.ndarray, int]]:
+    """Yields arrays with their checksums, read in threads while earlier ones are used."""
+    with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
+        reading: collections.deque[concurrent.futures.Future[tuple[np.ndarray, int]]]
+        reading, sizes = collections.deque(), collections.deque[int]()
+        for value in values:
+            while reading and sum(sizes) + value.nbytes > AHEAD:
+                sizes.popleft()
+                yield reading.popleft().result()
+            reading.append(pool.submit(_read, value))
+            sizes.append(value.nbytes)
+        while reading:
+            yield reading.popleft().result()
+
+
+def _read(value: Unread) -> tuple[np.ndarray, int]:
+    """Reads an array and computes its checksum."""
+    # ascontiguousarray makes scalars vectors, so the shape comes last.
+    array = np.ascontiguousarray(value.read()).reshape(value.shape)
+    (checksum,) = checksums.checksums(array).values()
+    return array, checksum

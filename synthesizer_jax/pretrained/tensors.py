@@ -53,15 +53,17 @@ class Layout:
 
 
 def _transpose(x: np.ndarray) -> np.ndarray:
-    """Returns the contiguous transposed matrix, copied in blocks that fit the cache."""
-    result = np.empty(x.shape[::-1], x.dtype)
-    for i in range(0, len(x), _BLOCK):
-        result[:, i : i + _BLOCK] = x[i : i + _BLOCK].T
+    """Returns the contiguous transposed matrix, copied in tiles that fit the cache."""
+    rows, columns = x.shape
+    result = np.empty((columns, rows), x.dtype)
+    for i in range(0, rows, _TILE):
+        for j in range(0, columns, _TILE):
+            result[j : j + _TILE, i : i + _TILE] = x[i : i + _TILE, j : j + _TILE].T
     return result
 
 
-_BLOCK = 16
-"""Rows; a cache line of float32."""
+_TILE = 128
+"""Rows and columns; a tile of float32 and its transpose fit the second cache together."""
 
 SAME = Layout()
 
