@@ -8,7 +8,7 @@ import itertools
 import logging
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol, TypeVar
 
 import jax
@@ -338,8 +338,13 @@ def restore_variables(
     """
     tried: dict[int, str] = {}
     while (number := _newest(directory, step, tried)) is not None:
-        variables, problem = _read_variables(directory / str(number), layout, averaged=averaged)
+        read = functools.partial(read_variables, directory / str(number), layout, averaged=averaged)
+        variables, problem = _read_verified(
+            directory / str(number), read, divided=layout is not None
+        )
         if problem is None:
+            if AVERAGE in variables:
+                variables["params"] = variables.pop(AVERAGE)
             for damaged in sorted(set(tried) & set(finished_steps(directory))):
                 found = "%s cannot be read (%s); step %d is used"
                 _log.warning(found, directory / str(damaged), tried[damaged], number)
@@ -370,23 +375,15 @@ def restore_optimizer_state(checkpoint: pathlib.Path, opt_state: PyTree) -> PyTr
     Raises:
       ValueError: the checkpoint was saved with another optimizer or model, or cannot be read.
     """
-    found: PyTree = {}
-    problem, parts, contents = None, {}, None
-    try:
-        contents = read_contents(checkpoint)
-        found = read_optimizer_state(checkpoint, opt_state)
-        parts = checksums.checksums({"opt_state": found})
-    except Exception as error:  # damaged files raise errors of any type
-        if isinstance(error, OtherModelError) or not is_damage(error):
-            raise as_storage_error(error, checkpoint) from error
-        problem = one_line_error(error)
-    problem = _agreed_problem(problem, parts, contents)
+    found, problem = _read_verified(
+        checkpoint, lambda: {"opt_state": read_optimizer_state(checkpoint, opt_state)}
+    )
     if problem is not None:
         raise ValueError(
             f"the optimizer's state of {checkpoint} cannot be read ({problem}); give another step, or "
             "leave init_optimizer out"
         )
-    return found
+    return found["opt_state"]
 
 
 def _newest(directory: pathlib.Path, step: int | None, tried: dict[int, str]) -> int | None:
@@ -396,25 +393,31 @@ def _newest(directory: pathlib.Path, step: int | None, tried: dict[int, str]) ->
     return newest
 
 
-def _read_variables(
-    checkpoint: pathlib.Path, layout: Variables | None, *, averaged: bool
-) -> tuple[Variables, str | None]:
-    """Reads and verifies variables; also returns the problem that some process found, or None."""
-    variables: Variables = {}
+def _read_verified(
+    checkpoint: pathlib.Path, read: Callable[[], dict[str, PyTree]], *, divided: bool = True
+) -> tuple[dict[str, PyTree], str | None]:
+    """Reads a part of a checkpoint and verifies it.
+
+    Args:
+      checkpoint: directory of the step.
+      read: returns entries of the saved state.
+      divided: see `_agreed_problem`.
+
+    Returns:
+      The entries, and the problem that some process found; None: there is none.
+    """
+    found: dict[str, PyTree] = {}
     contents: Contents | None = None
     problem, parts = None, {}
     try:
         contents = read_contents(checkpoint)
-        variables = read_variables(checkpoint, layout, averaged=averaged)
-        parts = checksums.checksums(variables)
-        if AVERAGE in variables:
-            variables["params"] = variables.pop(AVERAGE)
+        found = read()
+        parts = checksums.checksums(found)
     except Exception as error:  # damaged files raise errors of any type
         if isinstance(error, OtherModelError) or not is_damage(error):
             raise as_storage_error(error, checkpoint) from error
         problem = one_line_error(error)
-    problem = _agreed_problem(problem, parts, contents, divided=layout is not None)
-    return variables, problem
+    return found, _agreed_problem(problem, parts, contents, divided=divided)
 
 
 def _agreed_problem(

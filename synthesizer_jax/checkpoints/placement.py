@@ -129,7 +129,8 @@ def read_variables(
         )
     else:
         wanted = {params if k == "params" else k: v for k, v in layout.items() if v}
-        _check_shapes(abstract, wanted, checkpoint)
+        if different := _first_difference(abstract, wanted):
+            raise OtherModelError(f"{checkpoint} belongs to another model: {different}")
         abstract = wanted
     return _read(path, reader, abstract)
 
@@ -149,13 +150,9 @@ def read_optimizer_state(checkpoint: pathlib.Path, opt_state: PyTree) -> PyTree:
     reader = ocp.PyTreeCheckpointHandler()
     with finish_reads():
         saved = reader.metadata(path).tree.get("opt_state", {})
-    there, here = (_shapes(tree) for tree in (saved, opt_state))
-    if different := sorted(name for name, _ in there.items() ^ here.items()):
-        name = different[0]
+    if different := _first_difference(saved, opt_state):
         raise OtherModelError(
-            f"{checkpoint} has no state of this optimizer and model: {name} is "
-            f"{there.get(name, 'absent')} there and {here.get(name, 'absent')} in this run; leave "
-            "init_optimizer out"
+            f"{checkpoint} has no state of this optimizer and model: {different}; leave init_optimizer out"
         )
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), opt_state
@@ -174,20 +171,19 @@ def _read(path: pathlib.Path, reader: ocp.PyTreeCheckpointHandler, abstract: PyT
         return reader.restore(path, args=arguments)
 
 
+def _first_difference(saved: PyTree, wanted: PyTree) -> str | None:
+    """Returns a clause about the first array that is missing or has another shape; None: there is none."""
+    there, here = (_shapes(tree) for tree in (saved, wanted))
+    different = sorted(name for name, _ in there.items() ^ here.items())
+    if not different:
+        return None
+    name = different[0]
+    return f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} in this run"
+
+
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of arrays by their paths."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): tuple(x.shape)
         for path, x in jax.tree.leaves_with_path(tree)
     }
-
-
-def _check_shapes(saved: Variables, wanted: Variables, checkpoint: pathlib.Path) -> None:
-    """Raises an `OtherModelError` for the first array that is missing or has another shape."""
-    there, here = (_shapes(tree) for tree in (saved, wanted))
-    if different := sorted(name for name, _ in there.items() ^ here.items()):
-        name = different[0]
-        raise OtherModelError(
-            f"{checkpoint} belongs to another model: {name} is {there.get(name, 'absent')} there and "
-            f"{here.get(name, 'absent')} in this run"
-        )

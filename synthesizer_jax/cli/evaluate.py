@@ -242,9 +242,8 @@ def _iterate_steps(workdir: pathlib.Path, *, follow: bool) -> Iterator[int]:
     yielded: set[int] = set()
     last = load_experiment(workdir).training.steps
     while True:
-        stopped = has_stopped(
-            workdir
-        )  # before the checkpoints are listed: none is added afterwards
+        # Before the checkpoints are listed: none is added to a run that has stopped.
+        stopped = has_stopped(workdir)
         finished = manager.finished_steps(workdir / "checkpoints")
         # All processes must evaluate the same steps, so they use the list of process zero.
         shared, stopped = processes.Exchange("steps").all_gather((finished, stopped))[0]
