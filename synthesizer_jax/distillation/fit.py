@@ -80,6 +80,13 @@ Layer: TypeAlias = tuple[StackName, int]
 """The name of a stack and the number of a layer."""
 
 
+def attention_of(model: EncoderDecoder, layer: Layer) -> Attention:
+    """Returns the self-attention of a layer that has `Attention`."""
+    attention = self_attention(model, *layer)
+    assert attention is not None, f"{layer} has another mixer"
+    return attention
+
+
 def is_static(alignment: Alignment) -> bool:
     """Whether an alignment is made of `STATIC` parts."""
     if isinstance(alignment, Mixture | PerHead):
@@ -210,8 +217,7 @@ def fit_layers(
     """
     params, found = jax.tree.map(lambda x: x, params), {}
     for (stack, layer), of_layer in statistics.items():
-        attention = self_attention(student, stack, layer)
-        assert attention is not None
+        attention = attention_of(student, (stack, layer))
         length = of_layer.mass.shape[-1]
         bias = stack_bias_logits(
             student, params, stack, num_heads=attention.num_heads, length=length

@@ -8,9 +8,8 @@ first, and the loss of the whole model is measured.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -27,27 +26,23 @@ from synthesizer_jax.alignments import (
     Random,
     RelativeBias,
 )
-from synthesizer_jax.costs.summary import Summary, summarize
+from synthesizer_jax.costs.summary import Summary
 from synthesizer_jax.distillation.fit import (
     Layer,
     Statistics,
+    attention_of,
     collect_statistics,
     divergence,
     fit,
     stack_bias_logits,
     static_logits,
 )
-from synthesizer_jax.distillation.replacement import (
-    Replacement,
-    StackName,
-    named_stacks,
-    student_model,
-)
+from synthesizer_jax.distillation.replacement import StackName, named_stacks
+from synthesizer_jax.distillation.table_switch import Place, TableSwitch
 from synthesizer_jax.distillation.transplant import STACKS, check_stacks, self_attention
-from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import EncoderDecoder
 from synthesizer_jax.parameters import Variables
-from synthesizer_jax.training.step import Batch, loss_sums
+from synthesizer_jax.training.step import Batch
 from synthesizer_jax.typing import PyTree
 
 TABLE = "Random"
@@ -69,9 +64,6 @@ MOST_POINTS = 16
 MOST_PICTURES = 4
 """Of the most static heads of a stack, and of the least static."""
 
-EXCLUDED = -1e4
-"""Weight logit of a mixture's part that is left out: its softmax is zero in float32."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Head:
@@ -81,7 +73,7 @@ class Head:
       stack: ``encoder`` or ``decoder``.
       layer: number of the layer, from 0.
       head: number of the head, from 0.
-      uniform: mean KL divergence from equal weights of all keys, in nats a query.
+      uniform: mean KL divergence from equal weights of all keys, in nats per query.
       bias: the same from the model's own position bias alone; None: it has none.
       divergences: the same from the best of each of `FORMS`, beside the position bias.
     """
@@ -92,6 +84,11 @@ class Head:
     uniform: float
     bias: float | None
     divergences: Mapping[str, float]
+
+    @property
+    def place(self) -> Place:
+        """Where it is."""
+        return self.stack, self.layer, self.head
 
     @property
     def name(self) -> str:
@@ -199,18 +196,19 @@ def measure_static_attention(
         )
         heads += found
     heads.sort(key=lambda head: head.divergences[TABLE])
-    switch = _Switch(model, variables, tables)
-    if not np.isfinite(switch.loss([], held_out)):
+    switch = TableSwitch(model, variables, tables, held_out)
+    if not np.isfinite(switch.loss([])):
         raise ValueError(
             "the loss of the model is not finite, so no change of it can be measured; give an earlier step"
         )
+    places = [head.place for head in heads]
 
     def point(count: int) -> Point:
         return Point(
             replaced=count,
-            loss=switch.loss(heads[:count], held_out),
-            reversed_loss=switch.loss(heads[len(heads) - count :], held_out),
-            costs=_costs(model, heads[:count], fit_to[0]),
+            loss=switch.loss(places[:count]),
+            reversed_loss=switch.loss(places[len(places) - count :]),
+            costs=switch.costs(places[:count]),
         )
 
     return StaticAttention(
@@ -288,18 +286,11 @@ def _pictures(
 
 def _table_logits(model: EncoderDecoder, params: PyTree, layer: Layer, table: PyTree) -> jax.Array:
     """Returns the logits ``[heads, n, n]`` of a layer's table, beside the position bias."""
-    attention = _attention(model, layer)
+    attention = attention_of(model, layer)
     length = table["table"].shape[-1]
     random = attention.copy(alignment=Random(max_length=length))
     bias = stack_bias_logits(model, params, layer[0], num_heads=attention.num_heads, length=length)
     return static_logits(random, table, length=length, d_model=model.d_model) + bias
-
-
-def _attention(model: EncoderDecoder, layer: Layer) -> Attention:
-    """Returns the self-attention of one of the `attention_layers`."""
-    attention = self_attention(model, *layer)
-    assert attention is not None
-    return attention
 
 
 def numbers_of_heads(total: int) -> list[int]:
@@ -313,7 +304,7 @@ def _fit_forms(
 ) -> tuple[list[Head], PyTree]:
     """Returns the heads of a layer, and the parameters of its fitted table."""
     stack, number = layer
-    attention = _attention(model, layer)
+    attention = attention_of(model, layer)
     length, causal = fitted.mass.shape[-1], stack == "decoder"
     bias = stack_bias_logits(model, params, stack, num_heads=attention.num_heads, length=length)
     kl: dict[str, np.ndarray] = {}
@@ -338,86 +329,3 @@ def _fit_forms(
         for head in range(attention.num_heads)
     ]
     return heads, table
-
-
-class _Switch:
-    """A model in which every head may read its fitted table in the place of its own logits.
-
-    Args:
-      model: the model, with looped layers.
-      variables: its variables.
-      tables: the parameters of `TABLE` by layer.
-    """
-
-    def __init__(self, model: EncoderDecoder, variables: Variables, tables: Mapping[Layer, PyTree]):
-        self._variables, self._tables = variables, tables
-        self._model = student_model(model, tuple(_switches(model, tables)))
-
-    def loss(self, heads: Iterable[Head], batches: Sequence[Batch]) -> float:
-        """Returns the mean loss of target tokens in nats when these heads read their tables."""
-        chosen = {(head.stack, head.layer, head.head) for head in heads}
-        params = dict(self._variables["params"])
-        for (stack, layer), table in self._tables.items():
-            layers = dict(params[stack])
-            sublayer = dict(layers[f"layers_{layer}"])
-            mixer = dict(sublayer[STACKS[stack]])
-            num_heads = _attention(self._model, (stack, layer)).num_heads
-            flags = [(stack, layer, h) in chosen for h in range(num_heads)]
-            on = jnp.asarray(flags)[:, None]
-            mixer["align"] = {
-                "part_0": mixer.get("align", {}),
-                "part_1": table,
-                "weights": jnp.where(on == jnp.asarray([True, False]), EXCLUDED, 0.0),
-            }
-            params[stack] = layers | {f"layers_{layer}": sublayer | {STACKS[stack]: mixer}}
-        sums = [
-            _loss({**self._variables, "params": params}, batch, model=self._model)
-            for batch in batches
-        ]
-        total, tokens = np.asarray(sums).sum(0)
-        return float(total / tokens)
-
-
-def _switches(model: EncoderDecoder, tables: Mapping[Layer, PyTree]) -> Iterator[Replacement]:
-    """Yields the mixtures of a layer's own alignment and a table."""
-    for (stack, layer), table in tables.items():
-        attention = _attention(model, (stack, layer))
-        random = Random(max_length=table["table"].shape[-1])
-        yield Replacement(Mixture((attention.alignment, random)), place=stack, layers=(layer,))
-
-
-@functools.partial(jax.jit, static_argnames="model")
-def _loss(
-    variables: Variables, batch: Batch, *, model: EncoderDecoder
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the summed loss of a batch's target tokens, and their number."""
-    sums = loss_sums(model, variables, batch, z_loss=0.0, label_smoothing=0.0)
-    return sums.loss, sums.weight
-
-
-def _costs(model: EncoderDecoder, replaced: Iterable[Head], batch: Batch) -> Summary:
-    """Returns the costs of a model in which tables take the place of some heads' own alignment."""
-    counts: dict[Layer, int] = {}
-    for head in replaced:
-        counts[head.stack, head.layer] = counts.get((head.stack, head.layer), 0) + 1
-    lengths: dict[StackName, int] = {
-        "encoder": batch["encoder_input_tokens"].shape[1],
-        "decoder": batch["decoder_input_tokens"].shape[1],
-    }
-    replacements = []
-    for (stack, layer), count in counts.items():
-        attention = _attention(model, (stack, layer))
-        by = _with_tables(attention, count, Random(max_length=lengths[stack]))
-        replacements.append(Replacement(by, place=stack, layers=(layer,)))
-    return summarize(
-        student_model(model, tuple(replacements)),
-        inputs_length=lengths["encoder"],
-        targets_length=lengths["decoder"],
-    )
-
-
-def _with_tables(attention: Attention, count: int, table: Random) -> Alignment:
-    """Returns an alignment with tables in so many of the heads."""
-    if count == attention.num_heads:
-        return table
-    return PerHead((attention.alignment, table), heads=(attention.num_heads - count, count))
