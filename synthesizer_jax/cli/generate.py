@@ -198,7 +198,6 @@ def _load_predictor(
         variables,
         vocabulary,
         inputs_length=experiment.data.inputs_length,
-        targets_length=decoding.max_length,
         batch_size=batch_size,
         decoding=decoding,
         mesh=mesh,

@@ -162,6 +162,7 @@ def _inspect_model(
     """Returns a run's answers to some rows, and what `_attention_maps` returns for the first example."""
     from synthesizer_jax.checkpoints.manager import restore_variables
     from synthesizer_jax.evaluation.prediction import Predictor
+    from synthesizer_jax.inference import Decoding
     from synthesizer_jax.reports import Answer
     from synthesizer_jax.training.run_directory import load_experiment
 
@@ -173,7 +174,7 @@ def _inspect_model(
         variables,
         evaluator.vocabulary,
         inputs_length=lengths["inputs"],
-        targets_length=lengths["targets"],
+        decoding=Decoding(max_length=lengths["targets"]),
         batch_size=len(rows),
     )
     texts = predictor.predict([predictor.encode(row.inputs) for row in rows])

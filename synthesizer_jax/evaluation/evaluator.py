@@ -15,7 +15,7 @@ from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation import evaluation_sets
 from synthesizer_jax.evaluation.averages import averages
-from synthesizer_jax.evaluation.prediction import Predictor
+from synthesizer_jax.evaluation.prediction import RANK, Predictor, decoding_by
 from synthesizer_jax.evaluation.scoring import (
     TaskResult,
     evaluate_tasks,
@@ -133,15 +133,17 @@ class Evaluator:
           variables: the model's.
           mesh: shards the variables and the examples; see `Predictor`.
         """
+        method = self.evaluation.method
         predictor = Predictor(
             self.model,
             variables,
             self.vocabulary,
             inputs_length=self.data.inputs_length,
-            targets_length=self.data.targets_length,
+            decoding=decoding_by(
+                method, self.data.targets_length, logits_dtype=self.evaluation.logits_dtype
+            ),
+            ranks=method == RANK,
             batch_size=self.evaluation.batch_size,
-            method=self.evaluation.method,
-            logits_dtype=self.evaluation.logits_dtype,
             mesh=mesh,
         )
         results = evaluate_tasks(predictor, self.sets, loss_sets=self.loss_sets)

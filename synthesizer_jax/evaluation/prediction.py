@@ -32,7 +32,7 @@ from synthesizer_jax.sharding import (
     use_mesh,
 )
 
-METHODS = ("greedy", "beam", "rank")
+METHODS = ("greedy", "beam", RANK := "rank")
 BEAMS = 4
 CHOICES, CHOICE_LENGTH = 4, 8
 """The numbers of label words, and of their tokens, are padded to multiples of these."""
@@ -83,6 +83,21 @@ class Predictions:
     ranked: np.ndarray | None = None
 
 
+def decoding_by(method: str, max_length: int, *, logits_dtype: str | None = None) -> Decoding:
+    """Returns how a method decodes.
+
+    Args:
+      method: one of `METHODS`: ``greedy``, ``beam`` (4 beams, T5's length penalty), or ``rank``, which
+        decodes greedily where there are no label words.
+      max_length: see `Decoding`.
+      logits_dtype: see `Decoding`.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method={method!r}; allowed: {', '.join(METHODS)}")
+    beams = BEAMS if method == "beam" else 1
+    return Decoding(max_length=max_length, beams=beams, logits_dtype=logits_dtype)
+
+
 class Predictor:
     """Predicts texts with a model, its variables and a vocabulary.
 
@@ -91,13 +106,10 @@ class Predictor:
       variables: its variables, on any devices.
       vocabulary: maps text to ids and back.
       inputs_length: inputs are truncated to this many tokens.
-      targets_length: maximum number of tokens to decode, EOS included.
+      decoding: how texts are decoded. Of several sequences per input, only `generate_texts` returns more
+        than the first.
+      ranks: whether label words are scored where there are any; then nothing is decoded.
       batch_size: number of rows of a compiled batch.
-      method: one of `METHODS`: ``greedy``, ``beam`` (4 beams, T5's length penalty), or ``rank``,
-        which scores label words and decodes greedily where there are none.
-      logits_dtype: dtype of the output projection in decoding, see `Decoding`.
-      decoding: how texts are decoded, in the place of `targets_length`, `logits_dtype` and what `method`
-        says of it. Of several sequences per input, only `generate_texts` returns more than the first.
       mesh: the mesh that shards the variables, and is to shard the inputs; batches are padded to a
         multiple of its devices. Of several processes each gives all inputs and gets all answers. None:
         one device.
@@ -110,23 +122,13 @@ class Predictor:
         vocabulary: Vocabulary,
         *,
         inputs_length: int,
-        targets_length: int,
+        decoding: Decoding,
+        ranks: bool = False,
         batch_size: int = 64,
-        method: str = "greedy",
-        logits_dtype: str | None = None,
-        decoding: Decoding | None = None,
         mesh: Mesh | None = None,
     ):
-        if method not in METHODS:
-            raise ValueError(f"method={method!r}; allowed: {', '.join(METHODS)}")
         self.model, self.variables, self.vocabulary = model, variables, vocabulary
-        self.inputs_length, self.targets_length = inputs_length, targets_length
-        self.method = method
-        self.decoding = decoding or Decoding(
-            max_length=targets_length,
-            beams=BEAMS if method == "beam" else 1,
-            logits_dtype=logits_dtype,
-        )
+        self.inputs_length, self.decoding, self.ranks = inputs_length, decoding, ranks
         self.mesh = None if mesh is None or mesh.size == 1 else mesh
         axes = [] if self.mesh is None else [self.mesh.shape[name] for name in BATCH_AXES]
         self.num_batch_shards = math.prod(axes)
@@ -144,7 +146,7 @@ class Predictor:
 
         Args:
           inputs: token ids with EOS.
-          label_words: the allowed answers, used by ``rank``.
+          label_words: the allowed answers, if they are ranked.
         """
         return self.predict_with_scores(inputs, label_words).texts
 
@@ -152,7 +154,7 @@ class Predictor:
         self, inputs: Sequence[np.ndarray], label_words: Sequence[str] | None
     ) -> Predictions:
         """Predicts texts with log-probabilities; where label words are ranked, with those of all words."""
-        if self.method == "rank" and label_words:
+        if self.ranks and label_words:
             ranked = self.rank(inputs, label_words)
             best = ranked.argmax(axis=-1)
             scores = np.take_along_axis(ranked, best[:, None], axis=-1)[:, 0]
@@ -227,8 +229,8 @@ class Predictor:
           targets: token ids with EOS, one for each input.
         """
         longest, length = max(map(len, targets), default=1), CHOICE_LENGTH
-        if longest > length or self.targets_length < length:
-            length = max(self.targets_length, longest)
+        if longest > length or self.decoding.max_length < length:
+            length = max(self.decoding.max_length, longest)
         # No more logits at a time than ranking four label words computes.
         rows = self.batch_size * CHOICES * CHOICE_LENGTH // length
         rows = min(max(rows // self.num_batch_shards, 1) * self.num_batch_shards, self.batch_size)

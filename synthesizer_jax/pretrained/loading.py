@@ -156,7 +156,6 @@ def generate(
     *,
     max_length: int = 64,
     inputs_length: int = 512,
-    method: str = "greedy",
     decoding: Decoding | None = None,
 ) -> list[str]:
     """Generates one text for each input.
@@ -164,20 +163,13 @@ def generate(
     Args:
       loaded: from `load`.
       texts: the inputs.
-      max_length: maximum number of tokens to generate.
+      max_length: maximum number of tokens of greedy decoding.
       inputs_length: inputs are truncated to this many tokens.
-      method: ``greedy``, or ``beam`` (4 beams, T5's length penalty).
-      decoding: settings in the place of `max_length` and `method`, such as
+      decoding: other settings, in the place of `max_length`, such as
         ``Decoding(max_length=64, temperature=0.7, top_p=0.9)``.
     """
-    predictor = _predictor(
-        loaded,
-        len(texts),
-        inputs_length,
-        max_length=max_length,
-        method=method,
-        decoding=decoding,
-    )
+    decoding = decoding or Decoding(max_length=max_length)
+    predictor = _predictor(loaded, len(texts), inputs_length, decoding)
     return predictor.predict([predictor.encode(text) for text in texts])
 
 
@@ -197,7 +189,7 @@ def generate_with_scores(
       log-probabilities under the model in nats; beams are in the order of their log-probabilities
       divided by the length penalty.
     """
-    predictor = _predictor(loaded, len(texts), inputs_length, decoding=decoding)
+    predictor = _predictor(loaded, len(texts), inputs_length, decoding)
     return predictor.generate_texts([predictor.encode(text) for text in texts])
 
 
@@ -218,20 +210,12 @@ def encode(
     Raises:
       TypeError: the model has no encoder.
     """
-    predictor = _predictor(loaded, len(texts), inputs_length)
+    predictor = _predictor(loaded, len(texts), inputs_length, Decoding(max_length=1))
     states = predictor.states([predictor.encode(text) for text in texts])
     return np.stack([state.mean(axis=0) for state in states]) if pool else states
 
 
-def _predictor(
-    loaded: Loaded,
-    count: int,
-    inputs_length: int,
-    *,
-    max_length: int = 1,
-    method: str = "greedy",
-    decoding: Decoding | None = None,
-) -> Predictor:
+def _predictor(loaded: Loaded, count: int, inputs_length: int, decoding: Decoding) -> Predictor:
     """Returns a predictor for so many texts, over the mesh of the variables."""
     model, variables, vocabulary = loaded
     sharding = jax.tree.leaves(variables)[0].sharding
@@ -241,9 +225,7 @@ def _predictor(
         variables,
         vocabulary,
         inputs_length=inputs_length,
-        targets_length=max_length,
-        batch_size=min(16, max(count, 1)),
-        method=method,
         decoding=decoding,
+        batch_size=min(16, max(count, 1)),
         mesh=mesh if isinstance(mesh, Mesh) else None,
     )

@@ -6,7 +6,7 @@ import pytest
 
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.placement import place_variables
-from synthesizer_jax.evaluation.prediction import Predictor
+from synthesizer_jax.evaluation.prediction import METHODS, Predictor, decoding_by
 from synthesizer_jax.inference import Decoding
 from synthesizer_jax.sharding import MeshShape, make_mesh
 from tests.evaluation import runs
@@ -53,16 +53,16 @@ def answers_on(mesh, variables):
     experiment = runs.experiment()
     found = {}
     sample = Decoding(max_length=8, temperature=0.8, top_k=50, top_p=0.9)
-    for method, decoding in {"rank": None, "greedy": None, "beam": None, "sample": sample}.items():
+    methods = {method: decoding_by(method, 8) for method in METHODS} | {"sample": sample}
+    for method, decoding in methods.items():
         predictor = Predictor(
             experiment.model,
             variables,
             experiment.vocabulary.build(),
             inputs_length=32,
-            targets_length=8,
-            batch_size=2,
-            method="greedy" if decoding else method,
             decoding=decoding,
+            ranks=method == "rank",
+            batch_size=2,
             mesh=mesh,
         )
         inputs = [predictor.encode(text) for text in ("a b", "cola", "the dog sleeps")]

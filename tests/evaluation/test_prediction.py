@@ -12,7 +12,13 @@ from synthesizer_jax.data.definitions import GLUE, SUPER_GLUE
 from synthesizer_jax.data.formats import Similarity
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
 from synthesizer_jax.evaluation.files import write_predictions, write_results
-from synthesizer_jax.evaluation.prediction import Predictor, _length_batches, _pad_tokens, until_eos
+from synthesizer_jax.evaluation.prediction import (
+    Predictor,
+    _length_batches,
+    _pad_tokens,
+    decoding_by,
+    until_eos,
+)
 from synthesizer_jax.evaluation.scoring import evaluate_tasks, flatten_results, mean_score
 from synthesizer_jax.files import write_atomic
 from synthesizer_jax.inference import Decoding, score_choices, score_targets
@@ -45,9 +51,11 @@ def predictor():
     model = t5(Size(8, 1, 16, 2, 4), vocab_size=10)
     variables = model.init(jax.random.key(0), jnp.ones((1, 4), int), jnp.ones((1, 3), int))
 
-    def make(**options):
-        options = {"inputs_length": 16, "targets_length": 4, "batch_size": 3} | options
-        return Predictor(model, variables, Letters(), **options)
+    def make(method="greedy", targets_length=4, decoding=None, **options):
+        options = {"inputs_length": 16, "batch_size": 3} | options
+        decoding = decoding or decoding_by(method, targets_length)
+        ranks = method == "rank"
+        return Predictor(model, variables, Letters(), decoding=decoding, ranks=ranks, **options)
 
     return make
 

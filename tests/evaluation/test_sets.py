@@ -12,7 +12,7 @@ from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import evaluation_sets
 from synthesizer_jax.evaluation.averages import best_by_task
 from synthesizer_jax.evaluation.evaluator import Evaluator
-from synthesizer_jax.evaluation.prediction import Predictor
+from synthesizer_jax.evaluation.prediction import Predictor, decoding_by
 from synthesizer_jax.inference import score_targets
 from synthesizer_jax.registry import replace
 from tests.evaluation import runs
@@ -208,9 +208,8 @@ def test_decoded_answers_have_their_log_probability(measured, method):
         variables,
         evaluator.vocabulary,
         inputs_length=32,
-        targets_length=8,
+        decoding=decoding_by(method, 8),
         batch_size=4,
-        method=method,
     )
     inputs = evaluator.sets[0].inputs[:3]
     batch = np.zeros((3, 32), np.int32)
