@@ -59,17 +59,17 @@ def average_checkpoints(
 def _steps_to_average(source: pathlib.Path, last: int | None) -> list[int]:
     """Returns the last steps that a run has kept; raises a `ValueError` if these are too few."""
     there = finished_steps(source / "checkpoints")
-    found = ", ".join(map(str, there)) or "none"
+    held = (
+        f"{len(there)} checkpoint{'s' * (len(there) != 1)} ({', '.join(map(str, there)) or 'none'})"
+    )
     if last is None and len(there) < 2:
-        number = "one checkpoint" if there else "no checkpoints"
         raise ValueError(
-            f"{source} holds {number} ({found}) and a mean needs two; train with training.keep_latest=2 or "
-            "more"
+            f"{source} holds {held}, and a mean needs two; train with training.keep_latest=2 or more"
         )
     if last is not None and len(there) < last:
         raise ValueError(
-            f"{source} holds {len(there)} checkpoints ({found}) and --last is {last}; give a smaller "
-            f"number, or train with training.keep_latest={last}"
+            f"{source} holds {held}, and --last is {last}; give a smaller number, or train with "
+            f"training.keep_latest={last}"
         )
     return there if last is None else there[-last:]
 

@@ -50,7 +50,7 @@ def test_by_default_all_that_a_run_keeps_are_averaged(source, tmp_path):
     said = call(source, tmp_path / "mean")
     assert said == f"{tmp_path / 'mean'} holds the mean of the steps 2, 4, 6 of {source}\n"
     write_run(tmp_path / "one", experiment(), steps=(3,))
-    with pytest.raises(ValueError, match=r"one holds one checkpoint \(3\) .*keep_latest=2"):
+    with pytest.raises(ValueError, match=r"one holds 1 checkpoint \(3\), .*keep_latest=2"):
         call(tmp_path / "one", tmp_path / "none")
 
 
@@ -63,7 +63,7 @@ def test_a_mean_of_equal_checkpoints_is_equal_to_them(tmp_path):
 
 def test_what_is_wrong_is_one_sentence_and_writes_nothing(source, tmp_path):
     with pytest.raises(
-        ValueError, match=r"3 checkpoints \(2, 4, 6\) and --last is 5; .*keep_latest=5"
+        ValueError, match=r"3 checkpoints \(2, 4, 6\), and --last is 5; .*keep_latest=5"
     ):
         call(source, tmp_path / "mean", "--last", 5)
     with pytest.raises(FileNotFoundError, match="holds no experiment"):
