@@ -94,6 +94,21 @@ def test_a_run_moves_to_another_mesh(place):
     assert [r["loss"] for r in moves] == pytest.approx([r["loss"] for r in stays], rel=1e-4)
 
 
+def test_all_processes_stop_early_and_stay_stopped(place):
+    """With an average of the parameters; no score is better by as much as is asked."""
+    settings = (
+        *("--set", "evaluation.every=1", "--set", "evaluation.patience=2"),
+        *("--set", "evaluation.min_improvement=1000", "--set", "training.ema=0.9"),
+    )
+    for _ in range(2):
+        run(place, "stopped", 2, *settings)
+        assert [r["step"] for r in lines(place, "stopped")] == [1, 2, 3]
+        assert [r["step"] for r in lines(place, "stopped", "eval")] == [1, 2, 3]
+    events = [json.loads(x) for x in (place / "stopped" / "events.jsonl").read_text().splitlines()]
+    assert [e["event"] for e in events].count("stopped") >= 1
+    assert (place / "stopped" / "movement.json").is_file()
+
+
 def test_an_error_of_one_process_ends_all(tmp_path):
     recipe = tmp_path / "recipe.py"
     recipe.write_text(
