@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from synthesizer_jax.cli.libraries import load_data_libraries
-from synthesizer_jax.cli.options import DataDir, storage_option
+from synthesizer_jax.cli.options import DataDir, Imports, storage_option
 
 app = typer.Typer(
     help="Import data sets, list tasks, train vocabularies. Nothing is downloaded.",
@@ -55,28 +55,38 @@ def import_files(
 def list_tasks(
     mixture: Annotated[str | None, typer.Argument(help="Only the tasks of this mixture.")] = None,
     data_dir: DataDir = None,
+    imports: Imports = None,
 ) -> None:
-    """List the tasks with the numbers of prepared examples, and the mixtures."""
+    """List the tasks with the numbers of prepared examples, and the mixtures.
+
+    With --import also those of SeqIO's registries.
+    """
     from rich.console import Console
     from rich.table import Table
 
     from synthesizer_jax.data import synthetic, tasks, translation  # noqa: F401 - their tasks
-    from synthesizer_jax.data.mixtures import MIXTURES
+    from synthesizer_jax.runs import code
 
+    code.load_user_code(imports or ())
     directory = tasks.default_data_dir() if data_dir is None else data_dir
-    rates = dict(tasks.mixture_rates(mixture)) if mixture else dict.fromkeys(tasks.TASKS)
+    rates = (
+        dict(tasks.mixture_rates(mixture, directory))
+        if mixture
+        else dict.fromkeys(tasks.task_names())
+    )
     table = Table(title=f"{mixture or 'tasks'} in {directory}", title_justify="left")
     for heading in ("task", "data set", "rate", "prepared examples"):
         table.add_column(heading, justify="right" if heading == "rate" else "left")
     for name, rate in rates.items():
         splits = tasks.prepared_splits(name, directory)
-        prepared = ", ".join(f"{split} {n:,}" for split, n in splits.items()) or "none"
+        counts = {split: "?" if n is None else f"{n:,}" for split, n in splits.items()}
+        prepared = ", ".join(f"{split} {n}" for split, n in counts.items()) or "none"
         formatted_rate = "" if rate is None else f"{rate:,.0f}"
-        table.add_row(name, tasks.task_definition(name).dataset, formatted_rate, prepared)
+        table.add_row(name, tasks.find_task(name).source, formatted_rate, prepared)
     console = Console(width=140)
     console.print(table)
     if mixture is None:
-        console.print(f"mixtures: {', '.join(MIXTURES)}", highlight=False)
+        console.print(f"mixtures: {', '.join(tasks.mixture_names())}", highlight=False)
 
 
 @app.command("vocabulary")
@@ -87,12 +97,15 @@ def train_vocabulary(
     data_dir: DataDir = None,
     size: Annotated[int, typer.Option(help="Number of pieces.", min=16)] = 8000,
     examples: Annotated[int, typer.Option(help="Examples per task.", min=1)] = 20_000,
+    imports: Imports = None,
 ) -> None:
     """Train a SentencePiece model on a mixture's training inputs and targets."""
     from synthesizer_jax.data import synthetic, tasks, translation  # noqa: F401 - their tasks
     from synthesizer_jax.data.vocabularies import train_sentencepiece
+    from synthesizer_jax.runs import code
 
     load_data_libraries()
+    code.load_user_code(imports or ())
     directory = tasks.default_data_dir() if data_dir is None else data_dir
     rates = tasks.available_members(mixture, directory, "train")
     members = [name for name, rate in rates.items() if rate]

@@ -100,6 +100,7 @@ def _compare_runs(workdir: pathlib.Path, data_dir: pathlib.Path, start: float) -
     """
     import jax
 
+    from synthesizer_jax.data.definitions import TaskDefinition
     from synthesizer_jax.evaluation import synthetic_baselines
     from synthesizer_jax.files import absolute
     from synthesizer_jax.reports import Report, write_report
@@ -112,6 +113,7 @@ def _compare_runs(workdir: pathlib.Path, data_dir: pathlib.Path, start: float) -
     rows = [
         _HeldOutRow(s.task, fields)
         for s in evaluator.sets
+        if isinstance(s.task, TaskDefinition)
         for fields in s.examples[:EXAMPLES_SHOWN]
     ]
     summaries = {name: summarize_run(title, workdir / name) for title, name in RECIPES.items()}

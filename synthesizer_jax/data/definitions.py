@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import pathlib
 import types
-from collections.abc import Mapping
-from typing import TypedDict, Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from synthesizer_jax.data import postprocessors
 from synthesizer_jax.data.formats import (
@@ -19,16 +21,23 @@ from synthesizer_jax.data.formats import (
     TextFormat,
 )
 from synthesizer_jax.data.postprocessors import Example
+from synthesizer_jax.data.stored import check_dataset, prepared_versions, stored_splits
+from synthesizer_jax.data.task import Answers, Task
+from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation import metrics
 from synthesizer_jax.evaluation.metrics import Value
+
+if TYPE_CHECKING:
+    import seqio
+    import tensorflow as tf
 
 TRAINED = ("train", "validation", "test")
 HELD_OUT = ("validation", "test")
 
 
 @dataclasses.dataclass(frozen=True)
-class TaskDefinition:
-    """The definition of a task; creating it loads nothing.
+class TaskDefinition(Task):
+    """The definition of a task over a TFDS data set; creating it loads nothing.
 
     Attributes:
       name: T5's name.
@@ -53,16 +62,60 @@ class TaskDefinition:
         """Label words, indexed by the integer label; empty for tasks with free-text answers."""
         return self.format.labels
 
+    @property
+    def source(self) -> str:
+        """The TFDS data set."""
+        return self.dataset
+
+    @property
+    def label_words(self) -> tuple[str, ...] | None:
+        """The allowed answers; None for free text."""
+        return self.format.answers
+
+    @property
+    def scores_targets(self) -> bool:
+        """False: its metrics compare answers."""
+        return False
+
+    def prepared_splits(self, data_dir: pathlib.Path) -> dict[str, int | None]:
+        """Returns the numbers of stored rows of the splits whose data is in `data_dir`."""
+        versions = prepared_versions(self.dataset, data_dir)
+        if not versions:
+            return {}
+        stored = stored_splits(list(versions.values())[-1])
+        return {split: stored[split] for split in self.splits if split in stored}
+
+    def to_seqio(self, vocabulary: Vocabulary, data_dir: pathlib.Path) -> seqio.Task:
+        """Returns the SeqIO task over the newest version of the data set, which must be prepared."""
+        return _seqio_task(self, vocabulary, data_dir)
+
+    def is_labeled(self, example: Example) -> bool:
+        """See `postprocessors.is_labeled`."""
+        return postprocessors.is_labeled(example)
+
+    def score(
+        self, examples: Sequence[Example], answers: Answers, *, vocabulary: Vocabulary | None = None
+    ) -> dict[str, float]:
+        """Returns the task's metrics in percent; see `Task.score`."""
+        del vocabulary
+        targets = [postprocessors.to_text(row["targets_pretokenized"]) for row in examples]
+        wanted = [
+            self.postprocess(target, example=row, is_target=True)
+            for target, row in zip(targets, examples, strict=True)
+        ]
+        found = [
+            self.postprocess(text, example=row)
+            for text, row in zip(answers.texts, examples, strict=True)
+        ]
+        result: dict[str, float] = {}
+        for metric in (*self.metrics, *EXTRA_METRICS.get(self.name, ())):
+            result |= metric(wanted, found)
+        return result
+
     def postprocess(
         self, answer: str, *, example: Example | None = None, is_target: bool = False
     ) -> Value:
-        """Converts a decoded answer or a target string to the value that the metrics compare.
-
-        Args:
-          answer: the string.
-          example: the preprocessed row that it belongs to.
-          is_target: whether `answer` is the target.
-        """
+        """Converts a decoded answer or a target string; see `Task.postprocess`."""
         if self.sentinel:
             answer = postprocessors.remove_sentinel(answer)
         parse = self.format.parse_target if is_target else self.format.parse
@@ -89,6 +142,65 @@ class TaskDefinition:
         expected = self.postprocess(target, example=example, is_target=True)
         predicted = self.postprocess(answer, example=example)
         return self.format.is_right(expected, predicted)
+
+
+@functools.cache
+def _seqio_task(task: TaskDefinition, vocabulary: Vocabulary, data_dir: pathlib.Path) -> seqio.Task:
+    """Returns the SeqIO task of a definition."""
+    import seqio
+    import tensorflow_datasets as tfds
+
+    # `pipeline` caches the examples, not TFDS; one reader per task limits the number of threads.
+    seqio.set_tfds_read_config_override(
+        tfds.ReadConfig(
+            try_autocache=False,
+            interleave_cycle_length=1,
+            num_parallel_calls_for_interleave_files=1,
+            num_parallel_calls_for_decode=1,
+        )
+    )
+    version, directory = list(prepared_versions(task.dataset, data_dir).items())[-1]
+    check_dataset(directory)
+    preprocessing: list[Callable[..., tf.data.Dataset]] = [task.format.preprocess]
+    if task.rename:
+        from synthesizer_jax.data import preprocessors
+
+        preprocessing.insert(
+            0, functools.partial(preprocessors.rename_features, names=dict(task.rename))
+        )
+    seqio_vocabulary = vocabulary.to_seqio()
+    preprocessing += [seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
+    if task.sentinel:
+        from synthesizer_jax.data import preprocessors
+
+        sentinel_id = vocabulary.vocab_size - 1
+        preprocessing.append(functools.partial(preprocessors.append_sentinel, sentinel=sentinel_id))
+    return seqio.Task(
+        task.name,
+        source=seqio.TfdsDataSource(
+            f"{task.dataset}:{version}",
+            tfds_data_dir=str(data_dir),
+            splits=list(task.prepared_splits(data_dir)),
+        ),
+        preprocessors=[*preprocessing, seqio.preprocessors.append_eos_after_trim],
+        postprocess_fn=functools.partial(_postprocess, task),
+        output_features={
+            "inputs": seqio.Feature(seqio_vocabulary, add_eos=True, required=False),
+            "targets": seqio.Feature(seqio_vocabulary, add_eos=True),
+        },
+        metric_fns=list(task.metrics),
+    )
+
+
+def _postprocess(
+    task: TaskDefinition,
+    answer: str,
+    *,
+    example: Example | None = None,
+    is_target: bool = False,
+    **_: object,
+) -> Value:
+    return task.postprocess(answer, example=example, is_target=is_target)
 
 
 MNLI = ("entailment", "neutral", "contradiction")

@@ -61,7 +61,7 @@ class Examples:
     def __init__(self, task: seqio.Task, split: str, lengths: Mapping[str, int]):
         _import_tensorflow()
         self.name = f"{task.name}'s split {split!r}"
-        self._location = _storage_location(task)
+        self._location = storage_location(task)
         with reading_errors(self.name, self._location):
             dataset = task.get_dataset(
                 lengths, split=split, shuffle=False, num_epochs=1, seed=0, try_in_mem_cache=False
@@ -216,7 +216,7 @@ class SeqioTaskStream:
         import seqio
 
         tf = _import_tensorflow()
-        self._name, self._location = f"{task.name}'s split {split!r}", _storage_location(task)
+        self._name, self._location = f"{task.name}'s split {split!r}", storage_location(task)
         with reading_errors(self._name, self._location):
             dataset = task.get_dataset(
                 lengths,
@@ -256,7 +256,7 @@ class SeqioTaskStream:
         self._checkpoint.read(str(prefix)).assert_consumed()
 
 
-def _storage_location(task: seqio.Task) -> str:
+def storage_location(task: seqio.Task) -> str:
     """Returns where a SeqIO task's rows are stored, for error messages."""
     import seqio
 

@@ -14,7 +14,7 @@ import concurrent.futures
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -188,7 +188,9 @@ class Stream:
     ``*_positions``.
 
     Args:
-      config: what to read; its tasks must be registered (`tasks.register`).
+      config: what to read.
+      tasks: the tasks of the mixture and their rates (`tasks.open_tasks`); None: those of SeqIO's
+        registries (`tasks.register`).
       shards: indices of the virtual shards that this process reads, in order; None is all of them.
         The batch then contains the rows of these shards only, and only their positions are
         restored.
@@ -202,15 +204,17 @@ class Stream:
         self,
         config: DataConfig,
         *,
+        tasks: Mapping[seqio.Task, float] | None = None,
         shards: Sequence[int] | None = None,
         saved: Sequence[int] | None = None,
     ):
         self.config = config
-        tasks, self._rates = _sampled_tasks(config)
-        in_memory = [task for task in tasks if fits_memory(task, config.split)]
+        rates = _registered_tasks(config.mixture) if tasks is None else tasks
+        sampled, self._rates = _sampled_tasks(rates, config)
+        in_memory = [task for task in sampled if fits_memory(task, config.split)]
         self._examples = _read_examples(in_memory, config)
         indices = range(config.shards) if shards is None else shards
-        self._shards = {index: self._make_shard(index, tasks) for index in indices}
+        self._shards = {index: self._make_shard(index, sampled) for index in indices}
         self._saved = list(self._shards) if saved is None else list(saved)
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
@@ -311,21 +315,27 @@ class Stream:
         return row
 
 
-def _sampled_tasks(config: DataConfig) -> tuple[list[seqio.Task], dict[str, float]]:
-    """Returns a mixture's tasks that have the split and a positive rate, and their rates."""
+def _registered_tasks(name: str) -> dict[seqio.Task, float]:
+    """Returns the tasks of a mixture, or a single task, of SeqIO's registries with their rates."""
     import seqio
 
-    provider = seqio.get_mixture_or_task(config.mixture)
+    provider = seqio.get_mixture_or_task(name)
     if isinstance(provider, seqio.Task):
-        rates = {provider.name: 1.0}
-        tasks = [provider]
-    else:
-        rates = {task.name: float(provider.get_rate(task)) for task in provider.tasks}
-        tasks = provider.tasks
-    tasks = [task for task in tasks if rates[task.name] > 0 and config.split in task.splits]
+        return {provider: 1.0}
+    return {task: float(provider.get_rate(task)) for task in provider.tasks}
+
+
+def _sampled_tasks(
+    rates: Mapping[seqio.Task, float], config: DataConfig
+) -> tuple[list[seqio.Task], dict[str, float]]:
+    """Returns the tasks that have the split and a positive rate, by name, and their rates."""
+    tasks = sorted(
+        (task for task, rate in rates.items() if rate > 0 and config.split in task.splits),
+        key=lambda task: task.name,
+    )
     if not tasks:
         raise ValueError(f"no task of {config.mixture!r} is drawn on the split {config.split!r}")
-    return tasks, {task.name: rates[task.name] for task in tasks}
+    return tasks, {task.name: rates[task] for task in tasks}
 
 
 def _read_examples(tasks: list[seqio.Task], config: DataConfig) -> dict[str, Examples]:

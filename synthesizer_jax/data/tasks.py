@@ -1,65 +1,104 @@
-"""Registration of tasks and mixtures with SeqIO, for one vocabulary and one data directory."""
+"""All tasks and mixtures by name: the package's, added ones, and those of SeqIO's registries."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from synthesizer_jax.data import seqio_tasks
 from synthesizer_jax.data.definitions import GLUE, SENTINEL, SUPER_GLUE, TaskDefinition
 from synthesizer_jax.data.mixtures import MIXTURES, Rates
-from synthesizer_jax.data.postprocessors import Example
-from synthesizer_jax.data.stored import check_dataset, prepared_versions, stored_splits
+from synthesizer_jax.data.task import Task
 from synthesizer_jax.data.vocabularies import Vocabulary
-from synthesizer_jax.evaluation.metrics import Value
 from synthesizer_jax.files import storage_path
 from synthesizer_jax.messages import did_you_mean
 
 if TYPE_CHECKING:
-    import tensorflow as tf
+    import seqio
 
 TASKS: dict[str, TaskDefinition] = {d.name: d for d in (*GLUE, *SUPER_GLUE, *SENTINEL)}
 """All known tasks; `add` adds others."""
 
 _log = logging.getLogger(__name__)
-_registered: dict[str, tuple[TaskDefinition, Vocabulary, pathlib.Path]] = {}
 
 
 def add(definitions: Iterable[TaskDefinition], mixtures: Mapping[str, Rates] = {}) -> None:
-    """Adds task definitions and mixtures; `register` registers them with SeqIO."""
+    """Adds task definitions and mixtures, which recipes then name."""
     TASKS.update({d.name: d for d in definitions})
     MIXTURES.update(mixtures)
 
 
-def task_definition(name: str) -> TaskDefinition:
-    """Returns a task's definition.
+def find_task(name: str) -> Task:
+    """Returns the task of that name: one of `TASKS`, or else of SeqIO's registry.
 
     Raises:
       ValueError: there is no such task; the message suggests a similar name.
     """
-    if name not in TASKS:
-        raise ValueError(f"there is no task {name!r}{did_you_mean(name, TASKS)}")
-    return TASKS[name]
+    if name in TASKS:
+        return TASKS[name]
+    if name in seqio_tasks.registered_names() and not seqio_tasks.is_mixture(name):
+        return seqio_tasks.SeqioTask(name)
+    known = [*TASKS, *seqio_tasks.registered_names()]
+    raise ValueError(f"there is no task {name!r}{did_you_mean(name, known)}; {_REMEDY}")
 
 
-def mixture_rates(name: str) -> Rates:
-    """Returns the rates of a mixture's tasks, or of a single task.
+def task_names() -> list[str]:
+    """Returns the names of all tasks, those of SeqIO's registries last."""
+    registered = [n for n in seqio_tasks.registered_names() if not seqio_tasks.is_mixture(n)]
+    return list(dict.fromkeys([*TASKS, *registered]))
+
+
+def mixture_names() -> list[str]:
+    """Returns the names of all mixtures, those of SeqIO's registries last."""
+    registered = [n for n in seqio_tasks.registered_names() if seqio_tasks.is_mixture(n)]
+    return list(dict.fromkeys([*MIXTURES, *registered]))
+
+
+_REMEDY = "tasks of a package of yours are found with --import PACKAGE"
+
+
+def member_names(name: str) -> list[str]:
+    """Returns the names of a mixture's tasks, or of a single task.
 
     Raises:
       ValueError: there is neither a mixture nor a task of that name.
     """
     if name in MIXTURES:
-        return MIXTURES[name]
+        return list(MIXTURES[name])
     if name in TASKS:
-        return {name: 1.0}
-    known = [*MIXTURES, *TASKS]
+        return [name]
+    if seqio_tasks.is_mixture(name):
+        return seqio_tasks.member_names(name)
+    registered = seqio_tasks.registered_names()
+    if name in registered:
+        return [name]
+    known = [*MIXTURES, *TASKS, *registered]
     raise ValueError(
         f"there is no mixture or task {name!r}{did_you_mean(name, known)}; mixtures: "
-        f"{', '.join(MIXTURES)}"
+        f"{', '.join(MIXTURES)}; {_REMEDY}"
     )
+
+
+def mixture_rates(name: str, data_dir: pathlib.Path) -> Rates:
+    """Returns the rates of a mixture's tasks, or of a single task.
+
+    Args:
+      name: a mixture or task.
+      data_dir: the directory of the data sets. Rates of SeqIO's mixtures may depend on numbers of
+        examples; their tasks without data have the rate 0.
+
+    Raises:
+      ValueError: there is neither a mixture nor a task of that name.
+    """
+    names = member_names(name)
+    if name in MIXTURES:
+        return MIXTURES[name]
+    if names == [name]:
+        return {name: 1.0}
+    return {**dict.fromkeys(names, 0.0), **seqio_tasks.mixture_rates(name, data_dir)}
 
 
 def default_data_dir() -> pathlib.Path:
@@ -71,14 +110,9 @@ def default_data_dir() -> pathlib.Path:
     return storage_path(configured or "~/tensorflow_datasets").expanduser()
 
 
-def prepared_splits(name: str, data_dir: pathlib.Path) -> dict[str, int]:
-    """Returns the number of stored rows of each of a task's splits that are on this machine."""
-    task = task_definition(name)
-    versions = prepared_versions(task.dataset, data_dir)
-    if not versions:
-        return {}
-    stored = stored_splits(list(versions.values())[-1])
-    return {split: stored[split] for split in task.splits if split in stored}
+def prepared_splits(name: str, data_dir: pathlib.Path) -> dict[str, int | None]:
+    """Returns the number of rows of each of a task's splits that are on this machine; None: not known."""
+    return find_task(name).prepared_splits(data_dir)
 
 
 def available_members(
@@ -92,20 +126,19 @@ def available_members(
       split: only return members that have this split.
     """
     rates = {}
-    for task, rate in mixture_rates(name).items():
+    for task, rate in mixture_rates(name, data_dir).items():
         splits = prepared_splits(task, data_dir)
         if splits and (split is None or split in splits):
             rates[task] = rate
     return rates
 
 
-def register(
+def open_tasks(
     name: str, vocabulary: Vocabulary, *, data_dir: pathlib.Path, split: str = "train"
-) -> dict[str, float]:
-    """Registers a mixture and its tasks with SeqIO, without tasks whose data is missing.
+) -> dict[seqio.Task, float]:
+    """Returns the tasks of a mixture with their rates, without tasks whose data is missing.
 
-    A call with another vocabulary or directory replaces earlier registrations. Nothing is
-    downloaded.
+    Nothing is downloaded.
 
     Args:
       name: a mixture or task.
@@ -114,103 +147,56 @@ def register(
       split: the split to train on; at least one task must have it.
 
     Returns:
-      The rates of the registered tasks.
+      ``{SeqIO task: rate}``; a task without the split has the rate 0, the others keep theirs.
 
     Raises:
       ValueError: there is no such mixture.
       FileNotFoundError: none of its tasks has that split on this machine.
     """
+    members = available_members(name, data_dir)
+    sampled = [t for t in members if members[t] and split in prepared_splits(t, data_dir)]
+    if not sampled:
+        remedy = (
+            "import the original files with 'synthesizer-jax data import glue --from DIR --data-dir "
+            f"{data_dir}' (also super_glue)"
+            if name in (*MIXTURES, *TASKS)
+            else "write their TFDS data sets to it"
+        )
+        raise FileNotFoundError(
+            f"no task of {name!r} has data for the split {split!r} in {data_dir}; {remedy}, or name "
+            "another --data-dir"
+        )
+    missing = [t for t, rate in mixture_rates(name, data_dir).items() if rate and t not in sampled]
+    if missing:
+        _log.warning("%s goes without %s: no data in %s", name, ", ".join(missing), data_dir)
+    return {
+        find_task(task).to_seqio(vocabulary, data_dir): rate if task in sampled else 0.0
+        for task, rate in members.items()
+    }
+
+
+def register(
+    name: str, vocabulary: Vocabulary, *, data_dir: pathlib.Path, split: str = "train"
+) -> dict[str, float]:
+    """Adds a mixture and its tasks to SeqIO's registries; see `open_tasks`.
+
+    For use with SeqIO itself. A call with another vocabulary or directory replaces earlier ones. Tasks and
+    mixtures that come from SeqIO's registries stay as they are.
+
+    Returns:
+      The rates of the tasks.
+    """
     import seqio
 
-    members = available_members(name, data_dir)
-    sampled = [
-        task for task, rate in members.items() if rate and split in prepared_splits(task, data_dir)
-    ]
-    if not sampled:
-        raise FileNotFoundError(
-            f"no task of {name!r} has data for the split {split!r} in {data_dir}; import the "
-            "original files with 'synthesizer-jax data import glue --from DIR --data-dir "
-            f"{data_dir}' (also super_glue), or name another --data-dir"
-        )
-    for task in members:
-        register_task(task_definition(task), vocabulary, data_dir)
+    opened = open_tasks(name, vocabulary, data_dir=data_dir, split=split)
+    for task in opened:
+        if task.name in TASKS:
+            if task.name in seqio.TaskRegistry.names():
+                seqio.TaskRegistry.remove(task.name)
+            seqio.TaskRegistry.add_provider(task.name, task)
+    rates = {task.name: rate for task, rate in opened.items()}
     if name in MIXTURES:
-        missing = [t for t, rate in mixture_rates(name).items() if rate and t not in sampled]
-        if missing:
-            _log.warning("%s goes without %s: no data in %s", name, ", ".join(missing), data_dir)
-        # A task without the split cannot be sampled from; the others keep their rates.
-        rates = {task: rate if task in sampled else 0.0 for task, rate in members.items()}
         if name in seqio.MixtureRegistry.names():
             seqio.MixtureRegistry.remove(name)
         seqio.MixtureRegistry.add(name, list(rates.items()))
-        return rates
-    return members
-
-
-def register_task(task: TaskDefinition, vocabulary: Vocabulary, data_dir: pathlib.Path) -> None:
-    """Registers one task, whose data must be prepared, with SeqIO.
-
-    Raises:
-      ValueError: TFDS must not open the data set (see `stored.check_dataset`).
-    """
-    import seqio
-    import tensorflow_datasets as tfds
-
-    key = (task, vocabulary, data_dir)
-    if _registered.get(task.name) == key and task.name in seqio.TaskRegistry.names():
-        return
-    if task.name in seqio.TaskRegistry.names():
-        seqio.TaskRegistry.remove(task.name)
-    # `pipeline` caches the examples, not TFDS; one reader per task limits the number of threads.
-    seqio.set_tfds_read_config_override(
-        tfds.ReadConfig(
-            try_autocache=False,
-            interleave_cycle_length=1,
-            num_parallel_calls_for_interleave_files=1,
-            num_parallel_calls_for_decode=1,
-        )
-    )
-    version, directory = list(prepared_versions(task.dataset, data_dir).items())[-1]
-    check_dataset(directory)
-    splits = prepared_splits(task.name, data_dir)
-    preprocessing: list[Callable[..., tf.data.Dataset]] = [task.format.preprocess]
-    if task.rename:
-        from synthesizer_jax.data import preprocessors
-
-        preprocessing.insert(
-            0, functools.partial(preprocessors.rename_features, names=dict(task.rename))
-        )
-    seqio_vocabulary = vocabulary.to_seqio()
-    preprocessing += [seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
-    if task.sentinel:
-        from synthesizer_jax.data import preprocessors
-
-        sentinel_id = vocabulary.vocab_size - 1
-        preprocessing.append(functools.partial(preprocessors.append_sentinel, sentinel=sentinel_id))
-    seqio.TaskRegistry.add(
-        task.name,
-        source=seqio.TfdsDataSource(
-            f"{task.dataset}:{version}",
-            tfds_data_dir=str(data_dir),
-            splits=list(splits),
-        ),
-        preprocessors=[*preprocessing, seqio.preprocessors.append_eos_after_trim],
-        postprocess_fn=functools.partial(_postprocess, task),
-        output_features={
-            "inputs": seqio.Feature(seqio_vocabulary, add_eos=True, required=False),
-            "targets": seqio.Feature(seqio_vocabulary, add_eos=True),
-        },
-        metric_fns=list(task.metrics),
-    )
-    _registered[task.name] = key
-
-
-def _postprocess(
-    task: TaskDefinition,
-    answer: str,
-    *,
-    example: Example | None = None,
-    is_target: bool = False,
-    **_: object,
-) -> Value:
-    return task.postprocess(answer, example=example, is_target=is_target)
+    return rates

@@ -84,7 +84,7 @@ def _read(
     data_dir: pathlib.Path,
 ) -> list[Batch]:
     """Returns so many examples of a split in batches over a mesh."""
-    tasks.register(data.mixture, vocabulary, data_dir=data_dir, split=data.split)
-    stream = Stream(data)
+    opened = tasks.open_tasks(data.mixture, vocabulary, data_dir=data_dir, split=data.split)
+    stream = Stream(data, tasks=opened)
     count = -(-examples // data.batch_size)
     return [jax.device_put(next(stream), batch_sharding(mesh)) for _ in range(count)]

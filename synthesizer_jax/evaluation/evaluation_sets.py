@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from synthesizer_jax.data import postprocessors, stored, tasks
-from synthesizer_jax.data.definitions import EXTRA_METRICS, TaskDefinition
+from synthesizer_jax.data import stored, tasks
+from synthesizer_jax.data.members import storage_location
 from synthesizer_jax.data.postprocessors import Example, to_text
+from synthesizer_jax.data.seqio_tasks import FEATURES
+from synthesizer_jax.data.task import Answers, Task
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation.metrics import Value
 from synthesizer_jax.registry import JSON
@@ -24,18 +26,20 @@ class EvaluationSet:
     """The examples of one task and split, in the order of the original file.
 
     Attributes:
-      task: the definition of the task.
+      task: the task.
       split: the split.
       inputs: token ids of every example with EOS, int32.
       targets: token ids of every example with EOS, int32.
       examples: the preprocessed rows, with ``inputs_pretokenized`` and ``targets_pretokenized``.
+      vocabulary: the vocabulary of the token ids; metrics of SeqIO's tasks decode with it.
     """
 
-    task: TaskDefinition
+    task: Task
     split: str
     inputs: list[np.ndarray]
     targets: list[np.ndarray]
     examples: Sequence[Example]
+    vocabulary: Vocabulary | None = None
 
     @property
     def name(self) -> str:
@@ -45,39 +49,43 @@ class EvaluationSet:
     @property
     def label_words(self) -> tuple[str, ...] | None:
         """The allowed answers; None for free text."""
-        return self.task.format.answers
+        return self.task.label_words
+
+    @property
+    def scores_targets(self) -> bool:
+        """Whether metrics need the log-probabilities of the targets."""
+        return self.task.scores_targets
 
     @functools.cached_property
     def labeled(self) -> tuple[int, ...]:
         """Indices of the examples with a label; a test split may have none."""
-        return tuple(i for i, row in enumerate(self.examples) if postprocessors.is_labeled(row))
+        return tuple(i for i, row in enumerate(self.examples) if self.task.is_labeled(row))
 
     @property
     def target_words(self) -> list[str]:
         """The target string of every example."""
         return [to_text(e["targets_pretokenized"]) for e in self.examples]
 
-    def score(self, predictions: Sequence[str]) -> dict[str, float]:
-        """Returns the task's metrics in percent; an empty dictionary if no example has a label.
+    def score(self, answers: Answers | Sequence[str]) -> dict[str, float]:
+        """Returns the task's metrics, T5's in percent; an empty dictionary if no example has a label.
 
         Args:
-          predictions: decoded predictions for all examples; those without a label are ignored.
+          answers: those to all examples, or their texts; those to examples without a label are ignored.
 
         Raises:
-          ValueError: the number of predictions differs from that of examples.
+          ValueError: the number of answers differs from that of examples.
         """
-        if len(predictions) != len(self.examples):
+        if not isinstance(answers, Answers):
+            answers = Answers(answers)
+        if len(answers.texts) != len(self.examples):
             raise ValueError(
-                f"{self.name}: {len(predictions)} predictions for {len(self.examples)} examples"
+                f"{self.name}: {len(answers.texts)} predictions for {len(self.examples)} examples"
             )
         if not self.labeled:
             return {}
-        wanted = [self.target_value(i) for i in self.labeled]
-        found = [self.predicted_value(i, predictions[i]) for i in self.labeled]
-        result: dict[str, float] = {}
-        for metric in (*self.task.metrics, *EXTRA_METRICS.get(self.name, ())):
-            result |= metric(wanted, found)
-        return result
+        rows = [self.examples[i] for i in self.labeled]
+        known = answers.select(self.labeled)
+        return dict(self.task.score(rows, known, vocabulary=self.vocabulary))
 
     def target_value(self, index: int) -> Value:
         """Returns the value of an example's target that metrics compare."""
@@ -152,18 +160,15 @@ def load_evaluation_set(
       FileNotFoundError: the data set does not exist, or lacks the split.
       ValueError: its files are damaged.
     """
-    import seqio
-
     here = tasks.prepared_splits(name, data_dir)
     if split not in here:
         raise FileNotFoundError(
             f"{name} has no split {split!r} in {data_dir} (found: {', '.join(here) or 'none'}); "
             "import the original files with 'synthesizer-jax data import'"
         )
-    tasks.register_task(tasks.task_definition(name), vocabulary, data_dir)
-    directory = data_dir / tasks.task_definition(name).dataset
-    with stored.reading_errors(f"{name}'s split {split!r}", directory):
-        dataset = seqio.get_mixture_or_task(name).get_dataset(
+    task = tasks.find_task(name).to_seqio(vocabulary, data_dir)
+    with stored.reading_errors(f"{name}'s split {split!r}", storage_location(task)):
+        dataset = task.get_dataset(
             dict(lengths),
             split=split,
             shuffle=False,
@@ -171,26 +176,35 @@ def load_evaluation_set(
             use_cached=False,
             try_in_mem_cache=False,
         )
-        rows = list(dataset.as_numpy_iterator())
-    # TFDS stores rows in a random order; in that of the original file groups are contiguous.
-    rows.sort(key=_order)
+        rows = [_with_texts(row, vocabulary) for row in dataset.as_numpy_iterator()]
+    if name in tasks.TASKS:
+        # TFDS stores rows in a random order; in that of the original file groups are contiguous.
+        rows.sort(key=_order)
     if max_examples is not None and max_examples < len(rows):
         groups = [_group(name, row) or (i,) for i, row in enumerate(rows)]
         last = groups[max_examples - 1]
         end = next((i for i in range(max_examples, len(rows)) if groups[i] != last), None)
         rows = rows[:end]
     return EvaluationSet(
-        task=tasks.task_definition(_measured_task(name, split)),
+        task=tasks.find_task(_measured_task(name, split)),
         split=split,
         inputs=[np.asarray(r["inputs"], np.int32) for r in rows],
         targets=[np.asarray(r["targets"], np.int32) for r in rows],
         examples=rows,
+        vocabulary=vocabulary,
     )
+
+
+def _with_texts(row: Example, vocabulary: Vocabulary) -> Example:
+    """Returns a row with the texts of its inputs and targets, decoded if its task does not give them."""
+    row = {"inputs": np.zeros(0, np.int32), **row}
+    texts = {f"{name}_pretokenized": vocabulary.decode(row[name]) for name in FEATURES}
+    return texts | row
 
 
 def original_index(row: Example, index: int) -> int | dict[str, int]:
     """Returns a row's ``idx`` as JSON, an integer or integers by name; `index` if it has none."""
-    if "idx" in row:
+    if np.issubdtype(np.asarray(row.get("idx", "")).dtype, np.integer):
         return int(row["idx"])
     names = [n for n in _INDICES if n in row]
     return {n.removeprefix("idx/"): int(row[n]) for n in names} or index
@@ -222,7 +236,7 @@ def evaluation_tasks(
     parts. If their data sets do not exist, its splits ``validation_matched`` and
     ``validation_mismatched`` are used.
     """
-    members = tasks.mixture_rates(mixture)
+    members = tasks.member_names(mixture)
     found = [(name, split) for name in members if split in tasks.prepared_splits(name, data_dir)]
     names = {name for name, _ in found}
     for name in members:
@@ -257,9 +271,8 @@ def measured_and_trained_tasks(task: str, split: str) -> tuple[str, str]:
     return measured, STANDS_FOR.get(measured, (measured, 1.0))[0]
 
 
-def loss_weight(mixture: str, task: str) -> float:
+def loss_weight(rates: Mapping[str, float], task: str) -> float:
     """Returns a task's weight in the held-out loss: its rate, or its share of the trained task's rate."""
-    rates = tasks.mixture_rates(mixture)
     if rates.get(task):
         return rates[task]
     trained, part = STANDS_FOR.get(task, (task, 0.0))

@@ -98,10 +98,9 @@ class Evaluator:
         measures = {
             pair: {pair[0], *evaluation_sets.measured_and_trained_tasks(*pair)} for pair in pairs
         }
-        wanted = set(only or tasks.mixture_rates(mixture))
-        _check_tasks(
-            wanted, {*tasks.mixture_rates(mixture), *itertools.chain(*measures.values())}, mixture
-        )
+        members = tasks.member_names(mixture)
+        wanted = set(only or members)
+        _check_tasks(wanted, {*members, *itertools.chain(*measures.values())}, mixture)
         pairs = [pair for pair in pairs if measures[pair] & wanted]
         if not pairs:
             raise FileNotFoundError(
@@ -120,7 +119,8 @@ class Evaluator:
             )
             for task, part in pairs
         ]
-        self.weights = [evaluation_sets.loss_weight(mixture, s.name) for s in self.sets]
+        rates = tasks.mixture_rates(mixture, data_dir)
+        self.weights = [evaluation_sets.loss_weight(rates, s.name) for s in self.sets]
         count = self.evaluation.loss_batches * self.evaluation.batch_size
         self.loss_sets = [s.labeled_part(count) for s in self.sets]
 

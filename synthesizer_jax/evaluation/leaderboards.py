@@ -7,6 +7,7 @@ import pathlib
 import types
 from collections.abc import Mapping, Sequence
 
+from synthesizer_jax.data.definitions import TaskDefinition
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, original_index
 from synthesizer_jax.files import write_atomic
 from synthesizer_jax.registry import JSON
@@ -49,10 +50,10 @@ WORDS = frozenset(["MNLI-m", "MNLI-mm", "QNLI", "RTE", "AX", "BoolQ", "CB", "WiC
 
 LOWER = frozenset(["BoolQ", "WiC"])
 
-Answers = Sequence[tuple[EvaluationSet, Sequence[str]]]
 
-
-def write_submission(directory: pathlib.Path, answers: Answers) -> list[pathlib.Path]:
+def write_submission(
+    directory: pathlib.Path, answers: Sequence[tuple[EvaluationSet, Sequence[str]]]
+) -> list[pathlib.Path]:
     """Writes the files of all tasks of the benchmarks, each atomically.
 
     A prediction that is none of the labels is replaced by the first label, and one that is no similarity
@@ -70,6 +71,8 @@ def write_submission(directory: pathlib.Path, answers: Answers) -> list[pathlib.
     """
     texts: dict[str, str] = {}
     for examples, predictions in answers:
+        if not isinstance(examples.task, TaskDefinition):
+            continue
         dataset = examples.task.dataset
         if dataset in GLUE_FILES:
             texts[f"{GLUE_FILES[dataset]}.tsv"] = _glue_text(examples, predictions)
@@ -85,14 +88,16 @@ def _glue_text(examples: EvaluationSet, predictions: Sequence[str]) -> str:
     """Returns lines of index and prediction, with a header line."""
     lines = ["index\tprediction"]
     for i, prediction in enumerate(predictions):
-        label = _format_label(examples, i, prediction, file=GLUE_FILES[examples.task.dataset])
+        label = _format_label(
+            examples, i, prediction, file=GLUE_FILES[_definition(examples).dataset]
+        )
         lines.append(f"{original_index(examples.examples[i], i)}\t{label}")
     return "".join(line + "\n" for line in lines)
 
 
 def _super_glue_text(examples: EvaluationSet, predictions: Sequence[str]) -> str:
     """Returns lines of JSON, ``{"idx": ..., "label": ...}``, and for MultiRC one line per passage."""
-    file = SUPER_GLUE_FILES[examples.task.dataset]
+    file = SUPER_GLUE_FILES[_definition(examples).dataset]
     indices = [original_index(row, i) for i, row in enumerate(examples.examples)]
     labels = [_format_label(examples, i, p, file=file) for i, p in enumerate(predictions)]
     nested = [index for index in indices if isinstance(index, dict)]
@@ -125,9 +130,15 @@ def _group_by_passage(
 
 def _format_label(examples: EvaluationSet, index: int, prediction: str, *, file: str) -> int | str:
     """Returns a prediction in the format of a file: a label word, an integer, a number or a text."""
-    value, task = examples.predicted_value(index, prediction), examples.task
+    value, task = examples.predicted_value(index, prediction), _definition(examples)
     label = task.format.submission_label(value)
     if isinstance(label, str) or file not in WORDS:
         return label
     word = task.labels[label]
     return word.lower() if file in LOWER else word
+
+
+def _definition(examples: EvaluationSet) -> TaskDefinition:
+    """Returns the definition of a task of the benchmarks."""
+    assert isinstance(examples.task, TaskDefinition)
+    return examples.task

@@ -76,11 +76,13 @@ class Predictions:
       texts: the answers.
       scores: ``[n]`` their log-probabilities in nats, end of sequence included.
       ranked: ``[n, words]`` the log-probabilities of all label words, where they were ranked.
+      tokens: the token ids of the answers before the end of the sequence, where they were decoded.
     """
 
     texts: list[str]
     scores: np.ndarray
     ranked: np.ndarray | None = None
+    tokens: list[np.ndarray] | None = None
 
 
 def decoding_by(method: str, max_length: int, *, logits_dtype: str | None = None) -> Decoding:
@@ -159,9 +161,11 @@ class Predictor:
             best = ranked.argmax(axis=-1)
             scores = np.take_along_axis(ranked, best[:, None], axis=-1)[:, 0]
             return Predictions([label_words[i] for i in best], scores, ranked)
-        first = [generated[0] for generated in self.generate_texts(inputs)]
-        scores = np.array([score for _, score in first], np.float32)
-        return Predictions([text for text, _ in first], scores)
+        answers = self._map(inputs, "decode", self.generate)
+        tokens = [np.asarray(until_eos(rows[0]), np.int32) for rows, _, _ in answers]
+        scores = np.array([score[0] for _, _, score in answers], np.float32)
+        texts = [self.vocabulary.decode(row.tolist()) for row in tokens]
+        return Predictions(texts, scores, tokens=tokens)
 
     def generate_texts(self, inputs: Sequence[np.ndarray]) -> list[list[Generated]]:
         """Returns `Decoding.samples` texts per input, the best of the beams first.

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from synthesizer_jax.data.task import Answers
 from synthesizer_jax.evaluation.prediction import Predictor
 from synthesizer_jax.registry import JSON
 
@@ -45,8 +46,13 @@ class ExampleSet(Protocol):
         """Indices of the examples with a label."""
         ...
 
-    def score(self, predictions: Sequence[str]) -> dict[str, float]:
-        """Returns the task's metrics in percent."""
+    @property
+    def scores_targets(self) -> bool:
+        """Whether metrics need the log-probabilities of the targets."""
+        ...
+
+    def score(self, answers: Answers) -> dict[str, float]:
+        """Returns the task's metrics."""
         ...
 
     def record(self, index: int, prediction: str) -> dict[str, JSON]:
@@ -81,7 +87,7 @@ class TaskResult:
       split: the split.
       n: number of examples.
       labeled: number of examples with a label; only these are scored.
-      metrics: metrics in percent over the labeled examples; empty if there are none.
+      metrics: metrics over the labeled examples, T5's in percent; empty if there are none.
       predictions: predictions in the order of the examples.
       scores: ``[n]`` log-probabilities of the predictions in nats.
       ranked: ``[n, words]`` log-probabilities of the label words; None if they were not ranked.
@@ -120,17 +126,21 @@ def evaluate_tasks(
     """
     results = []
     for i, examples in enumerate(sets):
-        answers = predictor.predict_with_scores(examples.inputs, examples.label_words)
+        found = predictor.predict_with_scores(examples.inputs, examples.label_words)
+        answers = Answers(found.texts, found.tokens, found.scores)
+        if examples.scores_targets:
+            logp = predictor.log_probabilities(examples.inputs, examples.targets)
+            answers = answers._replace(target_scores=np.asarray(logp))
         results.append(
             TaskResult(
                 task=examples.name,
                 split=examples.split,
                 n=len(examples.inputs),
                 labeled=len(examples.labeled),
-                metrics=examples.score(answers.texts),
-                predictions=tuple(answers.texts),
-                scores=answers.scores,
-                ranked=answers.ranked,
+                metrics=examples.score(answers),
+                predictions=tuple(found.texts),
+                scores=found.scores,
+                ranked=found.ranked,
                 loss=None if loss_sets is None else _target_loss(predictor, loss_sets[i]),
             )
         )

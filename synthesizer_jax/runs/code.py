@@ -23,6 +23,7 @@ from types import ModuleType
 
 from synthesizer_jax.data import tasks
 from synthesizer_jax.files import storage_path, write_atomic
+from synthesizer_jax.import_noise import filter_import_noise
 from synthesizer_jax.registry import EXTRA_MESH_AXES, REGISTRY
 
 CODE_DIRECTORY = "code"
@@ -138,7 +139,7 @@ def execute(source: Source, path: str) -> tuple[ModuleType, bool]:
         module.__file__ = path
         before = _registered_names()
         sys.modules[name] = module  # dataclasses look up their module
-        with convert_errors(path):
+        with convert_errors(path), filter_import_noise():
             exec(compile(source.text, path, "exec", dont_inherit=True), module.__dict__)
         _executed[source.digest] = module, _registered_names() != before
     return _executed[source.digest]
@@ -153,7 +154,8 @@ def import_package(name: str) -> ModuleType:
     if not _is_module_name(name):
         raise ValueError(f"{name!r} is neither the name of a package nor a file that ends in .py")
     try:
-        module = importlib.import_module(name)
+        with filter_import_noise():
+            module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise

@@ -148,9 +148,8 @@ def _check_split(data: DataConfig) -> None:
     """Raises a `ValueError` where a known mixture's tasks have no such split."""
     if data.mixture not in (*tasks.MIXTURES, *tasks.TASKS):
         return
-    known = {
-        s for name in tasks.mixture_rates(data.mixture) for s in tasks.task_definition(name).splits
-    }
+    names = tasks.member_names(data.mixture)
+    known = {split for name in names for split in tasks.TASKS[name].splits}
     if data.split not in known:
         raise ValueError(
             f"data.split is {data.split!r}{did_you_mean(data.split, known)}; the tasks of "

@@ -7,6 +7,7 @@ import functools
 import logging
 import pathlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -34,6 +35,9 @@ from synthesizer_jax.training.run_directory import (
 )
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    import seqio
 
 _log = logging.getLogger(__name__)
 
@@ -94,9 +98,14 @@ def run(
         if visible:
             print(f"{directory}: reading {experiment.data.mixture}", flush=True)
         with stop.region():
-            experiment, evaluator = _open_data(experiment, directory, places)
+            experiment, opened, evaluator = _open_data(experiment, directory, places)
             trainer = Trainer(experiment, devices) if trainer is None else trainer
-            stream = Stream(experiment.data, shards=trainer.shards, saved=trainer.saved_shards)
+            stream = Stream(
+                experiment.data,
+                tasks=opened,
+                shards=trainer.shards,
+                saved=trainer.saved_shards,
+            )
         state = train(
             trainer,
             stream,
@@ -121,14 +130,14 @@ def run(
 
 def _open_data(
     experiment: Experiment, directory: pathlib.Path, data_dir: pathlib.Path
-) -> tuple[Experiment, Evaluator]:
-    """Registers the tasks of a run; returns the experiment with its vocabulary, and its evaluator."""
+) -> tuple[Experiment, dict[seqio.Task, float], Evaluator]:
+    """Returns the experiment with its vocabulary, the tasks with their rates, and the evaluator."""
     with processes.process_zero_first("directory"):
         experiment = resolve_vocabulary(experiment, data_dir)
         check_same_run(experiment, directory)
         vocabulary, data = open_vocabulary(experiment, directory), experiment.data
-        tasks.register(data.mixture, vocabulary, data_dir=data_dir, split=data.split)
-        return experiment, _make_evaluator(experiment, vocabulary, data_dir)
+        opened = tasks.open_tasks(data.mixture, vocabulary, data_dir=data_dir, split=data.split)
+        return experiment, opened, _make_evaluator(experiment, vocabulary, data_dir)
 
 
 def _evaluate(

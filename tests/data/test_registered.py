@@ -109,8 +109,7 @@ def test_evaluation_sets_are_in_order_and_scored(data_dir, vocabulary):
 
 
 def test_evaluation_only_twins_stand_for_the_trained_task():
-    weight = evaluation_sets.loss_weight
-    joint = "glue_super_glue_proportional"
+    weight, joint = evaluation_sets.loss_weight, MIXTURES["glue_super_glue_proportional"]
     assert weight(joint, "glue_mnli_matched_v002") == 392_702 / 2
     assert weight(joint, "super_glue_wsc_v102_simple_eval") == 259
     assert weight(joint, "glue_ax_v002") == 0

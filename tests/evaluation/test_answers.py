@@ -72,7 +72,7 @@ RIGHT = {
 @pytest.mark.parametrize("case", RIGHT)
 def test_an_answer_is_right_by_the_tasks_own_rule(case):
     name, example, right, wrong = RIGHT[case]
-    task = tasks.task_definition(name)
+    task = tasks.find_task(name)
     assert [answer for answer in (*right, *wrong) if task.is_right(answer, example)] == right
 
 

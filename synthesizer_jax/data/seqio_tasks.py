@@ -1,0 +1,297 @@
+"""Tasks and mixtures of SeqIO's registries, with the vocabulary and the data directory of a run.
+
+A package that registers tasks is imported with ``--import``. Its preprocessors, metrics, splits and
+features are used as they are; the registries are only read.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from synthesizer_jax.data.postprocessors import Example
+from synthesizer_jax.data.stored import check_dataset, prepared_versions, stored_splits
+from synthesizer_jax.data.task import Answers, Task
+from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
+from synthesizer_jax.evaluation.metrics import Value
+
+if TYPE_CHECKING:
+    import seqio
+
+FEATURES = ("inputs", "targets")
+"""The features that are read; others are at the disposal of the task's metrics."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SeqioTask(Task):
+    """A task of SeqIO's registry.
+
+    Attributes:
+      name: its name there.
+    """
+
+    name: str
+
+    @property
+    def original(self) -> seqio.Task:
+        """The registered task, with its own vocabulary."""
+        import seqio
+
+        return seqio.TaskRegistry.get(self.name)
+
+    @property
+    def source(self) -> str:
+        """The TFDS data set, or the class of another source."""
+        import seqio
+
+        source = self.original.source
+        if isinstance(source, seqio.TfdsDataSource) and source.tfds_dataset.name:
+            return source.tfds_dataset.name
+        return type(source).__name__
+
+    @property
+    def label_words(self) -> None:
+        """None: SeqIO's tasks do not tell which answers they allow."""
+
+    @property
+    def scores_targets(self) -> bool:
+        """Whether one of its metrics takes scores."""
+        import seqio
+
+        kinds = {metric.model_output_type for metric in self.original.metric_objs}
+        return seqio.metrics.ModelOutputType.SCORE in kinds
+
+    def prepared_splits(self, data_dir: pathlib.Path) -> dict[str, int | None]:
+        """Returns the splits of its source; none if that is a TFDS data set that is not on this machine."""
+        import seqio
+
+        source = self.original.source
+        if not isinstance(source, seqio.TfdsDataSource):
+            return {split: source.num_input_examples(split) for split in source.splits}
+        directory = _prepared_directory(source, data_dir)
+        if directory is None:
+            return {}
+        stored = stored_splits(directory)
+        declared = source._splits  # `splits` would open the data set in TFDS's default directory
+        if not declared:
+            return dict(stored)
+        return {
+            split: stored.get(part) for split, part in declared.items() if _base(part) in stored
+        }
+
+    def to_seqio(self, vocabulary: Vocabulary, data_dir: pathlib.Path) -> seqio.Task:
+        """Returns the task with another vocabulary; its TFDS data set is looked up in `data_dir`."""
+        return _with_vocabulary(self.original, vocabulary, data_dir)
+
+    def is_labeled(self, example: Example) -> bool:
+        """True: its metrics are computed over all examples, as SeqIO does."""
+        return True
+
+    def postprocess(
+        self, answer: str, *, example: Example | None = None, is_target: bool = False
+    ) -> Value:
+        """Returns what the task's `postprocess_fn` makes of a string."""
+        return self.original.postprocess_fn(answer, example=example, is_target=is_target)
+
+    def score(
+        self,
+        examples: Sequence[Example],
+        answers: Answers,
+        *,
+        vocabulary: Vocabulary | None = None,
+    ) -> dict[str, float]:
+        """Returns the numbers among its metrics, computed as SeqIO's `Evaluator` does.
+
+        Raises:
+          ValueError: a metric needs something that is not computed here, or fails.
+        """
+        if vocabulary is None:
+            raise ValueError(f"the metrics of the task {self.name!r} need the vocabulary; give it")
+        features = _features(self.original, vocabulary)
+        found: dict[str, float] = {}
+        for metric in self.original.metric_objs:
+            outputs = _outputs_for(metric.model_output_type, answers, self.name)
+            try:
+                values = _compute_metric(metric, examples, outputs, features)
+            except Exception as error:
+                raise ValueError(
+                    f"a metric of the task {self.name!r} failed: {type(error).__name__}: {error}"
+                ) from error
+            found |= _numbers(values)
+        return found
+
+
+def registered_names() -> list[str]:
+    """Returns the names in SeqIO's registries; none where no imported code uses SeqIO."""
+    if "seqio" not in sys.modules:
+        return []
+    import seqio
+
+    return sorted({*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()})
+
+
+def is_mixture(name: str) -> bool:
+    """Returns whether SeqIO has a mixture of that name."""
+    if "seqio" not in sys.modules:
+        return False
+    import seqio
+
+    return name in seqio.MixtureRegistry.names()
+
+
+def member_names(name: str) -> list[str]:
+    """Returns the names of the tasks of a mixture, those of its sub-mixtures included."""
+    import seqio
+
+    return [task.name for task in seqio.MixtureRegistry.get(name).tasks]
+
+
+def mixture_rates(name: str, data_dir: pathlib.Path) -> dict[str, float]:
+    """Returns the rates of those tasks of a mixture whose data is on this machine."""
+    mixture = adapted_mixture(name, Bytes().build(), data_dir)
+    if mixture is None:
+        return {}
+    return {task.name: float(mixture.get_rate(task)) for task in mixture.tasks}
+
+
+@functools.cache
+def adapted_mixture(
+    name: str, vocabulary: Vocabulary, data_dir: pathlib.Path
+) -> seqio.Mixture | None:
+    """Returns a mixture of the tasks that `SeqioTask.to_seqio` returns, with the same rates.
+
+    Tasks whose data is not on this machine are left out; None if that is all of them.
+    """
+    import seqio
+
+    members = []
+    for member, rate in seqio.MixtureRegistry.get(name).rate_per_task_name.items():
+        if is_mixture(member):
+            part = adapted_mixture(member, vocabulary, data_dir)
+        elif SeqioTask(member).prepared_splits(data_dir):
+            part = SeqioTask(member).to_seqio(vocabulary, data_dir)
+        else:
+            part = None
+        if part is not None:
+            members.append((part, rate))
+    return seqio.Mixture(name, members) if members else None
+
+
+@functools.cache
+def _with_vocabulary(
+    task: seqio.Task, vocabulary: Vocabulary, data_dir: pathlib.Path
+) -> seqio.Task:
+    """Returns the task with another vocabulary and, if it names no directory of TFDS, with `data_dir`."""
+    import seqio
+
+    source = task.source
+    if isinstance(source, seqio.TfdsDataSource):
+        directory = _prepared_directory(source, data_dir)
+        if directory is not None:
+            check_dataset(directory)
+        if not source.tfds_dataset.tfds_splits and source.tfds_dataset.data_dir is None:
+            source = copy.deepcopy(source)
+            source.tfds_dataset.override_data_dir(str(data_dir))
+    return task.replace(source=source, output_features=_features(task, vocabulary))
+
+
+def _features(task: seqio.Task, vocabulary: Vocabulary) -> dict[str, seqio.Feature]:
+    """Returns a task's features, inputs and targets with the given vocabulary.
+
+    Raises:
+      ValueError: they are not sequences of tokens.
+    """
+    import seqio
+
+    features = dict(task.output_features)
+    for name in FEATURES:
+        feature = features.get(name)
+        if feature is None:
+            continue
+        if not isinstance(feature, seqio.Feature) or feature.rank != 1:
+            raise ValueError(
+                f"the feature {name!r} of the task {task.name!r} is no sequence of tokens "
+                f"({type(feature).__name__} of rank {feature.rank}); models here read and write tokens"
+            )
+        features[name] = dataclasses.replace(feature, vocabulary=vocabulary.to_seqio())
+    if "targets" not in features:
+        raise ValueError(
+            f"the task {task.name!r} has the features {', '.join(features)}; 'targets' is missing"
+        )
+    return features
+
+
+def _prepared_directory(
+    source: seqio.TfdsDataSource, data_dir: pathlib.Path
+) -> pathlib.Path | None:
+    """Returns the directory of a source's data set; None if it is not on this machine."""
+    loader = source.tfds_dataset
+    if loader.tfds_splits or loader.name is None:
+        return None
+    dataset, _, version = loader.name.partition(":")
+    versions = prepared_versions(dataset, pathlib.Path(loader.data_dir or data_dir))
+    if version:
+        return versions.get(version)
+    return list(versions.values())[-1] if versions else None
+
+
+def _base(split: str) -> str:
+    """Returns the split of which ``train[:90%]`` is a part."""
+    return split.partition("[")[0]
+
+
+def _outputs_for(kind: seqio.metrics.ModelOutputType, answers: Answers, task: str) -> Any:
+    """Returns a model's outputs in the form that SeqIO passes to metrics of a kind."""
+    import seqio
+
+    kinds = seqio.metrics.ModelOutputType
+    if kind == kinds.SCORE:
+        return np.asarray(answers.target_scores)
+    if kind in (kinds.PREDICTION, kinds.PREDICTION_WITH_AUX):
+        assert answers.tokens is not None  # without label words, answers are decoded
+        tokens = _padded(answers.tokens)
+        return tokens if kind == kinds.PREDICTION else (tokens, {"scores": answers.scores})
+    raise ValueError(
+        f"a metric of the task {task!r} needs the output {kind.name}, which is not computed; use "
+        "metrics of predictions or scores"
+    )
+
+
+def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns token ids as an array ``[n, length]``, padded with 0."""
+    padded = zip(*itertools.zip_longest(*rows, fillvalue=0), strict=True)
+    return np.array(list(padded), np.int32).reshape(len(rows), -1)
+
+
+def _compute_metric(
+    metric: Any, examples: Sequence[Example], outputs: Any, features: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Returns a metric's values by the protocol of SeqIO's `Evaluator`."""
+    import seqio
+
+    instance = metric.from_model_output(examples, outputs, features)
+    if isinstance(instance, seqio.metrics.CollectingMetric):
+        values, _ = instance.actual_compute(examples, features)
+        return values
+    return instance.compute()
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers among metric values; texts, images and histograms are left out."""
+    import seqio
+
+    found = {}
+    for name, value in values.items():
+        if isinstance(value, seqio.metrics.Scalar):
+            value = value.value
+        if not isinstance(value, seqio.metrics.MetricValue) and np.ndim(value) == 0:
+            found[name] = float(value)
+    return found

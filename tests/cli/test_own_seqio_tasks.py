@@ -1,0 +1,120 @@
+"""A SeqIO task of a package of the user's own: trained, resumed, evaluated from the run alone."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.slow
+
+PACKAGE = '''
+"""Counting, with a preprocessor, a metric and a split of its own."""
+
+import functools
+
+import seqio
+import tensorflow as tf
+
+
+def numbers(split, shuffle_files, seed=None):
+    del shuffle_files, seed
+    return tf.data.Dataset.range({"train": 40, "held_out": 6}[split])
+
+
+def spell(dataset, *, word):
+    return dataset.map(
+        lambda n: {
+            "inputs": tf.strings.join([word, " ", tf.strings.as_string(n)]),
+            "targets": tf.where(n % 2 == 0, "even", "odd"),
+        }
+    )
+
+
+def share_of_even(targets, predictions):
+    return {"even": sum(t == "even" for t in targets) / len(targets), "count": len(predictions)}
+
+
+vocabulary = seqio.ByteVocabulary()
+for word in ("is", "was"):
+    seqio.TaskRegistry.add(
+        f"parity_{word}",
+        source=seqio.FunctionDataSource(
+            numbers, splits=["train", "held_out"], num_input_examples={"train": 40, "held_out": 6}
+        ),
+        preprocessors=[
+            functools.partial(spell, word=word),
+            seqio.preprocessors.tokenize,
+            seqio.CacheDatasetPlaceholder(),
+            seqio.preprocessors.append_eos_after_trim,
+        ],
+        output_features={
+            "inputs": seqio.Feature(vocabulary), "targets": seqio.Feature(vocabulary)
+        },
+        metric_fns=[share_of_even],
+    )
+seqio.MixtureRegistry.add("parity", [("parity_is", 3), ("parity_was", 1)])
+'''
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("parity")
+    (place / "parity_tasks.py").write_text(PACKAGE)
+    (place / "data").mkdir()
+    return place
+
+
+def command(place, *arguments):
+    """Runs the command line in a process of its own and returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "synthesizer_jax", *map(str, arguments)],
+        cwd=place,
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{place}",
+            "XDG_STATE_HOME": str(place / "state"),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def train(place, *, steps, imports=()):
+    return command(
+        place,
+        *("train", "quickstart:random_vanilla", "--workdir", "run", "--data-dir", "data", *imports),
+        *("--set", "data.mixture=parity", "--set", 'vocabulary={"type": "Bytes"}'),
+        *("--set", "evaluation.split=held_out", "--set", "data.batch_size=8"),
+        *("--set", f"training.steps={steps}", "--set", "training.save_every=2", "--quiet"),
+    )
+
+
+def test_it_is_trained_resumed_and_evaluated_from_the_run_alone(place):
+    train(place, steps=2, imports=("--import", "parity_tasks"))
+    train(place, steps=4, imports=("--import", "parity_tasks"))
+    steps = [json.loads(x) for x in (place / "run/metrics.jsonl").read_text().splitlines()]
+    (last,) = [r for r in steps if r["kind"] == "eval" and r["step"] == 4]
+    assert last["parity_is/even"] == last["parity_was/even"] == 0.5
+    assert last["parity_is/loss"] > 0
+
+    shown = command(place, "eval", "--workdir", "run", "--data-dir", "data", "--save-predictions")
+    assert "parity_is" in shown and "count" in shown
+    files = sorted((place / "run/evaluation").glob("*.jsonl"))
+    assert [f.name for f in files] == [
+        f"step_4.parity_{word}.held_out.jsonl" for word in ("is", "was")
+    ]
+    rows = [json.loads(line) for line in files[0].read_text().splitlines()]
+    assert [r["input"] for r in rows] == [f"is {n}" for n in range(6)]
+    assert [r["target"] for r in rows] == ["even", "odd"] * 3
+
+
+def test_the_list_of_tasks_has_it(place):
+    shown = command(place, "data", "tasks", "parity", "--import", "parity_tasks")
+    assert "parity_was" in shown and "held_out 6" in shown

@@ -1,0 +1,233 @@
+"""Tasks and mixtures that a package of the user's own has added to SeqIO's registries."""
+
+import functools
+
+import flax
+import numpy as np
+import pytest
+import seqio
+import tensorflow as tf
+
+from synthesizer_jax.data import seqio_tasks, tasks
+from synthesizer_jax.data.pipeline import DataConfig, Stream
+from synthesizer_jax.data.task import Answers
+from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.evaluation.evaluation_sets import evaluation_tasks, load_evaluation_set
+
+LENGTHS = {"inputs": 16, "targets": 8}
+COUNTS = {"train": 12, "validation": 5}
+
+
+def numbers(split, shuffle_files, seed=None):
+    del shuffle_files, seed
+    return tf.data.Dataset.range(COUNTS[split])
+
+
+def double(dataset):
+    """Asks for twice a number."""
+    return dataset.map(
+        lambda n: {
+            "inputs": tf.strings.join(["twice ", tf.strings.as_string(n)]),
+            "targets": tf.strings.as_string(2 * n),
+            "number": n,
+        }
+    )
+
+
+def without_texts(dataset):
+    """Drops the strings, as preprocessors do that tokenize themselves."""
+    return dataset.map(lambda row: {k: v for k, v in row.items() if "pretokenized" not in k})
+
+
+def to_integer(answer, example=None, is_target=False):
+    del is_target
+    assert 0 <= int(example["number"]) < 12
+    return int(answer) if answer.isdecimal() else -1
+
+
+def closeness(targets, predictions):
+    return {"distance": float(np.abs(np.subtract(targets, predictions)).mean())}
+
+
+def confidence(targets, scores):
+    del targets
+    return {"log_probability": seqio.metrics.Scalar(float(np.mean(scores)))}
+
+
+def both(targets, predictions, aux_values):
+    del targets, predictions
+    return {
+        "mean_score": float(np.mean(aux_values["scores"])),
+        "shown": seqio.metrics.Text("not a number"),
+    }
+
+
+@flax.struct.dataclass
+class MeanLength(seqio.metrics.Metric):
+    """A `Metric` object over token ids."""
+
+    model_output_type: seqio.metrics.ModelOutputType = seqio.metrics.ModelOutputType.PREDICTION
+    total: float = 0.0
+    count: int = 0
+
+    @classmethod
+    def from_model_output(cls, inputs, model_output, features, target_field_name="targets"):
+        assert features[target_field_name].vocabulary.vocab_size == Bytes().build().vocab_size
+        return cls(total=float((np.asarray(model_output) > 0).sum()), count=len(inputs))
+
+    def compute(self):
+        return {"length": self.total / self.count}
+
+
+@pytest.fixture(scope="module")
+def registered():
+    """Two tasks, a task whose data is missing, and a mixture of a mixture, for a vocabulary of SeqIO's."""
+    features = {
+        name: seqio.Feature(seqio.PassThroughVocabulary(99), add_eos=True)
+        for name in ("inputs", "targets")
+    }
+    steps = [double, seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
+    source = seqio.FunctionDataSource(numbers, splits=list(COUNTS), num_input_examples=COUNTS)
+    add = functools.partial(seqio.TaskRegistry.add, output_features=features)
+    add(
+        "outside_double",
+        source=source,
+        preprocessors=[*steps, seqio.preprocessors.append_eos_after_trim],
+        postprocess_fn=to_integer,
+        metric_fns=[closeness, confidence, both],
+        metric_objs=[MeanLength()],
+    )
+    add(
+        "outside_silent",
+        source=source,
+        preprocessors=[*steps, without_texts, seqio.preprocessors.append_eos_after_trim],
+    )
+    add("outside_missing", source=seqio.TfdsDataSource("absent/data:1.0.0"), preprocessors=steps)
+    seqio.MixtureRegistry.add("outside_part", [("outside_silent", 1.0), ("outside_missing", 9.0)])
+    seqio.MixtureRegistry.add(
+        "outside_all", [("outside_double", seqio.mixing_rate_num_examples), ("outside_part", 4)]
+    )
+    yield
+    for name in ("outside_double", "outside_silent", "outside_missing"):
+        seqio.TaskRegistry.remove(name)
+    for name in ("outside_part", "outside_all"):
+        seqio.MixtureRegistry.remove(name)
+    seqio_tasks.adapted_mixture.cache_clear()
+
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+
+def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path, caplog):
+    vocabulary = Bytes().build()
+    assert tasks.member_names("outside_all") == [
+        "outside_double",
+        "outside_missing",
+        "outside_silent",
+    ]
+    opened = tasks.open_tasks("outside_all", vocabulary, data_dir=tmp_path)
+    # Of the part's rate, 4, the task without data takes nothing.
+    assert {t.name: rate for t, rate in opened.items()} == {
+        "outside_double": 12.0,
+        "outside_silent": 4.0,
+    }
+    for task in opened:
+        assert task.output_features["targets"].vocabulary == vocabulary.to_seqio()
+        original = seqio.TaskRegistry.get(task.name)
+        assert original.output_features["targets"].vocabulary.vocab_size == 99
+    config = DataConfig("outside_all", 16, 8, batch_size=4, shards=2)
+    batch = next(Stream(config, tasks=opened))
+    for inputs, targets in zip(
+        batch["encoder_input_tokens"], batch["decoder_target_tokens"], strict=True
+    ):
+        number = int(vocabulary.decode(inputs).removeprefix("twice "))
+        assert vocabulary.decode(targets) == str(2 * number)
+
+
+def test_a_member_without_data_is_named(tmp_path, caplog):
+    tasks.open_tasks("outside_part", Bytes().build(), data_dir=tmp_path)
+    assert tasks.mixture_rates("outside_part", tmp_path) == {
+        "outside_silent": 1.0,
+        "outside_missing": 0.0,
+    }
+    with pytest.raises(FileNotFoundError, match="no task of 'outside_missing' has data"):
+        tasks.open_tasks("outside_missing", Bytes().build(), data_dir=tmp_path)
+
+
+def test_metrics_are_computed_by_their_own_rules(tmp_path):
+    vocabulary = Bytes().build()
+    examples = load_evaluation_set(
+        "outside_double", "validation", vocabulary, data_dir=tmp_path, lengths=LENGTHS
+    )
+    assert examples.scores_targets and examples.label_words is None
+    assert examples.target_words == ["0", "2", "4", "6", "8"]
+    texts = ["0", "3", "4", "no", "8"]
+    answers = Answers(
+        texts,
+        [np.array(vocabulary.encode(text)) for text in texts],
+        scores=np.array([-1.0, -2.0, -3.0, -4.0, -5.0]),
+        target_scores=np.array([-0.5, -0.5, -0.5, -0.5, -3.0]),
+    )
+    assert examples.score(answers) == {
+        "distance": pytest.approx((0 + 1 + 0 + 7 + 0) / 5),
+        "log_probability": pytest.approx(-1.0),
+        "mean_score": pytest.approx(-3.0),
+        "length": pytest.approx(6 / 5),
+    }
+    assert examples.record(3, "no") == {
+        "idx": 3,
+        "input": "twice 3",
+        "target": "6",
+        "prediction": "no",
+        "label": -1,
+        "target_label": 6,
+    }
+
+
+def test_texts_that_a_task_drops_are_decoded(tmp_path):
+    examples = load_evaluation_set(
+        "outside_silent", "validation", Bytes().build(), data_dir=tmp_path, lengths=LENGTHS
+    )
+    assert examples.target_words == ["0", "2", "4", "6", "8"]
+    assert examples.record(1, "2")["input"] == "twice 1"
+    assert examples.score(["0"] * 5) == {}
+
+
+def test_a_mixture_is_evaluated_on_all_its_tasks(tmp_path):
+    assert evaluation_tasks("outside_all", tmp_path) == [
+        ("outside_double", "validation"),
+        ("outside_silent", "validation"),
+    ]
+    assert tasks.prepared_splits("outside_double", tmp_path) == COUNTS
+
+
+def test_names_are_suggested():
+    with pytest.raises(
+        ValueError, match=r"no mixture or task 'outside_al', did you mean .*; tasks"
+    ):
+        tasks.member_names("outside_al")
+    with pytest.raises(ValueError, match=r"there is no task 'outside_dou'"):
+        tasks.find_task("outside_dou")
+
+
+def test_a_metric_that_fails_is_named(tmp_path):
+    vocabulary = Bytes().build()
+    examples = load_evaluation_set(
+        "outside_double", "validation", vocabulary, data_dir=tmp_path, lengths=LENGTHS
+    )
+    answers = Answers(["0"] * 5, [np.array([1])] * 5, np.zeros(5), np.zeros(4))
+    broken = answers._replace(texts=["0"] * 5, tokens=[np.array([1])] * 4)
+    with pytest.raises(ValueError, match="a metric of the task 'outside_double' failed: "):
+        examples.task.score(examples.examples, broken, vocabulary=vocabulary)
+
+
+def test_features_that_are_no_tokens_are_refused(tmp_path):
+    seqio.TaskRegistry.add(
+        "outside_images",
+        source=seqio.FunctionDataSource(numbers, splits=["train"]),
+        preprocessors=[],
+        output_features={"targets": seqio.ContinuousFeature(rank=3)},
+    )
+    with pytest.raises(ValueError, match="'targets' of the task 'outside_images' is no sequence"):
+        tasks.open_tasks("outside_images", Bytes().build(), data_dir=tmp_path)
+    seqio.TaskRegistry.remove("outside_images")
