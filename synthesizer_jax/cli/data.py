@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from synthesizer_jax.cli.data_import import import_files
 from synthesizer_jax.cli.libraries import load_data_libraries
 from synthesizer_jax.cli.options import DataDir, Imports, storage_option
 
@@ -17,38 +18,7 @@ app = typer.Typer(
 )
 
 
-@app.command("import")
-def import_files(
-    benchmark: Annotated[str, typer.Argument(help="glue, super_glue or multi30k.")],
-    source: Annotated[
-        pathlib.Path, typer.Option("--from", help="Directory of the original files.")
-    ],
-    data_dir: DataDir = None,
-) -> None:
-    """Write TFDS data sets from the original tsv, jsonl or aligned text files (plain or .gz).
-
-    Missing tasks are reported. A row that cannot be read stops the import with its file and line, and
-    then no data set is changed.
-    """
-    from synthesizer_jax.data.importers import import_benchmark
-    from synthesizer_jax.data.importers.layouts import TASKS
-    from synthesizer_jax.data.tasks import default_data_dir
-    from synthesizer_jax.data.translation import CORPORA, import_corpus
-    from synthesizer_jax.messages import did_you_mean
-
-    known = (*TASKS, *CORPORA)
-    if benchmark not in known:
-        raise ValueError(
-            f"{benchmark!r} cannot be imported{did_you_mean(benchmark, known)}; choose one of "
-            f"{', '.join(known)}"
-        )
-    load_data_libraries()
-    target = default_data_dir() if data_dir is None else data_dir
-    read = import_corpus if benchmark in CORPORA else import_benchmark
-    report = read(benchmark, source, target)
-    for line in report.lines():
-        typer.echo(line)
-    typer.echo(f"data sets are in {target}")
+app.command("import")(import_files)
 
 
 @app.command("tasks")
@@ -64,11 +34,10 @@ def list_tasks(
     from rich.console import Console
     from rich.table import Table
 
-    from synthesizer_jax.data import synthetic, tasks, translation  # noqa: F401 - their tasks
-    from synthesizer_jax.runs import code
+    from synthesizer_jax.data import tasks
 
-    code.load_user_code(imports or ())
     directory = tasks.default_data_dir() if data_dir is None else data_dir
+    _load_tasks(directory, imports)
     rates = (
         dict(tasks.mixture_rates(mixture, directory))
         if mixture
@@ -100,13 +69,12 @@ def train_vocabulary(
     imports: Imports = None,
 ) -> None:
     """Train a SentencePiece model on a mixture's training inputs and targets."""
-    from synthesizer_jax.data import synthetic, tasks, translation  # noqa: F401 - their tasks
+    from synthesizer_jax.data import tasks
     from synthesizer_jax.data.vocabularies import train_sentencepiece
-    from synthesizer_jax.runs import code
 
     load_data_libraries()
-    code.load_user_code(imports or ())
     directory = tasks.default_data_dir() if data_dir is None else data_dir
+    _load_tasks(directory, imports)
     rates = tasks.available_members(mixture, directory, "train")
     members = [name for name, rate in rates.items() if rate]
     if not members:
@@ -117,6 +85,15 @@ def train_vocabulary(
     texts = [text for name in members for text in _training_texts(name, directory, examples)]
     train_sentencepiece(texts, output, vocab_size=size)
     typer.echo(f"{output}: {size:,} pieces from {len(texts):,} texts of {', '.join(members)}")
+
+
+def _load_tasks(data_dir: pathlib.Path, imports: list[str] | None) -> None:
+    """Makes all tasks known: those of the package, of imported packages and of imported files."""
+    from synthesizer_jax.data import imported, synthetic, translation  # noqa: F401 - their tasks
+    from synthesizer_jax.runs import code
+
+    code.load_user_code(imports or ())
+    imported.add_imported(data_dir)
 
 
 def _training_texts(task: str, data_dir: pathlib.Path, max_examples: int) -> Iterator[str]:

@@ -64,6 +64,38 @@ class TextFormat:
 
 
 @dataclasses.dataclass(frozen=True)
+class Written(TextFormat):
+    """Rows that have their inputs and targets as text already, such as imported files.
+
+    Attributes:
+      words: label words; empty for free text.
+      numeric: answers are numbers, and metrics compare them.
+      has_inputs: False: the task has targets only.
+    """
+
+    words: tuple[str, ...] = ()
+    numeric: bool = False
+    has_inputs: bool = True
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Label words."""
+        return self.words
+
+    def preprocess(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the rows as they are, without ``inputs`` if the task has none."""
+        if self.has_inputs:
+            return dataset
+        return dataset.map(lambda row: {k: v for k, v in row.items() if k != "inputs"})
+
+    def parse(self, answer: str, example: Example | None) -> Value:
+        """Returns the number, the index of the label, or the text."""
+        return (
+            postprocessors.parse_number(answer) if self.numeric else super().parse(answer, example)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Classification(TextFormat):
     """``prefix key1: value1 key2: value2 …`` with a label word as target.
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.placement import place_variables
-from synthesizer_jax.data import synthetic, tasks, translation  # noqa: F401 - its tasks
+from synthesizer_jax.data import imported, synthetic, tasks, translation  # noqa: F401 - its tasks
 from synthesizer_jax.data.pipeline import DataConfig, Stream
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.distillation.static_attention import (
@@ -54,6 +54,7 @@ def analyze_run(
             f"{run} contains a {type(model).__name__}; give the run of an EncoderDecoder"
         )
     places = tasks.default_data_dir() if data_dir is None else data_dir
+    imported.add_imported(places)
     if experiment.data.mixture == synthetic.MIXTURE:
         synthetic.prepare(places)
     vocabulary = open_vocabulary(experiment, directory)

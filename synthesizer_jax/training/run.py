@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from synthesizer_jax.checkpoints.manager import finished_steps
-from synthesizer_jax.data import synthetic, tasks, translation  # noqa: F401 - its tasks
+from synthesizer_jax.data import imported, synthetic, tasks, translation  # noqa: F401 - its tasks
 from synthesizer_jax.data.pipeline import Stream
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation.evaluator import Evaluator, log_values
@@ -133,6 +133,7 @@ def _open_data(
 ) -> tuple[Experiment, dict[seqio.Task, float], Evaluator]:
     """Returns the experiment with its vocabulary, the tasks with their rates, and the evaluator."""
     with processes.process_zero_first("directory"):
+        imported.add_imported(data_dir)
         experiment = resolve_vocabulary(experiment, data_dir)
         check_same_run(experiment, directory)
         vocabulary, data = open_vocabulary(experiment, directory), experiment.data
@@ -199,6 +200,7 @@ def open_data(
       data_dir: where data sets lie.
       only: see `Evaluator`.
     """
+    imported.add_imported(data_dir)
     if experiment.data.mixture == synthetic.MIXTURE:
         synthetic.prepare(data_dir)
     vocabulary = open_vocabulary(experiment, directory)

@@ -1,0 +1,288 @@
+"""Users' files become tasks: every format, every report, every error."""
+
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from synthesizer_jax.data import imported, tasks
+from synthesizer_jax.data.imported import FileTask, Template, add_imported, import_files
+from synthesizer_jax.data.importers.files import find_splits
+from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.evaluation.evaluation_sets import load_evaluation_set
+
+ROWS = [{"text": "a fine, small film", "label": "1"}, {"text": "tab-free « dull »", "label": "0"}]
+JSON_LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+CSV = 'text,label\r\n"a fine, small film",1\r\n"tab-free « dull »",0\r\n'.encode()
+TSV = "text\tlabel\na fine, small film\t1\ntab-free « dull »\t0\n".encode()
+
+
+@pytest.fixture(autouse=True)
+def no_tasks_are_left(monkeypatch):
+    monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
+
+
+def zstd(data):
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+def rows(*sources, **options):
+    """The rows of every split that arguments name."""
+    found = find_splits([str(s) for s in sources], **options)
+    return {split: [row for _, row in part] for split, part in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.jsonl", JSON_LINES),
+        ("a.json", JSON_LINES.replace(b"\n", b"\n\n")),
+        ("a.jsonl", b"\xef\xbb\xbf" + JSON_LINES),
+        ("a.csv", CSV),
+        ("a.csv", CSV.rstrip()),
+        ("a.tsv", TSV),
+        ("a.csv.gz", gzip.compress(CSV)),
+        ("a.jsonl.zst", zstd(JSON_LINES)),
+    ],
+)
+def test_a_file_of_every_format_is_read(tmp_path, name, data):
+    (tmp_path / name).write_bytes(data)
+    assert rows(f"train={tmp_path / name}") == {"train": ROWS}
+
+
+def test_tables_of_arrow_are_read(tmp_path):
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet", row_group_size=1)
+    assert rows(f"test={tmp_path / 'a.parquet'}") == {"test": ROWS}
+
+
+def test_columns_without_a_header_are_named(tmp_path):
+    (tmp_path / "a.csv").write_bytes(CSV.partition(b"\n")[2])
+    assert rows(f"train={tmp_path / 'a.csv'}", columns=["text", "label"]) == {"train": ROWS}
+
+
+def test_text_is_a_row_per_line_and_aligned_text_a_field_per_file(tmp_path):
+    for name, text in (("a.txt", "one\n\ntwo\n"), ("a.en", "one\ntwo\n"), ("a.de", "eins\nzwei")):
+        (tmp_path / name).write_text(text)
+    assert rows(f"train={tmp_path}/a.txt,validation={tmp_path}/a.en+{tmp_path}/a.de") == {
+        "train": [{"text": "one"}, {"text": "two"}],
+        "validation": [{"en": "one", "de": "eins"}, {"en": "two", "de": "zwei"}],
+    }
+
+
+def test_a_folder_is_read_by_the_names_of_its_files(tmp_path):
+    (tmp_path / "train-00000.jsonl").write_bytes(JSON_LINES)
+    (tmp_path / "train-00001.jsonl").write_bytes(JSON_LINES)
+    (tmp_path / "dev.csv").write_bytes(CSV)
+    (tmp_path / "README.md").write_text("not data")
+    assert rows(tmp_path) == {"train": ROWS + ROWS, "validation": ROWS}
+
+
+def save_to_disk(folder, splits):
+    """Writes a folder as `datasets` does, with a feature of classes."""
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
+    for split, table in splits.items():
+        (folder / split).mkdir()
+        info = {"features": {"label": {"names": ["bad", "good"], "_type": "ClassLabel"}}}
+        (folder / split / "dataset_info.json").write_text(json.dumps(info))
+        state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
+        (folder / split / "state.json").write_text(json.dumps(state))
+        with (
+            pa.OSFile(str(folder / split / "data-00000-of-00001.arrow"), "wb") as file,
+            pa.ipc.new_stream(file, table.schema) as writer,
+        ):
+            writer.write_table(table)
+
+
+def test_a_saved_folder_of_datasets_has_the_names_of_its_classes(tmp_path):
+    table = pa.table({"text": ["x", "y", "z"], "label": [1, 0, -1]})
+    save_to_disk(tmp_path, {"train": table, "test": table.slice(2)})
+    expected = [
+        {"text": t, "label": w} for t, w in zip("xyz", ("good", "bad", "<unk>"), strict=True)
+    ]
+    assert rows(tmp_path) == {"train": expected, "test": expected[2:]}
+    assert rows(tmp_path / "test") == {"test": expected[2:]}
+    state = {"_data_files": [{"filename": "../../etc.arrow"}]}
+    (tmp_path / "test" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=r"names the file '\.\./\.\./etc\.arrow', outside of it"):
+        rows(tmp_path)
+
+
+BROKEN = {
+    "not JSON": ("a.jsonl", b'{"text": 1}\n{"text": \n', r"a.jsonl, line 2: not JSON \(.*column"),
+    "no object": ("a.jsonl", b"[1]\n", "a.jsonl, line 1: a JSON object was expected, not list"),
+    "columns": ("a.csv", b"x,y\n1,2\n1\n", r"a.csv, line 3: 1 columns instead of 2 \(x, y\)"),
+    "quote": ("a.csv", b'x,y\n"1,2\n', r"a.csv, line 2: not CSV \(unexpected end of data\)"),
+    "same name": ("a.tsv", b"x\tx\n1\t2\n", "every column needs a name of its own"),
+    "gzip": ("a.csv.gz", gzip.compress(CSV * 99)[:-20], "damaged gzip stream"),
+    "no gzip": ("a.csv.gz", CSV, "a.csv.gz, line 1: damaged gzip stream"),
+    "zstd": ("a.csv.zst", zstd(CSV * 99)[:-9], "damaged zstd stream"),
+    "parquet": ("a.parquet", b"PAR1" * 9, "a.parquet, the whole file: not Parquet"),
+    "suffix": ("a.xlsx", b"", r"\.xlsx is not known; files end in \.jsonl"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_file_is_one_sentence(tmp_path, case):
+    name, data, message = BROKEN[case]
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        rows(f"train={tmp_path / name}")
+
+
+def test_arguments_that_name_no_rows_are_refused(tmp_path):
+    (tmp_path / "a.en").write_text("one\ntwo\n")
+    (tmp_path / "a.de").write_text("eins\n")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "a.en").write_text("one\n")
+    for argument, message in {
+        f"train={tmp_path}/a.en+{tmp_path}/a.de": "line 2: the file ends here, the others go on",
+        f"train={tmp_path}/a.en+{tmp_path}/b/a.en": "cannot be told apart",
+        f"{tmp_path}": "no file whose name begins with train, validation or test",
+        f"{tmp_path}/a.en": "is no folder; write --from SPLIT=FILE",
+        "train=": r"write SPLIT=FILE, such as train=a\.jsonl",
+        f"train={tmp_path}/a.en,train={tmp_path}/a.en": "names the split 'train' twice",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            rows(argument)
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        rows(f"train={tmp_path}/c.csv")
+
+
+def test_a_template_formats_a_row():
+    row = {"text": "x", "n": 3, "deep": {"a": True}, "deep.b": "dotted"}
+    assert Template("{{{text}}} {n} {deep.a} {deep.b}")(row) == "{x} 3 True dotted"
+    for text, message in {
+        "{": "cannot be read",
+        "{}": "a field without a name",
+        "{n:>9}": "with a format",
+        "{n!r}": "with a format",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            Template(text)
+    for text, message in {
+        "{txt}": r"there is no field 'txt', did you mean 'text'\?; there are text, n",
+        "{deep}": r"the field 'deep' is \{\"a\": true\} is no text",
+        "{text.__class__}": "there is no field 'text.__class__'",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            Template(text)(row)
+
+
+def describe(**options):
+    given = {"inputs": Template("review: {text}"), "targets": Template("{label}")}
+    return FileTask("my_reviews", **{**given, "labels": {"0": "bad", "1": "good"}, **options})
+
+
+def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(JSON_LINES + JSON_LINES)
+    (tmp_path / "b.csv").write_bytes(CSV + b"broken \xff byte,1\r\n")
+    splits = find_splits([f"train={tmp_path}/a.jsonl,validation={tmp_path}/b.csv"])
+    found = import_files(describe(metrics=("accuracy", "f1")), splits, tmp_path / "data")
+    assert [line for summary in found for line in summary.lines()] == [
+        "train: 4 rows",
+        f"  longest inputs: 5 words ({tmp_path}/a.jsonl, line 1)",
+        f"  longest targets: 1 words ({tmp_path}/a.jsonl, line 1)",
+        "  targets: good 2, bad 2",
+        "  2 rows repeat an earlier one",
+        "validation: 3 rows",
+        f"  longest inputs: 5 words ({tmp_path}/b.csv, line 2)",
+        f"  longest targets: 1 words ({tmp_path}/b.csv, line 2)",
+        "  targets: good 2, bad 1",
+        "  2 rows are also in train",
+        "  1 lines have bytes that are not UTF-8, replaced by U+FFFD",
+    ]
+    monkeypatch.delitem(tasks.TASKS, "my_reviews")  # as in another process
+    assert add_imported(tmp_path / "data") == ["my_reviews"]
+    examples = load_evaluation_set(
+        "my_reviews",
+        "validation",
+        Bytes().build(),
+        data_dir=tmp_path / "data",
+        lengths={"inputs": 64, "targets": 8},
+    )
+    assert examples.label_words == ("bad", "good")
+    assert examples.target_words == ["good", "bad", "good"]
+    assert examples.record(2, "bad")["input"] == "review: broken � byte"
+    assert examples.score(["good", "bad", "bad"]) == {
+        "accuracy": pytest.approx(200 / 3),
+        "f1": pytest.approx(200 / 3),
+    }
+
+
+def test_python_functions_make_the_texts(tmp_path):
+    (tmp_path / "a.tsv").write_bytes(TSV)
+    task = FileTask(
+        "my_lengths",
+        inputs=lambda row: row["text"].upper(),
+        targets=lambda row: str(len(row["text"])),
+        metrics=("pearson",),
+    )
+    import_files(task, find_splits([f"validation={tmp_path / 'a.tsv'}"]), tmp_path)
+    examples = load_evaluation_set(
+        "my_lengths",
+        "validation",
+        Bytes().build(),
+        data_dir=tmp_path,
+        lengths={"inputs": 64, "targets": 8},
+    )
+    assert examples.target_words == ["18", "17"]
+    assert examples.score(["2", "1"]) == {"pearson_corrcoef": pytest.approx(100)}
+
+
+def test_nothing_is_written_where_a_row_is_broken(tmp_path):
+    data_dir = tmp_path / "data"
+    (tmp_path / "a.jsonl").write_bytes(JSON_LINES)
+    import_files(describe(), find_splits([f"train={tmp_path}/a.jsonl"]), data_dir)
+    before = {p: p.read_bytes() for p in data_dir.rglob("*") if p.is_file()}
+    (tmp_path / "b.jsonl").write_bytes(JSON_LINES + b'{"text": "x", "label": "7"}\n')
+    (tmp_path / "c.jsonl").write_bytes(JSON_LINES + b'{"text": null, "label": "1"}\n')
+    (tmp_path / "d.jsonl").write_bytes(b"")
+    for name, message in {
+        "b": "b.jsonl, line 3: the target '7' is none of the labels 0, 1; nothing was imported",
+        "c": "c.jsonl, line 3: the field 'text' is null is no text; nothing was imported",
+        "d": "the split 'train' has no rows; nothing was imported",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            import_files(describe(), find_splits([f"train={tmp_path}/{name}.jsonl"]), data_dir)
+        assert {p: p.read_bytes() for p in data_dir.rglob("*") if p.is_file()} == before
+
+
+def test_a_description_that_cannot_be_is_refused():
+    for options, message in {
+        (("name", "My-Task"),): "has other characters than a-z, 0-9 and _",
+        (("metrics", ("acuracy",)),): r"no metric 'acuracy', did you mean 'accuracy'\?",
+        (("metrics", ("f1",)), ("labels", ())): "the metric 'f1' compares labels; give their words",
+    }.items():
+        given = dict(options)
+        with pytest.raises(ValueError, match=message):
+            FileTask(
+                given.get("name", "mine"),
+                None,
+                str,
+                metrics=given.get("metrics", ("accuracy",)),
+                labels=dict(given.get("labels", {"a": "a"})),
+            )
+
+
+def test_a_name_of_the_package_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(JSON_LINES)
+    task = FileTask("glue_cola_v002", None, Template("{text}"))
+    with pytest.raises(ValueError, match="'glue_cola_v002' is that of a task of this package"):
+        import_files(task, find_splits([f"train={tmp_path}/a.jsonl"]), tmp_path)
+
+
+def test_a_damaged_definition_is_one_sentence(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(JSON_LINES)
+    import_files(describe(), find_splits([f"train={tmp_path}/a.jsonl"]), tmp_path)
+    path = tmp_path / imported.FOLDER / "my_reviews" / imported.VERSION / imported.DEFINITION
+    good = json.loads(path.read_text())
+    for data in ("{", "[]", "{}", json.dumps({**good, "metrics": ["x"]}),
+                 json.dumps({**good, "name": "other"})):  # fmt: skip
+        path.write_text(data)
+        with pytest.raises(ValueError, match=r"task\.json is damaged \(.*import the task again"):
+            add_imported(tmp_path)
