@@ -68,7 +68,7 @@ def prefix_lm_pair(rows: np.ndarray, draws: Draws) -> dict[str, np.ndarray]:
       The fields of a packed row (`batch.batch_fields`), ``[P]``.
     """
     length = rows.shape[1]
-    (split,) = draws.integers(1, low=1, high=length)
+    (split,) = draws.integers(1, low=1, high=length).tolist()
     first, second = rows.astype(np.int32)
     targets = np.concatenate([first[split:], second[length - split :]])
     encoder_positions, encoder_segments = _two_segments(split, length)
@@ -99,7 +99,7 @@ def prefix_lm_row(
       ``decoder_input_tokens``, ``decoder_target_tokens``, ``decoder_loss_weights`` (float32) and
       ``decoder_causal_attention`` (1 at the s + 1 inputs that all may attend to), ``[P]``.
     """
-    (split,) = draws.integers(1, low=1, high=len(row))
+    (split,) = draws.integers(1, low=1, high=len(row)).tolist()
     positions = np.arange(len(row))
     targets = row.astype(np.int32)
     has_loss = (targets != PAD) & (loss_on_prefix | (positions >= split))

@@ -77,9 +77,9 @@ class RegularSpans(Noise):
 
     def __call__(self, length: int, draws: Draws) -> np.ndarray:
         """Returns a mask ``[length]``, True for noise."""
-        (span,) = draws.integers(1, low=self.min_span, high=self.max_span + 1)
+        (span,) = draws.integers(1, low=self.min_span, high=self.max_span + 1).tolist()
         period = int(np.round(np.float32(span) / np.float32(self.density)))
-        (offset,) = draws.integers(1, low=0, high=period)
+        (offset,) = draws.integers(1, low=0, high=period).tolist()
         return (np.arange(length) + offset) % period < span
 
 
@@ -124,9 +124,13 @@ class RandomSpans(Noise):
         return mask
 
     def counts(self, length: int) -> tuple[int, int]:
-        """Returns the numbers of noise tokens and of noise spans, as T5's `random_spans_helper`."""
-        num_noise = round(length * self.density)
-        return num_noise, round(num_noise / self.mean_span)
+        """Returns the numbers of noise tokens and of noise spans.
+
+        They equal those of T5's `random_spans_helper`, which computes in float64, but are at least
+        one, as in the mask; T5's own table is one token off for segments that it gives no span.
+        """
+        num_noise = max(1, round(length * self.density))
+        return num_noise, max(1, round(num_noise / self.mean_span))
 
 
 @register
@@ -145,7 +149,7 @@ class SuffixNoise(Noise):
 
     def counts(self, length: int) -> tuple[int, int]:
         """Returns the number of noise tokens, and one span."""
-        return round(length * self.density), 1
+        return max(1, round(length * self.density)), 1
 
 
 @register
@@ -166,7 +170,7 @@ class RandomPrefix(Noise):
         """Returns a mask ``[length]``, True for noise."""
         most = length - 1
         least = int(np.round(np.float32(1 - 2 * self.density) * np.float32(most)))
-        (prefix,) = draws.integers(1, low=min(max(1, least), most), high=most + 1)
+        (prefix,) = draws.integers(1, low=min(max(1, least), most), high=most + 1).tolist()
         return np.arange(length) >= prefix
 
     def _max_density(self) -> float:

@@ -150,7 +150,7 @@ def random_chunk(tokens: np.ndarray, draws: Draws, *, length: int) -> np.ndarray
       length: number of tokens of a chunk; the last one may have fewer.
     """
     num_chunks = -(-len(tokens) // length)
-    (chunk,) = draws.integers(1, low=0, high=num_chunks)
+    (chunk,) = draws.integers(1, low=0, high=num_chunks).tolist()
     return tokens[chunk * length : (chunk + 1) * length]
 
 
