@@ -50,9 +50,10 @@ class Denoising(SegmentObjective):
         """Returns the length of a segment, and that of its targets.
 
         If the numbers of noise tokens and spans are fixed, it is the largest segment whose inputs
-        with EOS fit `inputs_length`; this is T5's `random_spans_helper`, which at density 0.5 takes
-        one token less if the targets are longer than the inputs. Otherwise the segment has one
-        token less than the inputs.
+        with EOS fit `inputs_length`; at density 0.5 one token less if the targets are longer than
+        the inputs. This is T5's `random_spans_helper`, except that it counts as the mask does, in
+        float32 and at least one span: T5's is in float64 and for some lengths a token or two short.
+        Otherwise the segment has one token less than the inputs.
 
         Args:
           inputs_length: largest number of input tokens, including the mode and EOS.

@@ -36,7 +36,11 @@ class Noise(abc.ABC):
         """Returns a mask ``[length]``, True for noise."""
 
     def counts(self, length: int) -> tuple[int, int] | None:
-        """Returns the numbers of noise tokens and of noise spans; None if they are random."""
+        """Returns the numbers of noise tokens and of noise spans; None if they are random.
+
+        Args:
+          length: number of tokens, at least 2.
+        """
         del length
         return None
 
@@ -111,12 +115,9 @@ class RandomSpans(Noise):
     def __call__(self, length: int, draws: Draws) -> np.ndarray:
         """Returns a mask ``[length]``, True for noise."""
         extended = max(length, 2)
-        num_noise = _clamped_round(extended, self.density)
-        num_kept = extended - num_noise
-        num_spans = int(np.round(np.float32(num_noise) / np.float32(self.mean_span)))
-        num_spans = min(max(num_spans, 1), num_kept)
+        num_noise, num_spans = self.counts(extended)
         noise = _random_partition(num_noise, num_spans, draws)
-        kept = _random_partition(num_kept, num_spans, draws)
+        kept = _random_partition(extended - num_noise, num_spans, draws)
         spans = np.stack([kept, noise], axis=1).reshape(-1)
         mask = np.repeat(np.arange(2 * num_spans) % 2 == 1, spans)[:length]
         if self.roll:
@@ -124,13 +125,10 @@ class RandomSpans(Noise):
         return mask
 
     def counts(self, length: int) -> tuple[int, int]:
-        """Returns the numbers of noise tokens and of noise spans.
-
-        They equal those of T5's `random_spans_helper`, which computes in float64, but are at least
-        one, as in the mask; T5's own table is one token off for segments that it gives no span.
-        """
-        num_noise = max(1, round(length * self.density))
-        return num_noise, max(1, round(num_noise / self.mean_span))
+        """Returns the numbers of noise tokens and of noise spans."""
+        num_noise = _clamped_round(length, self.density)
+        num_spans = int(np.round(np.float32(num_noise) / np.float32(self.mean_span)))
+        return num_noise, min(max(num_spans, 1), length - num_noise)
 
 
 @register
@@ -145,11 +143,11 @@ class SuffixNoise(Noise):
         """Returns a mask ``[length]``, True for noise."""
         del draws
         extended = max(length, 2)
-        return np.arange(length) >= extended - _clamped_round(extended, self.density)
+        return np.arange(length) >= extended - self.counts(extended)[0]
 
     def counts(self, length: int) -> tuple[int, int]:
         """Returns the number of noise tokens, and one span."""
-        return max(1, round(length * self.density)), 1
+        return _clamped_round(length, self.density), 1
 
 
 @register

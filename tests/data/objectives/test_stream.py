@@ -4,8 +4,10 @@ import pathlib
 
 import numpy as np
 import pytest
+import seqio
+import tensorflow as tf
 
-from synthesizer_jax.data.members import Example, TaskStream
+from synthesizer_jax.data.members import Example, Examples, TaskStream
 from synthesizer_jax.data.objectives import (
     OBJECTIVES,
     CounterDraws,
@@ -239,3 +241,30 @@ def test_groups_are_not_mixed_across_epochs() -> None:
     for _ in range(5):
         targets = next(source)[1]
         assert len(targets) == 18 and len({int(t) // 1000 for t in targets if t != 1}) == 3
+
+
+def test_documents_of_a_seqio_task_are_read_as_needed() -> None:
+    texts = [f"document {i}" for i in range(4000)]
+    vocabulary = seqio.ByteVocabulary()
+    feature = seqio.Feature(vocabulary, add_eos=False)
+    task = seqio.Task(
+        "documents",
+        source=seqio.FunctionDataSource(
+            lambda split, shuffle_files, seed=None: tf.data.Dataset.from_tensor_slices(
+                {"inputs": [""] * len(texts), "targets": texts}
+            ),
+            ["train"],
+        ),
+        preprocessors=[seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()],
+        output_features={"inputs": feature, "targets": feature},
+    )
+    examples = Examples(task, "train", {"inputs": 1000, "targets": 1000})
+    source = SegmentStream(
+        examples, FullLM(), FORM, shard=(1, 4), seed=np.random.SeedSequence(0), shuffle=False
+    )
+    read = "".join(vocabulary.decode([t for t in next(source)[1].tolist() if t > 1]))
+    assert read == "".join(texts[1::4])[: len(read)]
+    assert examples._num_read < len(texts)
+    while source.save(PREFIX)[0] < 1:
+        next(source)
+    assert examples._num_read == len(texts)

@@ -151,8 +151,8 @@ def test_corruptions_are_t5s(
         assert ours.dtype == tokens.dtype
 
 
-@pytest.mark.parametrize("density", [0.1, 0.15, 0.25, 0.3, 0.5])
-@pytest.mark.parametrize("mean", [1.0, 2.0, 3.0, 5.0, 8.0, 10.0, 32.0, 64.0])
+@pytest.mark.parametrize("density", [0.1, 0.15, 0.25, 0.5])
+@pytest.mark.parametrize("mean", [2.0, 3.0, 5.0, 8.0, 10.0, 32.0, 64.0])
 @pytest.mark.parametrize("corruption", [UniqueSentinels(), DropTokens()], ids=["sentinels", "drop"])
 def test_lengths_are_t5s(density: float, mean: float, corruption: Corruption) -> None:
     denoising = Denoising(RandomSpans(density, mean_span=mean), corruption, corruption)
