@@ -1,0 +1,351 @@
+"""Every part against T5's own functions, id for id, with the numbers that TensorFlow draws for them."""
+
+import functools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import seqio
+import tensorflow as tf
+
+from synthesizer_jax.data.objectives import (
+    OBJECTIVES,
+    Corruption,
+    Denoising,
+    DropTokens,
+    ExampleFormat,
+    FullLM,
+    GatheredTokens,
+    IidNoise,
+    Noise,
+    Objective,
+    PermuteTokens,
+    RandomPrefix,
+    RandomSpans,
+    RandomTokens,
+    RandomTokensOrSentinel,
+    RegularSpans,
+    SegmentStream,
+    SentinelPerSpan,
+    SentinelPerToken,
+    UniqueSentinels,
+    prefix_lm_pair,
+    prefix_lm_row,
+)
+from synthesizer_jax.data.objectives.stream import random_chunk
+
+t5 = pytest.importorskip(
+    "t5.data.preprocessors",
+    reason="t5==0.9.4 is not installed; it needs babel, gin-config, nltk and rouge_score",
+)
+
+VOCABULARY = seqio.ByteVocabulary(extra_ids=100)
+FORM = ExampleFormat(64, 64, VOCABULARY.vocab_size)
+FEATURES = {
+    name: seqio.Feature(VOCABULARY, add_eos=True, dtype=tf.int32) for name in ("inputs", "targets")
+}
+LENGTHS = [1, 2, 3, 5, 8, 17, 64, 141, 568]
+SEEDS = [(0, 0), (1, 7), (2**31 - 1, 3)]
+
+MASKS: list[tuple[Noise, Callable[..., tf.Tensor]]] = [
+    *((IidNoise(d), t5.iid_noise_mask) for d in (0.1, 0.15, 1.0)),
+    *((RegularSpans(d), t5.regular_noise_mask) for d in (0.15, 0.25, 0.4)),
+    (
+        RegularSpans(0.3, min_span=2, max_span=2),
+        functools.partial(t5.regular_noise_mask, min_span_length=2, max_span_length=2),
+    ),
+    *(
+        (
+            RandomSpans(density, mean_span=mean, roll=roll),
+            functools.partial(
+                t5.random_spans_noise_mask, mean_noise_span_length=mean, random_roll=roll
+            ),
+        )
+        for density, mean in ((0.15, 2.0), (0.15, 3.0), (0.15, 64.0), (0.5, 3.0), (0.3, 1.5))
+        for roll in (False, True)
+    ),
+    *(
+        (RandomPrefix(d), lambda *args, **seeds: ~t5.random_prefix_noise_mask(*args, **seeds))
+        for d in (0.5, 0.25, 0.1)
+    ),
+]
+CORRUPTIONS: list[tuple[Corruption, Callable[..., tf.Tensor]]] = [
+    (DropTokens(), t5.drop_noise_tokens),
+    (SentinelPerToken(), t5.noise_token_to_sentinel),
+    (SentinelPerSpan(), t5.noise_span_to_sentinel),
+    (UniqueSentinels(), t5.noise_span_to_unique_sentinel),
+    (PermuteTokens(), t5.permute_noise_tokens),
+    (GatheredTokens(), t5.noise_token_to_gathered_token),
+    (RandomTokens(), t5.noise_token_to_random_token),
+    (RandomTokensOrSentinel(0.1), t5.noise_token_to_random_token_or_sentinel),
+]
+
+
+class T5Draws:
+    """The numbers that T5's functions draw: one seed per call, two per part of an example."""
+
+    def __init__(self, seeds: list[tf.Tensor]):
+        self._seeds = seeds
+        self._next: Iterator[tf.Tensor] = iter(seeds)
+
+    @classmethod
+    def of_example(cls, seed: tuple[int, int]) -> "T5Draws":
+        """Those of T5's `single_example_denoise`."""
+        return cls(tf.unstack(tf.random.experimental.stateless_split(seed, 6)))
+
+    def uniform(self, count: int) -> np.ndarray:
+        return tf.random.stateless_uniform([count], seed=next(self._next)).numpy()
+
+    def integers(self, count: int, *, low: int, high: int) -> np.ndarray:
+        seed = next(self._next)
+        return tf.random.stateless_uniform([count], seed, low, high, tf.int32).numpy()
+
+    def permutation(self, count: int) -> np.ndarray:
+        return tf.argsort(self.uniform(count)).numpy()
+
+    def fork(self, part: int) -> "T5Draws":
+        return T5Draws(self._seeds[2 * part : 2 * part + 2])
+
+
+def text(length: int) -> np.ndarray:
+    return np.random.default_rng(length).integers(3, 259, length).astype(np.int32)
+
+
+def mask_seeds(seed: tuple[int, int]) -> list[tf.Tensor]:
+    """Two seeds, and the one that T5 derives for rolling."""
+    first, second = tf.unstack(tf.random.experimental.stateless_split(seed))
+    return [first, second, tf.stack([first[0] + second[1], first[1] - second[0]])]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("noise", "theirs"), MASKS, ids=lambda x: str(x)[:60])
+def test_masks_are_t5s(
+    noise: Noise, theirs: Callable[..., tf.Tensor], seed: tuple[int, int]
+) -> None:
+    seeds = mask_seeds(seed)
+    for length in LENGTHS:
+        expected = theirs(tf.constant(length), noise.density, seeds=seeds[:2])
+        np.testing.assert_array_equal(noise(length, T5Draws(seeds)), expected)
+
+
+def test_numbers_of_noise_tokens_and_spans_are_t5s_at_every_length() -> None:
+    theirs = tf.function(t5.random_spans_noise_mask, reduce_retracing=True)
+    seeds = mask_seeds((3, 4))
+    noise = RandomSpans(0.15, mean_span=3.0)
+    for length in range(2, 700):
+        mask = theirs(tf.constant(length), 0.15, tf.stack(seeds[:2]), 3.0).numpy()
+        np.testing.assert_array_equal(noise(length, T5Draws(seeds)), mask)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("corruption", "theirs"), CORRUPTIONS, ids=lambda x: str(x)[:60])
+def test_corruptions_are_t5s(
+    corruption: Corruption, theirs: Callable[..., tf.Tensor], seed: tuple[int, int]
+) -> None:
+    seeds = mask_seeds(seed)[:2]
+    for length in LENGTHS:
+        tokens = text(length)
+        marked = np.random.default_rng(seed[1]).random(length) < 0.4
+        ours = corruption(tokens, marked, T5Draws(seeds), vocab_size=VOCABULARY.vocab_size)
+        np.testing.assert_array_equal(ours, theirs(tokens, marked, VOCABULARY, seeds))
+        assert ours.dtype == tokens.dtype
+
+
+@pytest.mark.parametrize("density", [0.1, 0.15, 0.25, 0.5])
+@pytest.mark.parametrize("mean", [2.0, 3.0, 5.0, 8.0, 10.0, 32.0, 64.0])
+@pytest.mark.parametrize("corruption", [UniqueSentinels(), DropTokens()], ids=["sentinels", "drop"])
+def test_lengths_are_t5s(density: float, mean: float, corruption: Corruption) -> None:
+    denoising = Denoising(RandomSpans(density, mean_span=mean), corruption, corruption)
+    for inputs_length in (16, 50, 100, 128, 256, 500, 512, 1000, 1024, 2048):
+        expected = t5.random_spans_helper(
+            inputs_length,
+            density,
+            mean,
+            extra_tokens_per_span_inputs=corruption.tokens_per_span,
+            extra_tokens_per_span_targets=corruption.tokens_per_span,
+        )
+        if round(round(expected[0] * density) / mean):  # T5 counts the span of its mask
+            assert denoising.lengths(inputs_length) == expected
+
+
+SENTINELS = (t5.noise_span_to_unique_sentinel, t5.nonnoise_span_to_unique_sentinel)
+DENOISING: dict[str, tuple] = {
+    **{
+        f"span_{mean}_15_u_u": (
+            functools.partial(t5.random_spans_noise_mask, mean_noise_span_length=float(mean)),
+            *SENTINELS,
+        )
+        for mean in (2, 3, 5, 10)
+    },
+    **{f"iid_{percent}_u_u": (t5.iid_noise_mask, *SENTINELS) for percent in (10, 15, 25, 50)},
+    "iid_15_d_d": (t5.iid_noise_mask, t5.drop_noise_tokens, t5.drop_nonnoise_tokens),
+    "iid_15_m_f": (t5.iid_noise_mask, t5.noise_token_to_sentinel, None),
+    "iid_15_r10s90_f": (t5.iid_noise_mask, t5.noise_token_to_random_token_or_sentinel, None),
+    "all_permute": (t5.iid_noise_mask, t5.permute_noise_tokens, None),
+    "prefix_lm": (t5.random_prefix_noise_mask, t5.drop_nonnoise_tokens, t5.drop_noise_tokens),
+}
+"""T5's noise mask, inputs and targets functions by the names of its ``objectives/*.gin``."""
+
+
+def test_every_denoising_objective_is_compared() -> None:
+    names = {name for name, objective in OBJECTIVES.items() if isinstance(objective, Denoising)}
+    assert names == DENOISING.keys()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", DENOISING)
+def test_examples_are_those_of_t5s_denoise(name: str, seed: tuple[int, int]) -> None:
+    objective = OBJECTIVES[name]
+    assert isinstance(objective, Denoising)
+    mask, inputs_fn, targets_fn = DENOISING[name]
+    for length in (1, 2, 7, 40, 63, 90):
+        tokens = text(length)
+        theirs = t5.single_example_denoise(
+            {"targets": tf.constant(tokens)},
+            seed,
+            output_features=FEATURES,
+            noise_density=objective.noise.density,
+            noise_mask_fn=mask,
+            inputs_fn=inputs_fn,
+            targets_fn=targets_fn,
+        )
+        trimmed = seqio.preprocessors.append_eos_after_trim_impl(
+            theirs, FEATURES, {"inputs": FORM.inputs_length, "targets": FORM.targets_length}
+        )
+        inputs, targets = objective.example(tokens, T5Draws.of_example(seed), FORM)
+        np.testing.assert_array_equal(inputs, trimmed["inputs"])
+        np.testing.assert_array_equal(targets, trimmed["targets"])
+
+
+DOCUMENTS = [text(n) for n in (0, 5, 300, 63, 0, 1, 64, 65, 128, 700, 2)] * 30
+
+
+class WithoutNumbers:
+    """Raises where a random number would be drawn."""
+
+    def fork(self, part: int) -> "WithoutNumbers":
+        del part
+        return self
+
+
+@pytest.mark.parametrize(
+    ("objective", "theirs"),
+    [
+        (OBJECTIVES["span_3_15_u_u"], t5.span_corruption),
+        (OBJECTIVES["iid_15_u_u"], t5.iid_denoising),
+        (OBJECTIVES["prefix_lm"], t5.prefix_lm),
+        (FullLM(), t5.full_lm),
+    ],
+    ids=["span_corruption", "iid_denoising", "prefix_lm", "full_lm"],
+)
+def test_segments_are_t5s(
+    objective: Objective, theirs: Callable[..., tf.data.Dataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole pipelines on documents of one chunk: the same segments in the same order."""
+    monkeypatch.setattr(t5, "denoise", lambda dataset, *args, **kwargs: dataset)
+    dataset = tf.data.Dataset.from_generator(
+        lambda: ({"targets": ids} for ids in DOCUMENTS),
+        output_signature={"targets": tf.TensorSpec([None], tf.int32)},
+    )
+    expected = [
+        row["targets"]
+        for row in theirs(
+            dataset,
+            sequence_length={"inputs": 64, "targets": 64},
+            output_features=FEATURES,
+        ).as_numpy_iterator()
+    ]
+    stream = SegmentStream(
+        [(ids, ids) for ids in DOCUMENTS],
+        _Recorder(objective),
+        FORM,
+        shard=(0, 1),
+        seed=np.random.SeedSequence(0),
+        shuffle=False,
+    )
+    for tokens in expected:
+        np.testing.assert_array_equal(next(stream)[1], tokens)
+
+
+class _Recorder(Objective):
+    """The segments of an objective as examples."""
+
+    def __init__(self, objective: Objective):
+        self._objective = objective
+        self.documents, self.document_eos = objective.documents, objective.document_eos
+
+    def check(self, form: ExampleFormat) -> None:
+        self._objective.check(form)
+
+    def split(self, num_tokens: int, draws: object, form: ExampleFormat) -> list:
+        del draws
+        segments = self._objective.split(num_tokens, WithoutNumbers(), form)  # type: ignore[arg-type]
+        return [segment._replace(objective=self) for segment in segments]
+
+    def example(self, tokens: np.ndarray, draws: object, form: ExampleFormat) -> tuple:
+        del draws, form
+        return tokens, tokens
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("length", [1, 9, 10, 11, 95])
+def test_chunks_are_t5s(length: int, seed: tuple[int, int]) -> None:
+    tokens = text(length)
+    theirs = t5.single_example_select_random_chunk(
+        {"targets": tf.constant(tokens)}, seed, output_features=FEATURES, max_length=10
+    )
+    draws = T5Draws(tf.unstack(tf.random.experimental.stateless_split(seed))[1:])
+    np.testing.assert_array_equal(random_chunk(tokens, draws, length=10), theirs["targets"])
+
+
+class OneSplit(WithoutNumbers):
+    """A chosen split."""
+
+    def __init__(self, split: int):
+        self._split = split
+
+    def integers(self, count: int, *, low: int, high: int) -> np.ndarray:
+        assert count == 1 and low <= self._split < high
+        return np.array([self._split])
+
+
+def t5_packed(
+    function: Callable[..., tf.data.Dataset], rows: np.ndarray, *, split: int, **options: object
+) -> dict[str, np.ndarray]:
+    """T5's first packed example with a chosen split."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(t5.tf.random, "stateless_uniform", lambda *_, **__: tf.constant(split))
+        dataset = tf.data.Dataset.from_tensor_slices({"targets": rows})
+        dataset = function(dataset, {"targets": rows.shape[1]}, **options)
+        return next(dataset.as_numpy_iterator())
+
+
+def rows() -> np.ndarray:
+    rows = text(48).reshape(2, 24)
+    rows[0, 7], rows[1, 20:] = 1, 0
+    return rows
+
+
+@pytest.mark.parametrize("split", [1, 7, 12, 23])
+def test_pairs_of_prefix_lm_rows_are_t5s(split: int) -> None:
+    theirs = t5_packed(t5.pack_prefix_lm_encoder_decoder, rows(), split=split)
+    ours = prefix_lm_pair(rows(), OneSplit(split))  # type: ignore[arg-type]
+    assert ours.keys() == theirs.keys()
+    for name, values in theirs.items():
+        np.testing.assert_array_equal(ours[name], values, err_msg=name)
+
+
+@pytest.mark.parametrize("loss_on_prefix", [False, True])
+@pytest.mark.parametrize("split", [1, 7, 12, 23])
+def test_prefix_lm_rows_are_t5s(split: int, loss_on_prefix: bool) -> None:
+    theirs = t5_packed(
+        t5.pack_prefix_lm_decoder_only,
+        rows()[1:],
+        split=split,
+        loss_on_targets_only=not loss_on_prefix,
+    )
+    draws = OneSplit(split)
+    ours = prefix_lm_row(rows()[1], draws, loss_on_prefix=loss_on_prefix)  # type: ignore[arg-type]
+    assert ours.keys() == theirs.keys()
+    for name, values in theirs.items():
+        np.testing.assert_array_equal(ours[name], values, err_msg=name)
