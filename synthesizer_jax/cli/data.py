@@ -19,33 +19,31 @@ app = typer.Typer(
 
 @app.command("import")
 def import_files(
-    benchmark: Annotated[str, typer.Argument(help="glue, super_glue or multi30k.")],
+    benchmark: Annotated[
+        str, typer.Argument(help="glue, super_glue, multi30k, …; an unknown name lists all.")
+    ],
     source: Annotated[
         pathlib.Path, typer.Option("--from", help="Directory of the original files.")
     ],
     data_dir: DataDir = None,
 ) -> None:
-    """Write TFDS data sets from the original tsv, jsonl or aligned text files (plain or .gz).
+    """Write TFDS data sets from the original files of a benchmark or corpus (plain or .gz).
 
     Missing tasks are reported. A row that cannot be read stops the import with its file and line, and
     then no data set is changed.
     """
-    from synthesizer_jax.data.importers import import_benchmark
-    from synthesizer_jax.data.importers.layouts import TASKS
+    from synthesizer_jax.data.importers import IMPORTERS
     from synthesizer_jax.data.tasks import default_data_dir
-    from synthesizer_jax.data.translation import CORPORA, import_corpus
     from synthesizer_jax.messages import did_you_mean
 
-    known = (*TASKS, *CORPORA)
-    if benchmark not in known:
+    if benchmark not in IMPORTERS:
         raise ValueError(
-            f"{benchmark!r} cannot be imported{did_you_mean(benchmark, known)}; choose one of "
-            f"{', '.join(known)}"
+            f"{benchmark!r} cannot be imported{did_you_mean(benchmark, IMPORTERS)}; choose one of "
+            f"{', '.join(IMPORTERS)}"
         )
     load_data_libraries()
     target = default_data_dir() if data_dir is None else data_dir
-    read = import_corpus if benchmark in CORPORA else import_benchmark
-    report = read(benchmark, source, target)
+    report = IMPORTERS[benchmark](benchmark, source, target)
     for line in report.lines():
         typer.echo(line)
     typer.echo(f"data sets are in {target}")

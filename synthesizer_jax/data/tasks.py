@@ -9,8 +9,9 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from synthesizer_jax.data.definitions import GLUE, SENTINEL, SUPER_GLUE, TaskDefinition
-from synthesizer_jax.data.mixtures import MIXTURES, Rates
+from synthesizer_jax.data.catalog import DEFINITIONS
+from synthesizer_jax.data.definitions import TaskDefinition
+from synthesizer_jax.data.mixtures import MIXTURES, ExamplesRate, FixedRates, Rates
 from synthesizer_jax.data.postprocessors import Example
 from synthesizer_jax.data.stored import check_dataset, prepared_versions, stored_splits
 from synthesizer_jax.data.vocabularies import Vocabulary
@@ -21,7 +22,7 @@ from synthesizer_jax.messages import did_you_mean
 if TYPE_CHECKING:
     import tensorflow as tf
 
-TASKS: dict[str, TaskDefinition] = {d.name: d for d in (*GLUE, *SUPER_GLUE, *SENTINEL)}
+TASKS: dict[str, TaskDefinition] = {d.name: d for d in DEFINITIONS}
 """All known tasks; `add` adds others."""
 
 _log = logging.getLogger(__name__)
@@ -45,14 +46,29 @@ def task_definition(name: str) -> TaskDefinition:
     return TASKS[name]
 
 
-def mixture_rates(name: str) -> Rates:
-    """Returns the rates of a mixture's tasks, or of a single task.
+def mixture_rates(name: str, data_dir: pathlib.Path | None = None) -> FixedRates:
+    """Returns the rates of a mixture's tasks, or of a single task, as numbers.
+
+    Members without a definition are left out, such as an unsupervised task of a mixture that is used
+    without it.
+
+    Args:
+      name: a mixture or task.
+      data_dir: the directory of the data sets, of whose training splits `ExamplesRate` takes the sizes;
+        a task without one has rate 0. By default `default_data_dir`.
 
     Raises:
       ValueError: there is neither a mixture nor a task of that name.
     """
     if name in MIXTURES:
-        return MIXTURES[name]
+        directory = default_data_dir() if data_dir is None else data_dir
+        return {
+            task: rate(prepared_splits(task, directory).get("train", 0))
+            if isinstance(rate, ExamplesRate)
+            else rate
+            for task, rate in MIXTURES[name].items()
+            if task in TASKS
+        }
     if name in TASKS:
         return {name: 1.0}
     known = [*MIXTURES, *TASKS]
@@ -92,7 +108,7 @@ def available_members(
       split: only return members that have this split.
     """
     rates = {}
-    for task, rate in mixture_rates(name).items():
+    for task, rate in mixture_rates(name, data_dir).items():
         splits = prepared_splits(task, data_dir)
         if splits and (split is None or split in splits):
             rates[task] = rate
@@ -135,7 +151,13 @@ def register(
     for task in members:
         register_task(task_definition(task), vocabulary, data_dir)
     if name in MIXTURES:
-        missing = [t for t, rate in mixture_rates(name).items() if rate and t not in sampled]
+        missing = [
+            task
+            for task, rate in MIXTURES[name].items()
+            if rate
+            and task not in sampled
+            and (task not in TASKS or split in task_definition(task).splits)
+        ]
         if missing:
             _log.warning("%s goes without %s: no data in %s", name, ", ".join(missing), data_dir)
         # A task without the split cannot be sampled from; the others keep their rates.
@@ -173,20 +195,7 @@ def register_task(task: TaskDefinition, vocabulary: Vocabulary, data_dir: pathli
     version, directory = list(prepared_versions(task.dataset, data_dir).items())[-1]
     check_dataset(directory)
     splits = prepared_splits(task.name, data_dir)
-    preprocessing: list[Callable[..., tf.data.Dataset]] = [task.format.preprocess]
-    if task.rename:
-        from synthesizer_jax.data import preprocessors
-
-        preprocessing.insert(
-            0, functools.partial(preprocessors.rename_features, names=dict(task.rename))
-        )
     seqio_vocabulary = vocabulary.to_seqio()
-    preprocessing += [seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
-    if task.sentinel:
-        from synthesizer_jax.data import preprocessors
-
-        sentinel_id = vocabulary.vocab_size - 1
-        preprocessing.append(functools.partial(preprocessors.append_sentinel, sentinel=sentinel_id))
     seqio.TaskRegistry.add(
         task.name,
         source=seqio.TfdsDataSource(
@@ -194,7 +203,7 @@ def register_task(task: TaskDefinition, vocabulary: Vocabulary, data_dir: pathli
             tfds_data_dir=str(data_dir),
             splits=list(splits),
         ),
-        preprocessors=[*preprocessing, seqio.preprocessors.append_eos_after_trim],
+        preprocessors=seqio_preprocessors(task, vocabulary),
         postprocess_fn=functools.partial(_postprocess, task),
         output_features={
             "inputs": seqio.Feature(seqio_vocabulary, add_eos=True, required=False),
@@ -203,6 +212,29 @@ def register_task(task: TaskDefinition, vocabulary: Vocabulary, data_dir: pathli
         metric_fns=list(task.metrics),
     )
     _registered[task.name] = key
+
+
+def seqio_preprocessors(
+    task: TaskDefinition, vocabulary: Vocabulary
+) -> list[Callable[..., tf.data.Dataset]]:
+    """Returns the SeqIO preprocessors that turn a task's stored rows into token ids."""
+    import seqio
+
+    preprocessing: list[Callable[..., tf.data.Dataset]] = [task.format.preprocess]
+    if task.rename:
+        from synthesizer_jax.data import preprocessors
+
+        preprocessing.insert(
+            0, functools.partial(preprocessors.rename_features, names=dict(task.rename))
+        )
+    preprocessing += [seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
+    preprocessing += task.format.token_preprocessors
+    if task.sentinel:
+        from synthesizer_jax.data import preprocessors
+
+        sentinel_id = vocabulary.vocab_size - 1
+        preprocessing.append(functools.partial(preprocessors.append_sentinel, sentinel=sentinel_id))
+    return [*preprocessing, seqio.preprocessors.append_eos_after_trim]
 
 
 def _postprocess(
