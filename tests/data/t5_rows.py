@@ -85,7 +85,7 @@ def made(dataset: str, data_dir: pathlib.Path) -> tf.data.Dataset:
 def _value(feature: tfds.features.FeatureConnector, i: int) -> str | int | float:
     if isinstance(feature, tfds.features.ClassLabel):
         return i % (feature.num_classes + 1) - 1
-    if feature.dtype == np.float32:
+    if feature.np_dtype == np.float32:
         return (i * 7) % 26 / 5 + 0.1 * (i % 2)
     return i if np.issubdtype(feature.np_dtype, np.integer) else TEXTS[i % len(TEXTS)]
 

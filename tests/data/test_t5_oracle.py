@@ -93,7 +93,7 @@ def run(preprocessors, dataset, vocabulary):
 def both(t5, name, dataset, vocabulary):
     """The rows that T5 makes, and ours."""
     ours = tasks.seqio_preprocessors(tasks.task_definition(name), vocabulary)
-    return (run(steps, dataset, vocabulary) for steps in (t5.tasks[name]._preprocessors, ours))
+    return (run(steps, dataset, vocabulary) for steps in (t5.tasks[name].preprocessors, ours))
 
 
 def plain(value):
@@ -105,6 +105,8 @@ def plain(value):
 
 def check(t5, name, dataset, vocabulary):
     """Compares rows, postprocessed values and metrics."""
+    if name.endswith("_train"):  # T5 would take a hidden label for true; training rows have none
+        dataset = dataset.filter(lambda row: row["label"] >= 0)
     theirs, ours = both(t5, name, dataset, vocabulary)
     assert len(theirs) == len(ours) > 0
     for row, expected in zip(ours, theirs, strict=True):
@@ -181,6 +183,7 @@ def test_real_rows_become_what_t5_makes_of_them(t5, name, vocabulary, samples):
 @pytest.mark.slow
 def test_all_of_wnli_is_t5s(t5, vocabulary, samples):
     dataset = t5_rows.real("glue/wnli", samples, 1000)
+    check(t5, "glue_wnli_v002_simple_eval", dataset, vocabulary)
     theirs, ours = both(t5, "glue_wnli_v002_simple_eval", dataset, vocabulary)
     assert len(ours) == 852
     for row, expected in zip(ours, theirs, strict=True):
