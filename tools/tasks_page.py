@@ -90,7 +90,8 @@ strings, ids, postprocessed values, metrics and rates. It finds these difference
   were the references of one translator for all examples.
 - STS-B: `nan` and `inf` count as −1 here, as other answers that are no numbers do; in T5 one of them makes
   the correlation undefined. Correlations of constant answers are 0 here, undefined in T5.
-- `super_glue_wsc_v102_simple_train`: T5 takes hidden labels for true; no training row has one.
+- `super_glue_wsc_v102_simple_train`, which has no metrics: answers are right by the rule of WSC's
+  evaluation task; T5 leaves them as they are. T5 takes hidden labels for true; no training row has one.
 """
 
 PAPERS = """The papers on head sizes and talking heads fine-tune on MNLI and SQuAD: `glue_mnli_v002`, whose

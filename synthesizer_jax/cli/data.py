@@ -62,7 +62,7 @@ def list_tasks(
     from synthesizer_jax.data.mixtures import MIXTURES
 
     directory = tasks.default_data_dir() if data_dir is None else data_dir
-    rates = dict(tasks.mixture_rates(mixture)) if mixture else dict.fromkeys(tasks.TASKS)
+    rates = dict(tasks.mixture_rates(mixture, directory)) if mixture else dict.fromkeys(tasks.TASKS)
     table = Table(title=f"{mixture or 'tasks'} in {directory}", title_justify="left")
     for heading in ("task", "data set", "rate", "prepared examples"):
         table.add_column(heading, justify="right" if heading == "rate" else "left")

@@ -8,6 +8,7 @@ import pathlib
 import shutil
 
 import pytest
+import seqio
 import tensorflow_datasets as tfds
 
 from synthesizer_jax.data import tasks
@@ -116,6 +117,12 @@ def test_language_models_have_lines_or_articles(data_dir):
     (row,) = task.format.preprocess(tfds.builder("lm1b", data_dir=data_dir).as_dataset("test"))
     assert {name: value.numpy() for name, value in row.items()} == {"targets": b"e"}
     assert not task.format.has_inputs
+    tasks.register_task(task, Bytes().build(), data_dir)
+    (tokenized,) = (
+        seqio.get_mixture_or_task(task.name).get_dataset(split="test").as_numpy_iterator()
+    )
+    assert set(tokenized) == {"targets", "targets_pretokenized"}
+    assert list(tokenized["targets"]) == [ord("e") + 3, 1]
 
 
 def test_summaries_and_dialogues(data_dir):

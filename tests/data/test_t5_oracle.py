@@ -26,6 +26,9 @@ from tools import t5_names
 OURS = [name for name in t5_names.TASKS if name in tasks.TASKS]
 LENGTHS = {"inputs": 48, "targets": 12}
 TEXT_FEATURES = ("inputs", "targets")
+UNREAD_IN_T5 = tuple(name for name in OURS if name.endswith("_train"))
+"""Tasks without metrics, whose answers T5 leaves as they are; here they are those of WSC's evaluation."""
+
 METRICS_UNLIKE_T5 = {
     "squad_v010": "T5 compares the prediction with every character of the only answer",
     "cnn_dailymail_v002": "T5 takes the median of random resamples; see the test of ROUGE",
@@ -104,7 +107,7 @@ def plain(value):
 
 
 def check(t5, name, dataset, vocabulary):
-    """Compares rows, postprocessed values and metrics."""
+    """Compares rows, and what answers and targets become."""
     if name.endswith("_train"):  # T5 would take a hidden label for true; training rows have none
         dataset = dataset.filter(lambda row: row["label"] >= 0)
     theirs, ours = both(t5, name, dataset, vocabulary)
@@ -113,7 +116,12 @@ def check(t5, name, dataset, vocabulary):
         for feature in (*TEXT_FEATURES, *(f"{f}_pretokenized" for f in TEXT_FEATURES)):
             if feature in expected:
                 np.testing.assert_array_equal(row[feature], expected[feature], feature)
-    t5_task, task = t5.tasks[name], tasks.task_definition(name)
+    if name not in UNREAD_IN_T5:
+        check_values(t5.tasks[name], tasks.task_definition(name), theirs, ours)
+
+
+def check_values(t5_task, task, theirs, ours):
+    """Compares postprocessed answers and targets, and the metrics of some answers."""
     words = [to_text(row["targets_pretokenized"]) for row in ours]
     for word, row, t5_row in zip(words, ours, theirs, strict=True):
         for answer in (
@@ -128,10 +136,10 @@ def check(t5, name, dataset, vocabulary):
             expected = t5_task.postprocess_fn(answer, example=t5_row, is_target=False)
             assert plain(task.postprocess(answer, example=row)) == plain(expected), answer
         expected = t5_task.postprocess_fn(word, example=t5_row, is_target=True)
-        if name != "squad_v010":
+        if task.name != "squad_v010":
             target = task.postprocess(word, example=row, is_target=True)
             assert plain(target) == plain(expected)
-    if name not in METRICS_UNLIKE_T5:
+    if task.name not in METRICS_UNLIKE_T5:
         check_metrics(t5_task, task, theirs, ours)
 
 
