@@ -14,6 +14,8 @@ NEWEST_TESTS := tests/attention tests/alignments tests/layers tests/models tests
 OPTIMIZED_TESTS := tests/attention/test_routes.py tests/layers/test_contract.py \
 	-k "not test_contract or equals_the_oracle or gradients_are or steps_are or packed_is or sharded_is"
 QUICK_LAYERS := ([Random- or [DotProduct- or [TalkingHeads-)
+# T5's own tasks and what importing them needs beside the data extra; their other requirements are not used.
+ORACLES := t5 gin-config babel
 WORKDIR ?= runs/quickstart
 
 .PHONY: help install quickstart quick test lint types tests slow optimized hosts test-tpu test-newest test-peers reliability malformed bench bench-peers clean
@@ -25,6 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[data,gcs,test]'
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt $(ORACLES)
 	touch $(STAMP)
 
 install: $(STAMP)  ## make .venv with the tested versions

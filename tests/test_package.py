@@ -57,6 +57,13 @@ def test_the_table_of_variants_is_current():
     assert replace_table(page) == page, message
 
 
+def test_the_page_of_tasks_is_current():
+    from tools.tasks_page import page
+
+    message = "run: python -m tools.tasks_page docs/tasks.md"
+    assert page() == (ROOT / "docs/tasks.md").read_text(), message
+
+
 def test_models_lists_names_and_counts():
     result = CliRunner().invoke(app, ["models", "mesh_random_*", "--json"])
     rows = json.loads(result.stdout)

@@ -89,7 +89,7 @@ def train_vocabulary(
 
 def _load_tasks(data_dir: pathlib.Path, imports: list[str] | None) -> None:
     """Makes all tasks known: those of the package, of imported packages and of imported files."""
-    from synthesizer_jax.data import imported, synthetic, translation  # noqa: F401 - their tasks
+    from synthesizer_jax.data import imported, synthetic  # noqa: F401 - its tasks
     from synthesizer_jax.runs import code
 
     code.load_user_code(imports or ())

@@ -44,7 +44,10 @@ Columns = Annotated[
 
 
 def import_files(
-    benchmark: Annotated[str, typer.Argument(help="glue, super_glue, multi30k or mine.")],
+    benchmark: Annotated[
+        str,
+        typer.Argument(help="mine, glue, super_glue, multi30k, …; an unknown name lists all."),
+    ],
     source: Annotated[
         list[str],
         typer.Option(
@@ -60,7 +63,7 @@ def import_files(
     metrics: Metrics = None,
     columns: Columns = None,
 ) -> None:
-    """Write TFDS data sets from the original files of a benchmark, or from files of your own.
+    """Write TFDS data sets from the original files of a benchmark or corpus, or from your own.
 
     Missing tasks are reported. A row that cannot be read stops the import with its file and line, and
     then no data set is changed.
@@ -128,13 +131,11 @@ def _import_own(
 
 def _import_benchmark(name: str, source: list[str], *, data_dir: pathlib.Path) -> list[str]:
     """Imports a benchmark's files and returns the lines of the report."""
-    from synthesizer_jax.data.importers import import_benchmark
-    from synthesizer_jax.data.importers.layouts import TASKS
-    from synthesizer_jax.data.translation import CORPORA, import_corpus
+    from synthesizer_jax.data.importers import IMPORTERS
     from synthesizer_jax.messages import did_you_mean
 
-    known = (*TASKS, *CORPORA, MINE)
-    if name not in known:
+    if name not in IMPORTERS:
+        known = (MINE, *IMPORTERS)
         raise ValueError(
             f"{name!r} cannot be imported{did_you_mean(name, known)}; choose one of "
             f"{', '.join(known)}"
@@ -142,5 +143,4 @@ def _import_benchmark(name: str, source: list[str], *, data_dir: pathlib.Path) -
     if len(source) > 1:
         raise ValueError(f"{name} is imported from one directory; give one --from")
     load_data_libraries()
-    read = import_corpus if name in CORPORA else import_benchmark
-    return list(read(name, storage_path(source[0]), data_dir).lines())
+    return list(IMPORTERS[name](name, storage_path(source[0]), data_dir).lines())

@@ -89,6 +89,28 @@ class TaskDefinition(Task):
         """Returns the SeqIO task over the newest version of the data set, which must be prepared."""
         return _seqio_task(self, vocabulary, data_dir)
 
+    def seqio_preprocessors(self, vocabulary: Vocabulary) -> list[Callable[..., tf.data.Dataset]]:
+        """Returns the SeqIO preprocessors that turn stored rows into token ids."""
+        import seqio
+
+        preprocessing: list[Callable[..., tf.data.Dataset]] = [self.format.preprocess]
+        if self.rename:
+            from synthesizer_jax.data import preprocessors
+
+            preprocessing.insert(
+                0, functools.partial(preprocessors.rename_features, names=dict(self.rename))
+            )
+        preprocessing += [seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
+        preprocessing += self.format.token_preprocessors
+        if self.sentinel:
+            from synthesizer_jax.data import preprocessors
+
+            sentinel_id = vocabulary.vocab_size - 1
+            preprocessing.append(
+                functools.partial(preprocessors.append_sentinel, sentinel=sentinel_id)
+            )
+        return [*preprocessing, seqio.preprocessors.append_eos_after_trim]
+
     def is_labeled(self, example: Example) -> bool:
         """See `postprocessors.is_labeled`."""
         return postprocessors.is_labeled(example)
@@ -161,20 +183,7 @@ def _seqio_task(task: TaskDefinition, vocabulary: Vocabulary, data_dir: pathlib.
     )
     version, directory = list(prepared_versions(task.dataset, data_dir).items())[-1]
     check_dataset(directory)
-    preprocessing: list[Callable[..., tf.data.Dataset]] = [task.format.preprocess]
-    if task.rename:
-        from synthesizer_jax.data import preprocessors
-
-        preprocessing.insert(
-            0, functools.partial(preprocessors.rename_features, names=dict(task.rename))
-        )
     seqio_vocabulary = vocabulary.to_seqio()
-    preprocessing += [seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
-    if task.sentinel:
-        from synthesizer_jax.data import preprocessors
-
-        sentinel_id = vocabulary.vocab_size - 1
-        preprocessing.append(functools.partial(preprocessors.append_sentinel, sentinel=sentinel_id))
     return seqio.Task(
         task.name,
         source=seqio.TfdsDataSource(
@@ -182,7 +191,7 @@ def _seqio_task(task: TaskDefinition, vocabulary: Vocabulary, data_dir: pathlib.
             tfds_data_dir=str(data_dir),
             splits=list(task.prepared_splits(data_dir)),
         ),
-        preprocessors=[*preprocessing, seqio.preprocessors.append_eos_after_trim],
+        preprocessors=task.seqio_preprocessors(vocabulary),
         postprocess_fn=functools.partial(_postprocess, task),
         output_features={
             "inputs": seqio.Feature(seqio_vocabulary, add_eos=True, required=False),

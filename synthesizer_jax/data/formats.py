@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from synthesizer_jax.evaluation.metrics import MultiRCTarget, ReCoRDTarget, Valu
 
 if TYPE_CHECKING:
     import tensorflow as tf
+
+Preprocessor: TypeAlias = "Callable[..., tf.data.Dataset]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +38,16 @@ class TextFormat:
     def answers(self) -> tuple[str, ...] | None:
         """The allowed answers, for rank classification; None: free text."""
         return self.labels or None
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether rows have inputs; those of language models have only targets."""
+        return True
+
+    @property
+    def token_preprocessors(self) -> tuple[Preprocessor, ...]:
+        """SeqIO preprocessors of the tokenized rows, which may be random and are not cached."""
+        return ()
 
     def preprocess(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns rows with the strings ``inputs`` and ``targets``; imports TensorFlow."""
@@ -182,7 +195,7 @@ class MultiRC(TextFormat):
 
     def parse_target(self, target: str, example: Example | None) -> MultiRCTarget:
         """Returns the label with the question that it belongs to."""
-        return postprocessors.multirc_target(target, _given(example), self.words)
+        return postprocessors.multirc_target(target, given(example), self.words)
 
     def is_right(self, expected: MultiRCTarget, predicted: int) -> bool:
         """Returns whether the label of this row is right, not of the whole question."""
@@ -201,7 +214,7 @@ class ReCoRD(TextFormat):
 
     def parse_target(self, target: str, example: Example | None) -> ReCoRDTarget:
         """Returns all answers with the query that they belong to."""
-        return postprocessors.record_target(_given(example))
+        return postprocessors.record_target(given(example))
 
     def is_right(self, expected: ReCoRDTarget, predicted: str) -> bool:
         """Returns whether the answer is one of the answers, by SQuAD's exact match."""
@@ -218,12 +231,12 @@ class _Referent(TextFormat):
 
     def parse(self, answer: str, example: Example | None) -> int:
         """Returns 1 if the answer names the row's candidate, else 0."""
-        referent = postprocessors.to_text(_given(example)["targets_pretokenized"])
+        referent = postprocessors.to_text(given(example)["targets_pretokenized"])
         return postprocessors.matches_referent(answer, referent)
 
     def parse_target(self, target: str, example: Example | None) -> int:
         """Returns the row's label."""
-        return int(_given(example)["label"])
+        return int(given(example)["label"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,7 +301,12 @@ class Translation(TextFormat):
         return preprocessors.translation(dataset, prefix=self.prefix, features=self.features)
 
 
-def _given(example: Example | None) -> Example:
+def given(example: Example | None) -> Example:
+    """Returns the example.
+
+    Raises:
+      ValueError: there is none.
+    """
     if example is None:
         raise ValueError("this format reads answers with their example; give it")
     return example

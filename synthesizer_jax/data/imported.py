@@ -37,9 +37,12 @@ FOLDER, DEFINITION, VERSION = "imported", "task.json", "1.0.0"
 METRICS: Mapping[str, metrics.Metric] = {
     "accuracy": metrics.accuracy,
     "bleu": metrics.bleu,
+    "bleu_13a": metrics.bleu_13a,
+    "chrf": metrics.chrf,
     "f1": metrics.f1_with_invalid,
     "matthews": metrics.matthews,
     "pearson": metrics.pearson,
+    "rouge": metrics.rouge_all,
     "spearman": metrics.spearman,
 }
 """Metrics by the names that ``--metric`` takes."""

@@ -60,6 +60,27 @@ def translation(
     )
 
 
+def dialogue(dataset: tf.data.Dataset, *, turns: int) -> tf.data.Dataset:
+    """Formats dialogues as ``dialogue history: … persona: …`` with the reply as target.
+
+    Args:
+      dataset: rows with ``reply`` and the lists of texts ``history`` and ``persona``; a row without a
+        persona has no such part.
+      turns: the number of latest utterances that are kept.
+    """
+
+    def convert(row: Row) -> Row:
+        history = tf.strings.reduce_join(row["history"][-turns:], separator=" | ")
+        persona = tf.strings.reduce_join(row["persona"], separator=" ")
+        part = tf.where(tf.size(row["persona"]) > 0, tf.strings.join([" persona: ", persona]), "")
+        return {
+            "inputs": tf.strings.join(["dialogue history: ", history, part]),
+            "targets": row["reply"],
+        }
+
+    return dataset.map(convert, num_parallel_calls=1)
+
+
 def _label_word(label: tf.Tensor, labels: Sequence[str]) -> tf.Tensor:
     """Returns the word of an integer label, `UNKNOWN` for −1."""
     return tf.gather(tf.constant([UNKNOWN, *labels]), tf.cast(label, tf.int64) + 1)

@@ -19,7 +19,7 @@ Row = Mapping[str, object]
 
 def write_dataset(
     name: str,
-    config: str,
+    config: str | None,
     *,
     version: str,
     description: str,
@@ -31,7 +31,7 @@ def write_dataset(
 
     Args:
       name: of the data set.
-      config: name of its configuration.
+      config: name of its configuration; None: it has none.
       version: such as ``1.0.0``.
       description: of the data set.
       features: TFDS feature types by name.
@@ -39,7 +39,7 @@ def write_dataset(
       data_dir: a TFDS data directory.
 
     Returns:
-      The directory ``data_dir/name/config/version``.
+      The directory ``data_dir/name/config/version``, or without the configuration.
     """
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core import registered
@@ -62,7 +62,7 @@ def write_dataset(
 
     attributes = {
         "name": name,
-        "BUILDER_CONFIGS": [tfds.core.BuilderConfig(name=config)],
+        "BUILDER_CONFIGS": [tfds.core.BuilderConfig(name=config)] if config else [],
         "VERSION": tfds.core.Version(version),
         "pkg_dir_path": pathlib.Path(__file__).parent,
         "_info": make_info,

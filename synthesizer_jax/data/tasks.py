@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from synthesizer_jax.data import seqio_tasks
-from synthesizer_jax.data.definitions import GLUE, SENTINEL, SUPER_GLUE, TaskDefinition
-from synthesizer_jax.data.mixtures import MIXTURES, Rates
+from synthesizer_jax.data.catalog import DEFINITIONS
+from synthesizer_jax.data.definitions import TaskDefinition
+from synthesizer_jax.data.mixtures import MIXTURES, ExamplesRate, FixedRates, Rates
 from synthesizer_jax.data.task import Task
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.files import storage_path
@@ -19,7 +20,7 @@ from synthesizer_jax.messages import did_you_mean
 if TYPE_CHECKING:
     import seqio
 
-TASKS: dict[str, TaskDefinition] = {d.name: d for d in (*GLUE, *SUPER_GLUE, *SENTINEL)}
+TASKS: dict[str, TaskDefinition] = {d.name: d for d in DEFINITIONS}
 """All known tasks; `add` adds others."""
 
 _log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ def member_names(name: str) -> list[str]:
       ValueError: there is neither a mixture nor a task of that name.
     """
     if name in MIXTURES:
-        return list(MIXTURES[name])
+        return [task for task in MIXTURES[name] if task in TASKS]
     if name in TASKS:
         return [name]
     if seqio_tasks.is_mixture(name):
@@ -82,23 +83,36 @@ def member_names(name: str) -> list[str]:
     )
 
 
-def mixture_rates(name: str, data_dir: pathlib.Path) -> Rates:
-    """Returns the rates of a mixture's tasks, or of a single task.
+def mixture_rates(name: str, data_dir: pathlib.Path | None = None) -> FixedRates:
+    """Returns the rates of a mixture's tasks, or of a single task, as numbers.
+
+    Members without a definition are left out, such as an unsupervised task of a mixture that is used
+    without it.
 
     Args:
       name: a mixture or task.
-      data_dir: the directory of the data sets. Rates of SeqIO's mixtures may depend on numbers of
-        examples; their tasks without data have the rate 0.
+      data_dir: the directory of the data sets, by default `default_data_dir`. Rates may depend on the
+        numbers of training examples there (`ExamplesRate`, or functions of SeqIO's mixtures); a task
+        without any has the rate 0.
 
     Raises:
       ValueError: there is neither a mixture nor a task of that name.
     """
     names = member_names(name)
-    if name in MIXTURES:
-        return MIXTURES[name]
     if names == [name]:
         return {name: 1.0}
-    return {**dict.fromkeys(names, 0.0), **seqio_tasks.mixture_rates(name, data_dir)}
+    directory = default_data_dir() if data_dir is None else data_dir
+    if name not in MIXTURES:
+        return {**dict.fromkeys(names, 0.0), **seqio_tasks.mixture_rates(name, directory)}
+    rates = MIXTURES[name]
+    return {task: _rate(rates[task], task, directory) for task in names}
+
+
+def _rate(rate: float | ExamplesRate, task: str, data_dir: pathlib.Path) -> float:
+    """Returns a rate as a number."""
+    if not isinstance(rate, ExamplesRate):
+        return rate
+    return rate(prepared_splits(task, data_dir).get("train") or 0)
 
 
 def default_data_dir() -> pathlib.Path:
@@ -166,13 +180,27 @@ def open_tasks(
             f"no task of {name!r} has data for the split {split!r} in {data_dir}; {remedy}, or name "
             "another --data-dir"
         )
-    missing = [t for t, rate in mixture_rates(name, data_dir).items() if rate and t not in sampled]
+    missing = _missing_members(name, sampled, data_dir=data_dir, split=split)
     if missing:
         _log.warning("%s goes without %s: no data in %s", name, ", ".join(missing), data_dir)
     return {
         find_task(task).to_seqio(vocabulary, data_dir): rate if task in sampled else 0.0
         for task, rate in members.items()
     }
+
+
+def _missing_members(
+    name: str, sampled: Iterable[str], *, data_dir: pathlib.Path, split: str
+) -> list[str]:
+    """Returns the members of a mixture that should have a split and are not sampled from."""
+    if name not in MIXTURES:
+        rates = mixture_rates(name, data_dir)
+        return [task for task, rate in rates.items() if rate and task not in sampled]
+    return [
+        task
+        for task, rate in MIXTURES[name].items()
+        if rate and task not in sampled and (task not in TASKS or split in TASKS[task].splits)
+    ]
 
 
 def register(

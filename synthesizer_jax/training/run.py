@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from synthesizer_jax.checkpoints.manager import finished_steps
-from synthesizer_jax.data import imported, synthetic, tasks, translation  # noqa: F401 - its tasks
+from synthesizer_jax.data import imported, synthetic, tasks
 from synthesizer_jax.data.pipeline import Stream
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation.evaluator import Evaluator, log_values

@@ -7,11 +7,13 @@ import pytest
 
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.cli.recipes import load_recipe
-from synthesizer_jax.data.translation import CORPORA, Corpus, import_corpus
+from synthesizer_jax.data.importers import corpora, import_corpus
+from synthesizer_jax.data.importers.corpus_layouts import CORPORA
 from synthesizer_jax.distillation.distill import FINE_TUNED, Distillation, distill
 from synthesizer_jax.evaluation.metrics import bleu
 from synthesizer_jax.registry import replace
 from tests.cli.test_commands import call
+from tests.data.small import multi30k
 
 pytestmark = pytest.mark.slow
 
@@ -29,17 +31,15 @@ def lines(count, language):
 def place(tmp_path_factory):
     """A tiny corpus in the layout of Multi30k, imported, with a vocabulary and a teacher."""
     place = tmp_path_factory.mktemp("translation")
-    files = CORPORA["multi30k"].files
     (place / "text").mkdir()
-    for split, stem in files.items():
-        for language in ("en", "de"):
-            text = lines(SIZES[split], language)
-            (place / "text" / f"{stem}.{language}").write_text(text, encoding="utf-8")
+    for split in CORPORA["multi30k"][0].splits:
+        for name in split.parts[0]:
+            text = lines(SIZES[split.name], name.rpartition(".")[2])
+            (place / "text" / name).write_text(text, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        corpus = Corpus(pairs=CORPORA["multi30k"].pairs, files=files, sizes=SIZES)
-        patch.setattr("synthesizer_jax.data.translation.CORPORA", {"multi30k": corpus})
+        patch.setattr(corpora, "CORPORA", {"multi30k": multi30k(SIZES)})
         said = import_corpus("multi30k", place / "text", place / "data")
-    assert [s.status for s in said.splits] == ["complete"] * 3 + ["missing"] * 3
+    assert [s.status for s in said.splits] == ["complete"] * 3 + ["missing"] * 6
     call(
         *("data", "vocabulary", "multi30k_en_de", "--output", place / "spm.model"),
         *("--data-dir", place / "data", "--size", 36),

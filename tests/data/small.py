@@ -3,6 +3,7 @@
 As a program it restores streams in a process of its own and prints digests of their next batches.
 """
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -14,6 +15,7 @@ import seqio
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from synthesizer_jax.data.importers.corpus_layouts import CORPORA, Layout
 from synthesizer_jax.data.pipeline import DataConfig, Stream
 
 ROWS = {"many": 2500, "few": 40, "made": 90, "never": 50, "noisy": 60}
@@ -107,6 +109,17 @@ def register(data_dir: pathlib.Path, *, word: int = 1) -> None:
         )
     seqio.MixtureRegistry.add("small", list(FIXED.items()))
     seqio.MixtureRegistry.add("small_live", list(MIXED.items()))
+
+
+def multi30k(sizes: dict[str, int]) -> tuple[Layout, ...]:
+    """The layouts of a smaller Multi30k."""
+    return tuple(
+        dataclasses.replace(
+            layout,
+            splits=tuple(dataclasses.replace(s, rows=sizes[s.name]) for s in layout.splits),
+        )
+        for layout in CORPORA["multi30k"]
+    )
 
 
 def digests(stream: Stream, count: int) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 
 from synthesizer_jax.data import tasks
 from synthesizer_jax.data.importers import import_benchmark
-from synthesizer_jax.data.mixtures import MIXTURES
+from synthesizer_jax.data.mixtures import C4, MIXTURES, ExamplesRate
 from synthesizer_jax.data.pipeline import DataConfig, Stream
 from synthesizer_jax.data.vocabularies import (
     Bytes,
@@ -117,13 +117,31 @@ def test_evaluation_only_twins_stand_for_the_trained_task():
 
 
 def test_rates_are_t5s():
-    totals = {name: sum(rates.values()) for name, rates in MIXTURES.items()}
+    fixed = [name for name in MIXTURES if "proportional" in name and "leave" not in name]
+    totals = {name: sum(tasks.mixture_rates(name).values()) for name in fixed}
     assert totals["glue_v002_proportional"] == 949_101
     assert totals["super_glue_v102_proportional"] == 185_673
     assert totals["super_glue_v102_proportional_sentinel"] == 185_673
     assert totals["wsc_dpr_simple_proportional"] == 1_581
     assert totals["glue_super_glue_proportional"] == 949_101 + 185_673 - 2_490
-    assert all(name in tasks.TASKS for rates in MIXTURES.values() for name in rates)
+    members = {name for rates in MIXTURES.values() for name in rates}
+    assert members - set(tasks.TASKS) <= {C4}
+
+
+def test_rates_by_examples_are_those_of_the_prepared_data(
+    data_dir, vocabulary, caplog, monkeypatch
+):
+    rates = tasks.register("en_mix", vocabulary, data_dir=data_dir)
+    assert rates == {"super_glue_boolq_v102": 40.0}
+    assert "goes without" in caplog.text and C4 in caplog.text
+    assert "mnli_matched" not in caplog.text  # it is only evaluated
+    monkeypatch.setenv("SYNTHESIZER_DATA_DIR", str(data_dir))
+    mixed = tasks.mixture_rates("en_mix")
+    assert mixed["super_glue_boolq_v102"] == 40 and mixed["glue_cola_v002"] == 0
+    assert C4 not in mixed
+    assert ExamplesRate(ceiling=36, temperature=2, scale=2)(40) == 6
+    with pytest.raises(ValueError, match=r"ExamplesRate\.temperature is 0; it must be positive"):
+        ExamplesRate(temperature=0)
 
 
 @pytest.mark.slow

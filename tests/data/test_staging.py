@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from synthesizer_jax.cli.main import app
-from synthesizer_jax.data.importers import import_benchmark
+from synthesizer_jax.data.importers import IMPORTERS, corpora, import_benchmark, import_corpus
 from synthesizer_jax.data.importers.layouts import TASKS, find_file
 from synthesizer_jax.data.staging import Staging, staging
-from synthesizer_jax.data.translation import CORPORA, Corpus, import_corpus
+from tests.data.small import multi30k
 
 NAMES = ("glue/cola/1.0.0", "glue/rte/1.0.0", "glue/wnli/1.0.0")
 
@@ -201,10 +201,9 @@ def test_a_folder_that_cannot_be_read_is_not_called_missing(tmp_path, monkeypatc
 
 
 def test_an_empty_line_of_one_language_is_named(tmp_path, monkeypatch):
-    files = CORPORA["multi30k"].files
-    corpus = Corpus(pairs=(("en", "de"),), files=files, sizes=dict.fromkeys(files, 3))
-    monkeypatch.setattr("synthesizer_jax.data.translation.CORPORA", {"multi30k": corpus})
-    for stem in files.values():
+    sizes = dict.fromkeys(("train", "validation", "test"), 3)
+    monkeypatch.setattr(corpora, "CORPORA", {"multi30k": multi30k(sizes)[:1]})
+    for stem in ("train", "val", "test_2016_flickr"):
         (tmp_path / f"{stem}.en").write_text("a\nb\nc\n")
         (tmp_path / f"{stem}.de").write_text("a\n \nc\n" if stem == "val" else "a\nb\nc\n")
     with pytest.raises(ValueError, match=r"val\.de, line 2: an empty line.* nothing was imported"):
@@ -216,4 +215,5 @@ def test_the_command_names_all_that_can_be_imported(tmp_path):
     result = CliRunner().invoke(app, ["data", "import", "gleu", "--from", str(tmp_path)])
     said = str(result.exception)
     assert said.startswith("'gleu' cannot be imported, did you mean 'glue'?; choose one of ")
-    assert all(name in said for name in ("glue", "super_glue", "multi30k"))
+    assert all(name in said for name in IMPORTERS)
+    assert {"glue", "super_glue", "multi30k", "squad"} <= set(IMPORTERS)

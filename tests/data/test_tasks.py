@@ -322,7 +322,7 @@ def test_listing_loads_no_tensorflow_and_needs_no_network():
         "import sys, socket\n"
         "socket.socket.connect = None\n"
         "from synthesizer_jax.data import tasks, mixtures\n"
-        "assert len(tasks.TASKS) == 37, len(tasks.TASKS)\n"
+        "assert len(tasks.TASKS) > 70, len(tasks.TASKS)\n"
         "assert tasks.mixture_rates('glue_v002_proportional')\n"
         "assert not {'tensorflow', 'seqio'} & set(sys.modules)\n"
     )

@@ -60,6 +60,26 @@ RIGHT = {
     ),
     "DPR": ("dpr_v001_simple", row("Tom"), ["Tom"], ["tom", "Bob"]),
     "translation": ("multi30k_en_de", row("Ein Mann."), ["Ein Mann."], ["Ein Mann"]),
+    "SQuAD": (
+        "squad_v010_allanswers",
+        row("the U . S .", answers=[b"the U . S .", b"America"], context=b"x"),
+        ["u s", "america"],
+        ["US", ""],
+    ),
+    "SQuAD, one answer": (
+        "squad_v010",
+        row("the U . S .", answers=[b"the U . S .", b"America"], context=b"x"),
+        ["u s"],
+        ["America"],
+    ),
+    "SQuAD by position": (
+        "squad_v010_allanswers_span",
+        row("start: 1 end: 1", answers=[b"won", b"Ann won"], context=b"Ann won ."),
+        ["start: 1 end: 1", "start: 0 end: 1"],
+        ["won", "start: 0 end: 0", ""],
+    ),
+    "TriviaQA": ("trivia_qa_v010", row("ann lee"), ["ann lee"], ["Ann Lee"]),
+    "a class of text": ("ag_news_v100", row("Sci/Tech"), ["Sci/Tech"], ["sci/tech", "World"]),
     "a sentinel": (
         "super_glue_boolq_v102_1_sentinel",
         row("True"),

@@ -14,6 +14,7 @@ from synthesizer_jax.evaluation.averages import (
     best_average,
     best_single_step,
 )
+from synthesizer_jax.evaluation.metrics.generation import T5_ROUGE
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,54 @@ def test_bleu_is_t5s_unless_a_task_says_otherwise():
     assert len(set(scores.values())) == 3
     assert metrics.bleu(targets, predictions)["bleu"] == pytest.approx(scores["intl"])
     for name, score in scores.items():
-        assert metrics.bleu(targets, predictions, tokenize=name)["bleu"] == pytest.approx(score)
+        key = "bleu" if name == "intl" else f"bleu_{name}"
+        assert metrics.bleu(targets, predictions, tokenize=name) == {key: pytest.approx(score)}
+    assert metrics.bleu_13a(targets, predictions) == {"bleu_13a": pytest.approx(scores["13a"])}
+
+
+def test_every_reference_counts():
+    targets, predictions = [["a b c d e", "v w x y z"], ["k l m n o"]], ["v w x y z", "k l m n o"]
+    assert metrics.bleu(targets, predictions)["bleu"] == pytest.approx(100)
+    assert metrics.chrf(targets, predictions)["chrf"] == pytest.approx(100)
+    assert metrics.rouge(targets, predictions) == dict.fromkeys(T5_ROUGE, pytest.approx(100))
+    first = [references[0] for references in targets]
+    assert metrics.bleu(first, predictions)["bleu"] < 60
+    assert metrics.chrf(first, predictions)["chrf"] < 80
+
+
+def test_rouge_by_hand():
+    """3 of 4 words in common, 1 of 3 pairs, a common subsequence of 2; sentences in another order."""
+    targets, predictions = ["a b c d . e f ."], ["e f . a b c d ."]
+    found = metrics.rouge_all(targets, predictions)
+    assert found["rouge1"] == pytest.approx(100)
+    assert found["rouge2"] == pytest.approx(100 * 4 / 5)
+    assert found["rougeL"] == pytest.approx(100 * 4 / 6)
+    assert found["rougeLsum"] == pytest.approx(100)
+    assert metrics.rouge_l(targets, predictions) == {"rougeL": found["rougeL"]}
+
+
+def test_dialogue_metrics_by_hand():
+    targets, predictions = ["i like red cars a lot ."], ["i like cars a lot ."]
+    found = metrics.dialogue_bleu(targets, predictions)
+    brevity = np.exp(1 - 7 / 6)
+    assert found["bleu1"] == pytest.approx(100 * brevity)
+    precisions = [6 / 6, 4 / 5, 2 / 4, 1 / 3]
+    assert found["bleu4"] == pytest.approx(100 * brevity * np.prod(precisions) ** (1 / 4))
+    assert metrics.distinct(None, ["a b a b", "a b c"]) == {
+        "distinct1": pytest.approx(100 * 3 / 7),
+        "distinct2": pytest.approx(100 * 3 / 5),
+    }
+    assert metrics.distinct(None, [""]) == {"distinct1": 0.0, "distinct2": 0.0}
+
+
+def test_answers_are_normalized_as_the_scripts_do_it():
+    text = "The  U.S.A., ‘an’ a_b"
+    assert metrics.normalize_squad(text) == "usa ‘ ’ ab"
+    assert metrics.normalize_trivia_qa(text) == "u s b"
+    assert metrics.squad([["x", "the Cat"], ["b c"]], ["cat!", "c d"]) == {"em": 50.0, "f1": 75.0}
+    assert metrics.trivia_qa([["a-b"]], ["B"])["em"] == 100.0
+    span = {"answers": ["won it"], "context": "Ann, who won it."}
+    assert metrics.span_squad([span] * 2, ["start: 2 end: 3", "2 3"]) == {"em": 50.0, "f1": 50.0}
 
 
 def test_gender_parity_compares_pairs():

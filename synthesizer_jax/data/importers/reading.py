@@ -71,18 +71,23 @@ def read_json_entries(path: pathlib.Path) -> Iterator[tuple[str, Row]]:
     Raises:
       ValueError: the file is not a JSON object of objects.
     """
-    entries = parse_object(path, 1, "\n".join(line for _, line in read_lines(path)))
+    entries = parse_object(path, 1, read_text(path))
     for key, entry in entries.items():
         if not isinstance(entry, dict):
             raise import_error(path, f"entry {key!r}", "not a JSON object")
         yield f"entry {key!r}", entry
 
 
-def parse_object(path: pathlib.Path, number: int, text: str) -> Row:
-    """Returns the JSON object in a text.
+def read_text(path: pathlib.Path) -> str:
+    """Returns the lines of a file as one text; see `read_lines`."""
+    return "\n".join(line for _, line in read_lines(path))
+
+
+def parse_value(path: pathlib.Path, number: int, text: str) -> JSON:
+    """Returns the JSON value in a text.
 
     Raises:
-      ValueError: `text` is not a JSON object.
+      ValueError: `text` is not JSON.
     """
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
@@ -96,6 +101,16 @@ def parse_object(path: pathlib.Path, number: int, text: str) -> Row:
         raise import_error(
             path, number, f"{surrogate} is half a character and no Unicode text"
         ) from error
+    return value
+
+
+def parse_object(path: pathlib.Path, number: int, text: str) -> Row:
+    """Returns the JSON object in a text.
+
+    Raises:
+      ValueError: `text` is not a JSON object.
+    """
+    value = parse_value(path, number, text)
     if not isinstance(value, dict):
         raise import_error(path, number, f"a JSON object was expected, not {type(value).__name__}")
     return value

@@ -14,7 +14,8 @@ class SplitReport:
       task: the name of the task's directory in the original distribution, such as `CoLA`.
       config: the TFDS data set that it belongs to, such as `glue/cola`.
       split: the TFDS split, such as `validation_matched`.
-      status: `complete` (the published size), `subset` (a known sample, any size) or `missing`.
+      status: `complete` (the published size), `present` (no size to compare with), `subset` (a known
+        sample or some of the parts, any size) or `missing`.
       rows: number of examples written.
       dropped: number of rows of the file that TFDS drops.
       file: the original file; None if missing.

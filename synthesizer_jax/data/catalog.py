@@ -1,0 +1,142 @@
+"""All tasks of T5 and of the papers; those of T5 have its names.
+
+Beside GLUE, SuperGLUE and translation they are summarization, question answering, language modeling,
+dialogue and the classification of texts.
+"""
+
+from __future__ import annotations
+
+from synthesizer_jax.data.definitions import GLUE, SENTINEL, SUPER_GLUE, TaskDefinition
+from synthesizer_jax.data.formats import Classification
+from synthesizer_jax.data.generation_formats import (
+    Dialogue,
+    FirstAnswerSQuAD,
+    LanguageModeling,
+    SpanSQuAD,
+    SQuAD,
+    Summarization,
+    TriviaQA,
+)
+from synthesizer_jax.data.translation import TRANSLATION
+from synthesizer_jax.evaluation import metrics
+
+SUMMARIZATION = (
+    TaskDefinition(  # See et al. 2017
+        "cnn_dailymail_v002",
+        "cnn_dailymail",
+        Summarization(("article", "highlights")),
+        metrics=(metrics.rouge,),
+    ),
+    TaskDefinition(  # Narayan et al. 2018; not a task of T5
+        "xsum_v110",
+        "xsum",
+        Summarization(("document", "summary")),
+        metrics=(metrics.rouge_all,),
+    ),
+)
+
+_SQUAD_SPLITS = ("train", "validation")
+
+QUESTION_ANSWERING = (
+    TaskDefinition(  # Rajpurkar et al. 2016
+        "squad_v010_allanswers",
+        "squad/v1.1",
+        SQuAD(),
+        metrics=(metrics.squad,),
+        splits=_SQUAD_SPLITS,
+    ),
+    TaskDefinition(
+        "squad_v010_context_free",
+        "squad/v1.1",
+        SQuAD(context=False),
+        metrics=(metrics.squad,),
+        splits=_SQUAD_SPLITS,
+    ),
+    TaskDefinition(
+        "squad_v010_allanswers_span",
+        "squad/v1.1",
+        SpanSQuAD(),
+        metrics=(metrics.span_squad,),
+        splits=_SQUAD_SPLITS,
+    ),
+    TaskDefinition(
+        "squad_v010",
+        "squad/v1.1",
+        FirstAnswerSQuAD(),
+        metrics=(metrics.squad,),
+        splits=_SQUAD_SPLITS,
+    ),
+    TaskDefinition("trivia_qa_v010", "trivia_qa/rc", TriviaQA(), metrics=()),  # Joshi et al. 2017
+)
+
+LANGUAGE_MODELING = (
+    TaskDefinition(  # Chelba et al. 2013; rows are sentences
+        "lm1b_v100_full_lm", "lm1b", LanguageModeling(), metrics=(), splits=("train", "test")
+    ),
+    *(
+        TaskDefinition(  # Merity et al. 2016; rows are articles
+            f"wikitext_{size}_{version}_full_lm",
+            f"wikitext/wikitext-{size}-{version.replace('_', '-')}",
+            LanguageModeling(),
+            metrics=(),
+        )
+        for size in (2, 103)
+        for version in ("v1", "raw_v1")
+    ),
+)
+"""Their measure is the held-out loss. ``v1`` of WikiText has ``<unk>`` for rare words."""
+
+_DIALOGUE_METRICS = (metrics.dialogue_bleu, metrics.rouge_l, metrics.distinct)
+
+DIALOGUE = (
+    TaskDefinition(  # Zhang et al. 2018, Dinan et al. 2019
+        "convai2_self_original",
+        "convai2/self_original",
+        Dialogue(),
+        metrics=_DIALOGUE_METRICS,
+        splits=("train", "validation"),
+    ),
+    TaskDefinition(  # without personas, as in Tensor2Tensor
+        "convai2_none_original",
+        "convai2/none_original",
+        Dialogue(),
+        metrics=_DIALOGUE_METRICS,
+        splits=("train", "validation"),
+    ),
+    TaskDefinition(  # Lin et al. 2021; its test split is ConvAI2's validation split
+        "xpersona_en",
+        "xpersona/en",
+        Dialogue(),
+        metrics=_DIALOGUE_METRICS,
+        splits=("validation", "test"),
+    ),
+)
+
+TEXT_CLASSIFICATION = (
+    TaskDefinition(  # Zhang et al. 2015
+        "ag_news_v100",
+        "ag_news_subset",
+        Classification(
+            "ag_news", ("title", "description"), ("World", "Sports", "Business", "Sci/Tech")
+        ),
+        splits=("train", "test"),
+    ),
+    TaskDefinition(  # Maas et al. 2011
+        "imdb_reviews_v100",
+        "imdb_reviews/plain_text",
+        Classification("imdb", ("text",), ("negative", "positive")),
+        splits=("train", "test"),
+    ),
+)
+
+DEFINITIONS = (
+    *GLUE,
+    *SUPER_GLUE,
+    *SENTINEL,
+    *TRANSLATION,
+    *SUMMARIZATION,
+    *QUESTION_ANSWERING,
+    *LANGUAGE_MODELING,
+    *DIALOGUE,
+    *TEXT_CLASSIFICATION,
+)

@@ -1,0 +1,129 @@
+"""Rows for the comparison with T5: made ones in the schema of TFDS, and the first ones of real files."""
+
+import gzip
+import pathlib
+from collections.abc import Iterator
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from synthesizer_jax.data.importers import import_benchmark
+
+TEXTS = (
+    "Ann's dog isn't here . It barks, though!",
+    "Straße – “quoted” text; it costs 3 €.",
+    "U.S. troops left (again) .  Two  spaces",
+    "the cat sat on the mat . a dog ran . ",
+    "x",
+)
+WSC = "Ann told Sue that she won the race ."
+PASSAGE = 'One.\n@highlight\nTwo "x"\n@highlight\nThree\n@highlight\nFour'
+CONTEXT = "In 1912, Ann Lee (a Briton) won the U.S. Open; Ann Lee's prize was $5,000."
+
+SPECIAL = {
+    "super_glue/wsc.fixed": [
+        {"text": WSC, "span1_index": 0, "span1_text": "Ann", "span2_index": 4, "span2_text": "she",
+         "label": label, "idx": i}
+        for i, label in enumerate((0, 1, 1, 0, -1))
+    ],
+    "glue/wnli": [
+        {"sentence1": "The fish ate the worm. It was tasty.", "sentence2": "The worm was tasty.",
+         "label": 1, "idx": 0},
+        {"sentence1": "Ann gave Sue her book, then they left.", "sentence2": "Ann gave Sue Sue's book",
+         "label": 0, "idx": 1},
+        {"sentence1": "He met Mr. Smith's son. He waved.", "sentence2": "Mr. Smith's son waved.",
+         "label": -1, "idx": 2},
+    ],
+    "definite_pronoun_resolution": [
+        {"sentence": "The bee landed on the flower because it had pollen, so it left it.",
+         "pronoun": "it", "candidates": ["The bee", "The flower"], "label": label}
+        for label in (0, 1)
+    ],
+    "super_glue/multirc": [
+        {"paragraph": "<b>Sent 1: </b>A.<br>B.", "question": f"Q{q}?", "answer": TEXTS[a],
+         "label": (q + a) % 2, "idx": {"paragraph": q // 2, "question": q, "answer": a}}
+        for q in range(4) for a in range(3)
+    ],
+    "super_glue/record": [
+        {"passage": PASSAGE, "query": f"Who is @placeholder {q}?", "entities": ["A", "The B"],
+         "answers": ["A", "The B"][:q], "idx": {"passage": q, "query": q + 7}}
+        for q in range(3)
+    ],
+    "squad/v1.1": [
+        {"id": str(i), "title": "T", "context": CONTEXT, "question": f"Who {TEXTS[i]}?",
+         "answers": {"text": answers, "answer_start": [0] * len(answers)}}
+        for i, answers in enumerate((
+            ["Ann Lee", "Lee"], ["U.S. Open"], ["$5,000"], ["1912"], ["prize was $5,000."],
+        ))
+    ],
+    "trivia_qa/rc": [
+        {"question": "Who won?", "question_id": "1", "question_source": "x",
+         "answer": {"aliases": ["Ann"], "normalized_aliases": ["ann lee", "lee", "nobody", "u s"],
+                    "matched_wiki_entity_name": "", "normalized_matched_wiki_entity_name": "",
+                    "normalized_value": "", "type": "", "value": ""},
+         "entity_pages": {"doc_source": ["a"], "filename": ["b"], "title": ["c"],
+                          "wiki_context": [CONTEXT]},
+         "search_results": {"description": ["d", "d"], "filename": ["f", "f"], "rank": [0, 1],
+                            "search_context": ["Nothing\nhere.", (CONTEXT + " ") * 9],
+                            "title": ["t", "t"], "url": ["u", "u"]}},
+    ],
+}  # fmt: skip
+
+
+def made(dataset: str, data_dir: pathlib.Path) -> tf.data.Dataset:
+    """Rows in the schema of a data set of TFDS, without its data."""
+    features = tfds.builder(dataset, data_dir=data_dir).info.features
+    rows = SPECIAL.get(dataset) or [
+        {name: _value(feature, i + j) for j, (name, feature) in enumerate(features.items())}
+        for i in range(12)
+    ]
+    signature = features.get_tensor_spec()
+    return tf.data.Dataset.from_generator(lambda: iter(rows), output_signature=signature)
+
+
+def _value(feature: tfds.features.FeatureConnector, i: int) -> str | int | float:
+    if isinstance(feature, tfds.features.ClassLabel):
+        return i % (feature.num_classes + 1) - 1
+    if feature.np_dtype == np.float32:
+        return (i * 7) % 26 / 5 + 0.1 * (i % 2)
+    return i if np.issubdtype(feature.np_dtype, np.integer) else TEXTS[i % len(TEXTS)]
+
+
+def import_samples(real_data: pathlib.Path, place: pathlib.Path) -> pathlib.Path:
+    """Imports the first rows of every real file of GLUE and SuperGLUE, and all of WNLI."""
+    left_out = ("kshot", "msr_paraphrase", "dev_ids", "diagnostic-full")
+    for path in [*real_data.glob("glue/*/*.gz"), *real_data.glob("super_glue/*/*.gz")]:
+        if path.name.startswith(left_out):
+            continue
+        is_sample = path.name.startswith(("subset", "fewglue", "textfooler"))
+        name = path.name.removesuffix(".gz")
+        target = (
+            place / path.parent.relative_to(real_data) / f"{'' if is_sample else 'subset_'}{name}"
+        )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(b"".join(_first_lines(path)))
+    for benchmark in ("glue", "super_glue"):
+        import_benchmark(benchmark, place, place / "data")
+    return place / "data"
+
+
+def _first_lines(path: pathlib.Path) -> Iterator[bytes]:
+    with gzip.open(path) as file:
+        for number, line in enumerate(file):
+            if number < 30 or path.name.endswith(".json.gz") or "WNLI" in path.parts:
+                yield line
+
+
+def real(dataset: str, data_dir: pathlib.Path, rows_per_split: int) -> tf.data.Dataset | None:
+    """The first rows of every split of an imported data set; None if there is none."""
+    directory = next((data_dir / dataset).glob("*.*.*"), None)
+    if directory is None:
+        return None
+    builder = tfds.builder_from_directory(directory)
+    first, *others = (
+        builder.as_dataset(s).take(rows_per_split) for s in sorted(builder.info.splits)
+    )
+    for other in others:
+        first = first.concatenate(other)
+    return first

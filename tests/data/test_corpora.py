@@ -1,0 +1,280 @@
+"""Corpora in the layouts in which they are published: rows, sizes, and errors that name the line."""
+
+import csv
+import gzip
+import io
+import json
+import pathlib
+import shutil
+
+import pytest
+import tensorflow_datasets as tfds
+
+from synthesizer_jax.data import tasks
+from synthesizer_jax.data.catalog import DEFINITIONS
+from synthesizer_jax.data.importers import IMPORTERS, import_corpus
+from synthesizer_jax.data.importers.corpus_layouts import CORPORA
+from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.evaluation import evaluation_sets
+
+
+def place(root, files):
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return root
+
+
+def stored(data_dir, name, split):
+    builder = tfds.builder_from_directory(next((data_dir / name).glob("*.*.*")))
+    return list(tfds.as_numpy(builder.as_dataset(split=split)))
+
+
+def texts(row, *names):
+    return tuple(row[name].decode() for name in names)
+
+
+QUESTIONS = {
+    "data": [
+        {
+            "title": "T",
+            "paragraphs": [
+                {
+                    "context": "Ann won.",
+                    "qas": [
+                        {
+                            "id": "1",
+                            "question": "Who won?",
+                            "answers": [{"text": "Ann", "answer_start": 0}] * 2,
+                        }
+                    ],
+                }
+            ],
+        }
+    ]
+}
+TALK = '<doc>\n<title>T</title>\n<seg id="1"> {} &amp; x </seg>\n</doc>\n'
+WIKI = " \n = One = \n \n a <unk> \n = = Part = = \n \n b \n \n = Two = \n \n c \n"
+ARTICLE = (
+    "[SN]URL[SN]\nu\n[SN]TITLE[SN]\nt\n[SN]FIRST-SENTENCE[SN]\nShort.\n\n[SN]RESTBODY[SN]\nLong.\n"
+)
+CHAT = (
+    "1 your persona: i ski.\n2 hello .\thi .\n3 you ?\ti ski .\tx|y\n"
+    "1 your persona: i sing.\n2 hey .\tyo .\n"
+)
+
+LAYOUTS = {
+    "iwslt2016": {
+        "en-de/train.tags.en-de.en": "<url>u</url>\n<title>t</title>\nA \n\nB\n",
+        "en-de/train.tags.en-de.de": "<url>u</url>\n<title>t</title>\nC\n\nD\n",
+        "en-de/IWSLT16.TED.tst2013.en-de.en.xml": TALK.format("E"),
+        "en-de/IWSLT16.TED.tst2013.en-de.de.xml": TALK.format("F"),
+    },
+    "wmt14": {"src-train.txt": "a\n\nb\n", "tgt-train.txt": "c\nd\ne\n"},
+    "wikitext": {"wikitext-2/wiki.train.tokens": WIKI, "wikitext-103/valid.txt": WIKI},
+    "lm1b": {
+        "1-billion/training-monolingual.tokenized.shuffled/news.en-00001-of-00100": "a b\nc\n",
+        "1-billion/training-monolingual.tokenized.shuffled/news.en-00002-of-00100": "d\n",
+        "1-billion/heldout-monolingual.tokenized.shuffled/news.en.heldout-00000-of-00050": "e\n",
+    },
+    "cnn_dailymail": {"train_sample.csv": ',id,article,highlights\n0,i,"A\nB",C\n'},
+    "convai2": {"train_self_original_no_cands.txt": CHAT},
+}
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    """Small corpora in their published layouts, imported."""
+    target = tmp_path_factory.mktemp("data")
+    for name, files in LAYOUTS.items():
+        import_corpus(name, place(tmp_path_factory.mktemp(name), files), target)
+    return target
+
+
+def test_translations(data_dir):
+    rows = stored(data_dir, "iwslt2016/en_de", "train")
+    assert sorted(texts(row, "en", "de") for row in rows) == [("A", "C"), ("B", "D")]
+    (row,) = stored(data_dir, "iwslt2016/en_de", "validation")
+    assert texts(row, "en", "de") == ("E & x", "F & x")
+    rows = stored(data_dir, "wmt14_translate/de-en", "train")
+    assert sorted(texts(row, "en", "de") for row in rows) == [("a", "c"), ("b", "e")]
+
+
+def test_language_models_have_lines_or_articles(data_dir):
+    rows = stored(data_dir, "lm1b", "train")
+    assert sorted(row["text"] for row in rows) == [b"a b", b"c", b"d"]
+    for name, split in (("2-v1", "train"), ("103-v1", "validation")):
+        rows = [
+            row["text"].decode() for row in stored(data_dir, f"wikitext/wikitext-{name}", split)
+        ]
+        assert sorted(rows) == [
+            " = One = \n \n a <unk> \n = = Part = = \n \n b",
+            " = Two = \n \n c",
+        ]  # fmt: skip
+    task = tasks.find_task("lm1b_v100_full_lm")
+    (row,) = task.format.preprocess(tfds.builder("lm1b", data_dir=data_dir).as_dataset("test"))
+    assert {name: value.numpy() for name, value in row.items()} == {"targets": b"e"}
+    assert not task.format.has_inputs
+    opened = task.to_seqio(Bytes().build(), data_dir)
+    (tokenized,) = opened.get_dataset(split="test").as_numpy_iterator()
+    assert set(tokenized) == {"targets", "targets_pretokenized"}
+    assert list(tokenized["targets"]) == [ord("e") + 3, 1]
+
+
+def test_summaries_and_dialogues(data_dir):
+    (row,) = stored(data_dir, "cnn_dailymail", "train")
+    assert texts(row, "id", "article", "highlights") == ("i", "A\nB", "C")
+    rows = stored(data_dir, "convai2/self_original", "train")
+    found = {(tuple(row["persona"]), tuple(row["history"]), row["reply"]) for row in rows}
+    assert found == {
+        ((b"i ski.",), (b"hello .",), b"hi ."),
+        ((b"i ski.",), (b"hello .", b"hi .", b"you ?"), b"i ski ."),
+        ((b"i sing.",), (b"hey .",), b"yo ."),
+    }
+    sets = evaluation_sets.load_evaluation_set(
+        "convai2_self_original",
+        "train",
+        Bytes().build(),
+        data_dir=data_dir,
+        lengths={"inputs": 200, "targets": 50},
+    )
+    inputs = {evaluation_sets.to_text(row["inputs_pretokenized"]) for row in sets.examples}
+    assert "dialogue history: hello . | hi . | you ? persona: i ski." in inputs
+    assert sets.score(sets.target_words)["bleu1"] == pytest.approx(100)
+
+
+def test_published_sizes_are_checked_and_readers_read(tmp_path):
+    """Every layout with a published size is read to its end, and then refused because it is too short."""
+    files = {
+        "squad": {"train-v1.1.json": QUESTIONS},
+        "ag_news": {"test.csv": '"3","A, ""B""","C"\n'},
+        "xpersona": {"En_persona_test.json": [{"persona": ["p"], "dialogue": [["a", "b"]]}]},
+        "imdb": {"aclImdb/train/neg/0_1.txt": "bad", "aclImdb/train/pos/0_9.txt": "good"},
+        "xsum": {
+            "XSum-TRAINING-DEV-TEST-SPLIT-90-5-5.json": {"train": ["1"], "validation": [], "test": []},
+            "bbc-summary-data/1.summary": ARTICLE,
+        },
+    }  # fmt: skip
+    expected = {
+        "squad": {"context": "Ann won.", "question": "Who won?", "title": "T", "id": "1"},
+        "ag_news": {"label": 2, "title": 'A, "B"', "description": "C"},
+        "xpersona": {"persona": ["p"], "history": ["a"], "reply": "b"},
+        "imdb": {"text": "bad", "label": 0},
+        "xsum": {"document": "Long.", "summary": "Short."},
+    }
+    for name, content in files.items():
+        source = place(tmp_path / name, content)
+        layout = CORPORA[name][0]
+        split = next(s for s in layout.splits if list(source.glob(s.parts[0][0])))
+        paths = [path for pattern in split.parts[0] for path in source.glob(pattern)]
+        _, row = next((split.read or layout.read)(paths))
+        assert row.items() >= expected[name].items()
+        assert set(row) == set(layout.features)
+        with pytest.raises(ValueError, match=r"the file ends here, where .* nothing was imported"):
+            import_corpus(name, source, tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "said"),
+    [
+        ("squad", {"dev-v1.1.json": {"data": [{}]}}, "not SQuAD's JSON .KeyError: 'paragraphs'"),
+        ("squad", {"dev-v1.1.json": "{"}, "line 1: not JSON"),
+        ("ag_news", {"test.csv": '"5","a","b"\n'}, "test.csv, line 1: class '5' is not 1, 2, 3 or 4"),
+        ("ag_news", {"test.csv": '"1","a"\n'}, "line 1: 2 fields where 3 belong"),
+        ("ag_news", {"test.csv": '"1","a" b,"c"\n'}, "line 1: .*expected after"),
+        ("cnn_dailymail", {"train.csv": "id,article\n"}, "line 1: no column 'highlights'"),
+        ("convai2", {"valid_self_original_no_cands.txt": "1 hi\n"}, "line 1: no tab and reply"),
+        ("convai2", {"valid_self_original_no_cands.txt": "hi\n"}, "line 1: a number and a text"),
+        ("xpersona", {"En_persona_test.json": [{"persona": 1}]}, "dialogue 1: 'persona' and"),
+        ("xpersona", {"En_persona_test.json": [{"persona": [], "dialogue": [["a"]]}]}, "a turn is"),
+        ("wmt14", {"src-train.txt": "a\nb\n", "tgt-train.txt": "a\n"},
+         "tgt-train.txt, the end: it ends before line 2 of the other language"),
+        ("imdb", {"readme.txt": ""}, r"lacks \*\.txt; nothing was imported"),
+    ],
+)  # fmt: skip
+def test_damaged_files_are_named(tmp_path, name, files, said):
+    source = place(tmp_path / "from", files)
+    with pytest.raises(ValueError, match=said) as caught:
+        import_corpus(name, source, tmp_path / "out")
+    assert "nothing was imported" in str(caught.value)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_every_data_set_of_a_corpus_has_a_task():
+    layouts = [layout for layouts in CORPORA.values() for layout in layouts]
+    used = {task.dataset: task for task in DEFINITIONS}
+    for layout in layouts:
+        assert {split.name for split in layout.splits} <= set(used[layout.dataset].splits)
+    assert set(CORPORA) < set(IMPORTERS)
+
+
+def test_configurations_and_versions_are_those_of_tfds(tmp_path):
+    for layout in (layout for layouts in CORPORA.values() for layout in layouts):
+        if layout.dataset.partition("/")[0] in tfds.list_builders(with_community_datasets=False):
+            info = tfds.builder(layout.dataset, data_dir=tmp_path).info
+            assert (str(info.version), set(info.features)) == (layout.version, set(layout.features))
+
+
+# The files that this machine may have. --------------------------------------------------------------
+
+
+def copied(real_data, target, names):
+    for old, new in names.items():
+        (target / new).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(real_data / old, target / new)
+    return target
+
+
+REAL = {
+    "wikitext": {f"wikitext-2/{s}.txt.gz": f"wikitext-2/{s}.txt.gz" for s in ("valid", "test")},
+    "xpersona": {
+        f"personachat_xpersona_en/En_persona_{s}.json.gz": f"En_persona_{s}.json.gz"
+        for s in ("valid", "test")
+    },
+    "ag_news": {"ag_news/test.csv.gz": "test.csv.gz"},
+    "cnn_dailymail": {"cnn_dailymail_sample/train_sample.csv.gz": "train_sample.csv.gz"},
+    "convai2": {
+        f"convai2_sample/{s}_self_original_no_cands.txt.gz": f"{s}_self_original_no_cands.txt.gz"
+        for s in ("train", "valid")
+    },
+    "wmt14": {
+        f"wmt15_ende_sample/{s}-train.txt.gz": f"{s}-train.txt.gz" for s in ("src", "tgt")
+    }
+    | {
+        f"wmt_newstest/en-{x}/newstest{y}.{z}.gz": f"en-{x}/newstest{y}.{z}.gz"
+        for x in ("de", "fr")
+        for y in (2013, 2014)
+        for z in ("en", x)
+    },
+}  # fmt: skip
+ROWS = {
+    "wikitext": {"validation": 60, "test": 60},
+    "xpersona": {"validation": 7_316, "test": 7_801},
+    "ag_news": {"test": 7_600},
+    "cnn_dailymail": {"train": 100},
+    "convai2": {"train": 66, "validation": 66},
+    "wmt14": {"train": 9_999, "validation": 3_000, "test": 3_003},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REAL)
+def test_published_files(name, real_data, tmp_path):
+    source = copied(real_data, tmp_path / "from", REAL[name])
+    report = import_corpus(name, source, tmp_path / "out")
+    first = CORPORA[name][0].dataset
+    found = {s.split: s.rows for s in report.splits if s.config == first and s.file}
+    assert found == ROWS[name]
+    stored(tmp_path / "out", first, next(iter(found)))
+
+
+@pytest.mark.slow
+def test_real_csv_is_read_as_it_is(real_data: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    import_corpus("ag_news", real_data / "ag_news", tmp_path)
+    text = gzip.decompress((real_data / "ag_news/test.csv.gz").read_bytes()).decode()
+    wanted = [(int(c) - 1, t, d) for c, t, d in csv.reader(io.StringIO(text, newline=""))]
+    rows = stored(tmp_path, "ag_news_subset", "test")
+    found = [(int(row["label"]), *texts(row, "title", "description")) for row in rows]
+    assert sorted(found) == sorted(wanted)
