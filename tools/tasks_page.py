@@ -71,7 +71,7 @@ FORMATS: dict[type[TextFormat], str] = {
 INTRODUCTION = """# Tasks and mixtures
 
 Written by `python -m tools.tasks_page docs/tasks.md` from the definitions in `synthesizer_jax/data/`; a
-test checks that it is current. `synthesizer-jax data tasks` says what is prepared in a data directory.
+test checks that it is current. `synthesizer-jax data list` says what is prepared in a data directory.
 
 *Import* is the name that `synthesizer-jax data import NAME --from DIRECTORY` takes. The other data sets
 are prepared by TensorFlow Datasets: `tfds.builder("NAME", data_dir="DATA").download_and_prepare()`.

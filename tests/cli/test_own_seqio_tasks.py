@@ -116,5 +116,5 @@ def test_it_is_trained_resumed_and_evaluated_from_the_run_alone(place):
 
 
 def test_the_list_of_tasks_has_it(place):
-    shown = command(place, "data", "tasks", "parity", "--import", "parity_tasks")
+    shown = command(place, "data", "list", "parity", "--import", "parity_tasks")
     assert "parity_was" in shown and "held_out 6" in shown

@@ -37,20 +37,21 @@ def rows(*sources, **options):
     return {split: [row for _, row in part] for split, part in found.items()}
 
 
-@pytest.mark.parametrize(
-    ("name", "data"),
-    [
-        ("a.jsonl", JSON_LINES),
-        ("a.json", JSON_LINES.replace(b"\n", b"\n\n")),
-        ("a.jsonl", b"\xef\xbb\xbf" + JSON_LINES),
-        ("a.csv", CSV),
-        ("a.csv", CSV.rstrip()),
-        ("a.tsv", TSV),
-        ("a.csv.gz", gzip.compress(CSV)),
-        ("a.jsonl.zst", zstd(JSON_LINES)),
-    ],
-)
-def test_a_file_of_every_format_is_read(tmp_path, name, data):
+FILES = {
+    "json lines": ("a.jsonl", JSON_LINES),
+    "blank lines": ("a.json", JSON_LINES.replace(b"\n", b"\n\n")),
+    "byte-order mark": ("a.jsonl", b"\xef\xbb\xbf" + JSON_LINES),
+    "csv": ("a.csv", CSV),
+    "csv without an end": ("a.csv", CSV.rstrip()),
+    "tsv": ("a.tsv", TSV),
+    "gzip": ("a.csv.gz", gzip.compress(CSV)),
+    "zstd": ("a.jsonl.zst", zstd(JSON_LINES)),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_file_of_every_format_is_read(tmp_path, case):
+    name, data = FILES[case]
     (tmp_path / name).write_bytes(data)
     assert rows(f"train={tmp_path / name}") == {"train": ROWS}
 

@@ -124,7 +124,7 @@ def test_a_container_keeps_only_what_is_mounted(world):
 
 def test_any_command_runs_on_the_machines(world):
     start = "--command=synthesizer_jax/tpu_scripts/host run none -- "
-    for run in ("eval --workdir bucket/runs/rv --all", "data tasks --data-dir bucket/data"):
+    for run in ("eval --workdir bucket/runs/rv --all", "data list --data-dir bucket/data"):
         assert world.launch("run", *PLACE, "--", *run.split()).returncode == 0
         assert world.calls()[-1][-1] == start + run
     assert refused(World(world.folder / "new"), "run", *PLACE).startswith("run needs a command of")
