@@ -1,6 +1,7 @@
 """Every part against T5's own functions, id for id, with the numbers that TensorFlow draws for them."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -117,8 +118,13 @@ def mask_seeds(seed: tuple[int, int]) -> list[tf.Tensor]:
     return [first, second, tf.stack([first[0] + second[1], first[1] - second[0]])]
 
 
+def case_name(value: object) -> str:
+    """The name of a function, or the beginning of an object's text."""
+    return value.__name__ if inspect.isfunction(value) else str(value)[:60]
+
+
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("noise", "theirs"), MASKS, ids=lambda x: str(x)[:60])
+@pytest.mark.parametrize(("noise", "theirs"), MASKS, ids=case_name)
 def test_masks_are_t5s(
     noise: Noise, theirs: Callable[..., tf.Tensor], seed: tuple[int, int]
 ) -> None:
@@ -138,7 +144,7 @@ def test_numbers_of_noise_tokens_and_spans_are_t5s_at_every_length() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("corruption", "theirs"), CORRUPTIONS, ids=lambda x: str(x)[:60])
+@pytest.mark.parametrize(("corruption", "theirs"), CORRUPTIONS, ids=case_name)
 def test_corruptions_are_t5s(
     corruption: Corruption, theirs: Callable[..., tf.Tensor], seed: tuple[int, int]
 ) -> None:
