@@ -21,6 +21,8 @@ WSC = "Ann told Sue that she won the race ."
 PASSAGE = 'One.\n@highlight\nTwo "x"\n@highlight\nThree\n@highlight\nFour'
 CONTEXT = "In 1912, Ann Lee (a Briton) won the U.S. Open; Ann Lee's prize was $5,000."
 
+LONG = "words that fill\na line , " * 20 + "here lee won , " + "and more words " * 20
+
 SPECIAL = {
     "super_glue/wsc.fixed": [
         {"text": WSC, "span1_index": 0, "span1_text": "Ann", "span2_index": 4, "span2_text": "she",
@@ -65,7 +67,7 @@ SPECIAL = {
          "entity_pages": {"doc_source": ["a"], "filename": ["b"], "title": ["c"],
                           "wiki_context": [CONTEXT]},
          "search_results": {"description": ["d", "d"], "filename": ["f", "f"], "rank": [0, 1],
-                            "search_context": ["Nothing\nhere.", (CONTEXT + " ") * 9],
+                            "search_context": [LONG, (CONTEXT + " ") * 9],
                             "title": ["t", "t"], "url": ["u", "u"]}},
     ],
 }  # fmt: skip

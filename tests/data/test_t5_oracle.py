@@ -43,8 +43,8 @@ def vocabulary(request, tmp_path_factory):
         return SentencePiece(str(model), extra_ids=100).build()
     except pytest.skip.Exception:
         path = tmp_path_factory.mktemp("vocabulary") / "small.model"
-        train_sentencepiece([*t5_rows.TEXTS, t5_rows.CONTEXT] * 20, path, vocab_size=200)
-        return SentencePiece(str(path)).build()
+        train_sentencepiece([*t5_rows.TEXTS, t5_rows.CONTEXT] * 20, path, vocab_size=60)
+        return SentencePiece(str(path), extra_ids=100).build()
 
 
 @pytest.fixture(scope="module")
