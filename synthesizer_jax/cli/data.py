@@ -8,13 +8,15 @@ from typing import Annotated
 
 import typer
 
+from synthesizer_jax.cli.data_cache import cache_tasks
 from synthesizer_jax.cli.libraries import load_data_libraries
 from synthesizer_jax.cli.options import DataDir, storage_option
 
 app = typer.Typer(
-    help="Import data sets, list tasks, train vocabularies. Nothing is downloaded.",
+    help="Import data sets, list tasks, train vocabularies, cache tokens. Nothing is downloaded.",
     no_args_is_help=True,
 )
+app.command("cache")(cache_tasks)
 
 
 @app.command("import")

@@ -1,11 +1,11 @@
-"""Training batches from SeqIO tasks, in an order that can be saved, restored and split over hosts.
+"""Training batches from a mixture's tasks, in an order that can be saved, restored and split over hosts.
 
 The stream consists of V virtual shards. Each shard draws a task by its rate, then that task's next
 example for the shard, and the batch takes B/V rows of each shard in order. The order of examples is
-therefore the same on any number of hosts. SeqIO reads and tokenizes the data. Examples of tasks
-without random steps are then cached in memory and drawn by counters (`members.InMemoryTaskStream`),
-so that a position is a few exact numbers. Other tasks remain SeqIO pipelines
-(`members.SeqioTaskStream`) with a TensorFlow checkpoint each.
+therefore the same on any number of hosts. Examples come from a cache (`cache`), or from SeqIO, which
+reads and tokenizes them; those of tasks without random steps are then held in memory and drawn by
+counters (`members.InMemoryTaskStream`), so that a position is a few exact numbers, the same for both.
+Other tasks remain SeqIO pipelines (`seqio_members.SeqioTaskStream`) with a TensorFlow checkpoint each.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ import concurrent.futures
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from synthesizer_jax.data.batch import batch_fields
+from synthesizer_jax.data.batch import assemble_batch
+from synthesizer_jax.data.cache import CachedExamples
 from synthesizer_jax.data.members import (
     CHUNK,
-    Example,
+    Drawn,
     Examples,
     InMemoryTaskStream,
-    SeqioTaskStream,
     TaskStream,
-    examples_of,
-    fits_memory,
     random_bits,
 )
+from synthesizer_jax.data.packing import WINDOW, Packer
 from synthesizer_jax.messages import not_divisible
 from synthesizer_jax.registry import check_types, fields_of
 
@@ -51,11 +50,14 @@ class DataConfig:
       batch_size: number of rows of the global batch.
       shards: V, the number of virtual shards, which must divide the batch size. It is fixed for a
         run.
-      pack: whether to pack several examples into a row, kept apart by segment ids.
+      pack: whether to pack several examples into a row, kept apart by segment ids (see
+        `packing.Packer`).
       seed: of shuffling and mixing.
       split: the split to read.
       shuffle: False reads every task in its stored order.
-      max_segments: the maximum number of examples per packed row; None is one per 32 input tokens.
+      max_segments: the maximum number of examples per packed row; None is one per 16 input tokens.
+      cached: whether examples come from caches (`synthesizer-jax data cache`): True requires them,
+        False ignores them, None uses those that there are. The batches are the same.
     """
 
     mixture: str
@@ -68,6 +70,7 @@ class DataConfig:
     split: str = "train"
     shuffle: bool = True
     max_segments: int | None = None
+    cached: bool | None = None
 
     def __post_init__(self) -> None:
         check_types(DataConfig, fields_of(self), "data")
@@ -95,14 +98,44 @@ class DataConfig:
         """The largest segment id that a row can have; packing observes it exactly."""
         if not self.pack:
             return 1
-        return self.max_segments or max(1, self.inputs_length // 32)
+        return self.max_segments or max(1, self.inputs_length // 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardPosition:
+    """The position of a virtual shard.
+
+    Attributes:
+      draws: number of drawn tasks.
+      members: the position of every task's stream by name; None: it is in files of its own.
+      pending: examples that were drawn and are in no row yet, oldest first.
+    """
+
+    draws: int
+    members: dict[str, list[int] | None]
+    pending: list[Drawn]
+
+    def to_json(self) -> str:
+        """Returns the contents of the shard's file."""
+        pending = [
+            [e.member, e.index]
+            if e.index is not None
+            else [e.member, e.inputs.tolist(), e.targets.tolist()]
+            for e in self.pending
+        ]
+        return json.dumps({"draws": self.draws, "members": self.members, "pending": pending})
+
+
+Position: TypeAlias = dict[int, ShardPosition]
+"""The positions of virtual shards by their indices."""
 
 
 class _VirtualShard:
-    """One virtual shard: an iterator that draws its next task by the rates.
+    """One virtual shard: draws its next task by the rates, and packs rows.
 
     Args:
       members: task streams by task name.
+      config: lengths and packing.
       rates: relative rates by task name.
       seed: of the draws.
     """
@@ -110,41 +143,56 @@ class _VirtualShard:
     def __init__(
         self,
         members: dict[str, TaskStream],
+        config: DataConfig,
         *,
-        rates: dict[str, float],
+        rates: Mapping[str, float],
         seed: np.random.SeedSequence,
     ):
-        self._members, self._seed = members, seed
+        self._streams, self._seed = list(members.values()), seed
         self._names = list(members)
         cumulative_rates = np.cumsum([rates[name] for name in self._names], dtype=np.float64)
         self._boundaries = cumulative_rates[:-1] / cumulative_rates[-1]
         self._num_draws, self._block = 0, -1
-        self._pending: Example | None = None
+        self._packer = Packer(
+            self,
+            (config.inputs_length, config.targets_length),
+            max_segments=config.segments_per_row,
+            window=WINDOW if config.pack else 1,
+        )
 
-    def __next__(self) -> Example:
-        example, self._pending = self._pending, None
-        if example is not None:
-            return example
+    def __iter__(self) -> Iterator[Drawn]:
+        return self
+
+    def __next__(self) -> Drawn:
         block, offset = divmod(self._num_draws, CHUNK)
         if block != self._block:
             self._block, self._choices = block, _draw_members(self._boundaries, self._seed, block)
         self._num_draws += 1
-        return next(self._members[self._names[self._choices[offset]]])
+        member = self._choices[offset]
+        stream = self._streams[member]
+        inputs, targets = next(stream)
+        return Drawn(inputs, targets, member, stream.index)
 
-    def put_back(self, example: Example) -> None:
-        """Puts an example back; the next call of `__next__` returns it."""
-        self._pending = example
+    def next_row(self) -> list[Drawn]:
+        """Returns the examples of the next row."""
+        return self._packer.next_row()
 
-    def save(self, prefix: pathlib.Path) -> None:
-        """Writes the position to ``prefix.json`` and, for SeqIO pipelines, to files beside it."""
-        members = {
-            name: self._members[name].save(prefix.with_name(f"{prefix.name}.{i}"))
-            for i, name in enumerate(self._names)
-        }
-        pending = self._pending and [ids.tolist() for ids in self._pending]
-        position = {"draws": self._num_draws, "members": members, "pending": pending}
+    def position(self) -> ShardPosition:
+        """Returns the position after the last row."""
+        members = {n: s.position() for n, s in zip(self._names, self._streams, strict=True)}
+        return ShardPosition(self._num_draws, members, self._packer.pending)
+
+    @property
+    def is_numeric(self) -> bool:
+        """Whether `position` alone is enough to continue."""
+        return all(stream.position() is not None for stream in self._streams)
+
+    def save(self, prefix: pathlib.Path, position: ShardPosition) -> None:
+        """Writes a position to ``prefix.json`` and, for SeqIO pipelines, to files beside it."""
+        for i, stream in enumerate(self._streams):
+            stream.save(prefix.with_name(f"{prefix.name}.{i}"))
         path = prefix.with_name(prefix.name + ".json")
-        path.write_text(json.dumps(position), encoding="utf-8")
+        path.write_text(position.to_json(), encoding="utf-8")
 
     def restore(self, prefix: pathlib.Path) -> None:
         """Continues with the example after the saved position."""
@@ -153,17 +201,20 @@ class _VirtualShard:
             raise ValueError(f"the saved data position lacks {path}; restore that file")
         position = json.loads(path.read_text(encoding="utf-8"))
         self._num_draws = position["draws"]
-        pending = position["pending"]
-        if pending is not None:
-            inputs, targets = (np.asarray(ids, np.int32) for ids in pending)
-            pending = (inputs, targets)
-        self._pending = pending
-        for i, name in enumerate(self._names):
+        for i, (name, stream) in enumerate(zip(self._names, self._streams, strict=True)):
             member_prefix = prefix.with_name(f"{prefix.name}.{i}")
-            self._members[name].restore(member_prefix, position["members"][name])
+            stream.restore(member_prefix, position["members"][name])
+        self._packer.restore([self._recall(*entry) for entry in position["pending"] or ()])
+
+    def _recall(self, member: int, *saved: int | list[int]) -> Drawn:
+        """Returns a pending example from its index, or from its inputs and targets."""
+        if isinstance(saved[0], int):
+            return Drawn(*self._streams[member].recall(saved[0]), member, saved[0])
+        inputs, targets = (np.asarray(ids, np.int32) for ids in saved)
+        return Drawn(inputs, targets, member, None)
 
 
-def _draw_members(boundaries: np.ndarray, seed: np.random.SeedSequence, block: int) -> np.ndarray:
+def _draw_members(boundaries: np.ndarray, seed: np.random.SeedSequence, block: int) -> list[int]:
     """Returns the member indices of one block of draws.
 
     Args:
@@ -172,7 +223,8 @@ def _draw_members(boundaries: np.ndarray, seed: np.random.SeedSequence, block: i
       block: index of the block of `CHUNK` draws.
     """
     uniform = (random_bits(seed, block, count=CHUNK) >> np.uint64(11)) * 2.0**-53
-    return np.searchsorted(boundaries, uniform, side="right")
+    choices: list[int] = np.searchsorted(boundaries, uniform, side="right").tolist()
+    return choices
 
 
 class OtherStreamError(ValueError):
@@ -185,10 +237,13 @@ class Stream:
     A batch is a dictionary of NumPy arrays ``[batch, length]``: ``encoder_input_tokens``,
     ``decoder_input_tokens``, ``decoder_target_tokens`` (int32) and ``decoder_loss_weights``
     (float32); packed batches also have ``*_segment_ids`` (from 1; 0 is padding) and
-    ``*_positions``.
+    ``*_positions``. `open_stream` makes it from a data directory.
 
     Args:
-      config: what to read; its tasks must be registered (`tasks.register`).
+      config: what to read; those of its tasks that are not in `cached` must be registered
+        (`tasks.register`).
+      cached: examples of tasks from caches, by task.
+      rates: the tasks' rates; None: those of the mixture that is registered.
       shards: indices of the virtual shards that this process reads, in order; None is all of them.
         The batch then contains the rows of these shards only, and only their positions are
         restored.
@@ -202,41 +257,53 @@ class Stream:
         self,
         config: DataConfig,
         *,
+        cached: Mapping[str, CachedExamples] = {},
+        rates: Mapping[str, float] | None = None,
         shards: Sequence[int] | None = None,
         saved: Sequence[int] | None = None,
     ):
         self.config = config
-        tasks, self._rates = _sampled_tasks(config)
-        in_memory = [task for task in tasks if fits_memory(task, config.split)]
-        self._examples = _read_examples(in_memory, config)
+        self._rates = dict(_registered_rates(config) if rates is None else rates)
+        self._examples: dict[str, Examples] = dict(cached)
+        self._live = [name for name in self._rates if name not in cached]
+        if self._live:
+            self._examples |= _read_examples(self._live, config)
         indices = range(config.shards) if shards is None else shards
-        self._shards = {index: self._make_shard(index, tasks) for index in indices}
+        self._shards = {index: self._make_shard(index) for index in indices}
         self._saved = list(self._shards) if saved is None else list(saved)
+
+    @property
+    def has_numeric_position(self) -> bool:
+        """Whether `position` alone is enough to continue: no task remains a SeqIO pipeline."""
+        return all(shard.is_numeric for shard in self._shards.values())
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
         rows_per_shard = self.config.batch_size // self.config.shards
-        return _assemble_batch(
-            [
-                self._fill_row(shard)
-                for shard in self._shards.values()
-                for _ in range(rows_per_shard)
-            ],
-            self.config,
-        )
+        shards = self._shards.values()
+        rows = [shard.next_row() for shard in shards for _ in range(rows_per_shard)]
+        return assemble_batch(rows, self.config)
 
-    def save(self, directory: pathlib.Path) -> None:
-        """Writes the position: ``stream.json``, and a separate file for every virtual shard.
+    def position(self) -> Position:
+        """Returns the position after the last batch, for `save`."""
+        return {index: self._shards[index].position() for index in self._saved}
+
+    def save(self, directory: pathlib.Path, position: Position | None = None) -> None:
+        """Writes a position: ``stream.json``, and a separate file for every virtual shard.
 
         A shard that moves to another host needs only its own file, and the files of its SeqIO task
         streams beside it. Among several processes the one that saves shard 0 writes
         ``stream.json``.
+
+        Args:
+          directory: where to.
+          position: None: that after the last batch.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        for index in self._saved:
-            self._shards[index].save(self._prefix(directory, index))
+        for index, shard_position in (self.position() if position is None else position).items():
+            self._shards[index].save(self._prefix(directory, index), shard_position)
         if 0 in self._saved:
             text = json.dumps(self.fingerprint(), indent=1)
             (directory / STREAM_FILE).write_text(text, encoding="utf-8")
@@ -264,98 +331,83 @@ class Stream:
         """Returns everything that must be equal for a saved position to be valid, as flat JSON.
 
         The checksums are those of the tasks' first examples: they depend on vocabulary, data set
-        and preprocessing.
+        and preprocessing. Whether examples come from a cache makes no difference.
         """
+        settings = dataclasses.asdict(self.config)
+        del settings["cached"]
+        if self.config.pack:
+            settings["packing"] = f"best fit among {WINDOW} examples"
         rates = {f"rate of {name}": rate for name, rate in self._rates.items()}
         checksums = {f"checksum of {name}": e.checksum for name, e in self._examples.items()}
-        return {**dataclasses.asdict(self.config), **rates, **checksums}
+        return {**settings, **rates, **checksums}
 
     def _prefix(self, directory: pathlib.Path, index: int) -> pathlib.Path:
         return directory / f"shard-{index:05}-of-{self.config.shards:05}"
 
-    def _make_shard(self, index: int, tasks: list[seqio.Task]) -> _VirtualShard:
+    def _make_shard(self, index: int) -> _VirtualShard:
         config, shard = self.config, (index, self.config.shards)
         members: dict[str, TaskStream] = {}
-        for task_number, task in enumerate(tasks, 1):
-            if task.name in self._examples:
+        for task_number, name in enumerate(self._rates, 1):
+            if name in self._examples:
                 seed = np.random.SeedSequence(config.seed, spawn_key=(index, task_number))
-                members[task.name] = InMemoryTaskStream(
-                    self._examples[task.name], shard=shard, seed=seed if config.shuffle else None
+                members[name] = InMemoryTaskStream(
+                    self._examples[name], shard=shard, seed=seed if config.shuffle else None
                 )
             else:
-                members[task.name] = SeqioTaskStream(
-                    task,
-                    config.split,
-                    config.lengths,
-                    shard=shard,
-                    seed=config.seed,
-                    shuffle=config.shuffle,
-                )
+                members[name] = _make_pipeline(name, config, shard)
         seed = np.random.SeedSequence(config.seed, spawn_key=(index, 0))
-        return _VirtualShard(members, rates=self._rates, seed=seed)
-
-    def _fill_row(self, shard: _VirtualShard) -> list[Example]:
-        """Returns the examples of one row: one, or as many consecutive ones as fit."""
-        row = [next(shard)]
-        num_inputs, num_targets = (len(ids) for ids in row[0])
-        while len(row) < self.config.segments_per_row:
-            example = next(shard)
-            num_inputs, num_targets = (
-                num_inputs + len(example[0]),
-                num_targets + len(example[1]),
-            )
-            if num_inputs > self.config.inputs_length or num_targets > self.config.targets_length:
-                shard.put_back(example)
-                break
-            row.append(example)
-        return row
+        return _VirtualShard(members, config, rates=self._rates, seed=seed)
 
 
-def _sampled_tasks(config: DataConfig) -> tuple[list[seqio.Task], dict[str, float]]:
-    """Returns a mixture's tasks that have the split and a positive rate, and their rates."""
+def _registered_tasks(config: DataConfig) -> list[seqio.Task]:
+    """Returns the tasks of the registered mixture that have the split, in SeqIO's order."""
     import seqio
 
     provider = seqio.get_mixture_or_task(config.mixture)
-    if isinstance(provider, seqio.Task):
-        rates = {provider.name: 1.0}
-        tasks = [provider]
-    else:
-        rates = {task.name: float(provider.get_rate(task)) for task in provider.tasks}
-        tasks = provider.tasks
-    tasks = [task for task in tasks if rates[task.name] > 0 and config.split in task.splits]
-    if not tasks:
+    members = [provider] if isinstance(provider, seqio.Task) else provider.tasks
+    return [task for task in members if config.split in task.splits]
+
+
+def _registered_rates(config: DataConfig) -> dict[str, float]:
+    """Returns the positive rates of the registered mixture's tasks that have the split."""
+    import seqio
+
+    provider = seqio.get_mixture_or_task(config.mixture)
+    rates = {
+        task.name: 1.0 if task is provider else float(provider.get_rate(task))
+        for task in _registered_tasks(config)
+    }
+    return _check_sampled({name: rate for name, rate in rates.items() if rate > 0}, config)
+
+
+def _check_sampled(rates: dict[str, float], config: DataConfig) -> dict[str, float]:
+    if not rates:
         raise ValueError(f"no task of {config.mixture!r} is drawn on the split {config.split!r}")
-    return tasks, {task.name: rates[task.name] for task in tasks}
+    return rates
 
 
-def _read_examples(tasks: list[seqio.Task], config: DataConfig) -> dict[str, Examples]:
-    """Returns the examples of tasks by name; several tasks are opened at a time."""
+def _read_examples(names: Sequence[str], config: DataConfig) -> dict[str, Examples]:
+    """Returns the examples of those tasks that fit memory; several are opened at a time."""
+    from synthesizer_jax.data.seqio_members import examples_of, fits_memory
+
+    by_name = {task.name: task for task in _registered_tasks(config)}
+    fitting = [by_name[name] for name in names if fits_memory(by_name[name], config.split)]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        opened = pool.map(lambda task: examples_of(task, config.split, config.lengths), tasks)
-        return {task.name: examples for task, examples in zip(tasks, opened, strict=True)}
+        opened = pool.map(lambda task: examples_of(task, config.split, config.lengths), fitting)
+        return {task.name: examples for task, examples in zip(fitting, opened, strict=True)}
 
 
-def _assemble_batch(rows: Sequence[Sequence[Example]], config: DataConfig) -> dict[str, np.ndarray]:
-    """Returns the arrays of rows of concatenated examples; an empty row is padding."""
-    fields = batch_fields(config, rows=len(rows))
-    batch = {name: field.zeros() for name, field in fields.items()}
-    for r, row in enumerate(rows):
-        i = t = 0
-        for segment, (inputs, targets) in enumerate(row, 1):
-            inputs_slice, targets_slice = (
-                slice(i, i + len(inputs)),
-                slice(t, t + len(targets)),
-            )
-            batch["encoder_input_tokens"][r, inputs_slice] = inputs
-            batch["decoder_target_tokens"][r, targets_slice] = targets
-            batch["decoder_input_tokens"][r, t + 1 : targets_slice.stop] = targets[:-1]
-            batch["decoder_loss_weights"][r, targets_slice] = 1
-            if config.pack:
-                for side, positions, ids in (
-                    ("encoder", inputs_slice, inputs),
-                    ("decoder", targets_slice, targets),
-                ):
-                    batch[f"{side}_segment_ids"][r, positions] = segment
-                    batch[f"{side}_positions"][r, positions] = np.arange(len(ids))
-            i, t = inputs_slice.stop, targets_slice.stop
-    return batch
+def _make_pipeline(name: str, config: DataConfig, shard: tuple[int, int]) -> TaskStream:
+    """Returns a task's own SeqIO pipeline for a shard."""
+    import seqio
+
+    from synthesizer_jax.data.seqio_members import SeqioTaskStream
+
+    return SeqioTaskStream(
+        seqio.TaskRegistry.get(name),
+        config.split,
+        config.lengths,
+        shard=shard,
+        seed=config.seed,
+        shuffle=config.shuffle,
+    )

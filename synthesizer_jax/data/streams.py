@@ -1,0 +1,64 @@
+"""Opening of a training stream: from caches where there are any, and else with SeqIO."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+from collections.abc import Sequence
+
+from synthesizer_jax.data import tasks
+from synthesizer_jax.data.cache import Caches, open_caches
+from synthesizer_jax.data.pipeline import DataConfig, Stream
+from synthesizer_jax.data.vocabularies import Vocabulary
+
+_log = logging.getLogger(__name__)
+
+
+def open_stream(
+    config: DataConfig,
+    vocabulary: Vocabulary,
+    *,
+    data_dir: pathlib.Path,
+    shards: Sequence[int] | None = None,
+    saved: Sequence[int] | None = None,
+) -> Stream:
+    """Returns the stream of a mixture; if all its tasks are cached, SeqIO is not imported.
+
+    Args:
+      config: what to read.
+      vocabulary: as a configuration in `vocabularies` builds it.
+      data_dir: the directory of the data sets and caches.
+      shards: see `Stream`.
+      saved: see `Stream`.
+
+    Raises:
+      FileNotFoundError: no task has the split, or `config.cached` is True and a task has no cache.
+      ValueError: see `cache.open_caches` and `Stream`.
+    """
+    members = tasks.available_members(config.mixture, data_dir, config.split)
+    # In SeqIO's order, on which the order of examples depends.
+    rates = {name: float(members[name]) for name in sorted(members) if members[name] > 0}
+    cached = {}
+    if config.cached is not False:
+        cached = open_caches(
+            rates,
+            Caches(data_dir, vocabulary),
+            split=config.split,
+            lengths=config.lengths,
+            required=bool(config.cached),
+        )
+    if not rates or rates.keys() - cached.keys():
+        tasks.register(config.mixture, vocabulary, data_dir=data_dir, split=config.split)
+    else:
+        _warn_of_missing(config, rates, data_dir)
+    return Stream(config, cached=cached, rates=rates, shards=shards, saved=saved)
+
+
+def _warn_of_missing(config: DataConfig, rates: dict[str, float], data_dir: pathlib.Path) -> None:
+    """Says which tasks of a mixture have no data, as `tasks.register` does."""
+    wanted = tasks.mixture_rates(config.mixture)
+    missing = [name for name, rate in wanted.items() if rate and name not in rates]
+    if missing:
+        _log.warning(
+            "%s goes without %s: no data in %s", config.mixture, ", ".join(missing), data_dir
+        )
