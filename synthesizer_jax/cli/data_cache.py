@@ -24,7 +24,9 @@ def cache_tasks(
     split: Annotated[
         list[str] | None, typer.Option(help="Split to cache; by default train. Repeatable.")
     ] = None,
-    renew: Annotated[bool, typer.Option("--renew", help="Also write current caches again.")] = False,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Also write current caches again.")
+    ] = False,
     imports: Imports = None,
 ) -> None:
     """Tokenize a mixture's tasks once, for training that reads the tokens without TensorFlow.

@@ -58,60 +58,52 @@ def assemble_batch(rows: Sequence[Sequence[Drawn]], config: DataConfig) -> dict[
       rows: the examples of every row; a row without examples is padding.
       config: lengths and packing.
     """
-    batch = {name: f.zeros() for name, f in batch_fields(config, rows=len(rows)).items()}
-    counts = np.array([len(row) for row in rows])
-    examples = [example for row in rows for example in row]
-    if not examples:
-        return batch
-    ids, places = _place([e.inputs for e in examples], counts, width=config.inputs_length)
-    batch["encoder_input_tokens"].reshape(-1)[places.token] = ids
-    _describe_segments(batch, "encoder", places)
-    ids, places = _place([e.targets for e in examples], counts, width=config.targets_length)
-    batch["decoder_target_tokens"].reshape(-1)[places.token] = ids
-    batch["decoder_loss_weights"].reshape(-1)[places.token] = 1
-    shifted = np.concatenate([[0], ids[:-1]])
-    batch["decoder_input_tokens"].reshape(-1)[places.token] = np.where(places.position, shifted, 0)
-    _describe_segments(batch, "decoder", places)
+    encoder = _lay_out([[e.inputs for e in row] for row in rows], config.inputs_length)
+    decoder = _lay_out([[e.targets for e in row] for row in rows], config.targets_length)
+    decoder_inputs = np.zeros_like(decoder.tokens)
+    decoder_inputs[:, 1:] = decoder.tokens[:, :-1]
+    decoder_inputs[decoder.positions == 0] = 0  # the first of every example, and padding
+    batch = {
+        "encoder_input_tokens": encoder.tokens,
+        "decoder_input_tokens": decoder_inputs,
+        "decoder_target_tokens": decoder.tokens,
+        "decoder_loss_weights": (decoder.segments > 0).astype(np.float32),
+    }
+    if config.pack:
+        for name, side in (("encoder", encoder), ("decoder", decoder)):
+            batch[f"{name}_segment_ids"] = side.segments
+            batch[f"{name}_positions"] = side.positions
     return batch
 
 
-class _Places(NamedTuple):
-    """Where the tokens of one side of a batch are.
+class _Side(NamedTuple):
+    """One side of a batch, ``[rows, width]`` and int32; padding is 0.
 
     Attributes:
-      token: of every token its index in the flattened batch.
-      position: its position in its example.
-      segment: the number of its example in its row, from 1.
+      tokens: token ids.
+      segments: number of the example in its row, from 1.
+      positions: position in the example.
     """
 
-    token: np.ndarray
-    position: np.ndarray
-    segment: np.ndarray
+    tokens: np.ndarray
+    segments: np.ndarray
+    positions: np.ndarray
 
 
-def _place(
-    sequences: Sequence[np.ndarray], counts: np.ndarray, *, width: int
-) -> tuple[np.ndarray, _Places]:
-    """Returns the tokens of consecutive sequences and their places.
-
-    Args:
-      sequences: token ids.
-      counts: numbers of sequences of the rows.
-      width: length of a row.
-    """
-    lengths = np.fromiter(map(len, sequences), np.int64, len(sequences))
-    starts = np.cumsum(lengths) - lengths
-    rows = np.repeat(np.arange(len(counts)), counts)
-    first = (np.cumsum(counts) - counts)[rows]
-    ids = np.concatenate(sequences)
-    position = np.arange(len(ids)) - np.repeat(starts, lengths)
-    token = position + np.repeat(rows * width + starts - starts[first], lengths)
-    segment = np.repeat(np.arange(len(sequences)) - first + 1, lengths)
-    return ids, _Places(token, position, segment)
-
-
-def _describe_segments(batch: dict[str, np.ndarray], side: str, places: _Places) -> None:
-    """Fills segment ids and positions of a side, if the batch has them."""
-    if f"{side}_segment_ids" in batch:
-        batch[f"{side}_segment_ids"].reshape(-1)[places.token] = places.segment
-        batch[f"{side}_positions"].reshape(-1)[places.token] = places.position
+def _lay_out(rows: Sequence[Sequence[np.ndarray]], width: int) -> _Side:
+    """Puts the sequences of every row one after another, and padding after them."""
+    padding = np.zeros(width, np.int32)
+    pieces: list[np.ndarray] = []
+    numbers: list[int] = []
+    for row in rows:
+        pieces += row
+        numbers += range(1, len(row) + 1)
+        pieces.append(padding[: width - sum(map(len, row))])
+        numbers.append(0)
+    lengths = np.fromiter(map(len, pieces), np.int32, len(pieces))
+    starts = np.cumsum(lengths, dtype=np.int32) - lengths
+    shape = (len(rows), width)
+    segments = np.repeat(np.array(numbers, np.int32), lengths).reshape(shape)
+    positions = np.arange(len(rows) * width, dtype=np.int32) - np.repeat(starts, lengths)
+    positions = positions.reshape(shape) * (segments > 0)
+    return _Side(np.concatenate(pieces).reshape(shape), segments, positions)

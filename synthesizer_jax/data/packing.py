@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from synthesizer_jax.data.members import Drawn
 
@@ -21,7 +21,7 @@ class Packer:
     order of the examples alone.
 
     Args:
-      examples: an endless iterator.
+      take: returns the next examples, as many as it is asked for.
       lengths: the maximum numbers of input and target tokens of a row.
       max_segments: the maximum number of examples of a row.
       window: number of pending examples; 1 packs nothing.
@@ -29,13 +29,13 @@ class Packer:
 
     def __init__(
         self,
-        examples: Iterator[Drawn],
+        take: Callable[[int], list[Drawn]],
         lengths: tuple[int, int],
         *,
         max_segments: int,
         window: int = WINDOW,
     ):
-        self._examples, self._lengths = examples, lengths
+        self._take_next, self._lengths = take, lengths
         self._max_segments, self._window = max_segments, window
         self.restore([])
 
@@ -48,38 +48,49 @@ class Packer:
         """Replaces the pending examples, which `pending` returned."""
         self._numbers = itertools.count()
         self._pending: dict[int, Drawn] = {}
-        # Input length and negative number: of examples of one length the oldest is the last.
-        self._by_length: list[tuple[int, int]] = []
+        self._by_length: list[int] = []
         self._append(pending)
 
     def next_row(self) -> list[Drawn]:
         """Returns the examples of the next row."""
-        missing = self._window - len(self._pending)
-        self._append(list(itertools.islice(self._examples, missing)))
-        oldest = next(iter(self._pending))
-        key = (len(self._pending[oldest].inputs), -oldest)
-        row = [self._take(bisect.bisect_left(self._by_length, key))]
+        self._append(self._take_next(self._window - len(self._pending)))
+        number, oldest = next(iter(self._pending.items()))
+        row = [self._remove(bisect.bisect_left(self._by_length, _key(len(oldest.inputs), number)))]
         inputs, targets = self._lengths
         for _ in range(1, self._max_segments):
             inputs, targets = inputs - len(row[-1].inputs), targets - len(row[-1].targets)
             place = self._find(inputs, targets)
             if place is None:
                 break
-            row.append(self._take(place))
+            row.append(self._remove(place))
         return row
 
     def _append(self, examples: Sequence[Drawn]) -> None:
         for example, number in zip(examples, self._numbers, strict=False):
             self._pending[number] = example
-            self._by_length.append((len(example.inputs), -number))
+            self._by_length.append(_key(len(example.inputs), number))
         self._by_length.sort()
 
     def _find(self, inputs: int, targets: int) -> int | None:
         """Returns the place of the longest example that fits, the oldest of that length."""
-        for place in range(bisect.bisect_right(self._by_length, (inputs, 1)) - 1, -1, -1):
-            if len(self._pending[-self._by_length[place][1]].targets) <= targets:
+        for place in range(bisect.bisect_left(self._by_length, _key(inputs, -1)) - 1, -1, -1):
+            if len(self._pending[_number(self._by_length[place])].targets) <= targets:
                 return place
         return None
 
-    def _take(self, place: int) -> Drawn:
-        return self._pending.pop(-self._by_length.pop(place)[1])
+    def _remove(self, place: int) -> Drawn:
+        return self._pending.pop(_number(self._by_length.pop(place)))
+
+
+_LAST = 2**48 - 1
+"""More than the number of any example."""
+
+
+def _key(length: int, number: int) -> int:
+    """Returns an integer that orders examples by length, and those of one length with the oldest last."""
+    return (length << 48) + _LAST - number
+
+
+def _number(key: int) -> int:
+    """Returns the number of the example with that key."""
+    return _LAST - (key & _LAST)

@@ -154,24 +154,26 @@ class _VirtualShard:
         self._boundaries = cumulative_rates[:-1] / cumulative_rates[-1]
         self._num_draws, self._block = 0, -1
         self._packer = Packer(
-            self,
+            self.take,
             (config.inputs_length, config.targets_length),
             max_segments=config.segments_per_row,
             window=WINDOW if config.pack else 1,
         )
 
-    def __iter__(self) -> Iterator[Drawn]:
-        return self
-
-    def __next__(self) -> Drawn:
-        block, offset = divmod(self._num_draws, CHUNK)
-        if block != self._block:
-            self._block, self._choices = block, _draw_members(self._boundaries, self._seed, block)
-        self._num_draws += 1
-        member = self._choices[offset]
-        stream = self._streams[member]
-        inputs, targets = next(stream)
-        return Drawn(inputs, targets, member, stream.index)
+    def take(self, count: int) -> list[Drawn]:
+        """Draws the next examples."""
+        drawn = []
+        for _ in range(count):
+            block, offset = divmod(self._num_draws, CHUNK)
+            if block != self._block:
+                self._block = block
+                self._choices = _draw_members(self._boundaries, self._seed, block)
+            self._num_draws += 1
+            member = self._choices[offset]
+            stream = self._streams[member]
+            inputs, targets = next(stream)
+            drawn.append(Drawn(inputs, targets, member, stream.index))
+        return drawn
 
     def next_row(self) -> list[Drawn]:
         """Returns the examples of the next row."""
