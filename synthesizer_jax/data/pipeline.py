@@ -251,6 +251,9 @@ class Stream:
         restored.
       saved: indices of those shards whose positions this process saves; None is all that it reads.
 
+    Attributes:
+      is_cached: whether all examples come from caches, so that SeqIO is not needed.
+
     Raises:
       ValueError: no task of the mixture has this split, or a task has fewer examples than shards.
     """
@@ -267,9 +270,10 @@ class Stream:
         self.config = config
         self._rates = dict(_registered_rates(config) if rates is None else rates)
         self._examples: dict[str, Examples] = dict(cached)
-        self._live = [name for name in self._rates if name not in cached]
-        if self._live:
-            self._examples |= _read_examples(self._live, config)
+        live = [name for name in self._rates if name not in cached]
+        self.is_cached = not live
+        if live:
+            self._examples |= _read_examples(live, config)
         indices = range(config.shards) if shards is None else shards
         self._shards = {index: self._make_shard(index) for index in indices}
         self._saved = list(self._shards) if saved is None else list(saved)

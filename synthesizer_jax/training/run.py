@@ -12,8 +12,10 @@ import jax
 
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data import synthetic, tasks, translation  # noqa: F401 - its tasks
-from synthesizer_jax.data.pipeline import Stream
+from synthesizer_jax.data.prefetching import PrefetchedStream
+from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.data.vocabularies import Vocabulary
+from synthesizer_jax.evaluation.evaluation_sets import evaluation_tasks
 from synthesizer_jax.evaluation.evaluator import Evaluator, log_values
 from synthesizer_jax.evaluation.files import write_results
 from synthesizer_jax.files import storage_path
@@ -94,12 +96,26 @@ def run(
         if visible:
             print(f"{directory}: reading {experiment.data.mixture}", flush=True)
         with stop.region():
-            experiment, evaluator = _open_data(experiment, directory, places)
+            experiment, vocabulary = _open_vocabulary(experiment, directory, places)
             trainer = Trainer(experiment, devices) if trainer is None else trainer
-            stream = Stream(experiment.data, shards=trainer.shards, saved=trainer.saved_shards)
+            stream = open_stream(
+                experiment.data,
+                vocabulary,
+                data_dir=places,
+                shards=trainer.shards,
+                saved=trainer.saved_shards,
+            )
+            # Evaluation sets are read by SeqIO: where training does not need it, at the first evaluation.
+            evaluator = functools.cache(
+                functools.partial(_make_evaluator, experiment, vocabulary, places)
+            )
+            split = experiment.evaluation.split
+            if not (stream.is_cached and evaluation_tasks(experiment.data.mixture, places, split)):
+                evaluator()
+            batches = stack.enter_context(PrefetchedStream(stream))
         state = train(
             trainer,
-            stream,
+            batches,
             directory,
             stop=stop,
             evaluate=functools.partial(_evaluate, evaluator, directory, mesh=trainer.mesh),
@@ -119,23 +135,25 @@ def run(
     return state
 
 
-def _open_data(
+def _open_vocabulary(
     experiment: Experiment, directory: pathlib.Path, data_dir: pathlib.Path
-) -> tuple[Experiment, Evaluator]:
-    """Registers the tasks of a run; returns the experiment with its vocabulary, and its evaluator."""
+) -> tuple[Experiment, Vocabulary]:
+    """Returns the experiment of a run with its vocabulary, and that vocabulary."""
     with processes.process_zero_first("directory"):
         experiment = resolve_vocabulary(experiment, data_dir)
         check_same_run(experiment, directory)
-        vocabulary, data = open_vocabulary(experiment, directory), experiment.data
-        tasks.register(data.mixture, vocabulary, data_dir=data_dir, split=data.split)
-        return experiment, _make_evaluator(experiment, vocabulary, data_dir)
+        return experiment, open_vocabulary(experiment, directory)
 
 
 def _evaluate(
-    evaluator: Evaluator, directory: pathlib.Path, state: TrainState, *, mesh: jax.sharding.Mesh
+    evaluator: Callable[[], Evaluator],
+    directory: pathlib.Path,
+    state: TrainState,
+    *,
+    mesh: jax.sharding.Mesh,
 ) -> dict[str, float]:
     """Evaluates a state, writes the results into the run's directory and returns them for its log."""
-    results, overall = evaluator.measure(state.averaged_variables, mesh=mesh)
+    results, overall = evaluator().measure(state.averaged_variables, mesh=mesh)
     if processes.is_process_zero():
         write_results(directory, int(state.step), results, overall=overall)
     return log_values(results, overall)
