@@ -9,6 +9,7 @@ tokens of all inputs and of all targets, as uint16 where they fit and else as ui
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from synthesizer_jax.data.members import CHUNK, Chunk, Ragged
 from synthesizer_jax.data.vocabularies import EOS
 
 _COUNT = np.dtype("<u4")
-_TOKENS = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+_TOKENS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
 def encode_chunk(chunk: Chunk) -> bytes:

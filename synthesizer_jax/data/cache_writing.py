@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import pathlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -186,9 +186,7 @@ class _Counts:
         return {str(bound): count for bound, count in sorted(self._lengths[side].items())}
 
 
-def _write_files(
-    directory: pathlib.Path, records: Iterator[bytes]
-) -> Mapping[str, tuple[int, int]]:
+def _write_files(directory: pathlib.Path, records: Iterator[bytes]) -> dict[str, tuple[int, int]]:
     """Writes records; returns the size and the number of records of every file."""
     from array_record.python.array_record_module import ArrayRecordWriter
 

@@ -25,13 +25,13 @@ class Drawn(NamedTuple):
       inputs: token ids with EOS.
       targets: token ids with EOS.
       member: number of its task in the mixture.
-      index: its index among the task's examples; None: it cannot be read again.
+      number: its index among the task's examples; None: it cannot be read again.
     """
 
     inputs: np.ndarray
     targets: np.ndarray
     member: int
-    index: int | None
+    number: int | None
 
 
 class TaskStream(Protocol):

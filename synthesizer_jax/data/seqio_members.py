@@ -105,7 +105,7 @@ class SeqioTaskStream:
       shuffle: False keeps the stored order.
     """
 
-    index = None
+    index: int | None = None
 
     def __init__(
         self,

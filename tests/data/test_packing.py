@@ -33,7 +33,7 @@ def packer(source: Source, *, segments: int = 5, window: int = 8) -> Packer:
 
 
 def numbers(row: list[Drawn]) -> list[int]:
-    return [example.index for example in row if example.index is not None]
+    return [example.number for example in row if example.number is not None]
 
 
 @given(SIZES, st.integers(1, 6), st.integers(1, 12))
