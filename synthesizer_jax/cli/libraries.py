@@ -12,7 +12,7 @@ from collections.abc import Iterator
 EXTRAS = {
     "data": (
         *("tensorflow", "tensorflow_text", "tensorflow_datasets", "seqio", "matplotlib"),
-        *("sacrebleu", "sklearn", "scipy", "tensorboardX"),
+        *("sacrebleu", "sklearn", "scipy", "tensorboardX", "grain", "array_record"),
     ),
 }
 """The extras of this package, and the modules that they install."""
