@@ -24,7 +24,9 @@ class Field(NamedTuple):
         return np.zeros(self.shape, self.dtype)
 
 
-def batch_fields(config: DataConfig, *, rows: int | None = None) -> dict[str, Field]:
+def batch_fields(
+    config: DataConfig, *, rows: int | None = None, lengths: tuple[int, int] | None = None
+) -> dict[str, Field]:
     """Returns the fields of a training batch.
 
     ``encoder_input_tokens`` are ``[rows, inputs_length]``; ``decoder_input_tokens`` (the targets shifted
@@ -35,10 +37,12 @@ def batch_fields(config: DataConfig, *, rows: int | None = None) -> dict[str, Fi
     Args:
       config: lengths, batch size and packing.
       rows: number of rows; None: the global batch.
+      lengths: numbers of input and target tokens of a row; None: the full lengths.
     """
     rows = config.batch_size if rows is None else rows
-    encoder = Field((rows, config.inputs_length), np.int32)
-    decoder = Field((rows, config.targets_length), np.int32)
+    inputs, targets = lengths or (config.inputs_length, config.targets_length)
+    encoder = Field((rows, inputs), np.int32)
+    decoder = Field((rows, targets), np.int32)
     fields = {
         "encoder_input_tokens": encoder,
         "decoder_input_tokens": decoder,
@@ -51,15 +55,19 @@ def batch_fields(config: DataConfig, *, rows: int | None = None) -> dict[str, Fi
     return fields
 
 
-def assemble_batch(rows: Sequence[Sequence[Drawn]], config: DataConfig) -> dict[str, np.ndarray]:
+def assemble_batch(
+    rows: Sequence[Sequence[Drawn]], config: DataConfig, *, lengths: tuple[int, int] | None = None
+) -> dict[str, np.ndarray]:
     """Returns the arrays of rows of examples, which are put one after another.
 
     Args:
       rows: the examples of every row; a row without examples is padding.
       config: lengths and packing.
+      lengths: numbers of input and target tokens of a row; None: the full lengths.
     """
-    encoder = _lay_out([[e.inputs for e in row] for row in rows], config.inputs_length)
-    decoder = _lay_out([[e.targets for e in row] for row in rows], config.targets_length)
+    inputs, targets = lengths or (config.inputs_length, config.targets_length)
+    encoder = _lay_out([[e.inputs for e in row] for row in rows], inputs)
+    decoder = _lay_out([[e.targets for e in row] for row in rows], targets)
     decoder_inputs = np.zeros_like(decoder.tokens)
     decoder_inputs[:, 1:] = decoder.tokens[:, :-1]
     decoder_inputs[decoder.positions == 0] = 0  # the first of every example, and padding

@@ -44,8 +44,9 @@ class Packer:
         """The examples that were taken and are in no row yet, oldest first."""
         return list(self._pending.values())
 
-    def restore(self, pending: Sequence[Drawn]) -> None:
-        """Replaces the pending examples, which `pending` returned."""
+    def restore(self, pending: Sequence[Drawn], *, draws: int = 0) -> None:
+        """Replaces the pending examples, which `pending` returned; `draws` is not needed."""
+        del draws
         self._numbers = itertools.count()
         self._pending: dict[int, Drawn] = {}
         self._by_length: list[int] = []

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from synthesizer_jax.data.batch import assemble_batch
+from synthesizer_jax.data.bucketing import GROUP, smallest_bucket
 from synthesizer_jax.data.cache import CachedExamples
 from synthesizer_jax.data.members import CHUNK, Examples, InMemoryTaskStream, TaskStream
 from synthesizer_jax.data.packing import WINDOW
@@ -52,6 +54,9 @@ class DataConfig:
       max_segments: the maximum number of examples per packed row; None is one per 16 input tokens.
       cached: whether examples come from caches (`synthesizer-jax data cache`): True requires them,
         False ignores them, None uses those that there are. The batches are the same.
+      buckets: pairs of ``inputs_length`` and ``targets_length``, ascending: a batch, whose rows are of
+        similar length, has the first pair of them that holds its rows, or else the full lengths. For
+        models that refuse packed rows.
     """
 
     mixture: str
@@ -65,6 +70,7 @@ class DataConfig:
     shuffle: bool = True
     max_segments: int | None = None
     cached: bool | None = None
+    buckets: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         check_types(DataConfig, fields_of(self), "data")
@@ -72,6 +78,7 @@ class DataConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"data.{name} is {value}; allowed: 1 or more")
+        self._check_buckets()
         if self.seed < 0:
             raise ValueError(f"data.seed is {self.seed}; allowed: 0 or more")
         if not 1 <= self.shards <= CHUNK:
@@ -81,6 +88,26 @@ class DataConfig:
             raise ValueError(
                 not_divisible("batch_size", self.batch_size, by=shards, divisor=self.shards)
             )
+
+    def _check_buckets(self) -> None:
+        if self.buckets and self.pack:
+            raise ValueError(
+                "data.buckets is for rows that are not packed; set data.pack=false or data.buckets=()"
+            )
+        for inputs, targets in self.buckets:
+            if not (0 < inputs <= self.inputs_length and 0 < targets <= self.targets_length):
+                raise ValueError(
+                    f"data.buckets holds ({inputs}, {targets}); allowed: 1 to inputs_length="
+                    f"{self.inputs_length} and 1 to targets_length={self.targets_length}"
+                )
+        if list(self.buckets) != sorted(self.buckets):
+            raise ValueError(f"data.buckets is {self.buckets}; give its pairs in ascending order")
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """The lengths of inputs and targets that batches can have, the full lengths last."""
+        full = (self.inputs_length, self.targets_length)
+        return (*(bucket for bucket in self.buckets if bucket != full), full)
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -118,7 +145,7 @@ class Stream:
       rates: the tasks' rates; None: those of the mixture that is registered.
       shards: indices of the virtual shards that this process reads, in order; None is all of them.
         The batch then contains the rows of these shards only, and only their positions are
-        restored.
+        restored (with buckets those of all shards).
       saved: indices of those shards whose positions this process saves; None is all that it reads.
 
     Attributes:
@@ -144,9 +171,12 @@ class Stream:
         self.is_cached = not live
         if live:
             self._examples |= _read_examples(live, config)
-        indices = range(config.shards) if shards is None else shards
+        own = range(config.shards) if shards is None else shards
+        self._own = list(own)
+        # The shape of a batch with buckets depends on the rows of all shards.
+        indices = range(config.shards) if config.buckets else own
         self._shards = {index: self._make_shard(index) for index in indices}
-        self._saved = list(self._shards) if saved is None else list(saved)
+        self._saved = self._own if saved is None else list(saved)
 
     @property
     def has_numeric_position(self) -> bool:
@@ -158,9 +188,16 @@ class Stream:
 
     def __next__(self) -> dict[str, np.ndarray]:
         rows_per_shard = self.config.batch_size // self.config.shards
-        shards = self._shards.values()
-        rows = [shard.next_row() for shard in shards for _ in range(rows_per_shard)]
-        return assemble_batch(rows, self.config)
+        rows = {
+            index: [shard.next_row() for _ in range(rows_per_shard)]
+            for index, shard in self._shards.items()
+        }
+        lengths = None
+        if self.config.buckets:
+            every_row = itertools.chain.from_iterable(rows.values())
+            lengths = smallest_bucket(every_row, self.config.shapes)
+        own = [row for index in self._own for row in rows[index]]
+        return assemble_batch(own, self.config, lengths=lengths)
 
     def position(self) -> Position:
         """Returns the position after the last batch, for `save`."""
@@ -210,7 +247,9 @@ class Stream:
         and preprocessing. Whether examples come from a cache makes no difference.
         """
         settings = dataclasses.asdict(self.config)
-        del settings["cached"]
+        del settings["cached"], settings["buckets"]
+        if self.config.buckets:
+            settings["buckets"] = f"{self.config.buckets} in groups of {GROUP} batches"
         if self.config.pack:
             settings["packing"] = f"best fit among {WINDOW} examples"
         rates = {f"rate of {name}": rate for name, rate in self._rates.items()}

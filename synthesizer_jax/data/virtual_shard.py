@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from synthesizer_jax.data.bucketing import LengthSorter
 from synthesizer_jax.data.members import CHUNK, Drawn, TaskStream, random_bits
 from synthesizer_jax.data.packing import WINDOW, Packer
 
@@ -43,11 +44,11 @@ class ShardPosition:
 
 
 class VirtualShard:
-    """One virtual shard: draws its next task by the rates, and packs rows.
+    """One virtual shard: draws its next task by the rates, and makes rows of examples.
 
     Args:
       members: task streams by task name.
-      config: lengths and packing.
+      config: lengths, packing and buckets.
       rates: relative rates by task name.
       seed: of the draws.
     """
@@ -65,12 +66,17 @@ class VirtualShard:
         cumulative_rates = np.cumsum([rates[name] for name in self._names], dtype=np.float64)
         self._boundaries = cumulative_rates[:-1] / cumulative_rates[-1]
         self._num_draws, self._block = 0, -1
-        self._packer = Packer(
-            self.take,
-            (config.inputs_length, config.targets_length),
-            max_segments=config.segments_per_row,
-            window=WINDOW if config.pack else 1,
-        )
+        self._rows: Packer | LengthSorter
+        if config.buckets:
+            rows = config.batch_size // config.shards
+            self._rows = LengthSorter(self.take, rows=rows, seed=config.seed)
+        else:
+            self._rows = Packer(
+                self.take,
+                (config.inputs_length, config.targets_length),
+                max_segments=config.segments_per_row,
+                window=WINDOW if config.pack else 1,
+            )
 
     def take(self, count: int) -> list[Drawn]:
         """Draws the next examples."""
@@ -89,12 +95,12 @@ class VirtualShard:
 
     def next_row(self) -> list[Drawn]:
         """Returns the examples of the next row."""
-        return self._packer.next_row()
+        return self._rows.next_row()
 
     def position(self) -> ShardPosition:
         """Returns the position after the last row."""
         members = {n: s.position() for n, s in zip(self._names, self._streams, strict=True)}
-        return ShardPosition(self._num_draws, members, self._packer.pending)
+        return ShardPosition(self._num_draws, members, self._rows.pending)
 
     @property
     def is_numeric(self) -> bool:
@@ -118,7 +124,8 @@ class VirtualShard:
         for i, (name, stream) in enumerate(zip(self._names, self._streams, strict=True)):
             member_prefix = prefix.with_name(f"{prefix.name}.{i}")
             stream.restore(member_prefix, position["members"][name])
-        self._packer.restore([self._recall(*entry) for entry in position["pending"] or ()])
+        pending = [self._recall(*entry) for entry in position["pending"] or ()]
+        self._rows.restore(pending, draws=self._num_draws)
 
     def _recall(self, member: int, *saved: int | list[int]) -> Drawn:
         """Returns a pending example from its index, or from its inputs and targets."""

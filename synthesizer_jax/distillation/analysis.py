@@ -85,6 +85,6 @@ def _read(
     data_dir: pathlib.Path,
 ) -> list[Batch]:
     """Returns so many examples of a split in batches over a mesh."""
-    stream = open_stream(replace(data, cached=None), vocabulary, data_dir=data_dir)
+    stream = open_stream(replace(data, cached=None, buckets=()), vocabulary, data_dir=data_dir)
     count = -(-examples // data.batch_size)
     return [jax.device_put(next(stream), batch_sharding(mesh)) for _ in range(count)]

@@ -209,7 +209,7 @@ def _fit_state(
     experiment = trainer.experiment
     assert experiment.vocabulary is not None
     stream = open_stream(
-        replace(experiment.data, pack=False),
+        replace(experiment.data, pack=False, buckets=()),
         experiment.vocabulary.build(),
         data_dir=default_data_dir() if data_dir is None else storage_path(str(data_dir)),
         shards=trainer.shards,
