@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from synthesizer_jax.data import tasks
 from synthesizer_jax.data.cache import Caches, open_caches
@@ -21,6 +21,7 @@ def open_stream(
     data_dir: pathlib.Path,
     shards: Sequence[int] | None = None,
     saved: Sequence[int] | None = None,
+    before_seqio: Callable[[], None] = lambda: None,
 ) -> Stream:
     """Returns the stream of a mixture; if all its tasks are cached, SeqIO is not imported.
 
@@ -30,6 +31,7 @@ def open_stream(
       data_dir: the directory of the data sets and caches.
       shards: see `Stream`.
       saved: see `Stream`.
+      before_seqio: called before SeqIO is imported, if it has to be.
 
     Raises:
       FileNotFoundError: no task has the split, or `config.cached` is True and a task has no cache.
@@ -48,6 +50,7 @@ def open_stream(
             required=bool(config.cached),
         )
     if not rates or rates.keys() - cached.keys():
+        before_seqio()
         tasks.register(config.mixture, vocabulary, data_dir=data_dir, split=config.split)
     else:
         _warn_of_missing(config, rates, data_dir)

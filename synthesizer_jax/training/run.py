@@ -50,6 +50,7 @@ def run(
     devices: list[jax.Device] | None = None,
     visible: bool = True,
     own: code.Code = code.NOTHING,
+    before_seqio: Callable[[], None] = lambda: None,
 ) -> TrainState:
     """Trains, or continues, a run; everything it needs later lies in its directory.
 
@@ -62,6 +63,8 @@ def run(
       devices: None uses all devices.
       visible: show a progress bar.
       own: code that later commands need before they can load the run, recorded in its directory.
+      before_seqio: called before SeqIO is imported: at once, or, where all data comes from caches, before
+        the first evaluation.
 
     Returns:
       The final state.
@@ -104,11 +107,15 @@ def run(
                 data_dir=places,
                 shards=trainer.shards,
                 saved=trainer.saved_shards,
+                before_seqio=before_seqio,
             )
+
             # Evaluation sets are read by SeqIO: where training does not need it, at the first evaluation.
-            evaluator = functools.cache(
-                functools.partial(_make_evaluator, experiment, vocabulary, places)
-            )
+            @functools.cache
+            def evaluator() -> Evaluator:
+                before_seqio()
+                return _make_evaluator(experiment, vocabulary, places)
+
             split = experiment.evaluation.split
             if not (stream.is_cached and evaluation_tasks(experiment.data.mixture, places, split)):
                 evaluator()
