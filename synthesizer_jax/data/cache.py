@@ -7,7 +7,9 @@ A cache holds the examples of a task's split for one vocabulary, tokenized, in s
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import inspect
 import json
@@ -109,10 +111,15 @@ class Caches:
     data_dir: pathlib.Path
     vocabulary: Vocabulary
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """The digest of the vocabulary."""
+        return vocabulary_digest(self.vocabulary)
+
     @property
     def root(self) -> pathlib.Path:
         """The directory of all caches for the vocabulary."""
-        return self.data_dir / DIRECTORY / vocabulary_digest(self.vocabulary)
+        return self.data_dir / DIRECTORY / self.digest
 
     def directory(self, task: str, split: str) -> pathlib.Path:
         """Returns the directory of a task's cache."""
@@ -130,7 +137,7 @@ class Caches:
             return None
         remedy = self._remedy(task, split)
         info = _read_info(directory, remedy)
-        if info.vocabulary != vocabulary_digest(self.vocabulary):
+        if info.vocabulary != self.digest:
             raise ValueError(f"{directory} is the cache of another vocabulary; {remedy}")
         if (info.task, info.split) != (task, split):
             raise ValueError(
@@ -265,24 +272,27 @@ def open_caches(
       FileNotFoundError: a task has no cache.
       ValueError: a cache is damaged, or outdated and required.
     """
-    opened: dict[str, CachedExamples] = {}
-    for name in names:
+
+    def open_one(name: str) -> CachedExamples | None:
         try:
             examples = caches.open(name, split, lengths)
         except OutdatedCacheError as error:
             if required:
                 raise
             _log.warning("%s; until then it is read without a cache", error)
-            continue
-        if examples is not None:
-            opened[name] = examples
-        elif required:
+            return None
+        if examples is None and required:
             raise FileNotFoundError(
                 f"{name}'s split {split!r} has no cache for this vocabulary in {caches.data_dir}; make "
                 f"it with 'synthesizer-jax data cache {name} --split {split} --data-dir "
                 f"{caches.data_dir}' and the run's vocabulary, or set data.cached=null"
             )
-    return opened
+        return examples
+
+    names = list(names)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        opened = zip(names, pool.map(open_one, names), strict=True)
+        return {name: examples for name, examples in opened if examples is not None}
 
 
 def vocabulary_digest(vocabulary: Vocabulary) -> str:

@@ -19,7 +19,6 @@ from synthesizer_jax.data.cache import (
     Caches,
     dataset_digest,
     task_digest,
-    vocabulary_digest,
 )
 from synthesizer_jax.data.cache_records import encode_chunk
 from synthesizer_jax.data.members import Chunk
@@ -143,7 +142,7 @@ def _write(task: seqio.Task, caches: Caches, *, split: str, stage: Staging) -> C
         format=FORMAT,
         task=task.name,
         split=split,
-        vocabulary=vocabulary_digest(caches.vocabulary),
+        vocabulary=caches.digest,
         vocab_size=caches.vocabulary.vocab_size,
         dataset=dataset_digest(task.name, split, caches.data_dir),
         code=task_digest(task.name),
