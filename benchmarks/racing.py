@@ -106,7 +106,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if not os.environ.get("BENCH_VERBOSE") else None,
-            env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parent}", **system.environment},
+            env={**os.environ, "PYTHONPATH": _search_path(), **system.environment},
             text=True,
         )
         self.facts = self._read()
@@ -129,6 +129,12 @@ class Worker:
             _, errors = self.process.communicate()
             raise SystemExit(f"{self.system.name} ended:\n{(errors or '')[-3000:]}")
         return json.loads(line)
+
+
+def _search_path() -> str:
+    """The modules of the workers, this package, and what the driver's environment adds."""
+    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, added)])
 
 
 def race(systems: Sequence[System], *, rounds: int, warmup: int = 1) -> list[dict[str, Any]]:

@@ -7,7 +7,8 @@ Command (requires T5's vocabulary file, and data from `synthesizer-jax data impo
         --set init_from=runs/pretrained
 
 Hardware: a small model fits on an accelerator with 16 GB. The settings are those of T5's fine-tuning:
-Adafactor with a constant learning rate of 0.001, dropout 0.1, batches of 128 × (512 + 84) tokens.
+Adafactor with a constant learning rate of 0.001, dropout 0.1, batches of 128 × (512 + 84) tokens in packed
+rows. A model with a mixer that reads a row as one sequence needs `--set data.pack=false`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def prefix_lm_base() -> Experiment:
     experiment = base()
     model = zoo.language_model("v", T5_1_1["base"], prefix=True)
     decoder = model.decoder.copy(scan=True, dropout_rate=0.1)
-    return replace(experiment, model=model.copy(decoder=decoder, dtype="bfloat16"))
+    data = replace(experiment.data, pack=False)  # inputs and targets share a row
+    return replace(experiment, model=model.copy(decoder=decoder, dtype="bfloat16"), data=data)
 
 
 def _finetune(size: Size, variant: str) -> Experiment:
@@ -49,7 +51,7 @@ def _finetune(size: Size, variant: str) -> Experiment:
     return Experiment(
         model=t5(size, encoder=self_attention, dropout_rate=0.1, dtype="bfloat16", scan=True),
         vocabulary=SentencePiece("spiece.model"),
-        data=DataConfig("glue_v002_proportional", 512, 84, batch_size=128),
+        data=DataConfig("glue_v002_proportional", 512, 84, batch_size=128, pack=True),
         training=Training(
             steps=20_000,
             optimizer=Adafactor(learning_rate=Constant(1e-3)),

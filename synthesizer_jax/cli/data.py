@@ -8,15 +8,17 @@ from typing import Annotated
 
 import typer
 
+from synthesizer_jax.cli.data_cache import cache_tasks
 from synthesizer_jax.cli.data_import import import_files
 from synthesizer_jax.cli.data_show import check_tasks, list_tasks, load_tasks, show_task
 from synthesizer_jax.cli.libraries import load_data_libraries
 from synthesizer_jax.cli.options import DataDir, Imports, storage_option
 
 app = typer.Typer(
-    help="Import, list, show and check data sets, train vocabularies. Nothing is downloaded.",
+    help="Import, list, show and check data sets, train vocabularies, cache tokens. Nothing is downloaded.",
     no_args_is_help=True,
 )
+app.command("cache")(cache_tasks)
 
 
 app.command("import")(import_files)

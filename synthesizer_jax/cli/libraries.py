@@ -9,7 +9,7 @@ from synthesizer_jax.import_noise import filter_import_noise
 EXTRAS = {
     "data": (
         *("tensorflow", "tensorflow_text", "tensorflow_datasets", "seqio", "matplotlib"),
-        *("rouge_score", "sacrebleu", "sklearn", "scipy", "tensorboardX"),
+        *("rouge_score", "sacrebleu", "sklearn", "scipy", "tensorboardX", "grain", "array_record"),
     ),
 }
 """The extras of this package, and the modules that they install."""

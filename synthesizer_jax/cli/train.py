@@ -23,6 +23,7 @@ def train(
     Example: synthesizer-jax train quickstart --workdir runs/rv --set training.steps=200
     """
     check_name(recipe)
+    from synthesizer_jax.data import synthetic
     from synthesizer_jax.runtime import processes
     from synthesizer_jax.runtime.preemption import Preempted, exit_on_signals, preemption_message
     from synthesizer_jax.training.experiment import Experiment
@@ -33,9 +34,17 @@ def train(
     experiment, own = load_with_code(
         recipe, overrides or (), kinds=(Experiment,), imports=imports or ()
     )
-    load_data_libraries()
+    if experiment.data.mixture == synthetic.MIXTURE:
+        load_data_libraries()  # to write its data
     try:
-        run(experiment, workdir, data_dir=data_dir, visible=not quiet, own=own)
+        run(
+            experiment,
+            workdir,
+            data_dir=data_dir,
+            visible=not quiet,
+            own=own,
+            before_seqio=load_data_libraries,
+        )
     except Preempted as preempted:
         typer.echo(preemption_message(preempted), err=True)
         raise typer.Exit(preempted.exit_code) from None

@@ -1,10 +1,13 @@
-"""The fields of a batch: their names, shapes and dtypes."""
+"""The fields of a batch, and how examples fill them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+from synthesizer_jax.data.members import Drawn
 
 if TYPE_CHECKING:
     from synthesizer_jax.data.pipeline import DataConfig
@@ -21,7 +24,9 @@ class Field(NamedTuple):
         return np.zeros(self.shape, self.dtype)
 
 
-def batch_fields(config: DataConfig, *, rows: int | None = None) -> dict[str, Field]:
+def batch_fields(
+    config: DataConfig, *, rows: int | None = None, lengths: tuple[int, int] | None = None
+) -> dict[str, Field]:
     """Returns the fields of a training batch.
 
     ``encoder_input_tokens`` are ``[rows, inputs_length]``; ``decoder_input_tokens`` (the targets shifted
@@ -32,10 +37,12 @@ def batch_fields(config: DataConfig, *, rows: int | None = None) -> dict[str, Fi
     Args:
       config: lengths, batch size and packing.
       rows: number of rows; None: the global batch.
+      lengths: numbers of input and target tokens of a row; None: the full lengths.
     """
     rows = config.batch_size if rows is None else rows
-    encoder = Field((rows, config.inputs_length), np.int32)
-    decoder = Field((rows, config.targets_length), np.int32)
+    inputs, targets = lengths or (config.inputs_length, config.targets_length)
+    encoder = Field((rows, inputs), np.int32)
+    decoder = Field((rows, targets), np.int32)
     fields = {
         "encoder_input_tokens": encoder,
         "decoder_input_tokens": decoder,
@@ -46,3 +53,65 @@ def batch_fields(config: DataConfig, *, rows: int | None = None) -> dict[str, Fi
         for name in ("segment_ids", "positions"):
             fields |= {f"encoder_{name}": encoder, f"decoder_{name}": decoder}
     return fields
+
+
+def assemble_batch(
+    rows: Sequence[Sequence[Drawn]], config: DataConfig, *, lengths: tuple[int, int] | None = None
+) -> dict[str, np.ndarray]:
+    """Returns the arrays of rows of examples, which are put one after another.
+
+    Args:
+      rows: the examples of every row; a row without examples is padding.
+      config: lengths and packing.
+      lengths: numbers of input and target tokens of a row; None: the full lengths.
+    """
+    inputs, targets = lengths or (config.inputs_length, config.targets_length)
+    encoder = _lay_out([[e.inputs for e in row] for row in rows], inputs)
+    decoder = _lay_out([[e.targets for e in row] for row in rows], targets)
+    decoder_inputs = np.zeros_like(decoder.tokens)
+    decoder_inputs[:, 1:] = decoder.tokens[:, :-1]
+    decoder_inputs[decoder.positions == 0] = 0  # the first of every example, and padding
+    batch = {
+        "encoder_input_tokens": encoder.tokens,
+        "decoder_input_tokens": decoder_inputs,
+        "decoder_target_tokens": decoder.tokens,
+        "decoder_loss_weights": (decoder.segments > 0).astype(np.float32),
+    }
+    if config.pack:
+        for name, side in (("encoder", encoder), ("decoder", decoder)):
+            batch[f"{name}_segment_ids"] = side.segments
+            batch[f"{name}_positions"] = side.positions
+    return batch
+
+
+class _Side(NamedTuple):
+    """One side of a batch, ``[rows, width]`` and int32; padding is 0.
+
+    Attributes:
+      tokens: token ids.
+      segments: number of the example in its row, from 1.
+      positions: position in the example.
+    """
+
+    tokens: np.ndarray
+    segments: np.ndarray
+    positions: np.ndarray
+
+
+def _lay_out(rows: Sequence[Sequence[np.ndarray]], width: int) -> _Side:
+    """Puts the sequences of every row one after another, and padding after them."""
+    padding = np.zeros(width, np.int32)
+    pieces: list[np.ndarray] = []
+    numbers: list[int] = []
+    for row in rows:
+        pieces += row
+        numbers += range(1, len(row) + 1)
+        pieces.append(padding[: width - sum(map(len, row))])
+        numbers.append(0)
+    lengths = np.fromiter(map(len, pieces), np.int32, len(pieces))
+    starts = np.cumsum(lengths, dtype=np.int32) - lengths
+    shape = (len(rows), width)
+    segments = np.repeat(np.array(numbers, np.int32), lengths).reshape(shape)
+    positions = np.arange(len(rows) * width, dtype=np.int32) - np.repeat(starts, lengths)
+    positions = positions.reshape(shape) * (segments > 0)
+    return _Side(np.concatenate(pieces).reshape(shape), segments, positions)

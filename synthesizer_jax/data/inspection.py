@@ -13,8 +13,8 @@ import numpy as np
 from synthesizer_jax.data import tasks
 from synthesizer_jax.data.importers.corpus_layouts import CORPORA
 from synthesizer_jax.data.importers.layouts import TASKS as BENCHMARKS
-from synthesizer_jax.data.members import storage_location
 from synthesizer_jax.data.postprocessors import Example, to_text
+from synthesizer_jax.data.seqio_members import storage_location
 from synthesizer_jax.data.stored import reading_errors
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
 

@@ -1,36 +1,31 @@
-"""Training batches from SeqIO tasks, in an order that can be saved, restored and split over hosts.
+"""Training batches from a mixture's tasks, in an order that can be saved, restored and split over hosts.
 
 The stream consists of V virtual shards. Each shard draws a task by its rate, then that task's next
 example for the shard, and the batch takes B/V rows of each shard in order. The order of examples is
-therefore the same on any number of hosts. SeqIO reads and tokenizes the data. Examples of tasks
-without random steps are then cached in memory and drawn by counters (`members.InMemoryTaskStream`),
-so that a position is a few exact numbers. Other tasks remain SeqIO pipelines
-(`members.SeqioTaskStream`) with a TensorFlow checkpoint each.
+therefore the same on any number of hosts. Examples come from a cache (`cache`), or from SeqIO, which
+reads and tokenizes them; those of tasks without random steps are then held in memory and drawn by
+counters (`members.InMemoryTaskStream`), so that a position is a few exact numbers, the same for both.
+Other tasks remain SeqIO pipelines (`seqio_members.SeqioTaskStream`) with a TensorFlow checkpoint each.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from synthesizer_jax.data.batch import batch_fields
-from synthesizer_jax.data.members import (
-    CHUNK,
-    Example,
-    Examples,
-    InMemoryTaskStream,
-    SeqioTaskStream,
-    TaskStream,
-    examples_of,
-    fits_memory,
-    random_bits,
-)
+from synthesizer_jax.data.batch import assemble_batch
+from synthesizer_jax.data.bucketing import GROUP, smallest_bucket
+from synthesizer_jax.data.cache import CachedExamples
+from synthesizer_jax.data.members import CHUNK, Examples, InMemoryTaskStream, TaskStream
+from synthesizer_jax.data.packing import WINDOW
+from synthesizer_jax.data.virtual_shard import ShardPosition, VirtualShard
 from synthesizer_jax.messages import not_divisible
 from synthesizer_jax.registry import check_types, fields_of
 
@@ -51,11 +46,17 @@ class DataConfig:
       batch_size: number of rows of the global batch.
       shards: V, the number of virtual shards, which must divide the batch size. It is fixed for a
         run.
-      pack: whether to pack several examples into a row, kept apart by segment ids.
+      pack: whether to pack several examples into a row, kept apart by segment ids (see
+        `packing.Packer`).
       seed: of shuffling and mixing.
       split: the split to read.
       shuffle: False reads every task in its stored order.
-      max_segments: the maximum number of examples per packed row; None is one per 32 input tokens.
+      max_segments: the maximum number of examples per packed row; None is one per 16 input tokens.
+      cached: whether examples come from caches (`synthesizer-jax data cache`): True requires them,
+        False ignores them, None uses those that there are. The batches are the same.
+      buckets: pairs of ``inputs_length`` and ``targets_length``, ascending: a batch, whose rows are of
+        similar length, has the first pair of them that holds its rows, or else the full lengths. For
+        models that refuse packed rows.
     """
 
     mixture: str
@@ -68,6 +69,8 @@ class DataConfig:
     split: str = "train"
     shuffle: bool = True
     max_segments: int | None = None
+    cached: bool | None = None
+    buckets: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         check_types(DataConfig, fields_of(self), "data")
@@ -75,6 +78,7 @@ class DataConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"data.{name} is {value}; allowed: 1 or more")
+        self._check_buckets()
         if self.seed < 0:
             raise ValueError(f"data.seed is {self.seed}; allowed: 0 or more")
         if not 1 <= self.shards <= CHUNK:
@@ -84,6 +88,26 @@ class DataConfig:
             raise ValueError(
                 not_divisible("batch_size", self.batch_size, by=shards, divisor=self.shards)
             )
+
+    def _check_buckets(self) -> None:
+        if self.buckets and self.pack:
+            raise ValueError(
+                "data.buckets is for rows that are not packed; set data.pack=false or data.buckets=()"
+            )
+        for inputs, targets in self.buckets:
+            if not (0 < inputs <= self.inputs_length and 0 < targets <= self.targets_length):
+                raise ValueError(
+                    f"data.buckets holds ({inputs}, {targets}); allowed: 1 to inputs_length="
+                    f"{self.inputs_length} and 1 to targets_length={self.targets_length}"
+                )
+        if list(self.buckets) != sorted(self.buckets):
+            raise ValueError(f"data.buckets is {self.buckets}; give its pairs in ascending order")
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """The lengths of inputs and targets that batches can have, the full lengths last."""
+        full = (self.inputs_length, self.targets_length)
+        return (*(bucket for bucket in self.buckets if bucket != full), full)
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -95,84 +119,11 @@ class DataConfig:
         """The largest segment id that a row can have; packing observes it exactly."""
         if not self.pack:
             return 1
-        return self.max_segments or max(1, self.inputs_length // 32)
+        return self.max_segments or max(1, self.inputs_length // 16)
 
 
-class _VirtualShard:
-    """One virtual shard: an iterator that draws its next task by the rates.
-
-    Args:
-      members: task streams by task name.
-      rates: relative rates by task name.
-      seed: of the draws.
-    """
-
-    def __init__(
-        self,
-        members: dict[str, TaskStream],
-        *,
-        rates: dict[str, float],
-        seed: np.random.SeedSequence,
-    ):
-        self._members, self._seed = members, seed
-        self._names = list(members)
-        cumulative_rates = np.cumsum([rates[name] for name in self._names], dtype=np.float64)
-        self._boundaries = cumulative_rates[:-1] / cumulative_rates[-1]
-        self._num_draws, self._block = 0, -1
-        self._pending: Example | None = None
-
-    def __next__(self) -> Example:
-        example, self._pending = self._pending, None
-        if example is not None:
-            return example
-        block, offset = divmod(self._num_draws, CHUNK)
-        if block != self._block:
-            self._block, self._choices = block, _draw_members(self._boundaries, self._seed, block)
-        self._num_draws += 1
-        return next(self._members[self._names[self._choices[offset]]])
-
-    def put_back(self, example: Example) -> None:
-        """Puts an example back; the next call of `__next__` returns it."""
-        self._pending = example
-
-    def save(self, prefix: pathlib.Path) -> None:
-        """Writes the position to ``prefix.json`` and, for SeqIO pipelines, to files beside it."""
-        members = {
-            name: self._members[name].save(prefix.with_name(f"{prefix.name}.{i}"))
-            for i, name in enumerate(self._names)
-        }
-        pending = self._pending and [ids.tolist() for ids in self._pending]
-        position = {"draws": self._num_draws, "members": members, "pending": pending}
-        path = prefix.with_name(prefix.name + ".json")
-        path.write_text(json.dumps(position), encoding="utf-8")
-
-    def restore(self, prefix: pathlib.Path) -> None:
-        """Continues with the example after the saved position."""
-        path = prefix.with_name(prefix.name + ".json")
-        if not path.is_file():
-            raise ValueError(f"the saved data position lacks {path}; restore that file")
-        position = json.loads(path.read_text(encoding="utf-8"))
-        self._num_draws = position["draws"]
-        pending = position["pending"]
-        if pending is not None:
-            inputs, targets = (np.asarray(ids, np.int32) for ids in pending)
-            pending = (inputs, targets)
-        self._pending = pending
-        for i, name in enumerate(self._names):
-            member_prefix = prefix.with_name(f"{prefix.name}.{i}")
-            self._members[name].restore(member_prefix, position["members"][name])
-
-
-def _draw_members(boundaries: np.ndarray, seed: np.random.SeedSequence, block: int) -> np.ndarray:
-    """Returns the member indices of one block of draws.
-
-    Args:
-      boundaries: cumulative rates in (0, 1) that separate the members.
-      seed: of the draws.
-      block: index of the block of `CHUNK` draws.
-    """
-    uniform = (random_bits(seed, block, count=CHUNK) >> np.uint64(11)) * 2.0**-53
-    return np.searchsorted(boundaries, uniform, side="right")
+Position: TypeAlias = dict[int, ShardPosition]
+"""The positions of virtual shards by their indices."""
 
 
 class OtherStreamError(ValueError):
@@ -185,16 +136,20 @@ class Stream:
     A batch is a dictionary of NumPy arrays ``[batch, length]``: ``encoder_input_tokens``,
     ``decoder_input_tokens``, ``decoder_target_tokens`` (int32) and ``decoder_loss_weights``
     (float32); packed batches also have ``*_segment_ids`` (from 1; 0 is padding) and
-    ``*_positions``.
+    ``*_positions``. `open_stream` makes it from a data directory.
 
     Args:
       config: what to read.
-      tasks: the tasks of the mixture and their rates (`tasks.open_tasks`); None: those of SeqIO's
-        registries (`tasks.register`).
+      rates: the tasks' rates; None: those of the mixture in SeqIO's registries (`tasks.register`).
+      cached: examples of tasks from caches, by task.
+      live: the other tasks, which SeqIO reads, by name.
       shards: indices of the virtual shards that this process reads, in order; None is all of them.
         The batch then contains the rows of these shards only, and only their positions are
-        restored.
+        restored (with buckets those of all shards).
       saved: indices of those shards whose positions this process saves; None is all that it reads.
+
+    Attributes:
+      is_cached: whether all examples come from caches, so that SeqIO is not needed.
 
     Raises:
       ValueError: no task of the mixture has this split, or a task has fewer examples than shards.
@@ -204,43 +159,71 @@ class Stream:
         self,
         config: DataConfig,
         *,
-        tasks: Mapping[seqio.Task, float] | None = None,
+        rates: Mapping[str, float] | None = None,
+        cached: Mapping[str, CachedExamples] = {},
+        live: Mapping[str, seqio.Task] = {},
         shards: Sequence[int] | None = None,
         saved: Sequence[int] | None = None,
     ):
         self.config = config
-        rates = _registered_tasks(config.mixture) if tasks is None else tasks
-        sampled, self._rates = _sampled_tasks(rates, config)
-        in_memory = [task for task in sampled if fits_memory(task, config.split)]
-        self._examples = _read_examples(in_memory, config)
-        indices = range(config.shards) if shards is None else shards
-        self._shards = {index: self._make_shard(index, sampled) for index in indices}
-        self._saved = list(self._shards) if saved is None else list(saved)
+        if rates is None:
+            registered = _registered_tasks(config)
+            rates = {task.name: rate for task, rate in registered.items()}
+            live = {task.name: task for task in registered}
+        if not rates:
+            raise ValueError(
+                f"no task of {config.mixture!r} is drawn on the split {config.split!r}"
+            )
+        self._rates = dict(rates)
+        self._live = {name: live[name] for name in rates if name not in cached}
+        self.is_cached = not self._live
+        self._examples: dict[str, Examples] = {**cached, **_read_examples(self._live, config)}
+        own = range(config.shards) if shards is None else shards
+        self._own = list(own)
+        # The shape of a batch with buckets depends on the rows of all shards.
+        indices = range(config.shards) if config.buckets else own
+        self._shards = {index: self._make_shard(index) for index in indices}
+        self._saved = self._own if saved is None else list(saved)
+
+    @property
+    def has_numeric_position(self) -> bool:
+        """Whether `position` alone is enough to continue: no task remains a SeqIO pipeline."""
+        return all(shard.is_numeric for shard in self._shards.values())
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
         rows_per_shard = self.config.batch_size // self.config.shards
-        return _assemble_batch(
-            [
-                self._fill_row(shard)
-                for shard in self._shards.values()
-                for _ in range(rows_per_shard)
-            ],
-            self.config,
-        )
+        rows = {
+            index: [shard.next_row() for _ in range(rows_per_shard)]
+            for index, shard in self._shards.items()
+        }
+        lengths = None
+        if self.config.buckets:
+            every_row = itertools.chain.from_iterable(rows.values())
+            lengths = smallest_bucket(every_row, self.config.shapes)
+        own = [row for index in self._own for row in rows[index]]
+        return assemble_batch(own, self.config, lengths=lengths)
 
-    def save(self, directory: pathlib.Path) -> None:
-        """Writes the position: ``stream.json``, and a separate file for every virtual shard.
+    def position(self) -> Position:
+        """Returns the position after the last batch, for `save`."""
+        return {index: self._shards[index].position() for index in self._saved}
+
+    def save(self, directory: pathlib.Path, position: Position | None = None) -> None:
+        """Writes a position: ``stream.json``, and a separate file for every virtual shard.
 
         A shard that moves to another host needs only its own file, and the files of its SeqIO task
         streams beside it. Among several processes the one that saves shard 0 writes
         ``stream.json``.
+
+        Args:
+          directory: where to.
+          position: None: that after the last batch.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        for index in self._saved:
-            self._shards[index].save(self._prefix(directory, index))
+        for index, shard_position in (self.position() if position is None else position).items():
+            self._shards[index].save(self._prefix(directory, index), shard_position)
         if 0 in self._saved:
             text = json.dumps(self.fingerprint(), indent=1)
             (directory / STREAM_FILE).write_text(text, encoding="utf-8")
@@ -268,104 +251,71 @@ class Stream:
         """Returns everything that must be equal for a saved position to be valid, as flat JSON.
 
         The checksums are those of the tasks' first examples: they depend on vocabulary, data set
-        and preprocessing.
+        and preprocessing. Whether examples come from a cache makes no difference.
         """
+        settings = dataclasses.asdict(self.config)
+        del settings["cached"], settings["buckets"]
+        if self.config.buckets:
+            settings["buckets"] = f"{self.config.buckets} in groups of {GROUP} batches"
+        if self.config.pack:
+            settings["packing"] = f"best fit among {WINDOW} examples"
         rates = {f"rate of {name}": rate for name, rate in self._rates.items()}
         checksums = {f"checksum of {name}": e.checksum for name, e in self._examples.items()}
-        return {**dataclasses.asdict(self.config), **rates, **checksums}
+        return {**settings, **rates, **checksums}
 
     def _prefix(self, directory: pathlib.Path, index: int) -> pathlib.Path:
         return directory / f"shard-{index:05}-of-{self.config.shards:05}"
 
-    def _make_shard(self, index: int, tasks: list[seqio.Task]) -> _VirtualShard:
+    def _make_shard(self, index: int) -> VirtualShard:
         config, shard = self.config, (index, self.config.shards)
         members: dict[str, TaskStream] = {}
-        for task_number, task in enumerate(tasks, 1):
-            if task.name in self._examples:
+        for task_number, name in enumerate(self._rates, 1):
+            if name in self._examples:
                 seed = np.random.SeedSequence(config.seed, spawn_key=(index, task_number))
-                members[task.name] = InMemoryTaskStream(
-                    self._examples[task.name], shard=shard, seed=seed if config.shuffle else None
+                members[name] = InMemoryTaskStream(
+                    self._examples[name], shard=shard, seed=seed if config.shuffle else None
                 )
             else:
-                members[task.name] = SeqioTaskStream(
-                    task,
-                    config.split,
-                    config.lengths,
-                    shard=shard,
-                    seed=config.seed,
-                    shuffle=config.shuffle,
-                )
+                members[name] = _make_pipeline(self._live[name], config, shard)
         seed = np.random.SeedSequence(config.seed, spawn_key=(index, 0))
-        return _VirtualShard(members, rates=self._rates, seed=seed)
-
-    def _fill_row(self, shard: _VirtualShard) -> list[Example]:
-        """Returns the examples of one row: one, or as many consecutive ones as fit."""
-        row = [next(shard)]
-        num_inputs, num_targets = (len(ids) for ids in row[0])
-        while len(row) < self.config.segments_per_row:
-            example = next(shard)
-            num_inputs, num_targets = (
-                num_inputs + len(example[0]),
-                num_targets + len(example[1]),
-            )
-            if num_inputs > self.config.inputs_length or num_targets > self.config.targets_length:
-                shard.put_back(example)
-                break
-            row.append(example)
-        return row
+        return VirtualShard(members, config, rates=self._rates, seed=seed)
 
 
-def _registered_tasks(name: str) -> dict[seqio.Task, float]:
-    """Returns the tasks of a mixture, or a single task, of SeqIO's registries with their rates."""
+def _registered_tasks(config: DataConfig) -> dict[seqio.Task, float]:
+    """Returns the tasks of the registered mixture that have the split, and their positive rates."""
     import seqio
 
-    provider = seqio.get_mixture_or_task(name)
+    provider = seqio.get_mixture_or_task(config.mixture)
     if isinstance(provider, seqio.Task):
-        return {provider: 1.0}
-    return {task: float(provider.get_rate(task)) for task in provider.tasks}
+        rates = {provider: 1.0}
+    else:
+        rates = {task: float(provider.get_rate(task)) for task in provider.tasks}
+    return {t: rate for t, rate in rates.items() if rate > 0 and config.split in t.splits}
 
 
-def _sampled_tasks(
-    rates: Mapping[seqio.Task, float], config: DataConfig
-) -> tuple[list[seqio.Task], dict[str, float]]:
-    """Returns the tasks that have the split and a positive rate, by name, and their rates."""
-    tasks = sorted(
-        (task for task, rate in rates.items() if rate > 0 and config.split in task.splits),
-        key=lambda task: task.name,
-    )
-    if not tasks:
-        raise ValueError(f"no task of {config.mixture!r} is drawn on the split {config.split!r}")
-    return tasks, {task.name: rates[task] for task in tasks}
+def _read_examples(live: Mapping[str, seqio.Task], config: DataConfig) -> dict[str, Examples]:
+    """Returns the examples of those tasks that fit memory; several are opened at a time."""
+    if not live:
+        return {}
+    from synthesizer_jax.data.seqio_members import examples_of, fits_memory
 
-
-def _read_examples(tasks: list[seqio.Task], config: DataConfig) -> dict[str, Examples]:
-    """Returns the examples of tasks by name; several tasks are opened at a time."""
+    fitting = {name: task for name, task in live.items() if fits_memory(task, config.split)}
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        opened = pool.map(lambda task: examples_of(task, config.split, config.lengths), tasks)
-        return {task.name: examples for task, examples in zip(tasks, opened, strict=True)}
+        opened = pool.map(
+            lambda task: examples_of(task, config.split, config.lengths), fitting.values()
+        )
+        return dict(zip(fitting, opened, strict=True))
 
 
-def _assemble_batch(rows: Sequence[Sequence[Example]], config: DataConfig) -> dict[str, np.ndarray]:
-    """Returns the arrays of rows of concatenated examples; an empty row is padding."""
-    fields = batch_fields(config, rows=len(rows))
-    batch = {name: field.zeros() for name, field in fields.items()}
-    for r, row in enumerate(rows):
-        i = t = 0
-        for segment, (inputs, targets) in enumerate(row, 1):
-            inputs_slice, targets_slice = (
-                slice(i, i + len(inputs)),
-                slice(t, t + len(targets)),
-            )
-            batch["encoder_input_tokens"][r, inputs_slice] = inputs
-            batch["decoder_target_tokens"][r, targets_slice] = targets
-            batch["decoder_input_tokens"][r, t + 1 : targets_slice.stop] = targets[:-1]
-            batch["decoder_loss_weights"][r, targets_slice] = 1
-            if config.pack:
-                for side, positions, ids in (
-                    ("encoder", inputs_slice, inputs),
-                    ("decoder", targets_slice, targets),
-                ):
-                    batch[f"{side}_segment_ids"][r, positions] = segment
-                    batch[f"{side}_positions"][r, positions] = np.arange(len(ids))
-            i, t = inputs_slice.stop, targets_slice.stop
-    return batch
+def _make_pipeline(task: seqio.Task, config: DataConfig, shard: tuple[int, int]) -> TaskStream:
+    """Returns a task's own SeqIO pipeline for a shard."""
+    from synthesizer_jax.data.seqio_members import SeqioTaskStream
+
+    return SeqioTaskStream(
+        task,
+        config.split,
+        config.lengths,
+        shard=shard,
+        seed=config.seed,
+        shuffle=config.shuffle,
+    )

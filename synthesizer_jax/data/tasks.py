@@ -147,6 +147,38 @@ def available_members(
     return rates
 
 
+def sampled_members(name: str, data_dir: pathlib.Path, split: str) -> dict[str, float]:
+    """Returns the positive rates of those members of a mixture that have a split on this machine.
+
+    Warns of members that should have it.
+
+    Args:
+      name: a mixture or task.
+      data_dir: the directory of the data sets.
+      split: the split.
+
+    Raises:
+      ValueError: there is no such mixture.
+      FileNotFoundError: there are none.
+    """
+    sampled = {t: rate for t, rate in available_members(name, data_dir, split).items() if rate}
+    if not sampled:
+        remedy = (
+            "import the original files with 'synthesizer-jax data import glue --from DIR --data-dir "
+            f"{data_dir}' (also super_glue)"
+            if name in (*MIXTURES, *TASKS)
+            else "write their TFDS data sets to it"
+        )
+        raise FileNotFoundError(
+            f"no task of {name!r} has data for the split {split!r} in {data_dir}; {remedy}, or name "
+            "another --data-dir"
+        )
+    missing = _missing_members(name, sampled, data_dir=data_dir, split=split)
+    if missing:
+        _log.warning("%s goes without %s: no data in %s", name, ", ".join(missing), data_dir)
+    return sampled
+
+
 def open_tasks(
     name: str, vocabulary: Vocabulary, *, data_dir: pathlib.Path, split: str = "train"
 ) -> dict[seqio.Task, float]:
@@ -167,25 +199,10 @@ def open_tasks(
       ValueError: there is no such mixture.
       FileNotFoundError: none of its tasks has that split on this machine.
     """
-    members = available_members(name, data_dir)
-    sampled = [t for t in members if members[t] and split in prepared_splits(t, data_dir)]
-    if not sampled:
-        remedy = (
-            "import the original files with 'synthesizer-jax data import glue --from DIR --data-dir "
-            f"{data_dir}' (also super_glue)"
-            if name in (*MIXTURES, *TASKS)
-            else "write their TFDS data sets to it"
-        )
-        raise FileNotFoundError(
-            f"no task of {name!r} has data for the split {split!r} in {data_dir}; {remedy}, or name "
-            "another --data-dir"
-        )
-    missing = _missing_members(name, sampled, data_dir=data_dir, split=split)
-    if missing:
-        _log.warning("%s goes without %s: no data in %s", name, ", ".join(missing), data_dir)
+    sampled = sampled_members(name, data_dir, split)
     return {
-        find_task(task).to_seqio(vocabulary, data_dir): rate if task in sampled else 0.0
-        for task, rate in members.items()
+        find_task(task).to_seqio(vocabulary, data_dir): sampled.get(task, 0.0)
+        for task in available_members(name, data_dir)
     }
 
 

@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.data import imported, synthetic, tasks
-from synthesizer_jax.data.pipeline import DataConfig, Stream
+from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.distillation.static_attention import (
     StaticAttention,
@@ -85,7 +86,6 @@ def _read(
     data_dir: pathlib.Path,
 ) -> list[Batch]:
     """Returns so many examples of a split in batches over a mesh."""
-    opened = tasks.open_tasks(data.mixture, vocabulary, data_dir=data_dir, split=data.split)
-    stream = Stream(data, tasks=opened)
+    stream = open_stream(replace(data, cached=None, buckets=()), vocabulary, data_dir=data_dir)
     count = -(-examples // data.batch_size)
     return [jax.device_put(next(stream), batch_sharding(mesh)) for _ in range(count)]

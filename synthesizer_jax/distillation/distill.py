@@ -18,7 +18,8 @@ import numpy as np
 import optax
 
 from synthesizer_jax.checkpoints.manager import restore_variables
-from synthesizer_jax.data.pipeline import Stream
+from synthesizer_jax.data.streams import open_stream
+from synthesizer_jax.data.tasks import default_data_dir
 from synthesizer_jax.distillation.fit import Layer, collect_statistics, fit_layers, is_static
 from synthesizer_jax.distillation.replacement import (
     Replacement,
@@ -28,7 +29,7 @@ from synthesizer_jax.distillation.replacement import (
     tap_pairs,
 )
 from synthesizer_jax.distillation.transplant import STACKS, self_attention
-from synthesizer_jax.files import write_atomic
+from synthesizer_jax.files import storage_path, write_atomic
 from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
 from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.optimizers import OptimizerRule
@@ -130,7 +131,7 @@ def distill(
         layers = trainer.static_layers() if recipe.fit_batches else []
         if not layers:
             return state
-        state, found = _fit_state(state, trainer, layers, recipe.fit_batches)
+        state, found = _fit_state(state, trainer, layers, recipe, data_dir=data_dir)
         if processes.is_process_zero():
             heads = {f"{stack}/layers_{i}": kl.tolist() for (stack, i), kl in found.items()}
             write_atomic(directory / FIT_FILE, json.dumps(heads, indent=1) + "\n")
@@ -186,21 +187,34 @@ def _initialize_from(variables: PyTree) -> Callable[[TrainState], TrainState]:
 
 
 def _fit_state(
-    state: TrainState, trainer: DistillationTrainer, layers: list[Layer], num_batches: int
+    state: TrainState,
+    trainer: DistillationTrainer,
+    layers: list[Layer],
+    recipe: Distillation,
+    *,
+    data_dir: pathlib.Path | None,
 ) -> tuple[TrainState, dict[Layer, np.ndarray]]:
     """Returns a state whose static alignments are fitted to the teacher's attention.
 
     Args:
       state: a fresh state.
-      trainer: the trainer, whose tasks are registered.
+      trainer: the trainer.
       layers: the layers with a static alignment.
-      num_batches: number of batches of the data.
+      recipe: says how many batches of the data it takes.
+      data_dir: directory of the data sets.
 
     Returns:
       The state, and the divergence of every head of each layer.
     """
-    stream = Stream(replace(trainer.experiment.data, pack=False), shards=trainer.shards)
-    batches = (trainer.shard_batch(next(stream)) for _ in range(num_batches))
+    experiment = trainer.experiment
+    assert experiment.vocabulary is not None
+    stream = open_stream(
+        replace(experiment.data, pack=False, buckets=()),
+        experiment.vocabulary.build(),
+        data_dir=default_data_dir() if data_dir is None else storage_path(str(data_dir)),
+        shards=trainer.shards,
+    )
+    batches = (trainer.shard_batch(next(stream)) for _ in range(recipe.fit_batches))
     statistics = collect_statistics(trainer.teacher, trainer.variables, batches, layers)
     params, found = fit_layers(trainer.student, state.params, statistics)
     params = jax.tree.map(

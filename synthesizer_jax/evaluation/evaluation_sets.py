@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from synthesizer_jax.data import stored, tasks
-from synthesizer_jax.data.members import storage_location
 from synthesizer_jax.data.postprocessors import Example, to_text
+from synthesizer_jax.data.seqio_members import storage_location
 from synthesizer_jax.data.seqio_tasks import FEATURES
 from synthesizer_jax.data.task import Answers, Task
 from synthesizer_jax.data.vocabularies import Vocabulary

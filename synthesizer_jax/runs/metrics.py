@@ -165,13 +165,19 @@ class Throughput:
 
     def __init__(self, capacity: int, utilizations: Mapping[str, float] = {}) -> None:
         self._capacity, self._utilizations = capacity, dict(utilizations)
-        self._time, self._steps, self._tokens = time.perf_counter(), 0, 0.0
+        self._time, self._steps, self._tokens, self._places = time.perf_counter(), 0, 0.0, 0
         self.seconds_per_step = 0.0
 
-    def add(self, tokens: float) -> None:
-        """Counts a finished step with that number of tokens."""
+    def add(self, tokens: float, *, capacity: int | None = None) -> None:
+        """Counts a finished step.
+
+        Args:
+          tokens: number of real tokens.
+          capacity: number of tokens of its batch, including padding; None: that of every batch.
+        """
         self._steps += 1
         self._tokens += tokens
+        self._places += self._capacity if capacity is None else capacity
 
     def read(self) -> dict[str, float]:
         """Returns the rates, ``padding`` and utilizations since the last call."""
@@ -183,8 +189,8 @@ class Throughput:
         }
         if self._steps:
             self.seconds_per_step = seconds / self._steps
-            rates["padding"] = 1 - self._tokens / (self._steps * self._capacity)
+            rates["padding"] = 1 - self._tokens / self._places
         for name, share in self._utilizations.items():
             rates[name] = share * rates["steps_per_second"]
-        self._time, self._steps, self._tokens = now, 0, 0.0
+        self._time, self._steps, self._tokens, self._places = now, 0, 0.0, 0
         return rates

@@ -192,7 +192,7 @@ class _Run:
             data.batch_size * (data.inputs_length + data.targets_length), utilizations
         )
         self.watchdog = Watchdog(self.training.watchdog_seconds)
-        self.unread_metrics: tuple[int, Metrics] | None = None
+        self.unread_metrics: tuple[int, Metrics, int] | None = None
         self.agreed_signal = 0
 
     def train_to_the_end(self, state: TrainState, *, scores: Mapping[int, float]) -> TrainState:
@@ -221,13 +221,18 @@ class _Run:
                 batch = self.trainer.shard_batch(next(self.stream))
                 if step == start:
                     self.trainer.check_memory()  # again: reading data has taken some
+                compiled = self.trainer.num_compiled
                 state, metrics = self.trainer.step(state, batch)
+                if self.trainer.num_compiled > compiled:
+                    self.progress.say(step, f"compiled for {self.trainer.num_compiled} shapes")
                 if jax.process_count() > 1:
                     metrics[STOP] = self.trainer.max_over_processes(
                         self.stop.received, after=metrics["loss"]
                     )
                 self.log()
-                self.unread_metrics = (step + 1, metrics)
+                sides = ("encoder_input_tokens", "decoder_target_tokens")
+                capacity = sum(batch[side].size for side in sides)
+                self.unread_metrics = (step + 1, metrics, capacity)
                 self.save_and_evaluate(state, step + 1)
             self.checkpoints.prune()
             self.events.write("end", step=int(state.step))
@@ -310,12 +315,12 @@ class _Run:
         """Reads the metrics of the last dispatched step, checks and writes them."""
         if self.unread_metrics is None:
             return
-        step, metrics = self.unread_metrics
+        step, metrics, capacity = self.unread_metrics
         self.unread_metrics = None
         values = {name: float(value) for name, value in metrics.items()}
         self.agreed_signal = int(values.pop(STOP, 0))
         self.check_finite(values, step)
-        self.throughput.add(values["tokens"])
+        self.throughput.add(values["tokens"], capacity=capacity)
         self.progress.advance(step)
         self.report_saved()
         if step % self.training.log_every == 0:

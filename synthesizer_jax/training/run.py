@@ -7,14 +7,15 @@ import functools
 import logging
 import pathlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax
 
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data import imported, synthetic, tasks
-from synthesizer_jax.data.pipeline import Stream
+from synthesizer_jax.data.prefetching import PrefetchedStream
+from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.data.vocabularies import Vocabulary
+from synthesizer_jax.evaluation.evaluation_sets import evaluation_tasks
 from synthesizer_jax.evaluation.evaluator import Evaluator, log_values
 from synthesizer_jax.evaluation.files import write_results
 from synthesizer_jax.files import storage_path
@@ -36,9 +37,6 @@ from synthesizer_jax.training.run_directory import (
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.trainer import Trainer
 
-if TYPE_CHECKING:
-    import seqio
-
 _log = logging.getLogger(__name__)
 
 
@@ -52,6 +50,7 @@ def run(
     devices: list[jax.Device] | None = None,
     visible: bool = True,
     own: code.Code = code.NOTHING,
+    before_seqio: Callable[[], None] = lambda: None,
 ) -> TrainState:
     """Trains, or continues, a run; everything it needs later lies in its directory.
 
@@ -64,6 +63,8 @@ def run(
       devices: None uses all devices.
       visible: show a progress bar.
       own: code that later commands need before they can load the run, recorded in its directory.
+      before_seqio: called before SeqIO is imported: at once, or, where all data comes from caches, before
+        the first evaluation.
 
     Returns:
       The final state.
@@ -98,17 +99,30 @@ def run(
         if visible:
             print(f"{directory}: reading {experiment.data.mixture}", flush=True)
         with stop.region():
-            experiment, opened, evaluator = _open_data(experiment, directory, places)
+            experiment, vocabulary = _open_vocabulary(experiment, directory, places)
             trainer = Trainer(experiment, devices) if trainer is None else trainer
-            stream = Stream(
+            stream = open_stream(
                 experiment.data,
-                tasks=opened,
+                vocabulary,
+                data_dir=places,
                 shards=trainer.shards,
                 saved=trainer.saved_shards,
+                before_seqio=before_seqio,
             )
+
+            # Evaluation sets are read by SeqIO: where training does not need it, at the first evaluation.
+            @functools.cache
+            def evaluator() -> Evaluator:
+                before_seqio()
+                return _make_evaluator(experiment, vocabulary, places)
+
+            split = experiment.evaluation.split
+            if not (stream.is_cached and evaluation_tasks(experiment.data.mixture, places, split)):
+                evaluator()
+            batches = stack.enter_context(PrefetchedStream(stream))
         state = train(
             trainer,
-            stream,
+            batches,
             directory,
             stop=stop,
             evaluate=functools.partial(_evaluate, evaluator, directory, mesh=trainer.mesh),
@@ -128,24 +142,26 @@ def run(
     return state
 
 
-def _open_data(
+def _open_vocabulary(
     experiment: Experiment, directory: pathlib.Path, data_dir: pathlib.Path
-) -> tuple[Experiment, dict[seqio.Task, float], Evaluator]:
-    """Returns the experiment with its vocabulary, the tasks with their rates, and the evaluator."""
+) -> tuple[Experiment, Vocabulary]:
+    """Returns the experiment of a run with its vocabulary, and that vocabulary."""
     with processes.process_zero_first("directory"):
         imported.add_imported(data_dir)
         experiment = resolve_vocabulary(experiment, data_dir)
         check_same_run(experiment, directory)
-        vocabulary, data = open_vocabulary(experiment, directory), experiment.data
-        opened = tasks.open_tasks(data.mixture, vocabulary, data_dir=data_dir, split=data.split)
-        return experiment, opened, _make_evaluator(experiment, vocabulary, data_dir)
+        return experiment, open_vocabulary(experiment, directory)
 
 
 def _evaluate(
-    evaluator: Evaluator, directory: pathlib.Path, state: TrainState, *, mesh: jax.sharding.Mesh
+    evaluator: Callable[[], Evaluator],
+    directory: pathlib.Path,
+    state: TrainState,
+    *,
+    mesh: jax.sharding.Mesh,
 ) -> dict[str, float]:
     """Evaluates a state, writes the results into the run's directory and returns them for its log."""
-    results, overall = evaluator.measure(state.averaged_variables, mesh=mesh)
+    results, overall = evaluator().measure(state.averaged_variables, mesh=mesh)
     if processes.is_process_zero():
         write_results(directory, int(state.step), results, overall=overall)
     return log_values(results, overall)

@@ -223,6 +223,7 @@ def _fixed_settings(experiment: Experiment) -> dict[str, _Json]:
     data = to_json(experiment)
     for name in MAY_CHANGE:
         del data["training"][name]
+    data["data"].pop("cached", None)  # the batches are the same
     return dict(
         _flatten_json({name: data[name] for name in ("model", "data", "training", "vocabulary")})
     )

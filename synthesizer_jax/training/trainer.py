@@ -66,6 +66,7 @@ class Trainer:
         )
         self._rows = BatchShards(data.batch_size, data.shards, batch_sharding(self.mesh))
         self._compiled: jax.stages.Compiled | None = None
+        self._compiled_buckets: dict[tuple[int, int], jax.stages.Compiled] = {}
         self._key = jax.random.key(training.seed)
 
     def make_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
@@ -103,9 +104,12 @@ class Trainer:
         )
 
     def measure_utilization(self) -> dict[str, float]:
-        """`utilizations` of a run that does one step a second; none where its FLOPs are not known."""
+        """`utilizations` of a run that does one step a second.
+
+        None where its FLOPs are not known, or are not those of every step, as with buckets.
+        """
         flops = self.step_flops()
-        if flops is None:
+        if flops is None or self.experiment.data.buckets:
             return {}
         return utilizations(flops, self.mesh, self.experiment.model.dtype)
 
@@ -170,9 +174,13 @@ class Trainer:
         )
         return self._largest(numbers, after)
 
-    def trace(self) -> jax.stages.Traced:
-        """The step for this experiment's shapes, to lower and compile; allocates nothing."""
-        batch = abstract_batch(self.experiment.data, batch_sharding(self.mesh))
+    def trace(self, lengths: tuple[int, int] | None = None) -> jax.stages.Traced:
+        """The step for this experiment's shapes, to lower and compile; allocates nothing.
+
+        Args:
+          lengths: of inputs and targets, those of a bucket; None: the full lengths.
+        """
+        batch = abstract_batch(self.experiment.data, batch_sharding(self.mesh), lengths=lengths)
         with use_mesh(self.mesh):
             return self._jitted.trace(self.layout.abstract, batch, self._key, *self.arguments)
 
@@ -185,12 +193,28 @@ class Trainer:
         assert self._compiled is not None
         check_memory(self._compiled, self.mesh)
 
+    @property
+    def num_compiled(self) -> int:
+        """Number of shapes of batches for which the step has been compiled."""
+        return len(self._compiled_buckets) + (self._compiled is not None)
+
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One step; the old state's buffers are reused."""
-        if self._compiled is None:
-            self.compile()
-        assert self._compiled is not None
-        return self._compiled(state, batch, self._key, *self.arguments)
+        """One step; the old state's buffers are reused. A bucket's first step compiles it."""
+        return self._program(batch)(state, batch, self._key, *self.arguments)
+
+    def _program(self, batch: Batch) -> jax.stages.Compiled:
+        """The compiled step for a batch's shape."""
+        sides = ("encoder_input_tokens", "decoder_target_tokens")
+        inputs, targets = (batch[side].shape[1] for side in sides)
+        shape = (inputs, targets)
+        if shape not in self.experiment.data.shapes[:-1]:
+            if self._compiled is None:
+                self.compile()
+            assert self._compiled is not None
+            return self._compiled
+        if shape not in self._compiled_buckets:
+            self._compiled_buckets[shape] = self.trace(shape).lower().compile()
+        return self._compiled_buckets[shape]
 
 
 def _compiler_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:
@@ -224,10 +248,13 @@ def check_memory(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> None
 
 
 def abstract_batch(
-    data: DataConfig, sharding: jax.sharding.Sharding | None = None
+    data: DataConfig,
+    sharding: jax.sharding.Sharding | None = None,
+    *,
+    lengths: tuple[int, int] | None = None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of a training batch."""
+    """Returns the shapes of a training batch, with the full lengths or those of a bucket."""
     return {
         name: jax.ShapeDtypeStruct(field.shape, field.dtype, sharding=sharding)
-        for name, field in batch_fields(data).items()
+        for name, field in batch_fields(data, lengths=lengths).items()
     }

@@ -10,7 +10,8 @@ import pytest
 import seqio
 
 from synthesizer_jax.data import tasks
-from synthesizer_jax.data.members import Examples, SeqioTaskStream
+from synthesizer_jax.data.seqio_members import SeqioExamples as Examples
+from synthesizer_jax.data.seqio_members import SeqioTaskStream
 from synthesizer_jax.data.storage import write_dataset
 from synthesizer_jax.data.stored import check_dataset, prepared_versions, stored_splits
 from synthesizer_jax.data.vocabularies import Bytes

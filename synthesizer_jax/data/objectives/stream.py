@@ -53,6 +53,8 @@ class SegmentStream:
       ValueError: the examples do not fit, or there are fewer documents than shards.
     """
 
+    index: int | None = None
+
     def __init__(
         self,
         documents: Documents,
@@ -71,7 +73,7 @@ class SegmentStream:
         self._source = InMemoryTaskStream(
             cast(Examples, readable), shard=shard, seed=seed if shuffle else None
         )
-        self._start, self._num_taken = self._position(), 0
+        self._start, self._num_taken = self._source.position(), 0
         self._tokens = np.zeros(0, np.int32)
         self._segments: list[Segment] = []
 
@@ -83,13 +85,19 @@ class SegmentStream:
         self._num_taken += 1
         return objective.example(self._tokens[start:stop], draws, self._form)
 
-    def save(self, prefix: pathlib.Path) -> list[int]:
+    def recall(self, index: int) -> Example:
+        """Is not called: its examples have no index."""
+        raise NotImplementedError
+
+    def position(self) -> list[int]:
         """Returns where the group's documents begin and the number of examples taken from it."""
-        del prefix
         return [*self._start, self._num_taken]
 
+    def save(self, prefix: pathlib.Path) -> None:
+        """Does nothing: `position` is exact."""
+
     def restore(self, prefix: pathlib.Path, position: list[int] | None) -> None:
-        """Continues at a position that `save` returned."""
+        """Continues at a position that `position` returned."""
         del prefix
         assert position is not None
         *start, num_taken = position
@@ -99,16 +107,13 @@ class SegmentStream:
             self._read_group()
         self._num_taken = num_taken
 
-    def _position(self) -> list[int]:
-        return self._source.save(_NO_FILES)
-
     def _draws(self) -> CounterDraws:
         """Returns the random numbers of this group."""
         return CounterDraws(self._seed, *self._start)
 
     def _read_group(self) -> None:
         """Reads the next group and splits it."""
-        self._start, self._num_taken = self._position(), 0
+        self._start, self._num_taken = self._source.position(), 0
         self._tokens = np.concatenate(self._read_documents(self._draws().fork(_CHUNKS)))
         self._segments = self._objective.split(
             len(self._tokens), self._draws().fork(_SPLIT), self._form
@@ -119,13 +124,13 @@ class SegmentStream:
         group: list[np.ndarray] = []
         first_epoch = epoch = self._start[0]
         while len(group) < self._objective.documents:
-            before = self._position()
+            before = self._source.position()
             tokens = next(self._source)[1]
             tokens = tokens[tokens != PAD]
-            if group and self._position()[0] != epoch:
+            if group and self._source.position()[0] != epoch:
                 self._source.restore(_NO_FILES, before)
                 break
-            epoch = self._position()[0]
+            epoch = self._source.position()[0]
             if len(tokens):
                 group.append(self._as_document(tokens, draws))
             elif not group and epoch > first_epoch + 1:

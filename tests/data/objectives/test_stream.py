@@ -73,11 +73,11 @@ def take(source: TaskStream, count: int) -> list[list[list[int]]]:
 def group_of(source: SegmentStream) -> list[Example]:
     """The examples of the next group of documents."""
     examples = [next(source)]
-    start = source.save(PREFIX)[:-1]
+    start = source.position()[:-1]
     while True:
-        before = source.save(PREFIX)
+        before = source.position()
         example = next(source)
-        if source.save(PREFIX)[:-1] != start:
+        if source.position()[:-1] != start:
             source.restore(PREFIX, before)
             return examples
         examples.append(example)
@@ -161,20 +161,20 @@ def test_a_restored_stream_goes_on_at_any_step(name: str, shuffle: bool) -> None
     source = make(name, documents=documents, shuffle=shuffle)
     positions, examples = [], []
     for _ in range(60):  # several epochs
-        positions.append(source.save(PREFIX))
+        positions.append(source.position())
         examples += take(source, 1)
     assert len({tuple(position) for position in positions}) == len(positions)
     for step in range(60):
         restored = make(name, documents=documents, shuffle=shuffle)
         restored.restore(PREFIX, positions[step])
-        assert restored.save(PREFIX) == positions[step]
+        assert restored.position() == positions[step]
         assert take(restored, min(3, 60 - step)) == examples[step : step + 3]
 
 
 def test_a_stream_of_a_mixture_goes_on_at_any_step() -> None:
     source = make("ul2")
     first = take(source, 25)
-    position = source.save(PREFIX)
+    position = source.position()
     expected = take(source, 40)
     source.restore(PREFIX, position)
     assert take(source, 40) == expected
@@ -265,6 +265,6 @@ def test_documents_of_a_seqio_task_are_read_as_needed() -> None:
     read = "".join(vocabulary.decode([t for t in next(source)[1].tolist() if t > 1]))
     assert read == "".join(texts[1::4])[: len(read)]
     assert examples._num_read < len(texts)
-    while source.save(PREFIX)[0] < 1:
+    while source.position()[0] < 1:
         next(source)
     assert examples._num_read == len(texts)

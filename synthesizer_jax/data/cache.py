@@ -1,0 +1,371 @@
+"""Caches of tokenized tasks in a data directory: where they are, and how they are read.
+
+A cache holds the examples of a task's split for one vocabulary, tokenized, in stored order, in
+``DATA_DIR/cached/VOCABULARY/TASK/SPLIT``: ArrayRecord files, which Grain reads, and ``info.json``.
+`cache_writing` makes it with SeqIO; reading it needs neither SeqIO nor TensorFlow.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+import logging
+import pathlib
+import zlib
+from collections.abc import Iterable, Mapping
+
+from synthesizer_jax.data import stored, tasks
+from synthesizer_jax.data.cache_records import decode_chunk, finish_chunk
+from synthesizer_jax.data.definitions import TaskDefinition
+from synthesizer_jax.data.members import CHUNK, Chunk, Examples
+from synthesizer_jax.data.vocabularies import SentencePieceVocabulary, Vocabulary
+from synthesizer_jax.files import in_bucket, size_of
+from synthesizer_jax.registry import check_types, fields_of
+
+DIRECTORY = "cached"
+INFO = "info.json"
+FORMAT = 1
+"""Version of the files; others are not read."""
+
+_TASK_CODE = ("preprocessors.py", "coreference.py")
+"""Files beside this one that make texts of rows, in addition to the module of a task's format."""
+
+_log = logging.getLogger(__name__)
+
+
+class OutdatedCacheError(ValueError):
+    """A cache was made by other code, or from another version of the data set."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheInfo:
+    """What ``info.json`` says about a cache.
+
+    Attributes:
+      format: version of the files.
+      task: name of the task.
+      split: its split.
+      vocabulary: digest of the vocabulary.
+      vocab_size: its number of ids.
+      dataset: digest of the data set's version and of the sizes of its split.
+      code: digest of the task's definition and of the code that makes text of its rows.
+      sentinel: id of the sentinel that follows the tokens; None: the task has none.
+      examples: number of examples.
+      tokens: number of tokens of the inputs and of the targets, before EOS and truncation.
+      lengths: numbers of examples by the smallest power of two that is not less than the number of
+        input and of target tokens.
+      files: size in bytes and number of records of every file.
+      checksum: CRC-32 of the first record.
+    """
+
+    format: int
+    task: str
+    split: str
+    vocabulary: str
+    vocab_size: int
+    dataset: str
+    code: str
+    sentinel: int | None
+    examples: int
+    tokens: dict[str, int]
+    lengths: dict[str, dict[str, int]]
+    files: dict[str, tuple[int, int]]
+    checksum: int
+
+    def to_json(self) -> str:
+        """Returns the contents of ``info.json``."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> CacheInfo:
+        """Returns what `to_json` wrote.
+
+        Raises:
+          ValueError: something else wrote it; `KeyError` and `TypeError` likewise.
+        """
+        record = json.loads(text)
+        record["files"] = {name: tuple(counts) for name, counts in record["files"].items()}
+        info = cls(**record)
+        check_types(cls, fields_of(info), INFO)
+        if any("/" in name or name.startswith(".") for name in info.files):
+            raise ValueError("a file lies outside of the directory")
+        records = sum(count for _, count in info.files.values())
+        if info.examples < 1 or records != -(-info.examples // CHUNK):
+            raise ValueError(f"{records} records cannot hold {info.examples} examples")
+        return info
+
+
+@dataclasses.dataclass(frozen=True)
+class Caches:
+    """The caches of a data directory for one vocabulary.
+
+    Attributes:
+      data_dir: the directory of the data sets.
+      vocabulary: the vocabulary.
+    """
+
+    data_dir: pathlib.Path
+    vocabulary: Vocabulary
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The digest of the vocabulary."""
+        return vocabulary_digest(self.vocabulary)
+
+    @property
+    def root(self) -> pathlib.Path:
+        """The directory of all caches for the vocabulary."""
+        return self.data_dir / DIRECTORY / self.digest
+
+    def directory(self, task: str, split: str) -> pathlib.Path:
+        """Returns the directory of a task's cache."""
+        return self.root / task / split
+
+    def find(self, task: str, split: str) -> CacheInfo | None:
+        """Returns what is known of a task's cache, which is complete and current; None: there is none.
+
+        Raises:
+          OutdatedCacheError: it was made by other code, or from another version of the data set.
+          ValueError: it is damaged, incomplete, or of another vocabulary, task or split.
+        """
+        directory = self.directory(task, split)
+        if in_bucket(self.data_dir) or not directory.exists() or task not in tasks.TASKS:
+            return None
+        remedy = self._remedy(task, split)
+        info = _read_info(directory, remedy)
+        if info.vocabulary != self.digest:
+            raise ValueError(f"{directory} is the cache of another vocabulary; {remedy}")
+        if (info.task, info.split) != (task, split):
+            raise ValueError(
+                f"{directory} is the cache of {info.task}'s split {info.split!r}; {remedy}"
+            )
+        _check_files(directory, info, remedy)
+        self._check_current(info, directory, remedy)
+        return info
+
+    def open(self, task: str, split: str, lengths: Mapping[str, int]) -> CachedExamples | None:
+        """Returns the cached examples of a task; None: it has no cache.
+
+        Args:
+          task: name of the task.
+          split: its split.
+          lengths: the maximum numbers of ``inputs`` and ``targets``, including EOS.
+
+        Raises:
+          ValueError: see `find`; also if the first record is damaged.
+        """
+        info = self.find(task, split)
+        if info is None:
+            return None
+        remedy = self._remedy(task, split)
+        return CachedExamples(info, self.directory(task, split), lengths, remedy=remedy)
+
+    def _check_current(self, info: CacheInfo, directory: pathlib.Path, remedy: str) -> None:
+        if info.format != FORMAT:
+            raise OutdatedCacheError(
+                f"{directory} has version {info.format} of the cache's format, and this release reads "
+                f"version {FORMAT}; {remedy}"
+            )
+        if info.code != task_digest(info.task):
+            raise OutdatedCacheError(
+                f"{directory} was made by another version of the task {info.task}; {remedy}"
+            )
+        if info.dataset != dataset_digest(info.task, info.split, self.data_dir):
+            raise OutdatedCacheError(
+                f"{directory} was made from another version of the data set "
+                f"{tasks.find_task(info.task).source}; {remedy}"
+            )
+
+    def _remedy(self, task: str, split: str) -> str:
+        return (
+            f"make it again with 'synthesizer-jax data cache {task} --split {split} --data-dir "
+            f"{self.data_dir}' and the run's vocabulary, or delete it to read without a cache"
+        )
+
+
+class CachedExamples(Examples):
+    """A task's examples, read from a cache chunk by chunk when they are needed.
+
+    They equal those that `seqio_members.SeqioExamples` makes, bit for bit.
+
+    Args:
+      info: describes the cache.
+      directory: its directory.
+      lengths: the maximum numbers of ``inputs`` and ``targets``, including EOS.
+      remedy: the end of messages about damage.
+
+    Raises:
+      ValueError: the first record is damaged.
+    """
+
+    def __init__(
+        self,
+        info: CacheInfo,
+        directory: pathlib.Path,
+        lengths: Mapping[str, int],
+        *,
+        remedy: str,
+    ):
+        from grain.sources import ArrayRecordDataSource
+
+        super().__init__(f"{info.task}'s split {info.split!r}")
+        self.info, self._directory, self._remedy = info, directory, remedy
+        self._lengths = dict(lengths)
+        # With the numbers of records the files are not opened before they are read.
+        files = [f"{directory / name}[0:{count}]" for name, (_, count) in info.files.items()]
+        self._records = ArrayRecordDataSource(files)
+        self._chunks[0] = self._read(0)
+
+    def __len__(self) -> int:
+        return self.info.examples
+
+    def read_until(self, index: int) -> bool:
+        """Returns whether there is an example `index`; nothing has to be read for that."""
+        return index < self.info.examples
+
+    def _read_chunk(self, index: int) -> Chunk:
+        if not 0 <= index < self.info.examples:
+            raise IndexError(index)
+        number = index // CHUNK
+        self._chunks[number] = chunk = self._read(number)
+        return chunk
+
+    def _read(self, number: int) -> Chunk:
+        try:
+            record = self._records[number]
+            if number == 0 and zlib.crc32(record) != self.info.checksum:
+                raise ValueError("its checksum is another")
+            chunk = decode_chunk(record, vocab_size=self.info.vocab_size)
+            expected = min(CHUNK, self.info.examples - number * CHUNK)
+            if len(chunk) != expected:
+                raise ValueError(f"it holds {len(chunk)} examples instead of {expected}")
+        except (
+            RuntimeError,
+            ValueError,
+            IndexError,
+            OSError,
+        ) as error:  # of array_record and above
+            raise ValueError(
+                f"record {number} of the cache {self._directory} is damaged "
+                f"({_first_sentence(error)}); {self._remedy}"
+            ) from error
+        return finish_chunk(chunk, self._lengths, sentinel=self.info.sentinel)
+
+
+def open_caches(
+    names: Iterable[str], caches: Caches, *, split: str, lengths: Mapping[str, int], required: bool
+) -> dict[str, CachedExamples]:
+    """Returns the cached examples of those tasks that have a current cache.
+
+    Args:
+      names: of the tasks.
+      caches: where the caches are.
+      split: the split.
+      lengths: the maximum numbers of ``inputs`` and ``targets``, including EOS.
+      required: whether every task must have one; otherwise an outdated one is left out with a warning.
+
+    Raises:
+      FileNotFoundError: a task has no cache.
+      ValueError: a cache is damaged, or outdated and required.
+    """
+
+    def open_one(name: str) -> CachedExamples | None:
+        try:
+            examples = caches.open(name, split, lengths)
+        except OutdatedCacheError as error:
+            if required:
+                raise
+            _log.warning("%s; until then it is read without a cache", error)
+            return None
+        if examples is None and required:
+            raise FileNotFoundError(
+                f"{name}'s split {split!r} has no cache for this vocabulary in {caches.data_dir}; make "
+                f"it with 'synthesizer-jax data cache {name} --split {split} --data-dir "
+                f"{caches.data_dir}' and the run's vocabulary, or set data.cached=null"
+            )
+        return examples
+
+    names = list(names)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        opened = zip(names, pool.map(open_one, names), strict=True)
+        return {name: examples for name, examples in opened if examples is not None}
+
+
+def vocabulary_digest(vocabulary: Vocabulary) -> str:
+    """Returns 16 hexadecimal digits that depend on what a vocabulary encodes, not on its path."""
+    if isinstance(vocabulary, SentencePieceVocabulary):
+        contents = vocabulary.processor.serialized_model_proto()
+    else:
+        contents = repr(vocabulary).encode()
+    return hashlib.sha256(contents).hexdigest()[:16]
+
+
+def task_digest(name: str) -> str:
+    """Returns a digest of a task's definition and of the code that makes texts of its rows."""
+    task = tasks.find_task(name)
+    assert isinstance(task, TaskDefinition)  # others are not cached
+    digest = hashlib.sha256(_describe(task).encode())
+    for path in _source_files(task):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _describe(task: TaskDefinition) -> str:
+    return repr((task.name, task.dataset, task.format, task.rename, task.sentinel))
+
+
+def _source_files(task: TaskDefinition) -> list[pathlib.Path]:
+    modules = {inspect.getmodule(cls) for cls in type(task.format).__mro__ if cls is not object}
+    files = {getattr(module, "__file__", None) for module in modules}
+    own = [pathlib.Path(__file__).with_name(name) for name in _TASK_CODE]
+    return sorted({*own, *(pathlib.Path(file) for file in files if file)})
+
+
+def dataset_digest(name: str, split: str, data_dir: pathlib.Path) -> str:
+    """Returns a digest of the version of a task's data set and of the sizes of a split's files."""
+    versions = stored.prepared_versions(tasks.find_task(name).source, data_dir)
+    if not versions:
+        return ""
+    version, directory = list(versions.items())[-1]
+    info = json.loads((directory / stored.INFO).read_text(encoding="utf-8"))
+    splits = [entry for entry in info.get("splits", []) if entry.get("name") == split]
+    return hashlib.sha256(json.dumps([version, splits], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _read_info(directory: pathlib.Path, remedy: str) -> CacheInfo:
+    path = directory / INFO
+    if not path.is_file():
+        raise ValueError(f"the cache {directory} is incomplete, it lacks {INFO}; {remedy}")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        version = record.get("format")
+        if isinstance(version, int) and version != FORMAT:
+            raise OutdatedCacheError(
+                f"{directory} has version {version} of the cache's format, and this release reads "
+                f"version {FORMAT}; {remedy}"
+            )
+        return CacheInfo.from_json(path.read_text(encoding="utf-8"))
+    except OutdatedCacheError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({_first_sentence(error)}); {remedy}") from error
+
+
+def _check_files(directory: pathlib.Path, info: CacheInfo, remedy: str) -> None:
+    """Raises a `ValueError` if a file is missing or has another size than it was written with."""
+    for name, (size, _) in info.files.items():
+        path = directory / name
+        if not path.is_file():
+            raise ValueError(f"the cache {directory} is incomplete, it lacks {name}; {remedy}")
+        if size_of(path) != size:
+            raise ValueError(
+                f"{path} is damaged: it has {size_of(path):,} bytes instead of {size:,}; {remedy}"
+            )
+
+
+def _first_sentence(error: BaseException) -> str:
+    return str(error).split(";")[0].split("\n")[0]

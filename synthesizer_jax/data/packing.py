@@ -1,0 +1,97 @@
+"""Packing of several examples into one row: best fit in a bounded window of pending examples."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Sequence
+
+from synthesizer_jax.data.members import Drawn
+
+WINDOW = 128
+"""Number of pending examples among which a row's examples are chosen."""
+
+
+class Packer:
+    """Puts examples together to rows.
+
+    A row begins with the example that has waited longest. The longest pending example whose inputs
+    and targets both fit into the rest of the row follows, until none does. Every example is used
+    once, in the row after at most ``window - 1`` others at the latest, and the rows depend on the
+    order of the examples alone.
+
+    Args:
+      take: returns the next examples, as many as it is asked for.
+      lengths: the maximum numbers of input and target tokens of a row.
+      max_segments: the maximum number of examples of a row.
+      window: number of pending examples; 1 packs nothing.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[int], list[Drawn]],
+        lengths: tuple[int, int],
+        *,
+        max_segments: int,
+        window: int = WINDOW,
+    ):
+        self._take_next, self._lengths = take, lengths
+        self._max_segments, self._window = max_segments, window
+        self.restore([])
+
+    @property
+    def pending(self) -> list[Drawn]:
+        """The examples that were taken and are in no row yet, oldest first."""
+        return list(self._pending.values())
+
+    def restore(self, pending: Sequence[Drawn], *, draws: int = 0) -> None:
+        """Replaces the pending examples, which `pending` returned; `draws` is not needed."""
+        del draws
+        self._numbers = itertools.count()
+        self._pending: dict[int, Drawn] = {}
+        self._by_length: list[int] = []
+        self._append(pending)
+
+    def next_row(self) -> list[Drawn]:
+        """Returns the examples of the next row."""
+        self._append(self._take_next(self._window - len(self._pending)))
+        number, oldest = next(iter(self._pending.items()))
+        row = [self._remove(bisect.bisect_left(self._by_length, _key(len(oldest.inputs), number)))]
+        inputs, targets = self._lengths
+        for _ in range(1, self._max_segments):
+            inputs, targets = inputs - len(row[-1].inputs), targets - len(row[-1].targets)
+            place = self._find(inputs, targets)
+            if place is None:
+                break
+            row.append(self._remove(place))
+        return row
+
+    def _append(self, examples: Sequence[Drawn]) -> None:
+        for example, number in zip(examples, self._numbers, strict=False):
+            self._pending[number] = example
+            self._by_length.append(_key(len(example.inputs), number))
+        self._by_length.sort()
+
+    def _find(self, inputs: int, targets: int) -> int | None:
+        """Returns the place of the longest example that fits, the oldest of that length."""
+        for place in range(bisect.bisect_left(self._by_length, _key(inputs, -1)) - 1, -1, -1):
+            if len(self._pending[_number(self._by_length[place])].targets) <= targets:
+                return place
+        return None
+
+    def _remove(self, place: int) -> Drawn:
+        return self._pending.pop(_number(self._by_length.pop(place)))
+
+
+_LAST = 2**48 - 1
+"""More than the number of any example."""
+
+
+def _key(length: int, number: int) -> int:
+    """Returns an integer that orders examples by length, and those of one length with the oldest last."""
+    return (length << 48) + _LAST - number
+
+
+def _number(key: int) -> int:
+    """Returns the number of the example with that key."""
+    return _LAST - (key & _LAST)

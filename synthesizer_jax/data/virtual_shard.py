@@ -1,0 +1,148 @@
+"""A virtual shard: one of a fixed number of parts of the data's order, whatever the number of hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from synthesizer_jax.data.bucketing import LengthSorter
+from synthesizer_jax.data.members import CHUNK, Drawn, TaskStream, random_bits
+from synthesizer_jax.data.packing import WINDOW, Packer
+
+if TYPE_CHECKING:
+    from synthesizer_jax.data.pipeline import DataConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardPosition:
+    """The position of a virtual shard.
+
+    Attributes:
+      draws: number of drawn tasks.
+      members: the position of every task's stream by name; None: it is in files of its own.
+      pending: examples that were drawn and are in no row yet, oldest first.
+    """
+
+    draws: int
+    members: dict[str, list[int] | None]
+    pending: list[Drawn]
+
+    def to_json(self) -> str:
+        """Returns the contents of the shard's file."""
+        pending = [
+            [e.member, e.number]
+            if e.number is not None
+            else [e.member, e.inputs.tolist(), e.targets.tolist()]
+            for e in self.pending
+        ]
+        return json.dumps({"draws": self.draws, "members": self.members, "pending": pending})
+
+
+class VirtualShard:
+    """One virtual shard: draws its next task by the rates, and makes rows of examples.
+
+    Args:
+      members: task streams by task name.
+      config: lengths, packing and buckets.
+      rates: relative rates by task name.
+      seed: of the draws.
+    """
+
+    def __init__(
+        self,
+        members: dict[str, TaskStream],
+        config: DataConfig,
+        *,
+        rates: Mapping[str, float],
+        seed: np.random.SeedSequence,
+    ):
+        self._streams, self._seed = list(members.values()), seed
+        self._names = list(members)
+        cumulative_rates = np.cumsum([rates[name] for name in self._names], dtype=np.float64)
+        self._boundaries = cumulative_rates[:-1] / cumulative_rates[-1]
+        self._num_draws, self._block = 0, -1
+        self._rows: Packer | LengthSorter
+        if config.buckets:
+            rows = config.batch_size // config.shards
+            self._rows = LengthSorter(self.take, rows=rows, seed=config.seed)
+        else:
+            self._rows = Packer(
+                self.take,
+                (config.inputs_length, config.targets_length),
+                max_segments=config.segments_per_row,
+                window=WINDOW if config.pack else 1,
+            )
+
+    def take(self, count: int) -> list[Drawn]:
+        """Draws the next examples."""
+        drawn = []
+        for _ in range(count):
+            block, offset = divmod(self._num_draws, CHUNK)
+            if block != self._block:
+                self._block = block
+                self._choices = _draw_members(self._boundaries, self._seed, block)
+            self._num_draws += 1
+            member = self._choices[offset]
+            stream = self._streams[member]
+            inputs, targets = next(stream)
+            drawn.append(Drawn(inputs, targets, member, stream.index))
+        return drawn
+
+    def next_row(self) -> list[Drawn]:
+        """Returns the examples of the next row."""
+        return self._rows.next_row()
+
+    def position(self) -> ShardPosition:
+        """Returns the position after the last row."""
+        members = {n: s.position() for n, s in zip(self._names, self._streams, strict=True)}
+        return ShardPosition(self._num_draws, members, self._rows.pending)
+
+    @property
+    def is_numeric(self) -> bool:
+        """Whether `position` alone is enough to continue."""
+        return all(stream.position() is not None for stream in self._streams)
+
+    def save(self, prefix: pathlib.Path, position: ShardPosition) -> None:
+        """Writes a position to ``prefix.json`` and, for SeqIO pipelines, to files beside it."""
+        for i, stream in enumerate(self._streams):
+            stream.save(prefix.with_name(f"{prefix.name}.{i}"))
+        path = prefix.with_name(prefix.name + ".json")
+        path.write_text(position.to_json(), encoding="utf-8")
+
+    def restore(self, prefix: pathlib.Path) -> None:
+        """Continues with the example after the saved position."""
+        path = prefix.with_name(prefix.name + ".json")
+        if not path.is_file():
+            raise ValueError(f"the saved data position lacks {path}; restore that file")
+        position = json.loads(path.read_text(encoding="utf-8"))
+        self._num_draws = position["draws"]
+        for i, (name, stream) in enumerate(zip(self._names, self._streams, strict=True)):
+            member_prefix = prefix.with_name(f"{prefix.name}.{i}")
+            stream.restore(member_prefix, position["members"][name])
+        pending = [self._recall(*entry) for entry in position["pending"] or ()]
+        self._rows.restore(pending, draws=self._num_draws)
+
+    def _recall(self, member: int, *saved: int | list[int]) -> Drawn:
+        """Returns a pending example from its index, or from its inputs and targets."""
+        if isinstance(saved[0], int):
+            return Drawn(*self._streams[member].recall(saved[0]), member, saved[0])
+        inputs, targets = (np.asarray(ids, np.int32) for ids in saved)
+        return Drawn(inputs, targets, member, None)
+
+
+def _draw_members(boundaries: np.ndarray, seed: np.random.SeedSequence, block: int) -> list[int]:
+    """Returns the member indices of one block of draws.
+
+    Args:
+      boundaries: cumulative rates in (0, 1) that separate the members.
+      seed: of the draws.
+      block: index of the block of `CHUNK` draws.
+    """
+    uniform = (random_bits(seed, block, count=CHUNK) >> np.uint64(11)) * 2.0**-53
+    choices: list[int] = np.searchsorted(boundaries, uniform, side="right").tolist()
+    return choices

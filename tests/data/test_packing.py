@@ -1,0 +1,104 @@
+"""Best-fit packing: nothing lost, nothing kept waiting, exact positions, full rows."""
+
+import itertools
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from synthesizer_jax.data.members import Drawn
+from synthesizer_jax.data.packing import WINDOW, Packer
+
+LENGTHS = (20, 9)
+SIZES = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 9)), min_size=1, max_size=80)
+
+
+class Source:
+    """Endless examples of given sizes, numbered by their index."""
+
+    def __init__(self, sizes: list[tuple[int, int]]):
+        self.sizes, self.taken = itertools.cycle(sizes), 0
+
+    def take(self, count: int) -> list[Drawn]:
+        drawn = []
+        for _ in range(count):
+            inputs, targets = (np.ones(size, np.int32) for size in next(self.sizes))
+            drawn.append(Drawn(inputs, targets, 0, self.taken))
+            self.taken += 1
+        return drawn
+
+
+def packer(source: Source, *, segments: int = 5, window: int = 8) -> Packer:
+    return Packer(source.take, LENGTHS, max_segments=segments, window=window)
+
+
+def numbers(row: list[Drawn]) -> list[int]:
+    return [example.number for example in row if example.number is not None]
+
+
+@given(SIZES, st.integers(1, 6), st.integers(1, 12))
+@settings(max_examples=60, deadline=None)
+def test_rows_hold_every_example_once_and_none_waits(
+    sizes: list[tuple[int, int]], segments: int, window: int
+) -> None:
+    source = Source(sizes)
+    packing = packer(source, segments=segments, window=window)
+    rows = [packing.next_row() for _ in range(40)]
+    seen = [number for row in rows for number in numbers(row)]
+    pending = numbers(packing.pending)
+    assert sorted(seen + pending) == list(range(source.taken))
+    assert pending == sorted(pending)
+    for row in rows:
+        assert 1 <= len(row) <= min(segments, window)
+        assert sum(len(e.inputs) for e in row) <= LENGTHS[0]
+        assert sum(len(e.targets) for e in row) <= LENGTHS[1]
+    drawn_before = {}  # of every example: before which row it was drawn
+    for place, row in enumerate(rows):
+        known = sum(len(r) for r in rows[:place]) + window
+        for number in range(len(drawn_before), known):
+            drawn_before[number] = place
+        assert all(place - drawn_before[number] < window for number in numbers(row))
+
+
+@given(SIZES, st.integers(0, 25))
+@settings(max_examples=40, deadline=None)
+def test_pending_examples_are_the_position(sizes: list[tuple[int, int]], place: int) -> None:
+    source = Source(sizes)
+    packing = packer(source)
+    for _ in range(place):
+        packing.next_row()
+    later = Source(sizes)
+    later.take(source.taken)
+    again = packer(later)
+    again.restore(packing.pending)
+    for _ in range(20):
+        assert numbers(again.next_row()) == numbers(packing.next_row())
+
+
+def test_the_longest_that_fits_follows_the_oldest() -> None:
+    sizes = [(9, 1), (12, 1), (11, 9), (11, 2), (2, 1), (11, 3), (20, 1), (1, 1)]
+    packing = packer(Source(sizes))
+    assert numbers(packing.next_row()) == [0, 3]  # of equal length the oldest; 2 has 9 targets
+    assert numbers(packing.next_row()) == [1, 4, 7]
+
+
+def test_a_window_of_one_packs_nothing() -> None:
+    source = Source([(1, 1)])
+    packing = packer(source, window=1)
+    assert [numbers(packing.next_row()) for _ in range(3)] == [[0], [1], [2]]
+    assert not packing.pending
+
+
+def test_short_examples_fill_rows() -> None:
+    """Lengths such as those of GLUE and SuperGLUE, with T5's vocabulary, in rows of 512/84."""
+    rng = np.random.default_rng(0)
+    short = np.clip(rng.lognormal(3.7, 0.5, 4000).astype(int), 8, 512)
+    long = np.clip(rng.normal(330, 90, 600).astype(int), 100, 512)
+    inputs = rng.permutation(np.concatenate([short, long]))
+    source = Source(
+        [(int(n), int(t)) for n, t in zip(inputs, rng.integers(2, 6, len(inputs)), strict=True)]
+    )
+    packing = Packer(source.take, (512, 84), max_segments=32, window=WINDOW)
+    rows = [packing.next_row() for _ in range(1000)]
+    fill = np.mean([sum(len(e.inputs) for e in row) for row in rows]) / 512
+    assert fill > 0.98
