@@ -10,6 +10,7 @@ EXTRAS = {
     "data": (
         *("tensorflow", "tensorflow_text", "tensorflow_datasets", "seqio", "matplotlib"),
         *("rouge_score", "sacrebleu", "sklearn", "scipy", "tensorboardX", "grain", "array_record"),
+        "pyarrow",
     ),
 }
 """The extras of this package, and the modules that they install."""
