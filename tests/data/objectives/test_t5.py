@@ -119,8 +119,9 @@ def mask_seeds(seed: tuple[int, int]) -> list[tf.Tensor]:
 
 
 def case_name(value: object) -> str:
-    """The name of a function, or the beginning of an object's text."""
-    return value.__name__ if inspect.isfunction(value) else str(value)[:60]
+    """The name of a function, also of a partial one, or an object's text."""
+    function = value.func if isinstance(value, functools.partial) else value
+    return function.__name__ if inspect.isfunction(function) else str(value)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
