@@ -79,7 +79,9 @@ class Lengths:
         """Returns ranges of lengths up to the limit, and beyond it, with their numbers of rows."""
         edges = np.unique(np.linspace(0, limit, bins + 1).astype(int))
         counts, _ = np.histogram(np.minimum(self.lengths - 1, limit), [*edges, np.inf])
-        names = [f"{a + 1}–{b}" for a, b in itertools.pairwise(edges.tolist())]
+        names = [
+            f"{a + 1}–{b}" if a + 1 < b else f"{b}" for a, b in itertools.pairwise(edges.tolist())
+        ]
         return list(zip([*names, f"over {limit}"], counts.tolist(), strict=True))
 
 
