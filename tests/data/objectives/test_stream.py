@@ -17,6 +17,7 @@ from synthesizer_jax.data.objectives import (
     stream,
     ul2,
 )
+from synthesizer_jax.data.seqio_members import SeqioExamples
 
 PREFIX = pathlib.Path("unused")
 FORM = ExampleFormat(32, 32, 400)
