@@ -156,26 +156,24 @@ def member_names(name: str) -> list[str]:
 
 def mixture_rates(name: str, data_dir: pathlib.Path) -> dict[str, float]:
     """Returns the rates of those tasks of a mixture whose data is on this machine."""
-    mixture = adapted_mixture(name, Bytes().build(), data_dir)
+    mixture = _adapt_mixture(name, data_dir)
     if mixture is None:
         return {}
     return {task.name: float(mixture.get_rate(task)) for task in mixture.tasks}
 
 
-@functools.cache
-def adapted_mixture(
-    name: str, vocabulary: Vocabulary, data_dir: pathlib.Path
-) -> seqio.Mixture | None:
-    """Returns a mixture of the tasks that `SeqioTask.to_seqio` returns, with the same rates.
+def _adapt_mixture(name: str, data_dir: pathlib.Path) -> seqio.Mixture | None:
+    """Returns the mixture of those tasks whose data is on this machine; None if that is none of them.
 
-    Tasks whose data is not on this machine are left out; None if that is all of them.
+    Functions that compute rates are given tasks that read the data directory.
     """
     import seqio
 
+    vocabulary = Bytes().build()
     members = []
     for member, rate in seqio.MixtureRegistry.get(name).rate_per_task_name.items():
         if is_mixture(member):
-            part = adapted_mixture(member, vocabulary, data_dir)
+            part = _adapt_mixture(member, data_dir)
         elif SeqioTask(member).prepared_splits(data_dir):
             part = SeqioTask(member).to_seqio(vocabulary, data_dir)
         else:

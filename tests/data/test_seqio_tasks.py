@@ -8,7 +8,7 @@ import pytest
 import seqio
 import tensorflow as tf
 
-from synthesizer_jax.data import seqio_tasks, tasks
+from synthesizer_jax.data import tasks
 from synthesizer_jax.data.pipeline import DataConfig, Stream
 from synthesizer_jax.data.task import Answers
 from synthesizer_jax.data.vocabularies import Bytes
@@ -112,7 +112,6 @@ def registered():
         seqio.TaskRegistry.remove(name)
     for name in ("outside_part", "outside_all"):
         seqio.MixtureRegistry.remove(name)
-    seqio_tasks.adapted_mixture.cache_clear()
 
 
 pytestmark = pytest.mark.usefixtures("registered")
