@@ -104,6 +104,7 @@ def generate(
     Example: synthesizer-jax generate --workdir runs/rv "cola sentence: the dog sleep ."
     """
     from synthesizer_jax.inference.settings import Decoding
+    from synthesizer_jax.models import Encoder
     from synthesizer_jax.runs import code
     from synthesizer_jax.training.run_directory import load_experiment
 
@@ -117,6 +118,11 @@ def generate(
     lines = _read_lines(text, input_file)
     code.load_user_code(imports or ())
     experiment = load_experiment(workdir)
+    if isinstance(experiment.model, Encoder):
+        raise ValueError(
+            f"{workdir} holds an Encoder, which generates no text; its classes are predicted by "
+            "'synthesizer-jax eval --save-predictions'"
+        )
     decoding = Decoding(
         max_length=max_length or experiment.data.targets_length,
         min_length=min_length,

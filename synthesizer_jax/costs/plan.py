@@ -17,8 +17,9 @@ from jax.sharding import AbstractMesh, AxisType
 
 from synthesizer_jax.costs.chips import Topology, tiled_bytes
 from synthesizer_jax.costs.utilization import step_flops
-from synthesizer_jax.models import TextToText, stacks_of
+from synthesizer_jax.models import stacks_of
 from synthesizer_jax.models.stack import REMAT_POLICIES
+from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.optimizers.adafactor import TABLE
 from synthesizer_jax.optimizers.rules import merge_entries, resolve_rules, trained_entries
 from synthesizer_jax.parameters import Variables, abstract_variables, is_axes
@@ -30,7 +31,7 @@ from synthesizer_jax.sharding import (
     uses_whole_dimensions,
 )
 from synthesizer_jax.training.experiment import Experiment
-from synthesizer_jax.training.state import Layout, example_tokens, make_layout
+from synthesizer_jax.training.state import Layout, make_layout
 from synthesizer_jax.training.step import loss_sums
 from synthesizer_jax.training.trainer import abstract_batch
 from synthesizer_jax.typing import PyTree
@@ -124,11 +125,10 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
     check_batch(data.batch_size, mesh, micro_batches=training.micro_batches)
     ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     rows = data.batch_size // ways // training.micro_batches
-    tokens = example_tokens(data.inputs_length, data.targets_length)
     optimizer, layout = make_layout(
         experiment.model,
         training.optimizer,
-        tokens=tokens,
+        tokens=experiment.example,
         mesh=mesh,
         rules=training.rules,
         ema=training.ema is not None,
@@ -183,7 +183,7 @@ def _shard_bytes(tree: PyTree) -> int:
     )
 
 
-def _gathered_bytes(layout: Layout, model: TextToText) -> int:
+def _gathered_bytes(layout: Layout, model: TokenModel) -> int:
     """Returns `MemoryNeeds.gathered`.
 
     The tables of a layer and their gradients are gathered in float32, its kernels in the dtype of the
@@ -214,9 +214,8 @@ def _residual_bytes(experiment: Experiment, rows: int) -> tuple[int, int]:
       The bytes of copies of parameters, which a mesh shards, and of all other residuals: activations, and
       values computed from embeddings and from tables over positions. Neither includes the parameters.
     """
-    model, data = experiment.model, experiment.data
-    tokens = example_tokens(data.inputs_length, data.targets_length)
-    variables, axes = abstract_variables(model, *tokens)
+    model = experiment.model
+    variables, axes = abstract_variables(model, *experiment.example)
     names = jax.tree.leaves(axes["params"], is_leaf=is_axes)
     params = zip(jax.tree.leaves_with_path(variables["params"]), names, strict=True)
     own = stacks_of(model)

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from synthesizer_jax.costs.chips import peak_flops
 from synthesizer_jax.costs.summary import forward_flops
-from synthesizer_jax.models import TextToText
+from synthesizer_jax.models.token_model import TokenModel
 
 SIDE = {"cpu": 1024, "accelerator": 8192}
 """Number of rows and columns of the matrices of the measured product."""
 
 
-def step_flops(model: TextToText, *, batch_size: int, inputs: int, targets: int) -> float:
+def step_flops(model: TokenModel, *, batch_size: int, inputs: int, targets: int) -> float:
     """Returns the floating-point operations of a training step: three times those of its forward pass.
 
     Matrix products are counted, including attention and output projection, with two operations per
@@ -26,7 +26,7 @@ def step_flops(model: TextToText, *, batch_size: int, inputs: int, targets: int)
       model: an unbound model.
       batch_size: number of rows of a batch.
       inputs: number of encoder tokens of a row, including padding.
-      targets: number of decoder tokens of a row, including padding.
+      targets: number of decoder tokens of a row, including padding; an encoder has none.
     """
     forward = forward_flops(model, inputs_length=inputs, targets_length=targets)
     return 3.0 * forward * batch_size

@@ -35,13 +35,12 @@ class Drawn(NamedTuple):
 
 
 class TaskStream(Protocol):
-    """An endless iterator over a task's examples whose position can be saved.
+    """An endless iterator over a task's examples whose position can be saved."""
 
-    Attributes:
-      index: index of the example that was returned last; None: `recall` cannot return it again.
-    """
-
-    index: int | None
+    @property
+    def index(self) -> int | None:
+        """Index of the example that was returned last; None: `recall` cannot return it again."""
+        ...
 
     def __next__(self) -> Example:
         """Returns the next example."""

@@ -23,6 +23,7 @@ import numpy as np
 from synthesizer_jax.data.batch import assemble_batch
 from synthesizer_jax.data.bucketing import GROUP, smallest_bucket
 from synthesizer_jax.data.cache import CachedExamples
+from synthesizer_jax.data.classes import LONGEST_TARGET, Classes, ClassStream
 from synthesizer_jax.data.members import CHUNK, Examples, InMemoryTaskStream, TaskStream
 from synthesizer_jax.data.packing import WINDOW
 from synthesizer_jax.data.virtual_shard import ShardPosition, VirtualShard
@@ -57,6 +58,8 @@ class DataConfig:
       buckets: pairs of ``inputs_length`` and ``targets_length``, ascending: a batch, whose rows are of
         similar length, has the first pair of them that holds its rows, or else the full lengths. For
         models that refuse packed rows.
+      classes: the label words of an encoder's classes, in the order of its outputs: every target becomes
+        the number of its class, one a row (``targets_length=1``). Empty: targets are texts.
     """
 
     mixture: str
@@ -71,6 +74,7 @@ class DataConfig:
     max_segments: int | None = None
     cached: bool | None = None
     buckets: tuple[tuple[int, int], ...] = ()
+    classes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_types(DataConfig, fields_of(self), "data")
@@ -79,6 +83,7 @@ class DataConfig:
             if value is not None and value < 1:
                 raise ValueError(f"data.{name} is {value}; allowed: 1 or more")
         self._check_buckets()
+        self._check_classes()
         if self.seed < 0:
             raise ValueError(f"data.seed is {self.seed}; allowed: 0 or more")
         if not 1 <= self.shards <= CHUNK:
@@ -103,6 +108,19 @@ class DataConfig:
         if list(self.buckets) != sorted(self.buckets):
             raise ValueError(f"data.buckets is {self.buckets}; give its pairs in ascending order")
 
+    def _check_classes(self) -> None:
+        if not self.classes:
+            return
+        if self.targets_length != 1 or self.pack:
+            raise ValueError(
+                f"data.classes gives every row one class, with data.targets_length={self.targets_length} "
+                f"and data.pack={str(self.pack).lower()}; set data.targets_length=1 and data.pack=false"
+            )
+        if len(set(self.classes)) < max(2, len(self.classes)):
+            raise ValueError(
+                f"data.classes is {', '.join(self.classes)}; give two or more label words, each once"
+            )
+
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """The lengths of inputs and targets that batches can have, the full lengths last."""
@@ -111,8 +129,9 @@ class DataConfig:
 
     @property
     def lengths(self) -> dict[str, int]:
-        """SeqIO's feature lengths."""
-        return {"inputs": self.inputs_length, "targets": self.targets_length}
+        """SeqIO's feature lengths; label words are read as a whole before they become classes."""
+        targets = LONGEST_TARGET if self.classes else self.targets_length
+        return {"inputs": self.inputs_length, "targets": targets}
 
     @property
     def segments_per_row(self) -> int:
@@ -136,7 +155,8 @@ class Stream:
     A batch is a dictionary of NumPy arrays ``[batch, length]``: ``encoder_input_tokens``,
     ``decoder_input_tokens``, ``decoder_target_tokens`` (int32) and ``decoder_loss_weights``
     (float32); packed batches also have ``*_segment_ids`` (from 1; 0 is padding) and
-    ``*_positions``. `open_stream` makes it from a data directory.
+    ``*_positions``. With `DataConfig.classes` the target is the class. `open_stream` makes it from a
+    data directory.
 
     Args:
       config: what to read.
@@ -147,12 +167,14 @@ class Stream:
         The batch then contains the rows of these shards only, and only their positions are
         restored (with buckets those of all shards).
       saved: indices of those shards whose positions this process saves; None is all that it reads.
+      classes: what makes classes of targets; needed with `DataConfig.classes`.
 
     Attributes:
       is_cached: whether all examples come from caches, so that SeqIO is not needed.
 
     Raises:
-      ValueError: no task of the mixture has this split, or a task has fewer examples than shards.
+      ValueError: no task of the mixture has this split, or a task has fewer examples than shards, or
+        `classes` is missing.
     """
 
     def __init__(
@@ -164,8 +186,11 @@ class Stream:
         live: Mapping[str, seqio.Task] = {},
         shards: Sequence[int] | None = None,
         saved: Sequence[int] | None = None,
+        classes: Classes | None = None,
     ):
-        self.config = config
+        if config.classes and classes is None:
+            raise ValueError("data.classes needs a vocabulary; open the stream with open_stream")
+        self.config, self._classes = config, classes
         if rates is None:
             registered = _registered_tasks(config)
             rates = {task.name: rate for task, rate in registered.items()}
@@ -254,7 +279,9 @@ class Stream:
         and preprocessing. Whether examples come from a cache makes no difference.
         """
         settings = dataclasses.asdict(self.config)
-        del settings["cached"], settings["buckets"]
+        del settings["cached"], settings["buckets"], settings["classes"]
+        if self.config.classes:
+            settings["classes"] = str(self.config.classes)
         if self.config.buckets:
             settings["buckets"] = f"{self.config.buckets} in groups of {GROUP} batches"
         if self.config.pack:
@@ -277,6 +304,8 @@ class Stream:
                 )
             else:
                 members[name] = _make_pipeline(self._live[name], config, shard)
+            if self._classes is not None:
+                members[name] = ClassStream(members[name], self._classes, task=name)
         seed = np.random.SeedSequence(config.seed, spawn_key=(index, 0))
         return VirtualShard(members, config, rates=self._rates, seed=seed)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from synthesizer_jax.data import tasks
 from synthesizer_jax.data.cache import Caches, open_caches
+from synthesizer_jax.data.classes import Classes
 from synthesizer_jax.data.pipeline import DataConfig, Stream
 from synthesizer_jax.data.vocabularies import Vocabulary
 
@@ -32,7 +33,7 @@ def open_stream(
 
     Raises:
       FileNotFoundError: no task has the split, or `config.cached` is True and a task has no cache.
-      ValueError: see `cache.open_caches` and `Stream`.
+      ValueError: see `cache.open_caches`, `Classes` and `Stream`.
     """
     members = tasks.sampled_members(config.mixture, data_dir, config.split)
     # In SeqIO's order, on which the order of examples depends.
@@ -50,4 +51,12 @@ def open_stream(
     if live:
         before_seqio()
     opened = {name: tasks.find_task(name).to_seqio(vocabulary, data_dir) for name in live}
-    return Stream(config, rates=rates, cached=cached, live=opened, shards=shards, saved=saved)
+    return Stream(
+        config,
+        rates=rates,
+        cached=cached,
+        live=opened,
+        shards=shards,
+        saved=saved,
+        classes=Classes(config.classes, vocabulary) if config.classes else None,
+    )

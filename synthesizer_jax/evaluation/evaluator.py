@@ -23,7 +23,7 @@ from synthesizer_jax.evaluation.scoring import (
     mean_score,
 )
 from synthesizer_jax.messages import did_you_mean
-from synthesizer_jax.models import TextToText
+from synthesizer_jax.models import Encoder, TextToText
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.registry import register
 
@@ -77,13 +77,13 @@ class Evaluator:
       lacking: the mixture's tasks that do not have the split.
 
     Raises:
-      ValueError: `only` names a task that is not in the mixture.
+      ValueError: `only` names a task that is not in the mixture, or the model gives no answers.
       FileNotFoundError: no task has the split.
     """
 
     def __init__(
         self,
-        model: TextToText,
+        model: TextToText | Encoder,
         data: DataConfig,
         evaluation: Evaluation,
         *,
@@ -91,6 +91,11 @@ class Evaluator:
         data_dir: pathlib.Path,
         only: list[str] | None = None,
     ):
+        if isinstance(model, Encoder) and not data.classes:
+            raise ValueError(
+                "a masked language model gives no answers that could be evaluated; train an Encoder with "
+                "model.outputs and data.classes, which may start from it (init_from)"
+            )
         self.model, self.data, self.evaluation = model, data, evaluation
         self.vocabulary = vocabulary
         mixture, split = data.mixture, evaluation.split
@@ -143,6 +148,7 @@ class Evaluator:
                 method, self.data.targets_length, logits_dtype=self.evaluation.logits_dtype
             ),
             ranks=method == RANK,
+            classes=self.data.classes,
             batch_size=self.evaluation.batch_size,
             mesh=mesh,
         )

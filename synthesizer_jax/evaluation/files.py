@@ -48,13 +48,12 @@ def write_predictions(
     A line is one example: its `ExampleSet.record`, ``score``, the log-probability of the prediction in
     nats, and where label words were ranked, ``scores``, the log-probability of each.
     """
-    words = examples.label_words or ()
 
     def lines() -> Iterable[str]:
         for i, prediction in enumerate(result.predictions):
             record = {**examples.record(i, prediction), "score": float(result.scores[i])}
             if result.ranked is not None:
-                record["scores"] = dict(zip(words, result.ranked[i].tolist(), strict=True))
+                record["scores"] = dict(zip(result.words, result.ranked[i].tolist(), strict=True))
             yield json.dumps(_replace_nonfinite(record), ensure_ascii=False) + "\n"
 
     return write_atomic(folder / f"step_{step}.{result.task}.{result.split}.jsonl", lines())

@@ -13,15 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from synthesizer_jax.data.classes import Classes
 from synthesizer_jax.inference import (
     Decoding,
     Sequences,
     decode_sequences,
     score_choices,
+    score_classes,
     score_targets,
 )
 from synthesizer_jax.inference.encoding import encode_tokens
-from synthesizer_jax.models import TextToText
+from synthesizer_jax.models import Encoder, TextToText
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.sharding import (
@@ -76,12 +78,14 @@ class Predictions:
       texts: the answers.
       scores: ``[n]`` their log-probabilities in nats, end of sequence included.
       ranked: ``[n, words]`` the log-probabilities of all label words, where they were ranked.
+      words: the label words that were ranked.
       tokens: the token ids of the answers before the end of the sequence, where they were decoded.
     """
 
     texts: list[str]
     scores: np.ndarray
     ranked: np.ndarray | None = None
+    words: tuple[str, ...] = ()
     tokens: list[np.ndarray] | None = None
 
 
@@ -111,6 +115,8 @@ class Predictor:
       decoding: how texts are decoded. Of several sequences per input, only `generate_texts` returns more
         than the first.
       ranks: whether label words are scored where there are any; then nothing is decoded.
+      classes: the label words of the outputs of an `Encoder`, which has no other answers; see
+        `DataConfig.classes`.
       batch_size: number of rows of a compiled batch.
       mesh: the mesh that shards the variables, and is to shard the inputs; batches are padded to a
         multiple of its devices. Of several processes each gives all inputs and gets all answers. None:
@@ -126,11 +132,13 @@ class Predictor:
         inputs_length: int,
         decoding: Decoding,
         ranks: bool = False,
+        classes: Sequence[str] = (),
         batch_size: int = 64,
         mesh: Mesh | None = None,
     ):
         self.model, self.variables, self.vocabulary = model, variables, vocabulary
         self.inputs_length, self.decoding, self.ranks = inputs_length, decoding, ranks
+        self.classes = Classes(classes, vocabulary) if classes else None
         self.mesh = None if mesh is None or mesh.size == 1 else mesh
         axes = [] if self.mesh is None else [self.mesh.shape[name] for name in BATCH_AXES]
         self.num_batch_shards = math.prod(axes)
@@ -155,12 +163,16 @@ class Predictor:
     def predict_with_scores(
         self, inputs: Sequence[np.ndarray], label_words: Sequence[str] | None
     ) -> Predictions:
-        """Predicts texts with log-probabilities; where label words are ranked, with those of all words."""
-        if self.ranks and label_words:
-            ranked = self.rank(inputs, label_words)
+        """Predicts texts with log-probabilities; where label words are ranked, with those of all words.
+
+        A model with classes ranks all of them where the task names no label words.
+        """
+        words = tuple(label_words or (self.classes.words if self.classes else ()))
+        if self.ranks and words:
+            ranked = self.rank(inputs, words)
             best = ranked.argmax(axis=-1)
             scores = np.take_along_axis(ranked, best[:, None], axis=-1)[:, 0]
-            return Predictions([label_words[i] for i in best], scores, ranked)
+            return Predictions([words[i] for i in best], scores, ranked, words)
         answers = self._map(inputs, "decode", self.generate)
         tokens = [np.asarray(until_eos(rows[0]), np.int32) for rows, _, _ in answers]
         scores = np.array([score[0] for _, _, score in answers], np.float32)
@@ -210,7 +222,13 @@ class Predictor:
         return self.model
 
     def rank(self, inputs: Sequence[np.ndarray], label_words: Sequence[str]) -> np.ndarray:
-        """Returns the log-probabilities in nats of label words as answers, ``[n, words]`` float32."""
+        """Returns the log-probabilities in nats of label words as answers, ``[n, words]`` float32.
+
+        Raises:
+          ValueError: the model has classes, and a word is none of them.
+        """
+        if self.classes is not None:
+            return self._class_log_probabilities(inputs)[:, self.classes.columns(label_words)]
         rows = [np.asarray([*self.vocabulary.encode(word), 1]) for word in label_words]
         count = -(-len(rows) // CHOICES) * CHOICES
         length = -(-max(map(len, rows)) // CHOICE_LENGTH) * CHOICE_LENGTH
@@ -231,7 +249,13 @@ class Predictor:
         Args:
           inputs: token ids with EOS.
           targets: token ids with EOS, one for each input.
+
+        Raises:
+          ValueError: the model has classes, and a target is none of them.
         """
+        if self.classes is not None:
+            indices = [self.classes.index(target, owner="an example") for target in targets]
+            return self._class_log_probabilities(inputs)[np.arange(len(inputs)), indices]
         longest, length = max(map(len, targets), default=1), CHOICE_LENGTH
         if longest > length or self.decoding.max_length < length:
             length = max(self.decoding.max_length, longest)
@@ -246,6 +270,17 @@ class Predictor:
 
         scores = self._map(inputs, "decode", score, batch_size=rows)
         return np.array([score for (score,) in scores], np.float32)
+
+    def _class_log_probabilities(self, inputs: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the log-probabilities in nats of all classes, ``[n, classes]`` float32."""
+        model = self.model
+        assert isinstance(model, Encoder) and self.classes is not None
+
+        def score(_: list[int], batch: np.ndarray) -> tuple[jax.Array, ...]:
+            return (score_classes(self.variables, self.to_devices(batch), model=model),)
+
+        scores = [row for (row,) in self._map(inputs, "rank", score)]
+        return np.asarray(scores, np.float32).reshape(len(inputs), len(self.classes.words))
 
     def generate(self, indices: Sequence[int], batch: np.ndarray) -> Sequences:
         """Decodes inputs ``[batch, k]``.

@@ -66,7 +66,7 @@ class TargetLoss:
 
     Attributes:
       nats: negative log-probability of a target, mean over examples.
-      tokens: number of tokens of a target, including EOS, mean over examples.
+      tokens: number of tokens of a target, including EOS, mean over examples; 1 where it is a class.
     """
 
     nats: float
@@ -91,6 +91,7 @@ class TaskResult:
       predictions: predictions in the order of the examples.
       scores: ``[n]`` log-probabilities of the predictions in nats.
       ranked: ``[n, words]`` log-probabilities of the label words; None if they were not ranked.
+      words: the label words that were ranked.
       loss: the loss over labeled examples; None if it was not computed.
     """
 
@@ -102,6 +103,7 @@ class TaskResult:
     predictions: tuple[str, ...]
     scores: np.ndarray
     ranked: np.ndarray | None = None
+    words: tuple[str, ...] = ()
     loss: TargetLoss | None = None
 
     @property
@@ -141,6 +143,7 @@ def evaluate_tasks(
                 predictions=tuple(found.texts),
                 scores=found.scores,
                 ranked=found.ranked,
+                words=found.words,
                 loss=None if loss_sets is None else _target_loss(predictor, loss_sets[i]),
             )
         )
@@ -152,7 +155,7 @@ def _target_loss(predictor: Predictor, examples: ExampleSet) -> TargetLoss | Non
     if not examples.inputs:
         return None
     logp = predictor.log_probabilities(examples.inputs, examples.targets)
-    tokens = np.mean([len(target) for target in examples.targets])
+    tokens = np.mean([1 if predictor.classes else len(target) for target in examples.targets])
     return TargetLoss(nats=-float(np.mean(logp)), tokens=float(tokens))
 
 

@@ -1,8 +1,8 @@
-"""Greedy decoding, beam search and sampling, and log-probabilities of given targets."""
+"""Greedy decoding, beam search and sampling, and log-probabilities of given targets and classes."""
 
 from synthesizer_jax.inference.decoder import Sequences
 from synthesizer_jax.inference.decoding import Decoded, decode, decode_sequences
-from synthesizer_jax.inference.scoring import score_choices, score_targets
+from synthesizer_jax.inference.scoring import score_choices, score_classes, score_targets
 from synthesizer_jax.inference.settings import Decoding
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "decode",
     "decode_sequences",
     "score_choices",
+    "score_classes",
     "score_targets",
 ]

@@ -1,4 +1,4 @@
-"""Log-probabilities of given targets, for rank classification and held-out losses."""
+"""Log-probabilities of given targets and of classes, for rank classification and held-out losses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from synthesizer_jax.ambient import with_variables_on_any_mesh
-from synthesizer_jax.models import TextToText
+from synthesizer_jax.models import Encoder, TextToText
 from synthesizer_jax.parameters import Variables, apply_method
 from synthesizer_jax.typing import PyTree
 
@@ -65,6 +65,24 @@ def score_targets(
     """
     memory = apply_method(model.encode_inputs, variables, encoder_tokens)
     return _log_probability(model, variables, targets=targets, memory=memory)
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+@with_variables_on_any_mesh
+def score_classes(variables: Variables, tokens: jax.Array, *, model: Encoder) -> jax.Array:
+    """Returns the log-probabilities of an encoder's classes.
+
+    Args:
+      variables: the model's variables.
+      tokens: ``[batch, k]`` integers; 0 is padding, on either side.
+      model: an unbound encoder with `outputs`.
+
+    Returns:
+      ``[batch, outputs]`` float32, in nats.
+    """
+    outputs = apply_method(model.__call__, variables, tokens).outputs
+    assert outputs is not None
+    return jax.nn.log_softmax(outputs)
 
 
 def _log_probability(

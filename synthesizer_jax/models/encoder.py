@@ -100,6 +100,37 @@ class Encoder(TokenModel, kw_only=True):
           tokens: ``[batch, length]`` integers; 0 is padding, on either side.
           token_types: ``[batch, length]`` numbers of the segments; None: all 0.
         """
+        hidden, pooled = self._encode(tokens, token_types)
+        return Encoded(
+            hidden=hidden,
+            pooled=pooled,
+            outputs=self.output_dense(pooled).astype(jnp.float32)
+            if self.outputs is not None
+            else None,
+            token_logits=self.token_logits(hidden) if self.masked_lm else None,
+        )
+
+    @on_any_mesh
+    def token_features(self, tokens: jax.Array) -> jax.Array:
+        """Returns what the head over the tokens multiplies with `token_projection`.
+
+        Args:
+          tokens: ``[batch, length]`` integers; 0 is padding, on either side.
+
+        Returns:
+          ``[batch, length, d_model + 1]``, the last feature 1, for chunked losses.
+        """
+        x = self._token_states(self._encode(tokens, None)[0])
+        return jnp.concatenate([x, jnp.ones_like(x[..., :1])], axis=-1)
+
+    def token_projection(self) -> jax.Array:
+        """Returns the projection of the head over the tokens, ``[d_model + 1, vocab]``, the bias last."""
+        return jnp.concatenate([self.output_kernel()[0], self.token_bias[None]])
+
+    def _encode(
+        self, tokens: jax.Array, token_types: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns `Encoded.hidden` and `Encoded.pooled`."""
         tokens, order = move_padding_last(tokens)
         x = self.embed(tokens)
         if self.token_types:
@@ -111,15 +142,7 @@ class Encoder(TokenModel, kw_only=True):
             x = x + jnp.take(self.type_embedding, types, axis=0).astype(x.dtype)
         hidden = self.encoder(x, mask=Mask.padded(num_real_tokens(tokens)))
         pooled = self.pool(hidden, tokens)
-        hidden = take_positions(hidden, jnp.argsort(order, axis=1))
-        return Encoded(
-            hidden=hidden,
-            pooled=pooled,
-            outputs=self.output_dense(pooled).astype(jnp.float32)
-            if self.outputs is not None
-            else None,
-            token_logits=self.token_logits(hidden) if self.masked_lm else None,
-        )
+        return take_positions(hidden, jnp.argsort(order, axis=1)), pooled
 
     def example(self, inputs_length: int, targets_length: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Abstract arguments of `__call__` for one example: inputs only."""
@@ -137,6 +160,10 @@ class Encoder(TokenModel, kw_only=True):
 
     def token_logits(self, hidden: jax.Array) -> jax.Array:
         """``[batch, length, vocab]`` of the masked language model."""
-        x = self.token_norm(jax.nn.gelu(self.token_dense(hidden), approximate=False))
+        x = self._token_states(hidden)
         kernel, _ = self.output_kernel()
         return x @ kernel.astype(x.dtype) + self.token_bias.astype(x.dtype)
+
+    def _token_states(self, hidden: jax.Array) -> jax.Array:
+        """Returns the states that the masked language model projects, ``[batch, length, d_model]``."""
+        return self.token_norm(jax.nn.gelu(self.token_dense(hidden), approximate=False))

@@ -11,8 +11,9 @@ from synthesizer_jax.data import tasks
 from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.evaluation.evaluator import Evaluation
+from synthesizer_jax.evaluation.prediction import RANK
 from synthesizer_jax.messages import did_you_mean
-from synthesizer_jax.models import TextToText
+from synthesizer_jax.models import Encoder, TextToText
 from synthesizer_jax.optimizers import Optimizer, OptimizerRule
 from synthesizer_jax.parameters import check_path_pattern
 from synthesizer_jax.registry import register, replace
@@ -94,7 +95,8 @@ class Experiment:
     """A whole run; every field of it and of what it holds is checked when it is made.
 
     Attributes:
-      model: the configured, unbound model.
+      model: the configured, unbound model; an `Encoder` has one head, `outputs` (with `DataConfig.classes`)
+        or `masked_lm`.
       data: mixture, lengths, batch, order.
       training: steps and optimizer.
       evaluation: what is measured.
@@ -110,7 +112,7 @@ class Experiment:
         count from 0. Not with a weight decay of `Training.rules`, which follows the run's steps.
     """
 
-    model: TextToText
+    model: TextToText | Encoder
     data: DataConfig
     training: Training
     evaluation: Evaluation = Evaluation()
@@ -124,6 +126,7 @@ class Experiment:
     def __post_init__(self) -> None:
         limits.check_limits(self)
         _check_split(self.data)
+        _check_head(self)
         if self.evaluation.patience is not None and not self.evaluation.every:
             raise ValueError(
                 "evaluation.patience counts evaluations, and evaluation.every is 0; set evaluation.every"
@@ -133,6 +136,11 @@ class Experiment:
                 "init_optimizer goes on with the learning rate of another run, which the weight_decay of "
                 "training.rules would not follow; leave one of them out"
             )
+
+    @property
+    def answers(self) -> bool:
+        """Whether the model gives answers, which are evaluated; a masked language model gives none."""
+        return isinstance(self.model, TextToText) or self.model.outputs is not None
 
     def starting_from(self, source: str | None) -> Experiment:
         """Returns the experiment with all parameters from a checkpoint; None: with fresh ones."""
@@ -154,4 +162,46 @@ def _check_split(data: DataConfig) -> None:
         raise ValueError(
             f"data.split is {data.split!r}{did_you_mean(data.split, known)}; the tasks of "
             f"{data.mixture!r} have {', '.join(sorted(known))}"
+        )
+
+
+def _check_head(experiment: Experiment) -> None:
+    """Raises a `ValueError` where model, data and evaluation are not those of the same kind of model."""
+    model, data = experiment.model, experiment.data
+    if not isinstance(model, Encoder):
+        if data.classes:
+            raise ValueError(
+                f"data.classes is for an Encoder with model.outputs; {type(model).__name__} models learn "
+                "label words as text, set data.classes=[]"
+            )
+        return
+    if (model.outputs is None) != model.masked_lm:
+        raise ValueError(
+            f"an Encoder is trained with one head, and has model.outputs={model.outputs} and "
+            f"model.masked_lm={model.masked_lm}; set one of them, and the other to none or false"
+        )
+    if (model.outputs or 0) != len(data.classes):
+        raise ValueError(
+            f"model.outputs is {model.outputs} and data.classes has {len(data.classes)} label words; give "
+            "as many label words as the model has outputs"
+        )
+    if model.masked_lm and any(inputs != targets for inputs, targets in data.shapes):
+        raise ValueError(
+            f"data.targets_length is {data.targets_length}, and model.masked_lm predicts tokens in the "
+            f"places of the inputs; set it to data.inputs_length={data.inputs_length}, also in data.buckets"
+        )
+    if data.pack:
+        raise ValueError(
+            "data.pack is true, and an Encoder reads one text a row; set data.pack=false, and data.buckets "
+            "for texts of different lengths"
+        )
+    if not experiment.answers and experiment.evaluation.every:
+        raise ValueError(
+            f"evaluation.every is {experiment.evaluation.every}, and a masked language model gives no "
+            "answers that could be evaluated; set evaluation.every=0"
+        )
+    if experiment.evaluation.method != RANK:
+        raise ValueError(
+            f"evaluation.method is {experiment.evaluation.method!r}, and an Encoder decodes nothing; set "
+            f"evaluation.method={RANK}, which takes the most probable class"
         )

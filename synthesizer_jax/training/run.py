@@ -117,7 +117,9 @@ def run(
                 return _make_evaluator(experiment, vocabulary, places)
 
             split = experiment.evaluation.split
-            if not (stream.is_cached and evaluation_tasks(experiment.data.mixture, places, split)):
+            if experiment.answers and not (
+                stream.is_cached and evaluation_tasks(experiment.data.mixture, places, split)
+            ):
                 evaluator()
             batches = stack.enter_context(PrefetchedStream(stream))
         state = train(
@@ -125,7 +127,9 @@ def run(
             batches,
             directory,
             stop=stop,
-            evaluate=functools.partial(_evaluate, evaluator, directory, mesh=trainer.mesh),
+            evaluate=functools.partial(_evaluate, evaluator, directory, mesh=trainer.mesh)
+            if experiment.answers
+            else None,
             initial=initial,
             ready=functools.partial(_save_run_and_code, experiment, directory, own),
             visible=visible,

@@ -66,14 +66,6 @@ class Layout:
         return jax.tree.map(lambda x: x.sharding, self.abstract)
 
 
-def example_tokens(
-    inputs_length: int, targets_length: int
-) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Abstract inputs of a model, batch one."""
-    shape = lambda n: jax.ShapeDtypeStruct((1, n), jnp.int32)
-    return shape(inputs_length), shape(targets_length)
-
-
 def make_layout(
     model: nn.Module,
     recipe: Optimizer,
@@ -88,7 +80,7 @@ def make_layout(
     Args:
       model: an unbound model.
       recipe: the optimizer's configuration.
-      tokens: abstract inputs, see `example_tokens`.
+      tokens: abstract arguments of the model's call, such as `Experiment.example`.
       mesh: the device mesh.
       rules: learning rates, weight decay and freezing by paths.
       ema: whether the state has an average of the parameters.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from synthesizer_jax.ambient import map_over_batch, mesh_axes
-from synthesizer_jax.models import LOSSES, TextToText
+from synthesizer_jax.models import LOSSES, Encoder, TextToText
 from synthesizer_jax.optimizers.rules import RuledOptimizer
 from synthesizer_jax.parameters import Variables, apply_method
 from synthesizer_jax.training.losses import (
@@ -32,7 +32,7 @@ DENSE_LOGITS = 2**22
 
 
 def loss_sums(
-    model: TextToText,
+    model: TextToText | Encoder,
     variables: Variables,
     batch: Batch,
     *,
@@ -42,36 +42,72 @@ def loss_sums(
     max_segments: int | None = None,
     penalty_weight: jax.Array | None = None,
 ) -> LossSums:
-    """Returns the teacher-forced loss of a batch, summed over its real target tokens.
+    """Returns the loss of a batch, summed over its real targets.
+
+    These are the tokens of a text-to-text model, teacher-forced; the class of every row of an `Encoder`
+    with `outputs`; and of one with `masked_lm` the tokens that are to be predicted in their places.
 
     Args:
       model: an unbound model.
       variables: its variables.
       batch: ``encoder_input_tokens [b, k]``, ``decoder_input_tokens``, ``decoder_target_tokens`` and
-        ``decoder_loss_weights [b, q]``; packed rows also have ``*_segment_ids`` and ``*_positions``.
+        ``decoder_loss_weights [b, q]``; packed rows also have ``*_segment_ids`` and ``*_positions``. The
+        targets of an encoder are classes (q = 1), or tokens (q = k).
       z_loss: coefficient of log² Z.
       label_smoothing: T5's label smoothing.
       dropout_key: None turns dropout off.
       max_segments: most segments of a packed row.
       penalty_weight: the factor of what modules add to the loss, a mean over rows; None: the number of
-        real target tokens. A part of a batch has its share of the whole batch's number here, so that
+        real targets. A part of a batch has its share of the whole batch's number here, so that
         parts of equally many rows add up.
     """
-    hidden, sown = teacher_forced(
-        model,
-        variables,
-        batch,
-        collection=LOSSES,
-        dropout_key=dropout_key,
-        max_segments=max_segments,
+    if isinstance(model, Encoder):
+        outputs, sown = _encoded(model, variables, batch, dropout_key=dropout_key)
+        logits = model.outputs is not None
+        kernel = None if logits else apply_method(model.token_projection, variables)
+        scale = 1.0
+    else:
+        outputs, sown = teacher_forced(
+            model,
+            variables,
+            batch,
+            collection=LOSSES,
+            dropout_key=dropout_key,
+            max_segments=max_segments,
+        )
+        kernel, scale = apply_method(model.output_kernel, variables)
+    sums = _cross_entropy(
+        outputs, kernel, scale=scale, batch=batch, z_loss=z_loss, label_smoothing=label_smoothing
     )
     penalty = sum(jax.tree.leaves(sown), start=jnp.zeros(()))
-    kernel, scale = apply_method(model.output_kernel, variables)
+    weight = sums.weight if penalty_weight is None else penalty_weight
+    return dataclasses.replace(sums, penalty=penalty * weight)
+
+
+def _cross_entropy(
+    outputs: jax.Array,
+    kernel: jax.Array | None,
+    *,
+    scale: float,
+    batch: Batch,
+    z_loss: float,
+    label_smoothing: float,
+) -> LossSums:
+    """Returns the cross-entropy of a batch's targets, without holding more than `DENSE_LOGITS`.
+
+    Args:
+      outputs: ``[b, q, d]`` states, or ``[b, q, v]`` logits.
+      kernel: ``[d, v]``, which projects the states; None: the outputs are logits.
+      scale: factor of the states.
+      batch: see `loss_sums`.
+      z_loss: coefficient of log² Z.
+      label_smoothing: ε.
+    """
     targets, weights = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
-    if targets.size * model.vocab_size > DENSE_LOGITS:
+    if kernel is not None and targets.size * kernel.shape[1] > DENSE_LOGITS:
         entropy = _sharded_cross_entropy if mesh_axes("batch") else chunked_cross_entropy
-        sums = entropy(
-            hidden,
+        return entropy(
+            outputs,
             kernel,
             targets=targets,
             weights=weights,
@@ -79,13 +115,11 @@ def loss_sums(
             z_loss=z_loss,
             label_smoothing=label_smoothing,
         )
-    else:
-        logits = (hidden * jnp.asarray(scale, hidden.dtype)) @ kernel.astype(hidden.dtype)
-        sums = cross_entropy(
-            logits, targets, weights=weights, z_loss=z_loss, label_smoothing=label_smoothing
-        )
-    weight = sums.weight if penalty_weight is None else penalty_weight
-    return dataclasses.replace(sums, penalty=penalty * weight)
+    if kernel is not None:
+        outputs = (outputs * jnp.asarray(scale, outputs.dtype)) @ kernel.astype(outputs.dtype)
+    return cross_entropy(
+        outputs, targets, weights=weights, z_loss=z_loss, label_smoothing=label_smoothing
+    )
 
 
 def _sharded_cross_entropy(
@@ -156,6 +190,26 @@ def teacher_forced(
     return hidden_and_sown
 
 
+def _encoded(
+    model: Encoder, variables: Variables, batch: Batch, *, dropout_key: jax.Array | None
+) -> tuple[jax.Array, Variables]:
+    """Returns what the loss of an encoder is computed of, and the losses that its modules sow.
+
+    Returns:
+      ``[b, 1, classes]`` logits; without such a head ``[b, k, d_model + 1]`` for `token_projection`.
+    """
+    classifies = model.outputs is not None
+    found: PyTree = model.apply(
+        variables,
+        batch["encoder_input_tokens"],
+        rngs=None if dropout_key is None else {"dropout": dropout_key},
+        method=model.__call__ if classifies else model.token_features,
+        mutable=[LOSSES],
+    )
+    encoded, sown = found
+    return (encoded.outputs[:, None] if classifies else encoded), sown
+
+
 def _encoder_and_decoder_arrays(batch: Batch, suffix: str) -> tuple[jax.Array, jax.Array] | None:
     """Returns the encoder's and the decoder's array of that name, if the rows are packed."""
     if f"encoder_{suffix}" not in batch:
@@ -181,7 +235,7 @@ _Gradients: TypeAlias = Callable[
 
 
 def make_train_step(
-    model: TextToText,
+    model: TextToText | Encoder,
     optimizer: RuledOptimizer,
     *,
     ema: float | None = None,
@@ -205,8 +259,8 @@ def make_train_step(
       max_segments: most segments of a packed row.
 
     Returns:
-      Metrics are float32 scalars: ``loss`` (nats per real target token, without z-loss), ``z_loss``,
-      ``accuracy`` (of teacher-forced tokens), ``tokens`` (real input and target tokens),
+      Metrics are float32 scalars: ``loss`` (nats per real target, without z-loss), ``z_loss``,
+      ``accuracy`` (of the targets), ``tokens`` (real input and target tokens),
       ``gradient_norm`` (of the parameters that are trained); and ``data_checksum``, by which two runs tell
       that they read the same.
     """

@@ -23,7 +23,7 @@ from synthesizer_jax.sharding import (
     use_mesh,
 )
 from synthesizer_jax.training.experiment import Experiment
-from synthesizer_jax.training.state import TrainState, example_tokens, init_state, make_layout
+from synthesizer_jax.training.state import TrainState, init_state, make_layout
 from synthesizer_jax.training.step import Batch, Metrics, make_train_step
 from synthesizer_jax.typing import PyTree
 
@@ -46,7 +46,7 @@ class Trainer:
         self.mesh = make_mesh(experiment.mesh, devices)
         check_batch(data.batch_size, self.mesh, micro_batches=training.micro_batches)
         self.model = experiment.model
-        self.tokens = example_tokens(data.inputs_length, data.targets_length)
+        self.tokens = experiment.example
         self.optimizer, self.layout = make_layout(
             experiment.model,
             training.optimizer,

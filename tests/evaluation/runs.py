@@ -12,12 +12,14 @@ from synthesizer_jax.checkpoints.manager import Checkpoints
 from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.data.storage import write_dataset
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.models import Size, alignment, t5
+from synthesizer_jax.initializers import Normal
+from synthesizer_jax.models import Encoder, Size, alignment, t5
 from synthesizer_jax.optimizers import AdamW, Constant
+from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape, make_mesh
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.run_directory import save_experiment
-from synthesizer_jax.training.state import example_tokens, init_state, make_layout
+from synthesizer_jax.training.state import init_state, make_layout
 
 MIXTURE = "small_evaluation"
 RATES = {
@@ -112,21 +114,39 @@ def experiment(**changes) -> Experiment:
     )
 
 
+def classifier(**changes) -> Experiment:
+    """The encoder of that T5 as a classifier of RTE, whose classes are in another order than its words."""
+    whole = experiment(**changes)
+    classes = ("not_entailment", "entailment")
+    return replace(
+        whole,
+        model=Encoder(
+            vocab_size=384,
+            d_model=16,
+            encoder=whole.model.encoder,
+            outputs=2,
+            head_init=Normal(1.0),
+        ),
+        data=replace(whole.data, mixture="glue_rte_v002", targets_length=1, classes=classes),
+    )
+
+
 def write_run(
     directory: pathlib.Path, experiment: Experiment, *, steps=(2, 4), value: float | None = None
 ) -> None:
     """A run's directory; every step holds other fresh parameters, or all of that value."""
     save_experiment(experiment, directory)
-    tokens = example_tokens(experiment.data.inputs_length, experiment.data.targets_length)
     optimizer, layout = make_layout(
         experiment.model,
         experiment.training.optimizer,
-        tokens=tokens,
+        tokens=experiment.example,
         mesh=make_mesh(MeshShape(), jax.devices()[:1]),
     )
     checkpoints = Checkpoints(directory / "checkpoints", keep_latest=len(steps), asynchronous=False)
     for step in steps:
-        state = init_state(experiment.model, optimizer, layout, seed=step, tokens=tokens)
+        state = init_state(
+            experiment.model, optimizer, layout, seed=step, tokens=experiment.example
+        )
         params = state.params
         if value is not None:
             params = jax.tree.map(lambda x: jnp.full_like(x, value), params)

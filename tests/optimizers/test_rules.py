@@ -20,7 +20,7 @@ from synthesizer_jax.optimizers import (
 from synthesizer_jax.optimizers.rules import build_optimizer, looped_paths
 from synthesizer_jax.registry import from_json, replace, to_json
 from synthesizer_jax.sharding import MeshShape
-from synthesizer_jax.training.state import example_tokens, make_layout
+from synthesizer_jax.training.state import make_layout
 from synthesizer_jax.training.trainer import Trainer
 from tests.optimizers.test_adafactor import reference_updates
 from tests.training.tiny import CopyStream, experiment
@@ -301,7 +301,7 @@ def test_a_sharded_state_keeps_its_axes_under_rules():
     model = tiny().model
     mesh = Trainer(replace(experiment(), mesh=MeshShape(fsdp=2)), jax.devices()[:2]).mesh
     _, layout = make_layout(
-        model, AdamW(), tokens=example_tokens(8, 8), mesh=mesh, rules=LAYER_RULES, ema=True
+        model, AdamW(), tokens=model.example(8, 8), mesh=mesh, rules=LAYER_RULES, ema=True
     )
     sharded = [x for x in jax.tree.leaves(layout.abstract.opt_state) if "fsdp" in x.sharding.spec]
     assert sharded

@@ -9,7 +9,7 @@ from synthesizer_jax.costs import plan
 from synthesizer_jax.costs.chips import Topology
 from synthesizer_jax.models import stacks_of
 from synthesizer_jax.training.experiment import Experiment
-from synthesizer_jax.training.state import example_tokens, make_layout
+from synthesizer_jax.training.state import make_layout
 
 
 def collective_bytes(experiment: Experiment, topology: Topology) -> dict[str, float]:
@@ -24,8 +24,7 @@ def collective_bytes(experiment: Experiment, topology: Topology) -> dict[str, fl
     planned = plan.make_plan(experiment, topology)
     mesh = plan._abstract_mesh(experiment.mesh, topology)
     model, data, training = experiment.model, experiment.data, experiment.training
-    tokens = example_tokens(data.inputs_length, data.targets_length)
-    _, layout = make_layout(model, training.optimizer, tokens=tokens, mesh=mesh)
+    _, layout = make_layout(model, training.optimizer, tokens=experiment.example, mesh=mesh)
     size = jnp.dtype(model.dtype).itemsize
     gathers = gradients = 0.0
     for path, x in jax.tree.leaves_with_path(layout.abstract.params):

@@ -71,7 +71,7 @@ def test_overrides_are_typed(assignment, read):
         ('training.optimizer={"type": "Sgd"}', "unknown type 'Sgd'"),
         ("data.batch_size=10", "is not divisible by shards"),
         ("model=t5_1_1_tin", "there is no model 't5_1_1_tin', did you mean 't5_1_1_tiny'"),
-        ("model=bert_large", "model=Encoder: expected EncoderDecoder or LanguageModel"),
+        ('model={"type": "Bytes"}', "model=Bytes: expected EncoderDecoder or LanguageModel or Enc"),
         ("training.optimizer.b3=1", "AdamW has no field 'b3', did you mean 'b2'"),
     ],
 )

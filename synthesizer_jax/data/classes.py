@@ -1,0 +1,124 @@
+"""Label words as classes: the targets of an encoder with one output for each of them."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from synthesizer_jax.data.members import Example, TaskStream
+from synthesizer_jax.data.vocabularies import EOS
+
+LONGEST_TARGET = 1024
+"""Targets are read up to this many tokens, EOS included, before they become classes of one number each."""
+
+
+class Codec(Protocol):
+    """What classes need of a vocabulary."""
+
+    def encode(self, text: str, /) -> Sequence[int]:
+        """Converts text to ids, without EOS."""
+        ...
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        """Converts ids to text; what follows EOS is dropped."""
+        ...
+
+
+class Classes:
+    """The classes of an encoder, by their label words and the token ids of these.
+
+    Args:
+      words: the label words in the order of the encoder's outputs.
+      vocabulary: encodes them.
+
+    Raises:
+      ValueError: two of the words have the same token ids.
+    """
+
+    def __init__(self, words: Sequence[str], vocabulary: Codec):
+        self.words, self._vocabulary = tuple(words), vocabulary
+        self._indices: dict[tuple[int, ...], int] = {}
+        for index, word in enumerate(words):
+            first = self._indices.setdefault((*vocabulary.encode(word), EOS), index)
+            if first != index:
+                raise ValueError(
+                    f"data.classes holds {words[first]!r} and {word!r}, which are the same to the "
+                    "vocabulary; take other label words, or a vocabulary that knows them"
+                )
+
+    def index(self, target: np.ndarray, *, owner: str) -> int:
+        """Returns the class of a target.
+
+        Args:
+          target: token ids with EOS.
+          owner: what has the target, such as its task, for the error.
+
+        Raises:
+          ValueError: it is none of the classes, such as that of an example whose label is hidden.
+        """
+        found = self._indices.get(tuple(target.tolist()))
+        if found is None:
+            text = self._vocabulary.decode(target.tolist())
+            raise ValueError(
+                f"{owner} has the target {text!r}, which is none of data.classes "
+                f"({', '.join(self.words)}); add it, or choose a data.split whose labels are known"
+            )
+        return found
+
+    def columns(self, words: Sequence[str]) -> list[int]:
+        """Returns the classes of label words.
+
+        Raises:
+          ValueError: one of them is no class.
+        """
+        unknown = [word for word in words if word not in self.words]
+        if unknown:
+            raise ValueError(
+                f"the label word {unknown[0]!r} is none of data.classes ({', '.join(self.words)}); "
+                "evaluate other tasks with --task"
+            )
+        return [self.words.index(word) for word in words]
+
+
+class ClassStream:
+    """A task's stream whose targets are classes: one number, the class, in the place of token ids.
+
+    Args:
+      stream: the stream with token ids.
+      classes: the classes.
+      task: the task's name, for errors.
+    """
+
+    def __init__(self, stream: TaskStream, classes: Classes, *, task: str):
+        self._stream, self._classes, self._task = stream, classes, task
+
+    @property
+    def index(self) -> int | None:
+        """See `TaskStream`."""
+        return self._stream.index
+
+    def __next__(self) -> Example:
+        return self._with_class(next(self._stream))
+
+    def recall(self, index: int) -> Example:
+        """See `TaskStream`."""
+        return self._with_class(self._stream.recall(index))
+
+    def position(self) -> list[int] | None:
+        """See `TaskStream`."""
+        return self._stream.position()
+
+    def save(self, prefix: pathlib.Path) -> None:
+        """See `TaskStream`."""
+        self._stream.save(prefix)
+
+    def restore(self, prefix: pathlib.Path, position: list[int] | None) -> None:
+        """See `TaskStream`."""
+        self._stream.restore(prefix, position)
+
+    def _with_class(self, example: Example) -> Example:
+        inputs, target = example
+        return inputs, np.array([self._classes.index(target, owner=self._task)], np.int32)
