@@ -29,10 +29,11 @@ def batch_fields(
 ) -> dict[str, Field]:
     """Returns the fields of a training batch.
 
-    ``encoder_input_tokens`` are ``[rows, inputs_length]``; ``decoder_input_tokens`` (the targets shifted
-    right by one), ``decoder_target_tokens`` and ``decoder_loss_weights`` (float32, 1 at real targets) are
-    ``[rows, targets_length]``. Packed rows also have ``segment_ids`` (1, 2, …; 0 is padding) and
-    ``positions`` (inside the segment) of either side. Tokens are int32, 0 is padding.
+    ``encoder_input_tokens`` are ``[rows, inputs_length]``, without elements if there are no inputs;
+    ``decoder_input_tokens`` (the targets shifted right by one), ``decoder_target_tokens`` and
+    ``decoder_loss_weights`` (float32, 1 at real targets) are ``[rows, targets_length]``. Packed rows also
+    have ``segment_ids`` (1, 2, …; 0 is padding) and ``positions`` (inside the segment) of either side.
+    Tokens are int32, 0 is padding.
 
     Args:
       config: lengths, batch size and packing.

@@ -21,14 +21,14 @@ from collections.abc import Iterable, Mapping
 from synthesizer_jax.data import stored, tasks
 from synthesizer_jax.data.cache_records import decode_chunk, finish_chunk
 from synthesizer_jax.data.definitions import TaskDefinition
-from synthesizer_jax.data.members import CHUNK, Chunk, Examples
+from synthesizer_jax.data.members import CHUNK, Chunk, Examples, check_inputs
 from synthesizer_jax.data.vocabularies import SentencePieceVocabulary, Vocabulary
 from synthesizer_jax.files import in_bucket, size_of
 from synthesizer_jax.registry import check_types, fields_of
 
 DIRECTORY = "cached"
 INFO = "info.json"
-FORMAT = 1
+FORMAT = 2
 """Version of the files; others are not read."""
 
 _TASK_CODE = ("preprocessors.py", "coreference.py")
@@ -54,6 +54,7 @@ class CacheInfo:
       dataset: digest of the data set's version and of the sizes of its split.
       code: digest of the task's definition and of the code that makes text of its rows.
       sentinel: id of the sentinel that follows the tokens; None: the task has none.
+      has_inputs: whether its examples have inputs.
       examples: number of examples.
       tokens: number of tokens of the inputs and of the targets, before EOS and truncation.
       lengths: numbers of examples by the smallest power of two that is not less than the number of
@@ -70,6 +71,7 @@ class CacheInfo:
     dataset: str
     code: str
     sentinel: int | None
+    has_inputs: bool
     examples: int
     tokens: dict[str, int]
     lengths: dict[str, dict[str, int]]
@@ -213,6 +215,8 @@ class CachedExamples(Examples):
         from grain.sources import ArrayRecordDataSource
 
         super().__init__(f"{info.task}'s split {info.split!r}")
+        if info.has_inputs:
+            check_inputs(info.task, lengths)
         self.info, self._directory, self._remedy = info, directory, remedy
         self._lengths = dict(lengths)
         # With the numbers of records the files are not opened before they are read.
@@ -253,7 +257,9 @@ class CachedExamples(Examples):
                 f"record {number} of the cache {self._directory} is damaged "
                 f"({_first_sentence(error)}); {self._remedy}"
             ) from error
-        return finish_chunk(chunk, self._lengths, sentinel=self.info.sentinel)
+        return finish_chunk(
+            chunk, self._lengths, sentinel=self.info.sentinel, has_inputs=self.info.has_inputs
+        )
 
 
 def open_caches(

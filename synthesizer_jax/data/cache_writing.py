@@ -145,6 +145,7 @@ def _write(task: seqio.Task, caches: Caches, *, split: str, stage: Staging) -> C
         dataset=dataset_digest(task.name, split, caches.data_dir),
         code=task_digest(task.name),
         sentinel=int(str(sentinels[0])) if sentinels else None,
+        has_inputs=seqio_members.has_inputs(dataset),
         examples=counts.examples,
         tokens=dict(counts.tokens),
         lengths={side: counts.histogram(side) for side in _SIDES},

@@ -7,6 +7,7 @@ import functools
 import pathlib
 import threading
 import zlib
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,14 +16,14 @@ CHUNK = 1024
 """Number of examples that are read at once; the first epoch is shuffled within such chunks."""
 
 Example = tuple[np.ndarray, np.ndarray]
-"""Token ids of the inputs and of the targets, both including EOS."""
+"""Token ids of the inputs and of the targets, both including EOS; a task may have no inputs."""
 
 
 class Drawn(NamedTuple):
     """An example that was drawn from a mixture.
 
     Attributes:
-      inputs: token ids with EOS.
+      inputs: token ids with EOS; none of a task without inputs.
       targets: token ids with EOS.
       member: number of its task in the mixture.
       number: its index among the task's examples; None: it cannot be read again.
@@ -92,6 +93,20 @@ class Chunk:
         return (
             self.inputs.ids[starts[index] : starts[index + 1]],
             self.targets.ids[ends[index] : ends[index + 1]],
+        )
+
+
+def check_inputs(name: str, lengths: Mapping[str, int]) -> None:
+    """Raises a `ValueError` if a task that has inputs is read without them.
+
+    Args:
+      name: of the task.
+      lengths: the maximum numbers of ``inputs`` and ``targets``.
+    """
+    if not lengths["inputs"]:
+        raise ValueError(
+            f"{name} has inputs, and inputs_length is 0; set data.inputs_length to a positive number, or "
+            "read a task that has targets only"
         )
 
 

@@ -41,7 +41,8 @@ class DataConfig:
 
     Attributes:
       mixture: name of a SeqIO mixture or task.
-      inputs_length: encoder tokens per row; longer inputs are truncated before EOS.
+      inputs_length: encoder tokens per row; longer inputs are truncated before EOS. 0: there are none,
+        for language models on tasks without inputs.
       targets_length: decoder tokens per row.
       batch_size: number of rows of the global batch.
       shards: V, the number of virtual shards, which must divide the batch size. It is fixed for a
@@ -51,7 +52,8 @@ class DataConfig:
       seed: of shuffling and mixing.
       split: the split to read.
       shuffle: False reads every task in its stored order.
-      max_segments: the maximum number of examples per packed row; None is one per 16 input tokens.
+      max_segments: the maximum number of examples per packed row; None is one per 16 input
+        tokens, or target tokens if there are no inputs.
       cached: whether examples come from caches (`synthesizer-jax data cache`): True requires them,
         False ignores them, None uses those that there are. The batches are the same.
       buckets: pairs of ``inputs_length`` and ``targets_length``, ascending: a batch, whose rows are of
@@ -74,7 +76,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_types(DataConfig, fields_of(self), "data")
-        for name in ("inputs_length", "targets_length", "batch_size", "max_segments"):
+        if self.inputs_length < 0:
+            raise ValueError(f"data.inputs_length is {self.inputs_length}; allowed: 0 or more")
+        for name in ("targets_length", "batch_size", "max_segments"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"data.{name} is {value}; allowed: 1 or more")
@@ -94,10 +98,12 @@ class DataConfig:
             raise ValueError(
                 "data.buckets is for rows that are not packed; set data.pack=false or data.buckets=()"
             )
+        shortest = min(self.inputs_length, 1)
         for inputs, targets in self.buckets:
-            if not (0 < inputs <= self.inputs_length and 0 < targets <= self.targets_length):
+            fits = shortest <= inputs <= self.inputs_length and 0 < targets <= self.targets_length
+            if not fits:
                 raise ValueError(
-                    f"data.buckets holds ({inputs}, {targets}); allowed: 1 to inputs_length="
+                    f"data.buckets holds ({inputs}, {targets}); allowed: {shortest} to inputs_length="
                     f"{self.inputs_length} and 1 to targets_length={self.targets_length}"
                 )
         if list(self.buckets) != sorted(self.buckets):
@@ -119,7 +125,7 @@ class DataConfig:
         """The largest segment id that a row can have; packing observes it exactly."""
         if not self.pack:
             return 1
-        return self.max_segments or max(1, self.inputs_length // 16)
+        return self.max_segments or max(1, (self.inputs_length or self.targets_length) // 16)
 
 
 Position: TypeAlias = dict[int, ShardPosition]

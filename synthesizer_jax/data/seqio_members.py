@@ -10,7 +10,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from synthesizer_jax.data.members import CHUNK, Chunk, Example, Examples, Ragged
+import numpy as np
+
+from synthesizer_jax.data.members import CHUNK, Chunk, Example, Examples, Ragged, check_inputs
 from synthesizer_jax.data.stored import reading_errors
 from synthesizer_jax.files import storage_path
 
@@ -39,7 +41,7 @@ class SeqioExamples(Examples):
             dataset = task.get_dataset(
                 lengths, split=split, shuffle=False, num_epochs=1, seed=0, try_in_mem_cache=False
             )
-        self._source = ragged_chunks(dataset)
+        self._source = ragged_chunks(_checked(dataset, task.name, lengths))
         self._num_read = 0
         self._exhausted = False
         self.read_until(0)
@@ -67,13 +69,42 @@ class SeqioExamples(Examples):
 
 
 def ragged_chunks(dataset: tf.data.Dataset) -> Iterator[Chunk]:
-    """Returns the inputs and targets of tokenized rows, `CHUNK` examples at a time, in order."""
-    dataset = dataset.map(lambda row: (row["inputs"], row["targets"])).ragged_batch(CHUNK)
+    """Returns the inputs and targets of tokenized rows, `CHUNK` examples at a time, in order.
+
+    Rows may lack inputs, which are then empty.
+    """
+    dataset = _sides(dataset).ragged_batch(CHUNK)
     return map(_to_chunk, iter(dataset.prefetch(1).with_options(_dataset_options())))
 
 
-def _to_chunk(sides: tuple[tf.RaggedTensor, tf.RaggedTensor]) -> Chunk:
-    return Chunk(*(Ragged(side.values.numpy(), side.row_splits.numpy()) for side in sides))
+def has_inputs(dataset: tf.data.Dataset) -> bool:
+    """Returns whether the rows of a data set have inputs."""
+    return "inputs" in dataset.element_spec
+
+
+def _checked(dataset: tf.data.Dataset, name: str, lengths: Mapping[str, int]) -> tf.data.Dataset:
+    """Returns a data set; raises a `ValueError` if its rows have inputs that are not to be read."""
+    if has_inputs(dataset):
+        check_inputs(name, lengths)
+    return dataset
+
+
+def _sides(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns pairs of inputs, which are empty where rows have none, and targets."""
+    tf = _import_tensorflow()
+    empty = None if has_inputs(dataset) else tf.zeros([0], tf.int32)
+    return dataset.map(lambda row: (row["inputs"] if empty is None else empty, row["targets"]))
+
+
+def _to_chunk(sides: tuple[tf.RaggedTensor | tf.Tensor, tf.RaggedTensor]) -> Chunk:
+    return Chunk(*map(_to_ragged, sides))
+
+
+def _to_ragged(side: tf.RaggedTensor | tf.Tensor) -> Ragged:
+    """Returns the sequences of a batch; batches of `_sides`' empty inputs are not ragged."""
+    if not hasattr(side, "row_splits"):
+        return Ragged(np.zeros(0, np.int32), np.zeros(len(side) + 1, np.int64))
+    return Ragged(side.values.numpy(), side.row_splits.numpy())
 
 
 _examples_cache: weakref.WeakKeyDictionary[seqio.Task, dict[tuple[object, ...], SeqioExamples]] = (
@@ -132,7 +163,7 @@ class SeqioTaskStream:
                 num_epochs=None,
                 try_in_mem_cache=False,
             )
-        dataset = dataset.map(lambda row: (row["inputs"], row["targets"]))
+        dataset = _sides(_checked(dataset, task.name, lengths))
         if shuffle:
             dataset = dataset.shuffle(max(1, CHUNK // shard[1]), seed=seed)
         dataset = dataset.with_options(_dataset_options())

@@ -12,7 +12,7 @@ from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.evaluation.evaluator import Evaluation
 from synthesizer_jax.messages import did_you_mean
-from synthesizer_jax.models import TextToText
+from synthesizer_jax.models import EncoderDecoder, TextToText
 from synthesizer_jax.optimizers import Optimizer, OptimizerRule
 from synthesizer_jax.parameters import check_path_pattern
 from synthesizer_jax.registry import register, replace
@@ -124,6 +124,11 @@ class Experiment:
     def __post_init__(self) -> None:
         limits.check_limits(self)
         _check_split(self.data)
+        if isinstance(self.model, EncoderDecoder) and not self.data.inputs_length:
+            raise ValueError(
+                "data.inputs_length is 0, and the encoder of an EncoderDecoder reads inputs; set it to a "
+                "positive number, or train a LanguageModel"
+            )
         if self.evaluation.patience is not None and not self.evaluation.every:
             raise ValueError(
                 "evaluation.patience counts evaluations, and evaluation.every is 0; set evaluation.every"
