@@ -12,6 +12,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+RESIDENT = 2_000_000
+"""Tasks with more examples than this are not held in memory."""
+
 CHUNK = 1024
 """Number of examples that are read at once; the first epoch is shuffled within such chunks."""
 
@@ -117,7 +120,13 @@ class Examples(abc.ABC):
 
     Args:
       name: of the task and its split, for messages.
+
+    Attributes:
+      is_resident: whether all examples may be held in memory; otherwise it is fast to read those of a
+        chunk together.
     """
+
+    is_resident = True
 
     def __init__(self, name: str):
         self.name = name
@@ -159,9 +168,10 @@ class InMemoryTaskStream:
     """A shard of examples in memory, in a different order every epoch.
 
     Shard s of V holds the examples s, s + V, …. The first epoch is shuffled within chunks, so that
-    no one waits for the whole split to be tokenized; later epochs are shuffled globally. Every
-    epoch yields every example once. The order is a function of the seed, and the position consists
-    of three numbers.
+    no one waits for the whole split to be tokenized; later epochs are shuffled globally, or, where
+    examples are not held in memory, by chunks in random order and within them. Every epoch yields
+    every example once. The order is a function of the seed, and the position consists of three
+    numbers.
 
     Args:
       examples: all examples of the task.
@@ -177,6 +187,7 @@ class InMemoryTaskStream:
     ):
         self._examples, self._shard, self._seed = examples, shard, seed
         self.index: int | None = None
+        self._chunks_of = 0
         self._seek(0, 0, 0)
         if not self._order:
             raise ValueError(
@@ -186,8 +197,9 @@ class InMemoryTaskStream:
 
     def __next__(self) -> Example:
         while self._num_taken == len(self._order):
-            if not self._epoch and self._examples.read_until((self._chunk + 1) * CHUNK):
-                self._seek(0, self._chunk + 1, 0)
+            more = self._reads_chunks and self._examples.read_until((self._chunk + 1) * CHUNK)
+            if more:
+                self._seek(self._epoch, self._chunk + 1, 0)
             else:
                 self._seek(self._epoch + 1, 0, 0)
         self.index = self._order[self._num_taken]
@@ -213,7 +225,10 @@ class InMemoryTaskStream:
 
     def _seek(self, epoch: int, chunk: int, num_taken: int) -> None:
         self._epoch, self._chunk, self._num_taken = epoch, chunk, num_taken
-        start, stop = (0, len(self._examples)) if epoch else (chunk * CHUNK, (chunk + 1) * CHUNK)
+        start, stop = 0, len(self._examples) if epoch else CHUNK
+        if self._reads_chunks:
+            start = self._chunk_number(epoch, chunk) * CHUNK
+            stop = start + CHUNK
         if not self._examples.read_until(stop - 1):
             stop = len(self._examples)
         index, num_shards = self._shard
@@ -223,6 +238,22 @@ class InMemoryTaskStream:
                 np.argsort(random_bits(self._seed, epoch, chunk, count=len(order)), kind="stable")
             ]
         self._order: list[int] = order.tolist()
+
+    @property
+    def _reads_chunks(self) -> bool:
+        """Whether the examples of a chunk are used before those of the next."""
+        return not self._epoch or not self._examples.is_resident
+
+    def _chunk_number(self, epoch: int, chunk: int) -> int:
+        """Returns which chunk is read as the one of that number in an epoch, the same for all shards."""
+        if not epoch or self._seed is None:
+            return chunk
+        if self._chunks_of != epoch:
+            common = np.random.SeedSequence(self._seed.entropy)
+            count = -(-len(self._examples) // CHUNK)
+            bits = random_bits(common, epoch, count=count)
+            self._chunks_of, self._chunk_order = epoch, np.argsort(bits, kind="stable")
+        return int(self._chunk_order[chunk])
 
 
 def random_bits(seed: np.random.SeedSequence, *place: int, count: int) -> np.ndarray:

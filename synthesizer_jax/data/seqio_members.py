@@ -12,16 +12,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from synthesizer_jax.data.members import CHUNK, Chunk, Example, Examples, Ragged, check_inputs
+from synthesizer_jax.data.members import (
+    CHUNK,
+    RESIDENT,
+    Chunk,
+    Example,
+    Examples,
+    Ragged,
+    check_inputs,
+)
 from synthesizer_jax.data.stored import reading_errors
+from synthesizer_jax.data.vocabularies import EOS
 from synthesizer_jax.files import storage_path
 
 if TYPE_CHECKING:
     import seqio
     import tensorflow as tf
-
-RESIDENT = 2_000_000
-"""Tasks with more stored rows than this are not held in memory."""
 
 
 class SeqioExamples(Examples):
@@ -30,10 +36,11 @@ class SeqioExamples(Examples):
     Args:
       task: a SeqIO task.
       split: its split.
-      lengths: SeqIO's feature lengths; longer examples are truncated.
+      lengths: SeqIO's feature lengths; longer examples are truncated. None: documents for an objective,
+        which are whole and have no EOS.
     """
 
-    def __init__(self, task: seqio.Task, split: str, lengths: Mapping[str, int]):
+    def __init__(self, task: seqio.Task, split: str, lengths: Mapping[str, int] | None):
         _import_tensorflow()
         super().__init__(f"{task.name}'s split {split!r}")
         self._location = storage_location(task)
@@ -42,6 +49,8 @@ class SeqioExamples(Examples):
                 lengths, split=split, shuffle=False, num_epochs=1, seed=0, try_in_mem_cache=False
             )
         self._source = ragged_chunks(_checked(dataset, task.name, lengths))
+        if lengths is None:
+            self._source = map(_without_eos, self._source)
         self._num_read = 0
         self._exhausted = False
         self.read_until(0)
@@ -82,9 +91,11 @@ def has_inputs(dataset: tf.data.Dataset) -> bool:
     return "inputs" in dataset.element_spec
 
 
-def _checked(dataset: tf.data.Dataset, name: str, lengths: Mapping[str, int]) -> tf.data.Dataset:
+def _checked(
+    dataset: tf.data.Dataset, name: str, lengths: Mapping[str, int] | None
+) -> tf.data.Dataset:
     """Returns a data set; raises a `ValueError` if its rows have inputs that are not to be read."""
-    if has_inputs(dataset):
+    if lengths is not None and has_inputs(dataset):
         check_inputs(name, lengths)
     return dataset
 
@@ -107,15 +118,32 @@ def _to_ragged(side: tf.RaggedTensor | tf.Tensor) -> Ragged:
     return Ragged(side.values.numpy(), side.row_splits.numpy())
 
 
+def _without_eos(chunk: Chunk) -> Chunk:
+    """Returns the targets of a chunk without the EOS that tasks append, and empty inputs."""
+    ids, ends = chunk.targets
+    is_eos = np.zeros(len(ids), bool)
+    last = ends[1:][np.diff(ends) > 0] - 1
+    is_eos[last] = ids[last] == EOS
+    removed = np.concatenate([[0], np.cumsum(is_eos)])[ends]
+    empty = Ragged(np.zeros(0, np.int32), np.zeros(len(ends), np.int64))
+    return Chunk(empty, Ragged(ids[~is_eos], ends - removed))
+
+
 _examples_cache: weakref.WeakKeyDictionary[seqio.Task, dict[tuple[object, ...], SeqioExamples]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def examples_of(task: seqio.Task, split: str, lengths: Mapping[str, int]) -> SeqioExamples:
-    """Returns the task's examples, reusing those that this process has already read."""
+def examples_of(task: seqio.Task, split: str, lengths: Mapping[str, int] | None) -> SeqioExamples:
+    """Returns the task's examples, reusing those that this process has already read.
+
+    Args:
+      task: see `SeqioExamples`.
+      split: see `SeqioExamples`.
+      lengths: see `SeqioExamples`.
+    """
     cached = _examples_cache.setdefault(task, {})
-    key = (split, *sorted(lengths.items()))
+    key = (split, *sorted((lengths or {}).items()))
     if key not in cached:
         cached[key] = SeqioExamples(task, split, lengths)
     return cached[key]
@@ -210,17 +238,19 @@ def storage_location(task: seqio.Task) -> str:
 
 def fits_memory(task: seqio.Task, split: str) -> bool:
     """Returns whether the task is small and has no random step after SeqIO's cache point."""
+    num_rows = task.num_input_examples(split)
+    return num_rows is not None and num_rows <= RESIDENT and is_deterministic(task)
+
+
+def is_deterministic(task: seqio.Task) -> bool:
+    """Returns whether the task has a cache point, and no random step after it."""
     from seqio import preprocessors
 
     from synthesizer_jax.data.preprocessors import append_sentinel
 
     deterministic = (preprocessors.append_eos, preprocessors.append_eos_after_trim, append_sentinel)
     steps = steps_after_cache(task)
-    num_rows = task.num_input_examples(split)
-    is_small = num_rows is not None and num_rows <= RESIDENT
-    return (
-        is_small and steps is not None and all(function in deterministic for function, _ in steps)
-    )
+    return steps is not None and all(function in deterministic for function, _ in steps)
 
 
 def steps_after_cache(

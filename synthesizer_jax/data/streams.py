@@ -37,6 +37,8 @@ def open_stream(
     members = tasks.sampled_members(config.mixture, data_dir, config.split)
     # In SeqIO's order, on which the order of examples depends.
     rates = {name: float(members[name]) for name in sorted(members)}
+    objectives = {name: config.objective_of(tasks.find_task(name)) for name in rates}
+    used = {name: objective for name, objective in objectives.items() if objective is not None}
     cached = {}
     if config.cached is not False:
         cached = open_caches(
@@ -45,9 +47,19 @@ def open_stream(
             split=config.split,
             lengths=config.lengths,
             required=bool(config.cached),
+            documents=used,
         )
     live = [name for name in rates if name not in cached]
     if live:
         before_seqio()
     opened = {name: tasks.find_task(name).to_seqio(vocabulary, data_dir) for name in live}
-    return Stream(config, rates=rates, cached=cached, live=opened, shards=shards, saved=saved)
+    return Stream(
+        config,
+        rates=rates,
+        cached=cached,
+        live=opened,
+        objectives=used,
+        vocab_size=vocabulary.vocab_size,
+        shards=shards,
+        saved=saved,
+    )

@@ -43,7 +43,7 @@ class Training:
       log_every: steps between lines of ``metrics.jsonl``.
       save_every: steps between checkpoints; the last step is always saved.
       keep_latest: newest checkpoints to keep.
-      keep_best: best checkpoints to keep besides, by the evaluation's mean.
+      keep_best: best checkpoints to keep besides, by the evaluation's ``score``.
       watchdog_seconds: when nothing has moved for so long, where every thread stands is printed; 0:
         never.
     """

@@ -136,7 +136,13 @@ def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path, c
         original = seqio.TaskRegistry.get(task.name)
         assert original.output_features["targets"].vocabulary.vocab_size == 99
     config = DataConfig("outside_all", 16, 8, batch_size=4, shards=2)
-    batch = next(Stream(config, tasks=opened))
+    batch = next(
+        Stream(
+            config,
+            rates={task.name: rate for task, rate in opened.items()},
+            live={task.name: task for task in opened},
+        )
+    )
     for inputs, targets in zip(
         batch["encoder_input_tokens"], batch["decoder_target_tokens"], strict=True
     ):

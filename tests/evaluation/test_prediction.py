@@ -149,12 +149,13 @@ def test_unknown_methods_are_one_sentence(predictor):
 
 class Examples:
     name, split, label_words = "made", "validation", ("ab", "c")
+    scores_targets = is_text = False
 
     def __init__(self, inputs, labeled):
         self.inputs, self.labeled = inputs, labeled
 
     def score(self, predictions):
-        assert len(predictions) == len(self.inputs)
+        assert len(predictions.texts) == len(self.inputs)
         return {"accuracy": 40.0, "f1": 60.0} if self.labeled else {}
 
     def record(self, index, prediction):

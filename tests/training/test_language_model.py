@@ -15,7 +15,7 @@ from synthesizer_jax.models.zoo import language_model
 from synthesizer_jax.optimizers import AdamW, Constant
 from synthesizer_jax.registry import from_json, replace, to_json
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
-from synthesizer_jax.training.run import run
+from synthesizer_jax.training.run import open_data, run
 from tests.data import small, texts
 
 SIZE = Size(16, 1, 32, 2, 8)
@@ -81,3 +81,32 @@ def test_an_encoder_needs_inputs() -> None:
     with pytest.raises(ValueError, match=r"data\.inputs_length is 0.*train a LanguageModel"):
         replace(experiment(), model=model)
     assert texts.MIXTURE in tasks.mixture_names()
+
+
+@pytest.mark.slow
+def test_texts_are_evaluated_by_their_loss(data_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Results, log, files of predictions, and the score by which checkpoints are kept."""
+    from synthesizer_jax.evaluation.files import write_predictions
+
+    wanted = experiment(every=2, loss_batches=1)
+    directory = tmp_path / "run"
+    state = run(wanted, directory, data_dir=data_dir, visible=False)
+    records = log(directory, "eval")
+    assert [record["step"] for record in records] == [2, 4, 6]
+    for record in records:
+        assert record["score"] == -record["loss"]
+        loss = record["texts_many/loss"]
+        assert record["texts_many/perplexity"] == pytest.approx(np.exp(loss))
+    assert records[-1]["loss"] < records[0]["loss"]
+    written = json.loads((directory / "evaluation" / "step_6.json").read_text())
+    names = {"perplexity", "word_perplexity", "bits_per_byte"}
+    assert all(set(task["metrics"]) == names for task in written["tasks"])
+
+    _, evaluator = open_data(wanted, directory, data_dir)
+    results, _ = evaluator.measure(state.variables)
+    path = write_predictions(tmp_path, 6, results[0], examples=evaluator.sets[0])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(lines) == 5
+    assert lines[1].keys() == {"idx", "input", "target", "score"}
+    assert {line["target"].split()[1] for line in lines} == set("01234")
+    assert sum(line["score"] for line in lines) == pytest.approx(-5 * results[0].loss.nats)

@@ -7,7 +7,7 @@ import pytest
 import seqio
 import tensorflow as tf
 
-from synthesizer_jax.data.members import Example, Examples, TaskStream
+from synthesizer_jax.data.members import Example, TaskStream
 from synthesizer_jax.data.objectives import (
     OBJECTIVES,
     CounterDraws,
@@ -17,6 +17,7 @@ from synthesizer_jax.data.objectives import (
     stream,
     ul2,
 )
+from synthesizer_jax.data.seqio_members import SeqioExamples
 
 PREFIX = pathlib.Path("unused")
 FORM = ExampleFormat(32, 32, 400)
@@ -258,7 +259,7 @@ def test_documents_of_a_seqio_task_are_read_as_needed() -> None:
         preprocessors=[seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()],
         output_features={"inputs": feature, "targets": feature},
     )
-    examples = Examples(task, "train", {"inputs": 1000, "targets": 1000})
+    examples = SeqioExamples(task, "train", {"inputs": 1000, "targets": 1000})
     source = SegmentStream(
         examples, FullLM(), FORM, shard=(1, 4), seed=np.random.SeedSequence(0), shuffle=False
     )
