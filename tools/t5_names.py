@@ -64,9 +64,13 @@ MIXTURES: tuple[str, ...] = (
     "wsc_dpr_simple_proportional",
 )
 
-_UNSUPERVISED = "an objective on unlabeled text, not a task with answers"
-
 REASONS: Mapping[str, str] = types.MappingProxyType(
-    {name: _UNSUPERVISED for name in TASKS if name.startswith(("c4_", "wikipedia_"))}
+    {
+        f"c4_prefix_lm_objective_{architecture}_architecture": (
+            "two rows in one, whose split is drawn after packing; `prefix_lm_pair` and `prefix_lm_row` "
+            "make such rows, and `c4_v220_prefix_lm` has this objective on segments"
+        )
+        for architecture in ("encoder_decoder", "decoder")
+    }
 )
 """Why a name of T5 may be missing here; the page lists those that are missing."""

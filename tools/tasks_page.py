@@ -34,7 +34,9 @@ from synthesizer_jax.data.generation_formats import (
 )
 from synthesizer_jax.data.importers.corpus_layouts import CORPORA
 from synthesizer_jax.data.importers.layouts import TASKS as BENCHMARKS
+from synthesizer_jax.data.members import RESIDENT
 from synthesizer_jax.data.mixtures import MIXTURES, ExamplesRate, Rate, Rates
+from synthesizer_jax.data.objectives import OBJECTIVES, Objective
 from synthesizer_jax.data.tasks import TASKS
 from synthesizer_jax.files import write_atomic
 from tools import t5_names
@@ -46,6 +48,7 @@ SECTIONS: tuple[tuple[str, Sequence[TaskDefinition]], ...] = (
     ("Summarization", catalog.SUMMARIZATION),
     ("Question answering", catalog.QUESTION_ANSWERING),
     ("Language modeling", catalog.LANGUAGE_MODELING),
+    ("Pre-training", catalog.PRE_TRAINING),
     ("Dialogue", catalog.DIALOGUE),
     ("Classification of texts", catalog.TEXT_CLASSIFICATION),
 )
@@ -94,6 +97,11 @@ strings, ids, postprocessed values, metrics and rates. It finds these difference
   evaluation task; T5 leaves them as they are. T5 takes hidden labels for true; no training row has one.
 """
 
+OBJECTIVES_NOTE = """`data.objective` gives an objective to texts that have none of their own, such as those
+of language modeling above and imported ones: `--set data.objective=NAME` with one of {names}. Data sets
+with more than {resident:,} rows, as these are, need `synthesizer-jax data cache` first.
+"""
+
 PAPERS = """The papers on head sizes and talking heads fine-tune on MNLI and SQuAD: `glue_mnli_v002`, whose
 answers are three words, and `squad_v010_allanswers_span`, whose answers are positions.
 """
@@ -110,6 +118,9 @@ def page() -> str:
         if title == "SuperGLUE":
             names = ", ".join(f"`{task.name}`" for task in SENTINEL)
             parts.append(f"In T5's sentinel format: {names}.\n")
+        if title == "Pre-training":
+            names = ", ".join(f"`{name}`" for name in OBJECTIVES)
+            parts.append(OBJECTIVES_NOTE.format(names=names, resident=RESIDENT))
         if title == "Classification of texts":
             parts.append(PAPERS)
     parts.append("## Mixtures\n\n" + "\n".join(_mixture_table()) + "\n")
@@ -125,13 +136,19 @@ def _task_table(definitions: Sequence[TaskDefinition]) -> Iterator[str]:
         cells = (
             f"`{task.name}`",
             f"`{task.dataset}`",
-            _format(task.format),
+            _format(task.format) if task.objective is None else _objective(task.objective),
             ", ".join(task.labels),
             ", ".join(metric.__name__ for metric in task.metrics) or "–",
             ", ".join(task.splits),
             importer(task.dataset) or "TFDS",
         )
         yield f"| {' | '.join(cells)} |"
+
+
+def _objective(objective: Objective) -> str:
+    """Returns an objective by its name."""
+    names = [name for name, known in OBJECTIVES.items() if known == objective]
+    return f"objective `{names[0]}`"
 
 
 def _format(text_format: TextFormat) -> str:

@@ -53,7 +53,8 @@ def _format_metrics(result: TaskResult) -> str:
     """Formats a task's metrics, and the number of examples without a label, which they exclude."""
     if not result.labeled:
         return "unlabeled"
-    metrics = "  ".join(f"{name} {value:.2f}" for name, value in result.metrics.items())
+    measures = result.metrics | result.text_metrics
+    metrics = "  ".join(f"{name} {value:.2f}" for name, value in measures.items())
     unlabeled = result.n - result.labeled
     return (metrics or "no metric") + (f"  ({unlabeled:,} unlabeled)" if unlabeled else "")
 

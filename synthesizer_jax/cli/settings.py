@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from synthesizer_jax.data.objectives import OBJECTIVES, Objective
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.models import ZOO, TokenModel
 from synthesizer_jax.registry import (
@@ -115,7 +116,8 @@ def override(obj: _Object, assignment: str) -> _Object:
     Args:
       obj: an experiment, or any registered object inside it.
       assignment: dots name fields, numbers index tuples; the value is read by the field's type. A model
-        is given by its name in `ZOO`, an object as JSON with its ``type``.
+        is given by its name in `ZOO`, an objective by its name in `OBJECTIVES`, any object as JSON with
+        its ``type``.
 
     Raises:
       ValueError: an unknown field or a value that does not fit, with a suggestion.
@@ -158,6 +160,8 @@ def _parse_value(text: str, kind: Annotation, path: str) -> object:
     value = from_json(_parse_text(text), path)
     if isinstance(value, str) and any(_is_model(option) for option in options):
         value = _named_model(value, path)
+    if isinstance(value, str) and any(_is_objective(option) for option in options):
+        value = _named_objective(value, path)
     for option in options:
         if matches_type(value, option):
             return float(value) if option is float else value
@@ -169,6 +173,21 @@ def _parse_value(text: str, kind: Annotation, path: str) -> object:
 def _is_model(kind: object) -> bool:
     """Returns whether a field of that type holds a whole model."""
     return isinstance(kind, type) and issubclass(kind, TokenModel)
+
+
+def _is_objective(kind: object) -> bool:
+    """Returns whether a field of that type holds an objective."""
+    return isinstance(kind, type) and issubclass(kind, Objective)
+
+
+def _named_objective(name: str, path: str) -> Objective:
+    """Returns an objective of the table."""
+    if name not in OBJECTIVES:
+        raise ValueError(
+            f"--set {path}={name}: there is no objective {name!r}{did_you_mean(name, OBJECTIVES)}; "
+            f"there are {', '.join(OBJECTIVES)}"
+        )
+    return OBJECTIVES[name]
 
 
 def _named_model(name: str, path: str) -> TokenModel:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from synthesizer_jax.data.members import Drawn
+from synthesizer_jax.data.vocabularies import PAD
 
 if TYPE_CHECKING:
     from synthesizer_jax.data.pipeline import DataConfig
@@ -29,10 +30,12 @@ def batch_fields(
 ) -> dict[str, Field]:
     """Returns the fields of a training batch.
 
-    ``encoder_input_tokens`` are ``[rows, inputs_length]``; ``decoder_input_tokens`` (the targets shifted
-    right by one), ``decoder_target_tokens`` and ``decoder_loss_weights`` (float32, 1 at real targets) are
-    ``[rows, targets_length]``. Packed rows also have ``segment_ids`` (1, 2, …; 0 is padding) and
-    ``positions`` (inside the segment) of either side. Tokens are int32, 0 is padding.
+    ``encoder_input_tokens`` are ``[rows, inputs_length]``, without elements if there are no inputs;
+    ``decoder_input_tokens`` (the targets shifted right by one), ``decoder_target_tokens`` and
+    ``decoder_loss_weights`` (float32, 0 at padding and at targets that an objective
+    leaves out) are ``[rows, targets_length]``. Packed rows also
+    have ``segment_ids`` (1, 2, …; 0 is padding) and ``positions`` (inside the segment) of either side.
+    Tokens are int32, 0 is padding.
 
     Args:
       config: lengths, batch size and packing.
@@ -75,7 +78,7 @@ def assemble_batch(
         "encoder_input_tokens": encoder.tokens,
         "decoder_input_tokens": decoder_inputs,
         "decoder_target_tokens": decoder.tokens,
-        "decoder_loss_weights": (decoder.segments > 0).astype(np.float32),
+        "decoder_loss_weights": (decoder.tokens != PAD).astype(np.float32),
     }
     if config.pack:
         for name, side in (("encoder", encoder), ("decoder", decoder)):

@@ -15,9 +15,10 @@ GROUP = 16
 class LengthSorter:
     """Rows of one example, in groups of `GROUP` batches of similar length.
 
-    The examples of a group are drawn together and sorted by input length; the first batch's worth of
-    them makes one batch, and so on. The order of the batches is random, and the same for all virtual
-    shards, so that short examples of all shards meet. Every example is used once, within its group.
+    The examples of a group are drawn together and sorted by the length of their inputs, or of their
+    targets if they have no inputs; the first batch's worth of them makes one batch, and so on. The
+    order of the batches is random, and the same for all virtual shards, so that
+    short examples of all shards meet. Every example is used once, within its group.
 
     Args:
       take: returns the next examples, as many as it is asked for.
@@ -52,7 +53,9 @@ class LengthSorter:
         return [self._pending.pop()]
 
     def _next_group(self) -> list[Drawn]:
-        drawn = sorted(self._take(GROUP * self._rows), key=lambda example: len(example.inputs))
+        drawn = sorted(
+            self._take(GROUP * self._rows), key=lambda e: len(e.inputs) or len(e.targets)
+        )
         order = np.argsort(random_bits(self._seed, self._group, count=GROUP), kind="stable")
         self._group += 1
         starts = (order * self._rows).tolist()

@@ -16,20 +16,23 @@ import json
 import logging
 import pathlib
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from synthesizer_jax.data import stored, tasks
 from synthesizer_jax.data.cache_records import decode_chunk, finish_chunk
 from synthesizer_jax.data.definitions import TaskDefinition
-from synthesizer_jax.data.members import CHUNK, Chunk, Examples
+from synthesizer_jax.data.members import CHUNK, RESIDENT, Chunk, Examples, check_inputs
 from synthesizer_jax.data.vocabularies import SentencePieceVocabulary, Vocabulary
 from synthesizer_jax.files import in_bucket, size_of
 from synthesizer_jax.registry import check_types, fields_of
 
 DIRECTORY = "cached"
 INFO = "info.json"
-FORMAT = 1
+FORMAT = 2
 """Version of the files; others are not read."""
+
+KEPT_CHUNKS = 64
+"""Chunks in memory of a task that is too large to be held there."""
 
 _TASK_CODE = ("preprocessors.py", "coreference.py")
 """Files beside this one that make texts of rows, in addition to the module of a task's format."""
@@ -54,6 +57,7 @@ class CacheInfo:
       dataset: digest of the data set's version and of the sizes of its split.
       code: digest of the task's definition and of the code that makes text of its rows.
       sentinel: id of the sentinel that follows the tokens; None: the task has none.
+      has_inputs: whether its examples have inputs.
       examples: number of examples.
       tokens: number of tokens of the inputs and of the targets, before EOS and truncation.
       lengths: numbers of examples by the smallest power of two that is not less than the number of
@@ -70,6 +74,7 @@ class CacheInfo:
     dataset: str
     code: str
     sentinel: int | None
+    has_inputs: bool
     examples: int
     tokens: dict[str, int]
     lengths: dict[str, dict[str, int]]
@@ -147,13 +152,15 @@ class Caches:
         self._check_current(info, directory, remedy)
         return info
 
-    def open(self, task: str, split: str, lengths: Mapping[str, int]) -> CachedExamples | None:
+    def open(
+        self, task: str, split: str, lengths: Mapping[str, int] | None
+    ) -> CachedExamples | None:
         """Returns the cached examples of a task; None: it has no cache.
 
         Args:
           task: name of the task.
           split: its split.
-          lengths: the maximum numbers of ``inputs`` and ``targets``, including EOS.
+          lengths: see `CachedExamples`.
 
         Raises:
           ValueError: see `find`; also if the first record is damaged.
@@ -190,12 +197,14 @@ class Caches:
 class CachedExamples(Examples):
     """A task's examples, read from a cache chunk by chunk when they are needed.
 
-    They equal those that `seqio_members.SeqioExamples` makes, bit for bit.
+    They equal those that `seqio_members.SeqioExamples` makes, bit for bit. All that were read are kept in
+    memory if there are no more than `RESIDENT`; else the last `KEPT_CHUNKS` chunks.
 
     Args:
       info: describes the cache.
       directory: its directory.
-      lengths: the maximum numbers of ``inputs`` and ``targets``, including EOS.
+      lengths: the maximum numbers of ``inputs`` and ``targets``, including EOS. None: documents for an
+        objective, which are whole and have no EOS.
       remedy: the end of messages about damage.
 
     Raises:
@@ -206,15 +215,18 @@ class CachedExamples(Examples):
         self,
         info: CacheInfo,
         directory: pathlib.Path,
-        lengths: Mapping[str, int],
+        lengths: Mapping[str, int] | None,
         *,
         remedy: str,
     ):
         from grain.sources import ArrayRecordDataSource
 
         super().__init__(f"{info.task}'s split {info.split!r}")
+        if info.has_inputs and lengths is not None:
+            check_inputs(info.task, lengths)
+        self.is_resident = info.examples <= RESIDENT
         self.info, self._directory, self._remedy = info, directory, remedy
-        self._lengths = dict(lengths)
+        self._lengths = lengths
         # With the numbers of records the files are not opened before they are read.
         files = [f"{directory / name}[0:{count}]" for name, (_, count) in info.files.items()]
         self._records = ArrayRecordDataSource(files)
@@ -231,7 +243,11 @@ class CachedExamples(Examples):
         if not 0 <= index < self.info.examples:
             raise IndexError(index)
         number = index // CHUNK
-        self._chunks[number] = chunk = self._read(number)
+        chunk = self._read(number)
+        with self._lock:
+            self._chunks[number] = chunk
+            if not self.is_resident and len(self._chunks) > KEPT_CHUNKS:
+                del self._chunks[next(iter(self._chunks))]
         return chunk
 
     def _read(self, number: int) -> Chunk:
@@ -253,11 +269,21 @@ class CachedExamples(Examples):
                 f"record {number} of the cache {self._directory} is damaged "
                 f"({_first_sentence(error)}); {self._remedy}"
             ) from error
-        return finish_chunk(chunk, self._lengths, sentinel=self.info.sentinel)
+        if self._lengths is None:
+            return chunk
+        return finish_chunk(
+            chunk, self._lengths, sentinel=self.info.sentinel, has_inputs=self.info.has_inputs
+        )
 
 
 def open_caches(
-    names: Iterable[str], caches: Caches, *, split: str, lengths: Mapping[str, int], required: bool
+    names: Iterable[str],
+    caches: Caches,
+    *,
+    split: str,
+    lengths: Mapping[str, int],
+    required: bool,
+    documents: Collection[str] = (),
 ) -> dict[str, CachedExamples]:
     """Returns the cached examples of those tasks that have a current cache.
 
@@ -267,6 +293,7 @@ def open_caches(
       split: the split.
       lengths: the maximum numbers of ``inputs`` and ``targets``, including EOS.
       required: whether every task must have one; otherwise an outdated one is left out with a warning.
+      documents: names of tasks that are read as documents for an objective.
 
     Raises:
       FileNotFoundError: a task has no cache.
@@ -275,7 +302,7 @@ def open_caches(
 
     def open_one(name: str) -> CachedExamples | None:
         try:
-            examples = caches.open(name, split, lengths)
+            examples = caches.open(name, split, None if name in documents else lengths)
         except OutdatedCacheError as error:
             if required:
                 raise

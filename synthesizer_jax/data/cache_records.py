@@ -55,7 +55,9 @@ def decode_chunk(record: bytes, *, vocab_size: int) -> Chunk:
     return Chunk(*map(Ragged, ids, ends))
 
 
-def finish_chunk(chunk: Chunk, lengths: Mapping[str, int], *, sentinel: int | None) -> Chunk:
+def finish_chunk(
+    chunk: Chunk, lengths: Mapping[str, int], *, sentinel: int | None, has_inputs: bool = True
+) -> Chunk:
     """Truncates examples and adds what follows the cache point, as SeqIO's steps do.
 
     These steps are `preprocessors.append_sentinel` (for sentinel tasks) and SeqIO's
@@ -65,15 +67,18 @@ def finish_chunk(chunk: Chunk, lengths: Mapping[str, int], *, sentinel: int | No
       chunk: from `decode_chunk`.
       lengths: the maximum numbers of ``inputs`` and ``targets``, including EOS.
       sentinel: id of the sentinel; None: the task has none.
+      has_inputs: whether the task has inputs; otherwise they remain empty.
     """
     inputs, targets = chunk.inputs, chunk.targets
     if sentinel is not None:
         inputs = _truncate(_insert(inputs, inputs.ends[1:], sentinel), lengths["inputs"] - 1)
         targets = _truncate(_insert(targets, targets.ends[:-1], sentinel), lengths["targets"] - 1)
     else:
-        inputs = _truncate(inputs, lengths["inputs"] - 1, keep_last=False)
+        if has_inputs:
+            inputs = _truncate(inputs, lengths["inputs"] - 1, keep_last=False)
         targets = _truncate(targets, lengths["targets"] - 1, keep_last=False)
-    return Chunk(_insert(inputs, inputs.ends[1:], EOS), _insert(targets, targets.ends[1:], EOS))
+    targets = _insert(targets, targets.ends[1:], EOS)
+    return Chunk(_insert(inputs, inputs.ends[1:], EOS) if has_inputs else inputs, targets)
 
 
 def _insert(sequences: Ragged, places: np.ndarray, token: int) -> Ragged:

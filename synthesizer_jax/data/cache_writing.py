@@ -80,8 +80,8 @@ def write_caches(mixture: str, caches: Caches, *, split: str, renew: bool = Fals
             task = definition.to_seqio(caches.vocabulary, caches.data_dir)
             if not isinstance(definition, TaskDefinition):
                 report.live[name] = "it is a task of SeqIO's registry, whose code is not known"
-            elif not seqio_members.fits_memory(task, split):
-                report.live[name] = "it has random steps or is too large for memory"
+            elif not seqio_members.is_deterministic(task):
+                report.live[name] = "it has random steps"
             elif not _ends_as_expected(task):
                 report.live[name] = "what follows its cache point is not T5's trimming and EOS"
             elif not renew and is_current(caches, name, split):
@@ -145,6 +145,7 @@ def _write(task: seqio.Task, caches: Caches, *, split: str, stage: Staging) -> C
         dataset=dataset_digest(task.name, split, caches.data_dir),
         code=task_digest(task.name),
         sentinel=int(str(sentinels[0])) if sentinels else None,
+        has_inputs=seqio_members.has_inputs(dataset),
         examples=counts.examples,
         tokens=dict(counts.tokens),
         lengths={side: counts.histogram(side) for side in _SIDES},

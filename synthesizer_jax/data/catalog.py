@@ -1,7 +1,7 @@
 """All tasks of T5 and of the papers; those of T5 have its names.
 
-Beside GLUE, SuperGLUE and translation they are summarization, question answering, language modeling,
-dialogue and the classification of texts.
+Beside GLUE, SuperGLUE and translation they are pre-training, summarization, question answering, language
+modeling, dialogue and the classification of texts.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from synthesizer_jax.data.generation_formats import (
     Summarization,
     TriviaQA,
 )
+from synthesizer_jax.data.objectives import OBJECTIVES
 from synthesizer_jax.data.translation import TRANSLATION
 from synthesizer_jax.evaluation import metrics
 
@@ -86,6 +87,46 @@ LANGUAGE_MODELING = (
 )
 """Their measure is the held-out loss. ``v1`` of WikiText has ``<unk>`` for rare words."""
 
+_UNLABELED_SPLITS = ("train", "validation")
+
+
+def _pretraining(
+    name: str, dataset: str, objective: str, *, splits: tuple[str, ...] = _UNLABELED_SPLITS
+) -> TaskDefinition:
+    return TaskDefinition(
+        name,
+        dataset,
+        LanguageModeling(),
+        metrics=(),
+        splits=splits,
+        objective=OBJECTIVES[objective],
+    )
+
+
+PRE_TRAINING = (
+    _pretraining("c4_v220_span_corruption", "c4/en", "span_3_15_u_u"),  # Raffel et al. 2020
+    _pretraining("c4_v220_iid_denoising", "c4/en", "iid_15_u_u"),
+    _pretraining("c4_v220_prefix_lm", "c4/en", "prefix_lm"),
+    _pretraining("c4_v220_full_lm", "c4/en", "full_lm"),
+    *(
+        _pretraining(f"c4{name}_v020_unsupervised", f"c4/en{config}", "span_3_15_u_u")
+        for name, config in (
+            ("", ""),
+            ("_noclean", ".noclean"),
+            ("_realnewslike", ".realnewslike"),
+            ("_webtextlike", ".webtextlike"),
+        )
+    ),
+    _pretraining(
+        "wikipedia_20190301.en_v003_unsupervised",
+        "wikipedia/20190301.en",
+        "span_3_15_u_u",
+        splits=("train",),
+    ),
+)
+"""Texts with the objective that makes examples of them; T5 leaves that of ``unsupervised`` to its
+configuration, whose choice for the published models it is here."""
+
 _DIALOGUE_METRICS = (metrics.dialogue_bleu, metrics.rouge_l, metrics.distinct)
 
 DIALOGUE = (
@@ -137,6 +178,7 @@ DEFINITIONS = (
     *SUMMARIZATION,
     *QUESTION_ANSWERING,
     *LANGUAGE_MODELING,
+    *PRE_TRAINING,
     *DIALOGUE,
     *TEXT_CLASSIFICATION,
 )

@@ -20,6 +20,7 @@ from synthesizer_jax.data.formats import (
     Similarity,
     TextFormat,
 )
+from synthesizer_jax.data.objectives import Objective
 from synthesizer_jax.data.postprocessors import Example
 from synthesizer_jax.data.stored import check_dataset, prepared_versions, stored_splits
 from synthesizer_jax.data.task import Answers, Task
@@ -47,6 +48,8 @@ class TaskDefinition(Task):
       splits: the splits of the data set that the task exposes.
       rename: pairs (old, new) of feature names; features are renamed before preprocessing.
       sentinel: whether the task uses T5's sentinel format.
+      objective: what makes training examples of its texts, which have no inputs; None: see
+        `DataConfig.objective`.
     """
 
     name: str
@@ -56,6 +59,7 @@ class TaskDefinition(Task):
     splits: tuple[str, ...] = TRAINED
     rename: tuple[tuple[str, str], ...] = ()
     sentinel: bool = False
+    objective: Objective | None = None
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -76,6 +80,16 @@ class TaskDefinition(Task):
     def scores_targets(self) -> bool:
         """False: its metrics compare answers."""
         return False
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether its format has inputs."""
+        return self.format.has_inputs
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it has no inputs."""
+        return not self.has_inputs
 
     def prepared_splits(self, data_dir: pathlib.Path) -> dict[str, int | None]:
         """Returns the numbers of stored rows of the splits whose data is in `data_dir`."""

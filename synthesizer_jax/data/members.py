@@ -7,22 +7,26 @@ import functools
 import pathlib
 import threading
 import zlib
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
+
+RESIDENT = 2_000_000
+"""Tasks with more examples than this are not held in memory."""
 
 CHUNK = 1024
 """Number of examples that are read at once; the first epoch is shuffled within such chunks."""
 
 Example = tuple[np.ndarray, np.ndarray]
-"""Token ids of the inputs and of the targets, both including EOS."""
+"""Token ids of the inputs and of the targets, both including EOS; a task may have no inputs."""
 
 
 class Drawn(NamedTuple):
     """An example that was drawn from a mixture.
 
     Attributes:
-      inputs: token ids with EOS.
+      inputs: token ids with EOS; none of a task without inputs.
       targets: token ids with EOS.
       member: number of its task in the mixture.
       number: its index among the task's examples; None: it cannot be read again.
@@ -94,6 +98,20 @@ class Chunk:
         )
 
 
+def check_inputs(name: str, lengths: Mapping[str, int]) -> None:
+    """Raises a `ValueError` if a task that has inputs is read without them.
+
+    Args:
+      name: of the task.
+      lengths: the maximum numbers of ``inputs`` and ``targets``.
+    """
+    if not lengths["inputs"]:
+        raise ValueError(
+            f"{name} has inputs, and inputs_length is 0; set data.inputs_length to a positive number, or "
+            "read a task that has targets only"
+        )
+
+
 class Examples(abc.ABC):
     """A task's examples in stored order, which are held in memory as far as they have been read.
 
@@ -101,7 +119,13 @@ class Examples(abc.ABC):
 
     Args:
       name: of the task and its split, for messages.
+
+    Attributes:
+      is_resident: whether all examples may be held in memory; otherwise it is fast to read those of a
+        chunk together.
     """
+
+    is_resident = True
 
     def __init__(self, name: str):
         self.name = name
@@ -143,9 +167,10 @@ class InMemoryTaskStream:
     """A shard of examples in memory, in a different order every epoch.
 
     Shard s of V holds the examples s, s + V, …. The first epoch is shuffled within chunks, so that
-    no one waits for the whole split to be tokenized; later epochs are shuffled globally. Every
-    epoch yields every example once. The order is a function of the seed, and the position consists
-    of three numbers.
+    no one waits for the whole split to be tokenized; later epochs are shuffled globally, or, where
+    examples are not held in memory, by chunks in random order and within them. Every epoch yields
+    every example once. The order is a function of the seed, and the position consists of three
+    numbers.
 
     Args:
       examples: all examples of the task.
@@ -161,6 +186,7 @@ class InMemoryTaskStream:
     ):
         self._examples, self._shard, self._seed = examples, shard, seed
         self.index: int | None = None
+        self._chunks_of = 0
         self._seek(0, 0, 0)
         if not self._order:
             raise ValueError(
@@ -170,8 +196,9 @@ class InMemoryTaskStream:
 
     def __next__(self) -> Example:
         while self._num_taken == len(self._order):
-            if not self._epoch and self._examples.read_until((self._chunk + 1) * CHUNK):
-                self._seek(0, self._chunk + 1, 0)
+            more = self._reads_chunks and self._examples.read_until((self._chunk + 1) * CHUNK)
+            if more:
+                self._seek(self._epoch, self._chunk + 1, 0)
             else:
                 self._seek(self._epoch + 1, 0, 0)
         self.index = self._order[self._num_taken]
@@ -197,7 +224,10 @@ class InMemoryTaskStream:
 
     def _seek(self, epoch: int, chunk: int, num_taken: int) -> None:
         self._epoch, self._chunk, self._num_taken = epoch, chunk, num_taken
-        start, stop = (0, len(self._examples)) if epoch else (chunk * CHUNK, (chunk + 1) * CHUNK)
+        start, stop = 0, len(self._examples) if epoch else CHUNK
+        if self._reads_chunks:
+            start = self._chunk_number(epoch, chunk) * CHUNK
+            stop = start + CHUNK
         if not self._examples.read_until(stop - 1):
             stop = len(self._examples)
         index, num_shards = self._shard
@@ -207,6 +237,22 @@ class InMemoryTaskStream:
                 np.argsort(random_bits(self._seed, epoch, chunk, count=len(order)), kind="stable")
             ]
         self._order: list[int] = order.tolist()
+
+    @property
+    def _reads_chunks(self) -> bool:
+        """Whether the examples of a chunk are used before those of the next."""
+        return not self._epoch or not self._examples.is_resident
+
+    def _chunk_number(self, epoch: int, chunk: int) -> int:
+        """Returns which chunk is read as the one of that number in an epoch, the same for all shards."""
+        if not epoch or self._seed is None:
+            return chunk
+        if self._chunks_of != epoch:
+            common = np.random.SeedSequence(self._seed.entropy)
+            count = -(-len(self._examples) // CHUNK)
+            bits = random_bits(common, epoch, count=count)
+            self._chunks_of, self._chunk_order = epoch, np.argsort(bits, kind="stable")
+        return int(self._chunk_order[chunk])
 
 
 def random_bits(seed: np.random.SeedSequence, *place: int, count: int) -> np.ndarray:

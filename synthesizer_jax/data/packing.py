@@ -15,8 +15,9 @@ WINDOW = 128
 class Packer:
     """Puts examples together to rows.
 
-    A row begins with the example that has waited longest. The longest pending example whose inputs
-    and targets both fit into the rest of the row follows, until none does. Every example is used
+    A row begins with the example that has waited longest. The pending example with the longest inputs
+    (with the longest targets, if rows have no inputs) whose inputs and targets both fit into the rest
+    of the row follows, until none does. Every example is used
     once, in the row after at most ``window - 1`` others at the latest, and the rows depend on the
     order of the examples alone.
 
@@ -37,6 +38,7 @@ class Packer:
     ):
         self._take_next, self._lengths = take, lengths
         self._max_segments, self._window = max_segments, window
+        self._sorts_targets = not lengths[0]
         self.restore([])
 
     @property
@@ -56,7 +58,7 @@ class Packer:
         """Returns the examples of the next row."""
         self._append(self._take_next(self._window - len(self._pending)))
         number, oldest = next(iter(self._pending.items()))
-        row = [self._remove(bisect.bisect_left(self._by_length, _key(len(oldest.inputs), number)))]
+        row = [self._remove(bisect.bisect_left(self._by_length, self._key(oldest, number)))]
         inputs, targets = self._lengths
         for _ in range(1, self._max_segments):
             inputs, targets = inputs - len(row[-1].inputs), targets - len(row[-1].targets)
@@ -69,15 +71,20 @@ class Packer:
     def _append(self, examples: Sequence[Drawn]) -> None:
         for example, number in zip(examples, self._numbers, strict=False):
             self._pending[number] = example
-            self._by_length.append(_key(len(example.inputs), number))
+            self._by_length.append(self._key(example, number))
         self._by_length.sort()
 
     def _find(self, inputs: int, targets: int) -> int | None:
         """Returns the place of the longest example that fits, the oldest of that length."""
-        for place in range(bisect.bisect_left(self._by_length, _key(inputs, -1)) - 1, -1, -1):
-            if len(self._pending[_number(self._by_length[place])].targets) <= targets:
+        longest = targets if self._sorts_targets else inputs
+        for place in range(bisect.bisect_left(self._by_length, _key(longest, -1)) - 1, -1, -1):
+            example = self._pending[_number(self._by_length[place])]
+            if len(example.inputs) <= inputs and len(example.targets) <= targets:
                 return place
         return None
+
+    def _key(self, example: Drawn, number: int) -> int:
+        return _key(len(example.targets if self._sorts_targets else example.inputs), number)
 
     def _remove(self, place: int) -> Drawn:
         return self._pending.pop(_number(self._by_length.pop(place)))

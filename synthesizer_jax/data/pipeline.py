@@ -25,6 +25,7 @@ from synthesizer_jax.data.bucketing import GROUP, smallest_bucket
 from synthesizer_jax.data.cache import CachedExamples
 from synthesizer_jax.data.classes import LONGEST_TARGET, Classes, ClassStream
 from synthesizer_jax.data.members import CHUNK, Examples, InMemoryTaskStream, TaskStream
+from synthesizer_jax.data.objectives import ExampleFormat, Objective, SegmentStream
 from synthesizer_jax.data.packing import WINDOW
 from synthesizer_jax.data.virtual_shard import ShardPosition, VirtualShard
 from synthesizer_jax.messages import not_divisible
@@ -32,6 +33,8 @@ from synthesizer_jax.registry import check_types, fields_of
 
 if TYPE_CHECKING:
     import seqio
+
+    from synthesizer_jax.data.task import Task
 
 STREAM_FILE = "stream.json"
 
@@ -42,7 +45,8 @@ class DataConfig:
 
     Attributes:
       mixture: name of a SeqIO mixture or task.
-      inputs_length: encoder tokens per row; longer inputs are truncated before EOS.
+      inputs_length: encoder tokens per row; longer inputs are truncated before EOS. 0: there are none,
+        for language models on tasks without inputs.
       targets_length: decoder tokens per row.
       batch_size: number of rows of the global batch.
       shards: V, the number of virtual shards, which must divide the batch size. It is fixed for a
@@ -52,14 +56,18 @@ class DataConfig:
       seed: of shuffling and mixing.
       split: the split to read.
       shuffle: False reads every task in its stored order.
-      max_segments: the maximum number of examples per packed row; None is one per 16 input tokens.
+      max_segments: the maximum number of examples per packed row; None is one per 16 input
+        tokens, or target tokens if there are no inputs.
       cached: whether examples come from caches (`synthesizer-jax data cache`): True requires them,
-        False ignores them, None uses those that there are. The batches are the same.
+        False ignores them, None uses those that there are. The batches are the same, except for tasks
+        that are too large for memory, whose order is another one.
       buckets: pairs of ``inputs_length`` and ``targets_length``, ascending: a batch, whose rows are of
         similar length, has the first pair of them that holds its rows, or else the full lengths. For
         models that refuse packed rows.
       classes: the label words of an encoder's classes, in the order of its outputs: every target becomes
         the number of its class, one a row (``targets_length=1``). Empty: targets are texts.
+      objective: what makes examples of tasks without inputs that have no objective of their own, such as
+        ``OBJECTIVES["span_3_15_u_u"]``; None: every text, truncated, is a target.
     """
 
     mixture: str
@@ -75,10 +83,13 @@ class DataConfig:
     cached: bool | None = None
     buckets: tuple[tuple[int, int], ...] = ()
     classes: tuple[str, ...] = ()
+    objective: Objective | None = None
 
     def __post_init__(self) -> None:
         check_types(DataConfig, fields_of(self), "data")
-        for name in ("inputs_length", "targets_length", "batch_size", "max_segments"):
+        if self.inputs_length < 0:
+            raise ValueError(f"data.inputs_length is {self.inputs_length}; allowed: 0 or more")
+        for name in ("targets_length", "batch_size", "max_segments"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"data.{name} is {value}; allowed: 1 or more")
@@ -99,10 +110,12 @@ class DataConfig:
             raise ValueError(
                 "data.buckets is for rows that are not packed; set data.pack=false or data.buckets=()"
             )
+        shortest = min(self.inputs_length, 1)
         for inputs, targets in self.buckets:
-            if not (0 < inputs <= self.inputs_length and 0 < targets <= self.targets_length):
+            fits = shortest <= inputs <= self.inputs_length and 0 < targets <= self.targets_length
+            if not fits:
                 raise ValueError(
-                    f"data.buckets holds ({inputs}, {targets}); allowed: 1 to inputs_length="
+                    f"data.buckets holds ({inputs}, {targets}); allowed: {shortest} to inputs_length="
                     f"{self.inputs_length} and 1 to targets_length={self.targets_length}"
                 )
         if list(self.buckets) != sorted(self.buckets):
@@ -133,12 +146,18 @@ class DataConfig:
         targets = LONGEST_TARGET if self.classes else self.targets_length
         return {"inputs": self.inputs_length, "targets": targets}
 
+    def objective_of(self, task: Task) -> Objective | None:
+        """Returns the objective by which a task's texts are trained; None: they are targets."""
+        if task.objective is not None or task.has_inputs:
+            return task.objective
+        return self.objective
+
     @property
     def segments_per_row(self) -> int:
         """The largest segment id that a row can have; packing observes it exactly."""
         if not self.pack:
             return 1
-        return self.max_segments or max(1, self.inputs_length // 16)
+        return self.max_segments or max(1, (self.inputs_length or self.targets_length) // 16)
 
 
 Position: TypeAlias = dict[int, ShardPosition]
@@ -163,6 +182,9 @@ class Stream:
       rates: the tasks' rates; None: those of the mixture in SeqIO's registries (`tasks.register`).
       cached: examples of tasks from caches, by task.
       live: the other tasks, which SeqIO reads, by name.
+      objectives: those of tasks that are read as documents, by task; their `cached` examples are
+        documents. Of registered tasks, those without inputs have `config.objective`.
+      vocab_size: the number of ids of the vocabulary, for objectives.
       shards: indices of the virtual shards that this process reads, in order; None is all of them.
         The batch then contains the rows of these shards only, and only their positions are
         restored (with buckets those of all shards).
@@ -184,6 +206,8 @@ class Stream:
         rates: Mapping[str, float] | None = None,
         cached: Mapping[str, CachedExamples] = {},
         live: Mapping[str, seqio.Task] = {},
+        objectives: Mapping[str, Objective] = {},
+        vocab_size: int | None = None,
         shards: Sequence[int] | None = None,
         saved: Sequence[int] | None = None,
         classes: Classes | None = None,
@@ -195,14 +219,21 @@ class Stream:
             registered = _registered_tasks(config)
             rates = {task.name: rate for task, rate in registered.items()}
             live = {task.name: task for task in registered}
+            objectives, vocab_size = _registered_objectives(live, config)
         if not rates:
             raise ValueError(
                 f"no task of {config.mixture!r} is drawn on the split {config.split!r}"
             )
         self._rates = dict(rates)
+        self._objectives = dict(objectives)
+        self._check_objectives()
+        self._vocab_size = vocab_size
         self._live = {name: live[name] for name in rates if name not in cached}
         self.is_cached = not self._live
-        self._examples: dict[str, Examples] = {**cached, **_read_examples(self._live, config)}
+        self._examples: dict[str, Examples] = {
+            **cached,
+            **_read_examples(self._live, config, self._objectives),
+        }
         own = range(config.shards) if shards is None else shards
         self._own = list(own)
         # The shape of a batch with buckets depends on the rows of all shards.
@@ -279,7 +310,8 @@ class Stream:
         and preprocessing. Whether examples come from a cache makes no difference.
         """
         settings = dataclasses.asdict(self.config)
-        del settings["cached"], settings["buckets"], settings["classes"]
+        for name in ("cached", "buckets", "classes", "objective"):
+            del settings[name]
         if self.config.classes:
             settings["classes"] = str(self.config.classes)
         if self.config.buckets:
@@ -288,7 +320,8 @@ class Stream:
             settings["packing"] = f"best fit among {WINDOW} examples"
         rates = {f"rate of {name}": rate for name, rate in self._rates.items()}
         checksums = {f"checksum of {name}": e.checksum for name, e in self._examples.items()}
-        return {**settings, **rates, **checksums}
+        objectives = {f"objective of {name}": repr(o) for name, o in self._objectives.items()}
+        return {**settings, **rates, **checksums, **objectives}
 
     def _prefix(self, directory: pathlib.Path, index: int) -> pathlib.Path:
         return directory / f"shard-{index:05}-of-{self.config.shards:05}"
@@ -297,8 +330,10 @@ class Stream:
         config, shard = self.config, (index, self.config.shards)
         members: dict[str, TaskStream] = {}
         for task_number, name in enumerate(self._rates, 1):
-            if name in self._examples:
-                seed = np.random.SeedSequence(config.seed, spawn_key=(index, task_number))
+            seed = np.random.SeedSequence(config.seed, spawn_key=(index, task_number))
+            if name in self._objectives:
+                members[name] = self._make_segments(name, shard, seed)
+            elif name in self._examples:
                 members[name] = InMemoryTaskStream(
                     self._examples[name], shard=shard, seed=seed if config.shuffle else None
                 )
@@ -308,6 +343,43 @@ class Stream:
                 members[name] = ClassStream(members[name], self._classes, task=name)
         seed = np.random.SeedSequence(config.seed, spawn_key=(index, 0))
         return VirtualShard(members, config, rates=self._rates, seed=seed)
+
+    def _check_objectives(self) -> None:
+        if self.config.objective is not None and not self._objectives:
+            raise ValueError(
+                f"data.objective makes examples of texts without inputs, and {self.config.mixture!r} has "
+                "no task of that kind; leave it out, or name another mixture"
+            )
+
+    def _make_segments(
+        self, name: str, shard: tuple[int, int], seed: np.random.SeedSequence
+    ) -> TaskStream:
+        """Returns a shard of a task's documents as examples of its objective."""
+        config = self.config
+        assert self._vocab_size is not None
+        return SegmentStream(
+            self._examples[name],
+            self._objectives[name],
+            ExampleFormat(config.inputs_length, config.targets_length, self._vocab_size),
+            shard=shard,
+            seed=seed,
+            shuffle=config.shuffle,
+        )
+
+
+def _registered_objectives(
+    live: Mapping[str, seqio.Task], config: DataConfig
+) -> tuple[dict[str, Objective], int | None]:
+    """Returns the objectives of registered tasks, and the number of ids of their vocabulary."""
+    if config.objective is None:
+        return {}, None
+    objectives = {
+        name: config.objective
+        for name, task in live.items()
+        if "inputs" not in task.output_features
+    }
+    sizes = {live[name].output_features["targets"].vocabulary.vocab_size for name in objectives}
+    return objectives, max(sizes, default=None)
 
 
 def _registered_tasks(config: DataConfig) -> dict[seqio.Task, float]:
@@ -322,17 +394,33 @@ def _registered_tasks(config: DataConfig) -> dict[seqio.Task, float]:
     return {t: rate for t, rate in rates.items() if rate > 0 and config.split in t.splits}
 
 
-def _read_examples(live: Mapping[str, seqio.Task], config: DataConfig) -> dict[str, Examples]:
-    """Returns the examples of those tasks that fit memory; several are opened at a time."""
+def _read_examples(
+    live: Mapping[str, seqio.Task], config: DataConfig, objectives: Mapping[str, Objective]
+) -> dict[str, Examples]:
+    """Returns the examples of those tasks that fit memory; several are opened at a time.
+
+    Raises:
+      ValueError: a task with an objective does not.
+    """
     if not live:
         return {}
     from synthesizer_jax.data.seqio_members import examples_of, fits_memory
 
     fitting = {name: task for name, task in live.items() if fits_memory(task, config.split)}
+    for name in objectives:
+        if name in live and name not in fitting:
+            raise ValueError(
+                f"{name}'s split {config.split!r} is too large for memory, or has random steps, so that no "
+                f"objective can read it without a cache; make one with 'synthesizer-jax data cache {name} "
+                f"--split {config.split}' and the run's vocabulary"
+            )
+
+    def open_one(name: str) -> Examples:
+        lengths = None if name in objectives else config.lengths
+        return examples_of(fitting[name], config.split, lengths)
+
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        opened = pool.map(
-            lambda task: examples_of(task, config.split, config.lengths), fitting.values()
-        )
+        opened = pool.map(open_one, fitting)
         return dict(zip(fitting, opened, strict=True))
 
 

@@ -10,16 +10,24 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from synthesizer_jax.data.members import CHUNK, Chunk, Example, Examples, Ragged
+import numpy as np
+
+from synthesizer_jax.data.members import (
+    CHUNK,
+    RESIDENT,
+    Chunk,
+    Example,
+    Examples,
+    Ragged,
+    check_inputs,
+)
 from synthesizer_jax.data.stored import reading_errors
+from synthesizer_jax.data.vocabularies import EOS
 from synthesizer_jax.files import storage_path
 
 if TYPE_CHECKING:
     import seqio
     import tensorflow as tf
-
-RESIDENT = 2_000_000
-"""Tasks with more stored rows than this are not held in memory."""
 
 
 class SeqioExamples(Examples):
@@ -28,10 +36,11 @@ class SeqioExamples(Examples):
     Args:
       task: a SeqIO task.
       split: its split.
-      lengths: SeqIO's feature lengths; longer examples are truncated.
+      lengths: SeqIO's feature lengths; longer examples are truncated. None: documents for an objective,
+        which are whole and have no EOS.
     """
 
-    def __init__(self, task: seqio.Task, split: str, lengths: Mapping[str, int]):
+    def __init__(self, task: seqio.Task, split: str, lengths: Mapping[str, int] | None):
         _import_tensorflow()
         super().__init__(f"{task.name}'s split {split!r}")
         self._location = storage_location(task)
@@ -39,7 +48,9 @@ class SeqioExamples(Examples):
             dataset = task.get_dataset(
                 lengths, split=split, shuffle=False, num_epochs=1, seed=0, try_in_mem_cache=False
             )
-        self._source = ragged_chunks(dataset)
+        self._source = ragged_chunks(_checked(dataset, task.name, lengths))
+        if lengths is None:
+            self._source = map(_without_eos, self._source)
         self._num_read = 0
         self._exhausted = False
         self.read_until(0)
@@ -67,13 +78,55 @@ class SeqioExamples(Examples):
 
 
 def ragged_chunks(dataset: tf.data.Dataset) -> Iterator[Chunk]:
-    """Returns the inputs and targets of tokenized rows, `CHUNK` examples at a time, in order."""
-    dataset = dataset.map(lambda row: (row["inputs"], row["targets"])).ragged_batch(CHUNK)
+    """Returns the inputs and targets of tokenized rows, `CHUNK` examples at a time, in order.
+
+    Rows may lack inputs, which are then empty.
+    """
+    dataset = _sides(dataset).ragged_batch(CHUNK)
     return map(_to_chunk, iter(dataset.prefetch(1).with_options(_dataset_options())))
 
 
-def _to_chunk(sides: tuple[tf.RaggedTensor, tf.RaggedTensor]) -> Chunk:
-    return Chunk(*(Ragged(side.values.numpy(), side.row_splits.numpy()) for side in sides))
+def has_inputs(dataset: tf.data.Dataset) -> bool:
+    """Returns whether the rows of a data set have inputs."""
+    return "inputs" in dataset.element_spec
+
+
+def _checked(
+    dataset: tf.data.Dataset, name: str, lengths: Mapping[str, int] | None
+) -> tf.data.Dataset:
+    """Returns a data set; raises a `ValueError` if its rows have inputs that are not to be read."""
+    if lengths is not None and has_inputs(dataset):
+        check_inputs(name, lengths)
+    return dataset
+
+
+def _sides(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns pairs of inputs, which are empty where rows have none, and targets."""
+    tf = _import_tensorflow()
+    empty = None if has_inputs(dataset) else tf.zeros([0], tf.int32)
+    return dataset.map(lambda row: (row["inputs"] if empty is None else empty, row["targets"]))
+
+
+def _to_chunk(sides: tuple[tf.RaggedTensor | tf.Tensor, tf.RaggedTensor]) -> Chunk:
+    return Chunk(*map(_to_ragged, sides))
+
+
+def _to_ragged(side: tf.RaggedTensor | tf.Tensor) -> Ragged:
+    """Returns the sequences of a batch; batches of `_sides`' empty inputs are not ragged."""
+    if not hasattr(side, "row_splits"):
+        return Ragged(np.zeros(0, np.int32), np.zeros(len(side) + 1, np.int64))
+    return Ragged(side.values.numpy(), side.row_splits.numpy())
+
+
+def _without_eos(chunk: Chunk) -> Chunk:
+    """Returns the targets of a chunk without the EOS that tasks append, and empty inputs."""
+    ids, ends = chunk.targets
+    is_eos = np.zeros(len(ids), bool)
+    last = ends[1:][np.diff(ends) > 0] - 1
+    is_eos[last] = ids[last] == EOS
+    removed = np.concatenate([[0], np.cumsum(is_eos)])[ends]
+    empty = Ragged(np.zeros(0, np.int32), np.zeros(len(ends), np.int64))
+    return Chunk(empty, Ragged(ids[~is_eos], ends - removed))
 
 
 _examples_cache: weakref.WeakKeyDictionary[seqio.Task, dict[tuple[object, ...], SeqioExamples]] = (
@@ -81,10 +134,16 @@ _examples_cache: weakref.WeakKeyDictionary[seqio.Task, dict[tuple[object, ...], 
 )
 
 
-def examples_of(task: seqio.Task, split: str, lengths: Mapping[str, int]) -> SeqioExamples:
-    """Returns the task's examples, reusing those that this process has already read."""
+def examples_of(task: seqio.Task, split: str, lengths: Mapping[str, int] | None) -> SeqioExamples:
+    """Returns the task's examples, reusing those that this process has already read.
+
+    Args:
+      task: see `SeqioExamples`.
+      split: see `SeqioExamples`.
+      lengths: see `SeqioExamples`.
+    """
     cached = _examples_cache.setdefault(task, {})
-    key = (split, *sorted(lengths.items()))
+    key = (split, *sorted((lengths or {}).items()))
     if key not in cached:
         cached[key] = SeqioExamples(task, split, lengths)
     return cached[key]
@@ -132,7 +191,7 @@ class SeqioTaskStream:
                 num_epochs=None,
                 try_in_mem_cache=False,
             )
-        dataset = dataset.map(lambda row: (row["inputs"], row["targets"]))
+        dataset = _sides(_checked(dataset, task.name, lengths))
         if shuffle:
             dataset = dataset.shuffle(max(1, CHUNK // shard[1]), seed=seed)
         dataset = dataset.with_options(_dataset_options())
@@ -179,17 +238,19 @@ def storage_location(task: seqio.Task) -> str:
 
 def fits_memory(task: seqio.Task, split: str) -> bool:
     """Returns whether the task is small and has no random step after SeqIO's cache point."""
+    num_rows = task.num_input_examples(split)
+    return num_rows is not None and num_rows <= RESIDENT and is_deterministic(task)
+
+
+def is_deterministic(task: seqio.Task) -> bool:
+    """Returns whether the task has a cache point, and no random step after it."""
     from seqio import preprocessors
 
     from synthesizer_jax.data.preprocessors import append_sentinel
 
     deterministic = (preprocessors.append_eos, preprocessors.append_eos_after_trim, append_sentinel)
     steps = steps_after_cache(task)
-    num_rows = task.num_input_examples(split)
-    is_small = num_rows is not None and num_rows <= RESIDENT
-    return (
-        is_small and steps is not None and all(function in deterministic for function, _ in steps)
-    )
+    return steps is not None and all(function in deterministic for function, _ in steps)
 
 
 def steps_after_cache(

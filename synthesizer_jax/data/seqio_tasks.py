@@ -69,6 +69,16 @@ class SeqioTask(Task):
         kinds = {metric.model_output_type for metric in self.original.metric_objs}
         return seqio.metrics.ModelOutputType.SCORE in kinds
 
+    @property
+    def has_inputs(self) -> bool:
+        """Whether it has the feature ``inputs``."""
+        return "inputs" in self.original.output_features
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it has no inputs and no metrics."""
+        return not self.has_inputs and not self.original.metric_objs
+
     def prepared_splits(self, data_dir: pathlib.Path) -> dict[str, int | None]:
         """Returns the splits of its source; none if that is a TFDS data set that is not on this machine."""
         import seqio

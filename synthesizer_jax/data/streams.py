@@ -38,6 +38,8 @@ def open_stream(
     members = tasks.sampled_members(config.mixture, data_dir, config.split)
     # In SeqIO's order, on which the order of examples depends.
     rates = {name: float(members[name]) for name in sorted(members)}
+    objectives = {name: config.objective_of(tasks.find_task(name)) for name in rates}
+    used = {name: objective for name, objective in objectives.items() if objective is not None}
     cached = {}
     if config.cached is not False:
         cached = open_caches(
@@ -46,6 +48,7 @@ def open_stream(
             split=config.split,
             lengths=config.lengths,
             required=bool(config.cached),
+            documents=used,
         )
     live = [name for name in rates if name not in cached]
     if live:
@@ -56,6 +59,8 @@ def open_stream(
         rates=rates,
         cached=cached,
         live=opened,
+        objectives=used,
+        vocab_size=vocabulary.vocab_size,
         shards=shards,
         saved=saved,
         classes=Classes(config.classes, vocabulary) if config.classes else None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from synthesizer_jax.data.objectives import Objective
 from synthesizer_jax.data.postprocessors import Example
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation.metrics import Value
@@ -49,6 +50,9 @@ class Task(abc.ABC):
     name: str
     """Its name."""
 
+    objective: Objective | None = None
+    """What makes training examples of its texts, if it has no inputs; None: they are targets."""
+
     @property
     @abc.abstractmethod
     def source(self) -> str:
@@ -63,6 +67,16 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def scores_targets(self) -> bool:
         """Whether a metric compares the log-probabilities of the targets (`Answers.target_scores`)."""
+
+    @property
+    @abc.abstractmethod
+    def has_inputs(self) -> bool:
+        """Whether its rows have inputs; otherwise they are texts."""
+
+    @property
+    @abc.abstractmethod
+    def is_text(self) -> bool:
+        """Whether it has no inputs and is measured by the loss of its texts, not by answers."""
 
     @abc.abstractmethod
     def prepared_splits(self, data_dir: pathlib.Path) -> dict[str, int | None]:

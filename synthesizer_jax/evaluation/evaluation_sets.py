@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from synthesizer_jax.data import stored, tasks
+from synthesizer_jax.data.members import check_inputs
 from synthesizer_jax.data.postprocessors import Example, to_text
 from synthesizer_jax.data.seqio_members import storage_location
 from synthesizer_jax.data.seqio_tasks import FEATURES
@@ -29,7 +30,7 @@ class EvaluationSet:
       task: the task.
       split: the split.
       inputs: token ids of every example with EOS, int32.
-      targets: token ids of every example with EOS, int32.
+      targets: token ids of every example with EOS, int32; those of texts are whole, however long.
       examples: the preprocessed rows, with ``inputs_pretokenized`` and ``targets_pretokenized``.
       vocabulary: the vocabulary of the token ids; metrics of SeqIO's tasks decode with it.
     """
@@ -55,6 +56,11 @@ class EvaluationSet:
     def scores_targets(self) -> bool:
         """Whether metrics need the log-probabilities of the targets."""
         return self.task.scores_targets
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the examples are texts without inputs, whose loss is measured."""
+        return self.task.is_text
 
     @functools.cached_property
     def labeled(self) -> tuple[int, ...]:
@@ -97,8 +103,8 @@ class EvaluationSet:
         """Returns the value of a prediction for an example that metrics compare."""
         return self.task.postprocess(prediction, example=self.examples[index])
 
-    def record(self, index: int, prediction: str) -> dict[str, JSON]:
-        """Returns the JSON record of an example and its prediction.
+    def record(self, index: int, prediction: str | None) -> dict[str, JSON]:
+        """Returns the JSON record of an example and its prediction; None: there is none.
 
         ``idx`` is the index of the example in the original file, or of the stored row if it has none.
         ``target`` is None if it is hidden. If metrics compare numbers, ``label`` is that of the prediction
@@ -110,8 +116,10 @@ class EvaluationSet:
             "idx": original_index(example, index),
             "input": to_text(example["inputs_pretokenized"]),
             "target": target,
-            "prediction": prediction,
         }
+        if prediction is None:
+            return result
+        result["prediction"] = prediction
         label = self.predicted_value(index, prediction)
         if isinstance(label, str):
             return result
@@ -152,13 +160,14 @@ def load_evaluation_set(
       split: its split.
       vocabulary: the vocabulary that encodes the text.
       data_dir: directory of the data sets.
-      lengths: maximum lengths of ``inputs`` and ``targets``, including EOS.
+      lengths: maximum lengths of ``inputs`` and ``targets``, including EOS; texts without inputs are
+        not truncated.
       max_examples: reading ends with the group of rows (MultiRC's questions, ReCoRD's queries, AX-g's
         pairs; single rows of other tasks) that reaches this number; None reads all.
 
     Raises:
       FileNotFoundError: the data set does not exist, or lacks the split.
-      ValueError: its files are damaged.
+      ValueError: its files are damaged, or it has inputs and their length is 0.
     """
     here = tasks.prepared_splits(name, data_dir)
     if split not in here:
@@ -166,10 +175,13 @@ def load_evaluation_set(
             f"{name} has no split {split!r} in {data_dir} (found: {', '.join(here) or 'none'}); "
             "import the original files with 'synthesizer-jax data import'"
         )
-    task = tasks.find_task(name).to_seqio(vocabulary, data_dir)
+    definition = tasks.find_task(name)
+    task = definition.to_seqio(vocabulary, data_dir)
+    if not (definition.is_text or lengths["inputs"]) and "inputs" in task.output_features:
+        check_inputs(name, lengths)
     with stored.reading_errors(f"{name}'s split {split!r}", storage_location(task)):
         dataset = task.get_dataset(
-            dict(lengths),
+            None if definition.is_text else dict(lengths),
             split=split,
             shuffle=False,
             num_epochs=1,

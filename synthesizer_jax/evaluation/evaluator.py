@@ -43,8 +43,8 @@ class Evaluation:
         task's labeled examples; 0: it is not computed.
       split: the split to evaluate on.
       logits_dtype: dtype of the output projection when decoding; None: the model's.
-      patience: the run stops after this many evaluations in a row without a better ``score``; None: it
-        does all its steps.
+      patience: the run stops after this many evaluations in a row without a better ``score`` (see
+        `Evaluator.measure`); None: it does all its steps.
       min_improvement: a score is better if it exceeds the best before by more than this.
     """
 
@@ -134,6 +134,10 @@ class Evaluator:
     ) -> tuple[list[TaskResult], dict[str, float]]:
         """Returns the results of every task, and those over all tasks: ``score``, losses, averages.
 
+        ``score``, by which checkpoints are kept and runs stop early, is the mean over tasks of the mean
+        of their metrics. Where no task has a metric, as with texts alone, it is −``loss``: what texts are
+        measured by is lower for a better model, and does not enter a mean of percentages.
+
         Args:
           variables: the model's.
           mesh: shards the variables and the examples; see `Predictor`.
@@ -153,9 +157,12 @@ class Evaluator:
             mesh=mesh,
         )
         results = evaluate_tasks(predictor, self.sets, loss_sets=self.loss_sets)
+        losses = self.held_out_loss(results)
         score = mean_score(results)
+        if not any(result.metrics for result in results):
+            score = -losses.get("loss", math.nan)
         overall = {"score": score} if math.isfinite(score) else {}
-        overall |= self.held_out_loss(results)
+        overall |= losses
         overall |= averages({r.task: r.metrics for r in results})
         return results, overall
 

@@ -30,7 +30,7 @@ def write_results(
             "split": result.split,
             "n": result.n,
             "labeled": result.labeled,
-            "metrics": result.metrics,
+            "metrics": result.metrics | result.text_metrics,
             "loss": None if result.loss is None else result.loss.per_token,
         }
         for result in results
@@ -46,11 +46,13 @@ def write_predictions(
     """Writes a task's predictions, ``FOLDER/step_<step>.<task>.<split>.jsonl``.
 
     A line is one example: its `ExampleSet.record`, ``score``, the log-probability of the prediction in
-    nats, and where label words were ranked, ``scores``, the log-probability of each.
+    nats, and where label words were ranked, ``scores``, the log-probability of each. A text has no
+    prediction, and ``score`` is its own log-probability.
     """
 
     def lines() -> Iterable[str]:
-        for i, prediction in enumerate(result.predictions):
+        predictions: Sequence[str | None] = result.predictions or (None,) * result.n
+        for i, prediction in enumerate(predictions):
             record = {**examples.record(i, prediction), "score": float(result.scores[i])}
             if result.ranked is not None:
                 record["scores"] = dict(zip(result.words, result.ranked[i].tolist(), strict=True))

@@ -145,7 +145,17 @@ class Predictor:
         self.batch_size = -(-batch_size // self.num_batch_shards) * self.num_batch_shards
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the token ids of an input, truncated to `inputs_length`, EOS last."""
+        """Returns the token ids of an input, truncated to `inputs_length`, EOS last.
+
+        Raises:
+          ValueError: there is an input, and the model was trained without.
+        """
+        if not self.inputs_length:
+            if text:
+                raise ValueError(
+                    "the model was trained on targets alone and reads no inputs; give an empty text"
+                )
+            return np.zeros(0, np.int32)
         ids = list(self.vocabulary.encode(text))[: self.inputs_length - 1]
         return np.asarray([*ids, 1], np.int32)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from synthesizer_jax.data.task import Answers
 from synthesizer_jax.evaluation.prediction import Predictor
+from synthesizer_jax.evaluation.texts import text_loss
 from synthesizer_jax.registry import JSON
 
 
@@ -55,8 +56,18 @@ class ExampleSet(Protocol):
         """Returns the task's metrics."""
         ...
 
-    def record(self, index: int, prediction: str) -> dict[str, JSON]:
-        """Returns the JSON record of an example and its prediction."""
+    @property
+    def is_text(self) -> bool:
+        """Whether the examples are texts without inputs, whose loss is measured."""
+        ...
+
+    @property
+    def target_words(self) -> Sequence[str]:
+        """The target string of every example."""
+        ...
+
+    def record(self, index: int, prediction: str | None) -> dict[str, JSON]:
+        """Returns the JSON record of an example and its prediction; None: there is none."""
         ...
 
 
@@ -88,11 +99,13 @@ class TaskResult:
       n: number of examples.
       labeled: number of examples with a label; only these are scored.
       metrics: metrics over the labeled examples, T5's in percent; empty if there are none.
-      predictions: predictions in the order of the examples.
-      scores: ``[n]`` log-probabilities of the predictions in nats.
+      predictions: predictions in the order of the examples; none for texts.
+      scores: ``[n]`` log-probabilities of the predictions, or of the texts, in nats.
       ranked: ``[n, words]`` log-probabilities of the label words; None if they were not ranked.
       words: the label words that were ranked.
-      loss: the loss over labeled examples; None if it was not computed.
+      loss: the loss over labeled examples, or all texts; None if it was not computed.
+      text_metrics: measures of texts (`texts.TextLoss.metrics`), of which lower is better; empty for
+        other tasks.
     """
 
     task: str
@@ -105,6 +118,7 @@ class TaskResult:
     ranked: np.ndarray | None = None
     words: tuple[str, ...] = ()
     loss: TargetLoss | None = None
+    text_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def mean(self) -> float:
@@ -118,7 +132,7 @@ def evaluate_tasks(
     *,
     loss_sets: Sequence[ExampleSet] | None = None,
 ) -> list[TaskResult]:
-    """Predicts and scores every evaluation set.
+    """Predicts and scores every evaluation set; of texts, it computes the loss.
 
     Args:
       predictor: the model.
@@ -128,6 +142,9 @@ def evaluate_tasks(
     """
     results = []
     for i, examples in enumerate(sets):
+        if examples.is_text:
+            results.append(_evaluate_texts(predictor, examples))
+            continue
         found = predictor.predict_with_scores(examples.inputs, examples.label_words)
         answers = Answers(found.texts, found.tokens, found.scores)
         if examples.scores_targets:
@@ -150,6 +167,22 @@ def evaluate_tasks(
     return results
 
 
+def _evaluate_texts(predictor: Predictor, examples: ExampleSet) -> TaskResult:
+    """Returns the loss of all texts, and what follows from it; nothing is decoded."""
+    found = text_loss(predictor, examples.inputs, examples.targets, examples.target_words)
+    return TaskResult(
+        task=examples.name,
+        split=examples.split,
+        n=len(examples.targets),
+        labeled=len(examples.targets),
+        metrics={},
+        predictions=(),
+        scores=-found.nats,
+        loss=TargetLoss(nats=float(found.nats.mean()), tokens=float(found.tokens.mean())),
+        text_metrics=found.metrics(),
+    )
+
+
 def _target_loss(predictor: Predictor, examples: ExampleSet) -> TargetLoss | None:
     """Returns the loss of a set's targets; None if it is empty."""
     if not examples.inputs:
@@ -167,5 +200,9 @@ def mean_score(results: Sequence[TaskResult]) -> float:
 
 def flatten_results(results: Sequence[TaskResult]) -> dict[str, float]:
     """Returns ``{"task/metric": value}``, and ``"task/loss"`` in nats per target token."""
-    values = {f"{r.task}/{name}": value for r in results for name, value in r.metrics.items()}
+    values = {
+        f"{r.task}/{name}": value
+        for r in results
+        for name, value in (r.metrics | r.text_metrics).items()
+    }
     return values | {f"{r.task}/loss": r.loss.per_token for r in results if r.loss is not None}

@@ -25,7 +25,7 @@ class LanguageModel(TextToText, kw_only=True):
 
     It answers to the same calls as `EncoderDecoder`, so that the same tasks train it and the same
     decoding uses it: inputs and targets follow one another in a row, the targets directly after the
-    last real input token.
+    last real input token. Without inputs, ``[batch, 0]``, rows of targets may be packed.
 
     Attributes:
       decoder: the stack; its blocks have no `cross_mixer`.
@@ -47,11 +47,23 @@ class LanguageModel(TextToText, kw_only=True):
         max_segments: int | None = None,
         counted: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the targets' states; see `TextToText`. Packed rows are not supported."""
-        del positions, max_segments
+        """Returns the targets' states; see `TextToText`.
+
+        Raises:
+          ValueError: packed rows have inputs.
+        """
+        if not encoder_tokens.shape[1]:
+            return self._hidden_of_targets(
+                decoder_tokens,
+                segments=None if segments is None else segments[1],
+                positions=None if positions is None else positions[1],
+                max_segments=max_segments,
+                counted=counted,
+            )
         if segments is not None:
             raise ValueError(
-                "LanguageModel: inputs and targets share a row here; train with data.pack=false"
+                "LanguageModel: inputs and targets share a row here; train with data.pack=false, or on "
+                "targets alone with data.inputs_length=0"
             )
         inputs = num_real_tokens(encoder_tokens)
         row = _concatenate_rows(encoder_tokens, decoder_tokens, inputs)
@@ -62,6 +74,23 @@ class LanguageModel(TextToText, kw_only=True):
         x = self.decoder(self.embed(row), mask=self._mask(inputs), counted=counted)
         index = inputs[:, None] + jnp.arange(decoder_tokens.shape[1])
         return jnp.take_along_axis(x, index[..., None], axis=1)
+
+    def _hidden_of_targets(
+        self,
+        tokens: jax.Array,
+        *,
+        segments: jax.Array | None,
+        positions: jax.Array | None,
+        max_segments: int | None,
+        counted: jax.Array | None,
+    ) -> jax.Array:
+        """Returns the states of targets without inputs; the arguments are those of `hidden`."""
+        mask = Mask(causal=True)
+        if segments is not None:
+            mask = Mask.packed(segments, causal=True, segments=max_segments)
+        elif counted is None:
+            counted = real_targets_mask(tokens)
+        return self.decoder(self.embed(tokens), mask=mask, positions=positions, counted=counted)
 
     def _mask(self, inputs: jax.Array, *, key_lengths: jax.Array | None = None) -> Mask:
         """Returns the causal mask, with the inputs as its prefix if the model has one."""

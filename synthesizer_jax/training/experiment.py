@@ -13,7 +13,7 @@ from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.evaluation.evaluator import Evaluation
 from synthesizer_jax.evaluation.prediction import RANK
 from synthesizer_jax.messages import did_you_mean
-from synthesizer_jax.models import Encoder, TextToText
+from synthesizer_jax.models import Encoder, EncoderDecoder, TextToText
 from synthesizer_jax.optimizers import Optimizer, OptimizerRule
 from synthesizer_jax.parameters import check_path_pattern
 from synthesizer_jax.registry import register, replace
@@ -44,7 +44,7 @@ class Training:
       log_every: steps between lines of ``metrics.jsonl``.
       save_every: steps between checkpoints; the last step is always saved.
       keep_latest: newest checkpoints to keep.
-      keep_best: best checkpoints to keep besides, by the evaluation's mean.
+      keep_best: best checkpoints to keep besides, by the evaluation's ``score``.
       watchdog_seconds: when nothing has moved for so long, where every thread stands is printed; 0:
         never.
     """
@@ -127,6 +127,11 @@ class Experiment:
         limits.check_limits(self)
         _check_split(self.data)
         _check_head(self)
+        if isinstance(self.model, EncoderDecoder) and not self.data.inputs_length:
+            raise ValueError(
+                "data.inputs_length is 0, and the encoder of an EncoderDecoder reads inputs; set it to a "
+                "positive number, or train a LanguageModel"
+            )
         if self.evaluation.patience is not None and not self.evaluation.every:
             raise ValueError(
                 "evaluation.patience counts evaluations, and evaluation.every is 0; set evaluation.every"

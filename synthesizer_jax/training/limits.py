@@ -92,7 +92,7 @@ def _all(limit: Limit, names: str) -> dict[str, tuple[Limit, ...]]:
 
 LIMITS: dict[str, tuple[Limit, ...]] = {
     **_all(COUNT, "steps micro_batches log_every save_every keep_latest total_steps patience"),
-    **_all(COUNT, "batch_size inputs_length targets_length max_segments shards"),
+    **_all(COUNT, "batch_size targets_length max_segments shards"),
     **_all(COUNT, "max_examples min_size fan_in"),
     **_all(
         COUNT, "vocab_size d_model num_heads head_dim hidden_dim repeats max_length rank outputs"
@@ -100,7 +100,9 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
     **_all(COUNT, "num_buckets max_distance width groups projected_length"),
     **_all(COUNT, "softmax_heads value_heads heads factors"),
     **_all(
-        NUMBER, "every loss_batches fit_batches keep_best warmup_steps extra_ids token_types layers"
+        NUMBER,
+        "every loss_batches fit_batches keep_best warmup_steps extra_ids token_types layers"
+        " inputs_length",
     ),
     **_all(SIZE, " ".join(f"MeshShape.{axis} MeshShape.dcn_{axis}" for axis in MESH_AXES)),
     **_all(SEED, "seed"),

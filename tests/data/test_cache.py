@@ -148,9 +148,9 @@ def test_an_outdated_cache_is_not_read(
     assert counted.digests(stream, 2) == expected
     monkeypatch.undo()
     info = cache_of(own_dir) / cache.INFO
-    info.write_text(info.read_text().replace('"format": 1', '"format": 2'))
+    info.write_text(info.read_text().replace('"format": 2', '"format": 3'))
     with pytest.raises(
-        cache.OutdatedCacheError, match=r"version 2 of the cache's format.*reads vers"
+        cache.OutdatedCacheError, match=r"version 3 of the cache's format.*reads vers"
     ):
         counted.stream(own_dir, cached=True)
 

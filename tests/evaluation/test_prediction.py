@@ -149,7 +149,7 @@ def test_unknown_methods_are_one_sentence(predictor):
 
 class Examples:
     name, split, label_words = "made", "validation", ("ab", "c")
-    scores_targets = False
+    scores_targets = is_text = False
 
     def __init__(self, inputs, labeled):
         self.inputs, self.labeled = inputs, labeled

@@ -18,6 +18,7 @@ from synthesizer_jax import (
     LanguageModel,
     LightweightConvolution,
     Linformer,
+    Mixture,
     Random,
     RelativeBias,
     Run,
@@ -128,6 +129,47 @@ def test_language_model_refuses_packed_rows(batch):
     segments = tuple(jnp.ones_like(x) for x in batch)
     with pytest.raises(ValueError, match=r"data\.pack=false"):
         model.init(jax.random.key(0), *batch, segments=segments)
+
+
+PACKABLE = {
+    "dot product": DotProduct(6),
+    "random": Random(max_length=14),
+    "relative bias": DotProduct(6),
+    "mixture": Mixture((Random(max_length=14), DotProduct(6))),
+}
+
+
+@pytest.mark.parametrize("max_segments", [None, 3])
+@pytest.mark.parametrize("kind", PACKABLE)
+def test_packed_targets_equal_separate_rows(kind, max_segments):
+    """Rows without inputs hold several texts, which do not see one another."""
+    mixer = Attention(2, 6, alignment=PACKABLE[kind])
+    stack = Stack(
+        (Run(Block(mixer, FeedForward(16)), 2),),
+        bias=RelativeBias() if kind == "relative bias" else None,
+    )
+    model = LanguageModel(vocab_size=VOCAB, d_model=D, decoder=stack)
+    rng = np.random.default_rng(3)
+    texts = [rng.integers(2, VOCAB, (1, n)).astype(np.int32) for n in (5, 3, 4)]
+    nothing = jnp.zeros((1, 0), jnp.int32)
+    variables = model.init(jax.random.key(0), nothing, texts[0])
+    alone = [model.apply(variables, nothing, text) for text in texts]
+    row = jnp.asarray(np.concatenate([*texts, [[0, 0]]], axis=1))
+    segments = jnp.asarray(np.repeat([1, 2, 3, 0], [5, 3, 4, 2])[None])
+    positions = jnp.asarray(np.concatenate([*map(np.arange, (5, 3, 4)), [0, 0]])[None])
+    packed = jax.jit(functools.partial(model.apply, max_segments=max_segments))(
+        variables, nothing, row, segments=(nothing, segments), positions=(nothing, positions)
+    )
+    np.testing.assert_allclose(packed[:, :12], np.concatenate(alone, axis=1), atol=2e-5)
+
+
+def test_targets_alone_are_what_no_inputs_are(batch):
+    model = language_model(MIXERS["dot product"], prefix=True)
+    _, target = batch
+    variables = model.init(jax.random.key(0), *batch)
+    padding = model.apply(variables, jnp.zeros((3, 4), jnp.int32), target)
+    nothing = model.apply(variables, jnp.zeros((3, 0), jnp.int32), target)
+    np.testing.assert_allclose(nothing, padding, atol=2e-5)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "first"])

@@ -6,6 +6,7 @@ Prefix language modeling on segments is a `Denoising` (`OBJECTIVES["prefix_lm"]`
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 
@@ -34,6 +35,7 @@ class FullLM(SegmentObjective):
         is the reverse, as in its ``objectives/lm.gin``.
     """
 
+    makes_inputs: ClassVar[bool] = False
     documents: int = GROUP
     document_eos: bool = True
 

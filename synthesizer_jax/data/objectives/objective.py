@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -44,8 +44,10 @@ class Objective(abc.ABC):
       documents: number of consecutive documents that are concatenated before they are split into
         segments; 1 keeps documents apart.
       document_eos: whether every document ends with EOS. The examples then get no EOS of their own.
+      makes_inputs: whether examples have inputs.
     """
 
+    makes_inputs: ClassVar[bool] = True
     documents: int
     document_eos: bool = False
 

@@ -85,6 +85,11 @@ class SegmentStream:
         self._num_taken += 1
         return objective.example(self._tokens[start:stop], draws, self._form)
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last example, from 0."""
+        return self._source.position()[0]
+
     def recall(self, index: int) -> Example:
         """Is not called: its examples have no index."""
         raise NotImplementedError
@@ -161,6 +166,8 @@ def random_chunk(tokens: np.ndarray, draws: Draws, *, length: int) -> np.ndarray
 
 class _Readable:
     """Documents as `InMemoryTaskStream` reads them: all are available at once."""
+
+    is_resident = True
 
     def __init__(self, documents: Documents, name: str):
         self._documents, self.name = documents, name

@@ -1,0 +1,86 @@
+"""The loss of texts: windows, words and bytes, against the same counted token by token."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from synthesizer_jax import Attention, Block, FeedForward, LanguageModel, RelativeBias, Run, Stack
+from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.evaluation.prediction import Predictor
+from synthesizer_jax.evaluation.scoring import TaskResult, mean_score
+from synthesizer_jax.evaluation.texts import text_loss
+from synthesizer_jax.inference import Decoding
+
+TEXTS = ["", "a", "ein Apfel, grün", "no  more\n words than five and", "x" * 31]
+WINDOW = 8
+
+
+@pytest.fixture(scope="module")
+def predictor() -> Predictor:
+    block = Block(Attention(2, 4), FeedForward(16))
+    model = LanguageModel(
+        vocab_size=Bytes().build().vocab_size,
+        d_model=8,
+        decoder=Stack((Run(block, 1),), bias=RelativeBias(bidirectional=False)),
+    )
+    nothing = jnp.zeros((1, 0), jnp.int32)
+    variables = model.init(jax.random.key(0), nothing, jnp.ones((1, 4), jnp.int32))
+    return Predictor(
+        model,
+        variables,
+        Bytes().build(),
+        inputs_length=0,
+        decoding=Decoding(max_length=WINDOW),
+        batch_size=4,
+    )
+
+
+def encoded(text: str) -> np.ndarray:
+    return np.asarray([*Bytes().build().encode(text), 1], np.int32)
+
+
+def nats(predictor: Predictor, window: np.ndarray) -> float:
+    """The loss of a window in plain float64."""
+    shifted = jnp.asarray(np.concatenate([[0], window[:-1]])[None])
+    nothing = jnp.zeros((1, 0), jnp.int32)
+    logits = np.asarray(predictor.model.apply(predictor.variables, nothing, shifted), np.float64)[0]
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return -float(logp[np.arange(len(window)), window].sum())
+
+
+def test_every_token_counts_once(predictor: Predictor) -> None:
+    tokens = [encoded(text) for text in TEXTS]
+    found = text_loss(predictor, [np.zeros(0, np.int32)] * len(TEXTS), tokens, TEXTS)
+    wanted = [
+        sum(nats(predictor, ids[s : s + WINDOW]) for s in range(0, len(ids), WINDOW))
+        for ids in tokens
+    ]
+    np.testing.assert_allclose(found.nats, wanted, rtol=1e-5)
+    np.testing.assert_array_equal(found.tokens, [1, 2, 17, 30, 32])
+    total = sum(wanted)
+    words = sum(len(text.split()) for text in TEXTS) + len(TEXTS)
+    assert words == 0 + 1 + 3 + 6 + 1 + 5
+    metrics = found.metrics()
+    assert metrics["perplexity"] == pytest.approx(math.exp(total / 82))
+    assert metrics["word_perplexity"] == pytest.approx(math.exp(total / words))
+    assert metrics["bits_per_byte"] == pytest.approx(total / math.log(2) / 77)
+
+
+def test_a_model_without_inputs_is_given_none(predictor: Predictor) -> None:
+    assert predictor.encode("").shape == (0,)
+    with pytest.raises(ValueError, match="reads no inputs"):
+        predictor.encode("a text")
+    assert len(predictor.generate_texts([predictor.encode("")])) == 1
+
+
+def test_measures_of_texts_do_not_enter_the_score() -> None:
+    def result(name: str, **fields: object) -> TaskResult:
+        values = {"metrics": {}, "predictions": (), "scores": np.zeros(1), **fields}
+        return TaskResult(task=name, split="test", n=1, labeled=1, **values)
+
+    text = result("a", text_metrics={"perplexity": 1e4})
+    assert mean_score([text, result("b", metrics={"accuracy": 50.0})]) == 50.0
+    assert math.isnan(mean_score([text]))
