@@ -74,11 +74,13 @@ def assemble_batch(
     decoder_inputs = np.zeros_like(decoder.tokens)
     decoder_inputs[:, 1:] = decoder.tokens[:, :-1]
     decoder_inputs[decoder.positions == 0] = 0  # the first of every example, and padding
+    # A class may have the number of padding.
+    predicted = decoder.segments > 0 if config.classes else decoder.tokens != PAD
     batch = {
         "encoder_input_tokens": encoder.tokens,
         "decoder_input_tokens": decoder_inputs,
         "decoder_target_tokens": decoder.tokens,
-        "decoder_loss_weights": (decoder.tokens != PAD).astype(np.float32),
+        "decoder_loss_weights": predicted.astype(np.float32),
     }
     if config.pack:
         for name, side in (("encoder", encoder), ("decoder", decoder)):
