@@ -8,7 +8,15 @@ from synthesizer_jax.alignments import Alignment
 from synthesizer_jax.attention import Mask, Terms
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.mixers import Mixer
-from synthesizer_jax.models import DecodingCache, Encoded, LayerCache, Memory, PositionEmbedding, RMSNorm, Run
+from synthesizer_jax.models import (
+    DecodingCache,
+    Encoded,
+    LayerCache,
+    Memory,
+    PositionEmbedding,
+    RMSNorm,
+    Run,
+)
 from synthesizer_jax.models.stack import StackBase
 from synthesizer_jax.nnx.class_factory import Layer, Model, StackLayer
 
