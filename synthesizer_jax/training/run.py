@@ -19,6 +19,7 @@ from synthesizer_jax.evaluation.evaluation_sets import evaluation_tasks
 from synthesizer_jax.evaluation.evaluator import Evaluator, log_values
 from synthesizer_jax.evaluation.files import write_results
 from synthesizer_jax.files import storage_path
+from synthesizer_jax.models import TextToText
 from synthesizer_jax.runs import code
 from synthesizer_jax.runs.lock import lock_directory
 from synthesizer_jax.runs.progress import summary_lines
@@ -140,7 +141,14 @@ def run(
     if visible:
         saved = finished_steps(directory / "checkpoints")
         print(
-            summary_lines(directory, steps=int(state.step), saved=saved, data_dir=data_dir),
+            summary_lines(
+                directory,
+                steps=int(state.step),
+                saved=saved,
+                data_dir=data_dir,
+                answers=experiment.answers,
+                generates=isinstance(experiment.model, TextToText),
+            ),
             flush=True,
         )
     return state
