@@ -76,9 +76,10 @@ def summarize_run(title: str, directory: pathlib.Path) -> tuple[RunReport, dict[
     evaluations = [record for record in records if record["kind"] == "eval"]
     _, steps_per_second = _metric_series(training, "steps_per_second")
     _, tokens_per_second = _metric_series(training, "tokens_per_second")
-    if not (steps_per_second and tokens_per_second and evaluations):
+    complete = evaluations or not experiment.answers
+    if not (steps_per_second and tokens_per_second and complete):
         raise ValueError(f"{log} holds no evaluation; continue the run until its first evaluation")
-    newest = evaluations[-1]
+    newest = evaluations[-1] if evaluations else {}
     metric_names = _first_metrics(newest)
     run = RunReport(
         title=title,
@@ -131,10 +132,12 @@ def provenance() -> dict[str, str]:
 
 
 def print_comparison(page: Report) -> None:
-    """Prints the metrics of a report's runs and baselines."""
+    """Prints the metrics of a report's runs and baselines, if there are any."""
     from rich.console import Console
     from rich.table import Table
 
+    if not page.metric_names:
+        return
     systems = {run.title: run.metrics for run in page.runs} | dict(page.baselines)
     table = Table(title="held-out metrics, percent", title_justify="left")
     table.add_column("task", no_wrap=True)

@@ -95,7 +95,13 @@ class Progress:
 
 
 def summary_lines(
-    directory: pathlib.Path, *, steps: int, saved: list[int], data_dir: pathlib.Path | None
+    directory: pathlib.Path,
+    *,
+    steps: int,
+    saved: list[int],
+    data_dir: pathlib.Path | None,
+    answers: bool = True,
+    generates: bool = True,
 ) -> str:
     """Returns the summary at the end of a run: its scores, its files, and the next commands.
 
@@ -104,6 +110,8 @@ def summary_lines(
       steps: number of finished steps.
       saved: steps of the checkpoints that were kept.
       data_dir: the data directory that was passed; None is the default one.
+      answers: whether the model gives answers, which `eval` measures.
+      generates: whether it writes text.
     """
     measured = read_scores(directory / METRICS_FILE)
     lines = [f"{directory} has finished its {steps:,} steps"]
@@ -117,8 +125,10 @@ def summary_lines(
     lines.append(f"{directory} holds checkpoints of the steps {kept}, {METRICS_FILE}, evaluation/")
     data = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
     run = shlex.quote(str(directory))
-    lines.append(f"next: synthesizer-jax eval --workdir {run}{data}")
-    lines.append(f'      synthesizer-jax generate --workdir {run} "INPUT"')
+    following = [f"eval --workdir {run}{data}"] if answers else [f"report {run}"]
+    following += [f'generate --workdir {run} "INPUT"'] if generates else []
+    for start, command in zip(("next: ", "      "), following, strict=False):
+        lines.append(f"{start}synthesizer-jax {command}")
     return "\n".join(lines)
 
 

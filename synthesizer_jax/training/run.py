@@ -19,6 +19,7 @@ from synthesizer_jax.evaluation.evaluation_sets import evaluation_tasks
 from synthesizer_jax.evaluation.evaluator import Evaluator, log_values
 from synthesizer_jax.evaluation.files import write_results
 from synthesizer_jax.files import storage_path
+from synthesizer_jax.models import TextToText
 from synthesizer_jax.runs import code
 from synthesizer_jax.runs.lock import lock_directory
 from synthesizer_jax.runs.progress import summary_lines
@@ -138,12 +139,23 @@ def run(
             with stop.region():
                 _record_movement(trainer, state, directory, source=source)
     if visible:
-        saved = finished_steps(directory / "checkpoints")
-        print(
-            summary_lines(directory, steps=int(state.step), saved=saved, data_dir=data_dir),
-            flush=True,
-        )
+        _print_summary(experiment, directory, int(state.step), data_dir=data_dir)
     return state
+
+
+def _print_summary(
+    experiment: Experiment, directory: pathlib.Path, step: int, *, data_dir: pathlib.Path | None
+) -> None:
+    """Prints what a finished run has reached and where it is, and what can be done with it."""
+    text = summary_lines(
+        directory,
+        steps=step,
+        saved=finished_steps(directory / "checkpoints"),
+        data_dir=data_dir,
+        answers=experiment.answers,
+        generates=isinstance(experiment.model, TextToText),
+    )
+    print(text, flush=True)
 
 
 def _open_vocabulary(

@@ -1,5 +1,7 @@
 """Encoders in the training loop: losses against NumPy, meshes, micro-batches, rules, restarts, mistakes."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from synthesizer_jax.models import Run, UniversalStack, stacks_of
 from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.registry import from_json, replace, to_json
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
+from synthesizer_jax.runs.progress import summary_lines
 from synthesizer_jax.runtime.preemption import StopSignal
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training import step
@@ -186,6 +189,18 @@ def test_costs_of_an_encoder_are_those_of_its_inputs(head):
     lengths = {"inputs_length": 4, "targets_length": min(4, recipe.data.targets_length)}
     shorter = replace(recipe, data=replace(recipe.data, **lengths))
     assert make_plan(shorter, parse_topology("v5e:2x2")).flops < plan.flops
+
+
+@pytest.mark.parametrize(
+    ("answers", "generates", "commands"),
+    [(True, True, ["eval", "generate"]), (True, False, ["eval"]), (False, False, ["report"])],
+)
+def test_the_next_commands_are_possible(answers, generates, commands, tmp_path):
+    (tmp_path / METRICS_FILE).touch()
+    text = summary_lines(
+        tmp_path, steps=4, saved=[4], data_dir=None, answers=answers, generates=generates
+    )
+    assert re.findall("synthesizer-jax ([a-z]+)", text) == commands
 
 
 def test_an_encoder_is_saved_as_json():
