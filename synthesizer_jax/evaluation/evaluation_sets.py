@@ -13,11 +13,12 @@ import numpy as np
 
 from synthesizer_jax.data import stored, tasks
 from synthesizer_jax.data.members import check_inputs
+from synthesizer_jax.data.objectives import ExampleFormat, Objective, SegmentStream
 from synthesizer_jax.data.postprocessors import Example, to_text
 from synthesizer_jax.data.seqio_members import storage_location
 from synthesizer_jax.data.seqio_tasks import FEATURES
 from synthesizer_jax.data.task import Answers, Task
-from synthesizer_jax.data.vocabularies import Vocabulary
+from synthesizer_jax.data.vocabularies import EOS, Vocabulary
 from synthesizer_jax.evaluation.metrics import Value
 from synthesizer_jax.registry import JSON
 
@@ -33,6 +34,7 @@ class EvaluationSet:
       targets: token ids of every example with EOS, int32; those of texts are whole, however long.
       examples: the preprocessed rows, with ``inputs_pretokenized`` and ``targets_pretokenized``.
       vocabulary: the vocabulary of the token ids; metrics of SeqIO's tasks decode with it.
+      objective: what has made the examples of texts; None: they are as they are stored.
     """
 
     task: Task
@@ -41,6 +43,7 @@ class EvaluationSet:
     targets: list[np.ndarray]
     examples: Sequence[Example]
     vocabulary: Vocabulary | None = None
+    objective: Objective | None = None
 
     @property
     def name(self) -> str:
@@ -61,6 +64,11 @@ class EvaluationSet:
     def is_text(self) -> bool:
         """Whether the examples are texts without inputs, whose loss is measured."""
         return self.task.is_text
+
+    @property
+    def texts(self) -> list[str] | None:
+        """The whole texts; None if an objective has made inputs and targets of them."""
+        return None if self.objective is not None else self.target_words
 
     @functools.cached_property
     def labeled(self) -> tuple[int, ...]:
@@ -152,8 +160,12 @@ def load_evaluation_set(
     data_dir: pathlib.Path,
     lengths: Mapping[str, int],
     max_examples: int | None = None,
+    objective: Objective | None = None,
 ) -> EvaluationSet:
     """Reads the examples of a task and split.
+
+    Where the objective of texts makes inputs, such as that of span corruption, the examples are those that
+    it makes of the split, once, with the same noise at every call; otherwise they are whole texts.
 
     Args:
       name: name of the task.
@@ -164,6 +176,7 @@ def load_evaluation_set(
         not truncated.
       max_examples: reading ends with the group of rows (MultiRC's questions, ReCoRD's queries, AX-g's
         pairs; single rows of other tasks) that reaches this number; None reads all.
+      objective: by which texts without inputs are trained; None: they are targets.
 
     Raises:
       FileNotFoundError: the data set does not exist, or lacks the split.
@@ -188,6 +201,8 @@ def load_evaluation_set(
             use_cached=False,
             try_in_mem_cache=False,
         )
+        if definition.is_text and max_examples is not None:
+            dataset = dataset.take(max_examples)
         rows = [_with_texts(row, vocabulary) for row in dataset.as_numpy_iterator()]
     if name in tasks.TASKS:
         # TFDS stores rows in a random order; in that of the original file groups are contiguous.
@@ -197,6 +212,11 @@ def load_evaluation_set(
         last = groups[max_examples - 1]
         end = next((i for i in range(max_examples, len(rows)) if groups[i] != last), None)
         rows = rows[:end]
+    if definition.is_text and objective is not None and objective.makes_inputs:
+        form = ExampleFormat(lengths["inputs"], lengths["targets"], vocabulary.vocab_size)
+        rows = _by_objective(rows, objective, form, vocabulary)[:max_examples]
+    else:
+        objective = None
     return EvaluationSet(
         task=tasks.find_task(_measured_task(name, split)),
         split=split,
@@ -204,7 +224,43 @@ def load_evaluation_set(
         targets=[np.asarray(r["targets"], np.int32) for r in rows],
         examples=rows,
         vocabulary=vocabulary,
+        objective=objective,
     )
+
+
+def _by_objective(
+    rows: Sequence[Example], objective: Objective, form: ExampleFormat, vocabulary: Vocabulary
+) -> list[Example]:
+    """Returns the examples that an objective makes of texts in one epoch, in their order."""
+    stream = SegmentStream(
+        _Documents(rows),
+        objective,
+        form,
+        shard=(0, 1),
+        seed=np.random.SeedSequence(0),
+        shuffle=False,
+    )
+    found: list[Example] = []
+    while True:
+        inputs, targets = next(stream)
+        if stream.epoch:
+            return found
+        found.append(_with_texts({"inputs": inputs, "targets": targets}, vocabulary))
+
+
+class _Documents:
+    """Rows with targets as documents for an objective, without EOS."""
+
+    def __init__(self, rows: Sequence[Example]):
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens = np.asarray(self._rows[index]["targets"], np.int32)
+        end = len(tokens) - (len(tokens) > 0 and tokens[-1] == EOS)
+        return np.zeros(0, np.int32), tokens[:end]
 
 
 def _with_texts(row: Example, vocabulary: Vocabulary) -> Example:

@@ -121,6 +121,7 @@ class Evaluator:
                 data_dir=data_dir,
                 lengths=data.lengths,
                 max_examples=self.evaluation.max_examples,
+                objective=data.objective_of(tasks.find_task(task)),
             )
             for task, part in pairs
         ]

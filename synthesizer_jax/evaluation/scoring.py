@@ -62,8 +62,8 @@ class ExampleSet(Protocol):
         ...
 
     @property
-    def target_words(self) -> Sequence[str]:
-        """The target string of every example."""
+    def texts(self) -> Sequence[str] | None:
+        """The whole texts, if these are the targets; None: parts of them are."""
         ...
 
     def record(self, index: int, prediction: str | None) -> dict[str, JSON]:
@@ -169,7 +169,7 @@ def evaluate_tasks(
 
 def _evaluate_texts(predictor: Predictor, examples: ExampleSet) -> TaskResult:
     """Returns the loss of all texts, and what follows from it; nothing is decoded."""
-    found = text_loss(predictor, examples.inputs, examples.targets, examples.target_words)
+    found = text_loss(predictor, examples.inputs, examples.targets, examples.texts)
     return TaskResult(
         task=examples.name,
         split=examples.split,

@@ -1,4 +1,4 @@
-"""The evaluation of texts: nothing is decoded, all tokens are scored given those before them."""
+"""The loss of texts, and of what objectives make of them: nothing is decoded, every token is scored."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def text_loss(
     Args:
       predictor: the model.
       inputs: token ids that the model reads before each text; empty arrays for texts alone.
-      targets: token ids of each text with EOS.
+      targets: token ids of each text with EOS; 0 at tokens that an objective leaves out.
       texts: the texts themselves, whose words and bytes are counted; None: they are not.
     """
     length = predictor.decoding.max_length
@@ -73,7 +73,7 @@ def text_loss(
     )
     nats = np.zeros(len(targets))
     np.subtract.at(nats, [i for i, _ in starts], scores)
-    tokens = np.array([len(target) for target in targets])
+    tokens = np.array([np.count_nonzero(target) for target in targets])
     if texts is None:
         return TextLoss(nats, tokens)
     words = sum(len(text.split()) + 1 for text in texts)

@@ -8,9 +8,11 @@ import pytest
 
 from synthesizer_jax.costs.utilization import step_flops
 from synthesizer_jax.data import tasks
+from synthesizer_jax.data.objectives import OBJECTIVES
 from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.models import EncoderDecoder, Size, t5
+from synthesizer_jax.evaluation.evaluator import Evaluator
+from synthesizer_jax.models import EncoderDecoder, Size, alignment, t5
 from synthesizer_jax.models.zoo import language_model
 from synthesizer_jax.optimizers import AdamW, Constant
 from synthesizer_jax.registry import from_json, replace, to_json
@@ -110,3 +112,42 @@ def test_texts_are_evaluated_by_their_loss(data_dir: pathlib.Path, tmp_path: pat
     assert lines[1].keys() == {"idx", "input", "target", "score"}
     assert {line["target"].split()[1] for line in lines} == set("01234")
     assert sum(line["score"] for line in lines) == pytest.approx(-5 * results[0].loss.nats)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["span_3_15_u_u", "full_lm"])
+def test_an_objective_pre_trains_and_is_evaluated(
+    data_dir: pathlib.Path, tmp_path: pathlib.Path, objective: str
+) -> None:
+    """By the loss of what it makes of the held-out texts, or of the texts where that is the same."""
+    wanted = experiment(objective=OBJECTIVES[objective], pack=objective == "full_lm")
+    if objective != "full_lm":
+        model = t5(SIZE, encoder=alignment("rv", head_dim=8, max_length=32), vocab_size=359)
+        wanted = replace(wanted, model=model, data=replace(wanted.data, inputs_length=32))
+    state = run(wanted, tmp_path / "run", data_dir=data_dir, visible=False)
+    losses = [record["loss"] for record in log(tmp_path / "run")]
+    assert losses[-1] < losses[0]
+    (record,) = log(tmp_path / "run", "eval")
+    assert record["score"] == -record["loss"]
+    assert ("texts_many/bits_per_byte" in record) == (objective == "full_lm")
+    _, evaluator = open_data(wanted, tmp_path / "run", data_dir)
+    again, _ = evaluator.measure(state.variables)
+    assert again[0].text_metrics["perplexity"] == pytest.approx(record["texts_many/perplexity"])
+    texts_of_split = [row.decode() for row in original_texts(evaluator)]
+    if objective == "full_lm":
+        assert sorted(texts_of_split) == sorted(small.text("many", i) for i in range(5))
+    else:
+        inputs = b"".join(
+            bytes(i - 3 for i in row if 1 < i < 259) for row in evaluator.sets[0].inputs
+        )
+        whole = sum(len(small.text("many", i)) for i in range(5))
+        assert 0.8 * whole < len(inputs) < 0.9 * whole
+
+
+def original_texts(evaluator: Evaluator) -> list[bytes]:
+    return [
+        row["targets_pretokenized"].encode()
+        if isinstance(row["targets_pretokenized"], str)
+        else row["targets_pretokenized"]
+        for row in evaluator.sets[0].examples
+    ]

@@ -1,0 +1,111 @@
+"""Pre-train a T5 or a Synthesizer on unlabeled text, or on text and T5's supervised tasks together.
+
+Command (requires T5's vocabulary file, and C4 from TFDS, whose tokens are cached first):
+
+    synthesizer-jax data cache c4_v220_span_corruption --vocabulary spiece.model --data-dir DATA
+    synthesizer-jax train pretrain:t5_1_1_base --workdir runs/pretrained --data-dir DATA \\
+        --set vocabulary.path=spiece.model
+
+Hardware: see docs/pretrain.md; `laptop` needs two CPU cores and WikiText-2. The settings are T5's
+(Raffel et al. 2020, section 3.1): 524,288 steps of 128 rows of 512 tokens (65,536 a batch), Adafactor with
+the learning rate 1/√max(step, 10⁴), and spans of a mean of 3 tokens at a density of 15 %, whose targets
+take 114 tokens. `--set data.mixture=TASK` names other texts, such as an imported task, and
+`--set data.objective=NAME` the objective of texts that have none of their own.
+"""
+
+from __future__ import annotations
+
+from synthesizer_jax.data.objectives import OBJECTIVES
+from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.vocabularies import SentencePiece
+from synthesizer_jax.models import EncoderDecoder, Size, alignment, t5
+from synthesizer_jax.models.zoo import T5_1_0, T5_1_1
+from synthesizer_jax.optimizers import Adafactor, InverseSquareRoot
+from synthesizer_jax.registry import replace
+from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
+
+STEPS = 2**19
+INPUTS, TARGETS = 512, 114
+"""The numbers of tokens of a row whose spans are corrupted, with sentinels and EOS."""
+
+
+def default() -> Experiment:
+    """T5 1.1 base on C4."""
+    return t5_1_1_base()
+
+
+def t5_1_0_base() -> Experiment:
+    """T5 1.0 base on C4: one feed-forward projection, tied embeddings."""
+    return _pretrain(t5(T5_1_0["base"], gated=False, dtype="bfloat16", scan=True))
+
+
+def t5_1_1_base() -> Experiment:
+    """T5 1.1 base on C4."""
+    return _pretrain(_synthesizer("v"))
+
+
+def rv_base() -> Experiment:
+    """The Random + Vanilla Synthesizer of T5 1.1's base size on C4."""
+    return _pretrain(_synthesizer("rv"))
+
+
+def en_mix_v_base() -> Experiment:
+    """The dot-product baseline on T5's mixture of C4 and English tasks."""
+    return _co_train("v")
+
+
+def en_mix_r_base() -> Experiment:
+    """Random on the mixture of C4 and English tasks."""
+    return _co_train("r")
+
+
+def en_mix_rv_base() -> Experiment:
+    """Random + Vanilla on the mixture of C4 and English tasks."""
+    return _co_train("rv")
+
+
+def laptop() -> Experiment:
+    """R+V with 2+2 layers and d_model 256 on WikiText-2."""
+    size = Size(d_model=256, layers=2, d_ff=512, heads=4, head_dim=64)
+    self_attention = alignment("rv", head_dim=size.head_dim, max_length=128)
+    return Experiment(
+        model=t5(size, encoder=self_attention),
+        vocabulary=SentencePiece("spiece.model"),
+        data=DataConfig(
+            "wikitext_2_raw_v1_full_lm",
+            inputs_length=128,
+            targets_length=32,
+            batch_size=32,
+            shards=1,
+            objective=OBJECTIVES["span_3_15_u_u"],
+        ),
+        training=Training(
+            steps=1000,
+            optimizer=Adafactor(learning_rate=InverseSquareRoot(0.1, warmup_steps=100)),
+            save_every=250,
+        ),
+        evaluation=Evaluation(every=250),
+    )
+
+
+def _synthesizer(variant: str) -> EncoderDecoder:
+    size = T5_1_1["base"]
+    self_attention = alignment(variant, head_dim=size.head_dim)
+    return t5(size, encoder=self_attention, dtype="bfloat16", scan=True)
+
+
+def _pretrain(model: EncoderDecoder) -> Experiment:
+    return Experiment(
+        model=model,
+        vocabulary=SentencePiece("spiece.model"),
+        data=DataConfig("c4_v220_span_corruption", INPUTS, TARGETS, batch_size=128),
+        training=Training(steps=STEPS, optimizer=Adafactor(), save_every=5000),
+        evaluation=Evaluation(every=20_000, max_examples=4096),
+    )
+
+
+def _co_train(variant: str) -> Experiment:
+    """Returns the co-training of the Synthesizer paper (Tay et al. 2021) on T5's en_mix, in packed rows."""
+    experiment = _pretrain(_synthesizer(variant))
+    data = replace(experiment.data, mixture="en_mix", pack=True)
+    return replace(experiment, data=data, evaluation=Evaluation(every=20_000, max_examples=1024))
