@@ -141,11 +141,11 @@ def test_any_command_runs_on_the_machines(world):
 def test_an_unknown_command_is_refused(world):
     said = refused(world, "run", *PLACE, "--", "evla", *WORKDIR)
     assert said.startswith(
-        "synthesizer-jax has no command evla; it has: analyze, average, convert, data import, "
+        "synthesizer-jax has no command evla; it has: analyze, average, convert, data cache, data "
     )
     said = refused(world, "babysit", *SPOT, "--command", "evla", *WORDS)
     assert said.startswith(
-        "synthesizer-jax has no command evla; it has: analyze, average, convert, data import, "
+        "synthesizer-jax has no command evla; it has: analyze, average, convert, data cache, data "
     )
 
 
