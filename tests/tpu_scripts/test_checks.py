@@ -66,7 +66,7 @@ def test_a_shape_that_no_type_means_is_asked_for_by_its_shape(world):
 
 GS = ("--", "quickstart", "--workdir", "gs://runs/rv")
 RECIPES = (
-    "cotrain_glue_super_glue, finetune, language_model, pretrain, quickstart, replace_attention, "
+    "classify, cotrain_glue_super_glue, finetune, language_model, pretrain, quickstart, replace_attention, "
     "synthesize, translate"
 )
 
