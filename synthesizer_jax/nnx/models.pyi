@@ -869,7 +869,7 @@ class LanguageModel(Model):
 
     It answers to the same calls as `EncoderDecoder`, so that the same tasks train it and the same
     decoding uses it: inputs and targets follow one another in a row, the targets directly after the
-    last real input token.
+    last real input token. Without inputs, ``[batch, 0]``, rows of targets may be packed.
 
     Attributes:
       decoder: the stack; its blocks have no `cross_mixer`.
@@ -986,7 +986,10 @@ class LanguageModel(Model):
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
-        """Returns the targets' states; see `TextToText`. Packed rows are not supported.
+        """Returns the targets' states; see `TextToText`.
+
+        Raises:
+          ValueError: packed rows have inputs.
 
         Additional arguments of the NNX module:
           deterministic: if True, dropout is off; None uses the module's attribute.

@@ -1,5 +1,6 @@
 """Users' files become tasks: every format, every report, every error."""
 
+import csv
 import gzip
 import json
 
@@ -59,6 +60,13 @@ def test_a_file_of_every_format_is_read(tmp_path, case):
 def test_tables_of_arrow_are_read(tmp_path):
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet", row_group_size=1)
     assert rows(f"test={tmp_path / 'a.parquet'}") == {"test": ROWS}
+
+
+def test_long_fields_are_read_and_the_limit_of_others_stays(tmp_path):
+    limit = csv.field_size_limit()
+    (tmp_path / "a.csv").write_text("text\n" + "x" * (limit + 1) + "\n")
+    assert rows(f"train={tmp_path}/a.csv") == {"train": [{"text": "x" * (limit + 1)}]}
+    assert csv.field_size_limit() == limit
 
 
 def test_columns_without_a_header_are_named(tmp_path):

@@ -25,6 +25,8 @@ from tools import t5_names
 
 KNOWN = [name for name in t5_names.TASKS if name in tasks.TASKS]
 OURS = [name for name in KNOWN if tasks.TASKS[name].objective is None]
+pytestmark = pytest.mark.slow
+
 LENGTHS = {"inputs": 48, "targets": 12}
 TEXT_FEATURES = ("inputs", "targets")
 UNREAD_IN_T5 = tuple(name for name in OURS if name.endswith("_train"))

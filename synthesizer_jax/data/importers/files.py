@@ -105,13 +105,13 @@ class Rows:
     def table_rows(self, path: pathlib.Path) -> Iterator[tuple[str, Row]]:
         """Yields the rows of a CSV file (quoted as in RFC 4180) or of a TSV file (not quoted)."""
         tabs = _uncompressed(path).suffix == ".tsv"
-        csv.field_size_limit(FIELD_LIMIT)
         reader = csv.reader(
             (line for _, line in self._lines_with_ends(path)),
             delimiter="\t" if tabs else ",",
             quoting=csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL,
             strict=True,
         )
+        limit = csv.field_size_limit(FIELD_LIMIT)  # of the whole process
         try:
             names = self.columns or tuple(next(reader, ()))
             _check_columns(names, path)
@@ -127,6 +127,8 @@ class Rows:
                 yield f"line {reader.line_num}", dict(zip(names, values, strict=True))
         except csv.Error as error:
             raise import_error(path, reader.line_num, f"not CSV ({error})") from None
+        finally:
+            csv.field_size_limit(limit)
 
     def text_rows(self, path: pathlib.Path) -> Iterator[tuple[str, Row]]:
         """Yields every line that is not blank as the field ``text``."""

@@ -40,6 +40,8 @@ t5 = pytest.importorskip(
     reason="t5==0.9.4 is not installed; it needs babel, gin-config, nltk and rouge_score",
 )
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = seqio.ByteVocabulary(extra_ids=100)
 FORM = ExampleFormat(64, 64, VOCABULARY.vocab_size)
 FEATURES = {
