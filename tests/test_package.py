@@ -94,7 +94,7 @@ def test_models_lists_names_and_counts():
             ["train", "finetune", "--workdir", "w", "--data-dir", "d"],
             "there is no SentencePiece model spiece.model",
         ),
-        (["data", "tasks", "glue", "--data-dir", "d"], "there is no mixture or task 'glue'"),
+        (["data", "list", "glue", "--data-dir", "d"], "there is no mixture or task 'glue'"),
     ],
 )
 def test_errors_are_one_line(tmp_path, arguments, message):

@@ -136,6 +136,8 @@ if __name__ == "__main__":
     data, *rest = sys.argv[1:]
     register(pathlib.Path(data))
     for position, config in zip(rest[::2], rest[1::2], strict=True):
-        restored = Stream(DataConfig(**json.loads(config)))
+        settings = json.loads(config).items()
+        settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings}
+        restored = Stream(DataConfig(**settings))
         restored.restore(pathlib.Path(position))
         print("\n".join(digests(restored, 12)))
