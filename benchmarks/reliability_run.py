@@ -1,6 +1,6 @@
 """The recipe of `reliability.py` and of the multi-process tests: a single task that starts fast."""
 
-from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.models import Size, alignment, t5
 from synthesizer_jax.optimizers import AdamW, Constant

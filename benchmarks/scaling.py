@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import report
 
-from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.models import Size, t5
 from synthesizer_jax.optimizers import AdamW
 from synthesizer_jax.training.experiment import Experiment, Training

@@ -31,7 +31,7 @@ from synthesizer_jax.costs import chips  # noqa: E402
 from synthesizer_jax.costs.aot import compiled_plan  # noqa: E402
 from synthesizer_jax.costs.plan import REMATS, make_plan, with_remat  # noqa: E402
 from synthesizer_jax.costs.summary import summarize  # noqa: E402
-from synthesizer_jax.data.pipeline import DataConfig  # noqa: E402
+from synthesizer_jax.data.config import DataConfig  # noqa: E402
 from synthesizer_jax.models import alignment, t5  # noqa: E402
 from synthesizer_jax.models.zoo import T5_1_1  # noqa: E402
 from synthesizer_jax.optimizers import Adafactor  # noqa: E402

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from synthesizer_jax.alignments import Alignment
-from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.initializers import Normal
 from synthesizer_jax.mixers import Linformer, Mixer

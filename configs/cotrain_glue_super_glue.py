@@ -14,7 +14,7 @@ C4, these recipes do not pre-train.
 
 from __future__ import annotations
 
-from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.models import Size, alignment, t5
 from synthesizer_jax.models.zoo import T5_1_1

@@ -13,7 +13,7 @@ rows. A model with a mixer that reads a row as one sequence needs `--set data.pa
 
 from __future__ import annotations
 
-from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.models import Size, alignment, t5, zoo
 from synthesizer_jax.models.zoo import T5_1_1

@@ -13,8 +13,8 @@ as an imported task.
 
 from __future__ import annotations
 
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import OBJECTIVES
-from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.models import Size
 from synthesizer_jax.models.zoo import language_model

@@ -15,8 +15,8 @@ take 114 tokens. `--set data.mixture=TASK` names other texts, such as an importe
 
 from __future__ import annotations
 
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import OBJECTIVES
-from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.models import EncoderDecoder, Size, alignment, t5
 from synthesizer_jax.models.zoo import T5_1_0, T5_1_1

@@ -25,7 +25,7 @@ from collections.abc import Callable
 import flax.linen as nn
 
 from synthesizer_jax.alignments import Alignment, Gaussian
-from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.initializers import Normal
 from synthesizer_jax.mixers import Attention, LightweightConvolution, TalkingHeads

@@ -8,7 +8,7 @@ import racing
 options = racing.options()
 
 from synthesizer_jax.data import synthetic  # noqa: E402, F401 (knows the synthetic mixture)
-from synthesizer_jax.data.pipeline import DataConfig  # noqa: E402
+from synthesizer_jax.data.config import DataConfig  # noqa: E402
 from synthesizer_jax.data.streams import open_stream  # noqa: E402
 from synthesizer_jax.data.vocabularies import SentencePiece  # noqa: E402
 from synthesizer_jax.models import t5  # noqa: E402

@@ -13,7 +13,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 options = racing.options()
 
 from synthesizer_jax.data import synthetic, tasks  # noqa: E402, F401 (knows the synthetic mixture)
-from synthesizer_jax.data.pipeline import DataConfig  # noqa: E402
+from synthesizer_jax.data.config import DataConfig  # noqa: E402
 from synthesizer_jax.data.streams import open_stream  # noqa: E402
 from synthesizer_jax.data.vocabularies import SentencePiece  # noqa: E402
 
@@ -28,8 +28,6 @@ if options["system"] == "cache":
 else:
     import seqio
 
-    tasks.register(mixture, vocabulary, data_dir=data_dir)
-
 
 def ours() -> Iterator[Batch]:
     """This project's stream."""
@@ -41,8 +39,12 @@ def ours() -> Iterator[Batch]:
 def theirs() -> Iterator[Batch]:
     """SeqIO's pipeline as it comes, not as our tasks set it."""
     seqio.set_tfds_read_config_override(None)
+    rates = tasks.sampled_members(mixture, data_dir, "train")
+    members = [
+        (tasks.find_task(name).to_seqio(vocabulary, data_dir), rates[name]) for name in rates
+    ]
     data = seqio.get_dataset(
-        mixture,
+        seqio.Mixture(mixture, members),
         {"inputs": options["inputs"], "targets": options["targets"]},
         dataset_split="train",
         shuffle=True,

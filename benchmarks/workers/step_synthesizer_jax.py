@@ -7,7 +7,7 @@ import numpy as np
 import racing
 
 from synthesizer_jax.costs.summary import num_elements
-from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.models import Size, t5, zoo
 from synthesizer_jax.optimizers import AdamW, Constant
 from synthesizer_jax.training.experiment import Experiment, Training

@@ -11,7 +11,7 @@ from synthesizer_jax.data.members import Drawn
 from synthesizer_jax.data.vocabularies import PAD
 
 if TYPE_CHECKING:
-    from synthesizer_jax.data.pipeline import DataConfig
+    from synthesizer_jax.data.config import DataConfig
 
 
 class Field(NamedTuple):

@@ -22,7 +22,12 @@ from synthesizer_jax.data.formats import (
 )
 from synthesizer_jax.data.objectives import Objective
 from synthesizer_jax.data.postprocessors import Example
-from synthesizer_jax.data.stored import check_dataset, prepared_versions, stored_splits
+from synthesizer_jax.data.stored import (
+    cached_until_written,
+    check_dataset,
+    prepared_versions,
+    stored_splits,
+)
 from synthesizer_jax.data.task import Answers, Task
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation import metrics
@@ -180,7 +185,7 @@ class TaskDefinition(Task):
         return self.format.is_right(expected, predicted)
 
 
-@functools.cache
+@cached_until_written
 def _seqio_task(task: TaskDefinition, vocabulary: Vocabulary, data_dir: pathlib.Path) -> seqio.Task:
     """Returns the SeqIO task of a definition."""
     import seqio

@@ -22,146 +22,37 @@ import numpy as np
 
 from synthesizer_jax.data.batch import assemble_batch
 from synthesizer_jax.data.bucketing import GROUP, smallest_bucket
-from synthesizer_jax.data.cache import CachedExamples
-from synthesizer_jax.data.classes import LONGEST_TARGET, Classes, ClassStream
-from synthesizer_jax.data.members import CHUNK, Examples, InMemoryTaskStream, TaskStream
+from synthesizer_jax.data.classes import Classes, ClassStream
+from synthesizer_jax.data.config import DataConfig
+from synthesizer_jax.data.members import Examples, InMemoryTaskStream, TaskStream
 from synthesizer_jax.data.objectives import ExampleFormat, Objective, SegmentStream
 from synthesizer_jax.data.packing import WINDOW
 from synthesizer_jax.data.virtual_shard import ShardPosition, VirtualShard
-from synthesizer_jax.messages import not_divisible
-from synthesizer_jax.registry import check_types, fields_of
+from synthesizer_jax.data.vocabularies import Vocabulary
 
 if TYPE_CHECKING:
     import seqio
 
-    from synthesizer_jax.data.task import Task
-
 STREAM_FILE = "stream.json"
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """The data that a run is trained on.
-
-    Attributes:
-      mixture: name of a SeqIO mixture or task.
-      inputs_length: encoder tokens per row; longer inputs are truncated before EOS. 0: there are none,
-        for language models on tasks without inputs.
-      targets_length: decoder tokens per row.
-      batch_size: number of rows of the global batch.
-      shards: V, the number of virtual shards, which must divide the batch size. It is fixed for a
-        run.
-      pack: whether to pack several examples into a row, kept apart by segment ids (see
-        `packing.Packer`).
-      seed: of shuffling and mixing.
-      split: the split to read.
-      shuffle: False reads every task in its stored order.
-      max_segments: the maximum number of examples per packed row; None is one per 16 input
-        tokens, or target tokens if there are no inputs.
-      cached: whether examples come from caches (`synthesizer-jax data cache`): True requires them,
-        False ignores them, None uses those that there are. The batches are the same, except for tasks
-        that are too large for memory, whose order is another one.
-      buckets: pairs of ``inputs_length`` and ``targets_length``, ascending: a batch, whose rows are of
-        similar length, has the first pair of them that holds its rows, or else the full lengths. For
-        models that refuse packed rows.
-      classes: the label words of an encoder's classes, in the order of its outputs: every target becomes
-        the number of its class, one a row (``targets_length=1``). Empty: targets are texts.
-      objective: what makes examples of tasks without inputs that have no objective of their own, such as
-        ``OBJECTIVES["span_3_15_u_u"]``; None: every text, truncated, is a target.
-    """
-
-    mixture: str
-    inputs_length: int
-    targets_length: int
-    batch_size: int
-    shards: int = 8
-    pack: bool = False
-    seed: int = 0
-    split: str = "train"
-    shuffle: bool = True
-    max_segments: int | None = None
-    cached: bool | None = None
-    buckets: tuple[tuple[int, int], ...] = ()
-    classes: tuple[str, ...] = ()
-    objective: Objective | None = None
-
-    def __post_init__(self) -> None:
-        check_types(DataConfig, fields_of(self), "data")
-        if self.inputs_length < 0:
-            raise ValueError(f"data.inputs_length is {self.inputs_length}; allowed: 0 or more")
-        for name in ("targets_length", "batch_size", "max_segments"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"data.{name} is {value}; allowed: 1 or more")
-        self._check_buckets()
-        self._check_classes()
-        if self.seed < 0:
-            raise ValueError(f"data.seed is {self.seed}; allowed: 0 or more")
-        if not 1 <= self.shards <= CHUNK:
-            raise ValueError(f"data.shards is {self.shards}; allowed: 1 to {CHUNK}")
-        if self.batch_size % self.shards:
-            shards = f"shards={self.shards}"
-            raise ValueError(
-                not_divisible("batch_size", self.batch_size, by=shards, divisor=self.shards)
-            )
-
-    def _check_buckets(self) -> None:
-        if self.buckets and self.pack:
-            raise ValueError(
-                "data.buckets is for rows that are not packed; set data.pack=false or data.buckets=()"
-            )
-        shortest = min(self.inputs_length, 1)
-        for inputs, targets in self.buckets:
-            fits = shortest <= inputs <= self.inputs_length and 0 < targets <= self.targets_length
-            if not fits:
-                raise ValueError(
-                    f"data.buckets holds ({inputs}, {targets}); allowed: {shortest} to inputs_length="
-                    f"{self.inputs_length} and 1 to targets_length={self.targets_length}"
-                )
-        if list(self.buckets) != sorted(self.buckets):
-            raise ValueError(f"data.buckets is {self.buckets}; give its pairs in ascending order")
-
-    def _check_classes(self) -> None:
-        if not self.classes:
-            return
-        if self.targets_length != 1 or self.pack:
-            raise ValueError(
-                f"data.classes gives every row one class, with data.targets_length={self.targets_length} "
-                f"and data.pack={str(self.pack).lower()}; set data.targets_length=1 and data.pack=false"
-            )
-        if len(set(self.classes)) < max(2, len(self.classes)):
-            raise ValueError(
-                f"data.classes is {', '.join(self.classes)}; give two or more label words, each once"
-            )
-
-    @property
-    def shapes(self) -> tuple[tuple[int, int], ...]:
-        """The lengths of inputs and targets that batches can have, the full lengths last."""
-        full = (self.inputs_length, self.targets_length)
-        return (*(bucket for bucket in self.buckets if bucket != full), full)
-
-    @property
-    def lengths(self) -> dict[str, int]:
-        """SeqIO's feature lengths; label words are read as a whole before they become classes."""
-        targets = LONGEST_TARGET if self.classes else self.targets_length
-        return {"inputs": self.inputs_length, "targets": targets}
-
-    def objective_of(self, task: Task) -> Objective | None:
-        """Returns the objective by which a task's texts are trained; None: they are targets."""
-        if task.objective is not None or task.has_inputs:
-            return task.objective
-        return self.objective
-
-    @property
-    def segments_per_row(self) -> int:
-        """The largest segment id that a row can have; packing observes it exactly."""
-        if not self.pack:
-            return 1
-        return self.max_segments or max(1, (self.inputs_length or self.targets_length) // 16)
 
 
 Position: TypeAlias = dict[int, ShardPosition]
 """The positions of virtual shards by their indices."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A task that a stream draws from.
+
+    Attributes:
+      rate: its rate, relative to those of the other members.
+      source: its cached examples, or the SeqIO task that reads it.
+      objective: what makes examples of its rows, which are documents then; None: they are examples.
+    """
+
+    rate: float
+    source: Examples | seqio.Task
+    objective: Objective | None = None
 
 
 class OtherStreamError(ValueError):
@@ -179,61 +70,40 @@ class Stream:
 
     Args:
       config: what to read.
-      rates: the tasks' rates; None: those of the mixture in SeqIO's registries (`tasks.register`).
-      cached: examples of tasks from caches, by task.
-      live: the other tasks, which SeqIO reads, by name.
-      objectives: those of tasks that are read as documents, by task; their `cached` examples are
-        documents. Of registered tasks, those without inputs have `config.objective`.
-      vocab_size: the number of ids of the vocabulary, for objectives.
+      members: the tasks by name, in SeqIO's order, on which the order of examples depends.
+      vocabulary: of the token ids.
       shards: indices of the virtual shards that this process reads, in order; None is all of them.
         The batch then contains the rows of these shards only, and only their positions are
         restored (with buckets those of all shards).
       saved: indices of those shards whose positions this process saves; None is all that it reads.
-      classes: what makes classes of targets; needed with `DataConfig.classes`.
 
     Attributes:
       is_cached: whether all examples come from caches, so that SeqIO is not needed.
 
     Raises:
-      ValueError: no task of the mixture has this split, or a task has fewer examples than shards, or
-        `classes` is missing.
+      ValueError: a task has fewer examples than shards, or is too large for its objective; no task has an
+        objective, and `DataConfig.objective` is given; see also `Classes`.
     """
 
     def __init__(
         self,
         config: DataConfig,
+        members: Mapping[str, Member],
         *,
-        rates: Mapping[str, float] | None = None,
-        cached: Mapping[str, CachedExamples] = {},
-        live: Mapping[str, seqio.Task] = {},
-        objectives: Mapping[str, Objective] = {},
-        vocab_size: int | None = None,
+        vocabulary: Vocabulary,
         shards: Sequence[int] | None = None,
         saved: Sequence[int] | None = None,
-        classes: Classes | None = None,
     ):
-        if config.classes and classes is None:
-            raise ValueError("data.classes needs a vocabulary; open the stream with open_stream")
-        self.config, self._classes = config, classes
-        if rates is None:
-            registered = _registered_tasks(config)
-            rates = {task.name: rate for task, rate in registered.items()}
-            live = {task.name: task for task in registered}
-            objectives, vocab_size = _registered_objectives(live, config)
-        if not rates:
+        self.config, self._members = config, dict(members)
+        self._vocabulary = vocabulary
+        self._classes = Classes(config.classes, vocabulary) if config.classes else None
+        if config.objective is not None and not any(m.objective for m in members.values()):
             raise ValueError(
-                f"no task of {config.mixture!r} is drawn on the split {config.split!r}"
+                f"data.objective makes examples of texts without inputs, and {config.mixture!r} has no "
+                "task of that kind; leave it out, or name another mixture"
             )
-        self._rates = dict(rates)
-        self._objectives = dict(objectives)
-        self._check_objectives()
-        self._vocab_size = vocab_size
-        self._live = {name: live[name] for name in rates if name not in cached}
-        self.is_cached = not self._live
-        self._examples: dict[str, Examples] = {
-            **cached,
-            **_read_examples(self._live, config, self._objectives),
-        }
+        self._examples = _read_examples(members, config)
+        self.is_cached = all(isinstance(m.source, Examples) for m in members.values())
         own = range(config.shards) if shards is None else shards
         self._own = list(own)
         # The shape of a batch with buckets depends on the rows of all shards.
@@ -318,97 +188,67 @@ class Stream:
             settings["buckets"] = f"{self.config.buckets} in groups of {GROUP} batches"
         if self.config.pack:
             settings["packing"] = f"best fit among {WINDOW} examples"
-        rates = {f"rate of {name}": rate for name, rate in self._rates.items()}
+        members = self._members.items()
+        rates = {f"rate of {name}": member.rate for name, member in members}
         checksums = {f"checksum of {name}": e.checksum for name, e in self._examples.items()}
-        objectives = {f"objective of {name}": repr(o) for name, o in self._objectives.items()}
+        objectives = {f"objective of {n}": repr(m.objective) for n, m in members if m.objective}
         return {**settings, **rates, **checksums, **objectives}
 
     def _prefix(self, directory: pathlib.Path, index: int) -> pathlib.Path:
         return directory / f"shard-{index:05}-of-{self.config.shards:05}"
 
     def _make_shard(self, index: int) -> VirtualShard:
-        config, shard = self.config, (index, self.config.shards)
         members: dict[str, TaskStream] = {}
-        for task_number, name in enumerate(self._rates, 1):
-            seed = np.random.SeedSequence(config.seed, spawn_key=(index, task_number))
-            if name in self._objectives:
-                members[name] = self._make_segments(name, shard, seed)
-            elif name in self._examples:
-                members[name] = InMemoryTaskStream(
-                    self._examples[name], shard=shard, seed=seed if config.shuffle else None
-                )
-            else:
-                members[name] = _make_pipeline(self._live[name], config, shard)
+        for number, name in enumerate(self._members, 1):
+            stream = self._make_member(name, index, number)
             if self._classes is not None:
-                members[name] = ClassStream(members[name], self._classes, task=name)
-        seed = np.random.SeedSequence(config.seed, spawn_key=(index, 0))
-        return VirtualShard(members, config, rates=self._rates, seed=seed)
+                stream = ClassStream(stream, self._classes, task=name)
+            members[name] = stream
+        rates = {name: member.rate for name, member in self._members.items()}
+        seed = np.random.SeedSequence(self.config.seed, spawn_key=(index, 0))
+        return VirtualShard(members, self.config, rates=rates, seed=seed)
 
-    def _check_objectives(self) -> None:
-        if self.config.objective is not None and not self._objectives:
-            raise ValueError(
-                f"data.objective makes examples of texts without inputs, and {self.config.mixture!r} has "
-                "no task of that kind; leave it out, or name another mixture"
-            )
+    def _make_member(self, name: str, index: int, number: int) -> TaskStream:
+        """Returns a task's stream for a virtual shard.
 
-    def _make_segments(
-        self, name: str, shard: tuple[int, int], seed: np.random.SeedSequence
-    ) -> TaskStream:
-        """Returns a shard of a task's documents as examples of its objective."""
-        config = self.config
-        assert self._vocab_size is not None
+        Args:
+          name: the task.
+          index: the virtual shard.
+          number: the number of the task, from 1.
+        """
+        config, shard = self.config, (index, self.config.shards)
+        member, examples = self._members[name], self._examples.get(name)
+        seed = np.random.SeedSequence(config.seed, spawn_key=(index, number))
+        if examples is None:
+            assert not isinstance(member.source, Examples)
+            return _make_pipeline(member.source, config, shard)
+        if member.objective is None:
+            return InMemoryTaskStream(examples, shard=shard, seed=seed if config.shuffle else None)
         return SegmentStream(
-            self._examples[name],
-            self._objectives[name],
-            ExampleFormat(config.inputs_length, config.targets_length, self._vocab_size),
+            examples,
+            member.objective,
+            ExampleFormat(config.inputs_length, config.targets_length, self._vocabulary.vocab_size),
             shard=shard,
             seed=seed,
             shuffle=config.shuffle,
         )
 
 
-def _registered_objectives(
-    live: Mapping[str, seqio.Task], config: DataConfig
-) -> tuple[dict[str, Objective], int | None]:
-    """Returns the objectives of registered tasks, and the number of ids of their vocabulary."""
-    if config.objective is None:
-        return {}, None
-    objectives = {
-        name: config.objective
-        for name, task in live.items()
-        if "inputs" not in task.output_features
-    }
-    sizes = {live[name].output_features["targets"].vocabulary.vocab_size for name in objectives}
-    return objectives, max(sizes, default=None)
-
-
-def _registered_tasks(config: DataConfig) -> dict[seqio.Task, float]:
-    """Returns the tasks of the registered mixture that have the split, and their positive rates."""
-    import seqio
-
-    provider = seqio.get_mixture_or_task(config.mixture)
-    if isinstance(provider, seqio.Task):
-        rates = {provider: 1.0}
-    else:
-        rates = {task: float(provider.get_rate(task)) for task in provider.tasks}
-    return {t: rate for t, rate in rates.items() if rate > 0 and config.split in t.splits}
-
-
-def _read_examples(
-    live: Mapping[str, seqio.Task], config: DataConfig, objectives: Mapping[str, Objective]
-) -> dict[str, Examples]:
-    """Returns the examples of those tasks that fit memory; several are opened at a time.
+def _read_examples(members: Mapping[str, Member], config: DataConfig) -> dict[str, Examples]:
+    """Returns the cached examples, and those of tasks that fit memory; several are opened at a time.
 
     Raises:
       ValueError: a task with an objective does not.
     """
+    found = {n: m.source for n, m in members.items() if isinstance(m.source, Examples)}
+    live = {n: m.source for n, m in members.items() if not isinstance(m.source, Examples)}
     if not live:
-        return {}
+        return found
     from synthesizer_jax.data.seqio_members import examples_of, fits_memory
 
     fitting = {name: task for name, task in live.items() if fits_memory(task, config.split)}
-    for name in objectives:
-        if name in live and name not in fitting:
+    for name in live.keys() - fitting.keys():
+        if members[name].objective is not None:
             raise ValueError(
                 f"{name}'s split {config.split!r} is too large for memory, or has random steps, so that no "
                 f"objective can read it without a cache; make one with 'synthesizer-jax data cache {name} "
@@ -416,12 +256,11 @@ def _read_examples(
             )
 
     def open_one(name: str) -> Examples:
-        lengths = None if name in objectives else config.lengths
+        lengths = None if members[name].objective else config.lengths
         return examples_of(fitting[name], config.split, lengths)
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        opened = pool.map(open_one, fitting)
-        return dict(zip(fitting, opened, strict=True))
+        return found | dict(zip(fitting, pool.map(open_one, fitting), strict=True))
 
 
 def _make_pipeline(task: seqio.Task, config: DataConfig, shard: tuple[int, int]) -> TaskStream:

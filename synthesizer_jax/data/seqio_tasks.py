@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import itertools
 import pathlib
 import sys
@@ -18,7 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from synthesizer_jax.data.postprocessors import Example
-from synthesizer_jax.data.stored import check_dataset, prepared_versions, stored_splits
+from synthesizer_jax.data.stored import (
+    cached_until_written,
+    check_dataset,
+    prepared_versions,
+    stored_splits,
+)
 from synthesizer_jax.data.task import Answers, Task
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
 from synthesizer_jax.evaluation.metrics import Value
@@ -193,7 +197,7 @@ def _adapt_mixture(name: str, data_dir: pathlib.Path) -> seqio.Mixture | None:
     return seqio.Mixture(name, members) if members else None
 
 
-@functools.cache
+@cached_until_written
 def _with_vocabulary(
     task: seqio.Task, vocabulary: Vocabulary, data_dir: pathlib.Path
 ) -> seqio.Task:

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
+from synthesizer_jax.data.stored import forget_results
 from synthesizer_jax.files import in_bucket, write_atomic
 
 PREFIX = ".import-"
@@ -66,6 +67,7 @@ class Staging:
             _roll_back(self.folder, self.data_dir)
             raise
         plan.unlink()  # this commits the new data sets
+        forget_results()
 
 
 @contextlib.contextmanager

@@ -11,8 +11,9 @@ import functools
 import json
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from synthesizer_jax.files import in_bucket, size_of
 from synthesizer_jax.registry import JSON
@@ -28,6 +29,25 @@ _RECORD_OVERHEAD = 16
 """Bytes that a TFRecord adds to its data: the length and two checksums."""
 
 _REMEDY = "import it again with 'synthesizer-jax data import', or delete it"
+
+
+_Result = TypeVar("_Result")
+_caches: list[functools._lru_cache_wrapper[Any]] = []
+
+
+def cached_until_written(
+    function: Callable[..., _Result],
+) -> functools._lru_cache_wrapper[_Result]:
+    """Decorates a function of stored data sets whose results are kept until one is written."""
+    cached = functools.cache(function)
+    _caches.append(cached)
+    return cached
+
+
+def forget_results() -> None:
+    """Forgets what `cached_until_written` keeps, because data sets were written."""
+    for cached in _caches:
+        cached.cache_clear()
 
 
 def prepared_versions(dataset: str, data_dir: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -51,7 +71,7 @@ def _version_key(version: str) -> tuple[int, ...]:
     return tuple(int(n) for n in version.split("."))
 
 
-@functools.cache
+@cached_until_written
 def stored_splits(directory: pathlib.Path) -> dict[str, int]:
     """Returns the number of examples of every split of a prepared data set.
 

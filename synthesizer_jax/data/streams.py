@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from synthesizer_jax.data import tasks
 from synthesizer_jax.data.cache import Caches, open_caches
-from synthesizer_jax.data.classes import Classes
-from synthesizer_jax.data.pipeline import DataConfig, Stream
+from synthesizer_jax.data.config import DataConfig
+from synthesizer_jax.data.members import Examples
+from synthesizer_jax.data.pipeline import Member, Stream
 from synthesizer_jax.data.vocabularies import Vocabulary
+
+if TYPE_CHECKING:
+    import seqio
 
 
 def open_stream(
@@ -33,35 +38,33 @@ def open_stream(
 
     Raises:
       FileNotFoundError: no task has the split, or `config.cached` is True and a task has no cache.
-      ValueError: see `cache.open_caches`, `Classes` and `Stream`.
+      ValueError: see `cache.open_caches` and `Stream`.
     """
-    members = tasks.sampled_members(config.mixture, data_dir, config.split)
-    # In SeqIO's order, on which the order of examples depends.
-    rates = {name: float(members[name]) for name in sorted(members)}
-    objectives = {name: config.objective_of(tasks.find_task(name)) for name in rates}
-    used = {name: objective for name, objective in objectives.items() if objective is not None}
-    cached = {}
+    rates = tasks.sampled_members(config.mixture, data_dir, config.split)
+    names = sorted(rates)  # SeqIO's order, on which the order of examples depends
+    objectives = {name: config.objective_of(tasks.find_task(name)) for name in names}
+    cached: Mapping[str, Examples] = {}
     if config.cached is not False:
         cached = open_caches(
-            rates,
+            names,
             Caches(data_dir, vocabulary),
             split=config.split,
             lengths=config.lengths,
             required=bool(config.cached),
-            documents=used,
+            documents={name for name, objective in objectives.items() if objective is not None},
         )
-    live = [name for name in rates if name not in cached]
-    if live:
+    if len(cached) < len(names):
         before_seqio()
-    opened = {name: tasks.find_task(name).to_seqio(vocabulary, data_dir) for name in live}
+
+    def source(name: str) -> Examples | seqio.Task:
+        if name in cached:
+            return cached[name]
+        return tasks.find_task(name).to_seqio(vocabulary, data_dir)
+
     return Stream(
         config,
-        rates=rates,
-        cached=cached,
-        live=opened,
-        objectives=used,
-        vocab_size=vocabulary.vocab_size,
+        {name: Member(rates[name], source(name), objectives[name]) for name in names},
+        vocabulary=vocabulary,
         shards=shards,
         saved=saved,
-        classes=Classes(config.classes, vocabulary) if config.classes else None,
     )

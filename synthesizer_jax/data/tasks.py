@@ -6,19 +6,14 @@ import logging
 import os
 import pathlib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from synthesizer_jax.data import seqio_tasks
 from synthesizer_jax.data.catalog import DEFINITIONS
 from synthesizer_jax.data.definitions import TaskDefinition
 from synthesizer_jax.data.mixtures import MIXTURES, ExamplesRate, FixedRates, Rates
 from synthesizer_jax.data.task import Task
-from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.files import storage_path
 from synthesizer_jax.messages import did_you_mean
-
-if TYPE_CHECKING:
-    import seqio
 
 TASKS: dict[str, TaskDefinition] = {d.name: d for d in DEFINITIONS}
 """All known tasks; `add` adds others."""
@@ -179,69 +174,14 @@ def sampled_members(name: str, data_dir: pathlib.Path, split: str) -> dict[str, 
     return sampled
 
 
-def open_tasks(
-    name: str, vocabulary: Vocabulary, *, data_dir: pathlib.Path, split: str = "train"
-) -> dict[seqio.Task, float]:
-    """Returns the tasks of a mixture with their rates, without tasks whose data is missing.
-
-    Nothing is downloaded.
-
-    Args:
-      name: a mixture or task.
-      vocabulary: as a configuration in `vocabularies` builds it.
-      data_dir: the directory of the data sets.
-      split: the split to train on; at least one task must have it.
-
-    Returns:
-      ``{SeqIO task: rate}``; a task without the split has the rate 0, the others keep theirs.
-
-    Raises:
-      ValueError: there is no such mixture.
-      FileNotFoundError: none of its tasks has that split on this machine.
-    """
-    sampled = sampled_members(name, data_dir, split)
-    return {
-        find_task(task).to_seqio(vocabulary, data_dir): sampled.get(task, 0.0)
-        for task in available_members(name, data_dir)
-    }
-
-
 def _missing_members(
     name: str, sampled: Iterable[str], *, data_dir: pathlib.Path, split: str
 ) -> list[str]:
     """Returns the members of a mixture that should have a split and are not sampled from."""
     if name not in MIXTURES:
-        rates = mixture_rates(name, data_dir)
-        return [task for task, rate in rates.items() if rate and task not in sampled]
+        return [task for task in member_names(name) if not prepared_splits(task, data_dir)]
     return [
         task
         for task, rate in MIXTURES[name].items()
         if rate and task not in sampled and (task not in TASKS or split in TASKS[task].splits)
     ]
-
-
-def register(
-    name: str, vocabulary: Vocabulary, *, data_dir: pathlib.Path, split: str = "train"
-) -> dict[str, float]:
-    """Adds a mixture and its tasks to SeqIO's registries; see `open_tasks`.
-
-    For use with SeqIO itself. A call with another vocabulary or directory replaces earlier ones. Tasks and
-    mixtures that come from SeqIO's registries stay as they are.
-
-    Returns:
-      The rates of the tasks.
-    """
-    import seqio
-
-    opened = open_tasks(name, vocabulary, data_dir=data_dir, split=split)
-    for task in opened:
-        if task.name in TASKS:
-            if task.name in seqio.TaskRegistry.names():
-                seqio.TaskRegistry.remove(task.name)
-            seqio.TaskRegistry.add_provider(task.name, task)
-    rates = {task.name: rate for task, rate in opened.items()}
-    if name in MIXTURES:
-        if name in seqio.MixtureRegistry.names():
-            seqio.MixtureRegistry.remove(name)
-        seqio.MixtureRegistry.add(name, list(rates.items()))
-    return rates

@@ -15,7 +15,7 @@ from synthesizer_jax.data.members import CHUNK, Drawn, TaskStream, random_bits
 from synthesizer_jax.data.packing import WINDOW, Packer
 
 if TYPE_CHECKING:
-    from synthesizer_jax.data.pipeline import DataConfig
+    from synthesizer_jax.data.config import DataConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.data import imported, synthetic, tasks
-from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.distillation.static_attention import (

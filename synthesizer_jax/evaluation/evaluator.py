@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from jax.sharding import Mesh
 
 from synthesizer_jax.data import tasks
-from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation import evaluation_sets
 from synthesizer_jax.evaluation.averages import averages

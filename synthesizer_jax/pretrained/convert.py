@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from synthesizer_jax.checkpoints.streamed import Unread, save_streamed
-from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.distillation.transplant import start_as, with_variants
 from synthesizer_jax.files import new_directory

@@ -8,7 +8,7 @@ from typing import Literal
 import jax
 
 from synthesizer_jax.data import tasks
-from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.evaluation.evaluator import Evaluation
 from synthesizer_jax.evaluation.prediction import RANK

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from synthesizer_jax.costs.host_memory import free_memory
 from synthesizer_jax.costs.utilization import step_flops, utilizations
 from synthesizer_jax.data.batch import batch_fields
-from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.optimizers.base import count_updates
 from synthesizer_jax.sharding import (
@@ -65,8 +65,7 @@ class Trainer:
             lambda numbers, _: numbers.max(), out_shardings=replicated(self.mesh), keep_unused=True
         )
         self._rows = BatchShards(data.batch_size, data.shards, batch_sharding(self.mesh))
-        self._compiled: jax.stages.Compiled | None = None
-        self._compiled_buckets: dict[tuple[int, int], jax.stages.Compiled] = {}
+        self._compiled: dict[tuple[int, int], jax.stages.Compiled] = {}
         self._key = jax.random.key(training.seed)
 
     def make_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
@@ -185,36 +184,29 @@ class Trainer:
             return self._jitted.trace(self.layout.abstract, batch, self._key, *self.arguments)
 
     def compile(self) -> None:
-        """Compiles the step; nothing is fetched or changed."""
-        self._compiled = self.trace().lower().compile()
+        """Compiles the step for the full lengths; nothing is fetched or changed."""
+        self._program(self.experiment.data.shapes[-1])
 
     def check_memory(self) -> None:
         """Raises a `ValueError` where this host has not the memory that a step needs now."""
-        assert self._compiled is not None
-        check_memory(self._compiled, self.mesh)
+        check_memory(self._program(self.experiment.data.shapes[-1]), self.mesh)
 
     @property
     def num_compiled(self) -> int:
         """Number of shapes of batches for which the step has been compiled."""
-        return len(self._compiled_buckets) + (self._compiled is not None)
+        return len(self._compiled)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One step; the old state's buffers are reused. A bucket's first step compiles it."""
-        return self._program(batch)(state, batch, self._key, *self.arguments)
-
-    def _program(self, batch: Batch) -> jax.stages.Compiled:
-        """The compiled step for a batch's shape."""
+        """One step; the old state's buffers are reused. The first one of a shape compiles it."""
         sides = ("encoder_input_tokens", "decoder_target_tokens")
         inputs, targets = (batch[side].shape[1] for side in sides)
-        shape = (inputs, targets)
-        if shape not in self.experiment.data.shapes[:-1]:
-            if self._compiled is None:
-                self.compile()
-            assert self._compiled is not None
-            return self._compiled
-        if shape not in self._compiled_buckets:
-            self._compiled_buckets[shape] = self.trace(shape).lower().compile()
-        return self._compiled_buckets[shape]
+        return self._program((inputs, targets))(state, batch, self._key, *self.arguments)
+
+    def _program(self, lengths: tuple[int, int]) -> jax.stages.Compiled:
+        """The compiled step for batches of those lengths of inputs and targets."""
+        if lengths not in self._compiled:
+            self._compiled[lengths] = self.trace(lengths).lower().compile()
+        return self._compiled[lengths]
 
 
 def _compiler_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:

@@ -31,7 +31,7 @@ from synthesizer_jax.attention import static
 from synthesizer_jax.data import tasks
 from synthesizer_jax.data.definitions import TaskDefinition
 from synthesizer_jax.data.formats import Classification
-from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.models import Size, t5
 from synthesizer_jax.registry import register

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from synthesizer_jax.data import tasks
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.definitions import TaskDefinition
 from synthesizer_jax.data.formats import TextFormat
-from synthesizer_jax.data.pipeline import DataConfig, Stream
+from synthesizer_jax.data.pipeline import Stream
 from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.data.vocabularies import Bytes
 

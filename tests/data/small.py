@@ -15,8 +15,11 @@ import seqio
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.importers.corpus_layouts import CORPORA, Layout
-from synthesizer_jax.data.pipeline import DataConfig, Stream
+from synthesizer_jax.data.pipeline import Stream
+from synthesizer_jax.data.streams import open_stream
+from synthesizer_jax.data.vocabularies import Bytes
 
 ROWS = {"many": 2500, "few": 40, "made": 90, "never": 50, "noisy": 60}
 FIXED = {"small_many": 3.0, "small_few": 1.0, "small_made": 2.0, "small_never": 0.0}
@@ -122,6 +125,11 @@ def multi30k(sizes: dict[str, int]) -> tuple[Layout, ...]:
     )
 
 
+def open_small(config: DataConfig, **options: object) -> Stream:
+    """The stream of a registered task or mixture, whose sources name their directory."""
+    return open_stream(config, Bytes().build(), data_dir=pathlib.Path("unused"), **options)
+
+
 def digests(stream: Stream, count: int) -> list[str]:
     """Of everything in the next batches."""
     result = []
@@ -138,6 +146,6 @@ if __name__ == "__main__":
     for position, config in zip(rest[::2], rest[1::2], strict=True):
         settings = json.loads(config).items()
         settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings}
-        restored = Stream(DataConfig(**settings))
+        restored = open_small(DataConfig(**settings))
         restored.restore(pathlib.Path(position))
         print("\n".join(digests(restored, 12)))

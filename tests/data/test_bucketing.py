@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.data.bucketing import GROUP, LengthSorter
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.members import Drawn
-from synthesizer_jax.data.pipeline import DataConfig, Stream
 from tests.data import small
 
 BUCKETS = ((12, 8), (18, 8))
@@ -38,8 +38,10 @@ def padding(batches: list[dict[str, np.ndarray]]) -> float:
 
 
 def test_groups_of_batches_hold_the_same_examples_with_less_padding() -> None:
-    bucketed = list(itertools.islice(Stream(CONFIG), 3 * GROUP))
-    plain = list(itertools.islice(Stream(dataclasses.replace(CONFIG, buckets=())), 3 * GROUP))
+    bucketed = list(itertools.islice(small.open_small(CONFIG), 3 * GROUP))
+    plain = list(
+        itertools.islice(small.open_small(dataclasses.replace(CONFIG, buckets=())), 3 * GROUP)
+    )
     for start in range(0, 3 * GROUP, GROUP):
         part = slice(start, start + GROUP)
         assert examples(bucketed[part]) == examples(plain[part])
@@ -53,8 +55,8 @@ def test_groups_of_batches_hold_the_same_examples_with_less_padding() -> None:
 
 
 def test_all_hosts_have_the_shape_of_the_whole_batch() -> None:
-    whole = Stream(CONFIG)
-    hosts = [Stream(CONFIG, shards=part, saved=part) for part in ([0], [1, 2], [3])]
+    whole = small.open_small(CONFIG)
+    hosts = [small.open_small(CONFIG, shards=part, saved=part) for part in ([0], [1, 2], [3])]
     for _ in range(GROUP + 2):
         parts = [next(host) for host in hosts]
         for name, value in next(whole).items():
@@ -62,14 +64,14 @@ def test_all_hosts_have_the_shape_of_the_whole_batch() -> None:
 
 
 def test_every_step_can_be_restored(tmp_path: pathlib.Path) -> None:
-    hosts = [Stream(CONFIG, shards=part, saved=part) for part in ([0, 1], [2, 3])]
-    whole, expected = Stream(CONFIG), []
+    hosts = [small.open_small(CONFIG, shards=part, saved=part) for part in ([0, 1], [2, 3])]
+    whole, expected = small.open_small(CONFIG), []
     for step in range(GROUP + 6):
         for host in hosts:
             host.save(tmp_path / str(step))
             next(host)
         expected += small.digests(whole, 1)
-    again = Stream(CONFIG)
+    again = small.open_small(CONFIG)
     for step in range(GROUP + 4, -1, -1):
         again.restore(tmp_path / str(step))
         assert small.digests(again, 2)[: GROUP + 6 - step] == expected[step : step + 2]
@@ -101,8 +103,8 @@ def test_buckets_that_cannot_work_are_said_in_one_sentence() -> None:
 
 
 def test_other_buckets_are_another_stream(tmp_path: pathlib.Path) -> None:
-    Stream(CONFIG).save(tmp_path)
+    small.open_small(CONFIG).save(tmp_path)
     with pytest.raises(
         ValueError, match=r"buckets was \(\(12, 8\), \(18, 8\)\) in groups.* is None"
     ):
-        Stream(dataclasses.replace(CONFIG, buckets=())).restore(tmp_path)
+        small.open_small(dataclasses.replace(CONFIG, buckets=())).restore(tmp_path)

@@ -124,9 +124,3 @@ def test_classes_that_a_vocabulary_cannot_tell_apart() -> None:
 def test_wrong_settings_are_one_sentence(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(counted.CONFIG, **{**CHANGES, **changes})
-
-
-def test_a_stream_of_classes_needs_a_vocabulary() -> None:
-    config = dataclasses.replace(counted.CONFIG, **CHANGES)
-    with pytest.raises(ValueError, match="open the stream with open_stream"):
-        Stream(config, rates={"counted_few": 1.0})

@@ -9,8 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from synthesizer_jax.data import imported, tasks
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.imported import FileTask, Template, add_imported, import_files
 from synthesizer_jax.data.importers.files import find_splits
+from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.evaluation_sets import load_evaluation_set
 
@@ -175,7 +177,7 @@ def test_a_template_formats_a_row():
             Template(text)
     for text, message in {
         "{txt}": r"there is no field 'txt', did you mean 'text'\?; there are text, n",
-        "{deep}": r"the field 'deep' is \{\"a\": true\} is no text",
+        "{deep}": r"the field 'deep' is \{\"a\": true\}, which is no text",
         "{text.__class__}": "there is no field 'text.__class__'",
     }.items():
         with pytest.raises(ValueError, match=message):
@@ -243,6 +245,17 @@ def test_python_functions_make_the_texts(tmp_path):
     assert examples.score(["2", "1"]) == {"pearson_corrcoef": pytest.approx(100)}
 
 
+def test_a_task_that_is_imported_again_has_its_new_rows(tmp_path):
+    config = DataConfig("my_reviews", 32, 8, batch_size=1, shards=1, shuffle=False)
+    for row in ROWS:
+        (tmp_path / "a.jsonl").write_text((json.dumps(row) + "\n") * (int(row["label"]) + 1))
+        import_files(describe(), find_splits([f"train={tmp_path}/a.jsonl"]), tmp_path)
+        assert tasks.prepared_splits("my_reviews", tmp_path) == {"train": int(row["label"]) + 1}
+        batch = next(open_stream(config, Bytes().build(), data_dir=tmp_path))
+        text = Bytes().build().decode(batch["encoder_input_tokens"][0])
+        assert text == f"review: {row['text']}"
+
+
 def test_nothing_is_written_where_a_row_is_broken(tmp_path):
     data_dir = tmp_path / "data"
     (tmp_path / "a.jsonl").write_bytes(JSON_LINES)
@@ -253,7 +266,7 @@ def test_nothing_is_written_where_a_row_is_broken(tmp_path):
     (tmp_path / "d.jsonl").write_bytes(b"")
     for name, message in {
         "b": "b.jsonl, line 3: the target '7' is none of the labels 0, 1; nothing was imported",
-        "c": "c.jsonl, line 3: the field 'text' is null is no text; nothing was imported",
+        "c": "c.jsonl, line 3: the field 'text' is null, which is no text; nothing was imported",
         "d": "the split 'train' has no rows; nothing was imported",
     }.items():
         with pytest.raises(ValueError, match=message):

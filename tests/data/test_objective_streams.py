@@ -10,11 +10,12 @@ import pytest
 from synthesizer_jax.cli.settings import override
 from synthesizer_jax.data import cache, cache_writing, pipeline, seqio_members, tasks
 from synthesizer_jax.data.cache import Caches
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.definitions import TaskDefinition
 from synthesizer_jax.data.generation_formats import LanguageModeling
 from synthesizer_jax.data.members import InMemoryTaskStream
 from synthesizer_jax.data.objectives import OBJECTIVES, FullLM
-from synthesizer_jax.data.pipeline import DataConfig, OtherStreamError
+from synthesizer_jax.data.pipeline import OtherStreamError
 from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.registry import from_json, to_json
 from synthesizer_jax.training import experiment  # noqa: F401 - it registers DataConfig

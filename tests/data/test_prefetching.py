@@ -5,7 +5,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from synthesizer_jax.data.pipeline import DataConfig, Stream
+from synthesizer_jax.data.config import DataConfig
+from synthesizer_jax.data.pipeline import Stream
 from synthesizer_jax.data.prefetching import PrefetchedStream
 from tests.data import small
 
@@ -25,8 +26,8 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def test_every_position_is_that_of_the_last_batch_taken(
     config: DataConfig, tmp_path: pathlib.Path
 ) -> None:
-    expected = small.digests(Stream(config), 12)
-    with PrefetchedStream(Stream(config)) as batches:
+    expected = small.digests(small.open_small(config), 12)
+    with PrefetchedStream(small.open_small(config)) as batches:
         for step in range(8):
             batches.save(tmp_path / str(step))
             assert small.digests(batches, 1) == [expected[step]]
@@ -34,14 +35,14 @@ def test_every_position_is_that_of_the_last_batch_taken(
             batches.restore(tmp_path / str(step))
             batches.save(tmp_path / "again")
             assert small.digests(batches, 3) == expected[step : step + 3]
-            plain = Stream(config)
+            plain = small.open_small(config)
             plain.restore(tmp_path / "again")
             assert small.digests(plain, 2) == expected[step : step + 2]
 
 
 def test_batches_are_made_ahead_where_positions_are_numbers() -> None:
     for config, ahead in ((CONFIG, 2), (LIVE, 0)):
-        stream = Stream(config)
+        stream = small.open_small(config)
         assert stream.has_numeric_position == bool(ahead)
         made: list[dict[str, np.ndarray]] = []
         make = type(stream).__next__
@@ -59,7 +60,7 @@ def test_batches_are_made_ahead_where_positions_are_numbers() -> None:
 
 
 def test_an_error_of_the_stream_is_the_reader_s() -> None:
-    stream = Stream(CONFIG)
+    stream = small.open_small(CONFIG)
 
     class Damaged(Stream):
         def __next__(self) -> dict[str, np.ndarray]:

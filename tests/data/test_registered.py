@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.data import tasks
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.importers import import_benchmark
 from synthesizer_jax.data.mixtures import C4, MIXTURES, UNSUPERVISED_RATE, ExamplesRate
-from synthesizer_jax.data.pipeline import DataConfig, Stream
+from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.data.vocabularies import (
     Bytes,
     SentencePiece,
@@ -43,13 +44,13 @@ def vocabulary():
     return Bytes().build()
 
 
-def test_only_what_is_prepared_takes_part(data_dir, vocabulary, caplog):
+def test_only_what_is_prepared_takes_part(data_dir, caplog):
     assert tasks.prepared_splits("super_glue_boolq_v102", data_dir) == {
         "train": 40,
         "validation": 20,
     }
     assert tasks.available_members(SUPER_GLUE, data_dir) == {"super_glue_boolq_v102": 9427.0}
-    rates = tasks.register(SUPER_GLUE, vocabulary, data_dir=data_dir)
+    rates = tasks.sampled_members(SUPER_GLUE, data_dir, "train")
     assert rates == {"super_glue_boolq_v102": 9427.0}
     assert "goes without" in caplog.text
     assert "super_glue_copa_v102" in caplog.text
@@ -59,7 +60,7 @@ def test_only_what_is_prepared_takes_part(data_dir, vocabulary, caplog):
 
 def test_missing_data_is_one_sentence_with_the_remedy(data_dir, tmp_path, vocabulary):
     with pytest.raises(FileNotFoundError, match="synthesizer-jax data import glue --from DIR"):
-        tasks.register("glue_v002_proportional", vocabulary, data_dir=data_dir)
+        tasks.sampled_members("glue_v002_proportional", data_dir, "train")
     with pytest.raises(FileNotFoundError, match=r"no split 'test' .*found: train, validation"):
         evaluation_sets.load_evaluation_set(
             "super_glue_boolq_v102", "test", vocabulary, data_dir=data_dir, lengths=LENGTHS
@@ -67,8 +68,8 @@ def test_missing_data_is_one_sentence_with_the_remedy(data_dir, tmp_path, vocabu
 
 
 def test_training_batches_hold_the_tasks_examples(data_dir, vocabulary):
-    tasks.register(SUPER_GLUE, vocabulary, data_dir=data_dir)
-    stream = Stream(DataConfig(SUPER_GLUE, 64, 8, batch_size=8, shards=2))
+    config = DataConfig(SUPER_GLUE, 64, 8, batch_size=8, shards=2)
+    stream = open_stream(config, vocabulary, data_dir=data_dir)
     texts = set()
     for _ in range(10):
         batch = next(stream)
@@ -128,10 +129,8 @@ def test_rates_are_t5s():
     assert members <= set(tasks.TASKS)
 
 
-def test_rates_by_examples_are_those_of_the_prepared_data(
-    data_dir, vocabulary, caplog, monkeypatch
-):
-    rates = tasks.register("en_mix", vocabulary, data_dir=data_dir)
+def test_rates_by_examples_are_those_of_the_prepared_data(data_dir, caplog, monkeypatch):
+    rates = tasks.sampled_members("en_mix", data_dir, "train")
     assert rates == {"super_glue_boolq_v102": 40.0}
     assert "goes without" in caplog.text and C4 in caplog.text
     assert "mnli_matched" not in caplog.text  # it is only evaluated

@@ -9,7 +9,8 @@ import seqio
 import tensorflow as tf
 
 from synthesizer_jax.data import tasks
-from synthesizer_jax.data.pipeline import DataConfig, Stream
+from synthesizer_jax.data.config import DataConfig
+from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.data.task import Answers
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.evaluation_sets import evaluation_tasks, load_evaluation_set
@@ -117,30 +118,23 @@ def registered():
 pytestmark = pytest.mark.usefixtures("registered")
 
 
-def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path, caplog):
+def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path):
     vocabulary = Bytes().build()
     assert tasks.member_names("outside_all") == [
         "outside_double",
         "outside_missing",
         "outside_silent",
     ]
-    opened = tasks.open_tasks("outside_all", vocabulary, data_dir=tmp_path)
     # Of the part's rate, 4, the task without data takes nothing.
-    assert {t.name: rate for t, rate in opened.items()} == {
-        "outside_double": 12.0,
-        "outside_silent": 4.0,
-    }
-    for task in opened:
+    rates = {"outside_double": 12.0, "outside_silent": 4.0}
+    assert tasks.sampled_members("outside_all", tmp_path, "train") == rates
+    for name in rates:
+        task = tasks.find_task(name).to_seqio(vocabulary, tmp_path)
         assert task.output_features["targets"].vocabulary == vocabulary.to_seqio()
-        original = seqio.TaskRegistry.get(task.name)
+        original = seqio.TaskRegistry.get(name)
         assert original.output_features["targets"].vocabulary.vocab_size == 99
     config = DataConfig("outside_all", 16, 8, batch_size=4, shards=2)
-    stream = Stream(
-        config,
-        rates={task.name: rate for task, rate in opened.items()},
-        live={task.name: task for task in opened},
-    )
-    batch = next(stream)
+    batch = next(open_stream(config, vocabulary, data_dir=tmp_path))
     for inputs, targets in zip(
         batch["encoder_input_tokens"], batch["decoder_target_tokens"], strict=True
     ):
@@ -149,13 +143,14 @@ def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path, c
 
 
 def test_a_member_without_data_is_named(tmp_path, caplog):
-    tasks.open_tasks("outside_part", Bytes().build(), data_dir=tmp_path)
+    tasks.sampled_members("outside_part", tmp_path, "train")
+    assert "outside_part goes without outside_missing" in caplog.text
     assert tasks.mixture_rates("outside_part", tmp_path) == {
         "outside_silent": 1.0,
         "outside_missing": 0.0,
     }
     with pytest.raises(FileNotFoundError, match="no task of 'outside_missing' has data"):
-        tasks.open_tasks("outside_missing", Bytes().build(), data_dir=tmp_path)
+        tasks.sampled_members("outside_missing", tmp_path, "train")
 
 
 def test_metrics_are_computed_by_their_own_rules(tmp_path):
@@ -233,5 +228,5 @@ def test_features_that_are_no_tokens_are_refused(tmp_path):
         output_features={"targets": seqio.ContinuousFeature(rank=3)},
     )
     with pytest.raises(ValueError, match="'targets' of the task 'outside_images' is no sequence"):
-        tasks.open_tasks("outside_images", Bytes().build(), data_dir=tmp_path)
+        tasks.find_task("outside_images").to_seqio(Bytes().build(), tmp_path)
     seqio.TaskRegistry.remove("outside_images")

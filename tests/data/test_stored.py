@@ -53,9 +53,8 @@ def directory(data_dir: pathlib.Path) -> pathlib.Path:
     return data_dir / "glue/sst2/1.0.0"
 
 
-def register(data_dir: pathlib.Path) -> seqio.Task:
-    tasks.register(TASK, Bytes().build(), data_dir=data_dir)
-    return seqio.get_mixture_or_task(TASK)
+def open_task(data_dir: pathlib.Path) -> seqio.Task:
+    return tasks.find_task(TASK).to_seqio(Bytes().build(), data_dir)
 
 
 def rewrite(path: pathlib.Path, change) -> None:
@@ -66,7 +65,7 @@ def rewrite(path: pathlib.Path, change) -> None:
 
 
 def test_the_whole_data_set_is_read(data_dir):
-    assert len(Examples(register(data_dir), "train", LENGTHS)) == 30
+    assert len(Examples(open_task(data_dir), "train", LENGTHS)) == 30
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,7 @@ def test_damaged_records_name_the_data_set_and_the_remedy(data_dir, damage, live
     path.write_bytes(data)
     if damage == "absent":
         path.unlink()
-    task = register(data_dir)
+    task = open_task(data_dir)
     with pytest.raises(ValueError, match="import it again with 'synthesizer-jax data imp") as error:
         if live:
             member = SeqioTaskStream(task, "train", LENGTHS, shard=(0, 1), seed=0, shuffle=False)
@@ -98,7 +97,7 @@ def test_damaged_json_names_the_file_and_the_remedy(data_dir, name, content):
     path = directory(data_dir) / name
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(ValueError, match="import it again") as error:
-        Examples(register(data_dir), "train", LENGTHS)
+        Examples(open_task(data_dir), "train", LENGTHS)
     assert str(directory(data_dir)) in str(error.value)
 
 
@@ -115,7 +114,7 @@ def test_records_that_are_not_those_that_were_written(data_dir, damage):
     }
     path.write_bytes(damaged[damage])
     with pytest.raises(ValueError, match=r"split train in .* have [\d,]+ bytes, but by dataset_in"):
-        register(data_dir)
+        open_task(data_dir)
 
 
 def test_sizes_as_tfds_on_beam_writes_them(data_dir):
@@ -135,7 +134,7 @@ def test_a_pipe_is_not_waited_for(data_dir, name):
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(ValueError, match=f"{path.name} is no regular file; import it again"):
-        Examples(register(data_dir), "train", LENGTHS)
+        Examples(open_task(data_dir), "train", LENGTHS)
 
 
 def test_folders_that_are_no_versions_are_left_out(data_dir):
@@ -169,7 +168,7 @@ def test_no_module_is_imported_because_a_file_says_so(data_dir, tmp_path, monkey
     monkeypatch.syspath_prepend(str(modules))
     (directory(data_dir) / "features.json").write_text(json.dumps(features))
     with pytest.raises(ValueError, match=r"features\.json names the class '.*\.Evil'; only"):
-        Examples(register(data_dir), "train", LENGTHS)
+        Examples(open_task(data_dir), "train", LENGTHS)
     assert not (tmp_path / "was_imported").exists()
     assert not {"evil_features", "tensorflow_datasets_evil"} & set(sys.modules)
 
@@ -192,7 +191,7 @@ def test_no_file_outside_of_the_directory_is_opened(data_dir, key, value):
 
     rewrite(directory(data_dir) / "dataset_info.json", change)
     with pytest.raises(ValueError, match=rf"points out of its directory \({key} is") as error:
-        Examples(register(data_dir), "train", LENGTHS)
+        Examples(open_task(data_dir), "train", LENGTHS)
     assert str(directory(data_dir) / "dataset_info.json") in str(error.value)
 
 

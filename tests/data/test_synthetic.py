@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from synthesizer_jax.data import synthetic, tasks
+from synthesizer_jax.data import synthetic
 from synthesizer_jax.data.formats import WSC
 from synthesizer_jax.data.synthetic.definitions import as_text, config_name
 from synthesizer_jax.data.synthetic.rows import HELD_OUT, SIZES, SOURCES
@@ -64,7 +64,6 @@ def test_the_seqio_tasks_make_the_strings_that_the_baselines_read(prepared, rows
     data_dir, made = prepared
     vocabulary = made.vocabulary.build()
     assert vocabulary.vocab_size == synthetic.VOCAB_SIZE
-    tasks.register(synthetic.MIXTURE, vocabulary, data_dir=data_dir)
     for task in synthetic.DEFINITIONS:
         examples = evaluation_sets.load_evaluation_set(
             task.name,

@@ -10,7 +10,7 @@ import pytest
 
 from synthesizer_jax.data import cache_writing
 from synthesizer_jax.data.cache import Caches
-from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.config import DataConfig
 from tests.data import counted, small, texts
 
 pytest.importorskip("grain")

@@ -9,9 +9,10 @@ import pathlib
 import sys
 
 from synthesizer_jax.data import tasks
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.definitions import TaskDefinition
 from synthesizer_jax.data.generation_formats import LanguageModeling
-from synthesizer_jax.data.pipeline import DataConfig, Stream
+from synthesizer_jax.data.pipeline import Stream
 from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.data.vocabularies import Bytes
 from tests.data import counted

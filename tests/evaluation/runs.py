@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 from synthesizer_jax.checkpoints.manager import Checkpoints
-from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.storage import write_dataset
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.initializers import Normal

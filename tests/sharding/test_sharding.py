@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.models import FeedForward, Size, alignment, t5
 from synthesizer_jax.optimizers import Adafactor, Constant
 from synthesizer_jax.parameters import LOGICAL_AXES, with_axes

@@ -11,7 +11,7 @@ from synthesizer_jax import Gaussian
 from synthesizer_jax.attention import Mask, attend, relative, static
 from synthesizer_jax.attention.attend import FEW_LOGITS
 from synthesizer_jax.costs import aot, chips, plan
-from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.models import Size, alignment, t5
 from synthesizer_jax.models.zoo import T5_1_1
 from synthesizer_jax.optimizers import Adafactor

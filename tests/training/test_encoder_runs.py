@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.cli.main import app
 from synthesizer_jax.data import synthetic
-from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.initializers import Normal
 from synthesizer_jax.models import Encoder, Size, alignment, t5
 from synthesizer_jax.optimizers import AdamW, Cosine

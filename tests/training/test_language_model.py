@@ -8,8 +8,8 @@ import pytest
 
 from synthesizer_jax.costs.utilization import step_flops
 from synthesizer_jax.data import tasks
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import OBJECTIVES
-from synthesizer_jax.data.pipeline import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.evaluator import Evaluator
 from synthesizer_jax.models import EncoderDecoder, Size, alignment, t5

@@ -17,7 +17,7 @@ from synthesizer_jax.cli.recipes import (
     recipe_source,
 )
 from synthesizer_jax.data.batch import batch_fields
-from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.distillation.distill import (
     Distillation,
     DistillationTrainer,

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 
-from synthesizer_jax.data.pipeline import DataConfig
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.models import Size, alignment, t5
 from synthesizer_jax.optimizers import AdamW, Constant

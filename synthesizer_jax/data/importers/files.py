@@ -358,5 +358,5 @@ def value_text(value: JSON) -> str:
     if isinstance(value, str):
         return value
     if value is None or isinstance(value, list | dict):
-        raise ValueError(f"{json.dumps(value)[:60]} is no text")
+        raise ValueError(f"{json.dumps(value)[:60]}, which is no text")
     return str(value)

@@ -1,0 +1,136 @@
+"""The data that a run is trained on, as one frozen dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from synthesizer_jax.data.classes import LONGEST_TARGET
+from synthesizer_jax.data.members import CHUNK
+from synthesizer_jax.data.objectives import Objective
+from synthesizer_jax.messages import not_divisible
+from synthesizer_jax.registry import check_types, fields_of
+
+if TYPE_CHECKING:
+    from synthesizer_jax.data.task import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """The data that a run is trained on.
+
+    Attributes:
+      mixture: name of a SeqIO mixture or task.
+      inputs_length: encoder tokens per row; longer inputs are truncated before EOS. 0: there are none,
+        for language models on tasks without inputs.
+      targets_length: decoder tokens per row.
+      batch_size: number of rows of the global batch.
+      shards: V, the number of virtual shards, which must divide the batch size. It is fixed for a
+        run.
+      pack: whether to pack several examples into a row, kept apart by segment ids (see
+        `packing.Packer`).
+      seed: of shuffling and mixing.
+      split: the split to read.
+      shuffle: False reads every task in its stored order.
+      max_segments: the maximum number of examples per packed row; None is one per 16 input
+        tokens, or target tokens if there are no inputs.
+      cached: whether examples come from caches (`synthesizer-jax data cache`): True requires them,
+        False ignores them, None uses those that there are. The batches are the same, except for tasks
+        that are too large for memory, whose order is another one.
+      buckets: pairs of ``inputs_length`` and ``targets_length``, ascending: a batch, whose rows are of
+        similar length, has the first pair of them that holds its rows, or else the full lengths. For
+        models that refuse packed rows.
+      classes: the label words of an encoder's classes, in the order of its outputs: every target becomes
+        the number of its class, one a row (``targets_length=1``). Empty: targets are texts.
+      objective: what makes examples of tasks without inputs that have no objective of their own, such as
+        ``OBJECTIVES["span_3_15_u_u"]``; None: every text, truncated, is a target.
+    """
+
+    mixture: str
+    inputs_length: int
+    targets_length: int
+    batch_size: int
+    shards: int = 8
+    pack: bool = False
+    seed: int = 0
+    split: str = "train"
+    shuffle: bool = True
+    max_segments: int | None = None
+    cached: bool | None = None
+    buckets: tuple[tuple[int, int], ...] = ()
+    classes: tuple[str, ...] = ()
+    objective: Objective | None = None
+
+    def __post_init__(self) -> None:
+        check_types(DataConfig, fields_of(self), "data")
+        if self.inputs_length < 0:
+            raise ValueError(f"data.inputs_length is {self.inputs_length}; allowed: 0 or more")
+        for name in ("targets_length", "batch_size", "max_segments"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"data.{name} is {value}; allowed: 1 or more")
+        self._check_buckets()
+        self._check_classes()
+        if self.seed < 0:
+            raise ValueError(f"data.seed is {self.seed}; allowed: 0 or more")
+        if not 1 <= self.shards <= CHUNK:
+            raise ValueError(f"data.shards is {self.shards}; allowed: 1 to {CHUNK}")
+        if self.batch_size % self.shards:
+            shards = f"shards={self.shards}"
+            raise ValueError(
+                not_divisible("batch_size", self.batch_size, by=shards, divisor=self.shards)
+            )
+
+    def _check_buckets(self) -> None:
+        if self.buckets and self.pack:
+            raise ValueError(
+                "data.buckets is for rows that are not packed; set data.pack=false or data.buckets=()"
+            )
+        shortest = min(self.inputs_length, 1)
+        for inputs, targets in self.buckets:
+            fits = shortest <= inputs <= self.inputs_length and 0 < targets <= self.targets_length
+            if not fits:
+                raise ValueError(
+                    f"data.buckets holds ({inputs}, {targets}); allowed: {shortest} to inputs_length="
+                    f"{self.inputs_length} and 1 to targets_length={self.targets_length}"
+                )
+        if list(self.buckets) != sorted(self.buckets):
+            raise ValueError(f"data.buckets is {self.buckets}; give its pairs in ascending order")
+
+    def _check_classes(self) -> None:
+        if not self.classes:
+            return
+        if self.targets_length != 1 or self.pack:
+            raise ValueError(
+                f"data.classes gives every row one class, with data.targets_length={self.targets_length} "
+                f"and data.pack={str(self.pack).lower()}; set data.targets_length=1 and data.pack=false"
+            )
+        if len(set(self.classes)) < max(2, len(self.classes)):
+            raise ValueError(
+                f"data.classes is {', '.join(self.classes)}; give two or more label words, each once"
+            )
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """The lengths of inputs and targets that batches can have, the full lengths last."""
+        full = (self.inputs_length, self.targets_length)
+        return (*(bucket for bucket in self.buckets if bucket != full), full)
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """SeqIO's feature lengths; label words are read as a whole before they become classes."""
+        targets = LONGEST_TARGET if self.classes else self.targets_length
+        return {"inputs": self.inputs_length, "targets": targets}
+
+    def objective_of(self, task: Task) -> Objective | None:
+        """Returns the objective by which a task's texts are trained; None: they are targets."""
+        if task.objective is not None or task.has_inputs:
+            return task.objective
+        return self.objective
+
+    @property
+    def segments_per_row(self) -> int:
+        """The largest segment id that a row can have; packing observes it exactly."""
+        if not self.pack:
+            return 1
+        return self.max_segments or max(1, (self.inputs_length or self.targets_length) // 16)
