@@ -17,6 +17,7 @@ import logging
 import pathlib
 import zlib
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from synthesizer_jax.data import stored, tasks
 from synthesizer_jax.data.cache_records import decode_chunk, finish_chunk
@@ -34,7 +35,7 @@ FORMAT = 2
 KEPT_CHUNKS = 64
 """Chunks in memory of a task that is too large to be held there."""
 
-_TASK_CODE = ("preprocessors.py", "coreference.py")
+_TASK_CODE = ("preprocessors.py", "coreference.py", "question_answering.py")
 """Files beside this one that make texts of rows, in addition to the module of a task's format."""
 
 _log = logging.getLogger(__name__)
@@ -86,13 +87,12 @@ class CacheInfo:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> CacheInfo:
-        """Returns what `to_json` wrote.
+    def from_record(cls, record: dict[str, Any]) -> CacheInfo:
+        """Returns what `to_json` wrote, parsed.
 
         Raises:
           ValueError: something else wrote it; `KeyError` and `TypeError` likewise.
         """
-        record = json.loads(text)
         record["files"] = {name: tuple(counts) for name, counts in record["files"].items()}
         info = cls(**record)
         check_types(cls, fields_of(info), INFO)
@@ -172,11 +172,6 @@ class Caches:
         return CachedExamples(info, self.directory(task, split), lengths, remedy=remedy)
 
     def _check_current(self, info: CacheInfo, directory: pathlib.Path, remedy: str) -> None:
-        if info.format != FORMAT:
-            raise OutdatedCacheError(
-                f"{directory} has version {info.format} of the cache's format, and this release reads "
-                f"version {FORMAT}; {remedy}"
-            )
         if info.code != task_digest(info.task):
             raise OutdatedCacheError(
                 f"{directory} was made by another version of the task {info.task}; {remedy}"
@@ -375,7 +370,7 @@ def _read_info(directory: pathlib.Path, remedy: str) -> CacheInfo:
                 f"{directory} has version {version} of the cache's format, and this release reads "
                 f"version {FORMAT}; {remedy}"
             )
-        return CacheInfo.from_json(path.read_text(encoding="utf-8"))
+        return CacheInfo.from_record(record)
     except OutdatedCacheError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:

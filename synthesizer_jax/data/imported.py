@@ -34,24 +34,18 @@ from synthesizer_jax.registry import JSON
 
 FOLDER, DEFINITION, VERSION = "imported", "task.json", "1.0.0"
 
-METRICS: Mapping[str, metrics.Metric] = {
-    "accuracy": metrics.accuracy,
-    "bleu": metrics.bleu,
-    "bleu_13a": metrics.bleu_13a,
-    "chrf": metrics.chrf,
-    "f1": metrics.f1_with_invalid,
-    "matthews": metrics.matthews,
-    "pearson": metrics.pearson,
-    "rouge": metrics.rouge_all,
-    "spearman": metrics.spearman,
+METRICS: Mapping[str, tuple[metrics.Metric, str]] = {
+    "accuracy": (metrics.accuracy, "anything"),
+    "bleu": (metrics.bleu, "texts"),
+    "bleu_13a": (metrics.bleu_13a, "texts"),
+    "chrf": (metrics.chrf, "texts"),
+    "f1": (metrics.f1_with_invalid, "two labels"),
+    "matthews": (metrics.matthews, "labels"),
+    "pearson": (metrics.pearson, "numbers"),
+    "rouge": (metrics.rouge_all, "texts"),
+    "spearman": (metrics.spearman, "numbers"),
 }
-"""Metrics by the names that ``--metric`` takes."""
-
-NUMERIC = ("pearson", "spearman")
-"""Metrics of numbers."""
-
-OF_LABELS = ("f1", "matthews")
-"""Metrics of label indices."""
+"""Metrics by the names that ``--metric`` takes, and what they compare."""
 
 
 class Template:
@@ -91,10 +85,11 @@ def _field_text(row: Row, field: str) -> str:
     """Returns the text of a field of a row."""
     value: JSON = row
     for name in [field] if field in row else field.split("."):
-        if not isinstance(value, dict) or name not in value:
-            names = value if isinstance(value, dict) else {}
+        if not isinstance(value, dict):
+            raise ValueError(f"there is no field {field!r}: what {name!r} would be in is no object")
+        if name not in value:
             raise ValueError(
-                f"there is no field {field!r}{did_you_mean(name, names)}; there are {', '.join(names)}"
+                f"there is no field {field!r}{did_you_mean(name, value)}; there are {', '.join(value)}"
             )
         value = value[name]
     try:
@@ -113,8 +108,8 @@ class FileTask:
       targets: makes the target of a row.
       metrics: names in `METRICS`.
       labels: ``{value: word}`` of the allowed targets, in index order; empty: free text. A target that is a
-        value is replaced by its word; one that is neither is an error, but for the empty target of a row
-        whose label is hidden.
+        value is replaced by its word; one that is neither is an error. The empty target of a row with
+        an input is a hidden one.
     """
 
     name: str
@@ -134,8 +129,18 @@ class FileTask:
                     f"there is no metric {name!r}{did_you_mean(name, METRICS)}; choose of "
                     f"{', '.join(METRICS)}"
                 )
-            if name in OF_LABELS and not self.labels:
-                raise ValueError(f"the metric {name!r} compares labels; give their words")
+        words = len(set(self.labels.values()))
+        numeric = _is_numeric(self.metrics)
+        compared = {"anything", "numbers" if numeric else "labels" if words else "texts"}
+        if words == 2 and not numeric:
+            compared.add("two labels")
+        for name in self.metrics:
+            if METRICS[name][1] not in compared:
+                given = _count(words, "label") if words else "no labels"
+                raise ValueError(
+                    f"the metric {name!r} compares {METRICS[name][1]}; with {given} and the metrics "
+                    f"{', '.join(self.metrics)} answers are {max(compared - {'anything'})}; leave it out"
+                )
 
     def definition(self, splits: Sequence[str]) -> TaskDefinition:
         """Returns the definition of the task with these splits."""
@@ -153,7 +158,9 @@ class FileTask:
                 raise ValueError(
                     f"the target {target!r} is none of the labels {', '.join(self.labels)}"
                 )
-        return "" if self.inputs is None else self.inputs(row), target or UNKNOWN
+        if self.inputs is None:
+            return "", target
+        return self.inputs(row), target or UNKNOWN
 
 
 @dataclasses.dataclass
@@ -195,19 +202,24 @@ class SplitSummary:
 
     def lines(self) -> Iterator[str]:
         """Yields the summary as text."""
-        yield f"{self.split}: {self.rows:,} rows"
+        yield f"{self.split}: {_count(self.rows, 'row')}"
         for name, (length, where) in self.longest.items():
             if length:
-                yield f"  longest {name}: {length:,} words ({where})"
+                yield f"  longest {name}: {_count(length, 'word')} ({where})"
         if self.targets:
             counts = (f"{word} {n:,}" for word, n in self.targets.most_common())
             yield f"  targets: {', '.join(counts)}"
         if self.repeated:
-            yield f"  {self.repeated:,} rows repeat an earlier one"
+            yield f"  repeats of earlier rows: {self.repeated:,}"
         for other, n in self.shared.items():
-            yield f"  {n:,} rows are also in {other}"
+            yield f"  also in {other}: {_count(n, 'row')}"
         if self.undecodable:
-            yield f"  {self.undecodable:,} lines have bytes that are not UTF-8, replaced by U+FFFD"
+            lines = _count(self.undecodable, "line")
+            yield f"  not UTF-8, with bytes replaced by U+FFFD: {lines}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def import_files(
@@ -287,14 +299,19 @@ def _make_definition(
     has_inputs: bool,
 ) -> TaskDefinition:
     """Returns the definition of an imported task."""
-    numeric = any(metric in NUMERIC for metric in metric_names)
+    numeric = _is_numeric(metric_names)
     return TaskDefinition(
         name,
         f"{FOLDER}/{name}",
         Written(tuple(words), numeric=numeric, has_inputs=has_inputs),
-        metrics=tuple(METRICS[metric] for metric in metric_names),
+        metrics=tuple(METRICS[metric][0] for metric in metric_names),
         splits=tuple(splits),
     )
+
+
+def _is_numeric(metric_names: Sequence[str]) -> bool:
+    """Returns whether metrics compare numbers."""
+    return any(METRICS[name][1] == "numbers" for name in metric_names)
 
 
 def _to_json(task: FileTask) -> dict[str, JSON]:

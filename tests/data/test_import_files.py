@@ -1,6 +1,7 @@
 """Users' files become tasks: every format, every report, every error."""
 
 import csv
+import datetime
 import gzip
 import json
 
@@ -95,6 +96,7 @@ def test_a_folder_is_read_by_the_names_of_its_files(tmp_path):
 
 def save_to_disk(folder, splits):
     """Writes a folder as `datasets` does, with a feature of classes."""
+    folder.mkdir(exist_ok=True)
     (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
     for split, table in splits.items():
         (folder / split).mkdir()
@@ -133,6 +135,7 @@ BROKEN = {
     "no gzip": ("a.csv.gz", CSV, "a.csv.gz, line 1: damaged gzip stream"),
     "zstd": ("a.csv.zst", zstd(CSV * 99)[:-9], "damaged zstd stream"),
     "parquet": ("a.parquet", b"PAR1" * 9, "a.parquet, the whole file: not Parquet"),
+    "compressed twice": ("a.parquet.gz", b"", r"\.parquet files are compressed inside"),
     "suffix": ("a.xlsx", b"", r"\.xlsx is not known; files end in \.jsonl"),
 }
 
@@ -148,6 +151,7 @@ def test_a_broken_file_is_one_sentence(tmp_path, case):
 def test_arguments_that_name_no_rows_are_refused(tmp_path):
     (tmp_path / "a.en").write_text("one\ntwo\n")
     (tmp_path / "a.de").write_text("eins\n")
+    (tmp_path / "a.txt").write_text("one\n")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "a.en").write_text("one\n")
     for argument, message in {
@@ -156,7 +160,7 @@ def test_arguments_that_name_no_rows_are_refused(tmp_path):
         f"{tmp_path}": "no file whose name begins with train, validation or test",
         f"{tmp_path}/a.en": "is no folder; write --from SPLIT=FILE",
         "train=": r"write SPLIT=FILE, such as train=a\.jsonl",
-        f"train={tmp_path}/a.en,train={tmp_path}/a.en": "names the split 'train' twice",
+        f"train={tmp_path}/a.txt,train={tmp_path}/a.txt": "names the split 'train' twice",
     }.items():
         with pytest.raises(ValueError, match=message):
             rows(argument)
@@ -178,7 +182,7 @@ def test_a_template_formats_a_row():
     for text, message in {
         "{txt}": r"there is no field 'txt', did you mean 'text'\?; there are text, n",
         "{deep}": r"the field 'deep' is \{\"a\": true\}, which is no text",
-        "{text.__class__}": "there is no field 'text.__class__'",
+        "{text.__class__}": "there is no field 'text.__class__': what '__class__' would be in is no",
     }.items():
         with pytest.raises(ValueError, match=message):
             Template(text)(row)
@@ -197,15 +201,15 @@ def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
     assert [line for summary in found for line in summary.lines()] == [
         "train: 4 rows",
         f"  longest inputs: 5 words ({tmp_path}/a.jsonl, line 1)",
-        f"  longest targets: 1 words ({tmp_path}/a.jsonl, line 1)",
+        f"  longest targets: 1 word ({tmp_path}/a.jsonl, line 1)",
         "  targets: good 2, bad 2",
-        "  2 rows repeat an earlier one",
+        "  repeats of earlier rows: 2",
         "validation: 3 rows",
         f"  longest inputs: 5 words ({tmp_path}/b.csv, line 2)",
-        f"  longest targets: 1 words ({tmp_path}/b.csv, line 2)",
+        f"  longest targets: 1 word ({tmp_path}/b.csv, line 2)",
         "  targets: good 2, bad 1",
-        "  2 rows are also in train",
-        "  1 lines have bytes that are not UTF-8, replaced by U+FFFD",
+        "  also in train: 2 rows",
+        "  not UTF-8, with bytes replaced by U+FFFD: 1 line",
     ]
     monkeypatch.delitem(tasks.TASKS, "my_reviews")  # as in another process
     assert add_imported(tmp_path / "data") == ["my_reviews"]
@@ -278,7 +282,10 @@ def test_a_description_that_cannot_be_is_refused():
     for options, message in {
         (("name", "My-Task"),): "has other characters than a-z, 0-9 and _",
         (("metrics", ("acuracy",)),): r"no metric 'acuracy', did you mean 'accuracy'\?",
-        (("metrics", ("f1",)), ("labels", ())): "the metric 'f1' compares labels; give their words",
+        (("metrics", ("f1",)), ("labels", ())): "'f1' compares two labels; with no labels",
+        (("metrics", ("f1",)), ("labels", zip("abc", "abc", strict=True))): "with 3 labels",
+        (("metrics", ("rouge",)),): "'rouge' compares texts; with 1 label and .* answers are labels",
+        (("metrics", ("pearson", "bleu")),): "'bleu' compares texts; .* answers are numbers",
     }.items():
         given = dict(options)
         with pytest.raises(ValueError, match=message):
@@ -308,3 +315,38 @@ def test_a_damaged_definition_is_one_sentence(tmp_path):
         path.write_text(data)
         with pytest.raises(ValueError, match=r"task\.json is damaged \(.*import the task again"):
             add_imported(tmp_path)
+
+
+def test_splits_that_would_be_one_are_refused(tmp_path):
+    table = pa.table({"text": ["x"]})
+    save_to_disk(tmp_path, {"validation_matched": table, "validation_mismatched": table})
+    assert set(rows(tmp_path)) == {"validation_matched", "validation_mismatched"}
+    save_to_disk(tmp_path / "two", {"dev": table, "validation": table})
+    with pytest.raises(ValueError, match="two splits that are 'validation' here"):
+        rows(tmp_path / "two")
+
+
+@pytest.mark.parametrize("listed", [5, [5], [{"filename": 5}], None])
+def test_a_damaged_list_of_files_is_one_sentence(tmp_path, listed):
+    save_to_disk(tmp_path, {"train": pa.table({"text": ["x"]})})
+    (tmp_path / "train" / "state.json").write_text(json.dumps({"_data_files": listed}))
+    with pytest.raises(ValueError, match=r"state\.json (has no list of names|names the file)"):
+        rows(tmp_path)
+
+
+def test_values_of_arrow_are_those_of_json(tmp_path):
+    when = datetime.date(2020, 1, 2)
+    table = pa.table({"a": [b"\xc3\xa9"], "b": [when], "c": [float("nan")], "d": [[b"x"]]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    ((row,),) = rows(f"train={tmp_path}/a.parquet").values()
+    assert (row["a"], row["b"], row["d"]) == ("é", "2020-01-02", ["x"])
+    with pytest.raises(ValueError, match="the field 'c' is NaN, which is no text"):
+        Template("{c}")(row)
+
+
+def test_files_joined_by_plus_are_aligned_whatever_their_names(tmp_path):
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    (tmp_path / "b.txt").write_text("eins\nzwei\n")
+    assert rows(f"train={tmp_path}/a.txt+{tmp_path}/b.txt") == {
+        "train": [{"a": "one", "b": "eins"}, {"a": "two", "b": "zwei"}]
+    }

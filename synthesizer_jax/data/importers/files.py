@@ -29,6 +29,9 @@ SPLIT_NAMES: Mapping[str, str] = {
 }
 """Beginnings of the names of files in a folder, and the splits that they are."""
 
+TABLES = (".parquet", ".arrow")
+"""Suffixes of files that are not lines of text."""
+
 FIELD_LIMIT = 2**24
 """Maximum number of characters of a CSV field."""
 
@@ -63,8 +66,14 @@ class Rows:
             for where, row in _READERS[_kind(path)](self, path):
                 yield f"{path}, {where}", row
 
+    @property
+    def fields(self) -> list[str]:
+        """The fields of aligned files: the ends of their names, or else the beginnings."""
+        names = [_uncompressed(path) for path in self.files]
+        ends = [name.suffix.removeprefix(".") for name in names]
+        return ends if len(set(ends)) == len(ends) else [name.stem for name in names]
+
     def _aligned_rows(self) -> Iterator[tuple[str, Row]]:
-        names = [_uncompressed(path).suffix.removeprefix(".") for path in self.files]
         lines = [self.lines(path) for path in self.files]
         for rows in itertools.zip_longest(*lines):
             number = next(row[0] for row in rows if row is not None)
@@ -72,7 +81,7 @@ class Rows:
                 if row is None:
                     raise import_error(path, number, "the file ends here, the others go on")
             texts = (row[1] for row in rows)
-            yield f"{self.files[0]}, line {number}", dict(zip(names, texts, strict=True))
+            yield f"{self.files[0]}, line {number}", dict(zip(self.fields, texts, strict=True))
 
     def lines(self, path: pathlib.Path) -> Iterator[tuple[int, str]]:
         """Yields the number (from 1) and the text of every line, without line ends.
@@ -144,7 +153,7 @@ class Rows:
         try:
             with pq.ParquetFile(path) as file:
                 yield from _arrow_rows(file.iter_batches())
-        except pa.ArrowException as error:
+        except (pa.ArrowException, OSError) as error:
             raise import_error(path, "the whole file", f"not Parquet ({error})") from None
 
     def arrow_rows(self, path: pathlib.Path) -> Iterator[tuple[str, Row]]:
@@ -156,7 +165,7 @@ class Rows:
             with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as reader:
                 for where, row in _arrow_rows(reader):
                     yield where, {k: _named(v, names.get(k)) for k, v in row.items()}
-        except pa.ArrowException as error:
+        except (pa.ArrowException, OSError) as error:
             raise import_error(path, "the whole file", f"not Arrow ({error})") from None
 
 
@@ -187,34 +196,36 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
     parts = [part for source in sources for part in source.split(",")]
     if len(parts) == 1 and "=" not in parts[0]:
         found = _splits_of_folder(pathlib.Path(parts[0]))
-    else:
-        found = {}
-        for part in parts:
-            split, equals, names = part.partition("=")
-            if not (equals and split.isidentifier() and names):
-                raise ValueError(f"--from {part!r}: write SPLIT=FILE, such as train=a.jsonl")
-            if split in found:
-                raise ValueError(f"--from names the split {split!r} twice")
-            found[split] = [pathlib.Path(name) for name in names.split("+")]
-    return {split: _rows_of(paths, tuple(columns)) for split, paths in found.items()}
+        return {split: _rows_of(paths, columns) for split, paths in found.items()}
+    rows: dict[str, Rows] = {}
+    for part in parts:
+        split, equals, names = part.partition("=")
+        if not (equals and split.isidentifier() and names):
+            raise ValueError(f"--from {part!r}: write SPLIT=FILE, such as train=a.jsonl")
+        if split in rows:
+            raise ValueError(f"--from names the split {split!r} twice")
+        paths = [pathlib.Path(name) for name in names.split("+")]
+        rows[split] = _rows_of(paths, columns, aligned=len(paths) > 1)
+    return rows
 
 
-def _rows_of(paths: Sequence[pathlib.Path], columns: tuple[str, ...]) -> Rows:
+def _rows_of(
+    paths: Sequence[pathlib.Path], columns: Sequence[str], *, aligned: bool = False
+) -> Rows:
     """Returns the rows of files that were named together."""
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"there is no file {path}")
-    suffixes = {_uncompressed(path).suffix for path in paths}
-    aligned = len(paths) > 1 and not suffixes & _READERS.keys()
-    if aligned and len(suffixes) < len(paths):
+    rows = Rows(tuple(paths), aligned, tuple(columns))
+    if not aligned:
+        for path in paths:
+            _kind(path)
+    elif len(set(rows.fields)) < len(paths):
         raise ValueError(
             f"{', '.join(map(str, paths))} cannot be told apart: aligned files need names that end "
             "differently, such as train.en and train.de"
         )
-    if not aligned:
-        for path in paths:
-            _kind(path)
-    return Rows(tuple(paths), aligned, columns)
+    return rows
 
 
 def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
@@ -222,16 +233,14 @@ def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; write --from SPLIT=FILE, such as train={folder}")
     if (folder / "dataset_dict.json").is_file():
-        names = _read_json(folder / "dataset_dict.json").get("splits")
-        splits = cast(list[str], names if isinstance(names, list) else [])
-        return {_split_name(name) or name: _arrow_files(folder / name) for name in splits}
+        return _saved_splits(folder)
     if (folder / "state.json").is_file():
-        return {_split_name(folder.name) or "train": _arrow_files(folder)}
+        return {SPLIT_NAMES.get(folder.name, "train"): _arrow_files(folder)}
     found: dict[str, list[pathlib.Path]] = {}
     for path in sorted(folder.iterdir()):
-        split = _split_name(path.name)
-        if split is not None and path.is_file():
-            found.setdefault(split, []).append(path)
+        beginning = "".join(itertools.takewhile(str.isalpha, path.name.lower()))
+        if beginning in SPLIT_NAMES and path.is_file():
+            found.setdefault(SPLIT_NAMES[beginning], []).append(path)
     if not found:
         raise ValueError(
             f"{folder} has no file whose name begins with train, validation or test; name the files "
@@ -240,20 +249,41 @@ def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
     return found
 
 
-def _split_name(name: str) -> str | None:
-    """Returns the split that a file name begins with."""
-    beginning = "".join(itertools.takewhile(str.isalpha, name.lower()))
-    return SPLIT_NAMES.get(beginning)
+def _saved_splits(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
+    """Returns the files of every split that `datasets` saved."""
+    path = folder / "dataset_dict.json"
+    found: dict[str, list[pathlib.Path]] = {}
+    for name in _names(_read_json(path).get("splits"), path):
+        split = SPLIT_NAMES.get(name, name)
+        if split in found:
+            raise ValueError(
+                f"{path} has two splits that are {split!r} here; name the files instead"
+            )
+        found[split] = _arrow_files(folder / name)
+    return found
+
+
+def _names(value: JSON, path: pathlib.Path) -> list[str]:
+    """Returns a list of names of files or folders beside a JSON file that lists them.
+
+    Raises:
+      ValueError: it is something else, or a name lies outside of the folder.
+    """
+    if not isinstance(value, list):
+        raise ValueError(f"{path} has no list of names; save the data set again with save_to_disk")
+    for name in value:
+        if not isinstance(name, str) or pathlib.PurePath(name).name != name:
+            raise ValueError(f"{path} names the file {name!r}, outside of it")
+    return [str(name) for name in value]
 
 
 def _arrow_files(folder: pathlib.Path) -> list[pathlib.Path]:
     """Returns the files of one split of a folder that `datasets` saved, in its order."""
-    listed = _read_json(folder / "state.json").get("_data_files")
-    names = [f.get("filename") for f in listed if isinstance(f, dict)] if listed else []
-    for name in names:
-        if not isinstance(name, str) or pathlib.PurePath(name).name != name:
-            raise ValueError(f"{folder / 'state.json'} names the file {name!r}, outside of it")
-    return [folder / str(name) for name in names]
+    path = folder / "state.json"
+    listed = _read_json(path).get("_data_files")
+    if isinstance(listed, list):
+        listed = [file.get("filename") if isinstance(file, dict) else file for file in listed]
+    return [folder / name for name in _names(listed, path)]
 
 
 def _label_names(folder: pathlib.Path) -> dict[str, list[str]]:
@@ -288,7 +318,20 @@ def _arrow_rows(batches: Iterable[pyarrow.RecordBatch]) -> Iterator[tuple[str, R
     for batch in batches:
         for row in batch.to_pylist():
             number += 1
-            yield f"row {number}", row
+            yield f"row {number}", {name: _as_json(value) for name, value in row.items()}
+
+
+def _as_json(value: object) -> JSON:
+    """Returns a value of Arrow as JSON has it: bytes are UTF-8 text, dates and the like their text."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", errors="replace")
+    if isinstance(value, list):
+        return [_as_json(item) for item in value]
+    if isinstance(value, dict):
+        return {str(name): _as_json(item) for name, item in value.items()}
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    return str(value)
 
 
 def _check_columns(names: Sequence[str], path: pathlib.Path) -> None:
@@ -312,8 +355,10 @@ def _kind(path: pathlib.Path) -> str:
     if suffix not in _READERS:
         raise ValueError(
             f"{path}: {suffix or 'no suffix'} is not known{did_you_mean(suffix, _READERS)}; files end in "
-            f"{', '.join(_READERS)}, each also with {' or '.join(COMPRESSIONS)}"
+            f"{', '.join(_READERS)}, those of lines also with {' or '.join(COMPRESSIONS)}"
         )
+    if suffix in TABLES and path.suffix in COMPRESSIONS:
+        raise ValueError(f"{path}: {suffix} files are compressed inside; decompress it first")
     return suffix
 
 
@@ -357,6 +402,6 @@ def value_text(value: JSON) -> str:
     """
     if isinstance(value, str):
         return value
-    if value is None or isinstance(value, list | dict):
+    if value is None or isinstance(value, list | dict) or value != value:
         raise ValueError(f"{json.dumps(value)[:60]}, which is no text")
     return str(value)
