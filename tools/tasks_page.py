@@ -32,8 +32,7 @@ from synthesizer_jax.data.generation_formats import (
     Summarization,
     TriviaQA,
 )
-from synthesizer_jax.data.importers.corpus_layouts import CORPORA
-from synthesizer_jax.data.importers.layouts import TASKS as BENCHMARKS
+from synthesizer_jax.data.importers.known import find_importer
 from synthesizer_jax.data.members import RESIDENT
 from synthesizer_jax.data.mixtures import MIXTURES, ExamplesRate, Rate, Rates
 from synthesizer_jax.data.objectives import OBJECTIVES, Objective
@@ -133,6 +132,7 @@ def _task_table(definitions: Sequence[TaskDefinition]) -> Iterator[str]:
     yield "| task | data set | format | words | metrics | splits | import |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for task in definitions:
+        known = find_importer(task.dataset)
         cells = (
             f"`{task.name}`",
             f"`{task.dataset}`",
@@ -140,7 +140,7 @@ def _task_table(definitions: Sequence[TaskDefinition]) -> Iterator[str]:
             ", ".join(task.labels),
             ", ".join(metric.__name__ for metric in task.metrics) or "–",
             ", ".join(task.splits),
-            importer(task.dataset) or "TFDS",
+            f"`{known.importer}`" if known else "TFDS",
         )
         yield f"| {' | '.join(cells)} |"
 
@@ -160,17 +160,6 @@ def _format(text_format: TextFormat) -> str:
         "fields": " ".join(f"{name}: …" for name in getattr(text_format, "features", ())),
     }
     return FORMATS[type(text_format)].format(**values)
-
-
-def importer(dataset: str) -> str | None:
-    """Returns the name under which a data set is imported from its files; None if it cannot be."""
-    for name, tasks in BENCHMARKS.items():
-        if dataset in {task.config for task in tasks}:
-            return f"`{name}`"
-    for name, layouts in CORPORA.items():
-        if dataset in {layout.dataset for layout in layouts}:
-            return f"`{name}`"
-    return None
 
 
 def _mixture_table() -> Iterator[str]:

@@ -94,14 +94,14 @@ def show_task(
 
 def _print_row(row: Example, vocabulary: Vocabulary) -> None:
     """Prints a row's texts and the first of its tokens."""
-    from synthesizer_jax.data.postprocessors import to_text
+    from synthesizer_jax.data.inspection import text_of
+    from synthesizer_jax.data.members import SIDES
 
-    for feature in ("inputs", "targets"):
+    for feature in SIDES:
         if feature not in row:
             continue
         ids = [int(i) for i in row[feature]]
-        given = row.get(f"{feature}_pretokenized")
-        text = vocabulary.decode(ids) if given is None else to_text(given)
+        text = text_of(row, feature, vocabulary)
         pieces = "·".join(
             vocabulary.decode([i]) for i in ids[:SHOWN_TOKENS] if i != vocabulary.eos_id
         )

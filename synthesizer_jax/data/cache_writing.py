@@ -22,7 +22,7 @@ from synthesizer_jax.data.cache import (
 )
 from synthesizer_jax.data.cache_records import encode_chunk
 from synthesizer_jax.data.definitions import TaskDefinition
-from synthesizer_jax.data.members import Chunk
+from synthesizer_jax.data.members import SIDES, Chunk
 from synthesizer_jax.data.staging import Staging, staging
 from synthesizer_jax.data.stored import reading_errors
 from synthesizer_jax.data.vocabularies import EOS
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 FILE_RECORDS = 256
 """Most records of a file, each of at most `members.CHUNK` examples."""
-
-_SIDES = ("inputs", "targets")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +108,7 @@ def _ends_as_expected(task: seqio.Task) -> bool:
     from synthesizer_jax.data.preprocessors import append_sentinel
 
     functions = [function for function, _ in seqio_members.steps_after_cache(task) or ()]
-    features = [task.output_features[side] for side in _SIDES]
+    features = [task.output_features[side] for side in SIDES]
     return (
         functions[-1:] == [preprocessors.append_eos_after_trim]
         and functions[:-1] in ([], [append_sentinel])
@@ -148,7 +146,7 @@ def _write(task: seqio.Task, caches: Caches, *, split: str, stage: Staging) -> C
         has_inputs=seqio_members.has_inputs(dataset),
         examples=counts.examples,
         tokens=dict(counts.tokens),
-        lengths={side: counts.histogram(side) for side in _SIDES},
+        lengths={side: counts.histogram(side) for side in SIDES},
         files=files,
         checksum=counts.checksum,
     )
@@ -163,7 +161,7 @@ class _Counts:
         self.examples, self.checksum = 0, 0
         self.tokens: collections.Counter[str] = collections.Counter()
         self._lengths: dict[str, collections.Counter[int]] = {
-            side: collections.Counter() for side in _SIDES
+            side: collections.Counter() for side in SIDES
         }
 
     def records(self, chunks: Iterator[Chunk]) -> Iterator[bytes]:
@@ -173,7 +171,7 @@ class _Counts:
             if not self.examples:
                 self.checksum = zlib.crc32(record)
             self.examples += len(chunk)
-            for name, side in zip(_SIDES, (chunk.inputs, chunk.targets), strict=True):
+            for name, side in zip(SIDES, (chunk.inputs, chunk.targets), strict=True):
                 self.tokens[name] += len(side.ids)
                 powers = np.ceil(np.log2(np.maximum(np.diff(side.ends), 1))).astype(int)
                 self._lengths[name].update((2**powers).tolist())

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from synthesizer_jax.data.members import Example, TaskStream
-from synthesizer_jax.data.vocabularies import EOS
+from synthesizer_jax.data.vocabularies import EOS, Codec
 
 LONGEST_TARGET = 1024
 """Targets are read up to this many tokens, EOS included, before they become classes of one number each."""
-
-
-class Codec(Protocol):
-    """What classes need of a vocabulary."""
-
-    def encode(self, text: str, /) -> Sequence[int]:
-        """Converts text to ids, without EOS."""
-        ...
-
-    def decode(self, ids: Sequence[int], /) -> str:
-        """Converts ids to text; what follows EOS is dropped."""
-        ...
 
 
 class Classes:

@@ -23,6 +23,7 @@ from synthesizer_jax.data.definitions import TaskDefinition
 from synthesizer_jax.data.formats import Written
 from synthesizer_jax.data.importers.files import Rows, value_text
 from synthesizer_jax.data.importers.reading import Row
+from synthesizer_jax.data.members import SIDES
 from synthesizer_jax.data.postprocessors import UNKNOWN
 from synthesizer_jax.data.staging import staging
 from synthesizer_jax.data.storage import write_dataset
@@ -190,7 +191,7 @@ class SplitSummary:
     def add(self, texts: tuple[str, str], where: str, *, count_target: bool) -> None:
         """Counts a row."""
         self.rows += 1
-        for name, text in zip(("inputs", "targets"), texts, strict=True):
+        for name, text in zip(SIDES, texts, strict=True):
             length = len(text.split())
             if length > self.longest.get(name, (-1, ""))[0]:
                 self.longest[name] = length, where

@@ -11,14 +11,12 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from synthesizer_jax.data import tasks
-from synthesizer_jax.data.importers.corpus_layouts import CORPORA
-from synthesizer_jax.data.importers.layouts import TASKS as BENCHMARKS
+from synthesizer_jax.data.importers.known import find_importer
+from synthesizer_jax.data.members import SIDES
 from synthesizer_jax.data.postprocessors import Example, to_text
 from synthesizer_jax.data.seqio_members import storage_location
 from synthesizer_jax.data.stored import reading_errors
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
-
-FEATURES = ("inputs", "targets")
 
 
 def read_rows(
@@ -90,15 +88,8 @@ def published_sizes(dataset: str) -> Mapping[str, tuple[int, ...]]:
 
     A split may have several: QQP's source was corrected.
     """
-    for benchmark in BENCHMARKS.values():
-        for task in benchmark:
-            if task.config == dataset:
-                return {split.name: split.sizes for split in task.splits}
-    for corpus in CORPORA.values():
-        for layout in corpus:
-            if layout.dataset == dataset:
-                return {s.name: (s.rows,) for s in layout.splits if s.rows is not None}
-    return {}
+    found = find_importer(dataset)
+    return {} if found is None else found.sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +131,7 @@ def check_splits(name: str, data_dir: pathlib.Path) -> list[SplitCheck]:
     for split, count in tasks.prepared_splits(name, data_dir).items():
         whole, inputs, repeated = set[bytes](), set[bytes](), 0
         for row in read_rows(name, split, vocabulary, data_dir=data_dir):
-            texts = [_text(row, feature, vocabulary) for feature in FEATURES]
+            texts = [text_of(row, feature, vocabulary) for feature in SIDES]
             digest = _digest("\0".join(texts))
             repeated += digest in whole
             whole.add(digest)
@@ -152,7 +143,7 @@ def check_splits(name: str, data_dir: pathlib.Path) -> list[SplitCheck]:
     return checks
 
 
-def _text(row: Example, feature: str, vocabulary: Vocabulary) -> str:
+def text_of(row: Example, feature: str, vocabulary: Vocabulary) -> str:
     """Returns the text of a feature; empty if the row does not have it."""
     if f"{feature}_pretokenized" in row:
         return to_text(row[f"{feature}_pretokenized"])

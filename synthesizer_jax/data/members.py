@@ -15,6 +15,9 @@ import numpy as np
 RESIDENT = 2_000_000
 """Tasks with more examples than this are not held in memory."""
 
+SIDES = ("inputs", "targets")
+"""The features of a task that are read."""
+
 CHUNK = 1024
 """Number of examples that are read at once; the first epoch is shuffled within such chunks."""
 

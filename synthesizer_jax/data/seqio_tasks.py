@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from synthesizer_jax.data.members import SIDES
 from synthesizer_jax.data.postprocessors import Example
 from synthesizer_jax.data.stored import (
     cached_until_written,
@@ -29,9 +30,6 @@ from synthesizer_jax.evaluation.metrics import Value
 
 if TYPE_CHECKING:
     import seqio
-
-FEATURES = ("inputs", "targets")
-"""The features that are read; others are at the disposal of the task's metrics."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,12 +132,11 @@ class SeqioTask(Task):
         for metric in self.original.metric_objs:
             outputs = _outputs_for(metric.model_output_type, answers, self.name)
             try:
-                values = _compute_metric(metric, examples, outputs, features)
+                found |= _numbers(_compute_metric(metric, examples, outputs, features))
             except Exception as error:
                 raise ValueError(
                     f"a metric of the task {self.name!r} failed: {type(error).__name__}: {error}"
                 ) from error
-            found |= _numbers(values)
         return found
 
 
@@ -224,7 +221,7 @@ def _features(task: seqio.Task, vocabulary: Vocabulary) -> dict[str, seqio.Featu
     import seqio
 
     features = dict(task.output_features)
-    for name in FEATURES:
+    for name in SIDES:
         feature = features.get(name)
         if feature is None:
             continue

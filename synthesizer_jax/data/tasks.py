@@ -158,20 +158,29 @@ def sampled_members(name: str, data_dir: pathlib.Path, split: str) -> dict[str, 
     """
     sampled = {t: rate for t, rate in available_members(name, data_dir, split).items() if rate}
     if not sampled:
-        remedy = (
-            "import the original files with 'synthesizer-jax data import glue --from DIR --data-dir "
-            f"{data_dir}' (also super_glue)"
-            if name in (*MIXTURES, *TASKS)
-            else "write their TFDS data sets to it"
-        )
         raise FileNotFoundError(
-            f"no task of {name!r} has data for the split {split!r} in {data_dir}; {remedy}, or name "
-            "another --data-dir"
+            f"no task of {name!r} has data for the split {split!r} in {data_dir}; "
+            f"{_import_remedy(name, data_dir)}, or name another --data-dir"
         )
     missing = _missing_members(name, sampled, data_dir=data_dir, split=split)
     if missing:
         _log.warning("%s goes without %s: no data in %s", name, ", ".join(missing), data_dir)
     return sampled
+
+
+def _import_remedy(name: str, data_dir: pathlib.Path) -> str:
+    """Returns how the data of a mixture's tasks comes into a directory."""
+    from synthesizer_jax.data.importers.known import find_importer
+
+    found = [find_importer(find_task(task).source) for task in member_names(name)]
+    importers = list(dict.fromkeys(known.importer for known in found if known is not None))
+    if not importers:
+        return "write their TFDS data sets to it"
+    others = f" (also {', '.join(importers[1:])})" if importers[1:] else ""
+    return (
+        f"import the original files with 'synthesizer-jax data import {importers[0]} --from DIR "
+        f"--data-dir {data_dir}'{others}"
+    )
 
 
 def _missing_members(

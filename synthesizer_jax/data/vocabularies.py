@@ -10,9 +10,9 @@ import abc
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from synthesizer_jax.files import absolute, open_atomic, storage_path
 
@@ -25,6 +25,18 @@ EXTRA_IDS = 100
 
 PAD, EOS, UNKNOWN = 0, 1, 2
 """T5's ids of padding, of the end of a text, and of unknown text."""
+
+
+class Codec(Protocol):
+    """Conversion between text and ids, such as `Vocabulary` or SeqIO's vocabularies."""
+
+    def encode(self, text: str, /) -> Sequence[int]:
+        """Converts text to ids, without EOS."""
+        ...
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        """Converts ids to text; what follows EOS is dropped."""
+        ...
 
 
 class Vocabulary(abc.ABC):

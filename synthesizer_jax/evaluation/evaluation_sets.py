@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from synthesizer_jax.data import stored, tasks
-from synthesizer_jax.data.members import check_inputs
-from synthesizer_jax.data.objectives import ExampleFormat, Objective, SegmentStream
+from synthesizer_jax.data.members import SIDES, check_inputs
+from synthesizer_jax.data.objectives import Documents, ExampleFormat, Objective, SegmentStream
 from synthesizer_jax.data.postprocessors import Example, to_text
 from synthesizer_jax.data.seqio_members import storage_location
-from synthesizer_jax.data.seqio_tasks import FEATURES
 from synthesizer_jax.data.task import Answers, Task
 from synthesizer_jax.data.vocabularies import EOS, Vocabulary
 from synthesizer_jax.evaluation.metrics import Value
@@ -182,6 +181,35 @@ def load_evaluation_set(
       FileNotFoundError: the data set does not exist, or lacks the split.
       ValueError: its files are damaged, or it has inputs and their length is 0.
     """
+    rows = _read_rows(
+        name, split, vocabulary, data_dir=data_dir, lengths=lengths, count=max_examples
+    )
+    if tasks.find_task(name).is_text and objective is not None and objective.makes_inputs:
+        form = ExampleFormat(lengths["inputs"], lengths["targets"], vocabulary.vocab_size)
+        rows = _by_objective(rows, objective, form, vocabulary)[:max_examples]
+    else:
+        objective = None
+    return EvaluationSet(
+        task=tasks.find_task(_measured_task(name, split)),
+        split=split,
+        inputs=[np.asarray(r["inputs"], np.int32) for r in rows],
+        targets=[np.asarray(r["targets"], np.int32) for r in rows],
+        examples=rows,
+        vocabulary=vocabulary,
+        objective=objective,
+    )
+
+
+def _read_rows(
+    name: str,
+    split: str,
+    vocabulary: Vocabulary,
+    *,
+    data_dir: pathlib.Path,
+    lengths: Mapping[str, int],
+    count: int | None,
+) -> list[Example]:
+    """Returns the preprocessed rows of a task and split; see `load_evaluation_set`."""
     here = tasks.prepared_splits(name, data_dir)
     if split not in here:
         raise FileNotFoundError(
@@ -201,39 +229,31 @@ def load_evaluation_set(
             use_cached=False,
             try_in_mem_cache=False,
         )
-        if definition.is_text and max_examples is not None:
-            dataset = dataset.take(max_examples)
+        if definition.is_text and count is not None:
+            dataset = dataset.take(count)
         rows = [_with_texts(row, vocabulary) for row in dataset.as_numpy_iterator()]
     if name in tasks.TASKS:
         # TFDS stores rows in a random order; in that of the original file groups are contiguous.
         rows.sort(key=_order)
-    if max_examples is not None and max_examples < len(rows):
-        groups = [_group(name, row) or (i,) for i, row in enumerate(rows)]
-        last = groups[max_examples - 1]
-        end = next((i for i in range(max_examples, len(rows)) if groups[i] != last), None)
-        rows = rows[:end]
-    if definition.is_text and objective is not None and objective.makes_inputs:
-        form = ExampleFormat(lengths["inputs"], lengths["targets"], vocabulary.vocab_size)
-        rows = _by_objective(rows, objective, form, vocabulary)[:max_examples]
-    else:
-        objective = None
-    return EvaluationSet(
-        task=tasks.find_task(_measured_task(name, split)),
-        split=split,
-        inputs=[np.asarray(r["inputs"], np.int32) for r in rows],
-        targets=[np.asarray(r["targets"], np.int32) for r in rows],
-        examples=rows,
-        vocabulary=vocabulary,
-        objective=objective,
-    )
+    return rows if count is None else _whole_groups(name, rows, count)
+
+
+def _whole_groups(name: str, rows: list[Example], count: int) -> list[Example]:
+    """Returns the first rows, up to the end of the group of row number `count`."""
+    groups = [_group(name, row) or (i,) for i, row in enumerate(rows)]
+    end = count
+    while 0 < end < len(rows) and groups[end] == groups[count - 1]:
+        end += 1
+    return rows[:end]
 
 
 def _by_objective(
     rows: Sequence[Example], objective: Objective, form: ExampleFormat, vocabulary: Vocabulary
 ) -> list[Example]:
     """Returns the examples that an objective makes of texts in one epoch, in their order."""
+    tokens = [_without_eos(np.asarray(row["targets"], np.int32)) for row in rows]
     stream = SegmentStream(
-        _Documents(rows),
+        Documents(tokens, name="the texts"),
         objective,
         form,
         shard=(0, 1),
@@ -248,25 +268,15 @@ def _by_objective(
         found.append(_with_texts({"inputs": inputs, "targets": targets}, vocabulary))
 
 
-class _Documents:
-    """Rows with targets as documents for an objective, without EOS."""
-
-    def __init__(self, rows: Sequence[Example]):
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        tokens = np.asarray(self._rows[index]["targets"], np.int32)
-        end = len(tokens) - (len(tokens) > 0 and tokens[-1] == EOS)
-        return np.zeros(0, np.int32), tokens[:end]
+def _without_eos(tokens: np.ndarray) -> np.ndarray:
+    """Returns token ids without the EOS at their end."""
+    return tokens[: len(tokens) - (tokens[-1:] == EOS).sum()]
 
 
 def _with_texts(row: Example, vocabulary: Vocabulary) -> Example:
     """Returns a row with the texts of its inputs and targets, decoded if its task does not give them."""
     row = {"inputs": np.zeros(0, np.int32), **row}
-    texts = {f"{name}_pretokenized": vocabulary.decode(row[name]) for name in FEATURES}
+    texts = {f"{name}_pretokenized": vocabulary.decode(row[name]) for name in SIDES}
     return texts | row
 
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from synthesizer_jax.data.classes import Classes
+from synthesizer_jax.data.vocabularies import Codec
 from synthesizer_jax.inference import (
     Decoding,
     Sequences,
@@ -43,18 +44,6 @@ LENGTHS = {"rank": (64, 128, 256, 512), "decode": (128, 512)}
 """Lengths of compiled batches where inputs have up to 512 tokens, in proportion elsewhere. Ranking, which
 most tasks want, has more of them: GLUE and SuperGLUE together take eight programs, and four for the
 loss."""
-
-
-class Vocabulary(Protocol):
-    """A vocabulary as evaluation needs it, such as SeqIO's."""
-
-    def encode(self, text: str, /) -> Sequence[int]:
-        """Converts text to ids, without EOS."""
-        ...
-
-    def decode(self, ids: Sequence[int], /) -> str:
-        """Converts ids to text; what follows EOS is dropped."""
-        ...
 
 
 class Generated(NamedTuple):
@@ -127,7 +116,7 @@ class Predictor:
         self,
         model: TokenModel,
         variables: Variables,
-        vocabulary: Vocabulary,
+        vocabulary: Codec,
         *,
         inputs_length: int,
         decoding: Decoding,

@@ -284,7 +284,9 @@ def test_a_description_that_cannot_be_is_refused():
         (("metrics", ("acuracy",)),): r"no metric 'acuracy', did you mean 'accuracy'\?",
         (("metrics", ("f1",)), ("labels", ())): "'f1' compares two labels; with no labels",
         (("metrics", ("f1",)), ("labels", zip("abc", "abc", strict=True))): "with 3 labels",
-        (("metrics", ("rouge",)),): "'rouge' compares texts; with 1 label and .* answers are labels",
+        (
+            ("metrics", ("rouge",)),
+        ): "'rouge' compares texts; with 1 label and .* answers are labels",
         (("metrics", ("pearson", "bleu")),): "'bleu' compares texts; .* answers are numbers",
     }.items():
         given = dict(options)

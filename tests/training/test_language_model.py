@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.costs.utilization import step_flops
-from synthesizer_jax.data import tasks
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import OBJECTIVES
 from synthesizer_jax.data.vocabularies import Bytes
@@ -82,7 +81,6 @@ def test_an_encoder_needs_inputs() -> None:
     assert isinstance(model, EncoderDecoder)
     with pytest.raises(ValueError, match=r"data\.inputs_length is 0.*train a LanguageModel"):
         replace(experiment(), model=model)
-    assert texts.MIXTURE in tasks.mixture_names()
 
 
 @pytest.mark.slow

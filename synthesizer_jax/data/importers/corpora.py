@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from synthesizer_jax.data.importers.corpus_layouts import CORPORA, Layout, SplitLayout, find_parts
-from synthesizer_jax.data.importers.reading import import_error
 from synthesizer_jax.data.importers.report import ImportReport, SplitReport
 from synthesizer_jax.data.staging import staging
 from synthesizer_jax.data.storage import Row, write_dataset
@@ -99,10 +98,8 @@ def _checked_rows(
       ValueError: the split does not have its published number of rows.
     """
     number, dropped = 0, 0
-    where: int | str = "the file"
     for paths in parts:
-        for place, row in (split.read or layout.read)(paths):
-            where = place
+        for _, row in (split.read or layout.read)(paths):
             if row is None:
                 dropped += 1
             else:
@@ -111,9 +108,12 @@ def _checked_rows(
     counts[split.name] = (number, dropped)
     expected = None if split.is_sample(parts) else split.rows
     if number == 0 or expected not in (None, number):
-        size = "rows" if expected is None else f"{expected:,} lines"
-        raise import_error(
-            parts[-1][0], where, f"the file ends here, where {split.name} has {size}"
+        published = "" if expected is None else f", and {expected:,} were published"
+        left_out = f" without {dropped:,} that are left out" if dropped else ""
+        files = ", ".join(str(path) for paths in parts for path in paths)
+        raise ValueError(
+            f"{layout.dataset}'s split {split.name!r} has {number:,} rows{left_out} in {files}{published}; "
+            "nothing was imported"
         )
 
 

@@ -42,7 +42,7 @@ from synthesizer_jax.data.objectives.objective import (
     Segment,
     SegmentObjective,
 )
-from synthesizer_jax.data.objectives.stream import SegmentStream
+from synthesizer_jax.data.objectives.stream import Documents, SegmentStream
 
 __all__ = [
     "OBJECTIVES",
@@ -50,6 +50,7 @@ __all__ = [
     "Corruption",
     "CounterDraws",
     "Denoising",
+    "Documents",
     "Draws",
     "DropTokens",
     "ExampleFormat",

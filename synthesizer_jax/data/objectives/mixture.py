@@ -52,6 +52,11 @@ class ObjectiveMixture(Objective):
         return self.objectives[0].documents
 
     @property
+    def makes_inputs(self) -> bool:  # type: ignore[override]
+        """Whether one of the objectives makes inputs."""
+        return any(objective.makes_inputs for objective in self.objectives)
+
+    @property
     def document_eos(self) -> bool:  # type: ignore[override]
         """Whether documents end with EOS and segments do not."""
         return self.objectives[0].document_eos

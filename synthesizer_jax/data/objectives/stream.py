@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Protocol, cast
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,16 +19,27 @@ _CHUNKS, _SPLIT, _FIRST_SEGMENT = 0, 1, 2  # parts of a group's random numbers
 _NO_FILES = pathlib.Path()
 
 
-class Documents(Protocol):
-    """Documents by index: no inputs, and token ids without EOS as targets."""
+class Documents(Examples):
+    """Documents in memory: no inputs, and token ids without EOS as targets.
+
+    Args:
+      documents: the token ids of every document.
+      name: of the documents, for messages.
+    """
+
+    def __init__(self, documents: Sequence[np.ndarray], *, name: str):
+        super().__init__(name)
+        self._documents = documents
 
     def __len__(self) -> int:
-        """Returns the number of documents."""
-        ...
+        return len(self._documents)
 
     def __getitem__(self, index: int) -> Example:
-        """Returns inputs, which are ignored, and the tokens of a document."""
-        ...
+        return np.zeros(0, np.int32), self._documents[index]
+
+    def read_until(self, index: int) -> bool:
+        """Returns whether there is a document `index`."""
+        return index < len(self._documents)
 
 
 class SegmentStream:
@@ -41,13 +52,12 @@ class SegmentStream:
     the group's position.
 
     Args:
-      documents: all documents of the task, or the `Examples` of one.
+      documents: all documents of a task.
       objective: what is made of them.
       form: lengths of the examples and vocabulary.
       shard: index of the virtual shard and number of shards.
       seed: of order, chunks, mixture and noise.
       shuffle: False keeps the documents' order.
-      name: of the documents, for errors.
 
     Raises:
       ValueError: the examples do not fit, or there are fewer documents than shards.
@@ -57,22 +67,18 @@ class SegmentStream:
 
     def __init__(
         self,
-        documents: Documents,
+        documents: Examples,
         objective: Objective,
         form: ExampleFormat,
         *,
         shard: tuple[int, int],
         seed: np.random.SeedSequence,
         shuffle: bool = True,
-        name: str = "the documents",
     ):
         objective.check(form)
         self._objective, self._form, self._seed = objective, form, seed
-        readable = documents if isinstance(documents, Examples) else _Readable(documents, name)
-        self._name = readable.name
-        self._source = InMemoryTaskStream(
-            cast(Examples, readable), shard=shard, seed=seed if shuffle else None
-        )
+        self._name = documents.name
+        self._source = InMemoryTaskStream(documents, shard=shard, seed=seed if shuffle else None)
         self._start, self._num_taken = self._source.position(), 0
         self._tokens = np.zeros(0, np.int32)
         self._segments: list[Segment] = []
@@ -139,7 +145,7 @@ class SegmentStream:
             if len(tokens):
                 group.append(self._as_document(tokens, draws))
             elif not group and epoch > first_epoch + 1:
-                raise ValueError(f"{self._name} contain no tokens; check how they are read")
+                raise ValueError(f"there are no tokens in {self._name}; check how it is read")
         return group
 
     def _as_document(self, tokens: np.ndarray, draws: Draws) -> np.ndarray:
@@ -162,22 +168,3 @@ def random_chunk(tokens: np.ndarray, draws: Draws, *, length: int) -> np.ndarray
     num_chunks = -(-len(tokens) // length)
     (chunk,) = draws.integers(1, low=0, high=num_chunks).tolist()
     return tokens[chunk * length : (chunk + 1) * length]
-
-
-class _Readable:
-    """Documents as `InMemoryTaskStream` reads them: all are available at once."""
-
-    is_resident = True
-
-    def __init__(self, documents: Documents, name: str):
-        self._documents, self.name = documents, name
-
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    def __getitem__(self, index: int) -> Example:
-        return self._documents[index]
-
-    def read_until(self, index: int) -> bool:
-        """Returns whether there is a document `index`."""
-        return index < len(self._documents)

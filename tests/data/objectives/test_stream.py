@@ -11,6 +11,7 @@ from synthesizer_jax.data.members import Example, TaskStream
 from synthesizer_jax.data.objectives import (
     OBJECTIVES,
     CounterDraws,
+    Documents,
     ExampleFormat,
     FullLM,
     SegmentStream,
@@ -25,18 +26,13 @@ LONG = 50
 """Tokens of a long document in these tests."""
 
 
-class Numbered:
+class Numbered(Documents):
     """Document d has ``lengths[d]`` tokens: ``1000 · d + 10``, ``… + 11``, …"""
 
     def __init__(self, lengths: list[int]):
+        tokens = [1000 * d + 10 + np.arange(n, dtype=np.int32) for d, n in enumerate(lengths)]
+        super().__init__(tokens, name="the numbers")
         self.lengths = lengths
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> Example:
-        tokens = 1000 * index + 10 + np.arange(self.lengths[index])
-        return np.zeros(0, np.int32), tokens.astype(np.int32)
 
 
 DOCUMENTS = Numbered([(7 * d) % 23 for d in range(300)])
@@ -63,7 +59,6 @@ def make(
         shard=shard,
         seed=np.random.SeedSequence(seed, spawn_key=(shard[0], 1)),
         shuffle=shuffle,
-        name="the numbers",
     )
 
 
@@ -203,7 +198,9 @@ def test_the_order_of_documents_has_numbers_of_its_own() -> None:
 
 
 def test_documents_without_tokens() -> None:
-    with pytest.raises(ValueError, match="the numbers contain no tokens; check how they are read"):
+    with pytest.raises(
+        ValueError, match="there are no tokens in the numbers; check how it is read"
+    ):
         next(make(documents=Numbered([0] * 9)))
     lonely = make("full_lm", documents=Numbered([0] * 9 + [3] + [0] * 9), shuffle=False)
     assert take(lonely, 2) == [[[], [9010, 9011, 9012, 1]]] * 2

@@ -13,6 +13,7 @@ from synthesizer_jax.data.objectives import (
     OBJECTIVES,
     Corruption,
     Denoising,
+    Documents,
     DropTokens,
     ExampleFormat,
     FullLM,
@@ -265,7 +266,7 @@ def test_segments_are_t5s(
         ).as_numpy_iterator()
     ]
     stream = SegmentStream(
-        [(ids, ids) for ids in DOCUMENTS],
+        Documents(DOCUMENTS, name="the documents"),
         _Recorder(objective),
         FORM,
         shard=(0, 1),
