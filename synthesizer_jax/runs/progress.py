@@ -101,7 +101,7 @@ def summary_lines(
     saved: list[int],
     data_dir: pathlib.Path | None,
     answers: bool = True,
-    generates: bool = True,
+    prompt: str | None = "INPUT",
 ) -> str:
     """Returns the summary at the end of a run: its scores, its files, and the next commands.
 
@@ -111,7 +111,7 @@ def summary_lines(
       saved: steps of the checkpoints that were kept.
       data_dir: the data directory that was passed; None is the default one.
       answers: whether the model gives answers, which `eval` measures.
-      generates: whether it writes text.
+      prompt: what `generate` is given; None: the model writes no text.
     """
     measured = read_scores(directory / METRICS_FILE)
     lines = [f"{directory} has finished its {steps:,} steps"]
@@ -126,7 +126,7 @@ def summary_lines(
     data = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
     run = shlex.quote(str(directory))
     following = [f"eval --workdir {run}{data}"] if answers else [f"report {run}"]
-    following += [f'generate --workdir {run} "INPUT"'] if generates else []
+    following += [] if prompt is None else [f'generate --workdir {run} "{prompt}"']
     for start, command in zip(("next: ", "      "), following, strict=False):
         lines.append(f"{start}synthesizer-jax {command}")
     return "\n".join(lines)

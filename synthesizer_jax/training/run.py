@@ -147,13 +147,14 @@ def _print_summary(
     experiment: Experiment, directory: pathlib.Path, step: int, *, data_dir: pathlib.Path | None
 ) -> None:
     """Prints what a finished run has reached and where it is, and what can be done with it."""
+    prompt = "INPUT" if experiment.data.inputs_length else ""  # a model of texts alone reads none
     text = summary_lines(
         directory,
         steps=step,
         saved=finished_steps(directory / "checkpoints"),
         data_dir=data_dir,
         answers=experiment.answers,
-        generates=isinstance(experiment.model, TextToText),
+        prompt=prompt if isinstance(experiment.model, TextToText) else None,
     )
     print(text, flush=True)
 

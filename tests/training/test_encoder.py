@@ -192,14 +192,15 @@ def test_costs_of_an_encoder_are_those_of_its_inputs(head):
 
 
 @pytest.mark.parametrize(
-    ("answers", "generates", "commands"),
-    [(True, True, ["eval", "generate"]), (True, False, ["eval"]), (False, False, ["report"])],
+    ("answers", "prompt", "commands"),
+    [(True, "", ["eval", "generate"]), (True, None, ["eval"]), (False, None, ["report"])],
 )
-def test_the_next_commands_are_possible(answers, generates, commands, tmp_path):
+def test_the_next_commands_are_possible(answers, prompt, commands, tmp_path):
     (tmp_path / METRICS_FILE).touch()
     text = summary_lines(
-        tmp_path, steps=4, saved=[4], data_dir=None, answers=answers, generates=generates
+        tmp_path, steps=4, saved=[4], data_dir=None, answers=answers, prompt=prompt
     )
+    assert text.endswith(' ""') == (prompt == "")
     assert re.findall("synthesizer-jax ([a-z]+)", text) == commands
 
 

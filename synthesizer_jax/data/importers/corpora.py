@@ -108,11 +108,11 @@ def _checked_rows(
     counts[split.name] = (number, dropped)
     expected = None if split.is_sample(parts) else split.rows
     if number == 0 or expected not in (None, number):
-        published = "" if expected is None else f", and {expected:,} were published"
-        left_out = f" without {dropped:,} that are left out" if dropped else ""
+        size = "no rows" if expected is None else f"{number:,} of {expected:,} published rows"
+        left_out = f", without {dropped:,} that are left out," if dropped else ""
         files = ", ".join(str(path) for paths in parts for path in paths)
         raise ValueError(
-            f"{layout.dataset}'s split {split.name!r} has {number:,} rows{left_out} in {files}{published}; "
+            f"{layout.dataset}'s split {split.name!r} has {size}{left_out} in {files}; "
             "nothing was imported"
         )
 
