@@ -27,6 +27,7 @@ from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 STEPS = 2**19
 INPUTS, TARGETS = 512, 114
 """The numbers of tokens of a row whose spans are corrupted, with sentinels and EOS."""
+LAPTOP = Size(d_model=256, layers=2, d_ff=512, heads=4, head_dim=64)
 
 
 def default() -> Experiment:
@@ -65,11 +66,25 @@ def en_mix_rv_base() -> Experiment:
 
 
 def laptop() -> Experiment:
-    """R+V with 2+2 layers and d_model 256 on WikiText-2."""
-    size = Size(d_model=256, layers=2, d_ff=512, heads=4, head_dim=64)
-    self_attention = alignment("rv", head_dim=size.head_dim, max_length=128)
+    """T5 1.1 with 2+2 layers and d_model 256 on WikiText-2."""
+    return _laptop("v")
+
+
+def rv_laptop() -> Experiment:
+    """The same size with Random + Vanilla."""
+    return _laptop("rv")
+
+
+def _synthesizer(variant: str) -> EncoderDecoder:
+    size = T5_1_1["base"]
+    self_attention = alignment(variant, head_dim=size.head_dim)
+    return t5(size, encoder=self_attention, dtype="bfloat16", scan=True)
+
+
+def _laptop(variant: str) -> Experiment:
+    self_attention = alignment(variant, head_dim=LAPTOP.head_dim, max_length=128)
     return Experiment(
-        model=t5(size, encoder=self_attention),
+        model=t5(LAPTOP, encoder=self_attention),
         vocabulary=SentencePiece("spiece.model"),
         data=DataConfig(
             "wikitext_2_raw_v1_full_lm",
@@ -86,12 +101,6 @@ def laptop() -> Experiment:
         ),
         evaluation=Evaluation(every=250),
     )
-
-
-def _synthesizer(variant: str) -> EncoderDecoder:
-    size = T5_1_1["base"]
-    self_attention = alignment(variant, head_dim=size.head_dim)
-    return t5(size, encoder=self_attention, dtype="bfloat16", scan=True)
 
 
 def _pretrain(model: EncoderDecoder) -> Experiment:

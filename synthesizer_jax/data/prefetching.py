@@ -23,12 +23,11 @@ class PrefetchedStream:
 
     Args:
       stream: from now on used by this object alone.
-      depth: number of batches that are made ahead.
     """
 
-    def __init__(self, stream: Stream, *, depth: int = DEPTH):
+    def __init__(self, stream: Stream):
         self._stream = stream
-        self._depth = depth if stream.has_numeric_position else 0
+        self._depth = DEPTH if stream.has_numeric_position else 0
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "batches")
         self._ahead: collections.deque[
             concurrent.futures.Future[tuple[dict[str, np.ndarray], Position]]

@@ -64,7 +64,7 @@ class Evaluator:
 
     Args:
       model: the configured, unbound model.
-      data: what it was trained on; the mixture is registered.
+      data: what it was trained on.
       evaluation: what to measure.
       vocabulary: the built vocabulary.
       data_dir: where data sets lie.

@@ -183,13 +183,13 @@ class Trainer:
         with use_mesh(self.mesh):
             return self._jitted.trace(self.layout.abstract, batch, self._key, *self.arguments)
 
-    def compile(self) -> None:
-        """Compiles the step for the full lengths; nothing is fetched or changed."""
-        self._program(self.experiment.data.shapes[-1])
+    def compile(self) -> jax.stages.Compiled:
+        """Returns the compiled step for the full lengths; nothing is fetched or changed."""
+        return self._program(self.experiment.data.shapes[-1])
 
     def check_memory(self) -> None:
         """Raises a `ValueError` where this host has not the memory that a step needs now."""
-        check_memory(self._program(self.experiment.data.shapes[-1]), self.mesh)
+        check_memory(self.compile(), self.mesh)
 
     @property
     def num_compiled(self) -> int:

@@ -109,7 +109,7 @@ def test_a_run_from_its_recipe_to_its_report(run, synthetic_data, tmp_path) -> N
         (f"{train} --set model.dtype=float17", 2, "error: model.dtype"),
         (f"{train} --set training.steps=0", 2, "error: training.steps"),
         (f"{train} --set init_from=mine.py", 2, "holds no experiment.json; give the directory"),
-        ("data import x --from files", 2, "choose one of glue, super_glue, multi30k"),
+        ("data import x --from files", 2, "choose one of mine, glue, super_glue, multi30k"),
         ("data import glue --from files", 2, "error: no glue file in files"),
         (train, 0, "runs/mine has finished its 2 steps: score "),
         (f"{train} --set training.steps=4 --set data.batch_size=2", 2, "holds another run: data."),

@@ -125,7 +125,7 @@ def test_sizes_as_tfds_on_beam_writes_them(data_dir):
         info["splits"][0]["numBytes"] = str(size)
 
     rewrite(directory(data_dir) / "dataset_info.json", whole_files)
-    check_dataset(directory(data_dir))
+    assert len(Examples(open_task(data_dir), "train", LENGTHS)) == 30
 
 
 @pytest.mark.parametrize("name", ["dataset_info.json", "features.json", "*.tfrecord*"])

@@ -64,8 +64,7 @@ def test_eight_micro_batches_need_less_than_a_third_of_the_temporaries():
         data = replace(recipe.data, batch_size=64, inputs_length=128, targets_length=64)
         recipe = replace(recipe, model=t5(size, vocab_size=512), data=data, mesh=MeshShape())
         run = Trainer(recipe, jax.devices()[:1])
-        run.compile()
-        temporaries.append(run._compiled.memory_analysis().temp_size_in_bytes)
+        temporaries.append(run.compile().memory_analysis().temp_size_in_bytes)
     assert temporaries[1] <= 0.3 * temporaries[0], temporaries
 
 
