@@ -85,7 +85,7 @@ def evaluate(workdir: pathlib.Path, data: pathlib.Path, *options: str) -> list[s
 
 def evaluation(workdir: pathlib.Path, step: int) -> Any:
     """The results of `eval` for a step."""
-    path = workdir / "evaluation" / f"step_{step}.json"
+    path = workdir / "evaluation" / str(step) / "results.json"
     return json.loads(path.read_text(encoding="utf-8"))
 
 

@@ -132,7 +132,7 @@ def run_and_evaluate(
 
 def bleu(directory: pathlib.Path) -> float | None:
     """The test BLEU of a run; None if it has not been evaluated."""
-    paths = sorted((directory / "evaluation").glob("step_*.json"))
+    paths = sorted((directory / "evaluation").glob("*/test/results.json"))
     for path in paths:
         for task in json.loads(path.read_text(encoding="utf-8"))["tasks"]:
             if task["task"] == TASK and task["split"] == "test":

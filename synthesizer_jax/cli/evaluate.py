@@ -12,12 +12,10 @@ import typer
 
 from synthesizer_jax.cli.evaluation_tables import print_best_steps, print_results
 from synthesizer_jax.cli.libraries import load_data_libraries
-from synthesizer_jax.cli.options import DataDir, Imports, RunDirectory, Step, storage_option
+from synthesizer_jax.cli.options import DataDir, Imports, RunDirectory, Step
 
 if TYPE_CHECKING:
-    from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
     from synthesizer_jax.evaluation.evaluator import Evaluator
-    from synthesizer_jax.evaluation.scoring import TaskResult
     from synthesizer_jax.training.experiment import Experiment
     from synthesizer_jax.typing import PyTree
 
@@ -40,16 +38,9 @@ SavePredictions = Annotated[
     bool,
     typer.Option(
         "--save-predictions",
-        help="Write input, target, prediction and score of every example, one JSONL file per task.",
+        help="Write input, target, prediction and score of every example to evaluation/STEP/TASK.jsonl; "
+        "evaluation/STEP/SPLIT/ where the split is not the recipe's.",
     ),
-]
-PredictionsDir = Annotated[
-    pathlib.Path | None,
-    storage_option("Directory of these files; by default evaluation/ in the run's directory."),
-]
-Submission = Annotated[
-    pathlib.Path | None,
-    storage_option("Directory for GLUE's and SuperGLUE's leaderboard files, of the test split."),
 ]
 
 
@@ -68,19 +59,6 @@ class _Selection:
     follow: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class _OutputDirectories:
-    """Directories of optional files; None if they are not written.
-
-    Attributes:
-      predictions: for the predictions of every example.
-      submission: for the leaderboards' files.
-    """
-
-    predictions: pathlib.Path | None
-    submission: pathlib.Path | None
-
-
 def evaluate(
     workdir: RunDirectory,
     *,
@@ -94,8 +72,6 @@ def evaluate(
     max_examples: MaxExamples = None,
     batch_size: BatchSize = None,
     save_predictions: SavePredictions = False,
-    predictions_dir: PredictionsDir = None,
-    submission: Submission = None,
     imports: Imports = None,
 ) -> None:
     """Evaluate checkpoints task by task, with T5's metrics and the benchmarks' averages.
@@ -105,7 +81,7 @@ def evaluate(
     test splits, are predicted and not scored.
     """
     from synthesizer_jax.checkpoints.placement import place_variables
-    from synthesizer_jax.evaluation.files import EVALUATION_DIRECTORY, write_results
+    from synthesizer_jax.evaluation import files
     from synthesizer_jax.runs import code
     from synthesizer_jax.runtime import processes
     from synthesizer_jax.training.run_directory import load_experiment
@@ -113,53 +89,30 @@ def evaluate(
     given: dict[str, object] = {"method": method, "split": split}
     given |= {"max_examples": max_examples, "batch_size": batch_size}
     overrides = {name: value for name, value in given.items() if value is not None}
-    if submission is not None:
-        if every or follow or max_examples is not None:
-            raise ValueError(
-                "--submission is for one checkpoint and all examples: give --step alone"
-            )
-        overrides = {"split": "test", **overrides, "max_examples": None}
-    if predictions_dir is None and save_predictions:
-        predictions_dir = workdir / EVALUATION_DIRECTORY
-    outputs = _OutputDirectories(predictions_dir, submission)
     processes.start_group()
     code.load_user_code(imports or ())
     experiment = load_experiment(workdir)
-    evaluator = _open_evaluator(
+    evaluator = open_evaluator(
         experiment, workdir, data_dir=data_dir, overrides=overrides, tasks=task
     )
+    other_split = None if split == experiment.evaluation.split else split
     mesh, layout = place_variables(experiment.model, experiment.example, experiment.mesh)
     metrics = {}
     for number, variables in _restore_checkpoints(workdir, layout, _Selection(step, every, follow)):
         results, overall = evaluator.measure(variables, mesh=mesh)
         metrics[number] = {result.task: result.metrics for result in results}
         if processes.is_process_zero():
-            write_results(workdir, number, results, overall=overall)
+            folder = files.evaluation_folder(workdir, number, other_split)
             print_results(number, results, overall)
-            _write_outputs(outputs, number, list(zip(evaluator.sets, results, strict=True)))
+            if save_predictions:
+                files.write_all_predictions(folder, evaluator.sets, results)
+                typer.echo(f"predictions: {folder}/TASK.jsonl")
+            files.write_results(folder, number, results, overall=overall)
     if len(metrics) > 1 and processes.is_process_zero():
         print_best_steps(metrics)
 
 
-def _write_outputs(
-    directories: _OutputDirectories, step: int, pairs: list[tuple[EvaluationSet, TaskResult]]
-) -> None:
-    """Writes the predictions and the leaderboards' files, and prints where they are."""
-    from synthesizer_jax.evaluation.files import write_predictions
-    from synthesizer_jax.evaluation.leaderboards import write_submission
-
-    if directories.predictions is not None:
-        for examples, result in pairs:
-            write_predictions(directories.predictions, step, result, examples=examples)
-        typer.echo(f"predictions: {directories.predictions}/step_{step}.TASK.SPLIT.jsonl")
-    if directories.submission is not None:
-        answers = [(examples, result.predictions) for examples, result in pairs]
-        files = write_submission(directories.submission, answers)
-        names = ", ".join(path.name for path in files)
-        typer.echo(f"submission: {names} in {directories.submission}")
-
-
-def _open_evaluator(
+def open_evaluator(
     experiment: Experiment,
     workdir: pathlib.Path,
     *,

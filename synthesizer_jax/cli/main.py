@@ -23,6 +23,7 @@ from synthesizer_jax.cli.libraries import missing_extra_message
 from synthesizer_jax.cli.local import local
 from synthesizer_jax.cli.models import models
 from synthesizer_jax.cli.plan import plan
+from synthesizer_jax.cli.predict import predict
 from synthesizer_jax.cli.quickstart import quickstart
 from synthesizer_jax.cli.report import report
 from synthesizer_jax.cli.show_recipes import recipes
@@ -53,6 +54,7 @@ app.command("convert")(convert)
 app.command("export")(export)
 app.command("average")(average)
 app.command("eval")(evaluate)
+app.command("predict")(predict)
 app.command("generate")(generate)
 app.command("recipes")(recipes)
 app.command("models")(models)

@@ -46,6 +46,8 @@ class Evaluation:
       patience: the run stops after this many evaluations in a row without a better ``score`` (see
         `Evaluator.measure`); None: it does all its steps.
       min_improvement: a score is better if it exceeds the best before by more than this.
+      save_predictions: whether a run also writes what its model answers to every example, into
+        ``evaluation/STEP/TASK.jsonl``.
     """
 
     every: int = 0
@@ -57,6 +59,7 @@ class Evaluation:
     logits_dtype: str | None = None
     patience: int | None = None
     min_improvement: float = 0.0
+    save_predictions: bool = True
 
 
 class Evaluator:

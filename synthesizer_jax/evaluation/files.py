@@ -12,18 +12,27 @@ import numpy as np
 from synthesizer_jax.evaluation.scoring import ExampleSet, TaskResult
 from synthesizer_jax.files import write_atomic
 
-EVALUATION_DIRECTORY = "evaluation"
-"""Folder of a run's directory."""
+RESULTS_FILE = "results.json"
+"""File of an evaluation's folder."""
+
+
+def evaluation_folder(directory: pathlib.Path, step: int, split: str | None = None) -> pathlib.Path:
+    """Returns the folder of a run's directory for the files of an evaluation.
+
+    Args:
+      directory: the run's.
+      step: the evaluated step.
+      split: None for the split that the recipe evaluates: ``evaluation/STEP``; the name of another one:
+        ``evaluation/STEP/SPLIT``.
+    """
+    folder = directory / "evaluation" / str(step)
+    return folder if split is None else folder / split
 
 
 def write_results(
-    directory: pathlib.Path,
-    step: int,
-    results: Sequence[TaskResult],
-    *,
-    overall: Mapping[str, float],
+    folder: pathlib.Path, step: int, results: Sequence[TaskResult], *, overall: Mapping[str, float]
 ) -> pathlib.Path:
-    """Writes ``evaluation/step_<step>.json``; numbers that are not finite become null."""
+    """Writes ``FOLDER/results.json``; numbers that are not finite become null."""
     tasks = [
         {
             "task": result.task,
@@ -36,14 +45,27 @@ def write_results(
         for result in results
     ]
     text = json.dumps(_replace_nonfinite({"step": step, "tasks": tasks, **overall}), indent=1)
-    path = directory / EVALUATION_DIRECTORY / f"step_{step}.json"
-    return write_atomic(path, text + "\n")
+    return write_atomic(folder / RESULTS_FILE, text + "\n")
+
+
+def write_all_predictions(
+    folder: pathlib.Path, sets: Sequence[ExampleSet], results: Sequence[TaskResult]
+) -> None:
+    """Writes the predictions of all tasks; see `write_predictions`.
+
+    Args:
+      folder: created if it does not exist.
+      sets: the evaluation sets.
+      results: the result of each.
+    """
+    for examples, result in zip(sets, results, strict=True):
+        write_predictions(folder, result, examples=examples)
 
 
 def write_predictions(
-    folder: pathlib.Path, step: int, result: TaskResult, *, examples: ExampleSet
+    folder: pathlib.Path, result: TaskResult, *, examples: ExampleSet
 ) -> pathlib.Path:
-    """Writes a task's predictions, ``FOLDER/step_<step>.<task>.<split>.jsonl``.
+    """Writes a task's predictions, ``FOLDER/TASK.jsonl``.
 
     A line is one example: its `ExampleSet.record`, ``score``, the log-probability of the prediction in
     nats, and where label words were ranked, ``scores``, the log-probability of each. A text has no
@@ -58,7 +80,7 @@ def write_predictions(
                 record["scores"] = dict(zip(result.words, result.ranked[i].tolist(), strict=True))
             yield json.dumps(_replace_nonfinite(record), ensure_ascii=False) + "\n"
 
-    return write_atomic(folder / f"step_{step}.{result.task}.{result.split}.jsonl", lines())
+    return write_atomic(folder / f"{result.task}.jsonl", lines())
 
 
 def _replace_nonfinite(value: object) -> object:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from synthesizer_jax.data.definitions import TaskDefinition
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, original_index
+from synthesizer_jax.evaluation.metrics import Value
 from synthesizer_jax.files import write_atomic
 from synthesizer_jax.registry import JSON
 
@@ -53,35 +54,41 @@ LOWER = frozenset(["BoolQ", "WiC"])
 
 def write_submission(
     directory: pathlib.Path, answers: Sequence[tuple[EvaluationSet, Sequence[str]]]
-) -> list[pathlib.Path]:
-    """Writes the files of all tasks of the benchmarks, each atomically.
+) -> dict[pathlib.Path, int]:
+    """Writes ``DIRECTORY/glue/*.tsv`` and ``DIRECTORY/super_glue/*.jsonl``, each atomically.
 
     A prediction that is none of the labels is replaced by the first label, and one that is no similarity
     score by 0.
 
     Args:
       directory: created if it does not exist.
-      answers: evaluation sets of whole splits, and the predictions for them.
+      answers: evaluation sets of whole splits, and the predictions for them. Tasks that belong to neither
+        benchmark are left out.
 
     Returns:
-      The paths of the files.
-
-    Raises:
-      ValueError: none of the tasks belongs to a benchmark.
+      The number of replaced predictions by the path of the file.
     """
-    texts: dict[str, str] = {}
+    written = {}
     for examples, predictions in answers:
         if not isinstance(examples.task, TaskDefinition):
             continue
         dataset = examples.task.dataset
         if dataset in GLUE_FILES:
-            texts[f"{GLUE_FILES[dataset]}.tsv"] = _glue_text(examples, predictions)
+            path = directory / "glue" / f"{GLUE_FILES[dataset]}.tsv"
+            text = _glue_text(examples, predictions)
         elif dataset in SUPER_GLUE_FILES:
-            texts[f"{SUPER_GLUE_FILES[dataset]}.jsonl"] = _super_glue_text(examples, predictions)
-    if not texts:
-        names = ", ".join(examples.name for examples, _ in answers)
-        raise ValueError(f"neither GLUE nor SuperGLUE has a leaderboard for {names}")
-    return [write_atomic(directory / name, text) for name, text in texts.items()]
+            path = directory / "super_glue" / f"{SUPER_GLUE_FILES[dataset]}.jsonl"
+            text = _super_glue_text(examples, predictions)
+        else:
+            continue
+        values = (examples.predicted_value(i, p) for i, p in enumerate(predictions))
+        written[write_atomic(path, text)] = sum(map(_is_invalid, values))
+    return written
+
+
+def _is_invalid(value: Value) -> bool:
+    """Returns whether a value is the −1 of none of the labels, or no similarity score."""
+    return isinstance(value, int | float) and not value >= 0
 
 
 def _glue_text(examples: EvaluationSet, predictions: Sequence[str]) -> str:

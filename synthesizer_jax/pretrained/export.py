@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 
 from synthesizer_jax.checkpoints.manager import restore_variables
-from synthesizer_jax.evaluation.files import EVALUATION_DIRECTORY
+from synthesizer_jax.evaluation.files import RESULTS_FILE, evaluation_folder
 from synthesizer_jax.files import new_directory
 from synthesizer_jax.models import unroll, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel
@@ -105,7 +105,7 @@ def export_run(
 
 def _metrics(run: pathlib.Path, step: int) -> JSON:
     """Returns the results of a step's evaluation; None if there was none."""
-    path = run / EVALUATION_DIRECTORY / f"step_{step}.json"
+    path = evaluation_folder(run, step) / RESULTS_FILE
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 

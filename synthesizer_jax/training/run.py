@@ -17,7 +17,7 @@ from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation.evaluation_sets import evaluation_tasks
 from synthesizer_jax.evaluation.evaluator import Evaluator, log_values
-from synthesizer_jax.evaluation.files import write_results
+from synthesizer_jax.evaluation.files import evaluation_folder, write_all_predictions, write_results
 from synthesizer_jax.files import storage_path
 from synthesizer_jax.models import TextToText
 from synthesizer_jax.runs import code
@@ -177,10 +177,14 @@ def _evaluate(
     *,
     mesh: jax.sharding.Mesh,
 ) -> dict[str, float]:
-    """Evaluates a state, writes the results into the run's directory and returns them for its log."""
+    """Evaluates a state, writes results and predictions into the run's directory; returns the results."""
     results, overall = evaluator().measure(state.averaged_variables, mesh=mesh)
     if processes.is_process_zero():
-        write_results(directory, int(state.step), results, overall=overall)
+        step = int(state.step)
+        folder = evaluation_folder(directory, step)
+        if evaluator().evaluation.save_predictions:
+            write_all_predictions(folder, evaluator().sets, results)
+        write_results(folder, step, results, overall=overall)
     return log_values(results, overall)
 
 

@@ -95,7 +95,9 @@ def test_fine_tuning_starts_from_the_student_and_trains_all_of_it(place):
 
 
 def test_a_corpus_that_is_not_whole_is_refused(place, tmp_path):
-    with pytest.raises(ValueError, match=r"60 of 29,000 published rows in .*train\.en.*nothing was"):
+    with pytest.raises(
+        ValueError, match=r"60 of 29,000 published rows in .*train\.en.*nothing was"
+    ):
         import_corpus("multi30k", place / "text", tmp_path / "data")
     assert not list((tmp_path / "data").iterdir())
     with pytest.raises(ValueError, match=r"lacks train\.en"):

@@ -36,9 +36,9 @@ def run(place, tmp_path):
     return tmp_path / "run"
 
 
-def call(place, *arguments, workdir=None):
+def call(place, *arguments, workdir=None, command="eval"):
     arguments = [
-        "eval",
+        command,
         "--workdir",
         workdir or place / "run",
         "--data-dir",
@@ -62,7 +62,7 @@ RTE = ("--task", "glue_rte_v002")
 @pytest.mark.slow
 def test_a_split_without_labels_is_predicted_and_written(place, tmp_path):
     shown = call(
-        *(place, "--split", "test", "--save-predictions", "--predictions-dir", tmp_path / "new"),
+        *(place, "--split", "test", "--save-predictions"),
         *(
             "--task",
             "glue_rte_v002",
@@ -76,25 +76,26 @@ def test_a_split_without_labels_is_predicted_and_written(place, tmp_path):
     assert "unlabeled examples are predicted, not scored" in shown
     assert "held-out loss" in shown  # Multi30k's
     assert "label prior" not in shown
-    files = {path.name: path.read_text().splitlines() for path in (tmp_path / "new").iterdir()}
-    assert set(files) == {"step_4.glue_rte_v002.test.jsonl", "step_4.multi30k_en_de.test.jsonl"}
-    for i, line in enumerate(map(json.loads, files["step_4.glue_rte_v002.test.jsonl"])):
+    folder = place / "run" / "evaluation" / "4" / "test"
+    files = {path.name: path.read_text().splitlines() for path in folder.iterdir()}
+    assert set(files) == {"glue_rte_v002.jsonl", "multi30k_en_de.jsonl", "results.json"}
+    for i, line in enumerate(map(json.loads, files["glue_rte_v002.jsonl"])):
         assert (line["idx"], line["target"], line["target_label"]) == (i, None, None)
         assert line["prediction"] == ("entailment", "not_entailment")[line["label"]]
         assert line["score"] == line["scores"][line["prediction"]] <= 0
-    translated = [json.loads(line) for line in files["step_4.multi30k_en_de.test.jsonl"]]
+    translated = [json.loads(line) for line in files["multi30k_en_de.jsonl"]]
     assert sorted(line["target"] for line in translated) == [f"Wort {i}" for i in range(4)]
-    saved = json.loads((place / "run" / "evaluation" / "step_4.json").read_text())
+    saved = json.loads("".join(files["results.json"]))
     hidden, known = saved["tasks"]
     assert (hidden["n"], hidden["labeled"], hidden["metrics"], hidden["loss"]) == (5, 0, {}, None)
     assert known["labeled"] == 4 and set(known["metrics"]) == {"bleu"}
 
 
-def test_predictions_lie_in_the_run_unless_told_otherwise(place):
+def test_predictions_lie_in_the_folder_of_their_step(place):
     shown = call(place, "--save-predictions", *RTE)
-    folder = place / "run" / "evaluation"
-    assert f"predictions: {folder}/step_4.TASK.SPLIT.jsonl" in shown
-    lines = (folder / "step_4.glue_rte_v002.validation.jsonl").read_text().splitlines()
+    folder = place / "run" / "evaluation" / "4"
+    assert f"predictions: {folder}/TASK.jsonl" in shown
+    lines = (folder / "glue_rte_v002.jsonl").read_text().splitlines()
     assert [json.loads(line)["target_label"] for line in lines] == [0, 1, 0, 1, 0, 1]
 
 
@@ -104,7 +105,7 @@ def test_every_checkpoint_and_each_tasks_best(place):
     assert "glue_rte_v002" in table and "glue_stsb_v002" in table
     accuracies = {}
     for step in (2, 4):
-        saved = json.loads((place / "run" / "evaluation" / f"step_{step}.json").read_text())
+        saved = json.loads((place / "run" / "evaluation" / str(step) / "results.json").read_text())
         accuracies[step] = saved["tasks"][0]["metrics"]["accuracy"]
     best = max(accuracies, key=accuracies.get)
     row = table[table.index("glue_rte_v002") :].split("│")
@@ -124,27 +125,34 @@ def test_a_task_of_another_mixture_is_named_as_that(place):
 
 def test_max_examples_holds_for_rows_without_a_place(place):
     call(place, "--task", "multi30k_en_de", "--max-examples", "1")
-    saved = json.loads((place / "run" / "evaluation" / "step_4.json").read_text())
+    saved = json.loads((place / "run" / "evaluation" / "4" / "results.json").read_text())
     assert saved["tasks"][0]["n"] == 1
 
 
 def test_leaderboard_files(place, tmp_path):
     tasks = ("glue_rte_v002", "glue_stsb_v002", "super_glue_multirc_v102", "multi30k_en_de")
-    shown = call(
-        place, "--submission", tmp_path / "files", *(x for t in tasks for x in ("--task", t))
-    )
-    assert "submission: RTE.tsv, STS-B.tsv, MultiRC.jsonl in" in shown
-    lines = (tmp_path / "files" / "RTE.tsv").read_text().splitlines()
+    chosen = [x for t in tasks for x in ("--task", t)]
+    files = tmp_path / "files"
+    shown = call(place, *chosen, "--output", files, "--method", "greedy", command="predict")
+    written = sorted(str(path.relative_to(files)) for path in files.rglob("*.*"))
+    assert written == [
+        *("glue/RTE.tsv", "glue/STS-B.tsv"),
+        *(f"{task}.jsonl" for task in tasks[:1] + tasks[1:2] + tasks[3:]),
+        *("super_glue/MultiRC.jsonl", "super_glue_multirc_v102.jsonl"),
+    ]
+    rows = [json.loads(x) for x in (files / "glue_rte_v002.jsonl").read_text().splitlines()]
+    invalid = sum(row["label"] == -1 for row in rows)
+    assert f"glue/RTE.tsv: {invalid} of its predictions are no answers and are replaced" in shown
+    lines = (files / "glue" / "RTE.tsv").read_text().splitlines()
     assert lines[0] == "index\tprediction" and len(lines) == 6
     assert {line.split("\t")[1] for line in lines[1:]} <= {"entailment", "not_entailment"}
-    (first, _) = map(json.loads, (tmp_path / "files" / "MultiRC.jsonl").read_text().splitlines())
+    path = files / "super_glue" / "MultiRC.jsonl"
+    (first, _) = map(json.loads, path.read_text().splitlines())
     assert first["idx"] == 0
     questions = first["passage"]["questions"]
     assert [q["idx"] for q in questions] == [0, 1]
     assert [a["idx"] for a in questions[1]["answers"]] == [3, 4, 5]
     assert {a["label"] for q in questions for a in q["answers"]} <= {0, 1}
-    with pytest.raises(ValueError, match="--submission is for one checkpoint and all examples"):
-        call(place, "--submission", tmp_path / "files", "--max-examples", "3")
 
 
 def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one(place, run, caplog):
@@ -210,9 +218,9 @@ def test_a_diverged_model_is_evaluated_and_written_as_json(place, tmp_path):
     runs.write_run(tmp_path / "run", runs.experiment(), steps=(4,), value=float("nan"))
     tasks = (*RTE, "--task", "multi30k_en_de")
     call(place, *tasks, "--save-predictions", workdir=tmp_path / "run")
-    folder = tmp_path / "run" / "evaluation"
-    texts = [(folder / "step_4.json").read_text()]
-    texts += (folder / "step_4.glue_rte_v002.validation.jsonl").read_text().splitlines()
+    folder = tmp_path / "run" / "evaluation" / "4"
+    texts = [(folder / "results.json").read_text()]
+    texts += (folder / "glue_rte_v002.jsonl").read_text().splitlines()
     for text in texts:
         assert "NaN" not in text and "Infinity" not in text
     assert json.loads(texts[0])["loss"] is None

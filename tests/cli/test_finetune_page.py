@@ -29,8 +29,8 @@ import itertools, json, pathlib
 import synthesizer_jax as sj
 
 vocabulary = sj.load("runs/cola").vocabulary
-(path,) = pathlib.Path("runs/cola/evaluation").glob("step_2.*.test.jsonl")
-for row in map(json.loads, path.read_text().splitlines()):
+path = pathlib.Path("runs/cola/evaluation/2/test/glue_cola_v002.jsonl")
+for row in map(json.loads, path.read_text().splitlines()[:16]):
     inputs = tokenizer(row["input"], return_tensors="pt", max_length=128, truncation=True)
     ids = model.generate(**inputs, max_new_tokens=84, use_cache=False)[0, 1:].tolist()
     ids = list(itertools.takewhile(lambda i: i > 1, ids))  # padding ends a text here as EOS does
@@ -65,7 +65,7 @@ def test_every_command_of_the_page_works(place: pathlib.Path) -> None:
     exported = load_file(place / "cola-t5" / "model.safetensors")
     assert {n: x.shape for n, x in exported.items()} == {n: x.shape for n, x in tensors.items()}
     assert sum((exported[n] != tensors[n]).any() for n in tensors) > 0.9 * len(tensors)
-    (predicted,) = (place / "runs" / "cola" / "evaluation").glob("step_2.*.test.jsonl")
+    predicted = place / "runs" / "cola" / "evaluation" / "2" / "test" / "glue_cola_v002.jsonl"
     rows = [json.loads(line) for line in predicted.read_text().splitlines()]
     assert rows and all(row["input"].startswith("cola sentence: ") for row in rows)
     assert "most static can read a fitted table" in said

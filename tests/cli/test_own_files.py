@@ -36,9 +36,9 @@ def test_it_trains_resumes_and_is_evaluated(place):
         *("eval", "--workdir", place / "run", "--data-dir", place / "data"),
         *("--save-predictions", "--method", "rank"),
     )
-    (file,) = (place / "run" / "evaluation").glob("*.jsonl")
+    (file,) = (place / "run" / "evaluation" / "4").glob("*.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert file.name == "step_4.own_files.validation.jsonl"
+    assert file.name == "own_files.jsonl"
     assert [row["input"] for row in rows] == [f"review: good {n}" for n in range(6)]
     assert {row["target"] for row in rows} == {"yes"}
     assert {row["prediction"] for row in rows} <= {"no", "yes"}  # label words are ranked

@@ -60,10 +60,9 @@ def test_train_evaluate_predict_and_generate(place: pathlib.Path) -> None:
     assert "runs/rv has finished its 20 steps: score " in said
     for task in ("glue_cola_v002", "super_glue_copa_v102", "super_glue_wsc_v102_simple_eval"):
         assert task in said
-    evaluation = place / "runs" / "rv" / "evaluation"
-    (predicted,) = evaluation.glob("step_20.glue_cola_v002.test.jsonl")
+    predicted = place / "predictions" / "glue_cola_v002.jsonl"
     row = json.loads(predicted.read_text().splitlines()[0])
     assert row["input"].startswith("cola sentence: ") and row["prediction"]
-    submitted = (place / "submission" / "CoLA.tsv").read_text().splitlines()
+    submitted = (place / "predictions" / "glue" / "CoLA.tsv").read_text().splitlines()
     assert submitted[0] == "index\tprediction" and len(submitted) == 1064
     assert len(said.splitlines()[-1]) > 0

@@ -122,7 +122,7 @@ def test_a_run_from_its_recipe_to_its_report(run, synthetic_data, tmp_path) -> N
         ("report runs/mine runs/mine", 0, "report: "),
         ("doctor --workdir runs/new", 0, "ok runs/new is writable"),
     )
-    assert (tmp_path / "runs/mine/evaluation/step_4.own_sst2.validation.jsonl").is_file()
+    assert (tmp_path / "runs/mine/evaluation/4/own_sst2.jsonl").is_file()
     damage(tmp_path / "runs/mine/checkpoints/4/state")
     check(
         # Its own classes are found again in a new process.

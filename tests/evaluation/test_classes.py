@@ -152,9 +152,10 @@ def test_eval_writes_predictions_and_hidden_labels_are_predicted(place):
     data = ("--workdir", place / "run", "--data-dir", place / "data", "--save-predictions")
     assert "accuracy" in call("eval", *data)
     assert "unlabeled examples are predicted" in call("eval", *data, "--split", "test")
-    for split, count in (("validation", 6), ("test", 5)):
-        path = place / "run" / "evaluation" / f"step_4.glue_rte_v002.{split}.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+    folder = place / "run" / "evaluation" / "4"
+    for path, count in ((folder, 6), (folder / "test", 5)):
+        text = (path / "glue_rte_v002.jsonl").read_text()
+        lines = [json.loads(line) for line in text.splitlines()]
         assert [line["idx"] for line in lines] == list(range(count))
         for line in lines:
             assert set(line["scores"]) == set(RTE)

@@ -188,15 +188,15 @@ def test_results_are_files_of_json(predictor, tmp_path):
         "loss": None,
     }
     assert hidden == scored | {"labeled": 0, "metrics": {}}
-    assert [x.name for x in path.parent.iterdir()] == ["step_7.json"]
+    assert [x.name for x in path.parent.iterdir()] == ["results.json"]
 
 
 def test_predictions_are_lines_of_json(predictor, tmp_path):
     p = predictor(method="rank")
     examples = Examples(encoded(p), ())
     (result,) = evaluate_tasks(p, [examples])
-    path = write_predictions(tmp_path / "new", 7, result, examples=examples)
-    assert path == tmp_path / "new" / "step_7.made.validation.jsonl"
+    path = write_predictions(tmp_path / "new", result, examples=examples)
+    assert path == tmp_path / "new" / "made.jsonl"
     lines = [strict(line) for line in path.read_text().splitlines()]
     assert [line["idx"] for line in lines] == list(range(7))
     for line in lines:
@@ -215,7 +215,7 @@ def test_numbers_that_are_not_finite_become_null(predictor, tmp_path, method):
     values = strict(write_results(tmp_path, 1, [result], overall={"loss": -np.inf}).read_text())
     assert values["tasks"][0]["metrics"] == {"f1": None, "accuracy": None}
     assert values["loss"] is None
-    lines = write_predictions(tmp_path, 1, result, examples=examples).read_text().splitlines()
+    lines = write_predictions(tmp_path, result, examples=examples).read_text().splitlines()
     assert len([strict(line) for line in lines]) == 7
 
 

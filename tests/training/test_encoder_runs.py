@@ -85,7 +85,7 @@ def test_a_classifier_learns_a_task_from_text_to_report(synthetic_data, tmp_path
 
     data = ("--workdir", whole, "--data-dir", synthetic_data)
     assert "synthetic_sst2" in call("eval", *data, "--save-predictions")
-    (saved,) = (whole / "evaluation").glob(f"step_{STEPS}.synthetic_sst2.validation.jsonl")
+    saved = whole / "evaluation" / str(STEPS) / "synthetic_sst2.jsonl"
     lines = [json.loads(line) for line in saved.read_text().splitlines()]
     right = np.mean([line["prediction"] == line["target"] for line in lines])
     assert 100 * right == pytest.approx(evaluated["score"])

@@ -98,13 +98,13 @@ def test_texts_are_evaluated_by_their_loss(data_dir: pathlib.Path, tmp_path: pat
         loss = record["texts_many/loss"]
         assert record["texts_many/perplexity"] == pytest.approx(np.exp(loss))
     assert records[-1]["loss"] < records[0]["loss"]
-    written = json.loads((directory / "evaluation" / "step_6.json").read_text())
+    written = json.loads((directory / "evaluation" / "6" / "results.json").read_text())
     names = {"perplexity", "word_perplexity", "bits_per_byte"}
     assert all(set(task["metrics"]) == names for task in written["tasks"])
 
     _, evaluator = open_data(wanted, directory, data_dir)
     results, _ = evaluator.measure(state.variables)
-    path = write_predictions(tmp_path, 6, results[0], examples=evaluator.sets[0])
+    path = write_predictions(tmp_path, results[0], examples=evaluator.sets[0])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 5
     assert lines[1].keys() == {"idx", "input", "target", "score"}
