@@ -76,10 +76,9 @@ def summarize_run(title: str, directory: pathlib.Path) -> tuple[RunReport, dict[
     evaluations = [record for record in records if record["kind"] == "eval"]
     _, steps_per_second = _metric_series(training, "steps_per_second")
     _, tokens_per_second = _metric_series(training, "tokens_per_second")
-    complete = evaluations or not experiment.answers
-    if not (steps_per_second and tokens_per_second and complete):
+    if not (steps_per_second and tokens_per_second and evaluations):
         raise ValueError(f"{log} holds no evaluation; continue the run until its first evaluation")
-    newest = evaluations[-1] if evaluations else {}
+    newest = evaluations[-1]
     metric_names = _first_metrics(newest)
     run = RunReport(
         title=title,

@@ -80,7 +80,8 @@ class Evaluator:
       lacking: the mixture's tasks that do not have the split.
 
     Raises:
-      ValueError: `only` names a task that is not in the mixture, or the model gives no answers.
+      ValueError: `only` names a task that is not in the mixture, or a masked language model would have to
+        answer.
       FileNotFoundError: no task has the split.
     """
 
@@ -94,11 +95,6 @@ class Evaluator:
         data_dir: pathlib.Path,
         only: list[str] | None = None,
     ):
-        if isinstance(model, Encoder) and not data.classes:
-            raise ValueError(
-                "a masked language model gives no answers that could be evaluated; train an Encoder with "
-                "model.outputs and data.classes, which may start from it (init_from)"
-            )
         self.model, self.data, self.evaluation = model, data, evaluation
         self.vocabulary = vocabulary
         mixture, split = data.mixture, evaluation.split
@@ -128,6 +124,8 @@ class Evaluator:
             )
             for task, part in pairs
         ]
+        if isinstance(model, Encoder) and model.masked_lm:
+            _check_masked(self.sets)
         rates = tasks.mixture_rates(mixture, data_dir)
         self.weights = [evaluation_sets.loss_weight(rates, s.name) for s in self.sets]
         count = self.evaluation.loss_batches * self.evaluation.batch_size
@@ -193,6 +191,16 @@ class Evaluator:
                 "joint_label_prior_entropy": prior["joint"],
             }
         return losses
+
+
+def _check_masked(sets: Iterable[evaluation_sets.EvaluationSet]) -> None:
+    """Raises a `ValueError` that names the first task which a masked language model cannot predict."""
+    for examples in sets:
+        if examples.objective is None:
+            raise ValueError(
+                f"{examples.name} is not made for a masked language model, which gives no answers; give a "
+                "task without inputs, with data.objective=masked_lm"
+            )
 
 
 def _check_tasks(names: Iterable[str], known: Collection[str], mixture: str) -> None:

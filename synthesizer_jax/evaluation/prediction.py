@@ -21,6 +21,7 @@ from synthesizer_jax.inference import (
     decode_sequences,
     score_choices,
     score_classes,
+    score_masked_tokens,
     score_targets,
 )
 from synthesizer_jax.inference.encoding import encode_tokens
@@ -247,7 +248,8 @@ class Predictor:
 
         Args:
           inputs: token ids with EOS.
-          targets: token ids with EOS, one for each input.
+          targets: token ids with EOS, one for each input. Of a masked language model those at the places
+            of the inputs, and 0 where nothing is predicted.
 
         Raises:
           ValueError: the model has classes, and a target is none of them.
@@ -255,6 +257,8 @@ class Predictor:
         if self.classes is not None:
             indices = [self.classes.index(target, owner="an example") for target in targets]
             return self._class_log_probabilities(inputs)[np.arange(len(inputs)), indices]
+        if isinstance(self.model, Encoder):
+            return self._masked_log_probabilities(self.model, inputs, targets)
         longest, length = max(map(len, targets), default=1), CHOICE_LENGTH
         if longest > length or self.decoding.max_length < length:
             length = max(self.decoding.max_length, longest)
@@ -269,6 +273,18 @@ class Predictor:
 
         scores = self._map(inputs, "decode", score, batch_size=rows)
         return np.array([score for (score,) in scores], np.float32)
+
+    def _masked_log_probabilities(
+        self, model: Encoder, inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray]
+    ) -> np.ndarray:
+        """Returns the log-probabilities in nats of tokens in masked places, ``[n]`` float32."""
+
+        def score(indices: list[int], batch: np.ndarray) -> tuple[jax.Array, ...]:
+            rows = self.to_devices(_pad_tokens([targets[i] for i in indices], *batch.shape))
+            tokens = self.to_devices(batch)
+            return (score_masked_tokens(self.variables, tokens, targets=rows, model=model),)
+
+        return np.array([score for (score,) in self._map(inputs, "rank", score)], np.float32)
 
     def _class_log_probabilities(self, inputs: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the log-probabilities in nats of all classes, ``[n, classes]`` float32."""

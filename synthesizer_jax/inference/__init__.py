@@ -2,7 +2,12 @@
 
 from synthesizer_jax.inference.decoder import Sequences
 from synthesizer_jax.inference.decoding import Decoded, decode, decode_sequences
-from synthesizer_jax.inference.scoring import score_choices, score_classes, score_targets
+from synthesizer_jax.inference.scoring import (
+    score_choices,
+    score_classes,
+    score_masked_tokens,
+    score_targets,
+)
 from synthesizer_jax.inference.settings import Decoding
 
 __all__ = [
@@ -13,5 +18,6 @@ __all__ = [
     "decode_sequences",
     "score_choices",
     "score_classes",
+    "score_masked_tokens",
     "score_targets",
 ]

@@ -85,13 +85,38 @@ def score_classes(variables: Variables, tokens: jax.Array, *, model: Encoder) ->
     return jax.nn.log_softmax(outputs)
 
 
+@functools.partial(jax.jit, static_argnames=("model",))
+@with_variables_on_any_mesh
+def score_masked_tokens(
+    variables: Variables, tokens: jax.Array, *, targets: jax.Array, model: Encoder
+) -> jax.Array:
+    """Returns the log-probability of the tokens in the masked places of every example.
+
+    Args:
+      variables: the model's variables.
+      tokens: ``[batch, k]`` integers; 0 is padding.
+      targets: ``[batch, k]`` the tokens to predict; 0 at all other places.
+      model: an unbound encoder with `masked_lm`.
+
+    Returns:
+      ``[batch]`` float32, in nats, summed over the tokens.
+    """
+    logits = apply_method(model.__call__, variables, tokens).token_logits
+    assert logits is not None
+    return _sum_log_probabilities(logits, targets)
+
+
 def _log_probability(
     model: TextToText, variables: Variables, *, targets: jax.Array, memory: PyTree
 ) -> jax.Array:
     """Returns ``[batch]`` sums of the target tokens' log-probabilities, with teacher forcing."""
     shifted = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))
     hidden = apply_method(model.decode, variables, shifted, memory)
-    logits = apply_method(model.logits, variables, hidden)
+    return _sum_log_probabilities(apply_method(model.logits, variables, hidden), targets)
+
+
+def _sum_log_probabilities(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Returns ``[batch]`` sums of the log-probabilities of target tokens that are not 0."""
     logp = jax.nn.log_softmax(logits.astype(jnp.float32))
     logp = jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
     return jnp.where(targets != 0, logp, 0.0).sum(axis=-1)

@@ -100,7 +100,6 @@ def summary_lines(
     steps: int,
     saved: list[int],
     data_dir: pathlib.Path | None,
-    answers: bool = True,
     prompt: str | None = "INPUT",
 ) -> str:
     """Returns the summary at the end of a run: its scores, its files, and the next commands.
@@ -110,7 +109,6 @@ def summary_lines(
       steps: number of finished steps.
       saved: steps of the checkpoints that were kept.
       data_dir: the data directory that was passed; None is the default one.
-      answers: whether the model gives answers, which `eval` measures.
       prompt: what `generate` is given; None: the model writes no text.
     """
     measured = read_scores(directory / METRICS_FILE)
@@ -125,7 +123,7 @@ def summary_lines(
     lines.append(f"{directory} holds checkpoints of the steps {kept}, {METRICS_FILE}, evaluation/")
     data = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
     run = shlex.quote(str(directory))
-    following = [f"eval --workdir {run}{data}"] if answers else [f"report {run}"]
+    following = [f"eval --workdir {run}{data}"]
     following += [] if prompt is None else [f'generate --workdir {run} "{prompt}"']
     for start, command in zip(("next: ", "      "), following, strict=False):
         lines.append(f"{start}synthesizer-jax {command}")

@@ -142,11 +142,6 @@ class Experiment:
                 "training.rules would not follow; leave one of them out"
             )
 
-    @property
-    def answers(self) -> bool:
-        """Whether the model gives answers, which are evaluated; a masked language model gives none."""
-        return isinstance(self.model, TextToText) or self.model.outputs is not None
-
     def starting_from(self, source: str | None) -> Experiment:
         """Returns the experiment with all parameters from a checkpoint; None: with fresh ones."""
         return replace(self, init_from=source, init_rules=(), init_share=1.0, init_optimizer=False)
@@ -199,11 +194,6 @@ def _check_head(experiment: Experiment) -> None:
         raise ValueError(
             "data.pack is true, and an Encoder reads one text a row; set data.pack=false, and data.buckets "
             "for texts of different lengths"
-        )
-    if not experiment.answers and experiment.evaluation.every:
-        raise ValueError(
-            f"evaluation.every is {experiment.evaluation.every}, and a masked language model gives no "
-            "answers that could be evaluated; set evaluation.every=0"
         )
     if experiment.evaluation.method != RANK:
         raise ValueError(

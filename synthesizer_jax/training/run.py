@@ -118,9 +118,7 @@ def run(
                 return _make_evaluator(experiment, vocabulary, places)
 
             split = experiment.evaluation.split
-            if experiment.answers and not (
-                stream.is_cached and evaluation_tasks(experiment.data.mixture, places, split)
-            ):
+            if not (stream.is_cached and evaluation_tasks(experiment.data.mixture, places, split)):
                 evaluator()
             batches = stack.enter_context(PrefetchedStream(stream))
         state = train(
@@ -128,9 +126,7 @@ def run(
             batches,
             directory,
             stop=stop,
-            evaluate=functools.partial(_evaluate, evaluator, directory, mesh=trainer.mesh)
-            if experiment.answers
-            else None,
+            evaluate=functools.partial(_evaluate, evaluator, directory, mesh=trainer.mesh),
             initial=initial,
             ready=functools.partial(_save_run_and_code, experiment, directory, own),
             visible=visible,
@@ -153,7 +149,6 @@ def _print_summary(
         steps=step,
         saved=finished_steps(directory / "checkpoints"),
         data_dir=data_dir,
-        answers=experiment.answers,
         prompt=prompt if isinstance(experiment.model, TextToText) else None,
     )
     print(text, flush=True)

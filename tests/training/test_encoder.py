@@ -191,15 +191,10 @@ def test_costs_of_an_encoder_are_those_of_its_inputs(head):
     assert make_plan(shorter, parse_topology("v5e:2x2")).flops < plan.flops
 
 
-@pytest.mark.parametrize(
-    ("answers", "prompt", "commands"),
-    [(True, "", ["eval", "generate"]), (True, None, ["eval"]), (False, None, ["report"])],
-)
-def test_the_next_commands_are_possible(answers, prompt, commands, tmp_path):
+@pytest.mark.parametrize(("prompt", "commands"), [("", ["eval", "generate"]), (None, ["eval"])])
+def test_the_next_commands_are_possible(prompt, commands, tmp_path):
     (tmp_path / METRICS_FILE).touch()
-    text = summary_lines(
-        tmp_path, steps=4, saved=[4], data_dir=None, answers=answers, prompt=prompt
-    )
+    text = summary_lines(tmp_path, steps=4, saved=[4], data_dir=None, prompt=prompt)
     assert text.endswith(' ""') == (prompt == "")
     assert re.findall("synthesizer-jax ([a-z]+)", text) == commands
 
@@ -222,11 +217,6 @@ CLASSIFIER, MASKED = experiment(), experiment(encoder(masked_lm=True))
         (CLASSIFIER, "model.masked_lm=true", "model.outputs=3 and model.masked_lm=True; set one"),
         (CLASSIFIER, "data.classes=[]", "model.outputs is 3 and data.classes has 0 label words"),
         (MASKED, "data.pack=true", "an Encoder reads one text a row; set data.pack=false"),
-        (
-            MASKED,
-            "evaluation.every=2",
-            "gives no answers that could be evaluated; set evaluation.e",
-        ),
         (CLASSIFIER, "evaluation.method=greedy", "an Encoder decodes nothing; set evaluation.meth"),
         (
             CLASSIFIER,

@@ -11,7 +11,7 @@ from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import OBJECTIVES
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.evaluator import Evaluator
-from synthesizer_jax.models import EncoderDecoder, Size, alignment, t5
+from synthesizer_jax.models import Encoder, EncoderDecoder, Size, alignment, t5
 from synthesizer_jax.models.zoo import language_model
 from synthesizer_jax.optimizers import AdamW, Constant
 from synthesizer_jax.registry import from_json, replace, to_json
@@ -110,6 +110,33 @@ def test_texts_are_evaluated_by_their_loss(data_dir: pathlib.Path, tmp_path: pat
     assert lines[1].keys() == {"idx", "input", "target", "score"}
     assert {line["target"].split()[1] for line in lines} == set("01234")
     assert sum(line["score"] for line in lines) == pytest.approx(-5 * results[0].loss.nats)
+
+
+@pytest.mark.slow
+def test_a_masked_language_model_is_evaluated_where_tokens_are_masked(
+    data_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    wanted = experiment(objective=OBJECTIVES["masked_lm"])
+    encoder = t5(SIZE, encoder=alignment("v", head_dim=SIZE.head_dim)).encoder
+    model = Encoder(vocab_size=359, d_model=16, encoder=encoder, masked_lm=True)
+    wanted = replace(wanted, model=model, data=replace(wanted.data, inputs_length=32))
+    state = run(wanted, tmp_path / "run", data_dir=data_dir, visible=False)
+    (record,) = log(tmp_path / "run", "eval")
+
+    _, evaluator = open_data(wanted, tmp_path / "run", data_dir)
+    results, _ = evaluator.measure(state.variables)
+    for examples, result in zip(evaluator.sets, results, strict=True):
+        nats, count = 0.0, 0
+        for inputs, targets in zip(examples.inputs, examples.targets, strict=True):
+            logits = model.apply(state.variables, inputs[None]).token_logits[0]
+            log_z = np.logaddexp.reduce(np.asarray(logits, np.float64), axis=-1)
+            for i in np.flatnonzero(targets):
+                nats += log_z[i] - float(logits[i, targets[i]])
+            count += np.count_nonzero(targets)
+        assert 0 < count < 0.2 * sum(map(len, examples.inputs))
+        assert result.text_metrics["perplexity"] == pytest.approx(np.exp(nats / count), rel=1e-4)
+        assert record[f"{result.task}/loss"] == pytest.approx(nats / count, rel=1e-4)
+    assert record["score"] == -record["loss"]
 
 
 @pytest.mark.slow
