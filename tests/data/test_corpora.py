@@ -55,6 +55,30 @@ QUESTIONS = {
     ]
 }
 TALK = '<doc>\n<title>T</title>\n<seg id="1"> {} &amp; x </seg>\n</doc>\n'
+SGM = '<refset setid="s">\n<doc docid="d">\n<p>\n<seg id="1">{}</seg>\n</p>\n</doc>\n</refset>\n'
+TMX = """<?xml version="1.0" encoding="UTF-8"?>
+<!DOCTYPE tmx SYSTEM "tmx14.dtd">
+<tmx version="1.4"><header/><body>
+<tu><tuv xml:lang="en"><seg>One &lt;1&gt;</seg></tuv><tuv xml:lang="ro"><seg>Unu</seg></tuv></tu>
+<tu><tuv xml:lang="en"><seg>Two</seg></tuv><tuv xml:lang="ro"><seg/></tuv></tu>
+</body></tmx>
+"""
+TRIVIA = {
+    "Question": " Who won? ",
+    "QuestionId": "q1",
+    "QuestionSource": "s",
+    "Answer": {
+        **{"Aliases": ["Ann Lee", "Annie"], "NormalizedAliases": ["ann lee", "annie"]},
+        **{"NormalizedValue": "ann lee", "Type": "WikipediaEntity", "Value": "Ann Lee"},
+    },
+    "EntityPages": [
+        {"DocSource": "TagMe", "Filename": "A/B.txt", "Title": "B"},
+        {"DocSource": "TagMe", "Filename": "A/missing.txt", "Title": "C"},
+    ],
+    "SearchResults": [
+        {"Description": "d", "Filename": "1.txt", "Rank": 1, "Title": "t", "Url": "u"}
+    ],
+}
 WIKI = " \n = One = \n \n a <unk> \n = = Part = = \n \n b \n \n = Two = \n \n c \n"
 ARTICLE = (
     "[SN]URL[SN]\nu\n[SN]TITLE[SN]\nt\n[SN]FIRST-SENTENCE[SN]\nShort.\n\n[SN]RESTBODY[SN]\nLong.\n"
@@ -72,6 +96,30 @@ LAYOUTS = {
         "en-de/IWSLT16.TED.tst2013.en-de.de.xml": TALK.format("F"),
     },
     "wmt14": {"src-train.txt": "a\n\nb\n", "tgt-train.txt": "c\nd\ne\n"},
+    "wmt15": {
+        "training/news-commentary-v10.fr-en.en": "a\n",
+        "training/news-commentary-v10.fr-en.fr": "b\n",
+        "dev/newsdiscussdev2015-fren-src.fr.sgm": SGM.format("d"),
+        "dev/newsdiscussdev2015-fren-ref.en.sgm": SGM.format("c &amp; d"),
+    },
+    "wmt16": {"en-ro.tmx": TMX},
+    "wmt19": {
+        "europarl-v9.de-en.tsv": "a\tb\nonly one\n\t\n",
+        "commoncrawl.de-en.en": "e\n\n",
+        "commoncrawl.de-en.de": "f\ng\n",
+        "wikititles-v1.de-en.tsv": "c\td\n",
+        "newstest2018-deen-src.de.sgm": SGM.format("h"),
+        "newstest2018-deen-ref.en.sgm": SGM.format("i"),
+    },
+    "trivia_qa": {
+        "qa/wikipedia-train.json": {"Data": [TRIVIA]},
+        "evidence/wikipedia/A/B.txt": " Ann Lee won the race .\n",
+        "evidence/web/1.txt": "nobody",
+    },
+    "c4": {
+        "en/c4-train.00000-of-01024.json": '{"text": "a", "url": "u", "timestamp": "t"}\n',
+        "en/c4-train.00001-of-01024.json": '{"text": "b\\nc", "url": "u", "timestamp": "t"}\n',
+    },
     "wikitext": {"wikitext-2/wiki.train.tokens": WIKI, "wikitext-103/valid.txt": WIKI},
     "lm1b": {
         "1-billion/training-monolingual.tokenized.shuffled/news.en-00001-of-00100": "a b\nc\n",
@@ -99,6 +147,70 @@ def test_translations(data_dir):
     assert texts(row, "en", "de") == ("E & x", "F & x")
     rows = stored(data_dir, "wmt14_translate/de-en", "train")
     assert sorted(texts(row, "en", "de") for row in rows) == [("a", "c"), ("b", "e")]
+
+
+def test_translations_of_wmt(data_dir):
+    """Texts, SGML, TSV and TMX; what lacks a language is left out."""
+    found = {
+        (name, split): sorted(
+            texts(row, "en", name[-5:-3]) for row in stored(data_dir, name, split)
+        )
+        for name, split in (
+            ("wmt15_translate/fr-en", "train"),
+            ("wmt15_translate/fr-en", "validation"),
+            ("wmt16_translate/ro-en", "train"),
+            ("wmt19_translate/de-en", "train"),
+            ("wmt19_translate/de-en", "validation"),
+        )
+    }
+    assert list(found.values()) == [
+        [("a", "b")],
+        [("c & d", "d")],
+        [("One <1>", "Unu")],
+        [("b", "a"), ("d", "c"), ("e", "f")],
+        [("i", "h")],
+    ]
+
+
+def test_pages_of_c4(data_dir):
+    rows = stored(data_dir, "c4/en", "train")
+    assert sorted(texts(row, "text", "url", "content-type") for row in rows) == [
+        ("a", "u", ""),
+        ("b\nc", "u", ""),
+    ]
+    (row, _) = (
+        tasks.find_task("c4_v220_span_corruption")
+        .to_seqio(Bytes().build(), data_dir)
+        .get_dataset(split="train")
+        .as_numpy_iterator()
+    )
+    assert row["targets_pretokenized"] in (b"a", b"b\nc")
+
+
+def test_questions_of_trivia_qa_with_their_documents(data_dir):
+    (row,) = stored(data_dir, "trivia_qa/rc", "train")
+    assert list(row["entity_pages"]["wiki_context"]) == [b"Ann Lee won the race ."]
+    assert list(row["search_results"]["rank"]) == [1]
+    assert row["answer"]["matched_wiki_entity_name"] == b""
+    sets = evaluation_sets.load_evaluation_set(
+        "trivia_qa_v010",
+        "train",
+        Bytes().build(),
+        data_dir=data_dir,
+        lengths={"inputs": 200, "targets": 50},
+    )
+    (example,) = sets.examples
+    assert example["inputs_pretokenized"] == (
+        b"question: Who won ? context: Ann Lee won the race . "
+    )
+    assert example["targets_pretokenized"] == b"ann lee"
+
+
+def test_the_folder_of_a_pattern_may_be_given_itself(tmp_path):
+    source = place(tmp_path / "from", LAYOUTS["wikitext"]) / "wikitext-2"
+    report = import_corpus("wikitext", source, tmp_path / "out")
+    found = {s.config: s.rows for s in report.splits if s.file}
+    assert found == {"wikitext/wikitext-2-v1": 2}
 
 
 def test_language_models_have_lines_or_articles(data_dir):
@@ -193,6 +305,12 @@ def test_published_sizes_are_checked_and_readers_read(tmp_path):
         ("xpersona", {"En_persona_test.json": [{"persona": [], "dialogue": [["a"]]}]}, "a turn is"),
         ("wmt14", {"src-train.txt": "a\nb\n", "tgt-train.txt": "a\n"},
          "tgt-train.txt, the end: it ends before line 2 of the other language"),
+        ("wmt16", {"en-ro.tmx": "<tmx><body><tu>"}, "en-ro.tmx, the file: not TMX"),
+        ("trivia_qa", {"qa/web-dev.json": {"Data": [{}]}}, "not TriviaQA's JSON .KeyError"),
+        ("trivia_qa",
+         {"qa/web-dev.json": {"Data": [TRIVIA | {"EntityPages": [{"Filename": "../x"}]}]}},
+         r"the file name '\.\./x' leaves its folder"),
+        ("c4", {"en/c4-train.0.json": '{"text": 1}\n'}, "line 1: there is no text 'text'"),
         ("imdb", {"readme.txt": ""}, r"lacks \*\.txt; nothing was imported"),
     ],
 )  # fmt: skip

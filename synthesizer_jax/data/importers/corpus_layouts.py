@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import itertools
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from synthesizer_jax.data.importers import corpus_readers as readers
+from synthesizer_jax.data.importers import question_readers
 from synthesizer_jax.data.translation import PAIRS
 
 Part: TypeAlias = tuple[str, ...]
@@ -24,7 +26,7 @@ class SplitLayout:
       name: TFDS's name.
       parts: the parts, whose rows follow one another.
       rows: the published number of rows; None: any.
-      also: other names of the whole split's files.
+      also: parts of other names that make the whole split, in order of preference.
       sample: files that are read if the others are not there; they may have any number of rows.
       read: the reader, where it is not that of the other splits.
     """
@@ -32,7 +34,7 @@ class SplitLayout:
     name: str
     parts: tuple[Part, ...]
     rows: int | None = None
-    also: Part | None = None
+    also: tuple[Part, ...] = ()
     sample: Part | None = None
     read: readers.Reader | None = None
 
@@ -48,7 +50,8 @@ class Layout:
 
     Attributes:
       dataset: its name, and its configuration if it has some.
-      features: the kind of every feature: ``text``, ``texts`` (a list), ``integer``, ``answers``.
+      features: the kind of every feature: ``text``, ``texts`` (a list), ``integer``, ``answers`` of SQuAD,
+        ``aliases``, ``pages`` and ``results`` of TriviaQA.
       read: the reader of a part of a split.
       splits: its splits.
       version: its version; TFDS's, where TFDS has the data set.
@@ -63,7 +66,7 @@ class Layout:
 
 def find_parts(split: SplitLayout, source: pathlib.Path) -> list[list[pathlib.Path]]:
     """Returns the files of those parts of a split that are there, else its other files or its sample."""
-    for parts in (split.parts, (split.also or (),), (split.sample or (),)):
+    for parts in (split.parts, *((part,) for part in split.also), (split.sample or (),)):
         found = [[list(_matches(source, pattern)) for pattern in part] for part in parts]
         whole = [list(itertools.chain(*files)) for files in found if files and all(files)]
         if whole:
@@ -72,7 +75,10 @@ def find_parts(split: SplitLayout, source: pathlib.Path) -> list[list[pathlib.Pa
 
 
 def _matches(source: pathlib.Path, pattern: str) -> Iterator[pathlib.Path]:
-    for candidate in (pattern, pattern + ".gz"):
+    """Yields the files of a pattern, plain or else compressed; `source` may be its last folder itself."""
+    _, _, last = pattern.removeprefix("**/").partition("/")
+    inside = [last] if fnmatch.fnmatch(f"{source.name}/{last}", pattern.removeprefix("**/")) else []
+    for candidate in (pattern, pattern + ".gz", *inside, *(name + ".gz" for name in inside)):
         found = sorted(source.glob(candidate))
         if found:
             yield from found
@@ -110,21 +116,54 @@ def _iwslt(year: int, pair: tuple[str, str], dev: str, tests: Sequence[str]) -> 
     return Layout(f"iwslt{year}/{'_'.join(pair)}", features, read, splits)
 
 
-def _wmt14(target: str, corpora: Sequence[str], *, sample: Part | None = None) -> Layout:
-    """Returns WMT 2014: training corpora, newstest2013 and newstest2014 as plain text."""
+def _wmt(
+    name: str,
+    target: str,
+    corpora: Sequence[str],
+    validation: str,
+    test: str | None,
+    *,
+    sample: Part | None = None,
+) -> Layout:
+    """Returns a translation task of WMT: training corpora, and sets of news as SGML or plain text.
+
+    Args:
+      name: TFDS's name without ``_translate``.
+      target: the language beside English.
+      corpora: the training corpora: stems of pairs of text files, or files of both languages.
+      validation: the set of news of that split.
+      test: the same of the test split; None: there is none.
+      sample: see `SplitLayout`.
+    """
     pair, direction = ("en", target), f"{target}-en"
 
-    def news(year: int) -> Part:
-        return _texts(f"en-{target}/newstest{year}", pair)
+    def news(split: str, stem: str) -> SplitLayout:
+        sgm = f"**/{stem}-{target}en"
+        return SplitLayout(
+            split,
+            ((f"{sgm}-ref.en.sgm", f"{sgm}-src.{target}.sgm"),),
+            _NEWS_ROWS.get(stem),
+            also=(_texts(f"**/en-{target}/{stem}", pair), _texts(f"**/dev/{stem}", pair)),
+        )
 
-    parts = tuple(_texts(f"**/{corpus}.{direction}", pair) for corpus in corpora)
-    splits = (
-        SplitLayout("train", parts, sample=sample),
-        SplitLayout("validation", (news(2013),), 3_000, also=_texts("**/dev/newstest2013", pair)),
-        SplitLayout("test", (news(2014),), 3_003),
+    def part(corpus: str) -> Part:
+        is_file = corpus.endswith((".tsv", ".tmx"))
+        return (f"**/{corpus}",) if is_file else _texts(f"**/{corpus}.{direction}", pair)
+
+    splits = [SplitLayout("train", tuple(map(part, corpora)), sample=sample)]
+    splits += [news("validation", validation)] + ([news("test", test)] if test else [])
+    read = readers.parallel(pair)
+    return Layout(f"{name}_translate/{direction}", dict.fromkeys(pair, "text"), read, tuple(splits))
+
+
+def _c4(config: str) -> Layout:
+    """Returns C4 as the JSON lines that its mirrors publish, a folder for each configuration."""
+    features = dict.fromkeys(readers.PAGE, "text")
+    splits = tuple(
+        SplitLayout(split, ((f"**/{config}/c4-{split}.*.json",),))
+        for split in ("train", "validation")
     )
-    read = readers.aligned(pair, drop_empty=True)
-    return Layout(f"wmt14_translate/{direction}", dict.fromkeys(pair, "text"), read, splits)
+    return Layout(f"c4/{config}", features, readers.pages, splits, version="3.1.0")
 
 
 def _wikitext(size: int, version: str) -> Layout:
@@ -132,8 +171,8 @@ def _wikitext(size: int, version: str) -> Layout:
     folder, suffix = f"wikitext-{size}{'-raw' if is_raw else ''}", "raw" if is_raw else "tokens"
 
     def split(name: str, stem: str) -> SplitLayout:
-        also = (f"{folder}/{stem}.txt",)
-        return SplitLayout(name, ((f"**/{folder}/wiki.{stem}.{suffix}",),), also=also)
+        also = (f"**/{folder}/{stem}.txt",)
+        return SplitLayout(name, ((f"**/{folder}/wiki.{stem}.{suffix}",),), also=(also,))
 
     splits = (split("train", "train"), split("validation", "valid"), split("test", "test"))
     dataset = f"wikitext/wikitext-{size}-{version}"
@@ -164,6 +203,8 @@ _QUESTION = dict.fromkeys(("id", "title", "context", "question"), "text") | {"an
 _LM1B = "**/{}-monolingual.tokenized.shuffled/news.en{}-*"
 _TALKS = tuple(f"tst{year}" for year in range(2010, 2016))
 _WMT14 = ("commoncrawl", "europarl-v7", "news-commentary-v9")
+_FRENCH = ("giga-fren.release2.fixed", "undoc.2000")
+_NEWS_ROWS = {"newstest2013": 3_000, "newstest2014": 3_003}
 
 CORPORA: Mapping[str, tuple[Layout, ...]] = MappingProxyType(
     {
@@ -171,9 +212,57 @@ CORPORA: Mapping[str, tuple[Layout, ...]] = MappingProxyType(
         "iwslt2016": tuple(_iwslt(2016, p, "tst2013", ("tst2014",)) for p in PAIRS["iwslt2016"]),
         "iwslt2017": tuple(_iwslt(2017, p, "dev2010", _TALKS) for p in PAIRS["iwslt2017"]),
         "wmt14": (
-            _wmt14("de", _WMT14, sample=("src-train.txt", "tgt-train.txt")),
-            _wmt14("fr", (*_WMT14, "giga-fren.release2.fixed", "undoc.2000")),
+            _wmt(
+                *("wmt14", "de", _WMT14, "newstest2013", "newstest2014"),
+                sample=("src-train.txt", "tgt-train.txt"),
+            ),
+            _wmt("wmt14", "fr", (*_WMT14, *_FRENCH), "newstest2013", "newstest2014"),
         ),
+        "wmt_t2t": (
+            _wmt(
+                *("wmt_t2t", "de", ("europarl-v7", "commoncrawl", "news-commentary-v13")),
+                *("newstest2013", "newstest2014"),
+            ),
+        ),
+        "wmt15": (
+            _wmt(
+                *("wmt15", "fr", ("europarl-v7", "commoncrawl", "news-commentary-v10", *_FRENCH)),
+                *("newsdiscussdev2015", "newsdiscusstest2015"),
+            ),
+        ),
+        "wmt16": (
+            _wmt(
+                *("wmt16", "ro", ("europarl-v8", "en-ro.tmx"), "newsdev2016", "newstest2016"),
+            ),
+        ),
+        "wmt19": (
+            _wmt(
+                "wmt19",
+                "de",
+                (
+                    *("europarl-v9.de-en.tsv", "en-de.bicleaner07.tmx", "commoncrawl"),
+                    *("news-commentary-v14.de-en.tsv", "wikititles-v1.de-en.tsv", "rapid2019"),
+                ),
+                *("newstest2018", None),
+            ),
+        ),
+        "trivia_qa": (
+            Layout(
+                "trivia_qa/rc",
+                {
+                    **dict.fromkeys(("question", "question_id", "question_source"), "text"),
+                    **{"answer": "aliases", "entity_pages": "pages", "search_results": "results"},
+                },
+                question_readers.trivia,
+                (
+                    SplitLayout("train", (("**/qa/*-train.json",),)),
+                    SplitLayout("validation", (("**/qa/*-dev.json",),)),
+                    SplitLayout("test", (("**/qa/*test-without-answers.json",),)),
+                ),
+                version="1.1.0",
+            ),
+        ),
+        "c4": (_c4("en"), _c4("en.noclean")),
         "cnn_dailymail": (
             Layout(
                 "cnn_dailymail",
@@ -200,7 +289,7 @@ CORPORA: Mapping[str, tuple[Layout, ...]] = MappingProxyType(
             Layout(
                 "squad/v1.1",
                 _QUESTION,
-                readers.questions,
+                question_readers.squad,
                 (
                     SplitLayout("train", (("train-v1.1.json",),), 87_599),
                     SplitLayout("validation", (("dev-v1.1.json",),), 10_570),

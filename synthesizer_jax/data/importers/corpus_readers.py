@@ -7,16 +7,21 @@ example. Errors name file, line and reason.
 from __future__ import annotations
 
 import csv
+import functools
+import gzip
 import html
 import itertools
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+from xml.etree import ElementTree
 
 from synthesizer_jax.data.importers.reading import (
     import_error,
     parse_value,
+    read_json_lines,
     read_lines,
     read_text,
 )
@@ -31,17 +36,18 @@ _SEGMENT = re.compile(r"\s*<seg id=\"[^\"]*\">(.*)</seg>\s*")
 _TAG = re.compile(r"\s*<[^>]+>.*")
 _TITLE = re.compile(r" = [^=].* = ?")
 _PERSONA = "your persona: "
+_LANGUAGE = "{http://www.w3.org/XML/1998/namespace}lang"
+PAGE = ("text", "url", "timestamp", "content-type", "content-length")
+"""The features of C4."""
 
 
-def aligned(languages: tuple[str, str], *, drop_empty: bool = False) -> Reader:
+def aligned(languages: tuple[str, str]) -> Reader:
     """Returns the reader of two text files whose lines are translations of each other.
 
     Args:
       languages: names of the two features.
-      drop_empty: whether to leave out an empty line together with its translation; by default it is an
-        error.
     """
-    return lambda paths: _pairs(paths, languages, read_lines, drop_empty=drop_empty)
+    return lambda paths: _pairs(paths, languages, read_lines, drop_empty=False)
 
 
 def aligned_talks(languages: tuple[str, str]) -> Reader:
@@ -51,6 +57,64 @@ def aligned_talks(languages: tuple[str, str]) -> Reader:
     one ``<seg>`` per sentence.
     """
     return lambda paths: _pairs(paths, languages, _talk_lines, drop_empty=True)
+
+
+def parallel(languages: tuple[str, str]) -> Reader:
+    """Returns the reader of WMT's files: two of text or SGML, or one of both languages, TSV or TMX.
+
+    A row that lacks one of the languages is left out.
+
+    Args:
+      languages: names of the two features.
+    """
+
+    def read(paths: Sequence[pathlib.Path]) -> Rows:
+        kind = pathlib.Path(paths[0].name.removesuffix(".gz")).suffix
+        if kind == ".tsv":
+            return _tsv_pairs(paths[0], languages)
+        if kind == ".tmx":
+            return _tmx_pairs(paths[0], languages)
+        lines_of = _segments if kind == ".sgm" else functools.partial(read_lines, whole=True)
+        return _pairs(paths, languages, lines_of, drop_empty=True)
+
+    return read
+
+
+def _tsv_pairs(path: pathlib.Path, languages: tuple[str, str]) -> Rows:
+    """Yields the rows of a file such as ``corpus.de-en.tsv``, whose columns its name says."""
+    named = tuple(path.name.removesuffix(".gz").split(".")[-2].split("-"))
+    if set(named) != set(languages):
+        reason = f"the name does not say which column is which; {'-'.join(languages)}.tsv would"
+        raise import_error(path, "the name", reason)
+    for number, line in read_lines(path):
+        texts = [text.strip() for text in line.split("\t")]
+        yield (
+            number,
+            dict(zip(named, texts, strict=True)) if all(texts) and len(texts) == 2 else None,
+        )
+
+
+def _tmx_pairs(path: pathlib.Path, languages: tuple[str, str]) -> Rows:
+    """Yields the translation units of a TMX file, one after the other."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rb") as file:
+            events = ElementTree.iterparse(file, events=("start", "end"))
+            _, root = next(events)
+            number = 0
+            for event, element in events:
+                if event == "start" or element.tag != "tu":
+                    continue
+                number += 1
+                texts = {
+                    variant.get(_LANGUAGE, "").lower(): (variant.findtext("seg") or "").strip()
+                    for variant in element.iterfind("tuv")
+                }
+                row = {language: texts.get(language, "") for language in languages}
+                yield f"unit {number}", row if all(row.values()) else None
+                root.clear()
+    except (ElementTree.ParseError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise import_error(path, "the file", f"not TMX ({error})") from error
 
 
 def _pairs(
@@ -77,13 +141,20 @@ def _pairs(
 
 
 def _talk_lines(path: pathlib.Path) -> Iterator[tuple[int, str]]:
-    is_xml = ".xml" in path.suffixes
+    if ".xml" in path.suffixes:
+        yield from _segments(path)
+        return
     for number, line in read_lines(path):
-        segment = _SEGMENT.fullmatch(line) if is_xml else None
+        if not _TAG.fullmatch(line):
+            yield number, line.strip()
+
+
+def _segments(path: pathlib.Path) -> Iterator[tuple[int, str]]:
+    """Yields the texts of the elements ``<seg id="…">``, one a line; other lines are left out."""
+    for number, line in read_lines(path):
+        segment = _SEGMENT.fullmatch(line)
         if segment:
             yield number, html.unescape(segment.group(1)).strip()
-        elif not is_xml and not _TAG.fullmatch(line):
-            yield number, line.strip()
 
 
 def lines(paths: Sequence[pathlib.Path]) -> Rows:
@@ -92,6 +163,15 @@ def lines(paths: Sequence[pathlib.Path]) -> Rows:
         for number, line in read_lines(path):
             if line.strip():
                 yield number, {"text": line}
+
+
+def pages(paths: Sequence[pathlib.Path]) -> Rows:
+    """Yields C4's pages from JSON lines; those of its mirrors lack some fields, which are empty."""
+    for path in paths:
+        for number, row in read_json_lines(path):
+            if not isinstance(row.get("text"), str):
+                raise import_error(path, number, "there is no text 'text'")
+            yield number, {name: str(row.get(name, "")) for name in PAGE}
 
 
 def articles(paths: Sequence[pathlib.Path]) -> Rows:
@@ -198,35 +278,6 @@ def persona_json(paths: Sequence[pathlib.Path]) -> Rows:
             history.append(turn[0])
             yield where, {"persona": persona, "history": list(history), "reply": turn[1]}
             history.append(turn[1])
-
-
-def questions(paths: Sequence[pathlib.Path]) -> Rows:
-    """Yields SQuAD 1.1's rows from its JSON."""
-    path = paths[0]
-    data = parse_value(path, 1, read_text(path))
-    try:
-        for article in data["data"]:
-            for paragraph in article["paragraphs"]:
-                for question in paragraph["qas"]:
-                    yield question["id"], _question(article, paragraph, question)
-    except (KeyError, TypeError) as error:
-        reason = f"not SQuAD's JSON ({type(error).__name__}: {error})"
-        raise import_error(path, "the data", reason) from error
-
-
-def _question(
-    article: Mapping[str, Any], paragraph: Mapping[str, Any], question: Mapping[str, Any]
-) -> Row:
-    return {
-        "id": question["id"],
-        "title": article.get("title", ""),
-        "context": paragraph["context"],
-        "question": question["question"],
-        "answers": [
-            {"text": answer["text"], "answer_start": answer["answer_start"]}
-            for answer in question["answers"]
-        ],
-    }
 
 
 def _table(

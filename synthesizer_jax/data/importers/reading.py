@@ -21,11 +21,15 @@ def import_error(path: pathlib.Path, where: int | str, reason: str) -> ValueErro
     return ValueError(f"{path}, {location}: {reason}; nothing was imported")
 
 
-def read_lines(path: pathlib.Path) -> Iterator[tuple[int, str]]:
+def read_lines(path: pathlib.Path, *, whole: bool = False) -> Iterator[tuple[int, str]]:
     """Yields the number (from 1) and the text of every line, without line ends.
 
-    As in Python's text mode, in which TFDS reads, CR and CRLF end a line too. A byte-order mark and
-    blank lines at the end are omitted; other blank lines are kept.
+    As in Python's text mode, in which TFDS reads, CR and CRLF end a line too. A byte-order mark is
+    omitted.
+
+    Args:
+      path: the file, plain or gzip.
+      whole: whether blank lines at the end are kept, as others are, for files that are read side by side.
 
     Raises:
       ValueError: the file is not UTF-8, its gzip stream is damaged, or it is not a regular file.
@@ -47,6 +51,8 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[int, str]]:
                     yield from blank_lines
                     blank_lines.clear()
                     yield number, line
+        if whole:
+            yield from blank_lines
     except UnicodeDecodeError as error:
         raise import_error(path, number, f"byte {error.start} is not UTF-8") from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
