@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from synthesizer_jax.cli.libraries import load_data_libraries
-from synthesizer_jax.cli.options import DataDir
+from synthesizer_jax.cli.options import DataDir, storage_option
 from synthesizer_jax.files import storage_path
 
 if TYPE_CHECKING:
@@ -41,6 +41,10 @@ Columns = Annotated[
     str | None,
     typer.Option(help="mine: the columns of CSV and TSV files that have no header, such as 'a,b'."),
 ]
+VocabularyFile = Annotated[
+    pathlib.Path | None,
+    storage_option("mine: the SentencePiece model whose tokens are counted, instead of words."),
+]
 
 
 def import_files(
@@ -51,7 +55,8 @@ def import_files(
     source: Annotated[
         list[str],
         typer.Option(
-            "--from", help="Directory of the files; mine: or SPLIT=FILE, with commas or repeated."
+            "--from",
+            help="Directory of the files; mine: or SPLIT=FILE, with commas or repeated, * for anything.",
         ),
     ],
     *,
@@ -62,6 +67,7 @@ def import_files(
     labels: Labels = None,
     metrics: Metrics = None,
     columns: Columns = None,
+    vocabulary: VocabularyFile = None,
 ) -> None:
     """Write TFDS data sets from the original files of a benchmark or corpus, or from your own.
 
@@ -81,11 +87,11 @@ def import_files(
             missing = "--name" if name is None else "--target"
             raise ValueError(f"'data import {MINE}' needs {missing}; --help shows an example")
         task = _describe_task(name, inputs, target, labels=labels, metrics=metrics)
-        lines = _import_own(task, source, columns, data_dir=directory)
-    elif any(x is not None for x in (name, inputs, target, labels, metrics, columns)):
+        lines = _import_own(task, source, columns, data_dir=directory, vocabulary=vocabulary)
+    elif any(x is not None for x in (name, inputs, target, labels, metrics, columns, vocabulary)):
         raise ValueError(
-            f"{benchmark} is imported as it is published; --name, --input, --target, --labels, --metric "
-            f"and --columns belong to 'data import {MINE}'"
+            f"{benchmark} is imported as it is published; --name, --input, --target, --labels, --metric, "
+            f"--columns and --vocabulary belong to 'data import {MINE}'"
         )
     else:
         lines = _import_benchmark(benchmark, source, data_dir=directory)
@@ -114,15 +120,22 @@ def _describe_task(
 
 
 def _import_own(
-    task: FileTask, source: list[str], columns: str | None, *, data_dir: pathlib.Path
+    task: FileTask,
+    source: list[str],
+    columns: str | None,
+    *,
+    data_dir: pathlib.Path,
+    vocabulary: pathlib.Path | None,
 ) -> list[str]:
     """Imports the user's own files and returns the lines of the report."""
     from synthesizer_jax.data.imported import import_files
     from synthesizer_jax.data.importers.files import find_splits
+    from synthesizer_jax.data.vocabularies import SentencePiece
 
+    codec = None if vocabulary is None else SentencePiece(str(vocabulary)).build()
     splits = find_splits(source, columns=columns.split(",") if columns else ())
     load_data_libraries()
-    found = import_files(task, splits, data_dir)
+    found = import_files(task, splits, data_dir, vocabulary=codec)
     return [
         *(line for summary in found for line in summary.lines()),
         f"train with --set data.mixture={task.name}",

@@ -28,11 +28,14 @@ from synthesizer_jax.data.postprocessors import UNKNOWN
 from synthesizer_jax.data.staging import staging
 from synthesizer_jax.data.storage import write_dataset
 from synthesizer_jax.data.stored import stored_splits
+from synthesizer_jax.data.vocabularies import Codec
 from synthesizer_jax.evaluation import metrics
 from synthesizer_jax.files import write_atomic
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.registry import JSON
 
+ROW_LENGTHS: Mapping[str, int] = {"inputs": 512, "targets": 114}
+"""The tokens of a row, as T5 is pre-trained."""
 FOLDER, DEFINITION, VERSION = "imported", "task.json", "1.0.0"
 
 METRICS: Mapping[str, tuple[metrics.Metric, str]] = {
@@ -170,8 +173,10 @@ class SplitSummary:
 
     Attributes:
       split: the split.
+      vocabulary: whose tokens lengths are measured in, with EOS; None: words.
       rows: number of rows.
-      longest: ``{feature: (length, where)}`` of the longest text, in words.
+      longest: ``{feature: (length, where)}`` of the longest text.
+      truncated: ``{feature: number of rows}`` that are longer than T5's rows, `ROW_LENGTHS`.
       undecodable: number of lines with bytes that are not UTF-8.
       repeated: number of rows that an earlier row of the split equals.
       shared: ``{other split: number of rows that are also in it}``, of the splits before.
@@ -180,8 +185,10 @@ class SplitSummary:
     """
 
     split: str
+    vocabulary: Codec | None = None
     rows: int = 0
     longest: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    truncated: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     undecodable: int = 0
     repeated: int = 0
     shared: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -192,7 +199,8 @@ class SplitSummary:
         """Counts a row."""
         self.rows += 1
         for name, text in zip(SIDES, texts, strict=True):
-            length = len(text.split())
+            length = self._length(text)
+            self.truncated[name] += length > ROW_LENGTHS[name]
             if length > self.longest.get(name, (-1, ""))[0]:
                 self.longest[name] = length, where
         digest = hashlib.blake2b("\0".join(texts).encode(), digest_size=16).digest()
@@ -201,12 +209,23 @@ class SplitSummary:
         if count_target:
             self.targets[texts[1]] += 1
 
+    def _length(self, text: str) -> int:
+        return (
+            len(text.split()) if self.vocabulary is None else len(self.vocabulary.encode(text)) + 1
+        )
+
     def lines(self) -> Iterator[str]:
         """Yields the summary as text."""
         yield f"{self.split}: {_count(self.rows, 'row')}"
+        unit = "word" if self.vocabulary is None else "token"
         for name, (length, where) in self.longest.items():
             if length:
-                yield f"  longest {name}: {_count(length, 'word')} ({where})"
+                yield f"  longest {name}: {_count(length, unit)} ({where})"
+            if count := self.truncated[name]:
+                yield (
+                    f"  {name} of more than {ROW_LENGTHS[name]} {unit}s, which rows of that length "
+                    f"truncate: {count:,} ({count / self.rows:.1%})"
+                )
         if self.targets:
             counts = (f"{word} {n:,}" for word, n in self.targets.most_common())
             yield f"  targets: {', '.join(counts)}"
@@ -224,7 +243,11 @@ def _count(number: int, noun: str) -> str:
 
 
 def import_files(
-    task: FileTask, splits: Mapping[str, Rows], data_dir: pathlib.Path
+    task: FileTask,
+    splits: Mapping[str, Rows],
+    data_dir: pathlib.Path,
+    *,
+    vocabulary: Codec | None = None,
 ) -> list[SplitSummary]:
     """Writes a task's data set, all of it or nothing, and its definition.
 
@@ -234,6 +257,7 @@ def import_files(
       task: the task.
       splits: the rows of its splits.
       data_dir: a TFDS data directory; created if it does not exist.
+      vocabulary: whose tokens the summaries count; None: words.
 
     Raises:
       ValueError: a row is broken, a split is empty, or the name is that of a task of the package.
@@ -245,7 +269,7 @@ def import_files(
         raise ValueError(
             f"the name {task.name!r} is that of a task of this package; choose another"
         )
-    found = [SplitSummary(split) for split in splits]
+    found = [SplitSummary(split, vocabulary) for split in splits]
     definition = task.definition(list(splits))
     with staging(data_dir, task.name) as stage:
         directory = write_dataset(

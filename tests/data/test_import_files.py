@@ -160,7 +160,7 @@ def test_arguments_that_name_no_rows_are_refused(tmp_path):
         f"{tmp_path}": "no file whose name begins with train, validation or test",
         f"{tmp_path}/a.en": "is no folder; write --from SPLIT=FILE",
         "train=": r"write SPLIT=FILE, such as train=a\.jsonl",
-        f"train={tmp_path}/a.txt,train={tmp_path}/a.txt": "names the split 'train' twice",
+        f"train={tmp_path}/a.txt,train={tmp_path}/a.txt": "a.txt twice for the split 'train'",
     }.items():
         with pytest.raises(ValueError, match=message):
             rows(argument)
@@ -227,6 +227,32 @@ def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
         "accuracy": pytest.approx(200 / 3),
         "f1": pytest.approx(200 / 3),
     }
+
+
+def test_a_split_of_several_files(tmp_path):
+    for name, text in {"part-1": "c\n", "part-0": "a\nb\n", "more": "d\n"}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    sources = [f"train={tmp_path}/part-*.txt,train={tmp_path}/more.txt"]
+    assert [row["text"] for row in rows(*sources)["train"]] == list("abcd")
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*other-\*\.txt"):
+        find_splits([f"train={tmp_path}/other-*.txt"])
+    with pytest.raises(ValueError, match="more than one pair of aligned files for 'train'"):
+        find_splits([f"train=a.txt,train={tmp_path}/a.en+{tmp_path}/a.de"])
+
+
+def test_rows_that_will_be_truncated_are_counted(tmp_path):
+    """With the vocabulary of bytes, one more for EOS."""
+    (tmp_path / "a.txt").write_text("x" * 511 + "\n" + "y" * 512 + "\n" + "z z " * 300 + "\n")
+    task = FileTask("my_texts", lambda row: row["text"], lambda row: row["text"][:3])
+    for vocabulary, length, count in (
+        (None, "512 words", "1 (33.3%)"),
+        (Bytes().build(), "512 tokens", "2 (66.7%)"),
+    ):
+        splits = find_splits([f"train={tmp_path}/a.txt"])
+        (found,) = import_files(task, splits, tmp_path, vocabulary=vocabulary)
+        said = f"  inputs of more than {length}, which rows of that length truncate: {count}"
+        assert said in list(found.lines())
+        assert not found.truncated["targets"]
 
 
 def test_python_functions_make_the_texts(tmp_path):

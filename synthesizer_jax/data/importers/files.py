@@ -185,28 +185,49 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
     """Returns the splits that arguments name.
 
     Args:
-      sources: ``SPLIT=FILE`` (several separated by commas; ``FILE+FILE`` is aligned text), or one folder:
-        of files whose names begin with a split's, or saved by `datasets`.
+      sources: ``SPLIT=FILE`` (several separated by commas; ``FILE+FILE`` is aligned text; ``*`` in a name
+        stands for anything, and files of the same split follow one another), or one folder: of files
+        whose names begin with a split's, or saved by `datasets`.
       columns: see `Rows`.
 
     Raises:
-      ValueError: an argument names no file that can be read; a split is given twice.
+      ValueError: an argument names no file that can be read, or one that another names too.
       FileNotFoundError: there is no such file.
     """
     parts = [part for source in sources for part in source.split(",")]
     if len(parts) == 1 and "=" not in parts[0]:
         found = _splits_of_folder(pathlib.Path(parts[0]))
         return {split: _rows_of(paths, columns) for split, paths in found.items()}
-    rows: dict[str, Rows] = {}
+    named: dict[str, list[pathlib.Path]] = {}
+    aligned: dict[str, Rows] = {}
     for part in parts:
         split, equals, names = part.partition("=")
         if not (equals and split.isidentifier() and names):
             raise ValueError(f"--from {part!r}: write SPLIT=FILE, such as train=a.jsonl")
-        if split in rows:
-            raise ValueError(f"--from names the split {split!r} twice")
-        paths = [pathlib.Path(name) for name in names.split("+")]
-        rows[split] = _rows_of(paths, columns, aligned=len(paths) > 1)
-    return rows
+        if split in aligned or ("+" in names and split in named):
+            raise ValueError(
+                f"--from names more than one pair of aligned files for {split!r}; join them"
+            )
+        if "+" in names:
+            sides = [pathlib.Path(name) for name in names.split("+")]
+            aligned[split] = _rows_of(sides, columns, aligned=True)
+            continue
+        paths = _named_files(names)
+        if repeated := set(paths) & set(named.get(split, ())):
+            raise ValueError(f"--from names {min(repeated)} twice for the split {split!r}")
+        named.setdefault(split, []).extend(paths)
+    return {split: _rows_of(paths, columns) for split, paths in named.items()} | aligned
+
+
+def _named_files(name: str) -> list[pathlib.Path]:
+    """Returns the files of a name, in which ``*`` stands for anything, in the order of their names."""
+    path = pathlib.Path(name)
+    if "*" not in path.name:
+        return [path]
+    found = sorted(path.parent.glob(path.name))
+    if not found:
+        raise FileNotFoundError(f"there is no file {name}")
+    return found
 
 
 def _rows_of(
