@@ -101,7 +101,8 @@ class Predictor:
       model: an unbound model.
       variables: its variables, on any devices.
       vocabulary: maps text to ids and back.
-      inputs_length: inputs are truncated to this many tokens.
+      inputs_length: inputs are truncated to this many tokens. 0: there are none, and texts that are given
+        are continued by a `LanguageModel`.
       decoding: how texts are decoded. Of several sequences per input, only `generate_texts` returns more
         than the first.
       ranks: whether label words are scored where there are any; then nothing is decoded.
@@ -137,15 +138,10 @@ class Predictor:
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids of an input, truncated to `inputs_length`, EOS last.
 
-        Raises:
-          ValueError: there is an input, and the model was trained without.
+        Without inputs they are those of a text to continue, all of them and without EOS.
         """
         if not self.inputs_length:
-            if text:
-                raise ValueError(
-                    "the model was trained on targets alone and reads no inputs; give an empty text"
-                )
-            return np.zeros(0, np.int32)
+            return np.asarray(self.vocabulary.encode(text), np.int32)
         ids = list(self.vocabulary.encode(text))[: self.inputs_length - 1]
         return np.asarray([*ids, 1], np.int32)
 
@@ -312,6 +308,7 @@ class Predictor:
             model=self._decoder,
             decoding=self.decoding,
             examples=self.to_devices(examples),
+            continues=not self.inputs_length,
         )
 
     def to_devices(self, x: np.ndarray) -> jax.Array:
@@ -330,7 +327,8 @@ class Predictor:
     ) -> list[tuple[np.ndarray, ...]]:
         """Returns a row per input of the arrays that a function computes for batches of the `LENGTHS`."""
         answers: list[tuple[np.ndarray, ...]] = [()] * len(inputs)
-        allowed = [-(-n * self.inputs_length // 512) for n in LENGTHS[kind]]
+        longest = self.inputs_length or max(map(len, inputs), default=0)
+        allowed = [-(-n * longest // 512) for n in LENGTHS[kind]]
         fetch = np.asarray if self.mesh is None else gather_to_host
         with contextlib.nullcontext() if self.mesh is None else use_mesh(self.mesh):
             for rows, batch in _length_batches(inputs, batch_size or self.batch_size, allowed):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from synthesizer_jax.models import DecodingCache, TextToText
+from synthesizer_jax.models import DecodingCache, LanguageModel, TextToText
 from synthesizer_jax.parameters import Variables, apply_method
 
 EOS = 1
@@ -60,6 +60,7 @@ class Decoder:
       encoder_tokens: ``[batch, k]`` integers; 0 is padding.
       max_length: number of positions of the cache.
       logits_dtype: dtype of the operands of the output projection; None is the model's.
+      continues: whether the tokens are the beginning of the targets, see `decode_sequences`.
     """
 
     def __init__(
@@ -70,25 +71,33 @@ class Decoder:
         *,
         max_length: int,
         logits_dtype: str | None = None,
+        continues: bool = False,
     ):
         self.batch, self.max_length = encoder_tokens.shape[0], max_length
         self._model, self._variables, self._encoder_tokens = model, variables, encoder_tokens
+        self._continues = continues
         kernel, self._scale = apply_method(model.output_kernel, variables)
         # Cast once, not in every iteration of the loop.
         self._kernel = kernel.astype(model.dtype if logits_dtype is None else logits_dtype)
 
-    def init_cache(self) -> DecodingCache:
-        """Returns the cache before the first token."""
-        return apply_method(
+    def begin(self) -> tuple[jax.Array, DecodingCache]:
+        """Returns the tokens ``[batch]`` after which decoding starts, and the cache before them."""
+        if isinstance(self._model, LanguageModel) and self._continues:
+            method = self._model.begin_targets
+            return apply_method(
+                method, self._variables, self._encoder_tokens, max_length=self.max_length
+            )
+        cache = apply_method(
             self._model.init_cache,
             self._variables,
             self._encoder_tokens,
             max_length=self.max_length,
         )
+        return jnp.full(self.batch, START, jnp.int32), cache
 
     def start(self) -> tuple[jax.Array, DecodingCache]:
         """Returns the ``[batch, vocab]`` float32 logits of the first token, and the cache."""
-        return self.next(jnp.full(self.batch, START, jnp.int32), self.init_cache())
+        return self.next(*self.begin())
 
     def next(self, tokens: jax.Array, cache: DecodingCache) -> tuple[jax.Array, DecodingCache]:
         """Returns the ``[rows, vocab]`` float32 logits after the tokens ``[rows]``, and the cache."""

@@ -14,7 +14,7 @@ from synthesizer_jax.inference.beam_search import beam_search
 from synthesizer_jax.inference.decoder import Decoder, Lengths, Sequences
 from synthesizer_jax.inference.sampling import Sampling, decode_rows
 from synthesizer_jax.inference.settings import Decoding
-from synthesizer_jax.models import TextToText, unroll, unroll_variables
+from synthesizer_jax.models import LanguageModel, TextToText, unroll, unroll_variables
 from synthesizer_jax.models.token_model import num_real_tokens
 from synthesizer_jax.parameters import Variables
 
@@ -73,6 +73,7 @@ def decode_sequences(
     decoding: Decoding,
     key: jax.Array | None = None,
     examples: ArrayLike | None = None,
+    continues: bool = False,
 ) -> Sequences:
     """Decodes a batch of inputs.
 
@@ -87,6 +88,8 @@ def decode_sequences(
       key: the random key of the samples; None is made of `Decoding.seed`.
       examples: ``[batch]`` integers that tell the examples apart, whatever the batch; their samples
         depend on it. None: their positions in the batch.
+      continues: whether the tokens, without EOS, are the beginning of the targets, which a `LanguageModel`
+        that was trained on targets alone continues.
 
     Returns:
       `Decoding.samples` sequences of every example. Finished beams come before those that the maximum
@@ -100,6 +103,11 @@ def decode_sequences(
         raise TypeError(
             f"decode: a {type(model).__name__} cannot decode; pass an EncoderDecoder or a LanguageModel, "
             "or for an NNX module its config, with linen_variables(module) as variables"
+        )
+    if continues and not isinstance(model, LanguageModel):
+        raise TypeError(
+            f"decode: {type(model).__name__} models read inputs and continue no text; pass a "
+            "LanguageModel, or continues=False"
         )
     sampling = None
     if decoding.temperature:
@@ -124,12 +132,15 @@ def decode_sequences(
         top_k=decoding.top_k,
         samples=decoding.samples,
         logits_dtype=decoding.logits_dtype,
+        continues=continues,
     )
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("model", "max_length", "beams", "top_k", "samples", "logits_dtype"),
+    static_argnames=(
+        *("model", "max_length", "beams", "top_k", "samples", "logits_dtype", "continues"),
+    ),
 )
 @with_variables_on_any_mesh
 def run_decoding(
@@ -146,6 +157,7 @@ def run_decoding(
     top_k: int | None,
     samples: int,
     logits_dtype: str | None,
+    continues: bool = False,
 ) -> Sequences:
     """The compiled program of `decode_sequences`; without `sampling` it does not sample."""
     longest = jnp.full(encoder_tokens.shape[0], max_length)
@@ -160,6 +172,7 @@ def run_decoding(
         encoder_tokens,
         max_length=max_length,
         logits_dtype=logits_dtype,
+        continues=continues,
     )
     if beams > 1:
         return beam_search(decoder, lengths, beams=beams, alpha=alpha, samples=samples)

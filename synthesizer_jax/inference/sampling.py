@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.nn import logsumexp
 from jax.typing import ArrayLike
 
-from synthesizer_jax.inference.decoder import EOS, START, Decoder, Lengths, Sequences
+from synthesizer_jax.inference.decoder import EOS, Decoder, Lengths, Sequences
 from synthesizer_jax.models import DecodingCache
 
 
@@ -159,12 +159,12 @@ def decode_rows(
     def unfinished(state: _State) -> jax.Array:
         return (state.at < decoder.max_length) & ~jnp.all(state.done)
 
-    cache = decoder.init_cache()
+    token, cache = decoder.begin()
     if samples > 1:
         cache = cache.map_rows(lambda x: jnp.repeat(x, samples, axis=0))
     state = _State(
         at=jnp.asarray(0),
-        token=jnp.full(rows, START, jnp.int32),
+        token=jnp.repeat(token, samples),
         tokens=jnp.zeros((rows, decoder.max_length), jnp.int32),
         scores=jnp.zeros(rows),
         done=jnp.zeros(rows, bool),

@@ -119,6 +119,31 @@ class LanguageModel(TextToText, kw_only=True):
         return DecodingCache(layers)
 
     @on_any_mesh
+    def begin_targets(
+        self, targets: jax.Array, *, max_length: int
+    ) -> tuple[jax.Array, DecodingCache]:
+        """Reads the beginning of targets without inputs, such as a text that is to be continued.
+
+        Args:
+          targets: ``[batch, k]`` integers; 0 is padding, on either side.
+          max_length: number of further positions that `extend` may reach.
+
+        Returns:
+          The tokens ``[batch]`` that `extend` reads next, the last of every row or the first input of an
+          empty one, and the cache before them.
+        """
+        count = num_real_tokens(targets)
+        tokens, _ = move_padding_last(targets)
+        tokens = jnp.pad(tokens, ((0, 0), (1, 0)))  # the decoder's first input, then the targets
+        last = jnp.take_along_axis(tokens, count[:, None], axis=1)[:, 0]
+        x = self.embed(tokens[:, :-1])
+        layers = self.decoder.init_cache(x, max_length=x.shape[1] + max_length)
+        if x.shape[1]:
+            mask = Mask(causal=True, key_lengths=count)
+            _, layers = self.decoder.extend(x, layers, mask=mask)
+        return last, DecodingCache(layers)
+
+    @on_any_mesh
     def extend(self, tokens: jax.Array, cache: DecodingCache) -> tuple[jax.Array, DecodingCache]:
         """Decodes the next tokens, every example at a position of its own; see `TextToText`."""
         x, layers = self.decoder.extend(self.embed(tokens), cache.layers)

@@ -164,7 +164,8 @@ def generate(
       loaded: from `load`.
       texts: the inputs.
       max_length: maximum number of tokens of greedy decoding.
-      inputs_length: inputs are truncated to this many tokens.
+      inputs_length: inputs are truncated to this many tokens. 0 for a `LanguageModel` that was trained on
+        texts alone: it continues the texts.
       decoding: other settings, in the place of `max_length`, such as
         ``Decoding(max_length=64, temperature=0.7, top_p=0.9)``.
     """

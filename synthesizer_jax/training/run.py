@@ -143,7 +143,7 @@ def _print_summary(
     experiment: Experiment, directory: pathlib.Path, step: int, *, data_dir: pathlib.Path | None
 ) -> None:
     """Prints what a finished run has reached and where it is, and what can be done with it."""
-    prompt = "INPUT" if experiment.data.inputs_length else ""  # a model of texts alone reads none
+    prompt = "INPUT" if experiment.data.inputs_length else "TEXT"  # that is continued
     text = summary_lines(
         directory,
         steps=step,

@@ -12,7 +12,8 @@ from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.prediction import Predictor
 from synthesizer_jax.evaluation.scoring import TaskResult, mean_score
 from synthesizer_jax.evaluation.texts import text_loss
-from synthesizer_jax.inference import Decoding
+from synthesizer_jax.inference import Decoding, decode_sequences
+from synthesizer_jax.models import Size, t5
 
 TEXTS = ["", "a", "ein Apfel, grün", "no  more\n words than five and", "x" * 31]
 WINDOW = 8
@@ -69,11 +70,61 @@ def test_every_token_counts_once(predictor: Predictor) -> None:
     assert metrics["bits_per_byte"] == pytest.approx(total / math.log(2) / 77)
 
 
-def test_a_model_without_inputs_is_given_none(predictor: Predictor) -> None:
-    assert predictor.encode("").shape == (0,)
-    with pytest.raises(ValueError, match="reads no inputs"):
-        predictor.encode("a text")
-    assert len(predictor.generate_texts([predictor.encode("")])) == 1
+def test_a_model_without_inputs_continues_texts(predictor: Predictor) -> None:
+    """Greedily, by the most probable token after each text in a full pass; the texts share a batch."""
+    texts = [predictor.encode(text) for text in ("", "a", "a few words", "ab")]
+    assert [len(text) for text in texts] == [0, 1, 11, 2]
+    for text, (found,) in zip(texts, predictor.generate_texts(texts), strict=True):
+        row, score, length = [0, *text], 0.0, 0
+        while length < predictor.decoding.max_length:
+            logits = predictor.model.apply(
+                predictor.variables, np.zeros((1, 0), np.int32), np.asarray([row])
+            )
+            logp = jax.nn.log_softmax(logits[0, -1].astype(np.float32))
+            row.append(int(logp.argmax()))
+            score, length = score + float(logp.max()), length + 1
+            if row[-1] == 1:
+                break
+        assert found.text == predictor.vocabulary.decode(row[1 + len(text) :])
+        assert found.score == pytest.approx(score, abs=1e-3)
+
+
+@pytest.mark.parametrize("options", [{"beams": 3}, {"temperature": 0.5, "samples": 2}])
+def test_beams_and_samples_continue_texts(predictor: Predictor, options: dict) -> None:
+    """The scores are the log-probabilities of what follows the text."""
+    texts = [predictor.encode(text) for text in ("a", "a few words")]
+    tokens = np.zeros((2, 11), np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    found = decode_sequences(
+        predictor.variables,
+        tokens,
+        model=predictor.model,
+        decoding=Decoding(max_length=5, **options),
+        continues=True,
+    )
+    for text, sequences, scores in zip(texts, found.tokens, found.log_probabilities, strict=True):
+        for sequence, score in zip(np.asarray(sequences), scores, strict=True):
+            length = list(sequence).index(1) + 1 if 1 in sequence else len(sequence)
+            row = np.asarray([[0, *text, *sequence[:length]]])
+            logits = predictor.model.apply(
+                predictor.variables, np.zeros((1, 0), np.int32), row[:, :-1]
+            )
+            logp = jax.nn.log_softmax(logits[0].astype(np.float32))
+            after = sum(logp[i - 1, row[0, i]] for i in range(len(text) + 1, row.shape[1]))
+            assert float(score) == pytest.approx(float(after), abs=1e-3)
+
+
+def test_what_reads_inputs_continues_no_text() -> None:
+    model = t5(Size(8, 1, 16, 2, 4), vocab_size=32)
+    with pytest.raises(TypeError, match="EncoderDecoder models read inputs and continue no text"):
+        decode_sequences(
+            {},
+            np.zeros((1, 2), np.int32),
+            model=model,
+            decoding=Decoding(max_length=3),
+            continues=True,
+        )
 
 
 def test_measures_of_texts_do_not_enter_the_score() -> None:

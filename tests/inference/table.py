@@ -17,12 +17,12 @@ class Table:
         self.table = jnp.asarray(logits)  # [examples, positions, codes, vocab]
         self.batch, self.max_length = logits.shape[:2]
 
-    def init_cache(self):
+    def begin(self):
         codes, position = jnp.zeros(self.batch, jnp.int32), jnp.asarray(0)
-        return DecodingCache((LayerCache((codes, position)),))
+        return codes, DecodingCache((LayerCache((codes, position)),))
 
     def start(self):
-        return self.next(jnp.zeros(self.batch, jnp.int32), self.init_cache())
+        return self.next(*self.begin())
 
     def next(self, tokens, cache):
         codes, position = cache.layers[0].self_attention
