@@ -174,7 +174,7 @@ def classifiers(args: Any) -> str:
             recipe = build()
             recipe = replace(
                 recipe,
-                data=replace(recipe.data, mixture=AG_NEWS, buckets=((64, 1),), seed=seed),
+                data=replace(recipe.data, mixture=AG_NEWS, seed=seed),
                 training=replace(shortened(recipe.training, args.classification), seed=seed),
                 evaluation=replace(recipe.evaluation, split="validation"),
             )
