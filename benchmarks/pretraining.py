@@ -182,8 +182,7 @@ def classifiers(args: Any) -> str:
             scores.append(finished(recipe, directory, args)[f"{AG_NEWS}/accuracy"])
         rows.append({"model": title, "accuracy": cell(scores)})
     return (
-        f"AG News, descriptions alone: 10,001 for training, 7,600 for testing; {args.classification:,} "
-        f"steps of 64 texts, mean of {len(args.seeds)} seeds (smallest to largest).\n\n"
+        f"AG News, descriptions alone, {args.classification:,} steps of 64 texts; validation, mean of {len(args.seeds)} seeds (smallest to largest).\n\n"
         + report.table(rows, {"model": "self-attention", "accuracy": "accuracy"})
     )
 

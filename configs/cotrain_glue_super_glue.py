@@ -78,7 +78,7 @@ def rv_base() -> Experiment:
 
 
 def rv_laptop() -> Experiment:
-    """R+V with 2+2 layers and d_model 256: 300 steps take about ten minutes on two CPU cores."""
+    """R+V with 2+2 layers and d_model 256; 300 steps take minutes on two CPU cores."""
     size = Size(d_model=256, layers=2, d_ff=512, heads=4, head_dim=64)
     self_attention = alignment("rv", head_dim=size.head_dim, max_length=128)
     return Experiment(

@@ -56,7 +56,8 @@ def import_files(
         list[str],
         typer.Option(
             "--from",
-            help="Directory of the files; mine: or SPLIT=FILE, with commas or repeated, * for anything.",
+            help="Directory of the files. mine: also SPLIT=FILE, several with commas or by repeating the "
+            "option; in the name of a file, * stands for anything.",
         ),
     ],
     *,

@@ -37,9 +37,7 @@ BatchSize = Annotated[int | None, typer.Option(help="Examples per batch.", min=1
 SavePredictions = Annotated[
     bool,
     typer.Option(
-        "--save-predictions",
-        help="Write input, target, prediction and score of every example to evaluation/STEP/TASK.jsonl; "
-        "evaluation/STEP/SPLIT/ where the split is not the recipe's.",
+        help="Write input, target, prediction and score of every example to TASK.jsonl, beside the results."
     ),
 ]
 
@@ -71,14 +69,15 @@ def evaluate(
     task: Tasks = None,
     max_examples: MaxExamples = None,
     batch_size: BatchSize = None,
-    save_predictions: SavePredictions = False,
+    save_predictions: SavePredictions = True,
     imports: Imports = None,
 ) -> None:
     """Evaluate checkpoints task by task, with T5's metrics and the benchmarks' averages.
 
     The model is restored from the run's directory and sharded over all devices of all processes, as in
-    training. Results are written to evaluation/ in that directory. Examples without a label, as in most
-    test splits, are predicted and not scored.
+    training. Results and predictions are written to evaluation/STEP in that directory, and those of a
+    split that is not the recipe's to evaluation/STEP/SPLIT. Examples without a label, as in most test
+    splits, are predicted and not scored.
     """
     from synthesizer_jax.checkpoints.placement import place_variables
     from synthesizer_jax.evaluation import files
@@ -105,7 +104,7 @@ def evaluate(
             folder = files.evaluation_folder(workdir, number, other_split)
             print_results(number, results, overall)
             if save_predictions:
-                files.write_all_predictions(folder, evaluator.sets, results)
+                files.write_all_predictions(folder, zip(evaluator.sets, results, strict=True))
                 typer.echo(f"predictions: {folder}/TASK.jsonl")
             files.write_results(folder, number, results, overall=overall)
     if len(metrics) > 1 and processes.is_process_zero():

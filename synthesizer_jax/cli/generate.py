@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import pathlib
 import sys
@@ -33,7 +34,9 @@ Method = Annotated[
 MaxLength = Annotated[
     int | None,
     typer.Option(
-        help="Maximum number of tokens to decode; by default that of the training's targets.", min=1
+        help="Maximum number of tokens to decode; by default that of the training's targets, less the "
+        "longest text to continue.",
+        min=1,
     ),
 ]
 MinLength = Annotated[
@@ -98,8 +101,8 @@ def generate(
     """Decode inputs with a trained checkpoint, one line of output per line of input.
 
     Greedy by default, by beam search with --beams, by sampling with --temperature. With --samples n,
-    every input gives n lines. The model is sharded over all devices of one process. TensorFlow and SeqIO
-    are not needed.
+    every input gives n lines. A model that was trained on texts alone continues the inputs. The model is
+    sharded over all devices of one process. TensorFlow and SeqIO are not needed.
 
     Example: synthesizer-jax generate --workdir runs/rv "cola sentence: the dog sleep ."
     """
@@ -120,8 +123,8 @@ def generate(
     experiment = load_experiment(workdir)
     if isinstance(experiment.model, Encoder):
         raise ValueError(
-            f"{workdir} holds an Encoder, which generates no text; its classes are predicted by "
-            "'synthesizer-jax eval --save-predictions'"
+            f"{workdir} holds an Encoder, which generates no text; 'synthesizer-jax predict' predicts the "
+            "classes of a classifier"
         )
     decoding = Decoding(
         max_length=max_length or experiment.data.targets_length,
@@ -138,7 +141,11 @@ def generate(
     )
     batch_size = min(batch_size, max(len(lines), 1))
     predictor = _load_predictor(workdir, step, experiment, decoding=decoding, batch_size=batch_size)
-    answers = predictor.generate_texts([predictor.encode(line) for line in lines])
+    inputs = [predictor.encode(line) for line in lines]
+    if max_length is None and not experiment.data.inputs_length:  # the texts belong to the row
+        rest = experiment.data.targets_length - max(map(len, inputs), default=0)
+        predictor.decoding = dataclasses.replace(decoding, max_length=max(rest, 1))
+    answers = predictor.generate_texts(inputs)
     _write_lines(answers, output_file, scores=scores)
 
 

@@ -38,7 +38,7 @@ def predict(
     Every task has a file TASK.jsonl of inputs, predictions and their scores. Predictions of a benchmark's
     test split are also written as its leaderboard reads them, glue/CoLA.tsv or super_glue/BoolQ.jsonl: a
     folder is what is to be zipped. There a prediction that is none of the labels becomes the first label,
-    and one that is no similarity score becomes 0; the number of these is printed.
+    one that is no similarity score 0, and others are clipped to 0 to 5; invalid ones are counted.
 
     Example: synthesizer-jax predict --workdir runs/rv --split test --output predictions
     """
@@ -64,11 +64,20 @@ def predict(
     results, _ = evaluator.measure(variables, mesh=mesh)
     if not processes.is_process_zero():
         return
-    folder = output or files.evaluation_folder(workdir, number, split)
-    files.write_all_predictions(folder, evaluator.sets, results)
-    for examples, result in zip(evaluator.sets, results, strict=True):
-        typer.echo(f"{folder / result.task}.jsonl: {len(examples.examples):,} predictions")
-    if split == TEST:
-        pairs = [(e, r.predictions) for e, r in zip(evaluator.sets, results, strict=True)]
-        for path, replaced in write_submission(folder, pairs).items():
-            typer.echo(f"{path}: {replaced:,} of its predictions are no answers and are replaced")
+    is_recipes = split == experiment.evaluation.split
+    folder = output or files.evaluation_folder(workdir, number, None if is_recipes else split)
+    pairs = list(zip(evaluator.sets, results, strict=True))
+    files.write_all_predictions(folder, pairs)
+    for _, result in pairs:
+        typer.echo(f"{folder / result.task}.jsonl: {result.n:,} examples")
+    if split.startswith(TEST):
+        written = write_submission(folder, [(e, result.predictions) for e, result in pairs])
+        for path, replaced in written.items():
+            note = (
+                f"; {replaced:,} predictions that are no valid answer are replaced"
+                if replaced
+                else ""
+            )
+            typer.echo(f"{path} is written{note}")
+        if not written:
+            typer.echo("no leaderboard of GLUE or SuperGLUE takes these tasks")

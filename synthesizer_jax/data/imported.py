@@ -34,8 +34,8 @@ from synthesizer_jax.files import write_atomic
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.registry import JSON
 
-ROW_LENGTHS: Mapping[str, int] = {"inputs": 512, "targets": 114}
-"""The tokens of a row, as T5 is pre-trained."""
+ROW_LENGTHS: Mapping[str, int] = {"inputs": 512, "targets": 84}
+"""The tokens of a row of the recipe `finetune`."""
 FOLDER, DEFINITION, VERSION = "imported", "task.json", "1.0.0"
 
 METRICS: Mapping[str, tuple[metrics.Metric, str]] = {
@@ -176,7 +176,8 @@ class SplitSummary:
       vocabulary: whose tokens lengths are measured in, with EOS; None: words.
       rows: number of rows.
       longest: ``{feature: (length, where)}`` of the longest text.
-      truncated: ``{feature: number of rows}`` that are longer than T5's rows, `ROW_LENGTHS`.
+      truncated: ``{feature: number of rows}`` that are longer than `ROW_LENGTHS`; without a vocabulary at
+        least so many, since a word has a token or more.
       undecodable: number of lines with bytes that are not UTF-8.
       repeated: number of rows that an earlier row of the split equals.
       shared: ``{other split: number of rows that are also in it}``, of the splits before.
@@ -221,10 +222,12 @@ class SplitSummary:
         for name, (length, where) in self.longest.items():
             if length:
                 yield f"  longest {name}: {_count(length, unit)} ({where})"
-            if count := self.truncated[name]:
+            # Of texts alone, objectives make segments.
+            if self.longest["inputs"][0] and (count := self.truncated[name]):
+                least = "at least " if self.vocabulary is None else ""
                 yield (
-                    f"  {name} of more than {ROW_LENGTHS[name]} {unit}s, which rows of that length "
-                    f"truncate: {count:,} ({count / self.rows:.1%})"
+                    f"  {name} truncated to rows of {ROW_LENGTHS[name]} tokens: {least}{count:,} "
+                    f"({count / self.rows:.1%})"
                 )
         if self.targets:
             counts = (f"{word} {n:,}" for word, n in self.targets.most_common())

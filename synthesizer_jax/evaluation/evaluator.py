@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from synthesizer_jax.data import tasks
 from synthesizer_jax.data.config import DataConfig
+from synthesizer_jax.data.objectives import MaskedLM
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation import evaluation_sets
 from synthesizer_jax.evaluation.averages import averages
@@ -46,8 +47,8 @@ class Evaluation:
       patience: the run stops after this many evaluations in a row without a better ``score`` (see
         `Evaluator.measure`); None: it does all its steps.
       min_improvement: a score is better if it exceeds the best before by more than this.
-      save_predictions: whether a run also writes what its model answers to every example, into
-        ``evaluation/STEP/TASK.jsonl``.
+      save_predictions: whether a run also writes what its model answers for every example, into
+        ``evaluation/STEP/TASK.jsonl``; texts alone have no answers.
     """
 
     every: int = 0
@@ -95,6 +96,7 @@ class Evaluator:
         data_dir: pathlib.Path,
         only: list[str] | None = None,
     ):
+        check_masked_tasks(model, data)
         self.model, self.data, self.evaluation = model, data, evaluation
         self.vocabulary = vocabulary
         mixture, split = data.mixture, evaluation.split
@@ -124,8 +126,6 @@ class Evaluator:
             )
             for task, part in pairs
         ]
-        if isinstance(model, Encoder) and model.masked_lm:
-            _check_masked(self.sets)
         rates = tasks.mixture_rates(mixture, data_dir)
         self.weights = [evaluation_sets.loss_weight(rates, s.name) for s in self.sets]
         count = self.evaluation.loss_batches * self.evaluation.batch_size
@@ -193,13 +193,15 @@ class Evaluator:
         return losses
 
 
-def _check_masked(sets: Iterable[evaluation_sets.EvaluationSet]) -> None:
+def check_masked_tasks(model: TextToText | Encoder, data: DataConfig) -> None:
     """Raises a `ValueError` that names the first task which a masked language model cannot predict."""
-    for examples in sets:
-        if examples.objective is None:
+    if not (isinstance(model, Encoder) and model.masked_lm):
+        return
+    for name in tasks.member_names(data.mixture):
+        if not isinstance(data.objective_of(tasks.find_task(name)), MaskedLM):
             raise ValueError(
-                f"{examples.name} is not made for a masked language model, which gives no answers; give a "
-                "task without inputs, with data.objective=masked_lm"
+                f"{name} is not made for a masked language model, which predicts masked tokens alone; give "
+                "a task without inputs and without an objective of its own, and data.objective=masked_lm"
             )
 
 

@@ -49,16 +49,15 @@ def write_results(
 
 
 def write_all_predictions(
-    folder: pathlib.Path, sets: Sequence[ExampleSet], results: Sequence[TaskResult]
+    folder: pathlib.Path, evaluated: Iterable[tuple[ExampleSet, TaskResult]]
 ) -> None:
-    """Writes the predictions of all tasks; see `write_predictions`.
+    """Writes the predictions of several tasks; see `write_predictions`.
 
     Args:
       folder: created if it does not exist.
-      sets: the evaluation sets.
-      results: the result of each.
+      evaluated: evaluation sets and their results.
     """
-    for examples, result in zip(sets, results, strict=True):
+    for examples, result in evaluated:
         write_predictions(folder, result, examples=examples)
 
 

@@ -58,7 +58,7 @@ def write_submission(
     """Writes ``DIRECTORY/glue/*.tsv`` and ``DIRECTORY/super_glue/*.jsonl``, each atomically.
 
     A prediction that is none of the labels is replaced by the first label, and one that is no similarity
-    score by 0.
+    score by 0; similarity scores are clipped to 0 to 5.
 
     Args:
       directory: created if it does not exist.
@@ -66,9 +66,12 @@ def write_submission(
         benchmark are left out.
 
     Returns:
-      The number of replaced predictions by the path of the file.
+      The number of invalid predictions by the path of the file.
+
+    Raises:
+      ValueError: two tasks have the same file; then some files may have been written.
     """
-    written = {}
+    written: dict[pathlib.Path, int] = {}
     for examples, predictions in answers:
         if not isinstance(examples.task, TaskDefinition):
             continue
@@ -81,6 +84,11 @@ def write_submission(
             text = _super_glue_text(examples, predictions)
         else:
             continue
+        if path in written:
+            raise ValueError(
+                f"{examples.name} has the same leaderboard file as another task, {path}; predict them one "
+                "by one, with --task"
+            )
         values = (examples.predicted_value(i, p) for i, p in enumerate(predictions))
         written[write_atomic(path, text)] = sum(map(_is_invalid, values))
     return written

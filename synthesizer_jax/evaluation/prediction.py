@@ -181,7 +181,7 @@ class Predictor:
         Samples of an input depend on its position among the inputs, not on `batch_size` or `mesh`.
 
         Args:
-          inputs: token ids with EOS.
+          inputs: token ids from `encode`.
         """
         answers = self._map(inputs, "decode", self.generate)
         return [
@@ -258,9 +258,7 @@ class Predictor:
         longest, length = max(map(len, targets), default=1), CHOICE_LENGTH
         if longest > length or self.decoding.max_length < length:
             length = max(self.decoding.max_length, longest)
-        # No more logits at a time than ranking four label words computes.
-        rows = self.batch_size * CHOICES * CHOICE_LENGTH // length
-        rows = min(max(rows // self.num_batch_shards, 1) * self.num_batch_shards, self.batch_size)
+        rows = self._rows_of(length)
 
         def score(indices: list[int], batch: np.ndarray) -> tuple[jax.Array, ...]:
             padded = self.to_devices(_pad_tokens([targets[i] for i in indices], rows, length))
@@ -280,7 +278,14 @@ class Predictor:
             tokens = self.to_devices(batch)
             return (score_masked_tokens(self.variables, tokens, targets=rows, model=model),)
 
-        return np.array([score for (score,) in self._map(inputs, "rank", score)], np.float32)
+        rows = self._rows_of(self.inputs_length)
+        scores = self._map(inputs, "rank", score, batch_size=rows)
+        return np.array([score for (score,) in scores], np.float32)
+
+    def _rows_of(self, length: int) -> int:
+        """Returns the rows of a batch with no more logits than ranking four label words computes."""
+        rows = self.batch_size * CHOICES * CHOICE_LENGTH // length
+        return min(max(rows // self.num_batch_shards, 1) * self.num_batch_shards, self.batch_size)
 
     def _class_log_probabilities(self, inputs: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the log-probabilities in nats of all classes, ``[n, classes]`` float32."""
@@ -327,7 +332,8 @@ class Predictor:
     ) -> list[tuple[np.ndarray, ...]]:
         """Returns a row per input of the arrays that a function computes for batches of the `LENGTHS`."""
         answers: list[tuple[np.ndarray, ...]] = [()] * len(inputs)
-        longest = self.inputs_length or max(map(len, inputs), default=0)
+        longest = max(map(len, inputs), default=0)
+        longest = self.inputs_length or (1 << (longest - 1).bit_length() if longest else 0)
         allowed = [-(-n * longest // 512) for n in LENGTHS[kind]]
         fetch = np.asarray if self.mesh is None else gather_to_host
         with contextlib.nullcontext() if self.mesh is None else use_mesh(self.mesh):

@@ -183,7 +183,7 @@ def generate_with_scores(
       loaded: from `load`.
       texts: the inputs.
       decoding: settings, such as ``Decoding(max_length=64, beams=4, samples=4)``.
-      inputs_length: inputs are truncated to this many tokens.
+      inputs_length: see `generate`.
 
     Returns:
       For each input `Decoding.samples` texts, the best of the beams first. The scores are

@@ -16,7 +16,7 @@ from synthesizer_jax.data.prefetching import PrefetchedStream
 from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation.evaluation_sets import evaluation_tasks
-from synthesizer_jax.evaluation.evaluator import Evaluator, log_values
+from synthesizer_jax.evaluation.evaluator import Evaluator, check_masked_tasks, log_values
 from synthesizer_jax.evaluation.files import evaluation_folder, write_all_predictions, write_results
 from synthesizer_jax.files import storage_path
 from synthesizer_jax.models import TextToText
@@ -101,6 +101,7 @@ def run(
             print(f"{directory}: reading {experiment.data.mixture}", flush=True)
         with stop.region():
             experiment, vocabulary = _open_vocabulary(experiment, directory, places)
+            check_masked_tasks(experiment.model, experiment.data)
             trainer = Trainer(experiment, devices) if trainer is None else trainer
             stream = open_stream(
                 experiment.data,
@@ -178,7 +179,8 @@ def _evaluate(
         step = int(state.step)
         folder = evaluation_folder(directory, step)
         if evaluator().evaluation.save_predictions:
-            write_all_predictions(folder, evaluator().sets, results)
+            pairs = zip(evaluator().sets, results, strict=True)
+            write_all_predictions(folder, [pair for pair in pairs if not pair[0].is_text])
         write_results(folder, step, results, overall=overall)
     return log_values(results, overall)
 

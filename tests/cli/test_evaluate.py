@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from synthesizer_jax.checkpoints import manager
 from synthesizer_jax.cli.main import app
 from synthesizer_jax.data import mixtures, translation  # noqa: F401 - its tasks
+from synthesizer_jax.evaluation import leaderboards
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.experiment import Evaluation
@@ -137,12 +138,12 @@ def test_leaderboard_files(place, tmp_path):
     written = sorted(str(path.relative_to(files)) for path in files.rglob("*.*"))
     assert written == [
         *("glue/RTE.tsv", "glue/STS-B.tsv"),
-        *(f"{task}.jsonl" for task in tasks[:1] + tasks[1:2] + tasks[3:]),
+        *("glue_rte_v002.jsonl", "glue_stsb_v002.jsonl", "multi30k_en_de.jsonl"),
         *("super_glue/MultiRC.jsonl", "super_glue_multirc_v102.jsonl"),
     ]
     rows = [json.loads(x) for x in (files / "glue_rte_v002.jsonl").read_text().splitlines()]
     invalid = sum(row["label"] == -1 for row in rows)
-    assert f"glue/RTE.tsv: {invalid} of its predictions are no answers and are replaced" in shown
+    assert invalid and f"glue/RTE.tsv is written; {invalid} predictions that are no valid" in shown
     lines = (files / "glue" / "RTE.tsv").read_text().splitlines()
     assert lines[0] == "index\tprediction" and len(lines) == 6
     assert {line.split("\t")[1] for line in lines[1:]} <= {"entailment", "not_entailment"}
@@ -153,6 +154,32 @@ def test_leaderboard_files(place, tmp_path):
     assert [q["idx"] for q in questions] == [0, 1]
     assert [a["idx"] for a in questions[1]["answers"]] == [3, 4, 5]
     assert {a["label"] for q in questions for a in q["answers"]} <= {0, 1}
+
+
+def test_tasks_without_a_leaderboard_are_predicted_all_the_same(place):
+    """The files of the recipe's own split lie where its evaluation does."""
+    for split, folder, rows in (("test", "test", 4), ("validation", ".", 7)):
+        shown = call(place, "--task", "multi30k_en_de", "--split", split, command="predict")
+        path = place / "run" / "evaluation" / "4" / folder / "multi30k_en_de.jsonl"
+        assert f"{path.parent.resolve()}/multi30k_en_de.jsonl: {rows} examples" in shown
+        assert len(path.read_text().splitlines()) == rows
+        assert ("no leaderboard of GLUE or SuperGLUE" in shown) == (split == "test")
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (-1, True),
+        (0, False),
+        (1, False),
+        (float("nan"), True),
+        (-0.5, True),
+        (7.0, False),
+        ("x", False),
+    ],
+)
+def test_values_that_are_no_answers(value, wanted):
+    assert leaderboards._is_invalid(value) == wanted
 
 
 def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one(place, run, caplog):

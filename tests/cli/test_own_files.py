@@ -32,6 +32,8 @@ def place(tmp_path_factory):
 
 
 def test_it_trains_resumes_and_is_evaluated(place):
+    written = place / "run" / "evaluation" / "4" / "own_files.jsonl"
+    assert len(written.read_text().splitlines()) == 6  # by the run itself
     call(
         *("eval", "--workdir", place / "run", "--data-dir", place / "data"),
         *("--save-predictions", "--method", "rank"),

@@ -229,6 +229,7 @@ def test_costs_at_other_lengths_are_counted():
     assert row["flops_per_token"] < _known_costs()["t5_tiny"]["flops_per_token"]
 
 
+@pytest.mark.slow
 def test_a_vocabulary_can_be_trained_on_every_mixture_by_name(tmp_path):
     done = command("data", "vocabulary", "multi30k_en_de", "--output", "v", cwd=tmp_path)
     assert "no task of 'multi30k_en_de' has training data" in done.stderr

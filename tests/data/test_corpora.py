@@ -6,6 +6,7 @@ import io
 import json
 import pathlib
 import shutil
+import tracemalloc
 
 import pytest
 import tensorflow_datasets as tfds
@@ -14,6 +15,7 @@ from synthesizer_jax.data import tasks
 from synthesizer_jax.data.catalog import DEFINITIONS
 from synthesizer_jax.data.importers import IMPORTERS, import_corpus
 from synthesizer_jax.data.importers.corpus_layouts import CORPORA
+from synthesizer_jax.data.importers.corpus_readers import parallel
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import evaluation_sets
 
@@ -101,13 +103,14 @@ LAYOUTS = {
         "training/news-commentary-v10.fr-en.fr": "b\n",
         "dev/newsdiscussdev2015-fren-src.fr.sgm": SGM.format("d"),
         "dev/newsdiscussdev2015-fren-ref.en.sgm": SGM.format("c &amp; d"),
+        "dev/newstest2014-fren-src.fr.sgm": SGM.format("f"),
+        "dev/newstest2014-fren-ref.en.sgm": SGM.format("e"),
     },
     "wmt16": {"en-ro.tmx": TMX},
     "wmt19": {
         "europarl-v9.de-en.tsv": "a\tb\nonly one\n\t\n",
         "commoncrawl.de-en.en": "e\n\n",
         "commoncrawl.de-en.de": "f\ng\n",
-        "wikititles-v1.de-en.tsv": "c\td\n",
         "newstest2018-deen-src.de.sgm": SGM.format("h"),
         "newstest2018-deen-ref.en.sgm": SGM.format("i"),
     },
@@ -136,7 +139,11 @@ def data_dir(tmp_path_factory):
     """Small corpora in their published layouts, imported."""
     target = tmp_path_factory.mktemp("data")
     for name, files in LAYOUTS.items():
-        import_corpus(name, place(tmp_path_factory.mktemp(name), files), target)
+        source = place(tmp_path_factory.mktemp(name), files)
+        if name == "wmt19":
+            with gzip.open(source / "wikititles-v1.de-en.tsv.gz", "wt") as file:
+                file.write("c\td\n")
+        import_corpus(name, source, target)
     return target
 
 
@@ -165,11 +172,35 @@ def test_translations_of_wmt(data_dir):
     }
     assert list(found.values()) == [
         [("a", "b")],
-        [("c & d", "d")],
+        [("c & d", "d"), ("e", "f")],
         [("One <1>", "Unu")],
         [("b", "a"), ("d", "c"), ("e", "f")],
         [("i", "h")],
     ]
+
+
+def test_units_of_a_tmx_file_are_read_one_after_the_other(tmp_path):
+    unit = '<tu><tuv xml:lang="en"><seg>a</seg></tuv><tuv xml:lang="ro"><seg>b</seg></tuv></tu>\n'
+    with gzip.open(tmp_path / "en-ro.tmx.gz", "wt") as file:
+        file.write(f'<tmx version="1.4"><header/><body>\n{unit * 5000}</body></tmx>')
+    tracemalloc.start()
+    try:
+        number = sum(1 for _, row in parallel(("en", "ro"))([tmp_path / "en-ro.tmx.gz"]) if row)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert number == 5000 and peak < 2**20  # 4 MB if all of them were kept
+
+
+def test_compressed_and_plain_files_of_a_pattern_are_read_together(tmp_path):
+    source = place(tmp_path / "from", LAYOUTS["c4"])
+    with gzip.open(source / "en/c4-train.00002-of-01024.json.gz", "wt") as file:
+        file.write('{"text": "third", "url": null}\n')
+    report = import_corpus("c4", source, tmp_path / "out")
+    assert {s.rows for s in report.splits if s.file} == {3}
+    assert ("third", "") in {
+        texts(row, "text", "url") for row in stored(tmp_path / "out", "c4/en", "train")
+    }
 
 
 def test_pages_of_c4(data_dir):
@@ -306,9 +337,12 @@ def test_published_sizes_are_checked_and_readers_read(tmp_path):
         ("wmt14", {"src-train.txt": "a\nb\n", "tgt-train.txt": "a\n"},
          "tgt-train.txt, the end: it ends before line 2 of the other language"),
         ("wmt16", {"en-ro.tmx": "<tmx><body><tu>"}, "en-ro.tmx, the file: not TMX"),
-        ("trivia_qa", {"qa/web-dev.json": {"Data": [{}]}}, "not TriviaQA's JSON .KeyError"),
+        ("trivia_qa", {"qa/web-dev.json": {"Data": [TRIVIA]}}, "the folder 'evidence' with its"),
+        ("trivia_qa", {"qa/web-dev.json": {"Data": [{}]}, "evidence/web/1.txt": ""},
+         "not TriviaQA's JSON .KeyError"),
         ("trivia_qa",
-         {"qa/web-dev.json": {"Data": [TRIVIA | {"EntityPages": [{"Filename": "../x"}]}]}},
+         {"qa/web-dev.json": {"Data": [TRIVIA | {"EntityPages": [{"Filename": "../x"}]}]},
+          "evidence/web/1.txt": ""},
          r"the file name '\.\./x' leaves its folder"),
         ("c4", {"en/c4-train.0.json": '{"text": 1}\n'}, "line 1: there is no text 'text'"),
         ("imdb", {"readme.txt": ""}, r"lacks \*\.txt; nothing was imported"),

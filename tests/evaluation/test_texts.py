@@ -1,6 +1,7 @@
 """The loss of texts: windows, words and bytes, against the same counted token by token."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -70,27 +71,54 @@ def test_every_token_counts_once(predictor: Predictor) -> None:
     assert metrics["bits_per_byte"] == pytest.approx(total / math.log(2) / 77)
 
 
-def test_a_model_without_inputs_continues_texts(predictor: Predictor) -> None:
+@pytest.fixture(scope="module")
+def log_probabilities(predictor: Predictor) -> Callable[[list[int]], np.ndarray]:
+    """Those of the next token after each of a row, in full passes of one length."""
+    full_pass = jax.jit(predictor.model.apply)
+
+    def log_probabilities(row: list[int]) -> np.ndarray:
+        tokens = np.zeros((1, 24), np.int32)
+        tokens[0, : len(row)] = row
+        logits = full_pass(predictor.variables, np.zeros((1, 0), np.int32), tokens)
+        return np.asarray(jax.nn.log_softmax(logits[0, : len(row)].astype(np.float32)))
+
+    return log_probabilities
+
+
+def test_a_model_without_inputs_continues_texts(
+    predictor: Predictor, log_probabilities: Callable[[list[int]], np.ndarray]
+) -> None:
     """Greedily, by the most probable token after each text in a full pass; the texts share a batch."""
     texts = [predictor.encode(text) for text in ("", "a", "a few words", "ab")]
     assert [len(text) for text in texts] == [0, 1, 11, 2]
     for text, (found,) in zip(texts, predictor.generate_texts(texts), strict=True):
-        row, score, length = [0, *text], 0.0, 0
-        while length < predictor.decoding.max_length:
-            logits = predictor.model.apply(
-                predictor.variables, np.zeros((1, 0), np.int32), np.asarray([row])
-            )
-            logp = jax.nn.log_softmax(logits[0, -1].astype(np.float32))
+        row, score = [0, *text], 0.0
+        for _ in range(predictor.decoding.max_length):
+            logp = log_probabilities(row)[-1]
             row.append(int(logp.argmax()))
-            score, length = score + float(logp.max()), length + 1
+            score += float(logp.max())
             if row[-1] == 1:
                 break
         assert found.text == predictor.vocabulary.decode(row[1 + len(text) :])
         assert found.score == pytest.approx(score, abs=1e-3)
 
 
+def test_lengths_of_texts_to_continue_share_programs(predictor: Predictor) -> None:
+    shapes = set()
+
+    def remember(_: list[int], batch: np.ndarray) -> tuple[np.ndarray]:
+        shapes.add(batch.shape)
+        return (np.zeros(len(batch)),)
+
+    for length in (5, 6, 7, 8):
+        predictor._map([np.full(length, 5, np.int32)], "decode", remember)
+    assert shapes == {(4, 8)}
+
+
 @pytest.mark.parametrize("options", [{"beams": 3}, {"temperature": 0.5, "samples": 2}])
-def test_beams_and_samples_continue_texts(predictor: Predictor, options: dict) -> None:
+def test_beams_and_samples_continue_texts(
+    predictor: Predictor, log_probabilities: Callable[[list[int]], np.ndarray], options: dict
+) -> None:
     """The scores are the log-probabilities of what follows the text."""
     texts = [predictor.encode(text) for text in ("a", "a few words")]
     tokens = np.zeros((2, 11), np.int32)
@@ -106,12 +134,9 @@ def test_beams_and_samples_continue_texts(predictor: Predictor, options: dict) -
     for text, sequences, scores in zip(texts, found.tokens, found.log_probabilities, strict=True):
         for sequence, score in zip(np.asarray(sequences), scores, strict=True):
             length = list(sequence).index(1) + 1 if 1 in sequence else len(sequence)
-            row = np.asarray([[0, *text, *sequence[:length]]])
-            logits = predictor.model.apply(
-                predictor.variables, np.zeros((1, 0), np.int32), row[:, :-1]
-            )
-            logp = jax.nn.log_softmax(logits[0].astype(np.float32))
-            after = sum(logp[i - 1, row[0, i]] for i in range(len(text) + 1, row.shape[1]))
+            row = [0, *text, *sequence[:length]]
+            logp = log_probabilities(row)
+            after = sum(logp[i - 1, row[i]] for i in range(len(text) + 1, len(row)))
             assert float(score) == pytest.approx(float(after), abs=1e-3)
 
 

@@ -43,6 +43,7 @@ def slots_after_a_step(gradient):
     return {"v_row": np.float32(square.mean(larger)), "v_col": np.float32(square.mean(1 - larger))}
 
 
+@pytest.mark.slow
 def test_they_are_those_that_our_adafactor_would_have(tmp_path):
     model = ARCHITECTURE.build()
     shapes, axes = abstract_variables(model, *model.example(1, 1))
@@ -105,6 +106,7 @@ def test_without_all_moments_there_are_none(tmp_path):
     convert_checkpoint(tmp_path / "checkpoint_3", tmp_path / "run", vocabulary=Bytes())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_them(real_data, tmp_path):
     source = real_data / "checkpoints" / "t5x_test_t5_tiny.checkpoint_0.gz"
     if not source.is_file():

@@ -58,6 +58,7 @@ def xxl(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_eleven_billion_parameters_are_laid_over_256_devices_unread(xxl, monkeypatch):
     no_tensors = lambda *_: pytest.fail("a tensor was read")
     monkeypatch.setattr("synthesizer_jax.pretrained.huggingface.folder._are_equal", no_tensors)

@@ -34,6 +34,7 @@ def run(directory, *, patience, min_improvement=0.0):
     return int(state.step), stream.taken
 
 
+@pytest.mark.slow
 def test_a_run_stops_and_goes_on_with_more_patience(tmp_path, capsys):
     assert run(tmp_path, patience=2, min_improvement=1.0) == (8, 8)
     assert finished_steps(tmp_path / "checkpoints") == [6, 8], "the best is kept"

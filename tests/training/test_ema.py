@@ -44,6 +44,7 @@ def test_the_average_equals_numpy(trained):
     assert all(jax.tree.leaves(moved["encoder"])) and not any(jax.tree.leaves(moved["decoder"]))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_continued_has_the_same_average(trained, tmp_path):
     directory, state = trained
     run(tmp_path, **{**OPTIONS, "steps": 3})
@@ -60,6 +61,7 @@ def test_a_damaged_average_is_found(trained):
     assert '"ema/encoder/' in contents
 
 
+@pytest.mark.slow
 def test_without_it_a_checkpoint_has_no_entry_for_it(tmp_path):
     state = run(tmp_path, steps=1)
     assert state.ema == {} and restart_ema(state) is state

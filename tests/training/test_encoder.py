@@ -72,6 +72,7 @@ def test_the_loss_is_the_cross_entropy_of_the_head(head, tied):
     assert (sums.correct, sums.weight, sums.penalty) == (hits.sum(), weights.sum(), 0)
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_is_projected_in_chunks(monkeypatch):
     model, batch = encoder(masked_lm=True), next(STREAMS["masked"]())
     variables = initialized(model, batch)

@@ -72,6 +72,7 @@ def test_the_first_rule_that_matches_decides():
     fill=st.sampled_from(["edge", "distance", "fresh"]),
 )
 @settings(deadline=None, max_examples=40)
+@pytest.mark.slow
 def test_resized_tables_are_cropped_or_extended(old, new, fill):
     x = np.arange(np.prod(old), dtype=np.float32).reshape(old)
     fresh = -1 - np.arange(np.prod(new), dtype=np.float32).reshape(new)
@@ -170,6 +171,7 @@ def test_a_longer_model_is_resized_and_said_so(source):
     assert found.params["embedding"].shape == (20, 8) and "embedding (16, 8)" in table
 
 
+@pytest.mark.slow
 def test_the_optimizer_goes_on_where_it_was_told_to(source):
     directory, recipe, saved = source
     going_on = replace(recipe, init_optimizer=True, mesh=MeshShape(data=2, fsdp=4))

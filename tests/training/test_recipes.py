@@ -64,7 +64,7 @@ def shrunk(value: Any) -> Any:
         for name, field in fields_of(value).items()
     }
     if isinstance(value, DataConfig):
-        small["buckets"] = ()  # rows are as short as the shortest of them
+        small["buckets"] = tuple((LENGTH // 2, 1) for _ in value.buckets)
     return replace(value, **small)
 
 

@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from synthesizer_jax.data.importers import question_readers as readers
+from synthesizer_jax.data.importers import question_readers
 from synthesizer_jax.data.importers.corpus_layouts import CORPORA, Layout, SplitLayout, find_parts
 from synthesizer_jax.data.importers.report import ImportReport, SplitReport
 from synthesizer_jax.data.staging import staging
@@ -136,18 +136,20 @@ def _feature(kind: str) -> FeatureType:
     import tensorflow_datasets as tfds
 
     text = tfds.features.Text()
-    pages, results = readers.TRIVIA_PAGES, readers.TRIVIA_RESULTS
+    pages, results = question_readers.TRIVIA_PAGES, question_readers.TRIVIA_RESULTS
     return {
         "text": text,
         "texts": tfds.features.Sequence(text),
         "integer": np.int64,
         "answers": tfds.features.Sequence({"text": text, "answer_start": np.int32}),
         "aliases": {
-            **dict.fromkeys(readers.TRIVIA_ANSWER, text),
+            **dict.fromkeys(question_readers.TRIVIA_ANSWER, text),
             **dict.fromkeys(("aliases", "normalized_aliases"), tfds.features.Sequence(text)),
         },
-        "pages": tfds.features.Sequence(dict.fromkeys(map(readers.snake_case, pages), text)),
+        "pages": tfds.features.Sequence(
+            dict.fromkeys(map(question_readers.snake_case, pages), text)
+        ),
         "results": tfds.features.Sequence(
-            dict.fromkeys(map(readers.snake_case, results), text) | {"rank": np.int32}
+            dict.fromkeys(map(question_readers.snake_case, results), text) | {"rank": np.int32}
         ),
     }[kind]

@@ -26,7 +26,7 @@ class SplitLayout:
       name: TFDS's name.
       parts: the parts, whose rows follow one another.
       rows: the published number of rows; None: any.
-      also: parts of other names that make the whole split, in order of preference.
+      also: alternatives in order of preference, each of them the files of the whole split.
       sample: files that are read if the others are not there; they may have any number of rows.
       read: the reader, where it is not that of the other splits.
     """
@@ -75,13 +75,14 @@ def find_parts(split: SplitLayout, source: pathlib.Path) -> list[list[pathlib.Pa
 
 
 def _matches(source: pathlib.Path, pattern: str) -> Iterator[pathlib.Path]:
-    """Yields the files of a pattern, plain or else compressed; `source` may be its last folder itself."""
+    """Yields the files of a pattern, plain or compressed; `source` may be the pattern's folder itself."""
     _, _, last = pattern.removeprefix("**/").partition("/")
-    inside = [last] if fnmatch.fnmatch(f"{source.name}/{last}", pattern.removeprefix("**/")) else []
-    for candidate in (pattern, pattern + ".gz", *inside, *(name + ".gz" for name in inside)):
-        found = sorted(source.glob(candidate))
+    is_inside = fnmatch.fnmatch(f"{source.name}/{last}", pattern.removeprefix("**/"))
+    for candidate in (pattern, last) if is_inside else (pattern,):
+        compressed = {path.with_suffix(""): path for path in source.glob(candidate + ".gz")}
+        found = compressed | {path: path for path in source.glob(candidate)}
         if found:
-            yield from found
+            yield from (found[path] for path in sorted(found))
             return
 
 
@@ -120,7 +121,7 @@ def _wmt(
     name: str,
     target: str,
     corpora: Sequence[str],
-    validation: str,
+    validation: Sequence[str],
     test: str | None,
     *,
     sample: Part | None = None,
@@ -131,27 +132,27 @@ def _wmt(
       name: TFDS's name without ``_translate``.
       target: the language beside English.
       corpora: the training corpora: stems of pairs of text files, or files of both languages.
-      validation: the set of news of that split.
+      validation: the sets of news of that split.
       test: the same of the test split; None: there is none.
       sample: see `SplitLayout`.
     """
     pair, direction = ("en", target), f"{target}-en"
 
-    def news(split: str, stem: str) -> SplitLayout:
-        sgm = f"**/{stem}-{target}en"
-        return SplitLayout(
-            split,
-            ((f"{sgm}-ref.en.sgm", f"{sgm}-src.{target}.sgm"),),
-            _NEWS_ROWS.get(stem),
-            also=(_texts(f"**/en-{target}/{stem}", pair), _texts(f"**/dev/{stem}", pair)),
-        )
+    def news(split: str, *stems: str) -> SplitLayout:
+        sgm = [f"**/{stem}-{target}en" for stem in stems]
+        parts = tuple((f"{stem}-ref.en.sgm", f"{stem}-src.{target}.sgm") for stem in sgm)
+        if len(stems) > 1:
+            return SplitLayout(split, parts)
+        (stem,) = stems
+        also = (_texts(f"**/en-{target}/{stem}", pair), _texts(f"**/dev/{stem}", pair))
+        return SplitLayout(split, parts, _NEWS_ROWS.get(stem), also=also)
 
     def part(corpus: str) -> Part:
         is_file = corpus.endswith((".tsv", ".tmx"))
         return (f"**/{corpus}",) if is_file else _texts(f"**/{corpus}.{direction}", pair)
 
     splits = [SplitLayout("train", tuple(map(part, corpora)), sample=sample)]
-    splits += [news("validation", validation)] + ([news("test", test)] if test else [])
+    splits += [news("validation", *validation)] + ([news("test", test)] if test else [])
     read = readers.parallel(pair)
     return Layout(f"{name}_translate/{direction}", dict.fromkeys(pair, "text"), read, tuple(splits))
 
@@ -213,26 +214,26 @@ CORPORA: Mapping[str, tuple[Layout, ...]] = MappingProxyType(
         "iwslt2017": tuple(_iwslt(2017, p, "dev2010", _TALKS) for p in PAIRS["iwslt2017"]),
         "wmt14": (
             _wmt(
-                *("wmt14", "de", _WMT14, "newstest2013", "newstest2014"),
+                *("wmt14", "de", _WMT14, ("newstest2013",), "newstest2014"),
                 sample=("src-train.txt", "tgt-train.txt"),
             ),
-            _wmt("wmt14", "fr", (*_WMT14, *_FRENCH), "newstest2013", "newstest2014"),
+            _wmt("wmt14", "fr", (*_WMT14, *_FRENCH), ("newstest2013",), "newstest2014"),
         ),
         "wmt_t2t": (
             _wmt(
                 *("wmt_t2t", "de", ("europarl-v7", "commoncrawl", "news-commentary-v13")),
-                *("newstest2013", "newstest2014"),
+                *(("newstest2013",), "newstest2014"),
             ),
         ),
         "wmt15": (
             _wmt(
                 *("wmt15", "fr", ("europarl-v7", "commoncrawl", "news-commentary-v10", *_FRENCH)),
-                *("newsdiscussdev2015", "newsdiscusstest2015"),
+                *(("newsdiscussdev2015", "newstest2014"), "newsdiscusstest2015"),
             ),
         ),
         "wmt16": (
             _wmt(
-                *("wmt16", "ro", ("europarl-v8", "en-ro.tmx"), "newsdev2016", "newstest2016"),
+                *("wmt16", "ro", ("europarl-v8", "en-ro.tmx"), ("newsdev2016",), "newstest2016"),
             ),
         ),
         "wmt19": (
@@ -243,7 +244,7 @@ CORPORA: Mapping[str, tuple[Layout, ...]] = MappingProxyType(
                     *("europarl-v9.de-en.tsv", "en-de.bicleaner07.tmx", "commoncrawl"),
                     *("news-commentary-v14.de-en.tsv", "wikititles-v1.de-en.tsv", "rapid2019"),
                 ),
-                *("newstest2018", None),
+                *(("newstest2018",), None),
             ),
         ),
         "trivia_qa": (

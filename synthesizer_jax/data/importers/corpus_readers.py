@@ -62,7 +62,8 @@ def aligned_talks(languages: tuple[str, str]) -> Reader:
 def parallel(languages: tuple[str, str]) -> Reader:
     """Returns the reader of WMT's files: two of text or SGML, or one of both languages, TSV or TMX.
 
-    A row that lacks one of the languages is left out.
+    A row that lacks one of the languages is left out. Unlike in TFDS, ``&amp;`` and the like in SGML become
+    the characters that they stand for.
 
     Args:
       languages: names of the two features.
@@ -70,10 +71,12 @@ def parallel(languages: tuple[str, str]) -> Reader:
 
     def read(paths: Sequence[pathlib.Path]) -> Rows:
         kind = pathlib.Path(paths[0].name.removesuffix(".gz")).suffix
-        if kind == ".tsv":
-            return _tsv_pairs(paths[0], languages)
-        if kind == ".tmx":
-            return _tmx_pairs(paths[0], languages)
+        if kind in (".tsv", ".tmx"):
+            if len(paths) > 1:
+                raise import_error(
+                    paths[-1], "the file", f"{paths[0]} is there too; keep one of them"
+                )
+            return (_tsv_pairs if kind == ".tsv" else _tmx_pairs)(paths[0], languages)
         lines_of = _segments if kind == ".sgm" else functools.partial(read_lines, whole=True)
         return _pairs(paths, languages, lines_of, drop_empty=True)
 
@@ -99,11 +102,13 @@ def _tmx_pairs(path: pathlib.Path, languages: tuple[str, str]) -> Rows:
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rb") as file:
-            events = ElementTree.iterparse(file, events=("start", "end"))
-            _, root = next(events)
-            number = 0
-            for event, element in events:
-                if event == "start" or element.tag != "tu":
+            parents, number = list[ElementTree.Element](), 0
+            for event, element in ElementTree.iterparse(file, events=("start", "end")):
+                if event == "start":
+                    parents.append(element)
+                    continue
+                parents.pop()
+                if element.tag != "tu":
                     continue
                 number += 1
                 texts = {
@@ -112,7 +117,8 @@ def _tmx_pairs(path: pathlib.Path, languages: tuple[str, str]) -> Rows:
                 }
                 row = {language: texts.get(language, "") for language in languages}
                 yield f"unit {number}", row if all(row.values()) else None
-                root.clear()
+                if parents:
+                    parents[-1].remove(element)  # units that have been read are not kept
     except (ElementTree.ParseError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise import_error(path, "the file", f"not TMX ({error})") from error
 
@@ -171,7 +177,7 @@ def pages(paths: Sequence[pathlib.Path]) -> Rows:
         for number, row in read_json_lines(path):
             if not isinstance(row.get("text"), str):
                 raise import_error(path, number, "there is no text 'text'")
-            yield number, {name: str(row.get(name, "")) for name in PAGE}
+            yield number, {name: str(row.get(name) or "") for name in PAGE}
 
 
 def articles(paths: Sequence[pathlib.Path]) -> Rows:

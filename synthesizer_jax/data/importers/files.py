@@ -185,9 +185,9 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
     """Returns the splits that arguments name.
 
     Args:
-      sources: ``SPLIT=FILE`` (several separated by commas; ``FILE+FILE`` is aligned text; ``*`` in a name
-        stands for anything, and files of the same split follow one another), or one folder: of files
-        whose names begin with a split's, or saved by `datasets`.
+      sources: ``SPLIT=FILE`` (several separated by commas; ``FILE+FILE`` is aligned text; ``*`` in the
+        name of a file stands for anything, and files of the same split follow one another), or one
+        folder: of files whose names begin with a split's, or saved by `datasets`.
       columns: see `Rows`.
 
     Raises:
@@ -206,7 +206,7 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
             raise ValueError(f"--from {part!r}: write SPLIT=FILE, such as train=a.jsonl")
         if split in aligned or ("+" in names and split in named):
             raise ValueError(
-                f"--from names more than one pair of aligned files for {split!r}; join them"
+                f"--from: the aligned files of {split!r} cannot be joined with other files"
             )
         if "+" in names:
             sides = [pathlib.Path(name) for name in names.split("+")]
@@ -220,7 +220,7 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
 
 
 def _named_files(name: str) -> list[pathlib.Path]:
-    """Returns the files of a name, in which ``*`` stands for anything, in the order of their names."""
+    """Returns the files of a path, in whose last part ``*`` stands for anything, ordered by name."""
     path = pathlib.Path(name)
     if "*" not in path.name:
         return [path]

@@ -59,6 +59,9 @@ def trivia(paths: Sequence[pathlib.Path]) -> Rows:
     As in TFDS, documents whose file is not there are left out.
     """
     for path in paths:
+        if not (path.parent.parent / "evidence").is_dir():
+            reason = "the folder 'evidence' with its documents is not beside its folder"
+            raise import_error(path, "the file", reason)
         data = parse_value(path, 1, read_text(path))
         try:
             for question in data["Data"]:
