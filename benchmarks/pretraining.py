@@ -182,7 +182,8 @@ def classifiers(args: Any) -> str:
             scores.append(finished(recipe, directory, args)[f"{AG_NEWS}/accuracy"])
         rows.append({"model": title, "accuracy": cell(scores)})
     return (
-        f"AG News, descriptions alone, {args.classification:,} steps of 64 texts; validation, mean of {len(args.seeds)} seeds (smallest to largest).\n\n"
+        f"AG News, descriptions alone, {args.classification:,} steps of 64 texts; accuracy on the "
+        f"validation split, mean of {len(args.seeds)} seeds (smallest to largest).\n\n"
         + report.table(rows, {"model": "self-attention", "accuracy": "accuracy"})
     )
 

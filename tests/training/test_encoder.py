@@ -12,6 +12,8 @@ from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.cli.settings import override
 from synthesizer_jax.costs.chips import parse_topology
 from synthesizer_jax.costs.plan import advise, make_plan
+from synthesizer_jax.data.objectives import OBJECTIVES
+from synthesizer_jax.evaluation.evaluator import check_masked_tasks
 from synthesizer_jax.models import Run, UniversalStack, stacks_of
 from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.registry import from_json, replace, to_json
@@ -237,6 +239,16 @@ def test_mistakes_are_one_sentence(recipe, assignment, message):
 @pytest.mark.parametrize("recipe", [MASKED, text_to_text()])
 def test_a_published_bert_can_be_a_recipes_model(recipe):
     assert override(recipe, "model=bert_large").model.masked_lm
+
+
+def test_a_masked_model_is_given_no_other_objective():
+    """An objective of the task itself comes before `data.objective`."""
+    masked = replace(MASKED.data, objective=OBJECTIVES["masked_lm"])
+    check_masked_tasks(MASKED.model, replace(masked, mixture="lm1b_v100_full_lm"))
+    check_masked_tasks(CLASSIFIER.model, replace(MASKED.data, mixture="glue_rte_v002"))
+    for mixture in ("c4_v220_span_corruption", "glue_rte_v002"):
+        with pytest.raises(ValueError, match=f"{mixture} is not made for a masked language model"):
+            check_masked_tasks(MASKED.model, replace(masked, mixture=mixture))
 
 
 def test_the_loss_weights_of_a_masked_model_choose_its_targets():
