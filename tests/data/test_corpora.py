@@ -129,7 +129,7 @@ LAYOUTS = {
         "1-billion/training-monolingual.tokenized.shuffled/news.en-00002-of-00100": "d\n",
         "1-billion/heldout-monolingual.tokenized.shuffled/news.en.heldout-00000-of-00050": "e\n",
     },
-    "cnn_dailymail": {"train_sample.csv": ',id,article,highlights\n0,i,"A\nB",C\n'},
+    "cnn_dailymail": {"train_sample.csv": ',id,article,highlights\n\n0,i,"A\nB",C\n'},
     "convai2": {"train_self_original_no_cands.txt": CHAT},
 }
 

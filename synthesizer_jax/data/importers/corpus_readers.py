@@ -298,6 +298,8 @@ def _table(
         if missing:
             raise import_error(path, 1, f"no column {missing[0]!r} among {names}")
         for fields in reader:
+            if not fields:
+                continue  # a blank line
             if len(fields) != len(names):
                 reason = f"{len(fields)} fields where {len(names)} belong"
                 raise import_error(path, reader.line_num, reason)
