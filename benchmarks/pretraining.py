@@ -48,12 +48,19 @@ TASKS = {
 """The fine-tuning tasks and the metric of each."""
 WIKITEXT, AG_NEWS = "wikitext_2_v1_full_lm", "ag_descriptions"
 STARTS = ("from scratch", "pre-trained")
+LANGUAGE_MODELS = {
+    "Dot product (V)": language_model.vanilla,
+    "Random (R)": language_model.random,
+    "Factorized Random (FR)": language_model.factorized_random,
+    "R+V": language_model.random_vanilla,
+}
+"""The recipes by the names of what they compare."""
 
 
 def main() -> None:
     """Makes the missing runs and writes the tables."""
     parser = report.arguments(
-        __doc__, pretraining=4000, fine_tuning=400, language_model=600, classification=400
+        __doc__, pretraining=7000, fine_tuning=400, language_model=600, classification=400
     )
     parser.add_argument("--data-dir", type=pathlib.Path, required=True)
     parser.add_argument("--vocabulary", type=pathlib.Path, required=True)
@@ -140,8 +147,8 @@ def fine_tuned(task: str, seed: int, source: pathlib.Path | None, args: Any) -> 
 def language_models(args: Any) -> str:
     """Returns the table of language models, after the runs that are missing."""
     rows = []
-    for variant in ("vanilla", "random", "factorized_random", "random_vanilla"):
-        recipe = getattr(language_model, variant)()
+    for title, build in LANGUAGE_MODELS.items():
+        recipe = build()
         recipe = replace(
             recipe,
             model=recipe.model.copy(vocab_size=VOCABULARY),
@@ -149,9 +156,9 @@ def language_models(args: Any) -> str:
             training=shortened(recipe.training, args.language_model),
             evaluation=replace(recipe.evaluation, every=0, split="test"),
         )
-        last = finished(recipe, args.workdir / "language_models" / variant, args)
+        last = finished(recipe, args.workdir / "language_models" / build.__name__, args)
         named = {name.partition("/")[2]: value for name, value in last.items()}
-        rows.append({"model": getattr(language_model, variant).__doc__, **named})
+        rows.append({"model": title, **named})
     columns = {
         "model": "self-attention",
         "perplexity": "perplexity per token|.1f",

@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -15,6 +15,8 @@ from synthesizer_jax.cli.libraries import load_data_libraries
 from synthesizer_jax.cli.options import DataDir, Imports, RunDirectory, Step
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from synthesizer_jax.evaluation.evaluator import Evaluator
     from synthesizer_jax.training.experiment import Experiment
     from synthesizer_jax.typing import PyTree
@@ -79,39 +81,85 @@ def evaluate(
     split that is not the recipe's to evaluation/STEP/SPLIT. Examples without a label, as in most test
     splits, are predicted and not scored.
     """
-    from synthesizer_jax.checkpoints.placement import place_variables
     from synthesizer_jax.evaluation import files
-    from synthesizer_jax.runs import code
     from synthesizer_jax.runtime import processes
-    from synthesizer_jax.training.run_directory import load_experiment
 
-    given: dict[str, object] = {"method": method, "split": split}
-    given |= {"max_examples": max_examples, "batch_size": batch_size}
-    overrides = {name: value for name, value in given.items() if value is not None}
-    processes.start_group()
-    code.load_user_code(imports or ())
-    experiment = load_experiment(workdir)
-    evaluator = open_evaluator(
-        experiment, workdir, data_dir=data_dir, overrides=overrides, tasks=task
-    )
-    other_split = None if split == experiment.evaluation.split else split
-    mesh, layout = place_variables(experiment.model, experiment.example, experiment.mesh)
+    overrides = given(method=method, split=split, max_examples=max_examples, batch_size=batch_size)
+    opened = open_run(workdir, data_dir=data_dir, overrides=overrides, tasks=task, imports=imports)
+    selection = _Selection(step, every, follow)
     metrics = {}
-    for number, variables in _restore_checkpoints(workdir, layout, _Selection(step, every, follow)):
-        results, overall = evaluator.measure(variables, mesh=mesh)
+    for number, variables in _restore_checkpoints(workdir, opened.layout, selection):
+        results, overall = opened.evaluator.measure(variables, mesh=opened.mesh)
         metrics[number] = {result.task: result.metrics for result in results}
         if processes.is_process_zero():
-            folder = files.evaluation_folder(workdir, number, other_split)
+            folder = files.evaluation_folder(workdir, number, opened.other_split)
             print_results(number, results, overall)
             if save_predictions:
-                files.write_all_predictions(folder, zip(evaluator.sets, results, strict=True))
+                files.write_all_predictions(
+                    folder, zip(opened.evaluator.sets, results, strict=True)
+                )
                 typer.echo(f"predictions: {folder}/TASK.jsonl")
             files.write_results(folder, number, results, overall=overall)
     if len(metrics) > 1 and processes.is_process_zero():
         print_best_steps(metrics)
 
 
-def open_evaluator(
+def given(**options: object) -> dict[str, object]:
+    """Returns the options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+class OpenRun(NamedTuple):
+    """A run whose checkpoints are to be evaluated.
+
+    Attributes:
+      evaluator: its evaluation, with the given settings.
+      other_split: the split that is evaluated, where it is not the recipe's; else None.
+      mesh: over which devices its variables are sharded.
+      layout: how, see `place_variables`.
+    """
+
+    evaluator: Evaluator
+    other_split: str | None
+    mesh: Mesh
+    layout: PyTree
+
+
+def open_run(
+    workdir: pathlib.Path,
+    *,
+    data_dir: pathlib.Path | None,
+    overrides: Mapping[str, object],
+    tasks: list[str] | None,
+    imports: list[str] | None,
+) -> OpenRun:
+    """Starts the group of processes and opens a run, with its code and its examples.
+
+    Args:
+      workdir: the run's directory.
+      data_dir: the directory of data sets; None is the default directory.
+      overrides: new values of fields of `Evaluation`.
+      tasks: the tasks to evaluate; None is all.
+      imports: packages and files to import first.
+    """
+    from synthesizer_jax.checkpoints.placement import place_variables
+    from synthesizer_jax.runs import code
+    from synthesizer_jax.runtime import processes
+    from synthesizer_jax.training.run_directory import load_experiment
+
+    processes.start_group()
+    code.load_user_code(imports or ())
+    experiment = load_experiment(workdir)
+    evaluator = _open_evaluator(
+        experiment, workdir, data_dir=data_dir, overrides=overrides, tasks=tasks
+    )
+    split = evaluator.evaluation.split
+    other_split = None if split == experiment.evaluation.split else split
+    mesh, layout = place_variables(experiment.model, experiment.example, experiment.mesh)
+    return OpenRun(evaluator, other_split, mesh, layout)
+
+
+def _open_evaluator(
     experiment: Experiment,
     workdir: pathlib.Path,
     *,

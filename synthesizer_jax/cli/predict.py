@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from synthesizer_jax.cli.evaluate import BatchSize, Method, Tasks, open_evaluator
+from synthesizer_jax.cli.evaluate import BatchSize, Method, Tasks, given, open_run
 from synthesizer_jax.cli.options import DataDir, Imports, RunDirectory, Step, storage_option
 
 TEST = "test"
@@ -43,41 +43,26 @@ def predict(
     Example: synthesizer-jax predict --workdir runs/rv --split test --output predictions
     """
     from synthesizer_jax.checkpoints.manager import restore_variables
-    from synthesizer_jax.checkpoints.placement import place_variables
     from synthesizer_jax.evaluation import files
     from synthesizer_jax.evaluation.leaderboards import write_submission
-    from synthesizer_jax.runs import code
     from synthesizer_jax.runtime import processes
-    from synthesizer_jax.training.run_directory import load_experiment
 
-    given: dict[str, object] = {"method": method, "batch_size": batch_size}
     overrides: dict[str, object] = {"split": split, "max_examples": None, "loss_batches": 0}
-    overrides |= {name: value for name, value in given.items() if value is not None}
-    processes.start_group()
-    code.load_user_code(imports or ())
-    experiment = load_experiment(workdir)
-    evaluator = open_evaluator(
-        experiment, workdir, data_dir=data_dir, overrides=overrides, tasks=task
-    )
-    mesh, layout = place_variables(experiment.model, experiment.example, experiment.mesh)
-    number, variables = restore_variables(workdir / "checkpoints", step=step, layout=layout)
-    results, _ = evaluator.measure(variables, mesh=mesh)
+    overrides |= given(method=method, batch_size=batch_size)
+    opened = open_run(workdir, data_dir=data_dir, overrides=overrides, tasks=task, imports=imports)
+    number, variables = restore_variables(workdir / "checkpoints", step=step, layout=opened.layout)
+    results, _ = opened.evaluator.measure(variables, mesh=opened.mesh)
     if not processes.is_process_zero():
         return
-    is_recipes = split == experiment.evaluation.split
-    folder = output or files.evaluation_folder(workdir, number, None if is_recipes else split)
-    pairs = list(zip(evaluator.sets, results, strict=True))
+    folder = output or files.evaluation_folder(workdir, number, opened.other_split)
+    pairs = list(zip(opened.evaluator.sets, results, strict=True))
     files.write_all_predictions(folder, pairs)
     for _, result in pairs:
         typer.echo(f"{folder / result.task}.jsonl: {result.n:,} examples")
     if split.startswith(TEST):
         written = write_submission(folder, [(e, result.predictions) for e, result in pairs])
         for path, replaced in written.items():
-            note = (
-                f"; {replaced:,} predictions that are no valid answer are replaced"
-                if replaced
-                else ""
-            )
-            typer.echo(f"{path} is written{note}")
+            invalid = f"; {replaced:,} predictions that are no valid answer are replaced"
+            typer.echo(f"{path} is written{invalid if replaced else ''}")
         if not written:
             typer.echo("no leaderboard of GLUE or SuperGLUE takes these tasks")

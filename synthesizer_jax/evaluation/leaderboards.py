@@ -69,9 +69,10 @@ def write_submission(
       The number of invalid predictions by the path of the file.
 
     Raises:
-      ValueError: two tasks have the same file; then some files may have been written.
+      ValueError: two tasks have the same file; then nothing was written.
     """
-    written: dict[pathlib.Path, int] = {}
+    texts: dict[pathlib.Path, str] = {}
+    invalid: dict[pathlib.Path, int] = {}
     for examples, predictions in answers:
         if not isinstance(examples.task, TaskDefinition):
             continue
@@ -84,14 +85,16 @@ def write_submission(
             text = _super_glue_text(examples, predictions)
         else:
             continue
-        if path in written:
+        if path in texts:
             raise ValueError(
                 f"{examples.name} has the same leaderboard file as another task, {path}; predict them one "
                 "by one, with --task"
             )
         values = (examples.predicted_value(i, p) for i, p in enumerate(predictions))
-        written[write_atomic(path, text)] = sum(map(_is_invalid, values))
-    return written
+        texts[path], invalid[path] = text, sum(map(_is_invalid, values))
+    for path, text in texts.items():
+        write_atomic(path, text)
+    return invalid
 
 
 def _is_invalid(value: Value) -> bool:

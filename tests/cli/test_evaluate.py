@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 from synthesizer_jax.checkpoints import manager
 from synthesizer_jax.cli.main import app
 from synthesizer_jax.data import mixtures, translation  # noqa: F401 - its tasks
+from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import leaderboards
+from synthesizer_jax.evaluation.evaluation_sets import load_evaluation_set
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training.experiment import Evaluation
@@ -180,6 +182,20 @@ def test_tasks_without_a_leaderboard_are_predicted_all_the_same(place):
 )
 def test_values_that_are_no_answers(value, wanted):
     assert leaderboards._is_invalid(value) == wanted
+
+
+def test_tasks_of_one_leaderboard_file_are_refused_before_it_is_written(place, tmp_path):
+    examples = load_evaluation_set(
+        "glue_rte_v002",
+        "test",
+        Bytes().build(),
+        data_dir=place / "data",
+        lengths={"inputs": 32, "targets": 8},
+    )
+    answers = [(examples, ["entailment"] * len(examples.examples))] * 2
+    with pytest.raises(ValueError, match=r"the same leaderboard file as another task, .*RTE\.tsv"):
+        leaderboards.write_submission(tmp_path / "files", answers)
+    assert not (tmp_path / "files").exists()
 
 
 def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one(place, run, caplog):

@@ -24,13 +24,19 @@ def place(tmp_path_factory, synthetic_data) -> pathlib.Path:
     return place
 
 
-def command(place, workdir, processes, *settings):
+def group(processes, *command):
     return [
         *(sys.executable, "-m", "synthesizer_jax", "local"),
-        *("--processes", str(processes), "--devices", str(8 // processes), "--"),
+        *("--processes", str(processes), "--devices", str(8 // processes), "--", *command),
+    ]
+
+
+def command(place, workdir, processes, *settings):
+    return group(
+        processes,
         *("train", str(RECIPE), "--workdir", str(place / workdir)),
         *("--data-dir", str(place / "data"), "--quiet", *settings),
-    ]
+    )
 
 
 def environment(place):
@@ -75,6 +81,33 @@ def test_more_processes_train_the_same(place, alone, processes):
         assert [r[name] for r in found] == pytest.approx([r[name] for r in alone], rel=1e-4)
     (measured,), (expected,) = (lines(place, w, "eval") for w in (f"p{processes}", "alone"))
     assert measured["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+
+
+@pytest.mark.usefixtures("alone")
+def test_more_processes_predict_the_same(place):
+    """Process zero writes what all of them predict."""
+    rows = {}
+    for processes in (1, 2):
+        folder = place / f"predicted_{processes}"
+        result = subprocess.run(
+            group(
+                processes,
+                *("predict", "--workdir", str(place / "alone"), "--split", "validation"),
+                *("--data-dir", str(place / "data"), "--output", str(folder)),
+                *("--task", "synthetic_sst2", "--method", "rank"),
+            ),
+            env=environment(place),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert result.returncode == 0, result.stderr
+        text = (folder / "synthetic_sst2.jsonl").read_text()
+        rows[processes] = [json.loads(line) for line in text.splitlines()]
+    assert len(rows[1]) > 0
+    for one, two in zip(rows[1], rows[2], strict=True):
+        assert (one["idx"], one["prediction"]) == (two["idx"], two["prediction"])
+        assert one["score"] == pytest.approx(two["score"], abs=1e-3)
 
 
 @pytest.mark.usefixtures("alone")

@@ -37,6 +37,16 @@ def texts(row, *names):
     return tuple(row[name].decode() for name in names)
 
 
+def examples_of(data_dir, task, split):
+    return evaluation_sets.load_evaluation_set(
+        task,
+        split,
+        Bytes().build(),
+        data_dir=data_dir,
+        lengths={"inputs": 200, "targets": 50},
+    )
+
+
 QUESTIONS = {
     "data": [
         {
@@ -223,14 +233,7 @@ def test_questions_of_trivia_qa_with_their_documents(data_dir):
     assert list(row["entity_pages"]["wiki_context"]) == [b"Ann Lee won the race ."]
     assert list(row["search_results"]["rank"]) == [1]
     assert row["answer"]["matched_wiki_entity_name"] == b""
-    sets = evaluation_sets.load_evaluation_set(
-        "trivia_qa_v010",
-        "train",
-        Bytes().build(),
-        data_dir=data_dir,
-        lengths={"inputs": 200, "targets": 50},
-    )
-    (example,) = sets.examples
+    (example,) = examples_of(data_dir, "trivia_qa_v010", "train").examples
     assert example["inputs_pretokenized"] == (
         b"question: Who won ? context: Ann Lee won the race . "
     )
@@ -275,13 +278,7 @@ def test_summaries_and_dialogues(data_dir):
         ((b"i ski.",), (b"hello .", b"hi .", b"you ?"), b"i ski ."),
         ((b"i sing.",), (b"hey .",), b"yo ."),
     }
-    sets = evaluation_sets.load_evaluation_set(
-        "convai2_self_original",
-        "train",
-        Bytes().build(),
-        data_dir=data_dir,
-        lengths={"inputs": 200, "targets": 50},
-    )
+    sets = examples_of(data_dir, "convai2_self_original", "train")
     inputs = {evaluation_sets.to_text(row["inputs_pretokenized"]) for row in sets.examples}
     assert "dialogue history: hello . | hi . | you ? persona: i ski." in inputs
     assert sets.score(sets.target_words)["bleu1"] == pytest.approx(100)
@@ -337,6 +334,8 @@ def test_published_sizes_are_checked_and_readers_read(tmp_path):
         ("wmt14", {"src-train.txt": "a\nb\n", "tgt-train.txt": "a\n"},
          "tgt-train.txt, the end: it ends before line 2 of the other language"),
         ("wmt16", {"en-ro.tmx": "<tmx><body><tu>"}, "en-ro.tmx, the file: not TMX"),
+        ("wmt19", {f"{folder}/europarl-v9.de-en.tsv": "a\tb\n" for folder in "xy"},
+         "y/europarl-v9.de-en.tsv, the file: .*x/europarl-v9.de-en.tsv is there too; keep one"),
         ("trivia_qa", {"qa/web-dev.json": {"Data": [TRIVIA]}}, "the folder 'evidence' with its"),
         ("trivia_qa", {"qa/web-dev.json": {"Data": [{}]}, "evidence/web/1.txt": ""},
          "not TriviaQA's JSON .KeyError"),

@@ -5,9 +5,12 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.checkpoints.manager import restore_variables
-from synthesizer_jax.checkpoints.placement import place_variables
+from synthesizer_jax.checkpoints.placement import layout_over, place_variables
+from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.prediction import METHODS, Predictor, decoding_by
 from synthesizer_jax.inference import Decoding
+from synthesizer_jax.models import Size
+from synthesizer_jax.models.zoo import language_model
 from synthesizer_jax.sharding import MeshShape, make_mesh
 from tests.evaluation import runs
 
@@ -40,6 +43,31 @@ def test_the_mesh_of_the_training_is_fitted_to_the_devices(trained, devices, exp
     mesh, layout = place(runs.experiment(mesh=trained), jax.devices()[:devices])
     assert tuple(mesh.shape[axis] for axis in ("data", "fsdp", "tensor")) == expected
     assert {x.sharding.mesh for x in jax.tree.leaves(layout)} == {mesh}
+
+
+def test_a_mesh_continues_texts_as_one_device_does():
+    """The texts, one of them empty, do not fill the mesh."""
+    model = language_model("rv", Size(16, 2, 32, 2, 8)).copy(vocab_size=259)
+    nothing = np.zeros((1, 0), np.int32)
+    variables = jax.jit(model.init)(jax.random.key(0), nothing, np.ones((1, 4), np.int32))
+    found = []
+    for shape, devices in ((MeshShape(), 1), (MeshShape(data=2, fsdp=2), 4)):
+        mesh = make_mesh(shape, jax.devices()[:devices])
+        layout = layout_over(model, model.example(0, 4), mesh)
+        predictor = Predictor(
+            model,
+            jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), variables, layout),
+            Bytes().build(),
+            inputs_length=0,
+            decoding=Decoding(max_length=6),
+            batch_size=2,
+            mesh=mesh,
+        )
+        texts = [predictor.encode(text) for text in ("", "a", "a few words")]
+        found.append([text[0] for text in predictor.generate_texts(texts)])
+    assert [one.text for one in found[0]] == [two.text for two in found[1]]
+    for one, two in zip(*found, strict=True):
+        assert one.score == pytest.approx(two.score, abs=1e-3)
 
 
 @pytest.fixture(scope="module")

@@ -76,25 +76,20 @@ def parallel(languages: tuple[str, str]) -> Reader:
                 raise import_error(
                     paths[-1], "the file", f"{paths[0]} is there too; keep one of them"
                 )
-            return (_tsv_pairs if kind == ".tsv" else _tmx_pairs)(paths[0], languages)
+            return _tsv_pairs(paths[0]) if kind == ".tsv" else _tmx_pairs(paths[0], languages)
         lines_of = _segments if kind == ".sgm" else functools.partial(read_lines, whole=True)
         return _pairs(paths, languages, lines_of, drop_empty=True)
 
     return read
 
 
-def _tsv_pairs(path: pathlib.Path, languages: tuple[str, str]) -> Rows:
-    """Yields the rows of a file such as ``corpus.de-en.tsv``, whose columns its name says."""
-    named = tuple(path.name.removesuffix(".gz").split(".")[-2].split("-"))
-    if set(named) != set(languages):
-        reason = f"the name does not say which column is which; {'-'.join(languages)}.tsv would"
-        raise import_error(path, "the name", reason)
+def _tsv_pairs(path: pathlib.Path) -> Rows:
+    """Yields the rows of a file such as ``corpus.de-en.tsv``, whose name says which column is which."""
+    columns = path.name.removesuffix(".gz").split(".")[-2].split("-")
     for number, line in read_lines(path):
         texts = [text.strip() for text in line.split("\t")]
-        yield (
-            number,
-            dict(zip(named, texts, strict=True)) if all(texts) and len(texts) == 2 else None,
-        )
+        is_pair = len(texts) == len(columns) and all(texts)
+        yield number, dict(zip(columns, texts, strict=True)) if is_pair else None
 
 
 def _tmx_pairs(path: pathlib.Path, languages: tuple[str, str]) -> Rows:
