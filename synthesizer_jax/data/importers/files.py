@@ -11,16 +11,13 @@ import itertools
 import json
 import pathlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, cast
 
+from synthesizer_jax.data.importers import arrow_files
 from synthesizer_jax.data.importers.reading import Row, import_error, parse_object
-from synthesizer_jax.data.postprocessors import UNKNOWN
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.registry import JSON
-
-if TYPE_CHECKING:
-    import pyarrow
 
 COMPRESSIONS = (".gz", ".zst")
 SPLIT_NAMES: Mapping[str, str] = {
@@ -145,29 +142,6 @@ class Rows:
             if line.strip():
                 yield f"line {number}", {"text": line}
 
-    def parquet_rows(self, path: pathlib.Path) -> Iterator[tuple[str, Row]]:
-        """Yields the rows of a Parquet file."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            with pq.ParquetFile(path) as file:
-                yield from _arrow_rows(file.iter_batches())
-        except (pa.ArrowException, OSError) as error:
-            raise import_error(path, "the whole file", f"not Parquet ({error})") from None
-
-    def arrow_rows(self, path: pathlib.Path) -> Iterator[tuple[str, Row]]:
-        """Yields the rows of an Arrow stream of `datasets`, labels replaced by their names."""
-        import pyarrow as pa
-
-        names = _label_names(path.parent)
-        try:
-            with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as reader:
-                for where, row in _arrow_rows(reader):
-                    yield where, {k: _named(v, names.get(k)) for k, v in row.items()}
-        except (pa.ArrowException, OSError) as error:
-            raise import_error(path, "the whole file", f"not Arrow ({error})") from None
-
 
 _READERS: Mapping[str, Callable[[Rows, pathlib.Path], Iterator[tuple[str, Row]]]] = {
     ".jsonl": Rows.json_rows,
@@ -175,8 +149,8 @@ _READERS: Mapping[str, Callable[[Rows, pathlib.Path], Iterator[tuple[str, Row]]]
     ".csv": Rows.table_rows,
     ".tsv": Rows.table_rows,
     ".txt": Rows.text_rows,
-    ".parquet": Rows.parquet_rows,
-    ".arrow": Rows.arrow_rows,
+    ".parquet": lambda _, path: arrow_files.parquet_rows(path),
+    ".arrow": lambda _, path: arrow_files.arrow_rows(path),
 }
 """The readers by the suffix of the uncompressed file."""
 
@@ -253,10 +227,10 @@ def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
     """Returns the files of every split in a folder."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; write --from SPLIT=FILE, such as train={folder}")
-    if (folder / "dataset_dict.json").is_file():
-        return _saved_splits(folder)
-    if (folder / "state.json").is_file():
-        return {SPLIT_NAMES.get(folder.name, "train"): _arrow_files(folder)}
+    if (folder / arrow_files.SPLITS).is_file():
+        return _renamed(arrow_files.saved_splits(folder), folder)
+    if (folder / arrow_files.STATE).is_file():
+        return {SPLIT_NAMES.get(folder.name, "train"): arrow_files.split_files(folder)}
     found: dict[str, list[pathlib.Path]] = {}
     for path in sorted(folder.iterdir()):
         beginning = "".join(itertools.takewhile(str.isalpha, path.name.lower()))
@@ -270,89 +244,19 @@ def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
     return found
 
 
-def _saved_splits(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
-    """Returns the files of every split that `datasets` saved."""
-    path = folder / "dataset_dict.json"
+def _renamed(
+    saved: Mapping[str, list[pathlib.Path]], folder: pathlib.Path
+) -> dict[str, list[pathlib.Path]]:
+    """Returns the files of splits by the names that the splits have here."""
     found: dict[str, list[pathlib.Path]] = {}
-    for name in _names(_read_json(path).get("splits"), path):
+    for name, files in saved.items():
         split = SPLIT_NAMES.get(name, name)
         if split in found:
             raise ValueError(
-                f"{path} has two splits that are {split!r} here; name the files instead"
+                f"{folder} has two splits that are {split!r} here; name the files instead"
             )
-        found[split] = _arrow_files(folder / name)
+        found[split] = files
     return found
-
-
-def _names(value: JSON, path: pathlib.Path) -> list[str]:
-    """Returns a list of names of files or folders beside a JSON file that lists them.
-
-    Raises:
-      ValueError: it is something else, or a name lies outside of the folder.
-    """
-    if not isinstance(value, list):
-        raise ValueError(f"{path} has no list of names; save the data set again with save_to_disk")
-    for name in value:
-        if not isinstance(name, str) or pathlib.PurePath(name).name != name:
-            raise ValueError(f"{path} names the file {name!r}, outside of it")
-    return [str(name) for name in value]
-
-
-def _arrow_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files of one split of a folder that `datasets` saved, in its order."""
-    path = folder / "state.json"
-    listed = _read_json(path).get("_data_files")
-    if isinstance(listed, list):
-        listed = [file.get("filename") if isinstance(file, dict) else file for file in listed]
-    return [folder / name for name in _names(listed, path)]
-
-
-def _label_names(folder: pathlib.Path) -> dict[str, list[str]]:
-    """Returns the names of the classes of the features that are labels, by feature."""
-    path = folder / "dataset_info.json"
-    features = _read_json(path).get("features") if path.is_file() else None
-    if not isinstance(features, dict):
-        return {}
-    return {
-        name: [str(n) for n in feature["names"]]
-        for name, feature in features.items()
-        if isinstance(feature, dict) and isinstance(feature.get("names"), list)
-    }
-
-
-def _named(value: JSON, names: list[str] | None) -> JSON:
-    """Returns the name of a label, `UNKNOWN` for −1; other values as they are."""
-    if names is None or not isinstance(value, int):
-        return value
-    return names[value] if 0 <= value < len(names) else UNKNOWN
-
-
-def _read_json(path: pathlib.Path) -> Row:
-    if not path.is_file():
-        raise ValueError(f"{path} is missing; save the data set again with save_to_disk")
-    return parse_object(path, 1, path.read_text(encoding="utf-8", errors="replace"))
-
-
-def _arrow_rows(batches: Iterable[pyarrow.RecordBatch]) -> Iterator[tuple[str, Row]]:
-    """Yields the rows of Arrow batches, numbered from 1."""
-    number = 0
-    for batch in batches:
-        for row in batch.to_pylist():
-            number += 1
-            yield f"row {number}", {name: _as_json(value) for name, value in row.items()}
-
-
-def _as_json(value: object) -> JSON:
-    """Returns a value of Arrow as JSON has it: bytes are UTF-8 text, dates and the like their text."""
-    if isinstance(value, bytes):
-        return value.decode("utf-8", errors="replace")
-    if isinstance(value, list):
-        return [_as_json(item) for item in value]
-    if isinstance(value, dict):
-        return {str(name): _as_json(item) for name, item in value.items()}
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    return str(value)
 
 
 def _check_columns(names: Sequence[str], path: pathlib.Path) -> None:
