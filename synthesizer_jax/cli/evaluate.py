@@ -78,8 +78,9 @@ def evaluate(
 
     The model is restored from the run's directory and sharded over all devices of all processes, as in
     training. Results and predictions are written to evaluation/STEP in that directory, and those of a
-    split that is not the recipe's to evaluation/STEP/SPLIT. Examples without a label, as in most test
-    splits, are predicted and not scored.
+    split that is not the recipe's to evaluation/STEP/SPLIT; with --task or --max-examples to the folder
+    part in it, so that the results of the whole stay. Examples without a label, as in most test splits,
+    are predicted and not scored.
     """
     from synthesizer_jax.evaluation import files
     from synthesizer_jax.runtime import processes
@@ -92,7 +93,8 @@ def evaluate(
         results, overall = opened.evaluator.measure(variables, mesh=opened.mesh)
         metrics[number] = {result.task: result.metrics for result in results}
         if processes.is_process_zero():
-            folder = files.evaluation_folder(workdir, number, opened.other_split)
+            part = bool(task) or max_examples is not None
+            folder = files.evaluation_folder(workdir, number, opened.other_split, part=part)
             print_results(number, results, overall)
             if save_predictions:
                 files.write_all_predictions(

@@ -15,8 +15,13 @@ from synthesizer_jax.files import write_atomic
 RESULTS_FILE = "results.json"
 """File of an evaluation's folder."""
 
+PART = "part"
+"""Folder, beside a whole evaluation's files, of the last evaluation of some tasks or examples."""
 
-def evaluation_folder(directory: pathlib.Path, step: int, split: str | None = None) -> pathlib.Path:
+
+def evaluation_folder(
+    directory: pathlib.Path, step: int, split: str | None = None, *, part: bool = False
+) -> pathlib.Path:
     """Returns the folder of a run's directory for the files of an evaluation.
 
     Args:
@@ -24,9 +29,11 @@ def evaluation_folder(directory: pathlib.Path, step: int, split: str | None = No
       step: the evaluated step.
       split: None for the split that the recipe evaluates: ``evaluation/STEP``; the name of another one:
         ``evaluation/STEP/SPLIT``.
+      part: whether only some tasks or examples are evaluated, whose files must not replace those of all:
+        ``…/part``.
     """
-    folder = directory / "evaluation" / str(step)
-    return folder if split is None else folder / split
+    folders = [name for name in (split, PART if part else None) if name]
+    return directory.joinpath("evaluation", str(step), *folders)
 
 
 def write_results(

@@ -75,10 +75,10 @@ def test_a_run_in_a_bucket_that_is_killed(store, tmp_path) -> None:
     )
     assert said.count("=== exit 0\n") == 5, said + errors
     assert "gs://bucket/run has finished its 8 steps: score " in said
-    assert "predictions: gs://bucket/run/evaluation/8/TASK.jsonl" in said
+    assert "predictions: gs://bucket/run/evaluation/8/part/TASK.jsonl" in said
     assert page.exists()
     assert "bucket/run/train.lock" not in store.names()
-    assert "bucket/run/evaluation/8/results.json" in store.names()
+    assert "bucket/run/evaluation/8/part/results.json" in store.names()
     assert store.names("bucket/run/tensorboard/events.out.tfevents.")
     finished = [n for n in store.names() if n.count("/") == 4 and n.endswith("commit_success.txt")]
     assert "bucket/run/checkpoints/8/commit_success.txt" in finished

@@ -79,7 +79,7 @@ def test_a_split_without_labels_is_predicted_and_written(place, tmp_path):
     assert "unlabeled examples are predicted, not scored" in shown
     assert "held-out loss" in shown  # Multi30k's
     assert "label prior" not in shown
-    folder = place / "run" / "evaluation" / "4" / "test"
+    folder = place / "run" / "evaluation" / "4" / "test" / "part"
     files = {path.name: path.read_text().splitlines() for path in folder.iterdir()}
     assert set(files) == {"glue_rte_v002.jsonl", "multi30k_en_de.jsonl", "results.json"}
     for i, line in enumerate(map(json.loads, files["glue_rte_v002.jsonl"])):
@@ -96,7 +96,7 @@ def test_a_split_without_labels_is_predicted_and_written(place, tmp_path):
 
 def test_predictions_lie_in_the_folder_of_their_step(place):
     shown = call(place, "--save-predictions", *RTE)
-    folder = place / "run" / "evaluation" / "4"
+    folder = place / "run" / "evaluation" / "4" / "part"
     assert f"predictions: {folder}/TASK.jsonl" in shown
     lines = (folder / "glue_rte_v002.jsonl").read_text().splitlines()
     assert [json.loads(line)["target_label"] for line in lines] == [0, 1, 0, 1, 0, 1]
@@ -108,7 +108,8 @@ def test_every_checkpoint_and_each_tasks_best(place):
     assert "glue_rte_v002" in table and "glue_stsb_v002" in table
     accuracies = {}
     for step in (2, 4):
-        saved = json.loads((place / "run" / "evaluation" / str(step) / "results.json").read_text())
+        folder = place / "run" / "evaluation" / str(step) / "part"
+        saved = json.loads((folder / "results.json").read_text())
         accuracies[step] = saved["tasks"][0]["metrics"]["accuracy"]
     best = max(accuracies, key=accuracies.get)
     row = table[table.index("glue_rte_v002") :].split("│")
@@ -128,8 +129,19 @@ def test_a_task_of_another_mixture_is_named_as_that(place):
 
 def test_max_examples_holds_for_rows_without_a_place(place):
     call(place, "--task", "multi30k_en_de", "--max-examples", "1")
-    saved = json.loads((place / "run" / "evaluation" / "4" / "results.json").read_text())
+    folder = place / "run" / "evaluation" / "4" / "part"
+    saved = json.loads((folder / "results.json").read_text())
     assert saved["tasks"][0]["n"] == 1
+
+
+def test_a_part_does_not_replace_the_results_of_the_whole(place):
+    folder = place / "run" / "evaluation" / "4"
+    call(place)
+    whole = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    assert len(json.loads(whole["results.json"])["tasks"]) > 1
+    call(place, *RTE)
+    call(place, "--max-examples", "1")
+    assert {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()} == whole
 
 
 def test_leaderboard_files(place, tmp_path):
@@ -261,7 +273,7 @@ def test_a_diverged_model_is_evaluated_and_written_as_json(place, tmp_path):
     runs.write_run(tmp_path / "run", runs.experiment(), steps=(4,), value=float("nan"))
     tasks = (*RTE, "--task", "multi30k_en_de")
     call(place, *tasks, "--save-predictions", workdir=tmp_path / "run")
-    folder = tmp_path / "run" / "evaluation" / "4"
+    folder = tmp_path / "run" / "evaluation" / "4" / "part"
     texts = [(folder / "results.json").read_text()]
     texts += (folder / "glue_rte_v002.jsonl").read_text().splitlines()
     for text in texts:
