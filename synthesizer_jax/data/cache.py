@@ -11,7 +11,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
-import inspect
 import json
 import logging
 import pathlib
@@ -19,9 +18,9 @@ import zlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from synthesizer_jax.data import stored, tasks
+from synthesizer_jax.data import tasks
 from synthesizer_jax.data.cache_records import decode_chunk, finish_chunk
-from synthesizer_jax.data.definitions import TaskDefinition
+from synthesizer_jax.data.digests import UnknownStateError, code_digest, data_digest
 from synthesizer_jax.data.members import CHUNK, RESIDENT, Chunk, Examples, check_inputs
 from synthesizer_jax.data.vocabularies import SentencePieceVocabulary, Vocabulary
 from synthesizer_jax.files import in_bucket, size_of
@@ -34,9 +33,6 @@ FORMAT = 2
 
 KEPT_CHUNKS = 64
 """Chunks in memory of a task that is too large to be held there."""
-
-_TASK_CODE = ("preprocessors.py", "coreference.py", "question_answering.py")
-"""Files beside this one that make texts of rows, in addition to the module of a task's format."""
 
 _log = logging.getLogger(__name__)
 
@@ -138,7 +134,7 @@ class Caches:
           ValueError: it is damaged, incomplete, or of another vocabulary, task or split.
         """
         directory = self.directory(task, split)
-        if in_bucket(self.data_dir) or not directory.exists() or task not in tasks.TASKS:
+        if in_bucket(self.data_dir) or not directory.exists():
             return None
         remedy = self._remedy(task, split)
         info = _read_info(directory, remedy)
@@ -172,14 +168,18 @@ class Caches:
         return CachedExamples(info, self.directory(task, split), lengths, remedy=remedy)
 
     def _check_current(self, info: CacheInfo, directory: pathlib.Path, remedy: str) -> None:
-        if info.code != task_digest(info.task):
+        task = tasks.find_task(info.task)
+        try:
+            code = code_digest(task)
+        except UnknownStateError:
+            code = None
+        if info.code != code:
             raise OutdatedCacheError(
                 f"{directory} was made by another version of the task {info.task}; {remedy}"
             )
-        if info.dataset != dataset_digest(info.task, info.split, self.data_dir):
+        if info.dataset != data_digest(task, info.split, self.data_dir):
             raise OutdatedCacheError(
-                f"{directory} was made from another version of the data set "
-                f"{tasks.find_task(info.task).source}; {remedy}"
+                f"{directory} was made from another version of the data set {task.source}; {remedy}"
             )
 
     def _remedy(self, task: str, split: str) -> str:
@@ -324,38 +324,6 @@ def vocabulary_digest(vocabulary: Vocabulary) -> str:
     else:
         contents = repr(vocabulary).encode()
     return hashlib.sha256(contents).hexdigest()[:16]
-
-
-def task_digest(name: str) -> str:
-    """Returns a digest of a task's definition and of the code that makes texts of its rows."""
-    task = tasks.find_task(name)
-    assert isinstance(task, TaskDefinition)  # others are not cached
-    digest = hashlib.sha256(_describe(task).encode())
-    for path in _source_files(task):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _describe(task: TaskDefinition) -> str:
-    return repr((task.name, task.dataset, task.format, task.rename, task.sentinel))
-
-
-def _source_files(task: TaskDefinition) -> list[pathlib.Path]:
-    modules = {inspect.getmodule(cls) for cls in type(task.format).__mro__ if cls is not object}
-    files = {getattr(module, "__file__", None) for module in modules}
-    own = [pathlib.Path(__file__).with_name(name) for name in _TASK_CODE]
-    return sorted({*own, *(pathlib.Path(file) for file in files if file)})
-
-
-def dataset_digest(name: str, split: str, data_dir: pathlib.Path) -> str:
-    """Returns a digest of the version of a task's data set and of the sizes of a split's files."""
-    versions = stored.prepared_versions(tasks.find_task(name).source, data_dir)
-    if not versions:
-        return ""
-    version, directory = list(versions.items())[-1]
-    info = json.loads((directory / stored.INFO).read_text(encoding="utf-8"))
-    splits = [entry for entry in info.get("splits", []) if entry.get("name") == split]
-    return hashlib.sha256(json.dumps([version, splits], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _read_info(directory: pathlib.Path, remedy: str) -> CacheInfo:

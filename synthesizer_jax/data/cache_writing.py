@@ -17,11 +17,9 @@ from synthesizer_jax.data.cache import (
     INFO,
     CacheInfo,
     Caches,
-    dataset_digest,
-    task_digest,
 )
 from synthesizer_jax.data.cache_records import encode_chunk
-from synthesizer_jax.data.definitions import TaskDefinition
+from synthesizer_jax.data.digests import UnknownStateError, code_digest, data_digest
 from synthesizer_jax.data.members import SIDES, Chunk
 from synthesizer_jax.data.staging import Staging, staging
 from synthesizer_jax.data.stored import reading_errors
@@ -66,7 +64,6 @@ def write_caches(mixture: str, caches: Caches, *, split: str, renew: bool = Fals
       ValueError: the data directory is in a bucket, or a data set is damaged.
       OSError: something cannot be written; nothing was changed.
     """
-    from synthesizer_jax.data import seqio_members
 
     tasks.sampled_members(mixture, caches.data_dir, split)
     names = list(tasks.available_members(mixture, caches.data_dir, split))
@@ -74,14 +71,10 @@ def write_caches(mixture: str, caches: Caches, *, split: str, renew: bool = Fals
     with staging(caches.data_dir, "cache") as stage:
         directories = []
         for name in names:
-            definition = tasks.find_task(name)
-            task = definition.to_seqio(caches.vocabulary, caches.data_dir)
-            if not isinstance(definition, TaskDefinition):
-                report.live[name] = "it is a task of SeqIO's registry, whose code is not known"
-            elif not seqio_members.is_deterministic(task):
-                report.live[name] = "it has random steps"
-            elif not _ends_as_expected(task):
-                report.live[name] = "what follows its cache point is not T5's trimming and EOS"
+            task = tasks.find_task(name).to_seqio(caches.vocabulary, caches.data_dir)
+            reason = _why_live(task)
+            if reason is not None:
+                report.live[name] = reason
             elif not renew and is_current(caches, name, split):
                 report.kept.append(name)
             else:
@@ -100,6 +93,21 @@ def is_current(caches: Caches, task: str, split: str) -> bool:
         return False
 
 
+def _why_live(task: seqio.Task) -> str | None:
+    """Returns why a task cannot be cached; None: it can."""
+    from synthesizer_jax.data import seqio_members
+
+    if not seqio_members.is_deterministic(task):
+        return "it has no cache point, or random steps after it"
+    if not _ends_as_expected(task):
+        return "what follows its cache point is not T5's trimming and EOS"
+    try:
+        code_digest(tasks.find_task(task.name))
+    except UnknownStateError as error:
+        return f"it depends on {error}, of which it cannot be told whether it changes"
+    return None
+
+
 def _ends_as_expected(task: seqio.Task) -> bool:
     """Returns whether `cache_records.finish_chunk` does what follows the task's cache point."""
     from seqio import preprocessors
@@ -108,7 +116,7 @@ def _ends_as_expected(task: seqio.Task) -> bool:
     from synthesizer_jax.data.preprocessors import append_sentinel
 
     functions = [function for function, _ in seqio_members.steps_after_cache(task) or ()]
-    features = [task.output_features[side] for side in SIDES]
+    features = [task.output_features[s] for s in SIDES if s in task.output_features]
     return (
         functions[-1:] == [preprocessors.append_eos_after_trim]
         and functions[:-1] in ([], [append_sentinel])
@@ -140,8 +148,8 @@ def _write(task: seqio.Task, caches: Caches, *, split: str, stage: Staging) -> C
         split=split,
         vocabulary=caches.digest,
         vocab_size=caches.vocabulary.vocab_size,
-        dataset=dataset_digest(task.name, split, caches.data_dir),
-        code=task_digest(task.name),
+        dataset=data_digest(tasks.find_task(task.name), split, caches.data_dir),
+        code=code_digest(tasks.find_task(task.name)),
         sentinel=int(str(sentinels[0])) if sentinels else None,
         has_inputs=seqio_members.has_inputs(dataset),
         examples=counts.examples,

@@ -21,12 +21,14 @@ from synthesizer_jax.data.postprocessors import Example
 from synthesizer_jax.data.stored import (
     cached_until_written,
     check_dataset,
+    describe_split,
     prepared_versions,
     stored_splits,
 )
 from synthesizer_jax.data.task import Answers, Task
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
 from synthesizer_jax.evaluation.metrics import Value
+from synthesizer_jax.registry import JSON
 
 if TYPE_CHECKING:
     import seqio
@@ -82,7 +84,21 @@ class SeqioTask(Task):
         return not self.has_inputs and not self.original.metric_objs
 
     def prepared_splits(self, data_dir: pathlib.Path) -> dict[str, int | None]:
-        """Returns the splits of its source; none if that is a TFDS data set that is not on this machine."""
+        """Returns the splits of its source, or of SeqIO's own cache of it where that has all of them.
+
+        A TFDS data set that is not on this machine has none.
+        """
+        return {**self._source_splits(data_dir), **self._cached_splits(data_dir)}
+
+    def _cached_splits(self, data_dir: pathlib.Path) -> dict[str, int]:
+        """Returns the splits that SeqIO has cached; none if its source has others."""
+        from synthesizer_jax.data import seqio_offline
+
+        cached = seqio_offline.cached_splits(self.original)
+        return cached if cached.keys() >= self._source_splits(data_dir).keys() else {}
+
+    def _source_splits(self, data_dir: pathlib.Path) -> dict[str, int | None]:
+        """Returns the splits of its source."""
         import seqio
 
         source = self.original.source
@@ -92,7 +108,7 @@ class SeqioTask(Task):
         if directory is None:
             return {}
         stored = stored_splits(directory)
-        declared = source._splits  # `splits` would open the data set in TFDS's default directory
+        declared = _declared_splits(source)
         if not declared:
             return dict(stored)
         return {
@@ -100,8 +116,61 @@ class SeqioTask(Task):
         }
 
     def to_seqio(self, vocabulary: Vocabulary, data_dir: pathlib.Path) -> seqio.Task:
-        """Returns the task with another vocabulary; its TFDS data set is looked up in `data_dir`."""
-        return _with_vocabulary(self.original, vocabulary, data_dir)
+        """Returns the task with another vocabulary; its TFDS data set is looked up in `data_dir`.
+
+        Where the vocabulary is the task's own, it reads the tokens that SeqIO has cached.
+
+        Raises:
+          ValueError: it has to read them, and they are of another vocabulary.
+        """
+        from synthesizer_jax.data import seqio_offline
+
+        task = self.original
+        if self._cached_splits(data_dir) and _has_vocabulary(task, vocabulary):
+            return _with_vocabulary(seqio_offline.read_cached(task), vocabulary, data_dir)
+        if task.requires_caching or not self._source_splits(data_dir):
+            raise ValueError(
+                f"the task {self.name!r} can only be read from SeqIO's cache of it, which has to hold all "
+                "splits of its source and tokens of the run's vocabulary; give the run the task's own "
+                "vocabulary, and add the folder with seqio.add_global_cache_dirs in the imported package"
+            )
+        return _with_vocabulary(task, vocabulary, data_dir)
+
+    def code_before_cache(self) -> list[Any]:
+        """Returns what its rows depend on before its cache point: parts of its source, and steps."""
+        import seqio
+
+        task = self.original
+        source = task.source
+        parts: list[Any] = [source]
+        if isinstance(source, seqio.TfdsDataSource):
+            parts = [source.tfds_dataset.name, _declared_splits(source)]
+        elif type(source) is seqio.FunctionDataSource:
+            parts = [source._dataset_fn]
+        elif isinstance(source, seqio.FileDataSource):
+            parts = [type(source), source._reader, source._split_to_filepattern]
+        names = [type(step).__name__ for step in task.preprocessors]
+        end = names.index("CacheDatasetPlaceholder") if "CacheDatasetPlaceholder" in names else None
+        return [*parts, *task.preprocessors[:end]]
+
+    def stored_rows(self, split: str, data_dir: pathlib.Path) -> JSON:
+        """Returns what tells whether the rows of a split were written again; None: nothing does."""
+        import seqio
+
+        from synthesizer_jax.data import seqio_offline
+
+        task = self.original
+        files: list[str] = []
+        if split in self._cached_splits(data_dir):
+            files += seqio_offline.OfflineCache(task).list_shards(split)
+        if isinstance(task.source, seqio.FileDataSource):
+            files += task.source.list_shards(split)
+        stored = [seqio_offline.describe_file(path) for path in files]
+        if isinstance(task.source, seqio.TfdsDataSource):
+            directory = _prepared_directory(task.source, data_dir)
+            part = _base(_declared_splits(task.source).get(split, split))
+            stored += describe_split(directory, part) if directory else []
+        return stored or None
 
     def is_labeled(self, example: Example) -> bool:
         """True: its metrics are computed over all examples, as SeqIO does."""
@@ -212,6 +281,12 @@ def _with_vocabulary(
     return task.replace(source=source, output_features=_features(task, vocabulary))
 
 
+def _has_vocabulary(task: seqio.Task, vocabulary: Vocabulary) -> bool:
+    """Returns whether a task's tokens are those of a vocabulary."""
+    features = [task.output_features[side] for side in SIDES if side in task.output_features]
+    return all(feature.vocabulary == vocabulary.to_seqio() for feature in features)
+
+
 def _features(task: seqio.Task, vocabulary: Vocabulary) -> dict[str, seqio.Feature]:
     """Returns a task's features, inputs and targets with the given vocabulary.
 
@@ -250,6 +325,14 @@ def _prepared_directory(
     if version:
         return versions.get(version)
     return list(versions.values())[-1] if versions else None
+
+
+def _declared_splits(source: seqio.TfdsDataSource) -> dict[str, str]:
+    """Returns the parts of TFDS's splits that a source's splits stand for; empty: it has all of TFDS's.
+
+    The property `splits` would open the data set in TFDS's default directory.
+    """
+    return dict(source.tfds_dataset._split_map or {})
 
 
 def _base(split: str) -> str:

@@ -88,6 +88,12 @@ def stored_splits(directory: pathlib.Path) -> dict[str, int]:
         ) from error
 
 
+def describe_split(directory: pathlib.Path, split: str) -> list[JSON]:
+    """Returns the version of a prepared data set and what its ``dataset_info.json`` says of a split."""
+    info = json.loads((directory / INFO).read_text(encoding="utf-8"))
+    return [directory.name, [s for s in info.get("splits", []) if s.get("name") == split]]
+
+
 def check_dataset(directory: pathlib.Path) -> None:
     """Raises an error if reading the data set may import foreign code or open files outside of it.
 

@@ -139,7 +139,7 @@ def test_an_outdated_cache_is_not_read(
     own_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = counted.digests(counted.stream(own_dir, cached=False), 2)
-    monkeypatch.setattr(cache, "task_digest", lambda name: "another")
+    monkeypatch.setattr(cache, "code_digest", lambda task: "another")
     with pytest.raises(cache.OutdatedCacheError, match=r"another version of the task counted_few"):
         counted.stream(own_dir, cached=True)
     stream = counted.stream(own_dir)
