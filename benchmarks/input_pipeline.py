@@ -26,8 +26,8 @@ from typing import Any
 import racing
 import report
 
-from synthesizer_jax.data import synthetic
 from synthesizer_jax.data.vocabularies import SentencePiece
+from synthesizer_jax.tasks import synthetic
 
 SYSTEMS = {
     f"{label}{', packed' * pack}": {"system": system, "pack": pack}

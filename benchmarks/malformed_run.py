@@ -41,7 +41,7 @@ class Run:
 
 def make_run(directory: pathlib.Path) -> Run:
     """Trains the run, continues a copy of it, and evaluates both checkpoints."""
-    from synthesizer_jax.data import synthetic
+    from synthesizer_jax.tasks import synthetic
 
     data, run, continued = directory / "data", directory / "run", directory / "continued"
     synthetic.prepare(data)

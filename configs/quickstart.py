@@ -13,12 +13,12 @@ still improving.
 from __future__ import annotations
 
 from synthesizer_jax.alignments import Alignment, Mixture, Random, RelativeBias
-from synthesizer_jax.data import synthetic
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.initializers import Normal
 from synthesizer_jax.models import Size, t5, zoo
 from synthesizer_jax.optimizers import AdamW, Cosine
 from synthesizer_jax.registry import replace
+from synthesizer_jax.tasks import synthetic
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 
 STEPS = 6000

@@ -115,6 +115,34 @@ def absolute(path: pathlib.Path) -> pathlib.Path:
 
 
 @contextlib.contextmanager
+def describing(path: pathlib.Path, remedy: str = "restore it, or delete it") -> Iterator[None]:
+    """Context manager of reading a file: what is wrong with its contents is said with its path.
+
+    Args:
+      path: the file that is read.
+      remedy: the end of the message.
+
+    Raises:
+      ValueError: the file is damaged, or is not what it should be.
+    """
+    try:
+        yield
+    except (FileNotFoundError, PermissionError):
+        raise
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+        OSError,
+        RuntimeError,
+    ) as error:
+        reason = str(error).partition("\n")[0][:200] or type(error).__name__
+        raise ValueError(f"{path} cannot be read: {reason}; {remedy}") from error
+
+
+@contextlib.contextmanager
 def open_atomic(path: pathlib.Path) -> Iterator[BinaryIO]:
     """Opens a file for writing that replaces `path` when the context ends without an error.
 

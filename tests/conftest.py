@@ -74,7 +74,7 @@ def room_for_programs() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def synthetic_data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """The synthetic data sets, made once for all processes of the tests; they are not to be changed."""
-    from synthesizer_jax.data import synthetic
+    from synthesizer_jax.tasks import synthetic
 
     place = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

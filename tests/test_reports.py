@@ -9,9 +9,9 @@ import pytest
 
 from synthesizer_jax import files
 from synthesizer_jax.cli import quickstart
-from synthesizer_jax.data.synthetic import definitions
 from synthesizer_jax.reports import Answer, Example, Report, RunReport, page, render, write_report
 from synthesizer_jax.reports.text import printable, shorten_label
+from synthesizer_jax.tasks.synthetic import definitions
 
 
 def made(word="<script>alert(1)</script>"):

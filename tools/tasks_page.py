@@ -10,9 +10,12 @@ import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 
-from synthesizer_jax.data import catalog
-from synthesizer_jax.data.definitions import GLUE, SENTINEL, SUPER_GLUE, TaskDefinition
-from synthesizer_jax.data.formats import (
+from synthesizer_jax.data.objectives import OBJECTIVES, Objective
+from synthesizer_jax.data.task_streams import RESIDENT
+from synthesizer_jax.files import write_atomic
+from synthesizer_jax.tasks import catalog
+from synthesizer_jax.tasks.definitions import GLUE, SENTINEL, SUPER_GLUE, Task
+from synthesizer_jax.tasks.formats import (
     WNLI,
     WSC,
     Classification,
@@ -23,7 +26,7 @@ from synthesizer_jax.data.formats import (
     TextFormat,
     Translation,
 )
-from synthesizer_jax.data.generation_formats import (
+from synthesizer_jax.tasks.generation_formats import (
     Dialogue,
     FirstAnswerSQuAD,
     LanguageModeling,
@@ -32,15 +35,12 @@ from synthesizer_jax.data.generation_formats import (
     Summarization,
     TriviaQA,
 )
-from synthesizer_jax.data.importers.known import find_importer
-from synthesizer_jax.data.members import RESIDENT
-from synthesizer_jax.data.mixtures import MIXTURES, ExamplesRate, Rate, Rates
-from synthesizer_jax.data.objectives import OBJECTIVES, Objective
-from synthesizer_jax.data.tasks import TASKS
-from synthesizer_jax.files import write_atomic
+from synthesizer_jax.tasks.importers.known import find_importer
+from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate, Rate, Rates
+from synthesizer_jax.tasks.task_registry import TASKS
 from tools import t5_names
 
-SECTIONS: tuple[tuple[str, Sequence[TaskDefinition]], ...] = (
+SECTIONS: tuple[tuple[str, Sequence[Task]], ...] = (
     ("GLUE", GLUE),
     ("SuperGLUE", SUPER_GLUE),
     ("Translation", catalog.TRANSLATION),
@@ -128,7 +128,7 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _task_table(definitions: Sequence[TaskDefinition]) -> Iterator[str]:
+def _task_table(definitions: Sequence[Task]) -> Iterator[str]:
     yield "| task | data set | format | words | metrics | splits | import |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for task in definitions:
@@ -137,7 +137,7 @@ def _task_table(definitions: Sequence[TaskDefinition]) -> Iterator[str]:
             f"`{task.name}`",
             f"`{task.dataset}`",
             _format(task.format) if task.objective is None else _objective(task.objective),
-            ", ".join(task.labels),
+            ", ".join(task.format.labels),
             ", ".join(metric.__name__ for metric in task.metrics) or "–",
             ", ".join(task.splits),
             f"`{known.importer}`" if known else "TFDS",

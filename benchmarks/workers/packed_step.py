@@ -7,13 +7,13 @@ import racing
 
 options = racing.options()
 
-from synthesizer_jax.data import synthetic  # noqa: E402, F401 (knows the synthetic mixture)
 from synthesizer_jax.data.config import DataConfig  # noqa: E402
-from synthesizer_jax.data.streams import open_stream  # noqa: E402
 from synthesizer_jax.data.vocabularies import SentencePiece  # noqa: E402
 from synthesizer_jax.models import t5  # noqa: E402
 from synthesizer_jax.models.zoo import T5_1_1  # noqa: E402
 from synthesizer_jax.optimizers import Adafactor, Constant  # noqa: E402
+from synthesizer_jax.tasks import synthetic  # noqa: E402, F401 (knows the synthetic mixture)
+from synthesizer_jax.tasks.streams import open_stream  # noqa: E402
 from synthesizer_jax.training.experiment import Experiment, Training  # noqa: E402
 from synthesizer_jax.training.trainer import Trainer  # noqa: E402
 

@@ -12,10 +12,10 @@ import racing
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 options = racing.options()
 
-from synthesizer_jax.data import synthetic, tasks  # noqa: E402, F401 (knows the synthetic mixture)
 from synthesizer_jax.data.config import DataConfig  # noqa: E402
-from synthesizer_jax.data.streams import open_stream  # noqa: E402
 from synthesizer_jax.data.vocabularies import SentencePiece  # noqa: E402
+from synthesizer_jax.tasks import synthetic, task_registry  # noqa: E402, F401 (knows the synthetic mixture)
+from synthesizer_jax.tasks.streams import open_stream  # noqa: E402
 
 Batch = dict[str, np.ndarray]
 mixture, pack = options["mixture"], options["pack"]
@@ -39,9 +39,9 @@ def ours() -> Iterator[Batch]:
 def theirs() -> Iterator[Batch]:
     """SeqIO's pipeline as it comes, not as our tasks set it."""
     seqio.set_tfds_read_config_override(None)
-    rates = tasks.sampled_members(mixture, data_dir, "train")
+    rates = task_registry.sampled_members(mixture, data_dir, "train")
     members = [
-        (tasks.find_task(name).to_seqio(vocabulary, data_dir), rates[name]) for name in rates
+        (task_registry.find_task(name).to_seqio(vocabulary, data_dir), rates[name]) for name in rates
     ]
     data = seqio.get_dataset(
         seqio.Mixture(mixture, members),

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from synthesizer_jax.cli.libraries import load_data_libraries
 from synthesizer_jax.cli.options import DataDir, Imports, storage_argument, storage_option
 
 if TYPE_CHECKING:
@@ -54,7 +53,6 @@ def analyze(
 
     code.load_user_code(imports or ())
     lengths = load_experiment(find_checkpoint(run)[0]).data.lengths
-    load_data_libraries()
     found = analyze_run(
         run,
         data_dir=data_dir,

@@ -8,20 +8,20 @@ from typing import Annotated
 
 import typer
 
-from synthesizer_jax.cli.data_cache import cache_tasks
 from synthesizer_jax.cli.data_import import import_files
+from synthesizer_jax.cli.data_prepare import prepare_tasks
 from synthesizer_jax.cli.data_show import check_tasks, list_tasks, load_tasks, show_task
 from synthesizer_jax.cli.libraries import load_data_libraries
 from synthesizer_jax.cli.options import DataDir, Imports, storage_option
 
 app = typer.Typer(
-    help="Import, list, show and check data sets, train vocabularies, cache tokens. Nothing is downloaded.",
+    help="Import, list, show and check data sets, train vocabularies, prepare tasks. Nothing is downloaded.",
     no_args_is_help=True,
 )
-app.command("cache")(cache_tasks)
 
 
 app.command("import")(import_files)
+app.command("prepare")(prepare_tasks)
 
 
 app.command("list")(list_tasks)
@@ -40,14 +40,17 @@ def train_vocabulary(
     imports: Imports = None,
 ) -> None:
     """Train a SentencePiece model on a mixture's training inputs and targets."""
-    from synthesizer_jax.data import tasks
     from synthesizer_jax.data.vocabularies import train_sentencepiece
+    from synthesizer_jax.tasks import task_registry
 
     load_data_libraries()
-    directory = tasks.default_data_dir() if data_dir is None else data_dir
+    directory = task_registry.default_data_dir() if data_dir is None else data_dir
     load_tasks(directory, imports)
-    rates = tasks.available_members(mixture, directory, "train")
-    members = [name for name, rate in rates.items() if rate]
+    members = [
+        name
+        for name, rate in task_registry.mixture_rates(mixture, directory).items()
+        if rate and "train" in task_registry.find_task(name).stored_splits(directory)
+    ]
     if not members:
         raise FileNotFoundError(
             f"no task of {mixture!r} has training data in {directory}; import its data sets with "
@@ -61,16 +64,8 @@ def train_vocabulary(
 def _training_texts(task: str, data_dir: pathlib.Path, max_examples: int) -> Iterator[str]:
     """Yields the inputs and targets of a task's training examples."""
     from synthesizer_jax.data.vocabularies import Bytes
-    from synthesizer_jax.evaluation import evaluation_sets
+    from synthesizer_jax.tasks.inspection import read_rows, text_of
 
-    examples = evaluation_sets.load_evaluation_set(
-        task,
-        "train",
-        Bytes().build(),
-        data_dir=data_dir,
-        lengths={"inputs": 8, "targets": 8},
-        max_examples=max_examples,
-    )
-    for row in examples.examples:
-        for key in ("inputs_pretokenized", "targets_pretokenized"):
-            yield evaluation_sets.to_text(row[key])
+    vocabulary = Bytes().build()
+    for row in read_rows(task, "train", vocabulary, data_dir=data_dir, count=max_examples):
+        yield from (text_of(row, side, vocabulary) for side in ("inputs", "targets"))

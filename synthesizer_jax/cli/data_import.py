@@ -12,7 +12,7 @@ from synthesizer_jax.cli.options import DataDir, storage_option
 from synthesizer_jax.files import storage_path
 
 if TYPE_CHECKING:
-    from synthesizer_jax.data.imported import FileTask
+    from synthesizer_jax.tasks.imported import FileTask
 
 MINE = "mine"
 """The name that imports files of the user's own."""
@@ -80,7 +80,7 @@ def import_files(
     synthesizer-jax data import mine --name reviews --from train=a.jsonl,validation=b.csv --input
     'review: {text}' --target '{label}' --labels bad,good
     """
-    from synthesizer_jax.data.tasks import default_data_dir
+    from synthesizer_jax.tasks.task_registry import default_data_dir
 
     directory = default_data_dir() if data_dir is None else data_dir
     if benchmark == MINE:
@@ -105,7 +105,7 @@ def _describe_task(
     name: str, inputs: str | None, target: str, *, labels: str | None, metrics: list[str] | None
 ) -> FileTask:
     """Returns the task that the options describe."""
-    from synthesizer_jax.data.imported import FileTask, Template
+    from synthesizer_jax.tasks.imported import FileTask, Template
 
     words = {}
     for label in labels.split(",") if labels else ():
@@ -129,9 +129,9 @@ def _import_own(
     vocabulary: pathlib.Path | None,
 ) -> list[str]:
     """Imports the user's own files and returns the lines of the report."""
-    from synthesizer_jax.data.imported import import_files
-    from synthesizer_jax.data.importers.files import find_splits
     from synthesizer_jax.data.vocabularies import SentencePiece
+    from synthesizer_jax.tasks.imported import import_files
+    from synthesizer_jax.tasks.importers.files import find_splits
 
     codec = None if vocabulary is None else SentencePiece(str(vocabulary)).build()
     splits = find_splits(source, columns=columns.split(",") if columns else ())
@@ -145,8 +145,8 @@ def _import_own(
 
 def _import_benchmark(name: str, source: list[str], *, data_dir: pathlib.Path) -> list[str]:
     """Imports a benchmark's files and returns the lines of the report."""
-    from synthesizer_jax.data.importers import IMPORTERS
     from synthesizer_jax.messages import did_you_mean
+    from synthesizer_jax.tasks.importers import IMPORTERS
 
     if name not in IMPORTERS:
         known = (MINE, *IMPORTERS)

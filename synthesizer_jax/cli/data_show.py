@@ -11,9 +11,9 @@ from synthesizer_jax.cli.libraries import load_data_libraries
 from synthesizer_jax.cli.options import DataDir, Imports, storage_option
 
 if TYPE_CHECKING:
-    from synthesizer_jax.data.inspection import Lengths, SplitCheck
-    from synthesizer_jax.data.postprocessors import Example
     from synthesizer_jax.data.vocabularies import Vocabulary
+    from synthesizer_jax.tasks.inspection import Lengths, SplitCheck
+    from synthesizer_jax.tasks.postprocessors import Example
 
 SHOWN_TOKENS = 24
 BAR = 40
@@ -30,28 +30,28 @@ def list_tasks(mixture: Mixture = None, data_dir: DataDir = None, imports: Impor
     from rich.console import Console
     from rich.table import Table
 
-    from synthesizer_jax.data import tasks
+    from synthesizer_jax.tasks import task_registry
 
-    directory = tasks.default_data_dir() if data_dir is None else data_dir
+    directory = task_registry.default_data_dir() if data_dir is None else data_dir
     load_tasks(directory, imports)
     rates = (
-        dict(tasks.mixture_rates(mixture, directory))
+        dict(task_registry.mixture_rates(mixture, directory))
         if mixture
-        else dict.fromkeys(tasks.task_names())
+        else dict.fromkeys(task_registry.task_names())
     )
     table = Table(title=f"{mixture or 'tasks'} in {directory}", title_justify="left")
     for heading in ("task", "data set", "rate", "prepared examples"):
         table.add_column(heading, justify="right" if heading == "rate" else "left")
     for name, rate in rates.items():
-        splits = tasks.prepared_splits(name, directory)
+        splits = task_registry.find_task(name).stored_splits(directory)
         counts = {split: "?" if n is None else f"{n:,}" for split, n in splits.items()}
         prepared = ", ".join(f"{split} {n}" for split, n in counts.items()) or "none"
         formatted_rate = "" if rate is None else f"{rate:,.0f}"
-        table.add_row(name, tasks.find_task(name).source, formatted_rate, prepared)
+        table.add_row(name, task_registry.find_task(name).dataset, formatted_rate, prepared)
     console = Console(width=140)
     console.print(table)
     if mixture is None:
-        console.print(f"mixtures: {', '.join(tasks.mixture_names())}", highlight=False)
+        console.print(f"mixtures: {', '.join(task_registry.mixture_names())}", highlight=False)
 
 
 def show_task(
@@ -73,11 +73,11 @@ def show_task(
 
     Lengths count EOS; what is longer than a batch's row is truncated in training and evaluation.
     """
-    from synthesizer_jax.data import inspection, tasks
     from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
+    from synthesizer_jax.tasks import inspection, task_registry
 
     load_data_libraries()
-    directory = tasks.default_data_dir() if data_dir is None else data_dir
+    directory = task_registry.default_data_dir() if data_dir is None else data_dir
     load_tasks(directory, imports)
     built = (Bytes() if vocabulary is None else SentencePiece(str(vocabulary))).build()
     read = inspection.read_rows(task, split, built, data_dir=directory, count=max(rows, examples))
@@ -94,8 +94,8 @@ def show_task(
 
 def _print_row(row: Example, vocabulary: Vocabulary) -> None:
     """Prints a row's texts and the first of its tokens."""
-    from synthesizer_jax.data.inspection import text_of
-    from synthesizer_jax.data.members import SIDES
+    from synthesizer_jax.data.task_streams import SIDES
+    from synthesizer_jax.tasks.inspection import text_of
 
     for feature in SIDES:
         if feature not in row:
@@ -142,12 +142,16 @@ def check_tasks(
     from rich.console import Console
     from rich.table import Table
 
-    from synthesizer_jax.data import inspection, tasks
+    from synthesizer_jax.tasks import inspection, task_registry
 
     load_data_libraries()
-    directory = tasks.default_data_dir() if data_dir is None else data_dir
+    directory = task_registry.default_data_dir() if data_dir is None else data_dir
     load_tasks(directory, imports)
-    names = [n for n in tasks.member_names(mixture) if tasks.prepared_splits(n, directory)]
+    names = [
+        n
+        for n in task_registry.member_names(mixture)
+        if task_registry.find_task(n).stored_splits(directory)
+    ]
     if not names:
         raise FileNotFoundError(
             f"no task of {mixture!r} has data in {directory}; import it with 'synthesizer-jax data "
@@ -177,8 +181,8 @@ def _cells(check: SplitCheck) -> tuple[str, ...]:
 
 def load_tasks(data_dir: pathlib.Path, imports: list[str] | None) -> None:
     """Makes all tasks known: those of the package, of imported packages and of imported files."""
-    from synthesizer_jax.data import imported, synthetic  # noqa: F401 - its tasks
     from synthesizer_jax.runs import code
+    from synthesizer_jax.tasks import imported, synthetic  # noqa: F401 - its tasks
 
     code.load_user_code(imports or ())
     imported.add_imported(data_dir)

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from synthesizer_jax.cli.libraries import load_data_libraries
 from synthesizer_jax.cli.options import (
     DataDir,
     Imports,
@@ -49,7 +48,6 @@ def distill(
     code.require_code(teacher)  # before the recipe, which may define newer versions of its classes
     distillation, recipe_code = load_with_code(recipe, overrides or (), kinds=(Distillation,))
     own = imported_code + recipe_code
-    load_data_libraries()
     try:
         distill_run(distillation, teacher, workdir, data_dir=data_dir, visible=not quiet, own=own)
     except Preempted as preempted:

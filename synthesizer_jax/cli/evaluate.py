@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from synthesizer_jax.cli.evaluation_tables import print_best_steps, print_results
-from synthesizer_jax.cli.libraries import load_data_libraries
 from synthesizer_jax.cli.options import DataDir, Imports, RunDirectory, Step
 
 if TYPE_CHECKING:
@@ -178,17 +177,15 @@ def _open_evaluator(
       overrides: new values of fields of `Evaluation`.
       tasks: the tasks to evaluate; None is all.
     """
-    from synthesizer_jax.data.tasks import default_data_dir
     from synthesizer_jax.registry import replace
     from synthesizer_jax.runtime import processes
+    from synthesizer_jax.tasks.task_registry import default_data_dir
     from synthesizer_jax.training.run import open_data
 
-    load_data_libraries()
     evaluation = replace(experiment.evaluation, **overrides)
     data_dir = default_data_dir() if data_dir is None else data_dir
-    with processes.process_zero_first("data"):
-        experiment = replace(experiment, evaluation=evaluation)
-        _, evaluator = open_data(experiment, workdir, data_dir, only=tasks)
+    experiment = replace(experiment, evaluation=evaluation)
+    _, evaluator = open_data(experiment, workdir, data_dir, only=tasks)
     if evaluator.lacking and processes.is_process_zero():
         lacking = ", ".join(evaluator.lacking)
         typer.echo(f"without the split {evaluation.split!r} in {data_dir}: {lacking}")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from synthesizer_jax.cli.libraries import load_data_libraries
 from synthesizer_jax.cli.options import DataDir, Overrides, Quiet, storage_option
 from synthesizer_jax.cli.recipes import load_recipe
 from synthesizer_jax.cli.report import print_comparison, provenance, summarize_run
@@ -19,9 +18,9 @@ from synthesizer_jax.cli.report import print_comparison, provenance, summarize_r
 if TYPE_CHECKING:
     import numpy as np
 
-    from synthesizer_jax.data.definitions import TaskDefinition
     from synthesizer_jax.evaluation.evaluator import Evaluator
     from synthesizer_jax.reports import Answer, Example
+    from synthesizer_jax.tasks.task import Task
     from synthesizer_jax.training.experiment import Experiment
     from synthesizer_jax.typing import PyTree
 
@@ -42,7 +41,7 @@ LEAD = (
 class _HeldOutRow:
     """A preprocessed row of a task's held-out examples."""
 
-    task: TaskDefinition
+    task: Task
     fields: Mapping[str, object]
 
     @property
@@ -58,8 +57,9 @@ class _HeldOutRow:
         return to_text(self.fields["targets_pretokenized"])
 
     def is_right(self, answer: str) -> bool:
-        """Returns whether an answer is correct; see `TaskDefinition.is_right`."""
-        return self.task.is_right(answer, self.fields)
+        """Returns whether metrics take an answer for the target."""
+        target = self.task.postprocess(self.target, example=self.fields, is_target=True)
+        return self.task.postprocess(answer, example=self.fields) == target
 
 
 def quickstart(
@@ -80,7 +80,6 @@ def quickstart(
     from synthesizer_jax.training.run import run
 
     start = time.perf_counter()
-    load_data_libraries()
     data_dir = workdir / "data" if data_dir is None else data_dir
     seeds = [f"training.seed={seed}", f"data.seed={seed}"]
     for title, recipe in RECIPES.items():
@@ -100,10 +99,10 @@ def _compare_runs(workdir: pathlib.Path, data_dir: pathlib.Path, start: float) -
     """
     import jax
 
-    from synthesizer_jax.data.definitions import TaskDefinition
     from synthesizer_jax.evaluation import synthetic_baselines
     from synthesizer_jax.files import absolute
     from synthesizer_jax.reports import Report, write_report
+    from synthesizer_jax.tasks.task import Task
     from synthesizer_jax.training.run import open_data
     from synthesizer_jax.training.run_directory import load_experiment
 
@@ -113,7 +112,7 @@ def _compare_runs(workdir: pathlib.Path, data_dir: pathlib.Path, start: float) -
     rows = [
         _HeldOutRow(s.task, fields)
         for s in evaluator.sets
-        if isinstance(s.task, TaskDefinition)
+        if isinstance(s.task, Task)
         for fields in s.examples[:EXAMPLES_SHOWN]
     ]
     summaries = {name: summarize_run(title, workdir / name) for title, name in RECIPES.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import typer
 
-from synthesizer_jax.cli.libraries import load_data_libraries
 from synthesizer_jax.cli.options import DataDir, Imports, Overrides, Quiet, Recipe, Workdir
 from synthesizer_jax.cli.recipes import check_name, load_with_code
 
@@ -23,7 +22,6 @@ def train(
     Example: synthesizer-jax train quickstart --workdir runs/rv --set training.steps=200
     """
     check_name(recipe)
-    from synthesizer_jax.data import synthetic
     from synthesizer_jax.runtime import processes
     from synthesizer_jax.runtime.preemption import Preempted, exit_on_signals, preemption_message
     from synthesizer_jax.training.experiment import Experiment
@@ -34,8 +32,6 @@ def train(
     experiment, own = load_with_code(
         recipe, overrides or (), kinds=(Experiment,), imports=imports or ()
     )
-    if experiment.data.mixture == synthetic.MIXTURE:
-        load_data_libraries()  # to write its data
     try:
         run(
             experiment,
@@ -43,7 +39,6 @@ def train(
             data_dir=data_dir,
             visible=not quiet,
             own=own,
-            before_seqio=load_data_libraries,
         )
     except Preempted as preempted:
         typer.echo(preemption_message(preempted), err=True)

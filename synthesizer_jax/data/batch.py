@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from synthesizer_jax.data.members import Drawn
+from synthesizer_jax.data.task_streams import DrawnExample
 from synthesizer_jax.data.vocabularies import PAD
 
 if TYPE_CHECKING:
@@ -59,7 +59,10 @@ def batch_fields(
 
 
 def assemble_batch(
-    rows: Sequence[Sequence[Drawn]], config: DataConfig, *, lengths: tuple[int, int] | None = None
+    rows: Sequence[Sequence[DrawnExample]],
+    config: DataConfig,
+    *,
+    lengths: tuple[int, int] | None = None,
 ) -> dict[str, np.ndarray]:
     """Returns the arrays of rows of examples, which are put one after another.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from synthesizer_jax.data.members import Drawn, random_bits
+from synthesizer_jax.data.task_streams import DrawnExample, random_bits
 
 GROUP = 16
 """Number of batches whose examples are sorted by length together."""
@@ -26,17 +26,17 @@ class LengthSorter:
       seed: of the order of batches; equal for all shards.
     """
 
-    def __init__(self, take: Callable[[int], list[Drawn]], *, rows: int, seed: int):
+    def __init__(self, take: Callable[[int], list[DrawnExample]], *, rows: int, seed: int):
         self._take, self._rows = take, rows
         self._seed = np.random.SeedSequence(seed, spawn_key=(2**32 - 1,))
         self.restore([])
 
     @property
-    def pending(self) -> list[Drawn]:
+    def pending(self) -> list[DrawnExample]:
         """The examples that were taken and are in no row yet, in the order of their rows."""
         return self._pending[::-1]
 
-    def restore(self, pending: Sequence[Drawn], *, draws: int = 0) -> None:
+    def restore(self, pending: Sequence[DrawnExample], *, draws: int = 0) -> None:
         """Replaces the pending examples.
 
         Args:
@@ -46,13 +46,13 @@ class LengthSorter:
         self._group = draws // (GROUP * self._rows)
         self._pending = list(pending)[::-1]
 
-    def next_row(self) -> list[Drawn]:
+    def next_row(self) -> list[DrawnExample]:
         """Returns the example of the next row."""
         if not self._pending:
             self._pending = self._next_group()[::-1]
         return [self._pending.pop()]
 
-    def _next_group(self) -> list[Drawn]:
+    def _next_group(self) -> list[DrawnExample]:
         drawn = sorted(
             self._take(GROUP * self._rows), key=lambda e: len(e.inputs) or len(e.targets)
         )
@@ -63,7 +63,7 @@ class LengthSorter:
 
 
 def smallest_bucket(
-    rows: Iterable[Sequence[Drawn]], buckets: Sequence[tuple[int, int]]
+    rows: Iterable[Sequence[DrawnExample]], buckets: Sequence[tuple[int, int]]
 ) -> tuple[int, int]:
     """Returns the first numbers of input and target tokens that hold all rows.
 

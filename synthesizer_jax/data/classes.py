@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Sequence
 
 import numpy as np
 
-from synthesizer_jax.data.members import Example, TaskStream
+from synthesizer_jax.data.task_streams import Example, Examples
 from synthesizer_jax.data.vocabularies import EOS, Codec
 
 LONGEST_TARGET = 1024
@@ -70,42 +69,21 @@ class Classes:
         return [self.words.index(word) for word in words]
 
 
-class ClassStream:
-    """A task's stream whose targets are classes: one number, the class, in the place of token ids.
+class ClassExamples:
+    """Examples whose targets are classes: one number, the class, in the place of token ids.
 
     Args:
-      stream: the stream with token ids.
+      examples: those with token ids.
       classes: the classes.
-      task: the task's name, for errors.
     """
 
-    def __init__(self, stream: TaskStream, classes: Classes, *, task: str):
-        self._stream, self._classes, self._task = stream, classes, task
+    def __init__(self, examples: Examples, classes: Classes):
+        self.name, self.is_resident = examples.name, examples.is_resident
+        self._examples, self._classes = examples, classes
 
-    @property
-    def index(self) -> int | None:
-        """See `TaskStream`."""
-        return self._stream.index
+    def __len__(self) -> int:
+        return len(self._examples)
 
-    def __next__(self) -> Example:
-        return self._with_class(next(self._stream))
-
-    def recall(self, index: int) -> Example:
-        """See `TaskStream`."""
-        return self._with_class(self._stream.recall(index))
-
-    def position(self) -> list[int] | None:
-        """See `TaskStream`."""
-        return self._stream.position()
-
-    def save(self, prefix: pathlib.Path) -> None:
-        """See `TaskStream`."""
-        self._stream.save(prefix)
-
-    def restore(self, prefix: pathlib.Path, position: list[int] | None) -> None:
-        """See `TaskStream`."""
-        self._stream.restore(prefix, position)
-
-    def _with_class(self, example: Example) -> Example:
-        inputs, target = example
-        return inputs, np.array([self._classes.index(target, owner=self._task)], np.int32)
+    def __getitem__(self, index: int) -> Example:
+        inputs, target = self._examples[index]
+        return inputs, np.array([self._classes.index(target, owner=self.name)], np.int32)

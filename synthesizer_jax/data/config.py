@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from synthesizer_jax.data.classes import LONGEST_TARGET
-from synthesizer_jax.data.members import CHUNK
 from synthesizer_jax.data.objectives import Objective
+from synthesizer_jax.data.task_streams import CHUNK
 from synthesizer_jax.messages import not_divisible
 from synthesizer_jax.registry import check_types, fields_of
-
-if TYPE_CHECKING:
-    from synthesizer_jax.data.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +30,6 @@ class DataConfig:
       shuffle: False reads every task in its stored order.
       max_segments: the maximum number of examples per packed row; None is one per 16 input
         tokens, or target tokens if there are no inputs.
-      cached: whether examples come from caches (`synthesizer-jax data cache`): True requires them,
-        False ignores them, None uses those that there are. The batches are the same, except for tasks
-        that are too large for memory, whose order is another one.
       buckets: pairs of ``inputs_length`` and ``targets_length``, ascending: a batch, whose rows are of
         similar length, has the first pair of them that holds its rows, or else the full lengths. For
         models that refuse packed rows.
@@ -56,7 +49,6 @@ class DataConfig:
     split: str = "train"
     shuffle: bool = True
     max_segments: int | None = None
-    cached: bool | None = None
     buckets: tuple[tuple[int, int], ...] = ()
     classes: tuple[str, ...] = ()
     objective: Objective | None = None
@@ -121,12 +113,6 @@ class DataConfig:
         """SeqIO's feature lengths; label words are read as a whole before they become classes."""
         targets = LONGEST_TARGET if self.classes else self.targets_length
         return {"inputs": self.inputs_length, "targets": targets}
-
-    def objective_of(self, task: Task) -> Objective | None:
-        """Returns the objective by which a task's texts are trained; None: they are targets."""
-        if task.objective is not None or task.has_inputs:
-            return task.objective
-        return self.objective
 
     @property
     def segments_per_row(self) -> int:

@@ -6,7 +6,7 @@ import bisect
 import itertools
 from collections.abc import Callable, Sequence
 
-from synthesizer_jax.data.members import Drawn
+from synthesizer_jax.data.task_streams import DrawnExample
 
 WINDOW = 128
 """Number of pending examples among which a row's examples are chosen."""
@@ -30,7 +30,7 @@ class Packer:
 
     def __init__(
         self,
-        take: Callable[[int], list[Drawn]],
+        take: Callable[[int], list[DrawnExample]],
         lengths: tuple[int, int],
         *,
         max_segments: int,
@@ -42,19 +42,19 @@ class Packer:
         self.restore([])
 
     @property
-    def pending(self) -> list[Drawn]:
+    def pending(self) -> list[DrawnExample]:
         """The examples that were taken and are in no row yet, oldest first."""
         return list(self._pending.values())
 
-    def restore(self, pending: Sequence[Drawn], *, draws: int = 0) -> None:
+    def restore(self, pending: Sequence[DrawnExample], *, draws: int = 0) -> None:
         """Replaces the pending examples, which `pending` returned; `draws` is not needed."""
         del draws
         self._numbers = itertools.count()
-        self._pending: dict[int, Drawn] = {}
+        self._pending: dict[int, DrawnExample] = {}
         self._by_length: list[int] = []
         self._append(pending)
 
-    def next_row(self) -> list[Drawn]:
+    def next_row(self) -> list[DrawnExample]:
         """Returns the examples of the next row."""
         self._append(self._take_next(self._window - len(self._pending)))
         number, oldest = next(iter(self._pending.items()))
@@ -68,7 +68,7 @@ class Packer:
             row.append(self._remove(place))
         return row
 
-    def _append(self, examples: Sequence[Drawn]) -> None:
+    def _append(self, examples: Sequence[DrawnExample]) -> None:
         for example, number in zip(examples, self._numbers, strict=False):
             self._pending[number] = example
             self._by_length.append(self._key(example, number))
@@ -83,10 +83,10 @@ class Packer:
                 return place
         return None
 
-    def _key(self, example: Drawn, number: int) -> int:
+    def _key(self, example: DrawnExample, number: int) -> int:
         return _key(len(example.targets if self._sorts_targets else example.inputs), number)
 
-    def _remove(self, place: int) -> Drawn:
+    def _remove(self, place: int) -> DrawnExample:
         return self._pending.pop(_number(self._by_length.pop(place)))
 
 

@@ -2,39 +2,33 @@
 
 The stream consists of V virtual shards. Each shard draws a task by its rate, then that task's next
 example for the shard, and the batch takes B/V rows of each shard in order. The order of examples is
-therefore the same on any number of hosts. Examples come from a cache (`cache`), or from SeqIO, which
-reads and tokenizes them; those of tasks without random steps are then held in memory and drawn by
-counters (`members.InMemoryTaskStream`), so that a position is a few exact numbers, the same for both.
-Other tasks remain SeqIO pipelines (`seqio_members.SeqioTaskStream`) with a TensorFlow checkpoint each.
+therefore the same on any number of hosts. Examples are drawn by counters (`task_streams.ExampleStream`),
+so that a position is a few exact numbers.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import itertools
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from synthesizer_jax.data.batch import assemble_batch
 from synthesizer_jax.data.bucketing import GROUP, smallest_bucket
-from synthesizer_jax.data.classes import Classes, ClassStream
+from synthesizer_jax.data.classes import Classes, ClassExamples
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.data.members import Examples, InMemoryTaskStream, TaskStream
 from synthesizer_jax.data.objectives import ExampleFormat, Objective, SegmentStream
 from synthesizer_jax.data.packing import WINDOW
+from synthesizer_jax.data.prepared import PreparedExamples
+from synthesizer_jax.data.task_streams import Examples, ExampleStream, TaskStream
 from synthesizer_jax.data.virtual_shard import ShardPosition, VirtualShard
 from synthesizer_jax.data.vocabularies import Vocabulary
 
-if TYPE_CHECKING:
-    import seqio
-
 STREAM_FILE = "stream.json"
-
 
 Position: TypeAlias = dict[int, ShardPosition]
 """The positions of virtual shards by their indices."""
@@ -46,12 +40,12 @@ class Member:
 
     Attributes:
       rate: its rate, relative to those of the other members.
-      source: its cached examples, or the SeqIO task that reads it.
+      examples: its prepared examples.
       objective: what makes examples of its rows, which are documents then; None: they are examples.
     """
 
     rate: float
-    source: Examples | seqio.Task
+    examples: PreparedExamples
     objective: Objective | None = None
 
 
@@ -65,8 +59,8 @@ class Stream:
     A batch is a dictionary of NumPy arrays ``[batch, length]``: ``encoder_input_tokens``,
     ``decoder_input_tokens``, ``decoder_target_tokens`` (int32) and ``decoder_loss_weights``
     (float32); packed batches also have ``*_segment_ids`` (from 1; 0 is padding) and
-    ``*_positions``. With `DataConfig.classes` the target is the class. `open_stream` makes it from a
-    data directory.
+    ``*_positions``. With `DataConfig.classes` the target is the class. `tasks.streams.open_stream` makes
+    it from a data directory.
 
     Args:
       config: what to read.
@@ -77,12 +71,9 @@ class Stream:
         restored (with buckets those of all shards).
       saved: indices of those shards whose positions this process saves; None is all that it reads.
 
-    Attributes:
-      is_cached: whether all examples come from caches, so that SeqIO is not needed.
-
     Raises:
-      ValueError: a task has fewer examples than shards, or is too large for its objective; no task has an
-        objective, and `DataConfig.objective` is given; see also `Classes`.
+      ValueError: a task has fewer examples than shards; no task has an objective, and
+        `DataConfig.objective` is given; see also `Classes`.
     """
 
     def __init__(
@@ -102,19 +93,12 @@ class Stream:
                 f"data.objective makes examples of texts without inputs, and {config.mixture!r} has no "
                 "task of that kind; leave it out, or name another mixture"
             )
-        self._examples = _read_examples(members, config)
-        self.is_cached = all(isinstance(m.source, Examples) for m in members.values())
         own = range(config.shards) if shards is None else shards
         self._own = list(own)
         # The shape of a batch with buckets depends on the rows of all shards.
         indices = range(config.shards) if config.buckets else own
         self._shards = {index: self._make_shard(index) for index in indices}
         self._saved = self._own if saved is None else list(saved)
-
-    @property
-    def has_numeric_position(self) -> bool:
-        """Whether `position` alone is enough to continue: no task remains a SeqIO pipeline."""
-        return all(shard.is_numeric for shard in self._shards.values())
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         return self
@@ -139,9 +123,8 @@ class Stream:
     def save(self, directory: pathlib.Path, position: Position | None = None) -> None:
         """Writes a position: ``stream.json``, and a separate file for every virtual shard.
 
-        A shard that moves to another host needs only its own file, and the files of its SeqIO task
-        streams beside it. Among several processes the one that saves shard 0 writes
-        ``stream.json``.
+        A shard that moves to another host needs only its own file. Among several processes the one that
+        saves shard 0 writes ``stream.json``.
 
         Args:
           directory: where to.
@@ -149,7 +132,8 @@ class Stream:
         """
         directory.mkdir(parents=True, exist_ok=True)
         for index, shard_position in (self.position() if position is None else position).items():
-            self._shards[index].save(self._prefix(directory, index), shard_position)
+            text = shard_position.to_json()
+            self._shard_file(directory, index).write_text(text, encoding="utf-8")
         if 0 in self._saved:
             text = json.dumps(self.fingerprint(), indent=1)
             (directory / STREAM_FILE).write_text(text, encoding="utf-8")
@@ -171,59 +155,60 @@ class Stream:
                     "new run"
                 )
         for index, shard in self._shards.items():
-            shard.restore(self._prefix(directory, index))
+            shard.restore(self._shard_file(directory, index))
 
     def fingerprint(self) -> dict[str, object]:
         """Returns everything that must be equal for a saved position to be valid, as flat JSON.
 
-        The checksums are those of the tasks' first examples: they depend on vocabulary, data set
-        and preprocessing. Whether examples come from a cache makes no difference.
+        The checksums are those of the tasks' first records: they depend on vocabulary, data set and
+        preprocessing. Fields that a configuration does not set are left out, so that later versions may
+        have more of them.
         """
-        settings = dataclasses.asdict(self.config)
-        for name in ("cached", "buckets", "classes", "objective"):
-            del settings[name]
-        if self.config.classes:
-            settings["classes"] = str(self.config.classes)
-        if self.config.buckets:
-            settings["buckets"] = f"{self.config.buckets} in groups of {GROUP} batches"
-        if self.config.pack:
+        config = self.config
+        settings: dict[str, object] = {
+            name: value if isinstance(value, bool | int | str) else repr(value)
+            for name, value in vars(config).items()
+            if value is not None and value != ()
+        }
+        settings.pop("objective", None)  # that of every task is below
+        if config.buckets:
+            settings["buckets"] = f"{config.buckets} in groups of {GROUP} batches"
+        if config.pack:
             settings["packing"] = f"best fit among {WINDOW} examples"
-        members = self._members.items()
-        rates = {f"rate of {name}": member.rate for name, member in members}
-        checksums = {f"checksum of {name}": e.checksum for name, e in self._examples.items()}
-        objectives = {f"objective of {n}": repr(m.objective) for n, m in members if m.objective}
-        return {**settings, **rates, **checksums, **objectives}
+        for name, member in self._members.items():
+            settings[f"rate of {name}"] = member.rate
+            settings[f"checksum of {name}"] = member.examples.checksum
+            if member.objective:
+                settings[f"objective of {name}"] = repr(member.objective)
+        return settings
 
-    def _prefix(self, directory: pathlib.Path, index: int) -> pathlib.Path:
-        return directory / f"shard-{index:05}-of-{self.config.shards:05}"
+    def _shard_file(self, directory: pathlib.Path, index: int) -> pathlib.Path:
+        return directory / f"shard-{index:05}-of-{self.config.shards:05}.json"
 
     def _make_shard(self, index: int) -> VirtualShard:
-        members: dict[str, TaskStream] = {}
-        for number, name in enumerate(self._members, 1):
-            stream = self._make_member(name, index, number)
-            if self._classes is not None:
-                stream = ClassStream(stream, self._classes, task=name)
-            members[name] = stream
+        members = {
+            name: self._make_stream(member, index, number)
+            for number, (name, member) in enumerate(self._members.items(), 1)
+        }
         rates = {name: member.rate for name, member in self._members.items()}
         seed = np.random.SeedSequence(self.config.seed, spawn_key=(index, 0))
         return VirtualShard(members, self.config, rates=rates, seed=seed)
 
-    def _make_member(self, name: str, index: int, number: int) -> TaskStream:
+    def _make_stream(self, member: Member, index: int, number: int) -> TaskStream:
         """Returns a task's stream for a virtual shard.
 
         Args:
-          name: the task.
+          member: the task.
           index: the virtual shard.
           number: the number of the task, from 1.
         """
         config, shard = self.config, (index, self.config.shards)
-        member, examples = self._members[name], self._examples.get(name)
         seed = np.random.SeedSequence(config.seed, spawn_key=(index, number))
-        if examples is None:
-            assert not isinstance(member.source, Examples)
-            return _make_pipeline(member.source, config, shard)
+        examples: Examples = member.examples
         if member.objective is None:
-            return InMemoryTaskStream(examples, shard=shard, seed=seed if config.shuffle else None)
+            if self._classes is not None:
+                examples = ClassExamples(examples, self._classes)
+            return ExampleStream(examples, shard=shard, seed=seed if config.shuffle else None)
         return SegmentStream(
             examples,
             member.objective,
@@ -232,46 +217,3 @@ class Stream:
             seed=seed,
             shuffle=config.shuffle,
         )
-
-
-def _read_examples(members: Mapping[str, Member], config: DataConfig) -> dict[str, Examples]:
-    """Returns the cached examples, and those of tasks that fit memory; several are opened at a time.
-
-    Raises:
-      ValueError: a task with an objective does not.
-    """
-    found = {n: m.source for n, m in members.items() if isinstance(m.source, Examples)}
-    live = {n: m.source for n, m in members.items() if not isinstance(m.source, Examples)}
-    if not live:
-        return found
-    from synthesizer_jax.data.seqio_members import examples_of, fits_memory
-
-    fitting = {name: task for name, task in live.items() if fits_memory(task, config.split)}
-    for name in live.keys() - fitting.keys():
-        if members[name].objective is not None:
-            raise ValueError(
-                f"{name}'s split {config.split!r} is too large for memory, or has random steps, so that no "
-                f"objective can read it without a cache; make one with 'synthesizer-jax data cache {name} "
-                f"--split {config.split}' and the run's vocabulary"
-            )
-
-    def open_one(name: str) -> Examples:
-        lengths = None if members[name].objective else config.lengths
-        return examples_of(fitting[name], config.split, lengths)
-
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        return found | dict(zip(fitting, pool.map(open_one, fitting), strict=True))
-
-
-def _make_pipeline(task: seqio.Task, config: DataConfig, shard: tuple[int, int]) -> TaskStream:
-    """Returns a task's own SeqIO pipeline for a shard."""
-    from synthesizer_jax.data.seqio_members import SeqioTaskStream
-
-    return SeqioTaskStream(
-        task,
-        config.split,
-        config.lengths,
-        shard=shard,
-        seed=config.seed,
-        shuffle=config.shuffle,
-    )

@@ -18,8 +18,7 @@ DEPTH = 2
 class PrefetchedStream:
     """The batches of a stream, made ahead by a thread; the position is that of the last batch taken.
 
-    If a task remains a SeqIO pipeline, whose position cannot be noted for every batch, batches are made
-    when they are taken. As a context manager it ends the thread.
+    As a context manager it ends the thread.
 
     Args:
       stream: from now on used by this object alone.
@@ -27,7 +26,6 @@ class PrefetchedStream:
 
     def __init__(self, stream: Stream):
         self._stream = stream
-        self._depth = DEPTH if stream.has_numeric_position else 0
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "batches")
         self._ahead: collections.deque[
             concurrent.futures.Future[tuple[dict[str, np.ndarray], Position]]
@@ -46,16 +44,14 @@ class PrefetchedStream:
         self.close()
 
     def __next__(self) -> dict[str, np.ndarray]:
-        if not self._depth:
-            return next(self._stream)
-        while len(self._ahead) <= self._depth:
+        while len(self._ahead) <= DEPTH:
             self._ahead.append(self._thread.submit(self._make_batch))
         batch, self._position = self._ahead.popleft().result()
         return batch
 
     def save(self, directory: pathlib.Path) -> None:
         """Writes the position after the last batch that was taken; see `Stream.save`."""
-        self._stream.save(directory, self._position if self._depth else None)
+        self._stream.save(directory, self._position)
 
     def restore(self, directory: pathlib.Path) -> None:
         """Continues after a saved position; see `Stream.restore`."""

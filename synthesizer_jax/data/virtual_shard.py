@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from synthesizer_jax.data.bucketing import LengthSorter
-from synthesizer_jax.data.members import CHUNK, Drawn, TaskStream, random_bits
 from synthesizer_jax.data.packing import WINDOW, Packer
+from synthesizer_jax.data.task_streams import CHUNK, DrawnExample, TaskStream, random_bits
 
 if TYPE_CHECKING:
     from synthesizer_jax.data.config import DataConfig
@@ -24,13 +24,13 @@ class ShardPosition:
 
     Attributes:
       draws: number of drawn tasks.
-      members: the position of every task's stream by name; None: it is in files of its own.
+      members: the position of every task's stream by name.
       pending: examples that were drawn and are in no row yet, oldest first.
     """
 
     draws: int
-    members: dict[str, list[int] | None]
-    pending: list[Drawn]
+    members: dict[str, list[int]]
+    pending: list[DrawnExample]
 
     def to_json(self) -> str:
         """Returns the contents of the shard's file."""
@@ -78,7 +78,7 @@ class VirtualShard:
                 window=WINDOW if config.pack else 1,
             )
 
-    def take(self, count: int) -> list[Drawn]:
+    def take(self, count: int) -> list[DrawnExample]:
         """Draws the next examples."""
         drawn = []
         for _ in range(count):
@@ -90,10 +90,10 @@ class VirtualShard:
             member = self._choices[offset]
             stream = self._streams[member]
             inputs, targets = next(stream)
-            drawn.append(Drawn(inputs, targets, member, stream.index))
+            drawn.append(DrawnExample(inputs, targets, member, stream.index))
         return drawn
 
-    def next_row(self) -> list[Drawn]:
+    def next_row(self) -> list[DrawnExample]:
         """Returns the examples of the next row."""
         return self._rows.next_row()
 
@@ -102,37 +102,23 @@ class VirtualShard:
         members = {n: s.position() for n, s in zip(self._names, self._streams, strict=True)}
         return ShardPosition(self._num_draws, members, self._rows.pending)
 
-    @property
-    def is_numeric(self) -> bool:
-        """Whether `position` alone is enough to continue."""
-        return all(stream.position() is not None for stream in self._streams)
-
-    def save(self, prefix: pathlib.Path, position: ShardPosition) -> None:
-        """Writes a position to ``prefix.json`` and, for SeqIO pipelines, to files beside it."""
-        for i, stream in enumerate(self._streams):
-            stream.save(prefix.with_name(f"{prefix.name}.{i}"))
-        path = prefix.with_name(prefix.name + ".json")
-        path.write_text(position.to_json(), encoding="utf-8")
-
-    def restore(self, prefix: pathlib.Path) -> None:
-        """Continues with the example after the saved position."""
-        path = prefix.with_name(prefix.name + ".json")
+    def restore(self, path: pathlib.Path) -> None:
+        """Continues with the example after the position whose JSON is in a file."""
         if not path.is_file():
             raise ValueError(f"the saved data position lacks {path}; restore that file")
         position = json.loads(path.read_text(encoding="utf-8"))
         self._num_draws = position["draws"]
-        for i, (name, stream) in enumerate(zip(self._names, self._streams, strict=True)):
-            member_prefix = prefix.with_name(f"{prefix.name}.{i}")
-            stream.restore(member_prefix, position["members"][name])
+        for name, stream in zip(self._names, self._streams, strict=True):
+            stream.restore(position["members"][name])
         pending = [self._recall(*entry) for entry in position["pending"] or ()]
         self._rows.restore(pending, draws=self._num_draws)
 
-    def _recall(self, member: int, *saved: int | list[int]) -> Drawn:
+    def _recall(self, member: int, *saved: int | list[int]) -> DrawnExample:
         """Returns a pending example from its index, or from its inputs and targets."""
         if isinstance(saved[0], int):
-            return Drawn(*self._streams[member].recall(saved[0]), member, saved[0])
+            return DrawnExample(*self._streams[member].recall(saved[0]), member, saved[0])
         inputs, targets = (np.asarray(ids, np.int32) for ids in saved)
-        return Drawn(inputs, targets, member, None)
+        return DrawnExample(inputs, targets, member, None)
 
 
 def _draw_members(boundaries: np.ndarray, seed: np.random.SeedSequence, block: int) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import hashlib
 import pathlib
 from collections.abc import Iterable, Sequence
 from types import ModuleType
@@ -69,6 +70,15 @@ class Vocabulary(abc.ABC):
     @abc.abstractmethod
     def to_seqio(self) -> seqio.Vocabulary:
         """Returns the `seqio.Vocabulary` with the same ids (imports TensorFlow)."""
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that depend on what it encodes, not on the path of its file."""
+        return hashlib.sha256(self.contents()).hexdigest()[:16]
+
+    def contents(self) -> bytes:
+        """Returns all that it depends on."""
+        return repr(self).encode()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +155,10 @@ class SentencePieceVocabulary(Vocabulary):
     def to_seqio(self) -> seqio.Vocabulary:
         """Returns the `seqio.SentencePieceVocabulary`."""
         return _seqio_sentencepiece(self.path, self.extra_ids)
+
+    def contents(self) -> bytes:
+        """Returns the model with its sentinels."""
+        return self.processor.serialized_model_proto()
 
 
 def until_eos(ids: Iterable[int]) -> list[int]:

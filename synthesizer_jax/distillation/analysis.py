@@ -9,9 +9,7 @@ from jax.sharding import Mesh
 
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.placement import place_variables
-from synthesizer_jax.data import imported, synthetic, tasks
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.distillation.static_attention import (
     StaticAttention,
@@ -20,8 +18,15 @@ from synthesizer_jax.distillation.static_attention import (
 from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import batch_sharding, use_mesh
+from synthesizer_jax.tasks import imported, task_registry
+from synthesizer_jax.tasks.streams import open_stream
 from synthesizer_jax.training.initial_parameters import find_checkpoint
-from synthesizer_jax.training.run_directory import load_experiment, open_vocabulary
+from synthesizer_jax.training.run import prepare_data
+from synthesizer_jax.training.run_directory import (
+    load_experiment,
+    open_vocabulary,
+    with_vocabulary_path,
+)
 from synthesizer_jax.training.step import Batch
 
 
@@ -54,15 +59,15 @@ def analyze_run(
         raise ValueError(
             f"{run} contains a {type(model).__name__}; give the run of an EncoderDecoder"
         )
-    places = tasks.default_data_dir() if data_dir is None else data_dir
+    places = task_registry.default_data_dir() if data_dir is None else data_dir
     imported.add_imported(places)
-    if experiment.data.mixture == synthetic.MIXTURE:
-        synthetic.prepare(places)
     vocabulary = open_vocabulary(experiment, directory)
     mesh, layout = place_variables(model, experiment.example, experiment.mesh)
     _, variables = restore_variables(directory / "checkpoints", step=step, layout=layout)
     data = replace(experiment.data, pack=False, batch_size=batch_size, shards=1)
     splits = (data.split, experiment.evaluation.split)
+    experiment = with_vocabulary_path(experiment, directory)
+    prepare_data(experiment, vocabulary, places, training_splits=splits, evaluation_splits=())
     fit_to, held_out = (
         _read(replace(data, split=split), count, mesh, vocabulary=vocabulary, data_dir=places)
         for split, count in zip(splits, examples, strict=True)
@@ -86,6 +91,6 @@ def _read(
     data_dir: pathlib.Path,
 ) -> list[Batch]:
     """Returns so many examples of a split in batches over a mesh."""
-    stream = open_stream(replace(data, cached=None, buckets=()), vocabulary, data_dir=data_dir)
+    stream = open_stream(replace(data, buckets=()), vocabulary, data_dir=data_dir)
     count = -(-examples // data.batch_size)
     return [jax.device_put(next(stream), batch_sharding(mesh)) for _ in range(count)]

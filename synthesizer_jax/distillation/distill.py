@@ -18,8 +18,6 @@ import numpy as np
 import optax
 
 from synthesizer_jax.checkpoints.manager import restore_variables
-from synthesizer_jax.data.streams import open_stream
-from synthesizer_jax.data.tasks import default_data_dir
 from synthesizer_jax.distillation.fit import Layer, collect_statistics, fit_layers, is_static
 from synthesizer_jax.distillation.replacement import (
     Replacement,
@@ -38,6 +36,8 @@ from synthesizer_jax.registry import register, replace, to_json
 from synthesizer_jax.runs import code
 from synthesizer_jax.runtime import processes
 from synthesizer_jax.sharding import replicate_to_devices, shardings
+from synthesizer_jax.tasks.streams import open_stream
+from synthesizer_jax.tasks.task_registry import default_data_dir
 from synthesizer_jax.training import limits
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.run import run

@@ -6,20 +6,19 @@ import collections
 import dataclasses
 import functools
 import math
-import pathlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from synthesizer_jax.data import stored, tasks
-from synthesizer_jax.data.members import SIDES, check_inputs
 from synthesizer_jax.data.objectives import Documents, ExampleFormat, Objective, SegmentStream
-from synthesizer_jax.data.postprocessors import Example, to_text
-from synthesizer_jax.data.seqio_members import storage_location
-from synthesizer_jax.data.task import Answers, Task
+from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import EOS, Vocabulary
-from synthesizer_jax.evaluation.metrics import Value
 from synthesizer_jax.registry import JSON
+from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.metrics import Value
+from synthesizer_jax.tasks.postprocessors import Example, to_text
+from synthesizer_jax.tasks.preparation import MNLI, measured_task, task_splits
+from synthesizer_jax.tasks.task import Answers, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,14 +153,13 @@ class EvaluationSet:
 def load_evaluation_set(
     name: str,
     split: str,
-    vocabulary: Vocabulary,
+    prepared: PreparedTasks,
     *,
-    data_dir: pathlib.Path,
     lengths: Mapping[str, int],
     max_examples: int | None = None,
     objective: Objective | None = None,
 ) -> EvaluationSet:
-    """Reads the examples of a task and split.
+    """Reads the prepared examples of a task and split.
 
     Where the objective of texts makes inputs, such as that of span corruption, the examples are those that
     it makes of the split, once, with the same noise at every call; otherwise they are whole texts.
@@ -169,8 +167,7 @@ def load_evaluation_set(
     Args:
       name: name of the task.
       split: its split.
-      vocabulary: the vocabulary that encodes the text.
-      data_dir: directory of the data sets.
+      prepared: data directory and vocabulary.
       lengths: maximum lengths of ``inputs`` and ``targets``, including EOS; texts without inputs are
         not truncated.
       max_examples: reading ends with the group of rows (MultiRC's questions, ReCoRD's queries, AX-g's
@@ -178,64 +175,40 @@ def load_evaluation_set(
       objective: by which texts without inputs are trained; None: they are targets.
 
     Raises:
-      FileNotFoundError: the data set does not exist, or lacks the split.
+      FileNotFoundError: the split is not prepared for evaluation.
       ValueError: its files are damaged, or it has inputs and their length is 0.
     """
-    rows = _read_rows(
-        name, split, vocabulary, data_dir=data_dir, lengths=lengths, count=max_examples
-    )
-    if tasks.find_task(name).is_text and objective is not None and objective.makes_inputs:
+    task, vocabulary = task_registry.find_task(name), prepared.vocabulary
+    examples = prepared.open(name, split, None if task.is_text else lengths)
+    if not examples.info.has_rows:
+        raise FileNotFoundError(
+            f"{examples.name} is prepared for training alone; "
+            f"{prepared.remedy(name, f'--evaluation-split {split}')}"
+        )
+    count = max_examples if task.is_text or name not in task_registry.TASKS else None
+    rows: list[Example] = []
+    for index, row in enumerate(examples.rows(count)):
+        inputs, targets = examples[index]
+        rows.append({**row, "inputs": inputs, "targets": targets})
+    if name in task_registry.TASKS:
+        # TFDS stores rows in a random order; in that of the original file groups are contiguous.
+        rows.sort(key=_order)
+    if max_examples is not None:
+        rows = _whole_groups(name, rows, max_examples)
+    if task.is_text and objective is not None and objective.makes_inputs:
         form = ExampleFormat(lengths["inputs"], lengths["targets"], vocabulary.vocab_size)
         rows = _by_objective(rows, objective, form, vocabulary)[:max_examples]
     else:
         objective = None
     return EvaluationSet(
-        task=tasks.find_task(_measured_task(name, split)),
+        task=task_registry.find_task(measured_task(name, split)),
         split=split,
-        inputs=[np.asarray(r["inputs"], np.int32) for r in rows],
-        targets=[np.asarray(r["targets"], np.int32) for r in rows],
+        inputs=[r["inputs"] for r in rows],
+        targets=[r["targets"] for r in rows],
         examples=rows,
         vocabulary=vocabulary,
         objective=objective,
     )
-
-
-def _read_rows(
-    name: str,
-    split: str,
-    vocabulary: Vocabulary,
-    *,
-    data_dir: pathlib.Path,
-    lengths: Mapping[str, int],
-    count: int | None,
-) -> list[Example]:
-    """Returns the preprocessed rows of a task and split; see `load_evaluation_set`."""
-    here = tasks.prepared_splits(name, data_dir)
-    if split not in here:
-        raise FileNotFoundError(
-            f"{name} has no split {split!r} in {data_dir} (found: {', '.join(here) or 'none'}); "
-            "import the original files with 'synthesizer-jax data import'"
-        )
-    definition = tasks.find_task(name)
-    task = definition.to_seqio(vocabulary, data_dir)
-    if not (definition.is_text or lengths["inputs"]) and "inputs" in task.output_features:
-        check_inputs(name, lengths)
-    with stored.reading_errors(f"{name}'s split {split!r}", storage_location(task)):
-        dataset = task.get_dataset(
-            None if definition.is_text else dict(lengths),
-            split=split,
-            shuffle=False,
-            num_epochs=1,
-            use_cached=False,
-            try_in_mem_cache=False,
-        )
-        if definition.is_text and count is not None:
-            dataset = dataset.take(count)
-        rows = [_with_texts(row, vocabulary) for row in dataset.as_numpy_iterator()]
-    if name in tasks.TASKS:
-        # TFDS stores rows in a random order; in that of the original file groups are contiguous.
-        rows.sort(key=_order)
-    return rows if count is None else _whole_groups(name, rows, count)
 
 
 def _whole_groups(name: str, rows: list[Example], count: int) -> list[Example]:
@@ -265,19 +238,14 @@ def _by_objective(
         inputs, targets = next(stream)
         if stream.epoch:
             return found
-        found.append(_with_texts({"inputs": inputs, "targets": targets}, vocabulary))
+        texts = {"inputs_pretokenized": inputs, "targets_pretokenized": targets}
+        row: Example = {name: vocabulary.decode(tokens) for name, tokens in texts.items()}
+        found.append({**row, "inputs": inputs, "targets": targets})
 
 
 def _without_eos(tokens: np.ndarray) -> np.ndarray:
     """Returns token ids without the EOS at their end."""
     return tokens[: len(tokens) - (tokens[-1:] == EOS).sum()]
-
-
-def _with_texts(row: Example, vocabulary: Vocabulary) -> Example:
-    """Returns a row with the texts of its inputs and targets, decoded if its task does not give them."""
-    row = {"inputs": np.zeros(0, np.int32), **row}
-    texts = {f"{name}_pretokenized": vocabulary.decode(row[name]) for name in SIDES}
-    return texts | row
 
 
 def original_index(row: Example, index: int) -> int | dict[str, int]:
@@ -306,33 +274,13 @@ def _group(name: str, row: Example) -> tuple[int, ...]:
 
 
 def evaluation_tasks(
-    mixture: str, data_dir: pathlib.Path, split: str = "validation"
+    mixture: str, prepared: PreparedTasks, split: str = "validation"
 ) -> list[tuple[str, str]]:
-    """Returns the (task, split) pairs on which a mixture is evaluated: all members with the split.
-
-    ``glue_mnli`` has no ``validation`` split and is evaluated by the tasks of its matched and mismatched
-    parts. If their data sets do not exist, its splits ``validation_matched`` and
-    ``validation_mismatched`` are used.
-    """
-    members = tasks.member_names(mixture)
-    found = [(name, split) for name in members if split in tasks.prepared_splits(name, data_dir)]
-    names = {name for name, _ in found}
-    for name in members:
-        here = tasks.prepared_splits(name, data_dir) if name == MNLI else {}
-        for part in (f"{split}_matched", f"{split}_mismatched"):
-            if part in here and _measured_task(name, part) not in names:
-                found.append((name, part))
-    return found
-
-
-MNLI = "glue_mnli_v002"
-
-
-def _measured_task(name: str, split: str) -> str:
-    """Returns the task that a split evaluates: ``glue_mnli_matched`` for MNLI's ``validation_matched``."""
-    part = split.rpartition("_")[2]
-    is_part = name == MNLI and part in ("matched", "mismatched")
-    return name.replace("mnli", f"mnli_{part}") if is_part else name
+    """Returns the pairs of task and split on which a mixture is evaluated; see `task_splits`."""
+    names = [n for n in prepared.rates(mixture) or {} if n in task_registry.member_names(mixture)]
+    parts = (split, f"{split}_matched", f"{split}_mismatched")
+    splits = {name: [part for part in parts if prepared.find(name, part)] for name in names}
+    return task_splits(names, splits, split)
 
 
 STANDS_FOR = {
@@ -345,7 +293,7 @@ STANDS_FOR = {
 
 def measured_and_trained_tasks(task: str, split: str) -> tuple[str, str]:
     """Returns the task that a split evaluates, and the corresponding task of training."""
-    measured = _measured_task(task, split)
+    measured = measured_task(task, split)
     return measured, STANDS_FOR.get(measured, (measured, 1.0))[0]
 
 

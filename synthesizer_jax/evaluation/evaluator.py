@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import pathlib
 from collections.abc import Collection, Iterable
 
 from jax.sharding import Mesh
 
-from synthesizer_jax.data import tasks
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import MaskedLM
-from synthesizer_jax.data.vocabularies import Vocabulary
+from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.evaluation import evaluation_sets
 from synthesizer_jax.evaluation.averages import averages
 from synthesizer_jax.evaluation.prediction import RANK, Predictor, decoding_by
@@ -27,6 +25,8 @@ from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.models import Encoder, TextToText
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.registry import register
+from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.streams import task_objective
 
 
 @register
@@ -70,8 +70,7 @@ class Evaluator:
       model: the configured, unbound model.
       data: what it was trained on.
       evaluation: what to measure.
-      vocabulary: the built vocabulary.
-      data_dir: where data sets lie.
+      prepared: where its examples lie.
       only: names of the tasks to evaluate; None: all. The name of a trained task stands for the tasks
         that measure it.
 
@@ -92,41 +91,39 @@ class Evaluator:
         data: DataConfig,
         evaluation: Evaluation,
         *,
-        vocabulary: Vocabulary,
-        data_dir: pathlib.Path,
+        prepared: PreparedTasks,
         only: list[str] | None = None,
     ):
         check_masked_tasks(model, data)
         self.model, self.data, self.evaluation = model, data, evaluation
-        self.vocabulary = vocabulary
+        self.vocabulary = prepared.vocabulary
         mixture, split = data.mixture, evaluation.split
-        pairs = evaluation_sets.evaluation_tasks(mixture, data_dir, split)
+        pairs = evaluation_sets.evaluation_tasks(mixture, prepared, split)
         measures = {
             pair: {pair[0], *evaluation_sets.measured_and_trained_tasks(*pair)} for pair in pairs
         }
-        members = tasks.member_names(mixture)
+        members = task_registry.member_names(mixture)
         wanted = set(only or members)
         _check_tasks(wanted, {*members, *itertools.chain(*measures.values())}, mixture)
         pairs = [pair for pair in pairs if measures[pair] & wanted]
         if not pairs:
             raise FileNotFoundError(
                 f"{', '.join(only) if only else mixture} has no examples of the split {split!r} in "
-                f"{data_dir}; import them with 'synthesizer-jax data import', or choose another split"
+                f"{prepared.root}; import and prepare them, or choose another split"
             )
         self.lacking = sorted(wanted.difference(*(measures[pair] for pair in pairs)))
         self.sets = [
             evaluation_sets.load_evaluation_set(
                 task,
                 part,
-                vocabulary,
-                data_dir=data_dir,
+                prepared,
                 lengths=data.lengths,
                 max_examples=self.evaluation.max_examples,
-                objective=data.objective_of(tasks.find_task(task)),
+                objective=task_objective(data, task_registry.find_task(task)),
             )
             for task, part in pairs
         ]
-        rates = tasks.mixture_rates(mixture, data_dir)
+        rates = prepared.rates(mixture) or {}
         self.weights = [evaluation_sets.loss_weight(rates, s.name) for s in self.sets]
         count = self.evaluation.loss_batches * self.evaluation.batch_size
         self.loss_sets = [s.labeled_part(count) for s in self.sets]
@@ -197,8 +194,8 @@ def check_masked_tasks(model: TextToText | Encoder, data: DataConfig) -> None:
     """Raises a `ValueError` that names the first task which a masked language model cannot predict."""
     if not (isinstance(model, Encoder) and model.masked_lm):
         return
-    for name in tasks.member_names(data.mixture):
-        if not isinstance(data.objective_of(tasks.find_task(name)), MaskedLM):
+    for name in task_registry.member_names(data.mixture):
+        if not isinstance(task_objective(data, task_registry.find_task(name)), MaskedLM):
             raise ValueError(
                 f"{name} is not made for a masked language model, which predicts masked tokens alone; give "
                 "a task without inputs and without an objective of its own, and data.objective=masked_lm"

@@ -7,11 +7,11 @@ import pathlib
 import types
 from collections.abc import Mapping, Sequence
 
-from synthesizer_jax.data.definitions import TaskDefinition
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, original_index
-from synthesizer_jax.evaluation.metrics import Value
 from synthesizer_jax.files import write_atomic
 from synthesizer_jax.registry import JSON
+from synthesizer_jax.tasks.metrics import Value
+from synthesizer_jax.tasks.task import Task
 
 GLUE_FILES: Mapping[str, str] = types.MappingProxyType(
     {
@@ -74,7 +74,7 @@ def write_submission(
     texts: dict[pathlib.Path, str] = {}
     invalid: dict[pathlib.Path, int] = {}
     for examples, predictions in answers:
-        if not isinstance(examples.task, TaskDefinition):
+        if not isinstance(examples.task, Task):
             continue
         dataset = examples.task.dataset
         if dataset in GLUE_FILES:
@@ -152,11 +152,11 @@ def _format_label(examples: EvaluationSet, index: int, prediction: str, *, file:
     label = task.format.submission_label(value)
     if isinstance(label, str) or file not in WORDS:
         return label
-    word = task.labels[label]
+    word = task.format.labels[label]
     return word.lower() if file in LOWER else word
 
 
-def _definition(examples: EvaluationSet) -> TaskDefinition:
+def _definition(examples: EvaluationSet) -> Task:
     """Returns the definition of a task of the benchmarks."""
-    assert isinstance(examples.task, TaskDefinition)
+    assert isinstance(examples.task, Task)
     return examples.task

@@ -8,10 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
-from synthesizer_jax.data.task import Answers
 from synthesizer_jax.evaluation.prediction import Predictor
 from synthesizer_jax.evaluation.texts import text_loss
 from synthesizer_jax.registry import JSON
+from synthesizer_jax.tasks.task import Answers
 
 
 class ExampleSet(Protocol):

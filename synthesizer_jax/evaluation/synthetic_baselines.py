@@ -6,11 +6,11 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 
-from synthesizer_jax.data.definitions import TaskDefinition
-from synthesizer_jax.data.formats import WSC, Similarity
-from synthesizer_jax.data.synthetic.definitions import DEFINITIONS, as_text, config_name
-from synthesizer_jax.data.synthetic.rows import Row, examples
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
+from synthesizer_jax.tasks.formats import WSC, Similarity
+from synthesizer_jax.tasks.synthetic.definitions import DEFINITIONS, as_text, config_name
+from synthesizer_jax.tasks.synthetic.rows import Row, examples
+from synthesizer_jax.tasks.task import Task
 
 Answer = Callable[[list[Row]], list[str]]
 """Maps rows to predictions."""
@@ -53,7 +53,7 @@ def bag_of_words_scores() -> dict[str, float]:
     return found
 
 
-def _fit_linear_model(task: TaskDefinition, rows: list[Row]) -> Answer:
+def _fit_linear_model(task: Task, rows: list[Row]) -> Answer:
     """Returns a function from rows to predictions."""
     from sklearn.feature_extraction.text import CountVectorizer
     from sklearn.linear_model import LogisticRegression, Ridge
@@ -75,18 +75,18 @@ def _repeat_answer(answer: str, rows: list[Row]) -> list[str]:
     return [answer] * len(rows)
 
 
-def _feature_text(task: TaskDefinition, row: Row) -> str:
+def _feature_text(task: Task, row: Row) -> str:
     """Returns the text of a row that the linear model reads."""
     inputs, _ = as_text(task, row)
     return f"{inputs} {row['span1_text']}" if isinstance(task.format, WSC) else inputs
 
 
-def _label(task: TaskDefinition, row: Row) -> str:
+def _label(task: Task, row: Row) -> str:
     """Returns what the linear model has to predict."""
     return str(row["label"]) if isinstance(task.format, WSC) else as_text(task, row)[1]
 
 
-def _score_answers(task: TaskDefinition, answer: Answer) -> float:
+def _score_answers(task: Task, answer: Answer) -> float:
     """Returns the task's first metric on its held-out rows."""
     rows = examples(config_name(task), "validation")
     given = answer(rows)

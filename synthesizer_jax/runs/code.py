@@ -21,10 +21,10 @@ import traceback
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
-from synthesizer_jax.data import tasks
 from synthesizer_jax.files import storage_path, write_atomic
 from synthesizer_jax.import_noise import filter_import_noise
 from synthesizer_jax.registry import EXTRA_MESH_AXES, REGISTRY
+from synthesizer_jax.tasks import task_registry
 
 CODE_DIRECTORY = "code"
 IMPORTS_FILE = "imports.json"
@@ -103,6 +103,12 @@ def load_user_code(names: Sequence[str]) -> Code:
             import_package(name)
             code += Code(packages=(name,))
     return code
+
+
+def imported_names() -> list[str]:
+    """Returns the packages and files that this process has imported and that registered something."""
+    files = [str(module.__file__) for module, registered in _executed.values() if registered]
+    return [*sorted(_imported), *files]
 
 
 def read_named(path: str) -> Source:
@@ -196,7 +202,7 @@ def _registered_names() -> tuple[object, ...]:
     )
     names = [set(n) for n in registered]
     axes = dict(EXTRA_MESH_AXES)
-    return dict(REGISTRY), axes, dict(tasks.TASKS), dict(tasks.MIXTURES), names
+    return dict(REGISTRY), axes, dict(task_registry.TASKS), dict(task_registry.MIXTURES), names
 
 
 def record_code(directory: pathlib.Path, code: Code) -> None:

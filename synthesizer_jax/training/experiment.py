@@ -7,7 +7,6 @@ from typing import Literal
 
 import jax
 
-from synthesizer_jax.data import tasks
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.evaluation.evaluator import Evaluation
@@ -18,6 +17,7 @@ from synthesizer_jax.optimizers import Optimizer, OptimizerRule
 from synthesizer_jax.parameters import check_path_pattern
 from synthesizer_jax.registry import register, replace
 from synthesizer_jax.sharding import MeshShape
+from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.training import limits
 
 for _cls in (DataConfig, Bytes, SentencePiece):
@@ -154,10 +154,10 @@ class Experiment:
 
 def _check_split(data: DataConfig) -> None:
     """Raises a `ValueError` where a known mixture's tasks have no such split."""
-    if data.mixture not in (*tasks.MIXTURES, *tasks.TASKS):
+    if data.mixture not in (*task_registry.MIXTURES, *task_registry.TASKS):
         return
-    names = tasks.member_names(data.mixture)
-    known = {split for name in names for split in tasks.TASKS[name].splits}
+    names = task_registry.member_names(data.mixture)
+    known = {split for name in names for split in task_registry.TASKS[name].splits}
     if data.split not in known:
         raise ValueError(
             f"data.split is {data.split!r}{did_you_mean(data.split, known)}; the tasks of "

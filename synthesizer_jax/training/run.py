@@ -6,16 +6,14 @@ import contextlib
 import functools
 import logging
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 
 from synthesizer_jax.checkpoints.manager import finished_steps
-from synthesizer_jax.data import imported, synthetic, tasks
 from synthesizer_jax.data.prefetching import PrefetchedStream
-from synthesizer_jax.data.streams import open_stream
+from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Vocabulary
-from synthesizer_jax.evaluation.evaluation_sets import evaluation_tasks
 from synthesizer_jax.evaluation.evaluator import Evaluator, check_masked_tasks, log_values
 from synthesizer_jax.evaluation.files import evaluation_folder, write_all_predictions, write_results
 from synthesizer_jax.files import storage_path
@@ -25,6 +23,9 @@ from synthesizer_jax.runs.lock import lock_directory
 from synthesizer_jax.runs.progress import summary_lines
 from synthesizer_jax.runtime import processes
 from synthesizer_jax.runtime.preemption import StopSignal
+from synthesizer_jax.tasks import imported, task_registry
+from synthesizer_jax.tasks.preparation import prepare_missing
+from synthesizer_jax.tasks.streams import open_stream
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import find_checkpoint, initialize_from_checkpoint
 from synthesizer_jax.training.loop import train
@@ -34,6 +35,7 @@ from synthesizer_jax.training.run_directory import (
     open_vocabulary,
     resolve_vocabulary,
     save_run,
+    with_vocabulary_path,
 )
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.trainer import Trainer
@@ -51,21 +53,18 @@ def run(
     devices: list[jax.Device] | None = None,
     visible: bool = True,
     own: code.Code = code.NOTHING,
-    before_seqio: Callable[[], None] = lambda: None,
 ) -> TrainState:
     """Trains, or continues, a run; everything it needs later lies in its directory.
 
     Args:
       experiment: what to do.
       directory: the run's; an unfinished run in it is continued.
-      data_dir: where data sets lie; None is `tasks.default_data_dir()`.
+      data_dir: where data sets lie; None is `task_registry.default_data_dir()`.
       trainer: what makes the steps; None: one that trains the experiment's model on its targets.
       initial: changes a fresh state; None: puts `init_from`'s parameters into it, if any.
       devices: None uses all devices.
       visible: show a progress bar.
       own: code that later commands need before they can load the run, recorded in its directory.
-      before_seqio: called before SeqIO is imported: at once, or, where all data comes from caches, before
-        the first evaluation.
 
     Returns:
       The final state.
@@ -76,7 +75,7 @@ def run(
       InUseError: another process trains in the directory.
     """
     directory = storage_path(str(directory))  # also what `pathlib` makes of gs://…
-    places = tasks.default_data_dir() if data_dir is None else storage_path(str(data_dir))
+    places = task_registry.default_data_dir() if data_dir is None else storage_path(str(data_dir))
     visible = visible and processes.is_process_zero()
     comes_from_elsewhere, source = initial is not None, None
     if experiment != experiment.starting_from(experiment.init_from) and not experiment.init_from:
@@ -103,24 +102,15 @@ def run(
             experiment, vocabulary = _open_vocabulary(experiment, directory, places)
             check_masked_tasks(experiment.model, experiment.data)
             trainer = Trainer(experiment, devices) if trainer is None else trainer
+            prepared = prepare_data(experiment, vocabulary, places)
             stream = open_stream(
                 experiment.data,
                 vocabulary,
                 data_dir=places,
                 shards=trainer.shards,
                 saved=trainer.saved_shards,
-                before_seqio=before_seqio,
             )
-
-            # Evaluation sets are read by SeqIO: where training does not need it, at the first evaluation.
-            @functools.cache
-            def evaluator() -> Evaluator:
-                before_seqio()
-                return _make_evaluator(experiment, vocabulary, places)
-
-            split = experiment.evaluation.split
-            if not (stream.is_cached and evaluation_tasks(experiment.data.mixture, places, split)):
-                evaluator()
+            evaluator = _make_evaluator(experiment, prepared)
             batches = stack.enter_context(PrefetchedStream(stream))
         state = train(
             trainer,
@@ -167,19 +157,19 @@ def _open_vocabulary(
 
 
 def _evaluate(
-    evaluator: Callable[[], Evaluator],
+    evaluator: Evaluator,
     directory: pathlib.Path,
     state: TrainState,
     *,
     mesh: jax.sharding.Mesh,
 ) -> dict[str, float]:
     """Evaluates a state, writes results and predictions into the run's directory; returns the results."""
-    results, overall = evaluator().measure(state.averaged_variables, mesh=mesh)
+    results, overall = evaluator.measure(state.averaged_variables, mesh=mesh)
     if processes.is_process_zero():
         step = int(state.step)
         folder = evaluation_folder(directory, step)
-        if evaluator().evaluation.save_predictions:
-            pairs = zip(evaluator().sets, results, strict=True)
+        if evaluator.evaluation.save_predictions:
+            pairs = zip(evaluator.sets, results, strict=True)
             write_all_predictions(folder, [pair for pair in pairs if not pair[0].is_text])
         write_results(folder, step, results, overall=overall)
     return log_values(results, overall)
@@ -202,20 +192,46 @@ def _save_run_and_code(experiment: Experiment, directory: pathlib.Path, own: cod
     code.trust_code(own)
 
 
-def _make_evaluator(
+def prepare_data(
     experiment: Experiment,
     vocabulary: Vocabulary,
     data_dir: pathlib.Path,
     *,
-    only: list[str] | None = None,
+    training_splits: Sequence[str] | None = None,
+    evaluation_splits: Sequence[str] | None = None,
+) -> PreparedTasks:
+    """Prepares what is missing of the data of a run, and returns where it is.
+
+    Args:
+      experiment: with its vocabulary.
+      vocabulary: the vocabulary itself.
+      data_dir: where data sets lie.
+      training_splits: splits to train on; None: the experiment's.
+      evaluation_splits: splits to evaluate on; None: the experiment's.
+    """
+    assert experiment.vocabulary is not None
+    prepared = PreparedTasks(data_dir, vocabulary)
+    with processes.process_zero_first("data"):
+        prepare_missing(
+            experiment.data,
+            prepared,
+            experiment.vocabulary,
+            training_splits=(experiment.data.split,)
+            if training_splits is None
+            else training_splits,
+            evaluation_splits=(experiment.evaluation.split,)
+            if evaluation_splits is None
+            else evaluation_splits,
+            imports=code.imported_names(),
+        )
+    return prepared
+
+
+def _make_evaluator(
+    experiment: Experiment, prepared: PreparedTasks, *, only: list[str] | None = None
 ) -> Evaluator:
     return Evaluator(
-        experiment.model,
-        experiment.data,
-        experiment.evaluation,
-        vocabulary=vocabulary,
-        data_dir=data_dir,
-        only=only,
+        experiment.model, experiment.data, experiment.evaluation, prepared=prepared, only=only
     )
 
 
@@ -235,7 +251,7 @@ def open_data(
       only: see `Evaluator`.
     """
     imported.add_imported(data_dir)
-    if experiment.data.mixture == synthetic.MIXTURE:
-        synthetic.prepare(data_dir)
     vocabulary = open_vocabulary(experiment, directory)
-    return vocabulary, _make_evaluator(experiment, vocabulary, data_dir, only=only)
+    experiment = with_vocabulary_path(experiment, directory)
+    prepared = prepare_data(experiment, vocabulary, data_dir, training_splits=())
+    return vocabulary, _make_evaluator(experiment, prepared, only=only)

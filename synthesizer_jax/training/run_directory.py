@@ -9,11 +9,11 @@ import re
 from typing import TypeAlias
 
 from synthesizer_jax.checkpoints.manager import finished_steps
-from synthesizer_jax.data import synthetic
 from synthesizer_jax.data.vocabularies import SentencePiece, Vocabulary
 from synthesizer_jax.files import absolute, join, storage_path, write_atomic
 from synthesizer_jax.registry import format_value, from_json, replace, to_json
 from synthesizer_jax.runs import code
+from synthesizer_jax.tasks import synthetic
 from synthesizer_jax.training.experiment import Experiment
 
 EXPERIMENT_FILE = "experiment.json"
@@ -123,15 +123,14 @@ def start_from_run(directory: pathlib.Path) -> Experiment:
 def resolve_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experiment:
     """Returns the experiment with the absolute path of its vocabulary.
 
-    The synthetic mixture is generated in `data_dir` if it is asked for, and brings its own vocabulary.
+    The synthetic mixture brings its own vocabulary, which is trained in `data_dir` where it is missing.
 
     Raises:
       ValueError: there is no vocabulary.
     """
     vocabulary = experiment.vocabulary
     if experiment.data.mixture == synthetic.MIXTURE:
-        own = synthetic.prepare(data_dir).vocabulary
-        vocabulary = own if vocabulary is None else vocabulary
+        vocabulary = vocabulary or synthetic.vocabulary(data_dir)
     if vocabulary is None:
         raise ValueError(
             f"the mixture {experiment.data.mixture!r} has no vocabulary of its own; give one, such "
@@ -223,7 +222,6 @@ def _fixed_settings(experiment: Experiment) -> dict[str, _Json]:
     data = to_json(experiment)
     for name in MAY_CHANGE:
         del data["training"][name]
-    data["data"].pop("cached", None)  # the batches are the same
     return dict(
         _flatten_json({name: data[name] for name in ("model", "data", "training", "vocabulary")})
     )

@@ -7,11 +7,11 @@ import pytest
 
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.cli.recipes import load_recipe
-from synthesizer_jax.data.importers import corpora, import_corpus
-from synthesizer_jax.data.importers.corpus_layouts import CORPORA
 from synthesizer_jax.distillation.distill import FINE_TUNED, Distillation, distill
-from synthesizer_jax.evaluation.metrics import bleu
 from synthesizer_jax.registry import replace
+from synthesizer_jax.tasks.importers import corpora, import_corpus
+from synthesizer_jax.tasks.importers.corpus_layouts import CORPORA
+from synthesizer_jax.tasks.metrics import bleu
 from tests.cli.test_commands import call
 from tests.data.small import multi30k
 

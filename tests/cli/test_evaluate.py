@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from synthesizer_jax.checkpoints import manager
 from synthesizer_jax.cli.main import app
-from synthesizer_jax.data import mixtures, translation  # noqa: F401 - its tasks
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import leaderboards
 from synthesizer_jax.evaluation.evaluation_sets import load_evaluation_set
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
+from synthesizer_jax.tasks import mixtures, translation  # noqa: F401 - its tasks
 from synthesizer_jax.training.experiment import Evaluation
 from tests.evaluation import runs
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from synthesizer_jax import registry
-from synthesizer_jax.data import synthetic, tasks
 from synthesizer_jax.runs import code
+from synthesizer_jax.tasks import synthetic, task_registry
 from tests.cli.test_commands import call
 from tests.conftest import ROOT
 
@@ -28,9 +28,9 @@ import optax
 
 from synthesizer_jax.alignments import Alignment
 from synthesizer_jax.attention import static
-from synthesizer_jax.data import tasks
-from synthesizer_jax.data.definitions import TaskDefinition
-from synthesizer_jax.data.formats import Classification
+from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.task import Task
+from synthesizer_jax.tasks.formats import Classification
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.models import Size, t5
@@ -74,9 +74,9 @@ def brevity(targets, predictions):
     return {"brevity": 100.0 * sum(p == -1 for p in predictions) / len(predictions)}
 
 
-tasks.add(
+task_registry.add(
     [
-        TaskDefinition(
+        Task(
             "own_sst2",
             "synthetic_co_training/sst2",
             Classification("own", ("sentence",), ("negative", "positive")),
@@ -123,7 +123,7 @@ def afresh(place, monkeypatch):
     monkeypatch.setattr(code, "_executed", {})
     monkeypatch.setattr(code, "_imported", set())
     monkeypatch.setattr(code, "_named", set())
-    monkeypatch.delitem(tasks.TASKS, "own_sst2", raising=False)
+    monkeypatch.delitem(task_registry.TASKS, "own_sst2", raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(place / "state"))
 
 

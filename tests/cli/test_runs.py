@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.cli.main import app
 from synthesizer_jax.cli.settings import override
-from synthesizer_jax.data import synthetic
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.registry import replace
 from synthesizer_jax.runs.lock import InUseError
 from synthesizer_jax.runs.metrics import read_metrics
+from synthesizer_jax.tasks import synthetic
 from synthesizer_jax.training.movement import read_movement
 from synthesizer_jax.training.run_directory import (
     check_same_run,

@@ -13,7 +13,7 @@ import termios
 
 import pytest
 
-from synthesizer_jax.data import synthetic
+from synthesizer_jax.tasks import synthetic
 from tests.cli.test_own_code import RECIPE
 from tests.conftest import ROOT
 from tests.environment import COMMANDS, without_devices

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from synthesizer_jax.data import tasks
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.data.definitions import TaskDefinition
-from synthesizer_jax.data.formats import TextFormat
 from synthesizer_jax.data.pipeline import Stream
-from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.formats import TextFormat
+from synthesizer_jax.tasks.streams import open_stream
+from synthesizer_jax.tasks.task import Task
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -46,9 +46,9 @@ class Counted(TextFormat):
 def add() -> None:
     """The tasks and their mixture."""
     rows = {"many": "many", "few": "few", "sentinel": "many", "never": "few"}
-    tasks.add(
+    task_registry.add(
         [
-            TaskDefinition(
+            Task(
                 f"counted_{name}",
                 f"small_rows/{dataset}",
                 Counted(),

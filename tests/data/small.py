@@ -16,10 +16,10 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.data.importers.corpus_layouts import CORPORA, Layout
 from synthesizer_jax.data.pipeline import Stream
-from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.tasks.importers.corpus_layouts import CORPORA, Layout
+from synthesizer_jax.tasks.streams import open_stream
 
 ROWS = {"many": 2500, "few": 40, "made": 90, "never": 50, "noisy": 60}
 FIXED = {"small_many": 3.0, "small_few": 1.0, "small_made": 2.0, "small_never": 0.0}

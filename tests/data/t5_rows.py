@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from synthesizer_jax.data.importers import import_benchmark
+from synthesizer_jax.tasks.importers import import_benchmark
 
 TEXTS = (
     "Ann's dog isn't here . It barks, though!",

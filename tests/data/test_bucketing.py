@@ -10,7 +10,7 @@ import pytest
 
 from synthesizer_jax.data.bucketing import GROUP, LengthSorter
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.data.members import Drawn
+from synthesizer_jax.data.task_streams import Drawn
 from tests.data import small
 
 BUCKETS = ((12, 8), (18, 8))

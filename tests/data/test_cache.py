@@ -9,13 +9,14 @@ import sys
 
 import numpy as np
 import pytest
-
-from synthesizer_jax.data import cache, cache_writing, staging
 from synthesizer_jax.data.cache import Caches
 from synthesizer_jax.data.cache_records import decode_chunk, encode_chunk
-from synthesizer_jax.data.members import Chunk, Ragged
+
+from synthesizer_jax.data import cache, cache_writing
 from synthesizer_jax.data.pipeline import OtherStreamError
+from synthesizer_jax.data.task_streams import Chunk, Ragged
 from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.tasks import staging
 from tests.data import counted, small
 
 pytest.importorskip("grain")

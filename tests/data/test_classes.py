@@ -6,9 +6,9 @@ import pathlib
 
 import numpy as np
 import pytest
-
 from synthesizer_jax.data.cache import Caches
 from synthesizer_jax.data.cache_writing import write_caches
+
 from synthesizer_jax.data.classes import Classes
 from synthesizer_jax.data.pipeline import OtherStreamError, Stream
 from tests.data import counted, small

@@ -11,13 +11,13 @@ import tracemalloc
 import pytest
 import tensorflow_datasets as tfds
 
-from synthesizer_jax.data import tasks
-from synthesizer_jax.data.catalog import DEFINITIONS
-from synthesizer_jax.data.importers import IMPORTERS, import_corpus
-from synthesizer_jax.data.importers.corpus_layouts import CORPORA
-from synthesizer_jax.data.importers.corpus_readers import parallel
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import evaluation_sets
+from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.catalog import DEFINITIONS
+from synthesizer_jax.tasks.importers import IMPORTERS, import_corpus
+from synthesizer_jax.tasks.importers.corpus_layouts import CORPORA
+from synthesizer_jax.tasks.importers.corpus_readers import parallel
 
 
 def place(root, files):
@@ -220,7 +220,7 @@ def test_pages_of_c4(data_dir):
         ("b\nc", "u", ""),
     ]
     (row, _) = (
-        tasks.find_task("c4_v220_span_corruption")
+        task_registry.find_task("c4_v220_span_corruption")
         .to_seqio(Bytes().build(), data_dir)
         .get_dataset(split="train")
         .as_numpy_iterator()
@@ -258,7 +258,7 @@ def test_language_models_have_lines_or_articles(data_dir):
             " = One = \n \n a <unk> \n = = Part = = \n \n b",
             " = Two = \n \n c",
         ]  # fmt: skip
-    task = tasks.find_task("lm1b_v100_full_lm")
+    task = task_registry.find_task("lm1b_v100_full_lm")
     (row,) = task.format.preprocess(tfds.builder("lm1b", data_dir=data_dir).as_dataset("test"))
     assert {name: value.numpy() for name, value in row.items()} == {"targets": b"e"}
     assert not task.format.has_inputs

@@ -9,13 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from synthesizer_jax.data import imported, tasks
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.data.imported import FileTask, Template, add_imported, import_files
-from synthesizer_jax.data.importers.files import find_splits
-from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.evaluation_sets import load_evaluation_set
+from synthesizer_jax.tasks import imported, task_registry
+from synthesizer_jax.tasks.imported import FileTask, Template, add_imported, import_files
+from synthesizer_jax.tasks.importers.files import find_splits
+from synthesizer_jax.tasks.streams import open_stream
 
 ROWS = [{"text": "a fine, small film", "label": "1"}, {"text": "tab-free « dull »", "label": "0"}]
 JSON_LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
@@ -25,7 +25,7 @@ TSV = "text\tlabel\na fine, small film\t1\ntab-free « dull »\t0\n".encode()
 
 @pytest.fixture(autouse=True)
 def no_tasks_are_left(monkeypatch):
-    monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
+    monkeypatch.setattr(tasks, "TASKS", dict(task_registry.TASKS))
 
 
 def zstd(data):
@@ -211,7 +211,7 @@ def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
         "  also in train: 2 rows",
         "  not UTF-8, with bytes replaced by U+FFFD: 1 line",
     ]
-    monkeypatch.delitem(tasks.TASKS, "my_reviews")  # as in another process
+    monkeypatch.delitem(task_registry.TASKS, "my_reviews")  # as in another process
     assert add_imported(tmp_path / "data") == ["my_reviews"]
     examples = load_evaluation_set(
         "my_reviews",
@@ -279,7 +279,7 @@ def test_a_task_that_is_imported_again_has_its_new_rows(tmp_path):
     for row in ROWS:
         (tmp_path / "a.jsonl").write_text((json.dumps(row) + "\n") * (int(row["label"]) + 1))
         import_files(describe(), find_splits([f"train={tmp_path}/a.jsonl"]), tmp_path)
-        assert tasks.prepared_splits("my_reviews", tmp_path) == {"train": int(row["label"]) + 1}
+        assert task_registry.prepared_splits("my_reviews", tmp_path) == {"train": int(row["label"]) + 1}
         batch = next(open_stream(config, Bytes().build(), data_dir=tmp_path))
         text = Bytes().build().decode(batch["encoder_input_tokens"][0])
         assert text == f"review: {row['text']}"

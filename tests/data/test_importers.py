@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from synthesizer_jax.data.importers import ImportReport, SplitReport, import_benchmark
+from synthesizer_jax.tasks.importers import ImportReport, SplitReport, import_benchmark
 
 
 def put(path: pathlib.Path, text: str | bytes) -> None:

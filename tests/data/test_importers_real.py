@@ -9,7 +9,7 @@ import pathlib
 import pytest
 import tensorflow_datasets as tfds
 
-from synthesizer_jax.data.importers import import_benchmark
+from synthesizer_jax.tasks.importers import import_benchmark
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from synthesizer_jax.data import inspection, tasks
-from synthesizer_jax.data.imported import FileTask, Template, import_files
-from synthesizer_jax.data.importers.files import find_splits
 from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.tasks import inspection, task_registry
+from synthesizer_jax.tasks.imported import FileTask, Template, import_files
+from synthesizer_jax.tasks.importers.files import find_splits
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def data_dir(tmp_path_factory):
     task = FileTask("inspected", Template("say {x}"), Template("{y}"))
     import_files(task, find_splits([f"train={place}/a.csv,test={place}/b.csv"]), place / "data")
     yield place / "data"
-    tasks.TASKS.pop("inspected")
+    task_registry.TASKS.pop("inspected")
 
 
 def test_rows_are_read_whole_and_in_order(data_dir):

@@ -6,18 +6,19 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from synthesizer_jax.data.cache import Caches
 
 from synthesizer_jax.cli.settings import override
-from synthesizer_jax.data import cache, cache_writing, pipeline, seqio_members, tasks
-from synthesizer_jax.data.cache import Caches
+from synthesizer_jax.data import cache, cache_writing, pipeline, seqio_members
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.data.definitions import TaskDefinition
-from synthesizer_jax.data.generation_formats import LanguageModeling
-from synthesizer_jax.data.members import InMemoryTaskStream
 from synthesizer_jax.data.objectives import OBJECTIVES, FullLM
 from synthesizer_jax.data.pipeline import OtherStreamError
-from synthesizer_jax.data.streams import open_stream
+from synthesizer_jax.data.task_streams import InMemoryTaskStream
 from synthesizer_jax.registry import from_json, to_json
+from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.generation_formats import LanguageModeling
+from synthesizer_jax.tasks.streams import open_stream
+from synthesizer_jax.tasks.task import Task
 from synthesizer_jax.training import experiment  # noqa: F401 - it registers DataConfig
 from tests.data import counted, small, texts
 
@@ -30,7 +31,7 @@ LENGTHS = {"inputs_length": 32, "targets_length": 32}
 @pytest.fixture(scope="module", autouse=True)
 def tasks_of_texts() -> None:
     texts.add()
-    own = TaskDefinition(
+    own = Task(
         "texts_own",
         "small_rows/few",
         LanguageModeling(),
@@ -39,7 +40,7 @@ def tasks_of_texts() -> None:
         objective=FullLM(documents=3),
     )
     rates = {"texts_many": 2.0, "texts_own": 1.0, "counted_few": 1.0}
-    tasks.add([own], {"texts_and_pairs": rates})
+    task_registry.add([own], {"texts_and_pairs": rates})
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from synthesizer_jax.data.members import Drawn
 from synthesizer_jax.data.packing import WINDOW, Packer
+from synthesizer_jax.data.task_streams import Drawn
 
 LENGTHS = (20, 9)
 SIZES = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 9)), min_size=1, max_size=80)

@@ -262,5 +262,5 @@ def test_settings_that_cannot_work_are_said_in_one_sentence() -> None:
 
 
 def test_settings_alone_load_no_tensorflow() -> None:
-    code = "import sys, synthesizer_jax.data.streams; assert 'tensorflow' not in sys.modules"
+    code = "import sys, synthesizer_jax.tasks.streams; assert 'tensorflow' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,17 +5,17 @@ import json
 import numpy as np
 import pytest
 
-from synthesizer_jax.data import tasks
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.data.importers import import_benchmark
-from synthesizer_jax.data.mixtures import C4, MIXTURES, UNSUPERVISED_RATE, ExamplesRate
-from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.data.vocabularies import (
     Bytes,
     SentencePiece,
     train_sentencepiece,
 )
 from synthesizer_jax.evaluation import evaluation_sets
+from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.importers import import_benchmark
+from synthesizer_jax.tasks.mixtures import C4, MIXTURES, UNSUPERVISED_RATE, ExamplesRate
+from synthesizer_jax.tasks.streams import open_stream
 
 LENGTHS = {"inputs": 64, "targets": 8}
 SUPER_GLUE = "super_glue_v102_proportional"
@@ -45,12 +45,12 @@ def vocabulary():
 
 
 def test_only_what_is_prepared_takes_part(data_dir, caplog):
-    assert tasks.prepared_splits("super_glue_boolq_v102", data_dir) == {
+    assert task_registry.prepared_splits("super_glue_boolq_v102", data_dir) == {
         "train": 40,
         "validation": 20,
     }
-    assert tasks.available_members(SUPER_GLUE, data_dir) == {"super_glue_boolq_v102": 9427.0}
-    rates = tasks.sampled_members(SUPER_GLUE, data_dir, "train")
+    assert task_registry.available_members(SUPER_GLUE, data_dir) == {"super_glue_boolq_v102": 9427.0}
+    rates = task_registry.sampled_members(SUPER_GLUE, data_dir, "train")
     assert rates == {"super_glue_boolq_v102": 9427.0}
     assert "goes without" in caplog.text
     assert "super_glue_copa_v102" in caplog.text
@@ -60,7 +60,7 @@ def test_only_what_is_prepared_takes_part(data_dir, caplog):
 
 def test_missing_data_is_one_sentence_with_the_remedy(data_dir, tmp_path, vocabulary):
     with pytest.raises(FileNotFoundError, match="synthesizer-jax data import glue --from DIR"):
-        tasks.sampled_members("glue_v002_proportional", data_dir, "train")
+        task_registry.sampled_members("glue_v002_proportional", data_dir, "train")
     with pytest.raises(FileNotFoundError, match=r"no split 'test' .*found: train, validation"):
         evaluation_sets.load_evaluation_set(
             "super_glue_boolq_v102", "test", vocabulary, data_dir=data_dir, lengths=LENGTHS
@@ -119,23 +119,23 @@ def test_evaluation_only_twins_stand_for_the_trained_task():
 
 def test_rates_are_t5s():
     fixed = [name for name in MIXTURES if "proportional" in name and "leave" not in name]
-    totals = {name: sum(tasks.mixture_rates(name).values()) for name in fixed}
+    totals = {name: sum(task_registry.mixture_rates(name).values()) for name in fixed}
     assert totals["glue_v002_proportional"] == 949_101
     assert totals["super_glue_v102_proportional"] == 185_673
     assert totals["super_glue_v102_proportional_sentinel"] == 185_673
     assert totals["wsc_dpr_simple_proportional"] == 1_581
     assert totals["glue_super_glue_proportional"] == 949_101 + 185_673 - 2_490
     members = {name for rates in MIXTURES.values() for name in rates}
-    assert members <= set(tasks.TASKS)
+    assert members <= set(task_registry.TASKS)
 
 
 def test_rates_by_examples_are_those_of_the_prepared_data(data_dir, caplog, monkeypatch):
-    rates = tasks.sampled_members("en_mix", data_dir, "train")
+    rates = task_registry.sampled_members("en_mix", data_dir, "train")
     assert rates == {"super_glue_boolq_v102": 40.0}
     assert "goes without" in caplog.text and C4 in caplog.text
     assert "mnli_matched" not in caplog.text  # it is only evaluated
     monkeypatch.setenv("SYNTHESIZER_DATA_DIR", str(data_dir))
-    mixed = tasks.mixture_rates("en_mix")
+    mixed = task_registry.mixture_rates("en_mix")
     assert mixed["super_glue_boolq_v102"] == 40 and mixed["glue_cola_v002"] == 0
     assert mixed[C4] == UNSUPERVISED_RATE
     assert ExamplesRate(ceiling=36, temperature=2, scale=2)(40) == 6

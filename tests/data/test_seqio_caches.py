@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import seqio
 import tensorflow as tf
-
-from synthesizer_jax.data import cache, cache_writing, tasks
 from synthesizer_jax.data.cache import Caches
+
+from synthesizer_jax.data import cache, cache_writing
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.streams import open_stream
 from tests.data import counted, small
 
 pytest.importorskip("grain")
@@ -165,7 +166,7 @@ def test_splits_that_are_parts_of_those_of_tfds(
     small.write(tmp_path)
     parts = {"train": "train[:30]", "held_out": "train[30:]"}
     add("cached_parts", ask, source=seqio.TfdsDataSource("small_rows/few:1.0.0", splits=parts))
-    task = tasks.find_task("cached_parts")
+    task = task_registry.find_task("cached_parts")
     assert task.prepared_splits(tmp_path) == {"train": None, "held_out": None}
     assert [info.examples for info in write(tmp_path, "cached_parts").written] == [30]
     assert digests(tmp_path, "cached_parts", cached=True) == digests(
@@ -220,7 +221,7 @@ def test_what_seqio_has_cached_is_read(
 ) -> None:
     add("offline_both", spelled("live"), extra_ids=100)
     write_offline(offline, "offline_both", splits={"train": 40, "validation": 9})
-    task = tasks.find_task("offline_both")
+    task = task_registry.find_task("offline_both")
     assert task.prepared_splits(tmp_path) == {"train": 40, "validation": 9}
     assert first_inputs(tmp_path, "offline_both") == [f"stored {n}" for n in range(8)]
     # Tokens of another vocabulary are not read.
@@ -234,7 +235,7 @@ def test_what_seqio_has_cached_of_some_splits_is_not_read(
 ) -> None:
     add("offline_train", spelled("live"), extra_ids=100)
     write_offline(offline, "offline_train", splits={"train": 40})
-    assert tasks.prepared_splits("offline_train", tmp_path) == COUNTS
+    assert task_registry.prepared_splits("offline_train", tmp_path) == COUNTS
     assert first_inputs(tmp_path, "offline_train")[0] == "live 0"
 
 

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from synthesizer_jax.cli.main import app
-from synthesizer_jax.data.importers import IMPORTERS, corpora, import_benchmark, import_corpus
-from synthesizer_jax.data.importers.layouts import TASKS, find_file
-from synthesizer_jax.data.staging import Staging, staging
+from synthesizer_jax.tasks.importers import IMPORTERS, corpora, import_benchmark, import_corpus
+from synthesizer_jax.tasks.importers.layouts import TASKS, find_file
+from synthesizer_jax.tasks.staging import Staging, staging
 from tests.data.small import multi30k
 
 NAMES = ("glue/cola/1.0.0", "glue/rte/1.0.0", "glue/wnli/1.0.0")

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 import seqio
-
-from synthesizer_jax.data import tasks
 from synthesizer_jax.data.seqio_members import SeqioExamples as Examples
 from synthesizer_jax.data.seqio_members import SeqioTaskStream
-from synthesizer_jax.data.storage import write_dataset
-from synthesizer_jax.data.stored import check_dataset, prepared_versions, stored_splits
+
 from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.storage import write_dataset
+from synthesizer_jax.tasks.stored import check_dataset, prepared_versions, stored_splits
 
 TASK = "glue_sst2_v002"
 LENGTHS = {"inputs": 64, "targets": 16}
@@ -54,7 +54,7 @@ def directory(data_dir: pathlib.Path) -> pathlib.Path:
 
 
 def open_task(data_dir: pathlib.Path) -> seqio.Task:
-    return tasks.find_task(TASK).to_seqio(Bytes().build(), data_dir)
+    return task_registry.find_task(TASK).to_seqio(Bytes().build(), data_dir)
 
 
 def rewrite(path: pathlib.Path, change) -> None:
@@ -141,7 +141,7 @@ def test_folders_that_are_no_versions_are_left_out(data_dir):
     for name in ("1..0", "²", "1", "2.0.0", "10.0.0", "v1.0.0"):
         shutil.copytree(directory(data_dir), data_dir / "glue/sst2" / name)
     assert list(prepared_versions("glue/sst2", data_dir)) == ["1.0.0", "2.0.0", "10.0.0"]
-    assert tasks.prepared_splits(TASK, data_dir) == {"train": 30}
+    assert task_registry.prepared_splits(TASK, data_dir) == {"train": 30}
 
 
 EVIL = "evil_features.Evil"

@@ -6,9 +6,9 @@ import pathlib
 
 import numpy as np
 import pytest
+from synthesizer_jax.data.cache import Caches
 
 from synthesizer_jax.data import cache_writing
-from synthesizer_jax.data.cache import Caches
 from tests.data import counted, small
 
 pytest.importorskip("grain")

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from synthesizer_jax.data import synthetic
-from synthesizer_jax.data.formats import WSC
-from synthesizer_jax.data.synthetic.definitions import as_text, config_name
-from synthesizer_jax.data.synthetic.rows import HELD_OUT, SIZES, SOURCES
 from synthesizer_jax.evaluation import evaluation_sets, synthetic_baselines
+from synthesizer_jax.tasks import synthetic
+from synthesizer_jax.tasks.formats import WSC
+from synthesizer_jax.tasks.synthetic.definitions import as_text, config_name
+from synthesizer_jax.tasks.synthetic.rows import HELD_OUT, SIZES, SOURCES
 
 
 @pytest.fixture(scope="module")

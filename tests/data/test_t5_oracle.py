@@ -15,16 +15,15 @@ import pytest
 import seqio
 import tensorflow as tf
 
-from synthesizer_jax.data import tasks
-from synthesizer_jax.data.mixtures import C4, MIXTURES, UNSUPERVISED_RATE, ExamplesRate
-from synthesizer_jax.data.postprocessors import is_labeled, to_text
 from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
-from synthesizer_jax.evaluation import metrics
+from synthesizer_jax.tasks import metrics, task_registry
+from synthesizer_jax.tasks.mixtures import C4, MIXTURES, UNSUPERVISED_RATE, ExamplesRate
+from synthesizer_jax.tasks.postprocessors import is_labeled, to_text
 from tests.data import t5_rows
 from tools import t5_names
 
-KNOWN = [name for name in t5_names.TASKS if name in tasks.TASKS]
-OURS = [name for name in KNOWN if tasks.TASKS[name].objective is None]
+KNOWN = [name for name in t5_names.TASKS if name in task_registry.TASKS]
+OURS = [name for name in KNOWN if task_registry.TASKS[name].objective is None]
 pytestmark = pytest.mark.slow
 
 LENGTHS = {"inputs": 48, "targets": 12}
@@ -98,7 +97,7 @@ def run(preprocessors, dataset, vocabulary):
 
 def both(t5, name, dataset, vocabulary):
     """The rows that T5 makes, and ours."""
-    ours = tasks.find_task(name).seqio_preprocessors(vocabulary)
+    ours = task_registry.find_task(name).seqio_preprocessors(vocabulary)
     return (run(steps, dataset, vocabulary) for steps in (t5.tasks[name].preprocessors, ours))
 
 
@@ -120,7 +119,7 @@ def check(t5, name, dataset, vocabulary):
             if feature in expected:
                 np.testing.assert_array_equal(row[feature], expected[feature], feature)
     if name not in UNREAD_IN_T5:
-        check_values(t5.tasks[name], tasks.find_task(name), theirs, ours)
+        check_values(t5.tasks[name], task_registry.find_task(name), theirs, ours)
 
 
 def check_values(t5_task, task, theirs, ours):
@@ -174,18 +173,18 @@ def test_the_table_of_names_is_t5s(t5):
     assert set(t5.tasks) == set(t5_names.TASKS)
     assert set(t5.mixtures) == set(t5_names.MIXTURES)
     assert set(t5_names.MIXTURES) <= set(MIXTURES)
-    assert {name for name in t5_names.TASKS if name not in tasks.TASKS} <= set(t5_names.REASONS)
+    assert {name for name in t5_names.TASKS if name not in task_registry.TASKS} <= set(t5_names.REASONS)
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_made_rows_become_what_t5_makes_of_them(t5, name, vocabulary, tmp_path):
-    check(t5, name, t5_rows.made(tasks.find_task(name).dataset, tmp_path), vocabulary)
+    check(t5, name, t5_rows.made(task_registry.find_task(name).dataset, tmp_path), vocabulary)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in OURS if "glue" in n])
 def test_real_rows_become_what_t5_makes_of_them(t5, name, vocabulary, samples):
-    dataset = t5_rows.real(tasks.find_task(name).dataset, samples, 25)
+    dataset = t5_rows.real(task_registry.find_task(name).dataset, samples, 25)
     if dataset is None:
         pytest.skip(f"the files of {name} are not on this machine")
     check(t5, name, dataset, vocabulary)
@@ -263,7 +262,7 @@ def test_bleu_is_t5s_for_one_reference(t5):
 
 
 def test_a_number_that_is_not_finite_differs_from_t5(t5):
-    t5_task, task = (t5.tasks["glue_stsb_v002"], tasks.find_task("glue_stsb_v002"))
+    t5_task, task = (t5.tasks["glue_stsb_v002"], task_registry.find_task("glue_stsb_v002"))
     assert math.isnan(t5_task.postprocess_fn("nan", example={}, is_target=False))
     assert task.postprocess("nan", example={}) == -1
 

@@ -8,10 +8,10 @@ import pytest
 import seqio
 import tensorflow as tf
 
-from synthesizer_jax.data import preprocessors, tasks
-from synthesizer_jax.data.coreference import SPECIAL, _wnli_question
-from synthesizer_jax.data.definitions import sentinel_name
-from synthesizer_jax.data.postprocessors import is_labeled, to_text
+from synthesizer_jax.tasks import preprocessors, task_registry
+from synthesizer_jax.tasks.coreference import SPECIAL, _wnli_question
+from synthesizer_jax.tasks.definitions import sentinel_name
+from synthesizer_jax.tasks.postprocessors import is_labeled, to_text
 
 
 def finished(name, **row):
@@ -21,7 +21,7 @@ def finished(name, **row):
 
 def rows_of(name, **row):
     """All rows that a task makes of one."""
-    task = tasks.find_task(name)
+    task = task_registry.find_task(name)
     constants = {}
     for key, value in row.items():
         if isinstance(value, dict):
@@ -85,7 +85,7 @@ ONE_ROW = [
 def test_classification_strings(name, row, inputs, labels):
     for label, word in [*enumerate(labels), (-1, "<unk>")]:
         assert finished(name, **row, label=label, idx=3) == [(inputs, word)]
-    task = tasks.find_task(name)
+    task = task_registry.find_task(name)
     assert [task.postprocess(word) for word in labels] == list(range(len(labels)))
     assert {task.postprocess(w) for w in ("<unk>", "", labels[0] + " ", labels[0].upper())} == {-1}
 
@@ -99,7 +99,7 @@ def test_classification_strings(name, row, inputs, labels):
 def test_stsb_rounds_to_fifths_half_to_even(label, target):
     rows = finished("glue_stsb_v002", sentence1="A", sentence2="B", label=label, idx=0)
     assert rows == [("stsb sentence1: A sentence2: B", target)]
-    task = tasks.find_task("glue_stsb_v002")
+    task = task_registry.find_task("glue_stsb_v002")
     assert task.postprocess("3.8") == 3.8
     assert task.postprocess("many") == -1.0
 
@@ -110,7 +110,7 @@ def test_multirc_tags_and_groups():
     assert finished("super_glue_multirc_v102", **row, label=1, idx=index) == [
         ("multirc question: Q? answer: x paragraph: Sent 1: A. Sent 2: B.", "True")
     ]
-    task = tasks.find_task("super_glue_multirc_v102")
+    task = task_registry.find_task("super_glue_multirc_v102")
     example = {"idx/paragraph": 1, "idx/question": 2}
     found = task.postprocess("True", example=example, is_target=True)
     assert found == {"value": 1, "group": (1, 2)}
@@ -158,7 +158,7 @@ def test_hidden_labels_of_coreference_stay_hidden(name):
         (row,) = rows_of(name, **(WSC if "wsc" in name else pair), label=label)
         assert row["label"] == label
         row["targets_pretokenized"] = row["targets"]
-        assert tasks.find_task(name).postprocess("Ann", example=row, is_target=True) == label
+        assert task_registry.find_task(name).postprocess("Ann", example=row, is_target=True) == label
         assert is_labeled(row) is (label >= 0)
 
 
@@ -198,7 +198,7 @@ def test_wsc_special_sentences():
     ],
 )
 def test_wsc_predictions(prediction, referent, value):
-    task = tasks.find_task("super_glue_wsc_v102_simple_eval")
+    task = task_registry.find_task("super_glue_wsc_v102_simple_eval")
     example = {"targets_pretokenized": referent.encode(), "label": 1}
     assert task.postprocess(prediction, example=example) == value
     assert task.postprocess(referent, example=example, is_target=True) == 1
@@ -270,8 +270,8 @@ def test_sentinel_forms():
     assert sentinel_name("super_glue_boolq_v102") == "super_glue_boolq_v102_1_sentinel"
     simple = sentinel_name("super_glue_wsc_v102_simple_eval")
     assert simple == "super_glue_wsc_v102_simple_1_sentinel_eval"
-    assert simple in tasks.TASKS
-    task = tasks.find_task("super_glue_boolq_v102_1_sentinel")
+    assert simple in task_registry.TASKS
+    task = task_registry.find_task("super_glue_boolq_v102_1_sentinel")
     assert task.postprocess("<extra_id_0> True") == 1
     assert task.postprocess("<extra_id_0>True ") == 1
     assert task.postprocess("True") == 1
@@ -312,9 +312,9 @@ def test_sentinels_are_added_and_kept_as_seqio_does_it(limit):
 
 def test_unknown_names_come_with_a_suggestion():
     with pytest.raises(ValueError, match="did you mean 'glue_cola_v002'"):
-        tasks.find_task("glue_cola")
+        task_registry.find_task("glue_cola")
     with pytest.raises(ValueError, match="mixtures: glue_v002_proportional"):
-        tasks.mixture_rates("nothing")
+        task_registry.mixture_rates("nothing")
 
 
 def test_listing_loads_no_tensorflow_and_needs_no_network():
@@ -322,8 +322,8 @@ def test_listing_loads_no_tensorflow_and_needs_no_network():
         "import sys, socket\n"
         "socket.socket.connect = None\n"
         "from synthesizer_jax.data import tasks, mixtures\n"
-        "assert len(tasks.TASKS) > 70, len(tasks.TASKS)\n"
-        "assert tasks.mixture_rates('glue_v002_proportional')\n"
+        "assert len(task_registry.TASKS) > 70, len(task_registry.TASKS)\n"
+        "assert task_registry.mixture_rates('glue_v002_proportional')\n"
         "assert not {'tensorflow', 'seqio'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

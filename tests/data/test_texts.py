@@ -7,9 +7,9 @@ import sys
 
 import numpy as np
 import pytest
+from synthesizer_jax.data.cache import Caches
 
 from synthesizer_jax.data import cache_writing
-from synthesizer_jax.data.cache import Caches
 from synthesizer_jax.data.config import DataConfig
 from tests.data import counted, small, texts
 

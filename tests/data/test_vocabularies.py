@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import seqio
 
-from synthesizer_jax.data import synthetic
-from synthesizer_jax.data.synthetic.storage import _training_texts
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
+from synthesizer_jax.tasks import synthetic
+from synthesizer_jax.tasks.synthetic.storage import _training_texts
 
 
 @pytest.fixture(scope="module")

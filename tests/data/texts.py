@@ -8,13 +8,13 @@ import json
 import pathlib
 import sys
 
-from synthesizer_jax.data import tasks
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.data.definitions import TaskDefinition
-from synthesizer_jax.data.generation_formats import LanguageModeling
 from synthesizer_jax.data.pipeline import Stream
-from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.generation_formats import LanguageModeling
+from synthesizer_jax.tasks.streams import open_stream
+from synthesizer_jax.tasks.task import Task
 from tests.data import counted
 
 VOCABULARY = Bytes().build()
@@ -26,9 +26,9 @@ CONFIG = DataConfig(MIXTURE, inputs_length=0, targets_length=32, batch_size=16, 
 def add() -> None:
     """The tasks, their mixture, and one with a task that has inputs."""
     counted.add()
-    tasks.add(
+    task_registry.add(
         [
-            TaskDefinition(
+            Task(
                 f"texts_{name}",
                 f"small_rows/{name}",
                 LanguageModeling(),

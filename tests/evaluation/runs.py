@@ -10,13 +10,13 @@ import tensorflow_datasets as tfds
 
 from synthesizer_jax.checkpoints.manager import Checkpoints
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.data.storage import write_dataset
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.initializers import Normal
 from synthesizer_jax.models import Encoder, Size, alignment, t5
 from synthesizer_jax.optimizers import AdamW, Constant
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape, make_mesh
+from synthesizer_jax.tasks.storage import write_dataset
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.run_directory import save_experiment
 from synthesizer_jax.training.state import init_state, make_layout

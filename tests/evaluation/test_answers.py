@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from synthesizer_jax.data import tasks, translation  # noqa: F401 - its tasks
-from synthesizer_jax.data.definitions import GLUE, SENTINEL, SUPER_GLUE
-from synthesizer_jax.data.formats import WNLI, WSC, PronounResolution, ReCoRD, Similarity
-from synthesizer_jax.data.importers import import_benchmark
-from synthesizer_jax.data.postprocessors import is_labeled
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import evaluation_sets
+from synthesizer_jax.tasks import task_registry, translation  # noqa: F401 - its tasks
+from synthesizer_jax.tasks.definitions import GLUE, SENTINEL, SUPER_GLUE
+from synthesizer_jax.tasks.formats import WNLI, WSC, PronounResolution, ReCoRD, Similarity
+from synthesizer_jax.tasks.importers import import_benchmark
+from synthesizer_jax.tasks.postprocessors import is_labeled
 
 
 def row(targets: str, **rest) -> dict:
@@ -92,7 +92,7 @@ RIGHT = {
 @pytest.mark.parametrize("case", RIGHT)
 def test_an_answer_is_right_by_the_tasks_own_rule(case):
     name, example, right, wrong = RIGHT[case]
-    task = tasks.find_task(name)
+    task = task_registry.find_task(name)
     assert [answer for answer in (*right, *wrong) if task.is_right(answer, example)] == right
 
 
@@ -142,7 +142,7 @@ def test_imported_test_splits_are_told_apart_too(tmp_path):
         (source / name).write_text(line + "\n")
     for benchmark in ("glue", "super_glue"):
         import_benchmark(benchmark, source, data)
-    found = [t.name for t in (*GLUE, *SUPER_GLUE) if "test" in tasks.prepared_splits(t.name, data)]
+    found = [t.name for t in (*GLUE, *SUPER_GLUE) if "test" in task_registry.prepared_splits(t.name, data)]
     assert len(found) == 7  # WNLI twice
     for name in found:
         lengths = {"inputs": 64, "targets": 16}

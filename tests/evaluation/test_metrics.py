@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import sacrebleu
 
-from synthesizer_jax.data.postprocessors import parse_number
-from synthesizer_jax.evaluation import metrics
 from synthesizer_jax.evaluation.averages import (
     BENCHMARKS,
     GLUE_GROUPS,
@@ -14,7 +12,9 @@ from synthesizer_jax.evaluation.averages import (
     best_average,
     best_single_step,
 )
-from synthesizer_jax.evaluation.metrics.generation import T5_ROUGE
+from synthesizer_jax.tasks import metrics
+from synthesizer_jax.tasks.metrics.generation import T5_ROUGE
+from synthesizer_jax.tasks.postprocessors import parse_number
 
 
 @pytest.fixture(scope="module")

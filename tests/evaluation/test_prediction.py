@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from synthesizer_jax.data.definitions import GLUE, SUPER_GLUE
-from synthesizer_jax.data.formats import Similarity
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
 from synthesizer_jax.evaluation.files import write_predictions, write_results
 from synthesizer_jax.evaluation.prediction import (
@@ -24,6 +22,8 @@ from synthesizer_jax.files import write_atomic
 from synthesizer_jax.inference import Decoding, score_choices, score_targets
 from synthesizer_jax.inference.decoding import run_decoding
 from synthesizer_jax.models import Size, t5
+from synthesizer_jax.tasks.definitions import GLUE, SUPER_GLUE
+from synthesizer_jax.tasks.formats import Similarity
 
 
 class Letters:

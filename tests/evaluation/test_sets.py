@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from synthesizer_jax.data import mixtures, postprocessors, translation  # noqa: F401 - its tasks
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import evaluation_sets
 from synthesizer_jax.evaluation.averages import best_by_task
@@ -15,6 +14,7 @@ from synthesizer_jax.evaluation.evaluator import Evaluator
 from synthesizer_jax.evaluation.prediction import Predictor, decoding_by
 from synthesizer_jax.inference import score_targets
 from synthesizer_jax.registry import replace
+from synthesizer_jax.tasks import mixtures, postprocessors, translation  # noqa: F401 - its tasks
 from tests.evaluation import runs
 
 

@@ -37,8 +37,9 @@ def train(data_dir: pathlib.Path, directory: pathlib.Path) -> None:
 @pytest.mark.slow
 def test_training_from_a_cache_needs_no_tensorflow(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("grain")
-    from synthesizer_jax.data import cache_writing
     from synthesizer_jax.data.cache import Caches
+
+    from synthesizer_jax.data import cache_writing
     from tests.data import small
 
     counted.add()

@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.cli.main import app
-from synthesizer_jax.data import synthetic
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.initializers import Normal
 from synthesizer_jax.models import Encoder, Size, alignment, t5
 from synthesizer_jax.optimizers import AdamW, Cosine
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
 from synthesizer_jax.runtime.preemption import StopSignal
+from synthesizer_jax.tasks import synthetic
 from synthesizer_jax.training.experiment import Evaluation, Experiment, InitRule, Training
 from synthesizer_jax.training.initial_parameters import initialize_from_checkpoint
 from synthesizer_jax.training.loop import train

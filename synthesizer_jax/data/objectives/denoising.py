@@ -9,7 +9,6 @@ import dataclasses
 
 import numpy as np
 
-from synthesizer_jax.data.members import Example
 from synthesizer_jax.data.objectives.corruptions import Corruption
 from synthesizer_jax.data.objectives.draws import Draws
 from synthesizer_jax.data.objectives.noise import Noise
@@ -21,6 +20,7 @@ from synthesizer_jax.data.objectives.objective import (
     check_length,
     trim_and_append_eos,
 )
+from synthesizer_jax.data.task_streams import Example
 from synthesizer_jax.registry import register
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from synthesizer_jax.data.members import random_bits
+from synthesizer_jax.data.task_streams import random_bits
 
 
 class Draws(Protocol):

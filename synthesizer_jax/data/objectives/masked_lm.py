@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from synthesizer_jax.data.members import Example
 from synthesizer_jax.data.objectives.corruptions import RandomTokens
 from synthesizer_jax.data.objectives.draws import Draws
 from synthesizer_jax.data.objectives.noise import ChosenTokens, Noise
@@ -19,6 +18,7 @@ from synthesizer_jax.data.objectives.objective import (
     check_length,
     trim_and_append_eos,
 )
+from synthesizer_jax.data.task_streams import Example
 from synthesizer_jax.data.vocabularies import PAD
 from synthesizer_jax.registry import register
 

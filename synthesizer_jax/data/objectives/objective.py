@@ -7,8 +7,8 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from synthesizer_jax.data.members import Example
 from synthesizer_jax.data.objectives.draws import Draws
+from synthesizer_jax.data.task_streams import Example
 from synthesizer_jax.data.vocabularies import EOS
 
 GROUP = 128

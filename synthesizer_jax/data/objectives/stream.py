@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Sequence
 
 import numpy as np
 
-from synthesizer_jax.data.members import Example, Examples, InMemoryTaskStream
 from synthesizer_jax.data.objectives.draws import CounterDraws, Draws
 from synthesizer_jax.data.objectives.objective import ExampleFormat, Objective, Segment
+from synthesizer_jax.data.task_streams import Example, Examples, ExampleStream
 from synthesizer_jax.data.vocabularies import EOS, PAD
 
 LONGEST_DOCUMENT = 65_536
 """Of a longer document one aligned chunk of this many tokens is read per epoch, as in T5."""
 
 _CHUNKS, _SPLIT, _FIRST_SEGMENT = 0, 1, 2  # parts of a group's random numbers
-_NO_FILES = pathlib.Path()
 
 
-class Documents(Examples):
+class Documents:
     """Documents in memory: no inputs, and token ids without EOS as targets.
 
     Args:
@@ -28,7 +26,7 @@ class Documents(Examples):
     """
 
     def __init__(self, documents: Sequence[np.ndarray], *, name: str):
-        super().__init__(name)
+        self.name, self.is_resident = name, True
         self._documents = documents
 
     def __len__(self) -> int:
@@ -37,15 +35,11 @@ class Documents(Examples):
     def __getitem__(self, index: int) -> Example:
         return np.zeros(0, np.int32), self._documents[index]
 
-    def read_until(self, index: int) -> bool:
-        """Returns whether there is a document `index`."""
-        return index < len(self._documents)
-
 
 class SegmentStream:
     """A shard of documents as examples of an objective, with another order and noise every epoch.
 
-    Documents come in the order of `InMemoryTaskStream`. Empty ones are dropped, of long ones a
+    Documents come in the order of `ExampleStream`. Empty ones are dropped, of long ones a
     chunk is drawn, groups of ``objective.documents`` are concatenated without padding and split
     into segments, as by T5's `select_random_chunk`, `reduce_concat_tokens` and `split_tokens`. No
     group contains documents of two epochs. All random numbers are a function of the seed and of
@@ -78,7 +72,7 @@ class SegmentStream:
         objective.check(form)
         self._objective, self._form, self._seed = objective, form, seed
         self._name = documents.name
-        self._source = InMemoryTaskStream(documents, shard=shard, seed=seed if shuffle else None)
+        self._source = ExampleStream(documents, shard=shard, seed=seed if shuffle else None)
         self._start, self._num_taken = self._source.position(), 0
         self._tokens = np.zeros(0, np.int32)
         self._segments: list[Segment] = []
@@ -104,15 +98,10 @@ class SegmentStream:
         """Returns where the group's documents begin and the number of examples taken from it."""
         return [*self._start, self._num_taken]
 
-    def save(self, prefix: pathlib.Path) -> None:
-        """Does nothing: `position` is exact."""
-
-    def restore(self, prefix: pathlib.Path, position: list[int] | None) -> None:
+    def restore(self, position: list[int]) -> None:
         """Continues at a position that `position` returned."""
-        del prefix
-        assert position is not None
         *start, num_taken = position
-        self._source.restore(_NO_FILES, start)
+        self._source.restore(start)
         self._start, self._segments = start, []
         if num_taken:
             self._read_group()
@@ -139,7 +128,7 @@ class SegmentStream:
             tokens = next(self._source)[1]
             tokens = tokens[tokens != PAD]
             if group and self._source.position()[0] != epoch:
-                self._source.restore(_NO_FILES, before)
+                self._source.restore(before)
                 break
             epoch = self._source.position()[0]
             if len(tokens):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import seqio
 import tensorflow as tf
+from synthesizer_jax.data.seqio_members import SeqioExamples
 
-from synthesizer_jax.data.members import Example, TaskStream
 from synthesizer_jax.data.objectives import (
     OBJECTIVES,
     CounterDraws,
@@ -18,7 +18,7 @@ from synthesizer_jax.data.objectives import (
     stream,
     ul2,
 )
-from synthesizer_jax.data.seqio_members import SeqioExamples
+from synthesizer_jax.data.task_streams import Example, TaskStream
 
 PREFIX = pathlib.Path("unused")
 FORM = ExampleFormat(32, 32, 400)

@@ -1,0 +1,331 @@
+"""Prepared tasks in a data directory: where they are, and how they are read.
+
+``DATA_DIR/prepared/VOCABULARY/TASK/SPLIT`` holds the tokens of a task's split for one vocabulary in stored
+order, in ArrayRecord files, and ``info.json``; what evaluation needs of every row lies beside them, one
+record a row. ``DATA_DIR/prepared/VOCABULARY/mixtures/NAME.json`` holds the rates of a mixture.
+`tasks.prepare` writes all of it with SeqIO; reading it needs neither SeqIO nor TensorFlow.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+import tempfile
+import threading
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from synthesizer_jax.data.records import Chunk
+from synthesizer_jax.data.task_streams import CHUNK, Example, check_inputs
+from synthesizer_jax.data.vocabularies import Vocabulary
+from synthesizer_jax.files import describing, in_bucket, write_atomic
+from synthesizer_jax.registry import check_types, fields_of
+
+if TYPE_CHECKING:
+    from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+DIRECTORY, MIXTURES = "prepared", "mixtures"
+INFO = "info.json"
+FORMAT = 3
+"""Version of the files; others are not read."""
+
+RESIDENT = 2_000_000
+"""Tasks with more examples than this are not held in memory."""
+
+KEPT_CHUNKS = 64
+"""Chunks in memory of such a task."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedInfo:
+    """What ``info.json`` says about a prepared split.
+
+    Attributes:
+      format: version of the files.
+      task: name of the task.
+      split: its split.
+      vocabulary: digest of the vocabulary.
+      vocab_size: its number of ids.
+      source: the data set with its version, and the numbers of rows of the split's files; None: not known.
+      source_rows: number of stored rows; None: not known.
+      epochs: how often the rows were read, each time with other random numbers of the task's own steps.
+      lengths: the lengths of inputs and targets for which they were made; None: any.
+      keep_last: numbers of last tokens of inputs and targets that remain where an example is truncated:
+        EOS, and what else the task appends.
+      has_inputs: whether the examples have inputs.
+      has_rows: whether the rows that evaluation needs were written.
+      examples: number of examples.
+      tokens: number of tokens of inputs and targets.
+      files: number of examples by name of file, in stored order.
+      checksum: CRC-32 of the first record.
+    """
+
+    format: int
+    task: str
+    split: str
+    vocabulary: str
+    vocab_size: int
+    source: str | None
+    source_rows: int | None
+    epochs: int
+    lengths: dict[str, int] | None
+    keep_last: dict[str, int]
+    has_inputs: bool
+    has_rows: bool
+    examples: int
+    tokens: dict[str, int]
+    files: dict[str, int]
+    checksum: int
+
+    def save(self, directory: pathlib.Path) -> None:
+        """Writes ``info.json``."""
+        write_atomic(directory / INFO, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, directory: pathlib.Path) -> PreparedInfo | None:
+        """Reads ``info.json``; None: there is none, or it has another format.
+
+        Raises:
+          ValueError: it is damaged.
+        """
+        path = directory / INFO
+        if not path.is_file():
+            return None
+        with describing(path):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if record.get("format") != FORMAT:
+                return None
+            info = cls(**record)
+            check_types(cls, fields_of(info))
+            if info.examples != sum(info.files.values()) or any("/" in n for n in info.files):
+                raise ValueError("its files do not hold its examples")
+            return info
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedTasks:
+    """The prepared tasks of a data directory for one vocabulary.
+
+    Attributes:
+      data_dir: the directory of the data sets.
+      vocabulary: the vocabulary.
+    """
+
+    data_dir: pathlib.Path
+    vocabulary: Vocabulary
+
+    @functools.cached_property
+    def root(self) -> pathlib.Path:
+        """The directory of everything that is prepared for the vocabulary."""
+        return self.data_dir / DIRECTORY / self.vocabulary.digest
+
+    def directory(self, task: str, split: str) -> pathlib.Path:
+        """Returns the directory of a prepared split."""
+        return self.root / task / split
+
+    def find(self, task: str, split: str) -> PreparedInfo | None:
+        """Returns what is known of a prepared split; None: it is not prepared.
+
+        Raises:
+          ValueError: ``info.json`` is damaged.
+        """
+        info = PreparedInfo.load(self.directory(task, split))
+        key = (task, split, self.vocabulary.digest)
+        if info is None or (info.task, info.split, info.vocabulary) != key:
+            return None
+        return info
+
+    def open(
+        self, task: str, split: str, lengths: Mapping[str, int] | None, *, documents: bool = False
+    ) -> PreparedExamples:
+        """Returns the examples of a prepared split; see `PreparedExamples`.
+
+        Raises:
+          FileNotFoundError: it is not prepared.
+          ValueError: it is damaged.
+        """
+        info = self.find(task, split)
+        if info is None:
+            raise FileNotFoundError(
+                f"{task}'s split {split!r} is not prepared in {self.root}; {self.remedy(task)}"
+            )
+        return PreparedExamples(
+            info,
+            self.directory(task, split),
+            lengths,
+            documents=documents,
+            remedy=self.remedy(task, "--renew"),
+        )
+
+    def remedy(self, name: str, option: str = "") -> str:
+        """Returns the command that prepares a task or mixture, for messages."""
+        command = f"synthesizer-jax data prepare {name} --data-dir {self.data_dir} {option}".strip()
+        return f"run '{command}' with the run's vocabulary"
+
+    def rates(self, mixture: str) -> dict[str, float] | None:
+        """Returns the rates of a mixture's tasks; None: it is not prepared."""
+        path = self.root / MIXTURES / f"{mixture}.json"
+        if not path.is_file():
+            return None
+        with describing(path):
+            return {str(k): float(v) for k, v in json.loads(path.read_text("utf-8")).items()}
+
+    def save_rates(self, mixture: str, rates: Mapping[str, float]) -> None:
+        """Writes the rates of a mixture's tasks."""
+        path = self.root / MIXTURES / f"{mixture}.json"
+        write_atomic(path, json.dumps(dict(rates), indent=1) + "\n")
+
+
+class PreparedExamples:
+    """A task's examples, read record by record when they are needed.
+
+    All that were read are kept in memory if there are no more than `RESIDENT`; else the last
+    `KEPT_CHUNKS` records.
+
+    Args:
+      info: describes them.
+      directory: their directory.
+      lengths: the maximum numbers of ``inputs`` and ``targets``, including EOS; None: they are whole.
+      documents: whether they are documents for an objective, which are whole and have no EOS.
+      remedy: the end of messages about damage.
+
+    Attributes:
+      name: of the task and its split, for messages.
+      is_resident: whether they are held in memory.
+
+    Raises:
+      ValueError: they have inputs whose length is 0, or were prepared for other lengths.
+    """
+
+    def __init__(
+        self,
+        info: PreparedInfo,
+        directory: pathlib.Path,
+        lengths: Mapping[str, int] | None,
+        *,
+        documents: bool = False,
+        remedy: str = "",
+    ):
+        self.name = f"{info.task}'s split {info.split!r}"
+        if documents:
+            lengths = None
+        elif info.has_inputs and lengths is not None:
+            check_inputs(info.task, lengths)
+        if info.lengths is not None and lengths is not None and info.lengths != dict(lengths):
+            raise ValueError(f"{self.name} is prepared for the lengths {info.lengths}; {remedy}")
+        self.info, self.is_resident = info, info.examples <= RESIDENT
+        self._directory, self._lengths, self._documents = directory, lengths, documents
+        self._remedy = remedy
+        self._starts = [0]  # of every record: the index of its first example
+        self._places: list[tuple[str, int]] = []
+        for name, count in info.files.items():
+            for number in range(-(-count // CHUNK)):
+                self._places.append((name, number))
+                self._starts.append(self._starts[-1] + min(CHUNK, count - number * CHUNK))
+        self._files: dict[str, ArrayRecordDataSource] = {}
+        self._chunks: dict[int, Chunk] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self.info.examples
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < self.info.examples:
+            raise IndexError(index)
+        number = bisect.bisect_right(self._starts, index) - 1
+        chunk = self._chunks.get(number)
+        return (self._read(number) if chunk is None else chunk)[index - self._starts[number]]
+
+    @property
+    def checksum(self) -> int:
+        """CRC-32 of the first record; it depends on vocabulary, data set and preprocessing."""
+        return self.info.checksum
+
+    def rows(self, count: int | None = None) -> Iterator[dict[str, Any]]:
+        """Yields what evaluation needs of the first rows.
+
+        Args:
+          count: their number; None: all.
+        """
+        import msgpack
+
+        for name in list(self.info.files)[: None if count is None or count else 0]:
+            path = _on_disk(self._directory / rows_file(name))
+            with describing(path, remedy=self._remedy), path.open("rb") as file:
+                unpacker = msgpack.Unpacker(file, max_buffer_size=2**31 - 1)
+                yield from itertools.islice(map(_with_arrays, unpacker), count)
+
+    def _read(self, number: int) -> Chunk:
+        name, record_number = self._places[number]
+        with describing(self._directory / name, remedy=self._remedy):
+            record = self._file(name)[record_number]
+            if number == 0 and zlib.crc32(record) != self.info.checksum:
+                raise ValueError("its checksum is another")
+            chunk = Chunk.from_bytes(record, vocab_size=self.info.vocab_size)
+            expected = self._starts[number + 1] - self._starts[number]
+            if len(chunk) != expected:
+                raise ValueError(
+                    f"record {record_number} holds {len(chunk)} examples instead of {expected}"
+                )
+        if self._documents:
+            chunk = chunk.documents()
+        elif self._lengths is not None:
+            chunk = chunk.truncate(self._lengths, keep_last=self.info.keep_last)
+        with self._lock:
+            self._chunks[number] = chunk
+            if not self.is_resident and len(self._chunks) > KEPT_CHUNKS:
+                del self._chunks[next(iter(self._chunks))]
+        return chunk
+
+    def _file(self, name: str) -> ArrayRecordDataSource:
+        """Returns the records of a file, which is opened when the first of them is read."""
+        from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+        with self._lock:
+            if name not in self._files:
+                records = -(-self.info.files[name] // CHUNK)
+                path = _on_disk(self._directory / name)
+                self._files[name] = ArrayRecordDataSource([f"{path}[0:{records}]"])
+            return self._files[name]
+
+
+def rows_file(name: str) -> str:
+    """Returns the name of the file of rows beside a file of tokens."""
+    return name.replace("tokens", "rows").replace(".arrayrecord", ".msgpack")
+
+
+def _with_arrays(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a row whose lists of numbers are arrays, as SeqIO gives it."""
+    return {name: np.asarray(value) if _is_numeric(value) else value for name, value in row.items()}
+
+
+def _is_numeric(value: object) -> bool:
+    return isinstance(value, list) and not any(isinstance(x, bytes | str) for x in value)
+
+
+def _on_disk(path: pathlib.Path) -> pathlib.Path:
+    """Returns a file itself, or a copy of a file of a bucket: ArrayRecord reads disks."""
+    if not in_bucket(path):
+        return path
+    copy = _copies() / str(path).replace("/", "_")
+    if not copy.exists():
+        write_atomic(copy, path.read_bytes())
+    return copy
+
+
+@functools.cache
+def _copies() -> pathlib.Path:
+    """Returns this process' directory of files of buckets, which is removed when the process ends."""
+    directory = tempfile.TemporaryDirectory(prefix="synthesizer_jax_")
+    _kept.append(directory)
+    return pathlib.Path(directory.name)
+
+
+_kept: list[tempfile.TemporaryDirectory[str]] = []

@@ -1,0 +1,210 @@
+"""Preprocessors that turn Winograd schemas (WSC, DPR and WNLI) into text-to-text examples."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from synthesizer_jax.tasks.preprocessors import Row
+
+_PONY = (
+    "The boy continued to whip the pony , and eventually the pony threw him over. John laughed out "
+    'quite loud. "Good for {}he said.'
+)
+_PEBBLE = (
+    "When they had eventually calmed down a bit , and had gotten home, Mr. Farley put the magic "
+    "pebble in an iron safe . Some day they might want to use {} , but really for now, what more "
+    "could they wish for?"
+)
+SPECIAL = {
+    _PONY.format('him," ') + " ": _PONY.format('*him* ," '),
+    _PEBBLE.format("it"): _PEBBLE.format("*it*"),
+}
+"""Sentences whose pronoun index is wrong, and the marked text that T5 uses for each of them."""
+
+
+def wsc(dataset: tf.data.Dataset, *, positive_only: bool) -> tf.data.Dataset:
+    """Returns WSC in T5's "simple" format: the text with ``*pronoun*``, its referent as target.
+
+    The target is the candidate of the row regardless of its label. Hidden labels stay −1.
+
+    Args:
+      dataset: rows of ``super_glue/wsc.fixed``.
+      positive_only: keep only rows whose label is true (for training).
+    """
+    if positive_only:
+        dataset = dataset.filter(lambda row: tf.equal(row["label"], 1))
+
+    def convert(row: Row) -> Row:
+        return {
+            "inputs": tf.strings.join(["wsc: ", _mark_pronoun(row)]),
+            "targets": row["span1_text"],
+            "label": tf.cast(row["label"], tf.int64),
+            "idx": row["idx"],
+        }
+
+    return dataset.map(convert, num_parallel_calls=1)
+
+
+def _mark_pronoun(row: Row) -> tf.Tensor:
+    """Returns the text with the word at the pronoun's index written as ``*pronoun*``."""
+    text, pronoun, index = row["text"], row["span2_text"], row["span2_index"]
+    words = tf.strings.split(text, " ")
+    mark = functools.partial(_mark_word, words, pronoun, index)
+    for sentence, marked_sentence in SPECIAL.items():
+        mark = functools.partial(_choose, tf.equal(text, sentence), marked_sentence, mark)
+    return mark()
+
+
+def _choose(condition: tf.Tensor, constant: str, otherwise: Callable[[], tf.Tensor]) -> tf.Tensor:
+    return tf.cond(condition, lambda: tf.constant(constant), otherwise)
+
+
+def _mark_word(words: tf.Tensor, pronoun: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
+    checks = [
+        tf.debugging.assert_greater(index, 0, "WSC: the pronoun is the first word"),
+        tf.debugging.assert_less(index, tf.size(words), "WSC: the pronoun lies beyond the text"),
+    ]
+    with tf.control_dependencies(checks):
+        word = words[index]
+    with tf.control_dependencies(
+        [tf.debugging.assert_equal(word, pronoun, "WSC: the word at span2_index is another")]
+    ):
+        prefix = tf.strings.reduce_join(words[:index], separator=" ")
+    suffix = tf.strings.reduce_join(words[index + 1 :], separator=" ")
+    return tf.strings.join([prefix, tf.strings.join(["*", pronoun, "*"]), suffix], separator=" ")
+
+
+def dpr(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns definite pronoun resolution (DPR) in WSC's format.
+
+    The first occurrence of the pronoun is marked; the target is the candidate that it refers to.
+    """
+
+    def convert(row: Row) -> Row:
+        pattern = tf.strings.join([" (", row["pronoun"], r")( |\.|,)"])
+        replace = tf.strings.regex_replace  # accepts a pattern that is a tensor
+        marked_text = replace(row["sentence"], pattern, r" *\1*\2", replace_global=False)
+        return {
+            "inputs": tf.strings.join(["wsc: ", marked_text]),
+            "targets": row["candidates"][tf.cast(row["label"], tf.int32)],
+        }
+
+    return dataset.map(convert, num_parallel_calls=1)
+
+
+# WNLI as coreference resolution, for evaluation only. ---------------------------------------------
+
+PRONOUNS = frozenset(["he", "she", "they", "it", "her", "his", "their", "them", "him"])
+_PUNCTUATION = r"[.,?!]?"
+
+
+def wnli(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns WNLI rows in WSC's format (see `_wnli_question`).
+
+    The conversion was verified manually on the validation and test splits only. Hidden labels stay
+    −1.
+    """
+
+    def convert(row: Row) -> Row:
+        inputs, targets = tf.numpy_function(
+            _wnli_bytes, [row["sentence1"], row["sentence2"]], (tf.string, tf.string)
+        )
+        return {
+            "inputs": tf.ensure_shape(inputs, ()),
+            "targets": tf.ensure_shape(targets, ()),
+            "premise": row["sentence1"],
+            "hypothesis": row["sentence2"],
+            "label": tf.cast(row["label"], tf.int64),
+            "idx": row["idx"],
+        }
+
+    return dataset.map(convert, num_parallel_calls=1)
+
+
+def _wnli_bytes(premise: bytes, hypothesis: bytes) -> tuple[bytes, bytes]:
+    question, candidate = _wnli_question(premise.decode(), hypothesis.decode())
+    return question.encode(), candidate.encode()
+
+
+def _wnli_question(premise: str, hypothesis: str) -> tuple[str, str]:
+    """Returns the pair (``wsc: … *pronoun* …``, candidate) of a WNLI row.
+
+    Of the premise's pronouns it marks the one whose neighboring words have the longest match in
+    the hypothesis. The candidate is the text between those neighbors in the hypothesis; it is
+    empty if no neighbors match or if there is no text between them.
+
+    Raises:
+      ValueError: the premise has no pronoun, or the candidate does not occur in the hypothesis.
+    """
+    words, target = _clean(premise), _clean(hypothesis)
+    positions = [i for i, word in enumerate(words) if word in PRONOUNS]
+    if not positions:
+        raise ValueError(f"WNLI: no pronoun in {premise!r}")
+    overlaps = [(i, _overlap(words, target, i)) for i in positions]
+    position, (left, right) = max(overlaps, key=lambda pair: sum(map(len, pair[1])))
+    candidate = _between(left, right, " ".join(target))
+    return _question(premise, position), _original(candidate, hypothesis) if candidate else ""
+
+
+def _clean(text: str) -> list[str]:
+    words = [
+        word[:-1] if word.endswith((".", ",", "?", "!")) else word
+        for word in text.strip().lower().split(" ")
+    ]
+    return [word for word in words if word]
+
+
+def _overlap(words: Sequence[str], target: Sequence[str], position: int) -> tuple[list[str], ...]:
+    """Returns the longest suffix before and prefix after a position that occur in the target.
+
+    As in T5, the words before the position are compared in reverse order.
+    """
+    left = _longest_prefix(list(words[:position])[::-1], " ".join(target[::-1]))
+    return left[::-1], _longest_prefix(list(words[position + 1 :]), " ".join(target))
+
+
+def _longest_prefix(words: list[str], text: str) -> list[str]:
+    return next(w for n in range(len(words), -1, -1) if " ".join(w := words[:n]) in text)
+
+
+def _between(left: Sequence[str], right: Sequence[str], target: str) -> str:
+    """Returns the text between two word sequences, else before the right or after the left one."""
+    if not left and not right:
+        return ""
+    before, after = ([re.escape(" ".join(words))] if words else [] for words in (left, right))
+    for parts in ([*before, "(.+)", *after], ["^(.+)", *after], [*before, "(.+)$"]):
+        if match := re.search(" ".join(parts), target):
+            return match.group(1)
+    return ""
+
+
+def _question(premise: str, position: int) -> str:
+    """Returns the premise with the word at `position`, which does not count empty words, marked."""
+    words = premise.split(" ")
+    word_indices = [i for i, word in enumerate(words) if re.sub(rf"{_PUNCTUATION[:-1]}$", "", word)]
+    i = word_indices[position]
+    word = words[i]
+    punctuation = word[-1] if word[-1:] in ".,?!" else ""
+    words[i] = f"*{word[:-1]}* {punctuation}" if punctuation else f"*{word}*"
+    return "wsc: " + " ".join(words)
+
+
+def _original(candidate: str, hypothesis: str) -> str:
+    """Returns the candidate, from its last article on, in the hypothesis' original spelling.
+
+    Raises:
+      ValueError: the candidate does not occur in the hypothesis.
+    """
+    words = candidate.split(" ")
+    articles = [words.index(article) for article in ("a", "an", "the") if article in words]
+    words = words[max(articles) :] if articles else words
+    pattern = " ".join(re.escape(word) + _PUNCTUATION for word in words)
+    match = re.search(pattern, hypothesis, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"WNLI: the candidate {candidate!r} is not in {hypothesis!r}")
+    text = re.sub(rf"{_PUNCTUATION[:-1]}$", "", match.group(0))
+    return re.sub(r"'s?$", "", text)

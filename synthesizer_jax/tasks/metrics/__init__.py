@@ -1,0 +1,71 @@
+"""Metrics, in percent, of lists of postprocessed targets and predictions; those of T5 have its names."""
+
+from synthesizer_jax.tasks.metrics.answers import (
+    exact_match,
+    normalize_squad,
+    normalize_trivia_qa,
+    record_squad,
+    span_squad,
+    squad,
+    trivia_qa,
+)
+from synthesizer_jax.tasks.metrics.classification import (
+    accuracy,
+    f1_with_invalid,
+    gender_parity,
+    matthews,
+    mean_3class_f1,
+    multirc_exact_match,
+    multirc_f1,
+    pearson,
+    spearman,
+)
+from synthesizer_jax.tasks.metrics.generation import (
+    bleu,
+    bleu_13a,
+    chrf,
+    dialogue_bleu,
+    distinct,
+    rouge,
+    rouge_all,
+    rouge_l,
+)
+from synthesizer_jax.tasks.metrics.values import (
+    Metric,
+    MultiRCTarget,
+    ReCoRDTarget,
+    SpanTarget,
+    Value,
+)
+
+__all__ = [
+    "Metric",
+    "MultiRCTarget",
+    "ReCoRDTarget",
+    "SpanTarget",
+    "Value",
+    "accuracy",
+    "bleu",
+    "bleu_13a",
+    "chrf",
+    "dialogue_bleu",
+    "distinct",
+    "exact_match",
+    "f1_with_invalid",
+    "gender_parity",
+    "matthews",
+    "mean_3class_f1",
+    "multirc_exact_match",
+    "multirc_f1",
+    "normalize_squad",
+    "normalize_trivia_qa",
+    "pearson",
+    "record_squad",
+    "rouge",
+    "rouge_all",
+    "rouge_l",
+    "span_squad",
+    "spearman",
+    "squad",
+    "trivia_qa",
+]

@@ -1,0 +1,123 @@
+"""Conversion of decoded answers and targets to the values that metrics compare."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from synthesizer_jax.tasks.metrics import MultiRCTarget, ReCoRDTarget
+
+Example: TypeAlias = Mapping[str, Any]
+"""A preprocessed row: its strings ``inputs_pretokenized`` and ``targets_pretokenized``, and features."""
+
+UNKNOWN = "<unk>"
+"""The target of a row whose label is hidden."""
+
+SENTINEL = "<extra_id_0>"
+"""The prefix of the answers in T5's sentinel tasks."""
+
+DETERMINERS = frozenset(
+    [
+        "a",
+        "an",
+        "few",
+        "her",
+        "his",
+        "each",
+        "every",
+        "many",
+        "much",
+        "my",
+        "our",
+        "some",
+        "that",
+        "the",
+        "their",
+        "these",
+        "this",
+        "those",
+        "which",
+        "whose",
+        "your",
+    ]
+)
+
+
+def label_index(answer: str, labels: Sequence[str]) -> int:
+    """Returns the index of the label that equals the answer, −1 if there is none."""
+    return labels.index(answer) if answer in labels else -1
+
+
+def parse_number(answer: str) -> float:
+    """Returns the answer as a float, −1 if it is not a number.
+
+    Unlike in T5, ``nan`` and ``inf`` also give −1, as a single one of them makes a correlation
+    undefined.
+    """
+    try:
+        value = float(answer)
+    except ValueError:
+        return -1.0
+    return value if math.isfinite(value) else -1.0
+
+
+def remove_sentinel(answer: str) -> str:
+    """Returns the answer without a leading sentinel and the whitespace around the remaining text.
+
+    An answer without a sentinel is returned unchanged.
+    """
+    return answer.removeprefix(SENTINEL).strip() if answer.startswith(SENTINEL) else answer
+
+
+def matches_referent(prediction: str, referent: str) -> int:
+    """Returns 1 if the prediction names the referent, 0 if it does not, −1 if it is empty.
+
+    This is T5's rule for WSC: determiners are removed and words lower-cased; then one set of words
+    must contain the other, and an apostrophe in only one of the two means another referent.
+    Consequently nothing matches a referent that consists of determiners only.
+    """
+    predicted, expected = _without_determiners(prediction), _without_determiners(referent)
+    if not predicted:
+        return -1
+    if ("'" in predicted) != ("'" in expected):
+        return 0
+    predicted_words, expected_words = set(predicted.split(" ")), set(expected.split(" "))
+    return int(predicted_words <= expected_words or expected_words <= predicted_words)
+
+
+def _without_determiners(text: str) -> str:
+    return " ".join(w for w in text.strip().lower().split(" ") if w not in DETERMINERS)
+
+
+def multirc_target(answer: str, example: Example, labels: Sequence[str]) -> MultiRCTarget:
+    """Returns the label index, and the (paragraph, question) that the row belongs to."""
+    group = (int(example["idx/paragraph"]), int(example["idx/question"]))
+    return {"value": label_index(answer, labels), "group": group}
+
+
+def record_target(example: Example) -> ReCoRDTarget:
+    """Returns all answers, and the (passage, query) that the row belongs to."""
+    group = (int(example["idx/passage"]), int(example["idx/query"]))
+    return {"answers": [to_text(a) for a in example["answers"]], "group": group}
+
+
+def is_labeled(example: Example) -> bool:
+    """Returns whether a preprocessed row has its answer; rows of most test splits do not.
+
+    Hidden are a ``label`` of −1 (STS-B, WSC, WNLI as coreference), an empty list of ``answers``
+    (ReCoRD), and for all other tasks the target `UNKNOWN`.
+
+    Args:
+      example: a row as in `EvaluationSet.examples`.
+    """
+    if "label" in example:
+        return float(example["label"]) >= 0
+    if "answers" in example:
+        return len(example["answers"]) > 0
+    return to_text(example["targets_pretokenized"]) != UNKNOWN
+
+
+def to_text(value: object) -> str:
+    """Returns a TensorFlow string as a Python string."""
+    return value.decode("utf-8") if isinstance(value, bytes) else str(value)

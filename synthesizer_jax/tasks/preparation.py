@@ -1,0 +1,190 @@
+"""What is prepared of a mixture, and the process that prepares the rest before a command needs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from synthesizer_jax.data.config import DataConfig
+from synthesizer_jax.data.prepared import PreparedTasks
+from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
+from synthesizer_jax.tasks import synthetic, task_registry
+from synthesizer_jax.tasks.importers.known import find_importer
+
+MNLI = "glue_mnli_v002"
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitRequest:
+    """A split of a task.
+
+    Attributes:
+      task: name of the task.
+      split: its split.
+      rows: whether what metrics need of a row is asked for too.
+    """
+
+    task: str
+    split: str
+    rows: bool
+
+
+def task_splits(
+    names: Sequence[str], splits: Mapping[str, Sequence[str]], split: str
+) -> list[tuple[str, str]]:
+    """Returns the pairs of task and split by which tasks are evaluated on a split.
+
+    ``glue_mnli`` has no ``validation`` split and is evaluated by the tasks of its matched and mismatched
+    parts. Where these have no data, its splits ``validation_matched`` and ``validation_mismatched`` are
+    used.
+
+    Args:
+      names: names of tasks.
+      splits: the splits that each of them has.
+      split: the split.
+    """
+    found = [(name, split) for name in names if split in splits.get(name, ())]
+    there = {name for name, _ in found}
+    for part in (f"{split}_matched", f"{split}_mismatched"):
+        measured = measured_task(MNLI, part)
+        if MNLI in names and part in splits.get(MNLI, ()) and measured not in there:
+            found.append((MNLI, part))
+    return found
+
+
+def measured_task(name: str, split: str) -> str:
+    """Returns the task that a split evaluates: ``glue_mnli_matched`` for MNLI's ``validation_matched``."""
+    part = split.rpartition("_")[2]
+    is_part = name == MNLI and part in ("matched", "mismatched")
+    return name.replace("mnli", f"mnli_{part}") if is_part else name
+
+
+def requested_splits(
+    mixture: str,
+    data_dir: pathlib.Path,
+    *,
+    training_splits: Sequence[str],
+    evaluation_splits: Sequence[str],
+) -> list[SplitRequest]:
+    """Returns the splits of a mixture's tasks whose data sets are here.
+
+    Raises:
+      FileNotFoundError: there are none.
+    """
+    names = task_registry.member_names(mixture)
+    splits = {name: list(task_registry.find_task(name).stored_splits(data_dir)) for name in names}
+    requests: dict[tuple[str, str], SplitRequest] = {}
+    for split in training_splits:
+        for name in names:
+            if split in splits[name]:
+                requests[name, split] = SplitRequest(name, split, rows=False)
+    for split in evaluation_splits:
+        for name, part in task_splits(names, splits, split):
+            requests[name, part] = SplitRequest(name, part, rows=True)
+    if not requests:
+        wanted = ", ".join(dict.fromkeys([*training_splits, *evaluation_splits]))
+        known = sorted({split for found in splits.values() for split in found})
+        has = f"it has {', '.join(known)}" if known else import_remedy(mixture, data_dir)
+        raise FileNotFoundError(
+            f"no task of {mixture!r} has data for the split {wanted} in {data_dir}; {has}"
+        )
+    return list(requests.values())
+
+
+def import_remedy(mixture: str, data_dir: pathlib.Path) -> str:
+    """Returns how the data of a mixture's tasks comes into a directory."""
+    members = task_registry.member_names(mixture)
+    found = [find_importer(task_registry.find_task(task).dataset) for task in members]
+    importers = list(dict.fromkeys(known.importer for known in found if known is not None))
+    if not importers:
+        return "write their TFDS data sets to it, or name another --data-dir"
+    others = f" (also {', '.join(importers[1:])})" if importers[1:] else ""
+    return (
+        f"import the original files with 'synthesizer-jax data import {importers[0]} --from DIR "
+        f"--data-dir {data_dir}'{others}, or name another --data-dir"
+    )
+
+
+def is_current(
+    request: SplitRequest,
+    prepared: PreparedTasks,
+    *,
+    lengths: Mapping[str, int] | None,
+    epochs: int | None = None,
+) -> bool:
+    """Returns whether a split is prepared from the data set that is there now.
+
+    Args:
+      request: the split.
+      prepared: data directory and vocabulary.
+      lengths: those of rows, which matter to some tasks.
+      epochs: the number of epochs; None: any.
+    """
+    info = prepared.find(request.task, request.split)
+    if info is None or (request.rows and not info.has_rows):
+        return False
+    if info.lengths is not None and info.lengths != dict(lengths or {}):
+        return False
+    if epochs is not None and info.epochs != epochs:
+        return False
+    task = task_registry.find_task(request.task)
+    return info.source == task.source_version(request.split, prepared.data_dir)
+
+
+def prepare_missing(
+    config: DataConfig,
+    prepared: PreparedTasks,
+    vocabulary: Bytes | SentencePiece,
+    *,
+    training_splits: Sequence[str] = (),
+    evaluation_splits: Sequence[str] = (),
+    imports: Sequence[str] = (),
+) -> None:
+    """Prepares what is missing of a run's data, in a process of its own, which imports TensorFlow and ends.
+
+    Where no data sets are, what is prepared has to suffice.
+
+    Args:
+      config: what is read.
+      prepared: data directory and vocabulary.
+      vocabulary: the configuration of that vocabulary.
+      training_splits: splits to train on.
+      evaluation_splits: splits to evaluate on.
+      imports: packages and files that register tasks.
+
+    Raises:
+      FileNotFoundError: nothing is prepared, and there are no data sets.
+      ValueError: the process failed.
+    """
+    lengths = config.lengths
+    if config.mixture != synthetic.MIXTURE or synthetic.is_written(prepared.data_dir):
+        try:
+            requests = requested_splits(
+                config.mixture,
+                prepared.data_dir,
+                training_splits=training_splits,
+                evaluation_splits=evaluation_splits,
+            )
+        except FileNotFoundError:
+            if prepared.rates(config.mixture) is None:
+                raise
+            return
+        rates = task_registry.mixture_rates(config.mixture, prepared.data_dir)
+        current = prepared.rates(config.mixture) == rates
+        if current and all(is_current(r, prepared, lengths=lengths) for r in requests):
+            return
+    command = [sys.executable, "-m", "synthesizer_jax", "data", "prepare", config.mixture]
+    command += ["--data-dir", str(prepared.data_dir), "--extra-ids", str(vocabulary.extra_ids)]
+    if isinstance(vocabulary, SentencePiece):
+        command += ["--vocabulary", vocabulary.path]
+    command += [f"--inputs-length={lengths['inputs']}", f"--targets-length={lengths['targets']}"]
+    command += [f"--split={split}" for split in training_splits or ("",)]
+    command += [f"--evaluation-split={split}" for split in evaluation_splits or ("",)]
+    command += [f"--import={name}" for name in imports]
+    if subprocess.run(command, check=False).returncode:
+        raise ValueError(
+            f"{config.mixture} could not be prepared, as said above; the command was: {' '.join(command)}"
+        )

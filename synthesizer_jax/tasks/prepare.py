@@ -1,0 +1,356 @@
+"""Preparing of tasks: every example of a split is read and tokenized once, with SeqIO, and written.
+
+Large splits are written shard by shard, by several processes if wanted; shards that are complete remain
+when the preparation is interrupted.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import inspect
+import json
+import multiprocessing
+import pathlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from synthesizer_jax.data.prepared import FORMAT, PreparedInfo, PreparedTasks, rows_file
+from synthesizer_jax.data.records import Chunk, RaggedTokens
+from synthesizer_jax.data.task_streams import CHUNK, SIDES
+from synthesizer_jax.files import describing, open_atomic, write_atomic
+from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.preparation import SplitRequest, is_current, requested_splits
+from synthesizer_jax.tasks.seqio_tasks import import_tensorflow
+from synthesizer_jax.tasks.stored import reading_errors
+
+if TYPE_CHECKING:
+    import seqio
+    import tensorflow as tf
+
+ONE_SHARD = 1_000_000
+"""Splits with no more rows are written as one shard."""
+
+
+def prepare(
+    mixture: str,
+    prepared: PreparedTasks,
+    *,
+    training_splits: Sequence[str] = ("train",),
+    evaluation_splits: Sequence[str] = ("validation",),
+    lengths: Mapping[str, int] | None = None,
+    epochs: int = 1,
+    workers: int = 1,
+    renew: bool = False,
+    imports: Sequence[str] = (),
+    log: Callable[[str], None] = print,
+) -> None:
+    """Prepares the tasks of a mixture that have a split, and the mixture's rates.
+
+    Args:
+      mixture: name of a mixture or task.
+      prepared: data directory and vocabulary.
+      training_splits: splits whose tokens are written.
+      evaluation_splits: splits of which also everything is written that metrics need of a row.
+      lengths: the lengths of inputs and targets of rows, for tasks whose steps depend on them.
+      epochs: how often rows are read, each time with other random numbers of the task's steps.
+      workers: number of processes that write shards.
+      renew: whether to write again what is there.
+      imports: packages and files that register tasks, for the other processes.
+      log: receives a line for every split.
+
+    Raises:
+      FileNotFoundError: no task has the splits.
+      ValueError: a data set is damaged, or a task needs `lengths`.
+    """
+    rates = task_registry.mixture_rates(mixture, prepared.data_dir)
+    requests = requested_splits(
+        mixture,
+        prepared.data_dir,
+        training_splits=training_splits,
+        evaluation_splits=evaluation_splits,
+    )
+    for request in requests:
+        title = f"{request.task}, {request.split}"
+        if not renew and is_current(request, prepared, lengths=lengths, epochs=epochs):
+            log(f"{title}: is prepared")
+            continue
+        info = _prepare_split(
+            request,
+            prepared,
+            lengths=lengths,
+            epochs=epochs,
+            workers=workers,
+            renew=renew,
+            imports=imports,
+        )
+        log(f"{title}: {info.examples:,} examples, {sum(info.tokens.values()):,} tokens")
+    prepared.save_rates(mixture, rates)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ShardJob:
+    """What a process needs to know to write one shard.
+
+    Attributes:
+      request: the split.
+      prepared: data directory and vocabulary.
+      lengths: those of rows; None: examples are whole.
+      shard: index of the shard among those of an epoch, and their number.
+      epoch: the epoch.
+      imports: packages and files that register the task.
+      key: what must be equal for a shard that is there to be kept.
+    """
+
+    request: SplitRequest
+    prepared: PreparedTasks
+    lengths: dict[str, int] | None
+    shard: tuple[int, int]
+    epoch: int
+    imports: tuple[str, ...]
+    key: str
+
+    @property
+    def seed(self) -> int:
+        """Of the task's random steps."""
+        return self.epoch * self.shard[1] + self.shard[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+    """What was written: the number of examples and tokens, and CRC-32 of the first record."""
+
+    key: str
+    examples: int
+    tokens: dict[str, int]
+    checksum: int
+
+
+def _prepare_split(
+    request: SplitRequest,
+    prepared: PreparedTasks,
+    *,
+    lengths: Mapping[str, int] | None,
+    epochs: int,
+    workers: int,
+    renew: bool,
+    imports: Sequence[str],
+) -> PreparedInfo:
+    """Writes all shards of a split, and then ``info.json``."""
+    task = task_registry.find_task(request.task)
+    seqio_task = task.to_seqio(prepared.vocabulary, prepared.data_dir)
+    fixed = dict(lengths or {}) if _needs_lengths(seqio_task) else None
+    if fixed == {}:
+        raise ValueError(
+            f"the steps of the task {task.name!r} depend on the lengths of rows; give --inputs-length and "
+            "--targets-length"
+        )
+    rows = task.stored_splits(prepared.data_dir).get(request.split)
+    source = task.source_version(request.split, prepared.data_dir)
+    shards = 1
+    if rows is None or rows > ONE_SHARD:
+        shards = max(1, len(seqio_task.source.list_shards(request.split)))
+    directory = prepared.directory(request.task, request.split)
+    key = json.dumps([source, fixed, epochs, request.rows, FORMAT])
+    names = [f"tokens-{i:05}-of-{epochs * shards:05}.arrayrecord" for i in range(epochs * shards)]
+    jobs = [
+        _ShardJob(request, prepared, fixed, (i % shards, shards), i // shards, tuple(imports), key)
+        for i in range(len(names))
+    ]
+    (directory / "info.json").unlink(missing_ok=True)
+    if renew:
+        for path in directory.glob("tokens-*.json"):
+            path.unlink()
+    with concurrent.futures.ProcessPoolExecutor(
+        min(workers, len(jobs)), mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        mapped = pool.map if min(workers, len(jobs)) > 1 else map
+        written = list(mapped(_write_shard, jobs, [directory / name for name in names]))
+    filled = {n: s for n, s in zip(names, written, strict=True) if s.examples}
+    if not filled:
+        raise ValueError(f"{request.task}'s split {request.split!r} has no examples")
+    info = PreparedInfo(
+        format=FORMAT,
+        task=request.task,
+        split=request.split,
+        vocabulary=prepared.vocabulary.digest,
+        vocab_size=prepared.vocabulary.vocab_size,
+        source=source,
+        source_rows=rows,
+        epochs=epochs,
+        lengths=fixed,
+        keep_last=_keep_last(seqio_task),
+        has_inputs="inputs" in seqio_task.output_features and task.has_inputs,
+        has_rows=request.rows,
+        examples=sum(shard.examples for shard in written),
+        tokens={side: sum(shard.tokens[side] for shard in written) for side in SIDES},
+        files={name: shard.examples for name, shard in filled.items()},
+        checksum=next(iter(filled.values())).checksum,
+    )
+    info.save(directory)
+    return info
+
+
+def _write_shard(job: _ShardJob, path: pathlib.Path) -> _Shard:
+    """Writes a shard, unless it is there and complete."""
+    done = path.with_suffix(".json")
+    if done.is_file():
+        with describing(done):
+            shard = _Shard(**json.loads(done.read_text(encoding="utf-8")))
+        if shard.key == job.key and (path.is_file() or not shard.examples):
+            return shard
+    if job.imports:
+        from synthesizer_jax.runs import code
+
+        code.load_user_code(job.imports)
+    task = task_registry.find_task(job.request.task)
+    what = f"{task.name}'s split {job.request.split!r} of {task.dataset}"
+    with reading_errors(what):
+        dataset = _read(task.to_seqio(job.prepared.vocabulary, job.prepared.data_dir), job)
+        if job.request.rows:
+            chunks = _chunks_and_rows(dataset, job, path)
+        else:
+            chunks = _ragged_chunks(dataset)
+        shard = _write_chunks(chunks, path, key=job.key)
+    write_atomic(done, json.dumps(dataclasses.asdict(shard)) + "\n")
+    return shard
+
+
+def _read(task: seqio.Task, job: _ShardJob) -> tf.data.Dataset:
+    """Returns the rows of a shard with their tokens."""
+    import seqio
+    import tensorflow_datasets as tfds
+
+    import_tensorflow()
+    # Files in their order, one after another.
+    seqio.set_tfds_read_config_override(
+        tfds.ReadConfig(
+            try_autocache=False,
+            interleave_cycle_length=1,
+            num_parallel_calls_for_interleave_files=1,
+            num_parallel_calls_for_decode=1,
+        )
+    )
+    return task.get_dataset(
+        job.lengths,
+        split=job.request.split,
+        shuffle=False,
+        num_epochs=1,
+        seed=job.seed,
+        shard_info=None if job.shard[1] == 1 else seqio.ShardInfo(*job.shard),
+        use_cached=False,
+        try_in_mem_cache=False,
+    )
+
+
+def _ragged_chunks(dataset: tf.data.Dataset) -> Iterator[Chunk]:
+    """Yields the tokens of rows, `CHUNK` examples at a time; rows may lack inputs, which are then empty."""
+    tf = import_tensorflow()
+    empty = None if "inputs" in dataset.element_spec else tf.zeros([0], tf.int32)
+    sides = dataset.map(
+        lambda row: (row["inputs"] if empty is None else empty, row["targets"])
+    ).ragged_batch(CHUNK)
+    options = tf.data.Options()  # autotuning and graph optimizations take more time than they save
+    options.autotune.enabled = False
+    options.experimental_optimization.apply_default_optimizations = False
+    for inputs, targets in sides.prefetch(1).with_options(options):
+        yield Chunk(_to_ragged(inputs), _to_ragged(targets))
+
+
+def _to_ragged(side: tf.RaggedTensor | tf.Tensor) -> RaggedTokens:
+    if not hasattr(side, "row_splits"):  # the empty inputs
+        return RaggedTokens(np.zeros(0, np.int32), np.zeros(len(side) + 1, np.int64))
+    return RaggedTokens(side.values.numpy(), side.row_splits.numpy())
+
+
+def _chunks_and_rows(
+    dataset: tf.data.Dataset, job: _ShardJob, path: pathlib.Path
+) -> Iterator[Chunk]:
+    """Yields the tokens of rows, and writes everything else of them."""
+    import msgpack
+
+    vocabulary, empty = job.prepared.vocabulary, np.zeros(0, np.int32)
+    pending: list[tuple[np.ndarray, np.ndarray]] = []
+    with open_atomic(path.with_name(rows_file(path.name))) as file:
+        for row in dataset.as_numpy_iterator():
+            tokens = (row.pop("inputs", empty), row.pop("targets"))
+            texts = {
+                f"{side}_pretokenized": vocabulary.decode(ids)
+                for side, ids in zip(SIDES, tokens, strict=True)
+                if f"{side}_pretokenized" not in row
+            }
+            file.write(msgpack.packb(texts | {k: _plain(v) for k, v in row.items()}))
+            pending.append(tokens)
+            if len(pending) == CHUNK:
+                yield _chunk(pending)
+                pending = []
+        if pending:
+            yield _chunk(pending)
+
+
+def _chunk(examples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Chunk:
+    inputs, targets = zip(*examples, strict=True)
+    return Chunk(RaggedTokens.of(inputs), RaggedTokens.of(targets))
+
+
+def _plain(value: Any) -> Any:
+    """Returns a feature as numbers, bytes and lists of them."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+
+def _write_chunks(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> _Shard:
+    """Writes chunks as an ArrayRecord file, none if there are none."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    examples, tokens, checksum = 0, dict.fromkeys(SIDES, 0), 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    writer = ArrayRecordWriter(str(partial), "group_size:1")
+    try:
+        for chunk in chunks:
+            record = chunk.to_bytes()
+            writer.write(record)
+            checksum = checksum if examples else zlib.crc32(record)
+            examples += len(chunk)
+            for side, ids in zip(SIDES, (chunk.inputs.ids, chunk.targets.ids), strict=True):
+                tokens[side] += len(ids)
+    finally:
+        writer.close()
+    partial.replace(path)
+    return _Shard(key, examples, tokens, checksum)
+
+
+def _functions(task: seqio.Task) -> list[Callable[..., object]]:
+    """Returns the functions of a task's steps."""
+    return [getattr(step, "func", step) for step in task.preprocessors]
+
+
+def _needs_lengths(task: seqio.Task) -> bool:
+    """Returns whether the steps of a task depend on the lengths of rows otherwise than by truncating."""
+    from seqio import preprocessors
+
+    from synthesizer_jax.tasks.preprocessors import append_sentinel
+
+    known = (preprocessors.append_eos_after_trim, preprocessors.append_eos, append_sentinel)
+    return any(
+        "sequence_length" in inspect.signature(function).parameters
+        for function in _functions(task)
+        if function not in known
+    )
+
+
+def _keep_last(task: seqio.Task) -> dict[str, int]:
+    """Returns how many last tokens of every side remain where SeqIO truncates an example."""
+    from seqio import preprocessors
+
+    from synthesizer_jax.tasks.preprocessors import append_sentinel
+
+    functions = _functions(task)
+    if functions[-1:] != [preprocessors.append_eos_after_trim]:
+        return dict.fromkeys(SIDES, 0)
+    kept = 2 if functions[-2:-1] == [append_sentinel] else 1
+    features = task.output_features
+    return {side: kept if side in features and features[side].add_eos else 0 for side in SIDES}

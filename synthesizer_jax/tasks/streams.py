@@ -1,0 +1,73 @@
+"""Opening of a training stream from prepared tasks."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+from collections.abc import Sequence
+
+from synthesizer_jax.data.config import DataConfig
+from synthesizer_jax.data.objectives import Objective
+from synthesizer_jax.data.pipeline import Member, Stream
+from synthesizer_jax.data.prepared import PreparedTasks
+from synthesizer_jax.data.vocabularies import Vocabulary
+from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.mixtures import MIXTURES
+from synthesizer_jax.tasks.task import Task
+
+_log = logging.getLogger(__name__)
+
+
+def task_objective(config: DataConfig, task: Task) -> Objective | None:
+    """Returns the objective by which a task's texts are trained; None: they are targets."""
+    if task.objective is not None or task.has_inputs:
+        return task.objective
+    return config.objective
+
+
+def open_stream(
+    config: DataConfig,
+    vocabulary: Vocabulary,
+    *,
+    data_dir: pathlib.Path,
+    shards: Sequence[int] | None = None,
+    saved: Sequence[int] | None = None,
+) -> Stream:
+    """Returns the stream of a mixture whose tasks are prepared; those that are not are left out.
+
+    Args:
+      config: what to read.
+      vocabulary: as a configuration in `vocabularies` builds it.
+      data_dir: the directory of the data sets.
+      shards: see `Stream`.
+      saved: see `Stream`.
+
+    Raises:
+      FileNotFoundError: no task has the split.
+      ValueError: see `PreparedExamples` and `Stream`.
+    """
+    prepared = PreparedTasks(data_dir, vocabulary)
+    rates = prepared.rates(config.mixture) or {}
+    sampled = [n for n, rate in rates.items() if rate and prepared.find(n, config.split)]
+    if not sampled:
+        raise FileNotFoundError(
+            f"no task of {config.mixture!r} is prepared for the split {config.split!r} in "
+            f"{prepared.root}; {prepared.remedy(config.mixture)}"
+        )
+    missing = [
+        name
+        for name, rate in MIXTURES.get(config.mixture, {}).items()
+        if rate and name not in sampled and config.split in task_registry.TASKS[name].splits
+    ]
+    if missing:
+        _log.warning(
+            "%s goes without %s: no data in %s", config.mixture, ", ".join(missing), data_dir
+        )
+    members = {}
+    for name in sorted(sampled):  # SeqIO's order, on which the order of examples depends
+        objective = task_objective(config, task_registry.find_task(name))
+        examples = prepared.open(
+            name, config.split, config.lengths, documents=objective is not None
+        )
+        members[name] = Member(rates[name], examples, objective)
+    return Stream(config, members, vocabulary=vocabulary, shards=shards, saved=saved)

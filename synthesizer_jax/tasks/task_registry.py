@@ -1,0 +1,130 @@
+"""All tasks and mixtures by name: the package's, added ones, and those of SeqIO's registries."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Iterable, Mapping
+
+from synthesizer_jax.files import storage_path
+from synthesizer_jax.messages import did_you_mean
+from synthesizer_jax.tasks import seqio_tasks
+from synthesizer_jax.tasks.catalog import DEFINITIONS
+from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate, Rates
+from synthesizer_jax.tasks.task import Task
+
+TASKS: dict[str, Task] = {task.name: task for task in DEFINITIONS}
+"""All tasks that are not in SeqIO's registry alone; `add` adds others."""
+
+_REMEDY = "tasks of a package of yours are found with --import PACKAGE"
+
+
+def add(tasks: Iterable[Task], mixtures: Mapping[str, Rates] = {}) -> None:
+    """Adds tasks and mixtures, which recipes then name."""
+    TASKS.update({task.name: task for task in tasks})
+    MIXTURES.update(mixtures)
+
+
+def register_with_seqio(vocabulary: object, data_dir: pathlib.Path) -> list[str]:
+    """Adds the tasks whose data sets are in a directory to SeqIO's registry, and returns their names.
+
+    Names that SeqIO's registry has already are left out.
+
+    Args:
+      vocabulary: a vocabulary that `vocabularies` builds.
+      data_dir: the directory of the data sets.
+    """
+    import seqio
+
+    from synthesizer_jax.data.vocabularies import Vocabulary
+
+    if not isinstance(vocabulary, Vocabulary):
+        raise TypeError(f"vocabulary is a {type(vocabulary).__name__}, expected a Vocabulary")
+    names = [
+        name
+        for name, task in TASKS.items()
+        if name not in seqio.TaskRegistry.names() and task.stored_splits(data_dir)
+    ]
+    for name in names:
+        seqio.TaskRegistry.add_provider(name, TASKS[name].to_seqio(vocabulary, data_dir))
+    return names
+
+
+def find_task(name: str) -> Task:
+    """Returns the task of that name: one of `TASKS`, or else of SeqIO's registry.
+
+    Raises:
+      ValueError: there is no such task; the message suggests a similar name.
+    """
+    if name in TASKS:
+        return TASKS[name]
+    if name in seqio_tasks.task_names():
+        return seqio_tasks.find_registered(name)
+    known = [*TASKS, *seqio_tasks.task_names()]
+    raise ValueError(f"there is no task {name!r}{did_you_mean(name, known)}; {_REMEDY}")
+
+
+def task_names() -> list[str]:
+    """Returns the names of all tasks, those of SeqIO's registry last."""
+    return list(dict.fromkeys([*TASKS, *seqio_tasks.task_names()]))
+
+
+def mixture_names() -> list[str]:
+    """Returns the names of all mixtures, those of SeqIO's registry last."""
+    return list(dict.fromkeys([*MIXTURES, *seqio_tasks.mixture_names()]))
+
+
+def member_names(name: str) -> list[str]:
+    """Returns the names of a mixture's tasks, or of a single task.
+
+    Raises:
+      ValueError: there is neither a mixture nor a task of that name.
+    """
+    if name in MIXTURES:
+        return [task for task in MIXTURES[name] if task in TASKS]
+    if name in seqio_tasks.mixture_names():
+        return seqio_tasks.member_names(name)
+    if name in TASKS or name in seqio_tasks.task_names():
+        return [name]
+    known = [*mixture_names(), *task_names()]
+    raise ValueError(
+        f"there is no mixture or task {name!r}{did_you_mean(name, known)}; mixtures: "
+        f"{', '.join(MIXTURES)}; {_REMEDY}"
+    )
+
+
+def mixture_rates(name: str, data_dir: pathlib.Path) -> dict[str, float]:
+    """Returns the rates of those tasks of a mixture, or of a single task, whose data sets are here.
+
+    Members without a definition are left out, such as an unsupervised task of a mixture that is used
+    without it. Rates may depend on the numbers of training examples (`ExamplesRate`, or functions of
+    SeqIO's mixtures); a task without any has the rate 0.
+
+    Args:
+      name: a mixture or task.
+      data_dir: the directory of the data sets.
+
+    Raises:
+      ValueError: there is neither a mixture nor a task of that name.
+    """
+    names = [n for n in member_names(name) if find_task(n).stored_splits(data_dir)]
+    if name not in MIXTURES and name in seqio_tasks.mixture_names():
+        return seqio_tasks.mixture_rates(name, names, data_dir)
+    rates: Rates = MIXTURES.get(name, {name: 1.0})
+    return {task: _rate(rates[task], TASKS.get(task), data_dir) for task in names}
+
+
+def _rate(rate: float | ExamplesRate, task: Task | None, data_dir: pathlib.Path) -> float:
+    """Returns a rate as a number."""
+    if task is None or not isinstance(rate, ExamplesRate):
+        return float(rate)  # type: ignore[arg-type]
+    return rate(task.stored_splits(data_dir).get("train") or 0)
+
+
+def default_data_dir() -> pathlib.Path:
+    """Returns the data directory of the environment, by default TFDS's.
+
+    ``SYNTHESIZER_DATA_DIR`` takes precedence over ``TFDS_DATA_DIR``.
+    """
+    configured = os.environ.get("SYNTHESIZER_DATA_DIR") or os.environ.get("TFDS_DATA_DIR")
+    return storage_path(configured or "~/tensorflow_datasets").expanduser()
