@@ -19,7 +19,7 @@ ORACLES := t5 gin-config babel
 WORKDIR ?= runs/quickstart
 SHARE ?= 0/1
 
-.PHONY: help install quickstart quick test lint types tests slow optimized hosts test-tpu test-newest test-peers reliability malformed bench bench-peers clean
+.PHONY: help install quickstart quick test lint types tests slow optimized hosts test-tpu test-newest test-peers reliability fuzz bench bench-peers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -84,9 +84,8 @@ reliability: $(STAMP)  ## kill runs 100 times, and write docs/reliability.md
 	$(BIN)/python benchmarks/reliability.py --kills 50 --processes 1 --page docs/reliability.md
 	$(BIN)/python benchmarks/reliability.py --kills 50 --processes 1 2 --page docs/reliability.md
 
-malformed: $(STAMP)  ## damage inputs in a thousand ways, and write docs/reliability.md
-	$(BIN)/python benchmarks/malformed.py --page docs/reliability.md
-	$(BIN)/python benchmarks/malformed.py --kinds pretrained --page docs/reliability.md
+fuzz: $(STAMP)  ## damage inputs at random, and write docs/reliability.md
+	$(BIN)/python benchmarks/fuzz.py --attempts 400 --page docs/reliability.md
 
 bench: $(STAMP)  ## the attention benchmark
 	$(BIN)/python benchmarks/attention.py

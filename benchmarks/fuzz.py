@@ -1,0 +1,258 @@
+"""Damages inputs of the command line at random and checks how it handles each of them.
+
+    python benchmarks/fuzz.py --seed 1 --attempts 500 --page docs/reliability.md
+
+A small run, its data, an exported folder and rows of a file are made once. Each attempt damages one of their
+files in a copy (bytes, lines, or a value of JSON), or draws a `--set`, and runs the command that reads it in
+this process. The command must fail with one line that names the file or the field (*error*), after which
+nothing else has changed, or succeed (*accepted*). A traceback, an error without a place, another exit code, a
+hang, or a file changed beside a failing command is *wrong*, and is printed with what repeats it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import io
+import json
+import logging
+import os
+import pathlib
+import random
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+os.environ.setdefault("GLIBC_TUNABLES", "")  # otherwise `train` would restart this process
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")  # compile everything once
+
+import report
+
+SECONDS = 120
+"""Time limit of a command."""
+
+RECIPE = "quickstart:random_vanilla"
+SETTINGS = ["training.steps=2", "data.batch_size=8", "evaluation.max_examples=4"]
+VALUES = (
+    *("-1", "0", "1e400", "nan", "null", "true", "''", "[]", "{}", "[[1,2]]", "(1,)", "1" * 5000),
+    *("2147483648", "0.5", "x" * 100, "\x1b[31m", "../..", "{'type':'Random'}", '{"type":"Nobody"}'),
+)
+
+
+class Kind(NamedTuple):
+    """A kind of input.
+
+    Attributes:
+      files: pattern of the files that are damaged, below the directory of all inputs.
+      command: the command that reads them; ``{}`` stands for that directory.
+    """
+
+    files: str
+    command: list[str]
+
+
+READ_RUN = ["generate", "--workdir", "{}/run", "cola sentence: The dog sleep."]
+EVALUATE = ["eval", "--workdir", "{}/run", "--data-dir", "{}/data", "--max-examples", "4"]
+TRAIN = ["train", RECIPE, "--workdir", "{}/run", "--data-dir", "{}/data", "--quiet"]
+TRAIN += [option for setting in SETTINGS for option in ("--set", setting)]
+IMPORT = ["data", "import", "mine", "--name", "reviews", "--from", "train={}/rows.jsonl"]
+IMPORT += ["--input", "review: {text}", "--target", "{label}", "--labels", "bad,good"]
+
+KINDS = {
+    "rows": Kind("rows.jsonl", [*IMPORT, "--data-dir", "{}/imported"]),
+    "experiment": Kind("run/*.json", READ_RUN),
+    "checkpoint": Kind("run/checkpoints/**/*", READ_RUN),
+    "logs": Kind("run/*.jsonl", TRAIN),
+    "data": Kind("data/prepared/*/*/validation/*", EVALUATE),
+    "vocabulary": Kind("run/vocabulary.model", READ_RUN),
+    "pretrained": Kind("folder/*", ["convert", "{}/folder", "{}/converted"]),
+    "settings": Kind("", [*TRAIN[:4], "--data-dir", "{}/data", "--quiet"]),
+}
+
+
+class HangError(BaseException):
+    """The time limit is exceeded; a `BaseException`, so that no handler catches it."""
+
+
+def main() -> None:
+    """Runs all attempts and writes the table."""
+    parser = report.arguments(__doc__, seed=0, attempts=200)
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    args = parser.parse_args()
+    counts: dict[str, collections.Counter[str]] = {k: collections.Counter() for k in args.kinds}
+    wrong = []
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
+        root = pathlib.Path(name)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(root / "compiled")  # before JAX is imported
+        inputs = make_inputs(root / "inputs")
+        for number in range(args.attempts):
+            kind = args.kinds[number % len(args.kinds)]
+            rng = random.Random(f"{args.seed} {kind} {number}")
+            shutil.copytree(inputs, root / "copy")
+            damage, outcome, line = attempt(KINDS[kind], root / "copy", rng)
+            counts[kind]["wrong" if outcome not in ("error", "accepted") else outcome] += 1
+            if outcome not in ("error", "accepted"):
+                wrong.append(f"{kind} {number}: {damage}: {outcome}: {line}")
+                print(wrong[-1], file=sys.stderr, flush=True)
+            shutil.rmtree(root / "copy")
+    columns = ("error", "accepted", "wrong")
+    rows = [{"kind": kind, **{n: found[n] for n in columns}} for kind, found in counts.items()]
+    section = report.table(rows, {"kind": "input", **{n: f"{n}|d" for n in columns}})
+    report.write("fuzz", section, result={"wrong": wrong}, options=args, facts=report.machine())
+    if wrong:
+        raise SystemExit(f"{len(wrong)} of {args.attempts} attempts went wrong")
+
+
+def make_inputs(directory: pathlib.Path) -> pathlib.Path:
+    """Makes the undamaged inputs."""
+    rows = [{"text": f"the film number {i}", "label": ("bad", "good")[i % 2]} for i in range(40)]
+    directory.mkdir(parents=True)
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+    from tests.pretrained.folders import FAMILIES, TINY, make_folder, make_tensors
+
+    config = TINY | FAMILIES["T5 1.1, FLAN-T5"]
+    (directory / "folder").mkdir()
+    make_folder(directory / "folder", config, make_tensors(config))
+    for kind in ("logs", "data"):
+        command = [part.replace("{}", str(directory)) for part in KINDS[kind].command]
+        code, _, errors = call(command, 5 * SECONDS)
+        if code:
+            raise SystemExit(f"an undamaged input ended with {code}: {errors}")
+    return directory
+
+
+def attempt(kind: Kind, directory: pathlib.Path, rng: random.Random) -> tuple[str, str, str]:
+    """Damages an input and runs its command; returns the damage, the outcome and the last line."""
+    command = [part.replace("{}", str(directory)) for part in kind.command]
+    if kind.files:
+        files = sorted(p for p in directory.glob(kind.files) if p.is_file() and p.stat().st_size)
+        path = rng.choice(files)
+        damage = f"{damage_file(path, rng)} of {path.relative_to(directory)}"
+        places = [path.name, str(path.parent.name)]
+    else:
+        setting = f"{draw_path(directory, rng)}={rng.choice(VALUES)}"
+        command += ["--set", setting]
+        damage, places = setting, [part for part in setting.partition("=")[0].split(".")[-2:]]
+    before = contents(directory)
+    code, _, errors = call(command)
+    lines = [line for line in errors.splitlines() if line.strip()]
+    last = lines[-1][:300] if lines else ""
+    if code == 0:
+        return damage, "accepted", last
+    if code != 2 or not last.startswith("error: "):
+        return damage, f"exit code {code}", last
+    if "Traceback" in errors:
+        return damage, "a traceback", last
+    if not any(place in last for place in places):
+        return damage, "an error without a place", last
+    return damage, "error" if contents(directory) == before else "something has changed", last
+
+
+def draw_path(directory: pathlib.Path, rng: random.Random) -> str:
+    """Returns a random field of the experiment."""
+    value = json.loads((directory / "run" / "experiment.json").read_text())
+    path: list[str] = []
+    while isinstance(value, dict | list) and value and (not path or rng.random() < 0.8):
+        key = rng.choice(sorted(value) if isinstance(value, dict) else range(len(value)))
+        path, value = [*path, str(key)], value[key]
+    return ".".join(path)
+
+
+def contents(directory: pathlib.Path) -> dict[pathlib.Path, bytes]:
+    """Returns all files; logs of a process may grow, and locks remain."""
+    files = (p for p in directory.rglob("*") if p.is_file() and p.suffix not in (".lock", ".jsonl"))
+    return {path: path.read_bytes() for path in files}
+
+
+def call(command: list[str], seconds: int = SECONDS) -> tuple[int | str, str, str]:
+    """Runs `synthesizer-jax` in this process; returns exit code or "hang", output and errors."""
+    from synthesizer_jax.cli import main as program
+
+    out, errors = io.StringIO(), io.StringIO()
+    argv, sys.argv = sys.argv, ["synthesizer-jax", *command]
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, [logging.StreamHandler(errors)]
+    signal.signal(signal.SIGALRM, raise_hang)
+    signal.alarm(seconds)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            program.run()
+        code: int | str = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except HangError:
+        code = "hang"
+    finally:
+        signal.alarm(0)
+        root.handlers, sys.argv = handlers, argv
+    return code, out.getvalue(), errors.getvalue()
+
+
+def raise_hang(*_: Any) -> None:
+    """Handles the signal that ends a command that hangs."""
+    raise HangError
+
+
+def damage_file(path: pathlib.Path, rng: random.Random) -> str:
+    """Damages a file in place and returns how."""
+    data = path.read_bytes()
+    chosen = rng.choice([*BYTES, *((damage_json,) if path.suffix == ".json" else ())])
+    path.write_bytes(chosen(data, rng))
+    return chosen.__name__
+
+
+def truncate(data: bytes, rng: random.Random) -> bytes:
+    """Keeps only the beginning."""
+    return data[: rng.randrange(len(data))]
+
+
+def flip_bit(data: bytes, rng: random.Random) -> bytes:
+    """Flips a bit."""
+    index = rng.randrange(len(data))
+    return data[:index] + bytes([data[index] ^ 1 << rng.randrange(8)]) + data[index + 1 :]
+
+
+def replace_block(data: bytes, rng: random.Random) -> bytes:
+    """Replaces a block by zeros, by random bytes, by nothing or by two of it."""
+    start = rng.randrange(len(data))
+    end = min(len(data), start + rng.choice([1, 8, 512]))
+    block = data[start:end]
+    return (
+        data[:start]
+        + rng.choice([bytes(len(block)), rng.randbytes(8), b"", block * 2])
+        + data[end:]
+    )
+
+
+def damage_json(data: bytes, rng: random.Random) -> bytes:
+    """Replaces or removes a value of JSON, at any depth."""
+    value = json.loads(data)
+    places = list(iterate_places(value))
+    if not places:
+        return b"[]"
+    container, key = rng.choice(places)
+    if rng.random() < 0.3:
+        del container[key]
+    else:
+        container[key] = rng.choice([None, -1, 10**30, 1e-300, "", "../x", [], {}, [[]], True])
+    return json.dumps(value).encode()
+
+
+def iterate_places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields all containers in JSON with their keys."""
+    if isinstance(value, dict | list):
+        for key, child in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            yield value, key
+            yield from iterate_places(child)
+
+
+BYTES: tuple[Callable[[bytes, random.Random], bytes], ...] = (truncate, flip_bit, replace_block)
+
+
+if __name__ == "__main__":
+    main()
