@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from synthesizer_jax.evaluation.scoring import ExampleSet, TaskResult
+from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
+from synthesizer_jax.evaluation.scoring import TaskResult
 from synthesizer_jax.files import write_atomic
 
 RESULTS_FILE = "results.json"
@@ -56,7 +57,7 @@ def write_results(
 
 
 def write_all_predictions(
-    folder: pathlib.Path, evaluated: Iterable[tuple[ExampleSet, TaskResult]]
+    folder: pathlib.Path, evaluated: Iterable[tuple[EvaluationSet, TaskResult]]
 ) -> None:
     """Writes the predictions of several tasks; see `write_predictions`.
 
@@ -69,11 +70,11 @@ def write_all_predictions(
 
 
 def write_predictions(
-    folder: pathlib.Path, result: TaskResult, *, examples: ExampleSet
+    folder: pathlib.Path, result: TaskResult, *, examples: EvaluationSet
 ) -> pathlib.Path:
     """Writes a task's predictions, ``FOLDER/TASK.jsonl``.
 
-    A line is one example: its `ExampleSet.record`, ``score``, the log-probability of the prediction in
+    A line is one example: its `EvaluationSet.record`, ``score``, the log-probability of the prediction in
     nats, and where label words were ranked, ``scores``, the log-probability of each. A text has no
     prediction, and ``score`` is its own log-probability.
     """

@@ -4,71 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
+from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
 from synthesizer_jax.evaluation.prediction import Predictor
 from synthesizer_jax.evaluation.texts import text_loss
-from synthesizer_jax.registry import JSON
 from synthesizer_jax.tasks.task import Answers
-
-
-class ExampleSet(Protocol):
-    """The properties of an evaluation set that scoring uses; see `evaluation_sets.EvaluationSet`."""
-
-    @property
-    def name(self) -> str:
-        """Name of the task."""
-        ...
-
-    @property
-    def split(self) -> str:
-        """The split."""
-        ...
-
-    @property
-    def inputs(self) -> Sequence[np.ndarray]:
-        """Token ids of every example."""
-        ...
-
-    @property
-    def targets(self) -> Sequence[np.ndarray]:
-        """Token ids of every target."""
-        ...
-
-    @property
-    def label_words(self) -> Sequence[str] | None:
-        """The allowed answers; None for free text."""
-        ...
-
-    @property
-    def labeled(self) -> Sequence[int]:
-        """Indices of the examples with a label."""
-        ...
-
-    @property
-    def scores_targets(self) -> bool:
-        """Whether metrics need the log-probabilities of the targets."""
-        ...
-
-    def score(self, answers: Answers) -> dict[str, float]:
-        """Returns the task's metrics."""
-        ...
-
-    @property
-    def is_text(self) -> bool:
-        """Whether the examples are texts without inputs, whose loss is measured."""
-        ...
-
-    @property
-    def texts(self) -> Sequence[str] | None:
-        """The whole texts, if these are the targets; None: parts of them are."""
-        ...
-
-    def record(self, index: int, prediction: str | None) -> dict[str, JSON]:
-        """Returns the JSON record of an example and its prediction; None: there is none."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +70,9 @@ class TaskResult:
 
 def evaluate_tasks(
     predictor: Predictor,
-    sets: Sequence[ExampleSet],
+    sets: Sequence[EvaluationSet],
     *,
-    loss_sets: Sequence[ExampleSet] | None = None,
+    loss_sets: Sequence[EvaluationSet] | None = None,
 ) -> list[TaskResult]:
     """Predicts and scores every evaluation set; of texts, it computes the loss.
 
@@ -167,7 +109,7 @@ def evaluate_tasks(
     return results
 
 
-def _evaluate_texts(predictor: Predictor, examples: ExampleSet) -> TaskResult:
+def _evaluate_texts(predictor: Predictor, examples: EvaluationSet) -> TaskResult:
     """Returns the loss of all texts, and what follows from it; nothing is decoded."""
     found = text_loss(predictor, examples.inputs, examples.targets, examples.texts)
     return TaskResult(
@@ -183,7 +125,7 @@ def _evaluate_texts(predictor: Predictor, examples: ExampleSet) -> TaskResult:
     )
 
 
-def _target_loss(predictor: Predictor, examples: ExampleSet) -> TargetLoss | None:
+def _target_loss(predictor: Predictor, examples: EvaluationSet) -> TargetLoss | None:
     """Returns the loss of a set's targets; None if it is empty."""
     if not examples.inputs:
         return None

@@ -1,7 +1,4 @@
-"""Denoising: inputs with noise, and targets from which the text can be restored.
-
-Raffel et al. 2020, sections 3.1.4 and 3.3; the results equal those of T5's `denoise`.
-"""
+"""Span corruption, T5's objective (Raffel et al. 2020, sections 3.1.4 and 3.3)."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import dataclasses
 
 import numpy as np
 
-from synthesizer_jax.data.objectives.corruptions import Corruption
 from synthesizer_jax.data.objectives.draws import Draws
 from synthesizer_jax.data.objectives.noise import Noise
 from synthesizer_jax.data.objectives.objective import (
@@ -27,19 +23,19 @@ from synthesizer_jax.registry import register
 @register
 @dataclasses.dataclass(frozen=True)
 class Denoising(SegmentObjective):
-    """A noise mask, and what becomes of noise in the inputs and of the other tokens in the targets.
+    """Every span of noise becomes a sentinel in the inputs, and every span between them in the targets.
+
+    The results equal those of T5's `denoise` with `noise_span_to_unique_sentinel` and
+    `nonnoise_span_to_unique_sentinel`. Sentinels count down from the last id of the vocabulary,
+    ``<extra_id_0>``. As in T5, a segment with more spans than sentinels also uses the ids below them.
 
     Attributes:
       noise: which tokens are noise.
-      inputs: what becomes of noise in the inputs.
-      targets: what becomes of all other tokens in the targets.
       documents: number of documents that are concatenated.
       mode: ids before the inputs, such as those of UL2's mode token.
     """
 
     noise: Noise
-    inputs: Corruption
-    targets: Corruption
     documents: int = GROUP
     mode: tuple[int, ...] = ()
 
@@ -65,7 +61,7 @@ class Denoising(SegmentObjective):
         available = inputs_length - len(self.mode)
         tokens = available - 1
         if self.noise.counts(tokens) is None:
-            return tokens, tokens + 1 if self.targets.keeps_length else None
+            return tokens, None
         while self._example_lengths(tokens + 1)[0] <= available:
             tokens += 1
         inputs, targets = self._example_lengths(tokens)
@@ -83,7 +79,7 @@ class Denoising(SegmentObjective):
         needed = len(self.mode) + 2
         check_length("inputs_length", form.inputs_length, needed=needed, reason=reason)
         tokens, targets = self.lengths(form.inputs_length)
-        reason = f"{self._description()} with inputs_length={form.inputs_length}"
+        reason = f"{type(self.noise).__name__} with inputs_length={form.inputs_length}"
         check_length("targets_length", form.targets_length, needed=targets or 2, reason=reason)
         return tokens
 
@@ -92,12 +88,12 @@ class Denoising(SegmentObjective):
 
         Args:
           tokens: ids ``[length]``, at least one.
-          draws: random numbers; part 0 is for the mask, 1 for the inputs and 2 for the targets.
+          draws: random numbers; part 0 is for the mask.
           form: lengths and vocabulary.
         """
         noise = self.noise(len(tokens), draws.fork(0))
-        inputs = self.inputs(tokens, noise, draws.fork(1), vocab_size=form.vocab_size)
-        targets = self.targets(tokens, ~noise, draws.fork(2), vocab_size=form.vocab_size)
+        inputs = replace_spans(tokens, noise, vocab_size=form.vocab_size)
+        targets = replace_spans(tokens, ~noise, vocab_size=form.vocab_size)
         inputs = np.concatenate([np.asarray(self.mode, tokens.dtype), inputs])
         return (
             trim_and_append_eos(inputs, form.inputs_length),
@@ -109,10 +105,17 @@ class Denoising(SegmentObjective):
         counts = self.noise.counts(tokens)
         assert counts is not None
         noise, spans = counts
-        inputs = self.inputs.length(marked=noise, unmarked=tokens - noise, spans=spans)
-        targets = self.targets.length(marked=tokens - noise, unmarked=noise, spans=spans)
-        return inputs + 1, targets + 1
+        return tokens - noise + spans + 1, noise + spans + 1
 
-    def _description(self) -> str:
-        names = [type(part).__name__ for part in (self.noise, self.inputs, self.targets)]
-        return f"Denoising({', '.join(names)})"
+
+def replace_spans(tokens: np.ndarray, marked: np.ndarray, *, vocab_size: int) -> np.ndarray:
+    """Returns tokens with every span of marked ones replaced by a sentinel, in descending order.
+
+    Args:
+      tokens: ids ``[length]``.
+      marked: which tokens to replace, ``[length]``.
+      vocab_size: number of ids, including sentinels.
+    """
+    starts = marked & ~np.concatenate([[False], marked[:-1]])
+    sentinels = (vocab_size - np.cumsum(starts)).astype(tokens.dtype)
+    return np.where(starts, sentinels, tokens)[~marked | starts]

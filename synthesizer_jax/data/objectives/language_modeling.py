@@ -1,7 +1,4 @@
-"""Language modeling without inputs, and prefix language modeling on full rows.
-
-Prefix language modeling on segments is a `Denoising` (`OBJECTIVES["prefix_lm"]`).
-"""
+"""Language modeling: of whole texts, and of what follows a prefix."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from synthesizer_jax.data.objectives.draws import Draws
+from synthesizer_jax.data.objectives.noise import RandomPrefix
 from synthesizer_jax.data.objectives.objective import (
     GROUP,
     ExampleFormat,
@@ -20,7 +18,6 @@ from synthesizer_jax.data.objectives.objective import (
     trim_and_append_eos,
 )
 from synthesizer_jax.data.task_streams import Example
-from synthesizer_jax.data.vocabularies import PAD
 from synthesizer_jax.registry import register
 
 
@@ -56,65 +53,32 @@ class FullLM(SegmentObjective):
         return inputs, trim_and_append_eos(tokens, form.targets_length)
 
 
-def prefix_lm_pair(rows: np.ndarray, draws: Draws) -> dict[str, np.ndarray]:
-    """Packs two rows into one for an encoder-decoder; T5's `pack_prefix_lm_encoder_decoder`.
+@register
+@dataclasses.dataclass(frozen=True)
+class PrefixLM(SegmentObjective):
+    """A prefix of random length is the inputs, the rest the targets (Raffel et al. 2020, section 3.2.3).
 
-    The first row is split at a uniform s in [1, P), the second at P − s, so that the prefixes fill
-    the encoder's row and the rests the decoder's.
-
-    Args:
-      rows: two rows of documents with EOS, ``[2, P]``; 0 is padding.
-      draws: random numbers.
-
-    Returns:
-      The fields of a packed row (`batch.batch_fields`), ``[P]``.
+    Attributes:
+      noise: which tokens are the rest.
+      documents: number of documents that are concatenated.
     """
-    length = rows.shape[1]
-    (split,) = draws.integers(1, low=1, high=length).tolist()
-    first, second = rows.astype(np.int32)
-    targets = np.concatenate([first[split:], second[length - split :]])
-    encoder_positions, encoder_segments = _two_segments(split, length)
-    decoder_positions, decoder_segments = _two_segments(length - split, length)
-    return {
-        "encoder_input_tokens": np.concatenate([first[:split], second[: length - split]]),
-        "encoder_segment_ids": encoder_segments,
-        "encoder_positions": encoder_positions,
-        "decoder_input_tokens": np.where(decoder_positions, np.roll(targets, 1), PAD),
-        "decoder_target_tokens": targets,
-        "decoder_loss_weights": (targets != PAD).astype(np.float32),
-        "decoder_segment_ids": decoder_segments,
-        "decoder_positions": decoder_positions,
-    }
 
+    noise: RandomPrefix = dataclasses.field(default_factory=RandomPrefix)
+    documents: int = 1
 
-def prefix_lm_row(
-    row: np.ndarray, draws: Draws, *, loss_on_prefix: bool = False
-) -> dict[str, np.ndarray]:
-    """Splits a row into prefix and rest for a decoder; T5's `pack_prefix_lm_decoder_only`.
+    def __post_init__(self) -> None:
+        check_documents(self.documents)
 
-    Args:
-      row: documents with EOS, ``[P]``; 0 is padding.
-      draws: random numbers, for a uniform split s in [1, P).
-      loss_on_prefix: whether the first s targets have a weight too.
+    def segment_length(self, form: ExampleFormat) -> int:
+        """Returns the number of tokens of a segment."""
+        check_length("inputs_length", form.inputs_length, needed=2, reason="PrefixLM")
+        check_length("targets_length", form.targets_length, needed=2, reason="PrefixLM")
+        return form.inputs_length - 1
 
-    Returns:
-      ``decoder_input_tokens``, ``decoder_target_tokens``, ``decoder_loss_weights`` (float32) and
-      ``decoder_causal_attention`` (1 at the s + 1 inputs that all may attend to), ``[P]``.
-    """
-    (split,) = draws.integers(1, low=1, high=len(row)).tolist()
-    positions = np.arange(len(row))
-    targets = row.astype(np.int32)
-    has_loss = (targets != PAD) & (loss_on_prefix | (positions >= split))
-    return {
-        "decoder_input_tokens": np.where(positions, np.roll(targets, 1), PAD),
-        "decoder_target_tokens": targets,
-        "decoder_loss_weights": has_loss.astype(np.float32),
-        "decoder_causal_attention": (positions <= split).astype(np.int32),
-    }
-
-
-def _two_segments(boundary: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns positions and segment ids of two segments, the second of which starts at `boundary`."""
-    positions = np.arange(length, dtype=np.int32)
-    in_second = positions >= boundary
-    return positions - boundary * in_second.astype(np.int32), in_second.astype(np.int32) + 1
+    def example(self, tokens: np.ndarray, draws: Draws, form: ExampleFormat) -> Example:
+        """Returns prefix and rest, int32, at most the lengths of `form`."""
+        rest = self.noise(len(tokens), draws.fork(0))
+        return (
+            trim_and_append_eos(tokens[~rest], form.inputs_length),
+            trim_and_append_eos(tokens[rest], form.targets_length),
+        )

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from synthesizer_jax.data.objectives.corruptions import RandomTokens
 from synthesizer_jax.data.objectives.draws import Draws
 from synthesizer_jax.data.objectives.noise import ChosenTokens, Noise
 from synthesizer_jax.data.objectives.objective import (
@@ -21,6 +20,9 @@ from synthesizer_jax.data.objectives.objective import (
 from synthesizer_jax.data.task_streams import Example
 from synthesizer_jax.data.vocabularies import PAD
 from synthesizer_jax.registry import register
+
+RESERVED = 3
+"""Padding, EOS and unknown: ids that are never drawn as random tokens."""
 
 
 class MaskedTokens(NamedTuple):
@@ -79,7 +81,8 @@ class MaskedLM(SegmentObjective):
         mask_id = vocab_size - 1 if self.mask_id is None else self.mask_id
         is_mask = chosen & (uniform < self.mask_share)
         is_random = chosen & ~is_mask & (uniform < self.mask_share + self.random_share)
-        inputs = RandomTokens()(tokens, is_random, replacements, vocab_size=vocab_size)
+        random = replacements.integers(len(tokens), low=RESERVED, high=vocab_size)
+        inputs = np.where(is_random, random.astype(tokens.dtype), tokens)
         inputs = np.where(is_mask, tokens.dtype.type(mask_id), inputs)
         return MaskedTokens(inputs, tokens, chosen.astype(np.float32))
 

@@ -6,7 +6,6 @@ import dataclasses
 
 import numpy as np
 
-from synthesizer_jax.data.objectives.corruptions import UniqueSentinels
 from synthesizer_jax.data.objectives.denoising import Denoising
 from synthesizer_jax.data.objectives.draws import Draws
 from synthesizer_jax.data.objectives.noise import Noise, RandomSpans, SuffixNoise
@@ -114,8 +113,4 @@ def ul2(
         (RandomSpans(0.5, mean_span=64.0), extreme_mode),
         (RandomSpans(0.15, mean_span=64.0), extreme_mode),
     ]
-    sentinels = UniqueSentinels()
-    return ObjectiveMixture(
-        tuple(Denoising(noise, sentinels, sentinels, mode=mode) for noise, mode in denoisers),
-        rates,
-    )
+    return ObjectiveMixture(tuple(Denoising(noise, mode=mode) for noise, mode in denoisers), rates)

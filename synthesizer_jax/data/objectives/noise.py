@@ -1,6 +1,6 @@
 """Noise masks: which tokens of a segment an objective corrupts (Raffel et al. 2020, section 3.3).
 
-`IidNoise`, `RegularSpans`, `RandomSpans` and `RandomPrefix` equal the functions of T5's
+`IidNoise`, `RandomSpans` and `RandomPrefix` equal the functions of T5's
 `preprocessors.py`. Like these, they compute in float32 and round half to even.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,14 +22,16 @@ class Noise(abc.ABC):
 
     Attributes:
       density: share of the tokens that are noise.
+      max_density: the largest one.
     """
 
+    max_density: ClassVar[float] = 1.0
     density: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.density <= self._max_density():
+        if not 0 < self.density <= self.max_density:
             raise ValueError(
-                f"density is {self.density}; allowed: above 0, at most {self._max_density():g}"
+                f"density is {self.density}; allowed: above 0, at most {self.max_density:g}"
             )
 
     @abc.abstractmethod
@@ -44,9 +47,6 @@ class Noise(abc.ABC):
         del length
         return None
 
-    def _max_density(self) -> float:
-        return 1.0
-
 
 @register
 @dataclasses.dataclass(frozen=True)
@@ -56,35 +56,6 @@ class IidNoise(Noise):
     def __call__(self, length: int, draws: Draws) -> np.ndarray:
         """Returns a mask ``[length]``, True for noise."""
         return draws.uniform(length) < np.float32(self.density)
-
-
-@register
-@dataclasses.dataclass(frozen=True)
-class RegularSpans(Noise):
-    """Spans of one length at equal distances; T5's `regular_noise_mask`.
-
-    The length of the spans and the offset are drawn per segment, so that the first and the last
-    span may be shorter.
-
-    Attributes:
-      min_span: smallest length of the spans.
-      max_span: largest length of the spans.
-    """
-
-    min_span: int = 1
-    max_span: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.min_span <= self.max_span:
-            raise ValueError(f"min_span is {self.min_span}; allowed: 1 to max_span={self.max_span}")
-
-    def __call__(self, length: int, draws: Draws) -> np.ndarray:
-        """Returns a mask ``[length]``, True for noise."""
-        (span,) = draws.integers(1, low=self.min_span, high=self.max_span + 1).tolist()
-        period = int(np.round(np.float32(span) / np.float32(self.density)))
-        (offset,) = draws.integers(1, low=0, high=period).tolist()
-        return (np.arange(length) + offset) % period < span
 
 
 @register
@@ -162,6 +133,7 @@ class RandomPrefix(Noise):
       density: at most 0.5.
     """
 
+    max_density: ClassVar[float] = 0.5
     density: float = 0.5
 
     def __call__(self, length: int, draws: Draws) -> np.ndarray:
@@ -170,9 +142,6 @@ class RandomPrefix(Noise):
         least = int(np.round(np.float32(1 - 2 * self.density) * np.float32(most)))
         (prefix,) = draws.integers(1, low=min(max(1, least), most), high=most + 1).tolist()
         return np.arange(length) >= prefix
-
-    def _max_density(self) -> float:
-        return 0.5
 
 
 @register
