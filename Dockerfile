@@ -1,14 +1,13 @@
 # The program in a container, for GKE:  docker build --tag IMAGE .
-# For GPUs:  docker build --build-arg EXTRAS=data,cuda --tag IMAGE .
+# For GPUs:  docker build --build-arg EXTRAS=train,cuda --tag IMAGE .
 FROM python:3.11-slim
 
 WORKDIR /synthesizer_jax
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY configs configs
 COPY synthesizer_jax synthesizer_jax
-COPY tpu_scripts tpu_scripts
 
-ARG EXTRAS=data,tpu
+ARG EXTRAS=train,gcs,tpu
 RUN python -m pip install --no-cache-dir -c constraints.txt ".[$EXTRAS]"
 
-ENTRYPOINT ["tpu_scripts/start"]
+ENTRYPOINT ["synthesizer-jax"]

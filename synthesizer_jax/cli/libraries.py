@@ -7,10 +7,9 @@ import os
 from synthesizer_jax.import_noise import filter_import_noise
 
 EXTRAS = {
+    "train": ("array_record", "msgpack", "rouge_score", "sacrebleu", "sklearn", "scipy", "tensorboardX"),
     "data": (
-        *("tensorflow", "tensorflow_text", "tensorflow_datasets", "seqio", "matplotlib"),
-        *("rouge_score", "sacrebleu", "sklearn", "scipy", "tensorboardX", "grain", "array_record"),
-        "pyarrow",
+        *("tensorflow", "tensorflow_text", "tensorflow_datasets", "seqio", "matplotlib", "pyarrow"),
     ),
 }
 """The extras of this package, and the modules that they install."""

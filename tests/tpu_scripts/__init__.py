@@ -1,1 +1,0 @@
-"""Tests of the scripts that launch on TPUs."""

@@ -1,0 +1,143 @@
+"""The launcher: dry runs against golden files, and what it does on a host, with a program that stands in."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tpu_scripts import launch
+
+HERE = pathlib.Path(__file__).parent
+POD = ["--name", "pod", "--zone", "us-east5-b"]
+TRAIN = ["--", "quickstart", "--workdir", "gs://b/runs/rv", "--set", "training.steps=3"]
+GOLDEN = {
+    "create": ["create", *POD, "--type", "v6e:4x4", "--spot", "--slices", "2"],
+    "train": ["train", *POD, "--flags=--xla_tpu_enable_latency_hiding_scheduler=true", *TRAIN],
+    "babysit": ["babysit", *POD, "--type", "v5p-16", "--reserved", "--delete-at-end", *TRAIN],
+}
+
+
+def run(arguments: list[str], **options: object) -> subprocess.CompletedProcess:
+    script = [sys.executable, str(launch.CHECKOUT / "tpu_scripts" / "launch.py")]
+    environment = {**os.environ, "PATH": "/usr/bin:/bin"}  # without the program: fields are not checked
+    return subprocess.run(
+        [*script, *arguments], capture_output=True, text=True, env=environment, check=False, **options
+    )
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_dry_run_prints_the_commands(name):
+    """`python -m tests.tpu_scripts.test_launch` renews the golden files."""
+    arguments = GOLDEN[name]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    done = run([*arguments[:end], "--dry-run", *arguments[end:]])
+    found = done.stdout.replace(str(launch.CHECKOUT), "CHECKOUT")
+    assert done.returncode == 0, done.stderr
+    assert found == (HERE / f"{name}.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["create", *POD, "--type", "v6e-17"], "v6e"),
+        (["create", *POD, "--type", "tpu7x:2x2x4"], "GKE alone"),
+        (["setup", "--name", "pod", "--zone", "us-east5"], "us-east5-b"),
+        (["train", *POD, "--", "quickstart", "--workdir", "runs/rv"], "--workdir runs/rv goes away"),
+        (["run", *POD, "--", "eval", "--data-dir=data"], "--data-dir data goes away"),
+        (["train", *POD], "after --"),
+        (["stop", *POD, "--", "x"], "takes nothing after --"),
+    ],
+)
+def test_what_would_fail_on_the_machines_is_said_before(arguments, message):
+    done = run(arguments)
+    assert done.returncode == 2 or done.stderr.startswith("error: ")
+    assert message in done.stderr
+
+
+PROGRAM = """#!{python}
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+print("began", *sys.argv[1:], flush=True)
+if "wait" in sys.argv:
+    time.sleep(60)
+sys.exit(3 if "fail" in sys.argv else 0)
+"""
+
+
+def test_a_host_runs_one_command_at_a_time_and_tells_how_it_ended(tmp_path):
+    program = tmp_path / "synthesizer_jax" / ".venv" / "bin" / "synthesizer-jax"
+    program.parent.mkdir(parents=True)
+    program.write_text(PROGRAM.format(python=sys.executable))
+    program.chmod(0o755)
+
+    def host(script: str) -> str:
+        done = subprocess.run(
+            ["bash", "-c", script.strip()], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        return done.stdout
+
+    def told() -> str:
+        return host(launch.STATUS).split()[-1]
+
+    def until(word: str) -> None:
+        for _ in range(100):
+            if told() == word:
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"{told()} is not {word}")
+
+    assert told() == "idle"
+    host(launch.RUN.format(flags="", command="train fail"))
+    until("3")
+    host(launch.RUN.format(flags="", command="train wait"))
+    until("running")
+    assert "a run is going on" in host(launch.RUN.format(flags="", command="train"))
+    host(launch.STOP)
+    assert told() == "75"
+    host(launch.RUN.format(flags="", command="train"))
+    until("0")
+
+
+class Stage(launch.Pod):
+    """A pod whose requests and hosts follow a script."""
+
+    def __init__(self, states: list[str], told: list[list[str]]):
+        options = [*POD, "--type", "v6e-16", "--poll", "0", "--max-restarts", "3"]
+        super().__init__(launch.parse_arguments(["babysit", *options, *TRAIN])[0])
+        self.states, self.told, self.did = iter(states), iter(told), []
+
+    def call(self, command, *, tries=1):
+        word = next((w for w in ("create", "scp", "setsid", "delete") if w in " ".join(command)), "")
+        self.did += [word] if word else []
+        return True
+
+    def state(self):
+        return next(self.states)
+
+    def host_states(self):
+        return next(self.told)
+
+
+def test_a_preempted_run_is_started_again_on_new_machines():
+    pod = Stage(
+        ["NONE", "ACTIVE", "ACTIVE", "SUSPENDED", "SUSPENDED", "ACTIVE"],
+        [["idle"], ["running"], [], ["idle"], ["0", "0"]],
+    )
+    pod.babysit(["train"])
+    assert pod.did == ["create", "scp", "setsid", "delete", "create", "scp", "setsid"]
+
+
+def test_a_run_that_fails_ends_babysit():
+    pod = Stage(["ACTIVE"] * 9, [["running"], *[["3", "running"]] * 3])
+    with pytest.raises(SystemExit, match="exit code 3"):
+        pod.babysit(["train"])
+
+
+if __name__ == "__main__":
+    for name, arguments in GOLDEN.items():
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        printed = run([*arguments[:end], "--dry-run", *arguments[end:]]).stdout
+        (HERE / f"{name}.txt").write_text(printed.replace(str(launch.CHECKOUT), "CHECKOUT"))
