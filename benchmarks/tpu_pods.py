@@ -28,15 +28,15 @@ import report
 jax.config.update("jax_platforms", "cpu")  # otherwise an installed libtpu searches for a TPU
 
 from synthesizer_jax.costs import chips  # noqa: E402
-from synthesizer_jax.costs.aot import compiled_plan  # noqa: E402
-from synthesizer_jax.costs.plan import REMATS, make_plan, with_remat  # noqa: E402
 from synthesizer_jax.costs.summary import summarize  # noqa: E402
 from synthesizer_jax.data.config import DataConfig  # noqa: E402
 from synthesizer_jax.models import alignment, t5  # noqa: E402
 from synthesizer_jax.models.zoo import T5_1_1  # noqa: E402
 from synthesizer_jax.optimizers import Adafactor  # noqa: E402
 from synthesizer_jax.sharding import MeshShape  # noqa: E402
+from synthesizer_jax.training.aot import compiled_plan  # noqa: E402
 from synthesizer_jax.training.experiment import Experiment, Training  # noqa: E402
+from synthesizer_jax.training.plan import REMATS, make_plan, with_remat  # noqa: E402
 
 VARIANTS = ("v", "r", "rv")
 TOPOLOGIES = ("v5e:16x16", "v6e:16x16", "v5p:4x8x8", "v4:4x8x8", "tpu7x:4x8x8")

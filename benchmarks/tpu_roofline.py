@@ -24,8 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from synthesizer_jax import Attention, DotProduct, FactorizedRandom, Mask, Random
 from synthesizer_jax.attention.tiles_tpu import block_size
 from synthesizer_jax.costs import chips
-from synthesizer_jax.costs.aot import devices_of
 from synthesizer_jax.costs.summary import flops
+from synthesizer_jax.training.aot import devices_of
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 """A small topology for every chip."""

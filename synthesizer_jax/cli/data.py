@@ -15,7 +15,7 @@ from synthesizer_jax.cli.libraries import load_data_libraries
 from synthesizer_jax.cli.options import DataDir, Imports, storage_option
 
 app = typer.Typer(
-    help="Import, list, show and check data sets, train vocabularies, prepare tasks; nothing is downloaded.",
+    help="Import, list, show, check and prepare data sets, train vocabularies. Nothing is downloaded.",
     no_args_is_help=True,
 )
 

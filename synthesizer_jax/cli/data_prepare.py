@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated
 
 import typer
@@ -50,6 +51,7 @@ def prepare_tasks(
     from synthesizer_jax.cli.data_show import load_tasks
     from synthesizer_jax.data.prepared import PreparedTasks
     from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
+    from synthesizer_jax.runs import code
     from synthesizer_jax.tasks import synthetic, task_registry
     from synthesizer_jax.tasks.prepare import prepare
 
@@ -71,7 +73,7 @@ def prepare_tasks(
         epochs=epochs,
         workers=workers,
         renew=renew,
-        imports=imports or (),
+        setup=functools.partial(code.load_user_code, imports or ()),
         log=typer.echo,
     )
     typer.echo(f"prepared tasks are in {prepared.root}")

@@ -7,7 +7,15 @@ import os
 from synthesizer_jax.import_noise import filter_import_noise
 
 EXTRAS = {
-    "train": ("array_record", "msgpack", "rouge_score", "sacrebleu", "sklearn", "scipy", "tensorboardX"),
+    "train": (
+        "array_record",
+        "msgpack",
+        "rouge_score",
+        "sacrebleu",
+        "sklearn",
+        "scipy",
+        "tensorboardX",
+    ),
     "data": (
         *("tensorflow", "tensorflow_text", "tensorflow_datasets", "seqio", "matplotlib", "pyarrow"),
     ),

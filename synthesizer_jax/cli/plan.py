@@ -13,10 +13,10 @@ from synthesizer_jax.cli.options import Imports, Overrides, Recipe
 from synthesizer_jax.cli.recipes import check_name, load_recipe
 
 if TYPE_CHECKING:
-    from synthesizer_jax.costs.aot import Compiled
     from synthesizer_jax.costs.chips import Topology
-    from synthesizer_jax.costs.plan import MemoryPlan
+    from synthesizer_jax.training.aot import Compiled
     from synthesizer_jax.training.experiment import Experiment
+    from synthesizer_jax.training.plan import MemoryPlan
 
 GIB = 2**30
 
@@ -45,7 +45,7 @@ def plan(
     import jax
 
     from synthesizer_jax.costs import chips
-    from synthesizer_jax.costs.plan import make_plan
+    from synthesizer_jax.training.plan import make_plan
 
     parsed_topology = chips.parse_topology(topology, slices)
     jax.config.update("jax_platforms", "cpu")  # an installed libtpu would search for a TPU
@@ -59,7 +59,7 @@ def plan(
     memory_plan = make_plan(experiment, parsed_topology)
     _print_plan(memory_plan)
     if compiled:
-        from synthesizer_jax.costs.aot import TooLargeError, compiled_plan
+        from synthesizer_jax.training.aot import TooLargeError, compiled_plan
 
         try:
             _print_compiled(compiled_plan(experiment, parsed_topology), memory_plan)
@@ -81,7 +81,7 @@ def _experiment_of(directory: pathlib.Path, overrides: Sequence[str]) -> Experim
 
 def _print_advice(experiment: Experiment, topology: Topology) -> None:
     """Prints the settings with which the step fits."""
-    from synthesizer_jax.costs.plan import advise
+    from synthesizer_jax.training.plan import advise
 
     options = advise(experiment, topology)
     if not options:
@@ -100,7 +100,7 @@ def _print_plan(plan: MemoryPlan) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from synthesizer_jax.costs.plan import unsplit_sizes
+    from synthesizer_jax.training.plan import unsplit_sizes
 
     topology, needs = plan.topology, plan.needs
     mesh = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items())

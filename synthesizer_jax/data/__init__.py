@@ -1,5 +1,4 @@
-"""Data through SeqIO: vocabularies, tasks, mixtures, importers and batches.
+"""Training batches from prepared tasks, pre-training objectives, vocabularies.
 
-The package imports neither JAX nor the models. TensorFlow and SeqIO are imported on demand, and
-nothing here accesses the network.
+The package imports neither JAX nor the models nor TensorFlow.
 """

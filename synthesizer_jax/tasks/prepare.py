@@ -45,7 +45,7 @@ def prepare(
     epochs: int = 1,
     workers: int = 1,
     renew: bool = False,
-    imports: Sequence[str] = (),
+    setup: Callable[[], object] | None = None,
     log: Callable[[str], None] = print,
 ) -> None:
     """Prepares the tasks of a mixture that have a split, and the mixture's rates.
@@ -59,7 +59,7 @@ def prepare(
       epochs: how often rows are read, each time with other random numbers of the task's steps.
       workers: number of processes that write shards.
       renew: whether to write again what is there.
-      imports: packages and files that register tasks, for the other processes.
+      setup: called in those processes first, to import what registers tasks.
       log: receives a line for every split.
 
     Raises:
@@ -85,7 +85,7 @@ def prepare(
             epochs=epochs,
             workers=workers,
             renew=renew,
-            imports=imports,
+            setup=setup,
         )
         log(f"{title}: {info.examples:,} examples, {sum(info.tokens.values()):,} tokens")
     prepared.save_rates(mixture, rates)
@@ -101,7 +101,6 @@ class _ShardJob:
       lengths: those of rows; None: examples are whole.
       shard: index of the shard among those of an epoch, and their number.
       epoch: the epoch.
-      imports: packages and files that register the task.
       key: what must be equal for a shard that is there to be kept.
     """
 
@@ -110,7 +109,6 @@ class _ShardJob:
     lengths: dict[str, int] | None
     shard: tuple[int, int]
     epoch: int
-    imports: tuple[str, ...]
     key: str
 
     @property
@@ -137,7 +135,7 @@ def _prepare_split(
     epochs: int,
     workers: int,
     renew: bool,
-    imports: Sequence[str],
+    setup: Callable[[], object] | None,
 ) -> PreparedInfo:
     """Writes all shards of a split, and then ``info.json``."""
     task = task_registry.find_task(request.task)
@@ -164,11 +162,13 @@ def _prepare_split(
     if renew:
         for path in directory.glob("tokens-*.json"):
             path.unlink()
-    with concurrent.futures.ProcessPoolExecutor(
-        min(workers, len(jobs)), mp_context=multiprocessing.get_context("spawn")
-    ) as pool:
-        mapped = pool.map if min(workers, len(jobs)) > 1 else map
-        written = list(mapped(_write_shard, jobs, [directory / name for name in names]))
+    paths = [directory / name for name in names]
+    if min(workers, len(jobs)) == 1:
+        written = list(map(_write_shard, jobs, paths))
+    else:
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(workers, context, initializer=setup) as pool:
+            written = list(pool.map(_write_shard, jobs, paths))
     filled = {n: s for n, s in zip(names, written, strict=True) if s.examples}
     if not filled:
         raise ValueError(f"{request.task}'s split {request.split!r} has no examples")
@@ -202,10 +202,6 @@ def _write_shard(job: _ShardJob, path: pathlib.Path) -> _Shard:
             shard = _Shard(**json.loads(done.read_text(encoding="utf-8")))
         if shard.key == job.key and (path.is_file() or not shard.examples):
             return shard
-    if job.imports:
-        from synthesizer_jax.runs import code
-
-        code.load_user_code(job.imports)
     task = task_registry.find_task(job.request.task)
     what = f"{task.name}'s split {job.request.split!r} of {task.dataset}"
     with reading_errors(what):

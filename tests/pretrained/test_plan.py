@@ -10,7 +10,6 @@ import pytest
 from synthesizer_jax.checkpoints.placement import layout_over
 from synthesizer_jax.cli import main as program
 from synthesizer_jax.costs.chips import parse_topology
-from synthesizer_jax.costs.plan import make_plan
 from synthesizer_jax.pretrained.architecture import Architecture
 from synthesizer_jax.pretrained.convert import convert_checkpoint, experiment_of
 from synthesizer_jax.pretrained.huggingface.config import write_config
@@ -19,6 +18,7 @@ from synthesizer_jax.pretrained.loading import open_pretrained
 from synthesizer_jax.pretrained.tensors import correspondences
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
+from synthesizer_jax.training.plan import make_plan
 from tests.pretrained.folders import TINY, make_folder, make_tensors
 
 XXL = Architecture(

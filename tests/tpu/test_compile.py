@@ -10,7 +10,8 @@ import pytest
 from synthesizer_jax import Gaussian
 from synthesizer_jax.attention import Mask, attend, relative, static
 from synthesizer_jax.attention.attend import FEW_LOGITS
-from synthesizer_jax.costs import aot, chips, plan
+from synthesizer_jax.costs import chips
+from synthesizer_jax.training import aot, plan
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.models import Size, alignment, t5
 from synthesizer_jax.models.zoo import T5_1_1

@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from synthesizer_jax.costs import aot, chips
+from synthesizer_jax.costs import chips
+from synthesizer_jax.training import aot
 from tests.sharding.test_ambient import (
     ALIGNMENTS,
     LONG,

@@ -11,7 +11,6 @@ from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.cli.settings import override
 from synthesizer_jax.costs.chips import parse_topology
-from synthesizer_jax.costs.plan import advise, make_plan
 from synthesizer_jax.data.objectives import OBJECTIVES
 from synthesizer_jax.evaluation.evaluator import check_masked_tasks
 from synthesizer_jax.models import Run, UniversalStack, stacks_of
@@ -23,6 +22,7 @@ from synthesizer_jax.runtime.preemption import StopSignal
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training import step
 from synthesizer_jax.training.loop import train
+from synthesizer_jax.training.plan import advise, make_plan
 from synthesizer_jax.training.step import loss_sums
 from synthesizer_jax.training.trainer import Trainer
 from tests.training.tiny import experiment as text_to_text

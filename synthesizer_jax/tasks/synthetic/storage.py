@@ -30,7 +30,7 @@ VOCABULARY_TEXTS = 2000
 
 
 def vocabulary(data_dir: pathlib.Path) -> SentencePiece:
-    """Returns the mixture's own SentencePiece model without sentinels, which is trained if it is missing."""
+    """Returns the mixture's own SentencePiece model without sentinels; trains it where it is missing."""
     path = data_dir / DATASET / "vocabulary.model"
     if not (is_written(data_dir, ()) and path.is_file()):
         train_sentencepiece(_training_texts(), path, vocab_size=VOCAB_SIZE, model_type="bpe")

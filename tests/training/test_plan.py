@@ -8,7 +8,8 @@ import pytest
 
 from synthesizer_jax.cli.plan import _changed_settings
 from synthesizer_jax.cli.settings import override
-from synthesizer_jax.costs import aot, chips, plan
+from synthesizer_jax.costs import chips
+from synthesizer_jax.training import aot, plan
 from synthesizer_jax.models import Size, alignment, t5, unroll
 from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.registry import replace
