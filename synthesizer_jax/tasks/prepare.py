@@ -155,7 +155,7 @@ def _prepare_split(
     key = json.dumps([source, fixed, epochs, request.rows, FORMAT])
     names = [f"tokens-{i:05}-of-{epochs * shards:05}.arrayrecord" for i in range(epochs * shards)]
     jobs = [
-        _ShardJob(request, prepared, fixed, (i % shards, shards), i // shards, tuple(imports), key)
+        _ShardJob(request, prepared, fixed, (i % shards, shards), i // shards, key)
         for i in range(len(names))
     ]
     (directory / "info.json").unlink(missing_ok=True)
