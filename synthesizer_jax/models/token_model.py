@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.ambient import map_over_batch, mesh_axes
+from synthesizer_jax.attention.products import output_product
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.mixers.decoding import take_positions
 from synthesizer_jax.models.stack import StackBase, unstack_layers
@@ -68,9 +69,9 @@ class TokenModel(nn.Module, kw_only=True):
         return (x if self.embedding_scale == 1.0 else x * self.embedding_scale).astype(self.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Returns the logits ``[batch, q, vocab]`` of states ``[batch, q, d_model]``."""
+        """Returns the float32 logits ``[batch, q, vocab]`` of states ``[batch, q, d_model]``."""
         kernel, scale = self.output_kernel()
-        return (hidden * jnp.asarray(scale, hidden.dtype)) @ kernel.astype(hidden.dtype)
+        return output_product(hidden * jnp.asarray(scale, hidden.dtype), kernel)
 
     def output_kernel(self) -> tuple[jax.Array, float]:
         """Returns the projection ``[d_model, vocab]`` and the factor of its input, for chunked losses."""

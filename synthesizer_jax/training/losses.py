@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.parts import match_varying_axes
+from synthesizer_jax.attention.products import output_product
 
 
 @jax.tree_util.register_dataclass
@@ -387,7 +388,7 @@ def _sums(chunks: _Chunks, scale: float, losses: Callable[[Tokens], Sums]) -> Su
 
     def add_chunk(sums: Sums, chunk: _Chunk) -> tuple[Sums, None]:
         x, y, w = chunk
-        chunk_sums = losses(Tokens(_scale(x, scale) @ kernel, y, w, chunks.z_loss))
+        chunk_sums = losses(Tokens(output_product(_scale(x, scale), kernel), y, w, chunks.z_loss))
         return jax.tree.map(jnp.add, sums, chunk_sums), None
 
     rows = chunks.hidden, chunks.targets, chunks.weights
@@ -413,9 +414,9 @@ def _sums_and_gradients(
         sums, dkernel = carry
         x, y, w = chunk
         x = _scale(x, scale)
-        tokens = Tokens(x @ kernel, y, w, chunks.z_loss)
+        tokens = Tokens(output_product(x, kernel), y, w, chunks.z_loss)
         chunk_sums, stats = _losses(tokens, smoothing)
-        dlogits = _losses_backward(tokens, stats, g, smoothing=smoothing).logits
+        dlogits = _losses_backward(tokens, stats, g, smoothing=smoothing).logits.astype(x.dtype)
         dkernel += jax.lax.dot_general(  # dK += xᵀ dl
             x, dlogits, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
         )
