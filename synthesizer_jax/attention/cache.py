@@ -257,7 +257,7 @@ def _extend_window(
         if mask.key_lengths is None:
             return x[:, new:]
         end = jnp.clip(mask.key_lengths - at, 0, new)  # the examples have different lengths
-        index = end[:, None] + jnp.arange(size)
+        index = end[:, None] + jnp.arange(size)[None]
         return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
 
     values = jax.tree.map(concatenate, cache.values, values)

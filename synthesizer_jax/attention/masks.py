@@ -270,7 +270,7 @@ class Mask:
         """Returns which keys the prefix opens to every query, bool ``[b, k]``; None: there is no prefix."""
         if self.prefix_lengths is None:
             return None
-        return jnp.arange(k_length) < self.prefix_lengths[..., None]
+        return _before(self.prefix_lengths, k_length)
 
     def block(self, example: jax.Array | int, head: jax.Array | int) -> Mask:
         """Returns the mask of one example and one head, with a batch axis of 1."""
@@ -301,11 +301,11 @@ class Mask:
         position = jnp.arange(length) + start
         real = (position >= 0)[None]
         if self.key_lengths is not None:
-            real = real & (position < self.key_lengths[..., None])
+            real = real & (position[None] < self.key_lengths[..., None])
         if self.key_valid is not None:
             k_length = self.key_valid.shape[1]
-            valid = self.key_valid.astype(bool)[:, jnp.clip(position, 0, k_length - 1)]
-            real = real & valid & (position < k_length)
+            valid = jnp.asarray(self.key_valid, bool)[:, jnp.clip(position, 0, k_length - 1)]
+            real = real & valid & (position < k_length)[None]
         prefix = None if self.prefix_lengths is None else self.prefix_lengths - start
         return dataclasses.replace(
             self,
@@ -323,7 +323,7 @@ class Mask:
         keys, queries = self.keys(k_length), self.queries(q_length)
         band, prefix = self.band(q_length, k_length), self.prefix(k_length)
         if band is not None and prefix is not None:
-            band = band | prefix[..., None, None, :]
+            band = operator.or_(*_equal_ranks(band, prefix[..., None, None, :]))
         parts = [
             band,
             None if keys is None else keys[..., None, None, :],
@@ -365,7 +365,7 @@ def segment_positions(segments: jax.Array) -> jax.Array:
 
     Each run of equal numbers counts from 0.
     """
-    index = jnp.arange(segments.shape[-1], dtype=jnp.int32)
+    index = jax.lax.broadcasted_iota(jnp.int32, segments.shape, segments.ndim - 1)
     new = jnp.diff(segments, axis=-1, prepend=segments[..., :1]) != 0
     start = jax.lax.cummax(jnp.where(new, index, 0), axis=segments.ndim - 1)
     return index - start
@@ -383,12 +383,26 @@ def _real(
     segments: jax.Array | None,
 ) -> jax.Array | None:
     return _all(
-        None if lengths is None else jnp.arange(length) < lengths[..., None],
+        None if lengths is None else _before(lengths, length),
         None if valid is None else valid.astype(bool),
         None if segments is None else segments > 0,
     )
 
 
+def _before(lengths: jax.Array, n: int) -> jax.Array:
+    """Returns which of n positions lie before lengths ``[...]``, bool ``[..., n]``."""
+    lengths = jnp.asarray(lengths, int)[..., None]
+    return (
+        jax.lax.broadcasted_iota(lengths.dtype, (*lengths.shape[:-1], n), lengths.ndim - 1)
+        < lengths
+    )
+
+
+def _equal_ranks(*parts: jax.Array) -> list[jax.Array]:
+    rank = max((part.ndim for part in parts), default=0)
+    return [part.reshape((1,) * (rank - part.ndim) + part.shape) for part in parts]
+
+
 def _all(*parts: jax.Array | None) -> jax.Array | None:
-    given = [part for part in parts if part is not None]
+    given = _equal_ranks(*(part for part in parts if part is not None))
     return functools.reduce(operator.and_, given) if given else None

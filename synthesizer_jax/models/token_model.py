@@ -127,8 +127,8 @@ def move_padding_last(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def real_targets_mask(tokens: jax.Array) -> jax.Array:
     """Returns the mask ``[batch, q]`` of shifted targets up to the last non-zero one; the first is real."""
-    last = jnp.max(jnp.where(tokens != 0, jnp.arange(tokens.shape[1]), 0), axis=1, initial=0)
-    return jnp.arange(tokens.shape[1]) <= last[:, None]
+    last = jnp.max(jnp.where(tokens != 0, jnp.arange(tokens.shape[1])[None], 0), axis=1, initial=0)
+    return jnp.arange(tokens.shape[1])[None] <= last[:, None]
 
 
 def stacks_of(model: nn.Module) -> dict[str, StackBase]:

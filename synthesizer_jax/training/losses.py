@@ -229,8 +229,8 @@ def _losses(tokens: Tokens, smoothing: float) -> tuple[Sums, _TokenStats]:
     expected = extra * at_target
     if low:
         expected += low * (logits32.sum(axis=-1) - logits.shape[-1] * peak)
-    invalid = jnp.where(weights == 0, 0.0, jnp.nan)
-    loss = jnp.where(valid, jnp.log(total) - expected - entropy, invalid)
+    loss = jnp.where(valid, jnp.log(total) - expected - entropy, 0.0)
+    loss = jnp.where(valid | (weights == 0), loss, jnp.nan)
     correct = (logits32.argmax(axis=-1) == targets).astype(jnp.float32)
     stats = _TokenStats(loss, correct, peak, total)
     loss, z, correct = (_weighted_sum(weights, x) for x in stats.parts())
@@ -262,7 +262,9 @@ def _losses_backward(
     peak = jax.lax.optimization_barrier(stats.peak)
     exponential = jnp.exp(logits.astype(jnp.float32) - peak[..., None])
     factor = weights * (g.loss + 2.0 * z_loss * g.z_loss * stats.log_z()) / stats.total
-    is_target = targets[..., None] == jnp.arange(logits.shape[-1])
+    is_target = targets[..., None] == jax.lax.broadcasted_iota(
+        targets.dtype, logits.shape, logits.ndim - 1
+    )
     smoothed = jnp.where(is_target, extra + low, low)
     dlogits = factor[..., None] * exponential - (g.loss * weights)[..., None] * smoothed
     dlogits = jnp.where(jnp.isnan(stats.loss)[..., None], jnp.nan, dlogits)
