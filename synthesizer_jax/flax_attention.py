@@ -20,7 +20,7 @@ from synthesizer_jax.ambient import partition
 from synthesizer_jax.attention import Mask, Partition, Term, Terms, materialize
 from synthesizer_jax.attention.explanations import log_external_call
 from synthesizer_jax.attention.functional import attend_dot_product
-from synthesizer_jax.attention.masks import add_pattern
+from synthesizer_jax.attention.masks import add_pattern, as_bool
 from synthesizer_jax.attention.partition import axes_along, axes_of_type, in_auto_mode
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def as_mask(mask: jax.typing.ArrayLike | Mask | None, logits_shape: tuple[int, .
       logits_shape: ``(batch..., heads, q, k)``.
 
     Raises:
-      ValueError: an array does not broadcast to `logits_shape`, or a `Mask` with arrays is given and the
+      ValueError: an array does not broadcast to `logits_shape` or has floating numbers other than 0 and 1, or a `Mask` with arrays is given and the
         number of batch dimensions is not one.
     """
     if mask is None:
@@ -271,7 +271,7 @@ def as_mask(mask: jax.typing.ArrayLike | Mask | None, logits_shape: tuple[int, .
                 f"{len(logits_shape) - 3}; pass a mask array [batch..., heads or 1, q, k]"
             )
         return mask
-    mask = _broadcast_to_logits("mask", mask, logits_shape).astype(bool)
+    mask = as_bool(_broadcast_to_logits("mask", mask, logits_shape))
     *batch, _, q_length, k_length = logits_shape
     return add_pattern(Mask(), mask, batch=math.prod(batch), q_length=q_length, k_length=k_length)
 

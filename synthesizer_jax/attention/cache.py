@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.masks import Mask, is_concrete
 from synthesizer_jax.attention.terms import Banded, Terms
 from synthesizer_jax.typing import PyTree
 
@@ -228,13 +228,6 @@ def fill_invalid(x: jax.Array, valid: jax.Array | None) -> jax.Array:
         return x
     valid = jnp.reshape(valid, (*jnp.shape(valid), *(1,) * (x.ndim - jnp.ndim(valid))))
     return jnp.where(valid, x, jnp.nan)
-
-
-def is_concrete(x: ArrayLike | None) -> bool:
-    """Whether numbers can be read: they are not traced, nor on other processes' devices."""
-    if isinstance(x, jax.core.Tracer):
-        return False
-    return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def _extend_window(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey
+from jax.typing import ArrayLike
 
 from synthesizer_jax.typing import PyTree
 
@@ -165,7 +166,7 @@ class Mask:
             ``[batch or 1, heads or 1, q or 1, k]`` or ``[q, k]``; nonzero where a query may see a key.
 
         Raises:
-          ValueError: for other ranks.
+          ValueError: for other ranks, and see `as_bool`.
           TypeError: for what is neither.
         """
         if mask is None or isinstance(mask, Mask):
@@ -180,7 +181,7 @@ class Mask:
                 f"attention: the mask has shape {mask.shape}; it must be [batch or 1, heads or 1, q, k] or "
                 "[q, k]: add an axis of heads to [batch, q, k], and use Mask.padded for padding alone"
             )
-        mask = mask.astype(bool)
+        mask = as_bool(mask)
         allowed = mask[None, None] if mask.ndim == 2 else mask
         if allowed.shape[1] == allowed.shape[2] == 1:
             return cls(key_valid=allowed[:, 0, 0], query_valid=jnp.ones((1, 1), bool))
@@ -335,6 +336,30 @@ class Mask:
             parts.append(same[..., None, :, :])
         pairs = _all(*parts)
         return None if pairs is None else pairs.reshape((1,) * (4 - pairs.ndim) + pairs.shape)
+
+
+def is_concrete(x: ArrayLike | None) -> bool:
+    """Whether numbers can be read: they are not traced, nor on other processes' devices."""
+    if isinstance(x, jax.core.Tracer):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def as_bool(mask: jax.Array) -> jax.Array:
+    """Returns which numbers of a mask are not zero.
+
+    Raises:
+      ValueError: numbers that are not traced are floating and neither 0 nor 1.
+    """
+    if jnp.issubdtype(mask.dtype, jnp.floating) and is_concrete(mask):
+        values = np.asarray(mask)
+        others = values[(values != 0) & (values != 1)]
+        if others.size:
+            raise ValueError(
+                f"attention: the mask contains {others[0]}; floating masks are 1 where a query may see a "
+                "key, else 0: instead of a mask that is added to the logits give mask == 0"
+            )
+    return mask.astype(bool)
 
 
 def add_pattern(

@@ -45,6 +45,15 @@ class TokenModel(nn.Module, kw_only=True):
     embedding_init: Initializer = Normal(1.0)
     logits_init: Initializer = FanIn()
 
+    def __post_init__(self) -> None:
+        """Raises a `ValueError` for a dtype in which a model's numbers overflow."""
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(
+                f"{type(self).__name__}: dtype={self.dtype!r}; it must be 'float32' or 'bfloat16': "
+                "activations of T5's feed-forward layers overflow float16"
+            )
+        super().__post_init__()
+
     def setup(self) -> None:
         """Creates the embedding and, unless tied, the output projection."""
         shape = (self.vocab_size, self.d_model)
