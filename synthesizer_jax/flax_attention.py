@@ -259,8 +259,8 @@ def as_mask(mask: jax.typing.ArrayLike | Mask | None, logits_shape: tuple[int, .
       logits_shape: ``(batch..., heads, q, k)``.
 
     Raises:
-      ValueError: an array does not broadcast to `logits_shape` or has floating numbers other than 0 and 1, or a `Mask` with arrays is given and the
-        number of batch dimensions is not one.
+      ValueError: an array does not broadcast to `logits_shape` or is an additive mask; or a `Mask` with
+        arrays is given and the number of batch dimensions is not one.
     """
     if mask is None:
         return Mask()

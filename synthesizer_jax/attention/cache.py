@@ -9,7 +9,6 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from synthesizer_jax.attention.masks import Mask, is_concrete
 from synthesizer_jax.attention.terms import Banded, Terms

@@ -416,11 +416,9 @@ def _real(
 
 def _before(lengths: jax.Array, n: int) -> jax.Array:
     """Returns which of n positions lie before lengths ``[...]``, bool ``[..., n]``."""
-    lengths = jnp.asarray(lengths, int)[..., None]
-    return (
-        jax.lax.broadcasted_iota(lengths.dtype, (*lengths.shape[:-1], n), lengths.ndim - 1)
-        < lengths
-    )
+    lengths = jnp.asarray(lengths, int)
+    position = jax.lax.broadcasted_iota(lengths.dtype, (*lengths.shape, n), lengths.ndim)
+    return position < lengths[..., None]
 
 
 def _equal_ranks(*parts: jax.Array) -> list[jax.Array]:

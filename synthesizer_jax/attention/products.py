@@ -104,31 +104,24 @@ def _explicit_product(
 
 
 def output_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Returns ``x kernel``, the logits of a vocabulary, in float32 or wider.
+    """Returns the logits ``x kernel`` of ``[..., d]`` and ``[d, v]``, in float32 or wider.
 
-    The operands have the dtype of `x`, in the backward pass too, where JAX would multiply float32
-    cotangents.
-
-    Args:
-      x: ``[..., d]``.
-      kernel: ``[d, v]``.
+    All factors are in `x`'s dtype; in the backward pass JAX would multiply float32 cotangents.
     """
 
     def product(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
         return jnp.matmul(*inputs, preferred_element_type=logits_dtype(*inputs))
 
     def backward(
-        inputs: tuple[jax.Array, jax.Array], _: None, residuals: None, g: jax.Array
+        inputs: tuple[jax.Array, jax.Array], _: None, __: None, g: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        del residuals
-        (x, kernel), rows = inputs, tuple(range(inputs[0].ndim - 1))
+        (x, kernel), rows = inputs, tuple(range(g.ndim - 1))
         g = g.astype(x.dtype)
         return g @ kernel.T, jnp.tensordot(x, g, (rows, rows))
 
-    differentiable = with_gradient(
-        lambda inputs: (product(inputs), None), backward, product, reads_output=False
-    )
-    return differentiable(match_varying_axes(x, kernel.astype(x.dtype)))
+    forward = lambda inputs: (product(inputs), None)
+    run = with_gradient(forward, backward, product, reads_output=False)
+    return run(match_varying_axes(x, kernel.astype(x.dtype)))
 
 
 def matmul_nt(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:

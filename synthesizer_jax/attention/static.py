@@ -360,9 +360,9 @@ def _grouped_fwd(
     num_keys = sum(
         _contract_keys("qk,bk->qb", r[0].astype(dtype), keys, dtype=dtype) for r, keys in regions
     )
-    has_keys = (num_keys > 0)[None]
+    has_keys = jnp.expand_dims(num_keys > 0, 0)
     queries = mask.queries(q_length)
-    has_keys = has_keys if queries is None else has_keys & queries.T
+    has_keys = has_keys if queries is None else has_keys & queries.T[None]
 
     def update_group(
         j: jax.Array, results: tuple[jax.Array, jax.Array, jax.Array]

@@ -101,7 +101,7 @@ class Dropout(nn.Module):
         keep = jax.random.bernoulli(
             self.make_rng("dropout"), 1.0 - self.rate, (x.shape[0], 1, x.shape[2])
         )
-        return x * (keep / (1.0 - self.rate)).astype(x.dtype)
+        return x * (keep.astype(jnp.float32) / (1.0 - self.rate)).astype(x.dtype)
 
 
 @register

@@ -224,15 +224,13 @@ def _class_signature(linen_class: type[linen.Module], base: type[LinenModule]) -
     return inspect.Signature([*parameters, *_keyword_parameters(base.__init__)])
 
 
-def _make_init(
-    init: types.FunctionType, name: str, signature: inspect.Signature
-) -> types.FunctionType:
+def _make_init(init: PyTree, name: str, signature: inspect.Signature) -> types.FunctionType:
     """Returns an `__init__` that shows a class' fields, and that errors name as the class' own."""
     own = types.FunctionType(init.__code__, init.__globals__, "__init__", None, init.__closure__)
     own.__kwdefaults__, own.__doc__ = init.__kwdefaults__, init.__doc__
     own.__qualname__ = f"{name}.__init__"
     itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    own.__signature__ = signature.replace(  # type: ignore[attr-defined]
+    vars(own)["__signature__"] = signature.replace(
         parameters=[itself, *signature.parameters.values()]
     )
     return own

@@ -204,6 +204,15 @@ def test_layers_may_differ(batch):
         assert np.all(np.isfinite(model.apply(variables, *batch)))
 
 
+def test_float16_is_refused():
+    with pytest.raises(
+        ValueError, match="EncoderDecoder: dtype='float16'; it must be 'float32' or"
+    ):
+        model_of("v", dtype="float16")
+    with pytest.raises(ValueError, match="dtype='float16'"):
+        model_of("v").copy(dtype="float16")
+
+
 def test_bfloat16_computes_in_bfloat16_with_float32_parameters(batch):
     model = model_of("rv", dtype="bfloat16")
     variables = model.init(jax.random.key(0), *batch)
