@@ -109,9 +109,11 @@ class Evaluator:
         _check_tasks(wanted, {*members, *itertools.chain(*measures.values())}, mixture)
         pairs = [pair for pair in pairs if measures[pair] & wanted]
         if not pairs:
+            known = dict.fromkeys(s for t in wanted for s in tasks.prepared_splits(t, data_dir))
+            choice = f"choose {' or '.join(known)}, or " if known else ""
             raise FileNotFoundError(
                 f"{', '.join(only) if only else mixture} has no examples of the split {split!r} in "
-                f"{data_dir}; import them with 'synthesizer-jax data import', or choose another split"
+                f"{data_dir}; {choice}import them with 'synthesizer-jax data import'"
             )
         self.lacking = sorted(wanted.difference(*(measures[pair] for pair in pairs)))
         self.sets = [
