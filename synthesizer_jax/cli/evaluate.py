@@ -83,6 +83,7 @@ def evaluate(
     are predicted and not scored.
     """
     from synthesizer_jax.evaluation import files
+    from synthesizer_jax.runs.progress import show_phases
     from synthesizer_jax.runtime import processes
 
     overrides = given(method=method, split=split, max_examples=max_examples, batch_size=batch_size)
@@ -90,7 +91,8 @@ def evaluate(
     selection = _Selection(step, every, follow)
     metrics = {}
     for number, variables in _restore_checkpoints(workdir, opened.layout, selection):
-        results, overall = opened.evaluator.measure(variables, mesh=opened.mesh)
+        with show_phases(visible=processes.is_process_zero()) as phase:
+            results, overall = opened.evaluator.measure(variables, mesh=opened.mesh, phase=phase)
         metrics[number] = {result.task: result.metrics for result in results}
         if processes.is_process_zero():
             part = bool(task) or max_examples is not None

@@ -45,13 +45,15 @@ def predict(
     from synthesizer_jax.checkpoints.manager import restore_variables
     from synthesizer_jax.evaluation import files
     from synthesizer_jax.evaluation.leaderboards import write_submission
+    from synthesizer_jax.runs.progress import show_phases
     from synthesizer_jax.runtime import processes
 
     overrides: dict[str, object] = {"split": split, "max_examples": None, "loss_batches": 0}
     overrides |= given(method=method, batch_size=batch_size)
     opened = open_run(workdir, data_dir=data_dir, overrides=overrides, tasks=task, imports=imports)
     number, variables = restore_variables(workdir / "checkpoints", step=step, layout=opened.layout)
-    results, _ = opened.evaluator.measure(variables, mesh=opened.mesh)
+    with show_phases(visible=processes.is_process_zero()) as phase:
+        results, _ = opened.evaluator.measure(variables, mesh=opened.mesh, phase=phase)
     if not processes.is_process_zero():
         return
     folder = output or files.evaluation_folder(workdir, number, opened.other_split)
