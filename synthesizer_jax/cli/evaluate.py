@@ -169,9 +169,11 @@ def measure_step(
       folder: where TASK.jsonl are written; None: they are not.
     """
     from synthesizer_jax.evaluation import files
+    from synthesizer_jax.runs.progress import show_phases
     from synthesizer_jax.runtime import processes
 
-    results, overall = opened.evaluator.measure(variables, mesh=opened.mesh)
+    with show_phases(visible=processes.is_process_zero()) as phase:
+        results, overall = opened.evaluator.measure(variables, mesh=opened.mesh, phase=phase)
     if processes.is_process_zero():
         print_results(step, results, overall)
         if folder is not None:
