@@ -59,7 +59,7 @@ def main() -> None:
                 check=True,
             )
             counts = json.loads(process.stdout.decode().splitlines()[-1])
-            name = "" if ours == "nothing" else f"`{ours}`"
+            name = "none" if ours == "nothing" else f"`{ours}`"
             rows.append({"suite": f"`{suite}`", "ours": name, "place": PLACES[ours], **counts})
     columns = {"suite": "tests", "ours": "ours", "place": "in the place of"}
     columns |= {name: f"{name}|d" for name in ("passed", "failed", "skipped")}
