@@ -198,6 +198,15 @@ def write_atomic(path: pathlib.Path, content: str | bytes | Iterable[str]) -> pa
     return path
 
 
+def refuse_links(directory: pathlib.Path) -> None:
+    """Raises an `OSError` for a link in a directory, through which what is written would go elsewhere."""
+    if in_bucket(directory) or not directory.is_dir():
+        return
+    for path in directory.iterdir():
+        if path.is_symlink():
+            raise OSError(f"{path} is a link; put what it points to in its place, or remove it")
+
+
 def check_regular(path: pathlib.Path) -> None:
     """Raises an `OSError` if the path exists but is not a regular file; opening a pipe would block."""
     if path.exists() and not path.is_file():

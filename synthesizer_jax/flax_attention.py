@@ -380,14 +380,16 @@ def _sow(module: nn.Module | nnx.Module | None, weights: jax.Array) -> None:
 def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
     shapes = f"query {query.shape}, key {key.shape} and value {value.shape}"
     if not query.ndim == key.ndim == value.ndim >= 3:
-        raise ValueError(f"attention_fn: {shapes} must all be [batch..., length, heads, width]")
+        raise ValueError(
+            f"attention_fn: {shapes} must be [batch..., length, heads, width], all of the same rank"
+        )
     if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        raise ValueError(f"attention_fn: {shapes} must have the same batch dimensions")
+        raise ValueError(f"attention_fn: {shapes}; their batch dims must match")
     if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"attention_fn: {shapes}; query and key must have the same width")
+        raise ValueError(f"attention_fn: {shapes}; query and key depths must match")
     if key.shape[-3:-1] != value.shape[-3:-1]:
         raise ValueError(
-            f"attention_fn: {shapes}; key and value must have the same length and number of heads"
+            f"attention_fn: {shapes}; key and value lengths must match, and so must their heads"
         )
     if query.shape[-2] % key.shape[-2]:
         raise ValueError(

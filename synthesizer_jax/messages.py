@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+Phase: TypeAlias = Callable[[str, int], Callable[[int], object]]
+"""Is told the title and the number of items of a phase of long work; returns what is told how many of them
+were done since the last call."""
+
+
+def silent_phase(_: str, __: int) -> Callable[[int], None]:
+    """A `Phase` that says nothing."""
+    return lambda _: None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -1,10 +1,11 @@
 # shellcheck shell=bash disable=SC2154
-# Checks what follows `--` before it costs money, against this checkout: command, options, recipe, workdir.
+# Checks what follows `--` before it costs money, against this checkout: command, options, recipe, places; and
+# where the program is installed, by it, the recipe's fields.
 # Part of tpu_scripts/launch, whose variables it uses.
 
 # check_run COMMAND WORD...: the program's command line. Sets nothing; ends with a sentence where it is wrong.
 check_run() {
-  local line known arguments=0 most=0 least=0 word first='' workdir='' given=' '
+  local line known arguments=0 most=0 least=0 word first='' value given=' ' settings=()
   command_line "$@" || fail "synthesizer-jax has no command ${1:-}; it has: $(command_names)"
   shift "$words"
   for word in $known; do
@@ -24,7 +25,12 @@ check_run() {
       -?*)
         check_option "$@"
         given+="${1%%=*} "
-        case $1 in --workdir) workdir=$2 ;; --workdir=*) workdir=${1#*=} ;; esac
+        case $1 in *=*) value=${1#*=} ;; *) value=${2:-} ;; esac
+        case ${1%%=*}:$value in
+          --workdir:* | --data-dir:*) check_place "${1%%=*}" "$value" ;;
+          --set:vocabulary.path=*) check_place vocabulary.path "${value#*=}" ;;
+        esac
+        case $1 in --set* | --import*) settings+=("${1%%=*}" "$value") ;; esac
         [[ $1 == *=* || $known != *" ${1}="* ]] || shift
         ;;
       *)
@@ -39,8 +45,7 @@ check_run() {
   for word in $known; do
     [[ $word != --*=! || $given == *" ${word%=!} "* ]] || fail "$line needs ${word%=!}"
   done
-  [[ $known != ' recipe '* ]] || check_recipe "$first"
-  [[ -z $workdir ]] || check_workdir "$workdir"
+  [[ $known != ' recipe '* ]] || check_recipe "$first" ${settings[@]+"${settings[@]}"}
 }
 
 # command_line WORD...: sets `words`, how many of them name the command, `line`, its name, and `known`, the
@@ -73,7 +78,8 @@ check_option() {
   fi
 }
 
-# check_recipe FILE.py[:FUNCTION] or NAME[:FUNCTION]: whether it is among what the run is given.
+# check_recipe FILE.py[:FUNCTION] or NAME[:FUNCTION], --set FIELD=VALUE...: whether the recipe is among what the
+# run is given, and has the fields.
 check_recipe() {
   local place=${1%%:*} function='' text names
   [[ $1 != *:* ]] || function=${1#*:}
@@ -95,17 +101,23 @@ check_recipe() {
     text=$(< "$here/../configs/$place.py")
   fi
   [[ -z $function ]] || grep -qE "^(def )?$function *[(=:]" <<< "$text" || fail "$place has no recipe $function"
+  if command -v synthesizer-jax > /dev/null; then
+    (cd "$code" && synthesizer-jax recipes "$@" > /dev/null) || exit 2
+  else
+    say "the fields of $1 are not checked: synthesizer-jax is not installed here"
+  fi
 }
 
-# check_workdir DIRECTORY: whether it outlives the machines.
-check_workdir() {
+# check_place OPTION PATH: whether it outlives the machines; what is only read may also come with the code.
+check_place() {
   local kept='bucket/… with --bucket, or gs://…'
-  case $action:$1 in
-    slurm:* | *:gs://?*) ;;
-    xpk:/*) ;;
-    xpk:*) fail "--workdir $1 is inside the container and lost with it; give the path of a mounted bucket, or gs://…" ;;
-    *:../* | *:*/../* | *:*/..) fail "--workdir $1 leads elsewhere; give $kept" ;;
+  [[ $1 == --workdir ]] || ! git -C "$code" cat-file -e "HEAD:./$2" 2> /dev/null || return 0
+  case $action:$1:$2 in
+    slurm:* | *:gs://?* | xpk:*:/*) ;;
+    jobset:--data-dir:/* | jobset:vocabulary.path:/*) ;; # lies in the image
+    xpk:*) fail "$1 $2 is inside the container and lost with it; give the path of a mounted bucket, or gs://…" ;;
+    *:../* | *:*/../* | *:*/..) fail "$1 $2 leads elsewhere; give $kept" ;;
     *:bucket/?* | *:./bucket/?*) ;;
-    *) fail "--workdir $1 is on disks that go away with the machines; give $kept" ;;
+    *) fail "$1 $2 is on disks that go away with the machines; give $kept" ;;
   esac
 }

@@ -108,6 +108,10 @@ def run() -> None:
     try:
         app()
     except Exception as error:
+        preemption = sys.modules.get("synthesizer_jax.runtime.preemption")
+        if preemption is not None and isinstance(error, preemption.Preempted):
+            print(error, file=sys.stderr)
+            sys.exit(error.exit_code)
         if _is_user_error(error) and not os.environ.get(TRACEBACK):
             print(
                 f"error: {missing_extra_message(error) or _one_line_message(error)}",

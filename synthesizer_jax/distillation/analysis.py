@@ -17,6 +17,7 @@ from synthesizer_jax.distillation.static_attention import (
     StaticAttention,
     measure_static_attention,
 )
+from synthesizer_jax.messages import Phase, silent_phase
 from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import batch_sharding, use_mesh
@@ -32,6 +33,7 @@ def analyze_run(
     examples: tuple[int, int],
     batch_size: int,
     tolerance: float,
+    phase: Phase = silent_phase,
 ) -> StaticAttention:
     """Measures the static attention of a run's model, see `measure_static_attention`.
 
@@ -42,6 +44,7 @@ def analyze_run(
         evaluation's split they are measured on; rounded up to whole batches.
       batch_size: number of examples of a batch.
       tolerance: the share by which the loss may rise.
+      phase: is told what is done.
 
     Raises:
       FileNotFoundError: there is no checkpoint or no data.
@@ -63,6 +66,7 @@ def analyze_run(
     _, variables = restore_variables(directory / "checkpoints", step=step, layout=layout)
     data = replace(experiment.data, pack=False, batch_size=batch_size, shards=1)
     splits = (data.split, experiment.evaluation.split)
+    phase(f"reading examples of {data.mixture}", 1)
     fit_to, held_out = (
         _read(replace(data, split=split), count, mesh, vocabulary=vocabulary, data_dir=places)
         for split, count in zip(splits, examples, strict=True)
@@ -74,6 +78,7 @@ def analyze_run(
             fit_to=fit_to,
             held_out=held_out,
             tolerance=tolerance,
+            phase=phase,
         )
 
 

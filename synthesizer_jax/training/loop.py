@@ -221,10 +221,12 @@ class _Run:
                 batch = self.trainer.shard_batch(next(self.stream))
                 if step == start:
                     self.trainer.check_memory()  # again: reading data has taken some
-                compiled = self.trainer.num_compiled
-                state, metrics = self.trainer.step(state, batch)
-                if self.trainer.num_compiled > compiled:
+                if not self.trainer.is_compiled(batch):
+                    self.log()  # the last step has ended when the clock stops
+                    with self.throughput.pause():
+                        self.trainer.compile(batch)
                     self.progress.say(step, f"compiled for {self.trainer.num_compiled} shapes")
+                state, metrics = self.trainer.step(state, batch)
                 if jax.process_count() > 1:
                     metrics[STOP] = self.trainer.max_over_processes(
                         self.stop.received, after=metrics["loss"]
@@ -301,6 +303,7 @@ class _Run:
         self.log()
         self.logs.copy()
         self.checkpoints.save(state, self.stream)
+        self.stop.trained = True
         if wait:
             self.checkpoints.wait()
         self.report_saved()

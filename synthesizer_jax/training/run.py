@@ -94,9 +94,11 @@ def run(
             report=print if visible else lambda _: None,
         )
     with contextlib.ExitStack() as stack:
+        lock = stack.enter_context(contextlib.ExitStack())
         if processes.is_process_zero():
-            stack.enter_context(lock_directory(directory))
-        stop = stack.enter_context(StopSignal())
+            lock.enter_context(lock_directory(directory))
+        stop = stack.enter_context(StopSignal(release=lock.close))
+        stop.trained = bool(finished_steps(directory / "checkpoints"))
         if visible:
             print(f"{directory}: reading {experiment.data.mixture}", flush=True)
         with stop.region():

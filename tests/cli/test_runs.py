@@ -54,6 +54,22 @@ def start(command: list[str], **options) -> subprocess.Popen:
     return subprocess.Popen(own, env=without_devices(), **options)
 
 
+def test_stopped_before_the_first_step_nothing_is_left(tmp_path, data) -> None:
+    workdir = tmp_path / "run"
+    command = arguments(workdir, data, "training.steps=4", "mesh.fsdp=1")
+    with start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while line := process.stdout.readline():
+            if "compiling" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate()
+    assert process.returncode == 75, errors
+    assert errors.endswith(
+        "stopped by SIGTERM; nothing has been trained yet, start the same command again\n"
+    )
+    assert not workdir.exists()
+
+
 def read_terminal(descriptor: int, until: str | None = None) -> str:
     """What a program writes to its terminal, until a text comes or the program ends."""
     shown = b""

@@ -1,13 +1,14 @@
 """What `tpu_scripts/launch` checks before anything costs money: slices, command lines, work directories."""
 
 import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
 from synthesizer_jax.cli.main import app
 from synthesizer_jax.costs import chips
-from tests.tpu_scripts.world import ROOT, SCRIPTS, World
+from tests.tpu_scripts.world import LAUNCH, ROOT, SCRIPTS, World
 from tools import tpu_commands
 
 PLACE = ("--name", "pod", "--zone", "here")
@@ -94,6 +95,11 @@ RECIPES = (
         (("quickstart", "--workdir=/runs/rv"), "--workdir /runs/rv is on disks that go away with"),
         (("quickstart", "--workdir=bucket"), "--workdir bucket is on disks that go away with"),
         (("quickstart", "--workdir", "bucket/../rv"), "--workdir bucket/../rv leads elsewhere"),
+        (("quickstart", *WORKDIR, "--data-dir=data"), "--data-dir data is on disks that go away"),
+        (
+            ("quickstart", *WORKDIR, "--set", "vocabulary.path=spiece.model"),
+            "vocabulary.path spiece.model is on disks that go away with",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_refused_before_it_costs_money(world, run, message, dry):
@@ -103,13 +109,51 @@ def test_a_wrong_command_line_is_refused_before_it_costs_money(world, run, messa
         assert refused(world, *place, *dry, "--", *run).startswith(message)
 
 
+def test_the_fields_of_a_recipe_are_checked_where_the_program_is_installed(world):
+    run = (
+        "train",
+        *PLACE,
+        "--",
+        "quickstart:random_vanilla",
+        *WORKDIR,
+        "--set",
+        "training.stepz=3",
+    )
+    program = world.folder / "bin" / "synthesizer-jax"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m synthesizer_jax "$@"\n')
+    assert "Training has no field 'stepz', did you mean 'steps'?" in refused(world, *run)
+    program.unlink()
+    done = world.run(LAUNCH, *run, PATH=f"{program.parent}:/usr/bin:/bin")
+    assert done.returncode == 0
+    assert "are not checked: synthesizer-jax is not installed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (
+            ("--zone", "us-east5"),
+            "--zone is us-east5, a region; give one of its zones, such as us-east5-b",
+        ),
+        (("--bucket", "b"), "3 to 63 characters"),
+        (("--bucket", "a" * 64 + ".b"), "3 to 63 characters"),
+        (("--bucket", "-runs"), "begins and ends with a small letter or a digit"),
+        (("--bucket", "10.0.0.1"), "is no IP address"),
+        (("--bucket", "my-google-runs"), "nor holds google"),
+    ],
+)
+def test_names_that_google_does_not_have_are_refused(world, option, message):
+    assert message in refused(world, "setup", *PLACE, *option)
+
+
 def test_what_is_right_or_unchecked_is_let_through(world):
     right = [
         ("train", *PLACE, "--", "quickstart:random_vanilla", "--workdir", "./bucket/rv", "--quiet"),
         ("train", *PLACE, "--", "tests/training/tiny.py:experiment", *WORKDIR, "--set", "--x"),
         ("train", *PLACE, *GS),
+        ("train", *PLACE, *GS, "--data-dir", "bucket/data", "--set", "vocabulary.path=README.md"),
         ("babysit", *PLACE, "--type", "v6e-16", *GS),
-        ("jobset", *IMAGE, "--", "/recipes/mine.py", *GS[2:]),
+        ("jobset", *IMAGE, "--", "/recipes/mine.py", *GS[2:], "--data-dir", "/data"),
         ("train", *PLACE, "--unchecked", "--", "mine", "--wrokdir", "rv"),
     ]
     for action, *words in right:

@@ -130,7 +130,10 @@ def test_the_topology_gives_hosts_and_chips(world, words, hosts, chips):
             ("v6e", "2x4", "--chips-per-host", "3"),
             "--topology 2x4 has 8 chips, which --chips-per-host 3",
         ),
-        (("v6e", "2x2", "--bucket", "a\nb"), "--bucket is $'a\\nb'; it is the name of a bucket"),
+        (
+            ("v6e", "2x2", "--bucket", "a\nb"),
+            "--bucket is $'a\\nb'; the name of a bucket has small letters",
+        ),
         (("v6e", "2x2", "--service-account", "a\nb"), "the argument $'a\\nb' holds a control"),
     ],
 )

@@ -250,7 +250,11 @@ def test_a_dry_run_prints_what_is_called(world):
         ("create", (*PLACE, "--type", "v6e-4", "--flex-start", "long"), "--flex-start is long"),
         ("create", (*PLACE, "--type", "v6e-4", "--flex-start", "8d"), "--flex-start is 8d"),
         ("create", (*PLACE, "--type", "v6e"), "'v6e' names no slice; give chips as in v6e:2x4"),
-        ("setup", (*PLACE, "--bucket", "gs://runs"), "--bucket is gs://runs; it is the name of"),
+        (
+            "setup",
+            (*PLACE, "--bucket", "gs://runs"),
+            "--bucket is gs://runs; the name of a bucket has small",
+        ),
         ("babysit", (*SPOT, *RUN), "bucket/runs/rv is in the directory where --bucket"),
         (
             "babysit",

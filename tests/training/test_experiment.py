@@ -47,10 +47,32 @@ def test_json_round_trip(tmp_path):
         ("init_from=runs/a", lambda e: e.init_from == "runs/a"),
         ("model=t5_1_1_tiny", lambda e: e.model == ZOO["t5_1_1_tiny"]()),
         ("model=lm_base", lambda e: e.model == ZOO["lm_base"]()),
+        ("data.buckets=((4, 2),(6, 4))", lambda e: e.data.buckets == ((4, 2), (6, 4))),
+        ("data.buckets=[(4, 2)]", lambda e: e.data.buckets == ((4, 2),)),
+        ("evaluation.max_examples=None", lambda e: e.evaluation.max_examples is None),
+        ("data.mixture='mine'", lambda e: e.data.mixture == "mine"),
     ],
 )  # fmt: skip
 def test_overrides_are_typed(assignment, read):
     assert read(override(experiment(), assignment))
+
+
+@pytest.mark.parametrize(
+    ("assignments", "read"),
+    [
+        (
+            ["data.inputs_length=32", "data.buckets=((16, 4),)"],
+            lambda e: e.data.shapes[0] == (16, 4),
+        ),
+        (["data.buckets=((16, 4),)", "data.inputs_length=32"], lambda e: bool(e.data.buckets)),
+        (["data.shards=3", "data.batch_size=3"], lambda e: e.data.shards == e.data.batch_size == 3),
+        (["model=t5_1_1_tiny", "model.d_model=16"], lambda e: e.model.d_model == 16),
+        (["model.d_model=16", "model=t5_1_1_tiny"], lambda e: e.model.d_model == 32),
+        (["training.steps=2", "training.steps=3"], lambda e: e.training.steps == 3),
+    ],
+)
+def test_fields_that_are_valid_only_together_are_set_together(assignments, read):
+    assert read(override(experiment(), *assignments))
 
 
 @pytest.mark.parametrize(
@@ -62,6 +84,7 @@ def test_overrides_are_typed(assignment, read):
         pytest.param(
             "training.steps=" + "1" * 5000, "training.steps=1{57}…: expected int", id="digits"
         ),
+        pytest.param("training.steps=" + "(" * 9000, r"training.steps=\({57}…: exp", id="tuples"),
         pytest.param(
             "training.steps=" + "[" * 100_000, r"training.steps=\[{57}…: expected int", id="deep"
         ),
@@ -69,7 +92,7 @@ def test_overrides_are_typed(assignment, read):
         ("model.encoder.runs.7.repeats=1", "'7' is not an index below 1"),
         ("training.steps.more=1", "inside a plain value"),
         ('training.optimizer={"type": "Sgd"}', "unknown type 'Sgd'"),
-        ("data.batch_size=10", "is not divisible by shards"),
+        ("data.batch_size=10", r"is not divisible by data.shards=4.*; or set data.shards too"),
         ("model=t5_1_1_tin", "there is no model 't5_1_1_tin', did you mean 't5_1_1_tiny'"),
         ('model={"type": "Bytes"}', "model=Bytes: expected EncoderDecoder or LanguageModel or Enc"),
         ("training.optimizer.b3=1", "AdamW has no field 'b3', did you mean 'b2'"),
