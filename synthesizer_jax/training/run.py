@@ -19,6 +19,7 @@ from synthesizer_jax.evaluation.evaluation_sets import evaluation_tasks
 from synthesizer_jax.evaluation.evaluator import Evaluator, check_masked_tasks, log_values
 from synthesizer_jax.evaluation.files import evaluation_folder, write_all_predictions, write_results
 from synthesizer_jax.files import storage_path
+from synthesizer_jax.messages import escape_controls
 from synthesizer_jax.models import TextToText
 from synthesizer_jax.runs import code
 from synthesizer_jax.runs.lock import lock_directory
@@ -100,7 +101,7 @@ def run(
         stop = stack.enter_context(StopSignal(release=lock.close))
         stop.trained = bool(finished_steps(directory / "checkpoints"))
         if visible:
-            print(f"{directory}: reading {experiment.data.mixture}", flush=True)
+            print(escape_controls(f"{directory}: reading {experiment.data.mixture}"), flush=True)
         with stop.region():
             experiment, vocabulary = _open_vocabulary(experiment, directory, places)
             check_masked_tasks(experiment.model, experiment.data)
