@@ -101,8 +101,9 @@ def run() -> None:
 
     With the environment variable SYNTHESIZER_JAX_TRACEBACK=1 tracebacks are printed.
     """
-    # SeqIO logs every split that it skips.
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # SeqIO logs every split that it skips, and Orbax the tracebacks of errors that it raises.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     if sys.argv[1:2] and sys.argv[1] in LONG:
         restart_with_large_pages()
     enable_compilation_cache()
