@@ -198,6 +198,24 @@ def write_atomic(path: pathlib.Path, content: str | bytes | Iterable[str]) -> pa
     return path
 
 
+@contextlib.contextmanager
+def name_write_errors(directory: pathlib.Path) -> Iterator[None]:
+    """Names a directory in errors of writing to it that name no file, as those of a full disk.
+
+    Raises:
+      OSError: in the place of one without a path, or of the `ValueError` that TensorStore raises.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        number = int(code[1]) if code else getattr(error, "errno", None)
+        if number is None or getattr(error, "filename", None) is not None:
+            raise
+        kept = f"{os.strerror(number)}; what was finished is kept"
+        raise OSError(number, kept, str(directory)) from error
+
+
 def refuse_links(directory: pathlib.Path) -> None:
     """Raises an `OSError` for a link in a directory, through which what is written would go elsewhere."""
     if in_bucket(directory) or not directory.is_dir():

@@ -114,12 +114,7 @@ def _parse_text(text: str) -> JSON:
 
 @dataclasses.dataclass
 class _Change:
-    """What assignments do to a value.
-
-    Attributes:
-      text: a new value, as it was typed; None keeps the old one.
-      inside: then changes inside it, by the names of fields or the indices of entries.
-    """
+    """A new value, as it was typed (None: the old one), and then changes inside it by field or index."""
 
     text: str | None = None
     inside: dict[str, _Change] = dataclasses.field(default_factory=dict)

@@ -62,9 +62,6 @@ FORMS: Mapping[str, Callable[[int, bool], Alignment]] = MappingProxyType(
 MOST_POINTS = 16
 """Measured numbers of replaced heads, besides none, all, and those around the tolerance."""
 
-OVERFITTED = 0.05
-"""Share of the divergence from equal weights by which a fitted table may be worse than another form."""
-
 MOST_PICTURES = 4
 """Of the most static heads of a stack, and of the least static."""
 
@@ -163,16 +160,6 @@ class StaticAttention:
         """The last point before the loss first exceeds the tolerance."""
         return list(itertools.takewhile(lambda p: p.loss <= self.highest_loss, self.points))[-1]
 
-    @property
-    def overfitted(self) -> Sequence[Head]:
-        """Heads which equal weights or another form describe better than the table, which can be any."""
-        return [
-            head
-            for head in self.heads
-            if min(head.uniform, *head.divergences.values())
-            < head.divergences[TABLE] - OVERFITTED * head.uniform
-        ]
-
 
 def measure_static_attention(
     model: EncoderDecoder,
@@ -206,13 +193,7 @@ def measure_static_attention(
 
     def statistics(of: str, batches: Sequence[Batch]) -> dict[Layer, Statistics]:
         advance = phase(f"attention of {_count(batches):,} {of} examples", len(batches))
-
-        def counted() -> Iterator[Batch]:
-            for batch in batches:
-                yield batch
-                advance(1)
-
-        return collect_statistics(model, variables, counted(), layers)
+        return collect_statistics(model, variables, batches, layers, advance=advance)
 
     fitted, measured = statistics("training", fit_to), statistics("held-out", held_out)
     heads: list[Head] = []

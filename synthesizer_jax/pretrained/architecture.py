@@ -17,7 +17,7 @@ from synthesizer_jax.models.zoo import dot_product
 from synthesizer_jax.registry import to_json
 from synthesizer_jax.typing import PyTree
 
-MOST_LAYERS = 1000
+MOST_LAYERS = 256
 """Of a stack; a file that names more is damaged, and tracing them would take hours."""
 
 

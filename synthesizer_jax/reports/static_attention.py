@@ -11,6 +11,7 @@ from markupsafe import Markup
 
 from synthesizer_jax.distillation.static_attention import (
     FORMS,
+    TABLE,
     Head,
     Picture,
     Point,
@@ -19,6 +20,9 @@ from synthesizer_jax.distillation.static_attention import (
 from synthesizer_jax.files import write_atomic
 from synthesizer_jax.reports.charts import grids, heat_maps, line_chart
 from synthesizer_jax.reports.page import ENVIRONMENT
+
+OVERFITTED = 0.05
+"""Share of the divergence from equal weights by which a fitted table may be worse than another form."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +106,12 @@ def warnings_about(found: StaticAttention) -> list[str]:
             "the tolerance too: this model does not use its attention; train it longer before you conclude "
             "anything."
         )
-    if found.overfitted:
+    # A table can be any other form, so one that is much worse on held-out examples is overfitted.
+    best = [min(h.uniform, *h.divergences.values()) + OVERFITTED * h.uniform for h in found.heads]
+    worse = sum(b < h.divergences[TABLE] for b, h in zip(best, found.heads, strict=True))
+    if worse:
         warnings.append(
-            f"Equal weights or another form describe {len(found.overfitted)} of {len(found.heads)} heads "
+            f"Equal weights or another form describe {worse} of {len(found.heads)} heads "
             f"better than the table: {found.fitted:,} examples are too few to fit it; give more with "
             "--examples."
         )

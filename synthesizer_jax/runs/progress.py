@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from synthesizer_jax.messages import Phase
+from synthesizer_jax.messages import Phase, escape_controls
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_scores
 
 OVERALL = ("score", "loss", "goodput")
@@ -46,7 +46,7 @@ class Progress:
             disable=not shown,
         )
         self._shown = shown
-        self._task = self._bar.add_task(title, total=total, numbers="")
+        self._task = self._bar.add_task(escape_controls(title), total=total, numbers="")
 
     def begin(self, step: int) -> None:
         """Shows the bar at a number of finished steps."""
@@ -90,7 +90,7 @@ class Progress:
     def note(self, text: str) -> None:
         """Prints a line above the bar."""
         if self._visible:
-            self._console.print(text)
+            self._console.print(escape_controls(text))
 
     def close(self) -> None:
         """Stops the display."""
@@ -106,7 +106,7 @@ def show_phases(*, visible: bool = True) -> Iterator[Phase]:
 
     def phase(title: str, total: int) -> Callable[[int], object]:
         if visible:
-            console.print(title)
+            console.print(escape_controls(title))
         for task in bar.task_ids:
             bar.remove_task(task)
         return functools.partial(bar.advance, bar.add_task("", total=total))

@@ -35,21 +35,12 @@ def exit_on_signals() -> None:
 
 
 class Preempted(Exception):  # noqa: N818 - an event, not an error
-    """The process received a signal to stop; the caller saves and exits with `exit_code`.
-
-    Args:
-      number: of the signal.
-      trained: whether there is anything to save.
-    """
+    """The process received a signal to stop; the caller saves and exits with `exit_code`."""
 
     def __init__(self, number: int, *, trained: bool = True):
         self.signal = signal.Signals(number)
-        state = (
-            "everything is saved, start the same command again to continue"
-            if trained
-            else "nothing has been trained yet, start the same command again"
-        )
-        super().__init__(f"stopped by {self.signal.name}; {state}")
+        state = "everything is saved" if trained else "nothing has been trained yet"
+        super().__init__(f"stopped by {self.signal.name}; {state}, start the same command again")
 
     @property
     def exit_code(self) -> int:
@@ -74,22 +65,12 @@ class StopSignal:
     remains ignored. In a notebook or an interactive interpreter the process is not ended: a region runs to
     its end, and a second SIGINT raises `KeyboardInterrupt`.
 
-    Attributes:
-      trained: whether the run has a state that its next start continues.
-
-    Args:
-      log: receives the last line of the process.
-      release: called before the process ends in a region, such as to remove a lock.
+    The caller sets `trained`, whether the run has a state that its next start continues. Before the process
+    ends in a region, `release` is called.
     """
 
-    def __init__(
-        self,
-        log: Callable[[str], None] = processes.print_line,
-        *,
-        release: Callable[[], None] = lambda: None,
-    ):
-        self.trained = True
-        self._log, self._release = log, release
+    def __init__(self, release: Callable[[], None] = lambda: None):
+        self.trained, self._release = True, release
         self._ends_process = not hasattr(sys, "ps1") and "ipykernel" not in sys.modules
         self._lock = threading.Lock()
         self._received = 0
@@ -166,7 +147,9 @@ class StopSignal:
         while numbers := self._receiver.recv(64):
             interrupts += numbers.count(signal.SIGINT)
             if interrupts > 1 and self._ends_process:
-                self._log("stopped by a second Ctrl-C; steps since the last checkpoint are lost")
+                processes.print_line(
+                    "stopped by a second Ctrl-C; steps since the last checkpoint are lost"
+                )
                 os._exit(EXIT_CODES[signal.SIGINT])
             if first == 0:
                 first = next((n % FROM_OTHERS for n in numbers if n % FROM_OTHERS in EXIT_CODES), 0)
@@ -192,7 +175,7 @@ class StopSignal:
 
     def _exit(self, preempted: Preempted) -> None:
         self._release()
-        self._log(str(preempted))
+        processes.print_line(str(preempted))
         sys.stdout.flush()
         sys.stderr.flush()
         jax.distributed.shutdown()  # waits for the other processes

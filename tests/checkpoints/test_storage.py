@@ -195,6 +195,6 @@ def test_the_first_damaged_array_is_said_without_tracebacks_of_the_others(
     monkeypatch.setattr(sys, "unraisablehook", printed.append)
     monkeypatch.setattr(sys, "excepthook", lambda *raised: printed.append(raised))
     for _ in range(3):
-        with pytest.raises(ValueError, match="DATA_LOSS"), storage.finish_reads():
+        with pytest.raises(ValueError, match="DATA_LOSS"), storage.finish_tasks():
             handler.restore(tmp_path / "state", args=ocp.args.StandardRestore(arrays))
     assert not printed

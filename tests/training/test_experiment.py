@@ -19,6 +19,7 @@ from synthesizer_jax.training.run_directory import (
     resolve_vocabulary,
     save_experiment,
 )
+from synthesizer_jax.training.trainer import Trainer
 from tests.training.tiny import experiment
 
 
@@ -153,6 +154,9 @@ WRONG = [
     ("model.encoder.dropout_rate=1.1", "model.encoder.dropout_rate is 1.1; allowed: 0 to below 1"),
     ("model.encoder.remat=some", "model.encoder.remat is 'some'; allowed: 'full', 'dots'"),
     ("model.encoder.runs.0.repeats=-1", r"model.encoder.runs.0.repeats is -1; allowed: 1 to"),
+    ("model.encoder.runs.0.repeats=1000000", r"repeats is 1000000; allowed: 1 to 256"),
+    ("model.d_model=2147483647", "model.d_model is 2147483647; allowed: 1 to 1,048,576"),
+    ("data.inputs_length=1000000000", "data.inputs_length is 1000000000; allowed: 0 to 1,048,576"),
     ("model.encoder.runs.0.block.self_mixer.num_heads=0", "self_mixer.num_heads is 0"),
     ("model.encoder.runs.0.block.self_mixer.head_dim=-4", "self_mixer.head_dim is -4"),
     (
@@ -172,6 +176,15 @@ def test_values_out_of_their_range_are_refused_at_once(assignment, message):
     with pytest.raises(ValueError, match=message) as error:
         override(experiment(), assignment)
     assert "\n" not in str(error.value)
+
+
+def test_a_model_of_absurd_size_is_refused_before_it_is_built():
+    mixer = "model.decoder.runs.0.block.self_mixer"
+    large = override(experiment(), f"{mixer}.num_heads=1048576", f"{mixer}.head_dim=1048576")
+    with pytest.raises(
+        ValueError, match=r"the model has [\d,]{18,} parameters; allowed: 1,099,511"
+    ):
+        Trainer(large)
 
 
 @pytest.mark.parametrize(
@@ -250,6 +263,17 @@ DAMAGES = {
     damaged(
         lambda d: d["mesh"].update(dcn_fsdp=-(2**63))
     ): r"mesh\.dcn_fsdp is -9223372036854775808",
+    damaged(lambda d: d["data"].update({"x" * 10**6: 1})): r"DataConfig has no field 'x{56}…",
+    damaged(lambda d: d["data"].update(type="x" * 10**6)): r"data: unknown type 'x{56}…",
+    damaged(
+        lambda d: d["data"].update(objective={"x" * 10**6: {"type": 1}})
+    ): r"data.objec.*x…: un",
+    damaged(lambda d: d["data"].update(seed="SEED")).replace(
+        '"SEED"', "1" * 5000
+    ): r"json: .*digits",
+    damaged(
+        lambda d: d["data"].update(mixture="glue_rte_v002", split="x" * 10**6)
+    ): r"data\.split is 'x{56}…; the tasks",
     damaged(lambda d: d["model"].update(encoder=None)): r"model\.encoder is None, expected Stack",
     damaged(
         lambda d: d["model"].update(encoder={"type": "os.system"})
