@@ -165,6 +165,7 @@ class SeqioTaskStream:
     """
 
     index: int | None = None
+    epoch = 0
 
     def __init__(
         self,
