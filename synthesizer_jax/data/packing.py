@@ -75,7 +75,8 @@ class Packer:
         for example, number in zip(examples, self._numbers, strict=False):
             self._pending[number] = example
             self._waiting[example.member, example.epoch] += 1
-            self._by_length.append(self._key(example, number))
+            if not self._waiting[example.member, example.epoch - 1]:
+                self._by_length.append(self._key(example, number))
         self._by_length.sort()
 
     def _find(self, inputs: int, targets: int) -> int | None:
@@ -83,9 +84,7 @@ class Packer:
         longest = targets if self._sorts_targets else inputs
         for place in range(bisect.bisect_left(self._by_length, _key(longest, -1)) - 1, -1, -1):
             example = self._pending[_number(self._by_length[place])]
-            is_early = self._waiting[example.member, example.epoch - 1] > 0
-            fits = len(example.inputs) <= inputs and len(example.targets) <= targets
-            if fits and not is_early:
+            if len(example.inputs) <= inputs and len(example.targets) <= targets:
                 return place
         return None
 
@@ -94,7 +93,12 @@ class Packer:
 
     def _remove(self, place: int) -> Drawn:
         example = self._pending.pop(_number(self._by_length.pop(place)))
-        self._waiting[example.member, example.epoch] -= 1
+        epoch = example.member, example.epoch
+        self._waiting[epoch] -= 1
+        if not self._waiting[epoch]:  # the next may follow
+            following = (i for i in self._pending.items() if (i[1].member, i[1].epoch - 1) == epoch)
+            self._by_length += (self._key(example, number) for number, example in following)
+            self._by_length.sort()
         return example
 
 
