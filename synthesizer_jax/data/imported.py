@@ -146,13 +146,6 @@ class FileTask:
                     f"{', '.join(self.metrics)} answers are {max(compared - {'anything'})}; leave it out"
                 )
 
-    def definition(self, splits: Sequence[str]) -> TaskDefinition:
-        """Returns the definition of the task with these splits."""
-        words = tuple(dict.fromkeys(self.labels.values()))
-        return _make_definition(
-            self.name, self.metrics, words, splits=splits, has_inputs=self.inputs is not None
-        )
-
     def texts(self, row: Row) -> tuple[str, str]:
         """Returns the input (empty if the task has none) and the target of a row."""
         target = self.targets(row)
@@ -251,19 +244,20 @@ def import_files(
     data_dir: pathlib.Path,
     *,
     vocabulary: Codec | None = None,
+    renew: bool = False,
 ) -> list[SplitSummary]:
     """Writes a task's data set, all of it or nothing, and its definition.
-
-    An imported task of the same name is replaced.
 
     Args:
       task: the task.
       splits: the rows of its splits.
       data_dir: a TFDS data directory; created if it does not exist.
       vocabulary: whose tokens the summaries count; None: words.
+      renew: whether an imported task of the same name is replaced; otherwise the splits are added to it.
 
     Raises:
-      ValueError: a row is broken, a split is empty, or the name is that of a task of the package.
+      ValueError: a row is broken, a split is empty or there already, or the name is that of a task of
+        the package.
     """
     import tensorflow_datasets as tfds
 
@@ -273,7 +267,6 @@ def import_files(
             f"the name {task.name!r} is that of a task of this package; choose another"
         )
     found = [SplitSummary(split, vocabulary) for split in splits]
-    definition = task.definition(list(splits))
     with staging(data_dir, task.name) as stage:
         directory = write_dataset(
             FOLDER,
@@ -289,12 +282,12 @@ def import_files(
             data_dir=stage.data,
         )
         write_atomic(directory / DEFINITION, json.dumps(_to_json(task), indent=1) + "\n")
-        stage.commit([directory])
+        stage.commit([directory], renew=renew)
     for i, summary in enumerate(found):
         for other in found[:i]:
             if n := len(summary.digests & other.digests):
                 summary.shared[other.split] = n
-    tasks.add([definition])
+    tasks.add([_read_definition(data_dir / FOLDER / task.name / VERSION / DEFINITION)])
     return found
 
 

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
+from synthesizer_jax.data.storage import keep_splits
 from synthesizer_jax.data.stored import forget_results
 from synthesizer_jax.files import in_bucket, write_atomic
 
@@ -40,21 +41,24 @@ class Staging:
     def __init__(self, folder: pathlib.Path, data_dir: pathlib.Path):
         self.folder, self.data, self.data_dir = folder, folder / NEW, data_dir
 
-    def commit(self, directories: Sequence[pathlib.Path]) -> None:
-        """Moves finished data sets to their final directories and replaces those that exist there.
+    def commit(self, directories: Sequence[pathlib.Path], *, renew: bool = False) -> None:
+        """Moves finished data sets to their final directories, where they replace or complete others.
 
         A plan is written first. If a rename fails, the completed ones are undone; if the process is
         killed, the next call of `staging` undoes them.
 
         Args:
           directories: version directories in `data`.
+          renew: see `keep_splits`.
 
         Raises:
+          ValueError: see `keep_splits`; no data set was changed.
           OSError: a directory cannot be written; no data set was changed.
         """
         names = [str(new.relative_to(self.data)) for new in directories]
         for name in names:
             _check_writable(self.data_dir / name)
+            keep_splits(self.data_dir / name, self.data / name, renew=renew)
         plan = self.folder / PLAN
         write_atomic(plan, json.dumps(names))
         try:

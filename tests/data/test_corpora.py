@@ -284,6 +284,23 @@ def test_summaries_and_dialogues(data_dir):
     assert sets.score(sets.target_words)["bleu1"] == pytest.approx(100)
 
 
+def test_a_second_folder_adds_its_splits_and_renew_replaces(tmp_path, caplog):
+    out = tmp_path / "out"
+    train = place(tmp_path / "train", LAYOUTS["convai2"])
+    other = place(tmp_path / "other", {"valid_self_original_no_cands.txt": CHAT})
+    import_corpus("convai2", train, out)
+    import_corpus("convai2", other, out)
+    assert len(stored(out, "convai2/self_original", "train")) == 3
+    assert len(stored(out, "convai2/self_original", "validation")) == 3
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    with pytest.raises(ValueError, match="has the split 'validation' already; replace .* --renew"):
+        import_corpus("convai2", other, out)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")}.keys() == before.keys()
+    import_corpus("convai2", other, out, renew=True)
+    assert tasks.prepared_splits("convai2_self_original", out) == {"validation": 3}
+    assert "removes the split 'train' of " in caplog.text
+
+
 def test_published_sizes_are_checked_and_readers_read(tmp_path):
     """Every layout with a published size is read to its end, and then refused because it is too short."""
     files = {

@@ -249,7 +249,7 @@ def test_rows_that_will_be_truncated_are_counted(tmp_path):
         (Bytes().build(), "2 (66.7%)"),
     ):
         splits = find_splits([f"train={tmp_path}/a.txt"])
-        (found,) = import_files(task, splits, tmp_path, vocabulary=vocabulary)
+        (found,) = import_files(task, splits, tmp_path, vocabulary=vocabulary, renew=True)
         assert f"  inputs truncated to rows of 512 tokens: {count}" in list(found.lines())
         assert not found.truncated["targets"]
 
@@ -278,11 +278,24 @@ def test_a_task_that_is_imported_again_has_its_new_rows(tmp_path):
     config = DataConfig("my_reviews", 32, 8, batch_size=1, shards=1, shuffle=False)
     for row in ROWS:
         (tmp_path / "a.jsonl").write_text((json.dumps(row) + "\n") * (int(row["label"]) + 1))
-        import_files(describe(), find_splits([f"train={tmp_path}/a.jsonl"]), tmp_path)
+        import_files(describe(), find_splits([f"train={tmp_path}/a.jsonl"]), tmp_path, renew=True)
         assert tasks.prepared_splits("my_reviews", tmp_path) == {"train": int(row["label"]) + 1}
         batch = next(open_stream(config, Bytes().build(), data_dir=tmp_path))
         text = Bytes().build().decode(batch["encoder_input_tokens"][0])
         assert text == f"review: {row['text']}"
+
+
+def test_splits_are_added_to_a_task_of_the_same_definition(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(JSON_LINES)
+    train, test = (find_splits([f"{split}={tmp_path}/a.jsonl"]) for split in ("train", "test"))
+    import_files(describe(), train, tmp_path)
+    import_files(describe(), test, tmp_path)
+    assert tasks.prepared_splits("my_reviews", tmp_path) == {"test": 2, "train": 2}
+    assert tasks.TASKS["my_reviews"].splits == ("test", "train")
+    with pytest.raises(
+        ValueError, match=r"was imported with another task.json; replace .* --renew"
+    ):
+        import_files(describe(metrics=("f1",)), find_splits([f"b={tmp_path}/a.jsonl"]), tmp_path)
 
 
 def test_nothing_is_written_where_a_row_is_broken(tmp_path):
