@@ -57,5 +57,5 @@ def _finetune(size: Size, variant: str) -> Experiment:
             optimizer=Adafactor(learning_rate=Constant(1e-3)),
             save_every=1000,
         ),
-        evaluation=Evaluation(every=1000, method="greedy"),
+        evaluation=Evaluation(every=1000),
     )
