@@ -214,7 +214,7 @@ def _read_rows(
     if split not in here:
         raise FileNotFoundError(
             f"{name} has no split {split!r} in {data_dir} (found: {', '.join(here) or 'none'}); "
-            "import the original files with 'synthesizer-jax data import'"
+            f"{tasks.import_remedy([name], data_dir)}"
         )
     definition = tasks.find_task(name)
     task = definition.to_seqio(vocabulary, data_dir)

@@ -111,7 +111,7 @@ class Evaluator:
         if not pairs:
             raise FileNotFoundError(
                 f"{', '.join(only) if only else mixture} has no examples of the split {split!r} in "
-                f"{data_dir}; import them with 'synthesizer-jax data import', or choose another split"
+                f"{data_dir}; {tasks.import_remedy(members, data_dir)}, or choose another split"
             )
         self.lacking = sorted(wanted.difference(*(measures[pair] for pair in pairs)))
         self.sets = [

@@ -293,7 +293,7 @@ def test_a_second_folder_adds_its_splits_and_renew_replaces(tmp_path, caplog):
     assert len(stored(out, "convai2/self_original", "train")) == 3
     assert len(stored(out, "convai2/self_original", "validation")) == 3
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    with pytest.raises(ValueError, match="has the split 'validation' already; replace .* --renew"):
+    with pytest.raises(ValueError, match=r"has the split 'validation' already; replace .* --renew"):
         import_corpus("convai2", other, out)
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")}.keys() == before.keys()
     import_corpus("convai2", other, out, renew=True)
