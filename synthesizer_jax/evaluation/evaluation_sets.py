@@ -113,7 +113,7 @@ class EvaluationSet:
         return self.task.postprocess(self._shown(prediction), example=self.examples[index])
 
     def _shown(self, answer: str) -> str:
-        """Returns an answer with its sentinel, which bytes do not show; SeqIO strips such answers always."""
+        """Returns an answer with its sentinel, which bytes do not show; SeqIO strips all such answers."""
         if self.vocabulary and isinstance(self.task, TaskDefinition) and self.task.sentinel:
             hidden = not self.vocabulary.decode([self.vocabulary.vocab_size - 1])
             return SENTINEL + answer if hidden else answer
