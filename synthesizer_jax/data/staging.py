@@ -103,7 +103,7 @@ def staging(data_dir: pathlib.Path, name: str) -> Iterator[Staging]:
             ) from error
         finally:
             if not (folder / PLAN).exists():  # else the rollback failed: the next process retries
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)  # the next process removes what is left
 
 
 def check_on_disk(data_dir: pathlib.Path) -> None:
@@ -121,12 +121,12 @@ def _recover(data_dir: pathlib.Path) -> None:
     Staging directories of running processes are left alone.
     """
     for folder in sorted(data_dir.glob(f"{PREFIX}*")):
-        lock = None if folder.is_symlink() or not (folder / LOCK).exists() else _try_lock(folder)
+        lock = None if folder.is_symlink() or not folder.is_dir() else _try_lock(folder)
         if lock is None:
             continue
         with lock:
             _roll_back(folder, data_dir)
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
         _log.warning("removed %s, which an interrupted import had left", folder)
 
 
