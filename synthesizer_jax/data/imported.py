@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import hashlib
 import json
+import math
 import pathlib
 import re
 import string
@@ -24,7 +25,7 @@ from synthesizer_jax.data.formats import Written
 from synthesizer_jax.data.importers.files import Rows, value_text
 from synthesizer_jax.data.importers.reading import Row
 from synthesizer_jax.data.members import SIDES
-from synthesizer_jax.data.postprocessors import UNKNOWN
+from synthesizer_jax.data.postprocessors import UNKNOWN, parse_number
 from synthesizer_jax.data.staging import staging
 from synthesizer_jax.data.storage import write_dataset
 from synthesizer_jax.data.stored import stored_splits
@@ -133,6 +134,11 @@ class FileTask:
                     f"there is no metric {name!r}{did_you_mean(name, METRICS)}; choose of "
                     f"{', '.join(METRICS)}"
                 )
+        for value, word in self.labels.items():
+            if word in ("", UNKNOWN):
+                raise ValueError(
+                    f"the label {value!r} has the word {word!r}, which marks hidden targets"
+                )
         words = len(set(self.labels.values()))
         numeric = _is_numeric(self.metrics)
         compared = {"anything", "numbers" if numeric else "labels" if words else "texts"}
@@ -155,6 +161,11 @@ class FileTask:
                 raise ValueError(
                     f"the target {target!r} is none of the labels {', '.join(self.labels)}"
                 )
+        numeric = _is_numeric(self.metrics) and target not in ("", UNKNOWN)
+        if numeric and math.isnan(parse_number(target, otherwise=math.nan)):
+            raise ValueError(
+                f"the target {target[:60]!r} is no number, which the metric {self.metrics[0]} compares"
+            )
         if self.inputs is None:
             return "", target
         return self.inputs(row), target or UNKNOWN
@@ -305,7 +316,10 @@ def _reader(
             summary.add(texts, where, count_target=bool(task.labels))
             yield {"inputs": texts[0], "targets": texts[1], "idx": index}
         if not summary.rows:
-            raise ValueError(f"the split {summary.split!r} has no rows; nothing was imported")
+            files = ", ".join(map(str, rows.files))
+            raise ValueError(
+                f"{files}: the split {summary.split!r} has no rows; nothing was imported"
+            )
         summary.undecodable = rows.undecodable
 
     return read
