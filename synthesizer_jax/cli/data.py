@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import signal
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -18,8 +17,6 @@ from synthesizer_jax.cli.options import DataDir, Imports, storage_option
 app = typer.Typer(
     help="Import, list, show and check data sets, train vocabularies, cache tokens. Nothing is downloaded.",
     no_args_is_help=True,
-    # What is half written is removed, as after Ctrl-C.
-    callback=lambda: signal.signal(signal.SIGTERM, signal.default_int_handler) and None,
 )
 app.command("cache")(cache_tasks)
 

@@ -91,6 +91,10 @@ def test_all_tensors_that_do_not_fit_are_listed_at_once(tmp_path):
         ({"num_layers": -1}, "num_layers is -1"),
         ({"num_heads": 2**40}, "num_heads"),
         ({"num_layers": 10**7}, "expected a positive integer up to 1,000"),
+        (
+            {"num_heads": 2**31 - 1},
+            "num_heads is 2147483647; expected a positive integer up to 1,048,576",
+        ),
         ({"feed_forward_proj": "gated-gelo"}, "did you mean 'gated-gelu'"),
         ({"tie_word_embeddings": "yes"}, "expected true or false"),
         ({"decoder_start_token_id": 5}, "models here have 0"),

@@ -42,7 +42,7 @@ class Fields:
     def __init__(self, path: pathlib.Path):
         self.path, self.fields = path, read_json(path)
 
-    def integer(self, name: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
+    def integer(self, name: str, default: int | None = None, *, most: int = 2**20) -> int:
         """Returns a positive integer."""
         value = self.fields.get(name, default)
         if value is None and default is None and name not in self.fields:
