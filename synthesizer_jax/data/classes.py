@@ -87,11 +87,6 @@ class ClassStream:
         """See `TaskStream`."""
         return self._stream.index
 
-    @property
-    def epoch(self) -> int:
-        """See `TaskStream`."""
-        return self._stream.epoch
-
     def __next__(self) -> Example:
         return self._with_class(next(self._stream))
 

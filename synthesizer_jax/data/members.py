@@ -33,7 +33,7 @@ class Drawn(NamedTuple):
       targets: token ids with EOS.
       member: number of its task in the mixture.
       number: its index among the task's examples; None: it cannot be read again.
-      epoch: of its task, from 0; 0 where that is not known.
+      epoch: of its task, the first number of the stream's position; 0 where that is none.
     """
 
     inputs: np.ndarray
@@ -51,11 +51,6 @@ class TaskStream(Protocol):
         """Index of the example that was returned last; None: `recall` cannot return it again."""
         ...
 
-    @property
-    def epoch(self) -> int:
-        """Epoch of the example that was returned last, from 0; 0 where that is not known."""
-        ...
-
     def __next__(self) -> Example:
         """Returns the next example."""
         ...
@@ -65,7 +60,7 @@ class TaskStream(Protocol):
         ...
 
     def position(self) -> list[int] | None:
-        """Returns the position as numbers; None: only `save` can express it, as files."""
+        """Returns the position as numbers, epoch first; None: only `save` can express it, as files."""
         ...
 
     def save(self, prefix: pathlib.Path) -> None:
@@ -196,7 +191,6 @@ class InMemoryTaskStream:
     ):
         self._examples, self._shard, self._seed = examples, shard, seed
         self.index: int | None = None
-        self.epoch = 0
         self._chunks_of = 0
         self._seek(0, 0, 0)
         if not self._order:
@@ -209,9 +203,9 @@ class InMemoryTaskStream:
         while self._num_taken == len(self._order):
             more = self._reads_chunks and self._examples.read_until((self._chunk + 1) * CHUNK)
             if more:
-                self._seek(self.epoch, self._chunk + 1, 0)
+                self._seek(self._epoch, self._chunk + 1, 0)
             else:
-                self._seek(self.epoch + 1, 0, 0)
+                self._seek(self._epoch + 1, 0, 0)
         self.index = self._order[self._num_taken]
         self._num_taken += 1
         return self._examples[self.index]
@@ -222,7 +216,7 @@ class InMemoryTaskStream:
 
     def position(self) -> list[int]:
         """Returns the epoch, the chunk and the number of examples taken from it."""
-        return [self.epoch, self._chunk, self._num_taken]
+        return [self._epoch, self._chunk, self._num_taken]
 
     def save(self, prefix: pathlib.Path) -> None:
         """Does nothing: `position` is exact."""
@@ -234,7 +228,7 @@ class InMemoryTaskStream:
         self._seek(*position)
 
     def _seek(self, epoch: int, chunk: int, num_taken: int) -> None:
-        self.epoch, self._chunk, self._num_taken = epoch, chunk, num_taken
+        self._epoch, self._chunk, self._num_taken = epoch, chunk, num_taken
         start, stop = 0, len(self._examples) if epoch else CHUNK
         if self._reads_chunks:
             start = self._chunk_number(epoch, chunk) * CHUNK
@@ -252,7 +246,7 @@ class InMemoryTaskStream:
     @property
     def _reads_chunks(self) -> bool:
         """Whether the examples of a chunk are used before those of the next."""
-        return not self.epoch or not self._examples.is_resident
+        return not self._epoch or not self._examples.is_resident
 
     def _chunk_number(self, epoch: int, chunk: int) -> int:
         """Returns which chunk is read as the one of that number in an epoch, the same for all shards."""

@@ -165,7 +165,6 @@ class SeqioTaskStream:
     """
 
     index: int | None = None
-    epoch = 0
 
     def __init__(
         self,

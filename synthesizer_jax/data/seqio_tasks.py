@@ -235,11 +235,7 @@ def member_names(name: str) -> list[str]:
 
 
 def mixture_rates(name: str, data_dir: pathlib.Path) -> dict[str, float]:
-    """Returns the rates of those tasks of a mixture whose data is on this machine.
-
-    Raises:
-      ValueError: a function that computes rates fails.
-    """
+    """Returns the rates of those tasks of a mixture whose data is on this machine."""
     mixture = _adapt_mixture(name, data_dir)
     rates: dict[str, float] = {}
     if mixture is None:
@@ -248,10 +244,9 @@ def mixture_rates(name: str, data_dir: pathlib.Path) -> dict[str, float]:
         try:
             rates[task.name] = float(mixture.get_rate(task))
         except Exception as error:  # of a function of the user's
-            raise ValueError(
-                f"the rate of {task.name!r} in the mixture {name!r} cannot be computed ({error}); give its "
-                "source num_input_examples, or the mixture a number as its rate"
-            ) from error
+            problem = f"the rate of {task.name!r} in {name!r} cannot be computed ({error})"
+            remedy = "give its source num_input_examples, or the mixture a number as its rate"
+            raise ValueError(f"{problem}; {remedy}") from error
     return rates
 
 

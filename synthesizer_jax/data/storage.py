@@ -116,7 +116,7 @@ def prepare_builder(
 
 
 def keep_splits(installed: pathlib.Path, written: pathlib.Path, *, renew: bool) -> None:
-    """Copies the other splits of an installed data set into the one that is to take its place.
+    """Copies the splits of an installed data set into the one that is to take its place.
 
     Args:
       installed: the version directory of the data set, which may not exist.
@@ -124,33 +124,26 @@ def keep_splits(installed: pathlib.Path, written: pathlib.Path, *, renew: bool) 
       renew: whether the data set is replaced; then the log says which splits are removed.
 
     Raises:
-      ValueError: without `renew`: the two have a split in common, or differ in more than their splits, or
-        the installed one is damaged.
+      ValueError: without `renew`, both have a split, or they differ in more than their splits.
     """
     if not (installed / INFO).exists():
         return
     info = json.loads((written / INFO).read_text(encoding="utf-8"))
-    new = {split["name"] for split in info["splits"]}
-    others = {split: rows for split, rows in stored_splits(installed).items() if split not in new}
-    for split, rows in others.items():
+    new, here = {split["name"] for split in info["splits"]}, stored_splits(installed)
+    for split in here.keys() - new:
         verb = "removes" if renew else "keeps"
-        _log.warning("%s the split %r of %s, %s rows", verb, split, installed, f"{rows:,}")
+        _log.warning("%s the split %r of %s, %d rows", verb, split, installed, here[split])
     if renew:
         return
-    problems = [
-        f"has the split {split!r} already" for split in stored_splits(installed) if split in new
-    ]
+    problems = [f"has the split {split!r} already" for split in here.keys() & new]
     for path in written.glob("*.json"):
         if path.name != INFO and path.read_bytes() != (installed / path.name).read_bytes():
             problems.append(f"was imported with another {path.name}")
     if problems:
-        raise ValueError(
-            f"{installed} {problems[0]}; replace the data set with --renew, or add other splits alone; "
-            "nothing was imported"
-        )
+        remedy = "replace the data set with --renew, or add other splits alone"
+        raise ValueError(f"{installed} {problems[0]}; {remedy}; nothing was imported")
     check_dataset(installed)
-    before = json.loads((installed / INFO).read_text(encoding="utf-8"))
-    info["splits"] += (split for split in before["splits"] if split["name"] in others)
-    for path in itertools.chain(*(installed.glob(f"*-{split}.*-of-*") for split in others)):
+    info["splits"] += json.loads((installed / INFO).read_text(encoding="utf-8"))["splits"]
+    for path in itertools.chain(*(installed.glob(f"*-{split}.*-of-*") for split in here)):
         shutil.copy2(path, written)
     write_atomic(written / INFO, json.dumps(info, indent=2))

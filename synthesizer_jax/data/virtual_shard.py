@@ -90,7 +90,8 @@ class VirtualShard:
             member = self._choices[offset]
             stream = self._streams[member]
             inputs, targets = next(stream)
-            drawn.append(Drawn(inputs, targets, member, stream.index, stream.epoch))
+            epoch = (stream.position() or [0])[0]
+            drawn.append(Drawn(inputs, targets, member, stream.index, epoch))
         return drawn
 
     def next_row(self) -> list[Drawn]:

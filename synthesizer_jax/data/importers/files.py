@@ -292,6 +292,7 @@ def value_text(value: JSON) -> str:
     """
     if isinstance(value, str):
         return value
-    if value is None or isinstance(value, list | dict) or not math.isfinite(value):
+    infinite = isinstance(value, float) and not math.isfinite(value)
+    if value is None or infinite or isinstance(value, list | dict):
         raise ValueError(f"{json.dumps(value)[:60]}, which is no text")
     return str(value)

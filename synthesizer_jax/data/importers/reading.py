@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
 import gzip
 import io
 import json
@@ -18,7 +17,7 @@ Row: TypeAlias = dict[str, JSON]
 """A JSON object: one row of a file."""
 
 LONGEST_LINE, MOST_SWOLLEN = 2**28, 200
-"""Bytes of a line, and how many times as long a compressed text may be, unless it is a line's length."""
+"""Bytes of a line, and how many times as long as its file a longer text may be."""
 
 
 def import_error(path: pathlib.Path, where: int | str, reason: str) -> ValueError:
@@ -64,25 +63,19 @@ def raw_lines(path: pathlib.Path) -> Iterator[tuple[int, bytes]]:
       path: the file, plain, gzip or zstd.
 
     Raises:
-      ValueError: its compression is damaged or swells beyond `LONGEST_LINE` and `MOST_SWOLLEN`, a line is
-        longer than `LONGEST_LINE`, or it is not a regular file.
+      ValueError: its compression is damaged, it exceeds `LONGEST_LINE` or `MOST_SWOLLEN`, or it is no
+        regular file.
     """
     if not path.is_file():  # reading from a pipe may block
         raise ValueError(f"{path} is no regular file; nothing was imported")
     number, left = 0, max(LONGEST_LINE, MOST_SWOLLEN * path.stat().st_size)
+    limits = f"a line of more than {LONGEST_LINE:,} bytes, or text {MOST_SWOLLEN} times as long as the file"
     try:
         with _open(path) as file:
             while raw := file.readline(LONGEST_LINE + 1):
                 number, left = number + 1, left - len(raw)
-                if len(raw) > LONGEST_LINE:
-                    raise import_error(
-                        path, number, f"more than {LONGEST_LINE:,} bytes in one line"
-                    )
-                if left < 0:
-                    reason = (
-                        f"more than {MOST_SWOLLEN} times as many bytes as the compressed file has"
-                    )
-                    raise import_error(path, number, reason)
+                if left < 0 or len(raw) > LONGEST_LINE:
+                    raise import_error(path, number, limits)
                 yield number, raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise import_error(path, number + 1, f"damaged gzip stream ({error})") from error
@@ -93,18 +86,14 @@ def raw_lines(path: pathlib.Path) -> Iterator[tuple[int, bytes]]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-@contextlib.contextmanager
-def _open(path: pathlib.Path) -> Iterator[IO[bytes]]:
+def _open(path: pathlib.Path) -> IO[bytes]:
     """Opens a plain or compressed file to be read."""
     if path.suffix == ".zst":
         import pyarrow as pa
 
-        with pa.OSFile(str(path)) as file, pa.CompressedInputStream(file, "zstd") as stream:
-            yield io.BufferedReader(stream)  # pyarrow's streams have no lines
-        return
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as opened:
-        yield cast(IO[bytes], opened)
+        # pyarrow's streams have no lines
+        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))
+    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
 
 
 def read_json_lines(path: pathlib.Path) -> Iterator[tuple[int, Row]]:
