@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -107,6 +108,8 @@ def run() -> None:
     if sys.argv[1:2] and sys.argv[1] in LONG:
         restart_with_large_pages()
     enable_compilation_cache()
+    # As Ctrl-C does: what is not complete is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         app()
     except Exception as error:

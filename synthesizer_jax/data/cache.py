@@ -28,7 +28,7 @@ from synthesizer_jax.registry import check_types, fields_of
 
 DIRECTORY = "cached"
 INFO = "info.json"
-FORMAT = 2
+FORMAT = 3
 """Version of the files; others are not read."""
 
 KEPT_CHUNKS = 64
@@ -80,7 +80,8 @@ class CacheInfo:
 
     def to_json(self) -> str:
         """Returns the contents of ``info.json``."""
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        record = dataclasses.asdict(self)
+        return json.dumps(record | {"crc32": _checksum(record)}, indent=1) + "\n"
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> CacheInfo:
@@ -89,15 +90,18 @@ class CacheInfo:
         Raises:
           ValueError: something else wrote it; `KeyError` and `TypeError` likewise.
         """
+        if record.pop("crc32", None) != _checksum(record):
+            raise ValueError("its checksum is another")
         record["files"] = {name: tuple(counts) for name, counts in record["files"].items()}
         info = cls(**record)
         check_types(cls, fields_of(info), INFO)
         if any("/" in name or name.startswith(".") for name in info.files):
             raise ValueError("a file lies outside of the directory")
-        records = sum(count for _, count in info.files.values())
-        if info.examples < 1 or records != -(-info.examples // CHUNK):
-            raise ValueError(f"{records} records cannot hold {info.examples} examples")
         return info
+
+
+def _checksum(record: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,9 +255,6 @@ class CachedExamples(Examples):
             if number == 0 and zlib.crc32(record) != self.info.checksum:
                 raise ValueError("its checksum is another")
             chunk = decode_chunk(record, vocab_size=self.info.vocab_size)
-            expected = min(CHUNK, self.info.examples - number * CHUNK)
-            if len(chunk) != expected:
-                raise ValueError(f"it holds {len(chunk)} examples instead of {expected}")
         except (
             RuntimeError,
             ValueError,

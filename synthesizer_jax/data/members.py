@@ -33,12 +33,14 @@ class Drawn(NamedTuple):
       targets: token ids with EOS.
       member: number of its task in the mixture.
       number: its index among the task's examples; None: it cannot be read again.
+      epoch: of its task, the first number of the stream's position; 0 where that is none.
     """
 
     inputs: np.ndarray
     targets: np.ndarray
     member: int
     number: int | None
+    epoch: int = 0
 
 
 class TaskStream(Protocol):
@@ -58,7 +60,7 @@ class TaskStream(Protocol):
         ...
 
     def position(self) -> list[int] | None:
-        """Returns the position as numbers; None: only `save` can express it, as files."""
+        """Returns the position as numbers, epoch first; None: only `save` can express it, as files."""
         ...
 
     def save(self, prefix: pathlib.Path) -> None:

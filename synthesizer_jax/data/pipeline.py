@@ -187,7 +187,7 @@ class Stream:
         if self.config.buckets:
             settings["buckets"] = f"{self.config.buckets} in groups of {GROUP} batches"
         if self.config.pack:
-            settings["packing"] = f"best fit among {WINDOW} examples"
+            settings["packing"] = f"best fit among {WINDOW} examples, epoch by epoch"
         members = self._members.items()
         rates = {f"rate of {name}": member.rate for name, member in members}
         checksums = {f"checksum of {name}": e.checksum for name, e in self._examples.items()}

@@ -237,9 +237,17 @@ def member_names(name: str) -> list[str]:
 def mixture_rates(name: str, data_dir: pathlib.Path) -> dict[str, float]:
     """Returns the rates of those tasks of a mixture whose data is on this machine."""
     mixture = _adapt_mixture(name, data_dir)
+    rates: dict[str, float] = {}
     if mixture is None:
-        return {}
-    return {task.name: float(mixture.get_rate(task)) for task in mixture.tasks}
+        return rates
+    for task in mixture.tasks:
+        try:
+            rates[task.name] = float(mixture.get_rate(task))
+        except Exception as error:  # of a function of the user's
+            problem = f"the rate of {task.name!r} in {name!r} cannot be computed ({error})"
+            remedy = "give its source num_input_examples, or the mixture a number as its rate"
+            raise ValueError(f"{problem}; {remedy}") from error
+    return rates
 
 
 def _adapt_mixture(name: str, data_dir: pathlib.Path) -> seqio.Mixture | None:

@@ -28,7 +28,7 @@ _TEMPLATE_KEYS = ("filepathTemplate", "filepath_template")
 _RECORD_OVERHEAD = 16
 """Bytes that a TFRecord adds to its data: the length and two checksums."""
 
-_REMEDY = "import it again with 'synthesizer-jax data import', or delete it"
+_REMEDY = "delete it, and import it again with 'synthesizer-jax data import'"
 
 
 _Result = TypeVar("_Result")

@@ -160,7 +160,7 @@ def sampled_members(name: str, data_dir: pathlib.Path, split: str) -> dict[str, 
     if not sampled:
         raise FileNotFoundError(
             f"no task of {name!r} has data for the split {split!r} in {data_dir}; "
-            f"{_import_remedy(name, data_dir)}, or name another --data-dir"
+            f"{import_remedy(member_names(name), data_dir)}, or name another --data-dir"
         )
     missing = _missing_members(name, sampled, data_dir=data_dir, split=split)
     if missing:
@@ -168,11 +168,13 @@ def sampled_members(name: str, data_dir: pathlib.Path, split: str) -> dict[str, 
     return sampled
 
 
-def _import_remedy(name: str, data_dir: pathlib.Path) -> str:
-    """Returns how the data of a mixture's tasks comes into a directory."""
+def import_remedy(names: Iterable[str], data_dir: pathlib.Path) -> str:
+    """Returns how the data of tasks comes into a directory, for the end of an error message."""
     from synthesizer_jax.data.importers.known import find_importer
 
-    found = [find_importer(find_task(task).source) for task in member_names(name)]
+    if registered := [name for name in names if name not in TASKS]:
+        return f"give the source of {registered[0]}, a task of SeqIO's registry, that split"
+    found = [find_importer(find_task(task).source) for task in names]
     importers = list(dict.fromkeys(known.importer for known in found if known is not None))
     if not importers:
         return "write their TFDS data sets to it"

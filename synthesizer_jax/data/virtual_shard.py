@@ -35,9 +35,9 @@ class ShardPosition:
     def to_json(self) -> str:
         """Returns the contents of the shard's file."""
         pending = [
-            [e.member, e.number]
+            [e.member, e.epoch, e.number]
             if e.number is not None
-            else [e.member, e.inputs.tolist(), e.targets.tolist()]
+            else [e.member, e.epoch, e.inputs.tolist(), e.targets.tolist()]
             for e in self.pending
         ]
         return json.dumps({"draws": self.draws, "members": self.members, "pending": pending})
@@ -90,7 +90,8 @@ class VirtualShard:
             member = self._choices[offset]
             stream = self._streams[member]
             inputs, targets = next(stream)
-            drawn.append(Drawn(inputs, targets, member, stream.index))
+            epoch = (stream.position() or [0])[0]
+            drawn.append(Drawn(inputs, targets, member, stream.index, epoch))
         return drawn
 
     def next_row(self) -> list[Drawn]:
@@ -127,12 +128,12 @@ class VirtualShard:
         pending = [self._recall(*entry) for entry in position["pending"] or ()]
         self._rows.restore(pending, draws=self._num_draws)
 
-    def _recall(self, member: int, *saved: int | list[int]) -> Drawn:
+    def _recall(self, member: int, epoch: int, *saved: int | list[int]) -> Drawn:
         """Returns a pending example from its index, or from its inputs and targets."""
         if isinstance(saved[0], int):
-            return Drawn(*self._streams[member].recall(saved[0]), member, saved[0])
+            return Drawn(*self._streams[member].recall(saved[0]), member, saved[0], epoch)
         inputs, targets = (np.asarray(ids, np.int32) for ids in saved)
-        return Drawn(inputs, targets, member, None)
+        return Drawn(inputs, targets, member, None, epoch)
 
 
 def _draw_members(boundaries: np.ndarray, seed: np.random.SeedSequence, block: int) -> list[int]:

@@ -113,7 +113,7 @@ class Evaluator:
             choice = f"choose {' or '.join(known)}, or " if known else ""
             raise FileNotFoundError(
                 f"{', '.join(only) if only else mixture} has no examples of the split {split!r} in "
-                f"{data_dir}; {choice}import them with 'synthesizer-jax data import'"
+                f"{data_dir}; {choice}{tasks.import_remedy(members, data_dir)}"
             )
         self.lacking = sorted(wanted.difference(*(measures[pair] for pair in pairs)))
         self.sets = [

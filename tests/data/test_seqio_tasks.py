@@ -14,6 +14,7 @@ from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.data.task import Answers
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.evaluation_sets import evaluation_tasks, load_evaluation_set
+from synthesizer_jax.evaluation.evaluator import Evaluation, Evaluator
 
 LENGTHS = {"inputs": 16, "targets": 8}
 COUNTS = {"train": 12, "validation": 5}
@@ -151,6 +152,31 @@ def test_a_member_without_data_is_named(tmp_path, caplog):
     }
     with pytest.raises(FileNotFoundError, match="no task of 'outside_missing' has data"):
         tasks.sampled_members("outside_missing", tmp_path, "train")
+
+
+def test_a_rate_that_cannot_be_computed_and_a_missing_split_are_one_sentence(tmp_path):
+    task = seqio.TaskRegistry.get("outside_silent")
+    source = seqio.FunctionDataSource(numbers, splits=["train"])
+    seqio.TaskRegistry.add(
+        "outside_uncounted",
+        source=source,
+        preprocessors=task.preprocessors,
+        output_features=task.output_features,
+    )
+    rate = functools.partial(seqio.mixing_rate_num_examples, maximum=100)
+    seqio.MixtureRegistry.add("outside_rates", [("outside_uncounted", rate)])
+    with pytest.raises(
+        ValueError, match=r"'outside_uncounted' in .*'outside_rates' cannot be .*num_input"
+    ):
+        tasks.mixture_rates("outside_rates", tmp_path)
+    with pytest.raises(
+        FileNotFoundError, match=r"give the source of outside_uncounted, .* that split"
+    ):
+        Evaluator(
+            *(None, DataConfig("outside_uncounted", 16, 8, batch_size=8), Evaluation()),
+            vocabulary=Bytes().build(),
+            data_dir=tmp_path,
+        )
 
 
 def test_metrics_are_computed_by_their_own_rules(tmp_path):
