@@ -1,5 +1,6 @@
 """Folders of transformers come in, whole or not at all."""
 
+import contextlib
 import json
 import pathlib
 import subprocess
@@ -94,6 +95,8 @@ def test_all_tensors_that_do_not_fit_are_listed_at_once(tmp_path):
         ({"feed_forward_proj": "gated-gelo"}, "did you mean 'gated-gelu'"),
         ({"tie_word_embeddings": "yes"}, "expected true or false"),
         ({"decoder_start_token_id": 5}, "models here have 0"),
+        ({"eos_token_id": 2}, "eos_token_id is 2, but models here have 1"),
+        ({"forced_bos_token_id": 250}, "forced_bos_token_id is 250, but models here have null"),
         ({"num_layers": 3}, "encoder.block.2.layer.0.SelfAttention.q.weight is missing"),
         ({"vocab_size": 400}, r"shared.weight is \(384, 20\), not \(400, 20\)"),
         ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
@@ -105,6 +108,26 @@ def test_a_config_that_does_not_fit_is_an_error(tmp_path, fields, message):
     (folder / "config.json").write_text(json.dumps(TINY | fields))
     with pytest.raises(ValueError, match=message):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ({"eos_token_id": [1], "forced_eos_token_id": None}, None),
+        ({"eos_token_id": [1, 2]}, r"generation_config.json: eos_token_id is \[1, 2\]"),
+        ({"eos_token_id": None}, "eos_token_id is None, but models here have 1"),
+        ({"forced_eos_token_id": 1}, "forced_eos_token_id is 1, but models here have null"),
+        ({"decoder_start_token_id": 7}, "decoder_start_token_id is 7"),
+        ({"pad_token_id": 1}, "pad_token_id is 1, but models here have 0"),
+    ],
+)
+def test_ids_of_generation_are_those_of_t5_or_refused(tmp_path, ids, message):
+    folder = make_folder(tmp_path / "source", TINY, make_tensors(TINY))
+    (folder / "generation_config.json").write_text(json.dumps(ids))
+    refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
+    with refused:
+        convert_checkpoint(folder, tmp_path / "run")
+    assert (tmp_path / "run").exists() == (message is None)
 
 
 def test_an_output_projection_of_its_own_contradicts_a_tied_model(tmp_path):

@@ -19,8 +19,8 @@ from synthesizer_jax.data.vocabularies import (
 from synthesizer_jax.files import share_file
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables
-from synthesizer_jax.pretrained.architecture import Architecture
-from synthesizer_jax.pretrained.huggingface.config import CONFIG, write_config
+from synthesizer_jax.pretrained.architecture import Architecture, with_output_of_t5
+from synthesizer_jax.pretrained.huggingface.config import CONFIG, GENERATION_CONFIG, IDS, write_config
 from synthesizer_jax.pretrained.huggingface.names import torch_name
 from synthesizer_jax.pretrained.huggingface.tokenizer import SENTENCEPIECE, TOKENIZER_CONFIG
 from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS
@@ -30,7 +30,6 @@ DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat
 LARGEST_SHARD = 5 * 10**9
 """Bytes of one safetensors file, as save_pretrained has it."""
 
-GENERATION_CONFIG = "generation_config.json"
 CARD = "README.md"
 
 
@@ -60,15 +59,13 @@ def write_folder(
     """
     if dtype not in DTYPES:
         raise ValueError(f"the dtype is {dtype!r}; use {' or '.join(DTYPES)}")
+    model, params = with_output_of_t5(model, variables["params"])
     config = write_config(Architecture.of(model), dtype)
     _write_json(folder / CONFIG, config)
-    _write_json(
-        folder / GENERATION_CONFIG,
-        {"decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0},
-    )
+    _write_json(folder / GENERATION_CONFIG, IDS)
     tensors = (
         (name, np.ascontiguousarray(x.astype(DTYPES[dtype])))
-        for name, x in named_tensors(variables["params"], correspondences(model, torch_name))
+        for name, x in named_tensors(params, correspondences(model, torch_name))
     )
     _write_tensors(folder, tensors, largest_shard)
     if vocabulary is not None:
