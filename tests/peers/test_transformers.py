@@ -2,6 +2,7 @@
 
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 
+from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
 from synthesizer_jax.inference import decode
 from synthesizer_jax.pretrained import load
+from synthesizer_jax.pretrained.architecture import Architecture
 from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.pretrained.huggingface.compare import check_logits
@@ -21,6 +24,7 @@ from tests.pretrained.folders import FAMILIES, TINY, make_folder, make_tensors
 
 CLASSES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}
 LENGTH = 12
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 
 
 def make_model(config, seed=0):
@@ -152,6 +156,45 @@ def test_decoded_ids_are_the_same(tmp_path, family):
         best, expected = t5x_beam_search(next_log_p(reference, row), LENGTH, 3, 0.6)
         assert tuple(tokens[: len(best)]) == best and not tokens[len(best) :].any()
         np.testing.assert_allclose(score, expected, atol=1e-4)
+
+
+ODD = [
+    *("", " ", "  a  b  ", "\n", "a\nb", "a\r\nb", "\ta\tb", "a\\tb", "...", "don't", "``quoted''", "(c) a-b", "5 < 6 > 4"),
+    *("<extra_id_0>. Hello", "a <extra_id_0> b <extra_id_99>", "a<extra_id_0>b", "<extra_id_0><extra_id_1>"),
+    *("<extra_id_0> <extra_id_1>.", "x <extra_id_100> y", "  <extra_id_5>  x", "<extra_id_0>\n", "\n<extra_id_0>"),
+    *("<extra_id_0>a <extra_id_1>, <extra_id_2>", "<extra_id_0", "extra_id_0>", "<EXTRA_ID_0>", "<extra_id_00>"),
+    *("<s>", "<mask>", "[CLS]", "{x}[y]", "http://a.b/c?d=e", "a" * 300, "A.B.C", "1,000.50", "a--b", "#$%^&*", "translate English to German: The house."),
+    *("½ ﬁ ①  two", "１２３ ａｂｃ", "e\u0301", "ﬃ", "ß", "İ", "ſ", "x²", "Ⅷ", "㎏", "㍻", "ﷺ", "\u0958", "\u1e9b\u0323"),
+    *("한국어", "\u1112\u1161\u11ab", "\ud7a3", "\u115f", "x\u3164y", "日本語 テスト", "ｶﾞ", "か\u3099", "～", "~"),
+    *("مرحبا", "שלום", "हिन्दी", "ไทย", "Ünïcödé", "…", "—", "“x”", "¿?", "€", "\ufffd", "naïve 中文"),
+    *("😀", "a😀😀b", "👩\u200d👩\u200d👧\u200d👦", "🇩🇪", "1️⃣", "👨\u200d💻", "\u200b", "a\u200bb", "\ufeffa", "a\u00adb"),
+    *("\u00a0a\u00a0", "\u3000x", "x\u2028y", "\u2009x\u2009", "\u202eabc", "\x00a", "\x07bell", "\x1f", "\x7f", "a\x1cb"),
+    *("▁", "▁a", "a▁b", "a ▁ b", "▁▁", "▁▁x"),
+]  # fmt: skip
+NOT_FAST = ["</s>", "a </s> b", "<pad>", "<unk> x", "a\u0300\u0301", "①\u0301", "x\x85y", "a ▁<extra_id_3>"]
+"""What the library ``tokenizers`` cannot read as SentencePiece does; docs/finetune.md names it."""
+
+
+@pytest.mark.parametrize("kind", ["bytes", "trained", "T5"])
+@pytest.mark.parametrize("fast", [True, False])
+def test_an_exported_tokenizer_gives_the_same_ids(tmp_path, request, kind, fast):
+    config = Bytes(125)
+    if kind == "trained":
+        config = SentencePiece(str(tmp_path / "trained.model"))
+        texts = (DOCS / "training.md").read_text(encoding="utf-8").splitlines()
+        train_sentencepiece(texts, tmp_path / "trained.model", vocab_size=600)
+    if kind == "T5":
+        spiece = request.getfixturevalue("real_data") / "sentencepiece" / "t5_spiece.model"
+        config = SentencePiece(str(spiece))
+    vocabulary = config.build()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    model = Architecture(384, 20, 3, 6, 28, 1, 1, ("relu",), tied=True, scaled=True).build()
+    write_folder(folder, model, model.init(jax.random.key(0), *(jnp.ones((1, 1), int),) * 2), vocabulary)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, use_fast=fast)
+    assert len(ODD) == 100 and len(tokenizer) == vocabulary.vocab_size
+    for text in ODD if tokenizer.is_fast else ODD + NOT_FAST:
+        assert tokenizer(text).input_ids == [*vocabulary.encode(text), 1], text
 
 
 def test_a_tokenizer_survives_both_ways(tmp_path, real_data):

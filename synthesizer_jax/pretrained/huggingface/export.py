@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import shutil
 from collections.abc import Iterator, Mapping
 
 import ml_dtypes
@@ -108,24 +107,29 @@ def _write_tensors(
 
 
 def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary) -> None:
-    """Writes what `AutoTokenizer` needs."""
+    """Writes what `AutoTokenizer` needs to give a text the ids that the vocabulary gives it.
+
+    A SentencePiece file contains the sentinels, as mT5's does: only then are they found where
+    SentencePiece finds them, at the beginning of a word, without a space after them.
+    """
+    fields: dict[str, object] = {
+        "pad_token": "<pad>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "split_special_tokens": True,  # "</s>" in a text is four characters
+        "legacy": True,
+    }
     if isinstance(vocabulary, ByteVocabulary):
-        name, extra_ids = "ByT5Tokenizer", vocabulary.extra_ids
+        sentinels = [f"<extra_id_{i}>" for i in range(vocabulary.extra_ids)]
+        fields |= {"tokenizer_class": "ByT5Tokenizer", "extra_ids": vocabulary.extra_ids}
+        fields["additional_special_tokens"] = sentinels
     elif isinstance(vocabulary, SentencePieceVocabulary):
-        name, extra_ids = "T5Tokenizer", vocabulary.extra_ids
-        shutil.copyfile(vocabulary.path, folder / SENTENCEPIECE[0])
+        fields |= {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}
+        (folder / SENTENCEPIECE[0]).write_bytes(vocabulary.processor.serialized_model_proto())
     else:
         raise ValueError(
             f"a {type(vocabulary).__name__} is no tokenizer of transformers; use Bytes or SentencePiece"
         )
-    fields = {
-        "tokenizer_class": name,
-        "extra_ids": extra_ids,
-        "pad_token": "<pad>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "additional_special_tokens": [f"<extra_id_{i}>" for i in range(extra_ids)],
-    }
     _write_json(folder / TOKENIZER_CONFIG, fields)
 
 
