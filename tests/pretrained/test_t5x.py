@@ -1,6 +1,7 @@
 """T5X's msgpack files come in, made ones and a real one."""
 
 import gzip
+import os
 import re
 import shutil
 
@@ -225,12 +226,10 @@ def test_an_option_of_another_format_is_an_error(tmp_path, options, message):
     assert not (tmp_path / "out").exists()
 
 
-def write_zarr(directory, name, x):
+def write_zarr(directory, name, x, **spec):
     """Writes an array as TensorStore does, with bfloat16 as 16-bit integers in T5X's version 2."""
-    spec = {
-        "driver": "zarr",
-        "kvstore": {"driver": "file", "path": f"{directory}/target.{name.replace('/', '.')}/"},
-    }
+    place = {"driver": "file", "path": f"{directory}/target.{name.replace('/', '.')}/"}
+    spec = {"driver": "zarr", "kvstore": place} | spec
     kind = np.uint16 if x.dtype == ml_dtypes.bfloat16 else x.dtype
     store = tensorstore.open(spec, create=True, dtype=kind, shape=x.shape).result()
     store.write(x.view(kind)).result()
@@ -254,17 +253,42 @@ def test_arrays_of_tensorstore_are_read_and_paths_not_followed(tmp_path):
     assert has_its_logits(directory, config, rounded(tensors))
 
 
-def test_a_lost_block_of_tensorstore_is_an_error_and_not_zeros(tmp_path):
+def lose(block):
+    block.unlink()
+
+
+def replace_by_a_pipe(block):
+    block.unlink()
+    os.mkfifo(block)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "block"),
+    [
+        ({"driver": "zarr"}, "0.0"),
+        ({"driver": "zarr", "metadata": {"fill_value": 0.0, "dtype": "<f4"}}, "0.0"),
+        ({"driver": "zarr3"}, "c/0/0"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lose, "token_embedder\\.embedding cannot be read .*chunk {0, 0} .* is missing"),
+        (replace_by_a_pipe, "0 is not a regular file"),
+    ],
+)
+def test_a_lost_block_of_tensorstore_is_an_error_and_not_zeros(
+    tmp_path, metadata, block, damage, message
+):
     _, _, target = made()
     directory = tmp_path / "checkpoint_5"
     directory.mkdir()
     for path, x in jax.tree.leaves_with_path(target):
-        write_zarr(directory, "/".join(key.key for key in path), x)
+        write_zarr(directory, "/".join(key.key for key in path), x, **metadata)
     data = serialization.msgpack_serialize({"optimizer": {"target": {}}})
     (directory / "checkpoint").write_bytes(data)
-    (lost,) = (directory / "target.token_embedder.embedding").glob("0.0")
-    lost.unlink()
-    with pytest.raises(ValueError, match=r"token_embedder\.embedding cannot be read"):
+    damage(directory / "target.token_embedder.embedding" / block)
+    with pytest.raises((ValueError, OSError), match=message):
         convert_checkpoint(directory, tmp_path / "run", vocabulary=Bytes())
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_5"]
 
