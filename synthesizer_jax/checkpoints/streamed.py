@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import math
 import pathlib
@@ -125,7 +126,8 @@ class _Handler(ocp.type_handlers.NumpyHandler):
                 writing.append((array.nbytes, futures))
         except BaseException:
             for _, futures in writing:  # nobody may write to the directory when it is removed
-                _wait(futures)
+                with contextlib.suppress(Exception):
+                    _wait(futures)
             raise
         return [future for _, futures in writing for future in futures]
 

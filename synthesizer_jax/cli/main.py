@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -100,11 +101,13 @@ def run() -> None:
 
     With the environment variable SYNTHESIZER_JAX_TRACEBACK=1 tracebacks are printed.
     """
-    # SeqIO logs every split that it skips.
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # SeqIO logs every split that it skips, and Orbax the tracebacks of errors that it raises.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     if sys.argv[1:2] and sys.argv[1] in LONG:
         restart_with_large_pages()
     enable_compilation_cache()
+    # As Ctrl-C does: what is not complete is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         app()
     except Exception as error:

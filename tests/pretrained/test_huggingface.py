@@ -284,6 +284,26 @@ def test_the_command_line_converts_generates_and_exports(tmp_path):
     assert "Trained on" not in card  # at step 0
 
 
+@pytest.mark.slow
+def test_a_full_disk_is_one_line_with_the_path(tmp_path):
+    folder = make_folder(tmp_path / "source", TINY, make_tensors(TINY))
+    convert_checkpoint(folder, tmp_path / "run")
+    for command in (["convert", folder], ["export", tmp_path / "run"]):
+        for kilobytes in (3, 20):  # the first file is too large, and only an array is
+            limited = f'ulimit -f {kilobytes}; "$@"'
+            program = ["bash", "-c", limited, "-", sys.executable, "-m", "synthesizer_jax"]
+            ended = subprocess.run(
+                [*program, *map(str, command), str(tmp_path / "new"), "--no-check"],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            (line,) = ended.stderr.splitlines()
+            assert ended.returncode == 2 and line.startswith("error: "), line
+            assert "File too large" in line and str(tmp_path) in line
+            assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "source"]
+
+
 def test_a_flax_folder_is_read(tmp_path):
     config = TINY | FAMILIES["T5 1.1, FLAN-T5"]
     tensors, flat = make_tensors(config), {}

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from synthesizer_jax.data.vocabularies import (
@@ -83,7 +84,10 @@ def _write_tensors(
 
     def write() -> None:
         path = folder / f"{len(shards)}.safetensors"
-        save_file(shard, path, metadata={"format": "pt"})
+        try:
+            save_file(shard, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written ({error}); nothing was exported") from None
         share_file(path)
         shards.append(list(shard))
         shard.clear()
