@@ -171,7 +171,16 @@ ODD = [
     *("\u00a0a\u00a0", "\u3000x", "x\u2028y", "\u2009x\u2009", "\u202eabc", "\x00a", "\x07bell", "\x1f", "\x7f", "a\x1cb"),
     *("▁", "▁a", "a▁b", "a ▁ b", "▁▁", "▁▁x"),
 ]  # fmt: skip
-NOT_FAST = ["</s>", "a </s> b", "<pad>", "<unk> x", "a\u0300\u0301", "①\u0301", "x\x85y", "a ▁<extra_id_3>"]
+NOT_FAST = [
+    "</s>",
+    "a </s> b",
+    "<pad>",
+    "<unk> x",
+    "a\u0300\u0301",
+    "①\u0301",
+    "x\x85y",
+    "a ▁<extra_id_3>",
+]
 """What the library ``tokenizers`` cannot read as SentencePiece does; docs/finetune.md names it."""
 
 
@@ -190,7 +199,9 @@ def test_an_exported_tokenizer_gives_the_same_ids(tmp_path, request, kind, fast)
     folder = tmp_path / "folder"
     folder.mkdir()
     model = Architecture(384, 20, 3, 6, 28, 1, 1, ("relu",), tied=True, scaled=True).build()
-    write_folder(folder, model, model.init(jax.random.key(0), *(jnp.ones((1, 1), int),) * 2), vocabulary)
+    write_folder(
+        folder, model, model.init(jax.random.key(0), *(jnp.ones((1, 1), int),) * 2), vocabulary
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, use_fast=fast)
     assert len(ODD) == 100 and len(tokenizer) == vocabulary.vocab_size
     for text in ODD if tokenizer.is_fast else ODD + NOT_FAST:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -297,8 +298,10 @@ def test_a_full_disk_is_one_line_with_the_path(tmp_path):
                 capture_output=True,
                 text=True,
                 check=False,
+                env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"},
             )
-            (line,) = ended.stderr.splitlines()
+            assert len(ended.stderr.splitlines()) == 1, ended.stderr
+            line = ended.stderr
             assert ended.returncode == 2 and line.startswith("error: "), line
             assert "File too large" in line and str(tmp_path) in line
             assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "source"]

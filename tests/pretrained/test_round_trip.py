@@ -70,7 +70,9 @@ def test_what_comes_in_goes_out(tmp_path, family):
         source = make_folder(tmp_path / str(i), config, tensors)
         expected = projection(version, config, tensors)
         if expected is None:
-            with pytest.raises(ValueError, match=r"lm_head\.weight is (missing|not equal to shared)"):
+            with pytest.raises(
+                ValueError, match=r"lm_head\.weight is (missing|not equal to shared)"
+            ):
                 with open_pretrained(source):
                     pass
             continue

@@ -20,7 +20,12 @@ from synthesizer_jax.files import share_file
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.pretrained.architecture import Architecture, with_output_of_t5
-from synthesizer_jax.pretrained.huggingface.config import CONFIG, GENERATION_CONFIG, IDS, write_config
+from synthesizer_jax.pretrained.huggingface.config import (
+    CONFIG,
+    GENERATION_CONFIG,
+    IDS,
+    write_config,
+)
 from synthesizer_jax.pretrained.huggingface.names import torch_name
 from synthesizer_jax.pretrained.huggingface.tokenizer import SENTENCEPIECE, TOKENIZER_CONFIG
 from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS
