@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from synthesizer_jax.data import stored, tasks
-from synthesizer_jax.data.definitions import TaskDefinition
 from synthesizer_jax.data.members import SIDES, check_inputs
 from synthesizer_jax.data.objectives import Documents, ExampleFormat, Objective, SegmentStream
-from synthesizer_jax.data.postprocessors import SENTINEL, Example, to_text
+from synthesizer_jax.data.postprocessors import Example, to_text
 from synthesizer_jax.data.seqio_members import storage_location
 from synthesizer_jax.data.task import Answers, Task
 from synthesizer_jax.data.vocabularies import EOS, Vocabulary
@@ -91,7 +90,6 @@ class EvaluationSet:
         """
         if not isinstance(answers, Answers):
             answers = Answers(answers)
-        answers = answers._replace(texts=list(map(self._shown, answers.texts)))
         if len(answers.texts) != len(self.examples):
             raise ValueError(
                 f"{self.name}: {len(answers.texts)} predictions for {len(self.examples)} examples"
@@ -110,14 +108,7 @@ class EvaluationSet:
 
     def predicted_value(self, index: int, prediction: str) -> Value:
         """Returns the value of a prediction for an example that metrics compare."""
-        return self.task.postprocess(self._shown(prediction), example=self.examples[index])
-
-    def _shown(self, answer: str) -> str:
-        """Returns an answer with its sentinel, which bytes do not show; SeqIO strips such answers always."""
-        if self.vocabulary and isinstance(self.task, TaskDefinition) and self.task.sentinel:
-            hidden = not self.vocabulary.decode([self.vocabulary.vocab_size - 1])
-            return SENTINEL + answer if hidden else answer
-        return answer
+        return self.task.postprocess(prediction, example=self.examples[index])
 
     def record(self, index: int, prediction: str | None) -> dict[str, JSON]:
         """Returns the JSON record of an example and its prediction; None: there is none.
