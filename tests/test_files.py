@@ -97,6 +97,6 @@ def test_a_stopped_command_leaves_nothing_for_good(tmp_path, name, code):
 
 
 def test_a_full_disk_is_named(tmp_path):
-    with pytest.raises(OSError, match=rf"No space .*; nothing was written: '{tmp_path}/new'"):
-        with new_directory(tmp_path / "new"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    named = pytest.raises(OSError, match=rf"No space .*; nothing was written: '{tmp_path}/new'")
+    with named, new_directory(tmp_path / "new"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -63,13 +63,16 @@ def read_config(folder: pathlib.Path, *, output: bool | None) -> Architecture:
     _check_ids(config)
     if (folder / GENERATION_CONFIG).is_file():
         _check_ids(Fields(folder / GENERATION_CONFIG))
-    tied = config.flag("tie_word_embeddings", True)
-    scaled = tied
+    flag = config.flag("tie_word_embeddings", family != "mt5")
+    tied = scaled = flag
     if _version(config) >= 5:
         tied = tied if output is None else not output
         scaled = family == "umt5" and tied
         if family == "t5":
-            scaled = config.flag("scale_decoder_outputs", config.flag("tie_word_embeddings", True))
+            scaled = config.flag("scale_decoder_outputs", flag)
+    kind = config.choice(
+        "feed_forward_proj", ACTIVATIONS, "relu" if family == "t5" else "gated-gelu"
+    )
     num_layers = config.integer("num_layers", most=MOST_LAYERS)
     num_decoder_layers = num_layers
     if config.fields.get("num_decoder_layers") is not None:
@@ -83,7 +86,7 @@ def read_config(folder: pathlib.Path, *, output: bool | None) -> Architecture:
         d_ff=config.integer("d_ff"),
         num_layers=num_layers,
         num_decoder_layers=0 if encoder_only else num_decoder_layers,
-        activations=ACTIVATIONS[config.choice("feed_forward_proj", ACTIVATIONS, "relu")],
+        activations=ACTIVATIONS[kind],
         tied=tied or encoder_only,
         scaled=scaled or encoder_only,
         num_buckets=config.integer("relative_attention_num_buckets", 32),
