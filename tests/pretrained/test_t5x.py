@@ -194,6 +194,18 @@ def test_scanned_export_has_layers_on_axis_1_and_comes_back(tmp_path, family):
     np.testing.assert_array_equal(decoder[:, 1], kernel)
 
 
+@pytest.mark.parametrize("output", ["tied and unscaled", "scaled projection"])
+def test_an_output_that_t5x_does_not_have_goes_out_as_one_that_it_has(tmp_path, output):
+    config = TINY | PUBLISHED | {"scale_decoder_outputs": output == "scaled projection"}
+    tensors = make_tensors(config | {"tie_word_embeddings": output == "tied and unscaled"})
+    convert_checkpoint(make_folder(tmp_path / "source", config, tensors), tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "checkpoint_0", to="t5x")
+    kernel = tensors.get("lm_head.weight", tensors["shared.weight"])
+    tensors["lm_head.weight"] = kernel * (20**-0.5 if "lm_head.weight" in tensors else 1.0)
+    config["tie_word_embeddings"] = False
+    assert has_its_logits(tmp_path / "checkpoint_0", config, tensors)
+
+
 def test_what_the_file_cannot_say_is_not_exported(tmp_path):
     """It would be read as a T5 with GELU, or with another relative bias."""
     cases = (
