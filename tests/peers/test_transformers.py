@@ -1,5 +1,6 @@
 """Models of transformers and their conversions compute the same: `make test-peers`."""
 
+import itertools
 import pathlib
 
 import jax
@@ -12,7 +13,7 @@ from safetensors.numpy import load_file
 
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
 from synthesizer_jax.inference import decode
-from synthesizer_jax.pretrained import load
+from synthesizer_jax.pretrained import Loaded, generate, load
 from synthesizer_jax.pretrained.architecture import Architecture
 from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
@@ -20,7 +21,7 @@ from synthesizer_jax.pretrained.huggingface.compare import check_logits
 from synthesizer_jax.pretrained.huggingface.export import write_folder
 from synthesizer_jax.pretrained.loading import open_pretrained, read_params
 from tests.inference.beam_search import t5x_beam_search
-from tests.pretrained.folders import FAMILIES, TINY, make_folder, make_tensors
+from tests.pretrained.folders import FAMILIES, TINY, UNTIED, make_folder, make_tensors
 from tests.pretrained.test_round_trip import OUTPUT, make_configs, projection
 
 CLASSES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}
@@ -265,6 +266,33 @@ def test_an_exported_tokenizer_gives_the_same_ids(tmp_path, request, kind, fast)
     assert len(ODD) >= 100 and len(tokenizer) == vocabulary.vocab_size
     for text in ODD if tokenizer.is_fast else ODD + NOT_FAST:
         assert tokenizer(text).input_ids == [*vocabulary.encode(text), 1], text
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "unscaled"])
+def test_after_training_predictions_are_equal(tmp_path, family):
+    """From a folder that this version of transformers writes to one that it reads."""
+    config = TINY | FAMILIES.get(family, UNTIED)
+    reference = make_model(config)
+    if family != "unscaled" and not config["tie_word_embeddings"]:
+        reference.lm_head.weight = torch.nn.Parameter(0.2 * reference.lm_head.weight.flip(0))
+    reference.save_pretrained(tmp_path / "source")
+    transformers.ByT5Tokenizer(extra_ids=125).save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "run")
+    model, variables, vocabulary = load(tmp_path / "run")
+    rng = np.random.default_rng(0)
+    trained = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape, "f"), variables)
+    (tmp_path / "back").mkdir()
+    write_folder(tmp_path / "back", model, trained, vocabulary)
+    # Version 5's AutoTokenizer takes no class for a umT5.
+    automatic = transformers.AutoTokenizer if family != "umT5" else transformers.ByT5Tokenizer
+    tokenizer = automatic.from_pretrained(tmp_path / "back")
+    exported = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "back").eval()
+    texts = ["cola sentence: The dog sleep.", "<extra_id_0>. Hello", "größer </s>"]
+    ours = generate(Loaded(model, trained, vocabulary), texts, max_length=LENGTH)
+    for text, answer in zip(texts, ours, strict=True):
+        inputs = tokenizer(text, return_tensors="pt")
+        ids = exported.generate(**inputs, max_new_tokens=LENGTH, use_cache=False)[0, 1:].tolist()
+        assert vocabulary.decode(itertools.takewhile(lambda i: i > 1, ids)) == answer
 
 
 def test_a_tokenizer_survives_both_ways(tmp_path, real_data):
