@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import io
 import os
@@ -143,6 +144,8 @@ def open_atomic(path: pathlib.Path) -> Iterator[BinaryIO]:
 def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
     """Makes a directory that appears under its name when the context ends without an error.
 
+    What a killed process has left of the same directory is removed first.
+
     Args:
       directory: the destination, which does not exist or is empty.
 
@@ -151,6 +154,7 @@ def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
 
     Raises:
       FileExistsError: the destination exists and is not empty.
+      OSError: something cannot be written, such as for want of space; it names the directory or a file.
       ValueError: it is in a bucket, where directories cannot be renamed.
     """
     directory = absolute(directory)
@@ -165,13 +169,47 @@ def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
     directory.parent.mkdir(parents=True, exist_ok=True)
     if directory.exists():
         directory.rmdir()  # fails for a mounted one now, and not when everything is written
-    staging = directory.with_name(f".{directory.name}.{os.getpid()}")
+    _remove_leftovers(directory)
+    staging = directory.with_name(f".{directory.name}.{os.getpid()}{_INCOMPLETE}")
     staging.mkdir()
+    lock = _try_lock(staging)
     try:
         yield staging
         staging.rename(directory)
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        sentence = f"{error.strerror}; nothing was written"
+        raise OSError(error.errno, sentence, str(directory)) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+_INCOMPLETE = ".incomplete"
+
+
+def _remove_leftovers(directory: pathlib.Path) -> None:
+    """Removes what killed processes have left of a directory that they were making."""
+    pattern = re.compile(rf"\.{re.escape(directory.name)}\.\d+{re.escape(_INCOMPLETE)}")
+    for path in directory.parent.iterdir():
+        if pattern.fullmatch(path.name) and (lock := _try_lock(path)) is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+
+
+def _try_lock(directory: pathlib.Path) -> int | None:
+    """Returns a descriptor that locks a directory while the process lives; None if it cannot be locked."""
+    with contextlib.suppress(OSError):  # another process has it, or the storage has no locks
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+    return None
 
 
 def share_file(path: pathlib.Path) -> None:
