@@ -8,7 +8,8 @@ Command (requires T5's vocabulary file, and data from `synthesizer-jax data impo
 
 Hardware: a small model fits on an accelerator with 16 GB. The settings are those of T5's fine-tuning:
 Adafactor with a constant learning rate of 0.001, dropout 0.1, batches of 128 × (512 + 84) tokens in packed
-rows. A model with a mixer that reads a row as one sequence needs `--set data.pack=false`.
+rows. A model with a mixer that reads a row as one sequence needs `--set data.pack=false`. Tasks with label
+words are evaluated by ranking these; T5's published scores are those of `--set evaluation.method=greedy`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def prefix_lm_base() -> Experiment:
     experiment = base()
     model = zoo.language_model("v", T5_1_1["base"], prefix=True)
     decoder = model.decoder.copy(scan=True, dropout_rate=0.1)
-    data = replace(experiment.data, pack=False)  # inputs and targets share a row
+    buckets = ((64, 16), (128, 16), (256, 32))  # inputs and targets share a row: not packed
+    data = replace(experiment.data, pack=False, buckets=buckets)
     return replace(experiment, model=model.copy(decoder=decoder, dtype="bfloat16"), data=data)
 
 
@@ -57,5 +59,5 @@ def _finetune(size: Size, variant: str) -> Experiment:
             optimizer=Adafactor(learning_rate=Constant(1e-3)),
             save_every=1000,
         ),
-        evaluation=Evaluation(every=1000, method="greedy"),
+        evaluation=Evaluation(every=1000),
     )

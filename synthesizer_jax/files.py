@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import io
 import os
@@ -171,6 +172,8 @@ def open_atomic(path: pathlib.Path) -> Iterator[BinaryIO]:
 def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
     """Makes a directory that appears under its name when the context ends without an error.
 
+    What a killed process has left of the same directory is removed first.
+
     Args:
       directory: the destination, which does not exist or is empty.
 
@@ -179,6 +182,7 @@ def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
 
     Raises:
       FileExistsError: the destination exists and is not empty.
+      OSError: something cannot be written, such as for want of space; it names the directory or a file.
       ValueError: it is in a bucket, where directories cannot be renamed.
     """
     directory = absolute(directory)
@@ -193,13 +197,47 @@ def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
     directory.parent.mkdir(parents=True, exist_ok=True)
     if directory.exists():
         directory.rmdir()  # fails for a mounted one now, and not when everything is written
-    staging = directory.with_name(f".{directory.name}.{os.getpid()}")
+    _remove_leftovers(directory)
+    staging = directory.with_name(f".{directory.name}.{os.getpid()}{_INCOMPLETE}")
     staging.mkdir()
+    lock = _try_lock(staging)
     try:
         yield staging
         staging.rename(directory)
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        sentence = f"{error.strerror}; nothing was written"
+        raise OSError(error.errno, sentence, str(directory)) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+_INCOMPLETE = ".incomplete"
+
+
+def _remove_leftovers(directory: pathlib.Path) -> None:
+    """Removes what killed processes have left of a directory that they were making."""
+    pattern = re.compile(rf"\.{re.escape(directory.name)}\.\d+{re.escape(_INCOMPLETE)}")
+    for path in directory.parent.iterdir():
+        if pattern.fullmatch(path.name) and (lock := _try_lock(path)) is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+
+
+def _try_lock(directory: pathlib.Path) -> int | None:
+    """Returns a descriptor that locks a directory while the process lives; None if it cannot be locked."""
+    with contextlib.suppress(OSError):  # another process has it, or the storage has no locks
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+    return None
 
 
 def share_file(path: pathlib.Path) -> None:
@@ -224,6 +262,33 @@ def write_atomic(path: pathlib.Path, content: str | bytes | Iterable[str]) -> pa
             for string in [content] if isinstance(content, str) else content:
                 file.write(string.encode())
     return path
+
+
+@contextlib.contextmanager
+def name_write_errors(directory: pathlib.Path) -> Iterator[None]:
+    """Names a directory in errors of writing to it that name no file, as those of a full disk.
+
+    Raises:
+      OSError: in the place of one without a path, or of the `ValueError` that TensorStore raises.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        number = int(code[1]) if code else getattr(error, "errno", None)
+        if number is None or getattr(error, "filename", None) is not None:
+            raise
+        kept = f"{os.strerror(number)}; what was finished is kept"
+        raise OSError(number, kept, str(directory)) from error
+
+
+def refuse_links(directory: pathlib.Path) -> None:
+    """Raises an `OSError` for a link in a directory, through which what is written would go elsewhere."""
+    if in_bucket(directory) or not directory.is_dir():
+        return
+    for path in directory.iterdir():
+        if path.is_symlink():
+            raise OSError(f"{path} is a link; put what it points to in its place, or remove it")
 
 
 def check_regular(path: pathlib.Path) -> None:

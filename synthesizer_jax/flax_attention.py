@@ -20,7 +20,7 @@ from synthesizer_jax.ambient import partition
 from synthesizer_jax.attention import Mask, Partition, Term, Terms, materialize
 from synthesizer_jax.attention.explanations import log_external_call
 from synthesizer_jax.attention.functional import attend_dot_product
-from synthesizer_jax.attention.masks import add_pattern
+from synthesizer_jax.attention.masks import add_pattern, as_bool
 from synthesizer_jax.attention.partition import axes_along, axes_of_type, in_auto_mode
 
 if TYPE_CHECKING:
@@ -259,8 +259,8 @@ def as_mask(mask: jax.typing.ArrayLike | Mask | None, logits_shape: tuple[int, .
       logits_shape: ``(batch..., heads, q, k)``.
 
     Raises:
-      ValueError: an array does not broadcast to `logits_shape`, or a `Mask` with arrays is given and the
-        number of batch dimensions is not one.
+      ValueError: an array does not broadcast to `logits_shape` or is an additive mask; or a `Mask` with
+        arrays is given and the number of batch dimensions is not one.
     """
     if mask is None:
         return Mask()
@@ -271,7 +271,7 @@ def as_mask(mask: jax.typing.ArrayLike | Mask | None, logits_shape: tuple[int, .
                 f"{len(logits_shape) - 3}; pass a mask array [batch..., heads or 1, q, k]"
             )
         return mask
-    mask = _broadcast_to_logits("mask", mask, logits_shape).astype(bool)
+    mask = as_bool(_broadcast_to_logits("mask", mask, logits_shape))
     *batch, _, q_length, k_length = logits_shape
     return add_pattern(Mask(), mask, batch=math.prod(batch), q_length=q_length, k_length=k_length)
 
@@ -380,14 +380,16 @@ def _sow(module: nn.Module | nnx.Module | None, weights: jax.Array) -> None:
 def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
     shapes = f"query {query.shape}, key {key.shape} and value {value.shape}"
     if not query.ndim == key.ndim == value.ndim >= 3:
-        raise ValueError(f"attention_fn: {shapes} must all be [batch..., length, heads, width]")
+        raise ValueError(
+            f"attention_fn: {shapes} must be [batch..., length, heads, width], all of the same rank"
+        )
     if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        raise ValueError(f"attention_fn: {shapes} must have the same batch dimensions")
+        raise ValueError(f"attention_fn: {shapes}; their batch dims must match")
     if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"attention_fn: {shapes}; query and key must have the same width")
+        raise ValueError(f"attention_fn: {shapes}; query and key depths must match")
     if key.shape[-3:-1] != value.shape[-3:-1]:
         raise ValueError(
-            f"attention_fn: {shapes}; key and value must have the same length and number of heads"
+            f"attention_fn: {shapes}; key and value lengths must match, and so must their heads"
         )
     if query.shape[-2] % key.shape[-2]:
         raise ValueError(

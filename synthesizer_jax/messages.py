@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+Phase: TypeAlias = Callable[[str, int], Callable[[int], object]]
+"""Is told the title and the number of items of a phase of long work; returns what is told how many of them
+were done since the last call."""
+
+
+def silent_phase(_: str, __: int) -> Callable[[int], None]:
+    """A `Phase` that says nothing."""
+    return lambda _: None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns ``, did you mean 'x'?`` for the most similar known word, or an empty string."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(word[:60], list(known), n=1, cutoff=0.5)
     return f", did you mean {matches[0]!r}?" if matches else ""
+
+
+def escape_controls(text: str) -> str:
+    """Returns a text with its control characters, which terminals obey, as escapes such as ``\\x1b``."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def not_divisible(name: str, size: int, *, by: str, divisor: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeAlias, TypeGuard, TypeVar
@@ -19,6 +20,9 @@ from flax import struct
 from flax.typing import Initializer
 
 from synthesizer_jax.typing import PyTree
+
+MOST_ELEMENTS = 2**40
+"""Of a model; a larger number is a mistake in a configuration, and sizes of arrays would overflow."""
 
 LOGICAL_AXES = (
     "vocab",  # rows of the embedding and columns of the output projection
@@ -140,6 +144,9 @@ def abstract_variables(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> tu
 
     Returns:
       Two pytrees of the same structure, whose leaves are `jax.ShapeDtypeStruct` and tuples of axis names.
+
+    Raises:
+      ValueError: the variables have more than `MOST_ELEMENTS` elements.
     """
     with logical_axes():
         boxed = jax.eval_shape(
@@ -150,4 +157,9 @@ def abstract_variables(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> tu
         lambda x: tuple(x.names) if is_box(x) else (None,) * x.ndim, boxed, is_leaf=is_box
     )
     shapes = jax.tree.map(lambda x: x.value if is_box(x) else x, boxed, is_leaf=is_box)
+    if (elements := sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))) > MOST_ELEMENTS:
+        raise ValueError(
+            f"the model has {elements:,} parameters; allowed: {MOST_ELEMENTS:,}; make vocab_size, d_model, "
+            "num_heads, head_dim, hidden_dim or max_length smaller"
+        )
     return shapes, axes

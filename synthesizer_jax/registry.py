@@ -132,7 +132,7 @@ def from_json(data: JSON, path: str = "") -> Any:
     unknown = sorted(name for name in values if name not in names and values[name] is not None)
     if unknown:
         raise ValueError(
-            f"{_error_prefix(path)}{cls.__name__} has no field {unknown[0]!r}"
+            f"{_error_prefix(path)}{cls.__name__} has no field {format_value(unknown[0])}"
             f"{did_you_mean(unknown[0], names)}; the configuration was saved by another version"
         )
     values = {name: values[name] for name in names if name in values}
@@ -152,8 +152,9 @@ def _registered_class(name: object, path: str) -> type:
     if cls is None:
         suggestion = did_you_mean(name, REGISTRY) if isinstance(name, str) else ""
         raise ValueError(
-            f"{_error_prefix(path)}unknown type {name!r} in the saved configuration{suggestion}; for a "
-            "class of your own, add --import PACKAGE or --import FILE.py to import what registers it"
+            f"{_error_prefix(path)}unknown type {format_value(name)} in the saved configuration"
+            f"{suggestion}; for a class of your own, add --import PACKAGE or --import FILE.py to import "
+            "what registers it"
         )
     return cls
 
@@ -171,7 +172,7 @@ def child_path(path: str, name: str | int) -> str:
 
 
 def _error_prefix(path: str) -> str:
-    return f"{path}: " if path else ""
+    return f"{path if len(path) <= 99 else f'{path[:98]}…'}: " if path else ""
 
 
 @functools.cache

@@ -112,17 +112,17 @@ def test_long_inputs_need_no_array_of_all_weights(options):
 
 
 @pytest.mark.parametrize(
-    "shapes",
+    ("shapes", "message"),
     [
-        ((2, 6, 2, 4), (2, 5, 4), (2, 5, 4)),
-        ((2, 6, 2, 4), (3, 5, 2, 4), (3, 5, 2, 4)),
-        ((2, 6, 2, 4), (2, 5, 2, 3), (2, 5, 2, 4)),
-        ((2, 6, 2, 4), (2, 5, 2, 4), (2, 6, 2, 4)),
-        ((2, 6, 4, 4), (2, 5, 3, 4), (2, 5, 3, 4)),
+        (((2, 6, 2, 4), (2, 5, 4), (2, 5, 4)), "same rank"),
+        (((2, 6, 2, 4), (3, 5, 2, 4), (3, 5, 2, 4)), "batch dims must match"),
+        (((2, 6, 2, 4), (2, 5, 2, 3), (2, 5, 2, 4)), "depths must match"),
+        (((2, 6, 2, 4), (2, 5, 2, 4), (2, 6, 2, 4)), "lengths must match"),
+        (((2, 6, 4, 4), (2, 5, 3, 4), (2, 5, 3, 4)), "must be a multiple"),
     ],
 )
-def test_shapes_that_do_not_agree_are_errors(shapes):
-    with pytest.raises(ValueError, match="attention_fn: query"):
+def test_shapes_that_do_not_agree_are_errors_with_the_words_of_flax(shapes, message):
+    with pytest.raises(ValueError, match=f"attention_fn: query.*{message}"):
         attention_fn(*(jnp.ones(s) for s in shapes))
 
 

@@ -1,7 +1,11 @@
 """Files are whole or not there."""
 
+import errno
+import fcntl
 import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -51,3 +55,48 @@ def test_a_new_directory_appears_whole_or_not_at_all(tmp_path):
         (staging / "a").write_text("a")
         raise RuntimeError("fails")
     assert list((tmp_path / "b").iterdir()) == []
+
+
+def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path):
+    left, held, other = (tmp_path / f".b.{name}" for name in ("1.incomplete", "2.incomplete", "3"))
+    for directory in (left, held, other):
+        directory.mkdir()
+    (left / "file").write_text("half")
+    lock = os.open(held, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with new_directory(tmp_path / "b"):
+        os.close(lock)
+    assert set(tmp_path.iterdir()) == {tmp_path / "b", held, other}
+
+
+TERMINATED = """
+import os, signal, sys
+from synthesizer_jax.cli import main
+from synthesizer_jax.files import new_directory
+
+def command():
+    with new_directory(__import__("pathlib").Path(sys.argv[1])):
+        os.kill(os.getpid(), signal.Signals[sys.argv[2]])
+        signal.pause()
+
+main.app = command
+main.run()
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGKILL", -9)])
+def test_a_stopped_command_leaves_nothing_for_good(tmp_path, name, code):
+    command = [sys.executable, "-c", TERMINATED, str(tmp_path / "new"), name]
+    for _ in range(2):
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ended.returncode == code, ended.stderr
+        assert len(list(tmp_path.iterdir())) == (name == "SIGKILL")
+    with new_directory(tmp_path / "new"):
+        assert len(list(tmp_path.iterdir())) == 1
+    assert list(tmp_path.iterdir()) == [tmp_path / "new"]
+
+
+def test_a_full_disk_is_named(tmp_path):
+    named = pytest.raises(OSError, match=rf"No space .*; nothing was written: '{tmp_path}/new'")
+    with named, new_directory(tmp_path / "new"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

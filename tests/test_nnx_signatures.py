@@ -108,6 +108,13 @@ def test_errors():
     layer = snnx.Attention(2, 4, in_features=8, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="x has 7 features, but in_features=8"):
         layer(jnp.zeros((1, 3, 7)))
+    for name in ("TalkingHeads", "EncoderDecoder"):
+        cls = getattr(snnx, name)
+        with pytest.raises(TypeError, match=rf"^{name}.__init__\(\) missing .*'rngs'"):
+            cls(2, 4)
+        assert list(inspect.signature(cls.__init__).parameters)[1:] == list(
+            inspect.signature(cls).parameters
+        )
     with pytest.raises(ValueError, match="Attention needs in_features"):
         snnx.to_nnx(synthesizer_jax.Attention(2, 4), rngs=nnx.Rngs(0))
 

@@ -174,6 +174,6 @@ def check_length(module: nn.Module, max_length: int, *spans: Span) -> None:
         if end > max_length:
             raise ValueError(
                 f"{type(module).__name__}{'/'.join(('', *module.path))} has max_length="
-                f"{max_length} but was given {end} positions; build it with max_length>={end}, or "
-                "cut the input"
+                f"{max_length} but was given {end} positions; build it with max_length>={end} (and in a "
+                "run that starts from a checkpoint, resize its tables by init_rules), or cut the input"
             )

@@ -12,6 +12,7 @@ import numpy as np
 from synthesizer_jax.alignments.base import Alignment, AttentionContext
 from synthesizer_jax.attention import Terms, banded, relative
 from synthesizer_jax.attention.lengths import arange
+from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.initializers import Initializer
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
@@ -47,7 +48,7 @@ class Gaussian(Alignment):
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
         offsets = _cycle_offsets(self, self.offsets, context.num_heads)
-        dtype = jnp.promote_types(queries.dtype, jnp.float32)
+        dtype = logits_dtype(queries)
         first, width = self.window(offsets)
         if self.ratio == 1.0:
             place = np.arange(first, first + width) - offsets[:, None]
@@ -55,10 +56,13 @@ class Gaussian(Alignment):
             return (banded(weights, first=first, normalize=self.normalize),)
         start, length = context.query_span.start, context.query_span.length
         position = start + arange(0, length)
+        if isinstance(position, jax.Array):
+            position = position.astype(dtype)
         center = jnp.asarray(self.ratio * position, dtype)
         starts = jnp.floor(center).astype(jnp.int32) + first
-        place = starts[:, None] + np.arange(width + 1) - center[:, None]
-        weights = self.density(place[:, None, :] - offsets[:, None], dtype)
+        keys_seen = starts[:, None] + jnp.arange(width + 1)[None]
+        place = (keys_seen.astype(dtype) - center[:, None])[:, None, :]
+        weights = self.density(place - jnp.asarray(offsets, dtype)[None, :, None], dtype)
         return (banded(weights[None], starts=starts, normalize=self.normalize),)
 
     def window(self, offsets: np.ndarray) -> tuple[int, int]:
@@ -104,13 +108,13 @@ class GaussianBias(Alignment):
             raise ValueError(f"GaussianBias: sigma={self.sigma}; it must be positive")
         first, last = context.distance_range
         offsets = _cycle_offsets(self, self.offsets, context.num_heads)
-        dtype = jnp.promote_types(queries.dtype, jnp.float32)
+        dtype = logits_dtype(queries)
         if not self.trainable:
-            place = (arange(first, last + 1) - offsets[:, None]) / self.sigma
+            place = (arange(first, last + 1)[None] - offsets[:, None]) / self.sigma
             return (relative(jnp.asarray(-0.5 * place**2, dtype), first=first),)
         offset = self._learned("offset", offsets).astype(dtype)
         precision = self._learned("precision", np.full(context.num_heads, self.sigma**-2))
-        distance = jnp.asarray(arange(first, last + 1), dtype) - offset[:, None]
+        distance = jnp.asarray(arange(first, last + 1), dtype)[None] - offset[:, None]
         return (relative(-0.5 * precision.astype(dtype)[:, None] * distance**2, first=first),)
 
     def _learned(self, name: str, start: np.ndarray) -> jax.Array:

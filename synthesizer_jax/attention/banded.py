@@ -135,10 +135,10 @@ def _tap_mask(term: Banded, mask: Mask, *, q_length: int, k_length: int) -> jax.
     if pairs is None:
         return None
     width = term.weights.shape[-1]
-    key = _first_tap_keys(term, mask, q_length)[:, None] + jnp.arange(width)
+    key = _first_tap_keys(term, mask, q_length)[:, None] + jnp.arange(width)[None]
     in_row = (key >= 0) & (key < k_length)
     allowed = jnp.take_along_axis(pairs, jnp.clip(key, 0, k_length - 1)[None, None], axis=-1)
-    return (allowed & in_row).swapaxes(1, 2)
+    return (allowed & in_row[None, None]).swapaxes(1, 2)
 
 
 def _sum_window(term: Banded, values: jax.Array, mask: Mask, *, q_length: int) -> jax.Array:
@@ -245,7 +245,7 @@ def _sum_gathered_values(weights: jax.Array, values: jax.Array, starts: jax.Arra
         key = starts + t
         in_row = (key >= 0) & (key < k_length)
         tap_values = jnp.take(values, jnp.clip(key, 0, k_length - 1), axis=1).astype(dtype)
-        tap_values = jnp.where(in_row[:, None, None], tap_values, 0)
+        tap_values = jnp.where(in_row[None, :, None, None], tap_values, 0)
         return weights[..., t, None].astype(dtype) * tap_values
 
     return functools.reduce(operator.add, (weigh_tap(t) for t in range(weights.shape[-1])))

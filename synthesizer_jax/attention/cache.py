@@ -9,9 +9,8 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
-from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.masks import Mask, is_concrete
 from synthesizer_jax.attention.terms import Banded, Terms
 from synthesizer_jax.typing import PyTree
 
@@ -230,13 +229,6 @@ def fill_invalid(x: jax.Array, valid: jax.Array | None) -> jax.Array:
     return jnp.where(valid, x, jnp.nan)
 
 
-def is_concrete(x: ArrayLike | None) -> bool:
-    """Whether numbers can be read: they are not traced, nor on other processes' devices."""
-    if isinstance(x, jax.core.Tracer):
-        return False
-    return not isinstance(x, jax.Array) or x.is_fully_addressable
-
-
 def _extend_window(
     cache: Cache,
     terms: Terms,
@@ -257,7 +249,7 @@ def _extend_window(
         if mask.key_lengths is None:
             return x[:, new:]
         end = jnp.clip(mask.key_lengths - at, 0, new)  # the examples have different lengths
-        index = end[:, None] + jnp.arange(size)
+        index = end[:, None] + jnp.arange(size)[None]
         return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
 
     values = jax.tree.map(concatenate, cache.values, values)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.masks import Mask, as_bool
 from synthesizer_jax.attention.packed import segment_lengths
 from synthesizer_jax.attention.parts import zero_padding_tokens
 from synthesizer_jax.attention.terms import Term, Terms
@@ -166,11 +166,12 @@ def _check_array(
             for axis, size in zip(axes, shape, strict=True)
         )
         raise ValueError(f"attend: Mask.{name} has shape {x.shape}; it must be [{wanted}]")
+    if name in _PATTERNS:
+        x = as_bool(x)
     if name == "allowed":
-        return jnp.broadcast_to(x, (*x.shape[:2], *shape[2:])).astype(bool)
+        return jnp.broadcast_to(x, (*x.shape[:2], *shape[2:]))
     if name not in _PATTERNS and not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"attend: Mask.{name} has dtype {x.dtype}; it must be integers")
-    x = x.astype(bool) if name in _PATTERNS else x
     return jnp.broadcast_to(x, shape)
 
 

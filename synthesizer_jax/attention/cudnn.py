@@ -215,7 +215,7 @@ def _sequence_lengths(
     batch, q_length, k_length = sizes
     query_lengths, key_lengths = jnp.asarray(q_length), jnp.asarray(k_length)
     if has_keys is not None:
-        ends = jnp.arange(1, q_length + 1)
+        ends = jnp.arange(1, q_length + 1)[None]
         query_lengths = jnp.max(jnp.where(has_keys.any(axis=-1), ends, 1), axis=-1)
     if mask.key_lengths is not None:
         key_lengths = jnp.clip(mask.key_lengths, 1, k_length)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey
+from jax.typing import ArrayLike
 
 from synthesizer_jax.typing import PyTree
 
@@ -165,7 +166,7 @@ class Mask:
             ``[batch or 1, heads or 1, q or 1, k]`` or ``[q, k]``; nonzero where a query may see a key.
 
         Raises:
-          ValueError: for other ranks.
+          ValueError: for other ranks, and see `as_bool`.
           TypeError: for what is neither.
         """
         if mask is None or isinstance(mask, Mask):
@@ -180,7 +181,7 @@ class Mask:
                 f"attention: the mask has shape {mask.shape}; it must be [batch or 1, heads or 1, q, k] or "
                 "[q, k]: add an axis of heads to [batch, q, k], and use Mask.padded for padding alone"
             )
-        mask = mask.astype(bool)
+        mask = as_bool(mask)
         allowed = mask[None, None] if mask.ndim == 2 else mask
         if allowed.shape[1] == allowed.shape[2] == 1:
             return cls(key_valid=allowed[:, 0, 0], query_valid=jnp.ones((1, 1), bool))
@@ -270,7 +271,7 @@ class Mask:
         """Returns which keys the prefix opens to every query, bool ``[b, k]``; None: there is no prefix."""
         if self.prefix_lengths is None:
             return None
-        return jnp.arange(k_length) < self.prefix_lengths[..., None]
+        return _before(self.prefix_lengths, k_length)
 
     def block(self, example: jax.Array | int, head: jax.Array | int) -> Mask:
         """Returns the mask of one example and one head, with a batch axis of 1."""
@@ -301,11 +302,11 @@ class Mask:
         position = jnp.arange(length) + start
         real = (position >= 0)[None]
         if self.key_lengths is not None:
-            real = real & (position < self.key_lengths[..., None])
+            real = real & (position[None] < self.key_lengths[..., None])
         if self.key_valid is not None:
             k_length = self.key_valid.shape[1]
-            valid = self.key_valid.astype(bool)[:, jnp.clip(position, 0, k_length - 1)]
-            real = real & valid & (position < k_length)
+            valid = jnp.asarray(self.key_valid, bool)[:, jnp.clip(position, 0, k_length - 1)]
+            real = real & valid & (position < k_length)[None]
         prefix = None if self.prefix_lengths is None else self.prefix_lengths - start
         return dataclasses.replace(
             self,
@@ -323,7 +324,7 @@ class Mask:
         keys, queries = self.keys(k_length), self.queries(q_length)
         band, prefix = self.band(q_length, k_length), self.prefix(k_length)
         if band is not None and prefix is not None:
-            band = band | prefix[..., None, None, :]
+            band = operator.or_(*_equal_ranks(band, prefix[..., None, None, :]))
         parts = [
             band,
             None if keys is None else keys[..., None, None, :],
@@ -335,6 +336,30 @@ class Mask:
             parts.append(same[..., None, :, :])
         pairs = _all(*parts)
         return None if pairs is None else pairs.reshape((1,) * (4 - pairs.ndim) + pairs.shape)
+
+
+def is_concrete(x: ArrayLike | None) -> bool:
+    """Whether numbers can be read: they are not traced, nor on other processes' devices."""
+    if isinstance(x, jax.core.Tracer):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def as_bool(mask: jax.Array) -> jax.Array:
+    """Returns which numbers of a mask are not zero.
+
+    Raises:
+      ValueError: numbers that are not traced are floating and neither 0 nor 1.
+    """
+    if jnp.issubdtype(mask.dtype, jnp.floating) and is_concrete(mask):
+        values = np.asarray(mask)
+        others = values[(values != 0) & (values != 1)]
+        if others.size:
+            raise ValueError(
+                f"attention: the mask contains {others[0]}; floating masks are 1 where a query may see a "
+                "key, else 0: instead of a mask that is added to the logits give mask == 0"
+            )
+    return mask.astype(bool)
 
 
 def add_pattern(
@@ -365,7 +390,7 @@ def segment_positions(segments: jax.Array) -> jax.Array:
 
     Each run of equal numbers counts from 0.
     """
-    index = jnp.arange(segments.shape[-1], dtype=jnp.int32)
+    index = jax.lax.broadcasted_iota(jnp.int32, segments.shape, segments.ndim - 1)
     new = jnp.diff(segments, axis=-1, prepend=segments[..., :1]) != 0
     start = jax.lax.cummax(jnp.where(new, index, 0), axis=segments.ndim - 1)
     return index - start
@@ -383,12 +408,24 @@ def _real(
     segments: jax.Array | None,
 ) -> jax.Array | None:
     return _all(
-        None if lengths is None else jnp.arange(length) < lengths[..., None],
+        None if lengths is None else _before(lengths, length),
         None if valid is None else valid.astype(bool),
         None if segments is None else segments > 0,
     )
 
 
+def _before(lengths: jax.Array, n: int) -> jax.Array:
+    """Returns which of n positions lie before lengths ``[...]``, bool ``[..., n]``."""
+    lengths = jnp.asarray(lengths, int)
+    position = jax.lax.broadcasted_iota(lengths.dtype, (*lengths.shape, n), lengths.ndim)
+    return position < lengths[..., None]
+
+
+def _equal_ranks(*parts: jax.Array) -> list[jax.Array]:
+    rank = max((part.ndim for part in parts), default=0)
+    return [part.reshape((1,) * (rank - part.ndim) + part.shape) for part in parts]
+
+
 def _all(*parts: jax.Array | None) -> jax.Array | None:
-    given = [part for part in parts if part is not None]
+    given = _equal_ranks(*(part for part in parts if part is not None))
     return functools.reduce(operator.and_, given) if given else None

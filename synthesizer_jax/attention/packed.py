@@ -111,9 +111,9 @@ def _segment_rows(
       Where they are ``[b, count, length]``, their number ``[b·count]``, and whether they are neighbors and
       no more than `length`, bool ``[b, count]``.
     """
-    member = segments[:, None, :] == jnp.arange(1, count + 1)[:, None]
+    member = segments[:, None, :] == jnp.arange(1, count + 1)[None, :, None]
     start = jnp.argmax(member, axis=-1)
-    index = start[..., None] + jnp.arange(length)
+    index = start[..., None] + jnp.arange(length)[None, None]
     number = member.sum(axis=-1)
     last = segments.shape[1] - 1 - jnp.argmax(member[..., ::-1], axis=-1)
     fits = (number == 0) | ((number <= length) & (last - start + 1 == number))
@@ -128,5 +128,5 @@ def _pack(out: jax.Array, segments: jax.Array, count: int) -> jax.Array:
     kept = (segments > 0) & (segments <= count) & (place < length)
     index = jnp.where(kept, (segments - 1) * length + place, 0)
     tokens = gather_rows(out.reshape(batch, count * length, *out.shape[2:]), index[:, None])
-    lost = jnp.where(segments > 0, jnp.nan, 0).astype(out.dtype)
-    return jnp.where(kept[..., None, None], tokens, lost[..., None, None])
+    tokens = jnp.where(kept[..., None, None], tokens, 0)
+    return jnp.where((kept | (segments <= 0))[..., None, None], tokens, jnp.nan)

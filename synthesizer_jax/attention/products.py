@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.partition import axes_along, axes_of_type
 from synthesizer_jax.attention.parts import match_varying_axes
 from synthesizer_jax.attention.terms import logits_dtype
@@ -100,6 +101,27 @@ def _explicit_product(
         preferred_element_type=preferred_element_type,
         out_sharding=out_sharding,
     )
+
+
+def output_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Returns the logits ``x kernel`` of ``[..., d]`` and ``[d, v]``, in float32 or wider.
+
+    All factors are in `x`'s dtype; in the backward pass JAX would multiply float32 cotangents.
+    """
+
+    def product(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return jnp.matmul(*inputs, preferred_element_type=logits_dtype(*inputs))
+
+    def backward(
+        inputs: tuple[jax.Array, jax.Array], _: None, __: None, g: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        (x, kernel), rows = inputs, tuple(range(g.ndim - 1))
+        g = g.astype(x.dtype)
+        return g @ kernel.T, jnp.tensordot(x, g, (rows, rows))
+
+    forward = lambda inputs: (product(inputs), None)
+    run = with_gradient(forward, backward, product, reads_output=False)
+    return run(match_varying_axes(x, kernel.astype(x.dtype)))
 
 
 def matmul_nt(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:

@@ -65,20 +65,24 @@ def softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
       logits: ``[..., k]``.
       pairs: bool, which logits are not masked; None: all.
     """
-    return _softmax(logits if pairs is None else jnp.where(pairs, logits, -jnp.inf))
+    if pairs is not None:
+        logits = jnp.where(pairs, logits, jnp.finfo(logits.dtype).min)
+    return _softmax(logits, pairs)
 
 
 @jax.custom_jvp
-def _softmax(logits: jax.Array) -> jax.Array:
+def _softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
     row_max = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - jnp.where(row_max == -jnp.inf, 0, row_max))
+    if pairs is not None:
+        weights = jnp.where(pairs, weights, 0)
     row_sum = jnp.sum(weights, axis=-1, keepdims=True)
     return weights * jnp.where(row_sum > 0, 1 / jnp.where(row_sum > 0, row_sum, 1), 0)
 
 
 @_softmax.defjvp
 def _softmax_jvp(
-    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+    primals: tuple[jax.Array, jax.Array | None], tangents: tuple[jax.Array, jax.Array | None]
 ) -> tuple[jax.Array, jax.Array]:
     weights = _softmax(*primals)
     # dP = P ∘ dS - P Σ_k (P ∘ dS)

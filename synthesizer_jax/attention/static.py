@@ -358,11 +358,11 @@ def _grouped_fwd(
     dtype = logits_dtype(logits, values)
     regions = _regions(mask, q_length, values)
     num_keys = sum(
-        _contract_keys("qk,bk->qb", r.astype(dtype), keys, dtype=dtype) for r, keys in regions
+        _contract_keys("qk,bk->qb", r[0].astype(dtype), keys, dtype=dtype) for r, keys in regions
     )
-    has_keys = num_keys > 0
+    has_keys = jnp.expand_dims(num_keys > 0, 0)
     queries = mask.queries(q_length)
-    has_keys = has_keys if queries is None else has_keys & queries.T
+    has_keys = has_keys if queries is None else has_keys & queries.T[None]
 
     def update_group(
         j: jax.Array, results: tuple[jax.Array, jax.Array, jax.Array]
@@ -520,10 +520,11 @@ def _regions(mask: Mask, q_length: int, values: jax.Array) -> list[_Region]:
     keys = jnp.ones((batch, k_length), bool) if keys is None else keys
     band, prefix = mask.band(q_length, k_length), mask.prefix(k_length)
     if band is None:
-        return [(jnp.ones((1, k_length), bool), keys)]
+        return [(jnp.ones((1, 1, k_length), bool), keys)]
+    band = band[None]
     if prefix is None:
         return [(band, keys)]
-    return [(band, keys), (~band & prefix.any(axis=0), keys & prefix)]
+    return [(band, keys), (~band & prefix.any(axis=0)[None, None], keys & prefix)]
 
 
 def _shared_max(logits: jax.Array, values: jax.Array, mask: Mask) -> jax.Array:
@@ -538,7 +539,8 @@ def _exp_logits(
     logits: jax.Array, shared_max: jax.Array, regions: list[_Region]
 ) -> list[jax.Array]:
     """Returns ``exp(S - c)`` in each region and zero outside, ``[h, q, k]`` in float32 or wider."""
-    return [jnp.exp(jnp.where(pairs, logits - shared_max, -jnp.inf)) for pairs, _ in regions]
+    lowest = jnp.finfo(logits.dtype).min
+    return [jnp.exp(jnp.where(pairs, logits - shared_max, lowest)) for pairs, _ in regions]
 
 
 def _contract_keys(spec: str, x: jax.Array, keys: jax.Array, *, dtype: jnp.dtype) -> jax.Array:

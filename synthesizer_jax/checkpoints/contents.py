@@ -87,7 +87,7 @@ def read_contents(checkpoint: pathlib.Path) -> Contents | None:
         try:
             parts.append(Contents(**json.loads(path.read_bytes())))
             parts[-1].arrays.values(), parts[-1].files.values()
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{path} is damaged: {error}") from error
     if not parts:
         raise DamagedError(f"{directory} is empty")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -34,7 +35,7 @@ from synthesizer_jax.checkpoints.placement import (
 from synthesizer_jax.checkpoints.retention import Retention
 from synthesizer_jax.checkpoints.storage import (
     as_storage_error,
-    finish_reads,
+    finish_tasks,
     is_committed,
     is_damage,
     remove_unfinished,
@@ -90,6 +91,7 @@ class Checkpoints:
         self._directory = absolute(directory)
         self._asynchronous = asynchronous
         self._begun: list[int] = []
+        self._writes = contextlib.ExitStack()
         # With named processes Orbax synchronizes through the coordination service. Otherwise it uses a
         # collective, which would interleave with those of an evaluation if `StopSignal` saves.
         self._processes = ocp.options.MultiprocessingOptions(
@@ -102,6 +104,7 @@ class Checkpoints:
         """Orbax's manager; creates the directory."""
         if processes.is_process_zero():
             self._directory.mkdir(parents=True, exist_ok=True)
+        self._writes.enter_context(finish_tasks())
         processes.barrier("checkpoints")
         atomicity = ocp.path.atomicity
         return ocp.CheckpointManager(
@@ -247,7 +250,7 @@ class Checkpoints:
                 contents.check_files(directory / "data")
             stream.restore(directory / "data")
         arrays = ocp.args.StandardRestore(_state_dict(abstract))
-        with finish_reads():
+        with finish_tasks():
             tree = self._states.restore(directory / "state", args=arrays)
         if int(tree["step"]) != int(directory.name):
             raise DamagedError(f"{directory} holds step {int(tree['step'])}")
@@ -274,7 +277,7 @@ class Checkpoints:
     def _same_arrays(self, step: int, abstract: State) -> bool:
         """Returns False if a checkpoint's metadata is readable and lists arrays of other shapes."""
         try:
-            with finish_reads():
+            with finish_tasks():
                 directory = self._directory / str(step) / "state"
                 listed = ocp.PyTreeCheckpointHandler().metadata(directory)
             shapes = [m.shape for m in jax.tree.leaves(listed.tree)]
@@ -290,8 +293,9 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits until all checkpoints are written and stops the manager's threads."""
-        if self._has_manager:
-            self._manager.close()
+        with self._writes:
+            if self._has_manager:
+                self._manager.close()
 
 
 def _free_name(path: pathlib.Path) -> pathlib.Path:

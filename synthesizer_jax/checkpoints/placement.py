@@ -11,7 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import AbstractMesh, Mesh
 
-from synthesizer_jax.checkpoints.storage import finish_reads
+from synthesizer_jax.checkpoints.storage import finish_tasks
 from synthesizer_jax.files import absolute
 from synthesizer_jax.parameters import Variables, abstract_variables
 from synthesizer_jax.sharding import MeshShape, make_mesh, shardings
@@ -118,7 +118,7 @@ def read_variables(
     """
     path = absolute(checkpoint / "state")
     reader = ocp.PyTreeCheckpointHandler()  # a checkpointer would synchronize the processes
-    with finish_reads():
+    with finish_tasks():
         tree: PyTree = reader.metadata(path).tree
     params = AVERAGE if averaged and tree.get(AVERAGE) else "params"
     abstract = {k: tree[k] for k in (params, "constants") if tree.get(k)}
@@ -148,7 +148,7 @@ def read_optimizer_state(checkpoint: pathlib.Path, opt_state: PyTree) -> PyTree:
     """
     path = absolute(checkpoint / "state")
     reader = ocp.PyTreeCheckpointHandler()
-    with finish_reads():
+    with finish_tasks():
         saved = reader.metadata(path).tree.get("opt_state", {})
     if different := _first_difference(saved, opt_state):
         raise OtherModelError(
@@ -167,7 +167,7 @@ def _read(path: pathlib.Path, reader: ocp.PyTreeCheckpointHandler, abstract: PyT
         restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
         partial_restore=True,
     )
-    with finish_reads():
+    with finish_tasks():
         return reader.restore(path, args=arguments)
 
 

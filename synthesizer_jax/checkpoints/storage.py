@@ -106,10 +106,10 @@ class _WaitingLoopPolicy(asyncio.DefaultEventLoopPolicy):
 
 
 @contextlib.contextmanager
-def finish_reads() -> Iterator[None]:
-    """Context manager that waits for all reads of Orbax before their event loop is closed.
+def finish_tasks() -> Iterator[None]:
+    """Context manager that waits for all reads and writes of Orbax before their event loop is closed.
 
-    Orbax raises the first error of many concurrent reads; each of the others would print a traceback.
+    Orbax raises the first error of many concurrent ones; each of the others would print a traceback.
     """
     before = asyncio.get_event_loop_policy()
     asyncio.set_event_loop_policy(_WaitingLoopPolicy())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import math
 import pathlib
@@ -75,8 +76,9 @@ def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
       tree: the state as nested dictionaries of `Unread`.
     """
     found: dict[str, int] = {}
+    arrays = _Handler(found)
     registry = ocp.type_handlers.create_type_handler_registry(
-        (Unread, _Handler(found)), (jax.Array, ocp.type_handlers.ArrayHandler())
+        (Unread, arrays), (jax.Array, ocp.type_handlers.ArrayHandler())
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
     checkpoint = absolute(directory) / str(step)
@@ -87,7 +89,13 @@ def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
         options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False),
     ) as manager:
         arguments = ocp.args.PyTreeSave(tree)
-        manager.save(step, args=ocp.args.Composite(state=arguments))
+        try:
+            manager.save(step, args=ocp.args.Composite(state=arguments))
+        except BaseException:
+            for future in arrays.writing:  # nobody may write to the directory when it is removed
+                with contextlib.suppress(Exception):
+                    future.result()
+            raise
     (checkpoint / CONTENTS).mkdir()
     for name, data in Contents(step, found, {}).to_files(0).items():
         (checkpoint / CONTENTS / name).write_bytes(data)
@@ -98,11 +106,15 @@ class _Handler(ocp.type_handlers.NumpyHandler):
 
     Args:
       found: receives the checksum of each array by its path.
+
+    Attributes:
+      writing: what is being written.
     """
 
     def __init__(self, found: dict[str, int]):
         super().__init__(deepcopy_host_arrays=False)
         self._found = found
+        self.writing: list[ocp.future.Future] = []
 
     async def serialize(
         self,
@@ -112,28 +124,19 @@ class _Handler(ocp.type_handlers.NumpyHandler):
     ) -> Sequence[ocp.future.Future]:
         """Reads all arrays and writes all but the last, for which the caller waits."""
         args = args or [ocp.type_handlers.SaveArgs()] * len(values)
-        writing: collections.deque[tuple[int, Sequence[ocp.future.Future]]] = collections.deque()
+        sizes = collections.deque[int]()
         arrays = _read_ahead(values)
-        try:
-            for info, arg in zip(infos, args, strict=True):
-                array, checksum = next(arrays)
-                self._found[info.name.replace(".", "/")] = checksum
-                # Several at once, because storage confirms each of them on its own.
-                while writing and sum(n for n, _ in writing) + array.nbytes > AHEAD:
-                    _wait(writing.popleft()[1])
-                futures = await super().serialize([array], [info], [arg])
-                writing.append((array.nbytes, futures))
-        except BaseException:
-            for _, futures in writing:  # nobody may write to the directory when it is removed
-                _wait(futures)
-            raise
-        return [future for _, futures in writing for future in futures]
-
-
-def _wait(futures: Sequence[ocp.future.Future]) -> None:
-    """Waits until arrays are written."""
-    for future in futures:
-        future.result()
+        for info, arg in zip(infos, args, strict=True):
+            array, checksum = next(arrays)
+            self._found[info.name.replace(".", "/")] = checksum
+            # Several at once, because storage confirms each of them on its own.
+            while sizes and sum(sizes) + array.nbytes > AHEAD:
+                self.writing[0].result()
+                del self.writing[0], sizes[0]
+            (future,) = await super().serialize([array], [info], [arg])
+            self.writing.append(future)
+            sizes.append(array.nbytes)
+        return self.writing
 
 
 def _read_ahead(values: Sequence[Unread]) -> Iterator[tuple[np.ndarray, int]]:

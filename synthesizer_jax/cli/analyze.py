@@ -45,30 +45,35 @@ def analyze(
     from synthesizer_jax.files import absolute
     from synthesizer_jax.reports.static_attention import (
         summarize_static_attention,
+        warnings_about,
         write_static_attention,
     )
     from synthesizer_jax.runs import code
+    from synthesizer_jax.runs.progress import show_phases
     from synthesizer_jax.training.initial_parameters import find_checkpoint
     from synthesizer_jax.training.run_directory import load_experiment
 
     code.load_user_code(imports or ())
     lengths = load_experiment(find_checkpoint(run)[0]).data.lengths
-    found = analyze_run(
-        run,
-        data_dir=data_dir,
-        examples=(examples, held_out),
-        batch_size=batch_size,
-        tolerance=tolerance,
-    )
+    with show_phases() as phase:
+        found = analyze_run(
+            run,
+            data_dir=data_dir,
+            examples=(examples, held_out),
+            batch_size=batch_size,
+            tolerance=tolerance,
+            phase=phase,
+        )
     write_static_attention(
         output,
         found,
-        title=f"Static attention of {run.name}",
+        title=f"How static the attention of {run} is",
         lengths=lengths,
         facts=provenance(),
     )
     _print_heads(found)
-    typer.echo(summarize_static_attention(found))
+    for sentence in (summarize_static_attention(found), *warnings_about(found)):
+        typer.echo(sentence)
     typer.echo(f"page: {absolute(output)}")
 
 

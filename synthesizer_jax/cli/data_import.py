@@ -45,6 +45,9 @@ VocabularyFile = Annotated[
     pathlib.Path | None,
     storage_option("mine: the SentencePiece model whose tokens are counted, instead of words."),
 ]
+Renew = Annotated[
+    bool, typer.Option("--renew", help="Replace what was imported before, with all of its splits.")
+]
 
 
 def import_files(
@@ -69,11 +72,12 @@ def import_files(
     metrics: Metrics = None,
     columns: Columns = None,
     vocabulary: VocabularyFile = None,
+    renew: Renew = False,
 ) -> None:
     """Write TFDS data sets from the original files of a benchmark or corpus, or from your own.
 
-    Missing tasks are reported. A row that cannot be read stops the import with its file and line, and
-    then no data set is changed.
+    Missing tasks are reported; splits of an earlier import are kept. A row that cannot be read stops the
+    import with its file and line, and then no data set is changed.
 
     Your own files are JSON lines, CSV, TSV, Parquet, text (a row per line, with the field 'text') or
     aligned text (train=a.en+a.de), each also .gz or .zst, or what datasets.save_to_disk wrote. Example:
@@ -88,14 +92,16 @@ def import_files(
             missing = "--name" if name is None else "--target"
             raise ValueError(f"'data import {MINE}' needs {missing}; --help shows an example")
         task = _describe_task(name, inputs, target, labels=labels, metrics=metrics)
-        lines = _import_own(task, source, columns, data_dir=directory, vocabulary=vocabulary)
+        lines = _import_own(
+            task, source, columns, data_dir=directory, vocabulary=vocabulary, renew=renew
+        )
     elif any(x is not None for x in (name, inputs, target, labels, metrics, columns, vocabulary)):
         raise ValueError(
             f"{benchmark} is imported as it is published; --name, --input, --target, --labels, --metric, "
             f"--columns and --vocabulary belong to 'data import {MINE}'"
         )
     else:
-        lines = _import_benchmark(benchmark, source, data_dir=directory)
+        lines = _import_benchmark(benchmark, source, data_dir=directory, renew=renew)
     for line in lines:
         typer.echo(line)
     typer.echo(f"data sets are in {directory}")
@@ -127,6 +133,7 @@ def _import_own(
     *,
     data_dir: pathlib.Path,
     vocabulary: pathlib.Path | None,
+    renew: bool,
 ) -> list[str]:
     """Imports the user's own files and returns the lines of the report."""
     from synthesizer_jax.data.vocabularies import SentencePiece
@@ -136,14 +143,16 @@ def _import_own(
     codec = None if vocabulary is None else SentencePiece(str(vocabulary)).build()
     splits = find_splits(source, columns=columns.split(",") if columns else ())
     load_data_libraries()
-    found = import_files(task, splits, data_dir, vocabulary=codec)
+    found = import_files(task, splits, data_dir, vocabulary=codec, renew=renew)
     return [
         *(line for summary in found for line in summary.lines()),
         f"train with --set data.mixture={task.name}",
     ]
 
 
-def _import_benchmark(name: str, source: list[str], *, data_dir: pathlib.Path) -> list[str]:
+def _import_benchmark(
+    name: str, source: list[str], *, data_dir: pathlib.Path, renew: bool
+) -> list[str]:
     """Imports a benchmark's files and returns the lines of the report."""
     from synthesizer_jax.messages import did_you_mean
     from synthesizer_jax.tasks.importers import IMPORTERS
@@ -157,4 +166,4 @@ def _import_benchmark(name: str, source: list[str], *, data_dir: pathlib.Path) -
     if len(source) > 1:
         raise ValueError(f"{name} is imported from one directory; give one --from")
     load_data_libraries()
-    return list(IMPORTERS[name](name, storage_path(source[0]), data_dir).lines())
+    return list(IMPORTERS[name](name, storage_path(source[0]), data_dir, renew=renew).lines())

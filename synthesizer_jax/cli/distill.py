@@ -5,8 +5,6 @@ from __future__ import annotations
 import pathlib
 from typing import Annotated
 
-import typer
-
 from synthesizer_jax.cli.options import (
     DataDir,
     Imports,
@@ -40,7 +38,7 @@ def distill(
     from synthesizer_jax.distillation.distill import distill as distill_run
     from synthesizer_jax.runs import code
     from synthesizer_jax.runtime import processes
-    from synthesizer_jax.runtime.preemption import Preempted, exit_on_signals, preemption_message
+    from synthesizer_jax.runtime.preemption import exit_on_signals
 
     exit_on_signals()
     processes.start_group()
@@ -48,8 +46,4 @@ def distill(
     code.require_code(teacher)  # before the recipe, which may define newer versions of its classes
     distillation, recipe_code = load_with_code(recipe, overrides or (), kinds=(Distillation,))
     own = imported_code + recipe_code
-    try:
-        distill_run(distillation, teacher, workdir, data_dir=data_dir, visible=not quiet, own=own)
-    except Preempted as preempted:
-        typer.echo(preemption_message(preempted), err=True)
-        raise typer.Exit(preempted.exit_code) from None
+    distill_run(distillation, teacher, workdir, data_dir=data_dir, visible=not quiet, own=own)

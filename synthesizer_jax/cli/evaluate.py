@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from synthesizer_jax.evaluation.evaluator import Evaluator
+    from synthesizer_jax.evaluation.scoring import TaskResult
     from synthesizer_jax.training.experiment import Experiment
     from synthesizer_jax.typing import PyTree
 
@@ -87,19 +88,14 @@ def evaluate(
     overrides = given(method=method, split=split, max_examples=max_examples, batch_size=batch_size)
     opened = open_run(workdir, data_dir=data_dir, overrides=overrides, tasks=task, imports=imports)
     selection = _Selection(step, every, follow)
+    part = bool(task) or max_examples is not None
     metrics = {}
     for number, variables in _restore_checkpoints(workdir, opened.layout, selection):
-        results, overall = opened.evaluator.measure(variables, mesh=opened.mesh)
+        folder = files.evaluation_folder(workdir, number, opened.other_split, part=part)
+        saved = folder if save_predictions else None
+        results, overall = measure_step(opened, number, variables, folder=saved)
         metrics[number] = {result.task: result.metrics for result in results}
         if processes.is_process_zero():
-            part = bool(task) or max_examples is not None
-            folder = files.evaluation_folder(workdir, number, opened.other_split, part=part)
-            print_results(number, results, overall)
-            if save_predictions:
-                files.write_all_predictions(
-                    folder, zip(opened.evaluator.sets, results, strict=True)
-                )
-                typer.echo(f"predictions: {folder}/TASK.jsonl")
             files.write_results(folder, number, results, overall=overall)
     if len(metrics) > 1 and processes.is_process_zero():
         print_best_steps(metrics)
@@ -158,6 +154,31 @@ def open_run(
     other_split = None if split == experiment.evaluation.split else split
     mesh, layout = place_variables(experiment.model, experiment.example, experiment.mesh)
     return OpenRun(evaluator, other_split, mesh, layout)
+
+
+def measure_step(
+    opened: OpenRun, step: int, variables: PyTree, *, folder: pathlib.Path | None
+) -> tuple[list[TaskResult], dict[str, float]]:
+    """Evaluates a checkpoint, prints its results and writes its predictions; see `Evaluator.measure`.
+
+    Args:
+      opened: the run.
+      step: the checkpoint's.
+      variables: its variables.
+      folder: where TASK.jsonl are written; None: they are not.
+    """
+    from synthesizer_jax.evaluation import files
+    from synthesizer_jax.runs.progress import show_phases
+    from synthesizer_jax.runtime import processes
+
+    with show_phases(visible=processes.is_process_zero()) as phase:
+        results, overall = opened.evaluator.measure(variables, mesh=opened.mesh, phase=phase)
+    if processes.is_process_zero():
+        print_results(step, results, overall)
+        if folder is not None:
+            files.write_all_predictions(folder, zip(opened.evaluator.sets, results, strict=True))
+            typer.echo(f"predictions: {folder}/TASK.jsonl")
+    return results, overall
 
 
 def _open_evaluator(

@@ -180,7 +180,12 @@ def _read_lines(text: list[str] | None, input_file: pathlib.Path | None) -> list
     if text:
         return text
     if input_file is None:
-        return sys.stdin.read().splitlines()
+        lines = [] if sys.stdin.isatty() else sys.stdin.read().splitlines()
+        if not lines:
+            raise ValueError(
+                "there is no input; give texts as arguments, --input FILE, or lines to stdin"
+            )
+        return lines
     try:
         return input_file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -29,6 +30,7 @@ from synthesizer_jax.cli.report import report
 from synthesizer_jax.cli.show_recipes import recipes
 from synthesizer_jax.cli.train import train
 from synthesizer_jax.files import is_storage_error
+from synthesizer_jax.messages import escape_controls
 from synthesizer_jax.runtime.compilation_cache import enable_compilation_cache
 from synthesizer_jax.runtime.large_pages import restart_with_large_pages
 from synthesizer_jax.version import __version__
@@ -100,14 +102,21 @@ def run() -> None:
 
     With the environment variable SYNTHESIZER_JAX_TRACEBACK=1 tracebacks are printed.
     """
-    # SeqIO logs every split that it skips.
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # SeqIO logs every split that it skips, and Orbax the tracebacks of errors that it raises.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     if sys.argv[1:2] and sys.argv[1] in LONG:
         restart_with_large_pages()
     enable_compilation_cache()
+    # As Ctrl-C does: what is not complete is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         app()
     except Exception as error:
+        preemption = sys.modules.get("synthesizer_jax.runtime.preemption")
+        if preemption is not None and isinstance(error, preemption.Preempted):
+            print(error, file=sys.stderr)
+            sys.exit(error.exit_code)
         if _is_user_error(error) and not os.environ.get(TRACEBACK):
             print(
                 f"error: {missing_extra_message(error) or _one_line_message(error)}",
@@ -136,8 +145,12 @@ def _exit_program(code: int) -> None:
 
 
 def _one_line_message(error: BaseException) -> str:
-    """Returns an error's message in one line, for unspecific errors with how to see the traceback."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    """Returns an error's message in one line, for unspecific errors with how to see the traceback.
+
+    Of a message that echoes what a file holds, the middle is left out.
+    """
+    text = escape_controls(" ".join(str(error).split())) or type(error).__name__
+    text = text if len(text) <= 2000 else f"{text[:1500]} … {text[-300:]}"
     if type(error) in (RuntimeError, ImportError):
         text += f" ({type(error).__name__}; {TRACEBACK}=1 shows where)"
     return text

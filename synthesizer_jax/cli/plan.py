@@ -73,10 +73,7 @@ def _experiment_of(directory: pathlib.Path, overrides: Sequence[str]) -> Experim
     from synthesizer_jax.cli.settings import override
     from synthesizer_jax.pretrained.convert import experiment_of
 
-    experiment = experiment_of(directory)
-    for assignment in overrides:
-        experiment = override(experiment, assignment)
-    return experiment
+    return override(experiment_of(directory), *overrides)
 
 
 def _print_advice(experiment: Experiment, topology: Topology) -> None:

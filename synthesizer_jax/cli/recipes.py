@@ -128,9 +128,7 @@ def load_with_code(
         recipe = _split_name(name)
         module, recipe_code = _load_module(recipe.module)
         result = _call_recipe(module, recipe, kinds)
-    for assignment in overrides:
-        result = override(result, assignment)
-    return result, imported_code + recipe_code
+    return override(result, *overrides), imported_code + recipe_code
 
 
 def _is_directory(name: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -103,55 +105,71 @@ def _format_setting(value: object) -> str:
 
 
 def _parse_text(text: str) -> JSON:
-    """Returns the value of an argument: JSON, a word of `WORDS`, or the text itself."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):  # a number of too many digits, too many brackets
-        return WORDS.get(text.lower(), text)
+    """Returns the value of an argument: JSON, a literal of Python, a word of `WORDS`, or the text."""
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return read(text)
+    return WORDS.get(text.lower(), text)
 
 
-def override(obj: _Object, assignment: str) -> _Object:
-    """Returns a copy with one field changed, from ``path.to.field=value``.
+@dataclasses.dataclass
+class _Change:
+    """A new value, as it was typed (None: the old one), and then changes inside it by field or index."""
+
+    text: str | None = None
+    inside: dict[str, _Change] = dataclasses.field(default_factory=dict)
+
+
+def override(obj: _Object, *assignments: str) -> _Object:
+    """Returns a copy with some fields changed, each by ``path.to.field=value``; the last one counts.
+
+    An object is made, and checked, when all of its fields have their new values.
 
     Args:
       obj: an experiment, or any registered object inside it.
-      assignment: dots name fields, numbers index tuples; the value is read by the field's type. A model
-        is given by its name in `ZOO`, an objective by its name in `OBJECTIVES`, any object as JSON with
-        its ``type``.
+      assignments: dots name fields, numbers index tuples; a value is JSON or a literal of Python, read by
+        the field's type. A model is given by its name in `ZOO`, an objective by its name in
+        `OBJECTIVES`, any object as JSON with its ``type``.
 
     Raises:
       ValueError: an unknown field or a value that does not fit, with a suggestion.
     """
-    path, equals, text = assignment.partition("=")
-    if not equals:
-        raise ValueError(f"--set {assignment!r}: write path.to.field=value")
-    return cast(_Object, _override(obj, path.split("."), text, path=path))
+    changes = _Change()
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        if not equals:
+            raise ValueError(f"--set {assignment!r}: write path.to.field=value")
+        *parents, last = path.split(".")
+        change = changes
+        for name in parents:
+            change = change.inside.setdefault(name, _Change())
+        change.inside[last] = _Change(text)
+    return cast(_Object, _apply(changes, obj, object, ""))
 
 
-def _override(obj: object, names: list[str], text: str, *, path: str) -> object:
-    name, rest = names[0], names[1:]
-    if isinstance(obj, tuple):
-        if not name.isdecimal() or int(name) >= len(obj):
-            raise ValueError(f"--set {path}: {name!r} is not an index below {len(obj)}")
-        index = int(name)
-        new = (
-            _override(obj[index], rest, text, path=path)
-            if rest
-            else _parse_value(text, object, path)
-        )
-        return (*obj[:index], new, *obj[index + 1 :])
-    if not dataclasses.is_dataclass(obj) or isinstance(obj, type):
-        raise ValueError(f"--set {path}: {name!r} is inside a plain value, which has no fields")
-    fields = fields_of(obj)
-    if name not in fields:
-        raise ValueError(
-            f"--set {path}: {type(obj).__name__} has no field {name!r}"
-            f"{did_you_mean(name, fields)}; its fields: {', '.join(fields)}"
-        )
-    if rest:
-        return replace(obj, **{name: _override(fields[name], rest, text, path=path)})
-    cls = type(obj)
-    return replace(obj, **{name: _parse_value(text, field_types(cls).get(name, object), path)})
+def _apply(change: _Change, value: object, kind: Annotation, path: str) -> object:
+    """Returns the value of a field of type `kind` at a path after a change."""
+    if change.text is not None:
+        value = _parse_value(change.text, kind, path)
+    if not change.inside:
+        return value
+    entries: dict[str, object] = {}
+    kinds: dict[str, Annotation] = {}
+    missing = "{!r} is inside a plain value, which has no fields"
+    if isinstance(value, tuple):
+        entries = {str(i): entry for i, entry in enumerate(value)}
+        missing = f"{{!r}} is not an index below {len(value)}"
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        entries, kinds = fields_of(value), field_types(type(value))
+        missing = f"{type(value).__name__} has no field {{!r}}"
+    for name, inner in change.inside.items():
+        place = child_path(path, name)
+        if name not in entries:
+            fields = f"; its fields: {', '.join(entries)}" if kinds else ""
+            hint = did_you_mean(name, entries) + fields
+            raise ValueError(f"--set {place}: {missing.format(name)}{hint}")
+        entries[name] = _apply(inner, entries[name], kinds.get(name, object), place)
+    return tuple(entries.values()) if isinstance(value, tuple) else replace(value, **entries)
 
 
 def _parse_value(text: str, kind: Annotation, path: str) -> object:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import typer
-
 from synthesizer_jax.cli.options import DataDir, Imports, Overrides, Quiet, Recipe, Workdir
 from synthesizer_jax.cli.recipes import check_name, load_with_code
 
@@ -23,7 +21,7 @@ def train(
     """
     check_name(recipe)
     from synthesizer_jax.runtime import processes
-    from synthesizer_jax.runtime.preemption import Preempted, exit_on_signals, preemption_message
+    from synthesizer_jax.runtime.preemption import exit_on_signals
     from synthesizer_jax.training.experiment import Experiment
     from synthesizer_jax.training.run import run
 
@@ -32,14 +30,4 @@ def train(
     experiment, own = load_with_code(
         recipe, overrides or (), kinds=(Experiment,), imports=imports or ()
     )
-    try:
-        run(
-            experiment,
-            workdir,
-            data_dir=data_dir,
-            visible=not quiet,
-            own=own,
-        )
-    except Preempted as preempted:
-        typer.echo(preemption_message(preempted), err=True)
-        raise typer.Exit(preempted.exit_code) from None
+    run(experiment, workdir, data_dir=data_dir, visible=not quiet, own=own)

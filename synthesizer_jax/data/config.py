@@ -68,9 +68,10 @@ class DataConfig:
         if not 1 <= self.shards <= CHUNK:
             raise ValueError(f"data.shards is {self.shards}; allowed: 1 to {CHUNK}")
         if self.batch_size % self.shards:
-            shards = f"shards={self.shards}"
+            by, size = f"data.shards={self.shards}", self.batch_size
             raise ValueError(
-                not_divisible("batch_size", self.batch_size, by=shards, divisor=self.shards)
+                f"{not_divisible('data.batch_size', size, by=by, divisor=self.shards)}; or set data.shards "
+                "too, and to save memory alone training.micro_batches"
             )
 
     def _check_buckets(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import collections
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -17,8 +18,9 @@ class Packer:
 
     A row begins with the example that has waited longest. The pending example with the longest inputs
     (with the longest targets, if rows have no inputs) whose inputs and targets both fit into the rest
-    of the row follows, until none does. Every example is used
-    once, in the row after at most ``window - 1`` others at the latest, and the rows depend on the
+    of the row follows, until none does. An example waits until those of its task's epochs before are in
+    rows, so that a small task's short examples do not come again before its long ones. Every example is
+    used once, in the row after at most ``window - 1`` others at the latest, and the rows depend on the
     order of the examples alone.
 
     Args:
@@ -52,6 +54,7 @@ class Packer:
         self._numbers = itertools.count()
         self._pending: dict[int, DrawnExample] = {}
         self._by_length: list[int] = []
+        self._waiting: collections.Counter[tuple[int, int]] = collections.Counter()
         self._append(pending)
 
     def next_row(self) -> list[DrawnExample]:
@@ -71,7 +74,9 @@ class Packer:
     def _append(self, examples: Sequence[DrawnExample]) -> None:
         for example, number in zip(examples, self._numbers, strict=False):
             self._pending[number] = example
-            self._by_length.append(self._key(example, number))
+            self._waiting[example.member, example.epoch] += 1
+            if not self._waiting[example.member, example.epoch - 1]:
+                self._by_length.append(self._key(example, number))
         self._by_length.sort()
 
     def _find(self, inputs: int, targets: int) -> int | None:
@@ -87,7 +92,14 @@ class Packer:
         return _key(len(example.targets if self._sorts_targets else example.inputs), number)
 
     def _remove(self, place: int) -> DrawnExample:
-        return self._pending.pop(_number(self._by_length.pop(place)))
+        example = self._pending.pop(_number(self._by_length.pop(place)))
+        epoch = example.member, example.epoch
+        self._waiting[epoch] -= 1
+        if not self._waiting[epoch]:  # the next may follow
+            following = (i for i in self._pending.items() if (i[1].member, i[1].epoch - 1) == epoch)
+            self._by_length += (self._key(example, number) for number, example in following)
+            self._by_length.sort()
+        return example
 
 
 _LAST = 2**48 - 1

@@ -174,7 +174,7 @@ class Stream:
         if config.buckets:
             settings["buckets"] = f"{config.buckets} in groups of {GROUP} batches"
         if config.pack:
-            settings["packing"] = f"best fit among {WINDOW} examples"
+            settings["packing"] = f"best fit among {WINDOW} examples, epoch by epoch"
         for name, member in self._members.items():
             settings[f"rate of {name}"] = member.rate
             settings[f"checksum of {name}"] = member.examples.checksum

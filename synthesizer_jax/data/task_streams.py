@@ -25,12 +25,14 @@ class DrawnExample(NamedTuple):
       targets: token ids with EOS.
       member: number of its task in the mixture.
       number: its index among the task's examples; None: it cannot be read again.
+      epoch: of its task, the first number of the stream's position; 0 where that is none.
     """
 
     inputs: np.ndarray
     targets: np.ndarray
     member: int
     number: int | None
+    epoch: int = 0
 
 
 class Examples(Protocol):
@@ -72,7 +74,7 @@ class TaskStream(Protocol):
         ...
 
     def position(self) -> list[int]:
-        """Returns the position."""
+        """Returns the position, epoch first."""
         ...
 
     def restore(self, position: list[int]) -> None:

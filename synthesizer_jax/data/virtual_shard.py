@@ -35,9 +35,9 @@ class ShardPosition:
     def to_json(self) -> str:
         """Returns the contents of the shard's file."""
         pending = [
-            [e.member, e.number]
+            [e.member, e.epoch, e.number]
             if e.number is not None
-            else [e.member, e.inputs.tolist(), e.targets.tolist()]
+            else [e.member, e.epoch, e.inputs.tolist(), e.targets.tolist()]
             for e in self.pending
         ]
         return json.dumps({"draws": self.draws, "members": self.members, "pending": pending})
@@ -90,7 +90,8 @@ class VirtualShard:
             member = self._choices[offset]
             stream = self._streams[member]
             inputs, targets = next(stream)
-            drawn.append(DrawnExample(inputs, targets, member, stream.index))
+            epoch = stream.position()[0]
+            drawn.append(DrawnExample(inputs, targets, member, stream.index, epoch))
         return drawn
 
     def next_row(self) -> list[DrawnExample]:
@@ -113,12 +114,12 @@ class VirtualShard:
         pending = [self._recall(*entry) for entry in position["pending"] or ()]
         self._rows.restore(pending, draws=self._num_draws)
 
-    def _recall(self, member: int, *saved: int | list[int]) -> DrawnExample:
+    def _recall(self, member: int, epoch: int, *saved: int | list[int]) -> DrawnExample:
         """Returns a pending example from its index, or from its inputs and targets."""
         if isinstance(saved[0], int):
-            return DrawnExample(*self._streams[member].recall(saved[0]), member, saved[0])
+            return DrawnExample(*self._streams[member].recall(saved[0]), member, saved[0], epoch)
         inputs, targets = (np.asarray(ids, np.int32) for ids in saved)
-        return DrawnExample(inputs, targets, member, None)
+        return DrawnExample(inputs, targets, member, None, epoch)
 
 
 def _draw_members(boundaries: np.ndarray, seed: np.random.SeedSequence, block: int) -> list[int]:

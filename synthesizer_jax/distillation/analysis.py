@@ -15,6 +15,7 @@ from synthesizer_jax.distillation.static_attention import (
     StaticAttention,
     measure_static_attention,
 )
+from synthesizer_jax.messages import Phase, silent_phase
 from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import batch_sharding, use_mesh
@@ -37,6 +38,7 @@ def analyze_run(
     examples: tuple[int, int],
     batch_size: int,
     tolerance: float,
+    phase: Phase = silent_phase,
 ) -> StaticAttention:
     """Measures the static attention of a run's model, see `measure_static_attention`.
 
@@ -47,6 +49,7 @@ def analyze_run(
         evaluation's split they are measured on; rounded up to whole batches.
       batch_size: number of examples of a batch.
       tolerance: the share by which the loss may rise.
+      phase: is told what is done.
 
     Raises:
       FileNotFoundError: there is no checkpoint or no data.
@@ -68,6 +71,7 @@ def analyze_run(
     splits = (data.split, experiment.evaluation.split)
     experiment = with_vocabulary_path(experiment, directory)
     prepare_data(experiment, vocabulary, places, training_splits=splits, evaluation_splits=())
+    phase(f"reading examples of {data.mixture}", 1)
     fit_to, held_out = (
         _read(replace(data, split=split), count, mesh, vocabulary=vocabulary, data_dir=places)
         for split, count in zip(splits, examples, strict=True)
@@ -79,6 +83,7 @@ def analyze_run(
             fit_to=fit_to,
             held_out=held_out,
             tolerance=tolerance,
+            phase=phase,
         )
 
 

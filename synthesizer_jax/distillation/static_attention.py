@@ -40,6 +40,7 @@ from synthesizer_jax.distillation.fit import (
 from synthesizer_jax.distillation.replacement import StackName, named_stacks
 from synthesizer_jax.distillation.table_switch import Place, TableSwitch
 from synthesizer_jax.distillation.transplant import STACKS, check_stacks, self_attention
+from synthesizer_jax.messages import Phase, silent_phase
 from synthesizer_jax.models import EncoderDecoder
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.training.step import Batch
@@ -95,10 +96,6 @@ class Head:
         """Such as ``encoder 1.3``: stack, layer and head, the latter two from 1."""
         return f"{self.stack} {self.layer + 1}.{self.head + 1}"
 
-    def explained(self, form: str) -> float:
-        """Returns the share of `uniform` that a form explains; negative where equal weights are better."""
-        return 1.0 - self.divergences[form] / max(self.uniform, 1e-9)
-
 
 class Picture(NamedTuple):
     """The weights of a head.
@@ -139,6 +136,7 @@ class StaticAttention:
       heads: all heads, the most static first.
       points: from none of them replaced to all.
       pictures: the most and the least static heads of each stack.
+      uniform_loss: nats per target token of held-out batches when all heads have equal weights.
       tolerance: the share by which the loss may rise.
       fitted: number of examples that forms were fitted to.
       held_out: number of examples that everything was measured on.
@@ -147,15 +145,20 @@ class StaticAttention:
     heads: Sequence[Head]
     points: Sequence[Point]
     pictures: Sequence[Picture]
+    uniform_loss: float
     tolerance: float
     fitted: int
     held_out: int
 
     @property
+    def highest_loss(self) -> float:
+        """The loss at the end of the tolerance."""
+        return (1.0 + self.tolerance) * self.points[0].loss
+
+    @property
     def replaceable(self) -> Point:
         """The last point before the loss first exceeds the tolerance."""
-        most = (1.0 + self.tolerance) * self.points[0].loss
-        return list(itertools.takewhile(lambda point: point.loss <= most, self.points))[-1]
+        return list(itertools.takewhile(lambda p: p.loss <= self.highest_loss, self.points))[-1]
 
 
 def measure_static_attention(
@@ -165,6 +168,7 @@ def measure_static_attention(
     fit_to: Sequence[Batch],
     held_out: Sequence[Batch],
     tolerance: float = 0.01,
+    phase: Phase = silent_phase,
 ) -> StaticAttention:
     """Fits static forms to every head of a model's self-attention.
 
@@ -174,6 +178,7 @@ def measure_static_attention(
       fit_to: unpacked batches that the forms are fitted to.
       held_out: batches of the same shape, on which they are measured.
       tolerance: the share by which the loss may rise.
+      phase: is told what is done.
 
     Raises:
       ValueError: no layer has self-attention that can be measured, or the model's loss is not finite.
@@ -185,17 +190,25 @@ def measure_static_attention(
             "the model has no self-attention that tables could replace; give one with the dot product, or "
             "another alignment that is trained and the same in all heads"
         )
-    fitted, measured = (
-        collect_statistics(model, variables, batches, layers) for batches in (fit_to, held_out)
-    )
+
+    def statistics(of: str, batches: Sequence[Batch]) -> dict[Layer, Statistics]:
+        advance = phase(f"attention of {_count(batches):,} {of} examples", len(batches))
+        return collect_statistics(model, variables, batches, layers, advance=advance)
+
+    fitted, measured = statistics("training", fit_to), statistics("held-out", held_out)
     heads: list[Head] = []
     tables: dict[Layer, PyTree] = {}
+    uniform: dict[Layer, PyTree] = {}
+    advance = phase(f"fitting {len(FORMS)} forms to the heads of {len(layers)} layers", len(layers))
     for layer in layers:
-        found, tables[layer] = _fit_forms(
+        found, tables[layer], uniform[layer] = _fit_forms(
             model, variables["params"], layer, fitted[layer], measured[layer]
         )
         heads += found
+        advance(1)
     heads.sort(key=lambda head: head.divergences[TABLE])
+    counts = numbers_of_heads(len(heads))
+    advance = phase(f"losses with 0 to {len(heads)} of {len(heads)} heads replaced", len(counts))
     switch = TableSwitch(model, variables, tables, held_out)
     if not np.isfinite(switch.loss([])):
         raise ValueError(
@@ -204,6 +217,7 @@ def measure_static_attention(
     places = [head.place for head in heads]
 
     def point(count: int) -> Point:
+        advance(1)
         return Point(
             replaced=count,
             loss=switch.loss(places[:count]),
@@ -213,12 +227,18 @@ def measure_static_attention(
 
     return StaticAttention(
         heads=heads,
-        points=_points_around(point, numbers_of_heads(len(heads)), tolerance),
+        points=_points_around(point, counts, tolerance),
         pictures=list(_pictures(model, variables["params"], heads, measured, tables)),
+        uniform_loss=TableSwitch(model, variables, uniform, held_out).loss(places),
         tolerance=tolerance,
-        fitted=sum(len(batch["encoder_input_tokens"]) for batch in fit_to),
-        held_out=sum(len(batch["encoder_input_tokens"]) for batch in held_out),
+        fitted=_count(fit_to),
+        held_out=_count(held_out),
     )
+
+
+def _count(batches: Sequence[Batch]) -> int:
+    """Returns the number of examples."""
+    return sum(len(batch["encoder_input_tokens"]) for batch in batches)
 
 
 def attention_layers(model: EncoderDecoder) -> tuple[Layer, ...]:
@@ -301,8 +321,8 @@ def numbers_of_heads(total: int) -> list[int]:
 
 def _fit_forms(
     model: EncoderDecoder, params: PyTree, layer: Layer, fitted: Statistics, measured: Statistics
-) -> tuple[list[Head], PyTree]:
-    """Returns the heads of a layer, and the parameters of its fitted table."""
+) -> tuple[list[Head], PyTree, PyTree]:
+    """Returns the heads of a layer, and the parameters of tables: the fitted one, and of equal weights."""
     stack, number = layer
     attention = attention_of(model, layer)
     length, causal = fitted.mass.shape[-1], stack == "decoder"
@@ -328,4 +348,4 @@ def _fit_forms(
         )
         for head in range(attention.num_heads)
     ]
-    return heads, table
+    return heads, table, {"table": jnp.zeros_like(table["table"]) - bias}

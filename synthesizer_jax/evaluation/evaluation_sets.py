@@ -16,7 +16,7 @@ from synthesizer_jax.data.vocabularies import EOS, Vocabulary
 from synthesizer_jax.registry import JSON
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.metrics import Value
-from synthesizer_jax.tasks.postprocessors import Example, to_text
+from synthesizer_jax.tasks.postprocessors import SENTINEL, Example, to_text
 from synthesizer_jax.tasks.preparation import MNLI, measured_task, task_splits
 from synthesizer_jax.tasks.task import Answers, Task
 
@@ -89,6 +89,7 @@ class EvaluationSet:
         """
         if not isinstance(answers, Answers):
             answers = Answers(answers)
+        answers = answers._replace(texts=list(map(self._shown, answers.texts)))
         if len(answers.texts) != len(self.examples):
             raise ValueError(
                 f"{self.name}: {len(answers.texts)} predictions for {len(self.examples)} examples"
@@ -107,7 +108,14 @@ class EvaluationSet:
 
     def predicted_value(self, index: int, prediction: str) -> Value:
         """Returns the value of a prediction for an example that metrics compare."""
-        return self.task.postprocess(prediction, example=self.examples[index])
+        return self.task.postprocess(self._shown(prediction), example=self.examples[index])
+
+    def _shown(self, answer: str) -> str:
+        """Returns an answer with its sentinel, which bytes do not show; SeqIO strips all such answers."""
+        if self.vocabulary and self.task.sentinel:
+            hidden = not self.vocabulary.decode([self.vocabulary.vocab_size - 1])
+            return SENTINEL + answer if hidden else answer
+        return answer
 
     def record(self, index: int, prediction: str | None) -> dict[str, JSON]:
         """Returns the JSON record of an example and its prediction; None: there is none.

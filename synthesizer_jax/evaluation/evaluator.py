@@ -21,11 +21,12 @@ from synthesizer_jax.evaluation.scoring import (
     flatten_results,
     mean_score,
 )
-from synthesizer_jax.messages import did_you_mean
+from synthesizer_jax.messages import Phase, did_you_mean, silent_phase
 from synthesizer_jax.models import Encoder, TextToText
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.registry import register
 from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.preparation import import_remedy
 from synthesizer_jax.tasks.streams import task_objective
 
 
@@ -107,9 +108,15 @@ class Evaluator:
         _check_tasks(wanted, {*members, *itertools.chain(*measures.values())}, mixture)
         pairs = [pair for pair in pairs if measures[pair] & wanted]
         if not pairs:
+            known = dict.fromkeys(
+                s
+                for t in wanted
+                for s in task_registry.find_task(t).stored_splits(prepared.data_dir)
+            )
+            choice = f"choose {' or '.join(known)}, or " if known else ""
             raise FileNotFoundError(
                 f"{', '.join(only) if only else mixture} has no examples of the split {split!r} in "
-                f"{prepared.root}; import and prepare them, or choose another split"
+                f"{prepared.root}; {choice}{import_remedy(members, prepared.data_dir)}"
             )
         self.lacking = sorted(wanted.difference(*(measures[pair] for pair in pairs)))
         self.sets = [
@@ -129,7 +136,7 @@ class Evaluator:
         self.loss_sets = [s.labeled_part(count) for s in self.sets]
 
     def measure(
-        self, variables: Variables, *, mesh: Mesh | None = None
+        self, variables: Variables, *, mesh: Mesh | None = None, phase: Phase = silent_phase
     ) -> tuple[list[TaskResult], dict[str, float]]:
         """Returns the results of every task, and those over all tasks: ``score``, losses, averages.
 
@@ -140,6 +147,7 @@ class Evaluator:
         Args:
           variables: the model's.
           mesh: shards the variables and the examples; see `Predictor`.
+          phase: is told of every task.
         """
         method = self.evaluation.method
         predictor = Predictor(
@@ -155,7 +163,7 @@ class Evaluator:
             batch_size=self.evaluation.batch_size,
             mesh=mesh,
         )
-        results = evaluate_tasks(predictor, self.sets, loss_sets=self.loss_sets)
+        results = evaluate_tasks(predictor, self.sets, loss_sets=self.loss_sets, phase=phase)
         losses = self.held_out_loss(results)
         score = mean_score(results)
         if not any(result.metrics for result in results):

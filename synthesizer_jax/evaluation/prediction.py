@@ -112,6 +112,9 @@ class Predictor:
       mesh: the mesh that shards the variables, and is to shard the inputs; batches are padded to a
         multiple of its devices. Of several processes each gives all inputs and gets all answers. None:
         one device.
+
+    Attributes:
+      advance: is told the number of inputs after every batch of them.
     """
 
     def __init__(
@@ -133,6 +136,7 @@ class Predictor:
         self.mesh = None if mesh is None or mesh.size == 1 else mesh
         axes = [] if self.mesh is None else [self.mesh.shape[name] for name in BATCH_AXES]
         self.num_batch_shards = math.prod(axes)
+        self.advance: Callable[[int], object] = lambda _: None
         self.batch_size = -(-batch_size // self.num_batch_shards) * self.num_batch_shards
 
     def encode(self, text: str) -> np.ndarray:
@@ -341,6 +345,7 @@ class Predictor:
                 arrays = [fetch(x) for x in answer(rows, batch)]
                 for row, values in zip(rows, zip(*arrays, strict=True), strict=False):
                     answers[row] = values
+                self.advance(len(rows))
         return answers
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
 from synthesizer_jax.evaluation.prediction import Predictor
 from synthesizer_jax.evaluation.texts import text_loss
+from synthesizer_jax.messages import Phase, silent_phase
 from synthesizer_jax.tasks.task import Answers
 
 
@@ -73,6 +74,7 @@ def evaluate_tasks(
     sets: Sequence[EvaluationSet],
     *,
     loss_sets: Sequence[EvaluationSet] | None = None,
+    phase: Phase = silent_phase,
 ) -> list[TaskResult]:
     """Predicts and scores every evaluation set; of texts, it computes the loss.
 
@@ -81,9 +83,17 @@ def evaluate_tasks(
       sets: the evaluation sets.
       loss_sets: for each of them the labeled examples over which the loss is computed; None computes no
         losses.
+      phase: is told of every set.
     """
     results = []
     for i, examples in enumerate(sets):
+        size, window = len(examples.inputs), predictor.decoding.max_length
+        passes = size * (1 + examples.scores_targets) + len(
+            loss_sets[i].inputs if loss_sets else ()
+        )
+        if examples.is_text:
+            passes = sum(-(-len(target) // window) for target in examples.targets)
+        predictor.advance = phase(f"{examples.name}, {examples.split}: {size:,} examples", passes)
         if examples.is_text:
             results.append(_evaluate_texts(predictor, examples))
             continue

@@ -126,7 +126,7 @@ def _best_of(state: _Beams, lengths: Lengths, alpha: ArrayLike, *, samples: int)
     n = state.live.shape[1]
     cut = state.live / length_penalty(lengths.longest, alpha)[:, None]
     num_ended = (state.ended > NEVER).sum(axis=1, keepdims=True)
-    rank = jnp.arange(samples)
+    rank = jnp.arange(samples)[None]
     index = jnp.where(rank < num_ended, rank, n + rank - num_ended)
     tokens = jnp.concatenate([state.ended_tokens, state.tokens], axis=1)
     tokens = jnp.take_along_axis(tokens, index[:, :, None], axis=1)

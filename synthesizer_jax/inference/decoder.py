@@ -47,7 +47,7 @@ class Lengths(NamedTuple):
         """Returns logits ``[..., vocab]`` of position `at` with EOS at −∞ where it is too early."""
         if self.shortest is None:
             return logits
-        is_eos = jnp.arange(logits.shape[-1]) == EOS
+        is_eos = jnp.arange(logits.shape[-1])[None] == EOS
         return jnp.where(is_eos & (at + 1 < self.shortest), -jnp.inf, logits)
 
 

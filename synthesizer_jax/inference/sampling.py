@@ -93,7 +93,7 @@ def keep_most_probable(
         count = 1 + jnp.sum(~reached, axis=-1)
     last = count[..., None] - 1
     least, last_token = (jnp.take_along_axis(x, last, axis=-1) for x in (values, tokens))
-    tied = (logits == least) & (jnp.arange(vocab) <= last_token)
+    tied = (logits == least) & (jnp.arange(vocab)[None] <= last_token)
     return jnp.where((logits > least) | tied, logits, -jnp.inf)
 
 

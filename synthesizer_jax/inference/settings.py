@@ -7,6 +7,7 @@ import dataclasses
 from synthesizer_jax.registry import check_types
 
 LARGEST_SEED = 2**32 - 1
+LONGEST, MOST_SEQUENCES = 2**20, 2**10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,19 +63,19 @@ class Decoding:
     def _check_ranges(self) -> None:
         """Raises a `ValueError` for the first field with a value that is never allowed."""
         checks = (
-            ("max_length", self.max_length >= 1, "1 or more"),
+            ("max_length", 1 <= self.max_length <= LONGEST, f"1 to {LONGEST:,}"),
             ("min_length", self.min_length >= 1, "1 or more"),
             (
                 "relative_length",
                 self.relative_length is None or self.relative_length > 0,
                 "above 0",
             ),
-            ("beams", self.beams >= 1, "1 or more"),
+            ("beams", 1 <= self.beams <= MOST_SEQUENCES, f"1 to {MOST_SEQUENCES:,}"),
             ("alpha", self.alpha >= 0, "0 or more"),
             ("temperature", self.temperature >= 0, "0 (greedy) or more"),
             ("top_k", self.top_k is None or self.top_k >= 1, "1 or more"),
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0, at most 1"),
-            ("samples", self.samples >= 1, "1 or more"),
+            ("samples", 1 <= self.samples <= MOST_SEQUENCES, f"1 to {MOST_SEQUENCES:,}"),
             ("seed", 0 <= self.seed <= LARGEST_SEED, f"0 to {LARGEST_SEED:,}"),
         )
         for name, allowed, values in checks:

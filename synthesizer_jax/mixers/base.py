@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeAlias, TypedDict
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypedDict, TypeVar
 
 import flax.linen as nn
 import jax
@@ -26,6 +28,8 @@ from synthesizer_jax.mixers.taps import sow_tap
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.typing import PyTree
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
 MixerCache: TypeAlias = PyTree
 """A pytree of a mixer's own type, with the attributes of a `TokenCount`."""
 
@@ -44,6 +48,20 @@ class TokenCount:
 
     length: int | jax.Array | np.int32 = dataclasses.field(default_factory=lambda: np.int32(0))
     empty_memory: jax.Array | None = None
+
+
+def _refuse_is_causal(method: _Method) -> _Method:
+    """Makes a mixer's method name the mask for the argument `is_causal` of Flax's layers."""
+
+    @functools.wraps(method)
+    def wrapped(self: nn.Module, *args: object, **kwargs: object) -> object:
+        if "is_causal" in kwargs:
+            raise TypeError(
+                f"{type(self).__name__} has no argument is_causal; give mask=Mask(causal=True)"
+            )
+        return method(self, *args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]
 
 
 class Mixer(nn.Module):
@@ -83,6 +101,7 @@ class Mixer(nn.Module):
         """Whether all rows that attend to the same memory can share a cache in cross-attention."""
         return True
 
+    @_refuse_is_causal
     @on_any_mesh
     def __call__(
         self,
@@ -279,10 +298,12 @@ class Mixer(nn.Module):
         patterns = (mask.window, mask.ahead, mask.allowed)
         is_partial = mask.causal or any(pattern is not None for pattern in patterns)
         if not cross and is_partial and not self.supports_causal:
-            raise ValueError(
-                f"{name} mixes all positions, later ones too; it has no causal form: use it in "
-                "encoders, and another mixer in decoders"
+            remedy = (
+                "set its field causal=True in decoders, or use it in encoders"
+                if hasattr(self, "causal")
+                else "it has no causal form: use it in encoders, and another mixer in decoders"
             )
+            raise ValueError(f"{name} mixes all positions, later ones too; {remedy}")
 
     @property
     def is_sowing_weights(self) -> bool:

@@ -148,11 +148,11 @@ class SentenceNetwork(nn.Module):
         inverse = jax.lax.rsqrt(variance + EPSILON)
         column = jnp.einsum("gnd,gndf->gf", self.scale_0, self.kernel_0)
         shift = jnp.einsum("gnd,gndf->gf", self.shift_0, self.kernel_0) + self.bias_0
-        product = inverse[..., None] * (sums.hidden - mean[..., None] * column)
-        h = jax.nn.leaky_relu(product + shift, SLOPE)
+        product = inverse[..., None] * (sums.hidden - mean[..., None] * column[None, None])
+        h = jax.nn.leaky_relu(product + shift[None, None], SLOPE)
         h = h - h.mean(-1, keepdims=True)
         h = h * jax.lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + EPSILON)
-        return h * self.scale_1 + self.shift_1
+        return h * self.scale_1[None, None] + self.shift_1[None, None]
 
     def out(self, hidden: jax.Array, *, start: int | jax.Array = 0, length: int = 1) -> jax.Array:
         """The outputs of `length` positions from `start` on.
@@ -166,14 +166,15 @@ class SentenceNetwork(nn.Module):
           ``[b, length, nets, features]`` float32 or wider.
         """
         if not self.every_position:
-            return jnp.einsum("bngf,gfv->bngv", hidden, self.kernel_1[:, 0]) + self.bias_1[:, 0]
+            bias = self.bias_1[None, None, :, 0]
+            return jnp.einsum("bngf,gfv->bngv", hidden, self.kernel_1[:, 0]) + bias
         kernel, bias = (
             jax.lax.dynamic_slice_in_dim(p, start, length, axis=1)
             for p in (self.kernel_1, self.bias_1)
         )
         each = "bgf" if hidden.shape[1] == 1 else "bngf"
         hidden = hidden[:, 0] if hidden.shape[1] == 1 else hidden
-        return jnp.einsum(f"{each},gnfv->bngv", hidden, kernel) + bias.swapaxes(0, 1)
+        return jnp.einsum(f"{each},gnfv->bngv", hidden, kernel) + bias.swapaxes(0, 1)[None]
 
 
 @register

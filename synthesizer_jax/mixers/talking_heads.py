@@ -87,7 +87,12 @@ class TalkingHeads(AttentionBase):
             logits = _mix_heads(logits, self._matrix("logits_projection"), x2l, by_key=m2l)
         if bias:
             logits = logits + logits_of(bias)
-        weights = jax.nn.softmax(logits, axis=-1, where=mask.pairs(q_length, k_length))
+        pairs = mask.pairs(q_length, k_length)
+        if pairs is None:
+            weights = jax.nn.softmax(logits)
+        else:  # with `where`, JAX has infinite numbers
+            weights = jax.nn.softmax(jnp.where(pairs, logits, jnp.finfo(logits.dtype).min))
+            weights = jnp.where(pairs, weights, 0)
         if self.project_weights:
             weights = _mix_heads(weights, self._matrix("weights_projection"), x2w, by_key=m2w)
         if self.is_sowing_weights:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Mask
-from synthesizer_jax.attention.products import dense_product
+from synthesizer_jax.attention.products import dense_product, output_product
 from synthesizer_jax.initializers import Initializer, Normal
 from synthesizer_jax.mixers.decoding import take_positions
 from synthesizer_jax.models.layers import LayerNorm
@@ -29,7 +29,7 @@ class Encoded(NamedTuple):
       hidden: ``[batch, length, d_model]``.
       pooled: ``[batch, d_model]``.
       outputs: ``[batch, outputs]`` logits of a classifier or values of a regressor, float32.
-      token_logits: ``[batch, length, vocab]`` of a masked language model.
+      token_logits: ``[batch, length, vocab]`` of a masked language model, float32.
     """
 
     hidden: jax.Array
@@ -75,18 +75,18 @@ class Encoder(TokenModel, kw_only=True):
         if self.pooler:
             self.pooler_dense = self.dense(self.d_model)
         if self.outputs is not None:
-            self.output_dense = self.dense(self.outputs)
+            self.output_dense = self.dense(self.outputs, dtype="float32")
         if self.masked_lm:
             self.token_dense = self.dense(self.d_model)
             self.token_norm = LayerNorm(epsilon=1e-12)
             init = with_axes(nn.initializers.zeros_init(), "vocab")
             self.token_bias = self.param("token_bias", init, (self.vocab_size,))
 
-    def dense(self, features: int) -> nn.Dense:
-        """A dense layer of a head."""
+    def dense(self, features: int, dtype: str | None = None) -> nn.Dense:
+        """A dense layer of a head, computed in the model's dtype or another."""
         return nn.Dense(
             features,
-            dtype=self.dtype,
+            dtype=dtype or self.dtype,
             kernel_init=with_axes(self.head_init, "embed", None),
             bias_init=with_axes(nn.initializers.zeros_init(), None),
             dot_general=dense_product,
@@ -104,9 +104,7 @@ class Encoder(TokenModel, kw_only=True):
         return Encoded(
             hidden=hidden,
             pooled=pooled,
-            outputs=self.output_dense(pooled).astype(jnp.float32)
-            if self.outputs is not None
-            else None,
+            outputs=self.output_dense(pooled) if self.outputs is not None else None,
             token_logits=self.token_logits(hidden) if self.masked_lm else None,
         )
 
@@ -162,7 +160,7 @@ class Encoder(TokenModel, kw_only=True):
         """``[batch, length, vocab]`` of the masked language model."""
         x = self._token_states(hidden)
         kernel, _ = self.output_kernel()
-        return x @ kernel.astype(x.dtype) + self.token_bias.astype(x.dtype)
+        return output_product(x, kernel) + self.token_bias
 
     def _token_states(self, hidden: jax.Array) -> jax.Array:
         """Returns the states that the masked language model projects, ``[batch, length, d_model]``."""

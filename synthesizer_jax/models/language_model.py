@@ -72,7 +72,7 @@ class LanguageModel(TextToText, kw_only=True):
             _concatenate_rows(jnp.ones_like(encoder_tokens), counted.astype(row.dtype), inputs) > 0
         )
         x = self.decoder(self.embed(row), mask=self._mask(inputs), counted=counted)
-        index = inputs[:, None] + jnp.arange(decoder_tokens.shape[1])
+        index = inputs[:, None] + jnp.arange(decoder_tokens.shape[1])[None]
         return jnp.take_along_axis(x, index[..., None], axis=1)
 
     def _hidden_of_targets(
@@ -157,7 +157,7 @@ def _concatenate_rows(inputs: jax.Array, targets: jax.Array, count: jax.Array) -
     """
     inputs, _ = move_padding_last(inputs)
     rows = jnp.concatenate([jnp.zeros_like(inputs), targets, jnp.zeros_like(inputs)], axis=1)
-    position = jnp.arange(inputs.shape[1] + targets.shape[1])
+    position = jnp.arange(inputs.shape[1] + targets.shape[1])[None]
     shifted = jnp.take_along_axis(rows, position - count[:, None] + inputs.shape[1], axis=1)
     padded = jnp.pad(inputs, ((0, 0), (0, targets.shape[1])))
     return jnp.where(position < count[:, None], padded, shifted)

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from synthesizer_jax.attention.cache import is_concrete
 from synthesizer_jax.attention.products import dense_product
+from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
@@ -38,8 +39,9 @@ _save_statistics = functools.partial(
 @_save_statistics
 def _rms_norm(x: jax.Array, epsilon: float, scale: jax.Array) -> jax.Array:
     """Divides ``[..., d]`` by its root mean square and multiplies by ``[d]``; see `RMSNorm`."""
-    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x32 = x.astype(logits_dtype(x))
     inverse_rms = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + epsilon)
+    scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
     return (x32 * (checkpoint_name(inverse_rms, "statistic") * scale)).astype(x.dtype)
 
 
@@ -48,8 +50,8 @@ def _layer_norm(
     x: jax.Array, epsilon: float, scale_and_bias: tuple[jax.Array, jax.Array]
 ) -> jax.Array:
     """Normalizes ``[..., d]`` to mean 0 and variance 1, scales and shifts it; see `LayerNorm`."""
-    scale, bias = scale_and_bias
-    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    scale, bias = (p.reshape((1,) * (x.ndim - 1) + p.shape) for p in scale_and_bias)
+    x32 = x.astype(logits_dtype(x))
     x32 = x32 - checkpoint_name(x32.mean(-1, keepdims=True), "statistic")
     inverse_stddev = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + epsilon)
     return (x32 * checkpoint_name(inverse_stddev, "statistic") * scale + bias).astype(x.dtype)
@@ -99,7 +101,7 @@ class Dropout(nn.Module):
         keep = jax.random.bernoulli(
             self.make_rng("dropout"), 1.0 - self.rate, (x.shape[0], 1, x.shape[2])
         )
-        return x * (keep / (1.0 - self.rate)).astype(x.dtype)
+        return x * (keep.astype(jnp.float32) / (1.0 - self.rate)).astype(x.dtype)
 
 
 @register
@@ -215,5 +217,6 @@ class SinusoidalPositions(PositionEmbedding):
         positions = jnp.asarray(positions)
         last = d_model - 2 if self.endpoint else d_model
         rates = 10_000.0 ** (-np.arange(0, d_model, 2) / max(last, 1))
+        rates = np.expand_dims(rates, tuple(range(positions.ndim)))
         angles = positions[..., None].astype(jnp.float32) * rates
         return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)[..., :d_model]

@@ -359,7 +359,7 @@ def _resolve_positions(
         return positions
     if isinstance(position, int):
         return position + arange(0, q)[None]
-    return jnp.reshape(position, (-1, 1)) + arange(0, q)
+    return jnp.reshape(position, (-1, 1)) + arange(0, q)[None]
 
 
 def _capacity(caches: tuple[LayerCache, ...]) -> int | None:

@@ -67,7 +67,7 @@ class TextToText(TokenModel, kw_only=True):
             unpacked rows.
 
         Returns:
-          ``[batch, q, vocab]`` in the dtype of the computation.
+          ``[batch, q, vocab]`` float32.
         """
         hidden = self.hidden(
             encoder_tokens,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.ambient import map_over_batch, mesh_axes
+from synthesizer_jax.attention.products import output_product
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.mixers.decoding import take_positions
 from synthesizer_jax.models.stack import StackBase, unstack_layers
@@ -44,6 +45,15 @@ class TokenModel(nn.Module, kw_only=True):
     embedding_init: Initializer = Normal(1.0)
     logits_init: Initializer = FanIn()
 
+    def __post_init__(self) -> None:
+        """Raises a `ValueError` for a dtype in which a model's numbers overflow."""
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(
+                f"{type(self).__name__}: dtype={self.dtype!r}; it must be 'float32' or 'bfloat16': "
+                "activations of T5's feed-forward layers overflow float16"
+            )
+        super().__post_init__()
+
     def setup(self) -> None:
         """Creates the embedding and, unless tied, the output projection."""
         shape = (self.vocab_size, self.d_model)
@@ -68,9 +78,9 @@ class TokenModel(nn.Module, kw_only=True):
         return (x if self.embedding_scale == 1.0 else x * self.embedding_scale).astype(self.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Returns the logits ``[batch, q, vocab]`` of states ``[batch, q, d_model]``."""
+        """Returns the float32 logits ``[batch, q, vocab]`` of states ``[batch, q, d_model]``."""
         kernel, scale = self.output_kernel()
-        return (hidden * jnp.asarray(scale, hidden.dtype)) @ kernel.astype(hidden.dtype)
+        return output_product(hidden * jnp.asarray(scale, hidden.dtype), kernel)
 
     def output_kernel(self) -> tuple[jax.Array, float]:
         """Returns the projection ``[d_model, vocab]`` and the factor of its input, for chunked losses."""
@@ -126,8 +136,8 @@ def move_padding_last(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def real_targets_mask(tokens: jax.Array) -> jax.Array:
     """Returns the mask ``[batch, q]`` of shifted targets up to the last non-zero one; the first is real."""
-    last = jnp.max(jnp.where(tokens != 0, jnp.arange(tokens.shape[1]), 0), axis=1, initial=0)
-    return jnp.arange(tokens.shape[1]) <= last[:, None]
+    last = jnp.max(jnp.where(tokens != 0, jnp.arange(tokens.shape[1])[None], 0), axis=1, initial=0)
+    return jnp.arange(tokens.shape[1])[None] <= last[:, None]
 
 
 def stacks_of(model: nn.Module) -> dict[str, StackBase]:

@@ -282,15 +282,18 @@ def universal(size: Size, steps: int = 24) -> EncoderDecoder:
     return base.copy(encoder=shared(base.encoder), decoder=shared(base.decoder))
 
 
-def language_model(variant: str, size: Size, *, prefix: bool = False) -> LanguageModel:
+def language_model(
+    variant: str, size: Size, *, prefix: bool = False, max_length: int = 1024
+) -> LanguageModel:
     """A decoder-only T5 1.1.
 
     Args:
       variant: a key of `VARIANTS`.
       size: a size of `T5_1_1`; its layers are those of the one stack.
       prefix: a prefix language model.
+      max_length: positions of a row, inputs and targets together, that tables of the alignment hold.
     """
-    kind = alignment(variant, head_dim=size.head_dim, max_length=1024)
+    kind = alignment(variant, head_dim=size.head_dim, max_length=max_length)
     attention = Attention(size.heads, size.head_dim, alignment=kind)
     block = Block(attention, FeedForward(size.d_ff))
     return LanguageModel(

@@ -172,10 +172,12 @@ def make_nnx_class(
     parents = [NNX_CLASSES[c] for c in linen_class.__mro__[1:] if c in NNX_CLASSES]
     parent = parents[0] if parents else base
     functions = {name: getattr(linen_class, name) for name in ("__call__", *methods)}
+    signature = _class_signature(linen_class, base)
     attributes = {name: _make_method(name, function) for name, function in functions.items()} | {
         "__doc__": _make_docstring(linen_class.__doc__, base.__init__.__doc__),
         "__module__": module,
-        "__signature__": _ClassSignature(_class_signature(linen_class, base)),
+        "__init__": _make_init(parent.__init__, linen_class.__name__, signature),
+        "__signature__": _ClassSignature(signature),
         "_linen_class": linen_class,
         "_methods": tuple(functions),
     }
@@ -220,6 +222,18 @@ def _class_signature(linen_class: type[linen.Module], base: type[LinenModule]) -
         if f.init and f.name not in ("parent", "name")
     ]
     return inspect.Signature([*parameters, *_keyword_parameters(base.__init__)])
+
+
+def _make_init(init: PyTree, name: str, signature: inspect.Signature) -> types.FunctionType:
+    """Returns an `__init__` that shows a class' fields, and that errors name as the class' own."""
+    own = types.FunctionType(init.__code__, init.__globals__, "__init__", None, init.__closure__)
+    own.__kwdefaults__, own.__doc__ = init.__kwdefaults__, init.__doc__
+    own.__qualname__ = f"{name}.__init__"
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    vars(own)["__signature__"] = signature.replace(
+        parameters=[itself, *signature.parameters.values()]
+    )
+    return own
 
 
 def _make_method(name: str, function: Callable[..., PyTree]) -> Callable[..., PyTree]:

@@ -13,11 +13,13 @@ from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import Block, Encoder, EncoderDecoder, FeedForward, Run, Stack
 from synthesizer_jax.models.layers import RMSNorm
+from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.models.zoo import dot_product
+from synthesizer_jax.parameters import apply_method
 from synthesizer_jax.registry import to_json
 from synthesizer_jax.typing import PyTree
 
-MOST_LAYERS = 1000
+MOST_LAYERS = 256
 """Of a stack; a file that names more is damaged, and tracing them would take hours."""
 
 
@@ -160,6 +162,21 @@ class Architecture:
             if expected.get(path) != given.get(path):
                 raise ValueError(_other_part(path, given.get(path)))
         return found
+
+
+def with_output_of_t5(model: TokenModel, params: PyTree) -> tuple[TokenModel, PyTree]:
+    """Returns a T5 whose outputs are scaled exactly if it is tied, as all other libraries have them.
+
+    Any other T5 is given an output projection of its own, with which it computes the same.
+
+    Raises:
+      ValueError: the model is not a T5; the message names a part that differs.
+    """
+    architecture = Architecture.of(model)
+    if architecture.scaled == architecture.tied:
+        return model, params
+    kernel, scale = apply_method(model.output_kernel, {"params": params})
+    return model.copy(tied=False, logits_scale=None), {**params, "logits_kernel": kernel * scale}
 
 
 _FREE = ("dropout_rate", "drop_output", "dtype", "scan", "remat", "implementation")

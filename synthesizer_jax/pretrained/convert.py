@@ -158,7 +158,7 @@ def _experiment(
     return Experiment(
         model=model,
         vocabulary=vocabulary,
-        data=DataConfig("glue_v002_proportional", 512, 84, batch_size=128),
+        data=DataConfig("glue_v002_proportional", 512, 84, batch_size=128, pack=True),
         training=Training(steps=20_000, optimizer=Adafactor(Constant(1e-3))),
-        evaluation=Evaluation(every=1000, method="greedy"),
+        evaluation=Evaluation(every=1000),
     )

@@ -15,6 +15,7 @@ from synthesizer_jax.models import unroll, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.huggingface.compare import can_compare, check_logits
 from synthesizer_jax.pretrained.huggingface.export import write_folder
+from synthesizer_jax.pretrained.huggingface.json_files import read_json
 from synthesizer_jax.pretrained.t5x.export import write_checkpoint
 from synthesizer_jax.registry import JSON, to_json
 from synthesizer_jax.serving.directory import write_directory
@@ -106,7 +107,7 @@ def export_run(
 def _metrics(run: pathlib.Path, step: int) -> JSON:
     """Returns the results of a step's evaluation; None if there was none."""
     path = evaluation_folder(run, step) / RESULTS_FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return read_json(path) if path.is_file() else None
 
 
 def model_card(experiment: Experiment, step: int, metrics: JSON) -> str:

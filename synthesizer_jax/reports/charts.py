@@ -179,7 +179,7 @@ def heat_maps(
 
 @_matplotlib_style()
 def grids(panels: Mapping[str, np.ndarray], *, x_label: str, y_label: str) -> Markup:
-    """Draws tables of whole numbers from 0 to 100 side by side, colored by the numbers.
+    """Draws tables of numbers from 0 side by side, colored by the numbers on one scale.
 
     Args:
       panels: ``[rows, columns]`` by title, all of the same shape; NaN is an empty cell.
@@ -190,11 +190,12 @@ def grids(panels: Mapping[str, np.ndarray], *, x_label: str, y_label: str) -> Ma
     width, height = max(0.42 * num_columns, 1.4) + 0.5, max(0.3 * num_rows, 0.6) + 0.8
     figure = _new_figure((len(panels) * width, height))
     line = figure.subplots(1, len(panels), squeeze=False)[0]
+    most = max(1.3 * max(np.nanmax(values) for values in panels.values()), 1e-6)
     for (title, values), axes in zip(panels.items(), line, strict=True):
-        axes.imshow(values, cmap="Blues", vmin=0, vmax=130, aspect="auto")
+        axes.imshow(values, cmap="Blues", vmin=0, vmax=most, aspect="auto")
         for (row, column), value in np.ndenumerate(values):
             if not np.isnan(value):
-                axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8)
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8)
         axes.set_title(shorten_label(title), fontsize=9, color=INK)
         axes.set_xticks(range(num_columns), range(1, num_columns + 1))
         axes.set_yticks(range(num_rows), range(1, num_rows + 1))

@@ -11,6 +11,7 @@ from markupsafe import Markup
 
 from synthesizer_jax.distillation.static_attention import (
     FORMS,
+    TABLE,
     Head,
     Picture,
     Point,
@@ -19,6 +20,9 @@ from synthesizer_jax.distillation.static_attention import (
 from synthesizer_jax.files import write_atomic
 from synthesizer_jax.reports.charts import grids, heat_maps, line_chart
 from synthesizer_jax.reports.page import ENVIRONMENT
+
+OVERFITTED = 0.05
+"""Share of the divergence from equal weights by which a fitted table may be worse than another form."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +58,11 @@ def write_static_attention(
         title=title,
         lead="How much of the self-attention of a trained model depends on positions alone.",
         summary=summarize_static_attention(found),
+        warnings=warnings_about(found),
         found=found,
         has_bias=has_bias,
         charts=dict(_charts(found.heads)),
-        loss_chart=_loss_chart(found.points),
+        loss_chart=_loss_chart(found),
         points=[_format_point(point) for point in found.points],
         inputs_length=lengths["inputs"],
         targets_length=lengths["targets"],
@@ -92,8 +97,29 @@ def summarize_static_attention(found: StaticAttention) -> str:
     )
 
 
+def warnings_about(found: StaticAttention) -> list[str]:
+    """Returns what speaks against conclusions, in sentences."""
+    warnings = []
+    if found.uniform_loss <= found.highest_loss:
+        warnings.append(
+            f"With equal weights in all heads the loss is {found.uniform_loss:.4f} nats per token, within "
+            "the tolerance too: this model does not use its attention; train it longer before you conclude "
+            "anything."
+        )
+    # A table can be any other form, so one that is much worse on held-out examples is overfitted.
+    best = [min(h.uniform, *h.divergences.values()) + OVERFITTED * h.uniform for h in found.heads]
+    worse = sum(b < h.divergences[TABLE] for b, h in zip(best, found.heads, strict=True))
+    if worse:
+        warnings.append(
+            f"Equal weights or another form describe {worse} of {len(found.heads)} heads "
+            f"better than the table: {found.fitted:,} examples are too few to fit it; give more with "
+            "--examples."
+        )
+    return warnings
+
+
 def _charts(heads: Sequence[Head]) -> Iterator[tuple[str, Markup]]:
-    """Yields the shares that forms explain, a figure for each stack, with layers down and heads across."""
+    """Yields what forms miss, in nats, a figure for each stack, with layers down and heads across."""
     for stack in dict.fromkeys(
         head.stack for head in sorted(heads, key=lambda h: h.stack != "encoder")
     ):
@@ -102,19 +128,23 @@ def _charts(heads: Sequence[Head]) -> Iterator[tuple[str, Markup]]:
         panels = {name: np.full(shape, np.nan) for name in FORMS}
         for name, values in panels.items():
             for head in own:
-                values[head.layer, head.head] = 100.0 * max(head.explained(name), 0.0)
+                values[head.layer, head.head] = head.divergences[name]
         yield stack, grids(panels, x_label="head", y_label="layer")
 
 
-def _loss_chart(points: Sequence[Point]) -> Markup:
+def _loss_chart(found: StaticAttention) -> Markup:
+    points = found.points
     counts = [point.replaced for point in points]
+    ends = (counts[0], counts[-1])
     return line_chart(
         {
             "most static first": (counts, [point.loss for point in points]),
             "least static first": (counts, [point.reversed_loss for point in points]),
+            f"tolerance {found.tolerance:.1%}": (ends, [found.highest_loss] * 2),
+            "equal weights in all heads": (ends, [found.uniform_loss] * 2),
         },
         x_label="heads replaced",
-        y_label="loss, nats per token",
+        y_label="loss, nats per token (not from 0)",
         logarithmic=False,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -178,6 +179,13 @@ class Throughput:
         self._steps += 1
         self._tokens += tokens
         self._places += self._capacity if capacity is None else capacity
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Context manager for what is no part of the rates, such as compilation."""
+        start = time.perf_counter()
+        yield
+        self._time += time.perf_counter() - start
 
     def read(self) -> dict[str, float]:
         """Returns the rates, ``padding`` and utilizations since the last call."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import pathlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from synthesizer_jax.messages import Phase, escape_controls
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_scores
 
 OVERALL = ("score", "loss", "goodput")
@@ -43,7 +46,7 @@ class Progress:
             disable=not shown,
         )
         self._shown = shown
-        self._task = self._bar.add_task(title, total=total, numbers="")
+        self._task = self._bar.add_task(escape_controls(title), total=total, numbers="")
 
     def begin(self, step: int) -> None:
         """Shows the bar at a number of finished steps."""
@@ -87,11 +90,29 @@ class Progress:
     def note(self, text: str) -> None:
         """Prints a line above the bar."""
         if self._visible:
-            self._console.print(text)
+            self._console.print(escape_controls(text))
 
     def close(self) -> None:
         """Stops the display."""
         self._bar.stop()
+
+
+@contextlib.contextmanager
+def show_phases(*, visible: bool = True) -> Iterator[Phase]:
+    """Context manager for a `Phase` that prints a line to standard error, with a bar on a terminal."""
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    shown = visible and console.is_terminal
+
+    def phase(title: str, total: int) -> Callable[[int], object]:
+        if visible:
+            console.print(escape_controls(title))
+        for task in bar.task_ids:
+            bar.remove_task(task)
+        return functools.partial(bar.advance, bar.add_task("", total=total))
+
+    with Bar(*columns, console=console, transient=True, disable=not shown) as bar:
+        yield phase
 
 
 def summary_lines(

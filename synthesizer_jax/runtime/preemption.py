@@ -37,9 +37,10 @@ def exit_on_signals() -> None:
 class Preempted(Exception):  # noqa: N818 - an event, not an error
     """The process received a signal to stop; the caller saves and exits with `exit_code`."""
 
-    def __init__(self, number: int):
+    def __init__(self, number: int, *, trained: bool = True):
         self.signal = signal.Signals(number)
-        super().__init__(f"stopped by {self.signal.name}")
+        state = "everything is saved" if trained else "nothing has been trained yet"
+        super().__init__(f"stopped by {self.signal.name}; {state}, start the same command again")
 
     @property
     def exit_code(self) -> int:
@@ -53,9 +54,8 @@ class StopSignal:
     Python runs signal handlers between two bytecodes of the main thread, and therefore not during a long
     compilation. The interpreter's C handler, however, immediately writes to a wake-up socket, on which a
     thread waits. Between two steps the training loop checks `received`. Work that may block is executed
-    inside `region(save)`, where the state does not change, and where another thread saves and ends the
-    process. The end of a region waits for a save that has started. A second SIGINT ends the process
-    immediately, without saving.
+    inside `region()`, where the state is saved or there is none, and where another thread ends the process.
+    A second SIGINT ends the process immediately, without saving.
 
     A group of processes exits together: the process that receives a signal notifies the others, which
     treat it as their own. All of them save the same state, because they agree on the signal before they
@@ -64,15 +64,17 @@ class StopSignal:
     It must be used on the main thread. A signal that is ignored (`nohup`, a background process of a shell)
     remains ignored. In a notebook or an interactive interpreter the process is not ended: a region runs to
     its end, and a second SIGINT raises `KeyboardInterrupt`.
+
+    The caller sets `trained`, whether the run has a state that its next start continues. Before the process
+    ends in a region, `release` is called.
     """
 
-    def __init__(self, log: Callable[[str], None] = processes.print_line):
-        self._log = log
+    def __init__(self, release: Callable[[], None] = lambda: None):
+        self.trained, self._release = True, release
         self._ends_process = not hasattr(sys, "ps1") and "ipykernel" not in sys.modules
         self._lock = threading.Lock()
         self._received = 0
         self._closed = threading.Event()
-        self._save: Callable[[], None] | None = None
         self._region: processes.Exchange | None = None
 
     def __enter__(self) -> StopSignal:
@@ -111,11 +113,8 @@ class StopSignal:
         return self._received
 
     @contextlib.contextmanager
-    def region(self, save: Callable[[], None] | None = None) -> Iterator[None]:
-        """Context manager for work that may block for long and does not change the state.
-
-        Args:
-          save: saves the state; None if it is already saved.
+    def region(self) -> Iterator[None]:
+        """Context manager for work that may block for long, while the state is saved or there is none.
 
         Raises:
           Preempted: a signal was received.
@@ -124,19 +123,19 @@ class StopSignal:
         with self._lock:
             received = self.received
             if not received:
-                self._save, self._region = save, exchange
+                self._region = exchange
         if received:
-            raise Preempted(max(exchange.all_gather(received)))
+            raise Preempted(max(exchange.all_gather(received)), trained=self.trained)
         try:
             yield
         except BaseException:
             with self._lock:
-                self._save = self._region = None
+                self._region = None
             raise
         with self._lock:  # from here on this thread handles signals
-            self._save = self._region = None
+            self._region = None
         if agreed := max(exchange.all_gather(self.received)):
-            raise Preempted(agreed)
+            raise Preempted(agreed, trained=self.trained)
 
     def _record(self, number: int, _: object = None) -> None:
         if self._received and not self._ends_process:
@@ -148,7 +147,9 @@ class StopSignal:
         while numbers := self._receiver.recv(64):
             interrupts += numbers.count(signal.SIGINT)
             if interrupts > 1 and self._ends_process:
-                self._log("stopped by a second Ctrl-C; steps since the last checkpoint are lost")
+                processes.print_line(
+                    "stopped by a second Ctrl-C; steps since the last checkpoint are lost"
+                )
                 os._exit(EXIT_CODES[signal.SIGINT])
             if first == 0:
                 first = next((n % FROM_OTHERS for n in numbers if n % FROM_OTHERS in EXIT_CODES), 0)
@@ -161,7 +162,8 @@ class StopSignal:
             processes.publish(STOP_KEY, str(self.received))
         with self._lock:
             if self._region is not None and self._ends_process:
-                self._save_and_exit(Preempted(max(self._region.all_gather(self.received))))
+                number = max(self._region.all_gather(self.received))
+                self._exit(Preempted(number, trained=self.trained))
 
     def _poll_others(self) -> None:
         """Notifies `_wait_for_signals` of a signal that another process received."""
@@ -171,10 +173,9 @@ class StopSignal:
                     self._sender.send(bytes([FROM_OTHERS + int(number)]))
                 return
 
-    def _save_and_exit(self, preempted: Preempted) -> None:
-        if self._save is not None:
-            self._save()
-        self._log(preemption_message(preempted))
+    def _exit(self, preempted: Preempted) -> None:
+        self._release()
+        processes.print_line(str(preempted))
         sys.stdout.flush()
         sys.stderr.flush()
         jax.distributed.shutdown()  # waits for the other processes
@@ -206,8 +207,3 @@ def close_within(seconds: float, what: str, close: Callable[[], None]) -> None:
         )
     if errors:
         raise errors[0]
-
-
-def preemption_message(preempted: Preempted) -> str:
-    """Returns the message at the end of a run that a signal stopped."""
-    return f"{preempted}; everything is saved, start the same command again to continue"

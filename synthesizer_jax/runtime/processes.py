@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import jax
 from jax._src import cloud_tpu_init, clusters, distributed
 
+from synthesizer_jax.messages import escape_controls
+
 if TYPE_CHECKING:
     from jax._src.lib import _jax
 
@@ -62,7 +64,7 @@ class GroupMember:
 
 def print_line(text: str) -> None:
     """Prints a line to standard error."""
-    print(text, file=sys.stderr, flush=True)
+    print(escape_controls(text), file=sys.stderr, flush=True)
 
 
 def start_group(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pathlib
 import shutil
@@ -59,7 +60,7 @@ def write_directory(
 
     ``NAME.stablehlo`` are programs (`export_programs`), ``parameters.safetensors`` their first argument,
     ``vocabulary.model`` the SentencePiece model, if there is one, with its sentinels, and ``model.json``
-    describes all of them.
+    describes all of them, with checksums.
 
     Args:
       directory: an empty directory.
@@ -124,6 +125,10 @@ def write_description(
         "limits": fields_of(limits),
         "ids": {"padding": PAD, "end": EOS, "start": START},
         "vocabulary": _write_vocabulary(vocabulary, directory),
+        "sha256": {
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(directory.iterdir())
+        },
         "versions": {"synthesizer_jax": __version__, "jax": jax.__version__},
     }
     text = json.dumps(description, indent=1, ensure_ascii=False)

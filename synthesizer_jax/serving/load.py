@@ -1,5 +1,6 @@
 """Runs the programs beside it; ``python load.py "a text"`` prints what the model generates."""
 
+import hashlib
 import importlib
 import json
 import pathlib
@@ -14,15 +15,19 @@ class Model:
 
     def __init__(self, directory: pathlib.Path):
         self.info = json.loads((directory / "model.json").read_text("utf-8"))
+        self.parameters, self.programs, self.pieces = {}, {}, None
+        for file, checksum in self.info["sha256"].items():
+            data = np.memmap(directory / file, np.uint8, "r")
+            if hashlib.sha256(data.data).hexdigest() != checksum:
+                raise ValueError(f"{directory / file} is damaged; copy it again")
+            if file.endswith(".stablehlo"):
+                program = jax.export.deserialize(bytearray(data)).call
+                self.programs[file.removesuffix(".stablehlo")] = jax.jit(program)
         data = np.memmap(directory / "parameters.safetensors", np.uint8, "r")
         start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-        self.parameters, self.programs, self.pieces = {}, {}, None
         for name, tensor in json.loads(data[8:start].tobytes()).items():
             x = data[start:][slice(*tensor["data_offsets"])].view(np.float32)
             self.parameters[name] = jax.device_put(x.reshape(tensor["shape"]))
-        for name in self.info["programs"]:
-            program = bytearray((directory / f"{name}.stablehlo").read_bytes())
-            self.programs[name] = jax.jit(jax.export.deserialize(program).call)
         if self.info["vocabulary"]["type"] == "sentencepiece":
             library, path = importlib.import_module("sentencepiece"), directory / "vocabulary.model"
             self.pieces = library.SentencePieceProcessor(str(path))

@@ -158,10 +158,10 @@ def check_batch(batch_size: int, mesh: Mesh | AbstractMesh, *, micro_batches: in
     divisor = mesh.shape["data"] * mesh.shape["fsdp"] * micro_batches
     if batch_size % divisor:
         by = (
-            f"data × fsdp × micro_batches = {mesh.shape['data']} × {mesh.shape['fsdp']} × "
+            f"data × fsdp × training.micro_batches = {mesh.shape['data']} × {mesh.shape['fsdp']} × "
             f"{micro_batches} = {divisor}"
         )
-        raise ValueError(not_divisible("batch_size", batch_size, by=by, divisor=divisor))
+        raise ValueError(not_divisible("data.batch_size", batch_size, by=by, divisor=divisor))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import hashlib
 import json
+import math
 import pathlib
 import re
 import string
@@ -27,7 +28,7 @@ from synthesizer_jax.tasks import metrics, task_registry
 from synthesizer_jax.tasks.formats import Written
 from synthesizer_jax.tasks.importers.files import Rows, value_text
 from synthesizer_jax.tasks.importers.reading import Row
-from synthesizer_jax.tasks.postprocessors import UNKNOWN
+from synthesizer_jax.tasks.postprocessors import UNKNOWN, parse_number
 from synthesizer_jax.tasks.staging import staging
 from synthesizer_jax.tasks.storage import write_dataset
 from synthesizer_jax.tasks.stored import stored_splits
@@ -132,6 +133,11 @@ class FileTask:
                     f"there is no metric {name!r}{did_you_mean(name, METRICS)}; choose of "
                     f"{', '.join(METRICS)}"
                 )
+        for value, word in self.labels.items():
+            if word in ("", UNKNOWN):
+                raise ValueError(
+                    f"the label {value!r} has the word {word!r}, which marks hidden targets"
+                )
         words = len(set(self.labels.values()))
         numeric = _is_numeric(self.metrics)
         compared = {"anything", "numbers" if numeric else "labels" if words else "texts"}
@@ -145,13 +151,6 @@ class FileTask:
                     f"{', '.join(self.metrics)} answers are {max(compared - {'anything'})}; leave it out"
                 )
 
-    def definition(self, splits: Sequence[str]) -> Task:
-        """Returns the definition of the task with these splits."""
-        words = tuple(dict.fromkeys(self.labels.values()))
-        return _make_definition(
-            self.name, self.metrics, words, splits=splits, has_inputs=self.inputs is not None
-        )
-
     def texts(self, row: Row) -> tuple[str, str]:
         """Returns the input (empty if the task has none) and the target of a row."""
         target = self.targets(row)
@@ -161,6 +160,11 @@ class FileTask:
                 raise ValueError(
                     f"the target {target!r} is none of the labels {', '.join(self.labels)}"
                 )
+        numeric = _is_numeric(self.metrics) and target not in ("", UNKNOWN)
+        if numeric and math.isnan(parse_number(target, otherwise=math.nan)):
+            raise ValueError(
+                f"the target {target[:60]!r} is no number, which the metric {self.metrics[0]} compares"
+            )
         if self.inputs is None:
             return "", target
         return self.inputs(row), target or UNKNOWN
@@ -250,19 +254,20 @@ def import_files(
     data_dir: pathlib.Path,
     *,
     vocabulary: Codec | None = None,
+    renew: bool = False,
 ) -> list[SplitSummary]:
     """Writes a task's data set, all of it or nothing, and its definition.
-
-    An imported task of the same name is replaced.
 
     Args:
       task: the task.
       splits: the rows of its splits.
       data_dir: a TFDS data directory; created if it does not exist.
       vocabulary: whose tokens the summaries count; None: words.
+      renew: whether an imported task of the same name is replaced; otherwise the splits are added to it.
 
     Raises:
-      ValueError: a row is broken, a split is empty, or the name is that of a task of the package.
+      ValueError: a row is broken, a split is empty or there already, or the name is that of a task of
+        the package.
     """
     import tensorflow_datasets as tfds
 
@@ -272,7 +277,6 @@ def import_files(
             f"the name {task.name!r} is that of a task of this package; choose another"
         )
     found = [SplitSummary(split, vocabulary) for split in splits]
-    definition = task.definition(list(splits))
     with staging(data_dir, task.name) as stage:
         directory = write_dataset(
             FOLDER,
@@ -288,12 +292,12 @@ def import_files(
             data_dir=stage.data,
         )
         write_atomic(directory / DEFINITION, json.dumps(_to_json(task), indent=1) + "\n")
-        stage.commit([directory])
+        stage.commit([directory], renew=renew)
     for i, summary in enumerate(found):
         for other in found[:i]:
             if n := len(summary.digests & other.digests):
                 summary.shared[other.split] = n
-    task_registry.add([definition])
+    task_registry.add([_read_definition(data_dir / FOLDER / task.name / VERSION / DEFINITION)])
     return found
 
 
@@ -311,7 +315,10 @@ def _reader(
             summary.add(texts, where, count_target=bool(task.labels))
             yield {"inputs": texts[0], "targets": texts[1], "idx": index}
         if not summary.rows:
-            raise ValueError(f"the split {summary.split!r} has no rows; nothing was imported")
+            files = ", ".join(map(str, rows.files))
+            raise ValueError(
+                f"{files}: the split {summary.split!r} has no rows; nothing was imported"
+            )
         summary.undecodable = rows.undecodable
 
     return read

@@ -49,17 +49,17 @@ def label_index(answer: str, labels: Sequence[str]) -> int:
     return labels.index(answer) if answer in labels else -1
 
 
-def parse_number(answer: str) -> float:
-    """Returns the answer as a float, −1 if it is not a number.
+def parse_number(answer: str, *, otherwise: float = -1.0) -> float:
+    """Returns the answer as a float, `otherwise` if it is not a number.
 
-    Unlike in T5, ``nan`` and ``inf`` also give −1, as a single one of them makes a correlation
+    Unlike in T5, ``nan`` and ``inf`` are not, as a single one of them makes a correlation
     undefined.
     """
     try:
         value = float(answer)
     except ValueError:
-        return -1.0
-    return value if math.isfinite(value) else -1.0
+        return otherwise
+    return value if math.isfinite(value) else otherwise
 
 
 def remove_sentinel(answer: str) -> str:

@@ -87,17 +87,18 @@ def requested_splits(
     if not requests:
         wanted = ", ".join(dict.fromkeys([*training_splits, *evaluation_splits]))
         known = sorted({split for found in splits.values() for split in found})
-        has = f"it has {', '.join(known)}" if known else import_remedy(mixture, data_dir)
+        has = f"it has {', '.join(known)}" if known else import_remedy(names, data_dir)
         raise FileNotFoundError(
             f"no task of {mixture!r} has data for the split {wanted} in {data_dir}; {has}"
         )
     return list(requests.values())
 
 
-def import_remedy(mixture: str, data_dir: pathlib.Path) -> str:
-    """Returns how the data of a mixture's tasks comes into a directory."""
-    members = task_registry.member_names(mixture)
-    found = [find_importer(task_registry.find_task(task).dataset) for task in members]
+def import_remedy(names: Sequence[str], data_dir: pathlib.Path) -> str:
+    """Returns how the data of tasks comes into a directory, for the end of an error message."""
+    if registered := [name for name in names if name not in task_registry.TASKS]:
+        return f"give the source of {registered[0]}, a task of SeqIO's registry, that split"
+    found = [find_importer(task_registry.find_task(name).dataset) for name in names]
     importers = list(dict.fromkeys(known.importer for known in found if known is not None))
     if not importers:
         return "write their TFDS data sets to it, or name another --data-dir"

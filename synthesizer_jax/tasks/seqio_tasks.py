@@ -187,9 +187,17 @@ def mixture_rates(name: str, tasks: Iterable[str], data_dir: pathlib.Path) -> di
     Functions that compute rates are given tasks that read that directory.
     """
     mixture = _adapt_mixture(name, frozenset(tasks), data_dir)
+    rates: dict[str, float] = {}
     if mixture is None:
-        return {}
-    return {task.name: float(mixture.get_rate(task)) for task in mixture.tasks}
+        return rates
+    for task in mixture.tasks:
+        try:
+            rates[task.name] = float(mixture.get_rate(task))
+        except Exception as error:  # of a function of the user's
+            problem = f"the rate of {task.name!r} in {name!r} cannot be computed ({error})"
+            remedy = "give its source num_input_examples, or the mixture a number as its rate"
+            raise ValueError(f"{problem}; {remedy}") from error
+    return rates
 
 
 def _adapt_mixture(

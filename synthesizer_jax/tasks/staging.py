@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from synthesizer_jax.files import in_bucket, write_atomic
+from synthesizer_jax.tasks.storage import keep_splits
 
 PREFIX = ".import-"
 NEW, OLD = "data", "old"
@@ -39,21 +40,24 @@ class Staging:
     def __init__(self, folder: pathlib.Path, data_dir: pathlib.Path):
         self.folder, self.data, self.data_dir = folder, folder / NEW, data_dir
 
-    def commit(self, directories: Sequence[pathlib.Path]) -> None:
-        """Moves finished data sets to their final directories and replaces those that exist there.
+    def commit(self, directories: Sequence[pathlib.Path], *, renew: bool = False) -> None:
+        """Moves finished data sets to their final directories, where they replace or complete others.
 
         A plan is written first. If a rename fails, the completed ones are undone; if the process is
         killed, the next call of `staging` undoes them.
 
         Args:
           directories: version directories in `data`.
+          renew: see `keep_splits`.
 
         Raises:
+          ValueError: see `keep_splits`; no data set was changed.
           OSError: a directory cannot be written; no data set was changed.
         """
         names = [str(new.relative_to(self.data)) for new in directories]
         for name in names:
             _check_writable(self.data_dir / name)
+            keep_splits(self.data_dir / name, self.data / name, renew=renew)
         plan = self.folder / PLAN
         write_atomic(plan, json.dumps(names))
         try:
@@ -97,7 +101,7 @@ def staging(data_dir: pathlib.Path, name: str) -> Iterator[Staging]:
             ) from error
         finally:
             if not (folder / PLAN).exists():  # else the rollback failed: the next process retries
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)  # the next process removes what is left
 
 
 def check_on_disk(data_dir: pathlib.Path) -> None:
@@ -115,12 +119,12 @@ def _recover(data_dir: pathlib.Path) -> None:
     Staging directories of running processes are left alone.
     """
     for folder in sorted(data_dir.glob(f"{PREFIX}*")):
-        lock = None if folder.is_symlink() or not (folder / LOCK).exists() else _try_lock(folder)
+        lock = None if folder.is_symlink() or not folder.is_dir() else _try_lock(folder)
         if lock is None:
             continue
         with lock:
             _roll_back(folder, data_dir)
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
         _log.warning("removed %s, which an interrupted import had left", folder)
 
 

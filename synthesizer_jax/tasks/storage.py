@@ -1,12 +1,19 @@
-"""Writing of TFDS data sets, from rows or with one of TFDS's builders."""
+"""Writing of TFDS data sets, from rows or with one of TFDS's builders, and adding splits to them."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import json
+import logging
 import pathlib
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
+
+from synthesizer_jax.files import write_atomic
+from synthesizer_jax.tasks.stored import INFO, check_dataset, stored_splits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,6 +22,8 @@ if TYPE_CHECKING:
     FeatureType: TypeAlias = tfds.features.FeatureConnector | type[np.generic]
 
 Row = Mapping[str, object]
+
+_log = logging.getLogger(__name__)
 
 
 def write_dataset(
@@ -104,3 +113,37 @@ def prepare_builder(
     finally:
         tfds.display_progress_bar(was_active)
     return pathlib.Path(builder.data_dir)
+
+
+def keep_splits(installed: pathlib.Path, written: pathlib.Path, *, renew: bool) -> None:
+    """Copies the splits of an installed data set into the one that is to take its place.
+
+    Args:
+      installed: the version directory of the data set, which may not exist.
+      written: that of the new one.
+      renew: whether the data set is replaced; then the log says which splits are removed.
+
+    Raises:
+      ValueError: without `renew`, both have a split, or they differ in more than their splits.
+    """
+    if not (installed / INFO).exists():
+        return
+    info = json.loads((written / INFO).read_text(encoding="utf-8"))
+    new, here = {split["name"] for split in info["splits"]}, stored_splits(installed)
+    for split in here.keys() - new:
+        verb = "removes" if renew else "keeps"
+        _log.warning("%s the split %r of %s, %d rows", verb, split, installed, here[split])
+    if renew:
+        return
+    problems = [f"has the split {split!r} already" for split in here.keys() & new]
+    for path in written.glob("*.json"):
+        if path.name != INFO and path.read_bytes() != (installed / path.name).read_bytes():
+            problems.append(f"was imported with another {path.name}")
+    if problems:
+        remedy = "replace the data set with --renew, or add other splits alone"
+        raise ValueError(f"{installed} {problems[0]}; {remedy}; nothing was imported")
+    check_dataset(installed)
+    info["splits"] += json.loads((installed / INFO).read_text(encoding="utf-8"))["splits"]
+    for path in itertools.chain(*(installed.glob(f"*-{split}.*-of-*") for split in here)):
+        shutil.copy2(path, written)
+    write_atomic(written / INFO, json.dumps(info, indent=2))

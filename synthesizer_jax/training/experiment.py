@@ -15,7 +15,7 @@ from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.models import Encoder, EncoderDecoder, TextToText
 from synthesizer_jax.optimizers import Optimizer, OptimizerRule
 from synthesizer_jax.parameters import check_path_pattern
-from synthesizer_jax.registry import register, replace
+from synthesizer_jax.registry import format_value, register, replace
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.training import limits
@@ -160,7 +160,7 @@ def _check_split(data: DataConfig) -> None:
     known = {split for name in names for split in task_registry.TASKS[name].splits}
     if data.split not in known:
         raise ValueError(
-            f"data.split is {data.split!r}{did_you_mean(data.split, known)}; the tasks of "
+            f"data.split is {format_value(data.split)}{did_you_mean(data.split, known)}; the tasks of "
             f"{data.mixture!r} have {', '.join(sorted(known))}"
         )
 

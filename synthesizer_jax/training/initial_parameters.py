@@ -248,8 +248,9 @@ def _check_share(
         raise ValueError(
             f"{source} is a checkpoint of another model: {restored / max(total, 1):.1%} of the "
             f"parameters are restored, less than init_share={share:g}; {len(problems)} arrays do not "
-            f"fit ({some}{'; …' if len(problems) > 3 else ''}); give init_rules for them, or a lower "
-            "init_share"
+            f"fit ({some}{'; …' if len(problems) > 3 else ''}); give init_rules for them, "
+            "such as InitRule('.*/table', 'resize', fill='distance') for other lengths, or a "
+            "lower init_share"
         )
 
 

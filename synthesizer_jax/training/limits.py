@@ -76,6 +76,8 @@ class Choices:
 Limit: TypeAlias = Range | Choices
 
 COUNT = Range(1, LARGEST)
+LENGTH = Range(1, 2**20)
+LAYERS = Range(1, 256)
 NUMBER = Range(0, LARGEST)
 SIZE = Range(-1, LARGEST, without=0)
 SEED = Range(0, 2**32 - 1)
@@ -92,18 +94,17 @@ def _all(limit: Limit, names: str) -> dict[str, tuple[Limit, ...]]:
 
 LIMITS: dict[str, tuple[Limit, ...]] = {
     **_all(COUNT, "steps micro_batches log_every save_every keep_latest total_steps patience"),
-    **_all(COUNT, "batch_size targets_length max_segments shards"),
+    **_all(LENGTH, "batch_size targets_length max_segments shards"),
     **_all(COUNT, "max_examples min_size fan_in"),
-    **_all(
-        COUNT, "vocab_size d_model num_heads head_dim hidden_dim repeats max_length rank outputs"
-    ),
-    **_all(COUNT, "num_buckets max_distance width groups projected_length"),
-    **_all(COUNT, "softmax_heads value_heads heads factors"),
+    **_all(LENGTH, "vocab_size d_model num_heads head_dim hidden_dim max_length rank outputs"),
+    **_all(LENGTH, "num_buckets max_distance width groups projected_length"),
+    **_all(LENGTH, "softmax_heads value_heads heads factors"),
+    **_all(LAYERS, "repeats"),
     **_all(
         NUMBER,
-        "every loss_batches fit_batches keep_best warmup_steps extra_ids token_types layers"
-        " inputs_length",
+        "every loss_batches fit_batches keep_best warmup_steps extra_ids token_types layers",
     ),
+    "inputs_length": (Range(0, LENGTH.high),),
     **_all(SIZE, " ".join(f"MeshShape.{axis} MeshShape.dcn_{axis}" for axis in MESH_AXES)),
     **_all(SEED, "seed"),
     **_all(SHARE, "label_smoothing init_share"),

@@ -35,8 +35,15 @@ Evaluate = Callable[[TrainState], dict[str, float]]
 STOP = "stop"
 """Among a step's metrics in several processes: the signal that one of them got, or 0."""
 
+SPARSE_STEPS = 100
+"""After so many steps in a row with more padding than tokens a line says what helps, once."""
+
 CLOSE_SECONDS = 900.0
 """More than Orbax gives a save that storage does not take."""
+_SPARSE = (
+    "data.pack=true fills rows with several examples; for models that refuse that, data.buckets=[[64,16]] "
+    "shortens batches; or lower data.inputs_length and data.targets_length"
+)
 
 
 class Stream(DataPosition, Protocol):
@@ -193,7 +200,7 @@ class _Run:
         )
         self.watchdog = Watchdog(self.training.watchdog_seconds)
         self.unread_metrics: tuple[int, Metrics, int] | None = None
-        self.agreed_signal = 0
+        self.agreed_signal, self.sparse_steps = 0, 0
 
     def train_to_the_end(self, state: TrainState, *, scores: Mapping[int, float]) -> TrainState:
         """Runs the remaining steps.
@@ -221,10 +228,12 @@ class _Run:
                 batch = self.trainer.shard_batch(next(self.stream))
                 if step == start:
                     self.trainer.check_memory()  # again: reading data has taken some
-                compiled = self.trainer.num_compiled
-                state, metrics = self.trainer.step(state, batch)
-                if self.trainer.num_compiled > compiled:
+                if not self.trainer.is_compiled(batch):
+                    self.log()  # the last step has ended when the clock stops
+                    with self.throughput.pause():
+                        self.trainer.compile(batch)
                     self.progress.say(step, f"compiled for {self.trainer.num_compiled} shapes")
+                state, metrics = self.trainer.step(state, batch)
                 if jax.process_count() > 1:
                     metrics[STOP] = self.trainer.max_over_processes(
                         self.stop.received, after=metrics["loss"]
@@ -301,6 +310,7 @@ class _Run:
         self.log()
         self.logs.copy()
         self.checkpoints.save(state, self.stream)
+        self.stop.trained = True
         if wait:
             self.checkpoints.wait()
         self.report_saved()
@@ -322,6 +332,10 @@ class _Run:
         self.check_finite(values, step)
         self.throughput.add(values["tokens"], capacity=capacity)
         self.progress.advance(step)
+        if self.sparse_steps < SPARSE_STEPS:
+            self.sparse_steps = self.sparse_steps + 1 if 2 * values["tokens"] < capacity else 0
+            if self.sparse_steps == SPARSE_STEPS:
+                self.progress.say(step, f"more than half of the tokens are padding: {_SPARSE}")
         self.report_saved()
         if step % self.training.log_every == 0:
             values |= self.read_learning_rate(step)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.parts import match_varying_axes
+from synthesizer_jax.attention.products import output_product
 
 
 @jax.tree_util.register_dataclass
@@ -228,8 +229,8 @@ def _losses(tokens: Tokens, smoothing: float) -> tuple[Sums, _TokenStats]:
     expected = extra * at_target
     if low:
         expected += low * (logits32.sum(axis=-1) - logits.shape[-1] * peak)
-    invalid = jnp.where(weights == 0, 0.0, jnp.nan)
-    loss = jnp.where(valid, jnp.log(total) - expected - entropy, invalid)
+    loss = jnp.where(valid, jnp.log(total) - expected - entropy, 0.0)
+    loss = jnp.where(valid | (weights == 0), loss, jnp.nan)
     correct = (logits32.argmax(axis=-1) == targets).astype(jnp.float32)
     stats = _TokenStats(loss, correct, peak, total)
     loss, z, correct = (_weighted_sum(weights, x) for x in stats.parts())
@@ -261,7 +262,9 @@ def _losses_backward(
     peak = jax.lax.optimization_barrier(stats.peak)
     exponential = jnp.exp(logits.astype(jnp.float32) - peak[..., None])
     factor = weights * (g.loss + 2.0 * z_loss * g.z_loss * stats.log_z()) / stats.total
-    is_target = targets[..., None] == jnp.arange(logits.shape[-1])
+    is_target = targets[..., None] == jax.lax.broadcasted_iota(
+        targets.dtype, logits.shape, logits.ndim - 1
+    )
     smoothed = jnp.where(is_target, extra + low, low)
     dlogits = factor[..., None] * exponential - (g.loss * weights)[..., None] * smoothed
     dlogits = jnp.where(jnp.isnan(stats.loss)[..., None], jnp.nan, dlogits)
@@ -387,7 +390,7 @@ def _sums(chunks: _Chunks, scale: float, losses: Callable[[Tokens], Sums]) -> Su
 
     def add_chunk(sums: Sums, chunk: _Chunk) -> tuple[Sums, None]:
         x, y, w = chunk
-        chunk_sums = losses(Tokens(_scale(x, scale) @ kernel, y, w, chunks.z_loss))
+        chunk_sums = losses(Tokens(output_product(_scale(x, scale), kernel), y, w, chunks.z_loss))
         return jax.tree.map(jnp.add, sums, chunk_sums), None
 
     rows = chunks.hidden, chunks.targets, chunks.weights
@@ -413,9 +416,9 @@ def _sums_and_gradients(
         sums, dkernel = carry
         x, y, w = chunk
         x = _scale(x, scale)
-        tokens = Tokens(x @ kernel, y, w, chunks.z_loss)
+        tokens = Tokens(output_product(x, kernel), y, w, chunks.z_loss)
         chunk_sums, stats = _losses(tokens, smoothing)
-        dlogits = _losses_backward(tokens, stats, g, smoothing=smoothing).logits
+        dlogits = _losses_backward(tokens, stats, g, smoothing=smoothing).logits.astype(x.dtype)
         dkernel += jax.lax.dot_general(  # dK += xᵀ dl
             x, dlogits, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
         )

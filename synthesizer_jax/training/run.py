@@ -16,7 +16,8 @@ from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.evaluation.evaluator import Evaluator, check_masked_tasks, log_values
 from synthesizer_jax.evaluation.files import evaluation_folder, write_all_predictions, write_results
-from synthesizer_jax.files import storage_path
+from synthesizer_jax.files import name_write_errors, storage_path
+from synthesizer_jax.messages import escape_controls
 from synthesizer_jax.models import TextToText
 from synthesizer_jax.runs import code
 from synthesizer_jax.runs.lock import lock_directory
@@ -93,11 +94,14 @@ def run(
             report=print if visible else lambda _: None,
         )
     with contextlib.ExitStack() as stack:
+        stack.enter_context(name_write_errors(directory))
+        lock = stack.enter_context(contextlib.ExitStack())
         if processes.is_process_zero():
-            stack.enter_context(lock_directory(directory))
-        stop = stack.enter_context(StopSignal())
+            lock.enter_context(lock_directory(directory))
+        stop = stack.enter_context(StopSignal(release=lock.close))
+        stop.trained = bool(finished_steps(directory / "checkpoints"))
         if visible:
-            print(f"{directory}: reading {experiment.data.mixture}", flush=True)
+            print(escape_controls(f"{directory}: reading {experiment.data.mixture}"), flush=True)
         with stop.region():
             experiment, vocabulary = _open_vocabulary(experiment, directory, places)
             check_masked_tasks(experiment.model, experiment.data)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from synthesizer_jax.ambient import map_over_batch, mesh_axes
+from synthesizer_jax.attention.products import output_product
 from synthesizer_jax.models import LOSSES, Encoder, TextToText
 from synthesizer_jax.optimizers.rules import RuledOptimizer
 from synthesizer_jax.parameters import Variables, apply_method
@@ -116,7 +117,7 @@ def _cross_entropy(
             label_smoothing=label_smoothing,
         )
     if kernel is not None:
-        outputs = (outputs * jnp.asarray(scale, outputs.dtype)) @ kernel.astype(outputs.dtype)
+        outputs = output_product(outputs * jnp.asarray(scale, outputs.dtype), kernel)
     return cross_entropy(
         outputs, targets, weights=weights, z_loss=z_loss, label_smoothing=label_smoothing
     )

@@ -183,9 +183,9 @@ class Trainer:
         with use_mesh(self.mesh):
             return self._jitted.trace(self.layout.abstract, batch, self._key, *self.arguments)
 
-    def compile(self) -> jax.stages.Compiled:
-        """Returns the compiled step for the full lengths; nothing is fetched or changed."""
-        return self._program(self.experiment.data.shapes[-1])
+    def compile(self, batch: Batch | None = None) -> jax.stages.Compiled:
+        """Returns the step compiled for a batch's shape, None: the full lengths; nothing is changed."""
+        return self._program(self.experiment.data.shapes[-1] if batch is None else _lengths(batch))
 
     def check_memory(self) -> None:
         """Raises a `ValueError` where this host has not the memory that a step needs now."""
@@ -196,17 +196,24 @@ class Trainer:
         """Number of shapes of batches for which the step has been compiled."""
         return len(self._compiled)
 
+    def is_compiled(self, batch: Batch) -> bool:
+        """Returns whether the step has been compiled for a batch's shape."""
+        return _lengths(batch) in self._compiled
+
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One step; the old state's buffers are reused. The first one of a shape compiles it."""
-        sides = ("encoder_input_tokens", "decoder_target_tokens")
-        inputs, targets = (batch[side].shape[1] for side in sides)
-        return self._program((inputs, targets))(state, batch, self._key, *self.arguments)
+        return self._program(_lengths(batch))(state, batch, self._key, *self.arguments)
 
     def _program(self, lengths: tuple[int, int]) -> jax.stages.Compiled:
         """The compiled step for batches of those lengths of inputs and targets."""
         if lengths not in self._compiled:
             self._compiled[lengths] = self.trace(lengths).lower().compile()
         return self._compiled[lengths]
+
+
+def _lengths(batch: Batch) -> tuple[int, int]:
+    """Returns the lengths of a batch's inputs and targets."""
+    return batch["encoder_input_tokens"].shape[1], batch["decoder_target_tokens"].shape[1]
 
 
 def _compiler_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:

@@ -1,12 +1,12 @@
 """What storage promises: atomic renames, locks, and answers."""
 
+import errno
 import json
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import pytest
 
 from synthesizer_jax.checkpoints import storage
 from synthesizer_jax.checkpoints.manager import Checkpoints, finished_steps
+from synthesizer_jax.evaluation.files import evaluation_folder
 from synthesizer_jax.runs import lock
 from synthesizer_jax.training.state import TrainState
 
@@ -136,75 +137,48 @@ def test_a_directory_in_which_nothing_was_made_is_removed(tmp_path: pathlib.Path
     assert (tmp_path / "new" / "file").exists()
 
 
-def left_by_another_machine(directory: pathlib.Path, seconds: float) -> pathlib.Path:
-    """A lock that its owner renewed so long ago."""
-    path = directory / lock.LOCK_FILE
-    path.write_text(json.dumps({"host": "other", "process": 7, "machine": "other boot"}))
-    then = path.stat().st_mtime - seconds
-    os.utime(path, (then, then))
-    return path
+@pytest.mark.parametrize("content", [b"{}", b"\xff", b"[" * 100_000, b'{"machine": "other"}'])
+def test_what_another_process_left_is_nobodys(tmp_path: pathlib.Path, content: bytes) -> None:
+    path = tmp_path / lock.LOCK_FILE
+    path.write_bytes(content)
+    os.utime(path, (2**40, 2**40))  # by a clock that is ahead
+    said: list[str] = []
+    with lock.lock_directory(tmp_path, log=said.append):
+        assert json.loads(path.read_text())["process"] == os.getpid()
+    assert not said
 
 
-def test_a_lock_of_a_dead_machine_is_nobodys(tmp_path: pathlib.Path) -> None:
-    left_by_another_machine(tmp_path, lock.DEAD_SECONDS + 1)
+def test_without_locks_of_the_file_system_one_line_says_so(tmp_path, monkeypatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
     said: list[str] = []
     with lock.lock_directory(tmp_path, log=said.append):
         pass
-    assert said == [
-        f"{tmp_path} is locked by a training on other; waiting until its lock has not been renewed for 60 s"
-    ]
+    assert said == [f"{tmp_path}: the file system has no locks; let no other training use it"]
 
 
-def test_a_machine_that_shows_life_keeps_its_lock(tmp_path, monkeypatch) -> None:
-    path = left_by_another_machine(tmp_path, 30)
-
-    def beat(_: float) -> None:
-        os.utime(path)
-
-    monkeypatch.setattr(lock.time, "sleep", beat)
-    with pytest.raises(lock.InUseError, match="process 7 on other trains there"):
-        lock.lock_directory(tmp_path, log=lambda _: None).__enter__()
-    assert path.exists()
-
-
-def test_the_owner_shows_life(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.01)
-    with lock.lock_directory(tmp_path):
-        path = tmp_path / lock.LOCK_FILE
-        os.utime(path, (0, 0))
-        while path.stat().st_mtime == 0:
-            pass
-        assert json.loads(path.read_text())["process"] == os.getpid()
+@pytest.mark.parametrize("name", ["train.lock", "events.jsonl", "evaluation", "tensorboard"])
+def test_links_in_a_run_are_not_written_through(tmp_path: pathlib.Path, name: str) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    (run / name).symlink_to(outside)
+    with (
+        pytest.raises(OSError, match=rf"run/{name} is a link; put what it points to in its place"),
+        lock.lock_directory(run),
+    ):
+        pass
+    with pytest.raises(OSError, match="is a link"):
+        evaluation_folder(run, 4)
+    assert list(tmp_path.iterdir()) == [run]
 
 
-def test_a_sign_of_life_never_leaves_the_lock_empty(tmp_path: pathlib.Path) -> None:
-    class Watched:
-        """A file whose content is read after every call."""
-
-        def __getattr__(self, name: str) -> Callable[..., object]:
-            def call(*arguments: object) -> object:
-                returned = getattr(file, name)(*arguments)
-                contents.append((tmp_path / "lock").read_text())
-                return returned
-
-            return call
-
-    with lock._open_locked(tmp_path / "lock") as file:
-        lock._write_heartbeat(file)
-        file.flush()
-        contents: list[str] = []
-        lock._write_heartbeat(Watched())
-        file.flush()
-    assert contents
-    assert all(json.loads(content)["process"] == os.getpid() for content in contents)
-
-
-def test_a_longer_sign_of_life_is_overwritten_whole(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "lock").write_text(json.dumps({"process": 1, "host": "x" * 400}))
-    with lock._open_locked(tmp_path / "lock") as file:
-        lock._write_heartbeat(file)
-        assert lock._read_owner(file)["process"] == os.getpid()
-        assert json.loads((tmp_path / "lock").read_text())["process"] == os.getpid()
+def test_a_link_to_the_run_itself_is_the_users(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "mine").symlink_to(tmp_path / "run")
+    with lock.lock_directory(tmp_path / "mine"):
+        assert evaluation_folder(tmp_path / "mine", 4) == tmp_path / "mine" / "evaluation" / "4"
 
 
 def test_the_first_damaged_array_is_said_without_tracebacks_of_the_others(
@@ -221,6 +195,6 @@ def test_the_first_damaged_array_is_said_without_tracebacks_of_the_others(
     monkeypatch.setattr(sys, "unraisablehook", printed.append)
     monkeypatch.setattr(sys, "excepthook", lambda *raised: printed.append(raised))
     for _ in range(3):
-        with pytest.raises(ValueError, match="DATA_LOSS"), storage.finish_reads():
+        with pytest.raises(ValueError, match="DATA_LOSS"), storage.finish_tasks():
             handler.restore(tmp_path / "state", args=ocp.args.StandardRestore(arrays))
     assert not printed

@@ -171,13 +171,27 @@ def test_leaderboard_files(place, tmp_path):
 
 
 def test_tasks_without_a_leaderboard_are_predicted_all_the_same(place):
-    """The files of the recipe's own split lie where its evaluation does."""
+    """The files of the recipe's own split lie where its evaluation does; labels are scored."""
     for split, folder, rows in (("test", "test", 4), ("validation", ".", 7)):
         shown = call(place, "--task", "multi30k_en_de", "--split", split, command="predict")
         path = place / "run" / "evaluation" / "4" / folder / "multi30k_en_de.jsonl"
-        assert f"{path.parent.resolve()}/multi30k_en_de.jsonl: {rows} examples" in shown
+        assert f"predictions: {path.parent.resolve()}/TASK.jsonl" in shown and "bleu" in shown
         assert len(path.read_text().splitlines()) == rows
         assert ("no leaderboard of GLUE or SuperGLUE" in shown) == (split == "test")
+
+
+def test_predictions_of_some_examples_are_no_leaderboard_file(place):
+    shown = call(place, *RTE, "--max-examples", "2", command="predict")
+    assert "unlabeled" in shown and "leaderboard" not in shown
+    folder = place / "run" / "evaluation" / "4" / "test" / "part"
+    assert len((folder / "glue_rte_v002.jsonl").read_text().splitlines()) == 2
+    assert not (folder / "glue").exists()
+
+
+def test_a_split_that_is_not_there_is_answered_with_those_that_are(place):
+    with pytest.raises(FileNotFoundError, match=r"'tset' in .*; choose train or validation or test, or "
+                       "import them"):  # fmt: skip
+        call(place, *RTE, "--split", "tset", command="predict")
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from synthesizer_jax.cli import generate
 from synthesizer_jax.cli.main import app
 from synthesizer_jax.sharding import MeshShape
 from tests.evaluation import runs
@@ -109,5 +111,15 @@ def test_files_are_looked_at_before_the_model_is_read(tmp_path):
     (tmp_path / "latin").write_bytes("Größe".encode("latin-1"))
     with pytest.raises(ValueError, match=r"--input .*latin is not UTF-8 text"):
         call("--workdir", tmp_path, "--input", tmp_path / "latin")
+
+
+def test_no_text_at_all_is_an_error_and_a_terminal_is_not_read(tmp_path, monkeypatch):
+    message = "there is no input; give texts as arguments, --input FILE, or lines to stdin"
+    with pytest.raises(ValueError, match=message):
+        call("--workdir", tmp_path)
+    terminal = SimpleNamespace(isatty=lambda: True)
+    monkeypatch.setattr(generate, "sys", SimpleNamespace(stdin=terminal))
+    with pytest.raises(ValueError, match=message):
+        call("--workdir", tmp_path)
     with pytest.raises(FileNotFoundError, match=r"holds no experiment\.json"):
         call("--workdir", tmp_path, "text")

@@ -6,7 +6,10 @@ import threading
 
 import pytest
 
+from synthesizer_jax.cli.main import _one_line_message
+from synthesizer_jax.runs.progress import show_phases
 from synthesizer_jax.runtime.preemption import close_within
+from synthesizer_jax.runtime.processes import print_line
 
 STUCK = """
 import sys, threading
@@ -23,6 +26,26 @@ def test_a_stuck_thread_does_not_keep_the_program(arguments, code) -> None:
     program = STUCK.format(arguments=arguments)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == code, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("no\x1b]0;title\x07 run\u202e\n", r"no\x1b]0;title\x07 run\u202e"),
+        (
+            "runs/x: " + "name, " * 10**5 + "remedy",
+            f"runs/x: {'name, ' * 248}name … {'name, ' * 49}remedy",
+        ),
+    ],
+    ids=["escapes", "long"],
+)
+def test_what_a_file_holds_cannot_fill_or_command_the_terminal(message, line, capfd) -> None:
+    assert len(_one_line_message(ValueError(message))) < 2000
+    assert _one_line_message(ValueError(message)).replace("  ", " ") == line
+    with show_phases() as phase:
+        phase(message, 1)
+    print_line(message)
+    assert "\x1b" not in capfd.readouterr().err
 
 
 def test_closing_is_bounded(capfd) -> None:

@@ -1,11 +1,13 @@
 """Training as a user types it: with and without a terminal, interrupted, refused and continued."""
 
 import fcntl
+import functools
 import json
 import os
 import pathlib
 import pty
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -54,6 +56,40 @@ def start(command: list[str], **options) -> subprocess.Popen:
     return subprocess.Popen(own, env=without_devices(), **options)
 
 
+def test_stopped_before_the_first_step_nothing_is_left(tmp_path, data) -> None:
+    workdir = tmp_path / "run"
+    command = arguments(workdir, data, "training.steps=4", "mesh.fsdp=1")
+    with start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while line := process.stdout.readline():
+            if "compiling" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate()
+    assert process.returncode == 75, errors
+    assert errors.endswith(
+        "stopped by SIGTERM; nothing has been trained yet, start the same command again\n"
+    )
+    assert not workdir.exists()
+
+
+@pytest.mark.parametrize("size", [200, 30_000], ids=["lock", "checkpoint"])
+def test_a_full_disk_is_one_line_with_the_path(tmp_path, data, size) -> None:
+    workdir = tmp_path / "run"
+    command = arguments(workdir, data, "training.steps=2", "mesh.fsdp=1")
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
+    with start(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limit
+    ) as process:
+        said, errors = process.communicate()
+    assert process.returncode == 2
+    assert "compiled in" in said
+    assert (
+        errors.splitlines()[-1]
+        == f"error: [Errno 27] File too large; what was finished is kept: '{workdir}'"
+    )
+    assert "Traceback" not in errors and "Exception" not in errors
+
+
 def read_terminal(descriptor: int, until: str | None = None) -> str:
     """What a program writes to its terminal, until a text comes or the program ends."""
     shown = b""
@@ -82,9 +118,7 @@ def test_interrupted_without_a_terminal_and_on_one(tmp_path, data) -> None:
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate()
     assert process.returncode == 130
-    assert errors.endswith(
-        "stopped by SIGINT; everything is saved, start the same command again to continue\n"
-    )
+    assert errors.endswith("stopped by SIGINT; everything is saved, start the same command again\n")
     log = "".join(said) + rest
     assert re.search(r"step +0/100000  compiling: [\d,]+ parameters on 1 × cpu\n", log)
     assert re.search(
@@ -113,7 +147,7 @@ def test_interrupted_without_a_terminal_and_on_one(tmp_path, data) -> None:
     os.close(ours)
     assert process.returncode == 130, shown + rest
     assert "/100000" in shown and "steps/s" in shown  # the bar
-    assert "stopped by SIGINT; everything is saved, start the same command again to con" in rest
+    assert "stopped by SIGINT; everything is saved, start the same command again" in rest
     assert finished_steps(workdir / "checkpoints")[-1] > newest
 
 

@@ -104,8 +104,11 @@ LAYOUTS = {
     "iwslt2016": {
         "en-de/train.tags.en-de.en": "<url>u</url>\n<title>t</title>\nA \n\nB\n",
         "en-de/train.tags.en-de.de": "<url>u</url>\n<title>t</title>\nC\n\nD\n",
-        "en-de/IWSLT16.TED.tst2013.en-de.en.xml": TALK.format("E"),
-        "en-de/IWSLT16.TED.tst2013.en-de.de.xml": TALK.format("F"),
+        **{
+            f"en-de/IWSLT16.{stem}.en-de.{language}.xml": TALK.format(f"{stem[4:]} {language}")
+            for stem in ("TED.dev2010", "TED.tst2010", "TED.tst2014", "TED.tst2015", "QED.tst2016")
+            for language in ("en", "de")
+        },
     },
     "wmt14": {"src-train.txt": "a\n\nb\n", "tgt-train.txt": "c\nd\ne\n"},
     "wmt15": {
@@ -160,8 +163,13 @@ def data_dir(tmp_path_factory):
 def test_translations(data_dir):
     rows = stored(data_dir, "iwslt2016/en_de", "train")
     assert sorted(texts(row, "en", "de") for row in rows) == [("A", "C"), ("B", "D")]
-    (row,) = stored(data_dir, "iwslt2016/en_de", "validation")
-    assert texts(row, "en", "de") == ("E & x", "F & x")
+    rows = {s: stored(data_dir, "iwslt2016/en_de", s) for s in ("validation", "test")}
+    said = {
+        split: sorted(texts(row, "en")[0][:7] for row in found) for split, found in rows.items()
+    }
+    years = {"validation": ["dev2010", "tst2010", "tst2014"], "test": ["tst2015", "tst2016"]}
+    assert said == years  # those of You et al. 2020
+    assert texts(rows["test"][0], "de")[0][7:] == " de & x"
     rows = stored(data_dir, "wmt14_translate/de-en", "train")
     assert sorted(texts(row, "en", "de") for row in rows) == [("a", "c"), ("b", "e")]
 
@@ -282,6 +290,23 @@ def test_summaries_and_dialogues(data_dir):
     inputs = {evaluation_sets.to_text(row["inputs_pretokenized"]) for row in sets.examples}
     assert "dialogue history: hello . | hi . | you ? persona: i ski." in inputs
     assert sets.score(sets.target_words)["bleu1"] == pytest.approx(100)
+
+
+def test_a_second_folder_adds_its_splits_and_renew_replaces(tmp_path, caplog):
+    out = tmp_path / "out"
+    train = place(tmp_path / "train", LAYOUTS["convai2"])
+    other = place(tmp_path / "other", {"valid_self_original_no_cands.txt": CHAT})
+    import_corpus("convai2", train, out)
+    import_corpus("convai2", other, out)
+    assert len(stored(out, "convai2/self_original", "train")) == 3
+    assert len(stored(out, "convai2/self_original", "validation")) == 3
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    with pytest.raises(ValueError, match=r"has the split 'validation' already; replace .* --renew"):
+        import_corpus("convai2", other, out)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")}.keys() == before.keys()
+    import_corpus("convai2", other, out, renew=True)
+    assert tasks.prepared_splits("convai2_self_original", out) == {"validation": 3}
+    assert "removes the split 'train' of " in caplog.text
 
 
 def test_published_sizes_are_checked_and_readers_read(tmp_path):

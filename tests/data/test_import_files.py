@@ -9,13 +9,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from synthesizer_jax.data import imported, tasks
 from synthesizer_jax.data.config import DataConfig
+from synthesizer_jax.data.imported import FileTask, Template, add_imported, import_files
+from synthesizer_jax.data.importers import reading
+from synthesizer_jax.data.importers.files import find_splits
+from synthesizer_jax.data.streams import open_stream
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.evaluation_sets import load_evaluation_set
-from synthesizer_jax.tasks import imported, task_registry
-from synthesizer_jax.tasks.imported import FileTask, Template, add_imported, import_files
-from synthesizer_jax.tasks.importers.files import find_splits
-from synthesizer_jax.tasks.streams import open_stream
 
 ROWS = [{"text": "a fine, small film", "label": "1"}, {"text": "tab-free « dull »", "label": "0"}]
 JSON_LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
@@ -25,7 +26,7 @@ TSV = "text\tlabel\na fine, small film\t1\ntab-free « dull »\t0\n".encode()
 
 @pytest.fixture(autouse=True)
 def no_tasks_are_left(monkeypatch):
-    monkeypatch.setattr(tasks, "TASKS", dict(task_registry.TASKS))
+    monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
 
 
 def zstd(data):
@@ -136,12 +137,23 @@ BROKEN = {
     "zstd": ("a.csv.zst", zstd(CSV * 99)[:-9], "damaged zstd stream"),
     "parquet": ("a.parquet", b"PAR1" * 9, "a.parquet, the whole file: not Parquet"),
     "compressed twice": ("a.parquet.gz", b"", r"\.parquet files are compressed inside"),
+    "swollen gzip": (
+        "a.txt.gz",
+        gzip.compress(b"a\n" * 9**5),
+        "txt.gz, line .*: .* text 200 times as long as the file",
+    ),
+    "long line": (
+        "a.txt.zst",
+        zstd(b"a" * 2000),
+        "zst, line 1: a line of more than 1,000 bytes",
+    ),
     "suffix": ("a.xlsx", b"", r"\.xlsx is not known; files end in \.jsonl"),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_file_is_one_sentence(tmp_path, case):
+def test_a_broken_file_is_one_sentence(tmp_path, case, monkeypatch):
+    monkeypatch.setattr(reading, "LONGEST_LINE", 1000)
     name, data, message = BROKEN[case]
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=message):
@@ -211,7 +223,7 @@ def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
         "  also in train: 2 rows",
         "  not UTF-8, with bytes replaced by U+FFFD: 1 line",
     ]
-    monkeypatch.delitem(task_registry.TASKS, "my_reviews")  # as in another process
+    monkeypatch.delitem(tasks.TASKS, "my_reviews")  # as in another process
     assert add_imported(tmp_path / "data") == ["my_reviews"]
     examples = load_evaluation_set(
         "my_reviews",
@@ -249,7 +261,7 @@ def test_rows_that_will_be_truncated_are_counted(tmp_path):
         (Bytes().build(), "2 (66.7%)"),
     ):
         splits = find_splits([f"train={tmp_path}/a.txt"])
-        (found,) = import_files(task, splits, tmp_path, vocabulary=vocabulary)
+        (found,) = import_files(task, splits, tmp_path, vocabulary=vocabulary, renew=True)
         assert f"  inputs truncated to rows of 512 tokens: {count}" in list(found.lines())
         assert not found.truncated["targets"]
 
@@ -278,11 +290,24 @@ def test_a_task_that_is_imported_again_has_its_new_rows(tmp_path):
     config = DataConfig("my_reviews", 32, 8, batch_size=1, shards=1, shuffle=False)
     for row in ROWS:
         (tmp_path / "a.jsonl").write_text((json.dumps(row) + "\n") * (int(row["label"]) + 1))
-        import_files(describe(), find_splits([f"train={tmp_path}/a.jsonl"]), tmp_path)
-        assert task_registry.prepared_splits("my_reviews", tmp_path) == {"train": int(row["label"]) + 1}
+        import_files(describe(), find_splits([f"train={tmp_path}/a.jsonl"]), tmp_path, renew=True)
+        assert tasks.prepared_splits("my_reviews", tmp_path) == {"train": int(row["label"]) + 1}
         batch = next(open_stream(config, Bytes().build(), data_dir=tmp_path))
         text = Bytes().build().decode(batch["encoder_input_tokens"][0])
         assert text == f"review: {row['text']}"
+
+
+def test_splits_are_added_to_a_task_of_the_same_definition(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(JSON_LINES)
+    train, test = (find_splits([f"{split}={tmp_path}/a.jsonl"]) for split in ("train", "test"))
+    import_files(describe(), train, tmp_path)
+    import_files(describe(), test, tmp_path)
+    assert tasks.prepared_splits("my_reviews", tmp_path) == {"test": 2, "train": 2}
+    assert tasks.TASKS["my_reviews"].splits == ("test", "train")
+    with pytest.raises(
+        ValueError, match=r"was imported with another task.json; replace .* --renew"
+    ):
+        import_files(describe(metrics=("f1",)), find_splits([f"b={tmp_path}/a.jsonl"]), tmp_path)
 
 
 def test_nothing_is_written_where_a_row_is_broken(tmp_path):
@@ -296,7 +321,7 @@ def test_nothing_is_written_where_a_row_is_broken(tmp_path):
     for name, message in {
         "b": "b.jsonl, line 3: the target '7' is none of the labels 0, 1; nothing was imported",
         "c": "c.jsonl, line 3: the field 'text' is null, which is no text; nothing was imported",
-        "d": "the split 'train' has no rows; nothing was imported",
+        "d": "d.jsonl: the split 'train' has no rows; nothing was imported",
     }.items():
         with pytest.raises(ValueError, match=message):
             import_files(describe(), find_splits([f"train={tmp_path}/{name}.jsonl"]), data_dir)
@@ -312,6 +337,9 @@ def test_a_description_that_cannot_be_is_refused():
         (
             ("metrics", ("rouge",)),
         ): "'rouge' compares texts; with 1 label and .* answers are labels",
+        (
+            ("labels", (("bad", ""),)),
+        ): "the label 'bad' has the word '', which marks hidden targets",
         (("metrics", ("pearson", "bleu")),): "'bleu' compares texts; .* answers are numbers",
     }.items():
         given = dict(options)
@@ -323,6 +351,35 @@ def test_a_description_that_cannot_be_is_refused():
                 metrics=given.get("metrics", ("accuracy",)),
                 labels=dict(given.get("labels", {"a": "a"})),
             )
+
+
+WORD = r"a.jsonl, line 1: the target 'good' is no number, which the metric pearson compares"
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "said"),
+    [
+        ('{"x": 1e400}', {}, "a.jsonl, line 1: the field 'x' is Infinity, which is no text"),
+        ('{"x": "good"}', {"metrics": ("pearson",)}, WORD),
+        ('{"x": "1"}', {"metrics": ("pearson",), "labels": {"1": "good"}}, WORD),
+        ('{"x": 1' + 400 * "0" + "}", {"metrics": ("pearson",)}, "is no number, which the metric"),
+        ("", {}, "a.jsonl: the split 'train' has no rows; nothing was imported"),
+    ],
+)
+def test_a_row_that_is_no_text_number_or_row_is_named(tmp_path, row, changes, said):
+    (tmp_path / "a.jsonl").write_text(row + "\n")
+    task = FileTask("my_rows", inputs=None, targets=Template("{x}"), **changes)
+    with pytest.raises(ValueError, match=said):
+        import_files(task, find_splits([f"train={tmp_path}/a.jsonl"]), tmp_path / "data")
+
+
+def test_a_date_that_python_has_not_names_the_file(tmp_path):
+    days = pa.array([2**31 - 1], pa.int32()).cast(pa.date32())
+    pq.write_table(pa.table({"day": days}), tmp_path / "a.parquet")
+    with pytest.raises(
+        ValueError, match=r"a.parquet, the whole file: not Parquet \(days=2147483647"
+    ):
+        rows(f"train={tmp_path}/a.parquet")
 
 
 def test_a_name_of_the_package_is_refused(tmp_path):

@@ -338,7 +338,7 @@ def test_a_failure_after_good_tasks_changes_nothing(
     put(source / "CB/subset_train.jsonl", lines(CB, CB | {"idx": 1}))
     put(source / "COPA/subset_train.jsonl", lines(COPA | {"label": 9}))
     with pytest.raises(ValueError, match="label '9'"):
-        import_benchmark("super_glue", source, out)
+        import_benchmark("super_glue", source, out, renew=True)
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
 
     put(source / "COPA/subset_train.jsonl", lines(COPA))
@@ -351,22 +351,23 @@ def test_a_failure_after_good_tasks_changes_nothing(
 
     monkeypatch.setattr(os, "replace", full_disk)
     with pytest.raises(OSError, match="disk full"):
-        import_benchmark("super_glue", source, out)
+        import_benchmark("super_glue", source, out, renew=True)
     assert {p: p.stat().st_mtime_ns for p in place.rglob("*")}.items() <= before.items()
     assert len(read(out, "super_glue/cb", "train")) == 1
     assert not (out / "super_glue/copa").exists()
     assert not list(out.glob(".import*"))
 
 
-def test_a_second_import_replaces_what_it_has_and_leaves_the_rest(tmp_path: pathlib.Path) -> None:
+def test_a_second_import_adds_splits_and_leaves_the_rest(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "out"
     put(tmp_path / "first/CB/subset_train.jsonl", lines(CB))
     put(tmp_path / "first/COPA/subset_train.jsonl", lines(COPA))
     import_benchmark("super_glue", tmp_path / "first", out)
     put(tmp_path / "second/CB/subset_val.jsonl", lines(CB, CB | {"idx": 1}))
     import_benchmark("super_glue", tmp_path / "second", out)
-    assert list(tfds.builder("super_glue/cb", data_dir=out).info.splits) == ["validation"]
+    assert list(tfds.builder("super_glue/cb", data_dir=out).info.splits) == ["validation", "train"]
     assert len(read(out, "super_glue/cb", "validation")) == 2
+    assert len(read(out, "super_glue/cb", "train")) == 1
     assert len(read(out, "super_glue/copa", "train")) == 1
     assert sorted(p.name for p in out.iterdir()) == ["super_glue"]
 

@@ -14,16 +14,16 @@ SIZES = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 9)), min_size=1, m
 
 
 class Source:
-    """Endless examples of given sizes, numbered by their index."""
+    """Endless examples of given sizes, numbered by their index; the sizes are those of an epoch."""
 
     def __init__(self, sizes: list[tuple[int, int]]):
-        self.sizes, self.taken = itertools.cycle(sizes), 0
+        self.sizes, self.taken, self.per_epoch = itertools.cycle(sizes), 0, len(sizes)
 
     def take(self, count: int) -> list[Drawn]:
         drawn = []
         for _ in range(count):
             inputs, targets = (np.ones(size, np.int32) for size in next(self.sizes))
-            drawn.append(Drawn(inputs, targets, 0, self.taken))
+            drawn.append(Drawn(inputs, targets, 0, self.taken, self.taken // self.per_epoch))
             self.taken += 1
         return drawn
 
@@ -48,6 +48,8 @@ def test_rows_hold_every_example_once_and_none_waits(
     pending = numbers(packing.pending)
     assert sorted(seen + pending) == list(range(source.taken))
     assert pending == sorted(pending)
+    epochs = [number // len(sizes) for number in seen]
+    assert epochs == sorted(epochs)
     for row in rows:
         assert 1 <= len(row) <= min(segments, window)
         assert sum(len(e.inputs) for e in row) <= LENGTHS[0]

@@ -8,12 +8,13 @@ import pytest
 import seqio
 import tensorflow as tf
 
+from synthesizer_jax.data import tasks
 from synthesizer_jax.data.config import DataConfig
+from synthesizer_jax.data.streams import open_stream
+from synthesizer_jax.data.task import Answers
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.evaluation_sets import evaluation_tasks, load_evaluation_set
-from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.streams import open_stream
-from synthesizer_jax.tasks.task import Answers
+from synthesizer_jax.evaluation.evaluator import Evaluation, Evaluator
 
 LENGTHS = {"inputs": 16, "targets": 8}
 COUNTS = {"train": 12, "validation": 5}
@@ -120,16 +121,16 @@ pytestmark = pytest.mark.usefixtures("registered")
 
 def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path):
     vocabulary = Bytes().build()
-    assert task_registry.member_names("outside_all") == [
+    assert tasks.member_names("outside_all") == [
         "outside_double",
         "outside_missing",
         "outside_silent",
     ]
     # Of the part's rate, 4, the task without data takes nothing.
     rates = {"outside_double": 12.0, "outside_silent": 4.0}
-    assert task_registry.sampled_members("outside_all", tmp_path, "train") == rates
+    assert tasks.sampled_members("outside_all", tmp_path, "train") == rates
     for name in rates:
-        task = task_registry.find_task(name).to_seqio(vocabulary, tmp_path)
+        task = tasks.find_task(name).to_seqio(vocabulary, tmp_path)
         assert task.output_features["targets"].vocabulary == vocabulary.to_seqio()
         original = seqio.TaskRegistry.get(name)
         assert original.output_features["targets"].vocabulary.vocab_size == 99
@@ -143,14 +144,39 @@ def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path):
 
 
 def test_a_member_without_data_is_named(tmp_path, caplog):
-    task_registry.sampled_members("outside_part", tmp_path, "train")
+    tasks.sampled_members("outside_part", tmp_path, "train")
     assert "outside_part goes without outside_missing" in caplog.text
-    assert task_registry.mixture_rates("outside_part", tmp_path) == {
+    assert tasks.mixture_rates("outside_part", tmp_path) == {
         "outside_silent": 1.0,
         "outside_missing": 0.0,
     }
     with pytest.raises(FileNotFoundError, match="no task of 'outside_missing' has data"):
-        task_registry.sampled_members("outside_missing", tmp_path, "train")
+        tasks.sampled_members("outside_missing", tmp_path, "train")
+
+
+def test_a_rate_that_cannot_be_computed_and_a_missing_split_are_one_sentence(tmp_path):
+    task = seqio.TaskRegistry.get("outside_silent")
+    source = seqio.FunctionDataSource(numbers, splits=["train"])
+    seqio.TaskRegistry.add(
+        "outside_uncounted",
+        source=source,
+        preprocessors=task.preprocessors,
+        output_features=task.output_features,
+    )
+    rate = functools.partial(seqio.mixing_rate_num_examples, maximum=100)
+    seqio.MixtureRegistry.add("outside_rates", [("outside_uncounted", rate)])
+    with pytest.raises(
+        ValueError, match=r"'outside_uncounted' in .*'outside_rates' cannot be .*num_input"
+    ):
+        tasks.mixture_rates("outside_rates", tmp_path)
+    with pytest.raises(
+        FileNotFoundError, match=r"give the source of outside_uncounted, .* that split"
+    ):
+        Evaluator(
+            *(None, DataConfig("outside_uncounted", 16, 8, batch_size=8), Evaluation()),
+            vocabulary=Bytes().build(),
+            data_dir=tmp_path,
+        )
 
 
 def test_metrics_are_computed_by_their_own_rules(tmp_path):
@@ -197,16 +223,16 @@ def test_a_mixture_is_evaluated_on_all_its_tasks(tmp_path):
         ("outside_double", "validation"),
         ("outside_silent", "validation"),
     ]
-    assert task_registry.prepared_splits("outside_double", tmp_path) == COUNTS
+    assert tasks.prepared_splits("outside_double", tmp_path) == COUNTS
 
 
 def test_names_are_suggested():
     with pytest.raises(
         ValueError, match=r"no mixture or task 'outside_al', did you mean .*; tasks"
     ):
-        task_registry.member_names("outside_al")
+        tasks.member_names("outside_al")
     with pytest.raises(ValueError, match=r"there is no task 'outside_dou'"):
-        task_registry.find_task("outside_dou")
+        tasks.find_task("outside_dou")
 
 
 def test_a_metric_that_fails_is_named(tmp_path):
@@ -228,5 +254,5 @@ def test_features_that_are_no_tokens_are_refused(tmp_path):
         output_features={"targets": seqio.ContinuousFeature(rank=3)},
     )
     with pytest.raises(ValueError, match="'targets' of the task 'outside_images' is no sequence"):
-        task_registry.find_task("outside_images").to_seqio(Bytes().build(), tmp_path)
+        tasks.find_task("outside_images").to_seqio(Bytes().build(), tmp_path)
     seqio.TaskRegistry.remove("outside_images")

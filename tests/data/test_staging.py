@@ -128,6 +128,35 @@ def test_what_a_killed_process_left_is_undone_by_the_next(data_dir):
         assert contents(left) == before
 
 
+def test_what_was_killed_without_its_lock_is_removed_too(data_dir):
+    """As the removal of a folder may leave it."""
+    before = contents(data_dir)
+    write(data_dir / ".import-glue-left" / "data", "half")
+    with staging(data_dir, "other"):
+        assert not (data_dir / ".import-glue-left").exists()
+    assert contents(data_dir) == before
+
+
+TERMINATED = """
+import os, signal, sys
+from synthesizer_jax.cli.main import run
+from synthesizer_jax.data import imported
+
+imported.write_dataset = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
+run()
+"""
+
+
+def test_sigterm_removes_what_is_half_written_as_ctrl_c_does(tmp_path):
+    (tmp_path / "a.txt").write_text("a\n")
+    arguments = ["data", "import", "mine", "--name", "x", "--target", "{text}", "--data-dir", "out"]
+    command = [sys.executable, "-c", TERMINATED, *arguments, "--from", "train=a.txt"]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+    assert ended.returncode > 0, ended.stderr
+    assert not list((tmp_path / "out").iterdir())
+
+
 def test_the_folder_of_a_running_import_is_left_alone(data_dir):
     with staging(data_dir, "glue") as first:
         new = fill(first)

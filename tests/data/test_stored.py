@@ -133,7 +133,9 @@ def test_a_pipe_is_not_waited_for(data_dir, name):
     (path,) = directory(data_dir).glob(name)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(ValueError, match=f"{path.name} is no regular file; import it again"):
+    with pytest.raises(
+        ValueError, match=f"{path.name} is no regular file; delete it, and import it again"
+    ):
         Examples(open_task(data_dir), "train", LENGTHS)
 
 

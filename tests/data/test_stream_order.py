@@ -93,3 +93,20 @@ def test_packing_neither_loses_nor_repeats_examples(data_dir: pathlib.Path) -> N
     drawn = counted.texts(plain, len(seen) + len(pending))
     waiting = [bytes(int(i) - 3 for i in e.inputs if i > 1).decode() for e in pending]
     assert collections.Counter(seen + waiting) == collections.Counter(drawn)
+
+
+def test_packing_ends_an_epoch_of_a_small_task_before_the_next(data_dir: pathlib.Path) -> None:
+    """40 examples in 8 shards: the 128 pending ones of a shard are of 26 epochs."""
+    changes = {"mixture": "counted_few", "batch_size": 8, "inputs_length": 40}
+    packed = counted.stream(data_dir, pack=True, max_segments=8, **changes)
+    seen: dict[int, list[str]] = collections.defaultdict(list)
+    while min(map(len, seen.values()), default=0) < 60:
+        batch = next(packed)
+        rows = zip(batch["encoder_input_tokens"], batch["encoder_segment_ids"], strict=True)
+        for place, (ids, segments) in enumerate(rows):
+            for number in range(1, segments.max() + 1):
+                row = {"encoder_input_tokens": ids[segments == number][None]}
+                seen[place] += counted.texts(iter([row]), 1)
+    for texts in seen.values():
+        epochs = [set(texts[start : start + 5]) for start in range(0, 60, 5)]
+        assert all(len(epoch) == 5 for epoch in epochs)

@@ -197,3 +197,12 @@ def test_best_average_per_group_and_for_all():
     assert best_single_step(by_step, "SuperGLUE") == (100, pytest.approx(51))
     assert best_average({}, "GLUE") is None
     assert best_single_step({}, "GLUE") is None
+
+
+@pytest.mark.parametrize(
+    "metric",
+    ["accuracy", "bleu", "f1_with_invalid", "gender_parity", "matthews", "pearson", "squad"],
+)
+def test_no_examples_are_one_sentence(metric):
+    with pytest.raises(ValueError, match="there are no targets to compare with"):
+        getattr(metrics, metric)([], [])

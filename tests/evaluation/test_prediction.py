@@ -174,7 +174,14 @@ def strict(text):
 def test_results_are_files_of_json(predictor, tmp_path):
     p = predictor(method="rank")
     inputs = encoded(p)
-    results = evaluate_tasks(p, [Examples(inputs, range(6)), Examples(inputs, ())])
+    said, done = [], []
+
+    def phase(title, total):
+        said.append((title, total))
+        return done.append
+
+    results = evaluate_tasks(p, [Examples(inputs, range(6)), Examples(inputs, ())], phase=phase)
+    assert said == [("made, validation: 7 examples", 7)] * 2 and sum(done) == 14
     assert flatten_results(results) == {"made/accuracy": 40.0, "made/f1": 60.0}
     assert mean_score(results) == 50.0
     path = write_results(tmp_path, 7, results, overall={"score": 50.0})

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from synthesizer_jax.data import mixtures, postprocessors, tasks, translation  # noqa: F401 - its tasks
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import evaluation_sets
 from synthesizer_jax.evaluation.averages import best_by_task
@@ -14,7 +15,6 @@ from synthesizer_jax.evaluation.evaluator import Evaluator
 from synthesizer_jax.evaluation.prediction import Predictor, decoding_by
 from synthesizer_jax.inference import score_targets
 from synthesizer_jax.registry import replace
-from synthesizer_jax.tasks import mixtures, postprocessors, translation  # noqa: F401 - its tasks
 from tests.evaluation import runs
 
 
@@ -220,3 +220,14 @@ def test_decoded_answers_have_their_log_probability(measured, method):
     np.testing.assert_allclose(
         predictor.predict_with_scores(inputs, None).scores, wanted, rtol=1e-4
     )
+
+
+def test_answers_after_a_sentinel_in_bytes_are_those_of_seqio():
+    """Bytes have no text for the sentinel, so that SeqIO strips every answer."""
+    row = {"targets_pretokenized": "True", "inputs_pretokenized": "boolq", "label": 1}
+    task = tasks.find_task("super_glue_boolq_v102_1_sentinel")
+    examples = evaluation_sets.EvaluationSet(task, "validation", [], [], [row])
+    in_bytes = dataclasses.replace(examples, vocabulary=Bytes().build())
+    assert examples.score([" True"]) == {"accuracy": 0}
+    assert in_bytes.score([" True"]) == {"accuracy": 100}
+    assert in_bytes.record(0, " True")["label"] == 1

@@ -8,11 +8,12 @@ from synthesizer_jax.inference import Decoding
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_length": 0}, "max_length is 0; allowed: 1 or more"),
+        ({"max_length": 0}, "max_length is 0; allowed: 1 to 1,048,576"),
+        ({"max_length": 10**9}, "max_length is 1000000000; allowed: 1 to 1,048,576"),
         ({"min_length": 0}, "min_length is 0; allowed: 1 or more"),
         ({"min_length": 9}, "min_length is 9; allowed: at most max_length, 8"),
         ({"relative_length": 0.0}, "relative_length is 0.0; allowed: above 0"),
-        ({"beams": 0}, "beams is 0; allowed: 1 or more"),
+        ({"beams": 10**9}, "beams is 1000000000; allowed: 1 to 1,024"),
         ({"beams": 1.5}, "beams is 1.5, expected int"),
         ({"beams": 2, "alpha": -0.1}, "alpha is -0.1; allowed: 0 or more"),
         ({"temperature": -1.0}, r"temperature is -1.0; allowed: 0 \(greedy\) or more"),
@@ -20,7 +21,7 @@ from synthesizer_jax.inference import Decoding
         ({"temperature": 1.0, "top_k": 0}, "top_k is 0; allowed: 1 or more"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0.0; allowed: above 0, at most 1"),
         ({"temperature": 1.0, "top_p": 1.5}, "top_p is 1.5; allowed: above 0, at most 1"),
-        ({"samples": 0}, "samples is 0; allowed: 1 or more"),
+        ({"samples": 0}, "samples is 0; allowed: 1 to 1,024"),
         ({"seed": -1}, "seed is -1; allowed: 0 to 4,294,967,295"),
         (
             {"beams": 2, "temperature": 1.0},

@@ -340,6 +340,54 @@ def bfloat16_is_near(s: Subject) -> None:
         close(rounded.astype(jnp.float32), exact, 0.05)
 
 
+def ranks_and_dtypes_are_not_promoted(s: Subject) -> None:
+    """Gradients under all kinds of masks, and decoding steps, as JAX's strictest settings demand."""
+    length, width = LENGTH, s.x.shape[-1]
+    segments = jnp.asarray(np.repeat([1, 2, 0], [5, LENGTH - 6, 1])[None].repeat(BATCH, 0))
+    lengths = jnp.array(LENGTHS)
+    valid = np.arange(length) < np.array(LENGTHS)[:, None]
+    cross = isinstance(s.layer, AttentionBase)
+
+    def loss(variables: Any, x: jax.Array, mask: Mask, kv: jax.Array | None = None) -> jax.Array:
+        y = s.layer.apply(variables, x, kv, mask=mask)
+        return (y.astype(jnp.float32) ** 2).sum()
+
+    def decoded(variables: Any, x: jax.Array) -> jax.Array:
+        cache = apply_method(s.layer.init_cache, variables, x, max_length=ROOM)
+        prompt = Mask(key_lengths=jnp.array([3, 2]))
+        _, cache = apply_method(s.layer.extend, variables, x[:, :3], cache, mask=prompt)
+        return apply_method(s.layer.extend, variables, x[:, 3:4], cache)[0]
+
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        for dtype in (jnp.float32, jnp.bfloat16):
+            x = jax.ShapeDtypeStruct((BATCH, length, width), dtype)
+            variables = s.variables_as(dtype)
+            for mode in s.case.modes:
+                causal = mode == "causal"
+                masks = [Mask.padded(lengths, causal=causal), Mask.padded(valid, causal=causal)]
+                if s.case.packed:
+                    masks += [Mask.packed(segments, causal=causal, segments=n) for n in (None, 2)]
+                if cross:
+                    prefix = Mask(causal=causal, prefix_lengths=lengths)
+                    allowed = Mask(causal=causal, window=3, allowed=valid[:, None, None])
+                    masks += [prefix, allowed]
+                for mask in masks:
+                    jax.eval_shape(jax.grad(loss), variables, x, mask)
+            if "causal" in s.case.modes:
+                jax.eval_shape(decoded, variables, x)
+            if cross:
+                jax.eval_shape(jax.grad(loss), variables, x, Mask(key_lengths=lengths), x)
+
+
+def nothing_is_infinite(s: Subject) -> None:
+    """Nor anything that is not a number, in any operation; one example has no tokens."""
+    mode = s.case.modes[-1]
+    variables, x = s.variables_as(jnp.float32), s.x.astype(jnp.float32)
+    with jax.debug_nans(True), jax.debug_infs(True):
+        y, back = jax.vjp(lambda x: s.layer.apply(variables, x, mask=s.mask(mode, (LENGTH, 0))), x)
+        back(y)
+
+
 def json_round_trip(s: Subject) -> None:
     again = from_json(json.loads(json.dumps(to_json(s.layer))))
     assert again == s.layer and hash(again) == hash(s.layer)
@@ -395,6 +443,8 @@ CONTRACT = {
         unsupported_masks_are_refused,
         compiled_is_eager,
         bfloat16_is_near,
+        ranks_and_dtypes_are_not_promoted,
+        nothing_is_infinite,
         json_round_trip,
         scanned_is_looped,
         sharded_is_single,

@@ -22,8 +22,8 @@ class Parity(Alignment):
     def __call__(self, queries, keys, context):
         amount = self.param("amount", nn.initializers.ones_init(), (context.num_heads,))
         first, last = context.distance_range
-        even = jnp.asarray(np.arange(first, last + 1) % 2 == 0)
-        return (relative(amount[:, None] * even, first=first),)
+        even = jnp.asarray(np.arange(first, last + 1) % 2 == 0, amount.dtype)
+        return (relative(amount[:, None] * even[None], first=first),)
 
 
 def parity(layer, p, constants, x, seen):
@@ -43,7 +43,12 @@ def subject(request):
     return Subject(ALL[request.param])
 
 
-LONG = ("scanned_is_looped", "ragged_prompts_decode_as_each_alone", "sharded_is_single")
+LONG = (
+    "scanned_is_looped",
+    "ragged_prompts_decode_as_each_alone",
+    "sharded_is_single",
+    "nothing_is_infinite",
+)
 """Checks of more than half a second for each of forty layers; `make slow` runs them."""
 
 

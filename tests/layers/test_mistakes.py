@@ -5,8 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import synthesizer_jax as sj
+from synthesizer_jax import nnx as snnx
 from synthesizer_jax.attention import static
 
 X = jax.random.normal(jax.random.key(0), (2, 12, 8))
@@ -72,6 +74,31 @@ def test_masks_of_numbers(layer) -> None:
         for numbers in (2 * real, real.astype(np.float32)):
             found = layer.apply(variables, X, mask=make(jnp.asarray(numbers)))
             np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("layer", [sj.Attention(2, 4), sj.MultiHeadAttention(num_heads=2)])
+def test_a_mask_to_be_added_is_refused(layer) -> None:
+    added = jnp.where(jnp.tri(12, dtype=bool), 0.0, -1e9)
+    with pytest.raises(ValueError, match=r"the mask contains -1000000000.0; .* give mask == 0"):
+        layer.init(jax.random.key(0), X, mask=added)
+    if isinstance(layer, sj.Attention):
+        with pytest.raises(ValueError, match=r"the mask contains 0.5"):
+            layer.init(jax.random.key(0), X, mask=sj.Mask(key_valid=np.full((2, 12), 0.5)))
+
+
+@pytest.mark.parametrize("layer", [sj.Attention(2, 4), sj.TalkingHeads(2, 4)])
+def test_flax_argument_of_causal_attention(layer) -> None:
+    message = r"has no argument is_causal; give mask=Mask\(causal=True\)"
+    with pytest.raises(TypeError, match=message):
+        layer.init(jax.random.key(0), X, is_causal=True)
+    module = snnx.to_nnx(layer, in_features=8, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=message):
+        module(X, is_causal=True)
+
+
+def test_a_network_over_the_sentence_names_its_causal_form() -> None:
+    with pytest.raises(ValueError, match="set its field causal=True in decoders"):
+        sj.SentenceFeedForward(12, 5).init(jax.random.key(0), X, mask=sj.Mask(causal=True))
 
 
 def test_sentences_of_tokens_that_hardly_differ() -> None:

@@ -204,14 +204,27 @@ def test_layers_may_differ(batch):
         assert np.all(np.isfinite(model.apply(variables, *batch)))
 
 
+def test_float16_is_refused():
+    with pytest.raises(
+        ValueError, match="EncoderDecoder: dtype='float16'; it must be 'float32' or"
+    ):
+        model_of("v", dtype="float16")
+    with pytest.raises(ValueError, match="dtype='float16'"):
+        model_of("v").copy(dtype="float16")
+
+
 def test_bfloat16_computes_in_bfloat16_with_float32_parameters(batch):
     model = model_of("rv", dtype="bfloat16")
     variables = model.init(jax.random.key(0), *batch)
+    variables["params"]["logits_kernel"] *= 30.0
     logits = model.apply(variables, *batch)
-    assert logits.dtype == jnp.bfloat16
+    hidden = model.apply(variables, *batch, method=model.hidden)
+    kernel = variables["params"]["logits_kernel"].astype(hidden.dtype)
+    assert hidden.dtype == jnp.bfloat16 and logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, np.float64(hidden) @ np.float64(kernel), atol=1e-4)
     assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
     exact = model_of("rv").apply(variables, *batch)
-    assert np.abs(logits.astype(jnp.float32) - exact).max() < 0.1 * np.abs(exact).max()
+    assert np.abs(logits - exact).max() < 0.1 * np.abs(exact).max()
 
 
 @pytest.mark.parametrize("name", ZOO)

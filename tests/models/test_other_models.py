@@ -187,6 +187,11 @@ def test_encoder_reads_real_tokens_only(pooling, batch):
     hidden = np.asarray(found.hidden)[1]
     expected = hidden[:4].mean(0) if pooling == "mean" else hidden[0]
     np.testing.assert_allclose(found.pooled[1], expected, atol=1e-5)
+    narrow = model.copy(dtype="bfloat16").apply(variables, source)
+    head = variables["params"]["output_dense"]
+    exact = np.float64(narrow.pooled) @ np.float64(head["kernel"]) + head["bias"]
+    np.testing.assert_allclose(narrow.outputs, exact, atol=1e-6)
+    assert narrow.token_logits.dtype == jnp.float32
     with pytest.raises(ValueError, match="mean, first"):
         model.copy(pooling="max").init(jax.random.key(0), source)
 

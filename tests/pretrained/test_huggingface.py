@@ -1,6 +1,8 @@
 """Folders of transformers come in, whole or not at all."""
 
+import contextlib
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -90,10 +92,14 @@ def test_all_tensors_that_do_not_fit_are_listed_at_once(tmp_path):
         ({"d_model": None}, "d_model is None; expected a positive integer"),
         ({"num_layers": -1}, "num_layers is -1"),
         ({"num_heads": 2**40}, "num_heads"),
-        ({"num_layers": 10**7}, "expected a positive integer up to 1,000"),
+        ({"num_layers": 1000}, "num_layers is 1000; expected a positive integer up to 256"),
+        ({"d_kv": 2**31 - 1}, "d_kv is 2147483647; expected a positive integer up to 1,048,576"),
+        ({"feed_forward_proj": "x" * 10**6}, "feed_forward_proj is 'x{56}…; supported"),
         ({"feed_forward_proj": "gated-gelo"}, "did you mean 'gated-gelu'"),
         ({"tie_word_embeddings": "yes"}, "expected true or false"),
         ({"decoder_start_token_id": 5}, "models here have 0"),
+        ({"eos_token_id": 2}, "eos_token_id is 2, but models here have 1"),
+        ({"forced_bos_token_id": 250}, "forced_bos_token_id is 250, but models here have null"),
         ({"num_layers": 3}, "encoder.block.2.layer.0.SelfAttention.q.weight is missing"),
         ({"vocab_size": 400}, r"shared.weight is \(384, 20\), not \(400, 20\)"),
         ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
@@ -105,6 +111,26 @@ def test_a_config_that_does_not_fit_is_an_error(tmp_path, fields, message):
     (folder / "config.json").write_text(json.dumps(TINY | fields))
     with pytest.raises(ValueError, match=message):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ({"eos_token_id": [1], "forced_eos_token_id": None}, None),
+        ({"eos_token_id": [1, 2]}, r"generation_config.json: eos_token_id is \[1, 2\]"),
+        ({"eos_token_id": None}, "eos_token_id is None, but models here have 1"),
+        ({"forced_eos_token_id": 1}, "forced_eos_token_id is 1, but models here have null"),
+        ({"decoder_start_token_id": 7}, "decoder_start_token_id is 7"),
+        ({"pad_token_id": 1}, "pad_token_id is 1, but models here have 0"),
+    ],
+)
+def test_ids_of_generation_are_those_of_t5_or_refused(tmp_path, ids, message):
+    folder = make_folder(tmp_path / "source", TINY, make_tensors(TINY))
+    (folder / "generation_config.json").write_text(json.dumps(ids))
+    refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
+    with refused:
+        convert_checkpoint(folder, tmp_path / "run")
+    assert (tmp_path / "run").exists() == (message is None)
 
 
 def test_an_output_projection_of_its_own_contradicts_a_tied_model(tmp_path):
@@ -259,6 +285,28 @@ def test_the_command_line_converts_generates_and_exports(tmp_path):
     card = (tmp_path / "back" / "README.md").read_text()
     assert "library_name: transformers" in card and "# A T5, converted" in card
     assert "Trained on" not in card  # at step 0
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_line_with_the_path(tmp_path):
+    folder = make_folder(tmp_path / "source", TINY, make_tensors(TINY))
+    convert_checkpoint(folder, tmp_path / "run")
+    for command in (["convert", folder], ["export", tmp_path / "run"]):
+        for kilobytes in (3, 20):  # the first file is too large, and only an array is
+            limited = f'ulimit -f {kilobytes}; "$@"'
+            program = ["bash", "-c", limited, "-", sys.executable, "-m", "synthesizer_jax"]
+            ended = subprocess.run(
+                [*program, *map(str, command), str(tmp_path / "new"), "--no-check"],
+                capture_output=True,
+                text=True,
+                check=False,
+                env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"},
+            )
+            assert len(ended.stderr.splitlines()) == 1, ended.stderr
+            line = ended.stderr
+            assert ended.returncode == 2 and line.startswith("error: "), line
+            assert "File too large" in line and str(tmp_path) in line
+            assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "source"]
 
 
 def test_a_flax_folder_is_read(tmp_path):

@@ -80,7 +80,9 @@ def test_eleven_billion_parameters_are_laid_over_256_devices_unread(xxl, monkeyp
 def test_a_copy_of_the_embedding_is_not_taken_for_a_projection(tmp_path):
     tensors = make_tensors(TINY)
     tensors["lm_head.weight"] = tensors["shared.weight"]
-    assert experiment_of(make_folder(tmp_path, TINY, tensors)).model.tied
+    experiment = experiment_of(make_folder(tmp_path, TINY, tensors))
+    assert experiment.model.tied
+    assert experiment.data.pack and experiment.evaluation.method == "rank"
 
 
 @pytest.mark.slow

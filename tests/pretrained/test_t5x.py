@@ -1,6 +1,7 @@
 """T5X's msgpack files come in, made ones and a real one."""
 
 import gzip
+import os
 import re
 import shutil
 
@@ -193,6 +194,18 @@ def test_scanned_export_has_layers_on_axis_1_and_comes_back(tmp_path, family):
     np.testing.assert_array_equal(decoder[:, 1], kernel)
 
 
+@pytest.mark.parametrize("output", ["tied and unscaled", "scaled projection"])
+def test_an_output_that_t5x_does_not_have_goes_out_as_one_that_it_has(tmp_path, output):
+    config = TINY | PUBLISHED | {"scale_decoder_outputs": output == "scaled projection"}
+    tensors = make_tensors(config | {"tie_word_embeddings": output == "tied and unscaled"})
+    convert_checkpoint(make_folder(tmp_path / "source", config, tensors), tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "checkpoint_0", to="t5x")
+    kernel = tensors.get("lm_head.weight", tensors["shared.weight"])
+    tensors["lm_head.weight"] = kernel * (20**-0.5 if "lm_head.weight" in tensors else 1.0)
+    config["tie_word_embeddings"] = False
+    assert has_its_logits(tmp_path / "checkpoint_0", config, tensors)
+
+
 def test_what_the_file_cannot_say_is_not_exported(tmp_path):
     """It would be read as a T5 with GELU, or with another relative bias."""
     cases = (
@@ -225,12 +238,10 @@ def test_an_option_of_another_format_is_an_error(tmp_path, options, message):
     assert not (tmp_path / "out").exists()
 
 
-def write_zarr(directory, name, x):
+def write_zarr(directory, name, x, **spec):
     """Writes an array as TensorStore does, with bfloat16 as 16-bit integers in T5X's version 2."""
-    spec = {
-        "driver": "zarr",
-        "kvstore": {"driver": "file", "path": f"{directory}/target.{name.replace('/', '.')}/"},
-    }
+    place = {"driver": "file", "path": f"{directory}/target.{name.replace('/', '.')}/"}
+    spec = {"driver": "zarr", "kvstore": place} | spec
     kind = np.uint16 if x.dtype == ml_dtypes.bfloat16 else x.dtype
     store = tensorstore.open(spec, create=True, dtype=kind, shape=x.shape).result()
     store.write(x.view(kind)).result()
@@ -254,17 +265,42 @@ def test_arrays_of_tensorstore_are_read_and_paths_not_followed(tmp_path):
     assert has_its_logits(directory, config, rounded(tensors))
 
 
-def test_a_lost_block_of_tensorstore_is_an_error_and_not_zeros(tmp_path):
+def lose(block):
+    block.unlink()
+
+
+def replace_by_a_pipe(block):
+    block.unlink()
+    os.mkfifo(block)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "block"),
+    [
+        ({"driver": "zarr"}, "0.0"),
+        ({"driver": "zarr", "metadata": {"fill_value": 0.0, "dtype": "<f4"}}, "0.0"),
+        ({"driver": "zarr3"}, "c/0/0"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lose, "token_embedder\\.embedding cannot be read .*chunk {0, 0} .* is missing"),
+        (replace_by_a_pipe, "0 is not a regular file"),
+    ],
+)
+def test_a_lost_block_of_tensorstore_is_an_error_and_not_zeros(
+    tmp_path, metadata, block, damage, message
+):
     _, _, target = made()
     directory = tmp_path / "checkpoint_5"
     directory.mkdir()
     for path, x in jax.tree.leaves_with_path(target):
-        write_zarr(directory, "/".join(key.key for key in path), x)
+        write_zarr(directory, "/".join(key.key for key in path), x, **metadata)
     data = serialization.msgpack_serialize({"optimizer": {"target": {}}})
     (directory / "checkpoint").write_bytes(data)
-    (lost,) = (directory / "target.token_embedder.embedding").glob("0.0")
-    lost.unlink()
-    with pytest.raises(ValueError, match=r"token_embedder\.embedding cannot be read"):
+    damage(directory / "target.token_embedder.embedding" / block)
+    with pytest.raises((ValueError, OSError), match=message):
         convert_checkpoint(directory, tmp_path / "run", vocabulary=Bytes())
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_5"]
 

@@ -27,6 +27,16 @@ def test_a_tokenizer_is_read_with_its_sentinels(tmp_path):
     assert vocabulary.encode("<extra_id_1>") == [6]
 
 
+def test_sentinels_among_the_pieces_are_found_as_such(tmp_path):
+    """As version 5 saves what was exported here."""
+    model = GOOD["model"] | {"vocab": [*PIECES, ["▁<extra_id_0>", 0.0]]}
+    good = {"model": model, "added_tokens": ADDED[:3]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(good))
+    vocabulary = read_vocabulary(tmp_path, tmp_path).build()
+    assert vocabulary.encode("ab <extra_id_0>b") == [3, 4, 6, 4]
+    assert vocabulary.decode([3, 6]) == "a <extra_id_0>"
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -216,14 +216,25 @@ def generated_texts(model, variables):
     return decode(variables, inputs, model=model, max_length=5).tokens.tolist()
 
 
+@pytest.mark.parametrize("file", ["parameters.safetensors", "encode.stablehlo"])
+def test_a_flipped_bit_is_noticed(tmp_path, file):
+    model = Encoder(vocab_size=VOCAB, d_model=8, encoder=encoder_decoder("d").encoder)
+    _, directory = exported(tmp_path / "programs", model)
+    content = bytearray((directory / file).read_bytes())
+    content[-1] ^= 1
+    (directory / file).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{file} is damaged; copy it again"):
+        Model(directory)
+
+
 def test_the_loader_is_short_and_imports_little():
     source = LOADER.read_text()
-    assert len(source.splitlines()) <= 50
+    assert len(source.splitlines()) <= 55
     imported = [
         n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Import | ast.ImportFrom)
     ]
     names = {alias.name for node in imported for alias in node.names}
-    assert names == {"importlib", "json", "pathlib", "sys", "jax.export", "numpy"}
+    assert names == {"hashlib", "importlib", "json", "pathlib", "sys", "jax.export", "numpy"}
 
 
 def test_texts_are_those_of_the_vocabulary(tmp_path):

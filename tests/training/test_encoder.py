@@ -236,6 +236,11 @@ def test_mistakes_are_one_sentence(recipe, assignment, message):
     assert "\n" not in str(error.value)
 
 
+def test_a_classifier_is_given_other_classes():
+    changed = override(CLASSIFIER, "data.classes=('bad', 'good')", "model.outputs=2")
+    assert changed.model.outputs == len(changed.data.classes) == 2
+
+
 @pytest.mark.parametrize("recipe", [MASKED, text_to_text()])
 def test_a_published_bert_can_be_a_recipes_model(recipe):
     assert override(recipe, "model=bert_large").model.masked_lm

@@ -19,6 +19,7 @@ from synthesizer_jax.training.run_directory import (
     resolve_vocabulary,
     save_experiment,
 )
+from synthesizer_jax.training.trainer import Trainer
 from tests.training.tiny import experiment
 
 
@@ -47,10 +48,32 @@ def test_json_round_trip(tmp_path):
         ("init_from=runs/a", lambda e: e.init_from == "runs/a"),
         ("model=t5_1_1_tiny", lambda e: e.model == ZOO["t5_1_1_tiny"]()),
         ("model=lm_base", lambda e: e.model == ZOO["lm_base"]()),
+        ("data.buckets=((4, 2),(6, 4))", lambda e: e.data.buckets == ((4, 2), (6, 4))),
+        ("data.buckets=[(4, 2)]", lambda e: e.data.buckets == ((4, 2),)),
+        ("evaluation.max_examples=None", lambda e: e.evaluation.max_examples is None),
+        ("data.mixture='mine'", lambda e: e.data.mixture == "mine"),
     ],
 )  # fmt: skip
 def test_overrides_are_typed(assignment, read):
     assert read(override(experiment(), assignment))
+
+
+@pytest.mark.parametrize(
+    ("assignments", "read"),
+    [
+        (
+            ["data.inputs_length=32", "data.buckets=((16, 4),)"],
+            lambda e: e.data.shapes[0] == (16, 4),
+        ),
+        (["data.buckets=((16, 4),)", "data.inputs_length=32"], lambda e: bool(e.data.buckets)),
+        (["data.shards=3", "data.batch_size=3"], lambda e: e.data.shards == e.data.batch_size == 3),
+        (["model=t5_1_1_tiny", "model.d_model=16"], lambda e: e.model.d_model == 16),
+        (["model.d_model=16", "model=t5_1_1_tiny"], lambda e: e.model.d_model == 32),
+        (["training.steps=2", "training.steps=3"], lambda e: e.training.steps == 3),
+    ],
+)
+def test_fields_that_are_valid_only_together_are_set_together(assignments, read):
+    assert read(override(experiment(), *assignments))
 
 
 @pytest.mark.parametrize(
@@ -62,6 +85,7 @@ def test_overrides_are_typed(assignment, read):
         pytest.param(
             "training.steps=" + "1" * 5000, "training.steps=1{57}…: expected int", id="digits"
         ),
+        pytest.param("training.steps=" + "(" * 9000, r"training.steps=\({57}…: exp", id="tuples"),
         pytest.param(
             "training.steps=" + "[" * 100_000, r"training.steps=\[{57}…: expected int", id="deep"
         ),
@@ -69,7 +93,7 @@ def test_overrides_are_typed(assignment, read):
         ("model.encoder.runs.7.repeats=1", "'7' is not an index below 1"),
         ("training.steps.more=1", "inside a plain value"),
         ('training.optimizer={"type": "Sgd"}', "unknown type 'Sgd'"),
-        ("data.batch_size=10", "is not divisible by shards"),
+        ("data.batch_size=10", r"is not divisible by data.shards=4.*; or set data.shards too"),
         ("model=t5_1_1_tin", "there is no model 't5_1_1_tin', did you mean 't5_1_1_tiny'"),
         ('model={"type": "Bytes"}', "model=Bytes: expected EncoderDecoder or LanguageModel or Enc"),
         ("training.optimizer.b3=1", "AdamW has no field 'b3', did you mean 'b2'"),
@@ -130,6 +154,9 @@ WRONG = [
     ("model.encoder.dropout_rate=1.1", "model.encoder.dropout_rate is 1.1; allowed: 0 to below 1"),
     ("model.encoder.remat=some", "model.encoder.remat is 'some'; allowed: 'full', 'dots'"),
     ("model.encoder.runs.0.repeats=-1", r"model.encoder.runs.0.repeats is -1; allowed: 1 to"),
+    ("model.encoder.runs.0.repeats=1000000", r"repeats is 1000000; allowed: 1 to 256"),
+    ("model.d_model=2147483647", "model.d_model is 2147483647; allowed: 1 to 1,048,576"),
+    ("data.inputs_length=1000000000", "data.inputs_length is 1000000000; allowed: 0 to 1,048,576"),
     ("model.encoder.runs.0.block.self_mixer.num_heads=0", "self_mixer.num_heads is 0"),
     ("model.encoder.runs.0.block.self_mixer.head_dim=-4", "self_mixer.head_dim is -4"),
     (
@@ -149,6 +176,15 @@ def test_values_out_of_their_range_are_refused_at_once(assignment, message):
     with pytest.raises(ValueError, match=message) as error:
         override(experiment(), assignment)
     assert "\n" not in str(error.value)
+
+
+def test_a_model_of_absurd_size_is_refused_before_it_is_built():
+    mixer = "model.decoder.runs.0.block.self_mixer"
+    large = override(experiment(), f"{mixer}.num_heads=1048576", f"{mixer}.head_dim=1048576")
+    with pytest.raises(
+        ValueError, match=r"the model has [\d,]{18,} parameters; allowed: 1,099,511"
+    ):
+        Trainer(large)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +263,17 @@ DAMAGES = {
     damaged(
         lambda d: d["mesh"].update(dcn_fsdp=-(2**63))
     ): r"mesh\.dcn_fsdp is -9223372036854775808",
+    damaged(lambda d: d["data"].update({"x" * 10**6: 1})): r"DataConfig has no field 'x{56}…",
+    damaged(lambda d: d["data"].update(type="x" * 10**6)): r"data: unknown type 'x{56}…",
+    damaged(
+        lambda d: d["data"].update(objective={"x" * 10**6: {"type": 1}})
+    ): r"data.objec.*x…: un",
+    damaged(lambda d: d["data"].update(seed="SEED")).replace(
+        '"SEED"', "1" * 5000
+    ): r"json: .*digits",
+    damaged(
+        lambda d: d["data"].update(mixture="glue_rte_v002", split="x" * 10**6)
+    ): r"data\.split is 'x{56}…; the tasks",
     damaged(lambda d: d["model"].update(encoder=None)): r"model\.encoder is None, expected Stack",
     damaged(
         lambda d: d["model"].update(encoder={"type": "os.system"})

@@ -18,7 +18,7 @@ from synthesizer_jax.runs.metrics import METRICS_FILE, _truncate_metrics, read_m
 from synthesizer_jax.runtime.preemption import StopSignal
 from synthesizer_jax.runtime.watchdog import Watchdog
 from synthesizer_jax.sharding import MeshShape, make_mesh
-from synthesizer_jax.training import trainer
+from synthesizer_jax.training import loop, trainer
 from synthesizer_jax.training.loop import NonFiniteLossError, train
 from synthesizer_jax.training.trainer import Trainer
 from tests.environment import without_devices
@@ -28,14 +28,14 @@ GIB = 2**30
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def run(directory, *, stream=None, **changes):
+def run(directory, *, stream=None, visible=False, **changes):
     with StopSignal() as stop:
         return train(
             Trainer(experiment(**changes), jax.devices()[:1]),
             stream or CopyStream(),
             directory,
             stop=stop,
-            visible=False,
+            visible=visible,
         )
 
 
@@ -113,6 +113,20 @@ def test_training_learns_and_a_finished_run_does_nothing_more(tmp_path):
     step, variables = restore_variables(tmp_path / "checkpoints")
     assert step == 60
     jax.tree.map(np.testing.assert_array_equal, variables["params"], state.params)
+
+
+def test_padding_that_stays_above_half_is_said_once(tmp_path, monkeypatch, capsys):
+    class Sparse(CopyStream):
+        def __next__(self):
+            batch = super().__next__()
+            limit = 8 if self.taken == 3 else 3  # of one batch, more
+            return {name: value * (np.arange(8) < limit) for name, value in batch.items()}
+
+    monkeypatch.setattr(loop, "SPARSE_STEPS", 4)
+    run(tmp_path, stream=Sparse(), visible=True)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("more than half of the tokens are padding: data.pack=true") == 1
+    assert "step 7/12 more than half" in said
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(tmp_path):

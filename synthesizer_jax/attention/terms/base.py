@@ -151,8 +151,7 @@ class Term(abc.ABC):
         def times(name: str, x: jax.Array, axes: Axes) -> jax.Array:
             if name != self.linear:
                 return x
-            trailing = len(axes) - 1 - axes.index("h")
-            shaped = jnp.reshape(factor, jnp.shape(factor) + (1,) * trailing)
+            shaped = jnp.reshape(factor, tuple(-1 if a == "h" else 1 for a in axes))
             return (x.astype(logits_dtype(x)) * shaped).astype(x.dtype)
 
         return self.map_arrays(times)

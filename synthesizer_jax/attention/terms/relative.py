@@ -123,7 +123,7 @@ def expand_diagonals(columns: jax.Array, q_length: int) -> jax.Array:
     *lead, n = columns.shape
     if is_symbolic_dim(n):  # the reshape would need to know that its size is not negative
         keys = jnp.arange(n + 1 - q_length)
-        return columns[..., q_length - 1 + keys - jnp.arange(q_length)[:, None]]
+        return columns[..., q_length - 1 + keys[None] - jnp.arange(q_length)[:, None]]
     rows = jnp.broadcast_to(columns[..., None, :], (*lead, q_length, n))
     flat = rows.reshape(*lead, q_length * n)
     flat = jnp.pad(flat, [(0, 0)] * len(lead) + [(0, q_length)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 from typing import Any
 
@@ -9,6 +10,16 @@ from synthesizer_jax.pretrained.architecture import MOST_LAYERS, Architecture
 from synthesizer_jax.pretrained.huggingface.json_files import Fields
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+
+IDS: dict[str, object] = {
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+}
+"""Ids of both files, and T5's values, which models here have."""
 
 FAMILIES = ("t5", "mt5", "umt5")
 """Values of ``model_type``."""
@@ -29,9 +40,9 @@ def read_config(folder: pathlib.Path, *, output: bool | None) -> Architecture:
     """Returns the architecture that a folder's ``config.json`` describes.
 
     Up to version 4, transformers has an output projection of its own if ``tie_word_embeddings`` is
-    false, and otherwise uses the embedding and scales the decoder's outputs. From version 5 on it
-    writes ``tie_word_embeddings`` as true always; there the projection is the model's own if the
-    folder has one, and ``scale_decoder_outputs`` tells the rest for a T5; an mT5 does not scale.
+    false, and otherwise uses the embedding and scales the decoder's outputs. From version 5 on the
+    projection is the model's own if the folder has one; a T5 scales if ``scale_decoder_outputs`` is
+    true, by default the value of ``tie_word_embeddings``, and an mT5 does not.
     (Version 5 scales also a umT5 with its own projection, in error: they were trained without.)
 
     Args:
@@ -49,18 +60,19 @@ def read_config(folder: pathlib.Path, *, output: bool | None) -> Architecture:
         )
     config = Fields(path)
     family = config.choice("model_type", FAMILIES, "t5")
-    for name, expected in (("pad_token_id", 0), ("decoder_start_token_id", 0)):
-        if config.fields.get(name, expected) != expected:
-            raise ValueError(
-                f"{path}: {name} is {config.fields[name]!r}; models here have {expected}"
-            )
-    tied = config.flag("tie_word_embeddings", True)
-    scaled = tied
+    _check_ids(config)
+    if (folder / GENERATION_CONFIG).is_file():
+        _check_ids(Fields(folder / GENERATION_CONFIG))
+    flag = config.flag("tie_word_embeddings", family != "mt5")
+    tied = scaled = flag
     if _version(config) >= 5:
         tied = tied if output is None else not output
         scaled = family == "umt5" and tied
         if family == "t5":
-            scaled = config.flag("scale_decoder_outputs", True)
+            scaled = config.flag("scale_decoder_outputs", flag)
+    kind = config.choice(
+        "feed_forward_proj", ACTIVATIONS, "relu" if family == "t5" else "gated-gelu"
+    )
     num_layers = config.integer("num_layers", most=MOST_LAYERS)
     num_decoder_layers = num_layers
     if config.fields.get("num_decoder_layers") is not None:
@@ -74,7 +86,7 @@ def read_config(folder: pathlib.Path, *, output: bool | None) -> Architecture:
         d_ff=config.integer("d_ff"),
         num_layers=num_layers,
         num_decoder_layers=0 if encoder_only else num_decoder_layers,
-        activations=ACTIVATIONS[config.choice("feed_forward_proj", ACTIVATIONS, "relu")],
+        activations=ACTIVATIONS[kind],
         tied=tied or encoder_only,
         scaled=scaled or encoder_only,
         num_buckets=config.integer("relative_attention_num_buckets", 32),
@@ -85,6 +97,17 @@ def read_config(folder: pathlib.Path, *, output: bool | None) -> Architecture:
     )
 
 
+def _check_ids(config: Fields) -> None:
+    """Raises a `ValueError` if a file has other ids than T5's; version 5 may list the one EOS."""
+    for name, expected in IDS.items():
+        found = config.fields.get(name, expected)
+        if found not in (expected, [expected]):
+            raise ValueError(
+                f"{config.path}: {name} is {found!r}, but models here have {json.dumps(expected)} as all "
+                "published T5s do; change it if the model was trained so"
+            )
+
+
 def _is_encoder_only(config: Fields) -> bool:
     """Whether a folder holds a ``T5EncoderModel``."""
     names = config.fields.get("architectures")
@@ -93,9 +116,8 @@ def _is_encoder_only(config: Fields) -> bool:
 
 def _version(config: Fields) -> int:
     """Returns the major version of transformers that wrote a configuration; 4 if it does not tell."""
-    if "scale_decoder_outputs" in config.fields:
-        return 5
-    major = str(config.fields.get("transformers_version", "4")).split(".")[0]
+    unsaid = "5" if "scale_decoder_outputs" in config.fields else "4"
+    major = str(config.fields.get("transformers_version", unsaid)).split(".")[0]
     return int(major) if major.isdecimal() else 4
 
 
@@ -106,11 +128,6 @@ def write_config(architecture: Architecture, dtype: str) -> dict[str, Any]:
       ValueError: transformers has no model with these fields.
     """
     a = architecture
-    if a.scaled != a.tied:
-        raise ValueError(
-            f"tied is {a.tied} but logits_scale is {'1/√d_model' if a.scaled else 1}; transformers "
-            "scales the outputs of a T5 exactly if its embedding is also the output projection"
-        )
     activations = {value: name for name, value in ACTIVATIONS.items()}
     if a.activations not in activations:
         raise ValueError(
@@ -135,8 +152,6 @@ def write_config(architecture: Architecture, dtype: str) -> dict[str, Any]:
         "feed_forward_proj": activations[a.activations],
         "is_encoder_decoder": True,
         "tie_word_embeddings": a.tied,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "decoder_start_token_id": 0,
+        **IDS,
         "torch_dtype": dtype,
     }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import pathlib
-import shutil
 from collections.abc import Iterator, Mapping
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from synthesizer_jax.data.vocabularies import (
@@ -19,8 +19,13 @@ from synthesizer_jax.data.vocabularies import (
 from synthesizer_jax.files import share_file
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables
-from synthesizer_jax.pretrained.architecture import Architecture
-from synthesizer_jax.pretrained.huggingface.config import CONFIG, write_config
+from synthesizer_jax.pretrained.architecture import Architecture, with_output_of_t5
+from synthesizer_jax.pretrained.huggingface.config import (
+    CONFIG,
+    GENERATION_CONFIG,
+    IDS,
+    write_config,
+)
 from synthesizer_jax.pretrained.huggingface.names import torch_name
 from synthesizer_jax.pretrained.huggingface.tokenizer import SENTENCEPIECE, TOKENIZER_CONFIG
 from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS
@@ -30,7 +35,6 @@ DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat
 LARGEST_SHARD = 5 * 10**9
 """Bytes of one safetensors file, as save_pretrained has it."""
 
-GENERATION_CONFIG = "generation_config.json"
 CARD = "README.md"
 
 
@@ -60,15 +64,13 @@ def write_folder(
     """
     if dtype not in DTYPES:
         raise ValueError(f"the dtype is {dtype!r}; use {' or '.join(DTYPES)}")
+    model, params = with_output_of_t5(model, variables["params"])
     config = write_config(Architecture.of(model), dtype)
     _write_json(folder / CONFIG, config)
-    _write_json(
-        folder / GENERATION_CONFIG,
-        {"decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0},
-    )
+    _write_json(folder / GENERATION_CONFIG, IDS)
     tensors = (
         (name, np.ascontiguousarray(x.astype(DTYPES[dtype])))
-        for name, x in named_tensors(variables["params"], correspondences(model, torch_name))
+        for name, x in named_tensors(params, correspondences(model, torch_name))
     )
     _write_tensors(folder, tensors, largest_shard)
     if vocabulary is not None:
@@ -87,7 +89,10 @@ def _write_tensors(
 
     def write() -> None:
         path = folder / f"{len(shards)}.safetensors"
-        save_file(shard, path, metadata={"format": "pt"})
+        try:
+            save_file(shard, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written ({error}); nothing was exported") from None
         share_file(path)
         shards.append(list(shard))
         shard.clear()
@@ -111,24 +116,29 @@ def _write_tensors(
 
 
 def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary) -> None:
-    """Writes what `AutoTokenizer` needs."""
+    """Writes what `AutoTokenizer` needs to give a text the ids that the vocabulary gives it.
+
+    A SentencePiece file contains the sentinels, as mT5's does: only then are they found where
+    SentencePiece finds them, at the beginning of a word, without a space after them.
+    """
+    fields: dict[str, object] = {
+        "pad_token": "<pad>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "split_special_tokens": True,  # "</s>" in a text is four characters
+        "legacy": True,
+    }
     if isinstance(vocabulary, ByteVocabulary):
-        name, extra_ids = "ByT5Tokenizer", vocabulary.extra_ids
+        sentinels = [f"<extra_id_{i}>" for i in range(vocabulary.extra_ids)]
+        fields |= {"tokenizer_class": "ByT5Tokenizer", "extra_ids": vocabulary.extra_ids}
+        fields["additional_special_tokens"] = sentinels
     elif isinstance(vocabulary, SentencePieceVocabulary):
-        name, extra_ids = "T5Tokenizer", vocabulary.extra_ids
-        shutil.copyfile(vocabulary.path, folder / SENTENCEPIECE[0])
+        fields |= {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}
+        (folder / SENTENCEPIECE[0]).write_bytes(vocabulary.processor.serialized_model_proto())
     else:
         raise ValueError(
             f"a {type(vocabulary).__name__} is no tokenizer of transformers; use Bytes or SentencePiece"
         )
-    fields = {
-        "tokenizer_class": name,
-        "extra_ids": extra_ids,
-        "pad_token": "<pad>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "additional_special_tokens": [f"<extra_id_{i}>" for i in range(extra_ids)],
-    }
     _write_json(folder / TOKENIZER_CONFIG, fields)
 
 

@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Iterable
 
 from synthesizer_jax.messages import did_you_mean
+from synthesizer_jax.registry import format_value
 
 LARGEST_FILE = 2**28
 """Bytes; no JSON file of a model is larger (a tokenizer's is the largest, of some 20 MB)."""
@@ -42,14 +43,14 @@ class Fields:
     def __init__(self, path: pathlib.Path):
         self.path, self.fields = path, read_json(path)
 
-    def integer(self, name: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
+    def integer(self, name: str, default: int | None = None, *, most: int = 2**20) -> int:
         """Returns a positive integer."""
         value = self.fields.get(name, default)
         if value is None and default is None and name not in self.fields:
             raise ValueError(f"{self.path} has no {name}; it is not the configuration of a T5")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
             raise ValueError(
-                f"{self.path}: {name} is {value!r}; expected a positive integer up to {most:,}"
+                f"{self.path}: {name} is {format_value(value)}; expected a positive integer up to {most:,}"
             )
         return value
 
@@ -58,7 +59,8 @@ class Fields:
         value = self.fields.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < high:
             raise ValueError(
-                f"{self.path}: {name} is {value!r}; expected a number from {low:g} to less than {high:g}"
+                f"{self.path}: {name} is {format_value(value)}; expected a number from {low:g} to less "
+                f"than {high:g}"
             )
         return float(value)
 
@@ -67,7 +69,7 @@ class Fields:
         value, choices = self.fields.get(name, default), tuple(choices)
         if not isinstance(value, str) or value not in choices:
             raise ValueError(
-                f"{self.path}: {name} is {value!r}{did_you_mean(str(value), choices)}; "
+                f"{self.path}: {name} is {format_value(value)}{did_you_mean(str(value), choices)}; "
                 f"supported: {', '.join(choices)}"
             )
         return value
@@ -76,5 +78,7 @@ class Fields:
         """Returns true or false."""
         value = self.fields.get(name, default)
         if not isinstance(value, bool):
-            raise ValueError(f"{self.path}: {name} is {value!r}; expected true or false")
+            raise ValueError(
+                f"{self.path}: {name} is {format_value(value)}; expected true or false"
+            )
         return value

@@ -112,8 +112,8 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType) -> bytes:
         kind = kinds.NORMAL
         if i == unknown:
             kind = kinds.UNKNOWN
-        elif piece.startswith("<extra_id_"):
-            piece, kind = f"▁{piece}", kinds.USER_DEFINED
+        elif piece.removeprefix("▁").startswith("<extra_id_"):
+            piece, kind = f"▁{piece.removeprefix('▁')}", kinds.USER_DEFINED
         elif i in added:
             kind = kinds.CONTROL
         proto.pieces.add(piece=piece, score=score, type=kind)

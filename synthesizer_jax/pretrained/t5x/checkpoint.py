@@ -19,6 +19,7 @@ import numpy as np
 import tensorstore
 
 from synthesizer_jax.checkpoints.streamed import Unread
+from synthesizer_jax.files import check_regular
 from synthesizer_jax.messages import one_line_error
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.architecture import MOST_LAYERS, Architecture, Pretrained
@@ -198,6 +199,9 @@ def _orbax_item(directory: pathlib.Path) -> pathlib.Path | None:
 
 def _open_stores(directory: pathlib.Path) -> _Contents:
     """Opens TensorStore's arrays in a directory; the paths that other files name are not followed."""
+    for file in directory.rglob("*"):
+        if not file.is_dir():
+            check_regular(file)
     place = f"{directory.resolve()}/"
     store = {"driver": "file", "path": place}
     if (directory / OCDBT).is_file():
@@ -208,8 +212,12 @@ def _open_stores(directory: pathlib.Path) -> _Contents:
         for key in sorted(key.decode() for key in keys):
             found = _ARRAY.fullmatch(key)
             if found:
-                kvstore = {**store, "path": f"{store.get('path', '')}{found['name']}/"}
-                array = _open_array(kvstore, _DRIVERS[found["about"]])
+                spec = {
+                    "driver": _DRIVERS[found["about"]],
+                    "kvstore": {**store, "path": f"{store.get('path', '')}{found['name']}/"},
+                    "fill_missing_data_reads": False,  # a block that is not there was lost
+                }
+                array = tensorstore.open(spec, open=True, read=True).result()
                 name = found["path"].replace(".", "/")
                 arrays[found["kind"]][name] = _in_store(array, directory / found["name"])
     except (ValueError, OSError) as error:
@@ -218,16 +226,6 @@ def _open_stores(directory: pathlib.Path) -> _Contents:
         ) from None
     parameters, moments, state = arrays.values()
     return _Contents(parameters, moments, state.get("step"))
-
-
-def _open_array(kvstore: dict[str, str], driver: str) -> Any:
-    """Opens an array; one without a fill value had all its blocks written, so a missing one was lost."""
-    spec: dict[str, object] = {"driver": driver, "kvstore": kvstore}
-    array = tensorstore.open(spec, open=True, read=True).result()
-    if driver == "zarr" and array.spec().to_json()["metadata"].get("fill_value") is None:
-        spec["fill_missing_data_reads"] = False
-        array = tensorstore.open(spec, open=True, read=True).result()
-    return array
 
 
 def _in_store(store: Any, source: pathlib.Path) -> Tensor:

@@ -10,7 +10,7 @@ from flax import serialization, traverse_util
 from synthesizer_jax.models import Encoder
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables
-from synthesizer_jax.pretrained.architecture import Architecture
+from synthesizer_jax.pretrained.architecture import Architecture, with_output_of_t5
 from synthesizer_jax.pretrained.t5x.checkpoint import CHECKPOINT, unsaid
 from synthesizer_jax.pretrained.t5x.names import Names
 from synthesizer_jax.pretrained.tensors import named_tensors
@@ -39,13 +39,10 @@ def write_checkpoint(
     Raises:
       ValueError: T5X has no such model; the message names what it lacks.
     """
-    architecture = Architecture.of(model)
     if isinstance(model, Encoder):
         raise ValueError("T5X has no encoder alone; export an EncoderDecoder")
-    if architecture.scaled != architecture.tied:
-        raise ValueError(
-            "logits_scale differs from T5's; T5X scales the outputs exactly if the model is tied"
-        )
+    model, params = with_output_of_t5(model, variables["params"])
+    architecture = Architecture.of(model)
     if differing := unsaid(architecture):
         raise ValueError(
             f"T5X's files do not say {' and '.join(differing)}, so they would be read as another model; "
@@ -55,7 +52,7 @@ def write_checkpoint(
         scanned=SCANNED if scanned else None,
         layer_bias="relpos_bias" if architecture.bias_per_layer else None,
     )
-    arrays = named_tensors(variables["params"], names.find(model))
+    arrays = named_tensors(params, names.find(model))
     target = traverse_util.unflatten_dict({n: np.ascontiguousarray(x) for n, x in arrays}, sep="/")
     state = {"step": np.asarray(step, np.int32), "param_states": {}}
     data = serialization.msgpack_serialize(

@@ -1,6 +1,5 @@
 """Conversion of original distribution files to TFDS data sets, without a network."""
 
-import pathlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TypeAlias
@@ -11,8 +10,8 @@ from synthesizer_jax.tasks.importers.corpora import import_corpus
 from synthesizer_jax.tasks.importers.corpus_layouts import CORPORA
 from synthesizer_jax.tasks.importers.report import ImportReport, SplitReport
 
-Importer: TypeAlias = Callable[[str, pathlib.Path, pathlib.Path], ImportReport]
-"""A function from the name, the directory of the files and the data directory to a report."""
+Importer: TypeAlias = Callable[..., ImportReport]
+"""A function of the name, the directory of the files, the data directory and ``renew``, to a report."""
 
 IMPORTERS: Mapping[str, Importer] = MappingProxyType(
     {

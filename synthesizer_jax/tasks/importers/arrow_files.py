@@ -25,7 +25,7 @@ def parquet_rows(path: pathlib.Path) -> Iterator[tuple[str, Row]]:
     try:
         with pq.ParquetFile(path) as file:
             yield from _arrow_rows(file.iter_batches())
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, ValueError, OverflowError, OSError) as error:
         raise import_error(path, "the whole file", f"not Parquet ({error})") from None
 
 
@@ -38,7 +38,7 @@ def arrow_rows(path: pathlib.Path) -> Iterator[tuple[str, Row]]:
         with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as reader:
             for where, row in _arrow_rows(reader):
                 yield where, {k: _named(v, names.get(k)) for k, v in row.items()}
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, ValueError, OverflowError, OSError) as error:
         raise import_error(path, "the whole file", f"not Arrow ({error})") from None
 
 

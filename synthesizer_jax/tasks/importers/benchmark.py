@@ -36,7 +36,7 @@ LARGE_SHARDS = 8
 
 
 def import_benchmark(
-    name: str, source: pathlib.Path | str, data_dir: pathlib.Path | str
+    name: str, source: pathlib.Path | str, data_dir: pathlib.Path | str, *, renew: bool = False
 ) -> ImportReport:
     """Writes TFDS data sets from a benchmark's original distribution files.
 
@@ -44,14 +44,14 @@ def import_benchmark(
     corrections of `wsc.fixed` and dropped rows are those of TFDS. Missing tasks and splits are
     reported and absent from the data sets. Everything is written to a staging directory and
     installed at the end, all or nothing: after an error `data_dir` is unchanged, and after a killed
-    process the next import rolls back. An existing data set is replaced; one whose files are not in
-    `source` is left alone.
+    process the next import rolls back.
 
     Args:
       name: `glue` or `super_glue` (with definite pronoun resolution, if its directory exists).
       source: the directory that contains the tasks' directories (`CoLA`, `SST-2`, …), or its parent
         if the directory is called `name`. Files may be plain or gzip.
       data_dir: a TFDS data directory; created if it does not exist.
+      renew: whether data sets that exist are replaced; otherwise their splits are kept, see `keep_splits`.
 
     Returns:
       A report of every split.
@@ -74,7 +74,7 @@ def import_benchmark(
             raise ValueError(
                 f"no {name} file in {root}; folders like these were expected: {folders}"
             )
-        stage.commit(directories)
+        stage.commit(directories, renew=renew)
     return ImportReport(name, str(data_dir), tuple(reports))
 
 

@@ -26,7 +26,7 @@ Parts = Sequence[Sequence[pathlib.Path]]
 
 
 def import_corpus(
-    name: str, source: pathlib.Path | str, data_dir: pathlib.Path | str
+    name: str, source: pathlib.Path | str, data_dir: pathlib.Path | str, *, renew: bool = False
 ) -> ImportReport:
     """Writes the TFDS data sets of a corpus from its files, all of them or none.
 
@@ -38,6 +38,7 @@ def import_corpus(
       source: the directory of the files, or its parent if the directory is called `name`; files may be
         plain or gzip.
       data_dir: a TFDS data directory; created if it does not exist.
+      renew: whether data sets that exist are replaced; otherwise their splits are kept, see `keep_splits`.
 
     Returns:
       A report of every split.
@@ -64,7 +65,7 @@ def import_corpus(
         if not directories:
             lacking = dict.fromkeys(report.task for report in reports)
             raise ValueError(f"{source} lacks {', '.join(lacking)}; nothing was imported")
-        stage.commit(directories)
+        stage.commit(directories, renew=renew)
     return ImportReport(name, str(data_dir), tuple(reports))
 
 

@@ -100,17 +100,19 @@ def _multi30k(pair: tuple[str, str]) -> Layout:
     return Layout(f"multi30k/{'_'.join(pair)}", features, readers.aligned(pair), splits)
 
 
-def _iwslt(year: int, pair: tuple[str, str], dev: str, tests: Sequence[str]) -> Layout:
+def _iwslt(
+    year: int, pair: tuple[str, str], validation: Sequence[str], test: Sequence[str]
+) -> Layout:
     direction = "-".join(pair)
 
     def talks(stem: str) -> Part:
-        name = f"**/IWSLT{year % 100}.TED.{stem}.{direction}"
+        name = f"**/IWSLT{year % 100}.{stem}.{direction}"
         return tuple(f"{name}.{language}.xml" for language in pair)
 
     splits = (
         SplitLayout("train", (_texts(f"**/train.tags.{direction}", pair),)),
-        SplitLayout("validation", (talks(dev),)),
-        SplitLayout("test", tuple(talks(test) for test in tests)),
+        SplitLayout("validation", tuple(map(talks, validation))),
+        SplitLayout("test", tuple(map(talks, test))),
     )
     features = dict.fromkeys(pair, "text")
     read = readers.aligned_talks(pair)
@@ -202,7 +204,7 @@ _DIALOGUE = {"persona": "texts", "history": "texts", "reply": "text"}
 _SUMMARY = dict.fromkeys(("article", "highlights", "id", "publisher"), "text")
 _QUESTION = dict.fromkeys(("id", "title", "context", "question"), "text") | {"answers": "answers"}
 _LM1B = "**/{}-monolingual.tokenized.shuffled/news.en{}-*"
-_TALKS = tuple(f"tst{year}" for year in range(2010, 2016))
+_TALKS = ("TED.dev2010", *(f"TED.tst{year}" for year in range(2010, 2017)))
 _WMT14 = ("commoncrawl", "europarl-v7", "news-commentary-v9")
 _FRENCH = ("giga-fren.release2.fixed", "undoc.2000")
 _NEWS_ROWS = {"newstest2013": 3_000, "newstest2014": 3_003}
@@ -210,8 +212,10 @@ _NEWS_ROWS = {"newstest2013": 3_000, "newstest2014": 3_003}
 CORPORA: Mapping[str, tuple[Layout, ...]] = MappingProxyType(
     {
         "multi30k": tuple(map(_multi30k, PAIRS["multi30k"])),
-        "iwslt2016": tuple(_iwslt(2016, p, "tst2013", ("tst2014",)) for p in PAIRS["iwslt2016"]),
-        "iwslt2017": tuple(_iwslt(2017, p, "dev2010", _TALKS) for p in PAIRS["iwslt2017"]),
+        "iwslt2016": tuple(
+            _iwslt(2016, p, _TALKS[:6], (*_TALKS[6:], "QED.tst2016")) for p in PAIRS["iwslt2016"]
+        ),
+        "iwslt2017": tuple(_iwslt(2017, p, _TALKS[:1], _TALKS[1:7]) for p in PAIRS["iwslt2017"]),
         "wmt14": (
             _wmt(
                 *("wmt14", "de", _WMT14, ("newstest2013",), "newstest2014"),

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import dataclasses
-import gzip
-import io
 import itertools
 import json
+import math
 import pathlib
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, cast
 
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.registry import JSON
 from synthesizer_jax.tasks.importers import arrow_files
-from synthesizer_jax.tasks.importers.reading import Row, import_error, parse_object
+from synthesizer_jax.tasks.importers.reading import Row, import_error, parse_object, raw_lines
 
 COMPRESSIONS = (".gz", ".zst")
 SPLIT_NAMES: Mapping[str, str] = {
@@ -84,23 +80,19 @@ class Rows:
         """Yields the number (from 1) and the text of every line, without line ends.
 
         Raises:
-          ValueError: the file is no regular file, or its compression is damaged.
+          ValueError: see `raw_lines`.
         """
         for number, line in self._lines_with_ends(path):
             yield number, line.removesuffix("\n").removesuffix("\r")
 
     def _lines_with_ends(self, path: pathlib.Path) -> Iterator[tuple[int, str]]:
-        if not path.is_file():
-            raise ValueError(f"{path} is no regular file; nothing was imported")
-        number = 0
-        with _damage_errors(path, lambda: number + 1), _open(path) as file:
-            for number, raw in enumerate(file, 1):
-                try:
-                    line = raw.decode("utf-8")
-                except UnicodeDecodeError:
-                    self.undecodable += 1
-                    line = raw.decode("utf-8", errors="replace")
-                yield number, line.removeprefix("\ufeff") if number == 1 else line
+        for number, raw in raw_lines(path):
+            try:
+                line = raw.decode("utf-8")
+            except UnicodeDecodeError:
+                self.undecodable += 1
+                line = raw.decode("utf-8", errors="replace")
+            yield number, line
 
     def json_rows(self, path: pathlib.Path) -> Iterator[tuple[str, Row]]:
         """Yields the JSON object of every line; blank lines are skipped."""
@@ -292,41 +284,15 @@ def _uncompressed(path: pathlib.Path) -> pathlib.Path:
     return path.with_suffix("") if path.suffix in COMPRESSIONS else path
 
 
-@contextlib.contextmanager
-def _open(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """Opens a plain or compressed file to be read."""
-    if path.suffix == ".zst":
-        import pyarrow as pa
-
-        with pa.OSFile(str(path)) as file, pa.CompressedInputStream(file, "zstd") as stream:
-            yield io.BufferedReader(stream)  # pyarrow's streams have no lines
-        return
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as opened:
-        yield cast(IO[bytes], opened)
-
-
-@contextlib.contextmanager
-def _damage_errors(path: pathlib.Path, line: Callable[[], int]) -> Iterator[None]:
-    """Raises errors of a damaged compression as `ValueError` with file and line."""
-    try:
-        yield
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise import_error(path, line(), f"damaged gzip stream ({error})") from error
-    except OSError as error:
-        if path.suffix == ".zst" and error.errno is None:
-            raise import_error(path, line(), f"damaged zstd stream ({error})") from error
-        raise
-
-
 def value_text(value: JSON) -> str:
     """Returns a field as text: strings as they are, numbers and truth values as Python writes them.
 
     Raises:
-      ValueError: the field is null, a list or an object.
+      ValueError: the field is null, a list or an object, or no finite number.
     """
     if isinstance(value, str):
         return value
-    if value is None or isinstance(value, list | dict) or value != value:
+    infinite = isinstance(value, float) and not math.isfinite(value)
+    if value is None or infinite or isinstance(value, list | dict):
         raise ValueError(f"{json.dumps(value)[:60]}, which is no text")
     return str(value)

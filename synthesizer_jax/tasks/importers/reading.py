@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
+import io
 import json
 import pathlib
 import zlib
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import IO, TypeAlias, cast
 
 from synthesizer_jax.registry import JSON
 
 Row: TypeAlias = dict[str, JSON]
 """A JSON object: one row of a file."""
+
+LONGEST_LINE, MOST_SWOLLEN = 2**28, 200
+"""Bytes of a line, and how many times as long as its file a longer text may be."""
 
 
 def import_error(path: pathlib.Path, where: int | str, reason: str) -> ValueError:
@@ -32,33 +37,63 @@ def read_lines(path: pathlib.Path, *, whole: bool = False) -> Iterator[tuple[int
       whole: whether blank lines at the end are kept, as others are, for files that are read side by side.
 
     Raises:
-      ValueError: the file is not UTF-8, its gzip stream is damaged, or it is not a regular file.
+      ValueError: the file is not UTF-8; see also `raw_lines`.
+    """
+    blank_lines = list[tuple[int, str]]()
+    for number, raw in raw_lines(path):
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise import_error(path, number, f"byte {error.start} is not UTF-8") from error
+        for line in text.removesuffix("\n").removesuffix("\r").split("\r"):
+            if not line:
+                blank_lines.append((number, line))
+                continue
+            yield from blank_lines
+            blank_lines.clear()
+            yield number, line
+    if whole:
+        yield from blank_lines
+
+
+def raw_lines(path: pathlib.Path) -> Iterator[tuple[int, bytes]]:
+    """Yields the number (from 1) and the bytes of every line, with line ends, without a byte-order mark.
+
+    Args:
+      path: the file, plain, gzip or zstd.
+
+    Raises:
+      ValueError: its compression is damaged, it exceeds `LONGEST_LINE` or `MOST_SWOLLEN`, or it is no
+        regular file.
     """
     if not path.is_file():  # reading from a pipe may block
         raise ValueError(f"{path} is no regular file; nothing was imported")
-    opener = gzip.open if path.suffix == ".gz" else open
-    number, blank_lines = 0, list[tuple[int, str]]()
+    number, left = 0, max(LONGEST_LINE, MOST_SWOLLEN * path.stat().st_size)
+    limits = f"a line of more than {LONGEST_LINE:,} bytes, or text {MOST_SWOLLEN} times as long as the file"
     try:
-        with opener(path, "rb") as file:
-            for number, raw in enumerate(file, 1):
-                text = raw.decode("utf-8")
-                if number == 1:
-                    text = text.removeprefix("\ufeff")
-                for line in text.removesuffix("\n").removesuffix("\r").split("\r"):
-                    if not line:
-                        blank_lines.append((number, line))
-                        continue
-                    yield from blank_lines
-                    blank_lines.clear()
-                    yield number, line
-        if whole:
-            yield from blank_lines
-    except UnicodeDecodeError as error:
-        raise import_error(path, number, f"byte {error.start} is not UTF-8") from error
+        with _open(path) as file:
+            while raw := file.readline(LONGEST_LINE + 1):
+                number, left = number + 1, left - len(raw)
+                if left < 0 or len(raw) > LONGEST_LINE:
+                    raise import_error(path, number, limits)
+                yield number, raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise import_error(path, number + 1, f"damaged gzip stream ({error})") from error
-    except OSError as error:  # unlike `open`, reading does not name the file
+    except OSError as error:
+        if path.suffix == ".zst" and error.errno is None:
+            raise import_error(path, number + 1, f"damaged zstd stream ({error})") from error
+        # Unlike `open`, reading does not name the file.
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _open(path: pathlib.Path) -> IO[bytes]:
+    """Opens a plain or compressed file to be read."""
+    if path.suffix == ".zst":
+        import pyarrow as pa
+
+        # pyarrow's streams have no lines
+        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))
+    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
 
 
 def read_json_lines(path: pathlib.Path) -> Iterator[tuple[int, Row]]:

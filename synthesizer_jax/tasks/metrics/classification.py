@@ -32,7 +32,7 @@ def matthews(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, fl
     """Returns the Matthews correlation of all classes, −1 (invalid) included; 0 if undefined."""
     import sklearn.metrics
 
-    targets, predictions = list(targets), list(predictions)
+    targets, predictions = zip(*zip_equal(targets, predictions), strict=True)
     defined = len({*targets, *predictions}) > 1  # scikit-learn would warn
     value = sklearn.metrics.matthews_corrcoef(targets, predictions) if defined else 0.0
     return {"matthews_corrcoef": 100 * float(value)}
@@ -77,24 +77,25 @@ def multirc_exact_match(
 
 def gender_parity(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
     """Returns the share of adjacent pairs of rows with equal predictions (AX-g)."""
-    del targets
-    pairs = zip(predictions[::2], predictions[1::2], strict=False)
+    answers = [answer for _, answer in zip_equal(targets, predictions)]
+    pairs = zip(answers[::2], answers[1::2], strict=False)
     return {"gender_parity": 100 * float(np.mean([a == b for a, b in pairs]))}
 
 
 def _f1(targets: Sequence[int], predictions: Sequence[int], label: int) -> float:
     import sklearn.metrics
 
-    score = sklearn.metrics.f1_score(
-        list(targets), list(predictions), labels=[label], average="macro", zero_division=0
-    )
+    sides = zip(*zip_equal(targets, predictions), strict=True)
+    score = sklearn.metrics.f1_score(*sides, labels=[label], average="macro", zero_division=0)
     return float(score)
 
 
 def _correlation(
-    measure: Callable[[np.ndarray, np.ndarray], _Result], *sides: Sequence[float]
+    measure: Callable[[np.ndarray, np.ndarray], _Result],
+    targets: Sequence[float],
+    predictions: Sequence[float],
 ) -> float:
-    x, y = (np.asarray(side, float) for side in sides)
+    x, y = np.asarray(zip_equal(targets, predictions), float).T
     if x.min() == x.max() or y.min() == y.max():
         return 0.0
     # Squares of numbers near the end of float64 would overflow.

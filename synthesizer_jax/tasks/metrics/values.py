@@ -39,5 +39,8 @@ class SpanTarget(TypedDict):
 def zip_equal(
     targets: Sequence[_Target], predictions: Sequence[_Prediction]
 ) -> list[tuple[_Target, _Prediction]]:
-    """Returns the pairs of targets and predictions, of which there must be equally many."""
-    return list(zip(targets, predictions, strict=True))
+    """Returns the pairs of targets and predictions; there must be equally many, and one at least."""
+    pairs = list(zip(targets, predictions, strict=True))
+    if not pairs:
+        raise ValueError("there are no targets to compare with; give a metric one example or more")
+    return pairs
