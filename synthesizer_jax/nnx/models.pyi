@@ -608,7 +608,7 @@ class Encoder(Model):
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
-        """Returns the logits ``[batch, q, vocab]`` of states ``[batch, q, d_model]``.
+        """Returns the float32 logits ``[batch, q, vocab]`` of states ``[batch, q, d_model]``.
 
         Additional arguments of the NNX module:
           deterministic: if True, dropout is off; None uses the module's attribute.
@@ -702,7 +702,7 @@ class EncoderDecoder(Model):
             unpacked rows.
 
         Returns:
-          ``[batch, q, vocab]`` in the dtype of the computation.
+          ``[batch, q, vocab]`` float32.
 
         Additional arguments of the NNX module:
           deterministic: if True, dropout is off; None uses the module's attribute.
@@ -734,7 +734,7 @@ class EncoderDecoder(Model):
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
-        """Returns the logits ``[batch, q, vocab]`` of states ``[batch, q, d_model]``.
+        """Returns the float32 logits ``[batch, q, vocab]`` of states ``[batch, q, d_model]``.
 
         Additional arguments of the NNX module:
           deterministic: if True, dropout is off; None uses the module's attribute.
@@ -933,7 +933,7 @@ class LanguageModel(Model):
             unpacked rows.
 
         Returns:
-          ``[batch, q, vocab]`` in the dtype of the computation.
+          ``[batch, q, vocab]`` float32.
 
         Additional arguments of the NNX module:
           deterministic: if True, dropout is off; None uses the module's attribute.
@@ -965,7 +965,7 @@ class LanguageModel(Model):
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
-        """Returns the logits ``[batch, q, vocab]`` of states ``[batch, q, d_model]``.
+        """Returns the float32 logits ``[batch, q, vocab]`` of states ``[batch, q, d_model]``.
 
         Additional arguments of the NNX module:
           deterministic: if True, dropout is off; None uses the module's attribute.

@@ -148,7 +148,7 @@ WRONG = [
     ("mesh.dcn_fsdp=-9223372036854775808", "mesh.dcn_fsdp is -9223372036854775808; allowed: -1 to"),
     ("mesh.tensor=0", "mesh.tensor is 0; allowed: -1 to .*, not 0"),
     ("vocabulary.extra_ids=-1", "vocabulary.extra_ids is -1"),
-    ("model.dtype=float17", "model.dtype is 'float17'; allowed: 'float32', 'bfloat16'"),
+    ("model.dtype=float17", "dtype='float17'; it must be 'float32' or 'bfloat16'"),
     ("model.vocab_size=0", "model.vocab_size is 0"),
     ("model.d_model=-8", "model.d_model is -8"),
     ("model.encoder.dropout_rate=1.1", "model.encoder.dropout_rate is 1.1; allowed: 0 to below 1"),
