@@ -1,9 +1,6 @@
-"""The tasks and mixtures that T5 0.9.4 registers in SeqIO, and why some of them are not in this package."""
+"""The tasks and mixtures that T5 0.9.4 registers in SeqIO, and which are not in this package."""
 
 from __future__ import annotations
-
-import types
-from collections.abc import Mapping
 
 _GLUE = ("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "mnli_matched", "mnli_mismatched", "qnli")
 _SUPER_GLUE = ("boolq", "cb", "copa", "multirc", "record", "rte", "wic", "axb", "axg")
@@ -64,13 +61,8 @@ MIXTURES: tuple[str, ...] = (
     "wsc_dpr_simple_proportional",
 )
 
-REASONS: Mapping[str, str] = types.MappingProxyType(
-    {
-        f"c4_prefix_lm_objective_{architecture}_architecture": (
-            "two rows in one, whose split is drawn after packing; `prefix_lm_pair` and `prefix_lm_row` "
-            "make such rows, and `c4_v220_prefix_lm` has this objective on segments"
-        )
-        for architecture in ("encoder_decoder", "decoder")
-    }
+MISSING = tuple(
+    f"c4_prefix_lm_objective_{architecture}_architecture"
+    for architecture in ("encoder_decoder", "decoder")
 )
-"""Why a name of T5 may be missing here; the page lists those that are missing."""
+"""The tasks of T5 that this package does not have; docs/tasks.md says why."""

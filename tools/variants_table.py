@@ -46,11 +46,10 @@ def variants_table() -> str:
     lines = [
         f"One layer, d {D_MODEL}, {HEADS} heads of {HEAD_DIM}, {LENGTH} tokens, float32, FLOPs of matrix "
         "products; the alignments as the logits of an `Attention`. *Cache* is what a decoder keeps per "
-        "example after "
-        f"{LENGTH} tokens.",
+        f"example after {LENGTH} tokens.",
         "",
-        "| | what it is | parameters | MFLOPs a token | encoder | decoder | across | cache, KB |",
-        "| --- | --- | ---: | ---: | :-: | :-: | :-: | ---: |",
+        "| | what it is | parameters | MFLOPs a token | cache, KB | not for |",
+        "| --- | --- | ---: | ---: | ---: | --- |",
     ]
     for name, cls in ALIGNMENTS.items():
         layer = Attention(
@@ -81,15 +80,15 @@ def _table_row(name: str, cls: type[nn.Module], layer: Mixer) -> str:
     """A row of the table."""
     summary = " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
     summary = summary.split(", ``")[0].split(" (")[0].rstrip(".,")
-    layers = {"encoder": layer, "decoder": _make_causal(layer), "across": layer}
+    layers = {"encoder": layer, "decoder": _make_causal(layer), "cross-attention": layer}
     costs = {use: _parameters_and_flops(layers[use], use) for use in layers}
     parameters_and_flops = costs["encoder"] or costs["decoder"]
     assert parameters_and_flops is not None
     parameters, num_flops = parameters_and_flops
-    marks = " | ".join("yes" if costs[use] else "" for use in layers)
+    unsupported = ", ".join(use for use in layers if costs[use] is None)
     cache = "" if costs["decoder"] is None else f"{_cache_bytes(layers['decoder']) / 1024:,.0f}"
     mflops = num_flops / LENGTH / 1e6
-    return f"| `{name}` | {summary} | {parameters:,} | {mflops:.2f} | {marks} | {cache} |"
+    return f"| `{name}` | {summary} | {parameters:,} | {mflops:.2f} | {cache} | {unsupported} |"
 
 
 def _make_causal(layer: Mixer) -> Mixer:
@@ -101,7 +100,7 @@ def _make_causal(layer: Mixer) -> Mixer:
 def _parameters_and_flops(layer: Mixer, use: str) -> tuple[int, int] | None:
     """The numbers of parameters and of forward FLOPs; None if the layer does not support this use."""
     x = jax.ShapeDtypeStruct((1, LENGTH, D_MODEL), jnp.float32)
-    inputs = (x, x) if use == "across" else (x,)
+    inputs = (x, x) if use == "cross-attention" else (x,)
     mask = Mask(causal=use == "decoder")
 
     def init(*inputs: jax.Array) -> PyTree:
