@@ -81,7 +81,7 @@ are prepared by TensorFlow Datasets: `tfds.builder("NAME", data_dir="DATA").down
 
 DIFFERENCES = """## What differs from T5
 
-`tests/data/test_t5_oracle.py` compares every task and mixture that has a name of T5 with T5's own code:
+`tests/tasks/test_t5_oracle.py` compares every task and mixture that has a name of T5 with T5's own code:
 strings, ids, postprocessed values, metrics and rates. It finds these differences only:
 
 - The metric of `squad_v010`: T5 compares the prediction with every character of the answer, since its
