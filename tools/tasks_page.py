@@ -72,7 +72,7 @@ NOTES = {
 
 DIFFERENCES = """## What differs from T5
 
-`tests/data/test_t5_oracle.py` compares every task and mixture that has a name of T5 with T5's own code:
+`tests/tasks/test_t5_oracle.py` compares every task and mixture that has a name of T5 with T5's own code:
 strings, ids, postprocessed values, metrics and rates. They are the same but for these:
 
 - The metric of `squad_v010`: T5 compares the prediction with every character of the answer, since its

@@ -256,11 +256,18 @@ class PreparedExamples:
         """
         import msgpack
 
-        for name in list(self.info.files)[: None if count is None or count else 0]:
+        left = self.info.examples if count is None else count
+        for name, size in self.info.files.items():
+            wanted = min(size, left)
             path = _on_disk(self._directory / rows_file(name))
             with describing(path, remedy=self._remedy), path.open("rb") as file:
-                unpacker = msgpack.Unpacker(file, max_buffer_size=2**31 - 1)
-                yield from itertools.islice(map(_with_arrays, unpacker), count)
+                unpacker, found = msgpack.Unpacker(file, max_buffer_size=2**31 - 1), 0
+                for row in itertools.islice(unpacker, wanted):
+                    found += 1
+                    yield _with_arrays(row)
+                if found < wanted:
+                    raise ValueError(f"it holds {found} rows instead of {size}")
+            left -= wanted
 
     def _read(self, number: int) -> Chunk:
         name, record_number = self._places[number]

@@ -118,7 +118,7 @@ class _ShardJob:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shard:
+class Shard:
     """What was written: the number of examples and tokens, and CRC-32 of the first record."""
 
     key: str
@@ -194,23 +194,23 @@ def _prepare_split(
     return info
 
 
-def _write_shard(job: _ShardJob, path: pathlib.Path) -> _Shard:
+def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
     """Writes a shard, unless it is there and complete."""
     done = path.with_suffix(".json")
     if done.is_file():
         with describing(done):
-            shard = _Shard(**json.loads(done.read_text(encoding="utf-8")))
+            shard = Shard(**json.loads(done.read_text(encoding="utf-8")))
         if shard.key == job.key and (path.is_file() or not shard.examples):
             return shard
     task = task_registry.find_task(job.request.task)
     what = f"{task.name}'s split {job.request.split!r} of {task.dataset}"
-    with reading_errors(what):
+    with reading_errors(f"{what} in {job.prepared.data_dir}"):
         dataset = _read(task.to_seqio(job.prepared.vocabulary, job.prepared.data_dir), job)
         if job.request.rows:
             chunks = _chunks_and_rows(dataset, job, path)
         else:
             chunks = _ragged_chunks(dataset)
-        shard = _write_chunks(chunks, path, key=job.key)
+        shard = write_chunks(chunks, path, key=job.key)
     write_atomic(done, json.dumps(dataclasses.asdict(shard)) + "\n")
     return shard
 
@@ -278,7 +278,7 @@ def _chunks_and_rows(
                 for side, ids in zip(SIDES, tokens, strict=True)
                 if f"{side}_pretokenized" not in row
             }
-            file.write(msgpack.packb(texts | {k: _plain(v) for k, v in row.items()}))
+            file.write(msgpack.packb(texts | row, default=_plain))
             pending.append(tokens)
             if len(pending) == CHUNK:
                 yield _chunk(pending)
@@ -292,12 +292,12 @@ def _chunk(examples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Chunk:
     return Chunk(RaggedTokens.of(inputs), RaggedTokens.of(targets))
 
 
-def _plain(value: Any) -> Any:
-    """Returns a feature as numbers, bytes and lists of them."""
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+def _plain(value: np.ndarray | np.generic) -> Any:
+    """Returns numbers or bytes of NumPy as those of Python."""
+    return value.tolist()
 
 
-def _write_chunks(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> _Shard:
+def write_chunks(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> Shard:
     """Writes chunks as an ArrayRecord file, none if there are none."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
@@ -316,7 +316,7 @@ def _write_chunks(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> _
     finally:
         writer.close()
     partial.replace(path)
-    return _Shard(key, examples, tokens, checksum)
+    return Shard(key, examples, tokens, checksum)
 
 
 def _functions(task: seqio.Task) -> list[Callable[..., object]]:

@@ -1,55 +1,71 @@
-"""Small SeqIO tasks: rows counted from 0, from TFDS files and from functions, fixed and random.
+"""Small prepared tasks, written without SeqIO: rows counted from 0, in bytes.
 
-As a program it restores streams in a process of its own and prints digests of their next batches.
+As a program it restores a stream and prints digests of its next batches, without TensorFlow.
 """
 
 import dataclasses
-import functools
 import hashlib
+import itertools
 import json
 import pathlib
 import sys
+from collections.abc import Iterator
 
+import msgpack
 import numpy as np
-import seqio
-import tensorflow as tf
-import tensorflow_datasets as tfds
 
 from synthesizer_jax.data.config import DataConfig
+from synthesizer_jax.data.objectives import FullLM
 from synthesizer_jax.data.pipeline import Stream
+from synthesizer_jax.data.prepared import FORMAT, PreparedInfo, PreparedTasks, rows_file
+from synthesizer_jax.data.records import Chunk, RaggedTokens
+from synthesizer_jax.data.task_streams import CHUNK
 from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.formats import Written
 from synthesizer_jax.tasks.importers.corpus_layouts import CORPORA, Layout
+from synthesizer_jax.tasks.prepare import write_chunks
 from synthesizer_jax.tasks.streams import open_stream
+from synthesizer_jax.tasks.task import Task
 
-ROWS = {"many": 2500, "few": 40, "made": 90, "never": 50, "noisy": 60}
-FIXED = {"small_many": 3.0, "small_few": 1.0, "small_made": 2.0, "small_never": 0.0}
-MIXED = {"small_few": 1.0, "small_noisy": 1.0, "small_many": 2.0}
+VOCABULARY = Bytes().build()
+ROWS = {
+    "many": 2500,
+    "few": 40,
+    "sentinel": 400,
+    "never": 50,
+    "letters": 2500,
+    "notes": 40,
+    "own": 40,
+}
+TEXTS = ("letters", "notes", "own")
+"""Tasks without inputs."""
+MIXTURES = {
+    "small": {"small_many": 3.0, "small_few": 1.0, "small_sentinel": 2.0, "small_never": 0.0},
+    "small_texts": {"small_letters": 2.0, "small_notes": 1.0},
+    "small_both": {"small_letters": 2.0, "small_own": 1.0, "small_few": 1.0},
+}
+CONFIG = DataConfig("small", inputs_length=32, targets_length=12, batch_size=16, shards=8)
+TEXT_CONFIG = DataConfig("small_texts", inputs_length=0, targets_length=32, batch_size=16, shards=8)
 
-
-class SmallRows(tfds.core.GeneratorBasedBuilder):
-    """``ROWS[config]`` texts ``config i``."""
-
-    VERSION = tfds.core.Version("1.0.0")
-    BUILDER_CONFIGS = [
-        tfds.core.BuilderConfig(name=name, description=name) for name in ("many", "few")
-    ]
-
-    def _info(self) -> tfds.core.DatasetInfo:
-        features = tfds.features.FeaturesDict({"text": tfds.features.Text()})
-        return tfds.core.DatasetInfo(builder=self, features=features)
-
-    def _split_generators(self, manager: object) -> dict:
-        name = self.builder_config.name
-        return {
-            "train": ((i, {"text": text(name, i)}) for i in range(ROWS[name])),
-            "validation": ((i, {"text": text(name, i)}) for i in range(5)),
-        }
-
-    def _generate_examples(self) -> None: ...
+task_registry.add(
+    [
+        Task(
+            f"small_{name}",
+            f"small_rows/{name}",
+            Written(has_inputs=name not in TEXTS),
+            splits=("train", "validation"),
+            sentinel=name == "sentinel",
+            objective=FullLM(documents=3) if name == "own" else None,
+        )
+        for name in ROWS
+    ],
+    MIXTURES,
+)
 
 
 def text(name: str, row: int) -> str:
-    """The input of a row; every third is longer."""
+    """The text of a row; every third is longer."""
     return f"{name} {row}" + " and more" * (row % 3 == 0)
 
 
@@ -58,60 +74,62 @@ def ids(string: str) -> list[int]:
     return [byte + 3 for byte in string.encode()] + [1]
 
 
-def made(split: str, shuffle_files: bool, seed: object = None, *, name: str) -> tf.data.Dataset:
-    del split, shuffle_files, seed
-    return tf.data.Dataset.from_tensor_slices({"text": [text(name, i) for i in range(ROWS[name])]})
+def spell(tokens: np.ndarray) -> str:
+    """The text of ids."""
+    return bytes(int(token) - 3 for token in tokens if 2 < token < 259).decode()
 
 
-def as_task(dataset: tf.data.Dataset, *, word: int) -> tf.data.Dataset:
-    """A word of the input is the target: 0 the task, 1 the number."""
-    return dataset.map(
-        lambda row: {"inputs": row["text"], "targets": tf.strings.split(row["text"])[word]}
-    )
-
-
-@seqio.map_over_dataset(num_seeds=1)
-def noise(row: dict, seed: tf.Tensor) -> dict:
-    """One random id at the end of the targets."""
-    number = tf.random.stateless_uniform([1], seed, 3, 200, tf.int32)
-    return row | {"targets": tf.concat([row["targets"], number], 0)}
+def example(name: str, row: int) -> tuple[list[int], list[int]]:
+    """Token ids of inputs and targets; the number is the target of tasks with inputs."""
+    if name in TEXTS:
+        return [], ids(text(name, row))
+    sentinel = [VOCABULARY.vocab_size - 1] * (name == "sentinel")
+    return [*ids(text(name, row))[:-1], *sentinel, 1], [*ids(str(row))[:-1], *sentinel, 1]
 
 
 def write(data_dir: pathlib.Path) -> None:
-    """The TFDS data sets."""
-    tfds.display_progress_bar(False)
-    for name in ("many", "few"):
-        SmallRows(config=name, data_dir=data_dir).download_and_prepare()
-
-
-def register(data_dir: pathlib.Path, *, word: int = 1) -> None:
-    """All tasks, and the mixtures `small` (no random task) and `small_live` (one)."""
-    feature = seqio.Feature(seqio.ByteVocabulary(), add_eos=True)
-    for name in ("small", "small_live"):
-        if name in seqio.MixtureRegistry.names():
-            seqio.MixtureRegistry.remove(name)
+    """All tasks: ``train``, and five rows of ``validation`` with what evaluation needs."""
+    prepared = PreparedTasks(data_dir, VOCABULARY)
     for name, rows in ROWS.items():
-        if f"small_{name}" in seqio.TaskRegistry.names():
-            seqio.TaskRegistry.remove(f"small_{name}")
-        source: seqio.DataSource = seqio.FunctionDataSource(
-            functools.partial(made, name=name), ["train"], num_input_examples={"train": rows}
-        )
-        if name in ("many", "few"):
-            source = seqio.TfdsDataSource(f"small_rows/{name}:1.0.0", tfds_data_dir=str(data_dir))
-        first = functools.partial(as_task, word=word)
-        steps = [first, seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
-        seqio.TaskRegistry.add(
-            f"small_{name}",
-            source=source,
-            preprocessors=[
-                *steps,
-                *([noise] if name == "noisy" else []),
-                seqio.preprocessors.append_eos_after_trim,
-            ],
-            output_features={"inputs": feature, "targets": feature},
-        )
-    seqio.MixtureRegistry.add("small", list(FIXED.items()))
-    seqio.MixtureRegistry.add("small_live", list(MIXED.items()))
+        for split, count in (("train", rows), ("validation", 5)):
+            _write_split(prepared, name, split, count)
+    for mixture, rates in [*MIXTURES.items(), *((f"small_{n}", {f"small_{n}": 1.0}) for n in ROWS)]:
+        prepared.save_rates(mixture, rates)
+
+
+def _write_split(prepared: PreparedTasks, name: str, split: str, count: int) -> None:
+    directory, file = (
+        prepared.directory(f"small_{name}", split),
+        "tokens-00000-of-00001.arrayrecord",
+    )
+    examples = [example(name, row) for row in range(count)]
+    chunks = (
+        Chunk(*(RaggedTokens.of(list(map(np.array, side))) for side in zip(*part, strict=True)))
+        for part in (examples[start : start + CHUNK] for start in range(0, count, CHUNK))
+    )
+    shard = write_chunks(chunks, directory / file, key="")
+    if split == "validation":
+        sides = ("inputs_pretokenized", "targets_pretokenized")
+        rows = [dict(zip(sides, map(VOCABULARY.decode, e), strict=True)) for e in examples]
+        (directory / rows_file(file)).write_bytes(b"".join(map(msgpack.packb, rows)))
+    PreparedInfo(
+        format=FORMAT,
+        task=f"small_{name}",
+        split=split,
+        vocabulary=VOCABULARY.digest,
+        vocab_size=VOCABULARY.vocab_size,
+        source=None,
+        source_rows=count,
+        epochs=1,
+        lengths=None,
+        keep_last=dict.fromkeys(("inputs", "targets"), 1 + (name == "sentinel")),
+        has_inputs=name not in TEXTS,
+        has_rows=split == "validation",
+        examples=count,
+        tokens=shard.tokens,
+        files={file: count},
+        checksum=shard.checksum,
+    ).save(directory)
 
 
 def multi30k(sizes: dict[str, int]) -> tuple[Layout, ...]:
@@ -125,27 +143,49 @@ def multi30k(sizes: dict[str, int]) -> tuple[Layout, ...]:
     )
 
 
-def open_small(config: DataConfig, **options: object) -> Stream:
-    """The stream of a registered task or mixture, whose sources name their directory."""
-    return open_stream(config, Bytes().build(), data_dir=pathlib.Path("unused"), **options)
+def stream(data_dir: pathlib.Path, config: DataConfig = CONFIG, **changes: object) -> Stream:
+    """The stream of a configuration, with changes; ``here`` and ``saved`` are virtual shards."""
+    options = {"shards": changes.pop("here", None), "saved": changes.pop("saved", None)}
+    config = dataclasses.replace(config, **changes)
+    return open_stream(config, VOCABULARY, data_dir=data_dir, **options)
 
 
-def digests(stream: Stream, count: int) -> list[str]:
-    """Of everything in the next batches."""
+def examples_of(batch: dict[str, np.ndarray]) -> Iterator[tuple[str, str]]:
+    """Texts of inputs and targets of every example of a batch, row by row."""
+    for row in range(len(batch["decoder_target_tokens"])):
+        parts = {name: values[row] for name, values in batch.items()}
+        sides = parts["encoder_input_tokens"], parts["decoder_target_tokens"]
+        if "decoder_segment_ids" not in parts:
+            yield spell(sides[0]), spell(sides[1])
+            continue
+        segments = parts["encoder_segment_ids"], parts["decoder_segment_ids"]
+        for number in range(1, segments[1].max() + 1):
+            inputs, targets = (
+                spell(side[own == number]) for side, own in zip(sides, segments, strict=True)
+            )
+            yield inputs, targets
+
+
+def inputs(batches: Iterator[dict[str, np.ndarray]], count: int) -> list[str]:
+    """The inputs of all examples of the next batches."""
+    return [pair[0] for batch in itertools.islice(batches, count) for pair in examples_of(batch)]
+
+
+def digests(batches: Iterator[dict[str, np.ndarray]], count: int) -> list[str]:
+    """Of everything in the next batches, dtypes included."""
     result = []
     for _ in range(count):
-        batch = next(stream)
-        parts = [name.encode() + np.ascontiguousarray(batch[name]).tobytes() for name in batch]
+        parts = [
+            f"{k} {v.dtype} {v.shape}".encode() + v.tobytes() for k, v in next(batches).items()
+        ]
         result.append(hashlib.sha256(b"".join(parts)).hexdigest())
     return result
 
 
 if __name__ == "__main__":
-    data, *rest = sys.argv[1:]
-    register(pathlib.Path(data))
-    for position, config in zip(rest[::2], rest[1::2], strict=True):
-        settings = json.loads(config).items()
-        settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings}
-        restored = open_small(DataConfig(**settings))
-        restored.restore(pathlib.Path(position))
-        print("\n".join(digests(restored, 12)))
+    directory, changes, position = sys.argv[1:]
+    restored = stream(pathlib.Path(directory), **json.loads(changes))
+    restored.restore(pathlib.Path(position))
+    print("\n".join(digests(restored, 12)))
+    if imported := {"tensorflow", "tensorflow_datasets", "seqio", "flax"} & set(sys.modules):
+        raise SystemExit(f"{imported} were imported")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from synthesizer_jax.data.packing import WINDOW, Packer
-from synthesizer_jax.data.task_streams import Drawn
+from synthesizer_jax.data.task_streams import DrawnExample
 
 LENGTHS = (20, 9)
 SIZES = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 9)), min_size=1, max_size=80)
@@ -19,11 +19,11 @@ class Source:
     def __init__(self, sizes: list[tuple[int, int]]):
         self.sizes, self.taken, self.per_epoch = itertools.cycle(sizes), 0, len(sizes)
 
-    def take(self, count: int) -> list[Drawn]:
+    def take(self, count: int) -> list[DrawnExample]:
         drawn = []
         for _ in range(count):
             inputs, targets = (np.ones(size, np.int32) for size in next(self.sizes))
-            drawn.append(Drawn(inputs, targets, 0, self.taken, self.taken // self.per_epoch))
+            drawn.append(DrawnExample(inputs, targets, 0, self.taken, self.taken // self.per_epoch))
             self.taken += 1
         return drawn
 
@@ -32,7 +32,7 @@ def packer(source: Source, *, segments: int = 5, window: int = 8) -> Packer:
     return Packer(source.take, LENGTHS, max_segments=segments, window=window)
 
 
-def numbers(row: list[Drawn]) -> list[int]:
+def numbers(row: list[DrawnExample]) -> list[int]:
     return [example.number for example in row if example.number is not None]
 
 

@@ -5,29 +5,25 @@ import pathlib
 import numpy as np
 import pytest
 
-from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.pipeline import Stream
-from synthesizer_jax.data.prefetching import PrefetchedStream
+from synthesizer_jax.data.prefetching import DEPTH, PrefetchedStream
 from tests.data import small
 
-CONFIG = DataConfig("small", inputs_length=64, targets_length=8, batch_size=12, shards=4, pack=True)
-LIVE = DataConfig("small_live", inputs_length=64, targets_length=8, batch_size=12, shards=2)
+CHANGES = {"inputs_length": 64, "pack": True}
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    folder = tmp_path_factory.mktemp("tfds")
+    folder = tmp_path_factory.mktemp("data")
     small.write(folder)
-    small.register(folder)
     return folder
 
 
-@pytest.mark.parametrize("config", [CONFIG, LIVE])
 def test_every_position_is_that_of_the_last_batch_taken(
-    config: DataConfig, tmp_path: pathlib.Path
+    data_dir: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    expected = small.digests(small.open_small(config), 12)
-    with PrefetchedStream(small.open_small(config)) as batches:
+    expected = small.digests(small.stream(data_dir, **CHANGES), 12)
+    with PrefetchedStream(small.stream(data_dir, **CHANGES)) as batches:
         for step in range(8):
             batches.save(tmp_path / str(step))
             assert small.digests(batches, 1) == [expected[step]]
@@ -35,32 +31,29 @@ def test_every_position_is_that_of_the_last_batch_taken(
             batches.restore(tmp_path / str(step))
             batches.save(tmp_path / "again")
             assert small.digests(batches, 3) == expected[step : step + 3]
-            plain = small.open_small(config)
+            plain = small.stream(data_dir, **CHANGES)
             plain.restore(tmp_path / "again")
             assert small.digests(plain, 2) == expected[step : step + 2]
 
 
-def test_batches_are_made_ahead_where_positions_are_numbers() -> None:
-    for config, ahead in ((CONFIG, 2), (LIVE, 0)):
-        stream = small.open_small(config)
-        assert stream.has_numeric_position == bool(ahead)
-        made: list[dict[str, np.ndarray]] = []
-        make = type(stream).__next__
+def test_batches_are_made_ahead(data_dir: pathlib.Path) -> None:
+    made: list[dict[str, np.ndarray]] = []
 
-        class Counting(Stream):
-            def __next__(self, make=make, made=made) -> dict[str, np.ndarray]:
-                made.append(make(self))
-                return made[-1]
+    class Counting(Stream):
+        def __next__(self) -> dict[str, np.ndarray]:
+            made.append(super().__next__())
+            return made[-1]
 
-        stream.__class__ = Counting
-        batches = PrefetchedStream(stream)
-        next(batches)
-        batches._thread.shutdown(wait=True)  # what was begun is finished
-        assert len(made) == 1 + ahead
+    stream = small.stream(data_dir, **CHANGES)
+    stream.__class__ = Counting
+    batches = PrefetchedStream(stream)
+    next(batches)
+    batches._thread.shutdown(wait=True)  # what was begun is finished
+    assert len(made) == 1 + DEPTH
 
 
-def test_an_error_of_the_stream_is_the_reader_s() -> None:
-    stream = small.open_small(CONFIG)
+def test_an_error_of_the_stream_is_the_reader_s(data_dir: pathlib.Path) -> None:
+    stream = small.stream(data_dir)
 
     class Damaged(Stream):
         def __next__(self) -> dict[str, np.ndarray]:

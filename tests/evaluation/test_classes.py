@@ -10,12 +10,15 @@ from typer.testing import CliRunner
 from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.cli.main import app
+from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.evaluator import Evaluator
 from synthesizer_jax.evaluation.prediction import Predictor, decoding_by
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
+from synthesizer_jax.tasks.prepare import prepare
 from tests.evaluation import runs
+from tests.tasks.loading import quiet
 
 RTE = ("entailment", "not_entailment")
 VOCABULARY = Bytes().build()
@@ -27,6 +30,8 @@ def place(tmp_path_factory):
     """Data sets in ``data``, and a run that nobody trained in ``run``."""
     place = tmp_path_factory.mktemp("classes")
     runs.write_data(place / "data")
+    prepared = PreparedTasks(place / "data", VOCABULARY)
+    prepare("glue_rte_v002", prepared, evaluation_splits=("validation", "test"), log=quiet)
     runs.write_run(place / "run", runs.classifier(), steps=(4,))
     return place
 
@@ -108,8 +113,7 @@ def test_a_mesh_gives_the_answers_of_one_device(place, predictor, inputs, shape)
 def evaluator_of(place, recipe):
     return Evaluator(
         *(recipe.model, recipe.data, recipe.evaluation),
-        vocabulary=VOCABULARY,
-        data_dir=place / "data",
+        prepared=PreparedTasks(place / "data", VOCABULARY),
     )
 
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from synthesizer_jax.data import mixtures, postprocessors, tasks, translation  # noqa: F401 - its tasks
+from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import evaluation_sets
 from synthesizer_jax.evaluation.averages import best_by_task
@@ -15,25 +15,29 @@ from synthesizer_jax.evaluation.evaluator import Evaluator
 from synthesizer_jax.evaluation.prediction import Predictor, decoding_by
 from synthesizer_jax.inference import score_targets
 from synthesizer_jax.registry import replace
+from synthesizer_jax.tasks import postprocessors, task_registry
+from synthesizer_jax.tasks.prepare import prepare
 from tests.evaluation import runs
+from tests.tasks.loading import BYTES, quiet
+from tests.tasks.loading import load as load_prepared
 
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
     place = tmp_path_factory.mktemp("evaluation_data")
-    runs.write_data(place)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(mixtures.MIXTURES, runs.MIXTURE, runs.RATES)
+        patch.setitem(task_registry.MIXTURES, runs.MIXTURE, runs.RATES)
+        runs.write_data(place)
         yield place
 
 
 @pytest.fixture(scope="module")
 def load(data_dir):
-    def one(name, split="validation", **options):
-        options = {"data_dir": data_dir, "lengths": {"inputs": 32, "targets": 8}} | options
-        return evaluation_sets.load_evaluation_set(name, split, Bytes().build(), **options)
+    def load(name, split="validation", data_dir=data_dir, **options):
+        lengths = {"inputs": 32, "targets": 8}
+        return load_prepared(name, split, data_dir, lengths=lengths, **options)
 
-    return one
+    return load
 
 
 @pytest.mark.parametrize(
@@ -136,12 +140,12 @@ def test_best_steps_by_task():
 
 
 def open_evaluator(experiment, data_dir):
+    prepare(experiment.data.mixture, PreparedTasks(data_dir, BYTES), log=quiet)
     return Evaluator(
         experiment.model,
         experiment.data,
         experiment.evaluation,
-        vocabulary=Bytes().build(),
-        data_dir=data_dir,
+        prepared=PreparedTasks(data_dir, BYTES),
     )
 
 
@@ -225,7 +229,7 @@ def test_decoded_answers_have_their_log_probability(measured, method):
 def test_answers_after_a_sentinel_in_bytes_are_those_of_seqio():
     """Bytes have no text for the sentinel, so that SeqIO strips every answer."""
     row = {"targets_pretokenized": "True", "inputs_pretokenized": "boolq", "label": 1}
-    task = tasks.find_task("super_glue_boolq_v102_1_sentinel")
+    task = task_registry.find_task("super_glue_boolq_v102_1_sentinel")
     examples = evaluation_sets.EvaluationSet(task, "validation", [], [], [row])
     in_bytes = dataclasses.replace(examples, vocabulary=Bytes().build())
     assert examples.score([" True"]) == {"accuracy": 0}

@@ -17,7 +17,7 @@ from synthesizer_jax.optimizers import AdamW, Constant
 from synthesizer_jax.registry import from_json, replace, to_json
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.run import open_data, run
-from tests.data import small, texts
+from tests.data import small
 
 SIZE = Size(16, 1, 32, 2, 8)
 
@@ -25,7 +25,7 @@ SIZE = Size(16, 1, 32, 2, 8)
 def experiment(variant: str = "rv", **changes) -> Experiment:
     model = language_model(variant, SIZE)
     data = DataConfig(
-        texts.MIXTURE,
+        "small_texts",
         inputs_length=0,
         targets_length=32,
         batch_size=8,
@@ -46,7 +46,6 @@ def experiment(variant: str = "rv", **changes) -> Experiment:
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("tfds")
     small.write(folder)
-    texts.add()
     return folder
 
 
@@ -95,8 +94,8 @@ def test_texts_are_evaluated_by_their_loss(data_dir: pathlib.Path, tmp_path: pat
     assert [record["step"] for record in records] == [2, 4, 6]
     for record in records:
         assert record["score"] == -record["loss"]
-        loss = record["texts_many/loss"]
-        assert record["texts_many/perplexity"] == pytest.approx(np.exp(loss))
+        loss = record["small_letters/loss"]
+        assert record["small_letters/perplexity"] == pytest.approx(np.exp(loss))
     assert records[-1]["loss"] < records[0]["loss"]
     written = json.loads((directory / "evaluation" / "6" / "results.json").read_text())
     names = {"perplexity", "word_perplexity", "bits_per_byte"}
@@ -154,18 +153,18 @@ def test_an_objective_pre_trains_and_is_evaluated(
     assert losses[-1] < losses[0]
     (record,) = log(tmp_path / "run", "eval")
     assert record["score"] == -record["loss"]
-    assert ("texts_many/bits_per_byte" in record) == (objective == "full_lm")
+    assert ("small_letters/bits_per_byte" in record) == (objective == "full_lm")
     _, evaluator = open_data(wanted, tmp_path / "run", data_dir)
     again, _ = evaluator.measure(state.variables)
-    assert again[0].text_metrics["perplexity"] == pytest.approx(record["texts_many/perplexity"])
+    assert again[0].text_metrics["perplexity"] == pytest.approx(record["small_letters/perplexity"])
     texts_of_split = [row.decode() for row in original_texts(evaluator)]
     if objective == "full_lm":
-        assert sorted(texts_of_split) == sorted(small.text("many", i) for i in range(5))
+        assert sorted(texts_of_split) == sorted(small.text("letters", i) for i in range(5))
     else:
         inputs = b"".join(
             bytes(i - 3 for i in row if 1 < i < 259) for row in evaluator.sets[0].inputs
         )
-        whole = sum(len(small.text("many", i)) for i in range(5))
+        whole = sum(len(small.text("letters", i)) for i in range(5))
         assert 0.8 * whole < len(inputs) < 0.9 * whole
 
 

@@ -12,14 +12,12 @@ from synthesizer_jax.data.objectives import (
     Noise,
     RandomPrefix,
     RandomSpans,
-    RegularSpans,
     SuffixNoise,
 )
 from tests.data.objectives.draws import Given, counted
 
 NOISE: list[Noise] = [
     IidNoise(0.15),
-    RegularSpans(0.15),
     RandomSpans(0.15, mean_span=3.0),
     RandomSpans(0.5, mean_span=3.0, roll=True),
     RandomSpans(0.9, mean_span=1.0),
@@ -40,7 +38,6 @@ def spans(mask: np.ndarray) -> int:
 
 def test_masks_by_hand() -> None:
     assert spelled(IidNoise(0.5)(4, Given([0.1, 0.5, 0.9, 0.4]))) == "x..x"
-    assert spelled(RegularSpans(0.25)(12, Given([2], [7]))) == ".xx......xx."
     assert spelled(SuffixNoise(0.25)(10, Given())) == "........xx"
     assert spelled(RandomPrefix(0.5)(5, Given([2]))) == "..xxx"
     assert spelled(ChosenTokens(0.4)(5, Given([4, 1, 3, 0, 2]))) == ".x.x."
@@ -99,7 +96,6 @@ def test_random_spans_are_anywhere() -> None:
         (lambda: RandomPrefix(0.6), r"density is 0.6; allowed: above 0, at most 0.5"),
         (lambda: RandomSpans(1.0), r"density is 1.0; allowed for random spans: below 1"),
         (lambda: RandomSpans(0.15, mean_span=0.5), r"mean_span is 0.5; allowed: 1 or more"),
-        (lambda: RegularSpans(0.1, min_span=6), r"min_span is 6; allowed: 1 to max_span=5"),
     ],
 )
 def test_settings_that_make_no_noise(make: object, message: str) -> None:

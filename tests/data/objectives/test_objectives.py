@@ -13,31 +13,21 @@ from hypothesis import strategies as st
 from synthesizer_jax.data.objectives import (
     OBJECTIVES,
     ChosenTokens,
-    Corruption,
     CounterDraws,
     Denoising,
-    DropTokens,
     ExampleFormat,
     FullLM,
-    GatheredTokens,
     IidNoise,
-    KeepTokens,
     MaskedLM,
     Objective,
     ObjectiveMixture,
-    PermuteTokens,
+    PrefixLM,
     RandomSpans,
-    RandomTokens,
-    RandomTokensOrSentinel,
     SegmentObjective,
-    SentinelPerSpan,
-    SentinelPerToken,
     SuffixNoise,
-    UniqueSentinels,
-    prefix_lm_pair,
-    prefix_lm_row,
     ul2,
 )
+from synthesizer_jax.data.objectives.denoising import replace_spans
 from synthesizer_jax.registry import from_json, to_json
 from tests.data.objectives.draws import Given, counted
 
@@ -61,7 +51,7 @@ TOKENS = ids(" ".join(SENTENCE))
 
 
 def span_corruption(mean: float = 3.0, density: float = 0.15) -> Denoising:
-    return Denoising(RandomSpans(density, mean_span=mean), UniqueSentinels(), UniqueSentinels())
+    return Denoising(RandomSpans(density, mean_span=mean))
 
 
 @pytest.mark.parametrize(
@@ -96,68 +86,11 @@ def test_at_density_one_half_targets_are_no_longer_than_inputs() -> None:
     assert len(inputs) == 512  # one token more would fit the inputs
 
 
-@pytest.mark.parametrize(
-    ("corruption", "inputs", "targets"),
-    [
-        (
-            UniqueSentinels(),
-            "Thank you <0> me to your party <1> week .",
-            "<0> for inviting <1> last <2>",
-        ),
-        (
-            SentinelPerSpan(),
-            "Thank you <0> me to your party <0> week .",
-            "<0> for inviting <0> last <0>",
-        ),
-        (
-            SentinelPerToken(),
-            "Thank you <0> <0> me to your party <0> week .",
-            "<0> <0> for inviting <0> <0> <0> <0> last <0> <0>",
-        ),
-        (DropTokens(), "Thank you me to your party week .", "for inviting last"),
-        (KeepTokens(), " ".join(SENTENCE), " ".join(SENTENCE)),
-    ],
-    ids=str,
-)
-def test_corruptions_of_the_papers_sentence(
-    corruption: Corruption, inputs: str, targets: str
-) -> None:
-    for marked, expected in ((NOISE, inputs), (~NOISE, targets)):
-        corrupted = corruption(TOKENS, marked, Given(), vocab_size=VOCAB_SIZE)
-        np.testing.assert_array_equal(corrupted, ids(expected))
-        spans = int((np.diff(marked.astype(int), prepend=0) == 1).sum())
-        marks = int(marked.sum())
-        length = corruption.length(marked=marks, unmarked=len(TOKENS) - marks, spans=spans)
-        assert length == len(corrupted)
-
-
-@pytest.mark.parametrize(
-    ("corruption", "draws", "expected"),
-    [
-        (PermuteTokens(), ([2, 0, 1],), "Thank you last for me to your party inviting week ."),
-        (
-            GatheredTokens(),
-            ([0, 1, 9, 8, 4, 5, 6, 7, 0, 9, 10],),
-            "Thank you week last me to your party Thank week .",
-        ),
-        (
-            RandomTokens(),
-            ([3, 3, 11, 12, 3, 3, 3, 3, 13, 3, 3],),
-            "Thank you you for me to your party inviting week .",
-        ),
-        (
-            RandomTokensOrSentinel(0.1),
-            ([0, 0, 0.09, 0.1, 0, 0, 0, 0, 0.9, 0, 0], [10] * 11),
-            "Thank you Thank <0> me to your party <0> week .",
-        ),
-    ],
-    ids=str,
-)
-def test_random_corruptions_of_the_papers_sentence(
-    corruption: Corruption, draws: tuple[list, ...], expected: str
-) -> None:
-    corrupted = corruption(TOKENS, NOISE, Given(*draws), vocab_size=VOCAB_SIZE)
-    np.testing.assert_array_equal(corrupted, ids(expected))
+def test_the_papers_sentence() -> None:
+    inputs = "Thank you <0> me to your party <1> week ."
+    for marked, expected in ((NOISE, inputs), (~NOISE, "<0> for inviting <1> last <2>")):
+        replaced = replace_spans(TOKENS, marked, vocab_size=VOCAB_SIZE)
+        np.testing.assert_array_equal(replaced, ids(expected))
 
 
 def test_examples_by_hand() -> None:
@@ -167,13 +100,13 @@ def test_examples_by_hand() -> None:
         inputs, ids("Thank you for inviting me to your party last <0> </s>")
     )
     np.testing.assert_array_equal(targets, ids("<0> week . </s>"))
-    sequential = Denoising(SuffixNoise(0.25), UniqueSentinels(), UniqueSentinels(), mode=(5, 6))
+    sequential = Denoising(SuffixNoise(0.25), mode=(5, 6))
     inputs, targets = sequential.example(TOKENS, Given(), FORM)
     expected = ids("Thank you for inviting me to your party <0> </s>")
     np.testing.assert_array_equal(inputs, [5, 6, *expected])
     np.testing.assert_array_equal(targets, ids("<0> last week . </s>"))
     prefix_lm = OBJECTIVES["prefix_lm"]
-    assert isinstance(prefix_lm, Denoising)
+    assert isinstance(prefix_lm, PrefixLM)
     inputs, targets = prefix_lm.example(TOKENS, Given([4]), FORM)
     np.testing.assert_array_equal(inputs, ids("Thank you for inviting </s>"))
     np.testing.assert_array_equal(targets, ids("me to your party last week . </s>"))
@@ -294,39 +227,9 @@ def test_every_example_fits(name: str, length: int, seed: int) -> None:
     if name == "masked_lm":
         assert len(inputs) == len(targets) == length + 1
         assert (targets != 0).sum() == max(1, round(0.15 * length))
-    if name == "iid_15_d_d":
-        assert len(inputs) + len(targets) == length + 2
-    if name == "all_permute":
-        assert sorted(inputs.tolist()) == sorted(targets.tolist()) == sorted([*kept.tolist(), 1])
     if name == "prefix_lm":
         np.testing.assert_array_equal(np.concatenate([inputs[:-1], targets[:-1]]), text)
         assert len(targets) > 1
-
-
-def test_packed_prefix_lm_by_hand() -> None:
-    rows = np.array([[11, 12, 13, 14, 1, 15], [21, 22, 1, 0, 0, 0]], np.int32)
-    fields = prefix_lm_pair(rows, Given([2]))
-    assert {name: values.tolist() for name, values in fields.items()} == {
-        "encoder_input_tokens": [11, 12, 21, 22, 1, 0],
-        "encoder_segment_ids": [1, 1, 2, 2, 2, 2],
-        "encoder_positions": [0, 1, 0, 1, 2, 3],
-        "decoder_input_tokens": [0, 13, 14, 1, 0, 0],
-        "decoder_target_tokens": [13, 14, 1, 15, 0, 0],
-        "decoder_loss_weights": [1, 1, 1, 1, 0, 0],
-        "decoder_segment_ids": [1, 1, 1, 1, 2, 2],
-        "decoder_positions": [0, 1, 2, 3, 0, 1],
-    }
-    assert {str(v.dtype) for k, v in fields.items() if k != "decoder_loss_weights"} == {"int32"}
-    assert fields["decoder_loss_weights"].dtype == np.float32
-    fields = prefix_lm_row(rows[0], Given([2]))
-    assert {name: values.tolist() for name, values in fields.items()} == {
-        "decoder_input_tokens": [0, 11, 12, 13, 14, 1],
-        "decoder_target_tokens": [11, 12, 13, 14, 1, 15],
-        "decoder_loss_weights": [0, 0, 1, 1, 1, 1],
-        "decoder_causal_attention": [1, 1, 1, 0, 0, 0],
-    }
-    everywhere = prefix_lm_row(rows[1], Given([2]), loss_on_prefix=True)
-    assert everywhere["decoder_loss_weights"].tolist() == [1, 1, 1, 0, 0, 0]
 
 
 def test_ul2_draws_seven_denoisers_with_their_lengths_and_modes() -> None:
@@ -363,12 +266,7 @@ def test_rates_of_a_mixture() -> None:
     [
         (
             lambda: span_corruption().check(FORM._replace(targets_length=113)),
-            r"targets_length is 113; Denoising\(RandomSpans, UniqueSentinels, UniqueSentinels\) "
-            r"with inputs_length=512 needs 114 or more",
-        ),
-        (
-            lambda: OBJECTIVES["iid_15_m_f"].check(FORM._replace(targets_length=511)),
-            r"targets_length is 511; .* needs 512 or more",
+            r"targets_length is 113; RandomSpans with inputs_length=512 needs 114 or more",
         ),
         (
             lambda: ul2().check(FORM._replace(targets_length=511)),
@@ -387,7 +285,6 @@ def test_rates_of_a_mixture() -> None:
             lambda: MaskedLM(mask_share=0.8, random_share=0.3),
             r"mask_share is 0.8 and random_share 0.3; allowed: .* at most 1",
         ),
-        (lambda: RandomTokensOrSentinel(1.5), r"random_share is 1.5; allowed: 0 to 1"),
         (lambda: ObjectiveMixture(()), r"objectives is empty; name one or more"),
         (
             lambda: ObjectiveMixture((FullLM(), span_corruption())),
@@ -411,8 +308,8 @@ def test_objectives_are_saved_as_json(name: str) -> None:
 
 def test_a_saved_part_of_the_wrong_kind_is_refused() -> None:
     data = to_json(span_corruption())
-    with pytest.raises(ValueError, match="noise is a DropTokens, expected Noise"):
-        from_json(data | {"noise": to_json(DropTokens())})
+    with pytest.raises(ValueError, match="noise is a FullLM, expected Noise"):
+        from_json(data | {"noise": to_json(FullLM())})
 
 
 def test_the_package_imports_neither_jax_nor_tensorflow() -> None:

@@ -1,12 +1,7 @@
 """Documents to examples: what an epoch holds, shards, and going on at any step."""
 
-import pathlib
-
 import numpy as np
 import pytest
-import seqio
-import tensorflow as tf
-from synthesizer_jax.data.seqio_members import SeqioExamples
 
 from synthesizer_jax.data.objectives import (
     OBJECTIVES,
@@ -20,7 +15,6 @@ from synthesizer_jax.data.objectives import (
 )
 from synthesizer_jax.data.task_streams import Example, TaskStream
 
-PREFIX = pathlib.Path("unused")
 FORM = ExampleFormat(32, 32, 400)
 LONG = 50
 """Tokens of a long document in these tests."""
@@ -74,7 +68,7 @@ def group_of(source: SegmentStream) -> list[Example]:
         before = source.position()
         example = next(source)
         if source.position()[:-1] != start:
-            source.restore(PREFIX, before)
+            source.restore(before)
             return examples
         examples.append(example)
 
@@ -162,7 +156,7 @@ def test_a_restored_stream_goes_on_at_any_step(name: str, shuffle: bool) -> None
     assert len({tuple(position) for position in positions}) == len(positions)
     for step in range(60):
         restored = make(name, documents=documents, shuffle=shuffle)
-        restored.restore(PREFIX, positions[step])
+        restored.restore(positions[step])
         assert restored.position() == positions[step]
         assert take(restored, min(3, 60 - step)) == examples[step : step + 3]
 
@@ -172,7 +166,7 @@ def test_a_stream_of_a_mixture_goes_on_at_any_step() -> None:
     first = take(source, 25)
     position = source.position()
     expected = take(source, 40)
-    source.restore(PREFIX, position)
+    source.restore(position)
     assert take(source, 40) == expected
     assert take(make("ul2"), 25) == first
 
@@ -190,7 +184,7 @@ def test_the_seed_decides() -> None:
 
 
 def test_the_order_of_documents_has_numbers_of_its_own() -> None:
-    """The counters of noise never coincide with those of `InMemoryTaskStream`."""
+    """The counters of noise never coincide with those of `ExampleStream`."""
     seed = np.random.SeedSequence(0)
     order = CounterDraws(seed, 0).uniform(4)  # what the order of epoch 0, chunk 0 is drawn from
     for place in ((0, 0), (0, 0, 0), (0, 0, 0, 0)):
@@ -239,30 +233,3 @@ def test_groups_are_not_mixed_across_epochs() -> None:
     for _ in range(5):
         targets = next(source)[1]
         assert len(targets) == 18 and len({int(t) // 1000 for t in targets if t != 1}) == 3
-
-
-def test_documents_of_a_seqio_task_are_read_as_needed() -> None:
-    texts = [f"document {i}" for i in range(4000)]
-    vocabulary = seqio.ByteVocabulary()
-    feature = seqio.Feature(vocabulary, add_eos=False)
-    task = seqio.Task(
-        "documents",
-        source=seqio.FunctionDataSource(
-            lambda split, shuffle_files, seed=None: tf.data.Dataset.from_tensor_slices(
-                {"inputs": [""] * len(texts), "targets": texts}
-            ),
-            ["train"],
-        ),
-        preprocessors=[seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()],
-        output_features={"inputs": feature, "targets": feature},
-    )
-    examples = SeqioExamples(task, "train", {"inputs": 1000, "targets": 1000})
-    source = SegmentStream(
-        examples, FullLM(), FORM, shard=(1, 4), seed=np.random.SeedSequence(0), shuffle=False
-    )
-    read = "".join(vocabulary.decode([t for t in next(source)[1].tolist() if t > 1]))
-    assert read == "".join(texts[1::4])[: len(read)]
-    assert examples._num_read < len(texts)
-    while source.position()[0] < 1:
-        next(source)
-    assert examples._num_read == len(texts)

@@ -8,13 +8,16 @@ import pytest
 import seqio
 import tensorflow as tf
 
-from synthesizer_jax.data import tasks
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.data.streams import open_stream
-from synthesizer_jax.data.task import Answers
+from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.evaluation.evaluation_sets import evaluation_tasks, load_evaluation_set
+from synthesizer_jax.evaluation.evaluation_sets import evaluation_tasks
 from synthesizer_jax.evaluation.evaluator import Evaluation, Evaluator
+from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.prepare import prepare
+from synthesizer_jax.tasks.streams import open_stream
+from synthesizer_jax.tasks.task import Answers
+from tests.tasks.loading import load, quiet
 
 LENGTHS = {"inputs": 16, "targets": 8}
 COUNTS = {"train": 12, "validation": 5}
@@ -121,20 +124,21 @@ pytestmark = pytest.mark.usefixtures("registered")
 
 def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path):
     vocabulary = Bytes().build()
-    assert tasks.member_names("outside_all") == [
+    assert task_registry.member_names("outside_all") == [
         "outside_double",
         "outside_missing",
         "outside_silent",
     ]
     # Of the part's rate, 4, the task without data takes nothing.
     rates = {"outside_double": 12.0, "outside_silent": 4.0}
-    assert tasks.sampled_members("outside_all", tmp_path, "train") == rates
+    assert task_registry.mixture_rates("outside_all", tmp_path) == rates
     for name in rates:
-        task = tasks.find_task(name).to_seqio(vocabulary, tmp_path)
+        task = task_registry.find_task(name).to_seqio(vocabulary, tmp_path)
         assert task.output_features["targets"].vocabulary == vocabulary.to_seqio()
         original = seqio.TaskRegistry.get(name)
         assert original.output_features["targets"].vocabulary.vocab_size == 99
     config = DataConfig("outside_all", 16, 8, batch_size=4, shards=2)
+    prepare("outside_all", PreparedTasks(tmp_path, vocabulary), log=quiet)
     batch = next(open_stream(config, vocabulary, data_dir=tmp_path))
     for inputs, targets in zip(
         batch["encoder_input_tokens"], batch["decoder_target_tokens"], strict=True
@@ -143,15 +147,10 @@ def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path):
         assert vocabulary.decode(targets) == str(2 * number)
 
 
-def test_a_member_without_data_is_named(tmp_path, caplog):
-    tasks.sampled_members("outside_part", tmp_path, "train")
-    assert "outside_part goes without outside_missing" in caplog.text
-    assert tasks.mixture_rates("outside_part", tmp_path) == {
-        "outside_silent": 1.0,
-        "outside_missing": 0.0,
-    }
+def test_a_member_without_data_is_left_out(tmp_path):
+    assert task_registry.mixture_rates("outside_part", tmp_path) == {"outside_silent": 1.0}
     with pytest.raises(FileNotFoundError, match="no task of 'outside_missing' has data"):
-        tasks.sampled_members("outside_missing", tmp_path, "train")
+        prepare("outside_missing", PreparedTasks(tmp_path, Bytes().build()), log=quiet)
 
 
 def test_a_rate_that_cannot_be_computed_and_a_missing_split_are_one_sentence(tmp_path):
@@ -168,22 +167,19 @@ def test_a_rate_that_cannot_be_computed_and_a_missing_split_are_one_sentence(tmp
     with pytest.raises(
         ValueError, match=r"'outside_uncounted' in .*'outside_rates' cannot be .*num_input"
     ):
-        tasks.mixture_rates("outside_rates", tmp_path)
+        task_registry.mixture_rates("outside_rates", tmp_path)
     with pytest.raises(
         FileNotFoundError, match=r"give the source of outside_uncounted, .* that split"
     ):
         Evaluator(
             *(None, DataConfig("outside_uncounted", 16, 8, batch_size=8), Evaluation()),
-            vocabulary=Bytes().build(),
-            data_dir=tmp_path,
+            prepared=PreparedTasks(tmp_path, Bytes().build()),
         )
 
 
 def test_metrics_are_computed_by_their_own_rules(tmp_path):
     vocabulary = Bytes().build()
-    examples = load_evaluation_set(
-        "outside_double", "validation", vocabulary, data_dir=tmp_path, lengths=LENGTHS
-    )
+    examples = load("outside_double", "validation", tmp_path, lengths=LENGTHS)
     assert examples.scores_targets and examples.label_words is None
     assert examples.target_words == ["0", "2", "4", "6", "8"]
     texts = ["0", "3", "4", "no", "8"]
@@ -210,36 +206,34 @@ def test_metrics_are_computed_by_their_own_rules(tmp_path):
 
 
 def test_texts_that_a_task_drops_are_decoded(tmp_path):
-    examples = load_evaluation_set(
-        "outside_silent", "validation", Bytes().build(), data_dir=tmp_path, lengths=LENGTHS
-    )
+    examples = load("outside_silent", "validation", tmp_path, lengths=LENGTHS)
     assert examples.target_words == ["0", "2", "4", "6", "8"]
     assert examples.record(1, "2")["input"] == "twice 1"
     assert examples.score(["0"] * 5) == {}
 
 
 def test_a_mixture_is_evaluated_on_all_its_tasks(tmp_path):
-    assert evaluation_tasks("outside_all", tmp_path) == [
+    prepared = PreparedTasks(tmp_path, Bytes().build())
+    prepare("outside_all", prepared, training_splits=(), log=quiet)
+    assert evaluation_tasks("outside_all", prepared) == [
         ("outside_double", "validation"),
         ("outside_silent", "validation"),
     ]
-    assert tasks.prepared_splits("outside_double", tmp_path) == COUNTS
+    assert task_registry.find_task("outside_double").stored_splits(tmp_path) == COUNTS
 
 
 def test_names_are_suggested():
     with pytest.raises(
         ValueError, match=r"no mixture or task 'outside_al', did you mean .*; tasks"
     ):
-        tasks.member_names("outside_al")
+        task_registry.member_names("outside_al")
     with pytest.raises(ValueError, match=r"there is no task 'outside_dou'"):
-        tasks.find_task("outside_dou")
+        task_registry.find_task("outside_dou")
 
 
 def test_a_metric_that_fails_is_named(tmp_path):
     vocabulary = Bytes().build()
-    examples = load_evaluation_set(
-        "outside_double", "validation", vocabulary, data_dir=tmp_path, lengths=LENGTHS
-    )
+    examples = load("outside_double", "validation", tmp_path, lengths=LENGTHS)
     answers = Answers(["0"] * 5, [np.array([1])] * 5, np.zeros(5), np.zeros(4))
     broken = answers._replace(texts=["0"] * 5, tokens=[np.array([1])] * 4)
     with pytest.raises(ValueError, match="a metric of the task 'outside_double' failed: "):
@@ -254,5 +248,5 @@ def test_features_that_are_no_tokens_are_refused(tmp_path):
         output_features={"targets": seqio.ContinuousFeature(rank=3)},
     )
     with pytest.raises(ValueError, match="'targets' of the task 'outside_images' is no sequence"):
-        tasks.find_task("outside_images").to_seqio(Bytes().build(), tmp_path)
+        task_registry.find_task("outside_images").to_seqio(Bytes().build(), tmp_path)
     seqio.TaskRegistry.remove("outside_images")

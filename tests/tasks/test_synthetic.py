@@ -2,14 +2,17 @@
 
 import hashlib
 import json
+import shutil
 
 import pytest
 
-from synthesizer_jax.evaluation import evaluation_sets, synthetic_baselines
+from synthesizer_jax.evaluation import synthetic_baselines
 from synthesizer_jax.tasks import synthetic
 from synthesizer_jax.tasks.formats import WSC
+from synthesizer_jax.tasks.postprocessors import to_text
 from synthesizer_jax.tasks.synthetic.definitions import as_text, config_name
 from synthesizer_jax.tasks.synthetic.rows import HELD_OUT, SIZES, SOURCES
+from tests.tasks.loading import load
 
 
 @pytest.fixture(scope="module")
@@ -17,12 +20,6 @@ def rows():
     return {
         (config, split): synthetic.examples(config, split) for config in SOURCES for split in SIZES
     }
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    data_dir = tmp_path_factory.mktemp("data")
-    return data_dir, synthetic.prepare(data_dir)
 
 
 def test_rows_depend_on_the_seed_alone():
@@ -60,20 +57,14 @@ def test_labels_are_balanced(rows):
 
 
 @pytest.mark.slow
-def test_the_seqio_tasks_make_the_strings_that_the_baselines_read(prepared, rows):
-    data_dir, made = prepared
-    vocabulary = made.vocabulary.build()
+def test_the_seqio_tasks_make_the_strings_that_the_baselines_read(synthetic_data, rows):
+    vocabulary = synthetic.vocabulary(synthetic_data).build()
     assert vocabulary.vocab_size == synthetic.VOCAB_SIZE
+    options = {"vocabulary": vocabulary, "lengths": {"inputs": 32, "targets": 4}}
     for task in synthetic.DEFINITIONS:
-        examples = evaluation_sets.load_evaluation_set(
-            task.name,
-            "validation",
-            vocabulary,
-            data_dir=data_dir,
-            lengths={"inputs": 32, "targets": 4},
-        )
+        examples = load(task.name, "validation", synthetic_data, **options)
         shown = [
-            (evaluation_sets.to_text(e["inputs_pretokenized"]), target)
+            (to_text(e["inputs_pretokenized"]), target)
             for e, target in zip(examples.examples, examples.target_words, strict=True)
         ]
         assert shown == [as_text(task, row) for row in rows[config_name(task), "validation"]]
@@ -86,18 +77,19 @@ def test_the_seqio_tasks_make_the_strings_that_the_baselines_read(prepared, rows
 
 
 @pytest.mark.slow
-def test_preparing_again_keeps_what_is_there_and_mends_what_is_not(prepared):
-    data_dir, made = prepared
+def test_writing_again_keeps_what_is_there_and_mends_what_is_not(synthetic_data, tmp_path):
+    data_dir = shutil.copytree(synthetic_data, tmp_path / "data")
     files = sorted(p for p in data_dir.rglob("*") if p.is_file())
     times = {p: p.stat().st_mtime_ns for p in files}
-    assert synthetic.prepare(data_dir) == made
+    synthetic.write(data_dir)
     assert {p: p.stat().st_mtime_ns for p in files} == times
     broken = data_dir / synthetic.MIXTURE / "wic" / "1.0.0" / "dataset_info.json"
     content = broken.read_bytes()
     broken.unlink()
-    synthetic.prepare(data_dir)
+    assert not synthetic.is_written(data_dir)
+    synthetic.write(data_dir)
+    assert synthetic.is_written(data_dir)
     assert json.loads(broken.read_bytes())["name"] == json.loads(content)["name"]
-    assert not list(data_dir.glob(".import-*"))
 
 
 def test_majority_is_what_balanced_labels_give():

@@ -19,7 +19,7 @@ from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
 from synthesizer_jax.tasks import metrics, task_registry
 from synthesizer_jax.tasks.mixtures import C4, MIXTURES, UNSUPERVISED_RATE, ExamplesRate
 from synthesizer_jax.tasks.postprocessors import is_labeled, to_text
-from tests.data import t5_rows
+from tests.tasks import t5_rows
 from tools import t5_names
 
 KNOWN = [name for name in t5_names.TASKS if name in task_registry.TASKS]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.data.config import DataConfig
+from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import (
     Bytes,
     SentencePiece,
@@ -15,7 +16,9 @@ from synthesizer_jax.evaluation import evaluation_sets
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.importers import import_benchmark
 from synthesizer_jax.tasks.mixtures import C4, MIXTURES, UNSUPERVISED_RATE, ExamplesRate
+from synthesizer_jax.tasks.prepare import prepare
 from synthesizer_jax.tasks.streams import open_stream
+from tests.tasks.loading import load, quiet
 
 LENGTHS = {"inputs": 64, "targets": 8}
 SUPER_GLUE = "super_glue_v102_proportional"
@@ -44,31 +47,37 @@ def vocabulary():
     return Bytes().build()
 
 
-def test_only_what_is_prepared_takes_part(data_dir, caplog):
-    assert task_registry.prepared_splits("super_glue_boolq_v102", data_dir) == {
-        "train": 40,
-        "validation": 20,
-    }
-    assert task_registry.available_members(SUPER_GLUE, data_dir) == {"super_glue_boolq_v102": 9427.0}
-    rates = task_registry.sampled_members(SUPER_GLUE, data_dir, "train")
-    assert rates == {"super_glue_boolq_v102": 9427.0}
-    assert "goes without" in caplog.text
-    assert "super_glue_copa_v102" in caplog.text
-    pairs = evaluation_sets.evaluation_tasks(SUPER_GLUE, data_dir)
+def test_only_what_is_there_takes_part(data_dir, vocabulary, caplog):
+    boolq = task_registry.find_task("super_glue_boolq_v102")
+    assert boolq.stored_splits(data_dir) == {"train": 40, "validation": 20}
+    assert task_registry.mixture_rates(SUPER_GLUE, data_dir) == {"super_glue_boolq_v102": 9427.0}
+    prepared = PreparedTasks(data_dir, vocabulary)
+    prepare(SUPER_GLUE, prepared, log=quiet)
+    open_stream(DataConfig(SUPER_GLUE, 64, 8, batch_size=8), vocabulary, data_dir=data_dir)
+    assert "goes without" in caplog.text and "super_glue_copa_v102" in caplog.text
+    pairs = evaluation_sets.evaluation_tasks(SUPER_GLUE, prepared)
     assert pairs == [("super_glue_boolq_v102", "validation")]
 
 
-def test_missing_data_is_one_sentence_with_the_remedy(data_dir, tmp_path, vocabulary):
+def test_missing_data_is_one_sentence_with_the_remedy(data_dir, vocabulary):
+    prepared = PreparedTasks(data_dir, vocabulary)
     with pytest.raises(FileNotFoundError, match="synthesizer-jax data import glue --from DIR"):
-        task_registry.sampled_members("glue_v002_proportional", data_dir, "train")
-    with pytest.raises(FileNotFoundError, match=r"no split 'test' .*found: train, validation"):
+        prepare("glue_v002_proportional", prepared, log=quiet)
+    with pytest.raises(
+        FileNotFoundError, match=r"for the split test in .*it has train, validation"
+    ):
+        load("super_glue_boolq_v102", "test", data_dir, vocabulary=vocabulary)
+    with pytest.raises(
+        FileNotFoundError, match=r"'test' is not prepared in .*; run 'synthesizer-jax"
+    ):
         evaluation_sets.load_evaluation_set(
-            "super_glue_boolq_v102", "test", vocabulary, data_dir=data_dir, lengths=LENGTHS
+            "super_glue_boolq_v102", "test", prepared, lengths=LENGTHS
         )
 
 
 def test_training_batches_hold_the_tasks_examples(data_dir, vocabulary):
     config = DataConfig(SUPER_GLUE, 64, 8, batch_size=8, shards=2)
+    prepare(SUPER_GLUE, PreparedTasks(data_dir, vocabulary), log=quiet)
     stream = open_stream(config, vocabulary, data_dir=data_dir)
     texts = set()
     for _ in range(10):
@@ -89,14 +98,8 @@ def test_training_batches_hold_the_tasks_examples(data_dir, vocabulary):
 
 
 def test_evaluation_sets_are_in_order_and_scored(data_dir, vocabulary):
-    examples = evaluation_sets.load_evaluation_set(
-        "super_glue_boolq_v102",
-        "validation",
-        vocabulary,
-        data_dir=data_dir,
-        lengths=LENGTHS,
-        max_examples=8,
-    )
+    name, options = "super_glue_boolq_v102", {"vocabulary": vocabulary, "max_examples": 8}
+    examples = load(name, "validation", data_dir, lengths=LENGTHS, **options)
     assert examples.target_words == ["True", "False"] * 4
     assert examples.label_words == ("False", "True")
     assert examples.score(["True"] * 8) == {"accuracy": 50.0}
@@ -119,7 +122,10 @@ def test_evaluation_only_twins_stand_for_the_trained_task():
 
 def test_rates_are_t5s():
     fixed = [name for name in MIXTURES if "proportional" in name and "leave" not in name]
-    totals = {name: sum(task_registry.mixture_rates(name).values()) for name in fixed}
+    rates = {name: list(MIXTURES[name].values()) for name in fixed}
+    totals = {
+        n: sum(r) for n, r in rates.items() if not any(isinstance(x, ExamplesRate) for x in r)
+    }
     assert totals["glue_v002_proportional"] == 949_101
     assert totals["super_glue_v102_proportional"] == 185_673
     assert totals["super_glue_v102_proportional_sentinel"] == 185_673
@@ -129,41 +135,23 @@ def test_rates_are_t5s():
     assert members <= set(task_registry.TASKS)
 
 
-def test_rates_by_examples_are_those_of_the_prepared_data(data_dir, caplog, monkeypatch):
-    rates = task_registry.sampled_members("en_mix", data_dir, "train")
-    assert rates == {"super_glue_boolq_v102": 40.0}
-    assert "goes without" in caplog.text and C4 in caplog.text
-    assert "mnli_matched" not in caplog.text  # it is only evaluated
-    monkeypatch.setenv("SYNTHESIZER_DATA_DIR", str(data_dir))
-    mixed = task_registry.mixture_rates("en_mix")
-    assert mixed["super_glue_boolq_v102"] == 40 and mixed["glue_cola_v002"] == 0
-    assert mixed[C4] == UNSUPERVISED_RATE
+def test_rates_by_examples_are_those_of_the_data_that_is_there(data_dir):
+    assert task_registry.mixture_rates("en_mix", data_dir) == {"super_glue_boolq_v102": 40.0}
+    assert MIXTURES["en_mix"][C4] == UNSUPERVISED_RATE
     assert ExamplesRate(ceiling=36, temperature=2, scale=2)(40) == 6
     with pytest.raises(ValueError, match=r"ExamplesRate\.temperature is 0; it must be positive"):
         ExamplesRate(temperature=0)
 
 
 @pytest.mark.slow
-def test_whole_multirc_questions(real_data, tmp_path, vocabulary):
+def test_whole_multirc_questions(real_data, tmp_path):
     (tmp_path / "super").mkdir()
     (tmp_path / "super" / "MultiRC").symlink_to(real_data / "super_glue" / "MultiRC")
     import_benchmark("super_glue", tmp_path / "super", tmp_path / "data")
-    examples = evaluation_sets.load_evaluation_set(
-        "super_glue_multirc_v102",
-        "validation",
-        vocabulary,
-        data_dir=tmp_path / "data",
-        lengths=LENGTHS,
-        max_examples=10,
-    )
+    name, data = "super_glue_multirc_v102", tmp_path / "data"
+    examples = load(name, "validation", data, lengths=LENGTHS, max_examples=10)
     groups = [(int(e["idx/paragraph"]), int(e["idx/question"])) for e in examples.examples]
-    everything = evaluation_sets.load_evaluation_set(
-        "super_glue_multirc_v102",
-        "validation",
-        vocabulary,
-        data_dir=tmp_path / "data",
-        lengths=LENGTHS,
-    )
+    everything = load(name, "validation", data, lengths=LENGTHS)
     whole = [(int(e["idx/paragraph"]), int(e["idx/question"])) for e in everything.examples]
     assert len(whole) == 4848
     assert 10 <= len(groups) < 30

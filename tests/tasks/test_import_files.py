@@ -9,14 +9,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from synthesizer_jax.data import imported, tasks
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.data.imported import FileTask, Template, add_imported, import_files
-from synthesizer_jax.data.importers import reading
-from synthesizer_jax.data.importers.files import find_splits
-from synthesizer_jax.data.streams import open_stream
+from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.evaluation.evaluation_sets import load_evaluation_set
+from synthesizer_jax.tasks import imported, task_registry
+from synthesizer_jax.tasks.imported import FileTask, Template, add_imported, import_files
+from synthesizer_jax.tasks.importers import reading
+from synthesizer_jax.tasks.importers.files import find_splits
+from synthesizer_jax.tasks.prepare import prepare
+from synthesizer_jax.tasks.streams import open_stream
+from tests.tasks.loading import BYTES, load, quiet
 
 ROWS = [{"text": "a fine, small film", "label": "1"}, {"text": "tab-free « dull »", "label": "0"}]
 JSON_LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
@@ -26,7 +28,7 @@ TSV = "text\tlabel\na fine, small film\t1\ntab-free « dull »\t0\n".encode()
 
 @pytest.fixture(autouse=True)
 def no_tasks_are_left(monkeypatch):
-    monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
+    monkeypatch.setattr(task_registry, "TASKS", dict(task_registry.TASKS))
 
 
 def zstd(data):
@@ -223,15 +225,9 @@ def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
         "  also in train: 2 rows",
         "  not UTF-8, with bytes replaced by U+FFFD: 1 line",
     ]
-    monkeypatch.delitem(tasks.TASKS, "my_reviews")  # as in another process
+    monkeypatch.delitem(task_registry.TASKS, "my_reviews")  # as in another process
     assert add_imported(tmp_path / "data") == ["my_reviews"]
-    examples = load_evaluation_set(
-        "my_reviews",
-        "validation",
-        Bytes().build(),
-        data_dir=tmp_path / "data",
-        lengths={"inputs": 64, "targets": 8},
-    )
+    examples = load("my_reviews", "validation", tmp_path / "data")
     assert examples.label_words == ("bad", "good")
     assert examples.target_words == ["good", "bad", "good"]
     assert examples.record(2, "bad")["input"] == "review: broken � byte"
@@ -275,13 +271,7 @@ def test_python_functions_make_the_texts(tmp_path):
         metrics=("pearson",),
     )
     import_files(task, find_splits([f"validation={tmp_path / 'a.tsv'}"]), tmp_path)
-    examples = load_evaluation_set(
-        "my_lengths",
-        "validation",
-        Bytes().build(),
-        data_dir=tmp_path,
-        lengths={"inputs": 64, "targets": 8},
-    )
+    examples = load("my_lengths", "validation", tmp_path)
     assert examples.target_words == ["18", "17"]
     assert examples.score(["2", "1"]) == {"pearson_corrcoef": pytest.approx(100)}
 
@@ -291,7 +281,10 @@ def test_a_task_that_is_imported_again_has_its_new_rows(tmp_path):
     for row in ROWS:
         (tmp_path / "a.jsonl").write_text((json.dumps(row) + "\n") * (int(row["label"]) + 1))
         import_files(describe(), find_splits([f"train={tmp_path}/a.jsonl"]), tmp_path, renew=True)
-        assert tasks.prepared_splits("my_reviews", tmp_path) == {"train": int(row["label"]) + 1}
+        assert task_registry.find_task("my_reviews").stored_splits(tmp_path) == {
+            "train": int(row["label"]) + 1
+        }
+        prepare("my_reviews", PreparedTasks(tmp_path, BYTES), log=quiet)
         batch = next(open_stream(config, Bytes().build(), data_dir=tmp_path))
         text = Bytes().build().decode(batch["encoder_input_tokens"][0])
         assert text == f"review: {row['text']}"
@@ -302,8 +295,8 @@ def test_splits_are_added_to_a_task_of_the_same_definition(tmp_path):
     train, test = (find_splits([f"{split}={tmp_path}/a.jsonl"]) for split in ("train", "test"))
     import_files(describe(), train, tmp_path)
     import_files(describe(), test, tmp_path)
-    assert tasks.prepared_splits("my_reviews", tmp_path) == {"test": 2, "train": 2}
-    assert tasks.TASKS["my_reviews"].splits == ("test", "train")
+    assert task_registry.find_task("my_reviews").stored_splits(tmp_path) == {"test": 2, "train": 2}
+    assert task_registry.TASKS["my_reviews"].splits == ("test", "train")
     with pytest.raises(
         ValueError, match=r"was imported with another task.json; replace .* --renew"
     ):

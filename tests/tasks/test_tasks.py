@@ -1,5 +1,6 @@
 """T5's strings, targets and postprocessing, one hand-made row per task."""
 
+import pathlib
 import subprocess
 import sys
 
@@ -158,7 +159,9 @@ def test_hidden_labels_of_coreference_stay_hidden(name):
         (row,) = rows_of(name, **(WSC if "wsc" in name else pair), label=label)
         assert row["label"] == label
         row["targets_pretokenized"] = row["targets"]
-        assert task_registry.find_task(name).postprocess("Ann", example=row, is_target=True) == label
+        assert (
+            task_registry.find_task(name).postprocess("Ann", example=row, is_target=True) == label
+        )
         assert is_labeled(row) is (label >= 0)
 
 
@@ -314,16 +317,17 @@ def test_unknown_names_come_with_a_suggestion():
     with pytest.raises(ValueError, match="did you mean 'glue_cola_v002'"):
         task_registry.find_task("glue_cola")
     with pytest.raises(ValueError, match="mixtures: glue_v002_proportional"):
-        task_registry.mixture_rates("nothing")
+        task_registry.mixture_rates("nothing", pathlib.Path("unused"))
 
 
 def test_listing_loads_no_tensorflow_and_needs_no_network():
     program = (
         "import sys, socket\n"
         "socket.socket.connect = None\n"
-        "from synthesizer_jax.data import tasks, mixtures\n"
+        "import pathlib\n"
+        "from synthesizer_jax.tasks import task_registry\n"
         "assert len(task_registry.TASKS) > 70, len(task_registry.TASKS)\n"
-        "assert task_registry.mixture_rates('glue_v002_proportional')\n"
+        "assert task_registry.mixture_rates('glue_v002_proportional', pathlib.Path('x')) == {}\n"
         "assert not {'tensorflow', 'seqio'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -12,12 +12,13 @@ import pytest
 import tensorflow_datasets as tfds
 
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.evaluation import evaluation_sets
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.catalog import DEFINITIONS
 from synthesizer_jax.tasks.importers import IMPORTERS, import_corpus
 from synthesizer_jax.tasks.importers.corpus_layouts import CORPORA
 from synthesizer_jax.tasks.importers.corpus_readers import parallel
+from synthesizer_jax.tasks.postprocessors import to_text
+from tests.tasks.loading import load
 
 
 def place(root, files):
@@ -38,13 +39,7 @@ def texts(row, *names):
 
 
 def examples_of(data_dir, task, split):
-    return evaluation_sets.load_evaluation_set(
-        task,
-        split,
-        Bytes().build(),
-        data_dir=data_dir,
-        lengths={"inputs": 200, "targets": 50},
-    )
+    return load(task, split, data_dir, lengths={"inputs": 200, "targets": 50})
 
 
 QUESTIONS = {
@@ -287,7 +282,7 @@ def test_summaries_and_dialogues(data_dir):
         ((b"i sing.",), (b"hey .",), b"yo ."),
     }
     sets = examples_of(data_dir, "convai2_self_original", "train")
-    inputs = {evaluation_sets.to_text(row["inputs_pretokenized"]) for row in sets.examples}
+    inputs = {to_text(row["inputs_pretokenized"]) for row in sets.examples}
     assert "dialogue history: hello . | hi . | you ? persona: i ski." in inputs
     assert sets.score(sets.target_words)["bleu1"] == pytest.approx(100)
 
@@ -305,7 +300,7 @@ def test_a_second_folder_adds_its_splits_and_renew_replaces(tmp_path, caplog):
         import_corpus("convai2", other, out)
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")}.keys() == before.keys()
     import_corpus("convai2", other, out, renew=True)
-    assert tasks.prepared_splits("convai2_self_original", out) == {"validation": 3}
+    assert task_registry.find_task("convai2_self_original").stored_splits(out) == {"validation": 3}
     assert "removes the split 'train' of " in caplog.text
 
 

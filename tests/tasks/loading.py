@@ -1,0 +1,32 @@
+"""Preparing and reading of evaluation sets in one call."""
+
+import pathlib
+from collections.abc import Mapping
+
+from synthesizer_jax.data.prepared import PreparedTasks
+from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
+from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, load_evaluation_set
+from synthesizer_jax.tasks.prepare import prepare
+
+LENGTHS = {"inputs": 64, "targets": 16}
+BYTES = Bytes().build()
+
+
+def quiet(_: str) -> None:
+    """Shows nothing."""
+
+
+def load(
+    name: str,
+    split: str,
+    data_dir: pathlib.Path,
+    *,
+    lengths: Mapping[str, int] = LENGTHS,
+    vocabulary: Vocabulary = BYTES,
+    max_examples: int | None = None,
+) -> EvaluationSet:
+    """The examples of a task and split, prepared first."""
+    prepared = PreparedTasks(data_dir, vocabulary)
+    options = {"training_splits": (), "evaluation_splits": (split,), "lengths": lengths}
+    prepare(name, prepared, log=quiet, **options)
+    return load_evaluation_set(name, split, prepared, lengths=lengths, max_examples=max_examples)

@@ -1,0 +1,435 @@
+"""What is prepared against what SeqIO reads, what becomes of interruptions and changes, and damage."""
+
+import functools
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import seqio
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from synthesizer_jax.data.prepared import PreparedExamples, PreparedInfo, PreparedTasks
+from synthesizer_jax.data.records import Chunk, RaggedTokens
+from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.tasks import prepare as preparing
+from synthesizer_jax.tasks import synthetic, task_registry
+from synthesizer_jax.tasks.preparation import SplitRequest, is_current
+from synthesizer_jax.tasks.prepare import prepare
+from synthesizer_jax.tasks.storage import write_dataset
+from tests.tasks.loading import BYTES, quiet
+
+BOOLQ = "super_glue_boolq_v102"
+LENGTHS = {"inputs": 32, "targets": 12}
+LINES = {"train": 90, "validation": 7}
+SIDES = ("inputs", "targets")
+
+
+def questions(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Rows of lines ``NUMBER TEXT``, with features of every kind."""
+
+    def question(line: tf.Tensor) -> dict[str, tf.Tensor]:
+        words = tf.strings.split(line)
+        number = tf.strings.to_number(words[0], tf.int32)
+        return {
+            "inputs": line,
+            "targets": words[0],
+            "number": number,
+            "half": tf.cast(number, tf.float32) / 2,
+            "words": words,
+            "range": tf.range(number % 4),
+            "pair": {"a": number, "b": line},
+        }
+
+    return dataset.map(question)
+
+
+def texts(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    return dataset.map(lambda line: {"targets": line})
+
+
+def halve(dataset: tf.data.Dataset, sequence_length: dict[str, int]) -> tf.data.Dataset:
+    """Leaves half of the inputs that a row has room for."""
+    room = sequence_length["inputs"] // 2
+    return dataset.map(lambda row: row | {"inputs": row["inputs"][:room]})
+
+
+@seqio.map_over_dataset(num_seeds=1)
+def noise(row: dict, seed: tf.Tensor) -> dict:
+    """A random id at the end of the targets."""
+    number = tf.random.stateless_uniform([1], seed, 3, 200, tf.int32)
+    return row | {"targets": tf.concat([row["targets"], number], 0)}
+
+
+def without_texts(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """As preprocessors that tokenize themselves."""
+    return dataset.map(lambda row: {k: v for k, v in row.items() if "pretokenized" not in k})
+
+
+EOS = [seqio.preprocessors.append_eos_after_trim]
+STEPS = {
+    "prepared_trimmed": [questions, EOS],
+    "prepared_cut": [questions, [seqio.preprocessors.append_eos]],
+    "prepared_bare": [questions, []],
+    "prepared_texts": [texts, EOS],
+    "prepared_lengths": [questions, [halve, *EOS]],
+    "prepared_random": [questions, [noise, *EOS]],
+    "prepared_silent": [questions, [without_texts, *EOS]],
+}
+NAMES = [*STEPS, BOOLQ, f"{BOOLQ}_1_sentinel"]
+
+
+def register(folder: pathlib.Path) -> None:
+    """Adds tasks over three files of lines to SeqIO's registry."""
+    files = {split: str(folder / f"{split}-*.txt") for split in LINES}
+    feature = seqio.Feature(seqio.PassThroughVocabulary(99), add_eos=True)
+    for name, (first, rest) in STEPS.items():
+        sides = SIDES if first is questions else SIDES[1:]
+        seqio.TaskRegistry.add(
+            name,
+            source=seqio.TextLineDataSource(files, num_input_examples=LINES),
+            preprocessors=[
+                first,
+                seqio.preprocessors.tokenize,
+                seqio.CacheDatasetPlaceholder(),
+                *rest,
+            ],
+            output_features=dict.fromkeys(sides, feature),
+        )
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
+    """Files of lines and BoolQ as a TFDS data set; nothing is prepared."""
+    folder = tmp_path_factory.mktemp("data")
+    for split, count in LINES.items():
+        for part in range(3):
+            numbers = range(part * count // 3, (part + 1) * count // 3)
+            text = "".join(f"{n} is a number{' indeed' * (n % 3)}\n" for n in numbers)
+            (folder / f"{split}-{part}.txt").write_text(text)
+    rows = [
+        {"question": f"is {i} even", "passage": f"{i} is.", "label": i % 2, "idx": i}
+        for i in range(40)
+    ]
+    text = tfds.features.Text()
+    write_dataset(
+        *("super_glue", "boolq"),
+        version="1.0.2",
+        description="made",
+        features={"question": text, "passage": text, "label": np.int64, "idx": np.int32},
+        splits={"train": lambda: rows, "validation": lambda: rows[:9]},
+        data_dir=folder,
+    )
+    register(folder)
+    yield folder
+    for name in STEPS:
+        seqio.TaskRegistry.remove(name)
+
+
+@pytest.fixture
+def own_dir(data_dir: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+    """A copy of the data sets in which something may be prepared; lines are where they were."""
+    ignored = shutil.ignore_patterns("prepared")
+    return pathlib.Path(shutil.copytree(data_dir, tmp_path / "data", ignore=ignored))
+
+
+def prepared_in(folder: pathlib.Path, name: str, **options: object) -> PreparedTasks:
+    prepared = PreparedTasks(folder, BYTES)
+    prepare(name, prepared, **{"lengths": LENGTHS, "log": quiet, **options})
+    return prepared
+
+
+def seqio_rows(
+    folder: pathlib.Path,
+    name: str,
+    split: str = "train",
+    *,
+    lengths: object = LENGTHS,
+    seed: int = 0,
+) -> list[dict]:
+    """The rows of SeqIO's own pipeline."""
+    task = task_registry.find_task(name).to_seqio(BYTES, folder)
+    dataset = task.get_dataset(lengths, split, shuffle=False, seed=seed, try_in_mem_cache=False)
+    return list(dataset.as_numpy_iterator())
+
+
+def tokens_of(rows: list[dict]) -> list[list[list[int]]]:
+    return [[np.asarray(row.get(side, ())).tolist() for side in SIDES] for row in rows]
+
+
+def read(examples: PreparedExamples) -> list[list[list[int]]]:
+    return [[side.tolist() for side in examples[i]] for i in range(len(examples))]
+
+
+@pytest.mark.parametrize("lengths", [(32, 12), (6, 3), (2, 2), (1, 1), (7, 1)])
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_those_that_seqio_makes_for_any_lengths(
+    data_dir: pathlib.Path, name: str, lengths: tuple[int, int]
+) -> None:
+    chosen = dict(zip(SIDES, lengths, strict=True))
+    prepared = prepared_in(data_dir, name, lengths=chosen)
+    wanted = tokens_of(seqio_rows(data_dir, name, lengths=chosen))
+    assert read(prepared.open(name, "train", chosen)) == wanted
+    assert len(wanted) == (40 if BOOLQ in name else 90)
+    if name != "prepared_lengths":
+        whole = tokens_of(seqio_rows(data_dir, name, lengths=None))
+        assert read(prepared.open(name, "train", None)) == whole
+
+
+@pytest.mark.parametrize("name", ["prepared_trimmed", "prepared_silent", BOOLQ])
+def test_evaluation_rows_are_those_of_seqio(data_dir: pathlib.Path, name: str) -> None:
+    prepared = prepared_in(data_dir, name)
+    wanted = seqio_rows(data_dir, name, "validation", lengths=None)
+    found = list(prepared.open(name, "validation", LENGTHS).rows())
+    assert len(found) == len(wanted) > 6
+    for row, expected in zip(found, wanted, strict=True):
+        for side in SIDES:
+            decoded = BYTES.decode(expected.pop(side))
+            if name == "prepared_silent":
+                expected[f"{side}_pretokenized"] = decoded
+        assert flat(row).keys() == flat(expected).keys()
+        for (key, value), other in zip(flat(expected).items(), flat(row).values(), strict=True):
+            np.testing.assert_array_equal(other, value, key)
+            assert isinstance(other, bytes) == isinstance(value, bytes)
+
+
+def flat(row: dict, prefix: str = "") -> dict:
+    found = {}
+    for name, value in sorted(row.items()):
+        found |= flat(value, f"{name}/") if isinstance(value, dict) else {prefix + name: value}
+    return found
+
+
+def test_steps_that_need_lengths_are_said(own_dir: pathlib.Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"'prepared_lengths' depend on the lengths .*--inputs-leng"
+    ):
+        prepared_in(own_dir, "prepared_lengths", lengths=None)
+    prepared = prepared_in(own_dir, "prepared_lengths")
+    with pytest.raises(ValueError, match=r"is prepared for the lengths .*'inputs': 32.*run 'synth"):
+        prepared.open("prepared_lengths", "train", {"inputs": 16, "targets": 12})
+
+
+def test_epochs_of_a_task_with_random_steps_differ(own_dir: pathlib.Path) -> None:
+    def epochs() -> list:
+        prepared = prepared_in(own_dir, "prepared_random", epochs=2, renew=True)
+        found = read(prepared.open("prepared_random", "train", LENGTHS))
+        return [found[:90], found[90:]]
+
+    first, second = epochs()
+    assert first != second and [row[0] for row in first] == [row[0] for row in second]
+    assert [first, second] == epochs()
+    for seed, epoch in enumerate((first, second)):
+        assert epoch == tokens_of(seqio_rows(own_dir, "prepared_random", seed=seed))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_shards_hold_what_one_holds(
+    data_dir: pathlib.Path, own_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """File by file; SeqIO interleaves the files of one shard."""
+    name = "prepared_trimmed"
+    whole = read(prepared_in(own_dir, name).open(name, "train", LENGTHS))
+    monkeypatch.setattr(preparing, "ONE_SHARD", 20)
+    setup = functools.partial(register, data_dir)
+    prepared = prepared_in(own_dir, name, renew=True, workers=workers, setup=setup)
+    info = prepared.find(name, "train")
+    assert info is not None and list(info.files.values()) == [30, 30, 30]
+    found = read(prepared.open(name, "train", LENGTHS))
+    assert sorted(found) == sorted(whole)
+    assert [BYTES.decode(targets) for _, targets in found] == [*map(str, range(90))]
+
+
+def test_a_killed_preparation_goes_on_where_it_was(
+    own_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, options, written = "prepared_trimmed", {"evaluation_splits": ()}, []
+    monkeypatch.setattr(preparing, "ONE_SHARD", 20)
+    write = preparing.write_chunks
+
+    def write_or_die(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> preparing.Shard:
+        if len(written) == 2:
+            path.with_name(f".{path.name}.partial").write_bytes(b"half")
+            written.append("killed")
+            raise KeyboardInterrupt
+        written.append(path.name[7:12])
+        return write(chunks, path, key=key)
+
+    monkeypatch.setattr(preparing, "write_chunks", write_or_die)
+    with pytest.raises(KeyboardInterrupt):
+        prepared_in(own_dir, name, **options)
+    assert PreparedTasks(own_dir, BYTES).find(name, "train") is None
+    prepared = prepared_in(own_dir, name, **options)
+    assert written == ["00000", "00001", "killed", "00002"]
+    found = read(prepared.open(name, "train", LENGTHS))
+    assert [BYTES.decode(targets) for _, targets in found] == [*map(str, range(90))]
+    prepared_in(own_dir, name, **options)
+    assert len(written) == 4
+
+
+def test_what_changes_a_prepared_set_makes_it_outdated(own_dir: pathlib.Path) -> None:
+    request = SplitRequest(BOOLQ, "train", rows=False)
+
+    def current(**options: object) -> bool:
+        return is_current(request, prepared, **{"lengths": None, **options})
+
+    prepared = prepared_in(own_dir, BOOLQ)
+    assert current() and current(epochs=1) and current(lengths={"inputs": 1, "targets": 1})
+    assert not current(epochs=2)
+    assert not is_current(SplitRequest(BOOLQ, "train", rows=True), prepared, lengths=None)
+    assert PreparedTasks(own_dir, Bytes(7).build()).find(BOOLQ, "train") is None
+    version = own_dir / "super_glue" / "boolq" / "1.0.2"
+    info = version / "dataset_info.json"
+    text = info.read_text()
+    info.write_text(text.replace('"40"', '"39"'))
+    assert not current()
+    info.write_text(text)
+    assert current()
+    version.rename(version.with_name("1.0.3"))
+    assert not current()
+    prepared_in(own_dir, BOOLQ)
+    assert current()
+
+
+def test_longer_files_make_a_prepared_set_outdated(
+    data_dir: pathlib.Path, own_dir: pathlib.Path
+) -> None:
+    prepared = prepared_in(own_dir, "prepared_texts")
+    request = SplitRequest("prepared_texts", "train", rows=False)
+    assert is_current(request, prepared, lengths=LENGTHS)
+    path = data_dir / "train-2.txt"
+    text = path.read_text()
+    path.write_text(text + "90 more\n")
+    assert not is_current(request, prepared, lengths=LENGTHS)
+    path.write_text(text)
+    lengths = SplitRequest("prepared_lengths", "train", rows=False)
+    prepared_in(own_dir, "prepared_lengths")
+    assert is_current(lengths, prepared, lengths=LENGTHS)
+    assert not is_current(lengths, prepared, lengths={"inputs": 8, "targets": 8})
+
+
+def test_damage_is_one_sentence_with_its_path_and_remedy(own_dir: pathlib.Path) -> None:
+    prepared = prepared_in(own_dir, BOOLQ)
+    folder = prepared.directory(BOOLQ, "validation")
+    (tokens,), (rows,), info = (
+        folder.glob("*.arrayrecord"),
+        folder.glob("*.msgpack"),
+        folder / "info.json",
+    )
+    remedy = f"run 'synthesizer-jax data prepare {BOOLQ} --data-dir {own_dir} --renew'"
+
+    def damaged(path: pathlib.Path, content: bytes) -> str:
+        kept = path.read_bytes()
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"info\.json|synthesizer-jax") as error:
+            examples = prepared.open(BOOLQ, "validation", LENGTHS)
+            assert len(list(examples.rows())) == len(read(examples))
+        path.write_bytes(kept)
+        assert str(path) in str(error.value) and "\n" not in str(error.value)
+        return str(error.value)
+
+    whole = tokens.read_bytes()
+    flipped = whole[:100] + bytes([whole[100] ^ 1]) + whole[101:]
+    for content in (flipped, whole[: len(whole) // 2], b""):
+        assert remedy in damaged(tokens, content)
+    for content in (rows.read_bytes()[:-3], b"\xc1" * 50):
+        assert remedy in damaged(rows, content)
+    text = info.read_text()
+    for broken in (text[:50], "[]", text.replace('"examples": 9', '"examples": 8')):
+        damaged(info, broken.encode())
+    assert "checksum" in damaged_checksum(prepared, info)
+    tokens.unlink()
+    with pytest.raises((ValueError, OSError), match=tokens.name):
+        prepared.open(BOOLQ, "validation", LENGTHS)[0]
+
+
+def damaged_checksum(prepared: PreparedTasks, info: pathlib.Path) -> str:
+    text = info.read_text()
+    info.write_text(json.dumps(json.loads(text) | {"checksum": 5}))
+    with pytest.raises(ValueError, match="run 'synthesizer-jax data prepare") as error:
+        prepared.open(BOOLQ, "validation", LENGTHS)[0]
+    info.write_text(text)
+    return str(error.value)
+
+
+def test_records_are_data() -> None:
+    chunk = Chunk(
+        RaggedTokens(np.array([5, 70_000, 7], np.int32), np.array([0, 0, 2, 3])),
+        RaggedTokens(np.array([8], np.int32), np.array([0, 1, 1, 1])),
+    )
+    record = chunk.to_bytes()
+    again = Chunk.from_bytes(record, vocab_size=80_000)
+    for given, found in zip(
+        (*chunk.inputs, *chunk.targets), (*again.inputs, *again.targets), strict=True
+    ):
+        np.testing.assert_array_equal(given, found, strict=True)
+    with pytest.raises(ValueError, match="token 70000 of a vocabulary of 300"):
+        Chunk.from_bytes(record, vocab_size=300)
+    for damaged in (b"", record[:5], record[:-4], record + b"1234", b"\xff" * len(record)):
+        with pytest.raises(ValueError, match=r"holds|says|buffer|offset"):
+            Chunk.from_bytes(damaged, vocab_size=80_000)
+
+
+def test_files_of_another_format_are_prepared_again(own_dir: pathlib.Path) -> None:
+    prepared = prepared_in(own_dir, BOOLQ)
+    info = prepared.directory(BOOLQ, "train") / "info.json"
+    info.write_text(info.read_text().replace('"format": 3', '"format": 2'))
+    assert PreparedInfo.load(info.parent) is None
+    with pytest.raises(
+        FileNotFoundError, match=r"is not prepared in .*; run 'synthesizer-jax data"
+    ):
+        prepared.open(BOOLQ, "train", LENGTHS)
+    prepared_in(own_dir, BOOLQ)
+    assert len(prepared.open(BOOLQ, "train", LENGTHS)) == 40
+
+
+def test_tasks_enter_seqio_s_registry(data_dir: pathlib.Path) -> None:
+    names = task_registry.register_with_seqio(BYTES, data_dir)
+    try:
+        assert names == [BOOLQ, f"{BOOLQ}_1_sentinel"]
+        assert task_registry.register_with_seqio(BYTES, data_dir) == []
+        for name in names:
+            dataset = seqio.get_mixture_or_task(name).get_dataset(LENGTHS, "train", shuffle=False)
+            found = tokens_of(list(dataset.as_numpy_iterator()))
+            assert found == tokens_of(seqio_rows(data_dir, name))
+    finally:
+        for name in names:
+            seqio.TaskRegistry.remove(name)
+
+
+WITHOUT_TENSORFLOW = """
+import sys
+for name in ("tensorflow", "tensorflow_datasets", "seqio"):
+    sys.modules[name] = None
+from synthesizer_jax.cli.main import run
+run()
+"""
+
+
+@pytest.mark.slow
+def test_runs_of_prepared_data_need_no_tensorflow(
+    synthetic_data: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    def call(*arguments: str) -> None:
+        data = ("--workdir", str(tmp_path / "run"), "--data-dir", str(synthetic_data))
+        environment = os.environ | {"PYTHONPATH": os.getcwd()}
+        command = [sys.executable, "-c", WITHOUT_TENSORFLOW, *arguments, *data]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    settings = ("training.steps=2", "data.batch_size=16", "evaluation.max_examples=4",
+                "evaluation.loss_batches=1", "evaluation.batch_size=4")  # fmt: skip
+    options = itertools.chain(*(("--set", setting) for setting in settings))
+    call("train", "quickstart:random_vanilla", *options)
+    assert (tmp_path / "run" / "evaluation" / "2" / "results.json").is_file()
+    call("eval", "--max-examples", "4", "--task", "synthetic_cola")
+    call("predict", "--split", "validation", "--max-examples", "4", "--task", "synthetic_stsb")
+    assert list((tmp_path / "run" / "evaluation").rglob("synthetic_stsb.jsonl"))
+    assert synthetic.MIXTURE in (tmp_path / "run" / "experiment.json").read_text()
