@@ -264,6 +264,15 @@ def write_atomic(path: pathlib.Path, content: str | bytes | Iterable[str]) -> pa
     return path
 
 
+def append(path: pathlib.Path, content: bytes) -> None:
+    """Appends to a file; in a bucket, where that is impossible, the whole file is written again."""
+    if in_bucket(path):
+        path.write_bytes((path.read_bytes() if path.exists() else b"") + content)
+        return
+    with path.open("ab") as file:
+        file.write(content)
+
+
 @contextlib.contextmanager
 def name_write_errors(directory: pathlib.Path) -> Iterator[None]:
     """Names a directory in errors of writing to it that name no file, as those of a full disk.

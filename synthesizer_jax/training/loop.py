@@ -17,7 +17,6 @@ import numpy as np
 from synthesizer_jax.checkpoints.contents import DataPosition
 from synthesizer_jax.checkpoints.manager import Checkpoints
 from synthesizer_jax.runs.events import Events, goodput, read_events
-from synthesizer_jax.runs.log_directory import LogDirectory
 from synthesizer_jax.runs.metrics import METRICS_FILE, MetricsWriter, Throughput, read_scores
 from synthesizer_jax.runs.progress import Progress, format_duration
 from synthesizer_jax.runtime import processes
@@ -192,8 +191,8 @@ class _Run:
         self.stop, self.evaluate, self.progress = stop, evaluate, progress
         self.training = trainer.experiment.training
         writes = processes.is_process_zero()
-        self.logs = LogDirectory(directory, writes=writes)
-        self.events = Events(self.logs.path, writes=writes)
+        self.directory = directory
+        self.events = Events(directory, writes=writes)
         data = trainer.experiment.data
         self.throughput = Throughput(
             data.batch_size * (data.inputs_length + data.targets_length), utilizations
@@ -213,7 +212,7 @@ class _Run:
         start, self.scores = int(state.step), dict(scores)
         self.earlier_updates = self.trainer.earlier_updates(state)
         self.writer = MetricsWriter(
-            self.logs.path, restored_step=start, writes=processes.is_process_zero()
+            self.directory, restored_step=start, writes=processes.is_process_zero()
         )
         self.progress.begin(start)
         try:
@@ -251,7 +250,6 @@ class _Run:
         finally:
             self.watchdog.close()
             self.writer.close()
-            self.logs.close()
         return state
 
     def has_stopped(self, step: int) -> bool:
@@ -299,7 +297,7 @@ class _Run:
         self.scores[step] = values.get("score", math.nan)
         self.checkpoints.record_score(step, self.scores[step])
         self.events.write("evaluated", step=step)
-        share = goodput(self.logs.path, self.throughput.seconds_per_step)
+        share = goodput(self.directory, self.throughput.seconds_per_step)
         values |= {} if share is None else {"goodput": share}
         self.writer.write(step, values, kind="eval")
         self.progress.log_evaluation(step, values, seconds)
@@ -308,7 +306,7 @@ class _Run:
     def save(self, state: TrainState, *, wait: bool = True) -> None:
         """Logs the last step, so that a continued run misses no line, and saves."""
         self.log()
-        self.logs.copy()
+        self.writer.flush()
         self.checkpoints.save(state, self.stream)
         self.stop.trained = True
         if wait:

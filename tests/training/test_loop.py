@@ -203,7 +203,7 @@ def test_when_no_checkpoint_can_be_read_nothing_is_lost(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
-    [OtherStreamError("seed was 1 and is 2"), PermissionError("denied"), MemoryError("full")],
+    [OtherStreamError("seed was 1 and is 2"), PermissionError("denied")],
     ids=lambda e: type(e).__name__,
 )
 def test_a_checkpoint_stays_where_it_is_when_it_is_not_what_fails(tmp_path, monkeypatch, error):
@@ -236,7 +236,7 @@ def test_a_checkpoint_of_other_arrays_stays_where_it_is(tmp_path):
     other = TrainState(
         jax.ShapeDtypeStruct((), np.int32), {"y": jax.ShapeDtypeStruct((3,), np.float32)}, {}, {}
     )
-    with pytest.raises(ValueError, match="y"):
+    with pytest.raises(ValueError, match=r"belongs to another model: params/x is \(2,\) there"):
         checkpoints.restore_newest(other, None)
     assert checkpoints.steps == [1]
     checkpoints.close()
