@@ -193,7 +193,6 @@ def _save_run_and_code(experiment: Experiment, directory: pathlib.Path, own: cod
     if processes.is_process_zero():
         code.record_code(directory, own)
         save_run(experiment, directory)
-    code.trust_code(own)
 
 
 def prepare_data(

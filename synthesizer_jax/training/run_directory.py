@@ -34,12 +34,12 @@ def save_experiment(experiment: Experiment, directory: pathlib.Path) -> None:
 
 
 def load_experiment(directory: pathlib.Path) -> Experiment:
-    """Reads the experiment of a run's directory, with the user's own code that it needs.
+    """Reads the experiment of a run's directory.
 
     Raises:
       FileNotFoundError: the directory holds no run.
       ValueError: the file is damaged, was written by another version or with unknown classes, or the run
-        needs code that this account has not run (`code.require_code`).
+        needs code of the user's that was not imported (`code.require_code`).
     """
     path = directory / EXPERIMENT_FILE
     if not path.is_file():
