@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 from synthesizer_jax.data.classes import LONGEST_TARGET
 from synthesizer_jax.data.objectives import Objective
 from synthesizer_jax.data.task_streams import CHUNK
 from synthesizer_jax.messages import not_divisible
 from synthesizer_jax.registry import check_types, fields_of
+from synthesizer_jax.typing import Length, Range, Seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +42,15 @@ class DataConfig:
     """
 
     mixture: str
-    inputs_length: int
-    targets_length: int
-    batch_size: int
-    shards: int = 8
+    inputs_length: Annotated[int, Range(0, 2**20)]
+    targets_length: Length
+    batch_size: Length
+    shards: Length = 8
     pack: bool = False
-    seed: int = 0
+    seed: Seed = 0
     split: str = "train"
     shuffle: bool = True
-    max_segments: int | None = None
+    max_segments: Length | None = None
     buckets: tuple[tuple[int, int], ...] = ()
     classes: tuple[str, ...] = ()
     objective: Objective | None = None

@@ -145,8 +145,8 @@ WRONG = [
     ("data.batch_size=-8", "data.batch_size is -8; allowed: 1 or more"),
     ("data.inputs_length=0", "data.inputs_length is 0"),
     ("data.shards=0", "data.shards is 0; allowed: 1 to 1024"),
-    ("mesh.dcn_fsdp=-9223372036854775808", "mesh.dcn_fsdp is -9223372036854775808; allowed: -1 to"),
-    ("mesh.tensor=0", "mesh.tensor is 0; allowed: -1 to .*, not 0"),
+    ("mesh.dcn_fsdp=-9223372036854775808", "mesh.dcn_fsdp is -9223372036854775808; allowed: -1 or"),
+    ("mesh.tensor=0", "mesh.tensor is 0; allowed: -1 or 1 to"),
     ("vocabulary.extra_ids=-1", "vocabulary.extra_ids is -1"),
     ("model.dtype=float17", "model.dtype is 'float17'; allowed: 'float32', 'bfloat16'"),
     ("model.vocab_size=0", "model.vocab_size is 0"),
@@ -165,7 +165,10 @@ WRONG = [
     ),
     ("model.encoder.runs.0.block.self_mixer.alignment.weights=max", "weights is 'max'; allowed"),
     ("model.encoder.runs.0.block.feed_forward.hidden_dim=0", "feed_forward.hidden_dim is 0"),
-    ('model.encoder.runs.0.block.feed_forward.activations=["tanh"]', "activations is .*'tanh'"),
+    (
+        'model.encoder.runs.0.block.feed_forward.activations=["tanh"]',
+        "is .*'tanh'.*; allowed: one or more of 'relu', 'g",
+    ),
     ("model.encoder.runs.0.block.feed_forward.activations=gelu", "expected tuple"),
     ("model.encoder.runs.0.block.self_mixer.name=other", "Attention has no field 'name'"),
 ]
@@ -278,7 +281,9 @@ DAMAGES = {
     damaged(
         lambda d: d["model"].update(encoder={"type": "os.system"})
     ): r"model\.encoder: unknown type",
-    damaged(lambda d: d["model"]["encoder"].update(runs=[])): r"model\.encoder\.runs is empty",
+    damaged(
+        lambda d: d["model"]["encoder"].update(runs=[])
+    ): r"model\.encoder\.runs is \(\); allowed: one or more",
     damaged(lambda d: d["model"].update(name="x")): r"model: EncoderDecoder has no field 'name'",
     damaged(
         lambda d: d["model"].update(parent="x")
