@@ -139,7 +139,7 @@ def describing(path: pathlib.Path, remedy: str = "restore it, or delete it") -> 
         OSError,
         RuntimeError,
     ) as error:
-        reason = str(error).partition("\n")[0][:200] or type(error).__name__
+        reason = str(error).partition("\n")[0][:250] or type(error).__name__
         raise ValueError(f"{path} cannot be read: {reason}; {remedy}") from error
 
 

@@ -18,7 +18,6 @@ from synthesizer_jax.checkpoints import checksums
 from synthesizer_jax.checkpoints.contents import (
     CONTENTS,
     Contents,
-    DamagedError,
     DataPosition,
     FilesArgs,
     FilesHandler,
@@ -217,7 +216,7 @@ class Checkpoints:
             directory / "state", args=ocp.args.StandardRestore(wanted)
         )
         if int(tree["step"]) != int(directory.name):
-            raise DamagedError(f"{directory} holds step {int(tree['step'])}")
+            raise ValueError(f"{directory} holds step {int(tree['step'])}")
         return tree
 
     def _set_aside(self, damaged: dict[int, str]) -> None:
@@ -396,7 +395,7 @@ def _agreed_problem(
         contents.check_arrays(
             checksums.combine_checksums([p for _, p in found] if divided else [parts])
         )
-    except DamagedError as error:
+    except ValueError as error:
         return one_line_error(error)
     return None
 

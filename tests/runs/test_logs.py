@@ -17,6 +17,7 @@ def test_a_log_goes_on_where_a_former_process_has_ended(
     for module in (files, metrics):
         monkeypatch.setattr(module, "in_bucket", lambda path: bucket)
     path = tmp_path / METRICS_FILE
+    path.touch()
     for step in (1, 2):
         writer, events = MetricsWriter(tmp_path, restored_step=step - 1), Events(tmp_path)
         writer.write(step, {"loss": 1.0}, kind="train")

@@ -239,9 +239,9 @@ def damaged(change):
 
 
 DAMAGES = {
-    "": r"line 1: it is not JSON",
-    "{": r"line 1: it is not JSON",
-    json.dumps(to_json(experiment()))[:900]: r"line 1: it is not JSON",
+    "": r"cannot be read: .* line 1",
+    "{": r"cannot be read: .* line 1",
+    json.dumps(to_json(experiment()))[:900]: r"cannot be read: .* line 1",
     "null": r"it holds None, expected an Experiment",
     "[]": r"it holds \(\), expected an Experiment",
     "{}": r"it holds {}, expected an Experiment",
@@ -250,7 +250,7 @@ DAMAGES = {
     '{"type": []}': r"unknown type \[\] in the saved",
     '{"type": "AdamW"}': r"it holds a AdamW, expected an Experiment",
     '{"type": "Experiment"}': r"model is missing",
-    "[" * 100_000: r"it is nested too deeply",
+    "[" * 100_000: r"cannot be read: maximum recursion depth",
     '{"a":' * 500 + "1" + "}" * 500: r"is nested deeper than 64 levels",
     damaged(lambda d: d["training"].update(steps="a")): r"training\.steps is 'a', expected int",
     damaged(lambda d: d["training"].update(steps=-3)): r"training\.steps is -3; allowed: 1 to",
@@ -273,7 +273,7 @@ DAMAGES = {
     ): r"data.objec.*x…: un",
     damaged(lambda d: d["data"].update(seed="SEED")).replace(
         '"SEED"', "1" * 5000
-    ): r"json: .*digits",
+    ): r"json cannot be read: .*digits",
     damaged(
         lambda d: d["data"].update(mixture="glue_rte_v002", split="x" * 10**6)
     ): r"data\.split is 'x{56}…; the tasks",
@@ -303,7 +303,7 @@ def test_a_damaged_file_is_one_sentence_that_names_it(tmp_path, text, message):
 
 def test_a_file_that_is_no_text_names_itself(tmp_path):
     (tmp_path / "experiment.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"experiment\.json: it is not UTF-8"):
+    with pytest.raises(ValueError, match=r"experiment\.json cannot be read: 'utf-8'"):
         load_experiment(tmp_path)
 
 
@@ -311,7 +311,7 @@ def test_a_file_that_is_no_text_names_itself(tmp_path):
 def test_a_vocabulary_outside_of_the_run_is_refused_when_the_run_is_opened(tmp_path, path):
     save_experiment(replace(experiment(), vocabulary=SentencePiece(path)), tmp_path)
     with pytest.raises(
-        ValueError, match=rf"experiment\.json: vocabulary\.path is '{path}', which lies"
+        ValueError, match=rf"experiment\.json cannot be read: vocabulary\.path is '{path}', which lies"
     ):
         load_experiment(tmp_path)
 
