@@ -201,7 +201,7 @@ def _open_evaluator(
     from synthesizer_jax.registry import replace
     from synthesizer_jax.runtime import processes
     from synthesizer_jax.tasks.task_registry import default_data_dir
-    from synthesizer_jax.training.run import open_data
+    from synthesizer_jax.training.run_data import open_data
 
     evaluation = replace(experiment.evaluation, **overrides)
     data_dir = default_data_dir() if data_dir is None else data_dir

@@ -10,7 +10,15 @@ from synthesizer_jax.alignments import Alignment
 from synthesizer_jax.attention import Mask, Terms
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.mixers import Mixer
-from synthesizer_jax.models import DecodingCache, Encoded, LayerCache, Memory, PositionEmbedding, RMSNorm, Run
+from synthesizer_jax.models import (
+    DecodingCache,
+    Encoded,
+    LayerCache,
+    Memory,
+    PositionEmbedding,
+    RMSNorm,
+    Run,
+)
 from synthesizer_jax.models.encoder import Pooling, StackBase
 from synthesizer_jax.models.layers import Activation
 from synthesizer_jax.models.stack import Remat

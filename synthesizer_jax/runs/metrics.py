@@ -171,7 +171,7 @@ class Throughput:
     """
 
     def __init__(self, capacity: int, utilizations: Mapping[str, float] = {}) -> None:
-        self._capacity, self._utilizations = capacity, dict(utilizations)
+        self._capacity, self.utilizations = capacity, dict(utilizations)
         self._time, self._steps, self._tokens, self._places = time.perf_counter(), 0, 0.0, 0
         self.seconds_per_step = 0.0
 
@@ -204,7 +204,7 @@ class Throughput:
         if self._steps:
             self.seconds_per_step = seconds / self._steps
             rates["padding"] = 1 - self._tokens / self._places
-        for name, share in self._utilizations.items():
+        for name, share in self.utilizations.items():
             rates[name] = share * rates["steps_per_second"]
         self._time, self._steps, self._tokens, self._places = now, 0, 0.0, 0
         return rates
