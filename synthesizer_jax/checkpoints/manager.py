@@ -134,7 +134,7 @@ class Checkpoints:
 
     def prune(self) -> None:
         """Deletes the finished checkpoints that need not be kept."""
-        steps = processes.Exchange("prune").all_gather(self.steps)[0]
+        steps = processes.all_gather("prune", self.steps)[0]
         for step in sorted(set(steps) - self._retention.steps_to_keep(steps)):
             self._manager.delete(step)
 
@@ -343,7 +343,7 @@ def restore_optimizer_state(checkpoint: pathlib.Path, opt_state: PyTree) -> PyTr
 def _newest(directory: pathlib.Path, step: int | None, tried: dict[int, str]) -> int | None:
     """Returns the newest untried checkpoint, or `step`, as process zero sees it; None if there is none."""
     steps = [s for s in finished_steps(directory) if s not in tried and step in (None, s)]
-    newest: int | None = processes.Exchange("newest").all_gather(max(steps, default=None))[0]
+    newest: int | None = processes.all_gather("newest", max(steps, default=None))[0]
     return newest
 
 
@@ -387,7 +387,7 @@ def _agreed_problem(
       contents: the saved checksums, if any.
       divided: whether the arrays are sharded over the processes; False if every process read all of them.
     """
-    found = processes.Exchange("read").all_gather((problem, parts))
+    found = processes.all_gather("read", (problem, parts))
     problems = [p for p, _ in found if p is not None]
     if problems or contents is None:
         return problems[0] if problems else None

@@ -151,7 +151,7 @@ def _check_group(timeout: float) -> Iterator[_Finding]:
     from synthesizer_jax.runtime import processes
 
     try:
-        place = processes.join_group(timeout=timeout)
+        joined = processes.join_group(timeout=timeout)
     except (RuntimeError, ValueError) as error:
         port = os.environ.get("JAX_COORDINATOR_PORT", processes.OPEN_PORT)
         yield _Finding(
@@ -160,8 +160,7 @@ def _check_group(timeout: float) -> Iterator[_Finding]:
             f"start the same command on every host; the firewall must let port {port} through",
         )
         return
-    text = "one process" if place is None else f"process {place.index} of {place.count}"
-    yield _Finding("ok", text)
+    yield _Finding("ok", "all processes have connected" if joined else "one process")
 
 
 def _check_devices() -> Iterator[_Finding]:
@@ -238,7 +237,7 @@ def _check_agreement() -> Iterator[_Finding]:
 
     if processes.process_count() == 1:
         return
-    everyone = processes.Exchange("doctor").all_gather(_host_identity())
+    everyone = processes.all_gather("doctor", _host_identity())
     for name in everyone[0]:
         others = [i for i, one in enumerate(everyone) if one[name] != everyone[0][name]]
         if others:

@@ -266,7 +266,7 @@ def _iterate_steps(workdir: pathlib.Path, *, follow: bool) -> Iterator[int]:
         stopped = has_stopped(workdir)
         finished = manager.finished_steps(workdir / "checkpoints")
         # All processes must evaluate the same steps, so they use the list of process zero.
-        shared, stopped = processes.Exchange("steps").all_gather((finished, stopped))[0]
+        shared, stopped = processes.all_gather("steps", (finished, stopped))[0]
         new = [step for step in shared if step not in yielded]
         yielded.update(new)
         yield from new

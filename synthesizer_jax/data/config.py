@@ -45,7 +45,7 @@ class DataConfig:
     inputs_length: Annotated[int, Range(0, 2**20)]
     targets_length: Length
     batch_size: Length
-    shards: Length = 8
+    shards: Annotated[int, Range(1, CHUNK)] = 8
     pack: bool = False
     seed: Seed = 0
     split: str = "train"
@@ -57,18 +57,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_types(DataConfig, fields_of(self), "data")
-        if self.inputs_length < 0:
-            raise ValueError(f"data.inputs_length is {self.inputs_length}; allowed: 0 or more")
-        for name in ("targets_length", "batch_size", "max_segments"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"data.{name} is {value}; allowed: 1 or more")
         self._check_buckets()
         self._check_classes()
-        if self.seed < 0:
-            raise ValueError(f"data.seed is {self.seed}; allowed: 0 or more")
-        if not 1 <= self.shards <= CHUNK:
-            raise ValueError(f"data.shards is {self.shards}; allowed: 1 to {CHUNK}")
         if self.batch_size % self.shards:
             by, size = f"data.shards={self.shards}", self.batch_size
             raise ValueError(

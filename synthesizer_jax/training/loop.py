@@ -126,7 +126,7 @@ def train(
                 break
             if evaluation.patience is not None and step in scores:
                 own = has_stopped(evaluation, scores, step)
-                if processes.Exchange("stopped").all_gather(own)[0]:
+                if processes.all_gather("stopped", own)[0]:
                     text = f"stopped: no better score in {evaluation.patience} evaluations"
                     log.say(step, text, event="stopped")
                     break

@@ -36,7 +36,7 @@ def say(store: buckets.Buckets, place: pathlib.Path, *commands: list[str]) -> tu
     (place / "commands").write_text(json.dumps(commands))
     done = subprocess.run(
         [sys.executable, "-c", COMMANDS, str(place / "commands")],
-        env=without_devices() | store.environment | {"GLIBC_TUNABLES": ""},
+        env=without_devices() | store.environment,
         capture_output=True,
         text=True,
     )

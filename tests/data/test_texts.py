@@ -91,7 +91,7 @@ def test_texts_continue_where_they_were_saved(
 
 
 def test_lengths_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"inputs_length is -1; allowed: 0 or more"):
+    with pytest.raises(ValueError, match=r"inputs_length is -1; allowed: 0 to"):
         DataConfig("texts", inputs_length=-1, targets_length=8, batch_size=8)
     with pytest.raises(ValueError, match=r"holds \(1, 4\); allowed: 0 to inputs_length=0"):
         DataConfig("texts", inputs_length=0, targets_length=8, batch_size=8, buckets=((1, 4),))

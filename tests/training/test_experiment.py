@@ -142,13 +142,13 @@ WRONG = [
         "evaluation.logits_dtype=int8",
         "evaluation.logits_dtype is 'int8'; allowed: 'float32', 'bfloat16'",
     ),
-    ("data.batch_size=-8", "data.batch_size is -8; allowed: 1 or more"),
+    ("data.batch_size=-8", "data.batch_size is -8; allowed: 1 to"),
     ("data.inputs_length=0", "data.inputs_length is 0"),
-    ("data.shards=0", "data.shards is 0; allowed: 1 to 1024"),
+    ("data.shards=0", "data.shards is 0; allowed: 1 to 1,024"),
     ("mesh.dcn_fsdp=-9223372036854775808", "mesh.dcn_fsdp is -9223372036854775808; allowed: -1 or"),
     ("mesh.tensor=0", "mesh.tensor is 0; allowed: -1 or 1 to"),
     ("vocabulary.extra_ids=-1", "vocabulary.extra_ids is -1"),
-    ("model.dtype=float17", "model.dtype is 'float17'; allowed: 'float32', 'bfloat16'"),
+    ("model.dtype=float17", "dtype='float17'; it must be 'float32' or 'bfloat16'"),
     ("model.vocab_size=0", "model.vocab_size is 0"),
     ("model.d_model=-8", "model.d_model is -8"),
     ("model.encoder.dropout_rate=1.1", "model.encoder.dropout_rate is 1.1; allowed: 0 to below 1"),
@@ -311,7 +311,8 @@ def test_a_file_that_is_no_text_names_itself(tmp_path):
 def test_a_vocabulary_outside_of_the_run_is_refused_when_the_run_is_opened(tmp_path, path):
     save_experiment(replace(experiment(), vocabulary=SentencePiece(path)), tmp_path)
     with pytest.raises(
-        ValueError, match=rf"experiment\.json cannot be read: vocabulary\.path is '{path}', which lies"
+        ValueError,
+        match=rf"experiment\.json cannot be read: vocabulary\.path is '{path}', which lies",
     ):
         load_experiment(tmp_path)
 
