@@ -1,4 +1,4 @@
-"""Measures how fast batches of a mixture are made: with SeqIO, from a cache, and by SeqIO's pipeline.
+"""Measures how fast batches of a mixture are made: from prepared files, and by SeqIO's pipeline.
 
     python benchmarks/input_pipeline.py --page docs/performance.md
     python benchmarks/input_pipeline.py --mixture glue_super_glue_proportional --data-dir DIR \\
@@ -6,9 +6,8 @@
 
 All read the same tasks, shuffled, with the same vocabulary and lengths. Every round starts a process for
 every system, in turns; medians are reported. Times begin when the stream is opened, after imports.
-*First* examples are those that the live stream tokenizes; later ones are in memory. Then a training step of
-T5 1.1 *tiny* is timed on packed and on unpacked rows, in turns. The caches are written into `--data-dir`
-first; without it, the mixture is the synthetic one, in a temporary directory.
+*First* examples are read from files; later ones are in memory. Then a training step of T5 1.1 *tiny* is timed
+on packed and on unpacked rows, in turns. What is missing is prepared in `--data-dir` first; without it, the mixture is the synthetic one, in a temporary directory.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from synthesizer_jax.tasks import synthetic
 
 SYSTEMS = {
     f"{label}{', packed' * pack}": {"system": system, "pack": pack}
-    for label, system in (("live", "live"), ("cache", "cache"), ("SeqIO's pipeline", "SeqIO"))
+    for label, system in (("SeqIO's pipeline", "SeqIO"), ("prepared", "prepared"))
     for pack in (False, True)
 }
 SIZE = "tiny"
@@ -41,7 +40,7 @@ def main() -> None:
     """Runs the comparison and writes the tables."""
     args = parse_arguments()
     with prepared_data(args) as paths:
-        write_caches(args.mixture, paths)
+        prepare(args.mixture, paths)
         shared = {**paths, "mixture": args.mixture, "inputs": args.inputs, "targets": args.targets}
         streams = race_streams(args, shared)
         steps = racing.race(
@@ -95,7 +94,7 @@ def section(
                     "peak_mb": "peak memory, MB|,.0f",
                 },
             ),
-            f"A training step of T5 1.1 {SIZE}, batch {args.step_batch}, {lengths}, from the cache.",
+            f"A training step of T5 1.1 {SIZE}, batch {args.step_batch}, {lengths}.",
             report.table(
                 steps,
                 {
@@ -123,10 +122,10 @@ def race_streams(args: argparse.Namespace, shared: Mapping[str, Any]) -> list[di
     return [racing.summarize_results(name, {}, rounds) for name, rounds in results.items()]
 
 
-def write_caches(mixture: str, paths: Mapping[str, Any]) -> None:
-    """Writes the caches of the mixture's tasks that are not there."""
+def prepare(mixture: str, paths: Mapping[str, Any]) -> None:
+    """Prepares the mixture's tasks where they are not."""
     vocabulary = paths["vocabulary"]
-    command = [sys.executable, "-m", "synthesizer_jax", "data", "cache", mixture]
+    command = [sys.executable, "-m", "synthesizer_jax", "data", "prepare", mixture]
     command += ["--data-dir", paths["data_dir"], "--vocabulary", vocabulary["path"]]
     subprocess.run([*command, "--extra-ids", str(vocabulary["extra_ids"])], check=True)
 
@@ -139,7 +138,7 @@ def prepared_data(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {"data_dir": str(args.data_dir), "vocabulary": dataclasses.asdict(vocabulary)}
         return
     with tempfile.TemporaryDirectory() as temporary_dir:
-        vocabulary = synthetic.prepare(pathlib.Path(temporary_dir)).vocabulary
+        vocabulary = synthetic.vocabulary(pathlib.Path(temporary_dir))
         yield {"data_dir": temporary_dir, "vocabulary": dataclasses.asdict(vocabulary)}
 
 

@@ -117,7 +117,7 @@ class Campaign:
         self.args, self.directory = args, directory
         self.random = random.Random(args.seed)
         self.steps = (args.kills + 3) * args.stride  # a kill occurs within a stride, or soon after
-        synthetic.prepare(directory / "data")
+        synthetic.write(directory / "data")
 
     def run(self) -> dict[str, Any]:
         """Runs both and returns the results, including a list of problems."""

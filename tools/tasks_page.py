@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from synthesizer_jax.data.objectives import OBJECTIVES, Objective
-from synthesizer_jax.data.task_streams import RESIDENT
 from synthesizer_jax.files import write_atomic
 from synthesizer_jax.tasks import catalog
 from synthesizer_jax.tasks.definitions import GLUE, SENTINEL, SUPER_GLUE, Task
@@ -97,9 +96,7 @@ strings, ids, postprocessed values, metrics and rates. It finds these difference
 """
 
 OBJECTIVES_NOTE = """`data.objective` gives an objective to texts that have none of their own, such as those
-of language modeling above and imported ones: `--set data.objective=NAME` with one of {names}. Data sets
-with more than {resident:,} rows, as these are, need `synthesizer-jax data cache` first.
-"""
+of language modeling above and imported ones: `--set data.objective=NAME` with one of {names}. """
 
 PAPERS = """The papers on head sizes and talking heads fine-tune on MNLI and SQuAD: `glue_mnli_v002`, whose
 answers are three words, and `squad_v010_allanswers_span`, whose answers are positions.
@@ -119,7 +116,7 @@ def page() -> str:
             parts.append(f"In T5's sentinel format: {names}.\n")
         if title == "Pre-training":
             names = ", ".join(f"`{name}`" for name in OBJECTIVES)
-            parts.append(OBJECTIVES_NOTE.format(names=names, resident=RESIDENT))
+            parts.append(OBJECTIVES_NOTE.format(names=names))
         if title == "Classification of texts":
             parts.append(PAPERS)
     parts.append("## Mixtures\n\n" + "\n".join(_mixture_table()) + "\n")

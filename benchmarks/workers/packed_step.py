@@ -1,4 +1,4 @@
-"""Training steps of a small T5 on cached batches, packed or not."""
+"""Training steps of a small T5 on prepared batches, packed or not."""
 
 import pathlib
 import time
@@ -23,7 +23,6 @@ data = DataConfig(
     options["targets"],
     options["batch"],
     pack=options["pack"],
-    cached=True,
 )
 vocabulary = SentencePiece(**options["vocabulary"])
 stream = open_stream(data, vocabulary.build(), data_dir=pathlib.Path(options["data_dir"]))

@@ -1,4 +1,4 @@
-"""Batches of a mixture: by this project's stream, from a cache or with SeqIO, or by SeqIO's pipeline."""
+"""Batches of a mixture: by this project's stream, or by SeqIO's pipeline."""
 
 import itertools
 import os
@@ -23,25 +23,24 @@ vocabulary = SentencePiece(**options["vocabulary"]).build()
 data_dir = pathlib.Path(options["data_dir"])
 lengths = options["inputs"], options["targets"]
 
-if options["system"] == "cache":
-    import grain.sources  # noqa: F401 (imports are not measured)
-else:
-    import seqio
+if options["system"] == "SeqIO":
+    import seqio  # imports are not measured
 
 
 def ours() -> Iterator[Batch]:
     """This project's stream."""
-    cached = options["system"] == "cache"
-    config = DataConfig(mixture, *lengths, options["batch"], pack=pack, cached=cached)
+    config = DataConfig(mixture, *lengths, options["batch"], pack=pack)
     return open_stream(config, vocabulary, data_dir=data_dir)
 
 
 def theirs() -> Iterator[Batch]:
     """SeqIO's pipeline as it comes, not as our tasks set it."""
     seqio.set_tfds_read_config_override(None)
-    rates = task_registry.sampled_members(mixture, data_dir, "train")
+    rates = task_registry.mixture_rates(mixture, data_dir)
     members = [
-        (task_registry.find_task(name).to_seqio(vocabulary, data_dir), rates[name]) for name in rates
+        (task_registry.find_task(name).to_seqio(vocabulary, data_dir), rate)
+        for name, rate in rates.items()
+        if rate
     ]
     data = seqio.get_dataset(
         seqio.Mixture(mixture, members),
@@ -82,7 +81,7 @@ def run() -> dict[str, float]:
 
 
 began = time.perf_counter()
-stream = {"live": ours, "cache": ours, "SeqIO": theirs}[options["system"]]()
+stream = {"prepared": ours, "SeqIO": theirs}[options["system"]]()
 taken = [next(stream)]
 first_batch = time.perf_counter()
 count = 0

@@ -190,7 +190,7 @@ def test_predictions_of_some_examples_are_no_leaderboard_file(place):
 
 def test_a_split_that_is_not_there_is_answered_with_those_that_are(place):
     with pytest.raises(FileNotFoundError, match=r"'tset' in .*; choose train or validation or test, or "
-                       "import them"):  # fmt: skip
+                       "import"):  # fmt: skip
         call(place, *RTE, "--split", "tset", command="predict")
 
 

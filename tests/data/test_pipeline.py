@@ -241,7 +241,7 @@ def test_other_rates_are_another_stream(data_dir: pathlib.Path, tmp_path: pathli
 
 
 def test_settings_that_cannot_work_are_said_in_one_sentence() -> None:
-    with pytest.raises(ValueError, match=r"batch_size=13 .* shards=4; .* are 12 and 16"):
+    with pytest.raises(ValueError, match=r"batch_size=13 .*shards=4; .* are 12 and 16"):
         config(batch_size=13)
     with pytest.raises(ValueError, match=r"batch_size=3 .* the smallest multiple is 4"):
         config(batch_size=3)

@@ -95,7 +95,7 @@ def test_sizes_that_are_not_divisible_are_errors():
         make_mesh(MeshShape(data=3))
     with pytest.raises(ValueError, match="at most one is -1"):
         MeshShape(data=-1, fsdp=-1).sizes(8)
-    with pytest.raises(ValueError, match=r"batch_size=12 .* shards=8; .* 8 and 16"):
+    with pytest.raises(ValueError, match=r"batch_size=12 .*shards=8; .* 8 and 16"):
         DataConfig("m", 8, 8, 12)
 
 
