@@ -26,7 +26,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-os.environ.setdefault("GLIBC_TUNABLES", "")  # otherwise `train` would restart this process
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")  # compile everything once
 

@@ -7,7 +7,7 @@ Every system runs in a process of its own; rounds alternate, and medians are rep
 sizes, batches, AdamW and float32, and the numbers of parameters are checked. A variant of this package is
 a key of `models.VARIANTS` (`v`: dot product, `r`: Random, `rv`: Random + dot product, ...); `+small`
 selects a configuration with low memory use: scanned layers that save only matrix products for the
-backward pass. This package runs with large pages, as on its command line. `transformers` runs with its
+backward pass. This package runs with large pages. `transformers` runs with its
 defaults, `transformers+pages` with large pages. The FLOPs of a step are six times the multiply-adds of
 its forward pass; they are reported relative to the rate of a matrix product, which the system's process
 measures before the first round, or with `--peak` TFLOP/s as MFU.
@@ -22,7 +22,6 @@ import racing
 import report
 
 from synthesizer_jax import models
-from synthesizer_jax.runtime import large_pages
 
 PEERS = ("transformers", "transformers+pages")
 
@@ -87,7 +86,7 @@ def make_system(args: argparse.Namespace, name: str) -> racing.System:
     """Returns the worker of a system."""
     shared = {**size_options(args.size), "dropout": args.dropout, "batch": args.batch}
     shared |= {"inputs": args.inputs, "targets": args.targets}
-    in_large_pages = {large_pages.VARIABLE: large_pages.LARGE_PAGES}
+    in_large_pages = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     if name in PEERS:
         options = {**shared, "threads": args.threads}
         environment = in_large_pages if name == "transformers+pages" else {}

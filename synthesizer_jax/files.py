@@ -139,7 +139,7 @@ def describing(path: pathlib.Path, remedy: str = "restore it, or delete it") -> 
         OSError,
         RuntimeError,
     ) as error:
-        reason = str(error).partition("\n")[0][:200] or type(error).__name__
+        reason = str(error).partition("\n")[0][:250] or type(error).__name__
         raise ValueError(f"{path} cannot be read: {reason}; {remedy}") from error
 
 
@@ -262,6 +262,15 @@ def write_atomic(path: pathlib.Path, content: str | bytes | Iterable[str]) -> pa
             for string in [content] if isinstance(content, str) else content:
                 file.write(string.encode())
     return path
+
+
+def append(path: pathlib.Path, content: bytes) -> None:
+    """Appends to a file; in a bucket, where that is impossible, the whole file is written again."""
+    if in_bucket(path):
+        path.write_bytes((path.read_bytes() if path.exists() else b"") + content)
+        return
+    with path.open("ab") as file:
+        file.write(content)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype
 
 from synthesizer_jax.registry import register
+from synthesizer_jax.typing import Count, NotNegative
 
 
 class Initializer(Protocol):
@@ -26,7 +27,7 @@ class Initializer(Protocol):
 class Normal:
     """Normal distribution with mean zero and a fixed standard deviation."""
 
-    stddev: float = 1.0
+    stddev: NotNegative = 1.0
 
     def __call__(
         self, key: jax.Array, shape: tuple[int, ...], dtype: Dtype = jnp.float32
@@ -40,7 +41,7 @@ class Normal:
 class FanIn:
     """Normal distribution with variance `scale` / fan-in, the size of the second-to-last dimension."""
 
-    scale: float = 1.0
+    scale: NotNegative = 1.0
 
     def __call__(
         self, key: jax.Array, shape: tuple[int, ...], dtype: Dtype = jnp.float32
@@ -91,7 +92,7 @@ class TorchUniform:
       fan_in: number of input features of the layer.
     """
 
-    fan_in: int
+    fan_in: Count
 
     def __call__(
         self, key: jax.Array, shape: tuple[int, ...], dtype: Dtype = jnp.float32

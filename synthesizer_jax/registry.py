@@ -17,11 +17,12 @@ import sys
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from synthesizer_jax.messages import did_you_mean
+from synthesizer_jax.typing import Limit
 
 Class = TypeVar("Class", bound=type)
 Config = TypeVar("Config")
@@ -176,12 +177,33 @@ def _error_prefix(path: str) -> str:
 
 
 @functools.cache
-def field_types(cls: type) -> dict[str, Annotation]:
-    """Returns the annotations of a class' fields, or nothing if they cannot be evaluated."""
+def field_types(cls: type, *, limits: bool = False) -> dict[str, Annotation]:
+    """Returns the annotations of a class' fields, or nothing if they cannot be evaluated.
+
+    Args:
+      cls: the class of a module or dataclass.
+      limits: whether annotations keep their `Limit`.
+    """
     try:
-        return typing.get_type_hints(cls)
+        return typing.get_type_hints(cls, include_extras=limits)
     except NameError:  # the name is imported for type checkers only
         return {}
+
+
+def check_fields(obj: object, path: str = "") -> None:
+    """Raises a `ValueError` that names the first wrong field in a tree of modules and dataclasses.
+
+    Args:
+      obj: an experiment, or something in one.
+      path: its position in the experiment.
+    """
+    if isinstance(obj, tuple):
+        for i, entry in enumerate(obj):
+            check_fields(entry, child_path(path, i))
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        check_types(type(obj), fields_of(obj), path)
+        for name, value in fields_of(obj).items():
+            check_fields(value, child_path(path, name))
 
 
 def check_types(cls: type, values: Mapping[str, object], path: str = "") -> None:
@@ -193,30 +215,47 @@ def check_types(cls: type, values: Mapping[str, object], path: str = "") -> None
       path: the object's position in the file, for the error.
     """
     for name, value in values.items():
-        annotation = field_types(cls).get(name, Any)
+        annotation = field_types(cls, limits=True).get(name, Any)
         if not matches_type(value, annotation):
+            plain = field_types(cls)[name]
             raise ValueError(
-                f"{child_path(path, name)} is {format_value(value)}, expected "
-                f"{format_type(annotation)}"
+                f"{child_path(path, name)} is {format_value(value)}"
+                + (
+                    f"; allowed: {format_limits(annotation)}"
+                    if matches_type(value, plain)
+                    else f", expected {format_type(plain)}"
+                )
             )
 
 
+def format_limits(annotation: Annotation) -> str:
+    """Formats what an annotation allows besides its types, such as ``1 to 256``; empty if that is all."""
+    parts = typing.get_args(annotation)
+    own = [str(part) for part in parts if isinstance(part, Limit)]
+    return " of ".join(
+        [*own, *filter(None, [" or ".join(filter(None, map(format_limits, parts)))])]
+    )
+
+
 def matches_type(value: object, annotation: Annotation) -> bool:
-    """Returns whether a value matches an annotation.
+    """Returns whether a value matches an annotation, and lies in its `Limit` if it has one.
 
     An integer matches `float`; NaN and infinities do not. A value matches a protocol if it has the
     protocol's methods and they accept the protocol's arguments. Annotations that cannot be checked match.
     """
     if members := union_members(annotation):
         return any(matches_type(value, member) for member in members)
+    origin: object = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
+    if origin is Annotated:
+        limits = (x for x in arguments[1:] if isinstance(x, Limit))
+        return matches_type(value, arguments[0]) and all(x.contains(value) for x in limits)
     if annotation is float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         return math.isfinite(value)
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    origin: object = typing.get_origin(annotation)
-    arguments = typing.get_args(annotation)
     if origin is typing.Literal:
         return value in arguments
     if origin is tuple:

@@ -26,11 +26,17 @@ from synthesizer_jax.nnx.module import LinenModule
 
 IMPORT_SOURCES = (
     "typing",
+    "synthesizer_jax.typing",
     "synthesizer_jax.attention",
     "synthesizer_jax.alignments",
     "synthesizer_jax.initializers",
     "synthesizer_jax.mixers",
     "synthesizer_jax.models",
+    "synthesizer_jax.mixers.attention",
+    "synthesizer_jax.mixers.talking_heads",
+    "synthesizer_jax.models.encoder",
+    "synthesizer_jax.models.layers",
+    "synthesizer_jax.models.stack",
     "synthesizer_jax.nnx.class_factory",
 )
 """Stubs import a name from the first of these modules that has it."""

@@ -17,6 +17,7 @@ from synthesizer_jax.attention import Terms, low_rank
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
+from synthesizer_jax.typing import Length
 
 
 @register
@@ -35,8 +36,8 @@ class Dense(Alignment):
       table_init: initializer of W₂ ``[heads, max_length, hidden]``; None: variance 1 / hidden.
     """
 
-    max_length: int
-    hidden_dim: int | None = None
+    max_length: Length
+    hidden_dim: Length | None = None
     share_heads: bool = False
     hidden_init: Initializer = FanIn()
     table_init: Initializer | None = None

@@ -9,6 +9,7 @@ from synthesizer_jax.alignments.base import Alignment, AttentionContext, project
 from synthesizer_jax.attention import Terms, low_rank
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.registry import register
+from synthesizer_jax.typing import Length
 
 
 @register
@@ -27,7 +28,7 @@ class DotProduct(Alignment):
       key_init: initializer of the key kernel.
     """
 
-    head_dim: int | None = None
+    head_dim: Length | None = None
     scale: float | None = None
     use_bias: bool = False
     query_init: Initializer = FanIn()

@@ -12,6 +12,7 @@ from synthesizer_jax.attention import Terms, outer
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
+from synthesizer_jax.typing import Length
 
 
 @register
@@ -29,9 +30,9 @@ class FactorizedDense(Alignment):
       hidden_dim: width of the hidden layer per head; None means the width of a head.
     """
 
-    max_length: int
-    factors: tuple[int, int] | None = None
-    hidden_dim: int | None = None
+    max_length: Length
+    factors: tuple[Length, Length] | None = None
+    hidden_dim: Length | None = None
     hidden_init: Initializer = FanIn()
     factor_init: Initializer = FanIn()
     linear_in = ("first",)

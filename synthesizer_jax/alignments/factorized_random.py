@@ -15,6 +15,7 @@ from synthesizer_jax.attention import Terms, low_rank
 from synthesizer_jax.initializers import Initializer, Normal
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
+from synthesizer_jax.typing import Length
 
 
 @register
@@ -31,8 +32,8 @@ class FactorizedRandom(Alignment):
       factor_init: initializer of R₁ and R₂, each ``[heads, max_length, rank]``.
     """
 
-    max_length: int
-    rank: int = 8
+    max_length: Length
+    rank: Length = 8
     factor_init: Initializer = Normal(0.1)
     linear_in = ("query_factor",)
 

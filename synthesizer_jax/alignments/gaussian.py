@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import flax.linen as nn
 import jax
@@ -16,6 +17,7 @@ from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.initializers import Initializer
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
+from synthesizer_jax.typing import NotEmpty, NotNegative, Positive
 
 REACH = 6.0
 """Half width of the window in standard deviations: 2e-11 of the mass lies outside."""
@@ -38,11 +40,11 @@ class Gaussian(Alignment):
       ratio: keys per query for cross-attention, in the paper the ratio of word counts.
     """
 
-    offsets: tuple[float, ...] = (-1, 1)
-    sigma: float = 1.0
+    offsets: Annotated[tuple[float, ...], NotEmpty()] = (-1, 1)
+    sigma: NotNegative = 1.0
     normalize: bool = False
-    threshold: float | None = None
-    ratio: float = 1.0
+    threshold: NotNegative | None = None
+    ratio: Positive = 1.0
     makes_logits = False
 
     @nn.compact
@@ -97,8 +99,8 @@ class GaussianBias(Alignment):
         ``[heads]``), starting from `offsets` and `sigma`. A precision of zero attends to all keys alike.
     """
 
-    offsets: tuple[float, ...] = (-1, 1)
-    sigma: float = 1.0
+    offsets: Annotated[tuple[float, ...], NotEmpty()] = (-1, 1)
+    sigma: Positive = 1.0
     trainable: bool = False
     linear_in = ("precision",)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, TypeAlias
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -17,9 +19,10 @@ from synthesizer_jax.attention import Terms, add, scale
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.typing import Choices, NotEmpty, PyTree
 
 WEIGHTS = ("softmax", "sigmoid", "sum")
+Weights: TypeAlias = Annotated[str, Choices(WEIGHTS)]
 
 
 @register
@@ -39,8 +42,8 @@ class Mixture(Alignment):
       query_init: initializer of that shared projection.
     """
 
-    parts: tuple[Alignment, ...]
-    weights: str = "softmax"
+    parts: Annotated[tuple[Alignment, ...], NotEmpty()]
+    weights: Weights = "softmax"
     share_query: bool = False
     query_init: Initializer = FanIn()
 

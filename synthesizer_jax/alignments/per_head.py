@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 import flax.linen as nn
 import jax
@@ -15,7 +16,7 @@ from synthesizer_jax.alignments.base import (
 )
 from synthesizer_jax.attention import Split, Terms
 from synthesizer_jax.registry import register
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.typing import Length, NotEmpty, PyTree
 
 
 @register
@@ -30,8 +31,8 @@ class PerHead(Alignment):
       heads: number of heads of every part; None: the same number for all.
     """
 
-    parts: tuple[Alignment, ...]
-    heads: tuple[int, ...] | None = None
+    parts: Annotated[tuple[Alignment, ...], NotEmpty()]
+    heads: tuple[Length, ...] | None = None
 
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:

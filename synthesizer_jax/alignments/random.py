@@ -15,6 +15,7 @@ from synthesizer_jax.attention import Terms, static
 from synthesizer_jax.initializers import Initializer, Normal
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
+from synthesizer_jax.typing import Length
 
 
 @register
@@ -32,7 +33,7 @@ class Random(Alignment):
       table_init: initializer of the table ``[heads, max_length, max_length]``.
     """
 
-    max_length: int
+    max_length: Length
     trainable: bool = True
     table_init: Initializer = Normal(0.02)
     linear_in = ("table",)

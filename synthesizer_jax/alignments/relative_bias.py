@@ -11,6 +11,7 @@ from synthesizer_jax.attention.relative import buckets_between
 from synthesizer_jax.initializers import GlorotUniform, Initializer
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
+from synthesizer_jax.typing import Length
 
 
 @register
@@ -28,8 +29,8 @@ class RelativeBias(Alignment):
       table_init: initializer of the table ``[heads, num_buckets]``.
     """
 
-    num_buckets: int = 32
-    max_distance: int = 128
+    num_buckets: Length = 32
+    max_distance: Length = 128
     bidirectional: bool = True
     table_init: Initializer = GlorotUniform()
     linear_in = ("rel_embedding",)

@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from synthesizer_jax.checkpoints import checksums
+from synthesizer_jax.files import describing
 
 CONTENTS = "contents"
 """Name of the item, a directory with one file per process."""
@@ -28,10 +29,6 @@ class DataPosition(Protocol):
     def restore(self, directory: pathlib.Path) -> None:
         """Continues after the saved position."""
         ...
-
-
-class DamagedError(ValueError):
-    """A checkpoint's contents differ from what was saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,19 +50,19 @@ class Contents:
         return {f"{process}.json": json.dumps(dataclasses.asdict(self)).encode()}
 
     def check_files(self, directory: pathlib.Path) -> None:
-        """Raises a `DamagedError` if a file of the data position differs from what was saved."""
+        """Raises a `ValueError` if a file of the data position differs from what was saved."""
         for name, expected in self.files.items():
             if checksums.file_checksum((directory / name).read_bytes()) != expected:
-                raise DamagedError(f"{directory / name} is not what was saved")
+                raise ValueError(f"{directory / name} is not what was saved")
 
     def check_arrays(self, found: Mapping[str, int]) -> None:
-        """Raises a `DamagedError` if arrays differ from what was saved.
+        """Raises a `ValueError` if arrays differ from what was saved.
 
         Args:
           found: checksums of some or all of the arrays.
         """
         if wrong := checksums.differing_arrays(self.arrays, found):
-            raise DamagedError(
+            raise ValueError(
                 f"{len(wrong)} of {len(found)} arrays are not what was saved, such as {wrong[0]}"
             )
 
@@ -77,22 +74,20 @@ def read_contents(checkpoint: pathlib.Path) -> Contents | None:
       checkpoint: directory of the step.
 
     Raises:
-      DamagedError: the checksums are damaged, or belong to another step.
+      ValueError: the checksums are damaged, or belong to another step.
     """
     directory = checkpoint / CONTENTS
     if not directory.is_dir():
         return None
     parts = []
     for path in sorted(directory.glob("*.json")):
-        try:
+        with describing(path):
             parts.append(Contents(**json.loads(path.read_bytes())))
             parts[-1].arrays.values(), parts[-1].files.values()
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise DamagedError(f"{path} is damaged: {error}") from error
     if not parts:
-        raise DamagedError(f"{directory} is empty")
+        raise ValueError(f"{directory} is empty")
     if {part.step for part in parts} != {int(checkpoint.name)}:
-        raise DamagedError(f"{checkpoint} holds step {parts[0].step}")
+        raise ValueError(f"{checkpoint} holds step {parts[0].step}")
     files = {name: value for part in parts for name, value in part.files.items()}
     return Contents(
         parts[0].step, checksums.combine_checksums(part.arrays for part in parts), files

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -19,7 +18,6 @@ from synthesizer_jax.checkpoints import checksums
 from synthesizer_jax.checkpoints.contents import (
     CONTENTS,
     Contents,
-    DamagedError,
     DataPosition,
     FilesArgs,
     FilesHandler,
@@ -29,20 +27,12 @@ from synthesizer_jax.checkpoints.contents import (
 from synthesizer_jax.checkpoints.placement import (
     AVERAGE,
     OtherModelError,
+    check_same_model,
     read_optimizer_state,
     read_variables,
 )
 from synthesizer_jax.checkpoints.retention import Retention
-from synthesizer_jax.checkpoints.storage import (
-    as_storage_error,
-    finish_tasks,
-    is_committed,
-    is_damage,
-    remove_unfinished,
-    renames_atomically,
-    set_aside,
-)
-from synthesizer_jax.files import absolute
+from synthesizer_jax.files import absolute, in_bucket, is_storage_error
 from synthesizer_jax.messages import one_line_error
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.registry import fields_of
@@ -61,6 +51,9 @@ class State(Protocol):
 
 
 S = TypeVar("S", bound=State)
+
+COMMITTED = "commit_success.txt"
+"""Orbax's file that marks a finished checkpoint in a bucket."""
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +84,6 @@ class Checkpoints:
         self._directory = absolute(directory)
         self._asynchronous = asynchronous
         self._begun: list[int] = []
-        self._writes = contextlib.ExitStack()
         # With named processes Orbax synchronizes through the coordination service. Otherwise it uses a
         # collective, which would interleave with those of an evaluation if `StopSignal` saves.
         self._processes = ocp.options.MultiprocessingOptions(
@@ -104,9 +96,7 @@ class Checkpoints:
         """Orbax's manager; creates the directory."""
         if processes.is_process_zero():
             self._directory.mkdir(parents=True, exist_ok=True)
-        self._writes.enter_context(finish_tasks())
         processes.barrier("checkpoints")
-        atomicity = ocp.path.atomicity
         return ocp.CheckpointManager(
             self._directory,
             item_names=("state", "data", CONTENTS),
@@ -119,12 +109,8 @@ class Checkpoints:
                 preservation_policy=self._retention,
                 enable_async_checkpointing=self._asynchronous,
                 create=False,
+                cleanup_tmp_directories=True,
                 multiprocessing_options=self._processes,
-                temporary_path_class=(
-                    atomicity.AtomicRenameTemporaryPath
-                    if renames_atomically(self._directory)
-                    else atomicity.CommitFileTemporaryPath
-                ),
             ),
         )
 
@@ -148,7 +134,7 @@ class Checkpoints:
 
     def prune(self) -> None:
         """Deletes the finished checkpoints that need not be kept."""
-        steps = processes.Exchange("prune").all_gather(self.steps)[0]
+        steps = processes.all_gather("prune", self.steps)[0]
         for step in sorted(set(steps) - self._retention.steps_to_keep(steps)):
             self._manager.delete(step)
 
@@ -162,8 +148,6 @@ class Checkpoints:
         step, tree = int(state.step), _state_dict(state)
         if step in self._begun or step in self._manager.all_steps():
             return
-        if processes.is_process_zero():
-            remove_unfinished(self._directory / str(step))
         position = {} if stream is None else position_files(stream)
         files = {name: checksums.file_checksum(data) for name, data in position.items()}
         contents = Contents(step, checksums.checksums(tree), files)
@@ -201,10 +185,14 @@ class Checkpoints:
         """
         damaged: dict[int, str] = {}
         for step in reversed(self.steps):
-            state, problem = self._read(step, abstract, stream)
+            directory = self._directory / str(step)
+            read = functools.partial(self._read, directory, abstract, stream is not None)
+            tree, problem = _read_verified(directory, read)
             if problem is None:
+                if stream is not None:
+                    stream.restore(directory / "data")
                 self._set_aside(damaged)
-                return state
+                return dataclasses.replace(abstract, **tree)
             damaged[step] = problem
         if damaged:
             newest = max(damaged)
@@ -216,45 +204,20 @@ class Checkpoints:
         return None
 
     def _read(
-        self, step: int, abstract: S, stream: DataPosition | None
-    ) -> tuple[S | None, str | None]:
-        """Returns the state of a checkpoint, or the problem that some process found with it.
-
-        The processes do not synchronize while they read, so a failing process can notify the others.
-        """
-        directory = self._directory / str(step)
-        state: S | None = None
-        contents: Contents | None = None
-        problem, parts = None, {}
-        try:
-            contents = read_contents(directory)
-            state = self._restore(directory, abstract, stream=stream, contents=contents)
-            parts = checksums.checksums(_state_dict(state))
-        except Exception as error:  # damaged files raise errors of any type
-            if not is_damage(error) or not self._same_arrays(step, abstract):
-                raise as_storage_error(error, directory) from error
-            problem = one_line_error(error)
-        problem = _agreed_problem(problem, parts, contents)
-        return (state, None) if problem is None else (None, problem)
-
-    def _restore(
-        self,
-        directory: pathlib.Path,
-        abstract: S,
-        *,
-        stream: DataPosition | None,
-        contents: Contents | None,
-    ) -> S:
-        if stream is not None:
-            if contents is not None:
-                contents.check_files(directory / "data")
-            stream.restore(directory / "data")
-        arrays = ocp.args.StandardRestore(_state_dict(abstract))
-        with finish_tasks():
-            tree = self._states.restore(directory / "state", args=arrays)
+        self, directory: pathlib.Path, abstract: State, positioned: bool
+    ) -> dict[str, PyTree]:
+        """Reads the arrays of a checkpoint, and checks the files of its data position if there are any."""
+        contents = read_contents(directory)
+        if positioned and contents is not None:
+            contents.check_files(directory / "data")
+        wanted = _state_dict(abstract)
+        check_same_model(directory, wanted)
+        tree: dict[str, PyTree] = self._states.restore(
+            directory / "state", args=ocp.args.StandardRestore(wanted)
+        )
         if int(tree["step"]) != int(directory.name):
-            raise DamagedError(f"{directory} holds step {int(tree['step'])}")
-        return dataclasses.replace(abstract, **tree)
+            raise ValueError(f"{directory} holds step {int(tree['step'])}")
+        return tree
 
     def _set_aside(self, damaged: dict[int, str]) -> None:
         """Renames damaged checkpoints.
@@ -270,21 +233,9 @@ class Checkpoints:
                     aside = _free_name(self._directory / f"{step}.unreadable")
                     found = "checkpoint %d cannot be read and is set aside as %s (%s)"
                     _log.warning(found, step, aside, problem)
-                    set_aside(self._directory / str(step), aside)
+                    (self._directory / str(step)).rename(aside)
         if self._has_manager:
             self._manager.reload()
-
-    def _same_arrays(self, step: int, abstract: State) -> bool:
-        """Returns False if a checkpoint's metadata is readable and lists arrays of other shapes."""
-        try:
-            with finish_tasks():
-                directory = self._directory / str(step) / "state"
-                listed = ocp.PyTreeCheckpointHandler().metadata(directory)
-            shapes = [m.shape for m in jax.tree.leaves(listed.tree)]
-        except Exception:  # see `_read`
-            return True
-        wanted = [x.shape for x in jax.tree.leaves(_state_dict(abstract))]
-        return sorted(map(tuple, shapes)) == sorted(map(tuple, wanted))
 
     def wait(self) -> None:
         """Waits until all checkpoints are written."""
@@ -293,9 +244,8 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits until all checkpoints are written and stops the manager's threads."""
-        with self._writes:
-            if self._has_manager:
-                self._manager.close()
+        if self._has_manager:
+            self._manager.close()
 
 
 def _free_name(path: pathlib.Path) -> pathlib.Path:
@@ -393,7 +343,7 @@ def restore_optimizer_state(checkpoint: pathlib.Path, opt_state: PyTree) -> PyTr
 def _newest(directory: pathlib.Path, step: int | None, tried: dict[int, str]) -> int | None:
     """Returns the newest untried checkpoint, or `step`, as process zero sees it; None if there is none."""
     steps = [s for s in finished_steps(directory) if s not in tried and step in (None, s)]
-    newest: int | None = processes.Exchange("newest").all_gather(max(steps, default=None))[0]
+    newest: int | None = processes.all_gather("newest", max(steps, default=None))[0]
     return newest
 
 
@@ -418,8 +368,8 @@ def _read_verified(
         found = read()
         parts = checksums.checksums(found)
     except Exception as error:  # damaged files raise errors of any type
-        if isinstance(error, OtherModelError) or not is_damage(error):
-            raise as_storage_error(error, checkpoint) from error
+        if not _is_damage(error):
+            raise
         problem = one_line_error(error)
     return found, _agreed_problem(problem, parts, contents, divided=divided)
 
@@ -437,7 +387,7 @@ def _agreed_problem(
       contents: the saved checksums, if any.
       divided: whether the arrays are sharded over the processes; False if every process read all of them.
     """
-    found = processes.Exchange("read").all_gather((problem, parts))
+    found = processes.all_gather("read", (problem, parts))
     problems = [p for p, _ in found if p is not None]
     if problems or contents is None:
         return problems[0] if problems else None
@@ -445,9 +395,17 @@ def _agreed_problem(
         contents.check_arrays(
             checksums.combine_checksums([p for _, p in found] if divided else [parts])
         )
-    except DamagedError as error:
+    except ValueError as error:
         return one_line_error(error)
     return None
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether an error may be due to damaged files, not to storage, memory or the configuration."""
+    if isinstance(error, OSError):
+        return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+    others = (OtherModelError, MemoryError, jax.errors.JaxRuntimeError)
+    return not (isinstance(error, others) or is_storage_error(error))
 
 
 def finished_steps(directory: pathlib.Path) -> list[int]:
@@ -455,4 +413,9 @@ def finished_steps(directory: pathlib.Path) -> list[int]:
     if not directory.is_dir():
         return []
     numbered = [p for p in directory.iterdir() if re.fullmatch("0|[1-9][0-9]*", p.name)]
-    return sorted(int(p.name) for p in numbered if p.is_dir() and is_committed(p))
+    return sorted(int(p.name) for p in numbered if _is_committed(p))
+
+
+def _is_committed(checkpoint: pathlib.Path) -> bool:
+    """Whether Orbax has finished a checkpoint: in a bucket, which has no renaming, by a file in it."""
+    return (checkpoint / COMMITTED).exists() if in_bucket(checkpoint) else checkpoint.is_dir()

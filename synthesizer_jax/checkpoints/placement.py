@@ -11,7 +11,6 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import AbstractMesh, Mesh
 
-from synthesizer_jax.checkpoints.storage import finish_tasks
 from synthesizer_jax.files import absolute
 from synthesizer_jax.parameters import Variables, abstract_variables
 from synthesizer_jax.sharding import MeshShape, make_mesh, shardings
@@ -118,8 +117,7 @@ def read_variables(
     """
     path = absolute(checkpoint / "state")
     reader = ocp.PyTreeCheckpointHandler()  # a checkpointer would synchronize the processes
-    with finish_tasks():
-        tree: PyTree = reader.metadata(path).tree
+    tree: PyTree = reader.metadata(path).tree
     params = AVERAGE if averaged and tree.get(AVERAGE) else "params"
     abstract = {k: tree[k] for k in (params, "constants") if tree.get(k)}
     if layout is None:
@@ -129,10 +127,20 @@ def read_variables(
         )
     else:
         wanted = {params if k == "params" else k: v for k, v in layout.items() if v}
-        if different := _first_difference(abstract, wanted):
-            raise OtherModelError(f"{checkpoint} belongs to another model: {different}")
+        _check_same_arrays(checkpoint, abstract, wanted)
         abstract = wanted
     return _read(path, reader, abstract)
+
+
+def check_same_model(checkpoint: pathlib.Path, state: PyTree) -> None:
+    """Raises an `OtherModelError` if a checkpoint has other arrays than a state with the same fields."""
+    saved = ocp.PyTreeCheckpointHandler().metadata(absolute(checkpoint / "state")).tree
+    _check_same_arrays(checkpoint, saved, state)
+
+
+def _check_same_arrays(checkpoint: pathlib.Path, saved: PyTree, wanted: PyTree) -> None:
+    if different := _first_difference(saved, wanted):
+        raise OtherModelError(f"{checkpoint} belongs to another model: {different}")
 
 
 def read_optimizer_state(checkpoint: pathlib.Path, opt_state: PyTree) -> PyTree:
@@ -148,8 +156,7 @@ def read_optimizer_state(checkpoint: pathlib.Path, opt_state: PyTree) -> PyTree:
     """
     path = absolute(checkpoint / "state")
     reader = ocp.PyTreeCheckpointHandler()
-    with finish_tasks():
-        saved = reader.metadata(path).tree.get("opt_state", {})
+    saved = reader.metadata(path).tree.get("opt_state", {})
     if different := _first_difference(saved, opt_state):
         raise OtherModelError(
             f"{checkpoint} has no state of this optimizer and model: {different}; leave init_optimizer out"
@@ -167,8 +174,7 @@ def _read(path: pathlib.Path, reader: ocp.PyTreeCheckpointHandler, abstract: PyT
         restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
         partial_restore=True,
     )
-    with finish_tasks():
-        return reader.restore(path, args=arguments)
+    return reader.restore(path, args=arguments)
 
 
 def _first_difference(saved: PyTree, wanted: PyTree) -> str | None:

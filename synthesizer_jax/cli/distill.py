@@ -43,7 +43,6 @@ def distill(
     exit_on_signals()
     processes.start_group()
     imported_code = code.load_user_code(imports or ())
-    code.require_code(teacher)  # before the recipe, which may define newer versions of its classes
     distillation, recipe_code = load_with_code(recipe, overrides or (), kinds=(Distillation,))
     own = imported_code + recipe_code
     distill_run(distillation, teacher, workdir, data_dir=data_dir, visible=not quiet, own=own)

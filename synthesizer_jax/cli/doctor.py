@@ -20,6 +20,7 @@ import typer
 
 from synthesizer_jax.cli.options import DataDir, storage_option
 from synthesizer_jax.files import in_bucket
+from synthesizer_jax.messages import one_line_error
 
 GIB = 2**30
 DISK, MEMORY = 10 * GIB, 4 * GIB
@@ -150,7 +151,7 @@ def _check_group(timeout: float) -> Iterator[_Finding]:
     from synthesizer_jax.runtime import processes
 
     try:
-        place = processes.join_group(timeout=timeout)
+        joined = processes.join_group(timeout=timeout)
     except (RuntimeError, ValueError) as error:
         port = os.environ.get("JAX_COORDINATOR_PORT", processes.OPEN_PORT)
         yield _Finding(
@@ -159,8 +160,7 @@ def _check_group(timeout: float) -> Iterator[_Finding]:
             f"start the same command on every host; the firewall must let port {port} through",
         )
         return
-    text = "one process" if place is None else f"process {place.index} of {place.count}"
-    yield _Finding("ok", text)
+    yield _Finding("ok", "all processes have connected" if joined else "one process")
 
 
 def _check_devices() -> Iterator[_Finding]:
@@ -220,14 +220,14 @@ def _check_directory(directory: pathlib.Path) -> Iterator[_Finding]:
 
 def _check_bucket(directory: pathlib.Path) -> _Finding:
     """Checks a directory in a bucket by writing, reading and deleting an object."""
-    from synthesizer_jax.runs.lease import hold_lease
-
+    path = directory / f".doctor_{uuid.uuid4().hex}"
     try:
-        with hold_lease(directory, f".doctor_{uuid.uuid4().hex}", log=typer.echo):
-            pass
-    except OSError as error:
-        text, _, remedy = str(error).rpartition("; ")
-        return _Finding("problem", text, remedy)
+        path.write_bytes(b"x")
+        path.read_bytes()
+        path.unlink()
+    except Exception as error:  # those of storage have many types
+        text = f"{directory}: the bucket does not answer as it should ({one_line_error(error)})"
+        return _Finding("problem", text, "check its name and your permissions")
     return _Finding("ok", f"{directory} is writable")
 
 
@@ -237,7 +237,7 @@ def _check_agreement() -> Iterator[_Finding]:
 
     if processes.process_count() == 1:
         return
-    everyone = processes.Exchange("doctor").all_gather(_host_identity())
+    everyone = processes.all_gather("doctor", _host_identity())
     for name in everyone[0]:
         others = [i for i, one in enumerate(everyone) if one[name] != everyone[0][name]]
         if others:

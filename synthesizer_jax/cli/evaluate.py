@@ -201,7 +201,7 @@ def _open_evaluator(
     from synthesizer_jax.registry import replace
     from synthesizer_jax.runtime import processes
     from synthesizer_jax.tasks.task_registry import default_data_dir
-    from synthesizer_jax.training.run import open_data
+    from synthesizer_jax.training.run_data import open_data
 
     evaluation = replace(experiment.evaluation, **overrides)
     data_dir = default_data_dir() if data_dir is None else data_dir
@@ -266,7 +266,7 @@ def _iterate_steps(workdir: pathlib.Path, *, follow: bool) -> Iterator[int]:
         stopped = has_stopped(workdir)
         finished = manager.finished_steps(workdir / "checkpoints")
         # All processes must evaluate the same steps, so they use the list of process zero.
-        shared, stopped = processes.Exchange("steps").all_gather((finished, stopped))[0]
+        shared, stopped = processes.all_gather("steps", (finished, stopped))[0]
         new = [step for step in shared if step not in yielded]
         yielded.update(new)
         yield from new

@@ -32,16 +32,12 @@ from synthesizer_jax.cli.train import train
 from synthesizer_jax.files import is_storage_error
 from synthesizer_jax.messages import escape_controls
 from synthesizer_jax.runtime.compilation_cache import enable_compilation_cache
-from synthesizer_jax.runtime.large_pages import restart_with_large_pages
 from synthesizer_jax.version import __version__
 
 END_SECONDS = 60.0
 """Time for threads of libraries to end after the command."""
 
 TRACEBACK = "SYNTHESIZER_JAX_TRACEBACK"
-
-LONG = ("train", "distill", "quickstart")
-"""Commands that run long enough to be restarted with large pages."""
 
 app = typer.Typer(
     name="synthesizer-jax",
@@ -105,8 +101,6 @@ def run() -> None:
     # SeqIO logs every split that it skips, and Orbax the tracebacks of errors that it raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    if sys.argv[1:2] and sys.argv[1] in LONG:
-        restart_with_large_pages()
     enable_compilation_cache()
     # As Ctrl-C does: what is not complete is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

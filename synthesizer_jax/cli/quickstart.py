@@ -103,7 +103,7 @@ def _compare_runs(workdir: pathlib.Path, data_dir: pathlib.Path, start: float) -
     from synthesizer_jax.files import absolute
     from synthesizer_jax.reports import Report, write_report
     from synthesizer_jax.tasks.task import Task
-    from synthesizer_jax.training.run import open_data
+    from synthesizer_jax.training.run_data import open_data
     from synthesizer_jax.training.run_directory import load_experiment
 
     first = workdir / next(iter(RECIPES.values()))

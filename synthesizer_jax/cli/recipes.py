@@ -174,7 +174,7 @@ def _load_module(name: str) -> tuple[ModuleType, Code]:
     from synthesizer_jax.runs import code
 
     if name.endswith(".py"):
-        source = code.read_named(name)
+        source = code.read_source(storage_path(name))
         module, registers = code.execute(source, name)
         return module, code.Code(sources=(source,)) if registers else code.NOTHING
     if name in packaged_recipes():

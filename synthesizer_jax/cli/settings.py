@@ -19,6 +19,7 @@ from synthesizer_jax.registry import (
     field_names,
     field_types,
     fields_of,
+    format_limits,
     format_type,
     format_value,
     from_json,
@@ -27,7 +28,6 @@ from synthesizer_jax.registry import (
     to_json,
     union_members,
 )
-from synthesizer_jax.training.limits import limits_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -69,8 +69,8 @@ def settings(obj: object, path: str = "") -> Iterator[Setting]:
     for name in field_names(cls):
         value, place = getattr(obj, name), child_path(path, name)
         kind = format_type(field_types(cls).get(name, object))
-        if limits := limits_of(cls, name):
-            kind += f": {' or '.join(map(str, limits))}"
+        if limits := format_limits(field_types(cls, limits=True).get(name)):
+            kind += f": {limits}"
         missing = defaults[name] is dataclasses.MISSING
         default = None if missing else _format_setting(defaults[name])
         children = list(_nested_objects(value, place))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 from synthesizer_jax.data.classes import LONGEST_TARGET
 from synthesizer_jax.data.objectives import Objective
 from synthesizer_jax.data.task_streams import CHUNK
 from synthesizer_jax.messages import not_divisible
 from synthesizer_jax.registry import check_types, fields_of
+from synthesizer_jax.typing import Length, Range, Seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,33 +42,23 @@ class DataConfig:
     """
 
     mixture: str
-    inputs_length: int
-    targets_length: int
-    batch_size: int
-    shards: int = 8
+    inputs_length: Annotated[int, Range(0, 2**20)]
+    targets_length: Length
+    batch_size: Length
+    shards: Annotated[int, Range(1, CHUNK)] = 8
     pack: bool = False
-    seed: int = 0
+    seed: Seed = 0
     split: str = "train"
     shuffle: bool = True
-    max_segments: int | None = None
+    max_segments: Length | None = None
     buckets: tuple[tuple[int, int], ...] = ()
     classes: tuple[str, ...] = ()
     objective: Objective | None = None
 
     def __post_init__(self) -> None:
         check_types(DataConfig, fields_of(self), "data")
-        if self.inputs_length < 0:
-            raise ValueError(f"data.inputs_length is {self.inputs_length}; allowed: 0 or more")
-        for name in ("targets_length", "batch_size", "max_segments"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"data.{name} is {value}; allowed: 1 or more")
         self._check_buckets()
         self._check_classes()
-        if self.seed < 0:
-            raise ValueError(f"data.seed is {self.seed}; allowed: 0 or more")
-        if not 1 <= self.shards <= CHUNK:
-            raise ValueError(f"data.shards is {self.shards}; allowed: 1 to {CHUNK}")
         if self.batch_size % self.shards:
             by, size = f"data.shards={self.shards}", self.batch_size
             raise ValueError(

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 from synthesizer_jax.files import absolute, open_atomic, storage_path
+from synthesizer_jax.typing import Number
 
 if TYPE_CHECKING:
     import seqio
@@ -181,7 +182,7 @@ class Bytes:
     It needs no file.
     """
 
-    extra_ids: int = EXTRA_IDS
+    extra_ids: Number = EXTRA_IDS
 
     def build(self) -> ByteVocabulary:
         """Returns the vocabulary."""
@@ -199,7 +200,7 @@ class SentencePiece:
     """
 
     path: str
-    extra_ids: int = EXTRA_IDS
+    extra_ids: Number = EXTRA_IDS
 
     def build(self) -> SentencePieceVocabulary:
         """Reads the file and returns the vocabulary.

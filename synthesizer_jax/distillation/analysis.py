@@ -22,7 +22,7 @@ from synthesizer_jax.sharding import batch_sharding, use_mesh
 from synthesizer_jax.tasks import imported, task_registry
 from synthesizer_jax.tasks.streams import open_stream
 from synthesizer_jax.training.initial_parameters import find_checkpoint
-from synthesizer_jax.training.run import prepare_data
+from synthesizer_jax.training.run_data import prepare_data
 from synthesizer_jax.training.run_directory import (
     load_experiment,
     open_vocabulary,

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -32,20 +32,19 @@ from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
 from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.parameters import abstract_variables
-from synthesizer_jax.registry import register, replace, to_json
+from synthesizer_jax.registry import check_fields, register, replace, to_json
 from synthesizer_jax.runs import code
 from synthesizer_jax.runtime import processes
 from synthesizer_jax.sharding import replicate_to_devices, shardings
 from synthesizer_jax.tasks.streams import open_stream
 from synthesizer_jax.tasks.task_registry import default_data_dir
-from synthesizer_jax.training import limits
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_directory import load_experiment, with_vocabulary_path
 from synthesizer_jax.training.state import TrainState, apply_gradients
 from synthesizer_jax.training.step import Batch, Metrics, teacher_forced
 from synthesizer_jax.training.trainer import Trainer
-from synthesizer_jax.typing import KeyPath, PyTree
+from synthesizer_jax.typing import KeyPath, NotEmpty, Number, PyTree
 
 DISTILLATION_FILE = "distillation.json"
 FIT_FILE = "fit.json"
@@ -70,15 +69,15 @@ class Distillation:
         fine-tuning.
     """
 
-    replace: tuple[Replacement, ...]
+    replace: Annotated[tuple[Replacement, ...], NotEmpty()]
     training: Training
-    fit_batches: int = 0
+    fit_batches: Number = 0
     together: bool = False
     evaluation: Evaluation | None = None
     fine_tune: Training | None = None
 
     def __post_init__(self) -> None:
-        limits.check_limits(self)
+        check_fields(self)
 
 
 def distill(

@@ -14,6 +14,7 @@ from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import Block, EncoderDecoder, Run, unroll
 from synthesizer_jax.models.stack import StackBase
 from synthesizer_jax.registry import check_types, fields_of, register, replace
+from synthesizer_jax.typing import Number
 
 StackName: TypeAlias = Literal["encoder", "decoder"]
 
@@ -35,7 +36,7 @@ class Replacement:
     by: nn.Module
     place: Literal["encoder", "decoder", "cross"] = "encoder"
     scope: Literal["mixer", "sublayer", "layer"] = "mixer"
-    layers: tuple[int, ...] | None = None
+    layers: tuple[Number, ...] | None = None
 
 
 def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) -> EncoderDecoder:

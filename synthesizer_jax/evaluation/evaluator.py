@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterable
+from typing import Annotated
 
 from jax.sharding import Mesh
 
@@ -14,7 +15,7 @@ from synthesizer_jax.data.objectives import MaskedLM
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.evaluation import evaluation_sets
 from synthesizer_jax.evaluation.averages import averages
-from synthesizer_jax.evaluation.prediction import RANK, Predictor, decoding_by
+from synthesizer_jax.evaluation.prediction import METHODS, RANK, Predictor, decoding_by
 from synthesizer_jax.evaluation.scoring import (
     TaskResult,
     evaluate_tasks,
@@ -28,6 +29,7 @@ from synthesizer_jax.registry import register
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.preparation import import_remedy
 from synthesizer_jax.tasks.streams import task_objective
+from synthesizer_jax.typing import Choices, Count, Dtype, Length, NotNegative, Number
 
 
 @register
@@ -52,15 +54,15 @@ class Evaluation:
         ``evaluation/STEP/TASK.jsonl``; texts alone have no answers.
     """
 
-    every: int = 0
-    method: str = "rank"
-    max_examples: int | None = None
-    batch_size: int = 64
-    loss_batches: int = 16
+    every: Number = 0
+    method: Annotated[str, Choices(METHODS)] = "rank"
+    max_examples: Count | None = None
+    batch_size: Length = 64
+    loss_batches: Number = 16
     split: str = "validation"
-    logits_dtype: str | None = None
-    patience: int | None = None
-    min_improvement: float = 0.0
+    logits_dtype: Dtype | None = None
+    patience: Count | None = None
+    min_improvement: NotNegative = 0.0
     save_predictions: bool = True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -22,12 +23,16 @@ from synthesizer_jax.attention import (
     extend,
     init_cache,
 )
+from synthesizer_jax.attention.attend import ROUTES
 from synthesizer_jax.attention.cache import Values, advance_length
 from synthesizer_jax.attention.checks import check_types
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.mixers.base import Mixer, TokenCount, dropout_options, is_cross, merge_heads
 from synthesizer_jax.mixers.decoding import query_ends
 from synthesizer_jax.registry import register
+from synthesizer_jax.typing import Choices, Length, Rate
+
+Implementation: TypeAlias = Annotated[str, Choices(("auto", *ROUTES))]
 
 
 class AttentionBase(Mixer):
@@ -50,14 +55,14 @@ class AttentionBase(Mixer):
       out_init: initializer of the output kernel ``[heads, head_dim, d_model]``.
     """
 
-    num_heads: int
-    head_dim: int
+    num_heads: Length
+    head_dim: Length
     alignment: Alignment = DotProduct()
-    dropout_rate: float = 0.0
+    dropout_rate: Rate = 0.0
     shared_key_value: bool = False
     project_values: bool = True
     use_bias: bool = False
-    implementation: str = "auto"
+    implementation: Implementation = "auto"
     value_init: Initializer = FanIn()
     out_init: Initializer = FanIn()
 

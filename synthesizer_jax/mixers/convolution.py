@@ -21,6 +21,7 @@ from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.mixers.base import Mixer, dropout_options, merge_heads
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
+from synthesizer_jax.typing import Length, Rate
 
 
 class ConvolutionBase(Mixer):
@@ -41,11 +42,11 @@ class ConvolutionBase(Mixer):
       tap_init: initializer of the kernel's logits ``[groups, width]``.
     """
 
-    width: int = 9
-    groups: int | None = None
+    width: Length = 9
+    groups: Length | None = None
     glu: bool = True
     pointwise: bool = False
-    dropout_rate: float = 0.0
+    dropout_rate: Rate = 0.0
     tap_init: Initializer = Normal(0.1)
     kernel_init: Initializer = FanIn()
 

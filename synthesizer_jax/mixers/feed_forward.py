@@ -17,6 +17,7 @@ from synthesizer_jax.mixers.base import Mixer, TokenCount, is_cross, merge_heads
 from synthesizer_jax.mixers.decoding import query_ends
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
+from synthesizer_jax.typing import Length, Number
 
 EPSILON = 1e-5
 """Of both normalizations, PyTorch's default."""
@@ -199,10 +200,10 @@ class SentenceFeedForward(Mixer):
       out_init: initializer of the output kernel ``[heads, head_dim, d_model]``.
     """
 
-    max_length: int
-    hidden_dim: int
-    num_heads: int | None = None
-    head_dim: int = 0
+    max_length: Length
+    hidden_dim: Length
+    num_heads: Length | None = None
+    head_dim: Number = 0
     separate_heads: bool = False
     causal: bool = False
     out_init: Initializer = FanIn()
@@ -369,9 +370,9 @@ class TokenFeedForward(Mixer):
       out_init: initializer of the output kernel ``[heads, head_dim, d_model]``.
     """
 
-    hidden_dim: int
-    num_heads: int
-    head_dim: int
+    hidden_dim: Length
+    num_heads: Length
+    head_dim: Length
     out_init: Initializer = FanIn()
 
     @nn.compact

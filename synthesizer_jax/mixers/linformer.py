@@ -20,6 +20,7 @@ from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.mixers.base import Mixer, MixerCache, dropout_options, merge_heads
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
+from synthesizer_jax.typing import Length, Rate
 
 
 @register
@@ -41,12 +42,12 @@ class Linformer(Mixer):
         Johnson-Lindenstrauss projection.
     """
 
-    num_heads: int
-    head_dim: int
-    max_length: int
-    projected_length: int = 256
+    num_heads: Length
+    head_dim: Length
+    max_length: Length
+    projected_length: Length = 256
     shared: bool = True
-    dropout_rate: float = 0.0
+    dropout_rate: Rate = 0.0
     query_init: Initializer = FanIn()
     kernel_init: Initializer = FanIn()
     length_init: Initializer | None = None

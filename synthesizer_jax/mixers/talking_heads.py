@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Annotated, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,10 @@ from synthesizer_jax.mixers.attention import AttentionBase
 from synthesizer_jax.mixers.base import dropout_options
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
+from synthesizer_jax.typing import Choices, Length, NotNegative
 
 DYNAMIC = ("x2l", "m2l", "x2w", "m2w")
+Dynamic: TypeAlias = Annotated[str, Choices(DYNAMIC)]
 
 
 @register
@@ -39,13 +42,13 @@ class TalkingHeads(AttentionBase):
         heads that it sums over.
     """
 
-    softmax_heads: int | None = None
-    value_heads: int | None = None
+    softmax_heads: Length | None = None
+    value_heads: Length | None = None
     project_logits: bool = True
     project_weights: bool = True
-    dynamic: tuple[str, ...] = ()
+    dynamic: tuple[Dynamic, ...] = ()
     talk_init: Initializer = FanIn()
-    dynamic_scale: float = 1e-2
+    dynamic_scale: NotNegative = 1e-2
 
     @property
     def bias_heads(self) -> int:

@@ -16,7 +16,7 @@ from synthesizer_jax.mixers.base import MixerCache
 from synthesizer_jax.mixers.taps import READ_ONLY, sow_tap, tap
 from synthesizer_jax.models.layers import Dropout, RMSNorm
 from synthesizer_jax.registry import register
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.typing import PyTree, Rate
 
 
 @jax.tree_util.register_dataclass
@@ -99,7 +99,7 @@ class Block(nn.Module):
     self_mixer: Mixer
     feed_forward: nn.Module | None
     cross_mixer: Mixer | None = None
-    dropout_rate: float = 0.0
+    dropout_rate: Rate = 0.0
     norm: nn.Module = RMSNorm()
     post_norm: bool = False
     self_residual: bool = True

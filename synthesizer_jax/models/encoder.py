@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -18,8 +18,10 @@ from synthesizer_jax.models.stack import StackBase
 from synthesizer_jax.models.token_model import TokenModel, move_padding_last, num_real_tokens
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
+from synthesizer_jax.typing import Choices, Length, Number
 
 POOLINGS = ("mean", "first")
+Pooling: TypeAlias = Annotated[str, Choices(POOLINGS)]
 
 
 class Encoded(NamedTuple):
@@ -54,11 +56,11 @@ class Encoder(TokenModel, kw_only=True):
     """
 
     encoder: StackBase
-    pooling: str = "mean"
+    pooling: Pooling = "mean"
     pooler: bool = False
-    outputs: int | None = None
+    outputs: Length | None = None
     masked_lm: bool = False
-    token_types: int = 0
+    token_types: Number = 0
     tied: bool = True
     head_init: Initializer = Normal(0.02)
 

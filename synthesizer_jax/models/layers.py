@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
+from typing import Annotated, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -18,6 +19,7 @@ from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
+from synthesizer_jax.typing import Choices, Length, NotEmpty, Positive, Rate
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
@@ -25,6 +27,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "linear": lambda x: x,
 }
+Activation: TypeAlias = Annotated[str, Choices(tuple(ACTIVATIONS))]
 
 
 _save_statistics = functools.partial(
@@ -61,7 +64,7 @@ def _layer_norm(
 class RMSNorm(nn.Module):
     """T5's normalization, ``x / √(mean x² + ε) · scale``, statistics in float32, no bias."""
 
-    epsilon: float = 1e-6
+    epsilon: Positive = 1e-6
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -74,7 +77,7 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """``(x − mean) / √(variance + ε) · scale + bias``, statistics in float32 (Ba et al. 2016)."""
 
-    epsilon: float = 1e-5
+    epsilon: Positive = 1e-5
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -116,9 +119,9 @@ class FeedForward(nn.Module):
       use_bias: biases in all matrices, as in BERT; T5 has none.
     """
 
-    hidden_dim: int
-    activations: tuple[str, ...] = ("gelu", "linear")
-    dropout_rate: float = 0.0
+    hidden_dim: Length
+    activations: Annotated[tuple[Activation, ...], NotEmpty()] = ("gelu", "linear")
+    dropout_rate: Rate = 0.0
     use_bias: bool = False
     kernel_init: Initializer = FanIn()
 
@@ -172,7 +175,7 @@ class PositionEmbedding(nn.Module):
 class LearnedPositions(PositionEmbedding):
     """A learned vector for every absolute position, ``embedding [max_length, d_model]``."""
 
-    max_length: int
+    max_length: Length
     embedding_init: Initializer = Normal(0.02)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -22,6 +22,7 @@ from synthesizer_jax.models.block import Block, LayerCache, Memory
 from synthesizer_jax.models.layers import Dropout, PositionEmbedding, RMSNorm
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.registry import fields_of, register
+from synthesizer_jax.typing import Choices, NotEmpty, Range, Rate
 
 Positions: TypeAlias = jax.Array | np.ndarray
 """In-sequence positions ``[batch or 1, q]``: NumPy's if they are known, or traced."""
@@ -37,6 +38,7 @@ REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
 }
 """What a rematerialized layer saves: nothing; all products; only products with parameters. The latter
 two also save the results of fused attention."""
+Remat: TypeAlias = Annotated[str, Choices(tuple(REMAT_POLICIES))]
 
 
 @register
@@ -45,7 +47,7 @@ class Run:
     """`repeats` layers of the same configuration, one after another."""
 
     block: Block
-    repeats: int
+    repeats: Annotated[int, Range(1, 256)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,14 +93,14 @@ class StackBase(nn.Module):
       drop_output: False: no dropout of the output (You et al. 2020).
     """
 
-    runs: tuple[Run, ...]
+    runs: Annotated[tuple[Run, ...], NotEmpty()]
     bias: Alignment | None = None
     positions: PositionEmbedding | None = None
     input_norm: nn.Module | None = None
     norm: nn.Module | None = RMSNorm()
-    dropout_rate: float = 0.0
+    dropout_rate: Rate = 0.0
     scan: bool = False
-    remat: str | None = None
+    remat: Remat | None = None
     drop_output: bool = True
 
     @property

@@ -15,6 +15,7 @@ from synthesizer_jax.mixers.decoding import take_positions
 from synthesizer_jax.models.stack import StackBase, unstack_layers
 from synthesizer_jax.parameters import Variables, with_axes
 from synthesizer_jax.registry import fields_of, replace
+from synthesizer_jax.typing import Dtype, Length
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -36,12 +37,12 @@ class TokenModel(nn.Module, kw_only=True):
       dtype: dtype of the computation, ``"float32"`` or ``"bfloat16"``; parameters are float32.
     """
 
-    vocab_size: int
-    d_model: int
+    vocab_size: Length
+    d_model: Length
     tied: bool = False
     embedding_scale: float = 1.0
     logits_scale: float | None = None
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     embedding_init: Initializer = Normal(1.0)
     logits_init: Initializer = FanIn()
 

@@ -13,7 +13,7 @@ from synthesizer_jax.models.layers import SinusoidalPositions
 from synthesizer_jax.models.stack import Positions, StackBase, StackInputs
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import fields_of, register
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.typing import NotNegative, PyTree, Share
 
 LOSSES = "losses"
 """The collection in which modules sow what is added to a training loss."""
@@ -37,8 +37,8 @@ class UniversalStack(StackBase):
       signals: add the sinusoids of position and step.
     """
 
-    halting_threshold: float | None = None
-    ponder_cost: float = 0.01
+    halting_threshold: Share | None = None
+    ponder_cost: NotNegative = 0.01
     signals: bool = True
 
     def _run_layers(self, x: jax.Array, inputs: StackInputs) -> jax.Array:

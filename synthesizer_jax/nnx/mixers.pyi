@@ -7,7 +7,10 @@ from synthesizer_jax.alignments import Alignment, DotProduct
 from synthesizer_jax.attention import Mask, Terms
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.mixers import MixerCache
+from synthesizer_jax.mixers.attention import Implementation
+from synthesizer_jax.mixers.talking_heads import Dynamic
 from synthesizer_jax.nnx.class_factory import Layer
+from synthesizer_jax.typing import Length, NotNegative, Number, Rate
 
 class Attention(Layer):
     """Multi-head attention whose logits come from any alignment.
@@ -24,26 +27,26 @@ class Attention(Layer):
       keep_rngs: whether to keep a stream for dropout; otherwise every call with dropout needs one.
     """
 
-    num_heads: int
-    head_dim: int
+    num_heads: Length
+    head_dim: Length
     alignment: Alignment
-    dropout_rate: float
+    dropout_rate: Rate
     shared_key_value: bool
     project_values: bool
     use_bias: bool
-    implementation: str
+    implementation: Implementation
     value_init: Initializer
     out_init: Initializer
     def __init__(
         self,
-        num_heads: int,
-        head_dim: int,
+        num_heads: Length,
+        head_dim: Length,
         alignment: Alignment = DotProduct(),
-        dropout_rate: float = 0.0,
+        dropout_rate: Rate = 0.0,
         shared_key_value: bool = False,
         project_values: bool = True,
         use_bias: bool = False,
-        implementation: str = "auto",
+        implementation: Implementation = "auto",
         value_init: Initializer = FanIn(scale=1.0),
         out_init: Initializer = FanIn(scale=1.0),
         *,
@@ -171,20 +174,20 @@ class LightweightConvolution(Layer):
       keep_rngs: whether to keep a stream for dropout; otherwise every call with dropout needs one.
     """
 
-    width: int
-    groups: int | None
+    width: Length
+    groups: Length | None
     glu: bool
     pointwise: bool
-    dropout_rate: float
+    dropout_rate: Rate
     tap_init: Initializer
     kernel_init: Initializer
     def __init__(
         self,
-        width: int = 9,
-        groups: int | None = None,
+        width: Length = 9,
+        groups: Length | None = None,
         glu: bool = True,
         pointwise: bool = False,
-        dropout_rate: float = 0.0,
+        dropout_rate: Rate = 0.0,
         tap_init: Initializer = Normal(stddev=0.1),
         kernel_init: Initializer = FanIn(scale=1.0),
         *,
@@ -315,20 +318,20 @@ class DynamicConvolution(Layer):
       keep_rngs: whether to keep a stream for dropout; otherwise every call with dropout needs one.
     """
 
-    width: int
-    groups: int | None
+    width: Length
+    groups: Length | None
     glu: bool
     pointwise: bool
-    dropout_rate: float
+    dropout_rate: Rate
     tap_init: Initializer
     kernel_init: Initializer
     def __init__(
         self,
-        width: int = 9,
-        groups: int | None = None,
+        width: Length = 9,
+        groups: Length | None = None,
         glu: bool = True,
         pointwise: bool = False,
-        dropout_rate: float = 0.0,
+        dropout_rate: Rate = 0.0,
         tap_init: Initializer = Normal(stddev=0.1),
         kernel_init: Initializer = FanIn(scale=1.0),
         *,
@@ -468,23 +471,23 @@ class Linformer(Layer):
       keep_rngs: whether to keep a stream for dropout; otherwise every call with dropout needs one.
     """
 
-    num_heads: int
-    head_dim: int
-    max_length: int
-    projected_length: int
+    num_heads: Length
+    head_dim: Length
+    max_length: Length
+    projected_length: Length
     shared: bool
-    dropout_rate: float
+    dropout_rate: Rate
     query_init: Initializer
     kernel_init: Initializer
     length_init: Initializer | None
     def __init__(
         self,
-        num_heads: int,
-        head_dim: int,
-        max_length: int,
-        projected_length: int = 256,
+        num_heads: Length,
+        head_dim: Length,
+        max_length: Length,
+        projected_length: Length = 256,
         shared: bool = True,
-        dropout_rate: float = 0.0,
+        dropout_rate: Rate = 0.0,
         query_init: Initializer = FanIn(scale=1.0),
         kernel_init: Initializer = FanIn(scale=1.0),
         length_init: Initializer | None = None,
@@ -628,19 +631,19 @@ class SentenceFeedForward(Layer):
       keep_rngs: whether to keep a stream for dropout; otherwise every call with dropout needs one.
     """
 
-    max_length: int
-    hidden_dim: int
-    num_heads: int | None
-    head_dim: int
+    max_length: Length
+    hidden_dim: Length
+    num_heads: Length | None
+    head_dim: Number
     separate_heads: bool
     causal: bool
     out_init: Initializer
     def __init__(
         self,
-        max_length: int,
-        hidden_dim: int,
-        num_heads: int | None = None,
-        head_dim: int = 0,
+        max_length: Length,
+        hidden_dim: Length,
+        num_heads: Length | None = None,
+        head_dim: Number = 0,
         separate_heads: bool = False,
         causal: bool = False,
         out_init: Initializer = FanIn(scale=1.0),
@@ -783,42 +786,42 @@ class TalkingHeads(Layer):
       keep_rngs: whether to keep a stream for dropout; otherwise every call with dropout needs one.
     """
 
-    num_heads: int
-    head_dim: int
+    num_heads: Length
+    head_dim: Length
     alignment: Alignment
-    dropout_rate: float
+    dropout_rate: Rate
     shared_key_value: bool
     project_values: bool
     use_bias: bool
-    implementation: str
+    implementation: Implementation
     value_init: Initializer
     out_init: Initializer
-    softmax_heads: int | None
-    value_heads: int | None
+    softmax_heads: Length | None
+    value_heads: Length | None
     project_logits: bool
     project_weights: bool
-    dynamic: tuple[str, ...]
+    dynamic: tuple[Dynamic, ...]
     talk_init: Initializer
-    dynamic_scale: float
+    dynamic_scale: NotNegative
     def __init__(
         self,
-        num_heads: int,
-        head_dim: int,
+        num_heads: Length,
+        head_dim: Length,
         alignment: Alignment = DotProduct(),
-        dropout_rate: float = 0.0,
+        dropout_rate: Rate = 0.0,
         shared_key_value: bool = False,
         project_values: bool = True,
         use_bias: bool = False,
-        implementation: str = "auto",
+        implementation: Implementation = "auto",
         value_init: Initializer = FanIn(scale=1.0),
         out_init: Initializer = FanIn(scale=1.0),
-        softmax_heads: int | None = None,
-        value_heads: int | None = None,
+        softmax_heads: Length | None = None,
+        value_heads: Length | None = None,
         project_logits: bool = True,
         project_weights: bool = True,
-        dynamic: tuple[str, ...] = (),
+        dynamic: tuple[Dynamic, ...] = (),
         talk_init: Initializer = FanIn(scale=1.0),
-        dynamic_scale: float = 0.01,
+        dynamic_scale: NotNegative = 0.01,
         *,
         in_features: int,
         rngs: nnx.Rngs,
@@ -948,15 +951,15 @@ class TokenFeedForward(Layer):
       keep_rngs: whether to keep a stream for dropout; otherwise every call with dropout needs one.
     """
 
-    hidden_dim: int
-    num_heads: int
-    head_dim: int
+    hidden_dim: Length
+    num_heads: Length
+    head_dim: Length
     out_init: Initializer
     def __init__(
         self,
-        hidden_dim: int,
-        num_heads: int,
-        head_dim: int,
+        hidden_dim: Length,
+        num_heads: Length,
+        head_dim: Length,
         out_init: Initializer = FanIn(scale=1.0),
         *,
         in_features: int,

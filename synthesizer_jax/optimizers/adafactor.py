@@ -22,7 +22,7 @@ from synthesizer_jax.optimizers.base import with_clipping
 from synthesizer_jax.optimizers.schedules import InverseSquareRoot, Schedule
 from synthesizer_jax.parameters import Axes, is_axes
 from synthesizer_jax.registry import register
-from synthesizer_jax.typing import KeyPath, PyTree
+from synthesizer_jax.typing import Count, KeyPath, Positive, PyTree
 
 BATCH = frozenset({"layers"})
 """Axes along which separate parameters are stacked."""
@@ -117,11 +117,11 @@ class Adafactor:
     """
 
     learning_rate: Schedule = InverseSquareRoot()
-    decay_rate: float = 0.8
-    clip: float | None = 1.0
+    decay_rate: Positive = 0.8
+    clip: Positive | None = 1.0
     parameter_scale: bool = True
-    min_size: int = 128
-    clip_norm: float | None = None
+    min_size: Count = 128
+    clip_norm: Positive | None = None
 
     def build(self, axes: PyTree) -> optax.GradientTransformation:
         """See `Optimizer.build`."""

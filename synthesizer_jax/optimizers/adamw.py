@@ -12,7 +12,7 @@ from synthesizer_jax.optimizers.base import with_clipping
 from synthesizer_jax.optimizers.schedules import Constant, Schedule
 from synthesizer_jax.parameters import is_axes
 from synthesizer_jax.registry import register
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.typing import NotNegative, Positive, PyTree, Rate
 
 
 @register
@@ -30,11 +30,11 @@ class AdamW:
     """
 
     learning_rate: Schedule = Constant()
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float | None = 1.0
+    b1: Rate = 0.9
+    b2: Rate = 0.999
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.0
+    clip_norm: Positive | None = 1.0
 
     def build(self, axes: PyTree) -> optax.GradientTransformation:
         """See `Optimizer.build`."""

@@ -13,7 +13,7 @@ from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.optimizers.base import with_clipping
 from synthesizer_jax.optimizers.schedules import Constant, Schedule
 from synthesizer_jax.registry import register
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.typing import Positive, PyTree
 
 Argument: TypeAlias = float | int | bool | str | None
 Arguments: TypeAlias = tuple[tuple[str, Argument], ...]
@@ -38,7 +38,7 @@ class Optax:
     name: str
     learning_rate: Schedule = Constant()
     arguments: Arguments = ()
-    clip_norm: float | None = None
+    clip_norm: Positive | None = None
 
     def __post_init__(self) -> None:
         _check_call(self.name, OPTIMIZERS, {"learning_rate": None, **dict(self.arguments)})

@@ -23,7 +23,7 @@ from synthesizer_jax.models import stacks_of
 from synthesizer_jax.optimizers.base import Optimizer, own_weight_decay, schedule_of
 from synthesizer_jax.parameters import check_path_pattern
 from synthesizer_jax.registry import register
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.typing import NotNegative, PyTree
 
 Keys: TypeAlias = tuple[str, ...]
 """The path of a parameter in nested dictionaries."""
@@ -45,8 +45,8 @@ class OptimizerRule:
     """
 
     pattern: str
-    learning_rate: float = 1.0
-    weight_decay: float | None = None
+    learning_rate: NotNegative = 1.0
+    weight_decay: NotNegative | None = None
     frozen: bool = False
 
     def __post_init__(self) -> None:

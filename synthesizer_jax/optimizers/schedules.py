@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from synthesizer_jax.registry import register
+from synthesizer_jax.typing import Count, NotNegative, Number
 
 
 class Schedule(Protocol):
@@ -28,8 +29,8 @@ class Schedule(Protocol):
 class Constant:
     """A constant `value` after a linear warm-up from 0; T5 fine-tunes with 0.001 and no warm-up."""
 
-    value: float = 1e-3
-    warmup_steps: int = 0
+    value: NotNegative = 1e-3
+    warmup_steps: Number = 0
 
     def build(self) -> optax.Schedule:
         """Returns the learning rate as a function of the step, which may be traced."""
@@ -44,8 +45,8 @@ class InverseSquareRoot:
     T5 pre-trains with 1 and 10,000 (Raffel et al. 2020, section 3.1.2).
     """
 
-    factor: float = 1.0
-    warmup_steps: int = 10_000
+    factor: NotNegative = 1.0
+    warmup_steps: Number = 10_000
 
     def build(self) -> optax.Schedule:
         """Returns the learning rate as a function of the step, which may be traced."""
@@ -59,10 +60,10 @@ class InverseSquareRoot:
 class Cosine:
     """Linear warm-up to `peak`, then cosine decay to `final` at `total_steps`."""
 
-    peak: float
-    total_steps: int
-    warmup_steps: int = 0
-    final: float = 0.0
+    peak: NotNegative
+    total_steps: Count
+    warmup_steps: Number = 0
+    final: NotNegative = 0.0
 
     def build(self) -> optax.Schedule:
         """Returns the learning rate as a function of the step, which may be traced."""

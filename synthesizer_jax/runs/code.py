@@ -1,27 +1,22 @@
-"""Users' code that a run needs: recorded in its directory, and executed again when the run is loaded.
+"""Users' code that a run needs, recorded in its directory.
 
-A run's directory may contain ``code/`` with the names of packages and copies of recipe files. It is not
-trusted: nothing is imported or executed unless this account has executed the same code before (then a file
-named by its digest exists in ``$XDG_STATE_HOME/synthesizer_jax/trusted``), or the user names it with
-``--import``.
+A run's directory may contain ``code/`` with the names of packages and copies of recipe files. It is data:
+nothing in it is imported or executed; a command that loads the run says what to pass with ``--import``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import importlib
 import json
-import logging
-import os
 import pathlib
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
-from synthesizer_jax.files import storage_path, write_atomic
+from synthesizer_jax.files import describing, storage_path, write_atomic
 from synthesizer_jax.import_noise import filter_import_noise
 from synthesizer_jax.registry import EXTRA_MESH_AXES, REGISTRY
 from synthesizer_jax.tasks import task_registry
@@ -29,10 +24,7 @@ from synthesizer_jax.tasks import task_registry
 CODE_DIRECTORY = "code"
 IMPORTS_FILE = "imports.json"
 
-_log = logging.getLogger(__name__)
 _imported: set[str] = set()  # packages
-_executed: dict[str, tuple[ModuleType, bool]] = {}  # files, by digest
-_named: set[str] = set()  # names of files that the user has passed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +39,8 @@ class Source:
     name: str
     text: bytes
 
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the name and the content."""
-        return hashlib.sha256(self.name.encode() + b"\0" + self.text).hexdigest()
+
+_executed: dict[Source, tuple[ModuleType, bool]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +62,6 @@ class Code:
             tuple(dict.fromkeys((*self.packages, *other.packages))), tuple(sources.values())
         )
 
-    @property
-    def digest(self) -> str:
-        """SHA-256 of all names and contents."""
-        whole = [list(self.packages), [source.digest for source in self.sources]]
-        return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
-
 
 NOTHING = Code()
 
@@ -94,7 +78,7 @@ def load_user_code(names: Sequence[str]) -> Code:
     code = NOTHING
     for name in names:
         if name.endswith(".py"):
-            source = read_named(name)
+            source = read_source(storage_path(name))
             if any(other.name == source.name and other != source for other in code.sources):
                 raise ValueError(f"two imported files are called {source.name}; rename one of them")
             execute(source, name)
@@ -111,19 +95,8 @@ def imported_names() -> list[str]:
     return [*sorted(_imported), *files]
 
 
-def read_named(path: str) -> Source:
-    """Reads a file that the user names; it replaces recorded files of the same name."""
-    source = _read_source(storage_path(path))
-    _named.add(source.name)
-    return source
-
-
-def _read_source(path: pathlib.Path) -> Source:
-    """Reads a file.
-
-    Raises:
-      ValueError: it does not exist.
-    """
+def read_source(path: pathlib.Path) -> Source:
+    """Reads a file; raises a `ValueError` if it does not exist."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     return Source(path.name, path.read_bytes())
@@ -139,7 +112,7 @@ def execute(source: Source, path: str) -> tuple[ModuleType, bool]:
       ValueError: the file fails; the message has file, line and the type of the error.
     """
     name = f"recipe_{pathlib.Path(source.name).stem}"
-    done = _executed.get(source.digest)
+    done = _executed.get(source)
     if done is None or sys.modules.get(name) is not done[0]:
         module = ModuleType(name)
         module.__file__ = path
@@ -147,8 +120,8 @@ def execute(source: Source, path: str) -> tuple[ModuleType, bool]:
         sys.modules[name] = module  # dataclasses look up their module
         with convert_errors(path), filter_import_noise():
             exec(compile(source.text, path, "exec", dont_inherit=True), module.__dict__)
-        _executed[source.digest] = module, _registered_names() != before
-    return _executed[source.digest]
+        _executed[source] = module, _registered_names() != before
+    return _executed[source]
 
 
 def import_package(name: str) -> ModuleType:
@@ -229,58 +202,32 @@ def recorded_code(directory: pathlib.Path) -> Code:
     path = place / IMPORTS_FILE
     if not path.is_file():
         return NOTHING
-    try:
+    with describing(path):
         names = json.loads(path.read_text(encoding="utf-8"))
         packages, files = names["packages"], names["files"]
         plain = [pathlib.PurePath(name).name == name != "" for name in files]
         if not all(plain) or not all(map(_is_module_name, packages)):
             raise ValueError("names of packages and files are expected")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
-    return Code(tuple(packages), tuple(_read_source(place / name) for name in files))
+        return Code(tuple(packages), tuple(read_source(place / name) for name in files))
 
 
 def require_code(directory: pathlib.Path) -> None:
-    """Executes the code of a run, if this account has executed it before or the user has named it.
-
-    A file that the user has named in this process replaces a recorded file of the same name.
+    """Checks that the user has named all code of a run; a file replaces a recorded one of the same name.
 
     Raises:
-      ValueError: the code is not trusted; the message has the options to add after reading it.
+      ValueError: something was not named; the message has the options to add after reading it.
     """
-    code, place = recorded_code(directory), directory / CODE_DIRECTORY
-    wanted = [source for source in code.sources if source.name not in _named]
-    packages = [name for name in code.packages if name not in _imported]
-    sources = [source for source in wanted if source.digest not in _executed]
-    if (packages or sources) and not (_trusted_directory() / code.digest).is_file():
-        names = [*packages, *(str(place / source.name) for source in sources)]
-        options = " ".join(f"--import {name}" for name in names)
+    code, files = recorded_code(directory), {source.name for source in _executed}
+    missing = [
+        *(name for name in code.packages if name not in sys.modules),
+        *(
+            str(directory / CODE_DIRECTORY / source.name)
+            for source in code.sources
+            if source.name not in files
+        ),
+    ]
+    if missing:
         raise ValueError(
-            f"{directory} needs code that this account has not run: {' and '.join(names)}; read it, "
-            f"then add {options}"
+            f"{directory} needs code of its own: {' and '.join(missing)}; read it, then add "
+            f"{' '.join(f'--import {name}' for name in missing)}"
         )
-    for name in packages:
-        import_package(name)
-    for source in wanted:
-        execute(source, str(place / source.name))
-    if all(source.digest in _executed for source in code.sources):
-        trust_code(code)
-
-
-def trust_code(code: Code) -> None:
-    """Records that this account has executed the code, so that later commands do so automatically."""
-    place = _trusted_directory()
-    if code == NOTHING or (place / code.digest).is_file():
-        return
-    names = [*code.packages, *(source.name for source in code.sources)]
-    try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (place / code.digest).write_text("\n".join(names) + "\n", encoding="utf-8")
-    except OSError as error:
-        _log.warning("%s; later commands need --import %s", error, " --import ".join(names))
-
-
-def _trusted_directory() -> pathlib.Path:
-    """Returns the directory with the digests of the code that this account has executed."""
-    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return pathlib.Path(home).expanduser() / "synthesizer_jax" / "trusted"

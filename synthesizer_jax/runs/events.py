@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import TypedDict, TypeGuard
 
-from synthesizer_jax.files import check_regular
+from synthesizer_jax.files import append, check_regular
 
 EVENTS_FILE = "events.jsonl"
 
@@ -39,12 +39,9 @@ class Events:
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("ab") as file:
-            broken = file.tell() and not self._path.read_bytes().endswith(b"\n")
-            line = json.dumps(
-                {"time": time.time() if at is None else at, "event": event, "step": step}
-            )
-            file.write(f"{chr(10) if broken else ''}{line}\n".encode())
+        broken = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
+        values = {"time": time.time() if at is None else at, "event": event, "step": step}
+        append(self._path, b"\n" * broken + json.dumps(values).encode() + b"\n")
 
 
 def goodput(directory: pathlib.Path, seconds_per_step: float) -> float | None:

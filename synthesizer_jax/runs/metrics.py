@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 
-from synthesizer_jax.files import check_regular, write_atomic
+from synthesizer_jax.files import append, check_regular, in_bucket, write_atomic
 from synthesizer_jax.registry import JSON
 
 METRICS_FILE = "metrics.jsonl"
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends metrics to ``metrics.jsonl`` and to TensorBoard's files.
+    """Appends metrics to ``metrics.jsonl`` and to TensorBoard's files; in a bucket, when it is flushed.
 
     Args:
       directory: directory of the run.
@@ -38,10 +38,10 @@ class MetricsWriter:
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / METRICS_FILE
-        check_regular(path)
-        _truncate_metrics(path, restored_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._lines = directory / METRICS_FILE, b""
+        self._flushes = not in_bucket(directory)
+        check_regular(self._path)
+        _truncate_metrics(self._path, restored_step)
         board = directory / "tensorboard"
         board.mkdir(exist_ok=True)
         self._board = EventsWriter(str(board / "events"))
@@ -64,8 +64,7 @@ class MetricsWriter:
         from tensorboardX.proto.summary_pb2 import Summary
 
         finite = {n: value if math.isfinite(value) else None for n, value in values.items()}
-        self._file.write(json.dumps({"step": step, "kind": kind, **finite}) + "\n")
-        self._file.flush()
+        self._lines += json.dumps({"step": step, "kind": kind, **finite}).encode() + b"\n"
         shown = [
             Summary.Value(tag=f"{kind}/{name}", simple_value=value)
             for name, value in finite.items()
@@ -74,14 +73,21 @@ class MetricsWriter:
         self._board.write_event(
             Event(wall_time=time.time(), step=step, summary=Summary(value=shown))
         )
-        self._board.flush()
+        if self._flushes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what is buffered."""
+        if self._writes and self._lines:
+            append(self._path, self._lines)
+            self._lines = b""
+            self._board.flush()
 
     def close(self) -> None:
         """Closes the files."""
-        if not self._writes:
-            return
-        self._file.close()
-        self._board.close()
+        if self._writes:
+            self.flush()
+            self._board.close()
 
 
 def _truncate_metrics(path: pathlib.Path, step: int) -> None:
@@ -165,7 +171,7 @@ class Throughput:
     """
 
     def __init__(self, capacity: int, utilizations: Mapping[str, float] = {}) -> None:
-        self._capacity, self._utilizations = capacity, dict(utilizations)
+        self._capacity, self.utilizations = capacity, dict(utilizations)
         self._time, self._steps, self._tokens, self._places = time.perf_counter(), 0, 0.0, 0
         self.seconds_per_step = 0.0
 
@@ -198,7 +204,7 @@ class Throughput:
         if self._steps:
             self.seconds_per_step = seconds / self._steps
             rates["padding"] = 1 - self._tokens / self._places
-        for name, share in self._utilizations.items():
+        for name, share in self.utilizations.items():
             rates[name] = share * rates["steps_per_second"]
         self._time, self._steps, self._tokens, self._places = now, 0, 0.0, 0
         return rates

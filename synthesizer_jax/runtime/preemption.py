@@ -10,8 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-import jax
-
 from synthesizer_jax.runtime import processes
 
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
@@ -19,12 +17,6 @@ EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
 command again. That of SIGINT is the code of shells: a user stopped the run."""
 
 EXIT_PREEMPTED = EXIT_CODES[signal.SIGTERM]
-
-STOP_KEY = "stop"
-FROM_OTHERS = 128
-"""Added to the number of a signal that another process received."""
-POLL_SECONDS = 1.0
-"""Interval at which a process checks whether another one was stopped."""
 
 
 def exit_on_signals() -> None:
@@ -57,9 +49,8 @@ class StopSignal:
     inside `region()`, where the state is saved or there is none, and where another thread ends the process.
     A second SIGINT ends the process immediately, without saving.
 
-    A group of processes exits together: the process that receives a signal notifies the others, which
-    treat it as their own. All of them save the same state, because they agree on the signal before they
-    save: in a region by their threads, or at its start or end, and in the loop at every step.
+    Several processes stop together, after a step: in every step they compare what they have received. What
+    they do in a region they do to its end.
 
     It must be used on the main thread. A signal that is ignored (`nohup`, a background process of a shell)
     remains ignored. In a notebook or an interactive interpreter the process is not ended: a region runs to
@@ -74,8 +65,7 @@ class StopSignal:
         self._ends_process = not hasattr(sys, "ps1") and "ipykernel" not in sys.modules
         self._lock = threading.Lock()
         self._received = 0
-        self._closed = threading.Event()
-        self._region: processes.Exchange | None = None
+        self._in_region = False
 
     def __enter__(self) -> StopSignal:
         self._receiver, self._sender = socket.socketpair()
@@ -86,30 +76,23 @@ class StopSignal:
             if signal.getsignal(number) is not signal.SIG_IGN
         }
         self._old_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-        self._threads = [
-            threading.Thread(target=self._wait_for_signals, name="stop-signal", daemon=True)
-        ]
-        if processes.process_count() > 1:
-            self._threads.append(
-                threading.Thread(target=self._poll_others, name="stop-poll", daemon=True)
-            )
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(
+            target=self._wait_for_signals, name="stop-signal", daemon=True
+        )
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(self._old_fd)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
-        self._closed.set()
         self._sender.close()  # ends the thread: its recv returns no bytes
-        for thread in self._threads:
-            thread.join()
+        self._thread.join()
         self._receiver.close()
 
     @property
     def received(self) -> int:
-        """The number of the signal that this process has received or was notified of; 0 is none."""
+        """The number of the signal that this process has received; 0 is none."""
         return self._received
 
     @contextlib.contextmanager
@@ -119,23 +102,22 @@ class StopSignal:
         Raises:
           Preempted: a signal was received.
         """
-        exchange = processes.Exchange("region")
+        if processes.process_count() > 1:
+            yield
+            return
         with self._lock:
-            received = self.received
-            if not received:
-                self._region = exchange
-        if received:
-            raise Preempted(max(exchange.all_gather(received)), trained=self.trained)
+            self._raise_if_received()
+            self._in_region = True
         try:
             yield
-        except BaseException:
-            with self._lock:
-                self._region = None
-            raise
-        with self._lock:  # from here on this thread handles signals
-            self._region = None
-        if agreed := max(exchange.all_gather(self.received)):
-            raise Preempted(agreed, trained=self.trained)
+        finally:
+            with self._lock:  # from here on this thread handles signals
+                self._in_region = False
+        self._raise_if_received()
+
+    def _raise_if_received(self) -> None:
+        if self._received:
+            raise Preempted(self._received, trained=self.trained)
 
     def _record(self, number: int, _: object = None) -> None:
         if self._received and not self._ends_process:
@@ -143,7 +125,7 @@ class StopSignal:
         self._received = self._received or number
 
     def _wait_for_signals(self) -> None:
-        interrupts, first = 0, 0
+        interrupts = 0
         while numbers := self._receiver.recv(64):
             interrupts += numbers.count(signal.SIGINT)
             if interrupts > 1 and self._ends_process:
@@ -151,34 +133,17 @@ class StopSignal:
                     "stopped by a second Ctrl-C; steps since the last checkpoint are lost"
                 )
                 os._exit(EXIT_CODES[signal.SIGINT])
-            if first == 0:
-                first = next((n % FROM_OTHERS for n in numbers if n % FROM_OTHERS in EXIT_CODES), 0)
-                if first:
-                    self._received = self._received or first
-                    threading.Thread(target=self._leave_region, daemon=True).start()
-
-    def _leave_region(self) -> None:
-        if processes.process_count() > 1:
-            processes.publish(STOP_KEY, str(self.received))
-        with self._lock:
-            if self._region is not None and self._ends_process:
-                number = max(self._region.all_gather(self.received))
-                self._exit(Preempted(number, trained=self.trained))
-
-    def _poll_others(self) -> None:
-        """Notifies `_wait_for_signals` of a signal that another process received."""
-        while not self._closed.wait(POLL_SECONDS):
-            if (number := processes.read_published(STOP_KEY)) is not None:
-                with contextlib.suppress(OSError):  # closed in the meantime
-                    self._sender.send(bytes([FROM_OTHERS + int(number)]))
-                return
+            first = next((number for number in numbers if number in EXIT_CODES), 0)
+            self._received = self._received or first
+            with self._lock:
+                if first and self._in_region and self._ends_process:
+                    self._exit(Preempted(self._received, trained=self.trained))
 
     def _exit(self, preempted: Preempted) -> None:
         self._release()
         processes.print_line(str(preempted))
         sys.stdout.flush()
         sys.stderr.flush()
-        jax.distributed.shutdown()  # waits for the other processes
         os._exit(preempted.exit_code)
 
 
@@ -190,20 +155,7 @@ def close_within(seconds: float, what: str, close: Callable[[], None]) -> None:
       what: name of what is closed, for that line.
       close: the function; its errors are raised.
     """
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            close()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name=f"close {what}", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
+    if not processes.Call(close).wait(seconds):
         processes.print_line(
             f"closing {what} has not ended within {seconds:.0f} s; it is left as it is"
         )
-    if errors:
-        raise errors[0]

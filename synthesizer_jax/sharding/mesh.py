@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import jax
 import numpy as np
@@ -17,8 +17,12 @@ from jax.sharding import AxisType, Mesh
 from synthesizer_jax.costs.chips import Topology
 from synthesizer_jax.registry import register
 from synthesizer_jax.sharding.rules import MESH_AXES, check_mesh_axes
+from synthesizer_jax.typing import Choices, Count
 
 _log = logging.getLogger(__name__)
+
+AxisSize: TypeAlias = Annotated[int, Choices((-1,))] | Count
+"""Of one axis -1 is what remains of the devices."""
 
 Sizes: TypeAlias = tuple[int, ...]
 """The sizes of a mesh's axes."""
@@ -46,14 +50,14 @@ class MeshShape:
       extra: names and sizes, within a slice, of further axes; each is known to `register_mesh_axis`.
     """
 
-    data: int = -1
-    fsdp: int = 1
-    tensor: int = 1
-    sequence: int = 1
-    dcn_data: int = -1
-    dcn_fsdp: int = 1
-    dcn_tensor: int = 1
-    dcn_sequence: int = 1
+    data: AxisSize = -1
+    fsdp: AxisSize = 1
+    tensor: AxisSize = 1
+    sequence: AxisSize = 1
+    dcn_data: AxisSize = -1
+    dcn_fsdp: AxisSize = 1
+    dcn_tensor: AxisSize = 1
+    dcn_sequence: AxisSize = 1
     extra: tuple[tuple[str, int], ...] = ()
 
     @property

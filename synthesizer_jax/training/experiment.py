@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 
@@ -15,10 +15,10 @@ from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.models import Encoder, EncoderDecoder, TextToText
 from synthesizer_jax.optimizers import Optimizer, OptimizerRule
 from synthesizer_jax.parameters import check_path_pattern
-from synthesizer_jax.registry import format_value, register, replace
+from synthesizer_jax.registry import check_fields, format_value, register, replace
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.training import limits
+from synthesizer_jax.typing import Choices, Count, NotNegative, Number, Positive, Rate, Seed, Share
 
 for _cls in (DataConfig, Bytes, SentencePiece):
     register(_cls)  # data stands alone, so its classes are made known here
@@ -49,20 +49,20 @@ class Training:
         never.
     """
 
-    steps: int
+    steps: Count
     optimizer: Optimizer
     rules: tuple[OptimizerRule, ...] = ()
-    ema: float | None = None
-    z_loss: float = 1e-4
-    label_smoothing: float = 0.0
-    loss_normalizer: float | str | None = None
-    micro_batches: int = 1
-    seed: int = 0
-    log_every: int = 10
-    save_every: int = 1000
-    keep_latest: int = 2
-    keep_best: int = 1
-    watchdog_seconds: float = 3600.0
+    ema: Rate | None = None
+    z_loss: NotNegative = 1e-4
+    label_smoothing: Share = 0.0
+    loss_normalizer: Positive | Annotated[str, Choices(("tokens_with_padding",))] | None = None
+    micro_batches: Count = 1
+    seed: Seed = 0
+    log_every: Count = 10
+    save_every: Count = 1000
+    keep_latest: Count = 2
+    keep_best: Number = 1
+    watchdog_seconds: NotNegative = 3600.0
 
 
 @register
@@ -120,11 +120,11 @@ class Experiment:
     mesh: MeshShape = MeshShape()
     init_from: str | None = None
     init_rules: tuple[InitRule, ...] = ()
-    init_share: float = 1.0
+    init_share: Share = 1.0
     init_optimizer: bool = False
 
     def __post_init__(self) -> None:
-        limits.check_limits(self)
+        check_fields(self)
         _check_split(self.data)
         _check_head(self)
         if isinstance(self.model, EncoderDecoder) and not self.data.inputs_length:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 import pathlib
 import re
@@ -44,6 +45,32 @@ class Origin(NamedTuple):
     source: str
     rule: InitRule
     problem: str | None = None
+
+
+def initializer_of(
+    experiment: Experiment, *, report: Callable[[str], object]
+) -> Callable[[TrainState], TrainState] | None:
+    """Returns what puts the parameters of `init_from` into a fresh state; None: the experiment has none.
+
+    Args:
+      experiment: the run that starts.
+      report: see `initialize_from_checkpoint`.
+
+    Raises:
+      ValueError: there is no such run, or the experiment says how to start but not from what.
+    """
+    if experiment.init_from is None:
+        if experiment != experiment.starting_from(None):
+            raise ValueError(
+                "init_rules, init_share and init_optimizer say how a run starts from a checkpoint; set "
+                "init_from, or leave them out"
+            )
+        return None
+    source = storage_path(experiment.init_from)
+    find_checkpoint(source)  # fails before the data is read
+    return functools.partial(
+        initialize_from_checkpoint, experiment=experiment, source=source, report=report
+    )
 
 
 def initialize_from_checkpoint(

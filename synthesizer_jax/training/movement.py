@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import pathlib
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from synthesizer_jax.files import write_atomic
+from synthesizer_jax.files import describing, storage_path, write_atomic
 from synthesizer_jax.optimizers.rules import collapse_layers, looped_paths
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.runtime import processes
@@ -22,6 +23,8 @@ from synthesizer_jax.typing import PyTree
 
 MOVEMENT_FILE = "movement.json"
 INITIALIZATION = "initialization"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +68,7 @@ class Movement:
     groups: tuple[Group, ...]
 
 
-def measure_movement(
-    trainer: Trainer, state: TrainState, source: pathlib.Path | None = None
-) -> Movement:
+def measure_movement(trainer: Trainer, state: TrainState) -> Movement:
     """Computes the initial parameters again, and their distances from those of a state.
 
     The initial parameters are not kept during a run: they follow from the seed, or from the checkpoint that
@@ -77,7 +78,6 @@ def measure_movement(
     Args:
       trainer: made the steps.
       state: the final state; its parameters themselves, not their averages, are compared.
-      source: the checkpoint from which the run started, if any.
 
     Raises:
       FileNotFoundError: the checkpoint is gone.
@@ -86,9 +86,12 @@ def measure_movement(
     experiment, since = trainer.experiment, INITIALIZATION
     saved: Variables = {}
     initialize = None
-    if source is not None:
+    if experiment.init_from is not None:
         since, saved, initialize = open_initial_parameters(
-            experiment, source, state.variables, report=lambda _: None
+            experiment,
+            storage_path(experiment.init_from),
+            state.variables,
+            report=lambda _: None,
         )
 
     def squares(key: jax.Array, saved: Variables, params: PyTree) -> PyTree:
@@ -129,40 +132,24 @@ def _groups(
     )
 
 
-def record_movement(
-    trainer: Trainer, state: TrainState, directory: pathlib.Path, *, source: pathlib.Path | None
-) -> None:
-    """Writes the movement of a finished run to ``movement.json``, unless that of its step is there.
+def record_movement(trainer: Trainer, state: TrainState, directory: pathlib.Path) -> None:
+    """Writes the movement of a finished run to ``movement.json``; all processes call this.
 
-    All processes call this.
+    A run that is saved does not fail because what it started from is gone: a warning says so.
 
     Args:
       trainer: made the steps.
       state: the final state.
       directory: the run's.
-      source: the checkpoint from which the run started, if any.
-
-    Raises:
-      FileNotFoundError: the checkpoint is gone.
-      ValueError: the checkpoint cannot be read.
     """
-    # An error of process zero alone would leave the others waiting.
-    done = processes.is_process_zero() and _recorded_step(directory) == int(state.step)
-    if processes.Exchange("movement").all_gather(done)[0]:
+    try:
+        movement = measure_movement(trainer, state)
+    except (ValueError, OSError) as error:
+        _log.warning("%s is not written: %s", MOVEMENT_FILE, error)
         return
-    movement = measure_movement(trainer, state, source)
     if processes.is_process_zero():
         text = json.dumps(dataclasses.asdict(movement), indent=1)
         write_atomic(directory / MOVEMENT_FILE, text + "\n")
-
-
-def _recorded_step(directory: pathlib.Path) -> int | None:
-    """Returns the step of ``movement.json``; None: it is not there, or cannot be read."""
-    try:
-        earlier = read_movement(directory)
-    except (ValueError, OSError):
-        return None
-    return None if earlier is None else earlier.step
 
 
 def read_movement(directory: pathlib.Path) -> Movement | None:
@@ -174,18 +161,6 @@ def read_movement(directory: pathlib.Path) -> Movement | None:
     path = directory / MOVEMENT_FILE
     if not path.is_file():
         return None
-    try:
+    with describing(path, "start the run again to write it anew"):
         data = json.loads(path.read_bytes())
-        groups = tuple(
-            Group(
-                str(g["path"]),
-                int(g["parameters"]),
-                int(g["frozen"]),
-                float(g["distance"]),
-                float(g["initial_norm"]),
-            )
-            for g in data["groups"]
-        )
-        return Movement(int(data["step"]), str(data["since"]), groups)
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise ValueError(f"{path} is damaged; start the run again to write it anew") from None
+        return Movement(**{**data, "groups": tuple(Group(**group) for group in data["groups"])})

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data.vocabularies import SentencePiece, Vocabulary
-from synthesizer_jax.files import absolute, join, storage_path, write_atomic
+from synthesizer_jax.files import absolute, describing, join, storage_path, write_atomic
 from synthesizer_jax.registry import format_value, from_json, replace, to_json
 from synthesizer_jax.runs import code
 from synthesizer_jax.tasks import synthetic
@@ -34,12 +34,12 @@ def save_experiment(experiment: Experiment, directory: pathlib.Path) -> None:
 
 
 def load_experiment(directory: pathlib.Path) -> Experiment:
-    """Reads the experiment of a run's directory, with the user's own code that it needs.
+    """Reads the experiment of a run's directory.
 
     Raises:
       FileNotFoundError: the directory holds no run.
       ValueError: the file is damaged, was written by another version or with unknown classes, or the run
-        needs code that this account has not run (`code.require_code`).
+        needs code of the user's that was not imported (`code.require_code`).
     """
     path = directory / EXPERIMENT_FILE
     if not path.is_file():
@@ -47,20 +47,12 @@ def load_experiment(directory: pathlib.Path) -> Experiment:
             f"{directory} holds no {EXPERIMENT_FILE}; give the directory of a training run of this package"
         )
     code.require_code(directory)
-    try:
+    with describing(path, "put a good copy in its place"):
         experiment = from_json(json.loads(path.read_text(encoding="utf-8")))
         if not isinstance(experiment, Experiment):
             raise ValueError(f"it holds {format_value(experiment)}, expected an Experiment")
         _check_vocabulary_path(experiment)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}: it is not JSON ({error.msg})") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: it is not UTF-8 text") from None
-    except RecursionError:
-        raise ValueError(f"{path}: it is nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    return experiment
+        return experiment
 
 
 def _check_vocabulary_path(experiment: Experiment) -> None:

@@ -42,7 +42,7 @@ def test_lines_of_several_processes_say_whose_they_are(monkeypatch):
 
     monkeypatch.setattr(jax, "process_index", lambda: 3)
     monkeypatch.setattr(processes, "process_count", lambda: 4)
-    monkeypatch.setattr(processes.Exchange, "all_gather", lambda self, value: [value] * 4)
+    monkeypatch.setattr(processes, "all_gather", lambda _, value: [value] * 4)
     code, said = call()
     assert code == 0, said
     assert all(line.startswith("[3] ") for line in said.splitlines())
@@ -88,11 +88,9 @@ def test_hosts_that_differ_are_named(monkeypatch):
     mine = doctor._host_identity()
     other = {**mine, "flax": "0.1"}
     monkeypatch.setattr(processes, "process_count", lambda: 4)
-    monkeypatch.setattr(
-        processes.Exchange, "all_gather", lambda self, value: [value, value, other, other]
-    )
+    monkeypatch.setattr(processes, "all_gather", lambda _, value: [value, value, other, other])
     (finding,) = doctor._check_agreement()
     assert finding.text == f"flax differs: {mine['flax']!r} on process 0, '0.1' on 2 to 3"
-    monkeypatch.setattr(processes.Exchange, "all_gather", lambda self, value: [value] * 4)
+    monkeypatch.setattr(processes, "all_gather", lambda _, value: [value] * 4)
     (finding,) = doctor._check_agreement()
     assert finding.level == "ok"

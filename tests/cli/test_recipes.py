@@ -41,7 +41,7 @@ def command(*arguments, before="", cwd=ROOT, **environment):
     return subprocess.run(
         [sys.executable, "-c", program],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "GLIBC_TUNABLES": "", **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
     )

@@ -16,7 +16,8 @@ from synthesizer_jax.models.zoo import language_model
 from synthesizer_jax.optimizers import AdamW, Constant
 from synthesizer_jax.registry import from_json, replace, to_json
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
-from synthesizer_jax.training.run import open_data, run
+from synthesizer_jax.training.run import run
+from synthesizer_jax.training.run_data import open_data
 from tests.data import small
 
 SIZE = Size(16, 1, 32, 2, 8)

@@ -18,8 +18,9 @@ from synthesizer_jax.runs.metrics import METRICS_FILE, _truncate_metrics, read_m
 from synthesizer_jax.runtime.preemption import StopSignal
 from synthesizer_jax.runtime.watchdog import Watchdog
 from synthesizer_jax.sharding import MeshShape, make_mesh
-from synthesizer_jax.training import loop, trainer
-from synthesizer_jax.training.loop import NonFiniteLossError, train
+from synthesizer_jax.training import run_log, trainer
+from synthesizer_jax.training.loop import train
+from synthesizer_jax.training.run_log import NonFiniteLossError
 from synthesizer_jax.training.trainer import Trainer
 from tests.environment import without_devices
 from tests.training.tiny import CopyStream, experiment
@@ -122,7 +123,7 @@ def test_padding_that_stays_above_half_is_said_once(tmp_path, monkeypatch, capsy
             limit = 8 if self.taken == 3 else 3  # of one batch, more
             return {name: value * (np.arange(8) < limit) for name, value in batch.items()}
 
-    monkeypatch.setattr(loop, "SPARSE_STEPS", 4)
+    monkeypatch.setattr(run_log, "SPARSE_STEPS", 4)
     run(tmp_path, stream=Sparse(), visible=True)
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("more than half of the tokens are padding: data.pack=true") == 1
@@ -203,7 +204,7 @@ def test_when_no_checkpoint_can_be_read_nothing_is_lost(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
-    [OtherStreamError("seed was 1 and is 2"), PermissionError("denied"), MemoryError("full")],
+    [OtherStreamError("seed was 1 and is 2"), PermissionError("denied")],
     ids=lambda e: type(e).__name__,
 )
 def test_a_checkpoint_stays_where_it_is_when_it_is_not_what_fails(tmp_path, monkeypatch, error):
@@ -236,7 +237,7 @@ def test_a_checkpoint_of_other_arrays_stays_where_it_is(tmp_path):
     other = TrainState(
         jax.ShapeDtypeStruct((), np.int32), {"y": jax.ShapeDtypeStruct((3,), np.float32)}, {}, {}
     )
-    with pytest.raises(ValueError, match="y"):
+    with pytest.raises(ValueError, match=r"belongs to another model: params/x is \(2,\) there"):
         checkpoints.restore_newest(other, None)
     assert checkpoints.steps == [1]
     checkpoints.close()
