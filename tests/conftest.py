@@ -74,14 +74,18 @@ def room_for_programs() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def synthetic_data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """The synthetic data sets, made once for all processes of the tests; they are not to be changed."""
-    from synthesizer_jax.tasks import synthetic
+    from synthesizer_jax.data.prepared import PreparedTasks
+    from synthesizer_jax.tasks import prepare, synthetic
 
     place = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         place = place.parent
+    path = place / "synthetic"
     with filelock.FileLock(place / "synthetic.lock"):
-        synthetic.prepare(place / "synthetic")
-    return place / "synthetic"
+        synthetic.write(path)
+        prepared = PreparedTasks(path, synthetic.vocabulary(path).build())
+        prepare.prepare(synthetic.MIXTURE, prepared)
+    return path
 
 
 @pytest.fixture(scope="session")
