@@ -2,11 +2,11 @@
 
     python benchmarks/fuzz.py --seed 1 --attempts 500 --page docs/reliability.md
 
-A small run, its data, an exported folder and rows of a file are made once. Each attempt damages one of their
-files in a copy (bytes, lines, or a value of JSON), or draws a `--set`, and runs the command that reads it in
+A small run, its data, an exported folder and rows of a file are made once. Each attempt damages one of
+their files in a copy (bytes, or a value of JSON), or draws a `--set`, and runs the command that reads it in
 this process. The command must fail with one line that names the file or the field (*error*), after which
-nothing else has changed, or succeed (*accepted*). A traceback, an error without a place, another exit code, a
-hang, or a file changed beside a failing command is *wrong*, and is printed with what repeats it.
+nothing else has changed, or succeed (*accepted*). A traceback, an error without a place, another exit code,
+a hang, or a file changed beside a failing command is *wrong*, and is printed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,15 @@ RECIPE = "quickstart:random_vanilla"
 SETTINGS = ["training.steps=2", "data.batch_size=8", "evaluation.max_examples=4"]
 VALUES = (
     *("-1", "0", "1e400", "nan", "null", "true", "''", "[]", "{}", "[[1,2]]", "(1,)", "1" * 5000),
-    *("2147483648", "0.5", "x" * 100, "\x1b[31m", "../..", "{'type':'Random'}", '{"type":"Nobody"}'),
+    *(
+        "2147483648",
+        "0.5",
+        "x" * 100,
+        "\x1b[31m",
+        "../..",
+        "{'type':'Random'}",
+        '{"type":"Nobody"}',
+    ),
 )
 
 

@@ -6,8 +6,9 @@
 
 All read the same tasks, shuffled, with the same vocabulary and lengths. Every round starts a process for
 every system, in turns; medians are reported. Times begin when the stream is opened, after imports.
-*First* examples are read from files; later ones are in memory. Then a training step of T5 1.1 *tiny* is timed
-on packed and on unpacked rows, in turns. What is missing is prepared in `--data-dir` first; without it, the mixture is the synthetic one, in a temporary directory.
+*First* examples are read from files; later ones are in memory. Then a training step of T5 1.1 *tiny* is
+timed on packed and on unpacked rows, in turns. What is missing is prepared in `--data-dir` first; without
+it, the mixture is the synthetic one, in a temporary directory.
 """
 
 from __future__ import annotations

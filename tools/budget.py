@@ -1,6 +1,6 @@
 """Prints the size of every room of the project beside its budget; ends with 1 where one is exceeded.
 
-    python -m tools.budget
+python -m tools.budget
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@
   launch.py delete  --name pod --zone us-east5-b
   launch.py babysit --name pod --zone us-east5-b --type v6e-16 --spot -- quickstart --workdir gs://…
 
-`babysit` does all of it, again after every preemption, until the run has ended. `train` and `run` return when
-the program has started on every host; it goes on when you log out. `stop` lets a run save; the same `train`
+`babysit` does all of it, again after every preemption, until the run has ended. `train` and `run` return
+when the program has started on every host; it goes on when you log out. `stop` lets a run save; the same `train`
 continues it. What follows `--` goes to `synthesizer-jax train`, after `run` to `synthesizer-jax`. --dry-run
 prints the commands instead of running them. docs/pods.md tells the whole way.
 """
@@ -38,7 +38,7 @@ SOFTWARE = {"v5e": "v2-alpha-tpuv5-lite", "v5p": "v2-alpha-tpuv5", "v6e": "v2-al
 """The machines' software by generation; others have `tpu-ubuntu2204-base`."""
 
 INTERRUPTED = ("75", "143", "idle")
-"""How a host tells that its run is to be started again: saved, ended before it began, or lost by a reboot."""
+"""How a host tells that its run is to be started again: saved, ended before it began, or lost."""
 
 # On every host. A run holds run.lock as long as it lives, and then writes its exit code to run.exit.
 SETUP = """
@@ -49,7 +49,7 @@ python3 -m pip install --quiet --user uv
 .venv/bin/python -m pip install --quiet -c constraints.txt '.[train,gcs,tpu]'
 """
 RUN = """
-cd synthesizer_jax && flock -n run.lock rm -f run.exit || {{ echo "a run is going on on $(hostname)"; exit 1; }}
+cd synthesizer_jax && flock -n run.lock rm -f run.exit || {{ echo "a run is going on"; exit 1; }}
 {flags}setsid nohup flock run.lock sh -c '"$0" "$@"; echo $? > run.exit' \
 .venv/bin/synthesizer-jax {command} >> run.log 2>&1 < /dev/null &
 """
@@ -60,7 +60,8 @@ else echo "run $(hostname) running"
 fi
 """
 STOP = """
-cd synthesizer_jax && pkill -TERM -f 'python[0-9.]* [^ ]*venv/bin/synthesizer-jax'; flock -w 300 run.lock true
+cd synthesizer_jax && pkill -TERM -f 'python[0-9.]* [^ ]*venv/bin/synthesizer-jax'
+flock -w 300 run.lock true
 """
 
 
@@ -78,7 +79,10 @@ class Pod:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
-        self.place = [f"--zone={args.zone}", *([f"--project={args.project}"] if args.project else [])]
+        self.place = [
+            f"--zone={args.zone}",
+            *([f"--project={args.project}"] if args.project else []),
+        ]
         self.reach = [*self.place, *(["--tunnel-through-iap"] if args.tunnel_through_iap else [])]
 
     def call(self, command: Sequence[str], *, tries: int = 1) -> bool:
@@ -109,7 +113,10 @@ class Pod:
             fail("give --type, such as v6e-16")
         chips = CHECKOUT / "synthesizer_jax" / "costs" / "chips.py"
         found = subprocess.run(
-            [sys.executable, "-I", str(chips), args.type], stdout=subprocess.PIPE, text=True, check=False
+            [sys.executable, "-I", str(chips), args.type],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
         )
         if found.returncode:
             sys.exit(found.returncode)  # it has said which sizes there are
@@ -133,7 +140,7 @@ class Pod:
             )
 
     def state(self) -> str:
-        """Returns the state of the request, NONE where there is none; a machine that is gone is SUSPENDED."""
+        """Returns the state of the request, or NONE; where a machine is gone it is SUSPENDED."""
         question = [*GCLOUD, "describe", self.args.name, *self.place, "--format=value(state.state)"]
         machines = ["gcloud", "compute", "tpus", "tpu-vm", "list", *self.place]
         machines += [f"--filter=name~/nodes/{self.args.name}", "--format=value(state)"]
@@ -170,7 +177,15 @@ class Pod:
         archive = f"/tmp/{self.args.name}.tar.gz"
         there = f"{self.args.name}:synthesizer_jax.tar.gz"
         copy = [*GCLOUD, "scp", archive, there, *self.reach, "--node=all", "--worker=all"]
-        git = ["git", "-C", str(CHECKOUT), "archive", "--format=tar.gz", f"--output={archive}", "HEAD"]
+        git = [
+            "git",
+            "-C",
+            str(CHECKOUT),
+            "archive",
+            "--format=tar.gz",
+            f"--output={archive}",
+            "HEAD",
+        ]
         return self.call(git) and self.call(copy, tries=10) and self.on_hosts(SETUP, tries=3)
 
     def start(self, command: Sequence[str]) -> bool:
@@ -233,12 +248,14 @@ class Pod:
                 if outcome == "finished":
                     return
                 fail(f"the run ended with exit code {outcome}; its log is above")
-        fail(f"{self.args.name} was interrupted more often than --max-restarts {self.args.max_restarts}")
+        fail(
+            f"{self.args.name} was interrupted more often than --max-restarts {self.args.max_restarts}"
+        )
 
 
 def check_command(command: Sequence[str]) -> None:
     """Checks what costs money later: places that outlive the machines, recipe and fields."""
-    for option, value in zip(command, [*command[1:], ""]):
+    for option, value in zip(command, [*command[1:], ""], strict=True):
         name, _, joined = option.partition("=")
         place = joined or value
         if name == "--set" and place.startswith("vocabulary.path="):

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from synthesizer_jax.cli.libraries import load_data_libraries
-from synthesizer_jax.cli.options import DataDir, storage_option
+from synthesizer_jax.cli.options import DataDir, load_data_libraries, storage_option
 from synthesizer_jax.files import storage_path
 
 if TYPE_CHECKING:

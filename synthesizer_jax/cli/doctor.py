@@ -1,51 +1,36 @@
-"""`synthesizer-jax doctor`."""
+"""`synthesizer-jax doctor` and `synthesizer-jax local`: this machine, and several processes on it."""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
+import contextlib
 import importlib.metadata
 import os
 import pathlib
 import platform
 import shutil
+import signal
 import socket
+import subprocess
 import sys
-import tempfile
-import uuid
-from collections.abc import Callable, Iterator
-from typing import Annotated
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, NamedTuple
 
 import typer
 
 from synthesizer_jax.cli.options import DataDir, storage_option
 from synthesizer_jax.files import in_bucket
-from synthesizer_jax.messages import one_line_error
 
 GIB = 2**30
 DISK, MEMORY = 10 * GIB, 4 * GIB
 """Less free disk space or memory than this is a warning."""
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
-JAX = ((0, 10), (0, 12))
-"""Tested versions: the first inclusive, the second exclusive."""
-
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "libtpu")
+SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
 TPU_FILES = ("/dev/accel0", "/dev/vfio/0")
-MEGASCALE = ("MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS")
-FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
-
-MARKS = {"ok": "ok  ", "warning": "WARN", "problem": "FAIL"}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Finding:
-    """The result of a check.
-
-    Attributes:
-      level: a key of `MARKS`.
-      text: what was found.
-      remedy: how to correct it; empty if nothing is wrong.
-    """
+class _Finding(NamedTuple):
+    """The result of a check: how bad it is, what was found, and how to correct it."""
 
     level: str
     text: str
@@ -65,85 +50,26 @@ def doctor(
 
     Example: synthesizer-jax doctor --workdir runs/rv
     """
-    checks: list[Callable[[], Iterator[_Finding]]] = [
-        _check_slice_variables,
-        lambda: _check_group(timeout),
-        _check_versions,
-        _check_devices,
-        _check_host_memory,
-        *(lambda p=p: _check_directory(p) for p in (workdir, data_dir) if p is not None),
-        _check_agreement,
-    ]
-    failed = False
-    for check in checks:
-        for finding in check():
-            failed |= finding.level == "problem"
-            typer.echo(f"{_process_prefix()}{MARKS[finding.level]} {finding.text}")
-            if finding.remedy:
-                typer.echo(f"{_process_prefix()}       → {finding.remedy}")
-    raise typer.Exit(1 if failed else 0)
-
-
-def _process_prefix() -> str:
-    """Returns ``[INDEX] `` if there are several processes; they must have joined their group."""
     import jax
 
     from synthesizer_jax.runtime import processes
 
-    return f"[{jax.process_index()}] " if processes.process_count() > 1 else ""
-
-
-def _check_versions() -> Iterator[_Finding]:
-    """Checks the versions of JAX and jaxlib."""
-    versions = {name: _version_of(name) for name in (*PACKAGES, "libtpu")}
-    shown = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
-    yield _Finding("ok", f"Python {platform.python_version()}, {shown}")
-    numbers = tuple(int(part) for part in (versions["jax"] or "0.0").split(".")[:2])
-    if not JAX[0] <= numbers < JAX[1]:
-        yield _Finding(
-            "warning",
-            f"jax {versions['jax']} is not one of the tested versions, 0.10 and 0.11",
-            "pip install -c constraints.txt synthesizer_jax",
-        )
-    if versions["jax"] != versions["jaxlib"]:
-        yield _Finding(
-            "problem",
-            f"jax {versions['jax']} does not match jaxlib {versions['jaxlib']}",
-            f"pip install 'jaxlib=={versions['jax']}'",
-        )
-
-
-def _version_of(package: str) -> str | None:
-    """Returns the installed version of a package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _check_slice_variables() -> Iterator[_Finding]:
-    """Checks the environment variables of multislice training, which may be out of date."""
-    variables = {name: os.environ[name] for name in MEGASCALE if os.environ.get(name)}
-    if not variables:
-        return
-    clear = f"unset {' '.join(MEGASCALE)}; the launcher sets them at every start"
-    missing = [name for name in MEGASCALE if name not in variables]
-    if missing:
-        yield _Finding("problem", f"{', '.join(variables)} without {', '.join(missing)}", clear)
-        return
-    count, index, address = (variables[name] for name in MEGASCALE)
-    if not (count.isdigit() and index.isdigit() and int(index) < int(count)):
-        yield _Finding(
-            "problem", f"slice {index} of {count} does not exist; slices are numbered from 0", clear
-        )
-        return
-    try:
-        socket.getaddrinfo(address.split(":")[0], None)
-    except OSError:
-        text = f"the host of {MEGASCALE[2]}={address} is unknown; its slices may have been deleted"
-        yield _Finding("problem", text, clear)
-        return
-    yield _Finding("ok", f"slice {index} of {count}, coordinator {address}")
+    checks: list[Callable[[], Iterator[_Finding]]] = [
+        lambda: _check_group(timeout),
+        _check_versions,
+        _check_devices,
+        _check_memory,
+        *(lambda p=p: _check_directory(p) for p in (workdir, data_dir) if p is not None),
+    ]
+    failed = False
+    for check in checks:
+        for level, text, remedy in check():
+            failed |= level == "FAIL"
+            prefix = f"[{jax.process_index()}] " if processes.process_count() > 1 else ""
+            typer.echo(f"{prefix}{level:4} {text}")
+            if remedy:
+                typer.echo(f"{prefix}       → {remedy}")
+    raise typer.Exit(1 if failed else 0)
 
 
 def _check_group(timeout: float) -> Iterator[_Finding]:
@@ -153,14 +79,34 @@ def _check_group(timeout: float) -> Iterator[_Finding]:
     try:
         joined = processes.join_group(timeout=timeout)
     except (RuntimeError, ValueError) as error:
-        port = os.environ.get("JAX_COORDINATOR_PORT", processes.OPEN_PORT)
-        yield _Finding(
-            "problem",
-            " ".join(str(error).split()),
-            f"start the same command on every host; the firewall must let port {port} through",
-        )
+        remedy = "start the same command on every host, and let its port through the firewall"
+        yield _Finding("FAIL", " ".join(str(error).split()), remedy)
         return
     yield _Finding("ok", "all processes have connected" if joined else "one process")
+
+
+def _check_versions() -> Iterator[_Finding]:
+    """Shows versions and settings, which must be equal on all processes."""
+    from synthesizer_jax.runtime import processes
+
+    own = {"Python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            own[package] = importlib.metadata.version(package)
+    yield _Finding("ok", ", ".join(f"{name} {number}" for name, number in own.items()))
+    if own["jax"] != own["jaxlib"]:
+        text = f"jax {own['jax']} does not match jaxlib {own['jaxlib']}"
+        yield _Finding("FAIL", text, f"pip install 'jaxlib=={own['jax']}'")
+    own |= {name: os.environ[name] for name in SETTINGS if name in os.environ}
+    everyone = processes.all_gather("doctor", own)
+    different = [i for i, one in enumerate(everyone) if one != everyone[0]]
+    if different:
+        yield _Finding(
+            "FAIL",
+            f"versions or settings differ: {everyone[0]} on process 0, {everyone[different[0]]} on "
+            f"{processes.format_ranges(different)}",
+            "set up every host from the same commit and constraints file, and restart all",
+        )
 
 
 def _check_devices() -> Iterator[_Finding]:
@@ -170,96 +116,121 @@ def _check_devices() -> Iterator[_Finding]:
     try:
         devices = jax.devices()
     except RuntimeError as error:
-        text = " ".join(str(error).split())[:300]
-        yield _Finding(
-            "problem", text, "end other programs that use the device, or set JAX_PLATFORMS"
-        )
+        remedy = "end other programs that use the device, or set JAX_PLATFORMS"
+        yield _Finding("FAIL", " ".join(str(error).split())[:300], remedy)
         return
-    kind = devices[0].device_kind
-    yield _Finding(
-        "ok", f"{len(devices)} × {kind}, {jax.local_device_count()} of them on this host"
-    )
+    count, kind = jax.local_device_count(), devices[0].device_kind
+    yield _Finding("ok", f"{len(devices)} × {kind}, {count} of them on this host")
     there = [path for path in TPU_FILES if pathlib.Path(path).exists()]
     if there and devices[0].platform == "cpu":
         remedy = "pip install -c constraints.txt 'synthesizer_jax[tpu]', and unset JAX_PLATFORMS"
-        yield _Finding(
-            "problem", f"{there[0]} shows that there is a TPU, but JAX runs on the CPU", remedy
-        )
+        text = f"{there[0]} shows that there is a TPU, but JAX runs on the CPU"
+        yield _Finding("FAIL", text, remedy)
 
 
-def _check_host_memory() -> Iterator[_Finding]:
+def _check_memory() -> Iterator[_Finding]:
     """Checks the free memory of the host."""
     from synthesizer_jax.costs.host_memory import free_memory
 
     free = free_memory()
-    if free is None:
-        return
-    level = "ok" if free >= MEMORY else "warning"
-    remedy = "" if free >= MEMORY else "end other programs; reading data needs several gigabytes"
-    yield _Finding(level, f"{free / GIB:.1f} GiB of memory free", remedy)
+    if free is not None:
+        remedy = "" if free >= MEMORY else "end other programs; training needs several gigabytes"
+        yield _Finding("WARN" if remedy else "ok", f"{free / GIB:.1f} GiB of memory free", remedy)
 
 
 def _check_directory(directory: pathlib.Path) -> Iterator[_Finding]:
-    """Checks that a directory is writable and that its disk has free space."""
-    if in_bucket(directory):
-        yield _check_bucket(directory)
-        return
+    """Checks that a directory, which may be in a bucket, is writable and that its disk has free space."""
+    probe = directory / f".doctor_{os.getpid()}_{socket.gethostname()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".doctor_") as file:
-            file.write(b"x")
-            file.flush()
-        free = shutil.disk_usage(directory).free
+        probe.write_bytes(b"x")
+        probe.unlink()
+        free = DISK if in_bucket(directory) else shutil.disk_usage(directory).free
     except OSError as error:
-        yield _Finding("problem", f"{directory}: {error}", "give a directory that is writable")
+        yield _Finding("FAIL", f"{directory}: {error}", "give a directory that is writable")
         return
-    level = "ok" if free >= DISK else "warning"
     remedy = "" if free >= DISK else "delete old runs, or give another directory"
-    yield _Finding(level, f"{directory} is writable, {free / GIB:.0f} GiB free", remedy)
+    space = "" if in_bucket(directory) else f", {free / GIB:.0f} GiB free"
+    yield _Finding("WARN" if remedy else "ok", f"{directory} is writable{space}", remedy)
 
 
-def _check_bucket(directory: pathlib.Path) -> _Finding:
-    """Checks a directory in a bucket by writing, reading and deleting an object."""
-    path = directory / f".doctor_{uuid.uuid4().hex}"
+def local(
+    command: Annotated[list[str], typer.Argument(help="A command of synthesizer-jax, after --.")],
+    processes: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 2,
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, help="CPU devices of each process; by default JAX's number."),
+    ] = None,
+) -> None:
+    """Run a command as one group of several processes on this machine.
+
+    If one process fails, the others are killed. SIGTERM and Ctrl-C are sent to all processes.
+
+    Example: synthesizer-jax local --processes 2 --devices 4 -- train quickstart --workdir runs/rv
+    """
+    environment = {} if devices is None else {"JAX_NUM_CPU_DEVICES": str(devices)}
+    arguments = [sys.executable, "-m", "synthesizer_jax", *command]
+    raise typer.Exit(_run_group(arguments, processes, environment))
+
+
+def _run_group(command: Sequence[str], processes: int, environment: dict[str, str]) -> int:
+    """Runs a command in several processes and waits for all of them.
+
+    Args:
+      command: the command of each process.
+      processes: the number of processes.
+      environment: additional environment variables.
+
+    Returns:
+      The exit code of the first process that failed, or 0. A process that a signal ended counts as
+      128 plus the number of the signal.
+    """
+    from synthesizer_jax.runtime.preemption import EXIT_CODES
+    from synthesizer_jax.runtime.processes import ADDRESS, PROCESS, PROCESSES
+
+    shared = {**os.environ, **environment, ADDRESS: f"127.0.0.1:{_free_port()}"}
+    shared[PROCESSES] = str(processes)
+    group: dict[int, subprocess.Popen[bytes]] = {}
+    asked: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        asked.append(number)
+        # A second Ctrl-C kills all processes. The terminal sends Ctrl-C to the processes too, so SIGTERM
+        # is sent here, because they would take another SIGINT for a second Ctrl-C.
+        _signal_group(group, signal.SIGKILL if asked.count(signal.SIGINT) > 1 else signal.SIGTERM)
+
+    old = {number: signal.signal(number, stop) for number in EXIT_CODES}
+    code = 0
     try:
-        path.write_bytes(b"x")
-        path.read_bytes()
-        path.unlink()
-    except Exception as error:  # those of storage have many types
-        text = f"{directory}: the bucket does not answer as it should ({one_line_error(error)})"
-        return _Finding("problem", text, "check its name and your permissions")
-    return _Finding("ok", f"{directory} is writable")
+        for index in range(processes):
+            process = subprocess.Popen(command, env={**shared, PROCESS: str(index)})
+            group[process.pid] = process
+        if asked:  # some processes may have started after the signal
+            _signal_group(group, signal.SIGTERM)
+        while group:
+            pid, status = os.wait()
+            if group.pop(pid, None) is None:
+                continue
+            own = os.waitstatus_to_exitcode(status)
+            own = 128 - own if own < 0 else own
+            code = code or (EXIT_CODES[signal.SIGINT] if own and signal.SIGINT in asked else own)
+            if own not in (0, *EXIT_CODES.values()):
+                _signal_group(group, signal.SIGKILL)
+    finally:
+        _signal_group(group, signal.SIGKILL)
+        for number, handler in old.items():
+            signal.signal(number, handler)
+    return code
 
 
-def _check_agreement() -> Iterator[_Finding]:
-    """Checks that all processes run the same code with the same settings."""
-    from synthesizer_jax.runtime import processes
-
-    if processes.process_count() == 1:
-        return
-    everyone = processes.all_gather("doctor", _host_identity())
-    for name in everyone[0]:
-        others = [i for i, one in enumerate(everyone) if one[name] != everyone[0][name]]
-        if others:
-            yield _Finding(
-                "problem",
-                f"{name} differs: {everyone[0][name]!r} on process 0, "
-                f"{everyone[others[0]][name]!r} on {processes.format_ranges(others)}",
-                "set up every host from the same commit and constraints file, and restart all",
-            )
-            return
-    yield _Finding("ok", f"{len(everyone)} processes run the same code with the same flags")
+def _signal_group(group: dict[int, subprocess.Popen[bytes]], number: int) -> None:
+    """Sends a signal to all processes that have not ended."""
+    for pid in list(group):
+        with contextlib.suppress(ProcessLookupError):  # it has ended, but was not waited for
+            os.kill(pid, number)
 
 
-def _host_identity() -> dict[str, str | None]:
-    """Returns the versions and settings that must be equal on all processes."""
-    import synthesizer_jax
-
-    root = pathlib.Path(synthesizer_jax.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    installed = {name: _version_of(name) for name in (*PACKAGES, "libtpu")}
-    flags = {name: os.environ.get(name) for name in FLAGS}
-    python = ".".join(map(str, sys.version_info[:3]))
-    return {"the package's code": digest.hexdigest()[:12], "Python": python, **installed, **flags}
+def _free_port() -> int:
+    """Returns a port on which no process listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from synthesizer_jax.cli.options import Imports, RunDirectory, Step, storage_option
+from synthesizer_jax.cli.options import Imports, RunDirectory, Step, open_run, storage_option
 from synthesizer_jax.files import in_bucket, write_atomic
 
 if TYPE_CHECKING:
-    from synthesizer_jax.evaluation.prediction import Generated, Predictor
-    from synthesizer_jax.inference import Decoding
-    from synthesizer_jax.training.experiment import Experiment
+    from synthesizer_jax.evaluation.prediction import Generated
 
-METHODS = ("greedy", "beam")
 LOGITS_DTYPES = ("float32", "bfloat16")
 
 InputFile = Annotated[
@@ -26,10 +23,6 @@ InputFile = Annotated[
 ]
 OutputFile = Annotated[
     pathlib.Path | None, storage_option("The file to write; by default stdout.", "--output")
-]
-Method = Annotated[
-    str | None,
-    typer.Option(help="greedy, or beam: 4 beams; by default the other options decide."),
 ]
 MaxLength = Annotated[
     int | None,
@@ -46,7 +39,7 @@ RelativeLength = Annotated[
     float | None,
     typer.Option(help="Maximum number of tokens to decode, per token of the input."),
 ]
-Beams = Annotated[int | None, typer.Option(help="Number of beams; 1 turns beam search off.")]
+Beams = Annotated[int, typer.Option(help="Number of beams; 1 is greedy, or samples.")]
 Alpha = Annotated[
     float, typer.Option(help="Exponent of beam search's length penalty ((5 + n) / 6)^alpha.")
 ]
@@ -82,8 +75,7 @@ def generate(
     input_file: InputFile = None,
     output_file: OutputFile = None,
     step: Step = None,
-    method: Method = None,
-    beams: Beams = None,
+    beams: Beams = 1,
     alpha: Alpha = 0.6,
     temperature: Temperature = 0.0,
     top_k: TopK = None,
@@ -106,21 +98,20 @@ def generate(
 
     Example: synthesizer-jax generate --workdir runs/rv "cola sentence: the dog sleep ."
     """
+    from synthesizer_jax.evaluation.prediction import Predictor
     from synthesizer_jax.inference.settings import Decoding
     from synthesizer_jax.models import Encoder
-    from synthesizer_jax.runs import code
-    from synthesizer_jax.training.run_directory import load_experiment
+    from synthesizer_jax.training.run_directory import open_vocabulary
 
     if logits_dtype is not None and logits_dtype not in LOGITS_DTYPES:
         raise ValueError(f"--logits-dtype is {logits_dtype!r}; use {' or '.join(LOGITS_DTYPES)}")
-    num_beams = _num_beams(method, beams, temperature)
     if output_file is not None and not (in_bucket(output_file) or output_file.parent.is_dir()):
         raise FileNotFoundError(
             f"--output {output_file}: there is no directory {output_file.parent}; create it"
         )
     lines = _read_lines(text, input_file)
-    code.load_user_code(imports or ())
-    experiment = load_experiment(workdir)
+    run = open_run(workdir, imports)
+    experiment = run.experiment
     if isinstance(experiment.model, Encoder):
         raise ValueError(
             f"{workdir} holds an Encoder, which generates no text; 'synthesizer-jax predict' predicts the "
@@ -130,7 +121,7 @@ def generate(
         max_length=max_length or experiment.data.targets_length,
         min_length=min_length,
         relative_length=relative_length,
-        beams=num_beams,
+        beams=beams,
         alpha=alpha,
         temperature=temperature,
         top_k=top_k,
@@ -139,38 +130,21 @@ def generate(
         seed=seed,
         logits_dtype=logits_dtype,
     )
-    batch_size = min(batch_size, max(len(lines), 1))
-    predictor = _load_predictor(workdir, step, experiment, decoding=decoding, batch_size=batch_size)
+    predictor = Predictor(
+        experiment.model,
+        run.restore(step)[1],
+        open_vocabulary(experiment, workdir),
+        inputs_length=experiment.data.inputs_length,
+        batch_size=min(batch_size, max(len(lines), 1)),
+        decoding=decoding,
+        mesh=run.mesh,
+    )
     inputs = [predictor.encode(line) for line in lines]
     if max_length is None and not experiment.data.inputs_length:  # the texts belong to the row
         rest = experiment.data.targets_length - max(map(len, inputs), default=0)
         predictor.decoding = dataclasses.replace(decoding, max_length=max(rest, 1))
     answers = predictor.generate_texts(inputs)
     _write_lines(answers, output_file, scores=scores)
-
-
-def _num_beams(method: str | None, beams: int | None, temperature: float) -> int:
-    """Returns the number of beams that the options ask for.
-
-    Raises:
-      ValueError: the method is unknown, or the other options are not its own.
-    """
-    from synthesizer_jax.evaluation.prediction import BEAMS
-
-    if method not in (None, *METHODS):
-        raise ValueError(f"--method is {method!r}; use {' or '.join(METHODS)}")
-    if method == "greedy" and ((beams or 1) > 1 or temperature):
-        raise ValueError(
-            f"--method is 'greedy' with --beams {beams or 1} and --temperature {temperature}; leave "
-            "--method out"
-        )
-    if method == "beam" and beams == 1:
-        raise ValueError(
-            "--method is 'beam' with --beams 1; give more beams, or leave --method out"
-        )
-    if beams is not None:
-        return beams
-    return BEAMS if method == "beam" else 1
 
 
 def _read_lines(text: list[str] | None, input_file: pathlib.Path | None) -> list[str]:
@@ -192,34 +166,6 @@ def _read_lines(text: list[str] | None, input_file: pathlib.Path | None) -> list
         raise ValueError(
             f"--input {input_file} is not UTF-8 text ({error}); convert it to UTF-8"
         ) from None
-
-
-def _load_predictor(
-    workdir: pathlib.Path,
-    step: int | None,
-    experiment: Experiment,
-    *,
-    decoding: Decoding,
-    batch_size: int,
-) -> Predictor:
-    """Restores a checkpoint, sharded over all devices."""
-    from synthesizer_jax.checkpoints.manager import restore_variables
-    from synthesizer_jax.checkpoints.placement import place_variables
-    from synthesizer_jax.evaluation.prediction import Predictor
-    from synthesizer_jax.training.run_directory import open_vocabulary
-
-    vocabulary = open_vocabulary(experiment, workdir)
-    mesh, layout = place_variables(experiment.model, experiment.example, experiment.mesh)
-    _, variables = restore_variables(workdir / "checkpoints", step=step, layout=layout)
-    return Predictor(
-        experiment.model,
-        variables,
-        vocabulary,
-        inputs_length=experiment.data.inputs_length,
-        batch_size=batch_size,
-        decoding=decoding,
-        mesh=mesh,
-    )
 
 
 def _write_lines(

@@ -11,24 +11,15 @@ import traceback
 
 import typer
 
-from synthesizer_jax.cli.analyze import analyze
-from synthesizer_jax.cli.average import average
-from synthesizer_jax.cli.convert import convert
+from synthesizer_jax.cli.checkpoints import average, convert, export
 from synthesizer_jax.cli.data import app as data
-from synthesizer_jax.cli.distill import distill
-from synthesizer_jax.cli.doctor import doctor
-from synthesizer_jax.cli.evaluate import evaluate
-from synthesizer_jax.cli.export import export
+from synthesizer_jax.cli.doctor import doctor, local
+from synthesizer_jax.cli.evaluate import evaluate, predict
 from synthesizer_jax.cli.generate import generate
-from synthesizer_jax.cli.libraries import missing_extra_message
-from synthesizer_jax.cli.local import local
-from synthesizer_jax.cli.models import models
-from synthesizer_jax.cli.plan import plan
-from synthesizer_jax.cli.predict import predict
-from synthesizer_jax.cli.quickstart import quickstart
-from synthesizer_jax.cli.report import report
-from synthesizer_jax.cli.show_recipes import recipes
-from synthesizer_jax.cli.train import train
+from synthesizer_jax.cli.options import missing_extra_message
+from synthesizer_jax.cli.plan import models, plan, recipes
+from synthesizer_jax.cli.report import analyze, quickstart, report
+from synthesizer_jax.cli.train import distill, train
 from synthesizer_jax.files import is_storage_error
 from synthesizer_jax.messages import escape_controls
 from synthesizer_jax.runtime.compilation_cache import enable_compilation_cache

@@ -1,17 +1,24 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options that several commands share, and what they open."""
 
 from __future__ import annotations
 
+import os
 import pathlib
-from collections.abc import Iterable
-from typing import Annotated, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
 
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
-from synthesizer_jax.cli.libraries import load_tensorflow
 from synthesizer_jax.cli.recipes import complete_recipe
 from synthesizer_jax.files import READERS, in_bucket, is_installed, storage_path
+from synthesizer_jax.import_noise import filter_import_noise
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from synthesizer_jax.training.experiment import Experiment
+    from synthesizer_jax.typing import PyTree
 
 Path: TypeAlias = str | pathlib.Path
 
@@ -21,21 +28,17 @@ def _to_storage_path(path: Path | None) -> pathlib.Path | None:
 
     None, the value of an option that is not given, stays None. For a path in a bucket, TensorFlow is
     loaded if it is installed, because its first import prints messages that must be suppressed.
-
-    Raises:
-      ValueError: the path has another scheme.
-      ModuleNotFoundError: no library that reads buckets is installed.
     """
     if path is None:
         return None
     converted = storage_path(str(path))
     if in_bucket(converted) and is_installed(READERS[0]):
-        load_tensorflow()
+        _load_tensorflow()
     return converted
 
 
 def to_storage_paths(paths: Iterable[Path] | None) -> list[pathlib.Path | None] | None:
-    """Converts every path; see `_to_storage_path`."""
+    """Converts every path, also those in buckets."""
     return None if paths is None else [_to_storage_path(path) for path in paths]
 
 
@@ -60,13 +63,6 @@ Recipe = Annotated[
     typer.Argument(
         help="FILE.py[:recipe], the name of a packaged recipe, or the directory of a run to start from.",
         autocompletion=complete_recipe,
-    ),
-]
-Check = Annotated[
-    bool | None,
-    typer.Option(
-        help="Compare logits with transformers, and fail where they differ; by default they are only "
-        "printed, if it is installed."
     ),
 ]
 Overrides = Annotated[
@@ -100,3 +96,87 @@ Step = Annotated[
     int | None, typer.Option(help="Step of the checkpoint; by default the newest one.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")]
+
+
+class OpenRun(NamedTuple):
+    """A run whose checkpoints are used.
+
+    Attributes:
+      directory: its directory.
+      experiment: its experiment.
+      mesh: over which devices its variables are sharded.
+      layout: how, see `place_variables`.
+    """
+
+    directory: pathlib.Path
+    experiment: Experiment
+    mesh: Mesh
+    layout: PyTree
+
+    def restore(self, step: int | None) -> tuple[int, PyTree]:
+        """Returns the step and the variables of a checkpoint; None: the newest."""
+        from synthesizer_jax.checkpoints.manager import restore_variables
+
+        return restore_variables(self.directory / "checkpoints", step=step, layout=self.layout)
+
+
+def open_run(directory: pathlib.Path, imports: Sequence[str] | None) -> OpenRun:
+    """Opens a run with its code and the user's; its variables are to be sharded over all devices."""
+    from synthesizer_jax.checkpoints.placement import place_variables
+    from synthesizer_jax.runs import code
+    from synthesizer_jax.training.run_directory import load_experiment
+
+    code.load_user_code(imports or ())
+    experiment = load_experiment(directory)
+    mesh, layout = place_variables(experiment.model, experiment.example, experiment.mesh)
+    return OpenRun(directory, experiment, mesh, layout)
+
+
+EXTRAS = {
+    "train": (
+        "array_record",
+        "msgpack",
+        "rouge_score",
+        "sacrebleu",
+        "sklearn",
+        "scipy",
+        "tensorboardX",
+    ),
+    "data": ("tensorflow", "tensorflow_text", "tensorflow_datasets", "seqio", "pyarrow"),
+    "report": ("jinja2", "matplotlib"),
+}
+"""The extras of this package, and the modules that they install."""
+
+
+def missing_extra_message(error: BaseException) -> str | None:
+    """Returns the message for an import that needs an extra; None for other errors."""
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return None
+    module = error.name.partition(".")[0]
+    for extra, modules in EXTRAS.items():
+        if module in modules:
+            return f"{module} is not installed; run pip install 'synthesizer_jax[{extra}]'"
+    return None
+
+
+def load_data_libraries() -> None:
+    """Imports TensorFlow and SeqIO without their messages, and hides the GPUs from TensorFlow.
+
+    C++ code prints the messages before their level can be set, so standard error is captured during the
+    import, and everything but `import_noise.NOISE` is then printed.
+
+    Raises:
+      ModuleNotFoundError: TensorFlow or SeqIO is not installed.
+    """
+    _load_tensorflow()
+    with filter_import_noise():
+        import seqio  # noqa: F401 - imports TensorFlow Text, which prints the messages again
+
+
+def _load_tensorflow() -> None:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    with filter_import_noise():
+        import tensorflow as tf
+
+        # TensorFlow would reserve all memory of the GPUs, which JAX needs.
+        tf.config.set_visible_devices([], "GPU")

@@ -1,22 +1,191 @@
-"""`synthesizer-jax plan`."""
+"""`synthesizer-jax recipes`, `models` and `plan`: what there is, and what it needs."""
 
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import importlib.resources
+import json
 import pathlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from synthesizer_jax.cli.options import Imports, Overrides, Recipe
-from synthesizer_jax.cli.recipes import check_name, load_recipe
+from synthesizer_jax.cli.recipes import (
+    check_name,
+    complete_recipe,
+    load_recipe,
+    packaged_recipes,
+    recipe_outlines,
+    recipe_source,
+)
 
 if TYPE_CHECKING:
+    from synthesizer_jax.cli.settings import Setting
     from synthesizer_jax.costs.chips import Topology
     from synthesizer_jax.training.aot import Compiled
     from synthesizer_jax.training.experiment import Experiment
     from synthesizer_jax.training.plan import MemoryPlan
+
+
+def recipes(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="A packaged recipe or FILE.py, with :function; by default all are listed.",
+            autocompletion=complete_recipe,
+        ),
+    ] = None,
+    *,
+    overrides: Overrides = None,
+    imports: Imports = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the recipes in this package, or show all fields of one recipe.
+
+    Each field of a recipe is a line: its path and value as --set path=value takes them, its type, and its
+    default.
+
+    Example: synthesizer-jax recipes quickstart --set model=t5_1_1_tiny
+    """
+    if name is None:
+        if overrides or imports:
+            raise ValueError("--set and --import need a recipe: give its name")
+        _print_recipes(as_json=as_json)
+        return
+    check_name(name)
+    from synthesizer_jax.cli.settings import settings
+    from synthesizer_jax.distillation.distill import Distillation
+    from synthesizer_jax.training.experiment import Experiment
+
+    kinds = (Experiment, Distillation)
+    recipe = load_recipe(name, overrides or (), kind=kinds, imports=imports or ())
+    rows = sorted(settings(recipe), key=lambda row: row.path.startswith("model"))
+    class_name = type(recipe).__name__
+    if as_json:
+        fields = [dataclasses.asdict(row) for row in rows]
+        description = {"recipe": name, "returns": class_name, "settings": fields}
+        typer.echo(json.dumps(description, indent=1))
+        return
+    typer.echo(f"{name} returns this {class_name}; change it by --set path=value")
+    _print_settings(rows)
+
+
+def _print_recipes(*, as_json: bool) -> None:
+    """Prints the packaged recipes."""
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = [
+        {
+            "recipe": f"{module}:{outline.name}",
+            "returns": outline.returns or "?",
+            "summary": outline.summary,
+        }
+        for module in packaged_recipes()
+        for outline in recipe_outlines(recipe_source(module))
+    ]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    table = Table("recipe", "returns", "summary", box=None)
+    for row in rows:
+        table.add_row(*row.values())
+    Console(width=140).print(table)
+    typer.echo("\n'synthesizer-jax recipes NAME' shows the fields of a recipe")
+
+
+def _print_settings(rows: list[Setting]) -> None:
+    """Prints one line per field, in aligned columns."""
+    assignments = [f"{row.path}={row.value}" for row in rows]
+    widths = max(map(len, assignments)), max(len(row.type) for row in rows)
+    for assignment, row in zip(assignments, rows, strict=True):
+        default = "" if row.default is None else f"default {row.default}"
+        cells = (assignment.ljust(widths[0]), row.type.ljust(widths[1]), default)
+        typer.echo("  ".join(cells).rstrip())
+
+
+INPUTS_LENGTH, TARGETS_LENGTH = 512, 114
+"""The lengths of the costs in ``zoo.json``."""
+
+
+def _complete_model(incomplete: str) -> list[str]:
+    """Returns the names of models that begin with a string."""
+    return [name for name in _known_costs() if name.startswith(incomplete)]
+
+
+def models(
+    pattern: Annotated[
+        str,
+        typer.Argument(
+            help="A pattern of names, such as 'mesh_*'.", autocompletion=_complete_model
+        ),
+    ] = "*",
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    inputs_length: Annotated[
+        int, typer.Option(help="Number of encoder tokens for the FLOPs.", min=1)
+    ] = INPUTS_LENGTH,
+    targets_length: Annotated[
+        int, typer.Option(help="Number of decoder tokens for the FLOPs.", min=1)
+    ] = TARGETS_LENGTH,
+) -> None:
+    """List the named models and their costs; no model is allocated.
+
+    The costs at the default lengths are stored; counting those at other lengths takes half a second per
+    model.
+    """
+    known = _known_costs()
+    names = fnmatch.filter(known, pattern)
+    if not names:
+        raise ValueError(f"no model is called {pattern!r}; 'synthesizer-jax models' lists all")
+    rows = {name: known[name] for name in names}
+    if (inputs_length, targets_length) != (INPUTS_LENGTH, TARGETS_LENGTH):
+        from synthesizer_jax.costs.zoo import costs
+
+        lengths = {"inputs_length": inputs_length, "targets_length": targets_length}
+        rows = {name: costs(name, **lengths) for name in names}
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    _print_costs(rows, inputs_length=inputs_length, targets_length=targets_length)
+
+
+def _known_costs() -> dict[str, dict[str, Any]]:
+    """Reads the costs of all named models at the default lengths; does not import JAX."""
+    file = importlib.resources.files("synthesizer_jax") / "costs" / "zoo.json"
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _print_costs(
+    rows: Mapping[str, Mapping[str, Any]], *, inputs_length: int, targets_length: int
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"Models ({inputs_length} + {targets_length} tokens for FLOPs)", title_justify="left"
+    )
+    table.add_column("name", no_wrap=True)
+    headings = ("d_model", "layers", "parameters", "of these positions", "table / layer")
+    for heading in (*headings, "constants", "MFLOPs / token", "cache B / token"):
+        table.add_column(heading, justify="right")
+    for name, row in rows.items():
+        table.add_row(
+            name,
+            f"{row['d_model']:,}",
+            "+".join(map(str, row["layers"])),
+            f"{row['parameters']:,}",
+            f"{row['positions']:,}",
+            f"{row['tables_per_layer']:,}",
+            f"{row['constants']:,}",
+            f"{row['flops_per_token'] / 1e6:,.1f}",
+            f"{row['cache_bytes_per_token']:,}",
+        )
+    Console(width=160).print(table)
+
 
 GIB = 2**30
 

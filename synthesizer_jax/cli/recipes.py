@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import glob
 import importlib
 import importlib.util
@@ -12,7 +11,7 @@ import pathlib
 import pkgutil
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar, overload
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, overload
 
 from synthesizer_jax.files import storage_path
 from synthesizer_jax.messages import did_you_mean
@@ -31,8 +30,7 @@ RECIPES = ("Experiment", "Distillation")
 PACKAGE = "synthesizer_jax.recipes"
 
 
-@dataclasses.dataclass(frozen=True)
-class Outline:
+class Outline(NamedTuple):
     """A public function in a recipe's source that requires no arguments.
 
     Attributes:
@@ -46,14 +44,8 @@ class Outline:
     returns: str | None
 
 
-@dataclasses.dataclass(frozen=True)
-class _RecipeName:
-    """The two parts of ``MODULE:FUNCTION``.
-
-    Attributes:
-      module: a packaged recipe, a Python file, or a module of a package of the user's.
-      function: a function in it.
-    """
+class _RecipeName(NamedTuple):
+    """The two parts of ``MODULE:FUNCTION``."""
 
     module: str
     function: str

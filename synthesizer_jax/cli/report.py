@@ -1,17 +1,30 @@
-"""`synthesizer-jax report`."""
+"""`synthesizer-jax report`, `analyze` and `quickstart`: pages about runs."""
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+import statistics
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from synthesizer_jax.cli.options import Imports, storage_option, to_storage_paths
+from synthesizer_jax.cli.options import (
+    DataDir,
+    Imports,
+    Overrides,
+    Quiet,
+    storage_argument,
+    storage_option,
+    to_storage_paths,
+)
+from synthesizer_jax.cli.recipes import load_recipe
 
 if TYPE_CHECKING:
-    from synthesizer_jax.reports import Report, RunReport
+    from synthesizer_jax.distillation.static_attention import StaticAttention
+
+RECIPES = {"Random + Vanilla": "random_vanilla", "Dot product": "dot_product"}
+"""Names of the models that `quickstart` compares, and their recipes."""
 
 
 def report(
@@ -24,149 +37,147 @@ def report(
     ),
     imports: Imports = None,
 ) -> None:
-    """Compare the logs of runs: print a table of metrics, and write a page with losses, costs and speeds.
+    """Compare the logs of runs: print a table of metrics, and write a page with answers, losses, costs.
 
     Example: synthesizer-jax report runs/rv runs/vanilla
     """
-    from synthesizer_jax.files import absolute
-    from synthesizer_jax.reports import Report, write_report
     from synthesizer_jax.runs import code
 
     code.load_user_code(imports or ())
-    summaries = [summarize_run(str(run), run) for run in dict.fromkeys(runs)]
-    metric_names: dict[str, str] = {}
-    for _, names in summaries:
-        for task, metric in names.items():
-            metric_names.setdefault(task, metric)
-    page = Report(
-        title="Comparison of runs",
-        lead="The newest evaluations, losses, costs and speeds that the runs logged.",
-        runs=[run for run, _ in summaries],
-        metric_names=metric_names,
-        facts=provenance(),
-    )
-    write_report(output, page)
-    print_comparison(page)
-    for run in page.runs:
-        print_movement(run)
+    _write_page({str(run): run for run in runs}, output, title="Comparison of runs")
+
+
+def quickstart(
+    workdir: Annotated[pathlib.Path, storage_option("Directory of the runs and the report.")],
+    *,
+    data_dir: DataDir = None,
+    seed: Annotated[
+        int, typer.Option(help="Seed of parameters, dropout and the order of the data.")
+    ] = 0,
+    overrides: Overrides = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train a Synthesizer and a dot-product model on synthetic tasks and compare them.
+
+    Prints a table of metrics per task and writes WORKDIR/report.html. The same command continues an
+    interrupted training.
+    """
+    from synthesizer_jax.training.run import run
+
+    data_dir = workdir / "data" if data_dir is None else data_dir
+    seeds = [f"training.seed={seed}", f"data.seed={seed}"]
+    for title, recipe in RECIPES.items():
+        typer.echo(f"training {title} ({recipe})")
+        experiment = load_recipe(f"quickstart:{recipe}", [*seeds, *(overrides or ())])
+        run(experiment, workdir / recipe, data_dir=data_dir, visible=not quiet)
+    runs = {title: workdir / recipe for title, recipe in RECIPES.items()}
+    title = "Co-training eight tasks with a Synthesizer"
+    _write_page(runs, workdir / "report.html", title=title)
+
+
+def _write_page(runs: Mapping[str, pathlib.Path], output: pathlib.Path, *, title: str) -> None:
+    """Writes the page that compares runs, and prints their metrics and how far their parameters moved."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from synthesizer_jax.files import absolute
+    from synthesizer_jax.reports.page import format_change, summarize_run, write_report
+
+    summaries = [summarize_run(name, run) for name, run in runs.items()]
+    write_report(output, summaries, title=title)
+    console = Console(width=120, markup=False)
+    table = Table("task", "metric", title="held-out metrics, percent", title_justify="left")
+    for name in runs:
+        table.add_column(name, justify="right")
+    for task, metric in {k: m for s in summaries for k, m in s.metric_names.items()}.items():
+        values = (f"{s.metrics[task]:.1f}" if task in s.metrics else "–" for s in summaries)
+        table.add_row(task, metric, *values)
+    if table.row_count:
+        console.print(table)
+    for summary in summaries:
+        if summary.movement is not None:
+            title = f"{summary.title}: change of the parameters since {summary.movement.since}"
+            table = Table("parameters", "number", "frozen", "change", title=title)
+            for group in summary.movement.groups:
+                share = f"{group.frozen / group.parameters:.0%}"
+                table.add_row(group.path, f"{group.parameters:,}", share, format_change(group))
+            console.print(table)
     typer.echo(f"report: {absolute(output)}")
 
 
-def summarize_run(title: str, directory: pathlib.Path) -> tuple[RunReport, dict[str, str]]:
-    """Returns the costs and the logged results of a run, and the name of each task's first metric.
+def analyze(
+    run: Annotated[pathlib.Path, storage_argument("RUN, or RUN/checkpoints/STEP.")],
+    *,
+    data_dir: DataDir = None,
+    output: Annotated[pathlib.Path, storage_option("The HTML file to write.")] = pathlib.Path(
+        "static_attention.html"
+    ),
+    examples: Annotated[
+        int, typer.Option(help="Training examples that static forms are fitted to.", min=1)
+    ] = 1024,
+    held_out: Annotated[
+        int, typer.Option(help="Held-out examples on which they are measured.", min=1)
+    ] = 512,
+    batch_size: Annotated[int, typer.Option(help="Examples per batch.", min=1)] = 16,
+    tolerance: Annotated[
+        float, typer.Option(help="Share by which the loss may rise.", min=0.0)
+    ] = 0.01,
+    imports: Imports = None,
+) -> None:
+    """Tell which heads of a model must read the tokens, and which could read a table instead.
 
-    Raises:
-      FileNotFoundError: there is no run in the directory.
-      ValueError: the run has logged no evaluation yet.
+    Static forms of attention, which depend on positions alone, are fitted to every head; a page shows
+    what they explain, the loss when heads are replaced by tables, and what that saves.
+
+    Example: synthesizer-jax analyze runs/t5 --data-dir DATA
     """
-    from synthesizer_jax.costs.summary import summarize
-    from synthesizer_jax.reports import RunReport
-    from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
-    from synthesizer_jax.training.movement import read_movement
+    from synthesizer_jax.distillation.analysis import analyze_run
+    from synthesizer_jax.files import absolute
+    from synthesizer_jax.reports.static_attention import sentences_about, write_static_attention
+    from synthesizer_jax.runs import code
+    from synthesizer_jax.runs.progress import show_phases
+    from synthesizer_jax.training.initial_parameters import find_checkpoint
     from synthesizer_jax.training.run_directory import load_experiment
 
-    experiment = load_experiment(directory)
-    lengths = experiment.data.lengths
-    costs = summarize(
-        experiment.model, inputs_length=lengths["inputs"], targets_length=lengths["targets"]
-    )
-    log = directory / METRICS_FILE
-    records = read_metrics(log) if log.exists() else []
-    training = [record for record in records if record["kind"] == "train"]
-    evaluations = [record for record in records if record["kind"] == "eval"]
-    _, steps_per_second = _metric_series(training, "steps_per_second")
-    _, tokens_per_second = _metric_series(training, "tokens_per_second")
-    if not (steps_per_second and tokens_per_second and evaluations):
-        raise ValueError(f"{log} holds no evaluation; continue the run until its first evaluation")
-    newest = evaluations[-1]
-    metric_names = _first_metrics(newest)
-    run = RunReport(
-        title=title,
-        parameters=costs.parameters,
-        cache_bytes=costs.cache_bytes_per_token,
-        flops=costs.flops_per_token,
-        losses=_metric_series(training, "loss"),
-        held_out=_metric_series(evaluations, "loss"),
-        steps_per_second=steps_per_second,
-        tokens_per_second=tokens_per_second,
-        metrics={task: newest[f"{task}/{name}"] for task, name in metric_names.items()},
-        movement=read_movement(directory),
-    )
-    return run, metric_names
+    code.load_user_code(imports or ())
+    lengths = load_experiment(find_checkpoint(run)[0]).data.lengths
+    with show_phases() as phase:
+        found = analyze_run(
+            run,
+            data_dir=data_dir,
+            examples=(examples, held_out),
+            batch_size=batch_size,
+            tolerance=tolerance,
+            phase=phase,
+        )
+    title = f"How static the attention of {run} is"
+    write_static_attention(output, found, title=title, lengths=lengths)
+    _print_heads(found)
+    for sentence in sentences_about(found):
+        typer.echo(sentence)
+    typer.echo(f"page: {absolute(output)}")
 
 
-def _first_metrics(evaluation: Mapping[str, object]) -> dict[str, str]:
-    """Returns each task's first metric, from the keys ``TASK/METRIC`` whose values are not null."""
-    names: dict[str, str] = {}
-    for key, value in evaluation.items():
-        task, slash, metric = key.rpartition("/")
-        if slash and value is not None:
-            names.setdefault(task, metric)
-    return names
-
-
-def _metric_series(
-    records: Sequence[Mapping[str, Any]], name: str
-) -> tuple[list[int], list[float]]:
-    """Returns the steps and values of a metric, without the records in which it is null or absent."""
-    present = [record for record in records if record.get(name) is not None]
-    return [record["step"] for record in present], [record[name] for record in present]
-
-
-def provenance() -> dict[str, str]:
-    """Returns the versions of the libraries that a report is made with."""
-    import platform
-
-    import flax
-    import jax
-
-    from synthesizer_jax.version import __version__
-
-    return {
-        "synthesizer_jax": __version__,
-        "jax": jax.__version__,
-        "flax": flax.__version__,
-        "Python": platform.python_version(),
-    }
-
-
-def print_comparison(page: Report) -> None:
-    """Prints the metrics of a report's runs and baselines, if there are any."""
+def _print_heads(found: StaticAttention) -> None:
+    """Prints what each form misses of the heads of each layer."""
     from rich.console import Console
     from rich.table import Table
 
-    if not page.metric_names:
-        return
-    systems = {run.title: run.metrics for run in page.runs} | dict(page.baselines)
-    table = Table(title="held-out metrics, percent", title_justify="left")
-    table.add_column("task", no_wrap=True)
-    table.add_column("metric")
-    if page.counts:
-        table.add_column("n", justify="right")
-    for name in systems:
-        table.add_column(name, justify="right")
-    for task, metric in page.metric_names.items():
-        count = [f"{page.counts[task]:,}"] if page.counts else []
-        values = (f"{system[task]:.1f}" if task in system else "–" for system in systems.values())
-        table.add_row(task, metric, *count, *values)
-    Console(width=120, markup=False).print(table)
+    from synthesizer_jax.distillation.static_attention import FORMS
 
-
-def print_movement(run: RunReport) -> None:
-    """Prints which parameters of a run moved, if it has finished."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from synthesizer_jax.reports.page import movement_section
-
-    if run.movement is None:
-        return
-    section = movement_section(run.title, run.movement)
-    title = f"{section.run}: change of the parameters since {section.since}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("parameters")
-    for name in ("number", "frozen", "change"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in section.rows:
-        table.add_row(row.path, row.parameters, row.frozen, row.change)
-    Console(width=120, markup=False).print(table)
+    table = Table(
+        "layer", title="divergence of the heads from static forms, nats per query (mean over heads)"
+    )
+    for heading in ("equal weights", *FORMS, "must read tokens"):
+        table.add_column(heading, justify="right")
+    needed = found.heads[found.replaceable.replaced :]
+    layers = sorted({(h.stack != "encoder", h.stack, h.layer) for h in found.heads})
+    for _, stack, layer in layers:
+        own = [h for h in found.heads if (h.stack, h.layer) == (stack, layer)]
+        table.add_row(
+            f"{stack} {layer + 1}",
+            f"{statistics.fmean(h.uniform for h in own):.3f}",
+            *(f"{statistics.fmean(h.divergences[name] for h in own):.3f}" for name in FORMS),
+            f"{sum(h in needed for h in own)} of {len(own)}",
+        )
+    Console(width=120).print(table)

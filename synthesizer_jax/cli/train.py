@@ -1,8 +1,19 @@
-"""`synthesizer-jax train`."""
+"""`synthesizer-jax train` and `synthesizer-jax distill`."""
 
 from __future__ import annotations
 
-from synthesizer_jax.cli.options import DataDir, Imports, Overrides, Quiet, Recipe, Workdir
+import pathlib
+from typing import Annotated
+
+from synthesizer_jax.cli.options import (
+    DataDir,
+    Imports,
+    Overrides,
+    Quiet,
+    Recipe,
+    Workdir,
+    storage_option,
+)
 from synthesizer_jax.cli.recipes import check_name, load_with_code
 
 
@@ -31,3 +42,35 @@ def train(
         recipe, overrides or (), kinds=(Experiment,), imports=imports or ()
     )
     run(experiment, workdir, data_dir=data_dir, visible=not quiet, own=own)
+
+
+def distill(
+    recipe: Recipe,
+    teacher: Annotated[pathlib.Path, storage_option("Directory of a finished training run.")],
+    workdir: Workdir,
+    *,
+    data_dir: DataDir = None,
+    overrides: Overrides = None,
+    imports: Imports = None,
+    quiet: Quiet = False,
+) -> None:
+    """Replace parts of a trained model and train the replacements on the outputs of the replaced parts.
+
+    The workdir then is an ordinary run: eval and generate load it, and train fine-tunes from it.
+
+    Example: synthesizer-jax distill replace_attention:alr --teacher runs/vanilla --workdir runs/alr
+    """
+    check_name(recipe)
+    from synthesizer_jax.distillation.distill import Distillation
+    from synthesizer_jax.distillation.distill import distill as distill_run
+    from synthesizer_jax.runs import code
+    from synthesizer_jax.runtime import processes
+    from synthesizer_jax.runtime.preemption import exit_on_signals
+
+    exit_on_signals()
+    processes.start_group()
+    imported_code = code.load_user_code(imports or ())
+    code.require_code(teacher)  # before the recipe, which may define newer versions of its classes
+    distillation, recipe_code = load_with_code(recipe, overrides or (), kinds=(Distillation,))
+    own = imported_code + recipe_code
+    distill_run(distillation, teacher, workdir, data_dir=data_dir, visible=not quiet, own=own)

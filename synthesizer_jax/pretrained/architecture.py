@@ -30,14 +30,11 @@ class Pretrained(NamedTuple):
       model: the unbound model, with looped layers.
       params: nested dictionaries of `Unread`.
       vocabulary: its configuration; None: the checkpoint has none.
-      optimizer: the state of an `Adafactor`, as nested dictionaries of `Unread`; None: there is none that
-        fits.
     """
 
     model: EncoderDecoder | Encoder
     params: PyTree
     vocabulary: Bytes | SentencePiece | None
-    optimizer: PyTree | None = None
 
 
 @dataclasses.dataclass(frozen=True)

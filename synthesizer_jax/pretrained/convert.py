@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -17,9 +16,7 @@ from synthesizer_jax.files import new_directory
 from synthesizer_jax.models import Encoder, EncoderDecoder
 from synthesizer_jax.optimizers import Adafactor, Constant
 from synthesizer_jax.pretrained.architecture import Pretrained
-from synthesizer_jax.pretrained.huggingface.compare import can_compare, check_logits
-from synthesizer_jax.pretrained.huggingface.config import CONFIG
-from synthesizer_jax.pretrained.loading import is_run, open_pretrained, read_params
+from synthesizer_jax.pretrained.loading import is_run, open_pretrained
 from synthesizer_jax.registry import replace
 from synthesizer_jax.runs import code
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
@@ -49,24 +46,18 @@ def convert_checkpoint(
     *,
     vocabulary: Bytes | SentencePiece | None = None,
     variants: Variants | None = None,
-    check: bool | None = False,
-    report: Callable[[str], object] = print,
 ) -> PyTree:
     """Writes a run's directory with the parameters of another library's checkpoint, at step 0.
 
     The experiment is T5's fine-tuning on GLUE; `eval` and `generate` take the directory, and other runs
     take its parameters by ``init_from``. Two parameters at a time are in memory, unless the source is read
-    whole (msgpack, a run). The directory appears when it is complete. The moments of T5X's Adafactor are
-    kept, see `Experiment.init_optimizer`.
+    whole (msgpack, a run). The directory appears when it is complete.
 
     Args:
       source: see `open_pretrained`; a run keeps its experiment, but for the model.
       directory: the new directory.
       vocabulary: in the place of the checkpoint's; checkpoints of T5X have none.
       variants: other alignments of the self-attention, which start as the model, see `start_as`.
-      check: whether to compare logits with transformers first, with all parameters in memory; see
-        `check_logits`.
-      report: is called with the result of the comparison.
 
     Returns:
       The parameters as nested dictionaries of `Unread`, for their shapes.
@@ -78,21 +69,20 @@ def convert_checkpoint(
     """
     with new_directory(directory) as staging, open_pretrained(source) as pretrained:
         experiment = _experiment(pretrained, source, vocabulary)
-        _check(pretrained, source, check, report)
-        params, optimizer = pretrained.params, pretrained.optimizer
+        params = pretrained.params
         if variants is not None:
             teacher = pretrained.model
             assert isinstance(teacher, EncoderDecoder)
             model = with_variants(teacher, **dataclasses.asdict(variants))
             model, params = start_as(teacher, model, params)
-            experiment, optimizer = replace(experiment, model=model), None
+            experiment = replace(experiment, model=model)
             is_unread = lambda x: isinstance(x, Unread)
             params = jax.tree.map(lambda x: x if is_unread(x) else Unread.of(x), params)
         save_run(experiment, staging)
         if is_run(source):
             code.record_code(staging, code.recorded_code(find_checkpoint(source)[0]))
         step = Unread((), lambda: np.zeros((), np.int32), np.dtype(np.int32))
-        state = {"step": step, "params": params, "constants": {}, "opt_state": optimizer or {}}
+        state = {"step": step, "params": params, "constants": {}, "opt_state": {}}
         save_streamed(staging / "checkpoints", 0, state)
     return params
 
@@ -109,25 +99,6 @@ def experiment_of(path: pathlib.Path) -> Experiment:
     """
     with open_pretrained(path, compare=False) as pretrained:
         return _experiment(pretrained, path, pretrained.vocabulary or Bytes())
-
-
-def _check(
-    pretrained: Pretrained,
-    source: pathlib.Path,
-    check: bool | None,
-    report: Callable[[str], object],
-) -> None:
-    """Compares logits with those of the library that the checkpoint comes from."""
-    if not (source / CONFIG).is_file():
-        if check:
-            raise ValueError(
-                f"{source} is no folder of transformers, with which --check compares; leave it out"
-            )
-        return
-    if not can_compare(check):
-        return
-    variables = {"params": read_params(pretrained)}
-    report(check_logits(source, pretrained.model, variables, required=bool(check)))
 
 
 def _experiment(

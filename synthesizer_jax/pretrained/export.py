@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Callable
 
 import jax
 
@@ -13,29 +12,22 @@ from synthesizer_jax.evaluation.files import RESULTS_FILE, evaluation_folder
 from synthesizer_jax.files import new_directory
 from synthesizer_jax.models import unroll, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.pretrained.huggingface.compare import can_compare, check_logits
+from synthesizer_jax.pretrained.huggingface.config import read_json
 from synthesizer_jax.pretrained.huggingface.export import write_folder
-from synthesizer_jax.pretrained.huggingface.json_files import read_json
-from synthesizer_jax.pretrained.t5x.export import write_checkpoint
+from synthesizer_jax.pretrained.t5x.checkpoint import write_checkpoint
 from synthesizer_jax.registry import JSON, to_json
-from synthesizer_jax.serving.directory import write_directory
-from synthesizer_jax.serving.programs import Limits
-from synthesizer_jax.serving.saved_model import write_saved_model
+from synthesizer_jax.serving.programs import Limits, write_directory
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import find_checkpoint
 from synthesizer_jax.training.run_directory import load_experiment, open_vocabulary
 from synthesizer_jax.version import __version__
 
-HUGGING_FACE, T5X, SCANNED_T5X, STABLEHLO, SAVED_MODEL = FORMATS = (
+HUGGING_FACE, T5X, SCANNED_T5X, STABLEHLO = FORMATS = (
     "huggingface",
     "t5x",
     "t5x-scanned",
     "stablehlo",
-    "savedmodel",
 )
-
-PROGRAMS = (STABLEHLO, SAVED_MODEL)
-"""Formats that hold programs, not parameters alone."""
 
 
 def export_run(
@@ -44,11 +36,9 @@ def export_run(
     *,
     to: str = HUGGING_FACE,
     dtype: str = "float32",
-    check: bool | None = False,
     inputs_length: int | None = None,
     max_length: int | None = None,
     beams: int = 1,
-    report: Callable[[str], object] = print,
 ) -> None:
     """Writes the model of a run for another library; the directory appears when it is complete.
 
@@ -56,58 +46,45 @@ def export_run(
       run: ``RUN`` or ``RUN/checkpoints/STEP``.
       directory: the new directory.
       to: a name of `FORMATS`: a folder of transformers, a checkpoint of T5X with looped or scanned layers,
-        StableHLO programs (`serving.directory`), or TensorFlow's SavedModel.
+        or StableHLO programs (`serving.programs`).
       dtype: ``float32`` or ``bfloat16``, of the tensors for transformers; T5X's are float32.
-      check: whether to compare logits with transformers, see `check_logits`; None: if it is installed.
       inputs_length: maximum length of the programs' inputs; None: that of the run's data.
       max_length: maximum length of the programs' targets; None: likewise.
       beams: number of beams of the programs' decoding loop; 1 is greedy decoding.
-      report: is called with the result of the comparison.
 
     Raises:
       FileExistsError: the directory exists and is not empty.
       ValueError: there is no such run, the library has no such model (the message names what it lacks),
         or the model has no programs, or fewer positions than they need.
-      ModuleNotFoundError: TensorFlow is needed, and not installed.
     """
     if to not in FORMATS:
         raise ValueError(f"--to is {to!r}; use {', '.join(FORMATS)}")
-    if to != HUGGING_FACE and check:
+    if to != STABLEHLO and (inputs_length or max_length or beams > 1):
         raise ValueError(
-            f"--check compares with transformers; it is for {HUGGING_FACE}, leave it out"
-        )
-    if to not in PROGRAMS and (inputs_length or max_length or beams > 1):
-        raise ValueError(
-            f"--inputs-length, --max-length and --beams are for {' and '.join(PROGRAMS)}; leave them out"
+            f"--inputs-length, --max-length and --beams are for {STABLEHLO}; leave them out"
         )
     if to != HUGGING_FACE and dtype != "float32":
         raise ValueError(f"--dtype is for {HUGGING_FACE}; leave it out")
     source, step = find_checkpoint(run)
     experiment = load_experiment(source)
     vocabulary = open_vocabulary(experiment, source)
-    data = experiment.data
-    limits = Limits(inputs_length or data.inputs_length, max_length or data.targets_length, beams)
-    compares = to == HUGGING_FACE and can_compare(check)
     with new_directory(directory) as staging:
         step, saved = restore_variables(source / "checkpoints", step=step)
         model: TokenModel = unroll(experiment.model)
         variables = unroll_variables(experiment.model, saved)
         if to == HUGGING_FACE:
-            card = model_card(experiment, step, _metrics(source, step))
+            results = evaluation_folder(source, step) / RESULTS_FILE
+            metrics = read_json(results) if results.is_file() else None
+            card = model_card(experiment, step, metrics)
             write_folder(staging, model, variables, vocabulary, dtype=dtype, card=card)
-        elif to in PROGRAMS:
-            write = write_directory if to == STABLEHLO else write_saved_model
-            write(staging, model, variables, vocabulary, limits=limits)
+        elif to == STABLEHLO:
+            data = experiment.data
+            limits = Limits(
+                inputs_length or data.inputs_length, max_length or data.targets_length, beams
+            )
+            write_directory(staging, model, variables, vocabulary, limits=limits)
         else:
             write_checkpoint(staging, model, variables, step=step, scanned=to == SCANNED_T5X)
-        if compares:
-            report(check_logits(staging, model, variables, required=bool(check)))
-
-
-def _metrics(run: pathlib.Path, step: int) -> JSON:
-    """Returns the results of a step's evaluation; None if there was none."""
-    path = evaluation_folder(run, step) / RESULTS_FILE
-    return read_json(path) if path.is_file() else None
 
 
 def model_card(experiment: Experiment, step: int, metrics: JSON) -> str:

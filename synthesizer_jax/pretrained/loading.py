@@ -56,15 +56,15 @@ def open_pretrained(source: pathlib.Path, *, compare: bool = True) -> Iterator[P
     """Opens a checkpoint of another library, or a run; parameters are read inside the context.
 
     Args:
-      source: a folder of Hugging Face transformers; a checkpoint of T5X, a file or a directory, or of
-        Mesh-TensorFlow, ``model.ckpt-STEP``; ``RUN`` or ``RUN/checkpoints/STEP``.
+      source: a folder of Hugging Face transformers; a checkpoint of T5X, a file or a directory; ``RUN`` or
+        ``RUN/checkpoints/STEP``.
       compare: see `open_folder`.
 
     Raises:
       FileNotFoundError: there is nothing, or a file is missing.
       ValueError: it cannot be read.
     """
-    if not source.exists() and not is_checkpoint(source):
+    if not source.exists():
         raise FileNotFoundError(f"there is no {source}; give a folder or a checkpoint file")
     if is_run(source):
         yield _open_run(source)

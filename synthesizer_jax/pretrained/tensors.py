@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
+import pickle
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
-import msgpack
 import numpy as np
 from flax import serialization, traverse_util
+from safetensors import SafetensorError
 
 from synthesizer_jax.checkpoints.streamed import Unread
-from synthesizer_jax.messages import one_line_error
+from synthesizer_jax.files import describing
 from synthesizer_jax.models import unroll
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.typing import PyTree
+
+
+@contextlib.contextmanager
+def reading(path: pathlib.Path) -> Iterator[None]:
+    """`describing` for files of tensors, whose readers also raise errors of their own."""
+    with describing(path, "copy or download it again"):
+        try:
+            yield
+        except (EOFError, zlib.error, SafetensorError, pickle.UnpicklingError) as error:
+            raise ValueError(str(error)) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,24 +191,11 @@ def _read(tensor: Tensor, c: Correspondence) -> np.ndarray:
     return c.layout.to_ours(x.astype(np.float32, copy=False), c.shape)
 
 
-def read_msgpack(data: bytes, source: pathlib.Path) -> dict[str, PyTree]:
-    """Returns the nested dictionaries in Flax's msgpack, in which nothing is executed.
-
-    Args:
-      data: the file's contents.
-      source: the file, for errors.
-
-    Raises:
-      ValueError: it is damaged, or something else.
-    """
-    try:
-        tree = serialization.msgpack_restore(data)
-    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-        raise ValueError(
-            f"{source} is not a msgpack checkpoint ({one_line_error(error)}); copy or download it again"
-        ) from None
+def read_msgpack(data: bytes) -> dict[str, PyTree]:
+    """Returns the nested dictionaries in Flax's msgpack, in which nothing is executed."""
+    tree = serialization.msgpack_restore(data)
     if not isinstance(tree, dict):
-        raise ValueError(f"{source} is not a msgpack checkpoint; it holds no dictionary")
+        raise ValueError("it is not a msgpack checkpoint")
     return tree
 
 

@@ -1,322 +1,198 @@
-"""The HTML report, one self-contained page: the data of the template ``report.html.jinja``."""
+"""The page that compares runs by what they logged: the data of ``report.html.jinja``."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import pathlib
+import platform
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-import jinja2
+import flax
+import jax
 import numpy as np
-from markupsafe import Markup
 
-from synthesizer_jax.files import write_atomic
-from synthesizer_jax.reports.charts import bar_chart, heat_maps, line_chart
-from synthesizer_jax.reports.text import printable
-from synthesizer_jax.training.movement import Group, Movement
+from synthesizer_jax.costs.summary import Summary, summarize
+from synthesizer_jax.evaluation.files import evaluation_folder
+from synthesizer_jax.files import describing, write_atomic
+from synthesizer_jax.reports.figures import ENVIRONMENT, line_chart
+from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
+from synthesizer_jax.training.movement import Group, Movement, read_movement
+from synthesizer_jax.training.run_directory import load_experiment
+from synthesizer_jax.version import __version__
 
-BASELINES = {
-    "Majority": "always predicts the most frequent training answer.",
-    "Bag of words": "is a linear classifier of the words in the input, trained separately for each task.",
-}
-"""Descriptions of the baselines, without their names."""
+ANSWERS = 3
+"""Examples of each task whose answers are shown."""
 
 ROUNDING = 1e-6
 """A relative change below this is none: compiled into another program, initializers differ by so much."""
 
-ENVIRONMENT = jinja2.Environment(
-    loader=jinja2.PackageLoader("synthesizer_jax.reports", "."),
-    autoescape=True,
-    undefined=jinja2.StrictUndefined,
-    finalize=lambda value: value if isinstance(value, Markup) else printable(value),
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-)
-
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
-    """A run's answer to an example, and whether it is correct by the rule of the task's metric."""
-
-    text: str
-    right: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class RunReport:
-    """The costs and results of one run.
+class RunSummary:
+    """The costs and logged results of one run.
 
     Attributes:
       title: the run's name.
-      parameters: number of trainable parameters.
-      cache_bytes: size of the decoding cache per position and example.
-      flops: FLOPs of a forward pass per token.
+      costs: those of its model.
       losses: ``(steps, nats per token)`` of training.
       held_out: ``(steps, nats per token)`` of the evaluations.
       steps_per_second: one value per line of the training log, without compilation.
       tokens_per_second: the same for real tokens.
-      metrics: the main metric by task, in percent.
-      attention: the weights of encoder self-attention on one example, ``[heads, q, k]`` per layer.
-      tables: the softmax of the learned table alone, for each layer that has a table.
-      answers: one per example of the report.
+      metric_names: the name of the first metric by task.
+      metrics: its value in the newest evaluation, in percent.
+      answers: the predictions of that evaluation by task and input, as in ``TASK.jsonl``.
       movement: how far its parameters moved; None: the run has not finished.
     """
 
     title: str
-    parameters: int
-    cache_bytes: int
-    flops: int
+    costs: Summary
     losses: tuple[Sequence[float], Sequence[float]]
     held_out: tuple[Sequence[float], Sequence[float]]
     steps_per_second: Sequence[float]
     tokens_per_second: Sequence[float]
+    metric_names: Mapping[str, str]
     metrics: Mapping[str, float]
-    attention: Sequence[np.ndarray] = ()
-    tables: Sequence[np.ndarray] = ()
-    answers: Sequence[Answer] = ()
+    answers: Mapping[str, Mapping[str, dict[str, Any]]]
     movement: Movement | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Example:
-    """An example: its task, its input, and the expected answer, or ``not`` and a wrong answer."""
+def summarize_run(title: str, directory: pathlib.Path) -> RunSummary:
+    """Returns the costs and the logged results of a run.
 
-    task: str
-    text: str
-    answer: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """The content of the report.
-
-    Attributes:
-      title: the heading.
-      lead: one or two sentences below the heading.
-      runs: the compared runs.
-      metric_names: the name of the main metric by task.
-      facts: labels and values, such as versions and hardware.
-      baselines: the main metric by task, by baseline name.
-      counts: the number of held-out examples by task, if known.
-      examples: the examples whose answers are shown.
-      tokens: the tokens of the example whose attention weights are shown.
+    Raises:
+      FileNotFoundError: there is no run in the directory.
+      ValueError: the run has logged no evaluation yet.
     """
-
-    title: str
-    lead: str
-    runs: Sequence[RunReport]
-    metric_names: Mapping[str, str]
-    facts: Mapping[str, str]
-    baselines: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    examples: Sequence[Example] = ()
-    tokens: Sequence[str] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Score:
-    text: str
-    best: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class _MetricsRow:
-    task: str
-    metric: str
-    examples: str
-    scores: Sequence[_Score]
-
-
-@dataclasses.dataclass(frozen=True)
-class _MetricsSection:
-    """A table and a bar chart of all systems by task.
-
-    Attributes:
-      systems: the names of the runs and baselines.
-      baselines: names and descriptions of the baselines, as far as they have one.
-      rows: one per task.
-      chart: the same values.
-    """
-
-    systems: Sequence[str]
-    baselines: Sequence[tuple[str, str]]
-    rows: Sequence[_MetricsRow]
-    chart: Markup
-
-
-@dataclasses.dataclass(frozen=True)
-class _Cost:
-    """Formatted costs of a run."""
-
-    run: str
-    parameters: str
-    kflops: str
-    cache_bytes: str
-    steps_per_second: str
-    tokens_per_second: str
-
-
-@dataclasses.dataclass(frozen=True)
-class MovementRow:
-    """The formatted movement of the parameters of one path in all layers."""
-
-    path: str
-    parameters: str
-    frozen: str
-    change: str
-
-
-@dataclasses.dataclass(frozen=True)
-class MovementSection:
-    """A table of which parameters of a run moved, and how far, since its start."""
-
-    run: str
-    since: str
-    rows: Sequence[MovementRow]
-
-
-@dataclasses.dataclass(frozen=True)
-class _AttentionMaps:
-    """Heat maps of a run's attention weights, and of its learned tables if it has any."""
-
-    run: str
-    weights: Markup
-    tables: Markup | None
-
-
-def write_report(path: pathlib.Path, report: Report) -> None:
-    """Writes the page atomically: if this fails, an existing file stays as it is."""
-    write_atomic(path, render(report))
-
-
-def render(report: Report) -> str:
-    """Returns the page as HTML; all text of the report is escaped."""
-    return ENVIRONMENT.get_template("report.html.jinja").render(
-        title=report.title,
-        facts=report.facts,
-        report=report,
-        comparison=_summarize_comparison(report),
-        metrics=_metrics_section(report) if report.metric_names else None,
-        loss_chart=_loss_chart(report.runs),
-        costs=[_format_costs(run) for run in report.runs],
-        movements=[
-            movement_section(run.title, run.movement) for run in report.runs if run.movement
-        ],
-        examples=list(_examples_with_answers(report)),
-        attention=[_attention_maps(run, report.tokens) for run in report.runs if run.attention],
+    experiment = load_experiment(directory)
+    lengths = experiment.data.lengths
+    costs = summarize(
+        experiment.model, inputs_length=lengths["inputs"], targets_length=lengths["targets"]
+    )
+    log = directory / METRICS_FILE
+    records = read_metrics(log) if log.exists() else []
+    training = [record for record in records if record["kind"] == "train"]
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    _, steps_per_second = _series(training, "steps_per_second")
+    _, tokens_per_second = _series(training, "tokens_per_second")
+    if not (steps_per_second and tokens_per_second and evaluations):
+        raise ValueError(f"{log} holds no evaluation; continue the run until its first evaluation")
+    newest = evaluations[-1]
+    metric_names: dict[str, str] = {}
+    for key, value in newest.items():
+        task, slash, metric = key.rpartition("/")
+        if slash and value is not None:
+            metric_names.setdefault(task, metric)
+    folder = evaluation_folder(directory, int(newest["step"]))
+    return RunSummary(
+        title=title,
+        costs=costs,
+        losses=_series(training, "loss"),
+        held_out=_series(evaluations, "loss"),
+        steps_per_second=steps_per_second,
+        tokens_per_second=tokens_per_second,
+        metric_names=metric_names,
+        metrics={task: newest[f"{task}/{name}"] for task, name in metric_names.items()},
+        answers={task: _read_answers(folder / f"{task}.jsonl") for task in metric_names},
+        movement=read_movement(directory),
     )
 
 
-def _summarize_comparison(report: Report) -> str:
-    """Returns sentences that compare the runs by their rounded metrics, parameters and speeds."""
-    clauses = [*_compare_metrics(report), *_compare_costs(report.runs)]
-    sentence = "; ".join(clauses) + ". " if clauses else ""
-    return f"{sentence}Each run has one seed, so differences of a few points may be due to chance."
+def _series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Returns the steps and values of a metric, without the records in which it is null or absent."""
+    present = [record for record in records if record.get(name) is not None]
+    return [record["step"] for record in present], [record[name] for record in present]
 
 
-def _compare_metrics(report: Report) -> list[str]:
-    """Counts the tasks on which each run is best, and lists those on which a baseline is better."""
-    clauses: list[str] = []
-    wins = {run.title: 0 for run in report.runs}
-    ties = 0
-    lost_to_baseline = []
-    for task in report.metric_names:
-        values = [_round_metric(run.metrics.get(task)) for run in report.runs]
-        best = [
-            run.title
-            for run, value in zip(report.runs, values, strict=True)
-            if value == max(values)
-        ]
-        if len(best) == 1:
-            wins[best[0]] += 1
-        else:
-            ties += 1
-        baselines = (_round_metric(b.get(task)) for b in report.baselines.values())
-        if any(value > max(values) for value in baselines):
-            lost_to_baseline.append(_task_name(task))
-    num_tasks = len(report.metric_names)
-    if len(report.runs) > 1 and num_tasks:
-        (title, count), *others = [*wins.items(), *([("no model", ties)] if ties else [])]
-        rest = "".join(f", {name} on {number}" for name, number in others)
-        clauses.append(f"{title} is ahead on {count} of {num_tasks} tasks{rest}")
-    if lost_to_baseline:
-        every = len(lost_to_baseline) == num_tasks
-        names = "every task" if every else ", ".join(lost_to_baseline)
-        clauses.append(f"{'a' if clauses else 'A'} baseline is better than the models on {names}")
-    return clauses
+def _read_answers(path: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """Returns the labeled predictions of a task by input; none if they were not written."""
+    if not path.is_file():
+        return {}
+    with describing(path), path.open(encoding="utf-8") as file:
+        records = map(json.loads, file)
+        return {r["input"]: r for r in records if r.get("target") is not None and "prediction" in r}
 
 
-def _compare_costs(runs: Sequence[RunReport]) -> Iterator[str]:
-    """Yields the parameters and the speed of the first run relative to each other run."""
+def write_report(path: pathlib.Path, runs: Sequence[RunSummary], *, title: str) -> None:
+    """Writes the page atomically: if this fails, an existing file stays as it is.
+
+    Args:
+      path: the file.
+      runs: the compared runs; all their text is escaped.
+      title: the heading.
+    """
+    names: dict[str, str] = {}
+    for run in reversed(runs):
+        names |= run.metric_names
+    tasks = [task for run in runs for task in run.metric_names]
+    chart = line_chart(
+        {run.title: run.losses for run in runs},
+        points={run.title: run.held_out for run in runs},
+        x_label="step",
+        y_label="nats per target token",
+    )
+    page = ENVIRONMENT.get_template("report.html.jinja").render(
+        title=title,
+        comparison=compare(runs),
+        runs=runs,
+        metrics=[(task, names[task], _scores(runs, task)) for task in dict.fromkeys(tasks)],
+        answers=list(_compare_answers(runs)),
+        loss_chart=chart,
+        quartiles=_format_quartiles,
+        change=format_change,
+        facts=provenance(),
+    )
+    write_atomic(path, page)
+
+
+def compare(runs: Sequence[RunSummary]) -> str:
+    """Returns sentences on how many tasks each run is ahead, and on their sizes and speeds."""
     first, *others = runs
+    tasks = set(first.metrics).union(*(run.metrics for run in others))
+    winners = [
+        [r.title for r, (_, best) in zip(runs, _scores(runs, t), strict=True) if best]
+        for t in tasks
+    ]
+    wins = [(run.title, winners.count([run.title])) for run in runs]
+    if ties := sum(len(winner) > 1 for winner in winners):
+        wins.append(("no run", ties))
+    clauses = [f"{wins[0][0]} is ahead on {wins[0][1]} of {len(tasks)} tasks"]
+    clauses[0] += "".join(f", {name} on {number}" for name, number in wins[1:])
     for other in others:
-        size = first.parameters / other.parameters
+        size = first.costs.parameters / other.costs.parameters
         speed = np.median(first.steps_per_second) / np.median(other.steps_per_second)
-        yield (
+        clauses.append(
             f"{first.title} has {size:.2f} times the parameters of {other.title} and trained at "
             f"{speed:.2f} times its speed on this machine"
         )
+    sentence = "; ".join(clauses) + ". " if others and tasks else ""
+    return f"{sentence}Each run has one seed, so differences of a few points may be due to chance."
 
 
-def _round_metric(value: float | None) -> float:
-    """Rounds a metric to the one decimal that is shown; returns minus infinity for None and NaN."""
-    return -math.inf if value is None or math.isnan(value) else round(value, 1)
+def _scores(runs: Sequence[RunSummary], task: str) -> list[tuple[str, bool]]:
+    """Returns the runs' metrics of a task as shown, and whether each is the best of them."""
+    values = [round(run.metrics.get(task, math.nan), 1) for run in runs]
+    best = max((v for v in values if not math.isnan(v)), default=math.nan)
+    return [("–" if math.isnan(v) else f"{v:.1f}", v == best) for v in values]
 
 
-def _metrics_section(report: Report) -> _MetricsSection:
-    systems = {run.title: run.metrics for run in report.runs} | dict(report.baselines)
-    chart = bar_chart(
-        [_task_name(task) for task in report.metric_names],
-        {
-            name: [metrics.get(task, 0.0) for task in report.metric_names]
-            for name, metrics in systems.items()
-        },
-        y_label="percent",
-        gray=len(report.baselines),
-    )
-    return _MetricsSection(
-        systems=list(systems),
-        baselines=[(name, BASELINES[name]) for name in report.baselines if name in BASELINES],
-        rows=[
-            _MetricsRow(
-                task=_task_name(task),
-                metric=metric,
-                examples=f"{report.counts[task]:,}" if report.counts else "",
-                scores=_format_scores([metrics.get(task) for metrics in systems.values()]),
-            )
-            for task, metric in report.metric_names.items()
-        ],
-        chart=chart,
-    )
+def _compare_answers(runs: Sequence[RunSummary]) -> Iterator[tuple[str, str, str, list[Any]]]:
+    """Yields task, input, target and each run's answer, first those that only some runs answer right."""
+    for task in runs[0].answers:
+        own = [run.answers.get(task, {}) for run in runs]
+        shared = [text for text in own[0] if all(text in answers for answers in own)]
+        answers = {text: [_judge(answers[text]) for answers in own] for text in shared}
+        shared.sort(key=lambda text: len({right for _, right in answers[text]}) == 1)
+        for text in shared[:ANSWERS]:
+            yield task, text, own[0][text]["target"], answers[text]
 
 
-def _format_scores(values: Sequence[float | None]) -> list[_Score]:
-    """Formats the metrics of one task; those that equal the maximum as shown are the best."""
-    rounded = [_round_metric(value) for value in values]
-    return [_Score(f"{x:.1f}" if x > -math.inf else "–", x == max(rounded)) for x in rounded]
-
-
-def _loss_chart(runs: Sequence[RunReport]) -> Markup:
-    return line_chart(
-        {run.title: run.losses for run in runs},
-        markers={run.title: run.held_out for run in runs},
-        x_label="step",
-        y_label="nats per target token",
-        size=(9.6, 3.4),
-    )
-
-
-def _format_costs(run: RunReport) -> _Cost:
-    return _Cost(
-        run=run.title,
-        parameters=f"{run.parameters:,}",
-        kflops=f"{run.flops / 1e3:,.0f}",
-        cache_bytes=f"{run.cache_bytes:,}",
-        steps_per_second=_format_quartiles(run.steps_per_second, ".1f"),
-        tokens_per_second=_format_quartiles(run.tokens_per_second, ",.0f"),
-    )
+def _judge(record: Mapping[str, Any]) -> tuple[str, bool | None]:
+    """Returns an answer, and whether it is right; None where metrics do not compare labels."""
+    right = record["label"] == record["target_label"] if "label" in record else None
+    return record["prediction"], right
 
 
 def _format_quartiles(values: Sequence[float], format_spec: str) -> str:
@@ -325,56 +201,18 @@ def _format_quartiles(values: Sequence[float], format_spec: str) -> str:
     return f"{middle} ({low}–{high})"
 
 
-def movement_section(title: str, movement: Movement) -> MovementSection:
-    """Formats the movement of a run's parameters.
-
-    Args:
-      title: the run's name.
-      movement: its movement.
-    """
-    rows = [
-        MovementRow(
-            path=group.path,
-            parameters=f"{group.parameters:,}",
-            frozen=_format_frozen(group),
-            change=_format_change(group),
-        )
-        for group in movement.groups
-    ]
-    return MovementSection(title, movement.since, rows)
-
-
-def _format_frozen(group: Group) -> str:
-    share = group.frozen / group.parameters
-    return "–" if not share else "all" if share == 1 else f"{share:.0%}"
-
-
-def _format_change(group: Group) -> str:
-    """Formats the change in percent; rounding errors of initial parameters that are made again are 0."""
+def format_change(group: Group) -> str:
+    """Formats how far the parameters of a path moved; rounding errors of initial parameters are 0."""
     if math.isinf(group.change):
         return f"from 0 to a norm of {group.distance:.3g}"
     return "0" if group.change < ROUNDING else f"{100 * group.change:.3g} %"
 
 
-def _examples_with_answers(report: Report) -> Iterator[tuple[Example, list[Answer]]]:
-    """Yields every example with the runs' answers, first those that only some runs answer right."""
-    pairs = [
-        (example, [run.answers[i] for run in report.runs])
-        for i, example in enumerate(report.examples)
-    ]
-    yield from sorted(pairs, key=lambda pair: len({answer.right for answer in pair[1]}) == 1)
-
-
-def _attention_maps(run: RunReport, tokens: Sequence[str]) -> _AttentionMaps:
-    weights, tables = (
-        [(f"layer {i}", layer) for i, layer in enumerate(layers, start=1)]
-        for layers in (run.attention, run.tables)
-    )
-    return _AttentionMaps(
-        run.title, heat_maps(weights, tokens=tokens), heat_maps(tables) if tables else None
-    )
-
-
-def _task_name(task: str) -> str:
-    """Returns a task's name without the prefix of the synthetic tasks."""
-    return task.removeprefix("synthetic_")
+def provenance() -> dict[str, str]:
+    """Returns the versions of the libraries that a page is made with."""
+    return {
+        "synthesizer_jax": __version__,
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+        "Python": platform.python_version(),
+    }

@@ -28,7 +28,7 @@ class Model:
         for name, tensor in json.loads(data[8:start].tobytes()).items():
             x = data[start:][slice(*tensor["data_offsets"])].view(np.float32)
             self.parameters[name] = jax.device_put(x.reshape(tensor["shape"]))
-        if self.info["vocabulary"]["type"] == "sentencepiece":
+        if self.info["vocabulary"] == "sentencepiece":
             library, path = importlib.import_module("sentencepiece"), directory / "vocabulary.model"
             self.pieces = library.SentencePieceProcessor(str(path))
 

@@ -6,13 +6,12 @@ import threading
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.cli import evaluate as evaluating
-from synthesizer_jax.cli.evaluation_tables import print_results
-from synthesizer_jax.cli.main import app
+from synthesizer_jax.cli.evaluate import print_results
 from synthesizer_jax.evaluation.scoring import TaskResult
+from tests.cli.commands import call
 
 pytestmark = pytest.mark.slow
 
@@ -22,14 +21,6 @@ SMALL = (
     *("--set", "data.batch_size=8", "--quiet"),
 )
 TASKS = [f"synthetic_{t}" for t in ("cola", "sst2", "stsb", "mnli", "boolq", "copa", "wic", "wsc")]
-
-
-def call(*arguments):
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 def train(place, *, steps):

@@ -12,7 +12,7 @@ from synthesizer_jax.registry import replace
 from synthesizer_jax.tasks.importers import corpora, import_corpus
 from synthesizer_jax.tasks.importers.corpus_layouts import CORPORA
 from synthesizer_jax.tasks.metrics import bleu
-from tests.cli.test_commands import call
+from tests.cli.commands import call
 from tests.data.small import multi30k
 
 pytestmark = pytest.mark.slow

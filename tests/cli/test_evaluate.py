@@ -5,17 +5,17 @@ import logging
 import shutil
 
 import pytest
-from typer.testing import CliRunner
 
 from synthesizer_jax.checkpoints import manager
-from synthesizer_jax.cli.main import app
+from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import leaderboards
 from synthesizer_jax.evaluation.evaluation_sets import load_evaluation_set
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
-from synthesizer_jax.tasks import mixtures, translation  # noqa: F401 - its tasks
+from synthesizer_jax.tasks import mixtures, prepare, translation  # noqa: F401 - its tasks
 from synthesizer_jax.training.experiment import Evaluation
+from tests.cli import commands
 from tests.evaluation import runs
 
 
@@ -29,6 +29,12 @@ def place(tmp_path_factory):
     runs.write_run(place / "run", replace(experiment, evaluation=evaluation))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(mixtures.MIXTURES, runs.MIXTURE, runs.RATES)
+        prepare.prepare(
+            runs.MIXTURE,
+            PreparedTasks(place / "data", Bytes().build()),
+            training_splits=(),
+            evaluation_splits=("train", "validation", "test"),
+        )
         yield place
 
 
@@ -48,11 +54,7 @@ def call(place, *arguments, workdir=None, command="eval"):
         place / "data",
         *arguments,
     ]
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return " ".join(result.output.split())
+    return " ".join(commands.call(*arguments).split())
 
 
 def spoil(checkpoint):
@@ -190,7 +192,7 @@ def test_predictions_of_some_examples_are_no_leaderboard_file(place):
 
 def test_a_split_that_is_not_there_is_answered_with_those_that_are(place):
     with pytest.raises(FileNotFoundError, match=r"'tset' in .*; choose train or validation or test, or "
-                       "import"):  # fmt: skip
+                       "import the original files"):  # fmt: skip
         call(place, *RTE, "--split", "tset", command="predict")
 
 
@@ -214,8 +216,7 @@ def test_tasks_of_one_leaderboard_file_are_refused_before_it_is_written(place, t
     examples = load_evaluation_set(
         "glue_rte_v002",
         "test",
-        Bytes().build(),
-        data_dir=place / "data",
+        PreparedTasks(place / "data", Bytes().build()),
         lengths={"inputs": 32, "targets": 8},
     )
     answers = [(examples, ["entailment"] * len(examples.examples))] * 2

@@ -7,11 +7,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
 from synthesizer_jax.cli import generate
-from synthesizer_jax.cli.main import app
 from synthesizer_jax.sharding import MeshShape
+from tests.cli import commands
 from tests.evaluation import runs
 
 TEXTS = ["a b", "the dog sleeps"]
@@ -26,11 +25,7 @@ def run(tmp_path_factory):
 
 
 def call(*arguments):
-    result = CliRunner().invoke(app, ["generate", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.output
+    return commands.call("generate", *arguments)
 
 
 def test_several_texts_and_their_scores(run):
@@ -58,9 +53,6 @@ def test_samples_are_repeated_by_their_seed_and_stay_alone(run):
         (("--top-p", 1.5, "--temperature", 1), "top_p is 1.5; allowed: above 0, at most 1"),
         (("--samples", 2), "samples is 2 with beams 1 and temperature 0; give a temperature"),
         (("--min-length", 99), "min_length is 99; allowed: at most max_length, 8"),
-        (("--method", "sample"), "--method is 'sample'; use greedy or beam"),
-        (("--method", "greedy", "--beams", 2), "--method is 'greedy' with --beams 2 .*leave"),
-        (("--method", "beam", "--beams", 1), "--method is 'beam' with --beams 1; give more"),
     ],
 )
 def test_options_that_contradict_are_one_sentence(run, options, message):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.cli.test_commands import call
+from tests.cli.commands import call
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from synthesizer_jax.models.zoo import language_model
 from synthesizer_jax.registry import replace
 from synthesizer_jax.training.run_directory import save_run
 from synthesizer_jax.training.trainer import Trainer
-from tests.cli.test_commands import call
+from tests.cli.commands import call
 from tests.pretrained.folders import TINY, make_folder, make_tensors
 from tests.training.tiny import experiment
 
@@ -41,7 +41,6 @@ CASES = {
     "convert t5 new --encoder r": "cannot start as the model; fit and distill it with",
     "convert small new": "the vocabulary has 384 ids, but the embedding of .*small has 100 rows",
     "convert lm_run new": "lm_run holds a LanguageModel; only EncoderDecoder models can be converted",
-    "convert t5_run new --check": "t5_run is no folder of transformers, with which --check compares",
     "convert nowhere new": "there is no nowhere; give a folder or a checkpoint file",
     "convert t5 t5": "t5 exists; give a new directory",
     "export lm_run new": "a LanguageModel is not a T5; only T5s can be exported",

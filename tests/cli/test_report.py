@@ -3,11 +3,10 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from synthesizer_jax.cli.main import app
 from synthesizer_jax.runs.metrics import METRICS_FILE
 from synthesizer_jax.training.run_directory import save_experiment
+from tests.cli import commands
 from tests.training.tiny import experiment
 
 TRAINED = {"kind": "train", "loss": 2.0, "steps_per_second": 4.0, "tokens_per_second": 100.0}
@@ -28,10 +27,7 @@ def logged(directory, **scores):
 
 
 def call(*arguments):
-    result = CliRunner().invoke(app, ["report", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.output
+    return commands.call("report", *arguments)
 
 
 def test_runs_are_compared_by_their_newest_evaluations(tmp_path):
@@ -46,7 +42,7 @@ def test_runs_are_compared_by_their_newest_evaluations(tmp_path):
         ["glue_cola", "matthews", "–", "12.5"],
     ]
     page = output.read_text()
-    assert f"{first} is ahead on 1 of 3 tasks, {second} on 1, no model on 1; " in page
+    assert f"{first} is ahead on 1 of 3 tasks, {second} on 1, no run on 1; " in page
     assert "6.0 (5.0–7.0)" in page
     assert "Answers" not in page and "Attention weights" not in page
 
@@ -64,8 +60,8 @@ def test_it_shows_which_parameters_moved(tmp_path):
     lines = call(run, "--output", output).splitlines()
     rows = [line.replace("│", " ").split() for line in lines if "2,048" in line]
     assert rows == [
-        ["encoder/layers_*/<b>", "2,048", "–", "25", "%"],
-        ["embedding", "2,048", "all", "0"],
+        ["encoder/layers_*/<b>", "2,048", "0%", "25", "%"],
+        ["embedding", "2,048", "100%", "0"],
     ]
     page = output.read_text()
     assert "encoder/layers_*/&lt;b&gt;" in page and ">25 %</td>" in page

@@ -15,10 +15,8 @@ import sys
 import termios
 
 import pytest
-from typer.testing import CliRunner
 
 from synthesizer_jax.checkpoints.manager import finished_steps
-from synthesizer_jax.cli.main import app
 from synthesizer_jax.cli.settings import override
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.registry import replace
@@ -32,6 +30,7 @@ from synthesizer_jax.training.run_directory import (
     open_vocabulary,
     save_run,
 )
+from tests.cli.commands import call
 from tests.environment import without_devices
 
 pytestmark = pytest.mark.slow
@@ -151,15 +150,6 @@ def test_interrupted_without_a_terminal_and_on_one(tmp_path, data) -> None:
     assert finished_steps(workdir / "checkpoints")[-1] > newest
 
 
-def call(*command: str) -> str:
-    """The command in this process."""
-    result = CliRunner().invoke(app, list(command))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, data) -> pathlib.Path:
     """A run of four steps."""
@@ -220,7 +210,7 @@ def test_checkpoints_that_are_gone_are_asked_for(copied, data) -> None:
 
 
 def test_another_vocabulary_is_another_run(copied, data, tmp_path) -> None:
-    synthetic_one = synthetic.prepare(data).vocabulary
+    synthetic_one = synthetic.vocabulary(data)
     mine = replace(load_experiment(copied), vocabulary=synthetic_one)
     save_run(mine, copied)
     check_same_run(mine, copied)
@@ -233,7 +223,7 @@ def test_another_vocabulary_is_another_run(copied, data, tmp_path) -> None:
 
 
 def test_a_vocabulary_that_was_changed_is_noticed(finished, data, tmp_path) -> None:
-    given, run = synthetic.prepare(data).vocabulary, tmp_path / "run"
+    given, run = synthetic.vocabulary(data), tmp_path / "run"
     large = override(load_experiment(finished), "model.vocab_size=1024")
     mine = replace(large, vocabulary=given)
     save_run(mine, run)

@@ -62,7 +62,7 @@ def damage(checkpoint: pathlib.Path) -> None:
 @pytest.mark.parametrize("run", [on_a_terminal, without_one], ids=lambda f: f.__name__)
 def test_a_run_from_its_recipe_to_its_report(run, synthetic_data, tmp_path) -> None:
     (tmp_path / "DATA").symlink_to(synthetic_data)
-    vocabulary = synthetic.prepare(synthetic_data).vocabulary.path
+    vocabulary = synthetic.vocabulary(synthetic_data).path
     (tmp_path / "mine.py").write_text(RECIPE.replace("VOCABULARY", vocabulary))
     (tmp_path / "files").mkdir()
     environment = without_devices() | {

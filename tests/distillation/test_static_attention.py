@@ -19,11 +19,7 @@ from synthesizer_jax.distillation.static_attention import (
     numbers_of_heads,
 )
 from synthesizer_jax.models import Size, UniversalStack, t5
-from synthesizer_jax.reports.static_attention import (
-    summarize_static_attention,
-    warnings_about,
-    write_static_attention,
-)
+from synthesizer_jax.reports.static_attention import sentences_about, write_static_attention
 from synthesizer_jax.training.step import loss_sums
 from tests.training.tiny import VOCAB, CopyStream
 
@@ -92,7 +88,7 @@ def test_the_tolerance_ends_at_the_first_point_beyond_it(found):
     for tolerance, replaced in ((0.0, 0), (0.01, 1), (0.5, 3)):
         within = dataclasses.replace(made, tolerance=tolerance)
         assert within.replaceable.replaced == replaced
-        summary = summarize_static_attention(within)
+        summary = sentences_about(within)[0]
         if replaced:
             assert f"the {replaced} most static can read a fitted table" in summary
         else:
@@ -100,7 +96,7 @@ def test_the_tolerance_ends_at_the_first_point_beyond_it(found):
 
 
 def test_a_model_that_does_not_use_its_attention_is_named(found, batches, variables, tmp_path):
-    assert found.uniform_loss > found.highest_loss and not warnings_about(found)
+    assert found.uniform_loss > found.highest_loss and len(sentences_about(found)) == 1
     blind = jax.tree_util.tree_map_with_path(
         lambda path, x: 0 * x if {"query", "table", "rel_embedding"} & {p.key for p in path} else x,
         variables,
@@ -125,7 +121,7 @@ def test_a_model_that_does_not_use_its_attention_is_named(found, batches, variab
     heads = [dataclasses.replace(h, uniform=h.divergences[TABLE] - 0.1) for h in found.heads]
     seen = dataclasses.replace(seen, heads=heads, tolerance=0.02)
     write_static_attention(
-        tmp_path / "page.html", seen, title="x", lengths={"inputs": 8, "targets": 8}, facts={}
+        tmp_path / "page.html", seen, title="x", lengths={"inputs": 8, "targets": 8}
     )
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "this model does not use its attention" in page and "tolerance 2.0%" in page
@@ -184,7 +180,6 @@ def test_the_page_shows_every_head_and_escapes_its_title(found, tmp_path):
         found,
         title="<script>",
         lengths={"inputs": 8, "targets": 8},
-        facts={"jax": jax.__version__},
     )
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "&lt;script&gt;" in page and "<script" not in page

@@ -17,10 +17,10 @@ from synthesizer_jax.pretrained import Loaded, generate, load
 from synthesizer_jax.pretrained.architecture import Architecture
 from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
-from synthesizer_jax.pretrained.huggingface.compare import check_logits
 from synthesizer_jax.pretrained.huggingface.export import write_folder
 from synthesizer_jax.pretrained.loading import open_pretrained, read_params
 from tests.inference.beam_search import t5x_beam_search
+from tests.pretrained.compare import check_folder, check_logits
 from tests.pretrained.folders import FAMILIES, TINY, UNTIED, make_folder, make_tensors
 from tests.pretrained.test_round_trip import OUTPUT, make_configs, projection
 
@@ -55,8 +55,10 @@ def test_folders_have_the_same_logits_and_come_back_bit_exact(tmp_path, family, 
     config = TINY | FAMILIES[family]
     tensors = make_tensors(config)
     make_folder(tmp_path / "source", config, tensors, shards=shards)
-    convert_checkpoint(tmp_path / "source", tmp_path / "run", check=True)
-    export_run(tmp_path / "run", tmp_path / "back", check=True)
+    convert_checkpoint(tmp_path / "source", tmp_path / "run")
+    check_folder(tmp_path / "source")
+    export_run(tmp_path / "run", tmp_path / "back")
+    check_folder(tmp_path / "back")
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == tensors.keys()
     for name, x in tensors.items():
@@ -70,7 +72,7 @@ def test_what_transformers_saves_is_read(tmp_path, family):
     reference.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     model, variables = read(tmp_path)
-    check_logits(tmp_path, model, variables, required=True)
+    check_logits(tmp_path, model, variables)
 
 
 @pytest.mark.parametrize("family", CLASSES)
@@ -106,7 +108,7 @@ def test_torch_files_are_read(tmp_path, family):
     state = {name: torch.as_tensor(x) for name, x in tensors.items()}
     torch.save(state, tmp_path / "a" / "pytorch_model.bin")
     model, variables = read(tmp_path / "a")
-    check_logits(tmp_path / "a", model, variables, required=True)
+    check_logits(tmp_path / "a", model, variables)
 
 
 class Executed:
@@ -124,7 +126,7 @@ def test_code_in_a_torch_file_is_not_executed(tmp_path):
     (folder / "model.safetensors").unlink()
     state = {name: torch.as_tensor(x) for name, x in tensors.items()}
     torch.save(state | {"x": Executed(tmp_path / "executed")}, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="nothing in it was executed"):
+    with pytest.raises(ValueError, match="cannot be read"):
         read(folder)
     assert not (tmp_path / "executed").exists()
 
@@ -134,10 +136,10 @@ def test_an_encoder_alone_has_the_same_states(tmp_path):
     encoder = transformers.T5EncoderModel(made).eval()
     encoder.save_pretrained(tmp_path / "a")
     model, variables = read(tmp_path / "a")
-    check_logits(tmp_path / "a", model, variables, required=True)
+    check_logits(tmp_path / "a", model, variables)
     (tmp_path / "b").mkdir()
     write_folder(tmp_path / "b", model, variables, None)
-    check_logits(tmp_path / "b", model, variables, required=True)
+    check_logits(tmp_path / "b", model, variables)
 
 
 def next_log_p(reference, inputs):

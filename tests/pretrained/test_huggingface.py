@@ -27,7 +27,7 @@ from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape, make_mesh
 from synthesizer_jax.training.run_directory import save_run
 from synthesizer_jax.training.trainer import Trainer
-from tests.cli.test_commands import call
+from tests.cli.commands import call
 from tests.pretrained import folders
 from tests.pretrained.folders import FAMILIES, TINY, logits, make_folder, make_tensors
 from tests.training.tiny import experiment
@@ -117,7 +117,7 @@ def test_a_config_that_does_not_fit_is_an_error(tmp_path, fields, message):
     ("ids", "message"),
     [
         ({"eos_token_id": [1], "forced_eos_token_id": None}, None),
-        ({"eos_token_id": [1, 2]}, r"generation_config.json: eos_token_id is \[1, 2\]"),
+        ({"eos_token_id": [1, 2]}, r"generation_config.json .*eos_token_id is \[1, 2\]"),
         ({"eos_token_id": None}, "eos_token_id is None, but models here have 1"),
         ({"forced_eos_token_id": 1}, "forced_eos_token_id is 1, but models here have null"),
         ({"decoder_start_token_id": 7}, "decoder_start_token_id is 7"),
@@ -274,10 +274,10 @@ def test_the_command_line_converts_generates_and_exports(tmp_path):
     config = TINY | FAMILIES["T5 1.1, FLAN-T5"]
     tensors = make_tensors(config)
     folder = make_folder(tmp_path / "source", config, tensors, shards=2)
-    shown = call("convert", folder, tmp_path / "run", "--no-check")
+    shown = call("convert", folder, tmp_path / "run")
     assert f"holds {sum(x.size for x in tensors.values()):,} parameters" in shown
     call("generate", "--workdir", tmp_path / "run", "--max-length", 4, "what?")
-    call("export", tmp_path / "run", tmp_path / "back", "--no-check", "--dtype", "bfloat16")
+    call("export", tmp_path / "run", tmp_path / "back", "--dtype", "bfloat16")
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == tensors.keys()
     for name, x in tensors.items():
@@ -296,7 +296,7 @@ def test_a_full_disk_is_one_line_with_the_path(tmp_path):
             limited = f'ulimit -f {kilobytes}; "$@"'
             program = ["bash", "-c", limited, "-", sys.executable, "-m", "synthesizer_jax"]
             ended = subprocess.run(
-                [*program, *map(str, command), str(tmp_path / "new"), "--no-check"],
+                [*program, *map(str, command), str(tmp_path / "new")],
                 capture_output=True,
                 text=True,
                 check=False,

@@ -226,9 +226,8 @@ def test_what_the_file_cannot_say_is_not_exported(tmp_path):
     ("options", "message"),
     [
         ({"to": "t5x", "dtype": "bfloat16"}, "--dtype is for huggingface; leave it out"),
-        ({"to": "t5x", "beams": 4}, "--beams are for stablehlo and savedmodel; leave them out"),
-        ({"to": "huggingface", "max_length": 9}, "beams are for stablehlo and savedmodel"),
-        ({"to": "t5x", "check": True}, "--check compares with transformers; .*, leave it out"),
+        ({"to": "t5x", "beams": 4}, "--beams are for stablehlo; leave them out"),
+        ({"to": "huggingface", "max_length": 9}, "beams are for stablehlo"),
         ({"to": "onnx"}, "--to is 'onnx'; use huggingface, t5x"),
     ],
 )
@@ -285,7 +284,7 @@ def replace_by_a_pipe(block):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lose, "token_embedder\\.embedding cannot be read .*chunk {0, 0} .* is missing"),
+        (lose, "token_embedder\\.embedding cannot be read: "),
         (replace_by_a_pipe, "0 is not a regular file"),
     ],
 )
@@ -352,14 +351,17 @@ def without(*keys):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: data[:-50], "not a msgpack checkpoint"),
-        (lambda data: b"\x1f\x8b" + data, "not a msgpack checkpoint"),
-        (lambda data: b"no checkpoint at all", "not a msgpack checkpoint|no parameters"),
-        (lambda data: serialization.msgpack_serialize({"a": 1}), "no parameters under"),
+        (lambda data: data[:-50], "checkpoint_1 cannot be read"),
+        (lambda data: b"\x1f\x8b" + data, "checkpoint_1 cannot be read"),
+        (lambda data: b"no checkpoint at all", "cannot be read"),
+        (
+            lambda data: serialization.msgpack_serialize({"a": 1}),
+            "it has no parameters under optimizer/target",
+        ),
         (lambda data: gzip.compress(bytes(10**7)), "more than 100 times as large"),
         (
             lambda data: serialization.msgpack_serialize({"__msgpack_chunked_array__": True}),
-            "not a msgpack checkpoint",
+            "checkpoint_1 cannot be read",
         ),
         (
             lambda data: serialization.msgpack_serialize({"target": {5: np.ones(2, np.float32)}}),

@@ -34,10 +34,14 @@ from synthesizer_jax.models import (
 from synthesizer_jax.pretrained import load
 from synthesizer_jax.pretrained.convert import Variants, convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
-from synthesizer_jax.serving.directory import LOADER, write_directory
 from synthesizer_jax.serving.load import Model
-from synthesizer_jax.serving.programs import PLATFORMS, Limits, export_programs, flatten_variables
-from synthesizer_jax.serving.saved_model import write_saved_model
+from synthesizer_jax.serving.programs import (
+    LOADER,
+    PLATFORMS,
+    Limits,
+    export_programs,
+    write_directory,
+)
 from tests.pretrained.folders import FAMILIES, TINY, make_folder, make_tensors
 
 VOCAB, LIMITS = 384, Limits(inputs_length=12, targets_length=5)
@@ -51,9 +55,13 @@ def encoder_decoder(kind, size=SIZE, **options):
     return t5(size, encoder=aligned, vocab_size=VOCAB, **options)
 
 
-def language_model(kind, prefix):
-    stack = encoder_decoder(kind).encoder
+def language_model(prefix):
+    stack = encoder_decoder("rv").encoder
     return LanguageModel(vocab_size=VOCAB, d_model=8, decoder=stack, prefix=prefix)
+
+
+def encoder(kind="d", vocab_size=VOCAB):
+    return Encoder(vocab_size=vocab_size, d_model=8, encoder=encoder_decoder(kind).encoder)
 
 
 def variables_of(model):
@@ -83,39 +91,31 @@ def close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def agrees(program, model, variables, shapes=SHAPES, beams=1):
+def agrees(loaded, model, variables, shapes=SHAPES[1:2], beams=1):
     """Compares all programs with the library at some shapes."""
+    run = lambda name, *arguments: loaded.programs[name](loaded.parameters, *arguments)
     for batch, n, t in shapes:
         inputs, targets = random_tokens(batch, n), random_tokens(batch, t)
-        if "encode" in program:
-            close(program["encode"](inputs), encode_tokens(variables, inputs, model=model))
-        close(
-            program["score"](inputs, targets),
-            score_targets(variables, inputs, targets=targets, model=model),
-        )
-        expected = decode(
-            variables, inputs, model=model, max_length=LIMITS.targets_length, beams=beams
-        )
-        tokens, scores = program["generate"](inputs)
-        np.testing.assert_array_equal(tokens, expected.tokens)
-        close(scores, expected.scores)
-
-
-def bound(model):
-    """The programs of a loaded model without their first argument."""
-    call = lambda program: lambda *arguments: program(model.parameters, *arguments)
-    return {name: call(program) for name, program in model.programs.items()}
+        if "encode" in loaded.programs:
+            close(run("encode", inputs), encode_tokens(variables, inputs, model=model))
+        if "score" in loaded.programs:
+            expected = score_targets(variables, inputs, targets=targets, model=model)
+            close(run("score", inputs, targets), expected)
+            limit = LIMITS.targets_length
+            expected = decode(variables, inputs, model=model, max_length=limit, beams=beams)
+            tokens, scores = run("generate", inputs)
+            np.testing.assert_array_equal(tokens, expected.tokens)
+            close(scores, expected.scores)
 
 
 @pytest.mark.slow
-def test_a_synthesizer_runs_at_every_batch_and_length(tmp_path):
+def test_a_synthesizer_runs_at_every_batch_and_length_on_every_platform(tmp_path):
     model = encoder_decoder("rv")
     variables, directory = exported(tmp_path / "rv", model)
     loaded = Model(directory)
-    assert list(loaded.programs) == ["encode", "score", "start", "decode_step", "generate"]
-    assert loaded.info["lengths"] == "symbolic"
-    agrees(bound(loaded), model, variables)
-    assert all(p["platforms"] == list(PLATFORMS) for p in loaded.info["programs"].values())
+    assert list(loaded.programs) == ["encode", "generate", "score"]
+    assert loaded.info["lengths"] == "symbolic" and loaded.info["platforms"] == list(PLATFORMS)
+    agrees(loaded, model, variables, SHAPES)
     with pytest.raises(ValueError, match="shapes"):  # above the limit
         loaded.programs["encode"](loaded.parameters, random_tokens(2, 13))
 
@@ -126,45 +126,23 @@ def test_other_alignments_scanned_and_with_beams(tmp_path, kind):
     model = encoder_decoder(kind, size=Size(8, 2, 16, 2, 4), scan=True)
     limits = Limits(LIMITS.inputs_length, LIMITS.targets_length, beams=3)
     variables, directory = exported(tmp_path / kind, model, limits=limits)
-    agrees(bound(Model(directory)), model, variables, SHAPES[1:2], beams=3)
+    agrees(Model(directory), model, variables, beams=3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("prefix", [False, True])
-def test_a_language_model_has_no_encoder(tmp_path, prefix):
-    model = language_model("rv", prefix)
-    variables, directory = exported(tmp_path / "lm", model)
+@pytest.mark.parametrize(
+    ("model", "programs"),
+    [
+        (encoder(), ["encode"]),
+        pytest.param(language_model(False), ["generate", "score"], marks=pytest.mark.slow),
+        pytest.param(language_model(True), ["generate", "score"], marks=pytest.mark.slow),
+    ],
+    ids=["encoder", "language model", "prefix"],
+)
+def test_a_model_has_the_programs_of_its_kind(tmp_path, model, programs):
+    variables, directory = exported(tmp_path / "model", model)
     loaded = Model(directory)
-    assert list(loaded.programs) == ["score", "start", "decode_step", "generate"]
-    agrees(bound(loaded), model, variables, SHAPES[1:2])
-    assert steps(loaded, random_tokens(2, 6)) == generated(loaded, random_tokens(2, 6))
-
-
-def test_an_encoder_encodes_only(tmp_path):
-    model = Encoder(vocab_size=VOCAB, d_model=8, encoder=encoder_decoder("d").encoder)
-    variables, directory = exported(tmp_path / "encoder", model)
-    loaded = Model(directory)
-    assert list(loaded.programs) == ["encode"]
-    inputs = random_tokens(3, 7)
-    found = loaded.programs["encode"](loaded.parameters, inputs)
-    close(found, encode_tokens(variables, inputs, model=model))
-
-
-def steps(model, inputs):
-    """Greedy decoding by the single steps, until every row has ended."""
-    logits, cache = model.programs["start"](model.parameters, inputs)
-    rows, done = [], np.zeros(len(inputs), bool)
-    for _ in range(model.info["limits"]["targets_length"]):
-        token = np.where(done, 0, np.argmax(logits, -1)).astype(np.int32)
-        rows.append(token)
-        done |= token == model.info["ids"]["end"]
-        if len(rows) < model.info["limits"]["targets_length"]:
-            logits, cache = model.programs["decode_step"](model.parameters, token, cache)
-    return np.stack(rows, 1).tolist()
-
-
-def generated(model, inputs):
-    return model.programs["generate"](model.parameters, inputs)[0].tolist()
+    assert list(loaded.programs) == programs
+    agrees(loaded, model, variables)
 
 
 WITHOUT_THE_PACKAGE = """
@@ -178,11 +156,7 @@ sys.argv[1:] = ["a text", "another, which is longer"]
 names = runpy.run_path("load.py", run_name="__main__")
 model = names["model"]
 inputs = model.tokens(["a", "some text", "text"], 9)
-tokens, scores = model.programs["generate"](model.parameters, inputs)
-logits, cache = model.programs["start"](model.parameters, inputs)
-first = logits.argmax(-1).astype("int32")
-logits, cache = model.programs["decode_step"](model.parameters, first, cache)
-print(json.dumps([inputs.tolist(), tokens.tolist(), first.tolist(), logits.argmax(-1).tolist()]))
+print(json.dumps([inputs.tolist(), model.programs["generate"](model.parameters, inputs)[0].tolist()]))
 assert not [m for m in sys.modules if m.startswith(("synthesizer_jax", "flax"))]
 """
 
@@ -200,31 +174,14 @@ def test_the_loader_runs_where_this_package_is_not_installed(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     *texts, last = run.stdout.splitlines()
-    assert texts == [*map(Model(directory).text, generated_texts(model, variables))]
-    inputs, tokens, first, second = json.loads(last)
-    expected = decode(variables, jnp.asarray(inputs), model=model, max_length=5).tokens.tolist()
-    assert tokens == expected
-    assert first == [row[0] for row in expected]
-    alive = [i for i, row in enumerate(expected) if row[0] != 1]
-    assert alive and [second[i] for i in alive] == [expected[i][1] for i in alive]
-
-
-def generated_texts(model, variables):
     vocabulary = Bytes().build()
     rows = [[*vocabulary.encode(x)[:11], 1] for x in ("a text", "another, which is longer")]
-    inputs = np.array([row + [0] * (12 - len(row)) for row in rows])
-    return decode(variables, inputs, model=model, max_length=5).tokens.tolist()
-
-
-@pytest.mark.parametrize("file", ["parameters.safetensors", "encode.stablehlo"])
-def test_a_flipped_bit_is_noticed(tmp_path, file):
-    model = Encoder(vocab_size=VOCAB, d_model=8, encoder=encoder_decoder("d").encoder)
-    _, directory = exported(tmp_path / "programs", model)
-    content = bytearray((directory / file).read_bytes())
-    content[-1] ^= 1
-    (directory / file).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{file} is damaged; copy it again"):
-        Model(directory)
+    ids = np.array([row + [0] * (12 - len(row)) for row in rows])
+    expected = decode(variables, ids, model=model, max_length=5).tokens.tolist()
+    assert texts == [*map(Model(directory).text, expected)]
+    inputs, tokens = map(np.array, json.loads(last))
+    expected = decode(variables, jnp.asarray(inputs), model=model, max_length=5).tokens
+    np.testing.assert_array_equal(tokens, expected)
 
 
 def test_the_loader_is_short_and_imports_little():
@@ -241,10 +198,9 @@ def test_texts_are_those_of_the_vocabulary(tmp_path):
     path = tmp_path / "spiece.model"
     words = [f"{a}{b} {b}{a}{c}" for a in "abcde" for b in "fghij" for c in "klmno"]
     train_sentencepiece(words, path, vocab_size=40)
-    model = Encoder(vocab_size=160, d_model=8, encoder=encoder_decoder("v").encoder)
+    model = encoder("v", vocab_size=160)
     for vocabulary in (SentencePiece(str(path)).build(), Bytes().build()):
-        name = type(vocabulary).__name__
-        _, directory = exported(tmp_path / name, model, vocabulary)
+        _, directory = exported(tmp_path / type(vocabulary).__name__, model, vocabulary)
         loaded = Model(directory)
         for text in ("af fak", "cj jcm <extra_id_0> é", ""):
             ids = [*vocabulary.encode(text)[:11], 1]
@@ -271,49 +227,8 @@ def test_lengths_are_fixed_where_a_part_must_know_them(tmp_path):
     variables, directory = exported(tmp_path / "fixed", model)
     loaded = Model(directory)
     assert loaded.info["lengths"] == "fixed"
-    assert "pad" in loaded.info["lengths_mean"]
-    inputs = loaded.tokens(["abc", "d"], 12)
-    assert inputs.shape == (2, 12)
-    found = loaded.programs["encode"](loaded.parameters, inputs)
-    close(found, encode_tokens(variables, inputs, model=model))
-
-
-def test_every_program_is_lowered_for_every_platform():
-    model = encoder_decoder("rv")
-    variables = variables_of(model)
-    parameters = flatten_variables(variables)
-    programs = export_programs(model, parameters, LIMITS).by_name
-    assert list(programs) == ["encode", "score", "start", "decode_step", "generate"]
-    assert all(p.exported.platforms == PLATFORMS for p in programs.values())
-    inputs, targets = random_tokens(3, 7), random_tokens(3, 4)
-    found = programs["score"].exported.call(parameters, inputs, targets)
-    close(found, score_targets(variables, inputs, targets=targets, model=model))
-
-
-def test_mistakes_are_one_sentence():
-    model = encoder_decoder("rv")
-    parameters = flatten_variables(variables_of(model))
-    with pytest.raises(ValueError, match=r"inputs of 18 .* --inputs-length .* max_length=17"):
-        export_programs(model, parameters, Limits(18, 5))
-    with pytest.raises(ValueError, match="a Dense has no programs"):
-        export_programs(nn.Dense(3), {}, LIMITS)
-    with pytest.raises(ValueError, match="beams is 0"):
-        Limits(4, 4, 0)
-
-
-@pytest.mark.parametrize("write", [write_directory, write_saved_model])
-def test_what_cannot_be_written_is_said_before_programs_are_made(tmp_path, monkeypatch, write):
-    if write is write_saved_model:
-        pytest.importorskip("tensorflow")
-    model = encoder_decoder("rv")
-    shapes = jax.eval_shape(lambda: variables_of(model))
-    half = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), shapes)
-    for module in ("directory", "saved_model"):
-        monkeypatch.delattr(f"synthesizer_jax.serving.{module}.export_programs")
-    with pytest.raises(ValueError, match="a Words cannot be exported; use bytes or"):
-        write(tmp_path, model, shapes, Words(), limits=LIMITS)
-    with pytest.raises(ValueError, match=r"is bfloat16; only models of float32 parameters"):
-        write(tmp_path, model, half, Bytes().build(), limits=LIMITS)
+    assert loaded.tokens(["abc", "d"], 12).shape == (2, 12)
+    agrees(loaded, model, variables, SHAPES[2:])
 
 
 class Words(Vocabulary):
@@ -322,16 +237,35 @@ class Words(Vocabulary):
     vocab_size, encode, decode, to_seqio = 3, None, None, None
 
 
-@pytest.mark.parametrize(
-    ("texts", "sentence"),
-    [([], "give one or more texts: python"), (["a text"], "this model encodes only: ")],
-)
-def test_the_loader_says_in_one_sentence_what_it_cannot_do(tmp_path, monkeypatch, texts, sentence):
-    model = Encoder(vocab_size=VOCAB, d_model=8, encoder=encoder_decoder("d").encoder)
-    _, directory = exported(tmp_path / "encoder", model)
-    monkeypatch.setattr(sys, "argv", ["load.py", *texts])
-    with pytest.raises(SystemExit, match=sentence):
-        runpy.run_path(str(directory / LOADER.name), run_name="__main__")
+def test_mistakes_are_one_sentence_before_programs_are_made(tmp_path, monkeypatch):
+    model = encoder_decoder("rv")
+    shapes = jax.eval_shape(lambda: variables_of(model))
+    half = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), shapes)
+    with pytest.raises(ValueError, match=r"inputs of 18 .* --inputs-length .* max_length=17"):
+        write_directory(tmp_path, model, shapes, Bytes().build(), limits=Limits(18, 5))
+    monkeypatch.setattr(jax.export, "export", None)
+    with pytest.raises(ValueError, match="a Dense has no programs"):
+        export_programs(nn.Dense(3), {}, LIMITS)
+    with pytest.raises(ValueError, match="beams is 0"):
+        Limits(4, 4, 0)
+    with pytest.raises(ValueError, match="a Words cannot be exported; use bytes or"):
+        write_directory(tmp_path, model, shapes, Words(), limits=LIMITS)
+    with pytest.raises(ValueError, match=r"is bfloat16; only models of float32 parameters"):
+        write_directory(tmp_path, model, half, Bytes().build(), limits=LIMITS)
+
+
+def test_the_loader_says_in_one_sentence_what_it_cannot_do(tmp_path, monkeypatch):
+    _, directory = exported(tmp_path / "encoder", encoder())
+    for texts, sentence in (([], "give one or more"), (["a"], "this model encodes only: ")):
+        monkeypatch.setattr(sys, "argv", ["load.py", *texts])
+        with pytest.raises(SystemExit, match=sentence):
+            runpy.run_path(str(directory / LOADER.name), run_name="__main__")
+    for file in ("parameters.safetensors", "encode.stablehlo"):
+        content = (directory / file).read_bytes()
+        (directory / file).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(ValueError, match=rf"{file} is damaged; copy it again"):
+            Model(directory)
+        (directory / file).write_bytes(content)
 
 
 @pytest.mark.slow
@@ -349,5 +283,6 @@ def test_a_run_is_exported_whole_or_not_at_all(tmp_path):
     model, variables, _ = load(tmp_path / "run")
     loaded, inputs = Model(tmp_path / "out"), random_tokens(2, 9)
     assert loaded.info["limits"] == {"inputs_length": 16, "targets_length": 3, "beams": 1}
-    expected = decode(variables, inputs, model=model, max_length=3).tokens.tolist()
-    assert generated(loaded, inputs) == expected
+    expected = decode(variables, inputs, model=model, max_length=3).tokens
+    tokens, _ = loaded.programs["generate"](loaded.parameters, inputs)
+    np.testing.assert_array_equal(tokens, expected)

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 
-from synthesizer_jax.evaluation import synthetic_baselines
 from synthesizer_jax.tasks import synthetic
 from synthesizer_jax.tasks.formats import WSC
 from synthesizer_jax.tasks.postprocessors import to_text
@@ -90,17 +89,3 @@ def test_writing_again_keeps_what_is_there_and_mends_what_is_not(synthetic_data,
     synthetic.write(data_dir)
     assert synthetic.is_written(data_dir)
     assert json.loads(broken.read_bytes())["name"] == json.loads(content)["name"]
-
-
-def test_majority_is_what_balanced_labels_give():
-    found = synthetic_baselines.majority_scores()
-    assert set(found) == {task.name for task in synthetic.DEFINITIONS}
-    assert found["synthetic_copa"] == pytest.approx(50, abs=1)
-    assert found["synthetic_mnli"] == pytest.approx(100 / 3, abs=1)
-
-
-@pytest.mark.slow
-def test_words_alone_do_not_solve_the_tasks_that_compare():
-    words = synthetic_baselines.bag_of_words_scores()
-    for name in ("synthetic_copa", "synthetic_wic"):
-        assert words[name] < 60

@@ -5,9 +5,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.training import plan
 from synthesizer_jax.costs.chips import Topology
 from synthesizer_jax.models import stacks_of
+from synthesizer_jax.training import plan
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.state import make_layout
 

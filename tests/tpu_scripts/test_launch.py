@@ -1,4 +1,4 @@
-"""The launcher: dry runs against golden files, and what it does on a host, with a program that stands in."""
+"""The launcher: dry runs against golden files, and what it does on a host with a stand-in program."""
 
 import os
 import pathlib
@@ -22,9 +22,17 @@ GOLDEN = {
 
 def run(arguments: list[str], **options: object) -> subprocess.CompletedProcess:
     script = [sys.executable, str(launch.CHECKOUT / "tpu_scripts" / "launch.py")]
-    environment = {**os.environ, "PATH": "/usr/bin:/bin"}  # without the program: fields are not checked
+    environment = {
+        **os.environ,
+        "PATH": "/usr/bin:/bin",
+    }  # without the program: fields are not checked
     return subprocess.run(
-        [*script, *arguments], capture_output=True, text=True, env=environment, check=False, **options
+        [*script, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        **options,
     )
 
 
@@ -45,7 +53,10 @@ def test_a_dry_run_prints_the_commands(name):
         (["create", *POD, "--type", "v6e-17"], "v6e"),
         (["create", *POD, "--type", "tpu7x:2x2x4"], "GKE alone"),
         (["setup", "--name", "pod", "--zone", "us-east5"], "us-east5-b"),
-        (["train", *POD, "--", "quickstart", "--workdir", "runs/rv"], "--workdir runs/rv goes away"),
+        (
+            ["train", *POD, "--", "quickstart", "--workdir", "runs/rv"],
+            "--workdir runs/rv goes away",
+        ),
         (["run", *POD, "--", "eval", "--data-dir=data"], "--data-dir data goes away"),
         (["train", *POD], "after --"),
         (["stop", *POD, "--", "x"], "takes nothing after --"),
@@ -75,7 +86,11 @@ def test_a_host_runs_one_command_at_a_time_and_tells_how_it_ended(tmp_path):
 
     def host(script: str) -> str:
         done = subprocess.run(
-            ["bash", "-c", script.strip()], cwd=tmp_path, capture_output=True, text=True, check=False
+            ["bash", "-c", script.strip()],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         return done.stdout
 
@@ -110,7 +125,9 @@ class Stage(launch.Pod):
         self.states, self.told, self.did = iter(states), iter(told), []
 
     def call(self, command, *, tries=1):
-        word = next((w for w in ("create", "scp", "setsid", "delete") if w in " ".join(command)), "")
+        word = next(
+            (w for w in ("create", "scp", "setsid", "delete") if w in " ".join(command)), ""
+        )
         self.did += [word] if word else []
         return True
 

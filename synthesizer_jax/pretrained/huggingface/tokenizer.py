@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import operator
 import pathlib
 from types import ModuleType
 from typing import Any
 
 from synthesizer_jax.data.vocabularies import EOS, EXTRA_IDS, PAD, Bytes, SentencePiece
-from synthesizer_jax.files import storage_path
-from synthesizer_jax.pretrained.huggingface.json_files import read_json
+from synthesizer_jax.files import describing, storage_path
+from synthesizer_jax.pretrained.huggingface.config import read_json
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -79,16 +80,12 @@ def sentencepiece_model(path: pathlib.Path) -> bytes:
 
     messages: ModuleType = sentencepiece_model_pb2
     data = read_json(path)
-    try:
+    remedy = "put the model's spiece.model beside it, or name one with --vocabulary"
+    with describing(path, remedy):
         model = _to_sentencepiece(data, messages)
         processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         if (processor.pad_id(), processor.eos_id()) != (PAD, EOS):
-            raise ValueError("other ids of padding and EOS")
-    except (LookupError, TypeError, ValueError, OverflowError, AttributeError, RuntimeError):
-        raise ValueError(
-            f"{path} describes no SentencePiece unigram model, as T5's tokenizers are; put the model's "
-            "spiece.model beside it, or name one with --vocabulary"
-        ) from None
+            raise ValueError("its ids of padding and EOS are not T5's")
     return model
 
 
@@ -96,11 +93,11 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType) -> bytes:
     """Returns the SentencePiece model of the JSON data; wrong data raise errors of several types."""
     model = data["model"]
     if model["type"] != "Unigram":
-        raise ValueError(model["type"])
+        raise ValueError("it is no SentencePiece unigram model, as T5's tokenizers are")
     pieces = [(str(piece), float(score)) for piece, score in model["vocab"]]
-    unknown = int(model["unk_id"])
+    unknown = operator.index(model["unk_id"])
     tokens = data.get("added_tokens") or ()
-    added = {int(token["id"]): str(token["content"]) for token in tokens}
+    added = {operator.index(token["id"]): str(token["content"]) for token in tokens}
     charsmap = _charsmap(data.get("normalizer"))
     count = max(len(pieces), max(added, default=-1) + 1)
     if count > len(pieces) + MOST_ADDED:

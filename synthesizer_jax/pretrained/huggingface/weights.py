@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import pathlib
-import pickle
 import zipfile
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +12,9 @@ import ml_dtypes  # noqa: F401 (makes bfloat16 a dtype of NumPy, which safetenso
 import numpy as np
 import safetensors
 
-from synthesizer_jax.files import is_installed
-from synthesizer_jax.messages import one_line_error
-from synthesizer_jax.pretrained.huggingface.json_files import read_json
-from synthesizer_jax.pretrained.tensors import Tensor, Tensors, named_arrays, read_msgpack
+from synthesizer_jax.files import describing, is_installed
+from synthesizer_jax.pretrained.huggingface.config import read_json
+from synthesizer_jax.pretrained.tensors import Tensor, Tensors, named_arrays, read_msgpack, reading
 
 SAFETENSORS = "model.safetensors"
 TORCH = "pytorch_model.bin"
@@ -41,7 +39,8 @@ def open_weights(folder: pathlib.Path) -> Tensors:
     file, index = found[0], indices[found[0]]
     tensors: dict[str, Tensor] = {}
     for path, names in _shards(folder / file, index).items():
-        held = _READERS[file](path)
+        with reading(path):
+            held = _READERS[file](path)
         if names is not None and held.keys() != names:
             wrong = sorted(held.keys() ^ names)
             raise ValueError(
@@ -53,72 +52,48 @@ def open_weights(folder: pathlib.Path) -> Tensors:
 
 
 def _shards(file: pathlib.Path, index: pathlib.Path) -> dict[pathlib.Path, set[str] | None]:
-    """Returns the files with a folder's tensors, and the names that the index lists for each.
-
-    Raises:
-      FileNotFoundError: a file is missing.
-      ValueError: the index names files outside of the folder.
-    """
+    """Returns the files with a folder's tensors, and the names that the index lists for each."""
     if not index.is_file():
         return {file: None}
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index} has no weight_map; copy or download it again")
     shards: dict[pathlib.Path, set[str]] = {}
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or pathlib.PurePath(shard).name != shard or "\\" in shard:
-            raise ValueError(f"{index}: {name} is in {shard!r}, which is not a file of the folder")
-        path = index.parent / shard
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing; copy or download it again")
-        shards.setdefault(path, set()).add(name)
+    with describing(index, "copy or download it again"):
+        for name, shard in read_json(index)["weight_map"].items():
+            if pathlib.PurePath(shard).name != shard or "\\" in shard:
+                raise ValueError(f"{name} is in {shard!r}, which is not a file of the folder")
+            path = index.parent / shard
+            if not path.is_file():
+                raise FileNotFoundError(f"{path} is missing; copy or download it again")
+            shards.setdefault(path, set()).add(name)
     return dict(shards)
 
 
 def _open_safetensors(path: pathlib.Path) -> dict[str, Tensor]:
     """Reads the header of a file."""
 
-    def read(layer: int | None, *, name: str) -> np.ndarray:
-        assert layer is None, "transformers stacks no layers"
+    def read(_: int | None, *, name: str) -> np.ndarray:
         # The file is mapped anew for every tensor, because pages that were read stay mapped.
         with safetensors.safe_open(path, framework="numpy") as file:
             array: np.ndarray = file.get_tensor(name)
         return array
 
-    try:
-        with safetensors.safe_open(path, framework="numpy") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {
-                name: Tensor(
-                    tuple(x.get_shape()), str(x.get_dtype()), functools.partial(read, name=name)
-                )
-                for name, x in slices.items()
-            }
-    except (safetensors.SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); copy or download it again") from None
+    with safetensors.safe_open(path, framework="numpy") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {
+            name: Tensor(
+                tuple(x.get_shape()), str(x.get_dtype()), functools.partial(read, name=name)
+            )
+            for name, x in slices.items()
+        }
 
 
 def _open_torch(path: pathlib.Path) -> dict[str, Tensor]:
     """Maps a file by torch's loader that builds nothing but tensors."""
     if not is_installed("torch"):
-        raise ValueError(
-            f"{path} needs PyTorch to be read; install torch, or give a folder with {SAFETENSORS} "
-            "(save_pretrained writes one)"
-        )
+        raise ValueError(f"it needs PyTorch; install torch, or give a folder with {SAFETENSORS}")
     import torch
 
-    try:  # files of versions before 1.6 are no archives and cannot be mapped
-        mapped = zipfile.is_zipfile(path)
-        loaded: Any = torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, OSError, EOFError, KeyError) as error:
-        raise ValueError(
-            f"{path} is not a file of tensors alone ({one_line_error(error)}); nothing in it was "
-            f"executed; give a folder with {SAFETENSORS}"
-        ) from None
-    if not isinstance(loaded, dict) or not all(
-        isinstance(x, torch.Tensor) for x in loaded.values()
-    ):
-        raise ValueError(f"{path} is not a dictionary of tensors; give a folder with {SAFETENSORS}")
+    mapped = zipfile.is_zipfile(path)  # files of versions before 1.6 cannot be mapped
+    loaded: Any = torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
 
     def tensor(x: Any) -> Tensor:
         dtype = str(x.dtype).removeprefix("torch.")
@@ -129,9 +104,8 @@ def _open_torch(path: pathlib.Path) -> dict[str, Tensor]:
 
 def _open_flax(path: pathlib.Path) -> dict[str, Tensor]:
     """Reads a file of Flax's T5, whose kernels are transposed."""
-    tree = read_msgpack(path.read_bytes(), path)
     tensors = {}
-    for name, x in named_arrays(tree).items():
+    for name, x in named_arrays(read_msgpack(path.read_bytes())).items():
         *keys, last = name.split("/")
         tensors[".".join([*keys, "weight"])] = Tensor.of(x.T if last == "kernel" else x)
     return tensors

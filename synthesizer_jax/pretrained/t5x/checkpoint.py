@@ -1,40 +1,42 @@
-"""T5X's checkpoints: a msgpack file, TensorStore's arrays, or Orbax's directory; Mesh-TensorFlow's too.
+"""T5X's checkpoints: a msgpack file, TensorStore's arrays, or Orbax's directory; also written.
 
-They hold parameters and the optimizer's state, but no configuration: the architecture is read off the
+Parameters are read, the optimizer's state is not. There is no configuration: the architecture is read off
 names and shapes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import pathlib
 import re
 import zlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import tensorstore
+from flax import serialization, traverse_util
 
-from synthesizer_jax.checkpoints.streamed import Unread
 from synthesizer_jax.files import check_regular
-from synthesizer_jax.messages import one_line_error
+from synthesizer_jax.models import Encoder
 from synthesizer_jax.models.token_model import TokenModel
-from synthesizer_jax.pretrained.architecture import MOST_LAYERS, Architecture, Pretrained
-from synthesizer_jax.pretrained.t5x.mesh_tensorflow import find_checkpoint_prefix, open_variables
-from synthesizer_jax.pretrained.t5x.moments import find_moments
+from synthesizer_jax.parameters import Variables
+from synthesizer_jax.pretrained.architecture import (
+    MOST_LAYERS,
+    Architecture,
+    Pretrained,
+    with_output_of_t5,
+)
 from synthesizer_jax.pretrained.t5x.names import Names, count_layers, detect
 from synthesizer_jax.pretrained.tensors import (
-    Correspondence,
     Tensor,
     Tensors,
     match_tensors,
     named_arrays,
+    named_tensors,
     read_msgpack,
+    reading,
 )
-from synthesizer_jax.typing import PyTree
 
 CHECKPOINT = "checkpoint"
 """The msgpack file of a directory."""
@@ -47,8 +49,7 @@ LARGEST_RATIO = 100
 
 _GZIP = b"\x1f\x8b"
 _ARRAY = re.compile(
-    r"(?P<name>_?(?:optimizer\.)?(?P<kind>target|state\.param_states|state)\.(?P<path>[A-Za-z0-9_.]+))"
-    r"/(?P<about>\.zarray|zarr\.json)"
+    r"(?P<name>_?(?:optimizer\.)?target\.(?P<path>[A-Za-z0-9_.]+))/(?P<about>\.zarray|zarr\.json)"
 )
 """Keys of the files that describe arrays, ``target.encoder.layers_0.…/.zarray``."""
 
@@ -56,71 +57,79 @@ _DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}
 """TensorStore's driver of an array that a file of this name describes."""
 
 
-class _Contents(NamedTuple):
-    """What a checkpoint holds.
-
-    Attributes:
-      parameters: by their names.
-      moments: those of Adafactor, ``PARAMETER/v_row``, ``PARAMETER/v_col`` and ``PARAMETER/v``.
-      step: one number; None: it is not there.
-    """
-
-    parameters: Tensors
-    moments: Tensors
-    step: Tensor | None
-
-    def join(self, other: _Contents) -> _Contents:
-        """Joins what two places hold; the second comes first where both have an array."""
-        return _Contents(
-            {**self.parameters, **other.parameters},
-            {**self.moments, **other.moments},
-            other.step or self.step,
-        )
-
-
 def is_checkpoint(directory: pathlib.Path) -> bool:
-    """Whether a directory, or the prefix of files, is a checkpoint of T5X or Mesh-TensorFlow."""
-    return (
-        (directory / CHECKPOINT).is_file()
-        or find_checkpoint_prefix(directory) is not None
-        or _orbax_item(directory) is not None
-    )
+    """Whether a directory is a checkpoint of T5X."""
+    return (directory / CHECKPOINT).is_file() or _orbax_item(directory) is not None
 
 
 def open_checkpoint(path: pathlib.Path) -> Pretrained:
-    """Opens the parameters of a checkpoint, and the moments of Adafactor if they fit.
+    """Opens the parameters of a checkpoint.
 
     A gated feed-forward layer is taken for T5 1.1's, with GELU, and the largest distance of the
     relative bias for 128, as in T5X's own T5s: the checkpoint does not tell. (UL2 has SiLU.)
 
     Args:
-      path: ``checkpoint_STEP``, a file or a directory; ``model.ckpt-STEP`` of Mesh-TensorFlow.
+      path: ``checkpoint_STEP``, a file or a directory.
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
       ValueError: it is not a checkpoint of a T5; the message lists all tensors that do not fit.
     """
-    contents = _open_arrays(path)
-    names, architecture = _architecture(contents.parameters, path)
+    item = _orbax_item(path) if path.is_dir() else None
+    if item is not None:
+        tensors = _open_stores(item)
+    elif path.is_dir():
+        tensors = _open_msgpack(path / CHECKPOINT) | _open_stores(path)
+    else:
+        tensors = _open_msgpack(path)
+    names, architecture = _architecture(tensors, path)
     model = architecture.build()
-    wanted = names.find(model)
-    params = match_tensors(contents.parameters, wanted, source=path)
-    return Pretrained(model, params, None, _optimizer(contents, wanted, model))
+    return Pretrained(model, match_tensors(tensors, names.find(model), source=path), None)
 
 
-def _optimizer(
-    contents: _Contents, parameters: Sequence[Correspondence], model: TokenModel
-) -> PyTree | None:
-    """Returns the state of `Adafactor`; None if the checkpoint has none that fits."""
-    step = contents.step
-    if step is None or step.shape:
-        return None
-    moments = find_moments(contents.moments, parameters, model)
-    updates = Unread((), lambda: np.asarray(step.read(None), np.int32), np.dtype(np.int32))
-    return None if moments is None else {"updates": updates, "moments": moments}
+def write_checkpoint(
+    directory: pathlib.Path,
+    model: TokenModel,
+    variables: Variables,
+    *,
+    step: int = 0,
+    scanned: bool = False,
+) -> None:
+    """Writes the parameters as T5X's msgpack file, ``checkpoint``, without an optimizer's state.
+
+    Args:
+      directory: an empty directory; T5X expects the name ``checkpoint_STEP``.
+      model: the model, with looped layers.
+      variables: its variables.
+      step: the step.
+      scanned: stack the layers of each stack on axis 1, as T5X's scalable T5 does.
+
+    Raises:
+      ValueError: T5X has no such model; the message names what it lacks.
+    """
+    if isinstance(model, Encoder):
+        raise ValueError("T5X has no encoder alone; export an EncoderDecoder")
+    model, params = with_output_of_t5(model, variables["params"])
+    architecture = Architecture.of(model)
+    if differing := _unsaid(architecture):
+        raise ValueError(
+            f"T5X's files do not say {' and '.join(differing)}, so they would be read as another model; "
+            "export to huggingface"
+        )
+    names = Names(
+        scanned="{stack}" if scanned else None,
+        layer_bias="relpos_bias" if architecture.bias_per_layer else None,
+    )
+    arrays = named_tensors(params, names.find(model))
+    target = traverse_util.unflatten_dict({n: np.ascontiguousarray(x) for n, x in arrays}, sep="/")
+    state = {"step": np.asarray(step, np.int32), "param_states": {}}
+    data = serialization.msgpack_serialize(
+        {"version": 3, "optimizer": {"target": target, "state": state}}
+    )
+    (directory / CHECKPOINT).write_bytes(data)
 
 
-def unsaid(architecture: Architecture) -> list[str]:
+def _unsaid(architecture: Architecture) -> list[str]:
     """Returns what an architecture has otherwise than `open_checkpoint` assumes, as the file is silent."""
     assumed = {
         "activations": (("relu",), ("gelu", "linear")),
@@ -133,60 +142,23 @@ def unsaid(architecture: Architecture) -> list[str]:
     ]
 
 
-def _open_arrays(path: pathlib.Path) -> _Contents:
-    """Returns the arrays of a file or a directory."""
-    prefix = find_checkpoint_prefix(path)
-    if prefix is not None:
-        return _Contents(*open_variables(prefix))
-    if not path.is_dir():
-        return _open_msgpack(path)
-    item = _orbax_item(path)
-    if item is not None:
-        return _open_stores(item)
-    return _open_msgpack(path / CHECKPOINT).join(_open_stores(path))
-
-
-def _open_msgpack(path: pathlib.Path) -> _Contents:
-    """Returns the arrays in a msgpack file, gzipped or not.
-
-    Raises:
-      ValueError: the file is damaged, or is not a checkpoint.
-    """
+def _open_msgpack(path: pathlib.Path) -> dict[str, Tensor]:
+    """Returns the arrays in a msgpack file, gzipped or not."""
     data = path.read_bytes()
-    if data[:2] == _GZIP:
-        data = _decompress(path, len(data))
-    tree = read_msgpack(data, path)
-    tree = tree.get("optimizer", tree)
-    target = tree.get("target") if isinstance(tree, dict) else None
-    if not isinstance(target, dict):
-        raise ValueError(
-            f"{path} has no parameters under optimizer/target; give a checkpoint of T5X"
-        )
-    state = tree.get("state")
-    state = state if isinstance(state, dict) else {}
-    moments, step = state.get("param_states"), state.get("step")
-    parameters, slots = (
-        {name: Tensor.of(x) for name, x in named_arrays(part).items()}
-        for part in (target, moments if isinstance(moments, dict) else {})
-    )
-    is_number = isinstance(step, int | np.integer | np.ndarray)
-    return _Contents(parameters, slots, Tensor.of(np.asarray(step)) if is_number else None)
-
-
-def _decompress(path: pathlib.Path, size: int) -> bytes:
-    """Returns the contents of a gzipped file, at most `LARGEST_RATIO` times its size."""
-    try:
-        with gzip.open(path) as file:
-            data = file.read(LARGEST_RATIO * size + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(
-            f"{path} is not a msgpack checkpoint ({one_line_error(error)}); copy or download it again"
-        ) from None
-    if len(data) > LARGEST_RATIO * size:
-        raise ValueError(
-            f"{path} is more than {LARGEST_RATIO} times as large unzipped; unzip it first"
-        )
-    return data
+    with reading(path):
+        if data[:2] == _GZIP:
+            unzip, size = zlib.decompressobj(wbits=31), len(data)
+            data = unzip.decompress(data, LARGEST_RATIO * size)
+            if unzip.unconsumed_tail:
+                raise ValueError(f"unzipped it is more than {LARGEST_RATIO} times as large")
+        tree = read_msgpack(data)
+        tree = tree.get("optimizer", tree)
+        target = tree.get("target") if isinstance(tree, dict) else None
+        if not isinstance(target, dict):
+            raise ValueError(
+                "it has no parameters under optimizer/target, as checkpoints of T5X do"
+            )
+        return {name: Tensor.of(x) for name, x in named_arrays(target).items()}
 
 
 def _orbax_item(directory: pathlib.Path) -> pathlib.Path | None:
@@ -197,7 +169,7 @@ def _orbax_item(directory: pathlib.Path) -> pathlib.Path | None:
     return None
 
 
-def _open_stores(directory: pathlib.Path) -> _Contents:
+def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
     """Opens TensorStore's arrays in a directory; the paths that other files name are not followed."""
     for file in directory.rglob("*"):
         if not file.is_dir():
@@ -206,11 +178,10 @@ def _open_stores(directory: pathlib.Path) -> _Contents:
     store = {"driver": "file", "path": place}
     if (directory / OCDBT).is_file():
         store = {"driver": "ocdbt", "base": f"file://{place}"}
-    arrays: dict[str, dict[str, Tensor]] = {"target": {}, "state.param_states": {}, "state": {}}
-    try:
+    arrays = {}
+    with reading(directory):
         keys = tensorstore.KvStore.open(store).result().list().result()
-        for key in sorted(key.decode() for key in keys):
-            found = _ARRAY.fullmatch(key)
+        for found in map(_ARRAY.fullmatch, sorted(key.decode() for key in keys)):
             if found:
                 spec = {
                     "driver": _DRIVERS[found["about"]],
@@ -219,13 +190,8 @@ def _open_stores(directory: pathlib.Path) -> _Contents:
                 }
                 array = tensorstore.open(spec, open=True, read=True).result()
                 name = found["path"].replace(".", "/")
-                arrays[found["kind"]][name] = _in_store(array, directory / found["name"])
-    except (ValueError, OSError) as error:
-        raise ValueError(
-            f"{directory} cannot be read ({one_line_error(error)}); copy it again"
-        ) from None
-    parameters, moments, state = arrays.values()
-    return _Contents(parameters, moments, state.get("step"))
+                arrays[name] = _in_store(array, directory / found["name"])
+    return arrays
 
 
 def _in_store(store: Any, source: pathlib.Path) -> Tensor:
@@ -233,13 +199,9 @@ def _in_store(store: Any, source: pathlib.Path) -> Tensor:
     as_bits = store.dtype.name == "uint16"
 
     def read(layer: int | None) -> np.ndarray:
-        part = store if layer is None else store[:, layer]
-        try:
+        with reading(source):
+            part = store if layer is None else store[:, layer]
             array: np.ndarray = part.read().result()
-        except (ValueError, OSError) as error:
-            raise ValueError(
-                f"{source} cannot be read ({one_line_error(error)}); copy it again"
-            ) from None
         return array.view(ml_dtypes.bfloat16) if as_bits else array
 
     return Tensor(tuple(store.shape), "bfloat16" if as_bits else store.dtype.name, read)
