@@ -12,9 +12,9 @@
   launch.py babysit --name pod --zone us-east5-b --type v6e-16 --spot -- quickstart --workdir gs://…
 
 `babysit` does all of it, again after every preemption, until the run has ended. `train` and `run` return
-when the program has started on every host; it goes on when you log out. `stop` lets a run save; the same `train`
-continues it. What follows `--` goes to `synthesizer-jax train`, after `run` to `synthesizer-jax`. --dry-run
-prints the commands instead of running them. docs/pods.md tells the whole way.
+when the program has started on every host; it goes on when you log out. `stop` lets a run save; the same
+`train` continues it. What follows `--` goes to `synthesizer-jax train`, after `run` to `synthesizer-jax`.
+--dry-run prints the commands instead of running them. docs/pods.md tells the whole way.
 """
 
 from __future__ import annotations

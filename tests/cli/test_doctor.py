@@ -25,10 +25,10 @@ def test_a_directory_that_is_none(tmp_path):
 
 
 def test_hosts_that_differ_are_named_and_lines_say_whose_they_are(monkeypatch):
-    everyone = lambda self, mine: [mine, mine, mine | {"flax": "0.1"}, mine | {"flax": "0.1"}]
+    everyone = lambda _, mine: [mine, mine, mine | {"flax": "0.1"}, mine | {"flax": "0.1"}]
     monkeypatch.setattr(jax, "process_index", lambda: 3)
     monkeypatch.setattr(processes, "process_count", lambda: 4)
-    monkeypatch.setattr(processes.Exchange, "all_gather", everyone)
+    monkeypatch.setattr(processes, "all_gather", everyone)
     code, said = ended("doctor")
     assert (
         code == 1
