@@ -29,8 +29,7 @@ from synthesizer_jax.tasks.formats import Written
 from synthesizer_jax.tasks.importers.files import Rows, value_text
 from synthesizer_jax.tasks.importers.reading import Row
 from synthesizer_jax.tasks.postprocessors import UNKNOWN, parse_number
-from synthesizer_jax.tasks.staging import staging
-from synthesizer_jax.tasks.storage import write_dataset
+from synthesizer_jax.tasks.storage import install, temporary_folder, write_dataset
 from synthesizer_jax.tasks.stored import stored_splits
 from synthesizer_jax.tasks.task import Task
 
@@ -277,7 +276,7 @@ def import_files(
             f"the name {task.name!r} is that of a task of this package; choose another"
         )
     found = [SplitSummary(split, vocabulary) for split in splits]
-    with staging(data_dir, task.name) as stage:
+    with temporary_folder(data_dir) as folder:
         directory = write_dataset(
             FOLDER,
             task.name,
@@ -289,10 +288,10 @@ def import_files(
                 "idx": np.int64,
             },
             splits={s.split: _reader(task, splits[s.split], s) for s in found},
-            data_dir=stage.data,
+            data_dir=folder,
         )
         write_atomic(directory / DEFINITION, json.dumps(_to_json(task), indent=1) + "\n")
-        stage.commit([directory], renew=renew)
+        install([directory], folder, data_dir, renew=renew)
     for i, summary in enumerate(found):
         for other in found[:i]:
             if n := len(summary.digests & other.digests):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import io
 import itertools
 import json
 import logging
 import pathlib
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
-from synthesizer_jax.files import write_atomic
-from synthesizer_jax.tasks.stored import INFO, check_dataset, stored_splits
+from synthesizer_jax.files import in_bucket, write_atomic
+from synthesizer_jax.tasks.stored import INFO, STAMP, check_dataset, stored_splits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -112,7 +114,58 @@ def prepare_builder(
         ) from error
     finally:
         tfds.display_progress_bar(was_active)
-    return pathlib.Path(builder.data_dir)
+    directory = pathlib.Path(builder.data_dir)
+    info = json.loads((directory / INFO).read_text(encoding="utf-8"))
+    info["description"] += f"{STAMP}{datetime.datetime.now(datetime.UTC).isoformat()}"
+    write_atomic(directory / INFO, json.dumps(info, indent=2))
+    return directory
+
+
+@contextlib.contextmanager
+def temporary_folder(data_dir: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Context manager of a folder in a data directory for what is not yet whole; it is removed in the end.
+
+    Raises:
+      ValueError: the data directory is in a bucket.
+    """
+    if in_bucket(data_dir):
+        raise ValueError(
+            f"data sets are not written to a bucket ({data_dir}); write them to a directory and copy it: "
+            f"gcloud storage cp --recursive 'DIRECTORY/*' {data_dir}/"
+        )
+    data_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".import-", dir=data_dir) as folder:
+        yield pathlib.Path(folder)
+
+
+def install(
+    directories: Iterable[pathlib.Path],
+    folder: pathlib.Path,
+    data_dir: pathlib.Path,
+    *,
+    renew: bool,
+) -> None:
+    """Moves data sets to their places, one after another; each place holds a whole data set or none.
+
+    Args:
+      directories: version directories in `folder`.
+      folder: a `temporary_folder` of `data_dir`.
+      data_dir: a TFDS data directory.
+      renew: see `keep_splits`, which may raise before anything is moved.
+    """
+    places = {new: data_dir / new.relative_to(folder) for new in directories}
+    for new, place in places.items():
+        keep_splits(place, new, renew=renew)
+    for number, (new, place) in enumerate(places.items()):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        replaced = folder / f"replaced-{number}"
+        if place.exists():
+            place.rename(replaced)
+        try:
+            new.rename(place)
+        finally:
+            if replaced.exists() and not place.exists():
+                replaced.rename(place)
 
 
 def keep_splits(installed: pathlib.Path, written: pathlib.Path, *, renew: bool) -> None:

@@ -16,6 +16,8 @@ from synthesizer_jax.files import check_regular, describing
 from synthesizer_jax.registry import JSON
 
 INFO, FEATURES = "dataset_info.json", "features.json"
+STAMP = ", written at "
+"""What precedes the time in the description of a data set; rows of equal size are told apart by it."""
 
 _VERSION = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+")
 _CLASS_KEYS = ("pythonClassName", "python_class_name", "type")
@@ -60,8 +62,14 @@ def describe_split(dataset: str, directory: pathlib.Path, split: str) -> str:
         for record in _load(directory / INFO)["splits"]:
             if record["name"] == split:
                 sizes = f"{record.get('shardLengths')}, {record.get('numBytes')} bytes"
-                return f"{dataset}:{directory.name}, rows {sizes}"
+                return f"{dataset}:{directory.name}, rows {sizes}{_stamp(directory)}"
     return f"{dataset}:{directory.name}"
+
+
+def _stamp(directory: pathlib.Path) -> str:
+    """Returns when this package has written a data set; empty for those that TFDS has prepared."""
+    text = str(_load(directory / INFO).get("description", ""))
+    return "".join(text.rpartition(STAMP)[1:]) if STAMP in text else ""
 
 
 def check_dataset(directory: pathlib.Path) -> None:

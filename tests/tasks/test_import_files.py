@@ -4,20 +4,35 @@ import csv
 import datetime
 import gzip
 import json
+import os
+import resource
+import subprocess
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
+from synthesizer_jax.cli.main import app
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.files import storage_path
 from synthesizer_jax.tasks import imported, task_registry
 from synthesizer_jax.tasks.imported import FileTask, Template, add_imported, import_files
-from synthesizer_jax.tasks.importers import reading
+from synthesizer_jax.tasks.importers import (
+    IMPORTERS,
+    corpora,
+    import_benchmark,
+    import_corpus,
+    reading,
+)
 from synthesizer_jax.tasks.importers.files import find_splits
+from synthesizer_jax.tasks.preparation import SplitRequest, is_current
 from synthesizer_jax.tasks.prepare import prepare
 from synthesizer_jax.tasks.streams import open_stream
+from tests.data.small import multi30k
 from tests.tasks.loading import BYTES, load, quiet
 
 ROWS = [{"text": "a fine, small film", "label": "1"}, {"text": "tab-free « dull »", "label": "0"}]
@@ -290,6 +305,19 @@ def test_a_task_that_is_imported_again_has_its_new_rows(tmp_path):
         assert text == f"review: {row['text']}"
 
 
+def test_other_rows_of_equal_size_make_a_prepared_set_outdated(tmp_path):
+    request = SplitRequest("my_reviews", "train", rows=False)
+    prepared = PreparedTasks(tmp_path, BYTES)
+    for text in ("one", "two"):
+        (tmp_path / "a.jsonl").write_text(json.dumps({"text": text, "label": "1"}) + "\n")
+        import_files(describe(), find_splits([f"train={tmp_path}/a.jsonl"]), tmp_path, renew=True)
+        assert not is_current(request, prepared, lengths=None)
+        prepare("my_reviews", prepared, log=quiet)
+        assert is_current(request, prepared, lengths=None)
+        (inputs, _) = prepared.open("my_reviews", "train", None)[0]
+        assert BYTES.decode(inputs) == f"review: {text}"
+
+
 def test_splits_are_added_to_a_task_of_the_same_definition(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(JSON_LINES)
     train, test = (find_splits([f"{split}={tmp_path}/a.jsonl"]) for split in ("train", "test"))
@@ -427,3 +455,78 @@ def test_files_joined_by_plus_are_aligned_whatever_their_names(tmp_path):
     assert rows(f"train={tmp_path}/a.txt+{tmp_path}/b.txt") == {
         "train": [{"a": "one", "b": "eins"}, {"a": "two", "b": "zwei"}]
     }
+
+
+COLA = "".join(f"gj04\t{i % 2}\t\tSentence number {i} is rather long.\n" for i in range(4000))
+
+
+@pytest.mark.parametrize("limit", [20_000, 250_000], ids=["in our copy", "in TFDS's files"])
+def test_a_full_disk_names_the_folder_and_leaves_nothing(tmp_path, limit):
+    (tmp_path / "files" / "CoLA").mkdir(parents=True)
+    (tmp_path / "files" / "CoLA" / "subset_train.tsv").write_text(COLA)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            import_benchmark("glue", tmp_path / "files", tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+TERMINATED = """
+import os, signal
+from synthesizer_jax.cli.main import run
+from synthesizer_jax.tasks import imported
+
+imported.write_dataset = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
+run()
+"""
+
+
+def test_sigterm_removes_what_is_half_written_as_ctrl_c_does(tmp_path):
+    (tmp_path / "a.txt").write_text("a\n")
+    arguments = ["data", "import", "mine", "--name", "x", "--target", "{text}", "--data-dir", "out"]
+    command = [sys.executable, "-c", TERMINATED, *arguments, "--from", "train=a.txt"]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+    assert ended.returncode > 0, ended.stderr
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path):
+    (tmp_path / "glue/RTE").mkdir(parents=True)
+    os.mkfifo(tmp_path / "glue/RTE/train.tsv")
+    with pytest.raises(ValueError, match=r"RTE/train\.tsv is no regular file"):
+        import_benchmark("glue", tmp_path, tmp_path / "out")
+    os.mkfifo(tmp_path / "train.en")
+    for name in ("train.de", "val.en", "val.de", "test_2016_flickr.en", "test_2016_flickr.de"):
+        (tmp_path / name).write_text("a\n")
+    with pytest.raises(ValueError, match=r"train\.en is no regular file"):
+        import_corpus("multi30k", tmp_path, tmp_path / "out")
+
+
+def test_an_empty_line_of_one_language_is_named(tmp_path, monkeypatch):
+    sizes = dict.fromkeys(("train", "validation", "test"), 3)
+    monkeypatch.setattr(corpora, "CORPORA", {"multi30k": multi30k(sizes)[:1]})
+    for stem in ("train", "val", "test_2016_flickr"):
+        (tmp_path / f"{stem}.en").write_text("a\nb\nc\n")
+        (tmp_path / f"{stem}.de").write_text("a\n \nc\n" if stem == "val" else "a\nb\nc\n")
+    with pytest.raises(ValueError, match=r"val\.de, line 2: an empty line.* nothing was imported"):
+        import_corpus("multi30k", tmp_path, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_bucket_is_refused():
+    with pytest.raises(
+        ValueError, match=r"not written to a bucket \(gs://bucket/y\); write them to"
+    ):
+        import_files(describe(), {}, storage_path("gs://bucket/y"))
+
+
+def test_the_command_names_all_that_can_be_imported(tmp_path):
+    result = CliRunner().invoke(app, ["data", "import", "gleu", "--from", str(tmp_path)])
+    said = str(result.exception)
+    assert said.startswith("'gleu' cannot be imported, did you mean 'glue'?; choose one of ")
+    assert all(name in said for name in IMPORTERS)
+    assert {"glue", "super_glue", "multi30k", "squad"} <= set(IMPORTERS)

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import pathlib
 
 import numpy as np
@@ -193,18 +192,14 @@ BROKEN = {
     "label": (
         "RTE/subset_train.tsv",
         "sentence1\tsentence2\tlabel\na\tb\tmaybe\n",
-        "line 2: label",
+        "example 1: TFDS cannot read it",
     ),
     "no label": ("RTE/subset_dev.tsv", "sentence1\tsentence2\na\tb\n", "line 1: no column 'label'"),
-    "extra field": ("RTE/subset_test.tsv", "sentence1\tsentence2\na\tb\tc\n", "line 2: 3 tab"),
-    "cola": ("CoLA/subset_train.tsv", "x\t1\t\tfine\nx\t1\tshort\n", "line 2: 3 tab"),
-    "score": ("STS-B/subset_dev.tsv", "sentence1\tsentence2\tscore\na\tb\t5.1\n", "'5.1' is not a"),
-    "score with a space": (
-        "STS-B/subset_dev.tsv",
-        "sentence1\tsentence2\tscore\na\tb\t 1\n",
-        "score ' 1' is not a number",
+    "cola": (
+        "CoLA/subset_train.tsv",
+        "x\t1\t\tfine\nx\t1\tshort\n",
+        "example 2: TFDS cannot read it",
     ),
-    "no score": ("STS-B/subset_dev.tsv", "sentence1\tsentence2\tscore\na\tb\n", "line 2: score ''"),
     "encoding": (
         "AX/subset_diagnostic.tsv",
         b"sentence1\tsentence2\nok\tok\n\xff\tb\n",
@@ -221,50 +216,32 @@ BROKEN = {
     "wrong size": ("CoLA/dev.tsv", "x\t1\t\tfine\n", "1 rows after 0 dropped .* has 1,043"),
     "not json": ("CB/subset_train.jsonl", lines(CB, "{"), "line 2: not JSON"),
     "blank": ("CB/subset_train.jsonl", lines(CB, "", CB | {"idx": 1}), "line 2: not JSON"),
-    "class": ("CB/subset_train.jsonl", lines(CB | {"label": "no"}), "line 1: label 'no' is not"),
+    "class": (
+        "CB/subset_train.jsonl",
+        lines(CB | {"label": "no"}),
+        "example 1: TFDS cannot read it",
+    ),
     "hidden": (
         "CB/subset_val.jsonl",
         lines({"premise": "", "hypothesis": "", "idx": 0}),
-        "'label' is m",
+        "example 1: TFDS cannot read it",
     ),
-    "type": ("CB/subset_train.jsonl", lines(CB | {"premise": 3}), "'premise' is int, str was"),
-    "twice": ("CB/subset_train.jsonl", lines(CB, CB), "line 2: idx 0 is there twice"),
-    "choice": ("COPA/subset_train.jsonl", lines(COPA | {"label": 2}), "line 1: label '2'"),
+    "type": ("CB/subset_train.jsonl", lines(CB | {"premise": 3}), "example 1: TFDS cannot read it"),
+    "twice": (
+        "CB/subset_train.jsonl",
+        lines(CB, CB),
+        "example 2: TFDS cannot read it .*idx 0 is there twice",
+    ),
     "span": (
         "WSC/subset_train.jsonl",
         lines(WSC, WSC | {"idx": 1, "target": WSC["target"] | {"span1_text": "Zoe"}}),
         "example 2: TFDS cannot read it",
     ),
-    "span index": (
-        "WSC/subset_train.jsonl",
-        lines(WSC | {"target": WSC["target"] | {"span2_index": 7}}),
-        "'span2_index' is 7 in a text of 7 words",
-    ),
-    "answer": (
-        "MultiRC/subset_train.jsonl",
-        lines(MULTIRC).replace('"label": 0', '"label": null'),
-        "line 1: answer label None",
-    ),
-    "entity": (
-        "ReCoRD/subset_train.jsonl",
-        lines(RECORD).replace('"end": 9', '"end": 10'),
-        "entity 8 to 10 lies outside a passage of 10",
-    ),
-    "pronoun": ("DPR/subset_test.c.txt", "S he\nhe\nA, B\nC\n", "line 1: 'C' is not one of two"),
+    "pronoun": ("DPR/subset_test.c.txt", "S he\nhe\nA, B\nC\n", "example 1: TFDS cannot read it"),
     "long field": (
         "SST-2/subset_train.tsv",
         f"sentence\tlabel\nfine\t1\n{'x' * 131_073}\t1\n",
-        "line 3: a field of 131,073 characters, more than the 131,072 that TFDS reads",
-    ),
-    "second header": (
-        "RTE/subset_test.tsv",
-        "index\tsentence1\tsentence2\n0\ta\tb\nindex\tsentence1\tsentence2\n",
-        "line 3: the header line is there again",
-    ),
-    "swapped columns": (
-        "RTE/subset_test.tsv",
-        "index\tsentence1\tsentence2\na\t0\tb\n",
-        "line 2: 'index' is 'a', not a number; are columns swapped",
+        "example 2: TFDS cannot read it .*field larger than",
     ),
     "not a number": (
         "SST-2/subset_dev.jsonl",
@@ -289,22 +266,17 @@ BROKEN = {
     "large idx": (
         "CB/subset_train.jsonl",
         lines(CB, CB | {"idx": 2**40}),
-        "line 2: 'idx' is 1099511627776, not a number from 0",
+        "example 2: TFDS cannot read it",
     ),
     "large idx as text": (
         "AX-b/subset_AX-b.jsonl",
         lines({"sentence1": "a", "sentence2": "b", "label": "entailment", "idx": "9" * 5000}),
-        "line 1: 'idx' is 9{20}, not a number from 0",
-    ),
-    "negative idx": (
-        "MultiRC/subset_train.jsonl",
-        lines(MULTIRC | {"idx": -1}),
-        "line 1: 'idx' is -1, not a number from 0",
+        "example 1: TFDS cannot read it",
     ),
     "large offset": (
         "WiC/subset_test.jsonl",
         lines(WIC | {"end2": 2**31}),
-        "line 1: 'end2' is 2147483648, not a number",
+        "example 1: TFDS cannot read it",
     ),
     "tsv": ("CB/subset_train.tsv", "a\tb\n", "SuperGLUE is read from jsonl"),
     "gzip": ("CB/subset_train.jsonl.gz", b"", "line 2: damaged gzip"),
@@ -336,20 +308,20 @@ def test_a_failure_after_good_tasks_changes_nothing(
     import_benchmark("super_glue", source, out)
     before = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
     put(source / "CB/subset_train.jsonl", lines(CB, CB | {"idx": 1}))
-    put(source / "COPA/subset_train.jsonl", lines(COPA | {"label": 9}))
-    with pytest.raises(ValueError, match="label '9'"):
+    put(source / "COPA/subset_train.jsonl", lines(COPA | {"premise": 9}))
+    with pytest.raises(ValueError, match="example 1: TFDS cannot read it"):
         import_benchmark("super_glue", source, out, renew=True)
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
 
     put(source / "COPA/subset_train.jsonl", lines(COPA))
-    rename, place = os.replace, out / "super_glue/cb/1.0.2"
+    rename, place = pathlib.Path.rename, out / "super_glue/cb/1.0.2"
 
-    def full_disk(old: pathlib.Path, new: pathlib.Path) -> None:
-        if new == place and "data" in old.parts:
+    def full_disk(old: pathlib.Path, new: pathlib.Path) -> pathlib.Path:
+        if new == place and "replaced" not in old.name:
             raise OSError("disk full")
-        rename(old, new)
+        return rename(old, new)
 
-    monkeypatch.setattr(os, "replace", full_disk)
+    monkeypatch.setattr(pathlib.Path, "rename", full_disk)
     with pytest.raises(OSError, match="disk full"):
         import_benchmark("super_glue", source, out, renew=True)
     assert {p: p.stat().st_mtime_ns for p in place.rglob("*")}.items() <= before.items()

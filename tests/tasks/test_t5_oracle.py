@@ -33,6 +33,11 @@ UNREAD_IN_T5 = tuple(name for name in OURS if name.endswith("_train"))
 
 METRICS_UNLIKE_T5 = {
     "squad_v010": "T5 compares the prediction with every character of the only answer",
+    **{
+        f"super_glue_{name}_v102{sentinel}": "T5 computes none"
+        for name in ("axb", "axg")
+        for sentinel in ("", "_1_sentinel")
+    },
     "cnn_dailymail_v002": "T5 takes the median of random resamples; see the test of ROUGE",
 }
 

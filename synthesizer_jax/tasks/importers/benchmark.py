@@ -1,4 +1,4 @@
-"""Conversion of the original GLUE and SuperGLUE files to TFDS data sets, all of them or none."""
+"""Conversion of the original GLUE and SuperGLUE files to TFDS data sets."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from synthesizer_jax.files import storage_path
 from synthesizer_jax.tasks.importers import glue, pronouns, super_glue
 from synthesizer_jax.tasks.importers.layouts import (
     TASKS,
-    Source,
-    Split,
     Task,
     find_file,
     find_folder,
@@ -21,8 +19,7 @@ from synthesizer_jax.tasks.importers.layouts import (
 from synthesizer_jax.tasks.importers.reading import import_error
 from synthesizer_jax.tasks.importers.report import ImportReport, SplitReport
 from synthesizer_jax.tasks.importers.staged import Staged
-from synthesizer_jax.tasks.staging import Staging, staging
-from synthesizer_jax.tasks.storage import prepare_builder
+from synthesizer_jax.tasks.storage import install, prepare_builder, temporary_folder
 
 if TYPE_CHECKING:
     import tensorflow_datasets as tfds
@@ -30,9 +27,15 @@ if TYPE_CHECKING:
 Example = tuple[Hashable, Mapping[str, object]]
 """A key and a row, as TFDS's builders yield them."""
 
-LARGE = 50_000
-"""Number of rows from which on a data set is written as `LARGE_SHARDS` files instead of one."""
+LARGE = 8_000_000
+"""Bytes of a file from which on a data set is written as `LARGE_SHARDS` files instead of one."""
 LARGE_SHARDS = 8
+
+_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError),
+    *(RuntimeError, csv.Error),
+)
+"""What TFDS's builders raise on rows that they cannot read."""
 
 
 def import_benchmark(
@@ -42,9 +45,8 @@ def import_benchmark(
 
     The rows are converted by TFDS's own builders, so features, versions, ids, labels, the
     corrections of `wsc.fixed` and dropped rows are those of TFDS. Missing tasks and splits are
-    reported and absent from the data sets. Everything is written to a staging directory and
-    installed at the end, all or nothing: after an error `data_dir` is unchanged, and after a killed
-    process the next import rolls back.
+    reported and absent from the data sets. All are written beside `data_dir`'s before the first is
+    put in its place, so that `data_dir` is unchanged if a row cannot be read.
 
     Args:
       name: `glue` or `super_glue` (with definite pronoun resolution, if its directory exists).
@@ -63,10 +65,10 @@ def import_benchmark(
     if name not in TASKS:
         raise ValueError(f"benchmark {name!r} is unknown; choose one of {', '.join(TASKS)}")
     root, data_dir = _root(name, pathlib.Path(source)), storage_path(str(data_dir))
-    with staging(data_dir, name) as stage:
+    with temporary_folder(data_dir) as folder:
         reports, directories = [], []
         for task in TASKS[name]:
-            split_reports, task_directories = _import_task(task, root, stage)
+            split_reports, task_directories = _import_task(task, root, folder)
             reports += split_reports
             directories += task_directories
         if not directories:
@@ -74,7 +76,7 @@ def import_benchmark(
             raise ValueError(
                 f"no {name} file in {root}; folders like these were expected: {folders}"
             )
-        stage.commit(directories, renew=renew)
+        install(directories, folder, data_dir, renew=renew)
     return ImportReport(name, str(data_dir), tuple(reports))
 
 
@@ -85,58 +87,50 @@ def _root(name: str, source: pathlib.Path) -> pathlib.Path:
 
 
 def _import_task(
-    task: Task, root: pathlib.Path, stage: Staging
+    task: Task, root: pathlib.Path, temporary: pathlib.Path
 ) -> tuple[list[SplitReport], list[pathlib.Path]]:
-    """Builds one data set in `stage`; returns its report and its version directory, if any."""
+    """Builds one data set in `temporary`; returns its report and its version directory, if any.
+
+    Raises:
+      ValueError: a row is invalid, or a split does not have its published size.
+    """
     folder = find_folder(root, task)
-    sources = [(split, find_file(folder, split) if folder else None) for split in task.splits]
-    builder = _builder(task, stage.data) if any(source for _, source in sources) else None
-    staged: dict[str, Staged] = {}
-    reports = []
-    for split, source in sources:
-        if source is None:
-            report = SplitReport(task.folders[0], task.config, split.name, "missing")
-        else:
-            target = stage.folder / f"{split.name}.txt"
-            staged[split.name] = staged_file = _stage(
-                builder, split, source, task=task, target=target
+    sources = {split: find_file(folder, split) if folder else None for split in task.splits}
+    found = {split: source for split, source in sources.items() if source}
+    reports = {
+        split: SplitReport(task.folders[0], task.config, split.name, "missing") for split in sources
+    }
+    if not found:
+        return list(reports.values()), []
+    builder = _builder(task, temporary)
+    reader = {"glue": glue, "super_glue": super_glue}.get(task.config.partition("/")[0], pronouns)
+    staged = {
+        split: reader.stage(builder, split, source, target=temporary / f"{split.name}.txt")
+        for split, source in found.items()
+    }
+    directory = _write(builder, {split.name: file for split, file in staged.items()})
+    for split, source in found.items():
+        written = builder.info.splits.get(split.name)
+        rows = written.num_examples if written else 0
+        lines = staged[split].lines
+        dropped = 0 if lines is None else lines - rows
+        if not rows or not (source.sample or rows in split.sizes):
+            expected = " or ".join(f"{size:,}" for size in split.sizes)
+            raise ValueError(
+                f"{source.path}: {rows:,} rows after {dropped:,} dropped ones, where {task.config}'s "
+                f"{split.name} has {expected}; get the whole file, or name it "
+                f"subset_{source.path.name} if it is a sample; nothing was imported"
             )
-            status = "subset" if source.sample else "complete"
-            counts = (staged_file.rows, staged_file.dropped, str(source.path))
-            report = SplitReport(task.folders[0], task.config, split.name, status, *counts)
-        reports.append(report)
-    return reports, [_write(builder, staged)] if builder else []
+        status = "subset" if source.sample else "complete"
+        counts = (rows, dropped, str(source.path))
+        reports[split] = SplitReport(task.folders[0], task.config, split.name, status, *counts)
+    return list(reports.values()), [directory]
 
 
 def _builder(task: Task, data_dir: pathlib.Path) -> tfds.core.GeneratorBasedBuilder:
     import tensorflow_datasets as tfds
 
     return tfds.builder(task.config, data_dir=str(data_dir))
-
-
-def _stage(
-    builder: tfds.core.GeneratorBasedBuilder,
-    split: Split,
-    source: Source,
-    *,
-    task: Task,
-    target: pathlib.Path,
-) -> Staged:
-    """Checks one file and returns a copy of it that TFDS can read.
-
-    Raises:
-      ValueError: a row is invalid, or the split does not have its published size.
-    """
-    reader = {"glue": glue, "super_glue": super_glue}.get(task.config.partition("/")[0], pronouns)
-    staged = reader.stage(builder, split, source, target=target)
-    if not staged.rows or not (source.sample or staged.rows in split.sizes):
-        expected = " or ".join(f"{size:,}" for size in split.sizes)
-        raise ValueError(
-            f"{source.path}: {staged.rows:,} rows after {staged.dropped:,} dropped ones, where "
-            f"{task.config}'s {split.name} has {expected}; get the whole file, or name it "
-            f"subset_{source.path.name} if it is a sample; nothing was imported"
-        )
-    return staged
 
 
 def _write(builder: tfds.core.GeneratorBasedBuilder, staged: dict[str, Staged]) -> pathlib.Path:
@@ -147,34 +141,32 @@ def _write(builder: tfds.core.GeneratorBasedBuilder, staged: dict[str, Staged]) 
         del manager
         return {name: _examples(builder, staged_file) for name, staged_file in staged.items()}
 
-    is_large = max(staged_file.rows for staged_file in staged.values()) >= LARGE
-    config = tfds.download.DownloadConfig(
-        try_download_gcs=False, num_shards=LARGE_SHARDS if is_large else 1
-    )
+    size = max(file.source.stat().st_size for file in staged.values())
+    shards = LARGE_SHARDS if size >= LARGE else 1
+    config = tfds.download.DownloadConfig(try_download_gcs=False, num_shards=shards)
     builder._split_generators = split_generators
-    directory = prepare_builder(builder, download_config=config)
-    for name, staged_file in staged.items():
-        num_written = builder.info.splits[name].num_examples
-        if num_written != staged_file.rows:
-            raise RuntimeError(
-                f"{staged_file.source}: TFDS made {num_written} of {staged_file.rows} examples"
-            )
-    return directory
+    return prepare_builder(builder, download_config=config)
 
 
 def _examples(builder: tfds.core.GeneratorBasedBuilder, staged: Staged) -> Iterator[Example]:
     """Yields TFDS's examples of one file.
 
     Raises:
-      ValueError: TFDS cannot read an example; the message has its number.
+      ValueError: TFDS cannot read or write an example, or two have the same key; the message has its
+        number.
     """
-    rows = builder._generate_examples(**staged.arguments)
+    rows, keys = builder._generate_examples(**staged.arguments), set[Hashable]()
     for number in itertools.count(1):
         try:
-            example = next(rows)
+            key, example = next(rows)
+            builder.info.features.serialize_example(example)
+            if key in keys:
+                raise ValueError(f"idx {key} is there twice")
+            keys.add(key)
         except StopIteration:
             return
-        except (AssertionError, LookupError, TypeError, ValueError, csv.Error) as error:
-            reason = f"TFDS cannot read it ({type(error).__name__}: {error})"
+        except _ERRORS as error:
+            text = " ".join(str(error).split())
+            reason = f"TFDS cannot read it ({type(error).__name__}: {text})"
             raise import_error(staged.source, f"example {number}", reason) from error
-        yield example
+        yield key, example

@@ -15,8 +15,7 @@ from synthesizer_jax.files import storage_path
 from synthesizer_jax.tasks.importers import question_readers
 from synthesizer_jax.tasks.importers.corpus_layouts import CORPORA, Layout, SplitLayout, find_parts
 from synthesizer_jax.tasks.importers.report import ImportReport, SplitReport
-from synthesizer_jax.tasks.staging import staging
-from synthesizer_jax.tasks.storage import Row, write_dataset
+from synthesizer_jax.tasks.storage import Row, install, temporary_folder, write_dataset
 
 if TYPE_CHECKING:
     from synthesizer_jax.tasks.storage import FeatureType
@@ -28,7 +27,7 @@ Parts = Sequence[Sequence[pathlib.Path]]
 def import_corpus(
     name: str, source: pathlib.Path | str, data_dir: pathlib.Path | str, *, renew: bool = False
 ) -> ImportReport:
-    """Writes the TFDS data sets of a corpus from its files, all of them or none.
+    """Writes the TFDS data sets of a corpus from its files; none if a row cannot be read.
 
     Splits whose files are not there are reported as missing. A split of which only some parts or a
     sample are there is reported as a subset.
@@ -52,20 +51,20 @@ def import_corpus(
     if not source.is_dir():
         raise ValueError(f"{source} is not a folder; give the one that holds the files of {name}")
     reports: list[SplitReport] = []
-    with staging(data_dir, name) as stage:
+    with temporary_folder(data_dir) as folder:
         directories = []
         for layout in CORPORA[name]:
             found = {split: find_parts(split, source) for split in layout.splits}
             if any(found.values()):
-                counts = _write(layout, found, data_dir=stage.data)
-                directories.append(stage.data / layout.dataset / layout.version)
+                counts = _write(layout, found, data_dir=folder)
+                directories.append(folder / layout.dataset / layout.version)
             else:
                 counts = {}
             reports += (_report(layout, split, found[split], counts) for split in layout.splits)
         if not directories:
             lacking = dict.fromkeys(report.task for report in reports)
             raise ValueError(f"{source} lacks {', '.join(lacking)}; nothing was imported")
-        stage.commit(directories, renew=renew)
+        install(directories, folder, data_dir, renew=renew)
     return ImportReport(name, str(data_dir), tuple(reports))
 
 

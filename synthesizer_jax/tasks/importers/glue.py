@@ -1,17 +1,13 @@
 """Conversion of GLUE files in any distributed form to the official tsv format that TFDS reads.
 
-TFDS's own code interprets the rows (labels, ids, dropped rows). This module only checks them, so
-that a row that TFDS cannot read, or silently misreads, is reported with its line number. Quoting is
-disabled throughout: a quotation mark is an ordinary character.
+TFDS's own code interprets the rows (labels, ids, dropped rows). Quoting is disabled throughout: a
+quotation mark is an ordinary character.
 """
 
 from __future__ import annotations
 
-import csv
-import dataclasses
 import pathlib
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from synthesizer_jax.tasks.importers import reading
@@ -32,96 +28,6 @@ Row = tuple[int | str, list[str]]
 _COLA = ["source", "is_acceptable", "star", "sentence"]  # train and dev have no header line
 _MRPC_TEXTS = ("#1 String", "#2 String")
 _MRPC_IDS = ("#1 ID", "#2 ID")
-
-_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?(e[+-]?[0-9]+)?")
-"""The format of scores; Python's ``float`` also accepts spaces, underscores and other digits."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Check:
-    """The requirements of a row of one file; none may repeat the header line.
-
-    Attributes:
-      path: the file, for error messages.
-      header: its columns.
-      texts: columns without which TFDS drops a row.
-      label: the label column; None in files without labels.
-      classes: label names; None for a score from 0 to 5.
-      drops_short_rows: whether TFDS drops short rows; False if it fails on them.
-      allows_extra_fields: whether rows may have more fields than columns.
-    """
-
-    path: pathlib.Path
-    header: list[str]
-    texts: tuple[str, ...]
-    label: str | None
-    classes: list[str] | None
-    drops_short_rows: bool = True
-    allows_extra_fields: bool = False
-
-    def __post_init__(self) -> None:
-        for column in (*self.texts, *([self.label] if self.label else [])):
-            if column not in self.header:
-                raise import_error(self.path, 1, f"no column {column!r} among {self.header}")
-
-    def keeps(self, where: int | str, fields: list[str]) -> bool:
-        """Returns True if TFDS makes an example of this row, False if it drops the row.
-
-        Raises:
-          ValueError: the row is invalid.
-        """
-        if len(fields) > len(self.header) and not self.allows_extra_fields:
-            raise self._field_count_error(where, fields)
-        if fields == self.header and len(fields) > 1:
-            raise import_error(self.path, where, "the header line is there again")
-        longest = max(map(len, fields))
-        if longest > csv.field_size_limit():
-            limit = f"the {csv.field_size_limit():,} that TFDS reads"
-            raise import_error(
-                self.path, where, f"a field of {longest:,} characters, more than {limit}"
-            )
-        row = dict(zip(self.header, fields, strict=False))
-        is_short = fields == [""] or any(text not in row for text in self.texts)
-        if is_short and not self.drops_short_rows:
-            raise self._field_count_error(where, fields)
-        if is_short:
-            return False
-        if self.label is None:
-            return self._is_numbered(where, row)
-        if self.classes is None:
-            return self._is_score(where, row.get(self.label, ""))
-        return self._is_class(where, row.get(self.label, ""))
-
-    def _is_numbered(self, where: int | str, row: dict[str, str]) -> bool:
-        """Checks that the row number is a number; returns True.
-
-        In files without labels only the row number shows that the columns are those of the header.
-        """
-        for column in ("index", "id"):
-            if column in row and not row[column].strip().isdecimal():
-                reason = f"{column!r} is {row[column][:40]!r}, not a number; are columns swapped?"
-                raise import_error(self.path, where, reason)
-        return True
-
-    def _is_class(self, where: int | str, label: str) -> bool:
-        assert self.classes is not None
-        if label in self.classes or label in {str(i) for i in range(len(self.classes))}:
-            return True
-        if label or not self.drops_short_rows:
-            allowed = f"{self.classes} or a number below {len(self.classes)}"
-            raise import_error(self.path, where, f"label {label[:40]!r} is not one of {allowed}")
-        return False
-
-    def _is_score(self, where: int | str, label: str) -> bool:
-        if not _NUMBER.fullmatch(label) or float(label) > 5:
-            raise import_error(
-                self.path, where, f"score {label[:40]!r} is not a number from 0 to 5"
-            )
-        return True
-
-    def _field_count_error(self, where: int | str, fields: list[str]) -> ValueError:
-        reason = f"{len(fields)} tab-separated fields where {len(self.header)} belong"
-        return import_error(self.path, where, reason)
 
 
 def stage(
@@ -153,18 +59,17 @@ def stage(
         columns.append(config.label_column)
     columns = _COLA if headerless else columns
     header, rows = _read(source, config, columns=columns, headerless=headerless)
-    check = _Check(
-        path=source.path,
-        header=header,
-        texts=tuple(config.text_features.values()),
-        label=None if is_test and config.label_column not in header else config.label_column,
-        classes=config.label_classes,
-        drops_short_rows=not headerless,
-        allows_extra_fields=config.name == "qqp",
-    )
-    num_kept, num_dropped = _write(target, rows, header=None if headerless else header, check=check)
+    _check_header(source.path, header, columns)
+    num_rows = _write(target, rows, header=None if headerless else header)
     arguments = {"data_file": str(target), "split": "test" if is_test else "train"}
-    return Staged(source.path, arguments, num_kept, num_dropped)
+    return Staged(source.path, arguments, num_rows)
+
+
+def _check_header(path: pathlib.Path, header: Sequence[str], columns: Iterable[str]) -> None:
+    """Raises a `ValueError` if a column is missing, whose value TFDS would take for hidden."""
+    for column in columns:
+        if column not in header:
+            raise import_error(path, 1, f"no column {column!r} among {header}")
 
 
 def _read(
@@ -211,18 +116,16 @@ def _pick(
         yield where, fields
 
 
-def _write(
-    target: pathlib.Path, rows: Iterable[Row], *, header: list[str] | None, check: _Check
-) -> tuple[int, int]:
-    """Writes the rows; returns how many of them TFDS keeps and how many it drops."""
-    counts = {True: 0, False: 0}
+def _write(target: pathlib.Path, rows: Iterable[Row], *, header: list[str] | None) -> int:
+    """Writes the rows, and returns their number."""
+    number = 0
     with target.open("w", encoding="utf-8", newline="\n") as out:
         if header is not None:
             out.write("\t".join(header) + "\n")
-        for where, fields in rows:
-            counts[check.keeps(where, fields)] += 1
+        for _, fields in rows:
+            number += 1
             out.write("\t".join(fields) + "\n")
-    return counts[True], counts[False]
+    return number
 
 
 def _stage_mrpc(
@@ -239,14 +142,8 @@ def _stage_mrpc(
     is_test = split.name == "test"
     rows = ((number, line.split("\t")) for number, line in read_lines(source.path))
     _, header = next(rows, (1, [""]))
-    check = _Check(
-        path=source.path,
-        header=header,
-        texts=_MRPC_TEXTS if is_test else (*_MRPC_IDS, *_MRPC_TEXTS),
-        label=None if is_test else "Quality",
-        classes=config.label_classes,
-        drops_short_rows=False,
-    )
+    texts = _MRPC_TEXTS if is_test else (*_MRPC_IDS, *_MRPC_TEXTS, "Quality")
+    _check_header(source.path, header, texts)
     ids: list[tuple[str, ...]] = []
 
     def iterate_rows() -> Iterator[Row]:
@@ -256,19 +153,16 @@ def _stage_mrpc(
             yield where, fields
 
     columns = [header[0] if is_test else "\ufeff" + header[0], *header[1:]]
-    num_rows, _ = _write(target, iterate_rows(), header=columns, check=check)
+    _write(target, iterate_rows(), header=columns)
     if is_test:
-        return Staged(source.path, _mrpc_arguments("test", test=target), num_rows)
+        return Staged(source.path, _mrpc_arguments("test", test=target))
     dev_ids = _mrpc_dev_ids(split, source, ids)
     listing = target.with_name(target.name + ".ids")
     listing.write_text(
         "".join("\t".join(pair) + "\n" for pair in sorted(dev_ids)), encoding="utf-8"
     )
-    num_dev = sum(pair in dev_ids for pair in ids)
-    mrpc_split, num_kept = (
-        ("train", num_rows - num_dev) if split.name == "train" else ("dev", num_dev)
-    )
-    return Staged(source.path, _mrpc_arguments(mrpc_split, train=target, dev_ids=listing), num_kept)
+    name = "train" if split.name == "train" else "dev"
+    return Staged(source.path, _mrpc_arguments(name, train=target, dev_ids=listing))
 
 
 def _mrpc_dev_ids(split: Split, source: Source, ids: list[tuple[str, ...]]) -> set[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Checked copies of original files, in the exact format of TFDS's readers."""
+"""Copies of original files, in the exact format of TFDS's readers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ class Staged:
     Attributes:
       source: the original file, for error messages.
       arguments: arguments of the TFDS builder's `_generate_examples`.
-      rows: number of examples that TFDS makes of the file.
-      dropped: number of rows that TFDS drops.
+      lines: number of its rows, of which TFDS may drop some; None: TFDS makes all of them examples.
     """
 
     source: pathlib.Path
     arguments: Mapping[str, object]
-    rows: int
-    dropped: int = 0
+    lines: int | None = None

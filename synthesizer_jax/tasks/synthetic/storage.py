@@ -52,6 +52,9 @@ def write(data_dir: pathlib.Path) -> None:
     vocabulary(data_dir)
     for task in DEFINITIONS:
         if not is_written(data_dir, (task,)):
+            shutil.rmtree(
+                data_dir / task.dataset, ignore_errors=True
+            )  # TFDS would keep what is damaged
             _write_config(config_name(task), data_dir)
 
 
