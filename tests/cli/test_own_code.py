@@ -103,7 +103,7 @@ def place(tmp_path_factory, synthetic_data):
     """A finished run of a recipe of one's own."""
     place = tmp_path_factory.mktemp("own")
     (place / "data").symlink_to(synthetic_data)
-    vocabulary = synthetic.prepare(synthetic_data).vocabulary.path
+    vocabulary = synthetic.vocabulary(synthetic_data).path
     (place / "mine.py").write_text(RECIPE.replace("VOCABULARY", str(vocabulary)))
     call(
         *("train", place / "mine.py", "--workdir", place / "run", "--quiet"),

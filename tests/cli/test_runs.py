@@ -220,7 +220,7 @@ def test_checkpoints_that_are_gone_are_asked_for(copied, data) -> None:
 
 
 def test_another_vocabulary_is_another_run(copied, data, tmp_path) -> None:
-    synthetic_one = synthetic.prepare(data).vocabulary
+    synthetic_one = synthetic.vocabulary(data)
     mine = replace(load_experiment(copied), vocabulary=synthetic_one)
     save_run(mine, copied)
     check_same_run(mine, copied)
@@ -233,7 +233,7 @@ def test_another_vocabulary_is_another_run(copied, data, tmp_path) -> None:
 
 
 def test_a_vocabulary_that_was_changed_is_noticed(finished, data, tmp_path) -> None:
-    given, run = synthetic.prepare(data).vocabulary, tmp_path / "run"
+    given, run = synthetic.vocabulary(data), tmp_path / "run"
     large = override(load_experiment(finished), "model.vocab_size=1024")
     mine = replace(large, vocabulary=given)
     save_run(mine, run)
