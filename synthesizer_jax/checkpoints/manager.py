@@ -220,11 +220,7 @@ class Checkpoints:
         return tree
 
     def _set_aside(self, damaged: dict[int, str]) -> None:
-        """Renames damaged checkpoints.
-
-        Args:
-          damaged: the problem by step.
-        """
+        """Renames damaged checkpoints."""
         if not damaged:
             return
         with processes.process_zero_first("set aside"):
@@ -352,11 +348,6 @@ def _read_verified(
 ) -> tuple[dict[str, PyTree], str | None]:
     """Reads a part of a checkpoint and verifies it.
 
-    Args:
-      checkpoint: directory of the step.
-      read: returns entries of the saved state.
-      divided: see `_agreed_problem`.
-
     Returns:
       The entries, and the problem that some process found; None: there is none.
     """
@@ -380,12 +371,6 @@ def _agreed_problem(
     """Returns the first problem of any process, or a mismatch of the checksums; None if there is none.
 
     All processes call this function and get the same result.
-
-    Args:
-      problem: the problem that this process found, if any.
-      parts: this process's part of the checksums of the arrays that were read.
-      contents: the saved checksums, if any.
-      divided: whether the arrays are sharded over the processes; False if every process read all of them.
     """
     found = processes.all_gather("read", (problem, parts))
     problems = [p for p, _ in found if p is not None]

@@ -400,14 +400,7 @@ def _sums(chunks: _Chunks, scale: float, losses: Callable[[Tokens], Sums]) -> Su
 def _sums_and_gradients(
     chunks: _Chunks, scale: float, smoothing: float, *, g: _PartCotangents
 ) -> tuple[Sums, _ChunkGradients]:
-    """Returns the sums over all chunks and, from the same logits, the gradients.
-
-    Args:
-      chunks: the inputs.
-      scale: factor of the hidden states.
-      smoothing: ε.
-      g: cotangents of the parts.
-    """
+    """Returns the sums over all chunks and, from the same logits, the gradients."""
     kernel = chunks.kernel.astype(chunks.hidden.dtype)
 
     def add_chunk(

@@ -112,12 +112,7 @@ def measure_movement(trainer: Trainer, state: TrainState) -> Movement:
 def _groups(
     trainer: Trainer, squares: dict[tuple[str, ...], tuple[float, float]]
 ) -> tuple[Group, ...]:
-    """Adds up the arrays of all layers.
-
-    Args:
-      trainer: knows the settings of the parameters.
-      squares: squared distance and squared initial norm by path.
-    """
+    """Adds up the arrays of all layers."""
     settings = traverse_util.flatten_dict(trainer.optimizer.settings)
     shapes = traverse_util.flatten_dict(trainer.layout.abstract.params)
     sums: dict[str, list[float]] = {}

@@ -94,16 +94,7 @@ def _cross_entropy(
     z_loss: float,
     label_smoothing: float,
 ) -> LossSums:
-    """Returns the cross-entropy of a batch's targets, without holding more than `DENSE_LOGITS`.
-
-    Args:
-      outputs: ``[b, q, d]`` states, or ``[b, q, v]`` logits.
-      kernel: ``[d, v]``, which projects the states; None: the outputs are logits.
-      scale: factor of the states.
-      batch: see `loss_sums`.
-      z_loss: coefficient of log² Z.
-      label_smoothing: ε.
-    """
+    """Returns the cross-entropy of a batch's targets, without holding more than `DENSE_LOGITS`."""
     targets, weights = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
     if kernel is not None and targets.size * kernel.shape[1] > DENSE_LOGITS:
         entropy = _sharded_cross_entropy if mesh_axes("batch") else chunked_cross_entropy

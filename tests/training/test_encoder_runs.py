@@ -51,7 +51,7 @@ def recipe(directory, steps=STEPS) -> Experiment:
             save_every=STEPS,
         ),
         evaluation=Evaluation(max_examples=150),
-        vocabulary=synthetic.prepare(directory).vocabulary,
+        vocabulary=synthetic.vocabulary(directory),
     )
 
 

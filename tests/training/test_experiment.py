@@ -106,16 +106,9 @@ def test_wrong_overrides_are_one_sentence(assignment, message):
 
 
 WRONG = [
-    ("training.steps=-3", "training.steps is -3; allowed: 1 to"),
-    ("training.steps=0", "training.steps is 0; allowed: 1 to"),
-    ("training.log_every=0", "training.log_every is 0"),
-    ("training.save_every=-5", "training.save_every is -5"),
-    ("training.keep_best=-1", "training.keep_best is -1; allowed: 0 to"),
-    ("training.keep_latest=-1", "training.keep_latest is -1"),
+    ("training.steps=0", "training.steps is 0; allowed: 1 to 2,147,483,647"),
     ("training.keep_best=NaN", "training.keep_best=NaN: expected int"),
     ("training.save_every=[1, 2]", "expected int"),
-    ("training.micro_batches=0", "training.micro_batches is 0"),
-    ("training.seed=-1", "training.seed is -1; allowed: 0 to"),
     ("training.seed=10000000000000000000000", "training.seed is 1000000"),
     ("training.z_loss=Infinity", "training.z_loss=Infinity: expected float"),
     ("training.z_loss=-1", "training.z_loss is -1.0; allowed: 0 or more"),
@@ -125,46 +118,17 @@ WRONG = [
         "training.loss_normalizer is 'foo'; allowed: above 0 or 'tokens_w",
     ),
     ("training.loss_normalizer=0", "training.loss_normalizer is 0.0; allowed: above 0 or"),
-    ("training.optimizer.b2=2", "training.optimizer.b2 is 2.0; allowed: 0 to below 1"),
-    ("training.optimizer.b2=NaN", "training.optimizer.b2=NaN: expected float"),
-    ("training.optimizer.learning_rate.warmup_steps=-4", "learning_rate.warmup_steps is -4"),
+    ("training.optimizer.b2=1", "training.optimizer.b2 is 1.0; allowed: 0 to below 1"),
     ('training.optimizer={"type": "Constant"}', "training.optimizer=Constant: expected Optimizer"),
     ('training.optimizer.learning_rate={"type": "AdamW"}', "AdamW: expected Schedule"),
-    ("training.watchdog_seconds=-1", "training.watchdog_seconds is -1.0"),
-    (
-        "evaluation.method=sample",
-        "evaluation.method is 'sample'; allowed: 'greedy', 'beam', 'rank'",
-    ),
-    ("evaluation.batch_size=0", "evaluation.batch_size is 0"),
+    ("evaluation.method=x", "evaluation.method is 'x'; allowed: 'greedy', 'beam', 'rank'"),
     ("evaluation.max_examples=0", "evaluation.max_examples is 0"),
-    ("evaluation.every=-1", "evaluation.every is -1"),
-    (
-        "evaluation.logits_dtype=int8",
-        "evaluation.logits_dtype is 'int8'; allowed: 'float32', 'bfloat16'",
-    ),
-    ("data.batch_size=-8", "data.batch_size is -8; allowed: 1 to"),
-    ("data.inputs_length=0", "data.inputs_length is 0"),
+    ("evaluation.logits_dtype=int8", "logits_dtype is 'int8'; allowed: 'float32', 'bfloat16'"),
+    ("data.inputs_length=0", "data.inputs_length is 0, and the encoder of an EncoderDecoder"),
     ("data.shards=0", "data.shards is 0; allowed: 1 to 1,024"),
-    ("mesh.dcn_fsdp=-9223372036854775808", "mesh.dcn_fsdp is -9223372036854775808; allowed: -1 or"),
     ("mesh.tensor=0", "mesh.tensor is 0; allowed: -1 or 1 to"),
-    ("vocabulary.extra_ids=-1", "vocabulary.extra_ids is -1"),
     ("model.dtype=float17", "dtype='float17'; it must be 'float32' or 'bfloat16'"),
-    ("model.vocab_size=0", "model.vocab_size is 0"),
-    ("model.d_model=-8", "model.d_model is -8"),
-    ("model.encoder.dropout_rate=1.1", "model.encoder.dropout_rate is 1.1; allowed: 0 to below 1"),
-    ("model.encoder.remat=some", "model.encoder.remat is 'some'; allowed: 'full', 'dots'"),
-    ("model.encoder.runs.0.repeats=-1", r"model.encoder.runs.0.repeats is -1; allowed: 1 to"),
-    ("model.encoder.runs.0.repeats=1000000", r"repeats is 1000000; allowed: 1 to 256"),
-    ("model.d_model=2147483647", "model.d_model is 2147483647; allowed: 1 to 1,048,576"),
-    ("data.inputs_length=1000000000", "data.inputs_length is 1000000000; allowed: 0 to 1,048,576"),
-    ("model.encoder.runs.0.block.self_mixer.num_heads=0", "self_mixer.num_heads is 0"),
-    ("model.encoder.runs.0.block.self_mixer.head_dim=-4", "self_mixer.head_dim is -4"),
-    (
-        "model.encoder.runs.0.block.self_mixer.implementation=fast",
-        "implementation is 'fast'; allowed",
-    ),
-    ("model.encoder.runs.0.block.self_mixer.alignment.weights=max", "weights is 'max'; allowed"),
-    ("model.encoder.runs.0.block.feed_forward.hidden_dim=0", "feed_forward.hidden_dim is 0"),
+    ("model.encoder.runs.0.repeats=257", r"model.encoder.runs.0.repeats is 257; allowed: 1 to 256"),
     (
         'model.encoder.runs.0.block.feed_forward.activations=["tanh"]',
         "is .*'tanh'.*; allowed: one or more of 'relu', 'g",
@@ -179,6 +143,14 @@ def test_values_out_of_their_range_are_refused_at_once(assignment, message):
     with pytest.raises(ValueError, match=message) as error:
         override(experiment(), assignment)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "translate:hc_sa", "finetune"])
+def test_every_number_has_a_range(recipe):
+    free = {"data.buckets", "mesh.extra"}  # checked by rules of their own
+    for row in settings(load_recipe(recipe)):
+        if row.leaf and "int" in row.type.partition(":")[0].replace("'", " ").split(" "):
+            assert ": " in row.type or row.path in free, row.path
 
 
 def test_a_model_of_absurd_size_is_refused_before_it_is_built():
@@ -240,34 +212,20 @@ def damaged(change):
 
 DAMAGES = {
     "": r"cannot be read: .* line 1",
-    "{": r"cannot be read: .* line 1",
     json.dumps(to_json(experiment()))[:900]: r"cannot be read: .* line 1",
-    "null": r"it holds None, expected an Experiment",
     "[]": r"it holds \(\), expected an Experiment",
-    "{}": r"it holds {}, expected an Experiment",
-    "3": r"it holds 3, expected an Experiment",
-    '{"type": 1}': r"unknown type 1 in the saved configuration",
     '{"type": []}': r"unknown type \[\] in the saved",
     '{"type": "AdamW"}': r"it holds a AdamW, expected an Experiment",
     '{"type": "Experiment"}': r"model is missing",
     "[" * 100_000: r"cannot be read: maximum recursion depth",
     '{"a":' * 500 + "1" + "}" * 500: r"is nested deeper than 64 levels",
-    damaged(lambda d: d["training"].update(steps="a")): r"training\.steps is 'a', expected int",
     damaged(lambda d: d["training"].update(steps=-3)): r"training\.steps is -3; allowed: 1 to",
-    damaged(
-        lambda d: d["training"].update(keep_best=float("nan"))
-    ): r"keep_best is nan, expected int",
     damaged(
         lambda d: d["training"].update(save_every=[1, 2])
     ): r"save_every is \(1, 2\), expected int",
     damaged(lambda d: d["training"].pop("optimizer")): r"training\.optimizer is missing",
-    damaged(lambda d: d["data"].update(batch_size="8")): r"data\.batch_size is '8', expected int",
     damaged(lambda d: d.update(data={})): r"data is {}, expected DataConfig",
-    damaged(
-        lambda d: d["mesh"].update(dcn_fsdp=-(2**63))
-    ): r"mesh\.dcn_fsdp is -9223372036854775808",
     damaged(lambda d: d["data"].update({"x" * 10**6: 1})): r"DataConfig has no field 'x{56}…",
-    damaged(lambda d: d["data"].update(type="x" * 10**6)): r"data: unknown type 'x{56}…",
     damaged(
         lambda d: d["data"].update(objective={"x" * 10**6: {"type": 1}})
     ): r"data.objec.*x…: un",
@@ -275,20 +233,14 @@ DAMAGES = {
         '"SEED"', "1" * 5000
     ): r"json cannot be read: .*digits",
     damaged(
-        lambda d: d["data"].update(mixture="glue_rte_v002", split="x" * 10**6)
-    ): r"data\.split is 'x{56}…; the tasks",
-    damaged(lambda d: d["model"].update(encoder=None)): r"model\.encoder is None, expected Stack",
-    damaged(
         lambda d: d["model"].update(encoder={"type": "os.system"})
     ): r"model\.encoder: unknown type",
     damaged(
         lambda d: d["model"]["encoder"].update(runs=[])
     ): r"model\.encoder\.runs is \(\); allowed: one or more",
-    damaged(lambda d: d["model"].update(name="x")): r"model: EncoderDecoder has no field 'name'",
     damaged(
         lambda d: d["model"].update(parent="x")
     ): r"model: EncoderDecoder has no field 'parent'",
-    damaged(lambda d: d["vocabulary"].update(extra_ids=None)): r"vocabulary\.extra_ids is None",
 }
 
 
