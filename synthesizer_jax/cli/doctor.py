@@ -176,11 +176,6 @@ def local(
 def _run_group(command: Sequence[str], processes: int, environment: dict[str, str]) -> int:
     """Runs a command in several processes and waits for all of them.
 
-    Args:
-      command: the command of each process.
-      processes: the number of processes.
-      environment: additional environment variables.
-
     Returns:
       The exit code of the first process that failed, or 0. A process that a signal ended counts as
       128 plus the number of the signal.

@@ -195,13 +195,6 @@ def _fit_state(
 ) -> tuple[TrainState, dict[Layer, np.ndarray]]:
     """Returns a state whose static alignments are fitted to the teacher's attention.
 
-    Args:
-      state: a fresh state.
-      trainer: the trainer.
-      layers: the layers with a static alignment.
-      recipe: says how many batches of the data it takes.
-      data_dir: directory of the data sets.
-
     Returns:
       The state, and the divergence of every head of each layer.
     """
@@ -326,13 +319,7 @@ class DistillationTrainer(Trainer):
         return step
 
     def _loss(self, variables: PyTree, batch: Batch, target: PyTree) -> tuple[jax.Array, jax.Array]:
-        """The mean squared error over positions and taps, and its ratio to the target's variance.
-
-        Args:
-          variables: the student's variables.
-          batch: a batch.
-          target: the teacher's activations.
-        """
+        """The mean squared error over positions and taps, and its ratio to the target's variance."""
         if not self.recipe.together:
             variables = {**variables, OVERRIDES: self._overrides(target)}
         activations = self.activations(self.student, variables, batch)

@@ -60,7 +60,7 @@ FORMS: Mapping[str, Callable[[int, bool], Alignment]] = MappingProxyType(
 """Static alignments by name, for a number of positions and whether queries see only keys up to them."""
 
 MOST_POINTS = 16
-"""Measured numbers of replaced heads, besides none, all, and those around the tolerance."""
+"""Measured numbers of replaced heads, besides none and all."""
 
 MOST_PICTURES = 4
 """Of the most static heads of a stack, and of the least static."""
@@ -214,20 +214,15 @@ def measure_static_attention(
         raise ValueError(
             "the loss of the model is not finite, so no change of it can be measured; give an earlier step"
         )
-    places = [head.place for head in heads]
-
-    def point(count: int) -> Point:
+    places, points = [head.place for head in heads], []
+    for count in counts:
+        loss = switch.loss(places[:count])
+        reversed_loss = switch.loss(places[len(places) - count :])
+        points.append(Point(count, loss, reversed_loss, switch.costs(places[:count])))
         advance(1)
-        return Point(
-            replaced=count,
-            loss=switch.loss(places[:count]),
-            reversed_loss=switch.loss(places[len(places) - count :]),
-            costs=switch.costs(places[:count]),
-        )
-
     return StaticAttention(
         heads=heads,
-        points=_points_around(point, counts, tolerance),
+        points=points,
         pictures=list(_pictures(model, variables["params"], heads, measured, tables)),
         uniform_loss=TableSwitch(model, variables, uniform, held_out).loss(places),
         tolerance=tolerance,
@@ -260,27 +255,6 @@ def _is_measured(alignment: Alignment) -> bool:
         return False
     is_fixed = isinstance(alignment, Random) and not alignment.trainable
     return alignment.makes_logits and not is_fixed
-
-
-def _points_around(
-    point: Callable[[int], Point], counts: Sequence[int], tolerance: float
-) -> list[Point]:
-    """Returns points at some numbers of heads, and those that a bisection to the tolerance needs.
-
-    Args:
-      point: measures a number of heads.
-      counts: from 0, rising.
-      tolerance: the share by which the loss may rise.
-    """
-    points = {count: point(count) for count in counts}
-    most = (1.0 + tolerance) * points[0].loss
-    within = list(itertools.takewhile(lambda count: points[count].loss <= most, counts))
-    low, high = within[-1], ([*counts[len(within) :], within[-1] + 1])[0]
-    while high - low > 1:
-        middle = (low + high) // 2
-        points[middle] = point(middle)
-        low, high = (middle, high) if points[middle].loss <= most else (low, middle)
-    return [points[count] for count in sorted(points)]
 
 
 def _pictures(

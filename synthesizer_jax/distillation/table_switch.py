@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
@@ -16,7 +16,6 @@ from synthesizer_jax.costs.summary import Summary, summarize
 from synthesizer_jax.distillation.fit import Layer, attention_of
 from synthesizer_jax.distillation.replacement import Replacement, StackName, student_model
 from synthesizer_jax.distillation.transplant import STACKS
-from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import EncoderDecoder
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.training.step import Batch, loss_sums
@@ -48,7 +47,12 @@ class TableSwitch:
     ):
         self._own, self._variables, self._tables = model, variables, tables
         self._batches = batches
-        self._mixed = student_model(model, tuple(_mixtures(model, tables)))
+        mixtures = []
+        for (stack, layer), table in tables.items():
+            own = attention_of(model, (stack, layer)).alignment
+            by = Mixture((own, Random(max_length=table["table"].shape[-1])))
+            mixtures.append(Replacement(by, place=stack, layers=(layer,)))
+        self._mixed = student_model(model, tuple(mixtures))
         self._losses: dict[frozenset[Place], float] = {}
 
     def loss(self, heads: Iterable[Place]) -> float:
@@ -86,31 +90,18 @@ class TableSwitch:
             "encoder": self._batches[0]["encoder_input_tokens"].shape[1],
             "decoder": self._batches[0]["decoder_input_tokens"].shape[1],
         }
-        replacements = [
-            Replacement(
-                _with_tables(
-                    attention_of(self._own, (stack, layer)),
-                    count,
-                    Random(max_length=lengths[stack]),
-                ),
-                place=stack,
-                layers=(layer,),
-            )
-            for (stack, layer), count in counts.items()
-        ]
+        replacements = []
+        for (stack, layer), count in counts.items():
+            own, table = attention_of(self._own, (stack, layer)), Random(lengths[stack])
+            by: Alignment = table
+            if count < own.num_heads:
+                by = PerHead((own.alignment, table), heads=(own.num_heads - count, count))
+            replacements.append(Replacement(by, place=stack, layers=(layer,)))
         return summarize(
             student_model(self._own, tuple(replacements)),
             inputs_length=lengths["encoder"],
             targets_length=lengths["decoder"],
         )
-
-
-def _mixtures(model: EncoderDecoder, tables: Mapping[Layer, PyTree]) -> Iterator[Replacement]:
-    """Yields the mixtures of a layer's own alignment and a table."""
-    for (stack, layer), table in tables.items():
-        own = attention_of(model, (stack, layer)).alignment
-        random = Random(max_length=table["table"].shape[-1])
-        yield Replacement(Mixture((own, random)), place=stack, layers=(layer,))
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -120,10 +111,3 @@ def _loss(
     """Returns the summed loss of a batch's target tokens, and their number."""
     sums = loss_sums(model, variables, batch, z_loss=0.0, label_smoothing=0.0)
     return sums.loss, sums.weight
-
-
-def _with_tables(attention: Attention, count: int, table: Random) -> Alignment:
-    """Returns an alignment with tables in so many of the heads."""
-    if count == attention.num_heads:
-        return table
-    return PerHead((attention.alignment, table), heads=(attention.num_heads - count, count))

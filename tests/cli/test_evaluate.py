@@ -4,13 +4,16 @@ import json
 import logging
 import shutil
 
+import numpy as np
 import pytest
 
 from synthesizer_jax.checkpoints import manager
+from synthesizer_jax.cli import evaluate
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import leaderboards
 from synthesizer_jax.evaluation.evaluation_sets import load_evaluation_set
+from synthesizer_jax.evaluation.scoring import TaskResult
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.tasks import mixtures, prepare, translation  # noqa: F401 - its tasks
@@ -96,14 +99,6 @@ def test_a_split_without_labels_is_predicted_and_written(place, tmp_path):
     assert known["labeled"] == 4 and set(known["metrics"]) == {"bleu"}
 
 
-def test_predictions_lie_in_the_folder_of_their_step(place):
-    shown = call(place, "--save-predictions", *RTE)
-    folder = place / "run" / "evaluation" / "4" / "part"
-    assert f"predictions: {folder}/TASK.jsonl" in shown
-    lines = (folder / "glue_rte_v002.jsonl").read_text().splitlines()
-    assert [json.loads(line)["target_label"] for line in lines] == [0, 1, 0, 1, 0, 1]
-
-
 def test_every_checkpoint_and_each_tasks_best(place):
     shown = call(place, "--all", *RTE, "--task", "glue_stsb_v002")
     table = shown[shown.index("best steps") :]
@@ -127,13 +122,6 @@ def test_a_task_of_another_mixture_is_named_as_that(place):
         FileNotFoundError, match=r"super_glue_record_v102 has no .* split 'test' in"
     ):
         call(place, "--task", "super_glue_record_v102", "--split", "test")
-
-
-def test_max_examples_holds_for_rows_without_a_place(place):
-    call(place, "--task", "multi30k_en_de", "--max-examples", "1")
-    folder = place / "run" / "evaluation" / "4" / "part"
-    saved = json.loads((folder / "results.json").read_text())
-    assert saved["tasks"][0]["n"] == 1
 
 
 def test_a_part_does_not_replace_the_results_of_the_whole(place):
@@ -294,6 +282,25 @@ def test_a_diverged_model_is_evaluated_and_written_as_json(place, tmp_path):
     for text in texts:
         assert "NaN" not in text and "Infinity" not in text
     assert json.loads(texts[0])["loss"] is None
+
+
+def test_following_waits_for_checkpoints_until_the_last_step(place, monkeypatch):
+    hidden, real = [], manager.finished_steps
+    monkeypatch.setattr(manager, "finished_steps", lambda x: real(x) if hidden else real(x)[:1])
+    monkeypatch.setattr(evaluate.time, "sleep", hidden.append)
+    shown = call(place, *RTE, "--follow")
+    assert hidden == [evaluate.POLL_SECONDS]
+    assert shown.index("step 2") < shown.index("step 4")
+
+
+def test_averages_of_the_benchmarks_that_were_evaluated(capsys):
+    metrics = {"matthews_corrcoef": 50.0}
+    cola = TaskResult("glue_cola_v002", "validation", 5, 5, metrics, ("",) * 5, np.zeros(5))
+    evaluate.print_results(3, [cola], {})
+    shown = capsys.readouterr().out
+    assert "GLUE average: incomplete, not computed" in shown and "SuperGLUE" not in shown
+    evaluate.print_results(3, [cola], {"GLUE": 61.25})
+    assert "GLUE average: 61.25" in capsys.readouterr().out
 
 
 def test_following_ends_when_the_run_has_stopped_early(place, run):

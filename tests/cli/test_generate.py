@@ -105,6 +105,14 @@ def test_files_are_looked_at_before_the_model_is_read(tmp_path):
         call("--workdir", tmp_path, "--input", tmp_path / "latin")
 
 
+def test_inputs_and_outputs_are_lines_of_files(run, tmp_path):
+    (tmp_path / "in.txt").write_text("\n".join(TEXTS) + "\n")
+    files = ("--input", tmp_path / "in.txt", "--output", tmp_path / "out.txt", "--batch-size", 1)
+    call("--workdir", run, *files)
+    assert (tmp_path / "out.txt").read_text() == call("--workdir", run, *TEXTS)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.txt", "out.txt"]
+
+
 def test_no_text_at_all_is_an_error_and_a_terminal_is_not_read(tmp_path, monkeypatch):
     message = "there is no input; give texts as arguments, --input FILE, or lines to stdin"
     with pytest.raises(ValueError, match=message):

@@ -252,17 +252,7 @@ def test_an_evaluation_that_was_cut_off_is_made_up_for(copied, data) -> None:
     assert len(again) == len(lines)
 
 
-DAMAGES = [
-    b"\n",
-    b"\0\0\0\n",
-    b'{"step": \xff\xfe\n',
-    b'{"kind": "train"}\n',
-    b"[]\n",
-    b'{"step": 5, "k',
-    b'{"step": 2, "kind": "eval", "score": []}\n',
-    b'{"step": 2, "kind": "eval", "score": 1' + b"0" * 400 + b"}\n",
-    b"[" * 100_000 + b"\n",
-]
+DAMAGES = [b"\0\0\0\n", b'{"step": \xff\xfe\n', b"[]\n", b'{"step": 5, "k', b"[" * 100_000 + b"\n"]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: repr(damage[:40]))

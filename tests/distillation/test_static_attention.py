@@ -13,7 +13,6 @@ from synthesizer_jax.distillation.replacement import Replacement, student_model
 from synthesizer_jax.distillation.static_attention import (
     FORMS,
     TABLE,
-    _points_around,
     attention_layers,
     measure_static_attention,
     numbers_of_heads,
@@ -126,18 +125,6 @@ def test_a_model_that_does_not_use_its_attention_is_named(found, batches, variab
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "this model does not use its attention" in page and "tolerance 2.0%" in page
     assert "describe 12 of 12 heads better than the table: 8 examples are too few" in page
-
-
-def test_points_are_added_where_the_tolerance_is_crossed(found):
-    measured = []
-
-    def point(count):
-        measured.append(count)
-        return dataclasses.replace(found.points[0], replaced=count, loss=1.0 + (count > 37))
-
-    points = _points_around(point, [0, 20, 40, 60], 0.01)
-    assert [p.replaced for p in points] == sorted(measured) == [0, 20, 30, 35, 37, 38, 40, 60]
-    assert [p.replaced for p in _points_around(point, [0, 30], 0.01)] == [0, 30]
 
 
 @pytest.mark.parametrize(
