@@ -175,30 +175,21 @@ def _sum_shifted_values(weights: jax.Array, window: jax.Array, q_length: int) ->
     Returns:
       ``[b, q, h, e]`` in float32 or wider.
     """
-    plain = functools.partial(_sum_shifted_values_plain, q_length=q_length)
-    sum_shifted_values = with_gradient(
-        functools.partial(_sum_shifted_values_fwd, q_length=q_length),
-        _sum_shifted_values_bwd,
-        plain,
-        reads_output=False,
-    )
+    forward = functools.partial(_sum_shifted_values_fwd, q_length=q_length)
+    sum_shifted_values = with_gradient(forward, _sum_shifted_values_bwd, reads_output=False)
     return sum_shifted_values((weights, window))
 
 
-def _sum_shifted_values_plain(inputs: tuple[jax.Array, jax.Array], *, q_length: int) -> jax.Array:
+def _sum_shifted_values_fwd(
+    inputs: tuple[jax.Array, jax.Array], *, q_length: int
+) -> tuple[jax.Array, tuple[()]]:
     weights, window = inputs
     dtype = logits_dtype(window)
     weights, width = weights.astype(dtype), weights.shape[-1]
     products = (
         weights[..., t, None] * window[:, t : t + q_length].astype(dtype) for t in range(width)
     )
-    return functools.reduce(operator.add, products)
-
-
-def _sum_shifted_values_fwd(
-    inputs: tuple[jax.Array, jax.Array], *, q_length: int
-) -> tuple[jax.Array, tuple[()]]:
-    return _sum_shifted_values_plain(inputs, q_length=q_length), ()
+    return functools.reduce(operator.add, products), ()
 
 
 def _sum_shifted_values_bwd(

@@ -66,7 +66,6 @@ def attend_static(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int)
     attend = with_gradient(
         functools.partial(_attend_static_fwd, q_length, query_offset),
         functools.partial(_attend_static_bwd, q_length, query_offset),
-        functools.partial(blocked.plain_attention, q_length),
         name=CHECKPOINT_NAME,
     )
     out: jax.Array = attend(inputs)
