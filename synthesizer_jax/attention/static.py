@@ -24,6 +24,7 @@ from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.fused import CHECKPOINT_NAME
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.parts import (
+    MIN_ROW_SUM,
     Biases,
     FusedInputs,
     Products,
@@ -33,7 +34,6 @@ from synthesizer_jax.attention.parts import (
 )
 from synthesizer_jax.attention.products import weighted_sum, weighted_sum_vjp
 from synthesizer_jax.attention.reference import softmax
-from synthesizer_jax.attention.static_kernels_tpu import MIN_ROW_SUM
 from synthesizer_jax.attention.terms import (
     Relative,
     Static,
