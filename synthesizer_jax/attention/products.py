@@ -111,8 +111,8 @@ def output_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return _output_product(*match_varying_axes(x, kernel.astype(x.dtype)))
 
 
-@jax.custom_vjp
-def _output_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+def plain_output_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Returns the same as `output_product`, with JAX's own derivatives."""
     return jnp.matmul(x, kernel, preferred_element_type=logits_dtype(x, kernel))
 
 
@@ -124,7 +124,8 @@ def _output_product_bwd(
     return dout @ kernel.T, jnp.tensordot(x, dout, (rows, rows))
 
 
-_output_product.defvjp(lambda *inputs: (_output_product(*inputs), inputs), _output_product_bwd)
+_output_product = jax.custom_vjp(plain_output_product)
+_output_product.defvjp(lambda *inputs: (plain_output_product(*inputs), inputs), _output_product_bwd)
 
 
 def matmul_nt(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention.parts import match_varying_axes
-from synthesizer_jax.attention.products import output_product
+from synthesizer_jax.attention.products import plain_output_product
 
 
 @jax.tree_util.register_dataclass
@@ -378,7 +378,7 @@ def _sums(chunks: _Chunks, scale: float, smoothing: float) -> Sums:
 
     def add_chunk(sums: Sums, chunk: _Chunk) -> tuple[Sums, None]:
         x, y, w = chunk
-        tokens = Tokens(output_product(_scale(x, scale), kernel), y, w, chunks.z_loss)
+        tokens = Tokens(plain_output_product(_scale(x, scale), kernel), y, w, chunks.z_loss)
         chunk_sums, _ = _losses(tokens, smoothing)
         return jax.tree.map(jnp.add, sums, chunk_sums), None
 
@@ -405,7 +405,7 @@ def _sums_and_gradients(
         sums, dkernel = carry
         x, y, w = chunk
         x = _scale(x, scale)
-        tokens = Tokens(output_product(x, kernel), y, w, chunks.z_loss)
+        tokens = Tokens(plain_output_product(x, kernel), y, w, chunks.z_loss)
         chunk_sums, stats = _losses(tokens, smoothing)
         dlogits = _losses_backward(tokens, stats, g, smoothing=smoothing).logits.astype(x.dtype)
         dkernel += jax.lax.dot_general(  # dK += xᵀ dl
