@@ -107,22 +107,22 @@ def _first_tap_keys(term: Banded, mask: Mask, q_length: int) -> jax.Array:
 
 
 def _trim_hidden_taps(term: Banded, mask: Mask) -> tuple[Banded, Mask]:
-    """Cuts off the taps that `causal`, `window` or `ahead` mask for all queries.
+    """Cuts off the taps that the mask's band hides from all queries.
 
     Returns:
-      The term and a mask without these three, or the arguments if the mask cannot be reduced so.
+      The term and a mask without the band, or the arguments if the mask cannot be reduced so.
     """
     if term.starts is not None or mask.prefix_lengths is not None or mask.counts_in_segments:
         return term, mask
     start, end = term.first, term.first + term.weights.shape[-1]
-    if mask.window is not None:
-        start = min(max(start, 1 - mask.window), end)
-    for ahead in (0 if mask.causal else None, mask.ahead):
-        if ahead is not None:
-            end = max(min(end, 1 + ahead), start)
+    before, after = mask.band
+    if before is not None:
+        start = min(max(start, -before), end)
+    if after is not None:
+        end = max(min(end, 1 + after), start)
     taps = jax.lax.slice_in_dim(term.weights, start - term.first, end - term.first, axis=-1)
     term = dataclasses.replace(term, weights=taps, first=start)
-    return term, dataclasses.replace(mask, causal=False, window=None, ahead=None)
+    return term, dataclasses.replace(mask, causal=False, window=None)
 
 
 def _tap_mask(term: Banded, mask: Mask, *, q_length: int, k_length: int) -> jax.Array | None:

@@ -199,7 +199,7 @@ def _matmul_fwd(q_length: int, inputs: FusedInputs) -> tuple[jax.Array, _Optiona
     logits = _logits(q_length, values.shape[1], biases)
     if not _is_separable(mask):
         return _guarded_fwd(logits, values, mask)
-    weights = softmax(logits, mask.band(*logits.shape[1:]))
+    weights = softmax(logits, mask.band_pairs(*logits.shape[1:]))
     out = _swap_heads_first(weighted_sum(weights, _swap_heads_first(values))).astype(values.dtype)
     queries = mask.queries(q_length)
     return out if queries is None else jnp.where(queries[..., None, None], out, 0), ()
@@ -218,7 +218,7 @@ def _matmul_bwd(
     if _is_separable(mask):
         queries = mask.queries(q_length)
         dout = dout if queries is None else jnp.where(queries[..., None, None], dout, 0)
-        band = mask.band(*logits.shape[1:])
+        band = mask.band_pairs(*logits.shape[1:])
         weights, softmax_vjp = jax.vjp(lambda x: softmax(x, band), logits)
         # dP = Σ_b dO Vᵀ,  dV = Pᵀ dO
         dweights, dvalues = weighted_sum_vjp(
@@ -251,7 +251,9 @@ def _is_separable(mask: Mask) -> bool:
     """
     if mask.key_valid is not None or mask.prefix_lengths is not None:
         return False
-    return mask.key_lengths is None or (mask.causal and mask.self_attention)
+    _, after = mask.band
+    is_causal = after is not None and after <= 0
+    return mask.key_lengths is None or (is_causal and mask.self_attention)
 
 
 def _guarded_fwd(logits: jax.Array, values: jax.Array, mask: Mask) -> tuple[jax.Array, _Residuals]:
@@ -517,7 +519,7 @@ def _regions(mask: Mask, q_length: int, values: jax.Array) -> list[_Region]:
     batch, k_length = values.shape[:2]
     keys = mask.keys(k_length)
     keys = jnp.ones((batch, k_length), bool) if keys is None else keys
-    band, prefix = mask.band(q_length, k_length), mask.prefix(k_length)
+    band, prefix = mask.band_pairs(q_length, k_length), mask.prefix(k_length)
     if band is None:
         return [(jnp.ones((1, 1, k_length), bool), keys)]
     band = band[None]

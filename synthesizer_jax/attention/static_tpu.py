@@ -349,7 +349,7 @@ def _operands(tiling: _Tiling, bias: Bias, inputs: FusedInputs, *, same_keys: bo
         return _Operands(bias, _flatten_heads(values), None, seen)
     keys: Any = mask.keys(k_length)
     keys = jnp.broadcast_to(keys, (batch, k_length))
-    pairs = mask.band(q_length, k_length)
+    pairs = mask.band_pairs(q_length, k_length)
     if pairs is None:
         seen = jnp.broadcast_to(keys.any(axis=1, keepdims=True), (batch, q_length))
     else:

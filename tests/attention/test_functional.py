@@ -348,13 +348,13 @@ def test_weights_of_a_window_see_as_far_ahead_as_the_mask(first: int) -> None:
     values = normal("value", B, K, N, H)
     distance = np.arange(K) - np.arange(K)[:, None]
     pairs = (distance <= 2) & (distance > -2)
-    mask = Mask(window=2, ahead=2)
+    mask = Mask(window=(1, 2))
     found = attend(terms, values, mask=mask, q_length=K)
     expected = attend(terms, values, mask=Mask(allowed=pairs[None, None]), q_length=K)
     check(found, expected)
     with pytest.raises(ValueError, match="no causal form"):
         layer = Linformer(2, 2, max_length=K, projected_length=2)
-        layer.init(jax.random.key(0), jnp.ones((1, K, 4)), mask=Mask(ahead=2))
+        layer.init(jax.random.key(0), jnp.ones((1, K, 4)), mask=Mask(window=(None, 2)))
 
 
 def test_layouts_of_a_relative_table() -> None:
