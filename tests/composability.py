@@ -56,7 +56,6 @@ ROWS: dict[str, Row] = {
     "attend, static": route("static", lambda table, _: (static(table),), *SQUARE),
     "attend, fused": route("fused", product_and_bias, *SQUARE),
     "attend, banded": route("banded", lambda w, _: (banded(w, first=-1),), 1, 1, HEADS, 3),
-    "attend, cudnn": route("cudnn", product_and_bias, *SQUARE),
     "attend, reference": route("reference", product_and_bias, *SQUARE),
     "dot_product_attention": Row(with_bias, (BATCH, LENGTH, HEADS, WIDTH), SQUARE),
     "Attention": layer(
@@ -93,16 +92,17 @@ COLUMNS: dict[str, Callable[[transformations.Subject], None]] = {
 }
 """The checks, by the names of their columns."""
 
+FAST = ("attend, static", "attend, fused", "attend, banded")
 FUNCTION = "A function of arrays, without parameters of its own: NNX modules call it as it is."
+FIRST_ORDER = (
+    'Raises a sentence that names `implementation="reference"`, which has all derivatives.'
+)
 SENTENCES: dict[tuple[str, str], str] = {
     (name, "NNX"): FUNCTION for name, row in ROWS.items() if row.layer is None
 } | {
-    (
-        "attend, cudnn",
-        column,
-    ): "cuDNN runs on NVIDIA GPUs only. Its arguments are tested with XLA in its place "
-    "(`tests/attention/test_cudnn.py`); on a GPU it has not run."
-    for column in COLUMNS
+    (row, column): FIRST_ORDER
+    for row in (*FAST, "DynamicConvolution", "LightweightConvolution")
+    for column in ("jvp", "hessian")
 }
 """What the table says, instead of *yes*, where there is nothing to check or something is missing."""
 

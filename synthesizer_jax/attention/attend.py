@@ -14,8 +14,6 @@ from jax.sharding import AxisType, PartitionSpec
 from synthesizer_jax.attention.banded import attend_banded
 from synthesizer_jax.attention.banded import obstacle as banded_obstacle
 from synthesizer_jax.attention.checks import check_arguments, check_weights
-from synthesizer_jax.attention.cudnn import attend_cudnn
-from synthesizer_jax.attention.cudnn import obstacle as cudnn_obstacle
 from synthesizer_jax.attention.explanations import Explanation, explained_platform, log_call
 from synthesizer_jax.attention.fused import attend_fused
 from synthesizer_jax.attention.fused import obstacle as fused_obstacle
@@ -46,7 +44,6 @@ ROUTES = {
     "static": attend_static,
     "fused": attend_fused,
     "banded": attend_banded,
-    "cudnn": attend_cudnn,
     "reference": attend_reference,
 }
 
@@ -94,12 +91,10 @@ def attend(
       all examples; falls back to the fused route where that could lose digits.
     * ``fused``: blocks of one head and example, recomputed in the backward pass.
     * ``banded``, for `Banded` weights: shifts of the values, cost linear in the length.
-    * ``cudnn``: cuDNN's attention on NVIDIA GPUs, for float16 and bfloat16 (`attention.cudnn`). ``auto``
-      does not choose it, because it has not been measured yet.
     * ``reference``: all logits in memory.
 
-    Derivatives of every order and mode exist on every route. First-order reverse mode is hand-written;
-    forward mode and higher orders go block by block too, on all but the reference route, and take longer.
+    Gradients are hand-written, and of first order; forward mode and higher orders exist on the reference
+    route only.
 
     Args:
       terms: the terms of the logits, for q queries and k keys.
@@ -120,6 +115,7 @@ def attend(
     Raises:
       ValueError: for shapes that do not agree, an unknown `implementation`, or one that cannot do
         what is asked.
+      TypeError: for derivatives other than gradients, on a route other than ``reference``.
     """
     if axes_of_type(AxisType.Explicit):
         return _attend_in_auto_mode(
@@ -178,10 +174,7 @@ def _log_route(
 
     def make() -> Explanation:
         kernel, obstacles = "matrix products", dict(plan.obstacles)
-        obstacles.setdefault("cudnn", "it runs only where it is asked for, implementation='cudnn'")
         obstacles.pop(plan.route, None)
-        if plan.route == "cudnn":
-            kernel = "cuDNN"
         if plan.route in KERNELS:
             kernel, why = KERNELS[plan.route](
                 terms, values, mask, q_length=q_length, platform=platform
@@ -320,8 +313,6 @@ def _select_route(
     positional = has_absolute_positions(terms, mask)
     lengths = unpacked_lengths(mask, q_length, k_length) if packed else None
     obstacles = _obstacles(terms, mask, positional=positional, unpacks=lengths is not None)
-    why_not = FEW_SEGMENTS if positional and lengths is None else cudnn_obstacle(terms, values)
-    obstacles |= {"cudnn": why_not} if why_not else {}
     chosen = implementation
     if implementation == "auto":
         q, k = lengths if lengths and positional else (q_length, k_length)
@@ -332,7 +323,7 @@ def _select_route(
             f"attend: implementation={implementation!r} is not possible here: {obstacles[chosen]}; "
             "use 'auto'"
         )
-    unpack = lengths is not None and (positional or chosen in ("static", "cudnn"))
+    unpack = lengths is not None and (positional or chosen == "static")
     return _RouteChoice(chosen, unpack and implementation != "reference", obstacles)
 
 

@@ -107,22 +107,22 @@ def _first_tap_keys(term: Banded, mask: Mask, q_length: int) -> jax.Array:
 
 
 def _trim_hidden_taps(term: Banded, mask: Mask) -> tuple[Banded, Mask]:
-    """Cuts off the taps that `causal`, `window` or `ahead` mask for all queries.
+    """Cuts off the taps that the mask's band hides from all queries.
 
     Returns:
-      The term and a mask without these three, or the arguments if the mask cannot be reduced so.
+      The term and a mask without the band, or the arguments if the mask cannot be reduced so.
     """
     if term.starts is not None or mask.prefix_lengths is not None or mask.counts_in_segments:
         return term, mask
     start, end = term.first, term.first + term.weights.shape[-1]
-    if mask.window is not None:
-        start = min(max(start, 1 - mask.window), end)
-    for ahead in (0 if mask.causal else None, mask.ahead):
-        if ahead is not None:
-            end = max(min(end, 1 + ahead), start)
+    before, after = mask.band
+    if before is not None:
+        start = min(max(start, -before), end)
+    if after is not None:
+        end = max(min(end, 1 + after), start)
     taps = jax.lax.slice_in_dim(term.weights, start - term.first, end - term.first, axis=-1)
     term = dataclasses.replace(term, weights=taps, first=start)
-    return term, dataclasses.replace(mask, causal=False, window=None, ahead=None)
+    return term, dataclasses.replace(mask, causal=False, window=None)
 
 
 def _tap_mask(term: Banded, mask: Mask, *, q_length: int, k_length: int) -> jax.Array | None:
@@ -175,30 +175,21 @@ def _sum_shifted_values(weights: jax.Array, window: jax.Array, q_length: int) ->
     Returns:
       ``[b, q, h, e]`` in float32 or wider.
     """
-    plain = functools.partial(_sum_shifted_values_plain, q_length=q_length)
-    sum_shifted_values = with_gradient(
-        functools.partial(_sum_shifted_values_fwd, q_length=q_length),
-        _sum_shifted_values_bwd,
-        plain,
-        reads_output=False,
-    )
+    forward = functools.partial(_sum_shifted_values_fwd, q_length=q_length)
+    sum_shifted_values = with_gradient(forward, _sum_shifted_values_bwd, reads_output=False)
     return sum_shifted_values((weights, window))
 
 
-def _sum_shifted_values_plain(inputs: tuple[jax.Array, jax.Array], *, q_length: int) -> jax.Array:
+def _sum_shifted_values_fwd(
+    inputs: tuple[jax.Array, jax.Array], *, q_length: int
+) -> tuple[jax.Array, tuple[()]]:
     weights, window = inputs
     dtype = logits_dtype(window)
     weights, width = weights.astype(dtype), weights.shape[-1]
     products = (
         weights[..., t, None] * window[:, t : t + q_length].astype(dtype) for t in range(width)
     )
-    return functools.reduce(operator.add, products)
-
-
-def _sum_shifted_values_fwd(
-    inputs: tuple[jax.Array, jax.Array], *, q_length: int
-) -> tuple[jax.Array, tuple[()]]:
-    return _sum_shifted_values_plain(inputs, q_length=q_length), ()
+    return functools.reduce(operator.add, products), ()
 
 
 def _sum_shifted_values_bwd(

@@ -21,8 +21,7 @@ from jax import lax
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.packed import segment_lengths
 from synthesizer_jax.attention.parts import Biases, FusedInputs, Products, SoftmaxStats, sum_biases
-from synthesizer_jax.attention.products import matmul_nt, matmul_nt_plain, matmul_tn
-from synthesizer_jax.attention.reference import softmax
+from synthesizer_jax.attention.products import matmul_nt, matmul_tn
 from synthesizer_jax.attention.terms import logits_dtype
 
 _Tree = TypeVar("_Tree")
@@ -160,82 +159,6 @@ def backward_all_heads(
     return inputs.cotangents(products, biases, values)
 
 
-def plain_attention(q_length: int, inputs: FusedInputs) -> jax.Array:
-    """Returns the attention output ``[b, q, h, e]``, as code that JAX differentiates itself.
-
-    This gives derivatives of every order and mode. It computes one head of one example at a time and
-    rematerializes it in the backward pass, so that no logits are saved.
-    """
-    shared = functools.partial(jax.tree.map, lambda _: _SHARED)
-    mask_axes, allowed = shared(inputs.mask), inputs.mask.allowed
-    if allowed is not None and allowed.shape[1] > 1:
-        mask_axes = dataclasses.replace(mask_axes, allowed=1)
-    head_axes = jax.tree.map(lambda _: 2, inputs)._replace(
-        biases=jax.tree.map(lambda _: 0, inputs.biases),
-        mask=mask_axes,
-        positions=shared(inputs.positions),
-    )
-
-    def attend_head(inputs: FusedInputs) -> jax.Array:
-        example_axes = jax.tree.map(
-            lambda x: _SHARED if jnp.ndim(x) == 0 or x.shape[0] == 1 else 0, inputs
-        )
-        example_axes = example_axes._replace(biases=shared(inputs.biases), values=0)
-        attend_block = functools.partial(_plain_block, q_length)
-        return _sequential_vmap(attend_block, inputs, in_axes=example_axes)
-
-    out = _sequential_vmap(attend_head, inputs, in_axes=head_axes)
-    return out.transpose(1, 2, 0, 3).astype(inputs.values.dtype)
-
-
-def _plain_block(q_length: int, inputs: FusedInputs) -> jax.Array:
-    """Returns the output ``[q, e]`` for inputs of one example and one head."""
-    products, biases, values, mask, positions = inputs
-    j = jnp.zeros((), jnp.int32)
-    bias = sum_biases(_select_block(biases, 0, j), q_length=_num_bias_rows(inputs, q_length))
-    logits = _logits(
-        bias,
-        _select_block(products, 0, j),
-        lengths=(q_length, values.shape[1]),
-        positions=_select_example(positions, 0),
-        matmul=matmul_nt_plain,
-    )
-    weights = softmax(_mask_logits(logits, mask), None)
-    queries = mask.queries(q_length)
-    weights = weights if queries is None else jnp.where(queries.T, weights, 0)
-    values = values[0, :, 0]
-    return jnp.matmul(weights.astype(values.dtype), values, preferred_element_type=weights.dtype)
-
-
-_SHARED = -1
-"""Stands for an axis in `_sequential_vmap`: the array is not mapped, but the same for all calls."""
-
-
-def _sequential_vmap(
-    function: Callable[[_Tree], jax.Array], inputs: _Tree, *, in_axes: object
-) -> jax.Array:
-    """Maps a function over axes of its inputs, one call after another.
-
-    Differs from `jax.vmap` in that the function sees the mapped axes with a length of 1, and that the
-    backward pass rematerializes each call.
-    """
-    arrays, treedef = jax.tree.flatten(inputs)
-    axes = jax.tree.leaves(in_axes)
-    mapped = [jnp.moveaxis(x, a, 0) for x, a in zip(arrays, axes, strict=True) if a != _SHARED]
-
-    @jax.checkpoint
-    def call(slices: list[jax.Array]) -> jax.Array:
-        remaining = iter(slices)
-        args = [
-            x if a == _SHARED else jnp.expand_dims(next(remaining), a)
-            for x, a in zip(arrays, axes, strict=True)
-        ]
-        return function(jax.tree.unflatten(treedef, args))
-
-    out: jax.Array = lax.map(call, mapped)
-    return out
-
-
 def _map_heads(
     function: Callable[..., _Result],
     inputs: FusedInputs,
@@ -309,7 +232,6 @@ def _logits(
     *,
     lengths: tuple[int, int],
     positions: tuple[jax.Array, jax.Array] | None,
-    matmul: Callable[..., jax.Array] = matmul_nt,
 ) -> jax.Array:
     """Returns the logits ``[q, k]`` of one head and example.
 
@@ -318,7 +240,6 @@ def _logits(
       products: terms of arrays ``[n, r]``.
       lengths: q and k.
       positions: positions ``[q]`` and ``[k]`` inside packed segments; None: positions in the row.
-      matmul: computes ``x yᵀ``.
     """
     key = jnp.arange(lengths[1]) if positions is None else positions[1]
     if bias is not None and positions is not None:
@@ -327,14 +248,14 @@ def _logits(
     if products.low_rank:
         queries = jnp.concatenate([term.queries for term in products.low_rank], axis=-1)
         keys = jnp.concatenate([term.keys for term in products.low_rank], axis=-1)
-        summands.append(matmul(queries, keys))
+        summands.append(matmul_nt(queries, keys))
     for term in products.outer:
         size = term.b.shape[-1]
         # Products with zeros and ones are exact only if the hardware does not round the factors.
         exact = lax.Precision.HIGHEST
         a_one_hot = jax.nn.one_hot(key // size, term.a.shape[-1], dtype=term.a.dtype)
         b_one_hot = jax.nn.one_hot(key % size, size, dtype=term.b.dtype)
-        summands.append(matmul(term.a, a_one_hot, exact) * matmul(term.b, b_one_hot, exact))
+        summands.append(matmul_nt(term.a, a_one_hot, exact) * matmul_nt(term.b, b_one_hot, exact))
     return functools.reduce(operator.add, summands)
 
 

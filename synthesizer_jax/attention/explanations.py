@@ -32,7 +32,7 @@ class Explanation:
     """How one call of `attend` is computed.
 
     Attributes:
-      route: ``static``, ``fused``, ``banded``, ``cudnn`` or ``reference``, see `attend`; ``flax`` where
+      route: ``static``, ``fused``, ``banded`` or ``reference``, see `attend`; ``flax`` where
         `attention_fn` leaves the computation to Flax's function.
       kernel: what runs it on the platform.
       platform: ``cpu``, ``gpu`` or ``tpu``.

@@ -274,16 +274,14 @@ def _mask_of(
         if is_causal or any(x is not None for x in (query_lengths, key_lengths, window)):
             raise ValueError(
                 f"{NAME}: a Mask is given beside other masks; put causal, query_lengths, "
-                "key_lengths, window and ahead into the Mask"
+                "key_lengths and window into the Mask"
             )
         return mask
-    before, ahead = (None, None) if window is None else window
     masks = Mask(
         causal=bool(is_causal),
         query_lengths=query_lengths,
         key_lengths=key_lengths,
-        window=None if before is None else before + 1,
-        ahead=ahead,
+        window=window,
     )
     return masks if mask is None else _add_array(masks, mask, sizes)
 

@@ -61,7 +61,6 @@ def attend_fused(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) 
     attend = with_gradient(
         functools.partial(_attend_fused_fwd, q_length, query_offset),
         backward,
-        functools.partial(blocked.plain_attention, q_length),
         name=CHECKPOINT_NAME,
     )
     out: jax.Array = attend(inputs)

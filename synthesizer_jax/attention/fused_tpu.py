@@ -6,15 +6,14 @@ like that of parameters that act as queries or keys, is summed over the batch in
 stays.
 
 The backward pass is a kernel over blocks of queries, which also makes the keys' and values' cotangents
-where one block holds all queries; otherwise a second kernel goes over blocks of keys, its tiles transposed.
+where one block holds all queries; otherwise the kernel runs over blocks of keys too, its tiles transposed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -24,32 +23,25 @@ from jax.experimental.pallas import tpu as pltpu
 
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.parts import FusedInputs, Products, SoftmaxStats
-from synthesizer_jax.attention.terms import Outer, logits_dtype
-from synthesizer_jax.attention.tiles_tpu import (
-    LOW,
-    SUBLANES,
+from synthesizer_jax.attention.terms import Outer, Term, logits_dtype
+from synthesizer_jax.attention.tpu import (
+    LANES,
     Bias,
-    Operands,
     Ref,
-    bias_spec,
-    block_size,
     call_kernel,
-    factor_one_hot,
-    fill_bias_tile,
-    heads_first,
-    logits_tile,
     mask_weights,
     matmul,
-    multiply_adds_per_logit,
-    operand_specs,
-    operands,
     prepare_bias,
-    product_specs,
-    row_spec,
-    spec,
-    transpose_bias,
+    roll_diagonals,
+    sum_diagonals,
 )
 from synthesizer_jax.typing import PyTree
+
+TILE = 256 * 1024
+"""Most logits of a program: 1 MiB in float32, of which about six live at once in 16 MiB."""
+
+LOW = float(jnp.finfo(jnp.float32).min)
+"""In the place of a forbidden logit; finite, so that differences are numbers."""
 
 
 def obstacle(inputs: FusedInputs) -> str | None:
@@ -66,35 +58,145 @@ def obstacle(inputs: FusedInputs) -> str | None:
     return None
 
 
+def block_size(rows: int, columns: int) -> int:
+    """Returns the rows of a tile: all, or a multiple of `LANES`, so that it is not much above `TILE`."""
+    if rows * columns <= TILE:
+        return rows
+    return min(rows, max(LANES, TILE // columns // LANES * LANES))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """How the logits are cut into tiles ``[size, columns]``, and what all programs know.
+
+    Attributes:
+      mask: of which the band is read; the rest is in `_Operands`.
+      offset: position of the first query.
+      rows: number of queries, or of keys if `transposed`.
+      columns: number of keys, or of queries if `transposed`.
+      transposed: the rows of a tile are keys.
+    """
+
+    mask: Mask
+    offset: int
+    rows: int
+    columns: int
+    transposed: bool = False
+
+    @property
+    def size(self) -> int:
+        """Rows of a tile."""
+        return block_size(self.rows, self.columns)
+
+    def spec(self, x: Ref, axes: str) -> pl.BlockSpec | None:
+        """Returns blocks of an array, if there is one.
+
+        Args:
+          x: an array.
+          axes: what its axes are: ``b`` a program's example, ``h`` its head, ``q`` and ``k`` its queries
+            and keys; ``.`` stands for others.
+        """
+        if x is None:
+            return None
+        row_axis = "k" if self.transposed else "q"
+        shape = [
+            None if a in "bh" else self.size if a == row_axis else n
+            for a, n in zip(axes, x.shape, strict=True)
+        ]
+
+        def index(head: jax.Array, block: jax.Array, example: jax.Array) -> tuple[Ref, ...]:
+            at = {"h": head, row_axis: block, "b": example}
+            return tuple(
+                0 if a not in at or n in (1, size) else at[a]
+                for a, n, size in zip(axes, x.shape, shape, strict=True)
+            )
+
+        return pl.BlockSpec(tuple(shape), index)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Operands:
+    """What logits are made of, heads first; in a kernel, references to the blocks of a program.
+
+    Attributes:
+      products: terms of arrays ``[b or 1, h, n, r]``.
+      values: ``[b, h, k, e]``.
+      bias: what the examples share.
+      real: ``[b, 1, k]`` int32, which keys are real; None: all.
+      query_segments: ``[b, 1, q]`` int32, in packed rows.
+      key_segments: ``[b, 1, k]`` int32.
+    """
+
+    products: Products
+    values: Ref
+    bias: Bias
+    real: Ref
+    query_segments: Ref
+    key_segments: Ref
+
+    def specs(self, tiles: _Tiles) -> _Operands:
+        """Returns the blocks of a program."""
+        return _Operands(
+            products=_product_specs(self.products, tiles),
+            values=tiles.spec(self.values, "bhk."),
+            bias=_bias_specs(self.bias, tiles),
+            real=tiles.spec(self.real, "b.k"),
+            query_segments=tiles.spec(self.query_segments, "b.q"),
+            key_segments=tiles.spec(self.key_segments, "b.k"),
+        )
+
+    def multiply_adds(self) -> int:
+        """Returns the multiply-adds of a logit."""
+        low_rank = sum(term.keys.shape[-1] for term in self.products.low_rank)
+        return low_rank + sum(t.a.shape[-1] + t.b.shape[-1] for t in self.products.outer)
+
+    def tile_scratch(self, tiles: _Tiles) -> list[Ref]:
+        """Returns the memory of a program's bias, if there is any."""
+        shape = tiles.size, tiles.columns
+        return [pltpu.VMEM(shape, jnp.float32)] if jax.tree.leaves(self.bias) else []
+
+
+def _operands(inputs: FusedInputs, bias: Bias) -> _Operands:
+    """Returns the inputs in the kernels' layout."""
+    products, _, values, mask, _ = inputs
+    apart = mask.key_lengths is not None or mask.key_valid is not None
+    real = mask.keys(values.shape[1]) if apart else None  # segments tell padding by themselves
+
+    def line(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else x.astype(jnp.int32)[:, None]
+
+    return _Operands(
+        products=jax.tree.map(_heads_first, products),
+        values=_heads_first(values),
+        bias=bias,
+        real=line(real),
+        query_segments=line(mask.query_segments),
+        key_segments=line(mask.key_segments),
+    )
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("interpret",))
 def forward(
     q_length: int, query_offset: int, inputs: FusedInputs, *, interpret: bool = False
 ) -> tuple[jax.Array, SoftmaxStats]:
-    """The attention output ``[b, q, h, e]`` and what `backward` needs.
+    """Returns the attention output ``[b, q, h, e]`` and what `backward` needs.
 
     Args:
       q_length: number of queries.
       query_offset: the mask's, which has to be known.
-      inputs: see `supported`.
+      inputs: those for which `obstacle` is None.
       interpret: run on any device, slowly.
     """
-    batch, k_length, heads, e = inputs.values.shape
-    blocks, bias = operands(inputs), prepare_bias(inputs.biases)
-    size = block_size(q_length, k_length)
-    make_tile = functools.partial(
-        logits_tile, mask=inputs.mask, offset=query_offset, size=size, length=k_length
-    )
+    batch, k_length, heads, width = inputs.values.shape
+    blocks = _operands(inputs, prepare_bias(inputs.biases))
+    tiles = _Tiles(inputs.mask, query_offset, q_length, k_length)
 
     def kernel(
-        blocks: Operands,
-        bias: Bias,
-        out: Ref,
-        row_max: Ref,
-        inverse_row_sum: Ref,
-        bias_tile: Ref = None,
+        blocks: _Operands, out: Ref, row_max: Ref, inverse_row_sum: Ref, bias_tile: Ref = None
     ) -> None:
-        fill_bias_tile(bias_tile, bias, q_length)
-        logits, allowed = make_tile(blocks, bias_tile)
+        _fill_bias_tile(bias_tile, blocks.bias, tiles)
+        logits, allowed = _logits_tile(blocks, bias_tile, tiles)
         if allowed is not None:
             logits = jnp.where(allowed, logits, LOW)
         largest = jnp.maximum(jnp.max(logits, axis=1, keepdims=True), LOW)
@@ -107,331 +209,226 @@ def forward(
         row_max[...] = jnp.where(has_keys, largest, 0.0).T
         inverse_row_sum[...] = inverse.T
 
-    row_shape = jax.ShapeDtypeStruct((batch, heads, 1, q_length), jnp.float32)
-    out_shape = jax.ShapeDtypeStruct((batch, heads, q_length, e), inputs.values.dtype)
+    rows = jax.ShapeDtypeStruct((batch, heads, 1, q_length), jnp.float32)
+    out_shape = jax.ShapeDtypeStruct((batch, heads, q_length, width), inputs.values.dtype)
+    row_spec = tiles.spec(rows, "bh.q")
+    num_logits = batch * heads * q_length * k_length
     out, row_max, inverse_row_sum = call_kernel(
         kernel,
-        (blocks, bias),
-        (out_shape, row_shape, row_shape),
-        specs=(operand_specs(blocks, queries=size, keys=k_length), bias_spec(bias, size)),
-        out_specs=(spec(out_shape, size), row_spec(row_shape, size), row_spec(row_shape, size)),
-        grid=(heads, pl.cdiv(q_length, size), batch),
-        work=multiply_adds_per_logit(blocks.products) + e,
-        tile_shape=(size, k_length),
+        (blocks,),
+        (out_shape, rows, rows),
+        specs=(blocks.specs(tiles),),
+        out_specs=(tiles.spec(out_shape, "bhq."), row_spec, row_spec),
+        grid=(heads, pl.cdiv(q_length, tiles.size), batch),
+        flops=2 * (blocks.multiply_adds() + width) * num_logits,
+        exponentials=num_logits,
+        scratch=blocks.tile_scratch(tiles),
         interpret=interpret,
     )
     real = inputs.mask.queries(q_length)
     if real is not None:
         out = jnp.where(real[:, None, :, None], out, 0)
         inverse_row_sum = jnp.where(real[:, None, None], inverse_row_sum, 0.0)
-    return heads_first(out), SoftmaxStats(
+    return _heads_first(out), SoftmaxStats(
         *(x.transpose(0, 3, 1, 2) for x in (row_max, inverse_row_sum))
     )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Residuals:
+    """What the backward kernel reads beside the operands.
+
+    Attributes:
+      dout: the cotangent of the output, ``[b, h, q, e]``.
+      row_max: of `SoftmaxStats`, ``[b, h, 1, q]`` float32.
+      inverse_row_sum: likewise.
+      delta: `parts.softmax_vjp_delta` likewise.
+    """
+
+    dout: Ref
+    row_max: Ref
+    inverse_row_sum: Ref
+    delta: Ref
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Cotangents:
+    """The cotangents of operands; None for what a kernel leaves out.
+
+    Attributes:
+      products: those of `_Operands.products`.
+      values: ``[b, h, k, e]``.
+      bias: that of `_Operands.bias`.
+    """
+
+    products: Products
+    values: Ref
+    bias: Bias
 
 
 @functools.partial(jax.jit, static_argnums=(0,), static_argnames=("interpret",))
 def backward(
     query_offset: int,
     inputs: FusedInputs,
-    rows: SoftmaxStats,
+    stats: SoftmaxStats,
     delta: jax.Array,
-    g: jax.Array,
+    dout: jax.Array,
     *,
     interpret: bool = False,
 ) -> FusedInputs:
-    """The cotangents of the inputs.
+    """Returns the cotangents of the inputs.
 
     Args:
       query_offset: as in `forward`.
       inputs: what `forward` was given.
-      rows: what it returned.
-      delta: `parts.softmax_vjp_delta` of its output and `g`.
-      g: the cotangent of its output.
+      stats: what it returned.
+      delta: `parts.softmax_vjp_delta` of its output and `dout`.
+      dout: the cotangent of its output.
       interpret: as in `forward`.
     """
-    q_length, k_length = g.shape[1], inputs.values.shape[1]
-    bias, back_bias = jax.vjp(prepare_bias, inputs.biases)
-    row_max, inverse_row_sum, delta = (x.transpose(0, 2, 3, 1) for x in (*rows, delta))
-    blocks = BackwardOperands(operands(inputs), heads_first(g), row_max, inverse_row_sum, delta)
-    size = block_size(q_length, k_length)
-    options: Any = {"mask": inputs.mask, "offset": query_offset, "interpret": interpret}
-    results, dbias = _query_cotangents(
-        blocks, bias, size, has_all_queries=size == q_length, **options
-    )
-    if size < q_length:
-        by_keys = _key_cotangents(
-            blocks,
-            transpose_bias(bias, q_length + k_length),
-            block_size(k_length, q_length),
-            **options,
+    q_length, k_length = dout.shape[1], inputs.values.shape[1]
+    bias, bias_vjp = jax.vjp(prepare_bias, inputs.biases)
+    blocks = _operands(inputs, bias)
+    residuals = _Residuals(_heads_first(dout), *(x.transpose(0, 2, 3, 1) for x in (*stats, delta)))
+    tiles = _Tiles(inputs.mask, query_offset, q_length, k_length)
+    absent = _Cotangents(_without(blocks.products, "keys"), None, bias)
+    if tiles.size == q_length:
+        absent = _Cotangents(blocks.products, blocks.values, bias)
+    found = _call_backward(blocks, residuals, absent, tiles, interpret=interpret)
+    products, values = found.products, found.values
+    if values is None:
+        tiles = dataclasses.replace(tiles, rows=k_length, columns=q_length, transposed=True)
+        blocks = dataclasses.replace(blocks, bias=_reverse_columns(bias, q_length + k_length - 1))
+        keys = _without(blocks.products._replace(outer=()), "queries")
+        of_keys = _Cotangents(keys, blocks.values, Bias(None, None))
+        by_keys = _call_backward(blocks, residuals, of_keys, tiles, interpret=interpret)
+        pairs = zip(products.low_rank, by_keys.products.low_rank, strict=True)
+        products = products._replace(
+            low_rank=tuple(dataclasses.replace(x, keys=y.keys) for x, y in pairs)
         )
-        results = _Cotangents(_merge_keys(results.products, by_keys.products), by_keys.values)
-    results = jax.tree.map(heads_first, results)
-    products = jax.tree.map(lambda d, x: d.astype(x.dtype), results.products, inputs.products)
-    (biases,) = back_bias(dbias)
-    return inputs.cotangents(products, biases, results.values.astype(inputs.values.dtype))
+        values = by_keys.values
+    cast = lambda d, x: _heads_first(d).astype(x.dtype)
+    dproducts, dvalues = jax.tree.map(cast, (products, values), (inputs.products, inputs.values))
+    (dbiases,) = bias_vjp(jax.tree.map(lambda d, x: d.astype(x.dtype), found.bias, bias))
+    return inputs.cotangents(dproducts, dbiases, dvalues)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Cotangents:
-    """The cotangents of operands that share the batch's rows; None for what a kernel leaves out.
-
-    Attributes:
-      products: those of `Operands.products`.
-      values: ``[b, h, k, e]``.
-    """
-
-    products: Products
-    values: Ref
-
-
-def _merge_keys(products: Products, by_keys: Products) -> Products:
-    """Returns the cotangents of queries and factors with those of the keys."""
-    low_rank = tuple(
-        dataclasses.replace(term, keys=other.keys)
-        for term, other in zip(products.low_rank, by_keys.low_rank, strict=True)
-    )
+def _without(products: Products, name: str) -> Products:
+    """Returns products whose `LowRank` terms have None for their keys or queries."""
+    changes: PyTree = {name: None}
+    low_rank = tuple(dataclasses.replace(term, **changes) for term in products.low_rank)
     return products._replace(low_rank=low_rank)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class BackwardOperands:
-    """What the backward kernels read beside the bias.
-
-    Attributes:
-      operands: the forward's.
-      g: the cotangent of the output, ``[b, h, q, e]``.
-      row_max: of `SoftmaxStats`, ``[b, h, 1, q]`` float32.
-      inverse_row_sum: likewise.
-      delta: `parts.softmax_vjp_delta` likewise.
-    """
-
-    operands: Operands
-    g: Ref
-    row_max: Ref
-    inverse_row_sum: Ref
-    delta: Ref
+def _reverse_columns(bias: Bias, length: int) -> Bias:
+    """Returns the bias for tiles whose rows are keys: its `length` columns from last to first."""
+    if bias.columns is None:
+        return bias
+    used, rest = bias.columns[..., :length], bias.columns[..., length:]
+    return dataclasses.replace(bias, columns=jnp.concatenate([used[..., ::-1], rest], axis=-1))
 
 
-def _query_cotangents(
-    blocks: BackwardOperands,
-    bias: Bias,
-    size: int,
+def _call_backward(
+    blocks: _Operands,
+    residuals: _Residuals,
+    primals: _Cotangents,
+    tiles: _Tiles,
     *,
-    has_all_queries: bool,
-    mask: Mask,
-    offset: int,
     interpret: bool,
-) -> tuple[_Cotangents, Bias]:
-    """Returns the cotangents of queries, factors and bias; with all queries also of keys and values."""
-    forward_blocks = blocks.operands
-    batch, heads, k_length, e = forward_blocks.values.shape
-    q_length = blocks.g.shape[2]
-    primals = _Cotangents(forward_blocks.products, forward_blocks.values)
-    if not has_all_queries:
-        primals = _Cotangents(_without_keys(forward_blocks.products), None)
-    shared = jax.tree.map(_is_shared, primals)
-    make_tile = functools.partial(logits_tile, mask=mask, offset=offset, size=size, length=k_length)
-
-    kernel = functools.partial(
-        _query_cotangents_kernel,
-        make_tile=make_tile,
-        shared=shared,
-        has_all_queries=has_all_queries,
-        q_length=q_length,
-        batch=batch,
+) -> _Cotangents:
+    """Returns the cotangents of those operands that are given as `primals`."""
+    batch, heads, _, width = blocks.values.shape
+    row_spec = tiles.spec(residuals.delta, "bh.q")
+    diagonals = primals.bias.columns is not None
+    tile = pltpu.VMEM((tiles.size, tiles.columns), jnp.float32)
+    num_logits = batch * heads * tiles.rows * tiles.columns
+    num_factors = 1 + sum(
+        any(getattr(t, name) is not None for t in primals.products.low_rank)
+        for name in ("queries", "keys")
     )
-    work = multiply_adds_per_logit(forward_blocks.products)
-    return call_kernel(
-        kernel,
-        (blocks, bias),
-        (jax.tree.map(_cotangent_shape, primals), _shapes_of(bias)),
-        specs=(_cotangent_specs(blocks, queries=size, keys=k_length), bias_spec(bias, size)),
-        out_specs=(_result_specs(primals, queries=size, keys=k_length), bias_spec(bias, size)),
-        grid=(heads, pl.cdiv(q_length, size), batch),
-        work=3 * work + 2 * e if has_all_queries else 2 * work + e,
-        tile_shape=(size, k_length),
-        scratch=() if bias.columns is None else (size + -size % SUBLANES, bias.columns.shape[2]),
+    work = num_factors * blocks.multiply_adds() + (1 + (primals.values is not None)) * width
+    results: _Cotangents = call_kernel(
+        functools.partial(
+            _backward_kernel, tiles=tiles, shared=jax.tree.map(_is_shared, primals), batch=batch
+        ),
+        (blocks, residuals),
+        jax.tree.map(_cotangent_shape, primals),
+        specs=(
+            blocks.specs(tiles),
+            _Residuals(tiles.spec(residuals.dout, "bhq."), row_spec, row_spec, row_spec),
+        ),
+        out_specs=_Cotangents(
+            _product_specs(primals.products, tiles),
+            tiles.spec(primals.values, "bhk."),
+            _bias_specs(primals.bias, tiles),
+        ),
+        grid=(heads, pl.cdiv(tiles.rows, tiles.size), batch),
+        flops=2 * work * num_logits,
+        exponentials=num_logits,
+        scratch=blocks.tile_scratch(tiles) + [tile] * diagonals,
         interpret=interpret,
     )
+    return results
 
 
-def _query_cotangents_kernel(
-    blocks: BackwardOperands,
-    bias: Bias,
+def _backward_kernel(
+    blocks: _Operands,
+    residuals: _Residuals,
     results: _Cotangents,
-    dbias: Bias,
     bias_tile: Ref = None,
     dlogits_sum: Ref = None,
     *,
-    make_tile: Callable[[Operands, Ref], tuple[jax.Array, jax.Array | None]],
+    tiles: _Tiles,
     shared: PyTree,
-    has_all_queries: bool,
-    q_length: int,
     batch: int,
 ) -> None:
-    """Computes the cotangents of a block of queries of one head and example."""
-    forward_blocks, g = blocks.operands, blocks.g[...]
-    fill_bias_tile(bias_tile, bias, q_length)
-    logits, allowed = make_tile(forward_blocks, bias_tile)
-    weights = (
-        mask_weights(allowed, jnp.exp(logits - blocks.row_max[...].T))
-        * blocks.inverse_row_sum[...].T
+    """Computes the cotangents of a tile of one head and example."""
+    _fill_bias_tile(bias_tile, blocks.bias, tiles)
+    logits, allowed = _logits_tile(blocks, bias_tile, tiles)
+    row_max, inverse_row_sum, delta = (
+        x[...] if tiles.transposed else x[...].T
+        for x in (residuals.row_max, residuals.inverse_row_sum, residuals.delta)
     )
-    dlogits = weights * (matmul(g, forward_blocks.values[...], axes=(1, 1)) - blocks.delta[...].T)
-    _write_product_cotangents(
-        forward_blocks.products,
-        results.products,
-        dlogits,
-        shared=shared.products,
-        of_keys=has_all_queries,
-    )
-    if has_all_queries:
-        dvalues = matmul(weights.astype(g.dtype), g, axes=(0, 0))  # dV = Pᵀ dO
+    weights = mask_weights(allowed, jnp.exp(logits - row_max)) * inverse_row_sum
+    dout, values = residuals.dout[...], blocks.values[...]
+    pair = (values, dout) if tiles.transposed else (dout, values)
+    dlogits = weights * (matmul(*pair, axes=(1, 1)) - delta)
+    query_axis, key_axis = (1, 0) if tiles.transposed else (0, 1)
+    terms = blocks.products.low_rank, results.products.low_rank, shared.products.low_rank
+    for term, out, is_shared in zip(*terms, strict=True):
+        for name, other, axis in (("queries", "keys", key_axis), ("keys", "queries", query_axis)):
+            if getattr(out, name) is not None:  # dQ = dS K,  dK = dSᵀ Q
+                factor = getattr(term, other)[...]
+                d = matmul(dlogits.astype(factor.dtype), factor, axes=(axis, 0))
+                _write_result(getattr(out, name), d, shared=getattr(is_shared, name))
+    if results.products.outer:
+        factors = blocks.products.outer, results.products.outer, shared.products.outer
+        for outer, douter, is_shared_outer in zip(*factors, strict=True):
+            da, db = _outer_vjp(outer, dlogits)
+            _write_result(douter.a, da, shared=is_shared_outer.a)
+            _write_result(douter.b, db, shared=is_shared_outer.b)
+    if results.values is not None:
+        dvalues = matmul(weights.astype(dout.dtype), dout, axes=(query_axis, 0))  # dV = Pᵀ dO
         _write_result(results.values, dvalues, shared=shared.values)
-    if dbias.table is not None:
-        _write_result(dbias.table, dlogits, shared=True)
-    if dbias.columns is not None:
-        _accumulate_diagonals(dbias.columns, dlogits_sum, dlogits, q_length=q_length, batch=batch)
+    if results.bias.table is not None:
+        _write_result(results.bias.table, dlogits, shared=True)
+    if results.bias.columns is not None:
+        _add_diagonals(results.bias.columns, dlogits_sum, dlogits, tiles, batch=batch)
 
 
-def _without_keys(products: Products) -> Products:
-    """Returns products whose `LowRank` terms have None for their keys."""
-    absent: Any = None
-    low_rank = tuple(dataclasses.replace(term, keys=absent) for term in products.low_rank)
-    return products._replace(low_rank=low_rank)
-
-
-def _write_product_cotangents(
-    products: Products, results: Products, dlogits: jax.Array, *, shared: PyTree, of_keys: bool
+def _add_diagonals(
+    total: Ref, dlogits_sum: Ref, dlogits: jax.Array, tiles: _Tiles, *, batch: int
 ) -> None:
-    """Writes the cotangents of the factors; those of `LowRank` keys if `of_keys`.
-
-    Args:
-      products: the factors of one head and example.
-      results: where the cotangents go.
-      dlogits: ``[q, k]``, of all queries if `of_keys`.
-      shared: which factors the examples share, a tree of bools like `products`.
-      of_keys: whether to write the cotangents of the keys.
-    """
-    for term, out, is_shared in zip(
-        products.low_rank, results.low_rank, shared.low_rank, strict=True
-    ):
-        keys, queries = term.keys[...], term.queries[...]
-        dqueries = matmul(dlogits.astype(keys.dtype), keys, axes=(1, 0))  # dQ = dS K
-        _write_result(out.queries, dqueries, shared=is_shared.queries)
-        if of_keys:
-            dkeys = matmul(dlogits.astype(queries.dtype), queries, axes=(0, 0))  # dK = dSᵀ Q
-            _write_result(out.keys, dkeys, shared=is_shared.keys)
-    for outer, douter, is_shared in zip(products.outer, results.outer, shared.outer, strict=True):
-        da, db = _outer_vjp(outer, dlogits, dlogits.shape[1])
-        _write_result(douter.a, da, shared=is_shared.a)
-        _write_result(douter.b, db, shared=is_shared.b)
-
-
-def _key_cotangents(
-    blocks: BackwardOperands,
-    bias: Bias,
-    size: int,
-    *,
-    mask: Mask,
-    offset: int,
-    interpret: bool,
-) -> _Cotangents:
-    """Returns the cotangents of keys and values, from tiles ``[keys of a block, queries]``."""
-    forward_blocks = blocks.operands
-    batch, heads, k_length, e = forward_blocks.values.shape
-    q_length = blocks.g.shape[2]
-    absent: Any = None
-    keys_only = tuple(
-        dataclasses.replace(t, queries=absent) for t in forward_blocks.products.low_rank
-    )
-    primals = _Cotangents(Products(low_rank=keys_only), forward_blocks.values)
-    shared = jax.tree.map(_is_shared, primals)
-    make_tile = functools.partial(
-        logits_tile, mask=mask, offset=offset, size=size, length=q_length, transposed=True
-    )
-
-    def kernel(
-        blocks: BackwardOperands, bias: Bias, results: _Cotangents, bias_tile: Ref = None
-    ) -> None:
-        forward_blocks, g = blocks.operands, blocks.g[...]
-        products = forward_blocks.products
-        fill_bias_tile(bias_tile, bias, k_length, transposed=True)
-        logits, allowed = make_tile(forward_blocks, bias_tile)
-        weights = (
-            mask_weights(allowed, jnp.exp(logits - blocks.row_max[...]))
-            * blocks.inverse_row_sum[...]
-        )
-        dlogits = weights * (matmul(forward_blocks.values[...], g, axes=(1, 1)) - blocks.delta[...])
-        for term, out, is_shared in zip(
-            products.low_rank,
-            results.products.low_rank,
-            shared.products.low_rank,
-            strict=True,
-        ):
-            queries = term.queries[...]
-            dkeys = matmul(dlogits.astype(queries.dtype), queries, axes=(1, 0))  # dK = dSᵀ Q
-            _write_result(out.keys, dkeys, shared=is_shared.keys)
-        dvalues = matmul(weights.astype(g.dtype), g, axes=(1, 0))  # dV = Pᵀ dO
-        _write_result(results.values, dvalues, shared=shared.values)
-
-    return call_kernel(
-        kernel,
-        (blocks, bias),
-        jax.tree.map(_cotangent_shape, primals),
-        specs=(
-            _cotangent_specs(blocks, queries=q_length, keys=size),
-            bias_spec(bias, size, transposed=True),
-        ),
-        out_specs=_result_specs(primals, queries=q_length, keys=size),
-        grid=(heads, pl.cdiv(k_length, size), batch),
-        work=2 * multiply_adds_per_logit(forward_blocks.products) + 2 * e,
-        tile_shape=(size, q_length),
-        interpret=interpret,
-    )
-
-
-def _accumulate_diagonals(
-    total: Ref, dlogits_sum: Ref, dlogits: jax.Array, *, q_length: int, batch: int
-) -> None:
-    """Adds a tile's sums along its diagonals, those of all examples together.
-
-    Args:
-      total: the cotangent of `Bias.columns`, ``[1, w]``, which all blocks of queries share.
-      dlogits_sum: memory for the sum over the examples, ``[size, w]`` with rows up to a multiple of 8.
-      dlogits: ``[size, k]``.
-      q_length: number of queries.
-      batch: number of examples.
-    """
-    size, length = dlogits.shape
-    count = total.shape[-1]
+    """Adds the sums along a tile's diagonals, with the last example those of all examples together."""
     block, example = pl.program_id(1), pl.program_id(2)
-
-    @pl.when(example == 0)
-    def _() -> None:
-        dlogits_sum[...] = jnp.zeros_like(dlogits_sum)
-
-    dlogits_sum[:size, :length] += dlogits
+    _write_result(dlogits_sum, dlogits, shared=True)
 
     @pl.when(example == batch - 1)
     def _() -> None:
-        # `roll_diagonals` the other way round: all eights of rows onto one, and its rows onto another.
-        row = lax.broadcasted_iota(jnp.int32, (SUBLANES, count), 0)
-        lines = jnp.zeros((SUBLANES, count), jnp.float32)
-        for begin in range(0, size, SUBLANES):
-            first = block * size + begin
-            forward_blocks = jnp.where(
-                row + first < q_length, dlogits_sum[begin : begin + SUBLANES], 0.0
-            )
-            lines += pltpu.roll(
-                forward_blocks, lax.rem(count + q_length - 1 - first, jnp.int32(count)), 1
-            )
-        for bit in (1, 2, 4):
-            lines = jnp.where(row & bit != 0, pltpu.roll(lines, jnp.int32(count - bit), 1), lines)
-        sums = lines.sum(axis=0, keepdims=True)
+        first = block * tiles.size
+        sums = sum_diagonals(dlogits_sum, first, rows=tiles.rows, count=total.shape[-1])
 
         @pl.when(block == 0)
         def _() -> None:
@@ -442,33 +439,20 @@ def _accumulate_diagonals(
             total[...] += sums
 
 
-def _outer_vjp(term: Outer, dlogits: jax.Array, k_length: int) -> tuple[jax.Array, jax.Array]:
+def _outer_vjp(term: Outer, dlogits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the cotangents of an `Outer` term's factors, ``da = (dS ∘ b Eᵦᵀ) Eₐ`` and the twin.
 
-    Args:
-      term: its factors, ``a Eₐᵀ ∘ b Eᵦᵀ`` are the logits; E tell by ones which number a key has.
-      dlogits: dS, ``[q, k]``.
-      k_length: number of keys.
+    The logits are ``a Eₐᵀ ∘ b Eᵦᵀ``; E tell by ones which number a key has.
     """
-    a_keys, b_keys = (factor_one_hot(term, name, 0, count=k_length) for name in ("a", "b"))
+    k_length = dlogits.shape[1]
+    a_keys, b_keys = (_factor_one_hot(term, name, 0, count=k_length) for name in ("a", "b"))
     a = matmul(term.a[...], a_keys, axes=(1, 1), exact=True)
     b = matmul(term.b[...], b_keys, axes=(1, 1), exact=True)
     da = matmul((dlogits * b).astype(a_keys.dtype), a_keys, axes=(1, 0), exact=True)
     return da, matmul((dlogits * a).astype(b_keys.dtype), b_keys, axes=(1, 0), exact=True)
 
 
-def _is_shared(x: Ref) -> bool:
-    """Whether all examples share an operand ``[b or 1, h, n, r]``."""
-    return x.shape[0] == 1
-
-
-def _result_specs(results: _Cotangents, *, queries: int, keys: int) -> _Cotangents:
-    """Returns blocks of so many queries and keys of the cotangents that a kernel writes."""
-    values = None if results.values is None else spec(results.values, keys)
-    return _Cotangents(product_specs(results.products, queries=queries, keys=keys), values)
-
-
-def _write_result(ref: Ref, value: jax.Array, *, shared: bool = False) -> None:
+def _write_result(ref: Ref, value: jax.Array, *, shared: bool) -> None:
     """Writes a result; one that all examples share stays in place while they go by, and grows."""
     value = value.astype(ref.dtype)
     if not shared:
@@ -484,19 +468,90 @@ def _write_result(ref: Ref, value: jax.Array, *, shared: bool = False) -> None:
         ref[...] += value
 
 
+def _fill_bias_tile(tile: Ref, bias: Bias, tiles: _Tiles) -> None:
+    """Makes a program's bias ``[size, columns]``, once for all examples."""
+    if tile is None:
+        return
+    block, example = pl.program_id(1), pl.program_id(2)
+
+    @pl.when(example == 0)
+    def _() -> None:
+        if bias.columns is not None:
+            roll_diagonals(tile, bias.columns[...], block * tile.shape[0], rows=tiles.rows)
+        if bias.table is not None:
+            table = bias.table[...].astype(jnp.float32)
+            table = table.T if tiles.transposed else table
+            tile[...] = table if bias.columns is None else tile[...] + table
+
+
+def _logits_tile(blocks: _Operands, bias: Ref, tiles: _Tiles) -> tuple[jax.Array, jax.Array | None]:
+    """Returns a program's logits, and which of them the mask allows (None: all)."""
+    shape, transposed, block = (tiles.size, tiles.columns), tiles.transposed, pl.program_id(1)
+
+    def product(queries: jax.Array, keys: jax.Array, *, exact: bool = False) -> jax.Array:
+        pair = (keys, queries) if transposed else (queries, keys)
+        return matmul(*pair, axes=(1, 1), exact=exact)
+
+    parts = [] if bias is None else [bias[...]]
+    parts += [product(t.queries[...], t.keys[...]) for t in blocks.products.low_rank]
+    for outer in blocks.products.outer:
+        first, count = (block * tiles.size, tiles.size) if transposed else (0, tiles.columns)
+        one_hot = functools.partial(_factor_one_hot, outer, first=first, count=count)
+        a, b = (
+            product(x[...], one_hot(name), exact=True)
+            for name, x in (("a", outer.a), ("b", outer.b))
+        )
+        parts.append(a * b)
+    logits = functools.reduce(operator.add, parts) if parts else jnp.zeros(shape, jnp.float32)
+
+    row = lax.broadcasted_iota(jnp.int32, shape, 0) + block * tiles.size
+    column = lax.broadcasted_iota(jnp.int32, shape, 1)
+    query, key = (column, row) if transposed else (row, column)
+    rules = tiles.mask.band_rules(query + tiles.offset, key)
+    if blocks.real is not None:
+        rules.append((blocks.real[...].T if transposed else blocks.real[...]) != 0)
+    if blocks.query_segments is not None:
+        ids = blocks.query_segments[...], blocks.key_segments[...]
+        rules.append((ids[0] == ids[1].T) if transposed else (ids[1] == ids[0].T))
+    if not rules:
+        return logits, None
+    return logits, jnp.broadcast_to(functools.reduce(operator.and_, rules), shape)
+
+
+def _factor_one_hot(term: Outer, name: str, first: int | jax.Array, *, count: int) -> jax.Array:
+    """Returns which number of a factor each key has, as ones and zeros ``[count, A or B]``."""
+    x, size = getattr(term, name), term.b.shape[-1]
+    shape = (count, x.shape[-1])
+    key = lax.broadcasted_iota(jnp.int32, shape, 0) + first
+    divide = lax.div if name == "a" else lax.rem
+    index = divide(key, jnp.int32(size))
+    return (index == lax.broadcasted_iota(jnp.int32, shape, 1)).astype(x.dtype)
+
+
+def _product_specs(products: Products, tiles: _Tiles) -> Products:
+    """Returns the blocks of every array that is not None."""
+
+    def specs(term: Term) -> Term:
+        return term.map_arrays(lambda _, x, axes: tiles.spec(x, f"bh{axes[1]}."))
+
+    return jax.tree.map(specs, products, is_leaf=lambda x: isinstance(x, Term))
+
+
+def _bias_specs(bias: Bias, tiles: _Tiles) -> Bias:
+    return Bias(tiles.spec(bias.table, "hqk"), tiles.spec(bias.columns, "h.."))
+
+
+def _is_shared(x: Ref) -> bool:
+    """Whether all examples share an operand ``[b or 1, h, n, r]``."""
+    return x.shape[0] == 1
+
+
 def _cotangent_shape(x: Ref) -> jax.ShapeDtypeStruct:
     """What a kernel returns for an operand: float32 where it is a sum over the batch."""
-    return jax.ShapeDtypeStruct(x.shape, jnp.float32 if x.shape[0] == 1 else x.dtype)
+    is_sum = x.shape[0] == 1 or x.ndim < 4
+    return jax.ShapeDtypeStruct(x.shape, jnp.float32 if is_sum else x.dtype)
 
 
-def _cotangent_specs(blocks: BackwardOperands, *, queries: int, keys: int) -> BackwardOperands:
-    """The same for the backward kernels."""
-    forward_blocks = operand_specs(blocks.operands, queries=queries, keys=keys)
-    return BackwardOperands(
-        forward_blocks, spec(blocks.g, queries), *(row_spec(blocks.row_max, queries),) * 3
-    )
-
-
-def _shapes_of(tree: PyTree) -> PyTree:
-    """Shapes and dtypes of a tree of arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+def _heads_first(x: jax.Array) -> jax.Array:
+    """Transposes ``[b, n, h, r]`` to ``[b, h, n, r]``, and back."""
+    return x.swapaxes(1, 2)

@@ -20,8 +20,7 @@ from synthesizer_jax.typing import PyTree
 class _Fields(TypedDict, total=False):
     """The fields of `Mask` that may be given to `Mask.padded` and `Mask.packed`."""
 
-    window: int | None
-    ahead: int | None
+    window: int | tuple[int | None, int | None] | None
     prefix_lengths: jax.Array | None
     query_offset: int | jax.Array
     allowed: jax.Array | None
@@ -39,8 +38,9 @@ class Mask:
 
     Attributes:
       causal: ``key <= query``.
-      window: ``key > query - window``: together with `causal`, the last `window` keys.
-      ahead: ``key <= query + ahead``: how many later keys a query sees; `causal` is ``ahead=0``.
+      window: how many keys before and after its own position a query sees, ``(before, after)``; None
+        stands for all. A single number is ``(window - 1, None)``: together with `causal`, the last
+        `window` keys.
       key_lengths: ``[b]``; the keys before that count are real (suffix padding, the fast case).
       key_valid: ``[b, k]`` bool; any pattern of real keys.
       query_lengths: ``[b]``, as `key_lengths`. Left out: every query is real.
@@ -51,8 +51,8 @@ class Mask:
       key_segments: ``[b, k]``; given if and only if `query_segments` is.
       segment_length: no segment is longer (None: as long as the row).
       segments: no row has more segments (None: unknown).
-      prefix_lengths: ``[b]``; keys before that count are seen whatever `causal`, `window` and `ahead`
-        say (prefix language model).
+      prefix_lengths: ``[b]``; keys before that count are seen whatever `causal` and `window` say (prefix
+        language model).
       query_offset: position of the first query counted from the first key; not 0 in decoding. The
         number 0 is part of the pytree's structure, so that it stays known under `jax.jit` and
         `jax.checkpoint`, as kernels need; other numbers and arrays are traced. A mask that a loop
@@ -63,8 +63,9 @@ class Mask:
     """
 
     causal: bool = dataclasses.field(default=False, metadata={"static": True})
-    window: int | None = dataclasses.field(default=None, metadata={"static": True})
-    ahead: int | None = dataclasses.field(default=None, metadata={"static": True})
+    window: int | tuple[int | None, int | None] | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
     key_lengths: jax.Array | None = None
     key_valid: jax.Array | None = None
     query_lengths: jax.Array | None = None
@@ -201,12 +202,8 @@ class Mask:
                 f"Mask.query_offset={self.query_offset} in self-attention, where every query is its own "
                 "key; leave it out, or decode with a cache"
             )
-        pairs = (
-            (self.query_lengths, self.key_lengths),
-            (self.query_valid, self.key_valid),
-        )
-        if any(query is not None and query is not key for query, key in pairs):
-            return self
+        if self.query_lengths is not None or self.query_valid is not None:
+            return self  # which queries are real is told by itself
         return dataclasses.replace(
             self,
             query_lengths=self.key_lengths,
@@ -235,11 +232,27 @@ class Mask:
 
     @property
     def counts_in_segments(self) -> bool:
-        """Whether `causal`, `window` and `ahead` compare positions inside the segments."""
+        """Whether the band compares positions inside the segments."""
         return self.query_segments is not None and not self.self_attention
 
-    def band(self, q_length: int, k_length: int) -> jax.Array | None:
-        """Returns what `causal`, `window` and `ahead` allow, bool ``[q, k]``; None: everything.
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        """How many keys before and after its position a query sees, by `causal` and `window`; None: all."""
+        window = self.window
+        if not isinstance(window, tuple):
+            window = (None if window is None else window - 1), None
+        before, after = window
+        if self.causal:
+            after = 0 if after is None else min(after, 0)
+        return before, after
+
+    @property
+    def has_band(self) -> bool:
+        """Whether `causal` or `window` hide any key."""
+        return self.band != (None, None)
+
+    def band_pairs(self, q_length: int, k_length: int) -> jax.Array | None:
+        """Returns what the band allows, bool ``[q, k]``; None: everything.
 
         In packed cross-attention, where segments do not begin together, it is ``[b, 1, q, k]``.
         """
@@ -251,21 +264,11 @@ class Mask:
             key = segment_positions(self.key_segments)[:, None, None, :]
         return _all(*self.band_rules(query, key))
 
-    @property
-    def has_band(self) -> bool:
-        """Whether `causal`, `window` or `ahead` hide any key."""
-        return self.causal or self.window is not None or self.ahead is not None
-
     def band_rules(self, query: jax.Array, key: jax.Array) -> list[jax.Array]:
-        """Returns what `causal`, `window` and `ahead` allow of positions, a bool array for each."""
-        rules = []
-        if self.causal:
-            rules.append(key <= query)
-        if self.window is not None:
-            rules.append(key > query - self.window)
-        if self.ahead is not None:
-            rules.append(key <= query + self.ahead)
-        return rules
+        """Returns what the two sides of the band allow of positions, a bool array for each."""
+        before, after = self.band
+        rules = [] if before is None else [key >= query - before]
+        return rules if after is None else [*rules, key <= query + after]
 
     def prefix(self, k_length: int) -> jax.Array | None:
         """Returns which keys the prefix opens to every query, bool ``[b, k]``; None: there is no prefix."""
@@ -322,7 +325,7 @@ class Mask:
         None: every query to every key. Rows of padding queries are empty.
         """
         keys, queries = self.keys(k_length), self.queries(q_length)
-        band, prefix = self.band(q_length, k_length), self.prefix(k_length)
+        band, prefix = self.band_pairs(q_length, k_length), self.prefix(k_length)
         if band is not None and prefix is not None:
             band = operator.or_(*_equal_ranks(band, prefix[..., None, None, :]))
         parts = [

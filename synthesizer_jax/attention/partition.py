@@ -203,8 +203,8 @@ class Partition:
     def _divides_queries(self, terms: Terms, mask: Mask, q_length: int) -> bool:
         """Returns whether `sequence` divides the queries; then each may attend to all keys."""
         devices = self._size(self.sequence)
-        patterns = (mask.prefix_lengths, mask.query_segments, mask.allowed, mask.window, mask.ahead)
-        sees_all_keys = not mask.causal and all(pattern is None for pattern in patterns)
+        patterns = (mask.prefix_lengths, mask.query_segments, mask.allowed)
+        sees_all_keys = not mask.has_band and all(pattern is None for pattern in patterns)
         has_logits = not any(term.is_weights for term in terms)
         return devices > 1 and q_length % devices == 0 and sees_all_keys and has_logits
 

@@ -12,7 +12,6 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.partition import axes_along, axes_of_type
 from synthesizer_jax.attention.parts import match_varying_axes
 from synthesizer_jax.attention.terms import logits_dtype
@@ -109,19 +108,24 @@ def output_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     All factors are in `x`'s dtype; in the backward pass JAX would multiply float32 cotangents.
     """
 
-    def product(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return jnp.matmul(*inputs, preferred_element_type=logits_dtype(*inputs))
+    return _output_product(*match_varying_axes(x, kernel.astype(x.dtype)))
 
-    def backward(
-        inputs: tuple[jax.Array, jax.Array], _: None, __: None, g: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        (x, kernel), rows = inputs, tuple(range(g.ndim - 1))
-        g = g.astype(x.dtype)
-        return g @ kernel.T, jnp.tensordot(x, g, (rows, rows))
 
-    forward = lambda inputs: (product(inputs), None)
-    run = with_gradient(forward, backward, product, reads_output=False)
-    return run(match_varying_axes(x, kernel.astype(x.dtype)))
+def plain_output_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Returns the same as `output_product`, with JAX's own derivatives."""
+    return jnp.matmul(x, kernel, preferred_element_type=logits_dtype(x, kernel))
+
+
+def _output_product_bwd(
+    inputs: tuple[jax.Array, jax.Array], dout: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    (x, kernel), rows = inputs, tuple(range(dout.ndim - 1))
+    dout = dout.astype(x.dtype)
+    return dout @ kernel.T, jnp.tensordot(x, dout, (rows, rows))
+
+
+_output_product = jax.custom_vjp(plain_output_product)
+_output_product.defvjp(lambda *inputs: (plain_output_product(*inputs), inputs), _output_product_bwd)
 
 
 def matmul_nt(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:
@@ -131,7 +135,7 @@ def matmul_nt(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _matmul_nt(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike) -> jax.Array:
-    return matmul_nt_plain(x, y, precision)
+    return jnp.matmul(x, y.T, precision=precision, preferred_element_type=logits_dtype(x, y))
 
 
 def _matmul_nt_fwd(
@@ -152,11 +156,6 @@ def _matmul_nt_bwd(
 
 
 _matmul_nt.defvjp(_matmul_nt_fwd, _matmul_nt_bwd)
-
-
-def matmul_nt_plain(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:
-    """Returns the same as `matmul_nt`, with JAX's own derivatives."""
-    return jnp.matmul(x, y.T, precision=precision, preferred_element_type=logits_dtype(x, y))
 
 
 def matmul_tn(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:

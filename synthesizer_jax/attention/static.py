@@ -24,6 +24,7 @@ from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.fused import CHECKPOINT_NAME
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.parts import (
+    MIN_ROW_SUM,
     Biases,
     FusedInputs,
     Products,
@@ -33,7 +34,6 @@ from synthesizer_jax.attention.parts import (
 )
 from synthesizer_jax.attention.products import weighted_sum, weighted_sum_vjp
 from synthesizer_jax.attention.reference import softmax
-from synthesizer_jax.attention.static_kernels_tpu import MIN_ROW_SUM
 from synthesizer_jax.attention.terms import (
     Relative,
     Static,
@@ -66,7 +66,6 @@ def attend_static(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int)
     attend = with_gradient(
         functools.partial(_attend_static_fwd, q_length, query_offset),
         functools.partial(_attend_static_bwd, q_length, query_offset),
-        functools.partial(blocked.plain_attention, q_length),
         name=CHECKPOINT_NAME,
     )
     out: jax.Array = attend(inputs)
@@ -200,7 +199,7 @@ def _matmul_fwd(q_length: int, inputs: FusedInputs) -> tuple[jax.Array, _Optiona
     logits = _logits(q_length, values.shape[1], biases)
     if not _is_separable(mask):
         return _guarded_fwd(logits, values, mask)
-    weights = softmax(logits, mask.band(*logits.shape[1:]))
+    weights = softmax(logits, mask.band_pairs(*logits.shape[1:]))
     out = _swap_heads_first(weighted_sum(weights, _swap_heads_first(values))).astype(values.dtype)
     queries = mask.queries(q_length)
     return out if queries is None else jnp.where(queries[..., None, None], out, 0), ()
@@ -219,7 +218,7 @@ def _matmul_bwd(
     if _is_separable(mask):
         queries = mask.queries(q_length)
         dout = dout if queries is None else jnp.where(queries[..., None, None], dout, 0)
-        band = mask.band(*logits.shape[1:])
+        band = mask.band_pairs(*logits.shape[1:])
         weights, softmax_vjp = jax.vjp(lambda x: softmax(x, band), logits)
         # dP = Σ_b dO Vᵀ,  dV = Pᵀ dO
         dweights, dvalues = weighted_sum_vjp(
@@ -252,7 +251,9 @@ def _is_separable(mask: Mask) -> bool:
     """
     if mask.key_valid is not None or mask.prefix_lengths is not None:
         return False
-    return mask.key_lengths is None or (mask.causal and mask.self_attention)
+    _, after = mask.band
+    is_causal = after is not None and after <= 0
+    return mask.key_lengths is None or (is_causal and mask.self_attention)
 
 
 def _guarded_fwd(logits: jax.Array, values: jax.Array, mask: Mask) -> tuple[jax.Array, _Residuals]:
@@ -518,7 +519,7 @@ def _regions(mask: Mask, q_length: int, values: jax.Array) -> list[_Region]:
     batch, k_length = values.shape[:2]
     keys = mask.keys(k_length)
     keys = jnp.ones((batch, k_length), bool) if keys is None else keys
-    band, prefix = mask.band(q_length, k_length), mask.prefix(k_length)
+    band, prefix = mask.band_pairs(q_length, k_length), mask.prefix(k_length)
     if band is None:
         return [(jnp.ones((1, 1, k_length), bool), keys)]
     band = band[None]

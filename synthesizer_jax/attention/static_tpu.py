@@ -1,48 +1,45 @@
 """The static route on TPUs: Pallas kernels for logits that all examples share.
 
-A program holds the logits of some heads, a block of queries and all keys in vector memory, computes the
-numerators ``E = exp(S - max)`` once, and has nothing but matrix products left for the examples,
+A program holds the logits of some heads in vector memory, computes the numerators ``E = exp(S - max)``
+once, and has nothing but matrix products left for the examples,
 
     out = E (m ∘ v) / E m,    dS = E ∘ (D (m ∘ v)ᵀ - δ mᵀ),    dv = m ∘ Eᵀ D,
 
-with m the real keys, ``D = g / E m`` and ``δ = Σ_e out · D``. Several examples lie side by side in the
+with m the real keys, ``D = dout / E m`` and ``δ = Σ_e out · D``. Several examples lie side by side in the
 columns of a product. Where a denominator is too small to be trusted, a program computes the
 weights of each of its examples from that example's own maximum instead.
 
-The grid goes over groups of heads, groups of examples and, innermost, blocks of queries. What one group
-of examples reads and adds up stays in vector memory while the blocks go by. If there is one block, as up
-to 512 keys, it stays there while the examples go by, and with it the sum of its cotangents; if there are
-several, the backward kernel is called once for every group of examples, and each call adds to the last.
+The grid goes over groups of heads and, inside, groups of examples; logits, and the sum of their
+cotangents, stay in vector memory while the examples go by.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from synthesizer_jax.attention import tiles_tpu
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.parts import Biases, FusedInputs, Products
-from synthesizer_jax.attention.static_kernels_tpu import (
-    BackwardOperands,
-    Operands,
-    Scratch,
-    Tiling,
-    backward_kernel,
-    forward_kernel,
-)
+from synthesizer_jax.attention.parts import MIN_ROW_SUM, FusedInputs, Products
 from synthesizer_jax.attention.terms import logits_dtype
-from synthesizer_jax.attention.tiles_tpu import LANES, VMEM, Bias, vmem_bytes_per_program
-from synthesizer_jax.typing import PyTree
+from synthesizer_jax.attention.tpu import (
+    LANES,
+    VMEM,
+    Bias,
+    Ref,
+    call_kernel,
+    matmul,
+    prepare_bias,
+    roll_diagonals,
+    sum_diagonals,
+)
 
 MAX_HEADS = 8
 """Most heads of a program; their lanes fill whole registers together."""
@@ -51,29 +48,138 @@ TILES = 10
 """Tiles of logits in float32 that live at once: of the table, its cotangent, weights and temporaries."""
 
 COLUMNS = 512
-"""Columns that a program's examples fill in a matrix product, or a few more, where there is one block."""
+"""Columns that a program's examples fill in a matrix product, or a few more."""
 
 
 def obstacle(q_length: int, inputs: FusedInputs) -> str | None:
     """Returns why the kernels cannot take such inputs; None: they can."""
     _, biases, values, mask, _ = inputs
-    heads = _heads_per_program(*values.shape[2:])
-    tiles = TILES * 4 * heads * values.shape[1] * min(q_length, LANES)
     if mask.prefix_lengths is not None:
         return "the kernels do not read Mask.prefix_lengths"
     if not isinstance(mask.query_offset, int):
         return "Mask.query_offset is not known when the function is traced"
     if logits_dtype(values, *jax.tree.leaves(biases)) != jnp.float32:
         return "the kernels have no 64-bit numbers"
+    heads = _heads_per_program(*values.shape[2:])
     if heads > MAX_HEADS:
         return (
             f"only {heads} heads of width {values.shape[3]} fill whole registers; at most {MAX_HEADS} "
             "are computed together"
         )
-    free_bytes = vmem_bytes_per_program() - tiles
-    if _examples_per_program(values, free_bytes, several=q_length > LANES) < 1:
-        return f"{values.shape[1]} keys are too many for the vector memory"
+    if _examples_per_program(values, q_length) < 1:
+        return f"{q_length} queries and {values.shape[1]} keys are too many for the vector memory"
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiling:
+    """How the work is cut into programs, and what all of them know.
+
+    Attributes:
+      heads: of a program.
+      examples: of a program, c.
+      width: of a head.
+      shape: ``(b, h, q, k)`` of all logits.
+      offset: position of the first query.
+      mask: the mask, of which programs read the band.
+    """
+
+    heads: int
+    examples: int
+    width: int
+    shape: tuple[int, int, int, int]
+    offset: int
+    mask: Mask
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Groups of heads and groups of examples."""
+        return self.shape[1] // self.heads, self.shape[0] // self.examples
+
+    @property
+    def num_logits(self) -> int:
+        """Logits that the examples share."""
+        _, heads, q, k = self.shape
+        return heads * q * k
+
+    @property
+    def flops_per_product(self) -> int:
+        """Floating-point operations of the product of weights and values."""
+        return 2 * self.width * self.shape[0] * self.num_logits
+
+    def lanes_of(self, head: int) -> slice:
+        """Where one of a program's heads lies."""
+        return slice(head * self.width, (head + 1) * self.width)
+
+    columns_of = lanes_of
+    """Where one of a program's examples lies in the columns of a product."""
+
+    def spec(self, x: Ref, axes: str) -> pl.BlockSpec | None:
+        """Returns blocks of an array, if there is one.
+
+        Args:
+          x: an array.
+          axes: what its axes are: ``b`` examples, ``g`` groups of examples, ``h`` heads, ``l`` the lanes
+            of heads; ``.`` stands for others, which are whole.
+        """
+        if x is None:
+            return None
+        sizes = {"b": self.examples, "g": None, "h": self.heads, "l": self.heads * self.width}
+        shape = tuple(sizes.get(a, n) for a, n in zip(axes, x.shape, strict=True))
+
+        def index(heads: jax.Array, group: jax.Array) -> tuple[Ref, ...]:
+            at = {"b": group, "g": group, "h": heads, "l": heads}
+            return tuple(at.get(axis, 0) for axis in axes)
+
+        return pl.BlockSpec(shape, index)
+
+
+class _Operands(NamedTuple):
+    """What both kernels read; in a kernel, references to the blocks of a program.
+
+    Attributes:
+      bias: the logits.
+      values: ``[b, k, h · e]``, zero where keys are padding.
+      keys: ``[b / c, c, k]`` float32, 1 for real keys; None: the real queries of one position see the
+        same keys in every example.
+      queries: ``[b / c, c, q]`` float32, 1 for real queries that see a key; None: all of them.
+    """
+
+    bias: Bias
+    values: Ref
+    keys: Ref
+    queries: Ref
+
+
+class _Residuals(NamedTuple):
+    """What the backward kernel reads besides.
+
+    Attributes:
+      dout: the cotangent of the output, ``[b, q, h · e]``.
+      out: the output, likewise; None where `_Operands.keys` is None.
+      inverse_row_sum: the forward kernel's, ``[h, b / c, c, q]``, or None likewise.
+    """
+
+    dout: Ref
+    out: Ref = None
+    inverse_row_sum: Ref = None
+
+
+class _Scratch(NamedTuple):
+    """Vector memory of a kernel.
+
+    Attributes:
+      weights: numerators, normalized where `_Operands.keys` is None, ``[heads, q, k]`` in the values'
+        dtype.
+      tile: logits of one head, ``[q, k]``, if they are made of `Bias.columns`.
+      transposed: the weights, ``[heads, k, q]``.
+      dlogits_sum: the sum of the logits' cotangents over the examples, ``[heads, q, k]`` float32.
+    """
+
+    weights: Ref
+    tile: Ref
+    transposed: Ref = None
+    dlogits_sum: Ref = None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("same_keys", "interpret"))
@@ -85,7 +191,7 @@ def forward(
     same_keys: bool,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The attention output, and what `backward` needs.
+    """Returns the attention output, and what `backward` needs.
 
     Args:
       q_length: number of queries.
@@ -99,26 +205,29 @@ def forward(
       is padding or sees no key, negative where the example's own maximum was subtracted. None if
       `same_keys`.
     """
-    _, biases, values, mask, _ = inputs
-    plan, bias = _make_tiling(values, mask, q_length, offset=query_offset), prepare_bias(biases)
-    plan = dataclasses.replace(plan, groups=values.shape[0] // plan.examples)
-    blocks = operands(plan, bias, values, mask=mask, same_keys=same_keys)
-    batch, heads = plan.shape[:2]
-    rows = jax.ShapeDtypeStruct((heads, plan.groups, plan.examples, q_length), jnp.float32)
-    out = jax.ShapeDtypeStruct((batch, q_length, heads * plan.width), values.dtype)
+    values = inputs.values
+    tiling = _make_tiling(inputs, q_length, query_offset)
+    blocks = _operands(tiling, prepare_bias(inputs.biases), inputs, same_keys=same_keys)
+    batch, heads, *_ = tiling.shape
+    out = jax.ShapeDtypeStruct((batch, q_length, blocks.values.shape[2]), values.dtype)
+    rows = jax.ShapeDtypeStruct((heads, tiling.grid[1], tiling.examples, q_length), jnp.float32)
+    shapes = out, None if same_keys else rows
     out, inverse_row_sum = call_kernel(
-        forward_kernel,
-        plan,
+        functools.partial(_forward_kernel, tiling),
         (blocks,),
-        specs=(operand_specs(plan, blocks),),
-        shapes=(out, None if same_keys else rows),
-        out_specs=(_values_spec(plan, of_keys=False), None if same_keys else _inverse_spec(plan)),
-        scratch=_scratch_of(plan, bias, values.dtype),
-        products=1,
+        shapes,
+        specs=(_operand_specs(tiling, blocks),),
+        out_specs=(tiling.spec(shapes[0], "b.l"), tiling.spec(shapes[1], "hg..")),
+        grid=tiling.grid,
+        flops=tiling.flops_per_product,
+        exponentials=tiling.num_logits,
+        scratch=(_make_scratch(tiling, blocks, backward=False),),
+        memory=_memory(values, q_length),
         interpret=interpret,
     )
-    inverse_row_sum = None if same_keys else inverse_row_sum.reshape(heads, batch, q_length)
-    return out.reshape(batch, q_length, heads, plan.width), inverse_row_sum
+    if inverse_row_sum is not None:
+        inverse_row_sum = inverse_row_sum.reshape(heads, batch, q_length)
+    return out.reshape(batch, q_length, heads, tiling.width), inverse_row_sum
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="interpret")
@@ -127,83 +236,54 @@ def backward(
     inputs: FusedInputs,
     out: jax.Array,
     inverse_row_sum: jax.Array | None,
-    g: jax.Array,
+    dout: jax.Array,
     *,
     interpret: bool = False,
 ) -> FusedInputs:
-    """The cotangents of the inputs.
+    """Returns the cotangents of the inputs.
 
     Args:
       query_offset: as in `forward`.
       inputs: what `forward` was given.
       out: what that returned.
       inverse_row_sum: likewise.
-      g: the cotangent of `out`.
+      dout: the cotangent of `out`.
       interpret: run on any device, slowly.
     """
-    _, biases, values, mask, _ = inputs
-    plan = _make_tiling(values, mask, g.shape[1], offset=query_offset)
-    bias, bias_back = jax.vjp(prepare_bias, biases)
-    blocks = operands(plan, bias, values, mask=mask, same_keys=inverse_row_sum is None)
-    residuals = BackwardOperands(_flatten_heads(g), None, None)
+    values, q_length = inputs.values, dout.shape[1]
+    tiling = _make_tiling(inputs, q_length, query_offset)
+    bias, bias_vjp = jax.vjp(prepare_bias, inputs.biases)
+    blocks = _operands(tiling, bias, inputs, same_keys=inverse_row_sum is None)
+    residuals = _Residuals(_flatten_heads(dout))
     if inverse_row_sum is not None:
-        rows = inverse_row_sum.reshape(plan.shape[1], -1, plan.examples, g.shape[1])
-        residuals = BackwardOperands(_flatten_heads(g), _flatten_heads(out), rows)
-    groups = values.shape[0] // plan.examples
-    calls = 1 if plan.blocks == 1 else groups
-    for first in range(calls):
-        part = dataclasses.replace(plan, first=first, groups=groups // calls)
-        dbias, dvalues = _add_cotangents(part, blocks, residuals, interpret=interpret)
-        residuals = residuals._replace(earlier=dbias, dvalues=dvalues)
-    dbias = jax.tree.map(lambda x, y: x.astype(y.dtype), dbias, bias)
-    dvalues = dvalues.reshape(values.shape)
-    if inverse_row_sum is not None:
-        keys: Any = mask.keys(values.shape[1])
-        dvalues = jnp.where(keys[..., None, None], dvalues, 0)
-    (dbiases,) = bias_back(dbias)
-    return inputs.cotangents(Products(), dbiases, dvalues)
-
-
-def _add_cotangents(
-    plan: Tiling, blocks: Operands, residuals: BackwardOperands, *, interpret: bool
-) -> tuple[Bias, jax.Array]:
-    """The cotangents of the bias and of values ``[b, k, h · e]``, those of the plan's examples added."""
-    dtype, several = blocks.values.dtype, plan.blocks > 1
-    line = _values_spec(plan, of_keys=False)
-    known = residuals.inverse_row_sum is not None
-    earlier = residuals.earlier is not None
-    specs = BackwardOperands(
-        g=line,
-        out=line if known else None,
-        inverse_row_sum=_inverse_spec(plan) if known else None,
-        earlier=_bias_specs(plan, blocks.bias) if earlier else None,
-        dvalues=pl.BlockSpec(memory_space=pl.ANY) if earlier else None,
-    )
-    narrow = jnp.float32 if several else None
-    shapes = (
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, narrow or x.dtype), blocks.bias),
-        jax.ShapeDtypeStruct(blocks.values.shape, dtype),
-    )
-    scratch = _scratch_of(plan, blocks.bias, dtype)
-    block = (plan.heads, plan.queries, plan.shape[3])
-    scratch = scratch._replace(
-        transposed_tile=pltpu.VMEM((block[0], block[2], block[1]), dtype),
-        dlogits_sum=pltpu.VMEM(block, jnp.float32),
-    )
-    if several:
-        sums = (plan.examples, plan.shape[3], plan.lanes)
-        scratch = scratch._replace(dvalues=pltpu.VMEM(sums, jnp.float32))
-    return call_kernel(
-        backward_kernel,
-        plan,
+        rows = inverse_row_sum.reshape(values.shape[2], -1, tiling.examples, q_length)
+        residuals = _Residuals(_flatten_heads(dout), _flatten_heads(out), rows)
+    dbias, dvalues = call_kernel(
+        functools.partial(_backward_kernel, tiling),
         (blocks, residuals),
-        specs=(operand_specs(plan, blocks), specs),
-        shapes=shapes,
-        out_specs=(_bias_specs(plan, blocks.bias), _values_spec(plan, of_keys=True)),
-        scratch=scratch,
-        products=2,
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (bias, blocks.values)),
+        specs=(
+            _operand_specs(tiling, blocks),
+            _Residuals(
+                tiling.spec(residuals.dout, "b.l"),
+                tiling.spec(residuals.out, "b.l"),
+                tiling.spec(residuals.inverse_row_sum, "hg.."),
+            ),
+        ),
+        out_specs=(_bias_specs(tiling, bias), tiling.spec(blocks.values, "b.l")),
+        grid=tiling.grid,
+        flops=2 * tiling.flops_per_product,
+        exponentials=tiling.num_logits,
+        scratch=(_make_scratch(tiling, blocks, backward=True),),
+        memory=_memory(values, q_length),
         interpret=interpret,
     )
+    dvalues = dvalues.reshape(values.shape)
+    if inverse_row_sum is not None:
+        keys: Any = inputs.mask.keys(values.shape[1])
+        dvalues = jnp.where(keys[..., None, None], dvalues, 0)
+    (dbiases,) = bias_vjp(dbias)
+    return inputs.cotangents(Products(), dbiases, dvalues)
 
 
 def _heads_per_program(heads: int, width: int) -> int:
@@ -212,208 +292,296 @@ def _heads_per_program(heads: int, width: int) -> int:
     return next(fits, heads)
 
 
-def _make_tiling(values: jax.Array, mask: Mask, q_length: int, *, offset: int) -> Tiling:
-    """The plan for values ``[b, k, h, e]``."""
-    batch, k_length, heads, width = values.shape
-    group, memory = _heads_per_program(heads, width), vmem_bytes_per_program()
-    row = TILES * 4 * group * k_length
-    if 3 * q_length * row <= 2 * VMEM:  # the compiler keeps arrays in the rest
-        memory = min(memory, VMEM)
-    queries = _queries_per_block(q_length, 2 * memory // (3 * row))
-    examples = _examples_per_program(values, memory - queries * row, several=queries < q_length)
-    if queries == q_length:
-        examples = min(examples, COLUMNS // width)
-    return Tiling(
-        heads=group,
-        examples=max(n for n in range(1, max(examples, 1) + 1) if batch % n == 0),
-        queries=queries,
+def _make_tiling(inputs: FusedInputs, q_length: int, query_offset: int) -> _Tiling:
+    batch, k_length, heads, width = inputs.values.shape
+    most = min(_examples_per_program(inputs.values, q_length), COLUMNS // width)
+    return _Tiling(
+        heads=_heads_per_program(heads, width),
+        examples=max(n for n in range(1, max(most, 1) + 1) if batch % n == 0),
         width=width,
         shape=(batch, heads, q_length, k_length),
-        first=0,
-        groups=1,
-        offset=offset,
-        mask=Mask(causal=mask.causal, window=mask.window, ahead=mask.ahead),
-        memory=memory,
+        offset=query_offset,
+        mask=inputs.mask,
     )
 
 
-def _queries_per_block(q_length: int, most: int) -> int:
-    """All queries, or some 128 of them, so that blocks are equally long if that is possible."""
-    if q_length <= most:
-        return q_length
-    sizes = range(LANES, max(most, LANES) + 1, LANES)
-    return max((n for n in sizes if q_length % n == 0), default=min(sizes[-1], q_length))
+def _tile_bytes(values: jax.Array, q_length: int) -> int:
+    """Returns the vector memory of a program's tiles of logits."""
+    _, k_length, heads, width = values.shape
+    return TILES * 4 * _heads_per_program(heads, width) * q_length * k_length
 
 
-def _examples_per_program(values: jax.Array, memory: int, *, several: bool) -> int:
-    """How many examples' values, outputs and cotangents fit in beside a program's tiles.
+def _memory(values: jax.Array, q_length: int) -> int:
+    """Returns the bytes of vector memory that a program may take.
 
-    Args:
-      values: ``[b, k, h, e]``.
-      memory: bytes that the tiles leave.
-      several: there are several blocks of queries. Values and their cotangents are then there once, and
-        summed in float32; otherwise they and the output and its cotangent are there twice.
+    That is most of the chip's where the chip is known and the tiles need it, otherwise what all chips
+    after TPU v4 have. The compiler keeps arrays in the rest.
+    """
+    if not pltpu.is_tpu_device() or 3 * _tile_bytes(values, q_length) <= 2 * VMEM:
+        return VMEM
+    return pltpu.get_tpu_info().vmem_capacity_bytes // 8 * 7
+
+
+def _examples_per_program(values: jax.Array, q_length: int) -> int:
+    """Returns how many examples' values, outputs and cotangents fit in beside a program's tiles.
+
+    A third of the vector memory is left to the compiler. Values, output and their cotangents are there
+    twice.
     """
     _, k_length, heads, width = values.shape
     lanes = max(_heads_per_program(heads, width) * width, LANES)
-    size = values.dtype.itemsize
-    line = k_length * lanes * (2 * size + 4 if several else 8 * size)
-    return 2 * memory // (3 * line)
+    line = 8 * values.dtype.itemsize * max(q_length, k_length) * lanes
+    memory, tiles = _memory(values, q_length), _tile_bytes(values, q_length)
+    if 3 * tiles > 2 * memory:
+        return 0
+    return 2 * (memory - tiles) // (3 * line)
 
 
-def operands(
-    plan: Tiling, bias: Bias, values: jax.Array, *, mask: Mask, same_keys: bool
-) -> Operands:
+def _operands(tiling: _Tiling, bias: Bias, inputs: FusedInputs, *, same_keys: bool) -> _Operands:
     """Returns the inputs in the layout of the kernels; `same_keys` as in `forward`."""
-    batch, _, q_length, k_length = plan.shape
-    in_groups = lambda x: x.astype(jnp.float32).reshape(-1, plan.examples, x.shape[-1])
+    values, mask = inputs.values, inputs.mask
+    batch, _, q_length, k_length = tiling.shape
+    in_groups = lambda x: x.astype(jnp.float32).reshape(-1, tiling.examples, x.shape[-1])
     queries = mask.queries(q_length)
     queries = None if queries is None else jnp.broadcast_to(queries, (batch, q_length))
     if same_keys:
-        return Operands(
-            bias, _flatten_heads(values), None, None if queries is None else in_groups(queries)
-        )
+        seen = None if queries is None else in_groups(queries)
+        return _Operands(bias, _flatten_heads(values), None, seen)
     keys: Any = mask.keys(k_length)
     keys = jnp.broadcast_to(keys, (batch, k_length))
-    pairs = mask.band(q_length, k_length)
+    pairs = mask.band_pairs(q_length, k_length)
     if pairs is None:
         seen = jnp.broadcast_to(keys.any(axis=1, keepdims=True), (batch, q_length))
     else:
         seen = jnp.matmul(keys.astype(jnp.bfloat16), pairs.T.astype(jnp.bfloat16)) > 0
     seen = seen if queries is None else seen & queries
     real = jnp.where(keys[..., None, None], values, 0)
-    return Operands(bias, _flatten_heads(real), in_groups(keys), in_groups(seen))
-
-
-def prepare_bias(biases: Biases) -> Bias:
-    """Returns the sum of the tables, one alone as it is, and that of the diagonals."""
-    tables = [term.logits for term in biases.tables]
-    if len(tables) > 1:
-        tables = [functools.reduce(operator.add, [x.astype(jnp.float32) for x in tables])]
-    columns = tiles_tpu.prepare_bias(biases._replace(tables=())).columns
-    return Bias(tables[0] if tables else None, columns)
+    return _Operands(bias, _flatten_heads(real), in_groups(keys), in_groups(seen))
 
 
 def _flatten_heads(x: jax.Array) -> jax.Array:
-    """``[b, n, h, e]`` as ``[b, n, h · e]``."""
+    """Reshapes ``[b, n, h, e]`` to ``[b, n, h · e]``."""
     return x.reshape(*x.shape[:2], -1)
 
 
-def _scratch_of(plan: Tiling, bias: Bias, dtype: jnp.dtype) -> Scratch:
-    """The forward kernel's vector memory."""
-    block = (plan.queries, plan.shape[3])
-    return Scratch(
-        weights=pltpu.VMEM((plan.heads, *block), dtype),
-        tile=None if bias.columns is None else pltpu.VMEM(block, jnp.float32),
+def _operand_specs(tiling: _Tiling, blocks: _Operands) -> _Operands:
+    return _Operands(
+        bias=_bias_specs(tiling, blocks.bias),
+        values=tiling.spec(blocks.values, "b.l"),
+        keys=tiling.spec(blocks.keys, "g.."),
+        queries=tiling.spec(blocks.queries, "g.."),
     )
 
 
-def _values_spec(plan: Tiling, *, of_keys: bool) -> pl.BlockSpec:
-    """Blocks of ``[b, n, h · e]``: all keys, which stay while blocks of queries go by, or such a block."""
-    if not of_keys:
-        return pl.BlockSpec(
-            (plan.examples, plan.queries, plan.lanes),
-            lambda heads, group, block: (group + plan.first, block, heads),
-        )
-    return pl.BlockSpec(
-        (plan.examples, plan.shape[3], plan.lanes),
-        lambda heads, group, block: (group + plan.first, 0, heads),
-        pipeline_mode=pl.Buffered(1) if plan.blocks > 1 else None,
+def _bias_specs(tiling: _Tiling, bias: Bias) -> Bias:
+    return Bias(tiling.spec(bias.table, "h.."), tiling.spec(bias.columns, "h.."))
+
+
+def _make_scratch(tiling: _Tiling, blocks: _Operands, *, backward: bool) -> _Scratch:
+    *_, q, k = tiling.shape
+    heads, dtype = tiling.heads, blocks.values.dtype
+    return _Scratch(
+        weights=pltpu.VMEM((heads, q, k), dtype),
+        tile=None if blocks.bias.columns is None else pltpu.VMEM((q, k), jnp.float32),
+        transposed=pltpu.VMEM((heads, k, q), dtype) if backward else None,
+        dlogits_sum=pltpu.VMEM((heads, q, k), jnp.float32) if backward else None,
     )
 
 
-def _inverse_spec(plan: Tiling) -> pl.BlockSpec:
-    """Blocks of ``[h, b / c, c, q]``."""
-    return pl.BlockSpec(
-        (plan.heads, None, plan.examples, plan.queries),
-        lambda heads, group, block: (heads, group + plan.first, 0, block),
-    )
+def _forward_kernel(
+    tiling: _Tiling, blocks: _Operands, out: Ref, inverse_row_sum: Ref, scratch: _Scratch
+) -> None:
+    """Computes the output of a program's examples, and one over its denominators."""
+
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        for j in range(tiling.heads):
+            weights = _shared_weights(tiling, blocks, j, tile=scratch.tile)
+            scratch.weights[j] = weights.astype(scratch.weights.dtype)
+
+    seen: Ref = None if blocks.queries is None else blocks.queries[...].T
+
+    def write_result(j: int, inverse_sum: jax.Array | None) -> None:
+        values = _examples_in_columns(tiling, blocks.values, j)
+        weighted_sum = matmul(scratch.weights[j], values, axes=(1, 0))
+        for i in range(tiling.examples):
+            part = weighted_sum[:, tiling.columns_of(i)]
+            part = part if inverse_sum is None else part * inverse_sum[:, i : i + 1]
+            out[i, :, tiling.lanes_of(j)] = part.astype(out.dtype)
+
+    if blocks.keys is None:
+        for j in range(tiling.heads):
+            write_result(j, seen)
+        return
+
+    real = blocks.keys[...].astype(out.dtype)
+    totals = [matmul(scratch.weights[j], real, axes=(1, 1)) for j in range(tiling.heads)]
+    least = functools.reduce(jnp.minimum, [jnp.where(seen > 0.0, t, 1.0) for t in totals])
+
+    def fast() -> None:
+        for j, total in enumerate(totals):
+            inverse_sum = seen / jnp.maximum(total, MIN_ROW_SUM)
+            write_result(j, inverse_sum)
+            inverse_row_sum[j] = inverse_sum.T
+
+    def exact(i: jax.Array, _: None) -> None:
+        for j in range(tiling.heads):
+            weights = _example_weights(tiling, blocks, j, example=i, tile=scratch.tile)
+            total = jnp.sum(weights, axis=1, keepdims=True)
+            inverse_sum = blocks.queries[pl.ds(i, 1)].T / jnp.maximum(total, MIN_ROW_SUM)
+            lanes = tiling.lanes_of(j)
+            values = blocks.values[i, :, lanes]
+            weighted_sum = matmul(weights.astype(out.dtype), values, axes=(1, 0))
+            out[i, :, lanes] = (weighted_sum * inverse_sum).astype(out.dtype)
+            inverse_row_sum[j, pl.ds(i, 1)] = -inverse_sum.T
+
+    _run_fast_or_exact(tiling, jnp.min(least) >= MIN_ROW_SUM, fast=fast, exact=exact)
 
 
-def _bias_specs(plan: Tiling, bias: Bias) -> Bias:
-    """Blocks of the logits."""
-    table = columns = None
-    if bias.table is not None:
-        shape: tuple[int, ...] = plan.heads, plan.queries, plan.shape[3]
-        table = pl.BlockSpec(shape, lambda heads, _, block: (heads, block, 0))
-    if bias.columns is not None:
-        shape = plan.heads, 1, bias.columns.shape[2]
-        columns = pl.BlockSpec(shape, lambda heads, *_: (heads, 0, 0))
-    return Bias(table, columns)
+def _backward_kernel(
+    tiling: _Tiling,
+    blocks: _Operands,
+    residuals: _Residuals,
+    dbias: Bias,
+    dvalues: Ref,
+    scratch: _Scratch,
+) -> None:
+    """Adds a program's examples to the bias' cotangent, and computes the values' cotangent."""
 
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        for j in range(tiling.heads):
+            weights = _shared_weights(tiling, blocks, j, tile=scratch.tile)
+            scratch.weights[j] = weights.astype(scratch.weights.dtype)
+            scratch.transposed[j] = weights.T.astype(scratch.transposed.dtype)
+            scratch.dlogits_sum[j] = jnp.zeros_like(weights)
 
-def operand_specs(plan: Tiling, blocks: Operands) -> Operands:
-    """Blocks of the operands."""
-    keys = pl.BlockSpec(
-        (None, plan.examples, plan.shape[3]), lambda _, group, block: (group + plan.first, 0, 0)
-    )
-    queries = pl.BlockSpec(
-        (None, plan.examples, plan.queries), lambda _, group, block: (group + plan.first, 0, block)
-    )
-    return Operands(
-        bias=_bias_specs(plan, blocks.bias),
-        values=_values_spec(plan, of_keys=True),
-        keys=None if blocks.keys is None else keys,
-        queries=None if blocks.queries is None else queries,
-    )
+    def fast() -> None:
+        for j in range(tiling.heads):
+            all_dvalues = _add_all_examples(tiling, blocks, residuals, head=j, scratch=scratch)
+            for i in range(tiling.examples):
+                part = all_dvalues[:, tiling.columns_of(i)]
+                dvalues[i, :, tiling.lanes_of(j)] = part.astype(dvalues.dtype)
 
+    def exact(i: jax.Array, _: None) -> None:
+        for j in range(tiling.heads):
+            weights = _example_weights(tiling, blocks, j, example=i, tile=scratch.tile)
+            weights *= -residuals.inverse_row_sum[j, pl.ds(i, 1)].T
+            lanes = tiling.lanes_of(j)
+            dout, out = residuals.dout[i, :, lanes], residuals.out[i, :, lanes]
+            delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), 1, keepdims=True)
+            dweights = matmul(dout, blocks.values[i, :, lanes], axes=(1, 1))
+            scratch.dlogits_sum[j] += weights * (dweights - delta)
+            part = matmul(weights.astype(dout.dtype), dout, axes=(0, 0))
+            dvalues[i, :, lanes] = part.astype(dvalues.dtype)
 
-def call_kernel(
-    kernel: Callable[..., None],
-    plan: Tiling,
-    arguments: tuple[PyTree, ...],
-    *,
-    specs: tuple[PyTree, ...],
-    shapes: tuple[PyTree, ...],
-    out_specs: tuple[PyTree, ...],
-    scratch: Scratch,
-    products: int,
-    interpret: bool,
-) -> PyTree:
-    """Runs `pl.pallas_call` with an estimate of the cost; adds to the results of earlier calls in place."""
-    leaves = jax.tree.leaves(arguments)
-    varying = jax.typeof(leaves[0]).mat
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying), shapes
-    )
-    num_results = len(jax.tree.leaves(shapes))
-    accumulates = kernel is backward_kernel and arguments[1].earlier is not None
-    first = len(leaves) - num_results
-    return pl.pallas_call(
-        functools.partial(kernel, plan),
-        out_shape=shapes,
-        grid=plan.grid,
-        in_specs=specs,
-        out_specs=out_specs,
-        scratch_shapes=(scratch,),
-        input_output_aliases={first + i: i for i in range(num_results)} if accumulates else {},
-        cost_estimate=cost_estimate(plan, arguments, shapes, products=products),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=plan.memory,
-        ),
-        interpret=interpret,
-    )(*arguments)
-
-
-def cost_estimate(
-    plan: Tiling, arguments: PyTree, shapes: PyTree, *, products: int
-) -> pl.CostEstimate:
-    """What a call does: `products` matrix products, and what moves between HBM and vector memory."""
-    logits, share = math.prod(plan.shape), plan.groups * plan.examples / plan.shape[0]
-    size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-    blocks, residuals = arguments[0], arguments[1:]
-    tables = size(blocks.bias) * (plan.groups if plan.blocks > 1 else 1)
-    examples = size((blocks.values, blocks.keys, blocks.queries))
-    if not residuals:
-        moved = tables + share * (examples + size(shapes))
+    if residuals.inverse_row_sum is None:
+        fast()
     else:
-        examples += size(
-            (residuals[0].g, residuals[0].out, residuals[0].inverse_row_sum, shapes[1])
-        )
-        moved = tables + size((shapes[0], residuals[0].earlier)) + share * examples
-    return pl.CostEstimate(
-        flops=int(2 * products * plan.width * logits * share),
-        transcendentals=logits // plan.shape[0] * (plan.groups if plan.blocks > 1 else 1),
-        bytes_accessed=int(moved),
-    )
+        is_exact = jnp.min(residuals.inverse_row_sum[...]) >= 0.0
+        _run_fast_or_exact(tiling, is_exact, fast=fast, exact=exact)
+
+    @pl.when(pl.program_id(1) == tiling.grid[1] - 1)
+    def _() -> None:
+        for j in range(tiling.heads):
+            if blocks.keys is None:  # the weights are normalized; their sums are not subtracted yet
+                dweights = scratch.dlogits_sum[j]
+                weights = scratch.weights[j].astype(jnp.float32)
+                scratch.dlogits_sum[j] -= weights * jnp.sum(dweights, axis=1, keepdims=True)
+            dlogits = scratch.dlogits_sum.at[j]
+            if dbias.table is not None:
+                dbias.table[j] = dlogits[...].astype(dbias.table.dtype)
+            if dbias.columns is not None:
+                rows, count = tiling.shape[2], dbias.columns.shape[2]
+                dbias.columns[j] = sum_diagonals(dlogits, 0, rows=rows, count=count)
+
+
+def _add_all_examples(
+    tiling: _Tiling, blocks: _Operands, residuals: _Residuals, *, head: int, scratch: _Scratch
+) -> jax.Array:
+    """Adds the examples' cotangents of a head's logits; returns those of its values, side by side."""
+    lanes, columns = tiling.lanes_of(head), range(tiling.examples)
+    inverse_sum: Ref = None
+    if residuals.inverse_row_sum is not None:
+        inverse_sum = residuals.inverse_row_sum[head].T
+    elif blocks.queries is not None:
+        inverse_sum = blocks.queries[...].T
+    # D = dout / E m
+    parts = [residuals.dout[i, :, lanes].astype(jnp.float32) for i in columns]
+    if inverse_sum is not None:
+        parts = [part * inverse_sum[:, i : i + 1] for i, part in enumerate(parts)]
+    scaled = jnp.concatenate(parts, axis=1)
+    cast = scaled.astype(blocks.values.dtype)
+    # dE = D (m ∘ v)ᵀ − δ mᵀ
+    dweights = matmul(cast, _examples_in_columns(tiling, blocks.values, head), axes=(1, 1))
+    if residuals.inverse_row_sum is not None:
+        products = scaled * _examples_in_columns(tiling, residuals.out, head).astype(jnp.float32)
+        deltas = [products[:, tiling.columns_of(i)].sum(axis=1, keepdims=True) for i in columns]
+        dweights -= matmul(jnp.concatenate(deltas, axis=1), blocks.keys[...], axes=(1, 0))
+    # dS = E ∘ dE
+    scratch.dlogits_sum[head] += scratch.weights[head].astype(jnp.float32) * dweights
+    return matmul(scratch.transposed[head], cast, axes=(1, 0))  # dv = Eᵀ D
+
+
+def _run_fast_or_exact(
+    tiling: _Tiling,
+    condition: jax.Array,
+    *,
+    fast: Callable[[], None],
+    exact: Callable[[jax.Array, None], None],
+) -> None:
+    """Runs `fast` where the condition holds, otherwise ``exact(i, None)`` for every example."""
+    pl.when(condition)(fast)
+
+    @pl.when(jnp.logical_not(condition))
+    def _() -> None:
+        lax.fori_loop(jnp.int32(0), jnp.int32(tiling.examples), exact, None)
+
+
+def _head_logits(tiling: _Tiling, bias: Bias, head: int, *, tile: Ref) -> jax.Array:
+    """Returns the logits of a head, ``[q, k]`` float32."""
+    table: Ref = None if bias.table is None else bias.table[head].astype(jnp.float32)
+    if bias.columns is None:
+        return table
+    roll_diagonals(tile, bias.columns[head], 0, rows=tiling.shape[2])
+    return tile[...] if table is None else tile[...] + table
+
+
+def _band_mask(tiling: _Tiling) -> jax.Array | None:
+    """Returns what `Mask.band_rules` allow, ``[q, k]``; None: everything."""
+    shape = tiling.shape[2:]
+    query = lax.broadcasted_iota(jnp.int32, shape, 0) + tiling.offset
+    rules = tiling.mask.band_rules(query, lax.broadcasted_iota(jnp.int32, shape, 1))
+    return functools.reduce(jnp.logical_and, rules) if rules else None
+
+
+def _numerators(logits: jax.Array, allowed: jax.Array | None) -> jax.Array:
+    """Returns ``exp(logits - max)`` of every row, zero where it is not allowed."""
+    if allowed is not None:
+        logits = jnp.where(allowed, logits, -jnp.inf)
+    row_max = jnp.max(logits, axis=1, keepdims=True)
+    return jnp.exp(logits - jnp.maximum(row_max, float(jnp.finfo(jnp.float32).min)))
+
+
+def _shared_weights(tiling: _Tiling, blocks: _Operands, head: int, *, tile: Ref) -> jax.Array:
+    """Returns the weights of a head for all examples, float32; see `_Scratch.weights`."""
+    weights = _numerators(_head_logits(tiling, blocks.bias, head, tile=tile), _band_mask(tiling))
+    if blocks.keys is None:
+        weights /= jnp.maximum(jnp.sum(weights, axis=1, keepdims=True), MIN_ROW_SUM)
+    return weights
+
+
+def _example_weights(
+    tiling: _Tiling, blocks: _Operands, head: int, *, example: jax.Array, tile: Ref
+) -> jax.Array:
+    """Returns the numerators under an example's own maximum, ``[q, k]`` float32."""
+    allowed = jnp.broadcast_to(blocks.keys[pl.ds(example, 1)] > 0.0, tiling.shape[2:])
+    pairs = _band_mask(tiling)
+    allowed = allowed if pairs is None else jnp.logical_and(pairs, allowed)
+    return _numerators(_head_logits(tiling, blocks.bias, head, tile=tile), allowed)
+
+
+def _examples_in_columns(tiling: _Tiling, x: Ref, head: int) -> jax.Array:
+    """Returns one head of a block ``[c, n, lanes]``, the examples in columns, ``[n, c · e]``."""
+    lanes = tiling.lanes_of(head)
+    return jnp.concatenate([x[i, :, lanes] for i in range(tiling.examples)], axis=1)

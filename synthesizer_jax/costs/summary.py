@@ -10,7 +10,6 @@ from typing import TypeVar
 import jax
 from jax.extend import core as jex_core
 
-from synthesizer_jax.attention.derivatives import DifferentiableFunction
 from synthesizer_jax.models.stack import Stack
 from synthesizer_jax.models.text_to_text import DecodingCache, TextToText
 from synthesizer_jax.models.token_model import TokenModel, stacks_of
@@ -152,7 +151,6 @@ def _shape(value: jex_core.Var | jex_core.Literal) -> tuple[int, ...]:
 
 def _sub_jaxprs(params: Mapping[str, object]) -> list[jex_core.Jaxpr | jex_core.ClosedJaxpr]:
     values = [v for p in params.values() for v in (p if isinstance(p, tuple | list) else [p])]
-    values = [v.program if isinstance(v, DifferentiableFunction) else v for v in values]
     kinds = (jex_core.ClosedJaxpr, jex_core.Jaxpr)  # one class since jax 0.11
     return [v for v in values if isinstance(v, kinds)]
 

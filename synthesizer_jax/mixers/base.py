@@ -295,8 +295,7 @@ class Mixer(nn.Module):
             raise ValueError(
                 f"{name} reads a row as one sequence; train with packing off (data.pack=false)"
             )
-        patterns = (mask.window, mask.ahead, mask.allowed)
-        is_partial = mask.causal or any(pattern is not None for pattern in patterns)
+        is_partial = mask.has_band or mask.allowed is not None
         if not cross and is_partial and not self.supports_causal:
             remedy = (
                 "set its field causal=True in decoders, or use it in encoders"

@@ -339,8 +339,8 @@ class SentenceFeedForward(Mixer):
 
     def _check_fields(self, mask: Mask, *, cross: bool) -> None:
         """Raises a `ValueError` for fields or masks that do not fit together."""
-        patterns = (mask.window, mask.ahead, mask.prefix_lengths, mask.allowed)
-        is_plain = mask.causal and all(pattern is None for pattern in patterns)
+        patterns = (mask.prefix_lengths, mask.allowed)
+        is_plain = mask.band == (None, 0) and all(pattern is None for pattern in patterns)
         if not cross and self.causal and not is_plain:
             raise ValueError(
                 "SentenceFeedForward: causal=True is for decoders with a plain causal mask; in "

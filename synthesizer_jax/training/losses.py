@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.parts import match_varying_axes
-from synthesizer_jax.attention.products import output_product
+from synthesizer_jax.attention.products import plain_output_product
 
 
 @jax.tree_util.register_dataclass
@@ -61,13 +58,20 @@ def cross_entropy(
       z_loss: coefficient; a number or a scalar, differentiable too.
       label_smoothing: ε.
     """
-    losses = with_gradient(
-        lambda tokens: _losses(tokens, label_smoothing),
-        lambda tokens, _, stats, cotangents: _losses_backward(
-            tokens, stats, _part_cotangents(cotangents), smoothing=label_smoothing
-        ),
-        lambda tokens: _differentiable_losses(tokens, label_smoothing),
-    )
+
+    @jax.custom_vjp
+    def losses(tokens: Tokens) -> Sums:
+        return _losses(tokens, label_smoothing)[0]
+
+    def forward(tokens: Tokens) -> tuple[Sums, tuple[Tokens, _TokenStats]]:
+        sums, stats = _losses(tokens, label_smoothing)
+        return sums, (tokens, stats)
+
+    def backward(saved: tuple[Tokens, _TokenStats], cotangents: Sums) -> tuple[Tokens]:
+        g = _part_cotangents(cotangents)
+        return (_losses_backward(*saved, g, smoothing=label_smoothing),)
+
+    losses.defvjp(forward, backward)
     tokens = Tokens(logits, jnp.asarray(targets), jnp.asarray(weights), jnp.float32(z_loss))
     total, parts = losses(Tokens(*match_varying_axes(*tokens)))
     return LossSums(total, *parts, weights.sum())
@@ -281,13 +285,6 @@ def _weight_cotangents(
     return jnp.asarray(products).astype(weights.dtype), g.z_loss * _weighted_sum(weights, z)
 
 
-def _differentiable_losses(tokens: Tokens, smoothing: float) -> Sums:
-    """The sums for JAX to differentiate; logits of weight 0 may be NaN and have no gradient."""
-    ignored = (tokens.weights == 0)[..., None]
-    logits = jnp.where(ignored, 0.0, tokens.logits)
-    return _losses(tokens._replace(logits=logits), smoothing)[0]
-
-
 class _Chunks(NamedTuple):
     """What the losses of chunks depend on.
 
@@ -327,27 +324,24 @@ _Chunk: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 def _chunked_losses(chunks: _Chunks, scale: float, smoothing: float) -> Sums:
     """Returns the sums. The total's gradient is computed with it, a part's alone from new logits."""
 
-    def forward(chunks: _Chunks) -> tuple[Sums, _ChunkGradients]:
-        return _sums_and_gradients(chunks, scale, smoothing, g=Parts(1.0, 1.0, 0.0))
+    @jax.custom_vjp
+    def losses(chunks: _Chunks) -> Sums:
+        return _sums(chunks, scale, smoothing)
 
-    def backward(chunks: _Chunks, _: Sums, gradients: _ChunkGradients, cotangents: Sums) -> _Chunks:
-        g = cotangents[0]
+    def forward(chunks: _Chunks) -> tuple[Sums, tuple[_Chunks, _ChunkGradients]]:
+        sums, gradients = _sums_and_gradients(chunks, scale, smoothing, g=Parts(1.0, 1.0, 0.0))
+        return sums, (chunks, gradients)
+
+    def backward(saved: tuple[_Chunks, _ChunkGradients], cotangents: Sums) -> tuple[_Chunks]:
+        (chunks, gradients), g = saved, cotangents[0]
         dweights = _weight_cotangents(
             chunks.weights, gradients.token_parts, Parts(g, g, 0.0), z_loss=chunks.z_loss
         )
         dhidden, dkernel = ((x * g).astype(x.dtype) for x in gradients[:2])
-        return _Chunks(dhidden, dkernel, chunks.targets, *dweights)
+        return (_Chunks(dhidden, dkernel, chunks.targets, *dweights),)
 
-    def differentiable(chunks: _Chunks) -> Sums:
-        total, parts = _sums(
-            chunks, scale, functools.partial(_differentiable_losses, smoothing=smoothing)
-        )
-        return total, jax.lax.stop_gradient(parts)
-
-    def primal(chunks: _Chunks) -> Sums:
-        return _sums(chunks, scale, lambda tokens: _losses(tokens, smoothing)[0])
-
-    total, parts = with_gradient(forward, backward, differentiable, primal=primal)(chunks)
+    losses.defvjp(forward, backward)
+    total, parts = losses(chunks)
     return total, _with_own_gradients(chunks, parts, scale=scale, smoothing=smoothing)
 
 
@@ -356,27 +350,21 @@ def _with_own_gradients(
 ) -> Parts[jax.Array]:
     """Returns parts that are computed already, with the gradients that each has by itself."""
 
-    def backward(
-        chunks_and_parts: tuple[_Chunks, Parts[jax.Array]],
-        out: Parts[jax.Array],
-        residuals: None,
-        g: _PartCotangents,
-    ) -> tuple[_Chunks, Parts[jax.Array]]:
-        del out, residuals
-        chunks, parts = chunks_and_parts
+    @jax.custom_vjp
+    def losses(chunks: _Chunks, parts: Parts[jax.Array]) -> Parts[jax.Array]:
+        del chunks
+        return parts
+
+    def backward(chunks: _Chunks, g: Parts[jax.Array]) -> tuple[_Chunks, Parts[jax.Array]]:
         _, gradients = _sums_and_gradients(chunks, scale, smoothing, g=g)
         dweights = _weight_cotangents(
             chunks.weights, gradients.token_parts, g, z_loss=chunks.z_loss
         )
         dchunks = _Chunks(gradients.dhidden, gradients.dkernel, chunks.targets, *dweights)
-        return dchunks, jax.tree.map(jnp.zeros_like, parts)
+        return dchunks, jax.tree.map(jnp.zeros_like, g)
 
-    losses = functools.partial(_differentiable_losses, smoothing=smoothing)
-    return with_gradient(
-        lambda chunks_and_parts: (chunks_and_parts[1], None),
-        backward,
-        lambda chunks_and_parts: _sums(chunks_and_parts[0], scale, losses)[1],
-    )((chunks, parts))
+    losses.defvjp(lambda chunks, parts: (parts, chunks), backward)
+    return losses(chunks, parts)
 
 
 def _zero_sums() -> Sums:
@@ -384,13 +372,14 @@ def _zero_sums() -> Sums:
     return zero, Parts(zero, zero, zero)
 
 
-def _sums(chunks: _Chunks, scale: float, losses: Callable[[Tokens], Sums]) -> Sums:
+def _sums(chunks: _Chunks, scale: float, smoothing: float) -> Sums:
     """Returns the sums over all chunks."""
     kernel = chunks.kernel.astype(chunks.hidden.dtype)
 
     def add_chunk(sums: Sums, chunk: _Chunk) -> tuple[Sums, None]:
         x, y, w = chunk
-        chunk_sums = losses(Tokens(output_product(_scale(x, scale), kernel), y, w, chunks.z_loss))
+        tokens = Tokens(plain_output_product(_scale(x, scale), kernel), y, w, chunks.z_loss)
+        chunk_sums, _ = _losses(tokens, smoothing)
         return jax.tree.map(jnp.add, sums, chunk_sums), None
 
     rows = chunks.hidden, chunks.targets, chunks.weights
@@ -409,7 +398,7 @@ def _sums_and_gradients(
         sums, dkernel = carry
         x, y, w = chunk
         x = _scale(x, scale)
-        tokens = Tokens(output_product(x, kernel), y, w, chunks.z_loss)
+        tokens = Tokens(plain_output_product(x, kernel), y, w, chunks.z_loss)
         chunk_sums, stats = _losses(tokens, smoothing)
         dlogits = _losses_backward(tokens, stats, g, smoothing=smoothing).logits.astype(x.dtype)
         dkernel += jax.lax.dot_general(  # dK += xᵀ dl

@@ -72,7 +72,7 @@ def cross_masks() -> dict[str, Mask]:
         "real queries": Mask(key_lengths=key_lengths),
         "holes": Mask(key_valid=holes(b, k), query_valid=holes(b, q)),
         "window and offset": Mask(causal=True, window=3, query_offset=2),
-        "window on both sides": Mask(window=3, ahead=2, query_offset=1, key_lengths=key_lengths),
+        "window on both sides": Mask(window=(2, 2), query_offset=1, key_lengths=key_lengths),
         "offset beyond the keys": Mask(causal=True, window=2, query_offset=8),
         "prefix": Mask(causal=True, prefix_lengths=prefix),
         "prefix and padding": Mask(

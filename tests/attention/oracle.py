@@ -60,8 +60,11 @@ def may_see(mask: Mask, b: int, h: int, q: int, k: int) -> np.ndarray:
     seen = np.zeros((b, h, q, k), bool)
     for i, head, row, key in np.ndindex(b, h, q, k):
         query = row + int(m.query_offset)
-        near = (not m.causal or key <= query) and (m.window is None or key > query - m.window)
-        near &= m.ahead is None or key <= query + m.ahead
+        both = isinstance(m.window, tuple)
+        before, after = m.window if both else (m.window and m.window - 1, None)
+        near = not m.causal or key <= query
+        near &= before is None or key >= query - before
+        near &= after is None or key <= query + after
         near |= m.prefix_lengths is not None and key < m.prefix_lengths[i]
         rules = [near]
         if m.key_lengths is not None:

@@ -268,8 +268,8 @@ SHORT = relative(jnp.ones((HEADS, 20)), first=-9)
     ("changes", "message"),
     [
         (
-            {"implementation": "flash"},
-            r"'flash'; allowed: auto, static, fused, banded, cudnn, reference",
+            {"implementation": "cudnn"},
+            r"'cudnn'; allowed: auto, static, fused, banded, reference",
         ),
         ({"names": ("dense",), "implementation": "static"}, "LowRank term is made from tokens"),
         (

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from synthesizer_jax.attention import Mask, blocked, fused, fused_tpu, static, tiles_tpu
+from synthesizer_jax.attention import Mask, blocked, fused, fused_tpu, static
 from synthesizer_jax.attention.parts import softmax_vjp_delta
 from tests.attention import cases
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, QUERIES, WIDTH
@@ -74,7 +74,7 @@ def test_each_term_alone(name):
 @pytest.mark.parametrize("names", [EVERY_TERM, ("dot_product", "relative")], ids=len)
 def test_blocks_of_queries_and_keys(names, monkeypatch):
     """More rows than a tile holds, and not a multiple of it."""
-    monkeypatch.setattr(tiles_tpu, "TILE", SPLIT * 16)
+    monkeypatch.setattr(fused_tpu, "TILE", SPLIT * 16)
     lengths = jnp.array([140, 129, 0])
     check(names, Mask(causal=True, key_lengths=lengths, query_lengths=lengths), 140, 140, 1e-4)
 

@@ -13,9 +13,6 @@ from synthesizer_jax.attention.static import _inputs, _is_separable
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, HEADS, KEYS, QUERIES, WIDTH
 
-LENGTHS = jnp.array([140, 129, 0])
-"""More queries than the smallest block has, and not a multiple of it."""
-
 
 def run_kernels(terms, values, mask, g):
     """Output, cotangents of terms and values, and whether an example's own maximum was needed."""
@@ -80,20 +77,6 @@ def test_logits_far_under_the_maximum(name, gap):
     logits = cases.normal("far", HEADS, q, k) + gap * (jnp.arange(k) >= 6)
     own = check((static(logits),), mask, q, k)
     assert own == (gap > 44)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gap", [0, 1000])
-@pytest.mark.parametrize("causal", [False, True])
-def test_several_blocks_of_queries(causal, gap, monkeypatch):
-    """The backward kernel is called once for every example, and adds to the sums of earlier calls."""
-    monkeypatch.setattr(static_tpu, "_queries_per_block", lambda q, most: 128)
-    monkeypatch.setattr(static_tpu, "_examples_per_program", lambda *_, **kwargs: 1)
-    n = 140
-    logits = cases.normal("far", HEADS, n, n) + gap * (jnp.arange(n) >= 130)
-    terms = (static(logits), *cases.make_terms(("relative",), BATCH, n, n))
-    mask = Mask(causal=causal, key_lengths=LENGTHS).for_self_attention()
-    assert check(terms, mask, n, n, 1e-4) == (gap > 0 and not causal)
 
 
 def test_a_table_in_bfloat16_is_summed_in_float32():

@@ -181,13 +181,13 @@ def test_targets_of_weight_zero_are_ignored(losses):
 
 
 @pytest.mark.parametrize("losses", [cross_entropy, chunked])
-def test_derivatives_of_every_mode_and_order(losses):
-    """Beside NumPy's slopes and differences of the gradient; logits of weight 0 are not a number."""
+def test_second_derivatives(losses):
+    """Beside differences of the gradient."""
     logits, targets, weights = made((2, 3))
-    weights[0, 0], logits[0, 0] = 0.0, np.nan
+    weights[0, 0] = 0.0
     real, direction = weights != 0, np.random.default_rng(1).normal(size=logits.shape)
     direction = np.where(real[..., None], direction, 0.0)
-    _, z_loss, slopes = oracle(np.where(real[..., None], logits, 0), targets, weights, Z, 0.1)
+    _, z_loss, _ = oracle(np.where(real[..., None], logits, 0), targets, weights, Z, 0.1)
 
     def total(x, z):
         sums = losses(x, targets, weights=weights, z_loss=z, label_smoothing=0.1)
@@ -202,14 +202,14 @@ def test_derivatives_of_every_mode_and_order(losses):
 
     @jax.jit
     def derivatives(x, dx):
-        forward = jax.jvp(of_logits, (x,), (dx,))[1]
         over_reverse = jax.jvp(gradient, (x,), (dx,))[1]
         twice_reverse = jax.grad(lambda x: (gradient(x) * dx).sum())(x)
-        return forward, jax.grad(total, 1)(x, Z), over_reverse, twice_reverse
+        return jax.grad(total, 1)(x, Z), over_reverse, twice_reverse
 
-    forward, for_coefficient, *products = derivatives(x, dx)
-    np.testing.assert_allclose(forward, (slopes * direction).sum(), rtol=1e-4)
+    for_coefficient, *products = derivatives(x, dx)
     np.testing.assert_allclose(for_coefficient, 1.3 * z_loss / Z, rtol=1e-5)
+    unseen = gradient(x.at[0, 0].set(jnp.nan))  # logits of weight 0 are not a number
+    np.testing.assert_array_equal(unseen, gradient(x))
     difference = (gradient(x + 1e-2 * dx) - gradient(x - 1e-2 * dx)) / 2e-2
     for product in products:
         np.testing.assert_allclose(product, difference, atol=2e-3)
@@ -277,12 +277,12 @@ def test_a_target_that_does_not_exist_is_seen_in_the_gradient_too(losses):
 @pytest.mark.slow
 @pytest.mark.parametrize("losses", [cross_entropy, chunked])
 def test_large_logits_lose_no_digits(losses):
-    """log Z is about 150, where neighboring float32 numbers differ by 1.5e-5; in every mode."""
+    """log Z is about 150, where neighboring float32 numbers differ by 1.5e-5."""
     rng = np.random.default_rng(2)
     shape = (2, 3)
     logits = np.float32(150 + rng.normal(size=(*shape, V))).astype(np.float64)
     targets, weights = rng.integers(0, V, shape), np.ones(shape, np.float32)
-    other, direction = (np.float32(rng.normal(size=logits.shape)) for _ in range(2))
+    other = np.float32(rng.normal(size=logits.shape))
     p = np.exp(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
     y = np.eye(V)[targets]
 
@@ -294,9 +294,7 @@ def test_large_logits_lose_no_digits(losses):
     scale = p + y  # what the gradient is the difference of
     np.testing.assert_allclose(gradient(x) / scale, (p - y) / scale, atol=1e-6)
     reverse = jax.grad(lambda x: (gradient(x) * other).sum())(x)
-    forward, tangent = jax.jvp(loss, (x,), (direction,))
-    np.testing.assert_allclose(forward, oracle(logits, targets, weights, 0, 0)[0], rtol=1e-6)
-    np.testing.assert_allclose(tangent, ((p - y) * direction).sum(), rtol=2e-6)
+    np.testing.assert_allclose(loss(x), oracle(logits, targets, weights, 0, 0)[0], rtol=1e-6)
     mean = (p * other).sum(-1, keepdims=True)
     np.testing.assert_allclose(reverse / p, other - mean, atol=3e-6)
 

@@ -1,0 +1,167 @@
+"""What the TPU kernels share: how they are called, their blocks, and the bias of a tile of logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from synthesizer_jax.attention.parts import Biases
+from synthesizer_jax.typing import PyTree
+
+VMEM = 32 * 2**20
+"""What a program may take of a core's vector memory, which is that large from TPU v4 on."""
+
+LANES = 128
+"""A block's last axis is all of an array's, or a multiple of this."""
+
+SUBLANES = 8
+"""Rows of a register in float32."""
+
+Ref: TypeAlias = Any
+"""An array, or in a kernel a Pallas reference to a block of it, or the specification of the block."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Bias:
+    """What heads add to the logits of every example; in a kernel, references to blocks.
+
+    Attributes:
+      table: ``[h, q, k]``, or None.
+      columns: ``[h, 1, w]`` float32, or None: what depends on ``key - query`` alone. Column j belongs
+        to ``j + 1 - q``; zeros fill up to a multiple of 128. A tile is made of it in place.
+    """
+
+    table: Ref
+    columns: Ref
+
+
+def prepare_bias(biases: Biases) -> Bias:
+    """Returns the sum of the tables, one alone as it is, and that of the diagonals."""
+    tables = [term.logits for term in biases.tables]
+    lines = [term.logits.astype(jnp.float32) for term in biases.diagonals]
+    columns = None
+    if lines:
+        line = functools.reduce(operator.add, lines)
+        columns = jnp.pad(line, ((0, 0), (0, -line.shape[1] % LANES)))[:, None]
+    if len(tables) > 1:
+        tables = [functools.reduce(operator.add, [x.astype(jnp.float32) for x in tables])]
+    return Bias(tables[0] if tables else None, columns)
+
+
+def roll_diagonals(tile: Ref, columns: jax.Array, first: int | jax.Array, *, rows: int) -> None:
+    """Fills a tile ``[size, length]`` with columns ``[1, count]``, each row one further right.
+
+    Its row r is row ``first + r`` of the whole, which begins at column ``rows - 1 - first - r``. Eight rows
+    are rolled one by one, and these eight together make all others: a single roll with a stride would do,
+    but not before TPU v5.
+    """
+    size, length = tile.shape
+    count = columns.shape[-1]
+    lines = jnp.broadcast_to(columns, (SUBLANES, count))
+    row = lax.broadcasted_iota(jnp.int32, lines.shape, 0)
+    for bit in (1, 2, 4):
+        lines = jnp.where(row & bit != 0, pltpu.roll(lines, jnp.int32(bit), 1), lines)
+    for begin in range(0, size, SUBLANES):
+        end = min(begin + SUBLANES, size)
+        shift = lax.rem(jnp.int32(first + (begin + count + 1 - rows)), jnp.int32(count))
+        tile[begin:end] = pltpu.roll(lines, shift, 1)[: end - begin, :length]
+
+
+def sum_diagonals(tile: Ref, first: int | jax.Array, *, rows: int, count: int) -> jax.Array:
+    """Returns the sums along a tile's diagonals, ``[1, count]``: the transpose of `roll_diagonals`."""
+    size, length = tile.shape
+    row = lax.broadcasted_iota(jnp.int32, (SUBLANES, count), 0)
+    lines = jnp.zeros((SUBLANES, count), jnp.float32)
+    for begin in range(0, size, SUBLANES):
+        end = min(begin + SUBLANES, size)
+        part = jnp.pad(tile[begin:end], ((0, begin + SUBLANES - end), (0, count - length)))
+        part = jnp.where(row + (first + begin) < rows, part, 0.0)
+        shift = lax.rem(jnp.int32(count + rows - 1 - begin - first), jnp.int32(count))
+        lines += pltpu.roll(part, shift, 1)
+    for bit in (1, 2, 4):
+        lines = jnp.where(row & bit != 0, pltpu.roll(lines, jnp.int32(count - bit), 1), lines)
+    return lines.sum(axis=0, keepdims=True)
+
+
+def matmul(x: jax.Array, y: jax.Array, *, axes: tuple[int, int], exact: bool = False) -> jax.Array:
+    """Multiplies matrices, in float32.
+
+    Args:
+      x: a matrix.
+      y: a matrix.
+      axes: the axes of `x` and of `y` that are summed over.
+      exact: whether float32 factors are not rounded to bfloat16.
+    """
+    dims = (((axes[0],), (axes[1],)), ((), ()))
+    precision = lax.Precision.HIGHEST if exact and x.dtype == jnp.float32 else None
+    return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def mask_weights(allowed: jax.Array | None, weights: jax.Array) -> jax.Array:
+    """Returns the weights, zero where the mask forbids."""
+    return weights if allowed is None else jnp.where(allowed, weights, 0.0)
+
+
+def call_kernel(
+    kernel: Callable[..., None],
+    arguments: PyTree,
+    shapes: PyTree,
+    *,
+    specs: PyTree,
+    out_specs: PyTree,
+    grid: tuple[int, ...],
+    flops: int,
+    exponentials: int,
+    scratch: PyTree,
+    memory: int = VMEM,
+    interpret: bool,
+) -> PyTree:
+    """Calls `pl.pallas_call`; the first axis of the grid is that of heads.
+
+    Args:
+      kernel: the program.
+      arguments: what it reads.
+      shapes: of what it writes.
+      specs: the blocks of the arguments.
+      out_specs: the blocks of the results.
+      grid: numbers of programs.
+      flops: of all matrix products.
+      exponentials: their number.
+      scratch: further vector memory.
+      memory: bytes of vector memory that a program may take.
+      interpret: run on any device, slowly.
+    """
+    moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((arguments, shapes)))
+    varying = jax.typeof(jax.tree.leaves(arguments)[0]).mat
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying), shapes
+    )
+    return pl.pallas_call(
+        kernel,
+        out_shape=shapes,
+        grid=grid,
+        in_specs=specs,
+        out_specs=out_specs,
+        scratch_shapes=scratch,
+        cost_estimate=pl.CostEstimate(
+            flops=flops, transcendentals=exponentials, bytes_accessed=moved
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=[
+                "parallel" if axis == 0 else "arbitrary" for axis in range(len(grid))
+            ],
+            vmem_limit_bytes=memory,
+        ),
+        interpret=interpret,
+    )(*arguments)
