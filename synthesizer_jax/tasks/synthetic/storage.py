@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import pathlib
 import shutil
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
-from synthesizer_jax.files import write_atomic
 from synthesizer_jax.tasks.formats import Similarity
 from synthesizer_jax.tasks.storage import write_dataset
 from synthesizer_jax.tasks.synthetic.definitions import DATASET, DEFINITIONS, as_text, config_name
@@ -21,8 +19,7 @@ if TYPE_CHECKING:
     from synthesizer_jax.tasks.storage import FeatureType
 
 VERSION = "1.0.0"
-GRAMMAR_FILE = "grammar.txt"
-"""Holds `grammar_digest()` of the sets on disk; sets of another grammar are written anew."""
+"""Counts the grammars: other rows need another version."""
 
 VOCAB_SIZE = 1024
 VOCABULARY_TEXTS = 2000
@@ -32,23 +29,18 @@ VOCABULARY_TEXTS = 2000
 def vocabulary(data_dir: pathlib.Path) -> SentencePiece:
     """Returns the mixture's own SentencePiece model without sentinels; trains it where it is missing."""
     path = data_dir / DATASET / "vocabulary.model"
-    if not (is_written(data_dir, ()) and path.is_file()):
+    if not path.is_file():
         train_sentencepiece(_training_texts(), path, vocab_size=VOCAB_SIZE, model_type="bpe")
-        write_atomic(data_dir / DATASET / GRAMMAR_FILE, _grammar_digest())
     return SentencePiece(str(path), extra_ids=0)
 
 
 def is_written(data_dir: pathlib.Path, tasks: Sequence[Task] = DEFINITIONS) -> bool:
-    """Returns whether a directory has the data sets of tasks, written by this grammar."""
-    mark = data_dir / DATASET / GRAMMAR_FILE
-    written = all((data_dir / t.dataset / VERSION / "dataset_info.json").is_file() for t in tasks)
-    return written and mark.is_file() and mark.read_text(encoding="utf-8") == _grammar_digest()
+    """Returns whether a directory has the data sets of tasks."""
+    return all((data_dir / t.dataset / VERSION / "dataset_info.json").is_file() for t in tasks)
 
 
 def write(data_dir: pathlib.Path) -> None:
-    """Writes the eight data sets; what this grammar has written is kept."""
-    if not is_written(data_dir, ()):
-        shutil.rmtree(data_dir / DATASET, ignore_errors=True)
+    """Writes the eight data sets and the vocabulary; what is there is kept."""
     vocabulary(data_dir)
     for task in DEFINITIONS:
         if not is_written(data_dir, (task,)):
@@ -56,14 +48,6 @@ def write(data_dir: pathlib.Path) -> None:
                 data_dir / task.dataset, ignore_errors=True
             )  # TFDS would keep what is damaged
             _write_config(config_name(task), data_dir)
-
-
-def _grammar_digest() -> str:
-    """A digest of this package's sources: it changes whenever the rows may."""
-    digest = hashlib.sha256()
-    for source in sorted(pathlib.Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()
 
 
 def _training_texts() -> Iterator[str]:
