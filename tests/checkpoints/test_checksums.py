@@ -136,7 +136,10 @@ def test_a_flipped_bit_of_the_arrays_never_passes(saved: pathlib.Path, caplog) -
         ),
         (lambda step: (step / "data" / "position").unlink(), "No such file"),
         (lambda step: flip(step / CONTENTS / "0.json", 0), "0.json cannot be read"),
-        (lambda step: (step / CONTENTS / "0.json").write_text('{"step": 2}'), "0.json cannot be read"),
+        (
+            lambda step: (step / CONTENTS / "0.json").write_text('{"step": 2}'),
+            "0.json cannot be read",
+        ),
         (lambda step: (step / CONTENTS / "0.json").unlink(), "is empty"),
         (lambda step: rewrite(step / CONTENTS / "0.json", step=3), "2 holds step 3"),
     ],

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import synthesizer_jax.distillation.distill  # noqa: F401 - its classes are registered before `afresh`
 from synthesizer_jax import registry
 from synthesizer_jax.runs import code
 from synthesizer_jax.tasks import synthetic, task_registry

@@ -9,11 +9,11 @@ import pytest
 from synthesizer_jax.cli.plan import _changed_settings
 from synthesizer_jax.cli.settings import override
 from synthesizer_jax.costs import chips
-from synthesizer_jax.training import aot, plan
 from synthesizer_jax.models import Size, alignment, t5, unroll
 from synthesizer_jax.optimizers import OptimizerRule
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
+from synthesizer_jax.training import aot, plan
 from synthesizer_jax.training.trainer import Trainer
 from tests.training.tiny import VOCAB, experiment
 
