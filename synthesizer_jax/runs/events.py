@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import TypedDict, TypeGuard
 
-from synthesizer_jax.files import append, check_regular
+from synthesizer_jax.files import append
 
 EVENTS_FILE = "events.jsonl"
 
@@ -32,7 +32,6 @@ class Events:
 
     def __init__(self, directory: pathlib.Path, *, writes: bool = True):
         self._path = directory / EVENTS_FILE if writes else None
-        check_regular(directory / EVENTS_FILE)
 
     def write(self, event: str, *, step: int, at: float | None = None) -> None:
         """Appends an `Event`; `at` is its time, None is now."""
@@ -67,7 +66,6 @@ def goodput(directory: pathlib.Path, seconds_per_step: float) -> float | None:
 def read_events(directory: pathlib.Path) -> Iterator[Event]:
     """Yields the events of a run in order; incomplete lines are skipped."""
     path = directory / EVENTS_FILE
-    check_regular(path)
     if not path.exists():
         return
     for line in path.read_bytes().split(b"\n"):

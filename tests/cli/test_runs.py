@@ -270,11 +270,3 @@ def test_damaged_logs_do_not_stop_a_run(copied, data, caplog, name, damage) -> N
     else:
         assert path.read_bytes().startswith(first + b"\n")
         assert json.loads(path.read_bytes().splitlines()[-1])["event"] == "end"
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
-def test_a_pipe_in_the_place_of_a_log_is_not_waited_for(copied, data, name) -> None:
-    (copied / name).unlink()
-    os.mkfifo(copied / name)
-    with pytest.raises(OSError, match=rf"{name} is not a regular file; move it away"):
-        call(*arguments(copied, data, "training.steps=4"))
