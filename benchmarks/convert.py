@@ -70,7 +70,7 @@ def measure(scratch: pathlib.Path, name: str) -> dict[str, Any]:
     copy, _ = run(["cp", "-r", str(scratch / "source"), str(scratch / "copy")])
     shutil.rmtree(scratch / "copy")
     command = [sys.executable, "-m", "synthesizer_jax", "convert", str(scratch / "source")]
-    convert, peak = run([*command, str(scratch / "run"), "--no-check"])
+    convert, peak = run([*command, str(scratch / "run")])
     return {
         "size": name,
         "checkpoint": total,

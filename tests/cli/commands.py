@@ -1,8 +1,17 @@
-"""The command line in this process."""
+"""The command line, in this process and in one of its own."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
 
 from typer.testing import CliRunner
 
 from synthesizer_jax.cli.main import app
+from tests.conftest import ROOT
+from tests.environment import COMMANDS, without_devices
 
 
 def ended(*arguments: object) -> tuple[int, str]:
@@ -18,3 +27,24 @@ def call(*arguments: object) -> str:
     code, output = ended(*arguments)
     assert code == 0, output
     return output
+
+
+def run_all(
+    place: pathlib.Path, commands: Sequence[str | Sequence[str]], **environment: str
+) -> list[tuple[int, str]]:
+    """Runs commands one after the other in one process; returns the exit code and the text of each."""
+    words = [command.split() if isinstance(command, str) else command for command in commands]
+    (place / "commands.json").write_text(json.dumps(words))
+    own = {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "XDG_STATE_HOME": str(place / "state")}
+    ended = subprocess.run(
+        [sys.executable, "-c", COMMANDS, "commands.json"],
+        env=without_devices() | {"GLIBC_TUNABLES": ""} | own | environment,
+        cwd=place,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    found = re.split(r"=== exit (\d+)\n", ended.stdout)
+    assert len(found) == 2 * len(commands) + 1, ended.stdout
+    return [(int(code), text) for code, text in zip(found[1::2], found[::2], strict=False)]

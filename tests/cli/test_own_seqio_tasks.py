@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
+from tests.cli.commands import run_all
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.slow
@@ -68,51 +67,36 @@ def place(tmp_path_factory):
     return place
 
 
-def command(place, *arguments):
-    """Runs the command line in a process of its own and returns what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", "synthesizer_jax", *map(str, arguments)],
-        cwd=place,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{place}",
-            "XDG_STATE_HOME": str(place / "state"),
-        },
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout
+TRAIN = (
+    "train quickstart:random_vanilla --workdir run --data-dir data --import parity_tasks --quiet "
+    '--set data.mixture=parity --set vocabulary={"type":"Bytes"} --set evaluation.split=held_out '
+    "--set data.batch_size=8 --set training.save_every=2"
+)
 
 
-def train(place, *, steps, imports=()):
-    return command(
-        place,
-        *("train", "quickstart:random_vanilla", "--workdir", "run", "--data-dir", "data", *imports),
-        *("--set", "data.mixture=parity", "--set", 'vocabulary={"type": "Bytes"}'),
-        *("--set", "evaluation.split=held_out", "--set", "data.batch_size=8"),
-        *("--set", f"training.steps={steps}", "--set", "training.save_every=2", "--quiet"),
-    )
+def say(place, *commands):
+    """What commands print that succeed, run in one process."""
+    path = f"{ROOT}{os.pathsep}{place}"
+    said = run_all(place, commands, PYTHONPATH=path)
+    assert [code for code, _ in said] == [0] * len(commands), said
+    return [text for _, text in said]
 
 
 def test_it_is_trained_resumed_and_evaluated_from_the_run_alone(place):
-    train(place, steps=2, imports=("--import", "parity_tasks"))
-    train(place, steps=4, imports=("--import", "parity_tasks"))
+    listing = "data list parity --import parity_tasks"
+    *_, listed = say(
+        place, f"{TRAIN} --set training.steps=2", f"{TRAIN} --set training.steps=4", listing
+    )
+    assert "parity_was" in listed and "held_out 6" in listed
     steps = [json.loads(x) for x in (place / "run/metrics.jsonl").read_text().splitlines()]
     (last,) = [r for r in steps if r["kind"] == "eval" and r["step"] == 4]
     assert last["parity_is/even"] == last["parity_was/even"] == 0.5
     assert last["parity_is/loss"] > 0
 
-    shown = command(place, "eval", "--workdir", "run", "--data-dir", "data", "--save-predictions")
+    (shown,) = say(place, "eval --workdir run --data-dir data")
     assert "parity_is" in shown and "count" in shown
     files = sorted((place / "run/evaluation/4").glob("*.jsonl"))
     assert [f.name for f in files] == ["parity_is.jsonl", "parity_was.jsonl"]
     rows = [json.loads(line) for line in files[0].read_text().splitlines()]
     assert [r["input"] for r in rows] == [f"is {n}" for n in range(6)]
     assert [r["target"] for r in rows] == ["even", "odd"] * 3
-
-
-def test_the_list_of_tasks_has_it(place):
-    shown = command(place, "data", "list", "parity", "--import", "parity_tasks")
-    assert "parity_was" in shown and "held_out 6" in shown

@@ -17,7 +17,7 @@ from synthesizer_jax.cli.recipes import complete_recipe, load_recipe, packaged_r
 from synthesizer_jax.costs.zoo import costs
 from synthesizer_jax.distillation.distill import Distillation
 from synthesizer_jax.models import ZOO
-from tests.cli.commands import call
+from tests.cli.commands import call, run_all
 from tests.conftest import ROOT
 
 IMPORTS = (
@@ -26,47 +26,27 @@ IMPORTS = (
 )
 
 
-def command(*arguments, before="", cwd=ROOT, **environment):
-    """A process that runs a command and then says which heavy modules it has loaded."""
-    program = (
-        "import sys\n"
-        f"sys.argv[1:] = {list(arguments)!r}\n"
-        f"{before}\n"
-        "from synthesizer_jax.cli.main import run\n"
-        "try:\n    run()\n"
-        "finally:\n"
-        "    heavy = {'jax', 'flax', 'tensorflow', 'seqio', 'orbax'} & set(sys.modules)\n"
-        "    print('loaded', *sorted(heavy))\n"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-    )
+WITHOUT_JAX = {
+    "--help": (0, "recipes"),
+    "--version": (0, "."),
+    "train --help": (0, "--import"),
+    "recipes": (0, "quickstart:random_vanilla"),
+    "models": (0, "t5_1_1_tiny"),
+    "train nope --workdir w": (2, "there is no recipe 'nope'"),
+    "train nope.py --workdir w": (2, "there is no recipe file nope.py"),
+    "train quickstart:ramdom --workdir w": (2, "no recipe 'ramdom', did you mean"),
+    "distill nope --teacher t --workdir w": (2, "there is no recipe 'nope'"),
+    "plan nope --topology v5e:4x4": (2, "there is no recipe 'nope'"),
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["--help"], 0, "recipes"),
-        (["--version"], 0, "."),
-        (["train", "--help"], 0, "--import"),
-        (["recipes"], 0, "quickstart:random_vanilla"),
-        (["models"], 0, "t5_1_1_tiny"),
-        (["train", "nope", "--workdir", "w"], 2, "there is no recipe 'nope'"),
-        (["train", "nope.py", "--workdir", "w"], 2, "there is no recipe file nope.py"),
-        (["train", "quickstart:ramdom", "--workdir", "w"], 2, "no recipe 'ramdom', did you mean"),
-        (["distill", "nope", "--teacher", "t", "--workdir", "w"], 2, "there is no recipe 'nope'"),
-        (["plan", "nope", "--topology", "v5e:4x4"], 2, "there is no recipe 'nope'"),
-    ],
-)
-def test_what_needs_no_jax_is_said_without_it(arguments, code, said):
-    done = command(*arguments)
-    assert done.returncode == code, done.stderr
-    assert said in done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "loaded"
+def test_what_needs_no_jax_is_said_without_it(tmp_path):
+    for module in ("jax", "tensorflow", "seqio"):
+        (tmp_path / f"{module}.py").write_text("raise AssertionError('it is imported')\n")
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    said = run_all(tmp_path, list(WITHOUT_JAX), PYTHONPATH=path)
+    for (command, (code, part)), (found, text) in zip(WITHOUT_JAX.items(), said, strict=True):
+        assert (code, part in text) == (found, True), f"{command}: {text}"
 
 
 def test_recipes_lists_what_comes_with_the_package():
@@ -166,10 +146,9 @@ def test_a_recipe_of_the_other_kind_says_what_there_is(tmp_path):
 
 def test_the_traceback_of_a_recipe_can_be_seen(tmp_path):
     (tmp_path / "mine.py").write_text("def default():\n    return 1 / 0\n")
-    done = command(
-        *("train", "mine.py", "--workdir", "w"), cwd=tmp_path, SYNTHESIZER_JAX_TRACEBACK="1"
-    )
-    assert 'File "mine.py", line 2, in default' in done.stderr
+    command = "train mine.py --workdir w"
+    ((_, said),) = run_all(tmp_path, [command], SYNTHESIZER_JAX_TRACEBACK="1")
+    assert 'File "mine.py", line 2, in default' in said
 
 
 def test_a_module_of_ones_own_package_is_a_recipe(tmp_path, monkeypatch):
@@ -229,34 +208,23 @@ def test_costs_at_other_lengths_are_counted():
     assert row["flops_per_token"] < _known_costs()["t5_tiny"]["flops_per_token"]
 
 
-@pytest.mark.slow
-def test_a_vocabulary_can_be_trained_on_every_mixture_by_name(tmp_path):
-    done = command("data", "vocabulary", "multi30k_en_de", "--output", "v", cwd=tmp_path)
-    assert "no task of 'multi30k_en_de' has training data" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["train", "quickstart", "--workdir", "w"],
-        ["quickstart", "--workdir", "w"],
-        ["data", "import", "glue", "--from", "."],
-        ["data", "vocabulary", "synthetic_co_training", "--output", "v"],
-    ],
-)
-def test_without_the_data_extra_one_sentence_says_what_to_install(
-    tmp_path, tmp_path_factory, arguments
-):
+def test_without_the_data_extra_one_sentence_says_what_to_install(tmp_path, tmp_path_factory):
     """Also where the process that prepares the data ends with that sentence."""
     absent = tmp_path_factory.mktemp("absent")
     error = "raise ModuleNotFoundError('not here', name='tensorflow')\n"
     (absent / "tensorflow.py").write_text(error)
-    path = f"{absent}{os.pathsep}{ROOT}"
-    done = command(*arguments, "--data-dir", "d", cwd=tmp_path, PYTHONPATH=path)
-    assert done.returncode == 2
-    first, *rest = done.stderr.splitlines()
-    assert first == "error: tensorflow is not installed; run pip install 'synthesizer_jax[data]'"
-    assert ["could not be prepared, as said above" in line for line in rest] == [True] * len(rest)
+    commands = [
+        "train quickstart --workdir w --data-dir d",
+        "data import glue --from . --data-dir d",
+        "data vocabulary synthetic_co_training --output v --data-dir d",
+    ]
+    said = run_all(tmp_path, commands, PYTHONPATH=f"{absent}{os.pathsep}{ROOT}")
+    codes, texts = zip(*said, strict=True)
+    assert codes == (2, 2, 2)
+    remedy = "error: tensorflow is not installed; run pip install 'synthesizer_jax[data]'\n"
+    prepared, *others = texts
+    assert remedy in prepared and "could not be prepared, as said above" in prepared
+    assert others == [remedy, remedy]
     assert not [*tmp_path.rglob("experiment.json"), *tmp_path.rglob("dataset_info.json")]
 
 

@@ -2,13 +2,10 @@
 
 import json
 import pathlib
-import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.environment import COMMANDS, without_devices
+from tests.cli.commands import run_all
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +46,7 @@ TOLD = [
     ("data list own_files --data-dir DATA", 0, "train 40, validation 6"),
     ("data show own_files --data-dir DATA --rows 1", 0, "lengths of 40 rows in bytes"),
     ("data check own_files --data-dir DATA", 0, "train 3"),  # good 1, 3 and 5 are in both
+    ("data vocabulary multi30k_en_de --output v --data-dir DATA", 2, "has training data in DATA"),
     # Training: prepared by itself, continued, refused.
     (f"{TRAIN} --set training.steps=2", 0, "runs/mine has finished its 2 steps: score "),
     (
@@ -74,7 +72,11 @@ TOLD = [
     (f"{EVAL} --all", 0, "best steps"),
     (f"{EVAL} --split test", 2, "error: own_files has no"),
     (f"{EVAL} --split train --max-examples 1 --method beam", 0, "own_files │ train │ 1"),
-    ("predict --workdir runs/mine --data-dir DATA --split validation", 0, "predictions: runs/mine"),
+    (
+        "predict --workdir runs/mine --data-dir DATA --split validation --method rank",
+        0,
+        "predictions: runs/mine",
+    ),
     ("generate --workdir runs/mine review:", 0, ""),
     ("report runs/mine runs/again --output page.html", 0, "report: "),
     ("doctor --workdir runs/new", 0, "runs/new is writable"),
@@ -89,24 +91,12 @@ AFTER_DAMAGE = [
 
 def check(place: pathlib.Path, expected: list[tuple[str, int, str]]) -> None:
     """Runs commands, and looks for an exit code and a text in what each says."""
-    (place / "commands").write_text(json.dumps([command.split() for command, _, _ in expected]))
-    ended = subprocess.run(
-        [sys.executable, "-c", COMMANDS, str(place / "commands")],
-        env=without_devices()
-        | {"XDG_STATE_HOME": str(place), "COLUMNS": "160", "GLIBC_TUNABLES": ""},
-        cwd=place,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    found = re.split(r"=== exit (\d+)\n", ended.stdout)
-    assert len(found) == 2 * len(expected) + 1, ended.stdout
-    texts = [" ".join(text.split()) for text in found[::2]]
+    found = run_all(place, [command for command, _, _ in expected])
+    texts = [(code, " ".join(text.split())) for code, text in found]
     other = [
         f"{command}: {code}: {text}"
-        for (command, wanted, part), code, text in zip(expected, found[1::2], texts, strict=False)
-        if int(code) != wanted or part not in text
+        for (command, wanted, part), (code, text) in zip(expected, texts, strict=True)
+        if code != wanted or part not in text
     ]
     assert not other, "\n".join(other)
 
