@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +18,18 @@ from synthesizer_jax.attention.fused import obstacle as fused_obstacle
 from synthesizer_jax.attention.fused import select_kernel as select_fused_kernel
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.packed import (
-    DENSER,
+    MAX_UNPACKING_FACTOR,
     attend_unpacked,
     has_absolute_positions,
     unpacked_lengths,
 )
 from synthesizer_jax.attention.partition import (
     Partition,
-    Route,
     axes_along,
     axes_of_type,
     in_auto_mode,
 )
-from synthesizer_jax.attention.parts import match_varying_axes
+from synthesizer_jax.attention.parts import Call, match_varying_axes
 from synthesizer_jax.attention.reference import attend_reference, softmax_weights
 from synthesizer_jax.attention.static import attend_static
 from synthesizer_jax.attention.static import obstacle as static_obstacle
@@ -40,19 +37,19 @@ from synthesizer_jax.attention.static import select_kernel as select_static_kern
 from synthesizer_jax.attention.terms import Split, Terms
 from synthesizer_jax.typing import PyTree
 
-ROUTES = {
+ROUTES: dict[str, Callable[[Call], jax.Array]] = {
     "static": attend_static,
     "fused": attend_fused,
     "banded": attend_banded,
     "reference": attend_reference,
 }
 
-OBSTACLES: dict[str, Callable[[Terms, Mask], str | None]] = {
+OBSTACLES: dict[str, Callable[[Call], str | None]] = {
     "static": static_obstacle,
     "fused": fused_obstacle,
     "banded": banded_obstacle,
 }
-"""Why a route cannot take terms and a mask; None: it can."""
+"""Why a route cannot take a call; None: it can."""
 
 KERNELS = {"static": select_static_kernel, "fused": select_fused_kernel}
 """What runs a route on a platform, and why not kernels."""
@@ -63,12 +60,8 @@ values, so that the reference route is used."""
 
 FEW_SEGMENTS = (
     f"in packed rows it needs Mask.segments, no Mask.allowed, and segments · segment_length² of at most "
-    f"{DENSER} times the square of the row's length"
+    f"{MAX_UNPACKING_FACTOR} times the square of the row's length"
 )
-
-
-_Arguments: TypeAlias = tuple[Terms, jax.Array, Mask | jax.Array | None, jax.Array | None]
-"""Terms, values, mask and key of the dropout."""
 
 
 def attend(
@@ -117,122 +110,147 @@ def attend(
         what is asked.
       TypeError: for derivatives other than gradients, on a route other than ``reference``.
     """
-    if axes_of_type(AxisType.Explicit):
-        return _attend_in_auto_mode(
-            terms,
-            values,
-            mask,
-            dropout_key=dropout_key,
-            partition=partition,
-            q_length=q_length,
-            dropout_rate=dropout_rate,
-            implementation=implementation,
-        )
-    terms, values, mask, q_length = check_arguments(terms, values, mask, q_length=q_length)
-    batch, k_length, heads, width = values.shape
-    if 0 in (batch, q_length, k_length, heads, width):
-        return jnp.zeros((batch, q_length, heads, width), values.dtype)
-    values = drop_value_vectors(values, dropout_rate, dropout_key)
-    if isinstance(terms[0], Split):
-        return _attend_groups(
-            terms[0],
-            values,
-            mask,
-            q_length=q_length,
-            implementation=implementation,
-            partition=partition,
-        )
-    plan = _select_route(terms, values, mask, q_length=q_length, implementation=implementation)
 
-    def run(terms: Terms, values: jax.Array, mask: Mask, *, q_length: int) -> jax.Array:
-        route = ROUTES[plan.route]
-        function = functools.partial(attend_unpacked, route) if plan.unpack else route
-        terms, values, mask = match_varying_axes(terms, values, mask)
-        return function(terms, values, mask=mask, q_length=q_length)
+    def compute(
+        terms: Terms,
+        values: jax.Array,
+        mask: Mask | jax.Array | None,
+        dropout_key: jax.Array | None,
+    ) -> jax.Array:
+        call = check_arguments(terms, values, mask, q_length=q_length)
+        batch, k_length, heads, width = values.shape
+        if 0 in (batch, call.q_length, k_length, heads, width):
+            return jnp.zeros((batch, call.q_length, heads, width), values.dtype)
+        values = drop_value_vectors(call.values, dropout_rate, dropout_key)
+        groups = _groups_of_heads(dataclasses.replace(call, values=values))
+        outputs = [_run_route(group, implementation, partition) for group in groups]
+        return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=2)
 
-    if partition and (not partition.axis_names or (plan.route == "reference" and not plan.unpack)):
+    if not axes_of_type(AxisType.Explicit):
+        return compute(terms, values, mask, dropout_key)
+    if partition is None or not partition.axis_names:
+        partition = _partition_of_types(terms, values)
+    spec = PartitionSpec(partition.batch, partition.sequence, partition.heads)
+    return in_auto_mode(compute, lambda _: spec)(terms, values, mask, dropout_key)
+
+
+def _partition_of_types(terms: Terms, values: jax.Array) -> Partition:
+    """Returns the explicit mesh axes that divide examples, heads and queries."""
+    queries = [x for term in terms for x in jax.tree.leaves(term) if x.ndim == 4][:1]
+    return Partition(
+        batch=axes_along(values, 0),
+        heads=axes_along(values, 2),
+        sequence=axes_along(queries[0], 1) if queries else (),
+    )
+
+
+def _groups_of_heads(call: Call) -> list[Call]:
+    """Returns a call for every group of heads that has terms of its own."""
+    (split, *_), values = call.terms, call.values
+    if not isinstance(split, Split):
+        return [call]
+    groups = []
+    for terms, start, count in split.slices():
+        mask = call.mask.take_heads(start, count)
+        part = values[:, :, start : start + count]
+        groups += _groups_of_heads(check_arguments(terms, part, mask, q_length=call.q_length))
+    return groups
+
+
+def _run_route(call: Call, implementation: str, partition: Partition | None) -> jax.Array:
+    """Selects a route, explains it, and runs it, on every device's part if there is a partition."""
+    choice = _select_route(call, implementation)
+
+    def run(call: Call) -> jax.Array:
+        (call,) = match_varying_axes(call)
+        route = ROUTES[choice.route]
+        return attend_unpacked(route, call) if choice.unpack else route(call)
+
+    if partition and (
+        not partition.axis_names or (choice.route == "reference" and not choice.unpack)
+    ):
         partition = None  # the compiler divides the reference route itself
-    _log_route(plan, run, terms, values=values, mask=mask, q_length=q_length, partition=partition)
-    if partition is not None:
-        return partition.shard_route(run, q_length)(terms, values, mask)
-    return run(terms, values, mask, q_length=q_length)
+    _log_route(choice, run, call, partition)
+    return run(call) if partition is None else partition.run(run, call)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RouteChoice:
+    """How attention is computed.
+
+    Attributes:
+      route: a name of `ROUTES`.
+      unpack: whether the examples of packed rows become rows of their own first.
+      obstacles: why routes cannot run, by name; those that can are left out.
+    """
+
+    route: str
+    unpack: bool
+    obstacles: dict[str, str]
+
+
+def _select_route(call: Call, implementation: str) -> _RouteChoice:
+    """Chooses the route.
+
+    Raises:
+      ValueError: `implementation` is unknown, or cannot do what is asked.
+    """
+    if implementation != "auto" and implementation not in ROUTES:
+        raise ValueError(
+            f"attend: implementation={implementation!r}; allowed: auto, {', '.join(ROUTES)}"
+        )
+    mask, packed = call.mask, call.mask.query_segments is not None
+    positional = has_absolute_positions(call.terms, mask)
+    lengths = unpacked_lengths(mask, call.q_length, call.k_length) if packed else None
+    found = {name: obstacle(call) for name, obstacle in OBSTACLES.items()}
+    for name, needs_rows in (("banded", positional), ("static", packed)):
+        if needs_rows and lengths is None:
+            found[name] = found[name] or FEW_SEGMENTS
+    obstacles = {name: why for name, why in found.items() if why}
+    chosen = implementation
+    if implementation == "auto":
+        q, k = lengths if lengths and positional else (call.q_length, call.k_length)
+        small = ["reference", "fused"] if q * k <= FEW_LOGITS else ["fused", "reference"]
+        chosen = next(r for r in ("banded", "static", *small) if r not in obstacles)
+    if chosen in obstacles:
+        raise ValueError(
+            f"attend: implementation={implementation!r} is not possible here: {obstacles[chosen]}; "
+            "use 'auto'"
+        )
+    unpack = lengths is not None and (positional or chosen == "static")
+    return _RouteChoice(chosen, unpack and implementation != "reference", obstacles)
 
 
 def _log_route(
-    plan: _RouteChoice,
-    run: Route,
-    terms: Terms,
-    *,
-    values: jax.Array,
-    mask: Mask,
-    q_length: int,
-    partition: Partition | None,
+    choice: _RouteChoice, run: Callable[[Call], jax.Array], call: Call, partition: Partition | None
 ) -> None:
     """Explains a call to the log, and to `explain`."""
     platform = explained_platform()
-    batch, k_length, heads, _ = values.shape
 
     def make() -> Explanation:
-        kernel, obstacles = "matrix products", dict(plan.obstacles)
-        obstacles.pop(plan.route, None)
-        if plan.route in KERNELS:
-            kernel, why = KERNELS[plan.route](
-                terms, values, mask, q_length=q_length, platform=platform
-            )
+        kernel, obstacles = "matrix products", dict(choice.obstacles)
+        obstacles.pop(choice.route, None)
+        if choice.route in KERNELS:
+            kernel, why = KERNELS[choice.route](call, platform)
             obstacles |= {"kernels": why} if why else {}
         divided = {} if partition is None else dataclasses.asdict(partition)
+        batch, k_length, heads, _ = call.values.shape
         return Explanation(
-            route=plan.route,
+            route=choice.route,
             kernel=kernel,
             platform=platform,
-            shape=(batch, q_length, k_length, heads),
-            unpacked=plan.unpack,
+            shape=(batch, call.q_length, k_length, heads),
+            unpacked=choice.unpack,
             divided={name: axes for name, axes in divided.items() if axes},
             kept_bytes=None,
             obstacles=obstacles,
         )
 
     def residuals() -> PyTree:
-        return jax.vjp(lambda t, v: run(t, v, mask, q_length=q_length), terms, values)[1]
+        of = lambda terms, values: run(dataclasses.replace(call, terms=terms, values=values))
+        return jax.vjp(of, call.terms, call.values)[1]
 
     log_call(make, residuals)
-
-
-def _attend_in_auto_mode(
-    terms: Terms,
-    values: jax.Array,
-    mask: Mask | jax.Array | None,
-    *,
-    dropout_key: jax.Array | None,
-    q_length: int | None,
-    dropout_rate: float,
-    implementation: str,
-    partition: Partition | None,
-) -> jax.Array:
-    """Computes `attend` where mesh axes are explicit, partitioned as the types of its arguments say."""
-    if partition is None or not partition.axis_names:
-        queries = [x for t in terms for x in jax.tree.leaves(t) if x.ndim == 4][:1]
-        partition = Partition(
-            batch=axes_along(values, 0),
-            heads=axes_along(values, 2),
-            sequence=axes_along(queries[0], 1) if queries else (),
-        )
-    spec = PartitionSpec(partition.batch, partition.sequence, partition.heads)
-
-    def call(arguments: _Arguments) -> jax.Array:
-        terms, values, mask, dropout_key = arguments
-        return attend(
-            terms,
-            values,
-            mask=mask,
-            q_length=q_length,
-            dropout_rate=dropout_rate,
-            dropout_key=dropout_key,
-            implementation=implementation,
-            partition=partition,
-        )
-
-    return in_auto_mode(call, lambda _: spec)((terms, values, mask, dropout_key))
 
 
 def attention_weights(
@@ -256,86 +274,6 @@ def attention_weights(
     """
     terms, mask, q_length, k_length = check_weights(terms, mask, q_length, k_length=k_length)
     return softmax_weights(terms, mask=mask, q_length=q_length, k_length=k_length)
-
-
-def _attend_groups(
-    split: Split,
-    values: jax.Array,
-    mask: Mask,
-    *,
-    q_length: int,
-    implementation: str,
-    partition: Partition | None,
-) -> jax.Array:
-    """Computes `attend` for every group of heads by itself."""
-    parts = [
-        attend(
-            terms,
-            values[:, :, start : start + count],
-            mask=mask.take_heads(start, count),
-            q_length=q_length,
-            implementation=implementation,
-            partition=partition,
-        )
-        for terms, start, count in split.slices()
-    ]
-    return jnp.concatenate(parts, axis=2)
-
-
-@dataclasses.dataclass(frozen=True)
-class _RouteChoice:
-    """How attention is computed.
-
-    Attributes:
-      route: a name of `ROUTES`.
-      unpack: whether the examples of packed rows become rows of their own first.
-      obstacles: why routes cannot run, by name; those that can are left out.
-    """
-
-    route: str
-    unpack: bool
-    obstacles: dict[str, str]
-
-
-def _select_route(
-    terms: Terms, values: jax.Array, mask: Mask, *, q_length: int, implementation: str = "auto"
-) -> _RouteChoice:
-    """Chooses the route.
-
-    Raises:
-      ValueError: `implementation` is unknown, or cannot do what is asked.
-    """
-    if implementation != "auto" and implementation not in ROUTES:
-        raise ValueError(
-            f"attend: implementation={implementation!r}; allowed: auto, {', '.join(ROUTES)}"
-        )
-    k_length, packed = values.shape[1], mask.query_segments is not None
-    positional = has_absolute_positions(terms, mask)
-    lengths = unpacked_lengths(mask, q_length, k_length) if packed else None
-    obstacles = _obstacles(terms, mask, positional=positional, unpacks=lengths is not None)
-    chosen = implementation
-    if implementation == "auto":
-        q, k = lengths if lengths and positional else (q_length, k_length)
-        small = ["reference", "fused"] if q * k <= FEW_LOGITS else ["fused", "reference"]
-        chosen = next(r for r in ("banded", "static", *small) if r not in obstacles)
-    if chosen in obstacles:
-        raise ValueError(
-            f"attend: implementation={implementation!r} is not possible here: {obstacles[chosen]}; "
-            "use 'auto'"
-        )
-    unpack = lengths is not None and (positional or chosen == "static")
-    return _RouteChoice(chosen, unpack and implementation != "reference", obstacles)
-
-
-def _obstacles(terms: Terms, mask: Mask, *, positional: bool, unpacks: bool) -> dict[str, str]:
-    """Returns why routes cannot run, see `_RouteChoice`."""
-    obstacles = {name: obstacle(terms, mask) for name, obstacle in OBSTACLES.items()}
-    packed = mask.query_segments is not None
-    if not obstacles["banded"] and positional and not unpacks:
-        obstacles["banded"] = FEW_SEGMENTS
-    if not obstacles["static"] and packed and not unpacks:
-        obstacles["static"] = FEW_SEGMENTS
-    return {name: why for name, why in obstacles.items() if why}
 
 
 def drop_value_vectors(values: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

@@ -11,23 +11,13 @@ import jax.numpy as jnp
 
 from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.parts import zero_padding_tokens
-from synthesizer_jax.attention.terms import Banded, Terms, logits_dtype
+from synthesizer_jax.attention.parts import Call, zero_padding_tokens
+from synthesizer_jax.attention.terms import Banded, logits_dtype
 
 
-def attend_banded(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) -> jax.Array:
-    """Returns ``out[b, q, h] = Σ_t weights[b, q, h, t] · values[b, start(q) + t, h]``.
-
-    Args:
-      terms: a single `Banded` term.
-      values: ``[b, k, h, e]``.
-      mask: which keys a query may attend to.
-      q_length: number of queries.
-
-    Returns:
-      ``[b, q, h, e]`` in the values' dtype.
-    """
-    (term,) = terms
+def attend_banded(call: Call) -> jax.Array:
+    """Returns ``out[b, q, h] = Σ_t weights[b, q, h, t] · values[b, start(q) + t, h]``."""
+    (term,), values, mask, q_length = call.terms, call.values, call.mask, call.q_length
     assert isinstance(term, Banded)
     k_length, heads = values.shape[1:3]
     keys, queries = mask.keys(k_length), mask.queries(q_length)
@@ -50,10 +40,9 @@ def attend_banded(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int)
     return jnp.broadcast_to(out, (values.shape[0], *out.shape[1:])).astype(values.dtype)
 
 
-def obstacle(terms: Terms, mask: Mask) -> str | None:
-    """Returns why this route cannot take terms; None if it can."""
-    del mask
-    if all(isinstance(term, Banded) for term in terms):
+def obstacle(call: Call) -> str | None:
+    """Returns why this route cannot take a call; None if it can."""
+    if all(isinstance(term, Banded) for term in call.terms):
         return None
     return "it takes one Banded term, which is weights and not logits"
 
@@ -166,11 +155,6 @@ def _sum_shifted_values(weights: jax.Array, window: jax.Array, q_length: int) ->
 
     The forward pass reads the window once; the backward pass reads it once for each of the two
     cotangents. There are no residuals besides the arguments.
-
-    Args:
-      weights: ``[b or 1, q or 1, h, w]``.
-      window: ``[b, q + w - 1, h, e]``.
-      q_length: number of queries.
 
     Returns:
       ``[b, q, h, e]`` in float32 or wider.

@@ -166,14 +166,7 @@ def _map_heads(
     *,
     out_axes: int | tuple[int, ...],
 ) -> _Result:
-    """Maps a function of the inputs of one head over all heads, by `jax.vmap`.
-
-    Args:
-      function: takes inputs whose axis of heads has a length of 1, and the extra arguments likewise.
-      inputs: the inputs of all heads.
-      extra_args: arrays ``[b, q, h, r]``.
-      out_axes: as in `jax.vmap`.
-    """
+    """Maps a function of the inputs of one head over all heads, by `jax.vmap`."""
     allowed, shared_mask = inputs.mask.allowed, inputs.mask
     if allowed is not None and allowed.shape[1] > 1:
         shared_mask = dataclasses.replace(shared_mask, allowed=None)
@@ -233,14 +226,7 @@ def _logits(
     lengths: tuple[int, int],
     positions: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
-    """Returns the logits ``[q, k]`` of one head and example.
-
-    Args:
-      bias: the bias of the head, ``[q, k]``; indexed by positions if `positions` are given.
-      products: terms of arrays ``[n, r]``.
-      lengths: q and k.
-      positions: positions ``[q]`` and ``[k]`` inside packed segments; None: positions in the row.
-    """
+    """Returns the logits ``[q, k]`` of one head and example."""
     key = jnp.arange(lengths[1]) if positions is None else positions[1]
     if bias is not None and positions is not None:
         bias = jnp.take(jnp.take(bias, positions[0], axis=0), key, axis=1)

@@ -259,7 +259,8 @@ def _extend_window(
 
 def _window_size(terms: Terms) -> int | None:
     """Returns how many past values a window of weights needs; None: all, it is no window."""
-    return terms[0].window if isinstance(terms[0], Banded) else None
+    term = terms[0]
+    return max(0, -term.first) if isinstance(term, Banded) and term.starts is None else None
 
 
 def _cached_arrays(terms: Terms) -> list[jax.Array]:

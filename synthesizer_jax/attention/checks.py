@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from synthesizer_jax.attention.masks import Mask, as_bool
 from synthesizer_jax.attention.packed import segment_lengths
-from synthesizer_jax.attention.parts import zero_padding_tokens
-from synthesizer_jax.attention.terms import Term, Terms
+from synthesizer_jax.attention.parts import Call, zero_padding_tokens
+from synthesizer_jax.attention.terms import Relative, Static, Term, Terms
 
 
 def check_arguments(
     terms: Terms, values: jax.Array, mask: Mask | jax.Array | None, *, q_length: int | None
-) -> tuple[Terms, jax.Array, Mask, int]:
+) -> Call:
     """Checks the arguments of `attend`, and returns them as the routes take them.
 
-    Padding is zero in tokens' queries, keys and values, so that a NaN there stays without effect.
-
-    Returns:
-      Terms, values, the mask with arrays of their full shapes, and the number of queries.
+    Padding is zero in tokens' queries, keys and values, so that a NaN there stays without effect. The
+    mask's arrays have their full shapes.
 
     Raises:
       TypeError: `terms` are not terms, or `mask` is not a mask.
@@ -35,7 +35,7 @@ def check_arguments(
         terms, mask, q_length, k_length=k_length, batch=batch, heads=heads
     )
     terms, values = _zero_padding_tokens(terms, values, mask, q_length=q_length)
-    return terms, values, mask, q_length
+    return Call(terms, values, mask, q_length)
 
 
 def check_weights(
@@ -57,7 +57,7 @@ def check_weights(
       ValueError: for shapes that do not go together.
     """
     check_types(terms)
-    terms = tuple(term.as_float() for term in terms)
+    terms = tuple(map(_as_float, terms))
     mask = Mask.of(mask)
     q_length, k_length = _lengths(terms, q_length, k_length)
     heads = terms[0].num_heads if heads is None else heads
@@ -224,11 +224,26 @@ def cover_distances(terms: Terms, mask: Mask, *, q_length: int, k_length: int) -
     """Returns the terms of packed rows, extended to distances that no segment reaches."""
     if mask.query_segments is None:
         return terms
-    segment = segment_lengths(mask, q_length, k_length)
-    return tuple(
-        term.cover_distances(q_length=q_length, k_length=k_length, segment=segment)
-        for term in terms
-    )
+    q, k = segment_lengths(mask, q_length, k_length)
+
+    def cover(term: Term) -> Term:
+        if not isinstance(term, Relative):
+            return term
+        last = term.first + term.logits.shape[1] - 1
+        if term.first > 1 - q or last < k - 1:
+            return term  # too short: `diagonals` raises the error
+        before, after = max(0, term.first - 1 + q_length), max(0, k_length - 1 - last)
+        logits = jnp.pad(term.logits, ((0, 0), (before, after)))
+        return Relative(logits, term.first - before)
+
+    return tuple(map(cover, terms))
+
+
+def _as_float(term: Term) -> Term:
+    """Returns the term with integer logits as float32."""
+    if not isinstance(term, Static | Relative) or jnp.issubdtype(term.logits.dtype, jnp.inexact):
+        return term
+    return dataclasses.replace(term, logits=term.logits.astype(jnp.float32))
 
 
 def _zero_padding_tokens(

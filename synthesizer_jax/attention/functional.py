@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -39,16 +39,16 @@ def dot_product_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    implementation: str = "auto",
     partition: Partition | None = None,
 ) -> jax.Array:
     """Attention, ``softmax(scale · query keyᵀ + bias) · value``, with a bias that may be learned.
 
-    It takes the arguments of `jax.nn.dot_product_attention`, except `implementation` and
-    `return_residual`. Beyond 128 · 128 logits a head, no array ``[b, n, q, k]`` is made, forward or
-    backward, and the gradient of a bias that the examples share is summed over them in place, where
-    `jax.nn` holds it for every example. (Under `jax.vmap` the mapped axis is another batch axis, and
-    a bias that it shares has a gradient for each of its elements before they are summed: use the
-    batch axis of `query` where memory counts.)
+    It takes the arguments of `jax.nn.dot_product_attention`, except `return_residual`. Beyond 128 · 128
+    logits a head, no array ``[b, n, q, k]`` is made, forward or backward, and the gradient of a bias
+    that the examples share is summed over them in place, where `jax.nn` holds it for every example.
+    (Under `jax.vmap` the mapped axis is another batch axis, and a bias that it shares has a gradient for
+    each of its elements before they are summed: use the batch axis of `query` where memory counts.)
 
     Two differences: a query that may attend to no key gets zeros and gives no gradient (`jax.nn`
     averages all values there), and `bias` and `mask` take the types of this library too.
@@ -74,6 +74,7 @@ def dot_product_attention(
       key_value_seq_lengths: ``[b]`` integers; keys from there on are padding.
       local_window_size: ``(left, right)``: only keys from ``i - left`` to ``i + right`` for query i.
         A single number stands for both.
+      implementation: as in `attend`; ``reference`` has derivatives of every order and mode.
       partition: the axes of the surrounding mesh that divide examples, heads and queries, as in
         `attend`; None: those that the types of query, key and value name, where axes are explicit.
         Needed on automatic axes, where the compiler alone would gather the arguments.
@@ -84,74 +85,48 @@ def dot_product_attention(
     Raises:
       ValueError: for shapes or dtypes that do not agree.
     """
-    query = jnp.asarray(query)
-    arguments = _Arguments(
-        query,
-        jnp.asarray(key),
-        jnp.asarray(value),
-        bias,
-        mask,
-        scale,
-        query_seq_lengths,
-        key_value_seq_lengths,
-    )
-
-    def call(arguments: _Arguments) -> jax.Array:
-        return _attend_with_checks(
-            arguments, is_causal=is_causal, window=_window(local_window_size), partition=partition
-        )
-
-    if not axes_of_type(AxisType.Explicit) or query.ndim not in (3, 4):
-        return call(arguments)
-    if partition is None:
+    query, key, value = map(jnp.asarray, (query, key, value))
+    explicit = axes_of_type(AxisType.Explicit) and query.ndim in (3, 4)
+    if explicit and partition is None:
         batch = axes_along(query, 0) if query.ndim == 4 else ()
         partition = Partition(batch, axes_along(query, -2), axes_along(query, -3))
+
+    def compute(
+        qkv: tuple[jax.Array, ...],
+        bias: Bias | tuple[Bias, ...] | None,
+        mask: ArrayLike | Mask | None,
+        scale: ArrayLike | None,
+        lengths: tuple[ArrayLike | None, ArrayLike | None],
+    ) -> jax.Array:
+        query, key, value = _with_batch(*qkv)
+        sizes = LogitsShape(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+        mask = _mask_of(
+            mask,
+            sizes,
+            is_causal=is_causal,
+            query_lengths=_lengths("query_seq_lengths", lengths[0], sizes),
+            key_lengths=_lengths("key_value_seq_lengths", lengths[1], sizes),
+            window=_window(local_window_size),
+        )
+        out = attend_dot_product(
+            query,
+            key,
+            value,
+            bias=bias,
+            mask=mask,
+            scale=scale,
+            implementation=implementation,
+            partition=partition,
+        )
+        return out.reshape(*qkv[0].shape[:-1], value.shape[-1])
+
+    lengths = query_seq_lengths, key_value_seq_lengths
+    arguments = (query, key, value), bias, mask, scale, lengths
+    if not explicit or partition is None:
+        return compute(*arguments)
     rows = [partition.batch] if query.ndim == 4 else []
     spec = PartitionSpec(*rows, partition.sequence, partition.heads)
-    return in_auto_mode(call, lambda _: spec)(arguments)
-
-
-class _Arguments(NamedTuple):
-    """The arguments of `dot_product_attention` that hold arrays."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    bias: Bias | tuple[Bias, ...] | None
-    mask: ArrayLike | Mask | None
-    scale: ArrayLike | None
-    query_seq_lengths: ArrayLike | None
-    key_value_seq_lengths: ArrayLike | None
-
-
-def _attend_with_checks(
-    arguments: _Arguments,
-    *,
-    is_causal: bool,
-    window: tuple[int, int] | None,
-    partition: Partition | None,
-) -> jax.Array:
-    """Computes `dot_product_attention` of checked arguments."""
-    query, key, value = _with_batch(*arguments[:3])
-    sizes = LogitsShape(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-    mask = _mask_of(
-        arguments.mask,
-        sizes,
-        is_causal=is_causal,
-        query_lengths=_lengths("query_seq_lengths", arguments.query_seq_lengths, sizes),
-        key_lengths=_lengths("key_value_seq_lengths", arguments.key_value_seq_lengths, sizes),
-        window=window,
-    )
-    out = attend_dot_product(
-        query,
-        key,
-        value,
-        bias=arguments.bias,
-        mask=mask,
-        scale=arguments.scale,
-        partition=partition,
-    )
-    return out.reshape(*arguments.query.shape[:-1], value.shape[-1])
+    return in_auto_mode(compute, lambda _: spec)(*arguments)
 
 
 def attend_dot_product(
@@ -162,6 +137,7 @@ def attend_dot_product(
     bias: Bias | tuple[Bias, ...] | None,
     mask: Mask,
     scale: ArrayLike | None = None,
+    implementation: str = "auto",
     partition: Partition | None = None,
 ) -> jax.Array:
     """`dot_product_attention` of arrays with a batch axis, under a `Mask`.
@@ -173,6 +149,7 @@ def attend_dot_product(
       bias: as in `dot_product_attention`.
       mask: which keys a query may see.
       scale: of the products; None: ``h ** -0.5``.
+      implementation: as in `attend`.
       partition: as in `attend`.
 
     Returns:
@@ -184,11 +161,15 @@ def attend_dot_product(
     if groups > 1:
         key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
     terms = add(low_rank(_scaled(query, scale), key, token_keys=True), *terms)
+    options: dict[str, Any] = {
+        "mask": mask,
+        "q_length": sizes.queries,
+        "implementation": implementation,
+        "partition": partition,
+    }
     if own:
-        return attend_examples(
-            terms, own, value, mask=mask, q_length=sizes.queries, partition=partition
-        )
-    return attend(terms, value, mask=mask, q_length=sizes.queries, partition=partition)
+        return attend_examples(terms, own, value, **options)
+    return attend(terms, value, **options)
 
 
 class LogitsShape(NamedTuple):

@@ -15,7 +15,6 @@ from jax import lax
 
 from synthesizer_jax.attention import blocked, fused_tpu
 from synthesizer_jax.attention.derivatives import with_gradient
-from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.packed import (
     has_absolute_positions,
     segment_lengths,
@@ -23,12 +22,13 @@ from synthesizer_jax.attention.packed import (
 )
 from synthesizer_jax.attention.parts import (
     Biases,
+    Call,
     FusedInputs,
     SoftmaxStats,
     divide_terms,
     softmax_vjp_delta,
 )
-from synthesizer_jax.attention.terms import Relative, Static, Terms, diagonals
+from synthesizer_jax.attention.terms import Relative, Static, diagonals
 
 _GPU_PLATFORMS = ("cuda", "rocm")
 
@@ -36,19 +36,11 @@ CHECKPOINT_NAME = "attention"
 """The name by which `jax.checkpoint` policies can save the residuals of attention."""
 
 
-def attend_fused(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) -> jax.Array:
-    """Returns ``softmax(Σ terms) · values``, computed in blocks.
-
-    Args:
-      terms: terms for q queries and k keys.
-      values: ``[b, k, h, e]``.
-      mask: which keys a query may attend to.
-      q_length: number of queries.
-
-    Returns:
-      ``[b, q, h, e]`` in the values' dtype.
-    """
-    inputs, query_offset = fused_inputs(terms, values, mask, q_length=q_length)
+def attend_fused(call: Call) -> jax.Array:
+    """Returns ``softmax(Σ terms) · values``, ``[b, q, h, e]``, computed in blocks."""
+    inputs = fused_inputs(call)
+    # Known while the passes are traced; None: the Pallas kernels cannot take the inputs.
+    query_offset = None if fused_tpu.obstacle(inputs) else call.mask.query_offset
 
     def backward(
         inputs: FusedInputs, out: jax.Array, stats: SoftmaxStats, dout: jax.Array
@@ -59,7 +51,7 @@ def attend_fused(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) 
         return cotangents
 
     attend = with_gradient(
-        functools.partial(_attend_fused_fwd, q_length, query_offset),
+        functools.partial(_attend_fused_fwd, call.q_length, query_offset),
         backward,
         name=CHECKPOINT_NAME,
     )
@@ -67,21 +59,15 @@ def attend_fused(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) 
     return out
 
 
-def fused_inputs(
-    terms: Terms, values: jax.Array, mask: Mask, *, q_length: int
-) -> tuple[FusedInputs, int | None]:
-    """Returns the inputs in the form that the implementations of this route take.
-
-    Returns:
-      The inputs, and the position of the first query if the Pallas kernels can take them; None: they
-      cannot.
-    """
-    positions, lengths = None, (q_length, values.shape[1])
+def fused_inputs(call: Call) -> FusedInputs:
+    """Returns the inputs in the form that the implementations of this route take."""
+    terms, mask = call.terms, call.mask
+    q, k = call.q_length, call.k_length
+    positions, offset = None, mask.query_offset
     if has_absolute_positions(terms, mask):
-        lengths = segment_lengths(mask, *lengths)
+        q, k = segment_lengths(mask, q, k)
         terms, positions = with_segment_positions(terms, mask)
-    offset = 0 if positions is not None else mask.query_offset
-    q, k = lengths
+        offset = 0
     divided = divide_terms(terms)
     assert divided is not None
     products, (tables, diagonal_terms) = divided
@@ -91,33 +77,27 @@ def fused_inputs(
             Relative(diagonals(term, q, k, query_offset=offset), 1 - q) for term in diagonal_terms
         ),
     )
-    inputs = FusedInputs(products, biases, values, mask, positions)
-    if isinstance(mask.query_offset, int) and fused_tpu.obstacle(inputs) is None:
-        return inputs, mask.query_offset
-    return inputs, None
+    return FusedInputs(products, biases, call.values, mask, positions)
 
 
-def obstacle(terms: Terms, mask: Mask) -> str | None:
-    """Returns why this route cannot take terms; None if it can."""
-    del mask
-    if any(term.is_weights for term in terms):
+def obstacle(call: Call) -> str | None:
+    """Returns why this route cannot take a call; None if it can."""
+    if any(term.is_weights for term in call.terms):
         return "Banded terms are weights without a softmax"
-    for term in terms:
+    for term in call.terms:
         if divide_terms((term,)) is None:
             name = type(term).__name__
             return f"it has no {name} terms, only Static, Relative, LowRank and Outer"
     return None
 
 
-def select_kernel(
-    terms: Terms, values: jax.Array, mask: Mask, *, q_length: int, platform: str
-) -> tuple[str, str | None]:
+def select_kernel(call: Call, platform: str) -> tuple[str, str | None]:
     """Returns what runs the route on a platform, and why kernels cannot, if there are any."""
     if platform == "gpu":
         return "a loop over examples, all heads at once", None
     if platform != "tpu":
         return "a loop over heads and examples", None
-    reason = fused_tpu.obstacle(fused_inputs(terms, values, mask, q_length=q_length)[0])
+    reason = fused_tpu.obstacle(fused_inputs(call))
     return ("a loop over heads and examples" if reason else "Pallas kernels"), reason
 
 
@@ -128,11 +108,6 @@ def _attend_fused_fwd(
     """Returns the output and the residuals.
 
     It is compiled separately, as the backward pass is, so that equal layers are traced once.
-
-    Args:
-      q_length: number of queries.
-      query_offset: the position of the first query; None: the Pallas kernels cannot take the inputs.
-      inputs: see `fused_inputs`.
     """
     implementations = dict.fromkeys(
         _GPU_PLATFORMS, functools.partial(blocked.forward_all_heads, q_length)

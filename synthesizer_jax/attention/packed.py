@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention.masks import Mask, segment_positions
-from synthesizer_jax.attention.terms import Terms, gather_rows
+from synthesizer_jax.attention.parts import Call
+from synthesizer_jax.attention.terms import LowRank, Term, Terms, gather_rows
 
-DENSER = 3
+MAX_UNPACKING_FACTOR = 3
 """Rows are unpacked if that makes at most this many times as many logits."""
 
 
@@ -39,7 +40,7 @@ def unpacked_lengths(mask: Mask, q_length: int, k_length: int) -> tuple[int, int
     if mask.segments is None or mask.allowed is not None:
         return None
     q, k = segment_lengths(mask, q_length, k_length)
-    return (q, k) if mask.segments * q * k <= DENSER * q_length * k_length else None
+    return (q, k) if mask.segments * q * k <= MAX_UNPACKING_FACTOR * q_length * k_length else None
 
 
 def with_segment_positions(terms: Terms, mask: Mask) -> tuple[Terms, tuple[jax.Array, jax.Array]]:
@@ -51,30 +52,29 @@ def with_segment_positions(terms: Terms, mask: Mask) -> tuple[Terms, tuple[jax.A
     assert mask.query_segments is not None and mask.key_segments is not None
     positions = segment_positions(mask.query_segments), segment_positions(mask.key_segments)
 
-    return tuple(term.look_up_positions(*positions) for term in terms), positions
+    def look_up(term: Term) -> Term:
+        if not isinstance(term, LowRank):
+            return term
+        queries, keys = term.queries, term.keys
+        queries = queries if term.token_queries else jnp.take(queries[0], positions[0], axis=0)
+        keys = keys if term.token_keys else jnp.take(keys[0], positions[1], axis=0)
+        return LowRank(queries, keys, token_keys=True)
+
+    return tuple(map(look_up, terms)), positions
 
 
-def attend_unpacked(
-    route: Callable[..., jax.Array],
-    terms: Terms,
-    values: jax.Array,
-    *,
-    mask: Mask,
-    q_length: int,
-) -> jax.Array:
+def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array:
     """Runs a route on the packed examples as rows of their own.
 
     Args:
       route: one of the routes.
-      terms: terms for the packed rows.
-      values: ``[b, k, h, e]``.
-      mask: with segments, and within `unpacked_lengths`.
-      q_length: number of queries of a packed row.
+      call: for packed rows, within `unpacked_lengths`.
 
     Returns:
       ``[b, q, h, e]``. A token that breaks the mask's promise, in a segment that is too long, not in
       one piece or one too many, gets NaN.
     """
+    values, mask, q_length = call.values, call.mask, call.q_length
     assert mask.query_segments is not None and mask.key_segments is not None
     lengths = unpacked_lengths(mask, q_length, values.shape[1])
     assert mask.segments is not None and lengths is not None
@@ -91,12 +91,8 @@ def attend_unpacked(
         segment_length=None,
         segments=None,
     )
-    out = route(
-        tuple(term.unpack(queries, keys) for term in terms),
-        gather_rows(values, keys),
-        mask=rows,
-        q_length=lengths[0],
-    )
+    terms = tuple(term.unpack(queries, keys) for term in call.terms)
+    out = route(Call(terms, gather_rows(values, keys), rows, lengths[0]))
     fits = (q_fit & k_fit).reshape(-1)
     out = jnp.where(fits[:, None, None, None], out, jnp.nan)
     return _pack(out, mask.query_segments, mask.segments)

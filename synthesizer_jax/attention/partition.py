@@ -5,26 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.terms import Term, Terms
+from synthesizer_jax.attention.parts import Call
+from synthesizer_jax.attention.terms import Relative, Term, diagonals
 from synthesizer_jax.messages import not_divisible
 from synthesizer_jax.typing import PyTree
 
 Axes = tuple[str, ...] | None
-
-
-class Route(Protocol):
-    """An implementation of `attend` that has been selected."""
-
-    def __call__(self, terms: Terms, values: jax.Array, mask: Mask, *, q_length: int) -> jax.Array:
-        """Returns ``[b, q, h, e]``."""
-        ...
 
 
 def axes_of_type(kind: AxisType) -> tuple[str, ...]:
@@ -100,49 +92,39 @@ class Partition:
             self.sequence,
         )
 
-    def shard_route(self, route: Route, q_length: int) -> Callable[..., jax.Array]:
-        """Returns the route under `jax.shard_map`, on every device's own examples, heads and queries.
-
-        Args:
-          route: what runs on a device.
-          q_length: number of all queries.
+    def run(self, route: Callable[[Call], jax.Array], call: Call) -> jax.Array:
+        """Runs a route under `jax.shard_map`, on every device's own examples, heads and queries.
 
         Raises:
-          ValueError: when called, if the batch or the heads are not divisible by their mesh axes.
+          ValueError: the batch or the heads are not divisible by their mesh axes.
         """
+        self._check("batch", self.batch, call.values.shape[0])
+        self._check("heads", self.heads, call.values.shape[2])
+        offset, divided = call.mask.query_offset, self._divides_queries(call)
 
-        def run(terms: Terms, values: jax.Array, mask: Mask) -> jax.Array:
-            self._check("batch", self.batch, values.shape[0])
-            self._check("heads", self.heads, values.shape[2])
-            offset, divided = mask.query_offset, self._divides_queries(terms, mask, q_length)
-            count = q_length // self._size(self.sequence) if divided else q_length
+        def inside(call: Call) -> jax.Array:
+            if isinstance(offset, int):  # stays known while tracing
+                mask = dataclasses.replace(call.mask, query_offset=offset)
+                call = dataclasses.replace(call, mask=mask)
+            return route(self._own_queries(call) if divided else call)
 
-            def inside(terms: Terms, values: jax.Array, mask: Mask) -> jax.Array:
-                if isinstance(offset, int):  # stays known while tracing
-                    mask = dataclasses.replace(mask, query_offset=offset)
-                if divided:
-                    first = jax.lax.axis_index(self.sequence) * count
-                    lengths = (q_length, values.shape[1])
-                    terms, mask = _shard_queries(terms, mask, first, count=count, lengths=lengths)
-                return route(terms, values, mask, q_length=count)
-
-            queries = self.sequence if divided else None
-            # Kernels want all axes; those of length 1 divide nothing.
-            mesh = jax.sharding.get_abstract_mesh()
-            single = {n for n in axes_of_type(AxisType.Auto) if mesh.shape[n] == 1}
-            sharded = jax.shard_map(
-                inside,
-                in_specs=(
-                    tuple(self._term_spec(term, queries) for term in terms),
-                    self._spec(values),
-                    self._mask_spec(mask, queries),
-                ),
-                out_specs=self._spec(values, queries),
-                axis_names=self.axis_names | single,
-            )
-            return jax.jit(sharded, inline=True)(terms, values, mask)
-
-        return run
+        queries = self.sequence if divided else None
+        # Kernels want all axes; those of length 1 divide nothing.
+        mesh = jax.sharding.get_abstract_mesh()
+        single = {n for n in axes_of_type(AxisType.Auto) if mesh.shape[n] == 1}
+        specs: PyTree = {
+            "terms": tuple(self._term_spec(term, queries) for term in call.terms),
+            "values": self._spec(call.values),
+            "mask": self._mask_spec(call.mask, queries),
+        }
+        sharded = jax.shard_map(
+            inside,
+            in_specs=(dataclasses.replace(call, **specs),),
+            out_specs=self._spec(call.values, queries),
+            axis_names=self.axis_names | single,
+        )
+        out: jax.Array = jax.jit(sharded, inline=True)(call)
+        return out
 
     def map_rows(
         self, function: Callable[..., PyTree], shared: PyTree, *arrays: jax.Array
@@ -200,13 +182,36 @@ class Partition:
             )
         return math.prod(mesh.shape[axis] for axis in axes)
 
-    def _divides_queries(self, terms: Terms, mask: Mask, q_length: int) -> bool:
+    def _divides_queries(self, call: Call) -> bool:
         """Returns whether `sequence` divides the queries; then each may attend to all keys."""
-        devices = self._size(self.sequence)
+        devices, mask = self._size(self.sequence), call.mask
         patterns = (mask.prefix_lengths, mask.query_segments, mask.allowed)
         sees_all_keys = not mask.has_band and all(pattern is None for pattern in patterns)
-        has_logits = not any(term.is_weights for term in terms)
-        return devices > 1 and q_length % devices == 0 and sees_all_keys and has_logits
+        has_logits = not any(term.is_weights for term in call.terms)
+        return devices > 1 and call.q_length % devices == 0 and sees_all_keys and has_logits
+
+    def _own_queries(self, call: Call) -> Call:
+        """Returns the call of a device's own queries; arrays with an axis of queries are cut already.
+
+        Raises:
+          ValueError: a `Relative` does not reach from the last query to the first key, or the reverse.
+        """
+        mask, count = call.mask, call.q_length // self._size(self.sequence)
+        first = jax.lax.axis_index(self.sequence) * count
+
+        def own(term: Term) -> Term:
+            if not isinstance(term, Relative):
+                return term
+            q, k = call.q_length, call.k_length
+            columns = diagonals(term, q, k, query_offset=mask.query_offset)
+            start, size = q - count - first, count + k - 1
+            columns = jax.lax.dynamic_slice_in_dim(columns, start, size, axis=1)
+            return Relative(columns, 1 - count)
+
+        ends = mask.query_lengths
+        ends = None if ends is None else jnp.clip(ends - first, 0, count)
+        mask = dataclasses.replace(mask, query_lengths=ends, query_offset=0, self_attention=False)
+        return Call(tuple(map(own, call.terms)), call.values, mask, count)
 
     def _term_spec(self, term: Term, queries: Axes) -> PyTree:
         """Returns the term with a `PartitionSpec` in the place of every array."""
@@ -220,7 +225,7 @@ class Partition:
                 )
             )
 
-        return term.partition_spec(spec)
+        return term.map_arrays(lambda _, x, axes: spec(x, axes))
 
     def _spec(self, x: jax.Array, length: Axes = None) -> PartitionSpec:
         """Returns the layout of ``[b, n, h, e]``."""
@@ -244,37 +249,3 @@ class Partition:
         if size % devices:
             by = f"the {devices} devices of mesh axes {axes}"
             raise ValueError(f"attend: {not_divisible(name, size, by=by, divisor=devices)}")
-
-
-def _shard_queries(
-    terms: Terms, mask: Mask, first: jax.Array, *, count: int, lengths: tuple[int, int]
-) -> tuple[Terms, Mask]:
-    """Returns the terms and the mask of some of the queries.
-
-    Args:
-      terms: arrays with an axis of queries are cut already.
-      mask: of all queries.
-      first: the first of them, an int32 scalar.
-      count: how many they are.
-      lengths: numbers of all queries and of all keys.
-
-    Raises:
-      ValueError: a `Relative` does not reach from the last query to the first key, or the reverse.
-    """
-    q_length, k_length = lengths
-    terms = tuple(
-        term.shard_queries(
-            first,
-            count=count,
-            q_length=q_length,
-            k_length=k_length,
-            query_offset=mask.query_offset,
-        )
-        for term in terms
-    )
-    ends = mask.query_lengths
-    if ends is not None:
-        ends = jnp.clip(ends - first, 0, count)
-    return terms, dataclasses.replace(
-        mask, query_lengths=ends, query_offset=0, self_attention=False
-    )

@@ -1,7 +1,8 @@
-"""What the implementations of the fused route share: their inputs and residuals."""
+"""What the routes share: their arguments, and the inputs and residuals of blocks."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from typing import NamedTuple, TypeVar
@@ -31,6 +32,29 @@ MIN_ROW_SUM = 2.0**-64
 Weights lost to underflow are then below 1e-15 of a row's sum for up to 4,096 keys, and the division
 of the cotangent cannot overflow.
 """
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The checked arguments of `attend`, as the routes take them.
+
+    Attributes:
+      terms: terms for q queries and k keys.
+      values: ``[b, k, h, e]``.
+      mask: which keys a query may see.
+      q_length: number of queries.
+    """
+
+    terms: Terms
+    values: jax.Array
+    mask: Mask
+    q_length: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def k_length(self) -> int:
+        """Number of keys."""
+        return self.values.shape[1]
 
 
 class Products(NamedTuple):

@@ -9,22 +9,16 @@ from synthesizer_jax.attention.banded import materialize_banded
 from synthesizer_jax.attention.checks import cover_distances
 from synthesizer_jax.attention.masks import Mask, segment_positions
 from synthesizer_jax.attention.packed import has_absolute_positions
+from synthesizer_jax.attention.parts import Call
 from synthesizer_jax.attention.terms import Banded, Split, Terms, materialize
 
 
-def attend_reference(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) -> jax.Array:
-    """Returns ``softmax(Σ terms) · values``, with all weights in memory.
-
-    Args:
-      terms: terms for q queries and k keys.
-      values: ``[b, k, h, e]``.
-      mask: which keys a query may attend to.
-      q_length: number of queries.
-
-    Returns:
-      ``[b, q, h, e]`` in the values' dtype.
-    """
-    weights = softmax_weights(terms, mask=mask, q_length=q_length, k_length=values.shape[1])
+def attend_reference(call: Call) -> jax.Array:
+    """Returns ``softmax(Σ terms) · values``, ``[b, q, h, e]``, with all weights in memory."""
+    values = call.values
+    weights = softmax_weights(
+        call.terms, mask=call.mask, q_length=call.q_length, k_length=call.k_length
+    )
     weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))
     out = jnp.einsum(
         "bhqk,bkhe->bqhe",

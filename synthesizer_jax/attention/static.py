@@ -9,6 +9,7 @@ computes the step instead, which is exact for logits of any range.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.parts import (
     MIN_ROW_SUM,
     Biases,
+    Call,
     FusedInputs,
     Products,
     SoftmaxStats,
@@ -37,7 +39,6 @@ from synthesizer_jax.attention.reference import softmax
 from synthesizer_jax.attention.terms import (
     Relative,
     Static,
-    Terms,
     diagonals,
     logits_dtype,
     materialize,
@@ -46,23 +47,15 @@ from synthesizer_jax.attention.terms import (
 _Result = TypeVar("_Result")
 
 
-def attend_static(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int) -> jax.Array:
-    """Returns ``softmax(Σ terms) · values`` for terms without a batch axis.
-
-    Args:
-      terms: terms made of parameters only.
-      values: ``[b, k, h, e]``.
-      mask: a mask without segments and without `Mask.allowed`.
-      q_length: number of queries.
-
-    Returns:
-      ``[b, q, h, e]`` in the values' dtype.
-    """
-    dtype = values.dtype
-    if dtype == jnp.float16 and not _is_separable(mask):
-        values = values.astype(jnp.float32)  # E would underflow in float16
-    inputs = _inputs(terms, values, mask, q_length=q_length)
-    query_offset = None if static_tpu.obstacle(q_length, inputs) else mask.query_offset
+def attend_static(call: Call) -> jax.Array:
+    """Returns ``softmax(Σ terms) · values``, ``[b, q, h, e]``, for terms without a batch axis."""
+    dtype, q_length = call.values.dtype, call.q_length
+    if dtype == jnp.float16 and not _is_separable(call.mask):
+        # E would underflow in float16
+        call = dataclasses.replace(call, values=call.values.astype(jnp.float32))
+    inputs = static_inputs(call)
+    # Known while the passes are traced; None: the Pallas kernels cannot take the inputs.
+    query_offset = None if static_tpu.obstacle(q_length, inputs) else call.mask.query_offset
     attend = with_gradient(
         functools.partial(_attend_static_fwd, q_length, query_offset),
         functools.partial(_attend_static_bwd, q_length, query_offset),
@@ -72,27 +65,40 @@ def attend_static(terms: Terms, values: jax.Array, *, mask: Mask, q_length: int)
     return out.astype(dtype)
 
 
-def obstacle(terms: Terms, mask: Mask) -> str | None:
-    """Returns why this route cannot take terms and a mask; None if it can."""
-    if any(term.is_weights for term in terms):
+def static_inputs(call: Call) -> FusedInputs:
+    """Returns the inputs in the form of the fused route, with products of parameters multiplied out."""
+    q, k, offset = call.q_length, call.k_length, call.mask.query_offset
+    divided = divide_terms(call.terms)
+    assert divided is not None
+    products, (tables, diagonal_terms) = divided
+    if products.low_rank:
+        logits = materialize((*tables, *products.low_rank), q_length=q, k_length=k)
+        tables = (Static(logits[0]),)
+    relatives = tuple(
+        Relative(diagonals(term, q, k, query_offset=offset), 1 - q) for term in diagonal_terms
+    )
+    return FusedInputs(Products(), Biases(tables, relatives), call.values, call.mask)
+
+
+def obstacle(call: Call) -> str | None:
+    """Returns why this route cannot take a call; None if it can."""
+    if any(term.is_weights for term in call.terms):
         return "Banded terms are weights without a softmax"
-    for term in terms:
+    for term in call.terms:
         if not term.is_made_of_parameters:
             return f"a {type(term).__name__} term is made from tokens"
         if divide_terms((term,)) is None:
             return f"it has no {type(term).__name__} terms, only Static, Relative and LowRank"
-    if mask.allowed is not None:
+    if call.mask.allowed is not None:
         return "Mask.allowed may differ between examples"
     return None
 
 
-def select_kernel(
-    terms: Terms, values: jax.Array, mask: Mask, *, q_length: int, platform: str
-) -> tuple[str, str | None]:
+def select_kernel(call: Call, platform: str) -> tuple[str, str | None]:
     """Returns what runs the route on a platform, and why kernels cannot, if there are any."""
     if platform != "tpu":
         return "matrix products", None
-    reason = static_tpu.obstacle(q_length, _inputs(terms, values, mask, q_length=q_length))
+    reason = static_tpu.obstacle(call.q_length, static_inputs(call))
     return ("matrix products" if reason else "Pallas kernels"), reason
 
 
@@ -117,33 +123,11 @@ _Region: TypeAlias = tuple[jax.Array, jax.Array]
 """Pairs ``[q or 1, k]`` and keys ``[b, k]``, bool: a mask that is the product of both."""
 
 
-def _inputs(terms: Terms, values: jax.Array, mask: Mask, *, q_length: int) -> FusedInputs:
-    """Returns the inputs in the form of the fused route, with products of parameters multiplied out."""
-    k_length = values.shape[1]
-    divided = divide_terms(terms)
-    assert divided is not None
-    products, (tables, diagonal_terms) = divided
-    if products.low_rank:
-        logits = materialize((*tables, *products.low_rank), q_length=q_length, k_length=k_length)
-        tables = (Static(logits[0]),)
-    relatives = tuple(
-        Relative(diagonals(term, q_length, k_length, query_offset=mask.query_offset), 1 - q_length)
-        for term in diagonal_terms
-    )
-    return FusedInputs(Products(), Biases(tables, relatives), values, mask)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend_static_fwd(
     q_length: int, query_offset: int | None, inputs: FusedInputs
 ) -> tuple[jax.Array, _OptionalResiduals]:
-    """Returns the output ``[b, q, h, e]`` and the residuals.
-
-    Args:
-      q_length: number of queries.
-      query_offset: that of the mask; None: the Pallas kernels cannot take the inputs.
-      inputs: see `_inputs`.
-    """
+    """Returns the output ``[b, q, h, e]`` and the residuals."""
     is_separable = _is_separable(inputs.mask)
 
     def run_kernels(inputs: FusedInputs) -> tuple[jax.Array, _OptionalResiduals]:
@@ -259,11 +243,6 @@ def _is_separable(mask: Mask) -> bool:
 def _guarded_fwd(logits: jax.Array, values: jax.Array, mask: Mask) -> tuple[jax.Array, _Residuals]:
     """Returns the output and the residuals where examples differ in the keys that they see.
 
-    Args:
-      logits: ``[h, q, k]``.
-      values: ``[b, k, h, e]``.
-      mask: which keys a query may attend to.
-
     Returns:
       The output ``[b, q, h, e]``, by matrix products, or by the fused route's loop if these would lose
       digits; and the residuals.
@@ -343,13 +322,6 @@ def _grouped_fwd(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the forward pass by matrix products, for groups of heads.
 
-    Args:
-      group_size: number of heads in a group.
-      logits: ``[h, q, k]``.
-      shared_max: their `_shared_max`.
-      values: ``[b, k, h, e]``.
-      mask: which keys a query may attend to.
-
     Returns:
       The output ``[b, q, h, e]``; 1 over the denominators, ``[h, q, b]``; and whether no denominator of a
       real query is below `MIN_ROW_SUM`.
@@ -417,16 +389,6 @@ def _grouped_bwd(
       dV = Pᵀ dO = m ∘ Eᵀ (dO / l)
       dS = Σ_b P ∘ (dP - delta) = E ∘ (Σ_b (dO / l) (m ∘ V)ᵀ - Σ_b m delta / l)
 
-    Args:
-      group_size: number of heads in a group.
-      logits: ``[h, q, k]``.
-      shared_max: their `_shared_max`.
-      values: ``[b, k, h, e]``.
-      mask: which keys a query may attend to.
-      inverse_row_sum: 1 / l, as `_grouped_fwd` returned it, ``[h, q, b]``.
-      scaled_delta: `softmax_vjp_delta` times that, ``[h, q, b]``.
-      dout: the cotangent of the output, ``[b, q, h, e]``.
-
     Returns:
       The cotangents of the logits and the values.
     """
@@ -467,16 +429,7 @@ def _group_cotangents(
     scaled_delta: jax.Array,
     regions: list[_Region],
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the cotangents of the logits ``[h, q, k]`` and the values ``[h, k, b, e]`` of a group.
-
-    Args:
-      logits: ``[h, q, k]``.
-      shared_max: their `_shared_max`.
-      values: ``[h, k, b, e]``.
-      scaled_dout: dO / l, ``[h, q, b, e]``.
-      scaled_delta: delta / l, ``[h, q, b]``.
-      regions: the mask, see `_regions`.
-    """
+    """Returns the cotangents of the logits ``[h, q, k]`` and the values ``[h, k, b, e]`` of a group."""
     # m ∘ V
     masked_values, mask_values_vjp = jax.vjp(lambda v: _mask_values(v, regions), values)
     # E = exp(S - c)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.attention import Mask, attend, blocked, fused
-from synthesizer_jax.attention.parts import softmax_vjp_delta
+from synthesizer_jax.attention.parts import Call, softmax_vjp_delta
 from tests.attention import cases
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, QUERIES, WIDTH
 
@@ -21,7 +21,7 @@ def test_all_heads_at_once_give_the_same_results(name: str) -> None:
     terms = cases.make_terms(EVERY_TERM, BATCH, q_length, KEYS)
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
     dout = cases.normal("cotangent", BATCH, q_length, HEADS, WIDTH)
-    inputs, _ = fused.fused_inputs(terms, values, mask, q_length=q_length)
+    inputs = fused.fused_inputs(Call(terms, values, mask, q_length))
     out, stats = blocked.forward(q_length, inputs)
     backward_args = stats, softmax_vjp_delta(out, dout, jnp.float32), dout
     expected = out, stats, blocked.backward(inputs, *backward_args)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from synthesizer_jax.attention import attend, banded
+from synthesizer_jax.attention import attend, banded, dot_product_attention
 from synthesizer_jax.attention.derivatives import with_gradient
 from tests.attention import cases
 from tests.attention.cases import BATCH, HEADS, KEYS, WIDTH
@@ -91,16 +91,20 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("route", ["static", "fused", "banded"])
+@pytest.mark.parametrize("route", ["static", "fused", "banded", "dot_product_attention"])
 def test_other_derivatives_name_the_reference(route: str, mode: str) -> None:
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
     terms = {
         "static": cases.make_terms(("static",), BATCH, KEYS, KEYS),
         "fused": cases.make_terms(("static", "dot_product"), BATCH, KEYS, KEYS),
         "banded": (banded(cases.normal("weights", 1, 1, HEADS, 3), first=-1),),
-    }[route]
+    }.get(route)
+    own = cases.normal("own", BATCH, HEADS, KEYS, KEYS)
 
     def loss(values: jax.Array, route: str) -> jax.Array:
+        if terms is None:
+            x, name = values, route.replace("dot_product_attention", "fused")
+            return (dot_product_attention(x, x, x, own, implementation=name) ** 2).sum()
         return (attend(terms, values, q_length=KEYS, implementation=route) ** 2).sum()
 
     with pytest.raises(TypeError, match='use implementation="reference"'):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.attention import Mask, blocked, fused, fused_tpu, static
-from synthesizer_jax.attention.parts import softmax_vjp_delta
+from synthesizer_jax.attention.parts import Call, softmax_vjp_delta
 from tests.attention import cases
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, QUERIES, WIDTH
 
@@ -19,8 +19,8 @@ def both_ways(names, mask, q, k, dtype=jnp.float32):
     terms = jax.tree.map(lambda x: x.astype(dtype), cases.make_terms(names, BATCH, q, k))
     values = cases.normal("values", BATCH, k, HEADS, WIDTH, dtype=dtype)
     g = cases.normal("cotangent", BATCH, q, HEADS, WIDTH, dtype=dtype)
-    inputs, offset = fused.fused_inputs(terms, values, mask, q_length=q)
-    assert offset is not None
+    inputs, offset = fused.fused_inputs(Call(terms, values, mask, q)), mask.query_offset
+    assert fused_tpu.obstacle(inputs) is None
     found = []
     for forward, backward in (
         (
@@ -101,14 +101,14 @@ def test_what_the_kernels_do_not_take_runs_the_loop():
     pattern = Mask(allowed=cases.holes(1, 1, QUERIES, KEYS))
     step = Mask(causal=True, query_offset=jnp.asarray(3))
     for mask in (prefix, pattern, step):
-        assert fused.fused_inputs(terms, values, mask, q_length=QUERIES)[1] is None
+        assert fused_tpu.obstacle(fused.fused_inputs(Call(terms, values, mask, QUERIES)))
 
 
 @pytest.mark.parametrize("size", [float(jnp.finfo(jnp.float32).min), 0.0, 3e38])
 def test_equal_logits_of_any_size_give_the_mean(size):
     values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
     terms = (static(jnp.full((HEADS, QUERIES, KEYS), size)),)
-    inputs, offset = fused.fused_inputs(terms, values, Mask(), q_length=QUERIES)
-    out, _ = fused_tpu.forward(QUERIES, offset, inputs, interpret=True)
+    inputs = fused.fused_inputs(Call(terms, values, Mask(), QUERIES))
+    out, _ = fused_tpu.forward(QUERIES, 0, inputs, interpret=True)
     mean = jnp.broadcast_to(values.mean(1, keepdims=True), out.shape)
     np.testing.assert_allclose(out, mean, atol=1e-5)

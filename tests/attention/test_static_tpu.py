@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.attention import Mask, Static, attend, static, static_tpu
-from synthesizer_jax.attention.parts import FusedInputs, divide_terms
-from synthesizer_jax.attention.static import _inputs, _is_separable
+from synthesizer_jax.attention.parts import Call, FusedInputs, divide_terms
+from synthesizer_jax.attention.static import _is_separable, static_inputs
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, HEADS, KEYS, QUERIES, WIDTH
 
@@ -23,7 +23,7 @@ def run_kernels(terms, values, mask, g):
 @functools.partial(jax.jit, static_argnums=0, compiler_options=cases.FAST_COMPILE)
 def _run(offset, terms, values, mask, g):
     q = g.shape[1]
-    inputs, back = jax.vjp(lambda terms: _inputs(terms, values, mask, q_length=q), terms)
+    inputs, back = jax.vjp(lambda terms: static_inputs(Call(terms, values, mask, q)), terms)
     out, inverse = static_tpu.forward(
         q, offset, inputs, same_keys=_is_separable(mask), interpret=True
     )

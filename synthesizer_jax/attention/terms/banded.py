@@ -44,11 +44,6 @@ class Banded(Term):
         """The number of queries, if the weights differ between them, and None."""
         return (self.weights.shape[1] if self.weights.shape[1] > 1 else None), None
 
-    @property
-    def window(self) -> int | None:
-        """The number of earlier values that a query needs; None: any."""
-        return None if self.starts is not None else max(0, -self.first)
-
     def has_absolute_positions(self, mask: Mask) -> tuple[bool, bool]:
         # In self-attention a fixed distance is the same in the row.
         moves = self.starts is not None or not mask.self_attention

@@ -128,10 +128,6 @@ class Term(abc.ABC):
         )
         return by_query, by_key
 
-    def as_float(self) -> Term:
-        """Returns the term with integer logits as float32."""
-        return self
-
     def scale(self, factor: jax.Array) -> Term:
         """Returns the term with its logits multiplied by a factor ``[h]`` or a scalar.
 
@@ -181,17 +177,6 @@ class Term(abc.ABC):
 
         return self.map_arrays(clear_tokens)
 
-    def cover_distances(self, *, q_length: int, k_length: int, segment: tuple[int, int]) -> Term:
-        """Returns the term for packed rows, whose distances exceed those within a segment.
-
-        Args:
-          q_length: number of queries of a row.
-          k_length: number of keys of a row.
-          segment: the largest numbers of queries and keys of a segment.
-        """
-        del q_length, k_length, segment
-        return self
-
     def unpack(self, queries: jax.Array, keys: jax.Array) -> Term:
         """Returns the term for rows of one segment each.
 
@@ -211,41 +196,6 @@ class Term(abc.ABC):
             return x
 
         return self.map_arrays(take)
-
-    def look_up_positions(self, queries: jax.Array, keys: jax.Array) -> Term:
-        """Returns the term with parameters ``[1, n, h, r]`` looked up by positions in segments.
-
-        Args:
-          queries: positions ``[b, q]`` inside the segments.
-          keys: likewise, ``[b, k]``.
-        """
-        del queries, keys
-        return self
-
-    def partition_spec(self, spec: Callable[[jax.Array, Axes], Any]) -> Any:
-        """Returns the term with a `PartitionSpec` in the place of every array."""
-        return self.map_arrays(lambda _, x, axes: spec(x, axes))
-
-    def shard_queries(
-        self,
-        first: jax.Array,
-        *,
-        count: int,
-        q_length: int,
-        k_length: int,
-        query_offset: int | jax.Array,
-    ) -> Term:
-        """Returns the term of some of the queries; arrays with an axis of queries are cut already.
-
-        Args:
-          first: the first of them, an int32 scalar.
-          count: their number.
-          q_length: number of all queries.
-          k_length: number of keys.
-          query_offset: position of the first of all queries.
-        """
-        del first, count, q_length, k_length, query_offset
-        return self
 
     def cached_arrays(self) -> list[jax.Array]:
         """Returns the arrays ``[b, k, ...]`` that tokens attended to make, which decoding caches."""

@@ -44,13 +44,6 @@ class LowRank(Term):
         dtype = logits_dtype(self.queries, self.keys)
         return jnp.einsum("bqhr,bkhr->bhqk", self.queries, self.keys, preferred_element_type=dtype)
 
-    def look_up_positions(self, queries: jax.Array, keys: jax.Array) -> LowRank:
-        return LowRank(
-            self.queries if self.token_queries else jnp.take(self.queries[0], queries, axis=0),
-            self.keys if self.token_keys else jnp.take(self.keys[0], keys, axis=0),
-            token_keys=True,
-        )
-
 
 def low_rank(
     queries: jax.Array, keys: jax.Array, *, token_keys: bool, token_queries: bool = True

@@ -32,41 +32,12 @@ class Relative(Term):
     def has_absolute_positions(self, mask: Mask) -> tuple[bool, bool]:
         return not mask.self_attention, not mask.self_attention
 
-    def as_float(self) -> Relative:
-        if jnp.issubdtype(self.logits.dtype, jnp.inexact):
-            return self
-        return Relative(self.logits.astype(jnp.float32), self.first)
-
     def materialize(
         self, *, q_length: int, k_length: int, query_offset: int | jax.Array
     ) -> jax.Array:
         return expand_diagonals(
             diagonals(self, q_length, k_length, query_offset=query_offset), q_length
         )[None]
-
-    def cover_distances(
-        self, *, q_length: int, k_length: int, segment: tuple[int, int]
-    ) -> Relative:
-        """Extends the logits by zeros to distances that no segment reaches."""
-        last = self.first + self.logits.shape[1] - 1
-        if self.first > 1 - segment[0] or last < segment[1] - 1:
-            return self  # too short: `diagonals` raises the error
-        before, after = max(0, self.first - 1 + q_length), max(0, k_length - 1 - last)
-        logits = jnp.pad(self.logits, ((0, 0), (before, after)))
-        return Relative(logits, self.first - before)
-
-    def shard_queries(
-        self,
-        first: jax.Array,
-        *,
-        count: int,
-        q_length: int,
-        k_length: int,
-        query_offset: int | jax.Array,
-    ) -> Relative:
-        columns = diagonals(self, q_length, k_length, query_offset=query_offset)
-        start, size = q_length - count - first, count + k_length - 1
-        return Relative(jax.lax.dynamic_slice_in_dim(columns, start, size, axis=1), 1 - count)
 
 
 def relative(logits: jax.Array, *, first: int) -> Relative:

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Annotated
 
 import jax
-import jax.numpy as jnp
 
 from synthesizer_jax.attention.terms.base import Term, check_rank, logits_dtype
 
@@ -23,11 +22,6 @@ class Static(Term):
     logits: Annotated[jax.Array, "h", "q", "k"]
 
     linear = "logits"
-
-    def as_float(self) -> Static:
-        if jnp.issubdtype(self.logits.dtype, jnp.inexact):
-            return self
-        return Static(self.logits.astype(jnp.float32))
 
     def materialize(
         self, *, q_length: int, k_length: int, query_offset: int | jax.Array
