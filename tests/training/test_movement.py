@@ -17,7 +17,6 @@ from synthesizer_jax.training.initial_parameters import initialize_from_checkpoi
 from synthesizer_jax.training.movement import (
     MOVEMENT_FILE,
     Group,
-    Movement,
     measure_movement,
     read_movement,
     record_movement,
