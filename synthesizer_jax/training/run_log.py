@@ -77,6 +77,7 @@ class RunLog:
         )
         self._progress.begin(step)
         self._watchdog.reset()
+        self.throughput.read()  # rates are those from here on, without compilation
 
     def say(self, step: int, text: str, *, event: str | None = None) -> None:
         """Prints a line about a step, and writes an event if one is named."""
