@@ -17,7 +17,6 @@ QUICK_LAYERS := ([Random- or [DotProduct- or [TalkingHeads-)
 # T5's own tasks and what importing them needs beside the data extra; their other requirements are not used.
 ORACLES := t5 gin-config babel
 WORKDIR ?= runs/quickstart
-SHARE ?= 0/1
 
 .PHONY: help install quickstart quick test lint types tests slow optimized hosts test-tpu test-newest test-peers reliability fuzz bench bench-peers clean
 
@@ -53,8 +52,8 @@ quick: lint types  ## in a minute: lint, types, the contract of three layers, on
 tests: $(STAMP)  ## the test suite, on two processes
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not hosts"
 
-slow: $(STAMP)  ## whole runs through the command line, and all models, recipes and meshes (SHARE=0/6: a sixth of their files)
-	$(BIN)/pytest -n 2 --dist worksteal -m slow --share $(SHARE)
+slow: $(STAMP)  ## whole runs through the command line, and all models, recipes and meshes
+	$(BIN)/pytest -n 2 --dist worksteal -m slow
 
 optimized: $(STAMP)  ## oracles and gradients at XLA's default optimization level, as users compile
 	TESTS_OPTIMIZED=1 $(BIN)/pytest -q -n 2 --dist worksteal $(OPTIMIZED_TESTS)

@@ -44,23 +44,6 @@ TESTS = itertools.count(1)
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--share", default="0/1", help="K/N runs every Nth file with chosen tests, from the Kth"
-    )
-
-
-@pytest.hookimpl(trylast=True)  # after -m has chosen
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps the files of a share; together the shares hold every file once."""
-    share, shares = map(int, config.getoption("share").split("/"))
-    files = sorted({item.path for item in items})[share::shares]
-    left_out = [item for item in items if item.path not in files]
-    items[:] = [item for item in items if item.path in files]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-
-
 @pytest.fixture(autouse=True)
 def room_for_programs() -> Iterator[None]:
     """Drops compiled programs before they are too many for one process."""
