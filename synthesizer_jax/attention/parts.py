@@ -160,7 +160,7 @@ def zero_padding_tokens(x: jax.Array, real: jax.Array) -> jax.Array:
 
 def softmax_vjp_delta(out: jax.Array, g: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Returns ``δ = Σ_e out · g``, ``[b, q, h, 1]``, of the softmax's derivative ``dS = P ∘ (dP − δ)``."""
-    return jnp.sum(g.astype(dtype) * out, axis=-1, keepdims=True)
+    return jnp.sum(g.astype(dtype) * out.astype(dtype), axis=-1, keepdims=True)
 
 
 def sum_biases(biases: Biases, *, q_length: int) -> jax.Array | None:

@@ -401,7 +401,8 @@ def _grouped_bwd(
         dlogits, dvalues = cotangents
         # dO / l
         group_inverse = _select_group(inverse_row_sum, j, group_size)
-        scaled_dout = _select_values(dout, j, group_size) * group_inverse[..., None]
+        group_dout = _select_values(dout, j, group_size).astype(group_inverse.dtype)
+        scaled_dout = group_dout * group_inverse[..., None]
         group_dlogits, group_dvalues = _group_cotangents(
             _select_group(logits, j, group_size),
             _select_group(shared_max, j, group_size),
