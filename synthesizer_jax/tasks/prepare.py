@@ -12,6 +12,7 @@ import inspect
 import json
 import multiprocessing
 import pathlib
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ import numpy as np
 from synthesizer_jax.data.prepared import FORMAT, PreparedInfo, PreparedTasks, rows_file
 from synthesizer_jax.data.records import Chunk, RaggedTokens
 from synthesizer_jax.data.task_streams import CHUNK, SIDES
-from synthesizer_jax.files import describing, open_atomic, write_atomic
+from synthesizer_jax.files import describing, in_bucket, open_atomic, write_atomic
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.preparation import SplitRequest, is_current, requested_splits
 from synthesizer_jax.tasks.seqio_tasks import import_tensorflow
@@ -303,19 +304,25 @@ def write_chunks(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> Sh
 
     examples, tokens, checksum = 0, dict.fromkeys(SIDES, 0), 0
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    writer = ArrayRecordWriter(str(partial), "group_size:1")
-    try:
-        for chunk in chunks:
-            record = chunk.to_bytes()
-            writer.write(record)
-            checksum = checksum if examples else zlib.crc32(record)
-            examples += len(chunk)
-            for side, ids in zip(SIDES, (chunk.inputs.ids, chunk.targets.ids), strict=True):
-                tokens[side] += len(ids)
-    finally:
-        writer.close()
-    partial.replace(path)
+    # ArrayRecord writes to disks alone.
+    folder = None if in_bucket(path) else path.parent
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as directory:
+        partial = pathlib.Path(directory) / path.name
+        writer = ArrayRecordWriter(str(partial), "group_size:1")
+        try:
+            for chunk in chunks:
+                record = chunk.to_bytes()
+                writer.write(record)
+                checksum = checksum if examples else zlib.crc32(record)
+                examples += len(chunk)
+                for side, ids in zip(SIDES, (chunk.inputs.ids, chunk.targets.ids), strict=True):
+                    tokens[side] += len(ids)
+        finally:
+            writer.close()
+        if in_bucket(path):
+            path.write_bytes(partial.read_bytes())
+        else:
+            partial.replace(path)
     return Shard(key, examples, tokens, checksum)
 
 
