@@ -67,8 +67,16 @@ def prepare_tasks(
     ] = 0,
     targets_length: Annotated[int, typer.Option(help="Target tokens of a row.", min=0)] = 0,
     epochs: Annotated[
-        int, typer.Option(help="How often rows are read, for tasks with random steps.", min=1)
-    ] = 1,
+        int | None,
+        typer.Option(
+            help="How often rows are read, for tasks with random steps; by default once, or as for what is "
+            "there.",
+            min=1,
+        ),
+    ] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help="Prepare only this task of the mixture. Repeatable.")
+    ] = None,
     workers: Annotated[
         int, typer.Option(help="Processes that read the files of large data sets.", min=1)
     ] = 1,
@@ -101,6 +109,7 @@ def prepare_tasks(
         evaluation_splits=[name for name in evaluation_split or ("validation",) if name],
         lengths=lengths if targets_length else None,
         epochs=epochs,
+        only=task or (),
         workers=workers,
         renew=renew,
         setup=functools.partial(code.load_user_code, imports or ()),

@@ -17,7 +17,7 @@ from synthesizer_jax.registry import JSON
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.metrics import Value
 from synthesizer_jax.tasks.postprocessors import SENTINEL, Example, to_text
-from synthesizer_jax.tasks.preparation import MNLI, measured_task, task_splits
+from synthesizer_jax.tasks.preparation import STANDS_FOR, measured_task, task_splits
 from synthesizer_jax.tasks.task import Answers, Task
 
 
@@ -289,20 +289,6 @@ def evaluation_tasks(
     parts = (split, f"{split}_matched", f"{split}_mismatched")
     splits = {name: [part for part in parts if prepared.find(name, part)] for name in names}
     return task_splits(names, splits, split)
-
-
-STANDS_FOR = {
-    "glue_mnli_matched_v002": (MNLI, 0.5),
-    "glue_mnli_mismatched_v002": (MNLI, 0.5),
-    "super_glue_wsc_v102_simple_eval": ("super_glue_wsc_v102_simple_train", 1.0),
-}
-"""For tasks that are only evaluated: the trained task that they evaluate, and their share of it."""
-
-
-def measured_and_trained_tasks(task: str, split: str) -> tuple[str, str]:
-    """Returns the task that a split evaluates, and the corresponding task of training."""
-    measured = measured_task(task, split)
-    return measured, STANDS_FOR.get(measured, (measured, 1.0))[0]
 
 
 def loss_weight(rates: Mapping[str, float], task: str) -> float:

@@ -27,7 +27,7 @@ from synthesizer_jax.models import Encoder, TextToText
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.registry import register
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.preparation import import_remedy
+from synthesizer_jax.tasks.preparation import import_remedy, names_of_split
 from synthesizer_jax.tasks.streams import task_objective
 from synthesizer_jax.typing import Choices, Count, Dtype, Length, NotNegative, Number
 
@@ -102,9 +102,7 @@ class Evaluator:
         self.vocabulary = prepared.vocabulary
         mixture, split = data.mixture, evaluation.split
         pairs = evaluation_sets.evaluation_tasks(mixture, prepared, split)
-        measures = {
-            pair: {pair[0], *evaluation_sets.measured_and_trained_tasks(*pair)} for pair in pairs
-        }
+        measures = {pair: names_of_split(*pair) for pair in pairs}
         members = task_registry.member_names(mixture)
         wanted = set(only or members)
         _check_tasks(wanted, {*members, *itertools.chain(*measures.values())}, mixture)

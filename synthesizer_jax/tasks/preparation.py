@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.prepared import PreparedTasks
@@ -62,14 +62,36 @@ def measured_task(name: str, split: str) -> str:
     return name.replace("mnli", f"mnli_{part}") if is_part else name
 
 
+STANDS_FOR = {
+    "glue_mnli_matched_v002": (MNLI, 0.5),
+    "glue_mnli_mismatched_v002": (MNLI, 0.5),
+    "super_glue_wsc_v102_simple_eval": ("super_glue_wsc_v102_simple_train", 1.0),
+}
+"""For tasks that are only evaluated: the trained task that they evaluate, and their share of it."""
+
+
+def names_of_split(task: str, split: str) -> set[str]:
+    """Returns the names by which a user may mean a split: its task, and those it measures and trains."""
+    measured = measured_task(task, split)
+    return {task, measured, STANDS_FOR.get(measured, (measured, 1.0))[0]}
+
+
 def requested_splits(
     mixture: str,
     data_dir: pathlib.Path,
     *,
     training_splits: Sequence[str],
     evaluation_splits: Sequence[str],
+    only: Collection[str] = (),
 ) -> list[SplitRequest]:
     """Returns the splits of a mixture's tasks whose data sets are here.
+
+    Args:
+      mixture: a mixture or task.
+      data_dir: the directory of the data sets.
+      training_splits: splits to train on.
+      evaluation_splits: splits to evaluate on.
+      only: names of tasks; the splits of others are left out. Empty: none is.
 
     Raises:
       FileNotFoundError: there are none.
@@ -91,7 +113,8 @@ def requested_splits(
         raise FileNotFoundError(
             f"no task of {mixture!r} has data for the split {wanted} in {data_dir}; {has}"
         )
-    return list(requests.values())
+    asked = [r for r in requests.values() if names_of_split(r.task, r.split) & set(only)]
+    return asked if only else list(requests.values())
 
 
 def import_remedy(names: Sequence[str], data_dir: pathlib.Path) -> str:
@@ -142,6 +165,7 @@ def prepare_missing(
     *,
     training_splits: Sequence[str] = (),
     evaluation_splits: Sequence[str] = (),
+    only: Collection[str] = (),
     imports: Sequence[str] = (),
 ) -> None:
     """Prepares what is missing of a run's data, in a process of its own, which imports TensorFlow and ends.
@@ -154,6 +178,7 @@ def prepare_missing(
       vocabulary: the configuration of that vocabulary.
       training_splits: splits to train on.
       evaluation_splits: splits to evaluate on.
+      only: see `requested_splits`.
       imports: packages and files that register tasks.
 
     Raises:
@@ -168,6 +193,7 @@ def prepare_missing(
                 prepared.data_dir,
                 training_splits=training_splits,
                 evaluation_splits=evaluation_splits,
+                only=only,
             )
         except FileNotFoundError:
             if prepared.rates(config.mixture) is None:
@@ -184,6 +210,7 @@ def prepare_missing(
     command += [f"--inputs-length={lengths['inputs']}", f"--targets-length={lengths['targets']}"]
     command += [f"--split={split}" for split in training_splits or ("",)]
     command += [f"--evaluation-split={split}" for split in evaluation_splits or ("",)]
+    command += [f"--task={name}" for name in only]
     command += [f"--import={name}" for name in imports]
     if subprocess.run(command, check=False).returncode:
         raise ValueError(

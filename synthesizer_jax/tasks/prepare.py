@@ -14,7 +14,7 @@ import multiprocessing
 import pathlib
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,7 +43,8 @@ def prepare(
     training_splits: Sequence[str] = ("train",),
     evaluation_splits: Sequence[str] = ("validation",),
     lengths: Mapping[str, int] | None = None,
-    epochs: int = 1,
+    epochs: int | None = None,
+    only: Collection[str] = (),
     workers: int = 1,
     renew: bool = False,
     setup: Callable[[], object] | None = None,
@@ -57,7 +58,9 @@ def prepare(
       training_splits: splits whose tokens are written.
       evaluation_splits: splits of which also everything is written that metrics need of a row.
       lengths: the lengths of inputs and targets of rows, for tasks whose steps depend on them.
-      epochs: how often rows are read, each time with other random numbers of the task's steps.
+      epochs: how often rows are read, each time with other random numbers of the task's steps; None: as
+        often as for what is there, or once.
+      only: see `requested_splits`.
       workers: number of processes that write shards.
       renew: whether to write again what is there.
       setup: called in those processes first, to import what registers tasks.
@@ -73,17 +76,19 @@ def prepare(
         prepared.data_dir,
         training_splits=training_splits,
         evaluation_splits=evaluation_splits,
+        only=only,
     )
     for request in requests:
         title = f"{request.task}, {request.split}"
         if not renew and is_current(request, prepared, lengths=lengths, epochs=epochs):
             log(f"{title}: is prepared")
             continue
+        there = prepared.find(request.task, request.split)
         info = _prepare_split(
             request,
             prepared,
             lengths=lengths,
-            epochs=epochs,
+            epochs=epochs or (there.epochs if there else 1),
             workers=workers,
             renew=renew,
             setup=setup,

@@ -27,6 +27,7 @@ def prepare_data(
     *,
     training_splits: Sequence[str] | None = None,
     evaluation_splits: Sequence[str] | None = None,
+    only: Sequence[str] = (),
 ) -> PreparedTasks:
     """Prepares what is missing of the data of a run, and returns where it is.
 
@@ -36,6 +37,7 @@ def prepare_data(
       data_dir: where data sets lie.
       training_splits: splits to train on; None: the experiment's.
       evaluation_splits: splits to evaluate on; None: the experiment's.
+      only: names of the tasks to prepare; empty: all.
     """
     assert experiment.vocabulary is not None
     train, evaluate = experiment.data.split, experiment.evaluation.split
@@ -47,6 +49,7 @@ def prepare_data(
             experiment.vocabulary,
             training_splits=(train,) if training_splits is None else training_splits,
             evaluation_splits=(evaluate,) if evaluation_splits is None else evaluation_splits,
+            only=only,
             imports=code.imported_names(),
         )
     return prepared
@@ -94,5 +97,5 @@ def open_data(
     imported.add_imported(data_dir)
     vocabulary = open_vocabulary(experiment, directory)
     experiment = with_vocabulary_path(experiment, directory)
-    prepared = prepare_data(experiment, vocabulary, data_dir, training_splits=())
+    prepared = prepare_data(experiment, vocabulary, data_dir, training_splits=(), only=only or ())
     return vocabulary, make_evaluator(experiment, prepared, only=only)

@@ -119,17 +119,6 @@ def test_damaged_files_are_one_sentence(load, data_dir, tmp_path):
         load("glue_rte_v002", data_dir=tmp_path)
 
 
-def test_mnli_is_measured_by_its_twins():
-    assert evaluation_sets.measured_and_trained_tasks("glue_mnli_v002", "validation_matched") == (
-        "glue_mnli_matched_v002",
-        "glue_mnli_v002",
-    )
-    assert (
-        evaluation_sets.measured_and_trained_tasks("glue_rte_v002", "validation")
-        == ("glue_rte_v002",) * 2
-    )
-
-
 def test_best_steps_by_task():
     found = {
         2: {"a": {"x": 1.0, "y": 3.0}, "b": {"x": 5.0}, "c": {}},

@@ -21,7 +21,7 @@ from synthesizer_jax.data.records import Chunk, RaggedTokens
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.tasks import prepare as preparing
 from synthesizer_jax.tasks import synthetic, task_registry
-from synthesizer_jax.tasks.preparation import SplitRequest, is_current
+from synthesizer_jax.tasks.preparation import SplitRequest, is_current, names_of_split
 from synthesizer_jax.tasks.prepare import prepare
 from synthesizer_jax.tasks.storage import write_dataset
 from tests.tasks.loading import BYTES, quiet
@@ -218,8 +218,8 @@ def test_steps_that_need_lengths_are_said(own_dir: pathlib.Path) -> None:
 
 
 def test_epochs_of_a_task_with_random_steps_differ(own_dir: pathlib.Path) -> None:
-    def epochs() -> list:
-        prepared = prepared_in(own_dir, "prepared_random", epochs=2, renew=True)
+    def epochs(count: int | None = 2) -> list:
+        prepared = prepared_in(own_dir, "prepared_random", epochs=count, renew=True)
         found = read(prepared.open("prepared_random", "train", LENGTHS))
         return [found[:90], found[90:]]
 
@@ -228,6 +228,14 @@ def test_epochs_of_a_task_with_random_steps_differ(own_dir: pathlib.Path) -> Non
     assert [first, second] == epochs()
     for seed, epoch in enumerate((first, second)):
         assert epoch == tokens_of(seqio_rows(own_dir, "prepared_random", seed=seed))
+    assert [first, second] == epochs(None)
+
+
+def test_only_the_named_tasks_are_prepared(own_dir: pathlib.Path) -> None:
+    assert prepared_in(own_dir, BOOLQ, only=["glue_rte_v002"]).find(BOOLQ, "train") is None
+    assert prepared_in(own_dir, BOOLQ, only=[BOOLQ]).find(BOOLQ, "train") is not None
+    twin = names_of_split("glue_mnli_v002", "validation_matched")
+    assert twin == {"glue_mnli_v002", "glue_mnli_matched_v002"}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
