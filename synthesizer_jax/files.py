@@ -9,6 +9,7 @@ import io
 import os
 import pathlib
 import re
+import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
@@ -197,33 +198,42 @@ def new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
     directory.parent.mkdir(parents=True, exist_ok=True)
     if directory.exists():
         directory.rmdir()  # fails for a mounted one now, and not when everything is written
-    _remove_leftovers(directory)
-    staging = directory.with_name(f".{directory.name}.{os.getpid()}{_INCOMPLETE}")
-    staging.mkdir()
-    lock = _try_lock(staging)
-    try:
-        yield staging
-        staging.rename(directory)
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        sentence = f"{error.strerror}; nothing was written"
-        raise OSError(error.errno, sentence, str(directory)) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
+    with temporary_directory(directory.parent, f".{directory.name}.incomplete") as staging:
+        try:
+            yield staging
+            staging.rename(directory)
+        except OSError as error:
+            if error.errno is None or error.filename is not None:
+                raise
+            sentence = f"{error.strerror}; nothing was written"
+            raise OSError(error.errno, sentence, str(directory)) from error
 
 
-_INCOMPLETE = ".incomplete"
+@contextlib.contextmanager
+def temporary_directory(parent: pathlib.Path, prefix: str) -> Iterator[pathlib.Path]:
+    """Makes a directory that is removed when the context ends, if it is still there.
 
+    Those of the same prefix that killed processes have left are removed first.
 
-def _remove_leftovers(directory: pathlib.Path) -> None:
-    """Removes what killed processes have left of a directory that they were making."""
-    pattern = re.compile(rf"\.{re.escape(directory.name)}\.\d+{re.escape(_INCOMPLETE)}")
-    for path in directory.parent.iterdir():
+    Args:
+      parent: the directory to make it in, on a disk.
+      prefix: of its name; the rest is random.
+    """
+    pattern = re.compile(rf"{re.escape(prefix)}-[0-9a-f]{{8}}")
+    for path in parent.iterdir():
         if pattern.fullmatch(path.name) and (lock := _try_lock(path)) is not None:
             shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+    name = f"{prefix}-{secrets.token_hex(4)}"
+    unlocked = parent / f"{name}.new"  # another process does not remove it before it is locked
+    unlocked.mkdir()
+    lock = _try_lock(unlocked)
+    directory = unlocked.rename(parent / name)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        if lock is not None:
             os.close(lock)
 
 

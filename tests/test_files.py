@@ -58,7 +58,8 @@ def test_a_new_directory_appears_whole_or_not_at_all(tmp_path):
 
 
 def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path):
-    left, held, other = (tmp_path / f".b.{name}" for name in ("1.incomplete", "2.incomplete", "3"))
+    names = (".b.incomplete-0123abcd", ".b.incomplete-0123abce", ".b.3")
+    left, held, other = (tmp_path / name for name in names)
     for directory in (left, held, other):
         directory.mkdir()
     (left / "file").write_text("half")

@@ -91,7 +91,6 @@ def prepare_tasks(
     """
     from synthesizer_jax.data.prepared import PreparedTasks
     from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
-    from synthesizer_jax.runs import code
     from synthesizer_jax.tasks import synthetic
     from synthesizer_jax.tasks.prepare import prepare
 
@@ -112,7 +111,7 @@ def prepare_tasks(
         only=task or (),
         workers=workers,
         renew=renew,
-        setup=functools.partial(code.load_user_code, imports or ()),
+        setup=functools.partial(_open_directory, directory, imports),
         log=typer.echo,
     )
     typer.echo(f"prepared tasks are in {prepared.root}")

@@ -219,7 +219,10 @@ class PreparedExamples:
         elif info.has_inputs and lengths is not None:
             check_inputs(info.task, lengths)
         if info.lengths is not None and lengths is not None and info.lengths != dict(lengths):
-            raise ValueError(f"{self.name} is prepared for the lengths {info.lengths}; {remedy}")
+            asked = " ".join(f"--{side}-length={length}" for side, length in lengths.items())
+            raise ValueError(
+                f"{self.name} is prepared for the lengths {info.lengths}; {remedy}, and with {asked}"
+            )
         self.info, self.is_resident = info, info.examples <= RESIDENT
         self._directory, self._lengths, self._documents = directory, lengths, documents
         self._remedy = remedy

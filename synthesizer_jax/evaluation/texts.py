@@ -10,6 +10,9 @@ import numpy as np
 
 from synthesizer_jax.evaluation.prediction import Predictor
 
+LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity", "bits_per_byte")
+"""The measures of texts, and the loss of every task; all others are metrics, in percent."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TextLoss:

@@ -16,6 +16,7 @@ import numpy as np
 
 from synthesizer_jax.costs.summary import Summary, summarize
 from synthesizer_jax.evaluation.files import evaluation_folder
+from synthesizer_jax.evaluation.texts import LOWER_IS_BETTER
 from synthesizer_jax.files import describing, write_atomic
 from synthesizer_jax.reports.figures import ENVIRONMENT, line_chart
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
@@ -41,7 +42,7 @@ class RunSummary:
       held_out: ``(steps, nats per token)`` of the evaluations.
       steps_per_second: one value per line of the training log, without compilation.
       tokens_per_second: the same for real tokens.
-      metric_names: the name of the first metric by task.
+      metric_names: the name of the first metric by task that has one; texts have none.
       metrics: its value in the newest evaluation, in percent.
       answers: the predictions of that evaluation by task and input, as in ``TASK.jsonl``.
       movement: how far its parameters moved; None: the run has not finished.
@@ -83,7 +84,7 @@ def summarize_run(title: str, directory: pathlib.Path) -> RunSummary:
     metric_names: dict[str, str] = {}
     for key, value in newest.items():
         task, slash, metric = key.rpartition("/")
-        if slash and value is not None:
+        if slash and value is not None and metric not in LOWER_IS_BETTER:
             metric_names.setdefault(task, metric)
     folder = evaluation_folder(directory, int(newest["step"]))
     return RunSummary(

@@ -59,9 +59,10 @@ class Progress:
 
     def log_training(self, step: int, values: Mapping[str, float]) -> None:
         """Displays the loss and the rates of training."""
+        rate = values.get("learning_rate")  # absent for an optimizer without a schedule
         parts = [
             f"loss {values['loss']:.4g}",
-            f"learning rate {values['learning_rate']:.3g}",
+            *(() if rate is None else (f"learning rate {rate:.3g}",)),
             f"padding {values['padding']:.0%}",
             f"{values['steps_per_second']:.3g} steps/s",
             f"{values['tokens_per_second']:,.0f} tokens/s",

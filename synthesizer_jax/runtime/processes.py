@@ -112,10 +112,10 @@ def join_group(
     )
     joining = Call(initialize)  # JAX itself would end the process at the timeout, with a C++ trace
     try:
-        if joining.wait(patience):
+        if joining.wait(min(patience, timeout)):
             return True
         log("waiting for the other processes of the group; is the program running on every host?")
-        if joining.wait(timeout - patience):
+        if joining.wait(max(0.0, timeout - patience)):
             return True
     except (ValueError, RuntimeError) as error:
         nowhere = "coordinator_address should be defined", "must be called before"

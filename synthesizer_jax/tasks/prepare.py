@@ -22,7 +22,13 @@ import numpy as np
 from synthesizer_jax.data.prepared import FORMAT, PreparedInfo, PreparedTasks, rows_file
 from synthesizer_jax.data.records import Chunk, RaggedTokens
 from synthesizer_jax.data.task_streams import CHUNK, SIDES
-from synthesizer_jax.files import describing, in_bucket, open_atomic, write_atomic
+from synthesizer_jax.files import (
+    describing,
+    in_bucket,
+    open_atomic,
+    temporary_directory,
+    write_atomic,
+)
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.preparation import SplitRequest, is_current, requested_splits
 from synthesizer_jax.tasks.seqio_tasks import import_tensorflow
@@ -206,7 +212,7 @@ def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
     if done.is_file():
         with describing(done):
             shard = Shard(**json.loads(done.read_text(encoding="utf-8")))
-        if shard.key == job.key and (path.is_file() or not shard.examples):
+        if shard.key == job.key and path.is_file():
             return shard
     task = task_registry.find_task(job.request.task)
     what = f"{task.name}'s split {job.request.split!r} of {task.dataset}"
@@ -304,15 +310,15 @@ def _plain(value: np.ndarray | np.generic) -> Any:
 
 
 def write_chunks(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> Shard:
-    """Writes chunks as an ArrayRecord file, none if there are none."""
+    """Writes chunks as an ArrayRecord file, which has no records if there are none."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     examples, tokens, checksum = 0, dict.fromkeys(SIDES, 0), 0
     path.parent.mkdir(parents=True, exist_ok=True)
     # ArrayRecord writes to disks alone.
-    folder = None if in_bucket(path) else path.parent
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as directory:
-        partial = pathlib.Path(directory) / path.name
+    folder = pathlib.Path(tempfile.gettempdir()) if in_bucket(path) else path.parent
+    with temporary_directory(folder, ".partial") as directory:
+        partial = directory / path.name
         writer = ArrayRecordWriter(str(partial), "group_size:1")
         try:
             for chunk in chunks:

@@ -252,7 +252,7 @@ def _prepared_directory(
     if loader.tfds_splits or loader.name is None:
         return None
     dataset, _, version = loader.name.partition(":")
-    versions = stored.prepared_versions(dataset, pathlib.Path(loader.data_dir or data_dir))
+    versions = stored.prepared_versions(dataset, storage_path(str(loader.data_dir or data_dir)))
     if version:
         return versions.get(version)
     return list(versions.values())[-1] if versions else None

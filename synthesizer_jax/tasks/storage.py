@@ -10,11 +10,10 @@ import json
 import logging
 import pathlib
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
-from synthesizer_jax.files import in_bucket, write_atomic
+from synthesizer_jax.files import in_bucket, temporary_directory, write_atomic
 from synthesizer_jax.tasks.stored import INFO, STAMP, check_dataset, stored_splits
 
 if TYPE_CHECKING:
@@ -134,8 +133,8 @@ def temporary_folder(data_dir: pathlib.Path) -> Iterator[pathlib.Path]:
             f"gcloud storage cp --recursive 'DIRECTORY/*' {data_dir}/"
         )
     data_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".import-", dir=data_dir) as folder:
-        yield pathlib.Path(folder)
+    with temporary_directory(data_dir, ".import") as folder:
+        yield folder
 
 
 def install(

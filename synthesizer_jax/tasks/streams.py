@@ -57,7 +57,10 @@ def open_stream(
     missing = [
         name
         for name, rate in MIXTURES.get(config.mixture, {}).items()
-        if rate and name not in sampled and config.split in task_registry.TASKS[name].splits
+        if rate
+        and name in task_registry.TASKS
+        and name not in sampled
+        and config.split in task_registry.TASKS[name].splits
     ]
     if missing:
         _log.warning(

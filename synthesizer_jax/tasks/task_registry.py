@@ -111,14 +111,14 @@ def mixture_rates(name: str, data_dir: pathlib.Path) -> dict[str, float]:
     if name not in MIXTURES and name in seqio_tasks.mixture_names():
         return seqio_tasks.mixture_rates(name, names, data_dir)
     rates: Rates = MIXTURES.get(name, {name: 1.0})
-    return {task: _rate(rates[task], TASKS.get(task), data_dir) for task in names}
+    return {task: _rate(rates[task], task, data_dir) for task in names}
 
 
-def _rate(rate: float | ExamplesRate, task: Task | None, data_dir: pathlib.Path) -> float:
-    """Returns a rate as a number."""
-    if task is None or not isinstance(rate, ExamplesRate):
-        return float(rate)  # type: ignore[arg-type]
-    return rate(task.stored_splits(data_dir).get("train") or 0)
+def _rate(rate: float | ExamplesRate, task: str, data_dir: pathlib.Path) -> float:
+    """Returns the rate of a task as a number."""
+    if isinstance(rate, ExamplesRate):
+        return rate(find_task(task).stored_splits(data_dir).get("train") or 0)
+    return float(rate)
 
 
 def default_data_dir() -> pathlib.Path:

@@ -32,7 +32,9 @@ def call(*arguments):
 
 def test_runs_are_compared_by_their_newest_evaluations(tmp_path):
     first = logged(tmp_path / "a", **{"rte/accuracy": 61.04, "stsb/pearson": 80.0, "stsb/s": 9.0})
-    second = logged(tmp_path / "b", **{"rte/accuracy": 60.96, "cola/matthews": 12.5})
+    second = logged(
+        tmp_path / "b", **{"rte/accuracy": 60.96, "cola/matthews": 12.5, "c4/perplexity": 9}
+    )
     output = tmp_path / "sub" / "page.html"
     said = call(first, second, first, "--output", output)
     rows = [line.replace("│", " ").split() for line in said.splitlines() if "glue_" in line]

@@ -8,6 +8,7 @@ from synthesizer_jax import files
 from synthesizer_jax.runs import metrics
 from synthesizer_jax.runs.events import Events, read_events
 from synthesizer_jax.runs.metrics import METRICS_FILE, MetricsWriter
+from synthesizer_jax.runs.progress import Progress
 
 
 @pytest.mark.parametrize("bucket", [False, True])
@@ -37,3 +38,13 @@ def test_another_process_than_the_first_writes_nothing(tmp_path: pathlib.Path) -
     events.write("end", step=1)
     writer.close()
     assert not any(tmp_path.iterdir())
+
+
+def test_an_optimizer_without_a_schedule_has_no_rate_to_show(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    values = {"loss": 2.0, "padding": 0.25, "steps_per_second": 4.0, "tokens_per_second": 1000.0}
+    Progress(total=12).log_training(4, values)
+    assert capsys.readouterr().out == (
+        "step  4/12  loss 2  padding 25%  4 steps/s  1,000 tokens/s  2.0 s left\n"
+    )

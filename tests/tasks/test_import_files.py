@@ -305,6 +305,14 @@ def test_a_task_that_is_imported_again_has_its_new_rows(tmp_path):
         assert text == f"review: {row['text']}"
 
 
+def test_processes_that_prepare_know_imported_tasks(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(JSON_LINES)
+    import_files(describe(), find_splits([f"train={tmp_path}/a.jsonl"]), tmp_path)
+    options = ["--data-dir", str(tmp_path), "--epochs", "2", "--workers", "2"]
+    result = CliRunner().invoke(app, ["data", "prepare", "my_reviews", *options])
+    assert "my_reviews, train: 4 examples" in result.output, result.exception
+
+
 def test_other_rows_of_equal_size_make_a_prepared_set_outdated(tmp_path):
     request = SplitRequest("my_reviews", "train", rows=False)
     prepared = PreparedTasks(tmp_path, BYTES)

@@ -64,7 +64,7 @@ def import_benchmark(
     """
     if name not in TASKS:
         raise ValueError(f"benchmark {name!r} is unknown; choose one of {', '.join(TASKS)}")
-    root, data_dir = _root(name, pathlib.Path(source)), storage_path(str(data_dir))
+    root, data_dir = _root(name, storage_path(str(source))), storage_path(str(data_dir))
     with temporary_folder(data_dir) as folder:
         reports, directories = [], []
         for task in TASKS[name]:

@@ -46,7 +46,7 @@ def import_corpus(
       ValueError: no file was found, or a row is invalid, or a file does not have the published number
         of rows; the message has file, line and reason.
     """
-    source, data_dir = pathlib.Path(source), storage_path(str(data_dir))
+    source, data_dir = storage_path(str(source)), storage_path(str(data_dir))
     source = source / name if (source / name).is_dir() else source
     if not source.is_dir():
         raise ValueError(f"{source} is not a folder; give the one that holds the files of {name}")
