@@ -1,9 +1,9 @@
 """Pre-train a T5 or a Synthesizer on unlabeled text, or on text and T5's supervised tasks together.
 
-Command (requires T5's vocabulary file, and C4 from TFDS or `synthesizer-jax data import c4`, whose tokens
-are cached first):
+Command (requires T5's vocabulary file, and C4 from TFDS or `synthesizer-jax data import c4`, which is
+prepared first):
 
-    synthesizer-jax data cache c4_v220_span_corruption --vocabulary spiece.model --data-dir DATA
+    synthesizer-jax data prepare c4_v220_span_corruption --vocabulary spiece.model --data-dir DATA
     synthesizer-jax train pretrain:t5_1_1_base --workdir runs/pretrained --data-dir DATA \\
         --set vocabulary.path=spiece.model
 

@@ -174,9 +174,11 @@ class Pod:
 
     def setup(self) -> bool:
         """Installs what is committed in this checkout, on every host."""
-        archive = f"/tmp/{self.args.name}.tar.gz"
+        archive = CHECKOUT / "build" / f"{self.args.name}.tar.gz"
+        if not self.args.dry_run:
+            archive.parent.mkdir(exist_ok=True)
         there = f"{self.args.name}:synthesizer_jax.tar.gz"
-        copy = [*GCLOUD, "scp", archive, there, *self.reach, "--node=all", "--worker=all"]
+        copy = [*GCLOUD, "scp", str(archive), there, *self.reach, "--node=all", "--worker=all"]
         git = [
             "git",
             "-C",

@@ -84,8 +84,8 @@ class Checkpoints:
         self._directory = absolute(directory)
         self._asynchronous = asynchronous
         self._begun: list[int] = []
-        # With named processes Orbax synchronizes through the coordination service. Otherwise it uses a
-        # collective, which would interleave with those of an evaluation if `StopSignal` saves.
+        # With named processes Orbax synchronizes through the coordination service. Otherwise it uses
+        # collectives, which would interleave with those of steps while it writes asynchronously.
         self._processes = ocp.options.MultiprocessingOptions(
             active_processes=set(range(jax.process_count()))
         )

@@ -92,6 +92,7 @@ def run() -> None:
     # SeqIO logs every split that it skips, and Orbax the tracebacks of errors that it raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    logging.basicConfig(format="%(message)s")
     enable_compilation_cache()
     # As Ctrl-C does: what is not complete is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -1,7 +1,7 @@
 """Accelerator chips, and the names of TPU slices in Google Cloud.
 
-This file only imports the standard library, because `tpu_scripts/launch` runs it as a program on machines
-where the package is not installed.
+This file only imports the standard library, because `tpu_scripts/launch.py` runs it as a program on
+machines where the package is not installed.
 """
 
 from __future__ import annotations

@@ -28,5 +28,13 @@ def enable_compilation_cache() -> None:
     except OSError:
         return
     if os.access(directory, os.W_OK):
+        _remove_partial_entries(directory)
         os.environ[VARIABLE] = str(directory)
         os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(MAX_BYTES))
+
+
+def _remove_partial_entries(directory: pathlib.Path) -> None:
+    """Removes programs without a time of use: their process was killed, and JAX would warn for ever."""
+    for program in directory.glob("*-cache"):
+        if not program.with_name(f"{program.name.removesuffix('cache')}atime").exists():
+            program.unlink(missing_ok=True)

@@ -16,8 +16,6 @@ EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
 """Exit codes after a signal, when the state is saved. That of SIGTERM is EX_TEMPFAIL: start the same
 command again. That of SIGINT is the code of shells: a user stopped the run."""
 
-EXIT_PREEMPTED = EXIT_CODES[signal.SIGTERM]
-
 
 def exit_on_signals() -> None:
     """Makes signals end the process immediately, until a `StopSignal` handles them."""
@@ -41,7 +39,7 @@ class Preempted(Exception):  # noqa: N818 - an event, not an error
 
 
 class StopSignal:
-    """Context manager that saves a checkpoint and exits after SIGTERM or SIGINT (Ctrl-C), at any time.
+    """Context manager that lets a run save a checkpoint and exit after SIGTERM or SIGINT (Ctrl-C).
 
     Python runs signal handlers between two bytecodes of the main thread, and therefore not during a long
     compilation. The interpreter's C handler, however, immediately writes to a wake-up socket, on which a

@@ -4,10 +4,9 @@ import os
 import subprocess
 import sys
 
-import jax
 import pytest
 
-from synthesizer_jax.runtime.compilation_cache import enable_compilation_cache
+from synthesizer_jax.runtime.compilation_cache import VARIABLE, enable_compilation_cache
 
 PROGRAM = """
 from synthesizer_jax.runtime.compilation_cache import enable_compilation_cache
@@ -38,14 +37,22 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert place.stat().st_mode & 0o077 == 0 and any(place.iterdir())
 
 
+def test_what_a_killed_process_left_is_compiled_again(tmp_path):
+    hits(tmp_path)
+    place = tmp_path / "synthesizer_jax" / "compiled"
+    for used in place.glob("*-atime"):
+        used.unlink()
+    assert hits(tmp_path) == 0
+    assert len(list(place.glob("*-atime"))) == len(list(place.glob("*-cache"))) > 0
+
+
 @pytest.mark.parametrize("set_before", [True, False])
 def test_nothing_changes_for_who_has_a_place_or_can_have_none(tmp_path, monkeypatch, set_before):
-    changed = []
-    monkeypatch.setattr(jax.config, "update", lambda *x: changed.append(x))
-    home = tmp_path if set_before else tmp_path / "file"
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
-    place = str(tmp_path) if set_before else None
-    monkeypatch.setattr(type(jax.config), "jax_compilation_cache_dir", place)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path if set_before else tmp_path / "file"))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if set_before:
+        monkeypatch.setenv(VARIABLE, str(tmp_path))
+    before = dict(os.environ)
     enable_compilation_cache()
-    assert changed == []
+    assert dict(os.environ) == before

@@ -39,6 +39,7 @@ def test_an_error_is_one_sentence(options, message):
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_settings_that_go_together():
-    Decoding(max_length=8, min_length=8, temperature=0.1, top_k=1, top_p=1.0, samples=9, seed=7)
-    Decoding(max_length=8, relative_length=2, beams=4, alpha=0, samples=4)
+def test_settings_that_go_together_are_accepted():
+    options = {"min_length": 8, "temperature": 0.1, "top_k": 1, "top_p": 1.0, "samples": 9}
+    assert Decoding(max_length=8, seed=7, **options).samples == 9
+    assert Decoding(max_length=8, relative_length=2, beams=4, alpha=0, samples=4).samples == 4

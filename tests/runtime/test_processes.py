@@ -1,6 +1,7 @@
 """Finding one's group of processes, and what is said when some are missing."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import jax
 import pytest
 
 from synthesizer_jax.runtime import processes
-from synthesizer_jax.runtime.preemption import EXIT_PREEMPTED
+from synthesizer_jax.runtime.preemption import EXIT_CODES
 from synthesizer_jax.sharding import BatchShards
 
 
@@ -83,7 +84,7 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.parametrize(("timeout", "code"), [(0.2, 2), (300, EXIT_PREEMPTED)])
+@pytest.mark.parametrize(("timeout", "code"), [(0.2, 2), (300, EXIT_CODES[signal.SIGTERM])])
 def test_a_process_that_waits_for_others_says_so_and_heeds_signals(timeout, code):
     place = {
         processes.ADDRESS: f"127.0.0.1:{port()}",
@@ -98,7 +99,7 @@ def test_a_process_that_waits_for_others_says_so_and_heeds_signals(timeout, code
     ) as process:
         while "waiting for the other processes of the group" not in process.stderr.readline():
             assert process.poll() is None
-        if code == EXIT_PREEMPTED:
+        if code == EXIT_CODES[signal.SIGTERM]:
             process.terminate()
         _, errors = process.communicate()
         assert process.returncode == code

@@ -32,7 +32,7 @@ class Draws(Protocol):
 class CounterDraws:
     """Random numbers that depend on a seed, a place and the number of the call alone.
 
-    They are the same in every version of NumPy (`members.random_bits`).
+    They are the same in every version of NumPy (`task_streams.random_bits`).
 
     Args:
       seed: of the stream.
