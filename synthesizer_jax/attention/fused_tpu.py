@@ -26,10 +26,10 @@ from synthesizer_jax.attention.parts import FusedInputs, Products, SoftmaxStats
 from synthesizer_jax.attention.terms import Outer, Term, logits_dtype
 from synthesizer_jax.attention.tpu import (
     LANES,
+    LOW,
     Bias,
     Ref,
     call_kernel,
-    mask_weights,
     matmul,
     prepare_bias,
     roll_diagonals,
@@ -39,9 +39,6 @@ from synthesizer_jax.typing import PyTree
 
 TILE = 256 * 1024
 """Most logits of a program: 1 MiB in float32, of which about six live at once in 16 MiB."""
-
-LOW = float(jnp.finfo(jnp.float32).min)
-"""In the place of a forbidden logit; finite, so that differences are numbers."""
 
 
 def obstacle(inputs: FusedInputs) -> str | None:
@@ -201,7 +198,7 @@ def forward(
             logits = jnp.where(allowed, logits, LOW)
         largest = jnp.maximum(jnp.max(logits, axis=1, keepdims=True), LOW)
         # P = exp(S - max) is not normalized; O = P V / Σ P.
-        weights = mask_weights(allowed, jnp.exp(logits - largest)).astype(blocks.values.dtype)
+        weights = _mask_weights(allowed, jnp.exp(logits - largest)).astype(blocks.values.dtype)
         row_sum = jnp.sum(weights.astype(jnp.float32), axis=1, keepdims=True)
         has_keys = row_sum > 0.0
         inverse = jnp.where(has_keys, 1.0 / jnp.where(has_keys, row_sum, 1.0), 0.0)
@@ -391,7 +388,7 @@ def _backward_kernel(
         x[...] if tiles.transposed else x[...].T
         for x in (residuals.row_max, residuals.inverse_row_sum, residuals.delta)
     )
-    weights = mask_weights(allowed, jnp.exp(logits - row_max)) * inverse_row_sum
+    weights = _mask_weights(allowed, jnp.exp(logits - row_max)) * inverse_row_sum
     dout, values = residuals.dout[...], blocks.values[...]
     pair = (values, dout) if tiles.transposed else (dout, values)
     dlogits = weights * (matmul(*pair, axes=(1, 1)) - delta)
@@ -482,6 +479,11 @@ def _fill_bias_tile(tile: Ref, bias: Bias, tiles: _Tiles) -> None:
             table = bias.table[...].astype(jnp.float32)
             table = table.T if tiles.transposed else table
             tile[...] = table if bias.columns is None else tile[...] + table
+
+
+def _mask_weights(allowed: jax.Array | None, weights: jax.Array) -> jax.Array:
+    """Returns the weights, zero where the mask forbids."""
+    return weights if allowed is None else jnp.where(allowed, weights, 0.0)
 
 
 def _logits_tile(blocks: _Operands, bias: Ref, tiles: _Tiles) -> tuple[jax.Array, jax.Array | None]:

@@ -31,6 +31,7 @@ from synthesizer_jax.attention.parts import MIN_ROW_SUM, FusedInputs, Products
 from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.attention.tpu import (
     LANES,
+    LOW,
     VMEM,
     Bias,
     Ref,
@@ -388,17 +389,24 @@ def _make_scratch(tiling: _Tiling, blocks: _Operands, *, backward: bool) -> _Scr
     )
 
 
-def _forward_kernel(
-    tiling: _Tiling, blocks: _Operands, out: Ref, inverse_row_sum: Ref, scratch: _Scratch
-) -> None:
-    """Computes the output of a program's examples, and one over its denominators."""
+def _fill_scratch(tiling: _Tiling, blocks: _Operands, scratch: _Scratch) -> None:
+    """Computes a head's shared weights in the first program of the examples, and clears the sum."""
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
         for j in range(tiling.heads):
             weights = _shared_weights(tiling, blocks, j, tile=scratch.tile)
             scratch.weights[j] = weights.astype(scratch.weights.dtype)
+            if scratch.transposed is not None:
+                scratch.transposed[j] = weights.T.astype(scratch.transposed.dtype)
+                scratch.dlogits_sum[j] = jnp.zeros_like(weights)
 
+
+def _forward_kernel(
+    tiling: _Tiling, blocks: _Operands, out: Ref, inverse_row_sum: Ref, scratch: _Scratch
+) -> None:
+    """Computes the output of a program's examples, and one over its denominators."""
+    _fill_scratch(tiling, blocks, scratch)
     seen: Ref = None if blocks.queries is None else blocks.queries[...].T
 
     def write_result(j: int, inverse_sum: jax.Array | None) -> None:
@@ -447,14 +455,7 @@ def _backward_kernel(
     scratch: _Scratch,
 ) -> None:
     """Adds a program's examples to the bias' cotangent, and computes the values' cotangent."""
-
-    @pl.when(pl.program_id(1) == 0)
-    def _() -> None:
-        for j in range(tiling.heads):
-            weights = _shared_weights(tiling, blocks, j, tile=scratch.tile)
-            scratch.weights[j] = weights.astype(scratch.weights.dtype)
-            scratch.transposed[j] = weights.T.astype(scratch.transposed.dtype)
-            scratch.dlogits_sum[j] = jnp.zeros_like(weights)
+    _fill_scratch(tiling, blocks, scratch)
 
     def fast() -> None:
         for j in range(tiling.heads):
@@ -560,7 +561,7 @@ def _numerators(logits: jax.Array, allowed: jax.Array | None) -> jax.Array:
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)
     row_max = jnp.max(logits, axis=1, keepdims=True)
-    return jnp.exp(logits - jnp.maximum(row_max, float(jnp.finfo(jnp.float32).min)))
+    return jnp.exp(logits - jnp.maximum(row_max, LOW))
 
 
 def _shared_weights(tiling: _Tiling, blocks: _Operands, head: int, *, tile: Ref) -> jax.Array:

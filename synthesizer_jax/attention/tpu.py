@@ -27,6 +27,9 @@ LANES = 128
 SUBLANES = 8
 """Rows of a register in float32."""
 
+LOW = float(jnp.finfo(jnp.float32).min)
+"""In the place of a forbidden logit; finite, so that differences are numbers."""
+
 Ref: TypeAlias = Any
 """An array, or in a kernel a Pallas reference to a block of it, or the specification of the block."""
 
@@ -106,11 +109,6 @@ def matmul(x: jax.Array, y: jax.Array, *, axes: tuple[int, int], exact: bool = F
     dims = (((axes[0],), (axes[1],)), ((), ()))
     precision = lax.Precision.HIGHEST if exact and x.dtype == jnp.float32 else None
     return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
-
-
-def mask_weights(allowed: jax.Array | None, weights: jax.Array) -> jax.Array:
-    """Returns the weights, zero where the mask forbids."""
-    return weights if allowed is None else jnp.where(allowed, weights, 0.0)
 
 
 def call_kernel(

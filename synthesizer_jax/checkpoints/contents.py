@@ -83,7 +83,8 @@ def read_contents(checkpoint: pathlib.Path) -> Contents | None:
     for path in sorted(directory.glob("*.json")):
         with describing(path):
             parts.append(Contents(**json.loads(path.read_bytes())))
-            parts[-1].arrays.values(), parts[-1].files.values()
+            if not (isinstance(parts[-1].arrays, dict) and isinstance(parts[-1].files, dict)):
+                raise ValueError("it has no arrays and files by name")
     if not parts:
         raise ValueError(f"{directory} is empty")
     if {part.step for part in parts} != {int(checkpoint.name)}:

@@ -184,7 +184,7 @@ class Checkpoints:
           OSError: the storage failed; the checkpoints are unchanged.
         """
         damaged: dict[int, str] = {}
-        for step in reversed(self.steps):
+        while (step := _newest(self._directory, None, damaged)) is not None:
             directory = self._directory / str(step)
             read = functools.partial(self._read, directory, abstract, stream is not None)
             tree, problem = _read_verified(directory, read)

@@ -25,9 +25,7 @@ class Field(NamedTuple):
         return np.zeros(self.shape, self.dtype)
 
 
-def batch_fields(
-    config: DataConfig, *, rows: int | None = None, lengths: tuple[int, int] | None = None
-) -> dict[str, Field]:
+def batch_fields(config: DataConfig, *, lengths: tuple[int, int] | None = None) -> dict[str, Field]:
     """Returns the fields of a training batch.
 
     ``encoder_input_tokens`` are ``[rows, inputs_length]``, without elements if there are no inputs;
@@ -39,10 +37,9 @@ def batch_fields(
 
     Args:
       config: lengths, batch size and packing.
-      rows: number of rows; None: the global batch.
       lengths: numbers of input and target tokens of a row; None: the full lengths.
     """
-    rows = config.batch_size if rows is None else rows
+    rows = config.batch_size
     inputs, targets = lengths or (config.inputs_length, config.targets_length)
     encoder = Field((rows, inputs), np.int32)
     decoder = Field((rows, targets), np.int32)

@@ -11,7 +11,6 @@ from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, original_i
 from synthesizer_jax.files import write_atomic
 from synthesizer_jax.registry import JSON
 from synthesizer_jax.tasks.metrics import Value
-from synthesizer_jax.tasks.task import Task
 
 GLUE_FILES: Mapping[str, str] = types.MappingProxyType(
     {
@@ -74,8 +73,6 @@ def write_submission(
     texts: dict[pathlib.Path, str] = {}
     invalid: dict[pathlib.Path, int] = {}
     for examples, predictions in answers:
-        if not isinstance(examples.task, Task):
-            continue
         dataset = examples.task.dataset
         if dataset in GLUE_FILES:
             path = directory / "glue" / f"{GLUE_FILES[dataset]}.tsv"
@@ -106,16 +103,14 @@ def _glue_text(examples: EvaluationSet, predictions: Sequence[str]) -> str:
     """Returns lines of index and prediction, with a header line."""
     lines = ["index\tprediction"]
     for i, prediction in enumerate(predictions):
-        label = _format_label(
-            examples, i, prediction, file=GLUE_FILES[_definition(examples).dataset]
-        )
+        label = _format_label(examples, i, prediction, file=GLUE_FILES[examples.task.dataset])
         lines.append(f"{original_index(examples.examples[i], i)}\t{label}")
     return "".join(line + "\n" for line in lines)
 
 
 def _super_glue_text(examples: EvaluationSet, predictions: Sequence[str]) -> str:
     """Returns lines of JSON, ``{"idx": ..., "label": ...}``, and for MultiRC one line per passage."""
-    file = SUPER_GLUE_FILES[_definition(examples).dataset]
+    file = SUPER_GLUE_FILES[examples.task.dataset]
     indices = [original_index(row, i) for i, row in enumerate(examples.examples)]
     labels = [_format_label(examples, i, p, file=file) for i, p in enumerate(predictions)]
     nested = [index for index in indices if isinstance(index, dict)]
@@ -148,15 +143,9 @@ def _group_by_passage(
 
 def _format_label(examples: EvaluationSet, index: int, prediction: str, *, file: str) -> int | str:
     """Returns a prediction in the format of a file: a label word, an integer, a number or a text."""
-    value, task = examples.predicted_value(index, prediction), _definition(examples)
+    value, task = examples.predicted_value(index, prediction), examples.task
     label = task.format.submission_label(value)
     if isinstance(label, str) or file not in WORDS:
         return label
     word = task.format.labels[label]
     return word.lower() if file in LOWER else word
-
-
-def _definition(examples: EvaluationSet) -> Task:
-    """Returns the definition of a task of the benchmarks."""
-    assert isinstance(examples.task, Task)
-    return examples.task

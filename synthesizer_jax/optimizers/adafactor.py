@@ -41,6 +41,12 @@ MERGED: types.MappingProxyType[str, str] = types.MappingProxyType(
 )
 """Axes that form a single matrix dimension with the axis before them."""
 
+EPSILON_SQUARE = 1e-30
+"""ε₁, which is added to squares of gradients."""
+
+EPSILON_SCALE = 1e-3
+"""ε₂, the smallest scale of a parameter."""
+
 Moments: TypeAlias = dict[str, jax.Array]
 """The second moment of a parameter: ``row`` and ``col``, or ``full``."""
 
@@ -157,8 +163,6 @@ def adafactor(
     decay_rate: float = 0.8,
     clip: float | None = 1.0,
     parameter_scale: bool = True,
-    epsilon_square: float = 1e-30,
-    epsilon_scale: float = 1e-3,
     min_size: int = 128,
 ) -> optax.GradientTransformation:
     """Adafactor as T5 uses it (Shazeer and Stern 2018, algorithms 4, 5 and 8), without momentum.
@@ -173,8 +177,6 @@ def adafactor(
       decay_rate: exponent of the second moment's decay.
       clip: maximum RMS of a block's update; None: no clipping.
       parameter_scale: whether to multiply the update by the RMS of the parameter's block.
-      epsilon_square: ε₁.
-      epsilon_scale: ε₂.
       min_size: see `factored_dims`.
 
     Returns:
@@ -198,12 +200,12 @@ def adafactor(
         ) -> tuple[jax.Array, Moments]:
             g = g.astype(jnp.float32)
             dims = factored_dims(names, g.shape, min_size=min_size)
-            u, moments = _precondition(g, moments, dims, decay=decay, epsilon=epsilon_square)
+            u, moments = _precondition(g, moments, dims, decay=decay, epsilon=EPSILON_SQUARE)
             inner = dims.inner(g.ndim)
             if clip is not None:
                 u = u / jnp.maximum(1.0, _rms(u, inner) / clip)
             if parameter_scale:
-                u = u * jnp.maximum(epsilon_scale, _rms(p.astype(jnp.float32), inner))
+                u = u * jnp.maximum(EPSILON_SCALE, _rms(p.astype(jnp.float32), inner))
             return (-rate * u).astype(p.dtype), moments
 
         tree = jax.tree.map(update_parameter, gradients, axes, params, state.moments)

@@ -27,7 +27,7 @@ from synthesizer_jax.pretrained.architecture import Pretrained
 from synthesizer_jax.pretrained.huggingface.folder import open_folder
 from synthesizer_jax.pretrained.t5x.checkpoint import is_checkpoint, open_checkpoint
 from synthesizer_jax.sharding import replicate_to_devices
-from synthesizer_jax.training.initial_parameters import find_checkpoint
+from synthesizer_jax.training.initial_parameters import find_checkpoint, run_of
 from synthesizer_jax.training.run_directory import (
     EXPERIMENT_FILE,
     load_experiment,
@@ -78,9 +78,7 @@ def open_pretrained(source: pathlib.Path, *, compare: bool = True) -> Iterator[P
 
 def is_run(source: pathlib.Path) -> bool:
     """Whether a path is ``RUN`` or ``RUN/checkpoints/STEP``."""
-    is_step = source.parent.name == "checkpoints" and source.name.isdecimal()
-    directory = source.parent.parent if is_step else source
-    return (directory / EXPERIMENT_FILE).is_file()
+    return (run_of(source) / EXPERIMENT_FILE).is_file()
 
 
 def _open_run(source: pathlib.Path) -> Pretrained:

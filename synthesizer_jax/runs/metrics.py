@@ -163,26 +163,25 @@ def _is_finite_or_none(value: object) -> bool:
 class Throughput:
     """Measures steps and tokens per second, the share of padding and the utilization of the devices.
 
-    Args:
-      capacity: number of tokens of a batch, including padding.
+    Attributes:
       utilizations: utilizations by name at one step per second, from `Trainer.measure_utilization`.
     """
 
-    def __init__(self, capacity: int, utilizations: Mapping[str, float] = {}) -> None:
-        self._capacity, self.utilizations = capacity, dict(utilizations)
+    def __init__(self) -> None:
+        self.utilizations: Mapping[str, float] = {}
         self._time, self._steps, self._tokens, self._places = time.perf_counter(), 0, 0.0, 0
         self.seconds_per_step = 0.0
 
-    def add(self, tokens: float, *, capacity: int | None = None) -> None:
+    def add(self, tokens: float, *, capacity: int) -> None:
         """Counts a finished step.
 
         Args:
           tokens: number of real tokens.
-          capacity: number of tokens of its batch, including padding; None: that of every batch.
+          capacity: number of tokens of its batch, including padding.
         """
         self._steps += 1
         self._tokens += tokens
-        self._places += self._capacity if capacity is None else capacity
+        self._places += capacity
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:

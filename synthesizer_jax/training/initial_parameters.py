@@ -66,37 +66,30 @@ def initializer_of(
                 "init_from, or leave them out"
             )
         return None
-    source = storage_path(experiment.init_from)
-    find_checkpoint(source)  # fails before the data is read
-    return functools.partial(
-        initialize_from_checkpoint, experiment=experiment, source=source, report=report
-    )
+    find_checkpoint(storage_path(experiment.init_from))  # fails before the data is read
+    return functools.partial(initialize_from_checkpoint, experiment=experiment, report=report)
 
 
 def initialize_from_checkpoint(
     state: TrainState,
     *,
     experiment: Experiment,
-    source: pathlib.Path,
     report: Callable[[str], object] = print,
 ) -> TrainState:
-    """Returns a fresh state with the parameters of a checkpoint.
+    """Returns a fresh state with the parameters of the checkpoint `Experiment.init_from`.
 
     The optimizer starts anew unless the experiment has `init_optimizer`.
 
     Args:
       state: the fresh state, over a mesh.
       experiment: the run that starts, with its `init_rules` and `init_share`.
-      source: ``RUN`` or ``RUN/checkpoints/STEP``.
       report: is called with a table of what was restored, resized, initialized, and not used.
 
     Raises:
       ValueError: there is no such run, too little of it fits, or it has another optimizer.
     """
     fresh = state.variables
-    checkpoint, saved, initialize = open_initial_parameters(
-        experiment, source, fresh, report=report
-    )
+    checkpoint, saved, initialize = open_initial_parameters(experiment, fresh, report=report)
     shardings = jax.tree.map(lambda x: x.sharding, fresh)
     # The fresh arrays become the result, so that there is no third copy of the parameters.
     found = jax.jit(initialize, out_shardings=shardings, donate_argnums=1)(saved, fresh)
@@ -113,16 +106,14 @@ def initialize_from_checkpoint(
 
 def open_initial_parameters(
     experiment: Experiment,
-    source: pathlib.Path,
     fresh: Variables,
     *,
     report: Callable[[str], object],
 ) -> tuple[str, Variables, Callable[[Variables, Variables], Variables]]:
-    """Reads a checkpoint from which a run starts.
+    """Reads the checkpoint `Experiment.init_from`, from which a run starts.
 
     Args:
       experiment: the run that starts, with its `init_rules` and `init_share`.
-      source: ``RUN`` or ``RUN/checkpoints/STEP``.
       fresh: the run's variables over a mesh, for their shapes.
       report: is called with a table of what is restored, resized, initialized, and not used.
 
@@ -133,6 +124,8 @@ def open_initial_parameters(
     Raises:
       ValueError: there is no such run, or too little of it fits.
     """
+    assert experiment.init_from is not None
+    source = storage_path(experiment.init_from)
     directory, step = find_checkpoint(source)
     saved = load_experiment(directory)
     mesh = jax.tree.leaves(fresh)[0].sharding.mesh
@@ -303,12 +296,17 @@ def find_checkpoint(source: pathlib.Path) -> tuple[pathlib.Path, int | None]:
     Raises:
       ValueError: there is no run of this package.
     """
-    of_step = source.parent.name == "checkpoints" and source.name.isdecimal()
-    directory = source.parent.parent if of_step else source
+    directory = run_of(source)
     if not (directory / EXPERIMENT_FILE).is_file():
         raise ValueError(
             f"{source} is no run: {directory} holds no {EXPERIMENT_FILE}; give the directory of a training "
             "run of this package, or RUN/checkpoints/STEP; 'synthesizer-jax convert' makes one of another "
             "library's checkpoint"
         )
-    return directory, int(source.name) if of_step else None
+    return directory, None if directory == source else int(source.name)
+
+
+def run_of(source: pathlib.Path) -> pathlib.Path:
+    """Returns the directory of a run from ``RUN`` or ``RUN/checkpoints/STEP``, whether it exists or not."""
+    of_step = source.parent.name == "checkpoints" and source.name.isdecimal()
+    return source.parent.parent if of_step else source

@@ -109,8 +109,7 @@ def train(
             due = last or bool(evaluation.every and step and step % evaluation.every == 0)
             evaluated = evaluate is not None and due and step not in scores
             if step > start and (last or evaluated or step % training.save_every == 0):
-                _save(state, stream, checkpoints, log, wait=last or evaluated)
-                stop.trained = True
+                _save(state, stream, checkpoints, log, stop, wait=last or evaluated)
 
             # Evaluate. The first round makes up for an evaluation that a signal has cut off.
             if evaluate is not None and evaluated:
@@ -131,8 +130,7 @@ def train(
                     log.say(step, text, event="stopped")
                     break
             if signal := log.agreed_signal if jax.process_count() > 1 else stop.received:
-                _save(state, stream, checkpoints, log, wait=True)
-                stop.trained = True
+                _save(state, stream, checkpoints, log, stop, wait=True)
                 raise Preempted(signal)
 
             # Fetch. Batches of another shape than those before need a program of their own.
@@ -157,11 +155,18 @@ def train(
 
 
 def _save(
-    state: TrainState, stream: Stream, checkpoints: Checkpoints, log: RunLog, *, wait: bool
+    state: TrainState,
+    stream: Stream,
+    checkpoints: Checkpoints,
+    log: RunLog,
+    stop: StopSignal,
+    *,
+    wait: bool,
 ) -> None:
     """Saves a state and the position of its data, after everything was logged."""
     log.flush_files()
     checkpoints.save(state, stream)
+    stop.trained = True
     if wait:
         checkpoints.wait()
     log.report_saved()

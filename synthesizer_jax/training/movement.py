@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from synthesizer_jax.files import describing, storage_path, write_atomic
+from synthesizer_jax.files import describing, write_atomic
 from synthesizer_jax.optimizers.rules import collapse_layers, looped_paths
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.runtime import processes
@@ -88,10 +88,7 @@ def measure_movement(trainer: Trainer, state: TrainState) -> Movement:
     initialize = None
     if experiment.init_from is not None:
         since, saved, initialize = open_initial_parameters(
-            experiment,
-            storage_path(experiment.init_from),
-            state.variables,
-            report=lambda _: None,
+            experiment, state.variables, report=lambda _: None
         )
 
     def squares(key: jax.Array, saved: Variables, params: PyTree) -> PyTree:

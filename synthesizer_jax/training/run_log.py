@@ -55,7 +55,7 @@ class RunLog:
         *,
         visible: bool,
     ):
-        data, training = trainer.experiment.data, trainer.experiment.training
+        training = trainer.experiment.training
         writes = processes.is_process_zero()
         self._trainer, self._directory, self._checkpoints = trainer, directory, checkpoints
         self._created, self._writer = time.time(), MetricsWriter(directory, writes=False)
@@ -64,7 +64,7 @@ class RunLog:
         self._watchdog = Watchdog(training.watchdog_seconds)
         self._unread: tuple[int, Metrics, int] | None = None
         self._sparse_steps = 0
-        self.throughput = Throughput(data.batch_size * (data.inputs_length + data.targets_length))
+        self.throughput = Throughput()
         self.agreed_signal = 0
 
     def begin(self, state: TrainState) -> None:

@@ -34,9 +34,10 @@ def test_a_step_is_six_times_the_multiply_adds(remat):
 def test_rates_of_an_interval(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
-    throughput = metrics.Throughput(40, {"mfu": 0.05, "product_utilization": 0.1})
+    throughput = metrics.Throughput()
+    throughput.utilizations = {"mfu": 0.05, "product_utilization": 0.1}
     for _ in range(6):
-        throughput.add(10.0)
+        throughput.add(10.0, capacity=40)
     now[0] = 2.0
     rates = throughput.read()
     speeds = {"steps_per_second": 3.0, "tokens_per_second": 30.0, "padding": 0.75}

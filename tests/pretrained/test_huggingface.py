@@ -23,6 +23,7 @@ from synthesizer_jax.models import UniversalStack, alignment
 from synthesizer_jax.pretrained import encode, generate, load
 from synthesizer_jax.pretrained.convert import Variants, convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
+from synthesizer_jax.pretrained.huggingface import export as exporting
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape, make_mesh
 from synthesizer_jax.training.run_directory import save_run
@@ -224,12 +225,18 @@ assert "tensorflow" not in sys.modules and "seqio" not in sys.modules
 
 
 @pytest.mark.slow
-def test_those_who_may_read_the_folder_may_read_its_tensors(tmp_path):
+def test_those_who_may_read_the_folder_may_read_its_tensors(tmp_path, monkeypatch):
     make_folder(tmp_path / "a", TINY, make_tensors(TINY))
     convert_checkpoint(tmp_path / "a", tmp_path / "run")
     export_run(tmp_path / "run", tmp_path / "b")
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "b").iterdir()}
     assert modes["model.safetensors"] == modes["config.json"]
+
+    monkeypatch.setattr(exporting, "LARGEST_SHARD", 10_000)
+    export_run(tmp_path / "run", tmp_path / "c")
+    assert len(list((tmp_path / "c").glob("model-*.safetensors"))) > 1
+    whole, divided = (load(str(tmp_path / name)).variables for name in "bc")
+    jax.tree.map(np.testing.assert_array_equal, whole, divided)
 
 
 def test_a_folder_may_be_the_working_directory(tmp_path, monkeypatch):

@@ -51,11 +51,11 @@ def test_experiments_with_buckets_are_json() -> None:
 
 
 def test_padding_is_counted_by_the_shape_of_every_batch() -> None:
-    throughput = metrics.Throughput(100)
+    throughput = metrics.Throughput()
     throughput.add(30, capacity=40)
     throughput.add(30, capacity=60)
     assert throughput.read()["padding"] == pytest.approx(0.4)
-    throughput.add(30)
+    throughput.add(30, capacity=100)
     assert throughput.read()["padding"] == pytest.approx(0.7)
 
 

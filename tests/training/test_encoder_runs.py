@@ -107,7 +107,6 @@ def test_a_classifier_starts_from_a_masked_language_model(tmp_path):
     state = initialize_from_checkpoint(
         Trainer(classifier, jax.devices()[:1]).init(),
         experiment=classifier,
-        source=tmp_path / "masked",
         report=lambda _: None,
     )
     for name in ("embedding", "encoder"):

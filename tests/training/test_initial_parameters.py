@@ -125,9 +125,8 @@ def source(tmp_path_factory):
 def started(recipe, directory):
     lines = []
     state = Trainer(recipe).init()
-    found = initialize_from_checkpoint(
-        state, experiment=recipe, source=directory, report=lines.append
-    )
+    recipe = replace(recipe, init_from=str(directory))
+    found = initialize_from_checkpoint(state, experiment=recipe, report=lines.append)
     return state, found, "\n".join(lines)
 
 
@@ -200,7 +199,9 @@ def test_the_state_of_another_optimizer_is_an_error(source):
 def logged_rates(recipe, directory, source=None):
     """Trains; returns the learning rates of the log by step."""
     initial = functools.partial(
-        initialize_from_checkpoint, experiment=recipe, source=source, report=lambda _: None
+        initialize_from_checkpoint,
+        experiment=replace(recipe, init_from=str(source)),
+        report=lambda _: None,
     )
     with StopSignal() as stop:
         train(

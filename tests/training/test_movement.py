@@ -103,7 +103,7 @@ def test_from_a_checkpoint_it_is_the_distance_from_that(trained, tmp_path):
     start = looped(trainer, state.params)
     tuned = make_trainer(scan=False, init_from=str(tmp_path))
     other = initialize_from_checkpoint(
-        tuned.init(), experiment=tuned.experiment, source=tmp_path, report=lambda _: None
+        tuned.init(), experiment=tuned.experiment, report=lambda _: None
     )
     other = train(tuned, other, steps=1)
     movement = measure_movement(tuned, other)

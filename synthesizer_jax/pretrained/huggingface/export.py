@@ -46,7 +46,6 @@ def write_folder(
     *,
     dtype: str = "float32",
     card: str = "",
-    largest_shard: int = LARGEST_SHARD,
 ) -> None:
     """Writes a model as a folder of transformers, whose configuration versions 4 and 5 read alike.
 
@@ -57,7 +56,6 @@ def write_folder(
       vocabulary: its vocabulary; None: no tokenizer is written.
       dtype: a name of `DTYPES`.
       card: text of the model card.
-      largest_shard: bytes of a file with tensors.
 
     Raises:
       ValueError: transformers has no such model; the message names what it lacks.
@@ -72,16 +70,14 @@ def write_folder(
         (name, np.ascontiguousarray(x.astype(DTYPES[dtype])))
         for name, x in named_tensors(params, correspondences(model, torch_name))
     )
-    _write_tensors(folder, tensors, largest_shard)
+    _write_tensors(folder, tensors)
     if vocabulary is not None:
         _write_tokenizer(folder, vocabulary)
     if card:
         (folder / CARD).write_text(card, encoding="utf-8")
 
 
-def _write_tensors(
-    folder: pathlib.Path, tensors: Iterator[tuple[str, np.ndarray]], largest: int
-) -> None:
+def _write_tensors(folder: pathlib.Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
     """Writes tensors to as few files as their size allows, with one file's tensors in memory."""
     shards: list[list[str]] = []
     shard: dict[str, np.ndarray] = {}
@@ -98,7 +94,7 @@ def _write_tensors(
         shard.clear()
 
     for name, x in tensors:
-        if shard and sum(y.nbytes for y in shard.values()) + x.nbytes > largest:
+        if shard and sum(y.nbytes for y in shard.values()) + x.nbytes > LARGEST_SHARD:
             write()
         shard[name] = x
         total += x.nbytes
