@@ -55,14 +55,10 @@ from synthesizer_jax.costs.summary import flops
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A function to compare.
+    """A function ``(params, x, lengths) → y``, its parameters, and whether it may be the reference.
 
-    Attributes:
-      name: the name in the table.
-      apply: ``(params, x, lengths) → y``; x and y are ``[batch, length, d_model]``, or, with
-        `--functions`, query and output ``[batch, length, heads, head_dim]``.
-      params: its parameters.
-      reference: whether it may be the reference.
+    x and y are ``[batch, length, d_model]``, or, with `--functions`, query and output
+    ``[batch, length, heads, head_dim]``.
     """
 
     name: str

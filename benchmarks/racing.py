@@ -25,15 +25,7 @@ PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """One compared system.
-
-    Attributes:
-      name: the name in the table.
-      worker: a file in ``workers/``.
-      options: passed to the worker as JSON.
-      python: the interpreter of its environment.
-      environment: additional environment variables.
-    """
+    """One compared system: its name in the table, a file in ``workers/`` and the options that it reads."""
 
     name: str
     worker: str
@@ -47,10 +39,6 @@ def serve(facts: dict[str, Any], run_round: Callable[[], dict[str, float]]) -> N
 
     Every round is run twice, and only the second counts: the first one reloads the memory and caches that
     the other systems have evicted, which is not part of the comparison.
-
-    Args:
-      facts: information that is known before the first round.
-      run_round: runs one round; returns the measurements.
     """
     send(facts)
     reset_peak()
@@ -90,11 +78,7 @@ def peak_mb() -> float | None:
 
 
 class Worker:
-    """A running system.
-
-    Raises:
-      SystemExit: its environment is missing, or it has terminated.
-    """
+    """A running system."""
 
     def __init__(self, system: System):
         if not pathlib.Path(system.python).exists():
@@ -137,32 +121,20 @@ def _search_path() -> str:
     return os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, added)])
 
 
-def race(systems: Sequence[System], *, rounds: int, warmup: int = 1) -> list[dict[str, Any]]:
-    """Runs all systems in turns and returns a row for each.
-
-    Args:
-      systems: the systems, which must fit into memory together.
-      rounds: number of rounds that count.
-      warmup: number of rounds before them.
-
-    Returns:
-      ``name``, the worker's facts, the medians of the measurements (including ``seconds``), the minimum and
-      maximum of the seconds, and the maximum of ``peak_mb``.
-    """
+def race(systems: Sequence[System], *, rounds: int) -> list[dict[str, Any]]:
+    """Runs all systems, which must fit into memory together, in turns; returns a row for each."""
     workers = []
     for system in systems:
         print(f"starting {system.name}", file=sys.stderr, flush=True)
         workers.append(Worker(system))
     results_by_worker: list[list[dict[str, Any]]] = [[] for _ in workers]
-    for number in range(warmup + rounds):
+    for _ in range(1 + rounds):
         for worker, results in zip(workers, results_by_worker, strict=True):
-            result = worker.run_round()
-            if number >= warmup:
-                results.append(result)
+            results.append(worker.run_round())
     for worker in workers:
         worker.close()
     return [
-        summarize_results(w.system.name, w.facts, r)
+        summarize_results(w.system.name, w.facts, r[1:])
         for w, r in zip(workers, results_by_worker, strict=True)
     ]
 
@@ -170,15 +142,7 @@ def race(systems: Sequence[System], *, rounds: int, warmup: int = 1) -> list[dic
 def summarize_results(
     name: str, facts: dict[str, Any], results: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The row of a system."""
-    seconds = [r["seconds"] for r in results]
+    """The row of a system: its facts, the medians of its measurements, and the largest peak of memory."""
     peaks = [r["peak_mb"] for r in results if r["peak_mb"] is not None]
     medians = {k: statistics.median(r[k] for r in results) for k in results[0] if k != "peak_mb"}
-    return {
-        "name": name,
-        **facts,
-        **medians,
-        "fastest": min(seconds),
-        "slowest": max(seconds),
-        "peak_mb": max(peaks, default=None),
-    }
+    return {"name": name, **facts, **medians, "peak_mb": max(peaks, default=None)}

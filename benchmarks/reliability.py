@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import dataclasses
 import math
 import os
 import pathlib
@@ -39,6 +38,9 @@ from synthesizer_jax.tasks import synthetic
 RECIPE = pathlib.Path(__file__).with_name("reliability_run.py")
 DEVICES = 8
 TOLERANCE = 1e-4
+KILLS_BEFORE_CHANGE = 3
+"""Number of kills after which the number of processes changes."""
+STEPS_BETWEEN_EVALUATIONS = 4
 
 EXPECTED = {
     "SIGKILL": {128 + signal.SIGKILL},
@@ -51,67 +53,38 @@ EXPECTED = {
 
 def main() -> None:
     """Runs the campaign and writes its results."""
-    args = parse_arguments()
+    parser = report.arguments(__doc__, kills=10, stride=20, seed=0)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         result = Campaign(args, pathlib.Path(directory)).run()
-    kills, losses = result["kills"], result["losses"]
+    columns = {
+        "processes": "processes|d",
+        "signal": "signal",
+        "kills": "kills|d",
+        "codes": "exit codes (times)",
+        "seconds": "group gone after, s: median|.1f",
+        "slowest": "slowest|.1f",
+        "lost": "steps lost|d",
+    }
+    losses = result["losses"]
     groups = " and ".join(map(str, args.processes))
-    table = (
-        f"{len(kills)} kills over {result['steps']} steps of `benchmarks/reliability_run.py`, {DEVICES} "
+    text = (
+        f"{args.kills} kills over {result['steps']} steps of `benchmarks/reliability_run.py`, {DEVICES} "
         f"CPU devices of {groups} process{'' if groups == '1' else 'es'}. *Lost* steps are repeated.\n\n"
-        + report.table(
-            summarize_kills(kills),
-            {
-                "processes": "processes|d",
-                "signal": "signal",
-                "kills": "kills|d",
-                "codes": "exit codes (times)",
-                "seconds": "group gone after, s: median|.1f",
-                "slowest": "slowest|.1f",
-                "lost": "steps lost|d",
-            },
-        )
+        + report.table(summarize_kills(result["kills"]), columns)
         + f"\n\nExamples of all steps as in the undisturbed run: {'yes' if result['same'] else 'NO'}. "
         f"Losses equal to the last bit: {sum(x == 0 for x in losses)} of {len(losses)}; largest relative "
-        f"difference: {max(losses):.1e}. Evaluations: {result['evaluations']} of "
-        f"{result['evaluations_undisturbed']}."
+        f"difference: {max(losses):.1e}. Evaluations: {result['evaluations']}."
     )
     name = "reliability " + ("one process" if args.processes == [1] else "changing processes")
-    report.write(name, table, result=result, options=args, facts=report.machine())
+    report.write(name, text, result=result, options=args, facts=report.machine())
     if result["problems"]:
         raise SystemExit("\n".join(result["problems"]))
 
 
-@dataclasses.dataclass
-class Kill:
-    """A kill.
-
-    Attributes:
-      processes: number of processes of the group.
-      signal: name of the signal.
-      moment: description of the time.
-      code: exit code of the group.
-      seconds: time from the signal to the end of the group.
-      step: the last logged step.
-      lost: number of steps since the start that are not part of the newest checkpoint.
-    """
-
-    processes: int
-    signal: str
-    moment: str
-    code: int
-    seconds: float
-    step: int
-    lost: int
-
-
 class Campaign:
-    """The two runs.
-
-    Args:
-      args: the parsed command line.
-      directory: an empty directory.
-    """
+    """Both runs, in an empty directory."""
 
     def __init__(self, args: argparse.Namespace, directory: pathlib.Path):
         self.args, self.directory = args, directory
@@ -126,29 +99,26 @@ class Campaign:
         self.wait_for(process, "undisturbed", step=1)
         self.longest_start = 1.5 * (time.perf_counter() - start_time)  # a start that compiles
         problems = [] if process.wait() == 0 else ["the undisturbed run failed"]
-        kills: list[Kill] = []
+        kills: list[dict[str, Any]] = []
         while len(kills) < self.args.kills:
-            processes = self.args.processes[
-                len(kills) // self.args.every % len(self.args.processes)
-            ]
-            kill = self.kill_once(processes)
+            turn = len(kills) // KILLS_BEFORE_CHANGE
+            kill = self.kill_once(self.args.processes[turn % len(self.args.processes)])
             if kill is None:
                 problems.append(f"the run ended after {len(kills)} kills; raise --stride")
                 break
             print(f"{len(kills) + 1}: {kill}", file=sys.stderr, flush=True)
             kills.append(kill)
-            if kill.code not in EXPECTED[kill.signal]:
-                problems.append(f"exit code {kill.code} after {kill.signal} at step {kill.step}")
+            if kill["code"] not in EXPECTED[kill["signal"]]:
+                problems.append(f"an unexpected exit code: {kill}")
         if self.start("killed", 1).wait() != 0:
             problems.append("the last start did not reach the end")
-        records, expected_records = self.records("killed"), self.records("undisturbed")
-        same = [(r["step"], r["data_checksum"]) for r in records] == [
-            (r["step"], r["data_checksum"]) for r in expected_records
-        ]
-        losses = [
-            abs(a["loss"] / b["loss"] - 1) for a, b in zip(records, expected_records, strict=False)
-        ]
-        if not same or len(records) != self.steps:
+        killed, undisturbed = self.records("killed"), self.records("undisturbed")
+        same = len(killed) == self.steps and all(
+            (a["step"], a["data_checksum"]) == (b["step"], b["data_checksum"])
+            for a, b in zip(killed, undisturbed, strict=True)
+        )
+        losses = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(killed, undisturbed, strict=False)]
+        if not same:
             problems.append("the steps did not read the same examples")
         if max(losses) > (0 if self.args.processes == [1] else TOLERANCE):
             problems.append(f"a loss is off by {max(losses):.1e}")
@@ -157,48 +127,46 @@ class Campaign:
         )
         if measured != expected:
             problems.append(f"evaluations of {sorted(set(expected) - set(measured))} are missing")
-        rows = [dataclasses.asdict(kill) for kill in kills]
         return {
             "steps": self.steps,
-            "kills": rows,
+            "kills": kills,
             "same": same,
             "losses": losses,
-            "evaluations": len(measured),
-            "evaluations_undisturbed": len(expected),
+            "evaluations": f"{len(measured)} of {len(expected)}",
             "problems": problems,
         }
 
-    def kill_once(self, processes: int) -> Kill | None:
+    def kill_once(self, processes: int) -> dict[str, Any] | None:
         """Starts the run and kills one of its processes; returns None if the run ended before."""
         name = self.random.choice(list(EXPECTED))
         last_step, last_write = self.last_step("killed"), self.last_write()
         process = self.start("killed", processes)
-        if self.random.choice(self.args.moments) == "step":
-            step = last_step + self.random.randint(1, self.args.stride)
-            moment = f"step {step}"
-            self.wait_for(process, "killed", step=step)
+        if self.random.random() < 0.5:
+            self.wait_for(
+                process, "killed", step=last_step + self.random.randint(1, self.args.stride)
+            )
             time.sleep(self.random.uniform(0, 0.5))
         else:
             seconds = self.random.uniform(1, self.longest_start)
-            moment = f"second {seconds:.1f}"
             self.wait_for(process, "killed", step=last_step + self.args.stride, seconds=seconds)
-        if not (children := child_processes(process.pid)):
-            if process.wait() == 0:
-                return None
-            raise SystemExit(
-                f"the run failed by itself:\n{(self.directory / 'log').read_text()[-3000:]}"
-            )
+        children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        found = children.read_text(encoding="ascii").split() if children.exists() else []
         start_time = time.perf_counter()
-        os.kill(self.random.choice(children), signal.Signals[name])
+        if found:
+            os.kill(int(self.random.choice(found)), signal.Signals[name])
         code = process.wait()
         if code == 0:
             return None
+        if not found:
+            log = (self.directory / "log").read_text(encoding="utf-8")
+            raise SystemExit(f"the run failed by itself:\n{log[-3000:]}")
         seconds = time.perf_counter() - start_time
-        last = self.last_step("killed")
+        step = self.last_step("killed")
         saved = max(finished_steps(self.directory / "killed" / "checkpoints"), default=0)
         # The log contains the steps lost by an earlier kill until the run writes to it again.
-        lost = 0 if self.last_write() == last_write else max(0, last - saved)
-        return Kill(processes, name, moment, code, seconds, last, lost)
+        lost = 0 if self.last_write() == last_write else max(0, step - saved)
+        kill = {"processes": processes, "signal": name, "code": code}
+        return {**kill, "seconds": seconds, "step": step, "lost": lost}
 
     def start(self, workdir: str, processes: int) -> subprocess.Popen[bytes]:
         """Starts the training command."""
@@ -207,7 +175,7 @@ class Campaign:
             *("--processes", str(processes), "--devices", str(DEVICES // processes), "--"),
             *("train", str(RECIPE), "--workdir", str(self.directory / workdir), "--quiet"),
             *("--data-dir", str(self.directory / "data"), "--set", f"training.steps={self.steps}"),
-            *("--set", f"evaluation.every={self.args.evaluate}"),
+            *("--set", f"evaluation.every={STEPS_BETWEEN_EVALUATIONS}"),
         ]
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
         environment["JAX_ENABLE_COMPILATION_CACHE"] = "true"
@@ -244,22 +212,11 @@ class Campaign:
         return max((r["step"] for r in self.records(workdir)), default=0)
 
 
-def child_processes(pid: int) -> list[int]:
-    """The child processes of a process (Linux)."""
-    try:
-        content = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
-    except FileNotFoundError:
-        return []
-    return [int(x) for x in content.split()]
-
-
 def summarize_kills(kills: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns a row per number of processes and signal."""
-    groups: dict[tuple[int, str], list[dict[str, Any]]] = collections.defaultdict(list)
-    for kill in kills:
-        groups[kill["processes"], kill["signal"]].append(kill)
     rows = []
-    for (processes, name), group in sorted(groups.items()):
+    for processes, name in sorted({(k["processes"], k["signal"]) for k in kills}):
+        group = [k for k in kills if (k["processes"], k["signal"]) == (processes, name)]
         codes = collections.Counter(k["code"] for k in group)
         rows.append(
             {
@@ -273,15 +230,6 @@ def summarize_kills(kills: list[dict[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Parses the command line."""
-    parser = report.arguments(__doc__, kills=10, stride=20, every=3, evaluate=4, seed=0)
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    moments = ("step", "second")
-    parser.add_argument("--moments", nargs="+", choices=moments, default=moments)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -50,12 +50,7 @@ def machine() -> dict[str, str]:
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
-    """Formats a Markdown table.
-
-    Args:
-      rows: the rows, by key.
-      columns: maps keys to ``heading`` or ``heading|format``; missing values are blank.
-    """
+    """Formats a Markdown table; `columns` maps keys to ``heading`` or ``heading|format``."""
     headings = [c.split("|")[0] for c in columns.values()]
     formats = [c.split("|")[1] if "|" in c else "" for c in columns.values()]
     lines = ["| " + " | ".join(headings) + " |"]
@@ -70,15 +65,7 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
 def write(
     name: str, text: str, *, result: Mapping[str, Any], options: Any, facts: Mapping[str, str]
 ) -> None:
-    """Prints a result and writes it to the files of `--json` and `--page`.
-
-    Args:
-      name: name of the section in the page, which is delimited by two comments.
-      text: Markdown.
-      result: all measurements.
-      options: the parsed command line, with `json` and `page`.
-      facts: from `machine`.
-    """
+    """Prints a section of Markdown and writes it to `--page`, and the whole result to `--json`."""
     note = ", ".join(f"{k} {v}" for k, v in facts.items())
     command = " ".join(["python", *_without_output_options(sys.argv)])
     section = f"{text}\n\n`{command}`: {note}.\n"

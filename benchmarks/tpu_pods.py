@@ -13,7 +13,6 @@ plans and the page are always updated.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
@@ -28,7 +27,6 @@ import report
 jax.config.update("jax_platforms", "cpu")  # otherwise an installed libtpu searches for a TPU
 
 from synthesizer_jax.costs import chips  # noqa: E402
-from synthesizer_jax.costs.summary import summarize  # noqa: E402
 from synthesizer_jax.data.config import DataConfig  # noqa: E402
 from synthesizer_jax.models import alignment, t5  # noqa: E402
 from synthesizer_jax.models.zoo import T5_1_1  # noqa: E402
@@ -50,52 +48,45 @@ def main() -> None:
     if args.json.exists():
         results = json.loads(args.json.read_text(encoding="utf-8"))["rows"]
     rows = []
-    for size, name in itertools.product(args.sizes, args.topologies):
+    for name in args.topologies:
         topology, group = chips.parse_topology(name), []
-        experiments = [make_experiment(size, v, args.rows, topology.devices) for v in VARIANTS]
+        experiments = [make_experiment(args.size, v, args.rows, topology.devices) for v in VARIANTS]
         remat = find_remat(experiments, topology)
         for variant, experiment in zip(VARIANTS, experiments, strict=True):
             experiment = with_remat(experiment, remat)
-            key = f"{name} {size} {variant} {args.rows} {remat}"
+            key = f"{name} {args.size} {variant} {args.rows} {remat}"
             if key not in results:
                 print(key, flush=True)
                 results[key] = compile_step(experiment, topology)
                 report.write_file(args.json, json.dumps({"rows": results}, indent=1) + "\n")
-            labels = {"topology": name, "size": size, "variant": variant, "remat": remat or "none"}
-            group.append({**labels, **plan_step(experiment, topology), **results[key]})
+            plan = make_plan(experiment, topology)
+            labels = {"topology": name, "variant": variant, "remat": remat or "none"}
+            memory = {"planned": plan.needs.total / GIB, "memory": plan.capacity / GIB}
+            group.append({**labels, **memory, **results[key]})
         rows += [{**r, "against": r["roofline_ms"] / group[0]["roofline_ms"]} for r in group]
-    table = (
-        f"T5 1.1 with its self-attention replaced, lengths 512/114, {args.rows} rows a device, bfloat16, "
-        "Adafactor. *v* is the dot product, *r* Random, *rv* both. Everything is of one device; "
-        "*needed* is the compiler's peak, *arithmetic* the time of the FLOPs at the chip's peak, "
-        "*roofline* that or, where it is longer, the time of the bytes at the bandwidth of its memory, the "
-        "links between chips being free; *of v* is the roofline against the dot product's.\n\n"
-        + report.table(
-            rows,
-            {
-                "topology": "topology",
-                "size": "size",
-                "variant": "variant",
-                "parameters": "parameters|,d",
-                "remat": "remat",
-                "planned": "planned, GiB|.2f",
-                "state": "state, GiB|.2f",
-                "peak": "needed, GiB|.2f",
-                "memory": "of|.0f",
-                "teraflops": "TFLOP|.2f",
-                "gigabytes": "GB|.1f",
-                "collectives": "collectives, MB|,.0f",
-                "arithmetic_ms": "arithmetic, ms|.1f",
-                "roofline_ms": "roofline, ms|.1f",
-                "against": "of v|.2f",
-            },
-        )
+    columns = {
+        "topology": "topology",
+        "variant": "variant",
+        "remat": "remat",
+        "planned": "planned, GiB|.2f",
+        "peak": "needed, GiB|.2f",
+        "memory": "of|.0f",
+        "teraflops": "TFLOP|.2f",
+        "gigabytes": "GB|.1f",
+        "collectives": "collectives, MB|,.0f",
+        "roofline_ms": "roofline, ms|.1f",
+        "against": "of v|.2f",
+    }
+    text = (
+        f"T5 1.1 {args.size} with its self-attention replaced, lengths 512/114, {args.rows} rows a device, "
+        "bfloat16, Adafactor. *v* is the dot product, *r* Random, *rv* both. Everything is of one device; "
+        "*needed* is the compiler's peak, *roofline* the time of the FLOPs at the chip's peak or, where it "
+        "is longer, of the bytes at its memory's bandwidth, the links between chips being free; *of v* is "
+        f"the roofline against the dot product's.\n\n{report.table(rows, columns)}"
     )
     facts = {"jax": jax.__version__, "compiled by": "libtpu on a CPU"}
-    args.json, path = None, args.json
-    section = f"tpu_pods {' '.join(args.sizes)}"
-    report.write(section, table, result={}, options=args, facts=facts)
-    print(f"results are in {path}")
+    args.json = None  # written already
+    report.write(f"tpu_pods {args.size}", text, result={}, options=args, facts=facts)
 
 
 def compile_step(experiment: Experiment, topology: chips.Topology) -> dict[str, Any]:
@@ -112,16 +103,6 @@ def compile_step(experiment: Experiment, topology: chips.Topology) -> dict[str, 
         "arithmetic_ms": 1e3 * costs.flops * topology.chip.devices / topology.chip.flops,
         "roofline_ms": 1e3 * compiled.roofline,
         "seconds": compiled.seconds,
-    }
-
-
-def plan_step(experiment: Experiment, topology: chips.Topology) -> dict[str, Any]:
-    """Returns the costs that are known without compilation."""
-    plan = make_plan(experiment, topology)
-    return {
-        "parameters": summarize(experiment.model).parameters,
-        "planned": plan.needs.total / GIB,
-        "memory": plan.capacity / GIB,
     }
 
 
@@ -150,7 +131,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = report.arguments(__doc__, rows=8)
     parser.set_defaults(json=pathlib.Path("docs/tpu.json"))
     parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES))
-    parser.add_argument("--sizes", nargs="+", choices=T5_1_1, default=["base", "xxl"])
+    parser.add_argument("--size", choices=T5_1_1, default="xxl")
     return parser.parse_args()
 
 

@@ -7,7 +7,7 @@ Commands (data and vocabulary are made from the text files of the corpus):
     synthesizer-jax train translate:vanilla --workdir runs/vanilla --data-dir DATA \\
         --set vocabulary.path=spm.model
 
-Hardware and time: some minutes per recipe on two CPU cores. `benchmarks/translation.py` trains all of
+Hardware and time: some minutes per recipe on two CPU cores. `benchmarks/results.py` trains all of
 them and writes the table in docs/results.md.
 
 The recipes differ in attention only: all have pre-norm blocks, sinusoidal positions, d_model 128, 2+2

@@ -1,16 +1,9 @@
-"""Writes the table of variants, generated from the registries of alignments and mixers.
-
-    python -m tools.variants_table docs/variants.md
-
-replaces the lines between ``<!-- variants -->`` and ``<!-- /variants -->``.
-"""
+"""The table of variants in `docs/variants.md`, from the registries of alignments and mixers."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import pathlib
-import sys
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -20,7 +13,6 @@ import jax.numpy as jnp
 from synthesizer_jax.alignments import ALIGNMENTS, Bilinear, DotProduct, Random
 from synthesizer_jax.attention import Mask
 from synthesizer_jax.costs.summary import flops, num_elements
-from synthesizer_jax.files import write_atomic
 from synthesizer_jax.mixers import MIXERS, Attention, Mixer
 from synthesizer_jax.mixers.base import MixerCache
 from synthesizer_jax.parameters import apply_method
@@ -37,8 +29,6 @@ FIELDS: dict[str, Any] = {
     "parts": (DotProduct(), Random(max_length=LENGTH)),
 }
 """Values of the fields that a variant requires."""
-
-START, END = "<!-- variants -->", "<!-- /variants -->"
 
 
 def variants_table() -> str:
@@ -124,22 +114,3 @@ def _cache_bytes(layer: Mixer) -> int:
 
     arrays = [array for array in jax.tree.leaves(jax.eval_shape(init_cache, x)) if array.ndim]
     return sum(array.size * array.dtype.itemsize for array in arrays)
-
-
-def replace_table(page: str) -> str:
-    """Returns a page with the current table between its markers."""
-    before, _, remainder = page.partition(START)
-    _, _, after = remainder.partition(END)
-    return f"{before}{START}\n{variants_table()}{END}{after}"
-
-
-def main(path: pathlib.Path) -> None:
-    """Updates the table of a page."""
-    page = path.read_text(encoding="utf-8")
-    if START not in page or END not in page:
-        raise ValueError(f"{path} has no lines {START} and {END}")
-    write_atomic(path, replace_table(page))
-
-
-if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))

@@ -1,0 +1,118 @@
+"""Compares training steps and decoding of this package's T5 1.1 with transformers and CTranslate2.
+
+    make bench-peers
+    python benchmarks/peers.py --systems v v+small transformers --dropout 0.1
+    python benchmarks/peers.py --decode --inputs 128 --systems v ctranslate2 transformers --beams 1
+
+Every system runs in a process of its own; rounds alternate, and medians are reported. All have the same
+sizes, random weights and random batches, and the numbers of parameters are checked. A variant of this
+package is a key of `models.VARIANTS` (`v`: dot product, `r`: Random, …); `+small` selects scanned layers
+that save only matrix products for the backward pass. `+pages` runs with large memory pages, as this
+package's training steps always do. A training step is AdamW's. The FLOPs of a step are six times the
+multiply-adds of its forward pass; they are reported relative to the rate of a matrix product, which the
+system's process measures before the first round, or with `--peak` TFLOP/s as MFU. When decoding, no
+sequence ends before `--new-tokens`, and a round includes the encoder.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import racing
+import report
+
+from synthesizer_jax import models
+
+SIZES = {
+    "tiny": (64, 2, 128, 4, 16),
+    "small": (512, 8, 1024, 6, 64),
+    "base": (768, 12, 2048, 12, 64),
+    "large": (1024, 24, 2816, 16, 64),
+}
+"""T5 1.1: d_model, layers, d_ff, heads, head_dim."""
+
+
+def main() -> None:
+    """Runs the comparison and writes the table."""
+    args = parse_arguments()
+    facts = report.machine()
+    rows = racing.race([make_system(args, name) for name in args.systems], rounds=args.rounds)
+    counts = {r["name"]: r["parameters"] for r in rows if is_dot_product(r["name"])}
+    if len(set(counts.values())) > 1:
+        raise SystemExit(f"the parameter counts differ: {counts}")
+    base = next(r for r in rows if r["name"] == args.base)
+    for r in rows:
+        r["speed"] = base["seconds"] / r["seconds"]
+        r["memory"] = r["peak_mb"] / base["peak_mb"] if r["peak_mb"] else None
+        if "flops" in r:
+            r["work"] = r["flops"] / next(x["flops"] for x in rows if "flops" in x)
+            share = r["flops"] / (args.peak * 1e12) if args.peak else r["utilization"]
+            r["utilization"] = share / r["seconds"]
+    columns = {"name": "system", "parameters": "parameters|,d"}
+    if args.decode:
+        method = "greedy" if args.beams == 1 else f"beam {args.beams}"
+        name = f"decode {args.size} {method} {args.inputs}/{args.new_tokens} {args.dtype}"
+        what = f"{method}, batch {args.batch}, {args.inputs} input and {args.new_tokens} new tokens"
+        columns |= {"tokens_per_second": "tokens/s|,.0f", "seconds": "batch, s|.3f"}
+        columns |= {"speed": "speed|.2f", "cache_bytes": "cache, bytes a position|,d"}
+        columns |= {"peak_mb": "peak memory, MB|,.0f"}
+    else:
+        lengths = f"{args.inputs}/{args.targets}"
+        name = f"train_step {args.size} {lengths} {args.dropout} {args.dtype}"
+        name += " " + " ".join(args.systems)
+        what = f"a step of AdamW, batch {args.batch}, lengths {lengths}, dropout {args.dropout}"
+        columns |= {"seconds": "step, s|.3f", "speed": "speed|.2f", "work": "FLOPs|.2f"}
+        columns |= {"utilization": "MFU|.0%" if args.peak else "of a product|.0%"}
+        columns |= {"peak_mb": "peak memory, MB|,.0f", "memory": "memory|.2f"}
+        columns |= {"compile_seconds": "compiling, s|.1f"}
+    versions = ", ".join(dict.fromkeys(r["versions"] for r in rows))
+    section = (
+        f"T5 1.1 {args.size}, {what}, {args.dtype}. Speed and memory against {base['name']}; "
+        f"{versions}.\n\n{report.table(rows, columns)}"
+    )
+    report.write(name, section, result={"rows": rows}, options=args, facts=facts)
+
+
+def is_dot_product(name: str) -> bool:
+    """Whether a system has the attention of the published T5s."""
+    return name.split("+")[0] in ("v", "transformers", "ctranslate2")
+
+
+def make_system(args: argparse.Namespace, name: str) -> racing.System:
+    """Returns the worker of a system."""
+    kind, _, suffix = name.partition("+")
+    sizes = dict(
+        zip(("d_model", "layers", "d_ff", "heads", "head_dim"), SIZES[args.size], strict=True)
+    )
+    options: dict[str, Any] = {**sizes, **vars(args), "system": kind, "small": suffix == "small"}
+    del options["json"], options["page"]
+    peer = kind in ("transformers", "ctranslate2")
+    if suffix not in ("", "pages", "small") or not (peer or kind in models.VARIANTS):
+        known = ", ".join(["transformers", "ctranslate2", *models.VARIANTS])
+        raise SystemExit(f"{name} is no system; choose from {known}; +pages, a variant also +small")
+    large_pages = suffix == "pages" or not (peer or args.decode)
+    environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if large_pages else {}
+    if peer:
+        return racing.System(name, "pytorch.py", options, str(racing.PEERS), environment)
+    return racing.System(name, "ours.py", options, environment=environment)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parses the command line."""
+    numbers = {"batch": 8, "inputs": 512, "targets": 114, "new_tokens": 64, "beams": 1}
+    parser = report.arguments(__doc__, **numbers, rounds=7, threads=2)
+    parser.add_argument("--decode", action="store_true", help="decode instead of training")
+    parser.add_argument("--systems", nargs="+", default=["v", "transformers"])
+    parser.add_argument("--base", help="the system that the others are compared with")
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--peak", type=float, help="TFLOP/s that MFU counts against")
+    args = parser.parse_args()
+    args.base = args.base or args.systems[-1]
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Training steps or decoding of this project's models."""
+
+import time
+
+import jax
+import numpy as np
+import racing
+
+from synthesizer_jax.costs.summary import num_elements, summarize
+from synthesizer_jax.data.config import DataConfig
+from synthesizer_jax.inference import decode
+from synthesizer_jax.models import Size, t5, zoo
+from synthesizer_jax.optimizers import AdamW, Constant
+from synthesizer_jax.training.experiment import Experiment, Training
+from synthesizer_jax.training.trainer import Trainer
+
+options = racing.options()
+size = Size(*(options[k] for k in ("d_model", "layers", "d_ff", "heads", "head_dim")))
+rows, length = options["batch"], options["inputs"]
+num_targets = options["new_tokens"] if options["decode"] else options["targets"]
+model = t5(
+    size,
+    encoder=zoo.alignment(
+        options["system"], head_dim=size.head_dim, max_length=max(length, num_targets)
+    ),
+    dropout_rate=0.0 if options["decode"] else options["dropout"],
+    scan=options["small"],
+    remat="dots" if options["small"] else None,
+    dtype=options["dtype"],
+)
+inputs, targets = (
+    np.random.default_rng(0).integers(2, 32000, (rows, n)).astype(np.int32)
+    for n in (length, num_targets)
+)
+facts = {"versions": f"jax {jax.__version__}"}
+began = time.perf_counter()
+
+if options["decode"]:
+    variables = jax.jit(model.init)(jax.random.key(0), inputs[:1, :8], inputs[:1, :8])
+    # Without a column of its own, the end of the sequence is never the most probable token.
+    kernel = variables["params"]["logits_kernel"]
+    variables["params"]["logits_kernel"] = kernel.at[:, 1].set(0.0)
+    parameters = variables["params"]
+    summary = summarize(model, inputs_length=length, targets_length=num_targets)
+    facts |= {"cache_bytes": summary.cache_bytes_per_token}
+else:
+    training = Training(steps=1, optimizer=AdamW(Constant(1e-3), weight_decay=0.0), z_loss=0.0)
+    data = DataConfig("none", length, num_targets, rows, shards=1)
+    trainer = Trainer(Experiment(model=model, data=data, training=training))
+    batch = trainer.shard_batch(
+        {
+            "encoder_input_tokens": inputs,
+            "decoder_input_tokens": np.pad(targets[:, :-1], ((0, 0), (1, 0))),
+            "decoder_target_tokens": targets,
+            "decoder_loss_weights": np.ones(targets.shape, np.float32),
+        }
+    )
+    trainer.compile()
+    facts |= {"compile_seconds": time.perf_counter() - began, "flops": trainer.step_flops()}
+    facts |= {"utilization": trainer.measure_utilization()["product_utilization"]}
+    state = trainer.init()
+    parameters = state.params
+
+
+def run() -> dict[str, float]:
+    """One step, its loss read at the end, or one decoded batch."""
+    global state
+    began = time.perf_counter()
+    if not options["decode"]:
+        state, metrics = trainer.step(state, batch)
+        return {"loss": float(metrics["loss"]), "seconds": time.perf_counter() - began}
+    found = decode(variables, inputs, model=model, max_length=num_targets, beams=options["beams"])
+    decoded = np.asarray(found.tokens)
+    seconds = time.perf_counter() - began
+    assert (decoded != 0).all(), "a sequence ended early"
+    return {"seconds": seconds, "tokens_per_second": rows * num_targets / seconds}
+
+
+racing.serve({"parameters": num_elements(parameters), **facts}, run)

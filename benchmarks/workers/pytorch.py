@@ -1,0 +1,110 @@
+"""Training steps or decoding of T5 1.1 by transformers on PyTorch, or decoding by CTranslate2."""
+
+import tempfile
+import time
+from collections.abc import Callable
+
+import racing
+import torch
+import transformers
+
+VOCAB_SIZE = 32128
+options = racing.options()
+rows, length = options["batch"], options["new_tokens"]
+torch.set_num_threads(options["threads"])
+torch.manual_seed(0)
+model = transformers.T5ForConditionalGeneration(
+    transformers.T5Config(
+        vocab_size=VOCAB_SIZE,
+        d_model=options["d_model"],
+        d_kv=options["head_dim"],
+        d_ff=options["d_ff"],
+        num_layers=options["layers"],
+        num_heads=options["heads"],
+        feed_forward_proj="gated-gelu",
+        dropout_rate=0.0 if options["decode"] else options["dropout"],
+        tie_word_embeddings=False,
+        decoder_start_token_id=0,
+    )
+)
+# transformers 5 ties T5 1.1's output projection to the embedding; the published models do not.
+model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+parameters = sum(p.numel() for p in model.parameters())
+inputs = torch.randint(2, 32000, (rows, options["inputs"]))
+labels = torch.randint(2, 32000, (rows, options["targets"]))
+versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+model.train(not options["decode"])
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
+
+
+def step() -> dict[str, float]:
+    """One step, its loss read at the end."""
+    began = time.perf_counter()
+    optimizer.zero_grad(set_to_none=True)
+    loss = model(input_ids=inputs, labels=labels).loss
+    loss.backward()
+    optimizer.step()
+    return {"loss": loss.item(), "seconds": time.perf_counter() - began}
+
+
+def decode() -> int:
+    """Decodes with transformers and returns the number of positions."""
+    bounds = {"max_new_tokens": length, "min_new_tokens": length}
+    with torch.inference_mode():
+        found = model.generate(inputs, num_beams=options["beams"], do_sample=False, **bounds)
+    return found.shape[1] - 1
+
+
+class Pieces:
+    """A vocabulary of numbers, in the place of a tokenizer that conversion asks for."""
+
+    pad_token, eos_token, unk_token, bos_token = "0", "1", "2", None
+
+    def get_vocab(self) -> dict[str, int]:
+        """Piece to id."""
+        return {str(i): i for i in range(VOCAB_SIZE)}
+
+    def convert_ids_to_tokens(self, index: int) -> str:
+        """A piece of an id."""
+        return str(index)
+
+
+def make_ctranslate2() -> tuple[Callable[[], int], str]:
+    """Returns a function like `decode`, with the same weights, and the version."""
+    import ctranslate2
+    from ctranslate2.converters.transformers import T5Loader
+
+    spec = T5Loader()(model, Pieces())
+    spec.validate()
+    spec.optimize(quantization="float32")
+    with tempfile.TemporaryDirectory() as place:
+        spec.save(place)
+        translator = ctranslate2.Translator(
+            place, compute_type="float32", inter_threads=1, intra_threads=options["threads"]
+        )
+    tokens = [[str(int(i)) for i in row] for row in inputs]
+    bounds = {"max_decoding_length": length, "min_decoding_length": length}
+
+    def run() -> int:
+        found = translator.translate_batch(tokens, beam_size=options["beams"], **bounds)
+        return min(len(r.hypotheses[0]) for r in found)
+
+    return run, f"ctranslate2 {ctranslate2.__version__}"
+
+
+if options["system"] == "ctranslate2":
+    decode, versions = make_ctranslate2()
+    del model, optimizer
+
+
+def decode_batch() -> dict[str, float]:
+    """One batch."""
+    began = time.perf_counter()
+    decoded = decode()
+    seconds = time.perf_counter() - began
+    assert decoded == length, f"decoded {decoded} positions instead of {length}"
+    return {"seconds": seconds, "tokens_per_second": rows * length / seconds}
+
+
+run = decode_batch if options["decode"] else step
+racing.serve({"parameters": parameters, "versions": versions}, run)

@@ -1,0 +1,30 @@
+"""Renews the tables of the documentation that are generated from the package.
+
+python -m tools.tables
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+
+from tools.tasks_table import tasks_table
+from tools.variants_table import variants_table
+
+DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
+TABLES: dict[str, Callable[[], str]] = {"tasks": tasks_table, "variants": variants_table}
+"""What stands between the lines ``<!-- NAME -->`` and ``<!-- /NAME -->`` of the page NAME.md."""
+
+
+def renewed(name: str) -> tuple[pathlib.Path, str]:
+    """Returns a page and its text with the current table."""
+    path, begin, end = DOCS / f"{name}.md", f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
+    before, _, remainder = path.read_text(encoding="utf-8").partition(begin)
+    _, _, after = remainder.partition(end)
+    return path, f"{before}{begin}{TABLES[name]()}{end}{after}"
+
+
+if __name__ == "__main__":
+    for name in TABLES:
+        path, text = renewed(name)
+        path.write_text(text, encoding="utf-8")
