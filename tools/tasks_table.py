@@ -29,31 +29,30 @@ def tasks_table() -> str:
 
 
 def _section(title: str, tasks: Sequence[Task]) -> Iterator[str]:
-    """Returns the lines of a section; above its table, the cells that are the same in all rows."""
-    rows = [_task_cells(task) for task in tasks]
-    shared = {key: text for key, text in rows[0].items() if all(row[key] == text for row in rows)}
-    headers = [key for key in rows[0] if key not in shared]
+    """Returns the lines of a section; tasks that differ in their data set alone are in one row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for task in tasks:
+        rows.setdefault(_cells(task), []).append(f"`{task.name}`")
+    columns = [i for i in range(len(HEADERS)) if any(cells[i] for cells in rows)]
     yield f"### {title}\n"
-    if any(shared.values()):
-        yield "; ".join(f"{key}: {text}" for key, text in shared.items() if text).capitalize() + "."
-        yield ""
-    yield f"| {' | '.join(headers)} |"
-    yield f"|{' --- |' * len(headers)}"
-    for row in rows:
-        yield f"| {' | '.join(row[key] for key in headers)} |"
+    yield f"| {' | '.join(['tasks', *(HEADERS[i] for i in columns)])} |"
+    yield f"|{' --- |' * (1 + len(columns))}"
+    for cells, names in rows.items():
+        yield f"| {' | '.join([', '.join(names), *(cells[i] for i in columns)])} |"
 
 
-def _task_cells(task: Task) -> dict[str, str]:
-    """Returns the cells of a task by the headers of their columns."""
+HEADERS = ("objective", "metrics", "splits", "import")
+
+
+def _cells(task: Task) -> tuple[str, ...]:
+    """Returns what `HEADERS` names; empty where it is the usual."""
     known = find_importer(task.dataset)
     importer = known.importer if known else "TFDS"
     names = [name for name, objective in OBJECTIVES.items() if objective == task.objective]
     splits = ", ".join(task.splits)
-    return {
-        "task": f"`{task.name}`",
-        "data set": f"`{task.dataset}`",
-        "objective": f"`{names[0]}`" if names else "",
-        "metrics": ", ".join(metric.__name__ for metric in task.metrics),
-        "splits": "" if splits == "train, validation, test" else splits,
-        "import": "" if importer == task.dataset.split("/")[0] else importer,
-    }
+    return (
+        f"`{names[0]}`" if names else "",
+        ", ".join(metric.__name__ for metric in task.metrics),
+        "" if splits == "train, validation, test" else splits,
+        "" if task.name.startswith(importer) else importer,
+    )
