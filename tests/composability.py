@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -93,10 +93,8 @@ COLUMNS: dict[str, Callable[[transformations.Subject], None]] = {
 """The checks, by the names of their columns."""
 
 FAST = ("attend, static", "attend, fused", "attend, banded")
-FUNCTION = "A function of arrays, without parameters of its own: NNX modules call it as it is."
-FIRST_ORDER = (
-    'Raises a sentence that names `implementation="reference"`, which has all derivatives.'
-)
+FUNCTION = "they are functions of arrays, which NNX modules call as they are."
+FIRST_ORDER = 'they raise an error that names `implementation="reference"`, which has them.'
 SENTENCES: dict[tuple[str, str], str] = {
     (name, "NNX"): FUNCTION for name, row in ROWS.items() if row.layer is None
 } | {
@@ -104,25 +102,25 @@ SENTENCES: dict[tuple[str, str], str] = {
     for row in (*FAST, "DynamicConvolution", "LightweightConvolution")
     for column in ("jvp", "hessian")
 }
-"""What the table says, instead of *yes*, where there is nothing to check or something is missing."""
+"""What the page says of what does not compose, by row and column."""
 
 START, END = "<!-- table -->", "<!-- /table -->"
 
 
 def table() -> str:
-    """The table in Markdown, its sentences and what the columns check."""
-    notes = list(dict.fromkeys(SENTENCES.values()))
+    """Rows, columns with what they check, and exceptions, as lists in Markdown."""
 
-    def cell(row: str, column: str) -> str:
-        sentence = SENTENCES.get((row, column))
-        return "yes" if sentence is None else f"[{notes.index(sentence) + 1}]"
+    def names(items: Iterable[str]) -> str:
+        return ", ".join(f"`{item}`" for item in items)
 
-    lines = ["| " + " | ".join(["", *COLUMNS]) + " |", "| --- |" + " :-: |" * len(COLUMNS)]
-    for row in ROWS:
-        lines.append("| " + " | ".join([f"`{row}`", *(cell(row, c) for c in COLUMNS)]) + " |")
-    lines += ["", *(f"[{i + 1}] {note}" for i, note in enumerate(notes)), ""]
+    lines = [f"Each of {names(ROWS)} composes with", ""]
     for name, check in COLUMNS.items():
         lines.append(f"- **{name}**: {' '.join((inspect.getdoc(check) or '').split())}")
+    lines += ["", "except for", ""]
+    for sentence in dict.fromkeys(SENTENCES.values()):
+        cells = [cell for cell, said in SENTENCES.items() if said == sentence]
+        rows, columns = (dict.fromkeys(parts) for parts in zip(*cells, strict=True))
+        lines.append(f"- {', '.join(columns)} of {names(rows)}: {sentence}")
     return "\n".join(lines) + "\n"
 
 
