@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -178,8 +177,7 @@ def variant_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> lis
             def apply(
                 p: Any, x: jax.Array, lengths: jax.Array, layer: nn.Module = layer
             ) -> jax.Array:
-                mask = Mask(causal=args.causal, key_lengths=lengths)
-                return layer.apply(p, x, mask=mask)
+                return layer.apply(p, x, mask=Mask(key_lengths=lengths))
 
             suffix = "" if implementation == "auto" else f" ({implementation})"
             params = jax.jit(lambda k, x, layer=layer: layer.init(k, x, mask=Mask()))(key, x)
@@ -187,7 +185,7 @@ def variant_cases(args: argparse.Namespace, x: jax.Array, key: jax.Array) -> lis
     return cases
 
 
-def jax_attention(params: Any, query: jax.Array, lengths: jax.Array, **options: Any) -> jax.Array:
+def jax_attention(params: Any, query: jax.Array, lengths: jax.Array) -> jax.Array:
     """`jax.nn.dot_product_attention`, with T5's bias as an array."""
     bias = params.get("bias")
     if "table" in params:
@@ -201,15 +199,14 @@ def jax_attention(params: Any, query: jax.Array, lengths: jax.Array, **options: 
         bias,
         key_value_seq_lengths=lengths,
         implementation="xla",
-        **options,
     )
 
 
-def our_attention(params: Any, query: jax.Array, lengths: jax.Array, **options: Any) -> jax.Array:
+def our_attention(params: Any, query: jax.Array, lengths: jax.Array) -> jax.Array:
     """This package's `dot_product_attention`."""
     bias = relative_bias(params["table"]) if "table" in params else params.get("bias")
     return dot_product_attention(
-        query, params["key"], params["value"], bias, key_value_seq_lengths=lengths, **options
+        query, params["key"], params["value"], bias, key_value_seq_lengths=lengths
     )
 
 
@@ -227,12 +224,7 @@ def function_cases(args: argparse.Namespace, query: jax.Array, key: jax.Array) -
     }
     sides = {"jax.nn": jax_attention, "ours": our_attention}
     return [
-        Case(
-            f"{side}, {bias_name}",
-            functools.partial(function, is_causal=args.causal),
-            tokens | bias,
-            reference=side == "jax.nn",
-        )
+        Case(f"{side}, {bias_name}", function, tokens | bias, reference=side == "jax.nn")
         for bias_name, bias in biases.items()
         for side, function in sides.items()
     ]
@@ -282,23 +274,29 @@ def measure(cases: list[Case], x: jax.Array, lengths: jax.Array, rounds: int) ->
 def parse_arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = report.arguments(
-        __doc__, batch=8, length=512, heads=8, head_dim=64, d_model=512, rounds=9, padding=0, seed=0
+        __doc__, batch=8, length=512, heads=8, head_dim=64, d_model=512, rounds=9, padding=0
     )
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument(
-        "--causal", action="store_true", help="causal masks; of layers, only for this package's"
-    )
-    parser.add_argument(
-        "--functions", action="store_true", help="compare dot_product_attention only"
-    )
+    parser.add_argument("--functions", action="store_true", help="dot_product_attention alone")
     parser.add_argument("--bias", action="store_true", help="T5's relative bias")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--implementations", nargs="+", default=["auto"])
     return parser.parse_args()
 
 
-def compare_to_reference(rows: list[dict], args: argparse.Namespace) -> str:
-    """Adds speed, memory and FLOPs relative to the reference to all rows; returns a description."""
+def main() -> None:
+    """Runs the comparison and writes the table."""
+    args = parse_arguments()
+    key = jax.random.key(0)
+    trailing_dims = (args.heads, args.head_dim) if args.functions else (args.d_model,)
+    x = jax.random.normal(key, (args.batch, args.length, *trailing_dims), args.dtype)
+    lengths = jnp.full(args.batch, args.length - args.padding, jnp.int32).at[0].set(args.length)
+    if args.functions:
+        cases = function_cases(args, x, key)
+    else:
+        cases = [*reference_cases(args, x, key), *variant_cases(args, x, key)]
+    facts = report.machine()
+    rows = measure(cases, x, lengths, args.rounds)
     reference = min((r for r in rows if r["reference"]), key=lambda r: r["both_ms"])
     for row in rows:
         if args.functions and row["reference"]:
@@ -306,55 +304,24 @@ def compare_to_reference(rows: list[dict], args: argparse.Namespace) -> str:
         row["speed"] = reference["both_ms"] / row["both_ms"]
         row["memory"] = row["temporaries_mb"] / reference["temporaries_mb"]
         row["work"] = row["flops"] / reference["flops"]
-    lengths, heads = (
-        f"batch {args.batch}, length {args.length}",
-        f"{args.heads} heads of {args.head_dim}",
-    )
-    causal = "" if not args.causal else ", causal" if args.functions else ", ours causal"
+    columns = {"name": "", "forward_ms": "forward, ms|.1f", "both_ms": "+ backward, ms|.1f"}
+    columns |= {"speed": "speed|.2f"} | ({} if args.functions else {"work": "FLOPs|.2f"})
+    columns |= {"temporaries_mb": "temporaries, MB|.1f", "memory": "memory|.2f"}
+    heads = f"{args.heads} heads of {args.head_dim}, {args.dtype}"
+    bias = ", T5's relative bias" if args.bias else ""
     if args.functions:
-        return (
-            f"`dot_product_attention`, {lengths}, {heads}, {args.dtype}{causal}. Speed (forward + "
+        description = (
+            f"`dot_product_attention`, batch {args.batch}, length {args.length}, {heads}. Speed (forward + "
             "backward) and memory against `jax.nn.dot_product_attention` with the same bias."
         )
-    bias = ", T5's relative bias" if args.bias else ""
-    return (
-        f"Sub-layer, {lengths}, d {args.d_model}, {heads}, {args.dtype}{bias}{causal}. Speed (forward + "
-        f"backward), memory and FLOPs against {reference['name']}."
-    )
-
-
-def main() -> None:
-    """Runs the comparison and writes the table."""
-    args = parse_arguments()
-    key = jax.random.key(args.seed)
-    trailing_dims = (args.heads, args.head_dim) if args.functions else (args.d_model,)
-    x = jax.random.normal(key, (args.batch, args.length, *trailing_dims), args.dtype)
-    lengths = jnp.full(args.batch, args.length - args.padding, jnp.int32).at[0].set(args.length)
-    cases = (
-        function_cases(args, x, key)
-        if args.functions
-        else [*reference_cases(args, x, key), *variant_cases(args, x, key)]
-    )
-    facts = report.machine()
-    rows = measure(cases, x, lengths, args.rounds)
-    description = compare_to_reference(rows, args)
-    columns = {
-        "name": "",
-        "forward_ms": "forward, ms|.1f",
-        "both_ms": "+ backward, ms|.1f",
-        "speed": "speed|.2f",
-        "work": "FLOPs|.2f",
-        "temporaries_mb": "temporaries, MB|.1f",
-        "memory": "memory|.2f",
-    }
-    if args.functions:
-        del columns["work"]
+    else:
+        description = (
+            f"Sub-layer, batch {args.batch}, length {args.length}, d {args.d_model}, {heads}{bias}. Speed "
+            f"(forward + backward), memory and FLOPs against {reference['name']}."
+        )
     shape = f"{args.batch}x{args.length}x{args.heads}x{args.head_dim}"
-    section_kind = "functions" if args.functions else "attention"
-    bias = ", T5's relative bias" if args.bias else ""
-    causal = ", ours causal" if args.causal else ""
     report.write(
-        f"{section_kind} {shape} {args.dtype}{bias}{causal}",
+        f"{'functions' if args.functions else 'attention'} {shape} {args.dtype}{bias}",
         f"{description}\n\n{report.table(rows, columns)}",
         result={"rows": rows},
         options=args,

@@ -24,7 +24,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")  # compile everything once
@@ -34,51 +34,31 @@ import report
 SECONDS = 120
 """Time limit of a command."""
 
-RECIPE = "quickstart:random_vanilla"
-SETTINGS = ["training.steps=2", "data.batch_size=8", "evaluation.max_examples=4"]
 VALUES = (
-    *("-1", "0", "1e400", "nan", "null", "true", "''", "[]", "{}", "[[1,2]]", "(1,)", "1" * 5000),
-    *(
-        "2147483648",
-        "0.5",
-        "x" * 100,
-        "\x1b[31m",
-        "../..",
-        "{'type':'Random'}",
-        '{"type":"Nobody"}',
-    ),
+    *("-1", "0", "0.5", "1e400", "nan", "null", "true", "''", "[]", "{}", "[[1,2]]", "(1,)"),
+    *("2147483648", "1" * 5000, "x" * 100, "\x1b[31m", "../..", '{"type":"Nobody"}'),
 )
-
-
-class Kind(NamedTuple):
-    """A kind of input.
-
-    Attributes:
-      files: pattern of the files that are damaged, below the directory of all inputs.
-      command: the command that reads them; ``{}`` stands for that directory.
-    """
-
-    files: str
-    command: list[str]
-
+"""What fields are set to."""
 
 READ_RUN = ["generate", "--workdir", "{}/run", "cola sentence: The dog sleep."]
 EVALUATE = ["eval", "--workdir", "{}/run", "--data-dir", "{}/data", "--max-examples", "4"]
-TRAIN = ["train", RECIPE, "--workdir", "{}/run", "--data-dir", "{}/data", "--quiet"]
-TRAIN += [option for setting in SETTINGS for option in ("--set", setting)]
+TRAIN = ["train", "quickstart:random_vanilla", "--quiet", "--data-dir", "{}/data"]
+TRAIN += ["--set", "training.steps=2", "--set", "data.batch_size=8"]
+TRAIN += ["--set", "evaluation.max_examples=4", "--workdir"]
 IMPORT = ["data", "import", "mine", "--name", "reviews", "--from", "train={}/rows.jsonl"]
 IMPORT += ["--input", "review: {text}", "--target", "{label}", "--labels", "bad,good"]
 
-KINDS = {
-    "rows": Kind("rows.jsonl", [*IMPORT, "--data-dir", "{}/imported"]),
-    "experiment": Kind("run/*.json", READ_RUN),
-    "checkpoint": Kind("run/checkpoints/**/*", READ_RUN),
-    "logs": Kind("run/*.jsonl", TRAIN),
-    "data": Kind("data/prepared/*/*/validation/*", EVALUATE),
-    "vocabulary": Kind("run/vocabulary.model", READ_RUN),
-    "pretrained": Kind("folder/*", ["convert", "{}/folder", "{}/converted"]),
-    "settings": Kind("", [*TRAIN[:4], "--data-dir", "{}/data", "--quiet"]),
+KINDS: dict[str, tuple[str, list[str]]] = {
+    "rows": ("rows.jsonl", [*IMPORT, "--data-dir", "{}/imported"]),
+    "experiment": ("run/*.json", READ_RUN),
+    "checkpoint": ("run/checkpoints/**/*", READ_RUN),
+    "logs": ("run/*.jsonl", [*TRAIN, "{}/run"]),
+    "data": ("data/prepared/*/*/validation/*", EVALUATE),
+    "vocabulary": ("run/vocabulary.model", READ_RUN),
+    "pretrained": ("folder/*", ["convert", "{}/folder", "{}/converted"]),
+    "settings": ("", [*TRAIN, "{}/other"]),
 }
+"""Patterns of damaged files and the commands that read them; ``{}`` is the directory of all inputs."""
 
 
 class HangError(BaseException):
@@ -100,7 +80,7 @@ def main() -> None:
             kind = args.kinds[number % len(args.kinds)]
             rng = random.Random(f"{args.seed} {kind} {number}")
             shutil.copytree(inputs, root / "copy")
-            damage, outcome, line = attempt(KINDS[kind], root / "copy", rng)
+            damage, outcome, line = attempt(*KINDS[kind], root / "copy", rng)
             counts[kind]["wrong" if outcome not in ("error", "accepted") else outcome] += 1
             if outcome not in ("error", "accepted"):
                 wrong.append(f"{kind} {number}: {damage}: {outcome}: {line}")
@@ -126,29 +106,28 @@ def make_inputs(directory: pathlib.Path) -> pathlib.Path:
     (directory / "folder").mkdir()
     make_folder(directory / "folder", config, make_tensors(config))
     for kind in ("logs", "data"):
-        command = [part.replace("{}", str(directory)) for part in KINDS[kind].command]
-        code, _, errors = call(command, 5 * SECONDS)
+        code, errors = call(KINDS[kind][1], directory, 5 * SECONDS)
         if code:
             raise SystemExit(f"an undamaged input ended with {code}: {errors}")
     return directory
 
 
-def attempt(kind: Kind, directory: pathlib.Path, rng: random.Random) -> tuple[str, str, str]:
+def attempt(
+    pattern: str, command: list[str], directory: pathlib.Path, rng: random.Random
+) -> tuple[str, str, str]:
     """Damages an input and runs its command; returns the damage, the outcome and the last line."""
-    command = [part.replace("{}", str(directory)) for part in kind.command]
-    if kind.files:
-        files = sorted(p for p in directory.glob(kind.files) if p.is_file() and p.stat().st_size)
+    if pattern:
+        files = sorted(p for p in directory.glob(pattern) if p.is_file() and p.stat().st_size)
         path = rng.choice(files)
         damage = f"{damage_file(path, rng)} of {path.relative_to(directory)}"
-        places = [path.name, str(path.parent.name)]
+        places = [path.name, path.parent.name]
     else:
-        setting = f"{draw_path(directory, rng)}={rng.choice(VALUES)}"
-        command += ["--set", setting]
-        damage, places = setting, [part for part in setting.partition("=")[0].split(".")[-2:]]
+        field = draw_path(directory, rng)
+        damage = f"{field}={rng.choice(VALUES)}"
+        command, places = [*command, "--set", damage], field.split(".")[-2:]
     before = contents(directory)
-    code, _, errors = call(command)
-    lines = [line for line in errors.splitlines() if line.strip()]
-    last = lines[-1][:300] if lines else ""
+    code, errors = call(command, directory)
+    last = ([line[:300] for line in errors.splitlines() if line.strip()] or [""])[-1]
     if code == 0:
         return damage, "accepted", last
     if code != 2 or not last.startswith("error: "):
@@ -176,20 +155,22 @@ def contents(directory: pathlib.Path) -> dict[pathlib.Path, bytes]:
     return {path: path.read_bytes() for path in files}
 
 
-def call(command: list[str], seconds: int = SECONDS) -> tuple[int | str, str, str]:
-    """Runs `synthesizer-jax` in this process; returns exit code or "hang", output and errors."""
+def call(
+    command: list[str], directory: pathlib.Path, seconds: int = SECONDS
+) -> tuple[int | str, str]:
+    """Runs `synthesizer-jax` in this process; returns exit code or "hang", and the errors."""
     from synthesizer_jax.cli import main as program
 
-    out, errors = io.StringIO(), io.StringIO()
-    argv, sys.argv = sys.argv, ["synthesizer-jax", *command]
-    root = logging.getLogger()
-    handlers, root.handlers = root.handlers, [logging.StreamHandler(errors)]
+    errors, root = io.StringIO(), logging.getLogger()
+    argv, handlers = sys.argv, root.handlers
+    sys.argv = ["synthesizer-jax", *(part.replace("{}", str(directory)) for part in command)]
+    root.handlers = [logging.StreamHandler(errors)]
     signal.signal(signal.SIGALRM, raise_hang)
     signal.alarm(seconds)
+    code: int | str = 0
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
             program.run()
-        code: int | str = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except HangError:
@@ -197,7 +178,7 @@ def call(command: list[str], seconds: int = SECONDS) -> tuple[int | str, str, st
     finally:
         signal.alarm(0)
         root.handlers, sys.argv = handlers, argv
-    return code, out.getvalue(), errors.getvalue()
+    return code, errors.getvalue()
 
 
 def raise_hang(*_: Any) -> None:
@@ -227,13 +208,9 @@ def flip_bit(data: bytes, rng: random.Random) -> bytes:
 def replace_block(data: bytes, rng: random.Random) -> bytes:
     """Replaces a block by zeros, by random bytes, by nothing or by two of it."""
     start = rng.randrange(len(data))
-    end = min(len(data), start + rng.choice([1, 8, 512]))
-    block = data[start:end]
-    return (
-        data[:start]
-        + rng.choice([bytes(len(block)), rng.randbytes(8), b"", block * 2])
-        + data[end:]
-    )
+    block = data[start : start + rng.choice([1, 8, 512])]
+    new = rng.choice([bytes(len(block)), rng.randbytes(8), b"", block * 2])
+    return data[:start] + new + data[start + len(block) :]
 
 
 def damage_json(data: bytes, rng: random.Random) -> bytes:
