@@ -70,8 +70,8 @@ def main() -> None:
     parser = report.arguments(__doc__, seed=0, attempts=200)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     args = parser.parse_args()
-    counts: dict[str, collections.Counter[str]] = {k: collections.Counter() for k in args.kinds}
-    wrong = []
+    counts = {kind: collections.Counter(error=0, accepted=0, wrong=0) for kind in args.kinds}
+    lines = []
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
         root = pathlib.Path(name)
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(root / "compiled")  # before JAX is imported
@@ -81,17 +81,16 @@ def main() -> None:
             rng = random.Random(f"{args.seed} {kind} {number}")
             shutil.copytree(inputs, root / "copy")
             damage, outcome, line = attempt(*KINDS[kind], root / "copy", rng)
-            counts[kind]["wrong" if outcome not in ("error", "accepted") else outcome] += 1
-            if outcome not in ("error", "accepted"):
-                wrong.append(f"{kind} {number}: {damage}: {outcome}: {line}")
-                print(wrong[-1], file=sys.stderr, flush=True)
             shutil.rmtree(root / "copy")
-    columns = ("error", "accepted", "wrong")
-    rows = [{"kind": kind, **{n: found[n] for n in columns}} for kind, found in counts.items()]
-    section = report.table(rows, {"kind": "input", **{n: f"{n}|d" for n in columns}})
-    report.write("fuzz", section, result={"wrong": wrong}, options=args, facts=report.machine())
-    if wrong:
-        raise SystemExit(f"{len(wrong)} of {args.attempts} attempts went wrong")
+            lines.append(f"{kind} {number}: {damage}: {outcome}: {line}")
+            counts[kind][outcome if outcome in counts[kind] else "wrong"] += 1
+            if outcome not in counts[kind]:
+                print(lines[-1], file=sys.stderr, flush=True)
+    columns = {"kind": "input"} | {name: f"{name}|d" for name in ("error", "accepted", "wrong")}
+    section = report.table([{"kind": kind, **found} for kind, found in counts.items()], columns)
+    report.write("fuzz", section, result={"attempts": lines}, options=args, facts=report.machine())
+    if wrong := sum(found["wrong"] for found in counts.values()):
+        raise SystemExit(f"{wrong} of {args.attempts} attempts went wrong")
 
 
 def make_inputs(directory: pathlib.Path) -> pathlib.Path:
@@ -122,18 +121,16 @@ def attempt(
         damage = f"{damage_file(path, rng)} of {path.relative_to(directory)}"
         places = [path.name, path.parent.name]
     else:
-        field = draw_path(directory, rng)
-        damage = f"{field}={rng.choice(VALUES)}"
-        command, places = [*command, "--set", damage], field.split(".")[-2:]
+        field, value = draw_path(directory, rng), rng.choice(VALUES)
+        damage = f"{field}={value}"
+        command, places = [*command, "--set", damage], [*field.split(".")[-2:], value]
     before = contents(directory)
     code, errors = call(command, directory)
     last = ([line[:300] for line in errors.splitlines() if line.strip()] or [""])[-1]
     if code == 0:
         return damage, "accepted", last
-    if code != 2 or not last.startswith("error: "):
+    if code != 2 or not last.startswith("error: ") or "Traceback" in errors:
         return damage, f"exit code {code}", last
-    if "Traceback" in errors:
-        return damage, "a traceback", last
     if not any(place in last for place in places):
         return damage, "an error without a place", last
     return damage, "error" if contents(directory) == before else "something has changed", last

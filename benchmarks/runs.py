@@ -57,8 +57,8 @@ def write_parts(
 
 def trained(experiment: Experiment, directory: pathlib.Path, args: argparse.Namespace) -> Records:
     """Returns the evaluations of an experiment, which is run unless it has been."""
-    if args.vocabulary and experiment.vocabulary is not None:
-        vocabulary = SentencePiece(str(args.vocabulary.resolve()))
+    if args.vocabulary and isinstance(experiment.vocabulary, SentencePiece):
+        vocabulary = replace(experiment.vocabulary, path=str(args.vocabulary.resolve()))
         experiment = replace(experiment, vocabulary=vocabulary)
     if not _is_finished(directory, experiment.training):
         print(directory, flush=True)
