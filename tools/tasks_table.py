@@ -5,26 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from synthesizer_jax.data.objectives import OBJECTIVES
-from synthesizer_jax.tasks import catalog
-from synthesizer_jax.tasks.definitions import GLUE, SUPER_GLUE, Task
-from synthesizer_jax.tasks.importers.known import find_importer
+from synthesizer_jax.tasks.task import Task
+from synthesizer_jax.tasks.task_registry import TASKS
 
-SECTIONS: dict[str, Sequence[Task]] = {
-    "GLUE": GLUE,
-    "SuperGLUE": SUPER_GLUE,
-    "Translation": catalog.TRANSLATION,
-    "Summarization": catalog.SUMMARIZATION,
-    "Question answering": catalog.QUESTION_ANSWERING,
-    "Language modeling": catalog.LANGUAGE_MODELING,
-    "Pre-training": catalog.PRE_TRAINING,
-    "Dialogue": catalog.DIALOGUE,
-    "Classification of texts": catalog.TEXT_CLASSIFICATION,
+SECTIONS = {
+    "GLUE": ("glue_",),
+    "SuperGLUE": ("super_glue_", "dpr_"),
+    "Translation": ("wmt", "multi30k", "iwslt"),
+    "Summarization": ("cnn_dailymail", "xsum"),
+    "Question answering": ("squad", "trivia_qa"),
+    "Language modeling": ("lm1b", "wikitext"),
+    "Pre-training": ("c4", "wikipedia"),
+    "Dialogue": ("convai2", "xpersona"),
+    "Classification of texts": ("ag_news", "imdb"),
 }
+"""Beginnings of the names of tasks."""
 
 
 def tasks_table() -> str:
     """Returns the tables in Markdown, each below a heading."""
-    sections = ("\n".join(_section(title, tasks)) for title, tasks in SECTIONS.items())
+    known = [task for name, task in TASKS.items() if "_sentinel" not in name]
+    sections = [
+        "\n".join(_section(title, [task for task in known if task.name.startswith(beginnings)]))
+        for title, beginnings in SECTIONS.items()
+    ]
     return "\n\n".join(sections) + "\n"
 
 
@@ -41,18 +45,15 @@ def _section(title: str, tasks: Sequence[Task]) -> Iterator[str]:
         yield f"| {' | '.join([', '.join(names), *(cells[i] for i in columns)])} |"
 
 
-HEADERS = ("objective", "metrics", "splits", "import")
+HEADERS = ("objective", "metrics", "splits")
 
 
 def _cells(task: Task) -> tuple[str, ...]:
     """Returns what `HEADERS` names; empty where it is the usual."""
-    known = find_importer(task.dataset)
-    importer = known.importer if known else "TFDS"
     names = [name for name, objective in OBJECTIVES.items() if objective == task.objective]
     splits = ", ".join(task.splits)
     return (
         f"`{names[0]}`" if names else "",
         ", ".join(metric.__name__ for metric in task.metrics),
         "" if splits == "train, validation, test" else splits,
-        "" if task.name.startswith(importer) else importer,
     )
