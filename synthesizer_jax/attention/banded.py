@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention.derivatives import with_gradient
-from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.parts import Call, zero_padding_tokens
-from synthesizer_jax.attention.terms import Banded, logits_dtype
+from synthesizer_jax.attention.masks import Mask, zero_padding
+from synthesizer_jax.attention.terms import Banded, Call, logits_dtype
 
 
 def attend_banded(call: Call) -> jax.Array:
@@ -27,16 +26,14 @@ def attend_banded(call: Call) -> jax.Array:
     tap_mask = _tap_mask(term, mask, q_length=q_length, k_length=k_length)
     if tap_mask is not None:
         term = dataclasses.replace(term, weights=jnp.where(tap_mask, term.weights, 0))
-    if keys is not None:
-        values = zero_padding_tokens(values, keys)
+    values = zero_padding(values, keys)
     out = _sum_window(term, values, mask, q_length=q_length)
     if term.normalize:
         is_real = jnp.ones((values.shape[0], k_length), bool) if keys is None else keys
         ones = jnp.broadcast_to(is_real[..., None, None], (*is_real.shape, heads, 1))
         row_sum = _sum_window(term, ones.astype(logits_dtype(values)), mask, q_length=q_length)
         out = jnp.where(row_sum > 0, out / jnp.where(row_sum > 0, row_sum, 1), 0)
-    if queries is not None:
-        out = zero_padding_tokens(out, queries)
+    out = zero_padding(out, queries)
     return jnp.broadcast_to(out, (values.shape[0], *out.shape[1:])).astype(values.dtype)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import TypeAlias
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from synthesizer_jax.attention.masks import Mask, is_concrete
-from synthesizer_jax.attention.terms import Banded, Terms
+from synthesizer_jax.attention.terms import Banded, Terms, map_arrays
 from synthesizer_jax.typing import PyTree
 
 Values: TypeAlias = PyTree
@@ -31,7 +30,7 @@ class Cache:
     convolutions) keeps as many values as it reaches back, whatever the length.
 
     Attributes:
-      keys: ``[b, m, h, r]`` token-made keys of the terms, in their order (`Term.cached_arrays`).
+      keys: ``[b, m, h, r]`` token-made keys of the terms, in their order.
       values: ``[b, m, h, e]``, or a tuple of arrays ``[b, m, ...]``; the last m past ones if `window`.
       length: the position of the next token, int32: how many tokens were read. A scalar if all
         examples have read equally many, otherwise ``[b]``. In cross-attention it counts queries.
@@ -152,7 +151,9 @@ def extend(
         values=jax.tree.map(lambda old, new: _write_at(old, new, at), cache.values, values),
         length=length,
     )
-    return _with_cached_arrays(terms, cache.keys), cache.values, mask, cache
+    cached = iter(cache.keys)
+    terms = map_arrays(lambda a: next(cached) if a.is_cached else a.x, terms)
+    return terms, cache.values, mask, cache
 
 
 def advance_length(
@@ -264,12 +265,10 @@ def _window_size(terms: Terms) -> int | None:
 
 
 def _cached_arrays(terms: Terms) -> list[jax.Array]:
-    return [x for term in terms for x in term.cached_arrays()]
-
-
-def _with_cached_arrays(terms: Terms, arrays: Iterable[jax.Array]) -> Terms:
-    remaining = iter(arrays)
-    return tuple(term.with_cached_arrays(remaining) for term in terms)
+    """Returns the arrays ``[b, k, ...]`` that tokens attended to make."""
+    found: list[jax.Array] = []
+    map_arrays(lambda a: found.append(a.x) if a.is_cached else None, terms)
+    return found
 
 
 def _write_at(old: jax.Array, new: jax.Array, at: _Length) -> jax.Array:

@@ -21,9 +21,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from synthesizer_jax.attention.blocked import FusedInputs, Products, SoftmaxStats
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.parts import FusedInputs, Products, SoftmaxStats
-from synthesizer_jax.attention.terms import Outer, Term, logits_dtype
+from synthesizer_jax.attention.terms import Outer, logits_dtype, map_arrays
 from synthesizer_jax.attention.tpu import (
     LANES,
     LOW,
@@ -240,7 +240,7 @@ class _Residuals:
       dout: the cotangent of the output, ``[b, h, q, e]``.
       row_max: of `SoftmaxStats`, ``[b, h, 1, q]`` float32.
       inverse_row_sum: likewise.
-      delta: `parts.softmax_vjp_delta` likewise.
+      delta: `softmax_vjp_delta` likewise.
     """
 
     dout: Ref
@@ -281,7 +281,7 @@ def backward(
       query_offset: as in `forward`.
       inputs: what `forward` was given.
       stats: what it returned.
-      delta: `parts.softmax_vjp_delta` of its output and `dout`.
+      delta: `softmax_vjp_delta` of its output and `dout`.
       dout: the cotangent of its output.
       interpret: as in `forward`.
     """
@@ -532,11 +532,8 @@ def _factor_one_hot(term: Outer, name: str, first: int | jax.Array, *, count: in
 
 def _product_specs(products: Products, tiles: _Tiles) -> Products:
     """Returns the blocks of every array that is not None."""
-
-    def specs(term: Term) -> Term:
-        return term.map_arrays(lambda _, x, axes: tiles.spec(x, f"bh{axes[1]}."))
-
-    return jax.tree.map(specs, products, is_leaf=lambda x: isinstance(x, Term))
+    specs: Products = map_arrays(lambda a: tiles.spec(a.x, f"bh{a.axes[1]}."), products)
+    return specs
 
 
 def _bias_specs(bias: Bias, tiles: _Tiles) -> Bias:

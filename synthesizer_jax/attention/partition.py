@@ -11,8 +11,14 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.parts import Call
-from synthesizer_jax.attention.terms import Relative, Term, diagonals
+from synthesizer_jax.attention.terms import (
+    Call,
+    Relative,
+    Term,
+    TermArray,
+    cut_diagonals,
+    map_arrays,
+)
 from synthesizer_jax.messages import not_divisible
 from synthesizer_jax.typing import PyTree
 
@@ -29,6 +35,22 @@ def axes_along(x: jax.Array, axis: int) -> tuple[str, ...]:
     """Returns the explicit mesh axes that divide a dimension of an array."""
     entry = jax.typeof(x).sharding.spec[axis]
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def match_varying_axes(*trees: PyTree) -> PyTree:
+    """Returns the trees with all arrays varying over the manual mesh axes over which any of them varies.
+
+    Loops and conditionals need that inside `jax.shard_map`; an array that devices share then gets the sum
+    of their cotangents. Elsewhere nothing changes.
+    """
+    varying = lambda x: frozenset(jax.typeof(x).mat.varying)
+    axes = frozenset().union(*map(varying, jax.tree.leaves(trees)))
+
+    def vary(x: jax.Array) -> jax.Array:
+        missing = tuple(axes - varying(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, trees) if axes else trees
 
 
 def in_auto_mode(
@@ -112,8 +134,15 @@ class Partition:
         # Kernels want all axes; those of length 1 divide nothing.
         mesh = jax.sharding.get_abstract_mesh()
         single = {n for n in axes_of_type(AxisType.Auto) if mesh.shape[n] == 1}
+        names: dict[str | None, Axes] = {"b": self.batch, "h": self.heads, "q": queries}
+
+        def term_spec(a: TermArray) -> PartitionSpec:
+            pairs = zip(a.axes, a.x.shape, strict=True)
+            shared = lambda axis, n: axis in ("b", "q") and n == 1
+            return PartitionSpec(*(None if shared(*p) else names.get(p[0]) for p in pairs))
+
         specs: PyTree = {
-            "terms": tuple(self._term_spec(term, queries) for term in call.terms),
+            "terms": map_arrays(term_spec, call.terms),
             "values": self._spec(call.values),
             "mask": self._mask_spec(call.mask, queries),
         }
@@ -203,7 +232,7 @@ class Partition:
             if not isinstance(term, Relative):
                 return term
             q, k = call.q_length, call.k_length
-            columns = diagonals(term, q, k, query_offset=mask.query_offset)
+            columns = cut_diagonals(term, q, k, query_offset=mask.query_offset).logits
             start, size = q - count - first, count + k - 1
             columns = jax.lax.dynamic_slice_in_dim(columns, start, size, axis=1)
             return Relative(columns, 1 - count)
@@ -212,20 +241,6 @@ class Partition:
         ends = None if ends is None else jnp.clip(ends - first, 0, count)
         mask = dataclasses.replace(mask, query_lengths=ends, query_offset=0, self_attention=False)
         return Call(tuple(map(own, call.terms)), call.values, mask, count)
-
-    def _term_spec(self, term: Term, queries: Axes) -> PyTree:
-        """Returns the term with a `PartitionSpec` in the place of every array."""
-        names = {"b": self.batch, "h": self.heads, "q": queries}
-
-        def spec(x: jax.Array, axes: tuple[str | None, ...]) -> PartitionSpec:
-            return PartitionSpec(
-                *(
-                    None if axis is None or (axis in "bq" and n == 1) else names.get(axis)
-                    for axis, n in zip(axes, x.shape, strict=True)
-                )
-            )
-
-        return term.map_arrays(lambda _, x, axes: spec(x, axes))
 
     def _spec(self, x: jax.Array, length: Axes = None) -> PartitionSpec:
         """Returns the layout of ``[b, n, h, e]``."""

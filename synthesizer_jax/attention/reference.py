@@ -6,11 +6,16 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention.banded import materialize_banded
-from synthesizer_jax.attention.checks import cover_distances
 from synthesizer_jax.attention.masks import Mask, segment_positions
-from synthesizer_jax.attention.packed import has_absolute_positions
-from synthesizer_jax.attention.parts import Call
-from synthesizer_jax.attention.terms import Banded, Split, Terms, materialize
+from synthesizer_jax.attention.packed import cover_distances
+from synthesizer_jax.attention.terms import (
+    Banded,
+    Call,
+    Split,
+    Terms,
+    has_absolute_positions,
+    materialize,
+)
 
 
 def attend_reference(call: Call) -> jax.Array:
@@ -97,7 +102,7 @@ def _group_weights(split: Split, *, mask: Mask, q_length: int, k_length: int) ->
 def packed_logits(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:
     """Returns the logits ``[b or 1, h, q, k]``; in packed rows, positions are those in the segments."""
     total = None
-    for term in cover_distances(terms, mask, q_length=q_length, k_length=k_length):
+    for term in cover_distances(terms, mask, q_length, k_length):
         logits = materialize(
             (term,), q_length=q_length, k_length=k_length, query_offset=mask.query_offset
         )

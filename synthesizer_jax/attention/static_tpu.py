@@ -26,8 +26,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from synthesizer_jax.attention.blocked import MIN_ROW_SUM, FusedInputs, Products
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.parts import MIN_ROW_SUM, FusedInputs, Products
 from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.attention.tpu import (
     LANES,

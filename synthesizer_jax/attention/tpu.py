@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from synthesizer_jax.attention.parts import Biases
+from synthesizer_jax.attention.blocked import Biases
 from synthesizer_jax.typing import PyTree
 
 VMEM = 32 * 2**20

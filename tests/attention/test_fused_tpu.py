@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.attention import Mask, blocked, fused, fused_tpu, static
-from synthesizer_jax.attention.parts import Call, softmax_vjp_delta
+from synthesizer_jax.attention.blocked import softmax_vjp_delta
+from synthesizer_jax.attention.terms import Call
 from tests.attention import cases
 from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, QUERIES, WIDTH
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.attention import Mask, Static, attend, static, static_tpu
-from synthesizer_jax.attention.parts import Call, FusedInputs, divide_terms
+from synthesizer_jax.attention.blocked import FusedInputs, divide_terms
 from synthesizer_jax.attention.static import _is_separable, static_inputs
+from synthesizer_jax.attention.terms import Call
 from tests.attention import cases, oracle
 from tests.attention.cases import BATCH, HEADS, KEYS, QUERIES, WIDTH
 
