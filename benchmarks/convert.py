@@ -121,7 +121,7 @@ def make_folder(folder: pathlib.Path, name: str) -> list[int]:
         shard.clear()
 
     for c in correspondences(architecture.build(), torch_name):
-        x = rng.standard_normal(c.their_shape, np.float32)
+        x = rng.standard_normal(c.layout.shape(c.shape), np.float32)
         if sum(y.nbytes for y in shard.values()) + x.nbytes > SHARD:
             write()
         shard[c.name] = x

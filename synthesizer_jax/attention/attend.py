@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,8 @@ from synthesizer_jax.attention.banded import obstacle as banded_obstacle
 from synthesizer_jax.attention.checks import check_term, check_types
 from synthesizer_jax.attention.explanations import Explanation, explained_platform, log_call
 from synthesizer_jax.attention.fused import attend_fused
+from synthesizer_jax.attention.fused import kernel_obstacle as fused_kernel_obstacle
 from synthesizer_jax.attention.fused import obstacle as fused_obstacle
-from synthesizer_jax.attention.fused import select_kernel as select_fused_kernel
 from synthesizer_jax.attention.masks import Mask, zero_padding
 from synthesizer_jax.attention.packed import (
     MAX_UNPACKING_FACTOR,
@@ -32,8 +33,8 @@ from synthesizer_jax.attention.partition import (
 )
 from synthesizer_jax.attention.reference import attend_reference, softmax_weights
 from synthesizer_jax.attention.static import attend_static
+from synthesizer_jax.attention.static import kernel_obstacle as static_kernel_obstacle
 from synthesizer_jax.attention.static import obstacle as static_obstacle
-from synthesizer_jax.attention.static import select_kernel as select_static_kernel
 from synthesizer_jax.attention.terms import (
     Call,
     Relative,
@@ -61,8 +62,11 @@ OBSTACLES: dict[str, Callable[[Call], str | None]] = {
 }
 """Why a route cannot take a call; None: it can."""
 
-KERNELS = {"static": select_static_kernel, "fused": select_fused_kernel}
-"""What runs a route on a platform, and why not kernels."""
+KERNELS = {
+    "static": ("matrix products", static_kernel_obstacle),
+    "fused": ("a loop over blocks of logits", fused_kernel_obstacle),
+}
+"""What runs a route where there are no kernels, and why TPU kernels cannot; None: they can."""
 
 FEW_LOGITS = 128 * 128
 """Up to this many logits per head and example, the logits take about as much memory as queries, keys and
@@ -246,15 +250,8 @@ def _run_route(call: Call, implementation: str, partition: Partition | None) -> 
     return run(call) if partition is None else partition.run(run, call)
 
 
-@dataclasses.dataclass(frozen=True)
-class _RouteChoice:
-    """How attention is computed.
-
-    Attributes:
-      route: a name of `ROUTES`.
-      unpack: whether the examples of packed rows become rows of their own first.
-      obstacles: why routes cannot run, by name; those that can are left out.
-    """
+class _RouteChoice(NamedTuple):
+    """A route, whether packed rows are unpacked first, and why routes cannot run, by name."""
 
     route: str
     unpack: bool
@@ -262,11 +259,7 @@ class _RouteChoice:
 
 
 def _select_route(call: Call, implementation: str) -> _RouteChoice:
-    """Chooses the route.
-
-    Raises:
-      ValueError: `implementation` is unknown, or cannot do what is asked.
-    """
+    """Chooses the route, or raises a `ValueError` if `implementation` is unknown or impossible here."""
     if implementation != "auto" and implementation not in ROUTES:
         raise ValueError(
             f"attend: implementation={implementation!r}; allowed: auto, {', '.join(ROUTES)}"
@@ -303,8 +296,11 @@ def _log_route(
         kernel, obstacles = "matrix products", dict(choice.obstacles)
         obstacles.pop(choice.route, None)
         if choice.route in KERNELS:
-            kernel, why = KERNELS[choice.route](call, platform)
-            obstacles |= {"kernels": why} if why else {}
+            kernel, kernel_obstacle = KERNELS[choice.route]
+            if platform == "tpu" and (why := kernel_obstacle(call)):
+                obstacles["kernels"] = why
+            elif platform == "tpu":
+                kernel = "Pallas kernels"
         divided = {} if partition is None else dataclasses.asdict(partition)
         batch, k_length, heads, _ = call.values.shape
         return Explanation(
@@ -314,7 +310,6 @@ def _log_route(
             shape=(batch, call.q_length, k_length, heads),
             unpacked=choice.unpack,
             divided={name: axes for name, axes in divided.items() if axes},
-            kept_bytes=None,
             obstacles=obstacles,
         )
 

@@ -125,15 +125,10 @@ def map_heads(
     *,
     parallel: bool,
 ) -> Any:
-    """Applies a function of one head to all heads, in a loop or by `jax.vmap`.
+    """Applies a function of one head to all heads: in a loop, or `parallel`, by `jax.vmap`.
 
-    Args:
-      function: takes and returns arrays without an axis of heads.
-      heads: number of heads.
-      args: its arguments, for all heads.
-      axes: their axes of heads.
-      out_axes: those of the results.
-      parallel: whether all heads are computed at once.
+    `args` and what the function returns have heads along `axes` and `out_axes`; the function sees one head,
+    without that axis.
     """
     if parallel:
         return jax.vmap(function, axes, out_axes)(*args)
@@ -214,12 +209,7 @@ def backward(
 
       dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P ∘ (dP - delta),  delta = Σ_e dO ∘ O = Σ_k P ∘ dP
 
-    Args:
-      inputs: the inputs of `forward`.
-      stats: the row statistics that it returned: c and 1 / l.
-      delta: `softmax_vjp_delta` of its output and `dout`.
-      dout: the cotangent of its output.
-      parallel: as in `forward`.
+    `stats` has c and 1 / l as `forward` returned them, and `delta` is `softmax_vjp_delta`.
     """
     q_length = dout.shape[1]
     products, biases, values, _, positions = inputs
@@ -250,7 +240,8 @@ def backward(
             # dV = Pᵀ dO
             dvalues = _matmul_tn(weights.astype(dout.dtype), block_dout).astype(values.dtype)
             shared, own = _divide(jax.tree.leaves(dproducts), is_shared)
-            return jax.tree.map(jnp.add, sums, (dbias, shared)), (own, dvalues)
+            add = lambda total, d: total + d.astype(total.dtype)
+            return jax.tree.map(add, sums, (dbias, shared)), (own, dvalues)
 
         zeros = [jnp.zeros_like(x[0], dtype=logits_dtype(x)) for x in leaves]
         init = jax.tree.map(jnp.zeros_like, bias), _divide(zeros, is_shared)[0]
@@ -383,8 +374,8 @@ _matmul.defvjp(lambda x, y, precision: (_matmul(x, y, precision), (x, y)), _matm
 def _matmul_tn(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:
     """Returns ``xᵀ y`` of ``[q, k]`` and a narrow ``[q, e]``, ``[k, e]`` in float32 or wider.
 
-    XLA's CPU backend takes two to three times as long if it has to transpose a large left factor. This
-    function computes ``(yᵀ x)ᵀ`` instead; the barrier keeps the compiler from undoing that.
+    It is ``(yᵀ x)ᵀ``, kept so by the barrier: XLA's CPU backend takes two to three times as long if it has
+    to transpose a large left factor.
     """
     dims = (((0,), (0,)), ((), ()))
     transposed = lax.dot_general(

@@ -166,16 +166,11 @@ def advance_length(
     capacity: int | None = None,
     exact: bool = False,
 ) -> tuple[jax.Array | None, _Length]:
-    """Checks the position of a step's tokens, and counts them.
+    """Checks that n new tokens may be at position `at`, and counts tokens.
 
-    Args:
-      at: position of the first of n new tokens.
-      n: number of new tokens; none are always valid.
-      length: number of tokens that were read before, a scalar or ``[batch]``.
-      batch: number of examples.
-      lengths: ``[batch or 1]`` number of real tokens up to now, if the examples differ.
-      capacity: number of positions; None: any.
-      exact: `at` must be `length`; otherwise it may be smaller, which decodes from there again.
+    Before them `length` tokens were read, a scalar or ``[batch]``. `lengths` ``[batch or 1]`` counts the
+    real tokens up to now, if the examples differ; `capacity` bounds the positions. With `exact` the tokens
+    must follow those before; otherwise `at` may be smaller, which decodes from there again.
 
     Returns:
       Whether the position is valid, a bool scalar or ``[batch]``, if that is traced; None if it is
@@ -194,7 +189,12 @@ def advance_length(
                 f"with max_length>={needed}, that of a MultiHeadAttention by init or init_cache with "
                 "longer inputs"
             )
-        _check_no_gap(np.asarray(at), np.asarray(length), lengths, exact=exact)
+        missing = np.asarray(at != length if exact else at > length)
+        if np.any(missing if reading is None else missing & np.asarray(reading)):
+            raise ValueError(
+                f"extend: position={at} but the cache holds {length} tokens; leave position out, then new "
+                "tokens follow the cached ones"
+            )
     elif n:
         gap = jnp.not_equal(at, length) if exact else jnp.greater(at, length)
         valid = jnp.logical_not(gap if reading is None else gap & reading)
@@ -203,18 +203,6 @@ def advance_length(
         return valid, _as_length(at + n)
     end = jnp.where(reading, jnp.minimum(lengths, at + n), length)
     return valid, jnp.broadcast_to(_as_length(end), (batch,))
-
-
-def _check_no_gap(
-    at: np.ndarray, length: np.ndarray, lengths: jax.Array | None, *, exact: bool
-) -> None:
-    """Raises a `ValueError` where new tokens do not follow the cached ones, see `advance_length`."""
-    gap = (at != length) if exact else (at > length)
-    if np.any(gap if lengths is None else gap & (np.asarray(lengths) > at)):
-        raise ValueError(
-            f"extend: position={at} but the cache holds {length} tokens; leave position out, then new "
-            "tokens follow the cached ones"
-        )
 
 
 def _as_length(n: _Length) -> _Length:

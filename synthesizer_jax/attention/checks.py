@@ -9,10 +9,7 @@ from synthesizer_jax.attention.terms import Split, Term, stands_alone
 def check_types(terms: object, *, of: str = "terms are", remedy: str = "return") -> None:
     """Raises a `TypeError` or a `ValueError` unless an object is a tuple of terms.
 
-    Args:
-      terms: what was found.
-      of: the beginning of the message.
-      remedy: what to do with a tuple of terms instead.
+    The message begins with what the object is of, and its remedy is a verb.
     """
     example = f"{remedy} a tuple of terms, such as (static(logits),)"
     if isinstance(terms, Term):

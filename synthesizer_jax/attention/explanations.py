@@ -120,9 +120,7 @@ def log_external_call(
 def log_call(make: Callable[[], Explanation], residuals: Callable[[], PyTree]) -> None:
     """Records how a call is computed: a line in the log, and an entry of what `explain` returns.
 
-    Args:
-      make: returns the explanation, without `Explanation.kept_bytes`.
-      residuals: returns what the backward pass keeps, a tree of arrays.
+    `make` returns the explanation without `kept_bytes`, `residuals` what the backward pass keeps.
     """
     explanations = _explanations.get()
     if explanations is None and not _log.isEnabledFor(logging.DEBUG):

@@ -157,21 +157,7 @@ def attend_dot_product(
     implementation: str = "auto",
     partition: Partition | None = None,
 ) -> jax.Array:
-    """`dot_product_attention` of arrays with a batch axis, under a `Mask`.
-
-    Args:
-      query: ``[b, q, n, h]``.
-      key: ``[b, k, m, h]``.
-      value: ``[b, k, m, e]``.
-      bias: as in `dot_product_attention`.
-      mask: which keys a query may see.
-      scale: of the products; None: ``h ** -0.5``.
-      implementation: as in `attend`.
-      partition: as in `attend`.
-
-    Returns:
-      ``[b, q, n, e]``.
-    """
+    """`dot_product_attention` of arrays with a batch axis, under a `Mask`; not checked."""
     sizes = LogitsShape(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     terms, own = _biases(bias, sizes, query.dtype, offset=mask.query_offset)
     groups = sizes.heads // key.shape[2]

@@ -84,14 +84,9 @@ def obstacle(call: Call) -> str | None:
     return None
 
 
-def select_kernel(call: Call, platform: str) -> tuple[str, str | None]:
-    """Returns what runs the route on a platform, and why kernels cannot, if there are any."""
-    if platform == "gpu":
-        return "a loop over examples, all heads at once", None
-    if platform != "tpu":
-        return "a loop over heads and examples", None
-    reason = fused_tpu.obstacle(fused_inputs(call))
-    return ("a loop over heads and examples" if reason else "Pallas kernels"), reason
+def kernel_obstacle(call: Call) -> str | None:
+    """Returns why TPU kernels cannot take a call; None: they can."""
+    return fused_tpu.obstacle(fused_inputs(call))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

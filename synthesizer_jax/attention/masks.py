@@ -117,14 +117,11 @@ class Mask:
           causal: no key after the query.
           **fields: further fields.
         """
-        if jnp.ndim(keys) == 1:
-            mask = cls(causal=causal, key_lengths=keys, **fields)
-        else:
-            mask = cls(causal=causal, key_valid=keys, **fields)
-        if queries is not None and jnp.ndim(queries) == 1:
-            mask = dataclasses.replace(mask, query_lengths=queries)
-        elif queries is not None:
-            mask = dataclasses.replace(mask, query_valid=queries)
+        kind = lambda x: "lengths" if jnp.ndim(x) == 1 else "valid"
+        given: dict[str, Any] = {f"key_{kind(keys)}": keys, **fields}
+        if queries is not None:
+            given[f"query_{kind(queries)}"] = queries
+        mask = cls(causal=causal, **given)
         return mask.for_self_attention() if queries is None else mask
 
     @classmethod
@@ -302,9 +299,7 @@ class Mask:
 
     def prefix(self, k_length: int) -> jax.Array | None:
         """Returns which keys the prefix opens to every query, bool ``[b, k]``; None: there is no prefix."""
-        if self.prefix_lengths is None:
-            return None
-        return _before(self.prefix_lengths, k_length)
+        return None if self.prefix_lengths is None else _before(self.prefix_lengths, k_length)
 
     def take_heads(self, start: int, count: int) -> Mask:
         """Returns the mask of consecutive heads."""
@@ -386,14 +381,9 @@ def as_bool(mask: jax.Array) -> jax.Array:
 def add_pattern(
     mask: Mask, pattern: jax.Array, *, batch: int, q_length: int, k_length: int
 ) -> Mask:
-    """Returns a mask with a pattern in the smallest field that can hold it.
+    """Returns a mask with a pattern ``[b or 1, h or 1, q or 1, k or 1]`` in the smallest field for it.
 
-    Args:
-      mask: has none of the fields `key_valid`, `query_valid` and `allowed`.
-      pattern: bool ``[b or 1, h or 1, q or 1, k or 1]``.
-      batch: b.
-      q_length: q.
-      k_length: k.
+    The mask has none of the fields `key_valid`, `query_valid` and `allowed`.
     """
     own, heads, queries, keys = pattern.shape
     if heads == queries == 1:

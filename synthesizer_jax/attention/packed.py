@@ -30,7 +30,7 @@ MAX_UNPACKING_FACTOR = 3
 
 
 def unpacked_lengths(mask: Mask, q_length: int, k_length: int) -> tuple[int, int] | None:
-    """Lengths of the rows after unpacking; None if that is not possible or not worth while."""
+    """Returns the lengths of the rows after unpacking; None if that is not possible or not worth while."""
     if mask.segments is None or mask.allowed is not None:
         return None
     q, k = mask.segment_lengths(q_length, k_length)
@@ -57,10 +57,9 @@ def cover_distances(terms: Terms, mask: Mask, q_length: int, k_length: int) -> T
 
 
 def with_segment_positions(terms: Terms, mask: Mask) -> tuple[Terms, tuple[jax.Array, jax.Array]]:
-    """Terms for packed rows as they are, and positions ``[b, q]`` and ``[b, k]`` inside the segments.
+    """Returns terms for packed rows as they are, and positions ``[b, q]`` and ``[b, k]`` in the segments.
 
-    Parameters that act as queries or keys are looked up here, ``[b, n, h, r]``; `Static`, `Relative` and
-    `Outer` terms stay as they are, in positions.
+    Parameters that act as queries or keys are looked up here; other terms stay as they are, in positions.
     """
     assert mask.query_segments is not None and mask.key_segments is not None
     positions = segment_positions(mask.query_segments), segment_positions(mask.key_segments)
@@ -77,15 +76,10 @@ def with_segment_positions(terms: Terms, mask: Mask) -> tuple[Terms, tuple[jax.A
 
 
 def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array:
-    """Runs a route on the packed examples as rows of their own.
+    """Runs a route on the packed examples as rows of their own, within `unpacked_lengths`.
 
-    Args:
-      route: one of the routes.
-      call: for packed rows, within `unpacked_lengths`.
-
-    Returns:
-      ``[b, q, h, e]``. A token that breaks the mask's promise, in a segment that is too long, not in
-      one piece or one too many, gets NaN.
+    A token that breaks the mask's promise, in a segment that is too long, not in one piece or one too many,
+    gets NaN.
     """
     values, mask, q_length = call.values, call.mask, call.q_length
     assert mask.query_segments is not None and mask.key_segments is not None
@@ -130,11 +124,10 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
 def _segment_rows(
     segments: jax.Array, count: int, length: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Each segment's tokens as a row of their own.
+    """Returns each segment's tokens as a row of their own.
 
-    Returns:
-      Where they are ``[b, count, length]``, their number ``[b·count]``, and whether they are neighbors and
-      no more than `length`, bool ``[b, count]``.
+    Where they are ``[b, count, length]``, their number ``[b·count]``, and whether they are neighbors and no
+    more than `length`, bool ``[b, count]``.
     """
     member = segments[:, None, :] == jnp.arange(1, count + 1)[None, :, None]
     start = jnp.argmax(member, axis=-1)

@@ -56,11 +56,9 @@ def match_varying_axes(*trees: PyTree) -> PyTree:
 def in_auto_mode(
     function: Callable[..., PyTree], spec: Callable[[PyTree], PyTree]
 ) -> Callable[..., PyTree]:
-    """Returns the function with all explicit mesh axes made automatic inside.
+    """Returns the function, of pytrees, with all explicit mesh axes made automatic inside.
 
-    Args:
-      function: of pytrees of arrays.
-      spec: ``result -> PartitionSpec``, or a pytree of them: the sharding of the result.
+    `spec` maps the result to its sharding, a `PartitionSpec` or a pytree of them.
     """
     mesh = jax.sharding.get_abstract_mesh()
     explicit = axes_of_type(AxisType.Explicit)
@@ -163,10 +161,8 @@ class Partition:
         The compiler would move the rows of lookups and of loops over chunks between devices. Here only
         the shared arrays are gathered, and their cotangents summed once.
 
-        Args:
-          function: keeps the order of the rows; its results have one or several entries per device.
-          shared: arrays that all rows need.
-          *arrays: ``[b, ...]``; where b is not divisible, the function is applied to all rows at once.
+        The function keeps the order of the rows; its results have one or several entries per device. Where
+        the arrays' b is not divisible, it is applied to all rows at once.
         """
         if not self.batch or any(x.shape[0] % self.batch_devices for x in arrays):
             return function(shared, *arrays)
@@ -220,11 +216,7 @@ class Partition:
         return devices > 1 and call.q_length % devices == 0 and sees_all_keys and has_logits
 
     def _own_queries(self, call: Call) -> Call:
-        """Returns the call of a device's own queries; arrays with an axis of queries are cut already.
-
-        Raises:
-          ValueError: a `Relative` does not reach from the last query to the first key, or the reverse.
-        """
+        """Returns the call of a device's own queries; arrays with an axis of queries are cut already."""
         mask, count = call.mask, call.q_length // self._size(self.sequence)
         first = jax.lax.axis_index(self.sequence) * count
 

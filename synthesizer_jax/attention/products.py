@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -44,22 +44,18 @@ def dense_product(
       ``[..., ...]``.
     """
     num_contracted = len(dimension_numbers[0][1])
+    types: dict[str, Any] = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+    }
     if axes_of_type(AxisType.Explicit):
-        return _explicit_product(
-            x,
-            kernel,
-            num_contracted,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        )
+        return _explicit_product(x, kernel, num_contracted, out_sharding, types)
     contracted_size = math.prod(kernel.shape[:num_contracted])
     out = lax.dot_general(
         x.reshape(-1, contracted_size),
         kernel.reshape(contracted_size, -1),
         (((1,), (0,)), ((), ())),
-        precision=precision,
-        preferred_element_type=preferred_element_type,
+        **types,
     )
     return out.reshape(*x.shape[: x.ndim - num_contracted], *kernel.shape[num_contracted:])
 
@@ -68,10 +64,8 @@ def _explicit_product(
     x: jax.Array,
     kernel: jax.Array,
     num_contracted: int,
-    *,
-    precision: lax.PrecisionLike,
-    preferred_element_type: DTypeLike | None,
     out_sharding: _OutSharding,
+    types: dict[str, Any],
 ) -> jax.Array:
     """Computes `dense_product` where mesh axes are explicit.
 
@@ -90,14 +84,7 @@ def _explicit_product(
     dims = (tuple(range(x.ndim - num_contracted, x.ndim)), tuple(range(num_contracted)))
     if out_sharding is None:
         out_sharding = PartitionSpec(*batch_axes, *feature_axes)
-    return lax.dot_general(
-        x,
-        kernel,
-        (dims, ((), ())),
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        out_sharding=out_sharding,
-    )
+    return lax.dot_general(x, kernel, (dims, ((), ())), out_sharding=out_sharding, **types)
 
 
 def output_product(x: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -56,7 +56,7 @@ def attend_static(call: Call) -> jax.Array:
     query_offset = None if static_tpu.obstacle(q_length, inputs) else call.mask.query_offset
     attend = with_gradient(
         functools.partial(_attend_static_fwd, q_length, query_offset),
-        functools.partial(_attend_static_bwd, q_length, query_offset),
+        functools.partial(_attend_static_bwd, query_offset),
         name=CHECKPOINT_NAME,
     )
     out: jax.Array = attend(inputs)
@@ -89,12 +89,9 @@ def obstacle(call: Call) -> str | None:
     return None
 
 
-def select_kernel(call: Call, platform: str) -> tuple[str, str | None]:
-    """Returns what runs the route on a platform, and why kernels cannot, if there are any."""
-    if platform != "tpu":
-        return "matrix products", None
-    reason = static_tpu.obstacle(call.q_length, static_inputs(call))
-    return ("matrix products" if reason else "Pallas kernels"), reason
+def kernel_obstacle(call: Call) -> str | None:
+    """Returns why TPU kernels cannot take a call; None: they can."""
+    return static_tpu.obstacle(call.q_length, static_inputs(call))
 
 
 class _Residuals(NamedTuple):
@@ -122,31 +119,36 @@ _Region: TypeAlias = tuple[jax.Array, jax.Array]
 def _attend_static_fwd(
     q_length: int, query_offset: int | None, inputs: FusedInputs
 ) -> tuple[jax.Array, _OptionalResiduals]:
-    """Returns the output ``[b, q, h, e]`` and the residuals."""
+    """Returns the output ``[b, q, h, e]`` and the residuals.
+
+    By matrix products, or by the fused route's loop if these would lose digits.
+    """
     is_separable = _is_separable(inputs.mask)
-
-    def run_kernels(inputs: FusedInputs) -> tuple[jax.Array, _OptionalResiduals]:
-        out, inverse_row_sum = static_tpu.forward(
-            q_length, query_offset, inputs, same_keys=is_separable
+    implementations: dict[str, Callable[..., PyTree]] = {
+        "default": functools.partial(_matmul_fwd, q_length)
+    }
+    if query_offset is not None:
+        implementations["tpu"] = functools.partial(
+            static_tpu.forward, q_length, query_offset, same_keys=is_separable
         )
-        if inverse_row_sum is None:
-            return out, ()
-        inverse_row_sum = inverse_row_sum.swapaxes(1, 2)
-        is_exact = jnp.ones_like(inverse_row_sum, shape=(), dtype=bool)
-        return out, _Residuals(inverse_row_sum, inverse_row_sum, is_exact)
+    out, inverse_row_sum = lax.platform_dependent(inputs, **implementations)
+    if is_separable:
+        return out, ()
+    is_exact = _all_when_mapped(jnp.all(inverse_row_sum < 1 / MIN_ROW_SUM))
 
-    default = functools.partial(_matmul_fwd, q_length)
-    if query_offset is None:
-        return default(inputs)
-    results: tuple[jax.Array, _OptionalResiduals] = lax.platform_dependent(
-        inputs, tpu=run_kernels, default=default
+    def run_loop() -> tuple[jax.Array, jax.Array, jax.Array]:
+        rows = lambda x: x[..., 0].transpose(2, 1, 0)
+        out, stats = blocked.forward(q_length, inputs)
+        return out, rows(stats.inverse_row_sum), rows(stats.row_max)
+
+    out, inverse_row_sum, row_max = lax.cond(
+        is_exact, lambda: (out, inverse_row_sum, inverse_row_sum), run_loop
     )
-    return results
+    return out, _Residuals(inverse_row_sum, row_max, is_exact)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
 def _attend_static_bwd(
-    q_length: int,
     query_offset: int | None,
     inputs: FusedInputs,
     out: jax.Array,
@@ -154,48 +156,81 @@ def _attend_static_bwd(
     dout: jax.Array,
 ) -> FusedInputs:
     """Returns the cotangents of the inputs."""
+    implementations: dict[str, Callable[..., PyTree]] = {"default": _matmul_bwd}
+    if query_offset is not None:
+        implementations["tpu"] = functools.partial(static_tpu.backward, query_offset)
 
-    def run_kernels(
-        inputs: FusedInputs, out: jax.Array, residuals: _OptionalResiduals, dout: jax.Array
-    ) -> FusedInputs:
-        inverse_row_sum = None
-        if isinstance(residuals, _Residuals):
-            inverse_row_sum = residuals.inverse_row_sum.swapaxes(1, 2)
-        return static_tpu.backward(query_offset, inputs, out, inverse_row_sum, dout)
+    def run_matmuls(inverse_row_sum: jax.Array | None) -> FusedInputs:
+        args = inputs, out, inverse_row_sum, dout
+        cotangents: FusedInputs = lax.platform_dependent(*args, **implementations)
+        return cotangents
 
-    default = functools.partial(_matmul_bwd, q_length)
-    if query_offset is None:
-        return default(inputs, out, residuals, dout)
-    cotangents: FusedInputs = lax.platform_dependent(
-        inputs, out, residuals, dout, tpu=run_kernels, default=default
+    if not isinstance(residuals, _Residuals):
+        return run_matmuls(None)
+    inverse_row_sum, row_max, is_exact = residuals
+
+    def run_loop() -> FusedInputs:
+        rows = (x.transpose(2, 1, 0)[..., None] for x in (row_max, inverse_row_sum))
+        delta = softmax_vjp_delta(out, dout, row_max.dtype)
+        return blocked.backward(inputs, SoftmaxStats(*rows), delta, dout)
+
+    cotangents: FusedInputs = lax.cond(
+        _all_when_mapped(is_exact), lambda: run_matmuls(inverse_row_sum), run_loop
     )
     return cotangents
 
 
-def _matmul_fwd(q_length: int, inputs: FusedInputs) -> tuple[jax.Array, _OptionalResiduals]:
-    """Computes `_attend_static_fwd` in plain JAX."""
+def _matmul_fwd(q_length: int, inputs: FusedInputs) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the output, and 1 over the denominators ``[h, q, b]`` unless the mask is separable."""
     _, biases, values, mask, _ = inputs
-    logits = _logits(q_length, values.shape[1], biases)
-    if not _is_separable(mask):
-        return _guarded_fwd(logits, values, mask)
-    weights = softmax(logits, mask.band_pairs(*logits.shape[1:]))
-    out = jax.vmap(_weighted_sum, (0, 2), 2)(weights, values).astype(values.dtype)
-    queries = mask.queries(q_length)
-    return out if queries is None else jnp.where(queries[..., None, None], out, 0), ()
+    logits, queries = _logits(q_length, values.shape[1], biases), mask.queries(q_length)
+    if _is_separable(mask):
+        weights = softmax(logits, mask.band_pairs(*logits.shape[1:]))
+        out = jax.vmap(_weighted_sum, (0, 2), 2)(weights, values).astype(values.dtype)
+        return out if queries is None else jnp.where(queries[..., None, None], out, 0), None
+    dtype = logits_dtype(logits, values)
+    regions = _regions(mask, q_length, values)
+    num_keys = sum(
+        _contract_keys("qk,bk->qb", pairs.astype(dtype), keys, dtype) for pairs, keys in regions
+    )
+    has_keys = num_keys > 0
+    has_keys = has_keys if queries is None else has_keys & queries.T
+
+    def head(
+        logits: jax.Array, shared_max: jax.Array, values: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        # E = exp(S - c)
+        numerators = _exp_logits(logits, shared_max, regions)
+        # l = E m
+        row_sum = sum(
+            _contract_keys("qk,bk->qb", e.astype(values.dtype), keys, dtype)
+            for e, (_, keys) in zip(numerators, regions, strict=True)
+        )
+        inverse_row_sum = jnp.where(has_keys, 1 / jnp.maximum(row_sum, MIN_ROW_SUM), 0)
+        # O = E (m ∘ V) / l
+        out = sum(map(_weighted_sum, numerators, _mask_values(values, regions)))
+        return (out * inverse_row_sum.T[..., None]).astype(values.dtype), inverse_row_sum
+
+    args = logits, _shared_max(logits, values, mask), values
+    results: tuple[jax.Array, jax.Array] = _map_heads(head, args, (0, 0, 2), (2, 0))
+    return results
 
 
 def _matmul_bwd(
-    q_length: int,
-    inputs: FusedInputs,
-    out: jax.Array,
-    residuals: _OptionalResiduals,
-    dout: jax.Array,
+    inputs: FusedInputs, out: jax.Array, inverse_row_sum: jax.Array | None, dout: jax.Array
 ) -> FusedInputs:
-    """Computes `_attend_static_bwd` in plain JAX."""
+    """Returns the cotangents of the inputs.
+
+    With the weights ``P = (E ∘ m) / l`` of an example, where ``l = E m``, and summed over examples::
+
+      dV = Pᵀ dO = m ∘ Eᵀ (dO / l)
+      dS = Σ_b P ∘ (dP - delta) = E ∘ (Σ_b (dO / l) (m ∘ V)ᵀ - Σ_b m delta / l)
+    """
     _, biases, values, mask, _ = inputs
-    logits, logits_vjp = jax.vjp(functools.partial(_logits, q_length, values.shape[1]), biases)
-    if _is_separable(mask):
-        queries = mask.queries(q_length)
+    make_logits = functools.partial(_logits, dout.shape[1], values.shape[1])
+    logits, logits_vjp = jax.vjp(make_logits, biases)
+    if inverse_row_sum is None:
+        queries = mask.queries(dout.shape[1])
         dout = dout if queries is None else jnp.where(queries[..., None, None], dout, 0)
         band = mask.band_pairs(*logits.shape[1:])
         weights, softmax_vjp = jax.vjp(lambda x: softmax(x, band), logits)
@@ -205,8 +240,19 @@ def _matmul_bwd(
         # dS = P ∘ (dP - Σ_k P ∘ dP)
         (dlogits,) = softmax_vjp(dweights)
     else:
-        assert isinstance(residuals, _Residuals)
-        dlogits, dvalues = _guarded_bwd(logits, values, mask, out, residuals, dout)
+        # delta = Σ_e dO ∘ O
+        delta = softmax_vjp_delta(out, dout, inverse_row_sum.dtype)
+        scaled_delta = delta[..., 0].transpose(2, 1, 0) * inverse_row_sum
+        args = (
+            logits,
+            _shared_max(logits, values, mask),
+            values,
+            inverse_row_sum,
+            scaled_delta,
+            dout,
+        )
+        head = functools.partial(_head_cotangents, _regions(mask, dout.shape[1], values))
+        dlogits, dvalues = _map_heads(head, args, (0, 0, 2, 0, 0, 2), (0, 2))
     (dbiases,) = logits_vjp(dlogits)
     return inputs.cotangents(Products(), dbiases, dvalues)
 
@@ -215,10 +261,6 @@ def _logits(q_length: int, k_length: int, biases: Biases) -> jax.Array:
     """Returns the sum of the biases, ``[h, q, k]`` in float32 or wider."""
     terms = (*biases.tables, *biases.diagonals)
     return materialize(terms, q_length=q_length, k_length=k_length)[0]
-
-
-def _fused_inputs(logits: jax.Array, values: jax.Array, mask: Mask) -> FusedInputs:
-    return FusedInputs(Products(), Biases((Static(logits),)), values, mask)
 
 
 def _is_separable(mask: Mask) -> bool:
@@ -232,103 +274,6 @@ def _is_separable(mask: Mask) -> bool:
     _, after = mask.band
     is_causal = after is not None and after <= 0
     return mask.key_lengths is None or (is_causal and mask.self_attention)
-
-
-def _guarded_fwd(logits: jax.Array, values: jax.Array, mask: Mask) -> tuple[jax.Array, _Residuals]:
-    """Returns the output and the residuals where examples differ in the keys that they see.
-
-    Returns:
-      The output ``[b, q, h, e]``, by matrix products, or by the fused route's loop if these would lose
-      digits; and the residuals.
-    """
-    q_length, dtype = logits.shape[1], logits_dtype(logits, values)
-    regions = _regions(mask, q_length, values)
-    num_keys = sum(
-        _contract_keys("qk,bk->qb", pairs.astype(dtype), keys, dtype) for pairs, keys in regions
-    )
-    has_keys, queries = num_keys > 0, mask.queries(q_length)
-    has_keys = has_keys if queries is None else has_keys & queries.T
-
-    def head(
-        logits: jax.Array, shared_max: jax.Array, values: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        # E = exp(S - c)
-        numerators = _exp_logits(logits, shared_max, regions)
-        # l = E m
-        row_sum = sum(
-            _contract_keys("qk,bk->qb", e.astype(values.dtype), keys, dtype)
-            for e, (_, keys) in zip(numerators, regions, strict=True)
-        )
-        inverse_row_sum = jnp.where(has_keys, 1 / jnp.maximum(row_sum, MIN_ROW_SUM), 0)
-        # O = E (m ∘ V) / l
-        out = sum(map(_weighted_sum, numerators, _mask_values(values, regions)))
-        out = out * inverse_row_sum.T[..., None]
-        is_exact = jnp.all((row_sum >= MIN_ROW_SUM) | ~has_keys)
-        return out.astype(values.dtype), inverse_row_sum, is_exact
-
-    shared_max = _shared_max(logits, values, mask)
-    args = logits, shared_max, values
-    out, inverse_row_sum, is_exact = _map_heads(head, args, (0, 0, 2), (2, 0, 0))
-    is_exact = _all_when_mapped(jnp.all(is_exact))
-
-    def use_matmuls() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return out, inverse_row_sum, inverse_row_sum
-
-    def run_loop() -> tuple[jax.Array, jax.Array, jax.Array]:
-        out, stats = blocked.forward(q_length, _fused_inputs(logits, values, mask))
-        return (
-            out,
-            stats.inverse_row_sum[..., 0].transpose(2, 1, 0),
-            stats.row_max[..., 0].transpose(2, 1, 0),
-        )
-
-    out, inverse_row_sum, row_max = lax.cond(is_exact, use_matmuls, run_loop)
-    return out, _Residuals(inverse_row_sum, row_max, is_exact)
-
-
-def _guarded_bwd(
-    logits: jax.Array,
-    values: jax.Array,
-    mask: Mask,
-    out: jax.Array,
-    residuals: _Residuals,
-    dout: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the cotangents of the logits and the values.
-
-    With the weights ``P = (E ∘ m) / l`` of an example, where ``l = E m``, and summed over examples::
-
-      dV = Pᵀ dO = m ∘ Eᵀ (dO / l)
-      dS = Σ_b P ∘ (dP - delta) = E ∘ (Σ_b (dO / l) (m ∘ V)ᵀ - Σ_b m delta / l)
-    """
-    inverse_row_sum, row_max, is_exact = residuals
-    # delta = Σ_e dO ∘ O
-    delta = softmax_vjp_delta(out, dout, inverse_row_sum.dtype)
-
-    def run_matmuls() -> tuple[jax.Array, jax.Array]:
-        scaled_delta = delta[..., 0].transpose(2, 1, 0) * inverse_row_sum
-        args = (
-            logits,
-            _shared_max(logits, values, mask),
-            values,
-            inverse_row_sum,
-            scaled_delta,
-            dout,
-        )
-        regions = _regions(mask, logits.shape[1], values)
-        cotangents: tuple[jax.Array, jax.Array] = _map_heads(
-            functools.partial(_head_cotangents, regions), args, (0, 0, 2, 0, 0, 2), (0, 2)
-        )
-        return cotangents
-
-    def run_loop() -> tuple[jax.Array, jax.Array]:
-        rows = (x.transpose(2, 1, 0)[..., None] for x in (row_max, inverse_row_sum))
-        inputs = _fused_inputs(logits, values, mask)
-        cotangents = blocked.backward(inputs, SoftmaxStats(*rows), delta, dout)
-        return jax.tree.leaves(cotangents.biases)[0], cotangents.values
-
-    dlogits, dvalues = lax.cond(_all_when_mapped(is_exact), run_matmuls, run_loop)
-    return dlogits, dvalues
 
 
 def _head_cotangents(
@@ -420,14 +365,9 @@ def _mask_values(values: jax.Array, regions: list[_Region]) -> list[jax.Array]:
 
 
 def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """Sums values with weights that all examples share, by one matrix product.
+    """Sums values ``[b, k, e]`` with weights ``[q, k]`` that all examples share, ``[b, q, e]``.
 
-    Args:
-      weights: ``[q, k]``; they are rounded to the values' dtype.
-      values: ``[b, k, e]``.
-
-    Returns:
-      ``[b, q, e]``, float32 or wider.
+    That is one matrix product, in float32 or wider; the weights are rounded to the values' dtype.
     """
     out = _matmul(weights.astype(values.dtype), _in_columns(values), (1, 0))
     return out.reshape(out.shape[0], -1, values.shape[2]).swapaxes(0, 1)

@@ -64,9 +64,7 @@ class Term(abc.ABC):
     linear: ClassVar[str | None] = None
 
     @abc.abstractmethod
-    def materialize(
-        self, *, q_length: int, k_length: int, query_offset: int | jax.Array
-    ) -> jax.Array:
+    def materialize(self, q_length: int, k_length: int, query_offset: int | jax.Array) -> jax.Array:
         """Returns the logits ``[b or 1, h, q, k]``, float32 or wider.
 
         Args:
@@ -112,7 +110,6 @@ class Term(abc.ABC):
 
     def has_absolute_positions(self, mask: Mask) -> tuple[bool, bool]:
         """Whether queries, and keys, are looked up by their position in a segment of a packed row."""
-        del mask
         by_query, by_key = (
             any(n in a.axes and not a.from_tokens for a in self.arrays()) for n in ("q", "k")
         )
@@ -198,10 +195,7 @@ class Static(Term):
 
     linear = "logits"
 
-    def materialize(
-        self, *, q_length: int, k_length: int, query_offset: int | jax.Array
-    ) -> jax.Array:
-        del q_length, k_length, query_offset
+    def materialize(self, q_length: int, k_length: int, query_offset: int | jax.Array) -> jax.Array:
         return self.logits.astype(logits_dtype(self.logits))[None]
 
 
@@ -229,9 +223,7 @@ class Relative(Term):
     def has_absolute_positions(self, mask: Mask) -> tuple[bool, bool]:
         return not mask.self_attention, not mask.self_attention
 
-    def materialize(
-        self, *, q_length: int, k_length: int, query_offset: int | jax.Array
-    ) -> jax.Array:
+    def materialize(self, q_length: int, k_length: int, query_offset: int | jax.Array) -> jax.Array:
         cut = cut_diagonals(self, q_length, k_length, query_offset=query_offset)
         return expand_diagonals(cut.logits, q_length)[None]
 
@@ -319,10 +311,7 @@ class LowRank(Term):
     def depends_on_tokens(self, name: str) -> bool:
         return self.token_queries if name == "queries" else self.token_keys
 
-    def materialize(
-        self, *, q_length: int, k_length: int, query_offset: int | jax.Array
-    ) -> jax.Array:
-        del q_length, k_length, query_offset
+    def materialize(self, q_length: int, k_length: int, query_offset: int | jax.Array) -> jax.Array:
         dtype = logits_dtype(self.queries, self.keys)
         return jnp.einsum("bqhr,bkhr->bhqk", self.queries, self.keys, preferred_element_type=dtype)
 
@@ -378,10 +367,7 @@ class Outer(Term):
     def has_absolute_positions(self, mask: Mask) -> tuple[bool, bool]:
         return False, True
 
-    def materialize(
-        self, *, q_length: int, k_length: int, query_offset: int | jax.Array
-    ) -> jax.Array:
-        del q_length, query_offset
+    def materialize(self, q_length: int, k_length: int, query_offset: int | jax.Array) -> jax.Array:
         a, b = (x.astype(logits_dtype(x)) for x in (self.a, self.b))
         product = (a[..., :, None] * b[..., None, :]).reshape(*a.shape[:3], -1)
         return product[..., :k_length].transpose(0, 2, 1, 3)
@@ -401,9 +387,7 @@ def outer(a: jax.Array, b: jax.Array) -> Outer:
 class _NoLogits(Term):
     """A term that talking heads cannot exchange, nor a mixture multiply."""
 
-    def materialize(
-        self, *, q_length: int, k_length: int, query_offset: int | jax.Array
-    ) -> jax.Array:
+    def materialize(self, q_length: int, k_length: int, query_offset: int | jax.Array) -> jax.Array:
         """Raises a `ValueError`."""
         raise ValueError(
             f"{type(self).__name__} is not made of logits alone, which is asked for here (talking heads "

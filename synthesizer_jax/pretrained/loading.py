@@ -25,7 +25,7 @@ from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.pretrained.architecture import Pretrained
 from synthesizer_jax.pretrained.huggingface.folder import open_folder
-from synthesizer_jax.pretrained.t5x.checkpoint import is_checkpoint, open_checkpoint
+from synthesizer_jax.pretrained.t5x import is_checkpoint, open_checkpoint
 from synthesizer_jax.sharding import replicate_to_devices
 from synthesizer_jax.training.initial_parameters import find_checkpoint, run_of
 from synthesizer_jax.training.run_directory import (
@@ -59,10 +59,6 @@ def open_pretrained(source: pathlib.Path, *, compare: bool = True) -> Iterator[P
       source: a folder of Hugging Face transformers; a checkpoint of T5X, a file or a directory; ``RUN`` or
         ``RUN/checkpoints/STEP``.
       compare: see `open_folder`.
-
-    Raises:
-      FileNotFoundError: there is nothing, or a file is missing.
-      ValueError: it cannot be read.
     """
     if not source.exists():
         raise FileNotFoundError(f"there is no {source}; give a folder or a checkpoint file")
@@ -134,12 +130,7 @@ def load(path: str | pathlib.Path, *, mesh: Mesh | None = None) -> Loaded:
 
 
 def read_params(pretrained: Pretrained, mesh: Mesh | None = None) -> PyTree:
-    """Reads the parameters of an open checkpoint, one after the other.
-
-    Args:
-      pretrained: from `open_pretrained`.
-      mesh: the mesh over which they are sharded; None: one device.
-    """
+    """Reads the parameters of an open checkpoint one by one, to one device or sharded over a mesh."""
     if mesh is None:
         return jax.tree.map(lambda x: jnp.asarray(x.read()), pretrained.params)
     layout = layout_over(pretrained.model, pretrained.model.example(1, 1), mesh)["params"]
