@@ -51,12 +51,7 @@ class Products(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """Terms of parameters that every example of a head has in common.
-
-    Attributes:
-      tables: `Static` terms.
-      diagonals: `Relative` terms, cut to the block of logits.
-    """
+    """Terms of parameters that all examples have in common, diagonals cut to the block of logits."""
 
     tables: tuple[Static, ...] = ()
     diagonals: tuple[Relative, ...] = ()

@@ -55,11 +55,10 @@ class Cache:
     @property
     def capacity(self) -> int:
         """Number of positions that the arrays hold."""
-        return num_positions(self.values)
+        return _num_positions(self.values)
 
 
-def num_positions(values: Values) -> int:
-    """Returns the number of positions of values."""
+def _num_positions(values: Values) -> int:
     return jax.tree.leaves(values)[0].shape[1]
 
 
@@ -125,7 +124,7 @@ def extend(
         that is allowed unless it is a window), or it was made for other terms. If a position is
         traced, the new values are NaN instead.
     """
-    n = num_positions(values)
+    n = _num_positions(values)
     at = cache.length if at is None else at
     valid, length = advance_length(
         at,
@@ -229,7 +228,7 @@ def _extend_window(
     valid: jax.Array | None,
 ) -> tuple[Terms, Values, Mask, Cache]:
     """Extends a window: the past is what lies before `at`."""
-    size, new = cache.capacity, num_positions(values)
+    size, new = cache.capacity, _num_positions(values)
 
     def concatenate(past: jax.Array, x: jax.Array) -> jax.Array:
         return fill_invalid(jnp.concatenate([past, x.astype(past.dtype)], axis=1), valid)

@@ -1,9 +1,8 @@
 """Packed rows: several examples in one row, with positions that start anew in each.
 
-Terms made of tokens, or in self-attention of ``key - query``, need the segment mask only. Terms
-that look positions up in parameters are unpacked first where rows hold few segments: their examples
-become rows of their own, the ordinary routes run on those, and the results are packed again. Where rows
-hold many, the fused route looks positions up block by block (`FusedInputs.positions`).
+Terms that look positions up in parameters are unpacked where rows hold few segments: their examples become
+rows of their own, on which the ordinary routes run. Where rows hold many, the fused route looks positions
+up block by block (`FusedInputs.positions`).
 """
 
 from __future__ import annotations

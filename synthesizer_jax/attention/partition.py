@@ -106,18 +106,12 @@ class Partition:
 
     def restricted_to(self, *, batch: int, heads: int) -> Partition:
         """Returns the partition without the axes by which batch or heads are not divisible."""
-        return Partition(
-            self.batch if batch % self._size(self.batch) == 0 else (),
-            self.heads if heads % self._size(self.heads) == 0 else (),
-            self.sequence,
-        )
+        divides = lambda axes, size: size % self._size(axes) == 0
+        rows, columns = divides(self.batch, batch), divides(self.heads, heads)
+        return Partition(self.batch if rows else (), self.heads if columns else (), self.sequence)
 
     def run(self, route: Callable[[Call], jax.Array], call: Call) -> jax.Array:
-        """Runs a route under `jax.shard_map`, on every device's own examples, heads and queries.
-
-        Raises:
-          ValueError: the batch or the heads are not divisible by their mesh axes.
-        """
+        """Runs a route under `jax.shard_map`, on every device's own examples, heads and queries."""
         self._check("batch", self.batch, call.values.shape[0])
         self._check("heads", self.heads, call.values.shape[2])
         offset, divided = call.mask.query_offset, self._divides_queries(call)
@@ -164,7 +158,7 @@ class Partition:
         The function keeps the order of the rows; its results have one or several entries per device. Where
         the arrays' b is not divisible, it is applied to all rows at once.
         """
-        if not self.batch or any(x.shape[0] % self.batch_devices for x in arrays):
+        if not self.batch or any(x.shape[0] % self._size(self.batch) for x in arrays):
             return function(shared, *arrays)
         rows = PartitionSpec(self.batch)
         sharded = jax.shard_map(
@@ -182,17 +176,12 @@ class Partition:
         """The names of all axes."""
         return {*self.batch, *self.heads, *self.sequence}
 
-    @property
-    def batch_devices(self) -> int:
-        """The number of parts of the batch."""
-        return self._size(self.batch)
-
     def constrain(self, x: jax.Array) -> jax.Array:
         """Returns activations ``[b, n, ...]`` whose sharding, and that of their cotangents, is fixed.
 
         The compiler alone would shard a cotangent like the parameter that it is multiplied with.
         """
-        if x.shape[0] % self.batch_devices:
+        if x.shape[0] % self._size(self.batch):
             return x
         length = None if x.shape[1] % self._size(self.sequence) else self.sequence
         return jax.lax.with_sharding_constraint(x, PartitionSpec(self.batch, length))

@@ -48,42 +48,24 @@ def dense_product(
         "precision": precision,
         "preferred_element_type": preferred_element_type,
     }
-    if axes_of_type(AxisType.Explicit):
-        return _explicit_product(x, kernel, num_contracted, out_sharding, types)
-    contracted_size = math.prod(kernel.shape[:num_contracted])
-    out = lax.dot_general(
-        x.reshape(-1, contracted_size),
-        kernel.reshape(contracted_size, -1),
-        (((1,), (0,)), ((), ())),
-        **types,
-    )
-    return out.reshape(*x.shape[: x.ndim - num_contracted], *kernel.shape[num_contracted:])
-
-
-def _explicit_product(
-    x: jax.Array,
-    kernel: jax.Array,
-    num_contracted: int,
-    out_sharding: _OutSharding,
-    types: dict[str, Any],
-) -> jax.Array:
-    """Computes `dense_product` where mesh axes are explicit.
-
-    Mesh axes that already divide `x` cannot also divide the kernel's features: the kernel is gathered
-    along them (FSDP).
-    """
+    lead, features = x.shape[: x.ndim - num_contracted], kernel.shape[num_contracted:]
+    if not axes_of_type(AxisType.Explicit):
+        contracted_size = math.prod(kernel.shape[:num_contracted])
+        x, kernel = x.reshape(-1, contracted_size), kernel.reshape(contracted_size, -1)
+        out = lax.dot_general(x, kernel, (((1,), (0,)), ((), ())), **types)
+        return out.reshape(*lead, *features)
+    # Mesh axes that already divide `x` cannot also divide the kernel's features: the kernel is gathered
+    # along them (FSDP).
     x_axes = [axes_along(x, i) for i in range(x.ndim)]
-    batch_axes = x_axes[: x.ndim - num_contracted]
-    contracted_axes = x_axes[x.ndim - num_contracted :]
     used_axes = {axis for axes in x_axes for axis in axes}
     feature_axes = [
         tuple(axis for axis in axes_along(kernel, i) if axis not in used_axes)
         for i in range(num_contracted, kernel.ndim)
     ]
-    kernel = jax.sharding.reshard(kernel, PartitionSpec(*contracted_axes, *feature_axes))
-    dims = (tuple(range(x.ndim - num_contracted, x.ndim)), tuple(range(num_contracted)))
+    kernel = jax.sharding.reshard(kernel, PartitionSpec(*x_axes[len(lead) :], *feature_axes))
+    dims = (tuple(range(len(lead), x.ndim)), tuple(range(num_contracted)))
     if out_sharding is None:
-        out_sharding = PartitionSpec(*batch_axes, *feature_axes)
+        out_sharding = PartitionSpec(*x_axes[: len(lead)], *feature_axes)
     return lax.dot_general(x, kernel, (dims, ((), ())), out_sharding=out_sharding, **types)
 
 

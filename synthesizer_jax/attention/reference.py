@@ -58,12 +58,7 @@ def softmax_weights(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -
 
 
 def softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
-    """Returns the softmax over the last axis; rows in which all logits are -inf or masked are zero.
-
-    Args:
-      logits: ``[..., k]``.
-      pairs: bool, which logits are not masked; None: all.
-    """
+    """Returns the softmax of ``[..., k]``; rows in which all logits are -inf or masked are zero."""
     if pairs is not None:
         logits = jnp.where(pairs, logits, jnp.finfo(logits.dtype).min)
     return _softmax(logits, pairs)

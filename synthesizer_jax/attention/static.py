@@ -98,10 +98,8 @@ class _Residuals(NamedTuple):
     """The residuals where examples differ in the keys that they see.
 
     Attributes:
-      inverse_row_sum: 1 over the denominators, ``[h, q, b]``; 0 for queries that are padding or see no
-        key.
-      row_max: what was subtracted from the logits, ``[h, q, b]``, if `is_exact` is false; not read
-        otherwise.
+      inverse_row_sum: 1 over the denominators, ``[h, q, b]``; 0 for padding and rows without keys.
+      row_max: what the loop subtracted from the logits, ``[h, q, b]``; not read if `is_exact`.
       is_exact: a scalar bool: whether no denominator of a real query was below `MIN_ROW_SUM`.
     """
 

@@ -33,23 +33,13 @@ class Pretrained(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """The fields in which published T5s differ.
+    """The fields in which published T5s differ; those that models here have too are named as there.
 
     Attributes:
-      vocab_size: rows of the embedding.
-      d_model: width of the model.
-      num_heads: number of heads.
-      head_dim: width of one head.
-      d_ff: width of the feed-forward layers.
-      num_layers: layers of the encoder.
-      num_decoder_layers: layers of the decoder; 0: there is only an encoder.
-      activations: of the feed-forward layers, see `FeedForward`.
+      num_decoder_layers: 0: there is only an encoder.
       tied: the embedding is also the output projection (T5 1.0).
       scaled: the decoder's outputs are divided by √d_model before that projection (T5 1.0).
-      num_buckets: buckets of the relative bias.
-      max_distance: distances from here on share the last bucket.
       bias_per_layer: every layer has a relative bias of its own (umT5), not the first of a stack.
-      epsilon: of the normalization.
       dropout_rate: one rate for all dropouts.
     """
 

@@ -36,12 +36,9 @@ def reading(path: pathlib.Path) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How another library stores a parameter: with the same axes, or as a matrix.
+    """How another library stores a parameter.
 
-    Attributes:
-      rows: our first axes that are merged to the rows of a matrix, and all others to its columns; None:
-        the axes are the same.
-      transposed: the other library has the transposed matrix.
+    With the same axes, or as a matrix, perhaps transposed, whose rows are our first `rows` axes merged.
     """
 
     rows: int | None = None
@@ -68,14 +65,7 @@ SAME = Layout()
 
 
 class Correspondence(NamedTuple):
-    """A parameter here and elsewhere.
-
-    Attributes:
-      path: the keys of our parameter in ``params``.
-      shape: our shape.
-      name: the name in the other library.
-      layout: its layout there.
-    """
+    """A parameter: its keys in ``params`` and its shape here, its name and layout in another library."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
@@ -84,13 +74,7 @@ class Correspondence(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint.
-
-    Attributes:
-      shape: its shape.
-      dtype: the name of its dtype.
-      read: reads it, or one index of its axis 1.
-    """
+    """A tensor of a checkpoint; it is read, or one index of its axis 1, when it is asked for."""
 
     shape: tuple[int, ...]
     dtype: str
