@@ -49,12 +49,3 @@ def test_terms_are_explained_for_another_platform():
     assert (cpu.platform, cpu.route) == ("cpu", "fused") and cpu.kernel != "Pallas kernels"
     assert (tpu.platform, tpu.route, tpu.kernel) == ("tpu", "fused", "Pallas kernels")
     assert "made from tokens" in cpu.obstacles["static"]
-
-
-def test_a_layer_explains_itself_from_shapes():
-    layer = sj.Attention(2, 64, alignment=sj.Random(512))
-    x = jax.ShapeDtypeStruct((2, 512, 8), jnp.bfloat16)
-    (on_tpu,) = layer.explain(x, platform="tpu")
-    assert (on_tpu.route, on_tpu.kernel) == ("static", "Pallas kernels")
-    (masked,) = layer.explain(x, mask=sj.Mask(allowed=jnp.ones((1, 1, 512, 512), bool)))
-    assert masked.route == "fused" and "Mask.allowed" in masked.obstacles["static"]

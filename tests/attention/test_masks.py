@@ -92,32 +92,6 @@ def test_an_array_of_keys_hides_no_query() -> None:
     assert Mask.of(real[:, None, None]).for_self_attention().queries(KEYS).all()
 
 
-def test_zeros_and_ones_are_booleans() -> None:
-    terms, values, g = problem(("static",))
-    real = cases.holes(BATCH, KEYS)
-    expected, found = (
-        cases.run(terms, values, Mask.padded(x), g, "static")
-        for x in (real, real.astype("float32"))
-    )
-    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        assert oracle.error(x, np.asarray(y, np.float64)) < 2e-5
-
-
-def test_masks_that_are_made_for_their_use() -> None:
-    lengths, real = jnp.array([3, 4, 0]), cases.holes(BATCH, KEYS)
-    for keys, name in ((lengths, "lengths"), (real, "valid")):
-        own = Mask.padded(keys, causal=True, window=2)
-        assert own.self_attention and own.causal and own.window == 2
-        assert getattr(own, f"query_{name}") is getattr(own, f"key_{name}") is keys
-        cross = Mask.padded(keys, lengths)
-        assert not cross.self_attention and cross.query_lengths is lengths
-    own = Mask.packed(SEGMENTS, causal=True, **COUNTED)
-    assert own.self_attention and own.query_segments is own.key_segments is SEGMENTS
-    assert not Mask.packed(SEGMENTS, SEGMENTS).self_attention
-    mixed = Mask(key_lengths=lengths, query_lengths=lengths)  # what is traced has no identity
-    assert mixed.for_self_attention() is mixed
-
-
 def test_self_attention_is_known_behind_jit_and_checkpoint() -> None:
     """T5's bias in rows of many segments needs no look-up, whatever has traced the mask."""
     terms = cases.make_terms(("dot_product", "relative"), BATCH, KEYS, KEYS)

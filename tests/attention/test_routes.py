@@ -73,17 +73,6 @@ def test_each_term_alone(name: str) -> None:
     cases.check(terms, values, cases.cross_masks()["padding"], g, "fused", BOUND)
 
 
-def test_empty_rows_are_zero_and_give_no_gradient() -> None:
-    terms, values, g = problem(EVERY_TERM, QUERIES, KEYS)
-    for route in ("fused", "reference"):
-        mask = Mask(key_lengths=jnp.zeros(BATCH, int))
-        out, dterms, dvalues = cases.run(terms, values, mask, g, route)
-        assert not np.any(out)
-        assert not np.any(dvalues)
-        for arrays in oracle.gradients_of(dterms):
-            assert not any(np.any(x) for x in arrays.values())
-
-
 def test_weights_for_reports() -> None:
     terms, values, g = problem(EVERY_TERM, KEYS, KEYS)
     for mask in (cases.self_masks()["causal and padding"], cases.packed_masks()["packed"]):
