@@ -12,7 +12,7 @@ import numpy as np
 
 from synthesizer_jax.alignments.base import Alignment, AttentionContext
 from synthesizer_jax.attention import Terms, banded, relative
-from synthesizer_jax.attention.lengths import arange
+from synthesizer_jax.attention.relative import arange
 from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.initializers import Initializer
 from synthesizer_jax.parameters import with_axes

@@ -2,8 +2,7 @@
 
 from synthesizer_jax.attention.attend import attend, attention_weights, drop_value_vectors
 from synthesizer_jax.attention.cache import Cache, extend, init_cache
-from synthesizer_jax.attention.explain import explain
-from synthesizer_jax.attention.explanations import Explanation
+from synthesizer_jax.attention.explanations import Explanation, explain
 from synthesizer_jax.attention.functional import dot_product_attention
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.partition import Partition

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +12,16 @@ from jax.sharding import AxisType, PartitionSpec
 
 from synthesizer_jax.attention.banded import attend_banded
 from synthesizer_jax.attention.banded import obstacle as banded_obstacle
-from synthesizer_jax.attention.checks import check_arguments, check_weights
+from synthesizer_jax.attention.checks import check_term, check_types
 from synthesizer_jax.attention.explanations import Explanation, explained_platform, log_call
 from synthesizer_jax.attention.fused import attend_fused
+from synthesizer_jax.attention.fused import kernel_obstacle as fused_kernel_obstacle
 from synthesizer_jax.attention.fused import obstacle as fused_obstacle
-from synthesizer_jax.attention.fused import select_kernel as select_fused_kernel
-from synthesizer_jax.attention.masks import Mask
+from synthesizer_jax.attention.masks import Mask, zero_padding
 from synthesizer_jax.attention.packed import (
     MAX_UNPACKING_FACTOR,
     attend_unpacked,
-    has_absolute_positions,
+    cover_distances,
     unpacked_lengths,
 )
 from synthesizer_jax.attention.partition import (
@@ -28,13 +29,23 @@ from synthesizer_jax.attention.partition import (
     axes_along,
     axes_of_type,
     in_auto_mode,
+    match_varying_axes,
 )
-from synthesizer_jax.attention.parts import Call, match_varying_axes
 from synthesizer_jax.attention.reference import attend_reference, softmax_weights
 from synthesizer_jax.attention.static import attend_static
+from synthesizer_jax.attention.static import kernel_obstacle as static_kernel_obstacle
 from synthesizer_jax.attention.static import obstacle as static_obstacle
-from synthesizer_jax.attention.static import select_kernel as select_static_kernel
-from synthesizer_jax.attention.terms import Split, Terms
+from synthesizer_jax.attention.terms import (
+    Call,
+    Relative,
+    Split,
+    Static,
+    Term,
+    TermArray,
+    Terms,
+    has_absolute_positions,
+    map_arrays,
+)
 from synthesizer_jax.typing import PyTree
 
 ROUTES: dict[str, Callable[[Call], jax.Array]] = {
@@ -51,8 +62,11 @@ OBSTACLES: dict[str, Callable[[Call], str | None]] = {
 }
 """Why a route cannot take a call; None: it can."""
 
-KERNELS = {"static": select_static_kernel, "fused": select_fused_kernel}
-"""What runs a route on a platform, and why not kernels."""
+KERNELS = {
+    "static": ("matrix products", static_kernel_obstacle),
+    "fused": ("a loop over blocks of logits", fused_kernel_obstacle),
+}
+"""What runs a route where there are no kernels, and why TPU kernels cannot; None: they can."""
 
 FEW_LOGITS = 128 * 128
 """Up to this many logits per head and example, the logits take about as much memory as queries, keys and
@@ -117,7 +131,7 @@ def attend(
         mask: Mask | jax.Array | None,
         dropout_key: jax.Array | None,
     ) -> jax.Array:
-        call = check_arguments(terms, values, mask, q_length=q_length)
+        call = _make_call(terms, values, mask, q_length)
         batch, k_length, heads, width = values.shape
         if 0 in (batch, call.q_length, k_length, heads, width):
             return jnp.zeros((batch, call.q_length, heads, width), values.dtype)
@@ -132,6 +146,68 @@ def attend(
         partition = _partition_of_types(terms, values)
     spec = PartitionSpec(partition.batch, partition.sequence, partition.heads)
     return in_auto_mode(compute, lambda _: spec)(terms, values, mask, dropout_key)
+
+
+def _make_call(
+    terms: Terms, values: jax.Array, mask: Mask | jax.Array | None, q_length: int | None
+) -> Call:
+    """Checks the arguments of `attend`, and returns them as the routes take them.
+
+    Padding is zero in tokens' queries, keys and values, so that a NaN there stays without effect. The
+    mask's arrays have their full shapes.
+    """
+    if jnp.ndim(values) != 4:
+        raise ValueError(
+            f"attend: values have shape {jnp.shape(values)}; it must be [batch, k, heads, e]"
+        )
+    batch, k_length, heads, _ = values.shape
+    terms, mask, q_length, _ = _checked(terms, mask, q_length, k_length, batch=batch, heads=heads)
+    keys, queries = mask.keys(k_length), mask.queries(q_length)
+
+    def clear(a: TermArray) -> jax.Array:
+        real = queries if "q" in a.axes else keys
+        made = a.from_tokens and real is not None and a.x.shape[:2] == real.shape
+        return zero_padding(a.x, real) if made else a.x
+
+    clear_term = lambda t: t if t.is_weights or isinstance(t, Split) else map_arrays(clear, t)
+    values = zero_padding(values, keys)
+    return Call(tuple(map(clear_term, terms)), values, mask, q_length)
+
+
+def _checked(
+    terms: Terms,
+    mask: Mask | jax.Array | None,
+    q_length: int | None,
+    k_length: int | None,
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
+) -> tuple[Terms, Mask, int, int]:
+    """Returns checked terms, the mask with its full shapes, and the numbers of queries and keys."""
+    check_types(terms)
+    terms, mask = tuple(map(_as_float, terms)), Mask.of(mask)
+    for q, k in (term.lengths for term in terms):
+        q_length = q if q_length is None else q_length
+        k_length = k if k_length is None else k_length
+    if q_length is None or k_length is None:
+        name = "q_length" if q_length is None else "k_length"
+        raise ValueError(f"attention: no term tells how long the rows are; give {name}")
+    if batch is None:
+        of_mask = [x.shape[0] for x in jax.tree.leaves(mask) if jnp.ndim(x)]
+        batch = max([1, *of_mask, *(term.batch for term in terms)])
+    sizes = {"batch": batch, "heads": terms[0].num_heads if heads is None else heads}
+    sizes |= {"q_length": q_length, "k_length": k_length}
+    mask = mask.broadcast_to(**sizes)
+    for term in terms:
+        check_term(term, mask, **sizes)
+    return cover_distances(terms, mask, q_length, k_length), mask, q_length, k_length
+
+
+def _as_float(term: Term) -> Term:
+    """Returns the term with integer logits as float32."""
+    if not isinstance(term, Static | Relative) or jnp.issubdtype(term.logits.dtype, jnp.inexact):
+        return term
+    return dataclasses.replace(term, logits=term.logits.astype(jnp.float32))
 
 
 def _partition_of_types(terms: Terms, values: jax.Array) -> Partition:
@@ -153,7 +229,7 @@ def _groups_of_heads(call: Call) -> list[Call]:
     for terms, start, count in split.slices():
         mask = call.mask.take_heads(start, count)
         part = values[:, :, start : start + count]
-        groups += _groups_of_heads(check_arguments(terms, part, mask, q_length=call.q_length))
+        groups += _groups_of_heads(_make_call(terms, part, mask, call.q_length))
     return groups
 
 
@@ -174,15 +250,8 @@ def _run_route(call: Call, implementation: str, partition: Partition | None) -> 
     return run(call) if partition is None else partition.run(run, call)
 
 
-@dataclasses.dataclass(frozen=True)
-class _RouteChoice:
-    """How attention is computed.
-
-    Attributes:
-      route: a name of `ROUTES`.
-      unpack: whether the examples of packed rows become rows of their own first.
-      obstacles: why routes cannot run, by name; those that can are left out.
-    """
+class _RouteChoice(NamedTuple):
+    """A route, whether packed rows are unpacked first, and why routes cannot run, by name."""
 
     route: str
     unpack: bool
@@ -190,11 +259,7 @@ class _RouteChoice:
 
 
 def _select_route(call: Call, implementation: str) -> _RouteChoice:
-    """Chooses the route.
-
-    Raises:
-      ValueError: `implementation` is unknown, or cannot do what is asked.
-    """
+    """Chooses the route, or raises a `ValueError` if `implementation` is unknown or impossible here."""
     if implementation != "auto" and implementation not in ROUTES:
         raise ValueError(
             f"attend: implementation={implementation!r}; allowed: auto, {', '.join(ROUTES)}"
@@ -231,8 +296,11 @@ def _log_route(
         kernel, obstacles = "matrix products", dict(choice.obstacles)
         obstacles.pop(choice.route, None)
         if choice.route in KERNELS:
-            kernel, why = KERNELS[choice.route](call, platform)
-            obstacles |= {"kernels": why} if why else {}
+            kernel, kernel_obstacle = KERNELS[choice.route]
+            if platform == "tpu" and (why := kernel_obstacle(call)):
+                obstacles["kernels"] = why
+            elif platform == "tpu":
+                kernel = "Pallas kernels"
         divided = {} if partition is None else dataclasses.asdict(partition)
         batch, k_length, heads, _ = call.values.shape
         return Explanation(
@@ -242,7 +310,6 @@ def _log_route(
             shape=(batch, call.q_length, k_length, heads),
             unpacked=choice.unpack,
             divided={name: axes for name, axes in divided.items() if axes},
-            kept_bytes=None,
             obstacles=obstacles,
         )
 
@@ -272,7 +339,7 @@ def attention_weights(
       ``[b or 1, h, q, k]`` float32 or wider; rows sum to one, or to zero where a query is padding
       or sees no key.
     """
-    terms, mask, q_length, k_length = check_weights(terms, mask, q_length, k_length=k_length)
+    terms, mask, q_length, k_length = _checked(terms, mask, q_length, k_length)
     return softmax_weights(terms, mask=mask, q_length=q_length, k_length=k_length)
 
 

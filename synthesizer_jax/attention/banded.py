@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention.derivatives import with_gradient
-from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.parts import Call, zero_padding_tokens
-from synthesizer_jax.attention.terms import Banded, logits_dtype
+from synthesizer_jax.attention.masks import Mask, zero_padding
+from synthesizer_jax.attention.terms import Banded, Call, logits_dtype
 
 
 def attend_banded(call: Call) -> jax.Array:
@@ -27,16 +26,14 @@ def attend_banded(call: Call) -> jax.Array:
     tap_mask = _tap_mask(term, mask, q_length=q_length, k_length=k_length)
     if tap_mask is not None:
         term = dataclasses.replace(term, weights=jnp.where(tap_mask, term.weights, 0))
-    if keys is not None:
-        values = zero_padding_tokens(values, keys)
+    values = zero_padding(values, keys)
     out = _sum_window(term, values, mask, q_length=q_length)
     if term.normalize:
         is_real = jnp.ones((values.shape[0], k_length), bool) if keys is None else keys
         ones = jnp.broadcast_to(is_real[..., None, None], (*is_real.shape, heads, 1))
         row_sum = _sum_window(term, ones.astype(logits_dtype(values)), mask, q_length=q_length)
         out = jnp.where(row_sum > 0, out / jnp.where(row_sum > 0, row_sum, 1), 0)
-    if queries is not None:
-        out = zero_padding_tokens(out, queries)
+    out = zero_padding(out, queries)
     return jnp.broadcast_to(out, (values.shape[0], *out.shape[1:])).astype(values.dtype)
 
 
@@ -57,13 +54,7 @@ def materialize_banded(
 ) -> jax.Array:
     """Returns the masked weights ``[b or 1, h, q, k]``; the reference for this route.
 
-    Args:
-      term: the weights of the windows.
-      mask: which keys a query may attend to.
-      q_length: number of queries.
-      k_length: number of keys.
-      positions: positions ``[b, q]`` and ``[b, k]`` inside packed segments, to which the windows then
-        refer; None: the positions in the row.
+    With `positions` ``[b, q]`` and ``[b, k]`` inside packed segments the windows refer to these.
     """
     weights, width = term.weights.astype(logits_dtype(term.weights)), term.weights.shape[-1]
     first_key = _first_tap_keys(term, mask, q_length)[None]
@@ -96,11 +87,7 @@ def _first_tap_keys(term: Banded, mask: Mask, q_length: int) -> jax.Array:
 
 
 def _trim_hidden_taps(term: Banded, mask: Mask) -> tuple[Banded, Mask]:
-    """Cuts off the taps that the mask's band hides from all queries.
-
-    Returns:
-      The term and a mask without the band, or the arguments if the mask cannot be reduced so.
-    """
+    """Cuts the taps that the mask's band hides from all queries off the term, and the band off the mask."""
     if term.starts is not None or mask.prefix_lengths is not None or mask.counts_in_segments:
         return term, mask
     start, end = term.first, term.first + term.weights.shape[-1]
@@ -153,11 +140,7 @@ def _sum_window(term: Banded, values: jax.Array, mask: Mask, *, q_length: int) -
 def _sum_shifted_values(weights: jax.Array, window: jax.Array, q_length: int) -> jax.Array:
     """Returns ``out[b, q, h] = Σ_t weights[b, q, h, t] · window[b, q + t, h]``.
 
-    The forward pass reads the window once; the backward pass reads it once for each of the two
-    cotangents. There are no residuals besides the arguments.
-
-    Returns:
-      ``[b, q, h, e]`` in float32 or wider.
+    It is in float32 or wider. There are no residuals besides the arguments.
     """
     forward = functools.partial(_sum_shifted_values_fwd, q_length=q_length)
     sum_shifted_values = with_gradient(forward, _sum_shifted_values_bwd, reads_output=False)

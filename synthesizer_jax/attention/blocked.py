@@ -2,8 +2,8 @@
 
 The logits of only one head of one example exist at a time. The loop over heads is the outer one, so that
 a bias that the examples share is computed once per head, and its gradient is summed over the batch in
-place. `forward_all_heads` and `backward_all_heads` process all heads of an example at once, as batched
-matrix products: one head is not enough work for a GPU.
+place. GPUs process all heads of an example at once, as batched matrix products: one head is not enough
+work for them.
 """
 
 from __future__ import annotations
@@ -12,42 +12,159 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.packed import segment_lengths
-from synthesizer_jax.attention.parts import Biases, FusedInputs, Products, SoftmaxStats, sum_biases
-from synthesizer_jax.attention.products import matmul_nt, matmul_tn
-from synthesizer_jax.attention.terms import logits_dtype
+from synthesizer_jax.attention.partition import match_varying_axes
+from synthesizer_jax.attention.terms import (
+    LowRank,
+    Outer,
+    Relative,
+    Static,
+    Term,
+    Terms,
+    expand_diagonals,
+    logits_dtype,
+)
+from synthesizer_jax.typing import PyTree
 
+_Term = TypeVar("_Term", bound=Term)
 _Tree = TypeVar("_Tree")
-_Result = TypeVar("_Result")
-_Output: TypeAlias = tuple[jax.Array, SoftmaxStats]
-_Cotangents: TypeAlias = tuple[Products, Biases, jax.Array]
+
+MIN_ROW_SUM = 2.0**-64
+"""The smallest denominator that the static route trusts.
+
+Weights lost to underflow are then below 1e-15 of a row's sum for up to 4,096 keys, and the division
+of the cotangent cannot overflow.
+"""
 
 
-def forward(q_length: int, inputs: FusedInputs) -> tuple[jax.Array, SoftmaxStats]:
+class Products(NamedTuple):
+    """Terms whose logits are products of factors."""
+
+    low_rank: tuple[LowRank, ...] = ()
+    outer: tuple[Outer, ...] = ()
+
+
+class Biases(NamedTuple):
+    """Terms of parameters that all examples have in common, diagonals cut to the block of logits."""
+
+    tables: tuple[Static, ...] = ()
+    diagonals: tuple[Relative, ...] = ()
+
+
+class FusedInputs(NamedTuple):
+    """The inputs of the fused route.
+
+    Attributes:
+      products: terms made of factors.
+      biases: terms that are the same for all examples.
+      values: ``[b, k, h, e]``.
+      mask: which keys a query may see.
+      positions: ``[b, q]`` and ``[b, k]``, inside packed segments, by which biases and the keys
+        of `Outer` terms are looked up. None: the positions in the row.
+    """
+
+    products: Products
+    biases: Biases
+    values: jax.Array
+    mask: Mask
+    positions: tuple[jax.Array, jax.Array] | None = None
+
+    def cotangents(self, products: Products, biases: Biases, values: jax.Array) -> FusedInputs:
+        """Returns the inputs' cotangents from those of what may have a gradient."""
+        mask, positions = jax.tree.map(lambda _: None, (self.mask, self.positions))
+        return FusedInputs(products, biases, values, mask, positions)
+
+
+class SoftmaxStats(NamedTuple):
+    """The residuals of every row of logits.
+
+    Attributes:
+      row_max: the maximum, ``[b, q, h, 1]``; 0 for a row without keys.
+      inverse_row_sum: ``1 / Σ exp(logits - row_max)``, ``[b, q, h, 1]``; 0 for padding queries and
+        rows without keys, whose weights vanish by it.
+    """
+
+    row_max: jax.Array
+    inverse_row_sum: jax.Array
+
+
+def divide_terms(terms: Terms) -> tuple[Products, Biases] | None:
+    """Divides terms into products and biases; None if there is a term of another kind."""
+
+    def of_type(cls: type[_Term]) -> tuple[_Term, ...]:
+        return tuple(term for term in terms if isinstance(term, cls) and type(term) is cls)
+
+    products = Products(of_type(LowRank), of_type(Outer))
+    biases = Biases(of_type(Static), of_type(Relative))
+    num_divided = sum(map(len, (*products, *biases)))
+    return (products, biases) if num_divided == len(terms) else None
+
+
+def softmax_vjp_delta(out: jax.Array, g: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns ``δ = Σ_e out · g``, ``[b, q, h, 1]``, of the softmax's derivative ``dS = P ∘ (dP − δ)``."""
+    return jnp.sum(g.astype(dtype) * out.astype(dtype), axis=-1, keepdims=True)
+
+
+def map_heads(
+    function: Callable[..., PyTree],
+    heads: int,
+    args: tuple[PyTree, ...],
+    axes: tuple[int, ...],
+    out_axes: tuple[int, ...],
+    *,
+    parallel: bool,
+) -> Any:
+    """Applies a function of one head to all heads: in a loop, or `parallel`, by `jax.vmap`.
+
+    `args` and what the function returns have heads along `axes` and `out_axes`; the function sees one head,
+    without that axis.
+    """
+    if parallel:
+        return jax.vmap(function, axes, out_axes)(*args)
+
+    def head(j: jax.Array) -> PyTree:
+        take = lambda axis, x: lax.dynamic_index_in_dim(x, j, axis, keepdims=False)
+        return function(*_map_with_axis(take, axes, args))
+
+    moved = lambda axis, x: jnp.moveaxis(x, 0, axis)
+    return _map_with_axis(moved, out_axes, lax.map(head, jnp.arange(heads)))
+
+
+def _map_with_axis(
+    function: Callable[[int, jax.Array], jax.Array], axes: tuple[int, ...], trees: PyTree
+) -> PyTree:
+    of_tree = lambda axis, tree: jax.tree.map(functools.partial(function, axis), tree)
+    return jax.tree.map(of_tree, axes, trees)
+
+
+def forward(
+    q_length: int, inputs: FusedInputs, *, parallel: bool = False
+) -> tuple[jax.Array, SoftmaxStats]:
     """Returns the attention output ``[b, q, h, e]`` and the row statistics that `backward` needs."""
-    products, biases, values, mask, positions = _with_pairwise_mask(q_length, inputs)
-    batch, k_length, heads, width = values.shape
+    products, biases, values, _, positions = inputs
+    batch, k_length, heads, _ = values.shape
     dtype = logits_dtype(values, *jax.tree.leaves((products, biases)))
+    mask, allowed = _mask_of_heads(q_length, inputs)
 
-    def update_head(j: jax.Array, output: _Output) -> _Output:
-        bias = sum_biases(_select_block(biases, 0, j), q_length=_num_bias_rows(inputs, q_length))
+    def head(
+        products: Products, biases: Biases, values: jax.Array, allowed: jax.Array | None
+    ) -> tuple[jax.Array, SoftmaxStats]:
+        bias = _sum_biases(biases, q_length=_num_bias_rows(inputs, q_length))
 
-        def update_example(i: jax.Array, output: _Output) -> _Output:
-            block_mask = mask.block(i, j)
-            block_positions = _select_example(positions, i)
+        def example(i: jax.Array) -> tuple[jax.Array, SoftmaxStats]:
+            block_products, block_values, block_positions = _select(
+                (products, values, positions), i
+            )
+            block_mask = _select_mask(mask, allowed, i)
             # S = Σ terms, and -inf where the mask forbids a key
             logits = _logits(
-                bias,
-                _select_block(products, i, j),
-                lengths=(q_length, k_length),
-                positions=block_positions,
+                bias, block_products, lengths=(q_length, k_length), positions=block_positions
             )
             logits = _mask_logits(logits, block_mask)
             # c = max_k S
@@ -58,22 +175,28 @@ def forward(q_length: int, inputs: FusedInputs) -> tuple[jax.Array, SoftmaxStats
             row_sum = jnp.sum(weights, axis=-1, keepdims=True, dtype=dtype)
             is_nonzero = row_sum > 0
             queries = block_mask.queries(q_length)
-            is_nonzero = is_nonzero if queries is None else is_nonzero & queries.T
+            is_nonzero = is_nonzero if queries is None else is_nonzero & queries[:, None]
             inverse_row_sum = jnp.where(is_nonzero, 1 / jnp.where(is_nonzero, row_sum, 1), 0)
             # O = (E V) / l
-            out = jnp.matmul(weights, _select_block(values, i, j), preferred_element_type=dtype)
-            block = out * inverse_row_sum, SoftmaxStats(row_max, inverse_row_sum)
-            return _update_block(output, block, i=i, j=j)
+            out = jnp.matmul(weights, block_values, preferred_element_type=dtype) * inverse_row_sum
+            return out.astype(values.dtype), SoftmaxStats(row_max, inverse_row_sum)
 
-        return _fori_loop(batch, update_example, output)
+        results: tuple[jax.Array, SoftmaxStats] = lax.map(example, jnp.arange(batch))
+        return results
 
-    out = jnp.zeros_like(values, shape=(batch, q_length, heads, width))
-    zeros = jnp.zeros_like(values, shape=(batch, q_length, heads, 1), dtype=dtype)
-    return _fori_loop(heads, update_head, (out, SoftmaxStats(zeros, zeros)))
+    out, stats = map_heads(
+        head, heads, (products, biases, values, allowed), (2, 0, 2, 1), (2, 2), parallel=parallel
+    )
+    return out, stats
 
 
 def backward(
-    inputs: FusedInputs, stats: SoftmaxStats, delta: jax.Array, dout: jax.Array
+    inputs: FusedInputs,
+    stats: SoftmaxStats,
+    delta: jax.Array,
+    dout: jax.Array,
+    *,
+    parallel: bool = False,
 ) -> FusedInputs:
     """Returns the cotangents of the inputs.
 
@@ -81,142 +204,105 @@ def backward(
 
       dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P ∘ (dP - delta),  delta = Σ_e dO ∘ O = Σ_k P ∘ dP
 
-    Args:
-      inputs: the inputs of `forward`.
-      stats: the row statistics that it returned: c and 1 / l.
-      delta: `softmax_vjp_delta` of its output and `dout`.
-      dout: the cotangent of its output.
+    `stats` has c and 1 / l as `forward` returned them, and `delta` is `softmax_vjp_delta`.
     """
     q_length = dout.shape[1]
-    products, biases, values, mask, positions = _with_pairwise_mask(q_length, inputs)
+    products, biases, values, _, positions = inputs
     batch, k_length, heads, _ = values.shape
-    make_bias = functools.partial(sum_biases, q_length=_num_bias_rows(inputs, q_length))
+    mask, allowed = _mask_of_heads(q_length, inputs)
+    make_bias = functools.partial(_sum_biases, q_length=_num_bias_rows(inputs, q_length))
+    # Examples share these; their cotangents are summed, in the precision of the logits.
+    is_shared = [x.shape[0] == 1 for x in jax.tree.leaves(products)]
 
-    def update_head(j: jax.Array, cotangents: _Cotangents) -> _Cotangents:
-        bias, bias_vjp = jax.vjp(make_bias, _select_block(biases, 0, j))
+    def head(
+        products: Products, biases: Biases, allowed: jax.Array | None, *rest: PyTree
+    ) -> tuple[Products, Biases, jax.Array]:
+        bias, bias_vjp = jax.vjp(make_bias, biases)
+        leaves, treedef = jax.tree.flatten(products)
 
-        def update_example(
-            i: jax.Array, cotangents: tuple[Products, jax.Array, jax.Array | None]
-        ) -> tuple[Products, jax.Array, jax.Array | None]:
-            dproducts, dvalues, dbias = cotangents
+        def example(sums: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
             make_logits = functools.partial(
-                _logits, lengths=(q_length, k_length), positions=_select_example(positions, i)
+                _logits, lengths=(q_length, k_length), positions=_select(positions, i)
             )
-            logits, logits_vjp = jax.vjp(make_logits, bias, _select_block(products, i, j))
-            block_stats, block_delta, block_dout = _select_block((stats, delta, dout), i, j)
-            row_max, inverse_row_sum = block_stats
+            logits, logits_vjp = jax.vjp(make_logits, bias, _select(products, i))
+            block_values, (row_max, inverse_row_sum), block_delta, block_dout = _select(rest, i)
             # P = exp(S - c) / l
-            weights = jnp.exp(_mask_logits(logits, mask.block(i, j)) - row_max) * inverse_row_sum
+            logits = _mask_logits(logits, _select_mask(mask, allowed, i))
+            weights = jnp.exp(logits - row_max) * inverse_row_sum
             # dP = dO Vᵀ,  dS = P ∘ (dP - delta)
-            dlogits = weights * (matmul_nt(block_dout, _select_block(values, i, j)) - block_delta)
-            dbias_block, dproducts_block = logits_vjp(dlogits)
+            dlogits = weights * (_matmul_nt(block_dout, block_values) - block_delta)
+            dbias, dproducts = logits_vjp(dlogits)
             # dV = Pᵀ dO
-            dvalues_block = matmul_tn(weights.astype(dout.dtype), block_dout)
-            return (
-                _update_block(dproducts, dproducts_block, i=i, j=j, add=True),
-                _update_block(dvalues, dvalues_block, i=i, j=j),
-                jax.tree.map(jnp.add, dbias, dbias_block),
-            )
+            dvalues = _matmul_tn(weights.astype(dout.dtype), block_dout).astype(values.dtype)
+            shared, own = _divide(jax.tree.leaves(dproducts), is_shared)
+            add = lambda total, d: total + d.astype(total.dtype)
+            return jax.tree.map(add, sums, (dbias, shared)), (own, dvalues)
 
-        dproducts, dbiases, dvalues = cotangents
-        init = dproducts, dvalues, jax.tree.map(jnp.zeros_like, bias)
-        dproducts, dvalues, dbias = _fori_loop(batch, update_example, init)
-        return dproducts, _update_block(dbiases, bias_vjp(dbias)[0], i=0, j=j), dvalues
+        zeros = [jnp.zeros_like(x[0], dtype=logits_dtype(x)) for x in leaves]
+        init = jax.tree.map(jnp.zeros_like, bias), _divide(zeros, is_shared)[0]
+        (dbias, shared), (own, dvalues) = lax.scan(example, init, jnp.arange(batch))
+        dleaves = [
+            d if total is None else total[None].astype(x.dtype)
+            for total, d, x in zip(shared, own, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, dleaves), bias_vjp(dbias)[0], dvalues
 
-    def make_accumulator(x: jax.Array) -> jax.Array:
-        """Zeros, in the precision of the logits where examples share `x` and cotangents are summed."""
-        return jnp.zeros_like(x, dtype=logits_dtype(x) if x.shape[0] == 1 else x.dtype)
-
-    init = jax.tree.map(make_accumulator, products), *jax.tree.map(jnp.zeros_like, (biases, values))
-    dproducts, dbiases, dvalues = _fori_loop(heads, update_head, init)
-    dproducts = jax.tree.map(lambda d, x: d.astype(x.dtype), dproducts, products)
-    return inputs.cotangents(dproducts, dbiases, dvalues)
+    args = products, biases, allowed, values, stats, delta, dout
+    cotangents = map_heads(head, heads, args, (2, 0, 1, 2, 2, 2, 2), (2, 0, 2), parallel=parallel)
+    return inputs.cotangents(*cotangents)
 
 
-def forward_all_heads(q_length: int, inputs: FusedInputs) -> tuple[jax.Array, SoftmaxStats]:
-    """Returns the same as `forward`; computes all heads of an example at a time."""
-
-    def forward_head(inputs: FusedInputs) -> tuple[jax.Array, SoftmaxStats]:
-        return _squeeze(forward(q_length, inputs), 2)
-
-    return _map_heads(forward_head, inputs, (), out_axes=2)
+def _divide(xs: list[jax.Array], flags: list[bool]) -> tuple[list[PyTree], list[PyTree]]:
+    """Returns the arrays that have the flag, with None for the others, and the reverse."""
+    pairs = list(zip(xs, flags, strict=True))
+    return [x if flag else None for x, flag in pairs], [None if flag else x for x, flag in pairs]
 
 
-def backward_all_heads(
-    inputs: FusedInputs, stats: SoftmaxStats, delta: jax.Array, dout: jax.Array
-) -> FusedInputs:
-    """Returns the same as `backward`; computes all heads of an example at a time."""
-
-    def backward_head(
-        inputs: FusedInputs, stats: SoftmaxStats, delta: jax.Array, dout: jax.Array
-    ) -> _Cotangents:
-        products, biases, values, *_ = backward(inputs, stats, delta, dout)
-        return _squeeze(products, 2), _squeeze(biases, 0), _squeeze(values, 2)
-
-    products, biases, values = _map_heads(
-        backward_head, inputs, (stats, delta, dout), out_axes=(2, 0, 2)
+def _select(tree: _Tree, i: jax.Array) -> _Tree:
+    """Returns example i of arrays ``[b or 1, ...]``."""
+    example: _Tree = jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(x, 0 if x.shape[0] == 1 else i, keepdims=False), tree
     )
-    return inputs.cotangents(products, biases, values)
+    return example
 
 
-def _map_heads(
-    function: Callable[..., _Result],
-    inputs: FusedInputs,
-    extra_args: tuple[jax.Array | SoftmaxStats, ...],
-    *,
-    out_axes: int | tuple[int, ...],
-) -> _Result:
-    """Maps a function of the inputs of one head over all heads, by `jax.vmap`."""
-    allowed, shared_mask = inputs.mask.allowed, inputs.mask
-    if allowed is not None and allowed.shape[1] > 1:
-        shared_mask = dataclasses.replace(shared_mask, allowed=None)
-    else:
-        allowed = None
-
-    def call(
-        products: Products,
-        biases: Biases,
-        values: jax.Array,
-        allowed: jax.Array | None,
-        extra_args: tuple[jax.Array | SoftmaxStats, ...],
-    ) -> _Result:
-        mask = shared_mask
-        if allowed is not None:
-            mask = dataclasses.replace(shared_mask, allowed=allowed[:, None])
-        products, values, extra_args = _expand_dims((products, values, extra_args), 2)
-        biases = _expand_dims(biases, 0)
-        return function(FusedInputs(products, biases, values, mask, inputs.positions), *extra_args)
-
-    mapped = jax.vmap(call, in_axes=(2, 0, 2, 1, 2), out_axes=out_axes)
-    return mapped(inputs.products, inputs.biases, inputs.values, allowed, extra_args)
+def _select_mask(mask: Mask, allowed: jax.Array | None, i: jax.Array) -> Mask:
+    """Returns the mask of example i, with the pattern of a head if heads have their own."""
+    if allowed is not None:
+        mask = dataclasses.replace(mask, allowed=allowed)
+    return mask.map_arrays(lambda _, x: _select(x, i))
 
 
-def _fori_loop(
-    length: int, body: Callable[[jax.Array, _Result], _Result], init: _Result
-) -> _Result:
-    result: _Result = lax.fori_loop(0, length, body, init)
-    return result
+def _mask_of_heads(q_length: int, inputs: FusedInputs) -> tuple[Mask, jax.Array | None]:
+    """Returns the mask of all heads, and patterns ``[b or 1, h, q, k]`` if heads have their own.
 
-
-def _expand_dims(tree: _Tree, axis: int) -> _Tree:
-    expanded: _Tree = jax.tree.map(lambda x: jnp.expand_dims(x, axis), tree)
-    return expanded
-
-
-def _squeeze(tree: _Tree, axis: int) -> _Tree:
-    squeezed: _Tree = jax.tree.map(lambda x: jnp.squeeze(x, axis), tree)
-    return squeezed
-
-
-def _with_pairwise_mask(q_length: int, inputs: FusedInputs) -> FusedInputs:
-    """Returns the inputs with segments replaced by a mask of pairs, ``[b, 1, q, k]``.
-
-    Comparing the two vectors of segments inside the loop would keep XLA's CPU backend from vectorizing
-    the exponential.
+    Segments become a pattern of pairs: comparing the two vectors of segments inside the loop would keep
+    XLA's CPU backend from vectorizing the exponential.
     """
-    if inputs.mask.query_segments is None:
-        return inputs
-    return inputs._replace(mask=Mask(allowed=inputs.mask.pairs(q_length, inputs.values.shape[1])))
+    mask = inputs.mask
+    if mask.query_segments is not None:
+        mask = Mask(allowed=mask.pairs(q_length, inputs.values.shape[1]))
+    if mask.allowed is None:
+        return mask, None
+    shared = mask.allowed.shape[1] == 1
+    rest = dataclasses.replace(mask, allowed=mask.allowed[:, 0] if shared else None)
+    return rest, None if shared else mask.allowed
+
+
+def _sum_biases(biases: Biases, *, q_length: int) -> jax.Array | None:
+    """Returns the sum of a head's biases, ``[q, k]`` float32 or wider; None if there are none."""
+    parts = [term.logits for term in biases.tables]
+    parts += [expand_diagonals(term.logits, q_length) for term in biases.diagonals]
+    if not parts:
+        return None
+    return functools.reduce(operator.add, [x.astype(logits_dtype(x)) for x in parts])
+
+
+def _num_bias_rows(inputs: FusedInputs, q_length: int) -> int:
+    """Returns the number of rows of the biases: queries, or positions in a segment if rows are packed."""
+    if inputs.positions is None:
+        return q_length
+    return inputs.mask.segment_lengths(q_length, inputs.values.shape[1])[0]
 
 
 def _logits(
@@ -234,28 +320,15 @@ def _logits(
     if products.low_rank:
         queries = jnp.concatenate([term.queries for term in products.low_rank], axis=-1)
         keys = jnp.concatenate([term.keys for term in products.low_rank], axis=-1)
-        summands.append(matmul_nt(queries, keys))
+        summands.append(_matmul_nt(queries, keys))
     for term in products.outer:
         size = term.b.shape[-1]
         # Products with zeros and ones are exact only if the hardware does not round the factors.
         exact = lax.Precision.HIGHEST
         a_one_hot = jax.nn.one_hot(key // size, term.a.shape[-1], dtype=term.a.dtype)
         b_one_hot = jax.nn.one_hot(key % size, size, dtype=term.b.dtype)
-        summands.append(matmul_nt(term.a, a_one_hot, exact) * matmul_nt(term.b, b_one_hot, exact))
+        summands.append(_matmul_nt(term.a, a_one_hot, exact) * _matmul_nt(term.b, b_one_hot, exact))
     return functools.reduce(operator.add, summands)
-
-
-def _num_bias_rows(inputs: FusedInputs, q_length: int) -> int:
-    """Returns the number of rows of the biases: queries, or positions in a segment if rows are packed."""
-    if inputs.positions is None:
-        return q_length
-    return segment_lengths(inputs.mask, q_length, inputs.values.shape[1])[0]
-
-
-def _select_example(tree: _Tree, i: jax.Array | int) -> _Tree:
-    """Returns example i of arrays ``[b, n]``."""
-    example: _Tree = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
-    return example
 
 
 def _mask_logits(logits: jax.Array, mask: Mask) -> jax.Array:
@@ -269,35 +342,38 @@ def _mask_logits(logits: jax.Array, mask: Mask) -> jax.Array:
     return jnp.where(pairs.reshape(pairs.shape[-2:]), logits, -jnp.inf)
 
 
-def _select_block(tree: _Tree, i: jax.Array | int, j: jax.Array) -> _Tree:
-    """Returns example i and head j of arrays ``[b or 1, n, h, r]``, head j of arrays ``[h, ...]``."""
-
-    def select(x: jax.Array) -> jax.Array:
-        if x.ndim < 4:
-            return lax.dynamic_index_in_dim(x, j, keepdims=False)
-        size = (1, x.shape[1], 1, x.shape[3])
-        return lax.dynamic_slice(x, _block_start(x, i, j), size).reshape(x.shape[1], x.shape[3])
-
-    block: _Tree = jax.tree.map(select, tree)
-    return block
+def _matmul_nt(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:
+    """Returns ``x yᵀ`` of ``[q, r]`` and ``[k, r]``, ``[q, k]`` in float32 or wider."""
+    return _matmul(*match_varying_axes(x, y), precision)
 
 
-def _update_block(
-    tree: _Tree, blocks: _Tree, *, i: jax.Array | int, j: jax.Array, add: bool = False
-) -> _Tree:
-    """Returns the arrays with the blocks written, or added, where `_select_block` reads them."""
-
-    def update(x: jax.Array, block: jax.Array) -> jax.Array:
-        if x.ndim < 4:
-            return lax.dynamic_update_index_in_dim(x, block.astype(x.dtype), j, axis=0)
-        block = block[None, :, None].astype(x.dtype)
-        if add:
-            block += lax.dynamic_slice(x, _block_start(x, i, j), block.shape)
-        return lax.dynamic_update_slice(x, block, _block_start(x, i, j))
-
-    updated: _Tree = jax.tree.map(update, tree, blocks)
-    return updated
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmul(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike) -> jax.Array:
+    return jnp.matmul(x, y.T, precision=precision, preferred_element_type=logits_dtype(x, y))
 
 
-def _block_start(x: jax.Array, i: jax.Array | int, j: jax.Array) -> tuple[jax.Array | int, ...]:
-    return (0 if x.shape[0] == 1 else i, 0, j, 0)
+def _matmul_bwd(
+    precision: lax.PrecisionLike, inputs: tuple[jax.Array, jax.Array], dout: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, y = inputs
+    # dx = dO y
+    dx = jnp.matmul(dout.astype(y.dtype), y, precision=precision, preferred_element_type=dout.dtype)
+    # dy = dOᵀ x
+    dy = _matmul_tn(dout.astype(x.dtype), x, precision)
+    return dx.astype(x.dtype), dy.astype(y.dtype)
+
+
+_matmul.defvjp(lambda x, y, precision: (_matmul(x, y, precision), (x, y)), _matmul_bwd)
+
+
+def _matmul_tn(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:
+    """Returns ``xᵀ y`` of ``[q, k]`` and a narrow ``[q, e]``, ``[k, e]`` in float32 or wider.
+
+    It is ``(yᵀ x)ᵀ``, kept so by the barrier: XLA's CPU backend takes two to three times as long if it has
+    to transpose a large left factor.
+    """
+    dims = (((0,), (0,)), ((), ()))
+    transposed = lax.dot_general(
+        y, x, dims, precision=precision, preferred_element_type=logits_dtype(x, y)
+    )
+    return lax.optimization_barrier(transposed).T

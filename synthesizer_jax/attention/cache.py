@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import TypeAlias
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from synthesizer_jax.attention.masks import Mask, is_concrete
-from synthesizer_jax.attention.terms import Banded, Terms
+from synthesizer_jax.attention.terms import Banded, Terms, map_arrays
 from synthesizer_jax.typing import PyTree
 
 Values: TypeAlias = PyTree
@@ -31,7 +30,7 @@ class Cache:
     convolutions) keeps as many values as it reaches back, whatever the length.
 
     Attributes:
-      keys: ``[b, m, h, r]`` token-made keys of the terms, in their order (`Term.cached_arrays`).
+      keys: ``[b, m, h, r]`` token-made keys of the terms, in their order.
       values: ``[b, m, h, e]``, or a tuple of arrays ``[b, m, ...]``; the last m past ones if `window`.
       length: the position of the next token, int32: how many tokens were read. A scalar if all
         examples have read equally many, otherwise ``[b]``. In cross-attention it counts queries.
@@ -56,11 +55,10 @@ class Cache:
     @property
     def capacity(self) -> int:
         """Number of positions that the arrays hold."""
-        return num_positions(self.values)
+        return _num_positions(self.values)
 
 
-def num_positions(values: Values) -> int:
-    """Returns the number of positions of values."""
+def _num_positions(values: Values) -> int:
     return jax.tree.leaves(values)[0].shape[1]
 
 
@@ -126,7 +124,7 @@ def extend(
         that is allowed unless it is a window), or it was made for other terms. If a position is
         traced, the new values are NaN instead.
     """
-    n = num_positions(values)
+    n = _num_positions(values)
     at = cache.length if at is None else at
     valid, length = advance_length(
         at,
@@ -152,7 +150,9 @@ def extend(
         values=jax.tree.map(lambda old, new: _write_at(old, new, at), cache.values, values),
         length=length,
     )
-    return _with_cached_arrays(terms, cache.keys), cache.values, mask, cache
+    cached = iter(cache.keys)
+    terms = map_arrays(lambda a: next(cached) if a.is_cached else a.x, terms)
+    return terms, cache.values, mask, cache
 
 
 def advance_length(
@@ -165,16 +165,11 @@ def advance_length(
     capacity: int | None = None,
     exact: bool = False,
 ) -> tuple[jax.Array | None, _Length]:
-    """Checks the position of a step's tokens, and counts them.
+    """Checks that n new tokens may be at position `at`, and counts tokens.
 
-    Args:
-      at: position of the first of n new tokens.
-      n: number of new tokens; none are always valid.
-      length: number of tokens that were read before, a scalar or ``[batch]``.
-      batch: number of examples.
-      lengths: ``[batch or 1]`` number of real tokens up to now, if the examples differ.
-      capacity: number of positions; None: any.
-      exact: `at` must be `length`; otherwise it may be smaller, which decodes from there again.
+    Before them `length` tokens were read, a scalar or ``[batch]``. `lengths` ``[batch or 1]`` counts the
+    real tokens up to now, if the examples differ; `capacity` bounds the positions. With `exact` the tokens
+    must follow those before; otherwise `at` may be smaller, which decodes from there again.
 
     Returns:
       Whether the position is valid, a bool scalar or ``[batch]``, if that is traced; None if it is
@@ -193,7 +188,12 @@ def advance_length(
                 f"with max_length>={needed}, that of a MultiHeadAttention by init or init_cache with "
                 "longer inputs"
             )
-        _check_no_gap(np.asarray(at), np.asarray(length), lengths, exact=exact)
+        missing = np.asarray(at != length if exact else at > length)
+        if np.any(missing if reading is None else missing & np.asarray(reading)):
+            raise ValueError(
+                f"extend: position={at} but the cache holds {length} tokens; leave position out, then new "
+                "tokens follow the cached ones"
+            )
     elif n:
         gap = jnp.not_equal(at, length) if exact else jnp.greater(at, length)
         valid = jnp.logical_not(gap if reading is None else gap & reading)
@@ -202,18 +202,6 @@ def advance_length(
         return valid, _as_length(at + n)
     end = jnp.where(reading, jnp.minimum(lengths, at + n), length)
     return valid, jnp.broadcast_to(_as_length(end), (batch,))
-
-
-def _check_no_gap(
-    at: np.ndarray, length: np.ndarray, lengths: jax.Array | None, *, exact: bool
-) -> None:
-    """Raises a `ValueError` where new tokens do not follow the cached ones, see `advance_length`."""
-    gap = (at != length) if exact else (at > length)
-    if np.any(gap if lengths is None else gap & (np.asarray(lengths) > at)):
-        raise ValueError(
-            f"extend: position={at} but the cache holds {length} tokens; leave position out, then new "
-            "tokens follow the cached ones"
-        )
 
 
 def _as_length(n: _Length) -> _Length:
@@ -240,7 +228,7 @@ def _extend_window(
     valid: jax.Array | None,
 ) -> tuple[Terms, Values, Mask, Cache]:
     """Extends a window: the past is what lies before `at`."""
-    size, new = cache.capacity, num_positions(values)
+    size, new = cache.capacity, _num_positions(values)
 
     def concatenate(past: jax.Array, x: jax.Array) -> jax.Array:
         return fill_invalid(jnp.concatenate([past, x.astype(past.dtype)], axis=1), valid)
@@ -264,12 +252,10 @@ def _window_size(terms: Terms) -> int | None:
 
 
 def _cached_arrays(terms: Terms) -> list[jax.Array]:
-    return [x for term in terms for x in term.cached_arrays()]
-
-
-def _with_cached_arrays(terms: Terms, arrays: Iterable[jax.Array]) -> Terms:
-    remaining = iter(arrays)
-    return tuple(term.with_cached_arrays(remaining) for term in terms)
+    """Returns the arrays ``[b, k, ...]`` that tokens attended to make."""
+    found: list[jax.Array] = []
+    map_arrays(lambda a: found.append(a.x) if a.is_cached else None, terms)
+    return found
 
 
 def _write_at(old: jax.Array, new: jax.Array, at: _Length) -> jax.Array:

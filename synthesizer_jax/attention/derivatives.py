@@ -36,16 +36,10 @@ def with_gradient(
 ) -> Callable[[PyTree], _Output]:
     """Returns a function with a hand-written gradient; other derivatives of it raise a `TypeError`.
 
-    Args:
-      forward: ``inputs -> (out, residuals)``; the residuals are what the backward pass needs besides
-        the inputs and the output.
-      backward: ``(inputs, out, residuals, dout) -> cotangents``, a tree like the inputs with None for
-        integers and booleans.
-      reads_output: False: `backward` gets None for the output, which is then not saved.
-      name: the checkpoint name of the output and the residuals, for `jax.checkpoint` policies.
-
-    Returns:
-      ``inputs -> out``.
+    `forward` maps inputs to the output and residuals: what the backward pass needs besides the inputs and
+    the output. `backward` maps ``(inputs, out, residuals, dout)`` to cotangents, a tree like the inputs
+    with None for integers and booleans; unless `reads_output`, it gets None for the output, which is not
+    saved. `name` is the checkpoint name of output and residuals, for `jax.checkpoint` policies.
     """
 
     @jax.custom_vjp

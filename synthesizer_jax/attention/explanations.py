@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
+import numpy as np
 
 from synthesizer_jax.typing import PyTree
 
@@ -18,13 +18,14 @@ _log = logging.getLogger("synthesizer_jax.attention")
 _explanations: contextvars.ContextVar[list[Explanation] | None] = contextvars.ContextVar(
     "explanations", default=None
 )
-
 _platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
 
 _retraced = jax.make_user_context(default_value=None)
 """Compiled functions that have run already are traced again where its value is new."""
 
 _calls = itertools.count()
+
+_ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +48,10 @@ class Explanation:
     kernel: str
     platform: str
     shape: tuple[int, int, int, int]
-    unpacked: bool
-    divided: dict[str, tuple[str, ...]]
-    kept_bytes: int | None
-    obstacles: dict[str, str]
+    unpacked: bool = False
+    divided: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    kept_bytes: int | None = None
+    obstacles: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         batch, queries, keys, heads = self.shape
@@ -66,25 +67,52 @@ class Explanation:
         return "\n".join(lines + [f"  not {name}: {why}" for name, why in self.obstacles.items()])
 
 
+def explain(
+    function: Callable[..., PyTree], *args: PyTree, platform: str | None = None, **kwargs: PyTree
+) -> tuple[Explanation, ...]:
+    """Explains how every attention inside a function would be computed; nothing is computed.
+
+    Args:
+      function: is traced with the other arguments: ``layer.apply`` of a Linen layer, an NNX layer, or
+        `attend`. An NNX layer that a function closes over must have no dropout.
+      *args: arrays or `jax.ShapeDtypeStruct`, and whatever else the function takes.
+      platform: ``cpu``, ``gpu`` or ``tpu``; None: the one that JAX uses.
+      **kwargs: as `args`.
+
+    Returns:
+      One explanation for each call of `attend`, in their order; a scanned layer counts once.
+    """
+    leaves, treedef = jax.tree.flatten((function, args, kwargs))  # an NNX layer is a tree, too
+    is_array = [isinstance(x, _ARRAY_TYPES) for x in leaves]
+
+    def call(arrays: list[jax.Array]) -> PyTree:
+        remaining = iter(arrays)
+        mixed = [next(remaining) if a else x for x, a in zip(leaves, is_array, strict=True)]
+        function, args, kwargs = jax.tree.unflatten(treedef, mixed)
+        out = function(*args, **kwargs)
+        return jax.tree.map(lambda x: x if isinstance(x, _ARRAY_TYPES) else None, out)
+
+    explanations: list[Explanation] = []
+    tokens = _explanations.set(explanations), _platform.set(platform)
+    try:
+        with _retraced(next(_calls)):
+            jax.eval_shape(call, [x for x, a in zip(leaves, is_array, strict=True) if a])
+    finally:
+        _explanations.reset(tokens[0])
+        _platform.reset(tokens[1])
+    return tuple(explanations)
+
+
 def log_external_call(
     route: str, kernel: str, function: Callable[..., jax.Array], *args: PyTree
 ) -> None:
     """Records a call of another library's attention, ``function(query, key, value, ...)``."""
     query, key, value, *rest = args
     batch, queries, heads, _ = query.shape
+    shape = batch, queries, key.shape[1], heads
+    why = "it has no dropout of single weights, no precision and no other einsums"
     log_call(
-        lambda: Explanation(
-            route=route,
-            kernel=kernel,
-            platform=explained_platform(),
-            shape=(batch, queries, key.shape[1], heads),
-            unpacked=False,
-            divided={},
-            kept_bytes=None,
-            obstacles={
-                "engine": "it has no dropout of single weights, no precision and no other einsums"
-            },
-        ),
+        lambda: Explanation(route, kernel, explained_platform(), shape, obstacles={"engine": why}),
         lambda: jax.vjp(lambda *x: function(*x, *rest), query, key, value)[1],
     )
 
@@ -92,9 +120,7 @@ def log_external_call(
 def log_call(make: Callable[[], Explanation], residuals: Callable[[], PyTree]) -> None:
     """Records how a call is computed: a line in the log, and an entry of what `explain` returns.
 
-    Args:
-      make: returns the explanation, without `Explanation.kept_bytes`.
-      residuals: returns what the backward pass keeps, a tree of arrays.
+    `make` returns the explanation without `kept_bytes`, `residuals` what the backward pass keeps.
     """
     explanations = _explanations.get()
     if explanations is None and not _log.isEnabledFor(logging.DEBUG):
@@ -110,20 +136,3 @@ def log_call(make: Callable[[], Explanation], residuals: Callable[[], PyTree]) -
 def explained_platform() -> str:
     """Returns the platform that `explain` asks about, by default the one that JAX uses."""
     return _platform.get() or jax.default_backend()
-
-
-@contextlib.contextmanager
-def collect_explanations(platform: str | None) -> Iterator[list[Explanation]]:
-    """Yields a list that receives an explanation of every call of attention.
-
-    Args:
-      platform: ``cpu``, ``gpu`` or ``tpu``; None: the one that JAX uses.
-    """
-    explanations: list[Explanation] = []
-    tokens = _explanations.set(explanations), _platform.set(platform)
-    try:
-        with _retraced(next(_calls)):
-            yield explanations
-    finally:
-        _explanations.reset(tokens[0])
-        _platform.reset(tokens[1])

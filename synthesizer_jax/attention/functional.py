@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
-from synthesizer_jax.attention.attend import attend
+from synthesizer_jax.attention.attend import FEW_LOGITS, attend
+from synthesizer_jax.attention.fused import CHECKPOINT_NAME
 from synthesizer_jax.attention.masks import Mask, add_pattern
 from synthesizer_jax.attention.partition import (
     Partition,
@@ -18,9 +19,16 @@ from synthesizer_jax.attention.partition import (
     axes_of_type,
     in_auto_mode,
 )
-from synthesizer_jax.attention.per_example import attend_examples, bias_term
 from synthesizer_jax.attention.relative import RelativeTable
-from synthesizer_jax.attention.terms import LowRank, Term, Terms, add, logits_dtype, low_rank
+from synthesizer_jax.attention.terms import (
+    LowRank,
+    Static,
+    Term,
+    Terms,
+    add,
+    logits_dtype,
+    low_rank,
+)
 
 NAME = "dot_product_attention"
 
@@ -96,18 +104,23 @@ def dot_product_attention(
         bias: Bias | tuple[Bias, ...] | None,
         mask: ArrayLike | Mask | None,
         scale: ArrayLike | None,
-        lengths: tuple[ArrayLike | None, ArrayLike | None],
+        lengths: dict[str, jax.Array],
     ) -> jax.Array:
         query, key, value = _with_batch(*qkv)
         sizes = LogitsShape(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-        mask = _mask_of(
-            mask,
-            sizes,
-            is_causal=is_causal,
-            query_lengths=_lengths("query_seq_lengths", lengths[0], sizes),
-            key_lengths=_lengths("key_value_seq_lengths", lengths[1], sizes),
-            window=_window(local_window_size),
+        masks = Mask(
+            causal=bool(is_causal),
+            window=window,
+            query_lengths=lengths.get("query"),
+            key_lengths=lengths.get("key"),
         )
+        if not isinstance(mask, Mask):
+            mask = masks if mask is None else _add_array(masks, mask, sizes)
+        elif lengths or masks.has_band:
+            raise ValueError(
+                f"{NAME}: a Mask is given beside other masks; put causal, query_lengths, "
+                "key_lengths and window into the Mask"
+            )
         out = attend_dot_product(
             query,
             key,
@@ -120,7 +133,11 @@ def dot_product_attention(
         )
         return out.reshape(*qkv[0].shape[:-1], value.shape[-1])
 
-    lengths = query_seq_lengths, key_value_seq_lengths
+    window: Any = local_window_size
+    if window is not None:
+        window = tuple(window) if isinstance(window, tuple | list) else (window, window)
+    given = {"query": query_seq_lengths, "key": key_value_seq_lengths}
+    lengths = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
     arguments = (query, key, value), bias, mask, scale, lengths
     if not explicit or partition is None:
         return compute(*arguments)
@@ -140,36 +157,25 @@ def attend_dot_product(
     implementation: str = "auto",
     partition: Partition | None = None,
 ) -> jax.Array:
-    """`dot_product_attention` of arrays with a batch axis, under a `Mask`.
-
-    Args:
-      query: ``[b, q, n, h]``.
-      key: ``[b, k, m, h]``.
-      value: ``[b, k, m, e]``.
-      bias: as in `dot_product_attention`.
-      mask: which keys a query may see.
-      scale: of the products; None: ``h ** -0.5``.
-      implementation: as in `attend`.
-      partition: as in `attend`.
-
-    Returns:
-      ``[b, q, n, e]``.
-    """
+    """`dot_product_attention` of arrays with a batch axis, under a `Mask`; not checked."""
     sizes = LogitsShape(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     terms, own = _biases(bias, sizes, query.dtype, offset=mask.query_offset)
     groups = sizes.heads // key.shape[2]
     if groups > 1:
         key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
     terms = add(low_rank(_scaled(query, scale), key, token_keys=True), *terms)
-    options: dict[str, Any] = {
-        "mask": mask,
-        "q_length": sizes.queries,
-        "implementation": implementation,
-        "partition": partition,
-    }
     if own:
-        return attend_examples(terms, own, value, **options)
-    return attend(terms, value, **options)
+        return _attend_examples(
+            terms, own, value, mask, implementation=implementation, partition=partition
+        )
+    return attend(
+        terms,
+        value,
+        mask=mask,
+        q_length=sizes.queries,
+        implementation=implementation,
+        partition=partition,
+    )
 
 
 class LogitsShape(NamedTuple):
@@ -183,30 +189,26 @@ class LogitsShape(NamedTuple):
 
 def _with_batch(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Returns query, key and value with a batch axis, after checking shapes and dtypes."""
-    query, key, value = arrays
-    if query.ndim not in (3, 4) or any(x.ndim != query.ndim for x in arrays):
+    shapes = [x.shape for x in arrays]
+    if any(len(shape) not in (3, 4) or len(shape) != len(shapes[0]) for shape in shapes):
         raise ValueError(
-            f"{NAME}: query, key and value have shapes {query.shape}, {key.shape} and "
-            f"{value.shape}; give [batch, length, heads, width] or [length, heads, width] for all"
+            f"{NAME}: query, key and value have shapes {shapes}; give [batch, length, heads, width] or "
+            "[length, heads, width] for all"
         )
-    if any(x.dtype != query.dtype or not jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
+    if len({x.dtype for x in arrays}) > 1 or not jnp.issubdtype(arrays[0].dtype, jnp.floating):
         raise ValueError(
-            f"{NAME}: query, key and value have dtypes {query.dtype}, {key.dtype} and "
-            f"{value.dtype}; cast them to the same floating-point dtype"
+            f"{NAME}: query, key and value have dtypes {[str(x.dtype) for x in arrays]}; cast them to "
+            "the same floating-point dtype"
         )
     query, key, value = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in arrays)
-    if key.shape[:3] != value.shape[:3]:
+    if (
+        key.shape[:3] != value.shape[:3]
+        or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3])
+        or query.shape[2] % key.shape[2]
+    ):
         raise ValueError(
-            f"{NAME}: key {key.shape} and value {value.shape} must agree in batch, length and heads"
-        )
-    if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
-        raise ValueError(
-            f"{NAME}: query {query.shape} and key {key.shape} must agree in batch and width"
-        )
-    if query.shape[2] % key.shape[2]:
-        raise ValueError(
-            f"{NAME}: the query's {query.shape[2]} heads must be a multiple of the {key.shape[2]} "
-            "heads of key and value"
+            f"{NAME}: query, key and value have shapes {shapes}; they must agree in batch, query and key "
+            "in width, key and value in length and heads, of which the query has a multiple"
         )
     return query, key, value
 
@@ -217,54 +219,6 @@ def _scaled(query: jax.Array, scale: ArrayLike | None) -> jax.Array:
     if factor.ndim:
         raise ValueError(f"{NAME}: scale has shape {factor.shape}; it must be a scalar")
     return (query.astype(factor.dtype) * factor).astype(query.dtype)
-
-
-def _lengths(name: str, lengths: ArrayLike | None, sizes: LogitsShape) -> jax.Array | None:
-    if lengths is None:
-        return None
-    lengths = jnp.asarray(lengths)
-    if lengths.shape != (sizes.batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(
-            f"{NAME}: {name} is {lengths.dtype}{lengths.shape}; give one integer for each of the "
-            f"{sizes.batch} examples"
-        )
-    return lengths
-
-
-def _window(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
-    """Returns how many keys before and after its own position a query may attend to."""
-    if size is None:
-        return None
-    left, right = map(operator.index, size if isinstance(size, tuple | list) else (size, size))
-    if left < 0 or right < 0:
-        raise ValueError(f"{NAME}: local_window_size={size}; it must not be negative")
-    return left, right
-
-
-def _mask_of(
-    mask: ArrayLike | Mask | None,
-    sizes: LogitsShape,
-    *,
-    is_causal: bool,
-    query_lengths: jax.Array | None,
-    key_lengths: jax.Array | None,
-    window: tuple[int, int] | None,
-) -> Mask:
-    """Returns all masks as one."""
-    if isinstance(mask, Mask):
-        if is_causal or any(x is not None for x in (query_lengths, key_lengths, window)):
-            raise ValueError(
-                f"{NAME}: a Mask is given beside other masks; put causal, query_lengths, "
-                "key_lengths and window into the Mask"
-            )
-        return mask
-    masks = Mask(
-        causal=bool(is_causal),
-        query_lengths=query_lengths,
-        key_lengths=key_lengths,
-        window=window,
-    )
-    return masks if mask is None else _add_array(masks, mask, sizes)
 
 
 def _add_array(masks: Mask, mask: ArrayLike, sizes: LogitsShape) -> Mask:
@@ -321,7 +275,7 @@ def _biases(
         array = array.astype(jnp.promote_types(dtype, jnp.float32))
     full = _broadcast_rank("bias", array, sizes)
     if full.shape[0] == 1:
-        return (bias_term(full, sizes[1:]),), ()
+        return (_bias_term(full, sizes[1:]),), ()
     if full.shape[2] == 1:
         return (_key_bias(full, sizes, dtype),), ()
     return (), (full,)
@@ -346,3 +300,68 @@ def _key_bias(bias: jax.Array, sizes: LogitsShape, dtype: jnp.dtype) -> LowRank:
     keys = jnp.stack(parts, axis=-1).astype(dtype)
     queries = jnp.ones((1, sizes.queries, sizes.heads, 3), dtype)
     return low_rank(queries, keys, token_keys=True, token_queries=False)
+
+
+def _bias_term(bias: jax.Array, shape: tuple[int, ...]) -> Static:
+    """Returns a bias ``[1, h or 1, q or 1, k or 1]`` as a term for a shape of h, q and k.
+
+    The gradient of a bias that is broadcast is summed in float32.
+    """
+    if bias.shape[1:] != shape:
+        bias = jnp.broadcast_to(bias.astype(logits_dtype(bias)), (1, *shape))
+    return Static(bias[0])
+
+
+def _attend_examples(
+    terms: Terms,
+    biases: tuple[jax.Array, ...],
+    values: jax.Array,
+    mask: Mask,
+    *,
+    implementation: str,
+    partition: Partition | None,
+) -> jax.Array:
+    """Computes `attend` with biases ``[b, h or 1, q, k or 1]`` that examples do not share.
+
+    Small examples are computed in parallel, by `jax.vmap`; large ones one after another.
+    """
+    if mask.query_segments is not None:
+        raise ValueError(
+            f"{NAME}: a separate bias for every example is not possible in packed rows; give a bias that "
+            "all examples share, or rows that are not packed"
+        )
+    (batch, k_length, heads, _), q_length = values.shape, biases[0].shape[2]
+    mask = mask.broadcast_to(batch=batch, heads=heads, q_length=q_length, k_length=k_length)
+
+    # Each example's arrays ``[b, 1, ...]``, and those that examples share.
+    leaves, treedef = jax.tree.flatten((terms, biases, values, mask))
+    is_own = jax.tree.leaves(
+        (
+            jax.tree.map(lambda x: x.ndim == 4 and x.shape[0] > 1, (terms, biases, values)),
+            jax.tree.map(lambda x: jnp.ndim(x) > 0 and x.shape[0] > 1, mask),
+        )
+    )
+    pairs = list(zip(leaves, is_own, strict=True))
+    own, shared = [x[:, None] for x, flag in pairs if flag], [x for x, flag in pairs if not flag]
+
+    def attend_one(own: Sequence[jax.Array], shared: Sequence[jax.Array]) -> jax.Array:
+        parts = {True: iter(own), False: iter(shared)}
+        merged = jax.tree.unflatten(treedef, [next(parts[flag]) for flag in is_own])
+        terms, biases, values, mask = merged
+        terms = add(*terms, *(_bias_term(x, (heads, q_length, k_length)) for x in biases))
+        return attend(terms, values, mask=mask, q_length=q_length, implementation=implementation)[0]
+
+    def attend_all(shared: list[jax.Array], *own: jax.Array) -> jax.Array:
+        if q_length * k_length <= FEW_LOGITS or implementation == "reference":
+            return jax.vmap(attend_one, (0, None))(own, shared)
+        policy = jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)
+        rematerialized = jax.checkpoint(
+            lambda own: attend_one(own, shared), policy=policy, prevent_cse=False
+        )
+        out: jax.Array = jax.lax.map(rematerialized, own)
+        return out
+
+    if partition is None:
+        return attend_all(shared, *own)
+    out: jax.Array = partition.map_rows(attend_all, shared, *own)
+    return out

@@ -14,21 +14,16 @@ import jax
 from jax import lax
 
 from synthesizer_jax.attention import blocked, fused_tpu
-from synthesizer_jax.attention.derivatives import with_gradient
-from synthesizer_jax.attention.packed import (
-    has_absolute_positions,
-    segment_lengths,
-    with_segment_positions,
-)
-from synthesizer_jax.attention.parts import (
+from synthesizer_jax.attention.blocked import (
     Biases,
-    Call,
     FusedInputs,
     SoftmaxStats,
     divide_terms,
     softmax_vjp_delta,
 )
-from synthesizer_jax.attention.terms import Relative, Static, diagonals
+from synthesizer_jax.attention.derivatives import with_gradient
+from synthesizer_jax.attention.packed import with_segment_positions
+from synthesizer_jax.attention.terms import Call, Static, cut_diagonals, has_absolute_positions
 
 _GPU_PLATFORMS = ("cuda", "rocm")
 
@@ -65,17 +60,15 @@ def fused_inputs(call: Call) -> FusedInputs:
     q, k = call.q_length, call.k_length
     positions, offset = None, mask.query_offset
     if has_absolute_positions(terms, mask):
-        q, k = segment_lengths(mask, q, k)
+        q, k = mask.segment_lengths(q, k)
         terms, positions = with_segment_positions(terms, mask)
         offset = 0
     divided = divide_terms(terms)
     assert divided is not None
-    products, (tables, diagonal_terms) = divided
+    products, (tables, diagonals) = divided
     biases = Biases(
         tuple(Static(term.logits[:, :q, :k]) for term in tables),
-        tuple(
-            Relative(diagonals(term, q, k, query_offset=offset), 1 - q) for term in diagonal_terms
-        ),
+        tuple(cut_diagonals(term, q, k, query_offset=offset) for term in diagonals),
     )
     return FusedInputs(products, biases, call.values, mask, positions)
 
@@ -91,14 +84,9 @@ def obstacle(call: Call) -> str | None:
     return None
 
 
-def select_kernel(call: Call, platform: str) -> tuple[str, str | None]:
-    """Returns what runs the route on a platform, and why kernels cannot, if there are any."""
-    if platform == "gpu":
-        return "a loop over examples, all heads at once", None
-    if platform != "tpu":
-        return "a loop over heads and examples", None
-    reason = fused_tpu.obstacle(fused_inputs(call))
-    return ("a loop over heads and examples" if reason else "Pallas kernels"), reason
+def kernel_obstacle(call: Call) -> str | None:
+    """Returns why TPU kernels cannot take a call; None: they can."""
+    return fused_tpu.obstacle(fused_inputs(call))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -110,7 +98,7 @@ def _attend_fused_fwd(
     It is compiled separately, as the backward pass is, so that equal layers are traced once.
     """
     implementations = dict.fromkeys(
-        _GPU_PLATFORMS, functools.partial(blocked.forward_all_heads, q_length)
+        _GPU_PLATFORMS, functools.partial(blocked.forward, q_length, parallel=True)
     )
     if query_offset is not None:
         implementations["tpu"] = functools.partial(fused_tpu.forward, q_length, query_offset)
@@ -131,7 +119,7 @@ def _attend_fused_bwd(
 ) -> FusedInputs:
     """Returns the cotangents of the inputs."""
     implementations: dict[str, Callable[..., FusedInputs]] = dict.fromkeys(
-        _GPU_PLATFORMS, blocked.backward_all_heads
+        _GPU_PLATFORMS, functools.partial(blocked.backward, parallel=True)
     )
     if query_offset is not None:
         implementations["tpu"] = functools.partial(fused_tpu.backward, query_offset)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +22,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from synthesizer_jax.attention import tpu
+from synthesizer_jax.attention.blocked import FusedInputs, Products, SoftmaxStats
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.parts import FusedInputs, Products, SoftmaxStats
-from synthesizer_jax.attention.terms import Outer, Term, logits_dtype
+from synthesizer_jax.attention.terms import Outer, map_arrays
 from synthesizer_jax.attention.tpu import (
+    BIAS_AXES,
     LANES,
     LOW,
     Bias,
+    Blocks,
     Ref,
     call_kernel,
     matmul,
@@ -43,16 +47,12 @@ TILE = 256 * 1024
 
 def obstacle(inputs: FusedInputs) -> str | None:
     """Returns why the kernels cannot take such inputs; None: they can."""
-    products, biases, values, mask, positions = inputs
-    if not isinstance(mask.query_offset, int):
-        return "Mask.query_offset is not known when the function is traced"
-    if mask.allowed is not None or mask.prefix_lengths is not None:
-        return "Mask.allowed and Mask.prefix_lengths are not read by the kernels"
-    if positions is not None or (mask.counts_in_segments and mask.has_band):
+    mask = inputs.mask
+    if mask.allowed is not None:
+        return "the kernels do not read Mask.allowed"
+    if inputs.positions is not None or (mask.counts_in_segments and mask.has_band):
         return "positions inside packed segments are not looked up by the kernels"
-    if logits_dtype(values, *jax.tree.leaves((products, biases))) != jnp.float32:
-        return "the kernels have no 64-bit numbers"
-    return None
+    return tpu.obstacle(inputs)
 
 
 def block_size(rows: int, columns: int) -> int:
@@ -85,35 +85,14 @@ class _Tiles:
         """Rows of a tile."""
         return block_size(self.rows, self.columns)
 
-    def spec(self, x: Ref, axes: str) -> pl.BlockSpec | None:
-        """Returns blocks of an array, if there is one.
-
-        Args:
-          x: an array.
-          axes: what its axes are: ``b`` a program's example, ``h`` its head, ``q`` and ``k`` its queries
-            and keys; ``.`` stands for others.
-        """
-        if x is None:
-            return None
+    @property
+    def blocks(self) -> Blocks:
+        """Blocks of one head ``h``, one example ``b``, and a tile's queries ``q`` or keys ``k``."""
         row_axis = "k" if self.transposed else "q"
-        shape = [
-            None if a in "bh" else self.size if a == row_axis else n
-            for a, n in zip(axes, x.shape, strict=True)
-        ]
-
-        def index(head: jax.Array, block: jax.Array, example: jax.Array) -> tuple[Ref, ...]:
-            at = {"h": head, row_axis: block, "b": example}
-            return tuple(
-                0 if a not in at or n in (1, size) else at[a]
-                for a, n, size in zip(axes, x.shape, shape, strict=True)
-            )
-
-        return pl.BlockSpec(tuple(shape), index)
+        return Blocks({"b": None, "h": None, row_axis: self.size}, ("h", row_axis, "b"))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Operands:
+class _Operands(NamedTuple):
     """What logits are made of, heads first; in a kernel, references to the blocks of a program.
 
     Attributes:
@@ -132,16 +111,10 @@ class _Operands:
     query_segments: Ref
     key_segments: Ref
 
-    def specs(self, tiles: _Tiles) -> _Operands:
-        """Returns the blocks of a program."""
-        return _Operands(
-            products=_product_specs(self.products, tiles),
-            values=tiles.spec(self.values, "bhk."),
-            bias=_bias_specs(self.bias, tiles),
-            real=tiles.spec(self.real, "b.k"),
-            query_segments=tiles.spec(self.query_segments, "b.q"),
-            key_segments=tiles.spec(self.key_segments, "b.k"),
-        )
+    def axes(self) -> _Operands:
+        """Returns what the axes of the arrays are."""
+        products = _product_axes(self.products)
+        return _Operands(products, "bhk.", BIAS_AXES, "b.k", "b.q", "b.k")
 
     def multiply_adds(self) -> int:
         """Returns the multiply-adds of a logit."""
@@ -177,14 +150,7 @@ def _operands(inputs: FusedInputs, bias: Bias) -> _Operands:
 def forward(
     q_length: int, query_offset: int, inputs: FusedInputs, *, interpret: bool = False
 ) -> tuple[jax.Array, SoftmaxStats]:
-    """Returns the attention output ``[b, q, h, e]`` and what `backward` needs.
-
-    Args:
-      q_length: number of queries.
-      query_offset: the mask's, which has to be known.
-      inputs: those for which `obstacle` is None.
-      interpret: run on any device, slowly.
-    """
+    """Returns the attention output ``[b, q, h, e]`` and what `backward` needs."""
     batch, k_length, heads, width = inputs.values.shape
     blocks = _operands(inputs, prepare_bias(inputs.biases))
     tiles = _Tiles(inputs.mask, query_offset, q_length, k_length)
@@ -208,14 +174,14 @@ def forward(
 
     rows = jax.ShapeDtypeStruct((batch, heads, 1, q_length), jnp.float32)
     out_shape = jax.ShapeDtypeStruct((batch, heads, q_length, width), inputs.values.dtype)
-    row_spec = tiles.spec(rows, "bh.q")
     num_logits = batch * heads * q_length * k_length
     out, row_max, inverse_row_sum = call_kernel(
         kernel,
         (blocks,),
         (out_shape, rows, rows),
-        specs=(blocks.specs(tiles),),
-        out_specs=(tiles.spec(out_shape, "bhq."), row_spec, row_spec),
+        blocks=tiles.blocks,
+        axes=(blocks.axes(),),
+        out_axes=("bhq.", "bh.q", "bh.q"),
         grid=(heads, pl.cdiv(q_length, tiles.size), batch),
         flops=2 * (blocks.multiply_adds() + width) * num_logits,
         exponentials=num_logits,
@@ -231,16 +197,14 @@ def forward(
     )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Residuals:
+class _Residuals(NamedTuple):
     """What the backward kernel reads beside the operands.
 
     Attributes:
       dout: the cotangent of the output, ``[b, h, q, e]``.
       row_max: of `SoftmaxStats`, ``[b, h, 1, q]`` float32.
       inverse_row_sum: likewise.
-      delta: `parts.softmax_vjp_delta` likewise.
+      delta: `softmax_vjp_delta` likewise.
     """
 
     dout: Ref
@@ -249,9 +213,7 @@ class _Residuals:
     delta: Ref
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Cotangents:
+class _Cotangents(NamedTuple):
     """The cotangents of operands; None for what a kernel leaves out.
 
     Attributes:
@@ -275,31 +237,22 @@ def backward(
     *,
     interpret: bool = False,
 ) -> FusedInputs:
-    """Returns the cotangents of the inputs.
-
-    Args:
-      query_offset: as in `forward`.
-      inputs: what `forward` was given.
-      stats: what it returned.
-      delta: `parts.softmax_vjp_delta` of its output and `dout`.
-      dout: the cotangent of its output.
-      interpret: as in `forward`.
-    """
+    """Returns the cotangents of the inputs of `forward`; `delta` is `softmax_vjp_delta`."""
     q_length, k_length = dout.shape[1], inputs.values.shape[1]
     bias, bias_vjp = jax.vjp(prepare_bias, inputs.biases)
     blocks = _operands(inputs, bias)
     residuals = _Residuals(_heads_first(dout), *(x.transpose(0, 2, 3, 1) for x in (*stats, delta)))
     tiles = _Tiles(inputs.mask, query_offset, q_length, k_length)
-    absent = _Cotangents(_without(blocks.products, "keys"), None, bias)
+    wanted = _Cotangents(_without(blocks.products, "keys"), None, bias)
     if tiles.size == q_length:
-        absent = _Cotangents(blocks.products, blocks.values, bias)
-    found = _call_backward(blocks, residuals, absent, tiles, interpret=interpret)
-    products, values = found.products, found.values
+        wanted = _Cotangents(blocks.products, blocks.values, bias)
+    cotangents = _call_backward(blocks, residuals, wanted, tiles, interpret=interpret)
+    products, values = cotangents.products, cotangents.values
     if values is None:
         tiles = dataclasses.replace(tiles, rows=k_length, columns=q_length, transposed=True)
-        blocks = dataclasses.replace(blocks, bias=_reverse_columns(bias, q_length + k_length - 1))
+        blocks = blocks._replace(bias=_reverse_columns(bias, q_length + k_length - 1))
         keys = _without(blocks.products._replace(outer=()), "queries")
-        of_keys = _Cotangents(keys, blocks.values, Bias(None, None))
+        of_keys = _Cotangents(keys, blocks.values, Bias())
         by_keys = _call_backward(blocks, residuals, of_keys, tiles, interpret=interpret)
         pairs = zip(products.low_rank, by_keys.products.low_rank, strict=True)
         products = products._replace(
@@ -308,7 +261,7 @@ def backward(
         values = by_keys.values
     cast = lambda d, x: _heads_first(d).astype(x.dtype)
     dproducts, dvalues = jax.tree.map(cast, (products, values), (inputs.products, inputs.values))
-    (dbiases,) = bias_vjp(jax.tree.map(lambda d, x: d.astype(x.dtype), found.bias, bias))
+    (dbiases,) = bias_vjp(jax.tree.map(lambda d, x: d.astype(x.dtype), cotangents.bias, bias))
     return inputs.cotangents(dproducts, dbiases, dvalues)
 
 
@@ -324,7 +277,7 @@ def _reverse_columns(bias: Bias, length: int) -> Bias:
     if bias.columns is None:
         return bias
     used, rest = bias.columns[..., :length], bias.columns[..., length:]
-    return dataclasses.replace(bias, columns=jnp.concatenate([used[..., ::-1], rest], axis=-1))
+    return bias._replace(columns=jnp.concatenate([used[..., ::-1], rest], axis=-1))
 
 
 def _call_backward(
@@ -337,7 +290,6 @@ def _call_backward(
 ) -> _Cotangents:
     """Returns the cotangents of those operands that are given as `primals`."""
     batch, heads, _, width = blocks.values.shape
-    row_spec = tiles.spec(residuals.delta, "bh.q")
     diagonals = primals.bias.columns is not None
     tile = pltpu.VMEM((tiles.size, tiles.columns), jnp.float32)
     num_logits = batch * heads * tiles.rows * tiles.columns
@@ -346,28 +298,21 @@ def _call_backward(
         for name in ("queries", "keys")
     )
     work = num_factors * blocks.multiply_adds() + (1 + (primals.values is not None)) * width
-    results: _Cotangents = call_kernel(
-        functools.partial(
-            _backward_kernel, tiles=tiles, shared=jax.tree.map(_is_shared, primals), batch=batch
-        ),
+    shared = jax.tree.map(lambda x: x.shape[0] == 1, primals)
+    results: tuple[_Cotangents] = call_kernel(
+        functools.partial(_backward_kernel, tiles=tiles, shared=shared, batch=batch),
         (blocks, residuals),
-        jax.tree.map(_cotangent_shape, primals),
-        specs=(
-            blocks.specs(tiles),
-            _Residuals(tiles.spec(residuals.dout, "bhq."), row_spec, row_spec, row_spec),
-        ),
-        out_specs=_Cotangents(
-            _product_specs(primals.products, tiles),
-            tiles.spec(primals.values, "bhk."),
-            _bias_specs(primals.bias, tiles),
-        ),
+        (jax.tree.map(_cotangent_shape, primals),),
+        blocks=tiles.blocks,
+        axes=(blocks.axes(), _Residuals("bhq.", "bh.q", "bh.q", "bh.q")),
+        out_axes=(_Cotangents(_product_axes(primals.products), "bhk.", BIAS_AXES),),
         grid=(heads, pl.cdiv(tiles.rows, tiles.size), batch),
         flops=2 * work * num_logits,
         exponentials=num_logits,
         scratch=blocks.tile_scratch(tiles) + [tile] * diagonals,
         interpret=interpret,
     )
-    return results
+    return results[0]
 
 
 def _backward_kernel(
@@ -530,22 +475,10 @@ def _factor_one_hot(term: Outer, name: str, first: int | jax.Array, *, count: in
     return (index == lax.broadcasted_iota(jnp.int32, shape, 1)).astype(x.dtype)
 
 
-def _product_specs(products: Products, tiles: _Tiles) -> Products:
-    """Returns the blocks of every array that is not None."""
-
-    def specs(term: Term) -> Term:
-        return term.map_arrays(lambda _, x, axes: tiles.spec(x, f"bh{axes[1]}."))
-
-    return jax.tree.map(specs, products, is_leaf=lambda x: isinstance(x, Term))
-
-
-def _bias_specs(bias: Bias, tiles: _Tiles) -> Bias:
-    return Bias(tiles.spec(bias.table, "hqk"), tiles.spec(bias.columns, "h.."))
-
-
-def _is_shared(x: Ref) -> bool:
-    """Whether all examples share an operand ``[b or 1, h, n, r]``."""
-    return x.shape[0] == 1
+def _product_axes(products: Products) -> Products:
+    """Returns the axes of every array that is not None."""
+    axes: Products = map_arrays(lambda a: f"bh{a.axes[1]}.", products)
+    return axes
 
 
 def _cotangent_shape(x: Ref) -> jax.ShapeDtypeStruct:

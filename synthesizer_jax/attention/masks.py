@@ -117,14 +117,11 @@ class Mask:
           causal: no key after the query.
           **fields: further fields.
         """
-        if jnp.ndim(keys) == 1:
-            mask = cls(causal=causal, key_lengths=keys, **fields)
-        else:
-            mask = cls(causal=causal, key_valid=keys, **fields)
-        if queries is not None and jnp.ndim(queries) == 1:
-            mask = dataclasses.replace(mask, query_lengths=queries)
-        elif queries is not None:
-            mask = dataclasses.replace(mask, query_valid=queries)
+        kind = lambda x: "lengths" if jnp.ndim(x) == 1 else "valid"
+        given: dict[str, Any] = {f"key_{kind(keys)}": keys, **fields}
+        if queries is not None:
+            given[f"query_{kind(queries)}"] = queries
+        mask = cls(causal=causal, **given)
         return mask.for_self_attention() if queries is None else mask
 
     @classmethod
@@ -222,6 +219,31 @@ class Mask:
         }
         return dataclasses.replace(self, **changed)
 
+    def broadcast_to(self, *, batch: int, heads: int, q_length: int, k_length: int) -> Mask:
+        """Returns the mask with every array of its full shape, patterns as booleans.
+
+        Raises:
+          ValueError: an array has another shape or dtype, or parts are missing or do not go together.
+        """
+        if (self.query_segments is None) != (self.key_segments is None):
+            raise ValueError(
+                "attend: Mask has only one of query_segments and key_segments; give both, or use "
+                "Mask.packed"
+            )
+        if self.query_segments is not None and self.prefix_lengths is not None:
+            raise ValueError(
+                "attend: Mask.prefix_lengths counts from the start of a row, which in packed rows is "
+                "the first example only; use Mask.allowed"
+            )
+        offset = self.query_offset
+        if self.query_segments is not None and isinstance(offset, int) and offset != 0:
+            raise ValueError(
+                f"attend: Mask.query_offset={offset} with segments, where positions begin anew; leave it "
+                "out for packed rows"
+            )
+        sizes = {"batch": batch, "heads": heads, "q": q_length, "k": k_length}
+        return self.map_arrays(lambda name, x: _broadcast(name, x, sizes))
+
     def keys(self, k_length: int) -> jax.Array | None:
         """Returns which keys are real, bool ``[b, k]``; None: all of them."""
         return _real(k_length, self.key_lengths, self.key_valid, segments=self.key_segments)
@@ -234,6 +256,11 @@ class Mask:
     def counts_in_segments(self) -> bool:
         """Whether the band compares positions inside the segments."""
         return self.query_segments is not None and not self.self_attention
+
+    def segment_lengths(self, q_length: int, k_length: int) -> tuple[int, int]:
+        """Returns how many queries and keys a segment has at most."""
+        longest = self.segment_length or max(q_length, k_length)
+        return min(longest, q_length), min(longest, k_length)
 
     @property
     def band(self) -> tuple[int | None, int | None]:
@@ -272,21 +299,7 @@ class Mask:
 
     def prefix(self, k_length: int) -> jax.Array | None:
         """Returns which keys the prefix opens to every query, bool ``[b, k]``; None: there is no prefix."""
-        if self.prefix_lengths is None:
-            return None
-        return _before(self.prefix_lengths, k_length)
-
-    def block(self, example: jax.Array | int, head: jax.Array | int) -> Mask:
-        """Returns the mask of one example and one head, with a batch axis of 1."""
-
-        def at(x: jax.Array, index: jax.Array | int, axis: int) -> jax.Array:
-            start = 0 if x.shape[axis] == 1 else index
-            return jax.lax.dynamic_slice_in_dim(x, start, 1, axis)
-
-        rest = dataclasses.replace(self, allowed=None, query_offset=0)
-        rest = jax.tree.map(lambda x: at(x, example, 0), rest)
-        allowed = None if self.allowed is None else at(at(self.allowed, example, 0), head, 1)
-        return dataclasses.replace(rest, allowed=allowed, query_offset=self.query_offset)
+        return None if self.prefix_lengths is None else _before(self.prefix_lengths, k_length)
 
     def take_heads(self, start: int, count: int) -> Mask:
         """Returns the mask of consecutive heads."""
@@ -368,14 +381,9 @@ def as_bool(mask: jax.Array) -> jax.Array:
 def add_pattern(
     mask: Mask, pattern: jax.Array, *, batch: int, q_length: int, k_length: int
 ) -> Mask:
-    """Returns a mask with a pattern in the smallest field that can hold it.
+    """Returns a mask with a pattern ``[b or 1, h or 1, q or 1, k or 1]`` in the smallest field for it.
 
-    Args:
-      mask: has none of the fields `key_valid`, `query_valid` and `allowed`.
-      pattern: bool ``[b or 1, h or 1, q or 1, k or 1]``.
-      batch: b.
-      q_length: q.
-      k_length: k.
+    The mask has none of the fields `key_valid`, `query_valid` and `allowed`.
     """
     own, heads, queries, keys = pattern.shape
     if heads == queries == 1:
@@ -397,6 +405,49 @@ def segment_positions(segments: jax.Array) -> jax.Array:
     new = jnp.diff(segments, axis=-1, prepend=segments[..., :1]) != 0
     start = jax.lax.cummax(jnp.where(new, index, 0), axis=segments.ndim - 1)
     return index - start
+
+
+_AXES = {
+    "key_valid": ("batch", "k"),
+    "query_valid": ("batch", "q"),
+    "key_segments": ("batch", "k"),
+    "query_segments": ("batch", "q"),
+    "allowed": ("batch", "heads", "q", "k"),
+}
+"""The axes of a mask's arrays; lengths have one, of examples."""
+
+
+def _broadcast(name: str, x: ArrayLike, sizes: dict[str, int]) -> jax.Array:
+    """Returns an array of a mask of its full shape, see `Mask.broadcast_to`."""
+    x, axes = jnp.asarray(x), _AXES.get(name, ("batch",))
+    shape = tuple(sizes[axis] for axis in axes)
+    shared = {"batch", "heads", "q"} if name in ("allowed", "query_valid") else {"batch"}
+    fits = x.ndim == len(axes) and all(
+        n == size or (n == 1 and axis in shared)
+        for n, size, axis in zip(x.shape, shape, axes, strict=True)
+    )
+    if not fits:
+        expected = ", ".join(
+            f"{axis}{' or 1' if axis in shared else ''}={size}"
+            for axis, size in zip(axes, shape, strict=True)
+        )
+        raise ValueError(f"attend: Mask.{name} has shape {x.shape}; it must be [{expected}]")
+    if name.endswith(("lengths", "segments")):
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"attend: Mask.{name} has dtype {x.dtype}; it must be integers")
+        return jnp.broadcast_to(x, shape)
+    x = as_bool(x)
+    return jnp.broadcast_to(x, (*x.shape[:2], *shape[2:]) if name == "allowed" else shape)
+
+
+def zero_padding(x: jax.Array, real: jax.Array | None) -> jax.Array:
+    """Returns ``[b, n, ...]`` with zeros for padding; the backward pass keeps only ``[b, n]``."""
+    return x if real is None else _zero_padding(x, real)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _zero_padding(x: jax.Array, real: jax.Array) -> jax.Array:
+    return jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0)
 
 
 _STATIC = tuple(f.name for f in dataclasses.fields(Mask) if f.metadata.get("static"))

@@ -1,9 +1,8 @@
 """Packed rows: several examples in one row, with positions that start anew in each.
 
-Terms made of tokens, or in self-attention of ``key - query``, need the segment mask only. Terms
-that look positions up in parameters are unpacked first where rows hold few segments: their examples
-become rows of their own, the ordinary routes run on those, and the results are packed again. Where rows
-hold many, the fused route looks positions up block by block (`FusedInputs.positions`).
+Terms that look positions up in parameters are unpacked where rows hold few segments: their examples become
+rows of their own, on which the ordinary routes run. Where rows hold many, the fused route looks positions
+up block by block (`FusedInputs.positions`).
 """
 
 from __future__ import annotations
@@ -15,39 +14,51 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention.masks import Mask, segment_positions
-from synthesizer_jax.attention.parts import Call
-from synthesizer_jax.attention.terms import LowRank, Term, Terms, gather_rows
+from synthesizer_jax.attention.terms import (
+    Call,
+    LowRank,
+    Relative,
+    Term,
+    TermArray,
+    Terms,
+    map_arrays,
+)
 
 MAX_UNPACKING_FACTOR = 3
 """Rows are unpacked if that makes at most this many times as many logits."""
 
 
-def has_absolute_positions(terms: Terms, mask: Mask) -> bool:
-    """Whether packed rows look up a term by position in the segment."""
-    return mask.query_segments is not None and any(
-        any(term.has_absolute_positions(mask)) for term in terms
-    )
-
-
-def segment_lengths(mask: Mask, q_length: int, k_length: int) -> tuple[int, int]:
-    """How many positions a segment's queries and keys have at most."""
-    longest = mask.segment_length or max(q_length, k_length)
-    return min(longest, q_length), min(longest, k_length)
-
-
 def unpacked_lengths(mask: Mask, q_length: int, k_length: int) -> tuple[int, int] | None:
-    """Lengths of the rows after unpacking; None if that is not possible or not worth while."""
+    """Returns the lengths of the rows after unpacking; None if that is not possible or not worth while."""
     if mask.segments is None or mask.allowed is not None:
         return None
-    q, k = segment_lengths(mask, q_length, k_length)
+    q, k = mask.segment_lengths(q_length, k_length)
     return (q, k) if mask.segments * q * k <= MAX_UNPACKING_FACTOR * q_length * k_length else None
 
 
-def with_segment_positions(terms: Terms, mask: Mask) -> tuple[Terms, tuple[jax.Array, jax.Array]]:
-    """Terms for packed rows as they are, and positions ``[b, q]`` and ``[b, k]`` inside the segments.
+def cover_distances(terms: Terms, mask: Mask, q_length: int, k_length: int) -> Terms:
+    """Returns the terms of packed rows, extended to distances that no segment reaches."""
+    if mask.query_segments is None:
+        return terms
+    q, k = mask.segment_lengths(q_length, k_length)
 
-    Parameters that act as queries or keys are looked up here, ``[b, n, h, r]``; `Static`, `Relative` and
-    `Outer` terms stay as they are, in positions.
+    def cover(term: Term) -> Term:
+        if not isinstance(term, Relative):
+            return term
+        last = term.first + term.logits.shape[1] - 1
+        if term.first > 1 - q or last < k - 1:
+            return term  # too short: `cut_diagonals` raises the error
+        before, after = max(0, term.first - 1 + q_length), max(0, k_length - 1 - last)
+        logits = jnp.pad(term.logits, ((0, 0), (before, after)))
+        return Relative(logits, term.first - before)
+
+    return tuple(map(cover, terms))
+
+
+def with_segment_positions(terms: Terms, mask: Mask) -> tuple[Terms, tuple[jax.Array, jax.Array]]:
+    """Returns terms for packed rows as they are, and positions ``[b, q]`` and ``[b, k]`` in the segments.
+
+    Parameters that act as queries or keys are looked up here; other terms stay as they are, in positions.
     """
     assert mask.query_segments is not None and mask.key_segments is not None
     positions = segment_positions(mask.query_segments), segment_positions(mask.key_segments)
@@ -64,15 +75,10 @@ def with_segment_positions(terms: Terms, mask: Mask) -> tuple[Terms, tuple[jax.A
 
 
 def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array:
-    """Runs a route on the packed examples as rows of their own.
+    """Runs a route on the packed examples as rows of their own, within `unpacked_lengths`.
 
-    Args:
-      route: one of the routes.
-      call: for packed rows, within `unpacked_lengths`.
-
-    Returns:
-      ``[b, q, h, e]``. A token that breaks the mask's promise, in a segment that is too long, not in
-      one piece or one too many, gets NaN.
+    A token that breaks the mask's promise, in a segment that is too long, not in one piece or one too many,
+    gets NaN.
     """
     values, mask, q_length = call.values, call.mask, call.q_length
     assert mask.query_segments is not None and mask.key_segments is not None
@@ -86,13 +92,29 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
         bare,
         key_lengths=k_lengths,
         query_lengths=q_lengths,
-        key_valid=None if key_valid is None else gather_rows(key_valid, keys),
-        query_valid=None if query_valid is None else gather_rows(query_valid, queries),
+        key_valid=None if key_valid is None else _gather_rows(key_valid, keys),
+        query_valid=None if query_valid is None else _gather_rows(query_valid, queries),
         segment_length=None,
         segments=None,
     )
-    terms = tuple(term.unpack(queries, keys) for term in call.terms)
-    out = route(Call(terms, gather_rows(values, keys), rows, lengths[0]))
+
+    def unpack(a: TermArray) -> jax.Array:
+        x = a.x
+        for axis, positions in (("q", queries), ("k", keys)):
+            if axis not in a.axes:
+                continue
+            length = x.shape[a.axes.index(axis)]
+            if a.from_tokens:
+                shared = jnp.zeros_like(positions[..., :1])  # by all positions
+                x = jnp.broadcast_to(x, (positions.shape[0], *x.shape[1:]))
+                x = _gather_rows(x, shared if length == 1 else positions)
+            else:
+                length = min(length, positions.shape[-1])
+                x = jax.lax.slice_in_dim(x, 0, length, axis=a.axes.index(axis))
+        return x
+
+    terms = map_arrays(unpack, call.terms)
+    out = route(Call(terms, _gather_rows(values, keys), rows, lengths[0]))
     fits = (q_fit & k_fit).reshape(-1)
     out = jnp.where(fits[:, None, None, None], out, jnp.nan)
     return _pack(out, mask.query_segments, mask.segments)
@@ -101,11 +123,10 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
 def _segment_rows(
     segments: jax.Array, count: int, length: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Each segment's tokens as a row of their own.
+    """Returns each segment's tokens as a row of their own.
 
-    Returns:
-      Where they are ``[b, count, length]``, their number ``[b·count]``, and whether they are neighbors and
-      no more than `length`, bool ``[b, count]``.
+    Where they are ``[b, count, length]``, their number ``[b·count]``, and whether they are neighbors and no
+    more than `length`, bool ``[b, count]``.
     """
     member = segments[:, None, :] == jnp.arange(1, count + 1)[None, :, None]
     start = jnp.argmax(member, axis=-1)
@@ -123,6 +144,12 @@ def _pack(out: jax.Array, segments: jax.Array, count: int) -> jax.Array:
     place = segment_positions(segments)
     kept = (segments > 0) & (segments <= count) & (place < length)
     index = jnp.where(kept, (segments - 1) * length + place, 0)
-    tokens = gather_rows(out.reshape(batch, count * length, *out.shape[2:]), index[:, None])
+    tokens = _gather_rows(out.reshape(batch, count * length, *out.shape[2:]), index[:, None])
     tokens = jnp.where(kept[..., None, None], tokens, 0)
     return jnp.where((kept | (segments <= 0))[..., None, None], tokens, jnp.nan)
+
+
+def _gather_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns the rows ``[b, count, length]`` of ``[b, n, ...]``, as ``[b · count, length, ...]``."""
+    picked = jax.vmap(lambda x, i: x[i])(x, rows)
+    return picked.reshape(-1, *picked.shape[2:])

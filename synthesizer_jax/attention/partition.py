@@ -11,8 +11,14 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.parts import Call
-from synthesizer_jax.attention.terms import Relative, Term, diagonals
+from synthesizer_jax.attention.terms import (
+    Call,
+    Relative,
+    Term,
+    TermArray,
+    cut_diagonals,
+    map_arrays,
+)
 from synthesizer_jax.messages import not_divisible
 from synthesizer_jax.typing import PyTree
 
@@ -31,14 +37,28 @@ def axes_along(x: jax.Array, axis: int) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def match_varying_axes(*trees: PyTree) -> PyTree:
+    """Returns the trees with all arrays varying over the manual mesh axes over which any of them varies.
+
+    Loops and conditionals need that inside `jax.shard_map`; an array that devices share then gets the sum
+    of their cotangents. Elsewhere nothing changes.
+    """
+    varying = lambda x: frozenset(jax.typeof(x).mat.varying)
+    axes = frozenset().union(*map(varying, jax.tree.leaves(trees)))
+
+    def vary(x: jax.Array) -> jax.Array:
+        missing = tuple(axes - varying(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, trees) if axes else trees
+
+
 def in_auto_mode(
     function: Callable[..., PyTree], spec: Callable[[PyTree], PyTree]
 ) -> Callable[..., PyTree]:
-    """Returns the function with all explicit mesh axes made automatic inside.
+    """Returns the function, of pytrees, with all explicit mesh axes made automatic inside.
 
-    Args:
-      function: of pytrees of arrays.
-      spec: ``result -> PartitionSpec``, or a pytree of them: the sharding of the result.
+    `spec` maps the result to its sharding, a `PartitionSpec` or a pytree of them.
     """
     mesh = jax.sharding.get_abstract_mesh()
     explicit = axes_of_type(AxisType.Explicit)
@@ -86,18 +106,12 @@ class Partition:
 
     def restricted_to(self, *, batch: int, heads: int) -> Partition:
         """Returns the partition without the axes by which batch or heads are not divisible."""
-        return Partition(
-            self.batch if batch % self._size(self.batch) == 0 else (),
-            self.heads if heads % self._size(self.heads) == 0 else (),
-            self.sequence,
-        )
+        divides = lambda axes, size: size % self._size(axes) == 0
+        rows, columns = divides(self.batch, batch), divides(self.heads, heads)
+        return Partition(self.batch if rows else (), self.heads if columns else (), self.sequence)
 
     def run(self, route: Callable[[Call], jax.Array], call: Call) -> jax.Array:
-        """Runs a route under `jax.shard_map`, on every device's own examples, heads and queries.
-
-        Raises:
-          ValueError: the batch or the heads are not divisible by their mesh axes.
-        """
+        """Runs a route under `jax.shard_map`, on every device's own examples, heads and queries."""
         self._check("batch", self.batch, call.values.shape[0])
         self._check("heads", self.heads, call.values.shape[2])
         offset, divided = call.mask.query_offset, self._divides_queries(call)
@@ -112,8 +126,15 @@ class Partition:
         # Kernels want all axes; those of length 1 divide nothing.
         mesh = jax.sharding.get_abstract_mesh()
         single = {n for n in axes_of_type(AxisType.Auto) if mesh.shape[n] == 1}
+        names: dict[str | None, Axes] = {"b": self.batch, "h": self.heads, "q": queries}
+
+        def term_spec(a: TermArray) -> PartitionSpec:
+            pairs = zip(a.axes, a.x.shape, strict=True)
+            shared = lambda axis, n: axis in ("b", "q") and n == 1
+            return PartitionSpec(*(None if shared(*p) else names.get(p[0]) for p in pairs))
+
         specs: PyTree = {
-            "terms": tuple(self._term_spec(term, queries) for term in call.terms),
+            "terms": map_arrays(term_spec, call.terms),
             "values": self._spec(call.values),
             "mask": self._mask_spec(call.mask, queries),
         }
@@ -134,12 +155,10 @@ class Partition:
         The compiler would move the rows of lookups and of loops over chunks between devices. Here only
         the shared arrays are gathered, and their cotangents summed once.
 
-        Args:
-          function: keeps the order of the rows; its results have one or several entries per device.
-          shared: arrays that all rows need.
-          *arrays: ``[b, ...]``; where b is not divisible, the function is applied to all rows at once.
+        The function keeps the order of the rows; its results have one or several entries per device. Where
+        the arrays' b is not divisible, it is applied to all rows at once.
         """
-        if not self.batch or any(x.shape[0] % self.batch_devices for x in arrays):
+        if not self.batch or any(x.shape[0] % self._size(self.batch) for x in arrays):
             return function(shared, *arrays)
         rows = PartitionSpec(self.batch)
         sharded = jax.shard_map(
@@ -157,17 +176,12 @@ class Partition:
         """The names of all axes."""
         return {*self.batch, *self.heads, *self.sequence}
 
-    @property
-    def batch_devices(self) -> int:
-        """The number of parts of the batch."""
-        return self._size(self.batch)
-
     def constrain(self, x: jax.Array) -> jax.Array:
         """Returns activations ``[b, n, ...]`` whose sharding, and that of their cotangents, is fixed.
 
         The compiler alone would shard a cotangent like the parameter that it is multiplied with.
         """
-        if x.shape[0] % self.batch_devices:
+        if x.shape[0] % self._size(self.batch):
             return x
         length = None if x.shape[1] % self._size(self.sequence) else self.sequence
         return jax.lax.with_sharding_constraint(x, PartitionSpec(self.batch, length))
@@ -191,11 +205,7 @@ class Partition:
         return devices > 1 and call.q_length % devices == 0 and sees_all_keys and has_logits
 
     def _own_queries(self, call: Call) -> Call:
-        """Returns the call of a device's own queries; arrays with an axis of queries are cut already.
-
-        Raises:
-          ValueError: a `Relative` does not reach from the last query to the first key, or the reverse.
-        """
+        """Returns the call of a device's own queries; arrays with an axis of queries are cut already."""
         mask, count = call.mask, call.q_length // self._size(self.sequence)
         first = jax.lax.axis_index(self.sequence) * count
 
@@ -203,7 +213,7 @@ class Partition:
             if not isinstance(term, Relative):
                 return term
             q, k = call.q_length, call.k_length
-            columns = diagonals(term, q, k, query_offset=mask.query_offset)
+            columns = cut_diagonals(term, q, k, query_offset=mask.query_offset).logits
             start, size = q - count - first, count + k - 1
             columns = jax.lax.dynamic_slice_in_dim(columns, start, size, axis=1)
             return Relative(columns, 1 - count)
@@ -212,20 +222,6 @@ class Partition:
         ends = None if ends is None else jnp.clip(ends - first, 0, count)
         mask = dataclasses.replace(mask, query_lengths=ends, query_offset=0, self_attention=False)
         return Call(tuple(map(own, call.terms)), call.values, mask, count)
-
-    def _term_spec(self, term: Term, queries: Axes) -> PyTree:
-        """Returns the term with a `PartitionSpec` in the place of every array."""
-        names = {"b": self.batch, "h": self.heads, "q": queries}
-
-        def spec(x: jax.Array, axes: tuple[str | None, ...]) -> PartitionSpec:
-            return PartitionSpec(
-                *(
-                    None if axis is None or (axis in "bq" and n == 1) else names.get(axis)
-                    for axis, n in zip(axes, x.shape, strict=True)
-                )
-            )
-
-        return term.map_arrays(lambda _, x, axes: spec(x, axes))
 
     def _spec(self, x: jax.Array, length: Axes = None) -> PartitionSpec:
         """Returns the layout of ``[b, n, h, e]``."""

@@ -1,10 +1,9 @@
-"""Matrix products of the attention routes, with derivatives that are fast on every backend."""
+"""Matrix products of layers, with derivatives that are fast on every backend."""
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from synthesizer_jax.attention.partition import axes_along, axes_of_type
-from synthesizer_jax.attention.parts import match_varying_axes
+from synthesizer_jax.attention.partition import axes_along, axes_of_type, match_varying_axes
 from synthesizer_jax.attention.terms import logits_dtype
 
 _OutSharding: TypeAlias = NamedSharding | PartitionSpec | None
@@ -46,60 +44,29 @@ def dense_product(
       ``[..., ...]``.
     """
     num_contracted = len(dimension_numbers[0][1])
-    if axes_of_type(AxisType.Explicit):
-        return _explicit_product(
-            x,
-            kernel,
-            num_contracted,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        )
-    contracted_size = math.prod(kernel.shape[:num_contracted])
-    out = lax.dot_general(
-        x.reshape(-1, contracted_size),
-        kernel.reshape(contracted_size, -1),
-        (((1,), (0,)), ((), ())),
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-    )
-    return out.reshape(*x.shape[: x.ndim - num_contracted], *kernel.shape[num_contracted:])
-
-
-def _explicit_product(
-    x: jax.Array,
-    kernel: jax.Array,
-    num_contracted: int,
-    *,
-    precision: lax.PrecisionLike,
-    preferred_element_type: DTypeLike | None,
-    out_sharding: _OutSharding,
-) -> jax.Array:
-    """Computes `dense_product` where mesh axes are explicit.
-
-    Mesh axes that already divide `x` cannot also divide the kernel's features: the kernel is gathered
-    along them (FSDP).
-    """
+    types: dict[str, Any] = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+    }
+    lead, features = x.shape[: x.ndim - num_contracted], kernel.shape[num_contracted:]
+    if not axes_of_type(AxisType.Explicit):
+        contracted_size = math.prod(kernel.shape[:num_contracted])
+        x, kernel = x.reshape(-1, contracted_size), kernel.reshape(contracted_size, -1)
+        out = lax.dot_general(x, kernel, (((1,), (0,)), ((), ())), **types)
+        return out.reshape(*lead, *features)
+    # Mesh axes that already divide `x` cannot also divide the kernel's features: the kernel is gathered
+    # along them (FSDP).
     x_axes = [axes_along(x, i) for i in range(x.ndim)]
-    batch_axes = x_axes[: x.ndim - num_contracted]
-    contracted_axes = x_axes[x.ndim - num_contracted :]
     used_axes = {axis for axes in x_axes for axis in axes}
     feature_axes = [
         tuple(axis for axis in axes_along(kernel, i) if axis not in used_axes)
         for i in range(num_contracted, kernel.ndim)
     ]
-    kernel = jax.sharding.reshard(kernel, PartitionSpec(*contracted_axes, *feature_axes))
-    dims = (tuple(range(x.ndim - num_contracted, x.ndim)), tuple(range(num_contracted)))
+    kernel = jax.sharding.reshard(kernel, PartitionSpec(*x_axes[len(lead) :], *feature_axes))
+    dims = (tuple(range(len(lead), x.ndim)), tuple(range(num_contracted)))
     if out_sharding is None:
-        out_sharding = PartitionSpec(*batch_axes, *feature_axes)
-    return lax.dot_general(
-        x,
-        kernel,
-        (dims, ((), ())),
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        out_sharding=out_sharding,
-    )
+        out_sharding = PartitionSpec(*x_axes[: len(lead)], *feature_axes)
+    return lax.dot_general(x, kernel, (dims, ((), ())), out_sharding=out_sharding, **types)
 
 
 def output_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -126,93 +93,3 @@ def _output_product_bwd(
 
 _output_product = jax.custom_vjp(plain_output_product)
 _output_product.defvjp(lambda *inputs: (plain_output_product(*inputs), inputs), _output_product_bwd)
-
-
-def matmul_nt(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:
-    """Returns ``x yᵀ`` of ``[q, r]`` and ``[k, r]``, ``[q, k]`` in float32 or wider."""
-    return _matmul_nt(*match_varying_axes(x, y), precision)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _matmul_nt(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike) -> jax.Array:
-    return jnp.matmul(x, y.T, precision=precision, preferred_element_type=logits_dtype(x, y))
-
-
-def _matmul_nt_fwd(
-    x: jax.Array, y: jax.Array, precision: lax.PrecisionLike
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _matmul_nt(x, y, precision), (x, y)
-
-
-def _matmul_nt_bwd(
-    precision: lax.PrecisionLike, residuals: tuple[jax.Array, jax.Array], dout: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    x, y = residuals
-    # dx = dO y
-    dx = jnp.matmul(dout.astype(y.dtype), y, precision=precision, preferred_element_type=dout.dtype)
-    # dy = dOᵀ x
-    dy = matmul_tn(dout.astype(x.dtype), x, precision)
-    return dx.astype(x.dtype), dy.astype(y.dtype)
-
-
-_matmul_nt.defvjp(_matmul_nt_fwd, _matmul_nt_bwd)
-
-
-def matmul_tn(x: jax.Array, y: jax.Array, precision: lax.PrecisionLike = None) -> jax.Array:
-    """Returns ``xᵀ y`` of ``[q, k]`` and a narrow ``[q, e]``, ``[k, e]`` in float32 or wider.
-
-    XLA's CPU backend takes two to three times as long if it has to transpose a large left factor. This
-    function computes ``(yᵀ x)ᵀ`` instead; the barrier keeps the compiler from undoing that.
-    """
-    dims = (((0,), (0,)), ((), ()))
-    transposed = lax.dot_general(
-        y, x, dims, precision=precision, preferred_element_type=logits_dtype(x, y)
-    )
-    return lax.optimization_barrier(transposed).T
-
-
-def weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """Sums values with weights that all examples share, by one matrix product per head.
-
-    Args:
-      weights: ``[h, q, k]``; they are rounded to the values' dtype.
-      values: ``[h, k, b, e]``.
-
-    Returns:
-      ``[h, q, b, e]``, float32 or wider.
-    """
-    out = _matmul_per_head(weights.astype(values.dtype), _merge_columns(values), (2, 1))
-    return out.reshape(*out.shape[:2], *values.shape[2:])
-
-
-def weighted_sum_vjp(
-    weights: jax.Array, values: jax.Array, dout: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the cotangents of `weighted_sum`'s weights and values.
-
-    Args:
-      weights: as given to `weighted_sum`.
-      values: as given to `weighted_sum`.
-      dout: the cotangent of its result, ``[h, q, b, e]``.
-    """
-    dout = _merge_columns(dout.astype(values.dtype))
-    # dV = Wᵀ dO
-    dvalues = _matmul_per_head(weights.astype(values.dtype), dout, (1, 1))
-    # dW = dO Vᵀ, summed over examples
-    dweights = _matmul_per_head(dout, _merge_columns(values), (2, 2))
-    return dweights.astype(weights.dtype), dvalues.reshape(values.shape).astype(values.dtype)
-
-
-def _merge_columns(x: jax.Array) -> jax.Array:
-    """Reshapes ``[h, n, b, e]`` to ``[h, n, b e]``."""
-    return x.reshape(*x.shape[:2], -1)
-
-
-def _matmul_per_head(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """Multiplies three-dimensional arrays of heads, contracting an axis of `x` and one of `y`.
-
-    The columns are one axis, as XLA's CPU backend rejects some bfloat16 products of four-dimensional
-    arrays.
-    """
-    dims = ((axes[:1], axes[1:]), ((0,), (0,)))
-    return lax.dot_general(x, y, dims, preferred_element_type=logits_dtype(x, y))

@@ -6,11 +6,16 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.attention.banded import materialize_banded
-from synthesizer_jax.attention.checks import cover_distances
 from synthesizer_jax.attention.masks import Mask, segment_positions
-from synthesizer_jax.attention.packed import has_absolute_positions
-from synthesizer_jax.attention.parts import Call
-from synthesizer_jax.attention.terms import Banded, Split, Terms, materialize
+from synthesizer_jax.attention.packed import cover_distances
+from synthesizer_jax.attention.terms import (
+    Banded,
+    Call,
+    Split,
+    Terms,
+    has_absolute_positions,
+    materialize,
+)
 
 
 def attend_reference(call: Call) -> jax.Array:
@@ -53,12 +58,7 @@ def softmax_weights(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -
 
 
 def softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
-    """Returns the softmax over the last axis; rows in which all logits are -inf or masked are zero.
-
-    Args:
-      logits: ``[..., k]``.
-      pairs: bool, which logits are not masked; None: all.
-    """
+    """Returns the softmax of ``[..., k]``; rows in which all logits are -inf or masked are zero."""
     if pairs is not None:
         logits = jnp.where(pairs, logits, jnp.finfo(logits.dtype).min)
     return _softmax(logits, pairs)
@@ -97,7 +97,7 @@ def _group_weights(split: Split, *, mask: Mask, q_length: int, k_length: int) ->
 def packed_logits(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:
     """Returns the logits ``[b or 1, h, q, k]``; in packed rows, positions are those in the segments."""
     total = None
-    for term in cover_distances(terms, mask, q_length=q_length, k_length=k_length):
+    for term in cover_distances(terms, mask, q_length, k_length):
         logits = materialize(
             (term,), q_length=q_length, k_length=k_length, query_offset=mask.query_offset
         )

@@ -8,8 +8,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 
-from synthesizer_jax.attention.lengths import arange
 from synthesizer_jax.attention.terms import Relative
 
 
@@ -48,6 +48,16 @@ class RelativeTable:
         return Relative(self.table[:, buckets], start)
 
 
+def arange(start: int, end: int) -> np.ndarray | jax.Array:
+    """Returns the integers from `start` up to, but without, `end`.
+
+    They are NumPy's, and so constants, where both are known; in `jax.export` a length may be symbolic, and
+    they are traced.
+    """
+    symbolic = is_symbolic_dim(start) or is_symbolic_dim(end)
+    return jnp.arange(start, end) if symbolic else np.arange(start, end)
+
+
 def relative_bias(
     table: jax.typing.ArrayLike,
     *,
@@ -83,18 +93,10 @@ def relative_bias(
 def buckets_between(
     start: int, end: int, *, num_buckets: int, max_distance: int, bidirectional: bool
 ) -> np.ndarray | jax.Array:
-    """Returns T5's buckets of the distances from `start` up to, but without, `end`.
+    """Returns T5's buckets, see `relative_buckets`, of the distances from `start` up to before `end`.
 
-    Args:
-      start: the first distance ``key − query``.
-      end: the distance after the last one. Where a length is symbolic (`jax.export`), so are these, and
-        the buckets are looked up when the program runs.
-      num_buckets: see `relative_buckets`.
-      max_distance: see `relative_buckets`.
-      bidirectional: see `relative_buckets`.
-
-    Returns:
-      ``[end - start]`` int32.
+    Where a length is symbolic (`jax.export`), so are these, and the buckets are looked up when the program
+    runs.
     """
     buckets_of = functools.partial(
         relative_buckets,
@@ -119,15 +121,6 @@ def relative_buckets(
 
     Short distances have one bucket each; longer distances share buckets with logarithmically spaced
     bounds (Raffel et al. 2020, section 2.1; T5X, `_relative_position_bucket`).
-
-    Args:
-      distance: integers of any shape.
-      num_buckets: number of buckets.
-      max_distance: all distances from this one on share the last bucket.
-      bidirectional: whether half of the buckets are for keys after the query.
-
-    Returns:
-      Buckets in ``[0, num_buckets)``, int32.
     """
     offset = np.zeros_like(distance)
     n = -distance

@@ -6,8 +6,7 @@ once, and has nothing but matrix products left for the examples,
     out = E (m ∘ v) / E m,    dS = E ∘ (D (m ∘ v)ᵀ - δ mᵀ),    dv = m ∘ Eᵀ D,
 
 with m the real keys, ``D = dout / E m`` and ``δ = Σ_e out · D``. Several examples lie side by side in the
-columns of a product. Where a denominator is too small to be trusted, a program computes the
-weights of each of its examples from that example's own maximum instead.
+columns of a product.
 
 The grid goes over groups of heads and, inside, groups of examples; logits, and the sum of their
 cotangents, stay in vector memory while the examples go by.
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,14 +24,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from synthesizer_jax.attention import tpu
+from synthesizer_jax.attention.blocked import MIN_ROW_SUM, FusedInputs, Products
 from synthesizer_jax.attention.masks import Mask
-from synthesizer_jax.attention.parts import MIN_ROW_SUM, FusedInputs, Products
-from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.attention.tpu import (
+    BIAS_AXES,
     LANES,
     LOW,
     VMEM,
     Bias,
+    Blocks,
     Ref,
     call_kernel,
     matmul,
@@ -54,13 +54,9 @@ COLUMNS = 512
 
 def obstacle(q_length: int, inputs: FusedInputs) -> str | None:
     """Returns why the kernels cannot take such inputs; None: they can."""
-    _, biases, values, mask, _ = inputs
-    if mask.prefix_lengths is not None:
-        return "the kernels do not read Mask.prefix_lengths"
-    if not isinstance(mask.query_offset, int):
-        return "Mask.query_offset is not known when the function is traced"
-    if logits_dtype(values, *jax.tree.leaves(biases)) != jnp.float32:
-        return "the kernels have no 64-bit numbers"
+    values = inputs.values
+    if common := tpu.obstacle(inputs):
+        return common
     heads = _heads_per_program(*values.shape[2:])
     if heads > MAX_HEADS:
         return (
@@ -97,16 +93,11 @@ class _Tiling:
         """Groups of heads and groups of examples."""
         return self.shape[1] // self.heads, self.shape[0] // self.examples
 
-    @property
-    def num_logits(self) -> int:
-        """Logits that the examples share."""
-        _, heads, q, k = self.shape
-        return heads * q * k
-
-    @property
-    def flops_per_product(self) -> int:
-        """Floating-point operations of the product of weights and values."""
-        return 2 * self.width * self.shape[0] * self.num_logits
+    def cost(self, products: int) -> dict[str, int]:
+        """Returns FLOPs of so many products of weights and values, and exponentials."""
+        batch, heads, q, k = self.shape
+        logits = heads * q * k
+        return {"flops": products * 2 * self.width * batch * logits, "exponentials": logits}
 
     def lanes_of(self, head: int) -> slice:
         """Where one of a program's heads lies."""
@@ -115,24 +106,12 @@ class _Tiling:
     columns_of = lanes_of
     """Where one of a program's examples lies in the columns of a product."""
 
-    def spec(self, x: Ref, axes: str) -> pl.BlockSpec | None:
-        """Returns blocks of an array, if there is one.
-
-        Args:
-          x: an array.
-          axes: what its axes are: ``b`` examples, ``g`` groups of examples, ``h`` heads, ``l`` the lanes
-            of heads; ``.`` stands for others, which are whole.
-        """
-        if x is None:
-            return None
-        sizes = {"b": self.examples, "g": None, "h": self.heads, "l": self.heads * self.width}
-        shape = tuple(sizes.get(a, n) for a, n in zip(axes, x.shape, strict=True))
-
-        def index(heads: jax.Array, group: jax.Array) -> tuple[Ref, ...]:
-            at = {"b": group, "g": group, "h": heads, "l": heads}
-            return tuple(at.get(axis, 0) for axis in axes)
-
-        return pl.BlockSpec(shape, index)
+    @property
+    def blocks(self) -> Blocks:
+        """Blocks of examples ``b`` or one group ``g`` of them, of heads ``h`` or their lanes ``l``."""
+        lanes = self.heads * self.width
+        sizes = {"b": self.examples, "g": None, "h": self.heads, "l": lanes}
+        return Blocks(sizes, ("hl", "bg"))
 
 
 class _Operands(NamedTuple):
@@ -150,6 +129,9 @@ class _Operands(NamedTuple):
     values: Ref
     keys: Ref
     queries: Ref
+
+
+OPERAND_AXES = _Operands(BIAS_AXES, "b.l", "g..", "g..")
 
 
 class _Residuals(NamedTuple):
@@ -192,19 +174,10 @@ def forward(
     same_keys: bool,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the attention output, and what `backward` needs.
+    """Returns the attention output ``[b, q, h, e]``, and one over the denominators, ``[h, q, b]``.
 
-    Args:
-      q_length: number of queries.
-      query_offset: the mask's, which has to be known.
-      inputs: biases, values and mask; see `obstacle`.
-      same_keys: whether the real queries of one position see the same keys in every example.
-      interpret: run on any device, slowly.
-
-    Returns:
-      The output ``[b, q, h, e]``, and one over the denominators, ``[h, b, q]`` float32: 0 where a query
-      is padding or sees no key, negative where the example's own maximum was subtracted. None if
-      `same_keys`.
+    That is 0 where a query is padding or sees no key, and None if `same_keys`: if the real queries of one
+    position see the same keys in every example.
     """
     values = inputs.values
     tiling = _make_tiling(inputs, q_length, query_offset)
@@ -217,17 +190,17 @@ def forward(
         functools.partial(_forward_kernel, tiling),
         (blocks,),
         shapes,
-        specs=(_operand_specs(tiling, blocks),),
-        out_specs=(tiling.spec(shapes[0], "b.l"), tiling.spec(shapes[1], "hg..")),
+        blocks=tiling.blocks,
+        axes=(OPERAND_AXES,),
+        out_axes=("b.l", "hg.."),
         grid=tiling.grid,
-        flops=tiling.flops_per_product,
-        exponentials=tiling.num_logits,
+        **tiling.cost(1),
         scratch=(_make_scratch(tiling, blocks, backward=False),),
         memory=_memory(values, q_length),
         interpret=interpret,
     )
     if inverse_row_sum is not None:
-        inverse_row_sum = inverse_row_sum.reshape(heads, batch, q_length)
+        inverse_row_sum = inverse_row_sum.reshape(heads, batch, q_length).swapaxes(1, 2)
     return out.reshape(batch, q_length, heads, tiling.width), inverse_row_sum
 
 
@@ -241,40 +214,26 @@ def backward(
     *,
     interpret: bool = False,
 ) -> FusedInputs:
-    """Returns the cotangents of the inputs.
-
-    Args:
-      query_offset: as in `forward`.
-      inputs: what `forward` was given.
-      out: what that returned.
-      inverse_row_sum: likewise.
-      dout: the cotangent of `out`.
-      interpret: run on any device, slowly.
-    """
+    """Returns the cotangents of the inputs of `forward`, from its results and the output's cotangent."""
     values, q_length = inputs.values, dout.shape[1]
     tiling = _make_tiling(inputs, q_length, query_offset)
     bias, bias_vjp = jax.vjp(prepare_bias, inputs.biases)
     blocks = _operands(tiling, bias, inputs, same_keys=inverse_row_sum is None)
     residuals = _Residuals(_flatten_heads(dout))
     if inverse_row_sum is not None:
-        rows = inverse_row_sum.reshape(values.shape[2], -1, tiling.examples, q_length)
+        rows = inverse_row_sum.swapaxes(1, 2).reshape(
+            values.shape[2], -1, tiling.examples, q_length
+        )
         residuals = _Residuals(_flatten_heads(dout), _flatten_heads(out), rows)
     dbias, dvalues = call_kernel(
         functools.partial(_backward_kernel, tiling),
         (blocks, residuals),
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (bias, blocks.values)),
-        specs=(
-            _operand_specs(tiling, blocks),
-            _Residuals(
-                tiling.spec(residuals.dout, "b.l"),
-                tiling.spec(residuals.out, "b.l"),
-                tiling.spec(residuals.inverse_row_sum, "hg.."),
-            ),
-        ),
-        out_specs=(_bias_specs(tiling, bias), tiling.spec(blocks.values, "b.l")),
+        (bias, blocks.values),
+        blocks=tiling.blocks,
+        axes=(OPERAND_AXES, _Residuals("b.l", "b.l", "hg..")),
+        out_axes=(BIAS_AXES, "b.l"),
         grid=tiling.grid,
-        flops=2 * tiling.flops_per_product,
-        exponentials=tiling.num_logits,
+        **tiling.cost(2),
         scratch=(_make_scratch(tiling, blocks, backward=True),),
         memory=_memory(values, q_length),
         interpret=interpret,
@@ -365,19 +324,6 @@ def _flatten_heads(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:2], -1)
 
 
-def _operand_specs(tiling: _Tiling, blocks: _Operands) -> _Operands:
-    return _Operands(
-        bias=_bias_specs(tiling, blocks.bias),
-        values=tiling.spec(blocks.values, "b.l"),
-        keys=tiling.spec(blocks.keys, "g.."),
-        queries=tiling.spec(blocks.queries, "g.."),
-    )
-
-
-def _bias_specs(tiling: _Tiling, bias: Bias) -> Bias:
-    return Bias(tiling.spec(bias.table, "h.."), tiling.spec(bias.columns, "h.."))
-
-
 def _make_scratch(tiling: _Tiling, blocks: _Operands, *, backward: bool) -> _Scratch:
     *_, q, k = tiling.shape
     heads, dtype = tiling.heads, blocks.values.dtype
@@ -423,27 +369,11 @@ def _forward_kernel(
         return
 
     real = blocks.keys[...].astype(out.dtype)
-    totals = [matmul(scratch.weights[j], real, axes=(1, 1)) for j in range(tiling.heads)]
-    least = functools.reduce(jnp.minimum, [jnp.where(seen > 0.0, t, 1.0) for t in totals])
-
-    def fast() -> None:
-        for j, total in enumerate(totals):
-            inverse_sum = seen / jnp.maximum(total, MIN_ROW_SUM)
-            write_result(j, inverse_sum)
-            inverse_row_sum[j] = inverse_sum.T
-
-    def exact(i: jax.Array, _: None) -> None:
-        for j in range(tiling.heads):
-            weights = _example_weights(tiling, blocks, j, example=i, tile=scratch.tile)
-            total = jnp.sum(weights, axis=1, keepdims=True)
-            inverse_sum = blocks.queries[pl.ds(i, 1)].T / jnp.maximum(total, MIN_ROW_SUM)
-            lanes = tiling.lanes_of(j)
-            values = blocks.values[i, :, lanes]
-            weighted_sum = matmul(weights.astype(out.dtype), values, axes=(1, 0))
-            out[i, :, lanes] = (weighted_sum * inverse_sum).astype(out.dtype)
-            inverse_row_sum[j, pl.ds(i, 1)] = -inverse_sum.T
-
-    _run_fast_or_exact(tiling, jnp.min(least) >= MIN_ROW_SUM, fast=fast, exact=exact)
+    for j in range(tiling.heads):
+        total = matmul(scratch.weights[j], real, axes=(1, 1))
+        inverse_sum = seen / jnp.maximum(total, MIN_ROW_SUM)
+        write_result(j, inverse_sum)
+        inverse_row_sum[j] = inverse_sum.T
 
 
 def _backward_kernel(
@@ -457,30 +387,11 @@ def _backward_kernel(
     """Adds a program's examples to the bias' cotangent, and computes the values' cotangent."""
     _fill_scratch(tiling, blocks, scratch)
 
-    def fast() -> None:
-        for j in range(tiling.heads):
-            all_dvalues = _add_all_examples(tiling, blocks, residuals, head=j, scratch=scratch)
-            for i in range(tiling.examples):
-                part = all_dvalues[:, tiling.columns_of(i)]
-                dvalues[i, :, tiling.lanes_of(j)] = part.astype(dvalues.dtype)
-
-    def exact(i: jax.Array, _: None) -> None:
-        for j in range(tiling.heads):
-            weights = _example_weights(tiling, blocks, j, example=i, tile=scratch.tile)
-            weights *= -residuals.inverse_row_sum[j, pl.ds(i, 1)].T
-            lanes = tiling.lanes_of(j)
-            dout, out = residuals.dout[i, :, lanes], residuals.out[i, :, lanes]
-            delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), 1, keepdims=True)
-            dweights = matmul(dout, blocks.values[i, :, lanes], axes=(1, 1))
-            scratch.dlogits_sum[j] += weights * (dweights - delta)
-            part = matmul(weights.astype(dout.dtype), dout, axes=(0, 0))
-            dvalues[i, :, lanes] = part.astype(dvalues.dtype)
-
-    if residuals.inverse_row_sum is None:
-        fast()
-    else:
-        is_exact = jnp.min(residuals.inverse_row_sum[...]) >= 0.0
-        _run_fast_or_exact(tiling, is_exact, fast=fast, exact=exact)
+    for j in range(tiling.heads):
+        all_dvalues = _add_all_examples(tiling, blocks, residuals, head=j, scratch=scratch)
+        for i in range(tiling.examples):
+            part = all_dvalues[:, tiling.columns_of(i)]
+            dvalues[i, :, tiling.lanes_of(j)] = part.astype(dvalues.dtype)
 
     @pl.when(pl.program_id(1) == tiling.grid[1] - 1)
     def _() -> None:
@@ -524,21 +435,6 @@ def _add_all_examples(
     return matmul(scratch.transposed[head], cast, axes=(1, 0))  # dv = Eᵀ D
 
 
-def _run_fast_or_exact(
-    tiling: _Tiling,
-    condition: jax.Array,
-    *,
-    fast: Callable[[], None],
-    exact: Callable[[jax.Array, None], None],
-) -> None:
-    """Runs `fast` where the condition holds, otherwise ``exact(i, None)`` for every example."""
-    pl.when(condition)(fast)
-
-    @pl.when(jnp.logical_not(condition))
-    def _() -> None:
-        lax.fori_loop(jnp.int32(0), jnp.int32(tiling.examples), exact, None)
-
-
 def _head_logits(tiling: _Tiling, bias: Bias, head: int, *, tile: Ref) -> jax.Array:
     """Returns the logits of a head, ``[q, k]`` float32."""
     table: Ref = None if bias.table is None else bias.table[head].astype(jnp.float32)
@@ -556,30 +452,16 @@ def _band_mask(tiling: _Tiling) -> jax.Array | None:
     return functools.reduce(jnp.logical_and, rules) if rules else None
 
 
-def _numerators(logits: jax.Array, allowed: jax.Array | None) -> jax.Array:
-    """Returns ``exp(logits - max)`` of every row, zero where it is not allowed."""
+def _shared_weights(tiling: _Tiling, blocks: _Operands, head: int, *, tile: Ref) -> jax.Array:
+    """Returns the weights of a head for all examples, float32; see `_Scratch.weights`."""
+    logits, allowed = _head_logits(tiling, blocks.bias, head, tile=tile), _band_mask(tiling)
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)
     row_max = jnp.max(logits, axis=1, keepdims=True)
-    return jnp.exp(logits - jnp.maximum(row_max, LOW))
-
-
-def _shared_weights(tiling: _Tiling, blocks: _Operands, head: int, *, tile: Ref) -> jax.Array:
-    """Returns the weights of a head for all examples, float32; see `_Scratch.weights`."""
-    weights = _numerators(_head_logits(tiling, blocks.bias, head, tile=tile), _band_mask(tiling))
+    weights = jnp.exp(logits - jnp.maximum(row_max, LOW))
     if blocks.keys is None:
         weights /= jnp.maximum(jnp.sum(weights, axis=1, keepdims=True), MIN_ROW_SUM)
     return weights
-
-
-def _example_weights(
-    tiling: _Tiling, blocks: _Operands, head: int, *, example: jax.Array, tile: Ref
-) -> jax.Array:
-    """Returns the numerators under an example's own maximum, ``[q, k]`` float32."""
-    allowed = jnp.broadcast_to(blocks.keys[pl.ds(example, 1)] > 0.0, tiling.shape[2:])
-    pairs = _band_mask(tiling)
-    allowed = allowed if pairs is None else jnp.logical_and(pairs, allowed)
-    return _numerators(_head_logits(tiling, blocks.bias, head, tile=tile), allowed)
 
 
 def _examples_in_columns(tiling: _Tiling, x: Ref, head: int) -> jax.Array:

@@ -7,7 +7,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from synthesizer_jax.attention.parts import Biases
+from synthesizer_jax.attention.blocked import Biases, FusedInputs
+from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.typing import PyTree
 
 VMEM = 32 * 2**20
@@ -34,9 +35,7 @@ Ref: TypeAlias = Any
 """An array, or in a kernel a Pallas reference to a block of it, or the specification of the block."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Bias:
+class Bias(NamedTuple):
     """What heads add to the logits of every example; in a kernel, references to blocks.
 
     Attributes:
@@ -45,8 +44,52 @@ class Bias:
         to ``j + 1 - q``; zeros fill up to a multiple of 128. A tile is made of it in place.
     """
 
-    table: Ref
-    columns: Ref
+    table: Ref = None
+    columns: Ref = None
+
+
+BIAS_AXES = Bias("hqk", "h..")
+"""Axes of `Bias`, as `Blocks.spec` reads them."""
+
+
+def obstacle(inputs: FusedInputs) -> str | None:
+    """Returns why no kernel can take such inputs; None: some may."""
+    products, biases, values, mask, _ = inputs
+    if mask.prefix_lengths is not None:
+        return "the kernels do not read Mask.prefix_lengths"
+    if not isinstance(mask.query_offset, int):
+        return "Mask.query_offset is not known when the function is traced"
+    if logits_dtype(values, *jax.tree.leaves((products, biases))) != jnp.float32:
+        return "the kernels have no 64-bit numbers"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How arrays are cut into the blocks of programs.
+
+    Attributes:
+      sizes: rows of a block along axes that are cut; None: one, and the block has no such axis.
+      programs: for every axis of the grid, the axes of arrays along which its programs lie.
+    """
+
+    sizes: dict[str, int | None]
+    programs: tuple[str, ...]
+
+    def spec(self, x: Ref, axes: str) -> pl.BlockSpec | None:
+        """Returns the blocks of an array, if there is one; `axes` names its axes by one letter each."""
+        if x is None:
+            return None
+        shape = tuple(self.sizes.get(a, n) for a, n in zip(axes, x.shape, strict=True))
+
+        def index(*program: jax.Array) -> tuple[Ref, ...]:
+            at = {a: i for names, i in zip(self.programs, program, strict=True) for a in names}
+            return tuple(
+                0 if n in (1, size) else at.get(a, 0)
+                for a, n, size in zip(axes, x.shape, shape, strict=True)
+            )
+
+        return pl.BlockSpec(shape, index)
 
 
 def prepare_bias(biases: Biases) -> Bias:
@@ -98,14 +141,7 @@ def sum_diagonals(tile: Ref, first: int | jax.Array, *, rows: int, count: int) -
 
 
 def matmul(x: jax.Array, y: jax.Array, *, axes: tuple[int, int], exact: bool = False) -> jax.Array:
-    """Multiplies matrices, in float32.
-
-    Args:
-      x: a matrix.
-      y: a matrix.
-      axes: the axes of `x` and of `y` that are summed over.
-      exact: whether float32 factors are not rounded to bfloat16.
-    """
+    """Sums products of matrices over an axis of each, in float32; `exact`: factors are not rounded."""
     dims = (((axes[0],), (axes[1],)), ((), ()))
     precision = lax.Precision.HIGHEST if exact and x.dtype == jnp.float32 else None
     return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
@@ -116,32 +152,27 @@ def call_kernel(
     arguments: PyTree,
     shapes: PyTree,
     *,
-    specs: PyTree,
-    out_specs: PyTree,
+    blocks: Blocks,
+    axes: PyTree,
+    out_axes: PyTree,
     grid: tuple[int, ...],
     flops: int,
     exponentials: int,
     scratch: PyTree,
     memory: int = VMEM,
     interpret: bool,
-) -> PyTree:
-    """Calls `pl.pallas_call`; the first axis of the grid is that of heads.
+) -> Any:
+    """Calls `pl.pallas_call` with blocks of arguments and results, whose axes are trees like them.
 
-    Args:
-      kernel: the program.
-      arguments: what it reads.
-      shapes: of what it writes.
-      specs: the blocks of the arguments.
-      out_specs: the blocks of the results.
-      grid: numbers of programs.
-      flops: of all matrix products.
-      exponentials: their number.
-      scratch: further vector memory.
-      memory: bytes of vector memory that a program may take.
-      interpret: run on any device, slowly.
+    The first axis of the grid is that of heads. `shapes` are arrays or `jax.ShapeDtypeStruct`; `memory` is
+    what a program may take of the vector memory, in bytes, its `scratch` included.
     """
     moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((arguments, shapes)))
     varying = jax.typeof(jax.tree.leaves(arguments)[0]).mat
+    specs, out_specs = (
+        jax.tree.map(blocks.spec, tree, names, is_leaf=lambda x: x is None)
+        for tree, names in ((arguments, axes), (shapes, out_axes))
+    )
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying), shapes
     )
@@ -156,9 +187,7 @@ def call_kernel(
             flops=flops, transcendentals=exponentials, bytes_accessed=moved
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=[
-                "parallel" if axis == 0 else "arbitrary" for axis in range(len(grid))
-            ],
+            dimension_semantics=["arbitrary" if axis else "parallel" for axis in range(len(grid))],
             vmem_limit_bytes=memory,
         ),
         interpret=interpret,

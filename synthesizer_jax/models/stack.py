@@ -14,8 +14,8 @@ import numpy as np
 from synthesizer_jax.alignments import Alignment, AttentionContext
 from synthesizer_jax.attention import Cache, Mask, Span, Terms
 from synthesizer_jax.attention.fused import CHECKPOINT_NAME
-from synthesizer_jax.attention.lengths import arange
 from synthesizer_jax.attention.masks import segment_positions
+from synthesizer_jax.attention.relative import arange
 from synthesizer_jax.mixers.decoding import move_padding_last, resolve_position, take_positions
 from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
 from synthesizer_jax.models.block import Block, LayerCache, Memory

@@ -24,13 +24,7 @@ MOST_LAYERS = 256
 
 
 class Pretrained(NamedTuple):
-    """A model of another library, as this one has it.
-
-    Attributes:
-      model: the unbound model, with looped layers.
-      params: nested dictionaries of `Unread`.
-      vocabulary: its configuration; None: the checkpoint has none.
-    """
+    """A model of another library, with looped layers: its `Unread` parameters and, if known, vocabulary."""
 
     model: EncoderDecoder | Encoder
     params: PyTree
@@ -39,23 +33,13 @@ class Pretrained(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """The fields in which published T5s differ.
+    """The fields in which published T5s differ; those that models here have too are named as there.
 
     Attributes:
-      vocab_size: rows of the embedding.
-      d_model: width of the model.
-      num_heads: number of heads.
-      head_dim: width of one head.
-      d_ff: width of the feed-forward layers.
-      num_layers: layers of the encoder.
-      num_decoder_layers: layers of the decoder; 0: there is only an encoder.
-      activations: of the feed-forward layers, see `FeedForward`.
+      num_decoder_layers: 0: there is only an encoder.
       tied: the embedding is also the output projection (T5 1.0).
       scaled: the decoder's outputs are divided by √d_model before that projection (T5 1.0).
-      num_buckets: buckets of the relative bias.
-      max_distance: distances from here on share the last bucket.
       bias_per_layer: every layer has a relative bias of its own (umT5), not the first of a stack.
-      epsilon: of the normalization.
       dropout_rate: one rate for all dropouts.
     """
 
@@ -95,6 +79,7 @@ class Architecture:
                 dropout_rate=rate,
             )
 
+        scale = self.d_model**-0.5 if self.scaled else 1.0
         encoder = stack(self.num_layers, None)
         if not self.num_decoder_layers:
             return Encoder(vocab_size=self.vocab_size, d_model=self.d_model, encoder=encoder)
@@ -104,14 +89,8 @@ class Architecture:
             encoder=encoder,
             decoder=stack(self.num_decoder_layers, attention),
             tied=self.tied,
-            logits_scale=self._logits_scale,
+            logits_scale=None if self.scaled == self.tied else scale,
         )
-
-    @property
-    def _logits_scale(self) -> float | None:
-        if self.scaled == self.tied:
-            return None
-        return self.d_model**-0.5 if self.scaled else 1.0
 
     @classmethod
     def of(cls, model: nn.Module) -> Architecture:
@@ -130,10 +109,10 @@ class Architecture:
         alignment, bias = mixer.alignment, model.encoder.bias
         if bias is None and isinstance(alignment, Mixture):
             bias = next((part for part in alignment.parts if isinstance(part, RelativeBias)), None)
+        if bias is None and not isinstance(alignment, DotProduct):
+            path = "encoder.layers.0.self_mixer.alignment"
+            raise ValueError(_other_part(path, type(alignment).__name__))
         if not isinstance(bias, RelativeBias):
-            if bias is None and not isinstance(alignment, DotProduct):
-                path = "encoder.layers.0.self_mixer.alignment"
-                raise ValueError(_other_part(path, type(alignment).__name__))
             raise ValueError(_other_part("encoder.bias", bias and type(bias).__name__))
         decoder = model.decoder if isinstance(model, EncoderDecoder) else None
         tied = model.tied

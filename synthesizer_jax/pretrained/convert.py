@@ -61,11 +61,6 @@ def convert_checkpoint(
 
     Returns:
       The parameters as nested dictionaries of `Unread`, for their shapes.
-
-    Raises:
-      FileExistsError: the directory exists and is not empty.
-      FileNotFoundError: a file of the source is missing, or it has no vocabulary.
-      ValueError: the source cannot be converted.
     """
     with new_directory(directory) as staging, open_pretrained(source) as pretrained:
         experiment = _experiment(pretrained, source, vocabulary)
@@ -88,15 +83,7 @@ def convert_checkpoint(
 
 
 def experiment_of(path: pathlib.Path) -> Experiment:
-    """Returns the experiment of the run that a checkpoint would become; reads no tensors.
-
-    Args:
-      path: see `open_pretrained`.
-
-    Raises:
-      FileNotFoundError: there is none.
-      ValueError: the checkpoint cannot be converted.
-    """
+    """Returns the experiment of the run that a checkpoint would become; reads no tensors."""
     with open_pretrained(path, compare=False) as pretrained:
         return _experiment(pretrained, path, pretrained.vocabulary or Bytes())
 

@@ -14,7 +14,7 @@ from synthesizer_jax.models import unroll, unroll_variables
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.pretrained.huggingface.config import read_json
 from synthesizer_jax.pretrained.huggingface.export import write_folder
-from synthesizer_jax.pretrained.t5x.checkpoint import write_checkpoint
+from synthesizer_jax.pretrained.t5x import write_checkpoint
 from synthesizer_jax.registry import JSON, to_json
 from synthesizer_jax.serving.programs import Limits, write_directory
 from synthesizer_jax.training.experiment import Experiment
@@ -52,10 +52,7 @@ def export_run(
       max_length: maximum length of the programs' targets; None: likewise.
       beams: number of beams of the programs' decoding loop; 1 is greedy decoding.
 
-    Raises:
-      FileExistsError: the directory exists and is not empty.
-      ValueError: there is no such run, the library has no such model (the message names what it lacks),
-        or the model has no programs, or fewer positions than they need.
+    Raises a `ValueError` that names what the library lacks for such a model.
     """
     if to not in FORMATS:
         raise ValueError(f"--to is {to!r}; use {', '.join(FORMATS)}")
@@ -88,28 +85,23 @@ def export_run(
 
 
 def model_card(experiment: Experiment, step: int, metrics: JSON) -> str:
-    """Returns the text of a model card: the recipe, its data, results and versions.
-
-    Args:
-      experiment: the run's experiment.
-      step: the step of the checkpoint.
-      metrics: JSON data of an evaluation's results, or None.
-    """
-    data = experiment.data
+    """Returns the text of a model card: the recipe, its data, results (or None) and versions."""
     sections = [
         "---\nlibrary_name: transformers\ntags: [t5, synthesizer_jax]\n---",
         f"# A T5 after {step:,} steps of training" if step else "# A T5, converted",
         f"Written by synthesizer_jax {__version__} with jax {jax.__version__}.",
-        f"Trained on the mixture {_fenced(data.mixture)}, with {data.batch_size} examples of up to "
-        f"{data.inputs_length} and {data.targets_length} tokens a step."
-        if step
-        else "",
-        "## Results" if metrics else "",
-        _fenced(metrics) if metrics else "",
-        "## Recipe" if step else "",
-        _fenced(to_json(experiment.starting_from(None))) if step else "",
     ]
-    return "\n\n".join(section for section in sections if section) + "\n"
+    if step:
+        data = experiment.data
+        sections.append(
+            f"Trained on the mixture {_fenced(data.mixture)}, with {data.batch_size} examples of up to "
+            f"{data.inputs_length} and {data.targets_length} tokens a step."
+        )
+    if metrics:
+        sections += ["## Results", _fenced(metrics)]
+    if step:
+        sections += ["## Recipe", _fenced(to_json(experiment.starting_from(None)))]
+    return "\n\n".join(sections) + "\n"
 
 
 def _fenced(data: JSON) -> str:

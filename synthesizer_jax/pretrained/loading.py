@@ -25,8 +25,9 @@ from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.pretrained.architecture import Pretrained
 from synthesizer_jax.pretrained.huggingface.folder import open_folder
-from synthesizer_jax.pretrained.t5x.checkpoint import is_checkpoint, open_checkpoint
+from synthesizer_jax.pretrained.t5x import is_checkpoint, open_checkpoint
 from synthesizer_jax.sharding import replicate_to_devices
+from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import find_checkpoint, run_of
 from synthesizer_jax.training.run_directory import (
     EXPERIMENT_FILE,
@@ -59,10 +60,6 @@ def open_pretrained(source: pathlib.Path, *, compare: bool = True) -> Iterator[P
       source: a folder of Hugging Face transformers; a checkpoint of T5X, a file or a directory; ``RUN`` or
         ``RUN/checkpoints/STEP``.
       compare: see `open_folder`.
-
-    Raises:
-      FileNotFoundError: there is nothing, or a file is missing.
-      ValueError: it cannot be read.
     """
     if not source.exists():
         raise FileNotFoundError(f"there is no {source}; give a folder or a checkpoint file")
@@ -81,23 +78,34 @@ def is_run(source: pathlib.Path) -> bool:
     return (run_of(source) / EXPERIMENT_FILE).is_file()
 
 
-def _open_run(source: pathlib.Path) -> Pretrained:
-    """Reads the model of a run; raises a `ValueError` if it is not an encoder-decoder."""
+def _restore(
+    source: pathlib.Path, mesh: Mesh | None = None
+) -> tuple[pathlib.Path, Experiment, Variables]:
+    """Returns a run's directory, experiment and variables, with looped layers."""
     directory, step = find_checkpoint(source)
-    experiment = with_vocabulary_path(load_experiment(directory), directory)
-    model = experiment.model
+    experiment = load_experiment(directory)
+    model: TokenModel = experiment.model
+    layout = None if mesh is None else layout_over(model, model.example(1, 1), mesh)
+    _, variables = restore_variables(directory / "checkpoints", step=step, layout=layout)
+    return directory, experiment, unroll_variables(model, variables)
+
+
+def _open_run(source: pathlib.Path) -> Pretrained:
+    """Reads the model of a run; raises a `ValueError` if it cannot be converted."""
+    model = load_experiment(find_checkpoint(source)[0]).model
     if not isinstance(model, EncoderDecoder):
         raise ValueError(
             f"{source} holds a {type(model).__name__}; only EncoderDecoder models can be converted"
         )
-    _, variables = restore_variables(directory / "checkpoints", step=step)
+    directory, experiment, variables = _restore(source)
     if variables.get("constants"):
         raise ValueError(
             f"{source} has tables that are not trained, such as a Fixed Random's; only models of trained "
             "parameters alone are converted"
         )
-    params = unroll_variables(model, variables)["params"]
-    return Pretrained(unroll(model), jax.tree.map(Unread.of, params), experiment.vocabulary)
+    params = jax.tree.map(Unread.of, variables["params"])
+    vocabulary = with_vocabulary_path(experiment, directory).vocabulary
+    return Pretrained(unroll(model), params, vocabulary)
 
 
 def load(path: str | pathlib.Path, *, mesh: Mesh | None = None) -> Loaded:
@@ -115,13 +123,9 @@ def load(path: str | pathlib.Path, *, mesh: Mesh | None = None) -> Loaded:
     """
     source = storage_path(str(path)).expanduser()
     if is_run(source):
-        directory, step = find_checkpoint(source)
-        experiment = load_experiment(directory)
+        directory, experiment, variables = _restore(source, mesh)
         vocabulary = open_vocabulary(experiment, directory)
-        model: TokenModel = experiment.model
-        layout = None if mesh is None else layout_over(model, model.example(1, 1), mesh)
-        _, variables = restore_variables(directory / "checkpoints", step=step, layout=layout)
-        return Loaded(unroll(model), unroll_variables(model, variables), vocabulary)
+        return Loaded(unroll(experiment.model), variables, vocabulary)
     with open_pretrained(source) as pretrained:
         if pretrained.vocabulary is None:
             raise FileNotFoundError(
@@ -134,12 +138,7 @@ def load(path: str | pathlib.Path, *, mesh: Mesh | None = None) -> Loaded:
 
 
 def read_params(pretrained: Pretrained, mesh: Mesh | None = None) -> PyTree:
-    """Reads the parameters of an open checkpoint, one after the other.
-
-    Args:
-      pretrained: from `open_pretrained`.
-      mesh: the mesh over which they are sharded; None: one device.
-    """
+    """Reads the parameters of an open checkpoint one by one, to one device or sharded over a mesh."""
     if mesh is None:
         return jax.tree.map(lambda x: jnp.asarray(x.read()), pretrained.params)
     layout = layout_over(pretrained.model, pretrained.model.example(1, 1), mesh)["params"]

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
-from flax import serialization, traverse_util
+from flax import traverse_util
 from safetensors import SafetensorError
 
 from synthesizer_jax.checkpoints.streamed import Unread
@@ -36,12 +36,9 @@ def reading(path: pathlib.Path) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How another library stores a parameter: with the same axes, or as a matrix.
+    """How another library stores a parameter.
 
-    Attributes:
-      rows: our first axes that are merged to the rows of a matrix, and all others to its columns; None:
-        the axes are the same.
-      transposed: the other library has the transposed matrix.
+    With the same axes, or as a matrix, perhaps transposed, whose rows are our first `rows` axes merged.
     """
 
     rows: int | None = None
@@ -56,64 +53,28 @@ class Layout:
 
     def from_ours(self, x: np.ndarray) -> np.ndarray:
         """Converts a parameter of ours to the other library's."""
-        if not self.transposed:
-            return x.reshape(self.shape(x.shape))
-        return _transpose(x.reshape(self.shape(x.shape)[::-1]))
+        shape = self.shape(x.shape)
+        return x.reshape(shape[::-1]).T if self.transposed else x.reshape(shape)
 
     def to_ours(self, x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         """Converts a parameter of the other library to ours, of the given shape."""
-        return (_transpose(x) if self.transposed else x).reshape(shape)
+        return (np.ascontiguousarray(x.T) if self.transposed else x).reshape(shape)
 
-
-def _transpose(x: np.ndarray) -> np.ndarray:
-    """Returns the contiguous transposed matrix, copied in tiles that fit the cache."""
-    rows, columns = x.shape
-    result = np.empty((columns, rows), x.dtype)
-    for i in range(0, rows, _TILE):
-        for j in range(0, columns, _TILE):
-            result[j : j + _TILE, i : i + _TILE] = x[i : i + _TILE, j : j + _TILE].T
-    return result
-
-
-_TILE = 128
-"""Rows and columns; a tile of float32 and its transpose fit the second cache together."""
 
 SAME = Layout()
 
 
 class Correspondence(NamedTuple):
-    """A parameter here and elsewhere.
-
-    Attributes:
-      path: the keys of our parameter in ``params``.
-      shape: our shape.
-      name: the name in the other library.
-      layout: its layout there.
-      layer: the number of its layer and of all layers, where the other library stacks the layers of a
-        parameter on axis 1 of one tensor (T5X's scanned layers).
-    """
+    """A parameter: its keys in ``params`` and its shape here, its name and layout in another library."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
     name: str
     layout: Layout
-    layer: tuple[int, int] | None = None
-
-    @property
-    def their_shape(self) -> tuple[int, ...]:
-        """The shape of the tensor in the other library."""
-        shape = self.layout.shape(self.shape)
-        return shape if self.layer is None else (shape[0], self.layer[1], *shape[1:])
 
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint.
-
-    Attributes:
-      shape: its shape.
-      dtype: the name of its dtype.
-      read: reads it, or one index of its axis 1.
-    """
+    """A tensor of a checkpoint; it is read, or one index of its axis 1, when it is asked for."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -156,18 +117,14 @@ def match_tensors(
 ) -> dict[str, PyTree]:
     """Returns the parameters as nested dictionaries of `Unread`, once all names and shapes fit.
 
-    Args:
-      tensors: the checkpoint, which stays open until the parameters are read.
-      wanted: where every parameter is.
-      source: the file or directory, for errors.
-      ignored: names of tensors that are not parameters.
+    The checkpoint stays open until they are read; `ignored` tensors are not parameters.
 
     Raises:
       ValueError: tensors are missing, superfluous, or of another shape or dtype; all are listed.
     """
     problems = []
-    for name, shape in {c.name: c.their_shape for c in wanted}.items():
-        found = tensors.get(name)
+    for c in wanted:
+        name, shape, found = c.name, c.layout.shape(c.shape), tensors.get(c.name)
         if found is None:
             problems.append(f"{name} is missing")
         elif found.shape != shape:
@@ -187,36 +144,13 @@ def match_tensors(
 
 def _read(tensor: Tensor, c: Correspondence) -> np.ndarray:
     """Reads a parameter as float32."""
-    x = tensor.read(None if c.layer is None else c.layer[0])
-    return c.layout.to_ours(x.astype(np.float32, copy=False), c.shape)
-
-
-def read_msgpack(data: bytes) -> dict[str, PyTree]:
-    """Returns the nested dictionaries in Flax's msgpack, in which nothing is executed."""
-    tree = serialization.msgpack_restore(data)
-    if not isinstance(tree, dict):
-        raise ValueError("it is not a msgpack checkpoint")
-    return tree
-
-
-def named_arrays(tree: PyTree) -> dict[str, np.ndarray]:
-    """Returns the arrays of nested dictionaries by their keys, joined by ``/``."""
-    leaves = traverse_util.flatten_dict(tree)
-    return {"/".join(map(str, k)): x for k, x in leaves.items() if isinstance(x, np.ndarray)}
+    return c.layout.to_ours(tensor.read(None).astype(np.float32, copy=False), c.shape)
 
 
 def named_tensors(
     params: PyTree, wanted: Sequence[Correspondence]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the names and values that parameters, with looped layers, have in another library."""
-    layers: dict[str, list[np.ndarray]] = {}
     ours = traverse_util.flatten_dict(params)
     for c in wanted:
-        theirs = c.layout.from_ours(np.asarray(ours[c.path]))
-        if c.layer is None:
-            yield c.name, theirs
-            continue
-        index, count = c.layer
-        layers.setdefault(c.name, [theirs] * count)[index] = theirs
-    for name, values in layers.items():
-        yield name, np.stack(values, axis=1)
+        yield c.name, c.layout.from_ours(np.asarray(ours[c.path]))

@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.attention.parts import match_varying_axes
+from synthesizer_jax.attention.partition import match_varying_axes
 from synthesizer_jax.attention.products import plain_output_product
 
 

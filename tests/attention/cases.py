@@ -108,6 +108,8 @@ def packed_masks() -> dict[str, Mask]:
         "packed": Mask(key_segments=segments, **sizes).for_self_attention(),
         "packed causal": Mask(causal=True, key_segments=segments, **sizes).for_self_attention(),
         "packed cross": Mask(query_segments=segments, key_segments=other, **sizes),
+        "packed cross causal": Mask.packed(other, segments, causal=True, **sizes),
+        "packed cross window": Mask.packed(other, segments, window=(2, 1), **sizes),
         "packed holes": Mask(
             key_segments=segments, key_valid=holes(BATCH, KEYS), **sizes
         ).for_self_attention(),

@@ -57,14 +57,15 @@ def masked_softmax(logits: np.ndarray, seen: np.ndarray) -> np.ndarray:
 def may_see(mask: Mask, b: int, h: int, q: int, k: int) -> np.ndarray:
     """The rules of `Mask` read one pair at a time, bool ``[b, h, q, k]``."""
     m = jax.tree.map(np.asarray, mask)
+    rows, columns = places(mask, b, q, k)
+    both = isinstance(m.window, tuple)
+    before, after = m.window if both else (m.window and m.window - 1, None)
     seen = np.zeros((b, h, q, k), bool)
     for i, head, row, key in np.ndindex(b, h, q, k):
-        query = row + int(m.query_offset)
-        both = isinstance(m.window, tuple)
-        before, after = m.window if both else (m.window and m.window - 1, None)
-        near = not m.causal or key <= query
-        near &= before is None or key >= query - before
-        near &= after is None or key <= query + after
+        ahead = columns[i, key] - rows[i, row] - int(m.query_offset)
+        near = not m.causal or ahead <= 0
+        near &= before is None or ahead >= -before
+        near &= after is None or ahead <= after
         near |= m.prefix_lengths is not None and key < m.prefix_lengths[i]
         rules = [near]
         if m.key_lengths is not None:

@@ -36,7 +36,7 @@ PACKED = cases.packed_masks()["packed causal"]
 
 @pytest.mark.parametrize(
     ("route", "mask"),
-    [("static", PADDING), ("fused", PADDING), ("reference", PADDING), ("static", PACKED)],
+    [("static", PACKED), ("fused", PADDING), ("reference", PADDING)],
 )
 def test_dropout_is_that_of_whole_values(route: str, mask: Mask) -> None:
     terms, values, g = problem(PARAMETERS)
@@ -45,19 +45,14 @@ def test_dropout_is_that_of_whole_values(route: str, mask: Mask) -> None:
     answer = oracle.attention(terms, values, mask, g, keep=np.asarray(bits) / 0.75)
     found = cases.run(terms, values, mask, g, route, 0.25, key)
     cases.compare(found, answer, 2e-5)
-
-
-def test_no_key_no_dropout() -> None:
-    terms, values, _ = problem(PARAMETERS)
-    np.testing.assert_array_equal(
-        attend(terms, values, dropout_rate=0.5), attend(terms, values, dropout_rate=0.0)
-    )
+    without = cases.run(terms, values, mask, g, route, 0.25)
+    cases.compare(without, oracle.attention(terms, values, mask, g), 2e-5)
 
 
 @pytest.mark.parametrize("route", ["static", "fused", "reference"])
 def test_bfloat16(route: str) -> None:
     """Close to float64 of the rounded inputs: two or three digits, in the gradients too."""
-    b, n, h, e = 2, 128, 2, 16
+    b, n, h, e = 2, 64, 2, 16
     names = PARAMETERS if route == "static" else EVERY_TERM
     half = functools.partial(cases.normal, dtype=jnp.bfloat16)
     terms = tuple(
@@ -76,11 +71,9 @@ def test_bfloat16(route: str) -> None:
             assert oracle.rms_error(found[name], array) < 1.2e-2, name
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("route", ["fused", "reference"])
-def test_gradient_of_mixture_weights(route: str, dtype: jnp.dtype) -> None:
-    """In bfloat16 the factors multiply queries before they are rounded."""
-    cast = lambda x: x.astype(dtype) if x.ndim == 4 else x
+def test_gradient_of_mixture_weights_in_bfloat16() -> None:
+    """The factors multiply queries before they are rounded."""
+    cast = lambda x: x.astype(jnp.bfloat16) if x.ndim == 4 else x
     terms, values, g = jax.tree.map(cast, problem(EVERY_TERM))
     alpha = cases.normal("alpha", len(terms), HEADS)
 
@@ -88,27 +81,22 @@ def test_gradient_of_mixture_weights(route: str, dtype: jnp.dtype) -> None:
         return tuple(scale((t,), a)[0] for t, a in zip(terms, alpha, strict=True))
 
     def loss(alpha: jax.Array) -> jax.Array:
-        out = attend(mixture(terms, alpha), values, mask=PADDING, implementation=route)
+        out = attend(mixture(terms, alpha), values, mask=PADDING, implementation="fused")
         return jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32))
 
     found = jax.jit(jax.grad(loss), compiler_options=cases.FAST_COMPILE)(alpha)
     wide, v, dout = jax.tree.map(lambda x: x.astype(jnp.float32), (terms, values, g))
     answer = oracle.attention(mixture(wide, alpha), v, PADDING, dout)
-    scaled, expected = ("logits", "logits", "queries", "queries", "queries", "a"), []
-    for i, name in enumerate(scaled):
-        x = np.asarray(getattr(wide[i], name), np.float64)
+    expected = []
+    for term, gradient in zip(wide, answer.terms, strict=True):
+        x = np.asarray(getattr(term, term.linear), np.float64)
         others = tuple(axis for axis in range(x.ndim) if axis != (2 if x.ndim == 4 else 0))
-        expected.append((answer.terms[i][name] * x).sum(others))
-    if dtype == jnp.bfloat16:
-        assert oracle.rms_error(found, np.stack(expected)) < 1e-2
-        return
-    for x, y in zip(found, expected, strict=True):
-        assert oracle.error(x, y) < 2e-5
+        expected.append((gradient[term.linear] * x).sum(others))
+    assert oracle.rms_error(found, np.stack(expected)) < 1e-2
 
 
-@pytest.mark.parametrize("names", [EVERY_TERM, ("dot_product",)])
-def test_vmap_scan_and_remat_of_the_fused_route(names: tuple[str, ...]) -> None:
-    terms, values, _ = problem(names)
+def test_vmap_scan_and_remat_of_the_fused_route() -> None:
+    terms, values, _ = problem(EVERY_TERM)
 
     def loss(terms, values, implementation):
         @jax.checkpoint
@@ -174,9 +162,7 @@ def test_a_mesh_gathers_nothing(names: tuple[str, ...], mask: Mask) -> None:
         assert oracle.error(x, np.asarray(y, np.float64)) < 2e-5
 
 
-@pytest.mark.parametrize(
-    ("names", "route"), [(PARAMETERS, "static"), (EVERY_TERM, "fused"), (("relative",), "static")]
-)
+@pytest.mark.parametrize(("names", "route"), [(PARAMETERS, "static"), (EVERY_TERM, "fused")])
 def test_devices_that_share_the_queries(names: tuple[str, ...], route: str) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2)
     partition = Partition(batch=("data",), sequence=("sequence",))
@@ -212,21 +198,12 @@ def test_what_does_not_divide_by_the_mesh() -> None:
         attend(terms, values, partition=partition)
 
 
-def test_a_broken_promise_of_packing_is_not_silent() -> None:
-    terms, values, _ = problem(("static",))
-    mask = Mask(key_segments=PACKED.key_segments, segments=2, segment_length=4)
-    out = attend(terms, values, mask=mask.for_self_attention())
-    segments = np.asarray(PACKED.key_segments)
-    lost = np.isnan(np.asarray(out)).all(axis=(2, 3))
-    assert (lost == (segments > 2)).all()
-
-
-@pytest.mark.parametrize("route", ["auto", "fused"])
-def test_packed_without_counts(route: str) -> None:
+@pytest.mark.parametrize("name", ["packed causal", "packed cross causal", "packed cross window"])
+def test_packed_without_counts(name: str) -> None:
     """Positions are looked up block by block where rows may hold any number of segments."""
     terms, values, g = problem(EVERY_TERM)
-    mask = Mask.packed(PACKED.key_segments, causal=True)
-    cases.check(terms, values, mask, g, route, 2e-5)
+    mask = dataclasses.replace(cases.packed_masks()[name], segments=None, segment_length=None)
+    cases.check(terms, values, mask, g, "auto", 2e-5)
 
 
 def call(names=("static",), **changes):

@@ -3,24 +3,16 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import export
 
 from synthesizer_jax.attention import Mask, attend, relative_bias
-from synthesizer_jax.attention.lengths import arange
 
 
-def test_known_lengths_stay_known():
-    assert isinstance(arange(-2, 5), np.ndarray)
-    np.testing.assert_array_equal(arange(-2, 5), np.arange(-2, 5))
-
-
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_relative_bias_is_the_same_at_every_length(bidirectional):
+def test_relative_bias_is_the_same_at_every_length():
     table = jax.random.normal(jax.random.key(0), (2, 8))
 
     def attention(values):
-        bias = relative_bias(table, bidirectional=bidirectional, max_distance=16)
+        bias = relative_bias(table, bidirectional=False, max_distance=16)
         n = values.shape[1]
         return attend(
             (bias.term(n, n),),

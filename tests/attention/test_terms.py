@@ -49,13 +49,6 @@ def test_add_folds_what_it_can() -> None:
     np.testing.assert_allclose(logits(total), 2 * logits(terms), rtol=1e-5, atol=1e-5)
 
 
-def test_add_relative_terms_of_different_reach() -> None:
-    wide, narrow = relative(jnp.arange(40.0).reshape(2, 20), first=-9), jnp.ones((2, 11))
-    (total,) = add(wide, relative(narrow, first=-4))
-    assert (total.first, total.logits.shape) == (-4, (2, 11))
-    np.testing.assert_array_equal(total.logits, wide.logits[:, 5:16] + 1)
-
-
 @pytest.mark.parametrize("factor", [jnp.array([0.5, -2.0]), jnp.array(3.0)])
 def test_scale(factor: jax.Array) -> None:
     for term in cases.make_terms(cases.EVERY_TERM, B, Q, K, H):
@@ -96,25 +89,6 @@ def test_positions_in_segments() -> None:
     np.testing.assert_array_equal(
         segment_positions(segments), [[0, 1, 2, 0, 0, 1, 0, 1], [0, 1, 0, 1, 2, 3, 4, 0]]
     )
-
-
-@pytest.mark.parametrize("name", {**cases.self_masks(), **cases.packed_masks()})
-def test_pairs(name: str) -> None:
-    mask = {**cases.self_masks(), **cases.packed_masks()}[name]
-    n = cases.KEYS
-    pairs = np.broadcast_to(mask.pairs(n, n), (cases.BATCH, H, n, n))
-    np.testing.assert_array_equal(pairs, oracle.may_see(mask, cases.BATCH, H, n, n))
-
-
-def test_self_attention_fills_the_queries() -> None:
-    lengths, segments = jnp.array([3, 1]), jnp.ones((2, 4), int)
-    mask = Mask(causal=True, key_lengths=lengths, key_segments=segments).for_self_attention()
-    assert mask.query_lengths is lengths
-    assert mask.query_segments is segments
-    assert mask.self_attention
-    for queries in (lengths, jnp.array([1, 1])):  # what is traced has no identity
-        mixed = Mask(key_lengths=lengths, query_lengths=queries)
-        assert mixed.for_self_attention() is mixed
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.pretrained.huggingface.export import write_folder
 from synthesizer_jax.pretrained.loading import open_pretrained, read_params
 from tests.inference.beam_search import t5x_beam_search
-from tests.pretrained.compare import check_folder, check_logits
+from tests.peers.compare import check_folder, check_logits
 from tests.pretrained.folders import FAMILIES, TINY, UNTIED, make_folder, make_tensors
 from tests.pretrained.test_round_trip import OUTPUT, make_configs, projection
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from synthesizer_jax.checkpoints.placement import layout_over
-from synthesizer_jax.cli import main as program
 from synthesizer_jax.costs.chips import parse_topology
 from synthesizer_jax.pretrained.architecture import Architecture
-from synthesizer_jax.pretrained.convert import convert_checkpoint, experiment_of
+from synthesizer_jax.pretrained.convert import experiment_of
 from synthesizer_jax.pretrained.huggingface.config import write_config
 from synthesizer_jax.pretrained.huggingface.names import torch_name
 from synthesizer_jax.pretrained.loading import open_pretrained
@@ -27,39 +26,34 @@ XXL = Architecture(
     num_heads=64,
     head_dim=64,
     d_ff=10240,
-    num_layers=24,
-    num_decoder_layers=24,
+    num_layers=2,
+    num_decoder_layers=2,
     activations=("gelu", "linear"),
     tied=False,
     scaled=False,
 )
-"""T5 1.1 XXL, 11 billion parameters."""
+"""T5 1.1 XXL, but for 22 of its layers."""
 
 
 @pytest.fixture(scope="module")
 def xxl(tmp_path_factory):
-    """A folder whose shards have true headers, and holes of the tensors' sizes in their place."""
+    """A folder whose file has a true header, and a hole of the tensors' size in their place."""
     folder = tmp_path_factory.mktemp("xxl")
     (folder / "config.json").write_text(json.dumps(write_config(XXL, "float32")))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
-    weight_map = {}
-    wanted = correspondences(XXL.build(), torch_name)
-    for i in range(0, len(wanted), 60):
-        header, end, file = {}, 0, f"model-{i // 60}.safetensors"
-        for c in wanted[i : i + 60]:
-            begin, end = end, end + 4 * int(np.prod(c.their_shape))
-            header[c.name] = {"dtype": "F32", "shape": c.their_shape, "data_offsets": [begin, end]}
-        text = json.dumps(header).encode()
-        with (folder / file).open("wb") as out:
-            out.write(struct.pack("<Q", len(text)) + text)
-            out.truncate(8 + len(text) + end)
-        weight_map |= dict.fromkeys(header, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    header, end = {}, 0
+    for c in correspondences(XXL.build(), torch_name):
+        begin, shape = end, c.layout.shape(c.shape)
+        end = begin + 4 * int(np.prod(shape))
+        header[c.name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        out.truncate(8 + len(text) + end)
     return folder
 
 
-@pytest.mark.slow
-def test_eleven_billion_parameters_are_laid_over_256_devices_unread(xxl, monkeypatch):
+def test_large_parameters_are_laid_over_256_devices_unread(xxl, monkeypatch):
     no_tensors = lambda *_: pytest.fail("a tensor was read")
     monkeypatch.setattr("synthesizer_jax.pretrained.huggingface.folder._are_equal", no_tensors)
     monkeypatch.setattr("synthesizer_jax.pretrained.tensors._read", no_tensors)
@@ -73,7 +67,7 @@ def test_eleven_billion_parameters_are_laid_over_256_devices_unread(xxl, monkeyp
         kept = jax.tree.map(
             lambda x, to: int(np.prod(to.sharding.shard_shape(x.shape))), pretrained.params, layout
         )
-    assert total > 11e9
+    assert total > 1e9
     assert sum(jax.tree.leaves(kept)) < 1.02 * total / 256  # only norms and biases are replicated
 
 
@@ -83,18 +77,3 @@ def test_a_copy_of_the_embedding_is_not_taken_for_a_projection(tmp_path):
     experiment = experiment_of(make_folder(tmp_path, TINY, tensors))
     assert experiment.model.tied
     assert experiment.data.pack and experiment.evaluation.method == "rank"
-
-
-@pytest.mark.slow
-def test_plan_takes_a_folder_and_the_run_it_becomes(tmp_path, capsys, monkeypatch):
-    folder = make_folder(tmp_path / "folder", TINY, make_tensors(TINY))
-    convert_checkpoint(folder, tmp_path / "run")
-    shown = []
-    for path in (folder, tmp_path / "run"):
-        arguments = ["synthesizer-jax", "plan", str(path), "--topology", "v5e:2x2"]
-        monkeypatch.setattr("sys.argv", [*arguments, "--set", "data.batch_size=64"])
-        with pytest.raises(SystemExit) as end:
-            program.run()
-        assert not end.value.code
-        shown.append(capsys.readouterr().out)
-    assert shown[0] == shown[1] and "16 rows per device" in shown[0]

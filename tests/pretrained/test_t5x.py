@@ -77,23 +77,7 @@ def read(path):
     return pretrained.model, variables, pretrained.vocabulary
 
 
-@pytest.mark.parametrize("family", ["T5 1.0", "T5 1.1, FLAN-T5", "ByT5", "efficient"])
-def test_a_made_checkpoint_has_its_logits(tmp_path, family):
-    config = TINY | FAMILIES[family] | PUBLISHED
-    tensors = make_tensors(config)
-    data = serialization.msgpack_serialize(as_t5x(tensors))
-    (tmp_path / "checkpoint_1000").write_bytes(data)
-    (tmp_path / "checkpoint_1000.gz").write_bytes(gzip.compress(data))
-    model, variables, vocabulary = read(tmp_path / "checkpoint_1000")
-    found = model.apply(variables, jnp.asarray(INPUTS), jnp.asarray(TARGETS))[0]
-    expected = logits(config, tensors, INPUTS[0], TARGETS[0])
-    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
-    assert vocabulary is None
-    _, again, _ = read(tmp_path / "checkpoint_1000.gz")
-    jax.tree.map(np.testing.assert_array_equal, again, variables)
-
-
-def test_a_checkpoint_of_t5x_comes_in_whole(real_data, tmp_path):
+def test_a_checkpoint_of_t5x_comes_in_and_goes_out_whole(real_data, tmp_path):
     source = real_data / "checkpoints" / "t5x_test_t5_tiny.checkpoint_0.gz"
     if not source.is_file():
         pytest.skip("the checkpoint of T5X is not on this machine")
@@ -105,21 +89,10 @@ def test_a_checkpoint_of_t5x_comes_in_whole(real_data, tmp_path):
     assert len(theirs) == len(ours) == 52
     values = lambda arrays: sorted(np.sort(np.ravel(x)).tobytes() for x in arrays)
     assert values(ours) == values(theirs)
-    query = target["decoder"]["layers_1"]["self_attention"]["query"]["kernel"]
-    found = params["decoder"]["layers_1"]["self_attention"]["align"]["query"]["kernel"]
-    np.testing.assert_array_equal(found.reshape(query.shape), query)
-
-
-def test_a_checkpoint_of_t5x_goes_out_with_equal_values(real_data, tmp_path):
-    source = real_data / "checkpoints" / "t5x_test_t5_tiny.checkpoint_0.gz"
-    if not source.is_file():
-        pytest.skip("the checkpoint of T5X is not on this machine")
-    convert_checkpoint(source, tmp_path / "run", vocabulary=Bytes())
     export_run(tmp_path / "run", tmp_path / "checkpoint_0", to="t5x")
     data = (tmp_path / "checkpoint_0" / "checkpoint").read_bytes()
     back = serialization.msgpack_restore(data)["optimizer"]["target"]
-    original = serialization.msgpack_restore(gzip.decompress(source.read_bytes()))
-    jax.tree.map(np.testing.assert_array_equal, back, original["optimizer"]["target"])
+    jax.tree.map(np.testing.assert_array_equal, back, target)
 
 
 def made(family="T5 1.1, FLAN-T5"):
@@ -130,10 +103,20 @@ def made(family="T5 1.1, FLAN-T5"):
 
 
 def has_its_logits(path, config, tensors):
-    model, variables, _ = read(path)
+    model, variables, vocabulary = read(path)
+    assert vocabulary is None
     found = model.apply(variables, jnp.asarray(INPUTS), jnp.asarray(TARGETS))[0]
     expected = logits(config, tensors, INPUTS[0], TARGETS[0])
     return np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("family", ["T5 1.0", "T5 1.1, FLAN-T5", "efficient"])
+def test_a_made_checkpoint_has_its_logits(tmp_path, family):
+    config, tensors, target = made(family)
+    data = serialization.msgpack_serialize({"optimizer": {"target": target}})
+    zipped = gzip.compress(data) if family == "efficient" else data
+    (tmp_path / "checkpoint_1000").write_bytes(zipped)
+    assert has_its_logits(tmp_path / "checkpoint_1000", config, tensors)
 
 
 def scan(stack, name, *, own_bias=None):
@@ -176,7 +159,7 @@ def test_scanned_layers_with_an_axis_of_heads(tmp_path, names, own_bias):
     assert has_its_logits(tmp_path, config, tensors)
 
 
-@pytest.mark.parametrize("family", ["T5 1.0", "efficient", "umT5"])
+@pytest.mark.parametrize("family", ["T5 1.0", "umT5"])
 def test_scanned_export_has_layers_on_axis_1_and_comes_back(tmp_path, family):
     config = TINY | FAMILIES[family] | PUBLISHED
     convert_checkpoint(make_folder(tmp_path / "a", config, make_tensors(config)), tmp_path / "run")
@@ -222,21 +205,6 @@ def test_what_the_file_cannot_say_is_not_exported(tmp_path):
         assert not (folder / "checkpoint_0").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"to": "t5x", "dtype": "bfloat16"}, "--dtype is for huggingface; leave it out"),
-        ({"to": "t5x", "beams": 4}, "--beams are for stablehlo; leave them out"),
-        ({"to": "huggingface", "max_length": 9}, "beams are for stablehlo"),
-        ({"to": "onnx"}, "--to is 'onnx'; use huggingface, t5x"),
-    ],
-)
-def test_an_option_of_another_format_is_an_error(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        export_run(tmp_path / "run", tmp_path / "out", **options)
-    assert not (tmp_path / "out").exists()
-
-
 def write_zarr(directory, name, x, **spec):
     """Writes an array as TensorStore does, with bfloat16 as 16-bit integers in T5X's version 2."""
     place = {"driver": "file", "path": f"{directory}/target.{name.replace('/', '.')}/"}
@@ -264,28 +232,17 @@ def test_arrays_of_tensorstore_are_read_and_paths_not_followed(tmp_path):
     assert has_its_logits(directory, config, rounded(tensors))
 
 
-def lose(block):
-    block.unlink()
-
-
 def replace_by_a_pipe(block):
     block.unlink()
     os.mkfifo(block)
 
 
 @pytest.mark.parametrize(
-    ("metadata", "block"),
+    ("metadata", "block", "damage", "message"),
     [
-        ({"driver": "zarr"}, "0.0"),
-        ({"driver": "zarr", "metadata": {"fill_value": 0.0, "dtype": "<f4"}}, "0.0"),
-        ({"driver": "zarr3"}, "c/0/0"),
-    ],
-)
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lose, "token_embedder\\.embedding cannot be read: "),
-        (replace_by_a_pipe, "0 is not a regular file"),
+        ({"driver": "zarr"}, "0.0", os.unlink, "token_embedder\\.embedding cannot be read: "),
+        ({"driver": "zarr3"}, "c/0/0", os.unlink, "token_embedder\\.embedding cannot be read: "),
+        ({"driver": "zarr"}, "0.0", replace_by_a_pipe, "0 is not a regular file"),
     ],
 )
 def test_a_lost_block_of_tensorstore_is_an_error_and_not_zeros(
@@ -306,32 +263,14 @@ def test_a_lost_block_of_tensorstore_is_an_error_and_not_zeros(
 
 @pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}, {"use_zarr3": True}], ids=repr)
 def test_a_directory_of_orbax_is_read(tmp_path, options):
-    """By its arrays alone: what its metadata say does not matter."""
-    config, tensors, target = made()
-    tree = {"target": target, "state": {"step": np.asarray(7)}}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
-        checkpointer.save(tmp_path / "checkpoint_7", tree)
-    (tmp_path / "checkpoint_7" / "_METADATA").write_text("{}")
-    assert has_its_logits(tmp_path / "checkpoint_7", config, tensors)
-
-
-def test_a_directory_of_orbax_may_be_named_as_those_of_a_run(tmp_path):
+    """By its arrays alone: what its metadata say does not matter, nor a name as those of runs have."""
     config, tensors, target = made()
     directory = tmp_path / "checkpoints" / "1000000"
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(directory, {"target": target})
+    tree = {"target": target, "state": {"step": np.asarray(7)}}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
+        checkpointer.save(directory, tree)
+    (directory / "_METADATA").write_text("{}")
     assert has_its_logits(directory, config, tensors)
-
-
-def test_a_damaged_database_of_orbax_is_one_sentence(tmp_path):
-    _, _, target = made()
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "checkpoint_7", {"target": target})
-    (data,) = (tmp_path / "checkpoint_7" / "d").iterdir()
-    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
-    with pytest.raises(ValueError, match=r"checkpoint_7.* cannot be read"):
-        convert_checkpoint(tmp_path / "checkpoint_7", tmp_path / "run", vocabulary=Bytes())
-    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_7"]
 
 
 def without(*keys):
@@ -353,15 +292,9 @@ def without(*keys):
     [
         (lambda data: data[:-50], "checkpoint_1 cannot be read"),
         (lambda data: b"\x1f\x8b" + data, "checkpoint_1 cannot be read"),
-        (lambda data: b"no checkpoint at all", "cannot be read"),
         (
             lambda data: serialization.msgpack_serialize({"a": 1}),
             "it has no parameters under optimizer/target",
-        ),
-        (lambda data: gzip.compress(bytes(10**7)), "more than 100 times as large"),
-        (
-            lambda data: serialization.msgpack_serialize({"__msgpack_chunked_array__": True}),
-            "checkpoint_1 cannot be read",
         ),
         (
             lambda data: serialization.msgpack_serialize({"target": {5: np.ones(2, np.float32)}}),

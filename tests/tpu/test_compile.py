@@ -20,7 +20,6 @@ from synthesizer_jax.sharding import MeshShape, make_mesh
 from synthesizer_jax.sharding.mesh import _topology_devices
 from synthesizer_jax.training import aot, plan
 from synthesizer_jax.training.experiment import Experiment, Training
-from tests.tpu.collectives import collective_bytes
 
 pytest.importorskip("libtpu", reason="libtpu is not installed; make test-tpu does that")
 pytestmark = pytest.mark.tpu
@@ -163,11 +162,10 @@ def test_memory_is_within_the_plan(variant, name):
 
 @every
 def test_what_moves_between_devices_is_parameters_and_sums(variant, name):
-    """Gathers of activations or sums of logits would be many times as much."""
-    place = chips.parse_topology(name)
+    """Each parameter is gathered for the forward and the backward pass; activations are not."""
+    experiment, place = recipe(variant, name), chips.parse_topology(name)
     found = aot._program_costs(compiled(variant, name)).collectives
-    expected = collective_bytes(recipe(variant, name), place)
     # A gather whose product begins before all has come is made of permutes; nothing is redistributed.
     assert found.keys() <= {"all-gather", "collective-permute", "all-reduce", "reduce-scatter"}
-    assert found["all-gather"] <= 1.1 * expected["gathers"]
-    assert sum(found.values()) == pytest.approx(sum(expected.values()), rel=0.1)
+    own = plan.make_plan(experiment, place).needs.parameters / 2  # in bfloat16
+    assert found["all-gather"] <= 2.2 * own * experiment.mesh.fsdp

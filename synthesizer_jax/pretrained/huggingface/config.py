@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
-from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 from synthesizer_jax.files import describing
-from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.pretrained.architecture import MOST_LAYERS, Architecture
-from synthesizer_jax.registry import format_value
+from synthesizer_jax.registry import check_types, format_value
+from synthesizer_jax.typing import Choices, Length, Range, Rate
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -34,6 +34,21 @@ ACTIVATIONS = {
     "gated-relu": ("relu", "linear"),
 }
 """Values of ``feed_forward_proj``; transformers computes a gated GELU by tanh, as T5 does."""
+
+
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "d_model": "d_model",
+    "head_dim": "d_kv",
+    "d_ff": "d_ff",
+    "num_layers": "num_layers",
+    "num_heads": "num_heads",
+    "num_buckets": "relative_attention_num_buckets",
+    "max_distance": "relative_attention_max_distance",
+    "dropout_rate": "dropout_rate",
+    "epsilon": "layer_norm_epsilon",
+}
+"""Fields of `Architecture`, and transformers' names of them."""
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -80,39 +95,60 @@ def read_config(folder: pathlib.Path, *, output: bool | None) -> Architecture:
         return _architecture(read_json(path), output)
 
 
-def _architecture(config: dict[str, Any], output: bool | None) -> Architecture:
+Layers: TypeAlias = Annotated[int, Range(1, MOST_LAYERS)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Config:
+    """The fields of ``config.json`` that are read, with transformers' defaults."""
+
+    vocab_size: Length
+    d_model: Length
+    d_kv: Length
+    d_ff: Length
+    num_heads: Length
+    num_layers: Layers
+    num_decoder_layers: Layers | None = None
+    model_type: Annotated[str, Choices(tuple(CLASSES))] = "t5"
+    feed_forward_proj: Annotated[str, Choices(tuple(ACTIVATIONS))] | None = None
+    tie_word_embeddings: bool | None = None
+    scale_decoder_outputs: bool | None = None
+    relative_attention_num_buckets: Length = 32
+    relative_attention_max_distance: Length = 128
+    layer_norm_epsilon: Rate = 1e-6
+    dropout_rate: Rate = 0.1
+    architectures: object = None
+    transformers_version: object = None
+
+
+def _architecture(data: dict[str, Any], output: bool | None) -> Architecture:
     """Returns the architecture of a configuration; see `read_config`."""
-    family = _choice(config, "model_type", CLASSES, "t5")
-    flag = _flag(config, "tie_word_embeddings", family != "mt5")
+    values: dict[str, Any] = {
+        f.name: data.get(f.name, None if f.default is dataclasses.MISSING else f.default)
+        for f in dataclasses.fields(_Config)
+    }
+    check_types(_Config, values)
+    config = _Config(**values)
+    family = config.model_type
+    flag = config.tie_word_embeddings
+    flag = family != "mt5" if flag is None else flag
     tied = scaled = flag
     if _version(config) >= 5:
         tied = tied if output is None else not output
         scaled = family == "umt5" and tied
         if family == "t5":
-            scaled = _flag(config, "scale_decoder_outputs", flag)
+            own = config.scale_decoder_outputs
+            scaled = flag if own is None else own
     plain = "relu" if family == "t5" else "gated-gelu"
-    num_layers = _integer(config, "num_layers", most=MOST_LAYERS)
-    num_decoder_layers = num_layers
-    if config.get("num_decoder_layers") is not None:
-        num_decoder_layers = _integer(config, "num_decoder_layers", most=MOST_LAYERS)
-    classes = config.get("architectures")
+    classes = config.architectures
     encoder_only = isinstance(classes, list) and [str(c)[-12:] for c in classes] == ["EncoderModel"]
     return Architecture(
-        vocab_size=_integer(config, "vocab_size"),
-        d_model=_integer(config, "d_model"),
-        num_heads=_integer(config, "num_heads"),
-        head_dim=_integer(config, "d_kv"),
-        d_ff=_integer(config, "d_ff"),
-        num_layers=num_layers,
-        num_decoder_layers=0 if encoder_only else num_decoder_layers,
-        activations=ACTIVATIONS[_choice(config, "feed_forward_proj", ACTIVATIONS, plain)],
+        **{ours: getattr(config, theirs) for ours, theirs in FIELDS.items()},
+        num_decoder_layers=0 if encoder_only else config.num_decoder_layers or config.num_layers,
+        activations=ACTIVATIONS[config.feed_forward_proj or plain],
         tied=tied or encoder_only,
         scaled=scaled or encoder_only,
-        num_buckets=_integer(config, "relative_attention_num_buckets", 32),
-        max_distance=_integer(config, "relative_attention_max_distance", 128),
         bias_per_layer=family == "umt5",
-        epsilon=_fraction(config, "layer_norm_epsilon", 1e-6),
-        dropout_rate=_fraction(config, "dropout_rate", 0.1),
     )
 
 
@@ -126,48 +162,11 @@ def _check_ids(config: dict[str, Any]) -> None:
             )
 
 
-def _version(config: dict[str, Any]) -> int:
+def _version(config: _Config) -> int:
     """Returns the major version of transformers that wrote a configuration; 4 if it does not tell."""
-    unsaid = "5" if "scale_decoder_outputs" in config else "4"
-    major = str(config.get("transformers_version", unsaid)).split(".")[0]
+    unsaid = "4" if config.scale_decoder_outputs is None else "5"
+    major = str(config.transformers_version or unsaid).split(".")[0]
     return int(major) if major.isdecimal() else 4
-
-
-def _integer(
-    config: dict[str, Any], name: str, default: int | None = None, *, most: int = 2**20
-) -> int:
-    value = config.get(name, default)
-    if type(value) is not int or not 0 < value <= most:
-        raise ValueError(
-            f"{name} is {format_value(value)}; expected a positive integer up to {most:,}"
-        )
-    return value
-
-
-def _fraction(config: dict[str, Any], name: str, default: float) -> float:
-    value = config.get(name, default)
-    if type(value) not in (int, float) or not 0 <= value < 1:
-        raise ValueError(
-            f"{name} is {format_value(value)}; expected a number from 0 to less than 1"
-        )
-    return float(value)
-
-
-def _choice(config: dict[str, Any], name: str, choices: Iterable[str], default: str) -> str:
-    value, choices = config.get(name, default), tuple(choices)
-    if value not in choices:
-        raise ValueError(
-            f"{name} is {format_value(value)}{did_you_mean(str(value), choices)}; supported: "
-            f"{', '.join(choices)}"
-        )
-    return str(value)
-
-
-def _flag(config: dict[str, Any], name: str, default: bool) -> bool:
-    value = config.get(name, default)
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {format_value(value)}; expected true or false")
-    return value
 
 
 def write_config(architecture: Architecture, dtype: str) -> dict[str, Any]:
@@ -187,17 +186,8 @@ def write_config(architecture: Architecture, dtype: str) -> dict[str, Any]:
     return {
         "architectures": [f"{CLASSES[family]}{kind}"],
         "model_type": family,
-        "vocab_size": a.vocab_size,
-        "d_model": a.d_model,
-        "d_kv": a.head_dim,
-        "d_ff": a.d_ff,
-        "num_layers": a.num_layers,
+        **{theirs: getattr(a, ours) for ours, theirs in FIELDS.items()},
         "num_decoder_layers": a.num_decoder_layers or a.num_layers,
-        "num_heads": a.num_heads,
-        "relative_attention_num_buckets": a.num_buckets,
-        "relative_attention_max_distance": a.max_distance,
-        "dropout_rate": a.dropout_rate,
-        "layer_norm_epsilon": a.epsilon,
         "feed_forward_proj": activations[a.activations],
         "is_encoder_decoder": True,
         "tie_word_embeddings": a.tied,

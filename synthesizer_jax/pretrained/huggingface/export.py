@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import ml_dtypes
 import numpy as np
@@ -29,7 +30,8 @@ from synthesizer_jax.pretrained.huggingface.config import (
 from synthesizer_jax.pretrained.huggingface.names import torch_name
 from synthesizer_jax.pretrained.huggingface.tokenizer import SENTENCEPIECE, TOKENIZER_CONFIG
 from synthesizer_jax.pretrained.huggingface.weights import SAFETENSORS
-from synthesizer_jax.pretrained.tensors import correspondences, named_tensors
+from synthesizer_jax.pretrained.tensors import Correspondence, correspondences, named_tensors
+from synthesizer_jax.typing import PyTree
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 LARGEST_SHARD = 5 * 10**9
@@ -47,18 +49,11 @@ def write_folder(
     dtype: str = "float32",
     card: str = "",
 ) -> None:
-    """Writes a model as a folder of transformers, whose configuration versions 4 and 5 read alike.
+    """Writes a model, with looped layers, to an empty directory as a folder of transformers.
 
-    Args:
-      folder: an empty directory.
-      model: the model, with looped layers.
-      variables: its variables.
-      vocabulary: its vocabulary; None: no tokenizer is written.
-      dtype: a name of `DTYPES`.
-      card: text of the model card.
-
-    Raises:
-      ValueError: transformers has no such model; the message names what it lacks.
+    Versions 4 and 5 read its configuration alike. `dtype` is a name of `DTYPES`, `card` the text of the
+    model card; without a vocabulary no tokenizer is written. Raises a `ValueError` that names what
+    transformers lacks for such a model.
     """
     if dtype not in DTYPES:
         raise ValueError(f"the dtype is {dtype!r}; use {' or '.join(DTYPES)}")
@@ -66,49 +61,41 @@ def write_folder(
     config = write_config(Architecture.of(model), dtype)
     _write_json(folder / CONFIG, config)
     _write_json(folder / GENERATION_CONFIG, IDS)
-    tensors = (
-        (name, np.ascontiguousarray(x.astype(DTYPES[dtype])))
-        for name, x in named_tensors(params, correspondences(model, torch_name))
-    )
-    _write_tensors(folder, tensors)
+    _write_tensors(folder, params, correspondences(model, torch_name), DTYPES[dtype])
     if vocabulary is not None:
         _write_tokenizer(folder, vocabulary)
     if card:
         (folder / CARD).write_text(card, encoding="utf-8")
 
 
-def _write_tensors(folder: pathlib.Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
+def _write_tensors(
+    folder: pathlib.Path, params: PyTree, wanted: list[Correspondence], dtype: np.dtype[np.generic]
+) -> None:
     """Writes tensors to as few files as their size allows, with one file's tensors in memory."""
-    shards: list[list[str]] = []
-    shard: dict[str, np.ndarray] = {}
-    total = 0
-
-    def write() -> None:
-        path = folder / f"{len(shards)}.safetensors"
+    shards: list[list[Correspondence]] = [[]]
+    total = filled = 0
+    for c in wanted:
+        size = math.prod(c.shape) * dtype.itemsize
+        if shards[-1] and filled + size > LARGEST_SHARD:
+            shards.append([])
+            filled = 0
+        shards[-1].append(c)
+        filled, total = filled + size, total + size
+    weight_map: dict[str, str] = {}
+    for i, shard in enumerate(shards, 1):
+        file = f"model-{i:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SAFETENSORS
+        tensors = named_tensors(params, shard)
+        arrays = {name: np.ascontiguousarray(x.astype(dtype)) for name, x in tensors}
+        path = folder / file
         try:
-            save_file(shard, path, metadata={"format": "pt"})
+            save_file(arrays, path, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{path} cannot be written ({error}); nothing was exported") from None
         share_file(path)
-        shards.append(list(shard))
-        shard.clear()
-
-    for name, x in tensors:
-        if shard and sum(y.nbytes for y in shard.values()) + x.nbytes > LARGEST_SHARD:
-            write()
-        shard[name] = x
-        total += x.nbytes
-    write()
-    if len(shards) == 1:
-        (folder / "0.safetensors").rename(folder / SAFETENSORS)
-        return
-    weight_map: dict[str, str] = {}
-    for i, names in enumerate(shards):
-        file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        (folder / f"{i}.safetensors").rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    _write_json(folder / f"{SAFETENSORS}.index.json", index)
+        weight_map |= dict.fromkeys(arrays, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(folder / f"{SAFETENSORS}.index.json", index)
 
 
 def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary) -> None:

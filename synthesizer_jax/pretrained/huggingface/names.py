@@ -1,4 +1,4 @@
-"""Names and layouts of a T5's parameters in transformers, for PyTorch and for Flax."""
+"""Names and layouts of a T5's parameters in transformers."""
 
 from __future__ import annotations
 
@@ -24,18 +24,12 @@ _SUBLAYERS = {
 }
 
 _LEAVES = {
-    ("align", "query", "kernel"): (".q", TRANSPOSED),
-    ("align", "key", "kernel"): (".k", TRANSPOSED),
-    ("align", "part_0", "query", "kernel"): (".q", TRANSPOSED),
-    ("align", "part_0", "key", "kernel"): (".k", TRANSPOSED),
-    ("align", "part_1", "rel_embedding"): (".relative_attention_bias", TRANSPOSED),
-    ("value", "kernel"): (".v", TRANSPOSED),
-    ("out", "kernel"): (".o", HEADS_OF_OUTPUTS),
-    ("wi", "kernel"): (".wi", TRANSPOSED),
-    ("wi_0", "kernel"): (".wi_0", TRANSPOSED),
-    ("wi_1", "kernel"): (".wi_1", TRANSPOSED),
-    ("wo", "kernel"): (".wo", TRANSPOSED),
-    ("scale",): ("", SAME),
+    "query": ".q",
+    "key": ".k",
+    "value": ".v",
+    "out": ".o",
+    "rel_embedding": ".relative_attention_bias",
+    "scale": "",
 }
 
 EMBEDDINGS = ("shared.weight", "decoder.embed_tokens.weight", "encoder.embed_tokens.weight")
@@ -49,11 +43,7 @@ UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight
 
 
 def torch_name(path: tuple[str, ...]) -> tuple[str, Layout]:
-    """Returns the name and layout in PyTorch of a parameter of ours.
-
-    Args:
-      path: the keys of the parameter, with looped layers.
-    """
+    """Returns the name and layout in PyTorch of a parameter of ours, with looped layers."""
     if path == ("embedding",):
         return EMBEDDINGS[0], SAME
     if path == ("logits_kernel",):
@@ -64,6 +54,8 @@ def torch_name(path: tuple[str, ...]) -> tuple[str, Layout]:
     if part == "relpos_bias":
         name = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         return name, TRANSPOSED
-    name, layout = _LEAVES[tuple(rest[1:])]
+    leaf = next(key for key in rest[1:] if key != "align" and not key.startswith("part_"))
+    name = _LEAVES.get(leaf, f".{leaf}")
+    layout = {"out": HEADS_OF_OUTPUTS, "scale": SAME}.get(leaf, TRANSPOSED)
     number = part.removeprefix("layers_")
     return f"{stack}.block.{number}.{_SUBLAYERS[stack, rest[0]]}{name}.weight", layout

@@ -21,25 +21,15 @@ BYTES = "bytes"
 BYTES_EXTRA_IDS = 125
 """ByT5's number of sentinels."""
 
-MOST_ADDED = 2**16
-"""Tokens that a tokenizer adds to its pieces; a file that names more is damaged."""
-
 
 def read_vocabulary(folder: pathlib.Path, scratch: pathlib.Path) -> Bytes | SentencePiece | None:
     """Returns the configuration of a folder's vocabulary; None where there is none that is known.
 
-    Args:
-      folder: the folder.
-      scratch: a directory for the SentencePiece model that is made of a ``tokenizer.json``.
-
-    Raises:
-      ValueError: a file is damaged.
+    A SentencePiece model that is made of a ``tokenizer.json`` is put into the directory `scratch`.
     """
     path = folder / TOKENIZER_CONFIG
     fields = read_json(path) if path.is_file() else {}
     extra_ids = fields.get("extra_ids")
-    if not isinstance(extra_ids, int) or not 0 <= extra_ids < MOST_ADDED:
-        extra_ids = None
     if fields.get("tokenizer_class") == "ByT5Tokenizer":
         return named_vocabulary(BYTES, extra_ids)
     for name in SENTENCEPIECE:
@@ -70,11 +60,7 @@ def named_vocabulary(name: str, extra_ids: int | None = None) -> Bytes | Sentenc
 
 
 def sentencepiece_model(path: pathlib.Path) -> bytes:
-    """Returns the SentencePiece model that a ``tokenizer.json`` describes, sentinels included.
-
-    Raises:
-      ValueError: it describes no SentencePiece unigram model.
-    """
+    """Returns the SentencePiece model that a ``tokenizer.json`` describes, sentinels included."""
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
@@ -100,8 +86,6 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType) -> bytes:
     added = {operator.index(token["id"]): str(token["content"]) for token in tokens}
     charsmap = _charsmap(data.get("normalizer"))
     count = max(len(pieces), max(added, default=-1) + 1)
-    if count > len(pieces) + MOST_ADDED:
-        raise ValueError(f"{count} ids")
     proto = messages.ModelProto()
     kinds = messages.ModelProto.SentencePiece
     for i in range(count):

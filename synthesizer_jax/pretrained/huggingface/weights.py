@@ -1,4 +1,4 @@
-"""The tensors of a folder, from safetensors, PyTorch's files or Flax's; nothing in them is executed."""
+"""The tensors of a folder, from safetensors or PyTorch's files; nothing in them is executed."""
 
 from __future__ import annotations
 
@@ -14,57 +14,38 @@ import safetensors
 
 from synthesizer_jax.files import describing, is_installed
 from synthesizer_jax.pretrained.huggingface.config import read_json
-from synthesizer_jax.pretrained.tensors import Tensor, Tensors, named_arrays, read_msgpack, reading
+from synthesizer_jax.pretrained.tensors import Tensor, Tensors, reading
 
 SAFETENSORS = "model.safetensors"
 TORCH = "pytorch_model.bin"
-FLAX = "flax_model.msgpack"
 
 
 def open_weights(folder: pathlib.Path) -> Tensors:
     """Returns the tensors of a folder by their names in PyTorch.
 
-    Safetensors, and PyTorch's files, are read tensor by tensor, when they are asked for.
-
-    Raises:
-      FileNotFoundError: there are none, or a file is missing.
-      ValueError: a file is damaged, or files contradict each other.
+    They are read one by one, when they are asked for.
     """
     indices = {file: folder / f"{file}.index.json" for file in _READERS}
     found = [f for f, index in indices.items() if (folder / f).is_file() or index.is_file()]
     if not found:
         raise FileNotFoundError(
-            f"{folder} holds no {SAFETENSORS}, {TORCH} or {FLAX}; save the model with save_pretrained"
+            f"{folder} holds no {SAFETENSORS} or {TORCH}; save the model with save_pretrained"
         )
     file, index = found[0], indices[found[0]]
+    shards = {folder / file}
+    if index.is_file():
+        with describing(index, "copy or download it again"):
+            names = set(read_json(index)["weight_map"].values())
+            if outside := [n for n in names if pathlib.PurePath(n).name != n or "\\" in n]:
+                raise ValueError(f"{outside[0]!r} is not a file of the folder")
+            shards = {folder / name for name in names}
     tensors: dict[str, Tensor] = {}
-    for path, names in _shards(folder / file, index).items():
+    for path in sorted(shards):
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing; copy or download it again")
         with reading(path):
-            held = _READERS[file](path)
-        if names is not None and held.keys() != names:
-            wrong = sorted(held.keys() ^ names)
-            raise ValueError(
-                f"{path} and {index.name} disagree about {len(wrong)} tensors, such as {wrong[0]!r}; "
-                "copy or download the folder again"
-            )
-        tensors |= held
+            tensors |= _READERS[file](path)
     return tensors
-
-
-def _shards(file: pathlib.Path, index: pathlib.Path) -> dict[pathlib.Path, set[str] | None]:
-    """Returns the files with a folder's tensors, and the names that the index lists for each."""
-    if not index.is_file():
-        return {file: None}
-    shards: dict[pathlib.Path, set[str]] = {}
-    with describing(index, "copy or download it again"):
-        for name, shard in read_json(index)["weight_map"].items():
-            if pathlib.PurePath(shard).name != shard or "\\" in shard:
-                raise ValueError(f"{name} is in {shard!r}, which is not a file of the folder")
-            path = index.parent / shard
-            if not path.is_file():
-                raise FileNotFoundError(f"{path} is missing; copy or download it again")
-            shards.setdefault(path, set()).add(name)
-    return dict(shards)
 
 
 def _open_safetensors(path: pathlib.Path) -> dict[str, Tensor]:
@@ -102,18 +83,8 @@ def _open_torch(path: pathlib.Path) -> dict[str, Tensor]:
     return {str(name): tensor(x) for name, x in loaded.items()}
 
 
-def _open_flax(path: pathlib.Path) -> dict[str, Tensor]:
-    """Reads a file of Flax's T5, whose kernels are transposed."""
-    tensors = {}
-    for name, x in named_arrays(read_msgpack(path.read_bytes())).items():
-        *keys, last = name.split("/")
-        tensors[".".join([*keys, "weight"])] = Tensor.of(x.T if last == "kernel" else x)
-    return tensors
-
-
 _READERS: dict[str, Callable[[pathlib.Path], dict[str, Tensor]]] = {
     SAFETENSORS: _open_safetensors,
     TORCH: _open_torch,
-    FLAX: _open_flax,
 }
 """How files are opened, in the order in which they are looked for."""

@@ -1,0 +1,289 @@
+"""T5X's checkpoints: a msgpack file, TensorStore's arrays, or Orbax's directory; also written.
+
+Parameters are read, the optimizer's state is not. There is no configuration: the architecture is read off
+names and shapes.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import gzip
+import pathlib
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import tensorstore
+from flax import serialization, traverse_util
+
+from synthesizer_jax.files import check_regular
+from synthesizer_jax.models import Encoder
+from synthesizer_jax.models.token_model import TokenModel
+from synthesizer_jax.parameters import Variables
+from synthesizer_jax.pretrained.architecture import (
+    MOST_LAYERS,
+    Architecture,
+    Pretrained,
+    with_output_of_t5,
+)
+from synthesizer_jax.pretrained.tensors import (
+    SAME,
+    Layout,
+    Tensor,
+    Tensors,
+    correspondences,
+    match_tensors,
+    named_tensors,
+    reading,
+)
+
+CHECKPOINT = "checkpoint"
+"""The msgpack file of a directory."""
+
+OCDBT = "manifest.ocdbt"
+"""The file of a directory in which TensorStore's arrays share a database."""
+
+_GZIP = b"\x1f\x8b"
+_ARRAY = re.compile(
+    r"(?P<name>_?(?:optimizer\.)?target\.(?P<path>[A-Za-z0-9_.]+))/(?P<about>\.zarray|zarr\.json)"
+)
+"""Keys of the files that describe arrays, ``target.encoder.layers_0.…/.zarray``."""
+
+_DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}
+"""TensorStore's driver of an array that a file of this name describes."""
+
+
+_HEADS = dict.fromkeys(("query", "key", "value"), Layout(1)) | {"out": Layout(2)}
+"""Kernels with heads: ``[d_model, heads, width]`` and ``[heads, width, d_model]`` are matrices there."""
+
+
+_ASSUMED = {
+    "activations": (("relu",), ("gelu", "linear")),
+    "max_distance": (128,),
+    "epsilon": (1e-6,),
+}
+"""What `open_checkpoint` takes models to have, as files do not tell."""
+
+
+def is_checkpoint(directory: pathlib.Path) -> bool:
+    """Whether a directory is a checkpoint of T5X."""
+    return (directory / CHECKPOINT).is_file() or _orbax_item(directory) is not None
+
+
+def open_checkpoint(path: pathlib.Path) -> Pretrained:
+    """Opens the parameters of a checkpoint.
+
+    A gated feed-forward layer is taken for T5 1.1's, with GELU, and the largest distance of the
+    relative bias for 128, as in T5X's own T5s: the checkpoint does not tell. (UL2 has SiLU.)
+
+    Raises a `ValueError` if the path ``checkpoint_STEP``, a file or a directory, holds no T5; the message
+    lists all tensors that do not fit.
+    """
+    item = _orbax_item(path) if path.is_dir() else None
+    if item is not None:
+        tensors = _open_stores(item)
+    elif path.is_dir():
+        tensors = _open_msgpack(path / CHECKPOINT) | _open_stores(path)
+    else:
+        tensors = _open_msgpack(path)
+    tensors = _looped(tensors, path)
+    model = _architecture(tensors, path).build()
+    wanted = correspondences(model, t5x_name)
+    return Pretrained(model, match_tensors(tensors, wanted, source=path), None)
+
+
+def write_checkpoint(
+    directory: pathlib.Path,
+    model: TokenModel,
+    variables: Variables,
+    *,
+    step: int = 0,
+    scanned: bool = False,
+) -> None:
+    """Writes the parameters as T5X's msgpack file, ``checkpoint``, without an optimizer's state.
+
+    T5X expects the name ``checkpoint_STEP`` of the empty directory. `scanned` stacks the layers of each
+    stack on axis 1, as T5X's scalable T5 does. Raises a `ValueError` that names what T5X lacks.
+    """
+    if isinstance(model, Encoder):
+        raise ValueError("T5X has no encoder alone; export an EncoderDecoder")
+    model, params = with_output_of_t5(model, variables["params"])
+    fields = dataclasses.asdict(Architecture.of(model))
+    for name, known in _ASSUMED.items():
+        if fields[name] not in known:
+            raise ValueError(
+                f"T5X's files do not say {name} {fields[name]}, so they would be read as another model; "
+                "export to huggingface"
+            )
+    arrays = dict(named_tensors(params, correspondences(model, t5x_name)))
+    arrays = _scanned(arrays) if scanned else arrays
+    leaves = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    target = traverse_util.unflatten_dict(leaves, sep="/")
+    state = {"step": np.asarray(step, np.int32), "param_states": {}}
+    data = serialization.msgpack_serialize(
+        {"version": 3, "optimizer": {"target": target, "state": state}}
+    )
+    (directory / CHECKPOINT).write_bytes(data)
+
+
+def _open_msgpack(path: pathlib.Path) -> dict[str, Tensor]:
+    """Returns the arrays in a msgpack file, gzipped or not; nothing in it is executed."""
+    data = path.read_bytes()
+    with reading(path):
+        tree = serialization.msgpack_restore(gzip.decompress(data) if data[:2] == _GZIP else data)
+        tree = tree.get("optimizer", tree) if isinstance(tree, dict) else None
+        target = tree.get("target") if isinstance(tree, dict) else None
+        if not isinstance(target, dict):
+            raise ValueError(
+                "it has no parameters under optimizer/target, as checkpoints of T5X do"
+            )
+        leaves = traverse_util.flatten_dict(target).items()
+        arrays = {"/".join(map(str, k)): x for k, x in leaves if isinstance(x, np.ndarray)}
+        return {name: Tensor.of(x) for name, x in arrays.items()}
+
+
+def _orbax_item(directory: pathlib.Path) -> pathlib.Path | None:
+    """Returns the directory of an Orbax checkpoint that holds the arrays; None if it is none."""
+    for item in (directory, directory / "state", directory / "default"):
+        if (item / "_METADATA").is_file() or (item / OCDBT).is_file():
+            return item
+    return None
+
+
+def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
+    """Opens TensorStore's arrays in a directory; the paths that other files name are not followed."""
+    for file in directory.rglob("*"):
+        if not file.is_dir():
+            check_regular(file)
+    place = f"{directory.resolve()}/"
+    store = {"driver": "file", "path": place}
+    if (directory / OCDBT).is_file():
+        store = {"driver": "ocdbt", "base": f"file://{place}"}
+    arrays = {}
+    with reading(directory):
+        keys = tensorstore.KvStore.open(store).result().list().result()
+        for found in map(_ARRAY.fullmatch, sorted(key.decode() for key in keys)):
+            if found:
+                spec = {
+                    "driver": _DRIVERS[found["about"]],
+                    "kvstore": {**store, "path": f"{store.get('path', '')}{found['name']}/"},
+                    "fill_missing_data_reads": False,  # a block that is not there was lost
+                }
+                array = tensorstore.open(spec, open=True, read=True).result()
+                name = found["path"].replace(".", "/")
+                arrays[name] = _in_store(array, directory / found["name"])
+    return arrays
+
+
+def _in_store(store: Any, source: pathlib.Path) -> Tensor:
+    """Returns an array of TensorStore; T5X once wrote bfloat16 as integers of 16 bits."""
+    as_bits = store.dtype.name == "uint16"
+
+    def read(layer: int | None) -> np.ndarray:
+        with reading(source):
+            part = store if layer is None else store[:, layer]
+            array: np.ndarray = part.read().result()
+        return array.view(ml_dtypes.bfloat16) if as_bits else array
+
+    return Tensor(tuple(store.shape), "bfloat16" if as_bits else store.dtype.name, read)
+
+
+def t5x_name(path: tuple[str, ...]) -> tuple[str, Layout]:
+    """Returns the name and layout in T5X of a parameter of ours, both with looped layers."""
+    if path == ("embedding",):
+        return "token_embedder/embedding", SAME
+    if path == ("logits_kernel",):
+        return "decoder/logits_dense/kernel", SAME
+    if path[1] == "final_norm":
+        return f"{path[0]}/{path[0]}_norm/scale", SAME
+    if path[-1] == "rel_embedding":
+        own = path[1] != "relpos_bias"
+        return "/".join((*path[: 1 + own], "relpos_bias", "rel_embedding")), SAME
+    name = "/".join(key for key in path if key not in ("align", "part_0"))
+    return name, _HEADS.get(path[-2], SAME)
+
+
+def _looped(tensors: Tensors, path: pathlib.Path) -> dict[str, Tensor]:
+    """Returns the tensors as the minimal T5 has them: looped layers, kernels without an axis of heads."""
+    looped = {}
+    for name, x in tensors.items():
+        stack, *rest = name.split("/")
+        if len(rest) < 2 or rest[0] not in (stack, "layers"):
+            looped[name] = x
+            continue
+        count = x.shape[1] if len(x.shape) > 1 else 0
+        if not 0 < count <= MOST_LAYERS:
+            raise ValueError(f"{path} has {count} layers in {name}; copy or download it again")
+        for i in range(count):
+            looped["/".join([stack, f"layers_{i}", *rest[1:]])] = _layer(x, i)
+    names = {name: name.replace("/relative_posemb/", "/relpos_bias/") for name in looped}
+    return {names[name]: _without_heads(name, x) for name, x in looped.items()}
+
+
+def _layer(x: Tensor, i: int) -> Tensor:
+    return Tensor((x.shape[0], *x.shape[2:]), x.dtype, lambda _: x.read(i))
+
+
+def _without_heads(name: str, x: Tensor) -> Tensor:
+    layout = _HEADS.get(name.split("/")[-2]) if "/" in name else None
+    if layout is None or len(x.shape) != 3:
+        return x
+    shape = layout.shape(x.shape)
+    return Tensor(shape, x.dtype, lambda _: x.read(None).reshape(shape))
+
+
+def _scanned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns arrays with the layers of each stack on axis 1, as T5X's scalable T5 has them."""
+    found: dict[str, np.ndarray] = {}
+    layers: dict[str, dict[int, np.ndarray]] = collections.defaultdict(dict)
+    for name, x in arrays.items():
+        match = re.fullmatch(r"(\w+)/layers_(\d+)/(.*)", name)
+        if match is None:
+            found[name] = x
+        else:
+            layers[f"{match[1]}/{match[1]}/{match[3]}"][int(match[2])] = x
+    return found | {
+        name: np.stack([parts[i] for i in range(len(parts))], axis=1)
+        for name, parts in layers.items()
+    }
+
+
+def _architecture(tensors: Tensors, path: pathlib.Path) -> Architecture:
+    """Returns the architecture that names and shapes imply, or raises a `ValueError`."""
+
+    def shape(name: str) -> tuple[int, int]:
+        if name not in tensors or len(tensors[name].shape) != 2 or 0 in tensors[name].shape:
+            raise ValueError(
+                f"{path} has no array {name} of 2 axes; it is not a checkpoint of T5X's "
+                "encoder-decoder"
+            )
+        rows, columns = tensors[name].shape
+        return rows, columns
+
+    def num_layers(stack: str) -> int:
+        found = (re.match(rf"{stack}/layers_(\d+)/", name) for name in tensors)
+        return len({match[1] for match in found if match})
+
+    layer = "encoder/layers_0"
+    own_bias = f"{layer}/relpos_bias/rel_embedding" in tensors
+    _, width = shape(f"{layer}/attention/query/kernel")
+    heads, buckets = shape(f"{layer if own_bias else 'encoder'}/relpos_bias/rel_embedding")
+    vocab_size, d_model = shape("token_embedder/embedding")
+    gated = f"{layer}/mlp/wi_0/kernel" in tensors
+    tied = "decoder/logits_dense/kernel" not in tensors
+    return Architecture(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        num_heads=heads,
+        head_dim=width // heads,
+        d_ff=shape(f"{layer}/mlp/{'wi_0' if gated else 'wi'}/kernel")[1],
+        num_layers=num_layers("encoder"),
+        num_decoder_layers=num_layers("decoder"),
+        activations=("gelu", "linear") if gated else ("relu",),
+        tied=tied,
+        scaled=tied,
+        num_buckets=buckets,
+        bias_per_layer=own_bias,
+    )

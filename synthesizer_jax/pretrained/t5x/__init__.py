@@ -1,1 +1,0 @@
-"""Checkpoints of T5X that hold a T5."""

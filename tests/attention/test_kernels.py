@@ -1,0 +1,232 @@
+"""The TPU kernels, interpreted, against the loop and the oracle; and lowered for TPUs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from synthesizer_jax.attention import (
+    Mask,
+    Static,
+    attend,
+    blocked,
+    fused,
+    fused_tpu,
+    static,
+    static_tpu,
+)
+from synthesizer_jax.attention.blocked import softmax_vjp_delta
+from synthesizer_jax.attention.static import _is_separable, static_inputs
+from synthesizer_jax.attention.terms import Call
+from tests.attention import cases, oracle
+from tests.attention.cases import BATCH, EVERY_TERM, HEADS, KEYS, QUERIES, WIDTH
+
+CROSS = {n: (m, QUERIES) for n, m in cases.cross_masks().items() if m.prefix_lengths is None}
+OWN = {n: (m, KEYS) for n, m in (cases.self_masks() | cases.packed_masks()).items()}
+
+
+def both_ways(names, mask, q, k, dtype=jnp.float32):
+    """Output, rows and cotangents of the fused kernels and of the loop."""
+    terms = jax.tree.map(lambda x: x.astype(dtype), cases.make_terms(names, BATCH, q, k))
+    values = cases.normal("values", BATCH, k, HEADS, WIDTH, dtype=dtype)
+    g = cases.normal("cotangent", BATCH, q, HEADS, WIDTH, dtype=dtype)
+    inputs, offset = fused.fused_inputs(Call(terms, values, mask, q)), mask.query_offset
+    assert fused_tpu.obstacle(inputs) is None
+
+    @functools.partial(jax.jit, static_argnums=0, compiler_options=cases.FAST_COMPILE)
+    def run(ways, inputs):
+        out, rows = ways[0](inputs)
+        back = ways[1](inputs, rows, softmax_vjp_delta(out, g, jnp.float32), g)
+        return out, rows.inverse_row_sum, back
+
+    kernels = (
+        lambda x: fused_tpu.forward(q, offset, x, interpret=True),
+        lambda *x: fused_tpu.backward(offset, *x, interpret=True),
+    )
+    return run(kernels, inputs), run(
+        (functools.partial(blocked.forward, q), blocked.backward), inputs
+    )
+
+
+def check_fused(names, mask, q, k, bound=2e-5):
+    ours, expected = both_ways(names, mask, q, k)
+    assert jax.tree.structure(ours) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        np.testing.assert_allclose(x, y, atol=bound * max(1.0, float(np.abs(y).max())))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["padding", "holes", "window and offset", "causal and holes", "packed causal", "packed cross"],
+)
+def test_fused_under_every_kind_of_mask(name):
+    """In packed rows without terms that look positions up, which come unpacked."""
+    mask, q = (CROSS | OWN)[name]
+    names = EVERY_TERM
+    if mask.query_segments is not None:
+        names = ("dot_product", "relative") if mask.self_attention else ("dot_product",)
+    check_fused(names, mask, q, KEYS)
+
+
+@pytest.mark.parametrize("name", EVERY_TERM)
+def test_each_term_alone(name):
+    check_fused((name,), CROSS["padding"][0], QUERIES, KEYS)
+
+
+@pytest.mark.parametrize("names", [EVERY_TERM, ("dot_product", "relative")], ids=len)
+def test_blocks_of_queries_and_keys(names, monkeypatch):
+    """More rows than a tile holds, and not a multiple of it."""
+    monkeypatch.setattr(fused_tpu, "TILE", 128 * 16)
+    lengths = jnp.array([140, 129, 0])
+    mask = Mask(causal=True, key_lengths=lengths, query_lengths=lengths)
+    check_fused(names, mask, 140, 140, 1e-4)
+
+
+def test_fused_bfloat16_is_as_close_as_the_loop():
+    names, mask = ("dot_product", "relative", "dense"), CROSS["padding"][0]
+    wide = both_ways(names, mask, QUERIES, KEYS)[1]
+
+    def error(found):
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wide), strict=True)
+        return max(
+            float(np.abs(np.float32(x) - y).max() / max(1.0, np.abs(y).max())) for x, y in pairs
+        )
+
+    ours, loop = map(error, both_ways(names, mask, QUERIES, KEYS, jnp.bfloat16))
+    assert ours < 1.5 * loop < 0.1
+
+
+@pytest.mark.parametrize("size", [float(jnp.finfo(jnp.float32).min), 3e38])
+def test_equal_logits_of_any_size_give_the_mean(size):
+    values = cases.normal("values", BATCH, KEYS, HEADS, WIDTH)
+    terms = (static(jnp.full((HEADS, QUERIES, KEYS), size)),)
+    inputs = fused.fused_inputs(Call(terms, values, Mask(), QUERIES))
+    out, _ = fused_tpu.forward(QUERIES, 0, inputs, interpret=True)
+    mean = jnp.broadcast_to(values.mean(1, keepdims=True), out.shape)
+    np.testing.assert_allclose(out, mean, atol=1e-5)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=cases.FAST_COMPILE)
+def run_static(offset, terms, values, mask, g):
+    """Output, cotangents of terms and values, and the largest of one over the denominators."""
+    q = g.shape[1]
+    inputs, back = jax.vjp(lambda terms: static_inputs(Call(terms, values, mask, q)), terms)
+    out, inverse = static_tpu.forward(
+        q, offset, inputs, same_keys=_is_separable(mask), interpret=True
+    )
+    found = static_tpu.backward(offset, inputs, out, inverse, g, interpret=True)
+    (dterms,) = back(jax.tree.map(_zero, inputs)._replace(biases=found.biases))
+    return (out, dterms, found.values), jnp.zeros(()) if inverse is None else inverse.max()
+
+
+def _zero(x):
+    x = jnp.asarray(x)
+    exact = jnp.issubdtype(x.dtype, jnp.inexact)
+    return jnp.zeros_like(x) if exact else np.zeros(x.shape, jax.dtypes.float0)
+
+
+def problem(q, k=KEYS, dtype=jnp.float32):
+    return (
+        cases.normal("values", BATCH, k, HEADS, WIDTH, dtype=dtype),
+        cases.normal("cotangent", BATCH, q, HEADS, WIDTH, dtype=dtype),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("padding", ("static",)),
+        ("padding", ("relative",)),
+        ("none", cases.PARAMETERS),
+        ("holes", ("static", "relative")),
+        ("window on both sides", ("static", "relative")),
+        ("offset beyond the keys", ("static", "relative")),
+        ("causal and padding", ("static", "relative")),
+        ("causal and holes", ("static", "relative")),
+    ],
+)
+def test_static_under_every_kind_of_mask(name, names):
+    mask, q = (CROSS | OWN)[name]
+    terms, (values, g) = cases.make_terms(names, BATCH, q, KEYS), problem(q)
+    found, _ = run_static(mask.query_offset, terms, values, mask, g)
+    cases.compare(found, oracle.attention(terms, values, mask, g), 2e-6)
+
+
+@pytest.mark.parametrize("gap", [20, 60, 1000])
+def test_logits_far_under_the_maximum_are_noticed(gap):
+    """Keys that are padding in some examples lie far above all others; then the loop runs."""
+    mask, q = CROSS["padding"]
+    logits = cases.normal("far", HEADS, q, KEYS) + gap * (jnp.arange(KEYS) >= 6)
+    terms, (values, g) = (static(logits),), problem(q)
+    found, largest = run_static(0, terms, values, mask, g)
+    assert (largest < 1 / blocked.MIN_ROW_SUM) == (gap < 44)
+    if gap < 44:
+        cases.compare(found, oracle.attention(terms, values, mask, g), 2e-6)
+
+
+def test_static_bfloat16_is_as_close_as_the_other_way():
+    mask, q = CROSS["padding"]
+    terms = cases.make_terms(("static",), BATCH, q, KEYS)
+    values, g = problem(q, dtype=jnp.bfloat16)
+    expected = oracle.attention(terms, values, mask, g)
+
+    def errors(found):
+        out, (dterm,), dvalues = found
+        pairs = (out, expected.out), (dvalues, expected.values)
+        pairs += ((dterm.logits, expected.terms[0]["logits"]),)
+        return max(oracle.rms_error(x, y) for x, y in pairs)
+
+    ours, _ = run_static(0, terms, values, mask, g)
+    assert errors(ours) < 1.5 * errors(cases.run(terms, values, mask, g, "static")) < 0.02
+    # A table in bfloat16 has its gradient summed in float32.
+    narrow = Static(terms[0].logits.astype(jnp.bfloat16))
+    wide = Static(narrow.logits.astype(jnp.float32))
+    values, g = problem(q)
+    (_, (found,), _), (_, (exact,), _) = (
+        run_static(0, (term,), values, mask, g)[0] for term in (narrow, wide)
+    )
+    np.testing.assert_array_equal(found.logits, exact.logits.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "group"), [(12, 64, 2), (8, 128, 1), (16, 80, 8), (2, 5, 2)]
+)
+def test_heads_of_a_program_fill_registers(heads, width, group):
+    assert static_tpu._heads_per_program(heads, width) == group
+
+
+def test_what_the_kernels_do_not_take():
+    terms = cases.make_terms(("static",), BATCH, QUERIES, KEYS)
+    values, _ = problem(QUERIES)
+
+    def obstacles(mask, values=values, q=QUERIES):
+        inputs = fused.fused_inputs(Call(terms, values, mask, QUERIES))
+        return fused_tpu.obstacle(inputs), static_tpu.obstacle(q, inputs)
+
+    for name, mask in {
+        "prefix_lengths": Mask(causal=True, prefix_lengths=jnp.array([1, 2, 3])),
+        "query_offset": Mask(causal=True, query_offset=jnp.asarray(3)),
+    }.items():
+        assert all(name in obstacle for obstacle in obstacles(mask))
+    assert "allowed" in obstacles(Mask(allowed=cases.holes(1, 1, QUERIES, KEYS)))[0]
+    assert obstacles(Mask()) == (None, None)
+    for shape, word in (((1, 10**6, 2, 64), "keys"), ((1, 8, 12, 80), "width")):
+        large = jax.ShapeDtypeStruct(shape, jnp.float32)
+        assert word in obstacles(Mask(), large, 8)[1]
+
+
+def test_tpus_run_the_kernels():
+    mask = Mask(key_lengths=jnp.array([5, 3, 0])).for_self_attention()
+    values = jax.ShapeDtypeStruct((BATCH, 128, 2, 64), jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((2, 128, 128), jnp.float32)
+
+    def loss(table, values):
+        return attend((static(table),), values, mask=mask).astype(jnp.float32).sum()
+
+    lowered = (
+        jax.jit(jax.grad(loss, (0, 1))).trace(table, values).lower(lowering_platforms=("tpu",))
+    )
+    assert lowered.as_text().count("tpu_custom_call") == 2
