@@ -1,53 +1,304 @@
-"""Every route and layer under every transformation, and the page that says so."""
+"""Every route of `attend`, `dot_product_attention` and a layer under JAX's transformations."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pathlib
 import re
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from synthesizer_jax import MIXERS
+import synthesizer_jax as sj
+from synthesizer_jax.attention import attend, banded, low_rank, static
 from synthesizer_jax.attention.attend import ROUTES
 from synthesizer_jax.parameters import ACTIVATION_AXES, LOGICAL_AXES
-from tests.composability import COLUMNS, ROWS, SENTENCES, updated
-from tests.transformations import Subject
+from tests.environment import FAST_COMPILE
 
-PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs/composability.md"
-
-
-@functools.cache
-def subject(row: str) -> Subject:
-    return Subject(ROWS[row])
+BATCH, LENGTH, HEADS, WIDTH = 4, 6, 2, 3
+SQUARE = HEADS, LENGTH, LENGTH
+RULES = (("batch", "data"), ("heads", "model"))
+STEP = 1e-5
+"""Of finite differences, in float64."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("row", "column"), [(r, c) for r in ROWS for c in COLUMNS if (r, c) not in SENTENCES]
+def normal(name: str, *shape: int) -> jax.Array:
+    """Numbers that depend on the name only."""
+    seed = int.from_bytes(name.encode()[:4].ljust(4), "big")
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def by_route(name: str, terms: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """`attend` by one route; the terms are made from parameters and values."""
+    return lambda parameters, x, mask: attend(
+        terms(parameters, x), x, mask=mask, q_length=LENGTH, implementation=name
+    )
+
+
+def product_and_bias(bias: jax.Array, x: jax.Array) -> Any:
+    return low_rank(x, x, token_keys=True), static(bias)
+
+
+FUNCTIONS = {
+    "static": (by_route("static", lambda table, _: (static(table),)), SQUARE),
+    "fused": (by_route("fused", product_and_bias), SQUARE),
+    "banded": (by_route("banded", lambda w, _: (banded(w, first=-1),)), (1, 1, HEADS, 3)),
+    "reference": (by_route("reference", product_and_bias), SQUARE),
+    "dot_product_attention": (
+        lambda bias, x, mask: sj.dot_product_attention(x, x, x, bias, mask),
+        SQUARE,
+    ),
+}
+"""Functions ``(parameter, x, mask) -> y``, and the shape of the parameter."""
+
+LAYERS: dict[str, nn.Module] = {
+    "Attention": sj.Attention(HEADS, WIDTH, sj.Mixture((sj.DotProduct(), sj.Random(LENGTH)))),
+    "MultiHeadAttention": sj.MultiHeadAttention(HEADS),
+    "MultiHeadAttention, alignment": sj.MultiHeadAttention(HEADS, alignment=sj.Dense(LENGTH)),
+}
+
+
+class Subject:
+    """A function or a layer with numbers, and what it gives in float64."""
+
+    def __init__(self, name: str):
+        self.layer = LAYERS.get(name)
+        if self.layer is None:
+            self.call, shape = FUNCTIONS[name]
+            x = normal("x", BATCH, LENGTH, HEADS, WIDTH)
+            parameters = jnp.exp(normal("parameters", *shape) / 2)
+        else:
+            layer, x = self.layer, normal("x", BATCH, LENGTH, HEADS * WIDTH)
+            self.call = lambda p, x, mask: layer.apply({"params": p}, x, mask=mask)
+            leaves, tree = jax.tree.flatten(layer.init(jax.random.key(0), x)["params"])
+            made = (normal(f"{i:04d}", *p.shape) / 2 + 0.1 for i, p in enumerate(leaves))
+            parameters = tree.unflatten(made)
+        lengths, target = jnp.array([LENGTH, 2, 5, 1]), normal("target", *x.shape)
+        self.arguments = parameters, x, lengths, target
+        self.others = parameters, 0.7 * x[::-1] + 0.1, lengths[::-1], target
+        self.gradient = jax.value_and_grad(self.loss, (0, 1))
+        self.compiled = compiled(self.gradient)
+
+    def output(self, parameters: Any, x: jax.Array, lengths: jax.Array) -> jax.Array:
+        return self.call(parameters, x, sj.Mask.padded(lengths))
+
+    def loss(self, parameters: Any, x: jax.Array, lengths: jax.Array, target: jax.Array) -> Any:
+        return jnp.sum(self.output(parameters, x, lengths).astype(target.dtype) * target)
+
+    @functools.cached_property
+    def expected(self) -> Any:
+        """Loss and gradient."""
+        return self.in_float64(*self.arguments)
+
+    @functools.cached_property
+    def of_others(self) -> Any:
+        return self.in_float64(*self.others)
+
+    def in_float64(self, *arguments: Any) -> Any:
+        with jax.enable_x64(True):
+            return jax.tree.map(np.asarray, self.compiled(*cast(arguments, np.float64)))
+
+    def moved(self, direction: Any, step: float) -> Any:
+        """Loss and gradient at parameters and x a step away."""
+        at, rest = cast(self.arguments[:2], np.float64), self.arguments[2:]
+        return self.in_float64(*jax.tree.map(lambda x, d: x + step * d, at, direction), *rest)
+
+    def direction(self, seed: int) -> Any:
+        return jax.tree.map(lambda x: np.cos(seed * np.asarray(x) + 1), self.arguments[:2])
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.jit(function, compiler_options=FAST_COMPILE)
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    """NumPy arrays, the floating-point ones of another dtype."""
+    convert = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return jax.tree.map(lambda x: convert(np.asarray(x)), tree)
+
+
+def dot(one: Any, other: Any) -> float:
+    pairs = zip(*map(jax.tree.leaves, (one, other)), strict=True)
+    return sum(float(np.vdot(np.asarray(x, np.float64), y)) for x, y in pairs)
+
+
+def near(actual: Any, expected: Any, bound: float = 2e-5) -> None:
+    """Norms of differences, relative to those of the expected arrays or 1."""
+    for x, y in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert x.shape == y.shape
+        error = np.linalg.norm(x - y) / max(np.linalg.norm(y), 1.0)
+        assert error < bound, error
+
+
+def jit(s: Subject) -> None:
+    near(s.compiled(*s.arguments)[0], s.loss(*s.arguments))
+
+
+def vmap(s: Subject) -> None:
+    (parameters, *one), (_, *other) = s.arguments, s.others
+    both = jax.tree.map(lambda *x: jnp.stack(x), one, other)
+    actual = compiled(jax.vmap(s.gradient, (None, 0, 0, 0)))(parameters, *both)
+    near(actual, jax.tree.map(lambda *x: np.stack(x), s.expected, s.of_others))
+
+
+def grad(s: Subject) -> None:
+    """The gradient equals that in float64, and finite differences there."""
+    near(s.compiled(*s.arguments), s.expected)
+    direction = s.direction(3)
+    slope = (s.moved(direction, STEP)[0] - s.moved(direction, -STEP)[0]) / (2 * STEP)
+    near(dot(s.expected[1], direction), slope, 1e-6)
+
+
+def jvp(s: Subject) -> None:
+    direction = cast(s.direction(3), np.float32)
+    push = lambda at, rest: jax.jvp(lambda *at: s.output(*at, rest), at, direction)[1]
+    tangent = compiled(push)(s.arguments[:2], s.arguments[2])
+    near(dot(tangent, s.arguments[3]), dot(s.expected[1], direction))
+
+
+def hessian(s: Subject) -> None:
+    """`jax.hessian` along two directions equals finite differences of the gradient in float64."""
+    directions = s.direction(3), s.direction(5)
+    at, rest = s.arguments[:2], s.arguments[2:]
+
+    def along(steps: jax.Array) -> jax.Array:
+        move = lambda x, one, other: x + steps[0] * one + steps[1] * other
+        return s.loss(*jax.tree.map(move, at, *cast(directions, np.float32)), *rest)
+
+    expected = np.empty((2, 2))
+    for i, direction in enumerate(directions):
+        ends = [s.moved(direction, step)[1] for step in (STEP, -STEP)]
+        slope = jax.tree.map(lambda x, y: (x - y) / (2 * STEP), *ends)
+        expected[i] = [dot(slope, other) for other in directions]
+    near(compiled(jax.hessian(along))(jnp.zeros(2)), expected, 1e-4)
+
+
+def checkpoint(s: Subject) -> None:
+    near(compiled(jax.value_and_grad(jax.checkpoint(s.loss), (0, 1)))(*s.arguments), s.expected)
+
+
+def scan(s: Subject) -> None:
+    """The gradient of the losses of two batches, summed by `jax.lax.scan`."""
+    (parameters, *one), (_, *other) = s.arguments, s.others
+    both = jax.tree.map(lambda *x: jnp.stack(x), one, other)
+
+    def of_both(parameters: Any, xs: jax.Array, *rest: jax.Array) -> jax.Array:
+        step = lambda total, arguments: (total + s.loss(parameters, *arguments), None)
+        return jax.lax.scan(step, 0.0, (xs, *rest))[0]
+
+    value, (in_parameters, in_x) = compiled(jax.value_and_grad(of_both, (0, 1)))(parameters, *both)
+    summed = jax.tree.map(np.add, s.expected, s.of_others)
+    near((value, in_parameters), (summed[0], summed[1][0]))
+    near(in_x, np.stack([s.expected[1][1], s.of_others[1][1]]))
+
+
+def pmap(s: Subject) -> None:
+    """The gradients of two devices, each with half of the examples, add up."""
+    parameters, *rows = s.arguments
+    halves = [x.reshape(2, BATCH // 2, *x.shape[1:]) for x in rows]
+    mapped = jax.pmap(s.gradient, in_axes=(None, 0, 0, 0), devices=jax.devices()[:2])
+    value, (in_parameters, in_x) = mapped(parameters, *halves)
+    summed = jax.tree.map(lambda x: np.sum(x, axis=0), (value, in_parameters))
+    near((*summed, in_x.reshape(rows[0].shape)), (s.expected[0], *s.expected[1]))
+
+
+def shard_map(s: Subject) -> None:
+    """With the default `check_vma=True`."""
+
+    def spread(*arguments: Any) -> jax.Array:
+        own = lambda *arguments: jax.lax.psum(s.loss(*arguments), "data")
+        return jax.shard_map(own, in_specs=(P(), *(P("data"),) * 3), out_specs=P())(*arguments)
+
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])):
+        near(compiled(jax.value_and_grad(spread, (0, 1)))(*s.arguments), s.expected)
+
+
+def explicit_mesh(s: Subject) -> None:
+    """Four devices divide the examples, two the heads of layers."""
+    with on_mesh(AxisType.Explicit):
+        actual = on_devices(s)
+        assert jax.typeof(actual[1][1]).sharding.spec[0] in ("data", ("data",))
+    near(actual, s.expected)
+
+
+def auto_mesh(s: Subject) -> None:
+    with on_mesh(AxisType.Auto):
+        actual = on_devices(s)
+    near(actual, s.expected)
+
+
+@contextlib.contextmanager
+def on_mesh(kind: AxisType) -> Iterator[None]:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (kind,) * 2)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+        yield
+
+
+def on_devices(s: Subject) -> Any:
+    """Loss and gradient where the axis ``data`` of the mesh divides the examples."""
+    parameters, *rows = s.arguments
+    spread = [jax.device_put(x, P("data")) for x in rows]
+    return s.compiled(jax.device_put(parameters, P()), *spread)
+
+
+def x64(s: Subject) -> None:
+    """Under `jax.enable_x64`, float32 arguments give the same gradient in float32."""
+    with jax.enable_x64(True):
+        actual = s.compiled(*s.arguments)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(actual))
+    near(actual, s.expected)
+
+
+def bfloat16(s: Subject) -> None:
+    """Of one example, within 5 %; the parameters of layers are float32."""
+    parameters, x, lengths, target = s.arguments
+    if s.layer is None:
+        parameters = jax.tree.map(lambda p: p.astype(jnp.bfloat16), parameters)
+    actual = s.compiled(parameters, x[:1].astype(jnp.bfloat16), lengths[:1], target[:1])
+    only_first = target * (np.arange(BATCH) == 0).reshape(-1, *(1,) * (target.ndim - 1))
+    value, (in_parameters, in_x) = s.in_float64(*s.arguments[:3], only_first)
+    near(actual, (value, (in_parameters, in_x[:1])), 0.05)
+
+
+TRANSFORMATIONS = (
+    *(jit, vmap, grad, checkpoint, scan, pmap, shard_map, explicit_mesh, auto_mesh),
+    *(x64, bfloat16),
 )
-def test_composes(row: str, column: str) -> None:
-    COLUMNS[column](subject(row))
+subject = functools.cache(Subject)
 
 
-def test_the_table_has_every_route_and_mixer() -> None:
-    assert {f"attend, {route}" for route in ROUTES} | set(MIXERS) <= set(ROWS)
-    assert all(row in ROWS and column in COLUMNS for row, column in SENTENCES)
+@pytest.mark.parametrize("transformation", TRANSFORMATIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", [*FUNCTIONS, "Attention"])
+def test_composes(name: str, transformation: Callable[[Subject], None]) -> None:
+    """The gradients of a loss in parameters and inputs are those without the transformation."""
+    transformation(subject(name))
 
 
-def test_the_page_holds_the_table() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert updated(text) == text, "run: python -m tests.composability docs/composability.md"
+@pytest.mark.parametrize("derivative", [jvp, hessian])
+def test_the_reference_has_all_derivatives(derivative: Callable[[Subject], None]) -> None:
+    derivative(subject("reference"))
 
 
-def test_the_page_names_every_logical_axis() -> None:
-    names = re.findall(r"^\| `(\w+)` \| [^|]+ \|$", PAGE.read_text(encoding="utf-8"), flags=re.M)
-    assert names == [*LOGICAL_AXES, *ACTIVATION_AXES]
+@pytest.mark.parametrize("name", ["MultiHeadAttention", "MultiHeadAttention, alignment"])
+def test_drop_in_layers_on_an_explicit_mesh(name: str) -> None:
+    explicit_mesh(subject(name))
 
 
-def test_the_pages_snippets_run_in_order() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
+def test_the_page_is_complete_and_its_snippets_run_in_order() -> None:
+    page = pathlib.Path(__file__).resolve().parent.parent / "docs/composability.md"
+    text = page.read_text(encoding="utf-8")
+    axes = re.findall(r"^\| `(\w+)` \| [^|]+ \|$", text, flags=re.M)
+    assert axes == [*LOGICAL_AXES, *ACTIVATION_AXES]
+    assert set(ROUTES) <= set(FUNCTIONS)
     scope: dict = {}
-    for block in blocks:
+    for block in re.findall(r"```python\n(.*?)```", text, flags=re.S):
         exec(block, scope)
-    assert blocks

@@ -1,7 +1,6 @@
 """T5X's msgpack files come in, made ones and a real one."""
 
 import gzip
-import os
 import re
 import shutil
 
@@ -264,15 +263,6 @@ def test_arrays_of_tensorstore_are_read_and_paths_not_followed(tmp_path):
     assert has_its_logits(directory, config, rounded(tensors))
 
 
-def lose(block):
-    block.unlink()
-
-
-def replace_by_a_pipe(block):
-    block.unlink()
-    os.mkfifo(block)
-
-
 @pytest.mark.parametrize(
     ("metadata", "block"),
     [
@@ -281,16 +271,7 @@ def replace_by_a_pipe(block):
         ({"driver": "zarr3"}, "c/0/0"),
     ],
 )
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lose, "token_embedder\\.embedding cannot be read: "),
-        (replace_by_a_pipe, "0 is not a regular file"),
-    ],
-)
-def test_a_lost_block_of_tensorstore_is_an_error_and_not_zeros(
-    tmp_path, metadata, block, damage, message
-):
+def test_a_lost_block_of_tensorstore_is_an_error_and_not_zeros(tmp_path, metadata, block):
     _, _, target = made()
     directory = tmp_path / "checkpoint_5"
     directory.mkdir()
@@ -298,8 +279,9 @@ def test_a_lost_block_of_tensorstore_is_an_error_and_not_zeros(
         write_zarr(directory, "/".join(key.key for key in path), x, **metadata)
     data = serialization.msgpack_serialize({"optimizer": {"target": {}}})
     (directory / "checkpoint").write_bytes(data)
-    damage(directory / "target.token_embedder.embedding" / block)
-    with pytest.raises((ValueError, OSError), match=message):
+    (directory / "target.token_embedder.embedding" / block).unlink()
+    message = r"token_embedder\.embedding cannot be read: "
+    with pytest.raises(ValueError, match=message):
         convert_checkpoint(directory, tmp_path / "run", vocabulary=Bytes())
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_5"]
 

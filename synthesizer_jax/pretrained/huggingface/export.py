@@ -16,7 +16,6 @@ from synthesizer_jax.data.vocabularies import (
     SentencePieceVocabulary,
     Vocabulary,
 )
-from synthesizer_jax.files import share_file
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.pretrained.architecture import Architecture, with_output_of_t5
@@ -89,7 +88,7 @@ def _write_tensors(folder: pathlib.Path, tensors: Iterator[tuple[str, np.ndarray
             save_file(shard, path, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{path} cannot be written ({error}); nothing was exported") from None
-        share_file(path)
+        path.chmod(0o644)  # safetensors writes it for the owner alone
         shards.append(list(shard))
         shard.clear()
 
