@@ -187,7 +187,7 @@ def matches_type(value: object, annotation: Annotation) -> bool:
     """Returns whether a value matches an annotation, and lies in its `Limit` if it has one.
 
     An integer matches `float`; NaN and infinities do not. A value matches a protocol if it has the
-    protocol's methods. Annotations that cannot be checked match.
+    protocol's methods and they accept the protocol's arguments. Annotations that cannot be checked match.
     """
     origin: object = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
@@ -209,13 +209,21 @@ def matches_type(value: object, annotation: Annotation) -> bool:
     cls = origin or annotation
     if not isinstance(cls, type) or cls in (object, Any):
         return True
-    if getattr(cls, "_is_protocol", False):
-        own = [n for n, member in vars(cls).items() if inspect.isfunction(member)]
-        methods = [n for n in own if n == "__call__" or not n.startswith("_")]
-        return not isinstance(value, type) and all(
-            callable(getattr(value, m, None)) for m in methods
-        )
-    return isinstance(value, cls)
+    is_protocol = getattr(cls, "_is_protocol", False)
+    return _implements(value, cls) if is_protocol else isinstance(value, cls)
+
+
+def _implements(value: object, protocol: type) -> bool:
+    """Whether a value has a protocol's methods, with parameters for the protocol's arguments."""
+    methods = {n: m for n, m in vars(protocol).items() if inspect.isfunction(m)}
+    for name in methods.keys() - {"__init__", "__subclasshook__"}:
+        parameters = list(inspect.signature(methods[name]).parameters.values())[1:]
+        try:
+            method = value if name == "__call__" else getattr(value, name)
+            inspect.signature(method).bind(*(p for p in parameters if p.default is p.empty))
+        except (AttributeError, TypeError, ValueError):  # not callable, or other parameters
+            return False
+    return not isinstance(value, type)
 
 
 def union_members(annotation: Annotation) -> tuple[Annotation, ...]:

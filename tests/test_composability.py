@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -102,6 +101,11 @@ class Subject:
     def of_others(self) -> Any:
         return self.in_float64(*self.others)
 
+    @property
+    def both(self) -> Any:
+        """The arguments besides the parameters, of both batches."""
+        return jax.tree.map(lambda *x: jnp.stack(x), self.arguments[1:], self.others[1:])
+
     def in_float64(self, *arguments: Any) -> Any:
         with jax.enable_x64(True):
             return jax.tree.map(np.asarray, self.compiled(*cast(arguments, np.float64)))
@@ -144,9 +148,7 @@ def jit(s: Subject) -> None:
 
 
 def vmap(s: Subject) -> None:
-    (parameters, *one), (_, *other) = s.arguments, s.others
-    both = jax.tree.map(lambda *x: jnp.stack(x), one, other)
-    actual = compiled(jax.vmap(s.gradient, (None, 0, 0, 0)))(parameters, *both)
+    actual = compiled(jax.vmap(s.gradient, (None, 0, 0, 0)))(s.arguments[0], *s.both)
     near(actual, jax.tree.map(lambda *x: np.stack(x), s.expected, s.of_others))
 
 
@@ -188,14 +190,13 @@ def checkpoint(s: Subject) -> None:
 
 def scan(s: Subject) -> None:
     """The gradient of the losses of two batches, summed by `jax.lax.scan`."""
-    (parameters, *one), (_, *other) = s.arguments, s.others
-    both = jax.tree.map(lambda *x: jnp.stack(x), one, other)
 
     def of_both(parameters: Any, xs: jax.Array, *rest: jax.Array) -> jax.Array:
         step = lambda total, arguments: (total + s.loss(parameters, *arguments), None)
         return jax.lax.scan(step, 0.0, (xs, *rest))[0]
 
-    value, (in_parameters, in_x) = compiled(jax.value_and_grad(of_both, (0, 1)))(parameters, *both)
+    run = compiled(jax.value_and_grad(of_both, (0, 1)))
+    value, (in_parameters, in_x) = run(s.arguments[0], *s.both)
     summed = jax.tree.map(np.add, s.expected, s.of_others)
     near((value, in_parameters), (summed[0], summed[1][0]))
     near(in_x, np.stack([s.expected[1][1], s.of_others[1][1]]))
@@ -224,30 +225,22 @@ def shard_map(s: Subject) -> None:
 
 def explicit_mesh(s: Subject) -> None:
     """Four devices divide the examples, two the heads of layers."""
-    with on_mesh(AxisType.Explicit):
-        actual = on_devices(s)
-        assert jax.typeof(actual[1][1]).sharding.spec[0] in ("data", ("data",))
+    actual = on_mesh(s, AxisType.Explicit)
+    assert actual[1][1].sharding.spec[0] in ("data", ("data",))
     near(actual, s.expected)
 
 
 def auto_mesh(s: Subject) -> None:
-    with on_mesh(AxisType.Auto):
-        actual = on_devices(s)
-    near(actual, s.expected)
+    near(on_mesh(s, AxisType.Auto), s.expected)
 
 
-@contextlib.contextmanager
-def on_mesh(kind: AxisType) -> Iterator[None]:
+def on_mesh(s: Subject, kind: AxisType) -> Any:
+    """Loss and gradient where the axis ``data`` of a mesh divides the examples."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), (kind,) * 2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
-        yield
-
-
-def on_devices(s: Subject) -> Any:
-    """Loss and gradient where the axis ``data`` of the mesh divides the examples."""
-    parameters, *rows = s.arguments
-    spread = [jax.device_put(x, P("data")) for x in rows]
-    return s.compiled(jax.device_put(parameters, P()), *spread)
+        parameters, *rows = s.arguments
+        spread = [jax.device_put(x, P("data")) for x in rows]
+        return s.compiled(jax.device_put(parameters, P()), *spread)
 
 
 def x64(s: Subject) -> None:

@@ -158,26 +158,23 @@ def test_dropout_in_blocks_has_the_same_rate():
     np.testing.assert_allclose(batched, batched[:1, :, :1].repeat(2, 0).repeat(3, 2), rtol=1e-5)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_dropout_of_an_alignment_is_that_of_t5(library):
+def test_dropout_of_an_alignment_is_that_of_t5():
     """A key is dropped for all queries of an example and head or for none."""
-    layer = make(library, heads=1, alignment=sj.Random(8), dropout_rate=0.5, deterministic=False)
-    x = tokens(0, B, Q, D)
-    if library == "nnx":
-        layer.align.table[...] *= 0  # uniform weights: the queries' outputs are equal
-        draw, layer_eval = layer, nnx.view(layer, deterministic=True)
-    else:
-        keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-        params = jax.tree.map(jnp.zeros_like, layer.init(keys, x)["params"]["align"])
-        params = {"params": {**layer.init(keys, x)["params"], "align": params}}
-        draw = lambda x: layer.apply(params, x, dropout_rng=jax.random.key(2))
-        close(draw(x), draw(x), 0)
-        other = layer.apply(params, x, rngs={"dropout": jax.random.key(2)})
-        assert np.any(other != draw(x))
-        layer_eval = lambda x: layer.copy(deterministic=None).apply(params, x, deterministic=True)
-    y = draw(x)
+    x, fields = tokens(0, B, Q, D), {"alignment": sj.Random(8), "dropout_rate": 0.5}
+    module = make("nnx", heads=1, **fields)
+    module.align.table[...] *= 0  # uniform weights: the queries' outputs are equal
+    y = module(x, deterministic=False)
     np.testing.assert_allclose(y, y[:, :1].repeat(Q, 1), atol=1e-6)
-    assert np.any(np.abs(y - layer_eval(x)) > 1e-3)
+    assert np.any(np.abs(y - module(x, deterministic=True)) > 1e-3)
+    layer, key = sj.MultiHeadAttention(H, **fields), jax.random.key(2)
+    params = layer.init(jax.random.key(0), x, deterministic=True)
+    outputs = [
+        layer.apply(params, x, deterministic=False, **options)
+        for options in ({"dropout_rng": key}, {"dropout_rng": key}, {"rngs": {"dropout": key}})
+    ]
+    close(outputs[0], outputs[1], 0)
+    plain = layer.apply(params, x, deterministic=True)
+    assert all(np.any(y != plain) for y in outputs) and np.any(outputs[0] != outputs[2])
 
 
 ALIGNMENTS = {
@@ -243,23 +240,6 @@ def test_alignments_equal_attention_and_steps_the_full_pass(name):
     assert cache["cache_index"] == Q
     names = {"DotProduct": 1, "none": 1, "PerHead": 1, "Mixture of two with keys": 2}
     assert len(cache) == 2 + names.get(name, 0)
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_the_cache_equals_flax(library):
-    x = tokens(0, B, Q, D)
-    steps = []
-    for flax in (True, False):
-        layer = make(library, flax=flax, decode=True)
-        if library == "linen":
-            variables = layer.init(jax.random.key(0), x)
-            y, new = layer.apply(variables, x[:, :1], mutable=["cache"])
-            steps.append((variables, y, new))
-        else:
-            layer.init_cache(x.shape)
-            y = layer(x[:, :1])
-            steps.append((y, nnx.to_pure_dict(nnx.state(layer, nnx.Cache))))
-    close(steps[1], steps[0])
 
 
 @pytest.mark.parametrize("alignment", [None, sj.Random(Q)], ids=["dot product", "Random"])

@@ -144,15 +144,6 @@ def test_methods_equal_linen():
     assert not differs(noisy.encode(INPUTS, deterministic=True), memory.encoded)
 
 
-def test_a_scanned_model_without_dropout_needs_no_stream():
-    """Linen's scan splits the random stream even if no layer uses it."""
-    size = Size(d_model=D, layers=2, d_ff=6, heads=2, head_dim=4)
-    config = t5(size, vocab_size=VOCAB, scan=True, remat="dots")
-    model = nnx.eval_shape(lambda: snnx.to_nnx(config, rngs=nnx.Rngs(params=0)))
-    assert not model.has_dropout and model.rngs is None
-    assert nnx.eval_shape(lambda m: m(INPUTS, TARGETS), model).shape == (2, 3, VOCAB)
-
-
 def flax_attention(rngs, **options):
     return nnx.MultiHeadAttention(HEADS, D, decode=False, rngs=rngs, **options)
 
