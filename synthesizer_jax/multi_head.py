@@ -285,12 +285,7 @@ def attend_with_alignment(
 
 
 def step_pairs(mask: Mask, cache: dict[str, jax.Array]) -> jax.Array | None:
-    """Returns the mask of a step ``[batch... or 1..., heads or 1, 1, k]``; None: nothing is masked.
-
-    Args:
-      mask: the mask over all positions.
-      cache: the cache of Flax's layer, by name.
-    """
+    """Returns the mask of a step with Flax's cache, ``[batch... or 1..., heads or 1, 1, k]``, or None."""
     *batch, length, heads, _ = cache["cached_key"].shape
     mask = _step_mask(as_mask(mask, (*batch, heads, 1, length)), cache["cache_index"])
     pairs = mask.pairs(1, length)

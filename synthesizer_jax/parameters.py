@@ -81,12 +81,9 @@ def check_path_pattern(field: str, pattern: str) -> None:
 
 def is_axes(node: object) -> TypeGuard[Axes]:
     """Whether a node of a pytree is a tuple of axis names; used as ``is_leaf``."""
-    is_namedtuple = hasattr(node, "_fields")  # such as optax's empty state
-    return (
-        isinstance(node, tuple)
-        and not is_namedtuple
-        and all(isinstance(axis, str | None) for axis in node)
-    )
+    if not isinstance(node, tuple) or hasattr(node, "_fields"):  # as optax's empty state has
+        return False
+    return all(isinstance(axis, str | None) for axis in node)
 
 
 @struct.dataclass

@@ -219,7 +219,7 @@ def _implements(value: object, protocol: type) -> bool:
     for name in methods.keys() - {"__init__", "__subclasshook__"}:
         parameters = list(inspect.signature(methods[name]).parameters.values())[1:]
         try:
-            method = value if name == "__call__" else getattr(value, name)
+            method: Any = value if name == "__call__" else getattr(value, name)
             inspect.signature(method).bind(*(p for p in parameters if p.default is p.empty))
         except (AttributeError, TypeError, ValueError):  # not callable, or other parameters
             return False
