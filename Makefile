@@ -9,8 +9,7 @@ NEWEST := .venv-newest
 NEWEST_PYTHON ?= python3.13
 # What needs neither TensorFlow nor SeqIO: layers, NNX, whole models, decoding and meshes.
 NEWEST_TESTS := tests/attention tests/alignments tests/layers tests/models tests/inference \
-  tests/sharding/test_ambient.py $(wildcard tests/test_nnx*.py) tests/test_multi_head.py \
-  tests/test_attention_fn.py
+  tests/sharding/test_ambient.py tests/test_nnx.py tests/test_multi_head.py
 OPTIMIZED_TESTS := tests/attention/test_routes.py tests/layers/test_contract.py \
 	-k "not test_contract or equals_the_oracle or gradients_are or steps_are or packed_is or sharded_is"
 QUICK_LAYERS := ([Random- or [DotProduct- or [TalkingHeads-)

@@ -134,12 +134,11 @@ def __getattr__(name: str) -> object:
     """Imports a public name when it is first used, so that the command line starts without JAX."""
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name in __all__:
-        for module_name in _EXPORTING_MODULES:
-            module = importlib.import_module(f"{__name__}.{module_name}")
-            if name in getattr(module, "__all__", vars(module)):
-                globals()[name] = getattr(module, name)
-                return globals()[name]
+    for module_name in _EXPORTING_MODULES if name in __all__ else ():
+        module = importlib.import_module(f"{__name__}.{module_name}")
+        if name in getattr(module, "__all__", vars(module)):
+            globals()[name] = getattr(module, name)
+            return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

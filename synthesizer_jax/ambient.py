@@ -21,21 +21,16 @@ from synthesizer_jax.attention import Partition
 from synthesizer_jax.attention.partition import axes_along, axes_of_type, in_auto_mode
 from synthesizer_jax.typing import PyTree
 
-Method = TypeVar("Method", bound=Callable[..., PyTree])
+Function = TypeVar("Function", bound=Callable[..., PyTree])
 
 _Rules: TypeAlias = list[tuple[str, str | tuple[str, ...] | None]]
 _SpecOf: TypeAlias = Callable[[jax.Array], PartitionSpec]
 
 
 def mesh_axes(name: str) -> tuple[str, ...]:
-    """Returns the axes of the current mesh that the logical axis rules assign to a logical axis.
+    """Returns the axes of the current mesh that the first rule for a logical axis assigns to it.
 
-    Args:
-      name: a logical axis such as ``batch``; the first rule for it applies.
-
-    Returns:
-      Axis names, without axes of size 1 and without those that are manual because of an enclosing
-      `jax.shard_map`.
+    Axes of size 1, and those that are manual because of an enclosing `jax.shard_map`, are left out.
     """
     mesh = jax.sharding.get_abstract_mesh()
     assigned = next((axes for key, axes in nn.get_logical_axis_rules() if key == name), None)
@@ -71,47 +66,32 @@ def map_over_batch(function: Callable[..., PyTree], shared: PyTree, *arrays: jax
     return mesh_partition.map_rows(function, shared, *arrays)
 
 
-def on_any_mesh(method: Method) -> Method:
-    """Makes a module's method usable with explicit mesh axes, JAX's default.
+def on_any_mesh(function: Function) -> Function:
+    """Makes a module's method, or a function of variables, usable with explicit mesh axes, JAX's default.
 
-    The method runs with automatic axes. Examples, positions and heads are partitioned according to the
-    types of the first argument ``[batch, length, ...]`` and of the kernels. The result is sharded like
-    that argument, and variables that the method creates are replicated.
+    The first argument is the module or its variables, the second tokens or vectors
+    ``[batch, length, ...]``. The function runs with automatic axes. Examples, positions and heads are
+    partitioned according to the types of the second argument and of the kernels. The result is sharded
+    like that argument, and variables that a method creates are replicated.
     """
 
-    @functools.wraps(method)
-    def wrapped(self: nn.Module, x: jax.Array, *args: object, **kwargs: object) -> PyTree:
-        if not axes_of_type(AxisType.Explicit):
-            return method(self, x, *args, **kwargs)
-        rules, spec_of = _input_layout(x, self.variables)
-
-        def call_with_rules(module: nn.Module, *args_and_kwargs: PyTree) -> PyTree:
-            *args, kwargs = args_and_kwargs
-            with nn.logical_axis_rules(rules):
-                return method(module, *args, **kwargs)
-
-        lifted = functools.partial(_lift_to_auto_mode, spec_of=spec_of)
-        return lift_direct_transform(lifted, (call_with_rules,), self, x, *args, kwargs)
-
-    return wrapped  # type: ignore[return-value]
-
-
-def with_variables_on_any_mesh(function: Method) -> Method:
-    """Equivalent of `on_any_mesh` for a function ``(variables, x, *args, **kwargs)``."""
-
     @functools.wraps(function)
-    def wrapped(variables: PyTree, x: jax.Array, *args: object, **kwargs: object) -> PyTree:
+    def wrapped(owner: PyTree, x: jax.Array, *args: object, **kwargs: object) -> PyTree:
         if not axes_of_type(AxisType.Explicit):
-            return function(variables, x, *args, **kwargs)
-        rules, spec_of = _input_layout(x, variables)
+            return function(owner, x, *args, **kwargs)
+        is_module = isinstance(owner, nn.Module)
+        rules, spec_of = _input_layout(x, owner.variables if is_module else owner)
 
-        def call_with_rules(variables: PyTree, *args_and_kwargs: PyTree) -> PyTree:
+        def call_with_rules(owner: PyTree, *args_and_kwargs: PyTree) -> PyTree:
             *args, kwargs = args_and_kwargs
             with nn.logical_axis_rules(rules):
-                return function(variables, *args, **kwargs)
+                return function(owner, *args, **kwargs)
 
+        if is_module:
+            lifted = functools.partial(_lift_to_auto_mode, spec_of=spec_of)
+            return lift_direct_transform(lifted, (call_with_rules,), owner, x, *args, kwargs)
         call = in_auto_mode(call_with_rules, lambda result: jax.tree.map(spec_of, result))
-        return call(variables, x, *args, kwargs)
+        return call(owner, x, *args, kwargs)
 
     return wrapped  # type: ignore[return-value]
 

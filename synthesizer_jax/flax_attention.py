@@ -6,22 +6,22 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.linen.dtypes import promote_dtype as linen_promote_dtype
 from flax.typing import DotGeneralT, Dtype, EinsumT, PrecisionLike, PromoteDtypeFn
 from jax.sharding import AxisType, PartitionSpec
 
-from synthesizer_jax.ambient import partition
+from synthesizer_jax.ambient import partition as current_partition
 from synthesizer_jax.attention import Mask, Partition, Term, Terms, materialize
 from synthesizer_jax.attention.explanations import log_external_call
 from synthesizer_jax.attention.functional import attend_dot_product
 from synthesizer_jax.attention.masks import add_pattern, as_bool
 from synthesizer_jax.attention.partition import axes_along, axes_of_type, in_auto_mode
+from synthesizer_jax.typing import PyTree
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -33,32 +33,6 @@ Bias: TypeAlias = jax.Array | Term | Terms | None
 
 AttentionFn: TypeAlias = Callable[..., jax.Array]
 """The type of Flax's ``attention_fn``."""
-
-
-class _Inputs(NamedTuple):
-    """The array arguments of `attention_fn`; `dropout_rng` is None if there is no dropout."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    bias: Bias
-    mask: jax.Array | Mask | None
-    dropout_rng: jax.Array | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The other arguments of `attention_fn`, under its names; all einsums None: the defaults."""
-
-    broadcast_dropout: bool
-    dropout_rate: float
-    precision: PrecisionLike
-    force_fp32_for_softmax: bool
-    is_causal: bool
-    return_weights: bool
-    einsum_dot_general: DotGeneralT | None
-    qk_attn_weights_einsum: EinsumT | None
-    attn_weights_value_einsum: EinsumT | None
 
 
 def attention_fn(
@@ -90,9 +64,9 @@ def attention_fn(
     share, ``functools.partial(attention_fn, bias=table)``, is summed over the batch without an array per
     example.
 
-    With dropout, a `precision` or custom einsums, Flax's own function computes the attention in blocks of
-    128 queries, which the backward pass recomputes. Up to 128 queries, the dropped weights are exactly
-    those that Flax drops with the same PRNG key; with more queries, every block draws its own mask.
+    With dropout, a `precision` or custom einsums, Flax's own function computes the attention, beyond 128
+    queries in blocks, which the backward pass recomputes. Up to 128 queries, the dropped weights are
+    exactly those that Flax drops with the same PRNG key; beyond, every query draws its own mask.
 
     Args:
       query: ``[batch..., q, heads, e]``, with any number of batch dimensions, or none.
@@ -104,20 +78,13 @@ def attention_fn(
       mask: broadcastable to ``[batch..., heads, q, k]``, bool or 0/1, where 1 means that the query
         attends to the key. The output of a query that attends to no key is the mean of the values, as in
         Flax. Or a `Mask`, which needs no array of q × k; the output of such a query is then zero.
-      broadcast_dropout: whether all examples and heads share one dropout mask ``[q, k]``.
       dropout_rng: PRNG key of the dropout.
-      dropout_rate: probability of dropping a weight.
-      deterministic: if True, dropout is off.
       dtype: dtype of the computation; None: inferred from `query`, `key` and `value`.
-      precision: precision of the matrix products, see `jax.lax.Precision`.
       module: a Flax module in which the weights are sown as ``attention_weights``, which requires an
         array of q × k.
       force_fp32_for_softmax: has an effect only where Flax's own function computes the attention.
-      einsum_dot_general: the ``dot_general`` of both products.
-      qk_attn_weights_einsum: the einsum of queries and keys.
-      attn_weights_value_einsum: the einsum of weights and values.
-      promote_dtype: NNX's ``((query, key, value), dtype=...) -> arrays``.
       is_causal: whether queries attend only to keys up to their own position.
+        For all other arguments see Linen's and NNX's `dot_product_attention`.
 
     Returns:
       ``[batch..., q, heads, width]``.
@@ -131,88 +98,136 @@ def attention_fn(
     has_dropout = dropout_rate > 0.0 and not deterministic
     if has_dropout and dropout_rng is None:
         raise ValueError("attention_fn: dropout needs dropout_rng; pass it, or deterministic=True")
-    inputs = _Inputs(query, key, value, bias, mask, dropout_rng if has_dropout else None)
-    options = _Options(
-        broadcast_dropout=broadcast_dropout,
-        dropout_rate=dropout_rate,
-        precision=precision,
-        force_fp32_for_softmax=force_fp32_for_softmax,
+    products = {
+        "precision": precision,
+        "einsum_dot_general": einsum_dot_general,
+        "qk_attn_weights_einsum": qk_attn_weights_einsum,
+        "attn_weights_value_einsum": attn_weights_value_einsum,
+    }
+    options = {
+        **products,
+        "force_fp32_for_softmax": force_fp32_for_softmax,
+        "dropout_rate": dropout_rate if has_dropout else 0.0,
+        "broadcast_dropout": broadcast_dropout,
+    }
+    attend = functools.partial(
+        _attend,
         is_causal=is_causal,
+        flax_options=options,
+        use_flax=has_dropout or any(option is not None for option in products.values()),
         return_weights=module is not None,
-        einsum_dot_general=einsum_dot_general,
-        qk_attn_weights_einsum=qk_attn_weights_einsum,
-        attn_weights_value_einsum=attn_weights_value_einsum,
     )
+    inputs = query, key, value, bias, mask, dropout_rng if has_dropout else None
     if axes_of_type(AxisType.Explicit):
-        out, weights = _attention_in_auto_mode(inputs, options)
+        batch = axes_along(query, 0) if query.ndim > 3 else ()
+        sequence, heads = axes_along(query, -3), axes_along(query, -2)
+        batch_spec = [batch, *[None] * (query.ndim - 4)] if query.ndim > 3 else []
+        out_spec = PartitionSpec(*batch_spec, sequence, heads)
+        weights_spec = None if module is None else PartitionSpec(*batch_spec, heads, sequence)
+        attend = functools.partial(attend, partition=Partition(batch, heads, sequence))
+        out, weights = in_auto_mode(attend, lambda _: (out_spec, weights_spec))(inputs)
     else:
-        batch_size = math.prod(query.shape[:-3])
-        out, weights = _attention(
-            inputs, options, partition(batch=batch_size, heads=query.shape[-2])
-        )
-    if weights is not None:
-        _sow(module, weights)
+        divided = current_partition(batch=math.prod(query.shape[:-3]), heads=query.shape[-2])
+        out, weights = attend(inputs, partition=divided)
+    if isinstance(module, nn.Module):
+        module.sow("intermediates", "attention_weights", weights)
+    elif module is not None:
+        from flax import nnx  # slow to import, and already loaded if the module is an NNX module
+
+        module.sow(nnx.Intermediate, "attention_weights", weights)
     return out
 
 
-def _attention_in_auto_mode(
-    inputs: _Inputs, options: _Options
-) -> tuple[jax.Array, jax.Array | None]:
-    """`_attention` under explicit mesh axes, partitioned like the queries."""
-    query = inputs.query
-    batch_ndim = query.ndim - 3
-    batch = axes_along(query, 0) if batch_ndim else ()
-    sequence, heads = axes_along(query, -3), axes_along(query, -2)
-    batch_spec = [batch, *[None] * (batch_ndim - 1)] if batch_ndim else []
-    out_spec = PartitionSpec(*batch_spec, sequence, heads)
-    weights_spec = PartitionSpec(*batch_spec, heads, sequence) if options.return_weights else None
-    attention = functools.partial(
-        _attention, options=options, queries_partition=Partition(batch, heads, sequence)
-    )
-    return in_auto_mode(attention, lambda _: (out_spec, weights_spec))(inputs)
-
-
-def _attention(
-    inputs: _Inputs, options: _Options, queries_partition: Partition | None
+def _attend(
+    inputs: PyTree,
+    *,
+    is_causal: bool,
+    flax_options: dict[str, Any],
+    use_flax: bool,
+    return_weights: bool,
+    partition: Partition | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`attention_fn` for arrays of one dtype: the output, and the weights if they are requested."""
     query, key, value, bias, mask, dropout_rng = inputs
     batch = query.shape[:-3]
     logits_shape = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
     query, key, value = (merge_batch_axes(x, batch) for x in (query, key, value))
-    key, value = (_repeat_heads(x, query.shape[2]) for x in (key, value))
-    if isinstance(bias, jax.Array | np.ndarray | np.generic):
+    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    if not isinstance(bias, Term | tuple | None):
         bias = _broadcast_to_logits("bias", bias, logits_shape)
-    has_mask_array = mask is not None and not isinstance(mask, Mask)
-    zero_empty_rows = isinstance(mask, Mask)
+    is_own_mask = isinstance(mask, Mask)
+    fills_empty_rows = mask is not None and is_own_mask == use_flax
     mask = as_mask(mask, logits_shape)
-    mask = dataclasses.replace(mask, causal=mask.causal or options.is_causal)
-    inputs = _Inputs(query, key, value, bias, mask, dropout_rng)
-    weights = None
-    if options.return_weights:
-        weights = _flax_weights(inputs, options)
-        weights = _zero_empty_rows(weights, mask) if zero_empty_rows else weights
-        weights = weights.reshape(*batch, *weights.shape[1:])
-    flax_options = (
-        options.precision,
-        options.einsum_dot_general,
-        options.qk_attn_weights_einsum,
-        options.attn_weights_value_einsum,
-    )
-    if dropout_rng is None and all(option is None for option in flax_options):
-        out = attend_dot_product(
-            query, key, value, bias=bias, mask=mask, partition=queries_partition
-        )
-        if has_mask_array:
-            out = _replace_empty_rows(out, key, mask, replacement=value.mean(axis=1, keepdims=True))
-    else:
-        flax_attention = functools.partial(_flax_attention, options=options)
+    mask = dataclasses.replace(mask, causal=mask.causal or is_causal)
+    pairs, attending = None, jnp.ones((1, 1, 1, 1), bool)
+    if use_flax or return_weights or fills_empty_rows:
+        pairs = mask.pairs(*logits_shape[-2:])
+        attending = attending if pairs is None else pairs.any(-1, keepdims=True)
+    if use_flax or return_weights:
+        logits = bias
+        if bias is not None and not isinstance(bias, jax.Array):
+            terms = bias if isinstance(bias, tuple) else (bias,)
+            logits = materialize(terms, q_length=query.shape[1], k_length=key.shape[1])
+    if use_flax:
+        compute: AttentionFn = functools.partial(_flax_attention, **flax_options)
         kernel = f"einsums, {QUERY_BLOCK} queries at a time"
-        log_external_call("flax", kernel, flax_attention, *inputs)
-        out = flax_attention(*inputs)
-        if zero_empty_rows:
-            out = _replace_empty_rows(out, key, mask, replacement=jnp.zeros((), out.dtype))
-    return out.reshape(*batch, *out.shape[1:]), weights
+        log_external_call("flax", kernel, compute, query, key, value, logits, pairs, dropout_rng)
+        out = compute(query, key, value, logits, pairs, dropout_rng)
+    else:
+        out = attend_dot_product(query, key, value, bias=bias, mask=mask, partition=partition)
+    if fills_empty_rows:  # Flax's output for a query without keys is the mean of the values
+        empty = 0 if is_own_mask else value.mean(axis=1, keepdims=True)
+        out = jnp.where(attending.swapaxes(1, 2), out, empty)
+    out = out.reshape(*batch, *out.shape[1:])
+    if not return_weights:
+        return out, None
+    weights = nn.dot_product_attention_weights(
+        query,
+        key,
+        logits,
+        pairs,
+        precision=flax_options["precision"],
+        einsum_dot_general=flax_options["einsum_dot_general"],
+        einsum=flax_options["qk_attn_weights_einsum"],
+        force_fp32_for_softmax=flax_options["force_fp32_for_softmax"],
+    )
+    if is_own_mask:
+        weights = jnp.where(attending, weights, 0)
+    return out, weights.reshape(*batch, *weights.shape[1:])
+
+
+def _flax_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    pairs: jax.Array | None,
+    rng: jax.Array | None,
+    **options: Any,
+) -> jax.Array:
+    """Flax's own function; more than `QUERY_BLOCK` queries in blocks, recomputed in the backward pass."""
+    attention: AttentionFn = functools.partial(
+        nn.dot_product_attention, deterministic=rng is None, **options
+    )
+    length = query.shape[1]
+    if length <= QUERY_BLOCK:
+        return attention(query, key, value, bias, pairs, dropout_rng=rng)
+    by_query = [
+        None if x is None or x.shape[axis] == 1 else jnp.moveaxis(x, axis, 0)
+        for x, axis in ((query, 1), (bias, 2), (pairs, 2))
+    ]
+
+    @jax.checkpoint
+    def attend_one(xs: PyTree) -> jax.Array:
+        """The output of one query."""
+        one_query, one_bias, one_pairs, one_rng = xs
+        one_bias = bias if one_bias is None else one_bias[:, :, None]
+        one_pairs = pairs if one_pairs is None else one_pairs[:, :, None]
+        return attention(one_query[:, None], key, value, one_bias, one_pairs, dropout_rng=one_rng)
+
+    rngs = None if rng is None else jax.random.split(rng, length)
+    out = jax.lax.map(attend_one, (*by_query, rngs), batch_size=QUERY_BLOCK)
+    return jnp.moveaxis(out[:, :, 0], 0, 1)
 
 
 def merge_batch_axes(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
@@ -223,19 +238,7 @@ def merge_batch_axes(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
 def _broadcast_to_logits(
     name: str, x: jax.typing.ArrayLike, logits_shape: tuple[int, ...]
 ) -> jax.Array:
-    """Reshapes an array that broadcasts to the logits such that it has a single batch dimension.
-
-    Args:
-      name: the argument's name, for the error.
-      x: an array that broadcasts to `logits_shape`.
-      logits_shape: ``(batch..., heads, q, k)``.
-
-    Returns:
-      ``[b or 1, heads or 1, q or 1, k or 1]``; the batch dimension is 1 if all examples share the array.
-
-    Raises:
-      ValueError: `x` does not broadcast to `logits_shape`.
-    """
+    """Reshapes a broadcastable array to ``[b or 1, heads or 1, q or 1, k or 1]``; b: all batch axes."""
     x = jnp.asarray(x)
     shape = (1,) * (len(logits_shape) - x.ndim) + x.shape
     if len(shape) != len(logits_shape) or any(
@@ -252,7 +255,7 @@ def _broadcast_to_logits(
 
 
 def as_mask(mask: jax.typing.ArrayLike | Mask | None, logits_shape: tuple[int, ...]) -> Mask:
-    """Converts an array to a `Mask`.
+    """Converts a mask of Flax's to a `Mask`.
 
     Args:
       mask: None, a `Mask`, or bool or 0/1 numbers that broadcast to `logits_shape`.
@@ -276,122 +279,19 @@ def as_mask(mask: jax.typing.ArrayLike | Mask | None, logits_shape: tuple[int, .
     return add_pattern(Mask(), mask, batch=math.prod(batch), q_length=q_length, k_length=k_length)
 
 
-def _replace_empty_rows(
-    out: jax.Array, key: jax.Array, mask: Mask, *, replacement: jax.Array
-) -> jax.Array:
-    """Replaces the output ``[b, q, heads, e]`` of queries that attend to no key."""
-    pairs = mask.pairs(out.shape[1], key.shape[1])
-    if pairs is None:
-        return out
-    return jnp.where(pairs.any(-1, keepdims=True).swapaxes(1, 2), out, replacement)
-
-
-def _zero_empty_rows(weights: jax.Array, mask: Mask) -> jax.Array:
-    """Sets the weights ``[b, heads, q, k]`` of queries that attend to no key to zero."""
-    pairs = mask.pairs(*weights.shape[2:])
-    return weights if pairs is None else jnp.where(pairs.any(-1, keepdims=True), weights, 0)
-
-
-def _flax_weights(inputs: _Inputs, options: _Options) -> jax.Array:
-    """The attention weights ``[b, heads, q, k]``, computed by Flax."""
-    return nn.dot_product_attention_weights(
-        inputs.query,
-        inputs.key,
-        *_materialize(inputs),
-        einsum=options.qk_attn_weights_einsum,
-        einsum_dot_general=options.einsum_dot_general,
-        precision=options.precision,
-        force_fp32_for_softmax=options.force_fp32_for_softmax,
-    )
-
-
-def _flax_attention(*arrays: jax.Array | Bias | Mask, options: _Options) -> jax.Array:
-    """Applies Flax's own function to blocks of queries; the arrays are those of `_Inputs`."""
-    inputs = _Inputs(*arrays)  # type: ignore[arg-type]
-    query, key, value, *_, rng = inputs
-    attention: Callable[..., jax.Array] = functools.partial(
-        nn.dot_product_attention,
-        deterministic=rng is None,
-        precision=options.precision,
-        force_fp32_for_softmax=options.force_fp32_for_softmax,
-        dropout_rate=options.dropout_rate,
-        broadcast_dropout=options.broadcast_dropout,
-        einsum_dot_general=options.einsum_dot_general,
-        qk_attn_weights_einsum=options.qk_attn_weights_einsum,
-        attn_weights_value_einsum=options.attn_weights_value_einsum,
-    )
-    logits, pairs = _materialize(inputs)
-    length = query.shape[1]
-    if length <= QUERY_BLOCK:
-        return attention(query, key, value, logits, pairs, dropout_rng=rng)
-    num_blocks = -(-length // QUERY_BLOCK)
-
-    def pad_queries(x: jax.Array | None, axis: int) -> jax.Array | None:
-        if x is None or x.shape[axis] == 1:
-            return x
-        pad_width = [(0, 0)] * x.ndim
-        pad_width[axis] = (0, num_blocks * QUERY_BLOCK - length)
-        return jnp.pad(x, pad_width)
-
-    queries, logits, pairs = pad_queries(query, 1), pad_queries(logits, 2), pad_queries(pairs, 2)
-
-    @jax.checkpoint
-    def attend_block(i: jax.Array, rng: jax.Array | None) -> jax.Array:
-        def slice_queries(x: jax.Array | None, axis: int) -> jax.Array | None:
-            if x is None or x.shape[axis] == 1:
-                return x
-            return jax.lax.dynamic_slice_in_dim(x, i * QUERY_BLOCK, QUERY_BLOCK, axis)
-
-        query_block = slice_queries(queries, 1)
-        logits_block, pairs_block = slice_queries(logits, 2), slice_queries(pairs, 2)
-        return attention(query_block, key, value, logits_block, pairs_block, dropout_rng=rng)
-
-    rngs = None if rng is None else jax.random.split(rng, num_blocks)
-    out = jax.lax.map(lambda xs: attend_block(*xs), (jnp.arange(num_blocks), rngs))
-    return jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :length]
-
-
-def _materialize(inputs: _Inputs) -> tuple[jax.Array | None, jax.Array | None]:
-    """The bias and the mask as the arrays that Flax takes."""
-    q_length, k_length = inputs.query.shape[1], inputs.key.shape[1]
-    bias, mask = inputs.bias, inputs.mask
-    assert isinstance(mask, Mask)
-    if bias is not None and not isinstance(bias, jax.Array):
-        terms = bias if isinstance(bias, tuple) else (bias,)
-        bias = materialize(terms, q_length=q_length, k_length=k_length)
-    return bias, mask.pairs(q_length, k_length)
-
-
-def _repeat_heads(x: jax.Array, num_heads: int) -> jax.Array:
-    """Repeats keys or values ``[b, k, groups, e]`` such that every head of the queries has its own."""
-    return x if x.shape[2] == num_heads else jnp.repeat(x, num_heads // x.shape[2], axis=2)
-
-
-def _sow(module: nn.Module | nnx.Module | None, weights: jax.Array) -> None:
-    if isinstance(module, nn.Module):
-        module.sow("intermediates", "attention_weights", weights)
-        return
-    from flax import nnx  # slow to import, and already loaded if the module is an NNX module
-
-    assert isinstance(module, nnx.Module)
-    module.sow(nnx.Intermediate, "attention_weights", weights)
-
-
 def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
-    shapes = f"query {query.shape}, key {key.shape} and value {value.shape}"
+    """Raises a `ValueError` with the words of Flax's assertions if the shapes do not agree."""
     if not query.ndim == key.ndim == value.ndim >= 3:
-        raise ValueError(
-            f"attention_fn: {shapes} must be [batch..., length, heads, width], all of the same rank"
-        )
-    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        raise ValueError(f"attention_fn: {shapes}; their batch dims must match")
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"attention_fn: {shapes}; query and key depths must match")
-    if key.shape[-3:-1] != value.shape[-3:-1]:
-        raise ValueError(
-            f"attention_fn: {shapes}; key and value lengths must match, and so must their heads"
-        )
-    if query.shape[-2] % key.shape[-2]:
-        raise ValueError(
-            f"attention_fn: {shapes}; the number of heads of query must be a multiple of that of key"
-        )
+        problem = "all must be [batch..., length, heads, width], of the same rank"
+    elif not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        problem = "their batch dims must match"
+    elif query.shape[-1] != key.shape[-1]:
+        problem = "query and key depths must match"
+    elif key.shape[-3:-1] != value.shape[-3:-1]:
+        problem = "key and value lengths must match, and so must their heads"
+    elif query.shape[-2] % key.shape[-2]:
+        problem = "the number of heads of query must be a multiple of that of key"
+    else:
+        return
+    shapes = f"query {query.shape}, key {key.shape} and value {value.shape}"
+    raise ValueError(f"attention_fn: {shapes}; {problem}")

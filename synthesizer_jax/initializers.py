@@ -8,7 +8,7 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-from flax.typing import Dtype
+from flax.typing import Dtype, Shape
 
 from synthesizer_jax.registry import register
 from synthesizer_jax.typing import Count, NotNegative
@@ -17,9 +17,7 @@ from synthesizer_jax.typing import Count, NotNegative
 class Initializer(Protocol):
     """A function ``(key, shape, dtype) -> array``, as in Flax and `jax.nn.initializers`."""
 
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Dtype = ...) -> jax.Array:
-        """Draws a parameter."""
-        ...
+    def __call__(self, key: jax.Array, shape: Shape, dtype: Dtype = ...) -> jax.Array: ...
 
 
 @register
@@ -29,10 +27,7 @@ class Normal:
 
     stddev: NotNegative = 1.0
 
-    def __call__(
-        self, key: jax.Array, shape: tuple[int, ...], dtype: Dtype = jnp.float32
-    ) -> jax.Array:
-        """Draws a parameter."""
+    def __call__(self, key: jax.Array, shape: Shape, dtype: Dtype = jnp.float32) -> jax.Array:
         return self.stddev * jax.random.normal(key, shape, dtype)
 
 
@@ -43,10 +38,7 @@ class FanIn:
 
     scale: NotNegative = 1.0
 
-    def __call__(
-        self, key: jax.Array, shape: tuple[int, ...], dtype: Dtype = jnp.float32
-    ) -> jax.Array:
-        """Draws a parameter."""
+    def __call__(self, key: jax.Array, shape: Shape, dtype: Dtype = jnp.float32) -> jax.Array:
         return math.sqrt(self.scale / shape[-2]) * jax.random.normal(key, shape, dtype)
 
 
@@ -55,10 +47,7 @@ class FanIn:
 class GlorotUniform:
     """Uniform distribution in ±√(6 / (fan-in + fan-out)), the sizes of the last two dimensions."""
 
-    def __call__(
-        self, key: jax.Array, shape: tuple[int, ...], dtype: Dtype = jnp.float32
-    ) -> jax.Array:
-        """Draws a parameter."""
+    def __call__(self, key: jax.Array, shape: Shape, dtype: Dtype = jnp.float32) -> jax.Array:
         limit = math.sqrt(6.0 / (shape[-2] + shape[-1]))
         return jax.random.uniform(key, shape, dtype, -limit, limit)
 
@@ -74,10 +63,7 @@ class MeshGlorotUniform:
     ``[heads, query, key]``.
     """
 
-    def __call__(
-        self, key: jax.Array, shape: tuple[int, ...], dtype: Dtype = jnp.float32
-    ) -> jax.Array:
-        """Draws a parameter."""
+    def __call__(self, key: jax.Array, shape: Shape, dtype: Dtype = jnp.float32) -> jax.Array:
         heads, q_length, k_length = shape
         limit = math.sqrt(6.0 / (q_length * (heads + k_length)))
         return jax.random.uniform(key, shape, dtype, -limit, limit)
@@ -94,9 +80,6 @@ class TorchUniform:
 
     fan_in: Count
 
-    def __call__(
-        self, key: jax.Array, shape: tuple[int, ...], dtype: Dtype = jnp.float32
-    ) -> jax.Array:
-        """Draws a parameter."""
+    def __call__(self, key: jax.Array, shape: Shape, dtype: Dtype = jnp.float32) -> jax.Array:
         limit = 1.0 / math.sqrt(self.fan_in)
         return jax.random.uniform(key, shape, dtype, -limit, limit)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import math
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeAlias, TypeGuard, TypeVar
@@ -20,9 +20,6 @@ from flax import struct
 from flax.typing import Initializer
 
 from synthesizer_jax.typing import PyTree
-
-MOST_ELEMENTS = 2**40
-"""Of a model; a larger number is a mistake in a configuration, and sizes of arrays would overflow."""
 
 LOGICAL_AXES = (
     "vocab",  # rows of the embedding and columns of the output projection
@@ -68,11 +65,7 @@ def apply_method(
 ) -> R:
     """Returns ``module.apply(variables, *args, method=method, **kwargs)`` with the method's type.
 
-    Args:
-      method: a method of an unbound module, such as ``model.extend``.
-      variables: the module's variables.
-      *args: arguments of the method.
-      **kwargs: likewise.
+    The method is one of an unbound module, such as ``model.extend``.
     """
     module: Any = method.__self__  # type: ignore[attr-defined]
     return module.apply(variables, *args, method=method, **kwargs)
@@ -88,12 +81,9 @@ def check_path_pattern(field: str, pattern: str) -> None:
 
 def is_axes(node: object) -> TypeGuard[Axes]:
     """Whether a node of a pytree is a tuple of axis names; used as ``is_leaf``."""
-    is_namedtuple = hasattr(node, "_fields")  # such as optax's empty state
-    return (
-        isinstance(node, tuple)
-        and not is_namedtuple
-        and all(isinstance(axis, str | None) for axis in node)
-    )
+    if not isinstance(node, tuple) or hasattr(node, "_fields"):  # as optax's empty state has
+        return False
+    return all(isinstance(axis, str | None) for axis in node)
 
 
 @struct.dataclass
@@ -108,7 +98,7 @@ class NamedAxes(nn.LogicallyPartitioned):
 
 @contextlib.contextmanager
 def logical_axes() -> Iterator[None]:
-    """A context in which the initializers of `with_axes` box their values with axis names."""
+    """Context manager in which the initializers of `with_axes` box their values with axis names."""
     token = _RETURNS_BOXES.set(True)
     try:
         yield
@@ -144,22 +134,11 @@ def abstract_variables(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> tu
 
     Returns:
       Two pytrees of the same structure, whose leaves are `jax.ShapeDtypeStruct` and tuples of axis names.
-
-    Raises:
-      ValueError: the variables have more than `MOST_ELEMENTS` elements.
     """
     with logical_axes():
-        boxed = jax.eval_shape(
-            lambda *a, **k: module.init(jax.random.key(0), *a, **k), *args, **kwargs
-        )
-    is_box = lambda x: isinstance(x, nn.Partitioned | nn.LogicallyPartitioned)
-    axes = jax.tree.map(
-        lambda x: tuple(x.names) if is_box(x) else (None,) * x.ndim, boxed, is_leaf=is_box
-    )
+        init = functools.partial(module.init, jax.random.key(0))
+        boxed = jax.eval_shape(init, *args, **kwargs)
+    is_box = lambda x: isinstance(x, nn.Partitioned)
+    axes_of = lambda x: tuple(x.names) if is_box(x) else (None,) * x.ndim
     shapes = jax.tree.map(lambda x: x.value if is_box(x) else x, boxed, is_leaf=is_box)
-    if (elements := sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))) > MOST_ELEMENTS:
-        raise ValueError(
-            f"the model has {elements:,} parameters; allowed: {MOST_ELEMENTS:,}; make vocab_size, d_model, "
-            "num_heads, head_dim, hidden_dim or max_length smaller"
-        )
-    return shapes, axes
+    return shapes, jax.tree.map(axes_of, boxed, is_leaf=is_box)

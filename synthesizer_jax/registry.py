@@ -19,8 +19,6 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeAlias, TypeVar
 
-import numpy as np
-
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.typing import Limit
 
@@ -31,19 +29,13 @@ JSON: TypeAlias = Any
 """JSON data as `json.loads` returns it."""
 
 Annotation: TypeAlias = Any
-"""A type annotation: a class, a union, `Literal[...]`, `tuple[...]` or another special form."""
+"""A class, a union, `Literal[...]`, `tuple[...]` or another special form."""
 
 REGISTRY: dict[str, type] = {}
 """The registered classes by name."""
 
 EXTRA_MESH_AXES: dict[str, tuple[str, ...]] = {}
 """The mesh axes that `sharding.register_mesh_axis` has added, with the logical axes that they shard."""
-
-MAX_LISTED_CLASSES = 3
-"""Errors list the registered subclasses of a base class if there are no more than this."""
-
-MAX_DEPTH = 64
-"""Data that is nested more deeply than this is rejected as damaged."""
 
 
 def register(cls: Class) -> Class:
@@ -53,7 +45,7 @@ def register(cls: Class) -> Class:
       ValueError: a class of another module is already registered under that name.
     """
     registered = REGISTRY.setdefault(cls.__name__, cls)
-    if registered is not cls and registered.__module__ != cls.__module__:
+    if registered.__module__ != cls.__module__:
         raise ValueError(
             f"cannot register {cls.__module__}.{cls.__name__}: {registered.__module__} has "
             "registered that name; rename one of them"
@@ -83,7 +75,7 @@ def to_json(value: object) -> JSON:
     """Converts a value to JSON data, from which `from_json` makes an equal value.
 
     Args:
-      value: JSON values, tuples, dtypes, registered dataclasses and unbound registered modules.
+      value: JSON values, tuples, registered dataclasses and unbound registered modules.
 
     Raises:
       ValueError: a value has another type, or its class is not registered.
@@ -94,15 +86,12 @@ def to_json(value: object) -> JSON:
         return [to_json(v) for v in value]
     if isinstance(value, dict):
         return {str(k): to_json(v) for k, v in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if _is_config(value):
         name = type(value).__name__
         if REGISTRY.get(name) is not type(value):
             raise ValueError(f"{name} is not registered: decorate the class with @register")
         return {"type": name, **{k: to_json(v) for k, v in fields_of(value).items()}}
-    try:
-        return np.dtype(value).name  # type: ignore[call-overload]
-    except TypeError:
-        raise ValueError(f"{value!r} cannot be saved as JSON") from None
+    raise ValueError(f"{value!r} cannot be saved as JSON")
 
 
 def from_json(data: JSON, path: str = "") -> Any:
@@ -119,52 +108,34 @@ def from_json(data: JSON, path: str = "") -> Any:
       ValueError: an unknown type name or field, or a value that does not have the field's type; the error
         names the position.
     """
-    if path.count(".") > MAX_DEPTH:
-        raise ValueError(f"{path[:40]}… is nested deeper than {MAX_DEPTH} levels")
     if isinstance(data, list):
         return tuple(from_json(v, child_path(path, i)) for i, v in enumerate(data))
     if not isinstance(data, dict):
         return data
-    if "type" not in data:
-        return {k: from_json(v, child_path(path, k)) for k, v in data.items()}
-    cls = _registered_class(data["type"], path)
     values = {k: from_json(v, child_path(path, k)) for k, v in data.items() if k != "type"}
-    names = field_names(cls)
-    unknown = sorted(name for name in values if name not in names and values[name] is not None)
-    if unknown:
+    if "type" not in data:
+        return values
+    where = f"{path if len(path) <= 99 else f'{path[:98]}…'}: " if path else ""
+    type_name = data["type"]
+    cls = REGISTRY.get(type_name) if isinstance(type_name, str) else None
+    if cls is None:
         raise ValueError(
-            f"{_error_prefix(path)}{cls.__name__} has no field {format_value(unknown[0])}"
-            f"{did_you_mean(unknown[0], names)}; the configuration was saved by another version"
+            f"{where}unknown type {format_value(type_name)} in the saved configuration"
+            f"{did_you_mean(str(type_name), REGISTRY)}; for a class of your own, add --import PACKAGE or "
+            "--import FILE.py to import what registers it"
         )
-    values = {name: values[name] for name in names if name in values}
+    names = field_names(cls)
+    for name in sorted(values.keys() - set(names)):
+        if values.pop(name) is not None:
+            raise ValueError(
+                f"{where}{cls.__name__} has no field {format_value(name)}{did_you_mean(name, names)}; "
+                "the configuration was saved by another version"
+            )
     check_types(cls, values, path)
     try:
         return cls(**values)
-    except TypeError:
-        missing = [n for n in names if n not in values and _is_required(cls, n)]
-        if not missing:
-            raise
-        raise ValueError(f"{child_path(path, missing[0])} is missing") from None
-
-
-def _registered_class(name: object, path: str) -> type:
-    """The registered class with a name; raises a `ValueError` for unknown names."""
-    cls = REGISTRY.get(name) if isinstance(name, str) else None
-    if cls is None:
-        suggestion = did_you_mean(name, REGISTRY) if isinstance(name, str) else ""
-        raise ValueError(
-            f"{_error_prefix(path)}unknown type {format_value(name)} in the saved configuration"
-            f"{suggestion}; for a class of your own, add --import PACKAGE or --import FILE.py to import "
-            "what registers it"
-        )
-    return cls
-
-
-def _is_required(cls: type, name: str) -> bool:
-    """Whether a field has no default."""
-    field = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
-    missing = dataclasses.MISSING
-    return field.default is missing and field.default_factory is missing
+    except TypeError as error:  # a field without a default is missing
+        raise ValueError(f"{where}{error}") from None
 
 
 def child_path(path: str, name: str | int) -> str:
@@ -172,18 +143,9 @@ def child_path(path: str, name: str | int) -> str:
     return f"{path}.{name}" if path else str(name)
 
 
-def _error_prefix(path: str) -> str:
-    return f"{path if len(path) <= 99 else f'{path[:98]}…'}: " if path else ""
-
-
 @functools.cache
 def field_types(cls: type, *, limits: bool = False) -> dict[str, Annotation]:
-    """Returns the annotations of a class' fields, or nothing if they cannot be evaluated.
-
-    Args:
-      cls: the class of a module or dataclass.
-      limits: whether annotations keep their `Limit`.
-    """
+    """Returns the annotations of a class' fields, with or without their `Limit`."""
     try:
         return typing.get_type_hints(cls, include_extras=limits)
     except NameError:  # the name is imported for type checkers only
@@ -191,50 +153,34 @@ def field_types(cls: type, *, limits: bool = False) -> dict[str, Annotation]:
 
 
 def check_fields(obj: object, path: str = "") -> None:
-    """Raises a `ValueError` that names the first wrong field in a tree of modules and dataclasses.
-
-    Args:
-      obj: an experiment, or something in one.
-      path: its position in the experiment.
-    """
-    if isinstance(obj, tuple):
-        for i, entry in enumerate(obj):
-            check_fields(entry, child_path(path, i))
-    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+    """Raises a `ValueError` that names the first wrong field in a tree of modules and dataclasses."""
+    children: Any = enumerate(obj) if isinstance(obj, tuple) else ()
+    if _is_config(obj):
         check_types(type(obj), fields_of(obj), path)
-        for name, value in fields_of(obj).items():
-            check_fields(value, child_path(path, name))
+        children = fields_of(obj).items()
+    for name, child in children:
+        check_fields(child, child_path(path, name))
 
 
 def check_types(cls: type, values: Mapping[str, object], path: str = "") -> None:
-    """Raises a `ValueError` for the first field whose value does not match its annotation.
-
-    Args:
-      cls: the class of a module or dataclass.
-      values: values of some of its fields.
-      path: the object's position in the file, for the error.
-    """
+    """Raises a `ValueError` for the first value that does not match the annotation of its field."""
     for name, value in values.items():
         annotation = field_types(cls, limits=True).get(name, Any)
-        if not matches_type(value, annotation):
-            plain = field_types(cls)[name]
-            raise ValueError(
-                f"{child_path(path, name)} is {format_value(value)}"
-                + (
-                    f"; allowed: {format_limits(annotation)}"
-                    if matches_type(value, plain)
-                    else f", expected {format_type(plain)}"
-                )
-            )
+        if matches_type(value, annotation):
+            continue
+        plain = field_types(cls)[name]
+        expected = f", expected {format_type(plain)}"
+        if matches_type(value, plain):
+            expected = f"; allowed: {format_limits(annotation)}"
+        raise ValueError(f"{child_path(path, name)} is {format_value(value)}{expected}")
 
 
 def format_limits(annotation: Annotation) -> str:
     """Formats what an annotation allows besides its types, such as ``1 to 256``; empty if that is all."""
     parts = typing.get_args(annotation)
     own = [str(part) for part in parts if isinstance(part, Limit)]
-    return " of ".join(
-        [*own, *filter(None, [" or ".join(filter(None, map(format_limits, parts)))])]
-    )
+    nested = " or ".join(filter(None, map(format_limits, parts)))
+    return " of ".join([*own, nested] if nested else own)
 
 
 def matches_type(value: object, annotation: Annotation) -> bool:
@@ -243,50 +189,41 @@ def matches_type(value: object, annotation: Annotation) -> bool:
     An integer matches `float`; NaN and infinities do not. A value matches a protocol if it has the
     protocol's methods and they accept the protocol's arguments. Annotations that cannot be checked match.
     """
-    if members := union_members(annotation):
-        return any(matches_type(value, member) for member in members)
     origin: object = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
+    if members := union_members(annotation):
+        return any(matches_type(value, member) for member in members)
     if origin is Annotated:
         limits = (x for x in arguments[1:] if isinstance(x, Limit))
-        return matches_type(value, arguments[0]) and all(x.contains(value) for x in limits)
+        return matches_type(value, arguments[0]) and all(value in limit for limit in limits)
+    if annotation in (int, float) and isinstance(value, bool):
+        return False
     if annotation is float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return False
-        return math.isfinite(value)
-    if annotation is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return isinstance(value, int | float) and math.isfinite(value)
     if origin is typing.Literal:
         return value in arguments
-    if origin is tuple:
-        if not isinstance(value, tuple):
-            return False
+    if origin is tuple and isinstance(value, tuple):
         if arguments[-1:] == (...,):
-            return all(matches_type(v, arguments[0]) for v in value)
+            arguments = arguments[:1] * len(value)
         return len(value) == len(arguments) and all(map(matches_type, value, arguments))
     cls = origin or annotation
     if not isinstance(cls, type) or cls in (object, Any):
         return True
-    if getattr(cls, "_is_protocol", False):
-        return _implements(value, cls)
-    return isinstance(value, cls)
+    is_protocol = getattr(cls, "_is_protocol", False)
+    return _implements(value, cls) if is_protocol else isinstance(value, cls)
 
 
 def _implements(value: object, protocol: type) -> bool:
     """Whether a value has a protocol's methods, with parameters for the protocol's arguments."""
-    if isinstance(value, type):
-        return False
-    for name, method in vars(protocol).items():
-        if not inspect.isfunction(method) or name in ("__init__", "__subclasshook__"):
-            continue
-        implementation = value if name == "__call__" else getattr(value, name, None)
-        parameters = inspect.signature(method).parameters.values()
-        required = [p for p in parameters if p.default is p.empty][1:]
+    methods = {n: m for n, m in vars(protocol).items() if inspect.isfunction(m)}
+    for name in methods.keys() - {"__init__", "__subclasshook__"}:
+        parameters = list(inspect.signature(methods[name]).parameters.values())[1:]
         try:
-            inspect.signature(implementation).bind(*required)  # type: ignore[arg-type]
-        except (TypeError, ValueError):  # not callable, or other parameters
+            method: Any = value if name == "__call__" else getattr(value, name)
+            inspect.signature(method).bind(*(p for p in parameters if p.default is p.empty))
+        except (AttributeError, TypeError, ValueError):  # not callable, or other parameters
             return False
-    return True
+    return not isinstance(value, type)
 
 
 def union_members(annotation: Annotation) -> tuple[Annotation, ...]:
@@ -296,27 +233,27 @@ def union_members(annotation: Annotation) -> tuple[Annotation, ...]:
 
 
 def format_type(annotation: Annotation) -> str:
-    """Formats an annotation for errors and tables; a base class as its few registered subclasses."""
-    if members := union_members(annotation):
-        return " or ".join(map(format_type, members))
-    if annotation is type(None):
-        return "none"
+    """Formats an annotation for errors and tables."""
     origin: object = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
+    if union_members(annotation):
+        return " or ".join(map(format_type, arguments))
+    if annotation is type(None):
+        return "none"
     if origin is typing.Literal:
         return " or ".join(map(repr, arguments))
     if origin is tuple:
         return str(annotation).replace(f"{getattr(arguments[0], '__module__', '')}.", "")
-    if not isinstance(annotation, type):
-        return str(annotation)
-    subclasses = [name for name, cls in REGISTRY.items() if annotation in cls.__mro__[:-1]]
-    is_base = annotation.__name__ not in REGISTRY and 0 < len(subclasses) <= MAX_LISTED_CLASSES
-    return " or ".join(sorted(subclasses)) if is_base else annotation.__name__
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
 
 def format_value(value: object) -> str:
     """Formats a value for errors, with at most 60 characters."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if _is_config(value):
         return f"a {type(value).__name__}"
     formatted = repr(value) if not isinstance(value, dict) else json.dumps(value, default=str)
     return formatted if len(formatted) <= 60 else f"{formatted[:57]}…"
+
+
+def _is_config(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

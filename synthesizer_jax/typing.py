@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import math
+from collections.abc import Container
 from typing import Annotated, Any, TypeAlias
 
 PyTree: TypeAlias = Any
@@ -17,12 +17,8 @@ KeyPath: TypeAlias = tuple[Any, ...]
 """The path of a leaf, as `jax.tree.map_with_path` gives it."""
 
 
-class Limit(abc.ABC):
+class Limit(Container[Any]):
     """What a value of an annotated type must be besides; its string completes "allowed: …"."""
-
-    @abc.abstractmethod
-    def contains(self, value: Any) -> bool:
-        """Returns whether a value of the type is allowed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +37,9 @@ class Range(Limit):
     above: bool = False
     below: bool = False
 
-    def contains(self, value: float) -> bool:
-        """Returns whether a number lies between the ends."""
-        if (value == self.low and self.above) or (value == self.high and self.below):
-            return False
-        return self.low <= value <= self.high
+    def __contains__(self, value: Any) -> bool:
+        excluded = (value == self.low and self.above) or (value == self.high and self.below)
+        return not excluded and self.low <= value <= self.high
 
     def __str__(self) -> str:
         if self.high == math.inf:
@@ -59,8 +53,7 @@ class Choices(Limit):
 
     values: tuple[object, ...]
 
-    def contains(self, value: object) -> bool:
-        """Returns whether a value is one of them."""
+    def __contains__(self, value: Any) -> bool:
         return value in self.values
 
     def __str__(self) -> str:
@@ -70,8 +63,7 @@ class Choices(Limit):
 class NotEmpty(Limit):
     """Tuples with an entry."""
 
-    def contains(self, value: tuple[object, ...]) -> bool:
-        """Returns whether a tuple has an entry."""
+    def __contains__(self, value: Any) -> bool:
         return bool(value)
 
     def __str__(self) -> str:

@@ -10,6 +10,7 @@ import base64
 import contextlib
 import email.utils
 import hashlib
+import itertools
 import json
 import pathlib
 import re
@@ -29,7 +30,7 @@ class Buckets:
     def __init__(self, directory: pathlib.Path):
         self.objects: dict[str, tuple[int, bytes]] = {}
         self.buckets = {"bucket"}
-        self.changes: list[tuple[str, str]] = []
+        self.generations = itertools.count(1)
         self.uploads: dict[str, tuple[str, bytearray]] = {}
         self.lock = threading.RLock()
         self.certificate, key = directory / "certificate.pem", directory / "key.pem"
@@ -65,19 +66,10 @@ class Buckets:
             "NO_GCE_CHECK": "true",
         }
 
-    def put(self, name: str, data: bytes) -> int:
-        """Stores an object, and returns its generation."""
+    def put(self, name: str, data: bytes) -> None:
+        """Stores an object."""
         with self.lock:
-            generation = len(self.changes) + 1
-            self.objects[name] = generation, data
-            self.changes.append(("put", name))
-        return generation
-
-    def delete(self, name: str) -> None:
-        """Removes an object."""
-        with self.lock:
-            del self.objects[name]
-            self.changes.append(("delete", name))
+            self.objects[name] = next(self.generations), data
 
     def names(self, prefix: str = "") -> list[str]:
         """Names of the objects, in order."""
@@ -89,11 +81,6 @@ class Buckets:
         for path in directory.rglob("*"):
             if path.is_file():
                 self.put(f"{prefix}/{path.relative_to(directory)}", path.read_bytes())
-
-    def close(self) -> None:
-        """Ends the server."""
-        self.server.shutdown()
-        self.server.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -112,18 +99,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile = self.connection.makefile("rb", self.rbufsize)
         self.wfile = self.connection.makefile("wb", 0)
         self.close_connection = False
-
-    def do_GET(self) -> None:
-        self.respond()
-
-    def do_POST(self) -> None:
-        self.respond()
-
-    def do_PUT(self) -> None:
-        self.respond()
-
-    def do_DELETE(self) -> None:
-        self.respond()
 
     def respond(self) -> None:
         body = self.body()
@@ -155,6 +130,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.media(urllib.parse.unquote(path[1:]), {})
             else:
                 self.answer(400, {"error": path})
+
+    do_GET = do_POST = do_PUT = do_DELETE = respond  # noqa: N815
 
     def body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") == "chunked":
@@ -211,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
     def object(self, name: str, query: dict[str, str]) -> None:
         if self.command == "DELETE":
             if self.exists(name) and self.matches(name, query):
-                self.store.delete(name)
+                del self.store.objects[name]
                 self.answer(204)
         elif query.get("alt") == "media":
             self.media(name, query)
@@ -288,4 +265,5 @@ def serve(directory: pathlib.Path) -> Iterator[Buckets]:
     try:
         yield buckets
     finally:
-        buckets.close()
+        buckets.server.shutdown()
+        buckets.server.server_close()

@@ -6,7 +6,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "migration.md"
 
@@ -26,7 +25,6 @@ def t5_attention(state: dict, x: np.ndarray, heads: int, lengths: list[int]) -> 
     return mixed.reshape(*x.shape[:2], -1) @ state["o.weight"].T
 
 
-@pytest.mark.slow
 def test_the_pages_snippets_run_in_order():
     scope: dict = {"__name__": "migration"}
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S):

@@ -1,7 +1,7 @@
-"""`MultiHeadAttention` against Flax's layers, which are the reference."""
+"""`MultiHeadAttention` and `attention_fn` against Flax's layers and functions, which are the reference."""
 
 import functools
-import inspect
+import re
 
 import flax.linen as nn
 import jax
@@ -9,42 +9,82 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.traverse_util import flatten_dict
 
 import synthesizer_jax as sj
 import synthesizer_jax.nnx as snnx
 from synthesizer_jax import attention_fn
-from tests.beside_flax import (
-    FAST,
-    LAYERS,
-    B,
-    D,
-    H,
-    K,
-    Q,
-    applied,
-    close,
-    pattern,
-    tokens,
-    value_and_gradients,
-)
-from tests.layers.cases import ALIGNMENT_CASES
+from synthesizer_jax.attention import relative, static
+from synthesizer_jax.attention.functional import LogitsShape, _key_bias
+from tests.environment import FAST_COMPILE as FAST
 
-ALIGNMENTS = {
-    name: case.layer.alignment
-    for name, case in ALIGNMENT_CASES.items()
-    if not name.startswith("DotProduct,")
-}
-"""All alignments of the contract; in this layer only the scale of a `DotProduct` can be set."""
+B, Q, K, D, H = 2, 6, 5, 8, 2
+LIBRARIES = ("linen", "nnx")
+
+
+def tokens(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def pattern(seed: int, *shape: int) -> jax.Array:
+    """A random mask in which every query attends to at least one key."""
+    array = np.random.default_rng(seed).random(shape) < 0.6
+    array[..., 0] = True
+    return jnp.asarray(array)
+
+
+def close(actual, expected, bound: float = 2e-6) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        np.testing.assert_allclose(x, y, rtol=0, atol=bound * max(1, np.abs(y).max()))
+
+
+def value_and_gradients(forward, *arguments):
+    """The value and gradients of a loss with a different weight for every output; and the output."""
+
+    def loss(*arguments):
+        y = forward(*arguments)
+        return jnp.sum(jnp.sin(jnp.arange(y.size).reshape(y.shape)) * y), y
+
+    function = jax.value_and_grad(loss, argnums=range(len(arguments)), has_aux=True)
+    return jax.jit(function, compiler_options=FAST)(*arguments)
+
+
+def make(library: str, *, flax: bool = False, heads: int = H, **fields):
+    """A layer of ours or of Flax; NNX's has its parameters already."""
+    if library == "linen":
+        return (nn if flax else sj).MultiHeadAttention(heads, **fields)
+    fields = {"in_features": D, "decode": False, "rngs": nnx.Rngs(0), **fields}
+    return (nnx if flax else snnx).MultiHeadAttention(heads, **fields)
+
+
+def applied(layer, *inputs, **options):
+    """The output, and the attention weights if they are sown."""
+    if isinstance(layer, nn.Module):
+        params = {"params": layer.init(jax.random.key(0), *inputs)["params"]}
+        y, state = layer.apply(params, *inputs, mutable=["intermediates"], **options)
+        return y, state.get("intermediates")
+    y, state = nnx.capture(layer, nnx.Intermediate)(*inputs, **options)
+    return y, nnx.to_pure_dict(state)
+
+
+def functional(layer, *inputs):
+    """The parameters, and a function of parameters and inputs."""
+    if isinstance(layer, nn.Module):
+        return layer.init(jax.random.key(0), *inputs), layer.apply
+    graph, state = nnx.split(layer)
+    return nnx.to_pure_dict(state), lambda s, *xs, **o: nnx.merge(graph, nnx.State(s))(*xs, **o)
+
 
 PADDING = nn.make_attention_mask(*(jnp.arange(Q) < jnp.array([[Q], [3]]),) * 2)
 CASES = {
-    "self": ({}, (tokens(0, B, Q, D),), {}),
     "features": (
         {"qkv_features": 12, "out_features": 5, "use_bias": False},
         (tokens(0, B, Q, D),),
         {"mask": pattern(1, B, H, Q, Q)},
     ),
-    "cross": ({}, (tokens(0, B, Q, D), tokens(1, B, K, D)), {"mask": pattern(2, B, 1, Q, K)}),
     "values of their own": (
         {"normalize_qk": True},
         (tokens(0, B, Q, D), tokens(1, B, K, D), tokens(2, B, K, D)),
@@ -55,130 +95,44 @@ CASES = {
         (tokens(0, B, Q, D),),
         {"mask": nn.make_causal_mask(jnp.ones((B, Q)))},
     ),
-    "a mask for all": ({}, (tokens(0, B, Q, D),), {"mask": pattern(4, Q, Q)}),
-    "a mask of heads": ({}, (tokens(0, B, Q, D),), {"mask": pattern(4, H, 1, Q)}),
     "padding queries": ({}, (tokens(0, B, Q, D),), {"mask": PADDING}),
-    "no batch": ({}, (tokens(0, Q, D),), {"mask": pattern(5, 1, Q, Q)}),
+    "no batch": ({}, (tokens(0, Q, D),), {"mask": pattern(5, H, 1, Q)}),
     "two batch dimensions": (
         {},
         (tokens(0, B, 3, Q, D), tokens(1, B, 3, K, D)),
         {"mask": pattern(6, B, 3, 1, Q, K)},
     ),
-    "a mask of one batch dimension": (
-        {},
-        (tokens(0, B, 3, Q, D),),
-        {"mask": pattern(7, 1, 3, 1, 1, Q)},
-    ),
     "bfloat16": (
-        {"dtype": jnp.bfloat16},
-        (tokens(0, B, Q, D),),
-        {"mask": pattern(8, B, 1, Q, Q)},
-    ),
-    "bfloat16 tokens and parameters": (
-        {"param_dtype": jnp.bfloat16},
+        {"param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16},
         (tokens(0, B, Q, D, dtype=jnp.bfloat16),),
         {},
     ),
-    "bfloat16 tokens": ({}, (tokens(0, B, Q, D, dtype=jnp.bfloat16),), {}),
 }
-NOT_IN_FLAXS_NNX = {"a mask of one batch dimension"}
-"""Flax's NNX layer reshapes masks, which therefore need all batch dimensions."""
 
 
-def tolerance(name: str) -> float:
-    """The gradient of the keys' bias is zero up to rounding errors, which are large in bfloat16."""
-    return 0.06 if name.startswith("bfloat16") else 5e-6
-
-
-def assert_same_parameters(actual, expected) -> None:
-    """Asserts that names, shapes, dtypes and initial values are equal."""
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
-    assert jax.tree.map(lambda p: p.dtype, actual) == jax.tree.map(lambda p: p.dtype, expected)
-
-
-def assert_same_signature(signature, flax_signature, added: set[str]) -> None:
-    """Asserts that the parameters are equal, except that the first may also have those in `added`."""
-    signature, flax_signature = (
-        inspect.signature(f).parameters for f in (signature, flax_signature)
-    )
-    excluded = {"parent", "name"} | (added - flax_signature.keys())
-    names = [n for n in signature if n not in excluded]
-    assert names == [n for n in flax_signature if n not in excluded]
-    for name in names:
-        assert signature[name].kind == flax_signature[name].kind, name
-        if name != "attention_fn":
-            assert signature[name].default == flax_signature[name].default, name
-
-
-def test_signatures_equal_flax():
-    assert_same_signature(sj.MultiHeadAttention, nn.MultiHeadAttention, {"alignment"})
-    assert_same_signature(snnx.MultiHeadAttention, nnx.MultiHeadAttention, {"alignment"})
-    assert_same_signature(sj.MultiHeadAttention.__call__, nn.MultiHeadAttention.__call__, set())
-    newer = {"input_positions"}  # Flax 0.12.8 has none
-    assert_same_signature(snnx.MultiHeadAttention.__call__, nnx.MultiHeadAttention.__call__, newer)
-    assert_same_signature(
-        snnx.MultiHeadAttention.init_cache, nnx.MultiHeadAttention.init_cache, set()
-    )
-    parameters = inspect.signature(attention_fn).parameters
-    for function in (nn.dot_product_attention, nnx.dot_product_attention):
-        flax_parameters = inspect.signature(function).parameters
-        assert list(parameters)[:12] == list(flax_parameters)[:12] and set(flax_parameters) <= set(
-            parameters
-        )
-        assert all(
-            parameters[n].default == p.default
-            for n, p in flax_parameters.items()
-            if n != "promote_dtype"
-        )
-
-
-def alignments_like_flax(name: str) -> list:
-    """The alignments whose results equal Flax's; for padding queries see the test of empty rows."""
-    return [None] if name == "padding queries" else [None, sj.DotProduct()]
-
-
-@pytest.mark.slow
+@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", CASES)
-def test_linen_equals_flax(name):
+def test_the_layer_equals_flax(name, library):
+    """Parameters and their initial values, outputs and gradients; with `DotProduct` too."""
     fields, inputs, call = CASES[name]
-    flax_layer = nn.MultiHeadAttention(H, **fields)
-    initial = flax_layer.init(jax.random.key(0), *inputs)
+    initial, flax_apply = functional(make(library, flax=True, **fields), *inputs)
     params = jax.tree.map(lambda p: p + tokens(9, *p.shape, dtype=p.dtype) / 4, initial)
-    run = lambda m: value_and_gradients(lambda p, *xs: m.apply(p, *xs, **call), params, *inputs)
-    expected = run(flax_layer)
-    for alignment in alignments_like_flax(name):
-        layer = sj.MultiHeadAttention(H, alignment=alignment, **fields)
-        assert_same_parameters(layer.init(jax.random.key(0), *inputs), expected=initial)
-        close(run(layer), expected, tolerance(name))
-
-
-@pytest.mark.parametrize("name", [n for n in CASES if n not in NOT_IN_FLAXS_NNX])
-def test_nnx_equals_flax(name):
-    fields, inputs, call = CASES[name]
-    options = {"decode": False, **fields}
-    flax_layer = nnx.MultiHeadAttention(H, D, rngs=nnx.Rngs(0), **options)
-    initial = nnx.state(flax_layer)
-    state = jax.tree.map(lambda p: p + tokens(9, *p.shape, dtype=p.dtype) / 4, initial)
-
-    def run(module):
-        graph = nnx.graphdef(module)
-        actual = value_and_gradients(
-            lambda s, *xs: nnx.merge(graph, s)(*xs, **call), state, *inputs
-        )
-        return jax.tree.leaves(actual)
-
-    expected = run(flax_layer)
-    for alignment in alignments_like_flax(name):
-        layer = snnx.MultiHeadAttention(H, D, rngs=nnx.Rngs(0), alignment=alignment, **options)
-        assert_same_parameters(*(nnx.to_pure_dict(s) for s in (nnx.state(layer), initial)))
-        close(run(layer), expected, tolerance(name))
+    run = lambda f: value_and_gradients(functools.partial(f, **call), params, *inputs)
+    expected = run(flax_apply)
+    # A query without keys gets zeros with an alignment.
+    for alignment in [None] if name == "padding queries" else [None, sj.DotProduct()]:
+        own, apply = functional(make(library, alignment=alignment, **fields), *inputs)
+        jax.tree.map(np.testing.assert_array_equal, own, initial)
+        assert jax.tree.map(lambda p: p.dtype, own) == jax.tree.map(lambda p: p.dtype, initial)
+        # The gradient of the keys' bias is zero up to rounding errors, which are large in bfloat16.
+        close(run(apply), expected, 0.06 if name.startswith("bfloat16") else 5e-6)
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
-def test_dropout_mask_equals_flax(broadcast):
+def test_dropout_equals_flax(broadcast):
     x, key = tokens(0, B, Q, D), jax.random.key(3)
     fields = {"dropout_rate": 0.4, "broadcast_dropout": broadcast}
-    flax_layer, layer = (m(H, **fields) for m in (nn.MultiHeadAttention, sj.MultiHeadAttention))
+    flax_layer, layer = (make("linen", flax=flax, **fields) for flax in (True, False))
     params = flax_layer.init(jax.random.key(0), x, deterministic=True)
     for options in ({"dropout_rng": key}, {"rngs": {"dropout": key}}):
         expected, actual = (
@@ -186,230 +140,228 @@ def test_dropout_mask_equals_flax(broadcast):
         )
         close(actual, expected)
         assert np.any(actual != layer.apply(params, x, deterministic=True))
-    options = {"rngs": nnx.Rngs(0), "decode": False, **fields}
-    flax_layer = nnx.MultiHeadAttention(H, D, **options)
-    layer = snnx.MultiHeadAttention(H, D, **options | {"rngs": nnx.Rngs(0)})
-    expected, actual = (m(x, deterministic=False) for m in (flax_layer, layer))
-    close(actual, expected)
+    flax_layer, layer = (make("nnx", flax=flax, **fields) for flax in (True, False))
+    close(layer(x, deterministic=False), flax_layer(x, deterministic=False))
     for module in (flax_layer, layer):
         module.eval()
     close(layer(x), flax_layer(x))
 
 
-@pytest.mark.parametrize("alignment", [sj.DotProduct(), sj.Random(max_length=8)])
-def test_dropout_of_an_alignment_is_that_of_t5(alignment):
+def test_dropout_in_blocks_has_the_same_rate():
+    """With more queries than a block has, every query draws its own mask."""
+    rate, length = 0.3, 200
+    zeros, ones = jnp.zeros((1, length, 1, 4)), jnp.ones((1, length, 1, 1))
+    drop = functools.partial(attention_fn, dropout_rng=jax.random.key(0), dropout_rate=rate)
+    kept_share = drop(zeros, zeros, ones)[0, :, 0, 0]  # per query
+    assert abs(kept_share.mean() - 1) < 0.01 and 0.01 < kept_share.std() < 0.1
+    batched = drop(*(jnp.tile(x, (2, 1, 3, 1)) for x in (zeros, zeros, ones)))
+    np.testing.assert_allclose(batched, batched[:1, :, :1].repeat(2, 0).repeat(3, 2), rtol=1e-5)
+
+
+def test_dropout_of_an_alignment_is_that_of_t5():
     """A key is dropped for all queries of an example and head or for none."""
-    layer = sj.MultiHeadAttention(1, alignment=alignment, dropout_rate=0.5, deterministic=False)
-    x = tokens(0, B, Q, D)
-    params = layer.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
-    params = jax.tree.map(lambda p: p * 0 if p.ndim < 2 else p, params)
-    params["params"]["value"]["bias"] = jnp.ones_like(params["params"]["value"]["bias"])
-    values = lambda **o: layer.apply(params, x, **o)
-    y = values(dropout_rng=jax.random.key(2))
-    close(values(dropout_rng=jax.random.key(2)), y, 0)
-    assert np.any(y != values(dropout_rng=jax.random.key(4)))
-    assert np.any(y != values(rngs={"dropout": jax.random.key(2)}))
-    quiet = layer.copy(deterministic=None)
-    close(quiet.apply(params, x, deterministic=True), quiet.copy(dropout_rate=0.0).apply(params, x))
-    with pytest.raises(ValueError, match="deterministic"):
-        quiet.apply(params, x)
+    x, fields = tokens(0, B, Q, D), {"alignment": sj.Random(8), "dropout_rate": 0.5}
+    module = make("nnx", heads=1, **fields)
+    module.align.table[...] *= 0  # uniform weights: the queries' outputs are equal
+    y = module(x, deterministic=False)
+    np.testing.assert_allclose(y, y[:, :1].repeat(Q, 1), atol=1e-6)
+    assert np.any(np.abs(y - module(x, deterministic=True)) > 1e-3)
+    layer, key = sj.MultiHeadAttention(H, **fields), jax.random.key(2)
+    params = layer.init(jax.random.key(0), x, deterministic=True)
+    outputs = [
+        layer.apply(params, x, deterministic=False, **options)
+        for options in ({"dropout_rng": key}, {"dropout_rng": key}, {"rngs": {"dropout": key}})
+    ]
+    close(outputs[0], outputs[1], 0)
+    plain = layer.apply(params, x, deterministic=True)
+    assert all(np.any(y != plain) for y in outputs) and np.any(outputs[0] != outputs[2])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALIGNMENTS)
-def test_alignments_equal_attention(name):
-    """Linen equals `Attention`, NNX equals Linen, and decoding steps equal the full pass."""
-    alignment, x = ALIGNMENTS[name], tokens(0, B, Q, 10)
+ALIGNMENTS = {
+    "DotProduct": sj.DotProduct(scale=0.3),
+    "Dense": sj.Dense(max_length=8),
+    "Random": sj.Random(max_length=8, trainable=False),
+    "Gaussian": sj.Gaussian(),
+    "Mixture of two with keys": sj.Mixture((sj.DotProduct(), sj.Dense(8), sj.DotProduct())),
+    "PerHead": sj.PerHead((sj.Gaussian(), sj.DotProduct())),
+}
+
+
+@pytest.mark.parametrize("name", ["none", *ALIGNMENTS])
+def test_alignments_equal_attention_and_steps_the_full_pass(name):
+    """Linen equals `Attention`, NNX equals Linen; decoding steps of both equal the full pass."""
+    alignment, x = ALIGNMENTS.get(name), tokens(0, B, Q, 10)
     fields = {"qkv_features": 12, "use_bias": False, "alignment": alignment}
     layer = sj.MultiHeadAttention(4, **fields)
     variables = layer.init(jax.random.key(0), x)
-    params = dict(variables["params"])
-    if isinstance(alignment, sj.DotProduct):
-        params = {"align": {n: params.pop(n) for n in ("query", "key")}, **params}
-    attention = sj.Attention(4, 3, alignment=alignment)
-    causal_mask = nn.make_causal_mask(jnp.ones((B, Q)))
+    causal, lengths = nn.make_causal_mask(jnp.ones((B, Q))), jnp.array([Q, 3])
+    padding = (jnp.arange(Q) < lengths[:, None])[:, None, None]
+    masks = [
+        causal,
+        causal * padding,
+        sj.Mask(causal=True),
+        sj.Mask(causal=True, key_lengths=lengths),
+    ]
     run = functools.partial(jax.jit, compiler_options=FAST)
-    expected = run(attention.apply)({**variables, "params": params}, x, mask=sj.Mask(causal=True))
-    actual = run(
-        lambda v: [layer.apply(v, x, mask=m) for m in (causal_mask, sj.Mask(causal=True))]
-    )(variables)
-    close(actual, [expected, expected])
+    whole, short, *others = run(lambda v: [layer.apply(v, x, mask=m) for m in masks])(variables)
+    close(others, [whole, jnp.where((jnp.arange(Q) < lengths[:, None])[..., None], short, 0)])
+    if alignment is not None:
+        params = dict(variables["params"])
+        if name == "DotProduct":
+            params = {"align": {n: params.pop(n) for n in ("query", "key")}, **params}
+        attention = sj.Attention(4, 3, alignment=alignment)
+        close(attention.apply({**variables, "params": params}, x, mask=masks[2]), whole)
 
-    module = snnx.MultiHeadAttention(4, 10, decode=False, rngs=nnx.Rngs(0), **fields)
-    graph, state = nnx.split(module)
-    flat = dict(nnx.to_flat_state(state))
-    merged = flatten_by_path(variables["params"]) | flatten_by_path(variables.get("constants", {}))
-    assert set(flat) == set(merged)
-    state = nnx.from_flat_state({path: v.replace(merged[path]) for path, v in flat.items()})
-    close(run(lambda s: nnx.merge(graph, s)(x, mask=causal_mask))(state), expected)
-    nnx.update(module, state)
+    decoder = layer.copy(decode=True)
+    cache = decoder.init(jax.random.key(0), x)["cache"]
+    module = make("nnx", heads=4, in_features=10, **fields)
+    flat = flatten_dict(variables["params"]) | flatten_dict(variables.get("constants", {}))
+    state = dict(nnx.to_flat_state(nnx.state(module)))
+    assert set(flat) == set(state)
+    nnx.update(module, nnx.from_flat_state({p: v.replace(flat[p]) for p, v in state.items()}))
+    close(nnx.jit(lambda m: m(x, mask=causal))(module), whole)
     module.init_cache((B, Q + 2, 10))
     module.set_attributes(decode=True)
-    step = nnx.jit(lambda module, x: module(x))
-    steps = [step(module, x[:, i : i + 1]) for i in range(Q)]
-    close(jnp.concatenate(steps, 1), expected)
-
-
-def flatten_by_path(tree) -> dict:
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {tuple(p.key for p in path): leaf for path, leaf in leaves}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["none", *ALIGNMENTS])
-def test_linen_decoding_steps_equal_flax_or_the_full_pass(name):
-    alignment, x = ALIGNMENTS.get(name), tokens(0, B, Q, 10)
-    layer = sj.MultiHeadAttention(4, qkv_features=12, alignment=alignment, decode=True)
-    run = functools.partial(jax.jit, compiler_options=FAST)
-    variables = run(layer.init)(jax.random.key(0), x)
-    cache, fixed = variables["cache"], {k: v for k, v in variables.items() if k != "cache"}
-    causal_mask = nn.make_causal_mask(jnp.ones((B, Q)))
-    flax_layer = nn.MultiHeadAttention(4, qkv_features=12, decode=alignment is None)
-    if alignment is None:
-        assert_same_parameters(variables, expected=flax_layer.init(jax.random.key(0), x))
-        flax_cache = cache
-    full_output = run(layer.copy(decode=False).apply)(fixed, x, mask=causal_mask)
-    lengths = jnp.array([Q, 3])
-    full_output_of_lengths = layer.copy(decode=False).apply(
-        fixed, x, mask=causal_mask * (jnp.arange(Q) < lengths[:, None, None, None])
-    )
-    padding = (jnp.arange(Q) < lengths[:, None])[:, None, None]
 
     @run
     def step(cache, x):
-        options = {"mutable": ["cache"]}
-        plain, new = layer.apply({**fixed, "cache": cache}, x, **options)
-        masked = [
-            layer.apply({**fixed, "cache": cache}, x, mask=m, **options)[0]
-            for m in (padding, sj.Mask(causal=True, key_lengths=lengths))
-        ]
-        return plain, masked, new["cache"]
+        call = functools.partial(decoder.apply, {**variables, "cache": cache}, x, mutable=["cache"])
+        y, new = call()
+        return y, [call(mask=m)[0] for m in (padding, masks[3])], new["cache"]
+
+    @nnx.jit
+    def nnx_step(module, x):
+        return module(x)
 
     for i in range(Q):
-        token = x[:, i : i + 1]
-        if alignment is None:
-            expected, new = flax_layer.apply(
-                {**fixed, "cache": flax_cache}, token, mutable=["cache"]
-            )
-            flax_cache = new["cache"]
-        y, masked, cache = step(cache, token)
-        close(y, full_output[:, i : i + 1])
-        close(masked, [full_output_of_lengths[:, i : i + 1]] * 2)
-        if alignment is None:
-            close((y, cache), (expected, flax_cache))
+        y, masked, cache = step(cache, x[:, i : i + 1])
+        close([y, *masked], [whole[:, i : i + 1], *[short[:, i : i + 1]] * 2])
+        close(nnx_step(module, x[:, i : i + 1]), whole[:, i : i + 1])
     assert cache["cache_index"] == Q
+    names = {"DotProduct": 1, "none": 1, "PerHead": 1, "Mixture of two with keys": 2}
+    assert len(cache) == 2 + names.get(name, 0)
 
 
-@pytest.mark.parametrize("library", LAYERS)
+@pytest.mark.parametrize("alignment", [None, sj.Random(Q)], ids=["dot product", "Random"])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_masks_of_positions_not_yet_decoded_have_no_effect(library, alignment):
+    """A prefix longer than the decoded tokens, and a padding mask. A full cache is an error."""
+    x, layer = tokens(0, B, 2, D), make(library, alignment=alignment, decode=True)
+    variables = layer.init(jax.random.key(0), x) if library == "linen" else {}
+
+    def run(**options):
+        if library == "linen":
+            return layer.apply(variables, x[:, :1], mutable=["cache"], **options)
+        layer.init_cache(x.shape)
+        return layer(x[:, :1], **options), None
+
+    expected, new = run()
+    real = jnp.arange(2) < jnp.array([[2], [1]])
+    for mask in (sj.Mask(prefix_lengths=jnp.array([2, 1])), sj.Mask.padded(real)):
+        np.testing.assert_allclose(run(mask=mask)[0], expected, atol=1e-6)
+    if alignment is None:
+        return
+    message = r"max_length=2 but 3 positions .* by init or init_cache with longer inputs"
+    with pytest.raises(ValueError, match=message):
+        for _ in range(2):
+            if library == "linen":
+                variables |= new
+                _, new = run()
+            else:
+                layer(x[:, :1])
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_sown_weights_equal_flax(library):
-    make_flax_layer, make_layer = LAYERS[library]
-    make_aligned_layer = functools.partial(make_layer, alignment=sj.DotProduct())
     x, mask = tokens(0, B, 3, Q, D), pattern(1, B, 3, 1, Q, Q)
-    expected = applied(make_flax_layer(H), x, mask=mask, sow_weights=True)
+    expected = applied(make(library, flax=True), x, mask=mask, sow_weights=True)
     for layer in (
-        make_layer(H),
-        make_aligned_layer(H),
-        make_flax_layer(H, attention_fn=attention_fn),
+        make(library),
+        make(library, alignment=sj.DotProduct()),
+        make(library, flax=True, attention_fn=attention_fn),
     ):
         actual = applied(layer, x, mask=mask, sow_weights=True)
         close(jax.tree.leaves(actual), jax.tree.leaves(expected))
         assert not applied(layer, x, mask=mask)[1]
-    fixed = applied(make_layer(H, alignment=sj.Gaussian()), x, sow_weights=True)[1]
+    fixed = applied(make(library, alignment=sj.Gaussian()), x, sow_weights=True)[1]
     assert jax.tree.leaves(fixed)[0].shape == (B, 3, H, Q, Q)
 
 
-@pytest.mark.parametrize("library", LAYERS)
-def test_a_fully_masked_query_equals_flax_or_is_zero_with_an_alignment(library):
-    make_flax_layer, make_layer = LAYERS[library]
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_fully_masked_query_gets_zeros_with_an_alignment_or_a_mask_object(library):
     x, options = tokens(0, B, Q, D), {"use_bias": False}
-    (expected, _), (actual, _) = (
-        applied(m(H, **options), x, mask=PADDING) for m in (make_flax_layer, make_layer)
-    )
-    close(actual, expected)
-    aligned, _ = applied(make_layer(H, alignment=sj.DotProduct(), **options), x, mask=PADDING)
-    close(aligned[0], expected[0])
-    close(aligned[1, :3], expected[1, :3])
-    as_mask, _ = applied(make_layer(H, **options), x, mask=sj.Mask(key_lengths=jnp.array([Q, 3])))
-    close(as_mask, aligned)
+    expected, _ = applied(make(library, flax=True, **options), x, mask=PADDING)
+    aligned, _ = applied(make(library, alignment=sj.DotProduct(), **options), x, mask=PADDING)
+    close([aligned[0], aligned[1, :3]], [expected[0], expected[1, :3]])
     assert not np.any(aligned[1, 3:]) and np.all(expected[1, 3:] != 0)
+    mask = sj.Mask(key_lengths=jnp.array([Q, 3]))
+    for attention in (attention_fn, functools.partial(attention_fn, precision="highest")):
+        layer = make(library, attention_fn=attention, **options)
+        y, sown = applied(layer, x, mask=mask, sow_weights=True)
+        close(y, aligned)
+        (weights,) = jax.tree.leaves(sown)
+        np.testing.assert_allclose(weights[1].sum(-1)[:, :3], 1, rtol=1e-5)
+        assert np.all(weights[1, :, 3:] == 0)
 
 
-@pytest.mark.parametrize("library", LAYERS)
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_alignments_support_any_batch_dimensions(library):
-    _, make_layer = LAYERS[library]
-    for alignment in (
-        sj.Random(max_length=8),
-        sj.Mixture((sj.Dense(max_length=8), sj.DotProduct())),
-    ):
-        layer = make_layer(H, alignment=alignment)
-        x, y, mask = tokens(0, B, 3, Q, D), tokens(1, B, 3, K, D), pattern(2, B, 3, H, Q, K)
-        actual, _ = applied(layer, x, y, mask=mask)
-        for i in range(B):
-            close(actual[i], applied(layer, x[i], y[i], mask=mask[i])[0])
-        close(actual[1, 2], applied(layer, x[1, 2], y[1, 2], mask=mask[1, 2])[0])
+    layer = make(library, alignment=sj.Mixture((sj.Dense(max_length=8), sj.DotProduct())))
+    x, y, mask = tokens(0, B, 3, Q, D), tokens(1, B, 3, K, D), pattern(2, B, 3, H, Q, K)
+    actual, _ = applied(layer, x, y, mask=mask)
+    close(actual[1], applied(layer, x[1], y[1], mask=mask[1])[0])
+    close(actual[1, 2], applied(layer, x[1, 2], y[1, 2], mask=mask[1, 2])[0])
 
 
 def test_grouped_queries_and_causal_masks_equal_flax():
     x, mask = tokens(0, B, Q, D), pattern(1, B, 1, 1, Q)
-    options = {"num_kv_heads": 2, "decode": False}
-    for call in ({}, {"mask": mask}, {"mask": mask, "is_causal": True}, {"is_causal": True}):
-        expected, actual = (
-            m(4, D, rngs=nnx.Rngs(0), **options)(x, **call)
-            for m in (nnx.MultiHeadAttention, snnx.MultiHeadAttention)
-        )
-        close(actual, expected)
-    layer = snnx.MultiHeadAttention(
-        4, D, alignment=sj.Random(max_length=8), decode=False, rngs=nnx.Rngs(0)
-    )
+    flax_layer, layer = (make("nnx", flax=f, heads=4, num_kv_heads=2) for f in (True, False))
+    for call in ({"mask": mask}, {"mask": mask, "is_causal": True}, {"is_causal": True}):
+        close(layer(x, **call), flax_layer(x, **call))
+    layer = make("nnx", alignment=sj.Random(max_length=8))
     close(layer(x, is_causal=True), layer(x, mask=nn.make_causal_mask(jnp.ones((B, Q)))))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("library", LAYERS)
+@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"alignment": sj.DotProduct(head_dim=5)}, "set only scale on DotProduct"),
         ({"alignment": sj.Random}, "is not an Alignment; pass an object"),
-        ({"alignment": "random"}, "is not an Alignment; pass an object"),
-        (
-            {"alignment": sj.Random(8), "normalize_qk": True},
-            "normalize_qk is supported for DotProduct only",
-        ),
+        ({"alignment": sj.Random(8), "normalize_qk": True}, "normalize_qk exclude each other"),
         (
             {"alignment": sj.Random(8), "attention_fn": nn.dot_product_attention},
-            "exclude each other",
+            "attention_fn exclude each other",
         ),
         ({"alignment": sj.Random(8), "qkv_features": 9}, "divisible"),
     ],
 )
 def test_fields_that_exclude_an_alignment_are_errors(library, fields, message):
     with pytest.raises(ValueError, match=message):
-        applied(LAYERS[library][1](H, **fields), tokens(0, B, Q, D))
+        applied(make(library, **fields), tokens(0, B, Q, D))
 
 
 @pytest.mark.parametrize("alignment", [None, sj.Random(max_length=8)], ids=["none", "Random"])
-@pytest.mark.parametrize("library", LAYERS)
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_errors_equal_flax(library, alignment):
-    layer = LAYERS[library][1](H, alignment=alignment, dropout_rate=0.5)
+    layer = make(library, alignment=alignment, dropout_rate=0.5)
     x, y = tokens(0, B, Q, D), tokens(1, B, K, D)
     quiet = {"deterministic": True}
+    run = layer if library == "nnx" else functools.partial(layer.init, jax.random.key(0))
     for arguments, options, message in (
         ((x, None, y), quiet, "inputs_k` cannot be None|inputs_k cannot be None"),
         ((x, y, x), quiet, "equal lengths|lengths must match"),
         ((x, tokens(1, 3, K, D)), quiet, "batch dim"),
         ((x,), {}, "deterministic"),
         ((x,), {**quiet, "mask": jnp.ones((B, 3, Q, Q))}, "does not broadcast to"),
-        ((x,), {**quiet, "mask": jnp.ones((B, 1, Q, K))}, "does not broadcast to"),
     ):
         with pytest.raises(ValueError, match=message):
-            run = layer if library == "nnx" else functools.partial(layer.init, jax.random.key(0))
             run(*arguments, **options)
     if library == "nnx":
         with pytest.raises(ValueError, match="init_cache"):
             layer(x, decode=True, **quiet)
         with pytest.raises(ValueError, match="decode"):
-            snnx.MultiHeadAttention(H, D, alignment=alignment, rngs=nnx.Rngs(0))(x)
+            make("nnx", alignment=alignment, decode=None)(x)
         layer.init_cache((B, Q, D))
         step = lambda x: layer(x, decode=True, **quiet)
     else:
@@ -421,67 +373,95 @@ def test_errors_equal_flax(library, alignment):
             step(tokens_of_a_step)
 
 
-@pytest.mark.parametrize("alignment", [None, sj.Random(Q)], ids=["dot product", "Random"])
-@pytest.mark.parametrize("library", ["linen", "nnx"])
-def test_masks_of_positions_not_yet_decoded_have_no_effect(library, alignment):
-    """A prefix longer than the decoded tokens, and a padding mask."""
-    x = tokens(0, B, Q, D)
-    if library == "linen":
-        layer = sj.MultiHeadAttention(H, alignment=alignment, decode=True)
-        variables = layer.init(jax.random.key(0), x)
-        run = lambda m: layer.apply(variables, x[:, :1], mask=m, mutable=["cache"])[0]
-    else:
-        layer = snnx.MultiHeadAttention(H, D, alignment=alignment, decode=True, rngs=nnx.Rngs(0))
-
-        def run(mask):
-            layer.init_cache(x.shape)
-            return layer(x[:, :1], mask=mask)
-
-    expected = run(None)
-    real = jnp.arange(Q) < jnp.array([[Q], [3]])
-    for mask in (sj.Mask(prefix_lengths=jnp.array([3, 2])), sj.Mask.padded(real)):
-        np.testing.assert_allclose(run(mask), expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("library", ["linen", "nnx"])
-def test_a_full_cache_is_an_error(library):
-    x = tokens(0, B, 2, D)
-    if library == "linen":
-        layer = sj.MultiHeadAttention(H, alignment=sj.Dense(8), decode=True)
-        variables = layer.init(jax.random.key(0), x)
-
-        def run_step():
-            _, variables_out = layer.apply(variables, x[:, :1], mutable=["cache"])
-            variables.update(variables_out)
-    else:
-        layer = snnx.MultiHeadAttention(H, D, alignment=sj.Dense(8), decode=True, rngs=nnx.Rngs(0))
-        layer.init_cache(x.shape)
-        run_step = lambda: layer(x[:, :1])
-    for _ in range(2):
-        run_step()
-    with pytest.raises(
-        ValueError,
-        match=r"max_length=2 but 3 positions .* by init or init_cache with longer inputs",
-    ):
-        run_step()
-
-
-def test_sown_weights_of_padding_queries_are_zero_like_their_outputs():
-    x = tokens(0, B, Q, D)
-    layer = sj.MultiHeadAttention(H)
-    variables = layer.init(jax.random.key(0), x)
-    mask = sj.Mask.padded(jnp.array([Q, 3]))
-    _, actual = layer.apply(variables, x, mask=mask, sow_weights=True, mutable=["intermediates"])
-    (weights,) = actual["intermediates"]["attention_weights"]
-    np.testing.assert_allclose(weights[1].sum(-1)[:, :3], 1, rtol=1e-5)
-    assert np.all(weights[1, :, 3:] == 0)
-
-
-def test_parameters_of_an_nnx_alignment_have_logical_axes():
-    layer = snnx.MultiHeadAttention(H, D, alignment=sj.Random(Q), decode=False, rngs=nnx.Rngs(0))
+def test_the_nnx_layer_has_logical_axes_and_refuses_arguments_of_other_attention():
+    layer = make("nnx", alignment=sj.Random(Q))
     assert layer.align.table.out_sharding == ("heads", "query_length", "key_length")
-
-
-def test_to_nnx_of_flaxs_layer_is_an_error():
-    with pytest.raises(ValueError, match=r"is Flax's attention .*use synthesizer_jax\.nnx\.Multi"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'input_positions'"):
+        layer(tokens(0, B, Q, D), input_positions=jnp.arange(Q))
+    with pytest.raises(ValueError, match=r"use synthesizer_jax\.nnx\.MultiHeadAttention or"):
         snnx.to_nnx(nn.MultiHeadAttention(H), in_features=D, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_attention_fn_in_flaxs_layers_with_a_bias(library):
+    x, y, mask = tokens(0, B, 3, Q, D), tokens(1, B, 3, K, D), pattern(2, B, 3, 1, Q, K)
+    table = tokens(3, H, Q, K)
+    flax_attention = {"linen": nn, "nnx": nnx}[library].dot_product_attention
+    of = lambda f, bias: make(library, flax=True, attention_fn=functools.partial(f, bias=bias))
+    expected, _ = applied(of(flax_attention, table), x, y, mask=mask)
+    for bias in (table, static(table)):
+        close(applied(of(attention_fn, bias), x, y, mask=mask)[0], expected)
+
+
+@pytest.mark.parametrize(
+    "shape", [(H, Q, K), (1, 1, 1, K), (B, H, 1, K), (B, H, Q, K), (B, 1, Q, 1)]
+)
+def test_a_bias_is_added_to_the_logits(shape):
+    arguments = tokens(0, B, Q, H, 4), tokens(1, B, K, H, 4), tokens(2, B, K, H, 3)
+    for mask in (None, pattern(3, B, 1, Q, K)):
+        expected, actual = (
+            value_and_gradients(functools.partial(f, mask=mask), *arguments, tokens(4, *shape))
+            for f in (nn.dot_product_attention, attention_fn)
+        )
+        close(actual, expected)
+
+
+def test_a_bias_may_be_terms():
+    columns, query, key = tokens(0, H, Q + K - 1), tokens(1, B, Q, H, 4), tokens(2, B, K, H, 4)
+    table = jnp.stack([columns[:, Q - 1 - q : Q - 1 - q + K] for q in range(Q)], 1)
+    expected = nn.dot_product_attention(query, key, key, table)
+    for options in ({}, {"precision": "highest"}):
+        close(attention_fn(query, key, key, (relative(columns, first=1 - Q),), **options), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dropout_rng": jax.random.key(0), "dropout_rate": 0.1}, {"precision": "highest"}],
+    ids=["plain", "dropout", "precision"],
+)
+def test_long_inputs_need_no_array_of_all_weights(options):
+    """Neither the weights nor the gradients of a shared bias exist for every example at once."""
+    batch, length = 3, 384
+    x, table = tokens(0, batch, length, H, 4), tokens(1, H, length, length)
+    mask = pattern(2, batch, 1, 1, length)
+    loss = lambda x, table: attention_fn(x, x, x, table, mask, **options).sum()
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    hlo = gradients.lower(x, table).compile().as_text()
+    sizes = {np.prod([int(n) for n in m.split(",")]) for m in re.findall(r"\w\[([\d,]+)\]", hlo)}
+    assert max(sizes) < batch * H * length * length
+    if not options.get("dropout_rate"):
+        flax_loss = lambda x, table: nn.dot_product_attention(x, x, x, table, mask).sum()
+        close(gradients(x, table), jax.jit(jax.grad(flax_loss, argnums=(0, 1)))(x, table), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        (((2, 6, 2, 4), (2, 5, 4), (2, 5, 4)), {}, "same rank"),
+        (((2, 6, 2, 4), (3, 5, 2, 4), (3, 5, 2, 4)), {}, "batch dims must match"),
+        (((2, 6, 2, 4), (2, 5, 2, 3), (2, 5, 2, 4)), {}, "depths must match"),
+        (((2, 6, 2, 4), (2, 5, 2, 4), (2, 6, 2, 4)), {}, "lengths must match"),
+        (((2, 6, 4, 4), (2, 5, 3, 4), (2, 5, 3, 4)), {}, "must be a multiple"),
+        (((2, 3, 4, H, 2),) * 3, {"dropout_rate": 0.1}, "dropout needs dropout_rng"),
+        (((2, 3, 4, H, 2),) * 3, {"mask": sj.Mask(key_lengths=jnp.ones(2, int))}, "a mask array"),
+    ],
+)
+def test_errors_of_attention_fn(shapes, options, message):
+    with pytest.raises(ValueError, match=message):
+        attention_fn(*(jnp.ones(s) for s in shapes), **options)
+
+
+def test_a_bias_of_keys_is_exact_in_bfloat16_and_may_be_infinite():
+    """The keys of the term are split such that rounding to bfloat16, as on TPUs, is exact."""
+    bias = tokens(0, B, 1, 1, K) * 300
+    term = _key_bias(bias, LogitsShape(B, H, Q, K), jnp.float32)
+    rounded = term.keys.astype(jnp.bfloat16).astype(jnp.float32).sum(-1)
+    np.testing.assert_allclose(rounded, bias[:, 0, 0, :, None].repeat(H, -1), rtol=1e-6)
+    query, key = tokens(1, B, Q, H, 4), tokens(2, B, K, H, 4)
+    for nothing in (-jnp.inf, jnp.finfo(jnp.float32).min):
+        low = jnp.zeros((B, 1, 1, K)).at[:, ..., 2:].set(nothing)
+        actual, expected = (
+            value_and_gradients(functools.partial(f, bias=low), query, key, key)
+            for f in (attention_fn, nn.dot_product_attention)
+        )
+        close(actual, expected)

@@ -1,6 +1,5 @@
-"""Layers of this package in users' NNX and Linen models."""
+"""Layers and models as NNX modules, beside Linen's and Flax's own."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,101 +7,379 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from synthesizer_jax import MIXERS, Attention, DotProduct, Mask, Mixture, Random
+import synthesizer_jax as sj
+from synthesizer_jax import (
+    MIXERS,
+    Attention,
+    Block,
+    DotProduct,
+    Encoder,
+    FeedForward,
+    LanguageModel,
+    Mask,
+    Mixture,
+    Random,
+    RelativeBias,
+    Run,
+    SentenceFeedForward,
+    Stack,
+    UniversalStack,
+    t5,
+)
 from synthesizer_jax import nnx as snnx
-from tests.layers.cases import CASES
-from tests.layers.contract import LENGTHS, tokens
+from synthesizer_jax.inference import decode
+from synthesizer_jax.models import Memory, Size
+from synthesizer_jax.parameters import ACTIVATION_AXES, LOGICAL_AXES, abstract_variables
 
-D = 12
+D, HEADS, LENGTH, VOCAB = 8, 2, 6, 12
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2, LENGTH, D)), jnp.float32)
+INPUTS = jnp.array([[3, 4, 5, 1], [6, 2, 0, 0]])
+TARGETS = jnp.array([[0, 7, 8], [0, 9, 0]])
+SIZE = Size(d_model=D, layers=1, d_ff=6, heads=HEADS, head_dim=4)
+TINY = t5(SIZE, vocab_size=VOCAB, encoder=Random(max_length=8), dropout_rate=0.5)
+BLOCK = Block(Attention(2, 4, dropout_rate=0.5), FeedForward(6))
+STACK = Stack((Run(BLOCK, 2),), bias=RelativeBias())
+CROSS = Block(Attention(2, 4), None, cross_mixer=Attention(2, 4, dropout_rate=0.5))
+READER = Encoder(vocab_size=VOCAB, d_model=D, encoder=STACK, outputs=3, pooler=True)
+WRITER = LanguageModel(
+    vocab_size=VOCAB, d_model=D, decoder=UniversalStack((Run(BLOCK, 2),)), prefix=True
+)
+CASES = {
+    "EncoderDecoder": (TINY, (INPUTS, TARGETS), {}),
+    "LanguageModel": (WRITER, (INPUTS, TARGETS), {}),
+    "Encoder": (READER, (INPUTS,), {}),
+    "FeedForward": (FeedForward(6, dropout_rate=0.5), (X,), {}),
+    "Block": (CROSS, (X,), {"memory": Memory(X[:, :3], Mask())}),
+    "causal Block": (
+        Block(SentenceFeedForward(8, 4, causal=True), FeedForward(6)),
+        (X,),
+        {"mask": Mask(causal=True)},
+    ),
+    "Stack": (Stack((Run(CROSS, 2),)), (X,), {"memory": Memory(X, Mask())}),
+    "UniversalStack": (UniversalStack((Run(BLOCK, 2),)), (X,), {}),
+    "TalkingHeads": (sj.TalkingHeads(2, 4, dropout_rate=0.5), (X,), {}),
+    "DynamicConvolution": (sj.DynamicConvolution(3, dropout_rate=0.5), (X,), {}),
+    "LightweightConvolution": (sj.LightweightConvolution(3, dropout_rate=0.5), (X,), {}),
+    "Linformer": (sj.Linformer(2, 4, 8, dropout_rate=0.5), (X,), {}),
+    "TokenFeedForward": (sj.TokenFeedForward(5, 2, 4), (X,), {}),
+    "Attention": (Attention(2, 4, Random(8, trainable=False)), (X,), {"mask": Mask(causal=True)}),
+}
 
 
-@pytest.mark.slow
+def assert_trees_equal(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def differs(a, b) -> bool:
+    return any(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+
+
+def to_nnx(config, **options):
+    if not isinstance(config, sj.models.TokenModel):
+        options["in_features"] = D
+    return snnx.to_nnx(config, **{"rngs": nnx.Rngs(0), **options})
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_nnx_equals_linen(name):
-    layer, mode = CASES[name].layer, CASES[name].modes[-1]
-    x = tokens(0, dtype=np.float32)
-    wrapped = snnx.to_nnx(layer, in_features=x.shape[-1], rngs=nnx.Rngs(0))
-    variables = snnx.linen_variables(wrapped)
-    mask = Mask(causal=mode == "causal", key_lengths=jnp.array(LENGTHS))
-    np.testing.assert_array_equal(wrapped(x, mask=mask), layer.apply(variables, x, mask=mask))
+def test_a_module_equals_linen(name):
+    config, inputs, options = CASES[name]
+    module = to_nnx(config)
+    assert type(module) is getattr(snnx, type(config).__name__)
+    variables, key = snnx.linen_variables(module), jax.random.key(5)
+    shapes = jax.eval_shape(config.init, jax.random.key(0), *inputs, **options)
+    assert jax.tree.map(jnp.shape, variables) == jax.tree.map(jnp.shape, shapes)
+    apply = lambda **keys: config.apply(variables, *inputs, **options, **keys)
+    noisy = module(*inputs, rngs=key, **options)
+    assert_trees_equal(noisy, apply(rngs={"dropout": key}))
+    plain = module(*inputs, deterministic=True, **options)
+    assert_trees_equal(plain, apply())
+    assert differs(noisy, plain) == module.has_dropout
 
 
-def test_every_mixer_has_an_nnx_class():
+def test_every_mixer_has_an_nnx_class_and_own_ones_that_of_their_superclass():
     assert set(MIXERS) <= set(dir(snnx))
-    with pytest.raises(AttributeError, match="has no attribute 'Attentoin'"):
-        snnx.Attentoin  # noqa: B018
+
+    class OwnAttention(Attention):
+        """A user's mixer."""
+
+    module = to_nnx(OwnAttention(2, 4))
+    assert type(module) is snnx.Attention and type(module.config) is OwnAttention
 
 
-class UserModel(nnx.Module):
-    """A user's NNX model."""
+def test_fields_are_arguments_and_read_only_attributes():
+    module = snnx.EncoderDecoder(
+        vocab_size=VOCAB, d_model=D, encoder=TINY.encoder, decoder=TINY.decoder, rngs=nnx.Rngs(0)
+    )
+    assert module.config == TINY and module.d_model == D
+    assert_trees_equal(nnx.state(module, nnx.Param), nnx.state(to_nnx(TINY), nnx.Param))
+    assert isinstance(nnx.clone(module), snnx.EncoderDecoder)
+    with pytest.raises(AttributeError, match="EncoderDecoder: d_model is fixed at construction"):
+        module.set_attributes(d_model=2)
+    with pytest.raises(AttributeError, match="has no attribute 'heads'"):
+        module.heads  # noqa: B018
+    block = snnx.Block(Attention(2, 4), None, in_features=D, rngs=nnx.Rngs(0))
+    assert block.config == Block(Attention(2, 4), None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'num_head'"):
+        snnx.Attention(num_head=2, in_features=D, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="Attention needs in_features"):
+        snnx.to_nnx(Attention(2, 4), rngs=nnx.Rngs(0))
 
-    def __init__(self, rngs: nnx.Rngs):
+
+def test_methods_equal_linen():
+    tiny = to_nnx(TINY, deterministic=True)
+    variables, memory = snnx.linen_variables(tiny), tiny.encode_inputs(INPUTS)
+    assert_trees_equal(tiny.encode(INPUTS), memory.encoded)
+    assert_trees_equal(memory.encoded, TINY.apply(variables, INPUTS, method="encode"))
+    hidden = tiny.decode(TARGETS, memory)
+    assert_trees_equal(tiny.logits(hidden), tiny(INPUTS, TARGETS))
+    cache = tiny.init_cache(INPUTS, max_length=3)
+    for at in range(3):
+        state, cache = tiny.extend(TARGETS[:, at : at + 1], cache)
+    np.testing.assert_allclose(state[:, 0], hidden[:, 2], atol=1e-5)
+    assert decode(variables, INPUTS, model=tiny.config, max_length=4).tokens.shape == (2, 4)
+    noisy = nnx.view(tiny, deterministic=False)
+    assert differs(noisy.encode(INPUTS), noisy.encode(INPUTS))
+    assert not differs(noisy.encode(INPUTS, deterministic=True), memory.encoded)
+
+
+def flax_attention(rngs, **options):
+    return nnx.MultiHeadAttention(HEADS, D, decode=False, rngs=rngs, **options)
+
+
+def our_attention(rngs, **options):
+    alignment = options.pop("alignment", Mixture((DotProduct(), Random(max_length=8))))
+    return snnx.Attention(HEADS, 4, alignment=alignment, in_features=D, rngs=rngs, **options)
+
+
+@pytest.fixture(params=[flax_attention, our_attention], ids=["flax", "ours"])
+def make_layer(request):
+    """Each test of dropout holds for Flax's attention and for ours."""
+    return request.param
+
+
+@pytest.mark.parametrize("streams", [{"default": 0}, {"params": 0, "dropout": 1}])
+def test_every_call_draws_a_new_mask_until_eval(make_layer, streams):
+    layer = make_layer(nnx.Rngs(**streams), dropout_rate=0.5)
+    layer.train()
+    assert differs(layer(X), layer(X))
+    assert not differs(layer(X, deterministic=True), layer(X, deterministic=True))
+    view = nnx.view(layer, deterministic=True)
+    layer.eval()
+    assert not differs(layer(X), layer(X)) and not differs(layer(X), view(X))
+    assert differs(layer(X, deterministic=False), layer(X))
+    layer.set_attributes(deterministic=False)
+    assert differs(layer(X), layer(X))
+    assert make_layer(nnx.Rngs(0), dropout_rate=0.0).rngs is None
+
+
+def test_streams_of_the_call_override_those_of_the_module(make_layer):
+    rngs = nnx.Rngs(params=0, dropout=1)
+    layer, second = (make_layer(rngs, dropout_rate=0.5, deterministic=False) for _ in range(2))
+    assert differs(*(jax.random.key_data(m.rngs.key[...]) for m in (layer, second)))
+    count = int(layer.rngs.count[...])
+    outputs = [layer(X, rngs=nnx.Rngs(dropout=s)) for s in (1, 1, 2)]
+    assert not differs(outputs[0], outputs[1]) and differs(outputs[0], outputs[2])
+    stream = nnx.Rngs(dropout=1).dropout
+    assert not differs(outputs[0], layer(X, rngs=stream)) and int(stream.count[...]) == 1
+    assert int(layer.rngs.count[...]) == count
+
+
+def test_missing_streams_and_attributes_are_errors(make_layer):
+    layer = make_layer(nnx.Rngs(0), dropout_rate=0.5, deterministic=None, keep_rngs=False)
+    with pytest.raises(ValueError, match="deterministic"):
+        layer(X)
+    with pytest.raises(ValueError, match="rngs"):
+        layer(X, deterministic=False)
+    assert differs(layer(X, rngs=nnx.Rngs(1), deterministic=False), layer(X, deterministic=True))
+
+
+def test_dropout_of_our_layers_is_on_from_the_start_and_needs_a_stream():
+    ones = jnp.ones_like(X)
+    for layer in (nnx.Dropout(0.5, rngs=nnx.Rngs(0)), our_attention(nnx.Rngs(0), dropout_rate=0.5)):
+        assert layer.deterministic is False and differs(layer(ones), layer(ones))
+    message = "Attention: dropout needs a random stream; pass rngs with a stream 'dropout' or a def"
+    with pytest.raises(ValueError, match=message):
+        our_attention(nnx.Rngs(params=0), dropout_rate=0.5)(X)
+
+
+class Net(nnx.Module):
+    """A user's model."""
+
+    def __init__(self, make_layer, rngs):
         self.embed = nnx.Embed(20, D, rngs=rngs)
-        self.mix = snnx.Attention(
-            3,
-            4,
-            alignment=Mixture((DotProduct(), Random(max_length=8))),
-            dropout_rate=0.5,
-            in_features=D,
-            rngs=rngs,
-        )
+        self.mix = make_layer(rngs, dropout_rate=0.5, deterministic=False)
         self.head = nnx.Linear(D, 20, rngs=rngs)
 
-    def __call__(self, x, **options):
+    def __call__(self, x):
         h = self.embed(x)
-        return self.head(h + self.mix(h, mask=Mask(causal=True), **options))
+        return self.head(h + self.mix(h))
 
 
-@pytest.mark.slow
-def test_a_users_nnx_model_trains_splits_and_saves(tmp_path):
-    model, x = UserModel(nnx.Rngs(0)), jnp.arange(16).reshape(2, 8) % 7
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+def test_a_users_model_trains_splits_and_saves(make_layer, tmp_path):
+    net, x = Net(make_layer, nnx.Rngs(0)), jnp.arange(16).reshape(2, 8) % 7
+    optimizer = nnx.Optimizer(net, optax.adam(1e-2), wrt=nnx.Param)
 
     @nnx.jit
-    def step(model, optimizer):
-        def loss(model):
-            logits = model(x[:, :-1])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, x[:, 1:]).mean()
-
-        value, gradients = nnx.value_and_grad(loss)(model)
-        optimizer.update(model, gradients)
+    def step(net, optimizer):
+        loss = lambda net: optax.softmax_cross_entropy_with_integer_labels(net(x), x).mean()
+        value, gradients = nnx.value_and_grad(loss)(net)
+        optimizer.update(net, gradients)
         return value
 
-    losses = [float(step(model, optimizer)) for _ in range(30)]
-    model.eval()
-    assert losses[-1] < 0.5 * losses[0]
-    graph, state = nnx.split(model)
-    again = nnx.merge(graph, state)
-    np.testing.assert_array_equal(again(x), model(x))
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    losses = [float(step(net, optimizer)) for _ in range(30)]
+    assert losses[-1] < 0.5 * losses[0] and int(net.mix.rngs.count[...]) == 30
+    # A clone and a merged copy go on where the streams stand.
+    copies = [nnx.clone(net), nnx.merge(*nnx.split(net, nnx.Param, ...))]
+    np.testing.assert_array_equal(*(copy(x) for copy in copies))
+    gradients = [
+        nnx.grad(lambda layer, call=call: (call(layer, X) ** 2).sum())(nnx.clone(net.mix))
+        for call in (nnx.remat(lambda layer, x: layer(x)), lambda layer, x: layer(x))
+    ]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *gradients)
+    net.eval()
+    params = nnx.to_pure_dict(nnx.state(net, nnx.Param))
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "params", params)
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "params", params)
-    fresh = UserModel(nnx.Rngs(1))
+    fresh = Net(make_layer, nnx.Rngs(1))
     fresh.eval()
     nnx.update(fresh, nnx.State(restored))
-    np.testing.assert_array_equal(fresh(x), model(x))
+    np.testing.assert_array_equal(fresh(x), net(x))
 
 
-class UserLinenModel(nn.Module):
-    """A user's Linen model, with a layer of this package as a field and as a submodule."""
+def test_vmap_and_scan_over_layers(make_layer):
+    @nnx.split_rngs(splits=3)
+    @nnx.transform_metadata(in_axes=0, out_axes=0, partition="layers")
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def create(rngs):
+        return make_layer(rngs, dropout_rate=0.5, deterministic=False)
 
-    mixer: nn.Module
+    layers = create(nnx.Rngs(0))
+    if make_layer is our_attention:
+        metadata = layers.out["kernel"].get_metadata("out_sharding")
+        assert metadata == ("layers", "heads", "kv", "embed")
+        for _ in range(2):  # leaves the classes as they were
+            assert "Attention Summary" in nnx.tabulate(our_attention(nnx.Rngs(0)), X)
 
-    @nn.compact
-    def __call__(self, x):
-        h = nn.Dense(D)(x)
-        h = h + self.mixer(h, mask=Mask(causal=True))
-        return nn.Dense(3)(h + Attention(2, 5, alignment=Random(max_length=9), name="second")(h))
+    @nnx.jit
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def forward(layer, x):
+        return layer(x)
+
+    assert differs(forward(layers, X), forward(layers, X))
+    layers.eval()
+    graph, state = nnx.split(layers)
+    x = X
+    for i in range(3):
+        x = nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state))(x)
+    np.testing.assert_allclose(forward(layers, X), x, rtol=1e-5, atol=1e-5)
 
 
-def test_a_users_linen_model():
-    model = UserLinenModel(Attention(3, 4))
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 9, 5)), jnp.float32)
-    params = model.init(jax.random.key(0), x)["params"]
-    assert set(params) == {"Dense_0", "Dense_1", "mixer", "second"}
-    loss = lambda p: (model.apply({"params": p}, x) ** 2).sum()
-    gradients = jax.jit(jax.grad(loss))(params)
-    assert all(np.any(np.asarray(g) != 0) for g in jax.tree.leaves(gradients))
+def test_weights_equal_flax():
+    flax = flax_attention(nnx.Rngs(0), use_bias=False)
+    layer = our_attention(nnx.Rngs(0), alignment=DotProduct())
+    for name in ("query", "key", "value", "out"):
+        own = layer.align[name] if name in ("query", "key") else getattr(layer, name)
+        own["kernel"][...] = getattr(flax, name).kernel[...]
+    mask = nnx.make_causal_mask(jnp.ones((2, LENGTH)))
+    results = []
+    for module, options in ((flax, {"mask": mask}), (layer, {"mask": Mask(causal=True)})):
+        forward = nnx.capture(module, nnx.Intermediate)
+        y, sown = forward(X, sow_weights=True, **options)
+        assert list(sown) == ["attention_weights"] and not forward(X, **options)[1]
+        results.append((y, *sown["attention_weights"]))
+    for actual, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
+    with pytest.warns(DeprecationWarning, match="nnx.capture"):
+        layer(X, sow_weights=True)  # without capture they are stored in the module
+    assert len(nnx.pop(layer, nnx.Intermediate)["attention_weights"]) == 1
+    assert set(snnx.linen_variables(layer)) == {"params"}
+    with pytest.raises(ValueError, match="DynamicConvolution: sow_weights=True, but"):
+        to_nnx(sj.DynamicConvolution(3))(X, sow_weights=True)
+
+
+def test_weights_of_a_model_inside_a_compiled_function():
+    model = to_nnx(TINY, deterministic=True)
+
+    @nnx.jit
+    def capture_weights(model):
+        return nnx.capture(model, nnx.Intermediate)(INPUTS, TARGETS, sow_weights=True)
+
+    _, sown = capture_weights(model)
+    variables = snnx.linen_variables(model)
+    _, updates = TINY.apply(variables, INPUTS, TARGETS, mutable=["intermediates"])
+    leaves = jax.tree_util.tree_leaves_with_path(updates["intermediates"])
+    expected = {"/".join(key.key for key in path[:-1]): leaf for path, leaf in leaves}
+    assert "encoder/layers_0/attention/attention_weights" in expected
+    assert sown.keys() == expected.keys()
+    for path, weights in expected.items():
+        np.testing.assert_allclose(sown[path][0], weights, atol=1e-5)
+
+
+def test_losses_are_captured():
+    universal = UniversalStack((Run(BLOCK, 3),), halting_threshold=0.6)
+    config = LanguageModel(vocab_size=VOCAB, d_model=D, decoder=universal)
+    model = to_nnx(config, deterministic=True)
+    logits, losses = nnx.capture(model, snnx.Loss)(INPUTS, TARGETS)
+    variables = snnx.linen_variables(model)
+    expected, updates = config.apply(variables, INPUTS, TARGETS, mutable=["losses"])
+    assert_trees_equal(logits, expected)
+    (actual,) = jax.tree.leaves(losses)
+    assert actual == updates["losses"]["decoder"]["ponder"][0] > 0
+
+
+DIVIDED = {"heads": "tensor", "mlp": "tensor", "vocab": "tensor", "embed": "fsdp"}
+RULES = tuple((name, DIVIDED.get(name)) for name in (*LOGICAL_AXES, *ACTIVATION_AXES))
+
+
+def specs_of(module) -> dict[tuple, PartitionSpec]:
+    specs = nnx.get_partition_spec(nnx.state(module, nnx.Param))
+    return {path: spec.get_value() for path, spec in nnx.to_flat_state(specs)}
+
+
+def test_every_parameter_has_logical_axes():
+    encoder = Mixture((DotProduct(), Random(max_length=8)))
+    config = t5(Size(D, 2, 6, HEADS, 4), encoder=encoder, vocab_size=12, scan=True)
+    model = nnx.eval_shape(lambda: to_nnx(config))
+    _, axes = abstract_variables(config, INPUTS, TARGETS)
+    flat = jax.tree_util.tree_leaves_with_path(axes["params"], is_leaf=lambda x: type(x) is tuple)
+    expected = {tuple(key.key for key in path): PartitionSpec(*names) for path, names in flat}
+    assert specs_of(model) == expected
+    with nnx.logical_axis_rules(RULES):
+        mapped = specs_of(model)
+    rules = dict(RULES) | {None: None}
+    assert mapped == {p: PartitionSpec(*(rules[a] for a in s)) for p, s in expected.items()}
+    assert dict(snnx.axis_rules(**DIVIDED)) == dict(RULES)
+    with pytest.raises(ValueError, match="'head', did you mean 'heads'"):
+        snnx.axis_rules(head="tensor")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_parameters_are_made_sharded_under_a_mesh_and_rules(kind):
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), (kind,) * 2, devices=jax.devices()[:4])
+    make = lambda: our_attention(nnx.Rngs(0), alignment=Random(max_length=8))
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+        for layer in (nnx.jit(make)(), make()):
+            assert layer.out["kernel"][...].sharding.spec == PartitionSpec("tensor", None, "fsdp")
+            expected = NamedSharding(mesh, PartitionSpec("tensor"))
+            assert layer.align["table"][...].sharding.is_equivalent_to(expected, 3)
+        abstract = nnx.as_abstract(nnx.eval_shape(lambda: to_nnx(TINY)))
+        optimizer = nnx.Optimizer(layer, optax.sgd(1.0, momentum=0.9), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(layer, optimizer):
+            optimizer.update(layer, nnx.grad(lambda layer: (layer(X) ** 2).sum())(layer))
+
+        step(layer, optimizer)
+    tables = [layer.align["table"][...], *jax.tree.leaves(nnx.state(optimizer))]
+    shardings = [x.sharding for x in tables if x.shape == (HEADS, 8, 8)]
+    assert len(shardings) == 2 and all(s.is_equivalent_to(expected, 3) for s in shardings)
+    kernel = abstract.encoder["layers_0"]["mlp"]["wo"]["kernel"].get_value()
+    assert isinstance(kernel, jax.ShapeDtypeStruct)
+    assert kernel.sharding.spec == PartitionSpec("tensor", "fsdp")
+    # A mesh alone, whose axes have other names, is no reason to fail.
+    with jax.set_mesh(mesh):
+        nnx.Optimizer(make(), optax.sgd(1.0), wrt=nnx.Param)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
 
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
 from synthesizer_jax.cli.recipes import complete_recipe
-from synthesizer_jax.files import READERS, in_bucket, is_installed, storage_path
-from synthesizer_jax.import_noise import filter_import_noise
+from synthesizer_jax.files import in_bucket, is_installed, storage_path
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -32,7 +33,7 @@ def _to_storage_path(path: Path | None) -> pathlib.Path | None:
     if path is None:
         return None
     converted = storage_path(str(path))
-    if in_bucket(converted) and is_installed(READERS[0]):
+    if in_bucket(converted) and is_installed("tensorflow"):
         _load_tensorflow()
     return converted
 
@@ -162,21 +163,32 @@ def missing_extra_message(error: BaseException) -> str | None:
 def load_data_libraries() -> None:
     """Imports TensorFlow and SeqIO without their messages, and hides the GPUs from TensorFlow.
 
-    C++ code prints the messages before their level can be set, so standard error is captured during the
-    import, and everything but `import_noise.NOISE` is then printed.
-
     Raises:
       ModuleNotFoundError: TensorFlow or SeqIO is not installed.
     """
     _load_tensorflow()
-    with filter_import_noise():
+    with _silent_stderr():
         import seqio  # noqa: F401 - imports TensorFlow Text, which prints the messages again
 
 
 def _load_tensorflow() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    with filter_import_noise():
+    with _silent_stderr():
         import tensorflow as tf
 
         # TensorFlow would reserve all memory of the GPUs, which JAX needs.
         tf.config.set_visible_devices([], "GPU")
+
+
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Discards what C++ code prints while it is imported, before the level of messages can be set."""
+    sys.stderr.flush()
+    own = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(own, 2)
+        os.close(own)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from synthesizer_jax.ambient import with_variables_on_any_mesh
+from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.inference.beam_search import beam_search
 from synthesizer_jax.inference.decoder import Decoder, Lengths, Sequences
 from synthesizer_jax.inference.sampling import Sampling, decode_rows
@@ -142,7 +142,7 @@ def decode_sequences(
         *("model", "max_length", "beams", "top_k", "samples", "logits_dtype", "continues"),
     ),
 )
-@with_variables_on_any_mesh
+@on_any_mesh
 def run_decoding(
     variables: Variables,
     encoder_tokens: jax.Array,

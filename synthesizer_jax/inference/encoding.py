@@ -7,14 +7,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.ambient import with_variables_on_any_mesh
+from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.models import Encoder, EncoderDecoder
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables, apply_method
 
 
 @functools.partial(jax.jit, static_argnames="model")
-@with_variables_on_any_mesh
+@on_any_mesh
 def encode_tokens(variables: Variables, tokens: jax.Array, *, model: TokenModel) -> jax.Array:
     """Encodes a batch of inputs.
 

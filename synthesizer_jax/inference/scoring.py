@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from synthesizer_jax.ambient import with_variables_on_any_mesh
+from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.models import Encoder, TextToText
 from synthesizer_jax.parameters import Variables, apply_method
 from synthesizer_jax.typing import PyTree
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
-@with_variables_on_any_mesh
+@on_any_mesh
 def score_choices(
     variables: Variables,
     encoder_tokens: jax.Array,
@@ -44,7 +44,7 @@ def score_choices(
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
-@with_variables_on_any_mesh
+@on_any_mesh
 def score_targets(
     variables: Variables,
     encoder_tokens: jax.Array,
@@ -68,7 +68,7 @@ def score_targets(
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
-@with_variables_on_any_mesh
+@on_any_mesh
 def score_classes(variables: Variables, tokens: jax.Array, *, model: Encoder) -> jax.Array:
     """Returns the log-probabilities of an encoder's classes.
 
@@ -86,7 +86,7 @@ def score_classes(variables: Variables, tokens: jax.Array, *, model: Encoder) ->
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
-@with_variables_on_any_mesh
+@on_any_mesh
 def score_masked_tokens(
     variables: Variables, tokens: jax.Array, *, targets: jax.Array, model: Encoder
 ) -> jax.Array:

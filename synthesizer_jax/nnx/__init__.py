@@ -13,87 +13,73 @@ from typing import Any
 import flax.linen as linen
 from flax import nnx
 
-from synthesizer_jax.models import TokenModel
-from synthesizer_jax.multi_head import MultiHeadAttention as LinenMultiHeadAttention
-from synthesizer_jax.nnx.axes import axis_rules
-from synthesizer_jax.nnx.class_factory import nnx_class
-from synthesizer_jax.nnx.mixers import (
-    Attention,
-    DynamicConvolution,
-    LightweightConvolution,
-    Linformer,
-    SentenceFeedForward,
-    TalkingHeads,
-    TokenFeedForward,
-)
-from synthesizer_jax.nnx.models import (
-    Block,
-    Encoder,
-    EncoderDecoder,
-    FeedForward,
-    LanguageModel,
-    Stack,
-    UniversalStack,
-)
+from synthesizer_jax import models
+from synthesizer_jax.messages import did_you_mean
+from synthesizer_jax.mixers import Mixer
+from synthesizer_jax.models.stack import StackBase
+from synthesizer_jax.nnx import layers
+from synthesizer_jax.nnx.layers import *  # noqa: F403
 from synthesizer_jax.nnx.module import LinenModule, Loss, linen_variables
-from synthesizer_jax.nnx.multi_head import MultiHeadAttention, from_linen
+from synthesizer_jax.nnx.multi_head import MultiHeadAttention
+from synthesizer_jax.parameters import ACTIVATION_AXES, LOGICAL_AXES
 
 
-def to_nnx(
-    layer: linen.Module, *, rngs: nnx.Rngs, in_features: int | None = None, **options: Any
-) -> Any:
+def to_nnx(layer: linen.Module, *, rngs: nnx.Rngs, **options: Any) -> Any:
     """Converts a Linen module to an NNX module and initializes its parameters.
 
     Args:
-      layer: an unbound Linen module: a mixer (including your own), a `MultiHeadAttention`, a block, a
-        stack, or a model such as ``ZOO["synthesizer_rv_base"]()``.
+      layer: an unbound Linen module: a mixer (including your own), a block, a stack, or a model such as
+        ``ZOO["synthesizer_rv_base"]()``.
       rngs: random streams; ``params`` is used for the parameters, and ``dropout`` is forked for dropout.
-      in_features: number of input features; None for models, which take integer tokens.
-      **options: ``cross``, ``deterministic`` and ``keep_rngs`` as in the classes of this package; for a
-        `MultiHeadAttention`, arguments of the NNX class.
+      **options: ``in_features``, except for models; ``deterministic`` and ``keep_rngs``, see
+        `LinenModule`.
 
     Returns:
-      An instance of the NNX class of the same name, for `nnx.jit`, `nnx.grad`, `nnx.Optimizer`,
-      `nnx.split` and checkpoints.
+      An instance of the NNX class of the same name, or of a Linen superclass' name, for `nnx.jit`,
+      `nnx.grad`, `nnx.Optimizer`, `nnx.split` and checkpoints.
 
     Raises:
-      ValueError: `in_features` is missing, or the module has no NNX equivalent.
+      ValueError: `in_features` is missing, or the module is none of these.
     """
-    if isinstance(layer, TokenModel):
-        return nnx_class(type(layer))(layer, rngs=rngs, **options)
-    if in_features is None:
+    if not isinstance(
+        layer, Mixer | models.FeedForward | models.Block | StackBase | models.TokenModel
+    ):
         raise ValueError(
-            f"to_nnx: {type(layer).__name__} needs in_features, the number of features of its inputs"
+            f"to_nnx: {type(layer).__name__} is neither a mixer, block, stack nor model; use "
+            "synthesizer_jax.nnx.MultiHeadAttention or flax.nnx.bridge.ToNNX"
         )
-    if type(layer) is LinenMultiHeadAttention:
-        return from_linen(layer, in_features, rngs=rngs, **options)
-    if isinstance(layer, linen.MultiHeadDotProductAttention):
-        raise ValueError(
-            f"to_nnx: {type(layer).__name__} is Flax's attention layer or a subclass of it; use "
-            "synthesizer_jax.nnx.MultiHeadAttention, a subclass of Flax's NNX layer"
-        )
-    return nnx_class(type(layer))(layer, rngs=rngs, in_features=in_features, **options)
+    named = (getattr(layers, cls.__name__, None) for cls in type(layer).__mro__)
+    return next(filter(None, named), LinenModule)(layer, rngs=rngs, **options)
+
+
+def axis_rules(
+    **axes: str | tuple[str, ...] | None,
+) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
+    """Returns rules for `nnx.logical_axis_rules` that cover every logical axis of this package.
+
+    ``with nnx.logical_axis_rules(axis_rules(heads="tensor", mlp="tensor", embed="fsdp"))`` makes
+    `nnx.get_partition_spec` return the axes of the mesh. Flax leaves names without a rule unchanged, so
+    the result has a rule for each name; to use logical names of your own as well, append their rules.
+
+    Args:
+      **axes: for names of `LOGICAL_AXES` and `ACTIVATION_AXES`, the mesh axis or axes to shard over, or
+        None. Names that are left out are not sharded.
+
+    Raises:
+      ValueError: a name is in neither table.
+    """
+    names = (*LOGICAL_AXES, *ACTIVATION_AXES)
+    for name in axes.keys() - set(names):
+        raise ValueError(f"axis_rules: unknown axis {name!r}{did_you_mean(name, names)}")
+    return tuple((name, axes.get(name)) for name in names)
 
 
 __all__ = [
-    "Attention",
-    "Block",
-    "DynamicConvolution",
-    "Encoder",
-    "EncoderDecoder",
-    "FeedForward",
-    "LanguageModel",
-    "LightweightConvolution",
     "LinenModule",
-    "Linformer",
     "Loss",
     "MultiHeadAttention",
-    "SentenceFeedForward",
-    "Stack",
-    "TalkingHeads",
-    "TokenFeedForward",
-    "UniversalStack",
     "axis_rules",
     "linen_variables",
     "to_nnx",
+    *layers.__all__,
 ]

@@ -18,7 +18,6 @@ import numpy as np
 import tensorstore
 from flax import serialization, traverse_util
 
-from synthesizer_jax.files import check_regular
 from synthesizer_jax.models import Encoder
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables
@@ -154,9 +153,6 @@ def _orbax_item(directory: pathlib.Path) -> pathlib.Path | None:
 
 def _open_stores(directory: pathlib.Path) -> dict[str, Tensor]:
     """Opens TensorStore's arrays in a directory; the paths that other files name are not followed."""
-    for file in directory.rglob("*"):
-        if not file.is_dir():
-            check_regular(file)
     place = f"{directory.resolve()}/"
     store = {"driver": "file", "path": place}
     if (directory / OCDBT).is_file():

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 from synthesizer_jax.files import describing, storage_path, write_atomic
-from synthesizer_jax.import_noise import filter_import_noise
 from synthesizer_jax.registry import EXTRA_MESH_AXES, REGISTRY
 from synthesizer_jax.tasks import task_registry
 
@@ -118,7 +117,7 @@ def execute(source: Source, path: str) -> tuple[ModuleType, bool]:
         module.__file__ = path
         before = _registered_names()
         sys.modules[name] = module  # dataclasses look up their module
-        with convert_errors(path), filter_import_noise():
+        with convert_errors(path):
             exec(compile(source.text, path, "exec", dont_inherit=True), module.__dict__)
         _executed[source] = module, _registered_names() != before
     return _executed[source]
@@ -133,8 +132,7 @@ def import_package(name: str) -> ModuleType:
     if not _is_module_name(name):
         raise ValueError(f"{name!r} is neither the name of a package nor a file that ends in .py")
     try:
-        with filter_import_noise():
-            module = importlib.import_module(name)
+        module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import IO
 
-from synthesizer_jax.files import in_bucket, refuse_links
+from synthesizer_jax.files import in_bucket
 from synthesizer_jax.runtime import processes
 
 LOCK_FILE = "train.lock"
@@ -38,14 +38,12 @@ def lock_directory(
 
     Raises:
       InUseError: another process holds the lock.
-      OSError: the directory holds a link, see `refuse_links`.
     """
     if in_bucket(directory):
         yield
         return
     made = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
-    refuse_links(directory)
     path = directory / LOCK_FILE
     try:
         with _open_locked(path, log) as file:

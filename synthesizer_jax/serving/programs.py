@@ -24,7 +24,6 @@ from synthesizer_jax.data.vocabularies import (
     SentencePieceVocabulary,
     Vocabulary,
 )
-from synthesizer_jax.files import share_file
 from synthesizer_jax.inference import decode, score_targets
 from synthesizer_jax.inference.encoding import encode_tokens
 from synthesizer_jax.mixers.attention import AttentionBase
@@ -121,7 +120,7 @@ def write_directory(
         (directory / f"{name}.stablehlo").write_bytes(program.serialize())
     arrays = {name: np.ascontiguousarray(x) for name, x in parameters.items()}
     save_file(arrays, directory / PARAMETERS)
-    share_file(directory / PARAMETERS)
+    (directory / PARAMETERS).chmod(0o644)  # safetensors writes it for the owner alone
     description = {
         "model": type(model).__name__,
         "platforms": list(platforms),

@@ -16,10 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from etils import epath
 
 from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
-from synthesizer_jax.files import size_of, storage_path
+from synthesizer_jax.files import storage_path
 from synthesizer_jax.tasks import stored
 from synthesizer_jax.tasks.formats import Written
 from synthesizer_jax.tasks.metrics import Value
@@ -83,9 +84,8 @@ class RegisteredTask(Task):
                 return None
             return f"{part} of {stored.describe_split(self.dataset, directory, _base(part))}"
         if isinstance(source, seqio.FileDataSource):
-            return ", ".join(
-                f"{path}: {size_of(storage_path(path))} bytes" for path in source.list_shards(split)
-            )
+            shards = source.list_shards(split)
+            return ", ".join(f"{path}: {epath.Path(path).stat().length} bytes" for path in shards)
         return None
 
     def to_seqio(self, vocabulary: Vocabulary, data_dir: pathlib.Path) -> seqio.Task:

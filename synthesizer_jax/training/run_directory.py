@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data.vocabularies import SentencePiece, Vocabulary
-from synthesizer_jax.files import absolute, describing, join, storage_path, write_atomic
+from synthesizer_jax.files import absolute, describing, in_bucket, storage_path, write_atomic
 from synthesizer_jax.registry import format_value, from_json, replace, to_json
 from synthesizer_jax.runs import code
 from synthesizer_jax.tasks import synthetic
@@ -96,7 +96,7 @@ def with_vocabulary_path(experiment: Experiment, directory: pathlib.Path) -> Exp
     """
     vocabulary = experiment.vocabulary
     if isinstance(vocabulary, SentencePiece):
-        path = absolute(join(directory, vocabulary.path))
+        path = absolute(directory / vocabulary.path)
         return replace(experiment, vocabulary=replace(vocabulary, path=str(path)))
     return experiment
 
@@ -152,7 +152,8 @@ def open_vocabulary(experiment: Experiment, directory: pathlib.Path) -> Vocabula
             f"{directory / EXPERIMENT_FILE}: vocabulary is null; give it as the run had it"
         )
     if isinstance(config, SentencePiece):
-        path = join(directory, config.path)
+        path = storage_path(config.path)
+        path = path if in_bucket(path) else directory / path
         _check_saved_vocabulary(path, directory)
         config = replace(config, path=str(path))
     vocabulary = config.build()

@@ -1,7 +1,6 @@
 """T5X's msgpack files come in, made ones and a real one."""
 
 import gzip
-import os
 import re
 import shutil
 
@@ -232,22 +231,10 @@ def test_arrays_of_tensorstore_are_read_and_paths_not_followed(tmp_path):
     assert has_its_logits(directory, config, rounded(tensors))
 
 
-def replace_by_a_pipe(block):
-    block.unlink()
-    os.mkfifo(block)
-
-
 @pytest.mark.parametrize(
-    ("metadata", "block", "damage", "message"),
-    [
-        ({"driver": "zarr"}, "0.0", os.unlink, "token_embedder\\.embedding cannot be read: "),
-        ({"driver": "zarr3"}, "c/0/0", os.unlink, "token_embedder\\.embedding cannot be read: "),
-        ({"driver": "zarr"}, "0.0", replace_by_a_pipe, "0 is not a regular file"),
-    ],
+    ("metadata", "block"), [({"driver": "zarr"}, "0.0"), ({"driver": "zarr3"}, "c/0/0")]
 )
-def test_a_lost_block_of_tensorstore_is_an_error_and_not_zeros(
-    tmp_path, metadata, block, damage, message
-):
+def test_a_lost_block_of_tensorstore_is_an_error_and_not_zeros(tmp_path, metadata, block):
     _, _, target = made()
     directory = tmp_path / "checkpoint_5"
     directory.mkdir()
@@ -255,8 +242,9 @@ def test_a_lost_block_of_tensorstore_is_an_error_and_not_zeros(
         write_zarr(directory, "/".join(key.key for key in path), x, **metadata)
     data = serialization.msgpack_serialize({"optimizer": {"target": {}}})
     (directory / "checkpoint").write_bytes(data)
-    damage(directory / "target.token_embedder.embedding" / block)
-    with pytest.raises((ValueError, OSError), match=message):
+    (directory / "target.token_embedder.embedding" / block).unlink()
+    message = r"token_embedder\.embedding cannot be read: "
+    with pytest.raises(ValueError, match=message):
         convert_checkpoint(directory, tmp_path / "run", vocabulary=Bytes())
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_5"]
 

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from synthesizer_jax.checkpoints.manager import finished_steps
-from synthesizer_jax.evaluation.files import evaluation_folder
 from synthesizer_jax.runs import lock
 
 
@@ -81,25 +80,3 @@ def test_without_locks_of_the_file_system_one_line_says_so(tmp_path, monkeypatch
     with lock.lock_directory(tmp_path, log=said.append):
         pass
     assert said == [f"{tmp_path}: the file system has no locks; let no other training use it"]
-
-
-@pytest.mark.parametrize("name", ["train.lock", "events.jsonl", "evaluation", "tensorboard"])
-def test_links_in_a_run_are_not_written_through(tmp_path: pathlib.Path, name: str) -> None:
-    run, outside = tmp_path / "run", tmp_path / "outside"
-    run.mkdir()
-    (run / name).symlink_to(outside)
-    with (
-        pytest.raises(OSError, match=rf"run/{name} is a link; put what it points to in its place"),
-        lock.lock_directory(run),
-    ):
-        pass
-    with pytest.raises(OSError, match="is a link"):
-        evaluation_folder(run, 4)
-    assert list(tmp_path.iterdir()) == [run]
-
-
-def test_a_link_to_the_run_itself_is_the_users(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "mine").symlink_to(tmp_path / "run")
-    with lock.lock_directory(tmp_path / "mine"):
-        assert evaluation_folder(tmp_path / "mine", 4) == tmp_path / "mine" / "evaluation" / "4"

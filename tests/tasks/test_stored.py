@@ -1,7 +1,6 @@
 """Damaged or hostile TFDS files end in one sentence; nothing that they name is imported."""
 
 import json
-import os
 import pathlib
 import shutil
 import sys
@@ -91,17 +90,6 @@ def test_damaged_json_names_the_file_and_the_remedy(data_dir, name, content):
     with pytest.raises(ValueError, match="import it again") as error:
         read(data_dir)
     assert str(data_dir) in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["dataset_info.json", "features.json", "*.tfrecord*"])
-def test_a_pipe_is_not_waited_for(data_dir, name):
-    (path,) = directory(data_dir).glob(name)
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(
-        (ValueError, OSError), match=f"{path.name}.* is not a regular file; move it"
-    ):
-        read(data_dir)
 
 
 def test_folders_that_are_no_versions_are_left_out(data_dir):

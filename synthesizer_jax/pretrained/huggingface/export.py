@@ -17,7 +17,6 @@ from synthesizer_jax.data.vocabularies import (
     SentencePieceVocabulary,
     Vocabulary,
 )
-from synthesizer_jax.files import share_file
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.pretrained.architecture import Architecture, with_output_of_t5
@@ -91,7 +90,7 @@ def _write_tensors(
             save_file(arrays, path, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{path} cannot be written ({error}); nothing was exported") from None
-        share_file(path)
+        path.chmod(0o644)  # safetensors writes it for the owner alone
         weight_map |= dict.fromkeys(arrays, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
