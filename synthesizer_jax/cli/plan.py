@@ -266,20 +266,12 @@ def _print_plan(plan: MemoryPlan) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from synthesizer_jax.training.plan import unsplit_sizes
-
     topology, needs = plan.topology, plan.needs
     mesh = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     slices = f"{topology.slices} × " if topology.slices > 1 else ""
     typer.echo(
         f"{slices}{topology.name}: {topology.chips} chips, mesh {mesh}; {plan.rows} rows per device"
     )
-    if not plan.whole_axes:
-        pairs = ", ".join(f"{fsdp} × {tensor}" for fsdp, tensor in unsplit_sizes(topology))
-        typer.echo(
-            "this mesh splits dimensions of the slice, so collectives use only some of the links; "
-            f"fsdp × tensor of {pairs} would not split them"
-        )
     table = Table("on one device", box=None)
     table.add_column("GiB", justify="right")
     for name, size in (*dataclasses.asdict(needs).items(), ("total", needs.total)):

@@ -19,9 +19,6 @@ Argument: TypeAlias = float | int | bool | str | None
 Arguments: TypeAlias = tuple[tuple[str, Argument], ...]
 """Names and values, sorted by name; a tuple, so that configurations are hashable."""
 
-DECAYS = ("weight_decay", "weight_decay_rate")
-"""What optax's optimizers call the coefficient of weight decay."""
-
 
 @register
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +39,6 @@ class Optax:
 
     def __post_init__(self) -> None:
         _check_call(self.name, OPTIMIZERS, {"learning_rate": None, **dict(self.arguments)})
-
-    @property
-    def weight_decay(self) -> float:
-        """The function's argument ``weight_decay`` or ``weight_decay_rate``, or its default; 0: none."""
-        given = dict(self.arguments)
-        found = inspect.signature(OPTIMIZERS[self.name]).parameters
-        values = [given.get(name, found[name].default) for name in DECAYS if name in found]
-        return next((value for value in values if isinstance(value, float) and value), 0.0)
 
     def build(self, axes: PyTree) -> optax.GradientTransformation:
         """See `Optimizer.build`; the axes are not used."""

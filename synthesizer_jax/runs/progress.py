@@ -50,7 +50,7 @@ class Progress:
 
     def begin(self, step: int) -> None:
         """Shows the bar at a number of finished steps."""
-        self._bar.update(self._task, completed=step)
+        self.advance(step)
         self._bar.start()
 
     def advance(self, step: int) -> None:
@@ -86,12 +86,8 @@ class Progress:
     def say(self, step: int, text: str) -> None:
         """Prints a line about a step."""
         width = len(str(self._total))
-        self.note(f"step {step:>{width}}/{self._total}  {text}")
-
-    def note(self, text: str) -> None:
-        """Prints a line above the bar."""
         if self._visible:
-            self._console.print(escape_controls(text))
+            self._console.print(escape_controls(f"step {step:>{width}}/{self._total}  {text}"))
 
     def close(self) -> None:
         """Stops the display."""
@@ -145,10 +141,9 @@ def summary_lines(
     lines.append(f"{directory} holds checkpoints of the steps {kept}, {METRICS_FILE}, evaluation/")
     data = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
     run = shlex.quote(str(directory))
-    following = [f"eval --workdir {run}{data}"]
-    following += [] if prompt is None else [f'generate --workdir {run} "{prompt}"']
-    for start, command in zip(("next: ", "      "), following, strict=False):
-        lines.append(f"{start}synthesizer-jax {command}")
+    lines.append(f"next: synthesizer-jax eval --workdir {run}{data}")
+    if prompt is not None:
+        lines.append(f'      synthesizer-jax generate --workdir {run} "{prompt}"')
     return "\n".join(lines)
 
 

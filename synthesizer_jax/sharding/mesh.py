@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import logging
 import math
-from collections.abc import Sequence
 from typing import Annotated, TypeAlias
 
 import jax
-import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from synthesizer_jax.costs.chips import Topology
 from synthesizer_jax.registry import register
 from synthesizer_jax.sharding.rules import MESH_AXES, check_mesh_axes
 from synthesizer_jax.typing import Choices, Count
@@ -130,66 +127,15 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh
     devices = jax.devices() if devices is None else devices
     slices = num_slices(devices)
     within, between = shape.sizes(len(devices), slices)
+    make = (
+        functools.partial(mesh_utils.create_hybrid_device_mesh, within, between)
+        if math.prod(between) > 1
+        else functools.partial(mesh_utils.create_device_mesh, within)
+    )
     try:
-        arranged = _arrange_devices(within, between, devices)
+        arranged = make(devices)
     except NotImplementedError:
-        _log.warning(
-            "mesh %s splits dimensions of the slice; `plan` lists sizes that do not", within
-        )
-        arranged = _arrange_devices(within, between, devices, allow_split_physical_axes=True)
+        _log.warning("mesh %s splits dimensions of the slice", within)
+        arranged = make(devices, allow_split_physical_axes=True)
     # Since JAX 0.10 axes are Explicit by default; Linen's sharding constraints need Auto.
     return Mesh(arranged, shape.axis_names, axis_types=(AxisType.Auto,) * len(shape.axis_names))
-
-
-def _arrange_devices(
-    within: Sizes,
-    between: Sizes,
-    devices: Sequence[jax.Device | _TopologyDevice],
-    *,
-    allow_split_physical_axes: bool = False,
-) -> np.ndarray:
-    """Arranges devices such that neighbors along an axis are physically close.
-
-    Raises:
-      NotImplementedError: an axis would split a dimension of a TPU slice, and this is not allowed.
-    """
-    if math.prod(between) > 1:
-        arranged = mesh_utils.create_hybrid_device_mesh(
-            within, between, devices, allow_split_physical_axes=allow_split_physical_axes
-        )
-    else:
-        arranged = mesh_utils.create_device_mesh(
-            within, devices, allow_split_physical_axes=allow_split_physical_axes
-        )
-    return np.asarray(arranged)
-
-
-@dataclasses.dataclass(frozen=True)
-class _TopologyDevice:
-    """The attributes of a TPU device that `mesh_utils` reads, for slices that are not attached."""
-
-    id: int
-    device_kind: str
-    coords: tuple[int, int, int]
-    core_on_chip: int
-    platform: str = "tpu"
-
-
-def _topology_devices(topology: Topology) -> list[_TopologyDevice]:
-    """The devices of one slice of a topology."""
-    chip = topology.chip
-    x, y, z = (*topology.shape, 1)[:3]
-    coordinates = itertools.product(range(z), range(y), range(x), range(chip.devices))
-    return [
-        _TopologyDevice(n, chip.kind, (i, j, k), core)
-        for n, (k, j, i, core) in enumerate(coordinates)
-    ]
-
-
-def uses_whole_dimensions(within: Sizes, topology: Topology) -> bool:
-    """Returns whether axes of these sizes consist of whole dimensions of a slice."""
-    try:
-        _arrange_devices(within, (1,), _topology_devices(topology))
-    except NotImplementedError:
-        return False
-    return True

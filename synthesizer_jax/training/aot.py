@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import functools
 import math
 import os
 import re
 import time
-from collections.abc import Iterator
 
 import jax
 from jax.experimental import topologies
@@ -38,18 +37,6 @@ class Costs:
     flops: float
     bytes: float
     collectives: dict[str, float]
-
-    def add(self, other: Costs, times: float = 1.0) -> Costs:
-        """Returns ``self + times · other``."""
-        names = self.collectives.keys() | other.collectives.keys()
-        return Costs(
-            self.flops + times * other.flops,
-            self.bytes + times * other.bytes,
-            {
-                n: self.collectives.get(n, 0.0) + times * other.collectives.get(n, 0.0)
-                for n in sorted(names)
-            },
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,45 +105,36 @@ def devices_of(topology: Topology) -> list[jax.Device]:
 
 
 def compiled_plan(experiment: Experiment, topology: Topology) -> Compiled:
-    """Compiles a step and returns its memory and costs.
-
-    The compiler's cost analysis counts the body of a loop once. Operations and bytes are therefore
-    extrapolated from unrolled models of one and two layers. Memory and collectives are those of the
-    model itself.
-    """
+    """Compiles a step and returns its memory and costs, see `step_costs`."""
     began = time.perf_counter()
-    whole = compile_step(experiment, topology)
+    memory = compile_step(experiment, topology).memory_analysis()
     seconds = time.perf_counter() - began
-    memory = whole.memory_analysis()
     assert memory is not None
-    costs = _extrapolate_costs(experiment, topology)
-    costs = dataclasses.replace(costs, collectives=_program_costs(whole).collectives)
-    chip = topology.chip
-    times = (
-        costs.flops * chip.devices / chip.flops,
-        costs.bytes * chip.devices / chip.bandwidth,
-    )
+    costs, chip = step_costs(experiment, topology), topology.chip
     return Compiled(
         seconds=seconds,
         arguments=memory.argument_size_in_bytes,
         peak=memory.peak_memory_in_bytes,
         costs=costs,
-        roofline=max(times),
+        roofline=chip.devices * max(costs.flops / chip.flops, costs.bytes / chip.bandwidth),
     )
 
 
-def _extrapolate_costs(experiment: Experiment, topology: Topology) -> Costs:
-    """Returns the costs of all layers, from those of the first and the second layer of every run.
+def step_costs(experiment: Experiment, topology: Topology) -> Costs:
+    """Returns the costs of a step, extrapolated from compiled models of one and two layers.
 
-    Runs of the same length are measured together.
+    The compiler's analysis counts the body of a loop once, so layers are unrolled, and runs of the same
+    length measured together. Micro-batches are a loop too, and are counted once.
     """
     first = _program_costs(compile_step(_with_layers(experiment), topology))
-    total = first
+    total = collections.Counter(first)
     runs = [run for stack in stacks_of(experiment.model).values() for run in stack.runs]
     for repeats in sorted({run.repeats for run in runs} - {1}):
         second = _program_costs(compile_step(_with_layers(experiment, repeats), topology))
-        total = total.add(second.add(first, -1.0), repeats - 1)
-    return total
+        for name in first.keys() | second.keys():
+            total[name] += (repeats - 1) * (second[name] - first[name])
+    collectives = {name: float(total[name]) for name in COLLECTIVES if total[name]}
+    return Costs(total["flops"], total["bytes accessed"], collectives)
 
 
 def _with_layers(experiment: Experiment, repeats: int | None = None) -> Experiment:
@@ -168,77 +146,25 @@ def _with_layers(experiment: Experiment, repeats: int | None = None) -> Experime
     return replace(experiment, model=replace(experiment.model, **changed))
 
 
-def _program_costs(compiled: jax.stages.Compiled) -> Costs:
-    analysis = compiled.cost_analysis()
-    assert analysis is not None
-    found: dict[str, float] = {}
-    for kind, size in _collective_operations(compiled.as_text() or ""):
-        found[kind] = found.get(kind, 0.0) + size
-    return Costs(analysis["flops"], analysis["bytes accessed"], found)
-
-
-def _collective_operations(text: str) -> Iterator[tuple[str, int]]:
-    """Yields the kind and the bytes of every collective of a compiled program, times its executions.
+def _program_costs(compiled: jax.stages.Compiled) -> collections.Counter[str]:
+    """Returns ``flops``, ``bytes accessed`` and the bytes of the results of collectives by kind.
 
     An asynchronous all-gather occurs several times in the text with the same channel, and is counted
     once. Different all-reduces may share a channel.
     """
-    seen = set()
-    pattern = re.compile(rf"= (.+?) ({'|'.join(COLLECTIVES)})(-start)?\(.*?channel_id=(\d+)")
-    for times, line in _instructions_with_counts(text):
-        match = pattern.search(line)
-        if match is None:
-            continue
-        shapes, kind, begun, channel = match.groups()
+    analysis, seen = compiled.cost_analysis(), set()
+    assert analysis is not None
+    found = collections.Counter[str]({k: analysis[k] for k in ("flops", "bytes accessed")})
+    pattern = rf"= (.+?) ({'|'.join(COLLECTIVES)})(-start)?\(.*?channel_id=(\d+)"
+    for shapes, kind, begun, channel in re.findall(pattern, compiled.as_text() or ""):
         if kind != "all-reduce":
             if channel in seen:
                 continue
             seen.add(channel)
-        sizes = _shape_sizes(shapes)
+        sizes = [
+            WIDTHS.get(dtype, 4) * math.prod(int(n) for n in dims.split(",") if n)
+            for dtype, dims in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", shapes)
+        ]
         # The shape of an asynchronous start includes its operands, which are no larger than its result.
-        yield kind, times * (max(sizes) if begun and kind != "all-reduce" else sum(sizes))
-
-
-def _instructions_with_counts(text: str) -> Iterator[tuple[int, str]]:
-    """Yields the instructions of a program's text and how often each is executed.
-
-    A computation is executed as often as its callers, and the body of a loop as often as the condition
-    allows, which compares a counter with a constant.
-    """
-    computations = {
-        match[1]: match[2].splitlines()
-        for match in re.finditer(r"^(?:ENTRY )?(%[\w.\-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S)
-    }
-    callers: dict[str, list[tuple[str, int]]] = {}
-    for name, lines in computations.items():
-        for line in lines:
-            called = set(re.findall(r"%[\w.\-]+", line.partition(" = ")[2])) & computations.keys()
-            loop = re.search(r"condition=(%[\w.\-]+), body=(%[\w.\-]+)", line)
-            for other in called:
-                trips = _trip_count(computations[loop[1]]) if loop and other == loop[2] else 1
-                callers.setdefault(other, []).append((name, trips))
-
-    @functools.cache
-    def runs(name: str) -> int:
-        return max((runs(caller) * trips for caller, trips in callers.get(name, [])), default=1)
-
-    for name, lines in computations.items():
-        for line in lines:
-            yield runs(name), line
-
-
-def _trip_count(condition: list[str]) -> int:
-    """Returns the trip count of a loop whose condition is ``counter < constant``."""
-    found = [
-        int(n) for line in condition for n in re.findall(r" s32\[\]\S* constant\((\d+)\)", line)
-    ]
-    return max(found, default=1)
-
-
-def _shape_sizes(text: str) -> list[int]:
-    """Returns the bytes of a shape, or of each shape of a tuple, in XLA's notation."""
-    found = re.findall(r"([a-z]+\d*)\[([\d,]*)\]", text)
-    return [
-        WIDTHS.get(kind, 4) * math.prod(int(n) for n in sizes.split(",") if n)
-        for kind, sizes in found
-    ]
+        found[kind] += max(sizes) if begun and kind != "all-reduce" else sum(sizes)
+    return found

@@ -116,7 +116,7 @@ def source(tmp_path_factory):
     recipe = experiment(seed=3)
     state = Trainer(recipe).init()
     save_run(recipe, directory)
-    checkpoints = Checkpoints(directory / "checkpoints", asynchronous=False)
+    checkpoints = Checkpoints(directory / "checkpoints")
     checkpoints.save(state, None)
     checkpoints.close()
     return directory, recipe, state
@@ -177,7 +177,7 @@ def test_the_optimizer_goes_on_where_it_was_told_to(source):
     moved = jax.tree.map(lambda x: x + 1, saved.opt_state)
     run = directory.parent / "moved"
     save_run(recipe, run)
-    checkpoints = Checkpoints(run / "checkpoints", asynchronous=False)
+    checkpoints = Checkpoints(run / "checkpoints")
     checkpoints.save(dataclasses.replace(saved, opt_state=moved), None)
     checkpoints.close()
     fresh, found, _ = started(going_on, run)

@@ -102,7 +102,7 @@ def test_texts_are_evaluated_by_their_loss(data_dir: pathlib.Path, tmp_path: pat
     names = {"perplexity", "word_perplexity", "bits_per_byte"}
     assert all(set(task["metrics"]) == names for task in written["tasks"])
 
-    _, evaluator = open_data(wanted, directory, data_dir)
+    evaluator = open_data(wanted, directory, data_dir)
     results, _ = evaluator.measure(state.variables)
     path = write_predictions(tmp_path, results[0], examples=evaluator.sets[0])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -123,7 +123,7 @@ def test_a_masked_language_model_is_evaluated_where_tokens_are_masked(
     state = run(wanted, tmp_path / "run", data_dir=data_dir, visible=False)
     (record,) = log(tmp_path / "run", "eval")
 
-    _, evaluator = open_data(wanted, tmp_path / "run", data_dir)
+    evaluator = open_data(wanted, tmp_path / "run", data_dir)
     results, _ = evaluator.measure(state.variables)
     for examples, result in zip(evaluator.sets, results, strict=True):
         nats, count = 0.0, 0
@@ -155,7 +155,7 @@ def test_an_objective_pre_trains_and_is_evaluated(
     (record,) = log(tmp_path / "run", "eval")
     assert record["score"] == -record["loss"]
     assert ("small_letters/bits_per_byte" in record) == (objective == "full_lm")
-    _, evaluator = open_data(wanted, tmp_path / "run", data_dir)
+    evaluator = open_data(wanted, tmp_path / "run", data_dir)
     again, _ = evaluator.measure(state.variables)
     assert again[0].text_metrics["perplexity"] == pytest.approx(record["small_letters/perplexity"])
     texts_of_split = [row.decode() for row in original_texts(evaluator)]

@@ -140,7 +140,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(tmp_
 
 
 def test_the_latest_and_the_best_are_kept_when_the_score_falls(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep_latest=2, keep_best=1, asynchronous=False)
+    checkpoints = Checkpoints(tmp_path, keep_latest=2, keep_best=1)
     from synthesizer_jax.training.state import TrainState
 
     for step, score in enumerate((0.1, 0.9, 0.5, math.nan, None, 0.2, 0.95), start=1):
@@ -232,7 +232,7 @@ def test_a_second_damaged_checkpoint_of_a_step_is_set_aside_too(tmp_path):
 def test_a_checkpoint_of_other_arrays_stays_where_it_is(tmp_path):
     from synthesizer_jax.training.state import TrainState
 
-    checkpoints = Checkpoints(tmp_path, asynchronous=False)
+    checkpoints = Checkpoints(tmp_path)
     checkpoints.save(TrainState(np.asarray(1, np.int32), {"x": np.ones(2)}, {}, {}), None)
     other = TrainState(
         jax.ShapeDtypeStruct((), np.int32), {"y": jax.ShapeDtypeStruct((3,), np.float32)}, {}, {}
