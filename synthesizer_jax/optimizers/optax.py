@@ -75,13 +75,7 @@ def optax_optimizer(
     clip_norm: float | None = None,
     **arguments: Argument,
 ) -> Optax:
-    """Returns the optimizer ``optax.NAME(learning_rate, **arguments)``.
-
-    Args:
-      name: name of the function in `optax`.
-      learning_rate: the schedule of the learning rate.
-      clip_norm: maximum global norm of the gradient; None: no clipping.
-      **arguments: other arguments of the function.
+    """Returns the optimizer ``optax.NAME(learning_rate, **arguments)``, see `Optax`.
 
     Raises:
       ValueError: optax has no such optimizer, or it does not accept these arguments.
@@ -98,20 +92,15 @@ def optax_schedule(name: str, **arguments: Argument) -> OptaxSchedule:
     return OptaxSchedule(name, tuple(sorted(arguments.items())))
 
 
-def _first_parameter(function: Callable[..., object]) -> str:
-    return next(iter(inspect.signature(function).parameters), "")
-
-
 _FUNCTIONS: dict[str, Callable[..., PyTree]] = {
     name: f for name, f in vars(optax).items() if inspect.isfunction(f)
 }
-
-OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-    name: f for name, f in _FUNCTIONS.items() if _first_parameter(f) == "learning_rate"
+OPTIMIZERS = {
+    name: f
+    for name, f in _FUNCTIONS.items()
+    if next(iter(inspect.signature(f).parameters), "") == "learning_rate"
 }
-SCHEDULES: dict[str, Callable[..., optax.Schedule]] = {
-    name: f for name, f in _FUNCTIONS.items() if name.endswith("_schedule")
-}
+SCHEDULES = {name: f for name, f in _FUNCTIONS.items() if name.endswith("_schedule")}
 
 
 def _check_call(

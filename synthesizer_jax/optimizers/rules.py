@@ -134,12 +134,9 @@ class RuledOptimizer:
         )
 
     def update(self, gradients: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns the new parameters and the new state; frozen parameters keep every bit.
+        """Returns the new parameters and the new state, from what `mask_gradients` returns.
 
-        Args:
-          gradients: from `mask_gradients`.
-          opt_state: the transformation's.
-          params: all parameters.
+        Frozen parameters keep every bit.
         """
 
         def apply_update(p: jax.Array, u: jax.Array, rate: np.ndarray) -> jax.Array:
@@ -162,12 +159,7 @@ class RuledOptimizer:
 
 
 def trained_entries(rates: PyTree, tree: PyTree) -> PyTree:
-    """Returns nested dictionaries without the entries that are frozen.
-
-    Args:
-      rates: see `resolve_rules`.
-      tree: of the same structure, or with tuples of axes as leaves.
-    """
+    """Returns nested dictionaries, or such with axes as leaves, without the entries that are frozen."""
     factors, flat = traverse_util.flatten_dict(rates), traverse_util.flatten_dict(tree)
     return traverse_util.unflatten_dict({k: x for k, x in flat.items() if factors[k].any()})
 
@@ -186,17 +178,9 @@ def build_optimizer(
     params: PyTree,
     axes: PyTree,
 ) -> RuledOptimizer:
-    """Builds an optimizer for the parameters that the rules leave to be trained.
+    """Builds an optimizer for the parameters that the rules leave to be trained; see `resolve_rules`.
 
-    Args:
-      recipe: the optimizer's configuration.
-      rules: see `resolve_rules`.
-      model: the unbound model.
-      params: the shapes of its parameters.
-      axes: like the parameters, with a tuple of logical axis names for each.
-
-    Raises:
-      ValueError: see `resolve_rules`.
+    `axes` is like the parameters, with a tuple of logical axis names for each.
     """
     rates = resolve_rules(model, params, rules)
     return RuledOptimizer(recipe.build(trained_entries(rates, axes)), rates, schedule_of(recipe))

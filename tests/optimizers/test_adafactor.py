@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from synthesizer_jax.optimizers import Adafactor, AdamW
-from synthesizer_jax.optimizers.adafactor import adafactor, factored_dims, state_axes
+from synthesizer_jax.optimizers.adafactor import factored_dims, state_axes
 from synthesizer_jax.optimizers.schedules import Constant, Cosine, InverseSquareRoot
 from synthesizer_jax.parameters import is_axes
 
@@ -37,7 +37,7 @@ def reference_updates(x, gradients, *, factored, rate=0.1):
 
 
 def run_updates(tree, axes, gradients, *, min_size=MIN):
-    transformation = adafactor(lambda _: 0.1, axes, min_size=min_size)
+    transformation = Adafactor(Constant(0.1), min_size=min_size).build(axes)
     state = transformation.init(tree)
     update = jax.jit(transformation.update)
     for g in gradients:
