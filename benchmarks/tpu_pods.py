@@ -13,11 +13,14 @@ plans and the page are always updated.
 from __future__ import annotations
 
 import argparse
+import collections
 import itertools
 import json
 import math
 import os
 import pathlib
+import re
+import time
 from typing import Any
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -30,17 +33,21 @@ jax.config.update("jax_platforms", "cpu")  # otherwise an installed libtpu searc
 from synthesizer_jax.costs import chips  # noqa: E402
 from synthesizer_jax.costs.summary import summarize  # noqa: E402
 from synthesizer_jax.data.config import DataConfig  # noqa: E402
-from synthesizer_jax.models import alignment, t5  # noqa: E402
+from synthesizer_jax.models import alignment, stacks_of, t5  # noqa: E402
 from synthesizer_jax.models.zoo import T5_1_1  # noqa: E402
 from synthesizer_jax.optimizers import Adafactor  # noqa: E402
+from synthesizer_jax.registry import replace  # noqa: E402
 from synthesizer_jax.sharding import MeshShape  # noqa: E402
-from synthesizer_jax.training.aot import compiled_plan  # noqa: E402
+from synthesizer_jax.training import aot  # noqa: E402
 from synthesizer_jax.training.experiment import Experiment, Training  # noqa: E402
 from synthesizer_jax.training.plan import REMATS, make_plan, with_remat  # noqa: E402
 
 VARIANTS = ("v", "r", "rv")
 TOPOLOGIES = ("v5e:16x16", "v6e:16x16", "v5p:4x8x8", "v4:4x8x8", "tpu7x:4x8x8")
 GIB = 2**30
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2}
+"""Bytes per element by XLA's name of a type, unless it is four."""
 
 
 def main() -> None:
@@ -99,20 +106,66 @@ def main() -> None:
 
 
 def compile_step(experiment: Experiment, topology: chips.Topology) -> dict[str, Any]:
-    """Compiles a step and returns its costs."""
-    compiled = compiled_plan(experiment, topology)
-    costs = compiled.costs
+    """Compiles a step and returns its memory and costs."""
+    began = time.perf_counter()
+    memory = aot.compile_step(experiment, topology).memory_analysis()
+    seconds = time.perf_counter() - began
+    costs, chip = step_costs(experiment, topology), topology.chip
+    kinds = {kind: costs[kind] for kind in COLLECTIVES if costs[kind]}
+    arithmetic = costs["flops"] * chip.devices / chip.flops
     return {
-        "state": compiled.arguments / GIB,
-        "peak": compiled.peak / GIB,
-        "teraflops": costs.flops / 1e12,
-        "gigabytes": costs.bytes / 1e9,
-        "collectives": sum(costs.collectives.values()) / 1e6,
-        "kinds": costs.collectives,
-        "arithmetic_ms": 1e3 * costs.flops * topology.chip.devices / topology.chip.flops,
-        "roofline_ms": 1e3 * compiled.roofline,
-        "seconds": compiled.seconds,
+        "state": memory.argument_size_in_bytes / GIB,
+        "peak": memory.peak_memory_in_bytes / GIB,
+        "teraflops": costs["flops"] / 1e12,
+        "gigabytes": costs["bytes accessed"] / 1e9,
+        "collectives": sum(kinds.values()) / 1e6,
+        "kinds": kinds,
+        "arithmetic_ms": 1e3 * arithmetic,
+        "roofline_ms": 1e3
+        * max(arithmetic, costs["bytes accessed"] * chip.devices / chip.bandwidth),
+        "seconds": seconds,
     }
+
+
+def step_costs(experiment: Experiment, topology: chips.Topology) -> collections.Counter[str]:
+    """Returns the costs of a step, extrapolated from models of one and two unrolled layers."""
+
+    def costs(repeats: int | None = None) -> collections.Counter[str]:
+        changed = {}
+        for name, stack in stacks_of(experiment.model).items():
+            runs = tuple(replace(r, repeats=1 + (r.repeats == repeats)) for r in stack.runs)
+            changed[name] = replace(stack, runs=runs, scan=False)
+        small = replace(experiment, model=replace(experiment.model, **changed))
+        return program_costs(aot.compile_step(small, topology))
+
+    total = first = costs()
+    runs = [run for stack in stacks_of(experiment.model).values() for run in stack.runs]
+    for repeats in sorted({run.repeats for run in runs} - {1}):
+        second = costs(repeats)
+        added = {k: (repeats - 1) * (second[k] - first[k]) for k in first.keys() | second.keys()}
+        total = collections.Counter({k: total[k] + x for k, x in added.items()})
+    return total
+
+
+def program_costs(compiled: jax.stages.Compiled) -> collections.Counter[str]:
+    """Returns FLOPs, bytes, and the bytes of the results of collectives by kind; a loop counts once.
+
+    An asynchronous all-gather occurs several times in the text with the same channel, and is counted
+    once. Different all-reduces may share a channel.
+    """
+    analysis, seen = compiled.cost_analysis(), set()
+    found = collections.Counter({k: analysis[k] for k in ("flops", "bytes accessed")})
+    pattern = rf"= (.+?) ({'|'.join(COLLECTIVES)})(-start)?\(.*?channel_id=(\d+)"
+    for shapes, kind, begun, channel in re.findall(pattern, compiled.as_text()):
+        if kind != "all-reduce" and (channel in seen or seen.add(channel)):
+            continue
+        sizes = [
+            WIDTHS.get(dtype, 4) * math.prod(int(n) for n in dims.split(",") if n)
+            for dtype, dims in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", shapes)
+        ]
+        # The shape of an asynchronous start includes its operands, which are no larger than its result.
+        found[kind] += max(sizes) if begun and kind != "all-reduce" else sum(sizes)
+    return found
 
 
 def plan_step(experiment: Experiment, topology: chips.Topology) -> dict[str, Any]:

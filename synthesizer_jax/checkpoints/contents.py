@@ -10,6 +10,8 @@ import zlib
 from collections.abc import Mapping
 from typing import Protocol
 
+import numpy as np
+
 from synthesizer_jax.files import describing
 
 CONTENTS = "contents"
@@ -18,8 +20,12 @@ CONTENTS = "contents"
 CONTENTS_FILE = "contents.json"
 
 
-class DataPosition(Protocol):
-    """A data stream whose position can be saved as text files in a directory."""
+class Stream(Protocol):
+    """An endless stream of host batches, whose position can be saved as text files in a directory."""
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        """The next batch."""
+        ...
 
     def save(self, directory: pathlib.Path) -> None:
         """Writes the position after the last batch that was taken."""
@@ -58,7 +64,7 @@ class Contents:
             return None
         return f"{len(wrong)} of {len(found)} arrays are not what was saved, such as {wrong[0]}"
 
-    def restore_position(self, stream: DataPosition) -> None:
+    def restore_position(self, stream: Stream) -> None:
         """Moves a stream to the saved position."""
         with tempfile.TemporaryDirectory() as place:
             for name, text in self.position.items():
@@ -88,7 +94,7 @@ def read_contents(checkpoint: pathlib.Path) -> Contents | None:
     return contents
 
 
-def position_files(stream: DataPosition) -> dict[str, str]:
+def position_files(stream: Stream) -> dict[str, str]:
     """Returns the files of a data stream's position by name."""
     with tempfile.TemporaryDirectory() as place:
         stream.save(pathlib.Path(place))

@@ -84,7 +84,7 @@ AVERAGE = "ema"
 
 
 def read_variables(checkpoint: pathlib.Path, layout: Variables | None) -> Variables:
-    """Reads parameters and constants of a checkpoint, without synchronization of the processes.
+    """Reads parameters and constants of a checkpoint; see `read_arrays`.
 
     Args:
       checkpoint: directory of the step.
@@ -92,10 +92,6 @@ def read_variables(checkpoint: pathlib.Path, layout: Variables | None) -> Variab
 
     Returns:
       ``{"params": ..., "constants": ...}``, or ``{"ema": ..., "constants": ...}`` if there are averages.
-
-    Raises:
-      OtherModelError: the arrays do not have the shapes of the layout.
-      Exception: Orbax cannot read the files; the type of the error depends on the damage.
     """
     saved = _metadata(checkpoint)
     params = AVERAGE if saved.get(AVERAGE) else "params"

@@ -25,7 +25,6 @@ from synthesizer_jax.cli.recipes import (
 if TYPE_CHECKING:
     from synthesizer_jax.cli.settings import Setting
     from synthesizer_jax.costs.chips import Topology
-    from synthesizer_jax.training.aot import Compiled
     from synthesizer_jax.training.experiment import Experiment
     from synthesizer_jax.training.plan import MemoryPlan
 
@@ -228,10 +227,15 @@ def plan(
     memory_plan = make_plan(experiment, parsed_topology)
     _print_plan(memory_plan)
     if compiled:
-        from synthesizer_jax.training.aot import TooLargeError, compiled_plan
+        from synthesizer_jax.training.aot import TooLargeError, compile_step
 
         try:
-            _print_compiled(compiled_plan(experiment, parsed_topology), memory_plan)
+            memory = compile_step(experiment, parsed_topology).memory_analysis()
+            typer.echo(
+                f"\ncompiled: one device needs {memory.peak_memory_in_bytes / GIB:.2f} of its "
+                f"{memory_plan.capacity / GIB:.0f} GiB, {memory.argument_size_in_bytes / GIB:.2f} of them for "
+                "state and batch"
+            )
         except TooLargeError as error:
             typer.echo(f"\n{error}")
     _print_advice(experiment, parsed_topology)
@@ -283,19 +287,6 @@ def _print_plan(plan: MemoryPlan) -> None:
         f"{verdict}; {plan.flops / 1e12:,.1f} TFLOP per step: {1e3 * plan.seconds:,.1f} ms at the peak "
         f"of {topology.chip.name} ({topology.chip.source})"
     )
-
-
-def _print_compiled(compiled: Compiled, plan: MemoryPlan) -> None:
-    """Prints the memory and the costs of the compiled step."""
-    costs = compiled.costs
-    typer.echo(
-        f"\ncompiled in {compiled.seconds:.0f} s; one device needs {compiled.peak / GIB:.2f} of its "
-        f"{plan.capacity / GIB:.0f} GiB, {compiled.arguments / GIB:.2f} of them for state and batch\n"
-        f"per step and device: {costs.flops / 1e12:.2f} TFLOP, {costs.bytes / 1e9:.1f} GB, "
-        f"{1e3 * compiled.roofline:.1f} ms by the roofline model"
-    )
-    for kind, size in costs.collectives.items():
-        typer.echo(f"  {kind:<20} {size / 1e6:12,.1f} MB")
 
 
 def _format_overrides(experiment: Experiment, changed: Experiment) -> str:

@@ -144,11 +144,8 @@ def convert_errors(path: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == path
-        ]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == path]
         text = str(error)
         if isinstance(error, SyntaxError) and error.filename == path:
             lines, text = [error.lineno], error.msg

@@ -1,4 +1,4 @@
-"""The events of a run, and the share of its time that was training."""
+"""The events of a run."""
 
 from __future__ import annotations
 
@@ -29,26 +29,6 @@ def add_event(directory: pathlib.Path, event: str, *, step: int, at: float | Non
     broken = path.exists() and not path.read_bytes().endswith(b"\n")
     values: Event = {"time": time.time() if at is None else at, "event": event, "step": step}
     append(path, b"\n" * broken + json.dumps(values).encode() + b"\n")
-
-
-def goodput(directory: pathlib.Path, seconds_per_step: float) -> float | None:
-    """Returns the fraction of the time since the start of a run that its finished steps took.
-
-    The rest is compilation, evaluation, saving, waiting for machines and lost steps (Google's *ML goodput*,
-    without the efficiency of the step itself).
-
-    Args:
-      directory: directory of the run.
-      seconds_per_step: duration of a step.
-
-    Returns:
-      A number from 0 to 1; None if the run has no events.
-    """
-    events = list(read_events(directory))
-    if not events:
-        return None
-    spent = events[-1]["time"] - events[0]["time"]
-    return min(1.0, events[-1]["step"] * seconds_per_step / spent) if spent > 0 else None
 
 
 def read_events(directory: pathlib.Path) -> Iterator[Event]:

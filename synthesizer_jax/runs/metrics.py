@@ -142,7 +142,6 @@ class Throughput:
     def __init__(self) -> None:
         self.utilizations: Mapping[str, float] = {}
         self._time, self._steps, self._tokens, self._capacity = time.perf_counter(), 0, 0.0, 0
-        self.seconds_per_step = 0.0
 
     def add(self, tokens: float, *, capacity: int) -> None:
         """Counts a finished step.
@@ -171,7 +170,6 @@ class Throughput:
             "tokens_per_second": self._tokens / seconds,
         }
         if self._steps:
-            self.seconds_per_step = seconds / self._steps
             rates["padding"] = 1 - self._tokens / self._capacity
         for name, share in self.utilizations.items():
             rates[name] = share * rates["steps_per_second"]

@@ -16,7 +16,7 @@ from rich.progress import Progress as Bar
 from synthesizer_jax.messages import Phase, escape_controls
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_scores
 
-OVERALL = ("score", "loss", "goodput")
+OVERALL = ("score", "loss")
 """Measures of an evaluation that are printed before those of single tasks."""
 
 UTILIZATIONS = {"mfu": "MFU", "product_utilization": "of a matrix product"}

@@ -10,12 +10,10 @@ import math
 import pathlib
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import jax
-import numpy as np
 
-from synthesizer_jax.checkpoints.contents import DataPosition
+from synthesizer_jax.checkpoints.contents import Stream
 from synthesizer_jax.checkpoints.manager import Checkpoints
 from synthesizer_jax.runs.events import read_events
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_scores
@@ -29,14 +27,6 @@ from synthesizer_jax.training.trainer import Trainer
 
 Evaluate = Callable[[TrainState], dict[str, float]]
 """Measures a state; the entry ``score`` (higher is better) chooses the best checkpoint."""
-
-
-class Stream(DataPosition, Protocol):
-    """An endless stream of host batches with a position that can be saved."""
-
-    def __next__(self) -> dict[str, np.ndarray]:
-        """The next batch."""
-        ...
 
 
 def train(
@@ -55,10 +45,9 @@ def train(
     It ends earlier when `evaluation.patience` is used up; then it does nothing more when it is continued,
     unless the patience is larger.
 
-    ``events.jsonl`` tells when what happened, and the log's ``goodput`` which share of the time since
-    the run's first start its steps needed. The log also has the model FLOP/s utilization ``mfu``, where
-    the published peak of the devices is known, and ``product_utilization``, against a matrix product
-    measured at the start.
+    ``events.jsonl`` tells when what happened. The log has the model FLOP/s utilization ``mfu``, where the
+    published peak of the devices is known, and ``product_utilization``, against a matrix product measured
+    at the start.
 
     Args:
       trainer: makes the steps of an experiment.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from synthesizer_jax.attention.parts import match_varying_axes
 from synthesizer_jax.attention.products import plain_output_product
+from synthesizer_jax.typing import PyTree
 
 
 @jax.tree_util.register_dataclass
@@ -239,47 +240,41 @@ def _chunked_losses(
     weights: jax.Array,
     settings: _Settings,
 ) -> _Sums:
-    """Returns the sums over chunks of hidden states ``[chunks, n, d]``."""
-    kernel = kernel.astype(hidden.dtype)
-
-    def add_chunk(sums: _Sums, chunk: tuple[jax.Array, ...]) -> tuple[_Sums, None]:
-        x, y, w = chunk
-        logits = plain_output_product(_scale(x, settings.scale), kernel)
-        return jax.tree.map(jnp.add, sums, _losses(logits, y, w, settings)[0]), None
-
-    rows = hidden, targets, weights
-    return jax.lax.scan(add_chunk, *match_varying_axes(_Sums(*[jnp.zeros(())] * 4), rows))[0]
+    return _scan_chunks(hidden, kernel, targets, weights, settings, gradient=False)[0]
 
 
-def _chunked_forward(
+def _scan_chunks(
     hidden: jax.Array,
     kernel: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
     settings: _Settings,
-) -> tuple[_Sums, tuple[jax.Array, jax.Array]]:
-    """Returns the sums and, from the same logits, the gradients of the total."""
+    *,
+    gradient: bool = True,
+) -> tuple[_Sums, PyTree]:
+    """Returns the sums over chunks ``[chunks, n, d]`` and, from the same logits, the total's gradients."""
     cast_kernel = kernel.astype(hidden.dtype)
 
-    def add_chunk(
-        carry: tuple[_Sums, jax.Array], chunk: tuple[jax.Array, ...]
-    ) -> tuple[tuple[_Sums, jax.Array], jax.Array]:
+    def add_chunk(carry: PyTree, chunk: tuple[jax.Array, ...]) -> tuple[PyTree, jax.Array | None]:
         sums, dkernel = carry
         x, y, w = chunk
-        x = _scale(x, settings.scale)
+        x = x * jnp.asarray(settings.scale, x.dtype)
         logits = plain_output_product(x, cast_kernel)
         chunk_sums, stats = _losses(logits, y, w, settings)
+        sums = jax.tree.map(jnp.add, sums, chunk_sums)
+        if not gradient:
+            return (sums, None), None
         dlogits = _logits_gradient(logits, y, w, stats, settings, 1.0).astype(x.dtype)
         dkernel += jax.lax.dot_general(  # dK += xᵀ dl
             x, dlogits, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
         )
-        dhidden = _scale(dlogits @ cast_kernel.T, settings.scale)  # dx = dl Kᵀ
-        return (jax.tree.map(jnp.add, sums, chunk_sums), dkernel), dhidden
+        dhidden = dlogits @ cast_kernel.T  # dx = dl Kᵀ
+        return (sums, dkernel), dhidden * jnp.asarray(settings.scale, x.dtype)
 
-    start = _Sums(*[jnp.zeros(())] * 4), jnp.zeros(kernel.shape, jnp.float32)
-    rows = hidden, targets, weights
+    dkernel = jnp.zeros(kernel.shape, jnp.float32) if gradient else None
+    start, rows = (_Sums(*[jnp.zeros(())] * 4), dkernel), (hidden, targets, weights)
     (sums, dkernel), dhidden = jax.lax.scan(add_chunk, *match_varying_axes(start, rows))
-    return sums, (dhidden, dkernel.astype(kernel.dtype))
+    return sums, (dhidden, dkernel.astype(kernel.dtype)) if gradient else None
 
 
 def _chunked_backward(
@@ -289,8 +284,4 @@ def _chunked_backward(
     return dhidden, dkernel, None, None
 
 
-_chunked_losses.defvjp(_chunked_forward, _chunked_backward)
-
-
-def _scale(x: jax.Array, scale: float) -> jax.Array:
-    return x * jnp.asarray(scale, x.dtype)
+_chunked_losses.defvjp(_scan_chunks, _chunked_backward)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 
 from synthesizer_jax.checkpoints.manager import Checkpoints
-from synthesizer_jax.runs.events import add_event, goodput
+from synthesizer_jax.runs.events import add_event
 from synthesizer_jax.runs.metrics import MetricsWriter, Throughput
 from synthesizer_jax.runs.progress import Progress
 from synthesizer_jax.runtime import processes
@@ -118,8 +118,6 @@ class RunLog:
         """Logs the measures of an evaluation."""
         if self._writer is not None:
             add_event(self._directory, "evaluated", step=step)
-            share = goodput(self._directory, self.throughput.seconds_per_step)
-            values |= {} if share is None else {"goodput": share}
             self._writer.write(step, values, kind="eval")
         self._progress.log_evaluation(step, values, seconds)
         self.throughput.read()

@@ -82,11 +82,8 @@ def make_layout(
       recipe: the optimizer's configuration.
       tokens: abstract arguments of the model's call, such as `Experiment.example`.
       mesh: the device mesh.
-      rules: learning rates, weight decay and freezing by paths.
+      rules: see `build_optimizer`.
       ema: whether the state has an average of the parameters.
-
-    Raises:
-      ValueError: see `build_optimizer`.
     """
     shapes, axes = abstract_variables(model, *tokens)
     optimizer = build_optimizer(

@@ -7,7 +7,7 @@ import pytest
 
 from synthesizer_jax import files
 from synthesizer_jax.runs import metrics
-from synthesizer_jax.runs.events import EVENTS_FILE, add_event, goodput, read_events
+from synthesizer_jax.runs.events import EVENTS_FILE, add_event, read_events
 from synthesizer_jax.runs.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from synthesizer_jax.runs.progress import Progress, summary_lines
 
@@ -51,13 +51,6 @@ def test_logs_are_cut_back_to_the_restored_step_and_to_what_can_be_read(
     events.write_bytes(damage)
     add_event(tmp_path, "end", step=3)
     assert [e["event"] for e in read_events(tmp_path)] == ["end"]
-
-
-def test_goodput_is_the_steps_share_of_the_time(tmp_path) -> None:
-    for at, event, step in ((100.0, "start", 0), (110.0, "saving", 5), (150.0, "end", 10)):
-        add_event(tmp_path, event, step=step, at=at)
-    assert goodput(tmp_path, seconds_per_step=2.0) == 10 * 2 / 50
-    assert goodput(tmp_path / "none", 2.0) is None
 
 
 def test_padding_is_counted_by_the_shape_of_every_batch() -> None:

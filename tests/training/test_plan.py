@@ -174,46 +174,6 @@ def test_names_of_topologies():
             chips.parse_topology(name, slices)
 
 
-class Program:
-    """What the compiler says of a program."""
-
-    def __init__(self, flops, text=""):
-        self.as_text = lambda: text
-        self.cost_analysis = lambda: {"flops": flops, "bytes accessed": 1.0}
-
-
-TEXT = """
-  %all-gather.3 = bf16[768,12,64]{2,1,0:T(8,128)(2,1)S(1)} all-gather(%copy), channel_id=8, x
-  %all-gather.4 = bf16[768,12,64]{2,1,0:T(8,128)(2,1)} all-gather(%copy), channel_id=8, x
-  %all-gather.5 = (bf16[8,4]{1,0}, bf16[16,4]{1,0}) all-gather-start(%copy), channel_id=9, x
-  %all-reduce.1 = (f32[10]{0}, u32[]{:T(128)}) all-reduce(%a, %b), channel_id=1, to_apply=%add
-  %all-reduce.2 = f32[3,5]{1,0} all-reduce(%c), channel_id=1, to_apply=%add
-  ROOT %add.1 = f32[3,5]{1,0} add(%c, %c)
-"""
-
-
-def test_costs_are_multiplied_out_over_layers(monkeypatch):
-    """Two layers cost what one does and once more what the second adds."""
-    depth = []
-
-    def compile_step(recipe, topology):
-        e, d = (stack.runs[0].repeats for stack in (recipe.model.encoder, recipe.model.decoder))
-        assert not (recipe.model.encoder.scan or recipe.model.decoder.scan)
-        depth.append([e, d])
-        return Program(100 + 7 * e + 5 * d, TEXT.replace("[10]", f"[{10 * e}]"))
-
-    monkeypatch.setattr(aot, "compile_step", compile_step)
-    gathers = 2 * (768 * 12 * 64 + 16 * 4)
-    for decoder, compiled in ((6, [[1, 1], [2, 2]]), (3, [[1, 1], [1, 2], [2, 1]])):
-        model = t5(Size(8, 6, 16, 2, 4), vocab_size=16, scan=True)
-        stack = replace(model.decoder, runs=(replace(model.decoder.runs[0], repeats=decoder),))
-        found = aot.step_costs(experiment(replace(model, decoder=stack)), PLACE)
-        assert depth == compiled
-        assert (found.flops, found.bytes) == (100 + 7 * 6 + 5 * decoder, 1.0)
-        assert found.collectives == {"all-gather": gathers, "all-reduce": 4 * (10 * 6 + 1 + 15)}
-        depth.clear()
-
-
 @pytest.mark.parametrize(
     ("message", "kind"),
     [
