@@ -231,10 +231,11 @@ def plan(
 
         try:
             memory = compile_step(experiment, parsed_topology).memory_analysis()
+            assert memory is not None
             typer.echo(
                 f"\ncompiled: one device needs {memory.peak_memory_in_bytes / GIB:.2f} of its "
-                f"{memory_plan.capacity / GIB:.0f} GiB, {memory.argument_size_in_bytes / GIB:.2f} of them for "
-                "state and batch"
+                f"{memory_plan.capacity / GIB:.0f} GiB, of which state and batch are "
+                f"{memory.argument_size_in_bytes / GIB:.2f}"
             )
         except TooLargeError as error:
             typer.echo(f"\n{error}")

@@ -65,10 +65,6 @@ class MeshShape:
     def sizes(self, devices: int, slices: int = 1) -> tuple[Sizes, Sizes]:
         """Returns the sizes of all axes within a slice and between slices.
 
-        Args:
-          devices: total number of devices.
-          slices: number of slices.
-
         Raises:
           ValueError: the products of the sizes are not the numbers of devices and slices, or an extra
             axis is not registered.
@@ -87,11 +83,7 @@ class MeshShape:
 
 
 def _infer_sizes(sizes: dict[str, int], total: int, unit: str) -> Sizes:
-    """The sizes, with −1 replaced such that their product is the total.
-
-    Raises:
-      ValueError: there is no such size.
-    """
+    """Returns the sizes, with −1 replaced such that their product is the total."""
     description = "mesh " + ", ".join(f"{name}={size}" for name, size in sizes.items())
     inferred = list(sizes.values())
     if inferred.count(-1) > 1 or any(size == 0 or size < -1 for size in inferred):
@@ -104,11 +96,6 @@ def _infer_sizes(sizes: dict[str, int], total: int, unit: str) -> Sizes:
             f"{description} does not fit {total} {unit}: the sizes must multiply to {total}"
         )
     return tuple(inferred)
-
-
-def num_slices(devices: list[jax.Device]) -> int:
-    """Returns the number of slices of chips; 1 on platforms other than TPU."""
-    return len({getattr(d, "slice_index", 0) for d in devices if d.platform == "tpu"}) or 1
 
 
 def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
@@ -125,7 +112,7 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh
       ValueError: the sizes do not match the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    slices = num_slices(devices)
+    slices = len({getattr(d, "slice_index", 0) for d in devices if d.platform == "tpu"}) or 1
     within, between = shape.sizes(len(devices), slices)
     make = (
         functools.partial(mesh_utils.create_hybrid_device_mesh, within, between)

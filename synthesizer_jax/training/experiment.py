@@ -11,13 +11,11 @@ from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.evaluation.evaluator import Evaluation
 from synthesizer_jax.evaluation.prediction import RANK
-from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.models import Encoder, EncoderDecoder, TextToText
 from synthesizer_jax.optimizers import Optimizer, OptimizerRule
 from synthesizer_jax.parameters import check_path_pattern
-from synthesizer_jax.registry import check_fields, format_value, register, replace
+from synthesizer_jax.registry import check_fields, register, replace
 from synthesizer_jax.sharding import MeshShape
-from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.typing import Choices, Count, NotNegative, Number, Positive, Rate, Seed, Share
 
 for _cls in (DataConfig, Bytes, SentencePiece):
@@ -118,7 +116,6 @@ class Experiment:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _check_split(self.data)
         _check_head(self)
         if isinstance(self.model, EncoderDecoder) and not self.data.inputs_length:
             raise ValueError(
@@ -138,19 +135,6 @@ class Experiment:
     def example(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Abstract arguments of the model's call, of one example."""
         return self.model.example(self.data.inputs_length, self.data.targets_length)
-
-
-def _check_split(data: DataConfig) -> None:
-    """Raises a `ValueError` where a known mixture's tasks have no such split."""
-    if data.mixture not in (*task_registry.MIXTURES, *task_registry.TASKS):
-        return
-    names = task_registry.member_names(data.mixture)
-    known = {split for name in names for split in task_registry.TASKS[name].splits}
-    if data.split not in known:
-        raise ValueError(
-            f"data.split is {format_value(data.split)}{did_you_mean(data.split, known)}; the tasks of "
-            f"{data.mixture!r} have {', '.join(sorted(known))}"
-        )
 
 
 def _check_head(experiment: Experiment) -> None:

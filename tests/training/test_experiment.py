@@ -162,7 +162,6 @@ TOGETHER = [
     ),
     (MASKED, "data.targets_length=4", "set it to data.inputs_length=8, also in data.buckets"),
     (experiment(), "evaluation.patience=2", r"evaluation\.every is 0; set evaluation\.every"),
-    (load_recipe("finetune"), "data.split=tain", r"'tain', did you mean 'train'.* have .*test"),
 ]
 
 
