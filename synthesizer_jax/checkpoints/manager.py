@@ -72,8 +72,6 @@ class Retention:
 class Checkpoints:
     """The checkpoints in a directory, numbered by step, written asynchronously and committed atomically.
 
-    Every checkpoint contains checksums, which are verified when it is read.
-
     Args:
       directory: the parent directory of the checkpoints.
       keep_latest: number of newest checkpoints to keep.

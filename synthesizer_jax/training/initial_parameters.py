@@ -37,7 +37,7 @@ class Origin(NamedTuple):
       status: ``restored``, ``resized`` or ``initialized``.
       source: its path in the checkpoint, unless it is initialized.
       rule: the rule that decided it.
-      problem: why it is initialized although no rule says so; None otherwise.
+      problem: why it does not fit; None: it does, or a rule initializes it.
     """
 
     status: str
@@ -49,11 +49,7 @@ class Origin(NamedTuple):
 def initializer_of(
     experiment: Experiment, *, report: Callable[[str], object]
 ) -> Callable[[TrainState], TrainState] | None:
-    """Returns what puts the parameters of `init_from` into a fresh state; None: the experiment has none.
-
-    Args:
-      experiment: the run that starts.
-      report: see `initialize_from_checkpoint`.
+    """Returns `initialize_from_checkpoint` of an experiment; None: it does not start from a checkpoint.
 
     Raises:
       ValueError: there is no such run, or the experiment says how to start but not from what.

@@ -53,12 +53,9 @@ class _Sums(NamedTuple):
 
 
 class _Stats(NamedTuple):
-    """Residuals of every token; ``log Z`` is two numbers, as its own rounding would be a common error.
+    """Residuals of every token: whether its loss is NaN, the largest logit, ``Σ exp(logits − peak)``.
 
-    Attributes:
-      wrong: whether the token's loss is NaN.
-      peak: the largest logit.
-      total: ``Σ exp(logits − peak)``.
+    ``log Z`` is two numbers, because its own rounding would be an error of all probabilities.
     """
 
     wrong: jax.Array

@@ -61,7 +61,7 @@ class RunLog:
         if self._writes:
             add_event(self._directory, "start", step=step, at=self._created)
             self._writer = MetricsWriter(self._directory, restored_step=step)
-        self._progress.begin(step)
+        self._progress.advance(step)
         self.throughput.read()  # rates are those from here on, without compilation
 
     def say(self, step: int, text: str, *, event: str | None = None) -> None:

@@ -21,7 +21,7 @@ from synthesizer_jax.typing import PyTree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The state of a run; a plain pytree.
+    """The state of a run; a pytree.
 
     Attributes:
       step: number of finished steps, an int32 array.

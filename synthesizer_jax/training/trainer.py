@@ -135,23 +135,14 @@ class Trainer:
         return {name: self._rows.to_global_array(x) for name, x in batch.items()}
 
     def max_over_processes(self, number: int, *, after: jax.Array) -> jax.Array:
-        """The largest of the processes' numbers; every process has to ask.
-
-        Args:
-          number: this process' own, an int32.
-          after: something that the step makes, so that the numbers are compared when it is done.
-        """
+        """The largest of the processes' int32 numbers, compared when a step has made the array `after`."""
         sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
         own = np.full(self.mesh.size, number, np.int32)
         numbers = jax.make_array_from_callback(own.shape, sharding, lambda where: own[where])
         return self._largest(numbers, after)
 
     def trace(self, lengths: tuple[int, int] | None = None) -> jax.stages.Traced:
-        """The step for this experiment's shapes, to lower and compile; allocates nothing.
-
-        Args:
-          lengths: of inputs and targets, those of a bucket; None: the full lengths.
-        """
+        """The step for a bucket's lengths of inputs and targets, or the full ones; allocates nothing."""
         batch = abstract_batch(self.experiment.data, batch_sharding(self.mesh), lengths=lengths)
         with use_mesh(self.mesh):
             return self._jitted.trace(self.layout.abstract, batch, self._key, *self.arguments)
