@@ -182,6 +182,8 @@ class Checkpoints:
         names = tuple(field.name for field in dataclasses.fields(abstract))
 
         def read(checkpoint: pathlib.Path) -> dict[str, PyTree]:
+            if stream is not None and read_contents(checkpoint) is None:
+                raise ValueError(f"{checkpoint} holds no position in the data")
             tree: dict[str, PyTree] = read_arrays(checkpoint, wanted, names)
             if int(tree["step"]) != int(checkpoint.name):
                 raise ValueError(f"{checkpoint} holds step {int(tree['step'])}")

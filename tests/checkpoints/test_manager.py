@@ -137,6 +137,7 @@ def change(path: pathlib.Path, **fields) -> None:
         (lambda file: flip(file, 0), "contents.json cannot be read"),
         (lambda file: file.write_text('{"step": 2}'), "contents.json cannot be read"),
         (lambda file: file.unlink(), "No such file"),
+        (lambda file: shutil.rmtree(file.parent), "2 holds no position in the data"),
         (lambda file: file.parents[1].rename(file.parents[2] / "99"), "99 holds step 2"),
     ],
 )
