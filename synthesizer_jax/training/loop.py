@@ -156,5 +156,5 @@ def train(
             log.add_step(step + 1, batch, metrics)
 
         checkpoints.prune()
-        log.end(int(state.step))
+        log.add_event(int(state.step), "end")
     return state

@@ -57,38 +57,25 @@ def save_run(experiment: Experiment, directory: pathlib.Path) -> None:
         given = storage_path(vocabulary.path)
         if not _has_same_contents(given, copy):
             write_atomic(copy, given.read_bytes())
-    save_experiment(_with_saved_vocabulary(experiment), directory)
+    save_experiment(_with_path(experiment, VOCABULARY_FILE), directory)
 
 
-def _with_saved_vocabulary(experiment: Experiment) -> Experiment:
-    """Returns the experiment with the copy of its vocabulary that lies in its directory."""
+def _with_path(experiment: Experiment, path: str) -> Experiment:
+    """Returns the experiment with another path of its vocabulary, if that is a file."""
     vocabulary = experiment.vocabulary
-    if isinstance(vocabulary, SentencePiece):
-        return replace(experiment, vocabulary=replace(vocabulary, path=VOCABULARY_FILE))
-    return experiment
+    if not isinstance(vocabulary, SentencePiece):
+        return experiment
+    return replace(experiment, vocabulary=replace(vocabulary, path=path))
 
 
 def with_vocabulary_path(experiment: Experiment, directory: pathlib.Path) -> Experiment:
-    """Returns the experiment of a run with the path of the vocabulary in the run's directory.
-
-    Args:
-      experiment: from `load_experiment`.
-      directory: the run's.
-    """
-    vocabulary = experiment.vocabulary
-    if isinstance(vocabulary, SentencePiece):
-        path = absolute(join(directory, vocabulary.path))
-        return replace(experiment, vocabulary=replace(vocabulary, path=str(path)))
-    return experiment
+    """Returns the experiment of a run with the absolute path of the vocabulary in the run's directory."""
+    path = getattr(experiment.vocabulary, "path", "")
+    return _with_path(experiment, str(absolute(join(directory, path))))
 
 
 def start_from_run(directory: pathlib.Path) -> Experiment:
-    """Returns the experiment of a run, starting from the parameters of that run.
-
-    Raises:
-      FileNotFoundError: the directory holds no run.
-      ValueError: see `load_experiment`.
-    """
+    """Returns the experiment of a run, starting from the parameters of that run; see `load_experiment`."""
     experiment = with_vocabulary_path(load_experiment(directory), directory)
     return experiment.starting_from(str(directory))
 
@@ -110,10 +97,8 @@ def resolve_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experi
             "as vocabulary=SentencePiece('spiece.model') or Bytes() in the recipe"
         )
     vocabulary.build()
-    if isinstance(vocabulary, SentencePiece):
-        path = absolute(storage_path(vocabulary.path).expanduser())
-        vocabulary = replace(vocabulary, path=str(path))
-    return replace(experiment, vocabulary=vocabulary)
+    path = storage_path(getattr(vocabulary, "path", "")).expanduser()
+    return _with_path(replace(experiment, vocabulary=vocabulary), str(absolute(path)))
 
 
 def open_vocabulary(experiment: Experiment, directory: pathlib.Path) -> Vocabulary:
@@ -159,7 +144,7 @@ def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
                 "--workdir, or the old vocabulary to continue"
             )
     saved = _fixed_settings(load_experiment(directory))
-    given = _fixed_settings(_with_saved_vocabulary(experiment))
+    given = _fixed_settings(_with_path(experiment, VOCABULARY_FILE))
     for path in sorted(saved.keys() | given.keys()):
         if saved.get(path) != given.get(path):
             raise ValueError(

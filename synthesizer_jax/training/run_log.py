@@ -45,12 +45,11 @@ class RunLog:
         *,
         visible: bool,
     ):
-        self._writes = processes.is_process_zero()
         self._log_every = training.log_every
         self._directory, self._checkpoints = directory, checkpoints
         self._created = time.time()
         self._writer: MetricsWriter | None = None
-        visible = visible and self._writes
+        visible = visible and processes.is_process_zero()
         self._progress = Progress(training.steps, title=directory.name, visible=visible)
         self._unread: tuple[int, Metrics, int] | None = None
         self.throughput = Throughput()
@@ -58,7 +57,7 @@ class RunLog:
 
     def begin(self, step: int) -> None:
         """Begins to write, after the state was restored or made."""
-        if self._writes:
+        if processes.is_process_zero():
             add_event(self._directory, "start", step=step, at=self._created)
             self._writer = MetricsWriter(self._directory, restored_step=step)
         self._progress.advance(step)
@@ -66,14 +65,14 @@ class RunLog:
 
     def say(self, step: int, text: str, *, event: str | None = None) -> None:
         """Prints a line about a step, and writes an event if one is named."""
-        if event is not None and self._writes:
-            add_event(self._directory, event, step=step)
+        if event is not None:
+            self.add_event(step, event)
         self._progress.say(step, text)
 
-    def end(self, step: int) -> None:
-        """Writes that the run has ended."""
-        if self._writes:
-            add_event(self._directory, "end", step=step)
+    def add_event(self, step: int, event: str) -> None:
+        """Writes an event."""
+        if self._writer is not None:
+            add_event(self._directory, event, step=step)
 
     def close(self) -> None:
         """Stops the display, and closes the files."""
@@ -116,8 +115,8 @@ class RunLog:
 
     def add_evaluation(self, step: int, values: dict[str, float], seconds: float) -> None:
         """Logs the measures of an evaluation."""
+        self.add_event(step, "evaluated")
         if self._writer is not None:
-            add_event(self._directory, "evaluated", step=step)
             self._writer.write(step, values, kind="eval")
         self._progress.log_evaluation(step, values, seconds)
         self.throughput.read()

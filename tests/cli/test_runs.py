@@ -17,7 +17,6 @@ import termios
 import pytest
 
 from synthesizer_jax.checkpoints.manager import finished_steps
-from synthesizer_jax.cli.settings import override
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.registry import replace
 from synthesizer_jax.runs.lock import InUseError
@@ -26,7 +25,6 @@ from synthesizer_jax.tasks import synthetic
 from synthesizer_jax.training.run_directory import (
     check_same_run,
     load_experiment,
-    open_vocabulary,
     save_run,
 )
 from tests.cli.commands import call
@@ -217,23 +215,6 @@ def test_another_vocabulary_is_another_run(copied, data, tmp_path) -> None:
         check_same_run(replace(mine, vocabulary=SentencePiece(str(other))), copied)
 
 
-def test_a_vocabulary_that_was_changed_is_noticed(finished, data, tmp_path) -> None:
-    given, run = synthetic.vocabulary(data), tmp_path / "run"
-    large = override(load_experiment(finished), "model.vocab_size=1024")
-    mine = replace(large, vocabulary=given)
-    save_run(mine, run)
-    saved = load_experiment(run)
-    assert open_vocabulary(saved, run).vocab_size == open_vocabulary(mine, run).vocab_size
-    copy = run / "vocabulary.model"
-    good = copy.read_bytes()
-    copy.write_bytes(good.replace("▁".encode(), "▁▁".encode(), 1))
-    with pytest.raises(ValueError, match=r"vocabulary\.model is not what was saved with the run"):
-        open_vocabulary(saved, run)
-    copy.write_bytes(good)
-    (run / "vocabulary.sha256").unlink()  # as runs of earlier versions
-    open_vocabulary(saved, run)
-
-
 def test_an_evaluation_that_was_cut_off_is_made_up_for(copied, data) -> None:
     log = copied / "metrics.jsonl"
     lines = log.read_text().splitlines(keepends=True)
@@ -245,23 +226,3 @@ def test_an_evaluation_that_was_cut_off_is_made_up_for(copied, data) -> None:
         json.loads(x)["score"] for x in lines[-1:]
     ]
     assert len(again) == len(lines)
-
-
-DAMAGES = [b"\0\0\0\n", b'{"step": \xff\xfe\n', b"[]\n", b'{"step": 5, "k', b"[" * 100_000 + b"\n"]
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: repr(damage[:40]))
-@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
-def test_damaged_logs_do_not_stop_a_run(copied, data, caplog, name, damage) -> None:
-    path = copied / name
-    before = path.read_bytes()
-    first, rest = before.split(b"\n", 1)
-    ends = damage.endswith(b"\n")
-    path.write_bytes(first + b"\n" + damage + rest if ends else before + damage)
-    call(*arguments(copied, data, "training.steps=4"))
-    if name == "metrics.jsonl":
-        assert path.read_bytes() == before
-        assert ("1 of its lines, the first is line 2, cannot be read" in caplog.text) == ends
-    else:
-        assert path.read_bytes().startswith(first + b"\n")
-        assert json.loads(path.read_bytes().splitlines()[-1])["event"] == "end"
