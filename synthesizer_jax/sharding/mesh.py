@@ -32,8 +32,8 @@ class MeshShape:
 
     The size of an axis is the product of both. Among the sizes within a slice, and among those between
     slices, one may be −1: it is inferred from the number of devices or slices. Slices are connected by
-    the data-center network only. The data axis tolerates it; the tensor and sequence axes, which transfer
-    activations in every layer, do not.
+    the data-center network only, which the tensor and sequence axes, that transfer activations in every
+    layer, would not tolerate.
 
     Attributes:
       data: number of replicas of the model, which process different examples.
@@ -42,8 +42,6 @@ class MeshShape:
       sequence: number of devices that partition an encoder's positions; for long inputs.
       dcn_data: number of slices that are replicas.
       dcn_fsdp: number of slices that shard parameters and optimizer state.
-      dcn_tensor: number of slices that partition matrix products.
-      dcn_sequence: number of slices that partition positions.
       extra: names and sizes, within a slice, of further axes; each is known to `register_mesh_axis`.
     """
 
@@ -53,8 +51,6 @@ class MeshShape:
     sequence: AxisSize = 1
     dcn_data: AxisSize = -1
     dcn_fsdp: AxisSize = 1
-    dcn_tensor: AxisSize = 1
-    dcn_sequence: AxisSize = 1
     extra: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -75,10 +71,9 @@ class MeshShape:
         within = {"data": self.data, "fsdp": self.fsdp}
         within |= {"tensor": self.tensor, "sequence": self.sequence, **dict(self.extra)}
         between = {"dcn_data": self.dcn_data, "dcn_fsdp": self.dcn_fsdp}
-        between |= {"dcn_tensor": self.dcn_tensor, "dcn_sequence": self.dcn_sequence}
         return (
             _infer_sizes(within, devices // slices, "devices of a slice"),
-            _infer_sizes(between, slices, "slices") + (1,) * len(self.extra),
+            _infer_sizes(between, slices, "slices") + (1,) * (len(within) - len(between)),
         )
 
 
