@@ -66,6 +66,12 @@ def in_bucket(path: pathlib.Path) -> bool:
     return str(path).startswith(BUCKET)
 
 
+def join(directory: pathlib.Path, path: str) -> pathlib.Path:
+    """Joins a directory and a path; returns the path if it is absolute or in a bucket."""
+    resolved = storage_path(path)
+    return resolved if in_bucket(resolved) or resolved.is_absolute() else directory / resolved
+
+
 def is_storage_error(error: BaseException) -> bool:
     """Returns whether an exception is an error of the storage service; missing files are not."""
     return type(error).__module__.partition(".")[0] in STORAGE_LIBRARIES
@@ -199,3 +205,12 @@ def name_write_errors(directory: pathlib.Path) -> Iterator[None]:
             raise
         kept = f"{os.strerror(number)}; what was finished is kept"
         raise OSError(number, kept, str(directory)) from error
+
+
+def refuse_links(directory: pathlib.Path) -> None:
+    """Raises an `OSError` for a link in a directory, through which what is written would go elsewhere."""
+    if in_bucket(directory) or not directory.is_dir():
+        return
+    for path in directory.iterdir():
+        if path.is_symlink():
+            raise OSError(f"{path} is a link; put what it points to in its place, or remove it")

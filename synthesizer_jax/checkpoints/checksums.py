@@ -9,7 +9,6 @@ bits.
 from __future__ import annotations
 
 import collections
-import zlib
 from collections.abc import Iterable, Mapping
 
 import jax
@@ -47,16 +46,6 @@ def combine_checksums(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     for part in parts:
         total.update(part)
     return {name: value % MODULUS for name, value in total.items()}
-
-
-def differing_arrays(expected: Mapping[str, int], found: Mapping[str, int]) -> list[str]:
-    """Returns the names that are in both dictionaries with different checksums."""
-    return sorted(n for n in expected.keys() & found.keys() if expected[n] != found[n])
-
-
-def file_checksum(data: bytes) -> int:
-    """Returns the checksum of a file (CRC-32)."""
-    return zlib.crc32(data)
 
 
 def _partial_checksums(x: ArrayLike) -> list[jax.Array]:

@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's contents, by which damage is detected."""
+"""What a checkpoint holds besides arrays: their checksums, and the position in the data."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ import dataclasses
 import json
 import pathlib
 import tempfile
+import zlib
 from collections.abc import Mapping
 from typing import Protocol
 
-import orbax.checkpoint as ocp
-from etils import epath
+import numpy as np
 
-from synthesizer_jax.checkpoints import checksums
 from synthesizer_jax.files import describing
 
 CONTENTS = "contents"
-"""Name of the item, a directory with one file per process."""
+"""Name of the item, a directory with one file."""
+
+CONTENTS_FILE = "contents.json"
 
 
-class DataPosition(Protocol):
-    """A data stream whose position can be saved as files in a directory."""
+class Stream(Protocol):
+    """An endless stream of host batches, whose position can be saved as text files in a directory."""
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        """The next batch."""
+        ...
 
     def save(self, directory: pathlib.Path) -> None:
         """Writes the position after the last batch that was taken."""
@@ -33,97 +38,64 @@ class DataPosition(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """The checksums of a checkpoint, or one process's part of them.
+    """The contents of a checkpoint.
 
     Attributes:
       step: the step that was saved.
       arrays: checksums of the state's arrays, see `checksums.checksums`.
-      files: checksums of the files of the data position.
+      position: the files of the data position by name.
     """
 
     step: int
     arrays: dict[str, int]
-    files: dict[str, int]
+    position: dict[str, str]
 
-    def to_files(self, process: int) -> dict[str, bytes]:
-        """Returns the file in which a process stores its part, by its name."""
-        return {f"{process}.json": json.dumps(dataclasses.asdict(self)).encode()}
+    def to_json(self) -> dict[str, object]:
+        """Returns the fields and their checksum."""
+        fields = dataclasses.asdict(self)
+        return {**fields, "checksum": zlib.crc32(json.dumps(fields, sort_keys=True).encode())}
 
-    def check_files(self, directory: pathlib.Path) -> None:
-        """Raises a `ValueError` if a file of the data position differs from what was saved."""
-        for name, expected in self.files.items():
-            if checksums.file_checksum((directory / name).read_bytes()) != expected:
-                raise ValueError(f"{directory / name} is not what was saved")
+    def difference(self, found: Mapping[str, int]) -> str | None:
+        """Returns what is wrong with the checksums of some or all of the arrays; None: nothing."""
+        wrong = sorted(
+            name for name in self.arrays.keys() & found if self.arrays[name] != found[name]
+        )
+        if not wrong:
+            return None
+        return f"{len(wrong)} of {len(found)} arrays are not what was saved, such as {wrong[0]}"
 
-    def check_arrays(self, found: Mapping[str, int]) -> None:
-        """Raises a `ValueError` if arrays differ from what was saved.
-
-        Args:
-          found: checksums of some or all of the arrays.
-        """
-        if wrong := checksums.differing_arrays(self.arrays, found):
-            raise ValueError(
-                f"{len(wrong)} of {len(found)} arrays are not what was saved, such as {wrong[0]}"
-            )
+    def restore_position(self, stream: Stream) -> None:
+        """Moves a stream to the saved position."""
+        with tempfile.TemporaryDirectory() as place:
+            for name, text in self.position.items():
+                (pathlib.Path(place) / name).write_text(text, encoding="utf-8")
+            stream.restore(pathlib.Path(place))
 
 
 def read_contents(checkpoint: pathlib.Path) -> Contents | None:
-    """Reads the checksums of a checkpoint; None if it was saved by a version without checksums.
+    """Reads the contents of a checkpoint; None if it has none.
 
     Args:
       checkpoint: directory of the step.
 
     Raises:
-      ValueError: the checksums are damaged, or belong to another step.
+      ValueError: the file is damaged, or belongs to another step.
     """
-    directory = checkpoint / CONTENTS
-    if not directory.is_dir():
+    path = checkpoint / CONTENTS / CONTENTS_FILE
+    if not path.parent.is_dir():
         return None
-    parts = []
-    for path in sorted(directory.glob("*.json")):
-        with describing(path):
-            parts.append(Contents(**json.loads(path.read_bytes())))
-            if not (isinstance(parts[-1].arrays, dict) and isinstance(parts[-1].files, dict)):
-                raise ValueError("it has no arrays and files by name")
-    if not parts:
-        raise ValueError(f"{directory} is empty")
-    if {part.step for part in parts} != {int(checkpoint.name)}:
-        raise ValueError(f"{checkpoint} holds step {parts[0].step}")
-    files = {name: value for part in parts for name, value in part.files.items()}
-    return Contents(
-        parts[0].step, checksums.combine_checksums(part.arrays for part in parts), files
-    )
+    with describing(path):
+        fields = json.loads(path.read_bytes())
+        contents = Contents(fields["step"], fields["arrays"], fields["position"])
+        if contents.to_json() != fields:
+            raise ValueError("it is not what was saved")
+    if contents.step != int(checkpoint.name):
+        raise ValueError(f"{checkpoint} holds step {contents.step}")
+    return contents
 
 
-def position_files(stream: DataPosition) -> dict[str, bytes]:
+def position_files(stream: Stream) -> dict[str, str]:
     """Returns the files of a data stream's position by name."""
     with tempfile.TemporaryDirectory() as place:
-        directory = pathlib.Path(place)
-        stream.save(directory)
-        paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
-        return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
-
-
-@dataclasses.dataclass
-class FilesArgs(ocp.args.CheckpointArgs):
-    """Files by their paths relative to the item's directory."""
-
-    files: dict[str, bytes]
-
-
-class FilesHandler(ocp.CheckpointHandler):
-    """Writes small files into the checkpoint's directory, which are committed with it."""
-
-    def save(self, directory: epath.Path, args: FilesArgs) -> None:
-        """Writes the files synchronously."""
-        for name, data in args.files.items():
-            path = directory / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-
-    def restore(self, directory: epath.Path, args: object = None) -> None:
-        """Is not called: `read_contents` and the data stream read the files."""
-        raise NotImplementedError
-
-
-ocp.args.register_with_handler(FilesHandler, for_save=True, for_restore=True)(FilesArgs)
+        stream.save(pathlib.Path(place))
+        return {path.name: path.read_text("utf-8") for path in pathlib.Path(place).iterdir()}

@@ -1,8 +1,7 @@
-"""Restoring a trained model on other devices than those that trained it."""
+"""Reading arrays of a checkpoint, also on other devices than those that trained them."""
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 from collections.abc import Iterator
 
@@ -43,7 +42,7 @@ def place_variables(
     """
     devices = jax.devices() if devices is None else devices
     problem: ValueError | None = None
-    for candidate in candidate_meshes(shape, len(devices)):
+    for candidate in _candidate_meshes(shape, len(devices)):
         try:
             mesh = make_mesh(candidate, devices)
             return mesh, layout_over(model, tokens, mesh)
@@ -55,15 +54,7 @@ def place_variables(
 def layout_over(
     model: nn.Module, tokens: tuple[jax.ShapeDtypeStruct, ...], mesh: Mesh | AbstractMesh
 ) -> Variables:
-    """Returns the shapes and shardings of a model's variables over a mesh.
-
-    Args:
-      model: an unbound model.
-      tokens: abstract arguments of the model.
-      mesh: the mesh.
-
-    Returns:
-      ``{"params": ..., "constants": ...}`` of `jax.ShapeDtypeStruct` with shardings.
+    """Returns the shapes and shardings of a model's variables over a mesh, see `place_variables`.
 
     Raises:
       ValueError: the mesh does not divide the shapes.
@@ -76,17 +67,11 @@ def layout_over(
     )
 
 
-def candidate_meshes(shape: MeshShape, devices: int) -> Iterator[MeshShape]:
+def _candidate_meshes(shape: MeshShape, devices: int) -> Iterator[MeshShape]:
     """Yields the meshes to try for a model that was trained on a mesh of the given shape."""
     yield shape
-    parts = (shape.fsdp, shape.tensor, shape.sequence)
-    yield dataclasses.replace(
-        MeshShape(),
-        data=1 if -1 in parts else -1,
-        fsdp=parts[0],
-        tensor=parts[1],
-        sequence=parts[2],
-    )
+    rest = -1 in (shape.fsdp, shape.tensor, shape.sequence)
+    yield MeshShape(1 if rest else -1, shape.fsdp, shape.tensor, shape.sequence)
     yield from (MeshShape(fsdp=n) for n in range(devices, 0, -1) if devices % n == 0)
 
 
@@ -98,93 +83,70 @@ AVERAGE = "ema"
 """The entry of a checkpoint with averages of the parameters."""
 
 
-def read_variables(
-    checkpoint: pathlib.Path, layout: Variables | None, *, averaged: bool = True
-) -> Variables:
-    """Reads parameters and constants of a checkpoint, without synchronization of the processes.
+def read_variables(checkpoint: pathlib.Path, layout: Variables | None) -> Variables:
+    """Reads parameters and constants of a checkpoint; see `read_arrays`.
 
     Args:
       checkpoint: directory of the step.
       layout: see `place_variables`; None reads the saved arrays to one device of this process.
-      averaged: whether to read the averages of the parameters in their place, if there are any.
 
     Returns:
-      ``{"params": ..., "constants": ...}``, or ``{"ema": ..., "constants": ...}``.
-
-    Raises:
-      OtherModelError: the arrays do not have the shapes of the layout.
-      Exception: Orbax cannot read the files; the type of the error depends on the damage.
+      ``{"params": ..., "constants": ...}``, or ``{"ema": ..., "constants": ...}`` if there are averages.
     """
-    path = absolute(checkpoint / "state")
-    reader = ocp.PyTreeCheckpointHandler()  # a checkpointer would synchronize the processes
-    tree: PyTree = reader.metadata(path).tree
-    params = AVERAGE if averaged and tree.get(AVERAGE) else "params"
-    abstract = {k: tree[k] for k in (params, "constants") if tree.get(k)}
+    saved = _metadata(checkpoint)
+    params = AVERAGE if saved.get(AVERAGE) else "params"
     if layout is None:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        abstract = jax.tree.map(
-            lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=device), abstract
+        layout = jax.tree.map(
+            lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=device),
+            {
+                k: saved[n]
+                for k, n in (("params", params), ("constants", "constants"))
+                if saved.get(n)
+            },
         )
-    else:
-        wanted = {params if k == "params" else k: v for k, v in layout.items() if v}
-        _check_same_arrays(checkpoint, abstract, wanted)
-        abstract = wanted
-    return _read(path, reader, abstract)
+    wanted = {params if k == "params" else k: v for k, v in layout.items() if v}
+    return read_arrays(checkpoint, wanted, (params, "constants"))
 
 
-def check_same_model(checkpoint: pathlib.Path, state: PyTree) -> None:
-    """Raises an `OtherModelError` if a checkpoint has other arrays than a state with the same fields."""
-    saved = ocp.PyTreeCheckpointHandler().metadata(absolute(checkpoint / "state")).tree
-    _check_same_arrays(checkpoint, saved, state)
-
-
-def _check_same_arrays(checkpoint: pathlib.Path, saved: PyTree, wanted: PyTree) -> None:
-    if different := _first_difference(saved, wanted):
-        raise OtherModelError(f"{checkpoint} belongs to another model: {different}")
-
-
-def read_optimizer_state(checkpoint: pathlib.Path, opt_state: PyTree) -> PyTree:
-    """Reads the state of a checkpoint's optimizer.
+def read_arrays(
+    checkpoint: pathlib.Path, wanted: PyTree, names: tuple[str, ...] | None = None
+) -> PyTree:
+    """Reads entries of a checkpoint, without synchronization of the processes.
 
     Args:
       checkpoint: directory of the step.
-      opt_state: a state of the same optimizer, for shapes and shardings.
+      wanted: the entries, with arrays or `jax.ShapeDtypeStruct` for shapes and shardings.
+      names: entries whose saved arrays must all be wanted; None: those of `wanted`.
 
     Raises:
-      OtherModelError: the checkpoint's has other arrays.
+      OtherModelError: the checkpoint has other arrays.
       Exception: Orbax cannot read the files; the type of the error depends on the damage.
     """
-    path = absolute(checkpoint / "state")
-    reader = ocp.PyTreeCheckpointHandler()
-    saved = reader.metadata(path).tree.get("opt_state", {})
-    if different := _first_difference(saved, opt_state):
+    saved = _metadata(checkpoint)
+    there = _shapes({name: saved.get(name, {}) for name in names or wanted})
+    here = _shapes(wanted)
+    if different := sorted(name for name, _ in there.items() ^ here.items()):
+        name = different[0]
         raise OtherModelError(
-            f"{checkpoint} has no state of this optimizer and model: {different}; leave init_optimizer out"
+            f"{checkpoint} belongs to another model: {name} is {there.get(name, 'absent')} there and "
+            f"{here.get(name, 'absent')} in this run"
         )
     abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), opt_state
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), wanted
     )
-    return _read(path, reader, {"opt_state": abstract})["opt_state"]
-
-
-def _read(path: pathlib.Path, reader: ocp.PyTreeCheckpointHandler, abstract: PyTree) -> PyTree:
-    """Reads a part of a checkpoint."""
     arguments = ocp.args.PyTreeRestore(
         item=abstract,
         restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
         partial_restore=True,
     )
-    return reader.restore(path, args=arguments)
+    # A checkpointer would synchronize the processes.
+    return ocp.PyTreeCheckpointHandler().restore(absolute(checkpoint / "state"), args=arguments)
 
 
-def _first_difference(saved: PyTree, wanted: PyTree) -> str | None:
-    """Returns a clause about the first array that is missing or has another shape; None: there is none."""
-    there, here = (_shapes(tree) for tree in (saved, wanted))
-    different = sorted(name for name, _ in there.items() ^ here.items())
-    if not different:
-        return None
-    name = different[0]
-    return f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} in this run"
+def _metadata(checkpoint: pathlib.Path) -> PyTree:
+    """Returns the tree of a checkpoint's arrays, with their shapes."""
+    return ocp.PyTreeCheckpointHandler().metadata(absolute(checkpoint / "state")).tree
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
+import json
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,12 @@ import orbax.checkpoint as ocp
 from jax.typing import ArrayLike
 
 from synthesizer_jax.checkpoints import checksums
-from synthesizer_jax.checkpoints.contents import CONTENTS, Contents
+from synthesizer_jax.checkpoints.contents import CONTENTS, CONTENTS_FILE, Contents
 from synthesizer_jax.files import absolute
 from synthesizer_jax.typing import PyTree
 
-READERS = 2
-"""Threads that read arrays and compute their checksums, while others are written."""
-
 AHEAD = 256 * 2**20
-"""Bytes of arrays that are read before they can be written, and bytes that are written at the same time;
-one array is, whatever its size."""
+"""Bytes of arrays that are written at the same time; one array is, whatever its size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +60,7 @@ class Unread:
 
 
 def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
-    """Saves a checkpoint like `Checkpoints.save`, with few arrays in memory at a time.
-
-    These are as many as `AHEAD` allows, twice.
+    """Saves a checkpoint like `Checkpoints.save`, with as few arrays in memory as `AHEAD` allows.
 
     It is not atomic: give a directory that nobody reads yet.
 
@@ -75,45 +69,41 @@ def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
       step: the step.
       tree: the state as nested dictionaries of `Unread`.
     """
-    found: dict[str, int] = {}
-    arrays = _Handler(found)
+    arrays = _Handler()
     registry = ocp.type_handlers.create_type_handler_registry(
         (Unread, arrays), (jax.Array, ocp.type_handlers.ArrayHandler())
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
-    checkpoint = absolute(directory) / str(step)
     with ocp.CheckpointManager(
         absolute(directory),
         item_names=("state",),
         item_handlers={"state": handler},
         options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False),
     ) as manager:
-        arguments = ocp.args.PyTreeSave(tree)
         try:
-            manager.save(step, args=ocp.args.Composite(state=arguments))
+            manager.save(step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(tree)))
         except BaseException:
             for future in arrays.writing:  # nobody may write to the directory when it is removed
                 with contextlib.suppress(Exception):
                     future.result()
             raise
-    (checkpoint / CONTENTS).mkdir()
-    for name, data in Contents(step, found, {}).to_files(0).items():
-        (checkpoint / CONTENTS / name).write_bytes(data)
+    place = absolute(directory) / str(step) / CONTENTS
+    place.mkdir()
+    text = json.dumps(Contents(step, arrays.checksums, {}).to_json())
+    (place / CONTENTS_FILE).write_text(text, encoding="utf-8")
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
     """Reads arrays while those before are written.
 
-    Args:
-      found: receives the checksum of each array by its path.
-
     Attributes:
+      checksums: of the arrays by their paths.
       writing: what is being written.
     """
 
-    def __init__(self, found: dict[str, int]):
+    def __init__(self) -> None:
         super().__init__(deepcopy_host_arrays=False)
-        self._found = found
+        self.checksums: dict[str, int] = {}
         self.writing: list[ocp.future.Future] = []
 
     async def serialize(
@@ -125,38 +115,15 @@ class _Handler(ocp.type_handlers.NumpyHandler):
         """Reads all arrays and writes all but the last, for which the caller waits."""
         args = args or [ocp.type_handlers.SaveArgs()] * len(values)
         sizes = collections.deque[int]()
-        arrays = _read_ahead(values)
-        for info, arg in zip(infos, args, strict=True):
-            array, checksum = next(arrays)
-            self._found[info.name.replace(".", "/")] = checksum
+        for value, info, arg in zip(values, infos, args, strict=True):
+            # ascontiguousarray makes scalars vectors, so the shape comes last.
+            array = np.ascontiguousarray(value.read()).reshape(value.shape)
+            (self.checksums[info.name.replace(".", "/")],) = checksums.checksums(array).values()
             # Several at once, because storage confirms each of them on its own.
             while sizes and sum(sizes) + array.nbytes > AHEAD:
-                self.writing[0].result()
-                del self.writing[0], sizes[0]
+                self.writing.pop(0).result()
+                sizes.popleft()
             (future,) = await super().serialize([array], [info], [arg])
             self.writing.append(future)
             sizes.append(array.nbytes)
         return self.writing
-
-
-def _read_ahead(values: Sequence[Unread]) -> Iterator[tuple[np.ndarray, int]]:
-    """Yields arrays with their checksums, read in threads while earlier ones are used."""
-    with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
-        reading: collections.deque[concurrent.futures.Future[tuple[np.ndarray, int]]]
-        reading, sizes = collections.deque(), collections.deque[int]()
-        for value in values:
-            while reading and sum(sizes) + value.nbytes > AHEAD:
-                sizes.popleft()
-                yield reading.popleft().result()
-            reading.append(pool.submit(_read, value))
-            sizes.append(value.nbytes)
-        while reading:
-            yield reading.popleft().result()
-
-
-def _read(value: Unread) -> tuple[np.ndarray, int]:
-    """Reads an array and computes its checksum."""
-    # ascontiguousarray makes scalars vectors, so the shape comes last.
-    array = np.ascontiguousarray(value.read()).reshape(value.shape)
-    (checksum,) = checksums.checksums(array).values()
-    return array, checksum

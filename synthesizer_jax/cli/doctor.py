@@ -104,7 +104,7 @@ def _check_versions() -> Iterator[_Finding]:
         yield _Finding(
             "FAIL",
             f"versions or settings differ: {everyone[0]} on process 0, {everyone[different[0]]} on "
-            f"{processes.format_ranges(different)}",
+            f"{', '.join(map(str, different))}",
             "set up every host from the same commit and constraints file, and restart all",
         )
 

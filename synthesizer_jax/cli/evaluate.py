@@ -170,7 +170,7 @@ def _open_evaluator(
     evaluation = replace(run.experiment.evaluation, **changes)
     data_dir = default_data_dir() if data_dir is None else data_dir
     experiment = replace(run.experiment, evaluation=evaluation)
-    _, evaluator = open_data(experiment, run.directory, data_dir, only=tasks)
+    evaluator = open_data(experiment, run.directory, data_dir, only=tasks)
     if evaluator.lacking and processes.is_process_zero():
         lacking = ", ".join(evaluator.lacking)
         typer.echo(f"without the split {evaluation.split!r} in {data_dir}: {lacking}")

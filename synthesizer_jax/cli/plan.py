@@ -25,7 +25,6 @@ from synthesizer_jax.cli.recipes import (
 if TYPE_CHECKING:
     from synthesizer_jax.cli.settings import Setting
     from synthesizer_jax.costs.chips import Topology
-    from synthesizer_jax.training.aot import Compiled
     from synthesizer_jax.training.experiment import Experiment
     from synthesizer_jax.training.plan import MemoryPlan
 
@@ -228,10 +227,16 @@ def plan(
     memory_plan = make_plan(experiment, parsed_topology)
     _print_plan(memory_plan)
     if compiled:
-        from synthesizer_jax.training.aot import TooLargeError, compiled_plan
+        from synthesizer_jax.training.aot import TooLargeError, compile_step
 
         try:
-            _print_compiled(compiled_plan(experiment, parsed_topology), memory_plan)
+            memory = compile_step(experiment, parsed_topology).memory_analysis()
+            assert memory is not None
+            typer.echo(
+                f"\ncompiled: one device needs {memory.peak_memory_in_bytes / GIB:.2f} of its "
+                f"{memory_plan.capacity / GIB:.0f} GiB, of which state and batch are "
+                f"{memory.argument_size_in_bytes / GIB:.2f}"
+            )
         except TooLargeError as error:
             typer.echo(f"\n{error}")
     _print_advice(experiment, parsed_topology)
@@ -266,20 +271,12 @@ def _print_plan(plan: MemoryPlan) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from synthesizer_jax.training.plan import unsplit_sizes
-
     topology, needs = plan.topology, plan.needs
     mesh = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     slices = f"{topology.slices} × " if topology.slices > 1 else ""
     typer.echo(
         f"{slices}{topology.name}: {topology.chips} chips, mesh {mesh}; {plan.rows} rows per device"
     )
-    if not plan.whole_axes:
-        pairs = ", ".join(f"{fsdp} × {tensor}" for fsdp, tensor in unsplit_sizes(topology))
-        typer.echo(
-            "this mesh splits dimensions of the slice, so collectives use only some of the links; "
-            f"fsdp × tensor of {pairs} would not split them"
-        )
     table = Table("on one device", box=None)
     table.add_column("GiB", justify="right")
     for name, size in (*dataclasses.asdict(needs).items(), ("total", needs.total)):
@@ -291,19 +288,6 @@ def _print_plan(plan: MemoryPlan) -> None:
         f"{verdict}; {plan.flops / 1e12:,.1f} TFLOP per step: {1e3 * plan.seconds:,.1f} ms at the peak "
         f"of {topology.chip.name} ({topology.chip.source})"
     )
-
-
-def _print_compiled(compiled: Compiled, plan: MemoryPlan) -> None:
-    """Prints the memory and the costs of the compiled step."""
-    costs = compiled.costs
-    typer.echo(
-        f"\ncompiled in {compiled.seconds:.0f} s; one device needs {compiled.peak / GIB:.2f} of its "
-        f"{plan.capacity / GIB:.0f} GiB, {compiled.arguments / GIB:.2f} of them for state and batch\n"
-        f"per step and device: {costs.flops / 1e12:.2f} TFLOP, {costs.bytes / 1e9:.1f} GB, "
-        f"{1e3 * compiled.roofline:.1f} ms by the roofline model"
-    )
-    for kind, size in costs.collectives.items():
-        typer.echo(f"  {kind:<20} {size / 1e6:12,.1f} MB")
 
 
 def _format_overrides(experiment: Experiment, changed: Experiment) -> str:

@@ -166,9 +166,7 @@ def _load_module(name: str) -> tuple[ModuleType, Code]:
     from synthesizer_jax.runs import code
 
     if name.endswith(".py"):
-        source = code.read_source(storage_path(name))
-        module, registers = code.execute(source, name)
-        return module, code.Code(sources=(source,)) if registers else code.NOTHING
+        return code.execute(name)
     if name in packaged_recipes():
         return importlib.import_module(f"{PACKAGE}.{name}"), code.NOTHING
     return code.import_package(name), code.Code(packages=(name,))

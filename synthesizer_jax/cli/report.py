@@ -81,7 +81,7 @@ def _write_page(runs: Mapping[str, pathlib.Path], output: pathlib.Path, *, title
     from rich.table import Table
 
     from synthesizer_jax.files import absolute
-    from synthesizer_jax.reports.page import format_change, summarize_run, write_report
+    from synthesizer_jax.reports.page import summarize_run, write_report
 
     summaries = [summarize_run(name, run) for name, run in runs.items()]
     write_report(output, summaries, title=title)
@@ -94,14 +94,6 @@ def _write_page(runs: Mapping[str, pathlib.Path], output: pathlib.Path, *, title
         table.add_row(task, metric, *values)
     if table.row_count:
         console.print(table)
-    for summary in summaries:
-        if summary.movement is not None:
-            title = f"{summary.title}: change of the parameters since {summary.movement.since}"
-            table = Table("parameters", "number", "frozen", "change", title=title)
-            for group in summary.movement.groups:
-                share = f"{group.frozen / group.parameters:.0%}"
-                table.add_row(group.path, f"{group.parameters:,}", share, format_change(group))
-            console.print(table)
     typer.echo(f"report: {absolute(output)}")
 
 

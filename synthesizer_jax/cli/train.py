@@ -32,11 +32,9 @@ def train(
     """
     check_name(recipe)
     from synthesizer_jax.runtime import processes
-    from synthesizer_jax.runtime.preemption import exit_on_signals
     from synthesizer_jax.training.experiment import Experiment
     from synthesizer_jax.training.run import run
 
-    exit_on_signals()
     processes.start_group()
     experiment, own = load_with_code(
         recipe, overrides or (), kinds=(Experiment,), imports=imports or ()
@@ -65,9 +63,7 @@ def distill(
     from synthesizer_jax.distillation.distill import distill as distill_run
     from synthesizer_jax.runs import code
     from synthesizer_jax.runtime import processes
-    from synthesizer_jax.runtime.preemption import exit_on_signals
 
-    exit_on_signals()
     processes.start_group()
     imported_code = code.load_user_code(imports or ())
     code.require_code(teacher)  # before the recipe, which may define newer versions of its classes

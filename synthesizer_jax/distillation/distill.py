@@ -31,6 +31,7 @@ from synthesizer_jax.files import storage_path, write_atomic
 from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
 from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.optimizers import OptimizerRule
+from synthesizer_jax.optimizers.rules import merge_entries
 from synthesizer_jax.parameters import abstract_variables
 from synthesizer_jax.registry import check_fields, register, replace, to_json
 from synthesizer_jax.runs import code
@@ -300,7 +301,7 @@ class DistillationTrainer(Trainer):
             target = jax.lax.stop_gradient(self.activations(self.teacher, teacher_variables, batch))
 
             def loss_fn(trained: PyTree) -> tuple[jax.Array, jax.Array]:
-                params = self.optimizer.merge(trained, state.params)
+                params = merge_entries(trained, state.params)
                 return self._loss({**state.variables, "params": params}, batch, target)
 
             gradients_of = jax.value_and_grad(loss_fn, has_aux=True)
@@ -312,6 +313,7 @@ class DistillationTrainer(Trainer):
                 "tokens": (batch["encoder_input_tokens"] != 0).sum().astype(jnp.float32)
                 + batch["decoder_loss_weights"].sum(),
                 "gradient_norm": optax.tree.norm(gradients),
+                **self.optimizer.learning_rate(state.opt_state),
             }
             ema = self.experiment.training.ema
             return apply_gradients(state, gradients, self.optimizer, ema=ema), metrics

@@ -3,7 +3,7 @@
 from synthesizer_jax.optimizers.adafactor import Adafactor
 from synthesizer_jax.optimizers.adamw import AdamW
 from synthesizer_jax.optimizers.base import Optimizer
-from synthesizer_jax.optimizers.optax import Optax, OptaxSchedule, optax_optimizer, optax_schedule
+from synthesizer_jax.optimizers.optax import Optax, optax_optimizer
 from synthesizer_jax.optimizers.rules import OptimizerRule
 from synthesizer_jax.optimizers.schedules import Constant, Cosine, InverseSquareRoot, Schedule
 
@@ -14,10 +14,8 @@ __all__ = [
     "Cosine",
     "InverseSquareRoot",
     "Optax",
-    "OptaxSchedule",
     "Optimizer",
     "OptimizerRule",
     "Schedule",
     "optax_optimizer",
-    "optax_schedule",
 ]

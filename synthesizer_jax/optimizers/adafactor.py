@@ -9,7 +9,6 @@ which of its dimensions form a batch of separate matrices, which are rows and wh
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import types
 from typing import NamedTuple, TypeAlias
@@ -65,10 +64,6 @@ class FactoredDims:
     rows: tuple[int, ...] = ()
     columns: tuple[int, ...] = ()
 
-    def inner(self, ndim: int) -> tuple[int, ...]:
-        """Returns the dimensions of a block."""
-        return tuple(i for i in range(ndim) if i not in self.batch)
-
 
 def factored_dims(axes: Axes, shape: tuple[int, ...], *, min_size: int = 128) -> FactoredDims:
     """Returns the roles of a parameter's dimensions.
@@ -84,66 +79,28 @@ def factored_dims(axes: Axes, shape: tuple[int, ...], *, min_size: int = 128) ->
       min_size: minimum number of rows and of columns for factoring, except in stacks of T5's own
         matrices.
     """
-    is_table = bool(TABLE & set(axes))
+    is_table = bool(TABLE & set(axes)) and len(axes) > 2
     batch = tuple(
-        i
-        for i, axis in enumerate(axes)
-        if axis in BATCH or (axis == "heads" and is_table and len(axes) > 2)
+        i for i, axis in enumerate(axes) if axis in BATCH or (axis == "heads" and is_table)
     )
     groups: list[list[int]] = []
-    for i, axis in enumerate(axes):
-        if i in batch:
-            continue
-        previous = axes[i - 1] if i and (i - 1) not in batch else None
-        if axis is not None and MERGED.get(axis) == previous and previous is not None:
+    for i in range(len(axes)):
+        merges = i > 0 and i - 1 not in batch and MERGED.get(axes[i] or "", "") == axes[i - 1]
+        if i not in batch and merges:
             groups[-1].append(i)
-        else:
+        elif i not in batch:
             groups.append([i])
     sizes = [math.prod(shape[i] for i in group) for group in groups]
+    is_t5_stack = "layers" in axes and T5_AXES.issuperset(axes)
     if NEVER_FACTORED & set(axes) or len(groups) != 2:
         return FactoredDims(batch)
-    is_t5_stack = "layers" in axes and T5_AXES.issuperset(axes)
     if min(sizes) < min_size and not is_t5_stack:
         return FactoredDims(batch)
     return FactoredDims(batch, tuple(groups[0]), tuple(groups[1]))
 
 
-@register
-@dataclasses.dataclass(frozen=True)
-class Adafactor:
-    """T5's Adafactor, see `adafactor`.
-
-    Attributes:
-      learning_rate: the schedule of the learning rate; defaults to that of T5's pre-training.
-      decay_rate: exponent of the second moment's decay.
-      clip: maximum RMS of a block's update; None: no clipping.
-      parameter_scale: whether to multiply the update by the RMS of the parameter.
-      min_size: minimum number of rows and of columns for factoring; see `factored_dims`.
-      clip_norm: maximum global norm of the gradient; None (as in T5): no clipping.
-    """
-
-    learning_rate: Schedule = InverseSquareRoot()
-    decay_rate: Positive = 0.8
-    clip: Positive | None = 1.0
-    parameter_scale: bool = True
-    min_size: Count = 128
-    clip_norm: Positive | None = None
-
-    def build(self, axes: PyTree) -> optax.GradientTransformation:
-        """See `Optimizer.build`."""
-        factored = adafactor(
-            self.learning_rate.build(),
-            axes,
-            decay_rate=self.decay_rate,
-            clip=self.clip,
-            parameter_scale=self.parameter_scale,
-            min_size=self.min_size,
-        )
-        return with_clipping(factored, self.clip_norm)
-
-
 class AdafactorState(NamedTuple):
-    """The state of `adafactor`.
+    """The state of `Adafactor`.
 
     Attributes:
       updates: number of updates, int32.
@@ -156,86 +113,85 @@ class AdafactorState(NamedTuple):
     moments: PyTree
 
 
-def adafactor(
-    learning_rate: optax.Schedule,
-    axes: PyTree,
-    *,
-    decay_rate: float = 0.8,
-    clip: float | None = 1.0,
-    parameter_scale: bool = True,
-    min_size: int = 128,
-) -> optax.GradientTransformation:
+@register
+@dataclasses.dataclass(frozen=True)
+class Adafactor:
     """Adafactor as T5 uses it (Shazeer and Stern 2018, algorithms 4, 5 and 8), without momentum.
 
     ``β₂(t) = 1 − (t+1)^−decay_rate``; ``V ← β₂ V + (1 − β₂)(G² + ε₁)``, factored as row and column
     means according to `factored_dims`; ``U = G / √V``, divided by ``max(1, RMS(U) / clip)``; the update is
     ``−learning_rate · max(ε₂, RMS(X)) · U``. The RMS is computed per block.
 
-    Args:
-      learning_rate: the learning rate as a function of the number of updates.
-      axes: like the parameters, with a tuple of logical axis names for each.
+    Attributes:
+      learning_rate: the schedule of the learning rate; defaults to that of T5's pre-training.
       decay_rate: exponent of the second moment's decay.
       clip: maximum RMS of a block's update; None: no clipping.
       parameter_scale: whether to multiply the update by the RMS of the parameter's block.
-      min_size: see `factored_dims`.
-
-    Returns:
-      A transformation whose `update` requires the parameters.
+      min_size: minimum number of rows and of columns for factoring; see `factored_dims`.
+      clip_norm: maximum global norm of the gradient; None (as in T5): no clipping.
     """
 
-    def init(params: PyTree) -> AdafactorState:
-        moments = jax.tree.map(functools.partial(_init_moments, min_size=min_size), params, axes)
-        return AdafactorState(jnp.zeros((), jnp.int32), moments)
+    learning_rate: Schedule = InverseSquareRoot()
+    decay_rate: Positive = 0.8
+    clip: Positive | None = 1.0
+    parameter_scale: bool = True
+    min_size: Count = 128
+    clip_norm: Positive | None = None
 
-    def update(
-        gradients: PyTree, state: AdafactorState, params: PyTree = None
-    ) -> tuple[PyTree, AdafactorState]:
-        if params is None:
-            raise ValueError("adafactor: update needs the parameters")
-        decay = 1.0 - (state.updates + 1.0) ** -decay_rate
-        rate = learning_rate(state.updates)
+    def build(self, axes: PyTree) -> optax.GradientTransformation:
+        """See `Optimizer.build`; updates require the parameters."""
+        learning_rate = self.learning_rate.build()
 
-        def update_parameter(
-            g: jax.Array, names: Axes, p: jax.Array, moments: Moments
-        ) -> tuple[jax.Array, Moments]:
-            g = g.astype(jnp.float32)
-            dims = factored_dims(names, g.shape, min_size=min_size)
-            u, moments = _precondition(g, moments, dims, decay=decay, epsilon=EPSILON_SQUARE)
-            inner = dims.inner(g.ndim)
-            if clip is not None:
-                u = u / jnp.maximum(1.0, _rms(u, inner) / clip)
-            if parameter_scale:
-                u = u * jnp.maximum(EPSILON_SCALE, _rms(p.astype(jnp.float32), inner))
-            return (-rate * u).astype(p.dtype), moments
+        def init(params: PyTree) -> AdafactorState:
+            def zeros(p: jax.Array, names: Axes) -> Moments:
+                kept = _moment_dims(factored_dims(names, p.shape, min_size=self.min_size), p.ndim)
+                return {name: jnp.zeros([p.shape[i] for i in kept[name]]) for name in kept}
 
-        tree = jax.tree.map(update_parameter, gradients, axes, params, state.moments)
-        pairs = jax.tree.leaves(tree, is_leaf=lambda x: type(x) is tuple)
-        updates, moments = (
-            jax.tree.unflatten(jax.tree.structure(gradients), [pair[i] for pair in pairs])
-            for i in (0, 1)
-        )
-        return updates, AdafactorState(state.updates + 1, moments)
+            return AdafactorState(jnp.zeros((), jnp.int32), jax.tree.map(zeros, params, axes))
 
-    return optax.GradientTransformation(init, update)
+        def update(
+            gradients: PyTree, state: AdafactorState, params: PyTree = None
+        ) -> tuple[PyTree, AdafactorState]:
+            decay = 1.0 - (state.updates + 1.0) ** -self.decay_rate
+            rate = learning_rate(state.updates)
+
+            def update_parameter(
+                g: jax.Array, names: Axes, p: jax.Array, moments: Moments
+            ) -> tuple[jax.Array, Moments]:
+                g = g.astype(jnp.float32)
+                dims = factored_dims(names, g.shape, min_size=self.min_size)
+                u, moments = _precondition(g, moments, dims, decay=decay)
+                inner = tuple(i for i in range(g.ndim) if i not in dims.batch)
+                if self.clip is not None:
+                    u = u / jnp.maximum(1.0, _rms(u, inner) / self.clip)
+                if self.parameter_scale:
+                    u = u * jnp.maximum(EPSILON_SCALE, _rms(p.astype(jnp.float32), inner))
+                return (-rate * u).astype(p.dtype), moments
+
+            tree = jax.tree.map(update_parameter, gradients, axes, params, state.moments)
+            pairs = jax.tree.leaves(tree, is_leaf=lambda x: type(x) is tuple)
+            updates, moments = (
+                jax.tree.unflatten(jax.tree.structure(gradients), [pair[i] for pair in pairs])
+                for i in (0, 1)
+            )
+            return updates, AdafactorState(state.updates + 1, moments)
+
+        return with_clipping(optax.GradientTransformation(init, update), self.clip_norm)
 
 
-def _init_moments(p: jax.Array, axes: Axes, *, min_size: int) -> Moments:
-    """Zeros in the shapes of a parameter's second moment."""
-    dims = factored_dims(axes, p.shape, min_size=min_size)
-
-    def zeros_without(reduced: tuple[int, ...]) -> jax.Array:
-        return jnp.zeros([p.shape[i] for i in range(p.ndim) if i not in reduced])
-
+def _moment_dims(dims: FactoredDims, ndim: int) -> dict[str, list[int]]:
+    """Returns the parameter's dimensions that its moments have."""
     if not dims.rows:
-        return {"full": zeros_without(())}
-    return {"row": zeros_without(dims.columns), "col": zeros_without(dims.rows)}
+        return {"full": list(range(ndim))}
+    without = lambda reduced: [i for i in range(ndim) if i not in reduced]
+    return {"row": without(dims.columns), "col": without(dims.rows)}
 
 
 def _precondition(
-    g: jax.Array, moments: Moments, dims: FactoredDims, *, decay: jax.Array, epsilon: float
+    g: jax.Array, moments: Moments, dims: FactoredDims, *, decay: jax.Array
 ) -> tuple[jax.Array, Moments]:
-    """``G / √V`` and the new moments."""
-    square = g * g + epsilon
+    """Returns ``G / √V`` and the new moments."""
+    square = g * g + EPSILON_SQUARE
     if not dims.rows:
         full = decay * moments["full"] + (1.0 - decay) * square
         return g * jax.lax.rsqrt(full), {"full": full}
@@ -250,13 +206,6 @@ def _precondition(
 
 def _rms(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
     return jnp.sqrt(jnp.mean(x * x, axis=dims, keepdims=True))
-
-
-def _moment_axes(axes: Axes, shape: tuple[int, ...]) -> dict[str, Axes]:
-    """The logical axes of the moments that a parameter may have: ``full``, or ``row`` and ``col``."""
-    dims = factored_dims(axes, shape, min_size=0)
-    without = lambda reduced: tuple(a for i, a in enumerate(axes) if i not in reduced)
-    return {"full": axes, "row": without(dims.columns), "col": without(dims.rows)}
 
 
 def state_axes(opt_state: PyTree, axes: PyTree, shapes: PyTree) -> PyTree:
@@ -276,8 +225,10 @@ def state_axes(opt_state: PyTree, axes: PyTree, shapes: PyTree) -> PyTree:
     for (path, names), param in zip(nodes, jax.tree.leaves(shapes), strict=True):
         keys = _dict_keys(path)
         axes_by_keys[keys] = names
-        for moment, remaining in _moment_axes(names, param.shape).items():
-            axes_by_keys[(*keys, moment)] = remaining
+        factored = factored_dims(names, param.shape, min_size=0)
+        for dims in (factored, FactoredDims(())):
+            for moment, kept in _moment_dims(dims, len(names)).items():
+                axes_by_keys[(*keys, moment)] = tuple(names[i] for i in kept)
 
     def find_axes(path: KeyPath, leaf: jax.Array | jax.ShapeDtypeStruct) -> Axes:
         return axes_by_keys.get(_dict_keys(path), (None,) * leaf.ndim)

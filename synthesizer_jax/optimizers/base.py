@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from synthesizer_jax.optimizers.schedules import Schedule
@@ -19,8 +18,7 @@ class Optimizer(Protocol):
     """The configuration of an optimizer.
 
     To add an optimizer, decorate a frozen dataclass with `register`. If it has a field `learning_rate`,
-    this must be a `Schedule` of the number of updates, whose value is logged; if it has `weight_decay`,
-    this is the coefficient of its decoupled weight decay.
+    this must be a `Schedule` of the number of updates, whose value is logged.
     """
 
     def build(self, axes: PyTree) -> optax.GradientTransformation:
@@ -38,26 +36,19 @@ def schedule_of(optimizer: Optimizer) -> optax.Schedule | None:
     return None if schedule is None else schedule.build()
 
 
-def own_weight_decay(optimizer: Optimizer) -> float:
-    """Returns the coefficient of the optimizer's decoupled weight decay; 0: it has none."""
-    return getattr(optimizer, "weight_decay", None) or 0.0
-
-
-def count_updates(opt_state: PyTree) -> int | None:
+def count_updates(opt_state: PyTree) -> jax.Array | None:
     """Returns the number of updates that a state of an optimizer counts.
 
-    It is what all integers named ``count``, as in optax, or ``updates`` agree on; None: there are none, or
-    they differ.
+    It is the first integer named ``count``, as in optax, or ``updates``; None: there is none.
     """
-    counts = {
-        int(leaf)
-        for path, leaf in jax.tree.leaves_with_path(opt_state)
-        if path
-        and str(path[-1]).strip("'.[]") in COUNTS
-        and leaf.ndim == 0
-        and jnp.issubdtype(leaf.dtype, jnp.integer)
-    }
-    return counts.pop() if len(counts) == 1 else None
+    return next(
+        (
+            leaf
+            for path, leaf in jax.tree.leaves_with_path(opt_state)
+            if path and str(path[-1]).strip("'.[]") in COUNTS and leaf.ndim == 0
+        ),
+        None,
+    )
 
 
 def with_clipping(

@@ -1,10 +1,10 @@
-"""Optimizers and schedules of optax, by name."""
+"""Optimizers of optax, by name."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeAlias
 
 import optax
@@ -16,11 +16,12 @@ from synthesizer_jax.registry import register
 from synthesizer_jax.typing import Positive, PyTree
 
 Argument: TypeAlias = float | int | bool | str | None
-Arguments: TypeAlias = tuple[tuple[str, Argument], ...]
-"""Names and values, sorted by name; a tuple, so that configurations are hashable."""
 
-DECAYS = ("weight_decay", "weight_decay_rate")
-"""What optax's optimizers call the coefficient of weight decay."""
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    name: f
+    for name, f in vars(optax).items()
+    if inspect.isfunction(f) and next(iter(inspect.signature(f).parameters), "") == "learning_rate"
+}
 
 
 @register
@@ -31,52 +32,30 @@ class Optax:
     Attributes:
       name: name of the function in `optax`, such as ``"lion"``.
       learning_rate: the schedule of the learning rate.
-      arguments: arguments of the function, without the learning rate.
+      arguments: names and values of the function's other arguments, sorted by name.
       clip_norm: maximum global norm of the gradient; None: no clipping.
     """
 
     name: str
     learning_rate: Schedule = Constant()
-    arguments: Arguments = ()
+    arguments: tuple[tuple[str, Argument], ...] = ()
     clip_norm: Positive | None = None
 
     def __post_init__(self) -> None:
-        _check_call(self.name, OPTIMIZERS, {"learning_rate": None, **dict(self.arguments)})
-
-    @property
-    def weight_decay(self) -> float:
-        """The function's argument ``weight_decay`` or ``weight_decay_rate``, or its default; 0: none."""
-        given = dict(self.arguments)
-        found = inspect.signature(OPTIMIZERS[self.name]).parameters
-        values = [given.get(name, found[name].default) for name in DECAYS if name in found]
-        return next((value for value in values if isinstance(value, float) and value), 0.0)
+        if self.name not in OPTIMIZERS:
+            suggestion = did_you_mean(self.name, OPTIMIZERS)
+            raise ValueError(f"optax has no {self.name!r}{suggestion} to use here")
+        try:
+            signature = inspect.signature(OPTIMIZERS[self.name])
+            signature.bind(learning_rate=None, **dict(self.arguments))
+        except TypeError as error:
+            raise ValueError(f"optax.{self.name}: {error}") from None
 
     def build(self, axes: PyTree) -> optax.GradientTransformation:
         """See `Optimizer.build`; the axes are not used."""
         del axes
         transformation = OPTIMIZERS[self.name](self.learning_rate.build(), **dict(self.arguments))
         return with_clipping(transformation, self.clip_norm)
-
-
-@register
-@dataclasses.dataclass(frozen=True)
-class OptaxSchedule:
-    """A schedule of optax; see `optax_schedule`.
-
-    Attributes:
-      name: name of the function in `optax`, such as ``"warmup_cosine_decay_schedule"``.
-      arguments: arguments of the function.
-    """
-
-    name: str
-    arguments: Arguments = ()
-
-    def __post_init__(self) -> None:
-        _check_call(self.name, SCHEDULES, dict(self.arguments))
-
-    def build(self) -> optax.Schedule:
-        """See `Schedule.build`."""
-        return SCHEDULES[self.name](**dict(self.arguments))
 
 
 def optax_optimizer(
@@ -86,52 +65,9 @@ def optax_optimizer(
     clip_norm: float | None = None,
     **arguments: Argument,
 ) -> Optax:
-    """Returns the optimizer ``optax.NAME(learning_rate, **arguments)``.
-
-    Args:
-      name: name of the function in `optax`.
-      learning_rate: the schedule of the learning rate.
-      clip_norm: maximum global norm of the gradient; None: no clipping.
-      **arguments: other arguments of the function.
+    """Returns the optimizer ``optax.NAME(learning_rate, **arguments)``, see `Optax`.
 
     Raises:
       ValueError: optax has no such optimizer, or it does not accept these arguments.
     """
     return Optax(name, learning_rate, tuple(sorted(arguments.items())), clip_norm)
-
-
-def optax_schedule(name: str, **arguments: Argument) -> OptaxSchedule:
-    """Returns the schedule ``optax.NAME(**arguments)``.
-
-    Raises:
-      ValueError: optax has no such schedule, or it does not accept these arguments.
-    """
-    return OptaxSchedule(name, tuple(sorted(arguments.items())))
-
-
-def _first_parameter(function: Callable[..., object]) -> str:
-    return next(iter(inspect.signature(function).parameters), "")
-
-
-_FUNCTIONS: dict[str, Callable[..., PyTree]] = {
-    name: f for name, f in vars(optax).items() if inspect.isfunction(f)
-}
-
-OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-    name: f for name, f in _FUNCTIONS.items() if _first_parameter(f) == "learning_rate"
-}
-SCHEDULES: dict[str, Callable[..., optax.Schedule]] = {
-    name: f for name, f in _FUNCTIONS.items() if name.endswith("_schedule")
-}
-
-
-def _check_call(
-    name: str, functions: Mapping[str, Callable[..., object]], arguments: Mapping[str, object]
-) -> None:
-    """Raises a `ValueError` unless the functions include one of that name with these arguments."""
-    if name not in functions:
-        raise ValueError(f"optax has no {name!r}{did_you_mean(name, functions)} to use here")
-    try:
-        inspect.signature(functions[name]).bind(**arguments)
-    except TypeError as error:
-        raise ValueError(f"optax.{name}: {error}") from None

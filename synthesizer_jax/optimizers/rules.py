@@ -1,4 +1,4 @@
-"""Learning rates, weight decay and freezing by the path of a parameter, around any optimizer.
+"""Learning rates and freezing by the path of a parameter, around any optimizer.
 
 The optimizer is built for the parameters that are trained, and knows nothing of the others: they have no
 gradients, no state, and no part in a clipped global norm.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import flax.linen as nn
 import jax
@@ -20,13 +19,10 @@ from flax import traverse_util
 
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.models import stacks_of
-from synthesizer_jax.optimizers.base import Optimizer, own_weight_decay, schedule_of
+from synthesizer_jax.optimizers.base import Optimizer, count_updates, schedule_of
 from synthesizer_jax.parameters import check_path_pattern
 from synthesizer_jax.registry import register
 from synthesizer_jax.typing import NotNegative, PyTree
-
-Keys: TypeAlias = tuple[str, ...]
-"""The path of a parameter in nested dictionaries."""
 
 
 @register
@@ -38,82 +34,66 @@ class OptimizerRule:
       pattern: a regular expression for whole paths of parameters, with looped layers, such as
         ``encoder/layers_\d+/.*/table``. Scanned layers have these paths too.
       learning_rate: factor of the optimizer's learning rate; its updates are multiplied by it.
-      weight_decay: decoupled weight decay: an update also subtracts the learning rate times this times
-        the parameter. 0 exempts parameters from what later rules say. None: none but the optimizer's own,
-        which must be 0 if any rule has a weight decay, even one of 0.
-      frozen: the parameters are not changed.
+      frozen: the parameters are not changed, as with a `learning_rate` of 0.
     """
 
     pattern: str
     learning_rate: NotNegative = 1.0
-    weight_decay: NotNegative | None = None
     frozen: bool = False
 
     def __post_init__(self) -> None:
         check_path_pattern("training.rules", self.pattern)
-        if self.frozen and (self.learning_rate, self.weight_decay) != (1.0, None):
-            raise ValueError(
-                f"training.rules: {self.pattern!r} is frozen and has a learning_rate or a weight_decay, "
-                "which would do nothing; leave them out"
-            )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Settings:
-    """How one parameter is optimized; a leaf of a pytree.
-
-    The arrays have no dimensions, or ``[layers, 1, …]`` if rules tell the layers of a scanned stack apart.
-
-    Attributes:
-      rate: factor of the learning rate, float32.
-      decay: decoupled weight decay, float32.
-      frozen: whether it is frozen.
-    """
-
-    rate: np.ndarray
-    decay: np.ndarray
-    frozen: np.ndarray
 
     @property
-    def trained(self) -> bool:
-        """Whether any layer of it is trained."""
-        return not self.frozen.all()
-
-
-_DEFAULT = OptimizerRule(".*")
+    def rate(self) -> float:
+        """The factor of the learning rate, 0 for what is frozen."""
+        return 0.0 if self.frozen else self.learning_rate
 
 
 def resolve_rules(model: nn.Module, params: PyTree, rules: Sequence[OptimizerRule]) -> PyTree:
-    """Returns the `Settings` of every parameter; the first rule that matches its path decides.
+    """Returns the factor of every parameter's learning rate; the first rule that matches its path decides.
 
     Args:
       model: the unbound model.
       params: its parameters, or their shapes.
       rules: the rules.
 
+    Returns:
+      Like the parameters, float32 arrays without dimensions, or ``[layers, 1, …]`` if rules tell the
+      layers of a scanned stack apart. Where all are 0 the parameter is frozen.
+
     Raises:
       ValueError: a rule decides nothing, or every parameter is frozen.
     """
-    flat = traverse_util.flatten_dict(params)
-    paths = {keys: looped_paths(model, keys) for keys in flat}
-    chosen = {
-        keys: [next(r for r in (*rules, _DEFAULT) if re.fullmatch(r.pattern, p)) for p in found]
-        for keys, found in paths.items()
-    }
-    _check_decides(rules, paths, chosen)
-    settings = {keys: _settings(chosen[keys], x.ndim) for keys, x in flat.items()}
-    if not any(s.trained for s in settings.values()):
+    every = (*rules, OptimizerRule(".*"))
+    used, known, factors = set[OptimizerRule](), list[str](), {}
+    for keys, x in traverse_util.flatten_dict(params).items():
+        paths = _looped_paths(model, keys)
+        chosen = [next(r for r in every if re.fullmatch(r.pattern, path)) for path in paths]
+        used.update(chosen)
+        known += paths
+        rates = np.asarray([rule.rate for rule in chosen], np.float32)
+        same = len(set(chosen)) == 1
+        factors[keys] = rates[0] if same else rates.reshape(len(rates), *[1] * (x.ndim - 1))
+    for rule in rules:
+        if rule not in used:
+            if any(re.fullmatch(rule.pattern, path) for path in known):
+                raise ValueError(
+                    f"training.rules: earlier rules decide for all that {rule.pattern!r} matches; put it "
+                    "before them, or leave it out"
+                )
+            example = did_you_mean(rule.pattern, known) or f", such as {min(known)!r}"
+            raise ValueError(
+                f"training.rules: {rule.pattern!r} matches no parameter{example}; a pattern matches whole "
+                "paths"
+            )
+    if not any(rate.any() for rate in factors.values()):
         raise ValueError("training.rules freeze every parameter; leave some to be trained")
-    return traverse_util.unflatten_dict(settings)
+    return traverse_util.unflatten_dict(factors)
 
 
-def looped_paths(model: nn.Module, keys: Keys) -> list[str]:
-    """Returns the paths that a parameter has with looped layers, one for each layer that is stacked in it.
-
-    Args:
-      model: the unbound model.
-      keys: the path in the model's own parameters.
-    """
+def _looped_paths(model: nn.Module, keys: tuple[str, ...]) -> list[str]:
+    """Returns the paths that a parameter has with looped layers, one for each layer stacked in it."""
     stack = stacks_of(model).get(keys[0])
     if stack is None or not stack.scan or not keys[1].startswith("run_"):
         return ["/".join(keys)]
@@ -123,57 +103,18 @@ def looped_paths(model: nn.Module, keys: Keys) -> list[str]:
     return ["/".join((keys[0], f"layers_{layer}", *keys[2:])) for layer in layers]
 
 
-def collapse_layers(path: str) -> str:
-    """Returns the path with ``layers_*`` for the number of its layer."""
-    return re.sub(r"layers_\d+", "layers_*", path)
-
-
-def _settings(rules: Sequence[OptimizerRule], ndim: int) -> Settings:
-    """Returns the settings of a parameter; several rules are those of its stacked layers."""
-    shape = (len(rules), *[1] * (ndim - 1))
-    if len(set(rules)) == 1:
-        rules, shape = rules[:1], ()
-    return Settings(
-        rate=np.reshape([r.learning_rate for r in rules], shape).astype(np.float32),
-        decay=np.reshape([r.weight_decay or 0.0 for r in rules], shape).astype(np.float32),
-        frozen=np.reshape([r.frozen for r in rules], shape),
-    )
-
-
-def _check_decides(
-    rules: Sequence[OptimizerRule],
-    paths: Mapping[Keys, Sequence[str]],
-    chosen: Mapping[Keys, Sequence[OptimizerRule]],
-) -> None:
-    """Raises a `ValueError` for the first rule that decides for no parameter."""
-    used = {rule for found in chosen.values() for rule in found}
-    for rule in rules:
-        if rule in used:
-            continue
-        known = [path for found in paths.values() for path in found]
-        if any(re.fullmatch(rule.pattern, path) for path in known):
-            raise ValueError(
-                f"training.rules: earlier rules decide for all that {rule.pattern!r} matches; put it "
-                "before them, or leave it out"
-            )
-        example = did_you_mean(rule.pattern, known) or f", such as {min(known)!r}"
-        raise ValueError(
-            f"training.rules: {rule.pattern!r} matches no parameter{example}; a pattern matches whole paths"
-        )
-
-
 @dataclasses.dataclass(frozen=True)
 class RuledOptimizer:
-    """An optax transformation of the parameters that are trained, and the settings of all.
+    """An optax transformation of the parameters that are trained.
 
     Attributes:
       transformation: made for what `trained` returns.
-      settings: `Settings` of every parameter.
-      schedule: the learning rate by the number of updates; needed for weight decay by rules.
+      rates: see `resolve_rules`.
+      schedule: the learning rate by the number of updates; None: the optimizer has none.
     """
 
     transformation: optax.GradientTransformation
-    settings: PyTree
+    rates: PyTree
     schedule: optax.Schedule | None = None
 
     def init(self, params: PyTree) -> PyTree:
@@ -182,62 +123,45 @@ class RuledOptimizer:
 
     def trained(self, tree: PyTree) -> PyTree:
         """Returns nested dictionaries like the parameters without the entries that are frozen."""
-        return trained_entries(self.settings, tree)
-
-    def merge(self, trained: PyTree, params: PyTree) -> PyTree:
-        """Returns the parameters with those that are trained replaced."""
-        return merge_entries(trained, params)
+        return trained_entries(self.rates, tree)
 
     def mask_gradients(self, gradients: PyTree) -> PyTree:
         """Returns the gradients of `trained` parameters with zeros for frozen layers of scanned stacks."""
         return jax.tree.map(
-            lambda s, g: jnp.where(s.frozen, jnp.zeros_like(g), g) if s.frozen.any() else g,
-            self.trained(self.settings),
+            lambda g, rate: g if rate.all() else jnp.where(rate == 0, jnp.zeros_like(g), g),
             gradients,
+            self.trained(self.rates),
         )
 
-    def update(
-        self, gradients: PyTree, opt_state: PyTree, params: PyTree, *, step: jax.Array
-    ) -> tuple[PyTree, PyTree]:
-        """Returns the new parameters and the new state; frozen parameters keep every bit.
+    def update(self, gradients: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        """Returns the new parameters and the new state, from what `mask_gradients` returns.
 
-        Args:
-          gradients: from `mask_gradients`.
-          opt_state: the transformation's.
-          params: all parameters.
-          step: number of updates before this one.
+        Frozen parameters keep every bit.
         """
-        trained, settings = self.trained(params), self.trained(self.settings)
+
+        def apply_update(p: jax.Array, u: jax.Array, rate: np.ndarray) -> jax.Array:
+            if (rate != 1.0).any():
+                u = jnp.asarray(rate) * u
+            new = (p + u).astype(p.dtype)
+            return new if rate.all() else jnp.where(rate == 0, p, new)
+
+        trained = self.trained(params)
         updates, opt_state = self.transformation.update(gradients, opt_state, trained)
-        rate = 0.0 if self.schedule is None else self.schedule(step)
-        new = jax.tree.map(
-            lambda s, p, u: _apply_update(s, p, u, learning_rate=rate), settings, trained, updates
-        )
-        return self.merge(new, params), opt_state
+        new = jax.tree.map(apply_update, trained, updates, self.trained(self.rates))
+        return merge_entries(new, params), opt_state
+
+    def learning_rate(self, opt_state: PyTree) -> dict[str, jax.Array]:
+        """Returns ``learning_rate``, that of the next update; nothing if it is not known."""
+        count = count_updates(opt_state)
+        if self.schedule is None or count is None:
+            return {}
+        return {"learning_rate": jnp.asarray(self.schedule(count), jnp.float32)}
 
 
-def _apply_update(
-    settings: Settings, p: jax.Array, u: jax.Array, *, learning_rate: jax.typing.ArrayLike
-) -> jax.Array:
-    """Returns a parameter after an update."""
-    if settings.decay.any():
-        u = u - jnp.asarray(learning_rate * settings.decay) * p
-    if (settings.rate != 1.0).any():
-        u = jnp.asarray(settings.rate) * u
-    new = (p + u).astype(p.dtype)
-    return jnp.where(settings.frozen, p, new) if settings.frozen.any() else new
-
-
-def trained_entries(settings: PyTree, tree: PyTree) -> PyTree:
-    """Returns nested dictionaries without the entries that are frozen.
-
-    Args:
-      settings: `Settings` of every parameter.
-      tree: of the same structure, or with tuples of axes as leaves.
-    """
-    trains = traverse_util.flatten_dict(settings)
-    flat = traverse_util.flatten_dict(tree)
-    return traverse_util.unflatten_dict({k: x for k, x in flat.items() if trains[k].trained})
+def trained_entries(rates: PyTree, tree: PyTree) -> PyTree:
+    """Returns nested dictionaries, or such with axes as leaves, without the entries that are frozen."""
+    factors, flat = traverse_util.flatten_dict(rates), traverse_util.flatten_dict(tree)
+    return traverse_util.unflatten_dict({k: x for k, x in flat.items() if factors[k].any()})
 
 
 def merge_entries(trained: PyTree, params: PyTree) -> PyTree:
@@ -254,37 +178,9 @@ def build_optimizer(
     params: PyTree,
     axes: PyTree,
 ) -> RuledOptimizer:
-    """Builds an optimizer for the parameters that the rules leave to be trained.
+    """Builds an optimizer for the parameters that the rules leave to be trained; see `resolve_rules`.
 
-    Args:
-      recipe: the optimizer's configuration.
-      rules: see `resolve_rules`.
-      model: the unbound model.
-      params: the shapes of its parameters.
-      axes: like the parameters, with a tuple of logical axis names for each.
-
-    Raises:
-      ValueError: a rule decides nothing; every parameter is frozen; or a rule has a weight decay, and
-        the optimizer has its own or no schedule.
+    `axes` is like the parameters, with a tuple of logical axis names for each.
     """
-    settings = resolve_rules(model, params, rules)
-    schedule = schedule_of(recipe)
-    _check_weight_decay(recipe, rules)
-    transformation = recipe.build(trained_entries(settings, axes))
-    return RuledOptimizer(transformation, settings, schedule)
-
-
-def _check_weight_decay(recipe: Optimizer, rules: Sequence[OptimizerRule]) -> None:
-    """Raises a `ValueError` if rules have a weight decay that the optimizer does not go with."""
-    name, decays = type(recipe).__name__, [rule.weight_decay for rule in rules]
-    if any(decays) and schedule_of(recipe) is None:
-        raise ValueError(
-            f"training.rules: weight_decay needs the learning rate, and {name} has no field "
-            "learning_rate; give it one, or leave weight_decay out"
-        )
-    own = own_weight_decay(recipe)
-    if own and any(decay is not None for decay in decays):
-        raise ValueError(
-            f"training.rules: weight_decay, even of 0, would leave {name}'s own, {own:g}, as it is; set it "
-            f"to 0 and end the rules with one for '.*' with weight_decay={own:g}"
-        )
+    rates = resolve_rules(model, params, rules)
+    return RuledOptimizer(recipe.build(trained_entries(rates, axes)), rates, schedule_of(recipe))

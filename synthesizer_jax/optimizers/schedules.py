@@ -33,7 +33,7 @@ class Constant:
     warmup_steps: Number = 0
 
     def build(self) -> optax.Schedule:
-        """Returns the learning rate as a function of the step, which may be traced."""
+        """See `Schedule.build`."""
         return lambda step: self.value * _warmup(step, self.warmup_steps)
 
 
@@ -49,7 +49,7 @@ class InverseSquareRoot:
     warmup_steps: Number = 10_000
 
     def build(self) -> optax.Schedule:
-        """Returns the learning rate as a function of the step, which may be traced."""
+        """See `Schedule.build`."""
         return lambda step: (
             self.factor / jnp.sqrt(jnp.maximum(jnp.asarray(step, jnp.float32), self.warmup_steps))
         )
@@ -66,7 +66,7 @@ class Cosine:
     final: NotNegative = 0.0
 
     def build(self) -> optax.Schedule:
-        """Returns the learning rate as a function of the step, which may be traced."""
+        """See `Schedule.build`."""
 
         def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
             decay_steps = max(self.total_steps - self.warmup_steps, 1)
@@ -75,11 +75,8 @@ class Cosine:
             cosine = self.final + (self.peak - self.final) * 0.5 * (
                 1.0 + jnp.cos(jnp.pi * fraction)
             )
-            return jnp.where(
-                jnp.asarray(step) < self.warmup_steps,
-                self.peak * _warmup(step, self.warmup_steps),
-                cosine,
-            )
+            warm = self.peak * _warmup(step, self.warmup_steps)
+            return jnp.where(jnp.asarray(step) < self.warmup_steps, warm, cosine)
 
         return learning_rate
 

@@ -20,15 +20,11 @@ from synthesizer_jax.evaluation.texts import LOWER_IS_BETTER
 from synthesizer_jax.files import describing, write_atomic
 from synthesizer_jax.reports.figures import ENVIRONMENT, line_chart
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
-from synthesizer_jax.training.movement import Group, Movement, read_movement
 from synthesizer_jax.training.run_directory import load_experiment
 from synthesizer_jax.version import __version__
 
 ANSWERS = 3
 """Examples of each task whose answers are shown."""
-
-ROUNDING = 1e-6
-"""A relative change below this is none: compiled into another program, initializers differ by so much."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +41,6 @@ class RunSummary:
       metric_names: the name of the first metric by task that has one; texts have none.
       metrics: its value in the newest evaluation, in percent.
       answers: the predictions of that evaluation by task and input, as in ``TASK.jsonl``.
-      movement: how far its parameters moved; None: the run has not finished.
     """
 
     title: str
@@ -57,7 +52,6 @@ class RunSummary:
     metric_names: Mapping[str, str]
     metrics: Mapping[str, float]
     answers: Mapping[str, Mapping[str, dict[str, Any]]]
-    movement: Movement | None = None
 
 
 def summarize_run(title: str, directory: pathlib.Path) -> RunSummary:
@@ -97,7 +91,6 @@ def summarize_run(title: str, directory: pathlib.Path) -> RunSummary:
         metric_names=metric_names,
         metrics={task: newest[f"{task}/{name}"] for task, name in metric_names.items()},
         answers={task: _read_answers(folder / f"{task}.jsonl") for task in metric_names},
-        movement=read_movement(directory),
     )
 
 
@@ -142,7 +135,6 @@ def write_report(path: pathlib.Path, runs: Sequence[RunSummary], *, title: str) 
         answers=list(_compare_answers(runs)),
         loss_chart=chart,
         quartiles=_format_quartiles,
-        change=format_change,
         facts=provenance(),
     )
     write_atomic(path, page)
@@ -200,13 +192,6 @@ def _format_quartiles(values: Sequence[float], format_spec: str) -> str:
     """Formats the median and, in brackets, the first and the third quartile."""
     low, middle, high = (format(float(x), format_spec) for x in np.percentile(values, (25, 50, 75)))
     return f"{middle} ({low}–{high})"
-
-
-def format_change(group: Group) -> str:
-    """Formats how far the parameters of a path moved; rounding errors of initial parameters are 0."""
-    if math.isinf(group.change):
-        return f"from 0 to a norm of {group.distance:.3g}"
-    return "0" if group.change < ROUNDING else f"{100 * group.change:.3g} %"
 
 
 def provenance() -> dict[str, str]:

@@ -13,8 +13,9 @@ import json
 import pathlib
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
+from typing import Any, NamedTuple
 
 from synthesizer_jax.files import describing, storage_path, write_atomic
 from synthesizer_jax.registry import EXTRA_MESH_AXES, REGISTRY
@@ -26,20 +27,11 @@ IMPORTS_FILE = "imports.json"
 _imported: set[str] = set()  # packages
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """A Python file.
-
-    Attributes:
-      name: name of the file, such as ``recipe.py``.
-      text: its content.
-    """
+class Source(NamedTuple):
+    """The name of a Python file, such as ``recipe.py``, and its content."""
 
     name: str
     text: bytes
-
-
-_executed: dict[Source, tuple[ModuleType, bool]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +56,8 @@ class Code:
 
 NOTHING = Code()
 
+_executed: dict[Source, tuple[ModuleType, Code]] = {}
+
 
 def load_user_code(names: Sequence[str]) -> Code:
     """Imports packages and executes files that the user names, and returns them.
@@ -77,11 +71,7 @@ def load_user_code(names: Sequence[str]) -> Code:
     code = NOTHING
     for name in names:
         if name.endswith(".py"):
-            source = read_source(storage_path(name))
-            if any(other.name == source.name and other != source for other in code.sources):
-                raise ValueError(f"two imported files are called {source.name}; rename one of them")
-            execute(source, name)
-            code += Code(sources=(source,))
+            code += execute(name)[1]
         else:
             import_package(name)
             code += Code(packages=(name,))
@@ -90,37 +80,36 @@ def load_user_code(names: Sequence[str]) -> Code:
 
 def imported_names() -> list[str]:
     """Returns the packages and files that this process has imported and that registered something."""
-    files = [str(module.__file__) for module, registered in _executed.values() if registered]
+    files = [str(module.__file__) for module, code in _executed.values() if code != NOTHING]
     return [*sorted(_imported), *files]
 
 
-def read_source(path: pathlib.Path) -> Source:
-    """Reads a file; raises a `ValueError` if it does not exist."""
+def execute(path: str) -> tuple[ModuleType, Code]:
+    """Executes a file, once.
+
+    Returns:
+      The module, and the file itself if it has registered classes, tasks or mixtures.
+
+    Raises:
+      ValueError: there is no such file, or it fails; the message has file, line and the type of the error.
+    """
+    source = _read_source(storage_path(path))
+    if source not in _executed:
+        module = ModuleType(f"recipe_{pathlib.Path(path).stem}")
+        module.__file__ = path
+        before = _registered_names()
+        sys.modules[module.__name__] = module  # dataclasses look up their module
+        with convert_errors(path):
+            exec(compile(source.text, path, "exec", dont_inherit=True), module.__dict__)
+        own = NOTHING if _registered_names() == before else Code(sources=(source,))
+        _executed[source] = module, own
+    return _executed[source]
+
+
+def _read_source(path: pathlib.Path) -> Source:
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     return Source(path.name, path.read_bytes())
-
-
-def execute(source: Source, path: str) -> tuple[ModuleType, bool]:
-    """Executes a file, once unless another file of the same name was executed since.
-
-    Returns:
-      The module, and whether it registered classes, tasks or mixtures.
-
-    Raises:
-      ValueError: the file fails; the message has file, line and the type of the error.
-    """
-    name = f"recipe_{pathlib.Path(source.name).stem}"
-    done = _executed.get(source)
-    if done is None or sys.modules.get(name) is not done[0]:
-        module = ModuleType(name)
-        module.__file__ = path
-        before = _registered_names()
-        sys.modules[name] = module  # dataclasses look up their module
-        with convert_errors(path):
-            exec(compile(source.text, path, "exec", dont_inherit=True), module.__dict__)
-        _executed[source] = module, _registered_names() != before
-    return _executed[source]
 
 
 def import_package(name: str) -> ModuleType:
@@ -153,11 +142,8 @@ def convert_errors(path: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == path
-        ]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == path]
         text = str(error)
         if isinstance(error, SyntaxError) and error.filename == path:
             lines, text = [error.lineno], error.msg
@@ -165,15 +151,19 @@ def convert_errors(path: str) -> Iterator[None]:
         raise ValueError(f"{place}: {type(error).__name__}: {text}") from error
 
 
-def _registered_names() -> tuple[object, ...]:
+def _registered_names() -> tuple[dict[Any, Any], ...]:
     """Returns everything that code can register with this package and with SeqIO."""
-    seqio = sys.modules.get("seqio")
-    registered = (
-        [] if seqio is None else [seqio.TaskRegistry.names(), seqio.MixtureRegistry.names()]
-    )
-    names = [set(n) for n in registered]
-    axes = dict(EXTRA_MESH_AXES)
-    return dict(REGISTRY), axes, dict(task_registry.TASKS), dict(task_registry.MIXTURES), names
+    registries: list[Mapping[Any, Any]] = [
+        REGISTRY,
+        EXTRA_MESH_AXES,
+        task_registry.TASKS,
+        task_registry.MIXTURES,
+    ]
+    if (seqio := sys.modules.get("seqio")) is not None:
+        registries += [
+            dict.fromkeys(r.names()) for r in (seqio.TaskRegistry, seqio.MixtureRegistry)
+        ]
+    return tuple(dict(registry) for registry in registries)
 
 
 def record_code(directory: pathlib.Path, code: Code) -> None:
@@ -206,7 +196,7 @@ def recorded_code(directory: pathlib.Path) -> Code:
         plain = [pathlib.PurePath(name).name == name != "" for name in files]
         if not all(plain) or not all(map(_is_module_name, packages)):
             raise ValueError("names of packages and files are expected")
-        return Code(tuple(packages), tuple(read_source(place / name) for name in files))
+        return Code(tuple(packages), tuple(_read_source(place / name) for name in files))
 
 
 def require_code(directory: pathlib.Path) -> None:
@@ -216,13 +206,9 @@ def require_code(directory: pathlib.Path) -> None:
       ValueError: something was not named; the message has the options to add after reading it.
     """
     code, files = recorded_code(directory), {source.name for source in _executed}
-    missing = [
-        *(name for name in code.packages if name not in sys.modules),
-        *(
-            str(directory / CODE_DIRECTORY / source.name)
-            for source in code.sources
-            if source.name not in files
-        ),
+    missing = [name for name in code.packages if name not in sys.modules]
+    missing += [
+        str(directory / CODE_DIRECTORY / name) for name, _ in code.sources if name not in files
     ]
     if missing:
         raise ValueError(

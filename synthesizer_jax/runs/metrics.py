@@ -10,6 +10,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from synthesizer_jax.files import append, in_bucket, write_atomic
 from synthesizer_jax.registry import JSON
@@ -26,13 +27,9 @@ class MetricsWriter:
       directory: directory of the run.
       restored_step: the step from which the run continues; metrics of later steps are removed. 0 for a
         new run.
-      writes: whether this process writes the files.
     """
 
-    def __init__(self, directory: pathlib.Path, *, restored_step: int = 0, writes: bool = True):
-        self._writes = writes
-        if not writes:
-            return
+    def __init__(self, directory: pathlib.Path, *, restored_step: int = 0):
         # Written in this thread: that of tensorboardX's SummaryWriter may prevent the process from ending.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -57,8 +54,6 @@ class MetricsWriter:
           values: metrics by name; NaN and infinities are written as null.
           kind: ``train`` or ``eval``.
         """
-        if not self._writes:
-            return
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
@@ -77,37 +72,25 @@ class MetricsWriter:
 
     def flush(self) -> None:
         """Writes what is buffered."""
-        if self._writes and self._lines:
+        if self._lines:
             append(self._path, self._lines)
             self._lines = b""
             self._board.flush()
 
     def close(self) -> None:
         """Closes the files."""
-        if self._writes:
-            self.flush()
-            self._board.close()
+        self.flush()
+        self._board.close()
 
 
 def _truncate_metrics(path: pathlib.Path, step: int) -> None:
-    """Removes the lines of steps after `step`, and an incomplete last line.
-
-    If other lines cannot be read, they are removed with a warning, and a copy of the file is kept.
-    """
-    if not path.exists():
-        return
-    lines = list(_read_records(path))
-    kept = [line for line, record in lines if record is not None and record["step"] <= step]
-    damaged = [number for number, (_, record) in enumerate(lines, 1) if record is None]
-    if damaged:
-        copy = path.with_name(path.name + ".unreadable")
-        write_atomic(copy, path.read_bytes())
-        _log.warning(
-            "%s: %d of its lines, the first is line %d, cannot be read and are removed; the original file "
-            "is kept as %s",
-            *(path, len(damaged), damaged[0], copy),
-        )
-    write_atomic(path, b"".join(kept))
+    """Removes the lines of steps after `step`, with a warning those that are no records, and a torn end."""
+    if path.exists():
+        lines = _read_records(path)
+        if damaged := [n for n, (_, record) in enumerate(lines, 1) if record is None]:
+            _log.warning("%s: line %d is damaged; such lines are removed", path, damaged[0])
+        kept = [line for line, record in lines if record is not None and record["step"] <= step]
+        write_atomic(path, b"".join(kept))
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, JSON]]:
@@ -134,30 +117,19 @@ def read_scores(path: pathlib.Path) -> dict[int, float]:
     }
 
 
-def _read_records(path: pathlib.Path) -> Iterator[tuple[bytes, dict[str, JSON] | None]]:
-    """Yields all complete lines and their records; None for a line that is not a record."""
-    *lines, _ = path.read_bytes().split(b"\n")
-    for line in lines:
+def _read_records(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+    """Returns all complete lines and their records; None for a line that is not a record."""
+    found: list[tuple[bytes, dict[str, Any] | None]] = []
+    for line in path.read_bytes().split(b"\n")[:-1]:
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        yield line + b"\n", record if _is_record(record) else None
-
-
-def _is_record(value: object) -> bool:
-    """Whether a JSON value has the form that `MetricsWriter.write` writes."""
-    if not isinstance(value, dict) or type(value.get("step")) is not int:
-        return False
-    numbers = (number for name, number in value.items() if name != "kind")
-    return isinstance(value.get("kind"), str) and all(map(_is_finite_or_none, numbers))
-
-
-def _is_finite_or_none(value: object) -> bool:
-    """Whether a value is null or a number in the range of floats."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return abs(value) <= sys.float_info.max
-    return value is None
+            numbers = [v for name, v in record.items() if name != "kind" and v is not None]
+            valid = isinstance(record["kind"], str) and "step" in record
+            valid = valid and all(abs(v) <= sys.float_info.max for v in numbers)
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            valid = False
+        found.append((line + b"\n", record if valid else None))
+    return found
 
 
 class Throughput:
@@ -169,8 +141,7 @@ class Throughput:
 
     def __init__(self) -> None:
         self.utilizations: Mapping[str, float] = {}
-        self._time, self._steps, self._tokens, self._places = time.perf_counter(), 0, 0.0, 0
-        self.seconds_per_step = 0.0
+        self._time, self._steps, self._tokens, self._capacity = time.perf_counter(), 0, 0.0, 0
 
     def add(self, tokens: float, *, capacity: int) -> None:
         """Counts a finished step.
@@ -181,7 +152,7 @@ class Throughput:
         """
         self._steps += 1
         self._tokens += tokens
-        self._places += capacity
+        self._capacity += capacity
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -199,9 +170,8 @@ class Throughput:
             "tokens_per_second": self._tokens / seconds,
         }
         if self._steps:
-            self.seconds_per_step = seconds / self._steps
-            rates["padding"] = 1 - self._tokens / self._places
+            rates["padding"] = 1 - self._tokens / self._capacity
         for name, share in self.utilizations.items():
             rates[name] = share * rates["steps_per_second"]
-        self._time, self._steps, self._tokens, self._places = now, 0, 0.0, 0
+        self._time, self._steps, self._tokens, self._capacity = now, 0, 0.0, 0
         return rates

@@ -16,9 +16,6 @@ from rich.progress import Progress as Bar
 from synthesizer_jax.messages import Phase, escape_controls
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_scores
 
-OVERALL = ("score", "loss", "goodput")
-"""Measures of an evaluation that are printed before those of single tasks."""
-
 UTILIZATIONS = {"mfu": "MFU", "product_utilization": "of a matrix product"}
 """Labels of the utilizations by name; the first available one is displayed."""
 
@@ -48,13 +45,9 @@ class Progress:
         self._shown = shown
         self._task = self._bar.add_task(escape_controls(title), total=total, numbers="")
 
-    def begin(self, step: int) -> None:
-        """Shows the bar at a number of finished steps."""
-        self._bar.update(self._task, completed=step)
-        self._bar.start()
-
     def advance(self, step: int) -> None:
-        """Moves the bar to a number of finished steps."""
+        """Shows the bar at a number of finished steps."""
+        self._bar.start()
         self._bar.update(self._task, completed=step)
 
     def log_training(self, step: int, values: Mapping[str, float]) -> None:
@@ -78,7 +71,7 @@ class Progress:
 
     def log_evaluation(self, step: int, values: Mapping[str, float], seconds: float) -> None:
         """Prints the measures of an evaluation."""
-        overall = [f"{name} {values[name]:.4g}" for name in OVERALL if name in values]
+        overall = [f"{name} {values[name]:.4g}" for name in ("score", "loss") if name in values]
         tasks = [f"{name} {value:.4g}" for name, value in values.items() if "/" in name]
         text = f"evaluated in {format_duration(seconds)}: {', '.join(overall)}"
         self.say(step, f"{text}; {', '.join(tasks)}" if tasks else text)
@@ -86,12 +79,8 @@ class Progress:
     def say(self, step: int, text: str) -> None:
         """Prints a line about a step."""
         width = len(str(self._total))
-        self.note(f"step {step:>{width}}/{self._total}  {text}")
-
-    def note(self, text: str) -> None:
-        """Prints a line above the bar."""
         if self._visible:
-            self._console.print(escape_controls(text))
+            self._console.print(escape_controls(f"step {step:>{width}}/{self._total}  {text}"))
 
     def close(self) -> None:
         """Stops the display."""
@@ -130,8 +119,8 @@ def summary_lines(
       directory: directory of the run.
       steps: number of finished steps.
       saved: steps of the checkpoints that were kept.
-      data_dir: the data directory that was passed; None is the default one.
-      prompt: what `generate` is given; None: the model writes no text.
+      data_dir: for the commands; None is the default one.
+      prompt: for ``generate``; None: the model writes no text.
     """
     measured = read_scores(directory / METRICS_FILE)
     lines = [f"{directory} has finished its {steps:,} steps"]
@@ -145,10 +134,9 @@ def summary_lines(
     lines.append(f"{directory} holds checkpoints of the steps {kept}, {METRICS_FILE}, evaluation/")
     data = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
     run = shlex.quote(str(directory))
-    following = [f"eval --workdir {run}{data}"]
-    following += [] if prompt is None else [f'generate --workdir {run} "{prompt}"']
-    for start, command in zip(("next: ", "      "), following, strict=False):
-        lines.append(f"{start}synthesizer-jax {command}")
+    lines.append(f"next: synthesizer-jax eval --workdir {run}{data}")
+    if prompt is not None:
+        lines.append(f'      synthesizer-jax generate --workdir {run} "{prompt}"')
     return "\n".join(lines)
 
 

@@ -14,10 +14,8 @@ VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 def enable_compilation_cache() -> None:
     """Makes JAX cache compiled programs in ``$XDG_CACHE_HOME/synthesizer_jax/compiled``.
 
-    This sets environment variables, which JAX reads when it is imported, because many commands do not
-    import it. A directory in ``JAX_COMPILATION_CACHE_DIR`` takes precedence, and
-    ``JAX_ENABLE_COMPILATION_CACHE=false`` disables the cache. Does nothing if the directory is not
-    writable.
+    By environment variables, because many commands do not import JAX. A directory in
+    ``JAX_COMPILATION_CACHE_DIR`` takes precedence. Does nothing if the directory is not writable.
     """
     if VARIABLE in os.environ:
         return

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -29,8 +28,8 @@ OPEN_PORT = "8476"
 """The coordinator's default port on TPUs; JAX's own, 8482, is blocked by Google Cloud's firewall for many
 slices. ``JAX_COORDINATOR_PORT`` takes precedence."""
 
-PATIENCE, TIMEOUT = 30.0, 300.0
-"""Seconds until a line says that processes are missing, and until the start fails."""
+PATIENCE = 30.0
+"""Seconds until a line says that processes are missing."""
 
 BARRIER_SECONDS = 3600
 
@@ -40,49 +39,17 @@ def print_line(text: str) -> None:
     print(escape_controls(text), file=sys.stderr, flush=True)
 
 
-class Call:
-    """A call of a function in a thread of its own, so that signals are handled while it blocks.
-
-    Args:
-      function: what is called.
-    """
-
-    def __init__(self, function: Callable[[], object]):
-        self._function, self._errors = function, list[BaseException]()
-        self._thread = threading.Thread(target=self._run, name=f"{function}", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._function()
-        except BaseException as error:
-            self._errors.append(error)
-
-    def wait(self, seconds: float) -> bool:
-        """Waits at most so long; returns whether the function has ended, and raises its error."""
-        self._thread.join(seconds)
-        if self._errors:
-            raise self._errors[0]
-        return not self._thread.is_alive()
-
-
-def start_group(
-    log: Callable[[str], None] = print_line, *, patience: float = PATIENCE, timeout: float = TIMEOUT
-) -> None:
-    """Joins this process to its group, and logs the devices of the group; see `join_group`."""
-    if not join_group(log, patience=patience, timeout=timeout):
-        return
-    kinds = {device.device_kind for device in jax.devices()}
-    if is_process_zero() and process_count() > 1:
-        log(
+def start_group() -> None:
+    """Joins this process to its group, and says of which devices that is; see `join_group`."""
+    if join_group() and is_process_zero() and process_count() > 1:
+        kinds = {device.device_kind for device in jax.devices()}
+        print_line(
             f"{process_count()} processes with {jax.local_device_count()} devices each: "
             f"{jax.device_count()} × {', '.join(sorted(kinds))}"
         )
 
 
-def join_group(
-    log: Callable[[str], None] = print_line, *, patience: float = PATIENCE, timeout: float = TIMEOUT
-) -> bool:
+def join_group(timeout: float = 300.0) -> bool:
     """Joins this process to its group, without initializing devices; must precede other uses of JAX.
 
     The group is the one that `jax.distributed.initialize` finds (Cloud TPU, GKE, SLURM, Open MPI), or is
@@ -90,8 +57,6 @@ def join_group(
     Pathways, or if JAX is in use already.
 
     Args:
-      log: receives a line if processes are missing.
-      patience: seconds until then.
       timeout: seconds until the start fails.
 
     Returns:
@@ -106,58 +71,53 @@ def join_group(
     os.environ.setdefault("JAX_COORDINATOR_PORT", OPEN_PORT)
     # JAX's own handler would discard a SIGTERM that arrives before the program handles signals.
     jax.config.update("jax_enable_preemption_service", False)
-    place = _group_from_environment()
-    initialize = functools.partial(
-        jax.distributed.initialize, **place, initialization_timeout=int(timeout) + 60
-    )
-    joining = Call(initialize)  # JAX itself would end the process at the timeout, with a C++ trace
-    try:
-        if joining.wait(min(patience, timeout)):
-            return True
-        log("waiting for the other processes of the group; is the program running on every host?")
-        if joining.wait(max(0.0, timeout - patience)):
-            return True
-    except (ValueError, RuntimeError) as error:
+    place, errors = _group_from_environment(), list[BaseException]()
+
+    def initialize() -> None:
+        try:  # JAX itself would end the process at the timeout, with a C++ trace
+            jax.distributed.initialize(**place, initialization_timeout=int(timeout) + 60)
+        except BaseException as error:
+            errors.append(error)
+
+    joining = threading.Thread(
+        target=initialize, daemon=True
+    )  # signals are handled while it blocks
+    joining.start()
+    joining.join(min(PATIENCE, timeout))
+    if joining.is_alive():
+        print_line(
+            "waiting for the other processes of the group; is the program running on every host?"
+        )
+        joining.join(timeout - PATIENCE)
+    if joining.is_alive():
+        raise RuntimeError(
+            f"not all processes of the group have connected within {timeout:.0f} s; start the same command "
+            "on every host, and open the coordinator's port in the firewall"
+        )
+    for error in errors:
         nowhere = "coordinator_address should be defined", "must be called before"
         if place or not any(text in str(error) for text in nowhere):
-            raise
-        return False
-    raise RuntimeError(
-        f"not all processes of the group have connected within {timeout:.0f} s; start the same command on "
-        "every host, and open the coordinator's port in the firewall"
-    )
+            raise error
+    return not errors
 
 
 def _group_from_environment() -> dict[str, Any]:
     """Returns the arguments of `jax.distributed.initialize` that the variables define, if they are set."""
-    names = (ADDRESS, PROCESSES, PROCESS)
     if PROCESSES not in os.environ and PROCESS not in os.environ:
         return {}
-    if missing := [name for name in names if name not in os.environ]:
-        there = next(name for name in names[1:] if name in os.environ)
-        raise ValueError(f"{there} is set without {' and '.join(missing)}; set all three")
-    address, count, index = (os.environ[name] for name in names)
-    if not re.fullmatch(r".+:\d+", address):
-        raise ValueError(f"{ADDRESS}={address!r} is not host:port, such as 10.0.0.2:{OPEN_PORT}")
-    if not (count.isdigit() and index.isdigit() and int(index) < int(count)):
-        raise ValueError(f"{PROCESS}={index} is not a number below {PROCESSES}={count}")
+    address, count, index = (os.environ.get(name, "") for name in (ADDRESS, PROCESSES, PROCESS))
+    numbers = count.isdigit() and index.isdigit() and int(index) < int(count)
+    if not (re.fullmatch(r".+:\d+", address) and numbers):
+        raise ValueError(
+            f"{ADDRESS}={address}, {PROCESSES}={count} and {PROCESS}={index} name no place in a group; set "
+            f"host:port, such as 10.0.0.2:{OPEN_PORT}, the number of processes, and one below it"
+        )
     return {
         "coordinator_address": address,
         "num_processes": int(count),
         "process_id": int(index),
         "cluster_detection_method": "deactivate",
     }
-
-
-def format_ranges(numbers: Sequence[int]) -> str:
-    """Formats ascending integers as ``1, 3 to 7``."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(f"{p[0]} to {p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
 
 
 def process_count() -> int:

@@ -1,7 +1,7 @@
 """Device meshes, and the rules that map logical axes to mesh axes."""
 
 from synthesizer_jax.sharding.batch_shards import BatchShards, gather_to_host, replicate_to_devices
-from synthesizer_jax.sharding.mesh import MeshShape, make_mesh, uses_whole_dimensions
+from synthesizer_jax.sharding.mesh import MeshShape, make_mesh
 from synthesizer_jax.sharding.rules import (
     BATCH_AXES,
     MESH_AXES,
@@ -31,5 +31,4 @@ __all__ = [
     "replicated",
     "shardings",
     "use_mesh",
-    "uses_whole_dimensions",
 ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from synthesizer_jax.typing import PyTree
 
 
 def replicate_to_devices(x: jax.typing.ArrayLike, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -39,16 +42,11 @@ class BatchShards:
     def __init__(self, batch_size: int, shards: int, sharding: jax.sharding.Sharding):
         self._batch_size, self._sharding = batch_size, sharding
         self._shard_size = batch_size // shards
-        self._shards_of_process: dict[int, set[int]] = {}
-        indices: Mapping[jax.Device, tuple[slice, ...] | None] = sharding.devices_indices_map(
-            (batch_size,)
-        )
-        for device, index in indices.items():
-            assert index is not None
-            examples = range(batch_size)[index[0]]
-            first, last = examples[0] // self._shard_size, examples[-1] // self._shard_size
-            process_shards = self._shards_of_process.setdefault(device.process_index, set())
-            process_shards.update(range(first, last + 1))
+        self._shards_of_process = collections.defaultdict[int, set[int]](set)
+        indices: Mapping[jax.Device, PyTree] = sharding.devices_indices_map((batch_size,))
+        for device, (rows,) in indices.items():
+            shard_of_rows = {row // self._shard_size for row in range(batch_size)[rows]}
+            self._shards_of_process[device.process_index] |= shard_of_rows
 
     def shards_of(self, process: int) -> list[int]:
         """Returns the shards that a process loads, in ascending order."""
@@ -68,8 +66,7 @@ class BatchShards:
         """Makes the global batch of the examples ``[n, ...]`` of this process' shards."""
         slot_of_shard = {s: i for i, s in enumerate(self.shards_of(jax.process_index()))}
 
-        def examples_at(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None
+        def examples_at(index: PyTree) -> np.ndarray:
             shards, offsets = np.divmod(np.arange(self._batch_size)[index[0]], self._shard_size)
             slots = np.array([slot_of_shard[s] for s in shards.tolist()])
             return local[slots * self._shard_size + offsets]

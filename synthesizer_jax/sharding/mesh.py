@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import logging
 import math
-from collections.abc import Sequence
 from typing import Annotated, TypeAlias
 
 import jax
-import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from synthesizer_jax.costs.chips import Topology
 from synthesizer_jax.registry import register
 from synthesizer_jax.sharding.rules import MESH_AXES, check_mesh_axes
 from synthesizer_jax.typing import Choices, Count
@@ -35,8 +32,8 @@ class MeshShape:
 
     The size of an axis is the product of both. Among the sizes within a slice, and among those between
     slices, one may be −1: it is inferred from the number of devices or slices. Slices are connected by
-    the data-center network only. The data axis tolerates it; the tensor and sequence axes, which transfer
-    activations in every layer, do not.
+    the data-center network only, which the tensor and sequence axes, that transfer activations in every
+    layer, would not tolerate.
 
     Attributes:
       data: number of replicas of the model, which process different examples.
@@ -45,8 +42,6 @@ class MeshShape:
       sequence: number of devices that partition an encoder's positions; for long inputs.
       dcn_data: number of slices that are replicas.
       dcn_fsdp: number of slices that shard parameters and optimizer state.
-      dcn_tensor: number of slices that partition matrix products.
-      dcn_sequence: number of slices that partition positions.
       extra: names and sizes, within a slice, of further axes; each is known to `register_mesh_axis`.
     """
 
@@ -56,8 +51,6 @@ class MeshShape:
     sequence: AxisSize = 1
     dcn_data: AxisSize = -1
     dcn_fsdp: AxisSize = 1
-    dcn_tensor: AxisSize = 1
-    dcn_sequence: AxisSize = 1
     extra: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -67,10 +60,6 @@ class MeshShape:
 
     def sizes(self, devices: int, slices: int = 1) -> tuple[Sizes, Sizes]:
         """Returns the sizes of all axes within a slice and between slices.
-
-        Args:
-          devices: total number of devices.
-          slices: number of slices.
 
         Raises:
           ValueError: the products of the sizes are not the numbers of devices and slices, or an extra
@@ -82,19 +71,14 @@ class MeshShape:
         within = {"data": self.data, "fsdp": self.fsdp}
         within |= {"tensor": self.tensor, "sequence": self.sequence, **dict(self.extra)}
         between = {"dcn_data": self.dcn_data, "dcn_fsdp": self.dcn_fsdp}
-        between |= {"dcn_tensor": self.dcn_tensor, "dcn_sequence": self.dcn_sequence}
         return (
             _infer_sizes(within, devices // slices, "devices of a slice"),
-            _infer_sizes(between, slices, "slices") + (1,) * len(self.extra),
+            _infer_sizes(between, slices, "slices") + (1,) * (len(within) - len(between)),
         )
 
 
 def _infer_sizes(sizes: dict[str, int], total: int, unit: str) -> Sizes:
-    """The sizes, with −1 replaced such that their product is the total.
-
-    Raises:
-      ValueError: there is no such size.
-    """
+    """Returns the sizes, with −1 replaced such that their product is the total."""
     description = "mesh " + ", ".join(f"{name}={size}" for name, size in sizes.items())
     inferred = list(sizes.values())
     if inferred.count(-1) > 1 or any(size == 0 or size < -1 for size in inferred):
@@ -107,11 +91,6 @@ def _infer_sizes(sizes: dict[str, int], total: int, unit: str) -> Sizes:
             f"{description} does not fit {total} {unit}: the sizes must multiply to {total}"
         )
     return tuple(inferred)
-
-
-def num_slices(devices: list[jax.Device]) -> int:
-    """Returns the number of slices of chips; 1 on platforms other than TPU."""
-    return len({getattr(d, "slice_index", 0) for d in devices if d.platform == "tpu"}) or 1
 
 
 def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
@@ -128,68 +107,17 @@ def make_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh
       ValueError: the sizes do not match the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    slices = num_slices(devices)
+    slices = len({getattr(d, "slice_index", 0) for d in devices if d.platform == "tpu"}) or 1
     within, between = shape.sizes(len(devices), slices)
+    make = (
+        functools.partial(mesh_utils.create_hybrid_device_mesh, within, between)
+        if math.prod(between) > 1
+        else functools.partial(mesh_utils.create_device_mesh, within)
+    )
     try:
-        arranged = _arrange_devices(within, between, devices)
+        arranged = make(devices)
     except NotImplementedError:
-        _log.warning(
-            "mesh %s splits dimensions of the slice; `plan` lists sizes that do not", within
-        )
-        arranged = _arrange_devices(within, between, devices, allow_split_physical_axes=True)
+        _log.warning("mesh %s splits dimensions of the slice", within)
+        arranged = make(devices, allow_split_physical_axes=True)
     # Since JAX 0.10 axes are Explicit by default; Linen's sharding constraints need Auto.
     return Mesh(arranged, shape.axis_names, axis_types=(AxisType.Auto,) * len(shape.axis_names))
-
-
-def _arrange_devices(
-    within: Sizes,
-    between: Sizes,
-    devices: Sequence[jax.Device | _TopologyDevice],
-    *,
-    allow_split_physical_axes: bool = False,
-) -> np.ndarray:
-    """Arranges devices such that neighbors along an axis are physically close.
-
-    Raises:
-      NotImplementedError: an axis would split a dimension of a TPU slice, and this is not allowed.
-    """
-    if math.prod(between) > 1:
-        arranged = mesh_utils.create_hybrid_device_mesh(
-            within, between, devices, allow_split_physical_axes=allow_split_physical_axes
-        )
-    else:
-        arranged = mesh_utils.create_device_mesh(
-            within, devices, allow_split_physical_axes=allow_split_physical_axes
-        )
-    return np.asarray(arranged)
-
-
-@dataclasses.dataclass(frozen=True)
-class _TopologyDevice:
-    """The attributes of a TPU device that `mesh_utils` reads, for slices that are not attached."""
-
-    id: int
-    device_kind: str
-    coords: tuple[int, int, int]
-    core_on_chip: int
-    platform: str = "tpu"
-
-
-def _topology_devices(topology: Topology) -> list[_TopologyDevice]:
-    """The devices of one slice of a topology."""
-    chip = topology.chip
-    x, y, z = (*topology.shape, 1)[:3]
-    coordinates = itertools.product(range(z), range(y), range(x), range(chip.devices))
-    return [
-        _TopologyDevice(n, chip.kind, (i, j, k), core)
-        for n, (k, j, i, core) in enumerate(coordinates)
-    ]
-
-
-def uses_whole_dimensions(within: Sizes, topology: Topology) -> bool:
-    """Returns whether axes of these sizes consist of whole dimensions of a slice."""
-    try:
-        _arrange_devices(within, (1,), _topology_devices(topology))
-    except NotImplementedError:
-        return False
-    return True

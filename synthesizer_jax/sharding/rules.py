@@ -80,14 +80,12 @@ def register_mesh_axis(name: str, *logical_axes: str) -> None:
 def check_mesh_axes(names: Sequence[str]) -> None:
     """Raises a `ValueError` unless a mesh's axes are known and distinct."""
     known = (*MESH_AXES, *EXTRA_MESH_AXES)
-    for i, name in enumerate(names):
-        if name not in known:
+    for name in names:
+        if name not in known or names.count(name) > 1:
             raise ValueError(
-                f"mesh: unknown axis {name!r}{did_you_mean(name, known)}; add axes of your own with "
-                "register_mesh_axis"
+                f"mesh: unknown or repeated axis {name!r}{did_you_mean(name, known)}; add axes of your own "
+                "with register_mesh_axis"
             )
-        if name in names[:i]:
-            raise ValueError(f"mesh: the axis {name!r} is given twice")
 
 
 def _mesh_axis(logical_axis: str, mesh: Mesh | AbstractMesh) -> str | None:
@@ -116,18 +114,16 @@ def partition_spec(
     entries: list[str | None] = []
     for axis, size in zip(axes, shape, strict=True):
         mesh_axis = _mesh_axis(axis, mesh) if axis is not None else None
-        if mesh_axis is not None and mesh.shape[mesh_axis] == 1:
-            mesh_axis = None
-        if mesh_axis is not None and mesh_axis in entries:
+        shards = mesh.shape[mesh_axis] if mesh_axis is not None else 1
+        if shards > 1 and mesh_axis in entries:
             raise ValueError(f"{name}: axes {axes} use the mesh axis {mesh_axis!r} twice")
-        if mesh_axis is not None and size % mesh.shape[mesh_axis]:
-            num_shards = mesh.shape[mesh_axis]
-            by = f"the mesh's {mesh_axis}={num_shards}"
+        if size % shards:
+            by = f"the mesh's {mesh_axis}={shards}"
             raise ValueError(
-                f"{name}: {not_divisible(axis or '', size, by=by, divisor=num_shards)}, and {mesh_axis}="
-                f"{math.gcd(size, num_shards)} divides it"
+                f"{name}: {not_divisible(axis or '', size, by=by, divisor=shards)}, and {mesh_axis}="
+                f"{math.gcd(size, shards)} divides it"
             )
-        entries.append(mesh_axis)
+        entries.append(mesh_axis if shards > 1 else None)
     return PartitionSpec(*entries)
 
 

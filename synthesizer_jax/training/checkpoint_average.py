@@ -41,14 +41,29 @@ def average_checkpoints(
       ValueError: the run has fewer checkpoints, or one cannot be read.
     """
     experiment = with_vocabulary_path(load_experiment(source), source)
-    steps = _steps_to_average(source, last)
+    there = finished_steps(source / "checkpoints")
+    wanted = 2 if last is None else last
+    if len(there) < wanted:
+        raise ValueError(
+            f"{source} holds {len(there)} checkpoints ({str(there)[1:-1]}), and a mean of {wanted} is "
+            f"asked for; give a smaller --last, or train with training.keep_latest={wanted}"
+        )
+    steps = there if last is None else there[-last:]
     with new_directory(directory) as staging:
-        variables = _mean_variables(source / "checkpoints", steps)
+        step, *others = steps
+        variables = _read(source, step)
+        mean = jax.tree.map(np.float32, variables["params"])
+        for count, other in enumerate(others, 2):
+            # A running mean: equal checkpoints have a mean equal to them.
+            variables = _read(source, other)
+            mean = jax.tree.map(
+                lambda m, p, n=count: m + (np.float32(p) - m) / n, mean, variables["params"]
+            )
         save_run(experiment.starting_from(None), staging)
         code.record_code(staging, code.recorded_code(source))
         state = {
             "step": np.asarray(steps[-1], np.int32),
-            "params": variables["params"],
+            "params": mean,
             "constants": variables.get("constants", {}),
             "opt_state": {},
         }
@@ -56,35 +71,6 @@ def average_checkpoints(
     return steps
 
 
-def _steps_to_average(source: pathlib.Path, last: int | None) -> list[int]:
-    """Returns the last steps that a run has kept; raises a `ValueError` if these are too few."""
-    there = finished_steps(source / "checkpoints")
-    held = (
-        f"{len(there)} checkpoint{'s' * (len(there) != 1)} ({', '.join(map(str, there)) or 'none'})"
-    )
-    if last is None and len(there) < 2:
-        raise ValueError(
-            f"{source} holds {held}, and a mean needs two; train with training.keep_latest=2 or more"
-        )
-    if last is not None and len(there) < last:
-        raise ValueError(
-            f"{source} holds {held}, and --last is {last}; give a smaller number, or train with "
-            f"training.keep_latest={last}"
-        )
-    return there if last is None else there[-last:]
-
-
-def _mean_variables(checkpoints: pathlib.Path, steps: list[int]) -> PyTree:
-    """Returns the variables of the last step with the mean of the parameters of all, as NumPy arrays."""
-    step, *others = steps
-    _, variables = restore_variables(checkpoints, step=step)
-    mean = jax.tree.map(np.float32, jax.device_get(variables["params"]))
-    for count, step in enumerate(others, 2):
-        _, variables = restore_variables(checkpoints, step=step)
-        # A running mean: equal checkpoints have a mean equal to them.
-        mean = jax.tree.map(
-            lambda m, p, count=count: m + (np.float32(p) - m) / count,
-            mean,
-            jax.device_get(variables["params"]),
-        )
-    return {**jax.device_get(variables), "params": mean}
+def _read(run: pathlib.Path, step: int) -> PyTree:
+    """Returns the variables of a checkpoint as NumPy arrays."""
+    return jax.device_get(restore_variables(run / "checkpoints", step=step)[1])

@@ -11,13 +11,11 @@ from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.evaluation.evaluator import Evaluation
 from synthesizer_jax.evaluation.prediction import RANK
-from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.models import Encoder, EncoderDecoder, TextToText
 from synthesizer_jax.optimizers import Optimizer, OptimizerRule
 from synthesizer_jax.parameters import check_path_pattern
-from synthesizer_jax.registry import check_fields, format_value, register, replace
+from synthesizer_jax.registry import check_fields, register, replace
 from synthesizer_jax.sharding import MeshShape
-from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.typing import Choices, Count, NotNegative, Number, Positive, Rate, Seed, Share
 
 for _cls in (DataConfig, Bytes, SentencePiece):
@@ -32,10 +30,9 @@ class Training:
     Attributes:
       steps: number of optimizer steps.
       optimizer: `AdamW`, `Adafactor` or one of your own, with its schedule.
-      rules: learning rates, weight decay and freezing by paths of parameters; the first rule that
-        matches decides.
+      rules: learning rates and freezing by paths of parameters; the first rule that matches decides.
       ema: decay of an exponential moving average of the parameters, which is evaluated and used later;
-        None: no average. See `state.update_ema`.
+        None: no average. See `state.apply_gradients`.
       z_loss: coefficient of log² Z.
       label_smoothing: T5's label smoothing.
       loss_normalizer: what the summed loss is divided by, see `losses.loss_denominator`.
@@ -45,8 +42,6 @@ class Training:
       save_every: steps between checkpoints; the last step is always saved.
       keep_latest: newest checkpoints to keep.
       keep_best: best checkpoints to keep besides, by the evaluation's ``score``.
-      watchdog_seconds: when nothing has moved for so long, where every thread stands is printed; 0:
-        never.
     """
 
     steps: Count
@@ -62,7 +57,6 @@ class Training:
     save_every: Count = 1000
     keep_latest: Count = 2
     keep_best: Number = 1
-    watchdog_seconds: NotNegative = 3600.0
 
 
 @register
@@ -105,11 +99,9 @@ class Experiment:
       init_from: a checkpoint directory (``RUN`` or ``RUN/checkpoints/STEP``) whose parameters a
         fresh run starts from.
       init_rules: which parameters start otherwise than from those of the same path and shape.
-      init_share: the share of the parameters, without those that a rule initializes, that the
-        checkpoint has to have.
       init_optimizer: whether to go on with the optimizer's state of that checkpoint too, and so with the
         schedule of its learning rate at the number of updates in that state, while the run's own steps
-        count from 0. Not with a weight decay of `Training.rules`, which follows the run's steps.
+        count from 0.
     """
 
     model: TextToText | Encoder
@@ -120,12 +112,10 @@ class Experiment:
     mesh: MeshShape = MeshShape()
     init_from: str | None = None
     init_rules: tuple[InitRule, ...] = ()
-    init_share: Share = 1.0
     init_optimizer: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _check_split(self.data)
         _check_head(self)
         if isinstance(self.model, EncoderDecoder) and not self.data.inputs_length:
             raise ValueError(
@@ -136,33 +126,15 @@ class Experiment:
             raise ValueError(
                 "evaluation.patience counts evaluations, and evaluation.every is 0; set evaluation.every"
             )
-        if self.init_optimizer and any(rule.weight_decay for rule in self.training.rules):
-            raise ValueError(
-                "init_optimizer goes on with the learning rate of another run, which the weight_decay of "
-                "training.rules would not follow; leave one of them out"
-            )
 
     def starting_from(self, source: str | None) -> Experiment:
         """Returns the experiment with all parameters from a checkpoint; None: with fresh ones."""
-        return replace(self, init_from=source, init_rules=(), init_share=1.0, init_optimizer=False)
+        return replace(self, init_from=source, init_rules=(), init_optimizer=False)
 
     @property
     def example(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Abstract arguments of the model's call, of one example."""
         return self.model.example(self.data.inputs_length, self.data.targets_length)
-
-
-def _check_split(data: DataConfig) -> None:
-    """Raises a `ValueError` where a known mixture's tasks have no such split."""
-    if data.mixture not in (*task_registry.MIXTURES, *task_registry.TASKS):
-        return
-    names = task_registry.member_names(data.mixture)
-    known = {split for name in names for split in task_registry.TASKS[name].splits}
-    if data.split not in known:
-        raise ValueError(
-            f"data.split is {format_value(data.split)}{did_you_mean(data.split, known)}; the tasks of "
-            f"{data.mixture!r} have {', '.join(sorted(known))}"
-        )
 
 
 def _check_head(experiment: Experiment) -> None:

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from synthesizer_jax.checkpoints.manager import restore_optimizer_state, restore_variables
-from synthesizer_jax.checkpoints.placement import layout_over
+from synthesizer_jax.checkpoints.manager import read_newest, restore_variables
+from synthesizer_jax.checkpoints.placement import layout_over, read_arrays
 from synthesizer_jax.files import storage_path
 from synthesizer_jax.models import stack_layers, stacks_of, unroll_variables
-from synthesizer_jax.optimizers.rules import collapse_layers
+from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.training.experiment import Experiment, InitRule
 from synthesizer_jax.training.run_directory import EXPERIMENT_FILE, load_experiment
@@ -28,7 +28,6 @@ from synthesizer_jax.training.state import TrainState
 Shapes = Mapping[str, tuple[int, ...]]
 
 RESTORED, RESIZED, INITIALIZED = "restored", "resized", "initialized"
-_RESTORE = InitRule(".*")
 
 
 class Origin(NamedTuple):
@@ -38,7 +37,7 @@ class Origin(NamedTuple):
       status: ``restored``, ``resized`` or ``initialized``.
       source: its path in the checkpoint, unless it is initialized.
       rule: the rule that decided it.
-      problem: why it is initialized although no rule says so; None otherwise.
+      problem: why it does not fit; None: it does, or a rule initializes it.
     """
 
     status: str
@@ -50,11 +49,7 @@ class Origin(NamedTuple):
 def initializer_of(
     experiment: Experiment, *, report: Callable[[str], object]
 ) -> Callable[[TrainState], TrainState] | None:
-    """Returns what puts the parameters of `init_from` into a fresh state; None: the experiment has none.
-
-    Args:
-      experiment: the run that starts.
-      report: see `initialize_from_checkpoint`.
+    """Returns `initialize_from_checkpoint` of an experiment; None: it does not start from a checkpoint.
 
     Raises:
       ValueError: there is no such run, or the experiment says how to start but not from what.
@@ -62,8 +57,8 @@ def initializer_of(
     if experiment.init_from is None:
         if experiment != experiment.starting_from(None):
             raise ValueError(
-                "init_rules, init_share and init_optimizer say how a run starts from a checkpoint; set "
-                "init_from, or leave them out"
+                "init_rules and init_optimizer say how a run starts from a checkpoint; set init_from, or "
+                "leave them out"
             )
         return None
     find_checkpoint(storage_path(experiment.init_from))  # fails before the data is read
@@ -71,10 +66,7 @@ def initializer_of(
 
 
 def initialize_from_checkpoint(
-    state: TrainState,
-    *,
-    experiment: Experiment,
-    report: Callable[[str], object] = print,
+    state: TrainState, *, experiment: Experiment, report: Callable[[str], object] = print
 ) -> TrainState:
     """Returns a fresh state with the parameters of the checkpoint `Experiment.init_from`.
 
@@ -82,71 +74,64 @@ def initialize_from_checkpoint(
 
     Args:
       state: the fresh state, over a mesh.
-      experiment: the run that starts, with its `init_rules` and `init_share`.
+      experiment: the run that starts, with its `init_rules`.
       report: is called with a table of what was restored, resized, initialized, and not used.
 
     Raises:
-      ValueError: there is no such run, too little of it fits, or it has another optimizer.
+      ValueError: there is no such run, an array does not fit, or it has another optimizer.
     """
-    fresh = state.variables
-    checkpoint, saved, initialize = open_initial_parameters(experiment, fresh, report=report)
+    assert experiment.init_from is not None
+    source, fresh = storage_path(experiment.init_from), state.variables
+    directory, step = find_checkpoint(source)
+    saved = load_experiment(directory)
     shardings = jax.tree.map(lambda x: x.sharding, fresh)
+    layout = layout_over(saved.model, saved.example, jax.tree.leaves(shardings)[0].mesh)
+    step, variables = restore_variables(directory / "checkpoints", step=step, layout=layout)
+
+    def flat(model: TokenModel, variables: Variables) -> dict[str, jax.Array]:
+        """Arrays by ``COLLECTION/PATH``, with looped layers."""
+        return traverse_util.flatten_dict(unroll_variables(model, variables), sep="/")
+
+    old, new = (
+        {name: x.shape for name, x in jax.eval_shape(lambda t, m=m: flat(m, t), tree).items()}
+        for m, tree in ((saved.model, variables), (experiment.model, fresh))
+    )
+    origins = find_origins(old, new, experiment.init_rules)
+    report(f"init_from {source}\n{_format_table(origins, old, new)}")
+    problems = [f"{k.split('/', 1)[1]}: {o.problem}" for k, o in origins.items() if o.problem]
+    if problems:
+        raise ValueError(
+            f"{source} is a checkpoint of another model: {len(problems)} arrays do not fit "
+            f"({'; '.join(problems[:3])}{'; …' if len(problems) > 3 else ''}); give init_rules for them, "
+            "such as InitRule('.*/table', 'resize', fill='distance') for other lengths, or "
+            "InitRule('PATH', 'fresh')"
+        )
+
+    def initialize(theirs: Variables, ours: Variables) -> Variables:
+        theirs, ours = flat(saved.model, theirs), flat(experiment.model, ours)
+        for name, origin in origins.items():
+            if origin.status != INITIALIZED:
+                ours[name] = resize(theirs[origin.source], ours[name], origin.rule.fill)
+        found: Variables = traverse_util.unflatten_dict(ours, sep="/")
+        for name, stack in stacks_of(experiment.model).items():
+            for collection in found.values():
+                if stack.scan and name in collection:
+                    collection[name] = stack_layers(stack, collection[name])
+        return found
+
     # The fresh arrays become the result, so that there is no third copy of the parameters.
-    found = jax.jit(initialize, out_shardings=shardings, donate_argnums=1)(saved, fresh)
+    found = jax.jit(initialize, out_shardings=shardings, donate_argnums=1)(variables, fresh)
     opt_state = state.opt_state
     if experiment.init_optimizer:
-        opt_state = restore_optimizer_state(storage_path(checkpoint), opt_state)
+        read = functools.partial(read_arrays, wanted={"opt_state": opt_state})
+        _, entries, _ = read_newest(directory / "checkpoints", read, step=step)
+        opt_state = entries["opt_state"]
     return dataclasses.replace(
         state,
         params=found["params"],
         constants=found.get("constants", state.constants),
         opt_state=opt_state,
     )
-
-
-def open_initial_parameters(
-    experiment: Experiment,
-    fresh: Variables,
-    *,
-    report: Callable[[str], object],
-) -> tuple[str, Variables, Callable[[Variables, Variables], Variables]]:
-    """Reads the checkpoint `Experiment.init_from`, from which a run starts.
-
-    Args:
-      experiment: the run that starts, with its `init_rules` and `init_share`.
-      fresh: the run's variables over a mesh, for their shapes.
-      report: is called with a table of what is restored, resized, initialized, and not used.
-
-    Returns:
-      The checkpoint's path, its variables, and a function from these and fresh variables to the initial
-      variables, to be jitted.
-
-    Raises:
-      ValueError: there is no such run, or too little of it fits.
-    """
-    assert experiment.init_from is not None
-    source = storage_path(experiment.init_from)
-    directory, step = find_checkpoint(source)
-    saved = load_experiment(directory)
-    mesh = jax.tree.leaves(fresh)[0].sharding.mesh
-    layout = layout_over(saved.model, saved.example, mesh)
-    step, variables = restore_variables(directory / "checkpoints", step=step, layout=layout)
-    old = jax.eval_shape(lambda tree: _flat(unroll_variables(saved.model, tree)), variables)
-    new = jax.eval_shape(lambda tree: _flat(unroll_variables(experiment.model, tree)), fresh)
-    old_shapes, new_shapes = ({k: x.shape for k, x in tree.items()} for tree in (old, new))
-    origins = find_origins(old_shapes, new_shapes, experiment.init_rules)
-    report(format_table(origins, old_shapes, new_shapes, title=f"init_from {source}"))
-    _check_share(origins, new_shapes, experiment.init_share, source)
-
-    def initialize(saved_variables: Variables, fresh: Variables) -> Variables:
-        theirs = _flat(unroll_variables(saved.model, saved_variables))
-        ours = _flat(unroll_variables(experiment.model, fresh))
-        for name, origin in origins.items():
-            if origin.status != INITIALIZED:
-                ours[name] = resize(theirs[origin.source], ours[name], origin.rule.fill)
-        return _stacked(experiment, traverse_util.unflatten_dict(ours, sep="/"))
-
-    return str(directory / "checkpoints" / str(step)), variables, initialize
 
 
 def find_origins(old: Shapes, new: Shapes, rules: Sequence[InitRule] = ()) -> dict[str, Origin]:
@@ -163,11 +148,16 @@ def find_origins(old: Shapes, new: Shapes, rules: Sequence[InitRule] = ()) -> di
 
 def _origin(name: str, shape: tuple[int, ...], old: Shapes, rules: Sequence[InitRule]) -> Origin:
     collection, path = name.split("/", 1)
-    matches = ((rule, re.fullmatch(rule.pattern, path)) for rule in (*rules, _RESTORE))
+    matches = ((rule, re.fullmatch(rule.pattern, path)) for rule in (*rules, InitRule(".*")))
     rule, match = next((rule, match) for rule, match in matches if match is not None)
     if rule.action == "fresh":
         return Origin(INITIALIZED, "", rule)
-    source = f"{collection}/{path if rule.source is None else _expand(match, rule)}"
+    try:
+        source = f"{collection}/{path if rule.source is None else match.expand(rule.source)}"
+    except (re.error, IndexError) as error:
+        raise ValueError(
+            f"init_rules: source {rule.source!r} does not fit pattern {rule.pattern!r}: {error}"
+        ) from None
     if source not in old:
         where = "" if source == name else f"{source.split('/', 1)[1]} is "
         return Origin(INITIALIZED, source, rule, f"{where}absent there")
@@ -177,17 +167,6 @@ def _origin(name: str, shape: tuple[int, ...], old: Shapes, rules: Sequence[Init
     if rule.action == "resize" and len(old[source]) == len(shape) >= lowest_rank:
         return Origin(RESIZED, source, rule)
     return Origin(INITIALIZED, source, rule, f"{old[source]} there and {shape} here")
-
-
-def _expand(match: re.Match[str], rule: InitRule) -> str:
-    """Returns the path that a rule names in the checkpoint."""
-    assert rule.source is not None
-    try:
-        return match.expand(rule.source)
-    except (re.error, IndexError) as error:
-        raise ValueError(
-            f"init_rules: source {rule.source!r} does not fit pattern {rule.pattern!r}: {error}"
-        ) from None
 
 
 def resize(old: jax.Array, fresh: jax.Array, fill: str) -> jax.Array:
@@ -218,76 +197,28 @@ def resize(old: jax.Array, fresh: jax.Array, fill: str) -> jax.Array:
     return old[tuple(grid)].astype(fresh.dtype)
 
 
-def format_table(origins: Mapping[str, Origin], old: Shapes, new: Shapes, *, title: str) -> str:
-    """Returns lines that say what becomes of the arrays; layers of a stack are one line.
-
-    Args:
-      origins: from `find_origins`.
-      old: the shapes of the checkpoint's arrays.
-      new: the shapes of the fresh run's.
-      title: the first line.
-    """
+def _format_table(origins: Mapping[str, Origin], old: Shapes, new: Shapes) -> str:
+    """Returns lines that say what becomes of the arrays; layers of a stack are one line."""
     used = {origin.source for origin in origins.values() if origin.status != INITIALIZED}
     groups = {
         status: {name: new[name] for name, o in origins.items() if o.status == status}
         for status in (RESTORED, RESIZED, INITIALIZED)
     }
     groups["unused"] = {name: shape for name, shape in old.items() if name not in used}
-    lines = [title]
+    lines = []
     for status, shapes in groups.items():
         count = sum(map(math.prod, shapes.values()))
         lines.append(f"  {status:<11} {count:>14,} parameters in {len(shapes)} arrays")
         if status != RESTORED:
-            lines += [f"{'':16}{line}" for line in _describe(shapes)]
+            rows = collections.Counter(
+                (re.sub(r"layers_\d+", "layers_*", name.split("/", 1)[1]), shape)
+                for name, shape in shapes.items()
+            )
+            lines += [
+                f"{'':16}{name} {shape}" + (f", {layers} layers" if layers > 1 else "")
+                for (name, shape), layers in rows.items()
+            ]
     return "\n".join(lines)
-
-
-def _describe(shapes: Shapes) -> list[str]:
-    """Returns one line for all layers' arrays of the same name and shape."""
-    counts = collections.Counter(
-        (collapse_layers(name.split("/", 1)[1]), shape) for name, shape in shapes.items()
-    )
-    return [
-        f"{name} {shape}" + (f", {count} layers" if count > 1 else "")
-        for (name, shape), count in counts.items()
-    ]
-
-
-def _check_share(
-    origins: Mapping[str, Origin], new: Shapes, share: float, source: pathlib.Path
-) -> None:
-    """Raises a `ValueError` if less than a share of what no rule initializes is restored."""
-    expected = {name for name, o in origins.items() if o.rule.action != "fresh"}
-    problems = {
-        name.split("/", 1)[1]: o.problem for name, o in origins.items() if o.problem is not None
-    }
-    restored = sum(math.prod(new[name]) for name in expected if origins[name].problem is None)
-    total = sum(math.prod(new[name]) for name in expected)
-    if problems and restored < share * total:
-        some = "; ".join(f"{name}: {problem}" for name, problem in list(problems.items())[:3])
-        raise ValueError(
-            f"{source} is a checkpoint of another model: {restored / max(total, 1):.1%} of the "
-            f"parameters are restored, less than init_share={share:g}; {len(problems)} arrays do not "
-            f"fit ({some}{'; …' if len(problems) > 3 else ''}); give init_rules for them, "
-            "such as InitRule('.*/table', 'resize', fill='distance') for other lengths, or a "
-            "lower init_share"
-        )
-
-
-def _flat(variables: Variables) -> dict[str, jax.Array]:
-    """Returns arrays by ``COLLECTION/PATH``."""
-    arrays: dict[str, jax.Array] = traverse_util.flatten_dict(variables, sep="/")
-    return arrays
-
-
-def _stacked(experiment: Experiment, variables: Variables) -> Variables:
-    """Stacks the layers of scanned stacks."""
-    for name, stack in stacks_of(experiment.model).items():
-        if stack.scan:
-            for collection in variables.values():
-                if name in collection:
-                    collection[name] = stack_layers(stack, collection[name])
-    return variables
 
 
 def find_checkpoint(source: pathlib.Path) -> tuple[pathlib.Path, int | None]:

@@ -9,19 +9,17 @@ import contextlib
 import math
 import pathlib
 import time
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable
 
 import jax
-import numpy as np
 
-from synthesizer_jax.checkpoints.contents import DataPosition
+from synthesizer_jax.checkpoints.contents import Stream
 from synthesizer_jax.checkpoints.manager import Checkpoints
 from synthesizer_jax.runs.events import read_events
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_scores
 from synthesizer_jax.runs.progress import format_duration
 from synthesizer_jax.runtime import processes
-from synthesizer_jax.runtime.preemption import Preempted, StopSignal, close_within
+from synthesizer_jax.runtime.preemption import Preempted, StopSignal
 from synthesizer_jax.training.early_stopping import has_stopped
 from synthesizer_jax.training.run_log import STOP, RunLog
 from synthesizer_jax.training.state import TrainState, restart_ema
@@ -29,17 +27,6 @@ from synthesizer_jax.training.trainer import Trainer
 
 Evaluate = Callable[[TrainState], dict[str, float]]
 """Measures a state; the entry ``score`` (higher is better) chooses the best checkpoint."""
-
-CLOSE_SECONDS = 900.0
-"""More than Orbax gives a save that storage does not take."""
-
-
-class Stream(DataPosition, Protocol):
-    """An endless stream of host batches with a position that can be saved."""
-
-    def __next__(self) -> dict[str, np.ndarray]:
-        """The next batch."""
-        ...
 
 
 def train(
@@ -58,10 +45,9 @@ def train(
     It ends earlier when `evaluation.patience` is used up; then it does nothing more when it is continued,
     unless the patience is larger.
 
-    ``events.jsonl`` tells when what happened, and the log's ``goodput`` which share of the time since
-    the run's first start its steps needed. The log also has the model FLOP/s utilization ``mfu``, where
-    the published peak of the devices is known, and ``product_utilization``, against a matrix product
-    measured at the start.
+    ``events.jsonl`` tells when what happened. The log has the model FLOP/s utilization ``mfu``, where the
+    published peak of the devices is known, and ``product_utilization``, against a matrix product measured
+    at the start.
 
     Args:
       trainer: makes the steps of an experiment.
@@ -84,10 +70,21 @@ def train(
     """
     training, evaluation = trainer.experiment.training, trainer.experiment.evaluation
     scores = read_scores(directory / METRICS_FILE)
-    checkpoints = _open_checkpoints(trainer, directory, scores)
+    checkpoints = Checkpoints(
+        directory / "checkpoints",
+        keep_latest=training.keep_latest,
+        keep_best=training.keep_best,
+        scores=scores,
+    )
+    saved = [event["step"] for event in read_events(directory) if event["event"] == "saved"]
+    if saved and not checkpoints.steps:
+        raise FileNotFoundError(
+            f"{directory / 'checkpoints'} holds no checkpoint, but the run has saved step {max(saved)}; "
+            "mount or restore that directory, or start in a new --workdir"
+        )
     with contextlib.ExitStack() as stack:
-        stack.callback(close_within, CLOSE_SECONDS, "the checkpoints", checkpoints.close)
-        log = RunLog(trainer, directory, checkpoints, visible=visible)
+        stack.callback(checkpoints.close)
+        log = RunLog(training, directory, checkpoints, visible=visible)
         stack.callback(log.close)
 
         # Continue where the run was saved, or start. While work that may take minutes is inside of
@@ -99,9 +96,20 @@ def train(
             start = int(state.step)
             scores = {step: score for step, score in scores.items() if step <= start}
             if start < training.steps and not has_stopped(evaluation, scores, start):
-                _compile(trainer, log, step=start)
+                log.say(start, f"compiling: {trainer.description}")
+                began = time.perf_counter()
+                trainer.compile()
+                log.throughput.utilizations = trainer.measure_utilization()
+                log.say(start, f"compiled in {format_duration(time.perf_counter() - began)}")
         ready()
-        log.begin(state)
+        log.begin(start)
+
+        def save(state: TrainState, *, wait: bool) -> None:
+            log.flush_files()  # everything is logged that a continued run would not log again
+            checkpoints.save(state, stream)
+            if wait:
+                checkpoints.wait()
+            log.report_saved()
 
         for step in range(start, training.steps + 1):  # `state` has done `step` steps
             # Save. A step that is evaluated is saved before, so an evaluation that fails loses nothing.
@@ -109,7 +117,7 @@ def train(
             due = last or bool(evaluation.every and step and step % evaluation.every == 0)
             evaluated = evaluate is not None and due and step not in scores
             if step > start and (last or evaluated or step % training.save_every == 0):
-                _save(state, stream, checkpoints, log, stop, wait=last or evaluated)
+                save(state, wait=last or evaluated)
 
             # Evaluate. The first round makes up for an evaluation that a signal has cut off.
             if evaluate is not None and evaluated:
@@ -130,13 +138,11 @@ def train(
                     log.say(step, text, event="stopped")
                     break
             if signal := log.agreed_signal if jax.process_count() > 1 else stop.received:
-                _save(state, stream, checkpoints, log, stop, wait=True)
+                save(state, wait=True)
                 raise Preempted(signal)
 
             # Fetch. Batches of another shape than those before need a program of their own.
             batch = trainer.shard_batch(next(stream))
-            if step == start:
-                trainer.check_memory()  # again: reading data has taken some
             if not trainer.is_compiled(batch):
                 log.flush()  # the last step has ended when the clock stops
                 with log.throughput.pause():
@@ -150,58 +156,5 @@ def train(
             log.add_step(step + 1, batch, metrics)
 
         checkpoints.prune()
-        log.end(int(state.step))
+        log.add_event(int(state.step), "end")
     return state
-
-
-def _save(
-    state: TrainState,
-    stream: Stream,
-    checkpoints: Checkpoints,
-    log: RunLog,
-    stop: StopSignal,
-    *,
-    wait: bool,
-) -> None:
-    """Saves a state and the position of its data, after everything was logged."""
-    log.flush_files()
-    checkpoints.save(state, stream)
-    stop.trained = True
-    if wait:
-        checkpoints.wait()
-    log.report_saved()
-
-
-def _compile(trainer: Trainer, log: RunLog, *, step: int) -> None:
-    """Compiles the step, and measures what one step a second would make of the devices."""
-    size = sum(x.size for x in jax.tree.leaves(trainer.layout.abstract.params))
-    log.say(step, f"compiling: {size:,} parameters on {trainer.described_devices}")
-    start = time.perf_counter()
-    trainer.compile()
-    trainer.check_memory()
-    log.throughput.utilizations = trainer.measure_utilization()
-    log.say(step, f"compiled in {format_duration(time.perf_counter() - start)}")
-
-
-def _open_checkpoints(
-    trainer: Trainer, directory: pathlib.Path, scores: Mapping[int, float]
-) -> Checkpoints:
-    """Opens the checkpoints of a run.
-
-    Raises:
-      FileNotFoundError: the run has saved checkpoints, and none is there.
-    """
-    training = trainer.experiment.training
-    checkpoints = Checkpoints(
-        directory / "checkpoints",
-        keep_latest=training.keep_latest,
-        keep_best=training.keep_best,
-        scores=scores,
-    )
-    saved = [event["step"] for event in read_events(directory) if event["event"] == "saved"]
-    if saved and not checkpoints.steps:
-        raise FileNotFoundError(
-            f"{directory / 'checkpoints'} holds no checkpoint, but the run has saved step {max(saved)}; "
-            "mount or restore that directory, or start in a new --workdir"
-        )
-    return checkpoints

@@ -28,7 +28,6 @@ from synthesizer_jax.sharding import (
     BATCH_AXES,
     MeshShape,
     check_batch,
-    uses_whole_dimensions,
 )
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.state import Layout, make_layout
@@ -87,8 +86,6 @@ class MemoryPlan:
     Attributes:
       topology: the chips.
       mesh: sizes of the mesh axes by name.
-      whole_axes: whether every mesh axis consists of whole dimensions of a slice and therefore uses all
-        of their links.
       rows: rows of a micro-batch on one device.
       needs: the memory that one device needs.
       capacity: the memory of one device in bytes.
@@ -97,7 +94,6 @@ class MemoryPlan:
 
     topology: Topology
     mesh: dict[str, int]
-    whole_axes: bool
     rows: int
     needs: MemoryNeeds
     capacity: int
@@ -140,9 +136,6 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
     return MemoryPlan(
         topology=topology,
         mesh=dict(mesh.shape),
-        whole_axes=uses_whole_dimensions(
-            experiment.mesh.sizes(topology.devices, topology.slices)[0], topology
-        ),
         rows=rows,
         needs=MemoryNeeds(
             parameters=_shard_bytes((state.params, state.ema, state.constants)),
@@ -160,13 +153,6 @@ def make_plan(experiment: Experiment, topology: Topology) -> MemoryPlan:
             targets=data.targets_length,
         ),
     )
-
-
-def unsplit_sizes(topology: Topology) -> list[tuple[int, int]]:
-    """Returns sizes of ``fsdp`` and ``tensor`` that use a whole slice and split none of its dimensions."""
-    devices = topology.devices // topology.slices
-    pairs = ((devices // t, t) for t in range(1, devices + 1) if devices % t == 0)
-    return [(f, t) for f, t in pairs if uses_whole_dimensions((1, f, t, 1), topology)]
 
 
 def _abstract_mesh(shape: MeshShape, topology: Topology) -> AbstractMesh:
@@ -194,10 +180,9 @@ def _gathered_bytes(layout: Layout, model: TokenModel) -> int:
     axes = jax.tree.leaves(layout.axes, is_leaf=is_axes)
     leaves = jax.tree.leaves_with_path(layout.abstract.params)
     for (path, x), names in zip(leaves, axes, strict=True):
-        sharding = x.sharding
-        if "fsdp" not in sharding.spec:
+        if "fsdp" not in x.sharding.spec:
             continue
-        whole = math.prod(sharding.shard_shape(x.shape)) * sharding.mesh.shape["fsdp"]
+        whole = math.prod(x.sharding.shard_shape(x.shape)) * x.sharding.mesh.shape["fsdp"]
         if path[0].key in layered:
             layers = x.shape[0] if names[0] == "layers" else 1
             found[path[:2]] += 2 * (4 if TABLE & set(names) else size) * whole // layers
@@ -223,31 +208,28 @@ def _residual_bytes(experiment: Experiment, rows: int) -> tuple[int, int]:
 
     def is_copy(shape: tuple[int, ...], dtype: np.dtype) -> bool:
         """Whether an array is a layer's kernel, possibly with adjacent axes merged."""
+        products = lambda shape: set(itertools.accumulate(shape, operator.mul))
         return dtype == jnp.dtype(model.dtype) and any(
-            math.prod(shape) == x.size and _leading_sizes(shape) <= _leading_sizes(x.shape)
-            for x in kernels
+            math.prod(shape) == x.size and products(shape) <= products(x.shape) for x in kernels
         )
 
-    found, more = (residuals(experiment, variables, n) for n in (rows, rows + 1))
+    found, more = (_residuals(experiment, variables, n) for n in (rows, rows + 1))
     fixed = found & more  # an activation may have a kernel's shape, but grows with the rows
     copies = _num_bytes(collections.Counter({k: n for k, n in fixed.items() if is_copy(*k)}))
     return copies, _num_bytes(found) - copies
 
 
-def _leading_sizes(shape: tuple[int, ...]) -> set[int]:
-    """Returns the products of the first one, two, … dimensions of a shape."""
-    return set(itertools.accumulate(shape, operator.mul))
-
-
-def residuals(experiment: Experiment, variables: Variables, rows: int) -> ArrayCounts:
+def _residuals(experiment: Experiment, variables: Variables, rows: int) -> ArrayCounts:
     """Counts the arrays that the forward pass of `rows` rows keeps for the backward pass."""
     model, data, training = experiment.model, experiment.data, experiment.training
-    config = dataclasses.replace(data, batch_size=rows, shards=1)
-    batch = abstract_batch(config)
+    batch = abstract_batch(dataclasses.replace(data, batch_size=rows, shards=1))
+    params = variables["params"]
     used = {name: variables[name] for name in ("params", "constants") if variables.get(name)}
-    settings = resolve_rules(model, variables["params"], training.rules)
+    trained = trained_entries(resolve_rules(model, params, training.rules), params)
 
-    def forward(variables: Variables, batch: dict[str, jax.Array], key: jax.Array) -> PyTree:
+    def forward(
+        trained: PyTree, variables: Variables, batch: dict[str, jax.Array], key: jax.Array
+    ) -> PyTree:
         def loss(trained: PyTree) -> jax.Array:
             sums = loss_sums(
                 model,
@@ -260,10 +242,10 @@ def residuals(experiment: Experiment, variables: Variables, rows: int) -> ArrayC
             )
             return sums.total + sums.penalty
 
-        return jax.vjp(loss, trained_entries(settings, variables["params"]))[1]
+        return jax.vjp(loss, trained)[1]
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    jaxpr = jax.make_jaxpr(forward)(used, batch, key).jaxpr
+    jaxpr = jax.make_jaxpr(forward)(trained, used, batch, key).jaxpr
     left = {v for v in jaxpr.outvars if isinstance(v, jex_core.Var)} - set(jaxpr.invars)
     arrays = [v.aval for v in left if isinstance(v.aval, jax.core.ShapedArray)]
     return collections.Counter((array.shape, array.dtype) for array in arrays)

@@ -11,7 +11,6 @@ import jax
 
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data.prefetching import PrefetchedStream
-from synthesizer_jax.evaluation.evaluator import check_masked_tasks
 from synthesizer_jax.files import name_write_errors, storage_path
 from synthesizer_jax.messages import escape_controls
 from synthesizer_jax.models import TextToText
@@ -26,8 +25,7 @@ from synthesizer_jax.training import run_directory
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import initializer_of
 from synthesizer_jax.training.loop import train
-from synthesizer_jax.training.movement import MOVEMENT_FILE, record_movement
-from synthesizer_jax.training.run_data import evaluate_state, make_evaluator, prepare_data
+from synthesizer_jax.training.run_data import evaluate_state, open_evaluator, prepare_data
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.trainer import Trainer
 
@@ -67,36 +65,32 @@ def run(
     places = task_registry.default_data_dir() if data_dir is None else storage_path(str(data_dir))
     first = processes.is_process_zero()
     visible = visible and first
-    measures_movement = initial is None
     if initial is None:
         initial = initializer_of(experiment, report=print if visible else lambda _: None)
+    if visible:
+        print(escape_controls(f"{directory}: reading {experiment.data.mixture}"), flush=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(name_write_errors(directory))
-        lock = stack.enter_context(contextlib.ExitStack())
-        if first:
-            lock.enter_context(lock_directory(directory))
-        stop = stack.enter_context(StopSignal(release=lock.close))
-        earlier = finished_steps(directory / "checkpoints")
-        stop.trained = bool(earlier)
-        if visible:
-            print(escape_controls(f"{directory}: reading {experiment.data.mixture}"), flush=True)
+        stop = stack.enter_context(StopSignal())
         with stop.region():
             with processes.process_zero_first("directory"):
                 imported.add_imported(places)
                 experiment = run_directory.resolve_vocabulary(experiment, places)
                 run_directory.check_same_run(experiment, directory)
                 vocabulary = run_directory.open_vocabulary(experiment, directory)
-            check_masked_tasks(experiment.model, experiment.data)
             trainer = Trainer(experiment, devices) if trainer is None else trainer
             prepared = prepare_data(experiment, vocabulary, places)
+            evaluator = open_evaluator(experiment, prepared)
             stream = open_stream(
-                *(experiment.data, vocabulary),
+                experiment.data,
+                vocabulary,
                 data_dir=places,
                 shards=trainer.shards,
                 saved=trainer.saved_shards,
             )
-            evaluator = make_evaluator(experiment, prepared)
             batches = stack.enter_context(PrefetchedStream(stream))
+        if first:
+            stack.enter_context(lock_directory(directory))
 
         def save_run() -> None:
             if first:
@@ -113,10 +107,6 @@ def run(
             ready=save_run,
             visible=visible,
         )
-        trained = int(state.step) not in earlier
-        if measures_movement and (trained or not (directory / MOVEMENT_FILE).is_file()):
-            with stop.region():
-                record_movement(trainer, state, directory)
     if visible:
         prompt = "INPUT" if experiment.data.inputs_length else "TEXT"  # that is continued
         text = summary_lines(

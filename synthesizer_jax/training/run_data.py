@@ -55,13 +55,28 @@ def prepare_data(
     return prepared
 
 
-def make_evaluator(
+def open_evaluator(
     experiment: Experiment, prepared: PreparedTasks, *, only: list[str] | None = None
 ) -> Evaluator:
     """Returns what a run is evaluated on; `only` names tasks, see `Evaluator`."""
     return Evaluator(
         experiment.model, experiment.data, experiment.evaluation, prepared=prepared, only=only
     )
+
+
+def open_data(
+    experiment: Experiment,
+    directory: pathlib.Path,
+    data_dir: pathlib.Path,
+    *,
+    only: list[str] | None = None,
+) -> Evaluator:
+    """Returns what a run with its vocabulary in `directory` is evaluated on; see `open_evaluator`."""
+    imported.add_imported(data_dir)
+    vocabulary = open_vocabulary(experiment, directory)
+    experiment = with_vocabulary_path(experiment, directory)
+    prepared = prepare_data(experiment, vocabulary, data_dir, training_splits=(), only=only or ())
+    return open_evaluator(experiment, prepared, only=only)
 
 
 def evaluate_state(
@@ -77,25 +92,3 @@ def evaluate_state(
             write_all_predictions(folder, [pair for pair in pairs if not pair[0].is_text])
         write_results(folder, step, results, overall=overall)
     return log_values(results, overall)
-
-
-def open_data(
-    experiment: Experiment,
-    directory: pathlib.Path,
-    data_dir: pathlib.Path,
-    *,
-    only: list[str] | None = None,
-) -> tuple[Vocabulary, Evaluator]:
-    """Returns a run's vocabulary, and what it is evaluated on.
-
-    Args:
-      experiment: with its vocabulary in `directory`.
-      directory: the run's.
-      data_dir: where data sets lie.
-      only: see `Evaluator`.
-    """
-    imported.add_imported(data_dir)
-    vocabulary = open_vocabulary(experiment, directory)
-    experiment = with_vocabulary_path(experiment, directory)
-    prepared = prepare_data(experiment, vocabulary, data_dir, training_splits=(), only=only or ())
-    return vocabulary, make_evaluator(experiment, prepared, only=only)

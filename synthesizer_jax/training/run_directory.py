@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pathlib
-import re
-from typing import TypeAlias
+
+import jax
 
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data.vocabularies import SentencePiece, Vocabulary
-from synthesizer_jax.files import absolute, describing, in_bucket, storage_path, write_atomic
+from synthesizer_jax.files import absolute, describing, join, storage_path, write_atomic
 from synthesizer_jax.registry import format_value, from_json, replace, to_json
 from synthesizer_jax.runs import code
 from synthesizer_jax.tasks import synthetic
@@ -18,13 +17,9 @@ from synthesizer_jax.training.experiment import Experiment
 
 EXPERIMENT_FILE = "experiment.json"
 VOCABULARY_FILE = "vocabulary.model"
-VOCABULARY_SUM = "vocabulary.sha256"
-"""Holds the checksum of the former, as ``sha256sum --check`` reads it."""
 
-MAY_CHANGE = ("steps", "log_every", "save_every", "keep_latest", "keep_best", "watchdog_seconds")
+MAY_CHANGE = ("steps", "log_every", "save_every", "keep_latest", "keep_best")
 """Fields of `Training` that a continued run may change."""
-
-_Json: TypeAlias = "dict[str, _Json] | list[_Json] | str | float | bool | None"
 
 
 def save_experiment(experiment: Experiment, directory: pathlib.Path) -> None:
@@ -51,20 +46,7 @@ def load_experiment(directory: pathlib.Path) -> Experiment:
         experiment = from_json(json.loads(path.read_text(encoding="utf-8")))
         if not isinstance(experiment, Experiment):
             raise ValueError(f"it holds {format_value(experiment)}, expected an Experiment")
-        _check_vocabulary_path(experiment)
         return experiment
-
-
-def _check_vocabulary_path(experiment: Experiment) -> None:
-    """Raises a `ValueError` where a run's vocabulary is not a file inside its directory."""
-    if isinstance(experiment.vocabulary, SentencePiece):
-        path = pathlib.PurePath(experiment.vocabulary.path)
-        outside = path.is_absolute() or re.match("[a-z]+:/", str(path))
-        if outside or ".." in path.parts or "~" in path.parts[:1]:
-            raise ValueError(
-                f"vocabulary.path is {format_value(str(path))}, which lies outside of the run; put the "
-                "file into the run's directory and give its name"
-            )
 
 
 def save_run(experiment: Experiment, directory: pathlib.Path) -> None:
@@ -75,39 +57,25 @@ def save_run(experiment: Experiment, directory: pathlib.Path) -> None:
         given = storage_path(vocabulary.path)
         if not _has_same_contents(given, copy):
             write_atomic(copy, given.read_bytes())
-        write_atomic(directory / VOCABULARY_SUM, _checksum_line(copy))
-    save_experiment(_with_saved_vocabulary(experiment), directory)
+    save_experiment(_with_path(experiment, VOCABULARY_FILE), directory)
 
 
-def _with_saved_vocabulary(experiment: Experiment) -> Experiment:
-    """Returns the experiment with the copy of its vocabulary that lies in its directory."""
+def _with_path(experiment: Experiment, path: str) -> Experiment:
+    """Returns the experiment with another path of its vocabulary, if that is a file."""
     vocabulary = experiment.vocabulary
-    if isinstance(vocabulary, SentencePiece):
-        return replace(experiment, vocabulary=replace(vocabulary, path=VOCABULARY_FILE))
-    return experiment
+    if not isinstance(vocabulary, SentencePiece):
+        return experiment
+    return replace(experiment, vocabulary=replace(vocabulary, path=path))
 
 
 def with_vocabulary_path(experiment: Experiment, directory: pathlib.Path) -> Experiment:
-    """Returns the experiment of a run with the path of the vocabulary in the run's directory.
-
-    Args:
-      experiment: from `load_experiment`.
-      directory: the run's.
-    """
-    vocabulary = experiment.vocabulary
-    if isinstance(vocabulary, SentencePiece):
-        path = absolute(directory / vocabulary.path)
-        return replace(experiment, vocabulary=replace(vocabulary, path=str(path)))
-    return experiment
+    """Returns the experiment of a run with the absolute path of the vocabulary in the run's directory."""
+    path = getattr(experiment.vocabulary, "path", "")
+    return _with_path(experiment, str(absolute(join(directory, path))))
 
 
 def start_from_run(directory: pathlib.Path) -> Experiment:
-    """Returns the experiment of a run, starting from the parameters of that run.
-
-    Raises:
-      FileNotFoundError: the directory holds no run.
-      ValueError: see `load_experiment`.
-    """
+    """Returns the experiment of a run, starting from the parameters of that run; see `load_experiment`."""
     experiment = with_vocabulary_path(load_experiment(directory), directory)
     return experiment.starting_from(str(directory))
 
@@ -129,10 +97,8 @@ def resolve_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experi
             "as vocabulary=SentencePiece('spiece.model') or Bytes() in the recipe"
         )
     vocabulary.build()
-    if isinstance(vocabulary, SentencePiece):
-        path = absolute(storage_path(vocabulary.path).expanduser())
-        vocabulary = replace(vocabulary, path=str(path))
-    return replace(experiment, vocabulary=vocabulary)
+    path = storage_path(getattr(vocabulary, "path", "")).expanduser()
+    return _with_path(replace(experiment, vocabulary=vocabulary), str(absolute(path)))
 
 
 def open_vocabulary(experiment: Experiment, directory: pathlib.Path) -> Vocabulary:
@@ -143,19 +109,12 @@ def open_vocabulary(experiment: Experiment, directory: pathlib.Path) -> Vocabula
       directory: the run's, to which a relative path belongs.
 
     Raises:
-      ValueError: the vocabulary is not what was saved with the run, or the model's embedding has fewer
-        rows than it has ids.
+      ValueError: the model's embedding has fewer rows than the vocabulary has ids.
     """
     config = experiment.vocabulary
-    if config is None:
-        raise ValueError(
-            f"{directory / EXPERIMENT_FILE}: vocabulary is null; give it as the run had it"
-        )
+    assert config is not None
     if isinstance(config, SentencePiece):
-        path = storage_path(config.path)
-        path = path if in_bucket(path) else directory / path
-        _check_saved_vocabulary(path, directory)
-        config = replace(config, path=str(path))
+        config = replace(config, path=str(join(directory, config.path)))
     vocabulary = config.build()
     if vocabulary.vocab_size > experiment.model.vocab_size:
         raise ValueError(
@@ -163,22 +122,6 @@ def open_vocabulary(experiment: Experiment, directory: pathlib.Path) -> Vocabula
             f"{experiment.model.vocab_size}; set model.vocab_size to at least that"
         )
     return vocabulary
-
-
-def _check_saved_vocabulary(path: pathlib.Path, directory: pathlib.Path) -> None:
-    """Raises a `ValueError` where a run's own vocabulary is not what was saved with the run."""
-    saved = directory / VOCABULARY_SUM
-    if path != directory / VOCABULARY_FILE or not (path.is_file() and saved.is_file()):
-        return
-    if saved.read_bytes() != _checksum_line(path).encode():
-        raise ValueError(
-            f"{path} is not what was saved with the run, says {saved.name}; put the run's own in its place"
-        )
-
-
-def _checksum_line(path: pathlib.Path) -> str:
-    """Returns the line that ``sha256sum`` prints for a file."""
-    return f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n"
 
 
 def _has_same_contents(path: pathlib.Path, other: pathlib.Path) -> bool:
@@ -201,7 +144,7 @@ def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
                 "--workdir, or the old vocabulary to continue"
             )
     saved = _fixed_settings(load_experiment(directory))
-    given = _fixed_settings(_with_saved_vocabulary(experiment))
+    given = _fixed_settings(_with_path(experiment, VOCABULARY_FILE))
     for path in sorted(saved.keys() | given.keys()):
         if saved.get(path) != given.get(path):
             raise ValueError(
@@ -210,22 +153,13 @@ def check_same_run(experiment: Experiment, directory: pathlib.Path) -> None:
             )
 
 
-def _fixed_settings(experiment: Experiment) -> dict[str, _Json]:
+def _fixed_settings(experiment: Experiment) -> dict[str, object]:
     """Returns what must stay the same for a run to continue, ``{path: value}``."""
     data = to_json(experiment)
     for name in MAY_CHANGE:
         del data["training"][name]
-    return dict(
-        _flatten_json({name: data[name] for name in ("model", "data", "training", "vocabulary")})
-    )
-
-
-def _flatten_json(data: _Json, path: str = "") -> list[tuple[str, _Json]]:
-    """Returns the paths and values of the leaves of nested JSON."""
-    if isinstance(data, dict):
-        entries = list(data.items())
-    elif isinstance(data, list):
-        entries = [(str(i), entry) for i, entry in enumerate(data)]
-    else:
-        return [(path, data)]
-    return [leaf for k, v in entries for leaf in _flatten_json(v, f"{path}.{k}" if path else k)]
+    fixed = {name: data[name] for name in ("model", "data", "training", "vocabulary")}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): value
+        for path, value in jax.tree.leaves_with_path(fixed, is_leaf=lambda x: x is None)
+    }

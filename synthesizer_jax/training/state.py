@@ -21,7 +21,7 @@ from synthesizer_jax.typing import PyTree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The state of a run; a plain pytree.
+    """The state of a run; a pytree.
 
     Attributes:
       step: number of finished steps, an int32 array.
@@ -82,11 +82,8 @@ def make_layout(
       recipe: the optimizer's configuration.
       tokens: abstract arguments of the model's call, such as `Experiment.example`.
       mesh: the device mesh.
-      rules: learning rates, weight decay and freezing by paths.
+      rules: see `build_optimizer`.
       ema: whether the state has an average of the parameters.
-
-    Raises:
-      ValueError: see `build_optimizer`.
     """
     shapes, axes = abstract_variables(model, *tokens)
     optimizer = build_optimizer(
@@ -129,8 +126,7 @@ def init_state(
     """
 
     def make(key: jax.Array) -> TrainState:
-        zeros = [jnp.zeros(t.shape, t.dtype) for t in tokens]
-        variables = model.init(key, *zeros)
+        variables = model.init(key, *(jnp.zeros(t.shape, t.dtype) for t in tokens))
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=variables["params"],
@@ -147,41 +143,28 @@ def apply_gradients(
 ) -> TrainState:
     """Returns the state after a step.
 
+    The average follows the parameters by ``average + (1 − d) · (params − average)`` with
+    ``d = min(ema, (1 + step) / (10 + step))``, as in TensorFlow's ``ExponentialMovingAverage`` with
+    ``num_updates``: it starts as the initial parameters, and the smaller decay of the first steps forgets
+    them. A bias correction is not needed.
+
     Args:
       state: the state before it.
       gradients: from `RuledOptimizer.mask_gradients`.
       optimizer: the optimizer.
       ema: decay of the average of the parameters; None: the state has none.
     """
-    params, opt_state = optimizer.update(gradients, state.opt_state, state.params, step=state.step)
-    average = (
-        state.ema if ema is None else update_ema(state.ema, params, decay=ema, step=state.step)
-    )
+    params, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+    average = state.ema
+    if ema is not None:
+        weight = 1.0 - jnp.minimum(ema, (1.0 + state.step) / (10.0 + state.step))
+        average = jax.tree.map(lambda a, p: a + (weight * (p - a)).astype(a.dtype), average, params)
     return dataclasses.replace(
         state, step=state.step + 1, params=params, opt_state=opt_state, ema=average
     )
 
 
-def update_ema(average: PyTree, params: PyTree, *, decay: float, step: jax.Array) -> PyTree:
-    """Returns the exponential moving average of the parameters after an update.
-
-    ``average + (1 − d) · (params − average)`` with ``d = min(decay, (1 + step) / (10 + step))``, as in
-    TensorFlow's ``ExponentialMovingAverage`` with ``num_updates``: the average starts as the initial
-    parameters, and the smaller decay of the first steps forgets them. A bias correction is not needed.
-
-    Args:
-      average: the average before.
-      params: the new parameters.
-      decay: the decay after the first steps, below 1.
-      step: number of updates before this one.
-    """
-    weight = 1.0 - jnp.minimum(decay, (1.0 + step) / (10.0 + step))
-    return jax.tree.map(lambda a, p: a + (weight * (p - a)).astype(a.dtype), average, params)
-
-
 def restart_ema(state: TrainState) -> TrainState:
-    """Returns a fresh state whose average, if it has one, starts as its parameters."""
-    # Copies, because a step donates both.
-    return (
-        dataclasses.replace(state, ema=jax.tree.map(jnp.copy, state.params)) if state.ema else state
-    )
+    """Returns a fresh state whose average, if it has one, starts as a copy of its parameters."""
+    copied = jax.tree.map(jnp.copy, state.params) if state.ema else {}  # a step donates both
+    return dataclasses.replace(state, ema=copied)

@@ -8,12 +8,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from synthesizer_jax.costs.host_memory import free_memory
 from synthesizer_jax.costs.utilization import step_flops, utilizations
 from synthesizer_jax.data.batch import batch_fields
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.optimizers import OptimizerRule
-from synthesizer_jax.optimizers.base import count_updates
 from synthesizer_jax.sharding import (
     BatchShards,
     batch_sharding,
@@ -26,10 +24,6 @@ from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.state import TrainState, init_state, make_layout
 from synthesizer_jax.training.step import Batch, Metrics, make_train_step
 from synthesizer_jax.typing import PyTree
-
-MARGIN = 1.15
-"""Memory that must be free, in multiples of what a program says that it needs: allocators waste some, and
-evaluations and checkpoints take some too."""
 
 
 class Trainer:
@@ -55,11 +49,15 @@ class Trainer:
             rules=self.rules,
             ema=training.ema is not None,
         )
+        # XLA's order of operations on CPUs is made for many at a time and keeps weight gradients waiting;
+        # the order that saves memory needs far less for temporaries and is no slower.
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
         self._jitted = jax.jit(
             self.make_step(),
             donate_argnums=0,
             out_shardings=(self.layout.shardings, None),
-            compiler_options=_compiler_options(self.mesh),
+            compiler_options=options if on_cpu else None,
         )
         self._largest = jax.jit(
             lambda numbers, _: numbers.max(), out_shardings=replicated(self.mesh), keep_unused=True
@@ -70,15 +68,11 @@ class Trainer:
 
     def make_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
         """The function to compile: state, batch, key and what `arguments` holds."""
-        data, training = self.experiment.data, self.experiment.training
+        data = self.experiment.data
         return make_train_step(
             self.model,
             self.optimizer,
-            ema=training.ema,
-            z_loss=training.z_loss,
-            label_smoothing=training.label_smoothing,
-            loss_normalizer=training.loss_normalizer,
-            micro_batches=training.micro_batches,
+            self.experiment.training,
             max_segments=data.segments_per_row if data.pack else None,
         )
 
@@ -105,7 +99,7 @@ class Trainer:
     def measure_utilization(self) -> dict[str, float]:
         """`utilizations` of a run that does one step a second.
 
-        None where its FLOPs are not known, or are not those of every step, as with buckets.
+        Empty where its FLOPs are not known, or are not those of every step, as with buckets.
         """
         flops = self.step_flops()
         if flops is None or self.experiment.data.buckets:
@@ -114,34 +108,15 @@ class Trainer:
 
     def init(self) -> TrainState:
         """Fresh parameters."""
-        return init_state(
-            self.experiment.model,
-            self.optimizer,
-            self.layout,
-            seed=self.experiment.training.seed,
-            tokens=self.tokens,
-        )
+        seed = self.experiment.training.seed
+        return init_state(self.model, self.optimizer, self.layout, seed=seed, tokens=self.tokens)
 
     @property
-    def described_devices(self) -> str:
-        """Number and kind of the devices, such as ``8 × TPU v5 lite``."""
+    def description(self) -> str:
+        """The number of parameters, and number and kind of the devices, such as ``8 × TPU v5 lite``."""
+        size = sum(x.size for x in jax.tree.leaves(self.layout.abstract.params))
         kinds = sorted({device.device_kind for device in self.mesh.devices.flat})
-        return f"{self.mesh.size} × {', '.join(kinds)}"
-
-    def earlier_updates(self, state: TrainState) -> int | None:
-        """Updates that the optimizer has counted before the run's first step; None: it does not say.
-
-        With `init_optimizer` these are those of the run that this one goes on from.
-        """
-        if not self.experiment.init_optimizer:
-            return 0
-        count = count_updates(state.opt_state)
-        return None if count is None else count - int(state.step)
-
-    def learning_rate(self, update: int) -> float | None:
-        """The learning rate of the optimizer's update of that number; None: there is no schedule."""
-        schedule = self.optimizer.schedule
-        return None if schedule is None else float(schedule(update - 1))
+        return f"{size:,} parameters on {self.mesh.size} × {', '.join(kinds)}"
 
     @property
     def shards(self) -> list[int]:
@@ -160,36 +135,24 @@ class Trainer:
         return {name: self._rows.to_global_array(x) for name, x in batch.items()}
 
     def max_over_processes(self, number: int, *, after: jax.Array) -> jax.Array:
-        """The largest of the processes' numbers; every process has to ask.
-
-        Args:
-          number: this process' own, an int32.
-          after: something that the step makes, so that the numbers are compared when it is done.
-        """
+        """The largest of the processes' int32 numbers, compared when a step has made the array `after`."""
         sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
         own = np.full(self.mesh.size, number, np.int32)
-        numbers = jax.make_array_from_callback(
-            (self.mesh.size,), sharding, lambda where: own[where]
-        )
+        numbers = jax.make_array_from_callback(own.shape, sharding, lambda where: own[where])
         return self._largest(numbers, after)
 
     def trace(self, lengths: tuple[int, int] | None = None) -> jax.stages.Traced:
-        """The step for this experiment's shapes, to lower and compile; allocates nothing.
-
-        Args:
-          lengths: of inputs and targets, those of a bucket; None: the full lengths.
-        """
+        """The step for a bucket's lengths of inputs and targets, or the full ones; allocates nothing."""
         batch = abstract_batch(self.experiment.data, batch_sharding(self.mesh), lengths=lengths)
         with use_mesh(self.mesh):
             return self._jitted.trace(self.layout.abstract, batch, self._key, *self.arguments)
 
     def compile(self, batch: Batch | None = None) -> jax.stages.Compiled:
         """Returns the step compiled for a batch's shape, None: the full lengths; nothing is changed."""
-        return self._program(self.experiment.data.shapes[-1] if batch is None else _lengths(batch))
-
-    def check_memory(self) -> None:
-        """Raises a `ValueError` where this host has not the memory that a step needs now."""
-        check_memory(self.compile(), self.mesh)
+        lengths = self.experiment.data.shapes[-1] if batch is None else _lengths(batch)
+        if lengths not in self._compiled:
+            self._compiled[lengths] = self.trace(lengths).lower().compile()
+        return self._compiled[lengths]
 
     @property
     def num_compiled(self) -> int:
@@ -202,48 +165,12 @@ class Trainer:
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One step; the old state's buffers are reused. The first one of a shape compiles it."""
-        return self._program(_lengths(batch))(state, batch, self._key, *self.arguments)
-
-    def _program(self, lengths: tuple[int, int]) -> jax.stages.Compiled:
-        """The compiled step for batches of those lengths of inputs and targets."""
-        if lengths not in self._compiled:
-            self._compiled[lengths] = self.trace(lengths).lower().compile()
-        return self._compiled[lengths]
+        return self.compile(batch)(state, batch, self._key, *self.arguments)
 
 
 def _lengths(batch: Batch) -> tuple[int, int]:
     """Returns the lengths of a batch's inputs and targets."""
     return batch["encoder_input_tokens"].shape[1], batch["decoder_target_tokens"].shape[1]
-
-
-def _compiler_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:
-    """Options for compiling a training step on that mesh.
-
-    XLA's order of operations on CPUs is made for many at a time and keeps weight gradients waiting;
-    the order that saves memory needs far less for temporaries and is no slower.
-    """
-    if mesh.devices.flat[0].platform != "cpu":
-        return None
-    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-
-
-def check_memory(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> None:
-    """Raises a `ValueError` where a step on CPUs would be killed by the system for want of memory.
-
-    Temporaries of all of this process' devices are counted, and `MARGIN` for what else will grow; the state
-    already lies in memory. Devices of other kinds say themselves that their memory does not suffice.
-    """
-    if mesh.devices.flat[0].platform != "cpu":
-        return
-    temporaries: int = compiled.memory_analysis().temp_size_in_bytes  # type: ignore[union-attr]
-    needed = MARGIN * len(mesh.local_devices) * temporaries
-    free = free_memory()
-    if free is not None and needed > free:
-        raise ValueError(
-            f"a step needs {needed / 2**30:.1f} GiB more memory and {free / 2**30:.1f} GiB are free; end "
-            "other programs, or in a new --workdir make data.batch_size smaller or training.micro_batches "
-            "larger"
-        )
 
 
 def abstract_batch(

@@ -139,7 +139,6 @@ def test_all_processes_stop_early_and_stay_stopped(place):
         assert [r["step"] for r in lines(place, "stopped", "eval")] == [1, 2, 3]
     events = [json.loads(x) for x in (place / "stopped" / "events.jsonl").read_text().splitlines()]
     assert [e["event"] for e in events].count("stopped") >= 1
-    assert (place / "stopped" / "movement.json").is_file()
 
 
 def test_an_error_of_one_process_ends_all(tmp_path):

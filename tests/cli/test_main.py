@@ -2,13 +2,11 @@
 
 import subprocess
 import sys
-import threading
 
 import pytest
 
 from synthesizer_jax.cli.main import _one_line_message
 from synthesizer_jax.runs.progress import show_phases
-from synthesizer_jax.runtime.preemption import close_within
 from synthesizer_jax.runtime.processes import print_line
 
 STUCK = """
@@ -46,22 +44,3 @@ def test_what_a_file_holds_cannot_fill_or_command_the_terminal(message, line, ca
         phase(message, 1)
     print_line(message)
     assert "\x1b" not in capfd.readouterr().err
-
-
-def test_closing_is_bounded(capfd) -> None:
-    release = threading.Event()
-    close_within(0.05, "the door", release.wait)
-    assert (
-        "closing the door has not ended within 0 s; it is left as it is" in capfd.readouterr().err
-    )
-    release.set()
-    close_within(60, "the door", release.wait)
-    assert capfd.readouterr().err == ""
-
-
-def test_what_closing_raises_is_raised() -> None:
-    def fail() -> None:
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        close_within(60, "the door", fail)

@@ -28,7 +28,7 @@ def place(tmp_path_factory):
     for name, model in models.items():
         made = replace(recipe, model=model)
         save_run(made, place / name)
-        checkpoints = Checkpoints(place / name / "checkpoints", asynchronous=False)
+        checkpoints = Checkpoints(place / name / "checkpoints")
         checkpoints.save(Trainer(made).init(), None)
         checkpoints.close()
     return place

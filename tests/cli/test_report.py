@@ -49,27 +49,6 @@ def test_runs_are_compared_by_their_newest_evaluations(tmp_path):
     assert "Answers" not in page and "Attention weights" not in page
 
 
-def test_it_shows_which_parameters_moved(tmp_path):
-    run = logged(tmp_path / "run", **{"rte/accuracy": 61.0})
-    group = {"parameters": 2048, "frozen": 0, "distance": 0.5, "initial_norm": 2.0}
-    groups = [
-        {"path": "encoder/layers_*/<b>", **group},
-        {"path": "embedding", **group, "frozen": 2048, "distance": 0.0},
-    ]
-    movement = {"step": 2, "since": "initialization", "groups": groups}
-    (run / "movement.json").write_text(json.dumps(movement))
-    output = tmp_path / "page.html"
-    lines = call(run, "--output", output).splitlines()
-    rows = [line.replace("│", " ").split() for line in lines if "2,048" in line]
-    assert rows == [
-        ["encoder/layers_*/<b>", "2,048", "0%", "25", "%"],
-        ["embedding", "2,048", "100%", "0"],
-    ]
-    page = output.read_text()
-    assert "encoder/layers_*/&lt;b&gt;" in page and ">25 %</td>" in page
-    assert "Change of the parameters" in page
-
-
 def test_what_is_no_run_or_has_no_evaluation_is_one_sentence(tmp_path):
     output = tmp_path / "page.html"
     with pytest.raises(FileNotFoundError, match=r"holds no experiment\.json; give the directory"):

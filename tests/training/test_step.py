@@ -1,74 +1,154 @@
-"""Gradient accumulation: the same update, a fraction of the memory."""
+"""A step: its loss against NumPy, and the same update on meshes, in micro-batches and with rules."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from synthesizer_jax import Attention, Block, FeedForward, LanguageModel, RelativeBias, Stack
 from synthesizer_jax.inference import Decoding, decode_sequences, score_targets
 from synthesizer_jax.models import Run, Size, UniversalStack, alignment, stacks_of, t5
+from synthesizer_jax.models.zoo import language_model
+from synthesizer_jax.optimizers import Adafactor, Constant, OptimizerRule
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.training import step
 from synthesizer_jax.training.step import _split_micro_batches, loss_sums
 from synthesizer_jax.training.trainer import Trainer
-from tests.training.tiny import CopyStream, experiment
+from tests.training.tiny import (
+    HEADS,
+    STREAMS,
+    VOCAB,
+    ClassStream,
+    CopyStream,
+    encoder,
+    experiment,
+    stepped,
+)
+
+Z, SMOOTHING = 0.01, 0.1
+TINY = Size(8, 1, 16, 2, 4)
 
 
-def trainer(model, **changes):
-    recipe = experiment(**changes)
-    if changes.get("mesh"):
-        recipe = replace(recipe, mesh=changes["mesh"])
-    return Trainer(replace(recipe, model=model), jax.devices()[:1])
+def initialized(model, batch):
+    """Variables with no zero among the parameters, so that biases count."""
+    variables = model.init(jax.random.key(0), batch["encoder_input_tokens"])
+    leaves, tree = jax.tree.flatten(variables)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    moved = [x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(tree, moved)
 
 
-def universal(**options):
+def oracle(logits, batch):
+    """The loss and the z-loss in float64, target by target."""
+    loss = z_loss = 0.0
+    targets, weights = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
+    for place in zip(*np.nonzero(weights), strict=True):
+        row = np.float64(logits[place])
+        log_z = np.log(np.exp(row).sum())
+        y = np.full(len(row), SMOOTHING / (len(row) - 1))
+        y[targets[place]] = 1 - SMOOTHING
+        loss += log_z - y @ row + (y * np.log(y)).sum()
+        z_loss += Z * log_z**2
+    return loss, z_loss
+
+
+@pytest.mark.parametrize(("head", "tied"), [("classes", True), ("masked", True), ("masked", False)])
+def test_the_loss_is_the_cross_entropy_of_the_head(head, tied, monkeypatch):
+    model, batch = encoder(**HEADS[head]).copy(tied=tied), next(STREAMS[head]())
+    variables = initialized(model, batch)
+    encoded = model.apply(variables, batch["encoder_input_tokens"])
+    logits = encoded.token_logits if head == "masked" else encoded.outputs[:, None]
+    loss, z_loss = oracle(np.asarray(logits), batch)
+    weights = batch["decoder_loss_weights"]
+    hits = (np.asarray(logits).argmax(-1) == batch["decoder_target_tokens"]) * weights
+    batch["decoder_target_tokens"][weights == 0] = -100  # the weights choose the targets
+    for most in (step.DENSE_LOGITS, 0):  # at once, and in chunks
+        monkeypatch.setattr(step, "DENSE_LOGITS", most)
+        sums = loss_sums(model, variables, batch, z_loss=Z, label_smoothing=SMOOTHING)
+        np.testing.assert_allclose([sums.loss, sums.z_loss], [loss, z_loss], rtol=1e-5)
+        assert (sums.correct, sums.weight, sums.penalty) == (hits.sum(), weights.sum(), 0)
+
+
+def test_dropout_acts_where_there_is_a_key():
+    model, batch = encoder(dropout_rate=0.5), next(ClassStream())
+    variables = initialized(model, batch)
+    options = {"z_loss": 0.0, "label_smoothing": 0.0}
+    losses = [
+        float(loss_sums(model, variables, batch, **options, dropout_key=key).loss)
+        for key in (None, None, jax.random.key(1), jax.random.key(2))
+    ]
+    assert losses[0] == losses[1] and len(set(losses)) == 3
+
+
+def universal(cost):
     """An encoder-decoder of Universal Transformers with adaptive halting."""
-    plain = t5(Size(8, 1, 16, 2, 4), vocab_size=16, relative_bias=False)
+    plain = t5(TINY, vocab_size=VOCAB, relative_bias=False)
     shared = {
-        name: UniversalStack((Run(stack.runs[0].block, 3),), halting_threshold=0.9, **options)
+        name: UniversalStack(
+            (Run(stack.runs[0].block, 3),), halting_threshold=0.9, ponder_cost=cost
+        )
         for name, stack in stacks_of(plain).items()
     }
     return plain.copy(**shared)
 
 
-@pytest.mark.slow
+def test_a_ponder_cost_is_part_of_the_loss():
+    """Averaged over the batch, once a stack, on top of what the tokens cost."""
+    batch = {k: jnp.asarray(v) for k, v in next(CopyStream()).items()}
+    variables = universal(0.0).init(
+        jax.random.key(0), batch["encoder_input_tokens"], batch["decoder_input_tokens"]
+    )
+    free, dear, dearer = (
+        loss_sums(universal(cost), variables, batch, z_loss=0.0, label_smoothing=0.0)
+        for cost in (0.0, 0.5, 1.0)
+    )
+    assert free.penalty == 0 and dear.loss == free.loss
+    assert 2 * 0.5 < dear.penalty / dear.weight < 2 * 0.5 * 4  # one to three steps and a remainder
+    np.testing.assert_allclose(dearer.penalty, 2 * dear.penalty, rtol=1e-6)
+
+
+class Uneven(CopyStream):
+    """Inputs of other lengths than their targets."""
+
+    def batch(self, rng):
+        batch = super().batch(rng)
+        batch["encoder_input_tokens"] = batch["encoder_input_tokens"].copy()
+        batch["encoder_input_tokens"][1::2, 3:] = 0
+        return batch
+
+
 @pytest.mark.parametrize(
-    ("model", "normalizer"),
+    ("model", "stream", "normalizer"),
     [
-        (t5(Size(8, 1, 16, 2, 4), vocab_size=16), None),
-        (t5(Size(8, 1, 16, 2, 4), vocab_size=16), "tokens_with_padding"),
-        (universal(ponder_cost=1.0), None),
+        (t5(TINY, vocab_size=VOCAB), Uneven, "tokens_with_padding"),
+        (universal(1.0), Uneven, None),
+        (encoder(masked_lm=True), STREAMS["masked"], None),
     ],
-    ids=["mean", "with padding", "ponder cost"],
+    ids=["with padding", "ponder cost", "masked"],
 )
-def test_micro_batches_make_the_same_update(model, normalizer):
-    states, metrics = [], []
-    for parts in (1, 4):
-        run = trainer(model, micro_batches=parts, loss_normalizer=normalizer)
-        batch = next(CopyStream())
-        batch["encoder_input_tokens"][1::2, 3:] = 0  # not the lengths of the targets
-        state, found = run.step(run.init(), run.shard_batch(batch))
-        states.append(state.params)
-        metrics.append({k: float(v) for k, v in found.items()})
-    for other, found in zip(states[1:], metrics[1:], strict=True):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), states[0], other)
-        assert found == pytest.approx(metrics[0], rel=1e-5)
+def test_micro_batches_make_the_same_update(model, stream, normalizer):
+    (one, (found,)), (four, (other,)) = (
+        stepped(experiment(model, micro_batches=n, loss_normalizer=normalizer), stream())
+        for n in (1, 4)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one.params, four.params)
+    assert found == pytest.approx(other, rel=1e-5)
 
 
-@pytest.mark.slow
 def test_eight_micro_batches_need_less_than_a_third_of_the_temporaries():
-    size = Size(64, 2, 256, 4, 16)
     temporaries = []
     for parts in (1, 8):
-        recipe = experiment(micro_batches=parts)
-        data = replace(recipe.data, batch_size=64, inputs_length=128, targets_length=64)
-        recipe = replace(recipe, model=t5(size, vocab_size=512), data=data, mesh=MeshShape())
-        run = Trainer(recipe, jax.devices()[:1])
-        temporaries.append(run.compile().memory_analysis().temp_size_in_bytes)
+        data = {"inputs_length": 128, "targets_length": 64}
+        recipe = experiment(
+            t5(Size(32, 1, 128, 2, 16), vocab_size=256), data=data, micro_batches=parts
+        )
+        recipe = replace(recipe, data=dataclasses.replace(recipe.data, batch_size=64))
+        compiled = Trainer(recipe, jax.devices()[:1]).compile()
+        temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
     assert temporaries[1] <= 0.3 * temporaries[0], temporaries
 
 
@@ -77,30 +157,58 @@ def test_every_micro_batch_has_rows_of_every_device():
     assert x.tolist() == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
 
 
-@pytest.mark.slow
-def test_a_ponder_cost_is_part_of_the_loss():
-    """Averaged over the batch, once a stack, on top of what the tokens cost."""
+SCANNED = t5(
+    Size(16, 2, 32, 4, 4),
+    encoder=alignment("rv", head_dim=4, max_length=8),
+    vocab_size=VOCAB,
+    dropout_rate=0.1,
+    scan=True,
+)
+FACTORED = Adafactor(learning_rate=Constant(0.01), min_size=4)
+ON_MESHES = {
+    "data": (SCANNED, CopyStream, {}, [MeshShape(data=8), MeshShape(data=2, tensor=2, sequence=2)]),
+    "fsdp": (SCANNED, CopyStream, {"optimizer": FACTORED}, [MeshShape(data=1, fsdp=4, tensor=2)]),
+    "masked": (
+        *(encoder(masked_lm=True), STREAMS["masked"], {"ema": 0.9}),
+        [MeshShape(data=2, fsdp=2, tensor=2)],
+    ),
+}
 
-    def model(cost):
-        return universal(ponder_cost=cost)
 
-    batch = {k: jnp.asarray(v) for k, v in next(CopyStream()).items()}
-    variables = model(0.0).init(
-        jax.random.key(0), batch["encoder_input_tokens"], batch["decoder_input_tokens"]
-    )
-    free, dear, dearer = (
-        loss_sums(model(cost), variables, batch, z_loss=0.0, label_smoothing=0.0)
-        for cost in (0.0, 0.5, 1.0)
-    )
-    assert free.penalty == 0 and dear.loss == free.loss
-    assert 2 * 0.5 < dear.penalty / dear.weight < 2 * 0.5 * 4  # one to three steps and a remainder
-    np.testing.assert_allclose(dearer.penalty, 2 * dear.penalty, rtol=1e-6)
+@pytest.mark.parametrize("name", ON_MESHES)
+def test_meshes_have_the_same_losses(name, monkeypatch):
+    """Also where the loss is computed in chunks, on every device's own rows."""
+    model, stream, options, meshes = ON_MESHES[name]
+    monkeypatch.setattr(step, "DENSE_LOGITS", 0)
+    recipe = experiment(model, **options)
+    state, single = stepped(recipe, stream(), steps=4)
+    for mesh in meshes:
+        found, metrics = stepped(replace(recipe, mesh=mesh), stream(), steps=4, devices=8)
+        for one, many in zip(single, metrics, strict=True):
+            assert many == pytest.approx(one, rel=2e-3)
+            assert many["data_checksum"] == one["data_checksum"]
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=5e-4),
+            found.averaged_variables,
+            state.averaged_variables,
+        )
+        if name == "fsdp":
+            table = found.params["encoder"]["run_0"]["attention"]["align"]["part_0"]["table"]
+            assert table.sharding.spec == P(None, "tensor", "fsdp", None)
+
+
+def test_rules_train_the_head_alone():
+    recipe = experiment(encoder(), rules=(OptimizerRule("(?!output_dense).*", frozen=True),))
+    before = jax.tree.map(np.asarray, Trainer(recipe, jax.devices()[:1]).init().params)
+    state, _ = stepped(recipe, ClassStream(), steps=2)
+    changed = jax.tree.map(lambda a, b: not np.array_equal(a, b), before, state.params)
+    assert {name for name in changed if any(jax.tree.leaves(changed[name]))} == {"output_dense"}
 
 
 @pytest.mark.parametrize("most", [0, 2**22], ids=["chunks", "whole"])
 def test_bfloat16_logits_of_the_loss_are_not_rounded(most, monkeypatch):
     monkeypatch.setattr(step, "DENSE_LOGITS", most)
-    model = t5(Size(8, 1, 16, 2, 4), vocab_size=16, dtype="bfloat16")
+    model = t5(TINY, vocab_size=16, dtype="bfloat16")
     batch = next(CopyStream())
     inputs = batch["encoder_input_tokens"], batch["decoder_input_tokens"]
     variables = model.init(jax.random.key(0), *inputs)
@@ -126,8 +234,7 @@ def test_bfloat16_logits_of_the_loss_are_not_rounded(most, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_promotes_neither_ranks_nor_dtypes(dtype):
     kind = alignment("rv", head_dim=4, max_length=8)
-    size = Size(8, 1, 16, 2, 4)
-    model = t5(size, encoder=kind, vocab_size=16, dtype=dtype, dropout_rate=0.1)
+    model = t5(TINY, encoder=kind, vocab_size=16, dtype=dtype, dropout_rate=0.1)
     numbers = jnp.array([[1] * 4 + [2] * 4] * 8)
     batch = {k: jnp.asarray(x) for k, x in next(CopyStream()).items()}
     packed = batch | {
@@ -146,10 +253,7 @@ def test_a_model_promotes_neither_ranks_nor_dtypes(dtype):
         variables = jax.eval_shape(model.init, key, source, targets)
         jax.eval_shape(jax.grad(total), variables, batch, key)
         jax.eval_shape(lambda v: jax.grad(total)(v, packed, key, 2), variables)
-        for options in (
-            {"beams": 2},
-            {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_length": 2},
-        ):
+        for options in ({"beams": 2}, {"temperature": 0.5, "top_k": 3, "top_p": 0.9}):
             decoding = Decoding(max_length=8, **options)
             search = functools.partial(decode_sequences, model=model, decoding=decoding, key=key)
             jax.eval_shape(search, variables, source)
@@ -157,12 +261,6 @@ def test_a_model_promotes_neither_ranks_nor_dtypes(dtype):
 
 
 def test_a_language_model_learns_from_the_same_batches():
-    block = Block(Attention(2, 4), FeedForward(16))
-    stack = Stack((Run(block, 1),), bias=RelativeBias(), scan=True)
-    model = LanguageModel(vocab_size=16, d_model=8, decoder=stack, prefix=True)
-    run, stream = trainer(model), CopyStream()
-    state, losses = run.init(), []
-    for _ in range(25):
-        state, found = run.step(state, run.shard_batch(next(stream)))
-        losses.append(float(found["loss"]))
-    assert losses[-1] < losses[0] - 0.2
+    model = language_model("rv", TINY, max_length=16).copy(vocab_size=VOCAB)
+    _, found = stepped(experiment(model), CopyStream(), steps=25)
+    assert found[-1]["loss"] < found[0]["loss"] - 0.2

@@ -1,4 +1,4 @@
-"""A run small enough for tests: an experiment, a stream without TensorFlow, and a main program."""
+"""Runs small enough for tests: experiments, streams without TensorFlow, and a main program."""
 
 import json
 import os
@@ -6,20 +6,25 @@ import pathlib
 import signal
 import sys
 
+import jax
 import numpy as np
 
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.models import Size, alignment, t5
+from synthesizer_jax.models import Encoder, Size, alignment, t5
 from synthesizer_jax.optimizers import AdamW, Constant
+from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
+from synthesizer_jax.runtime.preemption import Preempted, StopSignal
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
+from synthesizer_jax.training.loop import train
+from synthesizer_jax.training.trainer import Trainer
 
-VOCAB = 16
+VOCAB, LENGTH, ROWS = 16, 8, 8
+CLASSES = ("low", "middle", "high")
 
 
-def experiment(**changes) -> Experiment:
-    """Copies eight tokens; batch 8."""
-    kind = alignment("rv", head_dim=4, max_length=8)
+def experiment(model=None, *, data=None, evaluation=None, **changes) -> Experiment:
+    """Copies eight tokens; an encoder classifies rows of `ClassStream` or predicts `MaskedStream`."""
     training = {
         "steps": 12,
         "optimizer": AdamW(learning_rate=Constant(0.01, warmup_steps=4)),
@@ -27,14 +32,27 @@ def experiment(**changes) -> Experiment:
         "save_every": 4,
         **{k: changes.pop(k) for k in tuple(changes) if k in Training.__dataclass_fields__},
     }
+    if model is None:
+        kind = alignment("rv", head_dim=4, max_length=LENGTH)
+        model = t5(Size(8, 2, 16, 2, 4), encoder=kind, vocab_size=VOCAB, dropout_rate=0.1)
+    classes = CLASSES if getattr(model, "outputs", None) else ()
+    config = {"inputs_length": LENGTH, "targets_length": 1 if classes else LENGTH, **(data or {})}
     return Experiment(
-        model=t5(Size(8, 2, 16, 2, 4), encoder=kind, vocab_size=VOCAB, dropout_rate=0.1),
-        data=DataConfig("copy", inputs_length=8, targets_length=8, batch_size=8, shards=1),
+        model=model,
+        data=DataConfig("copy", batch_size=ROWS, shards=1, classes=classes, **config),
         training=Training(**training),
-        evaluation=Evaluation(every=changes.pop("every", 0)),
+        evaluation=Evaluation(every=changes.pop("every", 0), **(evaluation or {})),
         vocabulary=Bytes(),
         **changes,
     )
+
+
+def encoder(*, dropout_rate: float = 0.0, **head) -> Encoder:
+    """One layer of width 8, with a classifier over `CLASSES` unless another head is given."""
+    kind = alignment("rv", head_dim=4, max_length=LENGTH)
+    stack = t5(Size(8, 1, 16, 2, 4), encoder=kind, dropout_rate=dropout_rate).encoder
+    head = head or {"outputs": len(CLASSES)}
+    return Encoder(vocab_size=VOCAB, d_model=8, encoder=stack, **head)
 
 
 class CopyStream:
@@ -45,29 +63,91 @@ class CopyStream:
 
     def __next__(self):
         rng = np.random.default_rng(self.taken)
-        tokens = rng.integers(2, VOCAB, (8, 8)).astype(np.int32)
-        tokens[::3, 5:] = 0
-        weights = (tokens != 0).astype(np.float32)
+        batch = self.batch(rng)
         if self.taken == self.bad_batch:
-            weights[0, 0] = np.nan
+            batch["decoder_loss_weights"][0, 0] = np.nan
         self.taken += 1
-        shifted = np.pad(tokens[:, :-1], ((0, 0), (1, 0)))
+        return batch
+
+    def batch(self, rng):
+        tokens = rng.integers(2, VOCAB, (ROWS, LENGTH)).astype(np.int32)
+        tokens[::3, 5:] = 0
         return {
             "encoder_input_tokens": tokens,
-            "decoder_input_tokens": shifted,
+            "decoder_input_tokens": np.pad(tokens[:, :-1], ((0, 0), (1, 0))),
             "decoder_target_tokens": tokens,
-            "decoder_loss_weights": weights,
+            "decoder_loss_weights": (tokens != 0).astype(np.float32),
         }
 
     def save(self, directory: pathlib.Path):
-        directory.mkdir(parents=True, exist_ok=True)
         (directory / "position.json").write_text(json.dumps(self.taken))
 
     def restore(self, directory: pathlib.Path):
         self.taken = json.loads((directory / "position.json").read_text())
 
 
-def main(directory: str, kill_at: str, how: str) -> None:
+class ClassStream(CopyStream):
+    """Random tokens, whose first one tells the class."""
+
+    def batch(self, rng):
+        tokens = rng.integers(5, VOCAB, (ROWS, LENGTH)).astype(np.int32)
+        classes = rng.integers(0, len(CLASSES), (ROWS, 1)).astype(np.int32)
+        tokens[:, :1] = 2 + classes
+        tokens[::3, 5:] = 0
+        return {
+            "encoder_input_tokens": tokens,
+            "decoder_input_tokens": np.zeros_like(classes),
+            "decoder_target_tokens": classes,
+            "decoder_loss_weights": np.ones(classes.shape, np.float32),
+        }
+
+
+class MaskedStream(CopyStream):
+    """Rows of one repeated token, in which some places are masked by token 2."""
+
+    def batch(self, rng):
+        targets = np.repeat(rng.integers(3, VOCAB, (ROWS, 1)), LENGTH, axis=1).astype(np.int32)
+        targets[::3, 5:] = 0
+        masked = (rng.random(targets.shape) < 0.3) & (targets != 0)
+        return {
+            "encoder_input_tokens": np.where(masked, 2, targets),
+            "decoder_input_tokens": np.zeros_like(targets),
+            "decoder_target_tokens": targets,
+            "decoder_loss_weights": masked.astype(np.float32),
+        }
+
+
+STREAMS = {"classes": ClassStream, "masked": MaskedStream}
+HEADS = {"classes": {}, "masked": {"masked_lm": True}}
+
+
+def run(directory, recipe, stream=None, **options):
+    """Trains an experiment in a directory on one device, and returns the final state."""
+    with StopSignal() as stop:
+        trainer = Trainer(recipe, jax.devices()[:1])
+        options = {"visible": False, **options}
+        return train(trainer, stream or CopyStream(), directory, stop=stop, **options)
+
+
+def logged(directory, name="loss", kind="train"):
+    """The values of the log by step; none is logged twice."""
+    records = [r for r in read_metrics(directory / METRICS_FILE) if r["kind"] == kind]
+    found = {r["step"]: r.get(name) for r in records}
+    assert len(found) == len(records), "a step was logged twice"
+    return found
+
+
+def stepped(recipe, stream, steps=1, devices=1):
+    """The state after some steps, and the metrics of every step."""
+    trainer, found = Trainer(recipe, jax.devices()[:devices]), []
+    state = trainer.init()
+    for _ in range(steps):
+        state, metrics = trainer.step(state, trainer.shard_batch(next(stream)))
+        found.append({name: float(value) for name, value in metrics.items()})
+    return state, found
+
+
+def play(directory: str, kill_at: int, how: str) -> None:
     """Trains; kills itself with SIGKILL before batch `kill_at`, or with another signal somewhere.
 
     Args:
@@ -76,45 +156,43 @@ def main(directory: str, kill_at: str, how: str) -> None:
       how: ``never``, or the signal (``kill``, ``term``, ``int``), followed by ``-in-evaluation`` or
         ``-in-compilation`` if it comes there; ``int-int`` are two of them.
     """
-    from synthesizer_jax.runtime.preemption import Preempted, StopSignal
-    from synthesizer_jax.training.loop import train
-    from synthesizer_jax.training.trainer import Trainer
+
+    def signal_here(names):
+        for name in names:
+            os.kill(os.getpid(), signal.Signals[f"SIG{name.upper()}"])
 
     class Killing(CopyStream):
         def __next__(self):
-            if self.taken == int(kill_at) and "-in-" not in how:
-                for name in how.split("-"):
-                    os.kill(os.getpid(), signal.Signals[f"SIG{name.upper()}"])
+            if self.taken == kill_at and "-in-" not in how:
+                signal_here(how.split("-"))
             return super().__next__()
 
     def evaluate(state):
-        if how.endswith("-in-evaluation") and int(state.step) >= int(kill_at):
-            os.kill(os.getpid(), signal.Signals[f"SIG{how.split('-')[0].upper()}"])
-            np.linalg.svd(np.ones((3000, 3000)))  # long, and no bytecode in between
+        if how.endswith("-in-evaluation") and int(state.step) >= kill_at:
+            signal_here([how.split("-")[0]])
         return {"score": -float(state.step)}
 
     if how == "term-in-compilation":
-        compile_step = Trainer.compile
-
-        def compiled(self):
-            os.kill(os.getpid(), signal.SIGTERM)
-            np.linalg.svd(np.ones((3000, 3000)))
-            compile_step(self)
-
-        Trainer.compile = compiled
+        Trainer.compile = lambda self: signal_here(["term"])
     try:
-        with StopSignal() as stop:
-            train(
-                Trainer(experiment(every=2)),
-                Killing(),
-                pathlib.Path(directory),
-                stop=stop,
-                evaluate=evaluate,
-                visible=False,
-            )
+        run(pathlib.Path(directory), experiment(every=2), Killing(), evaluate=evaluate)
     except Preempted as preempted:
         sys.exit(preempted.exit_code)
 
 
+def main(plays: str) -> None:
+    """Plays one after the other in forked processes, and prints their exit codes."""
+    codes = []
+    for arguments in json.loads(plays):
+        if (pid := os.fork()) == 0:
+            try:
+                play(*arguments)
+                os._exit(0)
+            except SystemExit as end:
+                os._exit(end.code)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    print(json.dumps(codes))
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

@@ -1,0 +1,91 @@
+"""Meshes, rules from logical axes to mesh axes, and the rows that every process loads."""
+
+from typing import NamedTuple
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from synthesizer_jax.data.config import DataConfig
+from synthesizer_jax.parameters import LOGICAL_AXES, with_axes
+from synthesizer_jax.sharding import (
+    RULES,
+    BatchShards,
+    MeshShape,
+    check_batch,
+    make_mesh,
+    partition_spec,
+)
+
+
+def test_every_logical_axis_has_a_rule():
+    assert set(RULES) == set(LOGICAL_AXES)
+    with pytest.raises(ValueError, match="unknown logical axis 'width'"):
+        with_axes(lambda *_: None, "width")
+
+
+def test_sizes_that_are_not_divisible_are_errors():
+    mesh = make_mesh(MeshShape(data=1, fsdp=4, tensor=2))
+    assert partition_spec(("embed", "mlp"), (8, 6), mesh) == P("fsdp", "tensor")
+    with pytest.raises(ValueError, match=r"wi: embed=10 .*fsdp=4; the nearest .* 8 and 12"):
+        partition_spec(("embed", "mlp"), (10, 6), mesh, name="wi")
+    with pytest.raises(ValueError, match="'tensor' twice"):
+        partition_spec(("heads", "vocab"), (8, 8), mesh)
+    with pytest.raises(ValueError, match=r"batch_size=30 .* 1 × 4 × 3 = 12; .* 24 and 36"):
+        check_batch(30, mesh, micro_batches=3)
+    with pytest.raises(ValueError, match=r"batch_size=12 .*shards=8; .* 8 and 16"):
+        DataConfig("m", 8, 8, 12)
+    assert partition_spec(("embed", "heads"), (5, 3), make_mesh(MeshShape(data=8))) == P(None, None)
+
+
+def test_sizes_within_and_between_slices():
+    assert MeshShape(fsdp=4).sizes(16, slices=2) == ((2, 4, 1, 1), (2, 1, 1, 1))
+    both = MeshShape(data=1, fsdp=-1, dcn_data=1, dcn_fsdp=-1)
+    assert both.sizes(24, 3) == ((1, 8, 1, 1), (1, 3, 1, 1))
+    assert MeshShape().sizes(8) == ((8, 1, 1, 1), (1, 1, 1, 1))
+    for shape, devices, slices, message in (
+        (MeshShape(dcn_data=4), 16, 2, r"dcn_data=4, .* does not fit 2 slices: .* multiply to 2"),
+        (MeshShape(data=3), 16, 2, r"mesh data=3, .* does not fit 8 devices of a slice"),
+        (MeshShape(data=-1, fsdp=-1), 8, 1, "at most one is -1"),
+        (MeshShape(), 10, 4, "10 devices cannot form 4 slices"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            shape.sizes(devices, slices)
+
+
+class Device(NamedTuple):
+    process_index: int
+    id: int
+
+
+class Spread:
+    """A sharding of rows over devices of several processes, given as ``(process, first, last)``."""
+
+    def __init__(self, *parts):
+        self.parts = parts
+
+    def devices_indices_map(self, shape):
+        return {
+            Device(p, i): (slice(first, last),) for i, (p, first, last) in enumerate(self.parts)
+        }
+
+
+@pytest.mark.parametrize(
+    ("rows", "shards", "parts", "loaded", "saved"),
+    [
+        (
+            *(16, 8, [(0, 0, 4), (0, 4, 8), (1, 8, 12), (1, 12, 16)]),
+            *([[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ),
+        # Devices that share rows load them both and save them once.
+        (16, 4, [(0, 0, 16), (1, 0, 16)], [[0, 1, 2, 3]] * 2, [[0, 1, 2, 3], []]),
+        # More processes than shards, and devices in any order.
+        (
+            *(8, 2, [(0, 6, 8), (1, 0, 2), (2, 2, 4), (3, 4, 6)]),
+            *([[1], [0], [0], [1]], [[1], [0], [], []]),
+        ),
+    ],
+)
+def test_processes_load_the_shards_of_their_devices(rows, shards, parts, loaded, saved):
+    found = BatchShards(rows, shards, Spread(*parts))
+    assert [found.shards_of(p) for p in range(len(loaded))] == loaded
+    assert [found.saved_by(p) for p in range(len(saved))] == saved
