@@ -86,8 +86,9 @@ strings, ids, postprocessed values, metrics and rates. They are the same but for
 - `super_glue_wsc_v102_simple_train`, which has no metrics: answers are right by the rule of WSC's
   evaluation task; T5 leaves them as they are. T5 takes hidden labels for true; no training row has one.
 
-Missing are {missing},
-two rows in one, whose split is drawn after packing; `c4_v220_prefix_lm` has this objective on segments.
+Missing are {missing}.
+The first has an objective of T5's ablations, the others make two rows in one, whose split is drawn after packing;
+`c4_v220_prefix_lm` has this objective on segments.
 """
 
 OWN_MIXTURES = ("glue_super_glue_proportional",)
@@ -109,7 +110,7 @@ def page() -> str:
         parts.append(f"## {title}\n\n" + "\n".join(_task_table(tasks)) + "\n")
         parts += [NOTES[title] + "\n"] if title in NOTES else []
     parts.append("## Mixtures\n\n" + "\n".join(_mixture_table()) + "\n")
-    missing = " and ".join(f"`{name}`" for name in t5_names.MISSING)
+    missing = ", ".join(f"`{name}`" for name in t5_names.MISSING)
     parts.append(DIFFERENCES.format(missing=missing))
     return "\n".join(parts)
 

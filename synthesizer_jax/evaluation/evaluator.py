@@ -16,12 +16,7 @@ from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.evaluation import evaluation_sets
 from synthesizer_jax.evaluation.averages import averages
 from synthesizer_jax.evaluation.prediction import METHODS, RANK, Predictor, decoding_by
-from synthesizer_jax.evaluation.scoring import (
-    TaskResult,
-    evaluate_tasks,
-    flatten_results,
-    mean_score,
-)
+from synthesizer_jax.evaluation.scoring import TaskResult, evaluate_tasks, mean_score
 from synthesizer_jax.messages import Phase, did_you_mean, silent_phase
 from synthesizer_jax.models import Encoder, TextToText
 from synthesizer_jax.parameters import Variables
@@ -131,7 +126,7 @@ class Evaluator:
             for task, part in pairs
         ]
         rates = prepared.rates(mixture) or {}
-        self.weights = [evaluation_sets.loss_weight(rates, s.name) for s in self.sets]
+        self.weights = [evaluation_sets.loss_weight(rates, s.task.name) for s in self.sets]
         count = self.evaluation.loss_batches * self.evaluation.batch_size
         self.loss_sets = [s.labeled_part(count) for s in self.sets]
 
@@ -218,8 +213,3 @@ def _check_tasks(names: Iterable[str], known: Collection[str], mixture: str) -> 
                 f"the run's mixture {mixture!r} has no task {name!r}{did_you_mean(name, known)}; "
                 f"its tasks: {', '.join(sorted(known))}"
             )
-
-
-def log_values(results: list[TaskResult], overall: dict[str, float]) -> dict[str, float]:
-    """Returns one flat dictionary for ``metrics.jsonl``."""
-    return {**overall, **flatten_results(results)}

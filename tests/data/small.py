@@ -1,14 +1,9 @@
-"""Small prepared tasks, written without SeqIO: rows counted from 0, in bytes.
-
-As a program it restores a stream and prints digests of its next batches, without TensorFlow.
-"""
+"""Small prepared tasks, written without SeqIO: rows counted from 0, in bytes."""
 
 import dataclasses
 import hashlib
 import itertools
-import json
 import pathlib
-import sys
 from collections.abc import Iterator
 
 import msgpack
@@ -29,15 +24,7 @@ from synthesizer_jax.tasks.streams import open_stream
 from synthesizer_jax.tasks.task import Task
 
 VOCABULARY = Bytes().build()
-ROWS = {
-    "many": 2500,
-    "few": 40,
-    "sentinel": 400,
-    "never": 50,
-    "letters": 2500,
-    "notes": 40,
-    "own": 40,
-}
+ROWS = dict(many=2500, few=40, sentinel=400, never=50, letters=2500, notes=40, own=40)
 TEXTS = ("letters", "notes", "own")
 """Tasks without inputs."""
 MIXTURES = {
@@ -180,12 +167,3 @@ def digests(batches: Iterator[dict[str, np.ndarray]], count: int) -> list[str]:
         ]
         result.append(hashlib.sha256(b"".join(parts)).hexdigest())
     return result
-
-
-if __name__ == "__main__":
-    directory, changes, position = sys.argv[1:]
-    restored = stream(pathlib.Path(directory), **json.loads(changes))
-    restored.restore(pathlib.Path(position))
-    print("\n".join(digests(restored, 12)))
-    if imported := {"tensorflow", "tensorflow_datasets", "seqio", "flax"} & set(sys.modules):
-        raise SystemExit(f"{imported} were imported")

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from synthesizer_jax.data.objectives.draws import CounterDraws, Draws
-from synthesizer_jax.data.objectives.objective import ExampleFormat, Objective, Segment
-from synthesizer_jax.data.task_streams import Example, Examples, ExampleStream
+from synthesizer_jax.data.objectives import Draws, ExampleFormat, Objective, SegmentObjective
+from synthesizer_jax.data.task_streams import Example, ExampleStream
 from synthesizer_jax.data.vocabularies import EOS, PAD
+
+if TYPE_CHECKING:
+    from synthesizer_jax.data.prepared import PreparedExamples
 
 LONGEST_DOCUMENT = 65_536
 """Of a longer document one aligned chunk of this many tokens is read per epoch, as in T5."""
 
 _CHUNKS, _SPLIT, _FIRST_SEGMENT = 0, 1, 2  # parts of a group's random numbers
-
-
-class Documents:
-    """Documents in memory: no inputs, and token ids without EOS as targets.
-
-    Args:
-      documents: the token ids of every document.
-      name: of the documents, for messages.
-    """
-
-    def __init__(self, documents: Sequence[np.ndarray], *, name: str):
-        self.name, self.is_resident = name, True
-        self._documents = documents
-
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    def __getitem__(self, index: int) -> Example:
-        return np.zeros(0, np.int32), self._documents[index]
 
 
 class SegmentStream:
@@ -46,7 +29,7 @@ class SegmentStream:
     the group's position.
 
     Args:
-      documents: all documents of a task.
+      documents: all documents of a task: no inputs, and token ids without EOS as targets.
       objective: what is made of them.
       form: lengths of the examples and vocabulary.
       shard: index of the virtual shard and number of shards.
@@ -57,11 +40,9 @@ class SegmentStream:
       ValueError: the examples do not fit, or there are fewer documents than shards.
     """
 
-    index: int | None = None
-
     def __init__(
         self,
-        documents: Examples,
+        documents: PreparedExamples,
         objective: Objective,
         form: ExampleFormat,
         *,
@@ -69,30 +50,28 @@ class SegmentStream:
         seed: np.random.SeedSequence,
         shuffle: bool = True,
     ):
-        objective.check(form)
         self._objective, self._form, self._seed = objective, form, seed
-        self._name = documents.name
+        self._lengths = [member.segment_length(form) for member in objective.objectives]
+        rates = objective.rates or (1.0,) * len(self._lengths)
+        self._boundaries = np.cumsum(rates, dtype=np.float64)
+        self._boundaries /= self._boundaries[-1]
+        self.name = documents.name
         self._source = ExampleStream(documents, shard=shard, seed=seed if shuffle else None)
         self._start, self._num_taken = self._source.position(), 0
-        self._tokens = np.zeros(0, np.int32)
-        self._segments: list[Segment] = []
+        self._segments: list[tuple[np.ndarray, SegmentObjective]] = []
 
     def __next__(self) -> Example:
         if self._num_taken == len(self._segments):
             self._read_group()
-        start, stop, objective = self._segments[self._num_taken]
-        draws = self._draws().fork(_FIRST_SEGMENT + self._num_taken)
+        tokens, objective = self._segments[self._num_taken]
+        draws = self._draws(_FIRST_SEGMENT + self._num_taken)
         self._num_taken += 1
-        return objective.example(self._tokens[start:stop], draws, self._form)
+        return objective.example(tokens, draws, self._form)
 
     @property
     def epoch(self) -> int:
         """The epoch of the last example, from 0."""
         return self._source.position()[0]
-
-    def recall(self, index: int) -> Example:
-        """Is not called: its examples have no index."""
-        raise NotImplementedError
 
     def position(self) -> list[int]:
         """Returns where the group's documents begin and the number of examples taken from it."""
@@ -107,20 +86,26 @@ class SegmentStream:
             self._read_group()
         self._num_taken = num_taken
 
-    def _draws(self) -> CounterDraws:
-        """Returns the random numbers of this group."""
-        return CounterDraws(self._seed, *self._start)
+    def _draws(self, part: int) -> Draws:
+        """Returns the random numbers of a part of this group."""
+        return Draws(self._seed, *self._start, part)
 
     def _read_group(self) -> None:
-        """Reads the next group and splits it."""
+        """Reads the next group and splits it: every segment is of an objective drawn by its rate."""
         self._start, self._num_taken = self._source.position(), 0
-        self._tokens = np.concatenate(self._read_documents(self._draws().fork(_CHUNKS)))
-        self._segments = self._objective.split(
-            len(self._tokens), self._draws().fork(_SPLIT), self._form
-        )
+        tokens = np.concatenate(self._read_documents())
+        uniform = self._draws(_SPLIT).uniform(-(-len(tokens) // min(self._lengths)))
+        choices = np.searchsorted(self._boundaries[:-1], uniform, side="right").tolist()
+        self._segments, start = [], 0
+        while start < len(tokens):
+            choice = choices[len(self._segments)]
+            stop = start + self._lengths[choice]
+            self._segments.append((tokens[start:stop], self._objective.objectives[choice]))
+            start = stop
 
-    def _read_documents(self, draws: Draws) -> list[np.ndarray]:
+    def _read_documents(self) -> list[np.ndarray]:
         """Returns the tokens of a group's documents, at least one, all of one epoch."""
+        draws = self._draws(_CHUNKS)
         group: list[np.ndarray] = []
         first_epoch = epoch = self._start[0]
         while len(group) < self._objective.documents:
@@ -132,28 +117,23 @@ class SegmentStream:
                 break
             epoch = self._source.position()[0]
             if len(tokens):
-                group.append(self._as_document(tokens, draws))
+                tokens = random_chunk(tokens, draws, length=LONGEST_DOCUMENT)
+                end = [EOS] * self._objective.document_eos
+                group.append(np.append(tokens, end).astype(np.int32))
             elif not group and epoch > first_epoch + 1:
-                raise ValueError(f"there are no tokens in {self._name}; check how it is read")
+                raise ValueError(f"there are no tokens in {self.name}; check how it is read")
         return group
-
-    def _as_document(self, tokens: np.ndarray, draws: Draws) -> np.ndarray:
-        """Returns the tokens, or a random chunk of them, with the document's EOS."""
-        if len(tokens) > LONGEST_DOCUMENT:
-            tokens = random_chunk(tokens, draws, length=LONGEST_DOCUMENT)
-        if self._objective.document_eos:
-            tokens = np.append(tokens, EOS)
-        return tokens.astype(np.int32)
 
 
 def random_chunk(tokens: np.ndarray, draws: Draws, *, length: int) -> np.ndarray:
     """Returns one of the chunks that start at multiples of `length`; T5's `select_random_chunk`.
 
     Args:
-      tokens: ids ``[n]``.
+      tokens: ids ``[n]``; they are one chunk, without a random number, if there are no more than `length`.
       draws: random numbers.
       length: number of tokens of a chunk; the last one may have fewer.
     """
-    num_chunks = -(-len(tokens) // length)
-    (chunk,) = draws.integers(1, low=0, high=num_chunks).tolist()
+    if len(tokens) <= length:
+        return tokens
+    (chunk,) = draws.integers(1, low=0, high=-(-len(tokens) // length)).tolist()
     return tokens[chunk * length : (chunk + 1) * length]
