@@ -19,12 +19,12 @@ from synthesizer_jax.inference import (
     Decoding,
     Sequences,
     decode_sequences,
+    encode_tokens,
     score_choices,
     score_classes,
     score_masked_tokens,
     score_targets,
 )
-from synthesizer_jax.inference.encoding import encode_tokens
 from synthesizer_jax.models import Encoder, TextToText
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables

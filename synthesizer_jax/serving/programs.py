@@ -21,8 +21,7 @@ from safetensors.numpy import save_file
 
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
 from synthesizer_jax.files import share_file
-from synthesizer_jax.inference import decode, score_targets
-from synthesizer_jax.inference.encoding import encode_tokens
+from synthesizer_jax.inference import decode, encode_tokens, score_targets
 from synthesizer_jax.mixers.attention import AttentionBase
 from synthesizer_jax.models import Encoder, EncoderDecoder, Run, TextToText, unroll
 from synthesizer_jax.models.token_model import TokenModel
