@@ -24,13 +24,9 @@ RESERVED = 3
 
 
 class Draws:
-    """Random numbers that depend on a seed, a place and the number of the call alone.
+    """Random numbers that depend on a seed, a place in its stream and the number of the call alone.
 
     They are the same in every version of NumPy (`random_bits`).
-
-    Args:
-      seed: of the stream.
-      place: of the numbers in the stream, such as epoch, group and segment.
     """
 
     def __init__(self, seed: np.random.SeedSequence, *place: int):
@@ -75,17 +71,12 @@ class Objective(abc.ABC):
     """A self-supervised task on documents of tokens: a frozen dataclass, saved as JSON.
 
     Attributes:
-      documents: number of consecutive documents that are concatenated before they are split into
-        segments; 1 keeps documents apart.
-      document_eos: whether every document ends with EOS. The examples then get no EOS of their own.
       makes_inputs: whether examples have inputs.
       objectives: those of which segments are, drawn by their rates.
       rates: their relative rates; empty: equal ones.
     """
 
     makes_inputs: ClassVar[bool] = True
-    documents: int
-    document_eos: bool = False
     objectives: tuple[SegmentObjective, ...]
     rates: tuple[float, ...] = ()
 
@@ -94,7 +85,16 @@ class Objective(abc.ABC):
 
 
 class SegmentObjective(Objective):
-    """An objective that makes one example of every segment, all of the same length."""
+    """An objective that makes one example of every segment, all of the same length.
+
+    Attributes:
+      documents: number of consecutive documents that are concatenated before they are split into
+        segments; 1 keeps documents apart.
+      document_eos: whether every document ends with EOS. The examples then get no EOS of their own.
+    """
+
+    documents: int
+    document_eos: bool = False
 
     @property
     def objectives(self) -> tuple[SegmentObjective, ...]:  # type: ignore[override]
@@ -199,12 +199,6 @@ def noise_mask(length: int, density: float, mean_span: float | None, draws: Draw
 
     Noise and other tokens are partitioned into the same number of spans, all partitions being equally
     likely, and the spans alternate: the first tokens are not noise, the last ones are.
-
-    Args:
-      length: number of tokens.
-      density: share of noise, see `span_counts`.
-      mean_span: mean length of a span; None: there is one.
-      draws: random numbers.
     """
     extended = max(length, 2)
     num_noise, num_spans = span_counts(extended, density, mean_span)
@@ -221,13 +215,7 @@ def _random_partition(total: int, parts: int, draws: Draws) -> np.ndarray:
 
 
 def replace_spans(tokens: np.ndarray, marked: np.ndarray, *, vocab_size: int) -> np.ndarray:
-    """Returns tokens with every span of marked ones replaced by a sentinel, in descending order.
-
-    Args:
-      tokens: ids ``[length]``.
-      marked: which tokens to replace, ``[length]``.
-      vocab_size: number of ids, including sentinels.
-    """
+    """Returns tokens ``[n]`` with every span of marked ones replaced by a sentinel, the last id first."""
     starts = marked & ~np.concatenate([[False], marked[:-1]])
     sentinels = (vocab_size - np.cumsum(starts)).astype(tokens.dtype)
     return np.where(starts, sentinels, tokens)[~marked | starts]
@@ -301,7 +289,8 @@ class MaskedLM(SegmentObjective):
 
     Attributes:
       density: share of the tokens that are chosen.
-      mask_share: probability that a chosen token becomes the mask token.
+      mask_share: probability that a chosen token becomes the mask token; together with `random_share` at
+        most 1.
       random_share: probability that it becomes a random token of the vocabulary.
       mask_id: id of the mask token; None is the last one of the vocabulary, ``<extra_id_0>``.
       documents: number of documents that are concatenated.
@@ -312,14 +301,6 @@ class MaskedLM(SegmentObjective):
     random_share: Share = 0.1
     mask_id: int | None = None
     documents: Count = GROUP
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mask_share + self.random_share > 1:
-            raise ValueError(
-                f"mask_share is {self.mask_share} and random_share {self.random_share}; allowed: together "
-                "at most 1"
-            )
 
     def segment_length(self, form: ExampleFormat) -> int:
         """Returns the number of tokens of a segment; inputs and targets need the same length."""
@@ -370,16 +351,6 @@ class ObjectiveMixture(Objective):
             )
 
     @property
-    def documents(self) -> int:  # type: ignore[override]
-        """Number of documents that are concatenated."""
-        return self.objectives[0].documents
-
-    @property
-    def document_eos(self) -> bool:  # type: ignore[override]
-        """Whether documents end with EOS and segments do not."""
-        return self.objectives[0].document_eos
-
-    @property
     def makes_inputs(self) -> bool:  # type: ignore[override]
         """Whether one of the objectives makes inputs."""
         return any(objective.makes_inputs for objective in self.objectives)
@@ -390,7 +361,6 @@ def ul2(
     regular_mode: tuple[int, ...] = (),
     sequential_mode: tuple[int, ...] = (),
     extreme_mode: tuple[int, ...] = (),
-    rates: tuple[float, ...] = (),
 ) -> ObjectiveMixture:
     """Returns UL2's mixture of seven denoisers (Tay et al. 2022, table 1).
 
@@ -398,7 +368,6 @@ def ul2(
       regular_mode: ids before the inputs of regular denoisers, those of ``[NLU]``.
       sequential_mode: of the sequential one, ``[S2S]``.
       extreme_mode: of extreme ones, ``[NLG]``.
-      rates: of the seven denoisers in this order; empty: equal ones.
     """
     table = (
         (0.15, 3.0, regular_mode),
@@ -409,7 +378,7 @@ def ul2(
         (0.5, 64.0, extreme_mode),
         (0.15, 64.0, extreme_mode),
     )
-    return ObjectiveMixture(tuple(Denoising(d, mean, mode=mode) for d, mean, mode in table), rates)
+    return ObjectiveMixture(tuple(Denoising(d, mean, mode=mode) for d, mean, mode in table))
 
 
 OBJECTIVES: dict[str, Objective] = {

@@ -133,12 +133,7 @@ class LengthSorter:
         return list(self._pending)
 
     def restore(self, pending: Sequence[DrawnExample], *, draws: int = 0) -> None:
-        """Replaces the pending examples.
-
-        Args:
-          pending: what `pending` returned.
-          draws: number of examples that have been taken.
-        """
+        """Replaces the pending examples; `draws` have been taken."""
         self._group = draws // (GROUP * self._rows)
         self._pending = collections.deque(pending)
 
@@ -157,12 +152,7 @@ class LengthSorter:
 def smallest_bucket(
     rows: Iterable[Sequence[DrawnExample]], buckets: Sequence[tuple[int, int]]
 ) -> tuple[int, int]:
-    """Returns the first numbers of input and target tokens that hold all rows.
-
-    Args:
-      rows: of one example each.
-      buckets: in ascending order; the last one holds everything.
-    """
+    """Returns the first numbers of input and target tokens that hold all rows, of one example each."""
     examples = [row[0] for row in rows]
     inputs = max(len(example.inputs) for example in examples)
     targets = max(len(example.targets) for example in examples)

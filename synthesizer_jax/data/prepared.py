@@ -130,12 +130,7 @@ class PreparedTasks:
     def open(
         self, task: str, split: str, lengths: Mapping[str, int] | None, *, documents: bool = False
     ) -> PreparedExamples:
-        """Returns the examples of a prepared split; see `PreparedExamples`.
-
-        Raises:
-          FileNotFoundError: it is not prepared.
-          ValueError: it is damaged.
-        """
+        """Returns the examples of a split, see `PreparedExamples`; it must be prepared."""
         info = self.find(task, split)
         if info is None:
             raise FileNotFoundError(

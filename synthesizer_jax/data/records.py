@@ -54,12 +54,7 @@ class RaggedTokens(NamedTuple):
 
 
 class Chunk:
-    """At most `CHUNK` consecutive examples of a task.
-
-    Args:
-      inputs: their inputs.
-      targets: their targets.
-    """
+    """The inputs and the targets of at most `CHUNK` consecutive examples of a task."""
 
     def __init__(self, inputs: RaggedTokens, targets: RaggedTokens):
         self.inputs, self.targets = inputs, targets
@@ -99,15 +94,7 @@ class Chunk:
 
     @classmethod
     def from_bytes(cls, record: bytes, *, vocab_size: int) -> Chunk:
-        """Returns the examples that a record holds.
-
-        Args:
-          record: from `to_bytes`; it is not trusted.
-          vocab_size: number of ids of the vocabulary.
-
-        Raises:
-          ValueError: it is not such a record.
-        """
+        """Returns the examples that a record holds; raises a `ValueError` if it is damaged."""
         count, width = np.frombuffer(record, _COUNT, 2).tolist()
         if not 1 <= count <= CHUNK or width not in _TOKENS:
             raise ValueError(f"it says that it holds {count} examples of {width} bytes per token")

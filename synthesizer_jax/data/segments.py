@@ -22,11 +22,10 @@ _CHUNKS, _SPLIT, _FIRST_SEGMENT = 0, 1, 2  # parts of a group's random numbers
 class SegmentStream:
     """A shard of documents as examples of an objective, with another order and noise every epoch.
 
-    Documents come in the order of `ExampleStream`. Empty ones are dropped, of long ones a
-    chunk is drawn, groups of ``objective.documents`` are concatenated without padding and split
-    into segments, as by T5's `select_random_chunk`, `reduce_concat_tokens` and `split_tokens`. No
-    group contains documents of two epochs. All random numbers are a function of the seed and of
-    the group's position.
+    Documents come in the order of `ExampleStream`. Empty ones are dropped, of long ones a chunk is drawn,
+    groups of them (`SegmentObjective.documents`) are concatenated without padding and split into segments,
+    as by T5's `select_random_chunk`, `reduce_concat_tokens` and `split_tokens`. No group contains documents
+    of two epochs. All random numbers are a function of the seed and of the group's position.
 
     Args:
       documents: all documents of a task: no inputs, and token ids without EOS as targets.
@@ -50,8 +49,8 @@ class SegmentStream:
         seed: np.random.SeedSequence,
         shuffle: bool = True,
     ):
-        self._objective, self._form, self._seed = objective, form, seed
-        self._lengths = [member.segment_length(form) for member in objective.objectives]
+        self._objectives, self._form, self._seed = objective.objectives, form, seed
+        self._lengths = [member.segment_length(form) for member in self._objectives]
         rates = objective.rates or (1.0,) * len(self._lengths)
         self._boundaries = np.cumsum(rates, dtype=np.float64)
         self._boundaries /= self._boundaries[-1]
@@ -100,15 +99,15 @@ class SegmentStream:
         while start < len(tokens):
             choice = choices[len(self._segments)]
             stop = start + self._lengths[choice]
-            self._segments.append((tokens[start:stop], self._objective.objectives[choice]))
+            self._segments.append((tokens[start:stop], self._objectives[choice]))
             start = stop
 
     def _read_documents(self) -> list[np.ndarray]:
         """Returns the tokens of a group's documents, at least one, all of one epoch."""
-        draws = self._draws(_CHUNKS)
+        draws, first = self._draws(_CHUNKS), self._objectives[0]
         group: list[np.ndarray] = []
         first_epoch = epoch = self._start[0]
-        while len(group) < self._objective.documents:
+        while len(group) < first.documents:
             before = self._source.position()
             tokens = next(self._source)[1]
             tokens = tokens[tokens != PAD]
@@ -118,7 +117,7 @@ class SegmentStream:
             epoch = self._source.position()[0]
             if len(tokens):
                 tokens = random_chunk(tokens, draws, length=LONGEST_DOCUMENT)
-                end = [EOS] * self._objective.document_eos
+                end = [EOS] * first.document_eos
                 group.append(np.append(tokens, end).astype(np.int32))
             elif not group and epoch > first_epoch + 1:
                 raise ValueError(f"there are no tokens in {self.name}; check how it is read")
@@ -126,14 +125,8 @@ class SegmentStream:
 
 
 def random_chunk(tokens: np.ndarray, draws: Draws, *, length: int) -> np.ndarray:
-    """Returns one of the chunks that start at multiples of `length`; T5's `select_random_chunk`.
-
-    Args:
-      tokens: ids ``[n]``; they are one chunk, without a random number, if there are no more than `length`.
-      draws: random numbers.
-      length: number of tokens of a chunk; the last one may have fewer.
-    """
-    if len(tokens) <= length:
+    """Returns one of the chunks that start at multiples of `length`; T5's `select_random_chunk`."""
+    if len(tokens) <= length:  # without a random number
         return tokens
     (chunk,) = draws.integers(1, low=0, high=-(-len(tokens) // length)).tolist()
     return tokens[chunk * length : (chunk + 1) * length]

@@ -177,7 +177,9 @@ class SentencePiece(Vocabulary):
 
     def to_seqio(self) -> seqio.Vocabulary:
         """Returns the `seqio.SentencePieceVocabulary`."""
-        return _seqio_sentencepiece(str(self._file), self.extra_ids)
+        import seqio
+
+        return seqio.SentencePieceVocabulary(str(self._file), extra_ids=self.extra_ids)
 
     def contents(self) -> bytes:
         """Returns the model with its sentinels."""
@@ -191,13 +193,6 @@ def _until_eos(ids: Iterable[int]) -> list[int]:
     """Returns the ids before the first EOS, as Python integers."""
     values = [int(i) for i in ids]
     return values[: values.index(EOS)] if EOS in values else values
-
-
-@functools.cache
-def _seqio_sentencepiece(path: str, extra_ids: int) -> seqio.Vocabulary:
-    import seqio
-
-    return seqio.SentencePieceVocabulary(path, extra_ids=extra_ids)
 
 
 @functools.lru_cache(maxsize=8)

@@ -30,18 +30,30 @@ class EvaluationSet:
     Attributes:
       task: the task.
       split: the split.
-      inputs: token ids of every example with EOS, int32.
-      targets: token ids of every example with EOS, int32; those of texts are whole, however long.
-      examples: the preprocessed rows, with ``inputs_pretokenized`` and ``targets_pretokenized``.
+      examples: the preprocessed rows, with ``inputs_pretokenized`` and ``targets_pretokenized``, and the
+        token ids ``inputs`` and ``targets``, int32 with EOS; those of texts are whole, however long.
       vocabulary: the vocabulary of the token ids; metrics of SeqIO's tasks decode with it.
     """
 
     task: Task
     split: str
-    inputs: list[np.ndarray]
-    targets: list[np.ndarray]
     examples: Sequence[Example]
     vocabulary: Vocabulary | None = None
+
+    @functools.cached_property
+    def inputs(self) -> list[np.ndarray]:
+        """The token ids of the inputs."""
+        return [row["inputs"] for row in self.examples]
+
+    @functools.cached_property
+    def targets(self) -> list[np.ndarray]:
+        """The token ids of the targets."""
+        return [row["targets"] for row in self.examples]
+
+    @property
+    def target_words(self) -> list[str]:
+        """The target string of every example."""
+        return [to_text(row["targets_pretokenized"]) for row in self.examples]
 
     @property
     def label_words(self) -> tuple[str, ...] | None:
@@ -52,11 +64,6 @@ class EvaluationSet:
     def labeled(self) -> tuple[int, ...]:
         """Indices of the examples with a label; a test split may have none."""
         return tuple(i for i, row in enumerate(self.examples) if self.task.is_labeled(row))
-
-    @property
-    def target_words(self) -> list[str]:
-        """The target string of every example."""
-        return [to_text(e["targets_pretokenized"]) for e in self.examples]
 
     def score(self, answers: Answers | Sequence[str]) -> dict[str, float]:
         """Returns the task's metrics, T5's in percent; an empty dictionary if no example has a label.
@@ -123,12 +130,7 @@ class EvaluationSet:
         """Returns at most `count` of the labeled examples, evenly spaced."""
         n = len(self.labeled)
         chosen = [self.labeled[i * n // min(count, n)] for i in range(min(count, n))]
-        return dataclasses.replace(
-            self,
-            inputs=[self.inputs[i] for i in chosen],
-            targets=[self.targets[i] for i in chosen],
-            examples=[self.examples[i] for i in chosen],
-        )
+        return dataclasses.replace(self, examples=[self.examples[i] for i in chosen])
 
 
 def load_evaluation_set(
@@ -160,27 +162,25 @@ def load_evaluation_set(
       ValueError: its files are damaged, or it has inputs and their length is 0.
     """
     task, ours = task_registry.find_task(name), name in task_registry.TASKS
-    if not task.is_text or objective is None or not objective.makes_inputs:
-        objective = None
+    made_by = objective if task.is_text and objective and objective.makes_inputs else None
     examples = prepared.open(
-        name, split, None if task.is_text else lengths, documents=objective is not None
+        name, split, None if task.is_text else lengths, documents=made_by is not None
     )
     if not examples.info.has_rows:
         raise FileNotFoundError(
             f"{examples.name} is prepared for training alone; "
             f"{prepared.remedy(name, f'--evaluation-split {split}')}"
         )
-    if objective is not None:
+    if made_by is not None:
         form = ExampleFormat(lengths["inputs"], lengths["targets"], prepared.vocabulary.vocab_size)
-        made = _made_rows(examples, objective, form, prepared.vocabulary)
+        made = _made_rows(examples, made_by, form, prepared.vocabulary)
         rows = list(itertools.islice(made, max_examples))
     else:
-        rows = []
-        for index, row in enumerate(
-            examples.rows(None if ours and not task.is_text else max_examples)
-        ):
-            inputs, targets = examples[index]
-            rows.append({**row, "inputs": inputs, "targets": targets})
+        read = examples.rows(None if ours and not task.is_text else max_examples)
+        rows = [
+            {**row, "inputs": inputs, "targets": targets}
+            for row, (inputs, targets) in zip(read, iter(examples), strict=False)
+        ]
         if ours:
             # TFDS stores rows in a random order; in that of the original file groups are contiguous.
             rows.sort(key=lambda row: tuple(_places(row).values()))
@@ -190,14 +190,8 @@ def load_evaluation_set(
             while 0 < end < len(rows) and groups[end] == groups[max_examples - 1]:
                 end += 1
             rows = rows[:end]
-    return EvaluationSet(
-        task=task_registry.find_task(measured_task(name, split)),
-        split=split,
-        inputs=[r["inputs"] for r in rows],
-        targets=[r["targets"] for r in rows],
-        examples=rows,
-        vocabulary=prepared.vocabulary,
-    )
+    measured = task_registry.find_task(measured_task(name, split))
+    return EvaluationSet(measured, split, rows, prepared.vocabulary)
 
 
 def _made_rows(

@@ -74,13 +74,10 @@ class Predictions:
 
 
 def decoding_by(method: str, max_length: int, *, logits_dtype: str | None = None) -> Decoding:
-    """Returns how a method decodes.
+    """Returns how one of the `METHODS` decodes.
 
-    Args:
-      method: one of `METHODS`: ``greedy``, ``beam`` (4 beams, T5's length penalty), or ``rank``, which
-        decodes greedily where there are no label words.
-      max_length: see `Decoding`.
-      logits_dtype: see `Decoding`.
+    These are ``greedy``, ``beam`` (4 beams, T5's length penalty), and ``rank``, which decodes greedily
+    where there are no label words.
     """
     beams = BEAMS if method == "beam" else 1
     return Decoding(max_length=max_length, beams=beams, logits_dtype=logits_dtype)
@@ -328,16 +325,7 @@ def _until_end(tokens: np.ndarray) -> list[int]:
 def _length_batches(
     inputs: Sequence[np.ndarray], batch_size: int, lengths: Sequence[int]
 ) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Yields rows sorted by length in batches of equal size, padded to one of a few lengths.
-
-    Args:
-      inputs: token ids.
-      batch_size: rows per batch; the last batch is filled with empty rows.
-      lengths: allowed lengths of a batch, ascending; inputs are truncated to the last.
-
-    Yields:
-      The indices of the rows in `inputs`, and ``[batch_size, length]`` int32 tokens.
-    """
+    """Yields indices of inputs, sorted by length, and ``[batch_size, length]`` tokens; lengths ascend."""
     order = sorted(range(len(inputs)), key=lambda i: (len(inputs[i]), i))
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,11 +118,8 @@ def decode_sequences(
             top_p=None if decoding.top_p is None else float(decoding.top_p),
         )
     relative = decoding.relative_length
-    switches = dataclasses.replace(
-        decoding,
-        **{"alpha": 0.0, "seed": 0, "min_length": 1, "relative_length": None, "top_p": None},
-        temperature=float(decoding.temperature > 0),
-    )
+    numbers: dict[str, Any] = {"alpha": 0.0, "seed": 0, "min_length": 1, "relative_length": None}
+    numbers |= {"top_p": None, "temperature": float(decoding.temperature > 0)}
     return run_decoding(
         variables,
         encoder_tokens,
@@ -131,7 +128,7 @@ def decode_sequences(
         alpha=float(decoding.alpha),
         sampling=sampling,
         model=model,
-        decoding=switches,
+        decoding=dataclasses.replace(decoding, **numbers),
         continues=continues,
     )
 

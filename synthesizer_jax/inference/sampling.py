@@ -93,7 +93,6 @@ def decode_rows(
     """
     rows = decoder.batch * samples
     longest = jnp.repeat(lengths.longest, samples)
-    keys = None if sampling is None else _keys(sampling, samples)
 
     def body(state: _State) -> _State:
         logits, cache = decoder.next(state.token, state.cache)
@@ -101,8 +100,7 @@ def decode_rows(
         if sampling is None:
             token = jnp.argmax(allowed, axis=-1)
         else:
-            own = jax.vmap(jax.random.fold_in, (0, None))(keys, state.at)
-            token = _draw(sampling, allowed, own, top_k)
+            token = _draw(sampling, allowed, state.at, samples=samples, top_k=top_k)
         logp = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
         logp -= logsumexp(logits, axis=-1)
         token = jnp.where(state.done, 0, token).astype(jnp.int32)
@@ -136,18 +134,18 @@ def decode_rows(
     return Sequences(tokens, scores, scores)
 
 
-def _keys(sampling: Sampling, samples: int) -> jax.Array:
-    """Returns ``[batch · samples]`` random keys, those of an example next to one another."""
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(sampling.key, sampling.examples)
-    fold = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))
-    return fold(keys, jnp.arange(samples)).reshape(-1)
-
-
-def _draw(sampling: Sampling, logits: jax.Array, keys: jax.Array, top_k: int | None) -> jax.Array:
-    """Draws a token ``[rows]`` by each row of logits ``[rows, vocab]``."""
+def _draw(
+    sampling: Sampling, logits: jax.Array, at: jax.Array, *, samples: int, top_k: int | None
+) -> jax.Array:
+    """Draws the token ``[rows]`` of position `at` by logits ``[rows, vocab]`` of the examples' samples."""
     # The largest logit becomes 0, so that no temperature makes an infinity of it.
     logits -= logits.max(axis=-1, keepdims=True)
     logits /= jnp.maximum(sampling.temperature, jnp.finfo(logits.dtype).tiny)
     if top_k is not None or sampling.top_p is not None:
         logits = keep_most_probable(logits, top_k=top_k, top_p=sampling.top_p)
+    # A key depends on example, sample and position, whatever else is in the batch.
+    fold = jax.random.fold_in
+    keys = jax.vmap(fold, (None, 0))(sampling.key, sampling.examples)
+    keys = jax.vmap(jax.vmap(fold, (None, 0)), (0, None))(keys, jnp.arange(samples)).reshape(-1)
+    keys = jax.vmap(fold, (0, None))(keys, at)
     return jax.vmap(jax.random.categorical)(keys, logits)

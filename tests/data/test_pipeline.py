@@ -17,6 +17,7 @@ from synthesizer_jax.data import prepared as prepared_files
 from synthesizer_jax.data.classes import Classes
 from synthesizer_jax.data.objectives import OBJECTIVES, FullLM
 from synthesizer_jax.data.packing import GROUP
+from synthesizer_jax.data.pipeline import Stream
 from synthesizer_jax.data.prefetching import DEPTH, PrefetchedStream
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.registry import from_json, to_json
@@ -54,33 +55,25 @@ def test_rows_hold_what_t5_trains_on(data_dir: pathlib.Path) -> None:
         "decoder_target_tokens": ((16, 12), "int32"),
         "decoder_loss_weights": ((16, 12), "float32"),
     }
-    for row, (string, _) in enumerate(small.examples_of(batch)):
-        name, number = string.split()[:2]
-        source, target = small.example(name, int(number))
-        expected = source, [0, *target[:-1]], target, [1] * len(target)
-        for values, found in zip(expected, batch.values(), strict=True):
-            padded = values + [0] * (found.shape[1] - len(values))
-            np.testing.assert_array_equal(found[row], padded)
-    seen = set()
-    for batch in itertools.islice(small.stream(data_dir, **PACKED), 6):
-        for row in range(16):
-            parts = {name: value[row] for name, value in batch.items()}
-            for number in range(1, parts["encoder_segment_ids"].max() + 1):
-                source = parts["encoder_segment_ids"] == number
-                target = parts["decoder_segment_ids"] == number
-                name, index = small.spell(parts["encoder_input_tokens"][source]).split()[:2]
-                wanted = small.example(name, int(index))
-                assert parts["encoder_input_tokens"][source].tolist() == wanted[0]
-                assert parts["decoder_target_tokens"][target].tolist() == wanted[1]
-                assert parts["decoder_input_tokens"][target].tolist() == [0, *wanted[1][:-1]]
-                assert parts["decoder_loss_weights"][target].tolist() == [1] * len(wanted[1])
-                assert parts["decoder_positions"][target].tolist() == [*range(target.sum())]
-                assert parts["encoder_positions"][source].tolist() == [*range(source.sum())]
-            padding = parts["encoder_segment_ids"] == 0
-            assert not parts["encoder_input_tokens"][padding].any()
-            assert not parts["encoder_positions"][padding].any()
-            seen.add(int(parts["encoder_segment_ids"].max()))
-    assert max(seen) == 3 > min(seen)
+    for changes in ({}, PACKED):
+        segments = set()
+        for batch in itertools.islice(small.stream(data_dir, **changes), 6):
+            for fields in small.examples_of(batch):
+                found = {name: x.tolist() for name, x in fields.items()}
+                text = small.spell(fields["encoder_input_tokens"])
+                inputs, targets = small.example(text.split()[0], int(text.split()[1]))
+                assert found["encoder_input_tokens"] == inputs
+                assert found["decoder_target_tokens"] == targets
+                assert found["decoder_input_tokens"] == [0, *targets[:-1]]
+                assert found["decoder_loss_weights"] == [1] * len(targets)
+                if changes:
+                    assert found["encoder_positions"] == [*range(len(inputs))]
+                    assert found["decoder_positions"] == [*range(len(targets))]
+                    segments.update(found["decoder_segment_ids"])
+            real = batch["encoder_input_tokens"] != 0
+            for name in batch.keys() & {"encoder_segment_ids", "encoder_positions"}:
+                assert not batch[name][~real].any()
+        assert segments == ({1, 2, 3} if changes else set())
 
 
 def test_long_examples_are_cut_before_what_the_task_appends(data_dir: pathlib.Path) -> None:
@@ -284,22 +277,18 @@ def test_batches_of_texts_have_targets_only(data_dir: pathlib.Path, changes: dic
 def test_spans_restore_the_text(data_dir: pathlib.Path) -> None:
     """Whole documents one after another, in segments, without the EOS of the task between them."""
     changes = {"inputs_length": 32, "shards": 1, "mixture": "small_notes", "objective": SPANS}
-    batch = next(small.stream(data_dir, small.TEXT_CONFIG, **changes))
-    found = b""
-    sides = batch["encoder_input_tokens"], batch["decoder_target_tokens"]
-    for source, target in zip(*sides, strict=True):
-        assert (source == 1).sum() == (target == 1).sum() == 1
-        spans: dict[int, list[int]] = {}
-        for token in target[: target.tolist().index(1)].tolist():
-            if token >= 259:
-                span = spans.setdefault(token, [])
-            else:
-                span.append(token)
-        for token in source[: source.tolist().index(1)].tolist():
-            found += bytes(i - 3 for i in spans.get(token, [token]))
-    texts = [small.text("notes", i) for i in range(40)]
-    epoch = found.decode()[: len("".join(texts))]
-    assert len(epoch) == len("".join(texts))
+    found = ""
+    for example in small.examples_of(next(small.stream(data_dir, small.TEXT_CONFIG, **changes))):
+        (*source, end), (*target, last) = (
+            example[f"{name}_tokens"].tolist() for name in ("encoder_input", "decoder_target")
+        )
+        assert end == last == 1 and 1 not in source + target
+        starts = [i for i, token in enumerate(target) if token >= 259]
+        for a, b in itertools.pairwise([*starts, len(target)]):
+            place = source.index(target[a])
+            source[place : place + 1] = target[a + 1 : b]
+        found += small.spell(np.array(source))
+    epoch = found[: len("".join(texts := [small.text("notes", i) for i in range(40)]))]
     assert all(text in epoch for text in texts)
 
 
@@ -327,7 +316,7 @@ def test_objectives_of_tasks_and_of_the_command_line(data_dir: pathlib.Path) -> 
 def test_a_target_is_the_number_of_its_class(data_dir: pathlib.Path) -> None:
     seen = set()
     for batch in itertools.islice(small.stream(data_dir, **CLASSES), 5):
-        texts = small.inputs(iter([batch]), 1)
+        texts = [*map(small.spell, batch["encoder_input_tokens"])]
         classes = batch["decoder_target_tokens"]
         assert classes.shape == (8, 1) and classes.dtype == np.int32
         assert [WORDS[c] for c in classes[:, 0]] == [text.split()[1] for text in texts]
@@ -359,10 +348,9 @@ def test_classes_are_told_apart_by_all_of_their_tokens() -> None:
 def test_a_thread_makes_batches_ahead_of_the_position(
     data_dir: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    expected = small.digests(small.stream(data_dir, **PACKED), 12)
-    made = []
+    expected, made = small.digests(small.stream(data_dir, **PACKED), 12), []
 
-    class Counting(type(small.stream(data_dir))):
+    class Counting(Stream):
         def __next__(self) -> dict[str, np.ndarray]:
             if len(made) == 8 + DEPTH:
                 raise ValueError("record 3 is damaged")
@@ -380,14 +368,13 @@ def test_a_thread_makes_batches_ahead_of_the_position(
         small.digests(batches, DEPTH)
         with pytest.raises(ValueError, match="record 3 is damaged"):
             next(batches)
-    for step in (7, 0, 3):
-        with PrefetchedStream(small.stream(data_dir, **PACKED)) as batches:
-            batches.restore(tmp_path / str(step))
-            batches.save(tmp_path / "again")
-            assert small.digests(batches, 3) == expected[step : step + 3]
-        plain = small.stream(data_dir, **PACKED)
-        plain.restore(tmp_path / "again")
-        assert small.digests(plain, 2) == expected[step : step + 2]
+    with PrefetchedStream(small.stream(data_dir, **PACKED)) as batches:
+        batches.restore(tmp_path / "3")
+        batches.save(tmp_path / "again")
+        assert small.digests(batches, 3) == expected[3:6]
+    plain = small.stream(data_dir, **PACKED)
+    plain.restore(tmp_path / "again")
+    assert small.digests(plain, 2) == expected[3:5]
 
 
 def test_what_training_reads_imports_neither_jax_nor_tensorflow() -> None:

@@ -16,7 +16,6 @@ from synthesizer_jax.data.objectives import (
     PrefixLM,
     SegmentObjective,
     noise_mask,
-    replace_spans,
 )
 from synthesizer_jax.data.segments import SegmentStream, random_chunk
 
@@ -82,16 +81,6 @@ def test_masks_are_t5s(density: float, mean: float) -> None:
         seeds = mask_seeds((length, 7))
         expected = theirs(tf.constant(length), density, tf.stack(seeds))
         np.testing.assert_array_equal(noise_mask(length, density, mean, T5Draws(seeds)), expected)
-
-
-def test_sentinels_are_t5s() -> None:
-    for length in LENGTHS:
-        tokens = text(length)
-        marked = np.random.default_rng(length).random(length) < 0.4
-        for noise, theirs in ((marked, SENTINELS[0]), (~marked, SENTINELS[1])):
-            ours = replace_spans(tokens, noise, vocab_size=VOCABULARY.vocab_size)
-            np.testing.assert_array_equal(ours, theirs(tokens, marked, VOCABULARY, SEEDS[:2]))
-            assert ours.dtype == tokens.dtype
 
 
 @pytest.mark.parametrize("density", [0.1, 0.15, 0.25, 0.5])

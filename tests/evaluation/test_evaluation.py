@@ -13,7 +13,6 @@ from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
-from synthesizer_jax.evaluation.averages import best_by_task
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
 from synthesizer_jax.evaluation.evaluator import Evaluator
 from synthesizer_jax.evaluation.files import write_predictions, write_results
@@ -27,7 +26,6 @@ from synthesizer_jax.tasks.definitions import GLUE, SENTINEL, SUPER_GLUE
 from synthesizer_jax.tasks.formats import WNLI, WSC, PronounResolution, ReCoRD, Similarity
 from synthesizer_jax.tasks.postprocessors import is_labeled
 from synthesizer_jax.tasks.prepare import prepare
-from tests.cli import commands
 from tests.evaluation import runs
 from tests.tasks.loading import BYTES, quiet
 from tests.tasks.loading import load as load_prepared
@@ -91,9 +89,7 @@ def test_only_labeled_examples_are_scored(load):
         assert hidden.score(["entailment"] * len(hidden.inputs)) == {}
         assert set(known.score(known.target_words)) > set()
     known, hidden = load("glue_rte_v002"), load("glue_rte_v002", "test")
-    parts = ("inputs", "targets", "examples")
-    both = {name: getattr(hidden, name) + getattr(known, name) for name in parts}
-    mixed = dataclasses.replace(known, **both)
+    mixed = dataclasses.replace(known, examples=hidden.examples + known.examples)
     assert mixed.score(["contradiction"] * 5 + known.target_words) == {"accuracy": 100.0}
     assert len(mixed.labeled_part(100).inputs) == 6
     assert [e["idx"] for e in mixed.labeled_part(3).examples] == [0, 2, 4]
@@ -120,7 +116,7 @@ def test_answers_after_a_sentinel_in_bytes_are_those_of_seqio():
     """Bytes have no text for the sentinel, so that SeqIO strips every answer."""
     row = {"targets_pretokenized": "True", "inputs_pretokenized": "boolq", "label": 1}
     task = task_registry.find_task("super_glue_boolq_v102_1_sentinel")
-    examples = EvaluationSet(task, "validation", [], [], [row])
+    examples = EvaluationSet(task, "validation", [row])
     in_bytes = dataclasses.replace(examples, vocabulary=Bytes())
     assert examples.score([" True"]) == {"accuracy": 0}
     assert in_bytes.score([" True"]) == {"accuracy": 100}
@@ -251,15 +247,6 @@ def test_results_and_predictions_are_files_of_json(measured, load, tmp_path):
     assert written["tasks"] == [scored, scored | other]
 
 
-def test_best_steps_by_task():
-    found = {
-        2: {"a": {"x": 1.0, "y": 3.0}, "b": {"x": 5.0}, "c": {}},
-        4: {"a": {"x": 3.0, "y": 2.0}, "b": {"x": 5.0}, "c": {}},
-        6: {"a": {"x": float("nan"), "y": 9.0}, "b": {"x": 4.0}, "c": {}},
-    }
-    assert best_by_task(found) == {"a": 4, "b": 2}
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Of a classifier that nobody trained."""
@@ -294,20 +281,6 @@ def test_a_classifier_has_metrics_and_a_loss_per_class(run, data_dir):
     )
     with pytest.raises(ValueError, match="glue_rte_v002 is not made for a masked language model"):
         evaluator_of(masked, data_dir)
-
-
-def test_a_classifier_on_the_command_line(run, data_dir):
-    data = ("--workdir", run, "--data-dir", data_dir)
-    assert "accuracy" in commands.call("eval", *data)
-    assert "unlabeled examples are predicted" in commands.call("eval", *data, "--split", "test")
-    folder = run / "evaluation" / "4"
-    for path, count in ((folder, 6), (folder / "test", 5)):
-        text = (path / "glue_rte_v002.jsonl").read_text()
-        assert [json.loads(line)["idx"] for line in text.splitlines()] == list(range(count))
-    with pytest.raises(ValueError, match=r"holds an Encoder, which generates no text; .* predict"):
-        commands.call("generate", "--workdir", run, "a text")
-    with pytest.raises(ValueError, match="an Encoder decodes nothing; set evaluation"):
-        commands.call("eval", *data, "--method", "beam")
 
 
 @pytest.mark.parametrize(

@@ -238,18 +238,6 @@ def test_a_model_without_inputs_continues_texts(writer, log_probabilities):
         assert one.text == two.text and one.score == pytest.approx(two.score, abs=1e-3)
 
 
-def test_lengths_of_texts_to_continue_share_programs(writer):
-    shapes = set()
-
-    def remember(_, batch):
-        shapes.add(batch.shape)
-        return jnp.zeros(len(batch))
-
-    for length in (5, 6, 7, 8):
-        writer._map([np.full(length, 5, np.int32)], "decode", remember)
-    assert shapes == {(4, 8)}
-
-
 @pytest.mark.parametrize("options", [{"beams": 3}, {"temperature": 0.5, "samples": 2}])
 def test_beams_and_samples_continue_texts(writer, log_probabilities, options):
     """The scores are the log-probabilities of what follows the text."""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from synthesizer_jax import nnx as snnx
-from synthesizer_jax.inference import Decoding, decode, score_choices
+from synthesizer_jax.inference import Decoding, decode
 from synthesizer_jax.inference.beam_search import GROUP, beam_search, top_tokens
 from synthesizer_jax.inference.decoder import Lengths
 from synthesizer_jax.models import Encoder, Size, alignment, t5
@@ -121,17 +121,6 @@ def test_a_cut_sequence_is_returned_where_none_has_ended():
     assert found.tokens[:, 0].tolist() == [[5, 5], [1, 0]]
     likely = 4 - np.log(np.exp(4) + 7)
     np.testing.assert_allclose(found.scores[0, 0], 2 * likely / (7 / 6), rtol=1e-5)
-
-
-def test_scores_of_choices_are_their_log_probabilities(trained):
-    model, variables, source = trained
-    words = [(2, 3, 1), (4, 1), (1,)]
-    choices = np.zeros((3, 4), np.int32)
-    for row, word in enumerate(words):
-        choices[row, : len(word)] = word
-    found = score_choices(variables, source, choices=jnp.asarray(choices), model=model)
-    expected = np.stack([log_probability(model, variables, source, w) for w in words], 1)
-    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("vocab", [2, GROUP, 3 * GROUP + 5])

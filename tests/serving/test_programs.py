@@ -13,7 +13,7 @@ import pytest
 
 from synthesizer_jax import Alignment
 from synthesizer_jax.attention import static
-from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary, train_sentencepiece
+from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
 from synthesizer_jax.inference import decode, encode_tokens, score_targets
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import (
@@ -182,9 +182,9 @@ def test_texts_are_those_of_the_vocabulary(tmp_path):
     path = tmp_path / "spiece.model"
     words = [f"{a}{b} {b}{a}{c}" for a in "abcde" for b in "fghij" for c in "klmno"]
     train_sentencepiece(words, path, vocab_size=40)
-    model = encoder("v", vocab_size=160)
     for vocabulary in (SentencePiece(str(path)), Bytes()):
-        _, directory = exported(tmp_path / type(vocabulary).__name__, model, vocabulary)
+        name = type(vocabulary).__name__
+        _, directory = exported(tmp_path / name, encoder("v", vocab_size=160), vocabulary)
         loaded = Model(directory)
         for text in ("af fak", "cj jcm <extra_id_0> é", ""):
             ids = [*vocabulary.encode(text)[:11], 1]
@@ -215,27 +215,19 @@ def test_lengths_are_fixed_where_a_part_must_know_them(tmp_path):
     agrees(loaded, model, variables, SHAPES[1:])
 
 
-class Words(Vocabulary):
-    """A vocabulary of another kind."""
-
-    vocab_size, encode, decode, to_seqio, contents = 3, None, None, None, None
-
-
-def test_mistakes_are_one_sentence(tmp_path):
+def test_mistakes_are_one_sentence(tmp_path, monkeypatch):
     model = encoder_decoder("rv")
     shapes = jax.eval_shape(lambda: variables_of(model))
     half = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), shapes)
-    with pytest.raises(ValueError, match=r"inputs of 18 .* --inputs-length .* max_length=17"):
-        write_directory(tmp_path, model, shapes, Bytes(), limits=Limits(18, 5))
+    for variables, vocabulary, limits, message in (
+        (shapes, Bytes(), Limits(18, 5), r"inputs of 18 .* --inputs-length .* max_length=17"),
+        (shapes, model, LIMITS, "a EncoderDecoder cannot be exported; use bytes or"),
+        (half, Bytes(), LIMITS, r"is bfloat16; only models of float32 parameters"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write_directory(tmp_path, model, variables, vocabulary, limits=limits)
     with pytest.raises(ValueError, match="a Dense has no programs"):
         export_programs(nn.Dense(3), {}, LIMITS)
-    with pytest.raises(ValueError, match="a Words cannot be exported; use bytes or"):
-        write_directory(tmp_path, model, shapes, Words(), limits=LIMITS)
-    with pytest.raises(ValueError, match=r"is bfloat16; only models of float32 parameters"):
-        write_directory(tmp_path, model, half, Bytes(), limits=LIMITS)
-
-
-def test_the_loader_says_in_one_sentence_what_it_cannot_do(tmp_path, monkeypatch):
     _, directory = exported(tmp_path / "encoder", encoder())
     for texts, sentence in (([], "give one or more"), (["a"], "this model encodes only: ")):
         monkeypatch.setattr(sys, "argv", ["load.py", *texts])
