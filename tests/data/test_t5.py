@@ -1,7 +1,7 @@
 """Every part against T5's own functions, id for id, with the numbers that TensorFlow draws for them."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -26,10 +26,8 @@ t5 = pytest.importorskip(
 
 VOCABULARY = seqio.ByteVocabulary(extra_ids=100)
 FORM = ExampleFormat(64, 64, VOCABULARY.vocab_size)
-FEATURES = {
-    name: seqio.Feature(VOCABULARY, add_eos=True, dtype=tf.int32) for name in ("inputs", "targets")
-}
-LENGTHS = [1, 2, 3, 5, 8, 17, 64, 141, 568]
+LENGTHS = {"inputs": 64, "targets": 64}
+FEATURES = dict.fromkeys(LENGTHS, seqio.Feature(VOCABULARY, add_eos=True, dtype=tf.int32))
 SEEDS = [(0, 0), (1, 7), (2**31 - 1, 3)]
 
 
@@ -37,23 +35,18 @@ class T5Draws:
     """The numbers that T5's functions draw: one seed per call, two per part of an example."""
 
     def __init__(self, seeds: list[tf.Tensor]):
-        self._seeds = seeds
-        self._next: Iterator[tf.Tensor] = iter(seeds)
+        self._seeds, self._next = seeds, iter(seeds)
 
     @classmethod
-    def of_example(cls, seed: tuple[int, int]) -> "T5Draws":
-        """Those of T5's `single_example_denoise`."""
-        return cls(tf.unstack(tf.random.experimental.stateless_split(seed, 6)))
-
-    def uniform(self, count: int) -> np.ndarray:
-        return tf.random.stateless_uniform([count], seed=next(self._next)).numpy()
+    def split(cls, seed: tuple[int, int], count: int) -> "T5Draws":
+        return cls(tf.unstack(tf.random.experimental.stateless_split(seed, count)))
 
     def integers(self, count: int, *, low: int, high: int) -> np.ndarray:
         seed = next(self._next)
         return tf.random.stateless_uniform([count], seed, low, high, tf.int32).numpy()
 
     def permutation(self, count: int) -> np.ndarray:
-        return tf.argsort(self.uniform(count)).numpy()
+        return tf.argsort(tf.random.stateless_uniform([count], seed=next(self._next))).numpy()
 
     def fork(self, part: int) -> "T5Draws":
         return T5Draws(self._seeds[2 * part : 2 * part + 2])
@@ -63,24 +56,15 @@ def text(length: int) -> np.ndarray:
     return np.random.default_rng(length).integers(3, 259, length).astype(np.int32)
 
 
-def mask_seeds(seed: tuple[int, int]) -> list[tf.Tensor]:
-    return tf.unstack(tf.random.experimental.stateless_split(seed))
-
-
-@functools.cache
-def compiled(function: Callable[..., tf.Tensor], **options: float) -> Callable[..., tf.Tensor]:
-    """One graph for all lengths, which takes much less time than running op by op."""
-    return tf.function(functools.partial(function, **options), reduce_retracing=True)
-
-
 @pytest.mark.parametrize(("density", "mean"), [(0.15, 3.0), (0.15, 64.0), (0.5, 3.0), (0.3, 1.5)])
 def test_masks_are_t5s(density: float, mean: float) -> None:
     """At every length, as the numbers of noise tokens and spans are rounded."""
-    theirs = compiled(t5.random_spans_noise_mask, mean_noise_span_length=mean)
+    function = functools.partial(t5.random_spans_noise_mask, mean_noise_span_length=mean)
+    theirs = tf.function(function, reduce_retracing=True)
     for length in range(1, 700, 1 if (density, mean) == (0.15, 3.0) else 19):
-        seeds = mask_seeds((length, 7))
-        expected = theirs(tf.constant(length), density, tf.stack(seeds))
-        np.testing.assert_array_equal(noise_mask(length, density, mean, T5Draws(seeds)), expected)
+        draws = T5Draws.split((length, 7), 2)
+        expected = theirs(tf.constant(length), density, tf.stack(draws._seeds))
+        np.testing.assert_array_equal(noise_mask(length, density, mean, draws), expected)
 
 
 @pytest.mark.parametrize("density", [0.1, 0.15, 0.25, 0.5])
@@ -95,40 +79,29 @@ def test_lengths_are_t5s(density: float, mean: float) -> None:
 
 SENTINELS = (t5.noise_span_to_unique_sentinel, t5.nonnoise_span_to_unique_sentinel)
 DENOISING: dict[str, tuple] = {
-    **{
-        f"span_{mean}_15_u_u": (
-            functools.partial(t5.random_spans_noise_mask, mean_noise_span_length=float(mean)),
-            *SENTINELS,
-        )
-        for mean in (2, 3, 5, 10)
-    },
-    "prefix_lm": (t5.random_prefix_noise_mask, t5.drop_nonnoise_tokens, t5.drop_noise_tokens),
-}
+    f"span_{mean}_15_u_u": (
+        functools.partial(t5.random_spans_noise_mask, mean_noise_span_length=float(mean)),
+        *SENTINELS,
+    )
+    for mean in (2, 3, 5, 10)
+} | {"prefix_lm": (t5.random_prefix_noise_mask, t5.drop_nonnoise_tokens, t5.drop_noise_tokens)}
 """T5's noise mask, inputs and targets functions by the names of its ``objectives/*.gin``."""
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", DENOISING)
-def test_examples_are_those_of_t5s_denoise(name: str, seed: tuple[int, int]) -> None:
+def test_examples_are_those_of_t5s_denoise(name: str) -> None:
     objective = OBJECTIVES[name]
-    mask, inputs_fn, targets_fn = DENOISING[name]
-    for length in (1, 2, 7, 40, 63, 90):
-        tokens = text(length)
-        theirs = t5.single_example_denoise(
-            {"targets": tf.constant(tokens)},
-            seed,
-            output_features=FEATURES,
-            noise_density=0.5 if isinstance(objective, PrefixLM) else objective.density,
-            noise_mask_fn=mask,
-            inputs_fn=inputs_fn,
-            targets_fn=targets_fn,
-        )
-        trimmed = seqio.preprocessors.append_eos_after_trim_impl(
-            theirs, FEATURES, {"inputs": FORM.inputs_length, "targets": FORM.targets_length}
-        )
-        inputs, targets = objective.example(tokens, T5Draws.of_example(seed), FORM)
-        np.testing.assert_array_equal(inputs, trimmed["inputs"])
-        np.testing.assert_array_equal(targets, trimmed["targets"])
+    functions = zip(("noise_mask_fn", "inputs_fn", "targets_fn"), DENOISING[name], strict=True)
+    options = {"output_features": FEATURES, **dict(functions)}
+    options["noise_density"] = 0.5 if isinstance(objective, PrefixLM) else objective.density
+    for seed in SEEDS:
+        for length in (1, 2, 7, 40, 63, 90):
+            tokens = text(length)
+            theirs = t5.single_example_denoise({"targets": tf.constant(tokens)}, seed, **options)
+            trimmed = seqio.preprocessors.append_eos_after_trim_impl(theirs, FEATURES, LENGTHS)
+            inputs, targets = objective.example(tokens, T5Draws.split(seed, 6), FORM)
+            np.testing.assert_array_equal(inputs, trimmed["inputs"])
+            np.testing.assert_array_equal(targets, trimmed["targets"])
 
 
 class Documents(list):
@@ -140,68 +113,47 @@ class Documents(list):
         return np.zeros(0, np.int32), super().__getitem__(index)
 
 
-DOCUMENTS = Documents([text(n) for n in (0, 5, 300, 63, 0, 1, 64, 65, 128, 700, 2)] * 30)
-
-
-@pytest.mark.parametrize(
-    ("objective", "theirs"),
-    [
-        (OBJECTIVES["span_3_15_u_u"], t5.span_corruption),
-        (OBJECTIVES["prefix_lm"], t5.prefix_lm),
-        (FullLM(), t5.full_lm),
-    ],
-    ids=["span_corruption", "prefix_lm", "full_lm"],
-)
-def test_segments_are_t5s(
-    objective: SegmentObjective,
-    theirs: Callable[..., tf.data.Dataset],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whole pipelines on documents of one chunk: the same segments in the same order."""
-    monkeypatch.setattr(t5, "denoise", lambda dataset, *args, **kwargs: dataset)
-    dataset = tf.data.Dataset.from_generator(
-        lambda: ({"targets": ids} for _, ids in map(DOCUMENTS.__getitem__, range(len(DOCUMENTS)))),
-        output_signature={"targets": tf.TensorSpec([None], tf.int32)},
-    )
-    expected = [
-        row["targets"]
-        for row in theirs(
-            dataset,
-            sequence_length={"inputs": 64, "targets": 64},
-            output_features=FEATURES,
-        ).as_numpy_iterator()
-    ]
-    stream = SegmentStream(
-        DOCUMENTS,
-        _Recorder(objective),
-        FORM,
-        shard=(0, 1),
-        seed=np.random.SeedSequence(0),
-        shuffle=False,
-    )
-    for tokens in expected:
-        np.testing.assert_array_equal(next(stream)[1], tokens)
-
-
-class _Recorder(SegmentObjective):
+class Recorder(SegmentObjective):
     """The segments of an objective as examples."""
+
+    segment_length = None
 
     def __init__(self, objective: SegmentObjective):
         self.documents, self.document_eos = objective.documents, objective.document_eos
         self.segment_length = objective.segment_length
 
-    segment_length = None
-
     def example(self, tokens: np.ndarray, draws: object, form: ExampleFormat) -> tuple:
         return tokens, tokens
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("length", [1, 9, 10, 11, 95])
-def test_chunks_are_t5s(length: int, seed: tuple[int, int]) -> None:
-    tokens = text(length)
-    theirs = t5.single_example_select_random_chunk(
-        {"targets": tf.constant(tokens)}, seed, output_features=FEATURES, max_length=10
+@pytest.mark.parametrize(
+    ("objective", "theirs"),
+    [(Denoising(), t5.span_corruption), (PrefixLM(), t5.prefix_lm), (FullLM(), t5.full_lm)],
+    ids=["span_corruption", "prefix_lm", "full_lm"],
+)
+def test_segments_are_t5s(
+    objective: SegmentObjective, theirs: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole pipelines on documents of one chunk: the same segments in the same order."""
+    monkeypatch.setattr(t5, "denoise", lambda dataset, *args, **kwargs: dataset)
+    documents = Documents(map(text, (0, 5, 300, 63, 0, 1, 64, 65, 128, 700, 2) * 30))
+    dataset = tf.data.Dataset.from_generator(
+        lambda: ({"targets": documents[i][1]} for i in range(len(documents))),
+        output_signature={"targets": tf.TensorSpec([None], tf.int32)},
     )
-    draws = T5Draws(tf.unstack(tf.random.experimental.stateless_split(seed))[1:])
-    np.testing.assert_array_equal(random_chunk(tokens, draws, length=10), theirs["targets"])
+    expected = theirs(dataset, sequence_length=LENGTHS, output_features=FEATURES)
+    options = {"shard": (0, 1), "seed": np.random.SeedSequence(0), "shuffle": False}
+    stream = SegmentStream(documents, Recorder(objective), FORM, **options)
+    for row in expected.as_numpy_iterator():
+        np.testing.assert_array_equal(next(stream)[1], row["targets"])
+
+
+@pytest.mark.parametrize("length", [1, 9, 10, 11, 95])
+def test_chunks_are_t5s(length: int) -> None:
+    tokens = text(length)
+    for seed in SEEDS:
+        theirs = t5.single_example_select_random_chunk(
+            {"targets": tf.constant(tokens)}, seed, output_features=FEATURES, max_length=10
+        )
+        draws = T5Draws(T5Draws.split(seed, 2)._seeds[1:])
+        np.testing.assert_array_equal(random_chunk(tokens, draws, length=10), theirs["targets"])

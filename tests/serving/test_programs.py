@@ -53,9 +53,9 @@ def encoder_decoder(kind, size=SIZE, **options):
     return t5(size, encoder=aligned, vocab_size=VOCAB, **options)
 
 
-def language_model(*, prefix):
-    stack = encoder_decoder("rv").encoder
-    return LanguageModel(vocab_size=VOCAB, d_model=8, decoder=stack, prefix=prefix)
+def language_model():
+    stack = encoder_decoder("fix", size=Size(8, 2, 16, 2, 4), scan=True).encoder
+    return LanguageModel(vocab_size=VOCAB, d_model=8, decoder=stack, prefix=True)
 
 
 def encoder(kind="d", vocab_size=VOCAB):
@@ -122,23 +122,18 @@ def test_a_synthesizer_runs_at_every_batch_and_length_on_every_platform(synthesi
         loaded.programs["encode"](loaded.parameters, random_tokens(2, 13))
 
 
-def test_constants_scanned_layers_and_beams(tmp_path):
-    model = encoder_decoder("fix", size=Size(8, 2, 16, 2, 4), scan=True)
-    limits = Limits(LIMITS.inputs_length, LIMITS.targets_length, beams=3)
-    variables, directory = exported(tmp_path / "fix", model, limits=limits)
-    agrees(Model(directory), model, variables, beams=3)
-
-
 @pytest.mark.parametrize(
-    ("model", "programs"),
-    [(encoder(), ["encode"]), (language_model(prefix=True), ["generate", "score"])],
+    ("model", "programs", "beams"),
+    [(encoder(), ["encode"], 1), (language_model(), ["generate", "score"], 3)],
     ids=["encoder", "language model"],
 )
-def test_a_model_has_the_programs_of_its_kind(tmp_path, model, programs):
-    variables, directory = exported(tmp_path / "model", model)
+def test_a_model_has_the_programs_of_its_kind(tmp_path, model, programs, beams):
+    """Also with constants, scanned layers and beams."""
+    limits = Limits(LIMITS.inputs_length, LIMITS.targets_length, beams)
+    variables, directory = exported(tmp_path / "model", model, limits=limits)
     loaded = Model(directory)
     assert list(loaded.programs) == programs
-    agrees(loaded, model, variables)
+    agrees(loaded, model, variables, beams=beams)
 
 
 WITHOUT_THE_PACKAGE = """
