@@ -136,13 +136,7 @@ class PreparedTasks:
             raise FileNotFoundError(
                 f"{task}'s split {split!r} is not prepared in {self.root}; {self.remedy(task)}"
             )
-        return PreparedExamples(
-            info,
-            self.directory(task, split),
-            lengths,
-            documents=documents,
-            remedy=self.remedy(task, "--renew"),
-        )
+        return PreparedExamples(self, info, lengths, documents=documents)
 
     def remedy(self, name: str, option: str = "") -> str:
         """Returns the command that prepares a task or mixture, for messages."""
@@ -170,11 +164,10 @@ class PreparedExamples:
     `KEPT_CHUNKS` records.
 
     Args:
+      prepared: where they are.
       info: describes them.
-      directory: their directory.
       lengths: the maximum numbers of ``inputs`` and ``targets``, including EOS; None: they are whole.
       documents: whether they are documents for an objective, which are whole and have no EOS.
-      remedy: the end of messages about damage.
 
     Attributes:
       info: what describes them.
@@ -187,29 +180,27 @@ class PreparedExamples:
 
     def __init__(
         self,
+        prepared: PreparedTasks,
         info: PreparedInfo,
-        directory: pathlib.Path,
         lengths: Mapping[str, int] | None,
         *,
         documents: bool = False,
-        remedy: str = "",
     ):
+        self.info, self.is_resident = info, info.examples <= RESIDENT
         self.name = f"{info.task}'s split {info.split!r}"
-        if documents:
-            lengths = None
-        elif info.has_inputs and lengths is not None and not lengths["inputs"]:
+        self._directory = prepared.directory(info.task, info.split)
+        self._lengths = lengths = None if documents else lengths
+        self._documents, self._remedy = documents, prepared.remedy(info.task, "--renew")
+        if lengths is not None and info.has_inputs and not lengths["inputs"]:
             raise ValueError(
                 f"{info.task} has inputs, and inputs_length is 0; set data.inputs_length to a positive "
                 "number, or read a task that has targets only"
             )
-        if info.lengths is not None and lengths is not None and info.lengths != dict(lengths):
+        if lengths is not None and info.lengths not in (None, dict(lengths)):
             asked = " ".join(f"--{side}-length={length}" for side, length in lengths.items())
             raise ValueError(
-                f"{self.name} is prepared for the lengths {info.lengths}; {remedy}, and with {asked}"
+                f"{self.name} is prepared for the lengths {info.lengths}; {self._remedy}, and with {asked}"
             )
-        self.info, self.is_resident = info, info.examples <= RESIDENT
-        self._directory, self._lengths, self._documents = directory, lengths, documents
-        self._remedy = remedy
         self._starts = [0]  # of every record: the index of its first example
         self._places: list[tuple[str, int]] = []
         for name, count in info.files.items():

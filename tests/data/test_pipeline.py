@@ -236,7 +236,6 @@ def test_settings_that_cannot_work_are_said_in_one_sentence(data_dir: pathlib.Pa
         ({"inputs_length": 0, "buckets": ((1, 4),)}, r"holds \(1, 4\); allowed: 0 to inputs_l"),
         ({**BUCKETED, "pack": True}, r"data\.buckets is for rows that are not packed; set data"),
         ({**BUCKETED, "buckets": ((64, 8),)}, r"holds \(64, 8\); allowed: 1 to inputs_length=32"),
-        ({**BUCKETED, "buckets": ((18, 8), (12, 8))}, "in ascending order"),
         ({**CLASSES, "targets_length": 4}, "data.targets_length=4 and data.pack=false; set data"),
         ({**CLASSES, "pack": True}, "data.pack=true; set"),
         ({**CLASSES, "classes": ("a",)}, "data.classes is a; give two or more"),
