@@ -44,6 +44,8 @@ class Range(Limit):
     def __str__(self) -> str:
         if self.high == math.inf:
             return f"above {self.low}" if self.above else f"{self.low} or more"
+        if self.above:
+            return f"above {self.low}, at most {self.high:,}"
         return f"{self.low} to {'below ' if self.below else ''}{self.high:,}"
 
 

@@ -61,8 +61,9 @@ MIXTURES: tuple[str, ...] = (
     "wsc_dpr_simple_proportional",
 )
 
-MISSING = tuple(
-    f"c4_prefix_lm_objective_{architecture}_architecture"
-    for architecture in ("encoder_decoder", "decoder")
+MISSING = (
+    "c4_v220_iid_denoising",
+    "c4_prefix_lm_objective_encoder_decoder_architecture",
+    "c4_prefix_lm_objective_decoder_architecture",
 )
 """The tasks of T5 that this package does not have; docs/tasks.md says why."""

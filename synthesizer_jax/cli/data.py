@@ -192,6 +192,7 @@ def show_task(
 def _print_row(row: Example, vocabulary: Vocabulary) -> None:
     """Prints a row's texts and the first of its tokens."""
     from synthesizer_jax.data.task_streams import SIDES
+    from synthesizer_jax.data.vocabularies import EOS
     from synthesizer_jax.tasks.inspection import text_of
 
     for feature in SIDES:
@@ -199,9 +200,7 @@ def _print_row(row: Example, vocabulary: Vocabulary) -> None:
             continue
         ids = [int(i) for i in row[feature]]
         text = text_of(row, feature, vocabulary)
-        pieces = "·".join(
-            vocabulary.decode([i]) for i in ids[:SHOWN_TOKENS] if i != vocabulary.eos_id
-        )
+        pieces = "·".join(vocabulary.decode([i]) for i in ids[:SHOWN_TOKENS] if i != EOS)
         more = "…" if len(ids) > SHOWN_TOKENS else ""
         typer.echo(f"{feature}: {text}")
         typer.echo(f"  {len(ids):,} tokens: {pieces}{more}")

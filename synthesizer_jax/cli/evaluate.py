@@ -204,7 +204,8 @@ def _measure(
     if processes.is_process_zero():
         print_results(step, results, overall)
         if folder is not None:
-            files.write_all_predictions(folder, zip(evaluator.sets, results, strict=True))
+            for examples, result in zip(evaluator.sets, results, strict=True):
+                files.write_predictions(folder, result, examples=examples)
             typer.echo(f"predictions: {folder}/TASK.jsonl")
     return results, overall
 

@@ -20,10 +20,6 @@ class Field(NamedTuple):
     shape: tuple[int, int]
     dtype: type[np.generic]
 
-    def zeros(self) -> np.ndarray:
-        """Returns the field of a batch of padding."""
-        return np.zeros(self.shape, self.dtype)
-
 
 def batch_fields(config: DataConfig, *, lengths: tuple[int, int] | None = None) -> dict[str, Field]:
     """Returns the fields of a training batch.
@@ -39,20 +35,10 @@ def batch_fields(config: DataConfig, *, lengths: tuple[int, int] | None = None) 
       config: lengths, batch size and packing.
       lengths: numbers of input and target tokens of a row; None: the full lengths.
     """
-    rows = config.batch_size
-    inputs, targets = lengths or (config.inputs_length, config.targets_length)
-    encoder = Field((rows, inputs), np.int32)
-    decoder = Field((rows, targets), np.int32)
-    fields = {
-        "encoder_input_tokens": encoder,
-        "decoder_input_tokens": decoder,
-        "decoder_target_tokens": decoder,
-        "decoder_loss_weights": decoder._replace(dtype=np.float32),
+    rows = assemble_batch([()], config, lengths=lengths)
+    return {
+        name: Field((config.batch_size, row.shape[1]), row.dtype.type) for name, row in rows.items()
     }
-    if config.pack:
-        for name in ("segment_ids", "positions"):
-            fields |= {f"encoder_{name}": encoder, f"decoder_{name}": decoder}
-    return fields
 
 
 def assemble_batch(
@@ -61,7 +47,7 @@ def assemble_batch(
     *,
     lengths: tuple[int, int] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Returns the arrays of rows of examples, which are put one after another.
+    """Returns the arrays of rows of examples, which are put one after another; see `batch_fields`.
 
     Args:
       rows: the examples of every row; a row without examples is padding.
@@ -90,12 +76,9 @@ def assemble_batch(
 
 
 class _Side(NamedTuple):
-    """One side of a batch, ``[rows, width]`` and int32; padding is 0.
+    """Token ids of one side of a batch, their examples' numbers in the row, from 1, and positions in these.
 
-    Attributes:
-      tokens: token ids.
-      segments: number of the example in its row, from 1.
-      positions: position in the example.
+    All are ``[rows, width]`` and int32; padding is 0.
     """
 
     tokens: np.ndarray

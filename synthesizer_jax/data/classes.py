@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from synthesizer_jax.data.task_streams import Example, Examples
-from synthesizer_jax.data.vocabularies import EOS, Codec
+from synthesizer_jax.data.vocabularies import EOS, Vocabulary
 
 LONGEST_TARGET = 1024
 """Targets are read up to this many tokens, EOS included, before they become classes of one number each."""
@@ -24,7 +23,7 @@ class Classes:
       ValueError: two of the words have the same token ids.
     """
 
-    def __init__(self, words: Sequence[str], vocabulary: Codec):
+    def __init__(self, words: Sequence[str], vocabulary: Vocabulary):
         self.words, self._vocabulary = tuple(words), vocabulary
         self._indices: dict[tuple[int, ...], int] = {}
         for index, word in enumerate(words):
@@ -55,11 +54,7 @@ class Classes:
         return found
 
     def columns(self, words: Sequence[str]) -> list[int]:
-        """Returns the classes of label words.
-
-        Raises:
-          ValueError: one of them is no class.
-        """
+        """Returns the classes of label words; raises a `ValueError` if one of them is no class."""
         unknown = [word for word in words if word not in self.words]
         if unknown:
             raise ValueError(
@@ -67,23 +62,3 @@ class Classes:
                 "evaluate other tasks with --task"
             )
         return [self.words.index(word) for word in words]
-
-
-class ClassExamples:
-    """Examples whose targets are classes: one number, the class, in the place of token ids.
-
-    Args:
-      examples: those with token ids.
-      classes: the classes.
-    """
-
-    def __init__(self, examples: Examples, classes: Classes):
-        self.name, self.is_resident = examples.name, examples.is_resident
-        self._examples, self._classes = examples, classes
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: int) -> Example:
-        inputs, target = self._examples[index]
-        return inputs, np.array([self._classes.index(target, owner=self.name)], np.int32)

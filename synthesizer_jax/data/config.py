@@ -32,9 +32,9 @@ class DataConfig:
       shuffle: False reads every task in its stored order.
       max_segments: the maximum number of examples per packed row; None is one per 16 input
         tokens, or target tokens if there are no inputs.
-      buckets: pairs of ``inputs_length`` and ``targets_length``, ascending: a batch, whose rows are of
-        similar length, has the first pair of them that holds its rows, or else the full lengths. For
-        models that refuse packed rows.
+      buckets: pairs of ``inputs_length`` and ``targets_length``: a batch, whose rows are of similar
+        length, has the smallest pair that holds its rows, or else the full lengths. For models that
+        refuse packed rows.
       classes: the label words of an encoder's classes, in the order of its outputs: every target becomes
         the number of its class, one a row (``targets_length=1``). Empty: targets are texts.
       objective: what makes examples of tasks without inputs that have no objective of their own, such as
@@ -79,8 +79,6 @@ class DataConfig:
                     f"data.buckets holds ({inputs}, {targets}); allowed: {shortest} to inputs_length="
                     f"{self.inputs_length} and 1 to targets_length={self.targets_length}"
                 )
-        if list(self.buckets) != sorted(self.buckets):
-            raise ValueError(f"data.buckets is {self.buckets}; give its pairs in ascending order")
 
     def _check_classes(self) -> None:
         if not self.classes:
@@ -99,7 +97,7 @@ class DataConfig:
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """The lengths of inputs and targets that batches can have, the full lengths last."""
         full = (self.inputs_length, self.targets_length)
-        return (*(bucket for bucket in self.buckets if bucket != full), full)
+        return (*sorted({*self.buckets} - {full}), full)
 
     @property
     def lengths(self) -> dict[str, int]:

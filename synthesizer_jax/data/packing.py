@@ -1,16 +1,21 @@
-"""Packing of several examples into one row: best fit in a bounded window of pending examples."""
+"""Which examples make a row: best fit in a window of pending ones, or one of similar length per row."""
 
 from __future__ import annotations
 
 import bisect
 import collections
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from synthesizer_jax.data.task_streams import DrawnExample
+import numpy as np
+
+from synthesizer_jax.data.task_streams import DrawnExample, random_bits
 
 WINDOW = 128
 """Number of pending examples among which a row's examples are chosen."""
+
+GROUP = 16
+"""Number of batches whose examples are sorted by length together."""
 
 
 class Packer:
@@ -38,9 +43,8 @@ class Packer:
         max_segments: int,
         window: int = WINDOW,
     ):
-        self._take_next, self._lengths = take, lengths
+        self._take, self._lengths = take, lengths
         self._max_segments, self._window = max_segments, window
-        self._sorts_targets = not lengths[0]
         self.restore([])
 
     @property
@@ -53,13 +57,15 @@ class Packer:
         del draws
         self._numbers = itertools.count()
         self._pending: dict[int, DrawnExample] = {}
-        self._by_length: list[int] = []
+        self._by_length: list[
+            tuple[int, int]
+        ] = []  # length and −number: of one length, oldest last
         self._waiting: collections.Counter[tuple[int, int]] = collections.Counter()
         self._append(pending)
 
     def next_row(self) -> list[DrawnExample]:
         """Returns the examples of the next row."""
-        self._append(self._take_next(self._window - len(self._pending)))
+        self._append(self._take(self._window - len(self._pending)))
         number, oldest = next(iter(self._pending.items()))
         row = [self._remove(bisect.bisect_left(self._by_length, self._key(oldest, number)))]
         inputs, targets = self._lengths
@@ -81,18 +87,18 @@ class Packer:
 
     def _find(self, inputs: int, targets: int) -> int | None:
         """Returns the place of the longest example that fits, the oldest of that length."""
-        longest = targets if self._sorts_targets else inputs
-        for place in range(bisect.bisect_left(self._by_length, _key(longest, -1)) - 1, -1, -1):
-            example = self._pending[_number(self._by_length[place])]
+        longest = inputs if self._lengths[0] else targets
+        for place in range(bisect.bisect_left(self._by_length, (longest, 1)) - 1, -1, -1):
+            example = self._pending[-self._by_length[place][1]]
             if len(example.inputs) <= inputs and len(example.targets) <= targets:
                 return place
         return None
 
-    def _key(self, example: DrawnExample, number: int) -> int:
-        return _key(len(example.targets if self._sorts_targets else example.inputs), number)
+    def _key(self, example: DrawnExample, number: int) -> tuple[int, int]:
+        return len(example.inputs if self._lengths[0] else example.targets), -number
 
     def _remove(self, place: int) -> DrawnExample:
-        example = self._pending.pop(_number(self._by_length.pop(place)))
+        example = self._pending.pop(-self._by_length.pop(place)[1])
         epoch = example.member, example.epoch
         self._waiting[epoch] -= 1
         if not self._waiting[epoch]:  # the next may follow
@@ -102,15 +108,52 @@ class Packer:
         return example
 
 
-_LAST = 2**48 - 1
-"""More than the number of any example."""
+class LengthSorter:
+    """Rows of one example, in groups of `GROUP` batches of similar length.
+
+    The examples of a group are drawn together and sorted by the length of their inputs, or of their
+    targets if they have no inputs; the first batch's worth of them makes one batch, and so on. The
+    order of the batches is random, and the same for all virtual shards, so that
+    short examples of all shards meet. Every example is used once, within its group.
+
+    Args:
+      take: returns the next examples, as many as it is asked for.
+      rows: number of rows of a batch.
+      seed: of the order of batches; equal for all shards.
+    """
+
+    def __init__(self, take: Callable[[int], list[DrawnExample]], *, rows: int, seed: int):
+        self._take, self._rows = take, rows
+        self._seed = np.random.SeedSequence(seed, spawn_key=(2**32 - 1,))
+        self.restore([])
+
+    @property
+    def pending(self) -> list[DrawnExample]:
+        """The examples that were taken and are in no row yet, in the order of their rows."""
+        return list(self._pending)
+
+    def restore(self, pending: Sequence[DrawnExample], *, draws: int = 0) -> None:
+        """Replaces the pending examples; `draws` have been taken."""
+        self._group = draws // (GROUP * self._rows)
+        self._pending = collections.deque(pending)
+
+    def next_row(self) -> list[DrawnExample]:
+        """Returns the example of the next row."""
+        if not self._pending:
+            drawn = self._take(GROUP * self._rows)
+            drawn.sort(key=lambda e: len(e.inputs) or len(e.targets))
+            order = np.argsort(random_bits(self._seed, self._group, count=GROUP), kind="stable")
+            self._group += 1
+            for start in (order * self._rows).tolist():
+                self._pending += drawn[start : start + self._rows]
+        return [self._pending.popleft()]
 
 
-def _key(length: int, number: int) -> int:
-    """Returns an integer that orders examples by length, and those of one length with the oldest last."""
-    return (length << 48) + _LAST - number
-
-
-def _number(key: int) -> int:
-    """Returns the number of the example with that key."""
-    return _LAST - (key & _LAST)
+def smallest_bucket(
+    rows: Iterable[Sequence[DrawnExample]], buckets: Sequence[tuple[int, int]]
+) -> tuple[int, int]:
+    """Returns the first numbers of input and target tokens that hold all rows, of one example each."""
+    examples = [row[0] for row in rows]
+    inputs = max(len(example.inputs) for example in examples)
+    targets = max(len(example.targets) for example in examples)
+    return next(bucket for bucket in buckets if inputs <= bucket[0] and targets <= bucket[1])

@@ -3,7 +3,7 @@
 The stream consists of V virtual shards. Each shard draws a task by its rate, then that task's next
 example for the shard, and the batch takes B/V rows of each shard in order. The order of examples is
 therefore the same on any number of hosts. Examples are drawn by counters (`task_streams.ExampleStream`),
-so that a position is a few exact numbers.
+so that a position is a few exact numbers and the examples that wait for a row.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ import itertools
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from synthesizer_jax.data.batch import assemble_batch
-from synthesizer_jax.data.bucketing import GROUP, smallest_bucket
-from synthesizer_jax.data.classes import Classes, ClassExamples
+from synthesizer_jax.data.classes import Classes
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.data.objectives import ExampleFormat, Objective, SegmentStream
-from synthesizer_jax.data.packing import WINDOW
+from synthesizer_jax.data.objectives import ExampleFormat, Objective
+from synthesizer_jax.data.packing import GROUP, WINDOW, LengthSorter, Packer, smallest_bucket
 from synthesizer_jax.data.prepared import PreparedExamples
-from synthesizer_jax.data.task_streams import Examples, ExampleStream, TaskStream
-from synthesizer_jax.data.virtual_shard import ShardPosition, VirtualShard
+from synthesizer_jax.data.segments import SegmentStream
+from synthesizer_jax.data.task_streams import CHUNK, DrawnExample, ExampleStream, random_bits
 from synthesizer_jax.data.vocabularies import Vocabulary
 
 STREAM_FILE = "stream.json"
 
-Position: TypeAlias = dict[int, ShardPosition]
+TaskStream: TypeAlias = ExampleStream | SegmentStream
+
+Position: TypeAlias = dict[int, dict[str, Any]]
 """The positions of virtual shards by their indices."""
 
 
@@ -49,18 +50,87 @@ class Member:
     objective: Objective | None = None
 
 
-class OtherStreamError(ValueError):
-    """The saved position belongs to another stream: other tasks, lengths, seed, shards, ..."""
+class VirtualShard:
+    """One of a fixed number of parts of the data's order: draws its next task, and makes rows of examples.
+
+    Args:
+      streams: one per task.
+      rates: their relative rates.
+      config: lengths, packing and buckets.
+      seed: of the draws.
+      classes: what the targets are; None: texts.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[TaskStream],
+        rates: Sequence[float],
+        config: DataConfig,
+        *,
+        seed: np.random.SeedSequence,
+        classes: Classes | None,
+    ):
+        self._streams, self._seed, self._classes = streams, seed, classes
+        cumulative_rates = np.cumsum(rates, dtype=np.float64)
+        self._boundaries = cumulative_rates[:-1] / cumulative_rates[-1]
+        self._num_draws, self._block = 0, -1
+        self._rows: Packer | LengthSorter
+        if config.buckets:
+            rows = config.batch_size // config.shards
+            self._rows = LengthSorter(self._take, rows=rows, seed=config.seed)
+        else:
+            self._rows = Packer(
+                self._take,
+                (config.inputs_length, config.targets_length),
+                max_segments=config.segments_per_row,
+                window=WINDOW if config.pack else 1,
+            )
+
+    def next_row(self) -> list[DrawnExample]:
+        """Returns the examples of the next row."""
+        return self._rows.next_row()
+
+    def position(self) -> dict[str, Any]:
+        """Returns the position after the last row: draws, that of every task, and waiting examples."""
+        members = [stream.position() for stream in self._streams]
+        return {"draws": self._num_draws, "members": members, "pending": self._rows.pending}
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        """Continues after a position, whose token ids may be lists."""
+        self._num_draws = position["draws"]
+        for stream, member in zip(self._streams, position["members"], strict=True):
+            stream.restore(member)
+        pending = [
+            DrawnExample(np.asarray(inputs, np.int32), np.asarray(targets, np.int32), *drawn)
+            for inputs, targets, *drawn in position["pending"]
+        ]
+        self._rows.restore(pending, draws=self._num_draws)
+
+    def _take(self, count: int) -> list[DrawnExample]:
+        """Draws the next examples."""
+        drawn = []
+        for _ in range(count):
+            block, offset = divmod(self._num_draws, CHUNK)
+            if block != self._block:
+                bits = random_bits(self._seed, block, count=CHUNK)
+                uniform = (bits >> np.uint64(11)) * 2.0**-53
+                self._block = block
+                self._choices = np.searchsorted(self._boundaries, uniform, side="right").tolist()
+            self._num_draws += 1
+            member = self._choices[offset]
+            stream = self._streams[member]
+            inputs, targets = next(stream)
+            if self._classes is not None:
+                targets = np.array([self._classes.index(targets, owner=stream.name)], np.int32)
+            drawn.append(DrawnExample(inputs, targets, member, stream.position()[0]))
+        return drawn
 
 
 class Stream:
     """An endless iterator over batches whose position is that of the last batch taken.
 
-    A batch is a dictionary of NumPy arrays ``[batch, length]``: ``encoder_input_tokens``,
-    ``decoder_input_tokens``, ``decoder_target_tokens`` (int32) and ``decoder_loss_weights``
-    (float32); packed batches also have ``*_segment_ids`` (from 1; 0 is padding) and
-    ``*_positions``. With `DataConfig.classes` the target is the class. `tasks.streams.open_stream` makes
-    it from a data directory.
+    A batch is a dictionary of NumPy arrays ``[batch, length]``, see `batch_fields`.
+    `tasks.streams.open_stream` makes a stream from a data directory.
 
     Args:
       config: what to read.
@@ -86,17 +156,18 @@ class Stream:
         saved: Sequence[int] | None = None,
     ):
         self.config, self._members = config, dict(members)
-        self._vocabulary = vocabulary
+        self._form = ExampleFormat(
+            config.inputs_length, config.targets_length, vocabulary.vocab_size
+        )
         self._classes = Classes(config.classes, vocabulary) if config.classes else None
         if config.objective is not None and not any(m.objective for m in members.values()):
             raise ValueError(
                 f"data.objective makes examples of texts without inputs, and {config.mixture!r} has no "
                 "task of that kind; leave it out, or name another mixture"
             )
-        own = range(config.shards) if shards is None else shards
-        self._own = list(own)
+        self._own = list(range(config.shards) if shards is None else shards)
         # The shape of a batch with buckets depends on the rows of all shards.
-        indices = range(config.shards) if config.buckets else own
+        indices = range(config.shards) if config.buckets else self._own
         self._shards = {index: self._make_shard(index) for index in indices}
         self._saved = self._own if saved is None else list(saved)
 
@@ -132,7 +203,7 @@ class Stream:
         """
         directory.mkdir(parents=True, exist_ok=True)
         for index, shard_position in (self.position() if position is None else position).items():
-            text = shard_position.to_json()
+            text = json.dumps(shard_position, default=np.ndarray.tolist)
             self._shard_file(directory, index).write_text(text, encoding="utf-8")
         if 0 in self._saved:
             text = json.dumps(self.fingerprint(), indent=1)
@@ -142,20 +213,22 @@ class Stream:
         """Continues after the last batch that was taken before `save`.
 
         Raises:
-          OtherStreamError: the position is that of another stream.
-          ValueError: the file of a shard is missing.
+          ValueError: the position is that of another stream, or the file of a shard is missing.
         """
         saved = json.loads((directory / STREAM_FILE).read_text(encoding="utf-8"))
         current = self.fingerprint()
         for key in sorted(saved.keys() | current.keys()):
             if saved.get(key) != current.get(key):
-                raise OtherStreamError(
+                raise ValueError(
                     f"the saved data position belongs to another stream: {key} was "
                     f"{saved.get(key)} and is {current.get(key)}; restore the old value or start a "
                     "new run"
                 )
         for index, shard in self._shards.items():
-            shard.restore(self._shard_file(directory, index))
+            path = self._shard_file(directory, index)
+            if not path.is_file():
+                raise ValueError(f"the saved data position lacks {path}; restore that file")
+            shard.restore(json.loads(path.read_text(encoding="utf-8")))
 
     def fingerprint(self) -> dict[str, object]:
         """Returns everything that must be equal for a saved position to be valid, as flat JSON.
@@ -177,7 +250,7 @@ class Stream:
             settings["packing"] = f"best fit among {WINDOW} examples, epoch by epoch"
         for name, member in self._members.items():
             settings[f"rate of {name}"] = member.rate
-            settings[f"checksum of {name}"] = member.examples.checksum
+            settings[f"checksum of {name}"] = member.examples.info.checksum
             if member.objective:
                 settings[f"objective of {name}"] = repr(member.objective)
         return settings
@@ -186,34 +259,28 @@ class Stream:
         return directory / f"shard-{index:05}-of-{self.config.shards:05}.json"
 
     def _make_shard(self, index: int) -> VirtualShard:
-        members = {
-            name: self._make_stream(member, index, number)
-            for number, (name, member) in enumerate(self._members.items(), 1)
-        }
-        rates = {name: member.rate for name, member in self._members.items()}
-        seed = np.random.SeedSequence(self.config.seed, spawn_key=(index, 0))
-        return VirtualShard(members, self.config, rates=rates, seed=seed)
-
-    def _make_stream(self, member: Member, index: int, number: int) -> TaskStream:
-        """Returns a task's stream for a virtual shard.
-
-        Args:
-          member: the task.
-          index: the virtual shard.
-          number: the number of the task, from 1.
-        """
-        config, shard = self.config, (index, self.config.shards)
-        seed = np.random.SeedSequence(config.seed, spawn_key=(index, number))
-        examples: Examples = member.examples
-        if member.objective is None:
-            if self._classes is not None:
-                examples = ClassExamples(examples, self._classes)
-            return ExampleStream(examples, shard=shard, seed=seed if config.shuffle else None)
-        return SegmentStream(
-            examples,
-            member.objective,
-            ExampleFormat(config.inputs_length, config.targets_length, self._vocabulary.vocab_size),
-            shard=shard,
-            seed=seed,
-            shuffle=config.shuffle,
+        config, members = self.config, self._members.values()
+        shard, streams = (index, config.shards), list[TaskStream]()
+        for number, member in enumerate(members, 1):
+            seed = np.random.SeedSequence(config.seed, spawn_key=(index, number))
+            if member.objective is None:
+                order = seed if config.shuffle else None
+                streams.append(ExampleStream(member.examples, shard=shard, seed=order))
+            else:
+                streams.append(
+                    SegmentStream(
+                        member.examples,
+                        member.objective,
+                        self._form,
+                        shard=shard,
+                        seed=seed,
+                        shuffle=config.shuffle,
+                    )
+                )
+        return VirtualShard(
+            streams,
+            [member.rate for member in members],
+            config,
+            seed=np.random.SeedSequence(config.seed, spawn_key=(index, 0)),
+            classes=self._classes,
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import pathlib
-import types
 
 import numpy as np
 
@@ -15,7 +15,7 @@ DEPTH = 2
 """Number of batches that are made ahead."""
 
 
-class PrefetchedStream:
+class PrefetchedStream(contextlib.AbstractContextManager["PrefetchedStream"]):
     """The batches of a stream, made ahead by a thread; the position is that of the last batch taken.
 
     As a context manager it ends the thread.
@@ -32,16 +32,8 @@ class PrefetchedStream:
         ] = collections.deque()
         self._position = stream.position()
 
-    def __enter__(self) -> PrefetchedStream:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
 
     def __next__(self) -> dict[str, np.ndarray]:
         while len(self._ahead) <= DEPTH:
@@ -54,22 +46,9 @@ class PrefetchedStream:
         self._stream.save(directory, self._position)
 
     def restore(self, directory: pathlib.Path) -> None:
-        """Continues after a saved position; see `Stream.restore`."""
-        self._drop()
+        """Continues after a saved position, before a batch is taken; see `Stream.restore`."""
         self._stream.restore(directory)
         self._position = self._stream.position()
 
-    def close(self) -> None:
-        """Ends the thread; no more batches can be taken."""
-        self._drop()
-        self._thread.shutdown()
-
     def _make_batch(self) -> tuple[dict[str, np.ndarray], Position]:
         return next(self._stream), self._stream.position()
-
-    def _drop(self) -> None:
-        """Drops the batches that were not taken, and waits until the stream is not used."""
-        for batch in self._ahead:
-            batch.cancel()
-        concurrent.futures.wait(self._ahead)
-        self._ahead.clear()

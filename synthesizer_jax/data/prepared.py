@@ -11,11 +11,9 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import itertools
 import json
 import pathlib
 import tempfile
-import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -23,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from synthesizer_jax.data.records import Chunk
-from synthesizer_jax.data.task_streams import CHUNK, Example, check_inputs
+from synthesizer_jax.data.task_streams import CHUNK, Example
 from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.files import describing, in_bucket, write_atomic
 from synthesizer_jax.registry import check_types, fields_of
@@ -88,26 +86,6 @@ class PreparedInfo:
         """Writes ``info.json``."""
         write_atomic(directory / INFO, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
-    @classmethod
-    def load(cls, directory: pathlib.Path) -> PreparedInfo | None:
-        """Reads ``info.json``; None: there is none, or it has another format.
-
-        Raises:
-          ValueError: it is damaged.
-        """
-        path = directory / INFO
-        if not path.is_file():
-            return None
-        with describing(path):
-            record = json.loads(path.read_text(encoding="utf-8"))
-            if record.get("format") != FORMAT:
-                return None
-            info = cls(**record)
-            check_types(cls, fields_of(info))
-            if info.examples != sum(info.files.values()) or any("/" in n for n in info.files):
-                raise ValueError("its files do not hold its examples")
-            return info
-
 
 @dataclasses.dataclass(frozen=True)
 class PreparedTasks:
@@ -131,38 +109,34 @@ class PreparedTasks:
         return self.root / task / split
 
     def find(self, task: str, split: str) -> PreparedInfo | None:
-        """Returns what is known of a prepared split; None: it is not prepared.
+        """Returns what is known of a split; None: it is not prepared, or in another format.
 
         Raises:
           ValueError: ``info.json`` is damaged.
         """
-        info = PreparedInfo.load(self.directory(task, split))
-        key = (task, split, self.vocabulary.digest)
-        if info is None or (info.task, info.split, info.vocabulary) != key:
+        path = self.directory(task, split) / INFO
+        if not path.is_file():
             return None
-        return info
+        with describing(path):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if record.get("format") != FORMAT:
+                return None
+            info = PreparedInfo(**record)
+            check_types(PreparedInfo, fields_of(info))
+            if info.examples != sum(info.files.values()):
+                raise ValueError("its files do not hold its examples")
+            return info
 
     def open(
         self, task: str, split: str, lengths: Mapping[str, int] | None, *, documents: bool = False
     ) -> PreparedExamples:
-        """Returns the examples of a prepared split; see `PreparedExamples`.
-
-        Raises:
-          FileNotFoundError: it is not prepared.
-          ValueError: it is damaged.
-        """
+        """Returns the examples of a split, see `PreparedExamples`; it must be prepared."""
         info = self.find(task, split)
         if info is None:
             raise FileNotFoundError(
                 f"{task}'s split {split!r} is not prepared in {self.root}; {self.remedy(task)}"
             )
-        return PreparedExamples(
-            info,
-            self.directory(task, split),
-            lengths,
-            documents=documents,
-            remedy=self.remedy(task, "--renew"),
-        )
+        return PreparedExamples(self, info, lengths, documents=documents)
 
     def remedy(self, name: str, option: str = "") -> str:
         """Returns the command that prepares a task or mixture, for messages."""
@@ -190,15 +164,15 @@ class PreparedExamples:
     `KEPT_CHUNKS` records.
 
     Args:
+      prepared: where they are.
       info: describes them.
-      directory: their directory.
       lengths: the maximum numbers of ``inputs`` and ``targets``, including EOS; None: they are whole.
       documents: whether they are documents for an objective, which are whole and have no EOS.
-      remedy: the end of messages about damage.
 
     Attributes:
+      info: what describes them.
       name: of the task and its split, for messages.
-      is_resident: whether they are held in memory.
+      is_resident: whether they are held in memory; otherwise it is fast to read those of a record together.
 
     Raises:
       ValueError: they have inputs whose length is 0, or were prepared for other lengths.
@@ -206,26 +180,27 @@ class PreparedExamples:
 
     def __init__(
         self,
+        prepared: PreparedTasks,
         info: PreparedInfo,
-        directory: pathlib.Path,
         lengths: Mapping[str, int] | None,
         *,
         documents: bool = False,
-        remedy: str = "",
     ):
+        self.info, self.is_resident = info, info.examples <= RESIDENT
         self.name = f"{info.task}'s split {info.split!r}"
-        if documents:
-            lengths = None
-        elif info.has_inputs and lengths is not None:
-            check_inputs(info.task, lengths)
-        if info.lengths is not None and lengths is not None and info.lengths != dict(lengths):
+        self._directory = prepared.directory(info.task, info.split)
+        self._lengths = lengths = None if documents else lengths
+        self._documents, self._remedy = documents, prepared.remedy(info.task, "--renew")
+        if lengths is not None and info.has_inputs and not lengths["inputs"]:
+            raise ValueError(
+                f"{info.task} has inputs, and inputs_length is 0; set data.inputs_length to a positive "
+                "number, or read a task that has targets only"
+            )
+        if lengths is not None and info.lengths not in (None, dict(lengths)):
             asked = " ".join(f"--{side}-length={length}" for side, length in lengths.items())
             raise ValueError(
-                f"{self.name} is prepared for the lengths {info.lengths}; {remedy}, and with {asked}"
+                f"{self.name} is prepared for the lengths {info.lengths}; {self._remedy}, and with {asked}"
             )
-        self.info, self.is_resident = info, info.examples <= RESIDENT
-        self._directory, self._lengths, self._documents = directory, lengths, documents
-        self._remedy = remedy
         self._starts = [0]  # of every record: the index of its first example
         self._places: list[tuple[str, int]] = []
         for name, count in info.files.items():
@@ -234,7 +209,6 @@ class PreparedExamples:
                 self._starts.append(self._starts[-1] + min(CHUNK, count - number * CHUNK))
         self._files: dict[str, ArrayRecordDataSource] = {}
         self._chunks: dict[int, Chunk] = {}
-        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return self.info.examples
@@ -246,13 +220,8 @@ class PreparedExamples:
         chunk = self._chunks.get(number)
         return (self._read(number) if chunk is None else chunk)[index - self._starts[number]]
 
-    @property
-    def checksum(self) -> int:
-        """CRC-32 of the first record; it depends on vocabulary, data set and preprocessing."""
-        return self.info.checksum
-
     def rows(self, count: int | None = None) -> Iterator[dict[str, Any]]:
-        """Yields what evaluation needs of the first rows.
+        """Yields what evaluation needs of the first rows, as SeqIO gives it.
 
         Args:
           count: their number; None: all.
@@ -264,18 +233,18 @@ class PreparedExamples:
             wanted = min(size, left)
             path = _on_disk(self._directory / rows_file(name))
             with describing(path, remedy=self._remedy), path.open("rb") as file:
-                unpacker, found = msgpack.Unpacker(file, max_buffer_size=2**31 - 1), 0
-                for row in itertools.islice(unpacker, wanted):
-                    found += 1
-                    yield _with_arrays(row)
-                if found < wanted:
-                    raise ValueError(f"it holds {found} rows instead of {size}")
+                unpacker = msgpack.Unpacker(file, max_buffer_size=2**31 - 1)
+                for number in range(wanted):
+                    row = next(unpacker, None)
+                    if row is None:
+                        raise ValueError(f"it holds {number} rows instead of {size}")
+                    yield {k: np.asarray(v) if _is_numeric(v) else v for k, v in row.items()}
             left -= wanted
 
     def _read(self, number: int) -> Chunk:
         name, record_number = self._places[number]
         with describing(self._directory / name, remedy=self._remedy):
-            record = self._file(name)[record_number]
+            record = self._records(name)[record_number]
             if number == 0 and zlib.crc32(record) != self.info.checksum:
                 raise ValueError("its checksum is another")
             chunk = Chunk.from_bytes(record, vocab_size=self.info.vocab_size)
@@ -288,32 +257,24 @@ class PreparedExamples:
             chunk = chunk.documents()
         elif self._lengths is not None:
             chunk = chunk.truncate(self._lengths, keep_last=self.info.keep_last)
-        with self._lock:
-            self._chunks[number] = chunk
-            if not self.is_resident and len(self._chunks) > KEPT_CHUNKS:
-                del self._chunks[next(iter(self._chunks))]
+        self._chunks[number] = chunk
+        if not self.is_resident and len(self._chunks) > KEPT_CHUNKS:
+            del self._chunks[next(iter(self._chunks))]
         return chunk
 
-    def _file(self, name: str) -> ArrayRecordDataSource:
+    def _records(self, name: str) -> ArrayRecordDataSource:
         """Returns the records of a file, which is opened when the first of them is read."""
         from array_record.python.array_record_data_source import ArrayRecordDataSource
 
-        with self._lock:
-            if name not in self._files:
-                records = -(-self.info.files[name] // CHUNK)
-                path = _on_disk(self._directory / name)
-                self._files[name] = ArrayRecordDataSource([f"{path}[0:{records}]"])
-            return self._files[name]
+        if name not in self._files:
+            path, records = _on_disk(self._directory / name), -(-self.info.files[name] // CHUNK)
+            self._files[name] = ArrayRecordDataSource([f"{path}[0:{records}]"])
+        return self._files[name]
 
 
 def rows_file(name: str) -> str:
     """Returns the name of the file of rows beside a file of tokens."""
     return name.replace("tokens", "rows").replace(".arrayrecord", ".msgpack")
-
-
-def _with_arrays(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row whose lists of numbers are arrays, as SeqIO gives it."""
-    return {name: np.asarray(value) if _is_numeric(value) else value for name, value in row.items()}
 
 
 def _is_numeric(value: object) -> bool:
@@ -324,18 +285,13 @@ def _on_disk(path: pathlib.Path) -> pathlib.Path:
     """Returns a file itself, or a copy of a file of a bucket: ArrayRecord reads disks."""
     if not in_bucket(path):
         return path
-    copy = _copies() / str(path).replace("/", "_")
+    copy = pathlib.Path(_copies().name) / str(path).replace("/", "_")
     if not copy.exists():
         write_atomic(copy, path.read_bytes())
     return copy
 
 
 @functools.cache
-def _copies() -> pathlib.Path:
+def _copies() -> tempfile.TemporaryDirectory[str]:
     """Returns this process' directory of files of buckets, which is removed when the process ends."""
-    directory = tempfile.TemporaryDirectory(prefix="synthesizer_jax_")
-    _kept.append(directory)
-    return pathlib.Path(directory.name)
-
-
-_kept: list[tempfile.TemporaryDirectory[str]] = []
+    return tempfile.TemporaryDirectory(prefix="synthesizer_jax_")

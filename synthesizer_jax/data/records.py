@@ -33,36 +33,28 @@ class RaggedTokens(NamedTuple):
 
     def truncate(self, limit: int, *, keep_last: int) -> RaggedTokens:
         """Returns the sequences with at most `limit` tokens, the last `keep_last` of them kept."""
-        lengths = np.diff(self.ends)
-        if lengths.max(initial=0) <= limit:
-            return self
+        before, after = self._places()
         keep_last = min(keep_last, limit)
-        position = np.arange(len(self.ids)) - np.repeat(self.ends[:-1], lengths)
-        repeated = np.repeat(lengths, lengths)
-        kept = (
-            (repeated <= limit)
-            | (position < limit - keep_last)
-            | (position >= repeated - keep_last)
-        )
-        ends = np.concatenate([[0], np.cumsum(np.minimum(lengths, limit))])
-        return RaggedTokens(self.ids[kept], ends)
+        return self._select((before < limit - keep_last) | (after < keep_last))
 
     def without_eos(self) -> RaggedTokens:
         """Returns the sequences without the EOS at their ends."""
-        is_eos = np.zeros(len(self.ids), bool)
-        last = self.ends[1:][np.diff(self.ends) > 0] - 1
-        is_eos[last] = self.ids[last] == EOS
-        removed = np.concatenate([[0], np.cumsum(is_eos)])[self.ends]
-        return RaggedTokens(self.ids[~is_eos], self.ends - removed)
+        _, after = self._places()
+        return self._select((after > 0) | (self.ids != EOS))
+
+    def _places(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns how many tokens of its sequence are before and after every token."""
+        starts, stops = (np.repeat(x, np.diff(self.ends)) for x in (self.ends[:-1], self.ends[1:]))
+        places = np.arange(len(self.ids))
+        return places - starts, stops - 1 - places
+
+    def _select(self, kept: np.ndarray) -> RaggedTokens:
+        """Returns the sequences of some of the tokens."""
+        return RaggedTokens(self.ids[kept], np.concatenate([[0], np.cumsum(kept)])[self.ends])
 
 
 class Chunk:
-    """At most `CHUNK` consecutive examples of a task.
-
-    Args:
-      inputs: their inputs.
-      targets: their targets.
-    """
+    """The inputs and the targets of at most `CHUNK` consecutive examples of a task."""
 
     def __init__(self, inputs: RaggedTokens, targets: RaggedTokens):
         self.inputs, self.targets = inputs, targets
@@ -88,8 +80,7 @@ class Chunk:
 
     def documents(self) -> Chunk:
         """Returns the examples as documents for an objective: targets without EOS alone."""
-        empty = RaggedTokens(np.zeros(0, np.int32), np.zeros(len(self) + 1, np.int64))
-        return Chunk(empty, self.targets.without_eos())
+        return Chunk(RaggedTokens.of([np.zeros(0)] * len(self)), self.targets.without_eos())
 
     def to_bytes(self) -> bytes:
         """Returns the examples as a record."""
@@ -103,23 +94,13 @@ class Chunk:
 
     @classmethod
     def from_bytes(cls, record: bytes, *, vocab_size: int) -> Chunk:
-        """Returns the examples that a record holds.
-
-        Args:
-          record: from `to_bytes`; it is not trusted.
-          vocab_size: number of ids of the vocabulary.
-
-        Raises:
-          ValueError: it is not such a record.
-        """
+        """Returns the examples that a record holds; raises a `ValueError` if it is damaged."""
         count, width = np.frombuffer(record, _COUNT, 2).tolist()
         if not 1 <= count <= CHUNK or width not in _TOKENS:
             raise ValueError(f"it says that it holds {count} examples of {width} bytes per token")
         lengths = np.frombuffer(record, _COUNT, 2 * count, offset=2 * _COUNT.itemsize)
         tokens = np.frombuffer(record[(2 + 2 * count) * _COUNT.itemsize :], _TOKENS[width])
-        ends = [
-            np.concatenate([[0], np.cumsum(part, dtype=np.int64)]) for part in np.split(lengths, 2)
-        ]
+        ends = [np.cumsum([0, *part], dtype=np.int64) for part in np.split(lengths, 2)]
         if ends[0][-1] + ends[1][-1] != len(tokens):
             raise ValueError(f"it holds {len(tokens)} tokens, not {ends[0][-1] + ends[1][-1]}")
         if len(tokens) and tokens.max() >= vocab_size:

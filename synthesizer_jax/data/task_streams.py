@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol, TypeAlias
+import functools
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from synthesizer_jax.data.prepared import PreparedExamples
 
 SIDES = ("inputs", "targets")
 """The features of a task that are read."""
@@ -24,76 +27,13 @@ class DrawnExample(NamedTuple):
       inputs: token ids with EOS; none of a task without inputs.
       targets: token ids with EOS.
       member: number of its task in the mixture.
-      number: its index among the task's examples; None: it cannot be read again.
-      epoch: of its task, the first number of the stream's position; 0 where that is none.
+      epoch: of its task, the first number of the stream's position.
     """
 
     inputs: np.ndarray
     targets: np.ndarray
     member: int
-    number: int | None
-    epoch: int = 0
-
-
-class Examples(Protocol):
-    """A task's examples by index, in stored order; they may be shared between threads.
-
-    Attributes:
-      name: of the task and its split, for messages.
-      is_resident: whether all examples may be held in memory; otherwise it is fast to read those of a
-        chunk together.
-    """
-
-    name: str
-    is_resident: bool
-
-    def __len__(self) -> int:
-        """Number of examples."""
-        ...
-
-    def __getitem__(self, index: int) -> Example:
-        """Returns an example."""
-        ...
-
-
-class TaskStream(Protocol):
-    """An endless iterator over a task's examples with an exact position.
-
-    Attributes:
-      index: index of the example that was returned last; None: it cannot be read again by its index.
-    """
-
-    index: int | None
-
-    def __next__(self) -> Example:
-        """Returns the next example."""
-        ...
-
-    def recall(self, index: int) -> Example:
-        """Returns the example with that `index`."""
-        ...
-
-    def position(self) -> list[int]:
-        """Returns the position, epoch first."""
-        ...
-
-    def restore(self, position: list[int]) -> None:
-        """Continues at a position that `position` returned."""
-        ...
-
-
-def check_inputs(name: str, lengths: Mapping[str, int]) -> None:
-    """Raises a `ValueError` if a task that has inputs is read without them.
-
-    Args:
-      name: of the task.
-      lengths: the maximum numbers of ``inputs`` and ``targets``.
-    """
-    if not lengths["inputs"]:
-        raise ValueError(
-            f"{name} has inputs, and inputs_length is 0; set data.inputs_length to a positive number, or "
-            "read a task that has targets only"
-        )
+    epoch: int
 
 
 class ExampleStream:
@@ -114,12 +54,15 @@ class ExampleStream:
     """
 
     def __init__(
-        self, examples: Examples, *, shard: tuple[int, int], seed: np.random.SeedSequence | None
+        self,
+        examples: PreparedExamples,
+        *,
+        shard: tuple[int, int],
+        seed: np.random.SeedSequence | None,
     ):
         self._examples, self._shard, self._seed = examples, shard, seed
-        self.index: int | None = None
-        self._chunks_of = 0
-        self._seek(0, 0, 0)
+        self.name = examples.name
+        self.restore([0, 0, 0])
         if not self._order:
             raise ValueError(
                 f"{examples.name} has {len(examples)} examples, fewer than shards={shard[1]}; set "
@@ -128,18 +71,12 @@ class ExampleStream:
 
     def __next__(self) -> Example:
         while self._num_taken == len(self._order):
-            more = self._reads_chunks and (self._chunk + 1) * CHUNK < len(self._examples)
-            if more:
-                self._seek(self._epoch, self._chunk + 1, 0)
+            if self._reads_chunks and (self._chunk + 1) * CHUNK < len(self._examples):
+                self.restore([self._epoch, self._chunk + 1, 0])
             else:
-                self._seek(self._epoch + 1, 0, 0)
-        self.index = self._order[self._num_taken]
+                self.restore([self._epoch + 1, 0, 0])
         self._num_taken += 1
-        return self._examples[self.index]
-
-    def recall(self, index: int) -> Example:
-        """Returns the example with that index."""
-        return self._examples[index]
+        return self._examples[self._order[self._num_taken - 1]]
 
     def position(self) -> list[int]:
         """Returns the epoch, the chunk and the number of examples taken from it."""
@@ -147,18 +84,15 @@ class ExampleStream:
 
     def restore(self, position: list[int]) -> None:
         """Continues at a position that `position` returned."""
-        self._seek(*position)
-
-    def _seek(self, epoch: int, chunk: int, num_taken: int) -> None:
-        self._epoch, self._chunk, self._num_taken = epoch, chunk, num_taken
+        self._epoch, self._chunk, self._num_taken = position
         start, stop = 0, len(self._examples)
         if self._reads_chunks:
-            start = self._chunk_number(epoch, chunk) * CHUNK
+            start = self._stored_chunk() * CHUNK
             stop = min(start + CHUNK, stop)
         index, num_shards = self._shard
         order = np.arange(start + (index - start) % num_shards, stop, num_shards)
         if self._seed is not None:
-            bits = random_bits(self._seed, epoch, chunk, count=len(order))
+            bits = random_bits(self._seed, self._epoch, self._chunk, count=len(order))
             order = order[np.argsort(bits, kind="stable")]
         self._order: list[int] = order.tolist()
 
@@ -167,16 +101,19 @@ class ExampleStream:
         """Whether the examples of a chunk are used before those of the next."""
         return not self._epoch or not self._examples.is_resident
 
-    def _chunk_number(self, epoch: int, chunk: int) -> int:
-        """Returns which chunk is read as the one of that number in an epoch, the same for all shards."""
-        if not epoch or self._seed is None:
-            return chunk
-        if self._chunks_of != epoch:
-            common = np.random.SeedSequence(self._seed.entropy)
-            count = -(-len(self._examples) // CHUNK)
-            bits = random_bits(common, epoch, count=count)
-            self._chunks_of, self._chunk_order = epoch, np.argsort(bits, kind="stable")
-        return int(self._chunk_order[chunk])
+    def _stored_chunk(self) -> int:
+        """Returns the number of the chunk in the files."""
+        if not self._epoch or self._seed is None:
+            return self._chunk
+        count = -(-len(self._examples) // CHUNK)
+        return int(_order_of_chunks(self._seed.entropy, self._epoch, count)[self._chunk])
+
+
+@functools.lru_cache(maxsize=64)
+def _order_of_chunks(seed: int, epoch: int, count: int) -> np.ndarray:
+    """Returns the order in which all shards read the chunks of an epoch."""
+    bits = random_bits(np.random.SeedSequence(seed), epoch, count=count)
+    return np.argsort(bits, kind="stable")
 
 
 def random_bits(seed: np.random.SeedSequence, *place: int, count: int) -> np.ndarray:

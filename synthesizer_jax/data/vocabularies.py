@@ -1,7 +1,6 @@
-"""Vocabularies as configurations: bytes, or a SentencePiece file.
+"""Vocabularies, which are configurations too: bytes, or a SentencePiece file.
 
-The vocabularies that they build encode and decode like SeqIO's, without SeqIO or TensorFlow.
-Training reads its data through SeqIO, with the vocabulary that `Vocabulary.to_seqio` returns.
+They encode and decode like SeqIO's (`Vocabulary.to_seqio`), without SeqIO or TensorFlow.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import dataclasses
 import functools
 import hashlib
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Self
 
 from synthesizer_jax.files import absolute, open_atomic, storage_path
 from synthesizer_jax.typing import Number
@@ -29,30 +28,14 @@ PAD, EOS, UNKNOWN = 0, 1, 2
 """T5's ids of padding, of the end of a text, and of unknown text."""
 
 
-class Codec(Protocol):
-    """Conversion between text and ids, such as `Vocabulary` or SeqIO's vocabularies."""
-
-    def encode(self, text: str, /) -> Sequence[int]:
-        """Converts text to ids, without EOS."""
-        ...
-
-    def decode(self, ids: Sequence[int], /) -> str:
-        """Converts ids to text; what follows EOS is dropped."""
-        ...
-
-
 class Vocabulary(abc.ABC):
     """Conversion between text and ids (Raffel et al. 2020, section 2.1).
 
     Attributes:
       vocab_size: number of ids, including sentinels.
-      pad_id: id of padding.
-      eos_id: id of the end of a text.
       unk_id: id of text that no piece covers.
     """
 
-    pad_id: int = PAD
-    eos_id: int = EOS
     unk_id: int = UNKNOWN
 
     @property
@@ -72,24 +55,28 @@ class Vocabulary(abc.ABC):
     def to_seqio(self) -> seqio.Vocabulary:
         """Returns the `seqio.Vocabulary` with the same ids (imports TensorFlow)."""
 
+    @abc.abstractmethod
+    def contents(self) -> bytes:
+        """Returns all that it depends on."""
+
     @property
     def digest(self) -> str:
         """16 hexadecimal digits that depend on what it encodes, not on the path of its file."""
         return hashlib.sha256(self.contents()).hexdigest()[:16]
 
-    def contents(self) -> bytes:
-        """Returns all that it depends on."""
-        return repr(self).encode()
+    def build(self) -> Self:
+        """Returns the vocabulary, whose file is read now if it has one."""
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
-class ByteVocabulary(Vocabulary):
-    """UTF-8 bytes with the ids 3 to 258; `Bytes` builds it.
+class Bytes(Vocabulary):
+    """UTF-8 bytes (ByT5): padding 0, EOS 1, unknown 2, then 256 bytes, then sentinels.
 
-    Sentinels are omitted when decoding.
+    It needs no file. Sentinels and invalid UTF-8 are omitted when decoding.
     """
 
-    extra_ids: int
+    extra_ids: Number = EXTRA_IDS
 
     @property
     def vocab_size(self) -> int:
@@ -101,11 +88,9 @@ class ByteVocabulary(Vocabulary):
         return [_FIRST_BYTE + byte for byte in text.encode("utf-8")]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of the bytes before the first EOS; invalid UTF-8 is omitted."""
-        byte_values = (i - _FIRST_BYTE for i in until_eos(ids))
-        return bytes(byte for byte in byte_values if 0 <= byte < 256).decode(
-            "utf-8", errors="ignore"
-        )
+        """Returns the text of the bytes before the first EOS."""
+        byte_values = (i - _FIRST_BYTE for i in _until_eos(ids))
+        return bytes(byte for byte in byte_values if 0 <= byte < 256).decode("utf-8", "ignore")
 
     def to_seqio(self) -> seqio.Vocabulary:
         """Returns the `seqio.ByteVocabulary`."""
@@ -113,23 +98,60 @@ class ByteVocabulary(Vocabulary):
 
         return seqio.ByteVocabulary(extra_ids=self.extra_ids)
 
+    def contents(self) -> bytes:
+        """Returns its description."""
+        return f"ByteVocabulary(extra_ids={self.extra_ids})".encode()
+
 
 _FIRST_BYTE = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class SentencePieceVocabulary(Vocabulary):
-    """The pieces of a SentencePiece model, and sentinels; `SentencePiece` builds it.
+class SentencePiece(Vocabulary):
+    """A SentencePiece model file, such as T5's ``spiece.model`` (padding 0, EOS 1, unknown 2).
+
+    The file is read when it is needed, or by `build`.
 
     Attributes:
-      path: the model file.
-      extra_ids: number of added sentinels.
-      processor: the `SentencePieceProcessor`, including the sentinels.
+      path: a file, on a disk or in a bucket (``gs://…``).
+      extra_ids: number of sentinels to add after the pieces of the file: 100 for T5's file of
+        32,000 pieces, 0 for files that contain sentinels.
     """
 
     path: str
-    extra_ids: int
-    processor: SentencePieceProcessor = dataclasses.field(repr=False)
+    extra_ids: Number = EXTRA_IDS
+
+    @functools.cached_property
+    def processor(self) -> SentencePieceProcessor:
+        """The `SentencePieceProcessor`, including the sentinels.
+
+        Raises:
+          FileNotFoundError: there is no such file.
+          ValueError: the file is not a SentencePiece model, or has other ids of padding and EOS.
+        """
+        path = self._file
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"there is no SentencePiece model {self.path}; {_REMEDY}, or train one with "
+                "'synthesizer-jax data vocabulary'"
+            )
+        processor = _load_processor(path, path.read_bytes(), self.extra_ids)
+        ids = processor.pad_id(), processor.eos_id()
+        if ids != (PAD, EOS):
+            raise ValueError(
+                f"{path} has padding {ids[0]} and EOS {ids[1]} where T5's models have {PAD} and "
+                f"{EOS}; {_REMEDY}, or train one with 'synthesizer-jax data vocabulary'"
+            )
+        return processor
+
+    @property
+    def _file(self) -> pathlib.Path:
+        return absolute(storage_path(self.path).expanduser())
+
+    def build(self) -> Self:
+        """Reads the file, see `processor`, and returns the vocabulary."""
+        _ = self.processor
+        return self
 
     @property
     def unk_id(self) -> int:  # type: ignore[override]
@@ -151,89 +173,31 @@ class SentencePieceVocabulary(Vocabulary):
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of the pieces before the first EOS; unknown pieces give ``⁇``."""
         size, unknown = self.vocab_size, self.unk_id
-        return self.processor.DecodeIds([unknown if i >= size else i for i in until_eos(ids)])
+        return self.processor.DecodeIds([unknown if i >= size else i for i in _until_eos(ids)])
 
     def to_seqio(self) -> seqio.Vocabulary:
         """Returns the `seqio.SentencePieceVocabulary`."""
-        return _seqio_sentencepiece(self.path, self.extra_ids)
+        import seqio
+
+        return seqio.SentencePieceVocabulary(str(self._file), extra_ids=self.extra_ids)
 
     def contents(self) -> bytes:
         """Returns the model with its sentinels."""
         return self.processor.serialized_model_proto()
 
 
-def until_eos(ids: Iterable[int]) -> list[int]:
+_REMEDY = "give a file with --set vocabulary.path=FILE"
+
+
+def _until_eos(ids: Iterable[int]) -> list[int]:
     """Returns the ids before the first EOS, as Python integers."""
     values = [int(i) for i in ids]
     return values[: values.index(EOS)] if EOS in values else values
 
 
-@functools.cache
-def _seqio_sentencepiece(path: str, extra_ids: int) -> seqio.Vocabulary:
-    import seqio
-
-    return seqio.SentencePieceVocabulary(path, extra_ids=extra_ids)
-
-
-@dataclasses.dataclass(frozen=True)
-class Bytes:
-    """UTF-8 bytes (ByT5): padding 0, EOS 1, unknown 2, then 256 bytes, then sentinels.
-
-    It needs no file.
-    """
-
-    extra_ids: Number = EXTRA_IDS
-
-    def build(self) -> ByteVocabulary:
-        """Returns the vocabulary."""
-        return ByteVocabulary(self.extra_ids)
-
-
-@dataclasses.dataclass(frozen=True)
-class SentencePiece:
-    """A SentencePiece model file, such as T5's ``spiece.model`` (padding 0, EOS 1, unknown 2).
-
-    Attributes:
-      path: a file, on a disk or in a bucket (``gs://…``).
-      extra_ids: number of sentinels to add after the pieces of the file: 100 for T5's file of
-        32,000 pieces, 0 for files that contain sentinels.
-    """
-
-    path: str
-    extra_ids: Number = EXTRA_IDS
-
-    def build(self) -> SentencePieceVocabulary:
-        """Reads the file and returns the vocabulary.
-
-        Raises:
-          FileNotFoundError: there is no such file.
-          ValueError: the file is not a SentencePiece model, or has other ids of padding and EOS.
-        """
-        path = absolute(storage_path(self.path).expanduser())
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"there is no SentencePiece model {self.path}; {_REMEDY}, or train one with "
-                "'synthesizer-jax data vocabulary'"
-            )
-        processor = _load_processor(path, path.read_bytes(), self.extra_ids)
-        ids = processor.pad_id(), processor.eos_id()
-        if ids != (PAD, EOS):
-            raise ValueError(
-                f"{path} has padding {ids[0]} and EOS {ids[1]} where T5's models have {PAD} and "
-                f"{EOS}; {_REMEDY}, or train one with 'synthesizer-jax data vocabulary'"
-            )
-        return SentencePieceVocabulary(str(path), self.extra_ids, processor)
-
-
-_REMEDY = "give a file with --set vocabulary.path=FILE"
-
-
 @functools.lru_cache(maxsize=8)
 def _load_processor(path: pathlib.Path, data: bytes, extra_ids: int) -> SentencePieceProcessor:
-    """Returns the processor of a model file with sentinels added after its pieces.
-
-    The sentinels are in descending order, so that ``<extra_id_0>`` has the largest id.
-    """
+    """Returns the processor of a model file with sentinels, ``<extra_id_0>`` last, after its pieces."""
     import sentencepiece
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
@@ -276,9 +240,9 @@ def train_sentencepiece(
                 model_writer=file,
                 vocab_size=vocab_size,
                 model_type=model_type,
-                pad_id=0,
-                eos_id=1,
-                unk_id=2,
+                pad_id=PAD,
+                eos_id=EOS,
+                unk_id=UNKNOWN,
                 bos_id=-1,
                 character_coverage=1.0,
                 num_threads=1,  # the result does not depend on the machine

@@ -36,48 +36,25 @@ BENCHMARKS = {"GLUE": GLUE_GROUPS, "SuperGLUE": SUPER_GLUE_GROUPS}
 
 def averages(results: Results) -> dict[str, float]:
     """Returns the averages of the benchmarks of which all tasks have results."""
-    return {
-        name: _mean([_group_mean(results, group) for group in groups])
-        for name, groups in BENCHMARKS.items()
-        if _is_complete(results, groups)
-    }
-
-
-def _is_complete(results: Results, groups: Sequence[Sequence[str]]) -> bool:
-    return all(results.get(task) for group in groups for task in group)
-
-
-def _group_mean(results: Results, group: Sequence[str]) -> float:
-    """Returns the mean over the tasks of a group of the mean of their metrics."""
-    return _mean([_mean(list(results[task].values())) for task in group])
-
-
-def _best_steps(by_step: Mapping[int, Results], benchmark: str) -> dict[tuple[str, ...], int]:
-    """Returns the step with the highest mean of every group, as T5 selects it; the first of equal ones."""
-    groups = BENCHMARKS[benchmark]
-    steps = [s for s, results in sorted(by_step.items()) if _is_complete(results, groups)]
-    best = {}
-    for group in groups if steps else ():
-        best[group] = _best({s: _group_mean(by_step[s], group) for s in steps})
-    return best
+    found = {name: _group_means(results, name) for name in BENCHMARKS}
+    return {name: _mean(means) for name, means in found.items() if means}
 
 
 def best_average(by_step: Mapping[int, Results], benchmark: str) -> float | None:
     """Returns the average of all groups, each at its own best step; None if no step has all tasks."""
-    steps = _best_steps(by_step, benchmark)
-    if not steps:
-        return None
-    return _mean([_group_mean(by_step[step], group) for group, step in steps.items()])
+    found = {step: _group_means(results, benchmark) for step, results in sorted(by_step.items())}
+    whole = {step: means for step, means in found.items() if means}
+    groups = zip(*whole.values(), strict=True)
+    best = [means[_best(dict(enumerate(means)))] for means in groups]
+    return _mean(best) if best else None
 
 
 def best_single_step(by_step: Mapping[int, Results], benchmark: str) -> tuple[int, float] | None:
     """Returns the step with the highest average, and that average; None if no step has all tasks."""
     found = {s: averages(results).get(benchmark) for s, results in sorted(by_step.items())}
     whole = {s: value for s, value in found.items() if value is not None}
-    if not whole:
-        return None
-    step = _best(whole)
-    return step, whole[step]
+    step = _best(whole) if whole else None
+    return None if step is None else (step, whole[step])
 
 
 def best_by_task(by_step: Mapping[int, Results]) -> dict[str, int]:
@@ -88,6 +65,14 @@ def best_by_task(by_step: Mapping[int, Results]) -> dict[str, int]:
             if metrics:
                 means.setdefault(task, {})[step] = _mean(list(metrics.values()))
     return {task: _best(values) for task, values in means.items()}
+
+
+def _group_means(results: Results, benchmark: str) -> list[float]:
+    """Returns the mean of every group over its tasks of the mean of their metrics; empty: a task lacks."""
+    groups = BENCHMARKS[benchmark]
+    if not all(results.get(task) for group in groups for task in group):
+        return []
+    return [_mean([_mean(list(results[task].values())) for task in group]) for group in groups]
 
 
 def _best(values: Mapping[int, float]) -> int:

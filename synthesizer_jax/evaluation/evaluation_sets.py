@@ -5,14 +5,16 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from synthesizer_jax.data.objectives import Documents, ExampleFormat, Objective, SegmentStream
-from synthesizer_jax.data.prepared import PreparedTasks
-from synthesizer_jax.data.vocabularies import EOS, Vocabulary
+from synthesizer_jax.data.objectives import ExampleFormat, Objective
+from synthesizer_jax.data.prepared import PreparedExamples, PreparedTasks
+from synthesizer_jax.data.segments import SegmentStream
+from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.registry import JSON
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.metrics import Value
@@ -28,55 +30,40 @@ class EvaluationSet:
     Attributes:
       task: the task.
       split: the split.
-      inputs: token ids of every example with EOS, int32.
-      targets: token ids of every example with EOS, int32; those of texts are whole, however long.
-      examples: the preprocessed rows, with ``inputs_pretokenized`` and ``targets_pretokenized``.
+      examples: the preprocessed rows, with ``inputs_pretokenized`` and ``targets_pretokenized``, and the
+        token ids ``inputs`` and ``targets``, int32 with EOS; those of texts are whole, however long.
       vocabulary: the vocabulary of the token ids; metrics of SeqIO's tasks decode with it.
-      objective: what has made the examples of texts; None: they are as they are stored.
     """
 
     task: Task
     split: str
-    inputs: list[np.ndarray]
-    targets: list[np.ndarray]
     examples: Sequence[Example]
     vocabulary: Vocabulary | None = None
-    objective: Objective | None = None
+
+    @functools.cached_property
+    def inputs(self) -> list[np.ndarray]:
+        """The token ids of the inputs."""
+        return [row["inputs"] for row in self.examples]
+
+    @functools.cached_property
+    def targets(self) -> list[np.ndarray]:
+        """The token ids of the targets."""
+        return [row["targets"] for row in self.examples]
 
     @property
-    def name(self) -> str:
-        """Name of the task."""
-        return self.task.name
+    def target_words(self) -> list[str]:
+        """The target string of every example."""
+        return [to_text(row["targets_pretokenized"]) for row in self.examples]
 
     @property
     def label_words(self) -> tuple[str, ...] | None:
         """The allowed answers; None for free text."""
         return self.task.label_words
 
-    @property
-    def scores_targets(self) -> bool:
-        """Whether metrics need the log-probabilities of the targets."""
-        return self.task.scores_targets
-
-    @property
-    def is_text(self) -> bool:
-        """Whether the examples are texts without inputs, whose loss is measured."""
-        return self.task.is_text
-
-    @property
-    def texts(self) -> list[str] | None:
-        """The whole texts; None if an objective has made inputs and targets of them."""
-        return None if self.objective is not None else self.target_words
-
     @functools.cached_property
     def labeled(self) -> tuple[int, ...]:
         """Indices of the examples with a label; a test split may have none."""
         return tuple(i for i, row in enumerate(self.examples) if self.task.is_labeled(row))
-
-    @property
-    def target_words(self) -> list[str]:
-        """The target string of every example."""
-        return [to_text(e["targets_pretokenized"]) for e in self.examples]
 
     def score(self, answers: Answers | Sequence[str]) -> dict[str, float]:
         """Returns the task's metrics, T5's in percent; an empty dictionary if no example has a label.
@@ -89,22 +76,15 @@ class EvaluationSet:
         """
         if not isinstance(answers, Answers):
             answers = Answers(answers)
-        answers = answers._replace(texts=list(map(self._shown, answers.texts)))
         if len(answers.texts) != len(self.examples):
             raise ValueError(
-                f"{self.name}: {len(answers.texts)} predictions for {len(self.examples)} examples"
+                f"{self.task.name}: {len(answers.texts)} predictions for {len(self.examples)} examples"
             )
         if not self.labeled:
             return {}
         rows = [self.examples[i] for i in self.labeled]
-        known = answers.select(self.labeled)
+        known = answers._replace(texts=list(map(self._shown, answers.texts))).select(self.labeled)
         return dict(self.task.score(rows, known, vocabulary=self.vocabulary))
-
-    def target_value(self, index: int) -> Value:
-        """Returns the value of an example's target that metrics compare."""
-        example = self.examples[index]
-        target = to_text(example["targets_pretokenized"])
-        return self.task.postprocess(target, example=example, is_target=True)
 
     def predicted_value(self, index: int, prediction: str) -> Value:
         """Returns the value of a prediction for an example that metrics compare."""
@@ -124,8 +104,10 @@ class EvaluationSet:
         ``target`` is None if it is hidden. If metrics compare numbers, ``label`` is that of the prediction
         (−1 if it is none of the labels) and ``target_label`` that of the target.
         """
-        example, known = self.examples[index], index in self._known
-        target = to_text(example["targets_pretokenized"]) if known else None
+        example = self.examples[index]
+        target = None
+        if self.task.is_labeled(example):
+            target = to_text(example["targets_pretokenized"])
         result = {
             "idx": original_index(example, index),
             "input": to_text(example["inputs_pretokenized"]),
@@ -137,25 +119,18 @@ class EvaluationSet:
         label = self.predicted_value(index, prediction)
         if isinstance(label, str):
             return result
-        wanted = self.target_value(index) if known else None
+        wanted: Value | None = None
+        if target is not None:
+            wanted = self.task.postprocess(target, example=example, is_target=True)
         if isinstance(wanted, Mapping):  # MultiRC's, with its question
             wanted = wanted["value"]
         return result | {"label": label, "target_label": wanted}
-
-    @functools.cached_property
-    def _known(self) -> frozenset[int]:
-        return frozenset(self.labeled)
 
     def labeled_part(self, count: int) -> EvaluationSet:
         """Returns at most `count` of the labeled examples, evenly spaced."""
         n = len(self.labeled)
         chosen = [self.labeled[i * n // min(count, n)] for i in range(min(count, n))]
-        return dataclasses.replace(
-            self,
-            inputs=[self.inputs[i] for i in chosen],
-            targets=[self.targets[i] for i in chosen],
-            examples=[self.examples[i] for i in chosen],
-        )
+        return dataclasses.replace(self, examples=[self.examples[i] for i in chosen])
 
 
 def load_evaluation_set(
@@ -186,96 +161,72 @@ def load_evaluation_set(
       FileNotFoundError: the split is not prepared for evaluation.
       ValueError: its files are damaged, or it has inputs and their length is 0.
     """
-    task, vocabulary = task_registry.find_task(name), prepared.vocabulary
-    examples = prepared.open(name, split, None if task.is_text else lengths)
+    task, ours = task_registry.find_task(name), name in task_registry.TASKS
+    made_by = objective if task.is_text and objective and objective.makes_inputs else None
+    examples = prepared.open(
+        name, split, None if task.is_text else lengths, documents=made_by is not None
+    )
     if not examples.info.has_rows:
         raise FileNotFoundError(
             f"{examples.name} is prepared for training alone; "
             f"{prepared.remedy(name, f'--evaluation-split {split}')}"
         )
-    count = max_examples if task.is_text or name not in task_registry.TASKS else None
-    rows: list[Example] = []
-    for index, row in enumerate(examples.rows(count)):
-        inputs, targets = examples[index]
-        rows.append({**row, "inputs": inputs, "targets": targets})
-    if name in task_registry.TASKS:
-        # TFDS stores rows in a random order; in that of the original file groups are contiguous.
-        rows.sort(key=_order)
-    if max_examples is not None:
-        rows = _whole_groups(name, rows, max_examples)
-    if task.is_text and objective is not None and objective.makes_inputs:
-        form = ExampleFormat(lengths["inputs"], lengths["targets"], vocabulary.vocab_size)
-        rows = _by_objective(rows, objective, form, vocabulary)[:max_examples]
+    if made_by is not None:
+        form = ExampleFormat(lengths["inputs"], lengths["targets"], prepared.vocabulary.vocab_size)
+        made = _made_rows(examples, made_by, form, prepared.vocabulary)
+        rows = list(itertools.islice(made, max_examples))
     else:
-        objective = None
-    return EvaluationSet(
-        task=task_registry.find_task(measured_task(name, split)),
-        split=split,
-        inputs=[r["inputs"] for r in rows],
-        targets=[r["targets"] for r in rows],
-        examples=rows,
-        vocabulary=vocabulary,
-        objective=objective,
-    )
+        read = examples.rows(None if ours and not task.is_text else max_examples)
+        rows = [
+            {**row, "inputs": inputs, "targets": targets}
+            for row, (inputs, targets) in zip(read, iter(examples), strict=False)
+        ]
+        if ours:
+            # TFDS stores rows in a random order; in that of the original file groups are contiguous.
+            rows.sort(key=lambda row: tuple(_places(row).values()))
+        if max_examples is not None:
+            groups = [_group(name, row) or (i,) for i, row in enumerate(rows)]
+            end = max_examples
+            while 0 < end < len(rows) and groups[end] == groups[max_examples - 1]:
+                end += 1
+            rows = rows[:end]
+    measured = task_registry.find_task(measured_task(name, split))
+    return EvaluationSet(measured, split, rows, prepared.vocabulary)
 
 
-def _whole_groups(name: str, rows: list[Example], count: int) -> list[Example]:
-    """Returns the first rows, up to the end of the group of row number `count`."""
-    groups = [_group(name, row) or (i,) for i, row in enumerate(rows)]
-    end = count
-    while 0 < end < len(rows) and groups[end] == groups[count - 1]:
-        end += 1
-    return rows[:end]
-
-
-def _by_objective(
-    rows: Sequence[Example], objective: Objective, form: ExampleFormat, vocabulary: Vocabulary
-) -> list[Example]:
-    """Returns the examples that an objective makes of texts in one epoch, in their order."""
-    tokens = [_without_eos(np.asarray(row["targets"], np.int32)) for row in rows]
-    stream = SegmentStream(
-        Documents(tokens, name="the texts"),
-        objective,
-        form,
-        shard=(0, 1),
-        seed=np.random.SeedSequence(0),
-        shuffle=False,
-    )
-    found: list[Example] = []
+def _made_rows(
+    documents: PreparedExamples, objective: Objective, form: ExampleFormat, vocabulary: Vocabulary
+) -> Iterator[Example]:
+    """Yields the examples that an objective makes of texts in one epoch, in their order."""
+    seed = np.random.SeedSequence(0)
+    stream = SegmentStream(documents, objective, form, shard=(0, 1), seed=seed, shuffle=False)
     while True:
         inputs, targets = next(stream)
         if stream.epoch:
-            return found
+            return
         texts = {"inputs_pretokenized": inputs, "targets_pretokenized": targets}
         row: Example = {name: vocabulary.decode(tokens) for name, tokens in texts.items()}
-        found.append({**row, "inputs": inputs, "targets": targets})
-
-
-def _without_eos(tokens: np.ndarray) -> np.ndarray:
-    """Returns token ids without the EOS at their end."""
-    return tokens[: len(tokens) - (tokens[-1:] == EOS).sum()]
+        yield {**row, "inputs": inputs, "targets": targets}
 
 
 def original_index(row: Example, index: int) -> int | dict[str, int]:
     """Returns a row's ``idx`` as JSON, an integer or integers by name; `index` if it has none."""
-    if np.issubdtype(np.asarray(row.get("idx", "")).dtype, np.integer):
-        return int(row["idx"])
-    names = [n for n in _INDICES if n in row]
-    return {n.removeprefix("idx/"): int(row[n]) for n in names} or index
+    places = _places(row)
+    if "idx" in places:
+        return places["idx"]
+    return {name.removeprefix("idx/"): place for name, place in places.items()} or index
 
 
-def _order(row: Example) -> tuple[int, ...]:
-    """Returns the sort key of a row: its index in the original file; empty if it has none."""
-    names = (n for n in ("idx", *_INDICES) if n in row)
-    return tuple(int(row[name]) for name in names)
-
-
-_INDICES = ("idx/paragraph", "idx/passage", "idx/question", "idx/query", "idx/answer")
+def _places(row: Example) -> dict[str, int]:
+    """Returns a row's indices in the original file by name."""
+    parts = ("paragraph", "passage", "question", "query", "answer")
+    names = [name for name in ("idx", *(f"idx/{part}" for part in parts)) if name in row]
+    return {n: int(row[n]) for n in names if np.issubdtype(np.asarray(row[n]).dtype, np.integer)}
 
 
 def _group(name: str, row: Example) -> tuple[int, ...]:
     """Returns the group of a row, which metrics need as a whole; empty if rows have no index."""
-    key = _order(row)
+    key = tuple(_places(row).values())
     if len(key) > 1:
         return key[:2]  # MultiRC's question, ReCoRD's query
     return tuple(i // 2 for i in key) if "axg" in name else key
@@ -293,10 +244,8 @@ def evaluation_tasks(
 
 def loss_weight(rates: Mapping[str, float], task: str) -> float:
     """Returns a task's weight in the held-out loss: its rate, or its share of the trained task's rate."""
-    if rates.get(task):
-        return rates[task]
     trained, part = STANDS_FOR.get(task, (task, 0.0))
-    return part * rates.get(trained, 0.0)
+    return rates.get(task) or part * rates.get(trained, 0.0)
 
 
 def label_prior_entropy(sets: Sequence[tuple[EvaluationSet, float]]) -> dict[str, float]:
@@ -314,12 +263,12 @@ def label_prior_entropy(sets: Sequence[tuple[EvaluationSet, float]]) -> dict[str
     joint: dict[str, float] = collections.defaultdict(float)
     for examples, weight in sets:
         counts = collections.Counter(examples.target_words)
-        n = sum(counts.values())
-        share = {word: count / n for word, count in counts.items()}
-        per_task -= weight / total * sum(p * math.log(p) for p in share.values())
+        share = {word: count / counts.total() for word, count in counts.items()}
+        per_task += weight / total * _entropy(share.values())
         for word, p in share.items():
             joint[word] += weight / total * p
-    return {
-        "per_task": per_task,
-        "joint": -sum(p * math.log(p) for p in joint.values()),
-    }
+    return {"per_task": per_task, "joint": _entropy(joint.values())}
+
+
+def _entropy(shares: Iterable[float]) -> float:
+    return -sum(p * math.log(p) for p in shares)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterable
 from typing import Annotated
 
 from jax.sharding import Mesh
@@ -16,12 +15,7 @@ from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.evaluation import evaluation_sets
 from synthesizer_jax.evaluation.averages import averages
 from synthesizer_jax.evaluation.prediction import METHODS, RANK, Predictor, decoding_by
-from synthesizer_jax.evaluation.scoring import (
-    TaskResult,
-    evaluate_tasks,
-    flatten_results,
-    mean_score,
-)
+from synthesizer_jax.evaluation.scoring import TaskResult, evaluate_tasks, mean_score
 from synthesizer_jax.messages import Phase, did_you_mean, silent_phase
 from synthesizer_jax.models import Encoder, TextToText
 from synthesizer_jax.parameters import Variables
@@ -101,19 +95,22 @@ class Evaluator:
         self.model, self.data, self.evaluation = model, data, evaluation
         self.vocabulary = prepared.vocabulary
         mixture, split = data.mixture, evaluation.split
-        pairs = evaluation_sets.evaluation_tasks(mixture, prepared, split)
-        measures = {pair: names_of_split(*pair) for pair in pairs}
         members = task_registry.member_names(mixture)
-        wanted = set(only or members)
-        _check_tasks(wanted, {*members, *itertools.chain(*measures.values())}, mixture)
-        pairs = [pair for pair in pairs if measures[pair] & wanted]
-        if not pairs:
-            known = dict.fromkeys(
-                s
-                for t in wanted
-                for s in task_registry.find_task(t).stored_splits(prepared.data_dir)
+        measures = {
+            pair: names_of_split(*pair)
+            for pair in evaluation_sets.evaluation_tasks(mixture, prepared, split)
+        }
+        known, wanted = {*members, *itertools.chain(*measures.values())}, set(only or members)
+        for name in wanted - known:
+            raise ValueError(
+                f"the run's mixture {mixture!r} has no task {name!r}{did_you_mean(name, known)}; "
+                f"its tasks: {', '.join(sorted(known))}"
             )
-            choice = f"choose {' or '.join(known)}, or " if known else ""
+        pairs = [pair for pair, names in measures.items() if names & wanted]
+        if not pairs:
+            stored = (task_registry.find_task(t).stored_splits(prepared.data_dir) for t in wanted)
+            splits = dict.fromkeys(itertools.chain(*stored))
+            choice = f"choose {' or '.join(splits)}, or " if splits else ""
             raise FileNotFoundError(
                 f"{', '.join(only) if only else mixture} has no examples of the split {split!r} in "
                 f"{prepared.root}; {choice}{import_remedy(members, prepared.data_dir)}"
@@ -125,14 +122,14 @@ class Evaluator:
                 part,
                 prepared,
                 lengths=data.lengths,
-                max_examples=self.evaluation.max_examples,
+                max_examples=evaluation.max_examples,
                 objective=task_objective(data, task_registry.find_task(task)),
             )
             for task, part in pairs
         ]
         rates = prepared.rates(mixture) or {}
-        self.weights = [evaluation_sets.loss_weight(rates, s.name) for s in self.sets]
-        count = self.evaluation.loss_batches * self.evaluation.batch_size
+        self.weights = [evaluation_sets.loss_weight(rates, s.task.name) for s in self.sets]
+        count = evaluation.loss_batches * evaluation.batch_size
         self.loss_sets = [s.labeled_part(count) for s in self.sets]
 
     def measure(
@@ -149,31 +146,29 @@ class Evaluator:
           mesh: shards the variables and the examples; see `Predictor`.
           phase: is told of every task.
         """
-        method = self.evaluation.method
+        data, evaluation = self.data, self.evaluation
         predictor = Predictor(
             self.model,
             variables,
             self.vocabulary,
-            inputs_length=self.data.inputs_length,
+            inputs_length=data.inputs_length,
             decoding=decoding_by(
-                method, self.data.targets_length, logits_dtype=self.evaluation.logits_dtype
+                evaluation.method, data.targets_length, logits_dtype=evaluation.logits_dtype
             ),
-            ranks=method == RANK,
-            classes=self.data.classes,
-            batch_size=self.evaluation.batch_size,
+            ranks=evaluation.method == RANK,
+            classes=data.classes,
+            batch_size=evaluation.batch_size,
             mesh=mesh,
         )
         results = evaluate_tasks(predictor, self.sets, loss_sets=self.loss_sets, phase=phase)
-        losses = self.held_out_loss(results)
+        losses = self._held_out_loss(results)
         score = mean_score(results)
         if not any(result.metrics for result in results):
             score = -losses.get("loss", math.nan)
         overall = {"score": score} if math.isfinite(score) else {}
-        overall |= losses
-        overall |= averages({r.task: r.metrics for r in results})
-        return results, overall
+        return results, overall | losses | averages({r.task: r.metrics for r in results})
 
-    def held_out_loss(self, results: list[TaskResult]) -> dict[str, float]:
+    def _held_out_loss(self, results: list[TaskResult]) -> dict[str, float]:
         """Returns the teacher-forced loss of labeled examples, with the mixture's weights of its tasks.
 
         ``loss`` is in nats per target token, over all tasks. ``label_loss`` is in nats per example, over
@@ -208,18 +203,3 @@ def check_masked_tasks(model: TextToText | Encoder, data: DataConfig) -> None:
                 f"{name} is not made for a masked language model, which predicts masked tokens alone; give "
                 "a task without inputs and without an objective of its own, and data.objective=masked_lm"
             )
-
-
-def _check_tasks(names: Iterable[str], known: Collection[str], mixture: str) -> None:
-    """Raises a `ValueError` that names the first task that is not in a mixture."""
-    for name in names:
-        if name not in known:
-            raise ValueError(
-                f"the run's mixture {mixture!r} has no task {name!r}{did_you_mean(name, known)}; "
-                f"its tasks: {', '.join(sorted(known))}"
-            )
-
-
-def log_values(results: list[TaskResult], overall: dict[str, float]) -> dict[str, float]:
-    """Returns one flat dictionary for ``metrics.jsonl``."""
-    return {**overall, **flatten_results(results)}

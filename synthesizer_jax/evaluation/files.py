@@ -56,19 +56,6 @@ def write_results(
     return write_atomic(folder / RESULTS_FILE, text + "\n")
 
 
-def write_all_predictions(
-    folder: pathlib.Path, evaluated: Iterable[tuple[EvaluationSet, TaskResult]]
-) -> None:
-    """Writes the predictions of several tasks; see `write_predictions`.
-
-    Args:
-      folder: created if it does not exist.
-      evaluated: evaluation sets and their results.
-    """
-    for examples, result in evaluated:
-        write_predictions(folder, result, examples=examples)
-
-
 def write_predictions(
     folder: pathlib.Path, result: TaskResult, *, examples: EvaluationSet
 ) -> pathlib.Path:
@@ -80,8 +67,7 @@ def write_predictions(
     """
 
     def lines() -> Iterable[str]:
-        predictions: Sequence[str | None] = result.predictions or (None,) * result.n
-        for i, prediction in enumerate(predictions):
+        for i, prediction in enumerate(result.predictions or (None,) * result.n):
             record = {**examples.record(i, prediction), "score": float(result.scores[i])}
             if result.ranked is not None:
                 record["scores"] = dict(zip(result.words, result.ranked[i].tolist(), strict=True))

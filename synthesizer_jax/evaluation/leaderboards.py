@@ -4,46 +4,38 @@ from __future__ import annotations
 
 import json
 import pathlib
-import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet, original_index
 from synthesizer_jax.files import write_atomic
 from synthesizer_jax.registry import JSON
 from synthesizer_jax.tasks.metrics import Value
+from synthesizer_jax.tasks.task import Task
 
-GLUE_FILES: Mapping[str, str] = types.MappingProxyType(
-    {
-        "glue/cola": "CoLA",
-        "glue/sst2": "SST-2",
-        "glue/mrpc": "MRPC",
-        "glue/stsb": "STS-B",
-        "glue/qqp": "QQP",
-        "glue/mnli_matched": "MNLI-m",
-        "glue/mnli_mismatched": "MNLI-mm",
-        "glue/qnli": "QNLI",
-        "glue/rte": "RTE",
-        "glue/wnli": "WNLI",
-        "glue/ax": "AX",
-    }
-)
-"""Stems of the ``.tsv`` files by data set."""
-
-SUPER_GLUE_FILES: Mapping[str, str] = types.MappingProxyType(
-    {
-        "super_glue/boolq": "BoolQ",
-        "super_glue/cb": "CB",
-        "super_glue/copa": "COPA",
-        "super_glue/multirc": "MultiRC",
-        "super_glue/record": "ReCoRD",
-        "super_glue/rte": "RTE",
-        "super_glue/wic": "WiC",
-        "super_glue/wsc.fixed": "WSC",
-        "super_glue/axb": "AX-b",
-        "super_glue/axg": "AX-g",
-    }
-)
-"""Stems of the ``.jsonl`` files by data set."""
+FILES = {
+    "glue/cola": "glue/CoLA.tsv",
+    "glue/sst2": "glue/SST-2.tsv",
+    "glue/mrpc": "glue/MRPC.tsv",
+    "glue/stsb": "glue/STS-B.tsv",
+    "glue/qqp": "glue/QQP.tsv",
+    "glue/mnli_matched": "glue/MNLI-m.tsv",
+    "glue/mnli_mismatched": "glue/MNLI-mm.tsv",
+    "glue/qnli": "glue/QNLI.tsv",
+    "glue/rte": "glue/RTE.tsv",
+    "glue/wnli": "glue/WNLI.tsv",
+    "glue/ax": "glue/AX.tsv",
+    "super_glue/boolq": "super_glue/BoolQ.jsonl",
+    "super_glue/cb": "super_glue/CB.jsonl",
+    "super_glue/copa": "super_glue/COPA.jsonl",
+    "super_glue/multirc": "super_glue/MultiRC.jsonl",
+    "super_glue/record": "super_glue/ReCoRD.jsonl",
+    "super_glue/rte": "super_glue/RTE.jsonl",
+    "super_glue/wic": "super_glue/WiC.jsonl",
+    "super_glue/wsc.fixed": "super_glue/WSC.jsonl",
+    "super_glue/axb": "super_glue/AX-b.jsonl",
+    "super_glue/axg": "super_glue/AX-g.jsonl",
+}
+"""The files by data set."""
 
 WORDS = frozenset(["MNLI-m", "MNLI-mm", "QNLI", "RTE", "AX", "BoolQ", "CB", "WiC", "AX-b", "AX-g"])
 """Files that contain label words; the others contain integers, numbers or text."""
@@ -73,22 +65,24 @@ def write_submission(
     texts: dict[pathlib.Path, str] = {}
     invalid: dict[pathlib.Path, int] = {}
     for examples, predictions in answers:
-        dataset = examples.task.dataset
-        if dataset in GLUE_FILES:
-            path = directory / "glue" / f"{GLUE_FILES[dataset]}.tsv"
-            text = _glue_text(examples, predictions)
-        elif dataset in SUPER_GLUE_FILES:
-            path = directory / "super_glue" / f"{SUPER_GLUE_FILES[dataset]}.jsonl"
-            text = _super_glue_text(examples, predictions)
-        else:
+        if examples.task.dataset not in FILES:
             continue
+        path = directory / FILES[examples.task.dataset]
         if path in texts:
             raise ValueError(
-                f"{examples.name} has the same leaderboard file as another task, {path}; predict them one "
-                "by one, with --task"
+                f"{examples.task.name} has the same leaderboard file as another task, {path}; predict them "
+                "one by one, with --task"
             )
-        values = (examples.predicted_value(i, p) for i, p in enumerate(predictions))
-        texts[path], invalid[path] = text, sum(map(_is_invalid, values))
+        values = [examples.predicted_value(i, text) for i, text in enumerate(predictions)]
+        indices = [original_index(row, i) for i, row in enumerate(examples.examples)]
+        labels = [_format_label(examples.task, value, file=path.stem) for value in values]
+        if path.suffix == ".tsv":
+            pairs = [("index", "prediction"), *zip(indices, labels, strict=True)]
+            texts[path] = "".join(f"{index}\t{label}\n" for index, label in pairs)
+        else:
+            lines = _json_lines(path.stem, indices, labels)
+            texts[path] = "".join(json.dumps(x, ensure_ascii=False) + "\n" for x in lines)
+        invalid[path] = sum(map(_is_invalid, values))
     for path, text in texts.items():
         write_atomic(path, text)
     return invalid
@@ -99,53 +93,33 @@ def _is_invalid(value: Value) -> bool:
     return isinstance(value, int | float) and not value >= 0
 
 
-def _glue_text(examples: EvaluationSet, predictions: Sequence[str]) -> str:
-    """Returns lines of index and prediction, with a header line."""
-    lines = ["index\tprediction"]
-    for i, prediction in enumerate(predictions):
-        label = _format_label(examples, i, prediction, file=GLUE_FILES[examples.task.dataset])
-        lines.append(f"{original_index(examples.examples[i], i)}\t{label}")
-    return "".join(line + "\n" for line in lines)
+def _format_label(task: Task, value: Value, *, file: str) -> int | str:
+    """Returns a value in the format of a file: a label word, an integer, a number or a text."""
+    label = task.format.submission_label(value)
+    if isinstance(label, str) or file not in WORDS:
+        return label
+    word = task.format.labels[label]
+    return word.lower() if file in LOWER else word
 
 
-def _super_glue_text(examples: EvaluationSet, predictions: Sequence[str]) -> str:
-    """Returns lines of JSON, ``{"idx": ..., "label": ...}``, and for MultiRC one line per passage."""
-    file = SUPER_GLUE_FILES[examples.task.dataset]
-    indices = [original_index(row, i) for i, row in enumerate(examples.examples)]
-    labels = [_format_label(examples, i, p, file=file) for i, p in enumerate(predictions)]
-    nested = [index for index in indices if isinstance(index, dict)]
-    if file == "MultiRC":
-        lines = _group_by_passage(nested, labels)
-    elif file == "ReCoRD":
-        first = {index["query"]: i for i, index in reversed(list(enumerate(nested)))}
-        lines = [{"idx": query, "label": labels[first[query]]} for query in sorted(first)]
-    else:
-        lines = [{"idx": i, "label": label} for i, label in zip(indices, labels, strict=True)]
-    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-
-
-def _group_by_passage(
-    indices: Sequence[Mapping[str, int]], labels: Sequence[int | str]
+def _json_lines(
+    file: str, indices: Sequence[int | dict[str, int]], labels: Sequence[int | str]
 ) -> list[dict[str, JSON]]:
-    """Returns the lines of MultiRC: the answers by question by passage, in their order."""
-    grouped: dict[int, dict[int, list[dict[str, JSON]]]] = {}
-    for index, label in zip(indices, labels, strict=True):
-        answers = grouped.setdefault(index["paragraph"], {}).setdefault(index["question"], [])
+    """Returns the lines of a SuperGLUE file, ``{"idx": ..., "label": ...}``; MultiRC's are passages."""
+    nested = [index for index in indices if isinstance(index, dict)]
+    if file == "ReCoRD":
+        first = {index["query"]: i for i, index in reversed(list(enumerate(nested)))}
+        return [{"idx": query, "label": labels[first[query]]} for query in sorted(first)]
+    if file != "MultiRC":
+        return [{"idx": i, "label": label} for i, label in zip(indices, labels, strict=True)]
+    passages: dict[int, dict[int, list[dict[str, JSON]]]] = {}
+    for index, label in zip(nested, labels, strict=True):
+        answers = passages.setdefault(index["paragraph"], {}).setdefault(index["question"], [])
         answers.append({"idx": index["answer"], "label": label})
     return [
         {
             "idx": passage,
             "passage": {"questions": [{"idx": q, "answers": a} for q, a in questions.items()]},
         }
-        for passage, questions in grouped.items()
+        for passage, questions in passages.items()
     ]
-
-
-def _format_label(examples: EvaluationSet, index: int, prediction: str, *, file: str) -> int | str:
-    """Returns a prediction in the format of a file: a label word, an integer, a number or a text."""
-    value, task = examples.predicted_value(index, prediction), examples.task
-    label = task.format.submission_label(value)
-    if isinstance(label, str) or file not in WORDS:
-        return label
-    word = task.format.labels[label]
-    return word.lower() if file in LOWER else word

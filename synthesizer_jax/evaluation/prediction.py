@@ -14,17 +14,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from synthesizer_jax.data.classes import Classes
-from synthesizer_jax.data.vocabularies import Codec
+from synthesizer_jax.data.vocabularies import EOS, PAD, Vocabulary
 from synthesizer_jax.inference import (
     Decoding,
     Sequences,
     decode_sequences,
+    encode_tokens,
     score_choices,
     score_classes,
     score_masked_tokens,
     score_targets,
 )
-from synthesizer_jax.inference.encoding import encode_tokens
 from synthesizer_jax.models import Encoder, TextToText
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables
@@ -48,13 +48,7 @@ loss."""
 
 
 class Generated(NamedTuple):
-    """A text that a model generated.
-
-    Attributes:
-      text: the text.
-      score: its log-probability under the model in nats, end of sequence included; see
-        `inference.Sequences`.
-    """
+    """A text that a model generated, and its log-probability in nats; see `inference.Sequences`."""
 
     text: str
     score: float
@@ -80,16 +74,11 @@ class Predictions:
 
 
 def decoding_by(method: str, max_length: int, *, logits_dtype: str | None = None) -> Decoding:
-    """Returns how a method decodes.
+    """Returns how one of the `METHODS` decodes.
 
-    Args:
-      method: one of `METHODS`: ``greedy``, ``beam`` (4 beams, T5's length penalty), or ``rank``, which
-        decodes greedily where there are no label words.
-      max_length: see `Decoding`.
-      logits_dtype: see `Decoding`.
+    These are ``greedy``, ``beam`` (4 beams, T5's length penalty), and ``rank``, which decodes greedily
+    where there are no label words.
     """
-    if method not in METHODS:
-        raise ValueError(f"method={method!r}; allowed: {', '.join(METHODS)}")
     beams = BEAMS if method == "beam" else 1
     return Decoding(max_length=max_length, beams=beams, logits_dtype=logits_dtype)
 
@@ -121,7 +110,7 @@ class Predictor:
         self,
         model: TokenModel,
         variables: Variables,
-        vocabulary: Codec,
+        vocabulary: Vocabulary,
         *,
         inputs_length: int,
         decoding: Decoding,
@@ -135,37 +124,30 @@ class Predictor:
         self.classes = Classes(classes, vocabulary) if classes else None
         self.mesh = None if mesh is None or mesh.size == 1 else mesh
         axes = [] if self.mesh is None else [self.mesh.shape[name] for name in BATCH_AXES]
-        self.num_batch_shards = math.prod(axes)
+        self._num_shards = math.prod(axes)
         self.advance: Callable[[int], object] = lambda _: None
-        self.batch_size = -(-batch_size // self.num_batch_shards) * self.num_batch_shards
+        self.batch_size = -(-batch_size // self._num_shards) * self._num_shards
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids of an input, truncated to `inputs_length`, EOS last.
 
         Without inputs they are those of a text to continue, all of them and without EOS.
         """
-        if not self.inputs_length:
-            return np.asarray(self.vocabulary.encode(text), np.int32)
-        ids = list(self.vocabulary.encode(text))[: self.inputs_length - 1]
-        return np.asarray([*ids, 1], np.int32)
+        ids = self.vocabulary.encode(text)
+        if self.inputs_length:
+            ids = [*ids[: self.inputs_length - 1], EOS]
+        return np.asarray(ids, np.int32)
 
     def predict(
-        self, inputs: Sequence[np.ndarray], *, label_words: Sequence[str] | None = None
-    ) -> list[str]:
-        """Returns one string per input, in their order.
+        self, inputs: Sequence[np.ndarray], label_words: Sequence[str] | None = None
+    ) -> Predictions:
+        """Predicts a text per input, in their order.
+
+        A model with classes ranks all of them where the task names no label words.
 
         Args:
           inputs: token ids with EOS.
           label_words: the allowed answers, if they are ranked.
-        """
-        return self.predict_with_scores(inputs, label_words).texts
-
-    def predict_with_scores(
-        self, inputs: Sequence[np.ndarray], label_words: Sequence[str] | None
-    ) -> Predictions:
-        """Predicts texts with log-probabilities; where label words are ranked, with those of all words.
-
-        A model with classes ranks all of them where the task names no label words.
         """
         words = tuple(label_words or (self.classes.words if self.classes else ()))
         if self.ranks and words:
@@ -173,8 +155,8 @@ class Predictor:
             best = ranked.argmax(axis=-1)
             scores = np.take_along_axis(ranked, best[:, None], axis=-1)[:, 0]
             return Predictions([words[i] for i in best], scores, ranked, words)
-        answers = self._map(inputs, "decode", self.generate)
-        tokens = [np.asarray(until_eos(rows[0]), np.int32) for rows, _, _ in answers]
+        answers = self._map(inputs, "decode", self._generate)
+        tokens = [np.asarray(_until_end(rows[0]), np.int32) for rows, _, _ in answers]
         scores = np.array([score[0] for _, _, score in answers], np.float32)
         texts = [self.vocabulary.decode(row.tolist()) for row in tokens]
         return Predictions(texts, scores, tokens=tokens)
@@ -187,13 +169,12 @@ class Predictor:
         Args:
           inputs: token ids from `encode`.
         """
-        answers = self._map(inputs, "decode", self.generate)
         return [
             [
-                Generated(self.vocabulary.decode(until_eos(row)), float(score))
+                Generated(self.vocabulary.decode(_until_end(row)), float(score))
                 for row, score in zip(tokens, scores, strict=True)
             ]
-            for tokens, _, scores in answers
+            for tokens, _, scores in self._map(inputs, "decode", self._generate)
         ]
 
     def states(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -205,21 +186,12 @@ class Predictor:
         Raises:
           TypeError: the model has no encoder.
         """
-
-        def encode(_: list[int], batch: np.ndarray) -> tuple[jax.Array, ...]:
-            return (encode_tokens(self.variables, self.to_devices(batch), model=self.model),)
-
-        found = self._map(inputs, "rank", encode)
+        found = self._map(
+            inputs,
+            "rank",
+            lambda _, tokens: encode_tokens(self.variables, tokens, model=self.model),
+        )
         return [states[: len(ids)] for (states,), ids in zip(found, inputs, strict=True)]
-
-    @property
-    def _decoder(self) -> TextToText:
-        """The model, if it generates text."""
-        if not isinstance(self.model, TextToText):
-            raise TypeError(
-                f"{type(self.model).__name__} generates no text; give an EncoderDecoder or a LanguageModel"
-            )
-        return self.model
 
     def rank(self, inputs: Sequence[np.ndarray], label_words: Sequence[str]) -> np.ndarray:
         """Returns the log-probabilities in nats of label words as answers, ``[n, words]`` float32.
@@ -229,17 +201,14 @@ class Predictor:
         """
         if self.classes is not None:
             return self._class_log_probabilities(inputs)[:, self.classes.columns(label_words)]
-        rows = [np.asarray([*self.vocabulary.encode(word), 1]) for word in label_words]
-        count = -(-len(rows) // CHOICES) * CHOICES
-        length = -(-max(map(len, rows)) // CHOICE_LENGTH) * CHOICE_LENGTH
-        choices = _pad_tokens(rows, count, length)
+        words = [np.asarray([*self.vocabulary.encode(word), EOS]) for word in label_words]
+        length = -(-max(map(len, words)) // CHOICE_LENGTH) * CHOICE_LENGTH
+        choices = _pad_tokens(words, -(-len(words) // CHOICES) * CHOICES, length)
 
-        def score(_: list[int], batch: np.ndarray) -> tuple[jax.Array, ...]:
-            tokens = self.to_devices(batch)
-            return (score_choices(self.variables, tokens, choices=choices, model=self._decoder),)
+        def score(_: list[int], tokens: jax.Array) -> jax.Array:
+            return score_choices(self.variables, tokens, choices=choices, model=self._decoder)
 
-        scores = [row for (row,) in self._map(inputs, "rank", score)]
-        return np.asarray(scores, np.float32).reshape(len(inputs), count)[:, : len(rows)]
+        return self._scores(inputs, "rank", score).reshape(len(inputs), -1)[:, : len(words)]
 
     def log_probabilities(
         self, inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray]
@@ -254,83 +223,81 @@ class Predictor:
         Raises:
           ValueError: the model has classes, and a target is none of them.
         """
+        model = self.model
         if self.classes is not None:
             indices = [self.classes.index(target, owner="an example") for target in targets]
             return self._class_log_probabilities(inputs)[np.arange(len(inputs)), indices]
-        if isinstance(self.model, Encoder):
-            return self._masked_log_probabilities(self.model, inputs, targets)
         longest, length = max(map(len, targets), default=1), CHOICE_LENGTH
         if longest > length or self.decoding.max_length < length:
             length = max(self.decoding.max_length, longest)
-        rows = self._rows_of(length)
+        masked = isinstance(model, Encoder)  # of the inputs' length
 
-        def score(indices: list[int], batch: np.ndarray) -> tuple[jax.Array, ...]:
-            padded = self.to_devices(_pad_tokens([targets[i] for i in indices], rows, length))
-            tokens = self.to_devices(batch)
-            return (score_targets(self.variables, tokens, targets=padded, model=self._decoder),)
+        def score(indices: list[int], tokens: jax.Array) -> jax.Array:
+            width = tokens.shape[1] if masked else length
+            rows = self._to_devices(_pad_tokens([targets[i] for i in indices], len(tokens), width))
+            if isinstance(model, Encoder):
+                return score_masked_tokens(self.variables, tokens, targets=rows, model=model)
+            return score_targets(self.variables, tokens, targets=rows, model=self._decoder)
 
-        scores = self._map(inputs, "decode", score, batch_size=rows)
-        return np.array([score for (score,) in scores], np.float32)
+        # No more logits than ranking four label words computes.
+        rows = self.batch_size * CHOICES * CHOICE_LENGTH
+        rows //= (self.inputs_length if masked else length) * self._num_shards
+        rows = min(max(rows, 1) * self._num_shards, self.batch_size)
+        return self._scores(inputs, "rank" if masked else "decode", score, batch_size=rows)
 
-    def _masked_log_probabilities(
-        self, model: Encoder, inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray]
-    ) -> np.ndarray:
-        """Returns the log-probabilities in nats of tokens in masked places, ``[n]`` float32."""
-
-        def score(indices: list[int], batch: np.ndarray) -> tuple[jax.Array, ...]:
-            rows = self.to_devices(_pad_tokens([targets[i] for i in indices], *batch.shape))
-            tokens = self.to_devices(batch)
-            return (score_masked_tokens(self.variables, tokens, targets=rows, model=model),)
-
-        rows = self._rows_of(self.inputs_length)
-        scores = self._map(inputs, "rank", score, batch_size=rows)
-        return np.array([score for (score,) in scores], np.float32)
-
-    def _rows_of(self, length: int) -> int:
-        """Returns the rows of a batch with no more logits than ranking four label words computes."""
-        rows = self.batch_size * CHOICES * CHOICE_LENGTH // length
-        return min(max(rows // self.num_batch_shards, 1) * self.num_batch_shards, self.batch_size)
+    @property
+    def _decoder(self) -> TextToText:
+        """The model, if it generates text."""
+        if not isinstance(self.model, TextToText):
+            raise TypeError(
+                f"{type(self.model).__name__} generates no text; give an EncoderDecoder or a LanguageModel"
+            )
+        return self.model
 
     def _class_log_probabilities(self, inputs: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the log-probabilities in nats of all classes, ``[n, classes]`` float32."""
-        model = self.model
-        assert isinstance(model, Encoder) and self.classes is not None
+        model, classes = self.model, self.classes
+        assert isinstance(model, Encoder) and classes is not None
+        scores = self._scores(
+            inputs, "rank", lambda _, tokens: score_classes(self.variables, tokens, model=model)
+        )
+        return scores.reshape(len(inputs), len(classes.words))
 
-        def score(_: list[int], batch: np.ndarray) -> tuple[jax.Array, ...]:
-            return (score_classes(self.variables, self.to_devices(batch), model=model),)
-
-        scores = [row for (row,) in self._map(inputs, "rank", score)]
-        return np.asarray(scores, np.float32).reshape(len(inputs), len(self.classes.words))
-
-    def generate(self, indices: Sequence[int], batch: np.ndarray) -> Sequences:
-        """Decodes inputs ``[batch, k]``.
-
-        Args:
-          indices: integers that tell the inputs apart, for their samples; the last rows may have none.
-          batch: ``[batch, k]`` token ids with EOS; 0 is padding.
-        """
-        examples = np.zeros(len(batch), np.int32)
+    def _generate(self, indices: list[int], tokens: jax.Array) -> Sequences:
+        """Decodes ``[batch, k]`` inputs of those indices, on which samples depend."""
+        examples = np.zeros(len(tokens), np.int32)
         examples[: len(indices)] = indices
         return decode_sequences(
             self.variables,
-            self.to_devices(batch),
+            tokens,
             model=self._decoder,
             decoding=self.decoding,
-            examples=self.to_devices(examples),
+            examples=self._to_devices(examples),
             continues=not self.inputs_length,
         )
 
-    def to_devices(self, x: np.ndarray) -> jax.Array:
-        """Puts a host array on the devices."""
+    def _to_devices(self, x: np.ndarray) -> jax.Array:
         if self.mesh is None:
             return jnp.asarray(x)
         return replicate_to_devices(x, batch_sharding(self.mesh))
+
+    def _scores(
+        self,
+        inputs: Sequence[np.ndarray],
+        kind: str,
+        answer: Callable[[list[int], jax.Array], jax.Array],
+        *,
+        batch_size: int | None = None,
+    ) -> np.ndarray:
+        """Returns the array whose parts a function computes for batches; see `_map`."""
+        rows = self._map(inputs, kind, answer, batch_size=batch_size)
+        return np.array([row for (row,) in rows], np.float32)
 
     def _map(
         self,
         inputs: Sequence[np.ndarray],
         kind: str,
-        answer: Callable[[list[int], np.ndarray], tuple[jax.Array, ...]],
+        answer: Callable[[list[int], jax.Array], jax.Array | Sequences],
         *,
         batch_size: int | None = None,
     ) -> list[tuple[np.ndarray, ...]]:
@@ -342,32 +309,23 @@ class Predictor:
         fetch = np.asarray if self.mesh is None else gather_to_host
         with contextlib.nullcontext() if self.mesh is None else use_mesh(self.mesh):
             for rows, batch in _length_batches(inputs, batch_size or self.batch_size, allowed):
-                arrays = [fetch(x) for x in answer(rows, batch)]
-                for row, values in zip(rows, zip(*arrays, strict=True), strict=False):
-                    answers[row] = values
+                found = jax.tree.leaves(answer(rows, self._to_devices(batch)))
+                for row, *values in zip(rows, *map(fetch, found), strict=False):
+                    answers[row] = tuple(values)
                 self.advance(len(rows))
         return answers
 
 
-def until_eos(tokens: np.ndarray) -> list[int]:
+def _until_end(tokens: np.ndarray) -> list[int]:
     """Returns the ids of a row before EOS or padding."""
-    ends = np.flatnonzero((tokens == 1) | (tokens == 0))
+    ends = np.flatnonzero((tokens == EOS) | (tokens == PAD))
     return tokens[: ends[0] if len(ends) else len(tokens)].tolist()
 
 
 def _length_batches(
     inputs: Sequence[np.ndarray], batch_size: int, lengths: Sequence[int]
 ) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Yields rows sorted by length in batches of equal size, padded to one of a few lengths.
-
-    Args:
-      inputs: token ids.
-      batch_size: rows per batch; the last batch is filled with empty rows.
-      lengths: allowed lengths of a batch, ascending; inputs are truncated to the last.
-
-    Yields:
-      The indices of the rows in `inputs`, and ``[batch_size, length]`` int32 tokens.
-    """
+    """Yields indices of inputs, sorted by length, and ``[batch_size, length]`` tokens; lengths ascend."""
     order = sorted(range(len(inputs)), key=lambda i: (len(inputs[i]), i))
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]

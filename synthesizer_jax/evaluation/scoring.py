@@ -1,17 +1,20 @@
-"""The results of a model on every task: metrics, and losses of the targets."""
+"""The results of a model on every task: metrics, and losses of the targets and of texts."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
 from synthesizer_jax.evaluation.prediction import Predictor
-from synthesizer_jax.evaluation.texts import text_loss
 from synthesizer_jax.messages import Phase, silent_phase
 from synthesizer_jax.tasks.task import Answers
+
+LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity", "bits_per_byte")
+"""The measures of texts, and the loss of every task; all others are metrics, in percent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +50,7 @@ class TaskResult:
       ranked: ``[n, words]`` log-probabilities of the label words; None if they were not ranked.
       words: the label words that were ranked.
       loss: the loss over labeled examples, or all texts; None if it was not computed.
-      text_metrics: measures of texts (`texts.TextLoss.metrics`), of which lower is better; empty for
-        other tasks.
+      text_metrics: `text_metrics` of texts, of which lower is better; empty for other tasks.
     """
 
     task: str
@@ -62,11 +64,6 @@ class TaskResult:
     words: tuple[str, ...] = ()
     loss: TargetLoss | None = None
     text_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    @property
-    def mean(self) -> float:
-        """Mean of the task's metrics."""
-        return sum(self.metrics.values()) / len(self.metrics)
 
 
 def evaluate_tasks(
@@ -87,33 +84,33 @@ def evaluate_tasks(
     """
     results = []
     for i, examples in enumerate(sets):
-        size, window = len(examples.inputs), predictor.decoding.max_length
-        passes = size * (1 + examples.scores_targets) + len(
-            loss_sets[i].inputs if loss_sets else ()
-        )
-        if examples.is_text:
+        task, size, window = examples.task, len(examples.inputs), predictor.decoding.max_length
+        loss_set = loss_sets[i] if loss_sets else None
+        if task.is_text:
             passes = sum(-(-len(target) // window) for target in examples.targets)
-        predictor.advance = phase(f"{examples.name}, {examples.split}: {size:,} examples", passes)
-        if examples.is_text:
+        else:
+            passes = size * (1 + task.scores_targets) + len(loss_set.inputs if loss_set else ())
+        predictor.advance = phase(f"{task.name}, {examples.split}: {size:,} examples", passes)
+        if task.is_text:
             results.append(_evaluate_texts(predictor, examples))
             continue
-        found = predictor.predict_with_scores(examples.inputs, examples.label_words)
+        found = predictor.predict(examples.inputs, examples.label_words)
         answers = Answers(found.texts, found.tokens, found.scores)
-        if examples.scores_targets:
+        if task.scores_targets:
             logp = predictor.log_probabilities(examples.inputs, examples.targets)
-            answers = answers._replace(target_scores=np.asarray(logp))
+            answers = answers._replace(target_scores=logp)
         results.append(
             TaskResult(
-                task=examples.name,
+                task=task.name,
                 split=examples.split,
-                n=len(examples.inputs),
+                n=size,
                 labeled=len(examples.labeled),
                 metrics=examples.score(answers),
                 predictions=tuple(found.texts),
                 scores=found.scores,
                 ranked=found.ranked,
                 words=found.words,
-                loss=None if loss_sets is None else _target_loss(predictor, loss_sets[i]),
+                loss=_target_loss(predictor, loss_set) if loss_set else None,
             )
         )
     return results
@@ -121,18 +118,72 @@ def evaluate_tasks(
 
 def _evaluate_texts(predictor: Predictor, examples: EvaluationSet) -> TaskResult:
     """Returns the loss of all texts, and what follows from it; nothing is decoded."""
-    found = text_loss(predictor, examples.inputs, examples.targets, examples.texts)
+    nats = text_nats(predictor, examples.inputs, examples.targets)
+    tokens = np.array([np.count_nonzero(target) for target in examples.targets])
+    texts = None if any(map(len, examples.inputs)) else examples.target_words
     return TaskResult(
-        task=examples.name,
+        task=examples.task.name,
         split=examples.split,
         n=len(examples.targets),
         labeled=len(examples.targets),
         metrics={},
         predictions=(),
-        scores=-found.nats,
-        loss=TargetLoss(nats=float(found.nats.mean()), tokens=float(found.tokens.mean())),
-        text_metrics=found.metrics(),
+        scores=-nats,
+        loss=TargetLoss(nats=float(nats.mean()), tokens=float(tokens.mean())),
+        text_metrics=text_metrics(nats, tokens, texts),
     )
+
+
+def text_nats(
+    predictor: Predictor, inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Returns the negative log-probability of texts of any length, ``[n]`` float64.
+
+    A text that is longer than the targets of a training row (`Predictor.decoding`'s ``max_length``) is
+    evaluated in consecutive windows of that length. No token is left out and none counts twice; every
+    window starts without context, so the first tokens of a window have a higher loss than with the whole
+    text before them.
+
+    Args:
+      predictor: the model.
+      inputs: token ids that the model reads before each text; empty arrays for texts alone.
+      targets: token ids of each text with EOS; 0 at tokens that an objective leaves out.
+    """
+    length = predictor.decoding.max_length
+    starts = [(i, s) for i, t in enumerate(targets) for s in range(0, len(t), length)]
+    scores = predictor.log_probabilities(
+        [inputs[i] for i, _ in starts], [targets[i][s : s + length] for i, s in starts]
+    )
+    nats = np.zeros(len(targets))
+    np.subtract.at(nats, [i for i, _ in starts], scores)
+    return nats
+
+
+def text_metrics(
+    nats: np.ndarray, tokens: np.ndarray, texts: Sequence[str] | None
+) -> dict[str, float]:
+    """Returns the measures of texts, of which lower is better.
+
+    ``perplexity`` is exp(nats / tokens). ``word_perplexity`` is exp(nats / (words + texts)), words
+    being what white space separates, and ``bits_per_byte`` nats / ln 2 / bytes; these two can be
+    compared between vocabularies.
+
+    Args:
+      nats: ``[n]`` negative log-probability of every text, its EOS included.
+      tokens: ``[n]`` number of its tokens, its EOS included.
+      texts: the texts themselves, whose words and bytes are counted; None: they are not whole.
+    """
+    total = float(nats.sum(dtype=np.float64))
+    found = {"perplexity": _exp(total / float(tokens.sum()))}
+    if texts:
+        found["word_perplexity"] = _exp(total / sum(len(text.split()) + 1 for text in texts))
+        if size := sum(len(text.encode()) for text in texts):
+            found["bits_per_byte"] = total / math.log(2) / size
+    return found
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf
 
 
 def _target_loss(predictor: Predictor, examples: EvaluationSet) -> TargetLoss | None:
@@ -146,7 +197,7 @@ def _target_loss(predictor: Predictor, examples: EvaluationSet) -> TargetLoss | 
 
 def mean_score(results: Sequence[TaskResult]) -> float:
     """Returns the mean over tasks of the mean of their metrics; NaN if there are none."""
-    means = [r.mean for r in results if r.metrics]
+    means = [sum(r.metrics.values()) / len(r.metrics) for r in results if r.metrics]
     return float(np.mean(means)) if means else float("nan")
 
 

@@ -3,6 +3,7 @@
 from synthesizer_jax.inference.decoder import Sequences
 from synthesizer_jax.inference.decoding import Decoded, decode, decode_sequences
 from synthesizer_jax.inference.scoring import (
+    encode_tokens,
     score_choices,
     score_classes,
     score_masked_tokens,
@@ -16,6 +17,7 @@ __all__ = [
     "Sequences",
     "decode",
     "decode_sequences",
+    "encode_tokens",
     "score_choices",
     "score_classes",
     "score_masked_tokens",

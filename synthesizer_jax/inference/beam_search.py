@@ -72,11 +72,9 @@ def beam_search(
         ends = token == EOS
         real = ends & (top > NEVER / 2)
         penalized = jnp.where(real, top / length_penalty(state.at + 1, alpha), NEVER)
-        ended, ended_tokens = _select_best(
-            jnp.concatenate([state.ended, penalized], axis=1),
-            jnp.concatenate([state.ended_tokens, tokens], axis=1),
-            n,
-        )
+        ended, order = jax.lax.top_k(jnp.concatenate([state.ended, penalized], axis=1), n)
+        ended_tokens = jnp.concatenate([state.ended_tokens, tokens], axis=1)
+        ended_tokens = jnp.take_along_axis(ended_tokens, order[:, :, None], axis=1)
         live, order = jax.lax.top_k(jnp.where(ends, NEVER, top), n)
         tokens = jnp.take_along_axis(tokens, order[:, :, None], axis=1)
         source = jnp.take_along_axis(source, order, axis=1)
@@ -105,7 +103,7 @@ def beam_search(
         hope = state.live[:, 0] / length_penalty(lengths.longest, alpha)
         return jnp.any((state.at < lengths.longest) & (hope > state.ended[:, -1]))
 
-    logits, cache = decoder.start()
+    logits, cache = decoder.next(*decoder.begin())
     empty = jnp.zeros((b, n, m), jnp.int32)
     # All beams are equal at the start, so only the first one may be extended.
     live = jnp.full((b, n), NEVER).at[:, 0].set(0.0)
@@ -167,9 +165,3 @@ def top_tokens(
     group = jnp.take_along_axis(chosen, index // GROUP, axis=1)
     token = group % groups * GROUP + index % GROUP
     return top, group // groups, token.astype(jnp.int32)
-
-
-def _select_best(scores: jax.Array, tokens: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the n best of the sequences ``[b, c, m]`` with scores ``[b, c]``."""
-    scores, order = jax.lax.top_k(scores, n)
-    return scores, jnp.take_along_axis(tokens, order[:, :, None], axis=1)

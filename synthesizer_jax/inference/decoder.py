@@ -82,22 +82,11 @@ class Decoder:
 
     def begin(self) -> tuple[jax.Array, DecodingCache]:
         """Returns the tokens ``[batch]`` after which decoding starts, and the cache before them."""
-        if isinstance(self._model, LanguageModel) and self._continues:
-            method = self._model.begin_targets
-            return apply_method(
-                method, self._variables, self._encoder_tokens, max_length=self.max_length
-            )
-        cache = apply_method(
-            self._model.init_cache,
-            self._variables,
-            self._encoder_tokens,
-            max_length=self.max_length,
-        )
+        model, inputs = self._model, (self._variables, self._encoder_tokens)
+        if isinstance(model, LanguageModel) and self._continues:
+            return apply_method(model.begin_targets, *inputs, max_length=self.max_length)
+        cache = apply_method(model.init_cache, *inputs, max_length=self.max_length)
         return jnp.full(self.batch, START, jnp.int32), cache
-
-    def start(self) -> tuple[jax.Array, DecodingCache]:
-        """Returns the ``[batch, vocab]`` float32 logits of the first token, and the cache."""
-        return self.next(*self.begin())
 
     def next(self, tokens: jax.Array, cache: DecodingCache) -> tuple[jax.Array, DecodingCache]:
         """Returns the ``[rows, vocab]`` float32 logits after the tokens ``[rows]``, and the cache."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,6 @@ def decode_sequences(
     *,
     model: TextToText,
     decoding: Decoding,
-    key: jax.Array | None = None,
     examples: ArrayLike | None = None,
     continues: bool = False,
 ) -> Sequences:
@@ -85,7 +85,6 @@ def decode_sequences(
       encoder_tokens: ``[batch, k]`` integers; 0 is padding, on either side.
       model: an unbound model.
       decoding: the settings.
-      key: the random key of the samples; None is made of `Decoding.seed`.
       examples: ``[batch]`` integers that tell the examples apart, whatever the batch; their samples
         depend on it. None: their positions in the batch.
       continues: whether the tokens, without EOS, are the beginning of the targets, which a `LanguageModel`
@@ -113,12 +112,14 @@ def decode_sequences(
     if decoding.temperature:
         sampling = Sampling(
             # With JAX's other generators, what a key draws under `jax.vmap` depends on the other keys.
-            jax.random.key(decoding.seed, impl="threefry2x32") if key is None else key,
+            jax.random.key(decoding.seed, impl="threefry2x32"),
             jnp.asarray(range(encoder_tokens.shape[0]) if examples is None else examples),
             temperature=float(decoding.temperature),
             top_p=None if decoding.top_p is None else float(decoding.top_p),
         )
     relative = decoding.relative_length
+    numbers: dict[str, Any] = {"alpha": 0.0, "seed": 0, "min_length": 1, "relative_length": None}
+    numbers |= {"top_p": None, "temperature": float(decoding.temperature > 0)}
     return run_decoding(
         variables,
         encoder_tokens,
@@ -127,21 +128,12 @@ def decode_sequences(
         alpha=float(decoding.alpha),
         sampling=sampling,
         model=model,
-        max_length=decoding.max_length,
-        beams=decoding.beams,
-        top_k=decoding.top_k,
-        samples=decoding.samples,
-        logits_dtype=decoding.logits_dtype,
+        decoding=dataclasses.replace(decoding, **numbers),
         continues=continues,
     )
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        *("model", "max_length", "beams", "top_k", "samples", "logits_dtype", "continues"),
-    ),
-)
+@functools.partial(jax.jit, static_argnames=("model", "decoding", "continues"))
 @on_any_mesh
 def run_decoding(
     variables: Variables,
@@ -152,15 +144,11 @@ def run_decoding(
     alpha: ArrayLike,
     sampling: Sampling | None,
     model: TextToText,
-    max_length: int,
-    beams: int,
-    top_k: int | None,
-    samples: int,
-    logits_dtype: str | None,
-    continues: bool = False,
+    decoding: Decoding,
+    continues: bool,
 ) -> Sequences:
-    """The compiled program of `decode_sequences`; without `sampling` it does not sample."""
-    longest = jnp.full(encoder_tokens.shape[0], max_length)
+    """The compiled program of `decode_sequences`, for any numbers in place of those of `decoding`."""
+    longest = jnp.full(encoder_tokens.shape[0], decoding.max_length)
     if relative_length is not None:
         relative = jnp.round(relative_length * num_real_tokens(encoder_tokens))
         shortest = 1 if min_length is None else min_length
@@ -170,10 +158,11 @@ def run_decoding(
         unroll(model),
         unroll_variables(model, variables),
         encoder_tokens,
-        max_length=max_length,
-        logits_dtype=logits_dtype,
+        max_length=decoding.max_length,
+        logits_dtype=decoding.logits_dtype,
         continues=continues,
     )
-    if beams > 1:
-        return beam_search(decoder, lengths, beams=beams, alpha=alpha, samples=samples)
-    return decode_rows(decoder, lengths, samples=samples, sampling=sampling, top_k=top_k)
+    samples = decoding.samples
+    if decoding.beams > 1:
+        return beam_search(decoder, lengths, beams=decoding.beams, alpha=alpha, samples=samples)
+    return decode_rows(decoder, lengths, samples=samples, sampling=sampling, top_k=decoding.top_k)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -29,47 +27,6 @@ class Sampling(NamedTuple):
     examples: jax.Array
     temperature: ArrayLike
     top_p: ArrayLike | None = None
-
-    def keys(self, samples: int) -> jax.Array:
-        """Returns a random key per sample, whatever else is in the batch.
-
-        Args:
-          samples: number of samples per example.
-
-        Returns:
-          ``[batch · samples]`` keys, the samples of an example next to one another.
-        """
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(self.key, self.examples)
-        fold = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))
-        return fold(keys, jnp.arange(samples)).reshape(-1)
-
-    def draw(
-        self, logits: jax.Array, at: jax.Array, *, keys: jax.Array, top_k: int | None
-    ) -> jax.Array:
-        """Draws the next token of every sequence.
-
-        Args:
-          logits: ``[rows, vocab]``.
-          at: ``[]`` the token's position.
-          keys: ``[rows]`` random keys of the sequences.
-          top_k: number of tokens to draw from; None: all.
-
-        Returns:
-          ``[rows]`` tokens.
-        """
-        # The largest logit becomes 0, so that no temperature makes an infinity of it.
-        logits -= logits.max(axis=-1, keepdims=True)
-        logits /= jnp.maximum(self.temperature, jnp.finfo(logits.dtype).tiny)
-        if top_k is not None or self.top_p is not None:
-            logits = keep_most_probable(logits, top_k=top_k, top_p=self.top_p)
-        keys = jax.vmap(jax.random.fold_in, (0, None))(keys, at)
-        return jax.vmap(jax.random.categorical)(keys, logits)
-
-
-def _most_probable(logits: jax.Array, at: jax.Array) -> jax.Array:
-    """Returns the most probable tokens ``[rows]`` of logits ``[rows, vocab]`` at any position."""
-    del at
-    return jnp.argmax(logits, axis=-1)
 
 
 def keep_most_probable(
@@ -136,14 +93,14 @@ def decode_rows(
     """
     rows = decoder.batch * samples
     longest = jnp.repeat(lengths.longest, samples)
-    if sampling is None:
-        choose: Callable[[jax.Array, jax.Array], jax.Array] = _most_probable
-    else:
-        choose = functools.partial(sampling.draw, keys=sampling.keys(samples), top_k=top_k)
 
     def body(state: _State) -> _State:
         logits, cache = decoder.next(state.token, state.cache)
-        token = choose(lengths.forbid_early_end(logits, state.at), state.at)
+        allowed = lengths.forbid_early_end(logits, state.at)
+        if sampling is None:
+            token = jnp.argmax(allowed, axis=-1)
+        else:
+            token = _draw(sampling, allowed, state.at, samples=samples, top_k=top_k)
         logp = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
         logp -= logsumexp(logits, axis=-1)
         token = jnp.where(state.done, 0, token).astype(jnp.int32)
@@ -175,3 +132,20 @@ def decode_rows(
     tokens = state.tokens.reshape(decoder.batch, samples, -1)
     scores = state.scores.reshape(decoder.batch, samples)
     return Sequences(tokens, scores, scores)
+
+
+def _draw(
+    sampling: Sampling, logits: jax.Array, at: jax.Array, *, samples: int, top_k: int | None
+) -> jax.Array:
+    """Draws the token ``[rows]`` of position `at` by logits ``[rows, vocab]`` of the examples' samples."""
+    # The largest logit becomes 0, so that no temperature makes an infinity of it.
+    logits -= logits.max(axis=-1, keepdims=True)
+    logits /= jnp.maximum(sampling.temperature, jnp.finfo(logits.dtype).tiny)
+    if top_k is not None or sampling.top_p is not None:
+        logits = keep_most_probable(logits, top_k=top_k, top_p=sampling.top_p)
+    # A key depends on example, sample and position, whatever else is in the batch.
+    fold = jax.random.fold_in
+    keys = jax.vmap(fold, (None, 0))(sampling.key, sampling.examples)
+    keys = jax.vmap(jax.vmap(fold, (None, 0)), (0, None))(keys, jnp.arange(samples)).reshape(-1)
+    keys = jax.vmap(fold, (0, None))(keys, at)
+    return jax.vmap(jax.random.categorical)(keys, logits)

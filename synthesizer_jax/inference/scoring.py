@@ -1,4 +1,4 @@
-"""Log-probabilities of given targets and of classes, for rank classification and held-out losses."""
+"""Log-probabilities of given targets and of classes, and the states of an encoder."""
 
 from __future__ import annotations
 
@@ -9,9 +9,37 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from synthesizer_jax.ambient import on_any_mesh
-from synthesizer_jax.models import Encoder, TextToText
+from synthesizer_jax.models import Encoder, EncoderDecoder, TextToText
+from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables, apply_method
 from synthesizer_jax.typing import PyTree
+
+
+@functools.partial(jax.jit, static_argnames="model")
+@on_any_mesh
+def encode_tokens(variables: Variables, tokens: jax.Array, *, model: TokenModel) -> jax.Array:
+    """Encodes a batch of inputs.
+
+    Args:
+      variables: the model's variables.
+      tokens: ``[batch, k]`` integers; 0 is padding, after the tokens.
+      model: an unbound `EncoderDecoder`, or an `Encoder`.
+
+    Returns:
+      ``[batch, k, d_model]`` float32, the encoder's outputs.
+
+    Raises:
+      TypeError: the model has no encoder.
+    """
+    if isinstance(model, Encoder):
+        hidden = apply_method(model.__call__, variables, tokens).hidden
+    elif isinstance(model, EncoderDecoder):
+        hidden = apply_method(model.encode, variables, tokens)
+    else:
+        raise TypeError(
+            f"{type(model).__name__} has no encoder; give an EncoderDecoder or an Encoder"
+        )
+    return hidden.astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("model",))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated, TypeAlias
 
-from synthesizer_jax.registry import check_types
+from synthesizer_jax.registry import check_types, fields_of
+from synthesizer_jax.typing import Count, Dtype, Length, NotNegative, Positive, Range, Seed
 
-LARGEST_SEED = 2**32 - 1
-LONGEST, MOST_SEQUENCES = 2**20, 2**10
+Sequences: TypeAlias = Annotated[int, Range(1, 2**10)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,48 +43,20 @@ class Decoding:
       ValueError: a value is not allowed, or does not go with another.
     """
 
-    max_length: int
-    min_length: int = 1
-    relative_length: float | None = None
-    beams: int = 1
-    alpha: float = 0.6
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    samples: int = 1
-    seed: int = 0
-    logits_dtype: str | None = None
+    max_length: Length
+    min_length: Count = 1
+    relative_length: Positive | None = None
+    beams: Sequences = 1
+    alpha: NotNegative = 0.6
+    temperature: NotNegative = 0.0
+    top_k: Count | None = None
+    top_p: Annotated[float, Range(0, 1, above=True)] | None = None
+    samples: Sequences = 1
+    seed: Seed = 0
+    logits_dtype: Dtype | None = None
 
     def __post_init__(self) -> None:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        check_types(Decoding, fields)
-        self._check_ranges()
-        self._check_combinations()
-
-    def _check_ranges(self) -> None:
-        """Raises a `ValueError` for the first field with a value that is never allowed."""
-        checks = (
-            ("max_length", 1 <= self.max_length <= LONGEST, f"1 to {LONGEST:,}"),
-            ("min_length", self.min_length >= 1, "1 or more"),
-            (
-                "relative_length",
-                self.relative_length is None or self.relative_length > 0,
-                "above 0",
-            ),
-            ("beams", 1 <= self.beams <= MOST_SEQUENCES, f"1 to {MOST_SEQUENCES:,}"),
-            ("alpha", self.alpha >= 0, "0 or more"),
-            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "1 or more"),
-            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0, at most 1"),
-            ("samples", 1 <= self.samples <= MOST_SEQUENCES, f"1 to {MOST_SEQUENCES:,}"),
-            ("seed", 0 <= self.seed <= LARGEST_SEED, f"0 to {LARGEST_SEED:,}"),
-        )
-        for name, allowed, values in checks:
-            if not allowed:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: {values}")
-
-    def _check_combinations(self) -> None:
-        """Raises a `ValueError` for settings that contradict one another."""
+        check_types(Decoding, fields_of(self))
         if self.min_length > self.max_length:
             raise ValueError(
                 f"min_length is {self.min_length}; allowed: at most max_length, {self.max_length}"

@@ -168,7 +168,7 @@ def generate(
     """
     decoding = decoding or Decoding(max_length=max_length)
     predictor = _predictor(loaded, len(texts), inputs_length, decoding)
-    return predictor.predict([predictor.encode(text) for text in texts])
+    return predictor.predict([predictor.encode(text) for text in texts]).texts
 
 
 def generate_with_scores(

@@ -16,7 +16,7 @@ import numpy as np
 
 from synthesizer_jax.costs.summary import Summary, summarize
 from synthesizer_jax.evaluation.files import evaluation_folder
-from synthesizer_jax.evaluation.texts import LOWER_IS_BETTER
+from synthesizer_jax.evaluation.scoring import LOWER_IS_BETTER
 from synthesizer_jax.files import describing, write_atomic
 from synthesizer_jax.reports.figures import ENVIRONMENT, line_chart
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics

@@ -7,8 +7,8 @@ import hashlib
 import json
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -19,13 +19,8 @@ from jax import export
 from jax.errors import ConcretizationTypeError, InconclusiveDimensionOperation
 from safetensors.numpy import save_file
 
-from synthesizer_jax.data.vocabularies import (
-    ByteVocabulary,
-    SentencePieceVocabulary,
-    Vocabulary,
-)
-from synthesizer_jax.inference import decode, score_targets
-from synthesizer_jax.inference.encoding import encode_tokens
+from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, Vocabulary
+from synthesizer_jax.inference import decode, encode_tokens, score_targets
 from synthesizer_jax.mixers.attention import AttentionBase
 from synthesizer_jax.models import Encoder, EncoderDecoder, Run, TextToText, unroll
 from synthesizer_jax.models.token_model import TokenModel
@@ -39,9 +34,6 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 
 LOADER = pathlib.Path(__file__).with_name("load.py")
 DESCRIPTION, PARAMETERS, VOCABULARY = "model.json", "parameters.safetensors", "vocabulary.model"
-
-Parameters: TypeAlias = Mapping[str, jax.Array]
-"""A model's variables by the keys of `Variables`, joined by ``/``; the first argument of a program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,24 +50,6 @@ class Limits:
     targets_length: int
     beams: int = 1
 
-    def __post_init__(self) -> None:
-        for name, value in fields_of(self).items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-
-
-class Programs(NamedTuple):
-    """The programs of a model.
-
-    Attributes:
-      by_name: the programs, see `export_programs`.
-      has_symbolic_lengths: whether they accept all lengths up to the limits; otherwise a part of the model
-        must know lengths when it is traced, and inputs and targets are padded to the limits.
-    """
-
-    by_name: Mapping[str, export.Exported]
-    has_symbolic_lengths: bool
-
 
 def write_directory(
     directory: pathlib.Path,
@@ -84,7 +58,6 @@ def write_directory(
     vocabulary: Vocabulary,
     *,
     limits: Limits,
-    platforms: Sequence[str] = PLATFORMS,
 ) -> None:
     """Writes a model as StableHLO programs with a loader, ``load.py``, that does not need this package.
 
@@ -98,7 +71,6 @@ def write_directory(
       variables: its variables.
       vocabulary: bytes, or SentencePiece's.
       limits: the largest lengths.
-      platforms: the platforms of the programs.
 
     Raises:
       ValueError: the model has fewer positions than the limits, no programs, or parameters that are not
@@ -108,25 +80,24 @@ def write_directory(
     for name, x in parameters.items():
         if x.dtype != np.float32:
             raise ValueError(f"{name} is {x.dtype}; only models of float32 parameters are exported")
-    if isinstance(vocabulary, SentencePieceVocabulary):
-        proto = vocabulary.processor.serialized_model_proto()
-        (directory / VOCABULARY).write_bytes(proto)
-    elif not isinstance(vocabulary, ByteVocabulary):
+    if not isinstance(vocabulary, Bytes | SentencePiece):
         raise ValueError(
             f"a {type(vocabulary).__name__} cannot be exported; use bytes or a SentencePiece model"
         )
-    programs = export_programs(model, parameters, limits, platforms=platforms)
-    for name, program in programs.by_name.items():
+    if isinstance(vocabulary, SentencePiece):
+        (directory / VOCABULARY).write_bytes(vocabulary.contents())
+    programs, lengths = export_programs(model, parameters, limits)
+    for name, program in programs.items():
         (directory / f"{name}.stablehlo").write_bytes(program.serialize())
     arrays = {name: np.ascontiguousarray(x) for name, x in parameters.items()}
     save_file(arrays, directory / PARAMETERS)
     (directory / PARAMETERS).chmod(0o644)  # safetensors writes it for the owner alone
     description = {
         "model": type(model).__name__,
-        "platforms": list(platforms),
-        "lengths": "symbolic" if programs.has_symbolic_lengths else "fixed",
+        "platforms": PLATFORMS,
+        "lengths": lengths,
         "limits": fields_of(limits),
-        "vocabulary": "bytes" if isinstance(vocabulary, ByteVocabulary) else "sentencepiece",
+        "vocabulary": "bytes" if isinstance(vocabulary, Bytes) else "sentencepiece",
         "sha256": {
             path.name: hashlib.sha256(path.read_bytes()).hexdigest()
             for path in sorted(directory.iterdir())
@@ -141,10 +112,8 @@ def export_programs(
     model: TokenModel,
     parameters: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
     limits: Limits,
-    *,
-    platforms: Sequence[str] = PLATFORMS,
-) -> Programs:
-    """Exports the programs that a model has.
+) -> tuple[dict[str, export.Exported], str]:
+    """Exports the programs that a model has, for all `PLATFORMS`.
 
     ========== ================================== =======================================================
     program    arguments after the parameters     results
@@ -160,9 +129,12 @@ def export_programs(
 
     Args:
       model: an unbound model.
-      parameters: those of looped layers; only shapes are read.
+      parameters: those of looped layers by their keys, joined by ``/``; only shapes are read.
       limits: the largest lengths.
-      platforms: names of `PLATFORMS`.
+
+    Returns:
+      The programs by name, and ``"symbolic"``; or ``"fixed"`` where a part of the model must know lengths
+      when it is traced: then inputs and targets are to be padded to the limits.
 
     Raises:
       ValueError: the model has fewer positions than the limits, or no programs.
@@ -172,76 +144,45 @@ def export_programs(
             f"a {type(model).__name__} has no programs to export; give an EncoderDecoder, a LanguageModel "
             "or an Encoder"
         )
-    functions = _functions(_on_reference_route(unroll(model)), limits)
+    on: PyTree = {"model": _on_reference_route(unroll(model))}
+    how = on | {"max_length": limits.targets_length, "beams": limits.beams}
+    table: dict[str, tuple[Any, str, Callable[..., PyTree]]] = {  # with the lengths of arguments
+        "encode": (Encoder | EncoderDecoder, "n", lambda v, x: encode_tokens(v, x, **on)),
+        "score": (TextToText, "nt", lambda v, x, y: score_targets(v, x, targets=y, **on)),
+        "generate": (TextToText, "n", lambda v, x: tuple(decode(v, x, **how))),
+    }
     shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in parameters.items()}
     longest = {"n": limits.inputs_length, "t": limits.targets_length}
 
-    def export_all(*, symbolic: bool) -> Programs:
+    def export_all(*, symbolic: bool) -> dict[str, export.Exported]:
         programs = {}
-        for name, (function, lengths) in functions.items():
+        for name, (kinds, lengths, function) in table.items():
+            if not isinstance(model, kinds):
+                continue
             bounds = [f"{n} <= {longest[n]}" for n in lengths] if symbolic else []
             scope = export.SymbolicScope(bounds)
+            axes = [f"b,{n if symbolic else longest[n]}" for n in lengths]
             tokens = [
-                jax.ShapeDtypeStruct(
-                    export.symbolic_shape(f"b,{n if symbolic else longest[n]}", scope=scope),
-                    jnp.int32,
-                )
-                for n in lengths
+                jax.ShapeDtypeStruct(export.symbolic_shape(axis, scope=scope), jnp.int32)
+                for axis in axes
             ]
-            exported = export.export(jax.jit(function), platforms=platforms)(shapes, *tokens)
-            programs[name] = exported
-        return Programs(programs, symbolic)
+            program = jax.jit(
+                lambda flat, *x, f=function: f(traverse_util.unflatten_dict(flat, sep="/"), *x)
+            )
+            programs[name] = export.export(program, platforms=PLATFORMS)(shapes, *tokens)
+        return programs
 
     try:
-        for function, lengths in functions.values():
-            tokens = [jax.ShapeDtypeStruct((1, longest[n]), jnp.int32) for n in lengths]
-            jax.eval_shape(function, shapes, *tokens)
+        try:
+            return export_all(symbolic=True), "symbolic"
+        except (ConcretizationTypeError, InconclusiveDimensionOperation):
+            # A module has asked for the number behind a length, which a symbol does not have.
+            return export_all(symbolic=False), "fixed"
     except ValueError as error:
         raise ValueError(
             f"programs for inputs of {longest['n']} and targets of {longest['t']} tokens cannot be "
             f"exported, choose fewer with --inputs-length and --max-length: {error}"
         ) from None
-    try:
-        return export_all(symbolic=True)
-    except (ConcretizationTypeError, InconclusiveDimensionOperation):
-        # A module has asked for the number behind a length, which a symbol does not have.
-        return export_all(symbolic=False)
-
-
-def _functions(
-    model: TokenModel, limits: Limits
-) -> dict[str, tuple[Callable[..., PyTree], tuple[str, ...]]]:
-    """Returns the functions to export, see `export_programs`, and the lengths of their arguments."""
-
-    def encode(parameters: Parameters, inputs: jax.Array) -> jax.Array:
-        return encode_tokens(_variables(parameters), inputs, model=model)
-
-    def score(parameters: Parameters, inputs: jax.Array, targets: jax.Array) -> jax.Array:
-        assert isinstance(model, TextToText)
-        return score_targets(_variables(parameters), inputs, targets=targets, model=model)
-
-    def generate(parameters: Parameters, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        assert isinstance(model, TextToText)
-        decoded = decode(
-            _variables(parameters),
-            inputs,
-            model=model,
-            max_length=limits.targets_length,
-            beams=limits.beams,
-        )
-        return decoded.tokens, decoded.scores
-
-    functions: dict[str, tuple[Callable[..., PyTree], tuple[str, ...]]] = {}
-    if isinstance(model, Encoder | EncoderDecoder):
-        functions["encode"] = encode, ("n",)
-    if isinstance(model, TextToText):
-        functions |= {"score": (score, ("n", "t")), "generate": (generate, ("n",))}
-    return functions
-
-
-def _variables(parameters: Parameters) -> Variables:
-    variables: Variables = traverse_util.unflatten_dict(parameters, sep="/")
-    return variables
 
 
 def _on_reference_route(config: PyTree) -> PyTree:

@@ -106,7 +106,6 @@ def _pretraining(
 
 PRE_TRAINING = (
     _pretraining("c4_v220_span_corruption", "c4/en", "span_3_15_u_u"),  # Raffel et al. 2020
-    _pretraining("c4_v220_iid_denoising", "c4/en", "iid_15_u_u"),
     _pretraining("c4_v220_prefix_lm", "c4/en", "prefix_lm"),
     _pretraining("c4_v220_full_lm", "c4/en", "full_lm"),
     *(

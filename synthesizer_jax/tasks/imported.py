@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from synthesizer_jax.data.task_streams import SIDES
-from synthesizer_jax.data.vocabularies import Codec
+from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.files import write_atomic
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.registry import JSON
@@ -188,7 +188,7 @@ class SplitSummary:
     """
 
     split: str
-    vocabulary: Codec | None = None
+    vocabulary: Vocabulary | None = None
     rows: int = 0
     longest: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
     truncated: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -252,7 +252,7 @@ def import_files(
     splits: Mapping[str, Rows],
     data_dir: pathlib.Path,
     *,
-    vocabulary: Codec | None = None,
+    vocabulary: Vocabulary | None = None,
     renew: bool = False,
 ) -> list[SplitSummary]:
     """Writes a task's data set, all of it or nothing, and its definition.

@@ -9,8 +9,9 @@ import jax
 
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Vocabulary
-from synthesizer_jax.evaluation.evaluator import Evaluator, log_values
-from synthesizer_jax.evaluation.files import evaluation_folder, write_all_predictions, write_results
+from synthesizer_jax.evaluation.evaluator import Evaluator
+from synthesizer_jax.evaluation.files import evaluation_folder, write_predictions, write_results
+from synthesizer_jax.evaluation.scoring import flatten_results
 from synthesizer_jax.runs import code
 from synthesizer_jax.runtime import processes
 from synthesizer_jax.tasks import imported
@@ -87,8 +88,8 @@ def evaluate_state(
     if processes.is_process_zero():
         step = int(state.step)
         folder = evaluation_folder(directory, step)
-        if evaluator.evaluation.save_predictions:
-            pairs = zip(evaluator.sets, results, strict=True)
-            write_all_predictions(folder, [pair for pair in pairs if not pair[0].is_text])
+        for examples, result in zip(evaluator.sets, results, strict=True):
+            if evaluator.evaluation.save_predictions and not examples.task.is_text:
+                write_predictions(folder, result, examples=examples)
         write_results(folder, step, results, overall=overall)
-    return log_values(results, overall)
+    return {**overall, **flatten_results(results)}

@@ -1,14 +1,9 @@
-"""Small prepared tasks, written without SeqIO: rows counted from 0, in bytes.
-
-As a program it restores a stream and prints digests of its next batches, without TensorFlow.
-"""
+"""Small prepared tasks, written without SeqIO: rows counted from 0, in bytes."""
 
 import dataclasses
 import hashlib
 import itertools
-import json
 import pathlib
-import sys
 from collections.abc import Iterator
 
 import msgpack
@@ -29,15 +24,7 @@ from synthesizer_jax.tasks.streams import open_stream
 from synthesizer_jax.tasks.task import Task
 
 VOCABULARY = Bytes().build()
-ROWS = {
-    "many": 2500,
-    "few": 40,
-    "sentinel": 400,
-    "never": 50,
-    "letters": 2500,
-    "notes": 40,
-    "own": 40,
-}
+ROWS = dict(many=2500, few=40, sentinel=400, never=50, letters=2500, notes=40, own=40)
 TEXTS = ("letters", "notes", "own")
 """Tasks without inputs."""
 MIXTURES = {
@@ -150,25 +137,23 @@ def stream(data_dir: pathlib.Path, config: DataConfig = CONFIG, **changes: objec
     return open_stream(config, VOCABULARY, data_dir=data_dir, **options)
 
 
-def examples_of(batch: dict[str, np.ndarray]) -> Iterator[tuple[str, str]]:
-    """Texts of inputs and targets of every example of a batch, row by row."""
+def examples_of(batch: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+    """The fields of every example of a batch without padding, row by row; all fields are of one side."""
     for row in range(len(batch["decoder_target_tokens"])):
         parts = {name: values[row] for name, values in batch.items()}
-        sides = parts["encoder_input_tokens"], parts["decoder_target_tokens"]
-        if "decoder_segment_ids" not in parts:
-            yield spell(sides[0]), spell(sides[1])
-            continue
-        segments = parts["encoder_segment_ids"], parts["decoder_segment_ids"]
-        for number in range(1, segments[1].max() + 1):
-            inputs, targets = (
-                spell(side[own == number]) for side, own in zip(sides, segments, strict=True)
-            )
-            yield inputs, targets
+        tokens = {"e": parts["encoder_input_tokens"], "d": parts["decoder_target_tokens"]}
+        own = {side: parts.get(f"{side}coder_segment_ids") for side in ("en", "de")}
+        segments = {
+            side[0]: (tokens[side[0]] != 0) * 1 if ids is None else ids for side, ids in own.items()
+        }
+        for number in range(1, segments["d"].max(initial=0) + 1):
+            yield {name: x[segments[name[0]] == number] for name, x in parts.items()}
 
 
 def inputs(batches: Iterator[dict[str, np.ndarray]], count: int) -> list[str]:
     """The inputs of all examples of the next batches."""
-    return [pair[0] for batch in itertools.islice(batches, count) for pair in examples_of(batch)]
+    found = (e for batch in itertools.islice(batches, count) for e in examples_of(batch))
+    return [spell(example["encoder_input_tokens"]) for example in found]
 
 
 def digests(batches: Iterator[dict[str, np.ndarray]], count: int) -> list[str]:
@@ -180,12 +165,3 @@ def digests(batches: Iterator[dict[str, np.ndarray]], count: int) -> list[str]:
         ]
         result.append(hashlib.sha256(b"".join(parts)).hexdigest())
     return result
-
-
-if __name__ == "__main__":
-    directory, changes, position = sys.argv[1:]
-    restored = stream(pathlib.Path(directory), **json.loads(changes))
-    restored.restore(pathlib.Path(position))
-    print("\n".join(digests(restored, 12)))
-    if imported := {"tensorflow", "tensorflow_datasets", "seqio", "flax"} & set(sys.modules):
-        raise SystemExit(f"{imported} were imported")

@@ -1,4 +1,4 @@
-"""Best-fit packing: nothing lost, nothing kept waiting, exact positions, full rows."""
+"""Best-fit packing and rows of similar length: nothing lost, nothing kept waiting, exact positions."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from synthesizer_jax.data.packing import WINDOW, Packer
+from synthesizer_jax.data.packing import GROUP, WINDOW, LengthSorter, Packer, smallest_bucket
 from synthesizer_jax.data.task_streams import DrawnExample
 
 LENGTHS = (20, 9)
@@ -14,7 +14,7 @@ SIZES = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 9)), min_size=1, m
 
 
 class Source:
-    """Endless examples of given sizes, numbered by their index; the sizes are those of an epoch."""
+    """Endless examples of given sizes, whose tokens are their number; the sizes are those of an epoch."""
 
     def __init__(self, sizes: list[tuple[int, int]]):
         self.sizes, self.taken, self.per_epoch = itertools.cycle(sizes), 0, len(sizes)
@@ -22,8 +22,8 @@ class Source:
     def take(self, count: int) -> list[DrawnExample]:
         drawn = []
         for _ in range(count):
-            inputs, targets = (np.ones(size, np.int32) for size in next(self.sizes))
-            drawn.append(DrawnExample(inputs, targets, 0, self.taken, self.taken // self.per_epoch))
+            inputs, targets = (np.full(size, self.taken) for size in next(self.sizes))
+            drawn.append(DrawnExample(inputs, targets, 0, self.taken // self.per_epoch))
             self.taken += 1
         return drawn
 
@@ -33,7 +33,7 @@ def packer(source: Source, *, segments: int = 5, window: int = 8) -> Packer:
 
 
 def numbers(row: list[DrawnExample]) -> list[int]:
-    return [example.number for example in row if example.number is not None]
+    return [int(example.inputs[0]) for example in row]
 
 
 @given(SIZES, st.integers(1, 6), st.integers(1, 12))
@@ -104,3 +104,17 @@ def test_short_examples_fill_rows() -> None:
     rows = [packing.next_row() for _ in range(1000)]
     fill = np.mean([sum(len(e.inputs) for e in row) for row in rows]) / 512
     assert fill > 0.98
+
+
+def test_a_group_is_sorted_before_its_batches_are_mixed() -> None:
+    sizes = np.random.default_rng(0).permutation(2 * GROUP * 3) + 1
+    source = Source([(int(size), 1) for size in sizes])
+    sorter = LengthSorter(source.take, rows=3, seed=0)
+    for group in (sizes[: GROUP * 3], sizes[GROUP * 3 :]):
+        batches = [[sorter.next_row() for _ in range(3)] for _ in range(GROUP)]
+        lengths = [[len(row[0].inputs) for row in batch] for batch in batches]
+        assert all(batch == sorted(batch) for batch in lengths)
+        assert sorted(lengths) != lengths
+        assert [n for batch in sorted(lengths) for n in batch] == sorted(group)
+        assert smallest_bucket(batches[0], ((lengths[0][2], 1), (999, 9))) == (lengths[0][2], 1)
+        assert smallest_bucket(batches[0], ((lengths[0][2], 0), (999, 9))) == (999, 9)

@@ -14,16 +14,28 @@ import pytest
 
 from synthesizer_jax.cli.settings import override
 from synthesizer_jax.data import prepared as prepared_files
+from synthesizer_jax.data.classes import Classes
 from synthesizer_jax.data.objectives import OBJECTIVES, FullLM
-from synthesizer_jax.data.pipeline import OtherStreamError
+from synthesizer_jax.data.packing import GROUP
+from synthesizer_jax.data.pipeline import Stream
+from synthesizer_jax.data.prefetching import DEPTH, PrefetchedStream
 from synthesizer_jax.data.prepared import PreparedTasks
-from synthesizer_jax.data.task_streams import ExampleStream
 from synthesizer_jax.registry import from_json, to_json
 from synthesizer_jax.training import experiment  # noqa: F401 - it registers DataConfig
 from tests.data import small
 
-PACKED = {"pack": True, "max_segments": 3}
+PACKED = {"inputs_length": 64, "pack": True, "max_segments": 3}
 SPANS = OBJECTIVES["span_3_15_u_u"]
+SPANNED = {"mixture": "small_both", "inputs_length": 48, "targets_length": 48}
+BUCKETED = {
+    "shards": 4,
+    "batch_size": 12,
+    "targets_length": 8,
+    "buckets": ((12, 8), (18, 8)),
+}
+WORDS = tuple(map(str, range(39, -1, -1)))
+"""The targets of `small_few`, of which many share their first byte."""
+CLASSES = {"mixture": "small_few", "targets_length": 1, "batch_size": 8, "classes": WORDS}
 
 
 @pytest.fixture(scope="module")
@@ -34,28 +46,34 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder
 
 
-def test_a_batch_holds_what_t5_trains_on(data_dir: pathlib.Path) -> None:
+def test_rows_hold_what_t5_trains_on(data_dir: pathlib.Path) -> None:
+    """Tokens, the targets shifted right, and weights; packed rows also have segments and positions."""
     batch = next(small.stream(data_dir))
-    assert {name: value.shape for name, value in batch.items()} == {
-        "encoder_input_tokens": (16, 32),
-        "decoder_input_tokens": (16, 12),
-        "decoder_target_tokens": (16, 12),
-        "decoder_loss_weights": (16, 12),
+    assert {name: (value.shape, str(value.dtype)) for name, value in batch.items()} == {
+        "encoder_input_tokens": ((16, 32), "int32"),
+        "decoder_input_tokens": ((16, 12), "int32"),
+        "decoder_target_tokens": ((16, 12), "int32"),
+        "decoder_loss_weights": ((16, 12), "float32"),
     }
-    assert {str(v.dtype) for k, v in batch.items() if k != "decoder_loss_weights"} == {"int32"}
-    assert batch["decoder_loss_weights"].dtype == np.float32
-    for row, (string, _) in enumerate(small.examples_of(batch)):
-        name, number = string.split()[:2]
-        source, target = small.example(name, int(number))
-        expected = {
-            "encoder_input_tokens": source,
-            "decoder_input_tokens": [0, *target[:-1]],
-            "decoder_target_tokens": target,
-            "decoder_loss_weights": [1] * len(target),
-        }
-        for key, values in expected.items():
-            padded = values + [0] * (batch[key].shape[1] - len(values))
-            np.testing.assert_array_equal(batch[key][row], padded)
+    for changes in ({}, PACKED):
+        segments = set()
+        for batch in itertools.islice(small.stream(data_dir, **changes), 6):
+            for fields in small.examples_of(batch):
+                found = {name: x.tolist() for name, x in fields.items()}
+                text = small.spell(fields["encoder_input_tokens"])
+                inputs, targets = small.example(text.split()[0], int(text.split()[1]))
+                assert found["encoder_input_tokens"] == inputs
+                assert found["decoder_target_tokens"] == targets
+                assert found["decoder_input_tokens"] == [0, *targets[:-1]]
+                assert found["decoder_loss_weights"] == [1] * len(targets)
+                if changes:
+                    assert found["encoder_positions"] == [*range(len(inputs))]
+                    assert found["decoder_positions"] == [*range(len(targets))]
+                    segments.update(found["decoder_segment_ids"])
+            real = batch["encoder_input_tokens"] != 0
+            for name in batch.keys() & {"encoder_segment_ids", "encoder_positions"}:
+                assert not batch[name][~real].any()
+        assert segments == ({1, 2, 3} if changes else set())
 
 
 def test_long_examples_are_cut_before_what_the_task_appends(data_dir: pathlib.Path) -> None:
@@ -67,52 +85,12 @@ def test_long_examples_are_cut_before_what_the_task_appends(data_dir: pathlib.Pa
         assert tokens[: tokens.index(1)][-1] == last
 
 
-def test_packed_rows_hold_whole_examples(data_dir: pathlib.Path) -> None:
-    seen = set()
-    for batch in itertools.islice(small.stream(data_dir, inputs_length=64, **PACKED), 6):
-        for row in range(16):
-            parts = {name: value[row] for name, value in batch.items()}
-            for number in range(1, parts["encoder_segment_ids"].max() + 1):
-                source = parts["encoder_segment_ids"] == number
-                target = parts["decoder_segment_ids"] == number
-                name, index = small.spell(parts["encoder_input_tokens"][source]).split()[:2]
-                wanted = small.example(name, int(index))
-                assert parts["encoder_input_tokens"][source].tolist() == wanted[0]
-                assert parts["decoder_target_tokens"][target].tolist() == wanted[1]
-                assert parts["decoder_input_tokens"][target].tolist() == [0, *wanted[1][:-1]]
-                assert parts["decoder_loss_weights"][target].tolist() == [1] * len(wanted[1])
-                assert parts["decoder_positions"][target].tolist() == [*range(target.sum())]
-                assert parts["encoder_positions"][source].tolist() == [*range(source.sum())]
-            padding = parts["encoder_segment_ids"] == 0
-            assert not parts["encoder_input_tokens"][padding].any()
-            assert not parts["encoder_positions"][padding].any()
-            seen.add(int(parts["encoder_segment_ids"].max()))
-    assert max(seen) == 3 > min(seen)
-
-
-def test_packing_neither_loses_nor_repeats_examples(data_dir: pathlib.Path) -> None:
-    changes = {"mixture": "small_many", "batch_size": 8, "inputs_length": 64, "here": [3]}
-    packed = small.stream(data_dir, pack=True, max_segments=8, **changes)
-    seen: list[str] = []
-    while len(seen) < 600:
-        seen += small.inputs(packed, 1)
-    waiting = [small.spell(example.inputs) for example in packed.position()[3].pending]
-    drawn = small.inputs(small.stream(data_dir, **changes), len(seen) + len(waiting))
-    assert collections.Counter(seen + waiting) == collections.Counter(drawn)
-
-
 def test_packing_ends_an_epoch_of_a_small_task_before_the_next(data_dir: pathlib.Path) -> None:
     """40 examples in 8 shards: the 128 pending ones of a shard are of 26 epochs."""
     changes = {"mixture": "small_few", "batch_size": 8, "inputs_length": 40}
     packed = small.stream(data_dir, pack=True, max_segments=8, here=[5], **changes)
     seen = small.inputs(packed, 60)
     assert all(len(set(seen[start : start + 5])) == 5 for start in range(0, 60, 5))
-
-
-def test_the_seed_decides_the_order(data_dir: pathlib.Path) -> None:
-    first = small.digests(small.stream(data_dir), 5)
-    assert small.digests(small.stream(data_dir), 5) == first
-    assert small.digests(small.stream(data_dir, seed=1), 5) != first
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -124,11 +102,13 @@ def test_an_epoch_of_a_shard_gives_each_of_its_examples_once(
     rows = [int(string.split()[1]) for string in drawn]
     own, first, second = [*range(2, 2500, 4)], rows[:625], rows[625:]
     assert sorted(first) == sorted(second) == own
-    if shuffle:
-        assert own != first != second
-        assert max(first[:256]) < 1024 < max(second[:256])  # only the first epoch reads by chunks
-    else:
+    if not shuffle:
         assert own == first == second
+        return
+    assert own != first != second
+    assert max(first[:256]) < 1024 < max(second[:256])  # only the first epoch reads by chunks
+    other = small.stream(data_dir, here=[2], seed=1, **changes)
+    assert small.inputs(other, 2) != drawn[:20]
 
 
 def test_tasks_are_drawn_by_their_rates(data_dir: pathlib.Path) -> None:
@@ -144,101 +124,108 @@ def test_tasks_are_drawn_by_their_rates(data_dir: pathlib.Path) -> None:
     assert (by_shard[:, 0] != by_shard[:, 1]).any()
 
 
-@pytest.mark.parametrize("hosts", [1, 2, 4, 8])
+@pytest.mark.parametrize("changes", [{"mixture": "small_many", "batch_size": 8}, BUCKETED])
 def test_hosts_read_disjoint_shards_that_cover_everything(
-    data_dir: pathlib.Path, hosts: int
+    data_dir: pathlib.Path, changes: dict
 ) -> None:
-    changes = {"mixture": "small_many", "batch_size": 8}
-    whole = small.stream(data_dir, **changes)
-    parts = [
-        small.stream(data_dir, here=shards.tolist(), **changes)
-        for shards in np.array_split(np.arange(8), hosts)
-    ]
+    """With buckets, in the shape of the whole batch."""
+    whole, shards = small.stream(data_dir, **changes), changes.get("shards", 8)
+    hosts = [[0], [*range(1, shards - 1)], [shards - 1]]
+    parts = [small.stream(data_dir, here=part, saved=part, **changes) for part in hosts]
     read: list[set[str]] = [set() for _ in parts]
-    for _ in range(2500 // 8):
+    for _ in range(2500 // 8 if "buckets" not in changes else GROUP + 2):
         batches = [next(part) for part in parts]
         for name, value in next(whole).items():
             np.testing.assert_array_equal(np.concatenate([b[name] for b in batches]), value)
         for own, batch in zip(read, batches, strict=True):
             own.update(small.inputs(iter([batch]), 1))
-    assert sum(map(len, read)) == len(set().union(*read)) == 2500 // 8 * 8
-    rest = {small.text("many", i) for i in range(2500)} - set().union(*read)
-    assert len(rest) == 2500 % 8  # the longer shards' last examples
+    if "buckets" not in changes:
+        assert sum(map(len, read)) == len(set().union(*read)) == 2500 // 8 * 8
 
 
 @pytest.mark.parametrize(
-    ("config", "changes"),
+    "changes",
     [
-        (small.CONFIG, {}),
-        (small.CONFIG, {"inputs_length": 64, **PACKED}),
-        (small.TEXT_CONFIG, {"pack": True}),
-        *(
-            (small.TEXT_CONFIG, {"mixture": "small_both", "objective": OBJECTIVES[name], **more})
-            for name, more in (("ul2", {}), ("span_3_15_u_u", {"pack": True}), ("prefix_lm", {}))
-        ),
+        {},
+        PACKED,
+        BUCKETED,
+        CLASSES,
+        {"mixture": "small_texts", "inputs_length": 0, "targets_length": 32, "pack": True},
+        {**SPANNED, "objective": OBJECTIVES["ul2"]},
+        {**SPANNED, "objective": SPANS, "pack": True},
     ],
-    ids=["pairs", "packed pairs", "packed texts", "ul2", "packed spans", "prefix_lm"],
+    ids=["pairs", "packed", "buckets", "classes", "packed texts", "ul2", "packed spans"],
 )
-def test_every_step_can_be_restored(
-    data_dir: pathlib.Path, tmp_path: pathlib.Path, config, changes: dict
+def test_every_step_can_be_restored_from_the_files_of_other_hosts(
+    data_dir: pathlib.Path, tmp_path: pathlib.Path, changes: dict
 ) -> None:
-    if "objective" in changes:
-        changes = {"inputs_length": 48, "targets_length": 48, **changes}
-    stream, expected = small.stream(data_dir, config, **changes), []
+    whole, expected = small.stream(data_dir, **changes), []
+    shards = np.array_split(range(changes.get("shards", 8)), 2)
+    hosts = [small.stream(data_dir, here=p.tolist(), saved=p.tolist(), **changes) for p in shards]
     for step in range(25):
-        stream.save(tmp_path / str(step))
-        expected += small.digests(stream, 1)
-    again = small.stream(data_dir, config, **changes)
+        for host in hosts:
+            host.save(tmp_path / str(step))
+            next(host)
+        expected += small.digests(whole, 1)
+    again = small.stream(data_dir, **changes)
     for step in range(24, -1, -1):
         again.restore(tmp_path / str(step))
         assert small.digests(again, 2)[: 25 - step] == expected[step : step + 2]
 
 
-def test_other_hosts_in_a_new_process_continue_without_tensorflow(
-    data_dir: pathlib.Path, tmp_path: pathlib.Path
+def test_large_tasks_keep_few_chunks(
+    data_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = {"inputs_length": 64, **PACKED}
-    hosts = [
-        small.stream(data_dir, here=part, **changes) for part in ([0], [1, 2, 3, 4], [5, 6, 7])
-    ]
-    whole = small.stream(data_dir, **changes)
-    for _ in range(40):
-        next(whole)
-        for host in hosts:
-            next(host)
-    for i, host in enumerate(hosts):
-        host.save(tmp_path / str(i))
-        shutil.copytree(tmp_path / str(i), tmp_path / "all", dirs_exist_ok=True)
-    arguments = [str(data_dir), json.dumps(changes), str(tmp_path / "all")]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.data.small", *arguments], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == small.digests(whole, 12)
+    """Every epoch yields every example once, the first in the same order as of a task in memory."""
+    changes = {"mixture": "small_many", "batch_size": 50, "shards": 2}
+    whole = small.inputs(small.stream(data_dir, **changes), 50)
+    monkeypatch.setattr(prepared_files, "RESIDENT", 1000)
+    monkeypatch.setattr(prepared_files, "KEPT_CHUNKS", 1)
+    large = PreparedTasks(data_dir, small.VOCABULARY).open("small_many", "train", None)
+    assert not large.is_resident
+    assert [len(large[i][0]) > 0 for i in (0, 1024, 0)] and len(large._chunks) == 1
+    stream = small.stream(data_dir, **changes)
+    epochs = [small.inputs(stream, 50) for _ in range(3)]
+    assert epochs[0] == whole
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert all(len(set(epoch)) == 2500 for epoch in epochs)
+    rows = [int(text.split()[1]) for text in epochs[2]]
+    for shard in range(2):
+        chunks = np.array(rows).reshape(-1, 2, 25)[:, shard].reshape(-1) // 1024
+        assert np.count_nonzero(np.diff(chunks)) == 2
+    stream.save(tmp_path)
+    after = small.stream(data_dir, **changes)
+    after.restore(tmp_path)
+    assert small.digests(after, 50) == small.digests(stream, 50)
 
 
 def test_a_position_belongs_to_its_stream(data_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    small.stream(data_dir, pack=True).save(tmp_path / "saved")
-    own = pathlib.Path(shutil.copytree(data_dir, tmp_path / "data"))
+    saved, own = tmp_path / "saved", shutil.copytree(data_dir, tmp_path / "data")
     tasks = PreparedTasks(own, small.VOCABULARY)
+
+    def refused(message: str, base: dict, **changes: object) -> None:
+        small.stream(data_dir, **base).save(saved)
+        with pytest.raises(ValueError, match=f"another stream: {message}"):
+            small.stream(own, **{**base, **changes}).restore(saved)
+
+    packed, spanned = {"pack": True}, {**SPANNED, "objective": SPANS}
+    refused("seed was 0 and is 3", packed, seed=3)
+    refused("batch_size was 16|shards was 8", packed, shards=4)
+    refused("pack was True", packed, pack=False)
+    refused(r"buckets was \(\(12, 8\), \(18, 8\)\) in groups.* is None", BUCKETED, buckets=())
+    refused("classes was", CLASSES, classes=WORDS[::-1])
+    for other in (None, OBJECTIVES["ul2"]):
+        refused("objective of small_letters was", spanned, objective=other)
     info = tasks.directory("small_few", "train") / "info.json"
     record = json.loads(info.read_text())
-
-    def refused(message: str, **changes: object) -> None:
-        with pytest.raises(OtherStreamError, match=message):
-            small.stream(own, **{"pack": True, **changes}).restore(tmp_path / "saved")
-
-    refused("seed was 0 and is 3", seed=3)
-    refused("shards was 8", shards=4)
-    refused("pack was True", pack=False)
     info.write_text(json.dumps(record | {"checksum": 5}))
-    refused(r"checksum of small_few was \d+ and is 5")
+    refused(r"checksum of small_few was \d+ and is 5", packed)
     info.write_text(json.dumps(record))
     tasks.save_rates("small", small.MIXTURES["small"] | {"small_few": 1.5})
-    refused(r"rate of small_few was 1\.0 and is 1\.5")
-    (tmp_path / "saved" / "shard-00003-of-00008.json").unlink()
+    refused(r"rate of small_few was 1\.0 and is 1\.5", packed)
+    (saved / "shard-00003-of-00008.json").unlink()
     with pytest.raises(ValueError, match=r"lacks .*shard-00003-of-00008\.json"):
-        small.stream(data_dir, pack=True).restore(tmp_path / "saved")
+        small.stream(data_dir, pack=True).restore(saved)
 
 
 def test_settings_that_cannot_work_are_said_in_one_sentence(data_dir: pathlib.Path) -> None:
@@ -246,25 +233,30 @@ def test_settings_that_cannot_work_are_said_in_one_sentence(data_dir: pathlib.Pa
         ({"batch_size": 13, "shards": 4}, r"batch_size=13 .* data.shards=4; .* are 12 and 16"),
         ({"batch_size": 3, "shards": 4}, r"batch_size=3 .* the smallest multiple is 4"),
         ({"inputs_length": -1}, r"inputs_length is -1; allowed: 0 to"),
-        (
-            {"inputs_length": 0, "buckets": ((1, 4),)},
-            r"holds \(1, 4\); allowed: 0 to inputs_length=0",
-        ),
+        ({"inputs_length": 0, "buckets": ((1, 4),)}, r"holds \(1, 4\); allowed: 0 to inputs_l"),
+        ({**BUCKETED, "pack": True}, r"data\.buckets is for rows that are not packed; set data"),
+        ({**BUCKETED, "buckets": ((64, 8),)}, r"holds \(64, 8\); allowed: 1 to inputs_length=32"),
+        ({**CLASSES, "targets_length": 4}, "data.targets_length=4 and data.pack=false; set data"),
+        ({**CLASSES, "pack": True}, "data.pack=true; set"),
+        ({**CLASSES, "classes": ("a",)}, "data.classes is a; give two or more"),
+        ({**CLASSES, "classes": ("a", "b", "a")}, "label words, each once"),
+        ({**CLASSES, "classes": (1, 2)}, "data.classes is"),
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(small.CONFIG, **changes)
-    with pytest.raises(
-        FileNotFoundError, match=r"no task of 'small' is prepared for .* 'test'.*run"
+    for changes, message in (
+        ({"shards": 64, "batch_size": 64}, r"small_few.* has 40 examples, fewer than shards=64"),
+        ({"mixture": "small_few", "inputs_length": 0}, r"small_few has inputs.*set data\.inputs_l"),
+        ({"objective": SPANS}, r"data\.objective makes examples of texts"),
+        (
+            {"mixture": "small_texts", "inputs_length": 0, "objective": SPANS},
+            r"inputs_length is 0; .* needs 2 or more",
+        ),
     ):
+        with pytest.raises(ValueError, match=message):
+            small.stream(data_dir, **changes)
+    with pytest.raises(FileNotFoundError, match=r"no task of 'small' is prepared for .* 'test'.*r"):
         small.stream(data_dir, split="test")
-    with pytest.raises(ValueError, match=r"small_few.* has 40 examples, fewer than shards=64"):
-        small.stream(data_dir, shards=64, batch_size=64)
-    with pytest.raises(ValueError, match=r"small_few has inputs.*set data\.inputs_length"):
-        small.stream(data_dir, mixture="small_few", inputs_length=0)
-    with pytest.raises(ValueError, match=r"data\.objective makes examples of texts"):
-        small.stream(data_dir, objective=SPANS)
-    with pytest.raises(ValueError, match=r"inputs_length is 0; .* needs 2 or more"):
-        small.stream(data_dir, small.TEXT_CONFIG, objective=SPANS)
 
 
 @pytest.mark.parametrize("changes", [{}, {"pack": True}, {"buckets": ((0, 16),)}])
@@ -281,58 +273,35 @@ def test_batches_of_texts_have_targets_only(data_dir: pathlib.Path, changes: dic
         assert batch["decoder_segment_ids"].max() > 1
 
 
-def test_texts_and_pairs_share_a_batch(data_dir: pathlib.Path) -> None:
-    stream = small.stream(data_dir, mixture="small_both", inputs_length=32, targets_length=32)
-    lengths = np.concatenate([(next(stream)["encoder_input_tokens"] != 0).sum(1) for _ in range(4)])
-    assert (lengths == 0).any() and (lengths > 0).any()
-
-
 def test_spans_restore_the_text(data_dir: pathlib.Path) -> None:
     """Whole documents one after another, in segments, without the EOS of the task between them."""
     changes = {"inputs_length": 32, "shards": 1, "mixture": "small_notes", "objective": SPANS}
-    batch = next(small.stream(data_dir, small.TEXT_CONFIG, **changes))
-    found = b""
-    sides = batch["encoder_input_tokens"], batch["decoder_target_tokens"]
-    for source, target in zip(*sides, strict=True):
-        assert (source == 1).sum() == (target == 1).sum() == 1
-        spans: dict[int, list[int]] = {}
-        for token in target[: target.tolist().index(1)].tolist():
-            if token >= 259:
-                span = spans.setdefault(token, [])
-            else:
-                span.append(token)
-        for token in source[: source.tolist().index(1)].tolist():
-            found += bytes(i - 3 for i in spans.get(token, [token]))
-    texts = [small.text("notes", i) for i in range(40)]
-    epoch = found.decode()[: len("".join(texts))]
-    assert len(epoch) == len("".join(texts))
-    rest = [text for text in texts if text not in epoch]
-    assert not rest
+    found = ""
+    for example in small.examples_of(next(small.stream(data_dir, small.TEXT_CONFIG, **changes))):
+        (*source, end), (*target, last) = (
+            example[f"{name}_tokens"].tolist() for name in ("encoder_input", "decoder_target")
+        )
+        assert end == last == 1 and 1 not in source + target
+        starts = [i for i, token in enumerate(target) if token >= 259]
+        for a, b in itertools.pairwise([*starts, len(target)]):
+            place = source.index(target[a])
+            source[place : place + 1] = target[a + 1 : b]
+        found += small.spell(np.array(source))
+    epoch = found[: len("".join(texts := [small.text("notes", i) for i in range(40)]))]
+    assert all(text in epoch for text in texts)
 
 
-def test_masked_targets_have_no_weight(data_dir: pathlib.Path) -> None:
-    changes = {"inputs_length": 32, "objective": OBJECTIVES["masked_lm"]}
-    batch = next(small.stream(data_dir, small.TEXT_CONFIG, **changes))
-    weights, targets = batch["decoder_loss_weights"], batch["decoder_target_tokens"]
-    np.testing.assert_array_equal(weights, targets != 0)
-    assert 0 < weights.sum() < (batch["encoder_input_tokens"] != 0).sum() / 4
-
-
-def test_a_task_s_own_objective_comes_first(data_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    changes = {"mixture": "small_both", "inputs_length": 32}
-    stream = small.stream(data_dir, small.TEXT_CONFIG, objective=SPANS, **changes)
-    found = stream.fingerprint()
+def test_objectives_of_tasks_and_of_the_command_line(data_dir: pathlib.Path) -> None:
+    """A task's own objective comes first, masked targets have no weight, names are known."""
+    found = small.stream(data_dir, **{**SPANNED, "objective": SPANS}).fingerprint()
     assert found["objective of small_own"] == repr(FullLM(documents=3))
     assert found["objective of small_letters"] == repr(SPANS)
     assert "objective of small_few" not in found and "objective" not in found
-    stream.save(tmp_path)
-    for other in (None, OBJECTIVES["iid_15_u_u"]):
-        with pytest.raises(OtherStreamError, match="objective of small_letters was"):
-            again = small.stream(data_dir, small.TEXT_CONFIG, objective=other, **changes)
-            again.restore(tmp_path)
-
-
-def test_objectives_are_named_on_the_command_line() -> None:
+    masked = {"inputs_length": 32, "objective": OBJECTIVES["masked_lm"]}
+    batch = next(small.stream(data_dir, small.TEXT_CONFIG, **masked))
+    weights, targets = batch["decoder_loss_weights"], batch["decoder_target_tokens"]
+    np.testing.assert_array_equal(weights, targets != 0)
+    assert 0 < weights.sum() < (batch["encoder_input_tokens"] != 0).sum() / 4
     changed = override(small.TEXT_CONFIG, "objective=ul2")
     assert changed.objective == OBJECTIVES["ul2"]
     assert override(changed, "objective=none") == small.TEXT_CONFIG
@@ -340,40 +309,77 @@ def test_objectives_are_named_on_the_command_line() -> None:
         override(small.TEXT_CONFIG, "objective=span_3_15")
     for name, objective in OBJECTIVES.items():
         config = dataclasses.replace(small.TEXT_CONFIG, objective=objective)
-        assert from_json(to_json(config)) == config, name
+        assert from_json(json.loads(json.dumps(to_json(config)))) == config, name
 
 
-def test_large_tasks_keep_few_chunks(
-    data_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+def test_a_target_is_the_number_of_its_class(data_dir: pathlib.Path) -> None:
+    seen = set()
+    for batch in itertools.islice(small.stream(data_dir, **CLASSES), 5):
+        texts = [*map(small.spell, batch["encoder_input_tokens"])]
+        classes = batch["decoder_target_tokens"]
+        assert classes.shape == (8, 1) and classes.dtype == np.int32
+        assert [WORDS[c] for c in classes[:, 0]] == [text.split()[1] for text in texts]
+        assert (batch["decoder_loss_weights"] == 1).all()  # also of class 0
+        assert (batch["decoder_input_tokens"] == 0).all()
+        seen.update(classes[:, 0].tolist())
+    assert seen == set(range(40))
+    lacking = small.stream(data_dir, **{**CLASSES, "classes": ("0", "1", "3")})
+    message = r"small_few's split 'train' has the target '\d+', which is none of.*\(0, 1, 3\); add"
+    with pytest.raises(ValueError, match=message):
+        list(itertools.islice(lacking, 10))
+
+
+def test_classes_are_told_apart_by_all_of_their_tokens() -> None:
+    classes = Classes(("a", "b"), small.VOCABULARY)
+    assert classes.index(np.array(small.ids("b")), owner="x") == 1
+    for wrong in ("ab", "", "<unk>"):
+        with pytest.raises(ValueError, match="x has the target"):
+            classes.index(np.array(small.ids(wrong)), owner="x")
+
+    class Unknowing:
+        def encode(self, text: str) -> list[int]:
+            return [2]
+
+    with pytest.raises(ValueError, match="'a' and 'b', which are the same to the vocabulary"):
+        Classes(("a", "b"), Unknowing())
+
+
+def test_a_thread_makes_batches_ahead_of_the_position(
+    data_dir: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    """Every epoch yields every example once, the first in the same order as of a task in memory."""
-    lengths = {"inputs": 32, "targets": 12}
-    tasks = PreparedTasks(data_dir, small.VOCABULARY)
-    whole = tasks.open("small_many", "train", lengths)
-    monkeypatch.setattr(prepared_files, "RESIDENT", 1000)
-    monkeypatch.setattr(prepared_files, "KEPT_CHUNKS", 1)
-    large = tasks.open("small_many", "train", lengths)
-    assert whole.is_resident and not large.is_resident
+    expected, made = small.digests(small.stream(data_dir, **PACKED), 12), []
 
-    def order(examples, shard: int):
-        seed = np.random.SeedSequence(5, spawn_key=(shard, 1))
-        stream = ExampleStream(examples, shard=(shard, 2), seed=seed)
-        while True:
-            next(stream)
-            yield stream.index
+    class Counting(Stream):
+        def __next__(self) -> dict[str, np.ndarray]:
+            if len(made) == 8 + DEPTH:
+                raise ValueError("record 3 is damaged")
+            made.append(super().__next__())
+            return made[-1]
 
-    taken = [order(large, shard) for shard in (0, 1)]
-    epochs = [[next(stream) for stream in taken for _ in range(1250)] for _ in range(3)]
-    assert all(sorted(epoch) == list(range(2500)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-    first = order(whole, 0)
-    assert epochs[0][:1250] == [next(first) for _ in range(1250)]
-    chunks = [[number // 1024 for number in epoch[:1250]] for epoch in epochs]
-    assert all(np.count_nonzero(np.diff(epoch)) == 2 for epoch in chunks)
-    assert len(large._chunks) <= 1
-    changes = {"mixture": "small_many", "batch_size": 40}
-    before, after = (small.stream(data_dir, **changes) for _ in range(2))
-    small.digests(before, 2500 // 40 + 20)
-    before.save(tmp_path)
-    after.restore(tmp_path)
-    assert small.digests(after, 50) == small.digests(before, 50)
+    stream = small.stream(data_dir, **PACKED)
+    stream.__class__ = Counting
+    with PrefetchedStream(stream) as batches:
+        for step in range(8):
+            batches.save(tmp_path / str(step))
+            assert small.digests(batches, 1) == [expected[step]]
+        batches._thread.submit(int).result()  # what was begun is finished
+        assert len(made) == 8 + DEPTH
+        small.digests(batches, DEPTH)
+        with pytest.raises(ValueError, match="record 3 is damaged"):
+            next(batches)
+    with PrefetchedStream(small.stream(data_dir, **PACKED)) as batches:
+        batches.restore(tmp_path / "3")
+        batches.save(tmp_path / "again")
+        assert small.digests(batches, 3) == expected[3:6]
+    plain = small.stream(data_dir, **PACKED)
+    plain.restore(tmp_path / "again")
+    assert small.digests(plain, 2) == expected[3:5]
+
+
+def test_what_training_reads_imports_neither_jax_nor_tensorflow() -> None:
+    code = (
+        "import sys; import synthesizer_jax.data.prefetching, synthesizer_jax.tasks.streams; "
+        "print({'jax', 'flax', 'tensorflow', 'tensorflow_datasets', 'seqio'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -30,66 +30,49 @@ RATES = {
     "multi30k_en_de": 1.0,
     "glue_ax_v002": 0.0,
 }
-TEXT = tfds.features.Text()
 
 
 def write_data(data_dir: pathlib.Path) -> None:
     """RTE, STS-B, MultiRC with hidden test labels; ReCoRD without, and Multi30k with a labeled test."""
-    place = {"paragraph": np.int32, "question": np.int32, "answer": np.int32}
-    pair = {"sentence1": TEXT, "sentence2": TEXT, "idx": np.int32}
+    text, number = tfds.features.Text(), np.int32
+    strings = tfds.features.Sequence(text)
+    pair = {"sentence1": text, "sentence2": text, "idx": number}
+    place = {"paragraph": number, "question": number, "answer": number}
 
-    def rte(n, hidden=False):
-        return [
-            {
-                "sentence1": f"a {i}",
-                "sentence2": f"b {i}",
-                "label": -1 if hidden else i % 2,
-                "idx": i,
-            }
-            for i in range(n)
-        ]
-
-    def stsb(hidden):
-        return [row | {"label": -1.0 if hidden else row["idx"] / 2} for row in rte(6)]
+    def pairs(n, label):
+        return [{"sentence1": f"a {i}", "sentence2": f"b {i}", "label": label(i), "idx": i}
+                for i in range(n)]  # fmt: skip
 
     def multirc(hidden):
-        return [
-            {"paragraph": f"p {q // 2}", "question": f"q {q}", "answer": f"a {a}",
-             "label": -1 if hidden else a % 2,
-             "idx": {"paragraph": q // 2, "question": q, "answer": 3 * q + a}}
-            for q in range(4) for a in range(3)
-        ]  # fmt: skip
+        return [{"paragraph": f"p {q // 2}", "question": f"q {q}", "answer": f"a {a}",
+                 "label": -1 if hidden else a % 2,
+                 "idx": {"paragraph": q // 2, "question": q, "answer": 3 * q + a}}
+                for q in range(4) for a in range(3)]  # fmt: skip
 
-    def record():
-        return [
-            {"passage": "p", "query": f"q {i} @placeholder", "entities": ["x", "y"],
-             "answers": ["x", "y"][: 1 + i % 2], "idx": {"passage": i, "query": i}}
-            for i in range(4)
-        ]  # fmt: skip
-
-    def pairs(n):
-        return [{"en": f"word {i}", "de": f"Wort {i}"} for i in range(n)]
-
-    strings = tfds.features.Sequence(TEXT)
+    queries = [{"passage": "p", "query": f"q {i} @placeholder", "entities": ["x", "y"],
+                "answers": ["x", "y"][: 1 + i % 2], "idx": {"passage": i, "query": i}}
+               for i in range(4)]  # fmt: skip
+    words = [{"en": f"word {i}", "de": f"Wort {i}"} for i in range(7)]
+    odd, half, hidden = (lambda i: i % 2), (lambda i: i / 2), (lambda i: -1)
     sets = {
         "glue/rte": (
             pair | {"label": np.int64},
-            {"train": rte(4), "validation": rte(6), "test": rte(5, hidden=True)},
+            {"train": pairs(4, odd), "validation": pairs(6, odd), "test": pairs(5, hidden)},
         ),
         "glue/stsb": (
             pair | {"label": np.float32},
-            {"validation": stsb(False), "test": stsb(True)},
+            {"validation": pairs(6, half), "test": pairs(6, hidden)},
         ),
         "super_glue/multirc": (
-            {"paragraph": TEXT, "question": TEXT, "answer": TEXT, "label": np.int64, "idx": place},
+            {"paragraph": text, "question": text, "answer": text, "label": np.int64, "idx": place},
             {"validation": multirc(False), "test": multirc(True)},
         ),
         "super_glue/record": (
-            {"passage": TEXT, "query": TEXT, "entities": strings, "answers": strings,
-             "idx": {"passage": np.int32, "query": np.int32}},
-            {"validation": record()},
+            {"passage": text, "query": text, "entities": strings, "answers": strings,
+             "idx": {"passage": number, "query": number}},
+            {"validation": queries},
         ),
-        "multi30k/en_de": ({"en": TEXT, "de": TEXT}, {"validation": pairs(7), "test": pairs(4)}),
+        "multi30k/en_de": ({"en": text, "de": text}, {"validation": words, "test": words[:4]}),
     }  # fmt: skip
     for name, (features, splits) in sets.items():
         write_dataset(
@@ -118,15 +101,10 @@ def classifier(**changes) -> Experiment:
     """The encoder of that T5 as a classifier of RTE, whose classes are in another order than its words."""
     whole = experiment(**changes)
     classes = ("not_entailment", "entailment")
+    stack = whole.model.encoder
     return replace(
         whole,
-        model=Encoder(
-            vocab_size=384,
-            d_model=16,
-            encoder=whole.model.encoder,
-            outputs=2,
-            head_init=Normal(1.0),
-        ),
+        model=Encoder(vocab_size=384, d_model=16, encoder=stack, outputs=2, head_init=Normal(1.0)),
         data=replace(whole.data, mixture="glue_rte_v002", targets_length=1, classes=classes),
     )
 
@@ -136,17 +114,12 @@ def write_run(
 ) -> None:
     """A run's directory; every step holds other fresh parameters, or all of that value."""
     save_experiment(experiment, directory)
-    optimizer, layout = make_layout(
-        experiment.model,
-        experiment.training.optimizer,
-        tokens=experiment.example,
-        mesh=make_mesh(MeshShape(), jax.devices()[:1]),
-    )
+    model, tokens = experiment.model, experiment.example
+    mesh = make_mesh(MeshShape(), jax.devices()[:1])
+    optimizer, layout = make_layout(model, experiment.training.optimizer, tokens=tokens, mesh=mesh)
     checkpoints = Checkpoints(directory / "checkpoints", keep_latest=len(steps))
     for step in steps:
-        state = init_state(
-            experiment.model, optimizer, layout, seed=step, tokens=experiment.example
-        )
+        state = init_state(model, optimizer, layout, seed=step, tokens=tokens)
         params = state.params
         if value is not None:
             params = jax.tree.map(lambda x: jnp.full_like(x, value), params)

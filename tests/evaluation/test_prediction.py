@@ -1,29 +1,37 @@
-"""Predictions come back in order, whatever the batching, and scores are the tasks'."""
+"""Predictions come back in order, whatever the batching and the mesh; texts and classes are scored."""
 
-import dataclasses
-import json
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
-from synthesizer_jax.evaluation.files import write_predictions, write_results
+from synthesizer_jax import Attention, Block, FeedForward, LanguageModel, RelativeBias, Run, Stack
+from synthesizer_jax.checkpoints.placement import layout_over
+from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.evaluation import prediction
 from synthesizer_jax.evaluation.prediction import (
     Predictor,
     _length_batches,
     _pad_tokens,
+    _until_end,
     decoding_by,
-    until_eos,
 )
-from synthesizer_jax.evaluation.scoring import evaluate_tasks, flatten_results, mean_score
-from synthesizer_jax.files import write_atomic
-from synthesizer_jax.inference import Decoding, score_choices, score_targets
-from synthesizer_jax.inference.decoding import run_decoding
+from synthesizer_jax.evaluation.scoring import TaskResult, mean_score, text_metrics, text_nats
+from synthesizer_jax.inference import Decoding, Sequences, decode_sequences, score_targets
 from synthesizer_jax.models import Size, t5
+from synthesizer_jax.sharding import MeshShape, make_mesh
 from synthesizer_jax.tasks.definitions import GLUE, SUPER_GLUE
 from synthesizer_jax.tasks.formats import Similarity
+from tests.evaluation import runs
+
+BYTES = Bytes()
+WINDOW = 8
+NOTHING = np.zeros((1, 0), np.int32)
+INPUTS = ["abc", "a", "fedcba", "bb", "c", "dd", "abcdefabcdef"]
+WORDS = ("ab", "c", "bca")
+RTE = ("entailment", "not_entailment")
 
 
 class Letters:
@@ -36,44 +44,26 @@ class Letters:
         return "".join(chr(int(i) - 2 + ord("a")) for i in ids if i > 1)
 
 
-class Pieces(Letters):
-    """Pieces of three letters, about as long as SentencePiece's."""
-
-    def encode(self, s):
-        return [2] * -(-len(s) // 3)
-
-
-INPUTS = ["abc", "a", "fedcba", "bb", "c", "dd", "abcdefabcdef"]
+def predictor_of(model, variables, vocabulary, decoding, **options):
+    options = {"inputs_length": 16, "batch_size": 3} | options
+    return Predictor(model, variables, vocabulary, decoding=decoding, **options)
 
 
 @pytest.fixture(scope="module")
 def predictor():
-    model = t5(Size(8, 1, 16, 2, 4), vocab_size=10)
+    model = t5(Size(8, 1, 16, 2, 4), vocab_size=16)
     variables = model.init(jax.random.key(0), jnp.ones((1, 4), int), jnp.ones((1, 3), int))
 
-    def make(method="greedy", targets_length=4, decoding=None, **options):
-        options = {"inputs_length": 16, "batch_size": 3} | options
-        decoding = decoding or decoding_by(method, targets_length)
-        ranks = method == "rank"
-        return Predictor(model, variables, Letters(), decoding=decoding, ranks=ranks, **options)
+    def make(method="greedy", decoding=None, **options):
+        decoding = decoding or decoding_by(method, 4)
+        options = {"ranks": method == "rank", "variables": variables} | options
+        return predictor_of(model, options.pop("variables"), Letters(), decoding, **options)
 
     return make
 
 
-def encoded(predictor):
-    return [predictor.encode(text) for text in INPUTS]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["greedy", "beam", "rank"])
-def test_batching_does_not_change_answers(predictor, method):
-    words = ("ab", "c", "bca")
-    together = predictor(method=method)
-    alone = predictor(method=method, batch_size=1)
-    found = together.predict(encoded(together), label_words=words)
-    assert found == [alone.predict([x], label_words=words)[0] for x in encoded(alone)]
-    if method == "rank":
-        assert set(found) <= set(words)
+def encoded(predictor, texts=INPUTS):
+    return [predictor.encode(text) for text in texts]
 
 
 @pytest.mark.parametrize("options", [{"beams": 3}, {"temperature": 0.8, "top_p": 0.9}])
@@ -85,41 +75,76 @@ def test_several_texts_depend_on_no_batch(predictor, options):
     assert [[g.text for g in x] for x in found] == [[g.text for g in x] for x in same]
     scores = [[g.score for g in x] for x in found]
     np.testing.assert_allclose(scores, [[g.score for g in x] for x in same], rtol=1e-4)
-    first = together.predict_with_scores(encoded(together), None)
+    first = together.predict(encoded(together))
     assert first.texts == [generated[0].text for generated in found]
     np.testing.assert_array_equal(first.scores, np.float32(scores)[:, 0])
 
 
 def test_ranking_takes_the_most_probable_word(predictor):
-    p = predictor(method="rank")
-    words = ("ab", "c", "bca")
-    targets = _pad_tokens([np.array([*Letters().encode(w), 1], np.int32) for w in words], 3, 4)
-    inputs = encoded(p)
-    answers = p.predict(inputs, label_words=words)
-    for x, answer, found in zip(inputs, answers, p.rank(inputs, words), strict=True):
+    p = predictor("rank")
+    targets = _pad_tokens([np.array([*Letters().encode(w), 1], np.int32) for w in WORDS], 3, 4)
+    answers = p.predict(encoded(p), WORDS)
+    np.testing.assert_array_equal(answers.scores, answers.ranked.max(axis=-1))
+    for x, answer, found in zip(encoded(p), answers.texts, answers.ranked, strict=True):
         sources = _pad_tokens([x] * 3, 3, 16)
         scores = score_targets(p.variables, sources, targets=targets, model=p.model)
         np.testing.assert_allclose(found, scores, rtol=1e-5)
-        assert answer == words[int(np.argmax(scores))]
+        assert answer == WORDS[int(np.argmax(scores))]
 
 
-@pytest.mark.slow
-def test_twelve_programs_serve_glue_and_super_glue(predictor):
+def test_a_mesh_gives_the_answers_of_one_device(predictor):
+    """Parameters are divided, and the inputs do not fill the mesh."""
+    one = predictor("rank")
+    mesh = make_mesh(MeshShape(fsdp=4, tensor=2))
+    layout = layout_over(one.model, one.model.example(4, 4), mesh)
+    divided = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), one.variables, layout)
+    embedding = divided["params"]["embedding"]
+    assert embedding.addressable_shards[0].data.size == embedding.size // 8
+    sample = Decoding(max_length=4, temperature=0.8, top_k=9, top_p=0.9)
+    targets = [np.array([5, 6, 1]), np.array([7, 1]), np.array([8, 9, 10, 1])]
+    found = []
+    for options in ({}, {"variables": divided, "mesh": mesh}):
+        ranking, sampling = predictor("rank", **options), predictor(decoding=sample, **options)
+        inputs = encoded(ranking)[:3]
+        losses = ranking.log_probabilities(inputs, targets)
+        found.append((ranking.predict(inputs, WORDS), sampling.predict(inputs), losses))
+    for single, several in zip(found[0][:2], found[1][:2], strict=True):
+        assert single.texts == several.texts
+        np.testing.assert_allclose(single.scores, several.scores, rtol=1e-4)
+    np.testing.assert_allclose(found[0][2], found[1][2], rtol=1e-4)
+
+
+def test_twelve_programs_serve_glue_and_super_glue(predictor, monkeypatch):
     """Eight for answers, four for the loss."""
-    p = predictor(method="rank", inputs_length=512, targets_length=32, batch_size=2)
-    p.vocabulary = Pieces()
-    answering = score_choices._cache_size() + run_decoding._cache_size()
-    losses = score_targets._cache_size()
+    answering, losses = set(), set()
+
+    def choices(_, tokens, *, choices, model):
+        answering.add((tokens.shape, np.shape(choices)))
+        return jnp.zeros((len(tokens), len(choices)))
+
+    def decoded(_, tokens, *, decoding, **__):
+        answering.add(tokens.shape)
+        scores = jnp.zeros((len(tokens), 1))
+        return Sequences(jnp.zeros((*scores.shape, decoding.max_length)), scores, scores)
+
+    def scored(_, tokens, *, targets, model):
+        losses.add((tokens.shape, targets.shape))
+        return jnp.zeros(len(tokens))
+
+    monkeypatch.setattr(prediction, "score_choices", choices)
+    monkeypatch.setattr(prediction, "decode_sequences", decoded)
+    monkeypatch.setattr(prediction, "score_targets", scored)
+    p = predictor("rank", decoding=decoding_by("rank", 32), inputs_length=512, batch_size=8)
+    p.vocabulary.encode = lambda s: [2] * -(-len(s) // 3)  # pieces as long as SentencePiece's
     rng = np.random.default_rng(0)
-    for definition in (*GLUE, *SUPER_GLUE):
-        longest = 100 if isinstance(definition.format, Similarity) else 512
+    for task in (*GLUE, *SUPER_GLUE):
+        longest = 100 if isinstance(task.format, Similarity) else 512
         inputs = [np.full(n, 2, np.int32) for n in (5, *rng.integers(1, longest, 9), longest)]
-        words = EvaluationSet(definition, "validation", [], [], []).label_words
-        assert len(p.predict(inputs, label_words=words)) == 11
+        words = task.label_words
+        assert len(p.predict(inputs, words).texts) == 11
         targets = [np.full(n, 2, np.int32) for n in rng.integers(1, 6 if words else 32, 11)]
         assert p.log_probabilities(inputs, targets).shape == (11,)
-    assert score_choices._cache_size() + run_decoding._cache_size() - answering <= 8
-    assert score_targets._cache_size() - losses <= 4
+    assert len(answering) <= 8 and len(losses) <= 4
 
 
 def test_batches_are_sorted_padded_and_whole():
@@ -134,105 +159,152 @@ def test_batches_are_sorted_padded_and_whole():
             assert slot[0] == row + 1
         seen += rows
     assert sorted(seen) == list(range(23))
+    assert _until_end(np.array([5, 6, 1, 7])) == [5, 6]
+    assert _until_end(np.array([5, 0, 0])) == [5]
+    assert _until_end(np.array([5, 6])) == [5, 6]
 
 
-def test_words_end_at_eos_or_padding():
-    assert until_eos(np.array([5, 6, 1, 7])) == [5, 6]
-    assert until_eos(np.array([5, 0, 0])) == [5]
-    assert until_eos(np.array([5, 6])) == [5, 6]
+@pytest.fixture(scope="module")
+def writer():
+    """A language model of texts alone."""
+    block = Block(Attention(2, 4), FeedForward(16))
+    model = LanguageModel(
+        vocab_size=BYTES.vocab_size,
+        d_model=8,
+        decoder=Stack((Run(block, 1),), bias=RelativeBias(bidirectional=False)),
+    )
+    variables = model.init(jax.random.key(0), NOTHING, jnp.ones((1, 4), jnp.int32))
+    decoding = Decoding(max_length=WINDOW)
+    return predictor_of(model, variables, BYTES, decoding, inputs_length=0, batch_size=4)
 
 
-def test_unknown_methods_are_one_sentence(predictor):
-    with pytest.raises(ValueError, match="method='sample'; allowed: greedy, beam, rank"):
-        predictor(method="sample")
+@pytest.fixture(scope="module")
+def log_probabilities(writer):
+    """Those of the next token after each of a row, in full passes of one length."""
+    full_pass = jax.jit(writer.model.apply)
+
+    def log_probabilities(row):
+        tokens = np.zeros((1, 24), np.int32)
+        tokens[0, : len(row)] = row
+        logits = np.float64(full_pass(writer.variables, NOTHING, tokens))[0, : len(row)]
+        return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+    return log_probabilities
 
 
-class Examples:
-    name, split, label_words = "made", "validation", ("ab", "c")
-    scores_targets = is_text = False
-
-    def __init__(self, inputs, labeled):
-        self.inputs, self.labeled = inputs, labeled
-
-    def score(self, answers):
-        assert len(answers.texts) == len(answers.scores) == len(self.inputs)
-        return {"accuracy": 40.0, "f1": 60.0} if self.labeled else {}
-
-    def record(self, index, prediction):
-        return {"idx": index, "prediction": prediction}
-
-
-def strict(text):
-    """JSON without the NaN that Python's reader would take."""
-
-    def refuse(word):
-        raise AssertionError(word)
-
-    return json.loads(text, parse_constant=refuse)
-
-
-def test_results_are_files_of_json(predictor, tmp_path):
-    p = predictor(method="rank")
-    inputs = encoded(p)
-    said, done = [], []
-
-    def phase(title, total):
-        said.append((title, total))
-        return done.append
-
-    results = evaluate_tasks(p, [Examples(inputs, range(6)), Examples(inputs, ())], phase=phase)
-    assert said == [("made, validation: 7 examples", 7)] * 2 and sum(done) == 14
-    assert flatten_results(results) == {"made/accuracy": 40.0, "made/f1": 60.0}
-    assert mean_score(results) == 50.0
-    path = write_results(tmp_path, 7, results, overall={"score": 50.0})
-    scored, hidden = strict(path.read_text())["tasks"]
-    assert scored == {
-        "task": "made",
-        "split": "validation",
-        "n": 7,
-        "labeled": 6,
-        "metrics": {"accuracy": 40.0, "f1": 60.0},
-        "loss": None,
+def test_every_token_of_a_text_counts_once(writer, log_probabilities):
+    texts = ["", "a", "ein Apfel, grün", "no  more\n words than five and", "x" * 31]
+    tokens = [np.asarray([*BYTES.encode(text), 1], np.int32) for text in texts]
+    found = text_nats(writer, [NOTHING[0]] * len(texts), tokens)
+    wanted = np.zeros(len(texts))
+    for i, ids in enumerate(tokens):
+        for start in range(0, len(ids), WINDOW):
+            window = ids[start : start + WINDOW]
+            logp = log_probabilities([0, *window[:-1]])
+            wanted[i] -= logp[np.arange(len(window)), window].sum()
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    lengths = np.array([*map(len, tokens)])
+    np.testing.assert_array_equal(lengths, [1, 2, 17, 30, 32])
+    total, words = sum(wanted), 0 + 1 + 3 + 6 + 1 + 5
+    assert text_metrics(found, lengths, texts) == {
+        "perplexity": pytest.approx(math.exp(total / 82)),
+        "word_perplexity": pytest.approx(math.exp(total / words)),
+        "bits_per_byte": pytest.approx(total / math.log(2) / 77),
     }
-    assert hidden == scored | {"labeled": 0, "metrics": {}}
-    assert [x.name for x in path.parent.iterdir()] == ["results.json"]
+    assert text_metrics(found, lengths, None).keys() == {"perplexity"}
 
 
-def test_predictions_are_lines_of_json(predictor, tmp_path):
-    p = predictor(method="rank")
-    examples = Examples(encoded(p), ())
-    (result,) = evaluate_tasks(p, [examples])
-    path = write_predictions(tmp_path / "new", result, examples=examples)
-    assert path == tmp_path / "new" / "made.jsonl"
-    lines = [strict(line) for line in path.read_text().splitlines()]
-    assert [line["idx"] for line in lines] == list(range(7))
-    for line in lines:
-        assert set(line["scores"]) == {"ab", "c"}
-        assert line["score"] == max(line["scores"].values()) == line["scores"][line["prediction"]]
-    assert list((tmp_path / "new").iterdir()) == [path]
+def test_a_model_without_inputs_continues_texts(writer, log_probabilities):
+    """Greedily, by the most probable token after each text in a full pass; also on a mesh."""
+    texts = encoded(writer, ("", "a", "a few words", "ab"))
+    assert [len(text) for text in texts] == [0, 1, 11, 2]
+    found = writer.generate_texts(texts)
+    for text, (answer,) in zip(texts, found, strict=True):
+        row, score = [0, *text], 0.0
+        for _ in range(WINDOW):
+            logp = log_probabilities(row)[-1]
+            row.append(int(logp.argmax()))
+            score += float(logp.max())
+            if row[-1] == 1:
+                break
+        assert answer.text == BYTES.decode(row[1 + len(text) :])
+        assert answer.score == pytest.approx(score, abs=1e-3)
+    mesh = make_mesh(MeshShape(data=2, fsdp=2), jax.devices()[:4])
+    layout = layout_over(writer.model, writer.model.example(0, 4), mesh)
+    divided = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), writer.variables, layout)
+    options = {"inputs_length": 0, "batch_size": 2, "mesh": mesh}
+    several = predictor_of(writer.model, divided, BYTES, writer.decoding, **options)
+    for (one,), (two,) in zip(found, several.generate_texts(texts), strict=True):
+        assert one.text == two.text and one.score == pytest.approx(two.score, abs=1e-3)
 
 
-@pytest.mark.parametrize("method", ["rank", "greedy", "beam"])
-def test_numbers_that_are_not_finite_become_null(predictor, tmp_path, method):
-    p = predictor(method=method)
-    p.variables = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), p.variables)
-    examples = Examples(encoded(p), range(7))
-    (result,) = evaluate_tasks(p, [examples])
-    result = dataclasses.replace(result, metrics={"f1": np.float32("nan"), "accuracy": np.inf})
-    values = strict(write_results(tmp_path, 1, [result], overall={"loss": -np.inf}).read_text())
-    assert values["tasks"][0]["metrics"] == {"f1": None, "accuracy": None}
-    assert values["loss"] is None
-    lines = write_predictions(tmp_path, result, examples=examples).read_text().splitlines()
-    assert len([strict(line) for line in lines]) == 7
+@pytest.mark.parametrize("options", [{"beams": 3}, {"temperature": 0.5, "samples": 2}])
+def test_beams_and_samples_continue_texts(writer, log_probabilities, options):
+    """The scores are the log-probabilities of what follows the text."""
+    texts = encoded(writer, ("a", "a few words"))
+    found = decode_sequences(
+        writer.variables,
+        _pad_tokens(texts, 2, 11),
+        model=writer.model,
+        decoding=Decoding(max_length=5, **options),
+        continues=True,
+    )
+    for text, sequences, scores in zip(texts, found.tokens, found.log_probabilities, strict=True):
+        for sequence, score in zip(np.asarray(sequences), scores, strict=True):
+            length = list(sequence).index(1) + 1 if 1 in sequence else len(sequence)
+            row = [0, *text, *sequence[:length]]
+            logp = log_probabilities(row)
+            after = sum(logp[i - 1, row[i]] for i in range(len(text) + 1, len(row)))
+            assert float(score) == pytest.approx(float(after), abs=1e-3)
 
 
-def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path):
-    def lines(count):
-        yield from ["new\n"] * count
-        raise OSError("the disk is full")
+def test_measures_of_texts_do_not_enter_the_score():
+    def result(name, **fields):
+        values = {"metrics": {}, "predictions": (), "scores": np.zeros(1), **fields}
+        return TaskResult(task=name, split="test", n=1, labeled=1, **values)
 
-    path = write_atomic(tmp_path / "x.jsonl", ["old\n"])
-    with pytest.raises(OSError, match="full"):
-        write_atomic(path, lines(3))
-    assert path.read_text() == "old\n"
-    assert list(tmp_path.iterdir()) == [path]
+    text = result("a", text_metrics={"perplexity": 1e4})
+    assert mean_score([text, result("b", metrics={"accuracy": 50.0})]) == 50.0
+    assert math.isnan(mean_score([text]))
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    """Its classes are in another order than the task's words."""
+    recipe = runs.classifier()
+    variables = recipe.model.init(jax.random.key(4), jnp.ones((1, 4), int))
+    options = {"classes": recipe.data.classes, "batch_size": 2, "inputs_length": 32, "ranks": True}
+    return predictor_of(recipe.model, variables, BYTES, decoding_by("rank", 1), **options)
+
+
+def test_label_words_are_ranked_by_their_classes(classifier):
+    inputs = encoded(classifier, ("a b", "rte", "the dog sleeps", "c", "d e f g"))
+    found = classifier.rank(inputs, RTE)
+    apply = jax.jit(classifier.model.apply)
+    logits = apply(classifier.variables, _pad_tokens(inputs, 5, 32)).outputs[:, ::-1]
+    np.testing.assert_allclose(found, jax.nn.log_softmax(logits), atol=1e-4)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(classifier.rank(inputs, RTE[1:]), found[:, 1:])
+    answers = classifier.predict(inputs, RTE)
+    assert answers.texts == [RTE[i] for i in found.argmax(axis=1)]
+    assert len(set(answers.texts)) == 2, "the random model prefers one class"
+    np.testing.assert_array_equal(answers.scores, found.max(axis=1))
+    every = classifier.predict(inputs)  # SeqIO's tasks name no label words
+    assert (every.texts, every.words) == (answers.texts, RTE[::-1])
+    assert classifier.rank([], RTE).shape == (0, 2)
+    ids = [np.array([*BYTES.encode(RTE[i % 2]), 1]) for i in range(5)]
+    targets = classifier.log_probabilities(inputs, ids)
+    np.testing.assert_array_equal(targets, [row[i % 2] for i, row in enumerate(found)])
+
+
+def test_what_has_no_answer_is_one_sentence(classifier, writer):
+    inputs, maybe = encoded(classifier, ["a"]), np.array([*BYTES.encode("maybe"), 1])
+    with pytest.raises(ValueError, match=r"label word 'maybe' is none of data\.classes \(not_ent"):
+        classifier.rank(inputs, ("entailment", "maybe"))
+    with pytest.raises(ValueError, match=r"an example has the target 'maybe', which is none of"):
+        classifier.log_probabilities(inputs, [maybe])
+    with pytest.raises(TypeError, match="Encoder generates no text"):
+        classifier.generate_texts(inputs)
+    model = t5(Size(8, 1, 16, 2, 4), vocab_size=32)
+    with pytest.raises(TypeError, match="EncoderDecoder models read inputs and continue no text"):
+        decode_sequences({}, NOTHING, model=model, decoding=writer.decoding, continues=True)

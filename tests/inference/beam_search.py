@@ -9,35 +9,17 @@ import numpy as np
 
 EOS = 1
 
-
 Model: TypeAlias = Callable[[list[tuple[int, ...]]], Sequence[np.ndarray]]
 """Returns the log-probabilities of the tokens after each of several prefixes."""
-
-
-def t5x_beam_search(
-    log_p: Model, length: int, beams: int, alpha: float
-) -> tuple[tuple[int, ...], float]:
-    """Returns the best sequence of `t5x_beams` and its score."""
-    return t5x_beams(log_p, length, beams, alpha)[0]
 
 
 def t5x_beams(
     log_p: Model, length: int, beams: int, alpha: float, shortest: int = 1
 ) -> list[tuple[tuple[int, ...], float]]:
-    """T5X's beam search of one example, as it is described there.
+    """The best sequences of one example and their scores, as T5X describes its beam search.
 
     Each step takes the 2n best continuations; those that end compete with the ended ones by penalized
     score, the n best others live on. Ended ones come first, then live ones.
-
-    Args:
-      log_p: the model.
-      length: maximum number of tokens.
-      beams: n.
-      alpha: exponent of the length penalty.
-      shortest: minimum number of tokens.
-
-    Returns:
-      The n best sequences with their scores.
     """
     live, ended, penalty = [(0.0, ())], [], 1.0
     for at in range(length):

@@ -21,9 +21,6 @@ class Table:
         codes, position = jnp.zeros(self.batch, jnp.int32), jnp.asarray(0)
         return codes, DecodingCache((LayerCache((codes, position)),))
 
-    def start(self):
-        return self.next(*self.begin())
-
     def next(self, tokens, cache):
         codes, position = cache.layers[0].self_attention
         codes = (codes * 3 + tokens) % self.CODES

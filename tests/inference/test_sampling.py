@@ -1,6 +1,7 @@
 """Sampling against exact distributions, and what holds for every way of decoding."""
 
 import collections
+import dataclasses
 import functools
 
 import jax
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from synthesizer_jax.inference import Decoding, decode, decode_sequences, score_targets
+from synthesizer_jax.inference import Decoding, decode_sequences, score_targets
 from synthesizer_jax.inference.decoder import Lengths
 from synthesizer_jax.inference.decoding import run_decoding
 from synthesizer_jax.inference.sampling import Sampling, decode_rows, keep_most_probable
@@ -133,7 +134,7 @@ def trained():
     for row, count in enumerate((7, 1, 2, 3, 4, 5, 6, 7)):
         source[row, count:] = 0
     source = jnp.asarray(source)
-    variables = model.init(jax.random.key(7), source, source[:, :LENGTH])
+    variables = jax.jit(model.init)(jax.random.key(7), source, source[:, :LENGTH])
     kernel = variables["params"]["logits_kernel"] * 2.0
     variables["params"]["logits_kernel"] = kernel.at[:, 1].multiply(2.0)  # sequences end
     return model, variables, source
@@ -148,13 +149,10 @@ METHODS = {
 
 def run(trained, method, *, rows=slice(None), source=None, **changes):
     model, variables, tokens = trained
-    decoding = METHODS[method]
-    options = {name: getattr(decoding, name) for name in decoding.__dataclass_fields__} | changes
+    decoding = dataclasses.replace(METHODS[method], **changes)
     examples = np.arange(BATCH)[rows]
     tokens = tokens[rows] if source is None else source
-    return decode_sequences(
-        variables, tokens, model=model, decoding=Decoding(**options), examples=examples
-    )
+    return decode_sequences(variables, tokens, model=model, decoding=decoding, examples=examples)
 
 
 def lengths_of(tokens):
@@ -179,56 +177,37 @@ def test_scores_are_those_of_the_targets(trained, method):
                 found.log_probabilities[whole, i], wanted[whole], rtol=1e-4, atol=1e-5
             )
     assert checked >= BATCH
-    order = np.asarray(found.scores)
-    if method == "beams":
-        ended = np.asarray((found.tokens == 1).any(-1))
-        for scores, finished in zip(order, ended, strict=True):
-            assert list(finished) == sorted(finished, reverse=True)
-            for part in (scores[finished], scores[~finished]):
-                assert list(part) == sorted(part, reverse=True)
-    else:
-        np.testing.assert_array_equal(order, found.log_probabilities)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["greedy", "beams"])
 def test_lengths_have_a_minimum_and_a_maximum_relative_to_the_input(trained, method):
     """The maximum counts real tokens, wherever the padding is, and is that of each example."""
-    source = trained[2]
-    real = np.asarray((source != 0).sum(-1))
-    free = run(trained, method)
-    assert lengths_of(free.tokens).min() < 4
+    source = np.asarray(trained[2])
+    assert lengths_of(run(trained, method).tokens).min() < 4
     assert lengths_of(run(trained, method, min_length=4).tokens).min() >= 4
-    cases = ((0.5, 1), (0.8, 2), (1.5, 1))
-    for relative, shortest in cases:
-        longest = [min(LENGTH, max(round(relative * n), shortest)) for n in real]
-        options = {"relative_length": relative, "min_length": shortest}
-        found = run(trained, method, **options)
-        for row, limit in enumerate(longest):
-            alone = run(
-                trained, method, max_length=limit, min_length=shortest, rows=slice(row, row + 1)
-            )
-            np.testing.assert_array_equal(found.tokens[row, :, :limit], alone.tokens[0])
-            np.testing.assert_allclose(found.scores[row], alone.scores[0], rtol=1e-4, atol=1e-5)
-            assert not np.asarray(found.tokens[row, :, limit:]).any()
-        left = np.stack([np.roll(row, (row == 0).sum()) for row in np.asarray(source)])
-        same = run(trained, method, source=jnp.asarray(left), **options)
-        np.testing.assert_array_equal(found.tokens, same.tokens)
+    longest = np.array([min(LENGTH, max(round(0.8 * n), 2)) for n in (source != 0).sum(-1)])
+    options = {"relative_length": 0.8, "min_length": 2}
+    found = run(trained, method, **options)
+    for tokens, limit in zip(np.asarray(found.tokens), longest, strict=True):
+        assert not tokens[:, limit:].any()
+    for limit in (3, 5):  # those of an example are those of a batch of that maximum
+        rows = np.flatnonzero(longest == limit)
+        alone = run(trained, method, max_length=limit, min_length=2)
+        np.testing.assert_array_equal(found.tokens[rows, :, :limit], alone.tokens[rows])
+        np.testing.assert_allclose(found.scores[rows], alone.scores[rows], rtol=1e-4, atol=1e-5)
+    left = np.stack([np.roll(row, (row == 0).sum()) for row in source])
+    same = run(trained, method, source=jnp.asarray(left), **options)
+    np.testing.assert_array_equal(found.tokens, same.tokens)
 
 
 def test_a_sample_depends_on_its_seed_example_and_number_alone(trained):
     found = run(trained, "samples")
-    for rows in (np.array([2]), np.array([5, 2, 7])):
-        part = run(trained, "samples", rows=rows)
-        np.testing.assert_array_equal(part.tokens, found.tokens[rows])
+    rows = np.array([5, 2, 7])
+    part = run(trained, "samples", rows=rows)
+    np.testing.assert_array_equal(part.tokens, found.tokens[rows])
     fewer = run(trained, "samples", samples=2)
     np.testing.assert_array_equal(fewer.tokens, found.tokens[:, :2])
     assert np.any(run(trained, "samples", seed=6).tokens != found.tokens)
-    model, variables, source = trained
-    by_key = decode_sequences(
-        variables, source, model=model, decoding=METHODS["samples"], key=jax.random.key(5)
-    )
-    np.testing.assert_array_equal(by_key.tokens, found.tokens)
 
 
 def test_one_program_serves_all_temperatures_and_probabilities(trained):
@@ -242,8 +221,7 @@ def test_one_program_serves_all_temperatures_and_probabilities(trained):
     assert run_decoding._cache_size() == before
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+@pytest.mark.parametrize(("method", "axis_type"), [("beams", "Explicit"), ("samples", "Auto")])
 def test_a_mesh_decodes_what_one_device_does(trained, method, axis_type):
     model, variables, source = trained
     expected = run(trained, method, relative_length=1.5)
@@ -255,11 +233,3 @@ def test_a_mesh_decodes_what_one_device_does(trained, method, axis_type):
         assert found.tokens.sharding.spec[0] == "data"
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-4, atol=1e-5)
-
-
-def test_the_short_form_returns_the_best(trained):
-    model, variables, source = trained
-    found = decode(variables, source, model=model, max_length=LENGTH, beams=3)
-    several = run(trained, "beams")
-    np.testing.assert_array_equal(found.tokens, several.tokens[:, 0])
-    np.testing.assert_array_equal(found.scores, several.scores[:, 0])

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import transformers
 
-from synthesizer_jax.inference.encoding import encode_tokens
+from synthesizer_jax.inference import encode_tokens
 from synthesizer_jax.models import Encoder
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.parameters import Variables, apply_method

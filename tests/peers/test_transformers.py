@@ -19,7 +19,7 @@ from synthesizer_jax.pretrained.convert import convert_checkpoint
 from synthesizer_jax.pretrained.export import export_run
 from synthesizer_jax.pretrained.huggingface.export import write_folder
 from synthesizer_jax.pretrained.loading import open_pretrained, read_params
-from tests.inference.beam_search import t5x_beam_search
+from tests.inference.beam_search import t5x_beams
 from tests.peers.compare import check_folder, check_logits
 from tests.pretrained.folders import FAMILIES, TINY, UNTIED, make_folder, make_tensors
 from tests.pretrained.test_round_trip import OUTPUT, make_configs, projection
@@ -181,7 +181,7 @@ def test_decoded_ids_are_the_same(tmp_path, family):
     np.testing.assert_array_equal(ours[:, : generated.shape[1]], generated)
     found = decode(variables, jnp.asarray(inputs), beams=3, alpha=0.6, **arguments)
     for row, tokens, score in zip(inputs, *map(np.asarray, found), strict=True):
-        best, expected = t5x_beam_search(next_log_p(reference, row), LENGTH, 3, 0.6)
+        best, expected = t5x_beams(next_log_p(reference, row), LENGTH, 3, 0.6)[0]
         assert tuple(tokens[: len(best)]) == best and not tokens[len(best) :].any()
         np.testing.assert_allclose(score, expected, atol=1e-4)
 

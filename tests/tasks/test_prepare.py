@@ -16,7 +16,7 @@ import seqio
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from synthesizer_jax.data.prepared import PreparedExamples, PreparedInfo, PreparedTasks
+from synthesizer_jax.data.prepared import PreparedExamples, PreparedTasks
 from synthesizer_jax.data.records import Chunk, RaggedTokens
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.tasks import prepare as preparing
@@ -389,7 +389,7 @@ def test_files_of_another_format_are_prepared_again(own_dir: pathlib.Path) -> No
     prepared = prepared_in(own_dir, BOOLQ)
     info = prepared.directory(BOOLQ, "train") / "info.json"
     info.write_text(info.read_text().replace('"format": 3', '"format": 2'))
-    assert PreparedInfo.load(info.parent) is None
+    assert prepared.find(BOOLQ, "train") is None
     with pytest.raises(
         FileNotFoundError, match=r"is not prepared in .*; run 'synthesizer-jax data"
     ):

@@ -180,7 +180,7 @@ def test_a_rate_that_cannot_be_computed_and_a_missing_split_are_one_sentence(tmp
 def test_metrics_are_computed_by_their_own_rules(tmp_path):
     vocabulary = Bytes().build()
     examples = load("outside_double", "validation", tmp_path, lengths=LENGTHS)
-    assert examples.scores_targets and examples.label_words is None
+    assert examples.task.scores_targets and examples.label_words is None
     assert examples.target_words == ["0", "2", "4", "6", "8"]
     texts = ["0", "3", "4", "no", "8"]
     answers = Answers(

@@ -255,7 +255,7 @@ def test_a_model_promotes_neither_ranks_nor_dtypes(dtype):
         jax.eval_shape(lambda v: jax.grad(total)(v, packed, key, 2), variables)
         for options in ({"beams": 2}, {"temperature": 0.5, "top_k": 3, "top_p": 0.9}):
             decoding = Decoding(max_length=8, **options)
-            search = functools.partial(decode_sequences, model=model, decoding=decoding, key=key)
+            search = functools.partial(decode_sequences, model=model, decoding=decoding)
             jax.eval_shape(search, variables, source)
         jax.eval_shape(lambda v: score_targets(v, source, targets=targets, model=model), variables)
 

@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from synthesizer_jax.data.vocabularies import (
-    ByteVocabulary,
-    SentencePieceVocabulary,
+    Bytes,
+    SentencePiece,
     Vocabulary,
 )
 from synthesizer_jax.models.token_model import TokenModel
@@ -110,11 +110,11 @@ def _write_tokenizer(folder: pathlib.Path, vocabulary: Vocabulary) -> None:
         "split_special_tokens": True,  # "</s>" in a text is four characters
         "legacy": True,
     }
-    if isinstance(vocabulary, ByteVocabulary):
+    if isinstance(vocabulary, Bytes):
         sentinels = [f"<extra_id_{i}>" for i in range(vocabulary.extra_ids)]
         fields |= {"tokenizer_class": "ByT5Tokenizer", "extra_ids": vocabulary.extra_ids}
         fields["additional_special_tokens"] = sentinels
-    elif isinstance(vocabulary, SentencePieceVocabulary):
+    elif isinstance(vocabulary, SentencePiece):
         fields |= {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}
         (folder / SENTENCEPIECE[0]).write_bytes(vocabulary.processor.serialized_model_proto())
     else:

@@ -3,30 +3,37 @@
 import numpy as np
 import pytest
 
+from synthesizer_jax.data import segments
 from synthesizer_jax.data.objectives import (
     OBJECTIVES,
-    CounterDraws,
-    Documents,
+    Denoising,
+    Draws,
     ExampleFormat,
-    FullLM,
-    SegmentStream,
-    stream,
-    ul2,
+    Objective,
+    ObjectiveMixture,
 )
-from synthesizer_jax.data.task_streams import Example, TaskStream
+from synthesizer_jax.data.segments import SegmentStream
+from synthesizer_jax.data.task_streams import Example
 
 FORM = ExampleFormat(32, 32, 400)
 LONG = 50
 """Tokens of a long document in these tests."""
 
 
-class Numbered(Documents):
+class Numbered:
     """Document d has ``lengths[d]`` tokens: ``1000 · d + 10``, ``… + 11``, …"""
 
+    name, is_resident = "the numbers", True
+
     def __init__(self, lengths: list[int]):
-        tokens = [1000 * d + 10 + np.arange(n, dtype=np.int32) for d, n in enumerate(lengths)]
-        super().__init__(tokens, name="the numbers")
         self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Example:
+        tokens = 1000 * index + 10 + np.arange(self.lengths[index], dtype=np.int32)
+        return np.zeros(0, np.int32), tokens
 
 
 DOCUMENTS = Numbered([(7 * d) % 23 for d in range(300)])
@@ -34,29 +41,24 @@ DOCUMENTS = Numbered([(7 * d) % 23 for d in range(300)])
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "LONGEST_DOCUMENT", LONG)
+    monkeypatch.setattr(segments, "LONGEST_DOCUMENT", LONG)
 
 
 def make(
-    objective: str = "span_3_15_u_u",
+    objective: str | Objective = "span_3_15_u_u",
     *,
     documents: Numbered = DOCUMENTS,
     shard: tuple[int, int] = (0, 1),
     seed: int = 0,
+    form: ExampleFormat = FORM,
     shuffle: bool = True,
 ) -> SegmentStream:
-    chosen = ul2() if objective == "ul2" else OBJECTIVES[objective]
-    return SegmentStream(
-        documents,
-        chosen,
-        FORM,
-        shard=shard,
-        seed=np.random.SeedSequence(seed, spawn_key=(shard[0], 1)),
-        shuffle=shuffle,
-    )
+    chosen = OBJECTIVES[objective] if isinstance(objective, str) else objective
+    start = np.random.SeedSequence(seed, spawn_key=(shard[0], 1))
+    return SegmentStream(documents, chosen, form, shard=shard, seed=start, shuffle=shuffle)
 
 
-def take(source: TaskStream, count: int) -> list[list[list[int]]]:
+def take(source: SegmentStream, count: int) -> list[list[list[int]]]:
     return [[ids.tolist() for ids in next(source)] for _ in range(count)]
 
 
@@ -73,12 +75,12 @@ def group_of(source: SegmentStream) -> list[Example]:
         examples.append(example)
 
 
-def epoch_of(source: SegmentStream, num_tokens: int) -> list[Example]:
-    """The next examples, with as many tokens as an epoch has."""
+def epoch_of(source: SegmentStream, num_tokens: int) -> list[int]:
+    """The tokens of the next examples, as many as an epoch has."""
     examples: list[Example] = []
     while len(tokens_of(examples)) < num_tokens:
         examples.append(next(source))
-    return examples
+    return tokens_of(examples)
 
 
 def tokens_of(examples: list[Example]) -> list[int]:
@@ -86,45 +88,39 @@ def tokens_of(examples: list[Example]) -> list[int]:
     return [t for _, targets in examples for t in targets.tolist() if t != 1]
 
 
-def all_tokens(documents: Numbered, indices: range | None = None) -> list[int]:
-    chosen = range(len(documents)) if indices is None else indices
-    return sorted(t for i in chosen for t in documents[i][1].tolist())
+def all_tokens(documents: Numbered, indices: range) -> list[int]:
+    return sorted(t for i in indices for t in documents[i][1].tolist())
 
 
 def test_every_epoch_has_every_token_once_in_another_order() -> None:
-    source, total = make("full_lm"), all_tokens(DOCUMENTS)
-    first, second = (tokens_of(epoch_of(source, len(total))) for _ in range(2))
+    source, total = make("full_lm"), all_tokens(DOCUMENTS, range(300))
+    first, second = (epoch_of(source, len(total)) for _ in range(2))
     assert sorted(first) == sorted(second) == total
     assert first != second
-    stored = tokens_of(epoch_of(make("full_lm", shuffle=False), len(total)))
-    assert stored == total
+    assert epoch_of(make("full_lm", shuffle=False), len(total)) == total
+    for s in range(3):
+        held = all_tokens(DOCUMENTS, range(s, 300, 3))
+        assert sorted(epoch_of(make("full_lm", shard=(s, 3)), len(held))) == held
+    assert take(make(seed=3), 20) == take(make(seed=3), 20) != take(make(seed=4), 20)
 
 
-def test_documents_end_with_eos_and_segments_are_full() -> None:
-    source = make("full_lm", shuffle=False)
-    examples = take(source, 12)
-    assert all(not inputs and len(targets) == 32 for inputs, targets in examples)
-    flat = [t for _, targets in examples for t in targets]
-    expected = [
-        t for d in range(60) for t in [*DOCUMENTS[d][1].tolist(), 1] if DOCUMENTS.lengths[d]
-    ]
-    assert flat == expected[: len(flat)]
-
-
-def test_groups_are_of_128_documents_with_tokens() -> None:
+def test_groups_are_of_128_documents_of_an_epoch_and_segments_are_full() -> None:
     source = make("full_lm", shuffle=False)
     with_tokens = [d for d in range(300) if DOCUMENTS.lengths[d]]
     for _ in range(2):
         for chosen in (with_tokens[:128], with_tokens[128:256], with_tokens[256:]):
             group = group_of(source)
-            expected = [t for d in chosen for t in DOCUMENTS[d][1].tolist()]
-            assert tokens_of(group) == expected
+            flat = [t for _, targets in group for t in targets]
+            assert flat == [t for d in chosen for t in [*DOCUMENTS[d][1].tolist(), 1]]
             assert all(len(targets) == 32 for _, targets in group[:-1])
+    source = make("full_lm", documents=Numbered([5, 5, 5]))
+    for _ in range(5):
+        targets = next(source)[1]
+        assert len(targets) == 18 and len({int(t) // 1000 for t in targets if t != 1}) == 3
 
 
 def test_noise_is_another_every_epoch() -> None:
-    source = make("iid_15_u_u", documents=Numbered([25]), shuffle=False)
-    noisy = {str(example) for example in take(source, 20)}
+    noisy = {str(x) for x in take(make(Denoising(0.4, 2.0), documents=Numbered([25])), 20)}
     assert len(noisy) > 10
 
 
@@ -138,13 +134,15 @@ def test_long_documents_give_one_aligned_chunk() -> None:
     assert seen == {(0, LONG), (LONG, LONG), (2 * LONG, 20)}
 
 
-def test_shards_are_disjoint_and_cover_everything() -> None:
-    for s in range(3):
-        held = all_tokens(DOCUMENTS, range(s, 300, 3))
-        assert sorted(tokens_of(epoch_of(make("full_lm", shard=(s, 3)), len(held)))) == held
+def test_segments_are_of_the_objectives_of_a_mixture_by_their_rates() -> None:
+    members = Denoising(), Denoising(mean_span=8.0, mode=(7, 8))
+    for rates, share in (((3.0, 1.0), 0.25), ((0.0, 1.0), 1), ((), 0.5)):
+        source = make(ObjectiveMixture(members, rates), form=FORM._replace(vocab_size=10**6))
+        chosen = [next(source)[0][:2].tolist() == [7, 8] for _ in range(2000)]
+        assert abs(np.mean(chosen) - share) < 0.04
 
 
-@pytest.mark.parametrize("name", ["span_3_15_u_u", "prefix_lm", "full_lm", "masked_lm"])
+@pytest.mark.parametrize("name", ["span_3_15_u_u", "prefix_lm", "full_lm", "masked_lm", "ul2"])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_restored_stream_goes_on_at_any_step(name: str, shuffle: bool) -> None:
     documents = Numbered([*DOCUMENTS.lengths[:40], 3 * LONG])
@@ -161,46 +159,20 @@ def test_a_restored_stream_goes_on_at_any_step(name: str, shuffle: bool) -> None
         assert take(restored, min(3, 60 - step)) == examples[step : step + 3]
 
 
-def test_a_stream_of_a_mixture_goes_on_at_any_step() -> None:
-    source = make("ul2")
-    first = take(source, 25)
-    position = source.position()
-    expected = take(source, 40)
-    source.restore(position)
-    assert take(source, 40) == expected
-    assert take(make("ul2"), 25) == first
-
-
-def test_the_first_epoch_is_shuffled_in_chunks() -> None:
-    """No one waits for all documents to be read."""
-    source = make("full_lm", documents=Numbered([4] * 3000))
-    first = {t // 1000 for example in group_of(source) for t in tokens_of([example])}
-    assert len(first) == 128 and max(first) < 1024
-
-
-def test_the_seed_decides() -> None:
-    assert take(make(seed=3), 20) == take(make(seed=3), 20)
-    assert take(make(seed=3), 20) != take(make(seed=4), 20)
-
-
 def test_the_order_of_documents_has_numbers_of_its_own() -> None:
     """The counters of noise never coincide with those of `ExampleStream`."""
     seed = np.random.SeedSequence(0)
-    order = CounterDraws(seed, 0).uniform(4)  # what the order of epoch 0, chunk 0 is drawn from
+    order = Draws(seed, 0).uniform(4)  # what the order of epoch 0, chunk 0 is drawn from
     for place in ((0, 0), (0, 0, 0), (0, 0, 0, 0)):
-        assert (CounterDraws(seed, *place).uniform(4) != order).all()
+        assert (Draws(seed, *place).uniform(4) != order).all()
 
 
-def test_documents_without_tokens() -> None:
-    with pytest.raises(
-        ValueError, match="there are no tokens in the numbers; check how it is read"
-    ):
+def test_documents_without_tokens_and_with_padding() -> None:
+    with pytest.raises(ValueError, match="there are no tokens in the numbers; check how it is r"):
         next(make(documents=Numbered([0] * 9)))
     lonely = make("full_lm", documents=Numbered([0] * 9 + [3] + [0] * 9), shuffle=False)
     assert take(lonely, 2) == [[[], [9010, 9011, 9012, 1]]] * 2
 
-
-def test_padding_inside_documents_is_dropped() -> None:
     class Padded(Numbered):
         def __getitem__(self, index: int) -> Example:
             return np.zeros(0), np.array([5, 0, 6, 0, 0], np.int64)
@@ -211,25 +183,6 @@ def test_padding_inside_documents_is_dropped() -> None:
 
 def test_settings_that_do_not_fit_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match=r"targets_length is 3; .* needs 8 or more"):
-        SegmentStream(
-            DOCUMENTS,
-            OBJECTIVES["span_3_15_u_u"],
-            FORM._replace(targets_length=3),
-            shard=(0, 1),
-            seed=np.random.SeedSequence(0),
-        )
+        make(form=FORM._replace(targets_length=3))
     with pytest.raises(ValueError, match="the numbers has 2 examples, fewer than shards=3"):
         make(documents=Numbered([5, 5]), shard=(2, 3))
-
-
-def test_groups_are_not_mixed_across_epochs() -> None:
-    source = SegmentStream(
-        Numbered([5, 5, 5]),
-        FullLM(),
-        FORM,
-        shard=(0, 1),
-        seed=np.random.SeedSequence(0),
-    )
-    for _ in range(5):
-        targets = next(source)[1]
-        assert len(targets) == 18 and len({int(t) // 1000 for t in targets if t != 1}) == 3

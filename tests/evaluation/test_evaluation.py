@@ -1,0 +1,312 @@
+"""What an evaluation reads, measures and writes: groups, hidden labels, losses, classes, files."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from synthesizer_jax.checkpoints.manager import restore_variables
+from synthesizer_jax.checkpoints.placement import place_variables
+from synthesizer_jax.data.prepared import PreparedTasks
+from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
+from synthesizer_jax.evaluation.evaluator import Evaluator
+from synthesizer_jax.evaluation.files import write_predictions, write_results
+from synthesizer_jax.evaluation.prediction import Predictor, _pad_tokens, decoding_by
+from synthesizer_jax.evaluation.scoring import evaluate_tasks, flatten_results
+from synthesizer_jax.inference import score_targets
+from synthesizer_jax.registry import replace
+from synthesizer_jax.sharding import MeshShape, make_mesh
+from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.definitions import GLUE, SENTINEL, SUPER_GLUE
+from synthesizer_jax.tasks.formats import WNLI, WSC, PronounResolution, ReCoRD, Similarity
+from synthesizer_jax.tasks.postprocessors import is_labeled
+from synthesizer_jax.tasks.prepare import prepare
+from tests.evaluation import runs
+from tests.tasks.loading import BYTES, quiet
+from tests.tasks.loading import load as load_prepared
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    place = tmp_path_factory.mktemp("evaluation_data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(task_registry.MIXTURES, runs.MIXTURE, runs.RATES)
+        runs.write_data(place)
+        prepare(runs.MIXTURE, PreparedTasks(place, BYTES), log=quiet)
+        yield place
+
+
+@pytest.fixture(scope="module")
+def load(data_dir):
+    def load(name, split="validation", data_dir=data_dir, **options):
+        lengths = {"inputs": 32, "targets": 8}
+        return load_prepared(name, split, data_dir, lengths=lengths, **options)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("task", "asked", "found"),
+    [
+        ("multi30k_en_de", 1, 1),  # rows without idx
+        ("multi30k_en_de", 70, 7),
+        ("glue_rte_v002", 2, 2),
+        ("super_glue_multirc_v102", 1, 3),  # three answers to a question
+        ("super_glue_multirc_v102", 4, 6),
+        ("super_glue_record_v102", 2, 3),  # the second query has two answers
+    ],
+)
+def test_max_examples_is_obeyed_and_groups_stay_whole(load, task, asked, found):
+    assert len(load(task, max_examples=asked).inputs) == found
+
+
+@pytest.mark.parametrize("task", [*GLUE, *SUPER_GLUE, *SENTINEL], ids=lambda task: task.name)
+def test_rows_without_a_label_are_told_apart(task):
+    def row(targets, **rest):
+        groups = {f"idx/{n}": 0 for n in ("paragraph", "question", "passage", "query")}
+        return {"targets_pretokenized": targets.encode(), **groups, **rest}
+
+    hidden, labeled = {
+        Similarity: (row("-1.0", label=-1.0), row("0.0", label=0.0)),
+        ReCoRD: (row("<unk>", answers=[]), row("Ann", answers=[b"Ann"])),
+        WSC: (row("Ann", label=-1), row("Ann", label=0)),  # a candidate is named all the same
+        WNLI: (row("Ann", label=-1), row("Ann", label=0)),
+        PronounResolution: (None, row("Ann")),  # every row has an answer
+    }.get(type(task.format), (row("<unk>"), row((task.label_words or ("",))[0])))
+    assert is_labeled(labeled)
+    assert hidden is None or not is_labeled(hidden)
+
+
+def test_only_labeled_examples_are_scored(load):
+    for task in ("glue_rte_v002", "glue_stsb_v002", "super_glue_multirc_v102"):
+        hidden, known = load(task, "test"), load(task)
+        assert hidden.labeled == () and known.labeled == tuple(range(len(known.inputs)))
+        assert hidden.score(["entailment"] * len(hidden.inputs)) == {}
+        assert set(known.score(known.target_words)) > set()
+    known, hidden = load("glue_rte_v002"), load("glue_rte_v002", "test")
+    mixed = dataclasses.replace(known, examples=hidden.examples + known.examples)
+    assert mixed.score(["contradiction"] * 5 + known.target_words) == {"accuracy": 100.0}
+    assert len(mixed.labeled_part(100).inputs) == 6
+    assert [e["idx"] for e in mixed.labeled_part(3).examples] == [0, 2, 4]
+    with pytest.raises(ValueError, match="glue_rte_v002: 1 predictions for 6 examples"):
+        known.score(["entailment"])
+
+
+def test_a_record_tells_an_example(load):
+    multirc = load("super_glue_multirc_v102").record(1, "True")
+    assert multirc["idx"] == {"paragraph": 0, "question": 0, "answer": 1}
+    assert (multirc["target"], multirc["label"], multirc["target_label"]) == ("True", 1, 1)
+    assert load("glue_rte_v002", "test").record(3, "nonsense") == {
+        "idx": 3,
+        "input": "rte sentence1: a 3 sentence2: b 3",
+        "target": None,
+        "prediction": "nonsense",
+        "label": -1,
+        "target_label": None,
+    }
+    assert set(load("multi30k_en_de").record(2, "x")) == {"idx", "input", "target", "prediction"}
+
+
+def test_answers_after_a_sentinel_in_bytes_are_those_of_seqio():
+    """Bytes have no text for the sentinel, so that SeqIO strips every answer."""
+    row = {"targets_pretokenized": "True", "inputs_pretokenized": "boolq", "label": 1}
+    task = task_registry.find_task("super_glue_boolq_v102_1_sentinel")
+    examples = EvaluationSet(task, "validation", [row])
+    in_bytes = dataclasses.replace(examples, vocabulary=Bytes())
+    assert examples.score([" True"]) == {"accuracy": 0}
+    assert in_bytes.score([" True"]) == {"accuracy": 100}
+    assert in_bytes.record(0, " True")["label"] == 1
+
+
+def test_damaged_files_are_one_sentence(load, data_dir, tmp_path):
+    shutil.copytree(data_dir / "glue" / "rte", tmp_path / "glue" / "rte")
+    (file,) = (tmp_path / "glue" / "rte").rglob("*validation*tfrecord*")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"glue_rte_v002.*'validation'.*cannot be read.*import"):
+        load("glue_rte_v002", data_dir=tmp_path)
+
+
+def evaluator_of(experiment, data_dir):
+    return Evaluator(
+        *(experiment.model, experiment.data, experiment.evaluation),
+        prepared=PreparedTasks(data_dir, BYTES),
+    )
+
+
+@pytest.fixture(scope="module")
+def measured(data_dir):
+    """Results over two batches of two for the loss."""
+    experiment = runs.experiment()
+    experiment = replace(
+        experiment, evaluation=replace(experiment.evaluation, batch_size=2, loss_batches=2)
+    )
+    evaluator = evaluator_of(experiment, data_dir)
+    example = jnp.ones((1, 8), int)
+    variables = jax.jit(experiment.model.init)(jax.random.key(0), example, example)
+    return evaluator, variables, evaluator.measure(variables)
+
+
+def test_every_task_has_a_loss_over_at_most_so_many_batches(measured):
+    evaluator, variables, (results, overall) = measured
+    assert [r.task for r in results] == [task for task, rate in runs.RATES.items() if rate]
+    assert [len(s.inputs) for s in evaluator.loss_sets] == [4] * 5
+    assert evaluator.lacking == ["glue_ax_v002"]
+    nats, tokens = 0.0, 0.0
+    for examples, result in zip(evaluator.loss_sets, results, strict=True):
+        sources, targets = _pad_tokens(examples.inputs, 4, 32), _pad_tokens(examples.targets, 4, 40)
+        logp = score_targets(variables, sources, targets=targets, model=evaluator.model).sum()
+        length = sum(map(len, examples.targets))
+        np.testing.assert_allclose(result.loss.per_token, -logp / length, rtol=1e-5)
+        rate = runs.RATES[result.task]
+        nats, tokens = nats - rate * logp / 4, tokens + rate * length / 4
+    np.testing.assert_allclose(overall["loss"], nats / tokens, rtol=1e-5)
+    assert overall["joint_label_prior_entropy"] > overall["label_prior_entropy"]
+
+
+def test_no_batches_for_the_loss_take_none(measured, data_dir):
+    evaluator, variables, _ = measured
+    settings = replace(evaluator.evaluation, loss_batches=0, max_examples=2)
+    experiment = replace(runs.experiment(), evaluation=settings)
+    results, overall = evaluator_of(experiment, data_dir).measure(variables)
+    assert [r.loss for r in results] == [None] * 5
+    assert "loss" not in overall and "score" in overall
+
+
+@pytest.mark.parametrize("method", ["rank", "greedy", "beam"])
+def test_scores_are_the_log_probabilities_of_the_answers(measured, method):
+    evaluator, variables, (results, _) = measured
+    if method == "rank":
+        for examples, result in zip(evaluator.sets, results, strict=True):
+            if result.ranked is not None:
+                index = map(examples.label_words.index, result.predictions)
+                best = [row[i] for row, i in zip(result.ranked, index, strict=True)]
+                np.testing.assert_array_equal(result.scores, best)
+                np.testing.assert_array_equal(result.scores, result.ranked.max(axis=-1))
+        return
+    options = {"inputs_length": 32, "decoding": decoding_by(method, 8), "batch_size": 4}
+    predictor = Predictor(evaluator.model, variables, BYTES, **options)
+    inputs = evaluator.sets[0].inputs[:4]
+    batch = _pad_tokens(inputs, 4, 32)
+    tokens = predictor._generate(range(4), jnp.asarray(batch)).tokens[:, 0]
+    wanted = score_targets(variables, batch, targets=tokens, model=predictor.model)
+    np.testing.assert_allclose(predictor.predict(inputs).scores, wanted, rtol=1e-4)
+
+
+def strict(text):
+    """JSON without the NaN that Python's reader would take."""
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_results_and_predictions_are_files_of_json(measured, load, tmp_path):
+    """Phases are told; numbers that are not finite become null."""
+    evaluator, variables, _ = measured
+    said, done = [], []
+
+    def phase(title, total):
+        said.append((title, total))
+        return done.append
+
+    sets = load("glue_rte_v002"), load("glue_rte_v002", "test")
+    options = {"inputs_length": 32, "decoding": decoding_by("rank", 8), "batch_size": 2}
+    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), variables)
+    for values in (variables, broken):
+        predictor = Predictor(evaluator.model, values, BYTES, ranks=True, **options)
+        known, hidden = evaluate_tasks(predictor, sets, phase=phase)
+        path = write_predictions(tmp_path / "new", known, examples=sets[0])
+        assert path == tmp_path / "new" / "glue_rte_v002.jsonl"
+        lines = [strict(line) for line in path.read_text().splitlines()]
+        assert [line["idx"] for line in lines] == list(range(6))
+        assert all(set(line["scores"]) == {"entailment", "not_entailment"} for line in lines)
+        for line in lines if values is variables else ():
+            assert line["score"] == line["scores"][line["prediction"]]
+        assert list((tmp_path / "new").iterdir()) == [path]
+    titles = [
+        f"glue_rte_v002, {split}: {n} examples" for split, n in (("validation", 6), ("test", 5))
+    ]
+    assert said == list(zip(titles, (6, 5), strict=True)) * 2 and sum(done) == 22
+    metrics = {"accuracy": np.float32("nan"), "f1": np.inf}
+    assert flatten_results([known]) == {"glue_rte_v002/accuracy": known.metrics["accuracy"]}
+    known = dataclasses.replace(known, metrics=metrics)
+    path = write_results(tmp_path, 7, [known, hidden], overall={"score": 50.0, "loss": -np.inf})
+    written = strict(path.read_text())
+    assert (written["step"], written["score"], written["loss"]) == (7, 50.0, None)
+    scored = {"task": "glue_rte_v002", "split": "validation", "n": 6, "labeled": 6}
+    scored |= {"metrics": {"accuracy": None, "f1": None}, "loss": None}
+    other = {"split": "test", "n": 5, "labeled": 0, "metrics": {}}
+    assert written["tasks"] == [scored, scored | other]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Of a classifier that nobody trained."""
+    directory = tmp_path_factory.mktemp("classifier")
+    runs.write_run(directory, runs.classifier(), steps=(4,))
+    return directory
+
+
+def test_a_classifier_has_metrics_and_a_loss_per_class(run, data_dir):
+    recipe = runs.classifier()
+    evaluator = evaluator_of(recipe, data_dir)
+    step, variables = restore_variables(run / "checkpoints")
+    assert step == 4
+    (device,) = {d for leaf in jax.tree.leaves(variables) for d in leaf.devices()}
+    assert device == jax.local_devices()[0]
+    ((result,), overall) = evaluator.measure(variables)
+    (examples,) = evaluator.sets
+    outputs = jax.jit(recipe.model.apply)(variables, _pad_tokens(examples.inputs, 6, 32)).outputs
+    ranked = np.asarray(jax.nn.log_softmax(outputs[:, ::-1]))
+    right = np.arange(6) % 2  # the stored labels
+    np.testing.assert_allclose(result.ranked, ranked, atol=1e-4)
+    accuracy = 100 * np.mean(ranked.argmax(axis=1) == right)
+    assert result.metrics == {"accuracy": pytest.approx(accuracy)}
+    nats = -ranked[np.arange(6), right].mean()
+    assert result.loss.tokens == 1
+    assert overall["loss"] == overall["label_loss"] == pytest.approx(nats, rel=1e-4)
+    assert overall["label_prior_entropy"] == pytest.approx(np.log(2))
+    masked = replace(
+        recipe,
+        model=recipe.model.copy(outputs=None, masked_lm=True),
+        data=replace(recipe.data, classes=(), targets_length=32),
+    )
+    with pytest.raises(ValueError, match="glue_rte_v002 is not made for a masked language model"):
+        evaluator_of(masked, data_dir)
+
+
+@pytest.mark.parametrize(
+    ("trained", "devices", "expected"),
+    [
+        (MeshShape(), 8, (8, 1, 1)),
+        (MeshShape(data=16, fsdp=2), 8, (4, 2, 1)),
+        (MeshShape(data=2, dcn_data=4, tensor=2), 8, (4, 1, 2)),
+        (MeshShape(data=1, fsdp=-1, dcn_fsdp=2), 8, (1, 8, 1)),
+        (MeshShape(fsdp=32), 3, (3, 1, 1)),  # the widths do not divide by three
+        (MeshShape(fsdp=4), 1, (1, 1, 1)),
+    ],
+)
+def test_the_mesh_of_the_training_is_fitted_to_the_devices(trained, devices, expected):
+    recipe = runs.classifier(mesh=trained)
+    mesh, layout = place_variables(
+        recipe.model, recipe.example, recipe.mesh, devices=jax.devices()[:devices]
+    )
+    assert tuple(mesh.shape[axis] for axis in ("data", "fsdp", "tensor")) == expected
+    assert {x.sharding.mesh for x in jax.tree.leaves(layout)} == {mesh}
+
+
+def test_a_checkpoint_of_another_model_is_refused(run):
+    recipe = runs.classifier()
+    _, layout = place_variables(recipe.model, recipe.example, recipe.mesh)
+    layout["params"]["embedding"] = jax.ShapeDtypeStruct((5, 16), np.float32)
+    with pytest.raises(ValueError, match=r"another model: params/embedding is \(384, 16\) there"):
+        restore_variables(run / "checkpoints", layout=layout)
+    assert make_mesh(MeshShape()).size == 8
