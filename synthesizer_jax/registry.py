@@ -319,4 +319,5 @@ def format_value(value: object) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return f"a {type(value).__name__}"
     formatted = repr(value) if not isinstance(value, dict) else json.dumps(value, default=str)
+    formatted = " ".join(formatted.split())  # modules are shown on several lines
     return formatted if len(formatted) <= 60 else f"{formatted[:57]}…"

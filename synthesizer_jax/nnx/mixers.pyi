@@ -80,8 +80,7 @@ class Attention(Layer):
           ``[batch, q, d_model]``.
 
         Raises:
-          ValueError: the mixer does not support the arguments, see its properties, or the tokens
-            exceed its positions.
+          ValueError: the mixer's attributes exclude the arguments, or the tokens exceed its positions.
 
         Additional arguments of the NNX module:
           deterministic: if True, dropout is off; None uses the module's attribute.
@@ -221,8 +220,7 @@ class LightweightConvolution(Layer):
           ``[batch, q, d_model]``.
 
         Raises:
-          ValueError: the mixer does not support the arguments, see its properties, or the tokens
-            exceed its positions.
+          ValueError: the mixer's attributes exclude the arguments, or the tokens exceed its positions.
 
         Additional arguments of the NNX module:
           deterministic: if True, dropout is off; None uses the module's attribute.
@@ -365,8 +363,7 @@ class DynamicConvolution(Layer):
           ``[batch, q, d_model]``.
 
         Raises:
-          ValueError: the mixer does not support the arguments, see its properties, or the tokens
-            exceed its positions.
+          ValueError: the mixer's attributes exclude the arguments, or the tokens exceed its positions.
 
         Additional arguments of the NNX module:
           deterministic: if True, dropout is off; None uses the module's attribute.
@@ -522,8 +519,7 @@ class Linformer(Layer):
           ``[batch, q, d_model]``.
 
         Raises:
-          ValueError: the mixer does not support the arguments, see its properties, or the tokens
-            exceed its positions.
+          ValueError: the mixer's attributes exclude the arguments, or the tokens exceed its positions.
 
         Additional arguments of the NNX module:
           deterministic: if True, dropout is off; None uses the module's attribute.
@@ -678,8 +674,7 @@ class SentenceFeedForward(Layer):
           ``[batch, q, d_model]``.
 
         Raises:
-          ValueError: the mixer does not support the arguments, see its properties, or the tokens
-            exceed its positions.
+          ValueError: the mixer's attributes exclude the arguments, or the tokens exceed its positions.
 
         Additional arguments of the NNX module:
           deterministic: if True, dropout is off; None uses the module's attribute.
@@ -853,8 +848,7 @@ class TalkingHeads(Layer):
           ``[batch, q, d_model]``.
 
         Raises:
-          ValueError: the mixer does not support the arguments, see its properties, or the tokens
-            exceed its positions.
+          ValueError: the mixer's attributes exclude the arguments, or the tokens exceed its positions.
 
         Additional arguments of the NNX module:
           deterministic: if True, dropout is off; None uses the module's attribute.
@@ -992,8 +986,7 @@ class TokenFeedForward(Layer):
           ``[batch, q, d_model]``.
 
         Raises:
-          ValueError: the mixer does not support the arguments, see its properties, or the tokens
-            exceed its positions.
+          ValueError: the mixer's attributes exclude the arguments, or the tokens exceed its positions.
 
         Additional arguments of the NNX module:
           deterministic: if True, dropout is off; None uses the module's attribute.

@@ -19,7 +19,7 @@ from synthesizer_jax.models import (
     RMSNorm,
     Run,
 )
-from synthesizer_jax.models.encoder import Pooling, StackBase
+from synthesizer_jax.models.encoder import Pooling
 from synthesizer_jax.models.layers import Activation
 from synthesizer_jax.models.stack import Remat
 from synthesizer_jax.nnx.class_factory import Layer, Model, StackLayer
@@ -150,7 +150,7 @@ class Block(StackLayer):
         """Applies the layer; it has the form of a scan's body.
 
         Args:
-          x: ``[batch, q, d_model]``.
+          x: ``[batch, q, d_model]``; in a decoder ``batch · n`` rows for as many of the memory.
           mask: the self-attention's mask.
           bias: the stack's position bias, for a self-attention that has logits; () for none.
           memory: the encoder's side, in decoders.
@@ -174,12 +174,7 @@ class Block(StackLayer):
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
     ) -> LayerCache:
-        """Returns the layer's empty cache, with the keys and values of the memory.
-
-        Args:
-          x: ``[batch, any, d_model]``; only the shape and the dtype are read.
-          memory: the encoder's side, in decoders.
-          max_length: number of positions that `extend` may reach.
+        """Returns the layer's cache, empty but for the memory's keys; see `Stack.init_cache`.
 
         Additional arguments of the NNX module:
           deterministic: if True, dropout is off; None uses the module's attribute.
@@ -200,18 +195,7 @@ class Block(StackLayer):
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
     ) -> tuple[jax.Array, LayerCache]:
-        """Applies the layer to new tokens, see `Mixer.extend`.
-
-        Args:
-          x: ``[batch · n, q, d_model]``, n rows for each row of the memory.
-          cache: from `init_cache` or the step before.
-          mask: the self-attention's mask.
-          bias: the stack's position bias.
-          memory_mask: the cross-attention's mask, of ``batch`` rows.
-          position: position of the first token; None: where the cache ends.
-
-        Returns:
-          ``[batch · n, q, d_model]`` and the new cache.
+        """Applies the layer to new tokens; see `Stack.extend`, and `__call__` for the bias.
 
         Additional arguments of the NNX module:
           deterministic: if True, dropout is off; None uses the module's attribute.
@@ -221,7 +205,21 @@ class Block(StackLayer):
         """
 
 class Stack(StackLayer):
-    """A stack whose layers have their own parameters; see `StackBase` for the fields.
+    """Layers in a row: embedded tokens in, normalized hidden states out.
+
+    Attributes:
+      runs: the layers. One run is the usual case; several make different layers.
+      bias: one position bias for all layers whose self-attention has logits, such as
+        `RelativeBias`.
+      positions: a module ``(positions, d_model) -> vectors`` that is added to the embeddings, such
+        as `LearnedPositions`.
+      input_norm: a normalization of the embeddings (BERT).
+      norm: the normalization of the output; None in post-norm models, whose last layer ends in one.
+      dropout_rate: dropout of the embeddings and, unless `drop_output` is False, of the output.
+      scan: each run of several layers is one `nn.scan` with stacked parameters: compile time does
+        not grow with the depth.
+      remat: None, or a name of `REMAT_POLICIES`: recompute layers in the backward pass.
+      drop_output: False: no dropout of the output (You et al. 2020).
 
     Additional arguments of the NNX module:
       in_features: number of input features.
@@ -356,8 +354,8 @@ class Stack(StackLayer):
             ``[batch or 1, heads, q, k]`` as `nnx.Intermediate`, for `nnx.capture`.
         """
 
-class UniversalStack(StackLayer):
-    """A stack whose layers share their parameters (Dehghani et al. 2019); see also `StackBase`.
+class UniversalStack(Stack):
+    """A stack whose layers share their parameters (Dehghani et al. 2019); see also `Stack`.
 
     Before every step the signals of position and step are added. With a `halting_threshold` every
     position halts by itself (adaptive computation time, Graves 2016). As in Tensor2Tensor and
@@ -539,7 +537,6 @@ class Encoder(Model):
     dtype: Dtype
     embedding_init: Initializer
     logits_init: Initializer
-    encoder: StackBase
     pooling: Pooling
     pooler: bool
     outputs: Length | None
@@ -557,7 +554,7 @@ class Encoder(Model):
         dtype: Dtype = "float32",
         embedding_init: Initializer = Normal(stddev=1.0),
         logits_init: Initializer = FanIn(scale=1.0),
-        encoder: StackBase,
+        encoder: Stack,
         pooling: Pooling = "mean",
         pooler: bool = False,
         outputs: Length | None = None,
@@ -663,8 +660,6 @@ class EncoderDecoder(Model):
     dtype: Dtype
     embedding_init: Initializer
     logits_init: Initializer
-    encoder: StackBase
-    decoder: StackBase
     positions: PositionEmbedding | None
     def __init__(
         self,
@@ -677,8 +672,8 @@ class EncoderDecoder(Model):
         dtype: Dtype = "float32",
         embedding_init: Initializer = Normal(stddev=1.0),
         logits_init: Initializer = FanIn(scale=1.0),
-        encoder: StackBase,
-        decoder: StackBase,
+        encoder: Stack,
+        decoder: Stack,
         positions: PositionEmbedding | None = None,
         rngs: nnx.Rngs,
         deterministic: bool | None = False,
@@ -789,25 +784,11 @@ class EncoderDecoder(Model):
         tokens: jax.Array,
         memory: Memory,
         *,
-        mask: Mask | None = None,
-        positions: jax.Array | None = None,
-        counted: jax.Array | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
-        """Returns the states of teacher-forced targets.
-
-        Args:
-          tokens: ``[batch · n, q]`` the targets shifted right by one, n rows for each row of memory.
-          memory: the encoder's output and the cross-attention's mask, ``batch`` rows.
-          mask: the self-attention's mask; None is causal.
-          positions: ``[batch, q]`` for packed rows.
-          counted: ``[batch · n, q]`` bool, the positions with a target, over which modules average
-            what they add to a training loss (`LOSSES`); None: up to the last non-zero token.
-
-        Returns:
-          ``[batch, q, d_model]``, for `logits`.
+        """Returns the states of teacher-forced targets; see `TextToText`.
 
         Additional arguments of the NNX module:
           deterministic: if True, dropout is off; None uses the module's attribute.
@@ -896,7 +877,6 @@ class LanguageModel(Model):
     dtype: Dtype
     embedding_init: Initializer
     logits_init: Initializer
-    decoder: StackBase
     prefix: bool
     def __init__(
         self,
@@ -909,7 +889,7 @@ class LanguageModel(Model):
         dtype: Dtype = "float32",
         embedding_init: Initializer = Normal(stddev=1.0),
         logits_init: Initializer = FanIn(scale=1.0),
-        decoder: StackBase,
+        decoder: Stack,
         prefix: bool = False,
         rngs: nnx.Rngs,
         deterministic: bool | None = False,

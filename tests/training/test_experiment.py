@@ -127,7 +127,7 @@ WRONG = [
     ("data.inputs_length=0", "data.inputs_length is 0, and the encoder of an EncoderDecoder"),
     ("data.shards=0", "data.shards is 0; allowed: 1 to 1,024"),
     ("mesh.tensor=0", "mesh.tensor is 0; allowed: -1 or 1 to"),
-    ("model.dtype=float17", "dtype='float17'; it must be 'float32' or 'bfloat16'"),
+    ("model.dtype=float17", "allowed: 'float32', 'bfloat16'"),
     ("model.encoder.runs.0.repeats=257", r"model.encoder.runs.0.repeats is 257; allowed: 1 to 256"),
     (
         'model.encoder.runs.0.block.feed_forward.activations=["tanh"]',
