@@ -11,9 +11,9 @@ NEWEST_PYTHON ?= python3.13
 NEWEST_TESTS := tests/attention tests/layers tests/models tests/inference \
   tests/sharding/test_ambient.py $(wildcard tests/test_nnx*.py) tests/test_multi_head.py \
   tests/test_attention_fn.py
+QUICK_LAYERS := ([Random- or [DotProduct- or [TalkingHeads-)
 OPTIMIZED_TESTS := tests/attention/test_routes.py tests/layers/test_contract.py \
 	-k "not test_contract or $(QUICK_LAYERS) or [Dense- or [Gaussian- or [DynamicConvolution-"
-QUICK_LAYERS := ([Random- or [DotProduct- or [TalkingHeads-)
 # T5's own tasks and what importing them needs beside the data extra; their other requirements are not used.
 ORACLES := t5 gin-config babel
 WORKDIR ?= runs/quickstart

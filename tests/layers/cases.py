@@ -5,28 +5,22 @@ from synthesizer_jax.initializers import Normal
 from tests.layers import oracles
 from tests.layers.contract import HEADS, ROOM, WIDTH, Case
 
+DOT, DENSE = sj.DotProduct(), sj.Dense(max_length=ROOM)
 RANDOM = sj.Random(max_length=ROOM, table_init=Normal(1.0))
 
 ALIGNMENT_CASES = {
-    "DotProduct": Case.of(sj.DotProduct()),
+    "DotProduct": Case.of(DOT),
     "DotProduct, free width": Case.of(sj.DotProduct(head_dim=13)),
-    "DotProduct, biases": Case(
-        sj.Attention(HEADS, WIDTH, alignment=sj.DotProduct(use_bias=True), use_bias=True),
-        oracles.attention,
-    ),
-    "DotProduct, one projection for keys and values": Case(
-        sj.Attention(HEADS, WIDTH, shared_key_value=True), oracles.attention
-    ),
-    "Dense": Case.of(sj.Dense(max_length=ROOM)),
+    "DotProduct, biases": Case.of(sj.DotProduct(use_bias=True), use_bias=True),
+    "DotProduct, keys are values": Case.of(DOT, shared_key_value=True),
+    "Dense": Case.of(DENSE),
     "Dense, shared heads": Case.of(sj.Dense(max_length=ROOM, share_heads=True, hidden_dim=4)),
     "Random": Case.of(RANDOM),
     "Fixed Random": Case.of(sj.Random(max_length=ROOM, trainable=False, table_init=Normal(1.0))),
     "FactorizedRandom": Case.of(sj.FactorizedRandom(max_length=ROOM, rank=2)),
     "FactorizedDense": Case.of(sj.FactorizedDense(max_length=ROOM)),
     "RelativeBias": Case.of(sj.RelativeBias(num_buckets=8, max_distance=16)),
-    "Bilinear": Case(
-        sj.Attention(HEADS, WIDTH, alignment=sj.Bilinear(), project_values=False), oracles.attention
-    ),
+    "Bilinear": Case.of(sj.Bilinear(), project_values=False),
     "Gaussian": Case.of(sj.Gaussian()),
     "Gaussian, normalized": Case.of(sj.Gaussian((-1, 0, 2.5, 1), sigma=0.7, normalize=True)),
     "Gaussian, threshold": Case.of(sj.Gaussian((-1, 0), threshold=0.05)),
@@ -34,19 +28,14 @@ ALIGNMENT_CASES = {
     "Gaussian, ratio": Case.of(sj.Gaussian((-1, 1), ratio=1.3), packs=False),
     "GaussianBias": Case.of(sj.GaussianBias((-1, 1), sigma=2.0)),
     "GaussianBias, trainable": Case.of(sj.GaussianBias((-1, 1.5), sigma=2.0, trainable=True)),
-    "PerHead": Case.of(sj.PerHead((sj.Gaussian(), sj.DotProduct()))),
+    "PerHead": Case.of(sj.PerHead((sj.Gaussian(), DOT))),
     "PerHead of mixtures": Case.of(
-        sj.PerHead(
-            (
-                sj.Mixture((sj.DotProduct(), RANDOM)),
-                sj.Mixture((sj.GaussianBias(), sj.DotProduct())),
-            )
-        )
+        sj.PerHead((sj.Mixture((DOT, RANDOM)), sj.Mixture((sj.GaussianBias(), DOT))))
     ),
-    "Mixture": Case.of(sj.Mixture((sj.DotProduct(), RANDOM, sj.Dense(max_length=ROOM)))),
-    "Mixture, sigmoid": Case.of(sj.Mixture((sj.DotProduct(), RANDOM), weights="sigmoid")),
+    "Mixture": Case.of(sj.Mixture((DOT, RANDOM, DENSE))),
+    "Mixture, sigmoid": Case.of(sj.Mixture((DOT, RANDOM), weights="sigmoid")),
     "Mixture, sum, shared query": Case.of(
-        sj.Mixture((sj.DotProduct(), sj.Dense(max_length=ROOM)), weights="sum", share_query=True)
+        sj.Mixture((DOT, DENSE), weights="sum", share_query=True)
     ),
     "Mixture of everything": Case.of(
         sj.Mixture(
@@ -55,7 +44,7 @@ ALIGNMENT_CASES = {
                 sj.FactorizedRandom(max_length=ROOM),
                 sj.RelativeBias(),
                 sj.GaussianBias(),
-                sj.Mixture((sj.DotProduct(), sj.Random(max_length=ROOM, trainable=False))),
+                sj.Mixture((DOT, sj.Random(max_length=ROOM, trainable=False))),
             )
         )
     ),
@@ -69,41 +58,32 @@ def _talking(alignment, **options) -> Case:
 
 
 MIXER_CASES = {
-    "TalkingHeads": _talking(sj.DotProduct()),
-    "TalkingHeads, three numbers of heads": _talking(
-        sj.DotProduct(), softmax_heads=6, value_heads=2
-    ),
+    "TalkingHeads": _talking(DOT),
+    "TalkingHeads, three numbers of heads": _talking(DOT, softmax_heads=6, value_heads=2),
     "TalkingHeads over Random": _talking(RANDOM),
-    "TalkingHeads, logits only": _talking(sj.DotProduct(), project_weights=False),
+    "TalkingHeads, logits only": _talking(DOT, project_weights=False),
     "TalkingHeads, weights only": _talking(sj.Dense(max_length=ROOM), project_logits=False),
-    "TalkingHeads, dynamic": _talking(
-        sj.DotProduct(), softmax_heads=2, dynamic=("x2l", "m2l", "x2w", "m2w")
-    ),
+    "TalkingHeads, dynamic": _talking(DOT, softmax_heads=2, dynamic=("x2l", "m2l", "x2w", "m2w")),
     "LightweightConvolution": Case(sj.LightweightConvolution(width=5), oracles.convolution),
     "LightweightConvolution, tied": Case(
         sj.LightweightConvolution(width=4, groups=2, glu=False, pointwise=True), oracles.convolution
     ),
     "DynamicConvolution": Case(sj.DynamicConvolution(width=3, groups=2), oracles.convolution),
     "Linformer": Case(
-        sj.Linformer(HEADS, WIDTH, max_length=ROOM, projected_length=5),
-        oracles.linformer,
+        sj.Linformer(HEADS, WIDTH, max_length=ROOM, projected_length=5), oracles.linformer
     ),
     "Linformer, two projections": Case(
         sj.Linformer(HEADS, WIDTH, max_length=ROOM, projected_length=5, shared=False),
         oracles.linformer,
     ),
-    "ALR": Case(
-        sj.SentenceFeedForward(ROOM, 7, HEADS, WIDTH),
-        oracles.sentence_feed_forward,
-    ),
+    "ALR": Case(sj.SentenceFeedForward(ROOM, 7, HEADS, WIDTH), oracles.sentence_feed_forward),
     "ALSR": Case(
         sj.SentenceFeedForward(ROOM, 7, HEADS, WIDTH, separate_heads=True),
         oracles.sentence_feed_forward,
     ),
     "ALRR and ELR": Case(sj.SentenceFeedForward(ROOM, 7), oracles.sentence_feed_forward),
     "ALR of a decoder": Case(
-        sj.SentenceFeedForward(ROOM, 7, HEADS, WIDTH, causal=True),
-        oracles.sentence_feed_forward,
+        sj.SentenceFeedForward(ROOM, 7, HEADS, WIDTH, causal=True), oracles.sentence_feed_forward
     ),
     "TokenFeedForward": Case(sj.TokenFeedForward(7, HEADS, WIDTH), oracles.token_feed_forward),
 }

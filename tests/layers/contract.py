@@ -49,13 +49,7 @@ NEXT = np.array([[5, 6], [14, 15], [5, 6], [14, 15]])
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layer, and its formula.
-
-    Attributes:
-      layer: the mixer.
-      oracle: its formula, see `oracles`.
-      packs: it takes packed rows, where its properties do not tell.
-    """
+    """A layer, its formula, and whether it takes packed rows, where its attributes do not tell."""
 
     layer: Mixer
     oracle: Callable[..., np.ndarray]
@@ -64,24 +58,18 @@ class Case:
     @property
     def modes(self) -> tuple[str, ...]:
         """``full`` and ``causal``, the masks that the layer takes."""
-        supported = {
-            "full": self.layer.supports_bidirectional,
-            "causal": self.layer.supports_causal,
-        }
-        return tuple(mode for mode, is_supported in supported.items() if is_supported)
+        full, causal = self.layer.supports_bidirectional, self.layer.supports_causal
+        return ("full",) * full + ("causal",) * causal
 
     @classmethod
-    def of(cls, alignment: Any, **options: Any) -> Case:
+    def of(cls, alignment: Any, packs: bool = True, **fields: Any) -> Case:
         """The case of an alignment in an `Attention`."""
-        return cls(Attention(HEADS, WIDTH, alignment=alignment), oracles.attention, **options)
+        layer = Attention(HEADS, WIDTH, alignment=alignment, **fields)
+        return cls(layer, oracles.attention, packs)
 
 
 class Subject:
-    """A case with parameters in general position, tokens, and what compiled programs make of them.
-
-    Args:
-      case: the case.
-    """
+    """A case with parameters in general position, tokens, and what compiled programs make of them."""
 
     def __init__(self, case: Case):
         self.case, self.layer, self.mode = case, case.layer, case.modes[-1]
@@ -89,8 +77,8 @@ class Subject:
         self.crosses = isinstance(case.layer, AttentionBase)  # with the same parameters
         self.packs = case.packs and case.layer.supports_packing
         self.x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, D))
-        init = functools.partial(self.layer.init, jax.random.key(0), mask=mask(self.mode))
-        self.variables = general(jax.eval_shape(init, jnp.asarray(self.x, jnp.float32)))
+        options = {"dtype": np.float64, "mask": mask(self.mode)}
+        self.variables = general(self.layer.init, jnp.asarray(self.x, jnp.float32), **options)
 
     def run(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function compiled, in float64, without promotions of ranks."""
@@ -174,8 +162,10 @@ class Subject:
         narrow = jax.tree.map(lambda p: p.astype(jnp.float32), variables)
         out = {"bfloat16": self.layer.apply(narrow, x.astype(jnp.bfloat16), mask=mask(self.mode))}
         stack = Stack((Run(Block(self.layer, FeedForward(8)), 2),), scan=True)
-        shapes = jax.eval_shape(stack.init, jax.random.key(0), x, mask=mask(self.mode))
-        stacked = jax.tree.map(jnp.asarray, general(shapes))
+        stacked = general(stack.init, x, dtype=np.float64, mask=mask(self.mode))
+        stacked = jax.tree.map(
+            lambda p: jnp.asarray(p, jnp.promote_types(x.dtype, jnp.float32)), stacked
+        )
         looped = {k: unstack_layers(stack, v) for k, v in stacked.items()}
         out["scanned"] = stack.apply(stacked, x, mask=mask(self.mode))
         out["looped"] = stack.copy(scan=False).apply(looped, x, mask=mask(self.mode))
@@ -197,10 +187,11 @@ def tokens(seed: int, dtype: Any = np.float64) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=(BATCH, LENGTH, D)), dtype)
 
 
-def general(shapes: Any) -> Any:
+def general(init: Any, *arguments: Any, dtype: Any = np.float32, **options: Any) -> Any:
     """Variables in general position: no zeros and ones that would hide a mistake."""
-    rng = np.random.default_rng(1)
-    return jax.tree.map(lambda p: 0.5 * rng.normal(size=p.shape), shapes)
+    rng, init = np.random.default_rng(1), functools.partial(init, jax.random.key(0), **options)
+    shapes = jax.eval_shape(init, *arguments)
+    return jax.tree.map(lambda p: (0.4 * rng.normal(size=p.shape)).astype(dtype), shapes)
 
 
 def directions_of(leaves: list[np.ndarray]) -> list[np.ndarray]:
@@ -227,12 +218,14 @@ def close(found: Any, expected: Any, bound: float, length: int = LENGTH) -> None
 
 
 def equals_the_oracle(s: Subject) -> None:
-    constants = s.variables.get("constants", {})
+    """Padding included, which sees nothing."""
+    params, constants = (s.variables.get(name, {}) for name in ("params", "constants"))
     for mode in s.case.modes:
         assert s.forward[mode].dtype == np.float64
-        params = s.variables.get("params", {})
         expected = s.case.oracle(s.layer, params, constants, s.x, seen_pairs(mode))
-        close(s.forward[mode], expected, 1e-8)
+        np.testing.assert_allclose(
+            s.forward[mode], expected, rtol=0, atol=1e-8 * np.abs(expected).max()
+        )
 
 
 def gradients_are_finite_differences(s: Subject) -> None:
@@ -251,21 +244,16 @@ def nothing_leaks(s: Subject) -> None:
         changed[rows:, start:] = change(changed[rows:, start:])
         return s.program(s.variables, changed)
 
-    padding = run(1, LENGTHS[1], lambda x: 1e3)
-    other = run(1, 0, lambda x: -2 * x)
+    equal = np.testing.assert_array_equal
+    padding, other = run(1, LENGTHS[1], lambda x: 1e3), run(1, 0, lambda x: -2 * x)
     for mode in s.case.modes:
+        found, expected = padding[mode], s.forward[mode]
         for i, n in enumerate(LENGTHS):
-            np.testing.assert_array_equal(
-                padding[mode][i, :n], s.forward[mode][i, :n], "a padded token has influence"
-            )
-        np.testing.assert_array_equal(
-            other[mode][0], s.forward[mode][0], "another example has influence"
-        )
+            equal(found[i, :n], expected[i, :n], "a padded token has influence")
+        equal(other[mode][0], expected[0], "another example has influence")
     if s.decodes:
-        later = run(0, 5, lambda x: x + 100)["causal"][:, :5]
-        np.testing.assert_array_equal(
-            later, s.forward["causal"][:, :5], "a later token has influence"
-        )
+        later = run(0, 5, lambda x: x + 100)["causal"]
+        equal(later[:, :5], s.forward["causal"][:, :5], "a later token has influence")
 
 
 def steps_are_the_full_pass(s: Subject) -> None:

@@ -47,14 +47,10 @@ def weights_of(alignment, p, constants, x, seen, heads):
     if isinstance(alignment, sj.Gaussian):
         return gaussian(alignment, x, seen, heads)
     if isinstance(alignment, sj.PerHead):
-        parts, start = [], 0
-        for i, (part, count) in enumerate(
-            zip(alignment.parts, alignment.counts(heads), strict=True)
-        ):
-            name = f"part_{i}"
-            own = p.get(name, {}), constants.get(name, {})
-            parts.append(weights_of(part, *own, x, seen, count))
-            start += count
+        parts = []
+        for i, count in enumerate(alignment.counts(heads)):
+            own = (values.get(f"part_{i}", {}) for values in (p, constants))
+            parts.append(weights_of(alignment.parts[i], *own, x, seen, count))
         return np.concatenate(parts, axis=1)
     return masked_softmax(logits_of(alignment, p, constants, x, heads), seen[:, None])
 

@@ -10,7 +10,8 @@ import pytest
 import synthesizer_jax as sj
 from synthesizer_jax.models import EncoderDecoder, LearnedPositions
 from synthesizer_jax.parameters import apply_method
-from tests.models.test_structures import close, general
+from tests.layers.contract import general
+from tests.models.test_structures import close
 
 VOCAB, D = 5, 8
 CROSS = {
@@ -42,7 +43,7 @@ def test_candidates_that_share_a_memory(cross, rows, source):
     """As if the memory had been repeated; and the same for a prompt and steps with caches."""
     model = encoder_decoder(CROSS[cross])
     tokens = jnp.asarray(np.random.default_rng(1).integers(1, VOCAB, (3 * rows, 5)))
-    variables = general(model, source, tokens[:2])
+    variables = general(model.init, source, tokens[:2])
     order = np.array([2, 0, 1, 4, 5, 3])[: 3 * rows]
 
     @jax.jit
@@ -74,7 +75,7 @@ def test_ragged_prompts_of_a_stack(kind):
     block = sj.Block(own, sj.FeedForward(12))
     stack = kind((sj.Run(block, 2),), bias=sj.RelativeBias(), positions=LearnedPositions(12))
     x = jnp.asarray(np.random.default_rng(3).normal(size=(2, 8, D)), jnp.float32)
-    variables = general(stack, x)
+    variables = general(stack.init, x)
     right = x[:, :5].at[1, 3:].set(9.0)
     left = right.at[1].set(jnp.roll(right[1], 2, axis=0))
     valid = np.concatenate([np.arange(5) < [[5], [3]], np.arange(5) >= [[0], [2]]])
@@ -118,7 +119,7 @@ def test_positions_past_a_table_are_refused(source):
         (learned.copy(decoder=sj.Stack((sj.Run(own, 1),))), source),
         (sj.LanguageModel(vocab_size=VOCAB, d_model=D, decoder=stack), source[:, :1]),
     ):
-        variables = general(model, tokens, source[:, :4])
+        variables = general(model.init, tokens, source[:, :4])
         room = 8 + (tokens.shape[1] if isinstance(model, sj.LanguageModel) else 0)
         init = functools.partial(apply_method, model.init_cache, variables, tokens)
         jax.eval_shape(functools.partial(init, max_length=5))

@@ -16,6 +16,7 @@ from synthesizer_jax.models import VARIANTS
 from synthesizer_jax.parameters import abstract_variables, apply_method
 from synthesizer_jax.registry import fields_of, from_json, replace, to_json
 from tests.environment import FAST_COMPILE
+from tests.layers.contract import general
 
 VOCAB, LENGTH, STEPS = 24, 7, 5
 SMALL = {
@@ -59,13 +60,6 @@ def tiny(value):
     return replace(value, **small)
 
 
-def general(model, *example):
-    """Variables in general position: no zeros and ones that would hide a mistake."""
-    rng = np.random.default_rng(0)
-    shapes, _ = abstract_variables(model, *example)
-    return jax.tree.map(lambda x: np.float32(0.4 * rng.normal(size=x.shape)), shapes)
-
-
 def close(found, expected, bound=2e-4):
     np.testing.assert_allclose(found, expected, rtol=0, atol=bound * np.abs(expected).max())
 
@@ -88,7 +82,7 @@ def test_structure(name):
     source, target = texts()
     reads = isinstance(model, Encoder)
     arguments = (source,) if reads else (source, target)
-    variables = general(model, *arguments)
+    variables = general(model.init, *arguments)
     rest = {k: v for k, v in variables.items() if k != "params"}
 
     def loss(params):
@@ -177,8 +171,6 @@ def test_numbers_of_parameters_of_published_checkpoints():
     assert parameters("t5_base") == parameters("mesh_vanilla_base") == 222_903_552
     biases, vectors = 2 * 32 * 8, 512 * 768  # one for each stack; one table for both
     assert parameters("mesh_learned_dense_base") - parameters("mesh_dense_base") == vectors - biases
-    by_step = {name: parameters(name) for name in ("universal_transformer_base", "t5_base")}
-    assert by_step["universal_transformer_base"] < by_step["t5_base"] / 5
 
 
 def test_the_small_hard_coded_model_has_the_ratio_of_its_own_corpus():
