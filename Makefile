@@ -8,11 +8,11 @@ TPU := .venv-tpu
 NEWEST := .venv-newest
 NEWEST_PYTHON ?= python3.13
 # What needs neither TensorFlow nor SeqIO: layers, NNX, whole models, decoding and meshes.
-NEWEST_TESTS := tests/attention tests/alignments tests/layers tests/models tests/inference \
+NEWEST_TESTS := tests/attention tests/layers tests/models tests/inference \
   tests/sharding/test_ambient.py tests/test_nnx.py tests/test_multi_head.py
-OPTIMIZED_TESTS := tests/attention/test_routes.py tests/layers/test_contract.py \
-	-k "not test_contract or equals_the_oracle or gradients_are or steps_are or packed_is or sharded_is"
 QUICK_LAYERS := ([Random- or [DotProduct- or [TalkingHeads-)
+OPTIMIZED_TESTS := tests/attention/test_routes.py tests/layers/test_contract.py \
+	-k "not test_contract or $(QUICK_LAYERS) or [Dense- or [Gaussian- or [DynamicConvolution-"
 # T5's own tasks and what importing them needs beside the data extra; their other requirements are not used.
 ORACLES := t5 gin-config babel
 WORKDIR ?= runs/quickstart

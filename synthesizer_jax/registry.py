@@ -252,6 +252,7 @@ def format_value(value: object) -> str:
     if _is_config(value):
         return f"a {type(value).__name__}"
     formatted = repr(value) if not isinstance(value, dict) else json.dumps(value, default=str)
+    formatted = " ".join(formatted.split())  # modules are shown on several lines
     return formatted if len(formatted) <= 60 else f"{formatted[:57]}…"
 
 

@@ -1,15 +1,11 @@
-"""Alignments: who attends to whom. One file per variant, and one line in `ALIGNMENTS`."""
+"""Alignments: who attends to whom. One line each in `ALIGNMENTS`."""
 
 from synthesizer_jax.alignments.base import Alignment, AttentionContext
-from synthesizer_jax.alignments.bilinear import Bilinear
-from synthesizer_jax.alignments.dense import Dense
-from synthesizer_jax.alignments.dot_product import DotProduct
-from synthesizer_jax.alignments.factorized_dense import FactorizedDense
-from synthesizer_jax.alignments.factorized_random import FactorizedRandom
+from synthesizer_jax.alignments.dense import Dense, FactorizedDense
+from synthesizer_jax.alignments.dot_product import Bilinear, DotProduct
 from synthesizer_jax.alignments.gaussian import Gaussian, GaussianBias
-from synthesizer_jax.alignments.mixture import Mixture
-from synthesizer_jax.alignments.per_head import PerHead
-from synthesizer_jax.alignments.random import Random
+from synthesizer_jax.alignments.mixture import Mixture, PerHead
+from synthesizer_jax.alignments.random import FactorizedRandom, Random
 from synthesizer_jax.alignments.relative_bias import RelativeBias
 
 ALIGNMENTS: dict[str, type[Alignment]] = {

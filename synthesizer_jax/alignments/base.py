@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from synthesizer_jax.attention import Span, Terms
 from synthesizer_jax.attention.cache import is_concrete
@@ -100,21 +100,37 @@ class Alignment(nn.Module):
         raise NotImplementedError
 
 
-def scale_parts(
-    parts: tuple[Alignment, ...], params: PyTree, factors: Mapping[int, float]
-) -> PyTree:
-    """Returns the parameters of an alignment of parts, with the logits of some parts scaled.
+def dense_layer(
+    features: int | tuple[int, ...],
+    axes: tuple[str | None, ...],
+    *,
+    dtype: DTypeLike,
+    kernel_init: Initializer,
+    use_bias: bool = False,
+    contracted: int = 1,
+    **module: Any,
+) -> nn.DenseGeneral:
+    """Returns a dense layer over the last dimensions of its input.
 
     Args:
-      parts: the parts, whose parameters are in ``part_0``, ``part_1``, …
-      params: the parameters.
-      factors: the factor of a part by its number.
+      features: sizes of the output's last dimensions.
+      axes: logical axis names of the kernel, those of the input first.
+      dtype: dtype of the computation.
+      kernel_init: initializer of the kernel.
+      use_bias: add a bias.
+      contracted: number of the input's dimensions that are summed over.
+      **module: name and parent.
     """
-    scaled = {
-        f"part_{i}": parts[i].scale_logits(params.get(f"part_{i}", {}), factor)
-        for i, factor in factors.items()
-    }
-    return {**params, **scaled}
+    return nn.DenseGeneral(
+        features,
+        axis=tuple(range(-contracted, 0)),
+        use_bias=use_bias,
+        dtype=dtype,
+        kernel_init=with_axes(kernel_init, *axes),
+        bias_init=with_axes(nn.initializers.zeros_init(), *axes[contracted:]),
+        dot_general=dense_product,
+        **module,
+    )
 
 
 def project(
@@ -138,24 +154,14 @@ def project(
       kernel_init: initializer of the kernel; None: variance 1 / d_model.
       use_bias: add ``name/bias [heads, width]``.
     """
-    return nn.DenseGeneral(
-        features=(heads, width),
-        use_bias=use_bias,
+    return dense_layer(
+        (heads, width),
+        ("embed", "heads", axis),
         dtype=x.dtype,
-        kernel_init=with_axes(kernel_init or FanIn(), "embed", "heads", axis),
-        bias_init=with_axes(nn.initializers.zeros_init(), "heads", axis),
-        dot_general=dense_product,
+        kernel_init=kernel_init or FanIn(),
+        use_bias=use_bias,
         name=name,
     )(x)
-
-
-def check_alignment(value: object, field: str) -> None:
-    """Raises a `TypeError` if a value is not an alignment object; `field` is its name."""
-    if isinstance(value, nn.Module):
-        return
-    what = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
-    example = f"{value.__name__}(...)" if isinstance(value, type) else "Random(max_length=512)"
-    raise TypeError(f"{field} is {what}; give an alignment object, such as {example}")
 
 
 def slice_positions(table: jax.Array, span: Span, *, axis: int) -> jax.Array:
@@ -170,7 +176,7 @@ def slice_positions(table: jax.Array, span: Span, *, axis: int) -> jax.Array:
 def check_length(module: nn.Module, max_length: int, *spans: Span) -> None:
     """Raises a `ValueError` if a span exceeds a table of `max_length` positions."""
     for span in spans:
-        end = span.length + (int(np.max(span.start)) if is_concrete(span.start) else 0)
+        end = span.length + (int(np.asarray(span.start).max()) if is_concrete(span.start) else 0)
         if end > max_length:
             raise ValueError(
                 f"{type(module).__name__}{'/'.join(('', *module.path))} has max_length="

@@ -1,6 +1,8 @@
-"""Dense Synthesizer."""
+"""Dense and Factorized Dense Synthesizer."""
 
 from __future__ import annotations
+
+import math
 
 import flax.linen as nn
 import jax
@@ -13,7 +15,7 @@ from synthesizer_jax.alignments.base import (
     project,
     slice_positions,
 )
-from synthesizer_jax.attention import Terms, low_rank
+from synthesizer_jax.attention import Terms, low_rank, outer
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
@@ -46,23 +48,71 @@ class Dense(Alignment):
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
         check_length(self, self.max_length, context.query_span, context.key_span)
-        if queries.ndim == 3:
-            queries = project(
-                queries,
-                heads=context.num_heads,
-                width=self.hidden_dim or context.head_dim,
-                name="hidden",
-                axis="synth_hidden",
-                kernel_init=self.hidden_init,
-            )
-        width = queries.shape[-1]
+        hidden = _hidden(queries, self.hidden_dim or context.head_dim, self.hidden_init, context)
+        width = hidden.shape[-1]
+        init = self.table_init or Normal(width**-0.5)
         table = self.param(
             "table",
-            with_axes(
-                self.table_init or Normal(width**-0.5), "heads", "key_length", "synth_hidden"
-            ),
+            with_axes(init, "heads", "key_length", "synth_hidden"),
             (1 if self.share_heads else context.num_heads, self.max_length, width),
         )
-        rows = slice_positions(table, context.key_span, axis=1).astype(queries.dtype)
+        rows = slice_positions(table, context.key_span, axis=1).astype(hidden.dtype)
         rows = jnp.broadcast_to(rows, (context.num_heads, *rows.shape[1:]))
-        return (low_rank(jax.nn.relu(queries), rows.swapaxes(0, 1)[None], token_keys=False),)
+        return (low_rank(hidden, rows.swapaxes(0, 1)[None], token_keys=False),)
+
+
+@register
+class FactorizedDense(Alignment):
+    """Every token computes two short vectors whose outer product is its row of logits.
+
+    ``C_i[p·B + r] = A_i[p] · B_i[r]`` with ``A_i = W_A relu(W₁ x_i)`` and ``B_i = W_B relu(W₁ x_i)``
+    (Tay et al. 2021, section 3.3, Factorized Dense Synthesizer). The paper tiles both vectors to
+    the full length; here one is repeated element by element and the other as a whole, so that every
+    pair (p, r) occurs exactly once.
+
+    Attributes:
+      max_length: number of key positions, ``A · B`` with the most balanced factors, 16 · 32 for 512.
+      hidden_dim: width of the hidden layer per head; None means the width of a head.
+    """
+
+    max_length: Length
+    hidden_dim: Length | None = None
+    hidden_init: Initializer = FanIn()
+    factor_init: Initializer = FanIn()
+    linear_in = ("first",)
+
+    @nn.compact
+    def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
+        check_length(self, self.max_length, context.query_span, context.key_span)
+        hidden = _hidden(queries, self.hidden_dim or context.head_dim, self.hidden_init, context)
+        axes = "heads", "synth_hidden", "key_length"
+
+        def factor(name: str, width: int) -> jax.Array:
+            init = with_axes(self.factor_init, *axes)
+            kernel = self.param(name, init, (*hidden.shape[-2:], width))
+            return jnp.einsum("bqhe,hea->bqha", hidden, kernel.astype(hidden.dtype))
+
+        first, second = balanced_factors(self.max_length)
+        return (outer(factor("first", first), factor("second", second)),)
+
+
+def balanced_factors(length: int) -> tuple[int, int]:
+    """The factor pair of `length` nearest to a square, smaller one first: 512 → (16, 32)."""
+    first = next(a for a in range(math.isqrt(length), 0, -1) if length % a == 0)
+    return first, length // first
+
+
+def _hidden(
+    queries: jax.Array, width: int, kernel_init: Initializer, context: AttentionContext
+) -> jax.Array:
+    """Computes the hidden layer of every head, ``[batch, q, heads, width]``."""
+    if queries.ndim == 3:
+        queries = project(
+            queries,
+            heads=context.num_heads,
+            width=width,
+            name="hidden",
+            axis="synth_hidden",
+            kernel_init=kernel_init,
+        )
+    return jax.nn.relu(queries)

@@ -75,8 +75,6 @@ class Gaussian(Alignment):
 
     def density(self, place: jax.Array | np.ndarray, dtype: jnp.dtype) -> jax.Array:
         """The density at distances from the center."""
-        if self.sigma < 0:
-            raise ValueError(f"Gaussian: sigma={self.sigma}; it must be 0 or positive")
         place = jnp.asarray(place, dtype)
         if self.sigma == 0:
             return jnp.where((place > -0.5) & (place <= 0.5), 1.0, 0.0).astype(dtype)
@@ -106,8 +104,6 @@ class GaussianBias(Alignment):
 
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
-        if self.sigma <= 0:
-            raise ValueError(f"GaussianBias: sigma={self.sigma}; it must be positive")
         first, last = context.distance_range
         offsets = _cycle_offsets(self, self.offsets, context.num_heads)
         dtype = logits_dtype(queries)
@@ -127,12 +123,8 @@ class GaussianBias(Alignment):
 
 
 def _cycle_offsets(module: nn.Module, offsets: tuple[float, ...], num_heads: int) -> np.ndarray:
-    """One offset a head: the given ones in turn, as in the released code.
-
-    Raises:
-      ValueError: their number does not divide the number of heads.
-    """
-    if not offsets or num_heads % len(offsets):
+    """One offset a head: the given ones in turn, as in the released code."""
+    if num_heads % len(offsets):
         raise ValueError(
             f"{type(module).__name__}: {len(offsets)} offsets for {num_heads} heads; give as many as "
             "heads, or a divisor of that number"

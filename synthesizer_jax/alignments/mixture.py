@@ -1,32 +1,49 @@
-"""Mixtures of alignments inside one softmax."""
+"""Alignments made of others: mixtures inside one softmax, and different ones for different heads."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Annotated, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.alignments.base import (
-    Alignment,
-    AttentionContext,
-    check_alignment,
-    project,
-    scale_parts,
-)
-from synthesizer_jax.attention import Terms, add, scale
+from synthesizer_jax.alignments.base import Alignment, AttentionContext, project
+from synthesizer_jax.attention import Split, Terms, add, scale
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Choices, NotEmpty, PyTree
+from synthesizer_jax.typing import Choices, Length, NotEmpty, PyTree
 
-WEIGHTS = ("softmax", "sigmoid", "sum")
-Weights: TypeAlias = Annotated[str, Choices(WEIGHTS)]
+Weights: TypeAlias = Annotated[str, Choices(("softmax", "sigmoid", "sum"))]
+
+
+class Parts(Alignment):
+    """An alignment made of others, whose parameters are in ``part_0``, ``part_1``, …
+
+    Attributes:
+      parts: the alignments.
+    """
+
+    parts: Annotated[tuple[Alignment, ...], NotEmpty()]
+
+    def scale_logits(self, params: PyTree, factor: float) -> PyTree:
+        """See `Alignment.scale_logits`."""
+        return self._scale_parts(params, dict.fromkeys(range(len(self.parts)), factor))
+
+    def _scale_parts(self, params: PyTree, factors: Mapping[int, float]) -> PyTree:
+        """Returns the parameters with the logits of the numbered parts multiplied by their factors."""
+        scaled = {
+            f"part_{i}": self.parts[i].scale_logits(params.get(f"part_{i}", {}), factor)
+            for i, factor in factors.items()
+        }
+        return {**params, **scaled}
 
 
 @register
-class Mixture(Alignment):
+class Mixture(Parts):
     """A weighted sum of alignments' logits, ``Σ_s α_s S_s(X)`` inside one softmax.
 
     Tay et al. 2021, section 3.4. A part that occurs twice has its own parameters each time.
@@ -42,14 +59,16 @@ class Mixture(Alignment):
       query_init: initializer of that shared projection.
     """
 
-    parts: Annotated[tuple[Alignment, ...], NotEmpty()]
     weights: Weights = "softmax"
     share_query: bool = False
     query_init: Initializer = FanIn()
 
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
-        self.check()
+        if self.weights == "sigmoid" and len(self.parts) != 2:
+            raise ValueError(
+                f"Mixture: weights='sigmoid' gates two parts, not {len(self.parts)}; use 'softmax'"
+            )
         if self.share_query:
             queries = project(
                 queries,
@@ -58,8 +77,6 @@ class Mixture(Alignment):
                 name="query",
                 kernel_init=self.query_init,
             )
-        for part in self.parts:
-            check_alignment(part, "Mixture: an entry of parts")
         parts = [
             part.copy(name=f"part_{i}", parent=self)(queries, keys, context)
             for i, part in enumerate(self.parts)
@@ -77,10 +94,6 @@ class Mixture(Alignment):
             return jax.nn.softmax(self.param("weights", with_axes(zeros, "heads", "parts"), shape))
         gate = jax.nn.sigmoid(self.param("gate", with_axes(zeros, "parts"), (1,)))
         return jnp.broadcast_to(jnp.concatenate([1.0 - gate, gate]), (num_heads, 2))
-
-    def scale_logits(self, params: PyTree, factor: float) -> PyTree:
-        """See `Alignment.scale_logits`."""
-        return scale_parts(self.parts, params, dict.fromkeys(range(len(self.parts)), factor))
 
     def start_as(self, part: int, params: PyTree, fresh: PyTree) -> PyTree:
         """Returns parameters with which the mixture makes the logits of one of its parts alone.
@@ -101,15 +114,51 @@ class Mixture(Alignment):
         result[f"part_{part}"] = params
         factors = dict.fromkeys(range(len(self.parts)), 0.0)
         factors[part] = 1.0 if self.weights == "sum" else float(len(self.parts))
-        return scale_parts(self.parts, result, factors)
+        return self._scale_parts(result, factors)
 
-    def check(self) -> None:
-        """Raises a `ValueError` for weights that are not offered or do not fit the parts."""
-        if not self.parts:
-            raise ValueError("Mixture: parts is empty; give it at least one alignment")
-        if self.weights not in WEIGHTS:
-            raise ValueError(f"Mixture: weights={self.weights!r}; allowed: {', '.join(WEIGHTS)}")
-        if self.weights == "sigmoid" and len(self.parts) != 2:
-            raise ValueError(
-                f"Mixture: weights='sigmoid' gates two parts, not {len(self.parts)}; use 'softmax'"
+
+@register
+class PerHead(Parts):
+    """Gives some heads to each part: the first to the first part, and so on.
+
+    Where a `Mixture` adds logits up, this keeps them apart; so it also takes alignments that are
+    weights, such as some `Gaussian` and some learned heads (You et al. 2020, released code).
+
+    Attributes:
+      parts: the alignments.
+      heads: number of heads of every part; None: the same number for all.
+    """
+
+    heads: tuple[Length, ...] | None = None
+
+    @nn.compact
+    def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
+        counts = self.counts(context.num_heads)
+        groups, start = [], 0
+        for i, (part, count) in enumerate(zip(self.parts, counts, strict=True)):
+            heads = slice(start, start + count)
+            groups.append(
+                part.copy(name=f"part_{i}", parent=self)(
+                    queries if queries.ndim == 3 else queries[:, :, heads],
+                    keys if keys.ndim == 3 else keys[:, :, heads],
+                    dataclasses.replace(context, num_heads=count),
+                )
             )
+            start += count
+        return (Split(tuple(groups)),)
+
+    def counts(self, num_heads: int) -> tuple[int, ...]:
+        """The number of heads of every part; raises a `ValueError` when they do not add up."""
+        if self.heads is not None:
+            if len(self.heads) != len(self.parts) or sum(self.heads) != num_heads:
+                raise ValueError(
+                    f"PerHead: heads={self.heads} for {len(self.parts)} parts and {num_heads} heads; "
+                    "give one number a part, adding up to the layer's num_heads"
+                )
+            return self.heads
+        if num_heads % len(self.parts):
+            raise ValueError(
+                f"PerHead: {num_heads} heads do not divide among {len(self.parts)} parts; say how "
+                "many each gets with heads=(…)"
+            )
+        return (num_heads // len(self.parts),) * len(self.parts)

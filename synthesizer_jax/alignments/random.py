@@ -1,4 +1,4 @@
-"""Random and Fixed Random Synthesizer."""
+"""Random, Fixed Random and Factorized Random Synthesizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from synthesizer_jax.alignments.base import (
     check_length,
     slice_positions,
 )
-from synthesizer_jax.attention import Terms, static
+from synthesizer_jax.attention import Terms, low_rank, static
 from synthesizer_jax.initializers import Initializer, Normal
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
@@ -51,3 +51,37 @@ class Random(Alignment):
             ).value
         rows = slice_positions(table, context.query_span, axis=1)
         return (static(slice_positions(rows, context.key_span, axis=2)),)
+
+
+@register
+class FactorizedRandom(Alignment):
+    """A Random table of low rank, ``S = R₁ R₂ᵀ``.
+
+    Tay et al. 2021, section 3.3 (Factorized Random Synthesizer; rank 8 in the paper). The released
+    Mesh-TensorFlow code computes something else (every query gets the same row), which is not
+    offered here.
+
+    Attributes:
+      max_length: number of query and key positions.
+      rank: inner width k of the factors.
+      factor_init: initializer of R₁ and R₂, each ``[heads, max_length, rank]``.
+    """
+
+    max_length: Length
+    rank: Length = 8
+    factor_init: Initializer = Normal(0.1)
+    linear_in = ("query_factor",)
+
+    @nn.compact
+    def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
+        check_length(self, self.max_length, context.query_span, context.key_span)
+        shape = (context.num_heads, self.max_length, self.rank)
+        rows = self.param(
+            "query_factor", with_axes(self.factor_init, "heads", "query_length", "rank"), shape
+        )
+        columns = self.param(
+            "key_factor", with_axes(self.factor_init, "heads", "key_length", "rank"), shape
+        )
+        rows = slice_positions(rows, context.query_span, axis=1).swapaxes(0, 1)[None]
+        columns = slice_positions(columns, context.key_span, axis=1).swapaxes(0, 1)[None]
+        return (low_rank(rows, columns, token_keys=False, token_queries=False),)

@@ -12,7 +12,7 @@ import flax.linen as nn
 from synthesizer_jax.alignments import Alignment
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import Block, EncoderDecoder, Run, unroll
-from synthesizer_jax.models.stack import StackBase
+from synthesizer_jax.models.stack import Stack
 from synthesizer_jax.registry import check_types, fields_of, register, replace
 from synthesizer_jax.typing import Number
 
@@ -61,7 +61,7 @@ def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) 
     return replace(model, **stacks)
 
 
-def named_stacks(model: EncoderDecoder) -> dict[StackName, StackBase]:
+def named_stacks(model: EncoderDecoder) -> dict[StackName, Stack]:
     """Returns the encoder and the decoder by their names."""
     return {"encoder": model.encoder, "decoder": model.decoder}
 
@@ -98,7 +98,7 @@ def _replace_mixer(block: Block, replacement: Replacement) -> Block:
     return replace(block, feed_forward=None) if replacement.scope == "layer" else block
 
 
-def _remaining_bias(stack: StackBase, runs: tuple[Run, ...]) -> Alignment | None:
+def _remaining_bias(stack: Stack, runs: tuple[Run, ...]) -> Alignment | None:
     """The stack's position bias, or None if no layer has logits to add it to."""
     takes_bias = any(run.block.self_mixer.bias_heads for run in runs)
     return stack.bias if takes_bias else None

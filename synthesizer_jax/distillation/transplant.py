@@ -17,7 +17,7 @@ from synthesizer_jax.distillation.replacement import (
 )
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.mixers import Attention
-from synthesizer_jax.models import Block, EncoderDecoder, Stack, stacks_of
+from synthesizer_jax.models import Block, EncoderDecoder, UniversalStack, stacks_of
 from synthesizer_jax.models.zoo import VARIANTS
 from synthesizer_jax.typing import PyTree
 
@@ -149,7 +149,7 @@ def self_attention(model: EncoderDecoder, stack: StackName, layer: int) -> Atten
 def check_stacks(model: EncoderDecoder) -> None:
     """Raises a `ValueError` where layers share their parameters."""
     for name, stack in stacks_of(model).items():
-        if not isinstance(stack, Stack):
+        if isinstance(stack, UniversalStack):
             raise ValueError(
                 f"the {name} is a {type(stack).__name__}, whose layers have no alignments of their own"
             )

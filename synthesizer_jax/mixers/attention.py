@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.alignments import Alignment, AttentionContext, DotProduct
-from synthesizer_jax.alignments.base import check_alignment, project
+from synthesizer_jax.alignments.base import project
 from synthesizer_jax.ambient import partition
 from synthesizer_jax.attention import (
     Cache,
@@ -66,10 +66,7 @@ class AttentionBase(Mixer):
     value_init: Initializer = FanIn()
     out_init: Initializer = FanIn()
 
-    @property
-    def has_cross_attention(self) -> bool:
-        """Whether the mixer can attend to other tokens than its own."""
-        return True
+    has_cross_attention = True
 
     @property
     def num_value_heads(self) -> int:
@@ -86,32 +83,16 @@ class AttentionBase(Mixer):
         bias: Terms = (),
         cache: Cache | None = None,
         position: int | jax.Array = 0,
-        max_length: int | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        check_alignment(self.alignment, f"{type(self).__name__}: alignment")
         if kv is None and cache is not None:
             kv = cache.empty_memory
         memory = x if kv is None else kv
         values = self._values(memory)
-        num_queries, num_keys, limit = x.shape[1], memory.shape[1], None
-        if max_length is not None:  # of a new cache
-            num_queries, num_keys = (0, max_length) if kv is None else (max_length, num_keys)
-        elif cache is not None:
+        num_keys, limit = memory.shape[1], None
+        if cache is not None:
             num_keys, limit = cache.capacity, cache.num_queries
-        projected = jax.tree.leaves(values)[0]
-        terms = self.alignment.copy(name="align", parent=self)(
-            x,
-            projected if self.shared_key_value else memory,
-            AttentionContext(
-                self.num_heads,
-                self.head_dim,
-                query_span=Span(position, _num_positions(mask, num_queries), limit),
-                key_span=Span(0, _num_positions(mask, num_keys)),
-            ),
-        )
-        check_types(terms)
-        if max_length is not None:
-            return x, _new_cache(terms, values, kv, max_length=max_length)
+        queries = Span(position, _num_positions(mask, x.shape[1]), limit)
+        terms = self._terms(x, memory, values, queries, Span(0, _num_positions(mask, num_keys)))
         if cache is not None:
             terms, values, mask, cache = _extend(
                 cache, terms, values, n=x.shape[1], mask=mask, position=position
@@ -119,6 +100,33 @@ class AttentionBase(Mixer):
         y = self._attend(x, terms, values, bias=bias, mask=mask)
         y = merge_heads(self, y, x.shape[-1], kernel_init=self.out_init, use_bias=self.use_bias)
         return y, cache
+
+    @nn.compact
+    def new_cache(
+        self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int
+    ) -> Cache:
+        memory = x if kv is None else kv
+        values = self._values(memory)
+        num_queries, num_keys = (0, max_length) if kv is None else (max_length, kv.shape[1])
+        terms = self._terms(x, memory, values, Span(0, num_queries), Span(0, num_keys))
+        if kv is None:
+            return init_cache(terms, values, max_length=max_length)
+        # All keys and values are there; queries will come.
+        cache = init_cache(terms, values, max_length=num_keys, memory=kv)
+        cache = extend(cache, terms, values, at=0, mask=Mask())[-1]
+        return dataclasses.replace(cache, length=TokenCount().length, num_queries=max_length)
+
+    def _terms(
+        self, x: jax.Array, memory: jax.Array, values: Values, query_span: Span, key_span: Span
+    ) -> Terms:
+        """Returns what the alignment makes of queries and of the tokens attended to."""
+        terms = self.alignment.copy(name="align", parent=self)(
+            x,
+            jax.tree.leaves(values)[0] if self.shared_key_value else memory,
+            AttentionContext(self.num_heads, self.head_dim, query_span, key_span),
+        )
+        check_types(terms)
+        return terms
 
     def _values(self, memory: jax.Array) -> Values:
         """Makes values, ``[batch, k, heads, width]`` first, of the tokens attended to."""
@@ -185,15 +193,6 @@ def _num_positions(mask: Mask, length: int) -> int:
     if mask.key_segments is None or mask.segment_length is None:
         return length
     return min(length, mask.segment_length)
-
-
-def _new_cache(terms: Terms, values: Values, memory: jax.Array | None, *, max_length: int) -> Cache:
-    """Returns an empty cache; in cross-attention one that holds all keys and values."""
-    if memory is None:
-        return init_cache(terms, values, max_length=max_length)
-    cache = init_cache(terms, values, max_length=memory.shape[1], memory=memory)
-    cache = extend(cache, terms, values, at=0, mask=Mask())[-1]
-    return dataclasses.replace(cache, length=TokenCount().length, num_queries=max_length)
 
 
 def _extend(

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, TypeAlias, TypedDict, TypeVar
+from typing import Any, ClassVar, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from synthesizer_jax.alignments.base import dense_layer
 from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Explanation, Mask, Terms, explain
 from synthesizer_jax.attention.checks import check_types
-from synthesizer_jax.attention.products import dense_product
 from synthesizer_jax.initializers import Initializer
 from synthesizer_jax.mixers.decoding import (
     decoding_mask,
-    extend_each,
     move_padding_last,
     resolve_position,
     take_positions,
 )
-from synthesizer_jax.mixers.taps import sow_tap
-from synthesizer_jax.parameters import with_axes
+from synthesizer_jax.mixers.taps import READ_ONLY, sow_tap
+from synthesizer_jax.registry import check_fields
 from synthesizer_jax.typing import PyTree
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 MixerCache: TypeAlias = PyTree
 """A pytree of a mixer's own type, with the attributes of a `TokenCount`."""
@@ -50,58 +46,32 @@ class TokenCount:
     empty_memory: jax.Array | None = None
 
 
-def _refuse_is_causal(method: _Method) -> _Method:
-    """Makes a mixer's method name the mask for the argument `is_causal` of Flax's layers."""
-
-    @functools.wraps(method)
-    def wrapped(self: nn.Module, *args: object, **kwargs: object) -> object:
-        if "is_causal" in kwargs:
-            raise TypeError(
-                f"{type(self).__name__} has no argument is_causal; give mask=Mask(causal=True)"
-            )
-        return method(self, *args, **kwargs)
-
-    return wrapped  # type: ignore[return-value]
-
-
 class Mixer(nn.Module):
     """A token mixer, ``[batch, length, d_model]`` in and out: attention, or what replaces it.
 
-    A subclass defines the compact method `mix`, which all public methods share, and overrides the
-    properties that differ from attention's.
+    A subclass defines the compact method `mix`, which all public methods share, to decode also
+    `new_cache`, and the attributes that differ from these.
+
+    Attributes:
+      has_cross_attention: whether the mixer can attend to other tokens than its own.
+      supports_causal: whether it can hide later tokens, as decoders need it.
+      supports_bidirectional: whether a position can see later ones, as encoders need it.
+      supports_packing: whether a row may hold several sequences.
+      shares_cross_cache: whether all rows that attend to the same memory can share a cache in
+        cross-attention; not if the cache depends on the queries, as in `SentenceFeedForward`.
     """
+
+    has_cross_attention: ClassVar[bool] = False
+    supports_causal: ClassVar[bool] = True
+    supports_bidirectional: ClassVar[bool] = True
+    supports_packing: ClassVar[bool] = True
+    shares_cross_cache: ClassVar[bool] = True
 
     @property
     def bias_heads(self) -> int | None:
         """The number of heads of a position bias; None: there are no logits to add one to."""
         return None
 
-    @property
-    def has_cross_attention(self) -> bool:
-        """Whether the mixer can attend to other tokens than its own."""
-        return False
-
-    @property
-    def supports_causal(self) -> bool:
-        """Whether the mixer can hide later tokens, as decoders need it."""
-        return True
-
-    @property
-    def supports_bidirectional(self) -> bool:
-        """Whether a position can see later ones, as encoders need it."""
-        return True
-
-    @property
-    def supports_packing(self) -> bool:
-        """Whether a row may hold several sequences."""
-        return True
-
-    @property
-    def shares_cross_cache(self) -> bool:
-        """Whether all rows that attend to the same memory can share a cache in cross-attention."""
-        return True
-
-    @_refuse_is_causal
     @on_any_mesh
     def __call__(
         self,
@@ -124,8 +94,7 @@ class Mixer(nn.Module):
           ``[batch, q, d_model]``.
 
         Raises:
-          ValueError: the mixer does not support the arguments, see its properties, or the tokens
-            exceed its positions.
+          ValueError: the mixer's attributes exclude the arguments, or the tokens exceed its positions.
         """
         mask = Mask.of(mask)
         self._check_support(mask, bias, cross=kv is not None)
@@ -151,15 +120,8 @@ class Mixer(nn.Module):
     ) -> tuple[Explanation, ...]:
         """Explains which implementation computes the layer, and why not another; nothing is computed.
 
-        Args:
-          x: as in `__call__`; shapes are enough.
-          kv: likewise.
-          mask: as in `__call__`.
-          bias: as in `__call__`.
-          platform: ``cpu``, ``gpu`` or ``tpu``; None: the one that JAX uses.
-
-        Returns:
-          One explanation for each call of `attend`.
+        Arguments are those of `__call__`, of whose arrays shapes are enough, and `platform`: ``cpu``,
+        ``gpu`` or ``tpu``; None: the one that JAX uses. Returns an explanation for each call of `attend`.
         """
         key = jax.random.key(0)
         return explain(self.init, key, x, kv, mask=mask, bias=bias, platform=platform)
@@ -188,7 +150,7 @@ class Mixer(nn.Module):
         if kv is None:
             mask = decoding_mask(mask, 0, 0)
         self._check_support(mask, (), cross=kv is not None)
-        return self.mix(x[:, :0], kv, mask=mask, max_length=max_length)[1]
+        return self.new_cache(x[:, :0], kv, mask=mask, max_length=max_length)
 
     @on_any_mesh
     def extend(
@@ -226,12 +188,12 @@ class Mixer(nn.Module):
         mask = Mask.of(mask)
         position = resolve_position(position, cache.length)
         if is_cross(cache) or mask.key_valid is None:
-            return self.extend_rows(x, cache, mask=mask, bias=bias, position=position)
+            return self._extend_rows(x, cache, mask=mask, bias=bias, position=position)
         x, mask, order = move_padding_last(x, mask, position=position)
-        y, cache = self.extend_rows(x, cache, mask=mask, bias=bias, position=position)
+        y, cache = self._extend_rows(x, cache, mask=mask, bias=bias, position=position)
         return take_positions(y, jnp.argsort(order, axis=1)), cache
 
-    def extend_rows(
+    def _extend_rows(
         self,
         x: jax.Array,
         cache: MixerCache,
@@ -242,8 +204,7 @@ class Mixer(nn.Module):
     ) -> tuple[jax.Array, MixerCache]:
         """`extend` where the padding is last, and `mask` and `position` are given."""
         if jnp.ndim(position):
-            each = jnp.asarray(position)
-            return extend_each(self, x, cache, mask=mask, bias=bias, position=each)
+            return self._extend_each(x, cache, mask=mask, bias=bias, position=position)
         cross = is_cross(cache)
         if cross:
             mask = dataclasses.replace(mask, query_offset=position)
@@ -251,6 +212,43 @@ class Mixer(nn.Module):
             mask = decoding_mask(mask, position, x.shape[1])
         self._check_support(mask, bias, cross=cross)
         return self.mix(x, None, mask=mask, bias=bias, cache=cache, position=position)
+
+    def _extend_each(
+        self,
+        x: jax.Array,
+        cache: MixerCache,
+        *,
+        mask: Mask,
+        bias: Terms,
+        position: int | jax.Array,
+    ) -> tuple[jax.Array, MixerCache]:
+        """Extends the cache of every example at a position of its own, ``[batch]``, under `vmap`."""
+        batch = x.shape[0]
+        positions, lengths = (jnp.broadcast_to(p, batch) for p in (position, cache.length))
+        mask = dataclasses.replace(mask, query_offset=0)
+
+        def row(x: jax.Array, index: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, 0 if x.shape[0] == 1 else index, 1, axis=0)
+
+        def extend_row(
+            mixer: Mixer, index: jax.Array, position: jax.Array, length: jax.Array, example: PyTree
+        ) -> tuple[PyTree, jax.Array]:
+            x, cache = jax.tree.map(lambda a: a[None], example)
+            y, cache = mixer._extend_rows(
+                x,
+                dataclasses.replace(cache, length=length),
+                mask=jax.tree.map(lambda a: row(a, index), mask),
+                bias=bias,
+                position=position,
+            )
+            length = jnp.reshape(cache.length, ())
+            cache = dataclasses.replace(cache, length=None)
+            return jax.tree.map(lambda a: a[0], (y, cache)), length
+
+        lifted = nn.vmap(extend_row, variable_axes={READ_ONLY: None}, split_rngs={"dropout": True})
+        examples = (x, dataclasses.replace(cache, length=None))
+        (y, cache), length = lifted(self, jnp.arange(batch), positions, lengths, examples)
+        return y, dataclasses.replace(cache, length=length)
 
     def mix(
         self,
@@ -261,9 +259,8 @@ class Mixer(nn.Module):
         bias: Terms = (),
         cache: MixerCache | None = None,
         position: int | jax.Array = 0,
-        max_length: int | None = None,
-    ) -> tuple[jax.Array, MixerCache]:
-        """The compact method behind `__call__`, `init_cache` and `extend`.
+    ) -> tuple[jax.Array, MixerCache | None]:
+        """The compact method behind `__call__` and `extend`.
 
         Args:
           x: ``[batch, q, d_model]``.
@@ -272,17 +269,22 @@ class Mixer(nn.Module):
           bias: terms added to the logits.
           cache: to be extended; None without one.
           position: position of the first token, a scalar.
-          max_length: number of positions of a new cache, for `init_cache`; the tokens returned are
-            not read.
 
         Returns:
           ``[batch, q, d_model]`` and the new cache; None without one.
         """
         raise NotImplementedError
 
+    def new_cache(
+        self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int
+    ) -> MixerCache:
+        """The compact method behind `init_cache`, whose arguments it has; x has no tokens."""
+        raise NotImplementedError
+
     def _check_support(self, mask: Mask, bias: Terms, *, cross: bool) -> None:
-        """Raises a `ValueError` for arguments that the mixer's properties exclude."""
+        """Raises a `ValueError` for arguments that the mixer's attributes exclude."""
         name = type(self).__name__
+        check_fields(self, name)
         if not isinstance(bias, tuple) or bias:
             check_types(bias, of="bias is", remedy="give")
         if cross and not self.has_cross_attention:
@@ -323,40 +325,18 @@ def merge_heads(
     kernel_init: Initializer,
     use_bias: bool = False,
 ) -> jax.Array:
-    """Applies the output projection ``out/kernel [heads, head_dim, d_model]``.
+    """Projects ``[batch, q, heads, head_dim]`` to ``[batch, q, d_model]`` by the mixer's ``out/kernel``.
 
-    Args:
-      module: the mixer that makes the projection.
-      heads: ``[batch, q, heads, head_dim]``; sown in `TAPS` as ``heads``.
-      d_model: width of the result.
-      kernel_init: initializer of the kernel.
-      use_bias: add a bias ``[d_model]``.
-
-    Returns:
-      ``[batch, q, d_model]``.
+    The kernel is ``[heads, head_dim, d_model]``; what it reads is sown in `TAPS` as ``heads``.
     """
     sow_tap(module, "heads", heads)
-    return nn.DenseGeneral(
-        features=d_model,
-        axis=(-2, -1),
-        use_bias=use_bias,
-        dtype=heads.dtype,
-        kernel_init=with_axes(kernel_init, "heads", "kv", "embed"),
-        bias_init=with_axes(nn.initializers.zeros_init(), "embed"),
-        dot_general=dense_product,
-        name="out",
-        parent=module,
-    )(heads)
+    dense = functools.partial(dense_layer, dtype=heads.dtype, kernel_init=kernel_init)
+    axes = "heads", "kv", "embed"
+    out = dense(d_model, axes, contracted=2, use_bias=use_bias, name="out", parent=module)
+    return out(heads)
 
 
-class DropoutOptions(TypedDict):
-    """The dropout options of `attend`."""
-
-    dropout_rate: float
-    dropout_key: jax.Array | None
-
-
-def dropout_options(module: nn.Module, rate: float) -> DropoutOptions:
+def dropout_options(module: nn.Module, rate: float) -> dict[str, Any]:
     """Returns `attend`'s dropout options: the rate, and a key if the stream ``dropout`` is given."""
     if rate == 0.0 or not module.has_rng("dropout"):
         return {"dropout_rate": 0.0, "dropout_key": None}

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
 
+from synthesizer_jax.alignments.base import dense_layer
 from synthesizer_jax.ambient import partition
-from synthesizer_jax.attention import (
-    Cache,
-    Mask,
-    Terms,
-    attend,
-    banded,
-    extend,
-    init_cache,
-)
-from synthesizer_jax.attention.products import dense_product
+from synthesizer_jax.attention import Cache, Mask, Terms, attend, banded, extend, init_cache
 from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.mixers.base import Mixer, dropout_options, merge_heads
@@ -60,23 +54,8 @@ class ConvolutionBase(Mixer):
         bias: Terms = (),
         cache: Cache | None = None,
         position: int | jax.Array = 0,
-        max_length: int | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        d_model = x.shape[-1]
-        groups = d_model if self.groups is None else self.groups
-        if d_model % groups or self.width < 1:
-            raise ValueError(
-                f"{type(self).__name__}: groups={groups} and width={self.width}; groups must divide "
-                f"d_model={d_model} and width be positive"
-            )
-        u = self._gated(x)
-        first = 1 - self.width if mask.causal else -(self.width // 2)
-        logits = self._tap_logits(u, groups)
-        weights = jax.nn.softmax(logits.astype(logits_dtype(logits)), axis=-1)
-        terms: Terms = (banded(weights, first=first),)
-        values = u.reshape(*u.shape[:2], groups, d_model // groups)
-        if max_length is not None:
-            return x, init_cache(terms, values, max_length=max_length)
+        terms, values = self._terms_and_values(x, mask)
         if cache is not None:
             terms, values, mask, cache = extend(cache, terms, values, at=position, mask=mask)
         y = attend(
@@ -89,28 +68,40 @@ class ConvolutionBase(Mixer):
         )
         y = y.reshape(x.shape)
         y = self._dense(y, "pointwise", use_bias=True) if self.pointwise else y
-        return merge_heads(self, y[:, :, None], d_model, kernel_init=self.kernel_init), cache
+        y = merge_heads(self, y[:, :, None], x.shape[-1], kernel_init=self.kernel_init)
+        return y, cache
 
-    def _gated(self, x: jax.Array) -> jax.Array:
-        """Applies the input projection, ``[batch, length, d_model]``, gated if `glu`."""
+    @nn.compact
+    def new_cache(
+        self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int
+    ) -> Cache:
+        return init_cache(*self._terms_and_values(x, mask), max_length=max_length)
+
+    def _terms_and_values(self, x: jax.Array, mask: Mask) -> tuple[Terms, jax.Array]:
+        """Returns the window of weights, and the values ``[batch, length, groups, channels]``."""
+        d_model = x.shape[-1]
+        groups = d_model if self.groups is None else self.groups
+        if d_model % groups:
+            raise ValueError(
+                f"{type(self).__name__}: groups={groups}; groups must divide d_model={d_model}"
+            )
         u = self._dense(x, "input")
-        return u * jax.nn.sigmoid(self._dense(x, "gate")) if self.glu else u
+        if self.glu:
+            u = u * jax.nn.sigmoid(self._dense(x, "gate"))
+        logits = self._tap_logits(u, groups)
+        weights = jax.nn.softmax(logits.astype(logits_dtype(logits)), axis=-1)
+        first = 1 - self.width if mask.causal else -(self.width // 2)
+        values = u.reshape(*u.shape[:2], groups, d_model // groups)
+        return (banded(weights, first=first),), values
 
     def _tap_logits(self, u: jax.Array, groups: int) -> jax.Array:
         """Returns the kernel's logits, ``[batch or 1, length or 1, groups, width]``."""
         raise NotImplementedError
 
     def _dense(self, x: jax.Array, name: str, *, use_bias: bool = False) -> jax.Array:
-        return nn.Dense(
-            x.shape[-1],
-            use_bias=use_bias,
-            dtype=x.dtype,
-            kernel_init=with_axes(self.kernel_init, "embed", "mlp"),
-            bias_init=with_axes(nn.initializers.zeros_init(), "mlp"),
-            dot_general=dense_product,
-            name=name,
-            parent=self,
-        )(x)
+        dense = functools.partial(dense_layer, dtype=x.dtype, kernel_init=self.kernel_init)
+        axes = "embed", "mlp"
+        return dense(x.shape[-1], axes, use_bias=use_bias, name=name, parent=self)(x)
 
 
 @register
@@ -136,13 +127,6 @@ class DynamicConvolution(ConvolutionBase):
     """
 
     def _tap_logits(self, u: jax.Array, groups: int) -> jax.Array:
-        kernel = nn.DenseGeneral(
-            (groups, self.width),
-            use_bias=False,
-            dtype=u.dtype,
-            kernel_init=with_axes(self.kernel_init, "embed", "heads", "taps"),
-            dot_general=dense_product,
-            name="taps",
-            parent=self,
-        )
-        return kernel(u)
+        dense = functools.partial(dense_layer, dtype=u.dtype, kernel_init=self.kernel_init)
+        axes = "embed", "heads", "taps"
+        return dense((groups, self.width), axes, name="taps", parent=self)(u)

@@ -1,22 +1,15 @@
-"""Decoding steps of mixers: masks of new tokens, and examples at positions of their own."""
+"""Decoding steps of mixers: masks and positions of new tokens."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from synthesizer_jax.attention import Mask, Terms
+from synthesizer_jax.attention import Mask
 from synthesizer_jax.attention.cache import is_concrete
-from synthesizer_jax.mixers.taps import READ_ONLY
-from synthesizer_jax.typing import PyTree
-
-if TYPE_CHECKING:
-    from synthesizer_jax.mixers.base import Mixer, MixerCache
 
 
 def decoding_mask(mask: Mask, position: int | jax.Array, n: int) -> Mask:
@@ -45,19 +38,10 @@ def query_ends(mask: Mask, position: int | jax.Array) -> jax.Array | None:
 def move_padding_last(
     x: jax.Array, mask: Mask, *, position: int | jax.Array = 0
 ) -> tuple[jax.Array, Mask, jax.Array]:
-    """Moves the padding of new tokens to the end, so that positions count real tokens.
+    """Moves the padding of new tokens ``[b, n, ...]`` to the end, so that positions count real tokens.
 
-    Args:
-      x: ``[b, n, ...]``.
-      mask: with `key_valid` ``[b or 1, n]``, which of these tokens are real.
-      position: of the first token, a scalar or ``[b]``.
-
-    Returns:
-      The tokens, the mask with `key_lengths` in the place of `key_valid`, and the index ``[b, n]`` of
-      the tokens that were taken.
-
-    Raises:
-      ValueError: the mask has a pattern of pairs, or another number of tokens.
+    The mask's `key_valid` ``[b or 1, n]`` tells which are real. Returns the tokens, the mask with
+    `key_lengths` in its place, and the index ``[b, n]`` of the tokens that were taken.
     """
     if mask.allowed is not None or mask.key_segments is not None:
         raise ValueError(
@@ -86,40 +70,3 @@ def move_padding_last(
 def take_positions(x: jax.Array, index: jax.Array) -> jax.Array:
     """Returns ``[b, n, ...]`` at the index ``[b, m]`` of every example."""
     return jnp.take_along_axis(x, jnp.reshape(index, (*index.shape, *(1,) * (x.ndim - 2))), axis=1)
-
-
-def extend_each(
-    mixer: Mixer,
-    x: jax.Array,
-    cache: MixerCache,
-    *,
-    mask: Mask,
-    bias: Terms,
-    position: jax.Array,
-) -> tuple[jax.Array, MixerCache]:
-    """Extends the cache of every example at a position of its own, ``[batch]``, under `vmap`."""
-    batch = x.shape[0]
-    position, length = (jnp.broadcast_to(jnp.asarray(p), batch) for p in (position, cache.length))
-    mask = dataclasses.replace(mask, query_offset=0)
-
-    def row(x: jax.Array, index: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(x, 0 if x.shape[0] == 1 else index, 1, axis=0)
-
-    def extend_row(
-        mixer: Mixer, index: jax.Array, position: jax.Array, length: jax.Array, example: PyTree
-    ) -> tuple[PyTree, jax.Array]:
-        x, cache = jax.tree.map(lambda a: a[None], example)
-        y, cache = mixer.extend_rows(
-            x,
-            dataclasses.replace(cache, length=length),
-            mask=jax.tree.map(lambda a: row(a, index), mask),
-            bias=bias,
-            position=position,
-        )
-        length = jnp.reshape(cache.length, ())
-        return jax.tree.map(lambda a: a[0], (y, dataclasses.replace(cache, length=None))), length
-
-    lifted = nn.vmap(extend_row, variable_axes={READ_ONLY: None}, split_rngs={"dropout": True})
-    examples = (x, dataclasses.replace(cache, length=None))
-    (y, cache), length = lifted(mixer, jnp.arange(batch), position, length, examples)
-    return y, dataclasses.replace(cache, length=length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -26,9 +27,7 @@ SLOPE = 0.01
 """Of the leaky ReLU."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Sums:
+class Sums(NamedTuple):
     """What a network has read of a sentence. It adds up over tokens.
 
     Attributes:
@@ -40,21 +39,6 @@ class Sums:
     total: jax.Array
     squares: jax.Array
     hidden: jax.Array
-
-    def __add__(self, other: Sums) -> Sums:
-        return jax.tree.map(jnp.add, self, other)
-
-    def sum_all(self) -> Sums:
-        """The sum over all tokens, n = 1."""
-        return jax.tree.map(lambda x: x.sum(axis=1, keepdims=True), self)
-
-    def prefixes(self) -> Sums:
-        """The sums over every token and those before it."""
-        return jax.tree.map(lambda x: jnp.cumsum(x, axis=1), self)
-
-    def last(self) -> Sums:
-        """The last of the n sums."""
-        return jax.tree.map(lambda x: x[:, -1:], self)
 
 
 @jax.tree_util.register_dataclass
@@ -97,38 +81,24 @@ class SentenceNetwork(nn.Module):
 
     def setup(self) -> None:
         """Makes the parameters, PyTorch's initial values."""
-        n, d, f = self.inputs * self.max_length, self.width, self.hidden_dim
-        m, v = self.max_length if self.every_position else 1, self.features
+        g, n, d = self.nets, self.inputs * self.max_length, self.width
+        m, f, v = self.max_length if self.every_position else 1, self.hidden_dim, self.features
         ones, zeros = nn.initializers.ones_init(), nn.initializers.zeros_init()
         first, second = TorchUniform(fan_in=n * d), TorchUniform(fan_in=f)
-        place, hidden, out = (
-            (None, "key_length", "embed"),
-            (None, "mlp"),
-            (None, "query_length", None),
-        )
-        self.scale_0 = self.param("scale_0", with_axes(ones, *place), (self.nets, n, d))
-        self.shift_0 = self.param("shift_0", with_axes(zeros, *place), (self.nets, n, d))
-        self.kernel_0 = self.param(
-            "kernel_0", with_axes(first, *place, "mlp"), (self.nets, n, d, f)
-        )
-        self.bias_0 = self.param("bias_0", with_axes(first, *hidden), (self.nets, f))
-        self.scale_1 = self.param("scale_1", with_axes(ones, *hidden), (self.nets, f))
-        self.shift_1 = self.param("shift_1", with_axes(zeros, *hidden), (self.nets, f))
-        self.kernel_1 = self.param(
-            "kernel_1",
-            with_axes(second, None, "query_length", "mlp", None),
-            (self.nets, m, f, v),
-        )
-        self.bias_1 = self.param("bias_1", with_axes(second, *out), (self.nets, m, v))
+        place, hidden = (None, "key_length", "embed"), (None, "mlp")
+        param = lambda name, init, axes, *shape: self.param(name, with_axes(init, *axes), shape)
+        self.scale_0 = param("scale_0", ones, place, g, n, d)
+        self.shift_0 = param("shift_0", zeros, place, g, n, d)
+        self.kernel_0 = param("kernel_0", first, (*place, "mlp"), g, n, d, f)
+        self.bias_0 = param("bias_0", first, hidden, g, f)
+        self.scale_1 = param("scale_1", ones, hidden, g, f)
+        self.shift_1 = param("shift_1", zeros, hidden, g, f)
+        out = (None, "query_length", "mlp", None)
+        self.kernel_1 = param("kernel_1", second, out, g, m, f, v)
+        self.bias_1 = param("bias_1", second, (None, "query_length", None), g, m, v)
 
     def read(self, x: jax.Array, *, start: int | jax.Array = 0, which: int = 0) -> Sums:
-        """What every token adds.
-
-        Args:
-          x: ``[b, n, d]`` tokens, zero where they are not real.
-          start: position of the first one.
-          which: the sequence, below `inputs`.
-        """
+        """What tokens ``[b, n, d]`` from a position of a sequence on add; padding is zero."""
         place = which * self.max_length + start
         scale, kernel = (
             jax.lax.dynamic_slice_in_dim(p, place, x.shape[1], axis=1)
@@ -156,16 +126,7 @@ class SentenceNetwork(nn.Module):
         return h * self.scale_1[None, None] + self.shift_1[None, None]
 
     def out(self, hidden: jax.Array, *, start: int | jax.Array = 0, length: int = 1) -> jax.Array:
-        """The outputs of `length` positions from `start` on.
-
-        Args:
-          hidden: ``[b, length or 1, nets, hidden]``.
-          start: the first position.
-          length: number of positions.
-
-        Returns:
-          ``[b, length, nets, features]`` float32 or wider.
-        """
+        """Makes outputs ``[b, length, nets, features]`` of ``[b, length or 1, nets, hidden]``."""
         if not self.every_position:
             bias = self.bias_1[None, None, :, 0]
             return jnp.einsum("bngf,gfv->bngv", hidden, self.kernel_1[:, 0]) + bias
@@ -173,9 +134,10 @@ class SentenceNetwork(nn.Module):
             jax.lax.dynamic_slice_in_dim(p, start, length, axis=1)
             for p in (self.kernel_1, self.bias_1)
         )
-        each = "bgf" if hidden.shape[1] == 1 else "bngf"
-        hidden = hidden[:, 0] if hidden.shape[1] == 1 else hidden
-        return jnp.einsum(f"{each},gnfv->bngv", hidden, kernel) + bias.swapaxes(0, 1)[None]
+        bias = bias.swapaxes(0, 1)[None]
+        if hidden.shape[1] == 1:
+            return jnp.einsum("bgf,gnfv->bngv", hidden[:, 0], kernel) + bias
+        return jnp.einsum("bngf,gnfv->bngv", hidden, kernel) + bias
 
 
 @register
@@ -208,30 +170,11 @@ class SentenceFeedForward(Mixer):
     causal: bool = False
     out_init: Initializer = FanIn()
 
-    @property
-    def has_cross_attention(self) -> bool:
-        """Whether the mixer can attend to other tokens than its own."""
-        return True
-
-    @property
-    def supports_causal(self) -> bool:
-        """Whether the mixer can hide later tokens."""
-        return self.causal
-
-    @property
-    def supports_bidirectional(self) -> bool:
-        """Whether a position can see later ones."""
-        return not self.causal
-
-    @property
-    def supports_packing(self) -> bool:
-        """Whether a row may hold several sequences."""
-        return False
-
-    @property
-    def shares_cross_cache(self) -> bool:
-        """False: in cross-attention the cache sums up decoder tokens, so every beam needs its own."""
-        return False
+    has_cross_attention = True
+    supports_packing = False
+    shares_cross_cache = False  # in cross-attention it sums up decoder tokens
+    supports_causal = property(lambda self: self.causal)
+    supports_bidirectional = property(lambda self: not self.causal)
 
     @nn.compact
     def mix(
@@ -243,26 +186,29 @@ class SentenceFeedForward(Mixer):
         bias: Terms = (),
         cache: SentenceCache | None = None,
         position: int | jax.Array = 0,
-        max_length: int | None = None,
     ) -> tuple[jax.Array, SentenceCache | None]:
         n, cross = x.shape[1], kv is not None or (cache is not None and is_cross(cache))
-        self._check_fields(mask, cross=cross)
-        lengths = (n, max_length or 0, 0 if kv is None else kv.shape[1])
-        check_length(self, self.max_length, Span(position, n), *(Span(0, m) for m in lengths[1:]))
-        network = self._make_network(x.shape[-1], inputs=2 if cross else 1)
-        if max_length is not None:
-            return x, self._new_cache(network, x, kv, mask=mask)
-        if cross:
-            sums = self._read_cross(network, x, kv, mask=mask, position=position)
-        else:
-            sums = self._read_self(network, x, mask, position=position)
-        if cache is not None:
-            sums = sums + cache.sums
-        y = network.out(network.hidden(sums), start=position, length=n).astype(x.dtype)
+        network = self._make_network(x, kv, mask, cross=cross, position=position)
         real = mask.queries(n)
+        if cross:  # the memory, if it is not in the cache, and the queries up to every position
+            queries = x if real is None else jnp.where(real[..., None], x, 0)
+            sums = _prefixes(network.read(queries, start=position, which=1))
+            if kv is not None:
+                sums = jax.tree.map(jnp.add, sums, _read_all(network, kv, mask))
+        elif self.causal:
+            sums = _prefixes(network.read(_zero_padding(x, mask, position), start=position))
+        else:
+            sums = _read_all(network, x, mask)
+        if cache is not None:
+            sums = jax.tree.map(jnp.add, sums, cache.sums)
+        y = network.out(network.hidden(sums), start=position, length=n).astype(x.dtype)
         if real is not None:
             y = jnp.where(real[..., None, None], y, 0)
-        y = self._merge_heads(y, x.shape[-1])
+        if self.num_heads is None:
+            y = y[:, :, 0]
+        else:
+            y = y.reshape(*y.shape[:2], self.num_heads, self.head_dim)
+            y = merge_heads(self, y, x.shape[-1], kernel_init=self.out_init)
         if cache is None:
             return y, None
         valid, length = advance_length(
@@ -274,73 +220,30 @@ class SentenceFeedForward(Mixer):
             capacity=self.max_length,
             exact=True,
         )
-        y = fill_invalid(y, valid)
-        return y, dataclasses.replace(cache, sums=sums.last(), length=length)
+        sums = jax.tree.map(lambda x: x[:, -1:], sums)
+        return fill_invalid(y, valid), dataclasses.replace(cache, sums=sums, length=length)
 
-    def _new_cache(
-        self, network: SentenceNetwork, x: jax.Array, kv: jax.Array | None, *, mask: Mask
+    @nn.compact
+    def new_cache(
+        self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int
     ) -> SentenceCache:
-        """Returns the cache of no tokens; in cross-attention it has read the memory."""
+        check_length(self, self.max_length, Span(0, max_length))
+        network = self._make_network(x, kv, mask, cross=kv is not None)
         if kv is None:
-            return SentenceCache(sums=network.read(x).sum_all())
-        sums = self._read_memory(network, kv, mask)
-        return SentenceCache(sums=sums, empty_memory=kv[:, :0])
+            return SentenceCache(sums=_read_all(network, x, mask))
+        return SentenceCache(sums=_read_all(network, kv, mask), empty_memory=kv[:, :0])
 
-    def _read_self(
-        self, network: SentenceNetwork, x: jax.Array, mask: Mask, *, position: int | jax.Array
-    ) -> Sums:
-        """Sums up the tokens up to every position, or (n = 1) those of the whole sentence."""
-        sums = network.read(_zero_padding(x, mask, position), start=position)
-        return sums.prefixes() if self.causal else sums.sum_all()
-
-    def _read_cross(
+    def _make_network(
         self,
-        network: SentenceNetwork,
         x: jax.Array,
         kv: jax.Array | None,
-        *,
         mask: Mask,
-        position: int | jax.Array,
-    ) -> Sums:
-        """Sums up the memory, if it is given, and the queries up to every position."""
-        real = mask.queries(x.shape[1])
-        x = x if real is None else jnp.where(real[..., None], x, 0)
-        queries = network.read(x, start=position, which=1).prefixes()
-        return queries if kv is None else queries + self._read_memory(network, kv, mask)
-
-    def _read_memory(self, network: SentenceNetwork, kv: jax.Array, mask: Mask) -> Sums:
-        """Sums up the memory, n = 1."""
-        return network.read(_zero_padding(kv, mask, 0)).sum_all()
-
-    def _make_network(self, width: int, *, inputs: int) -> SentenceNetwork:
-        """The network, or one per head."""
-        heads = self.num_heads or 1
-        features = width if self.num_heads is None else self.head_dim
-        if not self.separate_heads:
-            features *= heads
-        return SentenceNetwork(
-            width=width,
-            max_length=self.max_length,
-            hidden_dim=self.hidden_dim,
-            features=features,
-            nets=heads if self.separate_heads else 1,
-            every_position=not self.causal or inputs == 2,
-            inputs=inputs,
-            name="network",
-            parent=self,
-        )
-
-    def _merge_heads(self, y: jax.Array, d_model: int) -> jax.Array:
-        """``[b, n, nets, features]`` to ``[b, n, d_model]``."""
-        if self.num_heads is None:
-            return y[:, :, 0]
-        y = y.reshape(*y.shape[:2], self.num_heads, self.head_dim)
-        return merge_heads(self, y, d_model, kernel_init=self.out_init)
-
-    def _check_fields(self, mask: Mask, *, cross: bool) -> None:
-        """Raises a `ValueError` for fields or masks that do not fit together."""
-        patterns = (mask.prefix_lengths, mask.allowed)
-        is_plain = mask.band == (None, 0) and all(pattern is None for pattern in patterns)
+        *,
+        cross: bool,
+        position: int | jax.Array = 0,
+    ) -> SentenceNetwork:
+        """The network, or one per head, after checks of fields, mask and lengths."""
+        is_plain = mask.band == (None, 0) and mask.prefix_lengths is None and mask.allowed is None
         if not cross and self.causal and not is_plain:
             raise ValueError(
                 "SentenceFeedForward: causal=True is for decoders with a plain causal mask; in "
@@ -348,6 +251,32 @@ class SentenceFeedForward(Mixer):
             )
         if self.separate_heads and self.num_heads is None:
             raise ValueError("SentenceFeedForward: separate_heads needs num_heads and head_dim")
+        num_keys = 0 if kv is None else kv.shape[1]
+        check_length(self, self.max_length, Span(position, x.shape[1]), Span(0, num_keys))
+        heads = self.num_heads or 1
+        features = x.shape[-1] if self.num_heads is None else self.head_dim
+        return SentenceNetwork(
+            width=x.shape[-1],
+            max_length=self.max_length,
+            hidden_dim=self.hidden_dim,
+            features=features if self.separate_heads else features * heads,
+            nets=heads if self.separate_heads else 1,
+            every_position=not self.causal or cross,
+            inputs=2 if cross else 1,
+            name="network",
+            parent=self,
+        )
+
+
+def _prefixes(sums: Sums) -> Sums:
+    """The sums over every token and those before it."""
+    return jax.tree.map(lambda x: jnp.cumsum(x, axis=1), sums)
+
+
+def _read_all(network: SentenceNetwork, x: jax.Array, mask: Mask) -> Sums:
+    """The sums over the first tokens of a sentence, n = 1."""
+    sums = network.read(_zero_padding(x, mask, 0))
+    return jax.tree.map(lambda x: x.sum(axis=1, keepdims=True), sums)
 
 
 def _zero_padding(x: jax.Array, mask: Mask, start: int | jax.Array) -> jax.Array:
@@ -385,11 +314,8 @@ class TokenFeedForward(Mixer):
         bias: Terms = (),
         cache: TokenCount | None = None,
         position: int | jax.Array = 0,
-        max_length: int | None = None,
     ) -> tuple[jax.Array, TokenCount | None]:
         n = x.shape[1]
-        if max_length is not None:
-            return x, TokenCount()
         network = SentenceNetwork(
             width=x.shape[-1],
             max_length=1,
@@ -411,3 +337,9 @@ class TokenFeedForward(Mixer):
             position, n, length=cache.length, lengths=mask.key_lengths, batch=x.shape[0]
         )
         return y, dataclasses.replace(cache, length=length)
+
+    def new_cache(
+        self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int
+    ) -> TokenCount:
+        """See `Mixer.new_cache`."""
+        return TokenCount()

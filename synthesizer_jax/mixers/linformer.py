@@ -8,14 +8,7 @@ import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import check_length, project
 from synthesizer_jax.ambient import partition
-from synthesizer_jax.attention import (
-    Mask,
-    Span,
-    Terms,
-    attend,
-    attention_weights,
-    low_rank,
-)
+from synthesizer_jax.attention import Mask, Span, Terms, attend, attention_weights, low_rank
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.mixers.base import Mixer, MixerCache, dropout_options, merge_heads
 from synthesizer_jax.parameters import with_axes
@@ -52,15 +45,8 @@ class Linformer(Mixer):
     kernel_init: Initializer = FanIn()
     length_init: Initializer | None = None
 
-    @property
-    def supports_causal(self) -> bool:
-        """Whether the mixer can hide later tokens: a projection along the length cannot."""
-        return False
-
-    @property
-    def supports_packing(self) -> bool:
-        """Whether a row may hold several sequences."""
-        return False
+    supports_causal = False  # a projection along the length mixes later tokens in
+    supports_packing = False
 
     @nn.compact
     def mix(
@@ -72,8 +58,7 @@ class Linformer(Mixer):
         bias: Terms = (),
         cache: MixerCache | None = None,
         position: int | jax.Array = 0,
-        max_length: int | None = None,
-    ) -> tuple[jax.Array, MixerCache]:
+    ) -> tuple[jax.Array, None]:
         check_length(self, self.max_length, Span(0, x.shape[1]))
         query, key, value = (
             project(
@@ -88,11 +73,18 @@ class Linformer(Mixer):
         real = mask.keys(x.shape[1])
         if real is not None:
             key, value = (jnp.where(real[..., None, None], y, 0) for y in (key, value))
-        project_keys = self._length_projection("key_length_projection")
+        init = with_axes(
+            self.length_init or Normal(self.projected_length**-0.5), "rank", "key_length"
+        )
+        shape = (self.projected_length, self.max_length)
+        project_keys = self.param("key_length_projection", init, shape)
         project_values = project_keys
         if not self.shared:
-            project_values = self._length_projection("value_length_projection")
-        keys, values = _project_length(key, project_keys), _project_length(value, project_values)
+            project_values = self.param("value_length_projection", init, shape)
+        keys, values = (
+            jnp.einsum("pn,bnhe->bphe", matrix[:, : x.shape[1]].astype(y.dtype), y)
+            for matrix, y in ((project_keys, key), (project_values, value))
+        )
         terms = (low_rank(query * self.head_dim**-0.5, keys, token_keys=True),)
         rows = Mask(query_valid=mask.queries(x.shape[1]))
         if self.is_sowing_weights:
@@ -105,14 +97,3 @@ class Linformer(Mixer):
             partition=partition(batch=x.shape[0], heads=values.shape[2]),
         )
         return merge_heads(self, y, x.shape[-1], kernel_init=self.kernel_init), None
-
-    def _length_projection(self, name: str) -> jax.Array:
-        """E or F, ``[projected_length, max_length]``."""
-        init = self.length_init or Normal(self.projected_length**-0.5)
-        shape = (self.projected_length, self.max_length)
-        return self.param(name, with_axes(init, "rank", "key_length"), shape)
-
-
-def _project_length(x: jax.Array, matrix: jax.Array) -> jax.Array:
-    """``[batch, n, heads, e]`` to ``[batch, projected_length, heads, e]``."""
-    return jnp.einsum("pn,bnhe->bphe", matrix[:, : x.shape[1]].astype(x.dtype), x)

@@ -17,8 +17,7 @@ from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
 from synthesizer_jax.typing import Choices, Length, NotNegative
 
-DYNAMIC = ("x2l", "m2l", "x2w", "m2w")
-Dynamic: TypeAlias = Annotated[str, Choices(DYNAMIC)]
+Dynamic: TypeAlias = Annotated[str, Choices(("x2l", "m2l", "x2w", "m2w"))]
 
 
 @register
@@ -63,7 +62,9 @@ class TalkingHeads(AttentionBase):
     def _values(self, memory: jax.Array) -> tuple[jax.Array, ...]:
         """Makes the values and the memory's dynamic projections, ``[batch, k, from, to]``."""
         self._check_fields()
-        projections = (self._dynamic(name, memory) for name in ("m2l", "m2w") if self._has(name))
+        projections = (
+            self._dynamic(name, memory) for name in ("m2l", "m2w") if name in self.dynamic
+        )
         return self._project_values(memory), *projections
 
     def _attend(
@@ -77,17 +78,17 @@ class TalkingHeads(AttentionBase):
     ) -> jax.Array:
         """Sums the values with weights P_w softmax(P_l logits)."""
         v, *dynamic = values
-        m2l = dynamic.pop(0) if self._has("m2l") else None
-        m2w = dynamic.pop(0) if self._has("m2w") else None
-        x2l = self._dynamic("x2l", x) if self._has("x2l") else None
-        x2w = self._dynamic("x2w", x) if self._has("x2w") else None
+        names = [name for name in ("m2l", "m2w") if name in self.dynamic]
+        by_key = dict(zip(names, dynamic, strict=True))
+        by_query = {n: self._dynamic(n, x) for n in ("x2l", "x2w") if n in self.dynamic}
         q_length, k_length = x.shape[1], v.shape[1]
         logits_of = functools.partial(
             packed_logits, mask=mask, q_length=q_length, k_length=k_length
         )
         logits = logits_of(terms)
         if self.project_logits:
-            logits = _mix_heads(logits, self._matrix("logits_projection"), x2l, by_key=m2l)
+            matrix = self._matrix("logits_projection")
+            logits = _mix_heads(logits, matrix, by_query.get("x2l"), by_key.get("m2l"))
         if bias:
             logits = logits + logits_of(bias)
         pairs = mask.pairs(q_length, k_length)
@@ -97,7 +98,8 @@ class TalkingHeads(AttentionBase):
             weights = jax.nn.softmax(jnp.where(pairs, logits, jnp.finfo(logits.dtype).min))
             weights = jnp.where(pairs, weights, 0)
         if self.project_weights:
-            weights = _mix_heads(weights, self._matrix("weights_projection"), x2w, by_key=m2w)
+            matrix = self._matrix("weights_projection")
+            weights = _mix_heads(weights, matrix, by_query.get("x2w"), by_key.get("m2w"))
         if self.is_sowing_weights:
             self.sow("intermediates", "attention_weights", weights)
         dropout = dropout_options(self, self.dropout_rate)
@@ -110,9 +112,6 @@ class TalkingHeads(AttentionBase):
             preferred_element_type=weights.dtype,
         )
         return y.astype(v.dtype)
-
-    def _has(self, name: str) -> bool:
-        return name in self.dynamic
 
     def _num_heads_between(self, target: str) -> tuple[int, int]:
         """Returns the numbers of heads of P_l or P_w, as `target` is ``l`` or ``w``."""
@@ -134,39 +133,24 @@ class TalkingHeads(AttentionBase):
 
     def _check_fields(self) -> None:
         """Raises a `ValueError` for fields that do not fit together."""
-        unknown = [name for name in self.dynamic if name not in DYNAMIC]
-        if unknown:
-            raise ValueError(f"TalkingHeads: dynamic={unknown[0]!r}; allowed: {', '.join(DYNAMIC)}")
-        for target, on, names in (
-            ("l", self.project_logits, "project_logits=False needs softmax_heads = num_heads"),
-            ("w", self.project_weights, "project_weights=False needs value_heads = softmax_heads"),
-        ):
-            source, to = self._num_heads_between(target)
-            if not on and (source != to or any(d.endswith(target) for d in self.dynamic)):
+        for name in ("logits", "weights"):
+            source, to = self._num_heads_between(name[0])
+            dynamic = any(d.endswith(name[0]) for d in self.dynamic)
+            if not getattr(self, f"project_{name}") and (source != to or dynamic):
                 raise ValueError(
-                    f"TalkingHeads: {names} and no dynamic projection there, but the numbers are "
-                    f"{source} and {to} and dynamic={self.dynamic}"
+                    f"TalkingHeads: project_{name}=False needs as many heads before as after and no "
+                    f"dynamic projection there, but the numbers are {source} and {to} and "
+                    f"dynamic={self.dynamic}"
                 )
 
 
 def _mix_heads(
     heads: jax.Array,
     matrix: jax.Array,
-    by_query: jax.Array | None = None,
-    *,
-    by_key: jax.Array | None = None,
+    by_query: jax.Array | None,
+    by_key: jax.Array | None,
 ) -> jax.Array:
-    """``heads · (P + P_x + P_m)`` over the heads' axis.
-
-    Args:
-      heads: ``[b or 1, h, q, k]``.
-      matrix: ``[h, g]``.
-      by_query: ``[b, q, h, g]``.
-      by_key: ``[b, k, h, g]``.
-
-    Returns:
-      ``[b or 1, g, q, k]``.
-    """
+    """``heads · (P + P_x + P_m)``, ``[b or 1, h, q, k]`` to ``[b or 1, g, q, k]``."""
     out = jnp.einsum("bhqk,hg->bgqk", heads, matrix.astype(heads.dtype))
     if by_query is not None:
         out = out + jnp.einsum("bhqk,bqhg->bgqk", heads, by_query.astype(heads.dtype))

@@ -16,7 +16,7 @@ from synthesizer_jax.mixers.base import MixerCache
 from synthesizer_jax.mixers.taps import READ_ONLY, sow_tap, tap
 from synthesizer_jax.models.layers import Dropout, RMSNorm
 from synthesizer_jax.registry import register
-from synthesizer_jax.typing import PyTree, Rate
+from synthesizer_jax.typing import Rate
 
 
 @jax.tree_util.register_dataclass
@@ -114,7 +114,7 @@ class Block(nn.Module):
         """Applies the layer; it has the form of a scan's body.
 
         Args:
-          x: ``[batch, q, d_model]``.
+          x: ``[batch, q, d_model]``; in a decoder ``batch · n`` rows for as many of the memory.
           mask: the self-attention's mask.
           bias: the stack's position bias, for a self-attention that has logits; () for none.
           memory: the encoder's side, in decoders.
@@ -122,19 +122,30 @@ class Block(nn.Module):
         Returns:
           ``[batch, q, d_model]``, and None: nothing to stack.
         """
-        return self._run(x, mask, bias, memory)[0], None
 
+        def attend_to_self(mixer: Mixer, x: jax.Array) -> jax.Array:
+            return mixer(x, mask=mask, bias=bias if mixer.bias_heads else ())
+
+        def attend_to_memory(mixer: Mixer, x: jax.Array) -> jax.Array:
+            assert memory is not None
+            attend = lambda mixer, x: (mixer(x, memory.encoded, mask=memory.mask), None)
+            return _share_memory(attend, mixer, x, memory.encoded.shape[0])[0]
+
+        return self._run(x, attend_to_self, attend_to_memory, in_decoder=memory is not None), None
+
+    @nn.compact
     def init_cache(
         self, x: jax.Array, memory: Memory | None = None, *, max_length: int
     ) -> LayerCache:
-        """Returns the layer's empty cache, with the keys and values of the memory.
-
-        Args:
-          x: ``[batch, any, d_model]``; only the shape and the dtype are read.
-          memory: the encoder's side, in decoders.
-          max_length: number of positions that `extend` may reach.
-        """
-        return self._run(x, None, (), memory, max_length=max_length)[1]
+        """Returns the layer's cache, empty but for the memory's keys; see `Stack.init_cache`."""
+        in_decoder = memory is not None
+        own = self._self_mixer(in_decoder).init_cache(x, max_length=max_length)
+        if self.cross_mixer is None:
+            return LayerCache(own, in_decoder=in_decoder)
+        mixer = self._cross_mixer(in_decoder)
+        assert memory is not None
+        cross = mixer.init_cache(x, memory.encoded, max_length=max_length, mask=memory.mask)
+        return LayerCache(own, cross, in_decoder, shares_cross=mixer.shares_cross_cache)
 
     def extend(
         self,
@@ -146,81 +157,74 @@ class Block(nn.Module):
         memory_mask: Mask | None = None,
         position: int | jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
-        """Applies the layer to new tokens, see `Mixer.extend`.
+        """Applies the layer to new tokens; see `Stack.extend`, and `__call__` for the bias."""
+        own: MixerCache = cache.self_attention
+        cross: MixerCache = cache.cross_attention
 
-        Args:
-          x: ``[batch · n, q, d_model]``, n rows for each row of the memory.
-          cache: from `init_cache` or the step before.
-          mask: the self-attention's mask.
-          bias: the stack's position bias.
-          memory_mask: the cross-attention's mask, of ``batch`` rows.
-          position: position of the first token; None: where the cache ends.
+        def attend_to_self(mixer: Mixer, x: jax.Array) -> jax.Array:
+            nonlocal own
+            terms = bias if mixer.bias_heads else ()
+            y, own = mixer.extend(x, own, mask=mask, bias=terms, position=position)
+            return y
 
-        Returns:
-          ``[batch · n, q, d_model]`` and the new cache.
-        """
-        return self._run(
-            x, mask, bias, None, cache=cache, memory_mask=memory_mask, position=position
-        )
+        def attend_to_memory(mixer: Mixer, x: jax.Array) -> jax.Array:
+            nonlocal cross
+            old, mask, batch = cross, memory_mask, x.shape[0]
+            if cache.shares_cross:
+                batch = old.empty_memory.shape[0]
+                if batch < x.shape[0] and jnp.ndim(old.length if position is None else position):
+                    raise ValueError(
+                        "Block: rows that share a memory while decoding stand at one position; give a "
+                        "scalar"
+                    )
+            else:  # every row of tokens has a cache of its own
+                mask = jax.tree.map(lambda a: _repeat_rows(a, batch), mask)
+            extend = lambda mixer, x: mixer.extend(x, old, mask=mask, position=position)
+            y, cross = _share_memory(extend, mixer, x, batch)
+            return y
+
+        x = self._run(x, attend_to_self, attend_to_memory, in_decoder=cache.in_decoder)
+        return x, dataclasses.replace(cache, self_attention=own, cross_attention=cross)
 
     @nn.compact
     def _run(
         self,
         x: jax.Array,
-        mask: Mask | None,
-        bias: Terms,
-        memory: Memory | None,
+        attend_to_self: Callable[[Mixer, jax.Array], jax.Array],
+        attend_to_memory: Callable[[Mixer, jax.Array], jax.Array],
         *,
-        cache: LayerCache | None = None,
-        memory_mask: Mask | None = None,
-        position: int | jax.Array | None = None,
-        max_length: int | None = None,
-    ) -> tuple[jax.Array, PyTree]:
-        """The compact method behind `__call__`, `init_cache` and `extend`."""
-        _check_is_mixer("self_mixer", self.self_mixer)
-        in_decoder = memory is not None if cache is None else cache.in_decoder
+        in_decoder: bool,
+    ) -> jax.Array:
+        """Applies all sub-layers, with two functions for attention."""
         name = "self_attention" if in_decoder else "attention"
-        self_mixer = self.self_mixer.copy(name=name, parent=self)
-        cross_mixer = None
-        if self.cross_mixer is not None:
-            _check_is_mixer("cross_mixer", self.cross_mixer)
-            if not in_decoder:
-                raise ValueError("Block: a cross_mixer needs the encoder's output as memory")
-            cross_mixer = self.cross_mixer.copy(name="encoder_decoder_attention", parent=self)
-        if max_length is not None:
-            return x, _init_cache(self_mixer, cross_mixer, x, memory=memory, max_length=max_length)
-        bias = bias if self_mixer.bias_heads else ()
-        # Self-attention.
         x = tap(self, "self_input", constrain(x))
         h = self._pre_norm(x, name) if self.self_residual else x
-        if cache is None:
-            y = self_mixer(h, mask=mask, bias=bias)
-        else:
-            y, own = self_mixer.extend(
-                h, cache.self_attention, mask=mask, bias=bias, position=position
-            )
-            cache = dataclasses.replace(cache, self_attention=own)
+        y = attend_to_self(self._self_mixer(in_decoder), h)
         sow_tap(self, "self_mixed", y)
         x = self._add(x, y, name, index=0) if self.self_residual else y
         sow_tap(self, "self_output", x)
-        # Cross-attention.
-        if cross_mixer is not None:
+        if self.cross_mixer is not None:
             x = tap(self, "cross_input", x)
-            h = self._pre_norm(x, "cross_attention")
-            if cache is None:
-                assert memory is not None
-                y = _attend_to_memory(cross_mixer, h, memory)
-            else:
-                y, cross = _extend_cross(cross_mixer, h, cache, mask=memory_mask, position=position)
-                cache = dataclasses.replace(cache, cross_attention=cross)
+            y = attend_to_memory(
+                self._cross_mixer(in_decoder), self._pre_norm(x, "cross_attention")
+            )
             sow_tap(self, "cross_mixed", y)
             x = self._add(x, y, "cross_attention", index=1)
-        # Feed-forward.
         if self.feed_forward is not None:
             y = self.feed_forward.copy(name="mlp", parent=self)(self._pre_norm(x, "mlp"))
             x = self._add(x, y, "mlp", index=2)
         sow_tap(self, "output", x)
-        return x, cache
+        return x
+
+    def _self_mixer(self, in_decoder: bool) -> Mixer:
+        name = "self_attention" if in_decoder else "attention"
+        return self.self_mixer.copy(name=name, parent=self)
+
+    def _cross_mixer(self, in_decoder: bool) -> Mixer:
+        if not in_decoder:
+            raise ValueError("Block: a cross_mixer needs the encoder's output as memory")
+        assert self.cross_mixer is not None
+        return self.cross_mixer.copy(name="encoder_decoder_attention", parent=self)
 
     def _pre_norm(self, x: jax.Array, name: str) -> jax.Array:
         """Returns a sub-layer's input: normalized, unless the block is post-norm."""
@@ -236,99 +240,33 @@ class Block(nn.Module):
         return constrain(x)
 
 
-def _check_is_mixer(field: str, module: nn.Module) -> None:
-    """Raises a `TypeError` for a field that holds a module of another kind."""
-    if not isinstance(module, Mixer):
-        raise TypeError(
-            f"Block: {field} is a {type(module).__name__}, which is not a Mixer; derive its class from "
-            "synthesizer_jax.mixers.Mixer"
-        )
-
-
-def _init_cache(
-    self_mixer: Mixer,
-    cross_mixer: Mixer | None,
+def _share_memory(
+    attend: Callable[[Mixer, jax.Array], tuple[jax.Array, MixerCache]],
+    mixer: Mixer,
     x: jax.Array,
-    *,
-    memory: Memory | None,
-    max_length: int,
-) -> LayerCache:
-    own, in_decoder = self_mixer.init_cache(x, max_length=max_length), memory is not None
-    if cross_mixer is None or memory is None:
-        return LayerCache(own, in_decoder=in_decoder)
-    cross = cross_mixer.init_cache(x, memory.encoded, max_length=max_length, mask=memory.mask)
-    return LayerCache(own, cross, in_decoder, shares_cross=cross_mixer.shares_cross_cache)
-
-
-def _rows_per_memory(rows: int, batch: int) -> int:
-    """Returns the number of rows of tokens for each row of the memory."""
-    if rows % batch:
-        raise ValueError(
-            f"Block: {rows} rows of tokens for {batch} rows of memory; give the same number of rows for "
-            "each row of memory"
-        )
-    return rows // batch
-
-
-def _attend_to_memory(mixer: Mixer, x: jax.Array, memory: Memory) -> jax.Array:
-    """Applies a cross mixer to ``[batch · n, q, d_model]`` and a memory of batch rows.
+    batch: int,
+) -> tuple[jax.Array, MixerCache]:
+    """Calls a function of tokens ``[batch · n, q, d_model]`` and a memory of batch rows.
 
     Nothing is repeated: the products see n queries for the same keys.
     """
-    batch = memory.encoded.shape[0]
-    count = _rows_per_memory(x.shape[0], batch)
-    if count == 1:
-        return mixer(x, memory.encoded, mask=memory.mask)
-
-    def attend(mixer: Mixer, x: jax.Array) -> jax.Array:
-        return mixer(x, memory.encoded, mask=memory.mask)
-
-    lifted = nn.vmap(attend, {READ_ONLY: None}, split_rngs={"dropout": True}, in_axes=1, out_axes=1)
-    return lifted(mixer, x.reshape(batch, count, *x.shape[1:])).reshape(x.shape)
-
-
-def _extend_cross(
-    mixer: Mixer,
-    x: jax.Array,
-    cache: LayerCache,
-    *,
-    mask: Mask | None,
-    position: int | jax.Array | None,
-) -> tuple[jax.Array, MixerCache]:
-    """Extends a cross mixer's cache for ``[batch · n, q, d_model]`` and a mask of batch rows.
-
-    The rows share a cache of batch rows, unless it changes from step to step, when every row of tokens
-    has one.
-    """
-    cross: MixerCache = cache.cross_attention
-    if not cache.shares_cross:
-        mask = _repeat_rows(mask, x.shape[0])
-        return mixer.extend(x, cross, mask=mask, position=position)
-    batch = cross.empty_memory.shape[0]
-    count = _rows_per_memory(x.shape[0], batch)
-    if count == 1:
-        return mixer.extend(x, cross, mask=mask, position=position)
-    if jnp.ndim(position if position is not None else cross.length):
+    count, rest = divmod(x.shape[0], batch)
+    if rest:
         raise ValueError(
-            "Block: rows that share a memory while decoding stand at one position; give a scalar"
+            f"Block: {x.shape[0]} rows of tokens for {batch} rows of memory; give the same number of "
+            "rows for each row of memory"
         )
-
-    def extend(mixer: Mixer, x: jax.Array) -> tuple[jax.Array, MixerCache]:
-        return mixer.extend(x, cross, mask=mask, position=position)
-
+    if count == 1:
+        return attend(mixer, x)
     lifted = nn.vmap(
-        extend, {READ_ONLY: None}, split_rngs={"dropout": True}, in_axes=1, out_axes=(1, None)
+        attend, {READ_ONLY: None}, split_rngs={"dropout": True}, in_axes=1, out_axes=(1, None)
     )
-    y, cross = lifted(mixer, x.reshape(batch, count, *x.shape[1:]))
-    return y.reshape(x.shape), cross
+    y, cache = lifted(mixer, x.reshape(batch, count, *x.shape[1:]))
+    return y.reshape(x.shape), cache
 
 
-def _repeat_rows(mask: Mask | None, rows: int) -> Mask | None:
-    """Returns a mask with `rows` rows, each of its own repeated."""
-
-    def repeat(x: jax.Array) -> jax.Array:
-        if not jnp.ndim(x) or x.shape[0] in (1, rows):
-            return x
-        return jnp.repeat(x, rows // x.shape[0], axis=0)
-
-    return jax.tree.map(repeat, mask)
+def _repeat_rows(x: jax.Array, rows: int) -> jax.Array:
+    """Returns an array of a mask with `rows` rows, each of its own repeated."""
+    if not jnp.ndim(x) or x.shape[0] in (1, rows):
+        return x
+    return jnp.repeat(x, rows // x.shape[0], axis=0)

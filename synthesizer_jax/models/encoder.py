@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from synthesizer_jax.alignments.base import dense_layer
 from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Mask
-from synthesizer_jax.attention.products import dense_product, output_product
+from synthesizer_jax.attention.products import output_product
 from synthesizer_jax.initializers import Initializer, Normal
 from synthesizer_jax.mixers.decoding import take_positions
 from synthesizer_jax.models.layers import LayerNorm
-from synthesizer_jax.models.stack import StackBase
+from synthesizer_jax.models.stack import Stack
 from synthesizer_jax.models.token_model import TokenModel, move_padding_last, num_real_tokens
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
 from synthesizer_jax.typing import Choices, Length, Number
 
-POOLINGS = ("mean", "first")
-Pooling: TypeAlias = Annotated[str, Choices(POOLINGS)]
+Pooling: TypeAlias = Annotated[str, Choices(("mean", "first"))]
 
 
 class Encoded(NamedTuple):
@@ -55,7 +56,7 @@ class Encoder(TokenModel, kw_only=True):
       head_init: initializer of the heads' kernels.
     """
 
-    encoder: StackBase
+    encoder: Stack
     pooling: Pooling = "mean"
     pooler: bool = False
     outputs: Length | None = None
@@ -66,33 +67,23 @@ class Encoder(TokenModel, kw_only=True):
 
     def setup(self) -> None:
         """Makes the embeddings and heads."""
-        if self.pooling not in POOLINGS:
-            raise ValueError(f"Encoder: pooling={self.pooling!r}; allowed: {', '.join(POOLINGS)}")
         super().setup()
+        dense = functools.partial(dense_layer, kernel_init=self.head_init, use_bias=True)
+        axes: tuple[str | None, ...] = ("embed", None)
         if self.token_types:
             init = with_axes(self.embedding_init, None, "embed")
             self.type_embedding = self.param(
                 "type_embedding", init, (self.token_types, self.d_model)
             )
         if self.pooler:
-            self.pooler_dense = self.dense(self.d_model)
+            self.pooler_dense = dense(self.d_model, axes, dtype=self.dtype)
         if self.outputs is not None:
-            self.output_dense = self.dense(self.outputs, dtype="float32")
+            self.output_dense = dense(self.outputs, axes, dtype=jnp.float32)
         if self.masked_lm:
-            self.token_dense = self.dense(self.d_model)
+            self.token_dense = dense(self.d_model, axes, dtype=self.dtype)
             self.token_norm = LayerNorm(epsilon=1e-12)
             init = with_axes(nn.initializers.zeros_init(), "vocab")
             self.token_bias = self.param("token_bias", init, (self.vocab_size,))
-
-    def dense(self, features: int, dtype: str | None = None) -> nn.Dense:
-        """A dense layer of a head, computed in the model's dtype or another."""
-        return nn.Dense(
-            features,
-            dtype=dtype or self.dtype,
-            kernel_init=with_axes(self.head_init, "embed", None),
-            bias_init=with_axes(nn.initializers.zeros_init(), None),
-            dot_general=dense_product,
-        )
 
     @on_any_mesh
     def __call__(self, tokens: jax.Array, *, token_types: jax.Array | None = None) -> Encoded:
@@ -112,13 +103,9 @@ class Encoder(TokenModel, kw_only=True):
 
     @on_any_mesh
     def token_features(self, tokens: jax.Array) -> jax.Array:
-        """Returns what the head over the tokens multiplies with `token_projection`.
+        """Returns what the head over tokens ``[batch, length]`` multiplies with `token_projection`.
 
-        Args:
-          tokens: ``[batch, length]`` integers; 0 is padding, on either side.
-
-        Returns:
-          ``[batch, length, d_model + 1]``, the last feature 1, for chunked losses.
+        It is ``[batch, length, d_model + 1]``, the last feature 1, for chunked losses.
         """
         x = self._token_states(self._encode(tokens, None)[0])
         return jnp.concatenate([x, jnp.ones_like(x[..., :1])], axis=-1)
@@ -134,11 +121,8 @@ class Encoder(TokenModel, kw_only=True):
         tokens, order = move_padding_last(tokens)
         x = self.embed(tokens)
         if self.token_types:
-            types = (
-                jnp.zeros_like(tokens)
-                if token_types is None
-                else take_positions(token_types, order)
-            )
+            types = jnp.zeros_like(tokens) if token_types is None else token_types
+            types = take_positions(types, order)
             x = x + jnp.take(self.type_embedding, types, axis=0).astype(x.dtype)
         hidden = self.encoder(x, mask=Mask.padded(num_real_tokens(tokens)))
         pooled = self.pool(hidden, tokens)

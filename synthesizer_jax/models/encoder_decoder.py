@@ -11,7 +11,7 @@ from synthesizer_jax.attention import Mask
 from synthesizer_jax.mixers.taps import tap
 from synthesizer_jax.models.block import Memory
 from synthesizer_jax.models.layers import PositionEmbedding
-from synthesizer_jax.models.stack import StackBase
+from synthesizer_jax.models.stack import Stack
 from synthesizer_jax.models.text_to_text import DecodingCache, TextToText
 from synthesizer_jax.models.token_model import (
     move_padding_last,
@@ -32,8 +32,8 @@ class EncoderDecoder(TextToText, kw_only=True):
         (Mesh-TensorFlow), while each stack's own `positions` have their own.
     """
 
-    encoder: StackBase
-    decoder: StackBase
+    encoder: Stack
+    decoder: Stack
     positions: PositionEmbedding | None = None
 
     @on_any_mesh
@@ -49,52 +49,37 @@ class EncoderDecoder(TextToText, kw_only=True):
     ) -> jax.Array:
         """Returns the decoder's output before the projection; see `TextToText`."""
         source, target = segments if segments is not None else (None, None)
-        source_positions, target_positions = positions if positions is not None else (None, None)
+        of_inputs, of_targets = positions if positions is not None else (None, None)
         encoded = self.encode(
-            encoder_tokens, segments=source, positions=source_positions, max_segments=max_segments
+            encoder_tokens, segments=source, positions=of_inputs, max_segments=max_segments
         )
         encoded = tap(self, "encoded", encoded)
         cross, mask = Mask(key_lengths=num_real_tokens(encoder_tokens)), Mask(causal=True)
         if source is not None and target is not None:
             cross = Mask.packed(source, target, segments=max_segments)
             mask = Mask.packed(target, causal=True, segments=max_segments)
-        return self.decode(
-            decoder_tokens,
-            Memory(encoded, cross),
-            mask=mask,
-            positions=target_positions,
-            counted=counted,
-        )
+        memory = Memory(encoded, cross)
+        return self._decode(decoder_tokens, memory, mask, positions=of_targets, counted=counted)
 
     @on_any_mesh
-    def decode(
+    def decode(self, tokens: jax.Array, memory: Memory) -> jax.Array:
+        """Returns the states of teacher-forced targets; see `TextToText`."""
+        return self._decode(tokens, memory, Mask(causal=True))
+
+    def _decode(
         self,
         tokens: jax.Array,
         memory: Memory,
+        mask: Mask,
         *,
-        mask: Mask | None = None,
         positions: jax.Array | None = None,
         counted: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the states of teacher-forced targets.
-
-        Args:
-          tokens: ``[batch · n, q]`` the targets shifted right by one, n rows for each row of memory.
-          memory: the encoder's output and the cross-attention's mask, ``batch`` rows.
-          mask: the self-attention's mask; None is causal.
-          positions: ``[batch, q]`` for packed rows.
-          counted: ``[batch · n, q]`` bool, the positions with a target, over which modules average
-            what they add to a training loss (`LOSSES`); None: up to the last non-zero token.
-
-        Returns:
-          ``[batch, q, d_model]``, for `logits`.
-        """
-        mask = Mask(causal=True) if mask is None else mask
+        """`decode` with the self-attention's mask, positions in packed rows, and `hidden`'s `counted`."""
         if counted is None and mask.query_segments is None:
             counted = real_targets_mask(tokens)
-        x = self.embed(tokens)
         return self.decoder(
-            x,
+            self.embed(tokens),
             mask=mask,
             memory=memory,
             positions=positions,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Mask
-from synthesizer_jax.models.stack import StackBase
+from synthesizer_jax.models.stack import Stack
 from synthesizer_jax.models.text_to_text import DecodingCache, TextToText
 from synthesizer_jax.models.token_model import (
     move_padding_last,
@@ -33,7 +33,7 @@ class LanguageModel(TextToText, kw_only=True):
         causal throughout.
     """
 
-    decoder: StackBase
+    decoder: Stack
     prefix: bool = False
 
     @on_any_mesh
@@ -53,13 +53,13 @@ class LanguageModel(TextToText, kw_only=True):
           ValueError: packed rows have inputs.
         """
         if not encoder_tokens.shape[1]:
-            return self._hidden_of_targets(
-                decoder_tokens,
-                segments=None if segments is None else segments[1],
-                positions=None if positions is None else positions[1],
-                max_segments=max_segments,
-                counted=counted,
-            )
+            mask, told = Mask(causal=True), None if positions is None else positions[1]
+            if segments is not None:
+                mask = Mask.packed(segments[1], causal=True, segments=max_segments)
+            elif counted is None:
+                counted = real_targets_mask(decoder_tokens)
+            x = self.embed(decoder_tokens)
+            return self.decoder(x, mask=mask, positions=told, counted=counted)
         if segments is not None:
             raise ValueError(
                 "LanguageModel: inputs and targets share a row here; train with data.pack=false, or on "
@@ -74,23 +74,6 @@ class LanguageModel(TextToText, kw_only=True):
         x = self.decoder(self.embed(row), mask=self._mask(inputs), counted=counted)
         index = inputs[:, None] + jnp.arange(decoder_tokens.shape[1])[None]
         return jnp.take_along_axis(x, index[..., None], axis=1)
-
-    def _hidden_of_targets(
-        self,
-        tokens: jax.Array,
-        *,
-        segments: jax.Array | None,
-        positions: jax.Array | None,
-        max_segments: int | None,
-        counted: jax.Array | None,
-    ) -> jax.Array:
-        """Returns the states of targets without inputs; the arguments are those of `hidden`."""
-        mask = Mask(causal=True)
-        if segments is not None:
-            mask = Mask.packed(segments, causal=True, segments=max_segments)
-        elif counted is None:
-            counted = real_targets_mask(tokens)
-        return self.decoder(self.embed(tokens), mask=mask, positions=positions, counted=counted)
 
     def _mask(self, inputs: jax.Array, *, key_lengths: jax.Array | None = None) -> Mask:
         """Returns the causal mask, with the inputs as its prefix if the model has one."""

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from synthesizer_jax.alignments.base import dense_layer
 from synthesizer_jax.attention.cache import is_concrete
-from synthesizer_jax.attention.products import dense_product
 from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.parameters import with_axes
@@ -128,22 +128,9 @@ class FeedForward(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Transforms ``[batch, length, d_model]``."""
-        unknown = [a for a in self.activations if a not in ACTIVATIONS]
-        if unknown:
-            raise ValueError(
-                f"FeedForward: activation {unknown[0]!r}; allowed: {', '.join(ACTIVATIONS)}"
-            )
-
-        def dense(features: int, name: str, *axes: str) -> nn.Dense:
-            return nn.Dense(
-                features,
-                use_bias=self.use_bias,
-                dtype=x.dtype,
-                kernel_init=with_axes(self.kernel_init, *axes),
-                bias_init=with_axes(nn.initializers.zeros_init(), axes[-1]),
-                dot_general=dense_product,
-                name=name,
-            )
+        dense = functools.partial(
+            dense_layer, dtype=x.dtype, kernel_init=self.kernel_init, use_bias=self.use_bias
+        )
 
         # Recomputing the activations is cheaper than keeping their residuals.
         @jax.checkpoint
@@ -153,18 +140,16 @@ class FeedForward(nn.Module):
 
         names = [f"wi_{i}" for i in range(len(self.activations))]
         names = names if len(names) > 1 else ["wi"]
-        hidden = activate(*(dense(self.hidden_dim, n, "embed", "mlp")(x) for n in names))
+        hidden = activate(*(dense(self.hidden_dim, ("embed", "mlp"), name=n)(x) for n in names))
         hidden = Dropout(self.dropout_rate, name="dropout")(hidden)
-        return dense(x.shape[-1], "wo", "mlp", "embed")(hidden)
+        return dense(x.shape[-1], ("mlp", "embed"), name="wo")(hidden)
 
 
 class PositionEmbedding(nn.Module):
-    """A vector for every absolute position, added to the embedded tokens."""
+    """A vector for every absolute position, added to the embedded tokens.
 
-    @property
-    def num_positions(self) -> int | None:
-        """The number of positions that have a vector; None: all."""
-        return None
+    A subclass whose positions end has a field `max_length`.
+    """
 
     def __call__(self, positions: jax.Array | np.ndarray, d_model: int) -> jax.Array:
         """Returns vectors ``[..., d_model]`` of integer positions ``[...]``."""
@@ -178,18 +163,9 @@ class LearnedPositions(PositionEmbedding):
     max_length: Length
     embedding_init: Initializer = Normal(0.02)
 
-    @property
-    def num_positions(self) -> int:
-        """The number of positions that have a vector."""
-        return self.max_length
-
     @nn.compact
     def __call__(self, positions: jax.Array | np.ndarray, d_model: int) -> jax.Array:
-        """Returns vectors ``[..., d_model]`` of integer positions ``[...]``.
-
-        Raises:
-          ValueError: a position is `max_length` or more; a traced one gives NaN instead.
-        """
+        """Returns vectors ``[..., d_model]`` of integer positions ``[...]``, NaN past the end if traced."""
         init = with_axes(self.embedding_init, "length", "embed")
         table = self.param("embedding", init, (self.max_length, d_model))
         if not is_concrete(positions):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, TypeAlias
 
 import flax.linen as nn
@@ -21,7 +21,7 @@ from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
 from synthesizer_jax.models.block import Block, LayerCache, Memory
 from synthesizer_jax.models.layers import Dropout, PositionEmbedding, RMSNorm
 from synthesizer_jax.parameters import Variables
-from synthesizer_jax.registry import fields_of, register
+from synthesizer_jax.registry import check_fields, fields_of, register
 from synthesizer_jax.typing import Choices, NotEmpty, Range, Rate
 
 Positions: TypeAlias = jax.Array | np.ndarray
@@ -50,33 +50,9 @@ class Run:
     repeats: Annotated[int, Range(1, 256)]
 
 
-@dataclasses.dataclass(frozen=True)
-class StackInputs:
-    """The inputs of a stack's layers besides the tokens.
-
-    Attributes:
-      mask: the self-attention's mask.
-      bias: the position bias that all layers share.
-      memory: the encoder's side of a whole pass.
-      memory_mask: the cross-attention's mask of a decoding step.
-      positions: ``[batch or 1, q]`` in-sequence positions.
-      position: in-sequence position of the first token.
-      counted: ``[batch, q]`` bool, positions that count in a module's own training loss.
-    """
-
-    mask: Mask | None = None
-    bias: Terms = ()
-    memory: Memory | None = None
-    memory_mask: Mask | None = None
-    positions: Positions = dataclasses.field(default_factory=lambda: np.zeros((1, 0), np.int32))
-    position: int | jax.Array = 0
-    counted: jax.Array | None = None
-
-
-class StackBase(nn.Module):
+@register
+class Stack(nn.Module):
     """Layers in a row: embedded tokens in, normalized hidden states out.
-
-    A subclass defines `_run_layers`, `_init_layers` and `_extend_layers`.
 
     Attributes:
       runs: the layers. One run is the usual case; several make different layers.
@@ -134,12 +110,19 @@ class StackBase(nn.Module):
           ``[batch, q, d_model]``.
         """
         resolved = _resolve_positions(positions, mask, 0, q=x.shape[1])
-        return self._run(
-            x,
-            StackInputs(mask=mask, memory=memory, positions=resolved, counted=counted),
-            shared_positions=shared_positions,
-        )[0]
+        if counted is None and mask is not None:
+            counted = mask.for_self_attention().queries(x.shape[1])
 
+        def layers(x: jax.Array, bias: Terms) -> jax.Array:
+            if self.scan:
+                return self._scan(x, mask, bias, memory)
+            blocks = self._blocks()
+            layer = lambda x, index: blocks[index](x, mask, bias, memory)[0]
+            return self._repeat(x, layer, resolved, counted)
+
+        return self._run(x, layers, resolved, shared_positions, num_keys=x.shape[1])
+
+    @nn.compact
     def init_cache(
         self,
         x: jax.Array,
@@ -160,10 +143,15 @@ class StackBase(nn.Module):
           ValueError: a layer does not decode, or has fewer than `max_length` positions.
         """
         for positions in (self.positions, shared_positions):
-            if positions is not None:
-                _check_positions(positions, max_length)
-        inputs = StackInputs(memory=memory)
-        return self._run(x[:, :0], inputs, max_length=max_length)[1]
+            limit = getattr(positions, "max_length", None)
+            if limit is not None and max_length > limit:
+                raise ValueError(
+                    f"{type(positions).__name__} has max_length={limit} but the caches have room for "
+                    f"{max_length} positions; build it with max_length>={max_length}, or decode fewer "
+                    "tokens"
+                )
+        blocks = self._blocks()
+        return tuple(b.init_cache(x[:, :0], memory, max_length=max_length) for b in blocks)
 
     def extend(
         self,
@@ -193,69 +181,96 @@ class StackBase(nn.Module):
         order = None
         if mask is not None and mask.key_valid is not None:
             x, mask, order = move_padding_last(x, mask, position=position)
-        inputs = StackInputs(
-            mask=mask,
-            memory_mask=memory_mask,
-            positions=_resolve_positions(None, mask, position, q=x.shape[1]),
-            position=position,
-        )
-        x, caches = self._run(x, inputs, caches=caches, shared_positions=shared_positions)
-        return x if order is None else take_positions(x, jnp.argsort(order, axis=1)), caches
+        extended = list(caches)
+        positions = _resolve_positions(None, mask, position, q=x.shape[1])
+
+        def layers(x: jax.Array, bias: Terms) -> jax.Array:
+            blocks = self._blocks()
+
+            def layer(x: jax.Array, index: int) -> jax.Array:
+                x, extended[index] = blocks[index].extend(
+                    x,
+                    caches[index],
+                    mask=mask,
+                    bias=bias,
+                    memory_mask=memory_mask,
+                    position=position,
+                )
+                return x
+
+            return self._repeat(x, layer, positions)
+
+        num_keys = _capacity(caches) or x.shape[1]
+        x = self._run(x, layers, positions, shared_positions, num_keys=num_keys, position=position)
+        x = x if order is None else take_positions(x, jnp.argsort(order, axis=1))
+        return x, tuple(extended)
 
     @nn.compact
     def _run(
         self,
         x: jax.Array,
-        inputs: StackInputs,
+        layers: Callable[[jax.Array, Terms], jax.Array],
+        positions: Positions,
+        shared_positions: PositionEmbedding | None,
         *,
-        caches: tuple[LayerCache, ...] | None = None,
-        max_length: int | None = None,
-        shared_positions: PositionEmbedding | None = None,
-    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-        """The compact method behind `__call__`, `init_cache` and `extend`."""
-        if self.remat is not None and self.remat not in REMAT_POLICIES:
-            raise ValueError(
-                f"Stack: remat={self.remat!r}; allowed: None, {', '.join(REMAT_POLICIES)}"
-            )
-        decoding = caches is not None or max_length is not None
-        if decoding and self.scan:
-            raise ValueError("Stack: decoding runs unrolled; build the model with scan=False")
-        if max_length is not None:
-            return x, self._init_layers(x, inputs.memory, max_length)
+        num_keys: int,
+        position: int | jax.Array = 0,
+    ) -> jax.Array:
+        """Applies everything to embeddings: ``layers(x, bias)``, and what comes before and after."""
+        check_fields(self, type(self).__name__)
         if self.positions is not None:
-            positions = self.positions.copy(name="position_embedder", parent=self)
-            x = x + positions(inputs.positions, x.shape[-1]).astype(x.dtype)
+            embedder = self.positions.copy(name="position_embedder", parent=self)
+            x = x + embedder(positions, x.shape[-1]).astype(x.dtype)
         if shared_positions is not None:
-            x = x + shared_positions(inputs.positions, x.shape[-1]).astype(x.dtype)
+            x = x + shared_positions(positions, x.shape[-1]).astype(x.dtype)
         if self.input_norm is not None:
             x = self.input_norm.copy(name="embedding_norm", parent=self)(x)
         x = Dropout(self.dropout_rate, name="input_dropout")(x)
-        num_keys = x.shape[1] if caches is None else _capacity(caches) or x.shape[1]
-        inputs = dataclasses.replace(inputs, bias=self._position_bias(x, inputs.position, num_keys))
-        if caches is None:
-            x, caches = self._run_layers(x, inputs), ()
-        else:
-            x, caches = self._extend_layers(x, inputs, caches)
+        x = layers(x, self._position_bias(x, position, num_keys))
         if self.norm is not None:
             x = self.norm.copy(name="final_norm", parent=self)(x)
         rate = self.dropout_rate if self.drop_output else 0.0
-        return Dropout(rate, name="output_dropout")(x), caches
+        return Dropout(rate, name="output_dropout")(x)
 
-    def _run_layers(self, x: jax.Array, inputs: StackInputs) -> jax.Array:
-        """Applies the layers to whole sequences."""
-        raise NotImplementedError
+    def _blocks(self) -> list[Block]:
+        """Binds the blocks of all layers."""
+        if self.scan:
+            raise ValueError("Stack: decoding runs unrolled; build the model with scan=False")
+        block = self._block_type()
+        configs = [run.block for run in self.runs for _ in range(run.repeats)]
+        named = lambda i, config: block(**fields_of(config), name=f"layers_{i}", parent=self)
+        return [named(i, config) for i, config in enumerate(configs)]
 
-    def _init_layers(
-        self, x: jax.Array, memory: Memory | None, max_length: int
-    ) -> tuple[LayerCache, ...]:
-        """Makes the layers' caches."""
-        raise NotImplementedError
+    def _repeat(
+        self,
+        x: jax.Array,
+        layer: Callable[[jax.Array, int], jax.Array],
+        positions: Positions,
+        counted: jax.Array | None = None,
+    ) -> jax.Array:
+        """Applies ``layer(x, index)`` for every layer."""
+        for index in range(self.num_layers):
+            x = layer(x, index)
+        return x
 
-    def _extend_layers(
-        self, x: jax.Array, inputs: StackInputs, caches: tuple[LayerCache, ...]
-    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-        """Applies the layers to new tokens."""
-        raise NotImplementedError
+    def _scan(
+        self, x: jax.Array, mask: Mask | None, bias: Terms, memory: Memory | None
+    ) -> jax.Array:
+        """Applies the layers of every run in a scan."""
+        for index, run in enumerate(self.runs):
+            scanned = nn.scan(
+                self._block_type(),
+                variable_axes=dict.fromkeys(
+                    ("params", "constants", "intermediates", TAPS, OVERRIDES), 0
+                ),
+                split_rngs={"params": True, "dropout": True},
+                in_axes=nn.broadcast,
+                length=run.repeats,
+                metadata_params={nn.PARTITION_NAME: "layers"},
+            )
+            layers = scanned(**fields_of(run.block), name=f"run_{index}", parent=self)
+            x, _ = layers(x, mask, bias, memory)
+        return x
 
     def _position_bias(self, x: jax.Array, position: int | jax.Array, num_keys: int) -> Terms:
         """Makes the terms of the bias that all layers share."""
@@ -274,79 +289,13 @@ class StackBase(nn.Module):
         )
         return self.bias.copy(name="relpos_bias", parent=self)(x, x, context)
 
-    def _block_type(self, *, in_scan: bool) -> type[Block]:
+    def _block_type(self) -> type[Block]:
         """Returns `Block`, rematerialized if the stack says so."""
         if self.remat is None:
             return Block
-        policy = REMAT_POLICIES[self.remat]
-        rematerialized: type[Block] = nn.remat(Block, policy=policy, prevent_cse=not in_scan)
+        policy, prevent_cse = REMAT_POLICIES[self.remat], not self.scan
+        rematerialized: type[Block] = nn.remat(Block, policy=policy, prevent_cse=prevent_cse)
         return rematerialized
-
-
-@register
-class Stack(StackBase):
-    """A stack whose layers have their own parameters; see `StackBase` for the fields."""
-
-    def _run_layers(self, x: jax.Array, inputs: StackInputs) -> jax.Array:
-        """Applies the layers, scanned or looped."""
-        mask, bias, memory = inputs.mask, inputs.bias, inputs.memory
-        layer = 0
-        for index, run in enumerate(self.runs):
-            fields = fields_of(run.block)
-            if self.scan:
-                scanned = nn.scan(
-                    self._block_type(in_scan=True),
-                    variable_axes=dict.fromkeys(
-                        ("params", "constants", "intermediates", TAPS, OVERRIDES), 0
-                    ),
-                    split_rngs={"params": True, "dropout": True},
-                    in_axes=nn.broadcast,
-                    length=run.repeats,
-                    metadata_params={nn.PARTITION_NAME: "layers"},
-                )
-                x, _ = scanned(**fields, name=f"run_{index}", parent=self)(x, mask, bias, memory)
-                continue
-            block = self._block_type(in_scan=False)
-            for _ in range(run.repeats):
-                x, _ = block(**fields, name=f"layers_{layer}", parent=self)(x, mask, bias, memory)
-                layer += 1
-        return x
-
-    def _init_layers(
-        self, x: jax.Array, memory: Memory | None, max_length: int
-    ) -> tuple[LayerCache, ...]:
-        return tuple(block.init_cache(x, memory, max_length=max_length) for block in self._blocks())
-
-    def _extend_layers(
-        self, x: jax.Array, inputs: StackInputs, caches: tuple[LayerCache, ...]
-    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-        extended = []
-        for block, cache in zip(self._blocks(), caches, strict=True):
-            x, cache = block.extend(
-                x,
-                cache,
-                mask=inputs.mask,
-                bias=inputs.bias,
-                memory_mask=inputs.memory_mask,
-                position=inputs.position,
-            )
-            extended.append(cache)
-        return x, tuple(extended)
-
-    def _blocks(self) -> list[Block]:
-        """Binds the blocks of all layers, unrolled."""
-        blocks = [run.block for run in self.runs for _ in range(run.repeats)]
-        return [block.copy(name=f"layers_{i}", parent=self) for i, block in enumerate(blocks)]
-
-
-def _check_positions(positions: PositionEmbedding, max_length: int) -> None:
-    """Raises a `ValueError` if a module has vectors for fewer than `max_length` positions."""
-    limit = positions.num_positions
-    if limit is not None and max_length > limit:
-        raise ValueError(
-            f"{type(positions).__name__} has max_length={limit} but the caches have room for "
-            f"{max_length} positions; build it with max_length>={max_length}, or decode fewer tokens"
-        )
 
 
 def _resolve_positions(
@@ -370,7 +319,7 @@ def _capacity(caches: tuple[LayerCache, ...]) -> int | None:
     return max((c.capacity for c in own if isinstance(c, Cache) and not c.window), default=None)
 
 
-def unstack_layers(stack: StackBase, variables: Variables) -> Variables:
+def unstack_layers(stack: Stack, variables: Variables) -> Variables:
     """Converts one collection of a scanned stack's variables to the layout of the looped stack.
 
     Args:
@@ -378,24 +327,28 @@ def unstack_layers(stack: StackBase, variables: Variables) -> Variables:
       variables: one collection, ``{"run_0": ..., "final_norm": ...}``.
     """
     result = {k: v for k, v in variables.items() if not k.startswith("run_")}
-    layer = 0
-    for index, run in enumerate(stack.runs):
-        stacked = variables.get(f"run_{index}")
-        for i in range(run.repeats):
-            if stacked is not None:
-                result[f"layers_{layer}"] = jax.tree.map(lambda a, i=i: a[i], stacked)
-            layer += 1
+    for run, names in _layers_of_runs(stack):
+        if run in variables:
+            result |= {
+                name: jax.tree.map(lambda a, i=i: a[i], variables[run])
+                for i, name in enumerate(names)
+            }
     return result
 
 
-def stack_layers(stack: StackBase, variables: Variables) -> Variables:
+def stack_layers(stack: Stack, variables: Variables) -> Variables:
     """Inverts `unstack_layers`."""
     result = {k: v for k, v in variables.items() if not k.startswith("layers_")}
-    layer = 0
-    for index, run in enumerate(stack.runs):
-        names = [f"layers_{layer + i}" for i in range(run.repeats)]
-        layer += run.repeats
+    for run, names in _layers_of_runs(stack):
         if names[0] in variables:
             layers = [variables[name] for name in names]
-            result[f"run_{index}"] = jax.tree.map(lambda *a: jnp.stack(a), *layers)
+            result[run] = jax.tree.map(lambda *a: jnp.stack(a), *layers)
     return result
+
+
+def _layers_of_runs(stack: Stack) -> Iterator[tuple[str, list[str]]]:
+    """Yields the name of every run of a scanned stack, with those of its layers in a looped stack."""
+    layer = 0
+    for index, run in enumerate(stack.runs):
+        yield f"run_{index}", [f"layers_{layer + i}" for i in range(run.repeats)]
+        layer += run.repeats

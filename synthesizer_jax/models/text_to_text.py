@@ -90,19 +90,9 @@ class TextToText(TokenModel, kw_only=True):
     ) -> jax.Array:
         """Returns the targets' states before the projection to the vocabulary.
 
-        Arguments are those of `__call__`, and:
-
-        Args:
-          encoder_tokens: see `__call__`.
-          decoder_tokens: see `__call__`.
-          segments: see `__call__`.
-          positions: see `__call__`.
-          max_segments: see `__call__`.
-          counted: ``[batch, q]`` bool, the positions with a target, over which modules average what
-            they add to a training loss (`LOSSES`); None: up to the last non-zero token.
-
-        Returns:
-          ``[batch, q, d_model]``, for `logits`.
+        Arguments are those of `__call__`, and `counted` ``[batch, q]`` bool: the positions with a target,
+        over which modules average what they add to a training loss (`LOSSES`); None: up to the last
+        non-zero token. Returns ``[batch, q, d_model]``, for `logits`.
         """
         raise NotImplementedError
 
@@ -111,14 +101,11 @@ class TextToText(TokenModel, kw_only=True):
         raise NotImplementedError
 
     def decode(self, tokens: jax.Array, memory: PyTree) -> jax.Array:
-        """Returns the states of teacher-forced targets, several for each input if need be.
+        """Returns the states ``[batch · n, q, d_model]`` of teacher-forced targets, for `logits`.
 
         Args:
           tokens: ``[batch · n, q]`` the targets shifted right by one, n rows for each input.
           memory: from `encode_inputs`, ``batch`` rows.
-
-        Returns:
-          ``[batch · n, q, d_model]``, for `logits`.
         """
         raise NotImplementedError
 

@@ -12,9 +12,9 @@ from synthesizer_jax.ambient import map_over_batch, mesh_axes
 from synthesizer_jax.attention.products import output_product
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.mixers.decoding import take_positions
-from synthesizer_jax.models.stack import StackBase, unstack_layers
+from synthesizer_jax.models.stack import Stack, unstack_layers
 from synthesizer_jax.parameters import Variables, with_axes
-from synthesizer_jax.registry import fields_of, replace
+from synthesizer_jax.registry import check_types, fields_of, replace
 from synthesizer_jax.typing import Dtype, Length
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -34,7 +34,8 @@ class TokenModel(nn.Module, kw_only=True):
       embedding_scale: factor of the embedded tokens; √d_model in the original Transformer.
       logits_scale: factor of what the output projection reads; None: 1/√d_model where `tied` (T5
         1.0), else 1.
-      dtype: dtype of the computation, ``"float32"`` or ``"bfloat16"``; parameters are float32.
+      dtype: dtype of the computation, ``"float32"`` or ``"bfloat16"`` (activations of T5's feed-forward
+        layers overflow float16); parameters are float32.
     """
 
     vocab_size: Length
@@ -46,17 +47,9 @@ class TokenModel(nn.Module, kw_only=True):
     embedding_init: Initializer = Normal(1.0)
     logits_init: Initializer = FanIn()
 
-    def __post_init__(self) -> None:
-        """Raises a `ValueError` for a dtype in which a model's numbers overflow."""
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(
-                f"{type(self).__name__}: dtype={self.dtype!r}; it must be 'float32' or 'bfloat16': "
-                "activations of T5's feed-forward layers overflow float16"
-            )
-        super().__post_init__()
-
     def setup(self) -> None:
         """Creates the embedding and, unless tied, the output projection."""
+        check_types(type(self), fields_of(self), type(self).__name__)
         shape = (self.vocab_size, self.d_model)
         self.embedding = self.param(
             "embedding", with_axes(self.embedding_init, "vocab", "embed"), shape
@@ -141,9 +134,9 @@ def real_targets_mask(tokens: jax.Array) -> jax.Array:
     return jnp.arange(tokens.shape[1])[None] <= last[:, None]
 
 
-def stacks_of(model: nn.Module) -> dict[str, StackBase]:
+def stacks_of(model: nn.Module) -> dict[str, Stack]:
     """Returns the stacks of a model by the names of their fields."""
-    return {name: field for name, field in fields_of(model).items() if isinstance(field, StackBase)}
+    return {name: field for name, field in fields_of(model).items() if isinstance(field, Stack)}
 
 
 def unroll(model: _Model) -> _Model:

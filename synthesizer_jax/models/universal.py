@@ -8,9 +8,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.models.block import Block, LayerCache, Memory
+from synthesizer_jax.models.block import Block
 from synthesizer_jax.models.layers import SinusoidalPositions
-from synthesizer_jax.models.stack import Positions, StackBase, StackInputs
+from synthesizer_jax.models.stack import Positions, Stack
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import fields_of, register
 from synthesizer_jax.typing import NotNegative, PyTree, Share
@@ -20,8 +20,8 @@ LOSSES = "losses"
 
 
 @register
-class UniversalStack(StackBase):
-    """A stack whose layers share their parameters (Dehghani et al. 2019); see also `StackBase`.
+class UniversalStack(Stack):
+    """A stack whose layers share their parameters (Dehghani et al. 2019); see also `Stack`.
 
     Before every step the signals of position and step are added. With a `halting_threshold` every
     position halts by itself (adaptive computation time, Graves 2016). As in Tensor2Tensor and
@@ -41,64 +41,26 @@ class UniversalStack(StackBase):
     ponder_cost: NotNegative = 0.01
     signals: bool = True
 
-    def _run_layers(self, x: jax.Array, inputs: StackInputs) -> jax.Array:
-        block, mask = self._shared_block(), inputs.mask
-        counted = inputs.counted
-        if counted is None and mask is not None:
-            counted = mask.for_self_attention().queries(x.shape[1])
+    def _blocks(self) -> list[Block]:
+        """Binds the one block, for every step of the recurrence."""
+        if len(self.runs) != 1:
+            raise ValueError("UniversalStack: give one Run, whose block all its repeats share")
+        block = self._block_type()(**fields_of(self.runs[0].block), name="shared", parent=self)
+        return [block] * self.num_layers
 
-        def layer(x: jax.Array, index: int) -> jax.Array:
-            del index
-            return block(x, mask, inputs.bias, inputs.memory)[0]
+    def _scan(self, *arguments: object) -> jax.Array:
+        raise ValueError("UniversalStack: there is nothing to stack; leave scan=False")
 
-        return self._recur(x, layer, inputs.positions, counted=counted)
-
-    def _init_layers(
-        self, x: jax.Array, memory: Memory | None, max_length: int
-    ) -> tuple[LayerCache, ...]:
-        """Makes a cache for every step of the recurrence."""
-        block = self._shared_block()
-        steps = range(self.num_layers)
-        return tuple(block.init_cache(x, memory, max_length=max_length) for _ in steps)
-
-    def _extend_layers(
-        self, x: jax.Array, inputs: StackInputs, caches: tuple[LayerCache, ...]
-    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-        block, extended = self._shared_block(), list(caches)
-
-        def layer(x: jax.Array, index: int) -> jax.Array:
-            x, extended[index] = block.extend(
-                x,
-                caches[index],
-                mask=inputs.mask,
-                bias=inputs.bias,
-                memory_mask=inputs.memory_mask,
-                position=inputs.position,
-            )
-            return x
-
-        return self._recur(x, layer, inputs.positions), tuple(extended)
-
-    def _shared_block(self) -> Block:
-        """Binds the one block."""
-        if len(self.runs) != 1 or self.scan:
-            raise ValueError(
-                "UniversalStack: give one Run, whose block is shared by all its repeats, and "
-                "scan=False: there is nothing to stack"
-            )
-        block = self._block_type(in_scan=False)
-        return block(**fields_of(self.runs[0].block), name="shared", parent=self)
-
-    def _recur(
+    def _repeat(
         self,
         x: jax.Array,
         layer: Callable[[jax.Array, int], jax.Array],
         positions: Positions,
-        *,
         counted: jax.Array | None = None,
     ) -> jax.Array:
         """Applies the block `num_layers` times, or until every position has halted."""
         threshold = self.halting_threshold
+        sinusoids: PyTree = SinusoidalPositions(parent=None)
         average = jnp.zeros_like(x)
         halted, remainders, updates = (jnp.zeros(x.shape[:2], jnp.float32) for _ in range(3))
         gate = nn.Dense(
@@ -110,7 +72,9 @@ class UniversalStack(StackBase):
             parent=self,
         )
         for index in range(self.num_layers):
-            x = self._add_signals(x, positions, index)
+            if self.signals:
+                step = sinusoids.apply({}, jnp.full((1, 1), index), x.shape[-1])
+                x = x + (sinusoids.apply({}, positions, x.shape[-1]) + step).astype(x.dtype)
             if threshold is None:
                 x = layer(x, index)
                 continue
@@ -130,15 +94,6 @@ class UniversalStack(StackBase):
             return x
         self._sow_ponder_cost(updates + remainders, counted)
         return average
-
-    def _add_signals(self, x: jax.Array, positions: Positions, index: int) -> jax.Array:
-        """Adds the sinusoids of position and step."""
-        if not self.signals:
-            return x
-        sinusoids = SinusoidalPositions(parent=None)
-        signal: PyTree = sinusoids.apply({}, positions, x.shape[-1])
-        times: PyTree = sinusoids.apply({}, jnp.full((1, 1), index), x.shape[-1])
-        return x + (signal + times).astype(x.dtype)
 
     def _sow_ponder_cost(self, steps: jax.Array, counted: jax.Array | None) -> None:
         """Sows the ponder cost in `LOSSES` if that collection is mutable.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
+from functools import partial
 
 from synthesizer_jax.alignments import (
     Alignment,
@@ -29,7 +29,7 @@ from synthesizer_jax.models.encoder_decoder import EncoderDecoder
 from synthesizer_jax.models.language_model import LanguageModel
 from synthesizer_jax.models.layers import FeedForward, LearnedPositions, PositionEmbedding
 from synthesizer_jax.models.published import PUBLISHED
-from synthesizer_jax.models.stack import Run, Stack, StackBase
+from synthesizer_jax.models.stack import Run, Stack
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.models.universal import UniversalStack
 
@@ -167,117 +167,75 @@ def t5(
     )
 
 
-def mesh(variant: str, *, learned_positions: bool = False) -> EncoderDecoder:
+_RANDOM = Random(max_length=512, table_init=MeshGlorotUniform())
+# Mesh-TensorFlow folds 1/√128 into the query projection of its dense modes too.
+_DENSE = Dense(max_length=512, share_heads=True, hidden_init=FanIn(1.0 / 128))
+_DENSE_PLUS = Mixture(
+    (dot_product(128), _DENSE), weights="sum", share_query=True, query_init=FanIn(1.0 / 128)
+)
+_RANDOM_PLUS = Mixture((dot_product(128), _RANDOM), weights="sum")
+
+MESH: dict[str, Alignment | None] = {
+    "vanilla": None,
+    "random": _RANDOM,
+    "factorized": FactorizedRandom(max_length=512, rank=16, factor_init=Normal(0.0155)),
+    "dense": _DENSE,
+    "random_plus": _RANDOM_PLUS,
+    "random_plus_alpha": _RANDOM_PLUS.copy(weights="sigmoid"),
+    "dense_plus": _DENSE_PLUS,
+    "dense_plus_alpha": _DENSE_PLUS.copy(weights="sigmoid"),
+}
+"""The modes of the code that was released for the Synthesizer paper's C4 runs; None: T5's attention."""
+
+
+def _mesh(variant: str, *, learned_positions: bool) -> EncoderDecoder:
     """A T5-base of the Synthesizer paper's C4 runs, as the released Mesh-TensorFlow code built it.
 
     Eight heads of 128 in the Synthesizers' self-attention (its constructor's defaults), one matrix
     of the dense alignment for all heads, Glorot tables of 512 positions, rank 16 in `factorized`
     (here with the paper's formula), 12 × 64 in cross-attention. Narang et al. 2021, whose table 2 has
-    the paper's numbers, give the same whole millions of parameters for both kinds of positions.
-
-    Args:
-      variant: a key of `MESH`.
-      learned_positions: a learned vector for each of 512 positions, added to both stacks' embeddings
-        (Mesh-TensorFlow's ``positional_embedding``); False: T5's relative bias, one for each stack.
+    the paper's numbers, give the same whole millions of parameters for both kinds of positions: T5's
+    relative bias, and a vector for each of 512 positions that both stacks share.
     """
-    size = T5_1_0["base"]
-    model = t5(size, gated=False, relative_bias=not learned_positions)
-    if learned_positions:
-        model = model.copy(positions=LearnedPositions(512, Normal(1.0)))
-    if variant == "vanilla":
-        return model
-
-    def with_synthesizer(stack: StackBase) -> StackBase:
-        (run,) = stack.runs
-        attention = Attention(8, 128, alignment=MESH[variant]())
-        return stack.copy(runs=(Run(run.block.copy(self_mixer=attention), run.repeats),))
-
-    return model.copy(
-        encoder=with_synthesizer(model.encoder), decoder=with_synthesizer(model.decoder)
-    )
+    kind = MESH[variant]
+    mixer = None if kind is None else Attention(8, 128, alignment=kind)
+    model = t5(T5_1_0["base"], gated=False, encoder=mixer, relative_bias=not learned_positions)
+    return model.copy(positions=LearnedPositions(512, Normal(1.0)) if learned_positions else None)
 
 
-def _mesh_random() -> Random:
-    return Random(max_length=512, table_init=MeshGlorotUniform())
-
-
-def _mesh_dense() -> Dense:
-    # Mesh-TensorFlow folds 1/√128 into the query projection of its dense modes too.
-    return Dense(max_length=512, share_heads=True, hidden_init=FanIn(1.0 / 128))
-
-
-def _mesh_dense_plus(weights: str) -> Mixture:
-    return Mixture(
-        (dot_product(128), _mesh_dense()),
-        weights=weights,
-        share_query=True,
-        query_init=FanIn(1.0 / 128),
-    )
-
-
-MESH: dict[str, Callable[[], Alignment]] = {
-    "vanilla": lambda: dot_product(64),
-    "random": _mesh_random,
-    "factorized": lambda: FactorizedRandom(max_length=512, rank=16, factor_init=Normal(0.0155)),
-    "dense": _mesh_dense,
-    "random_plus": lambda: Mixture((dot_product(128), _mesh_random()), weights="sum"),
-    "random_plus_alpha": lambda: Mixture((dot_product(128), _mesh_random()), weights="sigmoid"),
-    "dense_plus": lambda: _mesh_dense_plus("sum"),
-    "dense_plus_alpha": lambda: _mesh_dense_plus("sigmoid"),
-}
-"""The modes of the released code."""
-
-
-def talking_heads(size: Size) -> EncoderDecoder:
-    """A T5 1.1 with talking heads everywhere: twice the heads of half the width.
-
-    Shazeer et al. 2020 and T5's released ``t5.1.th`` configurations: the same number of heads for
-    queries, softmax and values.
-
-    Args:
-      size: a size of `T5_1_1`.
-    """
+def _talking_heads(size: Size) -> EncoderDecoder:
+    """A T5 1.1 with twice the heads of half the width (Shazeer et al. 2020; T5's ``t5.1.th``)."""
     heads, width = 2 * size.heads, size.head_dim // 2
     mixer = TalkingHeads(heads, width, alignment=dot_product(width))
     return t5(size, encoder=mixer, decoder=mixer, cross=mixer)
 
 
-def convolution(
-    size: Size, kind: type[LightweightConvolution | DynamicConvolution], groups: int | None = None
-) -> EncoderDecoder:
+def _convolution(kind: type[LightweightConvolution | DynamicConvolution]) -> EncoderDecoder:
     """A T5 1.0 whose self-attention is a convolution, as Mesh-TensorFlow built it.
 
     Nine taps, a dense layer after the convolution, learned positions (Narang et al. 2021). The
-    lightweight one has one kernel a channel, 224 M parameters at base size as published. The dynamic
-    one is published with 257 M and 1.06 times the work of the vanilla model. One kernel a channel, as in
-    the last released code, would make it 351 M and 1.49 times; a kernel for every four channels comes
+    lightweight one has one kernel a channel, 224 M parameters as published. The dynamic one is
+    published with 257 M and 1.06 times the work of the vanilla model. One kernel a channel, as in the
+    last released code, would make it 351 M and 1.49 times; a kernel for every four channels comes
     closest, with 256 M and 1.07 times.
-
-    Args:
-      size: a size of `T5_1_0`.
-      kind: the convolution.
-      groups: channels that share a kernel form a group; None: one a channel.
     """
+    groups = 192 if kind is DynamicConvolution else None
     mixer = kind(width=9, pointwise=True, groups=groups)
     positions = LearnedPositions(512)
+    size = T5_1_0["base"]
     return t5(size, gated=False, encoder=mixer, relative_bias=False, positions=positions)
 
 
-def universal(size: Size, steps: int = 24) -> EncoderDecoder:
+def _universal() -> EncoderDecoder:
     """A Universal Transformer with adaptive halting at 0.5 (Narang et al. 2021, appendix B).
 
-    One block a stack, 41 M parameters at base size and twice the work of the vanilla model. Published
-    are 84 M and 3.6 times: nothing that was released says with which settings of Mesh-TensorFlow's code.
-
-    Args:
-      size: widths of a size of `T5_1_0`; its depth is not used.
-      steps: most steps of each stack.
+    One block a stack, 41 M parameters and twice the work of the vanilla model. Published are 84 M and
+    3.6 times: nothing that was released says with which settings of Mesh-TensorFlow's code.
     """
-    base = t5(size, gated=False, relative_bias=False)
+    base = t5(T5_1_0["base"], gated=False, relative_bias=False)
 
-    def shared(stack: StackBase) -> UniversalStack:
-        runs = (Run(stack.runs[0].block, steps),)
-        return UniversalStack(runs, halting_threshold=0.5)
+    def shared(stack: Stack) -> UniversalStack:
+        return UniversalStack((Run(stack.runs[0].block, 24),), halting_threshold=0.5)
 
     return base.copy(encoder=shared(base.encoder), decoder=shared(base.decoder))
 
@@ -304,40 +262,28 @@ def language_model(
     )
 
 
-def _synthesizer(variant: str, size: Size) -> EncoderDecoder:
-    return t5(size, encoder=alignment(variant, head_dim=size.head_dim))
-
-
-def _catalogue() -> dict[str, Callable[[], TokenModel]]:
-    models: dict[str, Callable[[], TokenModel]] = {}
-    for name, size in T5_1_0.items():
-        models[f"t5_{name}"] = functools.partial(t5, size, gated=False)
-    for name, size in T5_1_1.items():
-        models[f"t5_1_1_{name}"] = functools.partial(t5, size)
-        for variant in VARIANTS:
-            if variant != "v":
-                entry = functools.partial(_synthesizer, variant, size)
-                models[f"synthesizer_{variant}_{name}"] = entry
-    for variant in MESH:
-        models[f"mesh_{variant}_base"] = functools.partial(mesh, variant)
-        learned = functools.partial(mesh, variant, learned_positions=True)
-        models[f"mesh_learned_{variant}_base"] = learned
-    for name in ("base", "large"):
-        models[f"t5_1_1_th_{name}"] = functools.partial(talking_heads, T5_1_1[name])
-    base = T5_1_0["base"]
-    models["lightweight_convolution_base"] = functools.partial(
-        convolution, base, LightweightConvolution
-    )
-    models["dynamic_convolution_base"] = functools.partial(
-        convolution, base, DynamicConvolution, groups=192
-    )
-    models["universal_transformer_base"] = functools.partial(universal, base)
-    for variant in ("v", "r", "rv"):
-        name = "lm" if variant == "v" else f"lm_{variant}"
-        models[f"{name}_base"] = functools.partial(language_model, variant, T5_1_1["base"])
-    models["prefix_lm_base"] = functools.partial(language_model, "v", T5_1_1["base"], prefix=True)
-    return models | PUBLISHED
-
-
-ZOO = _catalogue()
+ZOO: dict[str, Callable[[], TokenModel]] = {
+    **{f"t5_{name}": partial(t5, size, gated=False) for name, size in T5_1_0.items()},
+    **{
+        f"t5_1_1_{name}" if variant == "v" else f"synthesizer_{variant}_{name}": partial(
+            t5, size, encoder=alignment(variant, head_dim=size.head_dim)
+        )
+        for name, size in T5_1_1.items()
+        for variant in VARIANTS
+    },
+    **{
+        f"mesh_{kind}{variant}_base": partial(_mesh, variant, learned_positions=bool(kind))
+        for variant in MESH
+        for kind in ("", "learned_")
+    },
+    **{f"t5_1_1_th_{name}": partial(_talking_heads, T5_1_1[name]) for name in ("base", "large")},
+    "lightweight_convolution_base": partial(_convolution, LightweightConvolution),
+    "dynamic_convolution_base": partial(_convolution, DynamicConvolution),
+    "universal_transformer_base": _universal,
+    "lm_base": partial(language_model, "v", T5_1_1["base"]),
+    "lm_r_base": partial(language_model, "r", T5_1_1["base"]),
+    "lm_rv_base": partial(language_model, "rv", T5_1_1["base"]),
+    "prefix_lm_base": partial(language_model, "v", T5_1_1["base"], prefix=True),
+    **PUBLISHED,
+}
 """Every named model; call the entry to get the configured module."""

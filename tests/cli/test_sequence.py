@@ -33,7 +33,7 @@ TOLD = [
         "error: v6e has no slice 'v6e-17'; near it are v6e:4x4",
     ),
     (f"{TRAIN} --set evaluation.method=sample", 2, "error: evaluation.method"),
-    (f"{TRAIN} --set model.dtype=float17", 2, "it must be 'float32'"),
+    (f"{TRAIN} --set model.dtype=float17", 2, "'float32', 'bfloat16'"),
     (f"{TRAIN} --set training.steps=0", 2, "error: training.steps"),
     (f"{TRAIN} --set init_from=a.jsonl", 2, "holds no experiment.json; give the directory"),
     (TRAIN, 2, "own_files"),  # not imported yet

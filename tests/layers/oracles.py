@@ -8,19 +8,7 @@ import math
 
 import numpy as np
 
-from synthesizer_jax import (
-    Bilinear,
-    Dense,
-    DotProduct,
-    FactorizedDense,
-    FactorizedRandom,
-    Gaussian,
-    GaussianBias,
-    Mixture,
-    PerHead,
-    Random,
-    RelativeBias,
-)
+import synthesizer_jax as sj
 
 
 def softmax(x):
@@ -40,8 +28,9 @@ def masked_softmax(logits, seen):
 
 def attention(layer, p, constants, x, seen):
     """``concat_h(weights · x W_v) W_o``."""
+    align = p.get("align", {}) | ({"key": p["value"]} if layer.shared_key_value else {})
     weights = weights_of(
-        layer.alignment, p.get("align", {}), constants.get("align", {}), x, seen, layer.num_heads
+        layer.alignment, align, constants.get("align", {}), x, seen, layer.num_heads
     )
     if layer.project_values:
         values = np.einsum("bkd,dhe->bkhe", x, p["value"]["kernel"])
@@ -55,17 +44,13 @@ def attention(layer, p, constants, x, seen):
 
 def weights_of(alignment, p, constants, x, seen, heads):
     """Attention weights ``[b, h, q, k]``."""
-    if isinstance(alignment, Gaussian):
+    if isinstance(alignment, sj.Gaussian):
         return gaussian(alignment, x, seen, heads)
-    if isinstance(alignment, PerHead):
-        parts, start = [], 0
-        for i, (part, count) in enumerate(
-            zip(alignment.parts, alignment.counts(heads), strict=True)
-        ):
-            name = f"part_{i}"
-            own = p.get(name, {}), constants.get(name, {})
-            parts.append(weights_of(part, *own, x, seen, count))
-            start += count
+    if isinstance(alignment, sj.PerHead):
+        parts = []
+        for i, count in enumerate(alignment.counts(heads)):
+            own = (values.get(f"part_{i}", {}) for values in (p, constants))
+            parts.append(weights_of(alignment.parts[i], *own, x, seen, count))
         return np.concatenate(parts, axis=1)
     return masked_softmax(logits_of(alignment, p, constants, x, heads), seen[:, None])
 
@@ -92,7 +77,7 @@ def gaussian(alignment, x, seen, heads):
 
 def logits_of(alignment, p, constants, x, heads):
     """Logits ``[b, h, q, k]``, one head and one pair of positions at a time."""
-    if isinstance(alignment, Mixture):
+    if isinstance(alignment, sj.Mixture):
         return mixture(alignment, p, constants, x, heads)
     b, n, _ = x.shape
     s = np.zeros((b, heads, n, n))
@@ -122,27 +107,27 @@ def mixture(alignment, p, constants, x, heads):
 
 def one_logit(alignment, p, constants, x, h, i, j):
     match alignment:
-        case DotProduct():
+        case sj.DotProduct():
             q = project(p["query"], x[:, i], h)
             k = project(p["key"], x[:, j], h)
             scale = alignment.scale or 1 / math.sqrt(q.shape[-1])
             return (q * k).sum(-1) * scale
-        case Bilinear():
+        case sj.Bilinear():
             return (project(p["query"], x[:, i], h) * x[:, j]).sum(-1)
-        case Dense():
+        case sj.Dense():
             hidden = np.maximum(project(p["hidden"], x[:, i], h), 0)
             return hidden @ p["table"][0 if alignment.share_heads else h, j]
-        case Random():
+        case sj.Random():
             return (p if alignment.trainable else constants)["table"][h, i, j]
-        case FactorizedRandom():
+        case sj.FactorizedRandom():
             return p["query_factor"][h, i] @ p["key_factor"][h, j]
-        case FactorizedDense():
+        case sj.FactorizedDense():
             hidden = np.maximum(project(p["hidden"], x[:, i], h), 0)
             a, b = hidden @ p["first"][h], hidden @ p["second"][h]
             return a[:, j // b.shape[-1]] * b[:, j % b.shape[-1]]
-        case RelativeBias():
+        case sj.RelativeBias():
             return p["rel_embedding"][h, bucket(j - i, alignment)]
-        case GaussianBias():
+        case sj.GaussianBias():
             if alignment.trainable:
                 return -0.5 * p["precision"][h] * (j - i - p["offset"][h]) ** 2
             offset = alignment.offsets[h % len(alignment.offsets)]
@@ -170,32 +155,25 @@ def bucket(distance, alignment):
 
 
 def talking_heads(layer, p, constants, x, seen):
-    """Shazeer et al. 2020, one pair of positions at a time."""
-    b, n, _ = x.shape
+    """Shazeer et al. 2020."""
     own = p.get("align", {}), constants.get("align", {})
     logits = logits_of(layer.alignment, *own, x, layer.num_heads)
-    middle, last = layer.bias_heads, layer.num_value_heads
-    talked = np.zeros((b, middle, n, n))
-    for i, j in np.ndindex(n, n):
-        matrix = np.zeros((b, layer.num_heads, middle))
-        matrix += p["logits_projection"] if layer.project_logits else np.eye(middle)
-        if "x2l" in layer.dynamic:
-            matrix += np.einsum("bd,dhg->bhg", x[:, i], p["x2l"]["kernel"])
-        if "m2l" in layer.dynamic:
-            matrix += np.einsum("bd,dhg->bhg", x[:, j], p["m2l"]["kernel"])
-        talked[:, :, i, j] = np.einsum("bh,bhg->bg", logits[:, :, i, j], matrix)
-    weights = masked_softmax(talked, seen[:, None])
-    mixed = np.zeros((b, last, n, n))
-    for i, j in np.ndindex(n, n):
-        matrix = np.zeros((b, middle, last))
-        matrix += p["weights_projection"] if layer.project_weights else np.eye(middle)
-        if "x2w" in layer.dynamic:
-            matrix += np.einsum("bd,dhg->bhg", x[:, i], p["x2w"]["kernel"])
-        if "m2w" in layer.dynamic:
-            matrix += np.einsum("bd,dhg->bhg", x[:, j], p["m2w"]["kernel"])
-        mixed[:, :, i, j] = np.einsum("bh,bhg->bg", weights[:, :, i, j], matrix)
+    logits = talk(layer, p, x, logits, "logits", layer.bias_heads)
+    weights = masked_softmax(logits, seen[:, None])
+    weights = talk(layer, p, x, weights, "weights", layer.num_value_heads)
     values = np.einsum("bkd,dhe->bkhe", x, p["value"]["kernel"])
-    return np.einsum("bhqk,bkhe,hed->bqd", mixed, values, p["out"]["kernel"])
+    return np.einsum("bhqk,bkhe,hed->bqd", weights, values, p["out"]["kernel"])
+
+
+def talk(layer, p, x, heads, what, to):
+    """Exchanges heads ``[b, h, q, k]`` by a matrix that every pair of positions has for itself."""
+    matrix = np.zeros((*x.shape[:2], x.shape[1], heads.shape[1], to))
+    matrix += p[f"{what}_projection"] if getattr(layer, f"project_{what}") else np.eye(to)
+    for source, axis in (("x2", 2), ("m2", 1)):
+        if source + what[0] in layer.dynamic:
+            kernel = p[source + what[0]]["kernel"]
+            matrix += np.expand_dims(np.einsum("bnd,dhg->bnhg", x, kernel), axis)
+    return np.einsum("bhqk,bqkhg->bgqk", heads, matrix)
 
 
 def convolution(layer, p, constants, x, seen):

@@ -1,7 +1,6 @@
-"""Encoder-decoders: T5's names, scan and remat, decoding steps, counts, recipes' traps."""
+"""What is particular to models: names, layouts, dropout, dtypes, memory, rows of text, halting, errors."""
 
 import functools
-import json
 import re
 
 import jax
@@ -9,19 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from synthesizer_jax import ZOO, Attention, DotProduct, Mixture, Random, RelativeBias
+import synthesizer_jax as sj
 from synthesizer_jax.costs.summary import flops, summarize
-from synthesizer_jax.initializers import Normal
 from synthesizer_jax.models import (
-    VARIANTS,
-    Block,
+    LOSSES,
     EncoderDecoder,
-    FeedForward,
-    LearnedPositions,
-    Run,
     SinusoidalPositions,
     Size,
-    Stack,
     alignment,
     stack_layers,
     t5,
@@ -29,13 +22,14 @@ from synthesizer_jax.models import (
     unroll_variables,
 )
 from synthesizer_jax.parameters import apply_method
-from synthesizer_jax.registry import from_json, to_json
+from tests.layers.contract import general
+from tests.models.test_structures import close
 
-SIZE = Size(d_model=16, layers=2, d_ff=24, heads=2, head_dim=8)
-ROOM, VOCAB = 12, 50
+D, VOCAB, ROOM = 16, 50, 12
+SIZE = Size(d_model=D, layers=1, d_ff=24, heads=2, head_dim=8)
 
 
-def model_of(variant, **options):
+def model_of(variant="v", **options):
     kind = alignment(variant, head_dim=8, max_length=ROOM)
     return t5(SIZE, encoder=kind, vocab_size=VOCAB, **options)
 
@@ -48,269 +42,84 @@ def batch():
     return jnp.asarray(source), jnp.asarray(rng.integers(2, VOCAB, (3, 9)))
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
-def trained(request, batch):
-    """A scanned, rematerialized model, its variables, and its logits."""
-    model = model_of(request.param, scan=True, remat="full")
-    variables = model.init(jax.random.key(0), *batch)
-    return model, variables, model.apply(variables, *batch)
-
-
-@pytest.mark.slow
-def test_scan_equals_loop(trained, batch):
-    model, variables, logits = trained
-    loop = unroll(model).apply(unroll_variables(model, variables), *batch)
-    np.testing.assert_allclose(loop, logits, atol=1e-5)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_layouts_convert_back(variant, batch):
-    model, rng = model_of(variant, scan=True, remat="full"), np.random.default_rng(0)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), *batch)
-    variables = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), shapes)
-    params = unroll_variables(model, variables)["params"]
-    back = {n: stack_layers(getattr(model, n), params[n]) for n in ("encoder", "decoder")}
-    for name in back:
-        jax.tree.map(np.testing.assert_array_equal, back[name], variables["params"][name])
-
-
-@pytest.mark.slow
-def test_decoding_steps_equal_the_full_pass(trained, batch):
-    model, variables, logits = trained
-    source, target = batch
-    loop, v = unroll(model), unroll_variables(model, variables)
-    init_cache = functools.partial(apply_method, loop.init_cache, v, max_length=ROOM)
-    step = jax.jit(functools.partial(apply_method, loop.extend, v))
-    cache = jax.jit(init_cache)(source)
-    outputs = []
-    for at in range(target.shape[1]):
-        hidden, cache = step(target[:, at : at + 1], cache)
-        outputs.append(hidden)
-    stepped = apply_method(loop.logits, v, jnp.concatenate(outputs, 1))
-    np.testing.assert_allclose(stepped, logits, atol=2e-5)
-
-
-@pytest.mark.slow
-def test_gradient_reaches_every_parameter(trained, batch):
-    model, variables, _ = trained
-    rest = {k: v for k, v in variables.items() if k != "params"}
-    weights = jax.random.normal(jax.random.key(5), (3, 9, VOCAB))
-    loss = lambda p: (model.apply({"params": p, **rest}, *batch) * weights).sum()
-    for path, g in jax.tree.leaves_with_path(jax.grad(loss)(variables["params"])):
-        assert np.all(np.isfinite(g)) and np.any(np.asarray(g) != 0), jax.tree_util.keystr(path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["v", "r", "rv", "fdv"])
-@pytest.mark.parametrize("max_segments", [None, 2])
-def test_packed_rows_equal_separate_rows(batch, variant, max_segments):
-    """Two pairs packed into one row give the logits that each gives alone."""
-    kind = alignment(variant, head_dim=8, max_length=20)
-    model = t5(SIZE, encoder=kind, vocab_size=VOCAB)
-    source, target = (np.asarray(x) for x in batch)
-    variables = model.init(jax.random.key(0), *batch)
-    alone = model.apply(variables, source[1:], target[1:])
-    packed_source = np.concatenate([source[1, :7], source[2]])[None]
-    packed_target = np.concatenate([target[1], target[2]])[None]
-    segments = (
-        jnp.asarray(np.repeat([1, 2], [7, 11])[None]),
-        jnp.asarray(np.repeat([1, 2], [9, 9])[None]),
+def test_scan_equals_loop_and_layouts_convert_back(batch):
+    """Two kinds of layers, a frozen table, and rematerialization."""
+    frozen = sj.Mixture((sj.DotProduct(), sj.Random(ROOM, trainable=False), sj.Random(ROOM)))
+    runs = tuple(
+        sj.Run(sj.Block(sj.Attention(2, 8, alignment=kind), sj.FeedForward(24)), n)
+        for kind, n in ((sj.DotProduct(), 1), (frozen, 3))
     )
-    packed = jax.jit(functools.partial(model.apply, max_segments=max_segments))(
-        variables, packed_source, packed_target, segments=segments
-    )
-    np.testing.assert_allclose(packed[0, :9], alone[0], atol=2e-5)
-    np.testing.assert_allclose(packed[0, 9:], alone[1], atol=2e-5)
+    model = model_of("rd", scan=True, remat="full")
+    model = model.copy(encoder=model.encoder.copy(runs=runs))
+    variables = general(model.init, *batch)
+    assert model.encoder.num_layers == 4
+    loop = unroll_variables(model, variables)
+
+    @jax.jit
+    def run(variables, loop):
+        return model.apply(variables, *batch), unroll(model).apply(loop, *batch)
+
+    close(*run(variables, loop), 1e-5)
+    for collection, trees in variables.items():
+        for name in {"encoder", "decoder"} & set(trees):
+            back = stack_layers(getattr(model, name), loop[collection][name])
+            jax.tree.map(np.testing.assert_array_equal, back, trees[name])
 
 
-@pytest.mark.slow
 def test_dropout_needs_its_random_stream_and_only_then_acts(batch):
     model = model_of("rv", dropout_rate=0.5)
-    variables = model.init(jax.random.key(0), *batch)
-    apply = lambda **k: np.asarray(model.apply(variables, *batch, **k))
-    one, two = (apply(rngs={"dropout": jax.random.key(s)}) for s in (1, 2))
-    assert np.any(one != two) and np.any(one != apply())
-    np.testing.assert_array_equal(one, apply(rngs={"dropout": jax.random.key(1)}))
+    variables = general(model.init, *batch)
+    one, two, again, none = jax.jit(
+        lambda v: [
+            model.apply(v, *batch, rngs=rngs)
+            for rngs in (*({"dropout": jax.random.key(s)} for s in (1, 2, 1)), None)
+        ]
+    )(variables)
+    assert np.any(one != two) and np.any(one != none)
+    np.testing.assert_array_equal(one, again)
 
 
-def test_t5_parameter_names():
-    shapes = jax.eval_shape(
-        lambda: model_of("v").init(jax.random.key(0), *(jnp.ones((1, 4), int),) * 2)
-    )["params"]
-    names = {
-        "/".join(k.key for k in path) for path, _ in jax.tree.leaves_with_path(shapes["decoder"])
-    }
-    layer = {
-        *(f"self_attention/{n}" for n in ("align/query", "align/key", "value", "out")),
-        *(f"encoder_decoder_attention/{n}" for n in ("align/query", "align/key", "value", "out")),
-        *("mlp/wi_0", "mlp/wi_1", "mlp/wo"),
-    }
+def test_t5_parameter_names(batch):
+    shapes = jax.eval_shape(model_of().init, jax.random.key(0), *batch)["params"]["decoder"]
+    names = {"/".join(k.key for k in path) for path, _ in jax.tree.leaves_with_path(shapes)}
+    attention = ("align/query", "align/key", "value", "out")
+    kernels = [
+        f"{a}/{n}" for a in ("self_attention", "encoder_decoder_attention") for n in attention
+    ]
     scales = ("pre_self_attention", "pre_cross_attention", "pre_mlp")
     expected = {"final_norm/scale", "relpos_bias/rel_embedding"}
-    for i in range(2):
-        expected |= {f"layers_{i}/{n}/kernel" for n in layer}
-        expected |= {f"layers_{i}/{n}_layer_norm/scale" for n in scales}
+    expected |= {f"layers_0/{n}/kernel" for n in (*kernels, "mlp/wi_0", "mlp/wi_1", "mlp/wo")}
+    expected |= {f"layers_0/{n}_layer_norm/scale" for n in scales}
     assert names == expected
 
 
 def test_one_configuration_object_used_everywhere_shares_no_parameters(batch):
-    part = Random(max_length=ROOM)
-    attention = Attention(2, 8, alignment=Mixture((part, part)))
-    feed_forward = FeedForward(24)
-    encoder = Stack((Run(Block(attention, feed_forward), 2),))
-    decoder = Stack((Run(Block(attention, feed_forward, cross_mixer=attention), 2),))
-    for scan in (False, True):
-        model = EncoderDecoder(
-            vocab_size=VOCAB,
-            d_model=16,
-            encoder=encoder.copy(scan=scan),
-            decoder=decoder.copy(scan=scan),
-        )
-        params = model.init(jax.random.key(0), *batch)["params"]
-        tables = [
-            np.asarray(leaf).reshape(-1, 2, ROOM, ROOM)
-            for path, leaf in jax.tree.leaves_with_path(params)
-            if path[-1].key == "table"
-        ]
-        tables = np.concatenate(tables)
-        assert len(tables) == 3 * 2 * 2  # encoder, decoder, cross × layers × parts
-        assert len(np.unique(tables[:, 0, 0, 0])) == len(tables)
-
-
-@pytest.mark.parametrize("positions", [LearnedPositions(ROOM), SinusoidalPositions()])
-def test_absolute_positions(batch, positions):
-    model = model_of("v", relative_bias=False)
-    with_positions = {
-        name: getattr(model, name).copy(positions=positions) for name in ("encoder", "decoder")
-    }
-    model = model.copy(**with_positions)
-    variables = model.init(jax.random.key(0), *batch)
-    source, target = batch
-    logits = model.apply(variables, source, target)
-    swapped = model.apply(variables, source[:, ::-1].at[1].set(source[1]), target)
-    assert np.abs(logits[0] - swapped[0]).max() > 1e-3, "the order of the words has no influence"
-
-
-def test_layers_may_differ(batch):
-    feed_forward = FeedForward(24)
-    runs = tuple(
-        Run(Block(Attention(2, 8, alignment=kind), feed_forward), n)
-        for kind, n in ((DotProduct(), 1), (Random(max_length=ROOM), 3))
+    part = sj.Random(max_length=ROOM)
+    attention = sj.Attention(2, 8, alignment=sj.Mixture((part, part)))
+    block = sj.Block(attention, None)
+    encoder, decoder = (
+        sj.Stack((sj.Run(b, 2),), scan=True) for b in (block, block.copy(cross_mixer=attention))
     )
-    for scan in (False, True):
-        model = model_of("v", relative_bias=False).copy(encoder=Stack(runs, scan=scan))
-        variables = model.init(jax.random.key(0), *batch)
-        assert model.encoder.num_layers == 4
-        assert np.all(np.isfinite(model.apply(variables, *batch)))
-
-
-def test_float16_is_refused():
-    with pytest.raises(
-        ValueError, match="EncoderDecoder: dtype='float16'; it must be 'float32' or"
-    ):
-        model_of("v", dtype="float16")
-    with pytest.raises(ValueError, match="dtype='float16'"):
-        model_of("v").copy(dtype="float16")
+    model = EncoderDecoder(vocab_size=VOCAB, d_model=D, encoder=encoder, decoder=decoder)
+    params = jax.jit(model.init)(jax.random.key(0), *batch)["params"]
+    leaves = jax.tree.leaves_with_path(params)
+    tables = [x[:, 0, 0, 0] for path, x in leaves if path[-1].key == "table"]
+    assert len(np.unique(tables)) == 3 * 2 * 2  # encoder, decoder, cross × layers × parts
 
 
 def test_bfloat16_computes_in_bfloat16_with_float32_parameters(batch):
     model = model_of("rv", dtype="bfloat16")
-    variables = model.init(jax.random.key(0), *batch)
-    variables["params"]["logits_kernel"] *= 30.0
-    logits = model.apply(variables, *batch)
-    hidden = model.apply(variables, *batch, method=model.hidden)
-    kernel = variables["params"]["logits_kernel"].astype(hidden.dtype)
+    variables = general(model.init, *batch)
+    run = jax.jit(lambda v, h: (apply_method(model.logits, v, h), model.apply(v, *batch)))
+    hidden = jax.jit(lambda v: apply_method(model.hidden, v, *batch))(variables)
+    logits, whole = run(variables, hidden)
+    kernel = np.asarray(variables["params"]["logits_kernel"], jnp.bfloat16)
     assert hidden.dtype == jnp.bfloat16 and logits.dtype == jnp.float32
     np.testing.assert_allclose(logits, np.float64(hidden) @ np.float64(kernel), atol=1e-4)
-    assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
-    exact = model_of("rv").apply(variables, *batch)
-    assert np.abs(logits - exact).max() < 0.1 * np.abs(exact).max()
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_zoo_models_round_trip_as_json(name):
-    model = ZOO[name]()
-    assert from_json(json.loads(json.dumps(to_json(model)))) == model
-
-
-MESH_MILLIONS = {
-    "vanilla": 223,
-    "random": 254,
-    "factorized": 207,
-    "dense": 224,
-    "dense_plus": 243,
-    "dense_plus_alpha": 243,
-    "random_plus": 292,
-    "random_plus_alpha": 292,
-}
-"""Narang et al. 2021, table 2, and Tay et al. 2021, in whole millions."""
-
-
-@pytest.mark.parametrize("name", MESH_MILLIONS)
-def test_parameter_counts_of_the_synthesizer_papers_c4_models(name):
-    summary = summarize(ZOO[f"mesh_{name}_base"]())
-    assert round(summary.parameters / 1e6) == MESH_MILLIONS[name]
-    heads = 12 if name == "vanilla" else 8
-    assert summary.positions == 2 * 32 * heads  # one bias for each stack
-    assert summary.tables_per_layer == (8 * 512 * 512 if "random" in name else 0)
-    learned = summarize(ZOO[f"mesh_learned_{name}_base"]())
-    assert learned.positions == 512 * 768  # one table for both stacks
-    assert learned.parameters - learned.positions == summary.parameters - summary.positions
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("positions", ["", "learned_"])
-@pytest.mark.parametrize("name", MESH_MILLIONS)
-def test_mesh_models_see_the_order_of_tokens(name, positions, batch):
-    def narrow(stack):
-        (run,) = stack.runs
-        return stack.copy(runs=(Run(run.block.copy(feed_forward=FeedForward(24)), 1),))
-
-    model = ZOO[f"mesh_{positions}{name}_base"]()
-    stacks = {"encoder": narrow(model.encoder), "decoder": narrow(model.decoder)}
-    model = model.copy(vocab_size=VOCAB, d_model=16, **stacks)
-    source, target = batch
-    variables = model.init(jax.random.key(0), source, target)
-    logits = jax.jit(model.apply)
-    straight, reverse = (logits(variables, s, target) for s in (source, source[:, ::-1]))
-    assert np.abs(straight[0] - reverse[0]).max() > 1e-3
-    swapped = target.at[:, 1:3].set(target[:, 2:0:-1])
-    assert np.abs(straight[:, -1] - logits(variables, source, swapped)[:, -1]).max() > 1e-3
-
-
-def test_stacks_may_share_their_positions(batch):
-    """One table, added to both stacks' embeddings; decoding steps, packed rows and limits included."""
-    source, target = batch
-    own = model_of("v", relative_bias=False)
-    model = own.copy(positions=LearnedPositions(ROOM, Normal(1.0)))
-    variables = model.init(jax.random.key(0), source, target)
-    table = variables["params"]["positions"]["embedding"]
-    each = LearnedPositions(ROOM)
-    separate = own.copy(
-        encoder=own.encoder.copy(positions=each), decoder=own.decoder.copy(positions=each)
-    )
-    params = {k: v for k, v in variables["params"].items() if k != "positions"}
-    for name in ("encoder", "decoder"):
-        params[name] = params[name] | {"position_embedder": {"embedding": table}}
-    whole = apply_method(model.hidden, variables, source, target)
-    np.testing.assert_array_equal(
-        whole, apply_method(separate.hidden, {"params": params}, source, target)
-    )
-    cache = apply_method(model.init_cache, variables, source, max_length=ROOM)
-    steps = []
-    for at in range(3):
-        hidden, cache = apply_method(model.extend, variables, target[:, at : at + 1], cache)
-        steps.append(hidden)
-    np.testing.assert_allclose(jnp.concatenate(steps, 1), whole[:, :3], atol=1e-4)
-    with pytest.raises(ValueError, match=f"max_length={ROOM} but the caches have room for 13"):
-        apply_method(model.init_cache, variables, source, max_length=ROOM + 1)
-
-
-def test_counts_of_t5():
-    # T5 1.1 base and T5 base as in the published checkpoints (32,128 rows).
-    assert summarize(ZOO["t5_1_1_base"]()).parameters == 247_577_856
-    assert summarize(ZOO["t5_base"]()).parameters == 222_903_552
-    assert summarize(ZOO["mesh_vanilla_base"]()).parameters == 222_903_552
+    shapes = jax.eval_shape(model.init, jax.random.key(0), *batch)
+    assert {x.dtype for x in jax.tree.leaves(shapes)} == {jnp.dtype("float32")}
+    exact = jax.jit(model.copy(dtype="float32").apply)(variables, *batch)
+    close(whole, exact, 0.1)
 
 
 def test_summary_by_hand():
@@ -324,29 +133,39 @@ def test_summary_by_hand():
     summary = summarize(model, inputs_length=k, targets_length=q)
     assert summary.flops_per_token == round((encoder + decoder) / (k + q))
     assert summary.cache_bytes_per_token == 2 * d * 4
-    scanned = t5(Size(8, 1, 16, 2, 4), vocab_size=10, relative_bias=False, scan=True)
-    assert summarize(scanned, inputs_length=k, targets_length=q) == summary
-    table = Random(max_length=16)
-    halved = t5(Size(8, 1, 16, 2, 4), vocab_size=10, encoder=table, relative_bias=False)
-    assert summarize(halved, inputs_length=k, targets_length=q).cache_bytes_per_token == d * 4
 
 
 def test_errors_are_one_sentence(batch):
-    model = model_of("v")
-    with pytest.raises(ValueError, match="remat='some'"):
-        model.copy(encoder=model.encoder.copy(remat="some")).init(jax.random.key(0), *batch)
-    with pytest.raises(ValueError, match="activation 'swish'; allowed: relu, gelu"):
-        FeedForward(4, activations=("swish",)).init(jax.random.key(0), jnp.ones((1, 2, 3)))
+    model, init = model_of(), lambda m: jax.eval_shape(m.init, jax.random.key(0), *batch)
+    stack = model.encoder
+    blocks = [sj.Block(sj.Attention(h, 8), sj.FeedForward(4)) for h in (2, 3)]
+    swish = sj.Run(sj.Block(sj.Attention(2, 8), sj.FeedForward(4, activations=("swish",))), 1)
+    for wrong, message in (
+        (model.copy(dtype="float16"), "dtype is 'float16'; allowed: 'float32', 'bfloat16'"),
+        (model.copy(encoder=stack.copy(remat="some")), "Stack.remat is 'some'; allowed: 'full'"),
+        (model.copy(encoder=sj.Stack((swish,))), "feed_forward.activations is .*allowed: .*'relu'"),
+        (
+            model.copy(encoder=sj.Stack((sj.Run(sj.Block(sj.FeedForward(4), None), 1),))),
+            "expected Mixer",
+        ),
+        (
+            model.copy(encoder=stack.copy(runs=tuple(sj.Run(b, 1) for b in blocks))),
+            "same number of heads",
+        ),
+        (model.copy(decoder=sj.UniversalStack((sj.Run(blocks[0], 2),), scan=True)), "scan=False"),
+        (model.copy(encoder=model.decoder), "needs the encoder's output as memory"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            init(wrong)
     with pytest.raises(ValueError, match="unknown variant 'x'"):
         alignment("x", head_dim=8)
-    with pytest.raises(ValueError, match="same number of heads"):
-        blocks = [Block(Attention(h, 8), FeedForward(4)) for h in (2, 3)]
-        stack = Stack(tuple(Run(b, 1) for b in blocks), bias=RelativeBias())
-        stack.init(jax.random.key(0), jnp.ones((1, 4, 8)))
+    with pytest.raises(ValueError, match="pooling is 'max'; allowed: 'mean', 'first'"):
+        reader = sj.Encoder(vocab_size=VOCAB, d_model=D, encoder=stack, pooling="max")
+        jax.eval_shape(reader.init, jax.random.key(0), batch[0])
 
 
 def test_a_gated_layer_keeps_three_hidden_arrays_for_its_gradient():
-    layer, x = FeedForward(24), jnp.ones((2, 3, 8))
+    layer, x = sj.FeedForward(24), jnp.ones((2, 3, 8))
     params = layer.init(jax.random.key(0), x)
     _, back = jax.vjp(layer.apply, params, x)
     kept = [a for a in jax.tree.leaves(back) if a.shape[:1] in ((2,), (6,)) and a.shape[-1] == 24]
@@ -355,7 +174,7 @@ def test_a_gated_layer_keeps_three_hidden_arrays_for_its_gradient():
 
 def test_layers_that_keep_their_products_make_none_twice():
     def work(remat):
-        model = t5(Size(16, 2, 24, 2, 8), vocab_size=32, remat=remat)
+        model = t5(Size(16, 1, 24, 2, 8), vocab_size=32, remat=remat)
         x = jnp.ones((2, 144), int)  # long enough for the fused route
         params = jax.eval_shape(model.init, jax.random.key(0), x, x)
         return flops(jax.make_jaxpr(jax.grad(lambda p: model.apply(p, x, x).sum()))(params).jaxpr)
@@ -381,3 +200,145 @@ def test_tpus_run_kernels_in_all_three_attentions(remat):
     # Forward, and one kernel for the gradients of a table of pairs this small.
     assert kernel_runs(program) == 3 * (again + 1)
     assert "stablehlo.while" not in program
+
+
+def language_model(kind=None, **options):
+    block = sj.Block(sj.Attention(2, 8, alignment=kind or sj.DotProduct()), sj.FeedForward(16))
+    stack = sj.Stack((sj.Run(block, 1),), bias=sj.RelativeBias())
+    return sj.LanguageModel(vocab_size=VOCAB, d_model=D, decoder=stack, **options)
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_language_model_rows_are_inputs_then_targets(prefix, batch):
+    """Only a prefix lets inputs see later inputs; padding and no inputs are the same."""
+    source, target = batch
+    model = language_model(prefix=prefix)
+    variables = general(model.init, *batch)
+
+    @jax.jit
+    def run(variables):
+        apply = lambda *tokens: model.apply(variables, *tokens)
+        text = jnp.concatenate([source[:1], target[:1]], 1)
+        of_inputs = lambda m, s: m.decoder(m.embed(s), mask=m._mask((s != 0).sum(-1)))
+        inputs = (source, source.at[0, 10].set(5))
+        states = [model.apply(variables, s, method=of_inputs) for s in inputs]
+        nothing, padding = (apply(jnp.zeros((3, n), int), target) for n in (0, 4))
+        return (
+            (apply(*batch)[1], apply(source[1:2, :7], target[1:2])[0]),
+            (apply(*batch)[0], apply(jnp.zeros((1, 0), int), text)[0, 11:]),
+            (nothing, padding),
+            [x[0, 0] for x in states],
+        )
+
+    alone, joined, empty, states = run(variables)
+    close(*alone)
+    close(*empty)
+    assert np.any(states[0] != states[1]) == prefix
+    if not prefix:
+        close(*joined)
+    with pytest.raises(ValueError, match=r"data\.pack=false"):
+        segments = tuple(jnp.ones_like(x) for x in batch)
+        jax.eval_shape(lambda: model.apply(variables, *batch, segments=segments))
+
+
+def test_packed_targets_equal_separate_rows():
+    """Rows without inputs hold several texts, which do not see one another."""
+    model = language_model(sj.Mixture((sj.Random(max_length=14), sj.DotProduct())))
+    nothing, lengths = jnp.zeros((1, 0), jnp.int32), (5, 3, 4)
+    texts = [np.random.default_rng(n).integers(2, VOCAB, (1, n)) for n in lengths]
+    variables = general(model.init, nothing, texts[0])
+    row = jnp.asarray(np.concatenate([*texts, [[0, 0]]], axis=1))
+    segments = jnp.asarray(np.repeat([1, 2, 3, 0], [*lengths, 2])[None])
+    positions = jnp.asarray(np.concatenate([*map(np.arange, lengths), [0, 0]])[None])
+
+    @jax.jit
+    def run(variables):
+        apply = functools.partial(model.apply, variables, nothing)
+        options = {"segments": (nothing, segments), "positions": (nothing, positions)}
+        packed = [apply(row, max_segments=n, **options)[:, :12] for n in (None, 3)]
+        return packed, [apply(text) for text in texts]
+
+    packed, alone = run(variables)
+    for found in packed:
+        close(found, np.concatenate(alone, axis=1))
+
+
+def test_encoders_pool_real_tokens_and_read_their_types(batch):
+    stack = sj.Stack((sj.Run(sj.Block(sj.Attention(2, 8), None), 1),), bias=sj.RelativeBias())
+    model = sj.Encoder(vocab_size=VOCAB, d_model=D, encoder=stack, outputs=3, token_types=2)
+    source = batch[0]
+    left = jnp.stack([jnp.roll(row, (row == 0).sum()) for row in source])
+    variables = general(model.init, source)
+
+    @jax.jit
+    def run(variables):
+        apply = lambda m, x: m.apply(variables, x, token_types=(x > 9).astype(int))
+        return apply(model, source), apply(model, left), apply(model.copy(dtype="bfloat16"), source)
+
+    right, moved, narrow = run(variables)
+    close(right.pooled[1], np.asarray(right.hidden)[1, :7].mean(0))
+    close(moved.outputs, right.outputs)
+    assert narrow.pooled.dtype == jnp.bfloat16 and narrow.outputs.dtype == jnp.float32
+    assert np.any(narrow.outputs != narrow.outputs.astype(jnp.bfloat16))  # a head in float32
+
+
+def act(states, probabilities, threshold):
+    """Adaptive computation time of one position (Graves 2016): its output, and n + remainder.
+
+    The average of the states starts from zeros, as in Tensor2Tensor and Mesh-TensorFlow.
+    """
+    total, average, steps, remainder = 0.0, 0.0, 0, 0.0
+    for p, state in zip(probabilities, states, strict=True):
+        if total >= 1:
+            break
+        stops = total + p > threshold
+        weight = 1 - total if stops else p
+        remainder = weight if stops else 0.0
+        total = 1.0 if stops else total + p
+        average = state * weight + average * (1 - weight)
+        steps += 1
+    return average, steps + remainder, steps
+
+
+def test_universal_transformer_halts_position_by_position():
+    """Against adaptive computation time written for one position, states from the loop itself.
+
+    Its cost is a mean over rows of means over real positions, or those that it is told to count.
+    """
+    block, places = sj.Block(sj.Attention(2, 8), sj.FeedForward(16)), jnp.arange(5)[None]
+    stack = sj.UniversalStack((sj.Run(block, 4),), halting_threshold=0.6, norm=None)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, D)), jnp.float32)
+    params, lengths = general(stack.init, x)["params"], np.array([2, 5])
+    params["halting"]["bias"] = -np.ones(1, np.float32)  # not all at the same step
+
+    @jax.jit
+    def run(params):
+        apply = lambda **o: stack.apply({"params": params}, x, mutable=[LOSSES], **o)
+        causal, counted = sj.Mask(causal=True), places < lengths[:, None]
+        y, _ = apply(mask=causal)
+        costs = [
+            apply(mask=mask, **options)[1][LOSSES]["ponder"][0]
+            for mask, options in (
+                (sj.Mask(causal=True, key_lengths=jnp.asarray(lengths)), {}),
+                (causal, {"counted": counted}),
+            )
+        ]
+        sines, states, probabilities, h = SinusoidalPositions(), [], [], x
+        for step in range(4):
+            h = h + sines.apply({}, places, D) + sines.apply({}, jnp.full((1, 1), step), D)
+            gate = h @ params["halting"]["kernel"] + params["halting"]["bias"]
+            probabilities.append(jax.nn.sigmoid(gate)[..., 0])
+            h, _ = block.apply({"params": params["shared"]}, h, causal)
+            states.append(h)
+        return y, costs, states, probabilities
+
+    y, costs, states, probabilities = jax.tree.map(np.asarray, run(params))
+    pondered, steps = np.zeros((2, 5)), set()
+    for b, i in np.ndindex(2, 5):
+        own = [s[b, i] for s in states], [p[b, i] for p in probabilities]
+        expected, pondered[b, i], taken = act(*own, 0.6)
+        np.testing.assert_allclose(y[b, i], expected, atol=1e-4)
+        steps.add(taken)
+    assert len(steps) > 1, "all positions halt at the same step"
+    mean = np.mean([row[:n].mean() for row, n in zip(pondered, lengths, strict=True)])
+    np.testing.assert_allclose(costs, 0.01 * mean, rtol=1e-4)

@@ -92,7 +92,7 @@ WRONG = [
     (PLAIN, "evaluation.patience=2", r"evaluation\.every is 0; set evaluation\.every"),
     (PLAIN, "data.inputs_length=0", "data.inputs_length is 0, and the encoder of an EncoderDecod"),
     (PLAIN, "mesh.tensor=0", "mesh.tensor is 0; allowed: -1 or 1 to"),
-    (PLAIN, "model.dtype=float17", "dtype='float17'; it must be 'float32' or 'bfloat16'"),
+    (PLAIN, "model.dtype=float17", "allowed: 'float32', 'bfloat16'"),
     (PLAIN, "model.encoder.runs.0.repeats=257", r"runs.0.repeats is 257; allowed: 1 to 256"),
     (CLASSIFIER, "model.outputs=4", "model.outputs is 4 and data.classes has 3 label words"),
     (CLASSIFIER, "model.outputs=none", "model.outputs=None and model.masked_lm=False; set one"),
