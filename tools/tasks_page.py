@@ -11,44 +11,40 @@ from collections.abc import Iterator, Sequence
 
 from synthesizer_jax.data.objectives import OBJECTIVES
 from synthesizer_jax.files import write_atomic
-from synthesizer_jax.tasks import catalog
-from synthesizer_jax.tasks.definitions import GLUE, SUPER_GLUE, Task
-from synthesizer_jax.tasks.formats import TextFormat
-from synthesizer_jax.tasks.importers.known import find_importer
+from synthesizer_jax.tasks import definitions
+from synthesizer_jax.tasks.importers.layouts import find_importer
 from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate, Rates
+from synthesizer_jax.tasks.task import Task
 from tools import t5_names
 
 SECTIONS: tuple[tuple[str, Sequence[Task]], ...] = (
-    ("GLUE", GLUE),
-    ("SuperGLUE", SUPER_GLUE),
-    ("Translation", catalog.TRANSLATION),
-    ("Summarization", catalog.SUMMARIZATION),
-    ("Question answering", catalog.QUESTION_ANSWERING),
-    ("Language modeling", catalog.LANGUAGE_MODELING),
-    ("Pre-training", catalog.PRE_TRAINING),
-    ("Dialogue", catalog.DIALOGUE),
-    ("Classification of texts", catalog.TEXT_CLASSIFICATION),
+    ("GLUE", definitions.GLUE),
+    ("SuperGLUE", definitions.SUPER_GLUE),
+    ("Translation", definitions.TRANSLATION),
+    ("Summarization", definitions.SUMMARIZATION),
+    ("Question answering", definitions.QUESTION_ANSWERING),
+    ("Language modeling", definitions.LANGUAGE_MODELING),
+    ("Pre-training", definitions.PRE_TRAINING),
+    ("Dialogue", definitions.DIALOGUE),
+    ("Classification of texts", definitions.TEXT_CLASSIFICATION),
 )
 
-PRONOUN = "`wsc: … *pronoun* …` → what the pronoun refers to"
 FORMATS = {
-    "Similarity": "`{prefix} {fields}` → the score, rounded to a fifth",
-    "MultiRC": "`multirc question: … answer: … paragraph: …` → {labels}",
-    "ReCoRD": "`record query: … entities: … passage: …` → an entity; a row per answer",
-    "WSC": PRONOUN,
-    "WNLI": PRONOUN,
-    "PronounResolution": PRONOUN,
-    "Classification": "`{prefix} {fields}` → {labels}",
-    "Translation": "`{prefix} …`",
-    "Summarization": "`summarize: …` → the summary",
-    "LanguageModeling": "no inputs → the text",
-    "Dialogue": "`dialogue history: … \\| … persona: …` → the reply",
-    "SQuAD": "`question: … context: …` → the first answer; all count",
-    "FirstAnswerSQuAD": "`question: … context: …` → the first answer, which alone counts",
-    "SpanSQuAD": "`question: … context: …` → `start: 3 end: 6`, positions of words",
-    "TriviaQA": "`question: … context: …` → an answer; a row per context and alias in it",
+    "similarity": "`{prefix} {fields}` → the score, rounded to a fifth",
+    "multirc": "`multirc question: … answer: … paragraph: …` → {labels}",
+    "record": "`record query: … entities: … passage: …` → an entity; a row per answer",
+    **dict.fromkeys(("wsc", "wnli", "dpr"), "`wsc: … *pronoun* …` → what the pronoun refers to"),
+    "classification": "`{prefix} {fields}` → {labels}",
+    "text_to_text": "`{prefix} …`",
+    "summarize": "`summarize: …` → the summary",
+    "language_modeling": "no inputs → the text",
+    "dialogue": "`dialogue history: … \\| … persona: …` → the reply",
+    "all_answers": "`question: … context: …` → the first answer; all count",
+    "only_answer": "`question: … context: …` → the first answer, which alone counts",
+    "span": "`question: … context: …` → `start: 3 end: 6`, positions of words",
+    "trivia_qa": "`question: … context: …` → an answer; a row per context and alias in it",
 }
-"""How rows are written, by the class of the format."""
+"""How rows are written, by the name of the preprocessor, of SQuAD by that of the postprocessor."""
 
 INTRODUCTION = """# Tasks and mixtures
 
@@ -131,29 +127,36 @@ def _task_table(tasks: Sequence[Task]) -> Iterator[str]:
 def _task_cells(task: Task) -> dict[str, str]:
     """Returns the cells of a task by the headers of their columns."""
     known = find_importer(task.dataset)
-    importer = known.importer if known else "TFDS"
+    importer = known[0] if known else "TFDS"
     names = [name for name, objective in OBJECTIVES.items() if objective == task.objective]
     splits = ", ".join(task.splits)
     return {
         "task": f"`{task.name}`",
         "data set": f"`{task.dataset}`",
-        "format": f"objective `{names[0]}`" if names else _format(task.format),
+        "format": f"objective `{names[0]}`" if names else _format(task),
         "metrics": ", ".join(metric.__name__ for metric in task.metrics),
         "splits": "" if splits == "train, validation, test" else splits,
         "import": "" if importer == task.dataset.split("/")[0] else importer,
     }
 
 
-def _format(text_format: TextFormat) -> str:
+def _format(task: Task) -> str:
     """Returns a format in one line."""
-    if not getattr(text_format, "context", True):
+    function = getattr(task.preprocess, "func", task.preprocess)
+    options = getattr(task.preprocess, "keywords", {})
+    name = function.__name__
+    if not options.get("context", True):
         return "`squad trivia question: …` → the first answer; all count"
+    if options.get("prefix") == "summarize:":
+        name = "summarize"
+    elif name == "squad" and task.postprocess_fn is not None:
+        name = task.postprocess_fn.__name__
     values = {
-        "prefix": getattr(text_format, "prefix", ""),
-        "fields": " ".join(f"{name}: …" for name in getattr(text_format, "features", ())),
-        "labels": ", ".join(text_format.labels),
+        "prefix": options.get("prefix", ""),
+        "fields": " ".join(f"{name}: …" for name in options.get("features", ())),
+        "labels": ", ".join(task.label_words or ()),
     }
-    return FORMATS[type(text_format).__name__].format(**values)
+    return FORMATS[name].format(**values)
 
 
 def _mixture_table() -> Iterator[str]:

@@ -154,10 +154,10 @@ def _import_benchmark(
 ) -> list[str]:
     """Imports a benchmark's files and returns the lines of the report."""
     from synthesizer_jax.messages import did_you_mean
-    from synthesizer_jax.tasks.importers import IMPORTERS
+    from synthesizer_jax.tasks.importers import CORPORA, import_corpus
 
-    if name not in IMPORTERS:
-        known = (MINE, *IMPORTERS)
+    if name not in CORPORA:
+        known = (MINE, *CORPORA)
         raise ValueError(
             f"{name!r} cannot be imported{did_you_mean(name, known)}; choose one of "
             f"{', '.join(known)}"
@@ -165,4 +165,4 @@ def _import_benchmark(
     if len(source) > 1:
         raise ValueError(f"{name} is imported from one directory; give one --from")
     load_data_libraries()
-    return list(IMPORTERS[name](name, storage_path(source[0]), data_dir, renew=renew).lines())
+    return list(import_corpus(name, storage_path(source[0]), data_dir, renew=renew).lines())

@@ -144,8 +144,14 @@ def _group_by_passage(
 def _format_label(examples: EvaluationSet, index: int, prediction: str, *, file: str) -> int | str:
     """Returns a prediction in the format of a file: a label word, an integer, a number or a text."""
     value, task = examples.predicted_value(index, prediction), examples.task
-    label = task.format.submission_label(value)
-    if isinstance(label, str) or file not in WORDS:
+    if isinstance(value, str):  # ReCoRD's
+        return value
+    if file == "STS-B":
+        return f"{min(max(value, 0.0), 5.0):.3f}"
+    if file == "WSC":
+        return str(value > 0)
+    label = max(int(value), 0)
+    if file not in WORDS:
         return label
-    word = task.format.labels[label]
+    word = (task.label_words or ())[label]
     return word.lower() if file in LOWER else word

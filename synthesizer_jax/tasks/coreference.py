@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import tensorflow as tf
+from etils import epy
 
 from synthesizer_jax.tasks.preprocessors import Row
+
+with epy.lazy_imports():
+    import tensorflow as tf
 
 _PONY = (
     "The boy continued to whip the pony , and eventually the pony threw him over. John laughed out "
@@ -46,21 +49,15 @@ def wsc(dataset: tf.data.Dataset, *, positive_only: bool) -> tf.data.Dataset:
             "idx": row["idx"],
         }
 
-    return dataset.map(convert, num_parallel_calls=1)
+    return dataset.map(convert)
 
 
 def _mark_pronoun(row: Row) -> tf.Tensor:
     """Returns the text with the word at the pronoun's index written as ``*pronoun*``."""
     text, pronoun, index = row["text"], row["span2_text"], row["span2_index"]
     words = tf.strings.split(text, " ")
-    mark = functools.partial(_mark_word, words, pronoun, index)
-    for sentence, marked_sentence in SPECIAL.items():
-        mark = functools.partial(_choose, tf.equal(text, sentence), marked_sentence, mark)
-    return mark()
-
-
-def _choose(condition: tf.Tensor, constant: str, otherwise: Callable[[], tf.Tensor]) -> tf.Tensor:
-    return tf.cond(condition, lambda: tf.constant(constant), otherwise)
+    special = [(tf.equal(text, s), functools.partial(tf.constant, m)) for s, m in SPECIAL.items()]
+    return tf.case(special, lambda: _mark_word(words, pronoun, index))
 
 
 def _mark_word(words: tf.Tensor, pronoun: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
@@ -93,7 +90,7 @@ def dpr(dataset: tf.data.Dataset) -> tf.data.Dataset:
             "targets": row["candidates"][tf.cast(row["label"], tf.int32)],
         }
 
-    return dataset.map(convert, num_parallel_calls=1)
+    return dataset.map(convert)
 
 
 # WNLI as coreference resolution, for evaluation only. ---------------------------------------------
@@ -122,7 +119,7 @@ def wnli(dataset: tf.data.Dataset) -> tf.data.Dataset:
             "idx": row["idx"],
         }
 
-    return dataset.map(convert, num_parallel_calls=1)
+    return dataset.map(convert)
 
 
 def _wnli_bytes(premise: bytes, hypothesis: bytes) -> tuple[bytes, bytes]:

@@ -12,7 +12,7 @@ from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.tasks import synthetic, task_registry
-from synthesizer_jax.tasks.importers.known import find_importer
+from synthesizer_jax.tasks.importers.layouts import find_importer
 
 MNLI = "glue_mnli_v002"
 
@@ -122,7 +122,7 @@ def import_remedy(names: Sequence[str], data_dir: pathlib.Path) -> str:
     if registered := [name for name in names if name not in task_registry.TASKS]:
         return f"give the source of {registered[0]}, a task of SeqIO's registry, that split"
     found = [find_importer(task_registry.find_task(name).dataset) for name in names]
-    importers = list(dict.fromkeys(known.importer for known in found if known is not None))
+    importers = list(dict.fromkeys(known[0] for known in found if known is not None))
     if not importers:
         return "write their TFDS data sets to it, or name another --data-dir"
     others = f" (also {', '.join(importers[1:])})" if importers[1:] else ""

@@ -13,20 +13,20 @@ import itertools
 import pathlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from etils import epy
 
 from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
 from synthesizer_jax.files import size_of, storage_path
 from synthesizer_jax.tasks import stored
-from synthesizer_jax.tasks.formats import Written
 from synthesizer_jax.tasks.metrics import Value
 from synthesizer_jax.tasks.postprocessors import Example
 from synthesizer_jax.tasks.task import Answers, Task
 
-if TYPE_CHECKING:
+with epy.lazy_imports():
     import seqio
 
 LABEL_WORDS: dict[str, tuple[str, ...]] = {}
@@ -40,15 +40,11 @@ class RegisteredTask(Task):
     @property
     def original(self) -> seqio.Task:
         """The registered task, with its own vocabulary."""
-        import seqio
-
         return seqio.TaskRegistry.get(self.name)
 
     @property
     def scores_targets(self) -> bool:
         """Whether one of its metrics takes scores."""
-        import seqio
-
         kinds = {metric.model_output_type for metric in self.original.metric_objs}
         return seqio.metrics.ModelOutputType.SCORE in kinds
 
@@ -59,12 +55,10 @@ class RegisteredTask(Task):
 
     def stored_splits(self, data_dir: pathlib.Path) -> dict[str, int | None]:
         """Returns the splits of its source; a TFDS data set that is not on this machine has none."""
-        import seqio
-
         source = self.original.source
         if not isinstance(source, seqio.TfdsDataSource):
             return {split: source.num_input_examples(split) for split in source.splits}
-        directory = _prepared_directory(source, data_dir)
+        directory = _stored_directory(source, data_dir)
         if directory is None:
             return {}
         found = stored.stored_splits(directory)
@@ -73,11 +67,9 @@ class RegisteredTask(Task):
 
     def source_version(self, split: str, data_dir: pathlib.Path) -> str | None:
         """Returns what changes when the rows of a split are written again; None: nothing tells."""
-        import seqio
-
         source = self.original.source
         if isinstance(source, seqio.TfdsDataSource):
-            directory = _prepared_directory(source, data_dir)
+            directory = _stored_directory(source, data_dir)
             part = _declared_splits(source).get(split, split)
             if directory is None:
                 return None
@@ -90,12 +82,10 @@ class RegisteredTask(Task):
 
     def to_seqio(self, vocabulary: Vocabulary, data_dir: pathlib.Path) -> seqio.Task:
         """Returns the task with another vocabulary; its TFDS data set is looked up in `data_dir`."""
-        import seqio
-
         task = self.original
         source = task.source
         if isinstance(source, seqio.TfdsDataSource):
-            directory = _prepared_directory(source, data_dir)
+            directory = _stored_directory(source, data_dir)
             if directory is not None:
                 stored.check_dataset(directory)
             if not source.tfds_dataset.tfds_splits and source.tfds_dataset.data_dir is None:
@@ -145,23 +135,24 @@ class RegisteredTask(Task):
 
 def find_registered(name: str) -> RegisteredTask:
     """Returns the task of that name in SeqIO's registry."""
-    import seqio
-
     task = seqio.TaskRegistry.get(name)
     source, dataset = task.source, type(task.source).__name__
     if isinstance(source, seqio.TfdsDataSource):
         dataset = source.tfds_dataset.name or dataset
-    words = LABEL_WORDS.get(name, ())
-    text_format = Written(words, has_inputs="inputs" in task.output_features)
-    return RegisteredTask(name, dataset, text_format, metrics=(), splits=())
+    return RegisteredTask(
+        name,
+        dataset,
+        metrics=(),
+        splits=(),
+        label_words=LABEL_WORDS.get(name),
+        has_inputs="inputs" in task.output_features,
+    )
 
 
 def task_names() -> list[str]:
     """Returns the names in SeqIO's registry of tasks; none where no imported code uses SeqIO."""
     if "seqio" not in sys.modules:
         return []
-    import seqio
-
     return sorted(seqio.TaskRegistry.names())
 
 
@@ -169,15 +160,11 @@ def mixture_names() -> list[str]:
     """Returns the names in SeqIO's registry of mixtures; none where no imported code uses SeqIO."""
     if "seqio" not in sys.modules:
         return []
-    import seqio
-
     return sorted(seqio.MixtureRegistry.names())
 
 
 def member_names(name: str) -> list[str]:
     """Returns the names of the tasks of a mixture, those of its sub-mixtures included."""
-    import seqio
-
     return [task.name for task in seqio.MixtureRegistry.get(name).tasks]
 
 
@@ -204,8 +191,6 @@ def _adapt_mixture(
     name: str, tasks: frozenset[str], data_dir: pathlib.Path
 ) -> seqio.Mixture | None:
     """Returns the mixture of some of its tasks; None if it has none of them."""
-    import seqio
-
     vocabulary = Bytes().build()
     members: list[tuple[seqio.Task | seqio.Mixture, Any]] = []
     for member, rate in seqio.MixtureRegistry.get(name).rate_per_task_name.items():
@@ -224,8 +209,6 @@ def _features(task: seqio.Task, vocabulary: Vocabulary) -> dict[str, seqio.Featu
     Raises:
       ValueError: they are not sequences of tokens.
     """
-    import seqio
-
     features = dict(task.output_features)
     for name in SIDES:
         feature = features.get(name)
@@ -244,18 +227,17 @@ def _features(task: seqio.Task, vocabulary: Vocabulary) -> dict[str, seqio.Featu
     return features
 
 
-def _prepared_directory(
-    source: seqio.TfdsDataSource, data_dir: pathlib.Path
-) -> pathlib.Path | None:
+def _stored_directory(source: seqio.TfdsDataSource, data_dir: pathlib.Path) -> pathlib.Path | None:
     """Returns the directory of a source's data set; None if it is not on this machine."""
     loader = source.tfds_dataset
     if loader.tfds_splits or loader.name is None:
         return None
     dataset, _, version = loader.name.partition(":")
-    versions = stored.prepared_versions(dataset, storage_path(str(loader.data_dir or data_dir)))
-    if version:
-        return versions.get(version)
-    return list(versions.values())[-1] if versions else None
+    place = storage_path(str(loader.data_dir or data_dir))
+    if not version:
+        return stored.newest_version(dataset, place)
+    directory = place / dataset / version
+    return directory if (directory / stored.INFO).is_file() else None
 
 
 def _declared_splits(source: seqio.TfdsDataSource) -> dict[str, str]:
@@ -273,8 +255,6 @@ def _base(split: str) -> str:
 
 def _outputs_for(kind: seqio.metrics.ModelOutputType, answers: Answers, task: str) -> Any:
     """Returns a model's outputs in the form that SeqIO passes to metrics of a kind."""
-    import seqio
-
     kinds = seqio.metrics.ModelOutputType
     if kind == kinds.SCORE:
         return np.asarray(answers.target_scores)
@@ -297,8 +277,6 @@ def _compute_metric(
     metric: Any, examples: Sequence[Example], outputs: Any, features: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Returns a metric's values by the protocol of SeqIO's `Evaluator`."""
-    import seqio
-
     instance = metric.from_model_output(examples, outputs, features)
     if isinstance(instance, seqio.metrics.CollectingMetric):
         values, _ = instance.actual_compute(examples, features)
@@ -308,8 +286,6 @@ def _compute_metric(
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numbers among metric values; texts, images and histograms are left out."""
-    import seqio
-
     found = {}
     for name, value in values.items():
         if isinstance(value, seqio.metrics.Scalar):

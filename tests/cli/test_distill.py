@@ -9,8 +9,7 @@ from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.cli.recipes import load_recipe
 from synthesizer_jax.distillation.distill import FINE_TUNED, Distillation, distill
 from synthesizer_jax.registry import replace
-from synthesizer_jax.tasks.importers import corpora, import_corpus
-from synthesizer_jax.tasks.importers.corpus_layouts import CORPORA
+from synthesizer_jax.tasks.importers import CORPORA, corpora, import_corpus
 from synthesizer_jax.tasks.metrics import bleu
 from tests.cli.commands import call
 from tests.data.small import multi30k

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from synthesizer_jax.tasks.definitions import GLUE, SENTINEL, SUPER_GLUE
-from synthesizer_jax.tasks.formats import WNLI, WSC, PronounResolution, ReCoRD, Similarity
-from synthesizer_jax.tasks.importers import import_benchmark
+from synthesizer_jax.tasks import postprocessors
+from synthesizer_jax.tasks.importers import import_corpus
 from synthesizer_jax.tasks.postprocessors import is_labeled
 from tests.tasks.loading import load
 
@@ -19,21 +19,17 @@ def row(targets: str, **rest) -> dict:
 def test_rows_without_a_label_are_told_apart(task):
     groups = {f"idx/{n}": 0 for n in ("paragraph", "question", "passage", "query")}
     hidden = {
-        Similarity: row("-1.0", label=-1.0),
-        ReCoRD: row("<unk>", answers=[], **groups),
-        WSC: row("Ann", label=-1),
-        WNLI: row("Ann", label=-1),
-        PronounResolution: None,  # every row has an answer
-    }.get(type(task.format), row("<unk>", **groups))
+        postprocessors.number: row("-1.0", label=-1.0),
+        postprocessors.record: row("<unk>", answers=[], **groups),
+        postprocessors.referent: row("Ann", label=-1),
+    }.get(task.postprocess_fn, row("<unk>", **groups))
     labeled = {
-        Similarity: row("0.0", label=0.0),
-        ReCoRD: row("Ann", answers=[b"Ann"], **groups),
-        WSC: row("Ann", label=0),
-        WNLI: row("Ann", label=0),
-        PronounResolution: row("Ann"),
-    }.get(type(task.format), row((task.label_words or ("",))[0], **groups))
+        postprocessors.number: row("0.0", label=0.0),
+        postprocessors.record: row("Ann", answers=[b"Ann"], **groups),
+        postprocessors.referent: row("Ann", label=0),
+    }.get(task.postprocess_fn, row((task.label_words or ("Ann",))[0], **groups))
     assert is_labeled(labeled)
-    assert hidden is None or not is_labeled(hidden)
+    assert not is_labeled(hidden)  # DPR has none
 
 
 def test_imported_test_splits_are_told_apart_too(tmp_path):
@@ -56,7 +52,7 @@ def test_imported_test_splits_are_told_apart_too(tmp_path):
         line = content if isinstance(content, str) else json.dumps(content | {"idx": 0})
         (source / name).write_text(line + "\n")
     for benchmark in ("glue", "super_glue"):
-        import_benchmark(benchmark, source, data)
+        import_corpus(benchmark, source, data)
     found = [task.name for task in (*GLUE, *SUPER_GLUE) if "test" in task.stored_splits(data)]
     assert len(found) == 7  # WNLI twice
     for name in found:

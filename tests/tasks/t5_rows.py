@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from synthesizer_jax.tasks.importers import import_benchmark
+from synthesizer_jax.tasks.importers import import_corpus
 
 TEXTS = (
     "Ann's dog isn't here . It barks, though!",
@@ -106,7 +106,7 @@ def import_samples(real_data: pathlib.Path, place: pathlib.Path) -> pathlib.Path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(b"".join(_first_lines(path)))
     for benchmark in ("glue", "super_glue"):
-        import_benchmark(benchmark, place, place / "data")
+        import_corpus(benchmark, place, place / "data")
     return place / "data"
 
 
