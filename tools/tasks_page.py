@@ -21,8 +21,10 @@ SECTIONS: tuple[tuple[str, Sequence[Task]], ...] = (
     ("GLUE", definitions.GLUE),
     ("SuperGLUE", definitions.SUPER_GLUE),
     ("Translation", definitions.TRANSLATION),
-    ("Summarization", definitions.SUMMARIZATION),
-    ("Question answering", definitions.QUESTION_ANSWERING),
+    (
+        "Summarization and question answering",
+        (*definitions.SUMMARIZATION, *definitions.QUESTION_ANSWERING),
+    ),
     ("Language modeling", definitions.LANGUAGE_MODELING),
     ("Pre-training", definitions.PRE_TRAINING),
     ("Dialogue", definitions.DIALOGUE),

@@ -61,18 +61,14 @@ def _mark_pronoun(row: Row) -> tf.Tensor:
 
 
 def _mark_word(words: tf.Tensor, pronoun: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
-    checks = [
-        tf.debugging.assert_greater(index, 0, "WSC: the pronoun is the first word"),
-        tf.debugging.assert_less(index, tf.size(words), "WSC: the pronoun lies beyond the text"),
-    ]
-    with tf.control_dependencies(checks):
-        word = words[index]
-    with tf.control_dependencies(
-        [tf.debugging.assert_equal(word, pronoun, "WSC: the word at span2_index is another")]
-    ):
-        prefix = tf.strings.reduce_join(words[:index], separator=" ")
-    suffix = tf.strings.reduce_join(words[index + 1 :], separator=" ")
-    return tf.strings.join([prefix, tf.strings.join(["*", pronoun, "*"]), suffix], separator=" ")
+    word = tf.strings.reduce_join(words[index : index + 1])
+    check = tf.debugging.assert_equal(word, pronoun, "WSC: the word at span2_index is another")
+    with tf.control_dependencies([check]):
+        marked = tf.strings.join(["*", pronoun, "*"])
+    before, after = (
+        tf.strings.reduce_join(part, separator=" ") for part in (words[:index], words[index + 1 :])
+    )
+    return tf.strings.join([before, marked, after], separator=" ")
 
 
 def dpr(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -95,8 +91,8 @@ def dpr(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 # WNLI as coreference resolution, for evaluation only. ---------------------------------------------
 
-PRONOUNS = frozenset(["he", "she", "they", "it", "her", "his", "their", "them", "him"])
-_PUNCTUATION = r"[.,?!]?"
+PRONOUNS = ("he", "she", "they", "it", "her", "his", "their", "them", "him")
+_PUNCTUATION = ".,?!"
 
 
 def wnli(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -106,10 +102,12 @@ def wnli(dataset: tf.data.Dataset) -> tf.data.Dataset:
     −1.
     """
 
+    def question(premise: bytes, hypothesis: bytes) -> tuple[str, str]:
+        return _wnli_question(premise.decode(), hypothesis.decode())
+
     def convert(row: Row) -> Row:
-        inputs, targets = tf.numpy_function(
-            _wnli_bytes, [row["sentence1"], row["sentence2"]], (tf.string, tf.string)
-        )
+        pair = [row["sentence1"], row["sentence2"]]
+        inputs, targets = tf.numpy_function(question, pair, (tf.string, tf.string))
         return {
             "inputs": tf.ensure_shape(inputs, ()),
             "targets": tf.ensure_shape(targets, ()),
@@ -120,11 +118,6 @@ def wnli(dataset: tf.data.Dataset) -> tf.data.Dataset:
         }
 
     return dataset.map(convert)
-
-
-def _wnli_bytes(premise: bytes, hypothesis: bytes) -> tuple[bytes, bytes]:
-    question, candidate = _wnli_question(premise.decode(), hypothesis.decode())
-    return question.encode(), candidate.encode()
 
 
 def _wnli_question(premise: str, hypothesis: str) -> tuple[str, str]:
@@ -148,24 +141,21 @@ def _wnli_question(premise: str, hypothesis: str) -> tuple[str, str]:
 
 
 def _clean(text: str) -> list[str]:
-    words = [
-        word[:-1] if word.endswith((".", ",", "?", "!")) else word
-        for word in text.strip().lower().split(" ")
-    ]
+    words = (word[:-1] if word[-1:] in _PUNCTUATION else word for word in text.lower().split(" "))
     return [word for word in words if word]
 
 
-def _overlap(words: Sequence[str], target: Sequence[str], position: int) -> tuple[list[str], ...]:
+def _overlap(words: list[str], target: list[str], position: int) -> tuple[list[str], list[str]]:
     """Returns the longest suffix before and prefix after a position that occur in the target.
 
     As in T5, the words before the position are compared in reverse order.
     """
-    left = _longest_prefix(list(words[:position])[::-1], " ".join(target[::-1]))
-    return left[::-1], _longest_prefix(list(words[position + 1 :]), " ".join(target))
 
+    def longest_prefix(words: list[str], text: str) -> list[str]:
+        return next(w for n in range(len(words), -1, -1) if " ".join(w := words[:n]) in text)
 
-def _longest_prefix(words: list[str], text: str) -> list[str]:
-    return next(w for n in range(len(words), -1, -1) if " ".join(w := words[:n]) in text)
+    left = longest_prefix(words[:position][::-1], " ".join(target[::-1]))
+    return left[::-1], longest_prefix(words[position + 1 :], " ".join(target))
 
 
 def _between(left: Sequence[str], right: Sequence[str], target: str) -> str:
@@ -182,10 +172,9 @@ def _between(left: Sequence[str], right: Sequence[str], target: str) -> str:
 def _question(premise: str, position: int) -> str:
     """Returns the premise with the word at `position`, which does not count empty words, marked."""
     words = premise.split(" ")
-    word_indices = [i for i, word in enumerate(words) if re.sub(rf"{_PUNCTUATION[:-1]}$", "", word)]
-    i = word_indices[position]
+    i = [i for i, word in enumerate(words) if len(word) > 1 or word not in _PUNCTUATION][position]
     word = words[i]
-    punctuation = word[-1] if word[-1:] in ".,?!" else ""
+    punctuation = word[-1] if word[-1] in _PUNCTUATION else ""
     words[i] = f"*{word[:-1]}* {punctuation}" if punctuation else f"*{word}*"
     return "wsc: " + " ".join(words)
 
@@ -199,9 +188,8 @@ def _original(candidate: str, hypothesis: str) -> str:
     words = candidate.split(" ")
     articles = [words.index(article) for article in ("a", "an", "the") if article in words]
     words = words[max(articles) :] if articles else words
-    pattern = " ".join(re.escape(word) + _PUNCTUATION for word in words)
+    pattern = " ".join(re.escape(word) + f"[{_PUNCTUATION}]?" for word in words)
     match = re.search(pattern, hypothesis, re.IGNORECASE)
     if match is None:
         raise ValueError(f"WNLI: the candidate {candidate!r} is not in {hypothesis!r}")
-    text = re.sub(rf"{_PUNCTUATION[:-1]}$", "", match.group(0))
-    return re.sub(r"'s?$", "", text)
+    return re.sub(r"'s?$", "", re.sub(f"[{_PUNCTUATION}]$", "", match.group(0)))

@@ -172,15 +172,8 @@ SENTINEL = tuple(
     dataclasses.replace(d, name=sentinel_name(d.name), sentinel=True) for d in SUPER_GLUE
 )
 
-LANGUAGES: Mapping[str, str] = {
-    "cs": "Czech",
-    "de": "German",
-    "en": "English",
-    "fr": "French",
-    "ja": "Japanese",
-    "ro": "Romanian",
-}
-"""English names of languages by code."""
+LANGUAGES = {"cs": "Czech", "de": "German", "en": "English", "fr": "French", "ja": "Japanese"}
+LANGUAGES["ro"] = "Romanian"
 
 PAIRS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "multi30k": (("en", "de"), ("en", "fr"), ("en", "cs")),  # Elliott et al. 2016, 2017
@@ -190,45 +183,37 @@ PAIRS: Mapping[str, tuple[tuple[str, str], ...]] = {
 """Pairs of languages by corpus; every pair gives two tasks."""
 
 
-def translation_task(
-    name: str,
-    dataset: str,
-    languages: tuple[str, str],
-    *,
-    metrics: tuple[Metric, ...] = (metrics.bleu,),
-    splits: tuple[str, ...] = TRAINED,
-) -> Task:
-    """Returns the task ``translate English to German: …``.
+def _text_to_text(prefix: str, *features: str) -> Preprocessor:
+    return functools.partial(preprocessors.text_to_text, prefix=prefix, features=features)
 
-    Args:
-      name: of the task.
-      dataset: its TFDS data set, whose features are language codes.
-      languages: codes of the source and the target language.
-      metrics: metric functions.
-      splits: the splits of the data set.
-    """
-    source, target = (LANGUAGES[language] for language in languages)
-    prefix = f"translate {source} to {target}:"
-    preprocess = functools.partial(preprocessors.text_to_text, prefix=prefix, features=languages)
+
+def _translation(name: str, dataset: str, pair: tuple[str, str], *metrics: Metric) -> Task:
+    source, target = (LANGUAGES[language] for language in pair)
+    preprocess = _text_to_text(f"translate {source} to {target}:", *pair)
+    splits = UNLABELED if "wmt19" in name else TRAINED
     return Task(name, dataset, preprocess, metrics, splits)
+
+
+def _wmt(name: str, target: str) -> Task:
+    corpus = name.rpartition("_")[0]
+    dataset = f"{corpus}_translate/{target}-en"
+    return _translation(f"{name}_v003", dataset, ("en", target), metrics.bleu)
 
 
 def _both_directions(corpus: str, *metrics: Metric) -> Iterator[Task]:
     for pair in PAIRS[corpus]:
-        for source, target in (pair, pair[::-1]):
-            name, dataset = f"{corpus}_{source}_{target}", f"{corpus}/{'_'.join(pair)}"
-            yield translation_task(name, dataset, (source, target), metrics=metrics)
+        for way in (pair, pair[::-1]):
+            name, dataset = f"{corpus}_{'_'.join(way)}", f"{corpus}/{'_'.join(pair)}"
+            yield _translation(name, dataset, way, *metrics)
 
 
 _MANY = (metrics.bleu, metrics.bleu_13a, metrics.chrf)
 
 TRANSLATION = (
-    translation_task("wmt_t2t_ende_v003", "wmt_t2t_translate/de-en", ("en", "de")),
-    translation_task("wmt14_ende_v003", "wmt14_translate/de-en", ("en", "de")),
-    translation_task("wmt14_enfr_v003", "wmt14_translate/fr-en", ("en", "fr")),
-    translation_task("wmt15_enfr_v003", "wmt15_translate/fr-en", ("en", "fr")),
-    translation_task("wmt16_enro_v003", "wmt16_translate/ro-en", ("en", "ro")),
-    translation_task("wmt19_ende_v003", "wmt19_translate/de-en", ("en", "de"), splits=UNLABELED),
+    *(_wmt(f"{corpus}_ende", "de") for corpus in ("wmt_t2t", "wmt14")),
+    *(_wmt(f"{corpus}_enfr", "fr") for corpus in ("wmt14", "wmt15")),
+    _wmt("wmt16_enro", "ro"),
+    _wmt("wmt19_ende", "de"),
     *_both_directions("multi30k", metrics.bleu),
     *_both_directions("iwslt2016", *_MANY),
     *_both_directions("iwslt2017", *_MANY),
@@ -236,23 +221,10 @@ TRANSLATION = (
 """T5's tasks of the conference on machine translation, and both directions of Multi30k and IWSLT."""
 
 
-def _summarize(*features: str) -> Preprocessor:
-    return functools.partial(preprocessors.text_to_text, prefix="summarize:", features=features)
+_ARTICLE = _text_to_text("summarize:", "article", "highlights")
 
-
-SUMMARIZATION = (
-    Task(  # See et al. 2017
-        "cnn_dailymail_v002",
-        "cnn_dailymail",
-        _summarize("article", "highlights"),
-        metrics=(metrics.rouge,),
-    ),
-    Task(  # Narayan et al. 2018; not a task of T5
-        "xsum_v110",
-        "xsum",
-        _summarize("document", "summary"),
-        metrics=(metrics.rouge_all,),
-    ),
+SUMMARIZATION = (  # See et al. 2017
+    Task("cnn_dailymail_v002", "cnn_dailymail", _ARTICLE, (metrics.rouge,)),
 )
 
 
@@ -276,25 +248,26 @@ QUESTION_ANSWERING = (  # Rajpurkar et al. 2016; Joshi et al. 2017
 )
 
 
-def _texts(name: str, dataset: str, objective: str | None = None, **options: Any) -> Task:
+def _texts(name: str, dataset: str, splits: tuple[str, ...], objective: str | None = None) -> Task:
     return Task(
         name,
         dataset,
         preprocessors.language_modeling,
         metrics=(),
+        splits=splits,
         has_inputs=False,
         objective=OBJECTIVES[objective] if objective else None,
-        **options,
     )
 
 
 LANGUAGE_MODELING = (
     # Chelba et al. 2013: rows are sentences; Merity et al. 2016: rows are articles
-    _texts("lm1b_v100_full_lm", "lm1b", splits=("train", "test")),
+    _texts("lm1b_v100_full_lm", "lm1b", ("train", "test")),
     *(
         _texts(
             f"wikitext_{size}_{version}_full_lm",
             f"wikitext/wikitext-{size}-{version.replace('_', '-')}",
+            TRAINED,
         )
         for size in (2, 103)
         for version in ("v1", "raw_v1")
@@ -304,7 +277,7 @@ LANGUAGE_MODELING = (
 
 PRE_TRAINING = (
     *(
-        _texts(f"c4_v220_{name}", "c4/en", objective, splits=UNLABELED)
+        _texts(f"c4_v220_{name}", "c4/en", UNLABELED, objective)
         for name, objective in (
             ("span_corruption", "span_3_15_u_u"),  # Raffel et al. 2020
             ("iid_denoising", "iid_15_u_u"),
@@ -316,33 +289,30 @@ PRE_TRAINING = (
         _texts(
             f"c4{config.replace('.', '_')}_v020_unsupervised",
             f"c4/en{config}",
+            UNLABELED,
             "span_3_15_u_u",
-            splits=UNLABELED,
         )
         for config in ("", ".noclean", ".realnewslike", ".webtextlike")
     ),
     _texts(
         "wikipedia_20190301.en_v003_unsupervised",
         "wikipedia/20190301.en",
+        ("train",),
         "span_3_15_u_u",
-        splits=("train",),
     ),
 )
 """Texts with the objective that makes examples of them; T5 leaves that of ``unsupervised`` to its
 configuration, whose choice for the published models it is here."""
 
 
-def _dialogue(name: str, dataset: str, *splits: str) -> Task:
-    scores = (metrics.dialogue_bleu, metrics.rouge_l, metrics.distinct)
-    return Task(name, dataset, preprocessors.dialogue, scores, splits)
+_DIALOGUE_SCORES = (metrics.dialogue_bleu, metrics.rouge_l, metrics.distinct)
 
-
-DIALOGUE = (
-    # Zhang et al. 2018, Dinan et al. 2019; the second has no personas, as in Tensor2Tensor
-    _dialogue("convai2_self_original", "convai2/self_original", "train", "validation"),
-    _dialogue("convai2_none_original", "convai2/none_original", "train", "validation"),
-    # Lin et al. 2021; its test split is ConvAI2's validation split
-    _dialogue("xpersona_en", "xpersona/en", "validation", "test"),
+DIALOGUE = tuple(
+    Task(name, f"convai2/{config}", preprocessors.dialogue, _DIALOGUE_SCORES, UNLABELED)
+    for name, config in (
+        ("convai2_self_original", "self_original"),  # Zhang et al. 2018, Dinan et al. 2019
+        ("convai2_none_original", "none_original"),  # without personas, as in Tensor2Tensor
+    )
 )
 
 TEXT_CLASSIFICATION = (

@@ -10,12 +10,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import hashlib
+import itertools
 import json
 import math
 import pathlib
 import re
-import string
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
@@ -57,23 +56,16 @@ METRICS: Mapping[str, tuple[metrics.Metric, str]] = {
 class Template:
     """A text with fields of a row in braces, such as ``review: {text}``; dots enter JSON objects.
 
-    Args:
-      text: the template; ``{{`` and ``}}`` are braces.
-
     Raises:
-      ValueError: a brace is not closed, or a field has no name or a conversion.
+      ValueError: there is a brace outside of a field.
     """
 
     def __init__(self, text: str):
-        try:
-            self._parts = list(string.Formatter().parse(text))
-        except ValueError as error:
-            raise ValueError(f"the template {text!r} cannot be read: {error}") from None
-        for _, field, spec, conversion in self._parts:
-            if field is not None and (not field or spec or conversion):
-                raise ValueError(
-                    f"the template {text!r} has a field without a name or with a format; write {{NAME}}"
-                )
+        self._parts = re.split(r"\{([^{}]+)\}", text)
+        if brace := re.search("[{}]", "".join(self._parts[::2])):
+            raise ValueError(
+                f"the template {text!r} has {brace[0]!r} outside of a field; write {{NAME}}"
+            )
 
     def __call__(self, row: Row) -> str:
         """Returns the text of a row.
@@ -81,9 +73,9 @@ class Template:
         Raises:
           ValueError: the row lacks a field, or it is no text or number.
         """
+        fields = [_field_text(row, field) for field in self._parts[1::2]]
         return "".join(
-            literal + ("" if field is None else _field_text(row, field))
-            for literal, field, _, _ in self._parts
+            itertools.chain(*itertools.zip_longest(self._parts[::2], fields, fillvalue=""))
         )
 
 
@@ -182,13 +174,9 @@ class SplitSummary:
       vocabulary: whose tokens lengths are measured in, with EOS; None: words.
       rows: number of rows.
       longest: ``{feature: (length, where)}`` of the longest text.
-      truncated: ``{feature: number of rows}`` that are longer than `ROW_LENGTHS`; without a vocabulary at
-        least so many, since a word has a token or more.
+      truncated: ``{feature: number of rows}`` longer than `ROW_LENGTHS`; of words, at least so many.
       undecodable: number of rows with U+FFFD, which stands for bytes that are not UTF-8.
-      repeated: number of rows that an earlier row of the split equals.
-      shared: ``{other split: number of rows that are also in it}``, of the splits before.
       targets: how often each label occurs; empty for free text.
-      digests: of all rows.
     """
 
     split: str
@@ -197,10 +185,7 @@ class SplitSummary:
     longest: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
     truncated: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     undecodable: int = 0
-    repeated: int = 0
-    shared: dict[str, int] = dataclasses.field(default_factory=dict)
     targets: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    digests: set[bytes] = dataclasses.field(default_factory=set)
 
     def add(self, texts: tuple[str, str], where: str, *, count_target: bool) -> None:
         """Counts a row."""
@@ -211,9 +196,6 @@ class SplitSummary:
             self.truncated[name] += length > ROW_LENGTHS[name]
             if length > self.longest.get(name, (-1, ""))[0]:
                 self.longest[name] = length, where
-        digest = hashlib.blake2b("\0".join(texts).encode(), digest_size=16).digest()
-        self.repeated += digest in self.digests
-        self.digests.add(digest)
         self.undecodable += "\ufffd" in "".join(texts)
         if count_target:
             self.targets[texts[1]] += 1
@@ -235,10 +217,6 @@ class SplitSummary:
         if self.targets:
             counts = (f"{word} {n:,}" for word, n in self.targets.most_common())
             yield f"  targets: {', '.join(counts)}"
-        if self.repeated:
-            yield f"  repeats of earlier rows: {self.repeated:,}"
-        for other, n in self.shared.items():
-            yield f"  also in {other}: {_count(n, 'row')}"
         if self.undecodable:
             yield f"  with U+FFFD in the place of bytes: {_count(self.undecodable, 'row')}"
 
@@ -275,7 +253,7 @@ def import_files(
         )
     dataset = f"{FOLDER}/{task.name}"
     found = [SplitSummary(split, vocabulary) for split in splits]
-    cursor = Cursor([])
+    cursor = Cursor()
     with staging(data_dir, renew=renew) as folder:
         text = tfds.features.Text()
         with cursor.named():
@@ -296,9 +274,6 @@ def import_files(
             "has_inputs": task.inputs is not None,
         }
         write_atomic(directory / DEFINITION, json.dumps(definition, indent=1) + "\n")
-    for i, summary in enumerate(found):
-        shared = {other.split: len(summary.digests & other.digests) for other in found[:i]}
-        summary.shared = {other: n for other, n in shared.items() if n}
     task_registry.add([_read_definition(data_dir / dataset / VERSION / DEFINITION)])
     return found
 

@@ -27,14 +27,7 @@ def read_rows(
     data_dir: pathlib.Path,
     count: int | None = None,
 ) -> Iterator[Example]:
-    """Yields a task's preprocessed rows in stored order, not truncated.
-
-    Args:
-      name: a task.
-      split: its split.
-      vocabulary: the vocabulary of the token ids.
-      data_dir: the directory of the data sets.
-      count: maximum number of rows; None: all.
+    """Yields a task's preprocessed rows in stored order, not truncated; at most `count` if it is given.
 
     Raises:
       FileNotFoundError: the split is not in `data_dir`.
@@ -52,12 +45,7 @@ def read_rows(
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """The lengths in tokens of one feature of some rows, EOS included.
-
-    Attributes:
-      feature: ``inputs`` or ``targets``.
-      lengths: ``[n]`` int.
-    """
+    """The lengths ``[n]`` in tokens of one feature of some rows, EOS included."""
 
     feature: str
     lengths: np.ndarray
@@ -108,12 +96,7 @@ class SplitCheck:
 
 
 def check_splits(name: str, data_dir: pathlib.Path) -> list[SplitCheck]:
-    """Compares a task's sizes with the published ones, and its splits with each other.
-
-    Args:
-      name: a task.
-      data_dir: the directory of the data sets; all prepared splits are read.
-    """
+    """Compares a task's sizes with the published ones, and its splits, which are read, with each other."""
     vocabulary, seen = Bytes().build(), dict[str, set[bytes]]()
     task = task_registry.find_task(name)
     known = find_importer(task.dataset)

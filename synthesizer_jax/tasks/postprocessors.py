@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from synthesizer_jax.tasks.metrics import MultiRCTarget, ReCoRDTarget, SpanTarget
-
 Example: TypeAlias = Mapping[str, Any]
 """A preprocessed row: its strings ``inputs_pretokenized`` and ``targets_pretokenized``, and features."""
 
@@ -33,8 +31,7 @@ def label_index(answer: str, labels: Sequence[str]) -> int:
 def parse_number(answer: str, *, otherwise: float = -1.0) -> float:
     """Returns the answer as a float, `otherwise` if it is not a number.
 
-    Unlike in T5, ``nan`` and ``inf`` are not, as a single one of them makes a correlation
-    undefined.
+    Unlike in T5, ``nan`` and ``inf`` are not: a single one of them makes a correlation undefined.
     """
     try:
         value = float(answer)
@@ -44,10 +41,7 @@ def parse_number(answer: str, *, otherwise: float = -1.0) -> float:
 
 
 def remove_sentinel(answer: str) -> str:
-    """Returns the answer without a leading sentinel and the whitespace around the remaining text.
-
-    An answer without a sentinel is returned unchanged.
-    """
+    """Returns an answer that begins with a sentinel without it and the whitespace around the rest."""
     return answer.removeprefix(SENTINEL).strip() if answer.startswith(SENTINEL) else answer
 
 
@@ -56,9 +50,6 @@ def is_labeled(example: Example) -> bool:
 
     Hidden are a ``label`` of −1 (STS-B, WSC, WNLI as coreference), an empty list of ``answers``
     (ReCoRD), and for all other tasks the target `UNKNOWN`.
-
-    Args:
-      example: a row as in `EvaluationSet.examples`.
     """
     if "label" in example:
         return float(example["label"]) >= 0
@@ -108,7 +99,7 @@ def _without_determiners(text: str) -> str:
     return " ".join(w for w in text.strip().lower().split(" ") if w not in _DETERMINERS.split())
 
 
-def multirc(answer: str, *, example: Example, is_target: bool) -> int | MultiRCTarget:
+def multirc(answer: str, *, example: Example, is_target: bool) -> int | dict[str, Any]:
     """Returns the index of the label, and of a target the (paragraph, question) that it belongs to."""
     label = label_index(answer, BOOLEAN)
     if not is_target:
@@ -116,7 +107,7 @@ def multirc(answer: str, *, example: Example, is_target: bool) -> int | MultiRCT
     return {"value": label, "group": (int(example["idx/paragraph"]), int(example["idx/question"]))}
 
 
-def record(answer: str, *, example: Example, is_target: bool) -> str | ReCoRDTarget:
+def record(answer: str, *, example: Example, is_target: bool) -> str | dict[str, Any]:
     """Returns the text, and of a target all answers and the (passage, query) that it belongs to."""
     if not is_target:
         return answer
@@ -135,7 +126,7 @@ def only_answer(answer: str, *, example: Example | None, is_target: bool) -> str
     return [answer] if is_target else answer
 
 
-def span(answer: str, *, example: Example, is_target: bool) -> str | SpanTarget:
+def span(answer: str, *, example: Example, is_target: bool) -> str | dict[str, Any]:
     """Returns the text, and of a target all answers of the row and its context."""
     if not is_target:
         return answer

@@ -9,13 +9,13 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import inspect
+import itertools
 import json
 import multiprocessing
 import pathlib
 import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from etils import epy
@@ -63,10 +63,10 @@ def prepare(
     """Prepares the tasks of a mixture that have a split, and the mixture's rates.
 
     Args:
-      mixture: name of a mixture or task.
+      mixture: a mixture or task.
       prepared: data directory and vocabulary.
       training_splits: splits whose tokens are written.
-      evaluation_splits: splits of which also everything is written that metrics need of a row.
+      evaluation_splits: splits of which everything is written that metrics need.
       lengths: the lengths of inputs and targets of rows, for tasks whose steps depend on them.
       epochs: how often rows are read, each time with other random numbers of the task's steps; None: as
         often as for what is there, or once.
@@ -109,23 +109,14 @@ def prepare(
 
 @dataclasses.dataclass(frozen=True)
 class _ShardJob:
-    """What a process needs to know to write one shard.
-
-    Attributes:
-      request: the split.
-      prepared: data directory and vocabulary.
-      lengths: those of rows; None: examples are whole.
-      shard: index of the shard among those of an epoch, and their number.
-      epoch: the epoch.
-      key: what must be equal for a shard that is there to be kept.
-    """
+    """What a process needs to know to write one shard."""
 
     request: SplitRequest
     prepared: PreparedTasks
-    lengths: dict[str, int] | None
-    shard: tuple[int, int]
+    lengths: dict[str, int] | None  # None: examples are whole
+    shard: tuple[int, int]  # index among those of an epoch, and their number
     epoch: int
-    key: str
+    key: str  # what must be equal for a shard that is there to be kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,14 +231,9 @@ def read_task(
     seed: int = 0,
     shard: tuple[int, int] = (0, 1),
 ) -> tf.data.Dataset:
-    """Returns the rows of a split with their tokens, in stored order, once.
+    """Returns the rows of a split, or of one of its shards, with their tokens, in stored order, once.
 
-    Args:
-      task: the task.
-      split: its split.
-      lengths: those to which rows are truncated; None: they are whole.
-      seed: of the task's random steps.
-      shard: index of the shard to read, and their number.
+    Rows are truncated to `lengths` if they are given; the seed is that of the task's random steps.
     """
     import_tensorflow()
     # Files in their order, one after another.
@@ -273,21 +259,14 @@ def read_task(
 
 def _ragged_chunks(dataset: tf.data.Dataset) -> Iterator[Chunk]:
     """Yields the tokens of rows, `CHUNK` examples at a time; rows may lack inputs, which are then empty."""
-    empty = None if "inputs" in dataset.element_spec else tf.zeros([0], tf.int32)
-    sides = dataset.map(
-        lambda row: (row["inputs"] if empty is None else empty, row["targets"])
-    ).ragged_batch(CHUNK)
+    sides = dataset.map(lambda row: tuple(row[side] for side in SIDES if side in row))
     options = tf.data.Options()  # autotuning and graph optimizations take more time than they save
     options.autotune.enabled = False
     options.experimental_optimization.apply_default_optimizations = False
-    for inputs, targets in sides.prefetch(1).with_options(options):
-        yield Chunk(_to_ragged(inputs), _to_ragged(targets))
-
-
-def _to_ragged(side: tf.RaggedTensor | tf.Tensor) -> RaggedTokens:
-    if not hasattr(side, "row_splits"):  # the empty inputs
-        return RaggedTokens(np.zeros(0, np.int32), np.zeros(len(side) + 1, np.int64))
-    return RaggedTokens(side.values.numpy(), side.row_splits.numpy())
+    for batch in sides.ragged_batch(CHUNK).prefetch(1).with_options(options):
+        found = [RaggedTokens(side.values.numpy(), side.row_splits.numpy()) for side in batch]
+        empty = RaggedTokens(np.zeros(0, np.int32), np.zeros_like(found[-1].ends))
+        yield Chunk(*([empty, *found][-2:]))
 
 
 def _chunks_and_rows(
@@ -295,32 +274,18 @@ def _chunks_and_rows(
 ) -> Iterator[Chunk]:
     """Yields the tokens of rows, and writes everything else of them."""
     vocabulary, empty = job.prepared.vocabulary, np.zeros(0, np.int32)
-    pending: list[tuple[np.ndarray, np.ndarray]] = []
+    rows = dataset.as_numpy_iterator()
     with open_atomic(path.with_name(rows_file(path.name))) as file:
-        for row in dataset.as_numpy_iterator():
-            tokens = (row.pop("inputs", empty), row.pop("targets"))
-            texts = {
-                f"{side}_pretokenized": vocabulary.decode(ids)
-                for side, ids in zip(SIDES, tokens, strict=True)
-                if f"{side}_pretokenized" not in row
-            }
-            file.write(msgpack.packb(texts | row, default=_plain))
-            pending.append(tokens)
-            if len(pending) == CHUNK:
-                yield _chunk(pending)
-                pending = []
-        if pending:
-            yield _chunk(pending)
-
-
-def _chunk(examples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Chunk:
-    inputs, targets = zip(*examples, strict=True)
-    return Chunk(RaggedTokens.of(inputs), RaggedTokens.of(targets))
-
-
-def _plain(value: np.ndarray | np.generic) -> Any:
-    """Returns numbers or bytes of NumPy as those of Python."""
-    return value.tolist()
+        while batch := list(itertools.islice(rows, CHUNK)):
+            tokens = [(row.pop("inputs", empty), row.pop("targets")) for row in batch]
+            for row, sides in zip(batch, tokens, strict=True):
+                texts = {
+                    f"{side}_pretokenized": vocabulary.decode(ids)
+                    for side, ids in zip(SIDES, sides, strict=True)
+                    if f"{side}_pretokenized" not in row
+                }
+                file.write(msgpack.packb(texts | row, default=lambda value: value.tolist()))
+            yield Chunk(*(RaggedTokens.of(side) for side in zip(*tokens, strict=True)))
 
 
 def write_chunks(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> Shard:

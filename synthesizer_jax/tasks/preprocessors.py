@@ -66,12 +66,9 @@ def _index(row: Row) -> Row:
 def text_to_text(
     dataset: tf.data.Dataset, *, prefix: str, features: Sequence[str]
 ) -> tf.data.Dataset:
-    """Formats rows as ``prefix source`` with the target as it is: T5's `translate` and `summarize`.
+    """Formats rows as ``prefix source`` with the target as it is; `features` are the names of both.
 
-    Args:
-      dataset: rows with both `features`.
-      prefix: the instruction at the beginning of the input.
-      features: names of the source and the target feature.
+    It is T5's `translate` and `summarize`.
     """
     source, target = features
     return dataset.map(
@@ -249,9 +246,6 @@ def trivia_qa(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Formats TriviaQA as ``question: … context: …``: one row per context and alias that occurs in it.
 
     An alias, in lower case, is a regular expression that is searched in the context, as in T5.
-
-    Args:
-      dataset: rows of ``trivia_qa/rc``.
     """
 
     def convert(row: Row) -> Row:
@@ -282,7 +276,7 @@ def keep_answer(
 
     Args:
       dataset: tokenized rows, without EOS.
-      sequence_length: the maximum lengths; None: inputs of any length.
+      sequence_length: the maximum lengths; None: any.
     """
     if sequence_length is None:
         return dataset

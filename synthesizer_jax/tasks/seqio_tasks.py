@@ -6,6 +6,7 @@ features are used as they are; the registries are only read.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -22,12 +23,12 @@ from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
 from synthesizer_jax.files import size_of, storage_path
 from synthesizer_jax.tasks import stored
-from synthesizer_jax.tasks.metrics import Value
 from synthesizer_jax.tasks.postprocessors import Example
 from synthesizer_jax.tasks.task import Answers, Task
 
 with epy.lazy_imports():
     import seqio
+    import tensorflow as tf
 
 LABEL_WORDS: dict[str, tuple[str, ...]] = {}
 """The allowed answers by name of a task, which SeqIO's tasks do not tell; a package may add its own."""
@@ -63,7 +64,11 @@ class RegisteredTask(Task):
             return {}
         found = stored.stored_splits(directory)
         declared = _declared_splits(source) or {split: split for split in found}
-        return {split: found.get(part) for split, part in declared.items() if _base(part) in found}
+        return {
+            split: found.get(part)
+            for split, part in declared.items()
+            if part.partition("[")[0] in found
+        }
 
     def source_version(self, split: str, data_dir: pathlib.Path) -> str | None:
         """Returns what changes when the rows of a split are written again; None: nothing tells."""
@@ -73,7 +78,8 @@ class RegisteredTask(Task):
             part = _declared_splits(source).get(split, split)
             if directory is None:
                 return None
-            return f"{part} of {stored.describe_split(self.dataset, directory, _base(part))}"
+            whole = part.partition("[")[0]  # of ``train[:90%]``
+            return f"{part} of {stored.describe_split(self.dataset, directory, whole)}"
         if isinstance(source, seqio.FileDataSource):
             return ", ".join(
                 f"{path}: {size_of(storage_path(path))} bytes" for path in source.list_shards(split)
@@ -84,39 +90,25 @@ class RegisteredTask(Task):
         """Returns the task with another vocabulary; its TFDS data set is looked up in `data_dir`."""
         task = self.original
         source = task.source
-        if isinstance(source, seqio.TfdsDataSource):
-            directory = _stored_directory(source, data_dir)
-            if directory is not None:
-                stored.check_dataset(directory)
-            if not source.tfds_dataset.tfds_splits and source.tfds_dataset.data_dir is None:
-                source = copy.deepcopy(source)
-                source.tfds_dataset.override_data_dir(str(data_dir))
+        loader = source.tfds_dataset if isinstance(source, seqio.TfdsDataSource) else None
+        if loader is not None and not loader.tfds_splits and loader.data_dir is None:
+            source = copy.deepcopy(source)
+            source.tfds_dataset.override_data_dir(str(data_dir))
         return task.replace(source=source, output_features=_features(task, vocabulary))
 
     def is_labeled(self, example: Example) -> bool:
         """True: its metrics are computed over all examples, as SeqIO does."""
         return True
 
-    def postprocess(
-        self, answer: str, *, example: Example | None = None, is_target: bool = False
-    ) -> Value:
-        """Returns what the task's `postprocess_fn` makes of a string."""
-        return self.original.postprocess_fn(answer, example=example, is_target=is_target)
-
     def score(
-        self,
-        examples: Sequence[Example],
-        answers: Answers,
-        *,
-        vocabulary: Vocabulary | None = None,
+        self, examples: Sequence[Example], answers: Answers, *, vocabulary: Vocabulary | None = None
     ) -> dict[str, float]:
         """Returns the numbers among its metrics, computed as SeqIO's `Evaluator` does.
 
         Raises:
           ValueError: a metric needs something that is not computed here, or fails.
         """
-        if vocabulary is None:
-            raise ValueError(f"the metrics of the task {self.name!r} need the vocabulary; give it")
+        assert vocabulary is not None
         if answers.tokens is None:  # label words were ranked
             tokens = [np.asarray(vocabulary.encode(text), np.int32) for text in answers.texts]
             answers = answers._replace(tokens=tokens)
@@ -125,7 +117,7 @@ class RegisteredTask(Task):
         for metric in self.original.metric_objs:
             outputs = _outputs_for(metric.model_output_type, answers, self.name)
             try:
-                found |= _numbers(_compute_metric(metric, examples, outputs, features))
+                found |= _compute_metric(metric, examples, outputs, features)
             except Exception as error:
                 raise ValueError(
                     f"a metric of the task {self.name!r} failed: {type(error).__name__}: {error}"
@@ -145,22 +137,19 @@ def find_registered(name: str) -> RegisteredTask:
         metrics=(),
         splits=(),
         label_words=LABEL_WORDS.get(name),
+        postprocess_fn=task.postprocess_fn,
         has_inputs="inputs" in task.output_features,
     )
 
 
 def task_names() -> list[str]:
     """Returns the names in SeqIO's registry of tasks; none where no imported code uses SeqIO."""
-    if "seqio" not in sys.modules:
-        return []
-    return sorted(seqio.TaskRegistry.names())
+    return sorted(seqio.TaskRegistry.names()) if "seqio" in sys.modules else []
 
 
 def mixture_names() -> list[str]:
     """Returns the names in SeqIO's registry of mixtures; none where no imported code uses SeqIO."""
-    if "seqio" not in sys.modules:
-        return []
-    return sorted(seqio.MixtureRegistry.names())
+    return sorted(seqio.MixtureRegistry.names()) if "seqio" in sys.modules else []
 
 
 def member_names(name: str) -> list[str]:
@@ -220,10 +209,6 @@ def _features(task: seqio.Task, vocabulary: Vocabulary) -> dict[str, seqio.Featu
                 f"({type(feature).__name__} of rank {feature.rank}); models here read and write tokens"
             )
         features[name] = dataclasses.replace(feature, vocabulary=vocabulary.to_seqio())
-    if "targets" not in features:
-        raise ValueError(
-            f"the task {task.name!r} has the features {', '.join(features)}; 'targets' is missing"
-        )
     return features
 
 
@@ -248,18 +233,14 @@ def _declared_splits(source: seqio.TfdsDataSource) -> dict[str, str]:
     return dict(source.tfds_dataset._split_map or {})
 
 
-def _base(split: str) -> str:
-    """Returns the split of which ``train[:90%]`` is a part."""
-    return split.partition("[")[0]
-
-
 def _outputs_for(kind: seqio.metrics.ModelOutputType, answers: Answers, task: str) -> Any:
     """Returns a model's outputs in the form that SeqIO passes to metrics of a kind."""
     kinds = seqio.metrics.ModelOutputType
     if kind == kinds.SCORE:
         return np.asarray(answers.target_scores)
     if kind in (kinds.PREDICTION, kinds.PREDICTION_WITH_AUX) and answers.tokens is not None:
-        tokens = _padded(answers.tokens)
+        padded = zip(*itertools.zip_longest(*answers.tokens, fillvalue=0), strict=True)
+        tokens = np.array(list(padded), np.int32).reshape(len(answers.tokens), -1)
         return tokens if kind == kinds.PREDICTION else (tokens, {"scores": answers.scores})
     raise ValueError(
         f"a metric of the task {task!r} needs the output {kind.name}, which is not computed; use "
@@ -267,25 +248,15 @@ def _outputs_for(kind: seqio.metrics.ModelOutputType, answers: Answers, task: st
     )
 
 
-def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns token ids as an array ``[n, length]``, padded with 0."""
-    padded = zip(*itertools.zip_longest(*rows, fillvalue=0), strict=True)
-    return np.array(list(padded), np.int32).reshape(len(rows), -1)
-
-
 def _compute_metric(
     metric: Any, examples: Sequence[Example], outputs: Any, features: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Returns a metric's values by the protocol of SeqIO's `Evaluator`."""
+) -> dict[str, float]:
+    """Returns the numbers among a metric's values, by the protocol of SeqIO's `Evaluator`."""
     instance = metric.from_model_output(examples, outputs, features)
     if isinstance(instance, seqio.metrics.CollectingMetric):
         values, _ = instance.actual_compute(examples, features)
-        return values
-    return instance.compute()
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers among metric values; texts, images and histograms are left out."""
+    else:
+        values = instance.compute()
     found = {}
     for name, value in values.items():
         if isinstance(value, seqio.metrics.Scalar):
@@ -296,12 +267,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 @functools.cache
-def import_tensorflow() -> Any:
+def import_tensorflow() -> None:
     """Imports TensorFlow without accelerators, whose memory it would take from JAX."""
-    import contextlib
-
-    import tensorflow as tf
-
     with contextlib.suppress(RuntimeError):  # already initialized: keep the caller's devices
         tf.config.set_visible_devices([], "GPU")
-    return tf

@@ -1,7 +1,4 @@
-"""TFDS data sets on disk: listing them, checking them before TFDS opens them, and writing them.
-
-TFDS imports any class that ``features.json`` names; `check_dataset` only admits TFDS's own.
-"""
+"""TFDS data sets on disk: listing and writing them."""
 
 from __future__ import annotations
 
@@ -35,12 +32,10 @@ with epy.lazy_imports():
 
 FeatureType: TypeAlias = "tfds.features.FeatureConnector | type[np.generic]"
 
-INFO, FEATURES = "dataset_info.json", "features.json"
+INFO = "dataset_info.json"
 STAMP = ", written at "
 """What precedes the time in the description of a data set; rows of equal size are told apart by it."""
 
-_CLASS_KEYS = ("pythonClassName", "python_class_name", "type")
-_NESTED_KEYS = ("json", "content")
 _REMEDY = "import it again with 'synthesizer-jax data import', or delete it"
 
 _log = logging.getLogger(__name__)
@@ -79,38 +74,6 @@ def describe_split(dataset: str, directory: pathlib.Path, split: str) -> str:
     return f"{dataset}:{directory.name}"
 
 
-def check_dataset(directory: pathlib.Path) -> None:
-    """Raises an error if reading the data set may import foreign code.
-
-    Args:
-      directory: of one version.
-
-    Raises:
-      ValueError: ``features.json`` names a class that is not TFDS's, or is damaged or missing.
-    """
-    for path in directory.iterdir():
-        check_regular(path)
-    with describing(directory / FEATURES, _REMEDY):
-        for name in _class_names(_load(directory / FEATURES)):
-            if not name.startswith("tensorflow_datasets."):
-                raise ValueError(
-                    f"it names the class {name!r}; only classes of tensorflow_datasets are imported "
-                    "because a file says so"
-                )
-
-
-def _class_names(value: JSON) -> Iterator[str]:
-    """Yields all class names in ``features.json``, also those in JSON strings of old versions."""
-    children = enumerate(value) if isinstance(value, list) else value.items()
-    for key, child in children:
-        if isinstance(child, str) and key in _CLASS_KEYS:
-            yield child
-        elif isinstance(child, str) and key in _NESTED_KEYS:
-            yield from _class_names(json.loads(child))
-        elif isinstance(child, list | dict):
-            yield from _class_names(child)
-
-
 def _load(path: pathlib.Path) -> dict[str, JSON]:
     check_regular(path)
     value = json.loads(path.read_text(encoding="utf-8"))
@@ -121,10 +84,7 @@ def _load(path: pathlib.Path) -> dict[str, JSON]:
 
 @contextlib.contextmanager
 def reading_errors(what: str) -> Iterator[None]:
-    """Context manager that turns errors of opening or reading stored rows into one-line messages.
-
-    Args:
-      what: the task and split that are read, and where from.
+    """Context manager that turns errors of reading the stored rows of `what` into one-line messages.
 
     Raises:
       ValueError: TensorFlow or TFDS could not read the files.
@@ -157,10 +117,7 @@ def write_dataset(
       version: such as ``1.0.0``.
       features: TFDS feature types by name.
       splits: for every split a function that returns its rows.
-      data_dir: a TFDS data directory.
-
-    Returns:
-      The directory ``data_dir/dataset/version``.
+      data_dir: a TFDS data directory, in which the directory ``dataset/version`` is made and returned.
 
     Raises:
       OSError: a file cannot be written.
@@ -224,7 +181,7 @@ def staging(data_dir: pathlib.Path, *, renew: bool) -> Iterator[pathlib.Path]:
 
     Args:
       data_dir: a TFDS data directory on a disk; created if it does not exist.
-      renew: whether data sets that exist are replaced; otherwise their splits are kept, see `_keep_splits`.
+      renew: whether data sets that exist are replaced; otherwise their splits are kept.
 
     Raises:
       ValueError: the data directory is in a bucket, or splits are there already.
@@ -256,13 +213,7 @@ def staging(data_dir: pathlib.Path, *, renew: bool) -> Iterator[pathlib.Path]:
 
 
 def _keep_splits(installed: pathlib.Path, written: pathlib.Path, *, renew: bool) -> None:
-    """Copies the splits of an installed data set into the one that is to take its place.
-
-    With `renew` nothing is copied, and the log says which splits are removed.
-
-    Raises:
-      ValueError: without `renew`, both have a split, or they differ in more than their splits.
-    """
+    """Copies the splits of an installed data set into the one that is to take its place; see `staging`."""
     if not (installed / INFO).exists():
         return
     info = _load(written / INFO)
@@ -279,7 +230,6 @@ def _keep_splits(installed: pathlib.Path, written: pathlib.Path, *, renew: bool)
     if problems:
         remedy = "replace the data set with --renew, or add other splits alone"
         raise ValueError(f"{installed} {problems[0]}; {remedy}; nothing was imported")
-    check_dataset(installed)
     info["splits"] += _load(installed / INFO)["splits"]
     for path in itertools.chain(*(installed.glob(f"*-{split}.*-of-*") for split in here)):
         shutil.copy2(path, written)

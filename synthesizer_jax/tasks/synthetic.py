@@ -44,19 +44,12 @@ VOCABULARY_TEXTS = 2000
 
 
 class Source(NamedTuple):
-    """Where a task's rows come from.
-
-    Attributes:
-      grammar: draws one example.
-      imitated: the name of T5's task that it is like.
-      rate: its rate in the mixture; tasks that compare sentences need more examples.
-      labels: number of labels, drawn equally often; 0 where the label is a number.
-    """
+    """Where a task's rows come from; tasks that compare sentences need more examples than others."""
 
     grammar: Callable[[grammar.Draw], grammar.Example]
-    imitated: str
+    imitated: str  # T5's task that it is like
     rate: float
-    labels: int = 2
+    labels: int = 2  # drawn equally often; 0 where the label is a number
 
 
 SOURCES: Mapping[str, Source] = {

@@ -11,19 +11,12 @@ from synthesizer_jax.registry import JSON
 T = TypeVar("T")
 
 Row: TypeAlias = dict[str, JSON]
-"""Strings and numbers by the names of the features of the TFDS data set that is imitated."""
-
 Example: TypeAlias = tuple[Row, tuple[str, ...]]
 """A row, and the words whose combination puts it on the training or the held-out side."""
 
 
 class Draw:
-    """Random choices made of `random.Random.random` alone, whose sequence Python guarantees.
-
-    Args:
-      seed: a text; equal texts give equal choices.
-      noise: the share of labels that `noisy` replaces.
-    """
+    """Random choices made of `random.Random.random` alone, whose sequence Python guarantees."""
 
     def __init__(self, seed: str, *, noise: float):
         self._random = random.Random(seed)
@@ -61,15 +54,13 @@ def _words(text: str) -> tuple[str, ...]:
 
 WOMEN, MEN = _words("Anna Clara Emma Julia Mary Sarah"), _words("David Jack Paul Peter Simon Tom")
 PLACES = _words("garden kitchen market station park library harbor square")
-KINDS = {
-    "animal": ("dog", "cat", "horse", "bird"),
-    "vehicle": ("car", "truck", "bus", "train"),
-    "building": ("house", "church", "school", "hotel"),
-    "instrument": ("guitar", "piano", "drum", "flute"),
+KIND_OF = {
+    **dict.fromkeys(_words("dog cat horse bird"), "animal"),
+    **dict.fromkeys(_words("car truck bus train"), "vehicle"),
+    **dict.fromkeys(_words("house church school hotel"), "building"),
+    **dict.fromkeys(_words("guitar piano drum flute"), "instrument"),
 }
-"""Nouns by what they are; every state fits every noun."""
-NOUNS = tuple(noun for nouns in KINDS.values() for noun in nouns)
-KIND_OF = {noun: kind for kind, nouns in KINDS.items() for noun in nouns}
+NOUNS = tuple(KIND_OF)
 _STATES = (
     "clean/dirty wet/dry warm/cold safe/unsafe big/small quiet/noisy hidden/visible famous/unknown"
 )
@@ -96,10 +87,7 @@ FAULTS = ("agreement", "agreement", "determiner", "order", "article")
 
 
 def cola(draw: Draw) -> Example:
-    """Agreement over a distance, determiners, word order, missing articles. Held out: noun and verb.
-
-    ``The dogs near the king sleep in the park.`` is acceptable, with ``sleeps`` it is not.
-    """
+    """``The dogs near the king sleep in the park.`` is acceptable. Held out: pairs of noun and verb."""
     label, number = draw.below(2), draw.below(2)
     fault = "" if label else draw.one(FAULTS)
     noun, verb = draw.one(PERSONS_AND_ANIMALS), draw.one(ACTIONS)
@@ -143,10 +131,7 @@ REACTIONS = (
 
 
 def sst2(draw: Draw) -> Example:
-    """Opinions with negation; the second clause decides. Held out: last adjective and its noun.
-
-    ``although the plot is dull , the music is never boring`` is positive.
-    """
+    """The second clause of opinions decides. Held out: pairs of the last adjective and its noun."""
     label = draw.below(2)
     first, second = draw.two(ASPECTS)
     form = draw.one(("single", "because", "and", "but", "although"))
@@ -184,10 +169,7 @@ class _Scene(NamedTuple):
 
 
 def stsb(draw: Draw) -> Example:
-    """What is where, and how: the score grows with the parts that agree; a cat is half a dog.
-
-    Held out: pairs of noun and kind of state.
-    """
+    """The score grows with the parts that agree; a cat is half a dog. Held out: noun and kind of state."""
     shared, related = draw.below(4), draw.chance(0.5)
     same = [False] * 3
     for _ in range(shared):
@@ -212,10 +194,7 @@ ENTAILMENT, NEUTRAL, CONTRADICTION = range(3)
 
 
 def mnli(draw: Draw) -> Example:
-    """Hypernyms, opposites and negation; what stands beside the subject makes it neutral.
-
-    ``The dog near the house is not wet.`` entails ``The animal is dry.`` Held out: as in STS-B.
-    """
+    """``The dog near the house is not wet.`` entails ``The animal is dry.`` Held out: as in STS-B."""
     label = draw.below(3)
     noun, state = draw.one(NOUNS), draw.one(draw.one(STATES))
     beside = draw.one([n for n in NOUNS if KIND_OF[n] != KIND_OF[noun]])
@@ -244,17 +223,11 @@ CONTEXTS = (
     _words("river forest lake meadow sea mountain"),
     _words("office shop factory garage museum hospital"),
 )
-PEOPLE = (
-    ("hunter", "fisherman", "shepherd", "farmer"),
-    ("clerk", "engineer", "driver", "banker"),
-)
+PEOPLE = (_words("hunter fisherman shepherd farmer"), _words("clerk engineer driver banker"))
 
 
 def wic(draw: Draw) -> Example:
-    """An ambiguous word in two contexts, each in nature or in town: the same sense?
-
-    Held out: pairs of the word and its first context.
-    """
+    """An ambiguous word in nature or in town: the same sense? Held out: word and first context."""
     label, sense = draw.below(2), draw.below(2)
     word = draw.one(WORDS)
     first, context = _use(draw, word, sense)
@@ -270,24 +243,16 @@ def _use(draw: Draw, word: str, sense: int) -> tuple[str, str]:
     """Returns a sentence with one of `WORDS` in that sense, and the place that shows it."""
     person = draw.one(PEOPLE[sense] if draw.chance(0.85) else ("girl", "boy", "man", "woman"))
     context = draw.one(CONTEXTS[sense])
-    form = draw.one(
-        (
-            "the {person} saw a {word} near the {context}",
-            "the {person} found the {word} in the {context}",
-            "there was a {word} by the {context}",
-        )
-    )
-    return _sentence(form.format(person=person, word=word, context=context)), context
+    forms = ("the {0} saw a {1} near the {2}", "the {0} found the {1} in the {2}")
+    form = draw.one((*forms, "there was a {1} by the {2}"))
+    return _sentence(form.format(person, word, context)), context
 
 
 # Little stories: BoolQ, COPA and WSC. -----------------------------------------------------------------
 
 
 def boolq(draw: Draw) -> Example:
-    """Two facts and a question on one of them, or where something is. Held out: subject and matter.
-
-    ``The dog is wet. The car is dirty.``, ``is the car clean`` is false.
-    """
+    """``The dog is wet. The car is dirty.``, ``is the car clean`` is false. Held out: subject, matter."""
     label, asked = draw.below(2), draw.below(2)
     if draw.chance(0.3):
         word = draw.one(WORDS)
@@ -317,11 +282,7 @@ MATTERS = ("race", "exam", "news", "ring")
 
 
 def copa(draw: Draw) -> Example:
-    """What was the cause, what the effect: choices differ in outcome, in matter or in direction.
-
-    ``Anna won the race.``: the effect is ``She smiled.`` rather than ``She sighed.`` Held out: pairs of
-    person and premise.
-    """
+    """``Anna won the race.`` has the effect ``She smiled.`` Held out: pairs of person and premise."""
     label, question, outcome = draw.below(2), draw.below(2), draw.below(2)
     woman = draw.below(2)
     name, pronoun = draw.one((MEN, WOMEN)[woman]), ("he", "she")[woman]
@@ -373,14 +334,11 @@ REASONS = (
     ("needed help", "wanted advice", "felt alone", "was grateful"),
     ("had helped", "worked hard", "gave advice", "was brave"),
 )
-"""Why somebody thanks or calls somebody: reasons of the one who does it, and of the other."""
+"""Reasons of the one who does it, and of the other."""
 
 
 def wsc(draw: Draw) -> Example:
-    """Whom the pronoun means: gender tells, or the reason where both have the same.
-
-    ``Anna thanked Mary because *she* had helped.`` means Mary. Held out: pairs of persons.
-    """
+    """``Anna thanked Mary because *she* had helped.`` means Mary. Held out: pairs of persons."""
     label, gender, referent = draw.below(2), draw.below(2), draw.below(2)
     reason = draw.one(REASONS[referent])
     if draw.chance(0.3):

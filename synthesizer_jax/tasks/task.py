@@ -114,12 +114,10 @@ class Task:
 
         Raises:
           FileNotFoundError: the data set is not in `data_dir`.
-          ValueError: TFDS must not open the data set (see `stored.check_dataset`).
         """
         directory = stored.newest_version(self.dataset, data_dir)
         if directory is None:
             raise FileNotFoundError(f"the data set {self.dataset} is not in {data_dir}; import it")
-        stored.check_dataset(directory)
         vocabulary_of_seqio = vocabulary.to_seqio()
         return seqio.Task(
             self.name,

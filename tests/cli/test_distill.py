@@ -38,7 +38,7 @@ def place(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpora, "CORPORA", {"multi30k": multi30k(SIZES)})
         said = import_corpus("multi30k", place / "text", place / "data")
-    assert [s.status for s in said.splits] == ["complete"] * 3 + ["missing"] * 6
+    assert [s.status for s in said] == ["complete"] * 3 + ["missing"] * 6
     call(
         *("data", "vocabulary", "multi30k_en_de", "--output", place / "spm.model"),
         *("--data-dir", place / "data", "--size", 36),

@@ -5,6 +5,7 @@ import datetime
 import gzip
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -104,36 +105,6 @@ def test_arguments_name_files_folders_and_columns(tmp_path):
     assert rows(tmp_path / "f") == {"train": ROWS + ROWS, "validation": ROWS}
 
 
-def save_to_disk(folder, splits):
-    """Writes a folder as `datasets` does, with a feature of classes."""
-    info = {"features": {"label": {"names": ["bad", "good"], "_type": "ClassLabel"}}}
-    state = {"_data_files": [{"filename": "data-0.arrow"}]}
-    write(folder, {"dataset_dict.json": json.dumps({"splits": list(splits)})})
-    for split, table in splits.items():
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table)
-        files = {"dataset_info.json": json.dumps(info), "state.json": json.dumps(state)}
-        write(folder / split, files | {"data-0.arrow": sink.getvalue().to_pybytes()})
-
-
-def test_a_saved_folder_of_datasets_has_the_names_of_its_classes(tmp_path):
-    table = pa.table({"text": ["x", "y", "z"], "label": [1, 0, -1]})
-    save_to_disk(tmp_path, {"train": table, "validation_matched": table.slice(2)})
-    expected = [
-        {"text": t, "label": w} for t, w in zip("xyz", ("good", "bad", "<unk>"), strict=True)
-    ]
-    assert rows(tmp_path) == {"train": expected, "validation_matched": expected[2:]}
-    assert rows(tmp_path / "train") == {"train": expected}
-    for listed in (5, [5], [{"filename": "../../etc.arrow"}], None):
-        write(tmp_path / "train", {"state.json": json.dumps({"_data_files": listed})})
-        with pytest.raises(ValueError, match=r"state\.json (has no list of names|names the file)"):
-            rows(tmp_path)
-    save_to_disk(tmp_path / "two", {"dev": table, "validation": table})
-    with pytest.raises(ValueError, match="two splits that are 'validation' here"):
-        rows(tmp_path / "two")
-
-
 DAY = pa.table({"day": pa.array([2**31 - 1], pa.int32()).cast(pa.date32())})
 BROKEN = {
     "not JSON": ("a.jsonl", b'{"text": 1}\n{"text": \n', r"a.jsonl, line 2: not JSON \(.*column"),
@@ -164,11 +135,11 @@ def test_arguments_that_name_no_rows_are_refused(tmp_path):
     for argument, message in {
         f"train={tmp_path}/a.en+{tmp_path}/a.de": "line 2: the file ends here, the others go on",
         f"train={tmp_path}/a.en+{tmp_path}/b/a.en": "cannot be told apart",
-        f"train=a.txt,train={tmp_path}/a.en+{tmp_path}/a.de": "aligned files of 'train' cannot be",
+        f"train={tmp_path}/a.txt,train={tmp_path}/a.en+{tmp_path}/a.de": "aligned files of 'train'",
         f"{tmp_path}": "no file whose name begins with train, validation or test",
         f"{tmp_path}/a.en": "is no folder; write --from SPLIT=FILE",
         "train=": r"write SPLIT=FILE, such as train=a\.jsonl",
-        f"train={tmp_path}/a.txt,train={tmp_path}/a.txt": "a.txt twice for the split 'train'",
+        f"train={tmp_path}/a.txt,train={tmp_path}/a.txt": "cannot be told apart: name every file once",
         f"train={tmp_path}/pipe.txt": r"pipe\.txt is no regular file",
         f"train={tmp_path}/c.csv": "there is no file",
         f"train={tmp_path}/other-*.txt": r"there is no file .*other-\*\.txt",
@@ -180,20 +151,16 @@ def test_arguments_that_name_no_rows_are_refused(tmp_path):
 def test_a_template_formats_a_row():
     row = {"text": "x", "n": 3, "deep": {"a": True}, "deep.b": "dotted", "bytes": b"\xc3\xa9"}
     row |= {"day": datetime.date(2020, 1, 2), "nan": float("nan")}
-    assert Template("{{{text}}} {n} {deep.a} {deep.b}")(row) == "{x} 3 True dotted"
+    assert Template("{text} {n} {deep.a} {deep.b}.")(row) == "x 3 True dotted."
     assert Template("{bytes} {day}")(row) == "é 2020-01-02"
-    for text, message in {
-        "{": "cannot be read",
-        "{}": "a field without a name",
-        "{n:>9}": "with a format",
-        "{n!r}": "with a format",
-    }.items():
-        with pytest.raises(ValueError, match=message):
+    for text in ("{", "{}", "{a} }"):
+        with pytest.raises(ValueError, match=r"outside of a field; write \{NAME"):
             Template(text)
     for text, message in {
         "{txt}": r"there is no field 'txt', did you mean 'text'\?; there are text, n",
         "{deep}": r"the field 'deep' is \{\"a\": true\}, which is no text",
         "{text.__class__}": "there is no field 'text.__class__'",
+        "{n:>9}": "there is no field 'n:>9'",
         "{nan}": "the field 'nan' is NaN, which is no text",
     }.items():
         with pytest.raises(ValueError, match=message):
@@ -214,12 +181,10 @@ def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
         f"  longest inputs: 5 words ({tmp_path}/a.jsonl, line 1)",
         f"  longest targets: 1 word ({tmp_path}/a.jsonl, line 1)",
         "  targets: good 2, bad 2",
-        "  repeats of earlier rows: 2",
         "validation: 3 rows",
         f"  longest inputs: 5 words ({tmp_path}/b.csv, line 2)",
         f"  longest targets: 1 word ({tmp_path}/b.csv, line 2)",
         "  targets: good 2, bad 1",
-        "  also in train: 2 rows",
         "  with U+FFFD in the place of bytes: 1 row",
     ]
     monkeypatch.delitem(task_registry.TASKS, "my_reviews")  # as in another process
@@ -308,7 +273,7 @@ def test_a_row_that_fits_no_task_is_named_and_changes_nothing(tmp_path):
             "a.jsonl, line 2: the target 'good' is no number, which the met",
         ),
         ('{"x": 1' + 400 * "0" + "}", numbers, "is no number, which the metric pearson"),
-        ('{"x": "\\ud800"}', {"labels": {}}, "a.jsonl, line 2: UnicodeEncodeError"),
+        ('{"x": "\\ud800"}', {"labels": {}}, "a.jsonl, line 2: .*UnicodeEncodeError"),
     ):
         first = '{"x": 1}\n' if changes is numbers else '{"x": "a"}\n'
         write(tmp_path, {"a.jsonl": first + row + "\n"})
@@ -343,28 +308,35 @@ def test_a_description_that_cannot_be_is_refused(tmp_path):
         import_files(describe(), {}, storage_path("gs://bucket/y"))
 
 
-TERMINATED = """
-import os, resource, signal, sys
-from synthesizer_jax.cli.main import run
-from synthesizer_jax.tasks import imported, stored
+def test_a_full_disk_leaves_nothing(tmp_path):
+    write(tmp_path, {"a.txt": "".join(f"a line {i}\n" for i in range(4000))})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            splits = find_splits([f"train={tmp_path}/a.txt"])
+            import_files(FileTask("mine", None, Template("{text}")), splits, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list((tmp_path / "out").iterdir())
 
-if sys.argv.pop(1) == "killed":
-    imported.write_dataset = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
-else:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+TERMINATED = """
+import os, signal
+from synthesizer_jax.cli.main import run
+from synthesizer_jax.tasks import imported
+imported.write_dataset = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
 run()
 """
 
 
-@pytest.mark.parametrize("case", ["killed", "disk full"])
-def test_sigterm_and_full_disks_leave_nothing(tmp_path, case):
-    write(tmp_path, {"a.txt": "".join(f"a line {i}\n" for i in range(4000))})
+def test_sigterm_leaves_nothing(tmp_path):
+    write(tmp_path, {"a.txt": "a\n"})
     arguments = ["data", "import", "mine", "--name", "x", "--target", "{text}", "--data-dir", "out"]
-    command = [sys.executable, "-c", TERMINATED, case, *arguments, "--from", "train=a.txt"]
+    command = [sys.executable, "-c", TERMINATED, *arguments, "--from", "train=a.txt"]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ended.returncode > 0, ended.stderr
-    assert case == "killed" or "File too large" in ended.stderr
     assert not list((tmp_path / "out").iterdir())
 
 

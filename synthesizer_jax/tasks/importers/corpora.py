@@ -50,40 +50,21 @@ class SplitReport:
     dropped: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class ImportReport:
-    """The report of an import.
-
-    Attributes:
-      name: the benchmark or corpus.
-      data_dir: the directory of the TFDS data sets.
-      splits: a report of every split.
-    """
-
-    name: str
-    data_dir: str
-    splits: tuple[SplitReport, ...]
-
-    def lines(self) -> Iterator[str]:
-        """Yields the report as aligned plain text: one line per split, then a summary."""
-        width = max(len(f"{s.dataset}:{s.split}") for s in self.splits)
-        for split in self.splits:
-            name = f"{split.dataset}:{split.split}".ljust(width)
-            if split.status == "missing":
-                yield f"{name}  missing ({split.file})"
-                continue
-            dropped = f", {split.dropped} dropped" if split.dropped else ""
-            yield f"{name}  {split.status:8}  {split.rows:>7,} rows{dropped}  {split.file}"
-        present = [s for s in self.splits if s.status != "missing"]
-        yield (
-            f"{self.name}: {len(present)} of {len(self.splits)} splits, "
-            f"{sum(s.rows for s in present):,} rows, in {self.data_dir}"
-        )
+def report_lines(reports: Sequence[SplitReport]) -> Iterator[str]:
+    """Yields the reports as aligned plain text: one line per split, then a summary."""
+    width = max(len(f"{s.dataset}:{s.split}") for s in reports)
+    for split in reports:
+        name = f"{split.dataset}:{split.split}".ljust(width)
+        dropped = f", {split.dropped} dropped" if split.dropped else ""
+        rows = f"{split.status:8}  {split.rows:>7,} rows{dropped}  {split.file}"
+        yield f"{name}  {f'missing ({split.file})' if split.status == 'missing' else rows}"
+    present = [s.rows for s in reports if s.status != "missing"]
+    yield f"{len(present)} of {len(reports)} splits, {sum(present):,} rows"
 
 
 def import_corpus(
     name: str, source: pathlib.Path | str, data_dir: pathlib.Path | str, *, renew: bool = False
-) -> ImportReport:
+) -> list[SplitReport]:
     """Writes the TFDS data sets of a benchmark or corpus from its files; none if a row cannot be read.
 
     Splits whose files are not there are reported as missing. A split of which only some parts or a
@@ -95,9 +76,6 @@ def import_corpus(
         plain or gzip.
       data_dir: a TFDS data directory; created if it does not exist.
       renew: whether data sets that exist are replaced; otherwise their splits are kept.
-
-    Returns:
-      A report of every split.
 
     Raises:
       ValueError: no file was found, or a row is invalid, or a file does not have the published number
@@ -121,7 +99,7 @@ def import_corpus(
             there = [i for (of, _), i in imports.items() if of is layout and i.parts]
             if there:
                 _write(layout, there, folder)
-    return ImportReport(name, str(data_dir), tuple(i.report() for i in imports.values()))
+    return [split_import.report() for split_import in imports.values()]
 
 
 @dataclasses.dataclass
@@ -138,7 +116,7 @@ class _SplitImport:
         """Yields the rows; it ends with an error where they are not as many as were published."""
         for paths in self.parts:
             cursor.where = ", ".join(map(str, paths[:3]))
-            for row in cursor.follow((self.split.read or self.layout.read)(paths)):
+            for row in cursor.follow(self.layout.read(paths)):
                 if row is None:
                     self.dropped += 1
                 else:
@@ -171,7 +149,7 @@ class _SplitImport:
 
 def _write(layout: Layout, imports: Sequence[_SplitImport], folder: pathlib.Path) -> None:
     """Writes the data set of a layout."""
-    cursor = Cursor([])
+    cursor = Cursor()
     version, features = _features(layout, folder)
     with cursor.named():
         splits = {i.split.name: functools.partial(i.read, cursor) for i in imports}

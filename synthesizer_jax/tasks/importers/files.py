@@ -13,7 +13,6 @@ from synthesizer_jax.tasks.importers.reading import (
     Rows,
     file_kind,
     read_lines,
-    read_object,
     read_rows,
     uncompressed,
 )
@@ -23,9 +22,6 @@ SPLIT_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
 }
 """Beginnings of the names of files in a folder, and the splits that they are."""
-
-SPLITS, STATE = "dataset_dict.json", "state.json"
-"""Files of a folder of splits that Hugging Face's `datasets` has saved, and of one of a single split."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +82,7 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
     Args:
       sources: ``SPLIT=FILE`` (several separated by commas; ``FILE+FILE`` is aligned text; ``*`` in the
         name of a file stands for anything, and files of the same split follow one another), or one
-        folder: of files whose names begin with a split's, or saved by `datasets`.
+        folder of files whose names begin with a split's.
       columns: see `SplitFiles`.
 
     Raises:
@@ -94,38 +90,39 @@ def find_splits(sources: Sequence[str], *, columns: Sequence[str] = ()) -> dict[
       FileNotFoundError: there is no such file.
     """
     parts = [part for source in sources for part in source.split(",")]
-    named: dict[str, list[pathlib.Path]] = {}
-    aligned: dict[str, list[pathlib.Path]] = {}
     if len(parts) == 1 and "=" not in parts[0]:
-        named, parts = _splits_of_folder(pathlib.Path(parts[0])), []
+        named = _splits_of_folder(pathlib.Path(parts[0]))
+        return {s: _checked(SplitFiles(tuple(p), columns=tuple(columns))) for s, p in named.items()}
+    found: dict[str, SplitFiles] = {}
     for part in parts:
         split, equals, names = part.partition("=")
         if not (equals and split.isidentifier() and names):
             raise ValueError(f"--from {part!r}: write SPLIT=FILE, such as train=a.jsonl")
-        if split in aligned or ("+" in names and split in named):
+        aligned, before = "+" in names, found.get(split, SplitFiles(()))
+        if before.aligned or (aligned and before.files):
             raise ValueError(
                 f"--from: the aligned files of {split!r} cannot be joined with other files"
             )
-        if "+" in names:
-            aligned[split] = [pathlib.Path(name) for name in names.split("+")]
-            continue
-        paths = _named_files(names)
-        if repeated := set(paths) & set(named.get(split, ())):
-            raise ValueError(f"--from names {min(repeated)} twice for the split {split!r}")
-        named.setdefault(split, []).extend(paths)
-    for path in itertools.chain(*named.values(), *aligned.values()):
+        new = map(pathlib.Path, names.split("+")) if aligned else _named_files(names)
+        files = (*before.files, *new)
+        found[split] = _checked(SplitFiles(files, aligned, tuple(columns)))
+    return found
+
+
+def _checked(split: SplitFiles) -> SplitFiles:
+    """Returns the files of a split; they are there, and how to read them is known."""
+    for path in split.files:
         if not path.exists():
             raise FileNotFoundError(f"there is no file {path}")
-    for path in itertools.chain(*named.values()):
-        file_kind(path)
-    found = {split: SplitFiles(tuple(paths), True) for split, paths in aligned.items()}
-    for files in found.values():
-        if len(set(files.fields)) < len(files.files):
-            raise ValueError(
-                f"{', '.join(map(str, files.files))} cannot be told apart: aligned files need names that "
-                "end differently, such as train.en and train.de"
-            )
-    return {s: SplitFiles(tuple(p), columns=tuple(columns)) for s, p in named.items()} | found
+        if not split.aligned:
+            file_kind(path)
+    names = split.fields if split.aligned else split.files
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"{', '.join(map(str, split.files))} cannot be told apart: name every file once; aligned files "
+            "need names that end differently, such as train.en and train.de"
+        )
+    return split
 
 
 def _named_files(name: str) -> list[pathlib.Path]:
@@ -143,18 +140,7 @@ def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
     """Returns the files of every split in a folder."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; write --from SPLIT=FILE, such as train={folder}")
-    if (folder / STATE).is_file():
-        return {SPLIT_NAMES.get(folder.name, "train"): _saved_files(folder)}
     found: dict[str, list[pathlib.Path]] = {}
-    if (folder / SPLITS).is_file():
-        for name in _names(folder / SPLITS, "splits"):
-            split = SPLIT_NAMES.get(name, name)
-            if split in found:
-                raise ValueError(
-                    f"{folder} has two splits that are {split!r} here; name the files instead"
-                )
-            found[split] = _saved_files(folder / name)
-        return found
     for path in sorted(folder.iterdir()):
         beginning = "".join(itertools.takewhile(str.isalpha, path.name.lower()))
         if beginning in SPLIT_NAMES and path.is_file():
@@ -165,24 +151,3 @@ def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[pathlib.Path]]:
             "with --from SPLIT=FILE"
         )
     return found
-
-
-def _saved_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files of one split of a folder that `datasets` saved, in its order."""
-    return [folder / name for name in _names(folder / STATE, "_data_files")]
-
-
-def _names(path: pathlib.Path, key: str) -> list[str]:
-    """Returns the names of files or folders beside a JSON file that lists them.
-
-    Raises:
-      ValueError: it does not, or a name lies outside of the folder.
-    """
-    listed = read_object(str(path), path.read_text(encoding="utf-8")).get(key)
-    if not isinstance(listed, list):
-        raise ValueError(f"{path} has no list of names; save the data set again with save_to_disk")
-    names = [item.get("filename") if isinstance(item, dict) else item for item in listed]
-    for name in names:
-        if not isinstance(name, str) or pathlib.PurePath(name).name != name:
-            raise ValueError(f"{path} names the file {name!r}, outside of it")
-    return [str(name) for name in names]

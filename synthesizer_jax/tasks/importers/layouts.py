@@ -32,14 +32,12 @@ class SplitLayout:
       parts: the parts, whose rows follow one another.
       rows: the published number of rows; None: any.
       also: alternatives in order of preference, each of them the files of the whole split.
-      read: the reader, where it is not that of the other splits.
     """
 
     name: str
     parts: tuple[Part, ...]
     rows: int | None = None
     also: tuple[Part, ...] = ()
-    read: readers.Reader | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,87 +93,61 @@ def find_importer(dataset: str) -> tuple[str, Layout] | None:
     return None
 
 
-def _benchmark(
-    dataset: str, folder: str, stems: Mapping[str, str], *sizes: int | None, kind: str
+def _layout(
+    dataset: str,
+    read: readers.Reader | None = None,
+    features: tuple[str, ...] = (),
+    /,
+    **splits: tuple[str | Part, int | None],
 ) -> Layout:
-    """Returns a data set of GLUE or SuperGLUE; `stems` are those of the names of files, by split."""
-    splits = tuple(
-        SplitLayout(name, ((f"{folder}/{stem}.{kind}",),), size)
-        for (name, stem), size in zip(stems.items(), sizes, strict=True)
-    )
-    return Layout(dataset, readers.by_tfds(dataset), splits)
+    """Returns a data set of files and numbers of rows; by default TFDS's code reads them."""
+    parts = {s: (f,) if isinstance(f, str) else f for s, (f, _) in splits.items()}
+    found = tuple(SplitLayout(s, (parts[s],), rows) for s, (_, rows) in splits.items())
+    return Layout(dataset, read or readers.by_tfds(dataset), found, features)
 
 
 def _glue(config: str, folder: str, *sizes: int | None) -> Layout:
-    stems = {"train": "train", "validation": "dev", "test": "test"}
-    layout = _benchmark(f"glue/{config}", folder, stems, *sizes, kind="tsv")
-    return dataclasses.replace(layout, read=readers.mrpc) if config == "mrpc" else layout
-
-
-def _mnli(domain: str, *sizes: int) -> Layout:
-    stems = {"validation": f"dev_{domain}", "test": f"test_{domain}"}
-    return _benchmark(f"glue/mnli_{domain}", "MNLI", stems, *sizes, kind="tsv")
+    names = zip(("train", "validation", "test"), ("train", "dev", "test"), sizes, strict=True)
+    splits = {split: (f"{folder}/{stem}.tsv", size) for split, stem, size in names}
+    read = readers.mrpc if config == "mrpc" else None
+    return _layout(f"glue/{config}", read, **splits)
 
 
 def _super(config: str, folder: str, *sizes: int) -> Layout:
-    stems = {"train": "train", "validation": "val", "test": "test"}
-    if len(sizes) == 1:
-        stems = {"test": folder}
-    return _benchmark(f"super_glue/{config}", folder, stems, *sizes, kind="jsonl")
+    names = zip(("train", "validation", "test"), ("train", "val", "test"), sizes, strict=True)
+    splits = {split: (f"{folder}/{stem}.jsonl", size) for split, stem, size in names}
+    return _layout(f"super_glue/{config}", **splits)
 
 
-_MNLI_STEMS = {
-    "train": "train",
-    "validation_matched": "dev_matched",
-    "validation_mismatched": "dev_mismatched",
-    "test_matched": "test_matched",
-    "test_mismatched": "test_mismatched",
-}
-_DIAGNOSTIC = SplitLayout(
-    "test",
-    (("AX/diagnostic.tsv",),),
-    1_104,
-    also=(("diagnostic/diagnostic.tsv",), ("diagnostic.tsv",)),
-)
-_PRONOUNS = "definite_pronoun_resolution"
-
-
-def _texts(stem: str, languages: tuple[str, str]) -> Part:
-    return tuple(f"{stem}.{language}" for language in languages)
+def _texts(stem: str, languages: tuple[str, str], suffix: str = "") -> Part:
+    return tuple(f"{stem}.{language}{suffix}" for language in languages)
 
 
 def _multi30k(pair: tuple[str, str]) -> Layout:
-    splits = (
-        SplitLayout("train", (_texts("train", pair),), 29_000),
-        SplitLayout("validation", (_texts("val", pair),), 1_014),
-        SplitLayout("test", (_texts("test_2016_flickr", pair),), 1_000),
+    return _layout(
+        f"multi30k/{'_'.join(pair)}",
+        readers.parallel(pair),
+        pair,
+        train=(_texts("train", pair), 29_000),
+        validation=(_texts("val", pair), 1_014),
+        test=(_texts("test_2016_flickr", pair), 1_000),
     )
-    return Layout(f"multi30k/{'_'.join(pair)}", readers.parallel(pair), splits, features=pair)
 
 
 def _iwslt(
     year: int, pair: tuple[str, str], validation: Sequence[str], test: Sequence[str]
 ) -> Layout:
     direction = "-".join(pair)
-
-    def talks(stem: str) -> Part:
-        name = f"**/IWSLT{year % 100}.{stem}.{direction}"
-        return tuple(f"{name}.{language}.xml" for language in pair)
-
-    splits = (
-        SplitLayout("train", (_texts(f"**/train.tags.{direction}", pair),)),
-        SplitLayout("validation", tuple(map(talks, validation))),
-        SplitLayout("test", tuple(map(talks, test))),
-    )
-    return Layout(f"iwslt{year}/{'_'.join(pair)}", readers.parallel(pair), splits, features=pair)
+    splits = [SplitLayout("train", (_texts(f"**/train.tags.{direction}", pair),))]
+    for split, stems in (("validation", validation), ("test", test)):
+        names = (f"**/IWSLT{year % 100}.{stem}.{direction}" for stem in stems)
+        splits.append(SplitLayout(split, tuple(_texts(name, pair, ".xml") for name in names)))
+    dataset = f"iwslt{year}/{'_'.join(pair)}"
+    return Layout(dataset, readers.parallel(pair), tuple(splits), features=pair)
 
 
 def _wmt(
-    name: str,
-    target: str,
-    corpora: Sequence[str],
-    validation: Sequence[str],
-    test: str | None,
+    name: str, target: str, corpora: Sequence[str], validation: Sequence[str], test: str | None
 ) -> Layout:
     """Returns a translation task of WMT: training corpora, and sets of news as SGML or plain text.
 
@@ -191,11 +163,9 @@ def _wmt(
     def news(split: str, *stems: str) -> SplitLayout:
         sgm = [f"**/{stem}-{target}en" for stem in stems]
         parts = tuple((f"{stem}-ref.en.sgm", f"{stem}-src.{target}.sgm") for stem in sgm)
-        if len(stems) > 1:
-            return SplitLayout(split, parts)
-        (stem,) = stems
-        also = (_texts(f"**/en-{target}/{stem}", pair), _texts(f"**/dev/{stem}", pair))
-        return SplitLayout(split, parts, _NEWS_ROWS.get(stem), also=also)
+        also = (_texts(f"**/en-{target}/{stems[0]}", pair), _texts(f"**/dev/{stems[0]}", pair))
+        rows = _NEWS_ROWS.get(stems[0]) if len(stems) == 1 else None
+        return SplitLayout(split, parts, rows, also=also if len(stems) == 1 else ())
 
     def part(corpus: str) -> Part:
         is_file = corpus.endswith((".tsv", ".tmx"))
@@ -206,13 +176,13 @@ def _wmt(
     return Layout(f"{name}_translate/{direction}", readers.parallel(pair), tuple(splits))
 
 
+_NEWS_ROWS = {"newstest2013": 3_000, "newstest2014": 3_003}
+
+
 def _c4(config: str) -> Layout:
     """Returns C4 as the JSON lines that its mirrors publish, a folder for each configuration."""
-    splits = tuple(
-        SplitLayout(split, ((f"**/{config}/c4-{split}.*.json",),))
-        for split in ("train", "validation")
-    )
-    return Layout(f"c4/{config}", readers.table(_page), splits)
+    files = {s: (f"**/{config}/c4-{s}.*.json", None) for s in ("train", "validation")}
+    return _layout(f"c4/{config}", readers.table(_page), **files)
 
 
 def _page(row: Row) -> Row:
@@ -222,29 +192,26 @@ def _page(row: Row) -> Row:
 
 
 def _wikitext(size: int, version: str) -> Layout:
-    is_raw = version == "raw-v1"
-    folder, suffix = f"wikitext-{size}{'-raw' if is_raw else ''}", "raw" if is_raw else "tokens"
-
-    def split(name: str, stem: str) -> SplitLayout:
-        also = (f"**/{folder}/{stem}.txt",)
-        return SplitLayout(name, ((f"**/{folder}/wiki.{stem}.{suffix}",),), also=(also,))
-
-    splits = (split("train", "train"), split("validation", "valid"), split("test", "test"))
+    suffix = "raw" if version == "raw-v1" else "tokens"
+    folder = f"**/wikitext-{size}{'-raw' if version == 'raw-v1' else ''}"
+    splits = tuple(
+        SplitLayout(
+            split, ((f"{folder}/wiki.{stem}.{suffix}",),), also=((f"{folder}/{stem}.txt",),)
+        )
+        for split, stem in (("train", "train"), ("validation", "valid"), ("test", "test"))
+    )
     dataset = f"wikitext/wikitext-{size}-{version}"
     return Layout(dataset, readers.articles, splits, features=("text",))
 
 
 def _convai2(kind: str) -> Layout:
-    splits = (
-        SplitLayout("train", ((f"train_{kind}_no_cands.txt",),)),
-        SplitLayout("validation", ((f"valid_{kind}_no_cands.txt",),)),
+    return _layout(
+        f"convai2/{kind}",
+        readers.dialogues,
+        _DIALOGUE,
+        train=(f"train_{kind}_no_cands.txt", None),
+        validation=(f"valid_{kind}_no_cands.txt", None),
     )
-    return Layout(f"convai2/{kind}", readers.dialogues, splits, features=_DIALOGUE)
-
-
-def _xsum(name: str, rows: int) -> SplitLayout:
-    files = ("**/XSum-TRAINING-DEV-TEST-SPLIT-90-5-5.json", "**/bbc-summary-data/*.summary")
-    return SplitLayout(name, (files,), rows, read=readers.xsum(name))
 
 
 def _reviews(split: str) -> SplitLayout:
@@ -252,23 +219,27 @@ def _reviews(split: str) -> SplitLayout:
     return SplitLayout(split, parts, 25_000)
 
 
-_DIALOGUE = ("persona*", "history*", "reply")
-_LM1B = "**/{}-monolingual.tokenized.shuffled/news.en{}-*"
-_TALKS = ("TED.dev2010", *(f"TED.tst{year}" for year in range(2010, 2017)))
-_WMT14 = ("commoncrawl", "europarl-v7", "news-commentary-v9")
-_FRENCH = ("giga-fren.release2.fixed", "undoc.2000")
-_NEWS_ROWS = {"newstest2013": 3_000, "newstest2014": 3_003}
-
-
 def _article(row: Row) -> Row:
     """Returns a row of CNN/Daily Mail, whose csv may have a column of numbers too."""
-    return {name: row.get(name, "") for name in ("id", "article", "highlights")} | {"publisher": ""}
+    return {name: row[name] for name in ("id", "article", "highlights")} | {"publisher": ""}
 
 
 def _news(row: Row) -> Row:
     """Returns a row of AG News, whose classes are counted from 1."""
     return {**row, "label": int(row["label"]) - 1}
 
+
+_DIALOGUE = ("persona*", "history*", "reply")
+_LM1B = "**/{}-monolingual.tokenized.shuffled/news.en{}-*"
+_TALKS = ("TED.dev2010", *(f"TED.tst{year}" for year in range(2010, 2017)))
+_WMT14 = ("commoncrawl", "europarl-v7", "news-commentary-v9")
+_FRENCH = ("giga-fren.release2.fixed", "undoc.2000")
+_T2T = ("europarl-v7", "commoncrawl", "news-commentary-v13")
+_WMT15 = ("europarl-v7", "commoncrawl", "news-commentary-v10", *_FRENCH)
+_WMT19 = (
+    *("europarl-v9.de-en.tsv", "en-de.bicleaner07.tmx", "commoncrawl"),
+    *("news-commentary-v14.de-en.tsv", "wikititles-v1.de-en.tsv", "rapid2019"),
+)
 
 CORPORA: Mapping[str, tuple[Layout, ...]] = {
     "glue": (
@@ -277,15 +248,28 @@ CORPORA: Mapping[str, tuple[Layout, ...]] = {
         _glue("mrpc", "MRPC", 3_668, 408, 1_725),
         _glue("qqp", "QQP", None, 40_430, 390_965),  # its source was corrected
         _glue("stsb", "STS-B", 5_749, 1_500, 1_379),
-        _benchmark(
-            *("glue/mnli", "MNLI", _MNLI_STEMS, 392_702, 9_815, 9_832, 9_796, 9_847), kind="tsv"
+        _layout(
+            "glue/mnli",
+            train=("MNLI/train.tsv", 392_702),
+            validation_matched=("MNLI/dev_matched.tsv", 9_815),
+            validation_mismatched=("MNLI/dev_mismatched.tsv", 9_832),
+            test_matched=("MNLI/test_matched.tsv", 9_796),
+            test_mismatched=("MNLI/test_mismatched.tsv", 9_847),
         ),
-        _mnli("matched", 9_815, 9_796),
-        _mnli("mismatched", 9_832, 9_847),
+        _layout(
+            "glue/mnli_matched",
+            validation=("MNLI/dev_matched.tsv", 9_815),
+            test=("MNLI/test_matched.tsv", 9_796),
+        ),
+        _layout(
+            "glue/mnli_mismatched",
+            validation=("MNLI/dev_mismatched.tsv", 9_832),
+            test=("MNLI/test_mismatched.tsv", 9_847),
+        ),
         _glue("qnli", "QNLI", 104_743, 5_463, 5_463),
         _glue("rte", "RTE", 2_490, 277, 3_000),
         _glue("wnli", "WNLI", 635, 71, 146),
-        Layout("glue/ax", readers.by_tfds("glue/ax"), (_DIAGNOSTIC,)),
+        _layout("glue/ax", test=("**/diagnostic.tsv", 1_104)),
     ),
     "super_glue": (
         _super("boolq", "BoolQ", 9_427, 3_270, 3_245),
@@ -296,15 +280,12 @@ CORPORA: Mapping[str, tuple[Layout, ...]] = {
         _super("rte", "RTE", 2_490, 277, 3_000),
         _super("wic", "WiC", 5_428, 638, 1_400),
         _super("wsc.fixed", "WSC", 554, 104, 146),
-        _super("axb", "AX-b", 1_104),
-        _super("axg", "AX-g", 356),
-        Layout(
-            _PRONOUNS,
-            readers.by_tfds(_PRONOUNS, takes_split=False),
-            (
-                SplitLayout("train", (("DPR/train.c.txt",),), 1_322),
-                SplitLayout("test", (("DPR/test.c.txt",),), 564),
-            ),
+        _layout("super_glue/axb", test=("AX-b/AX-b.jsonl", 1_104)),
+        _layout("super_glue/axg", test=("AX-g/AX-g.jsonl", 356)),
+        _layout(
+            "definite_pronoun_resolution",
+            train=("DPR/train.c.txt", 1_322),
+            test=("DPR/test.c.txt", 564),
         ),
     ),
     "multi30k": tuple(map(_multi30k, PAIRS["multi30k"])),
@@ -316,103 +297,54 @@ CORPORA: Mapping[str, tuple[Layout, ...]] = {
         _wmt("wmt14", "de", _WMT14, ("newstest2013",), "newstest2014"),
         _wmt("wmt14", "fr", (*_WMT14, *_FRENCH), ("newstest2013",), "newstest2014"),
     ),
-    "wmt_t2t": (
-        _wmt(
-            *("wmt_t2t", "de", ("europarl-v7", "commoncrawl", "news-commentary-v13")),
-            *(("newstest2013",), "newstest2014"),
-        ),
-    ),
+    "wmt_t2t": (_wmt("wmt_t2t", "de", _T2T, ("newstest2013",), "newstest2014"),),
     "wmt15": (
-        _wmt(
-            *("wmt15", "fr", ("europarl-v7", "commoncrawl", "news-commentary-v10", *_FRENCH)),
-            *(("newsdiscussdev2015", "newstest2014"), "newsdiscusstest2015"),
-        ),
+        _wmt("wmt15", "fr", _WMT15, ("newsdiscussdev2015", "newstest2014"), "newsdiscusstest2015"),
     ),
     "wmt16": (_wmt("wmt16", "ro", ("europarl-v8", "en-ro.tmx"), ("newsdev2016",), "newstest2016"),),
-    "wmt19": (
-        _wmt(
-            "wmt19",
-            "de",
-            (
-                *("europarl-v9.de-en.tsv", "en-de.bicleaner07.tmx", "commoncrawl"),
-                *("news-commentary-v14.de-en.tsv", "wikititles-v1.de-en.tsv", "rapid2019"),
-            ),
-            *(("newstest2018",), None),
-        ),
-    ),
+    "wmt19": (_wmt("wmt19", "de", _WMT19, ("newstest2018",), None),),
     "trivia_qa": (
-        Layout(
+        _layout(
             "trivia_qa/rc",
             readers.trivia,
-            (
-                SplitLayout("train", (("**/qa/*-train.json",),)),
-                SplitLayout("validation", (("**/qa/*-dev.json",),)),
-                SplitLayout("test", (("**/qa/*test-without-answers.json",),)),
-            ),
+            train=("**/qa/*-train.json", None),
+            validation=("**/qa/*-dev.json", None),
+            test=("**/qa/*test-without-answers.json", None),
         ),
     ),
     "c4": (_c4("en"), _c4("en.noclean")),
     "cnn_dailymail": (
-        Layout(
+        _layout(
             "cnn_dailymail",
             readers.table(_article),
-            (
-                SplitLayout("train", (("train.csv",),), 287_113),
-                SplitLayout("validation", (("validation.csv",),), 13_368),
-                SplitLayout("test", (("test.csv",),), 11_490),
-            ),
-        ),
-    ),
-    "xsum": (
-        Layout(
-            "xsum",
-            readers.xsum("train"),
-            (_xsum("train", 204_045), _xsum("validation", 11_332), _xsum("test", 11_334)),
+            train=("train.csv", 287_113),
+            validation=("validation.csv", 13_368),
+            test=("test.csv", 11_490),
         ),
     ),
     "squad": (
-        Layout(
-            "squad/v1.1",
-            readers.squad,
-            (
-                SplitLayout("train", (("train-v1.1.json",),), 87_599),
-                SplitLayout("validation", (("dev-v1.1.json",),), 10_570),
-            ),
+        _layout(
+            "squad/v1.1", train=("train-v1.1.json", 87_599), validation=("dev-v1.1.json", 10_570)
         ),
     ),
     "lm1b": (
-        Layout(
+        _layout(
             "lm1b",
             readers.lines,
-            (
-                SplitLayout("train", ((_LM1B.format("training", ""),),)),
-                SplitLayout("test", ((_LM1B.format("heldout", ".heldout"),),)),
-            ),
+            train=(_LM1B.format("training", ""), None),
+            test=(_LM1B.format("heldout", ".heldout"), None),
         ),
     ),
     "wikitext": tuple(
         _wikitext(size, version) for size in (2, 103) for version in ("v1", "raw-v1")
     ),
     "convai2": (_convai2("self_original"), _convai2("none_original")),
-    "xpersona": (
-        Layout(
-            "xpersona/en",
-            readers.persona_json,
-            (
-                SplitLayout("validation", (("En_persona_valid.json",),), 7_316),
-                SplitLayout("test", (("En_persona_test.json",),), 7_801),
-            ),
-            features=_DIALOGUE,
-        ),
-    ),
     "ag_news": (
-        Layout(
+        _layout(
             "ag_news_subset",
             readers.table(_news, columns=("label", "title", "description")),
-            (
-                SplitLayout("train", (("train.csv",),), 120_000),
-                SplitLayout("test", (("test.csv",),), 7_600),
-            ),
+            train=("train.csv", 120_000),
+            test=("test.csv", 7_600),
         ),
     ),
     "imdb": (

@@ -6,13 +6,12 @@ It yields every row, None for one that is left out, and where it is. What it rai
 from __future__ import annotations
 
 import html
-import json
 import pathlib
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 from xml.etree import ElementTree
 
 from etils import epy
@@ -50,23 +49,18 @@ def table(convert: Callable[[Row], Row], columns: Sequence[str] = ()) -> Reader:
     return read
 
 
-def by_tfds(dataset: str, *, takes_split: bool = True) -> Reader:
-    """Returns the reader of a benchmark's file by the code of TFDS's builder: GLUE, SuperGLUE, DPR.
-
-    Args:
-      dataset: TFDS data set and configuration.
-      takes_split: whether its `_generate_examples` takes the name of the split after that of the file.
-    """
+def by_tfds(dataset: str) -> Reader:
+    """Returns the reader of a file by the code of TFDS's builder of the data set."""
 
     def read(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row]]:
-        split = uncompressed(paths[0]).stem.rpartition("subset_")[2]
+        split = uncompressed(paths[0]).stem.removeprefix("subset_")
         with tempfile.TemporaryDirectory() as folder:
             copy = pathlib.Path(folder) / "copy"
             with open_file(paths[0]) as source, copy.open("wb") as target:
                 shutil.copyfileobj(source, target)
             builder = tfds.builder(dataset, data_dir=folder)
-            rows = builder._generate_examples(str(copy), *[split] * takes_split)
-            for number, (_, row) in enumerate(rows, 1):
+            arguments = [str(copy)] + [split] * ("glue" in dataset)
+            for number, (_, row) in enumerate(builder._generate_examples(*arguments), 1):
                 yield f"{paths[0]}, example {number}", row
 
     return read
@@ -178,23 +172,6 @@ def articles(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row]]:
             yield f"{path}, the end", {"text": "\n".join(text).rstrip()}
 
 
-def xsum(split: str) -> Reader:
-    """Returns the reader of XSum's published files: the list of a split's ids, and a file per article."""
-
-    def read(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row]]:
-        by_id = {path.name.partition(".")[0]: path for path in paths[1:]}
-        for article in json.loads(read_text(paths[0]))[split]:
-            parts = read_text(by_id[article]).split("[SN]")
-            if len(parts) < 9 or parts[5] != "FIRST-SENTENCE" or parts[7] != "RESTBODY":
-                raise ValueError(
-                    f"[SN]FIRST-SENTENCE[SN] and [SN]RESTBODY[SN] are not in {article}"
-                )
-            row = {"document": parts[8].strip(), "summary": parts[6].strip()}
-            yield str(by_id[article]), row
-
-    return read
-
-
 def reviews(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row]]:
     """Yields IMDb's rows: one file per review, in the folder ``neg`` or ``pos``."""
     for path in paths:
@@ -222,105 +199,13 @@ def dialogues(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row]]:
         history.append(reply)
 
 
-def persona_json(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row]]:
-    """Yields a row per reply of XPersona: a list of objects with ``persona`` and ``dialogue``."""
-    for number, entry in enumerate(json.loads(read_text(paths[0])), 1):
-        history: list[str] = []
-        for utterance, reply in entry["dialogue"]:
-            history.append(utterance)
-            row = {"persona": entry["persona"], "history": list(history), "reply": reply}
-            yield f"{paths[0]}, dialogue {number}", row
-            history.append(reply)
-
-
-def squad(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row]]:
-    """Yields SQuAD 1.1's rows from its JSON."""
-    for article in json.loads(read_text(paths[0]))["data"]:
-        for paragraph in article["paragraphs"]:
-            for question in paragraph["qas"]:
-                row = {
-                    "id": question["id"],
-                    "title": article.get("title", ""),
-                    "context": paragraph["context"],
-                    "question": question["question"],
-                    "answers": [
-                        {"text": answer["text"], "answer_start": answer["answer_start"]}
-                        for answer in question["answers"]
-                    ],
-                }
-                yield f"{paths[0]}, question {question['id']}", row
-
-
 def trivia(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row]]:
-    """Yields TriviaQA's rows: questions in ``qa/*.json``, their documents in ``evidence`` beside it.
-
-    As in TFDS, documents whose file is not there are left out.
-    """
-    for path in paths:
-        evidence = path.parent.parent / "evidence"
-        if not evidence.is_dir():
-            raise ValueError(f"the folder {evidence} with the documents is not there")
-        for question in json.loads(read_text(path))["Data"]:
-            pages, results = question.get("EntityPages", ()), question.get("SearchResults", ())
-            row = {
-                "question": question["Question"].strip(),
-                "question_id": question["QuestionId"],
-                "question_source": question["QuestionSource"].strip(),
-                "answer": _trivia_answer(question.get("Answer")),
-                "entity_pages": _documents(
-                    pages,
-                    evidence / "wikipedia",
-                    ("DocSource", "Filename", "Title"),
-                    "wiki_context",
-                ),
-                "search_results": _documents(
-                    results,
-                    evidence / "web",
-                    ("Description", "Filename", "Rank", "Title", "Url"),
-                    "search_context",
-                ),
-            }
-            yield f"{path}, question {question['QuestionId']}", row
-
-
-_TRIVIA_ANSWER = {
-    "matched_wiki_entity_name": "MatchedWikiEntryName",
-    "normalized_matched_wiki_entity_name": "NormalizedMatchedWikiEntryName",
-    "normalized_value": "NormalizedValue",
-    "type": "Type",
-    "value": "Value",
-}
-"""The texts of TriviaQA's answers, and their fields in its files."""
-
-
-def _trivia_answer(answer: Mapping[str, Any] | None) -> Row:
-    """Returns an answer with its aliases; None: the answer is hidden."""
-    if answer is None:
-        texts = dict.fromkeys(_TRIVIA_ANSWER, "<unk>") | {"type": ""}
-        return texts | {"aliases": [], "normalized_aliases": []}
-    lists = {"aliases": answer["Aliases"], "normalized_aliases": answer["NormalizedAliases"]}
-    return {
-        **{name: answer.get(key, "").strip() for name, key in _TRIVIA_ANSWER.items()},
-        **{name: [alias.strip() for alias in aliases] for name, aliases in lists.items()},
-    }
-
-
-def _documents(
-    entries: Sequence[Mapping[str, Any]],
-    folder: pathlib.Path,
-    fields: Sequence[str],
-    context: str,
-) -> list[Row]:
-    """Returns the fields of documents that are in a folder, named as TFDS does, and their texts."""
-    documents: list[Row] = []
-    for entry in entries:
-        name = pathlib.PurePosixPath(entry.get("Filename", ""))
-        if name.is_absolute() or ".." in name.parts:
-            raise ValueError(f"the file name {str(name)!r} leaves its folder")
-        if name.parts and (folder / name).is_file():
-            values = {
-                re.sub("(?<=[a-z])(?=[A-Z])", "_", field).lower(): entry[field] for field in fields
-            }
-            stripped = {k: v.strip() if isinstance(v, str) else v for k, v in values.items()}
-            documents.append(stripped | {context: read_text(folder / name).strip()})
-    return documents
+    """Yields TriviaQA's rows by TFDS's code: ``qa/*.json``, and documents in ``evidence`` beside it."""
+    evidence = paths[0].parent.parent / "evidence"
+    if not evidence.is_dir():
+        raise ValueError(f"the folder {evidence} with the documents is not there")
+    with tempfile.TemporaryDirectory() as folder:
+        builder = tfds.builder("trivia_qa/rc", data_dir=folder)
+        places = (str(evidence / "web"), str(evidence / "wikipedia"))
+        for key, row in builder._generate_examples(list(map(str, paths)), *places):
+            yield f"{paths[0].parent}, question {key}", row

@@ -1,4 +1,4 @@
-"""Rows of files: JSON lines, CSV, TSV, text, Parquet, streams of `datasets`; plain, gzip or zstd."""
+"""Rows of files: JSON lines, CSV, TSV and text, plain, gzip or zstd, and Parquet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from etils import epy
 
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.registry import JSON
-from synthesizer_jax.tasks.postprocessors import UNKNOWN
 
 with epy.lazy_imports():
     import pyarrow as pa
@@ -28,9 +27,8 @@ Row: TypeAlias = dict[str, JSON]
 Rows: TypeAlias = Iterator[tuple[str, Row]]
 """Rows, and where they are, such as ``train.csv, line 3``."""
 
-COMPRESSIONS = (".gz", ".zst")
-FIELD_LIMIT = 2**24
-"""Maximum number of characters of a CSV field."""
+COMPRESSIONS, TABLES = (".gz", ".zst"), (".csv", ".tsv")
+FIELD_LIMIT = 2**24  # characters of a CSV field
 
 _ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError),
@@ -44,14 +42,10 @@ class ReadError(ValueError):
 
 
 class Cursor:
-    """Remembers which row was read last, for errors of reading and of writing it.
+    """Remembers where the row is that was read last, for errors of reading and of writing it."""
 
-    Args:
-      files: what is read, to be named until there is a row.
-    """
-
-    def __init__(self, files: Iterable[pathlib.Path]):
-        self.where = ", ".join(map(str, files))
+    def __init__(self, where: str = ""):
+        self.where = where
 
     def follow(self, rows: Iterable[tuple[str, T]]) -> Iterator[T]:
         """Yields the rows."""
@@ -87,11 +81,8 @@ def open_file(path: pathlib.Path) -> BinaryIO:
 def read_lines(path: pathlib.Path, *, errors: str = "strict") -> Iterator[tuple[int, str]]:
     """Yields the number (from 1) and the text of every line, without line ends and a byte-order mark.
 
-    As in Python's text mode, CR and CRLF end a line too.
-
-    Args:
-      path: the file, plain, gzip or zstd.
-      errors: ``replace``: bytes that are not UTF-8 become U+FFFD.
+    As in Python's text mode, CR and CRLF end a line too. With ``errors="replace"`` bytes that are not UTF-8
+    become U+FFFD.
 
     Raises:
       ReadError: the compression is damaged, or the file is not UTF-8.
@@ -123,12 +114,12 @@ def read_rows(path: pathlib.Path, columns: Sequence[str] = ()) -> Rows:
     Raises:
       ReadError: a row cannot be read.
     """
-    for where, row in _READERS[file_kind(path)](path, columns):
+    kind = file_kind(path)
+    for where, row in _READERS[kind](path, *[columns] * (kind in TABLES)):
         yield f"{path}, {where}", row
 
 
-def _json_rows(path: pathlib.Path, columns: Sequence[str]) -> Rows:
-    del columns
+def _json_rows(path: pathlib.Path) -> Rows:
     for number, line in read_lines(path, errors="replace"):
         if line.strip():
             yield f"line {number}", read_object(f"{path}, line {number}", line)
@@ -159,7 +150,7 @@ def _table_rows(path: pathlib.Path, columns: Sequence[str]) -> Rows:
         quoting=csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL,
         strict=True,
     )
-    cursor = Cursor([path])
+    cursor = Cursor(str(path))
     with cursor.named():
         names = list(columns) or next(reader, [])
         if len(set(names)) < len(names):
@@ -178,56 +169,30 @@ def _table_rows(path: pathlib.Path, columns: Sequence[str]) -> Rows:
                 yield f"line {reader.line_num}", dict(zip(names, values, strict=True))
 
 
-def _text_rows(path: pathlib.Path, columns: Sequence[str]) -> Rows:
-    del columns
+def _text_rows(path: pathlib.Path) -> Rows:
     for number, line in read_lines(path, errors="replace"):
         if line.strip():
             yield f"line {number}", {"text": line}
 
 
-def _arrow_rows(path: pathlib.Path, columns: Sequence[str]) -> Rows:
-    """Yields the rows of a Parquet file, or of a stream of `datasets` with the names of its labels."""
-    del columns
-    number, kind = 0, path.suffix[1:].capitalize()
+def _parquet_rows(path: pathlib.Path) -> Rows:
+    number = 0
     try:
-        with contextlib.ExitStack() as stack:
-            if kind == "Parquet":
-                names, batches = {}, stack.enter_context(pq.ParquetFile(path)).iter_batches()
-            else:
-                names, batches = _label_names(path.parent), pa.ipc.open_stream(str(path))
-            for batch in batches:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"row {number}", {k: _named(v, names.get(k)) for k, v in row.items()}
+                    yield f"row {number}", row
     except (pa.ArrowException, ValueError, OverflowError, OSError) as error:
         where = f"{path}, after row {number}"
-        raise ReadError(f"{where}: not {kind} ({error}); nothing was imported") from None
+        raise ReadError(f"{where}: not Parquet ({error}); nothing was imported") from None
 
 
-def _label_names(folder: pathlib.Path) -> dict[str, list[str]]:
-    """Returns the names of the classes of the features that are labels, by feature."""
-    path = folder / "dataset_info.json"
-    features = read_object(str(path), path.read_text(encoding="utf-8")).get("features") or {}
-    return {
-        name: f["names"] for name, f in features.items() if isinstance(f, dict) and "names" in f
-    }
-
-
-def _named(value: JSON, names: list[str] | None) -> JSON:
-    """Returns the name of a label, `UNKNOWN` for −1; other values as they are."""
-    if names is None or not isinstance(value, int):
-        return value
-    return names[value] if 0 <= value < len(names) else UNKNOWN
-
-
-_READERS: Mapping[str, Callable[[pathlib.Path, Sequence[str]], Rows]] = {
-    ".jsonl": _json_rows,
-    ".json": _json_rows,
-    ".csv": _table_rows,
-    ".tsv": _table_rows,
+_READERS: Mapping[str, Callable[..., Rows]] = {
+    **dict.fromkeys((".jsonl", ".json"), _json_rows),
+    **dict.fromkeys(TABLES, _table_rows),
     ".txt": _text_rows,
-    ".parquet": _arrow_rows,
-    ".arrow": _arrow_rows,
+    ".parquet": _parquet_rows,
 }
 """The readers by the suffix of the uncompressed file."""
 
