@@ -79,7 +79,7 @@ def import_files(
     import with its file and line, and then no data set is changed.
 
     Your own files are JSON lines, CSV, TSV, Parquet, text (a row per line, with the field 'text') or
-    aligned text (train=a.en+a.de), each also .gz or .zst, or what datasets.save_to_disk wrote. Example:
+    aligned text (train=a.en+a.de), each also .gz or .zst. Example:
     synthesizer-jax data import mine --name reviews --from train=a.jsonl,validation=b.csv --input
     'review: {text}' --target '{label}' --labels bad,good
     """
@@ -154,10 +154,10 @@ def _import_benchmark(
 ) -> list[str]:
     """Imports a benchmark's files and returns the lines of the report."""
     from synthesizer_jax.messages import did_you_mean
-    from synthesizer_jax.tasks.importers import IMPORTERS
+    from synthesizer_jax.tasks.importers import CORPORA, import_corpus, report_lines
 
-    if name not in IMPORTERS:
-        known = (MINE, *IMPORTERS)
+    if name not in CORPORA:
+        known = (MINE, *CORPORA)
         raise ValueError(
             f"{name!r} cannot be imported{did_you_mean(name, known)}; choose one of "
             f"{', '.join(known)}"
@@ -165,4 +165,4 @@ def _import_benchmark(
     if len(source) > 1:
         raise ValueError(f"{name} is imported from one directory; give one --from")
     load_data_libraries()
-    return list(IMPORTERS[name](name, storage_path(source[0]), data_dir, renew=renew).lines())
+    return list(report_lines(import_corpus(name, storage_path(source[0]), data_dir, renew=renew)))

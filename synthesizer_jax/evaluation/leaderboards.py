@@ -95,10 +95,16 @@ def _is_invalid(value: Value) -> bool:
 
 def _format_label(task: Task, value: Value, *, file: str) -> int | str:
     """Returns a value in the format of a file: a label word, an integer, a number or a text."""
-    label = task.format.submission_label(value)
-    if isinstance(label, str) or file not in WORDS:
+    if isinstance(value, str):  # ReCoRD's
+        return value
+    if file == "STS-B":
+        return f"{min(max(value, 0.0), 5.0):.3f}"
+    if file == "WSC":
+        return str(value > 0)
+    label = max(int(value), 0)
+    if file not in WORDS:
         return label
-    word = task.format.labels[label]
+    word = (task.label_words or ())[label]
     return word.lower() if file in LOWER else word
 
 

@@ -16,7 +16,6 @@ from flax import nnx
 from synthesizer_jax import models
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.mixers import Mixer
-from synthesizer_jax.models.stack import StackBase
 from synthesizer_jax.nnx import layers
 from synthesizer_jax.nnx.layers import *  # noqa: F403
 from synthesizer_jax.nnx.module import LinenModule, Loss, linen_variables
@@ -42,7 +41,7 @@ def to_nnx(layer: linen.Module, *, rngs: nnx.Rngs, **options: Any) -> Any:
       ValueError: `in_features` is missing, or the module is none of these.
     """
     if not isinstance(
-        layer, Mixer | models.FeedForward | models.Block | StackBase | models.TokenModel
+        layer, Mixer | models.FeedForward | models.Block | models.Stack | models.TokenModel
     ):
         raise ValueError(
             f"to_nnx: {type(layer).__name__} is neither a mixer, block, stack nor model; use "

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import tensorflow as tf
+from etils import epy
 
 from synthesizer_jax.tasks.preprocessors import Row
+
+with epy.lazy_imports():
+    import tensorflow as tf
 
 _PONY = (
     "The boy continued to whip the pony , and eventually the pony threw him over. John laughed out "
@@ -46,36 +49,26 @@ def wsc(dataset: tf.data.Dataset, *, positive_only: bool) -> tf.data.Dataset:
             "idx": row["idx"],
         }
 
-    return dataset.map(convert, num_parallel_calls=1)
+    return dataset.map(convert)
 
 
 def _mark_pronoun(row: Row) -> tf.Tensor:
     """Returns the text with the word at the pronoun's index written as ``*pronoun*``."""
     text, pronoun, index = row["text"], row["span2_text"], row["span2_index"]
     words = tf.strings.split(text, " ")
-    mark = functools.partial(_mark_word, words, pronoun, index)
-    for sentence, marked_sentence in SPECIAL.items():
-        mark = functools.partial(_choose, tf.equal(text, sentence), marked_sentence, mark)
-    return mark()
-
-
-def _choose(condition: tf.Tensor, constant: str, otherwise: Callable[[], tf.Tensor]) -> tf.Tensor:
-    return tf.cond(condition, lambda: tf.constant(constant), otherwise)
+    special = [(tf.equal(text, s), functools.partial(tf.constant, m)) for s, m in SPECIAL.items()]
+    return tf.case(special, lambda: _mark_word(words, pronoun, index))
 
 
 def _mark_word(words: tf.Tensor, pronoun: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
-    checks = [
-        tf.debugging.assert_greater(index, 0, "WSC: the pronoun is the first word"),
-        tf.debugging.assert_less(index, tf.size(words), "WSC: the pronoun lies beyond the text"),
-    ]
-    with tf.control_dependencies(checks):
-        word = words[index]
-    with tf.control_dependencies(
-        [tf.debugging.assert_equal(word, pronoun, "WSC: the word at span2_index is another")]
-    ):
-        prefix = tf.strings.reduce_join(words[:index], separator=" ")
-    suffix = tf.strings.reduce_join(words[index + 1 :], separator=" ")
-    return tf.strings.join([prefix, tf.strings.join(["*", pronoun, "*"]), suffix], separator=" ")
+    word = tf.strings.reduce_join(words[index : index + 1])
+    check = tf.debugging.assert_equal(word, pronoun, "WSC: the word at span2_index is another")
+    with tf.control_dependencies([check]):
+        marked = tf.strings.join(["*", pronoun, "*"])
+    before, after = (
+        tf.strings.reduce_join(part, separator=" ") for part in (words[:index], words[index + 1 :])
+    )
+    return tf.strings.join([before, marked, after], separator=" ")
 
 
 def dpr(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -93,13 +86,13 @@ def dpr(dataset: tf.data.Dataset) -> tf.data.Dataset:
             "targets": row["candidates"][tf.cast(row["label"], tf.int32)],
         }
 
-    return dataset.map(convert, num_parallel_calls=1)
+    return dataset.map(convert)
 
 
 # WNLI as coreference resolution, for evaluation only. ---------------------------------------------
 
-PRONOUNS = frozenset(["he", "she", "they", "it", "her", "his", "their", "them", "him"])
-_PUNCTUATION = r"[.,?!]?"
+PRONOUNS = ("he", "she", "they", "it", "her", "his", "their", "them", "him")
+_PUNCTUATION = ".,?!"
 
 
 def wnli(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -109,10 +102,12 @@ def wnli(dataset: tf.data.Dataset) -> tf.data.Dataset:
     −1.
     """
 
+    def question(premise: bytes, hypothesis: bytes) -> tuple[str, str]:
+        return _wnli_question(premise.decode(), hypothesis.decode())
+
     def convert(row: Row) -> Row:
-        inputs, targets = tf.numpy_function(
-            _wnli_bytes, [row["sentence1"], row["sentence2"]], (tf.string, tf.string)
-        )
+        pair = [row["sentence1"], row["sentence2"]]
+        inputs, targets = tf.numpy_function(question, pair, (tf.string, tf.string))
         return {
             "inputs": tf.ensure_shape(inputs, ()),
             "targets": tf.ensure_shape(targets, ()),
@@ -122,12 +117,7 @@ def wnli(dataset: tf.data.Dataset) -> tf.data.Dataset:
             "idx": row["idx"],
         }
 
-    return dataset.map(convert, num_parallel_calls=1)
-
-
-def _wnli_bytes(premise: bytes, hypothesis: bytes) -> tuple[bytes, bytes]:
-    question, candidate = _wnli_question(premise.decode(), hypothesis.decode())
-    return question.encode(), candidate.encode()
+    return dataset.map(convert)
 
 
 def _wnli_question(premise: str, hypothesis: str) -> tuple[str, str]:
@@ -151,24 +141,21 @@ def _wnli_question(premise: str, hypothesis: str) -> tuple[str, str]:
 
 
 def _clean(text: str) -> list[str]:
-    words = [
-        word[:-1] if word.endswith((".", ",", "?", "!")) else word
-        for word in text.strip().lower().split(" ")
-    ]
+    words = (word[:-1] if word[-1:] in _PUNCTUATION else word for word in text.lower().split(" "))
     return [word for word in words if word]
 
 
-def _overlap(words: Sequence[str], target: Sequence[str], position: int) -> tuple[list[str], ...]:
+def _overlap(words: list[str], target: list[str], position: int) -> tuple[list[str], list[str]]:
     """Returns the longest suffix before and prefix after a position that occur in the target.
 
     As in T5, the words before the position are compared in reverse order.
     """
-    left = _longest_prefix(list(words[:position])[::-1], " ".join(target[::-1]))
-    return left[::-1], _longest_prefix(list(words[position + 1 :]), " ".join(target))
 
+    def longest_prefix(words: list[str], text: str) -> list[str]:
+        return next(w for n in range(len(words), -1, -1) if " ".join(w := words[:n]) in text)
 
-def _longest_prefix(words: list[str], text: str) -> list[str]:
-    return next(w for n in range(len(words), -1, -1) if " ".join(w := words[:n]) in text)
+    left = longest_prefix(words[:position][::-1], " ".join(target[::-1]))
+    return left[::-1], longest_prefix(words[position + 1 :], " ".join(target))
 
 
 def _between(left: Sequence[str], right: Sequence[str], target: str) -> str:
@@ -185,10 +172,9 @@ def _between(left: Sequence[str], right: Sequence[str], target: str) -> str:
 def _question(premise: str, position: int) -> str:
     """Returns the premise with the word at `position`, which does not count empty words, marked."""
     words = premise.split(" ")
-    word_indices = [i for i, word in enumerate(words) if re.sub(rf"{_PUNCTUATION[:-1]}$", "", word)]
-    i = word_indices[position]
+    i = [i for i, word in enumerate(words) if len(word) > 1 or word not in _PUNCTUATION][position]
     word = words[i]
-    punctuation = word[-1] if word[-1:] in ".,?!" else ""
+    punctuation = word[-1] if word[-1] in _PUNCTUATION else ""
     words[i] = f"*{word[:-1]}* {punctuation}" if punctuation else f"*{word}*"
     return "wsc: " + " ".join(words)
 
@@ -202,9 +188,8 @@ def _original(candidate: str, hypothesis: str) -> str:
     words = candidate.split(" ")
     articles = [words.index(article) for article in ("a", "an", "the") if article in words]
     words = words[max(articles) :] if articles else words
-    pattern = " ".join(re.escape(word) + _PUNCTUATION for word in words)
+    pattern = " ".join(re.escape(word) + f"[{_PUNCTUATION}]?" for word in words)
     match = re.search(pattern, hypothesis, re.IGNORECASE)
     if match is None:
         raise ValueError(f"WNLI: the candidate {candidate!r} is not in {hypothesis!r}")
-    text = re.sub(rf"{_PUNCTUATION[:-1]}$", "", match.group(0))
-    return re.sub(r"'s?$", "", text)
+    return re.sub(r"'s?$", "", re.sub(f"[{_PUNCTUATION}]$", "", match.group(0)))

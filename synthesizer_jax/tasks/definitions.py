@@ -1,70 +1,68 @@
-"""T5's GLUE and SuperGLUE tasks as one table, with T5's names and versions (Raffel et al. 2020)."""
+"""All tasks of T5, with its names and versions (Raffel et al. 2020), and those of the papers."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TypedDict, Unpack
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from synthesizer_jax.tasks import metrics
-from synthesizer_jax.tasks.formats import (
-    WNLI,
-    WSC,
-    Classification,
-    MultiRC,
-    PronounResolution,
-    ReCoRD,
-    Similarity,
-)
-from synthesizer_jax.tasks.task import Task
+from synthesizer_jax.data.objectives import OBJECTIVES
+from synthesizer_jax.tasks import coreference, metrics, postprocessors, preprocessors
+from synthesizer_jax.tasks.metrics import Metric
+from synthesizer_jax.tasks.postprocessors import BOOLEAN
+from synthesizer_jax.tasks.task import TRAINED, Preprocessor, Task
 
 HELD_OUT = ("validation", "test")
+UNLABELED = ("train", "validation")
+MNLI_SPLITS = (
+    "train",
+    *("validation_matched", "validation_mismatched", "test_matched", "test_mismatched"),
+)
 
 MNLI = ("entailment", "neutral", "contradiction")
 RTE = ("entailment", "not_entailment")
-BOOLEAN = ("False", "True")
 SENTENCES = ("sentence1", "sentence2")
 PAIR = ("hypothesis", "premise")
-
-
-class _Options(TypedDict, total=False):
-    metrics: tuple[metrics.Metric, ...]
-    splits: tuple[str, ...]
-    rename: tuple[tuple[str, str], ...]
-
-
-def _glue(
-    config: str,
-    features: tuple[str, ...],
-    labels: tuple[str, ...],
-    *,
-    prefix: str | None = None,
-    **options: Unpack[_Options],
-) -> Task:
-    text_format = Classification(prefix or config, features, labels)
-    return Task(f"glue_{config}_v002", f"glue/{config}", text_format, **options)
-
-
-def _super(
-    config: str,
-    features: tuple[str, ...],
-    labels: tuple[str, ...],
-    *,
-    prefix: str | None = None,
-    **options: Unpack[_Options],
-) -> Task:
-    text_format = Classification(prefix or config, features, labels)
-    name, dataset = f"super_glue_{config}_v102", f"super_glue/{config}"
-    return Task(name, dataset, text_format, **options)
-
-
 _F1 = (metrics.f1_with_invalid, metrics.accuracy)
-MNLI_SPLITS = (
-    "train",
-    "validation_matched",
-    "validation_mismatched",
-    "test_matched",
-    "test_mismatched",
-)
+
+
+def classification(
+    name: str,
+    dataset: str,
+    features: tuple[str, ...] | Mapping[str, str],
+    labels: tuple[str, ...],
+    *,
+    prefix: str | None = None,
+    **options: Any,
+) -> Task:
+    """Returns a task whose answer is a label word; see `preprocessors.classification`.
+
+    Args:
+      name: of the task.
+      dataset: its TFDS data set.
+      features: the row's features in input order.
+      labels: label words, indexed by the integer label.
+      prefix: the first word of the input; None: the last part of the name of the data set.
+      **options: other fields of `Task`.
+    """
+    preprocess = functools.partial(
+        preprocessors.classification,
+        prefix=dataset.rpartition("/")[2] if prefix is None else prefix,
+        features=features,
+        labels=labels,
+    )
+    return Task(name, dataset, preprocess, label_words=labels, **options)
+
+
+def _glue(config: str, *arguments: Any, **options: Any) -> Task:
+    return classification(f"glue_{config}_v002", f"glue/{config}", *arguments, **options)
+
+
+def _super(config: str, *arguments: Any, **options: Any) -> Task:
+    name, dataset = f"super_glue_{config}_v102", f"super_glue/{config}"
+    return classification(name, dataset, *arguments, **options)
+
 
 GLUE = (
     _glue("cola", ("sentence",), ("unacceptable", "acceptable"), metrics=(metrics.matthews,)),
@@ -74,8 +72,10 @@ GLUE = (
     Task(
         "glue_stsb_v002",
         "glue/stsb",
-        Similarity("stsb", SENTENCES),
+        functools.partial(preprocessors.similarity, prefix="stsb", features=SENTENCES),
         metrics=(metrics.pearson, metrics.spearman),
+        label_words=tuple(f"{i / 5:.1f}" for i in range(26)),
+        postprocess_fn=postprocessors.number,
     ),
     _glue("mnli", PAIR, MNLI, splits=MNLI_SPLITS),
     _glue("mnli_matched", PAIR, MNLI, prefix="mnli", splits=HELD_OUT),
@@ -84,9 +84,28 @@ GLUE = (
     _glue("rte", SENTENCES, RTE),
     _glue("wnli", SENTENCES, ("not_entailment", "entailment")),
     _glue("ax", PAIR, MNLI, prefix="mnli", splits=("test",), metrics=()),
-    Task("glue_wnli_v002_simple_eval", "glue/wnli", WNLI(), splits=HELD_OUT),
+    Task(
+        "glue_wnli_v002_simple_eval",
+        "glue/wnli",
+        coreference.wnli,
+        splits=HELD_OUT,
+        postprocess_fn=postprocessors.referent,
+    ),
 )
 """In the order of T5's registry; labels in index order."""
+
+
+def _wsc(split: str, splits: tuple[str, ...], **options: Any) -> Task:
+    preprocess = functools.partial(coreference.wsc, positive_only=split == "train")
+    return Task(
+        f"super_glue_wsc_v102_simple_{split}",
+        "super_glue/wsc.fixed",
+        preprocess,
+        splits=splits,
+        postprocess_fn=postprocessors.referent,
+        **options,
+    )
+
 
 SUPER_GLUE = (
     _super("boolq", ("passage", "question"), BOOLEAN),
@@ -100,23 +119,25 @@ SUPER_GLUE = (
     Task(
         "super_glue_multirc_v102",
         "super_glue/multirc",
-        MultiRC(BOOLEAN),
+        functools.partial(preprocessors.multirc, labels=BOOLEAN),
         metrics=(metrics.multirc_f1, metrics.multirc_exact_match),
+        label_words=BOOLEAN,
+        postprocess_fn=postprocessors.multirc,
     ),
     Task(
         "super_glue_record_v102",
         "super_glue/record",
-        ReCoRD(),
+        preprocessors.record,
         metrics=(metrics.record_squad,),
+        postprocess_fn=postprocessors.record,
     ),
     _super("rte", PAIR, RTE),
     _super("wic", ("sentence1", "sentence2", "word"), BOOLEAN),
     _super(
         "axb",
-        PAIR,
+        {"hypothesis": "sentence2", "premise": "sentence1"},
         RTE,
         prefix="rte",
-        rename=(("sentence1", "premise"), ("sentence2", "hypothesis")),
         splits=("test",),
         metrics=(metrics.matthews,),  # T5 computes none of AX-b and AX-g, whose rows have labels
     ),
@@ -128,24 +149,10 @@ SUPER_GLUE = (
         splits=("test",),
         metrics=(metrics.accuracy, metrics.gender_parity),
     ),
+    _wsc("train", ("train",), metrics=()),
+    _wsc("eval", HELD_OUT),
     Task(
-        "super_glue_wsc_v102_simple_train",
-        "super_glue/wsc.fixed",
-        WSC(positive_only=True),
-        splits=("train",),
-        metrics=(),
-    ),
-    Task(
-        "super_glue_wsc_v102_simple_eval",
-        "super_glue/wsc.fixed",
-        WSC(),
-        splits=HELD_OUT,
-    ),
-    Task(
-        "dpr_v001_simple",
-        "definite_pronoun_resolution",
-        PronounResolution(),
-        splits=("train", "test"),
+        "dpr_v001_simple", "definite_pronoun_resolution", coreference.dpr, splits=("train", "test")
     ),
 )
 
@@ -163,4 +170,178 @@ def sentinel_name(name: str) -> str:
 
 SENTINEL = tuple(
     dataclasses.replace(d, name=sentinel_name(d.name), sentinel=True) for d in SUPER_GLUE
+)
+
+LANGUAGES = {"cs": "Czech", "de": "German", "en": "English", "fr": "French", "ja": "Japanese"}
+LANGUAGES["ro"] = "Romanian"
+
+PAIRS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "multi30k": (("en", "de"), ("en", "fr"), ("en", "cs")),  # Elliott et al. 2016, 2017
+    "iwslt2016": (("en", "de"),),  # Cettolo et al. 2016
+    "iwslt2017": (("en", "de"), ("en", "fr"), ("en", "ja")),  # Cettolo et al. 2017
+}
+"""Pairs of languages by corpus; every pair gives two tasks."""
+
+
+def _text_to_text(prefix: str, *features: str) -> Preprocessor:
+    return functools.partial(preprocessors.text_to_text, prefix=prefix, features=features)
+
+
+def _translation(name: str, dataset: str, pair: tuple[str, str], *metrics: Metric) -> Task:
+    source, target = (LANGUAGES[language] for language in pair)
+    preprocess = _text_to_text(f"translate {source} to {target}:", *pair)
+    splits = UNLABELED if "wmt19" in name else TRAINED
+    return Task(name, dataset, preprocess, metrics, splits)
+
+
+def _wmt(name: str, target: str) -> Task:
+    corpus = name.rpartition("_")[0]
+    dataset = f"{corpus}_translate/{target}-en"
+    return _translation(f"{name}_v003", dataset, ("en", target), metrics.bleu)
+
+
+def _both_directions(corpus: str, *metrics: Metric) -> Iterator[Task]:
+    for pair in PAIRS[corpus]:
+        for way in (pair, pair[::-1]):
+            name, dataset = f"{corpus}_{'_'.join(way)}", f"{corpus}/{'_'.join(pair)}"
+            yield _translation(name, dataset, way, *metrics)
+
+
+_MANY = (metrics.bleu, metrics.bleu_13a, metrics.chrf)
+
+TRANSLATION = (
+    *(_wmt(f"{corpus}_ende", "de") for corpus in ("wmt_t2t", "wmt14")),
+    *(_wmt(f"{corpus}_enfr", "fr") for corpus in ("wmt14", "wmt15")),
+    _wmt("wmt16_enro", "ro"),
+    _wmt("wmt19_ende", "de"),
+    *_both_directions("multi30k", metrics.bleu),
+    *_both_directions("iwslt2016", *_MANY),
+    *_both_directions("iwslt2017", *_MANY),
+)
+"""T5's tasks of the conference on machine translation, and both directions of Multi30k and IWSLT."""
+
+
+_ARTICLE = _text_to_text("summarize:", "article", "highlights")
+
+SUMMARIZATION = (  # See et al. 2017
+    Task("cnn_dailymail_v002", "cnn_dailymail", _ARTICLE, (metrics.rouge,)),
+)
+
+
+def _squad(name: str, postprocess: Any, metric: Metric = metrics.squad, **options: bool) -> Task:
+    preprocess = functools.partial(preprocessors.squad, **options)
+    return Task(name, "squad/v1.1", preprocess, (metric,), UNLABELED, postprocess_fn=postprocess)
+
+
+QUESTION_ANSWERING = (  # Rajpurkar et al. 2016; Joshi et al. 2017
+    _squad("squad_v010_allanswers", postprocessors.all_answers),
+    _squad("squad_v010_context_free", postprocessors.all_answers, context=False),
+    _squad("squad_v010_allanswers_span", postprocessors.span, metrics.span_squad, spans=True),
+    _squad("squad_v010", postprocessors.only_answer),
+    Task(
+        "trivia_qa_v010",
+        "trivia_qa/rc",
+        preprocessors.trivia_qa,
+        metrics=(),
+        token_preprocessor=preprocessors.keep_answer,
+    ),
+)
+
+
+def _texts(name: str, dataset: str, splits: tuple[str, ...], objective: str | None = None) -> Task:
+    return Task(
+        name,
+        dataset,
+        preprocessors.language_modeling,
+        metrics=(),
+        splits=splits,
+        has_inputs=False,
+        objective=OBJECTIVES[objective] if objective else None,
+    )
+
+
+LANGUAGE_MODELING = (
+    # Chelba et al. 2013: rows are sentences; Merity et al. 2016: rows are articles
+    _texts("lm1b_v100_full_lm", "lm1b", ("train", "test")),
+    *(
+        _texts(
+            f"wikitext_{size}_{version}_full_lm",
+            f"wikitext/wikitext-{size}-{version.replace('_', '-')}",
+            TRAINED,
+        )
+        for size in (2, 103)
+        for version in ("v1", "raw_v1")
+    ),
+)
+"""Their measure is the held-out loss. ``v1`` of WikiText has ``<unk>`` for rare words."""
+
+PRE_TRAINING = (
+    *(
+        _texts(f"c4_v220_{name}", "c4/en", UNLABELED, objective)
+        for name, objective in (
+            ("span_corruption", "span_3_15_u_u"),  # Raffel et al. 2020
+            ("prefix_lm", "prefix_lm"),
+            ("full_lm", "full_lm"),
+        )
+    ),
+    *(
+        _texts(
+            f"c4{config.replace('.', '_')}_v020_unsupervised",
+            f"c4/en{config}",
+            UNLABELED,
+            "span_3_15_u_u",
+        )
+        for config in ("", ".noclean", ".realnewslike", ".webtextlike")
+    ),
+    _texts(
+        "wikipedia_20190301.en_v003_unsupervised",
+        "wikipedia/20190301.en",
+        ("train",),
+        "span_3_15_u_u",
+    ),
+)
+"""Texts with the objective that makes examples of them; T5 leaves that of ``unsupervised`` to its
+configuration, whose choice for the published models it is here."""
+
+
+_DIALOGUE_SCORES = (metrics.dialogue_bleu, metrics.rouge_l, metrics.distinct)
+
+DIALOGUE = tuple(
+    Task(name, f"convai2/{config}", preprocessors.dialogue, _DIALOGUE_SCORES, UNLABELED)
+    for name, config in (
+        ("convai2_self_original", "self_original"),  # Zhang et al. 2018, Dinan et al. 2019
+        ("convai2_none_original", "none_original"),  # without personas, as in Tensor2Tensor
+    )
+)
+
+TEXT_CLASSIFICATION = (
+    classification(  # Zhang et al. 2015
+        "ag_news_v100",
+        "ag_news_subset",
+        ("title", "description"),
+        ("World", "Sports", "Business", "Sci/Tech"),
+        prefix="ag_news",
+        splits=("train", "test"),
+    ),
+    classification(  # Maas et al. 2011
+        "imdb_reviews_v100",
+        "imdb_reviews/plain_text",
+        ("text",),
+        ("negative", "positive"),
+        prefix="imdb",
+        splits=("train", "test"),
+    ),
+)
+
+DEFINITIONS = (
+    *GLUE,
+    *SUPER_GLUE,
+    *SENTINEL,
+    *TRANSLATION,
+    *SUMMARIZATION,
+    *QUESTION_ANSWERING,
+    *LANGUAGE_MODELING,
+    *PRE_TRAINING,
+    *DIALOGUE,
+    *TEXT_CLASSIFICATION,
 )

@@ -9,29 +9,31 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import hashlib
+import functools
+import itertools
 import json
 import math
 import pathlib
 import re
-import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
+from etils import epy
 
 from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Vocabulary
-from synthesizer_jax.files import write_atomic
+from synthesizer_jax.files import describing, write_atomic
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.registry import JSON
-from synthesizer_jax.tasks import metrics, task_registry
-from synthesizer_jax.tasks.formats import Written
-from synthesizer_jax.tasks.importers.files import Rows, value_text
-from synthesizer_jax.tasks.importers.reading import Row
+from synthesizer_jax.tasks import metrics, postprocessors, preprocessors, task_registry
+from synthesizer_jax.tasks.importers.files import SplitFiles
+from synthesizer_jax.tasks.importers.reading import Cursor, ReadError, Row, value_text
 from synthesizer_jax.tasks.postprocessors import UNKNOWN, parse_number
-from synthesizer_jax.tasks.storage import install, temporary_folder, write_dataset
-from synthesizer_jax.tasks.stored import stored_splits
+from synthesizer_jax.tasks.stored import staging, stored_splits, write_dataset
 from synthesizer_jax.tasks.task import Task
+
+with epy.lazy_imports():
+    import tensorflow_datasets as tfds
 
 ROW_LENGTHS: Mapping[str, int] = {"inputs": 512, "targets": 84}
 """The tokens of a row of the recipe `finetune`."""
@@ -54,23 +56,16 @@ METRICS: Mapping[str, tuple[metrics.Metric, str]] = {
 class Template:
     """A text with fields of a row in braces, such as ``review: {text}``; dots enter JSON objects.
 
-    Args:
-      text: the template; ``{{`` and ``}}`` are braces.
-
     Raises:
-      ValueError: a brace is not closed, or a field has no name or a conversion.
+      ValueError: there is a brace outside of a field.
     """
 
     def __init__(self, text: str):
-        try:
-            self._parts = list(string.Formatter().parse(text))
-        except ValueError as error:
-            raise ValueError(f"the template {text!r} cannot be read: {error}") from None
-        for _, field, spec, conversion in self._parts:
-            if field is not None and (not field or spec or conversion):
-                raise ValueError(
-                    f"the template {text!r} has a field without a name or with a format; write {{NAME}}"
-                )
+        self._parts = re.split(r"\{([^{}]+)\}", text)
+        if brace := re.search("[{}]", "".join(self._parts[::2])):
+            raise ValueError(
+                f"the template {text!r} has {brace[0]!r} outside of a field; write {{NAME}}"
+            )
 
     def __call__(self, row: Row) -> str:
         """Returns the text of a row.
@@ -78,9 +73,9 @@ class Template:
         Raises:
           ValueError: the row lacks a field, or it is no text or number.
         """
+        fields = [_field_text(row, field) for field in self._parts[1::2]]
         return "".join(
-            literal + ("" if field is None else _field_text(row, field))
-            for literal, field, _, _ in self._parts
+            itertools.chain(*itertools.zip_longest(self._parts[::2], fields, fillvalue=""))
         )
 
 
@@ -88,11 +83,10 @@ def _field_text(row: Row, field: str) -> str:
     """Returns the text of a field of a row."""
     value: JSON = row
     for name in [field] if field in row else field.split("."):
-        if not isinstance(value, dict):
-            raise ValueError(f"there is no field {field!r}: what {name!r} would be in is no object")
-        if name not in value:
+        if not isinstance(value, dict) or name not in value:
+            there = value if isinstance(value, dict) else ()
             raise ValueError(
-                f"there is no field {field!r}{did_you_mean(name, value)}; there are {', '.join(value)}"
+                f"there is no field {field!r}{did_you_mean(name, there)}; there are {', '.join(there)}"
             )
         value = value[name]
     try:
@@ -138,35 +132,37 @@ class FileTask:
                     f"the label {value!r} has the word {word!r}, which marks hidden targets"
                 )
         words = len(set(self.labels.values()))
-        numeric = _is_numeric(self.metrics)
-        compared = {"anything", "numbers" if numeric else "labels" if words else "texts"}
-        if words == 2 and not numeric:
-            compared.add("two labels")
+        answers = "numbers" if self.is_numeric else "labels" if words else "texts"
         for name in self.metrics:
-            if METRICS[name][1] not in compared:
+            compared = METRICS[name][1]
+            is_binary = compared == "two labels" and answers == "labels" and words == 2
+            if compared not in ("anything", answers) and not is_binary:
                 given = _count(words, "label") if words else "no labels"
                 raise ValueError(
-                    f"the metric {name!r} compares {METRICS[name][1]}; with {given} and the metrics "
-                    f"{', '.join(self.metrics)} answers are {max(compared - {'anything'})}; leave it out"
+                    f"the metric {name!r} compares {compared}; with {given} and the metrics "
+                    f"{', '.join(self.metrics)} answers are {answers}; leave it out"
                 )
+
+    @property
+    def is_numeric(self) -> bool:
+        """Whether its metrics compare numbers."""
+        return any(METRICS[name][1] == "numbers" for name in self.metrics)
 
     def texts(self, row: Row) -> tuple[str, str]:
         """Returns the input (empty if the task has none) and the target of a row."""
         target = self.targets(row)
-        if self.labels:
-            target = self.labels.get(target, target)
-            if target not in self.labels.values() and target not in ("", UNKNOWN):
+        target = self.labels.get(target, target)
+        if target not in ("", UNKNOWN):
+            if self.labels and target not in self.labels.values():
                 raise ValueError(
                     f"the target {target!r} is none of the labels {', '.join(self.labels)}"
                 )
-        numeric = _is_numeric(self.metrics) and target not in ("", UNKNOWN)
-        if numeric and math.isnan(parse_number(target, otherwise=math.nan)):
-            raise ValueError(
-                f"the target {target[:60]!r} is no number, which the metric {self.metrics[0]} compares"
-            )
-        if self.inputs is None:
-            return "", target
-        return self.inputs(row), target or UNKNOWN
+            if self.is_numeric and math.isnan(parse_number(target, otherwise=math.nan)):
+                metric = self.metrics[0]
+                raise ValueError(
+                    f"the target {target[:60]!r} is no number, which the metric {metric} compares"
+                )
+        return ("", target) if self.inputs is None else (self.inputs(row), target or UNKNOWN)
 
 
 @dataclasses.dataclass
@@ -178,13 +174,9 @@ class SplitSummary:
       vocabulary: whose tokens lengths are measured in, with EOS; None: words.
       rows: number of rows.
       longest: ``{feature: (length, where)}`` of the longest text.
-      truncated: ``{feature: number of rows}`` that are longer than `ROW_LENGTHS`; without a vocabulary at
-        least so many, since a word has a token or more.
-      undecodable: number of lines with bytes that are not UTF-8.
-      repeated: number of rows that an earlier row of the split equals.
-      shared: ``{other split: number of rows that are also in it}``, of the splits before.
+      truncated: ``{feature: number of rows}`` longer than `ROW_LENGTHS`; of words, at least so many.
+      undecodable: number of rows with U+FFFD, which stands for bytes that are not UTF-8.
       targets: how often each label occurs; empty for free text.
-      digests: of all rows.
     """
 
     split: str
@@ -193,29 +185,20 @@ class SplitSummary:
     longest: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
     truncated: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     undecodable: int = 0
-    repeated: int = 0
-    shared: dict[str, int] = dataclasses.field(default_factory=dict)
     targets: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    digests: set[bytes] = dataclasses.field(default_factory=set)
 
     def add(self, texts: tuple[str, str], where: str, *, count_target: bool) -> None:
         """Counts a row."""
         self.rows += 1
         for name, text in zip(SIDES, texts, strict=True):
-            length = self._length(text)
+            codec = self.vocabulary
+            length = len(text.split()) if codec is None else len(codec.encode(text)) + 1
             self.truncated[name] += length > ROW_LENGTHS[name]
             if length > self.longest.get(name, (-1, ""))[0]:
                 self.longest[name] = length, where
-        digest = hashlib.blake2b("\0".join(texts).encode(), digest_size=16).digest()
-        self.repeated += digest in self.digests
-        self.digests.add(digest)
+        self.undecodable += "\ufffd" in "".join(texts)
         if count_target:
             self.targets[texts[1]] += 1
-
-    def _length(self, text: str) -> int:
-        return (
-            len(text.split()) if self.vocabulary is None else len(self.vocabulary.encode(text)) + 1
-        )
 
     def lines(self) -> Iterator[str]:
         """Yields the summary as text."""
@@ -234,13 +217,8 @@ class SplitSummary:
         if self.targets:
             counts = (f"{word} {n:,}" for word, n in self.targets.most_common())
             yield f"  targets: {', '.join(counts)}"
-        if self.repeated:
-            yield f"  repeats of earlier rows: {self.repeated:,}"
-        for other, n in self.shared.items():
-            yield f"  also in {other}: {_count(n, 'row')}"
         if self.undecodable:
-            lines = _count(self.undecodable, "line")
-            yield f"  not UTF-8, with bytes replaced by U+FFFD: {lines}"
+            yield f"  with U+FFFD in the place of bytes: {_count(self.undecodable, 'row')}"
 
 
 def _count(number: int, noun: str) -> str:
@@ -249,7 +227,7 @@ def _count(number: int, noun: str) -> str:
 
 def import_files(
     task: FileTask,
-    splits: Mapping[str, Rows],
+    splits: Mapping[str, SplitFiles],
     data_dir: pathlib.Path,
     *,
     vocabulary: Vocabulary | None = None,
@@ -259,7 +237,7 @@ def import_files(
 
     Args:
       task: the task.
-      splits: the rows of its splits.
+      splits: the files of its splits.
       data_dir: a TFDS data directory; created if it does not exist.
       vocabulary: whose tokens the summaries count; None: words.
       renew: whether an imported task of the same name is replaced; otherwise the splits are added to it.
@@ -268,93 +246,49 @@ def import_files(
       ValueError: a row is broken, a split is empty or there already, or the name is that of a task of
         the package.
     """
-    import tensorflow_datasets as tfds
-
     known = task_registry.TASKS.get(task.name)
     if known is not None and not known.dataset.startswith(f"{FOLDER}/"):
         raise ValueError(
             f"the name {task.name!r} is that of a task of this package; choose another"
         )
+    dataset = f"{FOLDER}/{task.name}"
     found = [SplitSummary(split, vocabulary) for split in splits]
-    with temporary_folder(data_dir) as folder:
-        directory = write_dataset(
-            FOLDER,
-            task.name,
-            version=VERSION,
-            description=f"{task.name}, imported files",
-            features={
-                "inputs": tfds.features.Text(),
-                "targets": tfds.features.Text(),
-                "idx": np.int64,
-            },
-            splits={s.split: _reader(task, splits[s.split], s) for s in found},
-            data_dir=folder,
-        )
-        write_atomic(directory / DEFINITION, json.dumps(_to_json(task), indent=1) + "\n")
-        install([directory], folder, data_dir, renew=renew)
-    for i, summary in enumerate(found):
-        for other in found[:i]:
-            if n := len(summary.digests & other.digests):
-                summary.shared[other.split] = n
-    task_registry.add([_read_definition(data_dir / FOLDER / task.name / VERSION / DEFINITION)])
+    cursor = Cursor()
+    with staging(data_dir, renew=renew) as folder:
+        text = tfds.features.Text()
+        with cursor.named():
+            directory = write_dataset(
+                dataset,
+                VERSION,
+                {"inputs": text, "targets": text, "idx": np.int64},
+                {
+                    s.split: functools.partial(_read, task, splits[s.split], s, cursor)
+                    for s in found
+                },
+                folder,
+            )
+        definition = {
+            "name": task.name,
+            "metrics": list(task.metrics),
+            "words": list(dict.fromkeys(task.labels.values())),
+            "has_inputs": task.inputs is not None,
+        }
+        write_atomic(directory / DEFINITION, json.dumps(definition, indent=1) + "\n")
+    task_registry.add([_read_definition(data_dir / dataset / VERSION / DEFINITION)])
     return found
 
 
-def _reader(
-    task: FileTask, rows: Rows, summary: SplitSummary
-) -> Callable[[], Iterator[Mapping[str, object]]]:
-    """Returns a function that reads a split, formats its rows and counts them."""
-
-    def read() -> Iterator[Mapping[str, object]]:
-        for index, (where, row) in enumerate(rows):
-            try:
-                texts = task.texts(row)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}; nothing was imported") from None
-            summary.add(texts, where, count_target=bool(task.labels))
-            yield {"inputs": texts[0], "targets": texts[1], "idx": index}
-        if not summary.rows:
-            files = ", ".join(map(str, rows.files))
-            raise ValueError(
-                f"{files}: the split {summary.split!r} has no rows; nothing was imported"
-            )
-        summary.undecodable = rows.undecodable
-
-    return read
-
-
-def _make_definition(
-    name: str,
-    metric_names: Sequence[str],
-    words: Sequence[str],
-    *,
-    splits: Sequence[str],
-    has_inputs: bool,
-) -> Task:
-    """Returns the definition of an imported task."""
-    numeric = _is_numeric(metric_names)
-    return Task(
-        name,
-        f"{FOLDER}/{name}",
-        Written(tuple(words), numeric=numeric, has_inputs=has_inputs),
-        metrics=tuple(METRICS[metric][0] for metric in metric_names),
-        splits=tuple(splits),
-    )
-
-
-def _is_numeric(metric_names: Sequence[str]) -> bool:
-    """Returns whether metrics compare numbers."""
-    return any(METRICS[name][1] == "numbers" for name in metric_names)
-
-
-def _to_json(task: FileTask) -> dict[str, JSON]:
-    """Returns what `_read_definition` reads."""
-    return {
-        "name": task.name,
-        "metrics": list(task.metrics),
-        "words": list(dict.fromkeys(task.labels.values())),
-        "has_inputs": task.inputs is not None,
-    }
+def _read(
+    task: FileTask, files: SplitFiles, summary: SplitSummary, cursor: Cursor
+) -> Iterator[Mapping[str, object]]:
+    """Yields the formatted rows of a split, and counts them."""
+    for index, row in enumerate(cursor.follow(files.rows())):
+        texts = task.texts(row)
+        summary.add(texts, cursor.where, count_target=bool(task.labels))
+        yield {"inputs": texts[0], "targets": texts[1], "idx": index}
+    if not summary.rows:
+        names = ", ".join(map(str, files.files))
+        raise ReadError(f"{names}: the split {summary.split!r} has no rows; nothing was imported")
 
 
 def add_imported(data_dir: pathlib.Path) -> list[str]:
@@ -376,19 +310,20 @@ def _read_definition(path: pathlib.Path) -> Task:
       ValueError: it is damaged.
     """
     name = path.parent.parent.name
-    try:
+    with describing(path, "import the task again, or delete its directory"):
         data = json.loads(path.read_text(encoding="utf-8"))
-        words = data["words"]
-        if data["name"] != name or not all(isinstance(word, str) for word in words):
+        if data["name"] != name:
             raise ValueError(f"it describes {data['name']!r}")
-        return _make_definition(
+        is_numeric = any(METRICS[metric][1] == "numbers" for metric in data["metrics"])
+        has_inputs = bool(data["has_inputs"])
+        texts = functools.partial(preprocessors.language_modeling, feature="targets")
+        return Task(
             name,
-            data["metrics"],
-            words,
-            splits=list(stored_splits(path.parent)),
-            has_inputs=bool(data["has_inputs"]),
+            f"{FOLDER}/{name}",
+            None if has_inputs else texts,
+            metrics=tuple(METRICS[metric][0] for metric in data["metrics"]),
+            splits=tuple(stored_splits(path.parent)),
+            label_words=tuple(data["words"]) or None,
+            postprocess_fn=postprocessors.number if is_numeric else None,
+            has_inputs=has_inputs,
         )
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"{path} is damaged ({error}); import the task again, or delete its directory"
-        ) from None

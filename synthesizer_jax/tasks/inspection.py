@@ -13,8 +13,9 @@ import numpy as np
 from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.importers.known import find_importer
+from synthesizer_jax.tasks.importers.layouts import find_importer
 from synthesizer_jax.tasks.postprocessors import Example, to_text
+from synthesizer_jax.tasks.prepare import read_task
 from synthesizer_jax.tasks.stored import reading_errors
 
 
@@ -26,39 +27,25 @@ def read_rows(
     data_dir: pathlib.Path,
     count: int | None = None,
 ) -> Iterator[Example]:
-    """Yields a task's preprocessed rows in stored order, not truncated.
-
-    Args:
-      name: a task.
-      split: its split.
-      vocabulary: the vocabulary of the token ids.
-      data_dir: the directory of the data sets.
-      count: maximum number of rows; None: all.
+    """Yields a task's preprocessed rows in stored order, not truncated; at most `count` if it is given.
 
     Raises:
       FileNotFoundError: the split is not in `data_dir`.
     """
-    here = task_registry.find_task(name).stored_splits(data_dir)
+    task = task_registry.find_task(name)
+    here = task.stored_splits(data_dir)
     if split not in here:
         raise FileNotFoundError(
             f"{name} has no split {split!r} in {data_dir} (found: {', '.join(here) or 'none'})"
         )
-    task = task_registry.find_task(name).to_seqio(vocabulary, data_dir)
     with reading_errors(f"{name}'s split {split!r}"):
-        dataset = task.get_dataset(
-            None, split=split, shuffle=False, num_epochs=1, seed=0, try_in_mem_cache=False
-        )
-        yield from itertools.islice(dataset.as_numpy_iterator(), count)
+        rows = read_task(task.to_seqio(vocabulary, data_dir), split).as_numpy_iterator()
+        yield from itertools.islice(rows, count)
 
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """The lengths in tokens of one feature of some rows, EOS included.
-
-    Attributes:
-      feature: ``inputs`` or ``targets``.
-      lengths: ``[n]`` int.
-    """
+    """The lengths ``[n]`` in tokens of one feature of some rows, EOS included."""
 
     feature: str
     lengths: np.ndarray
@@ -82,15 +69,6 @@ class Lengths:
         return list(zip([*names, f"over {limit}"], counts.tolist(), strict=True))
 
 
-def published_sizes(dataset: str) -> Mapping[str, tuple[int, ...]]:
-    """Returns the published numbers of rows of a data set's splits; empty where none are known.
-
-    A split may have several: QQP's source was corrected.
-    """
-    found = find_importer(dataset)
-    return {} if found is None else found.sizes
-
-
 @dataclasses.dataclass(frozen=True)
 class SplitCheck:
     """The check of one split of a task.
@@ -99,7 +77,7 @@ class SplitCheck:
       task: the task.
       split: the split.
       rows: number of stored rows; None: not known.
-      published: the published numbers of rows; empty: not known.
+      published: the published number of rows; empty: not known.
       repeated: preprocessed rows whose input and target an earlier row of the split has.
       shared: ``{other split: number of inputs that it has too}``, of the splits before.
     """
@@ -113,21 +91,18 @@ class SplitCheck:
 
     @property
     def is_complete(self) -> bool | None:
-        """Whether the number of rows is a published one; None where either is not known."""
+        """Whether the number of rows is the published one; None where either is not known."""
         return self.rows in self.published if self.published and self.rows is not None else None
 
 
 def check_splits(name: str, data_dir: pathlib.Path) -> list[SplitCheck]:
-    """Compares a task's sizes with the published ones, and its splits with each other.
-
-    Args:
-      name: a task.
-      data_dir: the directory of the data sets; all prepared splits are read.
-    """
+    """Compares a task's sizes with the published ones, and its splits, which are read, with each other."""
     vocabulary, seen = Bytes().build(), dict[str, set[bytes]]()
-    published = published_sizes(task_registry.find_task(name).dataset)
+    task = task_registry.find_task(name)
+    known = find_importer(task.dataset)
+    published = {s.name: (s.rows,) for s in known[1].splits if s.rows} if known else {}
     checks = []
-    for split, count in task_registry.find_task(name).stored_splits(data_dir).items():
+    for split, count in task.stored_splits(data_dir).items():
         whole, inputs, repeated = set[bytes](), set[bytes](), 0
         for row in read_rows(name, split, vocabulary, data_dir=data_dir):
             texts = [text_of(row, feature, vocabulary) for feature in SIDES]

@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from synthesizer_jax.tasks.metrics import MultiRCTarget, ReCoRDTarget
-
 Example: TypeAlias = Mapping[str, Any]
 """A preprocessed row: its strings ``inputs_pretokenized`` and ``targets_pretokenized``, and features."""
 
@@ -17,30 +15,11 @@ UNKNOWN = "<unk>"
 SENTINEL = "<extra_id_0>"
 """The prefix of the answers in T5's sentinel tasks."""
 
-DETERMINERS = frozenset(
-    [
-        "a",
-        "an",
-        "few",
-        "her",
-        "his",
-        "each",
-        "every",
-        "many",
-        "much",
-        "my",
-        "our",
-        "some",
-        "that",
-        "the",
-        "their",
-        "these",
-        "this",
-        "those",
-        "which",
-        "whose",
-        "your",
-    ]
+BOOLEAN = ("False", "True")
+
+_DETERMINERS = (
+    "a an few her his each every many much my our some that the their these this those which whose "
+    "your"
 )
 
 
@@ -52,8 +31,7 @@ def label_index(answer: str, labels: Sequence[str]) -> int:
 def parse_number(answer: str, *, otherwise: float = -1.0) -> float:
     """Returns the answer as a float, `otherwise` if it is not a number.
 
-    Unlike in T5, ``nan`` and ``inf`` are not, as a single one of them makes a correlation
-    undefined.
+    Unlike in T5, ``nan`` and ``inf`` are not: a single one of them makes a correlation undefined.
     """
     try:
         value = float(answer)
@@ -63,43 +41,8 @@ def parse_number(answer: str, *, otherwise: float = -1.0) -> float:
 
 
 def remove_sentinel(answer: str) -> str:
-    """Returns the answer without a leading sentinel and the whitespace around the remaining text.
-
-    An answer without a sentinel is returned unchanged.
-    """
+    """Returns an answer that begins with a sentinel without it and the whitespace around the rest."""
     return answer.removeprefix(SENTINEL).strip() if answer.startswith(SENTINEL) else answer
-
-
-def matches_referent(prediction: str, referent: str) -> int:
-    """Returns 1 if the prediction names the referent, 0 if it does not, −1 if it is empty.
-
-    This is T5's rule for WSC: determiners are removed and words lower-cased; then one set of words
-    must contain the other, and an apostrophe in only one of the two means another referent.
-    Consequently nothing matches a referent that consists of determiners only.
-    """
-    predicted, expected = _without_determiners(prediction), _without_determiners(referent)
-    if not predicted:
-        return -1
-    if ("'" in predicted) != ("'" in expected):
-        return 0
-    predicted_words, expected_words = set(predicted.split(" ")), set(expected.split(" "))
-    return int(predicted_words <= expected_words or expected_words <= predicted_words)
-
-
-def _without_determiners(text: str) -> str:
-    return " ".join(w for w in text.strip().lower().split(" ") if w not in DETERMINERS)
-
-
-def multirc_target(answer: str, example: Example, labels: Sequence[str]) -> MultiRCTarget:
-    """Returns the label index, and the (paragraph, question) that the row belongs to."""
-    group = (int(example["idx/paragraph"]), int(example["idx/question"]))
-    return {"value": label_index(answer, labels), "group": group}
-
-
-def record_target(example: Example) -> ReCoRDTarget:
-    """Returns all answers, and the (passage, query) that the row belongs to."""
-    group = (int(example["idx/passage"]), int(example["idx/query"]))
-    return {"answers": [to_text(a) for a in example["answers"]], "group": group}
 
 
 def is_labeled(example: Example) -> bool:
@@ -107,9 +50,6 @@ def is_labeled(example: Example) -> bool:
 
     Hidden are a ``label`` of −1 (STS-B, WSC, WNLI as coreference), an empty list of ``answers``
     (ReCoRD), and for all other tasks the target `UNKNOWN`.
-
-    Args:
-      example: a row as in `EvaluationSet.examples`.
     """
     if "label" in example:
         return float(example["label"]) >= 0
@@ -121,3 +61,74 @@ def is_labeled(example: Example) -> bool:
 def to_text(value: object) -> str:
     """Returns a TensorFlow string as a Python string."""
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+
+
+# Functions of a task, with the arguments of SeqIO's. --------------------------------------------------
+
+
+def number(answer: str, *, example: Example | None, is_target: bool) -> float:
+    """Returns the number, −1 for anything else (STS-B)."""
+    del example, is_target
+    return parse_number(answer)
+
+
+def referent(answer: str, *, example: Example, is_target: bool) -> int:
+    """Returns a row's label, and for a prediction whether it names the row's candidate (WSC, WNLI)."""
+    if is_target:
+        return int(example["label"])
+    return matches_referent(answer, to_text(example["targets_pretokenized"]))
+
+
+def matches_referent(prediction: str, candidate: str) -> int:
+    """Returns 1 if the prediction names the candidate, 0 if it does not, −1 if it is empty.
+
+    This is T5's rule for WSC: determiners are removed and words lower-cased; then one set of words
+    must contain the other, and an apostrophe in only one of the two means another referent.
+    Consequently nothing matches a referent that consists of determiners only.
+    """
+    predicted, expected = _without_determiners(prediction), _without_determiners(candidate)
+    if not predicted:
+        return -1
+    if ("'" in predicted) != ("'" in expected):
+        return 0
+    predicted_words, expected_words = set(predicted.split(" ")), set(expected.split(" "))
+    return int(predicted_words <= expected_words or expected_words <= predicted_words)
+
+
+def _without_determiners(text: str) -> str:
+    return " ".join(w for w in text.strip().lower().split(" ") if w not in _DETERMINERS.split())
+
+
+def multirc(answer: str, *, example: Example, is_target: bool) -> int | dict[str, Any]:
+    """Returns the index of the label, and of a target the (paragraph, question) that it belongs to."""
+    label = label_index(answer, BOOLEAN)
+    if not is_target:
+        return label
+    return {"value": label, "group": (int(example["idx/paragraph"]), int(example["idx/question"]))}
+
+
+def record(answer: str, *, example: Example, is_target: bool) -> str | dict[str, Any]:
+    """Returns the text, and of a target all answers and the (passage, query) that it belongs to."""
+    if not is_target:
+        return answer
+    group = (int(example["idx/passage"]), int(example["idx/query"]))
+    return {"answers": all_answers(answer, example=example, is_target=True), "group": group}
+
+
+def all_answers(answer: str, *, example: Example, is_target: bool) -> Any:
+    """Returns the text, and of a target all answers of the row (SQuAD)."""
+    return [to_text(text) for text in example["answers"]] if is_target else answer
+
+
+def only_answer(answer: str, *, example: Example | None, is_target: bool) -> str | list[str]:
+    """Returns the text, and of a target the list of it alone."""
+    del example
+    return [answer] if is_target else answer
+
+
+def span(answer: str, *, example: Example, is_target: bool) -> str | dict[str, Any]:
+    """Returns the text, and of a target all answers of the row and its context."""
+    if not is_target:
+        return answer
+    answers = all_answers(answer, example=example, is_target=True)
+    return {"answers": answers, "context": to_text(example["context"])}

@@ -12,20 +12,14 @@ from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.tasks import synthetic, task_registry
-from synthesizer_jax.tasks.importers.known import find_importer
+from synthesizer_jax.tasks.importers.layouts import find_importer
 
 MNLI = "glue_mnli_v002"
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitRequest:
-    """A split of a task.
-
-    Attributes:
-      task: name of the task.
-      split: its split.
-      rows: whether what metrics need of a row is asked for too.
-    """
+    """A split of a task; `rows` says whether what metrics need of a row is asked for too."""
 
     task: str
     split: str
@@ -39,12 +33,7 @@ def task_splits(
 
     ``glue_mnli`` has no ``validation`` split and is evaluated by the tasks of its matched and mismatched
     parts. Where these have no data, its splits ``validation_matched`` and ``validation_mismatched`` are
-    used.
-
-    Args:
-      names: names of tasks.
-      splits: the splits that each of them has.
-      split: the split.
+    used. `splits` are those that each of the tasks has.
     """
     found = [(name, split) for name in names if split in splits.get(name, ())]
     there = {name for name, _ in found}
@@ -84,14 +73,7 @@ def requested_splits(
     evaluation_splits: Sequence[str],
     only: Collection[str] = (),
 ) -> list[SplitRequest]:
-    """Returns the splits of a mixture's tasks whose data sets are here.
-
-    Args:
-      mixture: a mixture or task.
-      data_dir: the directory of the data sets.
-      training_splits: splits to train on.
-      evaluation_splits: splits to evaluate on.
-      only: names of tasks; the splits of others are left out. Empty: none is.
+    """Returns the splits of a mixture's tasks, or of those in `only`, whose data sets are here.
 
     Raises:
       FileNotFoundError: there are none.
@@ -122,7 +104,7 @@ def import_remedy(names: Sequence[str], data_dir: pathlib.Path) -> str:
     if registered := [name for name in names if name not in task_registry.TASKS]:
         return f"give the source of {registered[0]}, a task of SeqIO's registry, that split"
     found = [find_importer(task_registry.find_task(name).dataset) for name in names]
-    importers = list(dict.fromkeys(known.importer for known in found if known is not None))
+    importers = list(dict.fromkeys(known[0] for known in found if known is not None))
     if not importers:
         return "write their TFDS data sets to it, or name another --data-dir"
     others = f" (also {', '.join(importers[1:])})" if importers[1:] else ""
@@ -148,14 +130,15 @@ def is_current(
       epochs: the number of epochs; None: any.
     """
     info = prepared.find(request.task, request.split)
-    if info is None or (request.rows and not info.has_rows):
-        return False
-    if info.lengths is not None and info.lengths != dict(lengths or {}):
-        return False
-    if epochs is not None and info.epochs != epochs:
+    if info is None:
         return False
     task = task_registry.find_task(request.task)
-    return info.source == task.source_version(request.split, prepared.data_dir)
+    return (
+        info.has_rows >= request.rows
+        and info.lengths in (None, dict(lengths or {}))
+        and epochs in (None, info.epochs)
+        and info.source == task.source_version(request.split, prepared.data_dir)
+    )
 
 
 def prepare_missing(

@@ -9,15 +9,16 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import inspect
+import itertools
 import json
 import multiprocessing
 import pathlib
 import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from etils import epy
 
 from synthesizer_jax.data.prepared import FORMAT, PreparedInfo, PreparedTasks, rows_file
 from synthesizer_jax.data.records import Chunk, RaggedTokens
@@ -29,14 +30,17 @@ from synthesizer_jax.files import (
     temporary_directory,
     write_atomic,
 )
-from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks import preprocessors, task_registry
 from synthesizer_jax.tasks.preparation import SplitRequest, is_current, requested_splits
 from synthesizer_jax.tasks.seqio_tasks import import_tensorflow
 from synthesizer_jax.tasks.stored import reading_errors
 
-if TYPE_CHECKING:
+with epy.lazy_imports():
+    import msgpack
     import seqio
     import tensorflow as tf
+    import tensorflow_datasets as tfds
+    from array_record.python import array_record_module
 
 ONE_SHARD = 1_000_000
 """Splits with no more rows are written as one shard."""
@@ -59,10 +63,10 @@ def prepare(
     """Prepares the tasks of a mixture that have a split, and the mixture's rates.
 
     Args:
-      mixture: name of a mixture or task.
+      mixture: a mixture or task.
       prepared: data directory and vocabulary.
       training_splits: splits whose tokens are written.
-      evaluation_splits: splits of which also everything is written that metrics need of a row.
+      evaluation_splits: splits of which everything is written that metrics need.
       lengths: the lengths of inputs and targets of rows, for tasks whose steps depend on them.
       epochs: how often rows are read, each time with other random numbers of the task's steps; None: as
         often as for what is there, or once.
@@ -105,28 +109,14 @@ def prepare(
 
 @dataclasses.dataclass(frozen=True)
 class _ShardJob:
-    """What a process needs to know to write one shard.
-
-    Attributes:
-      request: the split.
-      prepared: data directory and vocabulary.
-      lengths: those of rows; None: examples are whole.
-      shard: index of the shard among those of an epoch, and their number.
-      epoch: the epoch.
-      key: what must be equal for a shard that is there to be kept.
-    """
+    """What a process needs to know to write one shard."""
 
     request: SplitRequest
     prepared: PreparedTasks
-    lengths: dict[str, int] | None
-    shard: tuple[int, int]
+    lengths: dict[str, int] | None  # None: examples are whole
+    shard: tuple[int, int]  # index among those of an epoch, and their number
     epoch: int
-    key: str
-
-    @property
-    def seed(self) -> int:
-        """Of the task's random steps."""
-        return self.epoch * self.shard[1] + self.shard[0]
+    key: str  # what must be equal for a shard that is there to be kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +207,13 @@ def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
     task = task_registry.find_task(job.request.task)
     what = f"{task.name}'s split {job.request.split!r} of {task.dataset}"
     with reading_errors(f"{what} in {job.prepared.data_dir}"):
-        dataset = _read(task.to_seqio(job.prepared.vocabulary, job.prepared.data_dir), job)
+        dataset = read_task(
+            task.to_seqio(job.prepared.vocabulary, job.prepared.data_dir),
+            job.request.split,
+            lengths=job.lengths,
+            seed=job.epoch * job.shard[1] + job.shard[0],
+            shard=job.shard,
+        )
         if job.request.rows:
             chunks = _chunks_and_rows(dataset, job, path)
         else:
@@ -227,11 +223,18 @@ def _write_shard(job: _ShardJob, path: pathlib.Path) -> Shard:
     return shard
 
 
-def _read(task: seqio.Task, job: _ShardJob) -> tf.data.Dataset:
-    """Returns the rows of a shard with their tokens."""
-    import seqio
-    import tensorflow_datasets as tfds
+def read_task(
+    task: seqio.Task,
+    split: str,
+    *,
+    lengths: Mapping[str, int] | None = None,
+    seed: int = 0,
+    shard: tuple[int, int] = (0, 1),
+) -> tf.data.Dataset:
+    """Returns the rows of a split, or of one of its shards, with their tokens, in stored order, once.
 
+    Rows are truncated to `lengths` if they are given; the seed is that of the task's random steps.
+    """
     import_tensorflow()
     # Files in their order, one after another.
     seqio.set_tfds_read_config_override(
@@ -243,12 +246,12 @@ def _read(task: seqio.Task, job: _ShardJob) -> tf.data.Dataset:
         )
     )
     return task.get_dataset(
-        job.lengths,
-        split=job.request.split,
+        lengths,
+        split=split,
         shuffle=False,
         num_epochs=1,
-        seed=job.seed,
-        shard_info=None if job.shard[1] == 1 else seqio.ShardInfo(*job.shard),
+        seed=seed,
+        shard_info=None if shard[1] == 1 else seqio.ShardInfo(*shard),
         use_cached=False,
         try_in_mem_cache=False,
     )
@@ -256,70 +259,44 @@ def _read(task: seqio.Task, job: _ShardJob) -> tf.data.Dataset:
 
 def _ragged_chunks(dataset: tf.data.Dataset) -> Iterator[Chunk]:
     """Yields the tokens of rows, `CHUNK` examples at a time; rows may lack inputs, which are then empty."""
-    tf = import_tensorflow()
-    empty = None if "inputs" in dataset.element_spec else tf.zeros([0], tf.int32)
-    sides = dataset.map(
-        lambda row: (row["inputs"] if empty is None else empty, row["targets"])
-    ).ragged_batch(CHUNK)
+    sides = dataset.map(lambda row: tuple(row[side] for side in SIDES if side in row))
     options = tf.data.Options()  # autotuning and graph optimizations take more time than they save
     options.autotune.enabled = False
     options.experimental_optimization.apply_default_optimizations = False
-    for inputs, targets in sides.prefetch(1).with_options(options):
-        yield Chunk(_to_ragged(inputs), _to_ragged(targets))
-
-
-def _to_ragged(side: tf.RaggedTensor | tf.Tensor) -> RaggedTokens:
-    if not hasattr(side, "row_splits"):  # the empty inputs
-        return RaggedTokens(np.zeros(0, np.int32), np.zeros(len(side) + 1, np.int64))
-    return RaggedTokens(side.values.numpy(), side.row_splits.numpy())
+    for batch in sides.ragged_batch(CHUNK).prefetch(1).with_options(options):
+        found = [RaggedTokens(side.values.numpy(), side.row_splits.numpy()) for side in batch]
+        empty = RaggedTokens(np.zeros(0, np.int32), np.zeros_like(found[-1].ends))
+        yield Chunk(*([empty, *found][-2:]))
 
 
 def _chunks_and_rows(
     dataset: tf.data.Dataset, job: _ShardJob, path: pathlib.Path
 ) -> Iterator[Chunk]:
     """Yields the tokens of rows, and writes everything else of them."""
-    import msgpack
-
     vocabulary, empty = job.prepared.vocabulary, np.zeros(0, np.int32)
-    pending: list[tuple[np.ndarray, np.ndarray]] = []
+    rows = dataset.as_numpy_iterator()
     with open_atomic(path.with_name(rows_file(path.name))) as file:
-        for row in dataset.as_numpy_iterator():
-            tokens = (row.pop("inputs", empty), row.pop("targets"))
-            texts = {
-                f"{side}_pretokenized": vocabulary.decode(ids)
-                for side, ids in zip(SIDES, tokens, strict=True)
-                if f"{side}_pretokenized" not in row
-            }
-            file.write(msgpack.packb(texts | row, default=_plain))
-            pending.append(tokens)
-            if len(pending) == CHUNK:
-                yield _chunk(pending)
-                pending = []
-        if pending:
-            yield _chunk(pending)
-
-
-def _chunk(examples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Chunk:
-    inputs, targets = zip(*examples, strict=True)
-    return Chunk(RaggedTokens.of(inputs), RaggedTokens.of(targets))
-
-
-def _plain(value: np.ndarray | np.generic) -> Any:
-    """Returns numbers or bytes of NumPy as those of Python."""
-    return value.tolist()
+        while batch := list(itertools.islice(rows, CHUNK)):
+            tokens = [(row.pop("inputs", empty), row.pop("targets")) for row in batch]
+            for row, sides in zip(batch, tokens, strict=True):
+                texts = {
+                    f"{side}_pretokenized": vocabulary.decode(ids)
+                    for side, ids in zip(SIDES, sides, strict=True)
+                    if f"{side}_pretokenized" not in row
+                }
+                file.write(msgpack.packb(texts | row, default=lambda value: value.tolist()))
+            yield Chunk(*(RaggedTokens.of(side) for side in zip(*tokens, strict=True)))
 
 
 def write_chunks(chunks: Iterator[Chunk], path: pathlib.Path, *, key: str) -> Shard:
     """Writes chunks as an ArrayRecord file, which has no records if there are none."""
-    from array_record.python.array_record_module import ArrayRecordWriter
-
     examples, tokens, checksum = 0, dict.fromkeys(SIDES, 0), 0
     path.parent.mkdir(parents=True, exist_ok=True)
     # ArrayRecord writes to disks alone.
     folder = pathlib.Path(tempfile.gettempdir()) if in_bucket(path) else path.parent
     with temporary_directory(folder, ".partial") as directory:
         partial = directory / path.name
-        writer = ArrayRecordWriter(str(partial), "group_size:1")
+        writer = array_record_module.ArrayRecordWriter(str(partial), "group_size:1")
         try:
             for chunk in chunks:
                 record = chunk.to_bytes()
@@ -344,11 +321,11 @@ def _functions(task: seqio.Task) -> list[Callable[..., object]]:
 
 def _needs_lengths(task: seqio.Task) -> bool:
     """Returns whether the steps of a task depend on the lengths of rows otherwise than by truncating."""
-    from seqio import preprocessors
-
-    from synthesizer_jax.tasks.preprocessors import append_sentinel
-
-    known = (preprocessors.append_eos_after_trim, preprocessors.append_eos, append_sentinel)
+    known = (
+        seqio.preprocessors.append_eos_after_trim,
+        seqio.preprocessors.append_eos,
+        preprocessors.append_sentinel,
+    )
     return any(
         "sequence_length" in inspect.signature(function).parameters
         for function in _functions(task)
@@ -358,13 +335,8 @@ def _needs_lengths(task: seqio.Task) -> bool:
 
 def _keep_last(task: seqio.Task) -> dict[str, int]:
     """Returns how many last tokens of every side remain where SeqIO truncates an example."""
-    from seqio import preprocessors
-
-    from synthesizer_jax.tasks.preprocessors import append_sentinel
-
-    functions = _functions(task)
-    if functions[-1:] != [preprocessors.append_eos_after_trim]:
+    functions, features = _functions(task), task.output_features
+    if functions[-1:] != [seqio.preprocessors.append_eos_after_trim]:
         return dict.fromkeys(SIDES, 0)
-    kept = 2 if functions[-2:-1] == [append_sentinel] else 1
-    features = task.output_features
+    kept = 2 if functions[-2:-1] == [preprocessors.append_sentinel] else 1
     return {side: kept if side in features and features[side].add_eos else 0 for side in SIDES}

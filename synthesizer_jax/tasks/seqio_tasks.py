@@ -6,6 +6,7 @@ features are used as they are; the registries are only read.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -13,22 +14,21 @@ import itertools
 import pathlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from etils import epath
+from etils import epath, epy
 
 from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
 from synthesizer_jax.files import storage_path
 from synthesizer_jax.tasks import stored
-from synthesizer_jax.tasks.formats import Written
-from synthesizer_jax.tasks.metrics import Value
 from synthesizer_jax.tasks.postprocessors import Example
 from synthesizer_jax.tasks.task import Answers, Task
 
-if TYPE_CHECKING:
+with epy.lazy_imports():
     import seqio
+    import tensorflow as tf
 
 LABEL_WORDS: dict[str, tuple[str, ...]] = {}
 """The allowed answers by name of a task, which SeqIO's tasks do not tell; a package may add its own."""
@@ -41,15 +41,11 @@ class RegisteredTask(Task):
     @property
     def original(self) -> seqio.Task:
         """The registered task, with its own vocabulary."""
-        import seqio
-
         return seqio.TaskRegistry.get(self.name)
 
     @property
     def scores_targets(self) -> bool:
         """Whether one of its metrics takes scores."""
-        import seqio
-
         kinds = {metric.model_output_type for metric in self.original.metric_objs}
         return seqio.metrics.ModelOutputType.SCORE in kinds
 
@@ -60,29 +56,30 @@ class RegisteredTask(Task):
 
     def stored_splits(self, data_dir: pathlib.Path) -> dict[str, int | None]:
         """Returns the splits of its source; a TFDS data set that is not on this machine has none."""
-        import seqio
-
         source = self.original.source
         if not isinstance(source, seqio.TfdsDataSource):
             return {split: source.num_input_examples(split) for split in source.splits}
-        directory = _prepared_directory(source, data_dir)
+        directory = _stored_directory(source, data_dir)
         if directory is None:
             return {}
         found = stored.stored_splits(directory)
         declared = _declared_splits(source) or {split: split for split in found}
-        return {split: found.get(part) for split, part in declared.items() if _base(part) in found}
+        return {
+            split: found.get(part)
+            for split, part in declared.items()
+            if part.partition("[")[0] in found
+        }
 
     def source_version(self, split: str, data_dir: pathlib.Path) -> str | None:
         """Returns what changes when the rows of a split are written again; None: nothing tells."""
-        import seqio
-
         source = self.original.source
         if isinstance(source, seqio.TfdsDataSource):
-            directory = _prepared_directory(source, data_dir)
+            directory = _stored_directory(source, data_dir)
             part = _declared_splits(source).get(split, split)
             if directory is None:
                 return None
-            return f"{part} of {stored.describe_split(self.dataset, directory, _base(part))}"
+            whole = part.partition("[")[0]  # of ``train[:90%]``
+            return f"{part} of {stored.describe_split(self.dataset, directory, whole)}"
         if isinstance(source, seqio.FileDataSource):
             shards = source.list_shards(split)
             return ", ".join(f"{path}: {epath.Path(path).stat().length} bytes" for path in shards)
@@ -90,43 +87,27 @@ class RegisteredTask(Task):
 
     def to_seqio(self, vocabulary: Vocabulary, data_dir: pathlib.Path) -> seqio.Task:
         """Returns the task with another vocabulary; its TFDS data set is looked up in `data_dir`."""
-        import seqio
-
         task = self.original
         source = task.source
-        if isinstance(source, seqio.TfdsDataSource):
-            directory = _prepared_directory(source, data_dir)
-            if directory is not None:
-                stored.check_dataset(directory)
-            if not source.tfds_dataset.tfds_splits and source.tfds_dataset.data_dir is None:
-                source = copy.deepcopy(source)
-                source.tfds_dataset.override_data_dir(str(data_dir))
+        loader = source.tfds_dataset if isinstance(source, seqio.TfdsDataSource) else None
+        if loader is not None and not loader.tfds_splits and loader.data_dir is None:
+            source = copy.deepcopy(source)
+            source.tfds_dataset.override_data_dir(str(data_dir))
         return task.replace(source=source, output_features=_features(task, vocabulary))
 
     def is_labeled(self, example: Example) -> bool:
         """True: its metrics are computed over all examples, as SeqIO does."""
         return True
 
-    def postprocess(
-        self, answer: str, *, example: Example | None = None, is_target: bool = False
-    ) -> Value:
-        """Returns what the task's `postprocess_fn` makes of a string."""
-        return self.original.postprocess_fn(answer, example=example, is_target=is_target)
-
     def score(
-        self,
-        examples: Sequence[Example],
-        answers: Answers,
-        *,
-        vocabulary: Vocabulary | None = None,
+        self, examples: Sequence[Example], answers: Answers, *, vocabulary: Vocabulary | None = None
     ) -> dict[str, float]:
         """Returns the numbers among its metrics, computed as SeqIO's `Evaluator` does.
 
         Raises:
           ValueError: a metric needs something that is not computed here, or fails.
         """
-        if vocabulary is None:
-            raise ValueError(f"the metrics of the task {self.name!r} need the vocabulary; give it")
+        assert vocabulary is not None
         if answers.tokens is None:  # label words were ranked
             tokens = [np.asarray(vocabulary.encode(text), np.int32) for text in answers.texts]
             answers = answers._replace(tokens=tokens)
@@ -135,7 +116,7 @@ class RegisteredTask(Task):
         for metric in self.original.metric_objs:
             outputs = _outputs_for(metric.model_output_type, answers, self.name)
             try:
-                found |= _numbers(_compute_metric(metric, examples, outputs, features))
+                found |= _compute_metric(metric, examples, outputs, features)
             except Exception as error:
                 raise ValueError(
                     f"a metric of the task {self.name!r} failed: {type(error).__name__}: {error}"
@@ -145,39 +126,33 @@ class RegisteredTask(Task):
 
 def find_registered(name: str) -> RegisteredTask:
     """Returns the task of that name in SeqIO's registry."""
-    import seqio
-
     task = seqio.TaskRegistry.get(name)
     source, dataset = task.source, type(task.source).__name__
     if isinstance(source, seqio.TfdsDataSource):
         dataset = source.tfds_dataset.name or dataset
-    words = LABEL_WORDS.get(name, ())
-    text_format = Written(words, has_inputs="inputs" in task.output_features)
-    return RegisteredTask(name, dataset, text_format, metrics=(), splits=())
+    return RegisteredTask(
+        name,
+        dataset,
+        metrics=(),
+        splits=(),
+        label_words=LABEL_WORDS.get(name),
+        postprocess_fn=task.postprocess_fn,
+        has_inputs="inputs" in task.output_features,
+    )
 
 
 def task_names() -> list[str]:
     """Returns the names in SeqIO's registry of tasks; none where no imported code uses SeqIO."""
-    if "seqio" not in sys.modules:
-        return []
-    import seqio
-
-    return sorted(seqio.TaskRegistry.names())
+    return sorted(seqio.TaskRegistry.names()) if "seqio" in sys.modules else []
 
 
 def mixture_names() -> list[str]:
     """Returns the names in SeqIO's registry of mixtures; none where no imported code uses SeqIO."""
-    if "seqio" not in sys.modules:
-        return []
-    import seqio
-
-    return sorted(seqio.MixtureRegistry.names())
+    return sorted(seqio.MixtureRegistry.names()) if "seqio" in sys.modules else []
 
 
 def member_names(name: str) -> list[str]:
     """Returns the names of the tasks of a mixture, those of its sub-mixtures included."""
-    import seqio
-
     return [task.name for task in seqio.MixtureRegistry.get(name).tasks]
 
 
@@ -204,8 +179,6 @@ def _adapt_mixture(
     name: str, tasks: frozenset[str], data_dir: pathlib.Path
 ) -> seqio.Mixture | None:
     """Returns the mixture of some of its tasks; None if it has none of them."""
-    import seqio
-
     vocabulary = Bytes().build()
     members: list[tuple[seqio.Task | seqio.Mixture, Any]] = []
     for member, rate in seqio.MixtureRegistry.get(name).rate_per_task_name.items():
@@ -224,8 +197,6 @@ def _features(task: seqio.Task, vocabulary: Vocabulary) -> dict[str, seqio.Featu
     Raises:
       ValueError: they are not sequences of tokens.
     """
-    import seqio
-
     features = dict(task.output_features)
     for name in SIDES:
         feature = features.get(name)
@@ -237,25 +208,20 @@ def _features(task: seqio.Task, vocabulary: Vocabulary) -> dict[str, seqio.Featu
                 f"({type(feature).__name__} of rank {feature.rank}); models here read and write tokens"
             )
         features[name] = dataclasses.replace(feature, vocabulary=vocabulary.to_seqio())
-    if "targets" not in features:
-        raise ValueError(
-            f"the task {task.name!r} has the features {', '.join(features)}; 'targets' is missing"
-        )
     return features
 
 
-def _prepared_directory(
-    source: seqio.TfdsDataSource, data_dir: pathlib.Path
-) -> pathlib.Path | None:
+def _stored_directory(source: seqio.TfdsDataSource, data_dir: pathlib.Path) -> pathlib.Path | None:
     """Returns the directory of a source's data set; None if it is not on this machine."""
     loader = source.tfds_dataset
     if loader.tfds_splits or loader.name is None:
         return None
     dataset, _, version = loader.name.partition(":")
-    versions = stored.prepared_versions(dataset, storage_path(str(loader.data_dir or data_dir)))
-    if version:
-        return versions.get(version)
-    return list(versions.values())[-1] if versions else None
+    place = storage_path(str(loader.data_dir or data_dir))
+    if not version:
+        return stored.newest_version(dataset, place)
+    directory = place / dataset / version
+    return directory if (directory / stored.INFO).is_file() else None
 
 
 def _declared_splits(source: seqio.TfdsDataSource) -> dict[str, str]:
@@ -266,20 +232,14 @@ def _declared_splits(source: seqio.TfdsDataSource) -> dict[str, str]:
     return dict(source.tfds_dataset._split_map or {})
 
 
-def _base(split: str) -> str:
-    """Returns the split of which ``train[:90%]`` is a part."""
-    return split.partition("[")[0]
-
-
 def _outputs_for(kind: seqio.metrics.ModelOutputType, answers: Answers, task: str) -> Any:
     """Returns a model's outputs in the form that SeqIO passes to metrics of a kind."""
-    import seqio
-
     kinds = seqio.metrics.ModelOutputType
     if kind == kinds.SCORE:
         return np.asarray(answers.target_scores)
     if kind in (kinds.PREDICTION, kinds.PREDICTION_WITH_AUX) and answers.tokens is not None:
-        tokens = _padded(answers.tokens)
+        padded = zip(*itertools.zip_longest(*answers.tokens, fillvalue=0), strict=True)
+        tokens = np.array(list(padded), np.int32).reshape(len(answers.tokens), -1)
         return tokens if kind == kinds.PREDICTION else (tokens, {"scores": answers.scores})
     raise ValueError(
         f"a metric of the task {task!r} needs the output {kind.name}, which is not computed; use "
@@ -287,29 +247,15 @@ def _outputs_for(kind: seqio.metrics.ModelOutputType, answers: Answers, task: st
     )
 
 
-def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns token ids as an array ``[n, length]``, padded with 0."""
-    padded = zip(*itertools.zip_longest(*rows, fillvalue=0), strict=True)
-    return np.array(list(padded), np.int32).reshape(len(rows), -1)
-
-
 def _compute_metric(
     metric: Any, examples: Sequence[Example], outputs: Any, features: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Returns a metric's values by the protocol of SeqIO's `Evaluator`."""
-    import seqio
-
+) -> dict[str, float]:
+    """Returns the numbers among a metric's values, by the protocol of SeqIO's `Evaluator`."""
     instance = metric.from_model_output(examples, outputs, features)
     if isinstance(instance, seqio.metrics.CollectingMetric):
         values, _ = instance.actual_compute(examples, features)
-        return values
-    return instance.compute()
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers among metric values; texts, images and histograms are left out."""
-    import seqio
-
+    else:
+        values = instance.compute()
     found = {}
     for name, value in values.items():
         if isinstance(value, seqio.metrics.Scalar):
@@ -320,12 +266,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 @functools.cache
-def import_tensorflow() -> Any:
+def import_tensorflow() -> None:
     """Imports TensorFlow without accelerators, whose memory it would take from JAX."""
-    import contextlib
-
-    import tensorflow as tf
-
     with contextlib.suppress(RuntimeError):  # already initialized: keep the caller's devices
         tf.config.set_visible_devices([], "GPU")
-    return tf

@@ -1,48 +1,48 @@
-"""Listing and checking of TFDS data sets on disk before TFDS opens them.
-
-TFDS imports any class that ``features.json`` names and opens any file that ``dataset_info.json``
-points to. `check_dataset` only admits TFDS's own classes and files of the data set.
-"""
+"""TFDS data sets on disk: listing and writing them."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import io
+import itertools
 import json
+import logging
 import pathlib
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
-from synthesizer_jax.files import describing
+from etils import epy
+
+from synthesizer_jax.files import describing, in_bucket, temporary_directory, write_atomic
 from synthesizer_jax.registry import JSON
 
-INFO, FEATURES = "dataset_info.json", "features.json"
+with epy.lazy_imports():
+    import numpy as np
+    import tensorflow as tf
+    import tensorflow_datasets as tfds
+
+FeatureType: TypeAlias = "tfds.features.FeatureConnector | type[np.generic]"
+
+INFO = "dataset_info.json"
 STAMP = ", written at "
 """What precedes the time in the description of a data set; rows of equal size are told apart by it."""
 
-_VERSION = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+")
-_CLASS_KEYS = ("pythonClassName", "python_class_name", "type")
-_NESTED_KEYS = ("json", "content")
-_NAME_KEYS = ("name", "configName", "config_name", "version")
-_TEMPLATE_KEYS = ("filepathTemplate", "filepath_template")
 _REMEDY = "import it again with 'synthesizer-jax data import', or delete it"
 
+_log = logging.getLogger(__name__)
 
-def prepared_versions(dataset: str, data_dir: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Returns the versions of a data set such as ``glue/cola``, oldest first.
+
+def newest_version(dataset: str, data_dir: pathlib.Path) -> pathlib.Path | None:
+    """Returns the directory of the newest version of a data set such as ``glue/cola``; None: there is none.
 
     Directories whose name does not have the form ``1.0.0`` are ignored.
-
-    Args:
-      dataset: name and configuration.
-      data_dir: a TFDS data directory.
-
-    Returns:
-      ``{version: directory}``.
     """
-    directories = {p.parent.name: p.parent for p in (data_dir / dataset).glob(f"*/{INFO}")}
-    versions = [version for version in directories if _VERSION.fullmatch(version)]
-    versions.sort(key=lambda version: [int(n) for n in version.split(".")])
-    return {version: directories[version] for version in versions}
+    found = [path.parent for path in (data_dir / dataset).glob(f"*/{INFO}")]
+    found = [path for path in found if re.fullmatch(r"[0-9]+\.[0-9]+\.[0-9]+", path.name)]
+    return max(found, key=lambda path: [int(n) for n in path.name.split(".")], default=None)
 
 
 def stored_splits(directory: pathlib.Path) -> dict[str, int]:
@@ -57,73 +57,15 @@ def stored_splits(directory: pathlib.Path) -> dict[str, int]:
 
 
 def describe_split(dataset: str, directory: pathlib.Path, split: str) -> str:
-    """Returns a data set with its version, and the sizes of the files of a split."""
-    with describing(directory / INFO, _REMEDY):
-        for record in _load(directory / INFO)["splits"]:
-            if record["name"] == split:
-                sizes = f"{record.get('shardLengths')}, {record.get('numBytes')} bytes"
-                return f"{dataset}:{directory.name}, rows {sizes}{_stamp(directory)}"
-    return f"{dataset}:{directory.name}"
-
-
-def _stamp(directory: pathlib.Path) -> str:
-    """Returns when this package has written a data set; empty for those that TFDS has prepared."""
-    text = str(_load(directory / INFO).get("description", ""))
-    return "".join(text.rpartition(STAMP)[1:]) if STAMP in text else ""
-
-
-def check_dataset(directory: pathlib.Path) -> None:
-    """Raises an error if reading the data set may import foreign code or open files outside of it.
-
-    Args:
-      directory: of one version.
-
-    Raises:
-      ValueError: ``features.json`` names a class that is not TFDS's, ``dataset_info.json`` points
-        out of the directory, or one of the two is damaged.
-      FileNotFoundError: one of the two is missing.
-    """
-    with describing(directory / FEATURES, _REMEDY):
-        for name in _class_names(_load(directory / FEATURES)):
-            if not name.startswith("tensorflow_datasets."):
-                raise ValueError(
-                    f"it names the class {name!r}; only classes of tensorflow_datasets are imported "
-                    "because a file says so"
-                )
+    """Returns a data set with its version, the sizes of the files of a split, and when it was written."""
     with describing(directory / INFO, _REMEDY):
         info = _load(directory / INFO)
-        for record in (info, *info.get("splits", [])):
-            for key in (*_NAME_KEYS, *_TEMPLATE_KEYS):
-                if not _stays_inside(record.get(key, ""), key in _TEMPLATE_KEYS):
-                    raise ValueError(
-                        f"it points out of its directory ({key} is {record.get(key)!r})"
-                    )
-
-
-def _stays_inside(value: JSON, is_template: bool) -> bool:
-    """Returns whether `value` is a plain file name, or a template of files below the directory."""
-    if not isinstance(value, str):
-        return False
-    path = pathlib.PurePosixPath(value)
-    return ".." not in path.parts and not path.is_absolute() and (is_template or "/" not in value)
-
-
-def _class_names(value: JSON) -> Iterator[str]:
-    """Yields all class names in `features.json`.
-
-    Old TFDS versions embed JSON strings in it; those are searched as well.
-    """
-    if isinstance(value, list):
-        for child in value:
-            yield from _class_names(child)
-    elif isinstance(value, dict):
-        for key, child in value.items():
-            if isinstance(child, str) and key in _CLASS_KEYS:
-                yield child
-            elif isinstance(child, str) and key in _NESTED_KEYS:
-                yield from _class_names(json.loads(child))
-            else:
-                yield from _class_names(child)
+        for record in info["splits"]:
+            if record["name"] == split:
+                sizes = f"{record.get('shardLengths')}, {record.get('numBytes')} bytes"
+                _, stamp, time = str(info.get("description", "")).rpartition(STAMP)
+                return f"{dataset}:{directory.name}, rows {sizes}" + (stamp and stamp + time)
+    return f"{dataset}:{directory.name}"
 
 
 def _load(path: pathlib.Path) -> dict[str, JSON]:
@@ -135,15 +77,11 @@ def _load(path: pathlib.Path) -> dict[str, JSON]:
 
 @contextlib.contextmanager
 def reading_errors(what: str) -> Iterator[None]:
-    """Context manager that turns errors of opening or reading stored rows into one-line messages.
-
-    Args:
-      what: the task and split that are read, and where from.
+    """Context manager that turns errors of reading the stored rows of `what` into one-line messages.
 
     Raises:
       ValueError: TensorFlow or TFDS could not read the files.
     """
-    import tensorflow as tf
     from google.protobuf import json_format
 
     # TFDS does not validate what it reads.
@@ -156,3 +94,136 @@ def reading_errors(what: str) -> Iterator[None]:
         raise ValueError(
             f"{what} cannot be read ({reason or type(error).__name__}); {_REMEDY}"
         ) from error
+
+
+def write_dataset(
+    dataset: str,
+    version: str,
+    features: Mapping[str, FeatureType],
+    splits: Mapping[str, Callable[[], Iterable[Mapping[str, Any]]]],
+    data_dir: pathlib.Path,
+) -> pathlib.Path:
+    """Writes one TFDS data set; its files alone suffice to read it.
+
+    Args:
+      dataset: its name, and its configuration if it has one, such as ``glue/cola``.
+      version: such as ``1.0.0``.
+      features: TFDS feature types by name.
+      splits: for every split a function that returns its rows.
+      data_dir: a TFDS data directory, in which the directory ``dataset/version`` is made and returned.
+
+    Raises:
+      OSError: a file cannot be written.
+    """
+    from tensorflow_datasets.core import registered
+    from tensorflow_datasets.core.utils import tqdm_utils
+
+    name, _, config = dataset.partition("/")
+    description = f"{dataset}{STAMP}{datetime.datetime.now(datetime.UTC).isoformat()}"
+
+    def make_info(self: tfds.core.GeneratorBasedBuilder) -> tfds.core.DatasetInfo:
+        feature_types = tfds.features.FeaturesDict(dict(features))
+        return tfds.core.DatasetInfo(builder=self, description=description, features=feature_types)
+
+    attributes = {
+        "name": name,
+        "BUILDER_CONFIGS": [tfds.core.BuilderConfig(name=config)] if config else [],
+        "VERSION": tfds.core.Version(version),
+        "pkg_dir_path": pathlib.Path(__file__).parent,
+        "_info": make_info,
+        "_split_generators": lambda self, manager: {
+            split: ((_key(row, number), row) for number, row in enumerate(read()))
+            for split, read in splits.items()
+        },
+        "_generate_examples": None,
+    }
+    with registered.skip_registration():
+        builder_class = type("WrittenDataset", (tfds.core.GeneratorBasedBuilder,), attributes)
+    builder = builder_class(config=config or None, data_dir=str(data_dir))
+    was_active = tqdm_utils._active
+    tfds.display_progress_bar(False)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # TFDS prints about a download
+            builder.download_and_prepare()
+    except (OSError, RuntimeError, tf.errors.OpError) as error:
+        cause = error.__cause__ if isinstance(error, RuntimeError) else error  # TFDS wraps some
+        if not isinstance(cause, OSError | tf.errors.OpError):
+            raise
+        reason = getattr(cause, "message", None) or str(cause)
+        raise OSError(
+            f"{builder.data_dir} cannot be written ({reason}); no data set was changed"
+        ) from error
+    finally:
+        tfds.display_progress_bar(was_active)
+    return pathlib.Path(builder.data_dir)
+
+
+def _key(row: Mapping[str, Any], number: int) -> Hashable:
+    """Returns the key of a row, on which its place in the files depends: that of TFDS, or its number."""
+    index = row.get("idx", number)
+    if isinstance(index, Mapping):  # ReCoRD's, MultiRC's
+        return index["query"] if "query" in index else "_".join(map(str, index.values()))
+    return index
+
+
+@contextlib.contextmanager
+def staging(data_dir: pathlib.Path, *, renew: bool) -> Iterator[pathlib.Path]:
+    """Context manager of a folder to write data sets to, which are moved to a data directory in the end.
+
+    Each takes the place of one that is there, or of none; after an error nothing is moved.
+
+    Args:
+      data_dir: a TFDS data directory on a disk; created if it does not exist.
+      renew: whether data sets that exist are replaced; otherwise their splits are kept.
+
+    Raises:
+      ValueError: the data directory is in a bucket, or splits are there already.
+    """
+    if in_bucket(data_dir):
+        raise ValueError(
+            f"data sets are not written to a bucket ({data_dir}); write them to a directory and copy it: "
+            f"gcloud storage cp --recursive 'DIRECTORY/*' {data_dir}/"
+        )
+    data_dir.mkdir(parents=True, exist_ok=True)
+    with temporary_directory(data_dir, ".import") as folder:
+        yield folder
+        places = {
+            path.parent: data_dir / path.parent.relative_to(folder) for path in folder.rglob(INFO)
+        }
+        for new, place in places.items():
+            _keep_splits(place, new, renew=renew)
+        for number, (new, place) in enumerate(places.items()):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            replaced = folder / f"replaced-{number}"
+            if place.exists():
+                place.rename(replaced)
+            try:
+                new.rename(place)
+            except OSError:
+                if replaced.exists():
+                    replaced.rename(place)
+                raise
+
+
+def _keep_splits(installed: pathlib.Path, written: pathlib.Path, *, renew: bool) -> None:
+    """Copies the splits of an installed data set into the one that is to take its place; see `staging`."""
+    if not (installed / INFO).exists():
+        return
+    info = _load(written / INFO)
+    new, here = {split["name"] for split in info["splits"]}, stored_splits(installed)
+    for split in here.keys() - new:
+        verb = "removes" if renew else "keeps"
+        _log.warning("%s the split %r of %s, %d rows", verb, split, installed, here[split])
+    if renew:
+        return
+    problems = [f"has the split {split!r} already" for split in here.keys() & new]
+    for path in written.glob("*.json"):
+        if path.name != INFO and path.read_bytes() != (installed / path.name).read_bytes():
+            problems.append(f"was imported with another {path.name}")
+    if problems:
+        remedy = "replace the data set with --renew, or add other splits alone"
+        raise ValueError(f"{installed} {problems[0]}; {remedy}; nothing was imported")
+    info["splits"] += _load(installed / INFO)["splits"]
+    for path in itertools.chain(*(installed.glob(f"*-{split}.*-of-*") for split in here)):
+        shutil.copy2(path, written)
+    write_atomic(written / INFO, json.dumps(info, indent=2))

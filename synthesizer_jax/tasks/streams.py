@@ -37,7 +37,7 @@ def open_stream(
 
     Args:
       config: what to read.
-      vocabulary: as a configuration in `vocabularies` builds it.
+      vocabulary: whose tokens they are.
       data_dir: the directory of the data sets.
       shards: see `Stream`.
       saved: see `Stream`.

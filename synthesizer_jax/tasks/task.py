@@ -6,22 +6,24 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from etils import epy
 
 from synthesizer_jax.data.objectives import Objective
 from synthesizer_jax.data.vocabularies import Vocabulary
-from synthesizer_jax.tasks import metrics, postprocessors, stored
-from synthesizer_jax.tasks.formats import TextFormat
+from synthesizer_jax.tasks import metrics, postprocessors, preprocessors, stored
 from synthesizer_jax.tasks.metrics import Value
 from synthesizer_jax.tasks.postprocessors import Example
 
-if TYPE_CHECKING:
+with epy.lazy_imports():
     import seqio
     import tensorflow as tf
 
 TRAINED = ("train", "validation", "test")
+
+Preprocessor: TypeAlias = "Callable[..., tf.data.Dataset]"
 
 
 class Answers(NamedTuple):
@@ -52,18 +54,23 @@ class Answers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task over a TFDS data set; creating it loads nothing.
+    """A task over a TFDS data set: functions as those of a SeqIO task, and what such a task lacks.
 
-    `to_seqio` makes the SeqIO task that reads it. Tasks of SeqIO's registry are a subclass of it,
-    `seqio_tasks.RegisteredTask`.
+    Creating it loads nothing; `to_seqio` makes the SeqIO task that reads it. Tasks of SeqIO's registry are
+    a subclass of it, `seqio_tasks.RegisteredTask`.
 
     Attributes:
       name: T5's name.
       dataset: TFDS data set and configuration, such as ``glue/cola``.
-      format: how its rows are written as text, and answers are read.
+      preprocess: makes rows with the strings ``inputs`` and ``targets`` of those of the data set; None:
+        they have them.
       metrics: metric functions of targets and predictions.
       splits: the splits of the data set that the task exposes.
-      rename: pairs (old, new) of feature names; features are renamed before preprocessing.
+      label_words: the allowed answers, which are ranked instead of decoded; None: free text.
+      postprocess_fn: makes of an answer, by name its ``example`` and whether it ``is_target``, the value
+        that metrics compare; None: the index among the label words, −1 if it is none of them, or the text.
+      token_preprocessor: a SeqIO preprocessor of tokenized rows, which may be random; None: there is none.
+      has_inputs: whether rows have inputs; otherwise they are texts.
       sentinel: whether the task uses T5's sentinel format.
       objective: what makes training examples of its texts, which have no inputs; None: see
         `DataConfig.objective`.
@@ -71,27 +78,20 @@ class Task:
 
     name: str
     dataset: str
-    format: TextFormat
+    preprocess: Preprocessor | None = None
     metrics: tuple[metrics.Metric, ...] = (metrics.accuracy,)
     splits: tuple[str, ...] = TRAINED
-    rename: tuple[tuple[str, str], ...] = ()
+    label_words: tuple[str, ...] | None = None
+    postprocess_fn: Callable[..., Value] | None = None
+    token_preprocessor: Preprocessor | None = None
+    has_inputs: bool = True
     sentinel: bool = False
     objective: Objective | None = None
-
-    @property
-    def label_words(self) -> tuple[str, ...] | None:
-        """The allowed answers; None for free text."""
-        return self.format.answers
 
     @property
     def scores_targets(self) -> bool:
         """Whether a metric compares the log-probabilities of the targets (`Answers.target_scores`)."""
         return False
-
-    @property
-    def has_inputs(self) -> bool:
-        """Whether its rows have inputs; otherwise they are texts."""
-        return self.format.has_inputs
 
     @property
     def is_text(self) -> bool:
@@ -100,65 +100,54 @@ class Task:
 
     def stored_splits(self, data_dir: pathlib.Path) -> dict[str, int | None]:
         """Returns the numbers of rows of the splits whose data set is in `data_dir`; None: not known."""
-        versions = stored.prepared_versions(self.dataset, data_dir)
-        if not versions:
-            return {}
-        found = stored.stored_splits(list(versions.values())[-1])
+        directory = stored.newest_version(self.dataset, data_dir)
+        found = {} if directory is None else stored.stored_splits(directory)
         return {split: found[split] for split in self.splits if split in found}
 
     def source_version(self, split: str, data_dir: pathlib.Path) -> str | None:
         """Returns what changes when the rows of a split are written again; None: nothing tells."""
-        versions = stored.prepared_versions(self.dataset, data_dir)
-        if not versions:
-            return None
-        return stored.describe_split(self.dataset, list(versions.values())[-1], split)
+        directory = stored.newest_version(self.dataset, data_dir)
+        return None if directory is None else stored.describe_split(self.dataset, directory, split)
 
     def to_seqio(self, vocabulary: Vocabulary, data_dir: pathlib.Path) -> seqio.Task:
         """Returns the SeqIO task over the newest version of the data set.
 
         Raises:
-          ValueError: TFDS must not open the data set (see `stored.check_dataset`).
+          FileNotFoundError: the data set is not in `data_dir`.
         """
-        import seqio
-
-        version, directory = list(stored.prepared_versions(self.dataset, data_dir).items())[-1]
-        stored.check_dataset(directory)
-        seqio_vocabulary = vocabulary.to_seqio()
+        directory = stored.newest_version(self.dataset, data_dir)
+        if directory is None:
+            raise FileNotFoundError(f"the data set {self.dataset} is not in {data_dir}; import it")
+        vocabulary_of_seqio = vocabulary.to_seqio()
         return seqio.Task(
             self.name,
             source=seqio.TfdsDataSource(
-                f"{self.dataset}:{version}",
+                f"{self.dataset}:{directory.name}",
                 tfds_data_dir=str(data_dir),
                 splits=list(self.stored_splits(data_dir)),
             ),
             preprocessors=self.seqio_preprocessors(vocabulary),
-            postprocess_fn=functools.partial(_postprocess, self),
+            postprocess_fn=self.postprocess,
             output_features={
-                "inputs": seqio.Feature(seqio_vocabulary, add_eos=True, required=False),
-                "targets": seqio.Feature(seqio_vocabulary, add_eos=True),
+                "inputs": seqio.Feature(vocabulary_of_seqio, add_eos=True, required=False),
+                "targets": seqio.Feature(vocabulary_of_seqio, add_eos=True),
             },
             metric_fns=list(self.metrics),
         )
 
-    def seqio_preprocessors(self, vocabulary: Vocabulary) -> list[Callable[..., tf.data.Dataset]]:
+    def seqio_preprocessors(self, vocabulary: Vocabulary) -> list[Preprocessor]:
         """Returns the SeqIO preprocessors that turn stored rows into token ids."""
-        import seqio
-
-        from synthesizer_jax.tasks import preprocessors
-
-        steps: list[Callable[..., tf.data.Dataset]] = []
-        if self.rename:
-            steps.append(functools.partial(preprocessors.rename_features, names=dict(self.rename)))
-        steps += [
-            self.format.preprocess,
+        steps = [
+            self.preprocess,
             seqio.preprocessors.tokenize,
             seqio.CacheDatasetPlaceholder(),
-            *self.format.token_preprocessors,
+            self.token_preprocessor,
         ]
         if self.sentinel:
-            sentinel_id = vocabulary.vocab_size - 1
-            steps.append(functools.partial(preprocessors.append_sentinel, sentinel=sentinel_id))
-        return [*steps, seqio.preprocessors.append_eos_after_trim]
+            sentinel = vocabulary.vocab_size - 1
+            steps.append(functools.partial(preprocessors.append_sentinel, sentinel=sentinel))
+        steps.append(seqio.preprocessors.append_eos_after_trim)
+        return [step for step in steps if step is not None]
 
     def is_labeled(self, example: Example) -> bool:
         """Returns whether the answer to a preprocessed row is known; in most test splits it is not."""
@@ -176,8 +165,10 @@ class Task:
         """
         if self.sentinel:
             answer = postprocessors.remove_sentinel(answer)
-        parse = self.format.parse_target if is_target else self.format.parse
-        return parse(answer, example)
+        if self.postprocess_fn is not None:
+            return self.postprocess_fn(answer, example=example, is_target=is_target)
+        words = self.label_words
+        return answer if words is None else postprocessors.label_index(answer, words)
 
     def score(
         self, examples: Sequence[Example], answers: Answers, *, vocabulary: Vocabulary | None = None
@@ -200,18 +191,7 @@ class Task:
             self.postprocess(text, example=row)
             for text, row in zip(answers.texts, examples, strict=True)
         ]
-        result: dict[str, float] = {}
+        result: dict[str, Any] = {}
         for metric in self.metrics:
             result |= metric(targets, predictions)
         return result
-
-
-def _postprocess(
-    task: Task,
-    answer: str,
-    *,
-    example: Example | None = None,
-    is_target: bool = False,
-    **_: Any,
-) -> Value:
-    return task.postprocess(answer, example=example, is_target=is_target)

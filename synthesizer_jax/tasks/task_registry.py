@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from synthesizer_jax.files import storage_path
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.tasks import seqio_tasks
-from synthesizer_jax.tasks.catalog import DEFINITIONS
+from synthesizer_jax.tasks.definitions import DEFINITIONS
 from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate, Rates
 from synthesizer_jax.tasks.task import Task
 
@@ -23,31 +23,6 @@ def add(tasks: Iterable[Task], mixtures: Mapping[str, Rates] = {}) -> None:
     """Adds tasks and mixtures, which recipes then name."""
     TASKS.update({task.name: task for task in tasks})
     MIXTURES.update(mixtures)
-
-
-def register_with_seqio(vocabulary: object, data_dir: pathlib.Path) -> list[str]:
-    """Adds the tasks whose data sets are in a directory to SeqIO's registry, and returns their names.
-
-    Names that SeqIO's registry has already are left out.
-
-    Args:
-      vocabulary: a vocabulary that `vocabularies` builds.
-      data_dir: the directory of the data sets.
-    """
-    import seqio
-
-    from synthesizer_jax.data.vocabularies import Vocabulary
-
-    if not isinstance(vocabulary, Vocabulary):
-        raise TypeError(f"vocabulary is a {type(vocabulary).__name__}, expected a Vocabulary")
-    names = [
-        name
-        for name, task in TASKS.items()
-        if name not in seqio.TaskRegistry.names() and task.stored_splits(data_dir)
-    ]
-    for name in names:
-        seqio.TaskRegistry.add_provider(name, TASKS[name].to_seqio(vocabulary, data_dir))
-    return names
 
 
 def find_task(name: str) -> Task:
@@ -96,13 +71,8 @@ def member_names(name: str) -> list[str]:
 def mixture_rates(name: str, data_dir: pathlib.Path) -> dict[str, float]:
     """Returns the rates of those tasks of a mixture, or of a single task, whose data sets are here.
 
-    Members without a definition are left out, such as an unsupervised task of a mixture that is used
-    without it. Rates may depend on the numbers of training examples (`ExamplesRate`, or functions of
-    SeqIO's mixtures); a task without any has the rate 0.
-
-    Args:
-      name: a mixture or task.
-      data_dir: the directory of the data sets.
+    Rates may depend on the numbers of training examples (`ExamplesRate`, or functions of SeqIO's
+    mixtures); a task without any has the rate 0.
 
     Raises:
       ValueError: there is neither a mixture nor a task of that name.
@@ -111,14 +81,12 @@ def mixture_rates(name: str, data_dir: pathlib.Path) -> dict[str, float]:
     if name not in MIXTURES and name in seqio_tasks.mixture_names():
         return seqio_tasks.mixture_rates(name, names, data_dir)
     rates: Rates = MIXTURES.get(name, {name: 1.0})
-    return {task: _rate(rates[task], task, data_dir) for task in names}
-
-
-def _rate(rate: float | ExamplesRate, task: str, data_dir: pathlib.Path) -> float:
-    """Returns the rate of a task as a number."""
-    if isinstance(rate, ExamplesRate):
-        return rate(find_task(task).stored_splits(data_dir).get("train") or 0)
-    return float(rate)
+    return {
+        name: rate(find_task(name).stored_splits(data_dir).get("train") or 0)
+        if isinstance(rate := rates[name], ExamplesRate)
+        else float(rate)
+        for name in names
+    }
 
 
 def default_data_dir() -> pathlib.Path:

@@ -9,8 +9,7 @@ from synthesizer_jax.checkpoints.manager import restore_variables
 from synthesizer_jax.cli.recipes import load_recipe
 from synthesizer_jax.distillation.distill import FINE_TUNED, Distillation, distill
 from synthesizer_jax.registry import replace
-from synthesizer_jax.tasks.importers import corpora, import_corpus
-from synthesizer_jax.tasks.importers.corpus_layouts import CORPORA
+from synthesizer_jax.tasks.importers import CORPORA, corpora, import_corpus
 from synthesizer_jax.tasks.metrics import bleu
 from tests.cli.commands import call
 from tests.data.small import multi30k
@@ -39,7 +38,7 @@ def place(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpora, "CORPORA", {"multi30k": multi30k(SIZES)})
         said = import_corpus("multi30k", place / "text", place / "data")
-    assert [s.status for s in said.splits] == ["complete"] * 3 + ["missing"] * 6
+    assert [s.status for s in said] == ["complete"] * 3 + ["missing"] * 6
     call(
         *("data", "vocabulary", "multi30k_en_de", "--output", place / "spm.model"),
         *("--data-dir", place / "data", "--size", 36),

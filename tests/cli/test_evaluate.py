@@ -16,7 +16,7 @@ from synthesizer_jax.evaluation.evaluation_sets import load_evaluation_set
 from synthesizer_jax.evaluation.scoring import TaskResult
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
-from synthesizer_jax.tasks import mixtures, prepare, translation  # noqa: F401 - its tasks
+from synthesizer_jax.tasks import definitions, mixtures, prepare  # noqa: F401 - its tasks
 from synthesizer_jax.training.experiment import Evaluation
 from tests.cli import commands
 from tests.evaluation import runs

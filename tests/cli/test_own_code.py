@@ -30,8 +30,7 @@ import optax
 from synthesizer_jax.alignments import Alignment
 from synthesizer_jax.attention import static
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.task import Task
-from synthesizer_jax.tasks.formats import Classification
+from synthesizer_jax.tasks.definitions import classification
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.models import Size, t5
@@ -77,10 +76,12 @@ def brevity(targets, predictions):
 
 task_registry.add(
     [
-        Task(
+        classification(
             "own_sst2",
             "synthetic_co_training/sst2",
-            Classification("own", ("sentence",), ("negative", "positive")),
+            ("sentence",),
+            ("negative", "positive"),
+            prefix="own",
             metrics=(brevity,),
             splits=("train", "validation"),
         )

@@ -17,8 +17,7 @@ from synthesizer_jax.data.records import Chunk, RaggedTokens
 from synthesizer_jax.data.task_streams import CHUNK
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.formats import Written
-from synthesizer_jax.tasks.importers.corpus_layouts import CORPORA, Layout
+from synthesizer_jax.tasks.importers.layouts import CORPORA, Layout
 from synthesizer_jax.tasks.prepare import write_chunks
 from synthesizer_jax.tasks.streams import open_stream
 from synthesizer_jax.tasks.task import Task
@@ -40,8 +39,8 @@ task_registry.add(
         Task(
             f"small_{name}",
             f"small_rows/{name}",
-            Written(has_inputs=name not in TEXTS),
             splits=("train", "validation"),
+            has_inputs=name not in TEXTS,
             sentinel=name == "sentinel",
             objective=FullLM(documents=3) if name == "own" else None,
         )

@@ -9,19 +9,20 @@ import seqio
 
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
 from synthesizer_jax.tasks import synthetic
-from synthesizer_jax.tasks.synthetic.storage import _training_texts
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """The synthetic mixture's own SentencePiece model."""
     path = tmp_path_factory.mktemp("vocabulary") / "vocabulary.model"
-    train_sentencepiece(_training_texts(), path, vocab_size=synthetic.VOCAB_SIZE, model_type="bpe")
+    train_sentencepiece(
+        synthetic.training_texts(), path, vocab_size=synthetic.VOCAB_SIZE, model_type="bpe"
+    )
     return path
 
 
 TEXTS = [
-    *list(_training_texts())[::400],
+    *list(synthetic.training_texts())[::400],
     "",
     "  two  spaces ",
     "Überraschung: naïve café, 日本語 ½ \U0001f600 \n\t end",

@@ -16,7 +16,7 @@ from synthesizer_jax.models import Encoder, Size, alignment, t5
 from synthesizer_jax.optimizers import AdamW, Constant
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape, make_mesh
-from synthesizer_jax.tasks.storage import write_dataset
+from synthesizer_jax.tasks.stored import write_dataset
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 from synthesizer_jax.training.run_directory import save_experiment
 from synthesizer_jax.training.state import init_state, make_layout
@@ -75,14 +75,8 @@ def write_data(data_dir: pathlib.Path) -> None:
         "multi30k/en_de": ({"en": text, "de": text}, {"validation": words, "test": words[:4]}),
     }  # fmt: skip
     for name, (features, splits) in sets.items():
-        write_dataset(
-            *name.split("/"),
-            version="1.0.0",
-            description="made",
-            features=features,
-            splits={split: (lambda rows=rows: rows) for split, rows in splits.items()},
-            data_dir=data_dir,
-        )
+        read = {split: (lambda rows=rows: rows) for split, rows in splits.items()}
+        write_dataset(name, "1.0.0", features, read, data_dir)
 
 
 def experiment(**changes) -> Experiment:

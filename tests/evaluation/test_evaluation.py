@@ -23,7 +23,6 @@ from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape, make_mesh
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.definitions import GLUE, SENTINEL, SUPER_GLUE
-from synthesizer_jax.tasks.formats import WNLI, WSC, PronounResolution, ReCoRD, Similarity
 from synthesizer_jax.tasks.postprocessors import is_labeled
 from synthesizer_jax.tasks.prepare import prepare
 from tests.evaluation import runs
@@ -72,14 +71,15 @@ def test_rows_without_a_label_are_told_apart(task):
         return {"targets_pretokenized": targets.encode(), **groups, **rest}
 
     hidden, labeled = {
-        Similarity: (row("-1.0", label=-1.0), row("0.0", label=0.0)),
-        ReCoRD: (row("<unk>", answers=[]), row("Ann", answers=[b"Ann"])),
-        WSC: (row("Ann", label=-1), row("Ann", label=0)),  # a candidate is named all the same
-        WNLI: (row("Ann", label=-1), row("Ann", label=0)),
-        PronounResolution: (None, row("Ann")),  # every row has an answer
-    }.get(type(task.format), (row("<unk>"), row((task.label_words or ("",))[0])))
+        postprocessors.number: (row("-1.0", label=-1.0), row("0.0", label=0.0)),
+        postprocessors.record: (row("<unk>", answers=[]), row("Ann", answers=[b"Ann"])),
+        postprocessors.referent: (
+            row("Ann", label=-1),
+            row("Ann", label=0),
+        ),  # a candidate is named
+    }.get(task.postprocess_fn, (row("<unk>"), row((task.label_words or ("Ann",))[0])))
     assert is_labeled(labeled)
-    assert hidden is None or not is_labeled(hidden)
+    assert not is_labeled(hidden)
 
 
 def test_only_labeled_examples_are_scored(load):

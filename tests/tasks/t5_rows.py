@@ -1,14 +1,10 @@
-"""Rows for the comparison with T5: made ones in the schema of TFDS, and the first ones of real files."""
+"""Made rows in the schema of TFDS, for the comparison with T5."""
 
-import gzip
 import pathlib
-from collections.abc import Iterator
 
 import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
-
-from synthesizer_jax.tasks.importers import import_benchmark
 
 TEXTS = (
     "Ann's dog isn't here . It barks, though!",
@@ -90,42 +86,3 @@ def _value(feature: tfds.features.FeatureConnector, i: int) -> str | int | float
     if feature.np_dtype == np.float32:
         return (i * 7) % 26 / 5 + 0.1 * (i % 2)
     return i if np.issubdtype(feature.np_dtype, np.integer) else TEXTS[i % len(TEXTS)]
-
-
-def import_samples(real_data: pathlib.Path, place: pathlib.Path) -> pathlib.Path:
-    """Imports the first rows of every real file of GLUE and SuperGLUE, and all of WNLI."""
-    left_out = ("kshot", "msr_paraphrase", "dev_ids", "diagnostic-full")
-    for path in [*real_data.glob("glue/*/*.gz"), *real_data.glob("super_glue/*/*.gz")]:
-        if path.name.startswith(left_out):
-            continue
-        is_sample = path.name.startswith(("subset", "fewglue", "textfooler"))
-        name = path.name.removesuffix(".gz")
-        target = (
-            place / path.parent.relative_to(real_data) / f"{'' if is_sample else 'subset_'}{name}"
-        )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(b"".join(_first_lines(path)))
-    for benchmark in ("glue", "super_glue"):
-        import_benchmark(benchmark, place, place / "data")
-    return place / "data"
-
-
-def _first_lines(path: pathlib.Path) -> Iterator[bytes]:
-    with gzip.open(path) as file:
-        for number, line in enumerate(file):
-            if number < 30 or path.name.endswith(".json.gz") or "WNLI" in path.parts:
-                yield line
-
-
-def real(dataset: str, data_dir: pathlib.Path, rows_per_split: int) -> tf.data.Dataset | None:
-    """The first rows of every split of an imported data set; None if there is none."""
-    directory = next((data_dir / dataset).glob("*.*.*"), None)
-    if directory is None:
-        return None
-    builder = tfds.builder_from_directory(directory)
-    first, *others = (
-        builder.as_dataset(s).take(rows_per_split) for s in sorted(builder.info.splits)
-    )
-    for other in others:
-        first = first.concatenate(other)
-    return first

@@ -1,133 +1,79 @@
-"""Made distribution files become TFDS data sets, or stop the import without leaving a trace."""
+"""Benchmarks and corpora in the layouts in which they are published: rows, sizes, errors."""
 
 import gzip
 import json
 import pathlib
+import shutil
 
-import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from synthesizer_jax.tasks.importers import ImportReport, SplitReport, import_benchmark
+from synthesizer_jax.data.vocabularies import Bytes
+from synthesizer_jax.tasks import inspection, task_registry
+from synthesizer_jax.tasks.definitions import DEFINITIONS
+from synthesizer_jax.tasks.importers import CORPORA, import_corpus, report_lines
+from synthesizer_jax.tasks.importers.layouts import find_importer
+from tests.tasks.loading import load
 
 
-def put(path: pathlib.Path, text: str | bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = text.encode() if isinstance(text, str) else text
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+def place(root: pathlib.Path, files: dict) -> pathlib.Path:
+    """Writes files: texts, bytes, and others as JSON; of a list of JSON values a line each."""
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, list):
+            content = "".join(json.dumps(row) + "\n" for row in content)
+        if not isinstance(content, bytes | str):
+            content = json.dumps(content)
+        data = content.encode() if isinstance(content, str) else content
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return root
 
 
-def lines(*rows: object) -> str:
-    return "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows)
+def stored(data_dir: pathlib.Path, name: str, split: str) -> list[dict]:
+    builder = tfds.builder_from_directory(next((data_dir / name).glob("*.*.*")))
+    return list(tfds.as_numpy(builder.as_dataset(split=split)))
 
 
-def read(data_dir: pathlib.Path, name: str, split: str) -> dict[int, dict]:
-    """Examples by idx, read as any TFDS user reads them."""
-    dataset = tfds.load(name, split=split, data_dir=data_dir, download=False)
-    return {int(row["idx"]): row for row in tfds.as_numpy(dataset)}
+def texts(rows: list[dict], *names: str) -> list[tuple]:
+    """The values of some features of all rows, sorted, bytes as texts."""
+    found = ([row[name] for name in names] for row in rows)
+    return sorted(tuple(v.decode() if isinstance(v, bytes) else v for v in row) for row in found)
 
 
-def report_of(report: ImportReport, config: str) -> dict[str, SplitReport]:
-    return {s.split: s for s in report.splits if s.config == config}
-
-
-def test_tsv_plain_and_gz_with_mark_and_quotes(tmp_path: pathlib.Path) -> None:
-    source, out = tmp_path / "files", tmp_path / "out"
-    put(
-        source / "CoLA/subset_train.tsv.gz",
-        'gj04\t1\t\tHe said "stop and left.\ngj04\t0\t*\tHim " said stop\n',
-    )
-    put(source / "CoLA/subset_test.tsv", "index\tsentence\n0\tA man.\n1\tTwo men.\n")
-    put(
-        source / "sst-2/subset_train.tsv",
-        "\ufeffsentence\tlabel\r\nfine \t1\r\nbad\t0\r\n\r\n",
-    )
-    report = import_benchmark("glue", source, out)
-    cola = read(out, "glue/cola", "train")
-    assert [(cola[i]["sentence"], cola[i]["label"]) for i in (0, 1)] == [
-        (b'He said "stop and left.', 1),
-        (b'Him " said stop', 0),
-    ]
-    assert [row["label"] for row in read(out, "glue/cola", "test").values()] == [-1, -1]
-    sst2 = read(out, "glue/sst2", "train")
-    assert [(sst2[i]["sentence"], sst2[i]["label"]) for i in (0, 1)] == [(b"fine ", 1), (b"bad", 0)]
-    assert sst2[0]["idx"].dtype == np.int32
-    found = report_of(report, "glue/cola")
-    assert (found["train"].status, found["train"].rows) == ("subset", 2)
-    assert found["validation"].status == "missing"
-    assert "validation" not in tfds.builder("glue/cola", data_dir=out).info.splits
-    assert report_of(report, "glue/rte")["train"].file is None
-    text = list(report.lines())
-    assert any(line.startswith("glue/rte:train") and "missing (RTE)" in line for line in text)
-    assert text[-1].startswith("glue: 3 of 34 splits, 6 rows")
-
-
-def test_rows_that_tfds_drops_are_counted_and_keep_the_numbering(tmp_path: pathlib.Path) -> None:
-    put(
-        tmp_path / "files/QQP/subset_train.tsv",
-        "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
-        "1\t1\t2\tWhy?\tHow?\t0\n"
-        "2\t3\t4\tCut in the\n"
-        "middle?\tSo?\t1\n"
-        "3\t5\t6\tWhere?\tWhere to?\t1\n"
-        "4\t7\t8\tNo label?\tNone?\n",
-    )
-    report = import_benchmark("glue", tmp_path / "files", tmp_path / "out")
-    split = report_of(report, "glue/qqp")["train"]
-    assert (split.rows, split.dropped) == (2, 3)
-    assert any("3 dropped" in line for line in report.lines())
-    rows = read(tmp_path / "out", "glue/qqp", "train")
-    assert {i: (r["question1"], r["label"]) for i, r in rows.items()} == {
-        0: (b"Why?", 0),
-        3: (b"Where?", 1),
-    }
-
-
-def test_json_forms_of_mnli(tmp_path: pathlib.Path) -> None:
-    folder, out = tmp_path / "glue/MNLI", tmp_path / "out"
-    pairs = {str(i): {"text_a": f"p{i}", "text_b": f'h"{i}', "label": "neutral"} for i in range(3)}
-    put(folder / "subset10k_train.json.gz", json.dumps(pairs, indent=4))
-    row = {"premise": "A", "hypothesis": "B", "label": "contradiction"}
-    put(folder / "subset_dev_matched.jsonl", lines(row, row | {"label": 0}))
-    put(folder / "textfooler_mnli_mismatched_1k.tsv", "entailment\tP .\tH .\n")
-    import_benchmark("glue", tmp_path, out)
-    train = read(out, "glue/mnli", "train")
-    assert [(r["premise"], r["hypothesis"], r["label"]) for _, r in sorted(train.items())] == [
-        (f"p{i}".encode(), f'h"{i}'.encode(), 1) for i in range(3)
-    ]
-    for name, split in (("mnli", "validation_matched"), ("mnli_matched", "validation")):
-        assert [r["label"] for _, r in sorted(read(out, f"glue/{name}", split).items())] == [2, 0]
-    (only,) = read(out, "glue/mnli_mismatched", "validation").values()
-    assert (only["premise"], only["hypothesis"], only["label"]) == (b"P .", b"H .", 0)
-
-
-MRPC_HEADER = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
-
-
-def test_mrpc_from_the_original_and_from_glues_own_files(tmp_path: pathlib.Path) -> None:
-    rows = [f'{i % 2}\t{i}\t{i + 9}\t" first {i}\tsecond {i}\n' for i in range(4)]
-    original = tmp_path / "original/MRPC"
-    for name in ("train", "test"):
-        put(original / f"subset_msr_paraphrase_{name}.txt", MRPC_HEADER + "".join(rows))
-    put(original / "dev_ids.tsv.gz", "2\t11\n")
-    import_benchmark("glue", tmp_path / "original", tmp_path / "out")
-    train = read(tmp_path / "out", "glue/mrpc", "train")
-    assert {i: r["label"] for i, r in train.items()} == {0: 0, 1: 1, 3: 1}
-    assert train[3]["sentence1"] == b'" first 3'
-    assert list(read(tmp_path / "out", "glue/mrpc", "validation")) == [2]
-    assert {r["label"] for r in read(tmp_path / "out", "glue/mrpc", "test").values()} == {-1}
-
-    own = tmp_path / "own/MRPC"
-    put(own / "subset_train.tsv", MRPC_HEADER + "".join(rows[:2] + rows[3:]))
-    put(own / "subset_dev.tsv", MRPC_HEADER + rows[2])
-    import_benchmark("glue", tmp_path / "own", tmp_path / "out2")
-    assert [
-        r["label"] for _, r in sorted(read(tmp_path / "out2", "glue/mrpc", "train").items())
-    ] == [*(0, 1, 1)]
-    (only,) = read(tmp_path / "out2", "glue/mrpc", "validation").values()
-    assert (only["sentence2"], only["label"]) == (b"second 2", 0)
-
-
+QUESTION = {"id": "1", "question": "Who won?", "answers": [{"text": "Ann", "answer_start": 0}] * 2}
+QUESTIONS = {"data": [{"title": "T", "paragraphs": [{"context": "Ann won.", "qas": [QUESTION]}]}]}
+TALK = '<doc>\n<title>T</title>\n<seg id="1"> {} &amp; x </seg>\n</doc>\n'
+SGM = '<refset setid="s">\n<doc docid="d">\n<p>\n<seg id="1">{}</seg>\n</p>\n</doc>\n</refset>\n'
+TMX = """<?xml version="1.0" encoding="UTF-8"?>
+<!DOCTYPE tmx SYSTEM "tmx14.dtd">
+<tmx version="1.4"><header/><body>
+<tu><tuv xml:lang="en"><seg>One &lt;1&gt;</seg></tuv><tuv xml:lang="ro"><seg>Unu</seg></tuv></tu>
+<tu><tuv xml:lang="en"><seg>Two</seg></tuv><tuv xml:lang="ro"><seg/></tuv></tu>
+</body></tmx>
+"""
+TRIVIA = {
+    "Question": " Who won? ",
+    "QuestionId": "q1",
+    "QuestionSource": "s",
+    "Answer": {
+        **{"Aliases": ["Ann Lee", "Annie"], "NormalizedAliases": ["ann lee", "annie"]},
+        **{"NormalizedValue": "ann lee", "Type": "WikipediaEntity", "Value": "Ann Lee"},
+    },
+    "EntityPages": [
+        {"DocSource": "TagMe", "Filename": "A/B.txt", "Title": "B"},
+        {"DocSource": "TagMe", "Filename": "A/missing.txt", "Title": "C"},
+    ],
+    "SearchResults": [
+        {"Description": "d", "Filename": "1.txt", "Rank": 1, "Title": "t", "Url": "u"}
+    ],
+}
+WIKI = " \n = One = \n \n a <unk> \n = = Part = = \n \n b \n \n = Two = \n \n c \n"
+WIKI_ROWS = [(" = One = \n \n a <unk> \n = = Part = = \n \n b",), (" = Two = \n \n c",)]
+CHAT = (
+    "1 your persona: i ski.\n2 hello .\thi .\n3 you ?\ti ski .\tx|y\n"
+    "1 your persona: i sing.\n2 hey .\tyo .\n"
+)
 COPA = {"premise": "P", "choice1": "A", "choice2": "B", "question": "cause", "label": 1, "idx": 0}
 CB = {"premise": "P", "hypothesis": "H", "label": "neutral", "idx": 0}
 WSC = {
@@ -136,227 +82,286 @@ WSC = {
     "label": True,
     "idx": 0,
 }
+ANSWERS = [{"text": "0", "idx": 0, "label": 0}, {"text": "no", "idx": 1, "label": 0}]
 MULTIRC = {
     "idx": 4,
-    "passage": {
-        "text": "T",
-        "questions": [
-            {"question": "Q", "idx": 7, "answers": [{"text": str(a), "idx": a, "label": a % 2}]}
-            for a in (0,)
-        ],
-    },
+    "passage": {"text": "T", "questions": [{"question": "Q", "idx": 7, "answers": ANSWERS}]},
 }
 RECORD = {
     "idx": 2,
     "passage": {"text": "Bob met Al", "entities": [{"start": 8, "end": 9}, {"start": 0, "end": 2}]},
     "qas": [{"query": "@placeholder left", "idx": 5, "answers": [{"text": "Bob"}, {"text": "Al"}]}],
 }
+MRPC = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
+UNLABELED = {name: value for name, value in COPA.items() if name != "label"}
+
+FILES = {
+    "glue": {
+        "CoLA/subset_train.tsv.gz": 'gj04\t1\t\tHe said "stop.\ngj04\t0\t*\tHim " said\n',
+        "CoLA/subset_test.tsv": "index\tsentence\n0\tA man.\n",
+        "QQP/subset_train.tsv": "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
+        "1\t1\t2\tWhy?\tHow?\t0\n2\t3\t4\tCut in the\nmiddle?\tSo?\t1\n3\t5\t6\tOh?\tAh?\t1\n",
+        "MRPC/subset_train.tsv": MRPC + '1\t3\t4\t" first\tsecond\n',
+        "MRPC/subset_test.tsv": "index\t#1 ID\t#2 ID\t#1 String\t#2 String\n0\t1\t2\ta\tb\n",
+        "AX/diagnostic.tsv": "index\tsentence1\tsentence2\n"
+        + "".join(f"{i}\tpremise {i}\thypothesis\n" for i in range(1104)),
+    },
+    "super_glue": {
+        "WSC/subset_train.jsonl": [WSC],
+        "MultiRC/subset_val.jsonl.gz": [MULTIRC],
+        "ReCoRD/subset_train.jsonl": [RECORD],
+        "COPA/subset_train.jsonl": [COPA, COPA | {"idx": 1, "label": 0}],
+        "COPA/subset_test.jsonl": [UNLABELED],
+        "DPR/subset_train.c.txt": "Al saw Bo.\nhe\nAl, Bo\nBo\n\nX\nhe\nA , B\nA\n",
+    },
+    "multi30k": {"subset_train.en": "a \n\nb\n", "subset_train.de": "c\nx\nd\n"},
+    "iwslt2016": {
+        "en-de/train.tags.en-de.en": "<url>u</url>\n<title>t</title>\nA \n\nB\n",
+        "en-de/train.tags.en-de.de": "<url>u</url>\n<title>t</title>\nC\n\nD\n",
+        **{
+            f"en-de/IWSLT16.{stem}.en-de.{language}.xml": TALK.format(f"{stem[4:]} {language}")
+            for stem in ("TED.dev2010", "TED.tst2014", "TED.tst2015", "QED.tst2016")
+            for language in ("en", "de")
+        },
+    },
+    "wmt15": {
+        "training/news-commentary-v10.fr-en.en": "a\n",
+        "training/news-commentary-v10.fr-en.fr": "b\n",
+        "dev/newsdiscussdev2015-fren-src.fr.sgm": SGM.format("d"),
+        "dev/newsdiscussdev2015-fren-ref.en.sgm": SGM.format("c &amp; d"),
+        "dev/newstest2014-fren-src.fr.sgm": SGM.format("f"),
+        "dev/newstest2014-fren-ref.en.sgm": SGM.format("e"),
+    },
+    "wmt16": {"en-ro.tmx.gz": TMX},
+    "wmt19": {
+        "europarl-v9.de-en.tsv": "a\tb\nonly one\n\t\n",
+        "wikititles-v1.de-en.tsv.gz": "c\td\n",
+        "commoncrawl.de-en.en": "e\n\n",
+        "commoncrawl.de-en.de": "f\ng\n",
+    },
+    "trivia_qa": {
+        "qa/wikipedia-train.json": json.dumps({"Data": [TRIVIA]}, indent=4),
+        "evidence/wikipedia/A/B.txt": " Ann Lee won the race .\n",
+        "evidence/web/1.txt": "nobody",
+    },
+    "c4": {
+        "en/c4-train.00000-of-01024.json": '{"text": "a", "url": "u", "timestamp": "t"}\n',
+        "en/c4-train.00001-of-01024.json.gz": '{"text": "b\\nc", "url": null}\n',
+    },
+    "wikitext": {"wikitext-2/wiki.train.tokens": WIKI, "wikitext-103/valid.txt": WIKI},
+    "lm1b": {
+        "1-billion/training-monolingual.tokenized.shuffled/news.en-00001-of-00100": "a b\nc\n",
+        "1-billion/training-monolingual.tokenized.shuffled/news.en-00002-of-00100": "d\n",
+    },
+    "cnn_dailymail": {"subset_train.csv": ',id,article,highlights\n\n0,i,"A\nB",C\n'},
+    "squad": {"subset_train-v1.1.json": QUESTIONS},
+    "convai2": {"train_self_original_no_cands.txt": CHAT},
+    "ag_news": {"subset_test.csv": '"3","A, ""B""","C"\n'},
+    "imdb": {"train/neg/subset_1.txt": "bad", "train/pos/subset_9.txt": "good"},
+}  # fmt: skip
+ROWS = {
+    ("glue/cola", "train"): (("sentence", "idx"), [('He said "stop.', 0), ('Him " said', 1)]),
+    ("glue/cola", "test"): (("sentence", "label"), [("A man.", -1)]),
+    ("glue/qqp", "train"): (("question1", "label", "idx"), [("Oh?", 1, 3), ("Why?", 0, 0)]),
+    ("glue/mrpc", "train"): (("sentence1", "sentence2", "label"), [('" first', "second", 1)]),
+    ("glue/mrpc", "test"): (("sentence2", "label"), [("b", -1)]),
+    ("super_glue/wsc.fixed", "train"): (("span1_text", "span1_index", "label"), [("Ann", 3, 1)]),
+    ("super_glue/multirc", "validation"): (("answer", "label"), [("0", 0), ("no", 0)]),
+    ("super_glue/copa", "train"): (("label", "idx"), [(0, 1), (1, 0)]),
+    ("super_glue/copa", "test"): (("label",), [(-1,)]),
+    ("definite_pronoun_resolution", "train"): (("sentence", "label"), [("Al saw Bo.", 1), ("X", 0)]),
+    ("multi30k/en_de", "train"): (("en", "de"), [("a ", "c"), ("b", "d")]),
+    ("iwslt2016/en_de", "train"): (("en", "de"), [("A", "C"), ("B", "D")]),
+    ("iwslt2016/en_de", "validation"): (("en",), [("dev2010 en & x",), ("tst2014 en & x",)]),
+    ("iwslt2016/en_de", "test"): (("de",), [("tst2015 de & x",), ("tst2016 de & x",)]),
+    ("wmt15_translate/fr-en", "train"): (("en", "fr"), [("a", "b")]),
+    ("wmt15_translate/fr-en", "validation"): (("en", "fr"), [("c & d", "d"), ("e", "f")]),
+    ("wmt16_translate/ro-en", "train"): (("en", "ro"), [("One <1>", "Unu")]),
+    ("wmt19_translate/de-en", "train"): (("en", "de"), [("b", "a"), ("d", "c"), ("e", "f")]),
+    ("c4/en", "train"): (("text", "url", "content-type"), [("a", "u", ""), ("b\nc", "", "")]),
+    ("wikitext/wikitext-2-v1", "train"): (("text",), WIKI_ROWS),
+    ("wikitext/wikitext-103-v1", "validation"): (("text",), WIKI_ROWS),
+    ("lm1b", "train"): (("text",), [("a b",), ("c",), ("d",)]),
+    ("cnn_dailymail", "train"): (("id", "article", "highlights"), [("i", "A\nB", "C")]),
+    ("squad/v1.1", "train"): (("context", "question", "title", "id"), [("Ann won.", "Who won?", "T", "1")]),
+    ("ag_news_subset", "test"): (("label", "title", "description"), [(2, 'A, "B"', "C")]),
+    ("imdb_reviews/plain_text", "train"): (("text", "label"), [("bad", 0), ("good", 1)]),
+}  # fmt: skip
 
 
-def test_super_glue_rows_are_tfds_rows(tmp_path: pathlib.Path) -> None:
-    source, out = tmp_path / "files", tmp_path / "out"
-    multirc = json.loads(json.dumps(MULTIRC))
-    multirc["passage"]["questions"][0]["answers"] += [{"text": "no", "idx": 1, "label": 0}]
-    put(source / "WSC/subset_train.jsonl", lines(WSC))
-    put(source / "MultiRC/subset_val.jsonl.gz", lines(multirc))
-    put(source / "ReCoRD/fewglue32_train.jsonl", lines(RECORD))
-    put(source / "COPA/subset_train.jsonl", lines(COPA, COPA | {"idx": 1, "label": 0}))
-    unlabeled = {k: v for k, v in COPA.items() if k != "label"}
-    put(source / "COPA/subset_test.jsonl", lines(unlabeled))
-    put(source / "DPR/subset_train.c.txt", "Al saw Bo.\nhe\nAl, Bo\nBo\n\nX\nhe\nA , B\nA\n")
-    report = import_benchmark("super_glue", source, out)
-    (wsc,) = read(out, "super_glue/wsc.fixed", "train").values()
-    assert (wsc["span1_text"], wsc["span1_index"], wsc["label"]) == (b"Ann", 3, 1)
-    answers = list(tfds.as_numpy(tfds.load("super_glue/multirc", split="validation", data_dir=out)))
-    assert {(r["answer"], r["label"], r["idx"]["question"]) for r in answers} == {
-        (b"0", 0, 7),
-        (b"no", 0, 7),
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """Every benchmark and corpus but equal ones in small, and the reports of their imports."""
+    target = tmp_path_factory.mktemp("data")
+    reports = {
+        name: import_corpus(name, place(tmp_path_factory.mktemp(name), files), target)
+        for name, files in FILES.items()
     }
-    (record,) = tfds.as_numpy(tfds.load("super_glue/record", split="train", data_dir=out))
+    return target, reports
+
+
+def test_every_layout_has_the_published_rows(imported):
+    data_dir, _ = imported
+    for (dataset, split), (names, rows) in ROWS.items():
+        assert texts(stored(data_dir, dataset, split), *names) == rows, dataset
+    (record,) = stored(data_dir, "super_glue/record", "train")
     assert record["entities"].tolist() == [b"Al", b"Bob"] == record["answers"].tolist()
-    copa = read(out, "super_glue/copa", "train")
-    assert (copa[0]["label"], copa[1]["label"]) == (1, 0)
-    assert read(out, "super_glue/copa", "test")[0]["label"] == -1
-    pronouns = list(
-        tfds.as_numpy(tfds.load("definite_pronoun_resolution", split="train", data_dir=out))
+    (trivia,) = stored(data_dir, "trivia_qa/rc", "train")
+    assert list(trivia["entity_pages"]["wiki_context"]) == [b"Ann Lee won the race ."]
+    assert list(trivia["search_results"]["rank"]) == [1]
+    found = {
+        (tuple(row["persona"]), tuple(row["history"]), row["reply"])
+        for row in stored(data_dir, "convai2/self_original", "train")
+    }
+    assert found == {
+        ((b"i ski.",), (b"hello .",), b"hi ."),
+        ((b"i ski.",), (b"hello .", b"hi .", b"you ?"), b"i ski ."),
+        ((b"i sing.",), (b"hey .",), b"yo ."),
+    }
+    assert {find_importer(dataset)[0] for dataset, _ in ROWS} | {"trivia_qa", "convai2"} == set(
+        FILES
     )
-    assert {(r["sentence"], r["label"]) for r in pronouns} == {(b"Al saw Bo.", 1), (b"X", 0)}
-    assert report_of(report, "super_glue/multirc")["validation"].rows == 2
+    assert set(CORPORA) - set(FILES) == {"iwslt2017", "wmt14", "wmt_t2t"}
 
 
-WIC = {"word": "bank", "sentence1": "a", "sentence2": "b", "idx": 0} | dict.fromkeys(
-    ("start1", "start2", "end1", "end2"), 0
-)
+def test_reports_say_what_is_there(imported):
+    _, reports = imported
+    split = {(s.dataset, s.split): s for report in reports.values() for s in report}
+    assert (split["glue/cola", "train"].status, split["glue/cola", "train"].rows) == ("subset", 2)
+    assert (split["glue/ax", "test"].status, split["glue/ax", "test"].rows) == ("complete", 1104)
+    assert split["wmt19_translate/de-en", "train"].status == "subset"  # some of the parts
+    assert split["wmt19_translate/de-en", "train"].dropped == 3
+    assert split["lm1b", "train"].status == "present"
+    lines = list(report_lines(reports["glue"]))
+    assert "glue/rte:train missing (RTE/train.tsv)" in [" ".join(line.split()) for line in lines]
+    assert lines[-1] == "6 of 34 splits, 1,111 rows"
+    assert any("3 dropped" in line for line in report_lines(reports["wmt19"]))
+
+
+def test_tasks_read_what_is_imported(imported):
+    data_dir, _ = imported
+    lengths = {"inputs": 200, "targets": 50}
+    (example,) = load("trivia_qa_v010", "train", data_dir, lengths=lengths).examples
+    assert example["inputs_pretokenized"] == b"question: Who won ? context: Ann Lee won the race . "
+    assert example["targets_pretokenized"] == b"ann lee"
+    sets = load("convai2_self_original", "train", data_dir, lengths=lengths)
+    inputs = {row["inputs_pretokenized"] for row in sets.examples}
+    assert b"dialogue history: hello . | hi . | you ? persona: i ski." in inputs
+    assert sets.score(sets.target_words)["bleu1"] == pytest.approx(100)
+    rows = inspection.read_rows("lm1b_v100_full_lm", "train", Bytes().build(), data_dir=data_dir)
+    assert {tuple(sorted(row)) for row in rows} == {("targets", "targets_pretokenized")}
+
 
 BROKEN = {
-    "label": (
-        "RTE/subset_train.tsv",
-        "sentence1\tsentence2\tlabel\na\tb\tmaybe\n",
-        "example 1: TFDS cannot read it",
-    ),
-    "no label": ("RTE/subset_dev.tsv", "sentence1\tsentence2\na\tb\n", "line 1: no column 'label'"),
-    "cola": (
-        "CoLA/subset_train.tsv",
-        "x\t1\t\tfine\nx\t1\tshort\n",
-        "example 2: TFDS cannot read it",
-    ),
-    "encoding": (
-        "AX/subset_diagnostic.tsv",
-        b"sentence1\tsentence2\nok\tok\n\xff\tb\n",
-        "line 3: byte 0",
-    ),
-    "json": ("MNLI/subset_train.json", "[]", "a JSON object was expected, not list"),
-    "key": ("MNLI/subset_train.json", '{"8": {"text_a": "a", "label": 0}}', "entry '8': 'text_b'"),
-    "tab": ("MNLI/subset_dev_matched.jsonl", lines({"premise": "a\tb"}), "line 1: 'premise' holds"),
-    "mrpc id": (
-        "MRPC/subset_msr_paraphrase_train.txt",
-        MRPC_HEADER + "1\t1\t2\ta\tb\n",
-        "needs GLUE's dev_ids.tsv",
-    ),
-    "wrong size": ("CoLA/dev.tsv", "x\t1\t\tfine\n", "1 rows after 0 dropped .* has 1,043"),
-    "not json": ("CB/subset_train.jsonl", lines(CB, "{"), "line 2: not JSON"),
-    "blank": ("CB/subset_train.jsonl", lines(CB, "", CB | {"idx": 1}), "line 2: not JSON"),
-    "class": (
-        "CB/subset_train.jsonl",
-        lines(CB | {"label": "no"}),
-        "example 1: TFDS cannot read it",
-    ),
-    "hidden": (
-        "CB/subset_val.jsonl",
-        lines({"premise": "", "hypothesis": "", "idx": 0}),
-        "example 1: TFDS cannot read it",
-    ),
-    "type": ("CB/subset_train.jsonl", lines(CB | {"premise": 3}), "example 1: TFDS cannot read it"),
-    "twice": (
-        "CB/subset_train.jsonl",
-        lines(CB, CB),
-        "example 2: TFDS cannot read it .*idx 0 is there twice",
-    ),
-    "span": (
-        "WSC/subset_train.jsonl",
-        lines(WSC, WSC | {"idx": 1, "target": WSC["target"] | {"span1_text": "Zoe"}}),
-        "example 2: TFDS cannot read it",
-    ),
-    "pronoun": ("DPR/subset_test.c.txt", "S he\nhe\nA, B\nC\n", "example 1: TFDS cannot read it"),
-    "long field": (
-        "SST-2/subset_train.tsv",
-        f"sentence\tlabel\nfine\t1\n{'x' * 131_073}\t1\n",
-        "example 2: TFDS cannot read it .*field larger than",
-    ),
-    "not a number": (
-        "SST-2/subset_dev.jsonl",
-        '{"sentence": NaN, "label": 1}\n',
-        "line 1: not JSON .NaN is no number of JSON",
-    ),
-    "number as text": (
-        "SST-2/subset_dev.jsonl",
-        lines({"sentence": 1e3, "label": 1}),
-        "line 1: 'sentence' is missing or no text",
-    ),
-    "half a character": (
-        "SST-2/subset_dev.jsonl",
-        lines({"sentence": "fine", "label": 1}, {"sentence": "\ud800", "label": 1}),
-        r"line 2: \\ud800 is half a character",
-    ),
-    "half a character in a key": (
-        "CB/subset_train.jsonl",
-        lines(CB | {"\udfff": 1}),
-        r"line 1: \\udfff is half a character",
-    ),
-    "large idx": (
-        "CB/subset_train.jsonl",
-        lines(CB, CB | {"idx": 2**40}),
-        "example 2: TFDS cannot read it",
-    ),
-    "large idx as text": (
-        "AX-b/subset_AX-b.jsonl",
-        lines({"sentence1": "a", "sentence2": "b", "label": "entailment", "idx": "9" * 5000}),
-        "example 1: TFDS cannot read it",
-    ),
-    "large offset": (
-        "WiC/subset_test.jsonl",
-        lines(WIC | {"end2": 2**31}),
-        "example 1: TFDS cannot read it",
-    ),
-    "tsv": ("CB/subset_train.tsv", "a\tb\n", "SuperGLUE is read from jsonl"),
-    "gzip": ("CB/subset_train.jsonl.gz", b"", "line 2: damaged gzip"),
+    "RTE/train.tsv": ("sentence1\tsentence2\tlabel\na\tb\tmaybe\n", "train.tsv: invalid .*'maybe'"),
+    "CoLA/train.tsv": ("x\t1\t\tfine\nx\t1\tshort\n", "after .*train.tsv, example 1: IndexError"),
+    "CoLA/dev.tsv": ("x\t1\t\tfine\n", "1 of 1,043 published rows in .*subset_dev.tsv"),
+    "CB/train.jsonl": ([CB, CB | {"idx": 1, "label": "no"}], "train.jsonl, example 2: .*'no'"),
+    "CB/val.jsonl": ('{"x": 1}\n{', "CB/val.jsonl: KeyError: 'premise'"),
+    "COPA/val.jsonl": ([COPA | {"premise": 3}], "COPA/val.jsonl, example 1"),
+    "WiC/train.jsonl.gz": ([CB], "damaged.*|KeyError: 'word'"),
+    "DPR/test.c.txt": ("S he\nhe\nA, B\nC\n", "test.c.txt: 'C' is not in list"),
+    "dev-v1.1.json": ({"data": [{}]}, "dev-v1.1.json: KeyError: 'paragraphs'"),
+    "train-v1.1.json": ("{", "train-v1.1.json: JSONDecodeError"),
+    "test.csv": ('"5","a","b"\n', "test.csv, line 1: .*4"),
+    "train.csv": ('"1","a"\n', "train.csv, line 1: 2 columns instead of 3"),
+    "valid_self_original_no_cands.txt": ("2 a\tb\n1 hi\n", "after .*line 1: not enough values"),
+    "en-ro.tmx": ("<tmx><body><tu>", "en-ro.tmx: ParseError"),
+    "val.de": ("a\n", "val.de, line 2: the file ends here, the others go on"),
+    "qa/web-dev.json": ({"Data": [TRIVIA]}, "the folder .*evidence with the documents is not"),
+    "en/c4-train.0.json": ('{"text": 1}\n', "c4-train.0.json, line 1: "),
+    "en/c4-validation.0.json.gz": (b"", "c4-validation.0.json.gz, after line 0"),
+    "readme.txt": ("", "lacks aclImdb|lacks .*; nothing was imported"),
 }
+CORPUS_OF = {
+    **dict.fromkeys(("RTE", "CoLA"), "glue"),
+    **dict.fromkeys(("CB", "COPA", "WiC", "DPR"), "super_glue"),
+    **{"dev-v1.1.json": "squad", "train-v1.1.json": "squad", "val.de": "multi30k", "qa": "trivia_qa"},
+    **{"test.csv": "ag_news", "train.csv": "ag_news", "en-ro.tmx": "wmt16", "en": "c4"},
+    "valid_self_original_no_cands.txt": "convai2",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_row_stops_the_import_and_leaves_nothing(
-    case: str, tmp_path: pathlib.Path
-) -> None:
-    name, content, message = BROKEN[case]
-    source, out = tmp_path / "files", tmp_path / "out"
-    put(source / name, content)
-    if case == "gzip":
-        (source / name).write_bytes(gzip.compress(lines(CB).encode())[:-9])
-    glue = name.split("/")[0] in ("SST-2", "RTE", "CoLA", "STS-B", "AX", "MNLI", "MRPC")
-    with pytest.raises(ValueError, match=message) as error:
-        import_benchmark("glue" if glue else "super_glue", source, out)
-    assert name.split("/")[1] in str(error.value)
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_named_and_leaves_nothing(tmp_path, name):
+    content, said = BROKEN[name]
+    source = place(tmp_path / "from", {name: content})
+    if name.endswith("c4-validation.0.json.gz"):
+        (source / name).write_bytes(gzip.compress(b'{"text": "a"}\n' * 99)[:-9])
+    if name == "val.de":
+        place(source, {"val.en": "a\nb\n"})
+    with pytest.raises(ValueError, match=said) as error:
+        import_corpus(CORPUS_OF.get(name.partition("/")[0], "imdb"), source, tmp_path / "out")
     assert str(error.value).endswith("nothing was imported")
-    assert list(out.iterdir()) == []
+    assert not list((tmp_path / "out").glob("*"))
 
 
-def test_a_failure_after_good_tasks_changes_nothing(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, out = tmp_path / "files", tmp_path / "out"
-    put(source / "CB/subset_train.jsonl", lines(CB))
-    import_benchmark("super_glue", source, out)
-    before = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
-    put(source / "CB/subset_train.jsonl", lines(CB, CB | {"idx": 1}))
-    put(source / "COPA/subset_train.jsonl", lines(COPA | {"premise": 9}))
-    with pytest.raises(ValueError, match="example 1: TFDS cannot read it"):
-        import_benchmark("super_glue", source, out, renew=True)
-    assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
+def test_a_second_import_adds_splits_and_renew_replaces(tmp_path, caplog, monkeypatch):
+    out, rename = tmp_path / "out", pathlib.Path.rename
+    other = place(tmp_path / "other", {"valid_self_original_no_cands.txt": CHAT})
+    task = task_registry.find_task("convai2_self_original")
+    import_corpus("convai2", place(tmp_path / "train", FILES["convai2"]), out)
+    import_corpus("convai2", other, out)
+    assert task.stored_splits(out) == {"train": 3, "validation": 3}
+    assert len(stored(out, "convai2/self_original", "train")) == 3
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
 
-    put(source / "COPA/subset_train.jsonl", lines(COPA))
-    rename, place = pathlib.Path.rename, out / "super_glue/cb/1.0.2"
-
-    def full_disk(old: pathlib.Path, new: pathlib.Path) -> pathlib.Path:
-        if new == place and "replaced" not in old.name:
+    def full_disk(old, new):
+        if new == out / "convai2/self_original/1.0.0" and "replaced" not in old.name:
             raise OSError("disk full")
         return rename(old, new)
 
-    monkeypatch.setattr(pathlib.Path, "rename", full_disk)
-    with pytest.raises(OSError, match="disk full"):
-        import_benchmark("super_glue", source, out, renew=True)
-    assert {p: p.stat().st_mtime_ns for p in place.rglob("*")}.items() <= before.items()
-    assert len(read(out, "super_glue/cb", "train")) == 1
-    assert not (out / "super_glue/copa").exists()
-    assert not list(out.glob(".import*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "rename", full_disk)
+        with pytest.raises(OSError, match="disk full"):
+            import_corpus("convai2", other, out, renew=True)
+    with pytest.raises(ValueError, match=r"has the split 'validation' already; replace .* --renew"):
+        import_corpus("convai2", other, out)
+    assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == before
+    import_corpus("convai2", other, out, renew=True)
+    assert task.stored_splits(out) == {"validation": 3}
+    assert "removes the split 'train' of " in caplog.text
 
 
-def test_a_second_import_adds_splits_and_leaves_the_rest(tmp_path: pathlib.Path) -> None:
-    out = tmp_path / "out"
-    put(tmp_path / "first/CB/subset_train.jsonl", lines(CB))
-    put(tmp_path / "first/COPA/subset_train.jsonl", lines(COPA))
-    import_benchmark("super_glue", tmp_path / "first", out)
-    put(tmp_path / "second/CB/subset_val.jsonl", lines(CB, CB | {"idx": 1}))
-    import_benchmark("super_glue", tmp_path / "second", out)
-    assert list(tfds.builder("super_glue/cb", data_dir=out).info.splits) == ["validation", "train"]
-    assert len(read(out, "super_glue/cb", "validation")) == 2
-    assert len(read(out, "super_glue/cb", "train")) == 1
-    assert len(read(out, "super_glue/copa", "train")) == 1
-    assert sorted(p.name for p in out.iterdir()) == ["super_glue"]
+def test_every_data_set_has_a_task_and_the_parts_of_its_name(tmp_path):
+    used = {task.dataset: task for task in DEFINITIONS}
+    for layout in (layout for layouts in CORPORA.values() for layout in layouts):
+        tasks = [task for task in DEFINITIONS if task.dataset == layout.dataset]
+        assert layout.dataset in used
+        assert {s.name for s in layout.splits} <= {s for task in tasks for s in task.splits}
+        if not layout.features:
+            assert tfds.builder(layout.dataset, data_dir=tmp_path).info.features
 
 
-def test_a_complete_split_has_its_published_size(tmp_path: pathlib.Path) -> None:
-    rows = "".join(f"{i}\tpremise {i}\thypothesis\n" for i in range(1104))
-    put(tmp_path / "files/diagnostic.tsv", "index\tsentence1\tsentence2\n" + rows)
-    report = import_benchmark("glue", tmp_path / "files", tmp_path / "out")
-    split = report_of(report, "glue/ax")["test"]
-    assert (split.status, split.rows) == ("complete", 1104)
-    assert read(tmp_path / "out", "glue/ax", "test")[1103]["premise"] == b"premise 1103"
+def test_the_folder_of_a_pattern_may_be_given_itself(tmp_path):
+    source = place(tmp_path / "from", FILES["wikitext"]) / "wikitext-2"
+    report = import_corpus("wikitext", source, tmp_path / "out")
+    assert [s.dataset for s in report if s.rows] == ["wikitext/wikitext-2-v1"]
+    with pytest.raises(
+        ValueError, match="is not a folder; give the one that holds the files of gl"
+    ):
+        import_corpus("glue", tmp_path / "nowhere", tmp_path / "out")
 
 
-def test_what_cannot_be_imported_is_said_in_one_sentence(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ValueError, match="'blue' is unknown; choose one of glue, super_glue"):
-        import_benchmark("blue", tmp_path, tmp_path / "out")
-    with pytest.raises(ValueError, match="is not a folder"):
-        import_benchmark("glue", tmp_path / "nowhere", tmp_path / "out")
-    with pytest.raises(ValueError, match=r"no glue file in .* CoLA, SST-2"):
-        import_benchmark("glue", tmp_path, tmp_path / "out")
+REAL = {
+    "glue": ("glue", {"glue/wnli": {"train": 635, "validation": 71, "test": 146},
+                      "glue/rte": {"train": 2490, "validation": 277, "test": 3000},
+                      "glue/mrpc": {"train": 3668, "validation": 408, "test": 1725}}),
+    "super_glue": ("super_glue", {"super_glue/copa": {"train": 400, "validation": 100, "test": 500},
+                                  "super_glue/wsc.fixed": {"train": 554, "validation": 104, "test": 146}}),
+    "wmt14": ("wmt_newstest", {"wmt14_translate/de-en": {"validation": 3_000, "test": 3_003}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_published_files_where_a_machine_has_them(name, real_data, tmp_path):
+    folder, sizes = REAL[name]
+    source = tmp_path / name
+    for path in (real_data / folder).rglob("*.gz"):
+        if "glue" not in name or path.parent.name in ("WNLI", "RTE", "MRPC", "COPA", "WSC"):
+            target = source / path.relative_to(real_data / folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+    report = import_corpus(name, source, tmp_path)
+    for dataset, rows in sizes.items():
+        assert {s.split: s.rows for s in report if s.dataset == dataset and s.rows} == rows

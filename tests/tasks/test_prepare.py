@@ -1,7 +1,5 @@
 """What is prepared against what SeqIO reads, what becomes of interruptions and changes, and damage."""
 
-import functools
-import itertools
 import json
 import os
 import pathlib
@@ -23,7 +21,7 @@ from synthesizer_jax.tasks import prepare as preparing
 from synthesizer_jax.tasks import synthetic, task_registry
 from synthesizer_jax.tasks.preparation import SplitRequest, is_current, names_of_split
 from synthesizer_jax.tasks.prepare import prepare
-from synthesizer_jax.tasks.storage import write_dataset
+from synthesizer_jax.tasks.stored import write_dataset
 from tests.tasks.loading import BYTES, quiet
 
 BOOLQ = "super_glue_boolq_v102"
@@ -83,7 +81,7 @@ STEPS = {
     "prepared_random": [questions, [noise, *EOS]],
     "prepared_silent": [questions, [without_texts, *EOS]],
 }
-NAMES = [*STEPS, BOOLQ, f"{BOOLQ}_1_sentinel"]
+NAMES = [*STEPS, f"{BOOLQ}_1_sentinel"]
 
 
 def register(folder: pathlib.Path) -> None:
@@ -119,14 +117,9 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]
         for i in range(40)
     ]
     text = tfds.features.Text()
-    write_dataset(
-        *("super_glue", "boolq"),
-        version="1.0.2",
-        description="made",
-        features={"question": text, "passage": text, "label": np.int64, "idx": np.int32},
-        splits={"train": lambda: rows, "validation": lambda: rows[:9]},
-        data_dir=folder,
-    )
+    features = {"question": text, "passage": text, "label": np.int64, "idx": np.int32}
+    splits = {"train": lambda: rows, "validation": lambda: rows[:9]}
+    write_dataset("super_glue/boolq", "1.0.2", features, splits, folder)
     register(folder)
     yield folder
     for name in STEPS:
@@ -168,16 +161,16 @@ def read(examples: PreparedExamples) -> list[list[list[int]]]:
     return [[side.tolist() for side in examples[i]] for i in range(len(examples))]
 
 
-@pytest.mark.parametrize("lengths", [(32, 12), (6, 3), (2, 2), (1, 1), (7, 1)])
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_those_that_seqio_makes_for_any_lengths(
-    data_dir: pathlib.Path, name: str, lengths: tuple[int, int]
+    data_dir: pathlib.Path, name: str
 ) -> None:
-    chosen = dict(zip(SIDES, lengths, strict=True))
-    prepared = prepared_in(data_dir, name, lengths=chosen)
-    wanted = tokens_of(seqio_rows(data_dir, name, lengths=chosen))
-    assert read(prepared.open(name, "train", chosen)) == wanted
-    assert len(wanted) == (40 if BOOLQ in name else 90)
+    for lengths in ((6, 3), (1, 1)):
+        chosen = dict(zip(SIDES, lengths, strict=True))
+        prepared = prepared_in(data_dir, name, lengths=chosen, evaluation_splits=())
+        wanted = tokens_of(seqio_rows(data_dir, name, lengths=chosen))
+        assert read(prepared.open(name, "train", chosen)) == wanted
+        assert len(wanted) == (40 if BOOLQ in name else 90)
     if name != "prepared_lengths":
         whole = tokens_of(seqio_rows(data_dir, name, lengths=None))
         assert read(prepared.open(name, "train", None)) == whole
@@ -219,7 +212,8 @@ def test_steps_that_need_lengths_are_said(own_dir: pathlib.Path) -> None:
 
 def test_epochs_of_a_task_with_random_steps_differ(own_dir: pathlib.Path) -> None:
     def epochs(count: int | None = 2) -> list:
-        prepared = prepared_in(own_dir, "prepared_random", epochs=count, renew=True)
+        options = {"epochs": count, "renew": True, "evaluation_splits": ()}
+        prepared = prepared_in(own_dir, "prepared_random", **options)
         found = read(prepared.open("prepared_random", "train", LENGTHS))
         return [found[:90], found[90:]]
 
@@ -233,32 +227,17 @@ def test_epochs_of_a_task_with_random_steps_differ(own_dir: pathlib.Path) -> Non
 
 def test_only_the_named_tasks_are_prepared(own_dir: pathlib.Path) -> None:
     assert prepared_in(own_dir, BOOLQ, only=["glue_rte_v002"]).find(BOOLQ, "train") is None
-    assert prepared_in(own_dir, BOOLQ, only=[BOOLQ]).find(BOOLQ, "train") is not None
     twin = names_of_split("glue_mnli_v002", "validation_matched")
     assert twin == {"glue_mnli_v002", "glue_mnli_matched_v002"}
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_shards_hold_what_one_holds(
-    data_dir: pathlib.Path, own_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
-    """File by file; SeqIO interleaves the files of one shard."""
-    name = "prepared_trimmed"
-    whole = read(prepared_in(own_dir, name).open(name, "train", LENGTHS))
-    monkeypatch.setattr(preparing, "ONE_SHARD", 20)
-    setup = functools.partial(register, data_dir)
-    prepared = prepared_in(own_dir, name, renew=True, workers=workers, setup=setup)
-    info = prepared.find(name, "train")
-    assert info is not None and list(info.files.values()) == [30, 30, 30]
-    found = read(prepared.open(name, "train", LENGTHS))
-    assert sorted(found) == sorted(whole)
-    assert [BYTES.decode(targets) for _, targets in found] == [*map(str, range(90))]
-
-
-def test_a_killed_preparation_goes_on_where_it_was(
+def test_a_killed_preparation_of_shards_goes_on_where_it_was(
     own_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """File by file; SeqIO interleaves the files of one shard."""
     name, options, written = "prepared_trimmed", {"evaluation_splits": ()}, []
+    whole = read(prepared_in(own_dir, name, **options).open(name, "train", LENGTHS))
+    options["renew"] = True
     monkeypatch.setattr(preparing, "ONE_SHARD", 20)
     write = preparing.write_chunks
 
@@ -274,9 +253,13 @@ def test_a_killed_preparation_goes_on_where_it_was(
     with pytest.raises(KeyboardInterrupt):
         prepared_in(own_dir, name, **options)
     assert PreparedTasks(own_dir, BYTES).find(name, "train") is None
+    options["renew"] = False
     prepared = prepared_in(own_dir, name, **options)
     assert written == ["00000", "00001", "killed", "00002"]
+    info = prepared.find(name, "train")
+    assert info is not None and list(info.files.values()) == [30, 30, 30]
     found = read(prepared.open(name, "train", LENGTHS))
+    assert sorted(found) == sorted(whole)
     assert [BYTES.decode(targets) for _, targets in found] == [*map(str, range(90))]
     prepared_in(own_dir, name, **options)
     assert len(written) == 4
@@ -352,19 +335,13 @@ def test_damage_is_one_sentence_with_its_path_and_remedy(own_dir: pathlib.Path) 
     text = info.read_text()
     for broken in (text[:50], "[]", text.replace('"examples": 9', '"examples": 8')):
         damaged(info, broken.encode())
-    assert "checksum" in damaged_checksum(prepared, info)
+    info.write_text(json.dumps(json.loads(text) | {"checksum": 5}))
+    with pytest.raises(ValueError, match=r"checksum.*run 'synthesizer-jax data prepare"):
+        prepared.open(BOOLQ, "validation", LENGTHS)[0]
+    info.write_text(text)
     tokens.unlink()
     with pytest.raises((ValueError, OSError), match=tokens.name):
         prepared.open(BOOLQ, "validation", LENGTHS)[0]
-
-
-def damaged_checksum(prepared: PreparedTasks, info: pathlib.Path) -> str:
-    text = info.read_text()
-    info.write_text(json.dumps(json.loads(text) | {"checksum": 5}))
-    with pytest.raises(ValueError, match="run 'synthesizer-jax data prepare") as error:
-        prepared.open(BOOLQ, "validation", LENGTHS)[0]
-    info.write_text(text)
-    return str(error.value)
 
 
 def test_records_are_data() -> None:
@@ -398,46 +375,37 @@ def test_files_of_another_format_are_prepared_again(own_dir: pathlib.Path) -> No
     assert len(prepared.open(BOOLQ, "train", LENGTHS)) == 40
 
 
-def test_tasks_enter_seqio_s_registry(data_dir: pathlib.Path) -> None:
-    names = task_registry.register_with_seqio(BYTES, data_dir)
-    try:
-        assert names == [BOOLQ, f"{BOOLQ}_1_sentinel"]
-        assert task_registry.register_with_seqio(BYTES, data_dir) == []
-        for name in names:
-            dataset = seqio.get_mixture_or_task(name).get_dataset(LENGTHS, "train", shuffle=False)
-            found = tokens_of(list(dataset.as_numpy_iterator()))
-            assert found == tokens_of(seqio_rows(data_dir, name))
-    finally:
-        for name in names:
-            seqio.TaskRegistry.remove(name)
-
-
 WITHOUT_TENSORFLOW = """
 import sys
 for name in ("tensorflow", "tensorflow_datasets", "seqio"):
     sys.modules[name] = None
-from synthesizer_jax.cli.main import run
-run()
+from synthesizer_jax.cli.main import app
+for line in sys.stdin:
+    app(line.split(), standalone_mode=False)
 """
 
 
-@pytest.mark.slow
 def test_runs_of_prepared_data_need_no_tensorflow(
     synthetic_data: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    def call(*arguments: str) -> None:
-        data = ("--workdir", str(tmp_path / "run"), "--data-dir", str(synthetic_data))
-        environment = os.environ | {"PYTHONPATH": os.getcwd()}
-        command = [sys.executable, "-c", WITHOUT_TENSORFLOW, *arguments, *data]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-
-    settings = ("training.steps=2", "data.batch_size=16", "evaluation.max_examples=4",
-                "evaluation.loss_batches=1", "evaluation.batch_size=4")  # fmt: skip
-    options = itertools.chain(*(("--set", setting) for setting in settings))
-    call("train", "quickstart:random_vanilla", *options)
-    assert (tmp_path / "run" / "evaluation" / "2" / "results.json").is_file()
-    call("eval", "--max-examples", "4", "--task", "synthetic_cola")
-    call("predict", "--split", "validation", "--max-examples", "4", "--task", "synthetic_stsb")
+    where = f"--workdir {tmp_path}/run --data-dir {synthetic_data}"
+    settings = ("training.steps=1", "data.batch_size=8", "evaluation.max_examples=2",
+                "evaluation.loss_batches=1", "evaluation.batch_size=2")  # fmt: skip
+    options = " ".join(f"--set {setting}" for setting in settings)
+    commands = (
+        f"train quickstart:random_vanilla {where} {options}\n"
+        f"eval {where} --max-examples 2 --task synthetic_cola\n"
+        f"predict {where} --split validation --max-examples 2 --task synthetic_stsb\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TENSORFLOW],
+        input=commands,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "evaluation" / "1" / "results.json").is_file()
     assert list((tmp_path / "run" / "evaluation").rglob("synthetic_stsb.jsonl"))
     assert synthetic.MIXTURE in (tmp_path / "run" / "experiment.json").read_text()

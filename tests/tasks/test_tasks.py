@@ -15,94 +15,77 @@ from synthesizer_jax.tasks.definitions import sentinel_name
 from synthesizer_jax.tasks.postprocessors import is_labeled, to_text
 
 
-def finished(name, **row):
-    """All (inputs, targets) that a task makes of one row."""
-    return [(to_text(r["inputs"]), to_text(r["targets"])) for r in rows_of(name, **row)]
-
-
 def rows_of(name, **row):
     """All rows that a task makes of one."""
-    task = task_registry.find_task(name)
     constants = {}
     for key, value in row.items():
         if isinstance(value, dict):
             constants[key] = {k: tf.constant(v, tf.int32) for k, v in value.items()}
         elif isinstance(value, list):
             constants[key] = tf.constant(value, tf.string)
-        elif isinstance(value, float):
-            constants[key] = tf.constant(value, tf.float32)
         elif isinstance(value, int):
             constants[key] = tf.constant(value, tf.int64 if key == "label" else tf.int32)
         else:
             constants[key] = tf.constant(value)
     dataset = tf.data.Dataset.from_tensors(constants)
-    if task.rename:
-        dataset = preprocessors.rename_features(dataset, names=dict(task.rename))
-    return list(task.format.preprocess(dataset).as_numpy_iterator())
+    return list(task_registry.find_task(name).preprocess(dataset).as_numpy_iterator())
 
 
+def finished(name, **row):
+    """All (inputs, targets) that a task makes of one row."""
+    return [(to_text(r["inputs"]), to_text(r["targets"])) for r in rows_of(name, **row)]
+
+
+PAIR = {"sentence1": "A", "sentence2": "B"}
+CLAIM = {"premise": "P", "hypothesis": "H"}
+MNLI = "entailment neutral contradiction"
+RTE = "entailment not_entailment"
 ONE_ROW = [
     ("glue_cola_v002", {"sentence": "It rains ."}, "cola sentence: It rains .",
-     ["unacceptable", "acceptable"]),
-    ("glue_sst2_v002", {"sentence": "so good "}, "sst2 sentence: so good ",
-     ["negative", "positive"]),
-    ("glue_mrpc_v002", {"sentence1": "A", "sentence2": "B"}, "mrpc sentence1: A sentence2: B",
-     ["not_equivalent", "equivalent"]),
+     "unacceptable acceptable"),
+    ("glue_sst2_v002", {"sentence": "so good "}, "sst2 sentence: so good ", "negative positive"),
+    ("glue_mrpc_v002", PAIR, "mrpc sentence1: A sentence2: B", "not_equivalent equivalent"),
     ("glue_qqp_v002", {"question1": "A?", "question2": "B?"}, "qqp question1: A? question2: B?",
-     ["not_duplicate", "duplicate"]),
-    ("glue_mnli_v002", {"premise": "P", "hypothesis": "H"}, "mnli hypothesis: H premise: P",
-     ["entailment", "neutral", "contradiction"]),
-    ("glue_mnli_matched_v002", {"premise": "P", "hypothesis": "H"},
-     "mnli hypothesis: H premise: P", ["entailment", "neutral", "contradiction"]),
-    ("glue_mnli_mismatched_v002", {"premise": "P", "hypothesis": "H"},
-     "mnli hypothesis: H premise: P", ["entailment", "neutral", "contradiction"]),
-    ("glue_ax_v002", {"premise": "P", "hypothesis": "H"}, "mnli hypothesis: H premise: P",
-     ["entailment", "neutral", "contradiction"]),
-    ("glue_qnli_v002", {"question": "Q?", "sentence": "S"}, "qnli question: Q? sentence: S",
-     ["entailment", "not_entailment"]),
-    ("glue_rte_v002", {"sentence1": "A", "sentence2": "B"}, "rte sentence1: A sentence2: B",
-     ["entailment", "not_entailment"]),
-    ("glue_wnli_v002", {"sentence1": "A", "sentence2": "B"}, "wnli sentence1: A sentence2: B",
-     ["not_entailment", "entailment"]),
+     "not_duplicate duplicate"),
+    ("glue_mnli_v002", CLAIM, "mnli hypothesis: H premise: P", MNLI),
+    ("glue_mnli_matched_v002", CLAIM, "mnli hypothesis: H premise: P", MNLI),
+    ("glue_mnli_mismatched_v002", CLAIM, "mnli hypothesis: H premise: P", MNLI),
+    ("glue_ax_v002", CLAIM, "mnli hypothesis: H premise: P", MNLI),
+    ("glue_qnli_v002", {"question": "Q?", "sentence": "S"}, "qnli question: Q? sentence: S", RTE),
+    ("glue_rte_v002", PAIR, "rte sentence1: A sentence2: B", RTE),
+    ("glue_wnli_v002", PAIR, "wnli sentence1: A sentence2: B", "not_entailment entailment"),
     ("super_glue_boolq_v102", {"question": "is it", "passage": "It is."},
-     "boolq passage: It is. question: is it", ["False", "True"]),
-    ("super_glue_cb_v102", {"premise": "P", "hypothesis": "H"}, "cb hypothesis: H premise: P",
-     ["entailment", "contradiction", "neutral"]),
-    ("super_glue_copa_v102",
-     {"premise": "P", "choice1": "A", "choice2": "B", "question": "cause"},
-     "copa choice1: A choice2: B premise: P question: cause", ["choice1", "choice2"]),
-    ("super_glue_rte_v102", {"premise": "P", "hypothesis": "H"}, "rte hypothesis: H premise: P",
-     ["entailment", "not_entailment"]),
-    ("super_glue_wic_v102", {"word": "bank", "sentence1": "A", "sentence2": "B"},
-     "wic sentence1: A sentence2: B word: bank", ["False", "True"]),
-    ("super_glue_axb_v102", {"sentence1": "P", "sentence2": "H"}, "rte hypothesis: H premise: P",
-     ["entailment", "not_entailment"]),
-    ("super_glue_axg_v102", {"premise": "P", "hypothesis": "H"}, "rte hypothesis: H premise: P",
-     ["entailment", "not_entailment"]),
+     "boolq passage: It is. question: is it", "False True"),
+    ("super_glue_cb_v102", CLAIM, "cb hypothesis: H premise: P", "entailment contradiction neutral"),
+    ("super_glue_copa_v102", {"premise": "P", "choice1": "A", "choice2": "B", "question": "cause"},
+     "copa choice1: A choice2: B premise: P question: cause", "choice1 choice2"),
+    ("super_glue_rte_v102", CLAIM, "rte hypothesis: H premise: P", RTE),
+    ("super_glue_wic_v102", PAIR | {"word": "bank"}, "wic sentence1: A sentence2: B word: bank",
+     "False True"),
+    ("super_glue_axb_v102", PAIR, "rte hypothesis: B premise: A", RTE),
+    ("super_glue_axg_v102", CLAIM, "rte hypothesis: H premise: P", RTE),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "row", "inputs", "labels"), ONE_ROW, ids=[r[0] for r in ONE_ROW])
-def test_classification_strings(name, row, inputs, labels):
-    for label, word in [*enumerate(labels), (-1, "<unk>")]:
-        assert finished(name, **row, label=label, idx=3) == [(inputs, word)]
-    task = task_registry.find_task(name)
-    assert [task.postprocess(word) for word in labels] == list(range(len(labels)))
-    assert {task.postprocess(w) for w in ("<unk>", "", labels[0] + " ", labels[0].upper())} == {-1}
+def test_classification_strings():
+    for name, row, inputs, words in ONE_ROW:
+        labels = words.split()
+        for label, word in ((len(labels) - 1, labels[-1]), (-1, "<unk>")):
+            assert finished(name, **row, label=label, idx=3) == [(inputs, word)]
+        task = task_registry.find_task(name)
+        assert [task.postprocess(word) for word in labels] == list(range(len(labels)))
+        others = ("<unk>", "", labels[0] + " ", labels[0].upper())
+        assert {task.postprocess(w) for w in others} == {-1}
 
 
-@pytest.mark.parametrize(
-    ("label", "target"),
-    [(0.5, "0.4"), (1.5, "1.6"), (2.5, "2.4"), (3.5, "3.6"), (4.5, "4.4"), (0.1, "0.0"),
-     (0.3, "0.4"), (0.7, "0.8"), (1.25, "1.2"), (1.75, "1.8"), (2.75, "2.8"), (3.25, "3.2"),
-     (3.75, "3.8"), (4.75, "4.8"), (5.0, "5.0"), (-1.0, "-1.0")],
-)  # fmt: skip
-def test_stsb_rounds_to_fifths_half_to_even(label, target):
-    rows = finished("glue_stsb_v002", sentence1="A", sentence2="B", label=label, idx=0)
-    assert rows == [("stsb sentence1: A sentence2: B", target)]
+def test_stsb_rounds_to_fifths_half_to_even():
+    labels = [0.5, 1.5, 2.5, 3.5, 4.5, 0.1, 0.3, 1.25, 4.75, 5.0, -1.0]
+    for label in [*labels, *map(float, np.random.default_rng(0).uniform(0, 5, 9))]:
+        ((inputs, target),) = finished("glue_stsb_v002", **PAIR, label=label, idx=0)
+        expected = np.round(np.float32(label) * np.float32(5)) / np.float32(5)
+        assert (inputs, target) == ("stsb sentence1: A sentence2: B", f"{expected:.1f}")
     task = task_registry.find_task("glue_stsb_v002")
-    assert task.postprocess("3.8") == 3.8
-    assert task.postprocess("many") == -1.0
+    assert [task.postprocess(answer) for answer in ("3.8", "many")] == [3.8, -1.0]
 
 
 def test_multirc_tags_and_groups():
@@ -144,49 +127,37 @@ WSC = {
 
 
 def test_wsc_marks_the_pronoun_and_asks_for_the_referent():
-    written = "wsc: Ann told Sue that *she* won ."
-    for label in (0, 1, -1):
-        rows = finished("super_glue_wsc_v102_simple_eval", **WSC, label=label)
-        assert rows == [(written, "Ann")]
+    name, written = "super_glue_wsc_v102_simple_eval", "wsc: Ann told Sue that *she* won ."
+    assert finished(name, **WSC, label=0) == [(written, "Ann")]
     assert finished("super_glue_wsc_v102_simple_train", **WSC, label=0) == []
     assert finished("super_glue_wsc_v102_simple_train", **WSC, label=1) == [(written, "Ann")]
-
-
-@pytest.mark.parametrize("name", ["super_glue_wsc_v102_simple_eval", "glue_wnli_v002_simple_eval"])
-def test_hidden_labels_of_coreference_stay_hidden(name):
-    pair = {"sentence1": "Ann said she won.", "sentence2": "Ann won.", "idx": 0}
-    for label in (0, 1, -1):
-        (row,) = rows_of(name, **(WSC if "wsc" in name else pair), label=label)
-        assert row["label"] == label
-        row["targets_pretokenized"] = row["targets"]
-        assert (
-            task_registry.find_task(name).postprocess("Ann", example=row, is_target=True) == label
-        )
-        assert is_labeled(row) is (label >= 0)
-
-
-def test_wsc_refuses_an_index_that_names_another_word():
     for index in (0, 3, 9):
         with pytest.raises(tf.errors.InvalidArgumentError, match="WSC"):
-            row = WSC | {"span2_index": index}
-            finished("super_glue_wsc_v102_simple_eval", **row, label=1)
-
-
-def test_wsc_special_sentences():
+            finished(name, **WSC | {"span2_index": index}, label=1)
     pony, pebble = SPECIAL
     for sentence, pronoun, tail in (
         (pony, "him", 'quite loud. "Good for *him* ," he said.'),
         (pebble, "it", "want to use *it* , but really for now, what more could they wish for?"),
     ):
         row = WSC | {"text": sentence, "span2_text": pronoun, "span2_index": 22}
-        ((inputs, _),) = finished("super_glue_wsc_v102_simple_eval", **row, label=1)
-        assert inputs.startswith("wsc: ")
-        assert inputs.endswith(tail)
+        ((inputs, _),) = finished(name, **row, label=1)
+        assert inputs.startswith("wsc: ") and inputs.endswith(tail)
 
 
-@pytest.mark.parametrize(
-    ("prediction", "referent", "value"),
-    [
+@pytest.mark.parametrize("name", ["super_glue_wsc_v102_simple_eval", "glue_wnli_v002_simple_eval"])
+def test_hidden_labels_of_coreference_stay_hidden(name):
+    task = task_registry.find_task(name)
+    pair = {"sentence1": "Ann said she won.", "sentence2": "Ann won.", "idx": 0}
+    for label in (0, -1):
+        (row,) = rows_of(name, **(WSC if "wsc" in name else pair), label=label)
+        row["targets_pretokenized"] = row["targets"]
+        assert task.postprocess("Ann", example=row, is_target=True) == row["label"] == label
+        assert is_labeled(row) is (label >= 0)
+
+
+def test_wsc_predictions():
+    task = task_registry.find_task("super_glue_wsc_v102_simple_eval")
+    for prediction, referent, value in (
         ("the dog", "dog", 1),
         ("DOG", "his dog", 1),
         ("the big dog", "dog", 1),
@@ -198,73 +169,38 @@ def test_wsc_special_sentences():
         ("the", "dog", -1),
         ("dog", "her", 0),
         ("dog", "", 0),
-    ],
-)
-def test_wsc_predictions(prediction, referent, value):
-    task = task_registry.find_task("super_glue_wsc_v102_simple_eval")
-    example = {"targets_pretokenized": referent.encode(), "label": 1}
-    assert task.postprocess(prediction, example=example) == value
-    assert task.postprocess(referent, example=example, is_target=True) == 1
+    ):
+        example = {"targets_pretokenized": referent.encode(), "label": 1}
+        assert task.postprocess(prediction, example=example) == value
+        assert task.postprocess(referent, example=example, is_target=True) == 1
 
 
-@pytest.mark.parametrize(
-    ("sentence", "marked"),
-    [
+def test_dpr_marks_the_first_pronoun():
+    for sentence, marked in (
         ("Bob hit Tom because he , he said , lost.", "Bob hit Tom because *he* , he said , lost."),
         ("Bob knew Tom before he, lost.", "Bob knew Tom before *he*, lost."),
         ("The hero met Tom and he.", "The hero met Tom and *he*."),
-    ],
-)
-def test_dpr_marks_the_first_pronoun(sentence, marked):
-    rows = finished(
-        "dpr_v001_simple", sentence=sentence, pronoun="he", candidates=["Bob", "Tom"], label=1
-    )
-    assert rows == [(f"wsc: {marked}", "Tom")]
+    ):
+        row = {"sentence": sentence, "pronoun": "he", "candidates": ["Bob", "Tom"]}
+        assert finished("dpr_v001_simple", **row, label=1) == [(f"wsc: {marked}", "Tom")]
 
 
-@pytest.mark.parametrize(
-    ("premise", "hypothesis", "question", "candidate"),
-    [
-        (
-            "Lily spoke to Donna, breaking her concentration.",
-            "Lily spoke to Donna, breaking Donna's concentration.",
-            "wsc: Lily spoke to Donna, breaking *her* concentration.",
-            "Donna",
-        ),
-        (
-            "I put the cake away in the refrigerator. It has a lot of butter in it.",
-            "The cake has a lot of butter in it.",
-            "wsc: I put the cake away in the refrigerator. *It* has a lot of butter in it.",
-            "The cake",
-        ),
-        (
-            "The trophy did not fit, so John sold it.",
-            "John sold the trophy.",
-            "wsc: The trophy did not fit, so John sold *it* .",
-            "the trophy",
-        ),
-    ],
-)
-def test_wnli_as_coreference(premise, hypothesis, question, candidate):
-    assert _wnli_question(premise, hypothesis) == (question, candidate)
-
-
-@pytest.mark.parametrize(
-    ("premise", "hypothesis", "candidate"),
-    [
-        ("Green ideas, it slept", "Nothing else matters", ""),  # no neighbor occurs
-        ("Bob left it here today", "Bob left here today", "Bob left"),  # only the right ones do
-        ("Bob left it here today", "Here today Bob left", ""),  # neither where they should be
-        ("Bob left it", "Ann and Bob left", "Ann and Bob left"),  # T5: then all of it
-    ],
-)
-def test_wnli_without_a_matching_context_is_t5s(premise, hypothesis, candidate):
-    question, found = _wnli_question(premise, hypothesis)
-    assert found == candidate
-    assert question == "wsc: " + premise.replace("it", "*it*", 1)
-
-
-def test_wnli_without_a_pronoun_names_the_premise():
+def test_wnli_as_coreference():
+    for premise, hypothesis, question, candidate in (
+        ("Lily spoke to Donna, breaking her concentration.",
+         "Lily spoke to Donna, breaking Donna's concentration.",
+         "Lily spoke to Donna, breaking *her* concentration.", "Donna"),
+        ("I put the cake away in the refrigerator. It has a lot of butter in it.",
+         "The cake has a lot of butter in it.",
+         "I put the cake away in the refrigerator. *It* has a lot of butter in it.", "The cake"),
+        ("The trophy did not fit, so John sold it.", "John sold the trophy.",
+         "The trophy did not fit, so John sold *it* .", "the trophy"),
+        ("Green ideas, it slept", "Nothing else matters", "Green ideas, *it* slept", ""),
+        ("Bob left it here today", "Bob left here today", "Bob left *it* here today", "Bob left"),
+        ("Bob left it here today", "Here today Bob left", "Bob left *it* here today", ""),
+        ("Bob left it", "Ann and Bob left", "Bob left *it*", "Ann and Bob left"),  # T5: all of it
+    ):  # fmt: skip
+        assert _wnli_question(premise, hypothesis) == (f"wsc: {question}", candidate)
     with pytest.raises(ValueError, match=r"no pronoun in 'Bob left\.'"):
         _wnli_question("Bob left.", "Ann left.")
 
@@ -275,15 +211,13 @@ def test_sentinel_forms():
     assert simple == "super_glue_wsc_v102_simple_1_sentinel_eval"
     assert simple in task_registry.TASKS
     task = task_registry.find_task("super_glue_boolq_v102_1_sentinel")
-    assert task.postprocess("<extra_id_0> True") == 1
-    assert task.postprocess("<extra_id_0>True ") == 1
-    assert task.postprocess("True") == 1
-    assert task.postprocess(" True") == -1  # SeqIO strips only what it takes a sentinel from
-    assert task.postprocess("True <extra_id_0>") == -1
+    for answer in ("<extra_id_0> True", "<extra_id_0>True ", "True"):
+        assert task.postprocess(answer) == 1
+    for answer in (" True", "True <extra_id_0>"):  # SeqIO strips only what it takes a sentinel from
+        assert task.postprocess(answer) == -1
 
 
-@pytest.mark.parametrize("limit", [None, 3, 5, 8, 100])
-def test_sentinels_are_added_and_kept_as_seqio_does_it(limit):
+def test_sentinels_are_added_and_kept_as_seqio_does_it():
     feature = seqio.Feature(seqio.ByteVocabulary(extra_ids=100), add_eos=True)
 
     def rows(split, shuffle_files, seed=None):
@@ -297,30 +231,24 @@ def test_sentinels_are_added_and_kept_as_seqio_does_it(limit):
         output_features={"inputs": feature, "targets": feature},
     )
     seqio.experimental.add_task_with_sentinels(name)
-    lengths = None if limit is None else {"inputs": limit, "targets": limit}
     try:
         theirs = seqio.TaskRegistry.get(f"{name}_1_sentinel")
-        (expected,) = theirs.get_dataset(lengths, "train", shuffle=False).as_numpy_iterator()
+        for limit in (None, 3, 5, 8, 100):
+            lengths = None if limit is None else {"inputs": limit, "targets": limit}
+            (expected,) = theirs.get_dataset(lengths, "train", shuffle=False).as_numpy_iterator()
+            (row,) = preprocessors.append_sentinel(
+                rows("train", False),
+                sequence_length=lengths,
+                sentinel=feature.vocabulary.vocab_size - 1,
+            ).as_numpy_iterator()
+            for side in ("inputs", "targets"):
+                assert [*row[side], 1] == expected[side].tolist()
     finally:
         seqio.TaskRegistry.remove(name)
         seqio.TaskRegistry.remove(f"{name}_1_sentinel")
-    first = feature.vocabulary.vocab_size - 1
-    marked = preprocessors.append_sentinel(
-        rows("train", False), sequence_length=lengths, sentinel=first
-    )
-    (row,) = marked.as_numpy_iterator()
-    for side in ("inputs", "targets"):
-        assert [*row[side], 1] == expected[side].tolist()
 
 
-def test_unknown_names_come_with_a_suggestion():
-    with pytest.raises(ValueError, match="did you mean 'glue_cola_v002'"):
-        task_registry.find_task("glue_cola")
-    with pytest.raises(ValueError, match="mixtures: glue_v002_proportional"):
-        task_registry.mixture_rates("nothing", pathlib.Path("unused"))
-
-
-def test_listing_loads_no_tensorflow_and_needs_no_network():
+def test_names_are_suggested_without_tensorflow_and_network():
     program = (
         "import sys, socket\n"
         "socket.socket.connect = None\n"
@@ -328,15 +256,10 @@ def test_listing_loads_no_tensorflow_and_needs_no_network():
         "from synthesizer_jax.tasks import task_registry\n"
         "assert len(task_registry.TASKS) > 70, len(task_registry.TASKS)\n"
         "assert task_registry.mixture_rates('glue_v002_proportional', pathlib.Path('x')) == {}\n"
-        "assert not {'tensorflow', 'seqio'} & set(sys.modules)\n"
+        "assert not {'tensorflow', 'seqio', 'pyarrow', 'sklearn'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_targets_of_unpadded_labels_are_what_numpy_says():
-    rng = np.random.default_rng(0)
-    for label in rng.uniform(0, 5, 20).astype(np.float32):
-        ((_, target),) = finished(
-            "glue_stsb_v002", sentence1="A", sentence2="B", label=float(label), idx=0
-        )
-        assert target == f"{np.round(np.float32(label) * np.float32(5)) / np.float32(5):.1f}"
+    with pytest.raises(ValueError, match="did you mean 'glue_cola_v002'"):
+        task_registry.find_task("glue_cola")
+    with pytest.raises(ValueError, match="mixtures: glue_v002_proportional"):
+        task_registry.mixture_rates("nothing", pathlib.Path("unused"))

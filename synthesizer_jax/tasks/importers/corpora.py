@@ -1,33 +1,71 @@
-"""Import of corpora from the files as published: readers of rows, one table of layouts, one function.
+"""Import of benchmarks and corpora from the files as published.
 
-Benchmarks that TFDS's builders read are in `benchmark`. A layout writes the features that the TFDS data
-set of the same name has, so that data prepared by TFDS can take its place.
+Data sets have the features that TFDS's of the same name have, so that data prepared by TFDS can take their
+place.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+from etils import epy
 
 from synthesizer_jax.files import storage_path
-from synthesizer_jax.tasks.importers import question_readers
-from synthesizer_jax.tasks.importers.corpus_layouts import CORPORA, Layout, SplitLayout, find_parts
-from synthesizer_jax.tasks.importers.report import ImportReport, SplitReport
-from synthesizer_jax.tasks.storage import Row, install, temporary_folder, write_dataset
+from synthesizer_jax.tasks.importers.layouts import (
+    CORPORA,
+    SAMPLE,
+    Layout,
+    SplitLayout,
+    find_parts,
+)
+from synthesizer_jax.tasks.importers.reading import Cursor, ReadError, Row
+from synthesizer_jax.tasks.stored import FeatureType, staging, write_dataset
 
-if TYPE_CHECKING:
-    from synthesizer_jax.tasks.storage import FeatureType
+with epy.lazy_imports():
+    import tensorflow_datasets as tfds
 
-Parts = Sequence[Sequence[pathlib.Path]]
-"""The files of the parts of a split that are there."""
+
+@dataclasses.dataclass(frozen=True)
+class SplitReport:
+    """The report of one split.
+
+    Attributes:
+      file: the original file, or the pattern of its name if it is missing.
+      dataset: the TFDS data set that it belongs to, such as `glue/cola`.
+      split: the TFDS split, such as `validation_matched`.
+      status: `complete` (the published size), `present` (no size to compare with), `subset` (a sample or
+        some of the parts, any size) or `missing`.
+      rows: number of examples written.
+      dropped: number of rows that are left out because they lack something.
+    """
+
+    file: str
+    dataset: str
+    split: str
+    status: str
+    rows: int = 0
+    dropped: int = 0
+
+
+def report_lines(reports: Sequence[SplitReport]) -> Iterator[str]:
+    """Yields the reports as aligned plain text: one line per split, then a summary."""
+    width = max(len(f"{s.dataset}:{s.split}") for s in reports)
+    for split in reports:
+        name = f"{split.dataset}:{split.split}".ljust(width)
+        dropped = f", {split.dropped} dropped" if split.dropped else ""
+        rows = f"{split.status:8}  {split.rows:>7,} rows{dropped}  {split.file}"
+        yield f"{name}  {f'missing ({split.file})' if split.status == 'missing' else rows}"
+    present = [s.rows for s in reports if s.status != "missing"]
+    yield f"{len(present)} of {len(reports)} splits, {sum(present):,} rows"
 
 
 def import_corpus(
     name: str, source: pathlib.Path | str, data_dir: pathlib.Path | str, *, renew: bool = False
-) -> ImportReport:
-    """Writes the TFDS data sets of a corpus from its files; none if a row cannot be read.
+) -> list[SplitReport]:
+    """Writes the TFDS data sets of a benchmark or corpus from its files; none if a row cannot be read.
 
     Splits whose files are not there are reported as missing. A split of which only some parts or a
     sample are there is reported as a subset.
@@ -37,119 +75,95 @@ def import_corpus(
       source: the directory of the files, or its parent if the directory is called `name`; files may be
         plain or gzip.
       data_dir: a TFDS data directory; created if it does not exist.
-      renew: whether data sets that exist are replaced; otherwise their splits are kept, see `keep_splits`.
-
-    Returns:
-      A report of every split.
+      renew: whether data sets that exist are replaced; otherwise their splits are kept.
 
     Raises:
       ValueError: no file was found, or a row is invalid, or a file does not have the published number
-        of rows; the message has file, line and reason.
+        of rows; the message has file, place and reason.
     """
     source, data_dir = storage_path(str(source)), storage_path(str(data_dir))
     source = source / name if (source / name).is_dir() else source
     if not source.is_dir():
         raise ValueError(f"{source} is not a folder; give the one that holds the files of {name}")
-    reports: list[SplitReport] = []
-    with temporary_folder(data_dir) as folder:
-        directories = []
+    found = {
+        (layout, split): find_parts(split, source)
+        for layout in CORPORA[name]
+        for split in layout.splits
+    }
+    if not any(found.values()):
+        lacking = ", ".join(layout.splits[0].parts[0][0] for layout in CORPORA[name])
+        raise ValueError(f"{source} lacks {lacking}; nothing was imported")
+    with staging(data_dir, renew=renew) as folder:
+        imports = {pair: _SplitImport(*pair, parts) for pair, parts in found.items()}
         for layout in CORPORA[name]:
-            found = {split: find_parts(split, source) for split in layout.splits}
-            if any(found.values()):
-                counts = _write(layout, found, data_dir=folder)
-                directories.append(folder / layout.dataset / layout.version)
-            else:
-                counts = {}
-            reports += (_report(layout, split, found[split], counts) for split in layout.splits)
-        if not directories:
-            lacking = dict.fromkeys(report.task for report in reports)
-            raise ValueError(f"{source} lacks {', '.join(lacking)}; nothing was imported")
-        install(directories, folder, data_dir, renew=renew)
-    return ImportReport(name, str(data_dir), tuple(reports))
+            there = [i for (of, _), i in imports.items() if of is layout and i.parts]
+            if there:
+                _write(layout, there, folder)
+    return [split_import.report() for split_import in imports.values()]
 
 
-def _write(
-    layout: Layout, found: Mapping[SplitLayout, Parts], *, data_dir: pathlib.Path
-) -> dict[str, tuple[int, int]]:
-    """Writes a data set; returns the numbers of rows and of dropped rows of every split."""
-    dataset, _, config = layout.dataset.partition("/")
-    counts: dict[str, tuple[int, int]] = {}
-    write_dataset(
-        dataset,
-        config or None,
-        version=layout.version,
-        description=f"{layout.dataset}, imported from its files.",
-        features={name: _feature(kind) for name, kind in layout.features.items()},
-        splits={
-            split.name: functools.partial(_checked_rows, layout, split, parts, counts=counts)
-            for split, parts in found.items()
-            if parts
-        },
-        data_dir=data_dir,
-    )
-    return counts
+@dataclasses.dataclass
+class _SplitImport:
+    """The reading of a split, and how many rows were read and left out."""
+
+    layout: Layout
+    split: SplitLayout
+    parts: Sequence[Sequence[pathlib.Path]]
+    rows: int = 0
+    dropped: int = 0
+
+    def read(self, cursor: Cursor) -> Iterator[Row]:
+        """Yields the rows; it ends with an error where they are not as many as were published."""
+        for paths in self.parts:
+            cursor.where = ", ".join(map(str, paths[:3]))
+            for row in cursor.follow(self.layout.read(paths)):
+                if row is None:
+                    self.dropped += 1
+                else:
+                    self.rows += 1
+                    yield row
+        expected = None if self._is_sample else self.split.rows
+        if self.rows == 0 or expected not in (None, self.rows):
+            size = f"{self.rows:,} of {expected:,} published rows" if expected else "no rows"
+            left_out = f", without {self.dropped:,} that are left out," if self.dropped else ""
+            files = [path for paths in self.parts for path in paths]
+            raise ReadError(
+                f"{self.layout.dataset}'s split {self.split.name!r} has {size}{left_out} in "
+                f"{', '.join(map(str, files))}; get whole files, or name them {SAMPLE}{files[0].name} and "
+                "so on if they are a sample; nothing was imported"
+            )
+
+    @property
+    def _is_sample(self) -> bool:
+        return any(path.name.startswith(SAMPLE) for paths in self.parts for path in paths)
+
+    def report(self) -> SplitReport:
+        """Returns the report of the split."""
+        names = (self.layout.dataset, self.split.name)
+        if not self.parts:
+            return SplitReport(self.split.parts[0][0], *names, "missing")
+        is_subset = self._is_sample or len(self.parts) < len(self.split.parts)
+        status = "subset" if is_subset else "complete" if self.split.rows else "present"
+        return SplitReport(str(self.parts[0][-1]), *names, status, self.rows, self.dropped)
 
 
-def _checked_rows(
-    layout: Layout, split: SplitLayout, parts: Parts, *, counts: dict[str, tuple[int, int]]
-) -> Iterator[Row]:
-    """Yields the rows of a split, and stores their number in `counts`.
-
-    Raises:
-      ValueError: the split does not have its published number of rows.
-    """
-    number, dropped = 0, 0
-    for paths in parts:
-        for _, row in (split.read or layout.read)(paths):
-            if row is None:
-                dropped += 1
-            else:
-                number += 1
-                yield row
-    counts[split.name] = (number, dropped)
-    expected = None if split.is_sample(parts) else split.rows
-    if number == 0 or expected not in (None, number):
-        size = "no rows" if expected is None else f"{number:,} of {expected:,} published rows"
-        left_out = f", without {dropped:,} that are left out," if dropped else ""
-        files = ", ".join(str(path) for paths in parts for path in paths)
-        raise ValueError(
-            f"{layout.dataset}'s split {split.name!r} has {size}{left_out} in {files}; "
-            "nothing was imported"
-        )
+def _write(layout: Layout, imports: Sequence[_SplitImport], folder: pathlib.Path) -> None:
+    """Writes the data set of a layout."""
+    cursor = Cursor()
+    version, features = _features(layout, folder)
+    with cursor.named():
+        splits = {i.split.name: functools.partial(i.read, cursor) for i in imports}
+        write_dataset(layout.dataset, version, features, splits, folder)
 
 
-def _report(
-    layout: Layout, split: SplitLayout, parts: Parts, counts: Mapping[str, tuple[int, int]]
-) -> SplitReport:
-    task = split.parts[0][0].rpartition("/")[2]
-    if not parts:
-        return SplitReport(task, layout.dataset, split.name, "missing")
-    is_subset = split.is_sample(parts) or len(parts) < len(split.parts)
-    status = "subset" if is_subset else "complete" if split.rows else "present"
-    file = str(parts[0][-1])
-    return SplitReport(task, layout.dataset, split.name, status, *counts[split.name], file)
-
-
-def _feature(kind: str) -> FeatureType:
-    """Returns the TFDS feature type of a kind; see `Layout.features`."""
-    import numpy as np
-    import tensorflow_datasets as tfds
-
+def _features(layout: Layout, folder: pathlib.Path) -> tuple[str, Mapping[str, FeatureType]]:
+    """Returns the version and the features of a data set."""
+    if not layout.features:
+        builder = tfds.builder(layout.dataset, data_dir=folder)
+        return str(builder.version), dict(builder.info.features.items())
     text = tfds.features.Text()
-    pages, results = question_readers.TRIVIA_PAGES, question_readers.TRIVIA_RESULTS
-    return {
-        "text": text,
-        "texts": tfds.features.Sequence(text),
-        "integer": np.int64,
-        "answers": tfds.features.Sequence({"text": text, "answer_start": np.int32}),
-        "aliases": {
-            **dict.fromkeys(question_readers.TRIVIA_ANSWER, text),
-            **dict.fromkeys(("aliases", "normalized_aliases"), tfds.features.Sequence(text)),
-        },
-        "pages": tfds.features.Sequence(
-            dict.fromkeys(map(question_readers.snake_case, pages), text)
-        ),
-        "results": tfds.features.Sequence(
-            dict.fromkeys(map(question_readers.snake_case, results), text) | {"rank": np.int32}
-        ),
-    }[kind]
+    texts = {name.rstrip("*"): name for name in layout.features}
+    return "1.0.0", {
+        name: tfds.features.Sequence(text) if kind.endswith("*") else text
+        for name, kind in texts.items()
+    }

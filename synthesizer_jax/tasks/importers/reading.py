@@ -1,122 +1,99 @@
-"""Reading of original files (plain or gzip, UTF-8) as lines with line numbers for error messages."""
+"""Rows of files: JSON lines, CSV, TSV and text, plain, gzip or zstd, and Parquet."""
 
 from __future__ import annotations
 
-import codecs
-import gzip
+import contextlib
+import csv
 import io
 import json
+import math
 import pathlib
-import zlib
-from collections.abc import Iterator
-from typing import IO, TypeAlias, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import BinaryIO, TypeAlias, TypeVar, cast
 
+from etils import epy
+
+from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.registry import JSON
 
+with epy.lazy_imports():
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+T = TypeVar("T")
+
 Row: TypeAlias = dict[str, JSON]
-"""A JSON object: one row of a file."""
+"""One row of a file: its fields by name."""
+Rows: TypeAlias = Iterator[tuple[str, Row]]
+"""Rows, and where they are, such as ``train.csv, line 3``."""
 
-LONGEST_LINE, MOST_SWOLLEN = 2**28, 200
-"""Bytes of a line, and how many times as long as its file a longer text may be."""
+COMPRESSIONS, TABLES = (".gz", ".zst"), (".csv", ".tsv")
+FIELD_LIMIT = 2**24  # characters of a CSV field
+
+_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError),
+    *(RuntimeError, SyntaxError, csv.Error),
+)
+"""What readers and TFDS raise for rows that they cannot read or write."""
 
 
-def import_error(path: pathlib.Path, where: int | str, reason: str) -> ValueError:
-    """Returns the error that stops an import; it has file, line (or entry) and reason."""
-    location = f"line {where}" if isinstance(where, int) else where
-    return ValueError(f"{path}, {location}: {reason}; nothing was imported")
+class ReadError(ValueError):
+    """A file cannot be imported; the message has file, place and reason."""
 
 
-def read_lines(path: pathlib.Path, *, whole: bool = False) -> Iterator[tuple[int, str]]:
-    """Yields the number (from 1) and the text of every line, without line ends.
+class Cursor:
+    """Remembers where the row is that was read last, for errors of reading and of writing it."""
 
-    As in Python's text mode, in which TFDS reads, CR and CRLF end a line too. A byte-order mark is
-    omitted.
+    def __init__(self, where: str = ""):
+        self.where = where
 
-    Args:
-      path: the file, plain or gzip.
-      whole: whether blank lines at the end are kept, as others are, for files that are read side by side.
+    def follow(self, rows: Iterable[tuple[str, T]]) -> Iterator[T]:
+        """Yields the rows."""
+        for where, row in rows:
+            self.where = where
+            yield row
+            self.where = f"after {where}"
 
-    Raises:
-      ValueError: the file is not UTF-8; see also `raw_lines`.
-    """
-    blank_lines = list[tuple[int, str]]()
-    for number, raw in raw_lines(path):
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Context manager that turns errors into `ReadError`, which says where the row is."""
         try:
-            text = raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise import_error(path, number, f"byte {error.start} is not UTF-8") from error
-        for line in text.removesuffix("\n").removesuffix("\r").split("\r"):
-            if not line:
-                blank_lines.append((number, line))
-                continue
-            yield from blank_lines
-            blank_lines.clear()
-            yield number, line
-    if whole:
-        yield from blank_lines
+            yield
+        except ReadError:
+            raise
+        except _ERRORS as error:
+            kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+            reason = kind + " ".join(str(error).split())[:300]
+            raise ReadError(f"{self.where}: {reason}; nothing was imported") from error
 
 
-def raw_lines(path: pathlib.Path) -> Iterator[tuple[int, bytes]]:
-    """Yields the number (from 1) and the bytes of every line, with line ends, without a byte-order mark.
-
-    Args:
-      path: the file, plain, gzip or zstd.
+def open_file(path: pathlib.Path) -> BinaryIO:
+    """Opens a plain or compressed file to be read.
 
     Raises:
-      ValueError: its compression is damaged, it exceeds `LONGEST_LINE` or `MOST_SWOLLEN`, or it is no
-        regular file.
+      ReadError: it is no regular file; reading from a pipe would block.
     """
-    if not path.is_file():  # reading from a pipe may block
-        raise ValueError(f"{path} is no regular file; nothing was imported")
-    number, left = 0, max(LONGEST_LINE, MOST_SWOLLEN * path.stat().st_size)
-    limits = f"a line of more than {LONGEST_LINE:,} bytes, or text {MOST_SWOLLEN} times as long as the file"
+    if not path.is_file():
+        raise ReadError(f"{path} is no regular file; nothing was imported")
+    return cast(BinaryIO, io.BufferedReader(pa.input_stream(str(path), compression="detect")))
+
+
+def read_lines(path: pathlib.Path, *, errors: str = "strict") -> Iterator[tuple[int, str]]:
+    """Yields the number (from 1) and the text of every line, without line ends and a byte-order mark.
+
+    As in Python's text mode, CR and CRLF end a line too. With ``errors="replace"`` bytes that are not UTF-8
+    become U+FFFD.
+
+    Raises:
+      ReadError: the compression is damaged, or the file is not UTF-8.
+    """
+    number = 0
     try:
-        with _open(path) as file:
-            while raw := file.readline(LONGEST_LINE + 1):
-                number, left = number + 1, left - len(raw)
-                if left < 0 or len(raw) > LONGEST_LINE:
-                    raise import_error(path, number, limits)
-                yield number, raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise import_error(path, number + 1, f"damaged gzip stream ({error})") from error
-    except OSError as error:
-        if path.suffix == ".zst" and error.errno is None:
-            raise import_error(path, number + 1, f"damaged zstd stream ({error})") from error
-        # Unlike `open`, reading does not name the file.
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def _open(path: pathlib.Path) -> IO[bytes]:
-    """Opens a plain or compressed file to be read."""
-    if path.suffix == ".zst":
-        import pyarrow as pa
-
-        # pyarrow's streams have no lines
-        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))
-    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
-
-
-def read_json_lines(path: pathlib.Path) -> Iterator[tuple[int, Row]]:
-    """Yields the line number and the JSON object of every line.
-
-    Raises:
-      ValueError: a line is not one JSON object.
-    """
-    for number, line in read_lines(path):
-        yield number, parse_object(path, number, line)
-
-
-def read_json_entries(path: pathlib.Path) -> Iterator[tuple[str, Row]]:
-    """Yields the location and the value of every entry of a JSON object of objects.
-
-    Raises:
-      ValueError: the file is not a JSON object of objects.
-    """
-    entries = parse_object(path, 1, read_text(path))
-    for key, entry in entries.items():
-        if not isinstance(entry, dict):
-            raise import_error(path, f"entry {key!r}", "not a JSON object")
-        yield f"entry {key!r}", entry
+        with io.TextIOWrapper(open_file(path), "utf-8-sig", errors) as file:
+            for number, line in enumerate(file, 1):
+                yield number, line.removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ReadError(f"{path}, after line {number}: {error}; nothing was imported") from error
 
 
 def read_text(path: pathlib.Path) -> str:
@@ -124,38 +101,129 @@ def read_text(path: pathlib.Path) -> str:
     return "\n".join(line for _, line in read_lines(path))
 
 
-def parse_value(path: pathlib.Path, number: int, text: str) -> JSON:
-    """Returns the JSON value in a text.
+def read_rows(path: pathlib.Path, columns: Sequence[str] = ()) -> Rows:
+    """Yields the rows of a file, which its suffix tells how to read.
+
+    JSON lines are objects; CSV is quoted as in RFC 4180, TSV is not quoted; the lines of text are the field
+    ``text``; blank lines are skipped. Bytes that are not UTF-8 become U+FFFD.
+
+    Args:
+      path: the file.
+      columns: names of the columns of a CSV or TSV file without a header line.
 
     Raises:
-      ValueError: `text` is not JSON.
+      ReadError: a row cannot be read.
     """
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise import_error(path, number, f"not JSON ({error})") from error
-    try:
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        surrogate = error.object[error.start].encode("unicode_escape").decode()
-        raise import_error(
-            path, number, f"{surrogate} is half a character and no Unicode text"
-        ) from error
-    return value
+    kind = file_kind(path)
+    for where, row in _READERS[kind](path, *[columns] * (kind in TABLES)):
+        yield f"{path}, {where}", row
 
 
-def parse_object(path: pathlib.Path, number: int, text: str) -> Row:
+def _json_rows(path: pathlib.Path) -> Rows:
+    for number, line in read_lines(path, errors="replace"):
+        if line.strip():
+            yield f"line {number}", read_object(f"{path}, line {number}", line)
+
+
+def read_object(where: str, text: str) -> Row:
     """Returns the JSON object in a text.
 
     Raises:
-      ValueError: `text` is not a JSON object.
+      ReadError: `text` is not a JSON object.
     """
-    value = parse_value(path, number, text)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ReadError(f"{where}: not JSON ({error}); nothing was imported") from error
     if not isinstance(value, dict):
-        raise import_error(path, number, f"a JSON object was expected, not {type(value).__name__}")
+        kind = type(value).__name__
+        raise ReadError(f"{where}: a JSON object was expected, not {kind}; nothing was imported")
     return value
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+def _table_rows(path: pathlib.Path, columns: Sequence[str]) -> Rows:
+    csv.field_size_limit(FIELD_LIMIT)
+    tabs = uncompressed(path).suffix == ".tsv"
+    reader = csv.reader(
+        (line + "\n" for _, line in read_lines(path, errors="replace")),
+        delimiter="\t" if tabs else ",",
+        quoting=csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL,
+        strict=True,
+    )
+    cursor = Cursor(str(path))
+    with cursor.named():
+        names = list(columns) or next(reader, [])
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"the names of the columns are {', '.join(map(repr, names))}; every column needs a name "
+                "of its own (--columns names those of a file without a header)"
+            )
+        cursor.where = f"{path}, after line {reader.line_num}"
+        for values in reader:
+            cursor.where = f"{path}, line {reader.line_num}"
+            if values and len(values) != len(names):
+                raise ValueError(
+                    f"{len(values)} columns instead of {len(names)} ({', '.join(names)})"
+                )
+            if values:
+                yield f"line {reader.line_num}", dict(zip(names, values, strict=True))
+
+
+def _text_rows(path: pathlib.Path) -> Rows:
+    for number, line in read_lines(path, errors="replace"):
+        if line.strip():
+            yield f"line {number}", {"text": line}
+
+
+def _parquet_rows(path: pathlib.Path) -> Rows:
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"row {number}", row
+    except (pa.ArrowException, ValueError, OverflowError, OSError) as error:
+        where = f"{path}, after row {number}"
+        raise ReadError(f"{where}: not Parquet ({error}); nothing was imported") from None
+
+
+_READERS: Mapping[str, Callable[..., Rows]] = {
+    **dict.fromkeys((".jsonl", ".json"), _json_rows),
+    **dict.fromkeys(TABLES, _table_rows),
+    ".txt": _text_rows,
+    ".parquet": _parquet_rows,
+}
+"""The readers by the suffix of the uncompressed file."""
+
+
+def file_kind(path: pathlib.Path) -> str:
+    """Returns the suffix that says how a file is read.
+
+    Raises:
+      ValueError: it is not known.
+    """
+    suffix = uncompressed(path).suffix
+    if suffix not in _READERS:
+        raise ValueError(
+            f"{path}: {suffix or 'no suffix'} is not known{did_you_mean(suffix, _READERS)}; files end in "
+            f"{', '.join(_READERS)}, those of lines also with {' or '.join(COMPRESSIONS)}"
+        )
+    return suffix
+
+
+def uncompressed(path: pathlib.Path) -> pathlib.Path:
+    """Returns a path without the suffix of a compression."""
+    return path.with_suffix("") if path.suffix in COMPRESSIONS else path
+
+
+def value_text(value: JSON) -> str:
+    """Returns a field as text: strings and bytes as they are, other values as Python writes them.
+
+    Raises:
+      ValueError: the field is null, a list or an object, or no finite number.
+    """
+    infinite = isinstance(value, float) and not math.isfinite(value)
+    if value is None or infinite or isinstance(value, list | dict):
+        raise ValueError(f"{json.dumps(value, default=str)[:60]}, which is no text")
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

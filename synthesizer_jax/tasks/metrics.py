@@ -1,0 +1,338 @@
+"""Metrics, in percent, of lists of postprocessed targets and predictions; those of T5 have its names.
+
+There must be as many targets as predictions, and one at least.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import re
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+from etils import epy
+
+with epy.lazy_imports():
+    import sacrebleu.metrics
+    import scipy.stats
+    import sklearn.metrics
+    from rouge_score import rouge_scorer, scoring
+
+Value: TypeAlias = Any
+"""What a metric compares; its type depends on the task: an index, a number, a string or a dictionary."""
+
+Metric: TypeAlias = Callable[[Sequence[Value], Sequence[Value]], dict[str, float]]
+"""A function from targets and predictions, as a task postprocesses them, to scores by name."""
+
+References: TypeAlias = str | Sequence[str]
+"""The reference text of an example, or several."""
+
+_Target = TypeVar("_Target")
+_Prediction = TypeVar("_Prediction")
+
+
+def zip_equal(
+    targets: Sequence[_Target], predictions: Sequence[_Prediction]
+) -> list[tuple[_Target, _Prediction]]:
+    """Returns the pairs of targets and predictions; there must be equally many, and one at least."""
+    pairs = list(zip(targets, predictions, strict=True))
+    if not pairs:
+        raise ValueError("there are no targets to compare with; give a metric one example or more")
+    return pairs
+
+
+# Labels and numbers. ----------------------------------------------------------------------------------
+
+
+def accuracy(targets: Sequence[object], predictions: Sequence[object]) -> dict[str, float]:
+    """Returns the share of predictions that are equal to their targets."""
+    return {"accuracy": 100 * float(np.mean([t == p for t, p in zip_equal(targets, predictions)]))}
+
+
+def f1_with_invalid(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
+    """Returns the binary F1 of class 1; a prediction that is no label counts as the wrong one."""
+    predictions = [p if p in (0, 1) else 1 - t for t, p in zip_equal(targets, predictions)]
+    return {"f1": 100 * _f1(targets, predictions, 1)}
+
+
+def matthews(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
+    """Returns the Matthews correlation of all classes, −1 (invalid) included; 0 if undefined."""
+    targets, predictions = zip(*zip_equal(targets, predictions), strict=True)
+    defined = len({*targets, *predictions}) > 1  # scikit-learn would warn
+    value = sklearn.metrics.matthews_corrcoef(targets, predictions) if defined else 0.0
+    return {"matthews_corrcoef": 100 * float(value)}
+
+
+def pearson(targets: Sequence[float], predictions: Sequence[float]) -> dict[str, float]:
+    """Returns the Pearson correlation; 0 if one side is constant."""
+    return {"pearson_corrcoef": 100 * _correlation(scipy.stats.pearsonr, targets, predictions)}
+
+
+def spearman(targets: Sequence[float], predictions: Sequence[float]) -> dict[str, float]:
+    """Returns Spearman's rank correlation; 0 if one side is constant."""
+    return {"spearman_corrcoef": 100 * _correlation(scipy.stats.spearmanr, targets, predictions)}
+
+
+def mean_3class_f1(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
+    """Returns the mean of the F1 of classes 0, 1 and 2."""
+    scores = [_f1(targets, predictions, label) for label in range(3)]
+    return {"mean_3class_f1": 100 * float(np.mean(scores))}
+
+
+def multirc_f1(
+    targets: Sequence[Mapping[str, Any]], predictions: Sequence[int]
+) -> dict[str, float]:
+    """Returns the binary F1 over all answers; see `postprocessors.multirc` for the targets."""
+    return f1_with_invalid([t["value"] for t in targets], predictions)
+
+
+def multirc_exact_match(
+    targets: Sequence[Mapping[str, Any]], predictions: Sequence[int]
+) -> dict[str, float]:
+    """Returns the share of questions of which every answer is predicted correctly."""
+    groups: dict[tuple[int, int], bool] = {}
+    for target, prediction in zip_equal(targets, predictions):
+        group = target["group"]
+        groups[group] = groups.get(group, True) and target["value"] == prediction
+    return {"exact_match": 100 * float(np.mean(list(groups.values())))}
+
+
+def gender_parity(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
+    """Returns the share of adjacent pairs of rows with equal predictions (AX-g)."""
+    answers = [answer for _, answer in zip_equal(targets, predictions)]
+    pairs = zip(answers[::2], answers[1::2], strict=False)
+    return {"gender_parity": 100 * float(np.mean([a == b for a, b in pairs]))}
+
+
+def _f1(targets: Sequence[int], predictions: Sequence[int], label: int) -> float:
+    sides = zip(*zip_equal(targets, predictions), strict=True)
+    score = sklearn.metrics.f1_score(*sides, labels=[label], average="macro", zero_division=0)
+    return float(score)
+
+
+def _correlation(
+    measure: Callable[[np.ndarray, np.ndarray], Any],
+    targets: Sequence[float],
+    predictions: Sequence[float],
+) -> float:
+    x, y = np.asarray(zip_equal(targets, predictions), float).T
+    if x.min() == x.max() or y.min() == y.max():
+        return 0.0
+    # Squares of numbers near the end of float64 would overflow.
+    return float(measure(x / np.abs(x).max(), y / np.abs(y).max()).statistic)
+
+
+# Answers to questions: the best over all answers, normalized as by the scripts of SQuAD (Rajpurkar et al.
+# 2016) and TriviaQA (Joshi et al. 2017). --------------------------------------------------------------
+
+
+def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[str, float]:
+    """Returns SQuAD's exact match ``em`` and ``f1`` of words; a target is a list of one answer or more."""
+    return _best_over_answers(targets, predictions, normalize_squad)
+
+
+def trivia_qa(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[str, float]:
+    """Returns exact match ``em`` and ``f1`` with TriviaQA's normalization; see `squad`."""
+    return _best_over_answers(targets, predictions, normalize_trivia_qa)
+
+
+def span_squad(
+    targets: Sequence[Mapping[str, Any]], predictions: Sequence[str]
+) -> dict[str, float]:
+    """Returns SQuAD's ``em`` and ``f1`` of predictions such as ``start: 3 end: 6``.
+
+    The words of the context at these positions, the last one included, are the answer. It is empty
+    if a prediction does not have this form. See `postprocessors.span` for the targets.
+    """
+    answers = [_words_of_span(t["context"], p) for t, p in zip_equal(targets, predictions)]
+    return squad([target["answers"] for target in targets], answers)
+
+
+def record_squad(
+    targets: Sequence[Mapping[str, Any]], predictions: Sequence[str]
+) -> dict[str, float]:
+    """Returns SQuAD's ``em`` and ``f1`` of the first row of every query; see `postprocessors.record`."""
+    first: dict[tuple[int, int], tuple[Sequence[str], str]] = {}
+    for target, prediction in zip_equal(targets, predictions):
+        first.setdefault(target["group"], (target["answers"] or [""], prediction))
+    answers, kept = zip(*first.values(), strict=True)
+    return squad(answers, kept)
+
+
+def normalize_squad(text: str) -> str:
+    """Returns the text in lower case, without ASCII punctuation and articles, with single spaces."""
+    return _without_articles("".join(c for c in text.lower() if c not in string.punctuation))
+
+
+def normalize_trivia_qa(text: str) -> str:
+    """Returns the text normalized as for SQuAD, but with spaces for punctuation, curly quotes included."""
+    marks = string.punctuation + "‘’´`_"
+    return _without_articles("".join(" " if c in marks else c for c in text.lower()))
+
+
+def _without_articles(text: str) -> str:
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def _best_over_answers(
+    targets: Sequence[Sequence[str]], predictions: Sequence[str], normalize: Callable[[str], str]
+) -> dict[str, float]:
+    scores = []
+    for answers, prediction in zip_equal(targets, predictions):
+        predicted = normalize(prediction)
+        expected = [normalize(answer) for answer in answers]
+        scores.append((predicted in expected, max(_token_f1(a, predicted) for a in expected)))
+    em, f1 = np.mean(scores, axis=0)
+    return {"em": 100 * float(em), "f1": 100 * float(f1)}
+
+
+def _token_f1(answer: str, prediction: str) -> float:
+    """Returns the F1 of the multisets of words of two normalized strings."""
+    a, p = answer.split(), prediction.split()
+    common = sum((collections.Counter(a) & collections.Counter(p)).values())
+    return 2 * common / (len(a) + len(p)) if common else 0.0
+
+
+def _words_of_span(context: str, prediction: str) -> str:
+    words = _split_words(prediction)
+    try:
+        start, end = int(words[1]), int(words[3])
+    except (IndexError, ValueError):
+        return ""
+    return " ".join(_split_words(context)[start : end + 1])
+
+
+def _split_words(text: str) -> list[str]:
+    return re.sub(r"\W", " ", text).split()
+
+
+# Generated texts: a target is a string, or a list of reference texts. ---------------------------------
+
+
+def bleu(
+    targets: Sequence[References], predictions: Sequence[str], *, tokenize: str = "intl"
+) -> dict[str, float]:
+    """Returns sacreBLEU's corpus BLEU-4 as T5 computes it: case-sensitive, smoothed (Post 2018).
+
+    Args:
+      targets: the references of each prediction.
+      predictions: the texts to compare with them.
+      tokenize: sacreBLEU's tokenizer: ``intl`` (T5; splits off all Unicode punctuation), ``13a``
+        (sacreBLEU's default, WMT's) or ``none``. Scores of different tokenizers cannot be compared.
+
+    Returns:
+      The score as ``bleu``, or as ``bleu_13a`` and so on with another tokenizer than T5's.
+    """
+    score = _corpus_bleu(targets, predictions, tokenize=tokenize, order=4)
+    return {"bleu" if tokenize == "intl" else f"bleu_{tokenize}": score}
+
+
+def bleu_13a(targets: Sequence[References], predictions: Sequence[str]) -> dict[str, float]:
+    """Returns `bleu` with WMT's tokenizer, as most papers report it."""
+    return bleu(targets, predictions, tokenize="13a")
+
+
+def dialogue_bleu(targets: Sequence[References], predictions: Sequence[str]) -> dict[str, float]:
+    """Returns corpus BLEU of words ``bleu1``, and of one to four words ``bleu4``, which spaces separate."""
+    return {
+        f"bleu{order}": _corpus_bleu(targets, predictions, tokenize="none", order=order)
+        for order in (1, 4)
+    }
+
+
+def chrf(targets: Sequence[References], predictions: Sequence[str]) -> dict[str, float]:
+    """Returns sacreBLEU's corpus chrF2, the F2 of character n-grams up to six (Popović 2015)."""
+    score = sacrebleu.corpus_chrf(list(predictions), _reference_streams(targets, predictions))
+    return {"chrf": float(score.score)}
+
+
+def rouge(
+    targets: Sequence[References],
+    predictions: Sequence[str],
+    *,
+    kinds: Sequence[str] = ("rouge1", "rouge2", "rougeLsum"),
+    bootstrap: bool = False,
+) -> dict[str, float]:
+    """Returns the F1 of ROUGE (Lin 2004) by the package rouge-score, without stemming.
+
+    As in T5, `` . `` ends a sentence, which ``rougeLsum`` needs to know. Of several references the
+    best one counts, for each kind of ROUGE.
+
+    Args:
+      targets: the references of each prediction.
+      predictions: answers.
+      kinds: ``rouge1`` and so on for n-grams, ``rougeL`` for the longest common subsequence of the
+        whole texts, ``rougeLsum`` for that of their sentences.
+      bootstrap: whether to return the median of the means of 1,000 random resamples, as T5 does,
+        instead of the mean. It draws from NumPy's global random state.
+    """
+    scorer = rouge_scorer.RougeScorer(list(kinds))
+    aggregator, values = scoring.BootstrapAggregator(), []
+    for references, prediction in zip_equal(targets, predictions):
+        texts = [_split_sentences(text) for text in _as_list(references)]
+        scores = scorer.score_multi(texts, _split_sentences(prediction))
+        aggregator.add_scores(scores)
+        values.append([scores[kind].fmeasure for kind in kinds])
+    if bootstrap:
+        found = aggregator.aggregate()
+        means = [found[kind].mid.fmeasure for kind in kinds]
+    else:
+        means = np.mean(values, axis=0).tolist()
+    return {kind: 100 * float(mean) for kind, mean in zip(kinds, means, strict=True)}
+
+
+def rouge_all(targets: Sequence[References], predictions: Sequence[str]) -> dict[str, float]:
+    """Returns `rouge` of words, pairs of words, whole texts (``rougeL``) and sentences."""
+    return rouge(targets, predictions, kinds=("rouge1", "rouge2", "rougeL", "rougeLsum"))
+
+
+def rouge_l(targets: Sequence[References], predictions: Sequence[str]) -> dict[str, float]:
+    """Returns `rouge` of the longest common subsequence of the whole texts, ``rougeL``."""
+    return rouge(targets, predictions, kinds=("rougeL",))
+
+
+def distinct(targets: Sequence[object], predictions: Sequence[str]) -> dict[str, float]:
+    """Returns the shares of different words ``distinct1`` and pairs of words ``distinct2``.
+
+    They are counted over all predictions together (Li et al. 2016); 0 if there is none.
+    """
+    del targets
+    texts = [prediction.split() for prediction in predictions]
+    pairs = [pair for words in texts for pair in itertools.pairwise(words)]
+    words = [word for words in texts for word in words]
+    return {
+        "distinct1": 100 * len(set(words)) / max(len(words), 1),
+        "distinct2": 100 * len(set(pairs)) / max(len(pairs), 1),
+    }
+
+
+def _corpus_bleu(
+    targets: Sequence[References], predictions: Sequence[str], *, tokenize: str, order: int
+) -> float:
+    metric = sacrebleu.metrics.BLEU(
+        tokenize=tokenize, smooth_method="exp", max_ngram_order=order, force=True
+    )
+    streams = _reference_streams(targets, predictions)
+    return float(metric.corpus_score(list(predictions), streams).score)
+
+
+def _reference_streams(
+    targets: Sequence[References], predictions: Sequence[str]
+) -> list[list[Any]]:
+    """Returns the n-th references of all examples, for every n; None where there are fewer.
+
+    T5 passes lists of references on untransposed, which sacreBLEU reads as streams.
+    """
+    references = [_as_list(target) for target, _ in zip_equal(targets, predictions)]
+    return [list(stream) for stream in itertools.zip_longest(*references)]
+
+
+def _as_list(references: References) -> list[str]:
+    return [references] if isinstance(references, str) else list(references)
+
+
+def _split_sentences(text: str) -> str:
+    return text.replace(" . ", " .\n")

@@ -1,0 +1,361 @@
+"""The grammar of the synthetic tasks: one function draws a row of each, in a little English."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias, TypeVar
+
+from synthesizer_jax.registry import JSON
+
+T = TypeVar("T")
+
+Row: TypeAlias = dict[str, JSON]
+Example: TypeAlias = tuple[Row, tuple[str, ...]]
+"""A row, and the words whose combination puts it on the training or the held-out side."""
+
+
+class Draw:
+    """Random choices made of `random.Random.random` alone, whose sequence Python guarantees."""
+
+    def __init__(self, seed: str, *, noise: float):
+        self._random = random.Random(seed)
+        self._noise = noise
+
+    def chance(self, probability: float) -> bool:
+        """Returns true with that probability."""
+        return self._random.random() < probability
+
+    def below(self, count: int) -> int:
+        """Returns an integer in ``[0, count)``."""
+        return int(self._random.random() * count)
+
+    def one(self, options: Sequence[T]) -> T:
+        """Returns one of the options."""
+        return options[self.below(len(options))]
+
+    def other(self, options: Sequence[T], than: T) -> T:
+        """Returns one of the options that is not `than`."""
+        return self.one([option for option in options if option != than])
+
+    def two(self, options: Sequence[T]) -> tuple[T, T]:
+        """Returns two different options."""
+        first = self.one(options)
+        return first, self.other(options, first)
+
+    def noisy(self, label: int, count: int) -> int:
+        """Returns the label, or now and then another of the `count` ones: an annotator's slip."""
+        return self.other(range(count), label) if self.chance(self._noise) else label
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+WOMEN, MEN = _words("Anna Clara Emma Julia Mary Sarah"), _words("David Jack Paul Peter Simon Tom")
+PLACES = _words("garden kitchen market station park library harbor square")
+KIND_OF = {
+    **dict.fromkeys(_words("dog cat horse bird"), "animal"),
+    **dict.fromkeys(_words("car truck bus train"), "vehicle"),
+    **dict.fromkeys(_words("house church school hotel"), "building"),
+    **dict.fromkeys(_words("guitar piano drum flute"), "instrument"),
+}
+NOUNS = tuple(KIND_OF)
+_STATES = (
+    "clean/dirty wet/dry warm/cold safe/unsafe big/small quiet/noisy hidden/visible famous/unknown"
+)
+STATES = tuple((pair.partition("/")[0], pair.partition("/")[2]) for pair in _words(_STATES))
+PAIR_OF = {state: pair for pair in STATES for state in pair}
+OPPOSITE = {state: pair[1 - pair.index(state)] for state, pair in PAIR_OF.items()}
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+# One sentence: CoLA and SST-2. -----------------------------------------------------------------------
+
+PERSONS_AND_ANIMALS = tuple(
+    (noun, f"{noun}s")
+    for noun in _words("dog cat horse boy girl teacher farmer singer doctor bird king student")
+)
+ACTIONS = tuple(
+    (f"{verb}s", verb) for verb in _words("sleep run sing wait laugh eat swim smile work dance")
+)
+DETERMINERS = (("This", "That", "Every"), ("These", "Those", "Many"))
+FAULTS = ("agreement", "agreement", "determiner", "order", "article")
+
+
+def cola(draw: Draw) -> Example:
+    """``The dogs near the king sleep in the park.`` is acceptable. Held out: pairs of noun and verb."""
+    label, number = draw.below(2), draw.below(2)
+    fault = "" if label else draw.one(FAULTS)
+    noun, verb = draw.one(PERSONS_AND_ANIMALS), draw.one(ACTIONS)
+    marked = fault == "determiner" or draw.chance(0.6)
+    agreed = 1 - number if fault == "determiner" else number
+    determiner = draw.one(DETERMINERS[agreed]) if marked else "The"
+    subject = [determiner, noun[number]]
+    if fault == "order":
+        subject.reverse()
+    if draw.chance(0.5):
+        subject += [draw.one(("near", "behind", "beside")), "the"]
+        subject += [draw.one(draw.one(PERSONS_AND_ANIMALS))]
+    shown = verb[1 - number if fault == "agreement" else number]
+    place = []
+    if fault == "article":
+        place = ["in", draw.one(PLACES)]
+    elif draw.chance(0.5):
+        place = ["in", "the", draw.one(PLACES)]
+    text = " ".join([*subject, shown, *place])
+    return {"sentence": _sentence(text), "label": draw.noisy(label, 2)}, (noun[0], verb[0])
+
+
+PRAISE = _words(
+    "great lovely funny clever brilliant charming fresh moving sweet exciting beautiful perfect smart "
+    "elegant delightful tender"
+)
+BLAME = _words(
+    "dull awful boring stupid terrible clumsy stale empty bitter tedious ugly weak silly lazy painful "
+    "shallow"
+)
+ASPECTS = _words("story acting music script plot ending film cast dialogue photography")
+REACTIONS = (
+    ("{} smiled", "{} cried"),
+    ("{} laughed", "{} frowned"),
+    ("{} clapped", "{} sighed"),
+    ("{} felt proud", "{} felt lonely"),
+    ("{} was happy", "{} was sad"),
+    ("{} stayed for hours", "{} left the room"),
+)
+"""What people do when something is good, and what when it is not."""
+
+
+def sst2(draw: Draw) -> Example:
+    """The second clause of opinions decides. Held out: pairs of the last adjective and its noun."""
+    label = draw.below(2)
+    first, second = draw.two(ASPECTS)
+    form = draw.one(("single", "because", "and", "but", "although"))
+    end, combination = _opinion(draw, label, second)
+    if form == "single":
+        text = draw.one(("", "i think ", "in the end ", "for me ")) + end
+    elif form == "because":
+        text = f"{draw.one(REACTIONS)[1 - label].format(draw.one(MEN + WOMEN))} because {end}"
+    elif form == "although":
+        text = f"although {_opinion(draw, 1 - label, first)[0]} , {end}"
+    else:
+        text = f"{_opinion(draw, label if form == 'and' else 1 - label, first)[0]} {form} {end}"
+    return {"sentence": text, "label": draw.noisy(label, 2)}, combination
+
+
+def _opinion(draw: Draw, positive: int, aspect: str) -> tuple[str, tuple[str, str]]:
+    """Returns a clause of that polarity, and its adjective and noun."""
+    denied = draw.chance(0.3)
+    adjective = draw.one(PRAISE if positive != denied else BLAME)
+    modifiers = ("not ", "never ", "hardly ") if denied else ("", "", "so ", "very ", "truly ")
+    return f"the {aspect} is {draw.one(modifiers)}{adjective}", (adjective, aspect)
+
+
+# Two sentences: STS-B, MNLI and WiC. -------------------------------------------------------------------
+
+
+class _Scene(NamedTuple):
+    noun: str
+    place: str
+    state: str
+
+    def describe(self, draw: Draw) -> str:
+        preposition = draw.one(("near", "in", "behind"))
+        return _sentence(f"the {self.noun} {preposition} the {self.place} is {self.state}")
+
+
+def stsb(draw: Draw) -> Example:
+    """The score grows with the parts that agree; a cat is half a dog. Held out: noun and kind of state."""
+    shared, related = draw.below(4), draw.chance(0.5)
+    same = [False] * 3
+    for _ in range(shared):
+        same[draw.one([i for i, taken in enumerate(same) if not taken])] = True
+    noun, place, state = draw.one(NOUNS), draw.one(PLACES), draw.one(draw.one(STATES))
+    others = [n for n in NOUNS if n != noun and (KIND_OF[n] == KIND_OF[noun]) == related]
+    second = _Scene(
+        noun if same[0] else draw.one(others),
+        place if same[1] else draw.other(PLACES, place),
+        state if same[2] else draw.one(draw.other(STATES, PAIR_OF[state])),
+    )
+    score = draw.noisy(shared, 4) + 0.5 * (related and not same[0])
+    row = {
+        "sentence1": _Scene(noun, place, state).describe(draw),
+        "sentence2": second.describe(draw),
+        "label": round(min(5 * score / 3, 5.0), 1),
+    }
+    return row, (noun, PAIR_OF[state][0])
+
+
+ENTAILMENT, NEUTRAL, CONTRADICTION = range(3)
+
+
+def mnli(draw: Draw) -> Example:
+    """``The dog near the house is not wet.`` entails ``The animal is dry.`` Held out: as in STS-B."""
+    label = draw.below(3)
+    noun, state = draw.one(NOUNS), draw.one(draw.one(STATES))
+    beside = draw.one([n for n in NOUNS if KIND_OF[n] != KIND_OF[noun]])
+    if label == NEUTRAL:
+        subject, claim = beside, draw.one((state, OPPOSITE[state]))
+    else:
+        subject, claim = noun, state if label == ENTAILMENT else OPPOSITE[state]
+    if draw.chance(0.4):
+        subject = KIND_OF[subject]
+    row = {
+        "premise": _Scene(noun, beside, _said(draw, state)).describe(draw),
+        "hypothesis": _sentence(f"the {subject} is {_said(draw, claim)}"),
+        "label": draw.noisy(label, 3),
+    }
+    return row, (noun, PAIR_OF[state][0])
+
+
+def _said(draw: Draw, state: str) -> str:
+    """Returns a state, or now and then the denial of its opposite."""
+    return f"not {OPPOSITE[state]}" if draw.chance(0.15) else state
+
+
+WORDS = _words("bat crane bank mouse seal bass plant spring trunk branch stream horn shell web")
+"""Each has a sense in nature and one in town."""
+CONTEXTS = (
+    _words("river forest lake meadow sea mountain"),
+    _words("office shop factory garage museum hospital"),
+)
+PEOPLE = (_words("hunter fisherman shepherd farmer"), _words("clerk engineer driver banker"))
+
+
+def wic(draw: Draw) -> Example:
+    """An ambiguous word in nature or in town: the same sense? Held out: word and first context."""
+    label, sense = draw.below(2), draw.below(2)
+    word = draw.one(WORDS)
+    first, context = _use(draw, word, sense)
+    second, _ = _use(draw, word, sense if label else 1 - sense)
+    row: Row = {"word": word, "sentence1": first, "sentence2": second}
+    for number, text in ((1, first), (2, second)):
+        start = text.index(f" {word} ") + 1
+        row |= {f"start{number}": start, f"end{number}": start + len(word)}
+    return row | {"label": draw.noisy(label, 2)}, (word, context)
+
+
+def _use(draw: Draw, word: str, sense: int) -> tuple[str, str]:
+    """Returns a sentence with one of `WORDS` in that sense, and the place that shows it."""
+    person = draw.one(PEOPLE[sense] if draw.chance(0.85) else ("girl", "boy", "man", "woman"))
+    context = draw.one(CONTEXTS[sense])
+    forms = ("the {0} saw a {1} near the {2}", "the {0} found the {1} in the {2}")
+    form = draw.one((*forms, "there was a {1} by the {2}"))
+    return _sentence(form.format(person, word, context)), context
+
+
+# Little stories: BoolQ, COPA and WSC. -----------------------------------------------------------------
+
+
+def boolq(draw: Draw) -> Example:
+    """``The dog is wet. The car is dirty.``, ``is the car clean`` is false. Held out: subject, matter."""
+    label, asked = draw.below(2), draw.below(2)
+    if draw.chance(0.3):
+        word = draw.one(WORDS)
+        passage, context = _use(draw, word, 1 - label)
+        question, combination = f"is the {word} far from town", (word, context)
+    else:
+        nouns, pairs = draw.two(NOUNS), draw.two(STATES)
+        states = [draw.one(pairs[0]), draw.one(pairs[1])]
+        if draw.chance(0.3):
+            states[1] = OPPOSITE[states[0]]
+        facts = [_sentence(f"the {n} is {s}") for n, s in zip(nouns, states, strict=True)]
+        passage, noun, state = " ".join(facts), nouns[asked], states[asked]
+        question = f"is the {noun} {state if label else OPPOSITE[state]}"
+        combination = (noun, PAIR_OF[state][0])
+    return {"passage": passage, "question": question, "label": draw.noisy(label, 2)}, combination
+
+
+CAUSE, EFFECT = range(2)
+EVENTS = (
+    ("{} won the race", "{} lost the race"),
+    ("{} passed the exam", "{} failed the exam"),
+    ("{} heard good news", "{} heard bad news"),
+    ("{} found the ring", "{} broke the ring"),
+)
+"""Causes as pairs with opposite outcomes; opinions as in SST-2 are causes too, reactions effects."""
+MATTERS = ("race", "exam", "news", "ring")
+
+
+def copa(draw: Draw) -> Example:
+    """``Anna won the race.`` has the effect ``She smiled.`` Held out: pairs of person and premise."""
+    label, question, outcome = draw.below(2), draw.below(2), draw.below(2)
+    woman = draw.below(2)
+    name, pronoun = draw.one((MEN, WOMEN)[woman]), ("he", "she")[woman]
+    if draw.chance(0.35):
+        told, right, wrong = _matters(draw, question, outcome)
+    else:
+        told, right = _happening(draw, 1 - question, outcome), _happening(draw, question, outcome)
+        wrong = _happening(draw, question, 1 - outcome)
+        if draw.chance(0.1):
+            wrong = _happening(draw, 1 - question, outcome)
+            while wrong == told:
+                wrong = _happening(draw, 1 - question, outcome)
+    person = pronoun if "{}" in told else name
+    choices = [_sentence(text.format(person)) for text in (right, wrong)]
+    row = {
+        "premise": _sentence(told.format(name)),
+        "choice1": choices[label],
+        "choice2": choices[1 - label],
+        "question": ("cause", "effect")[question],
+        "label": draw.noisy(label, 2),
+    }
+    return row, (name, told)
+
+
+def _matters(draw: Draw, question: int, outcome: int) -> tuple[str, str, str]:
+    """Returns a premise, the choice about the same matter, and one about another."""
+    same, other = draw.two(range(len(MATTERS)))
+    mention = draw.one(("{} talked about the", "{} thought about the", "{} wrote about the"))
+    events = [EVENTS[matter][outcome] for matter in (same, other)]
+    mentions = [f"{mention} {MATTERS[matter]}" for matter in (same, other)]
+    choices, told = (events, mentions[0]) if question == CAUSE else (mentions, events[0])
+    return told, choices[0], choices[1]
+
+
+def _happening(draw: Draw, question: int, outcome: int) -> str:
+    """Returns a cause or an effect with that outcome, ``{}`` for the person."""
+    if question == EFFECT:
+        return draw.one(REACTIONS)[outcome]
+    if draw.chance(0.5):
+        return draw.one(EVENTS)[outcome]
+    return f"the {draw.one(ASPECTS)} was {draw.one((PRAISE, BLAME)[outcome])}"
+
+
+PERSONS = (
+    (*MEN, "the king", "the uncle", "the waiter"),
+    (*WOMEN, "the queen", "the aunt", "the waitress"),
+)
+REASONS = (
+    ("needed help", "wanted advice", "felt alone", "was grateful"),
+    ("had helped", "worked hard", "gave advice", "was brave"),
+)
+"""Reasons of the one who does it, and of the other."""
+
+
+def wsc(draw: Draw) -> Example:
+    """``Anna thanked Mary because *she* had helped.`` means Mary. Held out: pairs of persons."""
+    label, gender, referent = draw.below(2), draw.below(2), draw.below(2)
+    reason = draw.one(REASONS[referent])
+    if draw.chance(0.3):
+        persons = draw.two(PERSONS[gender])
+    else:
+        both = [draw.one(PERSONS[gender]), draw.one(PERSONS[1 - gender])]
+        persons = (both[0], both[1]) if referent == 0 else (both[1], both[0])
+        reason = draw.one((reason, draw.one(("was there", "had time", "lived nearby"))))
+    verb = draw.one(("thanked", "called", "visited", "praised", "met", "paid"))
+    start = _sentence(f"{persons[0]} {verb} {persons[1]} because")[:-1]
+    pronoun, named = ("he", "she")[gender], referent if label else 1 - referent
+    row = {
+        "text": f"{start} {pronoun} {reason}.",
+        "span1_text": (start[: len(persons[0])], persons[1])[named],
+        "span1_index": (0, len(persons[0].split(" ")) + 1)[named],
+        "span2_text": pronoun,
+        "span2_index": len(start.split(" ")),
+        "label": draw.noisy(label, 2),
+    }
+    return row, persons
