@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from synthesizer_jax.registry import check_types
+from synthesizer_jax.typing import Dtype
 
 LARGEST_SEED = 2**32 - 1
 LONGEST, MOST_SEQUENCES = 2**20, 2**10
@@ -52,7 +53,7 @@ class Decoding:
     top_p: float | None = None
     samples: int = 1
     seed: int = 0
-    logits_dtype: str | None = None
+    logits_dtype: Dtype | None = None
 
     def __post_init__(self) -> None:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

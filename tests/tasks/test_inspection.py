@@ -47,13 +47,3 @@ def test_published_sizes_are_known_by_the_data_set():
     known = inspection.SplitCheck("t", "train", 5, (4, 5), 0, {})
     assert known.is_complete
     assert not inspection.SplitCheck("t", "train", 6, (4, 5), 0, {}).is_complete
-
-
-def test_lengths_are_summarized():
-    lengths = inspection.Lengths("targets", np.array([1, 2, 3, 4, 4, 8, 9, 100]))
-    assert lengths.truncated_share(8) == 2 / 8
-    assert lengths.histogram(8, bins=2) == [("1–4", 5), ("5–8", 1), ("over 8", 2)]
-    assert lengths.histogram(2) == [("1", 1), ("2", 1), ("over 2", 6)]
-    rows = [{"targets": [1, 1]}, {"targets": [1]}]
-    np.testing.assert_array_equal(inspection.Lengths.of(rows, "targets").lengths, [2, 1])
-    np.testing.assert_array_equal(inspection.Lengths.of(rows, "inputs").lengths, [0, 0])

@@ -6,7 +6,7 @@ import math
 import jax
 import pytest
 
-from synthesizer_jax.cli.plan import _changed_settings
+from synthesizer_jax.cli.plan import changed_settings
 from synthesizer_jax.cli.settings import override
 from synthesizer_jax.costs import chips
 from synthesizer_jax.models import Size, alignment, t5, unroll
@@ -173,10 +173,10 @@ def test_what_is_advised_can_be_typed():
     assert len(ways) > 2
     for changed, _ in ways:
         typed = recipe
-        for assignment in _changed_settings(recipe, changed):
+        for assignment in changed_settings(recipe, changed):
             typed = override(typed, assignment)
         assert typed == changed
-        assert _changed_settings(changed, changed) == []
+        assert changed_settings(changed, changed) == []
 
 
 @pytest.mark.slow

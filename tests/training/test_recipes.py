@@ -3,38 +3,22 @@
 import dataclasses
 import functools
 import json
-import pathlib
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from synthesizer_jax.cli.recipes import (
-    load_recipe,
-    packaged_recipes,
-    recipe_outlines,
-    recipe_source,
-)
+from synthesizer_jax.cli.recipes import list_recipes, load_recipe, load_with_code
 from synthesizer_jax.data.batch import batch_fields
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.distillation.distill import (
-    Distillation,
-    DistillationTrainer,
-    _initialize_from,
-    _student_experiment,
-)
-from synthesizer_jax.models import unroll, unroll_variables
+from synthesizer_jax.distillation.distill import Distillation, DistillationTrainer
+from synthesizer_jax.models import unroll_variables
 from synthesizer_jax.registry import fields_of, from_json, replace, to_json
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.trainer import Trainer
 
-NAMES = [
-    f"{file}:{outline.name}"
-    for file in packaged_recipes()
-    for outline in recipe_outlines(recipe_source(file))
-    if outline.name != "default"
-]
+NAMES = [row["recipe"] for row in list_recipes() if not row["recipe"].endswith(":default")]
 LENGTH = 8
 SMALL = {
     "batch_size": 4,
@@ -90,16 +74,9 @@ def loss_of_a_distillation(recipe: Distillation) -> float:
     taught = shrunk(load_recipe("translate:vanilla"))
     params = Trainer(taught, jax.devices()[:1]).init().params
     variables = unroll_variables(taught.model, {"params": params})
-    student = _student_experiment(taught, recipe, teacher=pathlib.Path())
-    trainer = DistillationTrainer(
-        student,
-        teacher=unroll(taught.model),
-        variables=variables,
-        recipe=recipe,
-        devices=jax.devices()[:1],
-    )
-    state = _initialize_from(variables)(trainer.init())
-    state, metrics = trainer.step(state, trainer.shard_batch(batch(student.data)))
+    trainer = DistillationTrainer(taught, variables, recipe, jax.devices()[:1])
+    state = trainer.inherit(trainer.init())
+    state, metrics = trainer.step(state, trainer.shard_batch(batch(taught.data)))
     assert int(state.step) == 1
     return float(metrics["loss"])
 
@@ -107,7 +84,7 @@ def loss_of_a_distillation(recipe: Distillation) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_packaged_recipe_is_built_and_takes_a_step(name):
-    recipe = load_recipe(name, kind=(Experiment, Distillation))
+    recipe, _ = load_with_code(name, kinds=(Experiment, Distillation))
     assert from_json(to_json(recipe)) == recipe
     if isinstance(recipe, Distillation):
         loss = loss_of_a_distillation(shrunk(recipe))
