@@ -7,41 +7,19 @@ from typing import Annotated
 
 import typer
 
-from synthesizer_jax.cli.options import Imports, storage_argument
-
-Directory = Annotated[pathlib.Path, storage_argument("The new directory.", "DIR")]
+from synthesizer_jax.cli.options import Imports
+from synthesizer_jax.typing import Count, Number, Range
 
 
 def convert(
-    source: Annotated[
-        pathlib.Path,
-        storage_argument("A folder of Hugging Face transformers, a checkpoint of T5X, or a run."),
-    ],
-    directory: Directory,
+    source: pathlib.Path,
+    directory: pathlib.Path,
     *,
-    vocabulary: Annotated[
-        str | None,
-        typer.Option(
-            help="A SentencePiece file, or bytes; by default the folder's own.", metavar="FILE"
-        ),
-    ] = None,
-    extra_ids: Annotated[
-        int | None,
-        typer.Option(help="Sentinels after the pieces of --vocabulary; by default T5's.", min=0),
-    ] = None,
-    encoder: Annotated[
-        str | None,
-        typer.Option(
-            help="A mixture with the dot product for the encoder, such as rv, which starts as the model.",
-            metavar="VARIANT",
-        ),
-    ] = None,
-    decoder: Annotated[
-        str | None, typer.Option(help="The same for the decoder.", metavar="VARIANT")
-    ] = None,
-    max_length: Annotated[
-        int | None, typer.Option(help="Positions of the mixtures' tables; by default 512.", min=1)
-    ] = None,
+    vocabulary: str | None = None,
+    extra_ids: Number | None = None,
+    encoder: str | None = None,
+    decoder: str | None = None,
+    max_length: Count | None = None,
     imports: Imports = None,
 ) -> None:
     """Convert a pretrained T5 to a run: T5, FLAN-T5, mT5, umT5, ByT5, UL2.
@@ -52,6 +30,15 @@ def convert(
     is trained.
 
     Example: synthesizer-jax convert flan-t5-small runs/flan --encoder rv
+
+    Args:
+      source: a folder of Hugging Face transformers, a checkpoint of T5X, or a run.
+      directory: the new directory.
+      vocabulary: a SentencePiece file, or bytes; by default the folder's own.
+      extra_ids: sentinels after the pieces of --vocabulary; by default T5's.
+      encoder: a mixture with the dot product for the encoder, such as rv, which starts as the model.
+      decoder: the same for the decoder.
+      max_length: positions of the mixtures' tables; by default 512.
     """
     from synthesizer_jax.costs.summary import num_elements
     from synthesizer_jax.pretrained.convert import Variants, convert_checkpoint
@@ -73,30 +60,14 @@ def convert(
 
 
 def export(
-    run: Annotated[pathlib.Path, storage_argument("RUN, or RUN/checkpoints/STEP.")],
-    directory: Directory,
+    run: pathlib.Path,
+    directory: pathlib.Path,
     *,
-    to: Annotated[
-        str, typer.Option(help="huggingface, t5x, t5x-scanned or stablehlo.")
-    ] = "huggingface",
-    dtype: Annotated[
-        str, typer.Option(help="float32 or bfloat16, of the tensors for transformers.")
-    ] = "float32",
-    inputs_length: Annotated[
-        int | None,
-        typer.Option(
-            help="stablehlo: tokens of an input at most; by default as in training.", min=1
-        ),
-    ] = None,
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            help="stablehlo: tokens of a target at most; by default as in training.", min=1
-        ),
-    ] = None,
-    beams: Annotated[
-        int, typer.Option(help="stablehlo: beams of the decoding loop; 1 is greedy.", min=1)
-    ] = 1,
+    to: str = "huggingface",
+    dtype: str = "float32",
+    inputs_length: Count | None = None,
+    max_length: Count | None = None,
+    beams: Count = 1,
     imports: Imports = None,
 ) -> None:
     """Write a run's model for another library, or as programs that need none.
@@ -108,6 +79,15 @@ def export(
     Example: synthesizer-jax export runs/flan flan-finetuned
 
     Example: synthesizer-jax export runs/rv rv-programs --to stablehlo --max-length 32
+
+    Args:
+      run: RUN, or RUN/checkpoints/STEP.
+      directory: the new directory.
+      to: huggingface, t5x, t5x-scanned or stablehlo.
+      dtype: float32 or bfloat16, of the tensors for transformers.
+      inputs_length: stablehlo: tokens of an input at most; by default as in training.
+      max_length: stablehlo: tokens of a target at most; by default as in training.
+      beams: stablehlo: beams of the decoding loop; 1 is greedy.
     """
     from synthesizer_jax.pretrained.export import export_run
     from synthesizer_jax.runs import code
@@ -126,13 +106,10 @@ def export(
 
 
 def average(
-    run: Annotated[pathlib.Path, storage_argument("Directory of the run.")],
-    directory: Directory,
+    run: pathlib.Path,
+    directory: pathlib.Path,
     *,
-    last: Annotated[
-        int | None,
-        typer.Option(help="Number of the newest checkpoints; by default all that are kept.", min=2),
-    ] = None,
+    last: Annotated[int, Range(2)] | None = None,
     imports: Imports = None,
 ) -> None:
     """Average the newest checkpoints of a run: write a run whose parameters are their mean.
@@ -142,6 +119,11 @@ def average(
     `train DIR` starts from it.
 
     Example: synthesizer-jax average runs/cola runs/cola-mean --last 5
+
+    Args:
+      run: directory of the run.
+      directory: the new directory.
+      last: number of the newest checkpoints; by default all that are kept.
     """
     from synthesizer_jax.runs import code
     from synthesizer_jax.training.checkpoint_average import average_checkpoints

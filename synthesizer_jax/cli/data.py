@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from synthesizer_jax.cli.data_import import import_files
-from synthesizer_jax.cli.options import DataDir, Imports, load_data_libraries, storage_option
-
-if TYPE_CHECKING:
-    from synthesizer_jax.data.vocabularies import Vocabulary
-    from synthesizer_jax.tasks.inspection import Lengths, SplitCheck
-    from synthesizer_jax.tasks.postprocessors import Example
+from synthesizer_jax.cli.options import DataDir, Imports, print_table
+from synthesizer_jax.data.vocabularies import EOS, Bytes, SentencePiece
+from synthesizer_jax.files import storage_path
+from synthesizer_jax.messages import did_you_mean
+from synthesizer_jax.typing import Count, Number, Range
 
 SHOWN_TOKENS = 24
-BAR = 40
-"""Width of the longest bar of a histogram, in characters."""
 
-app = typer.Typer(
-    help="Import, list, show, check and prepare data sets, train vocabularies. Nothing is downloaded.",
-    no_args_is_help=True,
-)
-app.command("import")(import_files)
+MINE = "mine"
+"""The name that imports files of the user's own."""
 
 
 def _open_directory(
@@ -33,54 +25,113 @@ def _open_directory(
 ) -> pathlib.Path:
     """Makes all tasks known, the user's and those of imported files too; returns the data directory."""
     from synthesizer_jax.runs import code
-    from synthesizer_jax.tasks import imported, synthetic, task_registry  # noqa: F401 - its tasks
+    from synthesizer_jax.tasks import imported, seqio_tasks, synthetic, task_registry  # noqa: F401
 
     if libraries:
-        load_data_libraries()
-    directory = task_registry.default_data_dir() if data_dir is None else data_dir
+        seqio_tasks.import_tensorflow()
+    directory = data_dir or task_registry.default_data_dir()
     code.load_user_code(imports or ())
     imported.add_imported(directory)
     return directory
 
 
-@app.command("prepare")
-def prepare_tasks(
-    mixture: Annotated[str, typer.Argument(help="Mixture or task to prepare.")],
+def import_files(
+    benchmark: str,
     *,
-    vocabulary: Annotated[
-        str | None,
-        typer.Option(
-            help="A SentencePiece model; by default bytes, or the synthetic mixture's own vocabulary."
-        ),
-    ] = None,
-    extra_ids: Annotated[int, typer.Option(help="Sentinels added to the vocabulary.", min=0)] = 100,
+    source: Annotated[list[str], "--from"],
     data_dir: DataDir = None,
-    split: Annotated[
-        list[str] | None, typer.Option(help="Split to train on; by default train. Repeatable.")
-    ] = None,
-    evaluation_split: Annotated[
-        list[str] | None,
-        typer.Option(help="Split to evaluate on; by default validation. Repeatable."),
-    ] = None,
-    inputs_length: Annotated[
-        int, typer.Option(help="Input tokens of a row, for tasks whose steps depend on it.", min=0)
-    ] = 0,
-    targets_length: Annotated[int, typer.Option(help="Target tokens of a row.", min=0)] = 0,
-    epochs: Annotated[
-        int | None,
-        typer.Option(
-            help="How often rows are read, for tasks with random steps; by default once, or as for what is "
-            "there.",
-            min=1,
-        ),
-    ] = None,
-    task: Annotated[
-        list[str] | None, typer.Option(help="Prepare only this task of the mixture. Repeatable.")
-    ] = None,
-    workers: Annotated[
-        int, typer.Option(help="Processes that read the files of large data sets.", min=1)
-    ] = 1,
-    renew: Annotated[bool, typer.Option("--renew", help="Write again what is there.")] = False,
+    name: str | None = None,
+    inputs: Annotated[str | None, "--input"] = None,
+    target: str | None = None,
+    labels: str | None = None,
+    metrics: Annotated[list[str] | None, "--metric"] = None,
+    columns: str | None = None,
+    vocabulary: pathlib.Path | None = None,
+    renew: bool = False,
+) -> None:
+    """Write TFDS data sets from the original files of a benchmark or corpus, or from your own.
+
+    Missing tasks are reported; splits of an earlier import are kept. A row that cannot be read stops the
+    import with its file and line, and then no data set is changed.
+
+    Your own files are JSON lines, CSV, TSV, Parquet, text (a row per line, with the field 'text') or
+    aligned text (train=a.en+a.de), each also .gz or .zst, or what datasets.save_to_disk wrote. Example:
+    synthesizer-jax data import mine --name reviews --from train=a.jsonl,validation=b.csv --input
+    'review: {text}' --target '{label}' --labels bad,good
+
+    Args:
+      benchmark: mine, glue, super_glue, multi30k, …; an unknown name lists all.
+      source: directory of the files. mine: also SPLIT=FILE, several with commas or by repeating the
+        option; in the name of a file, * stands for anything.
+      name: mine: the name of the task.
+      inputs: mine: the input, with fields of a row in braces, such as 'review: {text}'; without it the
+        task has targets only.
+      target: mine: the target, such as '{label}'.
+      labels: mine: the allowed targets, such as 'bad,good' or '0=bad,1=good'.
+      metrics: mine: accuracy (the default), bleu, f1, … Repeatable.
+      columns: mine: the columns of CSV and TSV files that have no header, such as 'a,b'.
+      vocabulary: mine: the SentencePiece model whose tokens are counted, instead of words.
+      renew: replace what was imported before, with all of its splits.
+    """
+    from synthesizer_jax.tasks import imported
+    from synthesizer_jax.tasks.importers import CORPORA, import_corpus, report_lines
+    from synthesizer_jax.tasks.importers.files import find_splits
+    from synthesizer_jax.tasks.seqio_tasks import import_tensorflow
+    from synthesizer_jax.tasks.task_registry import default_data_dir
+
+    directory = data_dir or default_data_dir()
+    if benchmark == MINE:
+        if name is None or target is None:
+            missing = "--name" if name is None else "--target"
+            raise ValueError(f"'data import {MINE}' needs {missing}; --help shows an example")
+        pairs = [label.partition("=") for label in (labels.split(",") if labels else ())]
+        task = imported.FileTask(
+            name,
+            None if inputs is None else imported.Template(inputs),
+            imported.Template(target),
+            tuple(metrics or ["accuracy"]),
+            {value: word if equals else value for value, equals, word in pairs},
+        )
+        codec = None if vocabulary is None else SentencePiece(str(vocabulary)).build()
+        splits = find_splits(source, columns=columns.split(",") if columns else ())
+        import_tensorflow()
+        found = imported.import_files(task, splits, directory, vocabulary=codec, renew=renew)
+        lines = [line for summary in found for line in summary.lines()]
+        lines.append(f"train with --set data.mixture={name}")
+    elif any(x is not None for x in (name, inputs, target, labels, metrics, columns, vocabulary)):
+        raise ValueError(
+            f"{benchmark} is imported as it is published; --name, --input, --target, --labels, --metric, "
+            f"--columns and --vocabulary belong to 'data import {MINE}'"
+        )
+    elif benchmark not in CORPORA:
+        known = (MINE, *CORPORA)
+        raise ValueError(
+            f"{benchmark!r} cannot be imported{did_you_mean(benchmark, known)}; choose one of "
+            f"{', '.join(known)}"
+        )
+    elif len(source) > 1:
+        raise ValueError(f"{benchmark} is imported from one directory; give one --from")
+    else:
+        import_tensorflow()
+        folder = storage_path(source[0])
+        lines = list(report_lines(import_corpus(benchmark, folder, directory, renew=renew)))
+    typer.echo("\n".join([*lines, f"data sets are in {directory}"]))
+
+
+def prepare_tasks(
+    mixture: str,
+    *,
+    vocabulary: str | None = None,
+    extra_ids: Number = 100,
+    data_dir: DataDir = None,
+    split: list[str] | None = None,
+    evaluation_split: list[str] | None = None,
+    inputs_length: Number = 0,
+    targets_length: Number = 0,
+    epochs: Count | None = None,
+    task: list[str] | None = None,
+    workers: Count = 1,
+    renew: bool = False,
     imports: Imports = None,
 ) -> None:
     """Tokenize a mixture's tasks once; training and evaluation read the files without TensorFlow.
@@ -88,9 +139,22 @@ def prepare_tasks(
     They are written into the data directory, where every run with the same vocabulary finds them, whatever
     its lengths. Training, eval, predict, distill and analyze prepare what they miss by themselves. A call
     that is interrupted keeps the files it has finished.
+
+    Args:
+      mixture: mixture or task to prepare.
+      vocabulary: a SentencePiece model; by default bytes, or the synthetic mixture's own vocabulary.
+      extra_ids: sentinels added to the vocabulary.
+      split: split to train on; by default train. Repeatable.
+      evaluation_split: split to evaluate on; by default validation. Repeatable.
+      inputs_length: input tokens of a row, for tasks whose steps depend on it.
+      targets_length: target tokens of a row.
+      epochs: how often rows are read, for tasks with random steps; by default once, or as for what is
+        there.
+      task: prepare only this task of the mixture. Repeatable.
+      workers: processes that read the files of large data sets.
+      renew: write again what is there.
     """
     from synthesizer_jax.data.prepared import PreparedTasks
-    from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
     from synthesizer_jax.tasks import synthetic
     from synthesizer_jax.tasks.prepare import prepare
 
@@ -104,8 +168,8 @@ def prepare_tasks(
     prepare(
         mixture,
         prepared,
-        training_splits=[name for name in split or ("train",) if name],
-        evaluation_splits=[name for name in evaluation_split or ("validation",) if name],
+        training_splits=list(filter(None, split or ["train"])),
+        evaluation_splits=list(filter(None, evaluation_split or ["validation"])),
         lengths=lengths if targets_length else None,
         epochs=epochs,
         only=task or (),
@@ -117,198 +181,156 @@ def prepare_tasks(
     typer.echo(f"prepared tasks are in {prepared.root}")
 
 
-Mixture = Annotated[str | None, typer.Argument(help="Only the tasks of this mixture.")]
-
-
-@app.command("list")
-def list_tasks(mixture: Mixture = None, data_dir: DataDir = None, imports: Imports = None) -> None:
+def list_tasks(
+    mixture: str | None = None, *, data_dir: DataDir = None, imports: Imports = None
+) -> None:
     """List the tasks with the numbers of prepared examples, and the mixtures.
 
     With --import also those of SeqIO's registries.
-    """
-    from rich.console import Console
-    from rich.table import Table
 
+    Args:
+      mixture: only the tasks of this mixture.
+    """
     from synthesizer_jax.tasks import task_registry
 
     directory = _open_directory(data_dir, imports, libraries=False)
-    rates = (
-        dict(task_registry.mixture_rates(mixture, directory))
-        if mixture
-        else dict.fromkeys(task_registry.task_names())
-    )
-    table = Table(title=f"{mixture or 'tasks'} in {directory}", title_justify="left")
-    for heading in ("task", "data set", "rate", "prepared examples"):
-        table.add_column(heading, justify="right" if heading == "rate" else "left")
+    rates: dict[str, float | None] = dict.fromkeys(task_registry.task_names())
+    if mixture is not None:
+        rates = {**task_registry.mixture_rates(mixture, directory)}
+    rows = []
     for name, rate in rates.items():
-        splits = task_registry.find_task(name).stored_splits(directory)
-        counts = {split: "?" if n is None else f"{n:,}" for split, n in splits.items()}
-        prepared = ", ".join(f"{split} {n}" for split, n in counts.items()) or "none"
-        formatted_rate = "" if rate is None else f"{rate:,.0f}"
-        table.add_row(name, task_registry.find_task(name).dataset, formatted_rate, prepared)
-    console = Console(width=140)
-    console.print(table)
+        task = task_registry.find_task(name)
+        splits = task.stored_splits(directory).items()
+        stored = ", ".join(f"{split} {'?' if n is None else f'{n:,}'}" for split, n in splits)
+        rows.append((name, task.dataset, stored or "none", "" if rate is None else f"{rate:,.0f}"))
+    headings = ("task", "data set", "examples", "rate")
+    print_table(headings, rows, title=f"{mixture or 'tasks'} in {directory}", left=3)
     if mixture is None:
-        console.print(f"mixtures: {', '.join(task_registry.mixture_names())}", highlight=False)
+        typer.echo(f"mixtures: {', '.join(task_registry.mixture_names())}")
 
 
-@app.command("show")
 def show_task(
-    task: Annotated[str, typer.Argument(help="Task.")],
+    task: str,
     *,
     data_dir: DataDir = None,
-    split: Annotated[str, typer.Option(help="Split.")] = "train",
-    vocabulary: Annotated[
-        pathlib.Path | None,
-        storage_option("SentencePiece model that counts the tokens; by default UTF-8 bytes."),
-    ] = None,
-    rows: Annotated[int, typer.Option(help="Number of rows to show.", min=0)] = 3,
-    examples: Annotated[int, typer.Option(help="Number of rows to measure.", min=1)] = 2000,
-    inputs_length: Annotated[int, typer.Option(help="Input tokens of a batch.", min=1)] = 512,
-    targets_length: Annotated[int, typer.Option(help="Target tokens of a batch.", min=1)] = 114,
+    split: str = "train",
+    vocabulary: pathlib.Path | None = None,
+    rows: Number = 3,
+    examples: Count = 2000,
     imports: Imports = None,
 ) -> None:
-    """Show a task's texts and tokens, and how long they are.
+    """Show a task's texts and tokens, and how long they are; lengths count EOS.
 
-    Lengths count EOS; what is longer than a batch's row is truncated in training and evaluation.
+    Args:
+      task: the task.
+      split: its split.
+      vocabulary: SentencePiece model that counts the tokens; by default UTF-8 bytes.
+      rows: number of rows to show.
+      examples: number of rows to measure.
     """
-    from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
+    import numpy as np
+
+    from synthesizer_jax.data.task_streams import SIDES
     from synthesizer_jax.tasks import inspection
 
     directory = _open_directory(data_dir, imports)
     built = (Bytes() if vocabulary is None else SentencePiece(str(vocabulary))).build()
     read = inspection.read_rows(task, split, built, data_dir=directory, count=max(rows, examples))
     found = list(read)
-    for row in found[:rows]:
-        _print_row(row, built)
+    for row, side in ((row, side) for row in found[:rows] for side in SIDES if side in row):
+        ids = [int(i) for i in row[side]]
+        shown, more = ids[:SHOWN_TOKENS], "…" if len(ids) > SHOWN_TOKENS else ""
+        pieces = "·".join(built.decode([i]) for i in shown if i != EOS)
+        typer.echo(
+            f"{side}: {inspection.text_of(row, side, built)}\n"
+            f"  {len(ids):,} tokens: {pieces}{more}\n  ids: {' '.join(map(str, shown))}{more}"
+        )
     unit = "bytes" if vocabulary is None else "tokens"
     typer.echo(f"{task}, {split}: lengths of {len(found[:examples]):,} rows in {unit}")
-    for feature, limit in (("inputs", inputs_length), ("targets", targets_length)):
-        lengths = inspection.Lengths.of(found[:examples], feature)
-        if lengths.lengths.any():
-            _print_lengths(lengths, limit)
+    for side in SIDES:
+        lengths = [len(row[side]) for row in found[:examples] if side in row]
+        if lengths:
+            middle, most = np.percentile(lengths, [50, 99])
+            typer.echo(
+                f"{side}: median {middle:.0f}, 99th percentile {most:.0f}, longest {max(lengths):,}"
+            )
 
 
-def _print_row(row: Example, vocabulary: Vocabulary) -> None:
-    """Prints a row's texts and the first of its tokens."""
-    from synthesizer_jax.data.task_streams import SIDES
-    from synthesizer_jax.data.vocabularies import EOS
-    from synthesizer_jax.tasks.inspection import text_of
-
-    for feature in SIDES:
-        if feature not in row:
-            continue
-        ids = [int(i) for i in row[feature]]
-        text = text_of(row, feature, vocabulary)
-        pieces = "·".join(vocabulary.decode([i]) for i in ids[:SHOWN_TOKENS] if i != EOS)
-        more = "…" if len(ids) > SHOWN_TOKENS else ""
-        typer.echo(f"{feature}: {text}")
-        typer.echo(f"  {len(ids):,} tokens: {pieces}{more}")
-        typer.echo(f"  ids: {' '.join(map(str, ids[:SHOWN_TOKENS]))}{more}")
-    typer.echo("")
-
-
-def _print_lengths(lengths: Lengths, limit: int) -> None:
-    """Prints percentiles, the truncated share and a histogram."""
-    import numpy as np
-
-    middle, most = np.percentile(lengths.lengths, [50, 99])
-    typer.echo(
-        f"{lengths.feature}: median {middle:.0f}, 99th percentile {most:.0f}, longest "
-        f"{lengths.lengths.max():,}; {lengths.truncated_share(limit):.1%} are longer than {limit}"
-    )
-    histogram = lengths.histogram(limit)
-    largest = max(count for _, count in histogram)
-    width = max(len(name) for name, _ in histogram)
-    for name, count in histogram:
-        bar = "█" * round(BAR * count / largest)
-        typer.echo(f"  {name:>{width}} {bar} {count:,}".rstrip())
-
-
-@app.command("check")
-def check_tasks(
-    mixture: Annotated[str, typer.Argument(help="Mixture or task.")],
-    *,
-    data_dir: DataDir = None,
-    imports: Imports = None,
-) -> None:
+def check_tasks(mixture: str, *, data_dir: DataDir = None, imports: Imports = None) -> None:
     """Compare prepared data sets with their published sizes, and their splits with each other.
 
     Exits with 1 where a split has another number of rows than was published.
-    """
-    from rich.console import Console
-    from rich.table import Table
 
-    from synthesizer_jax.tasks import inspection, task_registry
+    Args:
+      mixture: mixture or task.
+    """
+    from synthesizer_jax.tasks import inspection
 
     directory = _open_directory(data_dir, imports)
-    names = [
-        n
-        for n in task_registry.member_names(mixture)
-        if task_registry.find_task(n).stored_splits(directory)
+    checks = [
+        check
+        for name in _members(mixture, directory)
+        for check in inspection.check_splits(name, directory)
     ]
-    if not names:
-        raise FileNotFoundError(
-            f"no task of {mixture!r} has data in {directory}; import it with 'synthesizer-jax data "
-            "import', or name another --data-dir"
-        )
-    checks = [check for name in names for check in inspection.check_splits(name, directory)]
-    table = Table(title=f"{mixture} in {directory}", title_justify="left")
-    for heading in ("task", "split", "rows", "published", "repeated rows", "inputs shared with"):
-        table.add_column(heading, justify="left" if heading in ("task", "split") else "right")
+    rows = []
     for check in checks:
-        table.add_row(*_cells(check))
-    Console(width=140).print(table)
+        published = " or ".join(f"{n:,}" for n in check.published) or "not known"
+        shared = ", ".join(f"{other} {n:,}" for other, n in check.shared.items()) or "–"
+        number = "?" if check.rows is None else f"{check.rows:,}"
+        number += " ✗" if check.is_complete is False else ""
+        rows.append((check.task, check.split, number, published, f"{check.repeated:,}", shared))
+    headings = ("task", "split", "rows", "published", "repeated rows", "inputs shared with")
+    print_table(headings, rows, title=f"{mixture} in {directory}", left=2)
     wrong = [f"{c.task} {c.split}" for c in checks if c.is_complete is False]
     if wrong:
         typer.echo(f"not of the published size: {', '.join(wrong)}", err=True)
         raise typer.Exit(1)
 
 
-def _cells(check: SplitCheck) -> tuple[str, ...]:
-    """Returns a row of the table of checks."""
-    published = " or ".join(f"{n:,}" for n in check.published) or "not known"
-    shared = ", ".join(f"{other} {n:,}" for other, n in check.shared.items()) or "–"
-    rows = "?" if check.rows is None else f"{check.rows:,}"
-    mark = " ✗" if check.is_complete is False else ""
-    return check.task, check.split, rows + mark, published, f"{check.repeated:,}", shared
-
-
-@app.command("vocabulary")
 def train_vocabulary(
-    mixture: Annotated[str, typer.Argument(help="Mixture or task that provides the text.")],
-    output: Annotated[pathlib.Path, storage_option("The SentencePiece model to write.")],
+    mixture: str,
     *,
+    output: pathlib.Path,
     data_dir: DataDir = None,
-    size: Annotated[int, typer.Option(help="Number of pieces.", min=16)] = 8000,
-    examples: Annotated[int, typer.Option(help="Examples per task.", min=1)] = 20_000,
+    size: Annotated[int, Range(16)] = 8000,
+    examples: Count = 20_000,
     imports: Imports = None,
 ) -> None:
-    """Train a SentencePiece model on a mixture's training inputs and targets."""
-    from synthesizer_jax.data.vocabularies import train_sentencepiece
-    from synthesizer_jax.tasks import task_registry
+    """Train a SentencePiece model on a mixture's training inputs and targets.
 
-    directory = _open_directory(data_dir, imports)
-    members = [
-        name
-        for name, rate in task_registry.mixture_rates(mixture, directory).items()
-        if rate and "train" in task_registry.find_task(name).stored_splits(directory)
+    Args:
+      mixture: mixture or task that provides the text.
+      output: the SentencePiece model to write.
+      size: number of pieces.
+      examples: examples per task.
+    """
+    from synthesizer_jax.data.task_streams import SIDES
+    from synthesizer_jax.data.vocabularies import train_sentencepiece
+    from synthesizer_jax.tasks.inspection import read_rows, text_of
+
+    directory, codec = _open_directory(data_dir, imports), Bytes().build()
+    members = _members(mixture, directory, "train")
+    texts = [
+        text_of(row, side, codec)
+        for name in members
+        for row in read_rows(name, "train", codec, data_dir=directory, count=examples)
+        for side in SIDES
     ]
-    if not members:
-        raise FileNotFoundError(
-            f"no task of {mixture!r} has training data in {directory}; import its data sets with "
-            "'synthesizer-jax data import', or give another --data-dir"
-        )
-    texts = [text for name in members for text in _training_texts(name, directory, examples)]
     train_sentencepiece(texts, output, vocab_size=size)
     typer.echo(f"{output}: {size:,} pieces from {len(texts):,} texts of {', '.join(members)}")
 
 
-def _training_texts(task: str, data_dir: pathlib.Path, max_examples: int) -> Iterator[str]:
-    """Yields the inputs and targets of a task's training examples."""
-    from synthesizer_jax.data.vocabularies import Bytes
-    from synthesizer_jax.tasks.inspection import read_rows, text_of
+def _members(mixture: str, directory: pathlib.Path, split: str | None = None) -> list[str]:
+    """Returns the tasks of a mixture that have data, or a split, in a directory."""
+    from synthesizer_jax.tasks import task_registry
+    from synthesizer_jax.tasks.preparation import import_remedy
 
-    vocabulary = Bytes().build()
-    for row in read_rows(task, "train", vocabulary, data_dir=data_dir, count=max_examples):
-        yield from (text_of(row, side, vocabulary) for side in ("inputs", "targets"))
+    names = task_registry.member_names(mixture)
+    stored = {name: task_registry.find_task(name).stored_splits(directory) for name in names}
+    found = [name for name, splits in stored.items() if splits and split in (None, *splits)]
+    if not found:
+        data = "data" if split is None else f"a split {split!r}"
+        raise FileNotFoundError(
+            f"no task of {mixture!r} has {data} in {directory}; {import_remedy(names, directory)}"
+        )
+    return found

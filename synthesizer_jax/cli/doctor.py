@@ -12,220 +12,111 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, NamedTuple
+import time
 
 import typer
 
-from synthesizer_jax.cli.options import DataDir, storage_option
+from synthesizer_jax.cli.options import DataDir
 from synthesizer_jax.files import in_bucket
-
-GIB = 2**30
-DISK, MEMORY = 10 * GIB, 4 * GIB
-"""Less free disk space or memory than this is a warning."""
+from synthesizer_jax.typing import Count, NotNegative
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "libtpu")
 SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
-TPU_FILES = ("/dev/accel0", "/dev/vfio/0")
-
-
-class _Finding(NamedTuple):
-    """The result of a check: how bad it is, what was found, and how to correct it."""
-
-    level: str
-    text: str
-    remedy: str = ""
 
 
 def doctor(
-    workdir: Annotated[pathlib.Path | None, storage_option("Directory for a future run.")] = None,
-    data_dir: DataDir = None,
-    timeout: Annotated[
-        float, typer.Option(help="Maximum number of seconds to wait for other processes.")
-    ] = 60.0,
+    *, workdir: pathlib.Path | None = None, data_dir: DataDir = None, timeout: NotNegative = 60.0
 ) -> None:
-    """Check versions, devices, processes, directories and memory, and print remedies for problems.
+    """Show versions, devices and memory, and check processes and directories before a run does.
 
-    Start it like a training, on all hosts at once. The exit code is 1 if there is a problem.
+    Start it like a training, on all hosts at once.
 
     Example: synthesizer-jax doctor --workdir runs/rv
+
+    Args:
+      workdir: directory for a future run.
+      timeout: maximum number of seconds to wait for other processes.
     """
     import jax
 
+    from synthesizer_jax.costs.host_memory import free_memory
     from synthesizer_jax.runtime import processes
 
-    checks: list[Callable[[], Iterator[_Finding]]] = [
-        lambda: _check_group(timeout),
-        _check_versions,
-        _check_devices,
-        _check_memory,
-        *(lambda p=p: _check_directory(p) for p in (workdir, data_dir) if p is not None),
-    ]
-    failed = False
-    for check in checks:
-        for level, text, remedy in check():
-            failed |= level == "FAIL"
-            prefix = f"[{jax.process_index()}] " if processes.process_count() > 1 else ""
-            typer.echo(f"{prefix}{level:4} {text}")
-            if remedy:
-                typer.echo(f"{prefix}       → {remedy}")
-    raise typer.Exit(1 if failed else 0)
-
-
-def _check_group(timeout: float) -> Iterator[_Finding]:
-    """Joins the group of processes."""
-    from synthesizer_jax.runtime import processes
-
-    try:
-        joined = processes.join_group(timeout=timeout)
-    except (RuntimeError, ValueError) as error:
-        remedy = "start the same command on every host, and let its port through the firewall"
-        yield _Finding("FAIL", " ".join(str(error).split()), remedy)
-        return
-    yield _Finding("ok", "all processes have connected" if joined else "one process")
-
-
-def _check_versions() -> Iterator[_Finding]:
-    """Shows versions and settings, which must be equal on all processes."""
-    from synthesizer_jax.runtime import processes
-
+    processes.join_group(timeout=timeout)
     own = {"Python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             own[package] = importlib.metadata.version(package)
-    yield _Finding("ok", ", ".join(f"{name} {number}" for name, number in own.items()))
-    if own["jax"] != own["jaxlib"]:
-        text = f"jax {own['jax']} does not match jaxlib {own['jaxlib']}"
-        yield _Finding("FAIL", text, f"pip install 'jaxlib=={own['jax']}'")
     own |= {name: os.environ[name] for name in SETTINGS if name in os.environ}
     everyone = processes.all_gather("doctor", own)
-    different = [i for i, one in enumerate(everyone) if one != everyone[0]]
-    if different:
-        yield _Finding(
-            "FAIL",
+    if different := [i for i, one in enumerate(everyone) if one != everyone[0]]:
+        raise ValueError(
             f"versions or settings differ: {everyone[0]} on process 0, {everyone[different[0]]} on "
-            f"{', '.join(map(str, different))}",
-            "set up every host from the same commit and constraints file, and restart all",
+            f"{', '.join(map(str, different))}; set up every host from the same commit and "
+            "constraints file, and restart all"
         )
-
-
-def _check_devices() -> Iterator[_Finding]:
-    """Checks that JAX uses the accelerators of this host."""
-    import jax
-
-    try:
-        devices = jax.devices()
-    except RuntimeError as error:
-        remedy = "end other programs that use the device, or set JAX_PLATFORMS"
-        yield _Finding("FAIL", " ".join(str(error).split())[:300], remedy)
-        return
-    count, kind = jax.local_device_count(), devices[0].device_kind
-    yield _Finding("ok", f"{len(devices)} × {kind}, {count} of them on this host")
-    there = [path for path in TPU_FILES if pathlib.Path(path).exists()]
-    if there and devices[0].platform == "cpu":
-        remedy = "pip install -c constraints.txt 'synthesizer_jax[tpu]', and unset JAX_PLATFORMS"
-        text = f"{there[0]} shows that there is a TPU, but JAX runs on the CPU"
-        yield _Finding("FAIL", text, remedy)
-
-
-def _check_memory() -> Iterator[_Finding]:
-    """Checks the free memory of the host."""
-    from synthesizer_jax.costs.host_memory import free_memory
-
-    free = free_memory()
-    if free is not None:
-        remedy = "" if free >= MEMORY else "end other programs; training needs several gigabytes"
-        yield _Finding("WARN" if remedy else "ok", f"{free / GIB:.1f} GiB of memory free", remedy)
-
-
-def _check_directory(directory: pathlib.Path) -> Iterator[_Finding]:
-    """Checks that a directory, which may be in a bucket, is writable and that its disk has free space."""
-    probe = directory / f".doctor_{os.getpid()}_{socket.gethostname()}"
-    try:
+    kind, here = jax.devices()[0].device_kind, jax.local_device_count()
+    found = [
+        ", ".join(f"{name} {version}" for name, version in own.items()),
+        f"{jax.device_count()} × {kind}, {here} of them on this host",
+        f"{(free_memory() or 0) / 2**30:.1f} GiB of memory free",
+    ]
+    for directory in (place for place in (workdir, data_dir) if place is not None):
+        probe = directory / f".doctor_{os.getpid()}_{socket.gethostname()}"
         directory.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"x")
         probe.unlink()
-        free = DISK if in_bucket(directory) else shutil.disk_usage(directory).free
-    except OSError as error:
-        yield _Finding("FAIL", f"{directory}: {error}", "give a directory that is writable")
-        return
-    remedy = "" if free >= DISK else "delete old runs, or give another directory"
-    space = "" if in_bucket(directory) else f", {free / GIB:.0f} GiB free"
-    yield _Finding("WARN" if remedy else "ok", f"{directory} is writable{space}", remedy)
+        free = None if in_bucket(directory) else shutil.disk_usage(directory).free / 2**30
+        found.append(
+            f"{directory} is writable" + ("" if free is None else f", {free:.0f} GiB free")
+        )
+    prefix = f"[{jax.process_index()}] " if len(everyone) > 1 else ""
+    typer.echo("\n".join(f"{prefix}{line}" for line in found))
 
 
-def local(
-    command: Annotated[list[str], typer.Argument(help="A command of synthesizer-jax, after --.")],
-    processes: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 2,
-    devices: Annotated[
-        int | None,
-        typer.Option(min=1, help="CPU devices of each process; by default JAX's number."),
-    ] = None,
-) -> None:
+def local(command: list[str], *, processes: Count = 2, devices: Count | None = None) -> None:
     """Run a command as one group of several processes on this machine.
 
-    If one process fails, the others are killed. SIGTERM and Ctrl-C are sent to all processes.
+    If one process fails, the others are killed. SIGTERM and Ctrl-C are sent to all processes. The exit code
+    is that of the first process that failed, 128 plus the number of the signal if one ended it.
 
     Example: synthesizer-jax local --processes 2 --devices 4 -- train quickstart --workdir runs/rv
-    """
-    environment = {} if devices is None else {"JAX_NUM_CPU_DEVICES": str(devices)}
-    arguments = [sys.executable, "-m", "synthesizer_jax", *command]
-    raise typer.Exit(_run_group(arguments, processes, environment))
 
-
-def _run_group(command: Sequence[str], processes: int, environment: dict[str, str]) -> int:
-    """Runs a command in several processes and waits for all of them.
-
-    Returns:
-      The exit code of the first process that failed, or 0. A process that a signal ended counts as
-      128 plus the number of the signal.
+    Args:
+      command: a command of synthesizer-jax, after --.
+      processes: number of processes.
+      devices: CPU devices of each process; by default JAX's number.
     """
     from synthesizer_jax.runtime.preemption import EXIT_CODES
     from synthesizer_jax.runtime.processes import ADDRESS, PROCESS, PROCESSES
 
-    shared = {**os.environ, **environment, ADDRESS: f"127.0.0.1:{_free_port()}"}
-    shared[PROCESSES] = str(processes)
-    group: dict[int, subprocess.Popen[bytes]] = {}
-    asked: list[int] = []
-
-    def stop(number: int, _: object) -> None:
-        asked.append(number)
-        # A second Ctrl-C kills all processes. The terminal sends Ctrl-C to the processes too, so SIGTERM
-        # is sent here, because they would take another SIGINT for a second Ctrl-C.
-        _signal_group(group, signal.SIGKILL if asked.count(signal.SIGINT) > 1 else signal.SIGTERM)
-
-    old = {number: signal.signal(number, stop) for number in EXIT_CODES}
+    with socket.create_server(("127.0.0.1", 0)) as server:  # a port on which no process listens
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    shared = {**os.environ, ADDRESS: address, PROCESSES: str(processes)}
+    shared |= {} if devices is None else {"JAX_NUM_CPU_DEVICES": str(devices)}
+    received: list[int] = []
+    for handled in EXIT_CODES:
+        signal.signal(handled, lambda number, _: received.append(number))
+    group: list[subprocess.Popen[bytes]] = []
     code = 0
     try:
         for index in range(processes):
-            process = subprocess.Popen(command, env={**shared, PROCESS: str(index)})
-            group[process.pid] = process
-        if asked:  # some processes may have started after the signal
-            _signal_group(group, signal.SIGTERM)
-        while group:
-            pid, status = os.wait()
-            if group.pop(pid, None) is None:
-                continue
-            own = os.waitstatus_to_exitcode(status)
-            own = 128 - own if own < 0 else own
-            code = code or (EXIT_CODES[signal.SIGINT] if own and signal.SIGINT in asked else own)
-            if own not in (0, *EXIT_CODES.values()):
-                _signal_group(group, signal.SIGKILL)
+            arguments = [sys.executable, "-m", "synthesizer_jax", *command]
+            environment = {**shared, PROCESS: str(index)}
+            # In a session of its own, a process gets Ctrl-C from here alone, and once.
+            group.append(subprocess.Popen(arguments, env=environment, start_new_session=True))
+        while True:
+            codes = [process.poll() for process in group]
+            code = code or next((ended for ended in codes if ended), 0)
+            if None not in codes or code not in (0, *EXIT_CODES.values()):
+                break
+            while received:
+                number = received.pop()
+                for process in group:
+                    process.send_signal(number)
+            time.sleep(0.1)
     finally:
-        _signal_group(group, signal.SIGKILL)
-        for number, handler in old.items():
-            signal.signal(number, handler)
-    return code
-
-
-def _signal_group(group: dict[int, subprocess.Popen[bytes]], number: int) -> None:
-    """Sends a signal to all processes that have not ended."""
-    for pid in list(group):
-        with contextlib.suppress(ProcessLookupError):  # it has ended, but was not waited for
-            os.kill(pid, number)
-
-
-def _free_port() -> int:
-    """Returns a port on which no process listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+        for process in group:
+            process.kill()
+            process.wait()
+    raise typer.Exit(128 - code if code < 0 else code)

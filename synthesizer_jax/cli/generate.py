@@ -6,88 +6,35 @@ import dataclasses
 import itertools
 import pathlib
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from synthesizer_jax.cli.options import Imports, RunDirectory, Step, open_run, storage_option
+from synthesizer_jax.cli.options import Imports, open_run
 from synthesizer_jax.files import in_bucket, write_atomic
-
-if TYPE_CHECKING:
-    from synthesizer_jax.evaluation.prediction import Generated
-
-LOGITS_DTYPES = ("float32", "bfloat16")
-
-InputFile = Annotated[
-    pathlib.Path | None, storage_option("A file with one input per line.", "--input")
-]
-OutputFile = Annotated[
-    pathlib.Path | None, storage_option("The file to write; by default stdout.", "--output")
-]
-MaxLength = Annotated[
-    int | None,
-    typer.Option(
-        help="Maximum number of tokens to decode; by default that of the training's targets, less the "
-        "longest text to continue.",
-        min=1,
-    ),
-]
-MinLength = Annotated[
-    int, typer.Option(help="Minimum number of tokens to decode, end of sequence included.")
-]
-RelativeLength = Annotated[
-    float | None,
-    typer.Option(help="Maximum number of tokens to decode, per token of the input."),
-]
-Beams = Annotated[int, typer.Option(help="Number of beams; 1 is greedy, or samples.")]
-Alpha = Annotated[
-    float, typer.Option(help="Exponent of beam search's length penalty ((5 + n) / 6)^alpha.")
-]
-Temperature = Annotated[
-    float, typer.Option(help="Sample from softmax(logits / temperature); 0 does not sample.")
-]
-TopK = Annotated[int | None, typer.Option(help="Sample from this number of most probable tokens.")]
-TopP = Annotated[
-    float | None,
-    typer.Option(help="Sample from the fewest most probable tokens of at least this probability."),
-]
-Samples = Annotated[int, typer.Option(help="Lines per input: samples, or the best of the beams.")]
-Seed = Annotated[int, typer.Option(help="Seed of the samples.")]
-Scores = Annotated[
-    bool,
-    typer.Option("--scores", help="Print the log-probability in nats and a tab before each text."),
-]
-BatchSize = Annotated[int, typer.Option(help="Inputs per batch.", min=1)]
-LogitsDtype = Annotated[
-    str | None,
-    typer.Option(
-        help="float32 or bfloat16, of the output projection; by default the model's dtype."
-    ),
-]
+from synthesizer_jax.typing import Count
 
 
 def generate(
-    workdir: RunDirectory,
-    text: Annotated[
-        list[str] | None, typer.Argument(help="Inputs; by default the lines of --input or stdin.")
-    ] = None,
+    text: list[str] | None = None,
     *,
-    input_file: InputFile = None,
-    output_file: OutputFile = None,
-    step: Step = None,
-    beams: Beams = 1,
-    alpha: Alpha = 0.6,
-    temperature: Temperature = 0.0,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    samples: Samples = 1,
-    seed: Seed = 0,
-    min_length: MinLength = 1,
-    max_length: MaxLength = None,
-    relative_length: RelativeLength = None,
-    scores: Scores = False,
-    batch_size: BatchSize = 16,
-    logits_dtype: LogitsDtype = None,
+    workdir: pathlib.Path,
+    input_file: Annotated[pathlib.Path | None, "--input"] = None,
+    output_file: Annotated[pathlib.Path | None, "--output"] = None,
+    step: int | None = None,
+    beams: int = 1,
+    alpha: float = 0.6,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    samples: int = 1,
+    seed: int = 0,
+    min_length: int = 1,
+    max_length: Count | None = None,
+    relative_length: float | None = None,
+    scores: bool = False,
+    batch_size: Count = 16,
+    logits_dtype: str | None = None,
     imports: Imports = None,
 ) -> None:
     """Decode inputs with a trained checkpoint, one line of output per line of input.
@@ -97,28 +44,47 @@ def generate(
     sharded over all devices of one process. TensorFlow and SeqIO are not needed.
 
     Example: synthesizer-jax generate --workdir runs/rv "cola sentence: the dog sleep ."
+
+    Args:
+      text: inputs; by default the lines of --input or stdin.
+      workdir: directory of the run.
+      input_file: a file with one input per line.
+      output_file: the file to write; by default stdout.
+      step: step of the checkpoint; by default the newest one.
+      beams: number of beams; 1 is greedy, or samples.
+      alpha: exponent of beam search's length penalty ((5 + n) / 6)^alpha.
+      temperature: sample from softmax(logits / temperature); 0 does not sample.
+      top_k: sample from this number of most probable tokens.
+      top_p: sample from the fewest most probable tokens of at least this probability.
+      samples: lines per input: samples, or the best of the beams.
+      seed: seed of the samples.
+      min_length: minimum number of tokens to decode, end of sequence included.
+      max_length: maximum number of tokens to decode; by default that of the training's targets, less the
+        longest text to continue.
+      relative_length: maximum number of tokens to decode, per token of the input.
+      scores: print the log-probability in nats and a tab before each text.
+      batch_size: inputs per batch.
+      logits_dtype: float32 or bfloat16, of the output projection; by default the model's dtype.
     """
     from synthesizer_jax.evaluation.prediction import Predictor
     from synthesizer_jax.inference.settings import Decoding
     from synthesizer_jax.models import Encoder
     from synthesizer_jax.training.run_directory import open_vocabulary
 
-    if logits_dtype is not None and logits_dtype not in LOGITS_DTYPES:
-        raise ValueError(f"--logits-dtype is {logits_dtype!r}; use {' or '.join(LOGITS_DTYPES)}")
     if output_file is not None and not (in_bucket(output_file) or output_file.parent.is_dir()):
         raise FileNotFoundError(
             f"--output {output_file}: there is no directory {output_file.parent}; create it"
         )
     lines = _read_lines(text, input_file)
     run = open_run(workdir, imports)
-    experiment = run.experiment
-    if isinstance(experiment.model, Encoder):
+    model, data = run.experiment.model, run.experiment.data
+    if isinstance(model, Encoder):
         raise ValueError(
             f"{workdir} holds an Encoder, which generates no text; 'synthesizer-jax predict' predicts the "
             "classes of a classifier"
         )
     decoding = Decoding(
-        max_length=max_length or experiment.data.targets_length,
+        max_length=max_length or data.targets_length,
         min_length=min_length,
         relative_length=relative_length,
         beams=beams,
@@ -131,20 +97,26 @@ def generate(
         logits_dtype=logits_dtype,
     )
     predictor = Predictor(
-        experiment.model,
+        model,
         run.restore(step)[1],
-        open_vocabulary(experiment, workdir),
-        inputs_length=experiment.data.inputs_length,
+        open_vocabulary(run.experiment, workdir),
+        inputs_length=data.inputs_length,
         batch_size=min(batch_size, max(len(lines), 1)),
         decoding=decoding,
         mesh=run.mesh,
     )
     inputs = [predictor.encode(line) for line in lines]
-    if max_length is None and not experiment.data.inputs_length:  # the texts belong to the row
-        rest = experiment.data.targets_length - max(map(len, inputs), default=0)
+    if max_length is None and not data.inputs_length:  # the texts belong to the row
+        rest = data.targets_length - max(map(len, inputs), default=0)
         predictor.decoding = dataclasses.replace(decoding, max_length=max(rest, 1))
-    answers = predictor.generate_texts(inputs)
-    _write_lines(answers, output_file, scores=scores)
+    written = []
+    for answer, score in itertools.chain.from_iterable(predictor.generate_texts(inputs)):
+        line = " ".join(answer.splitlines())
+        written.append(f"{score:.4f}\t{line}\n" if scores else f"{line}\n")
+    if output_file is None:
+        typer.echo("".join(written), nl=False)
+    else:
+        write_atomic(output_file, written)
 
 
 def _read_lines(text: list[str] | None, input_file: pathlib.Path | None) -> list[str]:
@@ -153,30 +125,13 @@ def _read_lines(text: list[str] | None, input_file: pathlib.Path | None) -> list
         raise ValueError("give inputs as arguments or with --input, not both")
     if text:
         return text
-    if input_file is None:
-        lines = [] if sys.stdin.isatty() else sys.stdin.read().splitlines()
-        if not lines:
+    if input_file is not None:
+        try:
+            return input_file.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
             raise ValueError(
-                "there is no input; give texts as arguments, --input FILE, or lines to stdin"
-            )
+                f"--input {input_file} is not UTF-8 text ({error}); convert it to UTF-8"
+            ) from None
+    if not sys.stdin.isatty() and (lines := sys.stdin.read().splitlines()):
         return lines
-    try:
-        return input_file.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"--input {input_file} is not UTF-8 text ({error}); convert it to UTF-8"
-        ) from None
-
-
-def _write_lines(
-    answers: list[list[Generated]], output_file: pathlib.Path | None, *, scores: bool
-) -> None:
-    """Writes one line per text to a file, or to stdout; line breaks become spaces."""
-    lines = []
-    for text, score in itertools.chain.from_iterable(answers):
-        line = " ".join(text.splitlines())
-        lines.append(f"{score:.4f}\t{line}\n" if scores else f"{line}\n")
-    if output_file is None:
-        typer.echo("".join(lines), nl=False)
-    else:
-        write_atomic(output_file, lines)
+    raise ValueError("there is no input; give texts as arguments, --input FILE, or lines to stdin")

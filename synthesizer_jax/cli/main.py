@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import logging
 import os
+import re
 import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 
 import typer
 
-from synthesizer_jax.cli.checkpoints import average, convert, export
-from synthesizer_jax.cli.data import app as data
-from synthesizer_jax.cli.doctor import doctor, local
-from synthesizer_jax.cli.evaluate import evaluate, predict
+from synthesizer_jax.cli import checkpoints, data, doctor, evaluate, plan, report, train
 from synthesizer_jax.cli.generate import generate
-from synthesizer_jax.cli.options import missing_extra_message
-from synthesizer_jax.cli.plan import models, plan, recipes
-from synthesizer_jax.cli.report import analyze, quickstart, report
-from synthesizer_jax.cli.train import distill, train
+from synthesizer_jax.cli.options import as_command
 from synthesizer_jax.files import is_storage_error
 from synthesizer_jax.messages import escape_controls
 from synthesizer_jax.runtime.compilation_cache import enable_compilation_cache
 from synthesizer_jax.version import __version__
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "train": train.train,
+    "distill": train.distill,
+    "convert": checkpoints.convert,
+    "export": checkpoints.export,
+    "average": checkpoints.average,
+    "eval": evaluate.evaluate,
+    "predict": evaluate.predict,
+    "generate": generate,
+    "recipes": plan.recipes,
+    "models": plan.models,
+    "plan": plan.plan,
+    "analyze": report.analyze,
+    "report": report.report,
+    "doctor": doctor.doctor,
+    "local": doctor.local,
+}
+DATA_COMMANDS: dict[str, Callable[..., None]] = {
+    "import": data.import_files,
+    "prepare": data.prepare_tasks,
+    "list": data.list_tasks,
+    "show": data.show_task,
+    "check": data.check_tasks,
+    "vocabulary": data.train_vocabulary,
+}
 
 END_SECONDS = 60.0
 """Time for threads of libraries to end after the command."""
@@ -32,28 +56,19 @@ TRACEBACK = "SYNTHESIZER_JAX_TRACEBACK"
 
 app = typer.Typer(
     name="synthesizer-jax",
-    help="Train, evaluate and use Synthesizer T5s.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("train")(train)
-app.command("distill")(distill)
-app.command("convert")(convert)
-app.command("export")(export)
-app.command("average")(average)
-app.command("eval")(evaluate)
-app.command("predict")(predict)
-app.command("generate")(generate)
-app.command("recipes")(recipes)
-app.command("models")(models)
-app.command("plan")(plan)
-app.add_typer(data, name="data")
-app.command("analyze")(analyze)
-app.command("quickstart")(quickstart)
-app.command("report")(report)
-app.command("doctor")(doctor)
-app.command("local")(local)
+data_app = typer.Typer(
+    help="Import, list, show, check and prepare data sets, train vocabularies. Nothing is downloaded.",
+    no_args_is_help=True,
+)
+for name, function in COMMANDS.items():
+    app.command(name)(as_command(function))
+for name, function in DATA_COMMANDS.items():
+    data_app.command(name)(as_command(function))
+app.add_typer(data_app, name="data")
 
 
 def print_version(show: bool) -> None:
@@ -103,14 +118,17 @@ def run() -> None:
         if preemption is not None and isinstance(error, preemption.Preempted):
             print(error, file=sys.stderr)
             sys.exit(error.exit_code)
-        if _is_user_error(error) and not os.environ.get(TRACEBACK):
-            print(
-                f"error: {missing_extra_message(error) or _one_line_message(error)}",
-                file=sys.stderr,
-            )
-            _exit_program(2)
-        traceback.print_exception(error)
-        _exit_program(1)
+        is_known = _is_user_error(error) and not os.environ.get(TRACEBACK)
+        if is_known:
+            print(f"error: {_one_line_message(error)}", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+        code = 2 if is_known else 1
+        if "jax" in sys.modules:  # a process of a group does not wait for the others
+            from synthesizer_jax.runtime import processes
+
+            processes.exit_process(code)
+        sys.exit(code)
 
 
 def _is_user_error(error: Exception) -> bool:
@@ -121,22 +139,26 @@ def _is_user_error(error: Exception) -> bool:
     return isinstance(error, kinds) or is_storage_error(error)
 
 
-def _exit_program(code: int) -> None:
-    """Exits; a process of a group does not wait for the others."""
-    if "jax" not in sys.modules:
-        sys.exit(code)
-    from synthesizer_jax.runtime import processes
-
-    processes.exit_process(code)
-
-
 def _one_line_message(error: BaseException) -> str:
     """Returns an error's message in one line, for unspecific errors with how to see the traceback.
 
     Of a message that echoes what a file holds, the middle is left out.
     """
+    if isinstance(error, ModuleNotFoundError) and (extra := _extra_of(error.name or "")):
+        return f"{error.name} is not installed; run pip install 'synthesizer_jax[{extra}]'"
     text = escape_controls(" ".join(str(error).split())) or type(error).__name__
     text = text if len(text) <= 2000 else f"{text[:1500]} … {text[-300:]}"
     if type(error) in (RuntimeError, ImportError):
         text += f" ({type(error).__name__}; {TRACEBACK}=1 shows where)"
     return text
+
+
+def _extra_of(module: str) -> str | None:
+    """Returns the extra of this package that installs a module; None: there is none."""
+    name = module.partition(".")[0]
+    package = {"sklearn": "scikit-learn"}.get(name, name.replace("_", "[-_]"))
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a checkout, not installed
+        for requirement in importlib.metadata.requires("synthesizer-jax") or ():
+            if found := re.match(rf"{package}\b(?!-).*extra == ['\"](\w+)", requirement):
+                return found[1]
+    return None

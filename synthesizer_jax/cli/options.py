@@ -1,63 +1,28 @@
-"""Arguments and options that several commands share, and what they open."""
+"""Commands from functions, and what several of them share: options, opening a run, printing a table."""
 
 from __future__ import annotations
 
-import contextlib
-import os
+import copy
+import functools
+import inspect
 import pathlib
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
+import re
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
 from synthesizer_jax.cli.recipes import complete_recipe
 from synthesizer_jax.files import in_bucket, is_installed, storage_path
+from synthesizer_jax.registry import format_limits, matches_type
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from synthesizer_jax.training.experiment import Experiment
     from synthesizer_jax.typing import PyTree
-
-Path: TypeAlias = str | pathlib.Path
-
-
-def _to_storage_path(path: Path | None) -> pathlib.Path | None:
-    """Converts ``gs://BUCKET/…`` to a path in Google Cloud Storage, and other strings to local paths.
-
-    None, the value of an option that is not given, stays None. For a path in a bucket, TensorFlow is
-    loaded if it is installed, because its first import prints messages that must be suppressed.
-    """
-    if path is None:
-        return None
-    converted = storage_path(str(path))
-    if in_bucket(converted) and is_installed("tensorflow"):
-        _load_tensorflow()
-    return converted
-
-
-def to_storage_paths(paths: Iterable[Path] | None) -> list[pathlib.Path | None] | None:
-    """Converts every path, also those in buckets."""
-    return None if paths is None else [_to_storage_path(path) for path in paths]
-
-
-def storage_option(help: str, *names: str, envvar: str | None = None) -> OptionInfo:
-    """Returns an option that takes a local path or a path in a bucket.
-
-    Args:
-      help: the help text.
-      names: the option's names, such as ``--input``; by default its parameter's name.
-      envvar: an environment variable that sets the default.
-    """
-    return typer.Option(*names, help=help, callback=_to_storage_path, envvar=envvar)
-
-
-def storage_argument(help: str, metavar: str | None = None) -> ArgumentInfo:
-    """Returns an argument that takes a local path or a path in a bucket."""
-    return typer.Argument(help=help, metavar=metavar, callback=_to_storage_path)
-
 
 Recipe = Annotated[
     str,
@@ -82,32 +47,74 @@ Imports = Annotated[
         metavar="PACKAGE|FILE.py",
     ),
 ]
-Workdir = Annotated[
-    pathlib.Path,
-    storage_option("Directory of the run, for checkpoints and logs; also gs://BUCKET/…."),
-]
-RunDirectory = Annotated[pathlib.Path, storage_option("Directory of the run.")]
 DataDir = Annotated[
     pathlib.Path | None,
-    storage_option(
-        "Directory of prepared data sets; also gs://BUCKET/….", envvar="SYNTHESIZER_DATA_DIR"
+    typer.Option(
+        help="Directory of prepared data sets; also gs://BUCKET/….", envvar="SYNTHESIZER_DATA_DIR"
     ),
-]
-Step = Annotated[
-    int | None, typer.Option(help="Step of the checkpoint; by default the newest one.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")]
 
 
-class OpenRun(NamedTuple):
-    """A run whose checkpoints are used.
+def as_command(function: Callable[..., None]) -> Callable[..., None]:
+    """Returns a function that Typer makes a command of.
 
-    Attributes:
-      directory: its directory.
-      experiment: its experiment.
-      mesh: over which devices its variables are sharded.
-      layout: how, see `place_variables`.
+    Parameters before ``*`` are arguments, the others options; a string in an annotation is the option's
+    name, a `Limit` is checked, and paths may be in buckets. The help texts are the `Args` of the docstring.
     """
+    described, _, arguments = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
+    texts = dict(re.findall(r"^  (\w+): (.*(?:\n    .*)*)", arguments, re.MULTILINE))
+    plain = typing.get_type_hints(function)
+    hints = typing.get_type_hints(function, include_extras=True)
+    parameters = []
+    for parameter in inspect.signature(function).parameters.values():
+        name, kind = parameter.name, plain[parameter.name]
+        extras = getattr(hints[name], "__metadata__", ())
+        names = [extra for extra in extras if isinstance(extra, str)]
+        if kind is bool and parameter.default is False:
+            names = names or [f"--{name}"]
+        is_option = parameter.kind is parameter.KEYWORD_ONLY
+        info = typer.Option(*names) if is_option else typer.Argument()
+        for extra in extras:
+            info = copy.copy(extra) if isinstance(extra, ArgumentInfo | OptionInfo) else info
+        text = " ".join(texts.get(name, "").split())
+        info.help = info.help or text[:1].upper() + text[1:]
+        if "Path" in str(kind):
+            info.callback = _to_storage_paths
+        parameters.append(parameter.replace(annotation=Annotated[kind, info]))
+
+    @functools.wraps(function)
+    def command(**values: Any) -> None:
+        for name, value in values.items():
+            limits = format_limits(hints[name])
+            if limits and not matches_type(value, hints[name]):
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{option} is {value!r}; allowed: {limits}")
+        function(**values)
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__doc__ = described
+    return command
+
+
+def _to_storage_paths(path: Any) -> Any:
+    """Converts ``gs://BUCKET/…`` to a path in Google Cloud Storage; None and other paths stay as they are.
+
+    For a path in a bucket, TensorFlow is loaded if it is installed, because its first import prints
+    messages that must be suppressed.
+    """
+    if path is None or isinstance(path, list | tuple):
+        return path and [_to_storage_paths(one) for one in path]
+    converted = storage_path(str(path))
+    if in_bucket(converted) and is_installed("tensorflow"):
+        from synthesizer_jax.tasks.seqio_tasks import import_tensorflow
+
+        import_tensorflow()
+    return converted
+
+
+class OpenRun(NamedTuple):
+    """A run whose checkpoints are used: over which mesh, and in which layout, see `place_variables`."""
 
     directory: pathlib.Path
     experiment: Experiment
@@ -133,62 +140,22 @@ def open_run(directory: pathlib.Path, imports: Sequence[str] | None) -> OpenRun:
     return OpenRun(directory, experiment, mesh, layout)
 
 
-EXTRAS = {
-    "train": (
-        "array_record",
-        "msgpack",
-        "rouge_score",
-        "sacrebleu",
-        "sklearn",
-        "scipy",
-        "tensorboardX",
-    ),
-    "data": ("tensorflow", "tensorflow_text", "tensorflow_datasets", "seqio", "pyarrow"),
-    "report": ("jinja2", "matplotlib"),
-}
-"""The extras of this package, and the modules that they install."""
+def print_table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str | None = None,
+    left: int = 1,
+) -> None:
+    """Prints a table whose first `left` columns are aligned left, and the others right."""
+    from rich.console import Console
+    from rich.table import Table
 
-
-def missing_extra_message(error: BaseException) -> str | None:
-    """Returns the message for an import that needs an extra; None for other errors."""
-    if not isinstance(error, ModuleNotFoundError) or error.name is None:
-        return None
-    module = error.name.partition(".")[0]
-    for extra, modules in EXTRAS.items():
-        if module in modules:
-            return f"{module} is not installed; run pip install 'synthesizer_jax[{extra}]'"
-    return None
-
-
-def load_data_libraries() -> None:
-    """Imports TensorFlow and SeqIO without their messages, and hides the GPUs from TensorFlow.
-
-    Raises:
-      ModuleNotFoundError: TensorFlow or SeqIO is not installed.
-    """
-    _load_tensorflow()
-    with _silent_stderr():
-        import seqio  # noqa: F401 - imports TensorFlow Text, which prints the messages again
-
-
-def _load_tensorflow() -> None:
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    with _silent_stderr():
-        import tensorflow as tf
-
-        # TensorFlow would reserve all memory of the GPUs, which JAX needs.
-        tf.config.set_visible_devices([], "GPU")
-
-
-@contextlib.contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """Discards what C++ code prints while it is imported, before the level of messages can be set."""
-    sys.stderr.flush()
-    own = os.dup(2)
-    try:
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), 2)
-        yield
-    finally:
-        os.dup2(own, 2)
-        os.close(own)
+    table = Table(title=title, title_justify="left")
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if i < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(markup=False, highlight=False)
+    console.width = console.width if console.is_terminal else 160
+    console.print(table)

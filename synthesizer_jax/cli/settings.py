@@ -6,8 +6,8 @@ import ast
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeVar, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar, cast
 
 from synthesizer_jax.data.objectives import OBJECTIVES, Objective
 from synthesizer_jax.messages import did_you_mean
@@ -29,12 +29,15 @@ from synthesizer_jax.registry import (
     union_members,
 )
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 _Object = TypeVar("_Object")
 
 WORDS = {"none": None, "true": True, "false": False}
+
+NAMED: tuple[tuple[type, str, Mapping[str, Any], str], ...] = (
+    (TokenModel, "model", ZOO, "'synthesizer-jax models' lists all"),
+    (Objective, "objective", OBJECTIVES, f"there are {', '.join(OBJECTIVES)}"),
+)
+"""Classes whose objects have names: the class, what an object is called, the table, and a remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +66,8 @@ def settings(obj: object, path: str = "") -> Iterator[Setting]:
       obj: a module or dataclass.
       path: where it stands.
     """
-    assert dataclasses.is_dataclass(obj) and not isinstance(obj, type)
-    cls: type = type(obj)
-    defaults = {f.name: f.default for f in dataclasses.fields(obj)}
+    cls: Any = type(obj)
+    defaults = {f.name: f.default for f in dataclasses.fields(cls)}
     for name in field_names(cls):
         value, place = getattr(obj, name), child_path(path, name)
         kind = format_type(field_types(cls).get(name, object))
@@ -79,29 +81,32 @@ def settings(obj: object, path: str = "") -> Iterator[Setting]:
             yield from settings(child, where)
 
 
-def _nested_objects(value: object, path: str) -> Iterator[tuple[DataclassInstance, str]]:
+def _has_fields(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _nested_objects(value: object, path: str) -> Iterator[tuple[object, str]]:
     """Yields the objects with fields that a value is or holds, and their paths."""
     if isinstance(value, tuple):
         for i, entry in enumerate(value):
             yield from _nested_objects(entry, child_path(path, i))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif _has_fields(value):
         yield value, path
 
 
 def _format_setting(value: object) -> str:
     """Returns a plain value as ``--set`` reads it, an object as the name of its class."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if _has_fields(value):
         return type(value).__name__
-    if isinstance(value, tuple) and any(map(dataclasses.is_dataclass, value)):
+    if isinstance(value, tuple) and any(map(_has_fields, value)):
         return f"({', '.join(map(_format_setting, value))})"
-    words = {None: "none", True: "true", False: "false"}
-    if value is None or isinstance(value, bool):
-        return words[value]
     try:
         text = json.dumps(to_json(value))
     except ValueError:  # a function, which JSON cannot hold
         return format_value(value)
-    return value if isinstance(value, str) and _parse_text(value) == value else text
+    if isinstance(value, str) and _parse_text(value) == value:
+        return value
+    return "none" if value is None else text
 
 
 def _parse_text(text: str) -> JSON:
@@ -110,14 +115,6 @@ def _parse_text(text: str) -> JSON:
         with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             return read(text)
     return WORDS.get(text.lower(), text)
-
-
-@dataclasses.dataclass
-class _Change:
-    """A new value, as it was typed (None: the old one), and then changes inside it by field or index."""
-
-    text: str | None = None
-    inside: dict[str, _Change] = dataclasses.field(default_factory=dict)
 
 
 def override(obj: _Object, *assignments: str) -> _Object:
@@ -134,24 +131,24 @@ def override(obj: _Object, *assignments: str) -> _Object:
     Raises:
       ValueError: an unknown field or a value that does not fit, with a suggestion.
     """
-    changes = _Change()
+    changes: dict[str | None, Any] = {}  # by field or index; under None the new value itself
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
         if not equals:
             raise ValueError(f"--set {assignment!r}: write path.to.field=value")
         *parents, last = path.split(".")
-        change = changes
+        inner = changes
         for name in parents:
-            change = change.inside.setdefault(name, _Change())
-        change.inside[last] = _Change(text)
+            inner = inner.setdefault(name, {})
+        inner[last] = {None: text}
     return cast(_Object, _apply(changes, obj, object, ""))
 
 
-def _apply(change: _Change, value: object, kind: Annotation, path: str) -> object:
-    """Returns the value of a field of type `kind` at a path after a change."""
-    if change.text is not None:
-        value = _parse_value(change.text, kind, path)
-    if not change.inside:
+def _apply(changes: dict[str | None, Any], value: object, kind: Annotation, path: str) -> object:
+    """Returns the value of a field of type `kind` at a path after changes."""
+    if None in changes:
+        value = _parse_value(changes.pop(None), kind, path)
+    if not changes:
         return value
     entries: dict[str, object] = {}
     kinds: dict[str, Annotation] = {}
@@ -159,16 +156,17 @@ def _apply(change: _Change, value: object, kind: Annotation, path: str) -> objec
     if isinstance(value, tuple):
         entries = {str(i): entry for i, entry in enumerate(value)}
         missing = f"{{!r}} is not an index below {len(value)}"
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        entries, kinds = fields_of(value), field_types(type(value))
+    elif _has_fields(value):
+        cls: type = type(value)
+        entries, kinds = fields_of(value), field_types(cls)
         missing = f"{type(value).__name__} has no field {{!r}}"
-    for name, inner in change.inside.items():
-        place = child_path(path, name)
+    for name, inner in changes.items():
+        place = child_path(path, str(name))
         if name not in entries:
             fields = f"; its fields: {', '.join(entries)}" if kinds else ""
-            hint = did_you_mean(name, entries) + fields
+            hint = did_you_mean(str(name), entries) + fields
             raise ValueError(f"--set {place}: {missing.format(name)}{hint}")
-        entries[name] = _apply(inner, entries[name], kinds.get(name, object), place)
+        entries[str(name)] = _apply(inner, entries[str(name)], kinds.get(str(name), object), place)
     return tuple(entries.values()) if isinstance(value, tuple) else replace(value, **entries)
 
 
@@ -176,43 +174,18 @@ def _parse_value(text: str, kind: Annotation, path: str) -> object:
     """Returns the value of an argument for a field of type `kind`."""
     options = union_members(kind) or (kind,)
     value = from_json(_parse_text(text), path)
-    if isinstance(value, str) and any(_is_model(option) for option in options):
-        value = _named_model(value, path)
-    if isinstance(value, str) and any(_is_objective(option) for option in options):
-        value = _named_objective(value, path)
+    for base, noun, known, remedy in NAMED:
+        is_base = any(isinstance(option, type) and issubclass(option, base) for option in options)
+        if isinstance(value, str) and is_base:
+            if value not in known:
+                hint = did_you_mean(value, known)
+                raise ValueError(
+                    f"--set {path}={value}: there is no {noun} {value!r}{hint}; {remedy}"
+                )
+            value = known[value]() if base is TokenModel else known[value]
     for option in options:
         if matches_type(value, option):
             return float(value) if option is float else value
-    given = type(value).__name__ if dataclasses.is_dataclass(value) else text
+    given = type(value).__name__ if _has_fields(value) else text
     given = given if len(given) <= 60 else f"{given[:57]}…"
     raise ValueError(f"--set {path}={given}: expected {format_type(kind)}")
-
-
-def _is_model(kind: object) -> bool:
-    """Returns whether a field of that type holds a whole model."""
-    return isinstance(kind, type) and issubclass(kind, TokenModel)
-
-
-def _is_objective(kind: object) -> bool:
-    """Returns whether a field of that type holds an objective."""
-    return isinstance(kind, type) and issubclass(kind, Objective)
-
-
-def _named_objective(name: str, path: str) -> Objective:
-    """Returns an objective of the table."""
-    if name not in OBJECTIVES:
-        raise ValueError(
-            f"--set {path}={name}: there is no objective {name!r}{did_you_mean(name, OBJECTIVES)}; "
-            f"there are {', '.join(OBJECTIVES)}"
-        )
-    return OBJECTIVES[name]
-
-
-def _named_model(name: str, path: str) -> TokenModel:
-    """Returns a model of the zoo."""
-    if name not in ZOO:
-        raise ValueError(
-            f"--set {path}={name}: there is no model {name!r}{did_you_mean(name, ZOO)}; "
-            "'synthesizer-jax models' lists all"
-        )
-    return ZOO[name]()

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Annotated
 
-from synthesizer_jax.cli.options import (
-    DataDir,
-    Imports,
-    Overrides,
-    Quiet,
-    Recipe,
-    Workdir,
-    storage_option,
-)
-from synthesizer_jax.cli.recipes import check_name, load_with_code
+from synthesizer_jax.cli.options import DataDir, Imports, Overrides, Quiet, Recipe
+from synthesizer_jax.cli.recipes import load_with_code
 
 
 def train(
     recipe: Recipe,
-    workdir: Workdir,
     *,
+    workdir: pathlib.Path,
     data_dir: DataDir = None,
     overrides: Overrides = None,
     imports: Imports = None,
@@ -29,8 +20,10 @@ def train(
     """Train a recipe, or continue the training in the same workdir.
 
     Example: synthesizer-jax train quickstart --workdir runs/rv --set training.steps=200
+
+    Args:
+      workdir: directory of the run, for checkpoints and logs; also gs://BUCKET/….
     """
-    check_name(recipe)
     from synthesizer_jax.runtime import processes
     from synthesizer_jax.training.experiment import Experiment
     from synthesizer_jax.training.run import run
@@ -44,9 +37,9 @@ def train(
 
 def distill(
     recipe: Recipe,
-    teacher: Annotated[pathlib.Path, storage_option("Directory of a finished training run.")],
-    workdir: Workdir,
     *,
+    teacher: pathlib.Path,
+    workdir: pathlib.Path,
     data_dir: DataDir = None,
     overrides: Overrides = None,
     imports: Imports = None,
@@ -57,16 +50,19 @@ def distill(
     The workdir then is an ordinary run: eval and generate load it, and train fine-tunes from it.
 
     Example: synthesizer-jax distill replace_attention:alr --teacher runs/vanilla --workdir runs/alr
+
+    Args:
+      teacher: directory of a finished training run.
+      workdir: directory of the run, for checkpoints and logs; also gs://BUCKET/….
     """
-    check_name(recipe)
     from synthesizer_jax.distillation.distill import Distillation
     from synthesizer_jax.distillation.distill import distill as distill_run
     from synthesizer_jax.runs import code
     from synthesizer_jax.runtime import processes
 
     processes.start_group()
-    imported_code = code.load_user_code(imports or ())
+    own = code.load_user_code(imports or ())
     code.require_code(teacher)  # before the recipe, which may define newer versions of its classes
     distillation, recipe_code = load_with_code(recipe, overrides or (), kinds=(Distillation,))
-    own = imported_code + recipe_code
+    own += recipe_code
     distill_run(distillation, teacher, workdir, data_dir=data_dir, visible=not quiet, own=own)

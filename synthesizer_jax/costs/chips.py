@@ -12,48 +12,35 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 GIB = 2**30
-_PAGES = "https://docs.cloud.google.com/tpu/docs/"
 
 SQUARE = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 """Shapes of the slices of v5e and v6e, from the documentation of these chips."""
 
-
-def _cubic_slices(largest: int, *small: tuple[int, int, int]) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of slices of chips with three-dimensional links.
-
-    These are the small ones and those of whole cubes of 4 × 4 × 4 chips, whose sizes are multiples of
-    four in ascending order ("TPU types and topologies",
-    https://cloud.google.com/tpu/docs/types-topologies).
-
-    Args:
-      largest: number of chips of the largest slice.
-      *small: shapes smaller than a cube.
-    """
-    cubes = range(1, largest // 64 + 1)
-    return *small, *(
-        (4 * a, 4 * b, 4 * c)
-        for a, b, c in itertools.combinations_with_replacement(cubes, 3)
-        if 64 * a * b * c <= largest
-    )
-
-
 SMALL = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 
-@dataclasses.dataclass(frozen=True)
+def _cubic_slices(largest: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of slices of at most so many chips with three-dimensional links.
+
+    These are `SMALL` and those of whole cubes of 4 × 4 × 4 chips, whose sizes are multiples of four in
+    ascending order ("TPU types and topologies", https://cloud.google.com/tpu/docs/types-topologies).
+    """
+    cubes = itertools.combinations_with_replacement(range(1, largest // 64 + 1), 3)
+    return *SMALL, *((4 * a, 4 * b, 4 * c) for a, b, c in cubes if 64 * a * b * c <= largest)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
     """A generation of TPU chips.
 
     Attributes:
       name: name of the generation, as in ``v5p:4x4x8``.
-      type: the part of an accelerator type such as ``v5litepod-16`` before the hyphen.
       flops: peak FLOP/s of bfloat16 products; also of float32 products at JAX's default precision.
       memory: bytes of high-bandwidth memory.
       bandwidth: bytes/s between that memory and the cores.
-      source: documentation of these numbers and of the shapes.
       kinds: the chip's ``device_kind`` in JAX; some versions use the second name.
       shapes: number of chips along every dimension, for all available slices.
       devices: number of JAX devices per chip.
@@ -62,15 +49,13 @@ class Chip:
     """
 
     name: str
-    type: str
     flops: float
     memory: int
     bandwidth: float
-    source: str
     kinds: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     devices: int = 1
-    cores: int = 1
+    cores: int = 2
     config: str | None = None
 
     @property
@@ -78,51 +63,82 @@ class Chip:
         """The chip's ``device_kind`` in JAX."""
         return self.kinds[0]
 
+    @property
+    def type(self) -> str:
+        """The part of an accelerator type such as ``v5litepod-16`` before the hyphen."""
+        return "v5litepod" if self.name == "v5e" else self.name
 
-CHIPS = {
-    chip.name: chip
-    for chip in (
-        Chip(
-            *("v2", "v2", 45e12, 16 * GIB, 700e9, _PAGES + "v2", ("TPU v2",)),
-            shapes=((2, 2), (4, 4), (8, 8), (8, 16), (16, 16)),
-            devices=2,
-            cores=2,
-        ),
-        Chip(
-            *("v3", "v3", 123e12, 32 * GIB, 900e9, _PAGES + "v3", ("TPU v3",)),
-            shapes=((2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32)),
-            devices=2,
-            cores=2,
-        ),
-        Chip(
-            *("v4", "v4", 275e12, 32 * GIB, 1228e9, _PAGES + "v4", ("TPU v4",)),
-            shapes=_cubic_slices(4096, *SMALL),
-            cores=2,
-            config="megacore",
-        ),
-        Chip(
-            *("v5e", "v5litepod", 197e12, 16 * GIB, 819e9, _PAGES + "v5e"),
-            kinds=("TPU v5 lite", "TPU v5e"),
-            shapes=SQUARE,
-        ),
-        Chip(
-            *("v5p", "v5p", 459e12, 95 * GIB, 2765e9, _PAGES + "v5p", ("TPU v5", "TPU v5p")),
-            shapes=_cubic_slices(6144, *SMALL),
-            cores=2,
-        ),
-        Chip(
-            *("v6e", "v6e", 918e12, 32 * GIB, 1640e9, _PAGES + "v6e"),
-            kinds=("TPU v6 lite", "TPU v6e"),
-            shapes=SQUARE,
-        ),
-        Chip(
-            *("tpu7x", "tpu7x", 2307e12, 192 * GIB, 7380e9, _PAGES + "tpu7x", ("TPU7x",)),
-            shapes=_cubic_slices(9216, (1, 1, 1), *SMALL),
-            devices=2,
-            cores=2,
-        ),
-    )
-}
+    @property
+    def source(self) -> str:
+        """Documentation of the numbers and of the shapes."""
+        return f"https://docs.cloud.google.com/tpu/docs/{self.name}"
+
+
+_CHIPS = (
+    Chip(
+        name="v2",
+        flops=45e12,
+        memory=16 * GIB,
+        bandwidth=700e9,
+        kinds=("TPU v2",),
+        shapes=((2, 2), (4, 4), (8, 8), (8, 16), (16, 16)),
+        devices=2,
+    ),
+    Chip(
+        name="v3",
+        flops=123e12,
+        memory=32 * GIB,
+        bandwidth=900e9,
+        kinds=("TPU v3",),
+        shapes=((2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32)),
+        devices=2,
+    ),
+    Chip(
+        name="v4",
+        flops=275e12,
+        memory=32 * GIB,
+        bandwidth=1228e9,
+        kinds=("TPU v4",),
+        shapes=_cubic_slices(4096),
+        config="megacore",
+    ),
+    Chip(
+        name="v5e",
+        flops=197e12,
+        memory=16 * GIB,
+        bandwidth=819e9,
+        kinds=("TPU v5 lite", "TPU v5e"),
+        shapes=SQUARE,
+        cores=1,
+    ),
+    Chip(
+        name="v5p",
+        flops=459e12,
+        memory=95 * GIB,
+        bandwidth=2765e9,
+        kinds=("TPU v5", "TPU v5p"),
+        shapes=_cubic_slices(6144),
+    ),
+    Chip(
+        name="v6e",
+        flops=918e12,
+        memory=32 * GIB,
+        bandwidth=1640e9,
+        kinds=("TPU v6 lite", "TPU v6e"),
+        shapes=SQUARE,
+        cores=1,
+    ),
+    Chip(
+        name="tpu7x",
+        flops=2307e12,
+        memory=192 * GIB,
+        bandwidth=7380e9,
+        kinds=("TPU7x",),
+        shapes=((1, 1, 1), *_cubic_slices(9216)),
+        devices=2,
+    ),
+)
+CHIPS = {chip.name: chip for chip in _CHIPS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,58 +218,32 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
         asked = int(size) / chip.cores
         shape = _usual_shapes(chip).get(int(asked)) if asked.is_integer() else None
     if shape is None:
-        near = " and ".join(
-            f"{place.name} ({place.type})" for place in _nearest_slices(chip, asked)
-        )
+        usual = _usual_shapes(chip)
+        fewer, more = [n for n in usual if n <= asked], [n for n in usual if n > asked]
+        places = [Topology(chip, usual[n]) for n in fewer[-1:] + more[:1]]
+        near = " and ".join(f"{place.name} ({place.type})" for place in places)
         raise ValueError(f"{chip.name} has no slice {text!r}; near it are {near}")
     return Topology(chip, shape, slices)
 
 
-def _nearest_slices(chip: Chip, chips: float) -> Iterator[Topology]:
-    """Yields the largest slice with at most `chips` chips and the smallest one with more, if they exist."""
-    shapes = _usual_shapes(chip)
-    fewer, more = [n for n in shapes if n <= chips], [n for n in shapes if n > chips]
-    for size in fewer[-1:] + more[:1]:
-        yield Topology(chip, shapes[size])
-
-
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    """A model of GPUs with its peak rates, without sparsity.
-
-    Attributes:
-      kinds: prefixes of its ``device_kind`` in JAX.
-      bfloat16: peak FLOP/s of bfloat16 products; None if the tensor cores do not support bfloat16.
-      float16: peak FLOP/s of float16 products.
-      float32: peak FLOP/s of float32 products at JAX's default precision, which is TF32 since A100.
-      source: documentation of these numbers.
-    """
-
-    kinds: tuple[str, ...]
-    bfloat16: float | None
-    float16: float
-    float32: float
-    source: str
-
-
-_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
-
-GPUS = (
-    # The first match is used, so special cards precede the rest of their generation. Data sheets that
-    # include structured sparsity give twice these rates.
-    Gpu(("NVIDIA GB200",), 2500e12, 2500e12, 1250e12, _NVIDIA + "gb200-nvl72/"),
-    Gpu(("NVIDIA B200",), 2250e12, 2250e12, 1100e12, _NVIDIA + "hgx/"),
-    Gpu(("NVIDIA H200 NVL",), 835.5e12, 835.5e12, 417.5e12, _NVIDIA + "h200/"),
-    Gpu(("NVIDIA H200", "NVIDIA GH200"), 989.5e12, 989.5e12, 494.5e12, _NVIDIA + "h200/"),
-    Gpu(("NVIDIA H100 NVL",), 835.5e12, 835.5e12, 417.5e12, _NVIDIA + "h100/"),
-    Gpu(("NVIDIA H100 PCIe",), 756e12, 756e12, 378e12, _NVIDIA + "h100/"),
-    Gpu(("NVIDIA H100",), 989.5e12, 989.5e12, 494.5e12, _NVIDIA + "h100/"),
-    Gpu(("NVIDIA A100",), 312e12, 312e12, 156e12, _NVIDIA + "a100/"),
-    Gpu(("NVIDIA L4",), 121e12, 121e12, 60e12, _NVIDIA + "l4/"),
-    Gpu(("Tesla T4", "NVIDIA T4"), None, 65e12, 8.1e12, _NVIDIA + "tesla-t4/"),
-    Gpu(("Tesla V100-PCIE",), None, 112e12, 14e12, _NVIDIA + "v100/"),
-    Gpu(("Tesla V100",), None, 125e12, 15.7e12, _NVIDIA + "v100/"),
-)
+# Data sheets of NVIDIA, https://www.nvidia.com/en-us/data-center/; those that include structured sparsity
+# give twice these rates.
+GPUS: dict[str, tuple[float | None, float, float]] = {
+    "NVIDIA GB200": (2500e12, 2500e12, 1250e12),
+    "NVIDIA B200": (2250e12, 2250e12, 1100e12),
+    "NVIDIA H200 NVL": (835.5e12, 835.5e12, 417.5e12),
+    "NVIDIA G?H200": (989.5e12, 989.5e12, 494.5e12),
+    "NVIDIA H100 NVL": (835.5e12, 835.5e12, 417.5e12),
+    "NVIDIA H100 PCIe": (756e12, 756e12, 378e12),
+    "NVIDIA H100": (989.5e12, 989.5e12, 494.5e12),
+    "NVIDIA A100": (312e12, 312e12, 156e12),
+    "NVIDIA L4": (121e12, 121e12, 60e12),
+    "(Tesla|NVIDIA) T4": (None, 65e12, 8.1e12),
+    "Tesla V100-PCIE": (None, 112e12, 14e12),
+    "Tesla V100": (None, 125e12, 15.7e12),
+}
+"""Peak FLOP/s of products in bfloat16 (None: not supported), float16, and float32 at JAX's default
+precision, which is TF32 since A100, by the beginning of the ``device_kind``; the first match is used."""
 
 
 def peak_flops(kind: str, dtype: str) -> float | None:
@@ -270,10 +260,9 @@ def peak_flops(kind: str, dtype: str) -> float | None:
     for chip in CHIPS.values():
         if kind in chip.kinds and dtype in ("bfloat16", "float16", "float32"):
             return chip.flops / chip.devices
-    for gpu in GPUS:
-        if re.match(rf"({'|'.join(gpu.kinds)})(?!\w)(?!.*\bMIG\b)", kind):
-            rates = {"bfloat16": gpu.bfloat16, "float16": gpu.float16, "float32": gpu.float32}
-            return rates.get(dtype)
+    for name, rates in GPUS.items():
+        if re.match(rf"{name}(?!\w)(?!.*\bMIG\b)", kind):
+            return dict(zip(("bfloat16", "float16", "float32"), rates, strict=True)).get(dtype)
     return None
 
 
@@ -291,57 +280,37 @@ def tiled_bytes(shape: Sequence[int], itemsize: int) -> int:
     total = math.prod(shape)
     if len(shape) < 2:
         whole = TILE[0] * TILE[1]
-        numbers = (
-            max(TILE[1], _next_power_of_two(total))
-            if total <= whole
-            else -(-total // whole) * whole
-        )
-        return numbers * itemsize
+        small = max(TILE[1], _next_power_of_two(total))
+        return (small if total <= whole else math.ceil(total / whole) * whole) * itemsize
+
+    def padded(rows: int) -> int:
+        return math.ceil(rows / TILE[0]) * TILE[0] if rows > TILE[0] else _next_power_of_two(rows)
+
     filled = (
-        total // (rows * columns) * _padded_rows(rows) * math.ceil(columns / TILE[1]) * TILE[1]
+        total // (rows * columns) * padded(rows) * math.ceil(columns / TILE[1]) * TILE[1]
         for rows, columns in itertools.permutations(shape, 2)
         if total
     )
     return min(filled, default=0) * itemsize
 
 
-def _padded_rows(rows: int) -> int:
-    return math.ceil(rows / TILE[0]) * TILE[0] if rows > TILE[0] else _next_power_of_two(rows)
-
-
 def _next_power_of_two(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
-def main(words: Sequence[str]) -> int:
-    """Runs ``chips.py TYPE [TOPOLOGY]``, which describes a slice for shell scripts.
+def main(name: str) -> None:
+    """Describes the slice of a name or type for scripts, or ends with an error.
 
     Prints its generation, accelerator type, shape, number of chips, and ``usual`` if the shape is the
-    type's default one, else ``other``; or an error on standard error.
-
-    Returns:
-      The exit code.
+    type's default one, else ``other``.
     """
     try:
-        place = _resolve_slice(*words)
+        place = parse_topology(name)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        sys.exit(f"error: {error}")
     shape = place.name.partition(":")[2]
     print(place.chip.name, place.type, shape, place.chips, "usual" if place.usual else "other")
-    return 0
-
-
-def _resolve_slice(kind: str, shape: str = "") -> Topology:
-    """Returns a slice by name or type, or by generation and shape; a type must agree with the shape."""
-    if not shape:
-        return parse_topology(kind)
-    name = next((c.name for c in CHIPS.values() if re.match(rf"({c.name}|{c.type})\b", kind)), kind)
-    place = parse_topology(f"{name}:{shape}")
-    if re.search("[:-]", kind) and parse_topology(kind).chips != place.chips:
-        raise ValueError(f"{kind} is not a slice of {shape}, which has {place.chips} chips")
-    return place
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1])

@@ -53,14 +53,15 @@ def summarize(model: TokenModel, *, inputs_length: int = 512, targets_length: in
     """
     model = _scan_runs(model)
     example = model.example(inputs_length, targets_length)
-    total = sum(tokens.shape[1] for tokens in example)
     shapes, axes = abstract_variables(model, *example)
+    lengths = {"inputs_length": inputs_length, "targets_length": targets_length}
+    total = sum(tokens.shape[1] for tokens in example)
     return Summary(
         parameters=num_elements(shapes["params"]),
         constants=num_elements(shapes.get("constants", {})),
         tables_per_layer=tables_per_layer(shapes, axes),
         positions=_num_position_parameters(shapes["params"], axes["params"]),
-        flops_per_token=round(_forward_flops(model, shapes, example) / total),
+        flops_per_token=round(forward_flops(model, **lengths) / total),
         cache_bytes_per_token=cache_bytes(model, example[0], targets_length),
     )
 
@@ -78,12 +79,6 @@ def forward_flops(model: TokenModel, *, inputs_length: int, targets_length: int)
     model = _scan_runs(model)
     example = model.example(inputs_length, targets_length)
     shapes, _ = abstract_variables(model, *example)
-    return _forward_flops(model, shapes, example)
-
-
-def _forward_flops(
-    model: TokenModel, shapes: Variables, example: tuple[jax.ShapeDtypeStruct, ...]
-) -> int:
     return flops(jax.make_jaxpr(model.apply)(shapes, *example).jaxpr)
 
 
@@ -135,12 +130,8 @@ def flops(jaxpr: jex_core.Jaxpr | jex_core.ClosedJaxpr) -> int:
             continue
         repeats = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
         branches = [flops(sub) for sub in _sub_jaxprs(eqn.params)]
-        if eqn.primitive.name == "cond":
-            total += min(
-                branches
-            )  # the fallback of a check, or another platform's branch, does not run
-        else:
-            total += repeats * sum(branches)
+        # The fallback of a check, or another platform's branch, does not run.
+        total += min(branches) if eqn.primitive.name == "cond" else repeats * sum(branches)
     return total
 
 
@@ -162,19 +153,18 @@ def cache_bytes(model: TokenModel, tokens: jax.ShapeDtypeStruct, length: int) ->
     total = 0
     for index, run in enumerate(stacks_of(model)["decoder"].runs):
         alone = _one_layer(model, index)
-        (layer,) = _abstract_cache(alone, tokens, length).layers
+        shapes, _ = abstract_variables(alone, *alone.example(tokens.shape[1], length))
+
+        def init(
+            variables: Variables, tokens: jax.Array, alone: TextToText = alone
+        ) -> DecodingCache:
+            return apply_method(alone.init_cache, variables, tokens, max_length=length)
+
+        (layer,) = jax.eval_shape(init, shapes, tokens).layers
         arrays = [x for x in jax.tree.leaves(layer.self_attention) if x.ndim > 1]
         positions = length + (0 if layer.in_decoder else tokens.shape[1])
         total += run.repeats * sum(x.size * x.dtype.itemsize for x in arrays) // positions
     return total
-
-
-def _abstract_cache(model: TextToText, tokens: jax.ShapeDtypeStruct, length: int) -> DecodingCache:
-    def init_cache(variables: Variables, tokens: jax.Array) -> DecodingCache:
-        return apply_method(model.init_cache, variables, tokens, max_length=length)
-
-    shapes, _ = abstract_variables(model, *model.example(tokens.shape[1], length))
-    return jax.eval_shape(init_cache, shapes, tokens)
 
 
 def _one_layer(model: Model, index: int) -> Model:

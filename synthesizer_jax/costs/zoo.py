@@ -15,18 +15,10 @@ INPUTS_LENGTH, TARGETS_LENGTH = 512, 114
 """The lengths for which the operations in the file are counted."""
 
 
-def costs(
-    name: str, *, inputs_length: int = INPUTS_LENGTH, targets_length: int = TARGETS_LENGTH
-) -> dict[str, JSON]:
-    """Returns the width, the numbers of layers and the costs of a model as JSON data.
-
-    Args:
-      name: a key of `ZOO`.
-      inputs_length: number of encoder tokens for which operations are counted.
-      targets_length: number of decoder tokens for which operations are counted.
-    """
+def costs(name: str) -> dict[str, JSON]:
+    """Returns the width, the numbers of layers and the costs of a model of `ZOO` as JSON data."""
     model = ZOO[name]()
-    lengths = _limit_lengths(model, inputs_length, targets_length)
+    lengths = _limit_lengths(model, INPUTS_LENGTH, TARGETS_LENGTH)
     summary = summarize(model, inputs_length=lengths[0], targets_length=lengths[1])
     return {
         "d_model": model.d_model,

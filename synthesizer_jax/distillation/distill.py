@@ -18,16 +18,18 @@ import numpy as np
 import optax
 
 from synthesizer_jax.checkpoints.manager import restore_variables
-from synthesizer_jax.distillation.fit import Layer, collect_statistics, fit_layers, is_static
+from synthesizer_jax.distillation.fit import collect_statistics, fit_layers, is_static
 from synthesizer_jax.distillation.replacement import (
+    STACKS,
+    Layer,
     Replacement,
-    StackName,
     TapPair,
+    blocks_of,
     student_model,
     tap_pairs,
 )
-from synthesizer_jax.distillation.transplant import STACKS, self_attention
 from synthesizer_jax.files import storage_path, write_atomic
+from synthesizer_jax.mixers import Attention
 from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
 from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.optimizers import OptimizerRule
@@ -36,7 +38,7 @@ from synthesizer_jax.parameters import abstract_variables
 from synthesizer_jax.registry import check_fields, register, replace, to_json
 from synthesizer_jax.runs import code
 from synthesizer_jax.runtime import processes
-from synthesizer_jax.sharding import replicate_to_devices, shardings
+from synthesizer_jax.sharding import gather_to_host, replicate_to_devices, shardings
 from synthesizer_jax.tasks.streams import open_stream
 from synthesizer_jax.tasks.task_registry import default_data_dir
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
@@ -106,99 +108,57 @@ def distill(
     Raises:
       ValueError: the teacher is not an encoder-decoder, or the replacements do not fit it.
     """
-    teacher_experiment = load_experiment(teacher)
-    teacher_model = teacher_experiment.model
-    if not isinstance(teacher_model, EncoderDecoder):
+    taught = with_vocabulary_path(load_experiment(teacher), teacher)
+    if not isinstance(taught.model, EncoderDecoder):
         raise ValueError(
-            f"{teacher} contains a {type(teacher_model).__name__}; only EncoderDecoder models can be "
+            f"{teacher} contains a {type(taught.model).__name__}; only EncoderDecoder models can be "
             "distilled"
         )
     _, variables = restore_variables(teacher / "checkpoints")
-    variables = unroll_variables(teacher_model, variables)
-    experiment = _student_experiment(teacher_experiment, recipe, teacher)
-    trainer = DistillationTrainer(
-        experiment, teacher=unroll(teacher_model), variables=variables, recipe=recipe
-    )
-    run_options: dict[str, Any] = {
+    trainer = DistillationTrainer(taught, unroll_variables(taught.model, variables), recipe)
+    experiment = trainer.experiment
+    options: dict[str, Any] = {
         "data_dir": data_dir,
         "visible": visible,
         "own": code.recorded_code(teacher) + own,
     }
-    copy = _initialize_from(variables)
 
     def initialize(state: TrainState) -> TrainState:
-        state = copy(state)
+        state = trainer.inherit(state)
         layers = trainer.static_layers() if recipe.fit_batches else []
         if not layers:
             return state
-        state, found = _fit_state(state, trainer, layers, recipe, data_dir=data_dir)
+        state, found = _fit_state(state, trainer, layers, data_dir=data_dir)
         if processes.is_process_zero():
             heads = {f"{stack}/layers_{i}": kl.tolist() for (stack, i), kl in found.items()}
             write_atomic(directory / FIT_FILE, json.dumps(heads, indent=1) + "\n")
             if visible:
-                print(_format_fit(found, recipe.fit_batches), flush=True)
+                all_heads = np.stack(list(found.values()))
+                print(
+                    f"fitted {len(found)} layers to {recipe.fit_batches} batches: the teacher's attention "
+                    f"diverges by {all_heads.mean():.3f} nats per query (worst head {all_heads.max():.3f})",
+                    flush=True,
+                )
         return state
 
-    run(experiment, directory, trainer=trainer, initial=initialize, **run_options)
+    run(experiment, directory, trainer=trainer, initial=initialize, **options)
     if processes.is_process_zero():
         content = json.dumps(to_json(recipe), indent=1) + "\n"
         write_atomic(directory / DISTILLATION_FILE, content)
     if recipe.fine_tune is not None:
         fine_tuning = replace(experiment, training=recipe.fine_tune, init_from=str(directory))
-        run(fine_tuning, directory / FINE_TUNED, **run_options)
+        run(fine_tuning, directory / FINE_TUNED, **options)
     return experiment
-
-
-def _student_experiment(
-    teacher_experiment: Experiment, recipe: Distillation, teacher: pathlib.Path
-) -> Experiment:
-    """The teacher's experiment with the student's model and training."""
-    assert isinstance(teacher_experiment.model, EncoderDecoder)
-    return replace(
-        with_vocabulary_path(teacher_experiment, teacher),
-        model=student_model(teacher_experiment.model, recipe.replace),
-        training=recipe.training,
-        evaluation=recipe.evaluation or teacher_experiment.evaluation,
-    ).starting_from(None)
-
-
-def _initialize_from(variables: PyTree) -> Callable[[TrainState], TrainState]:
-    """Returns a function that copies the teacher's arrays to a state.
-
-    An array is copied if the student has one of the same path and shape.
-    """
-    teacher_arrays = {
-        jax.tree_util.keystr(path): array for path, array in jax.tree.leaves_with_path(variables)
-    }
-
-    def initial_array(path: KeyPath, student_array: jax.Array) -> jax.Array:
-        teacher_array = teacher_arrays.get(jax.tree_util.keystr(path))
-        if teacher_array is None or teacher_array.shape != student_array.shape:
-            return student_array
-        # A copy, because every step donates the state's buffers but needs the teacher's.
-        return replicate_to_devices(jnp.copy(teacher_array), student_array.sharding)
-
-    def initialize(state: TrainState) -> TrainState:
-        arrays = {"params": state.params, "constants": state.constants}
-        arrays = jax.tree.map_with_path(initial_array, arrays)
-        return dataclasses.replace(state, **arrays)
-
-    return initialize
 
 
 def _fit_state(
     state: TrainState,
     trainer: DistillationTrainer,
     layers: list[Layer],
-    recipe: Distillation,
     *,
     data_dir: pathlib.Path | None,
 ) -> tuple[TrainState, dict[Layer, np.ndarray]]:
-    """Returns a state whose static alignments are fitted to the teacher's attention.
-
-    Returns:
-      The state, and the divergence of every head of each layer.
-    """
+    """Returns a state with alignments fitted to the teacher's attention, and every head's divergence."""
     experiment = trainer.experiment
     assert experiment.vocabulary is not None
     stream = open_stream(
@@ -207,7 +167,7 @@ def _fit_state(
         data_dir=default_data_dir() if data_dir is None else storage_path(str(data_dir)),
         shards=trainer.shards,
     )
-    batches = (trainer.shard_batch(next(stream)) for _ in range(recipe.fit_batches))
+    batches = (trainer.shard_batch(next(stream)) for _ in range(trainer.recipe.fit_batches))
     statistics = collect_statistics(trainer.teacher, trainer.variables, batches, layers)
     params, found = fit_layers(trainer.student, state.params, statistics)
     params = jax.tree.map(
@@ -218,21 +178,11 @@ def _fit_state(
     return dataclasses.replace(state, params=params), found
 
 
-def _format_fit(found: Mapping[Layer, np.ndarray], num_batches: int) -> str:
-    """Returns a line about the divergences of fitted layers."""
-    heads = np.stack(list(found.values()))
-    return (
-        f"fitted {len(found)} layers to {num_batches} batches: the teacher's attention diverges by "
-        f"{heads.mean():.3f} nats per query (worst head {heads.max():.3f})"
-    )
-
-
 class DistillationTrainer(Trainer):
     """Trains the replacements in a student to produce a teacher's activations.
 
     Args:
-      experiment: the student's experiment.
-      teacher: the teacher's model, unrolled.
+      taught: the teacher's experiment; the student's is the same but for model, training and evaluation.
       variables: the teacher's variables, unrolled; an argument of every step, not part of the state.
       recipe: the replacements.
       devices: None uses all devices.
@@ -240,41 +190,57 @@ class DistillationTrainer(Trainer):
 
     def __init__(
         self,
-        experiment: Experiment,
-        *,
-        teacher: EncoderDecoder,
+        taught: Experiment,
         variables: PyTree,
         recipe: Distillation,
         devices: list[jax.Device] | None = None,
     ):
-        if experiment.training.micro_batches != 1:
+        if recipe.training.micro_batches != 1:
             raise ValueError(
                 "distillation does not support micro-batches; set training.micro_batches=1"
             )
-        self.teacher, self.recipe = teacher, recipe
-        self.tap_pairs = tuple(tap_pairs(teacher, recipe.replace))
-        super().__init__(experiment, devices)
-        shapes, axes = abstract_variables(teacher, *self.tokens)
+        assert isinstance(taught.model, EncoderDecoder)
+        self.teacher, self.recipe = unroll(taught.model), recipe
+        self.student = student_model(self.teacher, recipe.replace)
+        self.tap_pairs = tuple(tap_pairs(self.teacher, recipe.replace))
+        experiment = replace(
+            taught,
+            model=self.student,
+            training=recipe.training,
+            evaluation=recipe.evaluation or taught.evaluation,
+        )
+        super().__init__(experiment.starting_from(None), devices)
+        shapes, axes = abstract_variables(self.teacher, *self.tokens)
         self.variables = jax.tree.map(
             replicate_to_devices, variables, shardings(axes, shapes, self.mesh)
         )
 
-    @property
-    def student(self) -> EncoderDecoder:
-        """The student's model."""
-        assert isinstance(self.model, EncoderDecoder)
-        return self.model
+    def inherit(self, state: TrainState) -> TrainState:
+        """Returns a state with the teacher's arrays of the same path and shape in the place of its own."""
+        leaves = jax.tree.leaves_with_path(self.variables)
+        there = {jax.tree_util.keystr(path): array for path, array in leaves}
+
+        def inherited(path: KeyPath, own: jax.Array) -> jax.Array:
+            array = there.get(jax.tree_util.keystr(path))
+            if array is None or array.shape != own.shape:
+                return own
+            # A copy, because every step donates the state's buffers but needs the teacher's.
+            return replicate_to_devices(jnp.copy(gather_to_host(array)), own.sharding)
+
+        arrays = {"params": state.params, "constants": state.constants}
+        return dataclasses.replace(state, **jax.tree.map_with_path(inherited, arrays))
 
     def static_layers(self) -> list[Layer]:
         """Returns the layers in which a static alignment replaces the self-attention."""
-
-        def is_fitted(stack: StackName, layer: int) -> bool:
-            new, old = (self_attention(m, stack, layer) for m in (self.student, self.teacher))
-            return new is not None and old is not None and is_static(new.alignment)
-
-        pairs = [pair for pair in self.tap_pairs if pair.mixer == STACKS[pair.stack]]
-        layers = [(pair.stack, int(pair.layer.removeprefix("layers_"))) for pair in pairs]
-        return [layer for layer in layers if is_fitted(*layer)]
+        layers = []
+        for pair in self.tap_pairs:
+            layer = int(pair.layer.removeprefix("layers_"))
+            old, new = (blocks_of(m, pair.stack)[layer] for m in (self.teacher, self.student))
+            mixers = old.self_mixer, new.self_mixer
+            both = all(isinstance(mixer, Attention) for mixer in mixers)
+            if both and pair.mixer == STACKS[pair.stack] and is_static(new.self_mixer.alignment):
+                layers.append((pair.stack, layer))
+        return layers
 
     def step_flops(self) -> None:
         """Not known: the step runs parts of two models and trains only some parameters."""
@@ -323,18 +289,22 @@ class DistillationTrainer(Trainer):
     def _loss(self, variables: PyTree, batch: Batch, target: PyTree) -> tuple[jax.Array, jax.Array]:
         """The mean squared error over positions and taps, and its ratio to the target's variance."""
         if not self.recipe.together:
-            variables = {**variables, OVERRIDES: self._overrides(target)}
+            # Every layer reads the teacher's inputs, and the teacher's encoder's output.
+            overrides: dict[str, PyTree] = {"encoded": target["encoded"]}
+            for pair in self.tap_pairs:
+                layer = overrides.setdefault(pair.stack, {}).setdefault(pair.layer, {})
+                layer[pair.inputs] = target[pair.stack][pair.layer][pair.inputs]
+            variables = {**variables, OVERRIDES: overrides}
         activations = self.activations(self.student, variables, batch)
         not_padding = {
             "encoder": batch["encoder_input_tokens"] != 0,
             "decoder": batch["decoder_loss_weights"] > 0,
         }
-        errors, ratios = [], []
-        for pair in self.tap_pairs:
-            arrays = _arrays_to_compare(target, activations, pair)
-            error, ratio = _squared_error(*arrays, not_padding[pair.stack])
-            errors.append(error)
-            ratios.append(ratio)
+        found = [
+            squared_error(*_to_compare(target, activations, pair), not_padding[pair.stack])
+            for pair in self.tap_pairs
+        ]
+        errors, ratios = zip(*found, strict=True)
         return jnp.stack(errors).mean(), jnp.stack(ratios).mean()
 
     def activations(
@@ -342,46 +312,31 @@ class DistillationTrainer(Trainer):
     ) -> Mapping[str, PyTree]:
         """Returns what a model sows in `TAPS` in a teacher-forced pass without dropout."""
         data = self.experiment.data
-        max_segments = data.segments_per_row if data.pack else None
-        _, sown = teacher_forced(
-            model, variables, batch, collection=TAPS, max_segments=max_segments
-        )
+        segments = data.segments_per_row if data.pack else None
+        _, sown = teacher_forced(model, variables, batch, collection=TAPS, max_segments=segments)
         return sown[TAPS]
 
-    def _overrides(self, target: PyTree) -> dict[str, PyTree]:
-        """The teacher's inputs at every tap, and its encoder's output."""
-        overrides: dict[str, PyTree] = {"encoded": target["encoded"]}
-        for pair in self.tap_pairs:
-            layer = overrides.setdefault(pair.stack, {}).setdefault(pair.layer, {})
-            layer[pair.inputs] = target[pair.stack][pair.layer][pair.inputs]
-        return overrides
 
-
-def _arrays_to_compare(
-    target: PyTree, activations: PyTree, pair: TapPair
-) -> tuple[jax.Array, jax.Array]:
-    """The first of a tap's outputs that teacher and student have in the same shape."""
-    target_layer, layer = (tree[pair.stack][pair.layer] for tree in (target, activations))
+def _to_compare(target: PyTree, activations: PyTree, pair: TapPair) -> tuple[jax.Array, jax.Array]:
+    """Returns the first of a tap's outputs that teacher and student have in the same shape."""
     for path in pair.outputs:
-        x, y = _get_path(target_layer, path), _get_path(layer, path)
-        if x is not None and y is not None and x.shape == y.shape:
+        found = []
+        for tree in (target, activations):
+            for name in (pair.stack, pair.layer, *path):
+                tree = tree.get(name, {})
+            found.append(tree)
+        x, y = found
+        if hasattr(x, "shape") and hasattr(y, "shape") and x.shape == y.shape:
             return x, y
     raise ValueError(
         f"{pair.stack}/{pair.layer}: teacher and student have no activations of the same shape"
     )
 
 
-def _get_path(tree: PyTree, path: tuple[str, ...]) -> jax.Array | None:
-    """An array in nested dictionaries, or None if it does not exist."""
-    for name in path:
-        tree = tree.get(name, {})
-    return None if isinstance(tree, dict) else tree
-
-
-def _squared_error(
+def squared_error(
     target: jax.Array, output: jax.Array, not_padding: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The mean squared error of ``[b, n, …]`` over the positions ``[b, n]`` that are not padding.
+    """Returns the mean squared error of ``[b, n, …]`` over the positions ``[b, n]`` that are not padding.
 
     Returns:
       The error, and its ratio to the variance of the target over positions; a constant output equal to

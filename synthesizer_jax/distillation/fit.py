@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,18 +31,15 @@ from synthesizer_jax.alignments import (
 )
 from synthesizer_jax.attention import Span
 from synthesizer_jax.attention.terms import materialize
-from synthesizer_jax.distillation.replacement import StackName, named_stacks
-from synthesizer_jax.distillation.transplant import STACKS, initial_parameters, self_attention
+from synthesizer_jax.distillation.replacement import STACKS, Layer, self_attention
+from synthesizer_jax.distillation.transplant import initial_parameters
 from synthesizer_jax.mixers import Attention
-from synthesizer_jax.models import EncoderDecoder
+from synthesizer_jax.models import EncoderDecoder, stacks_of
 from synthesizer_jax.parameters import Variables, apply_method
 from synthesizer_jax.sharding import gather_to_host
 from synthesizer_jax.training.initial_parameters import resize
 from synthesizer_jax.training.step import Batch, teacher_forced
 from synthesizer_jax.typing import PyTree
-
-STATIC = (Random, FactorizedRandom, RelativeBias, GaussianBias)
-"""Alignments that can be fitted, also as the parts of a `Mixture` or `PerHead`."""
 
 ITERATIONS = 200
 """Most iterations of L-BFGS."""
@@ -70,30 +67,14 @@ class Statistics(NamedTuple):
     negentropy: jax.Array
     queries: jax.Array
 
-    @property
-    def num_queries(self) -> jax.Array:
-        """The number of queries."""
-        return self.queries.sum()
-
-
-Layer: TypeAlias = tuple[StackName, int]
-"""The name of a stack and the number of a layer."""
-
-
-def attention_of(model: EncoderDecoder, layer: Layer) -> Attention:
-    """Returns the self-attention of a layer that has `Attention`."""
-    attention = self_attention(model, *layer)
-    assert attention is not None, f"{layer} has another mixer"
-    return attention
-
 
 def is_static(alignment: Alignment) -> bool:
-    """Whether an alignment is made of `STATIC` parts."""
+    """Whether an alignment can be fitted: its logits are trained and read no tokens."""
     if isinstance(alignment, Mixture | PerHead):
         return all(is_static(part) for part in alignment.parts)
     if isinstance(alignment, Random | GaussianBias) and not alignment.trainable:
         return False
-    return isinstance(alignment, STATIC)
+    return isinstance(alignment, Random | FactorizedRandom | RelativeBias | GaussianBias)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "layers"))
@@ -109,29 +90,20 @@ def attention_statistics(
       layers: the layers.
     """
     _, sown = teacher_forced(model, variables, batch, collection="intermediates")
-    real = {
-        "encoder": batch["encoder_input_tokens"] != 0,
-        "decoder": batch["decoder_loss_weights"] > 0,
-    }
     found = {}
     for stack, layer in layers:
-        sub = sown["intermediates"][stack][f"layers_{layer}"][STACKS[stack]]
-        (weights,) = sub["attention_weights"]
-        found[stack, layer] = _sum(weights, real[stack], causal=stack == "decoder")
+        causal = stack == "decoder"
+        real = batch["decoder_loss_weights"] > 0 if causal else batch["encoder_input_tokens"] != 0
+        (weights,) = sown["intermediates"][stack][f"layers_{layer}"][STACKS[stack]][
+            "attention_weights"
+        ]
+        rows, n = real.shape
+        weights = jnp.broadcast_to(weights, (rows, *weights.shape[1:])) * real[:, None, :, None]
+        seen = jnp.arange(1, n + 1) if causal else real.sum(axis=1, keepdims=True)
+        queries = jax.nn.one_hot(jnp.broadcast_to(seen, (rows, n)), n + 1) * real[..., None]
+        negentropy = jax.scipy.special.xlogy(weights, weights).sum((0, 2, 3))
+        found[stack, layer] = Statistics(weights.sum(0), negentropy, queries.sum(0))
     return found
-
-
-def _sum(weights: jax.Array, real: jax.Array, *, causal: bool) -> Statistics:
-    """Sums the weights ``[b, h, q, k]`` of the real queries ``[b, q]``."""
-    batch, n = real.shape
-    weights = jnp.broadcast_to(weights, (batch, *weights.shape[1:]))
-    weights = weights * real[:, None, :, None]
-    negentropy = jax.scipy.special.xlogy(weights, weights).sum((0, 2, 3))
-    seen = jnp.broadcast_to(jnp.arange(1, n + 1), (batch, n))
-    if not causal:
-        seen = jnp.broadcast_to(real.sum(axis=1, keepdims=True), (batch, n))
-    queries = (jax.nn.one_hot(seen, n + 1) * real[..., None]).sum(0)
-    return Statistics(weights.sum(0), negentropy, queries)
 
 
 def collect_statistics(
@@ -164,7 +136,7 @@ def divergence(logits: jax.Array, statistics: Statistics) -> jax.Array:
     normalizers = jax.lax.cumlogsumexp(logits, axis=2)
     likelihood = (statistics.mass * logits).sum((1, 2))
     likelihood -= (statistics.queries[:, 1:] * normalizers).sum((1, 2))
-    return (statistics.negentropy - likelihood) / statistics.num_queries
+    return (statistics.negentropy - likelihood) / statistics.queries.sum()
 
 
 def fit(
@@ -187,12 +159,13 @@ def fit(
       seed: seed of the initial parameters, where they matter.
 
     Returns:
-      The parameters, and `divergence` of them, ``[heads]``.
+      The parameters, and the logits ``[heads, n, n]`` that they make, without the bias.
     """
     alignment, length = attention.alignment, statistics.mass.shape[-1]
     smooth = _add_prior(statistics, causal=causal)
     params = initial_parameters(attention, d_model, seed=seed)
-    start = np.log(_mean_attention(smooth)) - np.asarray(bias)
+    mean = smooth.mass / np.maximum(_times_seen(np.asarray(smooth.queries)), 1e-30)
+    start = np.log(np.maximum(mean, 1e-30)) - np.asarray(bias)
     if isinstance(alignment, Random):
         params = {"table": resize(jnp.asarray(start), params["table"], "distance")}
     elif isinstance(alignment, FactorizedRandom):
@@ -200,9 +173,10 @@ def fit(
     elif isinstance(alignment, GaussianBias):
         params = _standard_gaussian(smooth)
     params = _minimize(params, smooth, jnp.asarray(bias), attention=attention, d_model=d_model)
-    params = _to_params(attention.alignment, params)
-    logits = static_logits(attention, params, length=length, d_model=d_model)
-    return params, divergence(logits + bias, statistics)
+    params = _to_params(alignment, params)
+    return params, position_logits(
+        alignment, params, num_heads=attention.num_heads, length=length, d_model=d_model
+    )
 
 
 def fit_layers(
@@ -219,46 +193,28 @@ def fit_layers(
       The parameters with fitted alignments, and `divergence` of each layer.
     """
     params, found = jax.tree.map(lambda x: x, params), {}
-    for (stack, layer), of_layer in statistics.items():
-        attention = attention_of(student, (stack, layer))
-        length = of_layer.mass.shape[-1]
-        bias = stack_bias_logits(
-            student, params, stack, num_heads=attention.num_heads, length=length
+    for (stack, i), of_layer in statistics.items():
+        attention = self_attention(student, (stack, i))
+        bias = stack_bias_logits(student, params, (stack, i), length=of_layer.mass.shape[-1])
+        causal = stack == "decoder"
+        fitted, logits = fit(
+            attention, of_layer, d_model=student.d_model, causal=causal, bias=bias, seed=i
         )
-        fitted, kl = fit(
-            attention,
-            of_layer,
-            d_model=student.d_model,
-            causal=stack == "decoder",
-            bias=bias,
-            seed=layer,
-        )
-        params[stack][f"layers_{layer}"][STACKS[stack]]["align"] = fitted
-        found[stack, layer] = np.asarray(kl)
+        params[stack][f"layers_{i}"][STACKS[stack]]["align"] = fitted
+        found[stack, i] = np.asarray(divergence(logits + bias, of_layer))
     return params, found
 
 
 def stack_bias_logits(
-    model: EncoderDecoder, params: PyTree, stack: StackName, *, num_heads: int, length: int
+    model: EncoderDecoder, params: PyTree, layer: Layer, *, length: int
 ) -> jax.Array:
-    """Returns the logits ``[heads, n, n]`` of a stack's position bias, zeros if it has none."""
-    shared = named_stacks(model)[stack].bias
+    """Returns the logits ``[heads, n, n]`` of the position bias of a layer's stack, zeros without one."""
+    stack, num_heads = layer[0], self_attention(model, layer).num_heads
+    shared = stacks_of(model)[stack].bias
     if shared is None:
         return jnp.zeros((num_heads, length, length))
-    return position_logits(
-        shared,
-        jax.tree.map(gather_to_host, params[stack]["relpos_bias"]),
-        num_heads=num_heads,
-        length=length,
-        d_model=model.d_model,
-    )
-
-
-def static_logits(attention: Attention, params: PyTree, *, length: int, d_model: int) -> jax.Array:
-    """Returns the logits ``[heads, n, n]`` of a static alignment for n queries and keys."""
-    return position_logits(
-        attention.alignment, params, num_heads=attention.num_heads, length=length, d_model=d_model
-    )
+    own = jax.tree.map(gather_to_host, params[stack]["relpos_bias"])
+    return position_logits(shared, own, num_heads=num_heads, length=length, d_model=model.d_model)
 
 
 def position_logits(
@@ -272,12 +228,6 @@ def position_logits(
     return materialize(terms, q_length=length, k_length=length)[0]
 
 
-def _mean_attention(statistics: Statistics) -> np.ndarray:
-    """Returns the mean weights ``[heads, n, n]`` of the queries that see a key, at least 1e-30."""
-    mean = statistics.mass / np.maximum(_times_seen(np.asarray(statistics.queries)), 1e-30)
-    return np.maximum(mean, 1e-30)
-
-
 def _times_seen(queries: np.ndarray) -> np.ndarray:
     """Returns ``[n, n]``, by how many queries of a position a key is seen."""
     return np.cumsum(queries[:, ::-1], axis=1)[:, ::-1][:, 1:]
@@ -288,10 +238,9 @@ def _add_prior(statistics: Statistics, *, causal: bool) -> Statistics:
     mass, _, queries = map(np.asarray, statistics)
     heads, n, _ = mass.shape
     distance = np.arange(n)[None, :] - np.arange(n)[:, None] + n - 1
-    seen = np.bincount(distance.ravel(), _times_seen(queries).ravel(), 2 * n - 1)
-    by_distance = np.stack(
-        [np.bincount(distance.ravel(), head.ravel(), 2 * n - 1) for head in mass]
-    ) / np.maximum(seen, 1e-30)
+    sums = lambda weights: np.bincount(distance.ravel(), weights.ravel(), 2 * n - 1)
+    seen = sums(_times_seen(queries))
+    by_distance = np.stack([sums(head) for head in mass]) / np.maximum(seen, 1e-30)
     where = np.flatnonzero(seen > 0)
     nearest = where[np.abs(np.arange(2 * n - 1)[:, None] - where).argmin(1)]
     prior = np.maximum(by_distance[:, nearest], 1e-6)[:, distance]
@@ -306,24 +255,17 @@ def _add_prior(statistics: Statistics, *, causal: bool) -> Statistics:
 
 def _factorize(start: np.ndarray, params: PyTree, rank: int, *, causal: bool) -> PyTree:
     """Returns the factors of the best approximation of a table by one of a rank."""
-    table = start - start.mean(-1, keepdims=True)
-    if causal:
-        visible = np.tri(start.shape[-1])
-        mean = (start * visible).sum(-1, keepdims=True) / visible.sum(-1, keepdims=True)
-        table = np.where(visible > 0, start - mean, 0.0)
-    u, s, v = np.linalg.svd(table, full_matrices=False)
+    visible = np.tri(start.shape[-1]) if causal else np.ones(start.shape[1:])
+    mean = (start * visible).sum(-1, keepdims=True) / visible.sum(-1, keepdims=True)
+    u, s, v = np.linalg.svd(np.where(visible > 0, start - mean, 0.0), full_matrices=False)
     roots = np.sqrt(s[:, None, :rank])
     factors = {
         "query_factor": u[:, :, :rank] * roots,
         "key_factor": v.swapaxes(1, 2)[:, :, :rank] * roots,
     }
-    missing = rank - factors["query_factor"].shape[-1]
-    return {
-        name: resize(
-            jnp.asarray(np.pad(x, ((0, 0), (0, 0), (0, max(missing, 0))))), params[name], "edge"
-        )
-        for name, x in factors.items()
-    }
+    missing = max(rank - roots.shape[-1], 0)
+    wider = {k: jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for k, x in factors.items()}
+    return {name: resize(x, params[name], "edge") for name, x in wider.items()}
 
 
 def _standard_gaussian(statistics: Statistics) -> PyTree:
@@ -358,12 +300,14 @@ def _minimize(
     params: PyTree, statistics: Statistics, bias: jax.Array, *, attention: Attention, d_model: int
 ) -> PyTree:
     """Minimizes the divergence by L-BFGS; layers of the same configuration share the program."""
-    length = statistics.mass.shape[-1]
+    alignment, length = attention.alignment, statistics.mass.shape[-1]
     optimizer = optax.lbfgs()
 
     def loss(fitted: PyTree) -> jax.Array:
-        params = _to_params(attention.alignment, fitted)
-        logits = static_logits(attention, params, length=length, d_model=d_model)
+        params = _to_params(alignment, fitted)
+        logits = position_logits(
+            alignment, params, num_heads=attention.num_heads, length=length, d_model=d_model
+        )
         return divergence(logits + bias, statistics).sum()
 
     value_and_grad = optax.value_and_grad_from_state(loss)

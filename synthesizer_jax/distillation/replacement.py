@@ -5,18 +5,28 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import flax.linen as nn
 
 from synthesizer_jax.alignments import Alignment
 from synthesizer_jax.mixers import Attention
-from synthesizer_jax.models import Block, EncoderDecoder, Run, unroll
-from synthesizer_jax.models.stack import Stack
+from synthesizer_jax.models import Block, EncoderDecoder, Run, stacks_of, unroll
 from synthesizer_jax.registry import check_types, fields_of, register, replace
 from synthesizer_jax.typing import Number
 
-StackName: TypeAlias = Literal["encoder", "decoder"]
+Layer: TypeAlias = tuple[str, int]
+"""The name of a stack, ``encoder`` or ``decoder``, and the number of a layer."""
+
+STACKS = {"encoder": "attention", "decoder": "self_attention"}
+"""The name of the self-attention in the layers of a stack."""
+
+PLACES = {
+    "encoder": ("encoder", STACKS["encoder"], "self"),
+    "decoder": ("decoder", STACKS["decoder"], "self"),
+    "cross": ("decoder", "encoder_decoder_attention", "cross"),
+}
+"""By the place of a replacement: its stack, and the names of the mixer and of its taps in a layer."""
 
 
 @register
@@ -46,32 +56,39 @@ def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) 
       ValueError: an unknown place or scope, or a layer that does not exist.
     """
     model = unroll(model)
-    stacks = named_stacks(model)
     for replacement in replacements:
         check_types(Replacement, fields_of(replacement), "Replacement")
         if replacement.scope != "mixer" and replacement.place != "encoder":
             raise ValueError(f"Replacement: scope={replacement.scope!r} is for encoders only")
-        name = _stack_name(replacement)
-        stack = stacks[name]
-        blocks = [run.block for run in stack.runs for _ in range(run.repeats)]
+        name = PLACES[replacement.place][0]
+        stack, blocks = stacks_of(model)[name], blocks_of(model, name)
         for index in _layer_indices(replacement, len(blocks)):
             blocks[index] = _replace_mixer(blocks[index], replacement)
         runs = tuple(Run(block, len(list(group))) for block, group in itertools.groupby(blocks))
-        stacks[name] = replace(stack, runs=runs, bias=_remaining_bias(stack, runs))
-    return replace(model, **stacks)
+        # A position bias is kept as long as a layer has logits to add it to.
+        bias = stack.bias if any(run.block.self_mixer.bias_heads for run in runs) else None
+        model = replace(model, **{name: replace(stack, runs=runs, bias=bias)})
+    return model
 
 
-def named_stacks(model: EncoderDecoder) -> dict[StackName, Stack]:
-    """Returns the encoder and the decoder by their names."""
-    return {"encoder": model.encoder, "decoder": model.decoder}
+def blocks_of(model: EncoderDecoder, stack: str) -> list[Block]:
+    """Returns the blocks of all layers of a stack."""
+    return [run.block for run in stacks_of(model)[stack].runs for _ in range(run.repeats)]
 
 
-def _stack_name(replacement: Replacement) -> StackName:
-    return "encoder" if replacement.place == "encoder" else "decoder"
+def self_attention(model: EncoderDecoder, layer: Layer) -> Attention:
+    """Returns the self-attention of a layer; raises a `ValueError` if it is another mixer."""
+    stack, index = layer
+    mixer = blocks_of(model, stack)[index].self_mixer
+    if not isinstance(mixer, Attention):
+        raise ValueError(
+            f"the {stack}'s self-attention is a {type(mixer).__name__}, which has no alignment"
+        )
+    return mixer
 
 
 def _layer_indices(replacement: Replacement, num_layers: int) -> tuple[int, ...]:
-    """The indices of the replaced layers."""
+    """Returns the indices of the replaced layers."""
     if replacement.layers is None:
         return tuple(range(num_layers))
     if any(not 0 <= i < num_layers for i in replacement.layers):
@@ -82,9 +99,9 @@ def _layer_indices(replacement: Replacement, num_layers: int) -> tuple[int, ...]
 
 
 def _replace_mixer(block: Block, replacement: Replacement) -> Block:
-    """A block with one of its mixers replaced."""
-    is_cross = replacement.place == "cross"
-    old, new = (block.cross_mixer if is_cross else block.self_mixer), replacement.by
+    """Returns a block with one of its mixers replaced."""
+    field = "cross_mixer" if replacement.place == "cross" else "self_mixer"
+    old, new = getattr(block, field), replacement.by
     if isinstance(new, Alignment):
         if not isinstance(old, Attention):
             raise ValueError(
@@ -92,20 +109,15 @@ def _replace_mixer(block: Block, replacement: Replacement) -> Block:
                 f"{replacement.place} has a {type(old).__name__} instead of attention; use a mixer"
             )
         new = replace(old, alignment=new)
-    block = replace(block, **{"cross_mixer" if is_cross else "self_mixer": new})
+    changes: dict[str, object] = {field: new}
     if replacement.scope != "mixer":
-        block = replace(block, self_residual=False)
-    return replace(block, feed_forward=None) if replacement.scope == "layer" else block
+        changes["self_residual"] = False
+    if replacement.scope == "layer":
+        changes["feed_forward"] = None
+    return replace(block, **changes)
 
 
-def _remaining_bias(stack: Stack, runs: tuple[Run, ...]) -> Alignment | None:
-    """The stack's position bias, or None if no layer has logits to add it to."""
-    takes_bias = any(run.block.self_mixer.bias_heads for run in runs)
-    return stack.bias if takes_bias else None
-
-
-@dataclasses.dataclass(frozen=True)
-class TapPair:
+class TapPair(NamedTuple):
     """The taps of a replaced mixer.
 
     Attributes:
@@ -116,7 +128,7 @@ class TapPair:
       outputs: paths of the taps to compare; the first that both have in the same shape is used.
     """
 
-    stack: StackName
+    stack: str
     layer: str
     mixer: str
     inputs: str
@@ -125,25 +137,13 @@ class TapPair:
 
 def tap_pairs(model: EncoderDecoder, replacements: tuple[Replacement, ...]) -> Iterator[TapPair]:
     """Yields the taps of all replaced mixers."""
-    mixers = {
-        "encoder": "attention",
-        "decoder": "self_attention",
-        "cross": "encoder_decoder_attention",
-    }
     for replacement in replacements:
-        stack, mixer = _stack_name(replacement), mixers[replacement.place]
-        prefix = "cross" if replacement.place == "cross" else "self"
+        stack, mixer, prefix = PLACES[replacement.place]
         outputs: dict[str, tuple[tuple[str, ...], ...]] = {
             "mixer": ((mixer, "heads"), (f"{prefix}_mixed",)),
             "sublayer": (("self_output",),),
             "layer": (("output",),),
         }
-        num_layers = named_stacks(model)[stack].num_layers
-        for index in _layer_indices(replacement, num_layers):
-            yield TapPair(
-                stack=stack,
-                layer=f"layers_{index}",
-                mixer=mixer,
-                inputs=f"{prefix}_input",
-                outputs=outputs[replacement.scope],
-            )
+        for index in _layer_indices(replacement, stacks_of(model)[stack].num_layers):
+            taps = outputs[replacement.scope]
+            yield TapPair(stack, f"layers_{index}", mixer, f"{prefix}_input", taps)

@@ -7,11 +7,13 @@ first, and the loss of the whole model is measured.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
+import pathlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,70 +28,84 @@ from synthesizer_jax.alignments import (
     Random,
     RelativeBias,
 )
-from synthesizer_jax.costs.summary import Summary
+from synthesizer_jax.checkpoints.manager import restore_variables
+from synthesizer_jax.checkpoints.placement import place_variables
+from synthesizer_jax.costs.summary import Summary, summarize
 from synthesizer_jax.distillation.fit import (
-    Layer,
     Statistics,
-    attention_of,
     collect_statistics,
     divergence,
     fit,
     stack_bias_logits,
-    static_logits,
 )
-from synthesizer_jax.distillation.replacement import StackName, named_stacks
-from synthesizer_jax.distillation.table_switch import Place, TableSwitch
-from synthesizer_jax.distillation.transplant import STACKS, check_stacks, self_attention
+from synthesizer_jax.distillation.replacement import (
+    STACKS,
+    Layer,
+    Replacement,
+    blocks_of,
+    self_attention,
+    student_model,
+)
+from synthesizer_jax.distillation.transplant import check_stacks
 from synthesizer_jax.messages import Phase, silent_phase
-from synthesizer_jax.models import EncoderDecoder
+from synthesizer_jax.mixers import Attention
+from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.parameters import Variables
-from synthesizer_jax.training.step import Batch
+from synthesizer_jax.registry import replace
+from synthesizer_jax.sharding import batch_sharding, use_mesh
+from synthesizer_jax.tasks import imported, task_registry
+from synthesizer_jax.tasks.streams import open_stream
+from synthesizer_jax.training.initial_parameters import find_checkpoint
+from synthesizer_jax.training.run_data import prepare_data
+from synthesizer_jax.training.run_directory import (
+    load_experiment,
+    open_vocabulary,
+    with_vocabulary_path,
+)
+from synthesizer_jax.training.step import Batch, loss_sums
 from synthesizer_jax.typing import PyTree
 
 TABLE = "Random"
 """The form that can express any other; heads are replaced by it."""
 
-FORMS: Mapping[str, Callable[[int, bool], Alignment]] = MappingProxyType(
-    {
-        TABLE: lambda n, causal: Random(max_length=n),
-        "Factorized Random": lambda n, causal: FactorizedRandom(max_length=n),
-        "Relative bias": lambda n, causal: RelativeBias(bidirectional=not causal),
-        "Gaussian": lambda n, causal: GaussianBias((0.0,), trainable=True),
-    }
-)
-"""Static alignments by name, for a number of positions and whether queries see only keys up to them."""
+UNIFORM, BIAS = "equal weights", "position bias"
+"""Forms without parameters of their own; the second where the model has a position bias."""
+
+EXCLUDED = -1e4
+"""Weight logit of a mixture's part that is left out: its softmax is zero in float32."""
 
 MOST_POINTS = 16
 """Measured numbers of replaced heads, besides none and all."""
 
-MOST_PICTURES = 4
-"""Of the most static heads of a stack, and of the least static."""
+Place: TypeAlias = tuple[str, int, int]
+"""The stack, layer and number of a head."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Head:
+def static_forms(length: int, *, causal: bool) -> dict[str, Alignment]:
+    """Returns the alignments that are fitted, by name, for so many positions."""
+    return {
+        TABLE: Random(max_length=length),
+        "Factorized Random": FactorizedRandom(max_length=length),
+        "Relative bias": RelativeBias(bidirectional=not causal),
+        "Gaussian": GaussianBias((0.0,), trainable=True),
+    }
+
+
+class Head(NamedTuple):
     """A head of self-attention, and what static forms miss of it.
 
     Attributes:
       stack: ``encoder`` or ``decoder``.
       layer: number of the layer, from 0.
       head: number of the head, from 0.
-      uniform: mean KL divergence from equal weights of all keys, in nats per query.
-      bias: the same from the model's own position bias alone; None: it has none.
-      divergences: the same from the best of each of `FORMS`, beside the position bias.
+      divergences: mean KL divergence from each form beside the position bias, and from `UNIFORM` and
+        `BIAS`, in nats per query.
     """
 
-    stack: StackName
+    stack: str
     layer: int
     head: int
-    uniform: float
-    bias: float | None
     divergences: Mapping[str, float]
-
-    @property
-    def place(self) -> Place:
-        """Where it is."""
-        return self.stack, self.layer, self.head
 
     @property
     def name(self) -> str:
@@ -97,22 +113,7 @@ class Head:
         return f"{self.stack} {self.layer + 1}.{self.head + 1}"
 
 
-class Picture(NamedTuple):
-    """The weights of a head.
-
-    Attributes:
-      head: the head.
-      attention: ``[n, n]`` mean weights over the examples.
-      table: ``[n, n]`` weights of the fitted table.
-    """
-
-    head: Head
-    attention: np.ndarray
-    table: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Point:
+class LossPoint(NamedTuple):
     """A model some of whose heads are replaced by tables.
 
     Attributes:
@@ -135,7 +136,6 @@ class StaticAttention:
     Attributes:
       heads: all heads, the most static first.
       points: from none of them replaced to all.
-      pictures: the most and the least static heads of each stack.
       uniform_loss: nats per target token of held-out batches when all heads have equal weights.
       tolerance: the share by which the loss may rise.
       fitted: number of examples that forms were fitted to.
@@ -143,8 +143,7 @@ class StaticAttention:
     """
 
     heads: Sequence[Head]
-    points: Sequence[Point]
-    pictures: Sequence[Picture]
+    points: Sequence[LossPoint]
     uniform_loss: float
     tolerance: float
     fitted: int
@@ -156,7 +155,7 @@ class StaticAttention:
         return (1.0 + self.tolerance) * self.points[0].loss
 
     @property
-    def replaceable(self) -> Point:
+    def replaceable(self) -> LossPoint:
         """The last point before the loss first exceeds the tolerance."""
         return list(itertools.takewhile(lambda p: p.loss <= self.highest_loss, self.points))[-1]
 
@@ -190,50 +189,65 @@ def measure_static_attention(
             "the model has no self-attention that tables could replace; give one with the dot product, or "
             "another alignment that is trained and the same in all heads"
         )
-
-    def statistics(of: str, batches: Sequence[Batch]) -> dict[Layer, Statistics]:
-        advance = phase(f"attention of {_count(batches):,} {of} examples", len(batches))
-        return collect_statistics(model, variables, batches, layers, advance=advance)
-
-    fitted, measured = statistics("training", fit_to), statistics("held-out", held_out)
-    heads: list[Head] = []
-    tables: dict[Layer, PyTree] = {}
-    uniform: dict[Layer, PyTree] = {}
-    advance = phase(f"fitting {len(FORMS)} forms to the heads of {len(layers)} layers", len(layers))
-    for layer in layers:
-        found, tables[layer], uniform[layer] = _fit_forms(
-            model, variables["params"], layer, fitted[layer], measured[layer]
+    counts = [sum(len(b["encoder_input_tokens"]) for b in part) for part in (fit_to, held_out)]
+    parts = zip(("training", "held-out"), (fit_to, held_out), counts, strict=True)
+    fitted, measured = (
+        collect_statistics(
+            *(model, variables, part, layers),
+            advance=phase(f"attention of {count:,} {of} examples", len(part)),
         )
-        heads += found
+        for of, part, count in parts
+    )
+    heads: list[Head] = []
+    tables: dict[Layer, jax.Array] = {}
+    biases: dict[Layer, jax.Array] = {}
+    advance = phase(f"fitting static forms to the heads of {len(layers)} layers", len(layers))
+    for layer in layers:
+        length = fitted[layer].mass.shape[-1]
+        biases[layer] = stack_bias_logits(model, variables["params"], layer, length=length)
+        own, tables[layer] = _fit_forms(
+            model, layer, fitted[layer], measured[layer], bias=biases[layer]
+        )
+        heads += own
         advance(1)
     heads.sort(key=lambda head: head.divergences[TABLE])
-    counts = numbers_of_heads(len(heads))
-    advance = phase(f"losses with 0 to {len(heads)} of {len(heads)} heads replaced", len(counts))
-    switch = TableSwitch(model, variables, tables, held_out)
-    if not np.isfinite(switch.loss([])):
-        raise ValueError(
-            "the loss of the model is not finite, so no change of it can be measured; give an earlier step"
-        )
-    places, points = [head.place for head in heads], []
-    for count in counts:
-        loss = switch.loss(places[:count])
-        reversed_loss = switch.loss(places[len(places) - count :])
-        points.append(Point(count, loss, reversed_loss, switch.costs(places[:count])))
+    places = [head[:3] for head in heads]
+    replacements = []
+    for layer, table in tables.items():
+        mixture = Mixture((self_attention(model, layer).alignment, Random(table.shape[-1])))
+        replacements.append(_replacement(mixture, layer))
+    mixed = student_model(model, tuple(replacements))
+
+    def loss(tables: Mapping[Layer, jax.Array], chosen: Collection[Place]) -> float:
+        params = _reading_tables(model, variables["params"], tables, chosen)
+        changed = {**variables, "params": params}
+        sums = np.asarray([_loss(changed, batch, model=mixed) for batch in held_out])
+        total, tokens = sums.sum(0)
+        return float(total / tokens)
+
+    points: list[LossPoint] = []
+    numbers = numbers_of_heads(len(heads))
+    advance = phase(f"losses with 0 to {len(heads)} of {len(heads)} heads replaced", len(numbers))
+    for number in numbers:
+        own_loss = reversed_loss = loss(tables, places[:number])
+        if not np.isfinite(own_loss) and not number:
+            raise ValueError(
+                "the loss of the model is not finite, so no change of it can be measured; give an earlier "
+                "step"
+            )
+        if 0 < number < len(heads):
+            reversed_loss = loss(tables, places[len(places) - number :])
+        costs = _costs(model, places[:number], held_out[0])
+        points.append(LossPoint(number, own_loss, reversed_loss, costs))
         advance(1)
     return StaticAttention(
         heads=heads,
         points=points,
-        pictures=list(_pictures(model, variables["params"], heads, measured, tables)),
-        uniform_loss=TableSwitch(model, variables, uniform, held_out).loss(places),
+        uniform_loss=loss({layer: -bias for layer, bias in biases.items()}, places),
         tolerance=tolerance,
-        fitted=_count(fit_to),
-        held_out=_count(held_out),
+        fitted=counts[0],
+        held_out=counts[1],
     )
-
-
-def _count(batches: Sequence[Batch]) -> int:
-    """Returns the number of examples."""
-    return sum(len(batch["encoder_input_tokens"]) for batch in batches)
 
 
 def attention_layers(model: EncoderDecoder) -> tuple[Layer, ...]:
@@ -241,10 +255,14 @@ def attention_layers(model: EncoderDecoder) -> tuple[Layer, ...]:
 
     Their self-attention is a softmax of logits that are trained, and has the same alignment in all heads.
     """
-    stacks = named_stacks(model).items()
-    layers = [(name, i) for name, stack in stacks for i in range(stack.num_layers)]
-    found = ((layer, self_attention(model, *layer)) for layer in layers)
-    return tuple(layer for layer, a in found if a is not None and _is_measured(a.alignment))
+    found = (
+        ((stack, i), block.self_mixer)
+        for stack in STACKS
+        for i, block in enumerate(blocks_of(model, stack))
+    )
+    return tuple(
+        layer for layer, m in found if isinstance(m, Attention) and _is_measured(m.alignment)
+    )
 
 
 def _is_measured(alignment: Alignment) -> bool:
@@ -257,34 +275,28 @@ def _is_measured(alignment: Alignment) -> bool:
     return alignment.makes_logits and not is_fixed
 
 
-def _pictures(
+def _fit_forms(
     model: EncoderDecoder,
-    params: PyTree,
-    heads: Sequence[Head],
-    measured: Mapping[Layer, Statistics],
-    tables: Mapping[Layer, PyTree],
-) -> Iterator[Picture]:
-    """Yields the most static heads of each stack, and the least static."""
-    for stack in STACKS:
-        own = [head for head in heads if head.stack == stack]
-        count = min(MOST_PICTURES, len(own) // 2)
-        for head in [*own[:count], *own[len(own) - count :]] if count else own:
-            layer = (head.stack, head.layer)
-            mass = measured[layer].mass[head.head]
-            logits = _table_logits(model, params, layer, tables[layer])[head.head]
-            visible = np.tri(len(mass), dtype=bool) | (stack == "encoder")
-            weights = jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=-1)
-            mean = mass / np.maximum(mass.sum(-1, keepdims=True), 1e-9)
-            yield Picture(head, np.asarray(mean), np.asarray(weights))
-
-
-def _table_logits(model: EncoderDecoder, params: PyTree, layer: Layer, table: PyTree) -> jax.Array:
-    """Returns the logits ``[heads, n, n]`` of a layer's table, beside the position bias."""
-    attention = attention_of(model, layer)
-    length = table["table"].shape[-1]
-    random = attention.copy(alignment=Random(max_length=length))
-    bias = stack_bias_logits(model, params, layer[0], num_heads=attention.num_heads, length=length)
-    return static_logits(random, table, length=length, d_model=model.d_model) + bias
+    layer: Layer,
+    fitted: Statistics,
+    measured: Statistics,
+    *,
+    bias: jax.Array,
+) -> tuple[list[Head], jax.Array]:
+    """Returns the heads of a layer, and the logits ``[heads, n, n]`` of their fitted tables."""
+    attention, causal = self_attention(model, layer), layer[0] == "decoder"
+    logits = {UNIFORM: jnp.zeros_like(bias)} | ({BIAS: bias} if bias.any() else {})
+    table = bias
+    for name, form in static_forms(bias.shape[-1], causal=causal).items():
+        student = attention.copy(alignment=form)
+        _, own = fit(
+            student, fitted, d_model=model.d_model, causal=causal, bias=bias, seed=layer[1]
+        )
+        logits[name] = own + bias
+        table = own if name == TABLE else table
+    kl = {name: np.asarray(divergence(x, measured)).tolist() for name, x in logits.items()}
+    heads = range(attention.num_heads)
+    return [Head(*layer, h, {name: values[h] for name, values in kl.items()}) for h in heads], table
 
 
 def numbers_of_heads(total: int) -> list[int]:
@@ -293,33 +305,109 @@ def numbers_of_heads(total: int) -> list[int]:
     return [round(i * total / count) for i in range(count + 1)]
 
 
-def _fit_forms(
-    model: EncoderDecoder, params: PyTree, layer: Layer, fitted: Statistics, measured: Statistics
-) -> tuple[list[Head], PyTree, PyTree]:
-    """Returns the heads of a layer, and the parameters of tables: the fitted one, and of equal weights."""
-    stack, number = layer
-    attention = attention_of(model, layer)
-    length, causal = fitted.mass.shape[-1], stack == "decoder"
-    bias = stack_bias_logits(model, params, stack, num_heads=attention.num_heads, length=length)
-    kl: dict[str, np.ndarray] = {}
-    table: PyTree = {}
-    for name, make in FORMS.items():
-        form = attention.copy(alignment=make(length, causal))
-        found, _ = fit(form, fitted, d_model=model.d_model, causal=causal, bias=bias, seed=number)
-        logits = static_logits(form, found, length=length, d_model=model.d_model)
-        kl[name] = np.asarray(divergence(logits + bias, measured))
-        table = found if name == TABLE else table
-    uniform = np.asarray(divergence(jnp.zeros_like(bias), measured))
-    alone = np.asarray(divergence(bias, measured)) if bias.any() else None
-    heads = [
-        Head(
-            stack,
-            number,
-            head,
-            uniform=float(uniform[head]),
-            bias=None if alone is None else float(alone[head]),
-            divergences={name: float(values[head]) for name, values in kl.items()},
+def _reading_tables(
+    model: EncoderDecoder,
+    params: PyTree,
+    tables: Mapping[Layer, jax.Array],
+    chosen: Collection[Place],
+) -> PyTree:
+    """Returns the parameters of mixtures in which these heads read their tables alone, others none."""
+    params = {**params, **{stack: dict(params[stack]) for stack in STACKS}}
+    for (stack, i), table in tables.items():
+        heads = range(self_attention(model, (stack, i)).num_heads)
+        reads_table = np.array([(stack, i, head) in chosen for head in heads])
+        left_out = np.stack([reads_table, ~reads_table], axis=1)
+        layer = params[stack][f"layers_{i}"]
+        mixer = layer[STACKS[stack]]
+        align = {
+            "part_0": mixer.get("align", {}),
+            "part_1": {"table": table},
+            "weights": jnp.where(left_out, EXCLUDED, 0.0),
+        }
+        params[stack][f"layers_{i}"] = {**layer, STACKS[stack]: {**mixer, "align": align}}
+    return params
+
+
+def _costs(model: EncoderDecoder, heads: Sequence[Place], batch: Batch) -> Summary:
+    """Returns the costs of a model that has tables in these heads, and nothing else there."""
+    lengths = {stack: batch[f"{stack}_input_tokens"].shape[1] for stack in STACKS}
+    replacements = []
+    for layer, count in collections.Counter((stack, i) for stack, i, _ in heads).items():
+        own, table = self_attention(model, layer), Random(lengths[layer[0]])
+        by: Alignment = table
+        if count < own.num_heads:
+            by = PerHead((own.alignment, table), heads=(own.num_heads - count, count))
+        replacements.append(_replacement(by, layer))
+    student = student_model(model, tuple(replacements))
+    return summarize(student, inputs_length=lengths["encoder"], targets_length=lengths["decoder"])
+
+
+def _replacement(by: Alignment, layer: Layer) -> Replacement:
+    return Replacement(by, place=layer[0], layers=(layer[1],))  # type: ignore[arg-type]
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _loss(
+    variables: Variables, batch: Batch, *, model: EncoderDecoder
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the summed loss of a batch's target tokens, and their number."""
+    sums = loss_sums(model, variables, batch, z_loss=0.0, label_smoothing=0.0)
+    return sums.loss, sums.weight
+
+
+def analyze_run(
+    run: pathlib.Path,
+    *,
+    data_dir: pathlib.Path | None,
+    examples: tuple[int, int],
+    batch_size: int,
+    tolerance: float,
+    phase: Phase = silent_phase,
+) -> StaticAttention:
+    """Measures the static attention of a run's model, see `measure_static_attention`.
+
+    Args:
+      run: ``RUN`` or ``RUN/checkpoints/STEP``.
+      data_dir: directory of the data sets.
+      examples: how many examples of the training data forms are fitted to, and how many of the
+        evaluation's split they are measured on; rounded up to whole batches.
+      batch_size: number of examples of a batch.
+      tolerance: the share by which the loss may rise.
+      phase: is told what is done.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint or no data.
+      ValueError: there is no run, or its model is not an encoder-decoder with attention.
+    """
+    directory, step = find_checkpoint(run)
+    experiment = load_experiment(directory)
+    model = experiment.model
+    if not isinstance(model, EncoderDecoder):
+        raise ValueError(
+            f"{run} contains a {type(model).__name__}; give the run of an EncoderDecoder"
         )
-        for head in range(attention.num_heads)
-    ]
-    return heads, table, {"table": jnp.zeros_like(table["table"]) - bias}
+    data_dir = data_dir or task_registry.default_data_dir()
+    imported.add_imported(data_dir)
+    vocabulary = open_vocabulary(experiment, directory)
+    mesh, layout = place_variables(model, experiment.example, experiment.mesh)
+    _, variables = restore_variables(directory / "checkpoints", step=step, layout=layout)
+    changes: dict[str, object] = {"pack": False, "shards": 1, "buckets": ()}
+    data = replace(experiment.data, batch_size=batch_size, **changes)
+    splits = (data.split, experiment.evaluation.split)
+    experiment = with_vocabulary_path(experiment, directory)
+    prepare_data(experiment, vocabulary, data_dir, training_splits=splits, evaluation_splits=())
+    phase(f"reading examples of {data.mixture}", 1)
+    batches = []
+    for split, count in zip(splits, examples, strict=True):
+        stream = open_stream(replace(data, split=split), vocabulary, data_dir=data_dir)
+        rows = itertools.islice(stream, -(-count // batch_size))
+        batches.append([jax.device_put(batch, batch_sharding(mesh)) for batch in rows])
+    with use_mesh(mesh):
+        return measure_static_attention(
+            unroll(model),
+            unroll_variables(model, variables),
+            fit_to=batches[0],
+            held_out=batches[1],
+            tolerance=tolerance,
+            phase=phase,
+        )

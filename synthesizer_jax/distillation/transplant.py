@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.alignments import Alignment, AttentionContext, Mixture
+from synthesizer_jax.alignments import AttentionContext, Mixture
 from synthesizer_jax.attention import Span
 from synthesizer_jax.distillation.replacement import (
+    STACKS,
     Replacement,
-    StackName,
-    named_stacks,
+    blocks_of,
+    self_attention,
     student_model,
 )
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.mixers import Attention
-from synthesizer_jax.models import Block, EncoderDecoder, UniversalStack, stacks_of
+from synthesizer_jax.models import EncoderDecoder, UniversalStack, stacks_of
 from synthesizer_jax.models.zoo import VARIANTS
 from synthesizer_jax.typing import PyTree
-
-STACKS: dict[StackName, str] = {"encoder": "attention", "decoder": "self_attention"}
-"""The name of the self-attention in the layers of a stack."""
-
-
-class Student(NamedTuple):
-    """A model with other alignments, and its parameters.
-
-    Attributes:
-      model: the model, with looped layers.
-      params: its parameters.
-    """
-
-    model: EncoderDecoder
-    params: PyTree
 
 
 def with_variants(
@@ -55,22 +39,20 @@ def with_variants(
     """
     check_stacks(model)
     replacements = []
-    places: tuple[tuple[StackName, str | None], ...]
-    places = ("encoder", encoder), ("decoder", decoder)
-    for stack, name in places:
+    for stack, name in (("encoder", encoder), ("decoder", decoder)):
         if name is None:
             continue
         if name not in VARIANTS:
             raise ValueError(
                 f"--{stack} is {name!r}{did_you_mean(name, VARIANTS)}; use {', '.join(VARIANTS)}"
             )
-        own = _attention(_blocks(model, stack)[0], stack).alignment
-        replacements.append(Replacement(VARIANTS[name](own, max_length), place=stack))
+        own = self_attention(model, (stack, 0)).alignment
+        replacements.append(Replacement(VARIANTS[name](own, max_length), place=stack))  # type: ignore[arg-type]
     return student_model(model, tuple(replacements))
 
 
-def start_as(teacher: EncoderDecoder, student: EncoderDecoder, params: PyTree) -> Student:
-    """Returns a student that computes what its teacher computes.
+def start_as(teacher: EncoderDecoder, student: EncoderDecoder, params: PyTree) -> PyTree:
+    """Returns parameters with which a student computes what its teacher computes.
 
     Args:
       teacher: a model with looped layers.
@@ -82,38 +64,29 @@ def start_as(teacher: EncoderDecoder, student: EncoderDecoder, params: PyTree) -
       ValueError: an alignment of the student does not contain the teacher's, or another part of it does
         not start at zero.
     """
-    params = dict(params)
+    params = {**params, **{stack: dict(params[stack]) for stack in STACKS}}
     for stack, mixer in STACKS.items():
-        layers = dict(params[stack])
-        pairs = zip(_blocks(teacher, stack), _blocks(student, stack), strict=True)
-        for i, (old_block, new_block) in enumerate(pairs):
-            if old_block == new_block:
+        pairs = zip(blocks_of(teacher, stack), blocks_of(student, stack), strict=True)
+        for i, (old, new) in enumerate(pairs):
+            if old == new:
                 continue
-            old, new = _attention(old_block, stack), _attention(new_block, stack)
-            layer = dict(layers[f"layers_{i}"])
-            align = _start_alignment(
-                old.alignment, new, layer[mixer].get("align", {}), d_model=student.d_model, layer=i
+            alignment = self_attention(teacher, (stack, i)).alignment
+            attention = self_attention(student, (stack, i))
+            mixture = attention.alignment
+            if not isinstance(mixture, Mixture) or alignment not in mixture.parts:
+                raise ValueError(
+                    f"{type(mixture).__name__} does not contain the model's own "
+                    f"{type(alignment).__name__}, so it cannot start as the model; fit and distill it with "
+                    "'synthesizer-jax distill synthesize'"
+                )
+            layer = params[stack][f"layers_{i}"]
+            align = mixture.start_as(
+                mixture.parts.index(alignment),
+                layer[mixer].get("align", {}),
+                initial_parameters(attention, student.d_model, seed=i),
             )
-            layer[mixer] = {**layer[mixer], "align": align}
-            layers[f"layers_{i}"] = layer
-        params[stack] = layers
-    return Student(student, params)
-
-
-def _start_alignment(
-    teacher: Alignment, attention: Attention, params: PyTree, *, d_model: int, layer: int
-) -> PyTree:
-    """Returns the parameters of a layer's mixture that makes the teacher's logits."""
-    mixture = attention.alignment
-    parts = mixture.parts if isinstance(mixture, Mixture) else ()
-    if not isinstance(mixture, Mixture) or teacher not in parts:
-        raise ValueError(
-            f"{type(mixture).__name__} does not contain the model's own {type(teacher).__name__}, so it "
-            "cannot start as the model; fit and distill it with 'synthesizer-jax distill synthesize'"
-        )
-    return mixture.start_as(
-        parts.index(teacher), params, initial_parameters(attention, d_model, seed=layer)
-    )
+            params[stack][f"layers_{i}"] = {**layer, mixer: {**layer[mixer], "align": align}}
+    return params
 
 
 def initial_parameters(attention: Attention, d_model: int, *, seed: int) -> PyTree:
@@ -136,14 +109,7 @@ def initial_parameters(attention: Attention, d_model: int, *, seed: int) -> PyTr
         raise ValueError(
             f"{type(alignment).__name__} has tables that are not trained; choose another alignment"
         )
-    params: PyTree = variables.get("params", {})
-    return params
-
-
-def self_attention(model: EncoderDecoder, stack: StackName, layer: int) -> Attention | None:
-    """Returns the self-attention of a layer; None if it is another mixer."""
-    mixer = _blocks(model, stack)[layer].self_mixer
-    return mixer if isinstance(mixer, Attention) else None
+    return variables.get("params", {})
 
 
 def check_stacks(model: EncoderDecoder) -> None:
@@ -153,17 +119,3 @@ def check_stacks(model: EncoderDecoder) -> None:
             raise ValueError(
                 f"the {name} is a {type(stack).__name__}, whose layers have no alignments of their own"
             )
-
-
-def _blocks(model: EncoderDecoder, stack: StackName) -> list[Block]:
-    """Returns the blocks of all layers of a stack."""
-    return [run.block for run in named_stacks(model)[stack].runs for _ in range(run.repeats)]
-
-
-def _attention(block: Block, stack: StackName) -> Attention:
-    """Returns the self-attention of a block."""
-    if not isinstance(block.self_mixer, Attention):
-        raise ValueError(
-            f"the {stack}'s self-attention is a {type(block.self_mixer).__name__}, which has no alignment"
-        )
-    return block.self_mixer

@@ -69,7 +69,7 @@ def convert_checkpoint(
             teacher = pretrained.model
             assert isinstance(teacher, EncoderDecoder)
             model = with_variants(teacher, **dataclasses.asdict(variants))
-            model, params = start_as(teacher, model, params)
+            params = start_as(teacher, model, params)
             experiment = replace(experiment, model=model)
             is_unread = lambda x: isinstance(x, Unread)
             params = jax.tree.map(lambda x: x if is_unread(x) else Unread.of(x), params)

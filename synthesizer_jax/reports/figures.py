@@ -1,21 +1,27 @@
-"""Charts as inline SVG, drawn by Matplotlib, and the Jinja environment of the pages."""
+"""Pages of HTML: their sections, tables, and charts that Matplotlib draws as inline SVG."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import pathlib
+import platform
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import flax
+import jax
 import jinja2
 import matplotlib as mpl
 import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from synthesizer_jax.files import write_atomic
 from synthesizer_jax.messages import escape_controls
+from synthesizer_jax.version import __version__
 
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
@@ -27,14 +33,62 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "report",
 }
 
-ENVIRONMENT = jinja2.Environment(
-    loader=jinja2.PackageLoader("synthesizer_jax.reports", "."),
-    autoescape=True,
-    undefined=jinja2.StrictUndefined,
-    finalize=lambda value: value if isinstance(value, Markup) else escape_controls(str(value)),
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
+
+class Cell(NamedTuple):
+    """A cell of a table that is shown in another way: as ``best``, ``right`` or ``wrong``."""
+
+    text: str
+    kind: str
+
+
+class Section(NamedTuple):
+    """A part of a page.
+
+    Attributes:
+      title: its heading.
+      text: what it shows.
+      charts: figures from this module.
+      headings: those of a table.
+      rows: its rows, a string or `Cell` for each heading.
+      numbers: whether all columns but the first are numbers.
+      folded: whether a click opens it.
+    """
+
+    title: str
+    text: str
+    charts: Sequence[Markup] = ()
+    headings: Sequence[str] = ()
+    rows: Sequence[Sequence[str | Cell]] = ()
+    numbers: bool = True
+    folded: bool = False
+
+
+def write_page(
+    path: pathlib.Path,
+    *,
+    title: str,
+    sections: Sequence[Section],
+    sentences: Sequence[str] = (),
+) -> None:
+    """Writes a page atomically, with the versions of the libraries at its end; all text is escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("synthesizer_jax.reports", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda text: text if isinstance(text, Markup) else escape_controls(str(text)),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    facts = {
+        "synthesizer_jax": __version__,
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+        "Python": platform.python_version(),
+    }
+    page = environment.get_template("page.html.jinja").render(
+        title=title, sentences=sentences, sections=sections, facts=facts
+    )
+    write_atomic(path, page)
 
 
 def line_chart(
@@ -69,51 +123,34 @@ def line_chart(
         return _to_svg(figure)
 
 
-def heat_maps(
-    rows: Mapping[str, Sequence[np.ndarray]],
-    columns: Sequence[str],
-    *,
-    x_label: str,
-    y_label: str,
-    numbers: bool = False,
-) -> Markup:
-    """Draws matrices as colors from 0, one color scale per row of the figure.
+def heat_maps(panels: Mapping[str, np.ndarray], *, x_label: str, y_label: str) -> Markup:
+    """Draws matrices of the same shape as numbers in colors from 0; NaN is an empty cell.
 
     Args:
-      rows: for each row of the figure its name and matrices of the same shape; NaN is an empty cell.
-      columns: the names of the columns.
-      x_label: what the columns of the matrices are, counted from 1.
+      panels: the matrices by name.
+      x_label: what their columns are, counted from 1.
       y_label: what their rows are, counted from 1.
-      numbers: whether to write the numbers into the cells.
     """
-    height, width = next(iter(rows.values()))[0].shape
-    cell = (0.42, 0.3) if numbers else (2.2 / width, 2.2 / height)
-    size = len(columns) * (cell[0] * width + 0.5) + 0.8, len(rows) * (cell[1] * height + 0.8)
+    height, width = next(iter(panels.values())).shape
+    size = len(panels) * (0.42 * width + 0.5) + 0.8, 0.3 * height + 0.8
     with _style():
         figure = Figure(figsize=size, layout="constrained")
-        grid = figure.subplots(len(rows), len(columns), squeeze=False)
-        for (name, panels), line in zip(rows.items(), grid, strict=True):
-            most = max(1e-6, *(np.nanmax(values) for values in panels))
-            for title, values, axes in zip(columns, panels, line, strict=True):
-                image = axes.imshow(
-                    values,
-                    cmap="Blues",
-                    vmin=0,
-                    vmax=1.3 * most if numbers else most,
-                    aspect="auto",
-                    extent=(0.5, width + 0.5, height + 0.5, 0.5),
-                )
-                axes.set_title(_label(f"{name} {title}".strip()), fontsize=9)
-                axes.locator_params(integer=True)
-                axes.tick_params(length=0)
-                for (i, j), value in np.ndenumerate(values) if numbers else ():
-                    if not np.isnan(value):
-                        axes.text(
-                            j + 1, i + 1, f"{value:.2f}", ha="center", va="center", fontsize=8
-                        )
-            line[0].set_ylabel(y_label)
-            figure.colorbar(image, ax=list(line), shrink=0.8, pad=0.01)
-        grid[-1][0].set_xlabel(x_label)
+        (row,) = figure.subplots(1, len(panels), squeeze=False)
+        most = max(1e-6, *(np.nanmax(values) for values in panels.values()))
+        for (title, values), axes in zip(panels.items(), row, strict=True):
+            extent = (0.5, width + 0.5, height + 0.5, 0.5)
+            # The scale ends above the largest number, so that black text is readable on it.
+            image = axes.imshow(
+                values, cmap="Blues", vmin=0, vmax=1.3 * most, aspect="auto", extent=extent
+            )
+            axes.set_title(_label(title), fontsize=9)
+            axes.locator_params(integer=True)
+            axes.tick_params(length=0)
+            for (i, j), value in np.ndenumerate(values):
+                if not np.isnan(value):
+                    axes.text(j + 1, i + 1, f"{value:.2f}", ha="center", va="center", fontsize=8)
+        figure.colorbar(image, ax=list(row), shrink=0.8, pad=0.01)
+        row[0].set(xlabel=x_label, ylabel=y_label)
         return _to_svg(figure)
 
 

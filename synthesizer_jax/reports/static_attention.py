@@ -1,52 +1,101 @@
-"""The page about how static a model's attention is: the data of ``static_attention.html.jinja``."""
+"""The page about how static a model's attention is."""
 
 from __future__ import annotations
 
+import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from markupsafe import Markup
 
 from synthesizer_jax.distillation.static_attention import (
-    FORMS,
+    BIAS,
     TABLE,
+    UNIFORM,
     Head,
-    Picture,
     StaticAttention,
 )
-from synthesizer_jax.files import write_atomic
-from synthesizer_jax.reports.figures import ENVIRONMENT, heat_maps, line_chart
-from synthesizer_jax.reports.page import provenance
+from synthesizer_jax.reports.figures import Section, heat_maps, line_chart, write_page
 
 OVERFITTED = 0.05
 """Share of the divergence from equal weights by which a fitted table may be worse than another form."""
 
 
-def write_static_attention(
-    path: pathlib.Path, found: StaticAttention, *, title: str, lengths: Mapping[str, int]
-) -> None:
+def write_static_attention(path: pathlib.Path, found: StaticAttention, *, title: str) -> None:
     """Writes the page atomically.
 
     Args:
       path: the file.
       found: what was measured.
       title: the heading.
-      lengths: number of ``inputs`` and ``targets`` tokens.
     """
-    page = ENVIRONMENT.get_template("static_attention.html.jinja").render(
-        title=title,
-        sentences=sentences_about(found),
-        found=found,
-        lengths=lengths,
-        forms=list(FORMS),
-        has_bias=any(head.bias is not None for head in found.heads),
-        charts=dict(_form_charts(found.heads)),
-        loss_chart=_loss_chart(found),
-        pictures=list(_draw(found.pictures)),
-        facts=provenance(),
+    points, names = found.points, _form_names(found.heads)
+    replaced = [point.replaced for point in points]
+    ends = (replaced[0], replaced[-1])
+    loss_chart = line_chart(
+        {
+            "most static first": (replaced, [point.loss for point in points]),
+            "least static first": (replaced, [point.reversed_loss for point in points]),
+            f"tolerance {found.tolerance:.1%}": (ends, [found.highest_loss] * 2),
+            "equal weights in all heads": (ends, [found.uniform_loss] * 2),
+        },
+        x_label="heads replaced",
+        y_label="loss, nats per token (not from 0)",
+        logarithmic=False,
     )
-    write_atomic(path, page)
+    costs = [
+        (
+            *(str(p.replaced), f"{p.loss:.4f}", f"{p.reversed_loss:.4f}"),
+            *(f"{p.costs.parameters:,}", f"{p.costs.flops_per_token / 1000:,.0f}"),
+            f"{p.costs.cache_bytes_per_token:,}",
+        )
+        for p in points
+    ]
+    heads = [
+        (
+            head.name,
+            *(f"{head.divergences.get(name, math.nan):.3f}" for name in names),
+            "can read a table" if i < found.replaceable.replaced else "must read tokens",
+        )
+        for i, head in enumerate(found.heads)
+    ]
+    sections = [
+        Section(
+            "What static forms miss",
+            f"Each form, which reads no tokens, was fitted to each head on {found.fitted} training "
+            "examples, beside the position bias of the model, and measured on "
+            f"{found.held_out} held-out examples. The numbers are mean Kullback–Leibler divergences of a "
+            "query’s weights from the form, in nats: 0 is a head that reads no tokens. First the encoder, "
+            "then the decoder.",
+            charts=list(_form_charts(found.heads)),
+        ),
+        Section(
+            "Heads replaced by their tables",
+            "The loss of the whole model, without further training, when heads read their fitted tables "
+            "in the place of their own logits. Another line replaces the least static heads first. Costs "
+            "are those of a model with tables for the inputs and targets of the run.",
+            charts=[loss_chart],
+            headings=(
+                *("heads replaced", "loss, nats / token", "least static first"),
+                *("parameters", "kFLOPs / token", "cache B / position"),
+            ),
+            rows=costs,
+        ),
+        Section(
+            "All heads",
+            "The divergences of each head, the most static first. Heads are named by stack, layer and "
+            "head, counted from 1.",
+            headings=("head", *names, "within the tolerance"),
+            rows=heads,
+            folded=True,
+        ),
+    ]
+    write_page(path, title=title, sentences=sentences_about(found), sections=sections)
+
+
+def _form_names(heads: Sequence[Head]) -> list[str]:
+    return list(dict.fromkeys(name for head in heads for name in head.divergences))
 
 
 def sentences_about(found: StaticAttention) -> list[str]:
@@ -80,8 +129,11 @@ def sentences_about(found: StaticAttention) -> list[str]:
             "anything."
         )
     # A table can be any other form, so one that is much worse on held-out examples is overfitted.
-    others = [min(h.uniform, *h.divergences.values()) + OVERFITTED * h.uniform for h in found.heads]
-    worse = sum(o < h.divergences[TABLE] for o, h in zip(others, found.heads, strict=True))
+    worse = 0
+    for head in found.heads:
+        others = [kl for name, kl in head.divergences.items() if name not in (TABLE, BIAS)]
+        highest = min(others) + OVERFITTED * head.divergences[UNIFORM]
+        worse += highest < head.divergences[TABLE]
     if worse:
         said.append(
             f"Equal weights or another form describe {worse} of {total} heads better than the table: "
@@ -90,46 +142,15 @@ def sentences_about(found: StaticAttention) -> list[str]:
     return said
 
 
-def _form_charts(heads: Sequence[Head]) -> Iterator[tuple[str, Markup]]:
+def _form_charts(heads: Sequence[Head]) -> Iterator[Markup]:
     """Yields what forms miss, in nats, a figure for each stack, with layers down and heads across."""
     for stack in ("encoder", "decoder"):
         own = [head for head in heads if head.stack == stack]
-        if not own:
-            continue
-        panels = []
-        for form in FORMS:
-            values = np.full((1 + max(h.layer for h in own), 1 + max(h.head for h in own)), np.nan)
+        panels = {}
+        for name in _form_names(own):
+            shape = 1 + max(head.layer for head in own), 1 + max(head.head for head in own)
+            panels[name] = np.full(shape, np.nan)
             for head in own:
-                values[head.layer, head.head] = head.divergences[form]
-            panels.append(values)
-        yield (
-            stack,
-            heat_maps({"": panels}, list(FORMS), x_label="head", y_label="layer", numbers=True),
-        )
-
-
-def _loss_chart(found: StaticAttention) -> Markup:
-    points = found.points
-    counts = [point.replaced for point in points]
-    ends = (counts[0], counts[-1])
-    return line_chart(
-        {
-            "most static first": (counts, [point.loss for point in points]),
-            "least static first": (counts, [point.reversed_loss for point in points]),
-            f"tolerance {found.tolerance:.1%}": (ends, [found.highest_loss] * 2),
-            "equal weights in all heads": (ends, [found.uniform_loss] * 2),
-        },
-        x_label="heads replaced",
-        y_label="loss, nats per token (not from 0)",
-        logarithmic=False,
-    )
-
-
-def _draw(pictures: Sequence[Picture]) -> Iterator[Markup]:
-    """Yields a figure for each stack."""
-    for stack in ("encoder", "decoder"):
-        own = [picture for picture in pictures if picture.head.stack == stack]
-        if own:
-            rows = {"mean": [p.attention for p in own], "table": [p.table for p in own]}
-            names = [p.head.name for p in own]
-            yield heat_maps(rows, names, x_label="key", y_label="query")
+                panels[name][head.layer, head.head] = head.divergences[name]
+        if panels:
+            yield heat_maps(panels, x_label="head", y_label="layer")

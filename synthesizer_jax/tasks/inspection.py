@@ -8,8 +8,6 @@ import itertools
 import pathlib
 from collections.abc import Iterator, Mapping
 
-import numpy as np
-
 from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
 from synthesizer_jax.tasks import task_registry
@@ -41,32 +39,6 @@ def read_rows(
     with reading_errors(f"{name}'s split {split!r}"):
         rows = read_task(task.to_seqio(vocabulary, data_dir), split).as_numpy_iterator()
         yield from itertools.islice(rows, count)
-
-
-@dataclasses.dataclass(frozen=True)
-class Lengths:
-    """The lengths ``[n]`` in tokens of one feature of some rows, EOS included."""
-
-    feature: str
-    lengths: np.ndarray
-
-    @classmethod
-    def of(cls, rows: list[Example], feature: str) -> Lengths:
-        """Returns the lengths of a feature, 0 where a row does not have it."""
-        return cls(feature, np.array([len(row.get(feature, ())) for row in rows], int))
-
-    def truncated_share(self, limit: int) -> float:
-        """Returns the share of rows that are longer than a limit."""
-        return float(np.mean(self.lengths > limit)) if len(self.lengths) else 0.0
-
-    def histogram(self, limit: int, *, bins: int = 8) -> list[tuple[str, int]]:
-        """Returns ranges of lengths up to the limit, and beyond it, with their numbers of rows."""
-        edges = np.unique(np.linspace(0, limit, bins + 1).astype(int))
-        counts, _ = np.histogram(np.minimum(self.lengths - 1, limit), [*edges, np.inf])
-        names = [
-            f"{a + 1}–{b}" if a + 1 < b else f"{b}" for a, b in itertools.pairwise(edges.tolist())
-        ]
-        return list(zip([*names, f"over {limit}"], counts.tolist(), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

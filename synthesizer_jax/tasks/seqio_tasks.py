@@ -10,10 +10,12 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import importlib
 import itertools
+import os
 import pathlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -267,6 +269,28 @@ def _compute_metric(
 
 @functools.cache
 def import_tensorflow() -> None:
-    """Imports TensorFlow without accelerators, whose memory it would take from JAX."""
-    with contextlib.suppress(RuntimeError):  # already initialized: keep the caller's devices
-        tf.config.set_visible_devices([], "GPU")
+    """Imports TensorFlow and SeqIO without their messages, and hides accelerators from TensorFlow.
+
+    It would take their memory from JAX.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    with _silent_stderr():
+        importlib.import_module(
+            "seqio"
+        )  # it imports TensorFlow Text, which prints the messages again
+        with contextlib.suppress(RuntimeError):  # already initialized: keep the caller's devices
+            tf.config.set_visible_devices([], "GPU")
+
+
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Discards what C++ code prints while it is imported, before the level of messages can be set."""
+    sys.stderr.flush()
+    own = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(own, 2)
+        os.close(own)

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,19 +15,16 @@ from tests.conftest import ROOT
 from tests.environment import COMMANDS, without_devices
 
 
-def ended(*arguments: object) -> tuple[int, str]:
-    """The exit code of a command, and what it prints; errors are raised."""
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
+def call(command: str, *words: object, code: int = 0) -> str:
+    """What a command prints that ends with a code; errors are raised."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    result = CliRunner().invoke(app, [*command.split(), *map(str, words)])
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return result.exit_code, result.output
-
-
-def call(*arguments: object) -> str:
-    """What a command prints that succeeds."""
-    code, output = ended(*arguments)
-    assert code == 0, output
-    return output
+    assert result.exit_code == code, result.output
+    return result.output
 
 
 def run_all(

@@ -1,6 +1,5 @@
 """Runs and data in buckets, as a user types it; `tests.buckets` stands for Google Cloud Storage."""
 
-import json
 import pathlib
 import signal
 import subprocess
@@ -10,9 +9,8 @@ import pytest
 
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
 from tests import buckets
-from tests.environment import COMMANDS, without_devices
-
-pytestmark = pytest.mark.slow
+from tests.cli.commands import run_all
+from tests.environment import without_devices
 
 RECIPE = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "reliability_run.py"
 
@@ -25,22 +23,11 @@ def store(tmp_path_factory: pytest.TempPathFactory, synthetic_data: pathlib.Path
         yield store
 
 
-def train(workdir: str | pathlib.Path, steps: int) -> list[str]:
-    command = ["train", str(RECIPE), "--workdir", str(workdir), "--data-dir", "gs://bucket/data"]
-    settings = (f"training.steps={steps}", "mesh.fsdp=1", "evaluation.every=4")
-    return command + [word for setting in settings for word in ("--set", setting)]
-
-
-def say(store: buckets.Buckets, place: pathlib.Path, *commands: list[str]) -> tuple[str, str]:
-    """What commands print, run one after the other in one process, and their errors."""
-    (place / "commands").write_text(json.dumps(commands))
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS, str(place / "commands")],
-        env=without_devices() | store.environment,
-        capture_output=True,
-        text=True,
+def train(workdir: str | pathlib.Path, steps: int) -> str:
+    return (
+        f"train {RECIPE} --workdir {workdir} --data-dir gs://bucket/data --set training.steps={steps} "
+        "--set mesh.fsdp=1 --set evaluation.every=4"
     )
-    return done.stdout, done.stderr
 
 
 def losses(text: bytes, directory: pathlib.Path) -> list[tuple[int, float]]:
@@ -51,28 +38,30 @@ def losses(text: bytes, directory: pathlib.Path) -> list[tuple[int, float]]:
 
 def test_a_run_in_a_bucket_that_is_killed(store, tmp_path) -> None:
     environment = without_devices() | store.environment
-    command = [sys.executable, "-m", "synthesizer_jax", *train("gs://bucket/run", 100_000)]
+    command = train("gs://bucket/run", 100_000).split()
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "synthesizer_jax", *command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         while "evaluated" not in (line := process.stdout.readline()):
             assert line, process.stderr.read()
         process.send_signal(signal.SIGKILL)
     store.put("bucket/run/checkpoints/8/state/half", b"")  # a save that was cut off
 
-    generate = ["generate", "--workdir", "gs://bucket/run", "cola sentence: the dog sleep ."]
-    evaluate = ["eval", "--workdir", "gs://bucket/run", "--data-dir", "gs://bucket/data"]
     page = tmp_path / "report.html"
-    said, errors = say(
-        store,
-        tmp_path,
+    commands = (
         train("gs://bucket/run", 8),
         train(tmp_path / "undisturbed", 8),
-        [*evaluate, "--max-examples", "2", "--save-predictions"],
-        generate,
-        ["report", "gs://bucket/run", "--output", str(page)],
+        "eval --workdir gs://bucket/run --data-dir gs://bucket/data --max-examples 2",
+        "generate --workdir gs://bucket/run sentence",
+        f"report gs://bucket/run --output {page}",
     )
-    assert said.count("=== exit 0\n") == 5, said + errors
+    ended = run_all(tmp_path, commands, **store.environment)
+    assert [code for code, _ in ended] == [0] * 5, ended
+    said = "".join(text for _, text in ended)
     assert "gs://bucket/run has finished its 8 steps: score " in said
     assert "predictions: gs://bucket/run/evaluation/8/part/TASK.jsonl" in said
     assert page.exists()
@@ -87,34 +76,24 @@ def test_a_run_in_a_bucket_that_is_killed(store, tmp_path) -> None:
     assert losses(text, tmp_path) == losses(undisturbed, tmp_path)
 
 
+WRONG = {
+    train("gs://nobucket/run", 8): "gs://nobucket/run: the bucket does not answer as it should",
+    train(
+        "s3://bucket/run", 8
+    ): "s3:/bucket/run is not a path on a disk or in Google Cloud Storage",
+    train("gs://bucket", 8): "gs://bucket is not a path on a disk or in Google Cloud Storage",
+    "eval --workdir gs://bucket/nothing": "gs://bucket/nothing holds no experiment.json",
+    "data prepare synthetic_co_training --data-dir gs://bucket/quick": "not written to a bucket",
+    "doctor --workdir gs://nobucket/new": "gs://nobucket/new: the bucket does not answer",
+}
+
+
 def test_what_a_user_gets_wrong(store, tmp_path) -> None:
     before = store.names()
-    said, errors = say(
-        store,
-        tmp_path,
-        train("gs://nobucket/run", 8),
-        train("s3://bucket/run", 8),
-        train("gs://bucket", 8),
-        ["eval", "--workdir", "gs://bucket/nothing"],
-        ["quickstart", "--workdir", "gs://bucket/quick"],
-        ["doctor", "--workdir", "gs://bucket/new"],
-        ["doctor", "--workdir", "gs://nobucket/new"],
+    (code, healthy), *ended = run_all(
+        tmp_path, ["doctor --workdir gs://bucket/new", *WRONG], **store.environment
     )
-    assert said.count("=== exit 2\n") == 5, said + errors
-    told = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert len(told) == 5
-    for part, line in zip(
-        (
-            "gs://nobucket/run: the bucket does not answer as it should",
-            "s3:/bucket/run is not a path on a disk or in Google Cloud Storage; use DIRECTORY",
-            "gs://bucket is not a path on a disk or in Google Cloud Storage",
-            "gs://bucket/nothing holds no experiment.json",
-            "data sets are not written to a bucket (gs://bucket/quick/data); write them to",
-        ),
-        told,
-        strict=True,
-    ):
-        assert part in line
-    assert "ok   gs://bucket/new is writable\n" in said
-    assert "FAIL gs://nobucket/new: the bucket does not answer as it should" in said
+    assert code == 0 and "gs://bucket/new is writable\n" in healthy
+    for (code, text), (command, part) in zip(ended, WRONG.items(), strict=True):
+        assert (code, text.count("error: ")) == (2, 1) and part in text, f"{command}: {text}"
     assert store.names() == before

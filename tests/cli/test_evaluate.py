@@ -1,19 +1,21 @@
-"""`eval` as a user types it: splits without labels, files of predictions, damaged manager."""
+"""`eval`, `predict` and `generate` as a user types them: files, damaged checkpoints, lines of text."""
 
 import json
 import logging
+import os
 import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from synthesizer_jax.checkpoints import manager
-from synthesizer_jax.cli import evaluate
+from synthesizer_jax.cli import evaluate, generate
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation import leaderboards
 from synthesizer_jax.evaluation.evaluation_sets import load_evaluation_set
-from synthesizer_jax.evaluation.scoring import TaskResult
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.tasks import definitions, mixtures, prepare  # noqa: F401 - its tasks
@@ -44,46 +46,26 @@ def place(tmp_path_factory):
 @pytest.fixture
 def run(place, tmp_path):
     """A copy to spoil."""
-    shutil.copytree(place / "run", tmp_path / "run")
-    return tmp_path / "run"
+    return shutil.copytree(place / "run", tmp_path / "run")
 
 
-def call(place, *arguments, workdir=None, command="eval"):
-    arguments = [
-        command,
-        "--workdir",
-        workdir or place / "run",
-        "--data-dir",
-        place / "data",
-        *arguments,
-    ]
-    return " ".join(commands.call(*arguments).split())
+def call(place, options, *words, workdir=None, command="eval"):
+    where = ("--workdir", workdir or place / "run", "--data-dir", place / "data")
+    return " ".join(commands.call(f"{command} {options}", *where, *words).split())
 
 
 def spoil(checkpoint):
     (checkpoint / "state" / "manifest.ocdbt").write_bytes(b"")
 
 
-RTE = ("--task", "glue_rte_v002")
+RTE = "--task glue_rte_v002"
 
 
-@pytest.mark.slow
-def test_a_split_without_labels_is_predicted_and_written(place, tmp_path):
-    shown = call(
-        *(place, "--split", "test", "--save-predictions"),
-        *(
-            "--task",
-            "glue_rte_v002",
-            "--task",
-            "multi30k_en_de",
-            "--task",
-            "super_glue_record_v102",
-        ),
-    )
+def test_a_split_without_labels_is_predicted_and_written(place):
+    shown = call(place, f"--split test {RTE} --task multi30k_en_de --task super_glue_record_v102")
     assert f"without the split 'test' in {place / 'data'}: super_glue_record_v102" in shown
-    assert "unlabeled examples are predicted, not scored" in shown
-    assert "held-out loss" in shown  # Multi30k's
-    assert "label prior" not in shown
+    assert "unlabeled: predicted, not scored" in shown
+    assert "overall: score" in shown and " loss " in shown  # Multi30k's
     folder = place / "run" / "evaluation" / "4" / "test" / "part"
     files = {path.name: path.read_text().splitlines() for path in folder.iterdir()}
     assert set(files) == {"glue_rte_v002.jsonl", "multi30k_en_de.jsonl", "results.json"}
@@ -100,9 +82,8 @@ def test_a_split_without_labels_is_predicted_and_written(place, tmp_path):
 
 
 def test_every_checkpoint_and_each_tasks_best(place):
-    shown = call(place, "--all", *RTE, "--task", "glue_stsb_v002")
+    shown = call(place, f"--all {RTE} --task glue_stsb_v002")
     table = shown[shown.index("best steps") :]
-    assert "glue_rte_v002" in table and "glue_stsb_v002" in table
     accuracies = {}
     for step in (2, 4):
         folder = place / "run" / "evaluation" / str(step) / "part"
@@ -110,35 +91,48 @@ def test_every_checkpoint_and_each_tasks_best(place):
         accuracies[step] = saved["tasks"][0]["metrics"]["accuracy"]
     best = max(accuracies, key=accuracies.get)
     row = table[table.index("glue_rte_v002") :].split("│")
-    assert int(row[1]) == best
+    assert int(row[1]) == best and "glue_stsb_v002" in table
     assert row[2].split() == ["accuracy", f"{accuracies[best]:.2f}"]
 
 
-def test_a_task_of_another_mixture_is_named_as_that(place):
-    with pytest.raises(ValueError, match=r"mixture 'small_evaluation' has no task 'glue_rte_v2', did you "
-                       r"mean 'glue_rte_v002'\?; its tasks: .*multi30k_en_de"):  # fmt: skip
-        call(place, "--task", "glue_rte_v2")
-    with pytest.raises(
-        FileNotFoundError, match=r"super_glue_record_v102 has no .* split 'test' in"
-    ):
-        call(place, "--task", "super_glue_record_v102", "--split", "test")
+@pytest.mark.parametrize(
+    ("command", "options", "error", "message"),
+    [
+        (
+            *("eval", "--task glue_rte_v2", ValueError),
+            r"mixture 'small_evaluation' has no task 'glue_rte_v2', did you mean 'glue_rte_v002'\?; its "
+            "tasks: .*multi30k_en_de",
+        ),
+        (
+            *("eval", "--task super_glue_record_v102 --split test", FileNotFoundError),
+            r"super_glue_record_v102 has no .* split 'test' in",
+        ),
+        (
+            *("predict", f"{RTE} --split tset", FileNotFoundError),
+            "'tset' in .*; choose train or validation or test, or import the original files",
+        ),
+    ],
+)
+def test_what_is_not_there_is_answered_with_what_is(place, command, options, error, message):
+    with pytest.raises(error, match=message):
+        call(place, options, command=command)
 
 
 def test_a_part_does_not_replace_the_results_of_the_whole(place):
     folder = place / "run" / "evaluation" / "4"
-    call(place)
+    call(place, "")
     whole = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     assert len(json.loads(whole["results.json"])["tasks"]) > 1
-    call(place, *RTE)
-    call(place, "--max-examples", "1")
+    call(place, RTE)
+    call(place, "--max-examples 1")
     assert {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()} == whole
 
 
 def test_leaderboard_files(place, tmp_path):
     tasks = ("glue_rte_v002", "glue_stsb_v002", "super_glue_multirc_v102", "multi30k_en_de")
-    chosen = [x for t in tasks for x in ("--task", t)]
+    chosen = " ".join(f"--task {task}" for task in tasks)
     files = tmp_path / "files"
-    shown = call(place, *chosen, "--output", files, "--method", "greedy", command="predict")
+    shown = call(place, f"{chosen} --method greedy --output {files}", command="predict")
     written = sorted(str(path.relative_to(files)) for path in files.rglob("*.*"))
     assert written == [
         *("glue/RTE.tsv", "glue/STS-B.tsv"),
@@ -160,53 +154,30 @@ def test_leaderboard_files(place, tmp_path):
     assert {a["label"] for q in questions for a in q["answers"]} <= {0, 1}
 
 
-def test_tasks_without_a_leaderboard_are_predicted_all_the_same(place):
+def test_what_is_no_leaderboard_file(place):
     """The files of the recipe's own split lie where its evaluation does; labels are scored."""
-    for split, folder, rows in (("test", "test", 4), ("validation", ".", 7)):
-        shown = call(place, "--task", "multi30k_en_de", "--split", split, command="predict")
-        path = place / "run" / "evaluation" / "4" / folder / "multi30k_en_de.jsonl"
-        assert f"predictions: {path.parent.resolve()}/TASK.jsonl" in shown and "bleu" in shown
-        assert len(path.read_text().splitlines()) == rows
-        assert ("no leaderboard of GLUE or SuperGLUE" in shown) == (split == "test")
-
-
-def test_predictions_of_some_examples_are_no_leaderboard_file(place):
-    shown = call(place, *RTE, "--max-examples", "2", command="predict")
-    assert "unlabeled" in shown and "leaderboard" not in shown
-    folder = place / "run" / "evaluation" / "4" / "test" / "part"
-    assert len((folder / "glue_rte_v002.jsonl").read_text().splitlines()) == 2
-    assert not (folder / "glue").exists()
-
-
-def test_a_split_that_is_not_there_is_answered_with_those_that_are(place):
-    with pytest.raises(FileNotFoundError, match=r"'tset' in .*; choose train or validation or test, or "
-                       "import the original files"):  # fmt: skip
-        call(place, *RTE, "--split", "tset", command="predict")
-
-
-@pytest.mark.parametrize(
-    ("value", "wanted"),
-    [
-        (-1, True),
-        (0, False),
-        (1, False),
-        (float("nan"), True),
-        (-0.5, True),
-        (7.0, False),
-        ("x", False),
-    ],
-)
-def test_values_that_are_no_answers(value, wanted):
-    assert leaderboards._is_invalid(value) == wanted
-
-
-def test_tasks_of_one_leaderboard_file_are_refused_before_it_is_written(place, tmp_path):
-    examples = load_evaluation_set(
-        "glue_rte_v002",
-        "test",
-        PreparedTasks(place / "data", Bytes().build()),
-        lengths={"inputs": 32, "targets": 8},
+    cases = (
+        ("--task multi30k_en_de --split test", "test", 4, "no leaderboard of GLUE or SuperGLUE"),
+        ("--task multi30k_en_de --split validation", ".", 7, "bleu"),
+        (f"{RTE} --max-examples 2", "test/part", 2, "unlabeled"),
     )
+    for options, name, rows, said in cases:
+        shown = call(place, options, command="predict")
+        folder = (place / "run" / "evaluation" / "4" / name).resolve()
+        (path,) = folder.glob("*_v002.jsonl" if RTE in options else "multi30k_en_de.jsonl")
+        assert f"predictions: {folder}/TASK.jsonl" in shown and said in shown
+        assert ("leaderboard" in shown) == (name == "test")
+        assert len(path.read_text().splitlines()) == rows and not (folder / "glue").exists()
+
+
+VALUES = {-1: True, 0: False, 1: False, float("nan"): True, -0.5: True, 7.0: False, "x": False}
+
+
+def test_values_that_are_no_answers(place, tmp_path):
+    assert {value: leaderboards._is_invalid(value) for value in VALUES} == VALUES
+    prepared = PreparedTasks(place / "data", Bytes().build())
+    lengths = {"inputs": 32, "targets": 8}
+    examples = load_evaluation_set("glue_rte_v002", "test", prepared, lengths=lengths)
     answers = [(examples, ["entailment"] * len(examples.examples))] * 2
     with pytest.raises(ValueError, match=r"the same leaderboard file as another task, .*RTE\.tsv"):
         leaderboards.write_submission(tmp_path / "files", answers)
@@ -216,66 +187,50 @@ def test_tasks_of_one_leaderboard_file_are_refused_before_it_is_written(place, t
 def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one(place, run, caplog):
     spoil(run / "checkpoints" / "4")
     with caplog.at_level(logging.WARNING):
-        shown = call(place, *RTE, workdir=run)
+        shown = call(place, RTE, workdir=run)
     assert "step 2" in shown
     (warning,) = [r.getMessage() for r in caplog.records if "cannot be read" in r.message]
     assert str(run / "checkpoints" / "4") in warning and "step 2 is used" in warning
     problem = r"checkpoints/4 cannot be read .*; choose another with --step, of 2$"
     with pytest.raises(ValueError, match=problem):
-        call(place, "--step", "4", *RTE, workdir=run)
-    shown = call(place, "--all", *RTE, workdir=run)
+        call(place, f"--step 4 {RTE}", workdir=run)
+    shown = call(place, f"--all {RTE}", workdir=run)
     assert "step 4 is skipped" in shown and "glue_rte_v002" in shown
-
-
-def test_without_a_readable_checkpoint_nothing_is_evaluated(place, run):
-    for step in (2, 4):
-        spoil(run / "checkpoints" / str(step))
+    spoil(run / "checkpoints" / "2")
     with pytest.raises(ValueError, match=r"checkpoints/4 cannot be read .*put a good copy"):
-        call(place, *RTE, workdir=run)
+        call(place, RTE, workdir=run)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint that can be read \(tried 2, 4\)"):
-        call(place, "--all", *RTE, workdir=run)
-    with pytest.raises(
-        FileNotFoundError, match="has no checkpoint 3; give --step with one of 2, 4"
-    ):
-        call(place, "--step", "3", *RTE, workdir=run)
+        call(place, f"--all {RTE}", workdir=run)
+    with pytest.raises(FileNotFoundError, match="no checkpoint 3; give --step with one of 2, 4"):
+        call(place, f"--step 3 {RTE}", workdir=run)
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(FileNotFoundError, match=r"checkpoints has no checkpoint yet; train first"):
-        call(place, *RTE, workdir=run)
+        call(place, RTE, workdir=run)
 
 
-def test_a_checkpoint_that_training_deletes_meanwhile_gives_way_to_a_newer_one(
-    place, run, monkeypatch, caplog
-):
+def test_checkpoints_that_training_deletes_meanwhile(place, run, monkeypatch, caplog):
+    """A newer one takes the place of one that is gone; of all checkpoints it is passed over."""
     directory = run / "checkpoints"
     (directory / "4").rename(run / "newer")
-    read = manager.read_variables
+    read, found, first = manager.read_variables, manager.finished_steps, iter([[1, 2, 4]])
 
     def read_while_training(checkpoint, layout, **options):
-        if checkpoint.name == "2":
+        if checkpoint.name == "2" and not (directory / "4").exists():
             (run / "newer").rename(directory / "4")
             shutil.rmtree(checkpoint)
         return read(checkpoint, layout, **options)
 
     monkeypatch.setattr(manager, "read_variables", read_while_training)
-    assert "step 4" in call(place, *RTE, workdir=run)
+    assert "step 4" in call(place, RTE, workdir=run)
     assert "cannot be read" not in caplog.text
+    monkeypatch.setattr(manager, "finished_steps", lambda path: next(first, None) or found(path))
+    shown = call(place, f"--all {RTE}", workdir=run)
+    assert "step 1 is skipped" in shown and "step 2 is skipped" in shown and "step 4" in shown
 
 
-def test_of_all_checkpoints_those_that_vanish_are_passed_over(place, run, monkeypatch):
-    found = manager.finished_steps
-    first = iter([[1, 2, 4]])
-    listed = lambda directory: next(first, None) or found(directory)
-    monkeypatch.setattr(manager, "finished_steps", listed)
-    shown = call(place, "--all", *RTE, workdir=run)
-    assert "step 1 is skipped" in shown
-    assert "step 2" in shown and "step 4" in shown
-
-
-@pytest.mark.slow
 def test_a_diverged_model_is_evaluated_and_written_as_json(place, tmp_path):
     runs.write_run(tmp_path / "run", runs.experiment(), steps=(4,), value=float("nan"))
-    tasks = (*RTE, "--task", "multi30k_en_de")
-    call(place, *tasks, "--save-predictions", workdir=tmp_path / "run")
+    call(place, f"{RTE} --task multi30k_en_de", workdir=tmp_path / "run")
     folder = tmp_path / "run" / "evaluation" / "4" / "part"
     texts = [(folder / "results.json").read_text()]
     texts += (folder / "glue_rte_v002.jsonl").read_text().splitlines()
@@ -284,28 +239,93 @@ def test_a_diverged_model_is_evaluated_and_written_as_json(place, tmp_path):
     assert json.loads(texts[0])["loss"] is None
 
 
-def test_following_waits_for_checkpoints_until_the_last_step(place, monkeypatch):
+def test_following_waits_for_checkpoints_until_the_last_step_or_an_early_stop(
+    place, run, monkeypatch
+):
     hidden, real = [], manager.finished_steps
     monkeypatch.setattr(manager, "finished_steps", lambda x: real(x) if hidden else real(x)[:1])
     monkeypatch.setattr(evaluate.time, "sleep", hidden.append)
-    shown = call(place, *RTE, "--follow")
+    shown = call(place, f"{RTE} --follow")
     assert hidden == [evaluate.POLL_SECONDS]
     assert shown.index("step 2") < shown.index("step 4")
-
-
-def test_averages_of_the_benchmarks_that_were_evaluated(capsys):
-    metrics = {"matthews_corrcoef": 50.0}
-    cola = TaskResult("glue_cola_v002", "validation", 5, 5, metrics, ("",) * 5, np.zeros(5))
-    evaluate.print_results(3, [cola], {})
-    shown = capsys.readouterr().out
-    assert "GLUE average: incomplete, not computed" in shown and "SuperGLUE" not in shown
-    evaluate.print_results(3, [cola], {"GLUE": 61.25})
-    assert "GLUE average: 61.25" in capsys.readouterr().out
-
-
-def test_following_ends_when_the_run_has_stopped_early(place, run):
-    """Step 4 is not its last, and no more will come."""
-    shutil.rmtree(run / "checkpoints" / "4")
+    shutil.rmtree(run / "checkpoints" / "4")  # step 4 is not its last, and no more will come
     events = [{"time": 1.0, "event": name, "step": 2} for name in ("stopped", "end")]
     (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert "step 2" in call(place, *RTE, "--follow", workdir=run)
+    assert "step 2" in call(place, f"{RTE} --follow", workdir=run)
+
+
+TEXTS = ["a b", "the dog sleeps"]
+
+
+def say(place, options, *words):
+    return commands.call(f"generate --workdir {place / 'run'} {options}", *words)
+
+
+def test_several_texts_and_their_scores(place):
+    """Lines of one input stand together; the first beam is what is shown without the others."""
+    options = "--max-length 4 --beams 3 --alpha 1.0"
+    best = say(place, options, *TEXTS)
+    several = say(place, f"{options} --samples 3 --scores", *TEXTS).splitlines()
+    scores, texts = zip(*(line.split("\t") for line in several), strict=True)
+    assert "".join(f"{text}\n" for text in texts[::3]) == best
+    assert len(texts) == 6 and all(float(score) < 0 for score in scores)
+
+
+def test_samples_are_repeated_by_their_seed_and_stay_alone(place):
+    options = (
+        "--max-length 4 --temperature 0.9 --top-k 99 --top-p 0.95 --samples 2 --min-length 2 "
+        "--relative-length 2"
+    )
+    found = say(place, f"{options} --seed 3", *TEXTS)
+    assert len(found.splitlines()) == 4
+    assert say(place, f"{options} --seed 3 --batch-size 1", *TEXTS) == found
+    assert say(place, f"{options} --seed 4", *TEXTS) != found
+    with pytest.raises(ValueError, match=r"top_p is 1\.5; allowed: above 0, at most 1"):
+        say(place, "--top-p 1.5 --temperature 1", "text")
+
+
+ALONE = """
+import sys
+for name in ("tensorflow", "tensorflow_datasets", "tensorflow_text", "seqio"):
+    sys.modules[name] = None  # importing it ends in an ImportError
+from synthesizer_jax.cli.main import run
+run()
+"""
+
+
+def test_one_device_without_tensorflow_and_files_say_the_same(place, tmp_path):
+    """A process of its own: neither TensorFlow nor SeqIO can be imported, and there is one device."""
+    shown = say(place, "", *TEXTS)
+    assert len(shown.splitlines()) == 2
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    alone = subprocess.run(
+        [sys.executable, "-c", ALONE, "generate", "--workdir", str(place / "run"), *TEXTS],
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert alone.returncode == 0, alone.stderr
+    assert alone.stdout == shown
+    (tmp_path / "in.txt").write_text("\n".join(TEXTS) + "\n")
+    say(place, f"--input {tmp_path}/in.txt --output {tmp_path}/out.txt --batch-size 1")
+    assert (tmp_path / "out.txt").read_text() == shown
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.txt", "out.txt"]
+
+
+def test_inputs_are_looked_at_before_the_model_is_read(tmp_path, monkeypatch):
+    nowhere = f"generate --workdir {tmp_path}"
+    with pytest.raises(FileNotFoundError, match=r"--output .*there is no directory .*absent"):
+        commands.call(f"{nowhere} --output {tmp_path}/absent/x text")
+    (tmp_path / "latin").write_bytes("Größe".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"--input .*latin is not UTF-8 text"):
+        commands.call(f"{nowhere} --input {tmp_path}/latin")
+    message = "there is no input; give texts as arguments, --input FILE, or lines to stdin"
+    with pytest.raises(ValueError, match=message):
+        commands.call(nowhere)
+    terminal = SimpleNamespace(isatty=lambda: True)
+    monkeypatch.setattr(generate, "sys", SimpleNamespace(stdin=terminal))
+    with pytest.raises(ValueError, match=message):
+        commands.call(nowhere)
+    with pytest.raises(FileNotFoundError, match=r"holds no experiment\.json"):
+        commands.call(f"{nowhere} text")

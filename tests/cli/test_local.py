@@ -31,29 +31,17 @@ def group(processes, *command):
     ]
 
 
-def command(place, workdir, processes, *settings):
-    return group(
-        processes,
-        *("train", str(RECIPE), "--workdir", str(place / workdir)),
-        *("--data-dir", str(place / "data"), "--quiet", *settings),
-    )
-
-
-def environment(place):
-    """One cache of compiled programs for all runs of a place."""
+def started(place, command):
+    """A command that has ended; all have one cache of compiled programs."""
     own = {**without_devices(), "JAX_ENABLE_COMPILATION_CACHE": "true"}
-    return {**own, "JAX_COMPILATION_CACHE_DIR": str(place / "compiled")}
+    own |= {"JAX_COMPILATION_CACHE_DIR": str(place / "compiled")}
+    return subprocess.run(command, cwd=place, env=own, capture_output=True, text=True, timeout=300)
 
 
-def run(place, workdir, processes, *settings, code=0):
-    result = subprocess.run(
-        command(place, workdir, processes, *settings),
-        env=environment(place),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == code, result.stderr
+def run(place, workdir, processes, *settings):
+    command = f"train {RECIPE} --workdir {workdir} --data-dir data --quiet"
+    result = started(place, group(processes, *command.split(), *settings))
+    assert result.returncode == 0, result.stderr
     return result.stderr
 
 
@@ -89,18 +77,11 @@ def test_more_processes_predict_the_same(place):
     rows = {}
     for processes in (1, 2):
         folder = place / f"predicted_{processes}"
-        result = subprocess.run(
-            group(
-                processes,
-                *("predict", "--workdir", str(place / "alone"), "--split", "validation"),
-                *("--data-dir", str(place / "data"), "--output", str(folder)),
-                *("--task", "synthetic_sst2", "--method", "rank"),
-            ),
-            env=environment(place),
-            capture_output=True,
-            text=True,
-            timeout=300,
+        command = (
+            f"predict --workdir alone --split validation --data-dir data --output {folder} "
+            "--task synthetic_sst2 --method rank"
         )
+        result = started(place, group(processes, *command.split()))
         assert result.returncode == 0, result.stderr
         text = (folder / "synthetic_sst2.jsonl").read_text()
         rows[processes] = [json.loads(line) for line in text.splitlines()]
@@ -152,15 +133,8 @@ def test_an_error_of_one_process_ends_all(tmp_path):
         "        raise ValueError('this host lacks a file')\n"
         "    return whole()\n"
     )
-    options = ["--processes", "2", "--devices", "1", "--", "train", str(recipe)]
-    result = subprocess.run(
-        [sys.executable, "-m", "synthesizer_jax", "local", *options, "--workdir", "run"],
-        cwd=tmp_path,
-        env={**environment(tmp_path), "SYNTHESIZER_DATA_DIR": str(tmp_path / "data")},
-        capture_output=True,
-        text=True,
-        timeout=200,  # JAX itself would have them wait for 300 s
-    )
+    command = "train recipe.py --workdir run --data-dir data"
+    result = started(tmp_path, group(2, *command.split()))  # JAX itself would have them wait
     assert result.returncode == 2, result.stderr
     assert "recipe.py, line 6: ValueError: this host lacks a file" in result.stderr
 

@@ -1,29 +1,32 @@
-"""The program around the commands: it ends, whatever still runs."""
+"""The program around the commands: it ends, whatever still runs; the doctor, and compiled programs."""
 
+import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from synthesizer_jax.cli.main import _one_line_message
 from synthesizer_jax.runs.progress import show_phases
+from synthesizer_jax.runtime import processes
+from synthesizer_jax.runtime.compilation_cache import VARIABLE, enable_compilation_cache
 from synthesizer_jax.runtime.processes import print_line
+from tests.cli.commands import call
 
 STUCK = """
 import sys, threading
 from synthesizer_jax.cli import main
 main.END_SECONDS = 0.1
 threading.Thread(target=threading.Event().wait).start()  # the interpreter would wait for it for ever
-sys.argv[1:] = {arguments}
+sys.argv[1:] = ["models", "nope"]
 main.main()
 """
 
 
-@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["train", "nope"], 2)])
-def test_a_stuck_thread_does_not_keep_the_program(arguments, code) -> None:
-    program = STUCK.format(arguments=arguments)
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ended.returncode == code, ended.stderr
+def test_a_stuck_thread_does_not_keep_the_program() -> None:
+    ended = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True)
+    assert ended.returncode == 2, ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -44,3 +47,60 @@ def test_what_a_file_holds_cannot_fill_or_command_the_terminal(message, line, ca
         phase(message, 1)
     print_line(message)
     assert "\x1b" not in capfd.readouterr().err
+
+
+def test_the_doctor_finds_a_healthy_machine_and_hosts_that_differ(tmp_path, monkeypatch) -> None:
+    said = call(f"doctor --workdir {tmp_path / 'run'}")
+    for word in ("Python 3.", "jax 0.1", "8 × cpu", "memory free", "is writable"):
+        assert word in said
+    assert list((tmp_path / "run").iterdir()) == []
+    everyone = lambda _, mine: [mine, mine, mine | {"flax": "0.1"}, mine | {"flax": "0.1"}]
+    monkeypatch.setattr(processes, "all_gather", everyone)
+    with pytest.raises(ValueError, match=r"versions or settings differ: .*'flax': '0.1'.* on 2, 3"):
+        call("doctor")
+    monkeypatch.setattr(processes, "all_gather", lambda _, mine: [mine, mine])
+    monkeypatch.setattr(jax, "process_index", lambda: 3)
+    assert all(line.startswith("[3] ") for line in call("doctor").splitlines())
+
+
+PROGRAM = """
+from synthesizer_jax.runtime.compilation_cache import enable_compilation_cache
+enable_compilation_cache()
+import jax, jax.numpy as jnp
+hits = []
+jax.monitoring.register_event_listener(lambda name, **_: hits.append(name))
+jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((8, 8))).block_until_ready()
+print(hits.count("/jax/compilation_cache/cache_hits"))
+"""
+
+
+def test_a_second_process_compiles_nothing_but_what_a_killed_one_has_left(tmp_path) -> None:
+    always = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PLATFORMS": "cpu"}
+    own = {k: v for k, v in os.environ.items() if "COMPILATION_CACHE" not in k}
+    own |= {"XDG_CACHE_HOME": str(tmp_path), **always}
+
+    def hits() -> int:
+        program = [sys.executable, "-c", PROGRAM]
+        found = subprocess.run(program, env=own, check=True, capture_output=True, text=True)
+        return int(found.stdout.splitlines()[-1])
+
+    assert hits() == 0
+    assert hits() > 0
+    place = tmp_path / "synthesizer_jax" / "compiled"
+    assert place.stat().st_mode & 0o077 == 0
+    for used in place.glob("*-atime"):
+        used.unlink()
+    assert hits() == 0
+    assert len(list(place.glob("*-atime"))) == len(list(place.glob("*-cache"))) > 0
+
+
+@pytest.mark.parametrize("set_before", [True, False])
+def test_nothing_changes_for_who_has_a_cache_or_can_have_none(tmp_path, monkeypatch, set_before):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path if set_before else tmp_path / "file"))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if set_before:
+        monkeypatch.setenv(VARIABLE, str(tmp_path))
+    before = dict(os.environ)
+    enable_compilation_cache()
+    assert dict(os.environ) == before

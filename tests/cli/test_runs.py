@@ -30,32 +30,28 @@ from synthesizer_jax.training.run_directory import (
 from tests.cli.commands import call
 from tests.environment import without_devices
 
-pytestmark = pytest.mark.slow
-
 RECIPE = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "reliability_run.py"
 
 
-@pytest.fixture(scope="module")
-def data(synthetic_data: pathlib.Path) -> pathlib.Path:
-    """The synthetic data sets."""
-    return synthetic_data
+def train(workdir: pathlib.Path, data: pathlib.Path, *settings: str) -> str:
+    changes = " ".join(f"--set {setting}" for setting in settings)
+    return f"train {RECIPE} --workdir {workdir} --data-dir {data} {changes}"
 
 
-def arguments(workdir: pathlib.Path, data: pathlib.Path, *settings: str) -> list[str]:
-    command = ["train", str(RECIPE), "--workdir", str(workdir), "--data-dir", str(data)]
-    return command + [word for setting in settings for word in ("--set", setting)]
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
-def start(command: list[str], **options) -> subprocess.Popen:
+def start(command: str, **options) -> subprocess.Popen:
     """The real command, in a process of its own."""
-    own = [sys.executable, "-m", "synthesizer_jax", *command]
+    own = [sys.executable, "-m", "synthesizer_jax", *command.split()]
     return subprocess.Popen(own, env=without_devices(), **options)
 
 
-def test_stopped_before_the_first_step_nothing_is_left(tmp_path, data) -> None:
+def test_stopped_before_the_first_step_nothing_is_left(tmp_path, synthetic_data) -> None:
     workdir = tmp_path / "run"
-    command = arguments(workdir, data, "training.steps=4", "mesh.fsdp=1")
-    with start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with start(
+        train(workdir, synthetic_data, "training.steps=4", "mesh.fsdp=1"), **PIPES
+    ) as process:
         while line := process.stdout.readline():
             if "compiling" in line:
                 break
@@ -65,21 +61,15 @@ def test_stopped_before_the_first_step_nothing_is_left(tmp_path, data) -> None:
     assert [path.name for path in workdir.iterdir()] == ["train.lock"]
 
 
-@pytest.mark.parametrize("size", [200, 30_000], ids=["lock", "checkpoint"])
-def test_a_full_disk_is_one_line_with_the_path(tmp_path, data, size) -> None:
+def test_a_full_disk_is_one_line_with_the_path(tmp_path, synthetic_data) -> None:
     workdir = tmp_path / "run"
-    command = arguments(workdir, data, "training.steps=2", "mesh.fsdp=1")
-    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
-    with start(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limit
-    ) as process:
+    command = train(workdir, synthetic_data, "training.steps=2", "mesh.fsdp=1")
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (30_000, 30_000))
+    with start(command, **PIPES, preexec_fn=limit) as process:
         said, errors = process.communicate()
-    assert process.returncode == 2
-    assert "compiled in" in said
-    assert (
-        errors.splitlines()[-1]
-        == f"error: [Errno 27] File too large; what was finished is kept: '{workdir}'"
-    )
+    assert process.returncode == 2 and "compiled in" in said
+    line = f"error: [Errno 27] File too large; what was finished is kept: '{workdir}'"
+    assert errors.splitlines()[-1] == line
     assert "Traceback" not in errors and "Exception" not in errors
 
 
@@ -97,17 +87,17 @@ def read_terminal(descriptor: int, until: str | None = None) -> str:
     return shown.decode()
 
 
-def test_interrupted_without_a_terminal_and_on_one(tmp_path, data) -> None:
+def test_interrupted_without_a_terminal_and_on_one(tmp_path, synthetic_data) -> None:
     workdir = tmp_path / "run"
-    settings = ("mesh.fsdp=1", "evaluation.every=4")
-    endless = arguments(workdir, data, "training.steps=100000", *settings)
-    with start(endless, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    settings = ("training.steps=100000", "mesh.fsdp=1", "evaluation.every=4")
+    endless = train(workdir, synthetic_data, *settings)
+    with start(endless, **PIPES) as process:
         said = []
         while not said or "step      8/100000  loss" not in said[-1]:
             said.append(process.stdout.readline())
             assert said[-1], process.stderr.read()
         with pytest.raises(InUseError, match=f"run is in use: process {process.pid} on "):
-            call(*endless)
+            call(endless)
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate()
     assert process.returncode in (130, -signal.SIGINT)  # the latter in an evaluation, after a save
@@ -146,10 +136,10 @@ def test_interrupted_without_a_terminal_and_on_one(tmp_path, data) -> None:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, data) -> pathlib.Path:
+def finished(tmp_path_factory, synthetic_data) -> pathlib.Path:
     """A run of four steps."""
     workdir = tmp_path_factory.mktemp("runs") / "finished"
-    call(*arguments(workdir, data, "training.steps=4"))
+    call(train(workdir, synthetic_data, "training.steps=4"))
     return workdir
 
 
@@ -157,12 +147,6 @@ def finished(tmp_path_factory, data) -> pathlib.Path:
 def copied(finished, tmp_path) -> pathlib.Path:
     """The same run, to be damaged."""
     return shutil.copytree(finished, tmp_path / "run")
-
-
-def test_a_finished_run_says_so_again(finished, data) -> None:
-    said = call(*arguments(finished, data, "training.steps=4"))
-    assert f"{finished} has finished its 4 steps: score " in said
-    assert "compiling" not in said
 
 
 @pytest.mark.parametrize(
@@ -174,55 +158,68 @@ def test_a_finished_run_says_so_again(finished, data) -> None:
         ("init_from=nowhere", "nowhere"),
     ],
 )
-def test_a_start_that_is_refused_leaves_nothing(tmp_path, data, wrong, message) -> None:
-    workdir = tmp_path / "run"
+def test_a_start_that_is_refused_leaves_nothing(tmp_path, synthetic_data, wrong, message) -> None:
     with pytest.raises((ValueError, OSError), match=message):
-        call(*arguments(workdir, data, "training.steps=2", wrong))
+        call(train(tmp_path / "run", synthetic_data, "training.steps=2", wrong))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_start_that_came_to_nothing_blocks_nothing(copied, data) -> None:
+def test_a_start_that_came_to_nothing_blocks_nothing(copied, synthetic_data) -> None:
     """Its settings and log are those of a run that has saved nothing."""
     shutil.rmtree(copied / "checkpoints")
     (copied / "events.jsonl").unlink()
-    call(*arguments(copied, data, "training.steps=2", "training.seed=7"))
+    call(train(copied, synthetic_data, "training.steps=2", "training.seed=7"))
     assert finished_steps(copied / "checkpoints") == [2]
     saved = json.loads((copied / "experiment.json").read_text())
     assert saved["training"]["seed"] == 7
 
 
-def test_checkpoints_that_are_gone_are_asked_for(copied, data) -> None:
+def test_checkpoints_that_are_gone_are_asked_for(copied, synthetic_data) -> None:
     (copied / "checkpoints").rename(copied / "elsewhere")
     log = (copied / "metrics.jsonl").read_text()
-    with pytest.raises(
-        FileNotFoundError, match="holds no checkpoint, but the run has saved step 4"
-    ):
-        call(*arguments(copied, data, "training.steps=6"))
+    message = "holds no checkpoint, but the run has saved step 4"
+    with pytest.raises(FileNotFoundError, match=message):
+        call(train(copied, synthetic_data, "training.steps=6"))
     assert (copied / "metrics.jsonl").read_text() == log
     assert not (copied / "checkpoints").exists()
 
 
-def test_another_vocabulary_is_another_run(copied, data, tmp_path) -> None:
-    synthetic_one = synthetic.vocabulary(data)
-    mine = replace(load_experiment(copied), vocabulary=synthetic_one)
+def test_a_vocabulary_that_is_another_or_was_changed_is_noticed(
+    finished, copied, synthetic_data, tmp_path
+) -> None:
+    given = synthetic.vocabulary(synthetic_data)
+    mine = replace(load_experiment(finished), vocabulary=given)
     save_run(mine, copied)
     check_same_run(mine, copied)
     other = tmp_path / "other.model"
     other.write_bytes(b"other")
-    with pytest.raises(
-        ValueError, match=r"holds another run: its vocabulary\.model is not .*other"
-    ):
+    message = r"holds another run: its vocabulary\.model is not .*other"
+    with pytest.raises(ValueError, match=message):
         check_same_run(replace(mine, vocabulary=SentencePiece(str(other))), copied)
 
 
-def test_an_evaluation_that_was_cut_off_is_made_up_for(copied, data) -> None:
+def test_an_evaluation_that_was_cut_off_is_made_up_for(copied, synthetic_data) -> None:
     log = copied / "metrics.jsonl"
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(line for line in lines if '"eval"' not in line))
-    said = call(*arguments(copied, data, "training.steps=4"))
-    assert "step 4/4  evaluated in " in said
+    said = call(train(copied, synthetic_data, "training.steps=4"))
+    assert "step 4/4  evaluated in " in said and "compiling" not in said
     again = log.read_text().splitlines(keepends=True)
-    assert [json.loads(x)["score"] for x in again[-1:]] == [
-        json.loads(x)["score"] for x in lines[-1:]
-    ]
+    assert json.loads(again[-1])["score"] == json.loads(lines[-1])["score"]
     assert len(again) == len(lines)
+
+
+@pytest.mark.parametrize("damage", [b'{"step": \xff\xfe\n', b"[]\n", b'{"step": 5, "k'])
+def test_damaged_logs_do_not_stop_a_run(copied, synthetic_data, caplog, damage) -> None:
+    ends, before = damage.endswith(b"\n"), {}
+    for name in ("metrics.jsonl", "events.jsonl"):
+        before[name] = (copied / name).read_bytes()
+        first, rest = before[name].split(b"\n", 1)
+        damaged = first + b"\n" + damage + rest if ends else before[name] + damage
+        (copied / name).write_bytes(damaged)
+    call(train(copied, synthetic_data, "training.steps=4"))
+    assert (copied / "metrics.jsonl").read_bytes() == before["metrics.jsonl"]
+    assert ("1 of its lines, the first is line 2, cannot be read" in caplog.text) == ends
+    events = (copied / "events.jsonl").read_bytes().splitlines()
+    assert events[0] == before["events.jsonl"].splitlines()[0]
+    assert json.loads(events[-1])["event"] == "end"

@@ -1,12 +1,13 @@
-"""Utilization counts what the model needs, not what was done, over what the chip can or does."""
+"""Utilization counts what the model needs over what the chip can; and what the host has left."""
 
-import dataclasses
+import pathlib
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from synthesizer_jax.costs import chips, utilization
+from synthesizer_jax.costs import chips, host_memory, utilization
 from synthesizer_jax.costs.utilization import step_flops, utilizations
 from synthesizer_jax.models import Size, t5
 from synthesizer_jax.runs import metrics
@@ -27,7 +28,6 @@ def forward():
 def test_a_step_is_six_times_the_multiply_adds(remat):
     model = t5(Size(D, 1, F, H, E), vocab_size=V, remat=remat)
     found = step_flops(model, batch_size=BATCH, inputs=K, targets=Q)
-    # Counts are kept per token, rounded.
     assert found == pytest.approx(6 * BATCH * forward(), rel=1e-3)
 
 
@@ -35,45 +35,27 @@ def test_rates_of_an_interval(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     throughput = metrics.Throughput()
-    throughput.utilizations = {"mfu": 0.05, "product_utilization": 0.1}
+    throughput.utilizations = {"mfu": 0.05}
     for _ in range(6):
         throughput.add(10.0, capacity=40)
     now[0] = 2.0
-    rates = throughput.read()
     speeds = {"steps_per_second": 3.0, "tokens_per_second": 30.0, "padding": 0.75}
-    shares = {"mfu": pytest.approx(0.15), "product_utilization": pytest.approx(0.3)}
-    assert rates == speeds | shares
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    device_kind: str
-    platform: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Mesh:
-    devices: np.ndarray
-
-    @property
-    def size(self):
-        return self.devices.size
-
-
-def mesh(kind, platform, count):
-    return Mesh(np.array([Device(kind, platform)] * count))
+    assert throughput.read() == speeds | {"mfu": pytest.approx(0.15)}
 
 
 def test_mfu_is_a_share_of_the_published_peak_and_the_product_has_its_own_name(monkeypatch):
+    def found(flops, kind):
+        device = SimpleNamespace(device_kind=kind, platform="tpu")
+        return utilizations(flops, SimpleNamespace(devices=np.array([device]), size=4), "bfloat16")
+
     monkeypatch.setattr(utilization, "product_rate", lambda platform, dtype: 100e12)
-    found = utilizations(197e12, mesh("TPU v5 lite", "tpu", 4), "bfloat16")
-    assert found == {"mfu": pytest.approx(0.25), "product_utilization": pytest.approx(0.4925)}
-    assert utilizations(40e12, mesh("A new chip", "tpu", 4), "bfloat16") == {
-        "product_utilization": pytest.approx(0.1)
-    }
+    shares = {"mfu": pytest.approx(0.25), "product_utilization": pytest.approx(0.4925)}
+    assert found(197e12, "TPU v5 lite") == shares
+    assert found(40e12, "A new chip") == {"product_utilization": pytest.approx(0.1)}
 
 
-def test_a_cpu_has_no_mfu():
+def test_a_cpu_has_no_mfu(monkeypatch):
+    monkeypatch.setitem(utilization.SIDE, "cpu", 64)
     place = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("data",))
     assert utilizations(1e9, place, "float32").keys() == {"product_utilization"}
 
@@ -82,30 +64,56 @@ def test_a_cpu_has_no_mfu():
     ("kind", "bfloat16", "float32"),
     [
         ("TPU v2", 22.5e12, 22.5e12),  # JAX shows two devices a chip
-        ("TPU v3", 61.5e12, 61.5e12),
         ("TPU v4", 275e12, 275e12),
         ("TPU v5 lite", 197e12, 197e12),
-        ("TPU v5", 459e12, 459e12),
         ("TPU v5p", 459e12, 459e12),
-        ("TPU v6 lite", 918e12, 918e12),
         ("TPU7x", 1153.5e12, 1153.5e12),
         ("NVIDIA H100 80GB HBM3", 989.5e12, 494.5e12),
-        ("NVIDIA H100 PCIe", 756e12, 378e12),
         ("NVIDIA H100 NVL", 835.5e12, 417.5e12),
-        ("NVIDIA H200", 989.5e12, 494.5e12),
-        ("NVIDIA B200", 2250e12, 1100e12),
+        ("NVIDIA GH200 480GB", 989.5e12, 494.5e12),
         ("NVIDIA A100-SXM4-40GB", 312e12, 156e12),
-        ("NVIDIA A100 80GB PCIe", 312e12, 156e12),
-        ("NVIDIA L4", 121e12, 60e12),
         ("Tesla T4", None, 8.1e12),
-        ("Tesla V100-SXM2-16GB", None, 15.7e12),
         ("NVIDIA L40S", None, None),  # not the L4
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None, None),
         ("TPU v5 lite pod", None, None),
-        ("cpu", None, None),
     ],
 )
 def test_peaks_are_found_by_the_names_that_jax_gives(kind, bfloat16, float32):
     assert chips.peak_flops(kind, "bfloat16") == bfloat16
     assert chips.peak_flops(kind, "float32") == float32
     assert chips.peak_flops(kind, "int8") is None
+
+
+def group(name, limit, used, kept):
+    return {
+        f"groups{name}/memory.max": f"{limit}\n",
+        f"groups{name}/memory.current": f"{used}\n",
+        f"groups{name}/memory.stat": f"anon 5\ninactive_file {kept}\nactive_file 9\n",
+    }
+
+
+HOST = {"meminfo": "MemTotal: 900 kB\nMemAvailable:  300 kB\n\nSwapFree: 20 kB\n"}
+POD = HOST | {"cgroup": "0::/pod/container\n"} | group("/pod", "100000", 70000, 4000)
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({}, None),
+        (HOST, 320 * 1024),
+        ({"meminfo": "MemTotal:  900 kB\nMemFree:  300 kB\n"}, None),
+        (POD | group("/pod/container", "max", 10, 1), 34_000),  # the narrowest limit counts
+        (POD | group("/pod/container", "50000", 49000, 0), 1000),
+        ({"cgroup": "0::/not/seen/here\n"} | group("", "4000", 1000, 0), 3000),  # in a container
+    ],
+)
+def test_what_the_host_and_the_limits_of_containers_leave(
+    tmp_path: pathlib.Path, monkeypatch, files, free
+):
+    places = {"MEMORY": "meminfo", "OWN_GROUPS": "cgroup", "GROUPS": "groups"}
+    for name, place in places.items():
+        monkeypatch.setattr(host_memory, name, tmp_path / place)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert host_memory.free_memory() == free

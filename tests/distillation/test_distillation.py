@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 
 from synthesizer_jax import Attention, Gaussian, Random, SentenceFeedForward, TokenFeedForward
-from synthesizer_jax.distillation.distill import (
-    Distillation,
-    DistillationTrainer,
-    _initialize_from,
-    _squared_error,
-    _student_experiment,
-)
+from synthesizer_jax.distillation.distill import Distillation, DistillationTrainer, squared_error
 from synthesizer_jax.distillation.replacement import Replacement, student_model
 from synthesizer_jax.mixers import TAPS
 from synthesizer_jax.models import Size, t5, unroll, unroll_variables
@@ -25,79 +19,75 @@ from tests.training.tiny import VOCAB, CopyStream, experiment
 
 TRAINING = Training(steps=40, optimizer=AdamW(learning_rate=Constant(0.01)))
 MODEL = t5(Size(8, 2, 16, 2, 4), vocab_size=VOCAB, relative_bias=False, scan=True)
+DOT = MODEL.encoder.runs[0].block.self_mixer.alignment
 
+ALR = (Replacement(SentenceFeedForward(8, 12, 2, 4)),)
 RECIPES = {
-    "ALR": (Replacement(SentenceFeedForward(8, 12, 2, 4)),),
-    "ALSR": (Replacement(SentenceFeedForward(8, 12, 2, 4, separate_heads=True)),),
-    "ALRR": (Replacement(SentenceFeedForward(8, 12), scope="sublayer"),),
-    "ELR": (Replacement(SentenceFeedForward(8, 12), scope="layer"),),
-    "per token": (Replacement(TokenFeedForward(12, 2, 4)),),
-    "Random": (Replacement(Random(max_length=8)),),
-    "one layer": (Replacement(Random(max_length=8), layers=(1,)),),
-    "decoder and cross": (
-        Replacement(SentenceFeedForward(8, 12, 2, 4, causal=True), place="decoder"),
+    "ALR": ALR,
+    "ALSR, per token, Random, cross": (
+        Replacement(SentenceFeedForward(8, 12, 2, 4, separate_heads=True), layers=(0,)),
+        Replacement(TokenFeedForward(12, 2, 4), layers=(1,)),
+        Replacement(Random(max_length=8), place="decoder", layers=(1,)),
         Replacement(SentenceFeedForward(8, 12, 2, 4), place="cross"),
+    ),
+    "ALRR, ELR": (
+        Replacement(SentenceFeedForward(8, 12), scope="sublayer", layers=(0,)),
+        Replacement(SentenceFeedForward(8, 12), scope="layer", layers=(1,)),
     ),
 }
 
 
 @pytest.fixture(scope="module")
 def teacher():
-    teacher_experiment = replace(experiment(), model=MODEL)
-    trainer = Trainer(teacher_experiment, jax.devices()[:1])
-    variables = {"params": trainer.init().params}
-    return teacher_experiment, unroll_variables(MODEL, variables)
+    taught = replace(experiment(), model=MODEL)
+    variables = {"params": Trainer(taught, jax.devices()[:1]).init().params}
+    return taught, unroll_variables(MODEL, variables)
 
 
-def make_trainer(student, model, variables, recipe):
-    return DistillationTrainer(
-        student, teacher=model, variables=variables, recipe=recipe, devices=jax.devices()[:1]
-    )
+def make_trainer(taught, variables, replacements, **options):
+    recipe = Distillation(replacements, TRAINING, **options)
+    return DistillationTrainer(taught, variables, recipe, jax.devices()[:1])
 
 
-def distill_steps(teacher, recipe, steps):
-    """The trainer, the initial parameters, the final state and the metrics of every step."""
-    teacher_experiment, variables = teacher
-    student = _student_experiment(teacher_experiment, recipe, teacher=None)
-    trainer = make_trainer(student, unroll(MODEL), variables, recipe)
-    state, stream = _initialize_from(variables)(trainer.init()), CopyStream()
+def distill_steps(trainer, steps):
+    """The initial parameters, those after some steps, and the metrics of every step."""
+    state, stream = trainer.inherit(trainer.init()), CopyStream()
     initial_params = jax.tree.map(np.asarray, state.params)
     history = []
     for _ in range(steps):
         state, metrics = trainer.step(state, trainer.shard_batch(next(stream)))
         history.append({k: float(v) for k, v in metrics.items()})
-    return trainer, initial_params, state, history
+    return initial_params, state.params, history
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "together"),
-    [*((name, False) for name in RECIPES), ("ALR", True), ("decoder and cross", True)],
+    ("name", "together"), [*((name, False) for name in RECIPES), ("ALR", True)]
 )
 def test_only_replacements_change_and_the_loss_decreases(teacher, name, together):
-    recipe = Distillation(RECIPES[name], TRAINING, together=together)
-    trainer, initial_params, state, history = distill_steps(teacher, recipe, 30)
+    """What is not replaced is inherited from the teacher, the output projection of ALR's heads too."""
+    trainer = make_trainer(*teacher, RECIPES[name], together=together)
+    initial_params, params, history = distill_steps(trainer, 30)
     replaced = {(pair.stack, pair.layer, pair.mixer) for pair in trainer.tap_pairs}
     changed = {
         tuple(k.key for k in path[:3])
         for (path, a), b in zip(
-            jax.tree.leaves_with_path(initial_params), jax.tree.leaves(state.params), strict=True
+            jax.tree.leaves_with_path(initial_params), jax.tree.leaves(params), strict=True
         )
         if np.any(a != b)
     }
     assert changed == replaced
-    is_table = name in ("Random", "one layer")  # a table does not depend on the random tokens
-    assert history[-1]["loss"] < (0.98 if is_table else 0.9) * history[0]["loss"]
+    assert history[-1]["loss"] < 0.95 * history[0]["loss"]
     assert all(np.isfinite(list(metrics.values())).all() for metrics in history)
+    if name == "ALR":
+        taught = teacher[1]["params"]
+        projection = lambda tree: tree["encoder"]["layers_1"]["attention"]["out"]["kernel"]
+        for part in (lambda p: (p["embedding"], p["decoder"]), projection):
+            jax.tree.map(np.testing.assert_array_equal, part(initial_params), part(taught))
 
 
-@pytest.mark.slow
 def test_a_student_that_is_its_teacher_has_no_loss(teacher):
-    same = Replacement(Attention(2, 4, alignment=MODEL.encoder.runs[0].block.self_mixer.alignment))
-    for together in (False, True):
-        recipe = Distillation((same,), TRAINING, together=together)
-        _, _, _, history = distill_steps(teacher, recipe, 1)
-        assert history[0]["loss"] < 1e-10
+    trainer = make_trainer(*teacher, (Replacement(Attention(2, 4, alignment=DOT)),))
+    assert distill_steps(trainer, 1)[2][0]["loss"] < 1e-10
 
 
 def test_the_error_excludes_padding():
@@ -105,7 +95,7 @@ def test_the_error_excludes_padding():
     target, output = rng.normal(size=(2, 3, 5, 2, 4))
     not_padding = np.array([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]], bool)
     x, y = target[not_padding].reshape(4, -1), output[not_padding].reshape(4, -1)
-    error, ratio = _squared_error(*map(jnp.asarray, (target, output, not_padding)))
+    error, ratio = squared_error(*map(jnp.asarray, (target, output, not_padding)))
     np.testing.assert_allclose(error, np.mean((x - y) ** 2), rtol=1e-5)
     expected = np.mean((x - y) ** 2) / np.mean((x - x.mean(0)) ** 2)
     np.testing.assert_allclose(ratio, expected, rtol=1e-5)
@@ -131,15 +121,11 @@ def test_teacher_activations_are_those_of_its_own_pass(teacher):
     )
 
 
-@pytest.mark.slow
 def test_segments_of_a_packed_row_are_independent(teacher):
     """Two examples in a packed row have the same activations as separately."""
-    teacher_experiment, variables = teacher
-    data = replace(teacher_experiment.data, pack=True, max_segments=2)
-    packed = replace(teacher_experiment, data=data)
-    recipe = Distillation(RECIPES["Random"], TRAINING)
-    student = _student_experiment(packed, recipe, teacher=None)
-    trainer = make_trainer(student, unroll(MODEL), variables, recipe)
+    taught, variables = teacher
+    packed = replace(taught, data=replace(taught.data, pack=True, max_segments=2))
+    trainer = make_trainer(packed, variables, (Replacement(Random(max_length=8)),))
     ids, tokens = jnp.array([[1, 1, 1, 2, 2, 2, 2, 0]]), jnp.arange(2, 10)[None]
     row = {"encoder_input_tokens": tokens, "decoder_input_tokens": tokens}
     for side in ("encoder", "decoder"):
@@ -162,27 +148,11 @@ def test_constants_are_inherited():
     """A Fixed Random table that is not replaced is that of the teacher."""
     fixed = Random(max_length=8, trainable=False)
     model = unroll(t5(Size(8, 1, 16, 2, 4), encoder=fixed, vocab_size=VOCAB, relative_bias=False))
-    teacher_experiment = replace(experiment(seed=1), model=model)
-    variables = Trainer(teacher_experiment, jax.devices()[:1]).init().variables
-    recipe = Distillation(RECIPES["Random"], TRAINING)
-    student = _student_experiment(teacher_experiment, recipe, teacher=None)
-    trainer = make_trainer(student, model, variables, recipe)
-    constants = _initialize_from(variables)(trainer.init()).constants["decoder"]
+    taught = replace(experiment(seed=1), model=model)
+    variables = Trainer(taught, jax.devices()[:1]).init().variables
+    trainer = make_trainer(taught, variables, (Replacement(Random(max_length=8)),))
+    constants = trainer.inherit(trainer.init()).constants["decoder"]
     jax.tree.map(np.testing.assert_array_equal, constants, variables["constants"]["decoder"])
-
-
-def test_parameters_that_are_not_replaced_are_inherited(teacher):
-    _, variables = teacher
-    recipe = Distillation(RECIPES["ALR"], TRAINING)
-    _, student_params, _, _ = distill_steps(teacher, recipe, 0)
-    teacher_params = variables["params"]
-    for path in (("embedding",), ("decoder",), ("encoder", "layers_0", "mlp")):
-        found, expected = student_params, teacher_params
-        for name in path:
-            found, expected = found[name], expected[name]
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
-    out = lambda tree: tree["encoder"]["layers_1"]["attention"]["out"]["kernel"]
-    np.testing.assert_array_equal(out(student_params), out(teacher_params))
 
 
 def test_a_position_bias_is_removed_if_no_layer_has_logits():
@@ -191,9 +161,7 @@ def test_a_position_bias_is_removed_if_no_layer_has_logits():
     assert all_layers.encoder.bias is None and all_layers.decoder.bias is not None
     one_layer = student_model(biased, (Replacement(Gaussian(), layers=(0,)),))
     assert one_layer.encoder.bias is not None
-    tokens = jnp.ones((1, 4), int)
-    for model in (all_layers, one_layer):
-        model.init_with_output(jax.random.key(0), tokens, tokens)
+    jax.eval_shape(all_layers.init, jax.random.key(0), *[jnp.ones((1, 4), int)] * 2)
 
 
 @pytest.mark.parametrize(
@@ -210,6 +178,5 @@ def test_errors(replacement, message):
 
 
 def test_an_alignment_needs_attention():
-    student = student_model(MODEL, RECIPES["ALR"])
     with pytest.raises(ValueError, match="instead of attention; use a mixer"):
-        student_model(student, (Replacement(Gaussian()),))
+        student_model(student_model(MODEL, ALR), (Replacement(Gaussian()),))

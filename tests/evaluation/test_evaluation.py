@@ -21,7 +21,7 @@ from synthesizer_jax.evaluation.scoring import evaluate_tasks, flatten_results
 from synthesizer_jax.inference import score_targets
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape, make_mesh
-from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks import postprocessors, task_registry
 from synthesizer_jax.tasks.definitions import GLUE, SENTINEL, SUPER_GLUE
 from synthesizer_jax.tasks.postprocessors import is_labeled
 from synthesizer_jax.tasks.prepare import prepare

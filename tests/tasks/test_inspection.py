@@ -31,13 +31,6 @@ def test_rows_are_read_whole_and_splits_compared(tmp_path, monkeypatch):
     assert (test.rows, test.repeated, test.shared) == (2, 0, {"train": 1})
 
 
-def test_sizes_are_compared_and_lengths_summarized():
-    assert inspection.SplitCheck("t", "train", 5, (5,), 0, {}).is_complete
-    assert not inspection.SplitCheck("t", "train", 6, (5,), 0, {}).is_complete
-    lengths = inspection.Lengths("targets", np.array([1, 2, 3, 4, 4, 8, 9, 100]))
-    assert lengths.truncated_share(8) == 2 / 8
-    assert lengths.histogram(8, bins=2) == [("1–4", 5), ("5–8", 1), ("over 8", 2)]
-    assert lengths.histogram(2) == [("1", 1), ("2", 1), ("over 2", 6)]
-    rows = [{"targets": [1, 1]}, {"targets": [1]}]
-    assert inspection.Lengths.of(rows, "targets").lengths.tolist() == [2, 1]
-    assert inspection.Lengths.of(rows, "inputs").lengths.tolist() == [0, 0]
+def test_sizes_are_compared_with_published_ones():
+    assert inspection.SplitCheck("t", "train", 5, (4, 5), 0, {}).is_complete
+    assert not inspection.SplitCheck("t", "train", 6, (4, 5), 0, {}).is_complete

@@ -20,31 +20,24 @@ GOLDEN = {
 }
 
 
-def run(arguments: list[str], **options: object) -> subprocess.CompletedProcess:
+def run(arguments: list[str]) -> subprocess.CompletedProcess:
     script = [sys.executable, str(launch.CHECKOUT / "tpu_scripts" / "launch.py")]
-    environment = {
-        **os.environ,
-        "PATH": "/usr/bin:/bin",
-    }  # without the program: fields are not checked
-    return subprocess.run(
-        [*script, *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-        **options,
-    )
+    # Without the program on the path fields are not checked.
+    environment = {**os.environ, "PATH": "/usr/bin:/bin"}
+    return subprocess.run([*script, *arguments], capture_output=True, text=True, env=environment)
+
+
+def dry_run(name: str) -> str:
+    arguments = GOLDEN[name]
+    done = run([arguments[0], "--dry-run", *arguments[1:]])
+    assert done.returncode == 0, done.stderr
+    return done.stdout.replace(str(launch.CHECKOUT), "CHECKOUT")
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_a_dry_run_prints_the_commands(name):
     """`python -m tests.tpu_scripts.test_launch` renews the golden files."""
-    arguments = GOLDEN[name]
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    done = run([*arguments[:end], "--dry-run", *arguments[end:]])
-    found = done.stdout.replace(str(launch.CHECKOUT), "CHECKOUT")
-    assert done.returncode == 0, done.stderr
-    assert found == (HERE / f"{name}.txt").read_text()
+    assert dry_run(name) == (HERE / f"{name}.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -85,14 +78,8 @@ def test_a_host_runs_one_command_at_a_time_and_tells_how_it_ended(tmp_path):
     program.chmod(0o755)
 
     def host(script: str) -> str:
-        done = subprocess.run(
-            ["bash", "-c", script.strip()],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return done.stdout
+        command = ["bash", "-c", script.strip()]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
 
     def told() -> str:
         return host(launch.STATUS).split()[-1]
@@ -154,7 +141,5 @@ def test_a_run_that_fails_ends_babysit():
 
 
 if __name__ == "__main__":
-    for name, arguments in GOLDEN.items():
-        end = arguments.index("--") if "--" in arguments else len(arguments)
-        printed = run([*arguments[:end], "--dry-run", *arguments[end:]]).stdout
-        (HERE / f"{name}.txt").write_text(printed.replace(str(launch.CHECKOUT), "CHECKOUT"))
+    for name in GOLDEN:
+        (HERE / f"{name}.txt").write_text(dry_run(name))

@@ -6,7 +6,7 @@ import math
 import jax
 import pytest
 
-from synthesizer_jax.cli.plan import _changed_settings
+from synthesizer_jax.cli.plan import changed_settings
 from synthesizer_jax.cli.settings import override
 from synthesizer_jax.costs import chips
 from synthesizer_jax.models import Size, alignment, t5, unroll
@@ -134,8 +134,8 @@ def test_advice_fits_begins_with_what_costs_least_and_can_be_typed():
     assert best.mesh == {"data": 8, "fsdp": 1, "tensor": 1, "sequence": 1}
     assert way == plan.make_plan(last, PLACE)
     for changed in (first, last):
-        assert override(recipe, *_changed_settings(recipe, changed)) == changed
-        assert _changed_settings(changed, changed) == []
+        assert override(recipe, *changed_settings(recipe, changed)) == changed
+        assert changed_settings(changed, changed) == []
     huge = t5(Size(8192, 48, 65536, 64, 128), vocab_size=128, scan=True).encoder
     huge = replace(recipe, model=encoder().copy(encoder=huge, d_model=8192))
     assert plan.advise(huge, chips.parse_topology("v5e:1x1")) == []

@@ -3,38 +3,22 @@
 import dataclasses
 import functools
 import json
-import pathlib
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from synthesizer_jax.cli.recipes import (
-    load_recipe,
-    packaged_recipes,
-    recipe_outlines,
-    recipe_source,
-)
+from synthesizer_jax.cli.recipes import list_recipes, load_recipe, load_with_code
 from synthesizer_jax.data.batch import batch_fields
 from synthesizer_jax.data.config import DataConfig
-from synthesizer_jax.distillation.distill import (
-    Distillation,
-    DistillationTrainer,
-    _initialize_from,
-    _student_experiment,
-)
-from synthesizer_jax.models import unroll, unroll_variables
+from synthesizer_jax.distillation.distill import Distillation, DistillationTrainer
+from synthesizer_jax.models import unroll_variables
 from synthesizer_jax.registry import fields_of, from_json, replace, to_json
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.trainer import Trainer
 
-NAMES = [
-    f"{file}:{outline.name}"
-    for file in packaged_recipes()
-    for outline in recipe_outlines(recipe_source(file))
-    if outline.name != "default"
-]
+NAMES = [row["recipe"] for row in list_recipes() if not row["recipe"].endswith(":default")]
 LENGTH = 8
 SMALL = {
     "batch_size": 4,
@@ -82,14 +66,8 @@ def distill_once(recipe: Distillation) -> None:
     taught = shrunk(load_recipe("translate:vanilla"))
     params = Trainer(taught, jax.devices()[:1]).init().params
     variables = unroll_variables(taught.model, {"params": params})
-    trainer = DistillationTrainer(
-        _student_experiment(taught, recipe, teacher=pathlib.Path()),
-        teacher=unroll(taught.model),
-        variables=variables,
-        recipe=recipe,
-        devices=jax.devices()[:1],
-    )
-    take_step(trainer, _initialize_from(variables)(trainer.init()))
+    trainer = DistillationTrainer(taught, variables, recipe, jax.devices()[:1])
+    take_step(trainer, trainer.inherit(trainer.init()))
 
 
 STEPPED = {
@@ -113,7 +91,7 @@ def lay_out(recipe: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_packaged_recipe_is_built_and_takes_a_step(name):
-    recipe = load_recipe(name, kind=(Experiment, Distillation))
+    recipe, _ = load_with_code(name, kinds=(Experiment, Distillation))
     assert from_json(to_json(recipe)) == recipe
     small = shrunk(recipe)
     if isinstance(small, Distillation):

@@ -1,0 +1,170 @@
+"""Every command as a user types it, one after the other in one process: what it says, and its exit code."""
+
+import json
+import pathlib
+
+import numpy as np
+
+from synthesizer_jax.checkpoints.manager import restore_variables
+from synthesizer_jax.distillation.distill import FINE_TUNED
+from tests.cli.commands import run_all
+
+IMPORT = (
+    "data import mine --name own_files --data-dir DATA --from train=a.jsonl,validation=b.csv "
+    "--input review:{text} --target {label} --labels 0=no,1=yes"
+)
+SMALL = (
+    "--data-dir DATA --set data.mixture=own_files --set data.batch_size=8 "
+    '--set vocabulary={"type":"Bytes"} --set training.save_every=2 --set training.log_every=1'
+)
+TRAIN = f"train quickstart:random_vanilla --workdir runs/mine {SMALL}"
+EVAL = "eval --workdir runs/mine --data-dir DATA"
+DISTILL = (
+    "distill synthesize:random --teacher runs/mine --workdir runs/random --data-dir DATA "
+    "--set replace.0.by.max_length=32 --set fit_batches=2 --set training.steps=1 "
+    "--set fine_tune.steps=1 --set fine_tune.optimizer.learning_rate=Constant"
+).replace("=Constant", '={"type":"Constant","value":0.001}')
+GENERATE = "generate --workdir runs/{} review:good"
+
+SESSION = [
+    # What there is, and what is mistaken before anything is computed.
+    ("--version", 0, "."),
+    ("recipes", 0, "quickstart:random_vanilla"),
+    ("recipes quickstart", 0, "training.steps=6000 int: 1 to"),
+    ("recipes replace_attention:alr", 0, "replace.0.scope=mixer 'mixer' or 'sublayer' or 'layer'"),
+    ("train quickstrat --workdir runs/x", 2, "did you mean 'quickstart'"),
+    ("train replace_attention:alr --workdir runs/x", 2, "returns a Distillation, expected Exper"),
+    ("models t5_1_1_small", 0, "76,9"),
+    ("models nothing*", 2, "no model is called 'nothing*'"),
+    ("plan quickstart --topology v6e:4x4", 0, "16 chips"),
+    ("plan quickstart --topology v6e-17", 2, "near it are v6e:4x4"),
+    (f"{TRAIN} --set evaluation.method=sample", 2, "error: evaluation.method"),
+    (f"{TRAIN} --set model.dtype=float17", 2, "'float32', 'bfloat16'"),
+    (f"{TRAIN} --set training.steps=0", 2, "error: training.steps"),
+    (f"{TRAIN} --set init_from=a.jsonl", 2, "holds no experiment.json; give the directory"),
+    (TRAIN, 2, "own_files"),  # not imported yet
+    # Data of one's own.
+    ("data import glu --from .", 2, "'glu' cannot be imported, did you mean 'glue'"),
+    ("data import glue --from .", 2, "error: no glue file in ."),
+    ("data import glue --from . --name x", 2, "glue is imported as it is published; --name"),
+    ("data import mine --from . --target {x}", 2, "'data import mine' needs --name"),
+    (IMPORT, 0, "train with --set data.mixture=own_files"),
+    ("data list own_files --data-dir DATA", 0, "train 40, validation 6"),
+    ("data list", 0, "mixtures: "),
+    ("data show own_files --data-dir DATA --rows 1", 0, "lengths of 40 rows in bytes"),
+    ("data check own_files --data-dir DATA", 0, "train 3"),  # good 1, 3 and 5 are in both
+    ("data vocabulary own_files --output v --data-dir DATA --size 32", 0, "32 pieces from 80"),
+    ("data vocabulary multi30k_en_de --output v --data-dir DATA", 2, "a split 'train' in DATA"),
+    ("data prepare own_files --data-dir DATA --workers 0", 2, "--workers is 0; allowed: 1 to"),
+    # Training: prepared by itself, continued, refused.
+    (f"{TRAIN} --set training.steps=2", 0, "runs/mine has finished its 2 steps: score "),
+    (f"{TRAIN} --set training.steps=4 --set data.batch_size=4", 2, "batch_size was 8 and is 4"),
+    (f"{TRAIN} --set training.steps=4", 0, "step 4/4 evaluated in"),
+    (f"{TRAIN} --set training.steps=4", 0, "next: synthesizer-jax eval --workdir runs/mine"),
+    (
+        f"train quickstart:dot_product --workdir runs/other {SMALL} --set init_from=runs/mine",
+        2,
+        "a checkpoint of another model: 6 arrays",
+    ),
+    (
+        f"train runs/mine --workdir runs/again {SMALL} --set training.steps=1",
+        *(0, "initialized 0 parameters in 0 arrays"),
+    ),
+    ("train DATA --workdir runs/x", 2, "holds no experiment.json"),
+    # What a run is good for.
+    (f"{EVAL} --all", 0, "best steps"),
+    (f"{EVAL} --split test", 2, "error: own_files has no"),
+    (f"{EVAL} --split train --max-examples 1 --method beam", 0, "own_files │ train │"),
+    (
+        "predict --workdir runs/mine --data-dir DATA --split validation --method rank",
+        *(0, "predictions: runs/mine"),
+    ),
+    (GENERATE.format("mine"), 0, ""),
+    (f"{GENERATE.format('mine')} --input a.jsonl", 2, "arguments or with --input, not both"),
+    ("report runs/mine runs/again --output page.html", 0, "own_files │ accuracy"),
+    ("doctor --workdir runs/new", 0, "runs/new is writable"),
+    ("doctor --workdir a.jsonl", 2, "File exists"),
+    # Other runs from it.
+    ("average runs/mine runs/mean", 0, "holds the mean of the steps 2, 4"),
+    ("average runs/again runs/mean_2", 2, "holds 1 checkpoint (1), and a mean needs two; train"),
+    ("average runs/again runs/mean_2 --last 2", 2, "and --last is 2; give a smaller"),
+    ("convert runs/mine runs/mixture --encoder rw", 2, "--encoder is 'rw', did you mean 'r'?"),
+    ("convert runs/mine runs/mixture --encoder r", 2, "cannot start as the model; fit and distill"),
+    ("convert runs/mine runs/mixture --max-length 3", 2, "belongs to --encoder and --decoder"),
+    ("convert runs/mine runs/mixture --extra-ids 3", 2, "--extra-ids belongs to --vocabulary"),
+    ("convert nowhere runs/mixture", 2, "there is no nowhere; give a folder or a checkpoint"),
+    ("convert runs/mine DATA", 2, "DATA exists; give a new directory"),
+    ("convert runs/mine runs/mixture --encoder rv --max-length 32", 0, "parameters of runs/mine"),
+    (GENERATE.format("mixture"), 0, ""),
+    ("export runs/mine exported --to onnx", 2, "--to is 'onnx'; use huggingface, t5x"),
+    ("export runs/mine exported", 2, "no published T5 has"),
+    (DISTILL, 0, "fitted 2 layers to 2 batches"),
+    (GENERATE.format(f"random/{FINE_TUNED}"), 0, ""),
+    ("distill quickstart --teacher runs/mine --workdir runs/x", 2, "expected Distillation"),
+    (
+        "analyze runs/mine --data-dir DATA --examples 8 --held-out 8 --batch-size 8 --output heads.html",
+        *(0, "heads"),
+    ),
+]
+AFTER_DAMAGE = [
+    (f"{EVAL} --step 4", 2, "checkpoints/4 cannot be read"),
+    (EVAL, 0, "step 2"),
+    (GENERATE.format("mine"), 0, "checkpoints/4 cannot be read"),
+    (f"{TRAIN} --set training.steps=4", 0, "set aside as"),
+]
+
+
+def check(place: pathlib.Path, expected: list[tuple[str, int, str]]) -> dict[str, str]:
+    """Runs commands, and looks for an exit code and a text in what each says, which is returned."""
+    found = run_all(place, [command for command, _, _ in expected])
+    texts = [(code, " ".join(text.split())) for code, text in found]
+    other = [
+        f"{command}: {code}: {text}"
+        for (command, wanted, part), (code, text) in zip(expected, texts, strict=True)
+        if code != wanted or part not in text or "Traceback" in text
+    ]
+    assert not other, "\n".join(other)
+    return {command: text for (command, _, _), (_, text) in zip(expected, found, strict=True)}
+
+
+def test_from_a_file_to_a_report(tmp_path) -> None:
+    rows = [{"text": f"{'good' if n % 2 else 'bad'} {n}", "label": n % 2} for n in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "b.csv").write_text("text,label\n" + "".join(f"good {n},1\n" for n in range(6)))
+    said = check(tmp_path, SESSION)
+    run = tmp_path / "runs" / "mine"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4]
+    rows = [json.loads(x) for x in (run / "evaluation/4/own_files.jsonl").read_text().splitlines()]
+    assert [row["input"] for row in rows] == [f"review:good {n}" for n in range(6)]
+    assert {row["target"] for row in rows} == {"yes"}
+    assert {row["prediction"] for row in rows} <= {"no", "yes"}  # label words are ranked
+    experiment = json.loads((tmp_path / "runs" / "again" / "experiment.json").read_text())
+    assert experiment["init_from"] == "runs/mine"
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "review:good 1" in page and "Change of the parameters" in page
+    assert "<svg" in (tmp_path / "heads.html").read_text(encoding="utf-8")
+    # A converted run answers the same, which depends on every parameter.
+    assert said[GENERATE.format("mixture")] == said[GENERATE.format("mine")]
+    left = {path.name for path in (*tmp_path.iterdir(), *(tmp_path / "runs").iterdir())}
+    assert not {"exported", "mean_2", "x"} & left
+
+    random = tmp_path / "runs" / "random"
+    heads = json.loads((random / "fit.json").read_text())
+    assert list(heads) == ["encoder/layers_0", "encoder/layers_1"]
+    assert all(len(kl) == 4 and 0 <= min(kl) < max(kl) < 3 for kl in heads.values())
+    assert (random / "distillation.json").is_file()
+    taught, student, tuned = (
+        restore_variables(place / "checkpoints")[1]["params"]
+        for place in (run, random, random / FINE_TUNED)
+    )
+    np.testing.assert_array_equal(student["embedding"], taught["embedding"])
+    assert 0 < np.abs(tuned["embedding"] - student["embedding"]).max() < 0.01
+    table = student["encoder"]["layers_0"]["attention"]["align"]["table"]
+    assert table.shape == (4, 32, 32) and np.ptp(table, axis=-1).min() > 0.1
+
+    for path in (run / "checkpoints" / "4" / "state").rglob("d/*"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1  # one bit in every file of arrays
+        path.write_bytes(data)
+    check(tmp_path, AFTER_DAMAGE)
