@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from synthesizer_jax.checkpoints import checksums
 from synthesizer_jax.checkpoints.contents import CONTENTS
 from synthesizer_jax.checkpoints.manager import Checkpoints, Retention, finished_steps
-from synthesizer_jax.data.pipeline import OtherStreamError
 from synthesizer_jax.training.state import TrainState
 
 
@@ -167,7 +166,7 @@ def test_nothing_is_renamed_where_that_would_not_help(saved: pathlib.Path, monke
         ValueError, match=r"belongs to another model: params/x is \(40, 100\) there"
     ):
         newest(saved, name="y")
-    for error in (OtherStreamError("seed was 1 and is 2"), PermissionError("denied")):
+    for error in (ValueError("seed was 1 and is 2"), PermissionError("denied")):
         monkeypatch.setattr(Position, "error", error)
         with pytest.raises(type(error), match=str(error)):
             newest(saved)

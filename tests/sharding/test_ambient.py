@@ -256,12 +256,9 @@ def with_shardings(shapes, specs, mesh: jax.sharding.Mesh):
     )
 
 
-@pytest.mark.parametrize("name", ALIGNMENTS)
-def test_a_users_model_gathers_kernels_only(name: str) -> None:
-    """With FSDP and tensor parallelism, no table, activation or array of logits is gathered."""
-    kind = AUTO if name in ("rv", "gaussian") else EXPLICIT
-    mesh, x = mesh_of(kind), jax.ShapeDtypeStruct((B, LONG, D), jnp.float32)
-    model = Model(*ALIGNMENTS[name])
+def lower_step(name: str, mesh: jax.sharding.Mesh, **options) -> jax.stages.Lowered:
+    """A step of a user's model, with FSDP and tensor parallelism."""
+    x, model = jax.ShapeDtypeStruct((B, LONG, D), jnp.float32), Model(*ALIGNMENTS[name])
     shapes, axes = abstract_variables(model, x)
     specs = jax.tree.map(partition_spec, axes, is_leaf=lambda t: isinstance(t, tuple))
 
@@ -269,11 +266,16 @@ def test_a_users_model_gathers_kernels_only(name: str) -> None:
         return jax.value_and_grad(lambda v: (model.apply(v, x) ** 2).mean())(variables)
 
     with nn.logical_axis_rules(RULES), jax.set_mesh(mesh):
-        arguments = (
-            with_shardings(shapes, specs, mesh),
-            with_shardings(x, P(("replica", "shard")), mesh),
-        )
-        hlo = jax.jit(step).lower(*arguments).compile().as_text()
+        variables = with_shardings(shapes, specs, mesh)
+        x = with_shardings(x, P(("replica", "shard")), mesh)
+        return jax.jit(step).trace(variables, x).lower(**options)
+
+
+@pytest.mark.parametrize("name", ALIGNMENTS)
+def test_a_users_model_gathers_kernels_only(name: str) -> None:
+    """With FSDP and tensor parallelism, no table, activation or array of logits is gathered."""
+    kind = AUTO if name in ("rv", "gaussian") else EXPLICIT
+    hlo = lower_step(name, mesh_of(kind)).compile().as_text()
     check_hlo(hlo, num_batch_shards=4)
 
 
