@@ -17,7 +17,7 @@ OPTIMIZED_TESTS := tests/attention/test_routes.py tests/layers/test_contract.py 
 ORACLES := t5 gin-config babel
 WORKDIR ?= runs/quickstart
 
-.PHONY: help install quickstart quick test lint types tests slow optimized hosts test-tpu test-newest test-peers reliability fuzz bench bench-peers clean
+.PHONY: help install quickstart quick test lint types tests optimized hosts test-tpu test-newest test-peers reliability fuzz bench bench-peers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -51,10 +51,7 @@ quick: lint types  ## in a minute: lint, types, the contract of three layers, on
 	$(BIN)/pytest -q "tests/training/test_recipes.py" -k "quickstart and random_vanilla"
 
 tests: $(STAMP)  ## the test suite, on two processes
-	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not hosts"
-
-slow: $(STAMP)  ## whole runs through the command line, and all models, recipes and meshes
-	$(BIN)/pytest -n 2 --dist worksteal -m slow
+	$(BIN)/pytest -n 2 --dist worksteal -m "not hosts"
 
 optimized: $(STAMP)  ## oracles and gradients at XLA's default optimization level, as users compile
 	TESTS_OPTIMIZED=1 $(BIN)/pytest -q -n 2 --dist worksteal $(OPTIMIZED_TESTS)
