@@ -119,7 +119,8 @@ def attempt(
         files = sorted(p for p in directory.glob(pattern) if p.is_file() and p.stat().st_size)
         path = rng.choice(files)
         damage = f"{damage_file(path, rng)} of {path.relative_to(directory)}"
-        places = [path.name, path.parent.name]
+        folders = [p for p in path.parents if len(p.parts) > len(directory.parts) + 1]
+        places = [path.name, *map(str, folders)]
     else:
         field, value = draw_path(directory, rng), rng.choice(VALUES)
         damage = f"{field}={value}"
