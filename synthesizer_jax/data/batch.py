@@ -14,15 +14,10 @@ if TYPE_CHECKING:
     from synthesizer_jax.data.config import DataConfig
 
 
-class Field(NamedTuple):
-    """Shape and dtype of an array of a batch."""
-
-    shape: tuple[int, int]
-    dtype: type[np.generic]
-
-
-def batch_fields(config: DataConfig, *, lengths: tuple[int, int] | None = None) -> dict[str, Field]:
-    """Returns the fields of a training batch.
+def batch_fields(
+    config: DataConfig, *, lengths: tuple[int, int] | None = None
+) -> dict[str, np.ndarray]:
+    """Returns the fields of a training batch of padding, which take no memory.
 
     ``encoder_input_tokens`` are ``[rows, inputs_length]``, without elements if there are no inputs;
     ``decoder_input_tokens`` (the targets shifted right by one), ``decoder_target_tokens`` and
@@ -35,10 +30,8 @@ def batch_fields(config: DataConfig, *, lengths: tuple[int, int] | None = None) 
       config: lengths, batch size and packing.
       lengths: numbers of input and target tokens of a row; None: the full lengths.
     """
-    rows = assemble_batch([()], config, lengths=lengths)
-    return {
-        name: Field((config.batch_size, row.shape[1]), row.dtype.type) for name, row in rows.items()
-    }
+    row = assemble_batch([()], config, lengths=lengths)
+    return {k: np.broadcast_to(x, (config.batch_size, x.shape[1])) for k, x in row.items()}
 
 
 def assemble_batch(

@@ -14,8 +14,9 @@ from synthesizer_jax.data.objectives import MaskedLM
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.evaluation import evaluation_sets
 from synthesizer_jax.evaluation.averages import averages
-from synthesizer_jax.evaluation.prediction import METHODS, RANK, Predictor, decoding_by
+from synthesizer_jax.evaluation.prediction import METHODS, RANK, Predictor
 from synthesizer_jax.evaluation.scoring import TaskResult, evaluate_tasks, mean_score
+from synthesizer_jax.inference import Decoding
 from synthesizer_jax.messages import Phase, did_you_mean, silent_phase
 from synthesizer_jax.models import Encoder, TextToText
 from synthesizer_jax.parameters import Variables
@@ -33,8 +34,8 @@ class Evaluation:
 
     Attributes:
       every: steps between evaluations; 0 evaluates after the last step only.
-      method: ``"rank"`` scores every label word, ``"greedy"`` and ``"beam"`` decode; tasks without
-        label words are decoded greedily under ``"rank"``.
+      method: ``"rank"`` scores every label word, ``"greedy"`` and ``"beam"`` (4 beams) decode; tasks
+        without label words are decoded greedily under ``"rank"``.
       max_examples: maximum number of examples per task, whole groups; None is all.
       batch_size: number of examples per compiled batch.
       loss_batches: the held-out teacher-forced loss is computed for at most this many batches of each
@@ -152,8 +153,10 @@ class Evaluator:
             variables,
             self.vocabulary,
             inputs_length=data.inputs_length,
-            decoding=decoding_by(
-                evaluation.method, data.targets_length, logits_dtype=evaluation.logits_dtype
+            decoding=Decoding(
+                max_length=data.targets_length,
+                beams=4 if evaluation.method == "beam" else 1,
+                logits_dtype=evaluation.logits_dtype,
             ),
             ranks=evaluation.method == RANK,
             classes=data.classes,

@@ -37,7 +37,6 @@ from synthesizer_jax.sharding import (
 )
 
 METHODS = ("greedy", "beam", RANK := "rank")
-BEAMS = 4
 CHOICES, CHOICE_LENGTH = 4, 8
 """The numbers of label words, and of their tokens, are padded to multiples of these."""
 
@@ -71,16 +70,6 @@ class Predictions:
     ranked: np.ndarray | None = None
     words: tuple[str, ...] = ()
     tokens: list[np.ndarray] | None = None
-
-
-def decoding_by(method: str, max_length: int, *, logits_dtype: str | None = None) -> Decoding:
-    """Returns how one of the `METHODS` decodes.
-
-    These are ``greedy``, ``beam`` (4 beams, T5's length penalty), and ``rank``, which decodes greedily
-    where there are no label words.
-    """
-    beams = BEAMS if method == "beam" else 1
-    return Decoding(max_length=max_length, beams=beams, logits_dtype=logits_dtype)
 
 
 class Predictor:

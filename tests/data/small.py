@@ -137,16 +137,16 @@ def stream(data_dir: pathlib.Path, config: DataConfig = CONFIG, **changes: objec
 
 
 def examples_of(batch: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-    """The fields of every example of a batch without padding, row by row; all fields are of one side."""
+    """The fields of every example of a batch without padding, row by row."""
+    sides = {"encoder": "encoder_input_tokens", "decoder": "decoder_target_tokens"}
     for row in range(len(batch["decoder_target_tokens"])):
         parts = {name: values[row] for name, values in batch.items()}
-        tokens = {"e": parts["encoder_input_tokens"], "d": parts["decoder_target_tokens"]}
-        own = {side: parts.get(f"{side}coder_segment_ids") for side in ("en", "de")}
         segments = {
-            side[0]: (tokens[side[0]] != 0) * 1 if ids is None else ids for side, ids in own.items()
+            side: parts.get(f"{side}_segment_ids", parts[tokens] != 0)
+            for side, tokens in sides.items()
         }
-        for number in range(1, segments["d"].max(initial=0) + 1):
-            yield {name: x[segments[name[0]] == number] for name, x in parts.items()}
+        for number in range(1, int(segments["decoder"].max(initial=0)) + 1):
+            yield {name: x[segments[name[:7]] == number] for name, x in parts.items()}
 
 
 def inputs(batches: Iterator[dict[str, np.ndarray]], count: int) -> list[str]:

@@ -98,14 +98,14 @@ def test_an_epoch_of_a_shard_gives_each_of_its_examples_once(
     data_dir: pathlib.Path, shuffle: bool
 ) -> None:
     changes = {"mixture": "small_many", "batch_size": 40, "shards": 4, "shuffle": shuffle}
-    drawn = small.inputs(small.stream(data_dir, here=[2], **changes), 125)
+    drawn = small.inputs(small.stream(data_dir, here=[2], **changes), 188)
     rows = [int(string.split()[1]) for string in drawn]
-    own, first, second = [*range(2, 2500, 4)], rows[:625], rows[625:]
-    assert sorted(first) == sorted(second) == own
+    own, (first, second, third) = [*range(2, 2500, 4)], (rows[i : i + 625] for i in (0, 625, 1250))
+    assert sorted(first) == sorted(second) == sorted(third) == own
     if not shuffle:
         assert own == first == second
         return
-    assert own != first != second
+    assert own != first != second != third
     assert max(first[:256]) < 1024 < max(second[:256])  # only the first epoch reads by chunks
     other = small.stream(data_dir, here=[2], seed=1, **changes)
     assert small.inputs(other, 2) != drawn[:20]

@@ -16,9 +16,9 @@ from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
 from synthesizer_jax.evaluation.evaluator import Evaluator
 from synthesizer_jax.evaluation.files import write_predictions, write_results
-from synthesizer_jax.evaluation.prediction import Predictor, _pad_tokens, decoding_by
+from synthesizer_jax.evaluation.prediction import Predictor, _pad_tokens
 from synthesizer_jax.evaluation.scoring import evaluate_tasks, flatten_results
-from synthesizer_jax.inference import score_targets
+from synthesizer_jax.inference import Decoding, score_targets
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import MeshShape, make_mesh
 from synthesizer_jax.tasks import postprocessors, task_registry
@@ -179,18 +179,11 @@ def test_no_batches_for_the_loss_take_none(measured, data_dir):
     assert "loss" not in overall and "score" in overall
 
 
-@pytest.mark.parametrize("method", ["rank", "greedy", "beam"])
-def test_scores_are_the_log_probabilities_of_the_answers(measured, method):
-    evaluator, variables, (results, _) = measured
-    if method == "rank":
-        for examples, result in zip(evaluator.sets, results, strict=True):
-            if result.ranked is not None:
-                index = map(examples.label_words.index, result.predictions)
-                best = [row[i] for row, i in zip(result.ranked, index, strict=True)]
-                np.testing.assert_array_equal(result.scores, best)
-                np.testing.assert_array_equal(result.scores, result.ranked.max(axis=-1))
-        return
-    options = {"inputs_length": 32, "decoding": decoding_by(method, 8), "batch_size": 4}
+@pytest.mark.parametrize("beams", [1, 4])
+def test_scores_are_the_log_probabilities_of_the_answers(measured, beams):
+    evaluator, variables, _ = measured
+    decoding = Decoding(max_length=8, beams=beams)
+    options = {"inputs_length": 32, "decoding": decoding, "batch_size": 4}
     predictor = Predictor(evaluator.model, variables, BYTES, **options)
     inputs = evaluator.sets[0].inputs[:4]
     batch = _pad_tokens(inputs, 4, 32)
@@ -218,7 +211,7 @@ def test_results_and_predictions_are_files_of_json(measured, load, tmp_path):
         return done.append
 
     sets = load("glue_rte_v002"), load("glue_rte_v002", "test")
-    options = {"inputs_length": 32, "decoding": decoding_by("rank", 8), "batch_size": 2}
+    options = {"inputs_length": 32, "decoding": Decoding(max_length=8), "batch_size": 2}
     broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), variables)
     for values in (variables, broken):
         predictor = Predictor(evaluator.model, values, BYTES, ranks=True, **options)

@@ -16,7 +16,6 @@ from synthesizer_jax.evaluation.prediction import (
     _length_batches,
     _pad_tokens,
     _until_end,
-    decoding_by,
 )
 from synthesizer_jax.evaluation.scoring import TaskResult, mean_score, text_metrics, text_nats
 from synthesizer_jax.inference import Decoding, Sequences, decode_sequences, score_targets
@@ -53,9 +52,9 @@ def predictor():
     model = t5(Size(8, 1, 16, 2, 4), vocab_size=16)
     variables = model.init(jax.random.key(0), jnp.ones((1, 4), int), jnp.ones((1, 3), int))
 
-    def make(method="greedy", decoding=None, **options):
-        decoding = decoding or decoding_by(method, 4)
+    def make(method="greedy", **options):
         options = {"ranks": method == "rank", "variables": variables} | options
+        decoding = options.pop("decoding", Decoding(max_length=4))
         return predictor_of(model, options.pop("variables"), Letters(), decoding, **options)
 
     return make
@@ -133,7 +132,7 @@ def test_twelve_programs_serve_glue_and_super_glue(predictor, monkeypatch):
     monkeypatch.setattr(prediction, "score_choices", choices)
     monkeypatch.setattr(prediction, "decode_sequences", decoded)
     monkeypatch.setattr(prediction, "score_targets", scored)
-    p = predictor("rank", decoding=decoding_by("rank", 32), inputs_length=512, batch_size=8)
+    p = predictor("rank", decoding=Decoding(max_length=32), inputs_length=512, batch_size=8)
     p.vocabulary.encode = lambda s: [2] * -(-len(s) // 3)  # pieces as long as SentencePiece's
     rng = np.random.default_rng(0)
     for task in (*GLUE, *SUPER_GLUE):
@@ -273,7 +272,7 @@ def classifier():
     recipe = runs.classifier()
     variables = recipe.model.init(jax.random.key(4), jnp.ones((1, 4), int))
     options = {"classes": recipe.data.classes, "batch_size": 2, "inputs_length": 32, "ranks": True}
-    return predictor_of(recipe.model, variables, BYTES, decoding_by("rank", 1), **options)
+    return predictor_of(recipe.model, variables, BYTES, Decoding(max_length=1), **options)
 
 
 def test_label_words_are_ranked_by_their_classes(classifier):
