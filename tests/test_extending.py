@@ -88,8 +88,8 @@ def test_an_optimizer_solves_a_toy_problem():
 def test_a_schedule_sets_the_learning_rate_and_is_saved():
     recipe = experiment(optimizer=AdamW(learning_rate=OutsideHalving(0.01, every_steps=2)))
     assert from_json(json.loads(json.dumps(to_json(recipe)))) == recipe
-    trainer = Trainer(recipe, jax.devices()[:1])
-    rates = [trainer.learning_rate(step) for step in range(1, 6)]
+    schedule = Trainer(recipe, jax.devices()[:1]).optimizer.schedule
+    rates = [schedule(updates) for updates in range(5)]
     np.testing.assert_allclose(rates, [0.01, 0.01, 0.005, 0.005, 0.0025])
     train(recipe, steps=1)
 
