@@ -36,7 +36,8 @@ def test_an_optimizer_and_a_mesh_axis_train_and_are_saved():
             exec(block, page)
     optimizer = page["SignDescent"](page["Halving"](0.005, every_steps=15))
     recipe = experiment(optimizer=optimizer)
-    rates = [Trainer(recipe, jax.devices()[:1]).learning_rate(step) for step in (15, 16)]
+    schedule = Trainer(recipe, jax.devices()[:1]).optimizer.schedule
+    rates = [schedule(updates) for updates in (14, 15)]
     np.testing.assert_allclose(rates, [0.005, 0.0025])
     expected, _ = train(recipe, steps=25, num_devices=1)
     assert expected[-1] < 0.95 * expected[0]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
 import tempfile
 import zlib
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -36,14 +35,13 @@ class Stream(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Contents:
+class Contents(NamedTuple):
     """The contents of a checkpoint.
 
     Attributes:
       step: the step that was saved.
       arrays: checksums of the state's arrays, see `checksums.checksums`.
-      position: the files of the data position by name.
+      position: the text files of the data position by name.
     """
 
     step: int
@@ -52,17 +50,15 @@ class Contents:
 
     def to_json(self) -> dict[str, object]:
         """Returns the fields and their checksum."""
-        fields = dataclasses.asdict(self)
-        return {**fields, "checksum": zlib.crc32(json.dumps(fields, sort_keys=True).encode())}
+        text = json.dumps(self._asdict(), sort_keys=True)
+        return {**self._asdict(), "checksum": zlib.crc32(text.encode())}
 
     def difference(self, found: Mapping[str, int]) -> str | None:
         """Returns what is wrong with the checksums of some or all of the arrays; None: nothing."""
-        wrong = sorted(
-            name for name in self.arrays.keys() & found if self.arrays[name] != found[name]
-        )
-        if not wrong:
-            return None
-        return f"{len(wrong)} of {len(found)} arrays are not what was saved, such as {wrong[0]}"
+        both = self.arrays.keys() & found.keys()
+        wrong = sorted(name for name in both if self.arrays[name] != found[name])
+        some = f"{len(wrong)} of {len(found)} arrays are not what was saved, such as {wrong[:1]}"
+        return some if wrong else None
 
     def restore_position(self, stream: Stream) -> None:
         """Moves a stream to the saved position."""
@@ -73,10 +69,7 @@ class Contents:
 
 
 def read_contents(checkpoint: pathlib.Path) -> Contents | None:
-    """Reads the contents of a checkpoint; None if it has none.
-
-    Args:
-      checkpoint: directory of the step.
+    """Reads the contents of the checkpoint in the directory of a step; None if it has none.
 
     Raises:
       ValueError: the file is damaged, or belongs to another step.

@@ -116,10 +116,6 @@ class Checkpoints:
         )
 
     @property
-    def _has_manager(self) -> bool:
-        return "_manager" in vars(self)
-
-    @property
     def steps(self) -> list[int]:
         """Steps of the finished checkpoints, oldest first."""
         return finished_steps(self._directory)
@@ -192,33 +188,33 @@ class Checkpoints:
         step, tree, damaged = read_newest(self._directory, read)
         if step is None:
             return None
-        contents = read_contents(self._directory / str(step))
-        if stream is not None and contents is not None:
+        if stream is not None and (contents := read_contents(self._directory / str(step))):
             contents.restore_position(stream)
         if damaged:
-            self._set_aside(damaged)
+            with processes.process_zero_first("set aside"):
+                if processes.is_process_zero():
+                    self._set_aside(damaged)
+            if "_manager" in vars(self):
+                self._manager.reload()
         return dataclasses.replace(abstract, **tree)
 
     def _set_aside(self, damaged: dict[int, str]) -> None:
         """Renames damaged checkpoints."""
-        with processes.process_zero_first("set aside"):
-            for step, problem in damaged.items() if processes.is_process_zero() else ():
-                names = (f"{step}.unreadable{f'-{n}' * (n > 1)}" for n in itertools.count(1))
-                aside = next(p for p in map(self._directory.joinpath, names) if not p.exists())
-                found = "checkpoint %d cannot be read and is set aside as %s (%s)"
-                _log.warning(found, step, aside, problem)
-                (self._directory / str(step)).rename(aside)
-        if self._has_manager:
-            self._manager.reload()
+        for step, problem in damaged.items():
+            names = (f"{step}.unreadable{f'-{n}' * (n > 1)}" for n in itertools.count(1))
+            aside = next(p for p in map(self._directory.joinpath, names) if not p.exists())
+            found = "checkpoint %d cannot be read and is set aside as %s (%s)"
+            _log.warning(found, step, aside, problem)
+            (self._directory / str(step)).rename(aside)
 
     def wait(self) -> None:
         """Waits until all checkpoints are written."""
-        if self._has_manager:
+        if "_manager" in vars(self):
             self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits until all checkpoints are written and stops the manager's threads."""
-        if self._has_manager:
+        if "_manager" in vars(self):
             self._manager.close()
 
 

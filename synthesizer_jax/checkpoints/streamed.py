@@ -66,7 +66,7 @@ def save_streamed(directory: pathlib.Path, step: int, tree: PyTree) -> None:
 
     Args:
       directory: the ``checkpoints`` directory of a run.
-      step: the step.
+      step: its step.
       tree: the state as nested dictionaries of `Unread`.
     """
     arrays = _Handler()

@@ -137,36 +137,6 @@ def test_every_route_runs_inside_shard_map(name: str) -> None:
     assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("route", ["static", "fused", "reference"])
-def test_functions_are_partitioned_by_the_types_of_their_arguments(route: str) -> None:
-    names = cases.PARAMETERS if route == "static" else cases.EVERY_TERM
-    terms = cases.make_terms(names, B, N, N, H)
-    values = cases.normal("values", B, N, H, E)
-    mask = sj.Mask(key_lengths=LENGTHS)
-
-    def loss(terms, values, mask):
-        out = attend(terms, values, mask=mask, q_length=N, implementation=route)
-        return (out**2).sum(), out
-
-    run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), compiler_options=FAST)
-    expected = run(terms, values, mask)
-
-    def spec(x: jax.Array) -> P:
-        if x.ndim == 4:
-            return P(("replica", "shard") if x.shape[0] == B else None, None, "model")
-        return P("model") if x.ndim > 1 else P(("replica", "shard"))
-
-    with jax.set_mesh(mesh_of(EXPLICIT)):
-        arguments = put_tree((terms, values, mask), spec)
-        actual = run(*arguments)
-        hlo = run.lower(*arguments).compile().as_text()
-    assert actual[0][1].sharding.spec[0] == ("replica", "shard")
-    assert actual[0][1].sharding.spec[2] in ("model", ("model",))
-    assert_close(actual, expected)
-    if route != "reference":
-        assert not moved_shapes(hlo)
-
-
 def test_functions_with_a_partition_need_no_communication_on_automatic_axes() -> None:
     q, k, v = (cases.normal(name, B, N, H, E) for name in "qkv")
     table = cases.normal("table", H, 32)

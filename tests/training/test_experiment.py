@@ -209,22 +209,6 @@ def test_a_start_that_cannot_be_is_one_sentence_at_once(tmp_path, monkeypatch, t
     assert not (tmp_path / "run").exists()
 
 
-def test_unknown_recipes_come_with_what_there_is(tmp_path):
-    with pytest.raises(ValueError, match=r"no recipe 'finetun', did you mean 'finetune'"):
-        load_recipe("finetun")
-    with pytest.raises(ValueError, match="has no recipe 'bas', did you mean 'base'"):
-        load_recipe("finetune:bas")
-    with pytest.raises(ValueError, match="there is no recipe file"):
-        load_recipe(str(tmp_path / "mine.py"))
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from synthesizer_jax.training.experiment import Experiment\n"
-        "from tests.training.tiny import experiment\n"
-        "def default() -> Experiment:\n    return experiment()\n"
-    )
-    assert load_recipe(str(file), ["training.steps=3"]).training.steps == 3
-
-
 def test_saved_json_of_unknown_classes_is_one_sentence():
     with pytest.raises(ValueError, match=r"unknown type 'Randon'.*'Random'.*--import PACKAGE"):
         from_json({"type": "Randon", "max_length": 3})

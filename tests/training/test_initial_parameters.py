@@ -83,13 +83,9 @@ def test_resized_tables_are_cropped_or_extended(old, new, fill):
         assert found[index] == expected
 
 
-@pytest.mark.parametrize("pattern", ["(", "*x"])
-def test_a_wrong_pattern_is_an_error(pattern):
-    with pytest.raises(ValueError, match="init_rules: pattern"):
-        InitRule(pattern)
-
-
 def test_a_source_that_does_not_fit_its_pattern_is_an_error():
+    with pytest.raises(ValueError, match="init_rules: pattern"):
+        InitRule("(")
     with pytest.raises(ValueError, match=r"source '\\\\2' does not fit pattern '\(\.\*\)'"):
         find_origins(OLD, NEW, [InitRule("(.*)", source=r"\2")])
     rule = InitRule("scale", "resize", fill="distance")  # a distance has two positions
@@ -119,9 +115,8 @@ def started(recipe, directory):
     return state, found, "\n".join(lines)
 
 
-@pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(data=2, fsdp=4)])
-def test_the_same_model_is_restored_with_scanned_layers_over_a_mesh(source, mesh):
-    directory, recipe, saved = source
+def test_the_same_model_is_restored_with_scanned_layers_over_a_mesh(source):
+    (directory, recipe, saved), mesh = source, MeshShape(data=2, fsdp=4)
     model = recipe.model
     scanned = model.copy(**{k: s.copy(scan=True) for k, s in stacks_of(model).items()})
     fresh, found, table = started(replace(recipe, model=scanned, mesh=mesh), directory)
