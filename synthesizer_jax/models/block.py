@@ -172,7 +172,7 @@ class Block(nn.Module):
             old, mask, batch = cross, memory_mask, x.shape[0]
             if cache.shares_cross:
                 batch = old.empty_memory.shape[0]
-                if batch < x.shape[0] and jnp.ndim(old.length if position is None else position):
+                if jnp.ndim(old.length if position is None else position) and batch < x.shape[0]:
                     raise ValueError(
                         "Block: rows that share a memory while decoding stand at one position; give a "
                         "scalar"

@@ -162,10 +162,9 @@ class Subject:
         narrow = jax.tree.map(lambda p: p.astype(jnp.float32), variables)
         out = {"bfloat16": self.layer.apply(narrow, x.astype(jnp.bfloat16), mask=mask(self.mode))}
         stack = Stack((Run(Block(self.layer, FeedForward(8)), 2),), scan=True)
-        stacked = general(stack.init, x, dtype=np.float64, mask=mask(self.mode))
-        stacked = jax.tree.map(
-            lambda p: jnp.asarray(p, jnp.promote_types(x.dtype, jnp.float32)), stacked
-        )
+        dtype = jax.tree.leaves(variables)[0].dtype
+        stacked = general(stack.init, x, dtype=dtype, mask=mask(self.mode))
+        stacked = jax.tree.map(jnp.asarray, stacked)
         looped = {k: unstack_layers(stack, v) for k, v in stacked.items()}
         out["scanned"] = stack.apply(stacked, x, mask=mask(self.mode))
         out["looped"] = stack.copy(scan=False).apply(looped, x, mask=mask(self.mode))
