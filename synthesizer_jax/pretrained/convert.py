@@ -27,12 +27,9 @@ from synthesizer_jax.typing import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Variants:
-    """The alignments that a converted model is given, see `with_variants`.
+    """Alignments, keys of `zoo.VARIANTS`, and positions of new tables of a converted model.
 
-    Attributes:
-      encoder: a key of `zoo.VARIANTS`; None: that of the model.
-      decoder: the same for the decoder.
-      max_length: number of positions of new tables.
+    None keeps the alignment of the model; see `with_variants`.
     """
 
     encoder: str | None = None

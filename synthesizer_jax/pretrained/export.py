@@ -51,8 +51,6 @@ def export_run(
       inputs_length: maximum length of the programs' inputs; None: that of the run's data.
       max_length: maximum length of the programs' targets; None: likewise.
       beams: number of beams of the programs' decoding loop; 1 is greedy decoding.
-
-    Raises a `ValueError` that names what the library lacks for such a model.
     """
     if to not in FORMATS:
         raise ValueError(f"--to is {to!r}; use {', '.join(FORMATS)}")

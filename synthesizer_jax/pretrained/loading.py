@@ -56,10 +56,8 @@ class Loaded(NamedTuple):
 def open_pretrained(source: pathlib.Path, *, compare: bool = True) -> Iterator[Pretrained]:
     """Opens a checkpoint of another library, or a run; parameters are read inside the context.
 
-    Args:
-      source: a folder of Hugging Face transformers; a checkpoint of T5X, a file or a directory; ``RUN`` or
-        ``RUN/checkpoints/STEP``.
-      compare: see `open_folder`.
+    That is a folder of Hugging Face transformers, a checkpoint of T5X, a file or a directory, ``RUN`` or
+    ``RUN/checkpoints/STEP``; for `compare` see `open_folder`.
     """
     if not source.exists():
         raise FileNotFoundError(f"there is no {source}; give a folder or a checkpoint file")

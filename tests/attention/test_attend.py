@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 
 from synthesizer_jax.attention import (
     Mask,
@@ -112,54 +112,6 @@ def test_vmap_scan_and_remat_of_the_fused_route() -> None:
         grads[route] = jax.jit(grad, compiler_options=cases.FAST_COMPILE)(*stacked)
     for found, expected in zip(*map(jax.tree.leaves, grads.values()), strict=True):
         assert oracle.error(found, np.asarray(expected, np.float64)) < 2e-5
-
-
-@pytest.mark.parametrize(
-    ("names", "mask"),
-    [
-        (PARAMETERS, Mask(key_lengths=jnp.array([11, 3, 9, 1, 0, 11, 5, 7]))),
-        (EVERY_TERM, Mask(causal=True, allowed=cases.holes(8, 1, KEYS, KEYS))),
-        (
-            ("static", "dense"),
-            Mask(
-                causal=True,
-                key_segments=jnp.tile(PACKED.key_segments, (3, 1))[:8],
-                segments=3,
-                segment_length=5,
-            ),
-        ),
-    ],
-)
-def test_a_mesh_gathers_nothing(names: tuple[str, ...], mask: Mask) -> None:
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    partition = Partition(batch=("data", "fsdp"), heads=("tensor",))
-    mask = mask.for_self_attention()
-    terms, values, g = problem(names, 8)
-
-    def f(terms, values, mask, g, partition):
-        route = "static" if names == PARAMETERS else "fused"
-        call = functools.partial(attend, mask=mask, implementation=route, partition=partition)
-        out, back = jax.vjp(call, terms, values)
-        return out, *back(g)
-
-    def place(x: jax.Array) -> NamedSharding:
-        shared = x.ndim < 4 or x.shape[0] == 1
-        spec = PartitionSpec("tensor") if x.ndim < 4 else PartitionSpec(None, None, "tensor")
-        spec = spec if shared else PartitionSpec(("data", "fsdp"), None, "tensor")
-        return NamedSharding(mesh, spec)
-
-    split = jax.tree.map(lambda x: jax.device_put(x, place(x)), (terms, values))
-    g_split = jax.device_put(g, place(g))
-    jitted = jax.jit(f, static_argnums=4, compiler_options=cases.FAST_COMPILE)
-    with jax.set_mesh(mesh):
-        compiled = jitted.lower(*split, mask, g_split, partition).compile()
-        found = compiled(*split, mask, g_split)
-    hlo = compiled.as_text()
-    for collective in ("all-gather", "all-to-all", "collective-permute"):
-        assert collective not in hlo
-    expected = jitted(terms, values, mask, g, None)
-    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        assert oracle.error(x, np.asarray(y, np.float64)) < 2e-5
 
 
 @pytest.mark.parametrize(("names", "route"), [(PARAMETERS, "static"), (EVERY_TERM, "fused")])

@@ -191,13 +191,6 @@ def test_static_bfloat16_is_as_close_as_the_other_way():
     np.testing.assert_array_equal(found.logits, exact.logits.astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize(
-    ("heads", "width", "group"), [(12, 64, 2), (8, 128, 1), (16, 80, 8), (2, 5, 2)]
-)
-def test_heads_of_a_program_fill_registers(heads, width, group):
-    assert static_tpu._heads_per_program(heads, width) == group
-
-
 def test_what_the_kernels_do_not_take():
     terms = cases.make_terms(("static",), BATCH, QUERIES, KEYS)
     values, _ = problem(QUERIES)

@@ -73,13 +73,8 @@ def read_config(folder: pathlib.Path, *, output: bool | None) -> Architecture:
     true, by default the value of ``tie_word_embeddings``, and an mT5 does not.
     (Version 5 scales also a umT5 with its own projection, in error: they were trained without.)
 
-    Args:
-      folder: the folder.
-      output: whether it holds an output projection that is not a copy of the embedding; None: not known.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it describes another architecture.
+    `output` tells whether the folder holds an output projection that is not a copy of the embedding; None:
+    that is not known.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -170,11 +165,7 @@ def _version(config: _Config) -> int:
 
 
 def write_config(architecture: Architecture, dtype: str) -> dict[str, Any]:
-    """Returns the fields of ``config.json``, which versions 4 and 5 of transformers read alike.
-
-    Raises:
-      ValueError: transformers has no model with these fields.
-    """
+    """Returns the fields of ``config.json``, which versions 4 and 5 of transformers read alike."""
     a = architecture
     activations = {value: name for name, value in ACTIVATIONS.items()}
     if a.activations not in activations:

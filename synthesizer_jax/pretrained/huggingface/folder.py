@@ -21,15 +21,9 @@ from synthesizer_jax.pretrained.tensors import FLOATS, Tensors, correspondences,
 def open_folder(folder: pathlib.Path, scratch: pathlib.Path, *, compare: bool = True) -> Pretrained:
     """Opens a model, its parameters and its vocabulary.
 
-    Args:
-      folder: what ``save_pretrained`` writes, or a snapshot of the Hub.
-      scratch: a directory for temporary files.
-      compare: whether to compare tensors that are one in the model; False takes an output projection for
-        the model's own, and reads only headers.
-
-    Raises:
-      ValueError: the folder holds another architecture, or files that contradict each other; the
-        message lists all tensors that do not fit.
+    `scratch` is a directory for temporary files. Without `compare`, an output projection is taken for the
+    model's own, and only headers are read; with it, tensors that are one in the model must be equal. Raises
+    a `ValueError` for another architecture, which lists all tensors that do not fit.
     """
     read_config(folder, output=None)  # before the weights: it says best what is wrong with a folder
     tensors = open_weights(folder)

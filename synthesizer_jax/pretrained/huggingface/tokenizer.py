@@ -43,12 +43,10 @@ def read_vocabulary(folder: pathlib.Path, scratch: pathlib.Path) -> Bytes | Sent
 
 
 def named_vocabulary(name: str, extra_ids: int | None = None) -> Bytes | SentencePiece:
-    """Returns the configuration of a vocabulary.
+    """Returns the configuration of a vocabulary, a SentencePiece file or ``bytes``.
 
-    Args:
-      name: a SentencePiece file, or ``bytes``.
-      extra_ids: number of sentinels after the pieces of the file; None: ByT5's 125, none for a file that
-        contains them, as mT5's does, and otherwise T5's 100.
+    `extra_ids` is the number of sentinels after the pieces of the file; None: ByT5's 125, none for a file
+    that contains them, as mT5's does, and otherwise T5's 100.
     """
     if name == BYTES:
         return Bytes(BYTES_EXTRA_IDS if extra_ids is None else extra_ids)
