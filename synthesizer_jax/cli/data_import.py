@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from synthesizer_jax.cli.options import DataDir, load_data_libraries, storage_option
+from synthesizer_jax.cli.options import DataDir, load_data_libraries
 from synthesizer_jax.files import storage_path
 
 if TYPE_CHECKING:
@@ -40,10 +40,6 @@ Columns = Annotated[
     str | None,
     typer.Option(help="mine: the columns of CSV and TSV files that have no header, such as 'a,b'."),
 ]
-VocabularyFile = Annotated[
-    pathlib.Path | None,
-    storage_option("mine: the SentencePiece model whose tokens are counted, instead of words."),
-]
 Renew = Annotated[
     bool, typer.Option("--renew", help="Replace what was imported before, with all of its splits.")
 ]
@@ -70,7 +66,6 @@ def import_files(
     labels: Labels = None,
     metrics: Metrics = None,
     columns: Columns = None,
-    vocabulary: VocabularyFile = None,
     renew: Renew = False,
 ) -> None:
     """Write TFDS data sets from the original files of a benchmark or corpus, or from your own.
@@ -91,13 +86,11 @@ def import_files(
             missing = "--name" if name is None else "--target"
             raise ValueError(f"'data import {MINE}' needs {missing}; --help shows an example")
         task = _describe_task(name, inputs, target, labels=labels, metrics=metrics)
-        lines = _import_own(
-            task, source, columns, data_dir=directory, vocabulary=vocabulary, renew=renew
-        )
-    elif any(x is not None for x in (name, inputs, target, labels, metrics, columns, vocabulary)):
+        lines = _import_own(task, source, columns, data_dir=directory, renew=renew)
+    elif any(x is not None for x in (name, inputs, target, labels, metrics, columns)):
         raise ValueError(
-            f"{benchmark} is imported as it is published; --name, --input, --target, --labels, --metric, "
-            f"--columns and --vocabulary belong to 'data import {MINE}'"
+            f"{benchmark} is imported as it is published; --name, --input, --target, --labels, --metric "
+            f"and --columns belong to 'data import {MINE}'"
         )
     else:
         lines = _import_benchmark(benchmark, source, data_dir=directory, renew=renew)
@@ -131,18 +124,15 @@ def _import_own(
     columns: str | None,
     *,
     data_dir: pathlib.Path,
-    vocabulary: pathlib.Path | None,
     renew: bool,
 ) -> list[str]:
     """Imports the user's own files and returns the lines of the report."""
-    from synthesizer_jax.data.vocabularies import SentencePiece
     from synthesizer_jax.tasks.imported import import_files
     from synthesizer_jax.tasks.importers.files import find_splits
 
-    codec = None if vocabulary is None else SentencePiece(str(vocabulary)).build()
     splits = find_splits(source, columns=columns.split(",") if columns else ())
     load_data_libraries()
-    found = import_files(task, splits, data_dir, vocabulary=codec, renew=renew)
+    found = import_files(task, splits, data_dir, renew=renew)
     return [
         *(line for summary in found for line in summary.lines()),
         f"train with --set data.mixture={task.name}",

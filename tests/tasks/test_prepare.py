@@ -336,7 +336,7 @@ def test_damage_is_one_sentence_with_its_path_and_remedy(own_dir: pathlib.Path) 
     for broken in (text[:50], "[]", text.replace('"examples": 9', '"examples": 8')):
         damaged(info, broken.encode())
     info.write_text(json.dumps(json.loads(text) | {"checksum": 5}))
-    with pytest.raises(ValueError, match="checksum.*run 'synthesizer-jax data prepare"):
+    with pytest.raises(ValueError, match=r"checksum.*run 'synthesizer-jax data prepare"):
         prepared.open(BOOLQ, "validation", LENGTHS)[0]
     info.write_text(text)
     tokens.unlink()
