@@ -46,7 +46,6 @@ def import_files(
     labels: str | None = None,
     metrics: Annotated[list[str] | None, "--metric"] = None,
     columns: str | None = None,
-    vocabulary: pathlib.Path | None = None,
     renew: bool = False,
 ) -> None:
     """Write TFDS data sets from the original files of a benchmark or corpus, or from your own.
@@ -70,7 +69,6 @@ def import_files(
       labels: mine: the allowed targets, such as 'bad,good' or '0=bad,1=good'.
       metrics: mine: accuracy (the default), bleu, f1, … Repeatable.
       columns: mine: the columns of CSV and TSV files that have no header, such as 'a,b'.
-      vocabulary: mine: the SentencePiece model whose tokens are counted, instead of words.
       renew: replace what was imported before, with all of its splits.
     """
     from synthesizer_jax.tasks import imported
@@ -92,16 +90,15 @@ def import_files(
             tuple(metrics or ["accuracy"]),
             {value: word if equals else value for value, equals, word in pairs},
         )
-        codec = None if vocabulary is None else SentencePiece(str(vocabulary)).build()
         splits = find_splits(source, columns=columns.split(",") if columns else ())
         import_tensorflow()
-        found = imported.import_files(task, splits, directory, vocabulary=codec, renew=renew)
+        found = imported.import_files(task, splits, directory, renew=renew)
         lines = [line for summary in found for line in summary.lines()]
         lines.append(f"train with --set data.mixture={name}")
-    elif any(x is not None for x in (name, inputs, target, labels, metrics, columns, vocabulary)):
+    elif any(x is not None for x in (name, inputs, target, labels, metrics, columns)):
         raise ValueError(
-            f"{benchmark} is imported as it is published; --name, --input, --target, --labels, --metric, "
-            f"--columns and --vocabulary belong to 'data import {MINE}'"
+            f"{benchmark} is imported as it is published; --name, --input, --target, --labels, --metric "
+            f"and --columns belong to 'data import {MINE}'"
         )
     elif benchmark not in CORPORA:
         known = (MINE, *CORPORA)

@@ -1,5 +1,1 @@
-"""Tasks: T5's and the papers', those of SeqIO's registries and of users' files, and their preparation.
-
-The package imports neither JAX nor the models; TensorFlow and SeqIO are imported on demand. Nothing here
-accesses the network.
-"""
+"""Tasks: T5's and the papers', of SeqIO's registries and users' files; TensorFlow is imported on demand."""

@@ -30,13 +30,9 @@ SPECIAL = {
 
 
 def wsc(dataset: tf.data.Dataset, *, positive_only: bool) -> tf.data.Dataset:
-    """Returns WSC in T5's "simple" format: the text with ``*pronoun*``, its referent as target.
+    """Returns WSC in T5's "simple" format: the text with ``*pronoun*``, and the row's candidate as target.
 
-    The target is the candidate of the row regardless of its label. Hidden labels stay −1.
-
-    Args:
-      dataset: rows of ``super_glue/wsc.fixed``.
-      positive_only: keep only rows whose label is true (for training).
+    Hidden labels stay −1. With `positive_only` only rows whose label is true are kept (for training).
     """
     if positive_only:
         dataset = dataset.filter(lambda row: tf.equal(row["label"], 1))
@@ -96,10 +92,9 @@ _PUNCTUATION = ".,?!"
 
 
 def wnli(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns WNLI rows in WSC's format (see `_wnli_question`).
+    """Returns WNLI rows in WSC's format (see `_wnli_question`); hidden labels stay −1.
 
-    The conversion was verified manually on the validation and test splits only. Hidden labels stay
-    −1.
+    T5's authors have verified the conversion on the validation and test splits only.
     """
 
     def question(premise: bytes, hypothesis: bytes) -> tuple[str, str]:

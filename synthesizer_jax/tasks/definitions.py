@@ -15,10 +15,7 @@ from synthesizer_jax.tasks.task import TRAINED, Preprocessor, Task
 
 HELD_OUT = ("validation", "test")
 UNLABELED = ("train", "validation")
-MNLI_SPLITS = (
-    "train",
-    *("validation_matched", "validation_mismatched", "test_matched", "test_mismatched"),
-)
+_PARTS = ("validation_matched", "validation_mismatched", "test_matched", "test_mismatched")
 
 MNLI = ("entailment", "neutral", "contradiction")
 RTE = ("entailment", "not_entailment")
@@ -36,19 +33,13 @@ def classification(
     prefix: str | None = None,
     **options: Any,
 ) -> Task:
-    """Returns a task whose answer is a label word; see `preprocessors.classification`.
+    """Returns a task whose answer is a label word; see `preprocessors.classification` and `Task`.
 
-    Args:
-      name: of the task.
-      dataset: its TFDS data set.
-      features: the row's features in input order.
-      labels: label words, indexed by the integer label.
-      prefix: the first word of the input; None: the last part of the name of the data set.
-      **options: other fields of `Task`.
+    Without `prefix` the input begins with the last part of the name of the data set.
     """
     preprocess = functools.partial(
         preprocessors.classification,
-        prefix=dataset.rpartition("/")[2] if prefix is None else prefix,
+        prefix=prefix or dataset.rpartition("/")[2],
         features=features,
         labels=labels,
     )
@@ -77,7 +68,7 @@ GLUE = (
         label_words=tuple(f"{i / 5:.1f}" for i in range(26)),
         postprocess_fn=postprocessors.number,
     ),
-    _glue("mnli", PAIR, MNLI, splits=MNLI_SPLITS),
+    _glue("mnli", PAIR, MNLI, splits=("train", *_PARTS)),
     _glue("mnli_matched", PAIR, MNLI, prefix="mnli", splits=HELD_OUT),
     _glue("mnli_mismatched", PAIR, MNLI, prefix="mnli", splits=HELD_OUT),
     _glue("qnli", ("question", "sentence"), RTE),
@@ -125,9 +116,7 @@ SUPER_GLUE = (
         postprocess_fn=postprocessors.multirc,
     ),
     Task(
-        "super_glue_record_v102",
-        "super_glue/record",
-        preprocessors.record,
+        *("super_glue_record_v102", "super_glue/record", preprocessors.record),
         metrics=(metrics.record_squad,),
         postprocess_fn=postprocessors.record,
     ),

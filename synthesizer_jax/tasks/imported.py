@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 from etils import epy
 
-from synthesizer_jax.data.task_streams import SIDES
-from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.files import describing, write_atomic
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.registry import JSON
@@ -35,8 +33,6 @@ from synthesizer_jax.tasks.task import Task
 with epy.lazy_imports():
     import tensorflow_datasets as tfds
 
-ROW_LENGTHS: Mapping[str, int] = {"inputs": 512, "targets": 84}
-"""The tokens of a row of the recipe `finetune`."""
 FOLDER, DEFINITION, VERSION = "imported", "task.json", "1.0.0"
 
 METRICS: Mapping[str, tuple[metrics.Metric, str]] = {
@@ -126,11 +122,6 @@ class FileTask:
                     f"there is no metric {name!r}{did_you_mean(name, METRICS)}; choose of "
                     f"{', '.join(METRICS)}"
                 )
-        for value, word in self.labels.items():
-            if word in ("", UNKNOWN):
-                raise ValueError(
-                    f"the label {value!r} has the word {word!r}, which marks hidden targets"
-                )
         words = len(set(self.labels.values()))
         answers = "numbers" if self.is_numeric else "labels" if words else "texts"
         for name in self.metrics:
@@ -171,49 +162,19 @@ class SplitSummary:
 
     Attributes:
       split: the split.
-      vocabulary: whose tokens lengths are measured in, with EOS; None: words.
       rows: number of rows.
-      longest: ``{feature: (length, where)}`` of the longest text.
-      truncated: ``{feature: number of rows}`` longer than `ROW_LENGTHS`; of words, at least so many.
       undecodable: number of rows with U+FFFD, which stands for bytes that are not UTF-8.
       targets: how often each label occurs; empty for free text.
     """
 
     split: str
-    vocabulary: Vocabulary | None = None
     rows: int = 0
-    longest: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
-    truncated: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     undecodable: int = 0
     targets: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-
-    def add(self, texts: tuple[str, str], where: str, *, count_target: bool) -> None:
-        """Counts a row."""
-        self.rows += 1
-        for name, text in zip(SIDES, texts, strict=True):
-            codec = self.vocabulary
-            length = len(text.split()) if codec is None else len(codec.encode(text)) + 1
-            self.truncated[name] += length > ROW_LENGTHS[name]
-            if length > self.longest.get(name, (-1, ""))[0]:
-                self.longest[name] = length, where
-        self.undecodable += "\ufffd" in "".join(texts)
-        if count_target:
-            self.targets[texts[1]] += 1
 
     def lines(self) -> Iterator[str]:
         """Yields the summary as text."""
         yield f"{self.split}: {_count(self.rows, 'row')}"
-        unit = "word" if self.vocabulary is None else "token"
-        for name, (length, where) in self.longest.items():
-            if length:
-                yield f"  longest {name}: {_count(length, unit)} ({where})"
-            # Of texts alone, objectives make segments.
-            if self.longest["inputs"][0] and (count := self.truncated[name]):
-                least = "at least " if self.vocabulary is None else ""
-                yield (
-                    f"  {name} truncated to rows of {ROW_LENGTHS[name]} tokens: {least}{count:,} "
-                    f"({count / self.rows:.1%})"
-                )
         if self.targets:
             counts = (f"{word} {n:,}" for word, n in self.targets.most_common())
             yield f"  targets: {', '.join(counts)}"
@@ -230,7 +191,6 @@ def import_files(
     splits: Mapping[str, SplitFiles],
     data_dir: pathlib.Path,
     *,
-    vocabulary: Vocabulary | None = None,
     renew: bool = False,
 ) -> list[SplitSummary]:
     """Writes a task's data set, all of it or nothing, and its definition.
@@ -238,8 +198,7 @@ def import_files(
     Args:
       task: the task.
       splits: the files of its splits.
-      data_dir: a TFDS data directory; created if it does not exist.
-      vocabulary: whose tokens the summaries count; None: words.
+      data_dir: a TFDS data directory.
       renew: whether an imported task of the same name is replaced; otherwise the splits are added to it.
 
     Raises:
@@ -252,7 +211,7 @@ def import_files(
             f"the name {task.name!r} is that of a task of this package; choose another"
         )
     dataset = f"{FOLDER}/{task.name}"
-    found = [SplitSummary(split, vocabulary) for split in splits]
+    found = [SplitSummary(split) for split in splits]
     cursor = Cursor()
     with staging(data_dir, renew=renew) as folder:
         text = tfds.features.Text()
@@ -284,7 +243,9 @@ def _read(
     """Yields the formatted rows of a split, and counts them."""
     for index, row in enumerate(cursor.follow(files.rows())):
         texts = task.texts(row)
-        summary.add(texts, cursor.where, count_target=bool(task.labels))
+        summary.rows += 1
+        summary.undecodable += "\ufffd" in "".join(texts)
+        summary.targets.update(texts[1:] if task.labels else ())
         yield {"inputs": texts[0], "targets": texts[1], "idx": index}
     if not summary.rows:
         names = ", ".join(map(str, files.files))

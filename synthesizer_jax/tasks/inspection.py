@@ -43,23 +43,14 @@ def read_rows(
 
 @dataclasses.dataclass(frozen=True)
 class SplitCheck:
-    """The check of one split of a task.
-
-    Attributes:
-      task: the task.
-      split: the split.
-      rows: number of stored rows; None: not known.
-      published: the published number of rows; empty: not known.
-      repeated: preprocessed rows whose input and target an earlier row of the split has.
-      shared: ``{other split: number of inputs that it has too}``, of the splits before.
-    """
+    """The check of one split of a task."""
 
     task: str
     split: str
-    rows: int | None
-    published: tuple[int, ...]
-    repeated: int
-    shared: Mapping[str, int]
+    rows: int | None  # stored; None: not known
+    published: tuple[int, ...]  # the published number of rows; empty: not known
+    repeated: int  # preprocessed rows whose input and target an earlier row of the split has
+    shared: Mapping[str, int]  # numbers of inputs that earlier splits have too
 
     @property
     def is_complete(self) -> bool | None:

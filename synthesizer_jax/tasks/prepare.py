@@ -321,15 +321,11 @@ def _functions(task: seqio.Task) -> list[Callable[..., object]]:
 
 def _needs_lengths(task: seqio.Task) -> bool:
     """Returns whether the steps of a task depend on the lengths of rows otherwise than by truncating."""
-    known = (
-        seqio.preprocessors.append_eos_after_trim,
-        seqio.preprocessors.append_eos,
-        preprocessors.append_sentinel,
-    )
+    by_seqio = (seqio.preprocessors.append_eos_after_trim, seqio.preprocessors.append_eos)
     return any(
         "sequence_length" in inspect.signature(function).parameters
         for function in _functions(task)
-        if function not in known
+        if function not in (*by_seqio, preprocessors.append_sentinel)
     )
 
 

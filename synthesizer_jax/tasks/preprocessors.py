@@ -43,9 +43,7 @@ def classification(
 
 
 def _format_input(row: Row, prefix: str, features: Sequence[str] | Mapping[str, str]) -> tf.Tensor:
-    names = (
-        features if isinstance(features, Mapping) else dict(zip(features, features, strict=True))
-    )
+    names = features if isinstance(features, Mapping) else {name: name for name in features}
     words = [part for key, name in names.items() for part in (f"{key}:", row[name])]
     return tf.strings.join([prefix, *words], separator=" ")
 
@@ -126,10 +124,7 @@ def similarity(
 
 
 def multirc(dataset: tf.data.Dataset, *, labels: Sequence[str]) -> tf.data.Dataset:
-    """Formats MultiRC: question, answer, paragraph; every candidate answer is true or false.
-
-    ``<br>`` is replaced by a space; ``<b>`` and ``</b>`` are removed.
-    """
+    """Formats MultiRC: question, answer, paragraph, with a space for ``<br>`` and without ``<b>``."""
 
     def convert(row: Row) -> Row:
         text = _format_input(row, "multirc", ("question", "answer", "paragraph"))
@@ -144,10 +139,7 @@ def multirc(dataset: tf.data.Dataset, *, labels: Sequence[str]) -> tf.data.Datas
 
 
 def record(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Formats ReCoRD: a query, its entities and the passage; one row per distinct answer.
-
-    A query whose answers are hidden gives one row with the target `UNKNOWN`.
-    """
+    """Formats ReCoRD: query, entities, passage; a row per answer, or one with `UNKNOWN`."""
 
     def convert(row: Row) -> Row:
         passage = tf.strings.regex_replace(

@@ -54,18 +54,13 @@ def open_stream(
             f"no task of {config.mixture!r} is prepared for the split {config.split!r} in "
             f"{prepared.root}; {prepared.remedy(config.mixture)}"
         )
-    missing = [
-        name
-        for name, rate in MIXTURES.get(config.mixture, {}).items()
-        if rate
-        and name in task_registry.TASKS
-        and name not in sampled
-        and config.split in task_registry.TASKS[name].splits
-    ]
+    tasks = {
+        n: task_registry.TASKS.get(n) for n, r in MIXTURES.get(config.mixture, {}).items() if r
+    }
+    missing = [n for n, t in tasks.items() if t and n not in sampled and config.split in t.splits]
     if missing:
-        _log.warning(
-            "%s goes without %s: no data in %s", config.mixture, ", ".join(missing), data_dir
-        )
+        names = ", ".join(missing)
+        _log.warning("%s goes without %s: no data in %s", config.mixture, names, data_dir)
     members = {}
     for name in sorted(sampled):  # SeqIO's order, on which the order of examples depends
         objective = task_objective(config, task_registry.find_task(name))

@@ -14,13 +14,12 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 from etils import epy
 
 from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
 from synthesizer_jax.tasks import synthetic_grammar as grammar
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.stored import FeatureType, write_dataset
+from synthesizer_jax.tasks.stored import write_dataset
 from synthesizer_jax.tasks.task import Task
 
 with epy.lazy_imports():
@@ -155,16 +154,6 @@ def write(data_dir: pathlib.Path) -> None:
             # TFDS would keep what is damaged
             shutil.rmtree(data_dir / task.dataset, ignore_errors=True)
             splits = {split: functools.partial(examples, config, split) for split in SIZES}
-            write_dataset(task.dataset, VERSION, _features(config, task), splits, data_dir)
-
-
-def _features(config: str, task: Task) -> dict[str, FeatureType]:
-    """Returns the types of a task's features, those of the GLUE or SuperGLUE configuration."""
-    kinds: dict[str, FeatureType] = {
-        name: tfds.features.Text() if isinstance(value, str) else np.int32
-        for name, value in examples(config, "validation")[0].items()
-    }
-    names = task.label_words or ("False", "True")
-    is_class = SOURCES[config].labels
-    kinds["label"] = tfds.features.ClassLabel(names=list(names)) if is_class else np.float32
-    return kinds
+            imitated = task_registry.TASKS[SOURCES[config].imitated].dataset
+            features = tfds.builder(imitated, data_dir=data_dir).info.features
+            write_dataset(task.dataset, VERSION, dict(features.items()), splits, data_dir)

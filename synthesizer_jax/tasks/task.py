@@ -156,13 +156,7 @@ class Task:
     def postprocess(
         self, answer: str, *, example: Example | None = None, is_target: bool = False
     ) -> Value:
-        """Converts a decoded answer or a target string to the value that the metrics compare.
-
-        Args:
-          answer: the string.
-          example: the preprocessed row that it belongs to.
-          is_target: whether `answer` is the target.
-        """
+        """Converts a decoded answer, or the target, of a preprocessed row to what metrics compare."""
         if self.sentinel:
             answer = postprocessors.remove_sentinel(answer)
         if self.postprocess_fn is not None:

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from synthesizer_jax.cli.main import app
 from synthesizer_jax.data.prepared import PreparedTasks
-from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.files import storage_path
 from synthesizer_jax.tasks import imported, task_registry
 from synthesizer_jax.tasks.imported import FileTask, Template, add_imported, import_files
@@ -178,12 +177,8 @@ def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
     found = import_files(describe(metrics=("accuracy", "f1")), splits, tmp_path / "data")
     assert [line for summary in found for line in summary.lines()] == [
         "train: 4 rows",
-        f"  longest inputs: 5 words ({tmp_path}/a.jsonl, line 1)",
-        f"  longest targets: 1 word ({tmp_path}/a.jsonl, line 1)",
         "  targets: good 2, bad 2",
         "validation: 3 rows",
-        f"  longest inputs: 5 words ({tmp_path}/b.csv, line 2)",
-        f"  longest targets: 1 word ({tmp_path}/b.csv, line 2)",
         "  targets: good 2, bad 1",
         "  with U+FFFD in the place of bytes: 1 row",
     ]
@@ -207,17 +202,6 @@ def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
         path.write_text(data)
         with pytest.raises(ValueError, match=r"task\.json cannot be read: .*import the task again"):
             add_imported(tmp_path / "data")
-
-
-def test_rows_that_will_be_truncated_are_counted(tmp_path):
-    """With the vocabulary of bytes, one more for EOS."""
-    write(tmp_path, {"a.txt": "x" * 511 + "\n" + "y" * 512 + "\n" + "z z " * 300 + "\n"})
-    task = FileTask("my_texts", lambda row: row["text"], lambda row: row["text"][:3])
-    for vocabulary, count in ((None, "at least 1 (33.3%)"), (Bytes().build(), "2 (66.7%)")):
-        splits = find_splits([f"train={tmp_path}/a.txt"])
-        (found,) = import_files(task, splits, tmp_path, vocabulary=vocabulary, renew=True)
-        assert f"  inputs truncated to rows of 512 tokens: {count}" in list(found.lines())
-        assert not found.truncated["targets"]
 
 
 def test_python_functions_make_texts_and_numbers_are_compared(tmp_path):
@@ -293,7 +277,6 @@ def test_a_description_that_cannot_be_is_refused(tmp_path):
         ({"metrics": ("f1",), "labels": {}}, "'f1' compares two labels; with no labels"),
         ({"metrics": ("f1",), "labels": {"a": "a", "b": "b", "c": "c"}}, "with 3 labels"),
         ({"metrics": ("rouge",)}, "'rouge' compares texts; with 1 label and .* answers are labels"),
-        ({"labels": {"bad": ""}}, "the label 'bad' has the word '', which marks hidden targets"),
         ({"metrics": ("pearson", "bleu")}, "'bleu' compares texts; .* answers are numbers"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -226,12 +226,12 @@ def test_every_layout_has_the_published_rows(imported):
 
 def test_reports_say_what_is_there(imported):
     _, reports = imported
-    split = {(s.dataset, s.split): s for report in reports.values() for s in report}
-    assert (split["glue/cola", "train"].status, split["glue/cola", "train"].rows) == ("subset", 2)
-    assert (split["glue/ax", "test"].status, split["glue/ax", "test"].rows) == ("complete", 1104)
-    assert split["wmt19_translate/de-en", "train"].status == "subset"  # some of the parts
-    assert split["wmt19_translate/de-en", "train"].dropped == 3
-    assert split["lm1b", "train"].status == "present"
+    split = {s.name: s for report in reports.values() for s in report}
+    assert (split["glue/cola:train"].status, split["glue/cola:train"].rows) == ("subset", 2)
+    assert (split["glue/ax:test"].status, split["glue/ax:test"].rows) == ("complete", 1104)
+    assert split["wmt19_translate/de-en:train"].status == "subset"  # some of the parts
+    assert split["wmt19_translate/de-en:train"].dropped == 3
+    assert split["lm1b:train"].status == "present"
     lines = list(report_lines(reports["glue"]))
     assert "glue/rte:train missing (RTE/train.tsv)" in [" ".join(line.split()) for line in lines]
     assert lines[-1] == "6 of 34 splits, 1,111 rows"
@@ -336,7 +336,7 @@ def test_every_data_set_has_a_task_and_the_parts_of_its_name(tmp_path):
 def test_the_folder_of_a_pattern_may_be_given_itself(tmp_path):
     source = place(tmp_path / "from", FILES["wikitext"]) / "wikitext-2"
     report = import_corpus("wikitext", source, tmp_path / "out")
-    assert [s.dataset for s in report if s.rows] == ["wikitext/wikitext-2-v1"]
+    assert [s.name for s in report if s.rows] == ["wikitext/wikitext-2-v1:train"]
     with pytest.raises(
         ValueError, match="is not a folder; give the one that holds the files of gl"
     ):
@@ -364,4 +364,6 @@ def test_published_files_where_a_machine_has_them(name, real_data, tmp_path):
             shutil.copy(path, target)
     report = import_corpus(name, source, tmp_path)
     for dataset, rows in sizes.items():
-        assert {s.split: s.rows for s in report if s.dataset == dataset and s.rows} == rows
+        assert {
+            s.files.name: s.rows for s in report if s.layout.dataset == dataset and s.rows
+        } == rows

@@ -153,27 +153,18 @@ def test_a_member_without_data_is_left_out(tmp_path):
         prepare("outside_missing", PreparedTasks(tmp_path, Bytes().build()), log=quiet)
 
 
-def test_a_rate_that_cannot_be_computed_and_a_missing_split_are_one_sentence(tmp_path):
-    task = seqio.TaskRegistry.get("outside_silent")
-    source = seqio.FunctionDataSource(numbers, splits=["train"])
-    seqio.TaskRegistry.add(
-        "outside_uncounted",
-        source=source,
-        preprocessors=task.preprocessors,
-        output_features=task.output_features,
-    )
-    rate = functools.partial(seqio.mixing_rate_num_examples, maximum=100)
-    seqio.MixtureRegistry.add("outside_rates", [("outside_uncounted", rate)])
+def test_a_split_that_a_source_lacks_is_one_sentence(tmp_path):
+    data = PreparedTasks(tmp_path, Bytes().build())
+    evaluation = Evaluation(split="test")
     with pytest.raises(
-        ValueError, match=r"'outside_uncounted' in .*'outside_rates' cannot be .*num_input"
+        FileNotFoundError, match=r"no task of 'outside_silent' .*it has train, valid"
     ):
-        task_registry.mixture_rates("outside_rates", tmp_path)
+        prepare("outside_silent", data, training_splits=("test",), evaluation_splits=(), log=quiet)
     with pytest.raises(
-        FileNotFoundError, match=r"give the source of outside_uncounted, .* that split"
+        FileNotFoundError, match=r"give the source of outside_silent, .* that split"
     ):
         Evaluator(
-            *(None, DataConfig("outside_uncounted", 16, 8, batch_size=8), Evaluation()),
-            prepared=PreparedTasks(tmp_path, Bytes().build()),
+            None, DataConfig("outside_silent", 16, 8, batch_size=8), evaluation, prepared=data
         )
 
 
@@ -229,15 +220,6 @@ def test_names_are_suggested():
         task_registry.member_names("outside_al")
     with pytest.raises(ValueError, match=r"there is no task 'outside_dou'"):
         task_registry.find_task("outside_dou")
-
-
-def test_a_metric_that_fails_is_named(tmp_path):
-    vocabulary = Bytes().build()
-    examples = load("outside_double", "validation", tmp_path, lengths=LENGTHS)
-    answers = Answers(["0"] * 5, [np.array([1])] * 5, np.zeros(5), np.zeros(4))
-    broken = answers._replace(texts=["0"] * 5, tokens=[np.array([1])] * 4)
-    with pytest.raises(ValueError, match="a metric of the task 'outside_double' failed: "):
-        examples.task.score(examples.examples, broken, vocabulary=vocabulary)
 
 
 def test_features_that_are_no_tokens_are_refused(tmp_path):

@@ -28,37 +28,73 @@ with epy.lazy_imports():
     import tensorflow_datasets as tfds
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class SplitReport:
-    """The report of one split.
+    """The import of one split.
 
     Attributes:
-      file: the original file, or the pattern of its name if it is missing.
-      dataset: the TFDS data set that it belongs to, such as `glue/cola`.
-      split: the TFDS split, such as `validation_matched`.
-      status: `complete` (the published size), `present` (no size to compare with), `subset` (a sample or
-        some of the parts, any size) or `missing`.
+      layout: that of the data set.
+      files: that of the split.
+      parts: the files of its parts that are there.
       rows: number of examples written.
       dropped: number of rows that are left out because they lack something.
     """
 
-    file: str
-    dataset: str
-    split: str
-    status: str
+    layout: Layout
+    files: SplitLayout
+    parts: Sequence[Sequence[pathlib.Path]]
     rows: int = 0
     dropped: int = 0
+
+    @property
+    def name(self) -> str:
+        """The TFDS data set and the split, such as `glue/mnli:validation_matched`."""
+        return f"{self.layout.dataset}:{self.files.name}"
+
+    @property
+    def status(self) -> str:
+        """`complete` (the published size), `present` (none to compare with), `subset` or `missing`."""
+        if not self.parts:
+            return "missing"
+        is_subset = self._is_sample or len(self.parts) < len(self.files.parts)
+        return "subset" if is_subset else "complete" if self.files.rows else "present"
+
+    @property
+    def _is_sample(self) -> bool:
+        return any(path.name.startswith(SAMPLE) for paths in self.parts for path in paths)
+
+    def read(self, cursor: Cursor) -> Iterator[Row]:
+        """Yields the rows; it ends with an error where they are not as many as were published."""
+        for paths in self.parts:
+            cursor.where = ", ".join(map(str, paths[:3]))
+            for row in cursor.follow(self.layout.read(paths)):
+                if row is None:
+                    self.dropped += 1
+                else:
+                    self.rows += 1
+                    yield row
+        expected = None if self._is_sample else self.files.rows
+        if self.rows == 0 or expected not in (None, self.rows):
+            size = f"{self.rows:,} of {expected:,} published rows" if expected else "no rows"
+            left_out = f", without {self.dropped:,} that are left out," if self.dropped else ""
+            files = [path for paths in self.parts for path in paths]
+            raise ReadError(
+                f"{self.name} has {size}{left_out} in {', '.join(map(str, files))}; get whole files, or "
+                f"name them {SAMPLE}{files[0].name} and so on if they are a sample; nothing was imported"
+            )
 
 
 def report_lines(reports: Sequence[SplitReport]) -> Iterator[str]:
     """Yields the reports as aligned plain text: one line per split, then a summary."""
-    width = max(len(f"{s.dataset}:{s.split}") for s in reports)
-    for split in reports:
-        name = f"{split.dataset}:{split.split}".ljust(width)
-        dropped = f", {split.dropped} dropped" if split.dropped else ""
-        rows = f"{split.status:8}  {split.rows:>7,} rows{dropped}  {split.file}"
-        yield f"{name}  {f'missing ({split.file})' if split.status == 'missing' else rows}"
-    present = [s.rows for s in reports if s.status != "missing"]
+    width = max(len(report.name) for report in reports)
+    for report in reports:
+        found = f"missing ({report.files.parts[0][0]})"
+        if report.parts:
+            dropped = f", {report.dropped} dropped" if report.dropped else ""
+            rows = f"{report.rows:>7,} rows{dropped}"
+            found = f"{report.status:8}  {rows}  {report.parts[0][-1]}"
+        yield f"{report.name:{width}}  {found}"
+    present = [report.rows for report in reports if report.parts]
     yield f"{len(present)} of {len(reports)} splits, {sum(present):,} rows"
 
 
@@ -85,75 +121,25 @@ def import_corpus(
     source = source / name if (source / name).is_dir() else source
     if not source.is_dir():
         raise ValueError(f"{source} is not a folder; give the one that holds the files of {name}")
-    found = {
-        (layout, split): find_parts(split, source)
+    reports = [
+        SplitReport(layout, split, find_parts(split, source))
         for layout in CORPORA[name]
         for split in layout.splits
-    }
-    if not any(found.values()):
+    ]
+    if not any(report.parts for report in reports):
         lacking = ", ".join(layout.splits[0].parts[0][0] for layout in CORPORA[name])
         raise ValueError(f"{source} lacks {lacking}; nothing was imported")
-    with staging(data_dir, renew=renew) as folder:
-        imports = {pair: _SplitImport(*pair, parts) for pair, parts in found.items()}
-        for layout in CORPORA[name]:
-            there = [i for (of, _), i in imports.items() if of is layout and i.parts]
-            if there:
-                _write(layout, there, folder)
-    return [split_import.report() for split_import in imports.values()]
-
-
-@dataclasses.dataclass
-class _SplitImport:
-    """The reading of a split, and how many rows were read and left out."""
-
-    layout: Layout
-    split: SplitLayout
-    parts: Sequence[Sequence[pathlib.Path]]
-    rows: int = 0
-    dropped: int = 0
-
-    def read(self, cursor: Cursor) -> Iterator[Row]:
-        """Yields the rows; it ends with an error where they are not as many as were published."""
-        for paths in self.parts:
-            cursor.where = ", ".join(map(str, paths[:3]))
-            for row in cursor.follow(self.layout.read(paths)):
-                if row is None:
-                    self.dropped += 1
-                else:
-                    self.rows += 1
-                    yield row
-        expected = None if self._is_sample else self.split.rows
-        if self.rows == 0 or expected not in (None, self.rows):
-            size = f"{self.rows:,} of {expected:,} published rows" if expected else "no rows"
-            left_out = f", without {self.dropped:,} that are left out," if self.dropped else ""
-            files = [path for paths in self.parts for path in paths]
-            raise ReadError(
-                f"{self.layout.dataset}'s split {self.split.name!r} has {size}{left_out} in "
-                f"{', '.join(map(str, files))}; get whole files, or name them {SAMPLE}{files[0].name} and "
-                "so on if they are a sample; nothing was imported"
-            )
-
-    @property
-    def _is_sample(self) -> bool:
-        return any(path.name.startswith(SAMPLE) for paths in self.parts for path in paths)
-
-    def report(self) -> SplitReport:
-        """Returns the report of the split."""
-        names = (self.layout.dataset, self.split.name)
-        if not self.parts:
-            return SplitReport(self.split.parts[0][0], *names, "missing")
-        is_subset = self._is_sample or len(self.parts) < len(self.split.parts)
-        status = "subset" if is_subset else "complete" if self.split.rows else "present"
-        return SplitReport(str(self.parts[0][-1]), *names, status, self.rows, self.dropped)
-
-
-def _write(layout: Layout, imports: Sequence[_SplitImport], folder: pathlib.Path) -> None:
-    """Writes the data set of a layout."""
     cursor = Cursor()
-    version, features = _features(layout, folder)
-    with cursor.named():
-        splits = {i.split.name: functools.partial(i.read, cursor) for i in imports}
-        write_dataset(layout.dataset, version, features, splits, folder)
+    with staging(data_dir, renew=renew) as folder, cursor.named():
+        for layout in CORPORA[name]:
+            splits = {
+                report.files.name: functools.partial(report.read, cursor)
+                for report in reports
+                if report.layout is layout and report.parts
+            }
+            if splits:
+                write_dataset(layout.dataset, *_features(layout, folder), splits, folder)
+    return reports
 
 
 def _features(layout: Layout, folder: pathlib.Path) -> tuple[str, Mapping[str, FeatureType]]:

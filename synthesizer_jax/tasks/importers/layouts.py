@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import itertools
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -106,17 +107,16 @@ def _layout(
     return Layout(dataset, read or readers.by_tfds(dataset), found, features)
 
 
-def _glue(config: str, folder: str, *sizes: int | None) -> Layout:
-    names = zip(("train", "validation", "test"), ("train", "dev", "test"), sizes, strict=True)
-    splits = {split: (f"{folder}/{stem}.tsv", size) for split, stem, size in names}
+def _glue(config: str, folder: str, *sizes: int | None, super_glue: bool = False) -> Layout:
+    names = ("train", "val" if super_glue else "dev", "test")
+    kind = "jsonl" if super_glue else "tsv"
+    files = [(f"{folder}/{name}.{kind}", size) for name, size in zip(names, sizes, strict=True)]
+    splits = dict(zip(("train", "validation", "test"), files, strict=True))
     read = readers.mrpc if config == "mrpc" else None
-    return _layout(f"glue/{config}", read, **splits)
+    return _layout(f"{'super_' if super_glue else ''}glue/{config}", read, **splits)
 
 
-def _super(config: str, folder: str, *sizes: int) -> Layout:
-    names = zip(("train", "validation", "test"), ("train", "val", "test"), sizes, strict=True)
-    splits = {split: (f"{folder}/{stem}.jsonl", size) for split, stem, size in names}
-    return _layout(f"super_glue/{config}", **splits)
+_super = functools.partial(_glue, super_glue=True)
 
 
 def _texts(stem: str, languages: tuple[str, str], suffix: str = "") -> Part:

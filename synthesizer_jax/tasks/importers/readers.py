@@ -154,11 +154,7 @@ def lines(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row]]:
 
 
 def articles(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row]]:
-    """Yields the articles of WikiText, lines included, but for blank ones at both ends.
-
-    An article starts with a title such as `` = Title = `` after a blank line; the titles of its sections
-    have more signs.
-    """
+    """Yields WikiText's articles, without blank lines at both ends, which start with `` = Title = ``."""
     for path in paths:
         text, previous = list[str](), ""
         for number, line in read_lines(path):
@@ -181,8 +177,7 @@ def reviews(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row]]:
 def dialogues(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row]]:
     """Yields a row per reply of dialogues in ParlAI's format, as of Persona-Chat and ConvAI2.
 
-    Lines are numbered from 1 in every dialogue. Those of the persona begin with ``your persona:``; the
-    others have an utterance, a tab and the reply, maybe followed by further fields.
+    Lines are numbered from 1 in every dialogue; they are of the persona, or have an utterance and a reply.
     """
     persona, history = list[str](), list[str]()
     for number, line in read_lines(paths[0]):
