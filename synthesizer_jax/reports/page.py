@@ -158,23 +158,23 @@ def write_report(path: pathlib.Path, runs: Sequence[RunSummary], *, title: str) 
             rows=costs,
         ),
     ]
-    for run in (run for run in runs if run.movement is not None):
-        assert run.movement is not None
-        rows = [
-            (g.path, f"{g.parameters:,}", f"{g.frozen / g.parameters:.0%}", format_change(g))
-            for g in run.movement.groups
-        ]
-        sections.append(
-            Section(
-                f"Change of the parameters: {run.title}",
-                f"Euclidean distance from {run.movement.since}, relative to the norm there, over all "
-                "layers.",
-                headings=("parameters", "number", "frozen", "change"),
-                rows=rows,
-                folded=True,
-            )
-        )
+    sections += [
+        _movement_section(run.title, run.movement) for run in runs if run.movement is not None
+    ]
     write_page(path, title=title, sections=[s for s in sections if s.rows or s.charts])
+
+
+def _movement_section(title: str, movement: Movement) -> Section:
+    return Section(
+        f"Change of the parameters: {title}",
+        f"Euclidean distance from {movement.since}, relative to the norm there, over all layers.",
+        headings=("parameters", "number", "frozen", "change"),
+        rows=[
+            (g.path, f"{g.parameters:,}", f"{g.frozen / g.parameters:.0%}", format_change(g))
+            for g in movement.groups
+        ],
+        folded=True,
+    )
 
 
 def metric_rows(runs: Sequence[RunSummary]) -> list[list[str | Cell]]:

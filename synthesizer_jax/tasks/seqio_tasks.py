@@ -21,7 +21,7 @@ import numpy as np
 
 from synthesizer_jax.data.task_streams import SIDES
 from synthesizer_jax.data.vocabularies import Bytes, Vocabulary
-from synthesizer_jax.files import is_installed, size_of, storage_path
+from synthesizer_jax.files import size_of, storage_path
 from synthesizer_jax.import_noise import filter_import_noise
 from synthesizer_jax.tasks import stored
 from synthesizer_jax.tasks.formats import Written
@@ -324,16 +324,11 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 @functools.cache
 def import_tensorflow() -> Any:
-    """Imports TensorFlow, and SeqIO if it is there, without their messages.
-
-    Accelerators are hidden from TensorFlow, which would take their memory from JAX.
-    """
+    """Imports TensorFlow without its messages and without accelerators, whose memory JAX needs."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     with filter_import_noise():
         import tensorflow as tf
 
         with contextlib.suppress(RuntimeError):  # already initialized: keep the caller's devices
             tf.config.set_visible_devices([], "GPU")
-        if is_installed("seqio"):
-            import seqio  # noqa: F401 - imports TensorFlow Text, which prints the messages again
     return tf
