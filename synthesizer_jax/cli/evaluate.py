@@ -183,7 +183,7 @@ def _measure(
     with show_phases(visible=processes.is_process_zero()) as phase:
         results, overall = evaluator.measure(variables, mesh=run.mesh, phase=phase)
     if processes.is_process_zero():
-        print_results(step, results, overall)
+        _print_results(step, results, overall)
         if writes:
             for examples, result in zip(evaluator.sets, results, strict=True):
                 files.write_predictions(folder, result, examples=examples)
@@ -236,14 +236,8 @@ def _restore_checkpoints(
         )
 
 
-def print_results(step: int, results: Sequence[TaskResult], overall: Mapping[str, float]) -> None:
-    """Prints a checkpoint's results by task, and those over all tasks: score, losses, averages.
-
-    Args:
-      step: the checkpoint's step.
-      results: one per task.
-      overall: measures over all tasks; see `Evaluator.measure`.
-    """
+def _print_results(step: int, results: Sequence[TaskResult], overall: Mapping[str, float]) -> None:
+    """Prints a checkpoint's results by task, and those over all tasks: score, losses, averages."""
     rows = []
     for result in results:
         nats = "" if result.loss is None else f"{result.loss.per_token:.4f}"

@@ -72,7 +72,7 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
         extras = getattr(hints[name], "__metadata__", ())
         names = [extra for extra in extras if isinstance(extra, str)]
         if kind is bool and parameter.default is False:
-            names = names or [f"--{name}"]
+            names = names or [f"--{name.replace('_', '-')}"]
         is_option = parameter.kind is parameter.KEYWORD_ONLY
         info = typer.Option(*names) if is_option else typer.Argument()
         for extra in extras:

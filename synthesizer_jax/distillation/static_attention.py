@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -212,19 +212,7 @@ def measure_static_attention(
         advance(1)
     heads.sort(key=lambda head: head.divergences[TABLE])
     places = [head[:3] for head in heads]
-    replacements = []
-    for layer, table in tables.items():
-        mixture = Mixture((self_attention(model, layer).alignment, Random(table.shape[-1])))
-        replacements.append(_replacement(mixture, layer))
-    mixed = student_model(model, tuple(replacements))
-
-    def loss(tables: Mapping[Layer, jax.Array], chosen: Collection[Place]) -> float:
-        params = _reading_tables(model, variables["params"], tables, chosen)
-        changed = {**variables, "params": params}
-        sums = np.asarray([_loss(changed, batch, model=mixed) for batch in held_out])
-        total, tokens = sums.sum(0)
-        return float(total / tokens)
-
+    loss = _loss_of_tables(model, variables, tables, held_out)
     points: list[LossPoint] = []
     numbers = numbers_of_heads(len(heads))
     advance = phase(f"losses with 0 to {len(heads)} of {len(heads)} heads replaced", len(numbers))
@@ -303,6 +291,32 @@ def numbers_of_heads(total: int) -> list[int]:
     """Returns the numbers of replaced heads that are measured: 0, up to `MOST_POINTS` more, all."""
     count = min(total, MOST_POINTS + 1)
     return [round(i * total / count) for i in range(count + 1)]
+
+
+def _loss_of_tables(
+    model: EncoderDecoder,
+    variables: Variables,
+    tables: Mapping[Layer, jax.Array],
+    batches: Sequence[Batch],
+) -> Callable[[Mapping[Layer, jax.Array], Collection[Place]], float]:
+    """Returns the loss, in nats per target token, as a function of tables and of the heads that read them.
+
+    One program serves all: a model with mixtures of its own logits and tables.
+    """
+    replacements = []
+    for layer, table in tables.items():
+        mixture = Mixture((self_attention(model, layer).alignment, Random(table.shape[-1])))
+        replacements.append(_replacement(mixture, layer))
+    mixed = student_model(model, tuple(replacements))
+
+    def loss(tables: Mapping[Layer, jax.Array], chosen: Collection[Place]) -> float:
+        params = _reading_tables(model, variables["params"], tables, chosen)
+        changed = {**variables, "params": params}
+        sums = np.asarray([_loss(changed, batch, model=mixed) for batch in batches])
+        total, tokens = sums.sum(0)
+        return float(total / tokens)
+
+    return loss
 
 
 def _reading_tables(

@@ -21,6 +21,11 @@ from synthesizer_jax.reports.figures import Section, heat_maps, line_chart, writ
 OVERFITTED = 0.05
 """Share of the divergence from equal weights by which a fitted table may be worse than another form."""
 
+COSTS = (
+    *("heads replaced", "loss, nats / token", "least static first"),
+    *("parameters", "kFLOPs / token", "cache B / position"),
+)
+
 
 def write_static_attention(path: pathlib.Path, found: StaticAttention, *, title: str) -> None:
     """Writes the page atomically.
@@ -76,10 +81,7 @@ def write_static_attention(path: pathlib.Path, found: StaticAttention, *, title:
             "in the place of their own logits. Another line replaces the least static heads first. Costs "
             "are those of a model with tables for the inputs and targets of the run.",
             charts=[loss_chart],
-            headings=(
-                *("heads replaced", "loss, nats / token", "least static first"),
-                *("parameters", "kFLOPs / token", "cache B / position"),
-            ),
+            headings=COSTS,
             rows=costs,
         ),
         Section(

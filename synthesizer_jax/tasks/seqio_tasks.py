@@ -262,9 +262,7 @@ def import_tensorflow() -> None:
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     with _silent_stderr():
-        importlib.import_module(
-            "seqio"
-        )  # it imports TensorFlow Text, which prints the messages again
+        importlib.import_module("seqio")  # with TensorFlow Text, which prints the messages again
         with contextlib.suppress(RuntimeError):  # already initialized: keep the caller's devices
             tf.config.set_visible_devices([], "GPU")
 
