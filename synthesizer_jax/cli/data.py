@@ -11,7 +11,6 @@ import typer
 from synthesizer_jax.cli.options import DataDir, Imports, print_table
 from synthesizer_jax.data.vocabularies import EOS, Bytes, SentencePiece
 from synthesizer_jax.files import storage_path
-from synthesizer_jax.import_noise import filter_import_noise
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.typing import Count, Number, Range
 
@@ -30,8 +29,6 @@ def _open_directory(
 
     if libraries:
         seqio_tasks.import_tensorflow()
-        with filter_import_noise():
-            import seqio  # noqa: F401 - imports TensorFlow Text, which prints the messages again
     directory = data_dir or task_registry.default_data_dir()
     code.load_user_code(imports or ())
     imported.add_imported(directory)
