@@ -87,8 +87,8 @@ strings, ids, postprocessed values, metrics and rates. They are the same but for
   evaluation task; T5 leaves them as they are. T5 takes hidden labels for true; no training row has one.
 
 Missing are {missing}.
-The first has an objective of T5's ablations, the others make two rows in one, whose split is drawn after packing;
-`c4_v220_prefix_lm` has this objective on segments.
+The first has an objective of T5's ablations, the others make two rows in one, whose split is drawn after
+packing; `c4_v220_prefix_lm` has this objective on segments.
 """
 
 OWN_MIXTURES = ("glue_super_glue_proportional",)
