@@ -33,7 +33,7 @@ def test_hosts_that_differ_are_named_and_lines_say_whose_they_are(monkeypatch):
     assert (
         code == 1
         and "versions or settings differ" in said
-        and "on 2 to 3" in said
+        and "on 2, 3" in said
         and "'flax': '0.1'" in said
     )
     assert all(line.startswith("[3] ") for line in said.splitlines())
