@@ -107,11 +107,11 @@ def show_phases(*, visible: bool = True) -> Iterator[Phase]:
 
 def summary_lines(
     directory: pathlib.Path,
-    *,
     steps: int,
     saved: list[int],
+    *,
     data_dir: pathlib.Path | None,
-    prompt: str | None = "INPUT",
+    prompt: str = "INPUT",
 ) -> str:
     """Returns the summary at the end of a run: its scores, its files, and the next commands.
 
@@ -120,7 +120,7 @@ def summary_lines(
       steps: number of finished steps.
       saved: steps of the checkpoints that were kept.
       data_dir: for the commands; None is the default one.
-      prompt: for ``generate``; None: the model writes no text.
+      prompt: for ``generate``; empty: the model writes no text.
     """
     measured = read_scores(directory / METRICS_FILE)
     lines = [f"{directory} has finished its {steps:,} steps"]
@@ -135,7 +135,7 @@ def summary_lines(
     data = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
     run = shlex.quote(str(directory))
     lines.append(f"next: synthesizer-jax eval --workdir {run}{data}")
-    if prompt is not None:
+    if prompt:
         lines.append(f'      synthesizer-jax generate --workdir {run} "{prompt}"')
     return "\n".join(lines)
 

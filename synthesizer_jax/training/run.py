@@ -11,6 +11,7 @@ import jax
 
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data.prefetching import PrefetchedStream
+from synthesizer_jax.evaluation.evaluator import Evaluator
 from synthesizer_jax.files import name_write_errors, storage_path
 from synthesizer_jax.messages import escape_controls
 from synthesizer_jax.models import TextToText
@@ -25,7 +26,7 @@ from synthesizer_jax.training import run_directory
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import initializer_of
 from synthesizer_jax.training.loop import train
-from synthesizer_jax.training.run_data import evaluate_state, open_evaluator, prepare_data
+from synthesizer_jax.training.run_data import evaluate_state, prepare_data
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.trainer import Trainer
 
@@ -62,7 +63,7 @@ def run(
       InUseError: another process trains in the directory.
     """
     directory = storage_path(str(directory))  # also what `pathlib` makes of gs://…
-    places = task_registry.default_data_dir() if data_dir is None else storage_path(str(data_dir))
+    places = storage_path(str(data_dir or task_registry.default_data_dir()))
     first = processes.is_process_zero()
     visible = visible and first
     if initial is None:
@@ -80,7 +81,9 @@ def run(
                 vocabulary = run_directory.open_vocabulary(experiment, directory)
             trainer = Trainer(experiment, devices) if trainer is None else trainer
             prepared = prepare_data(experiment, vocabulary, places)
-            evaluator = open_evaluator(experiment, prepared)
+            evaluator = Evaluator(
+                experiment.model, experiment.data, experiment.evaluation, prepared=prepared
+            )
             stream = open_stream(
                 experiment.data,
                 vocabulary,
@@ -109,12 +112,8 @@ def run(
         )
     if visible:
         prompt = "INPUT" if experiment.data.inputs_length else "TEXT"  # that is continued
-        text = summary_lines(
-            directory,
-            steps=int(state.step),
-            saved=finished_steps(directory / "checkpoints"),
-            data_dir=data_dir,
-            prompt=prompt if isinstance(experiment.model, TextToText) else None,
-        )
+        prompt = prompt if isinstance(experiment.model, TextToText) else ""
+        saved, steps = finished_steps(directory / "checkpoints"), int(state.step)
+        text = summary_lines(directory, steps, saved, data_dir=data_dir, prompt=prompt)
         print(text, flush=True)
     return state

@@ -56,15 +56,6 @@ def prepare_data(
     return prepared
 
 
-def open_evaluator(
-    experiment: Experiment, prepared: PreparedTasks, *, only: list[str] | None = None
-) -> Evaluator:
-    """Returns what a run is evaluated on; `only` names tasks, see `Evaluator`."""
-    return Evaluator(
-        experiment.model, experiment.data, experiment.evaluation, prepared=prepared, only=only
-    )
-
-
 def open_data(
     experiment: Experiment,
     directory: pathlib.Path,
@@ -72,12 +63,13 @@ def open_data(
     *,
     only: list[str] | None = None,
 ) -> Evaluator:
-    """Returns what a run with its vocabulary in `directory` is evaluated on; see `open_evaluator`."""
+    """Returns what a run with its vocabulary in `directory` is evaluated on; `only` names tasks."""
     imported.add_imported(data_dir)
     vocabulary = open_vocabulary(experiment, directory)
     experiment = with_vocabulary_path(experiment, directory)
     prepared = prepare_data(experiment, vocabulary, data_dir, training_splits=(), only=only or ())
-    return open_evaluator(experiment, prepared, only=only)
+    model, data, evaluation = experiment.model, experiment.data, experiment.evaluation
+    return Evaluator(model, data, evaluation, prepared=prepared, only=only)
 
 
 def evaluate_state(
