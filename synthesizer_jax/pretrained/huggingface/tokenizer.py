@@ -22,6 +22,10 @@ BYTES_EXTRA_IDS = 125
 """ByT5's number of sentinels."""
 
 
+MOST_ADDED = 2**16
+"""Tokens that a tokenizer adds to its pieces; a file that names more is damaged."""
+
+
 def read_vocabulary(folder: pathlib.Path, scratch: pathlib.Path) -> Bytes | SentencePiece | None:
     """Returns the configuration of a folder's vocabulary; None where there is none that is known.
 
@@ -30,6 +34,8 @@ def read_vocabulary(folder: pathlib.Path, scratch: pathlib.Path) -> Bytes | Sent
     path = folder / TOKENIZER_CONFIG
     fields = read_json(path) if path.is_file() else {}
     extra_ids = fields.get("extra_ids")
+    if not isinstance(extra_ids, int) or not 0 <= extra_ids < MOST_ADDED:
+        extra_ids = None
     if fields.get("tokenizer_class") == "ByT5Tokenizer":
         return named_vocabulary(BYTES, extra_ids)
     for name in SENTENCEPIECE:
@@ -84,6 +90,8 @@ def _to_sentencepiece(data: dict[str, Any], messages: ModuleType) -> bytes:
     added = {operator.index(token["id"]): str(token["content"]) for token in tokens}
     charsmap = _charsmap(data.get("normalizer"))
     count = max(len(pieces), max(added, default=-1) + 1)
+    if count > len(pieces) + MOST_ADDED:
+        raise ValueError(f"{count} ids")
     proto = messages.ModelProto()
     kinds = messages.ModelProto.SentencePiece
     for i in range(count):
