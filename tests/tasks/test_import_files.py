@@ -19,7 +19,7 @@ from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.files import storage_path
 from synthesizer_jax.tasks import imported, task_registry
 from synthesizer_jax.tasks.imported import FileTask, Template, add_imported, import_files
-from synthesizer_jax.tasks.importers import CORPORA, import_corpus
+from synthesizer_jax.tasks.importers import CORPORA
 from synthesizer_jax.tasks.importers.files import find_splits
 from synthesizer_jax.tasks.preparation import SplitRequest, is_current
 from synthesizer_jax.tasks.prepare import prepare
@@ -204,17 +204,6 @@ def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
             add_imported(tmp_path / "data")
 
 
-def test_python_functions_make_texts_and_numbers_are_compared(tmp_path):
-    write(tmp_path, {"a.tsv": TSV})
-    task = FileTask(
-        "my_lengths", lambda row: row["text"], lambda row: str(len(row["text"])), ("pearson",)
-    )
-    import_files(task, find_splits([f"validation={tmp_path / 'a.tsv'}"]), tmp_path)
-    examples = load("my_lengths", "validation", tmp_path)
-    assert examples.target_words == ["18", "17"]
-    assert examples.score(["2", "1"]) == {"pearson_corrcoef": pytest.approx(100)}
-
-
 def test_other_rows_of_equal_size_make_a_prepared_set_outdated(tmp_path):
     request = SplitRequest("my_reviews", "train", rows=False)
     prepared = PreparedTasks(tmp_path, BYTES)
@@ -328,8 +317,6 @@ def test_the_command_names_all_that_can_be_imported(tmp_path):
     said = str(result.exception)
     assert said.startswith("'gleu' cannot be imported, did you mean 'glue'?; choose one of ")
     assert all(name in said for name in CORPORA)
-    with pytest.raises(ValueError, match=r"multi30k .*lacks|lacks train\.en"):
-        import_corpus("multi30k", tmp_path, tmp_path)
 
 
 def test_processes_that_prepare_know_imported_tasks(tmp_path):
