@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from synthesizer_jax.tasks.definitions import GLUE, SENTINEL, SUPER_GLUE
 from synthesizer_jax.tasks import postprocessors
+from synthesizer_jax.tasks.definitions import GLUE, SENTINEL, SUPER_GLUE
 from synthesizer_jax.tasks.importers import import_corpus
 from synthesizer_jax.tasks.postprocessors import is_labeled
 from tests.tasks.loading import load

@@ -106,7 +106,7 @@ def test_arguments_name_files_folders_and_columns(tmp_path):
 
 DAY = pa.table({"day": pa.array([2**31 - 1], pa.int32()).cast(pa.date32())})
 BROKEN = {
-    "not JSON": ("a.jsonl", b'{"text": 1}\n{"text": \n', r"a.jsonl, line 2: not JSON \(.*column"),
+    "not JSON": ("a.jsonl", b'{"text": 1}\n{"text": \n', "a.jsonl, line 2: JSONDecodeError: .*column"),
     "no object": ("a.jsonl", b"[1]\n", "a.jsonl, line 1: a JSON object was expected, not list"),
     "columns": ("a.csv", b"x,y\n1,2\n1\n", r"a.csv, line 3: 1 columns instead of 2 \(x, y\)"),
     "quote": ("a.csv", b'x,y\n"1,2\n', r"a.csv, after line 1: Error: unexpected end of data"),
@@ -180,7 +180,7 @@ def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
         "  targets: good 2, bad 2",
         "validation: 3 rows",
         "  targets: good 2, bad 1",
-        "  with U+FFFD in the place of bytes: 1 row",
+        "  rows with U+FFFD in the place of bytes: 1",
     ]
     monkeypatch.delitem(task_registry.TASKS, "my_reviews")  # as in another process
     assert add_imported(tmp_path / "data") == ["my_reviews"]
@@ -263,9 +263,12 @@ def test_a_description_that_cannot_be_is_refused(tmp_path):
     for options, message in (
         ({"name": "My-Task"}, "has other characters than a-z, 0-9 and _"),
         ({"metrics": ("acuracy",)}, r"no metric 'acuracy', did you mean 'accuracy'\?"),
-        ({"metrics": ("f1",), "labels": {}}, "'f1' compares two labels; with no labels"),
+        ({"metrics": ("f1",), "labels": {}}, "'f1' compares two labels; with 0 labels"),
         ({"metrics": ("f1",), "labels": {"a": "a", "b": "b", "c": "c"}}, "with 3 labels"),
-        ({"metrics": ("rouge",)}, "'rouge' compares texts; with 1 label and .* answers are labels"),
+        (
+            {"metrics": ("rouge",)},
+            "'rouge' compares texts; with 1 labels and .* answers are labels",
+        ),
         ({"metrics": ("pearson", "bleu")}, "'bleu' compares texts; .* answers are numbers"),
     ):
         with pytest.raises(ValueError, match=message):
