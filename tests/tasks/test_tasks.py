@@ -5,10 +5,9 @@ import subprocess
 import sys
 
 import pytest
-import seqio
 import tensorflow as tf
 
-from synthesizer_jax.tasks import preprocessors, task_registry
+from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.coreference import SPECIAL, _wnli_question
 from synthesizer_jax.tasks.definitions import sentinel_name
 from synthesizer_jax.tasks.postprocessors import is_labeled, to_text
@@ -114,37 +113,6 @@ def test_sentinel_forms():
         assert task.postprocess(answer) == 1
     for answer in (" True", "True <extra_id_0>"):  # SeqIO strips only what it takes a sentinel from
         assert task.postprocess(answer) == -1
-
-
-def test_sentinels_are_added_and_kept_as_seqio_does_it():
-    feature = seqio.Feature(seqio.ByteVocabulary(extra_ids=100), add_eos=True)
-
-    def rows(split, shuffle_files, seed=None):
-        return tf.data.Dataset.from_tensors({"inputs": tf.range(5, 15), "targets": tf.range(6, 12)})
-
-    name = "sentinels_of_seqio"
-    seqio.TaskRegistry.add(
-        name,
-        source=seqio.FunctionDataSource(rows, ["train"]),
-        preprocessors=[seqio.preprocessors.append_eos_after_trim],
-        output_features={"inputs": feature, "targets": feature},
-    )
-    seqio.experimental.add_task_with_sentinels(name)
-    try:
-        theirs = seqio.TaskRegistry.get(f"{name}_1_sentinel")
-        for limit in (None, 3, 5, 8, 100):
-            lengths = None if limit is None else {"inputs": limit, "targets": limit}
-            (expected,) = theirs.get_dataset(lengths, "train", shuffle=False).as_numpy_iterator()
-            (row,) = preprocessors.append_sentinel(
-                rows("train", False),
-                sequence_length=lengths,
-                sentinel=feature.vocabulary.vocab_size - 1,
-            ).as_numpy_iterator()
-            for side in ("inputs", "targets"):
-                assert [*row[side], 1] == expected[side].tolist()
-    finally:
-        seqio.TaskRegistry.remove(name)
-        seqio.TaskRegistry.remove(f"{name}_1_sentinel")
 
 
 def test_names_are_suggested_without_tensorflow_and_network():
