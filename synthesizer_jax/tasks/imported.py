@@ -1,8 +1,7 @@
-"""Tasks that are made of users' files: written as TFDS data sets, with their definitions beside them.
+"""Tasks that are made of users' files: TFDS data sets with their definitions beside them.
 
-``DATA_DIR/imported/NAME/1.0.0`` is a TFDS data set of the strings ``inputs`` and ``targets``, and its
-``task.json`` says which metrics and label words the task has. Such a task is known by its name wherever
-that data directory is used.
+``DATA_DIR/imported/NAME/1.0.0`` has the strings ``inputs`` and ``targets``; its ``task.json`` says which
+metrics and label words the task has, which is known by its name wherever the directory is used.
 """
 
 from __future__ import annotations
@@ -128,9 +127,8 @@ class FileTask:
             compared = METRICS[name][1]
             is_binary = compared == "two labels" and answers == "labels" and words == 2
             if compared not in ("anything", answers) and not is_binary:
-                given = _count(words, "label") if words else "no labels"
                 raise ValueError(
-                    f"the metric {name!r} compares {compared}; with {given} and the metrics "
+                    f"the metric {name!r} compares {compared}; with {words} labels and the metrics "
                     f"{', '.join(self.metrics)} answers are {answers}; leave it out"
                 )
 
@@ -174,16 +172,12 @@ class SplitSummary:
 
     def lines(self) -> Iterator[str]:
         """Yields the summary as text."""
-        yield f"{self.split}: {_count(self.rows, 'row')}"
+        yield f"{self.split}: {self.rows:,} rows"
         if self.targets:
             counts = (f"{word} {n:,}" for word, n in self.targets.most_common())
             yield f"  targets: {', '.join(counts)}"
         if self.undecodable:
-            yield f"  with U+FFFD in the place of bytes: {_count(self.undecodable, 'row')}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+            yield f"  rows with U+FFFD in the place of bytes: {self.undecodable:,}"
 
 
 def import_files(

@@ -299,7 +299,6 @@ def distinct(targets: Sequence[object], predictions: Sequence[str]) -> dict[str,
 
     They are counted over all predictions together (Li et al. 2016); 0 if there is none.
     """
-    del targets
     texts = [prediction.split() for prediction in predictions]
     pairs = [pair for words in texts for pair in itertools.pairwise(words)]
     words = [word for words in texts for word in words]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from synthesizer_jax.tasks.definitions import sentinel_name
@@ -80,10 +80,6 @@ UNSUPERVISED_RATE = 1e6
 """T5's default of ``rate_unsupervised``."""
 
 
-def _equal(names: Iterable[str]) -> Rates:
-    return dict.fromkeys(names, 1.0)
-
-
 def _by_examples(*names: str) -> Rates:
     return dict.fromkeys(names, ExamplesRate())
 
@@ -98,13 +94,13 @@ MIXTURES: dict[str, Rates] = {
         sentinel_name(name): rate for name, rate in SUPER_GLUE_RATES.items()
     },
     "wsc_dpr_simple_proportional": WSC_DPR_RATES,
-    "glue_mnli_and_dev_v002": _equal(name for name in GLUE_RATES if "mnli" in name),
+    "glue_mnli_and_dev_v002": dict.fromkeys((name for name in GLUE_RATES if "mnli" in name), 1.0),
     # Known to T5's authors: RTE counts twice, and SQuAD and QNLI overlap.
     "en_mix": {
         C4: UNSUPERVISED_RATE,
         **_by_examples(*GLUE_RATES, *SUPER_GLUE_RATES, "squad_v010_allanswers"),
     },
-    "all_equal": _equal(_PROPORTIONAL),
+    "all_equal": dict.fromkeys(_PROPORTIONAL, 1.0),
     "all_proportional": _PROPORTIONAL,
     "all_mix": {**_PROPORTIONAL, C4: UNSUPERVISED_RATE},
     # Everything but one benchmark (RTE then has its whole rate), or one task.
@@ -114,10 +110,10 @@ MIXTURES: dict[str, Rates] = {
         f"leave_one_out_{left_out}": {n: r for n, r in _PROPORTIONAL.items() if n != left_out}
         for left_out in CO_TRAINED
     },
-    "large_supervised_equal": _equal((*LARGE_TRANSLATION, "cnn_dailymail_v002")),
+    "large_supervised_equal": dict.fromkeys((*LARGE_TRANSLATION, "cnn_dailymail_v002"), 1.0),
     "large_supervised_proportional": _by_examples(*LARGE_TRANSLATION, "cnn_dailymail_v002"),
-    "large_translation_equal": _equal(LARGE_TRANSLATION),
-    "squad_trivia_qa_equal": _equal(("squad_v010_allanswers", "trivia_qa_v010")),
+    "large_translation_equal": dict.fromkeys(LARGE_TRANSLATION, 1.0),
+    "squad_trivia_qa_equal": dict.fromkeys(("squad_v010_allanswers", "trivia_qa_v010"), 1.0),
     # Not a mixture of T5: GLUE and SuperGLUE without C4 and SQuAD.
     "glue_super_glue_proportional": _JOINT,
 }

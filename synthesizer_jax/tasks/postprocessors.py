@@ -40,11 +40,6 @@ def parse_number(answer: str, *, otherwise: float = -1.0) -> float:
     return value if math.isfinite(value) else otherwise
 
 
-def remove_sentinel(answer: str) -> str:
-    """Returns an answer that begins with a sentinel without it and the whitespace around the rest."""
-    return answer.removeprefix(SENTINEL).strip() if answer.startswith(SENTINEL) else answer
-
-
 def is_labeled(example: Example) -> bool:
     """Returns whether a preprocessed row has its answer; rows of most test splits do not.
 
@@ -68,7 +63,6 @@ def to_text(value: object) -> str:
 
 def number(answer: str, *, example: Example | None, is_target: bool) -> float:
     """Returns the number, −1 for anything else (STS-B)."""
-    del example, is_target
     return parse_number(answer)
 
 
@@ -122,7 +116,6 @@ def all_answers(answer: str, *, example: Example, is_target: bool) -> Any:
 
 def only_answer(answer: str, *, example: Example | None, is_target: bool) -> str | list[str]:
     """Returns the text, and of a target the list of it alone."""
-    del example
     return [answer] if is_target else answer
 
 

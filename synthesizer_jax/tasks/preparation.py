@@ -121,14 +121,7 @@ def is_current(
     lengths: Mapping[str, int] | None,
     epochs: int | None = None,
 ) -> bool:
-    """Returns whether a split is prepared from the data set that is there now.
-
-    Args:
-      request: the split.
-      prepared: data directory and vocabulary.
-      lengths: those of rows, which matter to some tasks.
-      epochs: the number of epochs; None: any.
-    """
+    """Returns whether a split is prepared, for these lengths and epochs, from the data that is there."""
     info = prepared.find(request.task, request.split)
     if info is None:
         return False

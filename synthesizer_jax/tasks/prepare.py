@@ -1,7 +1,6 @@
 """Preparing of tasks: every example of a split is read and tokenized once, with SeqIO, and written.
 
-Large splits are written shard by shard, by several processes if wanted; shards that are complete remain
-when the preparation is interrupted.
+Large splits are written shard by shard; those that are complete remain after an interruption.
 """
 
 from __future__ import annotations

@@ -85,13 +85,9 @@ def language_modeling(dataset: tf.data.Dataset, *, feature: str = "text") -> tf.
 def dialogue(dataset: tf.data.Dataset, *, turns: int = 8) -> tf.data.Dataset:
     """Formats dialogues as ``dialogue history: … persona: …`` with the reply as target.
 
-    Utterances are separated by `` | ``, the latest one last; the speakers take turns. The persona, some
-    sentences about the speaker of the reply, comes last, so that a cut on the right costs no utterance.
-
-    Args:
-      dataset: rows with ``reply`` and the lists of texts ``history`` and ``persona``; a row without a
-        persona has no such part.
-      turns: the number of latest utterances that are kept.
+    Utterances are separated by `` | ``, of which the latest `turns` are kept; the speakers take turns. The
+    persona, some sentences about the speaker of the reply, comes last, so that a cut on the right costs no
+    utterance; a row may have none.
     """
 
     def convert(row: Row) -> Row:

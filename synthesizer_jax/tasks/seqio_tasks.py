@@ -1,8 +1,4 @@
-"""Tasks and mixtures of SeqIO's registries, with the vocabulary and the data directory of a run.
-
-A package that registers tasks is imported with ``--import``. Its preprocessors, metrics, splits and
-features are used as they are; the registries are only read.
-"""
+"""Tasks and mixtures of SeqIO's registries, with the vocabulary and the data directory of a run."""
 
 from __future__ import annotations
 
@@ -214,10 +210,8 @@ def _stored_directory(source: seqio.TfdsDataSource, data_dir: pathlib.Path) -> p
 
 
 def _declared_splits(source: seqio.TfdsDataSource) -> dict[str, str]:
-    """Returns the parts of TFDS's splits that a source's splits stand for; empty: it has all of TFDS's.
-
-    The property `splits` would open the data set in TFDS's default directory.
-    """
+    """Returns the parts of TFDS's splits that a source's splits stand for; empty: it has all of TFDS's."""
+    # The property `splits` would open the data set in TFDS's default directory.
     return dict(source.tfds_dataset._split_map or {})
 
 

@@ -69,10 +69,7 @@ def describe_split(dataset: str, directory: pathlib.Path, split: str) -> str:
 
 
 def _load(path: pathlib.Path) -> dict[str, JSON]:
-    value = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(value, dict):
-        raise ValueError("it is no JSON object")
-    return value
+    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 @contextlib.contextmanager
@@ -116,7 +113,6 @@ def write_dataset(
       OSError: a file cannot be written.
     """
     from tensorflow_datasets.core import registered
-    from tensorflow_datasets.core.utils import tqdm_utils
 
     name, _, config = dataset.partition("/")
     description = f"{dataset}{STAMP}{datetime.datetime.now(datetime.UTC).isoformat()}"
@@ -140,7 +136,6 @@ def write_dataset(
     with registered.skip_registration():
         builder_class = type("WrittenDataset", (tfds.core.GeneratorBasedBuilder,), attributes)
     builder = builder_class(config=config or None, data_dir=str(data_dir))
-    was_active = tqdm_utils._active
     tfds.display_progress_bar(False)
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # TFDS prints about a download
@@ -153,8 +148,6 @@ def write_dataset(
         raise OSError(
             f"{builder.data_dir} cannot be written ({reason}); no data set was changed"
         ) from error
-    finally:
-        tfds.display_progress_bar(was_active)
     return pathlib.Path(builder.data_dir)
 
 

@@ -82,14 +82,13 @@ PERSONS_AND_ANIMALS = tuple(
 ACTIONS = tuple(
     (f"{verb}s", verb) for verb in _words("sleep run sing wait laugh eat swim smile work dance")
 )
-DETERMINERS = (("This", "That", "Every"), ("These", "Those", "Many"))
-FAULTS = ("agreement", "agreement", "determiner", "order", "article")
+DETERMINERS = (_words("This That Every"), _words("These Those Many"))
 
 
 def cola(draw: Draw) -> Example:
     """``The dogs near the king sleep in the park.`` is acceptable. Held out: pairs of noun and verb."""
     label, number = draw.below(2), draw.below(2)
-    fault = "" if label else draw.one(FAULTS)
+    fault = "" if label else draw.one(_words("agreement agreement determiner order article"))
     noun, verb = draw.one(PERSONS_AND_ANIMALS), draw.one(ACTIONS)
     marked = fault == "determiner" or draw.chance(0.6)
     agreed = 1 - number if fault == "determiner" else number
@@ -190,18 +189,15 @@ def stsb(draw: Draw) -> Example:
     return row, (noun, PAIR_OF[state][0])
 
 
-ENTAILMENT, NEUTRAL, CONTRADICTION = range(3)
-
-
 def mnli(draw: Draw) -> Example:
     """``The dog near the house is not wet.`` entails ``The animal is dry.`` Held out: as in STS-B."""
     label = draw.below(3)
     noun, state = draw.one(NOUNS), draw.one(draw.one(STATES))
     beside = draw.one([n for n in NOUNS if KIND_OF[n] != KIND_OF[noun]])
-    if label == NEUTRAL:
+    if label == 1:  # neutral
         subject, claim = beside, draw.one((state, OPPOSITE[state]))
     else:
-        subject, claim = noun, state if label == ENTAILMENT else OPPOSITE[state]
+        subject, claim = noun, OPPOSITE[state] if label else state
     if draw.chance(0.4):
         subject = KIND_OF[subject]
     row = {
@@ -270,7 +266,6 @@ def boolq(draw: Draw) -> Example:
     return {"passage": passage, "question": question, "label": draw.noisy(label, 2)}, combination
 
 
-CAUSE, EFFECT = range(2)
 EVENTS = (
     ("{} won the race", "{} lost the race"),
     ("{} passed the exam", "{} failed the exam"),
@@ -313,13 +308,13 @@ def _matters(draw: Draw, question: int, outcome: int) -> tuple[str, str, str]:
     mention = draw.one(("{} talked about the", "{} thought about the", "{} wrote about the"))
     events = [EVENTS[matter][outcome] for matter in (same, other)]
     mentions = [f"{mention} {MATTERS[matter]}" for matter in (same, other)]
-    choices, told = (events, mentions[0]) if question == CAUSE else (mentions, events[0])
+    choices, told = (events, mentions[0]) if question == 0 else (mentions, events[0])
     return told, choices[0], choices[1]
 
 
 def _happening(draw: Draw, question: int, outcome: int) -> str:
     """Returns a cause or an effect with that outcome, ``{}`` for the person."""
-    if question == EFFECT:
+    if question:  # on an effect
         return draw.one(REACTIONS)[outcome]
     if draw.chance(0.5):
         return draw.one(EVENTS)[outcome]

@@ -44,12 +44,9 @@ class Answers(NamedTuple):
     def select(self, indices: Sequence[int]) -> Answers:
         """Returns the answers to some of the examples."""
         chosen = list(indices)
-        return Answers(
-            [self.texts[i] for i in chosen],
-            None if self.tokens is None else [self.tokens[i] for i in chosen],
-            None if self.scores is None else self.scores[chosen],
-            None if self.target_scores is None else self.target_scores[chosen],
-        )
+        tokens = None if self.tokens is None else [self.tokens[i] for i in chosen]
+        scores = (None if s is None else s[chosen] for s in (self.scores, self.target_scores))
+        return Answers([self.texts[i] for i in chosen], tokens, *scores)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +154,8 @@ class Task:
         self, answer: str, *, example: Example | None = None, is_target: bool = False
     ) -> Value:
         """Converts a decoded answer, or the target, of a preprocessed row to what metrics compare."""
-        if self.sentinel:
-            answer = postprocessors.remove_sentinel(answer)
+        if self.sentinel and answer.startswith(postprocessors.SENTINEL):
+            answer = answer.removeprefix(postprocessors.SENTINEL).strip()
         if self.postprocess_fn is not None:
             return self.postprocess_fn(answer, example=example, is_target=is_target)
         words = self.label_words
@@ -174,7 +171,6 @@ class Task:
           answers: those of a model to them.
           vocabulary: the vocabulary of the tokens; None: only the texts are used.
         """
-        del vocabulary
         targets = [
             self.postprocess(
                 postprocessors.to_text(row["targets_pretokenized"]), example=row, is_target=True

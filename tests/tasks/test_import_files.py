@@ -19,7 +19,7 @@ from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.files import storage_path
 from synthesizer_jax.tasks import imported, task_registry
 from synthesizer_jax.tasks.imported import FileTask, Template, add_imported, import_files
-from synthesizer_jax.tasks.importers import CORPORA, import_corpus
+from synthesizer_jax.tasks.importers import CORPORA
 from synthesizer_jax.tasks.importers.files import find_splits
 from synthesizer_jax.tasks.preparation import SplitRequest, is_current
 from synthesizer_jax.tasks.prepare import prepare
@@ -106,7 +106,7 @@ def test_arguments_name_files_folders_and_columns(tmp_path):
 
 DAY = pa.table({"day": pa.array([2**31 - 1], pa.int32()).cast(pa.date32())})
 BROKEN = {
-    "not JSON": ("a.jsonl", b'{"text": 1}\n{"text": \n', r"a.jsonl, line 2: not JSON \(.*column"),
+    "not JSON": ("a.jsonl", b'{"text": 1}\n{"text": \n', "a.jsonl, line 2: JSONDecodeError: .*column"),
     "no object": ("a.jsonl", b"[1]\n", "a.jsonl, line 1: a JSON object was expected, not list"),
     "columns": ("a.csv", b"x,y\n1,2\n1\n", r"a.csv, line 3: 1 columns instead of 2 \(x, y\)"),
     "quote": ("a.csv", b'x,y\n"1,2\n', r"a.csv, after line 1: Error: unexpected end of data"),
@@ -180,7 +180,7 @@ def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
         "  targets: good 2, bad 2",
         "validation: 3 rows",
         "  targets: good 2, bad 1",
-        "  with U+FFFD in the place of bytes: 1 row",
+        "  rows with U+FFFD in the place of bytes: 1",
     ]
     monkeypatch.delitem(task_registry.TASKS, "my_reviews")  # as in another process
     assert add_imported(tmp_path / "data") == ["my_reviews"]
@@ -202,17 +202,6 @@ def test_a_task_is_written_with_a_report_and_known_again(tmp_path, monkeypatch):
         path.write_text(data)
         with pytest.raises(ValueError, match=r"task\.json cannot be read: .*import the task again"):
             add_imported(tmp_path / "data")
-
-
-def test_python_functions_make_texts_and_numbers_are_compared(tmp_path):
-    write(tmp_path, {"a.tsv": TSV})
-    task = FileTask(
-        "my_lengths", lambda row: row["text"], lambda row: str(len(row["text"])), ("pearson",)
-    )
-    import_files(task, find_splits([f"validation={tmp_path / 'a.tsv'}"]), tmp_path)
-    examples = load("my_lengths", "validation", tmp_path)
-    assert examples.target_words == ["18", "17"]
-    assert examples.score(["2", "1"]) == {"pearson_corrcoef": pytest.approx(100)}
 
 
 def test_other_rows_of_equal_size_make_a_prepared_set_outdated(tmp_path):
@@ -274,9 +263,12 @@ def test_a_description_that_cannot_be_is_refused(tmp_path):
     for options, message in (
         ({"name": "My-Task"}, "has other characters than a-z, 0-9 and _"),
         ({"metrics": ("acuracy",)}, r"no metric 'acuracy', did you mean 'accuracy'\?"),
-        ({"metrics": ("f1",), "labels": {}}, "'f1' compares two labels; with no labels"),
+        ({"metrics": ("f1",), "labels": {}}, "'f1' compares two labels; with 0 labels"),
         ({"metrics": ("f1",), "labels": {"a": "a", "b": "b", "c": "c"}}, "with 3 labels"),
-        ({"metrics": ("rouge",)}, "'rouge' compares texts; with 1 label and .* answers are labels"),
+        (
+            {"metrics": ("rouge",)},
+            "'rouge' compares texts; with 1 labels and .* answers are labels",
+        ),
         ({"metrics": ("pearson", "bleu")}, "'bleu' compares texts; .* answers are numbers"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -328,8 +320,6 @@ def test_the_command_names_all_that_can_be_imported(tmp_path):
     said = str(result.exception)
     assert said.startswith("'gleu' cannot be imported, did you mean 'glue'?; choose one of ")
     assert all(name in said for name in CORPORA)
-    with pytest.raises(ValueError, match=r"multi30k .*lacks|lacks train\.en"):
-        import_corpus("multi30k", tmp_path, tmp_path)
 
 
 def test_processes_that_prepare_know_imported_tasks(tmp_path):

@@ -200,14 +200,24 @@ def flat(row: dict, prefix: str = "") -> dict:
     return found
 
 
-def test_steps_that_need_lengths_are_said(own_dir: pathlib.Path) -> None:
+def test_lengths_and_files_make_a_prepared_set_outdated(
+    data_dir: pathlib.Path, own_dir: pathlib.Path
+) -> None:
+    name = "prepared_lengths"
     with pytest.raises(
         ValueError, match=r"'prepared_lengths' depend on the lengths .*--inputs-leng"
     ):
-        prepared_in(own_dir, "prepared_lengths", lengths=None)
-    prepared = prepared_in(own_dir, "prepared_lengths")
+        prepared_in(own_dir, name, lengths=None)
+    prepared, request = prepared_in(own_dir, name), SplitRequest(name, "train", rows=False)
     with pytest.raises(ValueError, match=r"is prepared for the lengths .*'inputs': 32.*run 'synth"):
-        prepared.open("prepared_lengths", "train", {"inputs": 16, "targets": 12})
+        prepared.open(name, "train", {"inputs": 16, "targets": 12})
+    assert is_current(request, prepared, lengths=LENGTHS)
+    assert not is_current(request, prepared, lengths={"inputs": 8, "targets": 8})
+    path = data_dir / "train-2.txt"
+    text = path.read_text()
+    path.write_text(text + "90 more\n")
+    assert not is_current(request, prepared, lengths=LENGTHS)
+    path.write_text(text)
 
 
 def test_epochs_of_a_task_with_random_steps_differ(own_dir: pathlib.Path) -> None:
@@ -289,23 +299,6 @@ def test_what_changes_a_prepared_set_makes_it_outdated(own_dir: pathlib.Path) ->
     assert current()
 
 
-def test_longer_files_make_a_prepared_set_outdated(
-    data_dir: pathlib.Path, own_dir: pathlib.Path
-) -> None:
-    prepared = prepared_in(own_dir, "prepared_texts")
-    request = SplitRequest("prepared_texts", "train", rows=False)
-    assert is_current(request, prepared, lengths=LENGTHS)
-    path = data_dir / "train-2.txt"
-    text = path.read_text()
-    path.write_text(text + "90 more\n")
-    assert not is_current(request, prepared, lengths=LENGTHS)
-    path.write_text(text)
-    lengths = SplitRequest("prepared_lengths", "train", rows=False)
-    prepared_in(own_dir, "prepared_lengths")
-    assert is_current(lengths, prepared, lengths=LENGTHS)
-    assert not is_current(lengths, prepared, lengths={"inputs": 8, "targets": 8})
-
-
 def test_damage_is_one_sentence_with_its_path_and_remedy(own_dir: pathlib.Path) -> None:
     prepared = prepared_in(own_dir, BOOLQ)
     folder = prepared.directory(BOOLQ, "validation")
@@ -342,37 +335,27 @@ def test_damage_is_one_sentence_with_its_path_and_remedy(own_dir: pathlib.Path) 
     tokens.unlink()
     with pytest.raises((ValueError, OSError), match=tokens.name):
         prepared.open(BOOLQ, "validation", LENGTHS)[0]
+    info.write_text(text.replace('"format": 3', '"format": 2'))  # files of another version
+    with pytest.raises(
+        FileNotFoundError, match=r"is not prepared in .*; run 'synthesizer-jax data"
+    ):
+        prepared.open(BOOLQ, "validation", LENGTHS)
+    prepared_in(own_dir, BOOLQ)
+    assert len(prepared.open(BOOLQ, "validation", LENGTHS)) == 9
 
 
 def test_records_are_data() -> None:
-    chunk = Chunk(
-        RaggedTokens(np.array([5, 70_000, 7], np.int32), np.array([0, 0, 2, 3])),
-        RaggedTokens(np.array([8], np.int32), np.array([0, 1, 1, 1])),
-    )
-    record = chunk.to_bytes()
+    targets = RaggedTokens(np.array([8], np.int32), np.array([0, 1, 1, 1]))
+    inputs = RaggedTokens(np.array([5, 70_000, 7], np.int32), np.array([0, 0, 2, 3]))
+    record = Chunk(inputs, targets).to_bytes()
     again = Chunk.from_bytes(record, vocab_size=80_000)
-    for given, found in zip(
-        (*chunk.inputs, *chunk.targets), (*again.inputs, *again.targets), strict=True
-    ):
+    for given, found in zip((*inputs, *targets), (*again.inputs, *again.targets), strict=True):
         np.testing.assert_array_equal(given, found, strict=True)
     with pytest.raises(ValueError, match="token 70000 of a vocabulary of 300"):
         Chunk.from_bytes(record, vocab_size=300)
     for damaged in (b"", record[:5], record[:-4], record + b"1234", b"\xff" * len(record)):
         with pytest.raises(ValueError, match=r"holds|says|buffer|offset"):
             Chunk.from_bytes(damaged, vocab_size=80_000)
-
-
-def test_files_of_another_format_are_prepared_again(own_dir: pathlib.Path) -> None:
-    prepared = prepared_in(own_dir, BOOLQ)
-    info = prepared.directory(BOOLQ, "train") / "info.json"
-    info.write_text(info.read_text().replace('"format": 3', '"format": 2'))
-    assert prepared.find(BOOLQ, "train") is None
-    with pytest.raises(
-        FileNotFoundError, match=r"is not prepared in .*; run 'synthesizer-jax data"
-    ):
-        prepared.open(BOOLQ, "train", LENGTHS)
-    prepared_in(own_dir, BOOLQ)
-    assert len(prepared.open(BOOLQ, "train", LENGTHS)) == 40
 
 
 WITHOUT_TENSORFLOW = """

@@ -12,7 +12,6 @@ from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.data.vocabularies import Bytes
 from synthesizer_jax.evaluation.evaluation_sets import evaluation_tasks
-from synthesizer_jax.evaluation.evaluator import Evaluation, Evaluator
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.prepare import prepare
 from synthesizer_jax.tasks.streams import open_stream
@@ -138,7 +137,9 @@ def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path):
         original = seqio.TaskRegistry.get(name)
         assert original.output_features["targets"].vocabulary.vocab_size == 99
     config = DataConfig("outside_all", 16, 8, batch_size=4, shards=2)
-    prepare("outside_all", PreparedTasks(tmp_path, vocabulary), log=quiet)
+    prepared = PreparedTasks(tmp_path, vocabulary)
+    prepare("outside_all", prepared, log=quiet)
+    assert evaluation_tasks("outside_all", prepared) == [(n, "validation") for n in rates]
     batch = next(open_stream(config, vocabulary, data_dir=tmp_path))
     for inputs, targets in zip(
         batch["encoder_input_tokens"], batch["decoder_target_tokens"], strict=True
@@ -147,25 +148,22 @@ def test_a_mixture_of_mixtures_has_its_rates_and_the_runs_vocabulary(tmp_path):
         assert vocabulary.decode(targets) == str(2 * number)
 
 
-def test_a_member_without_data_is_left_out(tmp_path):
-    assert task_registry.mixture_rates("outside_part", tmp_path) == {"outside_silent": 1.0}
-    with pytest.raises(FileNotFoundError, match="no task of 'outside_missing' has data"):
-        prepare("outside_missing", PreparedTasks(tmp_path, Bytes().build()), log=quiet)
-
-
-def test_a_split_that_a_source_lacks_is_one_sentence(tmp_path):
+def test_what_is_not_there_is_one_sentence(tmp_path):
     data = PreparedTasks(tmp_path, Bytes().build())
-    evaluation = Evaluation(split="test")
+    splits = {"training_splits": ("test",), "evaluation_splits": (), "log": quiet}
+    assert task_registry.mixture_rates("outside_part", tmp_path) == {"outside_silent": 1.0}
     with pytest.raises(
-        FileNotFoundError, match=r"no task of 'outside_silent' .*it has train, valid"
+        FileNotFoundError, match=r"no task of 'outside_missing' has data .*give the sou"
     ):
-        prepare("outside_silent", data, training_splits=("test",), evaluation_splits=(), log=quiet)
+        prepare("outside_missing", data, log=quiet)
+    with pytest.raises(FileNotFoundError, match=r"of 'outside_silent' .*it has train, valid"):
+        prepare("outside_silent", data, **splits)
     with pytest.raises(
-        FileNotFoundError, match=r"give the source of outside_silent, .* that split"
+        ValueError, match=r"no mixture or task 'outside_al', did you mean .*; tasks"
     ):
-        Evaluator(
-            None, DataConfig("outside_silent", 16, 8, batch_size=8), evaluation, prepared=data
-        )
+        task_registry.member_names("outside_al")
+    with pytest.raises(ValueError, match=r"there is no task 'outside_dou'"):
+        task_registry.find_task("outside_dou")
 
 
 def test_metrics_are_computed_by_their_own_rules(tmp_path):
@@ -201,25 +199,6 @@ def test_texts_that_a_task_drops_are_decoded(tmp_path):
     assert examples.target_words == ["0", "2", "4", "6", "8"]
     assert examples.record(1, "2")["input"] == "twice 1"
     assert examples.score(["0"] * 5) == {}
-
-
-def test_a_mixture_is_evaluated_on_all_its_tasks(tmp_path):
-    prepared = PreparedTasks(tmp_path, Bytes().build())
-    prepare("outside_all", prepared, training_splits=(), log=quiet)
-    assert evaluation_tasks("outside_all", prepared) == [
-        ("outside_double", "validation"),
-        ("outside_silent", "validation"),
-    ]
-    assert task_registry.find_task("outside_double").stored_splits(tmp_path) == COUNTS
-
-
-def test_names_are_suggested():
-    with pytest.raises(
-        ValueError, match=r"no mixture or task 'outside_al', did you mean .*; tasks"
-    ):
-        task_registry.member_names("outside_al")
-    with pytest.raises(ValueError, match=r"there is no task 'outside_dou'"):
-        task_registry.find_task("outside_dou")
 
 
 def test_features_that_are_no_tokens_are_refused(tmp_path):

@@ -7,6 +7,7 @@ a machine has the files. Known differences are said where they are tested.
 import importlib
 import itertools
 import math
+import pathlib
 import shutil
 import sys
 import types
@@ -14,6 +15,7 @@ import types
 import numpy as np
 import pytest
 import seqio
+import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from synthesizer_jax.data.vocabularies import SentencePiece, train_sentencepiece
@@ -21,12 +23,96 @@ from synthesizer_jax.tasks import metrics, task_registry
 from synthesizer_jax.tasks.importers import import_corpus
 from synthesizer_jax.tasks.mixtures import MIXTURES, ExamplesRate
 from synthesizer_jax.tasks.postprocessors import is_labeled, to_text
-from tests.tasks import t5_rows
 from tools import t5_names
+
+TEXTS = (
+    "Ann's dog isn't here . It barks, though!",
+    "Straße – “quoted” text; it costs 3 €.",
+    "U.S. troops left (again) .  Two  spaces",
+    "the cat sat on the mat . a dog ran . ",
+    "x",
+)
+WSC = "Ann told Sue that she won the race ."
+PASSAGE = 'One.\n@highlight\nTwo "x"\n@highlight\nThree\n@highlight\nFour'
+CONTEXT = "In 1912, Ann Lee (a Briton) won the U.S. Open; Ann Lee's prize was $5,000."
+
+LONG = "words that fill\na line , " * 20 + "here lee won , " + "and more words " * 20
+
+SPECIAL = {
+    "super_glue/wsc.fixed": [
+        {"text": WSC, "span1_index": 0, "span1_text": "Ann", "span2_index": 4, "span2_text": "she",
+         "label": label, "idx": i}
+        for i, label in enumerate((0, 1, 1, 0, -1))
+    ],
+    "glue/wnli": [
+        {"sentence1": "The fish ate the worm. It was tasty.", "sentence2": "The worm was tasty.",
+         "label": 1, "idx": 0},
+        {"sentence1": "Ann gave Sue her book, then they left.", "sentence2": "Ann gave Sue Sue's book",
+         "label": 0, "idx": 1},
+        {"sentence1": "He met Mr. Smith's son. He waved.", "sentence2": "Mr. Smith's son waved.",
+         "label": -1, "idx": 2},
+    ],
+    "definite_pronoun_resolution": [
+        {"sentence": "The bee landed on the flower because it had pollen, so it left it.",
+         "pronoun": "it", "candidates": ["The bee", "The flower"], "label": label}
+        for label in (0, 1)
+    ],
+    "super_glue/multirc": [
+        {"paragraph": "<b>Sent 1: </b>A.<br>B.", "question": f"Q{q}?", "answer": TEXTS[a],
+         "label": (q + a) % 2, "idx": {"paragraph": q // 2, "question": q, "answer": a}}
+        for q in range(4) for a in range(3)
+    ],
+    "super_glue/record": [
+        {"passage": PASSAGE, "query": f"Who is @placeholder {q}?", "entities": ["A", "The B"],
+         "answers": ["A", "The B"][:q], "idx": {"passage": q, "query": q + 7}}
+        for q in range(3)
+    ],
+    "squad/v1.1": [
+        {"id": str(i), "title": "T", "context": CONTEXT, "question": f"Who {TEXTS[i]}?",
+         "answers": {"text": answers, "answer_start": [0] * len(answers)}}
+        for i, answers in enumerate((
+            ["Ann Lee", "Lee"], ["U.S. Open"], ["$5,000"], ["1912"], ["prize was $5,000."],
+        ))
+    ],
+    "trivia_qa/rc": [
+        {"question": "Who won?", "question_id": "1", "question_source": "x",
+         "answer": {"aliases": ["Ann"], "normalized_aliases": ["ann lee", "lee", "nobody", "u s"],
+                    "matched_wiki_entity_name": "", "normalized_matched_wiki_entity_name": "",
+                    "normalized_value": "", "type": "", "value": ""},
+         "entity_pages": {"doc_source": ["a"], "filename": ["b"], "title": ["c"],
+                          "wiki_context": [CONTEXT]},
+         "search_results": {"description": ["d", "d"], "filename": ["f", "f"], "rank": [0, 1],
+                            "search_context": [LONG, (CONTEXT + " ") * 9],
+                            "title": ["t", "t"], "url": ["u", "u"]}},
+    ],
+}  # fmt: skip
+
+
+def made(dataset: str, data_dir: pathlib.Path) -> tf.data.Dataset:
+    """Rows in the schema of a data set of TFDS, without its data."""
+    features = tfds.builder(dataset, data_dir=data_dir).info.features
+    rows = SPECIAL.get(dataset) or [
+        {name: _value(feature, i + j) for j, (name, feature) in enumerate(features.items())}
+        for i in range(12)
+    ]
+    signature = features.get_tensor_spec()
+    return tf.data.Dataset.from_generator(lambda: iter(rows), output_signature=signature)
+
+
+def _value(feature: tfds.features.FeatureConnector, i: int) -> str | int | float:
+    if isinstance(feature, tfds.features.ClassLabel):
+        return i % (feature.num_classes + 1) - 1
+    if feature.np_dtype == np.float32:
+        return (i * 7) % 26 / 5 + 0.1 * (i % 2)
+    return i if np.issubdtype(feature.np_dtype, np.integer) else TEXTS[i % len(TEXTS)]
+
 
 KNOWN = [name for name in t5_names.TASKS if name in task_registry.TASKS]
 OURS = [name for name in KNOWN if task_registry.TASKS[name].objective is None]
-WHOLE = ("glue_mrpc_v002", "super_glue_record_v102_1_sentinel", "trivia_qa_v010", "wmt16_enro_v003")
+WHOLE = (
+    *("glue_mrpc_v002", "trivia_qa_v010", "wmt16_enro_v003"),
+    *("super_glue_boolq_v102_1_sentinel", "super_glue_record_v102_1_sentinel"),
+)
 """Tasks whose tokens are compared, not only texts: of each kind of steps after tokenization, one."""
 
 LENGTHS = {"inputs": 48, "targets": 12}
@@ -46,7 +132,7 @@ METRICS_UNLIKE_T5 = {
 @pytest.fixture(scope="module")
 def vocabulary(tmp_path_factory):
     path = tmp_path_factory.mktemp("vocabulary") / "small.model"
-    train_sentencepiece([*t5_rows.TEXTS, t5_rows.CONTEXT] * 20, path, vocab_size=60)
+    train_sentencepiece([*TEXTS, CONTEXT] * 20, path, vocab_size=60)
     return SentencePiece(str(path), extra_ids=100).build()
 
 
@@ -156,7 +242,7 @@ def test_the_table_of_names_is_t5s(t5):
 
 @pytest.mark.parametrize("dataset", sorted({task_registry.TASKS[name].dataset for name in OURS}))
 def test_made_rows_become_what_t5_makes_of_them(t5, dataset, vocabulary, tmp_path):
-    rows = t5_rows.made(dataset, tmp_path)
+    rows = made(dataset, tmp_path)
     for name in OURS:
         is_one = task_registry.TASKS[name].dataset == dataset
         if is_one and ("sentinel" not in name or name in WHOLE):
@@ -164,15 +250,17 @@ def test_made_rows_become_what_t5_makes_of_them(t5, dataset, vocabulary, tmp_pat
 
 
 def test_real_rows_become_what_t5_makes_of_them(t5, vocabulary, real_data, tmp_path):
-    """All of WSC, with its special sentences, all of WNLI, and some of MultiRC."""
-    for folder in ("glue/WNLI", "super_glue/WSC", "super_glue/MultiRC"):
+    """All of WSC, with its special sentences, of WNLI and MRPC, and some of MultiRC."""
+    for folder in ("glue/WNLI", "glue/MRPC", "super_glue/WSC", "super_glue/MultiRC"):
         shutil.copytree(real_data / folder, tmp_path / folder)
-    for benchmark in ("glue", "super_glue"):
-        import_corpus(benchmark, tmp_path, tmp_path)
+    for benchmark, splits in (("glue", 6), ("super_glue", 6)):
+        reports = import_corpus(benchmark, tmp_path, tmp_path)
+        assert sum(report.status == "complete" for report in reports) == splits
     for dataset, names, count in (
         ("glue/wnli", ["glue_wnli_v002_simple_eval"], 852),
         ("super_glue/wsc.fixed", [n for n in OURS if "wsc" in n and "sentinel" not in n], 804),
         ("super_glue/multirc", ["super_glue_multirc_v102"], 300),
+        ("glue/mrpc", ["glue_mrpc_v002"], 500),
     ):
         builder = tfds.builder(dataset, data_dir=tmp_path)
         first, *others = (builder.as_dataset(split) for split in sorted(builder.info.splits)[::-1])
@@ -206,7 +294,7 @@ def test_other_metrics_are_t5s(t5):
     trivia = t5.metrics.trivia_qa(answers, PREDICTIONS)
     assert metrics.trivia_qa(answers, PREDICTIONS) == pytest.approx(trivia)
     assert expected != trivia
-    targets = [{"answers": a, "context": t5_rows.CONTEXT} for a in (["Ann"], ["Ann Lee", "1912"])]
+    targets = [{"answers": a, "context": CONTEXT} for a in (["Ann"], ["Ann Lee", "1912"])]
     for spans in itertools.product(
         ("start: 2 end: 3", "start: 1", "start: x end: 2", ""), repeat=2
     ):
@@ -238,11 +326,3 @@ def test_rates_are_t5s(t5):
                 theirs = expected[task]
                 theirs = theirs(counted(count)) if callable(theirs) else theirs
                 assert (rate(count) if isinstance(rate, ExamplesRate) else rate) == theirs, task
-
-
-@pytest.mark.parametrize("count", [10, 5_000])
-def test_rates_by_examples_are_seqios(count):
-    for options in ({}, {"temperature": 2.0}, {"ceiling": 1000, "scale": 0.5, "temperature": 3.0}):
-        named = {"maximum" if k == "ceiling" else k: v for k, v in options.items()}
-        expected = seqio.mixing_rate_num_examples(counted(count), **named)
-        assert ExamplesRate(**options)(count) == pytest.approx(expected)

@@ -1,7 +1,6 @@
 """Import of benchmarks and corpora from the files as published.
 
-Data sets have the features that TFDS's of the same name have, so that data prepared by TFDS can take their
-place.
+Data sets have the features of TFDS's of the same name, so that data prepared by TFDS can take their place.
 """
 
 from __future__ import annotations

@@ -45,7 +45,9 @@ class SplitFiles:
           ReadError: a row cannot be read.
         """
         if self.aligned:
-            yield from self._aligned_rows()
+            lines = aligned_lines(self.files, functools.partial(read_lines, errors="replace"))
+            for number, texts in lines:
+                yield f"{self.files[0]}, line {number}", dict(zip(self.fields, texts, strict=True))
         for path in () if self.aligned else self.files:
             yield from read_rows(path, self.columns)
 
@@ -55,12 +57,6 @@ class SplitFiles:
         names = [uncompressed(path) for path in self.files]
         ends = [name.suffix.removeprefix(".") for name in names]
         return ends if len(set(ends)) == len(ends) else [name.stem for name in names]
-
-    def _aligned_rows(self) -> Rows:
-        for number, texts in aligned_lines(
-            self.files, functools.partial(read_lines, errors="replace")
-        ):
-            yield f"{self.files[0]}, line {number}", dict(zip(self.fields, texts, strict=True))
 
 
 def aligned_lines(

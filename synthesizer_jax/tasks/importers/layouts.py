@@ -87,11 +87,8 @@ def _matches(source: pathlib.Path, pattern: str, prefix: str) -> Iterator[pathli
 
 def find_importer(dataset: str) -> tuple[str, Layout] | None:
     """Returns the name that ``data import`` takes for a TFDS data set, and its layout."""
-    for name, layouts in CORPORA.items():
-        for layout in layouts:
-            if layout.dataset == dataset:
-                return name, layout
-    return None
+    found = ((name, layout) for name, layouts in CORPORA.items() for layout in layouts)
+    return next((pair for pair in found if pair[1].dataset == dataset), None)
 
 
 def _layout(

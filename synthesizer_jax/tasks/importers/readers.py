@@ -22,7 +22,6 @@ from synthesizer_jax.tasks.importers.reading import (
     open_file,
     read_lines,
     read_rows,
-    read_text,
     uncompressed,
 )
 
@@ -76,11 +75,8 @@ def mrpc(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row]]:
 def parallel(languages: tuple[str, str]) -> Reader:
     """Returns the reader of parallel text: two files of text, SGML or XML, or a TSV or TMX file.
 
-    A row that lacks one of the languages is left out. ``&amp;`` and the like in SGML and XML become the
-    characters that they stand for, unlike in TFDS. Lines of tags in IWSLT's training files are left out.
-
-    Args:
-      languages: names of the two features.
+    A row that lacks one of the languages is left out, as are lines of tags in IWSLT's training files.
+    ``&amp;`` and the like in SGML and XML become the characters that they stand for, unlike in TFDS.
     """
 
     def read(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row | None]]:
@@ -171,7 +167,8 @@ def articles(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row]]:
 def reviews(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row]]:
     """Yields IMDb's rows: one file per review, in the folder ``neg`` or ``pos``."""
     for path in paths:
-        yield str(path), {"text": read_text(path), "label": int(path.parent.name == "pos")}
+        text = "\n".join(line for _, line in read_lines(path))
+        yield str(path), {"text": text, "label": int(path.parent.name == "pos")}
 
 
 def dialogues(paths: Sequence[pathlib.Path]) -> Iterator[tuple[str, Row]]:

@@ -96,11 +96,6 @@ def read_lines(path: pathlib.Path, *, errors: str = "strict") -> Iterator[tuple[
         raise ReadError(f"{path}, after line {number}: {error}; nothing was imported") from error
 
 
-def read_text(path: pathlib.Path) -> str:
-    """Returns the lines of a file as one text; see `read_lines`."""
-    return "\n".join(line for _, line in read_lines(path))
-
-
 def read_rows(path: pathlib.Path, columns: Sequence[str] = ()) -> Rows:
     """Yields the rows of a file, which its suffix tells how to read.
 
@@ -122,23 +117,11 @@ def read_rows(path: pathlib.Path, columns: Sequence[str] = ()) -> Rows:
 def _json_rows(path: pathlib.Path) -> Rows:
     for number, line in read_lines(path, errors="replace"):
         if line.strip():
-            yield f"line {number}", read_object(f"{path}, line {number}", line)
-
-
-def read_object(where: str, text: str) -> Row:
-    """Returns the JSON object in a text.
-
-    Raises:
-      ReadError: `text` is not a JSON object.
-    """
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ReadError(f"{where}: not JSON ({error}); nothing was imported") from error
-    if not isinstance(value, dict):
-        kind = type(value).__name__
-        raise ReadError(f"{where}: a JSON object was expected, not {kind}; nothing was imported")
-    return value
+            with Cursor(f"{path}, line {number}").named():
+                value = json.loads(line)
+                if not isinstance(value, dict):
+                    raise ValueError(f"a JSON object was expected, not {type(value).__name__}")
+            yield f"line {number}", value
 
 
 def _table_rows(path: pathlib.Path, columns: Sequence[str]) -> Rows:
