@@ -157,7 +157,7 @@ def call(*arguments):
 def test_eval_writes_predictions_and_hidden_labels_are_predicted(place):
     data = ("--workdir", place / "run", "--data-dir", place / "data", "--save-predictions")
     assert "accuracy" in call("eval", *data)
-    assert "unlabeled examples are predicted" in call("eval", *data, "--split", "test")
+    assert "unlabeled: predicted, not scored" in call("eval", *data, "--split", "test")
     folder = place / "run" / "evaluation" / "4"
     for path, count in ((folder, 6), (folder / "test", 5)):
         text = (path / "glue_rte_v002.jsonl").read_text()

@@ -301,7 +301,7 @@ def test_unknown_recipes_come_with_what_there_is(tmp_path):
         load_recipe("finetun")
     with pytest.raises(ValueError, match="has no recipe 'bas', did you mean 'base'"):
         load_recipe("finetune:bas")
-    with pytest.raises(ValueError, match="there is no recipe file"):
+    with pytest.raises(ValueError, match="there is no file"):
         load_recipe(str(tmp_path / "mine.py"))
     file = tmp_path / "mine.py"
     file.write_text(
