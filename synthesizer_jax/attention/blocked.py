@@ -179,7 +179,8 @@ def forward(
             inverse_row_sum = jnp.where(is_nonzero, 1 / jnp.where(is_nonzero, row_sum, 1), 0)
             # O = (E V) / l
             out = jnp.matmul(weights, block_values, preferred_element_type=dtype) * inverse_row_sum
-            return out.astype(values.dtype), SoftmaxStats(row_max, inverse_row_sum)
+            stats = SoftmaxStats(row_max.astype(dtype), inverse_row_sum.astype(dtype))
+            return out.astype(values.dtype), stats
 
         results: tuple[jax.Array, SoftmaxStats] = lax.map(example, jnp.arange(batch))
         return results
