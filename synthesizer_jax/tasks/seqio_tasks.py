@@ -91,6 +91,8 @@ class RegisteredTask(Task):
         if loader is not None and not loader.tfds_splits and loader.data_dir is None:
             source = copy.deepcopy(source)
             source.tfds_dataset.override_data_dir(str(data_dir))
+            if directory := _stored_directory(source, data_dir):
+                stored.check_classes(directory)
         return task.replace(source=source, output_features=_features(task, vocabulary))
 
     def is_labeled(self, example: Example) -> bool:

@@ -26,7 +26,7 @@ with epy.lazy_imports():
 
 FeatureType: TypeAlias = "tfds.features.FeatureConnector | type[np.generic]"
 
-INFO = "dataset_info.json"
+INFO, FEATURES = "dataset_info.json", "features.json"
 STAMP = ", written at "
 """What precedes the time in the description of a data set; rows of equal size are told apart by it."""
 
@@ -66,6 +66,15 @@ def describe_split(dataset: str, directory: pathlib.Path, split: str) -> str:
                 _, stamp, time = str(info.get("description", "")).rpartition(STAMP)
                 return f"{dataset}:{directory.name}, rows {sizes}" + (stamp and stamp + time)
     return f"{dataset}:{directory.name}"
+
+
+def check_classes(directory: pathlib.Path) -> None:
+    """Raises a `ValueError` if TFDS would import foreign code because a file of the data set says so."""
+    with describing(directory / FEATURES, _REMEDY):
+        text = (directory / FEATURES).read_text(encoding="utf-8").replace("\\", "")
+        for name in re.findall(r'"(?:type|pythonClassName|python_class_name)": *"([^"]*)"', text):
+            if not name.startswith("tensorflow_datasets."):
+                raise ValueError(f"it names the class {name!r}, which is not one of TFDS")
 
 
 def _load(path: pathlib.Path) -> dict[str, JSON]:

@@ -111,10 +111,12 @@ class Task:
 
         Raises:
           FileNotFoundError: the data set is not in `data_dir`.
+          ValueError: its files name classes that are not TFDS's.
         """
         directory = stored.newest_version(self.dataset, data_dir)
         if directory is None:
             raise FileNotFoundError(f"the data set {self.dataset} is not in {data_dir}; import it")
+        stored.check_classes(directory)
         vocabulary_of_seqio = vocabulary.to_seqio()
         return seqio.Task(
             self.name,

@@ -54,6 +54,13 @@ def test_the_newest_version_is_read(data_dir):
     assert task_registry.find_task(TASK).stored_splits(data_dir) == {"train": 30}
 
 
+def test_only_classes_of_tfds_are_imported(data_dir):
+    path = directory(data_dir) / "features.json"
+    path.write_text(path.read_text().replace("tensorflow_datasets.core", "mine", 1))
+    with pytest.raises(ValueError, match=r"features.json cannot be read: it names the class 'mine"):
+        read(data_dir)
+
+
 def damage(path: pathlib.Path, kind: str) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4

@@ -21,6 +21,7 @@ from synthesizer_jax.registry import replace
 from synthesizer_jax.runs import metrics
 from synthesizer_jax.runs.events import has_stopped as has_ended_early
 from synthesizer_jax.runs.events import read_events
+from synthesizer_jax.training import run_log
 from synthesizer_jax.training.early_stopping import has_stopped
 from synthesizer_jax.training.run_log import NonFiniteLossError
 from synthesizer_jax.training.state import restart_ema
@@ -100,6 +101,20 @@ def test_a_head_of_an_encoder_learns_and_continues(head, tmp_path):
     parts = run(tmp_path / "parts", recipe(40), STREAMS[head]())
     assert logged(tmp_path / "parts") == found
     jax.tree.map(np.testing.assert_array_equal, parts.params, whole.params)
+
+
+def test_padding_that_stays_above_half_is_said_once(tmp_path, monkeypatch, capsys):
+    class Sparse(CopyStream):
+        def __next__(self):
+            batch = super().__next__()
+            limit = 8 if self.taken == 3 else 3  # of one batch, more
+            return {name: value * (np.arange(8) < limit) for name, value in batch.items()}
+
+    monkeypatch.setattr(run_log, "SPARSE_STEPS", 4)
+    run(tmp_path, experiment(steps=8), Sparse(), visible=True)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("more than half of the tokens are padding: data.pack=true") == 1
+    assert "step 7/8 more than half" in said
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(tmp_path):
