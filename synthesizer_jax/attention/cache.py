@@ -188,8 +188,9 @@ def advance_length(
                 f"with max_length>={needed}, that of a MultiHeadAttention by init or init_cache with "
                 "longer inputs"
             )
-        missing = np.asarray(at != length if exact else at > length)
-        if np.any(missing if reading is None else missing & np.asarray(reading)):
+        first, read = np.asarray(at), np.asarray(length)  # in NumPy, which `jax.jit` does not trace
+        missing = first != read if exact else first > read
+        if np.any(missing if lengths is None else missing & (np.asarray(lengths) > first)):
             raise ValueError(
                 f"extend: position={at} but the cache holds {length} tokens; leave position out, then new "
                 "tokens follow the cached ones"

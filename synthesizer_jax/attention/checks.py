@@ -7,10 +7,7 @@ from synthesizer_jax.attention.terms import Split, Term, stands_alone
 
 
 def check_types(terms: object, *, of: str = "terms are", remedy: str = "return") -> None:
-    """Raises a `TypeError` or a `ValueError` unless an object is a tuple of terms.
-
-    The message begins with what the object is of, and its remedy is a verb.
-    """
+    """Raises a `TypeError` or a `ValueError` unless an object, which a message is `of`, is terms."""
     example = f"{remedy} a tuple of terms, such as (static(logits),)"
     if isinstance(terms, Term):
         raise TypeError(f"attend: {of} a bare {type(terms).__name__}; {example}")

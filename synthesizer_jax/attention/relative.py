@@ -51,8 +51,7 @@ class RelativeTable:
 def arange(start: int, end: int) -> np.ndarray | jax.Array:
     """Returns the integers from `start` up to, but without, `end`.
 
-    They are NumPy's, and so constants, where both are known; in `jax.export` a length may be symbolic, and
-    they are traced.
+    They are NumPy's, and so constants, where both are known; symbolic ones (`jax.export`) are traced.
     """
     symbolic = is_symbolic_dim(start) or is_symbolic_dim(end)
     return jnp.arange(start, end) if symbolic else np.arange(start, end)
