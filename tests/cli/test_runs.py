@@ -1,6 +1,7 @@
 """Training as a user types it: with and without a terminal, interrupted, refused and continued."""
 
 import fcntl
+import functools
 import json
 import os
 import pathlib
@@ -57,6 +58,17 @@ def test_stopped_before_the_first_step_nothing_is_left(tmp_path, synthetic_data)
         _, errors = process.communicate()
     assert process.returncode == -signal.SIGTERM, errors
     assert [path.name for path in workdir.iterdir()] == ["train.lock"]
+
+
+def test_a_full_disk_is_one_line_with_the_path(tmp_path, synthetic_data) -> None:
+    workdir = tmp_path / "run"
+    command = train(workdir, synthetic_data, "training.steps=2", "mesh.fsdp=1")
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (30_000, 30_000))
+    with start(command, **PIPES, preexec_fn=limit) as process:
+        said, errors = process.communicate()
+    assert process.returncode == 2 and "compiled in" in said
+    line = f"error: [Errno 27] File too large; what was finished is kept: '{workdir}'"
+    assert errors.splitlines()[-1] == line
 
 
 def read_terminal(descriptor: int, until: str | None = None) -> str:
@@ -158,28 +170,6 @@ def test_a_start_that_came_to_nothing_blocks_nothing(copied, synthetic_data) -> 
     assert finished_steps(copied / "checkpoints") == [2]
     saved = json.loads((copied / "experiment.json").read_text())
     assert saved["training"]["seed"] == 7
-
-
-def test_a_full_disk_is_one_sentence_with_the_path(copied, synthetic_data) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
-    try:
-        with pytest.raises(OSError, match="File too large; what was finished is kept") as error:
-            call(train(copied, synthetic_data, "training.steps=6"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert error.value.filename == str(copied)
-    assert finished_steps(copied / "checkpoints")[-1] == 4
-
-
-def test_checkpoints_that_are_gone_are_asked_for(copied, synthetic_data) -> None:
-    (copied / "checkpoints").rename(copied / "elsewhere")
-    log = (copied / "metrics.jsonl").read_text()
-    message = "holds no checkpoint, but the run has saved step 4"
-    with pytest.raises(FileNotFoundError, match=message):
-        call(train(copied, synthetic_data, "training.steps=6"))
-    assert (copied / "metrics.jsonl").read_text() == log
-    assert not (copied / "checkpoints").exists()
 
 
 def test_a_vocabulary_that_is_another_or_was_changed_is_noticed(
