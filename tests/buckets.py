@@ -230,6 +230,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(200, {"items": items, "prefixes": sorted(prefixes)})
 
     def begin_upload(self, bucket: str, query: dict[str, str], body: bytes) -> None:
+        if query["uploadType"] == "multipart":  # a description and the data, between boundaries
+            boundary = self.headers["Content-Type"].partition("boundary=")[2].strip('"').encode()
+            described, data = (
+                part.partition(b"\r\n\r\n")[2].removesuffix(b"\r\n")
+                for part in body.split(b"--" + boundary)[1:3]
+            )
+            query, body = {**json.loads(described), **query, "uploadType": "media"}, data
         name = f"{bucket}/{query['name']}"
         if bucket not in self.store.buckets:
             self.answer(404, {"error": {"code": 404, "message": "no such bucket"}})

@@ -1,6 +1,5 @@
 """Damaged TFDS files end in one sentence, and the newest version is read."""
 
-import os
 import pathlib
 import shutil
 
@@ -65,9 +64,7 @@ def damage(path: pathlib.Path, kind: str) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.unlink()
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind != "absent":
+    if kind != "absent":
         contents = {"flipped": bytes(data), "truncated": bytes(data[:-9])}
         path.write_bytes(contents.get(kind, kind.encode("latin-1")))
 
@@ -76,14 +73,13 @@ def damage(path: pathlib.Path, kind: str) -> None:
     ("name", "kind"),
     [
         *(("*.tfrecord*", kind) for kind in ("flipped", "absent", "truncated")),
-        *(("dataset_info.json", kind) for kind in ("", "[]", "\xff", "pipe")),
+        *(("dataset_info.json", kind) for kind in ("", "[]", "\xff")),
         *(("features.json", kind) for kind in ("", '{"splits": [')),
     ],
 )
 def test_damage_names_the_data_set_and_the_remedy(data_dir, name, kind):
     (path,) = directory(data_dir).glob(name)
     damage(path, kind)
-    remedy = "is not a regular file; move it" if kind == "pipe" else "import it again with"
-    with pytest.raises((ValueError, OSError), match=remedy) as error:
+    with pytest.raises(ValueError, match="import it again with") as error:
         read(data_dir)
     assert str(data_dir) in str(error.value) and "{{" not in str(error.value)
