@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from synthesizer_jax.attention import Span, Terms
-from synthesizer_jax.attention.cache import is_concrete
+from synthesizer_jax.attention.masks import is_concrete
 from synthesizer_jax.attention.products import dense_product
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.parameters import with_axes

@@ -62,11 +62,16 @@ OBSTACLES: dict[str, Callable[[Call], str | None]] = {
 }
 """Why a route cannot take a call; None: it can."""
 
-KERNELS = {
-    "static": ("matrix products", static_kernel_obstacle),
-    "fused": ("a loop over blocks of logits", fused_kernel_obstacle),
+PLAIN = {
+    "reference": "matrix products",
+    "static": "matrix products",
+    "fused": "a loop over blocks of logits",
+    "banded": "sums of shifted values",
 }
-"""What runs a route where there are no kernels, and why TPU kernels cannot; None: they can."""
+"""What runs a route where there are no kernels."""
+
+KERNELS = {"static": static_kernel_obstacle, "fused": fused_kernel_obstacle}
+"""Why TPU kernels cannot run a route; None: they can."""
 
 FEW_LOGITS = 128 * 128
 """Up to this many logits per head and example, the logits take about as much memory as queries, keys and
@@ -100,7 +105,7 @@ def attend(
     * ``banded``, for `Banded` weights: shifts of the values, cost linear in the length.
     * ``reference``: all logits in memory.
 
-    Gradients are hand-written, and of first order; forward mode and higher orders exist on the reference
+    Gradients are hand-written and first-order only; forward mode and higher orders exist on the reference
     route only.
 
     Args:
@@ -293,11 +298,10 @@ def _log_route(
     platform = explained_platform()
 
     def make() -> Explanation:
-        kernel, obstacles = "matrix products", dict(choice.obstacles)
+        kernel, obstacles = PLAIN[choice.route], dict(choice.obstacles)
         obstacles.pop(choice.route, None)
         if choice.route in KERNELS:
-            kernel, kernel_obstacle = KERNELS[choice.route]
-            if platform == "tpu" and (why := kernel_obstacle(call)):
+            if platform == "tpu" and (why := KERNELS[choice.route](call)):
                 obstacles["kernels"] = why
             elif platform == "tpu":
                 kernel = "Pallas kernels"

@@ -200,7 +200,7 @@ class Mask:
                 "key; leave it out, or decode with a cache"
             )
         if self.query_lengths is not None or self.query_valid is not None:
-            return self  # which queries are real is told by itself
+            return self  # the mask already says which queries are real
         return dataclasses.replace(
             self,
             query_lengths=self.key_lengths,

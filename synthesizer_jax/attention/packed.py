@@ -29,7 +29,7 @@ MAX_UNPACKING_FACTOR = 3
 
 
 def unpacked_lengths(mask: Mask, q_length: int, k_length: int) -> tuple[int, int] | None:
-    """Returns the lengths of the rows after unpacking; None if that is not possible or not worth while."""
+    """Returns the lengths of the rows after unpacking; None if that is not possible or not worthwhile."""
     if mask.segments is None or mask.allowed is not None:
         return None
     q, k = mask.segment_lengths(q_length, k_length)

@@ -49,7 +49,7 @@ class RelativeTable:
 
 
 def arange(start: int, end: int) -> np.ndarray | jax.Array:
-    """Returns the integers from `start` up to, but without, `end`.
+    """Returns the integers from `start` to `end`, exclusive.
 
     They are NumPy's, and so constants, where both are known; symbolic ones (`jax.export`) are traced.
     """
@@ -92,7 +92,7 @@ def relative_bias(
 def buckets_between(
     start: int, end: int, *, num_buckets: int, max_distance: int, bidirectional: bool
 ) -> np.ndarray | jax.Array:
-    """Returns T5's buckets, see `relative_buckets`, of the distances from `start` up to before `end`.
+    """Returns T5's buckets, see `relative_buckets`, of the distances from `start` to `end`, exclusive.
 
     Where a length is symbolic (`jax.export`), so are these, and the buckets are looked up when the program
     runs.

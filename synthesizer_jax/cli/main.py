@@ -109,7 +109,7 @@ def run() -> None:
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     logging.basicConfig(format="%(message)s")
     enable_compilation_cache()
-    # As Ctrl-C does: what is not complete is removed.
+    # As Ctrl-C does: incomplete output is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         app()

@@ -29,10 +29,10 @@ def train(
     from synthesizer_jax.training.run import run
 
     processes.start_group()
-    experiment, own = load_with_code(
+    experiment, user_code = load_with_code(
         recipe, overrides or (), kinds=(Experiment,), imports=imports or ()
     )
-    run(experiment, workdir, data_dir=data_dir, visible=not quiet, own=own)
+    run(experiment, workdir, data_dir=data_dir, visible=not quiet, user_code=user_code)
 
 
 def distill(
@@ -61,8 +61,10 @@ def distill(
     from synthesizer_jax.runtime import processes
 
     processes.start_group()
-    own = code.load_user_code(imports or ())
+    user_code = code.load_user_code(imports or ())
     code.require_code(teacher)  # before the recipe, which may define newer versions of its classes
     distillation, recipe_code = load_with_code(recipe, overrides or (), kinds=(Distillation,))
-    own += recipe_code
-    distill_run(distillation, teacher, workdir, data_dir=data_dir, visible=not quiet, own=own)
+    user_code += recipe_code
+    distill_run(
+        distillation, teacher, workdir, data_dir=data_dir, visible=not quiet, user_code=user_code
+    )

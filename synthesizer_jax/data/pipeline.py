@@ -51,7 +51,7 @@ class Member:
 
 
 class VirtualShard:
-    """One of a fixed number of parts of the data's order: draws its next task, and makes rows of examples.
+    """One of a fixed number of slices of the data order: draws its next task, and makes rows of examples.
 
     Args:
       streams: one per task.

@@ -90,7 +90,7 @@ def distill(
     *,
     data_dir: pathlib.Path | None = None,
     visible: bool = True,
-    own: code.Code = code.NOTHING,
+    user_code: code.Code = code.NOTHING,
 ) -> Experiment:
     """Runs or continues a distillation.
 
@@ -100,7 +100,7 @@ def distill(
       directory: directory of the student's run, which does not depend on the teacher afterwards.
       data_dir: directory of the data sets.
       visible: whether to show a progress bar.
-      own: the user's code that is needed to load the student, besides that of the teacher's run.
+      user_code: code that is needed to load the student, besides that of the teacher's run.
 
     Returns:
       The student's experiment.
@@ -120,7 +120,7 @@ def distill(
     options: dict[str, Any] = {
         "data_dir": data_dir,
         "visible": visible,
-        "own": code.recorded_code(teacher) + own,
+        "user_code": code.recorded_code(teacher) + user_code,
     }
 
     def initialize(state: TrainState) -> TrainState:
@@ -210,7 +210,7 @@ class DistillationTrainer(Trainer):
             evaluation=recipe.evaluation or taught.evaluation,
         )
         super().__init__(experiment.starting_from(None), devices)
-        shapes, axes = abstract_variables(self.teacher, *self.tokens)
+        shapes, axes = abstract_variables(self.teacher, *self.example)
         self.variables = jax.tree.map(
             replicate_to_devices, variables, shardings(axes, shapes, self.mesh)
         )

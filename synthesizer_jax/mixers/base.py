@@ -33,7 +33,7 @@ MixerCache: TypeAlias = PyTree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenCount:
-    """The cache of a mixer that needs nothing of past tokens.
+    """The cache of a mixer that keeps nothing about past tokens.
 
     Attributes:
       length: the position of the next token, int32: a scalar, or ``[batch]`` if the examples differ.
@@ -165,7 +165,7 @@ class Mixer(nn.Module):
         """Mixes new tokens with those in a cache, one decoding step or a whole prompt.
 
         Self-attention is causal whatever the mask says, and only its `prefix_lengths` open later
-        tokens. Prompts of different lengths are told by the mask's `key_lengths` (padding at the end)
+        tokens. Prompts of different lengths are given by the mask's `key_lengths` (padding at the end)
         or its `key_valid` ``[batch, q]`` (padding anywhere): positions then count an example's real
         tokens, and every example goes on at its own.
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from synthesizer_jax.attention import Mask
-from synthesizer_jax.attention.cache import is_concrete
+from synthesizer_jax.attention.masks import is_concrete
 
 
 def decoding_mask(mask: Mask, position: int | jax.Array, n: int) -> Mask:

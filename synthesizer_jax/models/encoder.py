@@ -17,7 +17,7 @@ from synthesizer_jax.initializers import Initializer, Normal
 from synthesizer_jax.mixers.decoding import take_positions
 from synthesizer_jax.models.layers import LayerNorm
 from synthesizer_jax.models.stack import Stack
-from synthesizer_jax.models.token_model import TokenModel, move_padding_last, num_real_tokens
+from synthesizer_jax.models.token_model import TokenModel, move_token_padding_last, num_real_tokens
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
 from synthesizer_jax.typing import Choices, Length, Number
@@ -118,7 +118,7 @@ class Encoder(TokenModel, kw_only=True):
         self, tokens: jax.Array, token_types: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """Returns `Encoded.hidden` and `Encoded.pooled`."""
-        tokens, order = move_padding_last(tokens)
+        tokens, order = move_token_padding_last(tokens)
         x = self.embed(tokens)
         if self.token_types:
             types = jnp.zeros_like(tokens) if token_types is None else token_types

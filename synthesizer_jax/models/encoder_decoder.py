@@ -14,7 +14,7 @@ from synthesizer_jax.models.layers import PositionEmbedding
 from synthesizer_jax.models.stack import Stack
 from synthesizer_jax.models.text_to_text import DecodingCache, TextToText
 from synthesizer_jax.models.token_model import (
-    move_padding_last,
+    move_token_padding_last,
     num_real_tokens,
     real_targets_mask,
 )
@@ -103,7 +103,7 @@ class EncoderDecoder(TextToText, kw_only=True):
     ) -> jax.Array:
         """Encodes ``[batch, k]`` tokens to ``[batch, k, d_model]``, the real ones first."""
         if segments is None:
-            tokens, _ = move_padding_last(tokens)
+            tokens, _ = move_token_padding_last(tokens)
             mask = Mask.padded(num_real_tokens(tokens))
         else:
             mask = Mask.packed(segments, segments=max_segments)

@@ -12,7 +12,7 @@ from synthesizer_jax.attention import Mask
 from synthesizer_jax.models.stack import Stack
 from synthesizer_jax.models.text_to_text import DecodingCache, TextToText
 from synthesizer_jax.models.token_model import (
-    move_padding_last,
+    move_token_padding_last,
     num_real_tokens,
     real_targets_mask,
 )
@@ -93,7 +93,7 @@ class LanguageModel(TextToText, kw_only=True):
     def init_cache(self, encoder_tokens: jax.Array, *, max_length: int) -> DecodingCache:
         """Reads the inputs and returns the cache from which `extend` decodes; see `TextToText`."""
         inputs = num_real_tokens(encoder_tokens)
-        tokens, _ = move_padding_last(encoder_tokens)
+        tokens, _ = move_token_padding_last(encoder_tokens)
         x = self.embed(tokens)
         layers = self.decoder.init_cache(x, max_length=tokens.shape[1] + max_length)
         if tokens.shape[1]:
@@ -116,7 +116,7 @@ class LanguageModel(TextToText, kw_only=True):
           empty one, and the cache before them.
         """
         count = num_real_tokens(targets)
-        tokens, _ = move_padding_last(targets)
+        tokens, _ = move_token_padding_last(targets)
         tokens = jnp.pad(tokens, ((0, 0), (1, 0)))  # the decoder's first input, then the targets
         last = jnp.take_along_axis(tokens, count[:, None], axis=1)[:, 0]
         x = self.embed(tokens[:, :-1])
@@ -138,7 +138,7 @@ def _concatenate_rows(inputs: jax.Array, targets: jax.Array, count: jax.Array) -
 
     The inputs' padding may stand anywhere.
     """
-    inputs, _ = move_padding_last(inputs)
+    inputs, _ = move_token_padding_last(inputs)
     rows = jnp.concatenate([jnp.zeros_like(inputs), targets, jnp.zeros_like(inputs)], axis=1)
     position = jnp.arange(inputs.shape[1] + targets.shape[1])[None]
     shifted = jnp.take_along_axis(rows, position - count[:, None] + inputs.shape[1], axis=1)

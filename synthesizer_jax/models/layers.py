@@ -14,7 +14,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from synthesizer_jax.alignments.base import dense_layer
-from synthesizer_jax.attention.cache import is_concrete
+from synthesizer_jax.attention.masks import is_concrete
 from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.parameters import with_axes

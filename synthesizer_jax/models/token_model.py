@@ -77,7 +77,7 @@ class TokenModel(nn.Module, kw_only=True):
         return output_product(hidden * jnp.asarray(scale, hidden.dtype), kernel)
 
     def output_kernel(self) -> tuple[jax.Array, float]:
-        """Returns the projection ``[d_model, vocab]`` and the factor of its input, for chunked losses."""
+        """Returns the projection ``[d_model, vocab]`` and its input's factor, for the training loss."""
         scale = self.logits_scale
         if self.tied:
             return self.embedding.T, self.d_model**-0.5 if scale is None else scale
@@ -118,7 +118,7 @@ def num_real_tokens(tokens: jax.Array) -> jax.Array:
     return (tokens != 0).sum(axis=-1, dtype=jnp.int32)
 
 
-def move_padding_last(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+def move_token_padding_last(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Moves the padding (0) of rows ``[batch, n]`` to the end; returns them and the order.
 
     Models read inputs through this, so that padding on the left, or anywhere, changes nothing:

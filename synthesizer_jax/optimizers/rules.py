@@ -118,7 +118,7 @@ class RuledOptimizer:
     schedule: optax.Schedule | None = None
 
     def init(self, params: PyTree) -> PyTree:
-        """Returns the state of the transformation, which has nothing of frozen parameters."""
+        """Returns the state of the transformation, which holds no entries for frozen parameters."""
         return self.transformation.init(self.trained(params))
 
     def trained(self, tree: PyTree) -> PyTree:
@@ -171,7 +171,7 @@ def merge_entries(trained: PyTree, params: PyTree) -> PyTree:
 
 
 def build_optimizer(
-    recipe: Optimizer,
+    config: Optimizer,
     rules: Sequence[OptimizerRule] = (),
     *,
     model: nn.Module,
@@ -183,4 +183,4 @@ def build_optimizer(
     `axes` is like the parameters, with a tuple of logical axis names for each.
     """
     rates = resolve_rules(model, params, rules)
-    return RuledOptimizer(recipe.build(trained_entries(rates, axes)), rates, schedule_of(recipe))
+    return RuledOptimizer(config.build(trained_entries(rates, axes)), rates, schedule_of(config))

@@ -7,8 +7,6 @@ import functools
 import pathlib
 from collections.abc import Callable
 
-import jax
-
 from synthesizer_jax.checkpoints.manager import finished_steps
 from synthesizer_jax.data.prefetching import PrefetchedStream
 from synthesizer_jax.evaluation.evaluator import Evaluator
@@ -38,9 +36,8 @@ def run(
     data_dir: pathlib.Path | None = None,
     trainer: Trainer | None = None,
     initial: Callable[[TrainState], TrainState] | None = None,
-    devices: list[jax.Device] | None = None,
     visible: bool = True,
-    own: code.Code = code.NOTHING,
+    user_code: code.Code = code.NOTHING,
 ) -> TrainState:
     """Trains, or continues, a run; everything it needs later lies in its directory.
 
@@ -50,9 +47,8 @@ def run(
       data_dir: where data sets lie; None is `task_registry.default_data_dir()`.
       trainer: what makes the steps; None: one that trains the experiment's model on its targets.
       initial: changes a fresh state; None: puts `init_from`'s parameters into it, if any.
-      devices: None uses all devices.
       visible: show a progress bar.
-      own: code that later commands need before they can load the run, recorded in its directory.
+      user_code: code that later commands need before they can load the run, recorded in its directory.
 
     Returns:
       The final state.
@@ -63,7 +59,7 @@ def run(
       InUseError: another process trains in the directory.
     """
     directory = storage_path(str(directory))  # also what `pathlib` makes of gs://…
-    places = storage_path(str(data_dir or task_registry.default_data_dir()))
+    data_path = storage_path(str(data_dir or task_registry.default_data_dir()))
     first = processes.is_process_zero()
     visible = visible and first
     if initial is None:
@@ -75,19 +71,19 @@ def run(
         stop = stack.enter_context(StopSignal())
         with stop.region():
             with processes.process_zero_first("directory"):
-                imported.add_imported(places)
-                experiment = run_directory.resolve_vocabulary(experiment, places)
+                imported.add_imported(data_path)
+                experiment = run_directory.resolve_vocabulary(experiment, data_path)
                 run_directory.check_same_run(experiment, directory)
                 vocabulary = run_directory.open_vocabulary(experiment, directory)
-            trainer = Trainer(experiment, devices) if trainer is None else trainer
-            prepared = prepare_data(experiment, vocabulary, places)
+            trainer = Trainer(experiment) if trainer is None else trainer
+            prepared = prepare_data(experiment, vocabulary, data_path)
             evaluator = Evaluator(
                 experiment.model, experiment.data, experiment.evaluation, prepared=prepared
             )
             stream = open_stream(
                 experiment.data,
                 vocabulary,
-                data_dir=places,
+                data_dir=data_path,
                 shards=trainer.shards,
                 saved=trainer.saved_shards,
             )
@@ -97,7 +93,7 @@ def run(
 
         def save_run() -> None:
             if first:
-                code.record_code(directory, own)
+                code.record_code(directory, user_code)
                 run_directory.save_run(experiment, directory)
 
         state = train(

@@ -34,7 +34,7 @@ def load_experiment(directory: pathlib.Path) -> Experiment:
     Raises:
       FileNotFoundError: the directory holds no run.
       ValueError: the file is damaged, was written by another version or with unknown classes, or the run
-        needs code of the user's that was not imported (`code.require_code`).
+        needs user code that was not imported (`code.require_code`).
     """
     path = directory / EXPERIMENT_FILE
     if not path.is_file():

@@ -68,7 +68,7 @@ class Layout:
 
 def make_layout(
     model: nn.Module,
-    recipe: Optimizer,
+    config: Optimizer,
     *,
     tokens: tuple[jax.ShapeDtypeStruct, ...],
     mesh: Mesh | AbstractMesh,
@@ -79,7 +79,7 @@ def make_layout(
 
     Args:
       model: an unbound model.
-      recipe: the optimizer's configuration.
+      config: the optimizer's configuration.
       tokens: abstract arguments of the model's call, such as `Experiment.example`.
       mesh: the device mesh.
       rules: see `build_optimizer`.
@@ -87,7 +87,7 @@ def make_layout(
     """
     shapes, axes = abstract_variables(model, *tokens)
     optimizer = build_optimizer(
-        recipe, rules, model=model, params=shapes["params"], axes=axes["params"]
+        config, rules, model=model, params=shapes["params"], axes=axes["params"]
     )
     constants = shapes.get("constants", {})
     state = TrainState(
@@ -99,7 +99,7 @@ def make_layout(
     )
     opt_axes = state_axes(state.opt_state, axes["params"], shapes["params"])
     of_params = shardings(axes["params"], shapes["params"], mesh)
-    layout = TrainState(
+    state_shardings = TrainState(
         step=replicated(mesh),
         params=of_params,
         constants=shardings(axes.get("constants", {}), constants, mesh),
@@ -107,7 +107,7 @@ def make_layout(
         ema=of_params if ema else {},
     )
     abstract = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, layout
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, state_shardings
     )
     return optimizer, Layout(abstract=abstract, axes=axes["params"])
 

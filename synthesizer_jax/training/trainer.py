@@ -40,17 +40,17 @@ class Trainer:
         self.mesh = make_mesh(experiment.mesh, devices)
         check_batch(data.batch_size, self.mesh, micro_batches=training.micro_batches)
         self.model = experiment.model
-        self.tokens = experiment.example
+        self.example = experiment.example
         self.optimizer, self.layout = make_layout(
             experiment.model,
             training.optimizer,
-            tokens=self.tokens,
+            tokens=self.example,
             mesh=self.mesh,
             rules=self.rules,
             ema=training.ema is not None,
         )
-        # XLA's order of operations on CPUs is made for many at a time and keeps weight gradients waiting;
-        # the order that saves memory needs far less for temporaries and is no slower.
+        # XLA's default order on CPUs favors parallelism and keeps weight gradients alive for long; the
+        # order that saves memory needs far less for temporaries and is no slower.
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
         self._jitted = jax.jit(
@@ -109,7 +109,7 @@ class Trainer:
     def init(self) -> TrainState:
         """Fresh parameters."""
         seed = self.experiment.training.seed
-        return init_state(self.model, self.optimizer, self.layout, seed=seed, tokens=self.tokens)
+        return init_state(self.model, self.optimizer, self.layout, seed=seed, tokens=self.example)
 
     @property
     def description(self) -> str:
