@@ -11,7 +11,7 @@ import numpy as np
 
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
 from synthesizer_jax.evaluation.scoring import TaskResult
-from synthesizer_jax.files import write_atomic
+from synthesizer_jax.files import refuse_links, write_atomic
 
 RESULTS_FILE = "results.json"
 """File of an evaluation's folder."""
@@ -32,9 +32,14 @@ def evaluation_folder(
         ``evaluation/STEP/SPLIT``.
       part: whether only some tasks or examples are evaluated, whose files must not replace those of all:
         ``…/part``.
+
+    Raises:
+      OSError: a link is on the way, which might lead out of the run's directory.
     """
-    names = ("evaluation", str(step), split, PART if part else None)
-    return directory.joinpath(*filter(None, names))
+    for name in filter(None, ("evaluation", str(step), split, PART if part else None)):
+        refuse_links(directory)
+        directory = directory / name
+    return directory
 
 
 def write_results(
