@@ -63,7 +63,10 @@ def doctor(
     ]
     for directory in (place for place in (workdir, data_dir) if place is not None):
         probe = directory / f".doctor_{os.getpid()}_{socket.gethostname()}"
-        directory.mkdir(parents=True, exist_ok=True)
+        if not in_bucket(
+            directory
+        ):  # TensorFlow never ends making one in a bucket that does not exist
+            directory.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"x")
         probe.unlink()
         free = None if in_bucket(directory) else shutil.disk_usage(directory).free / 2**30

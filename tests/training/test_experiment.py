@@ -81,7 +81,7 @@ WRONG = [
     (PLAIN, 'training.optimizer={"type": "Sgd"}', "unknown type 'Sgd'"),
     (PLAIN, "data.shards=3", r"data.batch_size=8 is not divisible by data.shards=3"),
     (PLAIN, "model=t5_1_1_tin", "there is no model 't5_1_1_tin', did you mean 't5_1_1_tiny'"),
-    (PLAIN, 'model={"type": "Bytes"}', "model=Bytes: expected EncoderDecoder or LanguageModel or"),
+    (PLAIN, 'model={"type": "Bytes"}', "model=Bytes: expected TextToText or Encoder"),
     (PLAIN, "training.steps=0", "training.steps is 0; allowed: 1 to 2,147,483,647"),
     (PLAIN, "training.seed=10000000000000000000000", "training.seed is 1000000"),
     (PLAIN, "training.z_loss=Infinity", "training.z_loss=Infinity: expected float"),
@@ -164,7 +164,7 @@ def damaged(change):
 DAMAGES = {
     json.dumps(to_json(experiment()))[:900]: r"cannot be read: .* line 1",
     "[]": r"it holds \(\), expected an Experiment",
-    '{"type": "Experiment"}': r"model is missing",
+    '{"type": "Experiment"}': r"missing .*'model'",
     "[" * 100_000: r"cannot be read: maximum recursion depth",
     '{"a":' * 500 + "1" + "}" * 500: r"recursion|expected an Experiment",
     damaged(lambda d: d["training"].update(steps=-3)): r"training\.steps is -3; allowed: 1 to",
