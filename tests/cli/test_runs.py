@@ -60,6 +60,7 @@ def test_stopped_before_the_first_step_nothing_is_left(tmp_path, synthetic_data)
     assert [path.name for path in workdir.iterdir()] == ["train.lock"]
 
 
+@pytest.mark.usefixtures("finished")  # after which the data is prepared
 def test_a_full_disk_is_one_line_with_the_path(tmp_path, synthetic_data) -> None:
     workdir = tmp_path / "run"
     command = train(workdir, synthetic_data, "training.steps=2", "mesh.fsdp=1")
