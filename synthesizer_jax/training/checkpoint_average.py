@@ -45,8 +45,8 @@ def average_checkpoints(
     wanted = 2 if last is None else last
     if len(there) < wanted:
         raise ValueError(
-            f"{source} holds {len(there)} checkpoints ({str(there)[1:-1]}), and a mean of {wanted} is "
-            f"asked for; give a smaller --last, or train with training.keep_latest={wanted}"
+            f"{source} holds {len(there)} of the {wanted} checkpoints that a mean needs "
+            f"({str(there)[1:-1]}); give a smaller --last, or train with training.keep_latest={wanted}"
         )
     steps = there if last is None else there[-last:]
     with new_directory(directory) as staging:

@@ -69,7 +69,7 @@ def test_a_full_disk_is_one_line_with_the_path(tmp_path, synthetic_data) -> None
         said, errors = process.communicate()
     assert process.returncode == 2 and "compiled in" in said
     line = f"error: [Errno 27] File too large; what was finished is kept: '{workdir}'"
-    assert errors.splitlines()[-1] == line
+    assert line in errors.splitlines()
 
 
 def read_terminal(descriptor: int, until: str | None = None) -> str:
@@ -208,7 +208,7 @@ def test_damaged_logs_do_not_stop_a_run(copied, synthetic_data, caplog, damage) 
         (copied / name).write_bytes(damaged)
     call(train(copied, synthetic_data, "training.steps=4"))
     assert (copied / "metrics.jsonl").read_bytes() == before["metrics.jsonl"]
-    assert ("1 of its lines, the first is line 2, cannot be read" in caplog.text) == ends
+    assert ("line 2 is damaged; such lines are removed" in caplog.text) == ends
     events = (copied / "events.jsonl").read_bytes().splitlines()
     assert events[0] == before["events.jsonl"].splitlines()[0]
     assert json.loads(events[-1])["event"] == "end"

@@ -45,7 +45,7 @@ SESSION = [
     (TRAIN, 2, "own_files"),  # not imported yet
     # Data of one's own.
     ("data import glu --from .", 2, "'glu' cannot be imported, did you mean 'glue'"),
-    ("data import glue --from .", 2, "error: no glue file in ."),
+    ("data import glue --from .", 2, "error: . lacks CoLA/train.tsv"),
     ("data import glue --from . --name x", 2, "glue is imported as it is published; --name"),
     ("data import mine --from . --target {x}", 2, "'data import mine' needs --name"),
     (IMPORT, 0, "train with --set data.mixture=own_files"),
@@ -86,8 +86,12 @@ SESSION = [
     ("doctor --workdir a.jsonl", 2, "File exists"),
     # Other runs from it.
     ("average runs/mine runs/mean", 0, "holds the mean of the steps 2, 4"),
-    ("average runs/again runs/mean_2", 2, "holds 1 checkpoint (1), and a mean needs two; train"),
-    ("average runs/again runs/mean_2 --last 2", 2, "and --last is 2; give a smaller"),
+    ("average runs/again runs/mean_2", 2, "holds 1 of the 2 checkpoints that a mean needs (1)"),
+    (
+        "average runs/again runs/mean_2 --last 2",
+        2,
+        "give a smaller --last, or train with training.keep_latest=2",
+    ),
     ("convert runs/mine runs/mixture --encoder rw", 2, "--encoder is 'rw', did you mean 'r'?"),
     ("convert runs/mine runs/mixture --encoder r", 2, "cannot start as the model; fit and distill"),
     ("convert runs/mine runs/mixture --max-length 3", 2, "belongs to --encoder and --decoder"),
