@@ -98,5 +98,6 @@ def test_what_a_user_gets_wrong(store, tmp_path) -> None:
     )
     assert code == 0 and "gs://bucket/new is writable\n" in healthy
     for (code, text), (command, part) in zip(ended, WRONG.items(), strict=True):
-        assert (code, text.count("error: ")) == (2, 1) and part in text, f"{command}: {text}"
+        errors = [line for line in text.splitlines() if line.startswith("error: ")]
+        assert (code, len(errors)) == (2, 1) and part in text, f"{command}: {text}"
     assert runs_in(store) == before

@@ -59,7 +59,7 @@ def test_by_default_all_that_a_run_keeps_are_averaged(source, tmp_path):
 
 def test_what_is_wrong_is_one_sentence_and_writes_nothing(source, tmp_path):
     with pytest.raises(
-        ValueError, match=r"3 checkpoints \(2, 4, 6\), and a mean of 5 .*keep_latest=5"
+        ValueError, match=r"holds 3 of the 5 checkpoints .* \(2, 4, 6\); .*keep_latest=5"
     ):
         call(source, tmp_path / "mean", "--last", 5)
     with pytest.raises(FileNotFoundError, match="holds no experiment"):
