@@ -63,9 +63,7 @@ def doctor(
     ]
     for directory in (place for place in (workdir, data_dir) if place is not None):
         probe = directory / f".doctor_{os.getpid()}_{socket.gethostname()}"
-        if not in_bucket(
-            directory
-        ):  # TensorFlow never ends making one in a bucket that does not exist
+        if not in_bucket(directory):  # where TensorFlow would never end if there is no such bucket
             directory.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"x")
         probe.unlink()
