@@ -160,24 +160,21 @@ class Stack(nn.Module):
         *,
         mask: Mask | None = None,
         memory_mask: Mask | None = None,
-        position: int | jax.Array | None = None,
         shared_positions: PositionEmbedding | None = None,
     ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-        """Runs all layers on new tokens, see `Mixer.extend`.
+        """Runs all layers on the tokens after those in the caches, see `Mixer.extend`.
 
         Args:
           x: ``[batch · n, q, d_model]`` embeddings, n rows for each row of the memory.
           caches: from `init_cache` or the step before.
           mask: the self-attention's mask.
           memory_mask: the cross-attention's mask, of ``batch`` rows.
-          position: position of the first token, a scalar or ``[batch · n]``; None: where the caches
-            end.
           shared_positions: as in `__call__`.
 
         Returns:
           ``[batch · n, q, d_model]`` and the new caches.
         """
-        position = resolve_position(position, caches[0].length)
+        position = resolve_position(None, caches[0].length)
         order = None
         if mask is not None and mask.key_valid is not None:
             x, mask, order = move_padding_last(x, mask, position=position)
