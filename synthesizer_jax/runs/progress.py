@@ -16,7 +16,7 @@ from rich.progress import Progress as Bar
 from synthesizer_jax.messages import Phase, escape_controls
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_scores
 
-UTILIZATIONS = {"mfu": "MFU", "product_utilization": "of a matrix product"}
+UTILIZATIONS = {"mfu": "MFU", "product_utilization": "matmul utilization"}
 """Labels of the utilizations by name; the first available one is displayed."""
 
 
