@@ -35,13 +35,6 @@ from synthesizer_jax.typing import PyTree
 _Term = TypeVar("_Term", bound=Term)
 _Tree = TypeVar("_Tree")
 
-MIN_ROW_SUM = 2.0**-64
-"""The smallest denominator that the static route trusts.
-
-Weights lost to underflow are then below 1e-15 of a row's sum for up to 4,096 keys, and the division
-of the cotangent cannot overflow.
-"""
-
 
 class Products(NamedTuple):
     """Terms whose logits are products of factors."""

@@ -22,7 +22,6 @@ from jax.custom_batching import custom_vmap
 
 from synthesizer_jax.attention import blocked, static_tpu
 from synthesizer_jax.attention.blocked import (
-    MIN_ROW_SUM,
     Biases,
     FusedInputs,
     Products,
@@ -34,6 +33,7 @@ from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.fused import CHECKPOINT_NAME, fused_inputs
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.reference import softmax
+from synthesizer_jax.attention.static_tpu import MIN_ROW_SUM
 from synthesizer_jax.attention.terms import (
     Call,
     LowRank,

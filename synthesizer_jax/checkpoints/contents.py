@@ -19,7 +19,7 @@ CONTENTS = "contents"
 CONTENTS_FILE = "contents.json"
 
 
-class Stream(Protocol):
+class BatchStream(Protocol):
     """An endless stream of host batches, whose position can be saved as text files in a directory."""
 
     def __next__(self) -> dict[str, np.ndarray]:
@@ -60,7 +60,7 @@ class Contents(NamedTuple):
         some = f"{len(wrong)} of {len(found)} arrays are not what was saved, such as {wrong[:1]}"
         return some if wrong else None
 
-    def restore_position(self, stream: Stream) -> None:
+    def restore_position(self, stream: BatchStream) -> None:
         """Moves a stream to the saved position."""
         with tempfile.TemporaryDirectory() as place:
             for name, text in self.position.items():
@@ -87,7 +87,7 @@ def read_contents(checkpoint: pathlib.Path) -> Contents | None:
     return contents
 
 
-def position_files(stream: Stream) -> dict[str, str]:
+def position_files(stream: BatchStream) -> dict[str, str]:
     """Returns the files of a data stream's position by name."""
     with tempfile.TemporaryDirectory() as place:
         stream.save(pathlib.Path(place))

@@ -18,8 +18,8 @@ from synthesizer_jax.checkpoints import checksums
 from synthesizer_jax.checkpoints.contents import (
     CONTENTS,
     CONTENTS_FILE,
+    BatchStream,
     Contents,
-    Stream,
     position_files,
     read_contents,
 )
@@ -130,7 +130,7 @@ class Checkpoints:
         for step in sorted(set(steps) - self._retention.steps_to_keep(steps)):
             self._manager.delete(step)
 
-    def save(self, state: PyTree, stream: Stream | None) -> None:
+    def save(self, state: PyTree, stream: BatchStream | None) -> None:
         """Starts to write a checkpoint unless the step has one; the state may be donated afterwards.
 
         Args:
@@ -160,7 +160,7 @@ class Checkpoints:
         done, self._begun = self._begun, []
         return done
 
-    def restore_newest(self, abstract: PyTree, stream: Stream | None) -> PyTree:
+    def restore_newest(self, abstract: PyTree, stream: BatchStream | None) -> PyTree:
         """Restores the newest checkpoint that can be read; returns None if there are no checkpoints.
 
         Newer checkpoints, which at least one process found damaged, are set aside as ``STEP.unreadable``

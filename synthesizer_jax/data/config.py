@@ -9,10 +9,11 @@ from synthesizer_jax.data.classes import LONGEST_TARGET
 from synthesizer_jax.data.objectives import Objective
 from synthesizer_jax.data.task_streams import CHUNK
 from synthesizer_jax.messages import not_divisible
-from synthesizer_jax.registry import check_types, fields_of
+from synthesizer_jax.registry import check_types, fields_of, register
 from synthesizer_jax.typing import Length, Range, Seed
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     """The data that a run is trained on.

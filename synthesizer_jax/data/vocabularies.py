@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Self
 
 from synthesizer_jax.files import absolute, open_atomic, storage_path
+from synthesizer_jax.registry import register
 from synthesizer_jax.typing import Number
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Vocabulary(abc.ABC):
         return self
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class Bytes(Vocabulary):
     """UTF-8 bytes (ByT5): padding 0, EOS 1, unknown 2, then 256 bytes, then sentinels.
@@ -106,6 +108,7 @@ class Bytes(Vocabulary):
 _FIRST_BYTE = 3
 
 
+@register
 @dataclasses.dataclass(frozen=True)
 class SentencePiece(Vocabulary):
     """A SentencePiece model file, such as T5's ``spiece.model`` (padding 0, EOS 1, unknown 2).

@@ -18,9 +18,6 @@ from synthesizer_jax.registry import check_fields, register, replace
 from synthesizer_jax.sharding import MeshShape
 from synthesizer_jax.typing import Choices, Count, NotNegative, Number, Positive, Rate, Seed, Share
 
-for _cls in (DataConfig, Bytes, SentencePiece):
-    register(_cls)  # data stands alone, so its classes are made known here
-
 
 @register
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import jax
 
-from synthesizer_jax.checkpoints.contents import Stream
+from synthesizer_jax.checkpoints.contents import BatchStream
 from synthesizer_jax.checkpoints.manager import Checkpoints
 from synthesizer_jax.runs.events import read_events
 from synthesizer_jax.runs.metrics import METRICS_FILE, read_scores
@@ -31,7 +31,7 @@ Evaluate = Callable[[TrainState], dict[str, float]]
 
 def train(
     trainer: Trainer,
-    stream: Stream,
+    stream: BatchStream,
     directory: pathlib.Path,
     *,
     stop: StopSignal,

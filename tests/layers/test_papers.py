@@ -1,7 +1,5 @@
 """What the papers and their released code say beyond the contract's formulas; and what layers refuse."""
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -170,9 +168,3 @@ def test_what_does_not_fit_is_told_in_a_sentence(layer, arguments, message):
     if isinstance(layer, sj.Linformer) and "mask" in arguments:
         with pytest.raises(ValueError, match="use it in encoders"):
             jax.eval_shape(lambda: apply_method(layer.init_cache, {}, X, max_length=7))
-
-
-def test_what_has_logits_takes_a_position_bias():
-    for kind in (sj.Mixture((sj.GaussianBias(), DOT)), sj.PerHead((sj.Gaussian((0,)), DOT))):
-        layer = ATTENTION.copy(alignment=kind)
-        jax.eval_shape(functools.partial(layer.init, bias=BIAS), KEY, X)
