@@ -22,7 +22,6 @@ from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.models import EncoderDecoder, Size, alignment, t5
 from synthesizer_jax.models.zoo import T5_1_0, T5_1_1
 from synthesizer_jax.optimizers import Adafactor, InverseSquareRoot
-from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 
 STEPS = 2**19
@@ -49,21 +48,6 @@ def t5_1_1_base() -> Experiment:
 def rv_base() -> Experiment:
     """The Random + Vanilla Synthesizer of T5 1.1's base size on C4."""
     return _pretrain(_synthesizer("rv"))
-
-
-def en_mix_v_base() -> Experiment:
-    """The dot-product baseline on T5's mixture of C4 and English tasks."""
-    return _co_train("v")
-
-
-def en_mix_r_base() -> Experiment:
-    """Random on the mixture of C4 and English tasks."""
-    return _co_train("r")
-
-
-def en_mix_rv_base() -> Experiment:
-    """Random + Vanilla on the mixture of C4 and English tasks."""
-    return _co_train("rv")
 
 
 def laptop() -> Experiment:
@@ -112,10 +96,3 @@ def _pretrain(model: EncoderDecoder) -> Experiment:
         training=Training(steps=STEPS, optimizer=Adafactor(), save_every=5000),
         evaluation=Evaluation(every=20_000, max_examples=4096),
     )
-
-
-def _co_train(variant: str) -> Experiment:
-    """Returns the co-training of the Synthesizer paper (Tay et al. 2021) on T5's en_mix, in packed rows."""
-    experiment = _pretrain(_synthesizer(variant))
-    data = replace(experiment.data, mixture="en_mix", pack=True)
-    return replace(experiment, data=data, evaluation=Evaluation(every=20_000, max_examples=1024))

@@ -117,7 +117,7 @@ def plan(
     No TPU is needed, and no array is allocated. In the place of a recipe it takes the directory of a
     run, or a folder of transformers, of which it reads no tensors.
 
-    Example: synthesizer-jax plan cotrain_glue_super_glue:rv_base --topology v5e:4x4
+    Example: synthesizer-jax plan papers.cotraining:glue_super_glue:rv --topology v5e:4x4
 
     Args:
       topology: topology of a slice, such as v5p:4x4x8 or v6e-16.

@@ -45,9 +45,10 @@ def load_with_code(
     """Calls a recipe; returns its result with some fields changed, and the code to record with a run.
 
     Args:
-      name: ``MODULE[:FUNCTION]``. The module is a Python file, one of the recipes in this package, or a
-        module of your own package (``my_package.recipes``); the function is `default` if omitted. Or the
-        directory of a run, for its experiment, starting from its parameters.
+      name: ``MODULE[:FUNCTION[:ARGUMENT…]]``. The module is a Python file, one of the recipes in this
+        package, or a module of your own package (``my_package.recipes``); the function is `default` if
+        omitted, and called with the arguments, which are texts. Or the directory of a run, for its
+        experiment, starting from its parameters.
       overrides: assignments such as ``training.steps=200``.
       kinds: the classes that the recipe may return.
       imports: packages or files to import first.
@@ -93,10 +94,11 @@ def _load_module(name: str) -> tuple[ModuleType, Code]:
     )
 
 
-def _call(module: ModuleType, name: str) -> object:
-    """Calls a recipe's function."""
+def _call(module: ModuleType, call: str) -> object:
+    """Calls a recipe's function; ``call`` is its name, and arguments after colons."""
     from synthesizer_jax.runs.code import convert_errors
 
+    name, *arguments = call.split(":")
     path, function = str(module.__file__), vars(module).get(name)
     if name.startswith("_") or not callable(function):
         known = [
@@ -110,26 +112,32 @@ def _call(module: ModuleType, name: str) -> object:
             f"{path} has no recipe {name!r}{did_you_mean(name, known)}; it has: "
             f"{', '.join(known) or 'none'}"
         )
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise ValueError(f"{path}: {name}{inspect.signature(function)}: {error}") from None
     with convert_errors(path):
-        return function()
+        return function(*arguments)
 
 
 def packaged_recipes() -> list[str]:
     """Returns the names of the recipes in this package."""
-    package = importlib.import_module(PACKAGE)
-    return sorted(m.name for m in pkgutil.iter_modules(package.__path__))
+    path, prefix = importlib.import_module(PACKAGE).__path__, f"{PACKAGE}."
+    modules = (m for m in pkgutil.walk_packages(path, prefix) if not m.ispkg)
+    return sorted(m.name.removeprefix(prefix) for m in modules)
 
 
 def list_recipes() -> list[dict[str, str]]:
     """Returns what each packaged recipe is called, returns and is; their sources are only parsed."""
     found = []
     for module in packaged_recipes():
-        source = (importlib.resources.files(PACKAGE) / f"{module}.py").read_text(encoding="utf-8")
-        for node in ast.parse(source).body:
+        path = importlib.resources.files(PACKAGE) / f"{module.replace('.', '/')}.py"
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                arguments = (a.arg.upper() for a in node.args.args)
                 found.append(
                     {
-                        "recipe": f"{module}:{node.name}",
+                        "recipe": ":".join([module, node.name, *arguments]),
                         "returns": ast.unparse(node.returns) if node.returns else "",
                         "summary": (ast.get_docstring(node) or "").partition("\n")[0],
                     }

@@ -49,7 +49,7 @@ def distill(
 
     The workdir then is an ordinary run: eval and generate load it, and train fine-tunes from it.
 
-    Example: synthesizer-jax distill replace_attention:alr --teacher runs/vanilla --workdir runs/alr
+    Example: synthesizer-jax distill papers.replacement:alr --teacher runs/vanilla --workdir runs/alr
 
     Args:
       teacher: directory of a finished training run.

@@ -41,8 +41,8 @@ def test_what_needs_no_jax_is_said_without_it(tmp_path):
 def test_recipes_lists_what_comes_with_the_package():
     shown, rows = call("recipes"), {row["recipe"]: row for row in list_recipes()}
     assert all(name in shown for name in rows)
-    assert rows["translate:random"]["summary"] == "Random Synthesizer (R)."
-    assert rows["replace_attention:alr"]["returns"] == "Distillation"
+    assert rows["quickstart:dot_product"]["summary"] == "The baseline: the dot product alone."
+    assert rows["papers.replacement:alr:PLACE:SIZE:SCALE"]["returns"] == "Distillation"
 
 
 def test_the_page_on_recipes_writes_one_that_loads(tmp_path):

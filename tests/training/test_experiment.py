@@ -140,7 +140,7 @@ def test_wrong_values_from_python_are_refused_when_the_experiment_is_made(field,
         replace(recipe, training=replace(recipe.training, **{field: value}))
 
 
-@pytest.mark.parametrize("name", ["quickstart", "translate:hc_sa"])
+@pytest.mark.parametrize("name", ["quickstart", "papers.translation:multi30k:hc_sa"])
 def test_every_plain_setting_can_be_typed_as_it_is_shown_and_every_number_has_a_range(name):
     recipe, free = load_recipe(name), {"data.buckets", "mesh.extra"}  # with rules of their own
     rows = [row for row in settings(recipe) if row.leaf]

@@ -2,23 +2,57 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from synthesizer_jax.recipes import papers
+from synthesizer_jax.recipes.papers import replacement
 
 from synthesizer_jax.cli.recipes import list_recipes, load_recipe, load_with_code
 from synthesizer_jax.data.batch import batch_fields
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.distillation.distill import Distillation, DistillationTrainer
 from synthesizer_jax.models import unroll_variables
+from synthesizer_jax.models.zoo import VARIANTS
 from synthesizer_jax.registry import fields_of, from_json, replace, to_json
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.trainer import Trainer
 
-NAMES = [row["recipe"] for row in list_recipes() if not row["recipe"].endswith(":default")]
+SYSTEMS = [s for s in papers.SYSTEMS if s != "linformer"]
+VALUES = {  # of arguments of recipes: by name, also of one module or recipe
+    "SYSTEM": SYSTEMS,
+    "papers.translation:large:SYSTEM": ["base", "hc_sa", "hc_all", "sh_x"],
+    "papers.translation:small:SYSTEM": ["base", "hc_sa", "hc_all", "sh_x"],
+    "papers.classification:SYSTEM": [*VARIANTS, *papers.MIXERS],
+    "papers.language_modeling:SYSTEM": [*VARIANTS],
+    "papers.cotraining:SIZE": ["small", "base"],
+    "MODEL": ["mesh_learned_random_base", "universal_transformer_base", "t5_1_1_th_base"],
+    "PLACE": [*replacement.PLACES, "everything"],
+    "SIZE": [*replacement.WIDTHS],
+    "papers.replacement:SCALE": [*replacement.SCALES],
+    "SCALE": ["base", "small"],
+    "HEAD_DIM": ["16", "128"],
+    "NUMBER": ["1", "8"],
+    "ENCODER": ["-1,1"],
+    "DECODER": ["0"],
+    "STACKS": ["encoder", "encoder,decoder"],
+    "TASK": ["wmt14_ende_v003", "iwslt2016_en_de"],
+}
+RECIPES = [row["recipe"] for row in list_recipes() if ":default" not in row["recipe"]]
+
+
+def calls_of(recipe: str) -> list[str]:
+    """The names of a recipe with all of its arguments."""
+    module, function, *arguments = recipe.split(":")
+    places = (f"{module}:{function}:", f"{module}:", "")
+    values = [next(VALUES[p + n] for p in places if p + n in VALUES) for n in arguments]
+    return [":".join([module, function, *chosen]) for chosen in itertools.product(*values)]
+
+
 LENGTH = 8
 SMALL = {
     "batch_size": 4,
@@ -63,7 +97,7 @@ def take_step(trainer: Trainer, state: Any) -> None:
 
 
 def distill_once(recipe: Distillation) -> None:
-    taught = shrunk(load_recipe("translate:vanilla"))
+    taught = shrunk(load_recipe("papers.translation:multi30k:v"))
     params = Trainer(taught, jax.devices()[:1]).init().params
     variables = unroll_variables(taught.model, {"params": params})
     trainer = DistillationTrainer(taught, variables, recipe, jax.devices()[:1])
@@ -71,16 +105,21 @@ def distill_once(recipe: Distillation) -> None:
 
 
 STEPPED = {
-    "classify:vanilla",
-    "cotrain_glue_super_glue:rv_small",
+    *(
+        f"papers.translation:multi30k:{system}"
+        for system in ("r", "light", "heads", "hc_all", "sh_x")
+    ),
     "finetune:prefix_lm_base",
-    "language_model:factorized_random",
+    "papers.classification:ag_news:linformer",
+    "papers.cotraining:laptop:rv",
+    "papers.language_modeling:wikitext:fr",
+    "papers.replacement:alr:everything:s:small",
+    "papers.replacement:alrr:s:small",
+    "papers.replacement:elr:s:small",
+    "papers.translation:without_feed_forward:v:encoder",
     "quickstart:random_vanilla",
-    "replace_attention:alr",
-    "translate:hc_sa",
-    "translate:lightweight_convolution",
 }
-"""Recipes that differ in more than their alignment, which `tests/layers` tests."""
+"""One of each structure; they differ in more than their alignment, which `tests/layers` tests."""
 
 
 @functools.cache
@@ -89,16 +128,22 @@ def lay_out(recipe: str) -> None:
     Trainer(from_json(json.loads(recipe)), jax.devices()[:1])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_packaged_recipe_is_built_and_takes_a_step(name):
-    recipe, _ = load_with_code(name, kinds=(Experiment, Distillation))
-    assert from_json(to_json(recipe)) == recipe
-    small = shrunk(recipe)
-    if isinstance(small, Distillation):
-        if name in STEPPED:
+def test_the_structures_that_take_a_step_are_recipes():
+    assert {name for recipe in RECIPES for name in calls_of(recipe)} >= STEPPED
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_packaged_recipe_is_built_and_takes_a_step(recipe):
+    for number, name in enumerate(calls_of(recipe)):
+        built, _ = load_with_code(name, kinds=(Experiment, Distillation))
+        assert from_json(to_json(built)) == built
+        if number and name not in STEPPED:
+            continue
+        small = shrunk(built)
+        if name in STEPPED and isinstance(small, Distillation):
             distill_once(small)
-    elif name in STEPPED:
-        trainer = Trainer(small, jax.devices()[:1])
-        take_step(trainer, trainer.init())
-    else:
-        lay_out(json.dumps(to_json(small)))
+        elif name in STEPPED:
+            trainer = Trainer(small, jax.devices()[:1])
+            take_step(trainer, trainer.init())
+        elif isinstance(small, Experiment):
+            lay_out(json.dumps(to_json(small)))

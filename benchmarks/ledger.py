@@ -1,0 +1,193 @@
+"""Makes the runs of the papers' tables, and writes docs/results.md and its pictures from what they left.
+
+    python benchmarks/ledger.py run cotraining --data-dir DATA --workdir runs/ledger --workers 2
+    python benchmarks/ledger.py speed cotraining --data-dir DATA
+    python benchmarks/ledger.py write
+
+`run` makes the runs that docs/results.json lacks, with the commands that a user would type, and adds each
+to it when it has finished; after an interruption it goes on where it was. `speed` measures the training
+steps of a table's systems in turns, in one process. `write` needs no run. The tables are in
+`ledger_tables.py`; files of vocabularies are looked up in the work directory, and made as the page says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import datetime
+import json
+import os
+import pathlib
+import platform
+import queue
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import ledger_page
+import report
+from ledger_tables import TABLES, Run, Table
+
+HERE = pathlib.Path(__file__).resolve().parent
+RESULTS = HERE.parent / "docs" / "results.json"
+COMMAND = [sys.executable, "-m", "synthesizer_jax"]
+_CORES: queue.Queue[str] = queue.Queue()  # those that no run uses
+
+
+def load() -> dict[str, Any]:
+    """Returns what is known: ``runs`` and ``speed`` by the name of a system's recipe."""
+    if not RESULTS.exists():
+        return {"runs": {}, "speed": {}}
+    return json.loads(RESULTS.read_text(encoding="utf-8"))
+
+
+def save(results: dict[str, Any]) -> None:
+    """Writes what is known."""
+    report.write_file(RESULTS, json.dumps(results, indent=1, sort_keys=True) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Returns what a run's numbers may depend on."""
+    import jax  # not needed to write the page
+
+    date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    device = f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores"
+    return {
+        "date": date,
+        "device": device,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+    }
+
+
+def commands(run: Run, directory: pathlib.Path, args: argparse.Namespace) -> Iterator[list[str]]:
+    """Yields the commands of a run: training or distillation, and the evaluation of its test split."""
+    settings = [f"training.seed={run.seed}"]
+    start = ["train", run.recipe]
+    if run.teacher:
+        start = ["distill", run.recipe, "--teacher", str(args.workdir / run.teacher.directory)]
+    else:
+        settings.append(f"data.seed={run.seed}")
+        if run.vocabulary:
+            settings.append(f"vocabulary.path={(args.workdir / run.vocabulary).resolve()}")
+        if run.init_from:
+            settings.append(f"init_from={args.workdir / run.init_from.directory}")
+    common = ["--workdir", str(directory), "--data-dir", str(args.data_dir)]
+    sets = [word for setting in (*settings, *run.settings) for word in ("--set", setting)]
+    yield [*start, *common, *sets]
+    if run.test:
+        yield ["eval", *common, *run.test]
+
+
+def make(run: Run, args: argparse.Namespace) -> dict[str, Any]:
+    """Makes a run, and what it starts from, and returns its entry."""
+    for earlier in filter(None, (run.teacher, run.init_from)):
+        make(earlier, args)  # which is short if it is there
+    directory = args.workdir / run.directory
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    core = _CORES.get()
+    with open(directory.parent / f"{directory.name}.log", "a", encoding="utf-8") as log:
+        try:
+            for words in commands(run, directory, args):
+                pinned = ["taskset", "--cpu-list", core] if args.workers > 1 else []
+                subprocess.run([*pinned, *COMMAND, *words], check=True, stdout=log, stderr=log)
+        finally:
+            _CORES.put(core)
+    return read_run(run, directory) | {"seconds": round(time.monotonic() - begin)}
+
+
+def read_run(run: Run, directory: pathlib.Path) -> dict[str, Any]:
+    """Returns the metrics of a finished run, and its curve: ``[step, value]`` of every evaluation."""
+    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    evaluations = {r["step"]: r for r in records if r["kind"] == "eval"}  # the last of each step
+    step = max(evaluations)
+    ignored = {"kind", "step", "time", "seconds"}
+    metrics = {k: v for k, v in evaluations[step].items() if k not in ignored}
+    entry: dict[str, Any] = {"step": step}
+    if run.test:
+        (path,) = (directory / "evaluation" / str(step)).glob("*/results.json")
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for task in found["tasks"]:
+            metrics |= {f"test/{task['task']}/{k}": v for k, v in task["metrics"].items()}
+    entry["metrics"] = {k: round(v, 5) for k, v in metrics.items() if isinstance(v, int | float)}
+    curve = [
+        (s, r[run.curve]) for s, r in sorted(evaluations.items()) if r.get(run.curve) is not None
+    ]
+    return entry | {"curve": [[s, round(v, 4)] for s, v in curve]}
+
+
+def make_runs(tables: list[Table], args: argparse.Namespace) -> None:
+    """Makes the runs of tables that are not known, those of the first seed first."""
+    results = load()
+    runs = [run for table in tables for run in table.runs(args.seeds)]
+    runs = [run for run in runs if not args.only or run.system in args.only]
+    missing = [r for r in runs if str(r.seed) not in results["runs"].get(r.name, {})]
+    print(f"{len(missing)} of {len(runs)} runs to make", flush=True)
+    facts = versions()
+    for core in range(args.workers):
+        _CORES.put(str(core))
+    with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
+        futures = {
+            pool.submit(make, run, args): run for run in sorted(missing, key=lambda r: r.seed)
+        }
+        for future in concurrent.futures.as_completed(futures):
+            run = futures[future]
+            if error := future.exception():
+                print(f"{run.name} seed {run.seed}: {error}", flush=True)
+                continue
+            results = load()
+            results["runs"].setdefault(run.name, {})[str(run.seed)] = future.result() | facts
+            save(results)
+            print(
+                f"{run.name} seed {run.seed}: {future.result()['metrics'].get(run.metric)}",
+                flush=True,
+            )
+
+
+def measure_speed(tables: list[Table], args: argparse.Namespace) -> None:
+    """Measures training steps of the systems of a table in turns: medians of `--rounds` steps each."""
+    from ledger_speed import StepTimer
+
+    for table in tables:
+        timers = {run.name: StepTimer(run, args) for run in table.runs([0]) if not run.teacher}
+        seconds: dict[str, list[float]] = {name: [] for name in timers}
+        for _ in range(args.rounds):
+            for name, timer in timers.items():
+                seconds[name].append(timer.step())
+        results, facts = load(), versions()
+        for name, timer in timers.items():
+            entry = {"seconds": statistics.median(seconds[name]), "rounds": args.rounds}
+            results["speed"][name] = timer.costs | entry | facts
+        save(results)
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("action", choices=["run", "speed", "write"])
+    parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; by default all")
+    parser.add_argument("--data-dir", type=pathlib.Path)
+    parser.add_argument("--workdir", type=pathlib.Path, default=pathlib.Path("runs/ledger"))
+    parser.add_argument("--seeds", type=int, nargs="+", help="by default those of the table")
+    parser.add_argument("--only", nargs="+", help="systems")
+    parser.add_argument("--workers", type=int, default=1, help="runs at the same time, a core each")
+    parser.add_argument("--rounds", type=int, default=20)
+    args = parser.parse_args()
+    tables = [TABLES[name] for name in args.tables or TABLES]
+    if args.action == "run":
+        make_runs(tables, args)
+    elif args.action == "speed":
+        measure_speed(tables, args)
+    else:
+        ledger_page.write(TABLES, load())
+
+
+if __name__ == "__main__":
+    main()

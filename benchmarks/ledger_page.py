@@ -1,0 +1,175 @@
+"""Writes docs/results.md, its pictures and docs/coverage.md from the ledger's numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import report
+from ledger_tables import Table
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+from scipy import stats
+
+HERE = pathlib.Path(__file__).resolve().parent
+DOCS = HERE.parent / "docs"
+INTRODUCTION = """# Results
+
+The papers' comparisons, run small: these tables say whether the *order* of the systems is that of a
+paper, not what its numbers would be. `benchmarks/ledger.py` makes all runs, and writes this page and
+`results.json`.
+
+Scores are means over seeds ± their standard error. *To the first* is the mean difference to the first
+system, paired by seed; *P* the probability, by Student's t over the seeds, that its sign is that of the
+paper's difference: the order agrees above 0.95, is contrary below 0.05, and is open between. Steps a
+second and peak memory of the compiled step are measured for all systems of a table in turns; operations
+are those of a forward pass per token.
+"""
+
+
+def values_by_seed(table: Table, system: str, results: Mapping[str, Any]) -> dict[int, float]:
+    """Returns the metric of a system's runs by seed."""
+    (run,) = (run for run in table.runs([0]) if run.system == system)
+    entries = results["runs"].get(run.name, {})
+    return {
+        int(s): e["metrics"][table.metric]
+        for s, e in entries.items()
+        if table.metric in e["metrics"]
+    }
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Returns the standard error of a mean; None of fewer than two values."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def with_error(values: Sequence[float], form: str = ".1f") -> str:
+    """Formats a mean and its standard error."""
+    error = standard_error(values)
+    return f"{statistics.fmean(values):{form}}" + (
+        f" ± {error:{form}}" if error is not None else ""
+    )
+
+
+def sign_probability(differences: Sequence[float], sign: float) -> float | None:
+    """Returns the probability that the true mean difference has a sign; None: too few seeds."""
+    error = standard_error(differences)
+    if not error:
+        return None
+    t = statistics.fmean(differences) / error
+    return float(stats.t.cdf(math.copysign(1.0, sign) * t, len(differences) - 1))
+
+
+def judge(probability: float | None) -> str:
+    """Says what a probability means for the order of two systems."""
+    if probability is None:
+        return ""
+    verdict = "agrees" if probability > 0.95 else "contrary" if probability < 0.05 else "open"
+    return f"{verdict} ({probability:.2f})"
+
+
+def rows_of(table: Table, results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields a row for every system that has been run."""
+    first, *_ = table.systems
+    baseline = values_by_seed(table, first, results)
+    for run in table.runs([0]):
+        values = values_by_seed(table, run.system, results)
+        if not values:
+            continue
+        row: dict[str, Any] = {"system": run.system, "seeds": len(values)}
+        row["score"] = with_error(list(values.values()), table.form)
+        row["paper"] = table.paper.get(run.system)
+        shared = [values[s] - baseline[s] for s in values if s in baseline]
+        if run.system != first and shared:
+            row["difference"] = with_error(shared, "+" + table.form)
+            if run.system in table.paper and first in table.paper:
+                published = table.paper[run.system] - table.paper[first]
+                row["order"] = judge(sign_probability(shared, published)) if published else None
+        speed = results["speed"].get(run.name)
+        if speed:
+            row |= {key: speed[key] for key in ("parameters", "flops", "peak_mb")}
+            row["speed"] = 1 / speed["seconds"]
+        yield row
+
+
+def section(name: str, table: Table, results: Mapping[str, Any]) -> str:
+    """Returns the section of a table; empty if none of its systems has been run."""
+    rows = list(rows_of(table, results))
+    if not rows:
+        return ""
+    possible = {
+        "system": "system",
+        "score": f"{table.unit}|",
+        "seeds": "seeds|d",
+        "difference": "to the first|",
+        "paper": f"paper|{table.form}",
+        "order": "order (P)",
+        "speed": "steps/s|.1f",
+        "parameters": "parameters|,d",
+        "flops": "FLOPs/token|,d",
+        "peak_mb": "peak MB|,.0f",
+    }
+    columns = {k: v for k, v in possible.items() if any(row.get(k) is not None for row in rows)}
+    entries = [e for run in table.runs([0]) for e in results["runs"].get(run.name, {}).values()]
+    dates = sorted(e["date"] for e in entries)
+    facts = ", ".join(
+        sorted({f"{e['device']}, Python {e['python']}, jax {e['jax']}" for e in entries})
+    )
+    minutes = sum(e["seconds"] for e in entries) / 60
+    parts = [f"## {table.title}", table.about, report.table(rows, columns)]
+    if table.source:
+        parts.append(f"Paper: {table.source}.")
+    if draw_curves(table, results, DOCS / "results" / f"{name}.svg"):
+        parts.append(f"![{table.title}: curves of all systems](results/{name}.svg)")
+    command = f"python benchmarks/ledger.py run {name} --data-dir DATA --workdir runs/ledger"
+    parts.append(
+        f"`{command}`: {len(entries)} runs, {minutes:,.0f} minutes of one core, {dates[0]} to {dates[-1]}; "
+        f"{facts}."
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def draw_curves(table: Table, results: Mapping[str, Any], path: pathlib.Path) -> bool:
+    """Draws the curves of a table's systems, with the range of the seeds; False: there are none."""
+    figure: Figure
+    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    colors = pyplot.get_cmap("tab20").colors
+    drawn = 0
+    for color, run in zip(colors * 2, table.runs([0]), strict=False):
+        curves = [dict(map(tuple, e["curve"])) for e in results["runs"].get(run.name, {}).values()]
+        steps = sorted(set.intersection(*map(set, curves))) if curves else []
+        if len(steps) < 2:
+            continue
+        drawn += 1
+        columns = [[curve[step] for curve in curves] for step in steps]
+        axes.plot(steps, [statistics.fmean(c) for c in columns], color=color, label=run.system)
+        axes.fill_between(
+            steps, list(map(min, columns)), list(map(max, columns)), color=color, alpha=0.15
+        )
+    if drawn:
+        axes.set(xlabel="step", ylabel=table.unit)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
+        path.parent.mkdir(exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
+        text = path.read_text(encoding="utf-8")
+        report.write_file(path, re.sub(r"[ \t]+$", "", text, flags=re.M))
+    pyplot.close(figure)
+    return drawn > 0
+
+
+def write(tables: Mapping[str, Table], results: Mapping[str, Any]) -> None:
+    """Writes the pages and pictures."""
+    pyplot.rcParams["svg.hashsalt"] = "ledger"  # the same numbers make the same picture
+    notes = json.loads((HERE / "ledger_notes.json").read_text(encoding="utf-8"))
+    sections = [
+        text + (f"\n{notes[name]}\n" if name in notes else "")
+        for name, table in tables.items()
+        if (text := section(name, table, results))
+    ]
+    report.write_file(DOCS / "results.md", "\n".join([INTRODUCTION, *sections]))

@@ -1,0 +1,128 @@
+"""The papers' experiments as recipes: what their tables compare, by the abbreviations of the tables.
+
+A recipe is named with the system after it: ``papers.translation:multi30k:rv``. The systems of a table have
+the same kind of dot product, and everything else in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from synthesizer_jax.alignments import Alignment, DotProduct, Gaussian
+from synthesizer_jax.initializers import Normal
+from synthesizer_jax.mixers import (
+    Attention,
+    DynamicConvolution,
+    LightweightConvolution,
+    Linformer,
+    Mixer,
+    TalkingHeads,
+)
+from synthesizer_jax.models import EncoderDecoder, Run, Size, t5
+from synthesizer_jax.models.layers import SinusoidalPositions
+from synthesizer_jax.models.zoo import VARIANTS
+from synthesizer_jax.optimizers import AdamW, Cosine
+from synthesizer_jax.registry import replace
+from synthesizer_jax.training.experiment import Training
+
+SCALED = DotProduct()
+"""The dot product over √d_k."""
+
+
+MIXERS: dict[str, Callable[[Size, int, Alignment], Mixer]] = {
+    "light": lambda size, n, dot: LightweightConvolution(width=7, groups=size.d_model // 8),
+    "dynamic": lambda size, n, dot: DynamicConvolution(width=7, groups=size.d_model // 8),
+    "linformer": lambda size, n, dot: Linformer(
+        size.heads, size.head_dim, max_length=n, projected_length=n // 4
+    ),
+    "heads": lambda size, n, dot: TalkingHeads(size.heads, size.head_dim, alignment=dot),
+}
+"""Self-attentions that are no alignment: convolutions with a kernel for eight channels, Linformer with
+a quarter of the positions, talking heads."""
+
+HARD_CODED = ("hc_sa", "hc_all", "sh_x")
+SYSTEMS = (*VARIANTS, *MIXERS, *HARD_CODED)
+
+
+def self_attentions(
+    system: str, size: Size, length: int, *, dot: Alignment = SCALED, dropout: float = 0.0
+) -> tuple[Mixer, Mixer]:
+    """Returns the self-attention of an encoder and that of a decoder.
+
+    Args:
+      system: one of `SYSTEMS`.
+      size: widths.
+      length: positions of the tables.
+      dot: the dot product, alone, in mixtures and of talking heads.
+      dropout: rate.
+
+    Raises:
+      ValueError: there is no such system.
+    """
+    if system not in SYSTEMS:
+        raise ValueError(f"there is no system {system!r}; there are {', '.join(SYSTEMS)}")
+    attention = Attention(size.heads, size.head_dim, alignment=dot, dropout_rate=dropout)
+    if system in HARD_CODED:
+        places = Gaussian((-1, 1)), Gaussian((-1, 0))  # of the heads: You et al. 2020
+        return attention.copy(alignment=places[0]), attention.copy(alignment=places[1])
+    if system in MIXERS:
+        mixer: Mixer = MIXERS[system](size, length, dot).copy(dropout_rate=dropout)
+    else:
+        mixer = attention.copy(alignment=VARIANTS[system](dot, length))
+    return mixer, mixer
+
+
+def transformer(
+    system: str, size: Size, length: int, *, vocab_size: int, dropout: float
+) -> EncoderDecoder:
+    """Returns an encoder-decoder as Tensor2Tensor's: pre-norm, sinusoids, one embedding for everything.
+
+    Args:
+      system: one of `SYSTEMS`. Those of You et al. 2020 are ``hc_sa`` (hard-coded self-attention),
+        ``hc_all`` (cross-attention too) and ``sh_x`` (hard-coded self-attention, and one learned
+        cross-attention head of full width in the last decoder layer alone).
+      size: widths and depths.
+      length: positions of the tables.
+      vocab_size: rows of the embedding.
+      dropout: rate of all dropouts.
+    """
+    encoder, decoder = self_attentions(system, size, length, dropout=dropout)
+    cross: Mixer = Attention(size.heads, size.head_dim, alignment=SCALED, dropout_rate=dropout)
+    if system in ("hc_all", "heads"):
+        cross = encoder
+    model = t5(
+        size,
+        gated=False,
+        encoder=encoder,
+        decoder=decoder,
+        cross=cross,
+        relative_bias=False,
+        positions=SinusoidalPositions(),
+        vocab_size=vocab_size,
+        dropout_rate=dropout,
+    ).copy(
+        embedding_init=Normal(size.d_model**-0.5),
+        embedding_scale=size.d_model**0.5,
+        logits_scale=1.0,
+    )
+    if system != "sh_x":
+        return model
+    (run,) = model.decoder.runs
+    head = Attention(1, size.d_model, alignment=SCALED, dropout_rate=dropout)
+    runs = (
+        Run(replace(run.block, cross_mixer=None), size.layers - 1),
+        Run(replace(run.block, cross_mixer=head), 1),
+    )
+    return model.copy(decoder=model.decoder.copy(runs=runs))
+
+
+def small_training(steps: int, peak: float = 1e-3, label_smoothing: float = 0.0) -> Training:
+    """Returns AdamW with a warm-up of a tenth of the steps and a cosine to zero, saved at the end."""
+    schedule = Cosine(peak, total_steps=steps, warmup_steps=steps // 10)
+    return Training(
+        steps=steps,
+        optimizer=AdamW(learning_rate=schedule),
+        label_smoothing=label_smoothing,
+        log_every=50,
+        save_every=steps,
+    )

@@ -1,0 +1,46 @@
+"""Abstractive summaries and dialogue: Tay et al. 2021, table of CNN/DailyMail and PersonaChat.
+
+    synthesizer-jax data import cnn_dailymail --from CNN_DAILYMAIL_FILES --data-dir DATA
+    synthesizer-jax train papers.generation:cnn_dailymail:dv --workdir runs/dv --data-dir DATA \\
+        --set vocabulary.path=spm.model
+
+Hardware: Tensor2Tensor's base model, for eight accelerators; two CPU cores take it with ``small`` at the
+end, as in ``papers.generation:personachat:d:small``.
+"""
+
+from __future__ import annotations
+
+from synthesizer_jax.recipes.papers import small_training, transformer, translation
+
+from synthesizer_jax.data.config import DataConfig
+from synthesizer_jax.data.vocabularies import SentencePiece
+from synthesizer_jax.training.experiment import Evaluation, Experiment
+
+
+def default() -> Experiment:
+    """D+V on CNN/DailyMail."""
+    return cnn_dailymail("dv")
+
+
+def cnn_dailymail(system: str, scale: str = "base") -> Experiment:
+    """Highlights of news articles."""
+    return _generate(system, scale, "cnn_dailymail_v002", (512, 128))
+
+
+def personachat(system: str, scale: str = "base") -> Experiment:
+    """The next utterance of a conversation."""
+    return _generate(system, scale, "convai2_self_original", (256, 32))
+
+
+def _generate(system: str, scale: str, task: str, lengths: tuple[int, int]) -> Experiment:
+    size = {"base": translation.BASE, "small": translation.SIZE}[scale]
+    steps, rows = (250_000, 128) if scale == "base" else (1000, 32)
+    vocab_size = 32_768 if scale == "base" else 4096
+    model = transformer(system, size, max(lengths), vocab_size=vocab_size, dropout=0.1)
+    return Experiment(
+        model=model,
+        vocabulary=SentencePiece("spm.model", extra_ids=0),
+        data=DataConfig(task, *lengths, batch_size=rows, shards=1),
+        training=small_training(steps, label_smoothing=0.1),
+        evaluation=Evaluation(method="greedy"),
+    )

@@ -1,0 +1,43 @@
+"""Span corruption on C4: Tay et al. 2021, table of C4 (perplexity and speed); Shazeer et al. 2020.
+
+    synthesizer-jax train papers.pretraining:c4:mesh_learned_random_base --workdir runs/r --data-dir DATA \\
+        --set vocabulary.path=spiece.model
+
+The model is one of the zoo's; those of the table are ``mesh_learned_MODE_base`` (vanilla, random, dense,
+random_plus, dense_plus, …), ``lightweight_convolution_base``, ``dynamic_convolution_base``,
+``universal_transformer_base``, and ``t5_1_1_th_base`` for talking heads. `small` takes a system instead,
+and is pre-trained in an hour on two CPU cores.
+"""
+
+from __future__ import annotations
+
+from synthesizer_jax.recipes import pretrain
+from synthesizer_jax.recipes.papers import self_attentions
+
+from synthesizer_jax.models import ZOO, EncoderDecoder, t5, zoo
+from synthesizer_jax.registry import replace
+from synthesizer_jax.training.experiment import Experiment
+
+
+def default() -> Experiment:
+    """The paper's Random."""
+    return c4("mesh_learned_random_base")
+
+
+def c4(model: str) -> Experiment:
+    """C4 as T5 is pre-trained, 524,288 steps."""
+    experiment = pretrain.t5_1_0_base()
+    if model not in ZOO:
+        raise ValueError(f"there is no model {model!r}; 'synthesizer-jax models' lists all")
+    chosen = ZOO[model]()
+    assert isinstance(chosen, EncoderDecoder)
+    return replace(experiment, model=chosen.copy(dtype="bfloat16"))
+
+
+def small(system: str) -> Experiment:
+    """WikiText-2 by span corruption, 2 + 2 layers of d 256."""
+    experiment = pretrain.laptop()
+    size, data = pretrain.LAPTOP, experiment.data
+    dot = zoo.dot_product(size.head_dim)
+    encoder, decoder = self_attentions(system, size, data.inputs_length, dot=dot)
+    return replace(experiment, model=t5(size, encoder=encoder, decoder=decoder))

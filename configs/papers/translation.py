@@ -1,0 +1,127 @@
+"""Translation: Tay et al. 2021, table of WMT 2014; You et al. 2020, tables of HC-SA, HC-ALL and SH-X.
+
+    synthesizer-jax data import multi30k --from MULTI30K_FILES --data-dir DATA
+    synthesizer-jax data vocabulary multi30k_en_de --output spm.model --size 4000 --data-dir DATA
+    synthesizer-jax train papers.translation:multi30k:rv --workdir runs/rv --data-dir DATA \\
+        --set vocabulary.path=spm.model
+
+Hardware and time: `multi30k` takes twenty minutes on two CPU cores. `base` is Tensor2Tensor's base model,
+for eight accelerators; `large` and `small` are the two settings of You et al., which compare post-norm
+models. Tasks are ``wmt14_ende_v003``, ``wmt14_enfr_v003``, ``wmt16_enro_v003``, ``iwslt2016_en_de``,
+``iwslt2017_en_ja`` and so on: `synthesizer-jax data list`.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from synthesizer_jax.recipes.papers import small_training, transformer
+
+from synthesizer_jax.alignments import Gaussian
+from synthesizer_jax.data.config import DataConfig
+from synthesizer_jax.data.vocabularies import SentencePiece
+from synthesizer_jax.mixers import Attention
+from synthesizer_jax.models import EncoderDecoder, Size, Stack
+from synthesizer_jax.models.published import RATIO_IWSLT, hard_coded
+from synthesizer_jax.registry import replace
+from synthesizer_jax.training.experiment import Evaluation, Experiment
+
+BASE = Size(d_model=512, layers=6, d_ff=2048, heads=8, head_dim=64)
+SIZE = Size(d_model=128, layers=2, d_ff=512, heads=4, head_dim=32)
+LENGTH = 32  # tokens; longer sentences are cut
+STEPS = 5000
+
+
+def default() -> Experiment:
+    """R+V on Multi30k."""
+    return multi30k("rv")
+
+
+def multi30k(system: str) -> Experiment:
+    """English to German captions, 2 + 2 layers of d 128."""
+    model = transformer(system, SIZE, LENGTH, vocab_size=4096, dropout=0.3)
+    return Experiment(
+        model=model,
+        vocabulary=SentencePiece("spm.model", extra_ids=0),
+        data=DataConfig(
+            "multi30k_en_de",
+            LENGTH,
+            LENGTH,
+            batch_size=64,
+            shards=1,
+            buckets=((16, 16), (24, 24)),
+        ),
+        training=small_training(STEPS, label_smoothing=0.1),
+        evaluation=Evaluation(every=STEPS // 10, method="greedy", batch_size=128),
+    )
+
+
+def base(task: str, system: str) -> Experiment:
+    """Tensor2Tensor's base model: 6 + 6 layers of d 512, tables of 256 positions, 250,000 steps."""
+    model = transformer(system, BASE, 256, vocab_size=32_768, dropout=0.1)
+    return _published(task, model, rows=128, steps=250_000)
+
+
+def large(task: str, system: str) -> Experiment:
+    """The large setting of You et al. 2020, of WMT 2014; systems are base, hc_sa, hc_all and sh_x."""
+    return _published(task, hard_coded(system, dropout_rate=0.1), rows=512, steps=100_000)
+
+
+def small(task: str, system: str) -> Experiment:
+    """The small setting of You et al. 2020, of IWSLT and WMT 2016: 5 + 5 layers of d 288."""
+    model = hard_coded(
+        system, d_model=288, layers=5, heads=4, d_ff=507, ratio=RATIO_IWSLT, dropout_rate=0.1
+    )
+    return _published(task, model, rows=64, steps=100_000)
+
+
+def _published(task: str, model: EncoderDecoder, *, rows: int, steps: int) -> Experiment:
+    experiment = multi30k("v")
+    return replace(
+        experiment,
+        model=model,
+        data=replace(
+            experiment.data,
+            mixture=task,
+            inputs_length=256,
+            targets_length=256,
+            batch_size=rows,
+            buckets=((32, 32), (64, 64), (128, 128)),
+        ),
+        training=small_training(steps, label_smoothing=0.1),
+        evaluation=Evaluation(every=steps // 20, method="beam"),
+    )
+
+
+def head_positions(encoder: str, decoder: str) -> Experiment:
+    """HC-SA with the places of its heads, such as ``-1,1`` and ``-1,0`` (You et al. 2020, section 3)."""
+    experiment = multi30k("hc_sa")
+    model = experiment.model
+    stacks = {"encoder": encoder, "decoder": decoder}
+    changed = {
+        name: _with_offsets(getattr(model, name), ast.literal_eval(f"({places},)"))
+        for name, places in stacks.items()
+    }
+    return replace(experiment, model=model.copy(**changed))
+
+
+def without_feed_forward(system: str, stacks: str = "encoder,decoder") -> Experiment:
+    """No feed-forward layers in the stacks that are named (You et al. 2020, section 5)."""
+    experiment = multi30k(system)
+    model: EncoderDecoder = experiment.model
+    for name in stacks.split(","):
+        stack = getattr(model, name)
+        runs = tuple(
+            replace(run, block=replace(run.block, feed_forward=None)) for run in stack.runs
+        )
+        model = model.copy(**{name: stack.copy(runs=runs)})
+    return replace(experiment, model=model)
+
+
+def _with_offsets(stack: Stack, offsets: tuple[float, ...]) -> Stack:
+    """Returns a stack whose hard-coded heads look at other places."""
+    (run,) = stack.runs
+    mixer = run.block.self_mixer
+    assert isinstance(mixer, Attention)
+    mixer = mixer.copy(alignment=Gaussian(offsets))
+    return stack.copy(runs=(replace(run, block=replace(run.block, self_mixer=mixer)),))
