@@ -141,7 +141,7 @@ def test_an_error_of_one_process_ends_all(tmp_path):
 
 def test_three_kills_change_nothing(tmp_path):
     script, found = RECIPE.with_name("reliability.py"), tmp_path / "found.json"
-    options = "--kills 3 --stride 10 --every 1 --seed 7 --moments step --processes 2 1 --json"
+    options = "--kills 3 --stride 10 --seed 7 --processes 2 1 --json"
     result = subprocess.run(
         [sys.executable, str(script), *options.split(), str(found)], capture_output=True, text=True
     )
