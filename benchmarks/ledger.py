@@ -150,19 +150,25 @@ def make_runs(tables: list[Table], args: argparse.Namespace) -> None:
 
 
 def measure_speed(tables: list[Table], args: argparse.Namespace) -> None:
-    """Measures training steps of the systems of a table in turns: medians of `--rounds` steps each."""
-    from ledger_speed import StepTimer
+    """Measures the systems of each table in turns: medians of `--rounds` steps each."""
+    from ledger_speed import Timer
 
     for table in tables:
-        timers = {run.name: StepTimer(run, args) for run in table.runs([0]) if not run.teacher}
-        seconds: dict[str, list[float]] = {name: [] for name in timers}
-        for _ in range(args.rounds):
+        timers = {run.name: Timer(run, args) for run in table.runs([0]) if not run.teacher}
+        seconds: dict[tuple[str, str], list[float]] = {}
+        for number in range(1 + args.rounds):
             for name, timer in timers.items():
-                seconds[name].append(timer.step())
+                found = {"step": timer.step()}
+                if table.decodes:
+                    found["decode"] = timer.decode()
+                for kind, value in found.items():
+                    if number:  # the first compiles
+                        seconds.setdefault((name, kind), []).append(value)
         results, facts = load(), versions()
         for name, timer in timers.items():
-            entry = {"seconds": statistics.median(seconds[name]), "rounds": args.rounds}
-            results["speed"][name] = timer.costs | entry | facts
+            results["speed"][name] = timer.costs | {"rounds": args.rounds} | facts
+        for (name, kind), values in seconds.items():
+            results["speed"][name][f"{kind}_seconds"] = statistics.median(values)
         save(results)
 
 

@@ -93,7 +93,7 @@ def rows_of(table: Table, results: Mapping[str, Any]) -> Iterator[dict[str, Any]
         speed = results["speed"].get(run.name)
         if speed:
             row |= {key: speed[key] for key in ("parameters", "flops", "peak_mb")}
-            row["speed"] = 1 / speed["seconds"]
+            row["speed"] = 1 / speed["step_seconds"]
         yield row
 
 

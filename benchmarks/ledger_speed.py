@@ -1,4 +1,4 @@
-"""The training step of a recipe, to be timed in turns with others."""
+"""Training steps and decoding of a recipe's model, to be timed in turns with others."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from synthesizer_jax.cli.recipes import load_recipe
 from synthesizer_jax.costs.summary import summarize
 from synthesizer_jax.data.batch import assemble_batch
 from synthesizer_jax.data.task_streams import DrawnExample
+from synthesizer_jax.inference import decode
 from synthesizer_jax.training.trainer import Trainer
 
 
-class StepTimer:
-    """A compiled training step with a batch of made-up tokens without padding.
+class Timer:
+    """A compiled training step with a batch of made-up tokens without padding, and decoding of its inputs.
 
     Attributes:
       costs: parameters, operations of a forward pass per token, and the compiled step's peak memory in MB.
@@ -33,6 +34,7 @@ class StepTimer:
         row = [DrawnExample(inputs, targets % 2 if data.classes else targets, 0, 0)]
         batch = assemble_batch([row] * data.batch_size, data)
         self._batch = trainer.shard_batch(batch)
+        self._inputs, self._targets_length = batch["encoder_input_tokens"], data.targets_length
         self._state = trainer.init()
         self._trainer = trainer
         self.step()
@@ -51,4 +53,21 @@ class StepTimer:
         begin = time.perf_counter()
         self._state, metrics = self._trainer.step(self._state, self._batch)
         jax.block_until_ready((self._state, metrics))
+        return time.perf_counter() - begin
+
+    def decode(self) -> float:
+        """Decodes the inputs greedily to the full length, and returns the time in seconds."""
+        params = self._state.params
+        if "logits_kernel" in params:  # the end of the sequence is never the most probable token
+            params = params | {"logits_kernel": params["logits_kernel"].at[:, 1].set(0.0)}
+        variables = {"params": params, "constants": self._state.constants}
+        begin = time.perf_counter()
+        found = decode(
+            variables,
+            self._inputs,
+            model=self._trainer.model,
+            max_length=self._targets_length,
+        )
+        tokens = np.asarray(found.tokens)
+        assert (tokens != 0).all(), "a sequence ended early"
         return time.perf_counter() - begin

@@ -55,6 +55,7 @@ class Table:
       vocabulary: file of the vocabulary in the work directory.
       test: options of `eval` for the test split; empty: the metric is that of the recipe's split.
       settings: what differs from the recipes.
+      decodes: whether `speed` measures decoding too.
       teacher: recipe of the teacher that a distillation needs.
       init_from: recipe of the pre-trained run.
     """
@@ -74,6 +75,7 @@ class Table:
     vocabulary: str | None = None
     test: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
+    decodes: bool = False
     teacher: str | None = None
     init_from: str | None = None
 
@@ -149,6 +151,27 @@ TRANSLATION = {
 }
 
 TABLES = {
+    "race": Table(
+        "Speed",
+        "Nothing is trained here: T5 1.1 with 2 + 2 layers of d 256, 8 rows of 256 + 64 tokens, a "
+        "training step and greedy decoding of 64 tokens.",
+        "papers.pretraining:race:{}",
+        {
+            "Dynamic convolution (d/4 kernels)": "dynamic",
+            "Dynamic convolution (d kernels)": "dynamic_full",
+            "Lightweight convolution": "light",
+            **(V | R | FR | DENSE | MIXTURES),
+            "HC-SA": "hc_sa",
+            "HC-ALL": "hc_all",
+            "Talking heads": "heads",
+            "Linformer (encoder)": "linformer",
+            "Universal Transformer": "universal",
+        },
+        metric="",
+        unit="",
+        seeds=0,
+        decodes=True,
+    ),
     "cotraining": Table(
         "Co-training on eight tasks",
         "A synthetic mixture: single sentences, pairs and similarity in T5's formats over a made-up "

@@ -19,8 +19,8 @@ from synthesizer_jax.mixers import (
     TalkingHeads,
 )
 from synthesizer_jax.models import EncoderDecoder, Run, Size, t5
-from synthesizer_jax.models.layers import SinusoidalPositions
-from synthesizer_jax.models.zoo import VARIANTS
+from synthesizer_jax.models.layers import LearnedPositions, SinusoidalPositions
+from synthesizer_jax.models.zoo import VARIANTS, dot_product
 from synthesizer_jax.optimizers import AdamW, Cosine
 from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Training
@@ -30,15 +30,16 @@ SCALED = DotProduct()
 
 
 MIXERS: dict[str, Callable[[Size, int, Alignment], Mixer]] = {
-    "light": lambda size, n, dot: LightweightConvolution(width=7, groups=size.d_model // 8),
-    "dynamic": lambda size, n, dot: DynamicConvolution(width=7, groups=size.d_model // 8),
+    "light": lambda size, n, dot: LightweightConvolution(width=7, groups=size.d_model // 4),
+    "dynamic": lambda size, n, dot: DynamicConvolution(width=7, groups=size.d_model // 4),
+    "dynamic_full": lambda size, n, dot: DynamicConvolution(width=7),
     "linformer": lambda size, n, dot: Linformer(
         size.heads, size.head_dim, max_length=n, projected_length=n // 4
     ),
     "heads": lambda size, n, dot: TalkingHeads(size.heads, size.head_dim, alignment=dot),
 }
-"""Self-attentions that are no alignment: convolutions with a kernel for eight channels, Linformer with
-a quarter of the positions, talking heads."""
+"""Self-attentions that are no alignment: convolutions with a kernel for every four channels, which meets
+the published counts, and with one for each, Linformer with a quarter of the positions, talking heads."""
 
 HARD_CODED = ("hc_sa", "hc_all", "sh_x")
 SYSTEMS = (*VARIANTS, *MIXERS, *HARD_CODED)
@@ -114,6 +115,28 @@ def transformer(
         Run(replace(run.block, cross_mixer=head), 1),
     )
     return model.copy(decoder=model.decoder.copy(runs=runs))
+
+
+def laptop_model(system: str, length: int, dropout: float = 0.0) -> EncoderDecoder:
+    """Returns a T5 1.1 with 2 + 2 layers of d 256 and learned positions, as the paper's on C4 had them.
+
+    Args:
+      system: one of `SYSTEMS`.
+      length: positions.
+      dropout: rate of all dropouts.
+    """
+    size = Size(d_model=256, layers=2, d_ff=512, heads=4, head_dim=64)
+    dot = dot_product(size.head_dim)
+    encoder, decoder = self_attentions(system, size, length, dot=dot, dropout=dropout)
+    return t5(
+        size,
+        encoder=encoder,
+        decoder=decoder,
+        cross=encoder if system in ("hc_all", "heads") else None,
+        relative_bias=False,
+        positions=LearnedPositions(length),
+        dropout_rate=dropout,
+    )
 
 
 def small_training(steps: int, peak: float = 1e-3, label_smoothing: float = 0.0) -> Training:

@@ -20,9 +20,9 @@ from __future__ import annotations
 from typing import Any
 
 from synthesizer_jax.recipes import pretrain
-from synthesizer_jax.recipes.papers import self_attentions, small_training
+from synthesizer_jax.recipes.papers import laptop_model, self_attentions, small_training
 
-from synthesizer_jax.alignments import FactorizedRandom, Mixture, Random, RelativeBias
+from synthesizer_jax.alignments import FactorizedRandom, Mixture, Random
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.initializers import Normal
@@ -48,13 +48,12 @@ def synthetic(system: str) -> Experiment:
     dot = zoo.dot_product(SIZE.head_dim)
     encoder, decoder = map(_with_wide_tables, self_attentions(system, SIZE, INPUTS, dot=dot))
     model = t5(SIZE, encoder=encoder, decoder=decoder, vocab_size=grammar.VOCAB_SIZE)
-    bias = RelativeBias(table_init=Normal(2.0))
-    decoder_run = replace(model.decoder.runs[0], repeats=1)
-    model = model.copy(
-        embedding_init=Normal(0.3),
-        encoder=model.encoder.copy(bias=bias),
-        decoder=model.decoder.copy(runs=(decoder_run,), bias=bias.copy(bidirectional=False)),
+    (decoder_run,) = model.decoder.runs
+    stacks = (model.encoder, model.decoder.copy(runs=(replace(decoder_run, repeats=1),)))
+    encoder, decoder = (
+        stack.copy(bias=stack.bias and stack.bias.copy(table_init=Normal(2.0))) for stack in stacks
     )
+    model = model.copy(embedding_init=Normal(0.3), encoder=encoder, decoder=decoder)
     return Experiment(
         model=model,
         # With more than 48 examples, a step's temporary buffers exceed 32 MiB, the size up to which glibc
@@ -74,13 +73,9 @@ def synthetic(system: str) -> Experiment:
 
 
 def laptop(system: str) -> Experiment:
-    """GLUE and SuperGLUE, 2 + 2 layers of d 256, as `pretraining.small`."""
-    size = Size(d_model=256, layers=2, d_ff=512, heads=4, head_dim=64)
-    encoder, decoder = self_attentions(
-        system, size, 128, dot=zoo.dot_product(size.head_dim), dropout=0.1
-    )
+    """GLUE and SuperGLUE, 2 + 2 layers of d 256; it can start from `pretraining.small`."""
     return Experiment(
-        model=t5(size, encoder=encoder, decoder=decoder, dropout_rate=0.1),
+        model=laptop_model(system, 128, dropout=0.1),
         vocabulary=SentencePiece("spiece.model"),
         data=DataConfig(
             "glue_super_glue_proportional", 128, 16, batch_size=32, shards=1, pack=True

@@ -6,15 +6,15 @@
 The model is one of the zoo's; those of the table are ``mesh_learned_MODE_base`` (vanilla, random, dense,
 random_plus, dense_plus, …), ``lightweight_convolution_base``, ``dynamic_convolution_base``,
 ``universal_transformer_base``, and ``t5_1_1_th_base`` for talking heads. `small` takes a system instead,
-and is pre-trained in an hour on two CPU cores.
+and is pre-trained in an hour on two CPU cores. `race` is for measurements of speed.
 """
 
 from __future__ import annotations
 
 from synthesizer_jax.recipes import pretrain
-from synthesizer_jax.recipes.papers import self_attentions
+from synthesizer_jax.recipes.papers import laptop_model
 
-from synthesizer_jax.models import ZOO, EncoderDecoder, t5, zoo
+from synthesizer_jax.models import ZOO, EncoderDecoder, Run, UniversalStack
 from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Experiment
 
@@ -37,7 +37,22 @@ def c4(model: str) -> Experiment:
 def small(system: str) -> Experiment:
     """WikiText-2 by span corruption, 2 + 2 layers of d 256."""
     experiment = pretrain.laptop()
-    size, data = pretrain.LAPTOP, experiment.data
-    dot = zoo.dot_product(size.head_dim)
-    encoder, decoder = self_attentions(system, size, data.inputs_length, dot=dot)
-    return replace(experiment, model=t5(size, encoder=encoder, decoder=decoder))
+    model = laptop_model(system, experiment.data.inputs_length)
+    return replace(experiment, model=model)
+
+
+def race(system: str) -> Experiment:
+    """Rows of 256 + 64 tokens, 2 + 2 layers of d 256; ``universal`` is the Universal Transformer."""
+    experiment = pretrain.laptop()
+    data = replace(experiment.data, inputs_length=256, targets_length=64, batch_size=8)
+    model = laptop_model("v" if system in ("universal", "linformer") else system, 256)
+    if system == "linformer":  # for encoders
+        model = model.copy(encoder=laptop_model(system, 256).encoder)
+    if system == "universal":
+        steps = 2 * model.encoder.num_layers
+        stacks = {
+            name: UniversalStack((Run(stack.runs[0].block, steps),), halting_threshold=0.5)
+            for name, stack in (("encoder", model.encoder), ("decoder", model.decoder))
+        }
+        model = model.copy(**stacks)
+    return replace(experiment, model=model, data=data)

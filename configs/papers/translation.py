@@ -23,6 +23,7 @@ from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import EncoderDecoder, Size, Stack
 from synthesizer_jax.models.published import RATIO_IWSLT, hard_coded
+from synthesizer_jax.optimizers import AdamW, Linear, Noam, Schedule
 from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Evaluation, Experiment
 
@@ -59,12 +60,14 @@ def multi30k(system: str) -> Experiment:
 def base(task: str, system: str) -> Experiment:
     """Tensor2Tensor's base model: 6 + 6 layers of d 512, tables of 256 positions, 250,000 steps."""
     model = transformer(system, BASE, 256, vocab_size=32_768, dropout=0.1)
-    return _published(task, model, rows=128, steps=250_000)
+    schedule = Noam(BASE.d_model, warmup_steps=8000, factor=2.0)
+    return _published(task, model, schedule, rows=128, steps=250_000)
 
 
 def large(task: str, system: str) -> Experiment:
     """The large setting of You et al. 2020, of WMT 2014; systems are base, hc_sa, hc_all and sh_x."""
-    return _published(task, hard_coded(system, dropout_rate=0.1), rows=512, steps=100_000)
+    model = hard_coded(system, dropout_rate=0.1)
+    return _published(task, model, Noam(model.d_model), rows=512, steps=100_000)
 
 
 def small(task: str, system: str) -> Experiment:
@@ -72,10 +75,13 @@ def small(task: str, system: str) -> Experiment:
     model = hard_coded(
         system, d_model=288, layers=5, heads=4, d_ff=507, ratio=RATIO_IWSLT, dropout_rate=0.1
     )
-    return _published(task, model, rows=64, steps=100_000)
+    schedule = Linear(3e-4, total_steps=100_000, final=1e-5)
+    return _published(task, model, schedule, rows=64, steps=100_000)
 
 
-def _published(task: str, model: EncoderDecoder, *, rows: int, steps: int) -> Experiment:
+def _published(
+    task: str, model: EncoderDecoder, schedule: Schedule, *, rows: int, steps: int
+) -> Experiment:
     experiment = multi30k("v")
     return replace(
         experiment,
@@ -88,8 +94,15 @@ def _published(task: str, model: EncoderDecoder, *, rows: int, steps: int) -> Ex
             batch_size=rows,
             buckets=((32, 32), (64, 64), (128, 128)),
         ),
-        training=small_training(steps, label_smoothing=0.1),
-        evaluation=Evaluation(every=steps // 20, method="beam"),
+        training=replace(
+            experiment.training,
+            steps=steps,
+            save_every=steps // 50,
+            optimizer=AdamW(schedule, b2=0.98, eps=1e-9, clip_norm=None),
+        ),
+        evaluation=Evaluation(
+            every=steps // 20, method="beam", relative_length=1.0, extra_length=50
+        ),
     )
 
 

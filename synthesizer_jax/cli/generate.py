@@ -23,7 +23,7 @@ def generate(
     output_file: Annotated[pathlib.Path | None, "--output"] = None,
     step: int | None = None,
     beams: int = 1,
-    alpha: float = 0.6,
+    alpha: float | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -32,6 +32,7 @@ def generate(
     min_length: int = 1,
     max_length: Count | None = None,
     relative_length: float | None = None,
+    extra_length: Count | None = None,
     scores: bool = False,
     batch_size: Count = 16,
     logits_dtype: str | None = None,
@@ -52,7 +53,7 @@ def generate(
       output_file: the file to write; by default stdout.
       step: step of the checkpoint; by default the newest one.
       beams: number of beams; 1 is greedy, or samples.
-      alpha: exponent of beam search's length penalty ((5 + n) / 6)^alpha.
+      alpha: exponent of beam search's length penalty ((5 + n) / 6)^alpha; by default the recipe's.
       temperature: sample from softmax(logits / temperature); 0 does not sample.
       top_k: sample from this number of most probable tokens.
       top_p: sample from the fewest most probable tokens of at least this probability.
@@ -61,7 +62,8 @@ def generate(
       min_length: minimum number of tokens to decode, end of sequence included.
       max_length: maximum number of tokens to decode; by default that of the training's targets, less the
         longest text to continue.
-      relative_length: maximum number of tokens to decode, per token of the input.
+      relative_length: maximum number of tokens to decode, per token of the input; by default the recipe's.
+      extra_length: number of tokens to add to that.
       scores: print the log-probability in nats and a tab before each text.
       batch_size: inputs per batch.
       logits_dtype: float32 or bfloat16, of the output projection; by default the model's dtype.
@@ -77,7 +79,7 @@ def generate(
         )
     lines = _read_lines(text, input_file)
     run = open_run(workdir, imports)
-    model, data = run.experiment.model, run.experiment.data
+    model, data, evaluation = run.experiment.model, run.experiment.data, run.experiment.evaluation
     if isinstance(model, Encoder):
         raise ValueError(
             f"{workdir} holds an Encoder, which generates no text; 'synthesizer-jax predict' predicts the "
@@ -86,9 +88,10 @@ def generate(
     decoding = Decoding(
         max_length=max_length or data.targets_length,
         min_length=min_length,
-        relative_length=relative_length,
+        relative_length=relative_length or evaluation.relative_length,
+        extra_length=evaluation.extra_length if extra_length is None else extra_length,
         beams=beams,
-        alpha=alpha,
+        alpha=evaluation.alpha if alpha is None else alpha,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,

@@ -17,6 +17,7 @@ from synthesizer_jax.evaluation.averages import averages
 from synthesizer_jax.evaluation.prediction import METHODS, RANK, Predictor
 from synthesizer_jax.evaluation.scoring import TaskResult, evaluate_tasks, mean_score
 from synthesizer_jax.inference import Decoding
+from synthesizer_jax.inference.settings import Sequences
 from synthesizer_jax.messages import Phase, did_you_mean, silent_phase
 from synthesizer_jax.models import Encoder, TextToText
 from synthesizer_jax.parameters import Variables
@@ -24,7 +25,7 @@ from synthesizer_jax.registry import register
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.preparation import import_remedy, names_of_split
 from synthesizer_jax.tasks.streams import task_objective
-from synthesizer_jax.typing import Choices, Count, Dtype, Length, NotNegative, Number
+from synthesizer_jax.typing import Choices, Count, Dtype, Length, NotNegative, Number, Positive
 
 
 @register
@@ -34,8 +35,13 @@ class Evaluation:
 
     Attributes:
       every: steps between evaluations; 0 evaluates after the last step only.
-      method: ``"rank"`` scores every label word, ``"greedy"`` and ``"beam"`` (4 beams) decode; tasks
-        without label words are decoded greedily under ``"rank"``.
+      method: ``"rank"`` scores every label word, ``"greedy"`` and ``"beam"`` decode; tasks without label
+        words are decoded greedily under ``"rank"``.
+      beams: of ``"beam"``.
+      alpha: see `Decoding`, as the two lengths, which `generate` also takes unless it is given others.
+      relative_length: the longest answer to an input is ``relative_length`` times as long, plus
+        `extra_length`, but at most `DataConfig.targets_length`; None: that alone.
+      extra_length: number of tokens.
       max_examples: maximum number of examples per task, whole groups; None is all.
       batch_size: number of examples per compiled batch.
       loss_batches: the held-out teacher-forced loss is computed for at most this many batches of each
@@ -51,6 +57,10 @@ class Evaluation:
 
     every: Number = 0
     method: Annotated[str, Choices(METHODS)] = "rank"
+    beams: Sequences = 4
+    alpha: NotNegative = 0.6
+    relative_length: Positive | None = None
+    extra_length: Number = 0
     max_examples: Count | None = None
     batch_size: Length = 64
     loss_batches: Number = 16
@@ -155,7 +165,10 @@ class Evaluator:
             inputs_length=data.inputs_length,
             decoding=Decoding(
                 max_length=data.targets_length,
-                beams=4 if evaluation.method == "beam" else 1,
+                beams=evaluation.beams if evaluation.method == "beam" else 1,
+                alpha=evaluation.alpha,
+                relative_length=evaluation.relative_length,
+                extra_length=evaluation.extra_length,
                 logits_dtype=evaluation.logits_dtype,
             ),
             ranks=evaluation.method == RANK,

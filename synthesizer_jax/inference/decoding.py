@@ -77,8 +77,8 @@ def decode_sequences(
 ) -> Sequences:
     """Decodes a batch of inputs.
 
-    One program serves all values of `alpha`, `temperature`, `top_p`, `min_length`, `relative_length` and
-    `seed`; it is compiled again where one of them is switched on or off.
+    One program serves all values of `alpha`, `temperature`, `top_p`, `min_length`, `relative_length`,
+    `extra_length` and `seed`; it is compiled again where one of them is switched on or off.
 
     Args:
       variables: the model's variables, with scanned or looped layers.
@@ -119,12 +119,12 @@ def decode_sequences(
         )
     relative = decoding.relative_length
     numbers: dict[str, Any] = {"alpha": 0.0, "seed": 0, "min_length": 1, "relative_length": None}
-    numbers |= {"top_p": None, "temperature": float(decoding.temperature > 0)}
+    numbers |= {"extra_length": 0, "top_p": None, "temperature": float(decoding.temperature > 0)}
     return run_decoding(
         variables,
         encoder_tokens,
         min_length=decoding.min_length if decoding.min_length > 1 else None,
-        relative_length=None if relative is None else float(relative),
+        relative_length=None if relative is None else (float(relative), decoding.extra_length),
         alpha=float(decoding.alpha),
         sampling=sampling,
         model=model,
@@ -140,7 +140,7 @@ def run_decoding(
     encoder_tokens: jax.Array,
     *,
     min_length: ArrayLike | None,
-    relative_length: ArrayLike | None,
+    relative_length: tuple[ArrayLike, ArrayLike] | None,
     alpha: ArrayLike,
     sampling: Sampling | None,
     model: TextToText,
@@ -150,7 +150,8 @@ def run_decoding(
     """The compiled program of `decode_sequences`, for any numbers in place of those of `decoding`."""
     longest = jnp.full(encoder_tokens.shape[0], decoding.max_length)
     if relative_length is not None:
-        relative = jnp.round(relative_length * num_real_tokens(encoder_tokens))
+        factor, extra = relative_length
+        relative = jnp.round(factor * num_real_tokens(encoder_tokens)) + extra
         shortest = 1 if min_length is None else min_length
         longest = jnp.clip(relative.astype(longest.dtype), shortest, longest)
     lengths = Lengths(min_length, longest)

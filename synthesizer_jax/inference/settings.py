@@ -6,7 +6,7 @@ import dataclasses
 from typing import Annotated, TypeAlias
 
 from synthesizer_jax.registry import check_types, fields_of
-from synthesizer_jax.typing import Count, Dtype, Length, NotNegative, Positive, Range, Seed
+from synthesizer_jax.typing import Count, Dtype, Length, NotNegative, Number, Positive, Range, Seed
 
 Sequences: TypeAlias = Annotated[int, Range(1, 2**10)]
 
@@ -21,8 +21,9 @@ class Decoding:
       max_length: maximum number of decoded tokens.
       min_length: minimum number of decoded tokens: EOS has probability zero at the first
         ``min_length - 1`` positions. 1 allows the empty text.
-      relative_length: the maximum of an input of n real tokens is also ``round(relative_length · n)``
-        (ties to even), but not less than `min_length`. None: `max_length` alone.
+      relative_length: the maximum of an input of n real tokens is also ``round(relative_length · n) +
+        extra_length`` (ties to even), but not less than `min_length`. None: `max_length` alone.
+      extra_length: see `relative_length`; Tensor2Tensor decodes with 1 and 50.
       beams: number of beams; 1 is greedy decoding or sampling.
       alpha: exponent of the length penalty ``((5 + n) / 6)^alpha`` by which beam search divides the
         log-probability of a sequence of n tokens (Wu et al. 2016, equation 14; T5 uses 0.6 with 4
@@ -46,6 +47,7 @@ class Decoding:
     max_length: Length
     min_length: Count = 1
     relative_length: Positive | None = None
+    extra_length: Number = 0
     beams: Sequences = 1
     alpha: NotNegative = 0.6
     temperature: NotNegative = 0.0

@@ -126,7 +126,7 @@ def t5(
       encoder: alignment of the encoder's self-attention, or a whole mixer; None is T5's dot product.
       decoder: the same of the decoder; None is as the encoder.
       cross: the mixer over the encoder's output; None is T5's attention.
-      relative_bias: T5's bias, one table per stack.
+      relative_bias: T5's bias, one table per stack; none where self-attention has no logits.
       positions: added to the embeddings, such as `SinusoidalPositions`.
       vocab_size: rows of the embedding.
       dropout_rate: one rate for all dropouts.
@@ -147,7 +147,8 @@ def t5(
 
     def stack(kind: Alignment | Mixer, cross: Mixer | None) -> Stack:
         block = Block(mixer(kind), feed_forward, cross_mixer=cross, dropout_rate=dropout_rate)
-        bias = RelativeBias(bidirectional=cross is None) if relative_bias else None
+        has_bias = relative_bias and block.self_mixer.bias_heads is not None
+        bias = RelativeBias(bidirectional=cross is None) if has_bias else None
         return Stack(
             (Run(block, size.layers),),
             bias=bias,

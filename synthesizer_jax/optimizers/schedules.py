@@ -57,6 +57,52 @@ class InverseSquareRoot:
 
 @register
 @dataclasses.dataclass(frozen=True)
+class Noam:
+    """``factor · d_model^−½ · min(s^−½, s · warmup_steps^−1.5)`` at step s, counted from 1.
+
+    Linear warm-up, then inverse square root (Vaswani et al. 2017, equation 3). Tensor2Tensor's base model
+    has the factor 2 and 8,000 steps.
+    """
+
+    d_model: Count
+    warmup_steps: Count = 4000
+    factor: NotNegative = 1.0
+
+    def build(self) -> optax.Schedule:
+        """See `Schedule.build`."""
+        scale = self.factor * self.d_model**-0.5
+
+        def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
+            number = jnp.asarray(step, jnp.float32) + 1.0
+            return scale * jnp.minimum(number**-0.5, number * self.warmup_steps**-1.5)
+
+        return learning_rate
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """Linear warm-up to `peak`, then linear decay to `final` at `total_steps`, as BERT is trained."""
+
+    peak: NotNegative
+    total_steps: Count
+    warmup_steps: Number = 0
+    final: NotNegative = 0.0
+
+    def build(self) -> optax.Schedule:
+        """See `Schedule.build`."""
+
+        def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
+            decay_steps = max(self.total_steps - self.warmup_steps, 1)
+            left = 1.0 - (jnp.asarray(step, jnp.float32) - self.warmup_steps) / decay_steps
+            decayed = self.final + (self.peak - self.final) * jnp.clip(left, 0.0, 1.0)
+            return decayed * _warmup(step, self.warmup_steps)
+
+        return learning_rate
+
+
+@register
+@dataclasses.dataclass(frozen=True)
 class Cosine:
     """Linear warm-up to `peak`, then cosine decay to `final` at `total_steps`."""
 

@@ -185,16 +185,18 @@ def test_lengths_have_a_minimum_and_a_maximum_relative_to_the_input(trained, met
     source = np.asarray(trained[2])
     assert lengths_of(run(trained, method).tokens).min() < 4
     assert lengths_of(run(trained, method, min_length=4).tokens).min() >= 4
-    longest = np.array([min(LENGTH, max(round(0.8 * n), 2)) for n in (source != 0).sum(-1)])
-    options = {"relative_length": 0.8, "min_length": 2}
-    found = run(trained, method, **options)
-    for tokens, limit in zip(np.asarray(found.tokens), longest, strict=True):
-        assert not tokens[:, limit:].any()
-    for limit in (3, 5):  # those of an example are those of a batch of that maximum
-        rows = np.flatnonzero(longest == limit)
-        alone = run(trained, method, max_length=limit, min_length=2)
-        np.testing.assert_array_equal(found.tokens[rows, :, :limit], alone.tokens[rows])
-        np.testing.assert_allclose(found.scores[rows], alone.scores[rows], rtol=1e-4, atol=1e-5)
+    numbers = (source != 0).sum(-1)
+    for relative, extra in ((0.8, 0), (0.5, 1)):
+        longest = np.array([min(LENGTH, max(round(relative * n) + extra, 2)) for n in numbers])
+        options = {"relative_length": relative, "extra_length": extra, "min_length": 2}
+        found = run(trained, method, **options)
+        for tokens, limit in zip(np.asarray(found.tokens), longest, strict=True):
+            assert not tokens[:, limit:].any()
+        for limit in (3, 5):  # those of an example are those of a batch of that maximum
+            rows = np.flatnonzero(longest == limit)
+            alone = run(trained, method, max_length=limit, min_length=2)
+            np.testing.assert_array_equal(found.tokens[rows, :, :limit], alone.tokens[rows])
+            np.testing.assert_allclose(found.scores[rows], alone.scores[rows], rtol=1e-4, atol=1e-5)
     left = np.stack([np.roll(row, (row == 0).sum()) for row in source])
     same = run(trained, method, source=jnp.asarray(left), **options)
     np.testing.assert_array_equal(found.tokens, same.tokens)

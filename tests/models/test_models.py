@@ -21,6 +21,7 @@ from synthesizer_jax.models import (
     unroll,
     unroll_variables,
 )
+from synthesizer_jax.models.layers import Dropout
 from synthesizer_jax.parameters import apply_method
 from tests.layers.contract import general
 from tests.models.test_structures import close
@@ -77,6 +78,12 @@ def test_dropout_needs_its_random_stream_and_only_then_acts(batch):
     )(variables)
     assert np.any(one != two) and np.any(one != none)
     np.testing.assert_array_equal(one, again)
+
+
+def test_dropout_drops_whole_features_and_keeps_the_mean():
+    dropped = Dropout(0.25).apply({}, jnp.ones((4, 3, 64)), rngs={"dropout": jax.random.key(0)})
+    np.testing.assert_array_equal(dropped, np.broadcast_to(dropped[:, :1], dropped.shape))
+    np.testing.assert_allclose(np.unique(dropped), [0, 4 / 3], rtol=1e-6)
 
 
 def test_t5_parameter_names(batch):

@@ -8,7 +8,7 @@ import pytest
 
 from synthesizer_jax.optimizers import Adafactor, AdamW
 from synthesizer_jax.optimizers.adafactor import factored_dims, state_axes
-from synthesizer_jax.optimizers.schedules import Constant, Cosine, InverseSquareRoot
+from synthesizer_jax.optimizers.schedules import Constant, Cosine, InverseSquareRoot, Linear, Noam
 from synthesizer_jax.parameters import is_axes
 
 MIN = 4  # so that small arrays are factored
@@ -222,3 +222,9 @@ def test_schedules():
         [cosine(s) for s in (0, 1, 2, 7, 12, 99)], [0.5, 1, 1, 0.55, 0.1, 0.1], rtol=1e-5
     )
     np.testing.assert_allclose(jax.jit(cosine)(jnp.asarray(7)), 0.55, rtol=1e-5)
+    linear = Linear(1.0, total_steps=6, warmup_steps=2).build()
+    np.testing.assert_allclose([linear(s) for s in (1, 2, 4, 6, 9)], [1, 1, 0.5, 0, 0], atol=1e-6)
+    steps = np.arange(1, 9)  # the paper's, from 1
+    noam = 2.0 * 64**-0.5 * np.minimum(steps**-0.5, steps * 4**-1.5)
+    found = [Noam(64, warmup_steps=4, factor=2.0).build()(s - 1) for s in steps]
+    np.testing.assert_allclose(found, noam, rtol=1e-6)
