@@ -222,6 +222,39 @@ TABLES = {
         {"16": "16", "32": "32", "64 (d/h)": "64", "128": "128"},
         **LANGUAGE_MODEL,
     ),
+    "talking_heads": Table(
+        "Talking heads",
+        "The language model with more and smaller heads at equal width, with and without projections "
+        "between the heads.",
+        "papers.language_modeling:{}",
+        {
+            "4 × 64": "heads:64:4",
+            "16 × 16": "heads:16:16",
+            "4 × 64, talking": "talking_heads:64:4",
+            "16 × 16, talking": "talking_heads:16:16",
+        },
+        **LANGUAGE_MODEL,
+    ),
+    "masked": Table(
+        "BERT with heads of a free size",
+        "Masked language model of the same text, post-norm, four layers of d 256 with four heads; "
+        "perplexity of masked tokens.",
+        "papers.language_modeling:masked:{}",
+        {"16": "16", "64 (d/h)": "64", "128": "128"},
+        **LANGUAGE_MODEL,
+    ),
+    "wmt": Table(
+        "WMT 2014 English-German",
+        "The translation model of Multi30k on 10,000 sentences of the training text; BLEU on newstest2013.",
+        "papers.translation:multi30k:{}:wmt14_ende_v003",
+        V | R | {"HC-SA": "hc_sa"},
+        metric="wmt14_ende_v003/bleu",
+        unit="BLEU",
+        vocabulary="wmt.model",
+        settings=("evaluation.every=1000",),
+        paper={"V": 27.67, "R": 27.27},
+        source="BLEU on newstest2014, Tay et al. 2021",
+    ),
     "translation": Table(
         "Translation",
         "Multi30k, English to German: 2 + 2 layers of d 128, dropout 0.3, 5,000 steps of 64 sentences. "

@@ -11,16 +11,21 @@ per token and per word, bits per byte.
 
 from __future__ import annotations
 
-from synthesizer_jax.recipes.papers import small_training
+from synthesizer_jax.recipes.papers import self_attentions, small_training
 
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import OBJECTIVES
 from synthesizer_jax.data.vocabularies import SentencePiece
-from synthesizer_jax.models import Size
-from synthesizer_jax.models.zoo import language_model
+from synthesizer_jax.models import Encoder, LanguageModel, Size
+from synthesizer_jax.models.published import bert
+from synthesizer_jax.models.zoo import dot_product, language_model
+from synthesizer_jax.optimizers import AdamW, Linear
+from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Evaluation, Experiment
 
 LENGTH = 256
+VOCAB_SIZE = 32_128
+WIKITEXT = "wikitext_2_raw_v1_full_lm"
 SMALL = Size(d_model=256, layers=4, d_ff=512, heads=4, head_dim=64)
 PUBLISHED = Size(d_model=512, layers=6, d_ff=2048, heads=8, head_dim=64)
 
@@ -32,32 +37,61 @@ def default() -> Experiment:
 
 def wikitext(system: str) -> Experiment:
     """WikiText-2, four layers of d 256."""
-    return _model(system, SMALL, "wikitext_2_raw_v1_full_lm")
+    return _train(_model(system, SMALL), WIKITEXT)
 
 
 def heads(head_dim: str, number: str = "4") -> Experiment:
-    """WikiText-2 with heads of a free size at equal width (Bhojanapalli et al. 2020)."""
-    size = Size(SMALL.d_model, SMALL.layers, SMALL.d_ff, int(number), int(head_dim))
-    return _model("v", size, "wikitext_2_raw_v1_full_lm")
+    """Dot products of a free head size at equal width on WikiText-2 (Bhojanapalli et al. 2020)."""
+    return _train(_model("v", _with_heads(number, head_dim)), WIKITEXT)
+
+
+def talking_heads(head_dim: str, number: str) -> Experiment:
+    """Talking heads of a size and number on WikiText-2 (Shazeer et al. 2020)."""
+    return _train(_model("heads", _with_heads(number, head_dim)), WIKITEXT)
+
+
+def masked(head_dim: str, number: str = "4") -> Experiment:
+    """BERT's masked language model on WikiText-2, with heads of a free size (Bhojanapalli et al. 2020)."""
+    model = bert(SMALL.d_model, int(number), int(head_dim), layers=SMALL.layers)
+    model = model.copy(vocab_size=VOCAB_SIZE, pooler=False)
+    experiment = _train(model, WIKITEXT, objective="masked_lm", inputs=LENGTH)
+    schedule = Linear(1e-4, total_steps=2000, warmup_steps=200)
+    optimizer = AdamW(schedule, weight_decay=0.01)
+    return replace(experiment, training=replace(experiment.training, optimizer=optimizer))
 
 
 def lm1b(system: str) -> Experiment:
     """The One Billion Word Benchmark, six layers of d 512."""
-    return _model(system, PUBLISHED, "lm1b_v100_full_lm")
+    return _train(_model(system, PUBLISHED), "lm1b_v100_full_lm")
 
 
-def _model(system: str, size: Size, task: str) -> Experiment:
-    model = language_model(system, size, max_length=LENGTH)
+def _with_heads(number: str, head_dim: str) -> Size:
+    return Size(SMALL.d_model, SMALL.layers, SMALL.d_ff, int(number), int(head_dim))
+
+
+def _model(system: str, size: Size) -> LanguageModel:
+    model = language_model("v", size)
+    _, mixer = self_attentions(system, size, LENGTH, dot=dot_product(size.head_dim), dropout=0.1)
+    (run,) = model.decoder.runs
+    block = run.block.copy(self_mixer=mixer, dropout_rate=0.1)
+    bias = None if mixer.bias_heads is None else model.decoder.bias
+    decoder = model.decoder.copy(runs=(replace(run, block=block),), bias=bias, dropout_rate=0.1)
+    return model.copy(decoder=decoder, vocab_size=VOCAB_SIZE)
+
+
+def _train(
+    model: LanguageModel | Encoder, task: str, *, objective: str = "full_lm", inputs: int = 0
+) -> Experiment:
     return Experiment(
-        model=model.copy(decoder=model.decoder.copy(dropout_rate=0.1)),
+        model=model,
         vocabulary=SentencePiece("spiece.model"),
         data=DataConfig(
             task,
-            inputs_length=0,
+            inputs_length=inputs,
             targets_length=LENGTH,
             batch_size=32,
             shards=1,
-            objective=OBJECTIVES["full_lm"],
+            objective=OBJECTIVES[objective],
         ),
         training=small_training(2000),
         evaluation=Evaluation(every=500),

@@ -38,14 +38,14 @@ def default() -> Experiment:
     return multi30k("rv")
 
 
-def multi30k(system: str) -> Experiment:
-    """English to German captions, 2 + 2 layers of d 128."""
+def multi30k(system: str, task: str = "multi30k_en_de") -> Experiment:
+    """English to German captions, or another task, 2 + 2 layers of d 128."""
     model = transformer(system, SIZE, LENGTH, vocab_size=4096, dropout=0.3)
     return Experiment(
         model=model,
         vocabulary=SentencePiece("spm.model", extra_ids=0),
         data=DataConfig(
-            "multi30k_en_de",
+            task,
             LENGTH,
             LENGTH,
             batch_size=64,

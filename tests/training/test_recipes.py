@@ -28,7 +28,6 @@ VALUES = {  # of arguments of recipes: by name, also of one module or recipe
     "papers.translation:large:SYSTEM": ["base", "hc_sa", "hc_all", "sh_x"],
     "papers.translation:small:SYSTEM": ["base", "hc_sa", "hc_all", "sh_x"],
     "papers.classification:SYSTEM": [*VARIANTS, *papers.MIXERS],
-    "papers.language_modeling:SYSTEM": [*VARIANTS],
     "papers.cotraining:SIZE": ["small", "base"],
     "MODEL": ["mesh_learned_random_base", "universal_transformer_base", "t5_1_1_th_base"],
     "PLACE": [*replacement.PLACES, "everything"],
@@ -40,6 +39,7 @@ VALUES = {  # of arguments of recipes: by name, also of one module or recipe
     "ENCODER": ["-1,1"],
     "DECODER": ["0"],
     "STACKS": ["encoder", "encoder,decoder"],
+    "papers.translation:multi30k:TASK": ["multi30k_en_de"],
     "TASK": ["wmt14_ende_v003", "iwslt2016_en_de"],
 }
 RECIPES = [row["recipe"] for row in list_recipes() if ":default" not in row["recipe"]]
@@ -112,6 +112,7 @@ STEPPED = {
     "finetune:prefix_lm_base",
     "papers.classification:ag_news:linformer",
     "papers.cotraining:laptop:rv",
+    "papers.language_modeling:masked:16:1",
     "papers.language_modeling:wikitext:fr",
     "papers.replacement:alr:everything:s:small",
     "papers.replacement:alrr:s:small",
