@@ -106,7 +106,7 @@ def distill_once(recipe: Distillation) -> None:
 
 STEPPED = {
     *(
-        f"papers.translation:multi30k:{system}"
+        f"papers.translation:multi30k:{system}:multi30k_en_de"
         for system in ("r", "light", "heads", "hc_all", "sh_x")
     ),
     "finetune:prefix_lm_base",
