@@ -34,7 +34,7 @@ install: $(STAMP)  ## make .venv with the tested versions
 quickstart: $(STAMP)  ## train two small models on the synthetic mixture and write a report
 	$(BIN)/synthesizer-jax train quickstart:random_vanilla --workdir $(WORKDIR)/random_vanilla --data-dir $(WORKDIR)/data
 	$(BIN)/synthesizer-jax train quickstart:dot_product --workdir $(WORKDIR)/dot_product --data-dir $(WORKDIR)/data
-	$(BIN)/synthesizer-jax report $(WORKDIR)/random_vanilla $(WORKDIR)/dot_product --output $(WORKDIR)/report.html
+	$(BIN)/synthesizer-jax compare $(WORKDIR)/random_vanilla $(WORKDIR)/dot_product --output $(WORKDIR)/report.html
 
 test: lint types tests  ## lint, types and the test suite
 

@@ -3,13 +3,18 @@
 import html.parser
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from synthesizer_jax.reports.figures import heat_maps, line_chart
-from synthesizer_jax.reports.page import summarize_run, write_report
+from synthesizer_jax.reports.intervals import interval, mcnemar
+from synthesizer_jax.reports.logged import read_systems
+from synthesizer_jax.reports.page import write_report
 from synthesizer_jax.runs.metrics import METRICS_FILE
+from synthesizer_jax.tasks import metrics
 from synthesizer_jax.training.run_directory import save_experiment
 from tests.cli import commands
 from tests.training.tiny import experiment
@@ -25,10 +30,11 @@ ODD = [
 SEEN = [r"$\frac{$", r"nul\x00 bell\x07", r"over\u202eride\u2066", *ODD[3:]]
 
 
-def logged(directory, records=(), **scores):
-    """A run's directory whose newest evaluation has these scores, and then more records."""
+def logged(directory, records=(), *, seed=0, answers=(), **scores):
+    """A run's directory whose newest evaluation has these scores and answers, and then more records."""
     directory.mkdir()
-    save_experiment(experiment(), directory)
+    whole = experiment()
+    save_experiment(replace(whole, training=replace(whole.training, seed=seed)), directory)
     lines = [{"step": 1, **TRAINED}, {"step": 2, **TRAINED, "steps_per_second": 8.0}]
     if scores:
         earlier = {"step": 1, "kind": "eval", "loss": 2.5, "glue_rte/accuracy": 1.0}
@@ -36,14 +42,28 @@ def logged(directory, records=(), **scores):
         lines += [earlier, {"step": 2, "kind": "eval", "loss": 1.5, **newest}]
     text = "".join(json.dumps(record) + "\n" for record in (*lines, *records))
     (directory / METRICS_FILE).write_text(text)
+    (directory / "evaluation" / "2").mkdir(parents=True)
+    for task in dict.fromkeys(name.rpartition("/")[0] for name in scores) if answers else ():
+        rows = "".join(json.dumps({"idx": i, **row}) + "\n" for i, row in enumerate(answers))
+        (directory / "evaluation" / "2" / f"glue_{task}.jsonl").write_text(rows)
     return directory
 
 
 def report(*runs, output):
     """The rows of the table that is printed, and the page."""
-    said = commands.call("report", *runs, "--output", output)
+    said = commands.call("compare", *runs, "--output", output)
     rows = [line.replace("│", " ").split() for line in said.splitlines() if "glue_" in line]
     return rows, output.read_text(encoding="utf-8")
+
+
+def rows_of(page, heading):
+    """The cells of the table under a heading, each with its class, its text and its note."""
+    section = page.partition(f">{heading}</")[2].partition("</section>")[0]
+    cell = r'<td[^>]*>(?:<span(?: class="(\w+)")?>)?([^<]*)(?:</span>)?(?:<small>(.*?)</small>)?'
+    rows = re.findall(r"<tr>(.*?)</tr>", section, flags=re.S)
+    return [[tuple(map(html.unescape, found)) for found in re.findall(cell, row)] for row in rows][
+        1:
+    ]
 
 
 def test_runs_are_compared_by_their_newest_evaluations(tmp_path):
@@ -54,12 +74,18 @@ def test_runs_are_compared_by_their_newest_evaluations(tmp_path):
     assert rows == [
         ["glue_rte", "accuracy", "61.0", "61.0"],
         ["glue_stsb", "pearson", "80.0", "–"],
+        ["glue_stsb", "s", "9.0", "–"],
         ["glue_cola", "matthews", "–", "12.5"],
+        ["glue_c4", "perplexity", "↓", "–", "9.00"],
     ]
-    cells = re.findall(r'<td(?: class="(best)")?>([\d.–]+)</td>', page)
-    best = [("best", "61.0"), ("best", "61.0"), ("best", "80.0"), ("", "–"), ("", "–")]
-    assert cells[:6] == [*best, ("best", "12.5")]  # as they are shown
-    assert "<td>6.0</td>" in page and "Answers" not in page  # the median speed
+    shown = rows_of(page, "Scores on held-out examples")
+    assert shown[0] == [("", "glue_rte", "accuracy"), ("best", "61.0", ""), ("best", "61.0", "")]
+    assert shown[-1] == [("", "all tasks", "loss ↓"), ("", "1.500", ""), ("", "1.500", "")]
+    assert rows_of(page, "Size and speed")[0][4][1:] == (
+        "6.0",
+        "5.0 to 7.0",
+    )  # the median, quartiles
+    assert "Answers" not in page and "Settings" not in page and "Confusion" not in page
     assert [path.name for path in (tmp_path / "sub").iterdir()] == ["page.html"]
     opened, links = [], []
 
@@ -77,17 +103,26 @@ def test_runs_are_compared_by_their_newest_evaluations(tmp_path):
                 assert opened.pop() == tag
 
     Reader().feed(page)
-    assert opened == [] and page.count("<svg") == 1
+    assert opened == [] and page.count("<svg") == 2  # the loss, and what was evaluated twice
     assert all(link.startswith(("#", "data:")) for link in links)
 
 
-def test_what_is_no_run_or_has_no_evaluation_is_one_sentence(tmp_path):
-    output = tmp_path / "page.html"
+def test_what_has_logged_nothing_is_one_sentence(tmp_path):
+    output, young = tmp_path / "page.html", logged(tmp_path / "young")
     with pytest.raises(FileNotFoundError, match=r"holds no experiment\.json; give the directory"):
         report(tmp_path, output=output)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl holds no evaluation; continue the run"):
-        report(logged(tmp_path / "young"), output=output)
     assert not output.exists()
+    assert (
+        "Curves" in report(young, output=output)[1]
+    )  # that of training, as long as there is no other
+    (young / METRICS_FILE).unlink()
+    with pytest.raises(ValueError, match=r"has logged nothing; train the run, or measure it"):
+        report(young, output=output)
+    # What `eval` writes is enough, as of a converted model.
+    task = {"task": "glue_rte", "metrics": {"accuracy": 63.0}, "loss": None}
+    results = json.dumps({"step": 2, "tasks": [task], "score": 63.0})
+    (young / "evaluation" / "2" / "results.json").write_text(results)
+    assert report(young, output=output)[0] == [["glue_rte", "accuracy", "63.0"]]
 
 
 def test_numbers_that_were_not_finite_are_left_out(tmp_path):
@@ -95,38 +130,126 @@ def test_numbers_that_were_not_finite_are_left_out(tmp_path):
     newest = {"step": 5, "kind": "eval", "glue_rte/accuracy": 63.0, "glue_stsb/pearson": None}
     run = logged(tmp_path / "a", [nothing, newest], **{"rte/accuracy": None})
     rows, page = report(run, output=tmp_path / "page.html")
-    assert rows == [["glue_rte", "accuracy", "63.0"]] and "<td>6.0</td>" in page
+    assert rows == [["glue_rte", "accuracy", "63.0"]]
+    assert rows_of(page, "Size and speed")[0][4][1] == "6.0"
+
+
+def test_runs_that_differ_in_seeds_are_one_system(tmp_path):
+    scores = (60.0, 61.0, 65.0)
+    runs = [
+        logged(tmp_path / f"rv-{i}", seed=i, **{"rte/accuracy": score})
+        for i, score in enumerate(scores)
+    ]
+    other = logged(tmp_path / "v", **{"rte/accuracy": 50.0})
+    whole = json.loads((other / "experiment.json").read_text())
+    whole["model"]["d_model"] = 16
+    whole["model"]["encoder"]["norm"] = {"type": "OfTheUser", "size": [1, None]}
+    (other / "experiment.json").write_text(json.dumps(whole))
+    rows, page = report(*runs, other, output=tmp_path / "page.html")
+    assert rows == [["glue_rte", "accuracy", "62.0", "±", "1.5", "50.0"]]  # √7 / √3
+    settings = [[text for _, text, _ in row] for row in rows_of(page, "Settings that differ")]
+    assert settings == [
+        ["model.d_model", "8", "16"],
+        ["model.encoder.norm", "RMSNorm(epsilon=1e-06)", "OfTheUser(size=[1, –])"],
+    ]
+    several, alone = read_systems([*runs, other])
+    assert several.name == "rv" and alone.name == "v"
+    assert several.curve("evaluations", "glue_rte/accuracy") == (
+        *([1.0, 2.0], [1.0, 62.0], [1.0, 60.0], [1.0, 65.0]),
+    )
+    assert several.curve("training", "steps_per_second", most=1) == ([1.5], [6.0], [6.0], [6.0])
+    same = [logged(tmp_path / name, **{"rte/accuracy": 1.0}) for name in ("x-1", "x-2")]
+    assert [system.name for system in read_systems(same)] == ["x-1", "x-2"]
 
 
 def test_answers_that_differ_stand_first_and_any_text_is_shown_as_it_is(tmp_path):
     same = {"input": "same", "target": "a", "prediction": "a", "label": 0, "target_label": 0}
-    free = {"input": " ".join(ODD), "target": "b", "prediction": "c"}
-    runs = []
-    for title, label in ((" ".join(ODD), -1), ("B", 0)):
-        run = logged(tmp_path / title[-1], **{"rte/accuracy": 61.0})
-        differs = same | {"input": "differs", "prediction": "", "label": label}
-        (run / "evaluation" / "2").mkdir(parents=True)
-        lines = "".join(json.dumps(row) + "\n" for row in (same, differs, free))
-        (run / "evaluation" / "2" / "glue_rte.jsonl").write_text(lines)
-        runs.append(summarize_run(title, run))
-    write_report(tmp_path / "page.html", runs, title=" ".join(ODD))
+    differs = same | {"input": "differs", "target": "b", "target_label": 1}
+    for name, answers in (("A", ("a", "")), ("B", ("b", "b"))):
+        for seed, answer in enumerate(answers):
+            given = {"prediction": answer, "label": {"a": 0, "b": 1}.get(answer, -1)}
+            run = logged(
+                tmp_path / f"{name}-{seed}",
+                seed=seed,
+                answers=(same, differs | given),
+                **{"rte/accuracy": 100.0 if answer == "b" else 50.0},
+            )
+            text = (run / "experiment.json").read_text()
+            (run / "experiment.json").write_text(text.replace('"copy"', f'"copy {name}"'))
+    runs = [tmp_path / f"{name}-{seed}" for name in "AB" for seed in (0, 1)]
+    write_report(tmp_path / "page.html", read_systems(runs))
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert page.index("differs") < page.index("same")
-    assert re.findall(r'<td class="(right|wrong|)">(.*?)</td>', page) == [
-        *(("wrong", "✗ (empty)"), ("right", "✓ (empty)")),
-        *(("right", "✓ a"), ("right", "✓ a"), ("", "c"), ("", "c")),
+    answers = page.partition(">Answers</")[2]
+    assert re.findall(r'<span class="(right|wrong)">(.*?)</span><small>(.*?)</small>', answers) == [
+        *(("wrong", "✗ a", "1 of 2"), ("wrong", "✗ (empty)", "1 of 2"), ("right", "✓ b", "2 of 2")),
+        *(("right", "✓ a", "2 of 2"), ("right", "✓ a", "2 of 2")),
     ]
+    assert [text for _, text, _ in rows_of(page, "Who is right where")[0]] == [
+        *("glue_rte", "2", "1", "0", "0", "1", "1"),
+    ]
+    shares = re.findall(r'<td style="--w: ([\d.]+)"( class="framed")?>(.*?)</td>', page)
+    framed, other = " " + 'class="framed"', ""
+    assert shares == [
+        *(("1.0", framed, "100 %"), ("0.0", other, "0 %"), ("0.0", other, "0 %")),
+        *(("0.5", other, "50 %"), ("0.0", framed, "0 %"), ("0.5", other, "50 %")),
+        *(("1.0", framed, "100 %"), ("0.0", other, "0 %"), ("0.0", other, "0 %")),
+        *(("0.0", other, "0 %"), ("1.0", framed, "100 %"), ("0.0", other, "0 %")),
+    ]
+    # Any text.
+    odd = {"input": " ".join(ODD), "target": "b", "prediction": " ".join(ODD)}
+    run = logged(tmp_path / "odd", answers=[odd], **{"rte/accuracy": 61.0})
+    system = replace(read_systems([run])[0], name=" ".join(ODD))
+    write_report(tmp_path / "page.html", [system, system])
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
     text = html.unescape(page)
     assert "<script" not in page and all(expected in text for expected in SEEN)
     assert rf">{SEEN[0]} nul" in text  # in the chart's legend
     assert not re.search("[\0-\x08\x0e-\x1f\u202a-\u202e\u2066-\u2069]", text)
 
 
-def test_charts_have_their_names_and_numbers():
+def test_intervals_are_those_of_the_metrics_over_resampled_examples():
+    rng = np.random.default_rng(0)
+    targets = rng.integers(0, 3, 300)
+    predictions = np.where(rng.random(300) < 0.6, targets, rng.integers(-1, 3, 300))
+    for metric in (
+        metrics.mean_3class_f1,
+        metrics.matthews,
+        metrics.pearson,
+        metrics.f1_with_invalid,
+    ):
+        t = targets % 2 if metric is metrics.f1_with_invalid else targets
+        pairs = np.stack([t, predictions], axis=1)
+        ((name, value),) = metric(*pairs.T.tolist()).items()
+        answers = {
+            str(i): {"target_label": int(t), "label": int(p)} for i, (t, p) in enumerate(pairs)
+        }
+        found = interval(name, value, answers)
+        samples = [metric(*rng.choice(pairs, len(pairs)).T.tolist())[name] for _ in range(100)]
+        np.testing.assert_allclose(found, np.percentile(samples, (2.5, 97.5)), atol=3)
+        assert interval(name, value + 1.0, answers) is None  # not what these answers scored
+    answers = {str(i): {"target_label": 1, "label": int(i < 8)} for i in range(10)}
+    low, high = scipy.stats.binomtest(8, 10).proportion_ci(method="wilson")
+    np.testing.assert_allclose(
+        interval("accuracy", 80.0, answers), (100 * low, 100 * high), atol=1e-2
+    )
+    texts = {str(i): {"target": f"a b c d {i % 7}", "prediction": "a b c d 0"} for i in range(50)}
+    (value,) = metrics.bleu(
+        *([r[k] for r in texts.values()] for k in ("target", "prediction"))
+    ).values()
+    low, high = interval("bleu", value, texts)
+    assert low < value < high and interval("exact_match", 5.0, answers) is None
+    exact = scipy.stats.binomtest(30, 80).pvalue
+    assert mcnemar(30, 50) == pytest.approx(exact, abs=2e-3) and mcnemar(0, 0) == 1.0
+
+
+def test_charts_have_their_names_and_numbers_in_the_colors_of_the_page():
     weights = np.random.default_rng(0).dirichlet(np.ones(4), size=(2, 4))
     weights[0, 0, 0] = np.nan
     chart = heat_maps({"1.1": weights[0], "1.2": weights[1]}, x_label="key", y_label="query")
-    assert chart.count(f">{weights[1, 2, 3]:.2f}</text>") >= 1 and "nan" not in chart
-    assert ">1.1</text>" in chart and chart.count("<image") == 3  # two maps, a color bar
-    chart = line_chart({"x" * 60: ([0, 1], [1, 2])}, x_label="step", y_label="loss")
-    assert f">{'x' * 19}…{'x' * 20}</text>" in chart
+    assert chart.count(f">{weights[1, 2, 3]:.2f}</td>") >= 1 and "nan" not in chart
+    assert ">1.1</caption>" in chart and chart.count("<td></td>") == 1
+    lines = {"x" * 60: ([0, 1], [1, 2], [0.5, 1], [2, 3]), "y": ([0, 1], [1, 2])}
+    chart = line_chart(lines, x_label="step", y_label="loss", points={"y": ([1], [9])})
+    assert f">{'x' * 19}…{'x' * 20}</text>" in chart and "#0000" not in chart
+    assert all(f"var(--{name})" in chart for name in ("c1", "c2", "c9"))

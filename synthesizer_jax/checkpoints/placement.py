@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Iterator
 
@@ -144,9 +145,16 @@ def read_arrays(
     return ocp.PyTreeCheckpointHandler().restore(absolute(checkpoint / "state"), args=arguments)
 
 
+def count_parameters(checkpoint: pathlib.Path) -> int:
+    """Returns the number of parameters that a checkpoint holds; no array is read."""
+    return sum(math.prod(shape) for shape in _shapes(_metadata(checkpoint)["params"]).values())
+
+
 def _metadata(checkpoint: pathlib.Path) -> PyTree:
     """Returns the tree of a checkpoint's arrays, with their shapes."""
-    return ocp.PyTreeCheckpointHandler().metadata(absolute(checkpoint / "state")).tree
+    # By default it asks for JAX's platform, and so would take the devices of a training.
+    handler = ocp.PyTreeCheckpointHandler(enable_pinned_host_transfer=False)
+    return handler.metadata(absolute(checkpoint / "state")).tree
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:

@@ -36,6 +36,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "models": plan.models,
     "plan": plan.plan,
     "analyze": report.analyze,
+    "compare": report.report,
     "report": report.report,
     "doctor": doctor.doctor,
     "local": doctor.local,

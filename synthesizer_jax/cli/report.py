@@ -1,8 +1,9 @@
-"""`synthesizer-jax report` and `analyze`: pages about runs."""
+"""`synthesizer-jax compare`, `report` and `analyze`: pages about runs."""
 
 from __future__ import annotations
 
 import pathlib
+from typing import Annotated
 
 import typer
 
@@ -15,26 +16,29 @@ def report(
     runs: list[pathlib.Path],
     *,
     output: pathlib.Path = pathlib.Path("report.html"),
-    imports: Imports = None,
+    imports: Annotated[list[str] | None, typer.Option("--import", hidden=True)] = None,
 ) -> None:
-    """Compare the logs of runs: print a table of metrics, and write a page with answers, losses, costs.
+    """Show a run, or compare several: scores, curves, answers, speed and settings, in one page.
 
-    Example: synthesizer-jax report runs/rv runs/vanilla
+    Runs whose experiments differ in seeds alone are one system, with standard errors and bands. Only the
+    files of the runs are read.
+
+    Example: synthesizer-jax compare runs/rv-0 runs/rv-1 runs/vanilla-0 runs/vanilla-1
 
     Args:
       runs: directories of runs.
       output: the HTML file to write.
+      imports: no longer needed.
     """
-    from synthesizer_jax.reports.page import metric_rows, summarize_run, write_report
-    from synthesizer_jax.runs import code
+    from synthesizer_jax.reports.logged import read_systems
+    from synthesizer_jax.reports.page import write_report
 
-    code.load_user_code(imports or ())
-    summaries = [summarize_run(str(run), run) for run in runs]
-    write_report(output, summaries, title="Comparison of runs")
-    rows = [[x if isinstance(x, str) else x.text for x in row] for row in metric_rows(summaries)]
+    systems = read_systems(runs)
+    scores = write_report(output, systems)
+    rows = [[row[0].text, row[0].note, *(cell.text for cell in row[1:])] for row in scores]
     if rows:
-        headings = ("task", "metric", *map(str, runs))
-        print_table(headings, rows, title="held-out metrics, percent", left=2)
+        headings = ("task", "metric", *(system.name for system in systems))
+        print_table(headings, rows, title="held-out examples", left=2)
     typer.echo(f"report: {absolute(output)}")
 
 

@@ -1,44 +1,60 @@
-"""Pages of HTML: their sections, tables, and charts that Matplotlib draws as inline SVG."""
+"""Pages of HTML in one style: their sections, tables, and charts that Matplotlib draws as inline SVG."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import io
 import pathlib
 import platform
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-import flax
-import jax
 import jinja2
 import matplotlib as mpl
 import numpy as np
+from cycler import cycler
 from markupsafe import Markup
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from synthesizer_jax.files import write_atomic
 from synthesizer_jax.messages import escape_controls
 from synthesizer_jax.version import __version__
+
+FAINT = "#0000c9"
+"""Stands for ``--c9`` of the style sheet, as other colors for its other variables: charts follow it."""
 
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.prop_cycle": cycler(color=[f"#0000c{i + 1}" for i in range(8)]),
+    "axes.edgecolor": FAINT,
+    "axes.grid": True,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.4,
     "text.parse_math": False,  # dollar signs do not start formulas
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "report",
 }
 
+Line: TypeAlias = tuple[Sequence[float], ...]
+"""Equally many x and y, and for a band the lowest and the highest y."""
+
 
 class Cell(NamedTuple):
-    """A cell of a table that is shown in another way: as ``best``, ``right`` or ``wrong``."""
+    """A cell of a table, or one below another, with a smaller note below the text.
+
+    Its kind is ``best``, ``right``, ``wrong``, ``code``, or a heading's color ``c1`` to ``c8``.
+    """
 
     text: str
-    kind: str
+    kind: str = ""
+    note: str = ""
 
 
 class Section(NamedTuple):
@@ -49,7 +65,7 @@ class Section(NamedTuple):
       text: what it shows.
       charts: figures from this module.
       headings: those of a table.
-      rows: its rows, a string or `Cell` for each heading.
+      rows: its rows, with contents for each heading.
       numbers: whether all columns but the first are numbers.
       folded: whether a click opens it.
     """
@@ -57,20 +73,27 @@ class Section(NamedTuple):
     title: str
     text: str
     charts: Sequence[Markup] = ()
-    headings: Sequence[str] = ()
+    headings: Sequence[str | Cell] = ()
     rows: Sequence[Sequence[str | Cell]] = ()
     numbers: bool = True
     folded: bool = False
 
 
 def write_page(
-    path: pathlib.Path,
-    *,
-    title: str,
-    sections: Sequence[Section],
-    sentences: Sequence[str] = (),
+    path: pathlib.Path, *, title: str, template: str = "page.html.jinja", **variables: object
 ) -> None:
-    """Writes a page atomically, with the versions of the libraries at its end; all text is escaped."""
+    """Writes a page atomically, with the versions of the libraries at its end.
+
+    Its template extends ``base.html.jinja``, which has the style sheet; ``page.html.jinja`` takes
+    ``sections`` of `Section` and ``sentences`` as variables; see `render`.
+    """
+    facts = {"synthesizer_jax": __version__, "Python": platform.python_version()}
+    facts |= {name: importlib.metadata.version(name) for name in ("jax", "flax")}
+    write_atomic(path, render(template, title=title, facts=facts, **variables))
+
+
+def render(template: str, **variables: object) -> Markup:
+    """Returns what a template of this package makes of variables; all text but `Markup` is escaped."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("synthesizer_jax.reports", "."),
         autoescape=True,
@@ -79,79 +102,85 @@ def write_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    facts = {
-        "synthesizer_jax": __version__,
-        "jax": jax.__version__,
-        "flax": flax.__version__,
-        "Python": platform.python_version(),
-    }
-    page = environment.get_template("page.html.jinja").render(
-        title=title, sentences=sentences, sections=sections, facts=facts
-    )
-    write_atomic(path, page)
+    return Markup(environment.get_template(template).render(**variables))
 
 
 def line_chart(
-    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    lines: Mapping[str, Line],
     *,
     x_label: str,
     y_label: str,
-    points: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
+    points: Mapping[str, Line] | None = None,
     logarithmic: bool = True,
+    title: str = "",
 ) -> Markup:
-    """Draws lines.
+    """Draws lines, each in its own color, with bands where they have some.
 
     Args:
-      lines: ``(x, y)`` by name.
+      lines: by name.
       x_label: the label of the x axis.
       y_label: the label of the y axis, with its unit.
-      points: ``(x, y)`` by the names of the lines.
-      logarithmic: the scale of the y axis.
+      points: lines with markers in the same colors, by the names of the others.
+      logarithmic: whether the y axis may be, where the largest y is five times the smallest or more.
+      title: the heading.
     """
     with _style():
-        figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+        columns = 1 if max(map(len, lines)) > 20 else 2
+        height = 2.8 + 0.17 * -(-len(lines) // columns)  # with the legend
+        figure = Figure(figsize=(4.8, height), layout="constrained")
         axes = figure.subplots()
-        for name, line in lines.items():
-            (drawn,) = axes.plot(*line, linewidth=1.4, label=_label(name))
-            if points and name in points:
-                held_out = f"{_label(name)}, held out"
-                axes.plot(*points[name], "o-", color=drawn.get_color(), label=held_out)
-        axes.set(xlabel=x_label, ylabel=y_label, yscale="log" if logarithmic else "linear")
+        for i, (name, line) in enumerate(lines.items()):
+            color, marked = f"C{i}", (points or {}).get(name, ([], []))
+            dash = "-" if i < 8 else "--"  # colors are used again
+            axes.plot(*line[:2], dash, color=color, linewidth=1.4, label=_label(name))
+            axes.plot(*marked[:2], "osD^vPX*"[i % 8] + dash, color=color, markersize=4)
+            for x, *_, low, high in (both for both in (line, marked) if len(both) == 4):
+                axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
+        drawn = [y for line in (*lines.values(), *(points or {}).values()) for y in line[1]]
+        axes.set(xlabel=x_label, ylabel=y_label)
+        if logarithmic and 0 < 5 * min(drawn, default=0) <= max(drawn):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("")
-        axes.legend(frameon=False, ncols=2)
-        return _to_svg(figure)
+        axes.tick_params(length=0)
+        axes.set_title(_label(title), loc="left", fontweight="bold", fontsize=10)
+        if len(lines) > 1:
+            figure.legend(loc="outside upper left", frameon=False, ncols=columns)
+        return _to_svg(figure, title or y_label)
 
 
-def heat_maps(panels: Mapping[str, np.ndarray], *, x_label: str, y_label: str) -> Markup:
-    """Draws matrices of the same shape as numbers in colors from 0; NaN is an empty cell.
+def heat_maps(
+    panels: Mapping[str, np.ndarray],
+    *,
+    x_label: str,
+    y_label: str,
+    names: tuple[Sequence[str], Sequence[str]] | None = None,
+    number: str = "{:.2f}",
+    title: str = "",
+) -> Markup:
+    """Shows matrices of the same shape as tables whose cells are shaded from 0; NaN is an empty cell.
+
+    Negative numbers have another color. Cells whose row and column have the same name are framed.
 
     Args:
       panels: the matrices by name.
-      x_label: what their columns are, counted from 1.
-      y_label: what their rows are, counted from 1.
+      x_label: what their columns are.
+      y_label: what their rows are.
+      names: those of the columns and of the rows; None counts both from 1.
+      number: the format of a number.
+      title: the heading.
     """
     height, width = next(iter(panels.values())).shape
-    size = len(panels) * (0.42 * width + 0.5) + 0.8, 0.3 * height + 0.8
-    with _style():
-        figure = Figure(figsize=size, layout="constrained")
-        (row,) = figure.subplots(1, len(panels), squeeze=False)
-        most = max(1e-6, *(np.nanmax(values) for values in panels.values()))
-        for (title, values), axes in zip(panels.items(), row, strict=True):
-            extent = (0.5, width + 0.5, height + 0.5, 0.5)
-            # The scale ends above the largest number, so that black text is readable on it.
-            image = axes.imshow(
-                values, cmap="Blues", vmin=0, vmax=1.3 * most, aspect="auto", extent=extent
-            )
-            axes.set_title(_label(title), fontsize=9)
-            axes.locator_params(integer=True)
-            axes.tick_params(length=0)
-            for (i, j), value in np.ndenumerate(values):
-                if not np.isnan(value):
-                    axes.text(j + 1, i + 1, f"{value:.2f}", ha="center", va="center", fontsize=8)
-        figure.colorbar(image, ax=list(row), shrink=0.8, pad=0.01)
-        row[0].set(xlabel=x_label, ylabel=y_label)
-        return _to_svg(figure)
+    return render(
+        "heat_maps.html.jinja",
+        panels={name: values.tolist() for name, values in panels.items()},
+        most=max(1e-6, *(np.nanmax(np.abs(values)) for values in panels.values())),
+        title=title,
+        labels=(x_label, y_label),
+        names=names or (range(1, width + 1), range(1, height + 1)),
+        number=number,
+    )
 
 
 def _label(text: str) -> str:
@@ -168,11 +197,14 @@ def _style() -> Iterator[None]:
         yield
 
 
-def _to_svg(figure: Figure) -> Markup:
+def _to_svg(figure: Figure, label: str = "") -> Markup:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
-    svg = text[text.index("<svg") :]
+    svg = re.sub("<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
+    # Ids of groups would occur once in every chart of a page.
+    svg = re.sub(r' id="[A-Za-z.]+_\d+"', "", svg)
     # The page sets the width; the view box keeps the proportions.
-    svg = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", svg, count=1, flags=re.S)
-    return Markup(svg)  # Matplotlib escapes text
+    opening = Markup(r'<svg role="img" aria-label="{}" \1').format(label.replace("\\", "/"))
+    svg = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', opening, svg, count=1, flags=re.S)
+    return Markup(re.sub("(?<=: )#0000(c[1-9])", r"var(--\1)", svg))  # Matplotlib escapes text

@@ -1,187 +1,199 @@
-"""The page that compares runs by what they logged."""
+"""The page that compares systems, of one run or several, by what the runs have logged."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import collections
+import itertools
 import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+from markupsafe import Markup
 
-from synthesizer_jax.costs.summary import Summary, summarize
-from synthesizer_jax.evaluation.files import evaluation_folder
 from synthesizer_jax.evaluation.scoring import LOWER_IS_BETTER
-from synthesizer_jax.files import describing
-from synthesizer_jax.reports.figures import Cell, Section, line_chart, write_page
-from synthesizer_jax.runs.metrics import METRICS_FILE, read_metrics
-from synthesizer_jax.training.run_directory import load_experiment
+from synthesizer_jax.reports.figures import Cell, Line, heat_maps, line_chart, write_page
+from synthesizer_jax.reports.intervals import interval, mcnemar
+from synthesizer_jax.reports.logged import Record, System, differences
 
-ANSWERS = 3
-"""Examples of each task whose answers are shown."""
-
-Series: TypeAlias = tuple[Sequence[float], Sequence[float]]
-"""Steps and values of a measure, without the records in which it is null or absent."""
+Shared: TypeAlias = Mapping[str, list[list[list[Record]]]]
+"""By task, of each example that all runs with the task have, the records of each system's runs."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RunSummary:
-    """The costs and logged results of one run.
-
-    Attributes:
-      title: the run's name.
-      costs: those of its model.
-      training: measures of the training log by name.
-      held_out: the loss of the evaluations, in nats per token.
-      metrics: the first metric of each task that has one in the newest evaluation: its name, and its value
-        in percent; texts have none.
-      answers: the predictions of that evaluation by task and input, as in ``TASK.jsonl``.
-    """
-
-    title: str
-    costs: Summary
-    training: Mapping[str, Series]
-    held_out: Series
-    metrics: Mapping[str, tuple[str, float]]
-    answers: Mapping[str, Mapping[str, dict[str, Any]]]
-
-
-def summarize_run(title: str, directory: pathlib.Path) -> RunSummary:
-    """Returns the costs and the logged results of a run.
-
-    Raises:
-      FileNotFoundError: there is no run in the directory.
-      ValueError: the run has logged no evaluation yet.
-    """
-    experiment = load_experiment(directory)
-    lengths = experiment.data.lengths
-    log = directory / METRICS_FILE
-    records = read_metrics(log) if log.exists() else []
-
-    def series(kind: str, name: str) -> Series:
-        found = [r for r in records if r["kind"] == kind and r.get(name) is not None]
-        return [r["step"] for r in found], [r[name] for r in found]
-
-    names = ("loss", "steps_per_second", "tokens_per_second")
-    training = {name: series("train", name) for name in names}
-    evaluations = [record for record in records if record["kind"] == "eval"]
-    if not (evaluations and all(values for _, values in training.values())):
-        raise ValueError(f"{log} holds no evaluation; continue the run until its first evaluation")
-    metrics: dict[str, tuple[str, float]] = {}
-    for key, value in evaluations[-1].items():
-        task, slash, metric = key.rpartition("/")
-        if slash and value is not None and metric not in LOWER_IS_BETTER:
-            metrics.setdefault(task, (metric, value))
-    folder = evaluation_folder(directory, int(evaluations[-1]["step"]))
-    return RunSummary(
-        title=title,
-        costs=summarize(
-            experiment.model, inputs_length=lengths["inputs"], targets_length=lengths["targets"]
-        ),
-        training=training,
-        held_out=series("eval", "loss"),
-        metrics=metrics,
-        answers={task: _read_answers(folder / f"{task}.jsonl") for task in metrics},
-    )
-
-
-def _read_answers(path: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Returns the labeled predictions of a task by input; none if they were not written."""
-    if not path.is_file():
-        return {}
-    with describing(path), path.open(encoding="utf-8") as file:
-        records = map(json.loads, file)
-        return {r["input"]: r for r in records if r.get("target") is not None and "prediction" in r}
-
-
-def write_report(path: pathlib.Path, runs: Sequence[RunSummary], *, title: str) -> None:
+def write_report(path: pathlib.Path, systems: Sequence[System]) -> list[list[Cell]]:
     """Writes the page atomically: if this fails, an existing file stays as it is.
 
     Args:
       path: the file.
-      runs: the compared runs; all their text is escaped.
-      title: the heading.
+      systems: the compared systems, or one alone; all their text is escaped.
+
+    Returns:
+      The rows of the table of scores: a task and, as its note, a metric; then each system's score.
     """
-    titles = [run.title for run in runs]
-    chart = line_chart(
-        {run.title: run.training["loss"] for run in runs},
-        points={run.title: run.held_out for run in runs},
-        x_label="step",
-        y_label="nats per target token",
+    runs = [run for system in systems for run in system.runs]
+    tasks = dict.fromkeys(task for run in runs for task in run.answers)
+    shared = {task: _shared_answers(systems, task) for task in tasks}
+    scores = _scores(systems)
+    write_page(
+        path,
+        template="compare.html.jinja",
+        title=f"Comparison of {len(systems)} systems" if len(systems) > 1 else systems[0].name,
+        systems=[Cell(system.name, f"c{i % 8 + 1}") for i, system in enumerate(systems)],
+        runs=len(runs),
+        alone=min(len(system.runs) for system in systems) == 1,
+        steps=sorted({max(run.evaluations) for run in runs if run.evaluations}),
+        scores=scores,
+        curves=_curves(systems),
+        agreement=list(_agreement(shared, len(systems))),
+        answers=list(_answers(shared)),
+        confusion=list(_confusion(systems, shared)),
+        speed=list(map(_speed, systems)),
+        settings=[
+            [Cell(path, "code"), *(Cell(value, "code") for value in values)]
+            for path, values in differences([system.runs[0].experiment for system in systems])
+        ],
     )
-    costs = []
-    for run in runs:
-        speeds = (run.training[f"{unit}_per_second"][1] for unit in ("steps", "tokens"))
-        steps, tokens = (float(np.median(values)) for values in speeds)
-        flops, cache = run.costs.flops_per_token / 1000, run.costs.cache_bytes_per_token
-        numbers = (f"{run.costs.parameters:,}", f"{flops:,.0f}", f"{cache:,}")
-        costs.append((run.title, *numbers, f"{steps:.1f}", f"{tokens:,.0f}"))
-    sections = [
-        Section(
-            "Metrics on held-out examples",
-            "Of the newest evaluation, in percent. The best value of each row is bold. Each run has one "
-            "seed, so differences of a few points may be due to chance.",
-            headings=("task", "metric", *titles),
-            rows=metric_rows(runs),
-        ),
-        Section(
-            "Answers",
-            "Of each task first those that only some runs answer right, by the labels that metrics "
-            "compare. All are in evaluation/STEP/TASK.jsonl of a run.",
-            headings=("input", "target", *titles),
-            rows=list(_compare_answers(runs)),
-            numbers=False,
-        ),
-        Section(
-            "Loss",
-            "Cross-entropy with teacher forcing: the lines are training, the points held-out examples.",
-            charts=[chart],
-        ),
-        Section(
-            "Cost and speed",
-            "FLOPs are those of a forward pass per token of input and target; the cache is the memory "
-            "that decoding needs per position and example. Speeds are medians over the lines of the "
-            "training log, measured on this machine without compilation.",
-            headings=(
-                *("run", "parameters", "kFLOPs / token", "cache B / position"),
-                *("steps / s", "tokens / s"),
-            ),
-            rows=costs,
-        ),
-    ]
-    write_page(path, title=title, sections=[s for s in sections if s.rows or s.charts])
+    return scores
 
 
-def metric_rows(runs: Sequence[RunSummary]) -> list[list[str | Cell]]:
-    """Returns a row of each task: its name, its metric, and each run's value, the best as a `Cell`."""
+def _scores(systems: Sequence[System]) -> list[list[Cell]]:
+    """Returns a row for each task and metric: both, and the mean of each system with its interval."""
+    names = dict.fromkeys(name for s in systems for run in s.runs for name in run.newest)
+    tasks = [name for name in names if "/" in name and not name.endswith("/loss")]
+    same_tasks = len({frozenset(run.newest) for s in systems for run in s.runs}) == 1
     rows = []
-    for task in dict.fromkeys(task for run in runs for task in run.metrics):
-        found = [run.metrics.get(task, ("", math.nan)) for run in runs]
-        values = [round(value, 1) for _, value in found]
-        best = max((v for v in values if not math.isnan(v)), default=math.nan)
-        texts = ["–" if math.isnan(value) else f"{value:.1f}" for value in values]
-        cells = [Cell(t, "best") if v == best else t for t, v in zip(texts, values, strict=True)]
-        rows.append([task, next(name for name, _ in found if name), *cells])
+    overall = [name for name in ("GLUE", "SuperGLUE", "score", "loss") if name in names]
+    for name in (*tasks, *overall):
+        task, _, metric = name.rpartition("/")
+        lower = metric in LOWER_IS_BETTER
+        digits = 3 if metric == "loss" else 1 + lower
+        runs = [[run for run in system.runs if name in run.newest] for system in systems]
+        scores = [[run.newest[name] for run in own] for own in runs]
+        means = [round(sum(own) / len(own), digits) if own else math.nan for own in scores]
+        known = [mean for mean in means if not math.isnan(mean)]
+        best = (min if lower else max)(known) if len(known) > 1 and (task or same_tasks) else None
+        cells = [Cell(task or "all tasks", note=f"{metric} ↓" if lower else metric)]
+        for mean, own, values in zip(means, runs, scores, strict=True):
+            text = f"{mean:,.{digits}f}" if values else "–"
+            if len(values) > 1:
+                text += f" ± {np.std(values, ddof=1) / math.sqrt(len(values)):,.{digits}f}"
+            ends = (interval(metric, run.newest[name], run.answers.get(task, {})) for run in own)
+            found = list(filter(None, ends))
+            note = "{:.1f} to {:.1f}".format(*np.mean(found, axis=0)) if found else ""
+            cells.append(Cell(text, "best" if mean == best else "", note))
+        rows.append(cells)
     return rows
 
 
-def _compare_answers(runs: Sequence[RunSummary]) -> Iterator[list[str | Cell]]:
-    """Yields input, target and each run's answer, first those that only some runs answer right."""
-    for task in runs[0].answers:
-        own = [run.answers.get(task, {}) for run in runs]
-        shared = [text for text in own[0] if all(text in answers for answers in own)]
-        cells = {text: [_judge(answers[text]) for answers in own] for text in shared}
-        shared.sort(key=lambda text: len({cell.kind for cell in cells[text]}) == 1)
-        for text in shared[:ANSWERS]:
-            yield [text, own[0][text]["target"], *cells[text]]
+def _curves(systems: Sequence[System]) -> tuple[list[Markup], list[Markup]]:
+    """Returns charts of the mean over tasks, or the only one, and of the loss; and of every task."""
+    names = dict.fromkeys(name for s in systems for run in s.runs for name in run.newest)
+    first = {name.rpartition("/")[0]: name for name in reversed(names) if "/" in name}
+    blank: dict[str, Line] = {system.name: ([], []) for system in systems}
+    charts = []
+    for name in (*["score"] * (len(first) > 1), *reversed(first.values())):
+        points = {system.name: system.curve("evaluations", name) for system in systems}
+        task, _, metric = name.rpartition("/")
+        if max(len(x) for x, *_ in points.values()) > 1:
+            log, title = metric in LOWER_IS_BETTER, task or "mean over tasks"
+            labels = {"x_label": "step", "y_label": metric, "title": title}
+            charts.append(line_chart(blank, points=points, logarithmic=log, **labels))
+    loss = line_chart(
+        {system.name: system.curve("training", "loss", most=120) for system in systems},
+        points={system.name: system.curve("evaluations", "loss") for system in systems},
+        x_label="step",
+        y_label="nats per target token",
+        title="loss",
+    )
+    return [*charts[:1], loss], charts[1:]
 
 
-def _judge(record: Mapping[str, Any]) -> Cell:
-    """Returns an answer, marked as right or wrong where metrics compare labels."""
-    answer = record["prediction"] or "(empty)"
-    if "label" not in record:
-        return Cell(answer, "")
-    right = record["label"] == record["target_label"]
-    return Cell(f"{'✓' if right else '✗'} {answer}", "right" if right else "wrong")
+def _shared_answers(systems: Sequence[System], task: str) -> list[list[list[Record]]]:
+    runs = [[run.answers[task] for run in s.runs if task in run.answers] for s in systems]
+    every = list(itertools.chain(*runs))
+    keys = [key for key in every[0] if all(key in answers for answers in every)]
+    return [[[answers[key] for answers in own] for own in runs] for key in keys]
+
+
+def _share_right(records: Sequence[Record]) -> float:
+    """Returns the share of runs that answer right; NaN where metrics compare no labels."""
+    right = [r["label"] == r["target_label"] for r in records if "label" in r]
+    return sum(right) / len(right) if right else math.nan
+
+
+def _agreement(shared: Shared, systems: int) -> Iterator[list[str]]:
+    """Yields, of each task, by which systems how many examples are answered right."""
+    for task, examples in shared.items():
+        shares = np.array([list(map(_share_right, example)) for example in examples])
+        if systems > 1 and shares.size and not np.isnan(shares).any():
+            right = shares > 0.5
+            count = right.sum(1)
+            alone = right[count == 1].sum(0).tolist()
+            numbers = [len(right), (count == systems).sum(), (count == 0).sum(), *alone]
+            chance = [f"{mcnemar(*alone):.2g}"] if systems == 2 else []
+            yield [task, *(f"{number:,}" for number in numbers), *chance]
+
+
+def _answers(shared: Shared) -> Iterator[list[str | Cell | list[Cell]]]:
+    """Yields input, target and each system's answers of four examples in which systems differ most."""
+
+    def order(example: list[list[Record]]) -> tuple[float, float]:
+        shares = list(map(_share_right, filter(None, example)))
+        if math.isnan(shares[0]):
+            return -len({record["prediction"] for own in example for record in own}), 0
+        return min(shares) - max(shares), sum(shares)
+
+    for task, examples in shared.items():
+        for example in sorted(examples, key=order)[:4]:
+            record = next(filter(None, example))[0]
+            cells = [_judge(own) or "–" for own in example]
+            yield [Cell(record["input"], note=task), record["target"], *cells]
+
+
+def _judge(records: Sequence[Record]) -> list[Cell]:
+    """Returns the different answers of runs, as right or wrong where metrics compare labels."""
+    kinds = {1.0: "right", 0.0: "wrong"}
+    texts = ((r["prediction"] or "(empty)", kinds.get(_share_right([r]), "")) for r in records)
+    found, of = collections.Counter(texts), len(records)
+    return [Cell(*both, f"{n} of {of}" if of > 1 else "") for both, n in found.most_common()]
+
+
+def _confusion(systems: Sequence[System], shared: Shared) -> Iterator[Markup]:
+    """Yields the matrices of tasks with label words, in percent of the examples of a row."""
+    for task, examples in shared.items():
+        every = [[r for example in examples for r in example[i]] for i in range(len(systems))]
+        records = [[r for r in own if isinstance(r.get("target_label"), int)] for own in every]
+        pairs = {(r["target_label"], r["target"]) for r in itertools.chain(*records)}
+        words = dict(sorted(pairs))
+        if not 1 < len(words) == len(pairs) <= 12:
+            continue  # there are no labels, or WSC's, which stand for words of the input
+        rows, panels = {label: i for i, label in enumerate(words)}, {}
+        for system, own in zip(systems, records, strict=True):
+            counts = np.zeros((len(rows), len(rows) + 1))
+            for r in own:
+                counts[rows[r["target_label"]], rows.get(r["label"], -1)] += 1
+            if own:
+                panels[system.name] = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
+        others = any(panel[:, -1].any() for panel in panels.values())
+        yield heat_maps(
+            {name: panel[:, : len(words) + others] for name, panel in panels.items()},
+            x_label="answer",
+            y_label="target",
+            names=([*words.values(), *["other"] * others], [*words.values()]),
+            number="{:.0f} %",
+            title=task,
+        )
+
+
+def _speed(system: System) -> list[str | Cell]:
+    """Returns a system's name, and its runs, steps, parameters and rates."""
+    sizes = {run.parameters for run in system.runs} - {None}
+    steps = max(max([*run.training, *run.evaluations]) for run in system.runs)
+    row: list[str | Cell] = [system.name, str(len(system.runs)), f"{steps:,}"]
+    row.append(" or ".join(f"{size:,}" for size in sizes) or "–")
+    for name, digits in (("steps_per_second", 1), ("tokens_per_second", 0)):
+        found = [r[name] for run in system.runs for r in run.training.values() if r.get(name)]
+        low, median, high = (f"{x:,.{digits}f}" for x in np.percentile(found or [0], (25, 50, 75)))
+        row.append(Cell(median, note=f"{low} to {high}") if found else "–")
+    return row

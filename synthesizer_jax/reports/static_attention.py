@@ -46,7 +46,7 @@ def write_static_attention(path: pathlib.Path, found: StaticAttention, *, title:
             "equal weights in all heads": (ends, [found.uniform_loss] * 2),
         },
         x_label="heads replaced",
-        y_label="loss, nats per token (not from 0)",
+        y_label="nats per token (not from 0)",
         logarithmic=False,
     )
     costs = [
@@ -71,8 +71,7 @@ def write_static_attention(path: pathlib.Path, found: StaticAttention, *, title:
             f"Each form, which reads no tokens, was fitted to each head on {found.fitted} training "
             "examples, beside the position bias of the model, and measured on "
             f"{found.held_out} held-out examples. The numbers are mean Kullback–Leibler divergences of a "
-            "query’s weights from the form, in nats: 0 is a head that reads no tokens. First the encoder, "
-            "then the decoder.",
+            "query’s weights from the form, in nats: 0 is a head that reads no tokens.",
             charts=list(_form_charts(found.heads)),
         ),
         Section(
@@ -155,4 +154,4 @@ def _form_charts(heads: Sequence[Head]) -> Iterator[Markup]:
             for head in own:
                 panels[name][head.layer, head.head] = head.divergences[name]
         if panels:
-            yield heat_maps(panels, x_label="head", y_label="layer")
+            yield heat_maps(panels, x_label="head", y_label="layer", title=stack)
