@@ -214,6 +214,19 @@ TABLES = {
         source="perplexity on LM1B, Tay et al. 2021",
         **LANGUAGE_MODEL,
     ),
+    "bottleneck": Table(
+        "The low-rank bottleneck",
+        "Queries and keys of one head fitted to random attention between 32 random tokens of 64 "
+        "features: divergence in nats per query from what was to be expressed. By theorem 1 of "
+        "Bhojanapalli et al. 2020 a head expresses all attention from a size of 32 on, the number of tokens.",
+        "bottleneck:{}",
+        {size: size for size in ("64", "32", "16", "8", "4", "2")},
+        metric="divergence",
+        unit="divergence",
+        seeds=10,
+        lower=True,
+        form=".4f",
+    ),
     "head_sizes": Table(
         "Heads of a free size",
         "The language model of dot products with four heads of other sizes at the same width, and all else "
