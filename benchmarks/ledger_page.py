@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import pathlib
@@ -31,6 +32,21 @@ second and peak memory of the compiled step are measured for all systems of a ta
 are those of a forward pass per token.
 """
 
+COVERAGE = """# What of the papers is here
+
+{rows} systems, experiments, analyses and settings of the five papers: {summary}. A row works if the
+ledger has run its experiment at some scale, or if the command shows it. Commands are those of
+`synthesizer-jax` where nothing else is said; `benchmarks/ledger.py` writes this page.
+"""
+PAPERS = {
+    "S": "Synthesizer (Tay et al. 2021)",
+    "H": "Hard-coded Gaussian attention (You et al. 2020)",
+    "L": "Low-rank bottleneck (Bhojanapalli et al. 2020)",
+    "T": "Talking heads (Shazeer et al. 2020)",
+    "R": "Attention replaced by feed-forward networks (Bozic et al. 2023)",
+    "X": "What all of them need",
+}
+
 
 def values_by_seed(table: Table, system: str, results: Mapping[str, Any]) -> dict[int, float]:
     """Returns the metric of a system's runs by seed."""
@@ -52,7 +68,7 @@ def with_error(values: Sequence[float], form: str = ".1f") -> str:
     """Formats a mean and its standard error."""
     error = standard_error(values)
     return f"{statistics.fmean(values):{form}}" + (
-        f" ± {error:{form}}" if error is not None else ""
+        f" ± {error:{form.lstrip('+')}}" if error is not None else ""
     )
 
 
@@ -163,6 +179,45 @@ def draw_curves(table: Table, results: Mapping[str, Any], path: pathlib.Path) ->
     return drawn > 0
 
 
+def coverage(tables: Mapping[str, Table], results: Mapping[str, Any]) -> str:
+    """Returns the page that says what of the papers works, and what shows it."""
+    lines = (HERE / "coverage.tsv").read_text(encoding="utf-8").splitlines()
+    rows: dict[str, list[dict[str, Any]]] = {paper: [] for paper in PAPERS.values()}
+    for line in lines:
+        number, what, command, note, name = (line.split("\t") + [""] * 4)[:5]
+        name, _, system = name.partition("/")
+        runs = [r for r in tables[name].runs([0]) if system in ("", r.system)] if name else []
+        assert bool(runs) == bool(name), line
+        seeds = max((len(results["runs"].get(run.name, {})) for run in runs), default=0)
+        timed = any(run.name in results["speed"] for run in runs)
+        shown = f"[{tables[name].title}](results.md)" if name else ""
+        if name and seeds:
+            shown += f", {seeds} seed{'s' * (seeds > 1)}"
+        needs_run = name or command.startswith("recipes papers.")
+        verdict = "works" if command and (seeds or timed or not needs_run) else "not run"
+        rows[PAPERS[number[0]]].append(
+            {
+                "row": number,
+                "what": what,
+                "verdict": verdict if command else "missing",
+                "command": f"`{command}`" if command else "",
+                "shown": "; ".join(filter(None, (shown if verdict == "works" else "", note))),
+            }
+        )
+    columns = {
+        "row": "",
+        "what": "what",
+        "verdict": "verdict",
+        "command": "command",
+        "shown": "run as; what is other",
+    }
+    every = [row for found in rows.values() for row in found]
+    counts = collections.Counter(row["verdict"] for row in every)
+    summary = ", ".join(f"{counts[v]} {v}" for v in ("works", "not run", "missing"))
+    sections = (f"## {paper}\n\n{report.table(found, columns)}\n" for paper, found in rows.items())
+    return "\n".join([COVERAGE.format(summary=summary, rows=len(every)), *sections])
+
+
 def write(tables: Mapping[str, Table], results: Mapping[str, Any]) -> None:
     """Writes the pages and pictures."""
     pyplot.rcParams["svg.hashsalt"] = "ledger"  # the same numbers make the same picture
@@ -173,3 +228,4 @@ def write(tables: Mapping[str, Table], results: Mapping[str, Any]) -> None:
         if (text := section(name, table, results))
     ]
     report.write_file(DOCS / "results.md", "\n".join([INTRODUCTION, *sections]))
+    report.write_file(DOCS / "coverage.md", coverage(tables, results))

@@ -218,7 +218,7 @@ TABLES = {
         "The low-rank bottleneck",
         "Queries and keys of one head fitted to random attention between 32 random tokens of 64 "
         "features: divergence in nats per query from what was to be expressed. By theorem 1 of "
-        "Bhojanapalli et al. 2020 a head expresses all attention from a size of 32 on, the number of tokens.",
+        "Bhojanapalli et al. 2020 a head expresses all attention from a size of 32 on, that of the text.",
         "bottleneck:{}",
         {size: size for size in ("64", "32", "16", "8", "4", "2")},
         metric="divergence",
