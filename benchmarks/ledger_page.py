@@ -90,27 +90,29 @@ def judge(probability: float | None) -> str:
 
 
 def rows_of(table: Table, results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields a row for every system that has been run."""
-    first, *_ = table.systems
-    baseline = values_by_seed(table, first, results)
+    """Yields a row for every system that has been run or timed."""
+    first = next(table.runs([0]))
+    baseline = values_by_seed(table, first.system, results)
+    reference = results["speed"].get(first.name)
     for run in table.runs([0]):
-        values = values_by_seed(table, run.system, results)
-        if not values:
-            continue
-        row: dict[str, Any] = {"system": run.system, "seeds": len(values)}
-        row["score"] = with_error(list(values.values()), table.form)
-        row["paper"] = table.paper.get(run.system)
-        shared = [values[s] - baseline[s] for s in values if s in baseline]
-        if run.system != first and shared:
-            row["difference"] = with_error(shared, "+" + table.form)
-            if run.system in table.paper and first in table.paper:
-                published = table.paper[run.system] - table.paper[first]
-                row["order"] = judge(sign_probability(shared, published)) if published else None
-        speed = results["speed"].get(run.name)
-        if speed:
+        row: dict[str, Any] = {"system": run.system}
+        if values := values_by_seed(table, run.system, results):
+            row |= {"seeds": len(values), "score": with_error(list(values.values()), table.form)}
+            row["paper"] = table.paper.get(run.system)
+            shared = [values[s] - baseline[s] for s in values if s in baseline]
+            if run != first and shared:
+                row["difference"] = with_error(shared, "+" + table.form)
+                if row["paper"] is not None and first.system in table.paper:
+                    published = row["paper"] - table.paper[first.system]
+                    row["order"] = judge(sign_probability(shared, published)) if published else None
+        if speed := results["speed"].get(run.name):
             row |= {key: speed[key] for key in ("parameters", "flops", "peak_mb")}
             row["speed"] = 1 / speed["step_seconds"]
-        yield row
+            if table.decodes and reference:
+                row["ratio"] = reference["step_seconds"] / speed["step_seconds"]
+                row["decoding"] = reference["decode_seconds"] / speed["decode_seconds"]
+        if len(row) > 1:
+            yield row
 
 
 def section(name: str, table: Table, results: Mapping[str, Any]) -> str:
@@ -125,16 +127,19 @@ def section(name: str, table: Table, results: Mapping[str, Any]) -> str:
         "difference": "to the first|",
         "paper": f"paper|{table.form}",
         "order": "order (P)",
-        "speed": "steps/s|.1f",
+        "speed": "steps/s|.2f",
+        "ratio": "× the first|.2f",
+        "decoding": "decoding × the first|.2f",
         "parameters": "parameters|,d",
         "flops": "FLOPs/token|,d",
         "peak_mb": "peak MB|,.0f",
     }
     columns = {k: v for k, v in possible.items() if any(row.get(k) is not None for row in rows)}
     entries = [e for run in table.runs([0]) for e in results["runs"].get(run.name, {}).values()]
-    dates = sorted(e["date"] for e in entries)
+    timed = [results["speed"][run.name] for run in table.runs([0]) if run.name in results["speed"]]
+    dates = sorted(e["date"] for e in (*entries, *timed))
     facts = ", ".join(
-        sorted({f"{e['device']}, Python {e['python']}, jax {e['jax']}" for e in entries})
+        sorted({f"{e['device']}, Python {e['python']}, jax {e['jax']}" for e in (*entries, *timed)})
     )
     minutes = sum(e["seconds"] for e in entries) / 60
     parts = [f"## {table.title}", table.about, report.table(rows, columns)]
@@ -142,11 +147,13 @@ def section(name: str, table: Table, results: Mapping[str, Any]) -> str:
         parts.append(f"Paper: {table.source}.")
     if draw_curves(table, results, DOCS / "results" / f"{name}.svg"):
         parts.append(f"![{table.title}: curves of all systems](results/{name}.svg)")
-    command = f"python benchmarks/ledger.py run {name} --data-dir DATA --workdir runs/ledger"
-    parts.append(
-        f"`{command}`: {len(entries)} runs, {minutes:,.0f} minutes of one core, {dates[0]} to {dates[-1]}; "
-        f"{facts}."
-    )
+    if entries:
+        command = f"python benchmarks/ledger.py run {name} --data-dir DATA --workdir runs/ledger"
+        parts.append(f"`{command}`: {len(entries)} runs, {minutes:,.0f} minutes of one core.")
+    if timed:
+        command = f"python benchmarks/ledger.py speed {name} --data-dir DATA"
+        parts.append(f"`{command}`: medians of {timed[0]['rounds']} steps in turns.")
+    parts.append(f"{dates[0]} to {dates[-1]}; {facts}.")
     return "\n\n".join(parts) + "\n"
 
 

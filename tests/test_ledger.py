@@ -36,13 +36,7 @@ def test_systems_are_compared_seed_by_seed():
     # One-sided paired t-test, as the paper says that R is lower.
     p = stats.ttest_rel(scores["r:r"], scores["r:v"], alternative="less").pvalue
     assert rows["R"]["order"] == f"agrees ({1 - p:.2f})"
-    assert rows["D"] == {
-        "system": "D",
-        "seeds": 1,
-        "score": "10.0",
-        "paper": None,
-        "difference": "+0.0",
-    }
+    assert rows["D"]["difference"] == "+0.0" and "order" not in rows["D"]
 
 
 @pytest.mark.parametrize("name", [n for n in TABLES if n != "bottleneck"])
