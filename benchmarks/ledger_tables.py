@@ -343,7 +343,11 @@ TABLES = {
         form=".3f",
         curve="loss",
         vocabulary="spiece.model",
-        settings=("data.split=validation", "evaluation.split=test"),
+        settings=(
+            "data.mixture=wikitext_2_v1_full_lm",
+            "data.split=validation",
+            "evaluation.split=test",
+        ),
         paper={
             "V": 1.865,
             "R": 1.972,
