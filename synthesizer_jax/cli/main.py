@@ -35,8 +35,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "recipes": plan.recipes,
     "models": plan.models,
     "plan": plan.plan,
-    "analyze": report.analyze,
     "report": report.report,
+    "inspect": report.inspect,
     "doctor": doctor.doctor,
     "local": doctor.local,
 }

@@ -1,22 +1,22 @@
-"""The page about how static a model's attention is."""
+"""The sections of a page about how static a model's attention is."""
 
 from __future__ import annotations
 
 import math
-import pathlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from markupsafe import Markup
 
-from synthesizer_jax.distillation.static_attention import (
+from synthesizer_jax.inspection.static_attention import (
     BIAS,
     TABLE,
     UNIFORM,
     Head,
     StaticAttention,
 )
-from synthesizer_jax.reports.figures import Section, heat_maps, line_chart, write_page
+from synthesizer_jax.reports.attention_figures import number_grid, tiles
+from synthesizer_jax.reports.figures import Section, line_chart
 
 OVERFITTED = 0.05
 """Share of the divergence from equal weights by which a fitted table may be worse than another form."""
@@ -27,14 +27,8 @@ COSTS = (
 )
 
 
-def write_static_attention(path: pathlib.Path, found: StaticAttention, *, title: str) -> None:
-    """Writes the page atomically.
-
-    Args:
-      path: the file.
-      found: what was measured.
-      title: the heading.
-    """
+def static_sections(found: StaticAttention) -> list[Section]:
+    """Returns what static forms miss, the loss with tables in the place of heads, and all heads."""
     points, names = found.points, _form_names(found.heads)
     replaced = [point.replaced for point in points]
     ends = (replaced[0], replaced[-1])
@@ -65,15 +59,15 @@ def write_static_attention(path: pathlib.Path, found: StaticAttention, *, title:
         )
         for i, head in enumerate(found.heads)
     ]
-    sections = [
+    return [
         Section(
             "What static forms miss",
-            f"Each form, which reads no tokens, was fitted to each head on {found.fitted} training "
-            "examples, beside the position bias of the model, and measured on "
+            f"{' '.join(sentences_about(found))} Each form, which reads no tokens, was fitted to each head "
+            f"on {found.fitted} training examples, beside the position bias of the model, and measured on "
             f"{found.held_out} held-out examples. The numbers are mean Kullback–Leibler divergences of a "
             "query’s weights from the form, in nats: 0 is a head that reads no tokens. First the encoder, "
             "then the decoder.",
-            charts=list(_form_charts(found.heads)),
+            charts=tiles(_form_charts(found.heads)),
         ),
         Section(
             "Heads replaced by their tables",
@@ -85,7 +79,7 @@ def write_static_attention(path: pathlib.Path, found: StaticAttention, *, title:
             rows=costs,
         ),
         Section(
-            "All heads",
+            "All heads and static forms",
             "The divergences of each head, the most static first. Heads are named by stack, layer and "
             "head, counted from 1.",
             headings=("head", *names, "within the tolerance"),
@@ -93,7 +87,6 @@ def write_static_attention(path: pathlib.Path, found: StaticAttention, *, title:
             folded=True,
         ),
     ]
-    write_page(path, title=title, sentences=sentences_about(found), sections=sections)
 
 
 def _form_names(heads: Sequence[Head]) -> list[str]:
@@ -154,5 +147,6 @@ def _form_charts(heads: Sequence[Head]) -> Iterator[Markup]:
             panels[name] = np.full(shape, np.nan)
             for head in own:
                 panels[name][head.layer, head.head] = head.divergences[name]
-        if panels:
-            yield heat_maps(panels, x_label="head", y_label="layer")
+        for name, values in panels.items():
+            title = f"{stack}: {name}, nats"
+            yield number_grid(title, values, x_label="head", y_label="layer", percent=False)

@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from synthesizer_jax.alignments import (
     Alignment,
@@ -28,9 +29,8 @@ from synthesizer_jax.alignments import (
     Random,
     RelativeBias,
 )
-from synthesizer_jax.checkpoints.manager import restore_variables
-from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.costs.summary import Summary, summarize
+from synthesizer_jax.data.vocabularies import Vocabulary
 from synthesizer_jax.distillation.fit import (
     Statistics,
     collect_statistics,
@@ -53,15 +53,9 @@ from synthesizer_jax.models import EncoderDecoder, unroll, unroll_variables
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import batch_sharding, use_mesh
-from synthesizer_jax.tasks import imported, task_registry
 from synthesizer_jax.tasks.streams import open_stream
-from synthesizer_jax.training.initial_parameters import find_checkpoint
+from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.run_data import prepare_data
-from synthesizer_jax.training.run_directory import (
-    load_experiment,
-    open_vocabulary,
-    with_vocabulary_path,
-)
 from synthesizer_jax.training.step import Batch, loss_sums
 from synthesizer_jax.typing import PyTree
 
@@ -369,10 +363,13 @@ def _loss(
     return sums.loss, sums.weight
 
 
-def analyze_run(
-    run: pathlib.Path,
+def measure_run(
+    experiment: Experiment,
+    variables: Variables,
     *,
-    data_dir: pathlib.Path | None,
+    vocabulary: Vocabulary,
+    data_dir: pathlib.Path,
+    mesh: Mesh,
     examples: tuple[int, int],
     batch_size: int,
     tolerance: float,
@@ -381,8 +378,11 @@ def analyze_run(
     """Measures the static attention of a run's model, see `measure_static_attention`.
 
     Args:
-      run: ``RUN`` or ``RUN/checkpoints/STEP``.
+      experiment: the run's, with the path of its vocabulary; its model is an encoder-decoder.
+      variables: the model's.
+      vocabulary: the vocabulary itself.
       data_dir: directory of the data sets.
+      mesh: the mesh of the variables.
       examples: how many examples of the training data forms are fitted to, and how many of the
         evaluation's split they are measured on; rounded up to whole batches.
       batch_size: number of examples of a batch.
@@ -390,25 +390,14 @@ def analyze_run(
       phase: is told what is done.
 
     Raises:
-      FileNotFoundError: there is no checkpoint or no data.
-      ValueError: there is no run, or its model is not an encoder-decoder with attention.
+      FileNotFoundError: there is no data.
+      ValueError: see `measure_static_attention`.
     """
-    directory, step = find_checkpoint(run)
-    experiment = load_experiment(directory)
-    model = experiment.model
-    if not isinstance(model, EncoderDecoder):
-        raise ValueError(
-            f"{run} contains a {type(model).__name__}; give the run of an EncoderDecoder"
-        )
-    data_dir = data_dir or task_registry.default_data_dir()
-    imported.add_imported(data_dir)
-    vocabulary = open_vocabulary(experiment, directory)
-    mesh, layout = place_variables(model, experiment.example, experiment.mesh)
-    _, variables = restore_variables(directory / "checkpoints", step=step, layout=layout)
+    model = unroll(experiment.model)
+    assert isinstance(model, EncoderDecoder)
     changes: dict[str, object] = {"pack": False, "shards": 1, "buckets": ()}
     data = replace(experiment.data, batch_size=batch_size, **changes)
     splits = (data.split, experiment.evaluation.split)
-    experiment = with_vocabulary_path(experiment, directory)
     prepare_data(experiment, vocabulary, data_dir, training_splits=splits, evaluation_splits=())
     phase(f"reading examples of {data.mixture}", 1)
     batches = []
@@ -418,8 +407,8 @@ def analyze_run(
         batches.append([jax.device_put(batch, batch_sharding(mesh)) for batch in rows])
     with use_mesh(mesh):
         return measure_static_attention(
-            unroll(model),
-            unroll_variables(model, variables),
+            model,
+            unroll_variables(experiment.model, variables),
             fit_to=batches[0],
             held_out=batches[1],
             tolerance=tolerance,

@@ -10,7 +10,7 @@ import pytest
 from synthesizer_jax.alignments import DotProduct, GaussianBias, Mixture, PerHead, Random
 from synthesizer_jax.costs.summary import summarize
 from synthesizer_jax.distillation.replacement import Replacement, student_model
-from synthesizer_jax.distillation.static_attention import (
+from synthesizer_jax.inspection.static_attention import (
     BIAS,
     TABLE,
     UNIFORM,
