@@ -57,8 +57,9 @@ class Sums(NamedTuple):
       spread: ``[heads]`` exp(entropy) / keys seen, of queries that see several.
       peak: ``[heads]`` the largest weight.
       off_diagonal: ``[heads]`` distance of the largest weight from the diagonal.
-      powers: ``[heads, 4]`` the first four powers of weights − center, over the pairs seen.
-      histogram: ``[heads, bins]`` the pairs seen, by their weights.
+      powers: ``[heads, 4]`` the first four powers of weights − center, over the pairs of queries that see
+        several keys.
+      histogram: ``[heads, bins]`` these pairs, by their weights.
       cosines: ``[heads, heads]`` cosines of the weights of two heads.
     """
 
@@ -93,7 +94,8 @@ def attention_sums(weights: jax.Array, rows: Rows, *, center: jax.Array | float)
     log = jnp.log10(jnp.maximum(jnp.abs(weights), 1e-30))
     bins = jnp.clip((PER_DECADE * (log - LOWEST)).astype(jnp.int32), 0, len(EDGES) - 2)
     empty = jnp.zeros((heads, len(EDGES) - 1))
-    off = jnp.where(pairs, weights - center, 0.0)
+    several = pairs & (seen > 1)[:, None, :, None]
+    off = jnp.where(several, weights - center, 0.0)
     unit = weights / jnp.maximum(jnp.linalg.norm(weights, axis=-1, keepdims=True), 1e-30)
     return Sums(
         mass=p.sum(0),
@@ -103,7 +105,7 @@ def attention_sums(weights: jax.Array, rows: Rows, *, center: jax.Array | float)
         peak=of_queries(p.max(-1), real),
         off_diagonal=of_queries(jnp.abs(p.argmax(-1) - diagonal[:, None]), real),
         powers=jnp.stack([(off**n).sum((0, 2, 3)) for n in range(1, 5)], axis=1),
-        histogram=empty.at[jnp.arange(heads)[:, None, None], bins].add(pairs),
+        histogram=empty.at[jnp.arange(heads)[:, None, None], bins].add(several),
         cosines=jnp.einsum("bhqk,bgqk->hg", unit, unit),
     )
 
@@ -122,8 +124,9 @@ class Measures:
       static: the share of the divergence from equal weights that positions explain: mean weights of one
         half of the examples, smoothed, describe the other half. 1 where weights are equal, below 0 where
         equal weights are the better description; NaN for a single batch.
-      mean: of the weights of pairs seen; so are `deviation`, `skewness` and excess `kurtosis`.
-      histogram: shares of the pairs seen between `EDGES`.
+      mean: of the weights of pairs seen, where there are several keys; so are `deviation`, `skewness` and
+        excess `kurtosis`.
+      histogram: shares of these pairs between `EDGES`.
       profile: share of the weights at the distances −`REACH` to `REACH`; the ends hold all beyond.
       similarity: ``[heads, heads]`` mean cosine of the weights of two heads.
       map: ``[heads, q, k]`` mean weights by position, joined to `MOST_CELLS` cells.
@@ -161,7 +164,8 @@ def measure(first: Sums, second: Sums | None, *, center: float) -> Measures:
     total = first if second is None else Sums(*map(np.add, first, second))
     counts = total.queries.sum()
     number = np.arange(total.queries.shape[1])
-    pairs = (total.queries.sum(0) * number).sum()
+    seen = total.queries.sum(0) * number
+    pairs = max(seen[2:].sum(), 1)
     equal = _times_seen(total.queries / np.maximum(number, 1))
     distance = np.arange(equal.shape[1]) - np.arange(len(equal))[:, None]
     near, far = np.abs(distance) <= NEAR, np.abs(distance)
@@ -189,7 +193,7 @@ def measure(first: Sums, second: Sums | None, *, center: float) -> Measures:
         profile=profile / counts,
         similarity=total.cosines / counts,
         map=join_cells((total.mass / np.maximum(rows, 1))[:, shown, :last]),
-        keys=float(pairs / counts),
+        keys=float(seen.sum() / counts),
         near_of_equal=float((equal * near).sum() / counts),
     )
 

@@ -57,7 +57,7 @@ RANKED = 4
 SOWN = ("attention_weights", "attention_logits")
 
 BINS = 5
-"""Parts, by length, of the examples of a task."""
+"""Most parts, by length, of the examples of a task."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,8 +296,8 @@ def _measure(
     """Returns the measures of all layers that have weights; even and odd batches are the halves."""
     rows = [jax.tree.map(gather_to_host, rows_of(model, batch)) for batch in batches]
     centers = {  # where weights add up to one, their mean over the pairs seen
-        key: sum(r[key].real.sum() for r in rows)
-        / max(sum((r[key].real * r[key].seen).sum() for r in rows), 1)
+        key: sum(r[key].real.sum(where=r[key].seen > 1) for r in rows)
+        / max(sum(r[key].seen.sum(where=r[key].real & (r[key].seen > 1)) for r in rows), 1)
         for key in rows[0]
     }
     halves: list[dict[Place, Sums]] = [{}, {}]
@@ -393,7 +393,7 @@ def _quality(
 
 
 def quality_by_length(sets: Sequence[EvaluationSet], folder: pathlib.Path) -> list[LengthBin]:
-    """Returns the quality of a folder's predictions, in `BINS` parts of each set by length.
+    """Returns the quality of a folder's predictions, in up to `BINS` parts of each set by length.
 
     Tasks whose file is absent, or holds other examples than the set, are left out.
     """
@@ -410,8 +410,9 @@ def quality_by_length(sets: Sequence[EvaluationSet], folder: pathlib.Path) -> li
         tokens = np.array([len(x) for x in examples.targets])
         predicted = "prediction" in records[0]
         lengths = lengths if predicted and lengths.any() else tokens
-        order = np.argsort(lengths, kind="stable")
-        for part in np.array_split(order, min(BINS, len(order))):
+        limits = np.unique(np.quantile(lengths, np.arange(1, BINS) / BINS, method="nearest"))
+        parts = np.searchsorted(limits, lengths)
+        for part in map(np.flatnonzero, np.unique(parts)[:, None] == parts):
             chosen = [records[i] for i in part]
             if predicted:
                 of_part = dataclasses.replace(

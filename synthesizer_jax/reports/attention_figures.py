@@ -9,6 +9,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from synthesizer_jax.reports.figures import _label, _style, _to_svg
 
@@ -21,10 +22,10 @@ COLUMNS = 4
 
 def tiles(charts: Iterable[Markup]) -> list[Markup]:
     """Returns one chart with figures side by side, one below the other on a phone; none of no figures."""
-    tile = Markup('<div class="tile" style="flex: 1 1 300px; max-width: 470px">{}</div>')
-    inner = Markup("").join(tile.format(chart) for chart in charts)
-    row = '<div class="tiles" style="display: flex; flex-wrap: wrap; gap: 10px 22px">{}</div>'
-    return [Markup(row).format(inner)] if inner else []
+    inner = Markup("\n").join(map(Markup("<div>{}</div>").format, charts))
+    columns = "grid-template-columns: repeat(auto-fill, minmax(min(100%, 280px), 1fr))"
+    grid = f'<div class="tiles" style="display: grid; gap: 12px 24px; {columns}">\n{{}}\n</div>'
+    return [Markup(grid).format(inner)] if inner else []
 
 
 @contextlib.contextmanager
@@ -32,7 +33,7 @@ def _axes(title: str, height: float) -> Iterator[tuple[Figure, Axes]]:
     with _style():
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.subplots()
-        axes.set_title(_label(title), fontsize=9.5, loc="left")
+        figure.suptitle(_label(title), fontsize=9.5, x=0.02, ha="left")
         yield figure, axes
 
 
@@ -42,17 +43,17 @@ def small_lines(
     *,
     x_label: str,
     y_label: str,
-    logarithmic: str = "",
+    logarithmic: bool = False,
     steps: bool = False,
 ) -> Markup:
     """Draws lines.
 
     Args:
       title: the title.
-      lines: ``(x, y)`` by name; those whose names start with ``_`` are grey and not in the legend.
+      lines: ``(x, y)`` by name.
       x_label: the label of the x axis.
       y_label: the label of the y axis.
-      logarithmic: the axes of logarithmic scale, ``x``, ``y`` or ``xy``.
+      logarithmic: the scale of the x axis.
       steps: draws filled steps, of histograms.
     """
     with _axes(title, 2.3) as (figure, axes):
@@ -61,16 +62,15 @@ def small_lines(
                 axes.fill_between(x, y, step="mid", alpha=0.35)
                 axes.step(x, y, where="mid", linewidth=1.2, label=_label(name))
             else:
-                own = {"color": "0.6", "zorder": 1} if name.startswith("_") else {}
-                marker = "o-" if len(x) < 3 else "-"
-                axes.plot(x, y, marker, linewidth=1.3, markersize=3, label=_label(name), **own)
+                marker = "o-" if len(x) < 8 else "-"
+                axes.plot(x, y, marker, linewidth=1.3, markersize=3, label=_label(name))
         axes.set(xlabel=x_label, ylabel=y_label)
-        if "x" in logarithmic:
+        if logarithmic:
             axes.set_xscale("log")
-        if "y" in logarithmic:
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(bottom=0)
+            axes.xaxis.set_major_locator(LogLocator(100))
+            axes.xaxis.set_major_formatter("{x:g}")
+        highest = max(float(np.nanmax(y, initial=0.0)) for _, y in lines.values())
+        axes.set_ylim(0, 1.08 * highest or None)
         if len(lines) > 1:
             axes.legend(frameon=False, fontsize=7.5, ncols=2 if len(lines) > 4 else 1)
         return _to_svg(figure)
@@ -130,7 +130,7 @@ def weight_maps(title: str, maps: np.ndarray) -> Markup:
             axes.axis("off")
         for i, (head, axes) in enumerate(zip(maps, grid.flat, strict=False)):
             axes.axis("on")
-            axes.imshow(head, cmap="magma_r", vmin=0, aspect="auto", interpolation="nearest")
+            axes.imshow(head, cmap="BuPu", vmin=0, aspect="auto", interpolation="nearest")
             axes.set(xticks=[], yticks=[])
             axes.set_title(f"head {i + 1}", fontsize=7, pad=2)
         return _to_svg(figure)

@@ -12,7 +12,7 @@ import numpy as np
 from markupsafe import Markup
 
 from synthesizer_jax.files import write_atomic
-from synthesizer_jax.inspection.measures import EDGES, NEAR, REACH
+from synthesizer_jax.inspection.measures import EDGES, NEAR, REACH, Measures
 from synthesizer_jax.inspection.run import Inspection, LayerInspection
 from synthesizer_jax.registry import JSON
 from synthesizer_jax.reports.attention_figures import number_grid, small_lines, tiles, weight_maps
@@ -20,15 +20,21 @@ from synthesizer_jax.reports.figures import Section, write_page
 from synthesizer_jax.reports.static_attention import static_sections
 
 OVERVIEW = {
-    "keys used, % of those seen": "spread",
-    f"weight within {NEAR} positions, %": "near",
+    "keys used, %": "spread",
+    f"within {NEAR} positions, %": "near",
     "explained by positions, %": "static",
+    "largest weight, %": "peak",
+    "rank of logits, %": "rank",
+    "effective rank, %": "effective_rank",
 }
 HEADINGS = (
     *("layer, head", "entropy", "keys used", "largest", "near", "distance", "off diagonal"),
     *("static", "rank", "eff. rank", "st. deviation", "skewness", "kurtosis"),
     *("st. deviation before", "skewness before", "kurtosis before"),
 )
+SHARP, STATIC = 0.25, 0.9
+"""The shares below and from which heads are called so."""
+
 MOST_LETTERS = 300
 """Of an example's text."""
 
@@ -48,29 +54,27 @@ def write_inspection(path: pathlib.Path, found: Inspection, *, title: str) -> pa
 
 def summary(found: Inspection) -> Iterator[str]:
     """Yields sentences: how many heads are sharp, local and static, and what has no attention."""
-    heads = [
-        (f"{name}.{i + 1}", spread, near, static)
-        for name, layer in found.layers.items()
-        for i, (spread, near, static) in enumerate(
-            zip(layer.end.spread, layer.end.near, layer.end.static, strict=True)
+    end = {name: layer.end for name, layer in found.layers.items()}
+    if end:
+        spread, static = (
+            np.concatenate([getattr(m, field) for m in end.values()])
+            for field in ("spread", "static")
         )
-    ]
-    if heads:
-        sharp = sum(spread < 0.25 for _, spread, _, _ in heads)
-        local, static = (sum(h[i] >= limit for h in heads) for i, limit in ((2, 0.5), (3, 0.9)))
-        sharpest = min(heads, key=lambda h: h[1])
+        local = sum(int(_is_local(m, m.near).sum()) for m in end.values())
+        names = [f"{name}.{i + 1}" for name, m in end.items() for i in range(len(m.spread))]
         yield (
-            f"Of {len(heads)} heads, {sharp} are sharp (they use less than a quarter of the keys that they "
-            f"see), {local} are local (at least half of their weight is within {NEAR} positions of the "
-            f"query), and {static} are static (positions alone explain at least 90% of where they look). "
-            f"The sharpest is {sharpest[0]}, which uses {sharpest[1]:.1%} of the keys."
+            f"Of {len(names)} heads, {(spread < SHARP).sum()} are sharp (they use less than {SHARP:.0%} of "
+            f"the keys that they see), {local} are local (most of their weight is within {NEAR} positions "
+            f"of the query, and more than equal weights have there), and {(static >= STATIC).sum()} are "
+            f"static (positions alone explain at least {STATIC:.0%} of where they look). The sharpest is "
+            f"{names[spread.argmin()]}, which uses {spread.min():.1%} of the keys."
         )
     if found.without:
         kinds: dict[str, list[str]] = {}
         for name, mixer in found.without.items():
             kinds.setdefault(mixer, []).append(name)
         which = "; ".join(f"{', '.join(names)} ({mixer})" for mixer, names in kinds.items())
-        yield f"{'These layers have' if heads else 'This model has'} no attention weights: {which}."
+        yield f"{'These layers have' if end else 'This model has'} no attention weights: {which}."
     yield (
         f"Step {found.step:,}, over {found.examples:,} examples of the evaluation sets. Parameters at the "
         f"start: {found.start[0].lower()}{found.start[1:]}."
@@ -169,34 +173,35 @@ def sentence(layer: LayerInspection) -> str:
     """Returns how sharp, local and static a layer is."""
     m = layer.end
     spread, near, static = (float(np.mean(x)) for x in (m.spread, m.near, m.static))
-    sharp = "Sharp" if spread < 0.25 else "Rather sharp" if spread < 0.6 else "Diffuse"
+    sharp = "Sharp" if spread < SHARP else "Rather sharp" if spread < 0.6 else "Diffuse"
     said = [
         f"{layer.mixer}. {sharp}: a query uses {_share(m.spread)} of the {m.keys:.0f} keys that it sees"
     ]
     if math.isfinite(near):
-        local = (
-            "local"
-            if near >= 0.5
-            else "rather local"
-            if near > 2 * m.near_of_equal
-            else "not local"
-        )
+        local = "local" if _is_local(m, near) else "not local"
         said.append(
-            f"{local}: {_share(m.near)} of the weight is within {NEAR} positions (equal weights: "
-            f"{m.near_of_equal:.0%}), and the largest weight is {m.off_diagonal.mean():.1f} positions off "
-            "the diagonal"
+            f"{local}: {_share(m.near)} of the weight is within {NEAR} positions, {m.near_of_equal:.0%} "
+            f"would be equal weights, and the largest is {m.off_diagonal.mean():.1f} off the diagonal"
         )
     if math.isfinite(static):
-        kind = "static" if static >= 0.9 else "partly static" if static >= 0.4 else "reads tokens"
+        kind = (
+            "static" if static >= STATIC else "partly static" if static >= 0.5 else "reads tokens"
+        )
         said.append(
             f"{kind}: positions explain {_share(np.maximum(m.static, 0))} of where it looks"
         )
     return "; ".join(said) + "."
 
 
+def _is_local(m: Measures, near: np.ndarray | float) -> np.ndarray | np.bool:
+    """Whether most of the weight is near its query, and clearly more than of equal weights."""
+    return (np.asarray(near) >= 0.5) & (np.asarray(near) >= 1.25 * m.near_of_equal)
+
+
 def _share(values: np.ndarray) -> str:
-    """Returns the mean and the range of shares."""
-    return f"{values.mean():.0%} ({values.min():.0%} to {values.max():.0%})".replace("% to", " to")
+    """Returns the mean of shares and, unless they are alike, their range."""
+    low, mean, high = (f"{100 * x:.0f}" for x in (values.min(), values.mean(), values.max()))
+    return f"{mean}%" + (f" ({low} to {high})" if low != high else "")
 
 
 def _groups(layers: Mapping[str, LayerInspection]) -> dict[str, list[LayerInspection]]:
@@ -209,10 +214,9 @@ def _groups(layers: Mapping[str, LayerInspection]) -> dict[str, list[LayerInspec
 
 
 def _overview(layers: Mapping[str, LayerInspection]) -> Iterator[Markup]:
-    of_rank = {"rank of the logits, % of full": "rank"}
     for group, own in _groups(layers).items():
-        for title, field in (OVERVIEW | of_rank).items():
-            values = [getattr(layer if field == "rank" else layer.end, field) for layer in own]
+        for title, field in OVERVIEW.items():
+            values = [getattr(layer if "rank" in field else layer.end, field) for layer in own]
             grid = np.full((len(own), max(map(len, values))), np.nan)
             for i, row in enumerate(values):
                 grid[i, : len(row)] = row
@@ -228,7 +232,7 @@ def _histogram(name: str, layer: LayerInspection) -> Markup:
         *(name, lines),
         x_label="weight",
         y_label="% of pairs",
-        logarithmic="x",
+        logarithmic=True,
         steps=True,
     )
 
