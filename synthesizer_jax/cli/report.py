@@ -8,7 +8,7 @@ import typer
 
 from synthesizer_jax.cli.options import DataDir, Imports, print_table
 from synthesizer_jax.files import absolute
-from synthesizer_jax.typing import Count, NotNegative, Number
+from synthesizer_jax.typing import Count
 
 
 def report(
@@ -44,21 +44,18 @@ def inspect(
     data_dir: DataDir = None,
     output: pathlib.Path = pathlib.Path("inspection.html"),
     mixture: str | None = None,
-    examples: Count = 128,
+    examples: Count = 256,
     batch_size: Count = 16,
-    fit_examples: Number = 1024,
-    held_out: Count = 512,
-    tolerance: NotNegative = 0.01,
+    static_forms: bool = True,
     imports: Imports = None,
 ) -> None:
     """Show what the layers of a model have learned: where heads look, how sharp, local and static they are.
 
     A page, and a JSON file beside it, hold attention maps, histograms of the weights before and after
-    training, distances, ranks, mixture weights, projections and likeness of heads, quality by length; and
-    for an encoder-decoder, static forms of attention, which depend on positions alone, fitted to every
-    head: what they miss, the loss when heads are replaced by tables, and what that saves.
+    training, distances, ranks, mixture weights, projections and likeness of heads, quality by length, and
+    what static forms of attention, which depend on positions alone, miss of every head.
 
-    Example: synthesizer-jax inspect runs/rv --data-dir DATA --fit-examples 0
+    Example: synthesizer-jax inspect runs/rv --data-dir DATA --output rv.html
 
     Args:
       run: RUN, or RUN/checkpoints/STEP.
@@ -66,9 +63,7 @@ def inspect(
       mixture: task or mixture whose examples are read; by default the run's.
       examples: examples of the evaluation sets that are read.
       batch_size: examples per batch.
-      fit_examples: training examples that static forms are fitted to; 0 leaves them out.
-      held_out: held-out examples on which they are measured.
-      tolerance: share by which the loss may rise.
+      static_forms: fit static forms to the heads, and measure the loss with tables in their places.
     """
     from synthesizer_jax.inspection.run import inspect_run
     from synthesizer_jax.reports.inspection import summary, write_inspection
@@ -76,17 +71,9 @@ def inspect(
     from synthesizer_jax.runs.progress import show_phases
 
     code.load_user_code(imports or ())
+    options = {"examples": examples, "batch_size": batch_size, "fits": static_forms}
     with show_phases() as phase:
-        found = inspect_run(
-            run,
-            data_dir=data_dir,
-            mixture=mixture,
-            examples=examples,
-            batch_size=batch_size,
-            fit_examples=(fit_examples, held_out),
-            tolerance=tolerance,
-            phase=phase,
-        )
+        found = inspect_run(run, data_dir=data_dir, mixture=mixture, phase=phase, **options)
     numbers = write_inspection(output, found, title=f"What {run} has learned")
     pages = f"page: {absolute(output)}", f"numbers: {absolute(numbers)}"
     typer.echo("\n".join([*summary(found), *pages]))

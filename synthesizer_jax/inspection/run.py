@@ -1,41 +1,46 @@
-"""What a run's model has learned, over examples of its evaluation sets."""
+"""What the layers of a run's model have learned, over examples of its evaluation sets."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from synthesizer_jax.alignments import Alignment, Mixture
 from synthesizer_jax.checkpoints.manager import finished_steps, restore_variables
 from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
-from synthesizer_jax.evaluation.evaluator import Evaluator
 from synthesizer_jax.evaluation.files import evaluation_folder
 from synthesizer_jax.files import describing
-from synthesizer_jax.inspection.layers import (
-    Place,
-    describe,
-    head_projections,
-    layer_sums,
-    mixers_of,
-    mixture_weights,
-    rows_of,
-    sown_by,
+from synthesizer_jax.inspection.measures import (
+    Measures,
+    Rows,
+    attention_sums,
+    join_cells,
+    logit_rank,
+    measure,
 )
-from synthesizer_jax.inspection.measures import Measures, Sums, join_cells, logit_ranks, measure
-from synthesizer_jax.inspection.static_attention import StaticAttention, measure_run
+from synthesizer_jax.inspection.static_attention import can_be_static, measure_static_attention
 from synthesizer_jax.messages import Phase, one_line_error, silent_phase
-from synthesizer_jax.mixers import Linformer
-from synthesizer_jax.models import EncoderDecoder, TokenModel, unroll, unroll_variables
+from synthesizer_jax.mixers import Linformer, Mixer
+from synthesizer_jax.models import (
+    Encoder,
+    EncoderDecoder,
+    LanguageModel,
+    TokenModel,
+    UniversalStack,
+    stacks_of,
+    unroll,
+    unroll_variables,
+)
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.registry import replace
 from synthesizer_jax.sharding import batch_sharding, gather_to_host, use_mesh
@@ -44,101 +49,29 @@ from synthesizer_jax.tasks.postprocessors import to_text
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import find_checkpoint, initializer_of
 from synthesizer_jax.training.run_data import open_data
-from synthesizer_jax.training.run_directory import (
-    load_experiment,
-    with_vocabulary_path,
-)
+from synthesizer_jax.training.run_directory import load_experiment
 from synthesizer_jax.training.state import TrainState
-from synthesizer_jax.training.step import Batch
+from synthesizer_jax.training.step import Batch, teacher_forced
+from synthesizer_jax.typing import PyTree
 
 RANKED = 4
 """Examples whose logits' ranks are averaged."""
 
-SOWN = ("attention_weights", "attention_logits")
-
 BINS = 5
 """Most parts, by length, of the examples of a task."""
 
-
-@dataclasses.dataclass(frozen=True)
-class LayerInspection:
-    """What is known of one mixer with attention weights.
-
-    Attributes:
-      mixer: what it is made of, see `describe`.
-      end: its measures.
-      start: those before training; None: they are not known.
-      rank: ``[heads]`` numerical rank of the logits, without a stack's position bias, as a share of the
-        largest that is possible; NaN where there are no logits. See `logit_ranks`.
-      effective_rank: ``[heads]`` the same of the effective rank.
-      example: ``[heads, q, k]`` the weights of the first example.
-    """
-
-    mixer: str
-    end: Measures
-    start: Measures | None
-    rank: np.ndarray
-    effective_rank: np.ndarray
-    example: np.ndarray
+CROSS = "encoder_decoder_attention"
 
 
-class MixtureHistory(NamedTuple):
-    """The weights α of a mixture's parts over the run's checkpoints: ``[steps, heads, parts]``."""
+class Place(NamedTuple):
+    """A mixer of a layer: its stack, ``encoder`` or ``decoder``; its kind; the layer's number from 0."""
 
-    parts: tuple[str, ...]
-    steps: list[int]
-    alpha: np.ndarray
+    stack: str
+    cross: bool
+    layer: int
 
-
-class LengthBin(NamedTuple):
-    """The quality of examples of similar length.
-
-    Attributes:
-      task: the task.
-      shortest: smallest number of tokens, of inputs or, where there are none, of the text.
-      longest: largest.
-      examples: how many.
-      metrics: the task's metrics, or the loss of texts in nats per token.
-    """
-
-    task: str
-    shortest: int
-    longest: int
-    examples: int
-    metrics: Mapping[str, float]
-
-
-@dataclasses.dataclass(frozen=True)
-class Inspection:
-    """What `inspect_run` found.
-
-    Attributes:
-      step: of the checkpoint.
-      start: what the parameters at the start are.
-      examples: how many were read.
-      example: the inputs and targets of the first.
-      layers: by name, such as ``encoder 1`` or ``decoder 1 cross``.
-      without: mixers without attention weights, by the name of the layer.
-      mixtures: by layer.
-      projections: P_l and P_w of talking heads, by layer.
-      quality: of the predictions of the newest evaluation, by task and length.
-      evaluated: the step of that evaluation; None: there is none.
-      static: how static forms describe the attention, if that was measured.
-      static_problem: why it was not.
-    """
-
-    step: int
-    start: str
-    examples: int
-    example: tuple[str, str]
-    layers: Mapping[str, LayerInspection]
-    without: Mapping[str, str]
-    mixtures: Mapping[str, MixtureHistory]
-    projections: Mapping[str, Mapping[str, np.ndarray]]
-    quality: Sequence[LengthBin]
-    evaluated: int | None
-    static: StaticAttention | None
-    static_problem: str
+    def __str__(self) -> str:
+        return f"{self.stack} {self.layer + 1}{' cross' * self.cross}"
 
 
 def inspect_run(
@@ -148,10 +81,9 @@ def inspect_run(
     mixture: str | None = None,
     examples: int = 128,
     batch_size: int = 16,
-    fit_examples: tuple[int, int] = (0, 0),
-    tolerance: float = 0.01,
+    fits: bool = False,
     phase: Phase = silent_phase,
-) -> Inspection:
+) -> dict[str, Any]:
     """Inspects a run's model.
 
     Args:
@@ -160,10 +92,17 @@ def inspect_run(
       mixture: the task or mixture whose examples are read; None: the run's.
       examples: how many examples of the evaluation sets are read.
       batch_size: examples of a batch.
-      fit_examples: training examples that static forms are fitted to, and held-out ones on which they are
-        measured; 0: they are left out.
-      tolerance: see `measure_static_attention`.
+      fits: whether static forms are fitted to the heads, see `measure_static_attention`.
       phase: is told what is done.
+
+    Returns:
+      ``step``; ``start``, what the parameters at the start are; ``examples``, how many, and ``example``, the
+      texts of one. ``layers`` by name, such as ``decoder 1 cross``: what the ``mixer`` is, `measure` at its
+      ``start`` (None: not known) and ``end``, here with the ``rank`` of the logits by head without a shared
+      position bias (NaN: there are none), and the weights of the ``example``. ``without``, mixers without weights. By
+      layer ``mixtures``, the parts and over ``steps`` their α ``[steps, heads, parts]``, and ``projections``,
+      P_l and P_w of talking heads. ``quality`` of the newest predictions, those of step ``evaluated``, by task
+      and length. ``static``, see `measure_static_attention`, or None.
 
     Raises:
       FileNotFoundError: there is no checkpoint or no data.
@@ -176,54 +115,209 @@ def inspect_run(
     mesh, layout = place_variables(experiment.model, experiment.example, experiment.mesh)
     restore = functools.partial(restore_variables, directory / "checkpoints", layout=layout)
     step, variables = restore(step=step)
-    data_dir = data_dir or task_registry.default_data_dir()
-    evaluator = open_data(experiment, directory, data_dir)
-    batch_size = -(-min(batch_size, -(-examples // 2)) // mesh.size) * mesh.size
-    example, batches = _batches(experiment, evaluator.sets, examples, batch_size, mesh)
-    model, looped = unroll(experiment.model), functools.partial(unroll_variables, experiment.model)
+    sets = open_data(experiment, directory, data_dir or task_registry.default_data_dir()).sets
+    example, batches = _batches(experiment, sets, examples, batch_size, mesh)
     start, before = _start(experiment, layout, mesh)
     saved = finished_steps(directory / "checkpoints")
     if 0 in saved and step:
-        start, before = "Those saved at step 0", restore(step=0)[1]
+        start, before = "those saved at step 0", restore(step=0)[1]
+    model, looped = unroll(experiment.model), functools.partial(unroll_variables, experiment.model)
+    mixers, end = mixers_of(model), looped(variables)
     advance = phase(f"weights of {examples} examples at the end and at the start", 2)
     with use_mesh(mesh):
-        end = _measure(model, looped(variables), batches)
+        halves = sums_of(model, end, batches)
         advance(1)
-        first = {} if before is None else _measure(model, looped(before), batches)
+        first = {} if before is None else _measure(*sums_of(model, looped(before), batches))
         advance(1)
-        layers = _inspect_layers(model, looped(variables), batches[0], end, first)
-    over = {n: lambda n=n: restore(step=n)[1] for n in saved} | {step: lambda: variables}
-    if before is not None:
-        over = {0: lambda: before} | over
-    mixers = {str(place): describe(mixer) for place, mixer in mixers_of(model).items()}
-    evaluated, quality = _quality(directory, evaluator, step)
-    measure_static = functools.partial(
-        measure_run,
-        with_vocabulary_path(experiment, directory),
-        variables,
-        vocabulary=evaluator.vocabulary,
-        data_dir=data_dir,
-        mesh=mesh,
-        examples=fit_examples,
-        batch_size=batch_size,
-        tolerance=tolerance,
-        phase=phase,
-    )
-    static, problem = _static_attention(measure_static, experiment, fits=fit_examples[0] > 0)
-    return Inspection(
-        step=step,
-        start=start,
-        examples=examples,
-        example=example,
-        layers=layers,
-        without={name: mixer for name, mixer in mixers.items() if name not in layers},
-        mixtures=_mixture_histories(experiment, {n: over[n] for n in sorted(over)}),
-        projections=head_projections(looped(variables)),
-        quality=quality,
-        evaluated=evaluated,
-        static=static,
-        static_problem=problem,
-    )
+        layers = _add_examples(model, end, batches[0], _measure(*halves))
+        fitted = [p for p in layers if fits and can_be_static(mixers[p]) and not _shares(model, p)]
+        fit_to, measure_on = (
+            {(p.stack, p.layer): half[p]["statistics"] for p in fitted if not p.cross and half}
+            for half in halves[:2]
+        )
+        static = measure_static_attention(
+            model, end, fit_to=fit_to, measure_on=measure_on, held_out=batches[1::2], phase=phase
+        )
+    over = {0: lambda: before} if before is not None else {}
+    over |= {n: lambda n=n: restore(step=n)[1] for n in saved} | {step: lambda: variables}
+    histories = dict[str, dict[str, Any]]()
+    for number in sorted(over) if _mixtures(model, end) else ():
+        for name, (parts, alpha) in _mixtures(model, looped(over[number]())).items():
+            new: dict[str, Any] = {"parts": parts, "steps": [], "alpha": []}
+            history = histories.setdefault(name, new)
+            history["steps"].append(number)
+            history["alpha"].append(alpha)
+    steps = [n for n in finished_steps(directory / "evaluation") if n <= step]
+    folders = {n: evaluation_folder(directory, n) for n in reversed(steps)}
+    quality = ((n, quality_by_length(sets, folder)) for n, folder in folders.items())
+    evaluated, found = next(((n, parts) for n, parts in quality if parts), (None, []))
+    return {
+        "step": step,
+        "start": start,
+        "examples": examples,
+        "example": example,
+        "layers": {str(p): {**layer, "start": first.get(p)} for p, layer in layers.items()},
+        "without": {str(p): describe(mixer) for p, mixer in mixers.items() if p not in layers},
+        "mixtures": histories,
+        "projections": _projections(model, end),
+        "evaluated": evaluated,
+        "quality": found,
+        "static": static if fitted else None,
+    }
+
+
+def mixers_of(model: TokenModel) -> dict[Place, Mixer]:
+    """Returns the mixers of all layers."""
+    found = {}
+    for name, stack in stacks_of(model).items():
+        for i, block in enumerate(run.block for run in stack.runs for _ in range(run.repeats)):
+            found[Place(name, False, i)] = block.self_mixer
+            if block.cross_mixer is not None:
+                found[Place(name, True, i)] = block.cross_mixer
+    return dict(sorted(found.items(), key=lambda item: (item[0].stack != "encoder", item[0])))
+
+
+def _entries(model: TokenModel, tree: PyTree) -> Iterator[tuple[Place, Mixer, PyTree]]:
+    """Yields mixers with what they have in a collection of a model with looped layers."""
+    for place, mixer in mixers_of(model).items():
+        stack = tree.get(place.stack, {})
+        layer = stack.get("shared" if _shares(model, place) else f"layers_{place.layer}", {})
+        names = [CROSS] if place.cross else ["attention", "self_attention"]
+        yield place, mixer, next((layer[name] for name in names if name in layer), {})
+
+
+def _shares(model: TokenModel, place: Place) -> bool:
+    return isinstance(stacks_of(model)[place.stack], UniversalStack)
+
+
+def describe(module: Mixer | Alignment) -> str:
+    """Returns what a mixer or alignment is made of, such as ``Attention: Random + DotProduct``."""
+    if (parts := getattr(module, "parts", None)) is not None:
+        return (" + " if isinstance(module, Mixture) else " | ").join(map(describe, parts))
+    alignment, name = getattr(module, "alignment", None), type(module).__name__
+    return name if alignment is None else f"{name}: {describe(alignment)}"
+
+
+def sums_of(
+    model: TokenModel, variables: Variables, batches: Sequence[Batch]
+) -> tuple[dict[Place, Measures], dict[Place, Measures], dict[tuple[str, bool], float]]:
+    """Returns the sums over even and over odd batches by layer, and the centers of their powers."""
+    several = dict[tuple[str, bool], list[tuple[int, int]]]()
+    for batch in batches:
+        for key, r in jax.tree.map(gather_to_host, _rows(model, batch)).items():
+            counted = r.real & (r.seen > 1)
+            several.setdefault(key, []).append((counted.sum(), r.seen.sum(where=counted)))
+    # Where weights add up to one, their mean over the pairs seen.
+    center = {
+        key: float(n / max(pairs, 1))
+        for key, (n, pairs) in ((key, np.sum(x, axis=0)) for key, x in several.items())
+    }
+    halves: tuple[dict[Place, Measures], dict[Place, Measures]] = {}, {}
+    for i, batch in enumerate(batches):
+        for place, sums in _batch_sums(variables, batch, center, model=model).items():
+            own = jax.tree.map(lambda x: gather_to_host(x).astype(np.float64), sums)
+            old = halves[i % 2].get(place)
+            halves[i % 2][place] = own if old is None else jax.tree.map(np.add, old, own)
+    return *halves, center
+
+
+def _measure(
+    even: Mapping[Place, Measures],
+    odd: Mapping[Place, Measures],
+    center: Mapping[tuple[str, bool], float],
+) -> dict[Place, Measures]:
+    return {p: measure(x, odd.get(p), center=center[p[:2]]) for p, x in even.items()}
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _batch_sums(
+    variables: Variables, batch: Batch, center: dict[tuple[str, bool], float], *, model: TokenModel
+) -> dict[Place, Measures]:
+    rows, mixers, found = _rows(model, batch), mixers_of(model), {}
+    for place, weights in _sown(model, variables, batch, "attention_weights").items():
+        own = rows[place[:2]]
+        if isinstance(mixers[place], Linformer):  # all of its keys are seen
+            own = own._replace(seen=jnp.full_like(own.seen, weights.shape[-1]))
+        found[place] = attention_sums(weights, own, center=center[place[:2]])
+    return found
+
+
+def _sown(
+    model: TokenModel, variables: Variables, batch: Batch, name: str
+) -> dict[Place, jax.Array]:
+    """Returns what mixers sow under a name for a batch."""
+    if isinstance(model, Encoder):
+        _, sown = model.apply(variables, batch["encoder_input_tokens"], mutable=["intermediates"])
+    else:
+        _, sown = teacher_forced(model, variables, batch, collection="intermediates")  # type: ignore[arg-type]
+    entries = _entries(model, sown.get("intermediates", {}))
+    return {p: x[name][p.layer if len(x[name]) > 1 else 0] for p, _, x in entries if name in x}
+
+
+def _rows(model: TokenModel, batch: Mapping[str, jax.Array]) -> dict[tuple[str, bool], Rows]:
+    """Returns what the queries of unpacked rows see, by stack and whether it is cross-attention."""
+    n, m = (batch[f"{side}_input_tokens"].shape[1] for side in ("encoder", "decoder"))
+    inputs = (batch["encoder_input_tokens"] != 0).sum(1, keepdims=True)
+    targets = (batch["decoder_loss_weights"] > 0).sum(1, keepdims=True)
+
+    def rows(length: int, real: jax.Array, seen: jax.Array, ratio: jax.Array | float = 1) -> Rows:
+        q = jnp.arange(length)[None]
+        parts = q < real, jnp.where(seen < 0, q + 1, jnp.maximum(seen, 0)), q * ratio
+        return Rows(*(jnp.broadcast_to(x, (len(real), length)) for x in parts))
+
+    causal = jnp.full_like(inputs, -1)
+    if isinstance(model, LanguageModel):
+        own = rows(n + m, inputs + targets, causal)
+        seen = jnp.maximum(own.seen, inputs) if model.prefix else own.seen
+        return {("decoder", False): own._replace(seen=seen)}
+    found = {("encoder", False): rows(n, inputs, inputs)}
+    if isinstance(model, EncoderDecoder):
+        found["decoder", False] = rows(m, targets, causal)
+        found["decoder", True] = rows(m, targets, inputs, inputs / jnp.maximum(targets, 1))
+    return found
+
+
+def _add_examples(
+    model: TokenModel, variables: Variables, batch: Batch, end: Mapping[Place, Measures]
+) -> dict[Place, dict[str, Any]]:
+    """Returns mixers that have weights with measures, the logits' ranks, and the weights of one example."""
+
+    @jax.jit
+    def first(variables: Variables, batch: Batch) -> list[dict[Place, jax.Array]]:
+        names = "attention_weights", "attention_logits"
+        sown = [_sown(model, variables, batch, name) for name in names]
+        return jax.tree.map(lambda x: x[:RANKED], sown)
+
+    weights, logits = jax.tree.map(gather_to_host, first(variables, batch))
+    rows, found = jax.tree.map(gather_to_host, _rows(model, batch)), {}
+    for place, mixer in mixers_of(model).items():
+        if place not in end:
+            continue
+        own, measures = rows[place[:2]], end[place]
+        cut = [  # the real queries of an example, and the keys that they see
+            np.s_[:, : int(real.sum()), : int(seen[real].max(initial=0))]
+            for real, seen in zip(own.real[:RANKED], own.seen, strict=False)
+        ]
+        example, ranks = weights[place][0], []
+        if isinstance(mixer, Linformer):  # its keys have no positions
+            measures = measures | {
+                n: measures[n] * np.nan for n in ("near", "off_diagonal", "profile")
+            }
+        else:
+            example = example[cut[0]]
+        for i, c in enumerate(cut if place in logits else ()):
+            x = logits[place][min(i, len(logits[place]) - 1)][
+                c
+            ]  # one for all if it reads no tokens
+            ranks += [logit_rank(x)] if min(x.shape[1:]) > 1 else []
+        rank = np.mean(ranks, axis=0) if ranks else np.full(len(example), np.nan)
+        example = join_cells(np.abs(example))
+        found[place] = {
+            "mixer": describe(mixer),
+            "end": {**measures, "rank": rank},
+            "example": example,
+        }
+    return found
 
 
 def _batches(
@@ -232,43 +326,33 @@ def _batches(
     count: int,
     batch_size: int,
     mesh: Mesh,
-) -> tuple[tuple[str, str], list[Batch]]:
-    """Returns the texts of one example, and batches of examples of all sets, as long as their longest.
+) -> tuple[list[str], list[Batch]]:
+    """Returns the texts of one example, and at least two batches of examples of all sets.
 
-    The last batch is filled up with empty rows, of which nothing is real.
+    Rows are as long as the longest; the last batch is filled up with empty ones, of which nothing is real.
     """
     each = -(-count // len(sets))
-    rows = [
-        row
-        for s in sets
-        for row in itertools.islice(s.examples, 0, None, max(1, len(s.examples) // each))
-    ]
-    order = np.random.default_rng(0).permutation(len(rows))[:count]
-    rows = [rows[i] for i in order]
-    limits = experiment.data.lengths
-    tokens = {
-        name: [np.asarray(row[name])[: limits[name]] for row in rows]
-        for name in ("inputs", "targets")
-    }
-    padded = {}
-    for name, ids in tokens.items():
+    rows = [row for s in sets for row in s.examples[:: max(1, len(s.examples) // each)]]
+    rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))[:count]]
+    batch_size = -(-min(batch_size, -(-len(rows) // 2)) // mesh.size) * mesh.size
+    limits, padded = experiment.data.lengths, {}
+    for name in ("inputs", "targets"):
+        ids = [np.asarray(row[name])[: limits[name]] for row in rows]
         longest = max(1 if limits[name] else 0, *map(len, ids))
-        padded[name] = np.zeros((-(-len(ids) // batch_size) * batch_size, longest), np.int32)
+        whole = -(-len(ids) // batch_size) * batch_size
+        padded[name] = np.zeros((whole, longest), np.int32)
         for i, x in enumerate(ids):
             padded[name][i, : len(x)] = x
     arrays = {
         "encoder_input_tokens": padded["inputs"],
         "decoder_input_tokens": np.pad(padded["targets"][:, :-1], ((0, 0), (1, 0))),
+        "decoder_target_tokens": padded["targets"],
         "decoder_loss_weights": (padded["targets"] != 0).astype(np.float32),
     }
-    batches = [
-        jax.device_put(
-            {name: x[i : i + batch_size] for name, x in arrays.items()}, batch_sharding(mesh)
-        )
-        for i in range(0, len(padded["inputs"]), batch_size)
-    ]
-    shown = (to_text(rows[0][f"{name}_pretokenized"]) for name in tokens)
-    return tuple(shown), batches  # type: ignore[return-value]
+    parts = range(0, len(padded["inputs"]), batch_size)
+    batches = [{name: x[i : i + batch_size] for name, x in arrays.items()} for i in parts]
+    texts = [to_text(rows[0][f"{name}_pretokenized"]) for name in padded]
+    return texts, [jax.device_put(batch, batch_sharding(mesh)) for batch in batches]
 
 
 def _start(experiment: Experiment, layout: Variables, mesh: Mesh) -> tuple[str, Variables | None]:
@@ -278,124 +362,51 @@ def _start(experiment: Experiment, layout: Variables, mesh: Mesh) -> tuple[str, 
     make = lambda key: experiment.model.init(key, *(jnp.zeros(t.shape, t.dtype) for t in tokens))
     with use_mesh(mesh):
         fresh = jax.jit(make, out_shardings=shardings)(jax.random.key(seed))
+    if experiment.init_from is None:
+        return f"those that the experiment’s seed {seed} makes", fresh
     state = TrainState(jnp.zeros((), jnp.int32), fresh["params"], fresh.get("constants", {}), {})
     try:
         initialize = initializer_of(
             replace(experiment, init_optimizer=False), report=lambda _: None
         )
-        if initialize is None:
-            return f"Those that the experiment's seed {seed} makes", state.variables
-        return f"Those of {experiment.init_from}", initialize(state).variables
+        assert initialize is not None
+        return f"those of {experiment.init_from}", initialize(state).variables
     except (OSError, ValueError) as error:
-        return f"Not known: {one_line_error(error)}", None
+        return f"not known ({one_line_error(error)})", None
 
 
-def _measure(
-    model: TokenModel, variables: Variables, batches: Sequence[Batch]
-) -> dict[Place, Measures]:
-    """Returns the measures of all layers that have weights; even and odd batches are the halves."""
-    rows = [jax.tree.map(gather_to_host, rows_of(model, batch)) for batch in batches]
-    centers = {  # where weights add up to one, their mean over the pairs seen
-        key: sum(r[key].real.sum(where=r[key].seen > 1) for r in rows)
-        / max(sum(r[key].seen.sum(where=r[key].real & (r[key].seen > 1)) for r in rows), 1)
-        for key in rows[0]
-    }
-    halves: list[dict[Place, Sums]] = [{}, {}]
-    for i, batch in enumerate(batches):
-        half = halves[i % 2]
-        for place, sums in layer_sums(variables, batch, centers, model=model).items():
-            own = Sums(*(gather_to_host(x).astype(np.float64) for x in sums))
-            half[place] = own if place not in half else Sums(*map(np.add, half[place], own))
-    return {
-        place: measure(first, halves[1].get(place), center=centers[place.stack, place.cross])
-        for place, first in halves[0].items()
-    }
-
-
-def _inspect_layers(
-    model: TokenModel,
-    variables: Variables,
-    batch: Batch,
-    end: Mapping[Place, Measures],
-    start: Mapping[Place, Measures],
-) -> dict[str, LayerInspection]:
-    """Adds ranks and single examples of a batch to measures."""
-    sown = jax.jit(
-        lambda *args: [
-            {p: x[:RANKED] for p, x in sown_by(model, *args, name).items()} for name in SOWN
-        ]
-    )
-    weights, logits = jax.tree.map(gather_to_host, sown(variables, batch))
-    rows, mixers, found = rows_of(model, batch), mixers_of(model), {}
-    for place, measures in sorted(end.items(), key=lambda item: _order(item[0])):
-        own = jax.tree.map(gather_to_host, rows[place.stack, place.cross])
-        cut = [  # the real queries of an example, and the keys that they see
-            np.s_[:, : int(real.sum()), : int(seen[real].max(initial=0))]
-            for real, seen in zip(own.real[:RANKED], own.seen, strict=False)
-        ]
-        nothing = np.full((2, len(measures.mean)), np.nan)
-        arrays = logits.get(place, nothing[:0])
-        examples = [arrays[min(i, len(arrays) - 1)][c] for i, c in enumerate(cut) if len(arrays)]
-        ranks = [logit_ranks(x) for x in examples if min(x.shape[1:]) > 1]
-        rank, effective = np.mean(ranks, axis=0) if ranks else nothing
-        example = weights[place][0]
-        if isinstance(mixers[place], Linformer):  # its keys have no positions
-            names = ("near", "distance", "off_diagonal", "profile")
-            nan = {name: getattr(measures, name) * np.nan for name in names}
-            measures = dataclasses.replace(measures, **nan)
-        else:
-            example = example[cut[0]]
-        found[str(place)] = LayerInspection(
-            mixer=describe(mixers[place]),
-            end=measures,
-            start=start.get(place),
-            rank=rank,
-            effective_rank=effective,
-            example=join_cells(np.abs(example)),
-        )
+def _mixtures(model: TokenModel, variables: Variables) -> dict[str, tuple[list[str], np.ndarray]]:
+    """Returns the parts of mixtures of a model with looped layers, and their α ``[heads, parts]``."""
+    found = {}
+    for place, mixer, params in _entries(model, variables["params"]):
+        alignment: Any = getattr(mixer, "alignment", None)
+        if isinstance(alignment, Mixture) and alignment.weights != "sum":
+            align = jax.tree.map(gather_to_host, params["align"])
+            if alignment.weights == "softmax":
+                alpha = jax.nn.softmax(align["weights"])
+            else:
+                gate = jax.nn.sigmoid(align["gate"])
+                alpha = jnp.concatenate([1.0 - gate, gate])[None]
+            found[str(place)] = list(map(describe, alignment.parts)), np.asarray(alpha)
     return found
 
 
-def _order(place: Place) -> tuple[bool, bool, int]:
-    """Returns the order of layers: encoder, decoder, cross-attention."""
-    return place.stack != "encoder", place.cross, place.layer
+def _projections(model: TokenModel, variables: Variables) -> dict[str, dict[str, np.ndarray]]:
+    """Returns P_l and P_w ``[from, to]`` of talking heads by layer."""
+    names = {"logits_projection": "P_l", "weights_projection": "P_w"}
+    found = {
+        str(place): {names[n]: gather_to_host(params[n]) for n in names if n in params}
+        for place, _, params in _entries(model, variables["params"])
+    }
+    return {place: matrices for place, matrices in found.items() if matrices}
 
 
-def _mixture_histories(
-    experiment: Experiment, checkpoints: Mapping[int, Callable[[], Variables]]
-) -> dict[str, MixtureHistory]:
-    """Returns α of all mixtures over checkpoints; without mixtures only the first one is read."""
-    histories: dict[str, MixtureHistory] = {}
-    for step, restore in checkpoints.items():
-        looped = unroll_variables(experiment.model, restore())
-        weights = mixture_weights(unroll(experiment.model), looped)
-        if not weights:
-            break
-        for name, (parts, alpha) in weights.items():
-            old = histories.get(name, MixtureHistory(parts, [], np.zeros((0, *alpha.shape))))
-            histories[name] = MixtureHistory(
-                parts, [*old.steps, step], np.concatenate([old.alpha, alpha[None]])
-            )
-    return histories
-
-
-def _quality(
-    directory: pathlib.Path, evaluator: Evaluator, step: int
-) -> tuple[int | None, list[LengthBin]]:
-    """Returns the step of the run's newest predictions, up to a step, and their quality by length."""
-    folder = directory / "evaluation"
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    steps = [int(n) for n in names if n.isdecimal() and int(n) <= step]
-    for newest in sorted(steps, reverse=True):
-        if found := quality_by_length(evaluator.sets, evaluation_folder(directory, newest)):
-            return newest, found
-    return None, []
-
-
-def quality_by_length(sets: Sequence[EvaluationSet], folder: pathlib.Path) -> list[LengthBin]:
+def quality_by_length(sets: Sequence[EvaluationSet], folder: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the quality of a folder's predictions, in up to `BINS` parts of each set by length.
 
-    Tasks whose file is absent, or holds other examples than the set, are left out.
+    A part has its ``task``, ``tokens``, the smallest and largest number of inputs' tokens or, where there
+    are none, of targets', ``examples``, how many, and ``metrics``, those of the task or the loss of texts in
+    nats per token. Tasks whose file is absent, or holds other examples than the set, are left out.
     """
     found = []
     for examples in sets:
@@ -406,40 +417,22 @@ def quality_by_length(sets: Sequence[EvaluationSet], folder: pathlib.Path) -> li
         texts = [to_text(row["inputs_pretokenized"]) for row in examples.examples]
         if [record["input"] for record in records] != texts or not texts:
             continue
-        lengths = np.array([len(x) for x in examples.inputs])
-        tokens = np.array([len(x) for x in examples.targets])
+        lengths, tokens = (
+            np.array([len(x) for x in y]) for y in (examples.inputs, examples.targets)
+        )
         predicted = "prediction" in records[0]
         lengths = lengths if predicted and lengths.any() else tokens
         limits = np.unique(np.quantile(lengths, np.arange(1, BINS) / BINS, method="nearest"))
-        parts = np.searchsorted(limits, lengths)
-        for part in map(np.flatnonzero, np.unique(parts)[:, None] == parts):
+        number = np.searchsorted(limits, lengths)
+        for part in map(np.flatnonzero, np.unique(number)[:, None] == number):
             chosen = [records[i] for i in part]
             if predicted:
-                of_part = dataclasses.replace(
-                    examples, examples=[examples.examples[i] for i in part]
-                )
-                metrics = of_part.score([record["prediction"] for record in chosen])
+                own = dataclasses.replace(examples, examples=[examples.examples[i] for i in part])
+                metrics = own.score([record["prediction"] for record in chosen])
             else:
                 nats = -sum(record["score"] or np.nan for record in chosen)
                 metrics = {"loss": nats / max(int(tokens[part].sum()), 1)}
             ends = int(lengths[part].min()), int(lengths[part].max())
-            found.append(LengthBin(examples.task.name, *ends, len(part), metrics))
+            row = {"task": examples.task.name, "tokens": ends, "examples": len(part)}
+            found.append(row | {"metrics": metrics})
     return found
-
-
-def _static_attention(
-    measure_static: Callable[[], StaticAttention], experiment: Experiment, *, fits: bool
-) -> tuple[StaticAttention | None, str]:
-    """Returns how static the attention is, or why that is not measured."""
-    if not isinstance(experiment.model, EncoderDecoder):
-        kind = type(experiment.model).__name__
-        return (
-            None,
-            f"They are fitted to encoder-decoders only, and this model is of the class {kind}.",
-        )
-    if not fits:
-        return None, "They were left out (--fit-examples 0)."
-    try:
-        return measure_static(), ""
-    except (FileNotFoundError, ValueError) as error:
-        return None, f"They could not be fitted: {error}."

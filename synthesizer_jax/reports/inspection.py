@@ -2,66 +2,129 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 from markupsafe import Markup
 
 from synthesizer_jax.files import write_atomic
 from synthesizer_jax.inspection.measures import EDGES, NEAR, REACH, Measures
-from synthesizer_jax.inspection.run import Inspection, LayerInspection
+from synthesizer_jax.inspection.static_attention import TABLE, UNIFORM
 from synthesizer_jax.registry import JSON
 from synthesizer_jax.reports.attention_figures import number_grid, small_lines, tiles, weight_maps
 from synthesizer_jax.reports.figures import Section, write_page
-from synthesizer_jax.reports.static_attention import static_sections
+
+Found: TypeAlias = Mapping[str, Any]
+"""What `inspect_run` returns, or a layer of it."""
+
+SHARP, STATIC, TOLERANCE = 0.25, 0.9, 0.01
+"""The shares below and from which heads are called so, and by which the loss may rise with tables."""
+
+MOST_LETTERS = 300
+"""Of an example's text."""
+
+DISTANCES = np.arange(-REACH, REACH + 1)
 
 OVERVIEW = {
     "keys used, %": "spread",
     f"within {NEAR} positions, %": "near",
     "explained by positions, %": "static",
-    "largest weight, %": "peak",
     "rank of logits, %": "rank",
-    "effective rank, %": "effective_rank",
 }
-HEADINGS = (
-    *("layer, head", "entropy", "keys used", "largest", "near", "distance", "off diagonal"),
-    *("static", "rank", "eff. rank", "st. deviation", "skewness", "kurtosis"),
-    *("st. deviation before", "skewness before", "kurtosis before"),
-)
-SHARP, STATIC = 0.25, 0.9
-"""The shares below and from which heads are called so."""
+NUMBERS = {
+    "entropy, nats": "entropy",
+    "off diagonal, positions": "off_diagonal",
+    **OVERVIEW,
+    **{f"weights’ {name}": name for name in ("mean", "deviation", "skewness", "kurtosis")},
+}
 
-MOST_LETTERS = 300
-"""Of an example's text."""
+TEXTS = {
+    "Layer by layer": "How sharp, how local and how static each layer is; in brackets the range of its heads.",
+    "Heads at a glance": "Keys used: exp(entropy) of a query’s weights over the number of keys that it sees; "
+    "100 is equal weights. Explained by positions: how much closer than equal weights a table of mean weights, "
+    "from other examples, comes to a query’s weights; 100 is a head that reads no tokens, below 0 one that no "
+    "table describes. Rank: of the logits’ matrix, without a shared position bias, as a share of the largest "
+    "possible; a head of width e has at most e (Bhojanapalli et al. 2020).",
+    "Weights at the start and at the end": "How many pairs of query and key have which weight, all heads "
+    "together, as in Tay et al. 2021; the bar at the left holds all smaller weights.",
+    "Mixtures": "The weight α of each part of a mixture, and its mean over heads in the saved checkpoints.",
+    "Distance from the query": "The share of the weight by key position − query position, of every head; the "
+    "ends hold all beyond.",
+    "How alike heads are": "The mean cosine of two heads’ weights of the same query, in percent.",
+    "Talking heads": "P_l mixes the heads’ logits, P_w their weights: from the heads down to those across.",
+}
 
 
-def write_inspection(path: pathlib.Path, found: Inspection, *, title: str) -> pathlib.Path:
-    """Writes the page, and the numbers beside it as ``.json``, whose path is returned."""
-    numbers = path.with_suffix(".json")
-    edges = {"histogram_edges": EDGES, "profile_distances": np.arange(-REACH, REACH + 1)}
-    text = json.dumps(_plain({"title": title, **edges, **vars(found)}), allow_nan=False)
-    write_atomic(numbers, text + "\n")
-    sections = [section for section in _sections(found) if section.charts or section.rows]
-    if not found.static:
-        sections.append(Section("Static forms", found.static_problem))
-    write_page(path, title=title, sentences=list(summary(found)), sections=sections)
+def write_inspection(path: pathlib.Path, found: Found, *, title: str) -> pathlib.Path:
+    """Writes the page of what `inspect_run` found, and its numbers beside it as ``.json``.
+
+    Returns:
+      The path of the numbers.
+    """
+    axes = {"histogram_edges": EDGES, "profile_distances": DISTANCES}
+    text = json.dumps(_plain({"title": title, **axes, **found}), allow_nan=False)
+    numbers = write_atomic(path.with_suffix(".json"), text + "\n")
+    layers = found["layers"]
+    charts = {
+        "Heads at a glance": _overview(layers),
+        "Weights at the start and at the end": map(_histogram, layers, layers.values()),
+        "Mixtures": _mixtures(found["mixtures"]),
+        "Where heads look": _maps(layers),
+        "Distance from the query": _distances(layers),
+        "How alike heads are": (
+            number_grid(name, layer["end"]["similarity"], xlabel="head", ylabel="head")
+            for name, layer in layers.items()
+        ),
+        "Talking heads": (
+            number_grid(f"{name}, {p}", x, scale=1.0, xlabel="to head", ylabel="from head")
+            for name, matrices in found["projections"].items()
+            for p, x in matrices.items()
+        ),
+    }
+    example = " → ".join(
+        f"“{x[:MOST_LETTERS]}{'…' * (len(x) > MOST_LETTERS)}”" for x in found["example"] if x
+    )
+    texts = TEXTS | {
+        "Where heads look": "Queries down, keys across, darker is more. First the mean over all examples, by "
+        f"position, then one example: {example}"
+    }
+    sections = [
+        Section(
+            *("Layer by layer", TEXTS["Layer by layer"]),
+            headings=("layer", "what it does"),
+            rows=[(name, sentence(layer)) for name, layer in layers.items()],
+            numbers=False,
+        ),
+        *(Section(name, texts[name], charts=tiles(own)) for name, own in charts.items()),
+        _quality(found),
+        *([] if found["static"] is None else [_static(found["static"])]),
+        Section(
+            "All numbers by head",
+            "Moments are those of the weights of all pairs, in brackets before training. The JSON file beside "
+            "this page holds them and all that is drawn here.",
+            headings=("layer, head", *NUMBERS),
+            rows=list(_rows(layers)),
+            folded=True,
+        ),
+    ]
+    shown = [section for section in sections if section.charts or section.rows]
+    write_page(path, title=title, sentences=list(summary(found)), sections=shown)
     return numbers
 
 
-def summary(found: Inspection) -> Iterator[str]:
+def summary(found: Found) -> Iterator[str]:
     """Yields sentences: how many heads are sharp, local and static, and what has no attention."""
-    end = {name: layer.end for name, layer in found.layers.items()}
+    end = {name: layer["end"] for name, layer in found["layers"].items()}
     if end:
         spread, static = (
-            np.concatenate([getattr(m, field) for m in end.values()])
-            for field in ("spread", "static")
+            np.concatenate([m[x] for m in end.values()]) for x in ("spread", "static")
         )
-        local = sum(int(_is_local(m, m.near).sum()) for m in end.values())
-        names = [f"{name}.{i + 1}" for name, m in end.items() for i in range(len(m.spread))]
+        local = sum(int(_is_local(m, m["near"]).sum()) for m in end.values())
+        names = [f"{name}.{i + 1}" for name, m in end.items() for i in range(len(m["spread"]))]
         yield (
             f"Of {len(names)} heads, {(spread < SHARP).sum()} are sharp (they use less than {SHARP:.0%} of "
             f"the keys that they see), {local} are local (most of their weight is within {NEAR} positions "
@@ -69,133 +132,43 @@ def summary(found: Inspection) -> Iterator[str]:
             f"static (positions alone explain at least {STATIC:.0%} of where they look). The sharpest is "
             f"{names[spread.argmin()]}, which uses {spread.min():.1%} of the keys."
         )
-    if found.without:
-        kinds: dict[str, list[str]] = {}
-        for name, mixer in found.without.items():
-            kinds.setdefault(mixer, []).append(name)
+    kinds: dict[str, list[str]] = {}
+    for name, mixer in found["without"].items():
+        kinds.setdefault(mixer, []).append(name)
+    if kinds:
         which = "; ".join(f"{', '.join(names)} ({mixer})" for mixer, names in kinds.items())
         yield f"{'These layers have' if end else 'This model has'} no attention weights: {which}."
     yield (
-        f"Step {found.step:,}, over {found.examples:,} examples of the evaluation sets. Parameters at the "
-        f"start: {found.start[0].lower()}{found.start[1:]}."
+        f"Step {found['step']:,}, over {found['examples']:,} examples of the evaluation sets. The parameters "
+        f"at the start are {found['start']}."
     )
 
 
-def _sections(found: Inspection) -> Iterator[Section]:
-    layers = found.layers
-    yield Section(
-        "Layer by layer",
-        "How sharp, how local and how static each layer is; in brackets its heads, from the lowest to the "
-        "highest.",
-        headings=("layer", "what it does"),
-        rows=[(name, sentence(layer)) for name, layer in layers.items()],
-        numbers=False,
-    )
-    yield Section(
-        "Heads at a glance",
-        "Keys used: exp(entropy) of a query’s weights over the number of keys that it sees; 100 is equal "
-        "weights. Explained by positions: how much closer than equal weights a table of mean weights, from "
-        "other examples, comes to a query’s weights; 100 is a head that reads no tokens, below 0 is one "
-        "that no table describes. Rank: of the logits’ matrix, without a shared position bias, as a share "
-        "of the largest possible; a head of width e has at most e (Bhojanapalli et al. 2020).",
-        charts=tiles(_overview(layers)),
-    )
-    yield Section(
-        "Weights at the start and at the end",
-        "How many pairs of query and key have which weight, all heads together, as in Tay et al. 2021; the "
-        "last bars at the left hold all smaller weights. The table at the end has the moments by head.",
-        charts=tiles(map(_histogram, layers, layers.values())),
-    )
-    yield Section(
-        "Mixtures",
-        "The weight α of each part of a mixture, and its mean over heads in the saved checkpoints.",
-        charts=tiles(_mixtures(found)),
-    )
-    texts = [f"“{t[:MOST_LETTERS]}{'…' * (len(t) > MOST_LETTERS)}”" for t in found.example if t]
-    yield Section(
-        "Where heads look",
-        "Queries down, keys across, darker is more. First the mean over all examples, by position, then "
-        f"one example: {' → '.join(texts)}",
-        charts=tiles(
-            weight_maps(f"{name}, {which}", maps)
-            for name, layer in layers.items()
-            for which, maps in (("mean", layer.end.map), ("one example", layer.example))
-        ),
-    )
-    distances = np.arange(-REACH, REACH + 1)
-    yield Section(
-        "Distance from the query",
-        "The share of the weight by key position − query position; the ends hold everything beyond.",
-        charts=tiles(
-            small_lines(
-                name,
-                {f"head {i + 1}": (distances, y) for i, y in enumerate(layer.end.profile)},
-                x_label="distance, tokens",
-                y_label="share of weight",
-            )
-            for name, layer in layers.items()
-            if np.isfinite(layer.end.profile).all()
-        ),
-    )
-    yield Section(
-        "How alike heads are",
-        "The mean cosine of two heads’ weights of the same query, in percent.",
-        charts=tiles(
-            number_grid(name, layer.end.similarity, x_label="head", y_label="head")
-            for name, layer in layers.items()
-            if len(layer.end.similarity) > 1
-        ),
-    )
-    yield Section(
-        "Talking heads",
-        "P_l mixes the heads’ logits, P_w their weights; from the heads down to the heads across.",
-        charts=tiles(
-            number_grid(f"{name}, {p}", x, x_label="to head", y_label="from head", percent=False)
-            for name, matrices in found.projections.items()
-            for p, x in matrices.items()
-        ),
-    )
-    yield _quality(found)
-    if found.static:
-        yield from static_sections(found.static)
-    yield Section(
-        "All numbers by head",
-        "Entropy in nats; near, keys used, static and ranks as shares; distances in tokens; the moments of "
-        "the weights of all pairs, the last three before training. The JSON file beside this page holds "
-        "them and all that is drawn here.",
-        headings=HEADINGS,
-        rows=list(_rows(layers)),
-        folded=True,
-    )
-
-
-def sentence(layer: LayerInspection) -> str:
+def sentence(layer: Found) -> str:
     """Returns how sharp, local and static a layer is."""
-    m = layer.end
-    spread, near, static = (float(np.mean(x)) for x in (m.spread, m.near, m.static))
+    m = layer["end"]
+    spread, near, static = (float(np.mean(m[name])) for name in ("spread", "near", "static"))
     sharp = "Sharp" if spread < SHARP else "Rather sharp" if spread < 0.6 else "Diffuse"
-    said = [
-        f"{layer.mixer}. {sharp}: a query uses {_share(m.spread)} of the {m.keys:.0f} keys that it sees"
-    ]
+    said = f"{layer['mixer']}. {sharp}: a query uses {_share(m['spread'])} of the {m['keys']:.0f} keys it sees"
     if math.isfinite(near):
-        local = "local" if _is_local(m, near) else "not local"
-        said.append(
-            f"{local}: {_share(m.near)} of the weight is within {NEAR} positions, {m.near_of_equal:.0%} "
-            f"would be equal weights, and the largest is {m.off_diagonal.mean():.1f} off the diagonal"
+        said += (
+            f"; {'local' if _is_local(m, near) else 'not local'}: {_share(m['near'])} of the weight is within "
+            f"{NEAR} positions, {m['near_of_equal']:.0%} would be equal weights, and the largest is "
+            f"{m['off_diagonal'].mean():.1f} off the diagonal"
         )
     if math.isfinite(static):
         kind = (
             "static" if static >= STATIC else "partly static" if static >= 0.5 else "reads tokens"
         )
-        said.append(
-            f"{kind}: positions explain {_share(np.maximum(m.static, 0))} of where it looks"
+        said += (
+            f"; {kind}: positions explain {_share(np.maximum(m['static'], 0))} of where it looks"
         )
-    return "; ".join(said) + "."
+    return f"{said}."
 
 
-def _is_local(m: Measures, near: np.ndarray | float) -> np.ndarray | np.bool:
+def _is_local(m: Measures, near: np.ndarray | float) -> np.ndarray:
     """Whether most of the weight is near its query, and clearly more than of equal weights."""
-    return (np.asarray(near) >= 0.5) & (np.asarray(near) >= 1.25 * m.near_of_equal)
+    return np.asarray(near) >= max(0.5, 1.25 * m["near_of_equal"])
 
 
 def _share(values: np.ndarray) -> str:
@@ -204,102 +177,148 @@ def _share(values: np.ndarray) -> str:
     return f"{mean}%" + (f" ({low} to {high})" if low != high else "")
 
 
-def _groups(layers: Mapping[str, LayerInspection]) -> dict[str, list[LayerInspection]]:
-    """Returns layers by stack and kind, of the same number of heads each."""
-    groups: dict[str, list[LayerInspection]] = {}
+def _overview(layers: Mapping[str, Found]) -> Iterator[Markup]:
+    groups: dict[str, list[Measures]] = {}
     for name, layer in layers.items():
-        stack, _, cross = (*name.split(), "")[:3]
-        groups.setdefault(f"{stack} {cross}".strip(), []).append(layer)
-    return groups
-
-
-def _overview(layers: Mapping[str, LayerInspection]) -> Iterator[Markup]:
-    for group, own in _groups(layers).items():
+        stack, _, *cross = name.split()
+        groups.setdefault(" ".join([stack, *cross]), []).append(layer["end"])
+    for group, own in groups.items():
         for title, field in OVERVIEW.items():
-            values = [getattr(layer if "rank" in field else layer.end, field) for layer in own]
-            grid = np.full((len(own), max(map(len, values))), np.nan)
-            for i, row in enumerate(values):
-                grid[i, : len(row)] = row
+            grid = np.full((len(own), max(len(m[field]) for m in own)), np.nan)
+            for i, m in enumerate(own):
+                grid[i, : len(m[field])] = m[field]
             if np.isfinite(grid).any():
-                yield number_grid(f"{group}: {title}", grid, x_label="head", y_label="layer")
+                yield number_grid(f"{group}: {title}", grid, xlabel="head", ylabel="layer")
 
 
-def _histogram(name: str, layer: LayerInspection) -> Markup:
+def _histogram(name: str, layer: Found) -> Markup:
     centers = np.sqrt(EDGES[1:] * EDGES[:-1])
-    both = {"start": layer.start, "end": layer.end}
-    lines = {which: (centers, 100 * m.histogram.mean(0)) for which, m in both.items() if m}
-    return small_lines(
-        *(name, lines),
-        x_label="weight",
-        y_label="% of pairs",
-        logarithmic=True,
-        steps=True,
-    )
+    both = {which: layer[which] for which in ("start", "end") if layer[which]}
+    lines = {which: (centers, 100 * m["histogram"].mean(0)) for which, m in both.items()}
+    return small_lines(name, lines, histogram=True, xlabel="weight", ylabel="% of pairs")
 
 
-def _mixtures(found: Inspection) -> Iterator[Markup]:
-    for name, (parts, steps, alpha) in found.mixtures.items():
-        names = {"columns": [part.replace("Random", "Rand.") for part in parts]}
-        yield number_grid(f"{name}: α, %", alpha[-1], x_label="part", y_label="head", **names)
-        if len(steps) > 1:
-            lines = {part: (steps, alpha[:, :, i].mean(1)) for i, part in enumerate(parts)}
-            yield small_lines(f"{name}: α over time", lines, x_label="step", y_label="mean α")
+def _mixtures(mixtures: Mapping[str, Found]) -> Iterator[Markup]:
+    for name, (parts, steps, alpha) in ((n, m.values()) for n, m in mixtures.items()):
+        title = f"{name}: α, %"
+        yield number_grid(title, alpha[-1], columns=parts, xlabel="part", ylabel="head")
+        lines = {part: (steps, [a[:, i].mean() for a in alpha]) for i, part in enumerate(parts)}
+        yield small_lines(f"{name}: α over time", lines, xlabel="step", ylabel="mean α")
 
 
-def _quality(found: Inspection) -> Section:
-    charts, rows = [], []
-    for task in dict.fromkeys(part.task for part in found.quality):
-        own = [part for part in found.quality if part.task == task]
-        middles = [(part.shortest + part.longest) / 2 for part in own]
+def _maps(layers: Mapping[str, Found]) -> Iterator[Markup]:
+    for name, layer in layers.items():
+        yield weight_maps(f"{name}, mean", layer["end"]["map"])
+        yield weight_maps(f"{name}, one example", layer["example"])
+
+
+def _distances(layers: Mapping[str, Found]) -> Iterator[Markup]:
+    for name, layer in layers.items():
+        lines = {f"head {i + 1}": (DISTANCES, y) for i, y in enumerate(layer["end"]["profile"])}
+        if np.isfinite(layer["end"]["profile"]).all():
+            yield small_lines(name, lines, xlabel="distance, tokens", ylabel="share of weight")
+
+
+def _quality(found: Found) -> Section:
+    charts, parts = [], found["quality"]
+    for task in dict.fromkeys(part["task"] for part in parts):
+        own = [part for part in parts if part["task"] == task]
+        lengths = [np.mean(part["tokens"]) for part in own]
         lines = {
-            name: (middles, [part.metrics.get(name, math.nan) for part in own])
-            for name in own[0].metrics
+            n: (lengths, [p["metrics"].get(n, math.nan) for p in own]) for n in own[0]["metrics"]
         }
         if lines and len(own) > 1:
-            charts.append(small_lines(task, lines, x_label="tokens", y_label="metric"))
-        rows += [
-            (
-                part.task,
-                f"{part.shortest} to {part.longest}",
-                str(part.examples),
-                ", ".join(f"{name} {value:.2f}" for name, value in part.metrics.items()),
-            )
-            for part in own
-        ]
+            charts.append(small_lines(task, lines, xlabel="tokens", ylabel="metric"))
     return Section(
         "Quality by length",
-        f"Of the predictions of step {found.evaluated}, in parts of equal size by the number of input "
-        "tokens; metrics in percent, the loss of texts in nats per token by their length. Small parts are "
-        "uncertain.",
+        f"Of the predictions of step {found['evaluated']}, in parts by the number of input tokens; metrics in "
+        "percent, the loss of texts in nats per token by their length. Small parts are uncertain.",
         charts=tiles(charts),
         headings=("task", "tokens", "examples", "metrics"),
-        rows=rows,
+        rows=[
+            (
+                *(part["task"], "{} to {}".format(*part["tokens"]), str(part["examples"])),
+                ", ".join(f"{name} {value:.2f}" for name, value in part["metrics"].items()),
+            )
+            for part in parts
+        ],
     )
 
 
-def _rows(layers: Mapping[str, LayerInspection]) -> Iterator[Sequence[str]]:
-    moments = ("deviation", "skewness", "kurtosis")
+def _static(static: Found) -> Section:
+    """Returns what static forms miss, and the loss with tables in the place of heads."""
+    heads = static["divergences"]
+    names = list(dict.fromkeys(name for kl in heads.values() for name in kl))
+    charts, said = [], ""
+    if numbers := static.get("replaced"):
+        losses, equal = static["loss"], static["uniform_loss"]
+        limit = (1.0 + TOLERANCE) * losses[0]
+        within = next((i for i, x in enumerate(losses) if not x <= limit), len(losses)) - 1
+        said = (
+            f"Of {len(heads)} heads, the {numbers[within]} most static can read a fitted table instead of the "
+            f"tokens, without further training, and the loss rises by less than {TOLERANCE:.0%}. "
+        )
+        if equal <= limit:
+            said += (
+                "With equal weights in all heads it does, too: this model does not use its attention; train "
+                "it longer before you conclude anything. "
+            )
+        ends = numbers[:1] + numbers[-1:]
+        lines = {
+            "tables": (numbers, losses),
+            f"+{TOLERANCE:.0%}": (ends, [limit] * 2),
+            "equal weights": (ends, [equal] * 2),
+        }
+        charts.append(
+            small_lines("loss with tables", lines, xlabel="heads replaced", ylabel="nats / token")
+        )
+    for stack in dict.fromkeys(stack for stack, _, _ in heads):
+        own = {place[1:]: kl for place, kl in heads.items() if place[0] == stack}
+        for name in names:
+            grid = np.full(1 + np.max(list(own), axis=0), np.nan)
+            for place, kl in own.items():
+                grid[place] = kl.get(name, np.nan)
+            title = f"{stack}: {name}, nats"
+            charts.append(number_grid(title, grid, scale=1.0, xlabel="head", ylabel="layer"))
+    return Section(
+        "What static forms miss",
+        f"{said}Each form, which reads no tokens, was fitted to each head on one half of the examples, beside "
+        "the position bias of the model, and measured on the other: the mean Kullback–Leibler divergence of a "
+        f"query’s weights from the form, in nats. Where {UNIFORM} or another form beats the table ({TABLE}), "
+        "the examples are too few to fit it: give more with --examples.",
+        charts=tiles(charts),
+        headings=("head", *names),
+        rows=[
+            (
+                f"{stack} {layer + 1}.{head + 1}",
+                *(f"{kl.get(name, math.nan):.3f}" for name in names),
+            )
+            for (stack, layer, head), kl in heads.items()
+        ],
+    )
+
+
+def _rows(layers: Mapping[str, Found]) -> Iterator[list[str]]:
     for name, layer in layers.items():
-        m, start = layer.end, layer.start
-        columns = [m.entropy, m.spread, m.peak, m.near, m.distance, m.off_diagonal, m.static]
-        columns += [layer.rank, layer.effective_rank, *(getattr(m, x) for x in moments)]
-        columns += [getattr(start, x) if start else m.mean * math.nan for x in moments]
-        for i, row in enumerate(np.stack(columns, axis=1)):
-            yield f"{name}.{i + 1}", *("–" if math.isnan(x) else f"{x:.3g}" for x in row)
+        for i in range(len(layer["end"]["spread"])):
+            row = [f"{name}.{i + 1}"]
+            for field in NUMBERS.values():
+                both = [
+                    layer[x][field][i] for x in ("end", "start") if layer[x] and field in layer[x]
+                ]
+                texts = ["–" if math.isnan(x) else f"{x:.3g}" for x in both]
+                moment = field in ("mean", "deviation", "skewness", "kurtosis") and len(texts) > 1
+                row.append(f"{texts[0]} ({texts[1]})" if moment else texts[0])
+            yield row
 
 
-def _plain(value: object) -> JSON:
+def _plain(value: Any) -> JSON:
     """Returns JSON data: arrays as lists, four digits, NaN and infinities as null."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, float):
         return float(f"{value:.4g}") if math.isfinite(value) else None
-    if hasattr(value, "_asdict"):
-        value = value._asdict()
-    elif dataclasses.is_dataclass(value):
-        value = vars(value)
     if isinstance(value, Mapping):
-        return {str(name): _plain(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return value  # type: ignore[return-value]
+        text = lambda key: " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
+        return {text(key): _plain(part) for key, part in value.items()}
+    return list(map(_plain, value)) if isinstance(value, list | tuple) else value
