@@ -20,14 +20,7 @@ from synthesizer_jax.checkpoints.placement import place_variables
 from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
 from synthesizer_jax.evaluation.files import evaluation_folder
 from synthesizer_jax.files import describing
-from synthesizer_jax.inspection.measures import (
-    Measures,
-    Rows,
-    attention_sums,
-    join_cells,
-    logit_rank,
-    measure,
-)
+from synthesizer_jax.inspection.measures import Measures, Rows, attention_sums, measure
 from synthesizer_jax.inspection.static_attention import can_be_static, measure_static_attention
 from synthesizer_jax.messages import Phase, one_line_error, silent_phase
 from synthesizer_jax.mixers import Linformer, Mixer
@@ -53,9 +46,6 @@ from synthesizer_jax.training.run_directory import load_experiment
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.step import Batch, teacher_forced
 from synthesizer_jax.typing import PyTree
-
-RANKED = 4
-"""Examples whose logits' ranks are averaged."""
 
 BINS = 5
 """Most parts, by length, of the examples of a task."""
@@ -96,13 +86,12 @@ def inspect_run(
       phase: is told what is done.
 
     Returns:
-      ``step``; ``start``, what the parameters at the start are; ``examples``, how many, and ``example``, the
-      texts of one. ``layers`` by name, such as ``decoder 1 cross``: what the ``mixer`` is, `measure` at its
-      ``start`` (None: not known) and ``end``, here with the ``rank`` of the logits by head without a shared
-      position bias (NaN: there are none), and the weights of the ``example``. ``without``, mixers without weights. By
-      layer ``mixtures``, the parts and over ``steps`` their α ``[steps, heads, parts]``, and ``projections``,
-      P_l and P_w of talking heads. ``quality`` of the newest predictions, those of step ``evaluated``, by task
-      and length. ``static``, see `measure_static_attention`, or None.
+      ``step``; ``start``, what the parameters at the start are; ``examples``, how many, and ``example``,
+      the texts of one. ``layers`` by name, such as ``decoder 1 cross``: the ``mixer``, `measure` at the
+      ``end`` and the ``start`` (None: not known), and the mean weights of the ``example``. ``without``,
+      mixers without weights. By layer ``mixtures``, the ``parts`` and over ``steps`` α ``[heads, parts]``,
+      and ``projections``, P_l and P_w of talking heads. ``quality`` of the newest predictions, of step
+      ``evaluated``, see `quality_by_length`. ``static``, see `measure_static_attention`, or None.
 
     Raises:
       FileNotFoundError: there is no checkpoint or no data.
@@ -125,18 +114,22 @@ def inspect_run(
     mixers, end = mixers_of(model), looped(variables)
     advance = phase(f"weights of {examples} examples at the end and at the start", 2)
     with use_mesh(mesh):
-        halves = sums_of(model, end, batches)
+        even, odd = sums_of(model, end, batches)
         advance(1)
-        first = {} if before is None else _measure(*sums_of(model, looped(before), batches))
+        first = ({}, {}) if before is None else sums_of(model, looped(before), batches)
         advance(1)
-        layers = _add_examples(model, end, batches[0], _measure(*halves))
-        fitted = [p for p in layers if fits and can_be_static(mixers[p]) and not _shares(model, p)]
-        fit_to, measure_on = (
-            {(p.stack, p.layer): half[p]["statistics"] for p in fitted if not p.cross and half}
-            for half in halves[:2]
+        alone = jax.tree.map(lambda x: x.at[1:].set(0), batches[:1])
+        single, _ = sums_of(model, end, alone)
+        fitted = [
+            p
+            for p in odd
+            if fits and not p.cross and can_be_static(mixers[p]) and not _shares(model, p)
+        ]
+        fit_to, held_out = (
+            {(p.stack, p.layer): half[p]["statistics"] for p in fitted} for half in (even, odd)
         )
         static = measure_static_attention(
-            model, end, fit_to=fit_to, measure_on=measure_on, held_out=batches[1::2], phase=phase
+            model, end, fit_to=fit_to, measure_on=held_out, batches=batches[1::2], phase=phase
         )
     over = {0: lambda: before} if before is not None else {}
     over |= {n: lambda n=n: restore(step=n)[1] for n in saved} | {step: lambda: variables}
@@ -147,8 +140,9 @@ def inspect_run(
             history = histories.setdefault(name, new)
             history["steps"].append(number)
             history["alpha"].append(alpha)
-    steps = [n for n in finished_steps(directory / "evaluation") if n <= step]
-    folders = {n: evaluation_folder(directory, n) for n in reversed(steps)}
+    numbered = (directory / "evaluation").glob("[0-9]*")
+    steps = sorted(int(path.name) for path in numbered if path.name.isdecimal())
+    folders = {n: evaluation_folder(directory, n) for n in reversed(steps) if n <= step}
     quality = ((n, quality_by_length(sets, folder)) for n, folder in folders.items())
     evaluated, found = next(((n, parts) for n, parts in quality if parts), (None, []))
     return {
@@ -156,8 +150,17 @@ def inspect_run(
         "start": start,
         "examples": examples,
         "example": example,
-        "layers": {str(p): {**layer, "start": first.get(p)} for p, layer in layers.items()},
-        "without": {str(p): describe(mixer) for p, mixer in mixers.items() if p not in layers},
+        "layers": {
+            str(p): {
+                "mixer": describe(mixers[p]),
+                "end": measure(even[p], odd.get(p)),
+                "start": measure(first[0][p], first[1].get(p)) if first[0] else None,
+                "example": measure(single[p], None)["map"],
+            }
+            for p in mixers
+            if p in even
+        },
+        "without": {str(p): describe(mixer) for p, mixer in mixers.items() if p not in even},
         "mixtures": histories,
         "projections": _projections(model, end),
         "evaluated": evaluated,
@@ -200,58 +203,33 @@ def describe(module: Mixer | Alignment) -> str:
 
 def sums_of(
     model: TokenModel, variables: Variables, batches: Sequence[Batch]
-) -> tuple[dict[Place, Measures], dict[Place, Measures], dict[tuple[str, bool], float]]:
-    """Returns the sums over even and over odd batches by layer, and the centers of their powers."""
-    several = dict[tuple[str, bool], list[tuple[int, int]]]()
-    for batch in batches:
-        for key, r in jax.tree.map(gather_to_host, _rows(model, batch)).items():
-            counted = r.real & (r.seen > 1)
-            several.setdefault(key, []).append((counted.sum(), r.seen.sum(where=counted)))
-    # Where weights add up to one, their mean over the pairs seen.
-    center = {
-        key: float(n / max(pairs, 1))
-        for key, (n, pairs) in ((key, np.sum(x, axis=0)) for key, x in several.items())
-    }
+) -> tuple[dict[Place, Measures], dict[Place, Measures]]:
+    """Returns the `attention_sums` of layers with weights, over even and over odd batches."""
     halves: tuple[dict[Place, Measures], dict[Place, Measures]] = {}, {}
     for i, batch in enumerate(batches):
-        for place, sums in _batch_sums(variables, batch, center, model=model).items():
+        for place, sums in _batch_sums(variables, batch, model=model).items():
             own = jax.tree.map(lambda x: gather_to_host(x).astype(np.float64), sums)
             old = halves[i % 2].get(place)
             halves[i % 2][place] = own if old is None else jax.tree.map(np.add, old, own)
-    return *halves, center
-
-
-def _measure(
-    even: Mapping[Place, Measures],
-    odd: Mapping[Place, Measures],
-    center: Mapping[tuple[str, bool], float],
-) -> dict[Place, Measures]:
-    return {p: measure(x, odd.get(p), center=center[p[:2]]) for p, x in even.items()}
+    return halves
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _batch_sums(
-    variables: Variables, batch: Batch, center: dict[tuple[str, bool], float], *, model: TokenModel
-) -> dict[Place, Measures]:
-    rows, mixers, found = _rows(model, batch), mixers_of(model), {}
-    for place, weights in _sown(model, variables, batch, "attention_weights").items():
-        own = rows[place[:2]]
-        if isinstance(mixers[place], Linformer):  # all of its keys are seen
-            own = own._replace(seen=jnp.full_like(own.seen, weights.shape[-1]))
-        found[place] = attention_sums(weights, own, center=center[place[:2]])
-    return found
-
-
-def _sown(
-    model: TokenModel, variables: Variables, batch: Batch, name: str
-) -> dict[Place, jax.Array]:
-    """Returns what mixers sow under a name for a batch."""
+def _batch_sums(variables: Variables, batch: Batch, *, model: TokenModel) -> dict[Place, Measures]:
     if isinstance(model, Encoder):
         _, sown = model.apply(variables, batch["encoder_input_tokens"], mutable=["intermediates"])
     else:
         _, sown = teacher_forced(model, variables, batch, collection="intermediates")  # type: ignore[arg-type]
-    entries = _entries(model, sown.get("intermediates", {}))
-    return {p: x[name][p.layer if len(x[name]) > 1 else 0] for p, _, x in entries if name in x}
+    all_rows, found = _rows(model, batch), {}
+    for place, mixer, own in _entries(model, sown.get("intermediates", {})):
+        if "attention_weights" in own:
+            own = {name: x[place.layer if len(x) > 1 else 0] for name, x in own.items()}
+            weights, rows = own["attention_weights"], all_rows[place[:2]]
+            if isinstance(mixer, Linformer):  # all keys are seen, and have no positions
+                seen = jnp.full_like(rows.seen, weights.shape[-1])
+                rows = Rows(rows.real, seen, rows.diagonal * jnp.nan)
+            found[place] = attention_sums(weights, own.get("attention_logits"), rows)
+    return found
 
 
 def _rows(model: TokenModel, batch: Mapping[str, jax.Array]) -> dict[tuple[str, bool], Rows]:
@@ -274,49 +252,6 @@ def _rows(model: TokenModel, batch: Mapping[str, jax.Array]) -> dict[tuple[str, 
     if isinstance(model, EncoderDecoder):
         found["decoder", False] = rows(m, targets, causal)
         found["decoder", True] = rows(m, targets, inputs, inputs / jnp.maximum(targets, 1))
-    return found
-
-
-def _add_examples(
-    model: TokenModel, variables: Variables, batch: Batch, end: Mapping[Place, Measures]
-) -> dict[Place, dict[str, Any]]:
-    """Returns mixers that have weights with measures, the logits' ranks, and the weights of one example."""
-
-    @jax.jit
-    def first(variables: Variables, batch: Batch) -> list[dict[Place, jax.Array]]:
-        names = "attention_weights", "attention_logits"
-        sown = [_sown(model, variables, batch, name) for name in names]
-        return jax.tree.map(lambda x: x[:RANKED], sown)
-
-    weights, logits = jax.tree.map(gather_to_host, first(variables, batch))
-    rows, found = jax.tree.map(gather_to_host, _rows(model, batch)), {}
-    for place, mixer in mixers_of(model).items():
-        if place not in end:
-            continue
-        own, measures = rows[place[:2]], end[place]
-        cut = [  # the real queries of an example, and the keys that they see
-            np.s_[:, : int(real.sum()), : int(seen[real].max(initial=0))]
-            for real, seen in zip(own.real[:RANKED], own.seen, strict=False)
-        ]
-        example, ranks = weights[place][0], []
-        if isinstance(mixer, Linformer):  # its keys have no positions
-            measures = measures | {
-                n: measures[n] * np.nan for n in ("near", "off_diagonal", "profile")
-            }
-        else:
-            example = example[cut[0]]
-        for i, c in enumerate(cut if place in logits else ()):
-            x = logits[place][min(i, len(logits[place]) - 1)][
-                c
-            ]  # one for all if it reads no tokens
-            ranks += [logit_rank(x)] if min(x.shape[1:]) > 1 else []
-        rank = np.mean(ranks, axis=0) if ranks else np.full(len(example), np.nan)
-        example = join_cells(np.abs(example))
-        found[place] = {
-            "mixer": describe(mixer),
-            "end": {**measures, "rank": rank},
-            "example": example,
-        }
     return found
 
 
@@ -405,8 +340,8 @@ def quality_by_length(sets: Sequence[EvaluationSet], folder: pathlib.Path) -> li
     """Returns the quality of a folder's predictions, in up to `BINS` parts of each set by length.
 
     A part has its ``task``, ``tokens``, the smallest and largest number of inputs' tokens or, where there
-    are none, of targets', ``examples``, how many, and ``metrics``, those of the task or the loss of texts in
-    nats per token. Tasks whose file is absent, or holds other examples than the set, are left out.
+    are none, of targets', ``examples``, how many, and ``metrics``, those of the task or the loss of texts
+    in nats per token. Tasks whose file is absent, or holds other examples than the set, are left out.
     """
     found = []
     for examples in sets:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -32,7 +32,6 @@ from synthesizer_jax.mixers import Attention, Mixer
 from synthesizer_jax.models import EncoderDecoder, TokenModel
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.training.step import Batch, loss_sums
-from synthesizer_jax.typing import PyTree
 
 TABLE = "Random"
 """The form that can express any other; heads are replaced by it."""
@@ -56,7 +55,7 @@ def measure_static_attention(
     *,
     fit_to: Mapping[Layer, Statistics],
     measure_on: Mapping[Layer, Statistics],
-    held_out: Sequence[Batch],
+    batches: Sequence[Batch],
     phase: Phase = silent_phase,
 ) -> dict[str, Any]:
     """Fits static forms to heads of a model's self-attention, and replaces heads by fitted tables.
@@ -66,7 +65,7 @@ def measure_static_attention(
       variables: its variables.
       fit_to: statistics of layers that `can_be_static`, to which the forms are fitted.
       measure_on: statistics over other examples, on which they are measured.
-      held_out: batches of the same shape, of which the loss is measured.
+      batches: of these, of which the loss is measured.
       phase: is told what is done.
 
     Returns:
@@ -89,15 +88,14 @@ def measure_static_attention(
     places = sorted(divergences, key=lambda place: divergences[place][TABLE])
     found: dict[str, Any] = {"divergences": {place: divergences[place] for place in places}}
     if isinstance(model, EncoderDecoder) and places:
-        loss = _loss_of_tables(model, variables, tables, held_out)
         count = min(len(places), MOST_POINTS + 1)
-        found["replaced"] = [round(i * len(places) / count) for i in range(count + 1)]
-        advance = phase(f"losses with up to {len(places)} heads replaced", count + 1)
-        found["loss"] = []
-        for number in found["replaced"]:
-            found["loss"].append(loss(tables, places[:number]))
-            advance(1)
-        found["uniform_loss"] = loss({layer: -bias for layer, bias in biases.items()}, places)
+        numbers = [round(i * len(places) / count) for i in range(count + 1)]
+        advance = phase(f"losses with up to {len(places)} heads replaced", 1)
+        equal = {layer: -bias for layer, bias in biases.items()}
+        replaced = [*((tables, places[:n]) for n in numbers), (equal, places)]
+        *losses, uniform = _losses(model, variables, replaced, batches)
+        found |= {"replaced": numbers, "loss": losses, "uniform_loss": uniform}
+        advance(1)
     return found
 
 
@@ -137,53 +135,37 @@ def _fit_forms(
     return logits | {name: x + bias for name, x in own.items()}, own[TABLE]
 
 
-def _loss_of_tables(
+def _losses(
     model: EncoderDecoder,
     variables: Variables,
-    tables: Mapping[Layer, jax.Array],
+    replaced: Iterable[tuple[Mapping[Layer, jax.Array], Collection[Place]]],
     batches: Sequence[Batch],
-) -> Callable[[Mapping[Layer, jax.Array], Collection[Place]], float]:
-    """Returns the loss, in nats per target token, as a function of tables and of the heads that read them.
+) -> Iterator[float]:
+    """Yields the loss, in nats per target token, for tables and the heads that read them.
 
     One program serves all: a model with mixtures of its own logits and tables.
     """
-    replacements = []
-    for (stack, i), table in tables.items():
-        mixture = Mixture((self_attention(model, (stack, i)).alignment, Random(table.shape[-1])))
-        replacements.append(Replacement(mixture, place=stack, layers=(i,)))  # type: ignore[arg-type]
-    mixed = student_model(model, tuple(replacements))
-
-    def loss(tables: Mapping[Layer, jax.Array], chosen: Collection[Place]) -> float:
-        params = _reading_tables(model, variables["params"], tables, chosen)
+    for tables, chosen in replaced:
+        params = jax.tree.map(lambda x: x, variables["params"])
+        replacements = []
+        for (stack, i), table in tables.items():
+            own, reads = (
+                self_attention(model, (stack, i)),
+                np.array([(stack, i, h) in chosen for h in range(len(table))]),
+            )
+            mixer = params[stack][f"layers_{i}"][STACKS[stack]]
+            left_out = np.stack([reads, ~reads], axis=1)
+            mixer["align"] = {
+                "part_0": mixer.get("align", {}),
+                "part_1": {"table": table},
+                "weights": jnp.where(left_out, EXCLUDED, 0.0),
+            }
+            mixture = Mixture((own.alignment, Random(table.shape[-1])))
+            replacements.append(Replacement(mixture, place=stack, layers=(i,)))  # type: ignore[arg-type]
+        mixed = student_model(model, tuple(replacements))
         changed = {**variables, "params": params}
         sums = np.asarray([_loss(changed, batch, model=mixed) for batch in batches])
-        total, tokens = sums.sum(0)
-        return float(total / tokens)
-
-    return loss
-
-
-def _reading_tables(
-    model: EncoderDecoder,
-    params: PyTree,
-    tables: Mapping[Layer, jax.Array],
-    chosen: Collection[Place],
-) -> PyTree:
-    """Returns the parameters of mixtures in which these heads read their tables alone, others none."""
-    params = {**params, **{stack: dict(params[stack]) for stack in STACKS}}
-    for (stack, i), table in tables.items():
-        heads = range(self_attention(model, (stack, i)).num_heads)
-        reads_table = np.array([(stack, i, head) in chosen for head in heads])
-        left_out = np.stack([reads_table, ~reads_table], axis=1)
-        layer = params[stack][f"layers_{i}"]
-        mixer = layer[STACKS[stack]]
-        align = {
-            "part_0": mixer.get("align", {}),
-            "part_1": {"table": table},
-            "weights": jnp.where(left_out, EXCLUDED, 0.0),
-        }
-        params[stack][f"layers_{i}"] = {**layer, STACKS[stack]: {**mixer, "align": align}}
-    return params
+        yield float(np.divide(*sums.sum(0)))
 
 
 @functools.partial(jax.jit, static_argnames="model")

@@ -69,8 +69,8 @@ def number_grid(
 ) -> Markup:
     """Draws a matrix as numbers, times a scale, in cells of color; NaN is an empty cell.
 
-    Rows and columns without names are counted from 1; `labels` are `xlabel` and `ylabel`. In percent a color
-    is full at ±100, otherwise at the largest absolute value.
+    Rows and columns without names are counted from 1; `labels` are `xlabel` and `ylabel`. In percent a
+    color is full at ±100, otherwise at the largest absolute value.
     """
     rows, width = values.shape
     with _style():
