@@ -96,9 +96,9 @@ def measure(first: Measures, second: Measures | None) -> Measures:
     """Returns the measures of two halves of the examples from their sums, as NumPy arrays; None: no half.
 
     Returns:
-      By head: ``entropy``, mean over queries in nats; ``spread``, 1 is equal weights; ``near``, the share of
-      weights at a distance of up to `NEAR`; ``off_diagonal``, in positions (after You et al. 2020); ``mean``,
-      ``deviation``, ``skewness`` and excess ``kurtosis`` of weights · keys seen, which are 1 where they are
+      By head: ``entropy``, mean over queries in nats; ``spread``, 1 is equal weights; ``near``, the share
+      of weights at a distance of up to `NEAR`; ``off_diagonal``, in positions (after You et al. 2020);
+      ``mean``, ``deviation``, ``skewness`` and excess ``kurtosis`` of weights · keys seen, which are 1 where they are
       equal; ``histogram`` of weights, shares between `EDGES`; ``profile``, shares of weights at the
       distances −`REACH` to `REACH`, the ends with all beyond; ``similarity``, mean cosines; ``map``, mean
       weights by position, see `join_cells`; ``rank``, the numerical rank of the logits as a share of the

@@ -149,10 +149,8 @@ def _losses(
         params = jax.tree.map(lambda x: x, variables["params"])
         replacements = []
         for (stack, i), table in tables.items():
-            own, reads = (
-                self_attention(model, (stack, i)),
-                np.array([(stack, i, h) in chosen for h in range(len(table))]),
-            )
+            own = self_attention(model, (stack, i)).alignment
+            reads = np.array([(stack, i, head) in chosen for head in range(len(table))])
             mixer = params[stack][f"layers_{i}"][STACKS[stack]]
             left_out = np.stack([reads, ~reads], axis=1)
             mixer["align"] = {
@@ -160,7 +158,7 @@ def _losses(
                 "part_1": {"table": table},
                 "weights": jnp.where(left_out, EXCLUDED, 0.0),
             }
-            mixture = Mixture((own.alignment, Random(table.shape[-1])))
+            mixture = Mixture((own, Random(table.shape[-1])))
             replacements.append(Replacement(mixture, place=stack, layers=(i,)))  # type: ignore[arg-type]
         mixed = student_model(model, tuple(replacements))
         changed = {**variables, "params": params}

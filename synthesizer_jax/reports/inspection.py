@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from synthesizer_jax.files import write_atomic
 from synthesizer_jax.inspection.measures import EDGES, NEAR, REACH, Measures
-from synthesizer_jax.inspection.static_attention import TABLE, UNIFORM
+from synthesizer_jax.inspection.static_attention import TABLE
 from synthesizer_jax.registry import JSON
 from synthesizer_jax.reports.attention_figures import number_grid, small_lines, tiles, weight_maps
 from synthesizer_jax.reports.figures import Section, write_page
@@ -35,78 +35,77 @@ OVERVIEW = {
     "explained by positions, %": "static",
     "rank of logits, %": "rank",
 }
-NUMBERS = {
-    "entropy, nats": "entropy",
-    "off diagonal, positions": "off_diagonal",
-    **OVERVIEW,
-    **{f"weights’ {name}": name for name in ("mean", "deviation", "skewness", "kurtosis")},
-}
-
-TEXTS = {
-    "Layer by layer": "How sharp, how local and how static each layer is; in brackets the range of its heads.",
-    "Heads at a glance": "Keys used: exp(entropy) of a query’s weights over the number of keys that it sees; "
-    "100 is equal weights. Explained by positions: how much closer than equal weights a table of mean weights, "
-    "from other examples, comes to a query’s weights; 100 is a head that reads no tokens, below 0 one that no "
-    "table describes. Rank: of the logits’ matrix, without a shared position bias, as a share of the largest "
-    "possible; a head of width e has at most e (Bhojanapalli et al. 2020).",
-    "Weights at the start and at the end": "How many pairs of query and key have which weight, all heads "
-    "together, as in Tay et al. 2021; the bar at the left holds all smaller weights.",
-    "Mixtures": "The weight α of each part of a mixture, and its mean over heads in the saved checkpoints.",
-    "Distance from the query": "The share of the weight by key position − query position, of every head; the "
-    "ends hold all beyond.",
-    "How alike heads are": "The mean cosine of two heads’ weights of the same query, in percent.",
-    "Talking heads": "P_l mixes the heads’ logits, P_w their weights: from the heads down to those across.",
-}
+GLANCE = (
+    "Keys used: exp(entropy) of a query’s weights over the number of keys that it sees; 100 is equal weights. "
+    "Explained by positions: how much closer to a query’s weights than equal ones a table of mean weights "
+    "comes, from other examples; 100 is a head that reads no tokens, below 0 one that no table describes. "
+    "Rank: of the logits, without a shared position bias, over the largest possible; a head of width e has at "
+    "most e (Bhojanapalli et al. 2020)."
+)
+NUMBERS = ("entropy", "spread", "near", "off_diagonal", "static", "rank")
+MOMENTS = ("mean", "deviation", "skewness", "kurtosis")
 
 
 def write_inspection(path: pathlib.Path, found: Found, *, title: str) -> pathlib.Path:
-    """Writes the page of what `inspect_run` found, and its numbers beside it as ``.json``.
-
-    Returns:
-      The path of the numbers.
-    """
+    """Writes the page of what `inspect_run` found; returns the path of its numbers beside it, ``.json``."""
     axes = {"histogram_edges": EDGES, "profile_distances": DISTANCES}
     text = json.dumps(_plain({"title": title, **axes, **found}), allow_nan=False)
     numbers = write_atomic(path.with_suffix(".json"), text + "\n")
-    layers = found["layers"]
-    charts = {
-        "Heads at a glance": _overview(layers),
-        "Weights at the start and at the end": map(_histogram, layers, layers.values()),
-        "Mixtures": _mixtures(found["mixtures"]),
-        "Where heads look": _maps(layers),
-        "Distance from the query": _distances(layers),
-        "How alike heads are": (
-            number_grid(name, layer["end"]["similarity"], xlabel="head", ylabel="head")
-            for name, layer in layers.items()
+    layers, example = found["layers"], [x for x in found["example"] if x]
+    cut = (f"“{x[:MOST_LETTERS]}{'…' * (len(x) > MOST_LETTERS)}”" for x in example)
+    parts: list[tuple[str, str, Iterator[Markup]]] = [
+        ("Heads at a glance", GLANCE, _overview(layers)),
+        (
+            "Weights at the start and at the end",
+            "How many pairs of query and key have which weight, all heads together, as in Tay et al. 2021; "
+            "the bar at the left holds all smaller weights.",
+            map(_histogram, layers, layers.values()),
         ),
-        "Talking heads": (
-            number_grid(f"{name}, {p}", x, scale=1.0, xlabel="to head", ylabel="from head")
-            for name, matrices in found["projections"].items()
-            for p, x in matrices.items()
+        (
+            "Mixtures",
+            "The weight α of each part, and its mean over heads in the saved checkpoints.",
+            _mixtures(found["mixtures"]),
         ),
-    }
-    example = " → ".join(
-        f"“{x[:MOST_LETTERS]}{'…' * (len(x) > MOST_LETTERS)}”" for x in found["example"] if x
-    )
-    texts = TEXTS | {
-        "Where heads look": "Queries down, keys across, darker is more. First the mean over all examples, by "
-        f"position, then one example: {example}"
-    }
+        (
+            "Where heads look",
+            "Queries down, keys across, darker is more: the mean over all examples by position, and one "
+            f"example, {' → '.join(cut)}",
+            _maps(layers),
+        ),
+        (
+            "Distance from the query",
+            "The share of the weight by key position − query position; the ends hold all beyond.",
+            _distances(layers),
+        ),
+        (
+            "How alike heads are",
+            "The mean cosine of two heads’ weights of the same query, in percent.",
+            _grids(
+                {n: {"": layer["end"]["similarity"]} for n, layer in layers.items()}, "head", 100.0
+            ),
+        ),
+        (
+            "Talking heads",
+            "P_l mixes logits, P_w weights, from the heads down to those across.",
+            _grids(found["projections"], "to head", 1.0),
+        ),
+    ]
     sections = [
         Section(
-            *("Layer by layer", TEXTS["Layer by layer"]),
+            "Layer by layer",
+            "How sharp, how local and how static each layer is; in brackets the range of its heads.",
             headings=("layer", "what it does"),
             rows=[(name, sentence(layer)) for name, layer in layers.items()],
             numbers=False,
         ),
-        *(Section(name, texts[name], charts=tiles(own)) for name, own in charts.items()),
+        *(Section(name, text, charts=tiles(charts)) for name, text, charts in parts),
         _quality(found),
         *([] if found["static"] is None else [_static(found["static"])]),
         Section(
             "All numbers by head",
-            "Moments are those of the weights of all pairs, in brackets before training. The JSON file beside "
-            "this page holds them and all that is drawn here.",
-            headings=("layer, head", *NUMBERS),
+            "Entropy in nats, distances in positions; moments of weights · keys seen, in brackets before "
+            "training. The JSON file beside this page holds these and all that is drawn here.",
+            headings=("layer, head", *(x.replace("_", " ") for x in NUMBERS + MOMENTS)),
             rows=list(_rows(layers)),
             folded=True,
         ),
@@ -123,7 +122,7 @@ def summary(found: Found) -> Iterator[str]:
         spread, static = (
             np.concatenate([m[x] for m in end.values()]) for x in ("spread", "static")
         )
-        local = sum(int(_is_local(m, m["near"]).sum()) for m in end.values())
+        local = sum(_is_local(m, near) for m in end.values() for near in m["near"])
         names = [f"{name}.{i + 1}" for name, m in end.items() for i in range(len(m["spread"]))]
         yield (
             f"Of {len(names)} heads, {(spread < SHARP).sum()} are sharp (they use less than {SHARP:.0%} of "
@@ -139,8 +138,8 @@ def summary(found: Found) -> Iterator[str]:
         which = "; ".join(f"{', '.join(names)} ({mixer})" for mixer, names in kinds.items())
         yield f"{'These layers have' if end else 'This model has'} no attention weights: {which}."
     yield (
-        f"Step {found['step']:,}, over {found['examples']:,} examples of the evaluation sets. The parameters "
-        f"at the start are {found['start']}."
+        f"Step {found['step']:,}, over {found['examples']:,} examples of the evaluation sets. The "
+        f"parameters at the start are {found['start']}."
     )
 
 
@@ -149,11 +148,12 @@ def sentence(layer: Found) -> str:
     m = layer["end"]
     spread, near, static = (float(np.mean(m[name])) for name in ("spread", "near", "static"))
     sharp = "Sharp" if spread < SHARP else "Rather sharp" if spread < 0.6 else "Diffuse"
-    said = f"{layer['mixer']}. {sharp}: a query uses {_share(m['spread'])} of the {m['keys']:.0f} keys it sees"
+    keys = f"{_share(m['spread'])} of the {m['keys']:.0f} keys it sees"
+    said = f"{layer['mixer']}. {sharp}: a query uses {keys}"
     if math.isfinite(near):
         said += (
-            f"; {'local' if _is_local(m, near) else 'not local'}: {_share(m['near'])} of the weight is within "
-            f"{NEAR} positions, {m['near_of_equal']:.0%} would be equal weights, and the largest is "
+            f"; {'local' if _is_local(m, near) else 'not local'}: {_share(m['near'])} of the weight is "
+            f"within {NEAR} positions, {m['near_of_equal']:.0%} would be equal weights, and the largest is "
             f"{m['off_diagonal'].mean():.1f} off the diagonal"
         )
     if math.isfinite(static):
@@ -166,9 +166,8 @@ def sentence(layer: Found) -> str:
     return f"{said}."
 
 
-def _is_local(m: Measures, near: np.ndarray | float) -> np.ndarray:
-    """Whether most of the weight is near its query, and clearly more than of equal weights."""
-    return np.asarray(near) >= max(0.5, 1.25 * m["near_of_equal"])
+def _is_local(m: Measures, near: float) -> bool:
+    return near >= max(0.5, 1.25 * m["near_of_equal"])
 
 
 def _share(values: np.ndarray) -> str:
@@ -178,17 +177,19 @@ def _share(values: np.ndarray) -> str:
 
 
 def _overview(layers: Mapping[str, Found]) -> Iterator[Markup]:
-    groups: dict[str, list[Measures]] = {}
-    for name, layer in layers.items():
-        stack, _, *cross = name.split()
-        groups.setdefault(" ".join([stack, *cross]), []).append(layer["end"])
-    for group, own in groups.items():
+    for group in dict.fromkeys(map(_stack, layers)):
+        own = [layer["end"] for name, layer in layers.items() if _stack(name) == group]
         for title, field in OVERVIEW.items():
             grid = np.full((len(own), max(len(m[field]) for m in own)), np.nan)
             for i, m in enumerate(own):
                 grid[i, : len(m[field])] = m[field]
             if np.isfinite(grid).any():
                 yield number_grid(f"{group}: {title}", grid, xlabel="head", ylabel="layer")
+
+
+def _stack(name: str) -> str:
+    """Returns ``decoder cross`` of ``decoder 1 cross``."""
+    return " ".join(word for word in name.split() if not word.isdecimal())
 
 
 def _histogram(name: str, layer: Found) -> Markup:
@@ -200,10 +201,16 @@ def _histogram(name: str, layer: Found) -> Markup:
 
 def _mixtures(mixtures: Mapping[str, Found]) -> Iterator[Markup]:
     for name, (parts, steps, alpha) in ((n, m.values()) for n, m in mixtures.items()):
-        title = f"{name}: α, %"
-        yield number_grid(title, alpha[-1], columns=parts, xlabel="part", ylabel="head")
+        labels = {"xlabel": "part", "ylabel": "head"}
+        yield number_grid(f"{name}: α, %", alpha[-1], columns=parts, **labels)
         lines = {part: (steps, [a[:, i].mean() for a in alpha]) for i, part in enumerate(parts)}
         yield small_lines(f"{name}: α over time", lines, xlabel="step", ylabel="mean α")
+
+
+def _grids(matrices: Mapping[str, Found], x_label: str, scale: float) -> Iterator[Markup]:
+    for name, own in matrices.items():
+        for title, x in own.items():
+            yield number_grid(f"{name} {title}", x, scale=scale, xlabel=x_label, ylabel="head")
 
 
 def _maps(layers: Mapping[str, Found]) -> Iterator[Markup]:
@@ -220,96 +227,75 @@ def _distances(layers: Mapping[str, Found]) -> Iterator[Markup]:
 
 
 def _quality(found: Found) -> Section:
-    charts, parts = [], found["quality"]
-    for task in dict.fromkeys(part["task"] for part in parts):
-        own = [part for part in parts if part["task"] == task]
-        lengths = [np.mean(part["tokens"]) for part in own]
-        lines = {
-            n: (lengths, [p["metrics"].get(n, math.nan) for p in own]) for n in own[0]["metrics"]
-        }
-        if lines and len(own) > 1:
+    charts, rows = [], []
+    for task in dict.fromkeys(part["task"] for part in found["quality"]):
+        own = [part for part in found["quality"] if part["task"] == task]
+        middles = [np.mean(part["tokens"]) for part in own]
+        names = list(own[0]["metrics"])
+        lines = {n: (middles, [p["metrics"].get(n, math.nan) for p in own]) for n in names}
+        if names and len(own) > 1:
             charts.append(small_lines(task, lines, xlabel="tokens", ylabel="metric"))
+        for part in own:
+            metrics = ", ".join(f"{name} {value:.2f}" for name, value in part["metrics"].items())
+            tokens = " to ".join(map(str, part["tokens"]))
+            rows.append((task, tokens, str(part["examples"]), metrics))
     return Section(
         "Quality by length",
-        f"Of the predictions of step {found['evaluated']}, in parts by the number of input tokens; metrics in "
-        "percent, the loss of texts in nats per token by their length. Small parts are uncertain.",
+        f"Of the predictions of step {found['evaluated']}, by the number of input tokens; metrics in percent, "
+        "the loss of texts in nats per token, by their length. Small parts are uncertain.",
         charts=tiles(charts),
         headings=("task", "tokens", "examples", "metrics"),
-        rows=[
-            (
-                *(part["task"], "{} to {}".format(*part["tokens"]), str(part["examples"])),
-                ", ".join(f"{name} {value:.2f}" for name, value in part["metrics"].items()),
-            )
-            for part in parts
-        ],
+        rows=rows,
     )
 
 
 def _static(static: Found) -> Section:
     """Returns what static forms miss, and the loss with tables in the place of heads."""
-    heads = static["divergences"]
-    names = list(dict.fromkeys(name for kl in heads.values() for name in kl))
-    charts, said = [], ""
+    heads, charts, said = static["divergences"], [], ""
     if numbers := static.get("replaced"):
         losses, equal = static["loss"], static["uniform_loss"]
         limit = (1.0 + TOLERANCE) * losses[0]
         within = next((i for i, x in enumerate(losses) if not x <= limit), len(losses)) - 1
         said = (
-            f"Of {len(heads)} heads, the {numbers[within]} most static can read a fitted table instead of the "
-            f"tokens, without further training, and the loss rises by less than {TOLERANCE:.0%}. "
+            f"Of {len(heads)} heads, the {numbers[max(within, 0)]} most static can read a fitted table "
+            f"instead of tokens, without further training, for a loss of at most {TOLERANCE:.0%} more. "
         )
         if equal <= limit:
-            said += (
-                "With equal weights in all heads it does, too: this model does not use its attention; train "
-                "it longer before you conclude anything. "
-            )
-        ends = numbers[:1] + numbers[-1:]
-        lines = {
-            "tables": (numbers, losses),
-            f"+{TOLERANCE:.0%}": (ends, [limit] * 2),
-            "equal weights": (ends, [equal] * 2),
-        }
-        charts.append(
-            small_lines("loss with tables", lines, xlabel="heads replaced", ylabel="nats / token")
-        )
+            said += "So can all with equal weights: this model does not use its attention; train it longer. "
+        ends = numbers[0], numbers[-1]
+        lines = {"tables": (numbers, losses), f"+{TOLERANCE:.0%}": (ends, [limit] * 2)}
+        lines["equal weights"] = (ends, [equal] * 2)
+        charts.append(small_lines("tables", lines, xlabel="heads replaced", ylabel="loss, nats"))
+    names = list(dict.fromkeys(name for kl in heads.values() for name in kl))
     for stack in dict.fromkeys(stack for stack, _, _ in heads):
-        own = {place[1:]: kl for place, kl in heads.items() if place[0] == stack}
         for name in names:
+            own = {at[1:]: kl.get(name, np.nan) for at, kl in heads.items() if at[0] == stack}
             grid = np.full(1 + np.max(list(own), axis=0), np.nan)
             for place, kl in own.items():
-                grid[place] = kl.get(name, np.nan)
-            title = f"{stack}: {name}, nats"
-            charts.append(number_grid(title, grid, scale=1.0, xlabel="head", ylabel="layer"))
+                grid[place] = kl
+            charts += _grids({f"{stack}: {name},": {"nats": grid}}, "head", 1.0)
     return Section(
         "What static forms miss",
-        f"{said}Each form, which reads no tokens, was fitted to each head on one half of the examples, beside "
-        "the position bias of the model, and measured on the other: the mean Kullback–Leibler divergence of a "
-        f"query’s weights from the form, in nats. Where {UNIFORM} or another form beats the table ({TABLE}), "
-        "the examples are too few to fit it: give more with --examples.",
+        f"{said}Each form, which reads no tokens, was fitted to each head on half of the examples, beside the "
+        "model’s position bias: the mean Kullback–Leibler divergence of a query’s weights from it on the "
+        f"other half, in nats. Where other forms beat the table ({TABLE}), it had too few --examples.",
         charts=tiles(charts),
         headings=("head", *names),
         rows=[
-            (
-                f"{stack} {layer + 1}.{head + 1}",
-                *(f"{kl.get(name, math.nan):.3f}" for name in names),
-            )
-            for (stack, layer, head), kl in heads.items()
+            (f"{stack} {layer + 1}.{i + 1}", *(f"{kl.get(name, math.nan):.3f}" for name in names))
+            for (stack, layer, i), kl in heads.items()
         ],
     )
 
 
 def _rows(layers: Mapping[str, Found]) -> Iterator[list[str]]:
+    text = lambda x: "–" if math.isnan(x) else f"{x:.3g}"
     for name, layer in layers.items():
-        for i in range(len(layer["end"]["spread"])):
-            row = [f"{name}.{i + 1}"]
-            for field in NUMBERS.values():
-                both = [
-                    layer[x][field][i] for x in ("end", "start") if layer[x] and field in layer[x]
-                ]
-                texts = ["–" if math.isnan(x) else f"{x:.3g}" for x in both]
-                moment = field in ("mean", "deviation", "skewness", "kurtosis") and len(texts) > 1
-                row.append(f"{texts[0]} ({texts[1]})" if moment else texts[0])
-            yield row
+        m, start = layer["end"], layer["start"]
+        for i in range(len(m["spread"])):
+            old = [f" ({text(start[x][i])})" if start else "" for x in MOMENTS]
+            moments = [text(m[x][i]) + y for x, y in zip(MOMENTS, old, strict=True)]
+            yield [f"{name}.{i + 1}", *(text(m[x][i]) for x in NUMBERS), *moments]
 
 
 def _plain(value: Any) -> JSON:
