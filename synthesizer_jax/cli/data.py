@@ -134,7 +134,7 @@ def prepare_tasks(
     """Tokenize a mixture's tasks once; training and evaluation read the files without TensorFlow.
 
     They are written into the data directory, where every run with the same vocabulary finds them, whatever
-    its lengths. Training, eval, predict, distill and analyze prepare what they miss by themselves. A call
+    its lengths. Training, eval, predict, distill and inspect prepare what they miss by themselves. A call
     that is interrupted keeps the files it has finished.
 
     Args:

@@ -35,9 +35,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "recipes": plan.recipes,
     "models": plan.models,
     "plan": plan.plan,
-    "analyze": report.analyze,
     "compare": report.report,
     "report": report.report,
+    "inspect": report.inspect,
     "doctor": doctor.doctor,
     "local": doctor.local,
 }

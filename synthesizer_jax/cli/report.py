@@ -1,4 +1,4 @@
-"""`synthesizer-jax compare`, `report` and `analyze`: pages about runs."""
+"""`synthesizer-jax compare`, `report` and `inspect`: pages about runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from synthesizer_jax.cli.options import DataDir, Imports, print_table
 from synthesizer_jax.files import absolute
-from synthesizer_jax.typing import Count, NotNegative
+from synthesizer_jax.typing import Count
 
 
 def report(
@@ -42,46 +42,49 @@ def report(
     typer.echo(f"report: {absolute(output)}")
 
 
-def analyze(
+def inspect(
     run: pathlib.Path,
     *,
     data_dir: DataDir = None,
-    output: pathlib.Path = pathlib.Path("static_attention.html"),
-    examples: Count = 1024,
-    held_out: Count = 512,
+    output: pathlib.Path = pathlib.Path("inspection.html"),
+    mixture: str | None = None,
+    examples: Count = 256,
     batch_size: Count = 16,
-    tolerance: NotNegative = 0.01,
+    static_forms: bool = True,
     imports: Imports = None,
 ) -> None:
-    """Tell which heads of a model must read the tokens, and which could read a table instead.
+    """Show what the layers of a model have learned: where heads look, how sharp, local and static they are.
 
-    Static forms of attention, which depend on positions alone, are fitted to every head; a page shows
-    what they explain, the loss when heads are replaced by tables, and what that saves.
+    A page, and a JSON file beside it, hold attention maps, histograms of the weights before and after
+    training, distances, ranks, mixture weights, projections and likeness of heads, quality by length, and
+    what static forms of attention, which depend on positions alone, miss of every head.
 
-    Example: synthesizer-jax analyze runs/t5 --data-dir DATA
+    Example: synthesizer-jax inspect runs/rv --data-dir DATA --output rv.html
 
     Args:
       run: RUN, or RUN/checkpoints/STEP.
       output: the HTML file to write.
-      examples: training examples that static forms are fitted to.
-      held_out: held-out examples on which they are measured.
+      mixture: task or mixture whose examples are read; by default the run's.
+      examples: examples of the evaluation sets that are read.
       batch_size: examples per batch.
-      tolerance: share by which the loss may rise.
+      static_forms: fit static forms to the heads, and measure the loss with tables in their places.
     """
-    from synthesizer_jax.distillation.static_attention import analyze_run
-    from synthesizer_jax.reports.static_attention import sentences_about, write_static_attention
+    from synthesizer_jax.inspection.run import inspect_run
+    from synthesizer_jax.reports.inspection import summary, write_inspection
     from synthesizer_jax.runs import code
     from synthesizer_jax.runs.progress import show_phases
 
     code.load_user_code(imports or ())
     with show_phases() as phase:
-        found = analyze_run(
+        found = inspect_run(
             run,
             data_dir=data_dir,
-            examples=(examples, held_out),
-            batch_size=batch_size,
-            tolerance=tolerance,
+            mixture=mixture,
             phase=phase,
+            examples=examples,
+            batch_size=batch_size,
+            fits=static_forms,
         )
-    write_static_attention(output, found, title=f"How static the attention of {run} is")
-    typer.echo("\n".join([*sentences_about(found), f"page: {absolute(output)}"]))
+    numbers = write_inspection(output, found, title=f"What {run} has learned")
+    pages = f"page: {absolute(output)}", f"numbers: {absolute(numbers)}"
+    typer.echo("\n".join([*summary(found), *pages]))

@@ -34,7 +34,7 @@ from synthesizer_jax.attention.terms import materialize
 from synthesizer_jax.distillation.replacement import STACKS, Layer, self_attention
 from synthesizer_jax.distillation.transplant import initial_parameters
 from synthesizer_jax.mixers import Attention
-from synthesizer_jax.models import EncoderDecoder, stacks_of
+from synthesizer_jax.models import EncoderDecoder, TokenModel, stacks_of
 from synthesizer_jax.parameters import Variables, apply_method
 from synthesizer_jax.sharding import gather_to_host
 from synthesizer_jax.training.initial_parameters import resize
@@ -205,9 +205,7 @@ def fit_layers(
     return params, found
 
 
-def stack_bias_logits(
-    model: EncoderDecoder, params: PyTree, layer: Layer, *, length: int
-) -> jax.Array:
+def stack_bias_logits(model: TokenModel, params: PyTree, layer: Layer, *, length: int) -> jax.Array:
     """Returns the logits ``[heads, n, n]`` of the position bias of a layer's stack, zeros without one."""
     stack, num_heads = layer[0], self_attention(model, layer).num_heads
     shared = stacks_of(model)[stack].bias

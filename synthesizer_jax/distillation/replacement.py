@@ -11,7 +11,7 @@ import flax.linen as nn
 
 from synthesizer_jax.alignments import Alignment
 from synthesizer_jax.mixers import Attention
-from synthesizer_jax.models import Block, EncoderDecoder, Run, stacks_of, unroll
+from synthesizer_jax.models import Block, EncoderDecoder, Run, TokenModel, stacks_of, unroll
 from synthesizer_jax.registry import check_types, fields_of, register, replace
 from synthesizer_jax.typing import Number
 
@@ -71,12 +71,12 @@ def student_model(model: EncoderDecoder, replacements: tuple[Replacement, ...]) 
     return model
 
 
-def blocks_of(model: EncoderDecoder, stack: str) -> list[Block]:
+def blocks_of(model: TokenModel, stack: str) -> list[Block]:
     """Returns the blocks of all layers of a stack."""
     return [run.block for run in stacks_of(model)[stack].runs for _ in range(run.repeats)]
 
 
-def self_attention(model: EncoderDecoder, layer: Layer) -> Attention:
+def self_attention(model: TokenModel, layer: Layer) -> Attention:
     """Returns the self-attention of a layer; raises a `ValueError` if it is another mixer."""
     stack, index = layer
     mixer = blocks_of(model, stack)[index].self_mixer

@@ -13,15 +13,18 @@ from synthesizer_jax.alignments import Alignment, AttentionContext, DotProduct
 from synthesizer_jax.alignments.base import project
 from synthesizer_jax.ambient import partition
 from synthesizer_jax.attention import (
+    Banded,
     Cache,
     Mask,
     Span,
+    Split,
     Terms,
     add,
     attend,
     attention_weights,
     extend,
     init_cache,
+    packed_logits,
 )
 from synthesizer_jax.attention.attend import ROUTES
 from synthesizer_jax.attention.cache import Values, advance_length
@@ -171,12 +174,14 @@ class Attention(AttentionBase):
     def _attend(
         self, x: jax.Array, terms: Terms, values: jax.Array, *, bias: Terms, mask: Mask
     ) -> jax.Array:
-        terms = add(*terms, *bias)
+        own, terms = terms, add(*terms, *bias)
         if self.is_sowing_weights:
-            weights = attention_weights(
-                terms, mask=mask, q_length=x.shape[1], k_length=values.shape[1]
-            )
+            lengths = {"q_length": x.shape[1], "k_length": values.shape[1]}
+            weights = attention_weights(terms, mask=mask, **lengths)
             self.sow("intermediates", "attention_weights", weights)
+            if not any(isinstance(term, Banded | Split) for term in own):
+                logits = packed_logits(own, mask=mask, **lengths)
+                self.sow("intermediates", "attention_logits", logits)
         return attend(
             terms,
             values,

@@ -89,6 +89,8 @@ class TalkingHeads(AttentionBase):
         if self.project_logits:
             matrix = self._matrix("logits_projection")
             logits = _mix_heads(logits, matrix, by_query.get("x2l"), by_key.get("m2l"))
+        if self.is_sowing_weights:
+            self.sow("intermediates", "attention_logits", logits)
         if bias:
             logits = logits + logits_of(bias)
         pairs = mask.pairs(q_length, k_length)

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from synthesizer_jax.reports.static_attention import sentences_about, write_static_attention
 
 from synthesizer_jax.alignments import DotProduct, GaussianBias, Mixture, PerHead, Random
 from synthesizer_jax.costs.summary import summarize
 from synthesizer_jax.distillation.replacement import Replacement, student_model
-from synthesizer_jax.distillation.static_attention import (
+from synthesizer_jax.inspection.static_attention import (
     BIAS,
     TABLE,
     UNIFORM,
@@ -20,7 +21,6 @@ from synthesizer_jax.distillation.static_attention import (
     static_forms,
 )
 from synthesizer_jax.models import Size, UniversalStack, t5
-from synthesizer_jax.reports.static_attention import sentences_about, write_static_attention
 from synthesizer_jax.training.step import loss_sums
 from tests.training.tiny import VOCAB, CopyStream
 

@@ -1,0 +1,1 @@
+"""What layers have learned: measures of attention weights, and how static attention is."""

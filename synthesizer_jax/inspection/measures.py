@@ -1,0 +1,174 @@
+"""Measures of attention weights: how sharp, local and static they are, and how they are distributed.
+
+Weights are ``[batch or 1, heads, q, k]``, and a query sees the first of the keys. Where weights do not add
+up to one, as those of talking heads, which may be negative, entropies, distances and maps are those of
+their absolute values divided by the sum of these.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from synthesizer_jax.distillation.fit import PRIOR, Statistics, divergence
+
+LOWEST, PER_DECADE = -6, 8
+EDGES = np.logspace(LOWEST, 0, -LOWEST * PER_DECADE + 1)
+"""The edges of the histogram of weights; smaller and larger ones are counted at its ends."""
+
+NEAR, REACH = 2, 16
+"""The distance of keys that are called near, and the largest of a profile."""
+
+MOST_CELLS = 48
+"""Most rows and columns of a map; those of longer sequences are joined."""
+
+UNIFORM = 1e-3
+"""Divergence from equal weights, in nats, below which there is nothing to explain."""
+
+Measures: TypeAlias = dict[str, Any]
+"""Arrays by name, see `attention_sums` and `measure`."""
+
+
+class Rows(NamedTuple):
+    """Which queries are real, how many of the first keys they see, and which key is on the diagonal.
+
+    All are ``[batch, q]``; in cross-attention the diagonal is at fractions of keys, and NaN if keys have no
+    positions.
+    """
+
+    real: jax.Array
+    seen: jax.Array
+    diagonal: jax.Array
+
+
+def attention_sums(weights: jax.Array, logits: jax.Array | None, rows: Rows) -> Measures:
+    """Returns sums over the real queries of a batch, which can be added to those of others.
+
+    Args:
+      weights: ``[batch or 1, heads, q, k]``.
+      logits: of the same shape, whose rank is measured for the first row; None: there are none.
+      rows: which queries count.
+
+    Returns:
+      ``statistics``, see `Statistics`; by head, of queries that see several keys, ``spread``,
+      exp(entropy) / keys seen, and over pairs ``powers``, the first four of weights · keys seen − 1, and
+      ``histogram`` of weights; ``off_diagonal``, the distance of the largest weight from the diagonal;
+      ``cosines`` of the weights of two heads, ``[heads, heads]``; ``rank`` of the first row; ``ranked``: 1.
+    """
+    real, seen, diagonal = rows
+    heads, keys = weights.shape[1], weights.shape[3]
+    weights = jnp.broadcast_to(weights, (len(real), *weights.shape[1:])).astype(jnp.float32)
+    pairs = (real[..., None] & (jnp.arange(keys) < seen[..., None]))[:, None]
+    several = pairs & (seen > 1)[:, None, :, None]
+    weights = jnp.where(pairs, weights, 0.0)
+    p = jnp.abs(weights)
+    p = p / jnp.maximum(p.sum(-1, keepdims=True), 1e-30)
+    entropy = -jax.scipy.special.xlogy(p, p).sum(-1)
+    of_queries = lambda x, counted: jnp.where(counted[:, None], x, 0.0).sum((0, 2))
+    log = jnp.log10(jnp.maximum(jnp.abs(weights), 1e-30))
+    bins = jnp.clip((PER_DECADE * (log - LOWEST)).astype(jnp.int32), 0, len(EDGES) - 2)
+    histogram = jnp.zeros((heads, len(EDGES) - 1))
+    off = jnp.where(several, weights * seen[:, None, :, None] - 1.0, 0.0)
+    unit = weights / jnp.maximum(jnp.linalg.norm(weights, axis=-1, keepdims=True), 1e-30)
+    queries = (jax.nn.one_hot(seen, keys + 1) * real[..., None]).sum(0)
+    rank = jnp.full((heads,), jnp.nan)
+    if logits is not None:  # what is not real is zero, which adds nothing to the rank
+        size = real[0].sum(), jnp.max(seen[0], initial=0, where=real[0])
+        block = (jnp.arange(len(real[0])) < size[0])[:, None] & (jnp.arange(keys) < size[1])
+        found = jnp.linalg.matrix_rank(jnp.where(block, logits[0], 0.0).astype(jnp.float32))
+        rank = found / jnp.maximum(jnp.minimum(*size), 1)
+    return {
+        "statistics": Statistics(p.sum(0), -entropy.sum((0, 2)), queries),
+        "spread": of_queries(jnp.exp(entropy) / jnp.maximum(seen, 1)[:, None], real & (seen > 1)),
+        "off_diagonal": of_queries(jnp.abs(p.argmax(-1) - diagonal[:, None]), real),
+        "powers": jnp.stack([(off**n).sum((0, 2, 3)) for n in range(1, 5)], axis=1),
+        "histogram": histogram.at[jnp.arange(heads)[:, None, None], bins].add(several),
+        "cosines": jnp.einsum("bhqk,bgqk->hg", unit, unit),
+        "rank": rank,
+        "ranked": jnp.ones(()),
+    }
+
+
+def measure(first: Measures, second: Measures | None) -> Measures:
+    """Returns the measures of two halves of the examples from their sums, as NumPy arrays; None: no half.
+
+    Returns:
+      By head: ``entropy``, mean over queries in nats; ``spread``, 1 is equal weights; ``near``, the share
+      of weights at a distance of up to `NEAR`; ``off_diagonal``, in positions (after You et al. 2020);
+      ``mean``, ``deviation``, ``skewness`` and excess ``kurtosis`` of weights · keys seen, which are 1
+      where they are equal; ``histogram`` of weights, shares between `EDGES`; ``profile``, shares at the
+      distances −`REACH` to `REACH`, the ends with all beyond; ``similarity``, mean cosines; ``map``, mean
+      weights by position, see `join_cells`; ``rank``, the numerical rank of the logits as a share of the
+      largest possible (a head of width e has at most e; Bhojanapalli et al. 2020). ``static`` is the share
+      of the divergence from equal weights that positions explain: mean weights of one half, smoothed,
+      describe the other; 1 where weights are equal, below 0 where equal weights are better, NaN without a
+      second half. Numbers: ``keys``, the mean seen by a query, and ``near_of_equal``, of equal weights.
+    """
+    total = first if second is None else jax.tree.map(np.add, first, second)
+    mass, negentropy, queries = total["statistics"]
+    number = np.arange(queries.shape[1])
+    counts, seen = queries.sum(), queries.sum(0) * number
+    pairs = max(seen[2:].sum(), 1)
+    equal = _times_seen(queries / np.maximum(number, 1))
+    distance = np.arange(mass.shape[2]) - np.arange(mass.shape[1])[:, None]
+    near = np.abs(distance) <= NEAR
+    offset = (np.clip(distance, -REACH, REACH) + REACH).ravel()
+    m, p2, p3, p4 = (total["powers"] / pairs).T
+    off_diagonal = total["off_diagonal"] / counts
+    known = counts + 0.0 * off_diagonal  # NaN where keys have no positions
+    deviation = np.sqrt(np.maximum(p2 - m**2, 0.0))
+    safe = np.maximum(deviation, 1e-30)
+    shown = np.s_[
+        :,
+        : np.flatnonzero(queries.sum(1)).max(initial=0) + 1,
+        : max(np.flatnonzero(seen), default=1),
+    ]
+    return {
+        "entropy": -negentropy / counts,
+        "spread": total["spread"] / max(queries[:, 2:].sum(), 1),
+        "near": (mass * near).sum((1, 2)) / known,
+        "off_diagonal": off_diagonal,
+        "static": m * np.nan if second is None else _explained(first, second),
+        "mean": 1.0 + m,
+        "deviation": deviation,
+        "skewness": (p3 - 3 * m * p2 + 2 * m**3) / safe**3,
+        "kurtosis": (p4 - 4 * m * p3 + 6 * m**2 * p2 - 3 * m**4) / safe**4 - 3.0,
+        "histogram": total["histogram"] / pairs,
+        "profile": np.stack([np.bincount(offset, x.ravel(), 2 * REACH + 1) for x in mass])
+        / known[:, None],
+        "similarity": total["cosines"] / counts,
+        "map": join_cells((mass / np.maximum(queries.sum(1), 1)[:, None])[shown]),
+        "rank": total["rank"] / total["ranked"],
+        "keys": float(seen.sum() / counts),
+        "near_of_equal": float((equal * near).sum() / counts),
+    }
+
+
+def _times_seen(queries: np.ndarray) -> np.ndarray:
+    """Returns ``[q, k]``, what is counted in ``[q, k + 1]`` of the queries that see a key."""
+    return np.cumsum(queries[:, ::-1], axis=1)[:, ::-1][:, 1:]
+
+
+def _explained(first: Measures, second: Measures) -> np.ndarray:
+    """Returns ``static`` of `measure`: a table of the first half, measured on the second."""
+    mass, _, queries = first["statistics"]
+    seen = _times_seen(queries)
+    heads, q, k = mass.shape
+    offset = (np.arange(k) - np.arange(q)[:, None] + q - 1).ravel()
+    sums = lambda x: np.bincount(offset, x.ravel(), q + k - 1)
+    by_distance = np.stack([sums(x) for x in mass]) / np.maximum(sums(seen), 1e-30)
+    prior = np.maximum(by_distance, 1e-6)[:, offset].reshape(heads, q, k)
+    table = np.log((mass + PRIOR * prior) / (seen + PRIOR))
+    left = Statistics(*map(jnp.float32, second["statistics"]))
+    missed, most = (np.asarray(divergence(jnp.float32(x), left)) for x in (table, 0 * table))
+    return np.where(most < UNIFORM, 1.0, 1.0 - missed / np.maximum(most, UNIFORM))
+
+
+def join_cells(maps: np.ndarray) -> np.ndarray:
+    """Joins queries (means) and keys (sums) of ``[heads, q, k]`` to at most `MOST_CELLS` of each."""
+    q, k = (np.arange(0, n, -(-n // MOST_CELLS)) for n in maps.shape[1:])
+    rows = np.diff(np.append(q, maps.shape[1]))
+    return np.add.reduceat(np.add.reduceat(maps, q, axis=1), k, axis=2) / rows[:, None]

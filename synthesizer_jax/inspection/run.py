@@ -1,0 +1,375 @@
+"""What the layers of a run's model have learned, over examples of its evaluation sets."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from synthesizer_jax.alignments import Alignment, Mixture
+from synthesizer_jax.checkpoints.manager import finished_steps, restore_variables
+from synthesizer_jax.checkpoints.placement import place_variables
+from synthesizer_jax.evaluation.evaluation_sets import EvaluationSet
+from synthesizer_jax.evaluation.files import evaluation_folder
+from synthesizer_jax.files import describing
+from synthesizer_jax.inspection.measures import Measures, Rows, attention_sums, measure
+from synthesizer_jax.inspection.static_attention import can_be_static, measure_static_attention
+from synthesizer_jax.messages import Phase, one_line_error, silent_phase
+from synthesizer_jax.mixers import Linformer, Mixer
+from synthesizer_jax.models import (
+    Encoder,
+    EncoderDecoder,
+    LanguageModel,
+    TokenModel,
+    UniversalStack,
+    stacks_of,
+    unroll,
+    unroll_variables,
+)
+from synthesizer_jax.parameters import Variables
+from synthesizer_jax.registry import replace
+from synthesizer_jax.sharding import batch_sharding, gather_to_host, use_mesh
+from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.postprocessors import to_text
+from synthesizer_jax.training.experiment import Experiment
+from synthesizer_jax.training.initial_parameters import find_checkpoint, initializer_of
+from synthesizer_jax.training.run_data import open_data
+from synthesizer_jax.training.run_directory import load_experiment
+from synthesizer_jax.training.state import TrainState
+from synthesizer_jax.training.step import Batch, teacher_forced
+from synthesizer_jax.typing import PyTree
+
+BINS = 5
+"""Most parts, by length, of the examples of a task."""
+
+CROSS = "encoder_decoder_attention"
+
+
+class Place(NamedTuple):
+    """A mixer of a layer: its stack, ``encoder`` or ``decoder``; its kind; the layer's number from 0."""
+
+    stack: str
+    cross: bool
+    layer: int
+
+    def __str__(self) -> str:
+        return f"{self.stack} {self.layer + 1}{' cross' * self.cross}"
+
+
+def inspect_run(
+    run: pathlib.Path,
+    *,
+    data_dir: pathlib.Path | None = None,
+    mixture: str | None = None,
+    examples: int = 128,
+    batch_size: int = 16,
+    fits: bool = False,
+    phase: Phase = silent_phase,
+) -> dict[str, Any]:
+    """Inspects a run's model.
+
+    Args:
+      run: ``RUN`` or ``RUN/checkpoints/STEP``.
+      data_dir: directory of the data sets.
+      mixture: the task or mixture whose examples are read; None: the run's.
+      examples: how many examples of the evaluation sets are read.
+      batch_size: examples of a batch.
+      fits: whether static forms are fitted to the heads, see `measure_static_attention`.
+      phase: is told what is done.
+
+    Returns:
+      ``step``; ``start``, what the parameters at the start are; ``examples``, how many, and ``example``,
+      the texts of one. ``layers`` by name, such as ``decoder 1 cross``: the ``mixer``, `measure` at the
+      ``end`` and the ``start`` (None: not known), and the mean weights of the ``example``. ``without``,
+      mixers without weights. By layer ``mixtures``, the ``parts`` and over ``steps`` α ``[heads, parts]``,
+      and ``projections``, P_l and P_w of talking heads. ``quality`` of the newest predictions, of step
+      ``evaluated``, see `quality_by_length`. ``static``, see `measure_static_attention`, or None.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint or no data.
+      ValueError: there is no run.
+    """
+    directory, step = find_checkpoint(run)
+    experiment = load_experiment(directory)
+    if mixture is not None:
+        experiment = replace(experiment, data=replace(experiment.data, mixture=mixture))
+    mesh, layout = place_variables(experiment.model, experiment.example, experiment.mesh)
+    restore = functools.partial(restore_variables, directory / "checkpoints", layout=layout)
+    step, variables = restore(step=step)
+    sets = open_data(experiment, directory, data_dir or task_registry.default_data_dir()).sets
+    example, batches = _batches(experiment, sets, examples, batch_size, mesh)
+    start, before = _start(experiment, layout, mesh)
+    saved = finished_steps(directory / "checkpoints")
+    if 0 in saved and step:
+        start, before = "those saved at step 0", restore(step=0)[1]
+    model, looped = unroll(experiment.model), functools.partial(unroll_variables, experiment.model)
+    mixers, end = mixers_of(model), looped(variables)
+    advance = phase(f"weights of {examples} examples at the end and at the start", 2)
+    with use_mesh(mesh):
+        even, odd = sums_of(model, end, batches)
+        advance(1)
+        first = ({}, {}) if before is None else sums_of(model, looped(before), batches)
+        advance(1)
+        alone = jax.tree.map(lambda x: x.at[1:].set(0), batches[:1])
+        single, _ = sums_of(model, end, alone)
+        fitted = [
+            p
+            for p in odd
+            if fits and not p.cross and can_be_static(mixers[p]) and not _shares(model, p)
+        ]
+        fit_to, held_out = (
+            {(p.stack, p.layer): half[p]["statistics"] for p in fitted} for half in (even, odd)
+        )
+        static = measure_static_attention(
+            model, end, fit_to=fit_to, measure_on=held_out, batches=batches[1::2], phase=phase
+        )
+    over = {0: lambda: before} if before is not None else {}
+    over |= {n: lambda n=n: restore(step=n)[1] for n in saved} | {step: lambda: variables}
+    histories = dict[str, dict[str, Any]]()
+    for number in sorted(over) if _mixtures(model, end) else ():
+        for name, (parts, alpha) in _mixtures(model, looped(over[number]())).items():
+            new: dict[str, Any] = {"parts": parts, "steps": [], "alpha": []}
+            history = histories.setdefault(name, new)
+            history["steps"].append(number)
+            history["alpha"].append(alpha)
+    numbered = (directory / "evaluation").glob("[0-9]*")
+    steps = sorted(int(path.name) for path in numbered if path.name.isdecimal())
+    folders = {n: evaluation_folder(directory, n) for n in reversed(steps) if n <= step}
+    quality = ((n, quality_by_length(sets, folder)) for n, folder in folders.items())
+    evaluated, found = next(((n, parts) for n, parts in quality if parts), (None, []))
+    return {
+        "step": step,
+        "start": start,
+        "examples": examples,
+        "example": example,
+        "layers": {
+            str(p): {
+                "mixer": describe(mixers[p]),
+                "end": measure(even[p], odd.get(p)),
+                "start": measure(first[0][p], first[1].get(p)) if first[0] else None,
+                "example": measure(single[p], None)["map"],
+            }
+            for p in mixers
+            if p in even
+        },
+        "without": {str(p): describe(mixer) for p, mixer in mixers.items() if p not in even},
+        "mixtures": histories,
+        "projections": _projections(model, end),
+        "evaluated": evaluated,
+        "quality": found,
+        "static": static if fitted else None,
+    }
+
+
+def mixers_of(model: TokenModel) -> dict[Place, Mixer]:
+    """Returns the mixers of all layers."""
+    found = {}
+    for name, stack in stacks_of(model).items():
+        for i, block in enumerate(run.block for run in stack.runs for _ in range(run.repeats)):
+            found[Place(name, False, i)] = block.self_mixer
+            if block.cross_mixer is not None:
+                found[Place(name, True, i)] = block.cross_mixer
+    return dict(sorted(found.items(), key=lambda item: (item[0].stack != "encoder", item[0])))
+
+
+def _entries(model: TokenModel, tree: PyTree) -> Iterator[tuple[Place, Mixer, PyTree]]:
+    """Yields mixers with what they have in a collection of a model with looped layers."""
+    for place, mixer in mixers_of(model).items():
+        stack = tree.get(place.stack, {})
+        layer = stack.get("shared" if _shares(model, place) else f"layers_{place.layer}", {})
+        names = [CROSS] if place.cross else ["attention", "self_attention"]
+        yield place, mixer, next((layer[name] for name in names if name in layer), {})
+
+
+def _shares(model: TokenModel, place: Place) -> bool:
+    return isinstance(stacks_of(model)[place.stack], UniversalStack)
+
+
+def describe(module: Mixer | Alignment) -> str:
+    """Returns what a mixer or alignment is made of, such as ``Attention: Random + DotProduct``."""
+    if (parts := getattr(module, "parts", None)) is not None:
+        return (" + " if isinstance(module, Mixture) else " | ").join(map(describe, parts))
+    alignment, name = getattr(module, "alignment", None), type(module).__name__
+    return name if alignment is None else f"{name}: {describe(alignment)}"
+
+
+def sums_of(
+    model: TokenModel, variables: Variables, batches: Sequence[Batch]
+) -> tuple[dict[Place, Measures], dict[Place, Measures]]:
+    """Returns the `attention_sums` of layers with weights, over even and over odd batches."""
+    halves: tuple[dict[Place, Measures], dict[Place, Measures]] = {}, {}
+    for i, batch in enumerate(batches):
+        for place, sums in _batch_sums(variables, batch, model=model).items():
+            own = jax.tree.map(lambda x: gather_to_host(x).astype(np.float64), sums)
+            old = halves[i % 2].get(place)
+            halves[i % 2][place] = own if old is None else jax.tree.map(np.add, old, own)
+    return halves
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _batch_sums(variables: Variables, batch: Batch, *, model: TokenModel) -> dict[Place, Measures]:
+    if isinstance(model, Encoder):
+        _, sown = model.apply(variables, batch["encoder_input_tokens"], mutable=["intermediates"])
+    else:
+        _, sown = teacher_forced(model, variables, batch, collection="intermediates")  # type: ignore[arg-type]
+    all_rows, found = _rows(model, batch), {}
+    for place, mixer, own in _entries(model, sown.get("intermediates", {})):
+        if "attention_weights" in own:
+            own = {name: x[place.layer if len(x) > 1 else 0] for name, x in own.items()}
+            weights, rows = own["attention_weights"], all_rows[place[:2]]
+            if isinstance(mixer, Linformer):  # all keys are seen, and have no positions
+                seen = jnp.full_like(rows.seen, weights.shape[-1])
+                rows = Rows(rows.real, seen, rows.diagonal * jnp.nan)
+            found[place] = attention_sums(weights, own.get("attention_logits"), rows)
+    return found
+
+
+def _rows(model: TokenModel, batch: Mapping[str, jax.Array]) -> dict[tuple[str, bool], Rows]:
+    """Returns what the queries of unpacked rows see, by stack and whether it is cross-attention."""
+    n, m = (batch[f"{side}_input_tokens"].shape[1] for side in ("encoder", "decoder"))
+    inputs = (batch["encoder_input_tokens"] != 0).sum(1, keepdims=True)
+    targets = (batch["decoder_loss_weights"] > 0).sum(1, keepdims=True)
+
+    def rows(length: int, real: jax.Array, seen: jax.Array, ratio: jax.Array | float = 1) -> Rows:
+        q = jnp.arange(length)[None]
+        parts = q < real, jnp.where(seen < 0, q + 1, jnp.maximum(seen, 0)), q * ratio
+        return Rows(*(jnp.broadcast_to(x, (len(real), length)) for x in parts))
+
+    causal = jnp.full_like(inputs, -1)
+    if isinstance(model, LanguageModel):
+        own = rows(n + m, inputs + targets, causal)
+        seen = jnp.maximum(own.seen, inputs) if model.prefix else own.seen
+        return {("decoder", False): own._replace(seen=seen)}
+    found = {("encoder", False): rows(n, inputs, inputs)}
+    if isinstance(model, EncoderDecoder):
+        found["decoder", False] = rows(m, targets, causal)
+        found["decoder", True] = rows(m, targets, inputs, inputs / jnp.maximum(targets, 1))
+    return found
+
+
+def _batches(
+    experiment: Experiment,
+    sets: Sequence[EvaluationSet],
+    count: int,
+    batch_size: int,
+    mesh: Mesh,
+) -> tuple[list[str], list[Batch]]:
+    """Returns the texts of one example, and at least two batches of examples of all sets.
+
+    Rows are as long as the longest; the last batch is filled up with empty ones, of which nothing is real.
+    """
+    each = -(-count // len(sets))
+    rows = [row for s in sets for row in s.examples[:: max(1, len(s.examples) // each)]]
+    rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))[:count]]
+    batch_size = -(-min(batch_size, -(-len(rows) // 2)) // mesh.size) * mesh.size
+    limits, padded = experiment.data.lengths, {}
+    for name in ("inputs", "targets"):
+        ids = [np.asarray(row[name])[: limits[name]] for row in rows]
+        longest = max(1 if limits[name] else 0, *map(len, ids))
+        whole = -(-len(ids) // batch_size) * batch_size
+        padded[name] = np.zeros((whole, longest), np.int32)
+        for i, x in enumerate(ids):
+            padded[name][i, : len(x)] = x
+    arrays = {
+        "encoder_input_tokens": padded["inputs"],
+        "decoder_input_tokens": np.pad(padded["targets"][:, :-1], ((0, 0), (1, 0))),
+        "decoder_target_tokens": padded["targets"],
+        "decoder_loss_weights": (padded["targets"] != 0).astype(np.float32),
+    }
+    parts = range(0, len(padded["inputs"]), batch_size)
+    batches = [{name: x[i : i + batch_size] for name, x in arrays.items()} for i in parts]
+    texts = [to_text(rows[0][f"{name}_pretokenized"]) for name in padded]
+    return texts, [jax.device_put(batch, batch_sharding(mesh)) for batch in batches]
+
+
+def _start(experiment: Experiment, layout: Variables, mesh: Mesh) -> tuple[str, Variables | None]:
+    """Returns what the parameters before training are, and themselves if they can be made again."""
+    shardings = jax.tree.map(lambda x: x.sharding, layout)
+    seed, tokens = experiment.training.seed, experiment.example
+    make = lambda key: experiment.model.init(key, *(jnp.zeros(t.shape, t.dtype) for t in tokens))
+    with use_mesh(mesh):
+        fresh = jax.jit(make, out_shardings=shardings)(jax.random.key(seed))
+    if experiment.init_from is None:
+        return f"those that the experiment’s seed {seed} makes", fresh
+    state = TrainState(jnp.zeros((), jnp.int32), fresh["params"], fresh.get("constants", {}), {})
+    try:
+        initialize = initializer_of(
+            replace(experiment, init_optimizer=False), report=lambda _: None
+        )
+        assert initialize is not None
+        return f"those of {experiment.init_from}", initialize(state).variables
+    except (OSError, ValueError) as error:
+        return f"not known ({one_line_error(error)})", None
+
+
+def _mixtures(model: TokenModel, variables: Variables) -> dict[str, tuple[list[str], np.ndarray]]:
+    """Returns the parts of mixtures of a model with looped layers, and their α ``[heads, parts]``."""
+    found = {}
+    for place, mixer, params in _entries(model, variables["params"]):
+        alignment: Any = getattr(mixer, "alignment", None)
+        if isinstance(alignment, Mixture) and alignment.weights != "sum":
+            align = jax.tree.map(gather_to_host, params["align"])
+            if alignment.weights == "softmax":
+                alpha = jax.nn.softmax(align["weights"])
+            else:
+                gate = jax.nn.sigmoid(align["gate"])
+                alpha = jnp.concatenate([1.0 - gate, gate])[None]
+            found[str(place)] = list(map(describe, alignment.parts)), np.asarray(alpha)
+    return found
+
+
+def _projections(model: TokenModel, variables: Variables) -> dict[str, dict[str, np.ndarray]]:
+    """Returns P_l and P_w ``[from, to]`` of talking heads by layer."""
+    names = {"logits_projection": "P_l", "weights_projection": "P_w"}
+    found = {
+        str(place): {names[n]: gather_to_host(params[n]) for n in names if n in params}
+        for place, _, params in _entries(model, variables["params"])
+    }
+    return {place: matrices for place, matrices in found.items() if matrices}
+
+
+def quality_by_length(sets: Sequence[EvaluationSet], folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the quality of a folder's predictions, in up to `BINS` parts of each set by length.
+
+    A part has its ``task``, ``tokens``, the smallest and largest number of inputs' tokens or, where there
+    are none, of targets', ``examples``, how many, and ``metrics``, those of the task or the loss of texts
+    in nats per token. Tasks whose file is absent, or holds other examples than the set, are left out.
+    """
+    found = []
+    for examples in sets:
+        path, records = folder / f"{examples.task.name}.jsonl", []
+        if path.is_file():
+            with describing(path), path.open(encoding="utf-8") as file:
+                records = list(map(json.loads, file))
+        texts = [to_text(row["inputs_pretokenized"]) for row in examples.examples]
+        if [record["input"] for record in records] != texts or not texts:
+            continue
+        lengths, tokens = (
+            np.array([len(x) for x in y]) for y in (examples.inputs, examples.targets)
+        )
+        predicted = "prediction" in records[0]
+        lengths = lengths if predicted and lengths.any() else tokens
+        limits = np.unique(np.quantile(lengths, np.arange(1, BINS) / BINS, method="nearest"))
+        number = np.searchsorted(limits, lengths)
+        for part in map(np.flatnonzero, np.unique(number)[:, None] == number):
+            chosen = [records[int(i)] for i in part]
+            if predicted:
+                own = dataclasses.replace(
+                    examples, examples=[examples.examples[int(i)] for i in part]
+                )
+                metrics = own.score([record["prediction"] for record in chosen])
+            else:
+                nats = -sum(record["score"] or np.nan for record in chosen)
+                metrics = {"loss": nats / max(int(tokens[part].sum()), 1)}
+            ends = int(lengths[part].min()), int(lengths[part].max())
+            row = {"task": examples.task.name, "tokens": ends, "examples": len(part)}
+            found.append(row | {"metrics": metrics})
+    return found

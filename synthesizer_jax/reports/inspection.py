@@ -1,0 +1,310 @@
+"""The page about what the layers of a model have learned, and its numbers as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+from markupsafe import Markup
+
+from synthesizer_jax.files import write_atomic
+from synthesizer_jax.inspection.measures import EDGES, NEAR, REACH, Measures
+from synthesizer_jax.inspection.static_attention import TABLE
+from synthesizer_jax.registry import JSON
+from synthesizer_jax.reports.attention_figures import number_grid, small_lines, tiles, weight_maps
+from synthesizer_jax.reports.figures import Section, write_page
+
+Found: TypeAlias = Mapping[str, Any]
+"""What `inspect_run` returns, or a layer of it."""
+
+SHARP, STATIC, TOLERANCE = 0.25, 0.9, 0.01
+"""The shares below and from which heads are called so, and by which the loss may rise with tables."""
+
+MOST_LETTERS = 300
+"""Of an example's text."""
+
+DISTANCES = np.arange(-REACH, REACH + 1)
+
+OVERVIEW = {
+    "keys used, %": "spread",
+    f"within {NEAR} positions, %": "near",
+    "explained by positions, %": "static",
+    "rank of logits, %": "rank",
+}
+GLANCE = (
+    "Keys used: exp(entropy) of a query’s weights over the number of keys that it sees, 100 if equal. "
+    "Explained by positions: how much closer to a query’s weights than equal ones a table of mean weights "
+    "comes, from other examples; 100 is a head that reads no tokens, below 0 one that no table describes. "
+    "Rank: of the logits, without a shared position bias, over the largest possible; a head of width e has "
+    "at most e (Bhojanapalli et al. 2020)."
+)
+NUMBERS = ("entropy", "spread", "near", "off_diagonal", "static", "rank")
+MOMENTS = ("mean", "deviation", "skewness", "kurtosis")
+
+
+def write_inspection(path: pathlib.Path, found: Found, *, title: str) -> pathlib.Path:
+    """Writes the page of what `inspect_run` found; returns the path of its numbers beside it, ``.json``."""
+    axes = {"histogram_edges": EDGES, "profile_distances": DISTANCES}
+    text = json.dumps(_plain({"title": title, **axes, **found}), allow_nan=False)
+    numbers = write_atomic(path.with_suffix(".json"), text + "\n")
+    layers, example = found["layers"], [x for x in found["example"] if x]
+    cut = (f"“{x[:MOST_LETTERS]}{'…' * (len(x) > MOST_LETTERS)}”" for x in example)
+    parts: list[tuple[str, str, Iterator[Markup]]] = [
+        ("Heads at a glance", GLANCE, _overview(layers)),
+        (
+            "Weights at the start and at the end",
+            "How many pairs of query and key have which weight, all heads together, as in Tay et al. 2021; "
+            "the bar at the left holds all smaller weights.",
+            map(_histogram, layers, layers.values()),
+        ),
+        (
+            "Mixtures",
+            "The weight α of each part, and its mean over heads in the saved checkpoints.",
+            _mixtures(found["mixtures"]),
+        ),
+        (
+            "Where heads look",
+            "Queries down, keys across, darker is more: the mean over all examples by position, and one "
+            f"example, {' → '.join(cut)}",
+            _maps(layers),
+        ),
+        (
+            "Distance from the query",
+            "The share of the weight by key position − query position; the ends hold all beyond.",
+            _distances(layers),
+        ),
+        (
+            "How alike heads are",
+            "The mean cosine of two heads’ weights of the same query, in percent.",
+            _grids(
+                {n: {"": layer["end"]["similarity"]} for n, layer in layers.items()}, "head", 100.0
+            ),
+        ),
+        (
+            "Talking heads",
+            "P_l mixes logits, P_w weights, from the heads down to those across.",
+            _grids(found["projections"], "to head", 1.0),
+        ),
+    ]
+    sections = [
+        Section(
+            "Layer by layer",
+            "How sharp, how local and how static each layer is; in brackets the range of its heads.",
+            headings=("layer", "what it does"),
+            rows=[(name, sentence(layer)) for name, layer in layers.items()],
+            numbers=False,
+        ),
+        *(Section(name, text, charts=tiles(charts)) for name, text, charts in parts),
+        _quality(found),
+        *([] if found["static"] is None else [_static(found["static"])]),
+        Section(
+            "All numbers by head",
+            "Entropy in nats, distances in positions; moments of weights · keys seen, in brackets before "
+            "training. The JSON file beside this page holds these and all that is drawn here.",
+            headings=("layer, head", *(x.replace("_", " ") for x in NUMBERS + MOMENTS)),
+            rows=list(_rows(layers)),
+            folded=True,
+        ),
+    ]
+    shown = [section for section in sections if section.charts or section.rows]
+    write_page(path, title=title, sentences=list(summary(found)), sections=shown)
+    return numbers
+
+
+def summary(found: Found) -> Iterator[str]:
+    """Yields sentences: how many heads are sharp, local and static, and what has no attention."""
+    end = {name: layer["end"] for name, layer in found["layers"].items()}
+    if end:
+        spread, static = (
+            np.concatenate([m[x] for m in end.values()]) for x in ("spread", "static")
+        )
+        local = sum(_is_local(m, near) for m in end.values() for near in m["near"])
+        names = [f"{name}.{i + 1}" for name, m in end.items() for i in range(len(m["spread"]))]
+        yield (
+            f"Of {len(names)} heads, {(spread < SHARP).sum()} are sharp (they use less than {SHARP:.0%} of "
+            f"the keys that they see), {local} are local (most of their weight is within {NEAR} positions "
+            f"of the query, and more than equal weights have there), and {(static >= STATIC).sum()} are "
+            f"static (positions alone explain at least {STATIC:.0%} of where they look). The sharpest is "
+            f"{names[spread.argmin()]}, which uses {spread.min():.1%} of the keys."
+        )
+    kinds: dict[str, list[str]] = {}
+    for name, mixer in found["without"].items():
+        kinds.setdefault(mixer, []).append(name)
+    if kinds:
+        which = "; ".join(f"{', '.join(names)} ({mixer})" for mixer, names in kinds.items())
+        yield f"{'These layers have' if end else 'This model has'} no attention weights: {which}."
+    yield (
+        f"Step {found['step']:,}, over {found['examples']:,} examples of the evaluation sets. The "
+        f"parameters at the start are {found['start']}."
+    )
+
+
+def sentence(layer: Found) -> str:
+    """Returns how sharp, local and static a layer is."""
+    m = layer["end"]
+    spread, near, static = (float(np.mean(m[name])) for name in ("spread", "near", "static"))
+    sharp = "Sharp" if spread < SHARP else "Rather sharp" if spread < 0.6 else "Diffuse"
+    keys = f"{_share(m['spread'])} of the {m['keys']:.0f} keys it sees"
+    said = f"{layer['mixer']}. {sharp}: a query uses {keys}"
+    if math.isfinite(near):
+        said += (
+            f"; {'local' if _is_local(m, near) else 'not local'}: {_share(m['near'])} of the weight is "
+            f"within {NEAR} positions, {m['near_of_equal']:.0%} would be equal weights, and the largest is "
+            f"{m['off_diagonal'].mean():.1f} off the diagonal"
+        )
+    if math.isfinite(static):
+        kind = (
+            "static" if static >= STATIC else "partly static" if static >= 0.5 else "reads tokens"
+        )
+        said += (
+            f"; {kind}: positions explain {_share(np.maximum(m['static'], 0))} of where it looks"
+        )
+    return f"{said}."
+
+
+def _is_local(m: Measures, near: float) -> bool:
+    return near >= max(0.5, 1.25 * m["near_of_equal"])
+
+
+def _share(values: np.ndarray) -> str:
+    """Returns the mean of shares and, unless they are alike, their range."""
+    low, mean, high = (f"{100 * x:.0f}" for x in (values.min(), values.mean(), values.max()))
+    return f"{mean}%" + (f" ({low} to {high})" if low != high else "")
+
+
+def _overview(layers: Mapping[str, Found]) -> Iterator[Markup]:
+    for group in dict.fromkeys(map(_stack, layers)):
+        own = [layer["end"] for name, layer in layers.items() if _stack(name) == group]
+        for title, field in OVERVIEW.items():
+            grid = np.full((len(own), max(len(m[field]) for m in own)), np.nan)
+            for i, m in enumerate(own):
+                grid[i, : len(m[field])] = m[field]
+            if np.isfinite(grid).any():
+                yield number_grid(f"{group}: {title}", grid, xlabel="head", ylabel="layer")
+
+
+def _stack(name: str) -> str:
+    """Returns ``decoder cross`` of ``decoder 1 cross``."""
+    return " ".join(word for word in name.split() if not word.isdecimal())
+
+
+def _histogram(name: str, layer: Found) -> Markup:
+    centers = np.sqrt(EDGES[1:] * EDGES[:-1])
+    both = {which: layer[which] for which in ("start", "end") if layer[which]}
+    lines = {which: (centers, 100 * m["histogram"].mean(0)) for which, m in both.items()}
+    return small_lines(name, lines, histogram=True, xlabel="weight", ylabel="% of pairs")
+
+
+def _mixtures(mixtures: Mapping[str, Found]) -> Iterator[Markup]:
+    for name, (parts, steps, alpha) in ((n, m.values()) for n, m in mixtures.items()):
+        title = f"{name}: α, %"
+        yield number_grid(title, alpha[-1], columns=parts, xlabel="part", ylabel="head")
+        lines = {part: (steps, [a[:, i].mean() for a in alpha]) for i, part in enumerate(parts)}
+        yield small_lines(f"{name}: α over time", lines, xlabel="step", ylabel="mean α")
+
+
+def _grids(matrices: Mapping[str, Found], x_label: str, scale: float) -> Iterator[Markup]:
+    for name, own in matrices.items():
+        for title, x in own.items():
+            yield number_grid(f"{name} {title}", x, scale=scale, xlabel=x_label, ylabel="head")
+
+
+def _maps(layers: Mapping[str, Found]) -> Iterator[Markup]:
+    for name, layer in layers.items():
+        yield weight_maps(f"{name}, mean", layer["end"]["map"])
+        yield weight_maps(f"{name}, one example", layer["example"])
+
+
+def _distances(layers: Mapping[str, Found]) -> Iterator[Markup]:
+    for name, layer in layers.items():
+        lines = {f"head {i + 1}": (DISTANCES, y) for i, y in enumerate(layer["end"]["profile"])}
+        if np.isfinite(layer["end"]["profile"]).all():
+            yield small_lines(name, lines, xlabel="distance, tokens", ylabel="share of weight")
+
+
+def _quality(found: Found) -> Section:
+    charts, rows = [], []
+    for task in dict.fromkeys(part["task"] for part in found["quality"]):
+        own = [part for part in found["quality"] if part["task"] == task]
+        middles = [np.mean(part["tokens"]) for part in own]
+        names = list(own[0]["metrics"])
+        lines = {n: (middles, [p["metrics"].get(n, math.nan) for p in own]) for n in names}
+        if names and len(own) > 1:
+            charts.append(small_lines(task, lines, xlabel="tokens", ylabel="metric"))
+        for part in own:
+            metrics = ", ".join(f"{name} {value:.2f}" for name, value in part["metrics"].items())
+            tokens = " to ".join(map(str, part["tokens"]))
+            rows.append((task, tokens, str(part["examples"]), metrics))
+    return Section(
+        "Quality by length",
+        f"Of the predictions of step {found['evaluated']}, by the number of input tokens; metrics in "
+        "percent, the loss of texts in nats per token, by their length. Small parts are uncertain.",
+        charts=tiles(charts),
+        headings=("task", "tokens", "examples", "metrics"),
+        rows=rows,
+    )
+
+
+def _static(static: Found) -> Section:
+    """Returns what static forms miss, and the loss with tables in the place of heads."""
+    heads, charts, said = static["divergences"], [], ""
+    if numbers := static.get("replaced"):
+        losses, equal = static["loss"], static["uniform_loss"]
+        limit = (1.0 + TOLERANCE) * losses[0]
+        within = next((i for i, x in enumerate(losses) if not x <= limit), len(losses)) - 1
+        said = (
+            f"Of {len(heads)} heads, the {numbers[max(within, 0)]} most static can read a fitted table "
+            f"instead of tokens, without further training, for a loss of at most {TOLERANCE:.0%} more. "
+        )
+        if equal <= limit:
+            said += "So can all with equal weights: this model does not use its attention; train longer. "
+        ends = numbers[0], numbers[-1]
+        lines = {"tables": (numbers, losses), f"+{TOLERANCE:.0%}": (ends, [limit] * 2)}
+        lines["equal weights"] = (ends, [equal] * 2)
+        charts.append(small_lines("tables", lines, xlabel="heads replaced", ylabel="loss, nats"))
+    names = list(dict.fromkeys(name for kl in heads.values() for name in kl))
+    for stack in dict.fromkeys(stack for stack, _, _ in heads):
+        for name in names:
+            own = {at[1:]: kl.get(name, np.nan) for at, kl in heads.items() if at[0] == stack}
+            grid = np.full(1 + np.max(list(own), axis=0), np.nan)
+            for place, kl in own.items():
+                grid[place] = kl
+            charts += _grids({f"{stack}: {name},": {"nats": grid}}, "head", 1.0)
+    return Section(
+        "What static forms miss",
+        f"{said}Each form, which reads no tokens, was fitted to each head on half of the examples, beside "
+        "the model’s position bias: the mean Kullback–Leibler divergence of a query’s weights on the "
+        f"other half, in nats. Where other forms beat the table ({TABLE}), it had too few --examples.",
+        charts=tiles(charts),
+        headings=("head", *names),
+        rows=[
+            (f"{stack} {layer + 1}.{i + 1}", *(f"{kl.get(name, math.nan):.3f}" for name in names))
+            for (stack, layer, i), kl in heads.items()
+        ],
+    )
+
+
+def _rows(layers: Mapping[str, Found]) -> Iterator[list[str]]:
+    text = lambda x: "–" if math.isnan(x) else f"{x:.3g}"
+    for name, layer in layers.items():
+        m, start = layer["end"], layer["start"]
+        for i in range(len(m["spread"])):
+            old = [f" ({text(start[x][i])})" if start else "" for x in MOMENTS]
+            moments = [text(m[x][i]) + y for x, y in zip(MOMENTS, old, strict=True)]
+            yield [f"{name}.{i + 1}", *(text(m[x][i]) for x in NUMBERS), *moments]
+
+
+def _plain(value: Any) -> JSON:
+    """Returns JSON data: arrays as lists, four digits, NaN and infinities as null."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, float):
+        return float(f"{value:.4g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        text = lambda key: " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
+        return {text(key): _plain(part) for key, part in value.items()}
+    return list(map(_plain, value)) if isinstance(value, list | tuple) else value
