@@ -68,7 +68,7 @@ def write_inspection(path: pathlib.Path, found: Found, *, title: str) -> pathlib
         ),
         (
             "Where heads look",
-            "Queries down, keys across, darker is more: the mean over all examples by position, and one "
+            "Queries down, keys across: the mean over all examples by position, and one "
             f"example, {' → '.join(cut)}",
             _maps(layers),
         ),

@@ -106,8 +106,8 @@ SESSION = [
     (GENERATE.format(f"random/{FINE_TUNED}"), 0, ""),
     ("distill quickstart --teacher runs/mine --workdir runs/x", 2, "expected Distillation"),
     (
-        "analyze runs/mine --data-dir DATA --examples 8 --held-out 8 --batch-size 8 --output heads.html",
-        *(0, "heads"),
+        "inspect runs/mine --data-dir DATA --examples 16 --batch-size 8 --output heads.html",
+        *(0, "page: "),
     ),
 ]
 AFTER_DAMAGE = [
