@@ -117,7 +117,7 @@ AFTER_DAMAGE = [
     (f"{TRAIN} --set training.steps=4", 0, "set aside as"),
 ]
 
-NOISE = "RuntimeError: Event loop is closed"
+NOISE = "asyncio/base_events.py"
 """What Orbax prints, if it comes to that, of reads that go on when one has found a damaged file."""
 
 
