@@ -52,7 +52,7 @@ def talking_heads(head_dim: str, number: str) -> Experiment:
 
 def masked(head_dim: str, number: str = "4") -> Experiment:
     """BERT's masked language model on WikiText-2, with heads of a free size (Bhojanapalli et al. 2020)."""
-    model = bert(SMALL.d_model, int(number), int(head_dim), layers=SMALL.layers)
+    model = bert(SMALL.d_model, int(number), int(head_dim), layers=SMALL.layers, dropout_rate=0.1)
     model = model.copy(vocab_size=VOCAB_SIZE, pooler=False)
     experiment = _train(model, WIKITEXT, objective="masked_lm", inputs=LENGTH)
     schedule = Linear(1e-4, total_steps=2000, warmup_steps=200)

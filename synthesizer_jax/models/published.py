@@ -93,9 +93,17 @@ def hard_coded(
 
 
 def bert(
-    d_model: int, heads: int, head_dim: int, *, layers: int = 24, mixer: Mixer | None = None
+    d_model: int,
+    heads: int,
+    head_dim: int,
+    *,
+    layers: int = 24,
+    mixer: Mixer | None = None,
+    dropout_rate: float = 0.0,
 ) -> Encoder:
     """BERT with any head size (Bhojanapalli et al. 2020, section 4), pooler and MLM head included.
+
+    All kernels and embeddings start with a standard deviation of 0.02, as BERT's.
 
     Args:
       d_model: width; feed-forward layers have 3,072 at 768, else 4,096, as the published counts need.
@@ -103,26 +111,43 @@ def bert(
       head_dim: the paper's d_p.
       layers: number of layers.
       mixer: something else than attention.
+      dropout_rate: one rate for all dropouts; BERT is trained with 0.1.
     """
-    dot = DotProduct(head_dim, use_bias=True)
-    norm = LayerNorm(epsilon=1e-12)
+    init, norm = Normal(0.02), LayerNorm(epsilon=1e-12)
+    dot = DotProduct(head_dim, use_bias=True, query_init=init, key_init=init)
+    attention = Attention(
+        heads,
+        head_dim,
+        alignment=dot,
+        dropout_rate=dropout_rate,
+        use_bias=True,
+        value_init=init,
+        out_init=init,
+    )
+    width = 3072 if d_model == 768 else 4096
     block = Block(
-        mixer or Attention(heads, head_dim, alignment=dot, use_bias=True),
-        FeedForward(3072 if d_model == 768 else 4096, ("gelu",), use_bias=True),
+        mixer or attention,
+        FeedForward(width, ("gelu",), dropout_rate=dropout_rate, use_bias=True, kernel_init=init),
         norm=norm,
         post_norm=True,
+        dropout_rate=dropout_rate,
     )
     return Encoder(
         vocab_size=30_522,
         d_model=d_model,
         encoder=Stack(
-            (Run(block, layers),), positions=LearnedPositions(512), input_norm=norm, norm=None
+            (Run(block, layers),),
+            positions=LearnedPositions(512, init),
+            input_norm=norm,
+            norm=None,
+            dropout_rate=dropout_rate,
         ),
         pooling="first",
         pooler=True,
         masked_lm=True,
         token_types=2,
-        embedding_init=Normal(0.02),
+        embedding_init=init,
+        head_init=init,
     )
 
 
@@ -171,6 +196,7 @@ FIXED_HEADS = (
     *((512, heads, 128) for heads in (8, 12, 16, 32)),
     *((512, 8, width) for width in (32, 64, 256)),
     *((768, heads, 128) for heads in (8, 12, 16, 20)),
+    *((1024, heads, 1024 // heads) for heads in (8, 32)),
 )
 """Width, heads and head size of Bhojanapalli et al.'s published models."""
 
