@@ -84,6 +84,14 @@ def commands(run: Run, directory: pathlib.Path, args: argparse.Namespace) -> Ite
 
 def make(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     """Makes a run, and what it starts from, and returns its entry."""
+    if run.metric == "millions":  # of parameters; nothing is run
+        from ledger_speed import num_parameters
+
+        return {
+            "metrics": {"millions": num_parameters(run.recipe) / 1e6},
+            "curve": [],
+            "seconds": 1,
+        }
     if run.recipe.startswith("bottleneck:"):
         from ledger_bottleneck import fit_divergence
 

@@ -11,11 +11,19 @@ import numpy as np
 from ledger_tables import Run
 
 from synthesizer_jax.cli.recipes import load_recipe
-from synthesizer_jax.costs.summary import summarize
+from synthesizer_jax.costs.summary import num_elements, summarize
 from synthesizer_jax.data.batch import assemble_batch
 from synthesizer_jax.data.task_streams import DrawnExample
 from synthesizer_jax.inference import decode
+from synthesizer_jax.parameters import abstract_variables
 from synthesizer_jax.training.trainer import Trainer
+
+
+def num_parameters(recipe: str) -> int:
+    """Returns the number of parameters of a recipe's model."""
+    experiment = load_recipe(recipe)
+    shapes, _ = abstract_variables(experiment.model, *experiment.example)
+    return num_elements(shapes["params"])
 
 
 class Timer:
