@@ -139,7 +139,7 @@ def prepare_tasks(
 
     Args:
       mixture: mixture or task to prepare.
-      vocabulary: a SentencePiece model; by default bytes, or the synthetic mixture's own vocabulary.
+      vocabulary: a SentencePiece model, or bytes; by default bytes, or the synthetic mixture's own.
       extra_ids: sentinels added to the vocabulary.
       split: split to train on; by default train. Repeatable.
       evaluation_split: split to evaluate on; by default validation. Repeatable.
@@ -156,7 +156,8 @@ def prepare_tasks(
     from synthesizer_jax.tasks.prepare import prepare
 
     directory = _open_directory(data_dir, imports)
-    config = Bytes(extra_ids) if vocabulary is None else SentencePiece(vocabulary, extra_ids)
+    is_bytes = vocabulary in (None, "bytes")
+    config = Bytes(extra_ids) if is_bytes else SentencePiece(str(vocabulary), extra_ids)
     if mixture == synthetic.MIXTURE:
         synthetic.write(directory)
         config = synthetic.vocabulary(directory) if vocabulary is None else config

@@ -181,8 +181,8 @@ def prepare_missing(
             return
     command = [sys.executable, "-m", "synthesizer_jax", "data", "prepare", config.mixture]
     command += ["--data-dir", str(prepared.data_dir), "--extra-ids", str(vocabulary.extra_ids)]
-    if isinstance(vocabulary, SentencePiece):
-        command += ["--vocabulary", vocabulary.path]
+    name = vocabulary.path if isinstance(vocabulary, SentencePiece) else "bytes"
+    command += ["--vocabulary", name]
     command += [f"--inputs-length={lengths['inputs']}", f"--targets-length={lengths['targets']}"]
     command += [f"--split={split}" for split in training_splits or ("",)]
     command += [f"--evaluation-split={split}" for split in evaluation_splits or ("",)]
