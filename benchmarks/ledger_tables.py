@@ -126,10 +126,10 @@ def with_steps(steps: int) -> tuple[str, ...]:
 
 
 LANGUAGE_MODEL = {
-    "metric": "perplexity",
+    "metric": "wikitext_2_v1_full_lm/perplexity",
     "unit": "perplexity",
     "lower": True,
-    "curve": "perplexity",
+    "curve": "wikitext_2_v1_full_lm/perplexity",
     "vocabulary": "wikitext.model",
     "settings": (
         "model.vocab_size=7168",

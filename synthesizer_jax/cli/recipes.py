@@ -8,7 +8,6 @@ import importlib
 import importlib.resources
 import inspect
 import pathlib
-import pkgutil
 from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
@@ -122,9 +121,9 @@ def _call(module: ModuleType, call: str) -> object:
 
 def packaged_recipes() -> list[str]:
     """Returns the names of the recipes in this package."""
-    path, prefix = importlib.import_module(PACKAGE).__path__, f"{PACKAGE}."
-    modules = (m for m in pkgutil.walk_packages(path, prefix) if not m.ispkg)
-    return sorted(m.name.removeprefix(prefix) for m in modules)
+    (folder,) = map(pathlib.Path, importlib.import_module(PACKAGE).__path__)
+    files = (path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py"))
+    return sorted(".".join(file.parts) for file in files if file.name != "__init__")
 
 
 def list_recipes() -> list[dict[str, str]]:

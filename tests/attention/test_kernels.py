@@ -162,7 +162,7 @@ def test_logits_far_under_the_maximum_are_noticed(gap):
     logits = cases.normal("far", HEADS, q, KEYS) + gap * (jnp.arange(KEYS) >= 6)
     terms, (values, g) = (static(logits),), problem(q)
     found, largest = run_static(0, terms, values, mask, g)
-    assert (largest < 1 / blocked.MIN_ROW_SUM) == (gap < 44)
+    assert (largest < 1 / static_tpu.MIN_ROW_SUM) == (gap < 44)
     if gap < 44:
         cases.compare(found, oracle.attention(terms, values, mask, g), 2e-6)
 
