@@ -74,7 +74,7 @@ def self_attentions(
 
 
 def transformer(
-    system: str, size: Size, length: int, *, vocab_size: int, dropout: float
+    system: str, size: Size, length: int, *, vocab_size: int, dropout: float, prefix: int = 0
 ) -> EncoderDecoder:
     """Returns an encoder-decoder as Tensor2Tensor's: pre-norm, sinusoids, one embedding for everything.
 
@@ -86,11 +86,14 @@ def transformer(
       length: positions of the tables.
       vocab_size: rows of the embedding.
       dropout: rate of all dropouts.
+      prefix: source tokens before the sentence, see `hard_coded`.
     """
     encoder, decoder = self_attentions(system, size, length, dropout=dropout)
     cross: Mixer = Attention(size.heads, size.head_dim, alignment=SCALED, dropout_rate=dropout)
-    if system in ("hc_all", "heads"):
+    if system == "heads":
         cross = encoder
+    if system == "hc_all":
+        cross = cross.copy(alignment=Gaussian((prefix - 1, prefix + 1)))
     model = t5(
         size,
         gated=False,

@@ -31,6 +31,8 @@ from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
 BASE = Size(d_model=512, layers=6, d_ff=2048, heads=8, head_dim=64)
 SIZE = Size(d_model=128, layers=2, d_ff=512, heads=4, head_dim=32)
 LENGTH = 32  # tokens; longer sentences are cut
+PREFIX = 7
+"""Tokens of "translate English to German:" with the vocabulary of the commands above; 5 with T5's."""
 STEPS = 5000
 
 
@@ -41,7 +43,7 @@ def default() -> Experiment:
 
 def multi30k(system: str, task: str = "multi30k_en_de") -> Experiment:
     """English to German captions, or another task, 2 + 2 layers of d 128."""
-    model = transformer(system, SIZE, LENGTH, vocab_size=4096, dropout=0.3)
+    model = transformer(system, SIZE, LENGTH, vocab_size=4096, dropout=0.3, prefix=PREFIX)
     return Experiment(
         model=model,
         vocabulary=SentencePiece("spm.model", extra_ids=0),
@@ -66,21 +68,28 @@ def multi30k(system: str, task: str = "multi30k_en_de") -> Experiment:
 
 def base(task: str, system: str) -> Experiment:
     """Tensor2Tensor's base model: 6 + 6 layers of d 512, tables of 256 positions, 250,000 steps."""
-    model = transformer(system, BASE, 256, vocab_size=32_768, dropout=0.1)
+    model = transformer(system, BASE, 256, vocab_size=32_768, dropout=0.1, prefix=5)
     schedule = Noam(BASE.d_model, warmup_steps=8000, factor=2.0)
     return _published(task, model, schedule, rows=128, steps=250_000)
 
 
 def large(task: str, system: str) -> Experiment:
     """The large setting of You et al. 2020, of WMT 2014; systems are base, hc_sa, hc_all and sh_x."""
-    model = hard_coded(system, dropout_rate=0.1)
+    model = hard_coded(system, prefix=5, dropout_rate=0.1)
     return _published(task, model, Noam(model.d_model), rows=96, steps=100_000)
 
 
 def small(task: str, system: str) -> Experiment:
     """The small setting of You et al. 2020, of IWSLT and WMT 2016: 5 + 5 layers of d 288."""
     model = hard_coded(
-        system, d_model=288, layers=5, heads=4, d_ff=507, ratio=RATIO_IWSLT, dropout_rate=0.1
+        system,
+        d_model=288,
+        layers=5,
+        heads=4,
+        d_ff=507,
+        ratio=RATIO_IWSLT,
+        prefix=5,
+        dropout_rate=0.1,
     )
     schedule = Linear(3e-4, total_steps=100_000, final=1e-5)
     return _published(task, model, schedule, rows=12, steps=100_000)

@@ -34,6 +34,7 @@ def hard_coded(
     heads: int = 8,
     d_ff: int = 2048,
     ratio: float = RATIO_WMT,
+    prefix: int = 0,
     dropout_rate: float = 0.0,
 ) -> EncoderDecoder:
     """The Transformer of You et al. 2020: post-norm, sinusoids, one embedding for everything.
@@ -51,6 +52,8 @@ def hard_coded(
       heads: number of heads.
       d_ff: width of the feed-forward layers.
       ratio: source words per target word, for hard-coded cross-attention.
+      prefix: source tokens before the sentence, such as those of "translate English to German:", which
+        hard-coded cross-attention passes over; the paper's texts have none.
       dropout_rate: probability of dropping a feature.
     """
     attention = partial(Attention, heads, d_model // heads)
@@ -77,7 +80,7 @@ def hard_coded(
     cross, first = {
         "base": (dot, 0),
         "hc_sa": (dot, 0),
-        "hc_all": (attention(Gaussian((-1, 1), ratio=ratio)), 0),
+        "hc_all": (attention(Gaussian((prefix - 1, prefix + 1), ratio=ratio)), 0),
         "sh_x": (Attention(1, d_model), layers - 1),
     }[variant]
     return EncoderDecoder(
