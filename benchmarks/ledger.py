@@ -7,7 +7,7 @@
 `run` makes the runs that docs/results.json lacks, with the commands that a user would type, and adds each
 to it when it has finished; after an interruption it goes on where it was. `speed` measures the training
 steps of a table's systems in turns, in one process. `write` needs no run. The tables are in
-`ledger_tables.py`; files of vocabularies are looked up in the work directory, and made as the page says.
+`ledger_tables.py`; `ledger_data.py` makes the data, and the vocabularies in the work directory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from ledger_tables import TABLES, Run, Table
 
 HERE = pathlib.Path(__file__).resolve().parent
 RESULTS = HERE.parent / "docs" / "results.json"
-COMMAND = [sys.executable, "-m", "synthesizer_jax"]
 _CORES: queue.Queue[str] = queue.Queue()  # those that no run uses
 
 
@@ -83,33 +82,24 @@ def commands(run: Run, directory: pathlib.Path, args: argparse.Namespace) -> Ite
 
 
 def make(run: Run, args: argparse.Namespace) -> dict[str, Any]:
-    """Makes a run, and what it starts from, and returns its entry."""
-    if run.metric == "millions":  # of parameters; nothing is run
-        from ledger_speed import num_parameters
-
-        return {
-            "metrics": {"millions": num_parameters(run.recipe) / 1e6},
-            "curve": [],
-            "seconds": 1,
-        }
-    if run.recipe.startswith("bottleneck:"):
-        from ledger_bottleneck import fit_divergence
-
-        found = fit_divergence(int(run.system), run.seed)
-        return {"metrics": {run.metric: round(found, 6)}, "curve": [], "seconds": 1}
-    for earlier in filter(None, (run.teacher, run.init_from)):
-        make(earlier, args)  # which is short if it is there
+    """Makes a run, which is short if its directory holds it, and returns its entry."""
+    begin = time.monotonic()
+    if run.compute is not None:
+        entry = {"metrics": {run.metric: round(run.compute(run), 6)}, "curve": []}
+        return entry | {"seconds": time.monotonic() - begin}
     directory = args.workdir / run.directory
     directory.parent.mkdir(parents=True, exist_ok=True)
-    begin = time.monotonic()
+    path = directory.parent / f"{directory.name}.log"
     core = _CORES.get()
-    with open(directory.parent / f"{directory.name}.log", "a", encoding="utf-8") as log:
-        try:
+    try:
+        with open(path, "a", encoding="utf-8") as log:
             for words in commands(run, directory, args):
                 pinned = ["taskset", "--cpu-list", core] if args.workers > 1 else []
-                subprocess.run([*pinned, *COMMAND, *words], check=True, stdout=log, stderr=log)
-        finally:
-            _CORES.put(core)
+                command = [*pinned, sys.executable, "-m", "synthesizer_jax", *words]
+                if subprocess.run(command, check=False, stdout=log, stderr=log).returncode:
+                    raise ValueError(f"failed, see {path}")
+    finally:
+        _CORES.put(core)
     return read_run(run, directory) | {"seconds": round(time.monotonic() - begin)}
 
 
@@ -135,7 +125,10 @@ def read_run(run: Run, directory: pathlib.Path) -> dict[str, Any]:
 
 
 def make_runs(tables: list[Table], args: argparse.Namespace) -> None:
-    """Makes the runs of tables that are not known, those of the first seed first."""
+    """Makes the runs of tables that are not known, those of the first seed first.
+
+    What they start from is made before, once, even if it is known: its directory is needed.
+    """
     results = load()
     runs = [run for table in tables for run in table.runs(args.seeds)]
     runs = [run for run in runs if not args.only or run.system in args.only]
@@ -144,22 +137,27 @@ def make_runs(tables: list[Table], args: argparse.Namespace) -> None:
     facts = versions()
     for core in range(args.workers):
         _CORES.put(str(core))
+    failed = 0
+    starts = {run.directory: run for r in missing for run in (r.teacher, r.init_from) if run}
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
+        list(pool.map(lambda run: make(run, args), starts.values()))
         futures = {
             pool.submit(make, run, args): run for run in sorted(missing, key=lambda r: r.seed)
         }
         for future in concurrent.futures.as_completed(futures):
             run = futures[future]
-            if error := future.exception():
+            if isinstance(error := future.exception(), ValueError):
+                failed += 1
                 print(f"{run.name} seed {run.seed}: {error}", flush=True)
                 continue
             results = load()
             results["runs"].setdefault(run.name, {})[str(run.seed)] = future.result() | facts
             save(results)
             print(
-                f"{run.name} seed {run.seed}: {future.result()['metrics'].get(run.metric)}",
-                flush=True,
+                f"{run.name} seed {run.seed}: {future.result()['metrics'][run.metric]}", flush=True
             )
+    if failed:
+        raise SystemExit(f"{failed} of {len(missing)} runs failed")
 
 
 def measure_speed(tables: list[Table], args: argparse.Namespace) -> None:
@@ -167,7 +165,7 @@ def measure_speed(tables: list[Table], args: argparse.Namespace) -> None:
     from ledger_speed import Timer
 
     for table in tables:
-        timers = {run.name: Timer(run, args) for run in table.runs([0]) if not run.teacher}
+        timers = {run.name: Timer(run) for run in table.runs([0]) if not run.teacher}
         seconds: dict[tuple[str, str], list[float]] = {}
         for number in range(1 + args.rounds):
             for name, timer in timers.items():

@@ -36,7 +36,8 @@ COVERAGE = """# What of the papers is here
 
 {rows} systems, experiments, analyses and settings of the five papers: {summary}. A row works if the
 ledger has run its experiment at some scale, or if the command shows it. Commands are those of
-`synthesizer-jax` where nothing else is said; `benchmarks/ledger.py` writes this page.
+`synthesizer-jax`, `pytest` or `python`; *run as* names a table of `benchmarks/ledger.py`, which
+writes this page and [results.md](results.md).
 """
 PAPERS = {
     "S": "Synthesizer (Tay et al. 2021)",
@@ -116,9 +117,9 @@ def rows_of(table: Table, results: Mapping[str, Any]) -> Iterator[dict[str, Any]
 
 
 def section(name: str, table: Table, results: Mapping[str, Any]) -> str:
-    """Returns the section of a table; empty if none of its systems has been run."""
+    """Returns the section of a table; empty unless two of its systems have been run."""
     rows = list(rows_of(table, results))
-    if not rows:
+    if len(rows) < 2:
         return ""
     possible = {
         "system": "system",
@@ -197,9 +198,7 @@ def coverage(tables: Mapping[str, Table], results: Mapping[str, Any]) -> str:
         assert bool(runs) == bool(name), line
         seeds = max((len(results["runs"].get(run.name, {})) for run in runs), default=0)
         timed = any(run.name in results["speed"] for run in runs)
-        shown = f"[{tables[name].title}](results.md)" if name else ""
-        if name and seeds:
-            shown += f", {seeds} seed{'s' * (seeds > 1)}"
+        shown = ", ".join(filter(None, (name, seeds and f"{seeds} seed{'s' * (seeds > 1)}")))
         needs_run = name or command.startswith("recipes papers.")
         verdict = "works" if command and (seeds or timed or not needs_run) else "not run"
         rows[PAPERS[number[0]]].append(
@@ -216,7 +215,7 @@ def coverage(tables: Mapping[str, Table], results: Mapping[str, Any]) -> str:
         "what": "what",
         "verdict": "verdict",
         "command": "command",
-        "shown": "run as; what is other",
+        "shown": "run as; what differs",
     }
     every = [row for found in rows.values() for row in found]
     counts = collections.Counter(row["verdict"] for row in every)
@@ -227,7 +226,8 @@ def coverage(tables: Mapping[str, Table], results: Mapping[str, Any]) -> str:
 
 def write(tables: Mapping[str, Table], results: Mapping[str, Any]) -> None:
     """Writes the pages and pictures."""
-    pyplot.rcParams["svg.hashsalt"] = "ledger"  # the same numbers make the same picture
+    # The same numbers make the same picture, and its text stays text.
+    pyplot.rcParams.update({"svg.hashsalt": "ledger", "svg.fonttype": "none"})
     notes = json.loads((HERE / "ledger_notes.json").read_text(encoding="utf-8"))
     sections = [
         text + (f"\n{notes[name]}\n" if name in notes else "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import Any
 
@@ -11,19 +10,11 @@ import numpy as np
 from ledger_tables import Run
 
 from synthesizer_jax.cli.recipes import load_recipe
-from synthesizer_jax.costs.summary import num_elements, summarize
+from synthesizer_jax.costs.summary import summarize
 from synthesizer_jax.data.batch import assemble_batch
 from synthesizer_jax.data.task_streams import DrawnExample
 from synthesizer_jax.inference import decode
-from synthesizer_jax.parameters import abstract_variables
 from synthesizer_jax.training.trainer import Trainer
-
-
-def num_parameters(recipe: str) -> int:
-    """Returns the number of parameters of a recipe's model."""
-    experiment = load_recipe(recipe)
-    shapes, _ = abstract_variables(experiment.model, *experiment.example)
-    return num_elements(shapes["params"])
 
 
 class Timer:
@@ -33,7 +24,7 @@ class Timer:
       costs: parameters, operations of a forward pass per token, and the compiled step's peak memory in MB.
     """
 
-    def __init__(self, run: Run, args: argparse.Namespace):
+    def __init__(self, run: Run):
         experiment = load_recipe(run.recipe)
         trainer = Trainer(experiment, jax.devices()[:1])
         data = experiment.data
@@ -49,7 +40,7 @@ class Timer:
         summary = summarize(
             experiment.model, inputs_length=data.inputs_length, targets_length=data.targets_length
         )
-        memory = trainer.trace().lower().compile().memory_analysis()
+        memory = trainer.compile().memory_analysis()
         self.costs: dict[str, Any] = {
             "parameters": summary.parameters,
             "flops": summary.flops_per_token,

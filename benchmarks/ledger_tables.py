@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Run:
     test: tuple[str, ...] = ()
     teacher: Run | None = None
     init_from: Run | None = None
+    compute: Callable[[Run], float] | None = None
 
     @property
     def name(self) -> str:
@@ -47,7 +48,6 @@ class Table:
       metric: key of the metric in the log of a run, or ``test/TASK/METRIC``.
       unit: heading of the metric's column.
       seeds: how many.
-      lower: whether lower is better.
       form: how its numbers are written.
       curve: key of what the curves show.
       paper: what the paper reports, by name in the table.
@@ -58,6 +58,7 @@ class Table:
       decodes: whether `speed` measures decoding too.
       teacher: recipe of the teacher that a distillation needs.
       init_from: recipe of the pre-trained run.
+      compute: returns the metric where nothing is trained.
     """
 
     title: str
@@ -67,7 +68,6 @@ class Table:
     metric: str
     unit: str
     seeds: int = 3
-    lower: bool = False
     form: str = ".1f"
     curve: str = "score"
     paper: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -78,23 +78,24 @@ class Table:
     decodes: bool = False
     teacher: str | None = None
     init_from: str | None = None
+    compute: Callable[[Run], float] | None = None
 
     def runs(self, seeds: Sequence[int] | None = None) -> Iterator[Run]:
         """Yields the runs of all systems."""
         for seed in range(self.seeds) if seeds is None else seeds:
-            common = {"seed": seed, "metric": self.metric, "curve": self.curve}
-            files = {"vocabulary": self.vocabulary}
-
             for system, argument in self.systems.items():
                 yield Run(
                     system,
                     self.recipe.format(argument),
-                    **common,
-                    **files,
+                    seed,
+                    metric=self.metric,
+                    curve=self.curve,
+                    vocabulary=self.vocabulary,
                     test=self.test,
                     settings=self.settings,
                     teacher=find_run(self.teacher, argument, seed),
                     init_from=find_run(self.init_from, argument, seed),
+                    compute=self.compute,
                 )
 
 
@@ -104,6 +105,24 @@ def find_run(recipe: str | None, argument: str, seed: int) -> Run | None:
         return None
     name = recipe.format(argument)
     return next(run for table in TABLES.values() for run in table.runs([seed]) if run.name == name)
+
+
+def count_millions(run: Run) -> float:
+    """Returns the number of parameters of a recipe's model, in millions."""
+    from synthesizer_jax.cli.recipes import load_recipe
+    from synthesizer_jax.costs.summary import num_elements
+    from synthesizer_jax.parameters import abstract_variables
+
+    experiment = load_recipe(run.recipe)
+    shapes, _ = abstract_variables(experiment.model, *experiment.example)
+    return num_elements(shapes["params"]) / 1e6
+
+
+def fit_bottleneck(run: Run) -> float:
+    """Returns how far a head of the size that the system is named after stays from random attention."""
+    from ledger_bottleneck import fit_divergence
+
+    return fit_divergence(int(run.system), run.seed)
 
 
 V, R, FR = {"V": "v"}, {"R": "r"}, {"FR": "fr"}
@@ -128,7 +147,6 @@ def with_steps(steps: int) -> tuple[str, ...]:
 LANGUAGE_MODEL = {
     "metric": "wikitext_2_v1_full_lm/perplexity",
     "unit": "perplexity",
-    "lower": True,
     "curve": "wikitext_2_v1_full_lm/perplexity",
     "vocabulary": "wikitext.model",
     "settings": (
@@ -222,9 +240,9 @@ TABLES = {
         "bottleneck:{}",
         {size: size for size in ("64", "32", "16", "8", "4", "2")},
         metric="divergence",
+        compute=fit_bottleneck,
         unit="divergence",
         seeds=10,
-        lower=True,
         form=".4f",
     ),
     "head_sizes": Table(
@@ -336,10 +354,9 @@ TABLES = {
         "WikiText-2's validation split, 2 + 2 layers of d 256, 1,000 steps of 32 rows of 128 tokens; loss"
         " per target token of the test split.",
         "papers.pretraining:small:{}",
-        V | R | {"D": "d", "R+V": "rv", "D+V": "dv"} | CONVOLUTIONS,
+        V | R | {"D": "d", "R+V": "rv", "D+V": "dv"} | OTHERS,
         metric="loss",
         unit="loss",
-        lower=True,
         form=".3f",
         curve="loss",
         vocabulary="spiece.model",
@@ -405,6 +422,7 @@ TABLES = {
         "papers.translation:base:wmt14_ende_v003:{}",
         V | R | {"Fix": "fix"} | FR | DENSE | MIXTURES | {"FR+V": "frv"},
         metric="millions",
+        compute=count_millions,
         unit="millions",
         seeds=1,
         paper={
@@ -427,6 +445,7 @@ TABLES = {
         "papers.language_modeling:lm1b:{}",
         V | R | {"Fix": "fix"} | FR | DENSE | MIXTURES,
         metric="millions",
+        compute=count_millions,
         unit="millions",
         seeds=1,
         paper={
