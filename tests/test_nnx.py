@@ -289,7 +289,7 @@ def test_weights_equal_flax():
     for module, options in ((flax, {"mask": mask}), (layer, {"mask": Mask(causal=True)})):
         forward = nnx.capture(module, nnx.Intermediate)
         y, sown = forward(X, sow_weights=True, **options)
-        assert not forward(X, **options)[1]
+        assert list(sown) == ["attention_weights"] and not forward(X, **options)[1]
         results.append((y, *sown["attention_weights"]))
     for actual, expected in zip(*results, strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-6)

@@ -72,7 +72,7 @@ class Bilinear(Alignment):
     projections can be multiplied into those of the queries and the output.
 
     Attributes:
-      query_init: initializer of the kernel ``[d_model, heads, d_model]``; None: standard deviation
+      query_init: initializer of the kernel, as ``[d_model, heads · d_model]``; None: standard deviation
         1 / d_model, which makes the logits of unit tokens about one.
     """
 

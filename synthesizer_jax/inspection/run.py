@@ -24,6 +24,7 @@ from synthesizer_jax.inspection.measures import Measures, Rows, attention_sums, 
 from synthesizer_jax.inspection.static_attention import can_be_static, measure_static_attention
 from synthesizer_jax.messages import Phase, one_line_error, silent_phase
 from synthesizer_jax.mixers import Linformer, Mixer
+from synthesizer_jax.mixers.taps import LOGITS
 from synthesizer_jax.models import (
     Encoder,
     EncoderDecoder,
@@ -216,13 +217,16 @@ def sums_of(
 
 @functools.partial(jax.jit, static_argnames="model")
 def _batch_sums(variables: Variables, batch: Batch, *, model: TokenModel) -> dict[Place, Measures]:
+    collections = ["intermediates", LOGITS]
     if isinstance(model, Encoder):
-        _, sown = model.apply(variables, batch["encoder_input_tokens"], mutable=["intermediates"])
+        _, sown = model.apply(variables, batch["encoder_input_tokens"], mutable=collections)
     else:
-        _, sown = teacher_forced(model, variables, batch, collection="intermediates")  # type: ignore[arg-type]
+        _, sown = teacher_forced(model, variables, batch, collection=collections)  # type: ignore[arg-type]
     all_rows, found = _rows(model, batch), {}
+    logits = {place: own for place, _, own in _entries(model, sown.get(LOGITS, {}))}
     for place, mixer, own in _entries(model, sown.get("intermediates", {})):
         if "attention_weights" in own:
+            own = {**own, **logits[place]}
             own = {name: x[place.layer if len(x) > 1 else 0] for name, x in own.items()}
             weights, rows = own["attention_weights"], all_rows[place[:2]]
             if isinstance(mixer, Linformer):  # all keys are seen, and have no positions

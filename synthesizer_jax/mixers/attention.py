@@ -32,6 +32,7 @@ from synthesizer_jax.attention.checks import check_types
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.mixers.base import Mixer, TokenCount, dropout_options, is_cross, merge_heads
 from synthesizer_jax.mixers.decoding import query_ends
+from synthesizer_jax.mixers.taps import LOGITS
 from synthesizer_jax.registry import register
 from synthesizer_jax.typing import Choices, Length, Rate
 
@@ -54,8 +55,8 @@ class AttentionBase(Mixer):
         `Bilinear` this is general bilinear attention (Shazeer et al. 2020, section 3.3).
       use_bias: biases in the value and output projections, as in BERT; an alignment has its own.
       implementation: route of the engine: ``auto``, or a name of `attention.attend.ROUTES`.
-      value_init: initializer of the value kernel ``[d_model, heads, head_dim]``.
-      out_init: initializer of the output kernel ``[heads, head_dim, d_model]``.
+      value_init: initializer of the value kernel, as ``[d_model, heads · head_dim]``.
+      out_init: initializer of the output kernel, as ``[heads · head_dim, d_model]``.
     """
 
     num_heads: Length
@@ -179,9 +180,10 @@ class Attention(AttentionBase):
             lengths = {"q_length": x.shape[1], "k_length": values.shape[1]}
             weights = attention_weights(terms, mask=mask, **lengths)
             self.sow("intermediates", "attention_weights", weights)
-            if not any(isinstance(term, Banded | Split) for term in own):
+            has_logits = not any(isinstance(term, Banded | Split) for term in own)
+            if has_logits and self.is_mutable_collection(LOGITS):
                 logits = packed_logits(own, mask=mask, **lengths)
-                self.sow("intermediates", "attention_logits", logits)
+                self.sow(LOGITS, "attention_logits", logits)
         return attend(
             terms,
             values,

@@ -13,6 +13,7 @@ from synthesizer_jax.attention import Mask, Terms, drop_value_vectors, packed_lo
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.mixers.attention import AttentionBase
 from synthesizer_jax.mixers.base import dropout_options
+from synthesizer_jax.mixers.taps import LOGITS
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
 from synthesizer_jax.typing import Choices, Length, NotNegative
@@ -90,7 +91,7 @@ class TalkingHeads(AttentionBase):
             matrix = self._matrix("logits_projection")
             logits = _mix_heads(logits, matrix, by_query.get("x2l"), by_key.get("m2l"))
         if self.is_sowing_weights:
-            self.sow("intermediates", "attention_logits", logits)
+            self.sow(LOGITS, "attention_logits", logits)
         if bias:
             logits = logits + logits_of(bias)
         pairs = mask.pairs(q_length, k_length)

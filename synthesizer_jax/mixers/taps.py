@@ -14,7 +14,10 @@ TAPS = "taps"
 OVERRIDES = "overrides"
 """The collection of values that replace a module's own, which would be sown in `TAPS`."""
 
-READ_ONLY: Any = DenyList(("intermediates", OVERRIDES, TAPS))
+LOGITS = "logits"
+"""The collection in which attention that sows its weights also sows its logits, if it is mutable."""
+
+READ_ONLY: Any = DenyList(("intermediates", LOGITS, OVERRIDES, TAPS))
 """The collections that copies of a module under `vmap` share."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +123,7 @@ def teacher_forced(
     variables: Variables,
     batch: Batch,
     *,
-    collection: str,
+    collection: str | Sequence[str],
     dropout_key: jax.Array | None = None,
     max_segments: int | None = None,
 ) -> tuple[jax.Array, Variables]:
@@ -133,7 +133,7 @@ def teacher_forced(
       model: an unbound model.
       variables: its variables.
       batch: see `loss_sums`.
-      collection: `LOSSES`, `TAPS` or ``intermediates``.
+      collection: `LOSSES`, `TAPS` or ``intermediates``, or several.
       dropout_key: None turns dropout off.
       max_segments: most segments of a packed row.
 
@@ -159,7 +159,7 @@ def teacher_forced(
         max_segments=max_segments,
         rngs=None if dropout_key is None else {"dropout": dropout_key},
         method=model.hidden,
-        mutable=[collection],
+        mutable=collection,
     )
     return hidden_and_sown
 
