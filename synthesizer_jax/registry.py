@@ -144,8 +144,8 @@ def child_path(path: str, name: str | int) -> str:
 
 
 @functools.cache
-def field_types(cls: type, *, limits: bool = False) -> dict[str, Annotation]:
-    """Returns the annotations of a class' fields, with or without their `Limit`."""
+def field_types(cls: Any, *, limits: bool = False) -> dict[str, Annotation]:
+    """Returns the annotations of a class' fields, or a function's arguments, with or without `Limit`."""
     try:
         return typing.get_type_hints(cls, include_extras=limits)
     except NameError:  # the name is imported for type checkers only
@@ -162,8 +162,8 @@ def check_fields(obj: object, path: str = "") -> None:
         check_fields(child, child_path(path, name))
 
 
-def check_types(cls: type, values: Mapping[str, object], path: str = "") -> None:
-    """Raises a `ValueError` for the first value that does not match the annotation of its field."""
+def check_types(cls: Any, values: Mapping[str, object], path: str = "") -> None:
+    """Raises a `ValueError` for the first value that does not match the annotation of its name."""
     for name, value in values.items():
         annotation = field_types(cls, limits=True).get(name, Any)
         if matches_type(value, annotation):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from synthesizer_jax.recipes import pretrain
+
 from synthesizer_jax.alignments import Alignment, DotProduct, Gaussian
 from synthesizer_jax.initializers import Normal
 from synthesizer_jax.mixers import (
@@ -128,7 +130,7 @@ def laptop_model(system: str, length: int, dropout: float = 0.0) -> EncoderDecod
       length: positions.
       dropout: rate of all dropouts.
     """
-    size = Size(d_model=256, layers=2, d_ff=512, heads=4, head_dim=64)
+    size = pretrain.LAPTOP
     dot = dot_product(size.head_dim)
     encoder, decoder = self_attentions(system, size, length, dot=dot, dropout=dropout)
     return t5(
@@ -142,9 +144,9 @@ def laptop_model(system: str, length: int, dropout: float = 0.0) -> EncoderDecod
     )
 
 
-def small_training(steps: int, peak: float = 1e-3, label_smoothing: float = 0.0) -> Training:
+def small_training(steps: int, *, label_smoothing: float = 0.0) -> Training:
     """Returns AdamW with a warm-up of a tenth of the steps and a cosine to zero, saved at the end."""
-    schedule = Cosine(peak, total_steps=steps, warmup_steps=steps // 10)
+    schedule = Cosine(1e-3, total_steps=steps, warmup_steps=steps // 10)
     return Training(
         steps=steps,
         optimizer=AdamW(learning_rate=schedule),

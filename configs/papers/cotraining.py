@@ -17,12 +17,12 @@ accelerator with 16 GB, the base models on one with 40 GB or on a mesh with fsdp
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, TypeAlias, TypeVar
 
 from synthesizer_jax.recipes import pretrain
 from synthesizer_jax.recipes.papers import laptop_model, self_attentions, small_training
 
-from synthesizer_jax.alignments import FactorizedRandom, Mixture, Random
+from synthesizer_jax.alignments import Alignment, FactorizedRandom, Mixture, Random
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.initializers import Normal
@@ -30,8 +30,12 @@ from synthesizer_jax.mixers import Attention, Mixer
 from synthesizer_jax.models import EncoderDecoder, Size, t5, zoo
 from synthesizer_jax.optimizers import Adafactor, AdamW, Constant, Cosine
 from synthesizer_jax.registry import replace
-from synthesizer_jax.tasks import synthetic as grammar
+from synthesizer_jax.tasks import synthetic as synthetic_tasks
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
+from synthesizer_jax.typing import Choices
+
+Part = TypeVar("Part", bound=Mixer | Alignment)
+SizeName: TypeAlias = Annotated[str, Choices(tuple(zoo.T5_1_1))]
 
 STEPS = 6000
 INPUTS, TARGETS = 32, 4  # tokens; no example of the synthetic mixture is longer
@@ -47,7 +51,7 @@ def synthetic(system: str) -> Experiment:
     """The synthetic mixture, 2 + 1 layers of d 64."""
     dot = zoo.dot_product(SIZE.head_dim)
     encoder, decoder = map(_with_wide_tables, self_attentions(system, SIZE, INPUTS, dot=dot))
-    model = t5(SIZE, encoder=encoder, decoder=decoder, vocab_size=grammar.VOCAB_SIZE)
+    model = t5(SIZE, encoder=encoder, decoder=decoder, vocab_size=synthetic_tasks.VOCAB_SIZE)
     (decoder_run,) = model.decoder.runs
     stacks = (model.encoder, model.decoder.copy(runs=(replace(decoder_run, repeats=1),)))
     encoder, decoder = (
@@ -58,7 +62,7 @@ def synthetic(system: str) -> Experiment:
         model=model,
         # With more than 48 examples, a step's temporary buffers exceed 32 MiB, the size up to which glibc
         # reuses memory.
-        data=DataConfig(grammar.MIXTURE, INPUTS, TARGETS, batch_size=48, shards=1),
+        data=DataConfig(synthetic_tasks.MIXTURE, INPUTS, TARGETS, batch_size=48, shards=1),
         training=Training(
             steps=STEPS,
             optimizer=AdamW(
@@ -85,7 +89,7 @@ def laptop(system: str) -> Experiment:
     )
 
 
-def glue_super_glue(system: str, size: str = "base") -> Experiment:
+def glue_super_glue(system: str, size: SizeName = "base") -> Experiment:
     """GLUE and SuperGLUE, T5 1.1 of a size: ``small``, ``base``, ``large``, …"""
     return Experiment(
         model=_t5_1_1(system, size, dropout=0.1),
@@ -100,7 +104,7 @@ def glue_super_glue(system: str, size: str = "base") -> Experiment:
     )
 
 
-def en_mix(system: str, size: str = "base") -> Experiment:
+def en_mix(system: str, size: SizeName = "base") -> Experiment:
     """C4 and all tasks of GLUE, SuperGLUE and SQuAD together, as T5 is pre-trained."""
     experiment = pretrain.t5_1_1_base()
     data = replace(experiment.data, mixture="en_mix", pack=True)
@@ -109,7 +113,7 @@ def en_mix(system: str, size: str = "base") -> Experiment:
     return replace(experiment, model=model, data=data, evaluation=evaluation)
 
 
-def _t5_1_1(system: str, size_name: str, *, dropout: float) -> EncoderDecoder:
+def _t5_1_1(system: str, size_name: SizeName, *, dropout: float) -> EncoderDecoder:
     size = zoo.T5_1_1[size_name]
     encoder, decoder = self_attentions(
         system, size, 512, dot=zoo.dot_product(size.head_dim), dropout=dropout
@@ -119,8 +123,8 @@ def _t5_1_1(system: str, size_name: str, *, dropout: float) -> EncoderDecoder:
     )
 
 
-def _with_wide_tables(part: Any) -> Mixer:
-    """Returns a mixer whose random logits have a standard deviation of 2 at the start, as T5's biases have.
+def _with_wide_tables(part: Part) -> Part:
+    """Returns a copy whose random logits have a standard deviation of 2 at the start, as T5's biases.
 
     A large initial variance lets such a small model distinguish positions and words from the start.
     """

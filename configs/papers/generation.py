@@ -10,11 +10,15 @@ end, as in ``papers.generation:personachat:d:small``.
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 from synthesizer_jax.recipes.papers import small_training, transformer, translation
 
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.training.experiment import Evaluation, Experiment
+
+Scale: TypeAlias = Literal["base", "small"]
 
 
 def default() -> Experiment:
@@ -22,17 +26,17 @@ def default() -> Experiment:
     return cnn_dailymail("dv")
 
 
-def cnn_dailymail(system: str, scale: str = "base") -> Experiment:
+def cnn_dailymail(system: str, scale: Scale = "base") -> Experiment:
     """Highlights of news articles."""
     return _generate(system, scale, "cnn_dailymail_v002", (512, 128))
 
 
-def personachat(system: str, scale: str = "base") -> Experiment:
+def personachat(system: str, scale: Scale = "base") -> Experiment:
     """The next utterance of a conversation."""
     return _generate(system, scale, "convai2_self_original", (256, 32))
 
 
-def _generate(system: str, scale: str, task: str, lengths: tuple[int, int]) -> Experiment:
+def _generate(system: str, scale: Scale, task: str, lengths: tuple[int, int]) -> Experiment:
     size = {"base": translation.BASE, "small": translation.SIZE}[scale]
     steps, rows = (250_000, 128) if scale == "base" else (1000, 32)
     vocab_size = 32_768 if scale == "base" else 4096

@@ -28,16 +28,19 @@ from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Experiment, Training
 
 Place: TypeAlias = Literal["encoder", "decoder", "cross"]
+Places: TypeAlias = Place | Literal["everything"]
+Width: TypeAlias = Literal["xs", "s", "m", "l", "xl"]
+Scale: TypeAlias = Literal["small", "published"]
 Scope: TypeAlias = Literal["mixer", "sublayer", "layer"]
 
 STEPS = 1500
-SCALES = {
+SCALES: dict[Scale, tuple[Size, int]] = {
     "small": (translation.SIZE, translation.LENGTH),
     "published": (Size(d_model=128, layers=6, d_ff=512, heads=8, head_dim=16), 50),
 }
 """The teacher's size, and the tokens of the longest sentence, which the networks read at once."""
 PLACES: tuple[Place, ...] = ("encoder", "decoder", "cross")
-WIDTHS = {"xs": 25, "s": 50, "m": 800, "l": 3200, "xl": 12_800}
+WIDTHS: dict[Width, int] = {"xs": 25, "s": 50, "m": 800, "l": 3200, "xl": 12_800}
 SEPARATE_WIDTHS = {"xs": 200, "s": 400, "m": 800, "l": 1600, "xl": 1600}
 """Hidden units of a network, and of each head's; twice as many in cross-attention."""
 
@@ -62,45 +65,45 @@ def teacher() -> Experiment:
     return replace(experiment, model=model, data=data)
 
 
-def alr(place: str = "encoder", size: str = "s", scale: str = "small") -> Distillation:
+def alr(place: Places = "encoder", size: Width = "s", scale: Scale = "small") -> Distillation:
     """Attention layer replacement: a network makes all heads of a sentence."""
     return _distill("alr", place, size, scale)
 
 
-def alsr(place: str = "encoder", size: str = "xs", scale: str = "small") -> Distillation:
+def alsr(place: Places = "encoder", size: Width = "xs", scale: Scale = "small") -> Distillation:
     """A network of its own for each head."""
     return _distill("alsr", place, size, scale)
 
 
-def alrr(size: str = "s", scale: str = "small") -> Distillation:
+def alrr(size: Width = "s", scale: Scale = "small") -> Distillation:
     """The network replaces norm, attention and residual connection."""
     return _distill("alrr", "encoder", size, scale)
 
 
-def elr(size: str = "s", scale: str = "small") -> Distillation:
+def elr(size: Width = "s", scale: Scale = "small") -> Distillation:
     """The network replaces the whole encoder layer."""
     return _distill("elr", "encoder", size, scale)
 
 
-def token(scale: str = "small") -> Distillation:
+def token(scale: Scale = "small") -> Distillation:
     """Control: a network on every token by itself."""
     shape, _ = SCALES[scale]
     return _training(Replacement(TokenFeedForward(256, shape.heads, shape.head_dim)))
 
 
-def random(scale: str = "small") -> Distillation:
+def random(scale: Scale = "small") -> Distillation:
     """Control: Random Synthesizer heads, which do not read the tokens to attend."""
     return _training(Replacement(Random(max_length=SCALES[scale][1])))
 
 
-def untrained(place: str = "encoder", size: str = "s", scale: str = "small") -> Distillation:
+def untrained(place: Places = "encoder", size: Width = "s", scale: Scale = "small") -> Distillation:
     """Control: ALR as it was initialized."""
     schedule = Cosine(1e-3, total_steps=1, warmup_steps=1)  # its first learning rate is 0
     training = Training(steps=1, optimizer=AdamW(learning_rate=schedule), save_every=1)
     return replace(alr(place, size, scale), training=training)
 
 
-def _distill(kind: str, place: str, size: str, scale: str) -> Distillation:
+def _distill(kind: str, place: Places, size: Width, scale: Scale) -> Distillation:
     scopes: dict[str, Scope] = {"alrr": "sublayer", "elr": "layer"}
     places = PLACES if place == "everything" else [p for p in PLACES if p == place]
     return _training(
@@ -108,7 +111,7 @@ def _distill(kind: str, place: str, size: str, scale: str) -> Distillation:
     )
 
 
-def _network(kind: str, place: str, size: str, scale: str) -> Mixer | Alignment:
+def _network(kind: str, place: Place, size: Width, scale: Scale) -> Mixer | Alignment:
     shape, length = SCALES[scale]
     separate = kind == "alsr"
     width = (SEPARATE_WIDTHS if separate else WIDTHS)[size]

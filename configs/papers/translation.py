@@ -15,6 +15,7 @@ Tasks are ``wmt14_ende_v003``, ``wmt14_enfr_v003``, ``wmt16_enro_v003``, ``iwslt
 from __future__ import annotations
 
 import ast
+from typing import Literal, TypeAlias
 
 from synthesizer_jax.recipes.papers import transformer
 
@@ -27,6 +28,9 @@ from synthesizer_jax.models.published import RATIO_IWSLT, hard_coded
 from synthesizer_jax.optimizers import AdamW, Linear, Noam, Schedule
 from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Evaluation, Experiment, Training
+
+HardCoded: TypeAlias = Literal["base", "hc_sa", "hc_all", "sh_x"]
+Stacks: TypeAlias = Literal["encoder", "decoder", "encoder,decoder"]
 
 BASE = Size(d_model=512, layers=6, d_ff=2048, heads=8, head_dim=64)
 SIZE = Size(d_model=128, layers=2, d_ff=512, heads=4, head_dim=32)
@@ -73,13 +77,13 @@ def base(task: str, system: str) -> Experiment:
     return _published(task, model, schedule, rows=128, steps=250_000)
 
 
-def large(task: str, system: str) -> Experiment:
-    """The large setting of You et al. 2020, of WMT 2014; systems are base, hc_sa, hc_all and sh_x."""
+def large(task: str, system: HardCoded) -> Experiment:
+    """The large setting of You et al. 2020, of WMT 2014."""
     model = hard_coded(system, prefix=5, dropout_rate=0.1)
     return _published(task, model, Noam(model.d_model), rows=96, steps=100_000)
 
 
-def small(task: str, system: str) -> Experiment:
+def small(task: str, system: HardCoded) -> Experiment:
     """The small setting of You et al. 2020, of IWSLT and WMT 2016: 5 + 5 layers of d 288."""
     model = hard_coded(
         system,
@@ -135,7 +139,7 @@ def head_positions(encoder: str, decoder: str) -> Experiment:
     return replace(experiment, model=model.copy(**changed))
 
 
-def without_feed_forward(system: str, stacks: str = "encoder,decoder") -> Experiment:
+def without_feed_forward(system: str, stacks: Stacks = "encoder,decoder") -> Experiment:
     """No feed-forward layers in the stacks that are named (You et al. 2020, section 5)."""
     experiment = multi30k(system)
     model: EncoderDecoder = experiment.model

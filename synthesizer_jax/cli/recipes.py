@@ -95,6 +95,7 @@ def _load_module(name: str) -> tuple[ModuleType, Code]:
 
 def _call(module: ModuleType, call: str) -> object:
     """Calls a recipe's function; ``call`` is its name, and arguments after colons."""
+    from synthesizer_jax.registry import check_types
     from synthesizer_jax.runs.code import convert_errors
 
     name, *arguments = call.split(":")
@@ -112,9 +113,9 @@ def _call(module: ModuleType, call: str) -> object:
             f"{', '.join(known) or 'none'}"
         )
     try:
-        inspect.signature(function).bind(*arguments)
-    except TypeError as error:
-        raise ValueError(f"{path}: {name}{inspect.signature(function)}: {error}") from None
+        check_types(function, inspect.signature(function).bind(*arguments).arguments, name)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
     with convert_errors(path):
         return function(*arguments)
 

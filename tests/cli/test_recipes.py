@@ -92,7 +92,7 @@ def test_a_recipe_needs_no_annotation(tmp_path, function, source):
         ),
         (
             "def default(size):\n    return 3\n",
-            r"mine\.py: default\(size\): missing a required argument: 'size'$",
+            r"mine\.py: missing a required argument: 'size'$",
         ),
         ("def default():\n    return 3\n", r"mine\.py returns 3, expected Experiment"),
         ("def small():\n    pass\n", r"mine\.py has no recipe 'default'; it has: small$"),
