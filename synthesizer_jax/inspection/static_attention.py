@@ -45,7 +45,7 @@ EXCLUDED = -1e4
 MOST_POINTS = 16
 """Measured numbers of replaced heads, besides none and all."""
 
-Place: TypeAlias = tuple[str, int, int]
+Head: TypeAlias = tuple[str, int, int]
 """The stack, layer and number of a head."""
 
 
@@ -74,7 +74,7 @@ def measure_static_attention(
       ``replaced``, numbers of heads, and ``loss``, nats per target token when as many of the most static
       heads read their tables, without further training; and ``uniform_loss``, if all have equal weights.
     """
-    divergences = dict[Place, dict[str, float]]()
+    divergences = dict[Head, dict[str, float]]()
     tables, biases = dict[Layer, jax.Array](), dict[Layer, jax.Array]()
     advance = phase(f"fitting static forms to the heads of {len(fit_to)} layers", len(fit_to))
     for layer, statistics in fit_to.items():
@@ -138,7 +138,7 @@ def _fit_forms(
 def _losses(
     model: EncoderDecoder,
     variables: Variables,
-    replaced: Iterable[tuple[Mapping[Layer, jax.Array], Collection[Place]]],
+    replaced: Iterable[tuple[Mapping[Layer, jax.Array], Collection[Head]]],
     batches: Sequence[Batch],
 ) -> Iterator[float]:
     """Yields the loss, in nats per target token, for tables and the heads that read them.

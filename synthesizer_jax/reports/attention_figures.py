@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from synthesizer_jax.reports.figures import _label, _style, _to_svg
+from synthesizer_jax.reports.figures import drawing_style, heat_maps, short_label, to_svg
 
 WIDTH, MAPS = 3.6, 4
 """Inches of a figure; maps in a row of it."""
@@ -27,7 +27,7 @@ def tiles(charts: Iterable[Markup]) -> list[Markup]:
 
 def _begin(title: str, height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    figure.suptitle(_label(title), fontsize=9.5, x=0.02, ha="left")
+    figure.suptitle(short_label(title), fontsize=9.5, x=0.02, ha="left")
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
@@ -38,15 +38,15 @@ def small_lines(
 
     `labels` are `xlabel` and `ylabel`.
     """
-    with _style():
+    with drawing_style():
         figure, (axes,) = _begin(title, 2.3)
         for name, (x, y) in lines.items():
             if histogram:
                 axes.fill_between(x, y, step="mid", alpha=0.35)
-                axes.step(x, y, where="mid", linewidth=1.2, label=_label(name))
+                axes.step(x, y, where="mid", linewidth=1.2, label=short_label(name))
             else:
                 marker = "o-" if len(x) < 8 else "-"
-                axes.plot(x, y, marker, linewidth=1.3, markersize=3, label=_label(name))
+                axes.plot(x, y, marker, linewidth=1.3, markersize=3, label=short_label(name))
         if histogram:
             axes.set_xscale("log")
             axes.xaxis.set_major_locator(LogLocator(100))
@@ -56,43 +56,33 @@ def small_lines(
         axes.set(ylim=(1.08 * low, 1.08 * high or 1.0), **labels)
         if len(lines) > 1:
             axes.legend(frameon=False, fontsize=7.5, ncols=2 if len(lines) > 4 else 1)
-        return _to_svg(figure)
+        return to_svg(figure)
 
 
 def number_grid(
     title: str,
     values: np.ndarray,
     *,
+    x_label: str,
+    y_label: str,
     scale: float = 100.0,
     columns: Sequence[str] = (),
-    **labels: str,
 ) -> Markup:
-    """Draws a matrix as numbers, times a scale, in cells of color; NaN is an empty cell.
-
-    Rows and columns without names are counted from 1; `labels` are `xlabel` and `ylabel`. In percent a
-    color is full at ±100, otherwise at the largest absolute value.
-    """
+    """Shows a matrix as numbers, times a scale; rows and columns without names are counted from 1."""
     rows, width = values.shape
-    with _style():
-        figure, (axes,) = _begin(title, 0.75 + 0.24 * rows)
-        most = 1.6 * (1.0 if scale == 100.0 else np.nanmax(np.abs(values), initial=1e-6))
-        extent = (0.5, width + 0.5, rows + 0.5, 0.5)
-        axes.imshow(values, cmap="RdBu", vmin=-most, vmax=most, aspect="auto", extent=extent)
-        axes.set_xticks(range(1, width + 1), columns or None)
-        axes.set(yticks=range(1, rows + 1), **labels)
-        axes.tick_params(length=0, labelsize=7.5 if max(values.shape) <= 16 else 5)
-        size = 8 if width <= 8 else 6.5
-        for (i, j), value in np.ndenumerate(values if width <= 16 else values[:0]):
-            if not np.isnan(value):
-                text = f"{scale * value:.0f}" if scale == 100.0 else f"{scale * value:.2f}"
-                axes.text(j + 1, i + 1, text, fontsize=size, ha="center", va="center")
-        return _to_svg(figure)
+    return heat_maps(
+        {title: scale * values},
+        x_label=x_label,
+        y_label=y_label,
+        names=(columns or [*range(1, width + 1)], [*range(1, rows + 1)]),
+        number="{:.0f}" if scale == 100.0 else "{:.2f}",
+    )
 
 
 def weight_maps(title: str, maps: np.ndarray) -> Markup:
     """Draws maps ``[heads, q, k]``, queries down and keys across, each from 0 to its largest weight."""
     rows, ratio = -(-len(maps) // MAPS), min(1.3, max(0.5, maps.shape[1] / maps.shape[2]))
-    with _style():
+    with drawing_style():
         figure, grid = _begin(title, 0.4 + rows * (0.22 + WIDTH / MAPS * ratio * 0.9), rows, MAPS)
         for i, axes in enumerate(grid):
             axes.set(xticks=[], yticks=[])
@@ -100,4 +90,4 @@ def weight_maps(title: str, maps: np.ndarray) -> Markup:
             if i < len(maps):
                 axes.imshow(maps[i], cmap="BuPu", vmin=0, aspect="auto", interpolation="nearest")
                 axes.set_title(f"head {i + 1}", fontsize=7, pad=2)
-        return _to_svg(figure)
+        return to_svg(figure)

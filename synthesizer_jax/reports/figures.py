@@ -124,7 +124,7 @@ def line_chart(
       logarithmic: whether the y axis may be, where the largest y is five times the smallest or more.
       title: the heading.
     """
-    with _style():
+    with drawing_style():
         columns = 1 if max(map(len, lines)) > 20 else 2
         height = 2.8 + 0.17 * -(-len(lines) // columns)  # with the legend
         figure = Figure(figsize=(4.8, height), layout="constrained")
@@ -132,7 +132,7 @@ def line_chart(
         for i, (name, line) in enumerate(lines.items()):
             color, marked = f"C{i}", (points or {}).get(name, ([], []))
             dash = "-" if i < 8 else "--"  # colors are used again
-            axes.plot(*line[:2], dash, color=color, linewidth=1.4, label=_label(name))
+            axes.plot(*line[:2], dash, color=color, linewidth=1.4, label=short_label(name))
             axes.plot(*marked[:2], "osD^vPX*"[i % 8] + dash, color=color, markersize=4)
             for x, *_, low, high in (both for both in (line, marked) if len(both) == 4):
                 axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
@@ -144,10 +144,10 @@ def line_chart(
             axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter("{x:g}")
         axes.tick_params(length=0)
-        axes.set_title(_label(title), loc="left", fontweight="bold", fontsize=10)
+        axes.set_title(short_label(title), loc="left", fontweight="bold", fontsize=10)
         if len(lines) > 1:
             figure.legend(loc="outside upper left", frameon=False, ncols=columns)
-        return _to_svg(figure, title or y_label)
+        return to_svg(figure, title or y_label)
 
 
 def heat_maps(
@@ -155,7 +155,7 @@ def heat_maps(
     *,
     x_label: str,
     y_label: str,
-    names: tuple[Sequence[str], Sequence[str]] | None = None,
+    names: tuple[Sequence[object], Sequence[object]] | None = None,
     number: str = "{:.2f}",
     title: str = "",
 ) -> Markup:
@@ -183,21 +183,23 @@ def heat_maps(
     )
 
 
-def _label(text: str) -> str:
+def short_label(text: str) -> str:
     """Returns a name for a chart: one line, the middle of a longer one left out."""
     line = escape_controls(" ".join(text.split()))
     return line if len(line) <= 40 else f"{line[:19]}…{line[-20:]}"
 
 
 @contextlib.contextmanager
-def _style() -> Iterator[None]:
+def drawing_style() -> Iterator[None]:
+    """Context manager in which charts are drawn in the style of the pages."""
     with mpl.rc_context(STYLE), warnings.catch_warnings():
         # The browser's fonts are used, so characters missing in Matplotlib's font do not matter.
         warnings.filterwarnings("ignore", "Glyph .* missing")
         yield
 
 
-def _to_svg(figure: Figure, label: str = "") -> Markup:
+def to_svg(figure: Figure, label: str = "") -> Markup:
+    """Returns a figure as SVG that follows the page's colors and width; `label` is what is read aloud."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()

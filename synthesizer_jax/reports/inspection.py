@@ -184,7 +184,7 @@ def _overview(layers: Mapping[str, Found]) -> Iterator[Markup]:
             for i, m in enumerate(own):
                 grid[i, : len(m[field])] = m[field]
             if np.isfinite(grid).any():
-                yield number_grid(f"{group}: {title}", grid, xlabel="head", ylabel="layer")
+                yield number_grid(f"{group}: {title}", grid, x_label="head", y_label="layer")
 
 
 def _stack(name: str) -> str:
@@ -202,7 +202,7 @@ def _histogram(name: str, layer: Found) -> Markup:
 def _mixtures(mixtures: Mapping[str, Found]) -> Iterator[Markup]:
     for name, (parts, steps, alpha) in ((n, m.values()) for n, m in mixtures.items()):
         title = f"{name}: α, %"
-        yield number_grid(title, alpha[-1], columns=parts, xlabel="part", ylabel="head")
+        yield number_grid(title, alpha[-1], columns=parts, x_label="part", y_label="head")
         lines = {part: (steps, [a[:, i].mean() for a in alpha]) for i, part in enumerate(parts)}
         yield small_lines(f"{name}: α over time", lines, xlabel="step", ylabel="mean α")
 
@@ -210,7 +210,7 @@ def _mixtures(mixtures: Mapping[str, Found]) -> Iterator[Markup]:
 def _grids(matrices: Mapping[str, Found], x_label: str, scale: float) -> Iterator[Markup]:
     for name, own in matrices.items():
         for title, x in own.items():
-            yield number_grid(f"{name} {title}", x, scale=scale, xlabel=x_label, ylabel="head")
+            yield number_grid(f"{name} {title}", x, scale=scale, x_label=x_label, y_label="head")
 
 
 def _maps(layers: Mapping[str, Found]) -> Iterator[Markup]:
@@ -267,13 +267,6 @@ def _static(static: Found) -> Section:
         lines["equal weights"] = (ends, [equal] * 2)
         charts.append(small_lines("tables", lines, xlabel="heads replaced", ylabel="loss, nats"))
     names = list(dict.fromkeys(name for kl in heads.values() for name in kl))
-    for stack in dict.fromkeys(stack for stack, _, _ in heads):
-        for name in names:
-            own = {at[1:]: kl.get(name, np.nan) for at, kl in heads.items() if at[0] == stack}
-            grid = np.full(1 + np.max(list(own), axis=0), np.nan)
-            for place, kl in own.items():
-                grid[place] = kl
-            charts += _grids({f"{stack}: {name},": {"nats": grid}}, "head", 1.0)
     return Section(
         "What static forms miss",
         f"{said}Each form, which reads no tokens, was fitted to each head on half of the examples, beside "
