@@ -1,4 +1,4 @@
-"""Preparing of tasks: every example of a split is read and tokenized once, with SeqIO, and written.
+"""Prepares tasks: every example of a split is read and tokenized once, with SeqIO, and written.
 
 Large splits are written shard by shard; those that are complete remain after an interruption.
 """

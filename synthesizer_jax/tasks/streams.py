@@ -1,4 +1,4 @@
-"""Opening of a training stream from prepared tasks."""
+"""Opens a training stream from prepared tasks."""
 
 from __future__ import annotations
 

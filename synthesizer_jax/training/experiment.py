@@ -35,7 +35,8 @@ class Training:
       loss_normalizer: what the summed loss is divided by, see `losses.loss_denominator`.
       micro_batches: gradient accumulation over this many parts of the batch.
       seed: of parameters and dropout; the data's seed is `DataConfig.seed`.
-      log_every: steps between lines of ``metrics.jsonl``.
+      log_every: steps between lines of ``metrics.jsonl``: the loss is that of the one step, rates are means
+        since the line before.
       save_every: steps between checkpoints; the last step is always saved.
       keep_latest: newest checkpoints to keep.
       keep_best: best checkpoints to keep besides, by the evaluation's ``score``.

@@ -115,12 +115,12 @@ def train(
             # Save. A step that is evaluated is saved before, so an evaluation that fails loses nothing.
             last = step == training.steps
             due = last or bool(evaluation.every and step and step % evaluation.every == 0)
-            evaluated = evaluate is not None and due and step not in scores
-            if step > start and (last or evaluated or step % training.save_every == 0):
-                save(state, wait=last or evaluated)
+            must_evaluate = evaluate is not None and due and step not in scores
+            if step > start and (last or must_evaluate or step % training.save_every == 0):
+                save(state, wait=last or must_evaluate)
 
             # Evaluate. The first round makes up for an evaluation that a signal has cut off.
-            if evaluate is not None and evaluated:
+            if evaluate is not None and must_evaluate:
                 began = time.perf_counter()
                 with stop.region():
                     values = evaluate(state)

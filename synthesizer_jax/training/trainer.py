@@ -125,7 +125,7 @@ class Trainer:
 
     @property
     def saved_shards(self) -> list[int]:
-        """Those of `shards` that no process before this one has too: their positions it saves."""
+        """Those of `shards` that no earlier process also reads: their positions it saves."""
         return self._rows.saved_by(jax.process_index())
 
     def shard_batch(self, batch: dict[str, np.ndarray]) -> Batch:
@@ -148,7 +148,7 @@ class Trainer:
             return self._jitted.trace(self.layout.abstract, batch, self._key, *self.arguments)
 
     def compile(self, batch: Batch | None = None) -> jax.stages.Compiled:
-        """Returns the step compiled for a batch's shape, None: the full lengths; nothing is changed."""
+        """Returns the step compiled, once, for a batch's shape; None: for the full lengths."""
         lengths = self.experiment.data.shapes[-1] if batch is None else _lengths(batch)
         if lengths not in self._compiled:
             self._compiled[lengths] = self.trace(lengths).lower().compile()
