@@ -12,7 +12,7 @@ import typer
 
 from synthesizer_jax.cli.options import Imports, open_run
 from synthesizer_jax.files import in_bucket, write_atomic
-from synthesizer_jax.typing import Count
+from synthesizer_jax.typing import Count, Number
 
 
 def generate(
@@ -32,7 +32,7 @@ def generate(
     min_length: int = 1,
     max_length: Count | None = None,
     relative_length: float | None = None,
-    extra_length: Count | None = None,
+    extra_length: Number | None = None,
     scores: bool = False,
     batch_size: Count = 16,
     logits_dtype: str | None = None,
@@ -88,7 +88,7 @@ def generate(
     decoding = Decoding(
         max_length=max_length or data.targets_length,
         min_length=min_length,
-        relative_length=relative_length or evaluation.relative_length,
+        relative_length=evaluation.relative_length if relative_length is None else relative_length,
         extra_length=evaluation.extra_length if extra_length is None else extra_length,
         beams=beams,
         alpha=evaluation.alpha if alpha is None else alpha,

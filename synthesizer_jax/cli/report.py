@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Annotated
 
 import typer
 
@@ -16,7 +15,6 @@ def report(
     runs: list[pathlib.Path],
     *,
     output: pathlib.Path = pathlib.Path("report.html"),
-    imports: Annotated[list[str] | None, typer.Option("--import", hidden=True)] = None,
 ) -> None:
     """Show a run, or compare several: scores, curves, answers, speed and settings, in one page.
 
@@ -28,7 +26,6 @@ def report(
     Args:
       runs: directories of runs.
       output: the HTML file to write.
-      imports: no longer needed.
     """
     from synthesizer_jax.reports.logged import read_systems
     from synthesizer_jax.reports.page import write_report

@@ -93,9 +93,7 @@ class Linear:
         """See `Schedule.build`."""
 
         def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
-            decay_steps = max(self.total_steps - self.warmup_steps, 1)
-            left = 1.0 - (jnp.asarray(step, jnp.float32) - self.warmup_steps) / decay_steps
-            decayed = self.final + (self.peak - self.final) * jnp.clip(left, 0.0, 1.0)
+            decayed = self.peak + (self.final - self.peak) * _decay_fraction(step, self)
             return decayed * _warmup(step, self.warmup_steps)
 
         return learning_rate
@@ -115,9 +113,7 @@ class Cosine:
         """See `Schedule.build`."""
 
         def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
-            decay_steps = max(self.total_steps - self.warmup_steps, 1)
-            decay_step = jnp.asarray(step, jnp.float32) - self.warmup_steps
-            fraction = jnp.clip(decay_step / decay_steps, 0.0, 1.0)
+            fraction = _decay_fraction(step, self)
             cosine = self.final + (self.peak - self.final) * 0.5 * (
                 1.0 + jnp.cos(jnp.pi * fraction)
             )
@@ -132,3 +128,10 @@ def _warmup(step: jax.typing.ArrayLike, warmup_steps: int) -> jax.Array:
     if warmup_steps == 0:
         return jnp.asarray(1.0)
     return jnp.minimum((jnp.asarray(step, jnp.float32) + 1.0) / warmup_steps, 1.0)
+
+
+def _decay_fraction(step: jax.typing.ArrayLike, schedule: Cosine | Linear) -> jax.Array:
+    """The share of the steps after the warm-up that are done, from 0 to 1."""
+    decay_steps = max(schedule.total_steps - schedule.warmup_steps, 1)
+    decay_step = jnp.asarray(step, jnp.float32) - schedule.warmup_steps
+    return jnp.clip(decay_step / decay_steps, 0.0, 1.0)
