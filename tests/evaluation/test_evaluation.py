@@ -192,6 +192,24 @@ def test_scores_are_the_log_probabilities_of_the_answers(measured, beams):
     np.testing.assert_allclose(predictor.predict(inputs).scores, wanted, rtol=1e-4)
 
 
+def test_an_evaluation_decodes_as_it_says(measured, data_dir):
+    evaluator, variables, _ = measured
+    settings = {"beams": 3, "alpha": 0.2, "relative_length": 0.1, "extra_length": 2}
+    evaluation = replace(evaluator.evaluation, method="beam", loss_batches=0, **settings)
+    asked = Evaluator(
+        *(evaluator.model, evaluator.data, evaluation),
+        prepared=PreparedTasks(data_dir, BYTES),
+        only=["multi30k_en_de"],
+    )
+    ((result,), _) = asked.measure(variables)
+    decoding = Decoding(max_length=8, **settings)
+    options = {"inputs_length": 32, "decoding": decoding, "batch_size": 2}
+    expected = Predictor(asked.model, variables, BYTES, **options).predict(asked.sets[0].inputs)
+    assert list(result.predictions) == list(expected.texts)
+    for ids, answer in zip(asked.sets[0].inputs, expected.tokens, strict=True):
+        assert len(answer) <= round(0.1 * len(ids)) + 2 < 8
+
+
 def strict(text):
     """JSON without the NaN that Python's reader would take."""
 
