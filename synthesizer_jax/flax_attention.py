@@ -20,7 +20,7 @@ from synthesizer_jax.attention import Mask, Partition, Term, Terms, materialize
 from synthesizer_jax.attention.explanations import log_external_call
 from synthesizer_jax.attention.functional import attend_dot_product
 from synthesizer_jax.attention.masks import add_pattern, as_bool
-from synthesizer_jax.attention.partition import axes_along, axes_of_type, in_auto_mode
+from synthesizer_jax.surrounding_mesh import axes_along, axes_of_type, in_auto_mode
 from synthesizer_jax.typing import PyTree
 
 if TYPE_CHECKING:

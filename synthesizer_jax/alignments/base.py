@@ -13,9 +13,9 @@ from jax.typing import DTypeLike
 
 from synthesizer_jax.attention import Span, Terms
 from synthesizer_jax.attention.masks import is_concrete
-from synthesizer_jax.attention.products import dense_product
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.parameters import with_axes
+from synthesizer_jax.products import dense_product
 from synthesizer_jax.typing import PyTree
 
 

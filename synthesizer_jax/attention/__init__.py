@@ -6,7 +6,7 @@ from synthesizer_jax.attention.explanations import Explanation, explain
 from synthesizer_jax.attention.functional import dot_product_attention
 from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.partition import Partition
-from synthesizer_jax.attention.reference import packed_logits
+from synthesizer_jax.attention.reference import materialize_logits
 from synthesizer_jax.attention.relative import RelativeTable, relative_bias
 from synthesizer_jax.attention.terms import (
     Banded,
@@ -54,8 +54,8 @@ __all__ = [
     "init_cache",
     "low_rank",
     "materialize",
+    "materialize_logits",
     "outer",
-    "packed_logits",
     "relative",
     "relative_bias",
     "scale",

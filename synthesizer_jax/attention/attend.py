@@ -24,13 +24,7 @@ from synthesizer_jax.attention.packed import (
     cover_distances,
     unpacked_lengths,
 )
-from synthesizer_jax.attention.partition import (
-    Partition,
-    axes_along,
-    axes_of_type,
-    in_auto_mode,
-    match_varying_axes,
-)
+from synthesizer_jax.attention.partition import Partition
 from synthesizer_jax.attention.reference import attend_reference, softmax_weights
 from synthesizer_jax.attention.static import attend_static
 from synthesizer_jax.attention.static import kernel_obstacle as static_kernel_obstacle
@@ -43,8 +37,14 @@ from synthesizer_jax.attention.terms import (
     Term,
     TermArray,
     Terms,
-    has_absolute_positions,
     map_arrays,
+    uses_segment_positions,
+)
+from synthesizer_jax.surrounding_mesh import (
+    axes_along,
+    axes_of_type,
+    in_auto_mode,
+    match_varying_axes,
 )
 from synthesizer_jax.typing import PyTree
 
@@ -270,7 +270,7 @@ def _select_route(call: Call, implementation: str) -> _RouteChoice:
             f"attend: implementation={implementation!r}; allowed: auto, {', '.join(ROUTES)}"
         )
     mask, packed = call.mask, call.mask.query_segments is not None
-    positional = has_absolute_positions(call.terms, mask)
+    positional = uses_segment_positions(call.terms, mask)
     lengths = unpacked_lengths(mask, call.q_length, call.k_length) if packed else None
     found = {name: obstacle(call) for name, obstacle in OBSTACLES.items()}
     for name, needs_rows in (("banded", positional), ("static", packed)):

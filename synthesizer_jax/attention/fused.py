@@ -23,7 +23,7 @@ from synthesizer_jax.attention.blocked import (
 )
 from synthesizer_jax.attention.derivatives import with_gradient
 from synthesizer_jax.attention.packed import with_segment_positions
-from synthesizer_jax.attention.terms import Call, Static, cut_diagonals, has_absolute_positions
+from synthesizer_jax.attention.terms import Call, Static, cut_diagonals, uses_segment_positions
 
 _GPU_PLATFORMS = ("cuda", "rocm")
 
@@ -34,19 +34,19 @@ CHECKPOINT_NAME = "attention"
 def attend_fused(call: Call) -> jax.Array:
     """Returns ``softmax(Σ terms) · values``, ``[b, q, h, e]``, computed in blocks."""
     inputs = fused_inputs(call)
-    # Known while the passes are traced; None: the Pallas kernels cannot take the inputs.
-    query_offset = None if fused_tpu.obstacle(inputs) else call.mask.query_offset
+    # For the Pallas kernels, which cannot take all inputs.
+    pallas_offset = None if fused_tpu.obstacle(inputs) else call.mask.query_offset
 
     def backward(
         inputs: FusedInputs, out: jax.Array, stats: SoftmaxStats, dout: jax.Array
     ) -> FusedInputs:
         # delta = Σ_e dO ∘ O
         delta = softmax_vjp_delta(out, dout, stats.row_max.dtype)
-        cotangents: FusedInputs = _attend_fused_bwd(query_offset, inputs, stats, delta, dout)
+        cotangents: FusedInputs = _attend_fused_bwd(pallas_offset, inputs, stats, delta, dout)
         return cotangents
 
     attend = with_gradient(
-        functools.partial(_attend_fused_fwd, call.q_length, query_offset),
+        functools.partial(_attend_fused_fwd, call.q_length, pallas_offset),
         backward,
         name=CHECKPOINT_NAME,
     )
@@ -59,7 +59,7 @@ def fused_inputs(call: Call) -> FusedInputs:
     terms, mask = call.terms, call.mask
     q, k = call.q_length, call.k_length
     positions, offset = None, mask.query_offset
-    if has_absolute_positions(terms, mask):
+    if uses_segment_positions(terms, mask):
         q, k = mask.segment_lengths(q, k)
         terms, positions = with_segment_positions(terms, mask)
         offset = 0
@@ -91,7 +91,7 @@ def kernel_obstacle(call: Call) -> str | None:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend_fused_fwd(
-    q_length: int, query_offset: int | None, inputs: FusedInputs
+    q_length: int, pallas_offset: int | None, inputs: FusedInputs
 ) -> tuple[jax.Array, SoftmaxStats]:
     """Returns the output and the residuals.
 
@@ -100,8 +100,8 @@ def _attend_fused_fwd(
     implementations = dict.fromkeys(
         _GPU_PLATFORMS, functools.partial(blocked.forward, q_length, parallel=True)
     )
-    if query_offset is not None:
-        implementations["tpu"] = functools.partial(fused_tpu.forward, q_length, query_offset)
+    if pallas_offset is not None:
+        implementations["tpu"] = functools.partial(fused_tpu.forward, q_length, pallas_offset)
     default = functools.partial(blocked.forward, q_length)
     results: tuple[jax.Array, SoftmaxStats] = lax.platform_dependent(
         inputs, default=default, **implementations
@@ -111,7 +111,7 @@ def _attend_fused_fwd(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _attend_fused_bwd(
-    query_offset: int | None,
+    pallas_offset: int | None,
     inputs: FusedInputs,
     stats: SoftmaxStats,
     delta: jax.Array,
@@ -121,8 +121,8 @@ def _attend_fused_bwd(
     implementations: dict[str, Callable[..., FusedInputs]] = dict.fromkeys(
         _GPU_PLATFORMS, functools.partial(blocked.backward, parallel=True)
     )
-    if query_offset is not None:
-        implementations["tpu"] = functools.partial(fused_tpu.backward, query_offset)
+    if pallas_offset is not None:
+        implementations["tpu"] = functools.partial(fused_tpu.backward, pallas_offset)
     cotangents: FusedInputs = lax.platform_dependent(
         inputs, stats, delta, dout, default=blocked.backward, **implementations
     )

@@ -13,8 +13,8 @@ from synthesizer_jax.attention.terms import (
     Call,
     Split,
     Terms,
-    has_absolute_positions,
     materialize,
+    uses_segment_positions,
 )
 
 
@@ -44,7 +44,7 @@ def softmax_weights(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -
         return _group_weights(term, mask=mask, q_length=q_length, k_length=k_length)
     if isinstance(term, Banded):
         positions = None
-        if has_absolute_positions(terms, mask):
+        if uses_segment_positions(terms, mask):
             assert mask.query_segments is not None and mask.key_segments is not None
             positions = (
                 segment_positions(mask.query_segments),
@@ -53,7 +53,7 @@ def softmax_weights(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -
         return materialize_banded(
             term, mask=mask, q_length=q_length, k_length=k_length, positions=positions
         )
-    logits = packed_logits(terms, mask=mask, q_length=q_length, k_length=k_length)
+    logits = materialize_logits(terms, mask=mask, q_length=q_length, k_length=k_length)
     return softmax(logits, mask.pairs(q_length, k_length))
 
 
@@ -94,7 +94,7 @@ def _group_weights(split: Split, *, mask: Mask, q_length: int, k_length: int) ->
     return jnp.concatenate([jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in groups], axis=1)
 
 
-def packed_logits(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:
+def materialize_logits(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:
     """Returns the logits ``[b or 1, h, q, k]``; in packed rows, positions are those in the segments."""
     total = None
     for term in cover_distances(terms, mask, q_length, k_length):

@@ -531,7 +531,7 @@ def _add_to_split(split: Split, others: Terms) -> Split:
     return Split(tuple(groups))
 
 
-def has_absolute_positions(terms: Terms, mask: Mask) -> bool:
+def uses_segment_positions(terms: Terms, mask: Mask) -> bool:
     """Whether packed rows look up a term by position in the segment."""
     return mask.query_segments is not None and any(
         any(term.has_absolute_positions(mask)) for term in terms

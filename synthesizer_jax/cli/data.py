@@ -156,11 +156,11 @@ def prepare_tasks(
     from synthesizer_jax.tasks.prepare import prepare
 
     directory = _open_directory(data_dir, imports)
-    is_bytes = vocabulary in (None, "bytes")
-    config = Bytes(extra_ids) if is_bytes else SentencePiece(str(vocabulary), extra_ids)
-    if mixture == synthetic.MIXTURE:
-        synthetic.write(directory)
-        config = synthetic.vocabulary(directory) if vocabulary is None else config
+    if vocabulary is None and mixture == synthetic.MIXTURE:
+        config = synthetic.vocabulary(directory)
+    else:
+        is_bytes = vocabulary in (None, "bytes")
+        config = Bytes(extra_ids) if is_bytes else SentencePiece(str(vocabulary), extra_ids)
     lengths = {"inputs": inputs_length, "targets": targets_length}
     prepared = PreparedTasks(directory, config.build())
     prepare(
@@ -321,7 +321,7 @@ def train_vocabulary(
 def _members(mixture: str, directory: pathlib.Path, split: str | None = None) -> list[str]:
     """Returns the tasks of a mixture that have data, or a split, in a directory."""
     from synthesizer_jax.tasks import task_registry
-    from synthesizer_jax.tasks.preparation import import_remedy
+    from synthesizer_jax.tasks.splits import import_remedy
 
     names = task_registry.member_names(mixture)
     stored = {name: task_registry.find_task(name).stored_splits(directory) for name in names}

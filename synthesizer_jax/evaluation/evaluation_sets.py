@@ -19,7 +19,7 @@ from synthesizer_jax.registry import JSON
 from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.metrics import Value
 from synthesizer_jax.tasks.postprocessors import SENTINEL, Example, to_text
-from synthesizer_jax.tasks.preparation import STANDS_FOR, measured_task, task_splits
+from synthesizer_jax.tasks.splits import STANDS_FOR, measured_task, task_splits
 from synthesizer_jax.tasks.task import Answers, Task
 
 

@@ -23,7 +23,7 @@ from synthesizer_jax.models import Encoder, TextToText
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.registry import register
 from synthesizer_jax.tasks import task_registry
-from synthesizer_jax.tasks.preparation import import_remedy, names_of_split
+from synthesizer_jax.tasks.splits import import_remedy, names_of_split
 from synthesizer_jax.tasks.streams import task_objective
 from synthesizer_jax.typing import Choices, Count, Dtype, Length, NotNegative, Number, Positive
 

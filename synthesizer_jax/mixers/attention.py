@@ -24,7 +24,7 @@ from synthesizer_jax.attention import (
     attention_weights,
     extend,
     init_cache,
-    packed_logits,
+    materialize_logits,
 )
 from synthesizer_jax.attention.attend import ROUTES
 from synthesizer_jax.attention.cache import Values, advance_length
@@ -182,7 +182,7 @@ class Attention(AttentionBase):
             self.sow("intermediates", "attention_weights", weights)
             has_logits = not any(isinstance(term, Banded | Split) for term in own)
             if has_logits and self.is_mutable_collection(LOGITS):
-                logits = packed_logits(own, mask=mask, **lengths)
+                logits = materialize_logits(own, mask=mask, **lengths)
                 self.sow(LOGITS, "attention_logits", logits)
         return attend(
             terms,

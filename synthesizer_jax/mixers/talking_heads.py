@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import project
-from synthesizer_jax.attention import Mask, Terms, drop_value_vectors, packed_logits
+from synthesizer_jax.attention import Mask, Terms, drop_value_vectors, materialize_logits
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.mixers.attention import AttentionBase
 from synthesizer_jax.mixers.base import dropout_options
@@ -84,7 +84,7 @@ class TalkingHeads(AttentionBase):
         by_query = {n: self._dynamic(n, x) for n in ("x2l", "x2w") if n in self.dynamic}
         q_length, k_length = x.shape[1], v.shape[1]
         logits_of = functools.partial(
-            packed_logits, mask=mask, q_length=q_length, k_length=k_length
+            materialize_logits, mask=mask, q_length=q_length, k_length=k_length
         )
         logits = logits_of(terms)
         if self.project_logits:

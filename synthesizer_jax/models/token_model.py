@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from synthesizer_jax.ambient import map_over_batch, mesh_axes
-from synthesizer_jax.attention.products import output_product
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.mixers.decoding import take_positions
 from synthesizer_jax.models.stack import Stack, unstack_layers
 from synthesizer_jax.parameters import Variables, with_axes
+from synthesizer_jax.products import output_product
 from synthesizer_jax.registry import check_types, fields_of, replace
 from synthesizer_jax.typing import Dtype, Length
 

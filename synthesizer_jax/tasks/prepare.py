@@ -29,9 +29,9 @@ from synthesizer_jax.files import (
     temporary_directory,
     write_atomic,
 )
-from synthesizer_jax.tasks import preprocessors, task_registry
-from synthesizer_jax.tasks.preparation import SplitRequest, is_current, requested_splits
+from synthesizer_jax.tasks import preprocessors, synthetic, task_registry
 from synthesizer_jax.tasks.seqio_tasks import import_tensorflow
+from synthesizer_jax.tasks.splits import SplitRequest, is_current, requested_splits
 from synthesizer_jax.tasks.stored import reading_errors
 
 with epy.lazy_imports():
@@ -79,6 +79,8 @@ def prepare(
       FileNotFoundError: no task has the splits.
       ValueError: a data set is damaged, or a task needs `lengths`.
     """
+    if mixture == synthetic.MIXTURE:  # its data sets are made here, all others were imported
+        synthetic.write(prepared.data_dir)
     rates = task_registry.mixture_rates(mixture, prepared.data_dir)
     requests = requested_splits(
         mixture,

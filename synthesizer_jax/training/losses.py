@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.attention.partition import match_varying_axes
-from synthesizer_jax.attention.products import plain_output_product
+from synthesizer_jax.products import plain_output_product
+from synthesizer_jax.surrounding_mesh import match_varying_axes
 from synthesizer_jax.typing import PyTree
 
 

@@ -15,7 +15,7 @@ from synthesizer_jax.evaluation.scoring import flatten_results
 from synthesizer_jax.runs import code
 from synthesizer_jax.runtime import processes
 from synthesizer_jax.tasks import imported
-from synthesizer_jax.tasks.preparation import prepare_missing
+from synthesizer_jax.tasks.splits import prepare_missing
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.run_directory import open_vocabulary, with_vocabulary_path
 from synthesizer_jax.training.state import TrainState

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import optax
 
 from synthesizer_jax.ambient import map_over_batch, mesh_axes
-from synthesizer_jax.attention.products import output_product
 from synthesizer_jax.models import LOSSES, Encoder, TextToText
 from synthesizer_jax.optimizers.rules import RuledOptimizer, merge_entries
 from synthesizer_jax.parameters import Variables, apply_method
+from synthesizer_jax.products import output_product
 from synthesizer_jax.training.experiment import Training
 from synthesizer_jax.training.losses import (
     LossSums,
@@ -190,7 +190,7 @@ def make_train_step(
     """
     parts = training.micro_batches
 
-    def objective(
+    def normalized_loss(
         trained: PyTree,
         state: TrainState,
         batch: Batch,
@@ -210,7 +210,7 @@ def make_train_step(
         )
         return (sums.total + sums.penalty) / denominator, sums
 
-    gradients_of = jax.grad(objective, has_aux=True)
+    gradients_of = jax.grad(normalized_loss, has_aux=True)
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(key, state.step)

@@ -21,8 +21,8 @@ from synthesizer_jax.tasks import imported, task_registry
 from synthesizer_jax.tasks.imported import FileTask, Template, add_imported, import_files
 from synthesizer_jax.tasks.importers import CORPORA
 from synthesizer_jax.tasks.importers.files import find_splits
-from synthesizer_jax.tasks.preparation import SplitRequest, is_current
 from synthesizer_jax.tasks.prepare import prepare
+from synthesizer_jax.tasks.splits import SplitRequest, is_current
 from tests.tasks.loading import BYTES, load, quiet
 
 ROWS = [{"text": "a fine, small film", "label": "1"}, {"text": "tab-free « dull »", "label": "0"}]
