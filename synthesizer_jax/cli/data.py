@@ -157,10 +157,11 @@ def prepare_tasks(
 
     directory = _open_directory(data_dir, imports)
     if vocabulary is None and mixture == synthetic.MIXTURE:
-        config = synthetic.vocabulary(directory)
+        config: SentencePiece | Bytes = synthetic.vocabulary(directory)
+    elif vocabulary in (None, "bytes"):
+        config = Bytes(extra_ids)
     else:
-        is_bytes = vocabulary in (None, "bytes")
-        config = Bytes(extra_ids) if is_bytes else SentencePiece(str(vocabulary), extra_ids)
+        config = SentencePiece(str(vocabulary), extra_ids)
     lengths = {"inputs": inputs_length, "targets": targets_length}
     prepared = PreparedTasks(directory, config.build())
     prepare(
