@@ -39,6 +39,8 @@ ledger has run its experiment at some scale, or if the command shows it. Command
 `synthesizer-jax`, `pytest` or `python`; *run as* names a table of `benchmarks/ledger.py`, which
 writes this page and [results.md](results.md).
 """
+OVERVIEW = ("cotraining", "translation", "classification")
+"""The tables of README's picture."""
 PAPERS = {
     "S": "Synthesizer (Tay et al. 2021)",
     "H": "Hard-coded Gaussian attention (You et al. 2020)",
@@ -158,6 +160,43 @@ def section(name: str, table: Table, results: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def draw_overview(tables: Mapping[str, Table], results: Mapping[str, Any]) -> None:
+    """Draws how far systems are from the first of their tables, here and in the papers."""
+    figure: Figure
+    figure, panels = pyplot.subplots(1, len(OVERVIEW), figsize=(9, 3.4), layout="constrained")
+    for axes, name in zip(panels, OVERVIEW, strict=True):
+        table = tables[name]
+        first, *others = table.runs([0])
+        baseline = values_by_seed(table, first.system, results)
+        drawn = []
+        for run in reversed(others):
+            found = values_by_seed(table, run.system, results)
+            own = [found[s] - baseline[s] for s in found if s in baseline]
+            if not own or (published := table.paper.get(run.system)) is None:
+                continue
+            y, error = len(drawn), standard_error(own)
+            axes.errorbar(statistics.fmean(own), y, xerr=error, fmt="o", color="C0", capsize=2)
+            axes.plot(published - table.paper[first.system], y, "D", color="C1", fillstyle="none")
+            drawn.append(run.system)
+        axes.axvline(0, color="gray", linewidth=0.8)
+        axes.set(xlabel=f"{table.unit}, difference to {first.system}", title=table.title)
+        axes.set_yticks(range(len(drawn)), drawn)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].plot([], [], "o", color="C0", label="here, mean ± standard error")
+    panels[0].plot([], [], "D", color="C1", fillstyle="none", label="paper")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    save_svg(figure, DOCS / "results.svg")
+
+
+def save_svg(figure: Figure, path: pathlib.Path) -> None:
+    """Writes a figure, and closes it."""
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    text = path.read_text(encoding="utf-8")
+    report.write_file(path, re.sub(r"[ \t]+$", "", text, flags=re.M))
+    pyplot.close(figure)
+
+
 def draw_curves(table: Table, results: Mapping[str, Any], path: pathlib.Path) -> bool:
     """Draws the curves of a table's systems, with the range of the seeds; False: there are none."""
     figure: Figure
@@ -179,10 +218,7 @@ def draw_curves(table: Table, results: Mapping[str, Any], path: pathlib.Path) ->
         axes.set(xlabel="step", ylabel=table.unit)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
-        path.parent.mkdir(exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
-        text = path.read_text(encoding="utf-8")
-        report.write_file(path, re.sub(r"[ \t]+$", "", text, flags=re.M))
+        save_svg(figure, path)
     pyplot.close(figure)
     return drawn > 0
 
@@ -234,5 +270,6 @@ def write(tables: Mapping[str, Table], results: Mapping[str, Any]) -> None:
         for name, table in tables.items()
         if (text := section(name, table, results))
     ]
+    draw_overview(tables, results)
     report.write_file(DOCS / "results.md", "\n".join([INTRODUCTION, *sections]))
     report.write_file(DOCS / "coverage.md", coverage(tables, results))

@@ -106,6 +106,7 @@ def transformer(
         positions=SinusoidalPositions(),
         vocab_size=vocab_size,
         dropout_rate=dropout,
+        elementwise_dropout=True,
     ).copy(
         embedding_init=Normal(size.d_model**-0.5),
         embedding_scale=size.d_model**0.5,

@@ -89,6 +89,7 @@ class Block(nn.Module):
       cross_mixer: the mixer over the encoder's output; None in encoders and language models, and in
         a decoder's layer that does not look at the encoder.
       dropout_rate: dropout of each sub-layer's output.
+      elementwise_dropout: draws for every position, not one for all of them, see `Dropout`.
       norm: the normalization.
       post_norm: normalize after the residual, ``norm(x + f(x))`` (Vaswani et al. 2017, BERT), not
         before the sub-layer, ``x + f(norm(x))`` (T5).
@@ -100,6 +101,7 @@ class Block(nn.Module):
     feed_forward: nn.Module | None
     cross_mixer: Mixer | None = None
     dropout_rate: Rate = 0.0
+    elementwise_dropout: bool = False
     norm: nn.Module = RMSNorm()
     post_norm: bool = False
     self_residual: bool = True
@@ -234,7 +236,8 @@ class Block(nn.Module):
 
     def _add(self, x: jax.Array, y: jax.Array, name: str, *, index: int) -> jax.Array:
         """Adds a sub-layer's output to the residual stream, with dropout and post-norm."""
-        x = x + Dropout(self.dropout_rate, name=f"dropout_{index}", parent=self)(y)
+        rate, elementwise = self.dropout_rate, self.elementwise_dropout
+        x = x + Dropout(rate, elementwise, name=f"dropout_{index}", parent=self)(y)
         if self.post_norm:
             x = self.norm.copy(name=f"post_{name}_layer_norm", parent=self)(x)
         return constrain(x)

@@ -89,21 +89,21 @@ class LayerNorm(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Dropout of whole features, one draw for all positions of an example, as in T5X.
+    """Dropout of whole features, one draw for all positions of an example, as in T5X, or of elements.
 
     Active when the random stream ``dropout`` is given.
     """
 
     rate: float
+    elementwise: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Applies dropout to ``[batch, length, d]``."""
         if self.rate == 0.0 or not self.has_rng("dropout"):
             return x
-        keep = jax.random.bernoulli(
-            self.make_rng("dropout"), 1.0 - self.rate, (x.shape[0], 1, x.shape[2])
-        )
+        shape = x.shape if self.elementwise else (x.shape[0], 1, x.shape[2])
+        keep = jax.random.bernoulli(self.make_rng("dropout"), 1.0 - self.rate, shape)
         return x * (keep.astype(jnp.float32) / (1.0 - self.rate)).astype(x.dtype)
 
 
@@ -115,13 +115,15 @@ class FeedForward(nn.Module):
       hidden_dim: width of the hidden layer.
       activations: one name of `ACTIVATIONS` per input matrix: ``("relu",)`` is T5 1.0,
         ``("gelu", "linear")`` the gated GELU of T5 1.1 (Shazeer 2020).
-      dropout_rate: dropout of hidden features, broadcast over the length.
+      dropout_rate: dropout of hidden features.
+      elementwise_dropout: draws for every position, not one for all of them, see `Dropout`.
       use_bias: biases in all matrices, as in BERT; T5 has none.
     """
 
     hidden_dim: Length
     activations: Annotated[tuple[Activation, ...], NotEmpty()] = ("gelu", "linear")
     dropout_rate: Rate = 0.0
+    elementwise_dropout: bool = False
     use_bias: bool = False
     kernel_init: Initializer = FanIn()
 
@@ -141,7 +143,7 @@ class FeedForward(nn.Module):
         names = [f"wi_{i}" for i in range(len(self.activations))]
         names = names if len(names) > 1 else ["wi"]
         hidden = activate(*(dense(self.hidden_dim, ("embed", "mlp"), name=n)(x) for n in names))
-        hidden = Dropout(self.dropout_rate, name="dropout")(hidden)
+        hidden = Dropout(self.dropout_rate, self.elementwise_dropout, name="dropout")(hidden)
         return dense(x.shape[-1], ("mlp", "embed"), name="wo")(hidden)
 
 

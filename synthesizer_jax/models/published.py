@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from synthesizer_jax.alignments import DotProduct, Gaussian
-from synthesizer_jax.initializers import Normal
+from synthesizer_jax.initializers import GlorotUniform, Normal
 from synthesizer_jax.mixers import Attention, Linformer, Mixer, SentenceFeedForward
 from synthesizer_jax.models.block import Block
 from synthesizer_jax.models.encoder import Encoder
@@ -39,9 +39,8 @@ def hard_coded(
 ) -> EncoderDecoder:
     """The Transformer of You et al. 2020: post-norm, sinusoids, one embedding for everything.
 
-    Dropout acts where the released code has it: on embeddings and on sub-layers' outputs. Theirs is
-    drawn for every element, `Dropout` for whole features, and their matrices start from Xavier's
-    uniform values.
+    Dropout acts where the released code has it, on elements of embeddings and of sub-layers' outputs;
+    matrices start from Xavier's uniform values.
 
     Args:
       variant: ``base`` (dot product everywhere), ``hc_sa`` (self-attention hard-coded), ``hc_all``
@@ -54,40 +53,45 @@ def hard_coded(
       ratio: source words per target word, for hard-coded cross-attention.
       prefix: source tokens before the sentence, such as those of "translate English to German:", which
         hard-coded cross-attention passes over; the paper's texts have none.
-      dropout_rate: probability of dropping a feature.
+      dropout_rate: probability of dropping an element.
     """
-    attention = partial(Attention, heads, d_model // heads)
-    dot, learned = attention(DotProduct()), variant == "base"
+    init = GlorotUniform()
+    attention = partial(
+        Attention, num_heads=heads, head_dim=d_model // heads, value_init=init, out_init=init
+    )
+    product, learned = DotProduct(query_init=init, key_init=init), variant == "base"
+    dropout: dict[str, Any] = {"dropout_rate": dropout_rate, "elementwise_dropout": True}
+    dot = attention(alignment=product)
 
     def stack(mixer: Mixer, cross: Mixer | None, first: int = 0) -> Stack:
         """The first layers have no cross-attention."""
         block = Block(
             mixer,
-            FeedForward(d_ff, ("relu",), use_bias=True),
+            FeedForward(d_ff, ("relu",), use_bias=True, kernel_init=init),
             norm=LayerNorm(),
             post_norm=True,
-            dropout_rate=dropout_rate,
+            **dropout,
         )
         crossing = Run(block.copy(cross_mixer=cross), layers - first)
         return Stack(
             (Run(block, first), crossing) if first else (crossing,),
             positions=SinusoidalPositions(endpoint=True),
             norm=None,
-            dropout_rate=dropout_rate,
+            **dropout,
             drop_output=False,
         )
 
     cross, first = {
         "base": (dot, 0),
         "hc_sa": (dot, 0),
-        "hc_all": (attention(Gaussian((prefix - 1, prefix + 1), ratio=ratio)), 0),
-        "sh_x": (Attention(1, d_model), layers - 1),
+        "hc_all": (attention(alignment=Gaussian((prefix - 1, prefix + 1), ratio=ratio)), 0),
+        "sh_x": (attention(num_heads=1, head_dim=d_model, alignment=product), layers - 1),
     }[variant]
     return EncoderDecoder(
         vocab_size=32_000,
         d_model=d_model,
-        encoder=stack(dot if learned else attention(Gaussian((-1, 1))), None),
-        decoder=stack(dot if learned else attention(Gaussian((-1, 0))), cross, first),
+        encoder=stack(dot if learned else attention(alignment=Gaussian((-1, 1))), None),
+        decoder=stack(dot if learned else attention(alignment=Gaussian((-1, 0))), cross, first),
         tied=True,
         embedding_scale=d_model**0.5,
         logits_scale=1.0,
@@ -117,6 +121,7 @@ def bert(
       dropout_rate: one rate for all dropouts; BERT is trained with 0.1.
     """
     init, norm = Normal(0.02), LayerNorm(epsilon=1e-12)
+    dropout: dict[str, Any] = {"dropout_rate": dropout_rate, "elementwise_dropout": True}
     dot = DotProduct(head_dim, use_bias=True, query_init=init, key_init=init)
     attention = Attention(
         heads,
@@ -130,10 +135,10 @@ def bert(
     width = 3072 if d_model == 768 else 4096
     block = Block(
         mixer or attention,
-        FeedForward(width, ("gelu",), dropout_rate=dropout_rate, use_bias=True, kernel_init=init),
+        FeedForward(width, ("gelu",), use_bias=True, kernel_init=init, **dropout),
         norm=norm,
         post_norm=True,
-        dropout_rate=dropout_rate,
+        **dropout,
     )
     return Encoder(
         vocab_size=30_522,
@@ -143,7 +148,7 @@ def bert(
             positions=LearnedPositions(512, init),
             input_norm=norm,
             norm=None,
-            dropout_rate=dropout_rate,
+            **dropout,
         ),
         pooling="first",
         pooler=True,

@@ -66,6 +66,7 @@ class Stack(nn.Module):
       scan: each run of several layers is one `nn.scan` with stacked parameters: compile time does
         not grow with the depth.
       remat: None, or a name of `REMAT_POLICIES`: recompute layers in the backward pass.
+      elementwise_dropout: draws for every position, not one for all of them, see `Dropout`.
       drop_output: False: no dropout of the output (You et al. 2020).
     """
 
@@ -77,6 +78,7 @@ class Stack(nn.Module):
     dropout_rate: Rate = 0.0
     scan: bool = False
     remat: Remat | None = None
+    elementwise_dropout: bool = False
     drop_output: bool = True
 
     @property
@@ -222,12 +224,12 @@ class Stack(nn.Module):
             x = x + shared_positions(positions, x.shape[-1]).astype(x.dtype)
         if self.input_norm is not None:
             x = self.input_norm.copy(name="embedding_norm", parent=self)(x)
-        x = Dropout(self.dropout_rate, name="input_dropout")(x)
+        x = Dropout(self.dropout_rate, self.elementwise_dropout, name="input_dropout")(x)
         x = layers(x, self._position_bias(x, position, num_keys))
         if self.norm is not None:
             x = self.norm.copy(name="final_norm", parent=self)(x)
         rate = self.dropout_rate if self.drop_output else 0.0
-        return Dropout(rate, name="output_dropout")(x)
+        return Dropout(rate, self.elementwise_dropout, name="output_dropout")(x)
 
     def _blocks(self) -> list[Block]:
         """Binds the blocks of all layers."""

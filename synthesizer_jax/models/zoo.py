@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from synthesizer_jax.alignments import (
     Alignment,
@@ -115,6 +116,7 @@ def t5(
     positions: PositionEmbedding | None = None,
     vocab_size: int = VOCAB_SIZE,
     dropout_rate: float = 0.0,
+    elementwise_dropout: bool = False,
     dtype: str = "float32",
     scan: bool = False,
     remat: str | None = None,
@@ -131,15 +133,20 @@ def t5(
       positions: added to the embeddings, such as `SinusoidalPositions`.
       vocab_size: rows of the embedding.
       dropout_rate: one rate for all dropouts.
+      elementwise_dropout: draws for every position, as Tensor2Tensor's, not one for all, as T5's.
       dtype: dtype of the computation.
       scan: scan over layers.
       remat: rematerialization policy, see `Stack`.
     """
+    dropout: dict[str, Any] = {
+        "dropout_rate": dropout_rate,
+        "elementwise_dropout": elementwise_dropout,
+    }
     vanilla = dot_product(size.head_dim)
     encoder = vanilla if encoder is None else encoder
     decoder = encoder if decoder is None else decoder
     activations = ("gelu", "linear") if gated else ("relu",)
-    feed_forward = FeedForward(size.d_ff, activations=activations, dropout_rate=dropout_rate)
+    feed_forward = FeedForward(size.d_ff, activations=activations, **dropout)
 
     def mixer(kind: Alignment | Mixer) -> Mixer:
         if not isinstance(kind, Alignment):
@@ -147,14 +154,14 @@ def t5(
         return Attention(size.heads, size.head_dim, alignment=kind, dropout_rate=dropout_rate)
 
     def stack(kind: Alignment | Mixer, cross: Mixer | None) -> Stack:
-        block = Block(mixer(kind), feed_forward, cross_mixer=cross, dropout_rate=dropout_rate)
+        block = Block(mixer(kind), feed_forward, cross_mixer=cross, **dropout)
         has_bias = relative_bias and block.self_mixer.bias_heads is not None
         bias = RelativeBias(bidirectional=cross is None) if has_bias else None
         return Stack(
             (Run(block, size.layers),),
             bias=bias,
             positions=positions,
-            dropout_rate=dropout_rate,
+            **dropout,
             scan=scan,
             remat=remat,
         )

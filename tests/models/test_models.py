@@ -22,6 +22,7 @@ from synthesizer_jax.models import (
     unroll_variables,
 )
 from synthesizer_jax.models.layers import Dropout
+from synthesizer_jax.models.published import hard_coded
 from synthesizer_jax.parameters import apply_method
 from tests.layers.contract import general
 from tests.models.test_structures import close
@@ -84,6 +85,17 @@ def test_dropout_drops_whole_features_and_keeps_the_mean():
     dropped = Dropout(0.25).apply({}, jnp.ones((4, 3, 64)), rngs={"dropout": jax.random.key(0)})
     np.testing.assert_array_equal(dropped, np.broadcast_to(dropped[:, :1], dropped.shape))
     np.testing.assert_allclose(np.unique(dropped), [0, 4 / 3], rtol=1e-6)
+
+
+def test_elementwise_dropout_reaches_all_dropouts(monkeypatch):
+    drawn = []
+    bernoulli = jax.random.bernoulli
+    draw = lambda key, p, shape: drawn.append(shape) or bernoulli(key, p, shape)
+    monkeypatch.setattr(jax.random, "bernoulli", draw)
+    model, tokens = hard_coded("base", dropout_rate=0.1, layers=1), jnp.ones((2, 3), jnp.int32)
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    jax.eval_shape(model.init, keys, tokens, tokens)
+    assert drawn and set(drawn) == {(2, 3, model.d_model)}
 
 
 def test_t5_parameter_names(batch):
