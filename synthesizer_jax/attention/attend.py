@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from synthesizer_jax.attention.banded import attend_banded
 from synthesizer_jax.attention.banded import obstacle as banded_obstacle
-from synthesizer_jax.attention.checks import check_term, check_types
+from synthesizer_jax.attention.checks import check_term, check_terms
 from synthesizer_jax.attention.explanations import Explanation, explained_platform, log_call
 from synthesizer_jax.attention.fused import attend_fused
 from synthesizer_jax.attention.fused import kernel_obstacle as fused_kernel_obstacle
@@ -54,6 +54,7 @@ ROUTES: dict[str, Callable[[Call], jax.Array]] = {
     "banded": attend_banded,
     "reference": attend_reference,
 }
+"""Functions by name; `_choose_route` has the order in which they are tried."""
 
 OBSTACLES: dict[str, Callable[[Call], str | None]] = {
     "static": static_obstacle,
@@ -96,7 +97,8 @@ def attend(
 ) -> jax.Array:
     """Computes attention, ``out[b, q, h] = Σ_k softmax_k(Σ terms)[b, h, q, k] · values[b, k, h]``.
 
-    Logits and softmax are float32 or wider. A query that is padding, and one without a key, gets
+    Logits and softmax are float32 or wider; exponentials have the values' dtype where they multiply the
+    values. A query that is padding, and one without a key, gets
     zeros and gives no gradient. All routes give the same answer, up to rounding:
 
     * ``static``, for parameters only (`Static`, `Relative`, parameters' `LowRank`): one softmax for
@@ -189,7 +191,7 @@ def _checked(
     heads: int | None = None,
 ) -> tuple[Terms, Mask, int, int]:
     """Returns checked terms, the mask with its full shapes, and the numbers of queries and keys."""
-    check_types(terms)
+    check_terms(terms)
     terms, mask = tuple(map(_as_float, terms)), Mask.of(mask)
     for q, k in (term.lengths for term in terms):
         q_length = q if q_length is None else q_length

@@ -163,7 +163,7 @@ def forward(
             # c = max_k S
             row_max = jnp.max(logits, axis=-1, keepdims=True)
             row_max = jnp.where(row_max == -jnp.inf, 0, row_max)
-            # E = exp(S - c),  l = Σ_k E
+            # E = exp(S - c), rounded to the dtype in which it multiplies V;  l = Σ_k E
             weights = jnp.exp(logits - row_max).astype(values.dtype)
             row_sum = jnp.sum(weights, axis=-1, keepdims=True, dtype=dtype)
             is_nonzero = row_sum > 0
@@ -211,7 +211,7 @@ def backward(
     def head(
         products: Products, biases: Biases, allowed: jax.Array | None, *rest: PyTree
     ) -> tuple[Products, Biases, jax.Array]:
-        bias, bias_vjp = jax.vjp(make_bias, biases)
+        bias, bias_vjp = jax.vjp(make_bias, biases)  # which sums dlogits along diagonals
         leaves, treedef = jax.tree.flatten(products)
 
         def example(sums: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
@@ -228,12 +228,12 @@ def backward(
             dbias, dproducts = logits_vjp(dlogits)
             # dV = Pᵀ dO
             dvalues = _matmul_tn(weights.astype(dout.dtype), block_dout).astype(values.dtype)
-            shared, own = _divide(jax.tree.leaves(dproducts), is_shared)
+            shared, own = _split_by_flag(jax.tree.leaves(dproducts), is_shared)
             add = lambda total, d: total + d.astype(total.dtype)
             return jax.tree.map(add, sums, (dbias, shared)), (own, dvalues)
 
         zeros = [jnp.zeros_like(x[0], dtype=logits_dtype(x)) for x in leaves]
-        init = jax.tree.map(jnp.zeros_like, bias), _divide(zeros, is_shared)[0]
+        init = jax.tree.map(jnp.zeros_like, bias), _split_by_flag(zeros, is_shared)[0]
         (dbias, shared), (own, dvalues) = lax.scan(example, init, jnp.arange(batch))
         dleaves = [
             d if total is None else total[None].astype(x.dtype)
@@ -246,7 +246,7 @@ def backward(
     return inputs.cotangents(*cotangents)
 
 
-def _divide(xs: list[jax.Array], flags: list[bool]) -> tuple[list[PyTree], list[PyTree]]:
+def _split_by_flag(xs: list[jax.Array], flags: list[bool]) -> tuple[list[PyTree], list[PyTree]]:
     """Returns the arrays that have the flag, with None for the others, and the reverse."""
     pairs = list(zip(xs, flags, strict=True))
     return [x if flag else None for x, flag in pairs], [None if flag else x for x, flag in pairs]

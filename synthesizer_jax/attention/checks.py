@@ -6,7 +6,7 @@ from synthesizer_jax.attention.masks import Mask
 from synthesizer_jax.attention.terms import Split, Term, stands_alone
 
 
-def check_types(terms: object, *, of: str = "terms are", remedy: str = "return") -> None:
+def check_terms(terms: object, *, of: str = "terms are", remedy: str = "return") -> None:
     """Raises a `TypeError` or a `ValueError` unless an object, which a message is `of`, is terms."""
     example = f"{remedy} a tuple of terms, such as (static(logits),)"
     if isinstance(terms, Term):

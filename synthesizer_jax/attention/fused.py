@@ -1,5 +1,6 @@
 """The fused route: neither the forward nor the backward pass has an array ``[batch, heads, q, k]``.
 
+Only the logits of one block exist at a time: of one head and example, or a tile of them in a kernel.
 The backward pass recomputes the weights from the saved maximum and sum of every row (Dao et al. 2022,
 FlashAttention, section 3.1). They are not recomputed from ``log Σ exp``, as its rounding to float32 loses
 digits if logits are in the hundreds. There is one implementation for each kind of device.
@@ -34,7 +35,7 @@ CHECKPOINT_NAME = "attention"
 def attend_fused(call: Call) -> jax.Array:
     """Returns ``softmax(Σ terms) · values``, ``[b, q, h, e]``, computed in blocks."""
     inputs = fused_inputs(call)
-    # For the Pallas kernels, which cannot take all inputs.
+    # None: no Pallas kernels, which cannot take all inputs. Only TPUs use it.
     pallas_offset = None if fused_tpu.obstacle(inputs) else call.mask.query_offset
 
     def backward(
@@ -45,12 +46,12 @@ def attend_fused(call: Call) -> jax.Array:
         cotangents: FusedInputs = _attend_fused_bwd(pallas_offset, inputs, stats, delta, dout)
         return cotangents
 
-    attend = with_gradient(
+    differentiable = with_gradient(
         functools.partial(_attend_fused_fwd, call.q_length, pallas_offset),
         backward,
         name=CHECKPOINT_NAME,
     )
-    out: jax.Array = attend(inputs)
+    out: jax.Array = differentiable(inputs)
     return out
 
 
@@ -102,7 +103,7 @@ def _attend_fused_fwd(
     )
     if pallas_offset is not None:
         implementations["tpu"] = functools.partial(fused_tpu.forward, q_length, pallas_offset)
-    default = functools.partial(blocked.forward, q_length)
+    default = functools.partial(blocked.forward, q_length)  # CPUs, and TPUs without kernels
     results: tuple[jax.Array, SoftmaxStats] = lax.platform_dependent(
         inputs, default=default, **implementations
     )

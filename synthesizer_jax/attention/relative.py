@@ -67,8 +67,8 @@ def relative_bias(
     """Returns T5's relative position bias, for the argument `bias` of `dot_product_attention`.
 
     It adds ``table[:, bucket(j − i)]`` to the logit of query i and key j (Raffel et al. 2020, section
-    2.1). Neither the forward nor the backward pass creates an array of queries times keys: the gradient
-    is summed into the table directly.
+    2.1). Neither the forward nor the backward pass creates an array of queries times keys for every
+    example and head.
 
     Args:
       table: ``[num_heads, num_buckets]``, as T5X and `RelativeBias` store it (``rel_embedding``).

@@ -144,14 +144,14 @@ def _open(
     from synthesizer_jax.registry import replace
     from synthesizer_jax.runtime import processes
     from synthesizer_jax.tasks.task_registry import default_data_dir
-    from synthesizer_jax.training.run_data import open_data
+    from synthesizer_jax.training.run_data import open_evaluator
 
     processes.start_group()
     run = open_run(workdir, imports)
     evaluation = replace(run.experiment.evaluation, **changes)
     data_dir = data_dir or default_data_dir()
     experiment = replace(run.experiment, evaluation=evaluation)
-    evaluator = open_data(experiment, run.directory, data_dir, only=tasks)
+    evaluator = open_evaluator(experiment, run.directory, data_dir, only=tasks)
     if evaluator.lacking and processes.is_process_zero():
         lacking = ", ".join(evaluator.lacking)
         typer.echo(f"without the split {evaluation.split!r} in {data_dir}: {lacking}")

@@ -83,7 +83,7 @@ class VirtualShard:
                 self._take,
                 (config.inputs_length, config.targets_length),
                 max_segments=config.segments_per_row,
-                window=WINDOW if config.pack else 1,
+                window=WINDOW if config.pack else 1,  # 1: a row is an example
             )
 
     def next_row(self) -> list[DrawnExample]:

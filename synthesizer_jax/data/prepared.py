@@ -29,7 +29,7 @@ from synthesizer_jax.registry import check_types, fields_of
 if TYPE_CHECKING:
     from array_record.python.array_record_data_source import ArrayRecordDataSource
 
-DIRECTORY, MIXTURES = "prepared", "mixtures"
+DIRECTORY, MIXTURES_FOLDER = "prepared", "mixtures"
 INFO = "info.json"
 FORMAT = 3
 """Version of the files; others are not read."""
@@ -145,7 +145,7 @@ class PreparedTasks:
 
     def rates(self, mixture: str) -> dict[str, float] | None:
         """Returns the rates of a mixture's tasks; None: it is not prepared."""
-        path = self.root / MIXTURES / f"{mixture}.json"
+        path = self.root / MIXTURES_FOLDER / f"{mixture}.json"
         if not path.is_file():
             return None
         with describing(path):
@@ -153,7 +153,7 @@ class PreparedTasks:
 
     def save_rates(self, mixture: str, rates: Mapping[str, float]) -> None:
         """Writes the rates of a mixture's tasks."""
-        path = self.root / MIXTURES / f"{mixture}.json"
+        path = self.root / MIXTURES_FOLDER / f"{mixture}.json"
         write_atomic(path, json.dumps(dict(rates), indent=1) + "\n")
 
 

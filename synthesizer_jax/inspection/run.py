@@ -42,7 +42,7 @@ from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.postprocessors import to_text
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.initial_parameters import find_checkpoint, initializer_of
-from synthesizer_jax.training.run_data import open_data
+from synthesizer_jax.training.run_data import open_evaluator
 from synthesizer_jax.training.run_directory import load_experiment
 from synthesizer_jax.training.state import TrainState
 from synthesizer_jax.training.step import Batch, teacher_forced
@@ -105,7 +105,7 @@ def inspect_run(
     mesh, layout = place_variables(experiment.model, experiment.example, experiment.mesh)
     restore = functools.partial(restore_variables, directory / "checkpoints", layout=layout)
     step, variables = restore(step=step)
-    sets = open_data(experiment, directory, data_dir or task_registry.default_data_dir()).sets
+    sets = open_evaluator(experiment, directory, data_dir or task_registry.default_data_dir()).sets
     example, batches = _batches(experiment, sets, examples, batch_size, mesh)
     start, before = _start(experiment, layout, mesh)
     saved = finished_steps(directory / "checkpoints")

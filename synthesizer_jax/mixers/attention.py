@@ -28,7 +28,7 @@ from synthesizer_jax.attention import (
 )
 from synthesizer_jax.attention.attend import ROUTES
 from synthesizer_jax.attention.cache import Values, advance_length
-from synthesizer_jax.attention.checks import check_types
+from synthesizer_jax.attention.checks import check_terms
 from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.mixers.base import Mixer, TokenCount, dropout_options, is_cross, merge_heads
 from synthesizer_jax.mixers.decoding import query_ends
@@ -90,13 +90,15 @@ class AttentionBase(Mixer):
     ) -> tuple[jax.Array, Cache | None]:
         if kv is None and cache is not None:
             kv = cache.empty_memory
-        memory = x if kv is None else kv
-        values = self._values(memory)
-        num_keys, limit = memory.shape[1], None
+        attended = x if kv is None else kv
+        values = self._values(attended)
+        num_keys, limit = attended.shape[1], None
         if cache is not None:
             num_keys, limit = cache.capacity, cache.num_queries
-        queries = Span(position, _num_positions(mask, x.shape[1]), limit)
-        terms = self._terms(x, memory, values, queries, Span(0, _num_positions(mask, num_keys)))
+        query_span = Span(position, _num_positions(mask, x.shape[1]), limit)
+        terms = self._terms(
+            x, attended, values, query_span, Span(0, _num_positions(mask, num_keys))
+        )
         if cache is not None:
             terms, values, mask, cache = _extend(
                 cache, terms, values, n=x.shape[1], mask=mask, position=position
@@ -109,10 +111,10 @@ class AttentionBase(Mixer):
     def new_cache(
         self, x: jax.Array, kv: jax.Array | None, *, mask: Mask, max_length: int
     ) -> Cache:
-        memory = x if kv is None else kv
-        values = self._values(memory)
+        attended = x if kv is None else kv
+        values = self._values(attended)
         num_queries, num_keys = (0, max_length) if kv is None else (max_length, kv.shape[1])
-        terms = self._terms(x, memory, values, Span(0, num_queries), Span(0, num_keys))
+        terms = self._terms(x, attended, values, Span(0, num_queries), Span(0, num_keys))
         if kv is None:
             return init_cache(terms, values, max_length=max_length)
         # All keys and values are there; queries will come.
@@ -121,15 +123,15 @@ class AttentionBase(Mixer):
         return dataclasses.replace(cache, length=TokenCount().length, num_queries=max_length)
 
     def _terms(
-        self, x: jax.Array, memory: jax.Array, values: Values, query_span: Span, key_span: Span
+        self, x: jax.Array, attended: jax.Array, values: Values, query_span: Span, key_span: Span
     ) -> Terms:
         """Returns what the alignment makes of queries and of the tokens attended to."""
         terms = self.alignment.copy(name="align", parent=self)(
             x,
-            jax.tree.leaves(values)[0] if self.shared_key_value else memory,
+            jax.tree.leaves(values)[0] if self.shared_key_value else attended,
             AttentionContext(self.num_heads, self.head_dim, query_span, key_span),
         )
-        check_types(terms)
+        check_terms(terms)
         return terms
 
     def _values(self, memory: jax.Array) -> Values:

@@ -14,7 +14,7 @@ import numpy as np
 from synthesizer_jax.alignments.base import dense_layer
 from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Explanation, Mask, Terms, explain
-from synthesizer_jax.attention.checks import check_types
+from synthesizer_jax.attention.checks import check_terms
 from synthesizer_jax.initializers import Initializer
 from synthesizer_jax.mixers.decoding import (
     decoding_mask,
@@ -88,7 +88,8 @@ class Mixer(nn.Module):
           kv: ``[batch, k, width]`` tokens to attend to; None means `x` (self-attention).
           mask: which keys may be seen and which queries are real; in self-attention the queries are
             real where the keys are.
-          bias: terms added to the logits (T5's relative bias), outside a mixture's weights.
+          bias: terms added to the logits, outside a mixture's weights: T5's relative bias, which the
+            stack makes.
 
         Returns:
           ``[batch, q, d_model]``.
@@ -264,7 +265,7 @@ class Mixer(nn.Module):
 
         Args:
           x: ``[batch, q, d_model]``.
-          kv: ``[batch, k, width]`` in cross-attention without a cache; None with a cache.
+          kv: ``[batch, k, width]`` in cross-attention without a cache; else None.
           mask: the mask, already that of self-attention, or of a step.
           bias: terms added to the logits.
           cache: to be extended; None without one.
@@ -286,7 +287,7 @@ class Mixer(nn.Module):
         name = type(self).__name__
         check_fields(self, name)
         if not isinstance(bias, tuple) or bias:
-            check_types(bias, of="bias is", remedy="give")
+            check_terms(bias, of="bias is", remedy="give")
         if cross and not self.has_cross_attention:
             raise ValueError(f"{name} mixes a sequence with itself; use Attention as cross_mixer")
         if bias and self.bias_heads is None:

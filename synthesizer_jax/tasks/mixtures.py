@@ -87,7 +87,7 @@ def _by_examples(*names: str) -> Rates:
 _OTHERS = _by_examples(*CO_TRAINED, C4)
 _PROPORTIONAL: Rates = {**_JOINT, **_OTHERS}
 
-MIXTURES: dict[str, Rates] = {
+MIXTURES: dict[str, Rates] = {  # `synthetic` adds its own
     "glue_v002_proportional": GLUE_RATES,
     "super_glue_v102_proportional": SUPER_GLUE_RATES,
     "super_glue_v102_proportional_sentinel": {

@@ -1,17 +1,13 @@
-"""What is prepared of a mixture, and the process that prepares the rest before a command needs it."""
+"""Which splits of a mixture's tasks are trained on and evaluated, and whether they are prepared."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
-import subprocess
-import sys
 from collections.abc import Collection, Mapping, Sequence
 
-from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.prepared import PreparedTasks
-from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
-from synthesizer_jax.tasks import synthetic, task_registry
+from synthesizer_jax.tasks import task_registry
 from synthesizer_jax.tasks.importers.layouts import find_importer
 
 MNLI = "glue_mnli_v002"
@@ -132,63 +128,3 @@ def is_current(
         and epochs in (None, info.epochs)
         and info.source == task.source_version(request.split, prepared.data_dir)
     )
-
-
-def prepare_missing(
-    config: DataConfig,
-    prepared: PreparedTasks,
-    vocabulary: Bytes | SentencePiece,
-    *,
-    training_splits: Sequence[str] = (),
-    evaluation_splits: Sequence[str] = (),
-    only: Collection[str] = (),
-    imports: Sequence[str] = (),
-) -> None:
-    """Prepares what is missing of a run's data, in a process of its own, which imports TensorFlow and ends.
-
-    Where no data sets are, what is prepared has to suffice.
-
-    Args:
-      config: what is read.
-      prepared: data directory and vocabulary.
-      vocabulary: the configuration of that vocabulary.
-      training_splits: splits to train on.
-      evaluation_splits: splits to evaluate on.
-      only: see `requested_splits`.
-      imports: packages and files that register tasks.
-
-    Raises:
-      FileNotFoundError: nothing is prepared, and there are no data sets.
-      ValueError: the process failed.
-    """
-    lengths = config.lengths
-    if config.mixture != synthetic.MIXTURE or synthetic.is_written(prepared.data_dir):
-        try:
-            requests = requested_splits(
-                config.mixture,
-                prepared.data_dir,
-                training_splits=training_splits,
-                evaluation_splits=evaluation_splits,
-                only=only,
-            )
-        except FileNotFoundError:
-            if prepared.rates(config.mixture) is None:
-                raise
-            return
-        rates = task_registry.mixture_rates(config.mixture, prepared.data_dir)
-        current = prepared.rates(config.mixture) == rates
-        if current and all(is_current(r, prepared, lengths=lengths) for r in requests):
-            return
-    command = [sys.executable, "-m", "synthesizer_jax", "data", "prepare", config.mixture]
-    command += ["--data-dir", str(prepared.data_dir), "--extra-ids", str(vocabulary.extra_ids)]
-    name = vocabulary.path if isinstance(vocabulary, SentencePiece) else "bytes"
-    command += ["--vocabulary", name]
-    command += [f"--inputs-length={lengths['inputs']}", f"--targets-length={lengths['targets']}"]
-    command += [f"--split={split}" for split in training_splits or ("",)]
-    command += [f"--evaluation-split={split}" for split in evaluation_splits or ("",)]
-    command += [f"--task={name}" for name in only]
-    command += [f"--import={name}" for name in imports]
-    if subprocess.run(command, check=False).returncode:
-        raise ValueError(
-            f"{config.mixture} could not be prepared, as said above; the command was: {' '.join(command)}"
-        )

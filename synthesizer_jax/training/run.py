@@ -55,7 +55,7 @@ def run(
 
     Raises:
       Preempted: after SIGTERM or SIGINT, with everything saved.
-      ValueError: the directory holds another run, or something does not fit. Nothing was written.
+      ValueError: the directory holds another run, or something does not fit. Nothing was written into it.
       InUseError: another process trains in the directory.
     """
     directory = storage_path(str(directory))  # also what `pathlib` makes of gs://…
@@ -72,7 +72,7 @@ def run(
         with stop.region():
             with processes.process_zero_first("directory"):
                 imported.add_imported(data_path)
-                experiment = run_directory.resolve_vocabulary(experiment, data_path)
+                experiment = run_directory.find_or_train_vocabulary(experiment, data_path)
                 run_directory.check_same_run(experiment, directory)
                 vocabulary = run_directory.open_vocabulary(experiment, directory)
             trainer = Trainer(experiment) if trainer is None else trainer

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import pathlib
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import jax
 
+from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.prepared import PreparedTasks
-from synthesizer_jax.data.vocabularies import Vocabulary
+from synthesizer_jax.data.vocabularies import SentencePiece, Vocabulary
 from synthesizer_jax.evaluation.evaluator import Evaluator
 from synthesizer_jax.evaluation.files import evaluation_folder, write_predictions, write_results
 from synthesizer_jax.evaluation.scoring import flatten_results
 from synthesizer_jax.runs import code
 from synthesizer_jax.runtime import processes
-from synthesizer_jax.tasks import imported
-from synthesizer_jax.tasks.splits import prepare_missing
+from synthesizer_jax.tasks import imported, synthetic, task_registry
+from synthesizer_jax.tasks.splits import is_current, requested_splits
 from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.run_directory import open_vocabulary, with_vocabulary_path
 from synthesizer_jax.training.state import TrainState
@@ -32,6 +35,9 @@ def prepare_data(
 ) -> PreparedTasks:
     """Prepares what is missing of the data of a run, and returns where it is.
 
+    A process of its own does it, which imports TensorFlow and ends. Where no data sets are, what is
+    prepared has to suffice.
+
     Args:
       experiment: with its vocabulary.
       vocabulary: the vocabulary itself.
@@ -39,24 +45,83 @@ def prepare_data(
       training_splits: splits to train on; None: the experiment's.
       evaluation_splits: splits to evaluate on; None: the experiment's.
       only: names of the tasks to prepare; empty: all.
+
+    Raises:
+      FileNotFoundError: nothing is prepared, and there are no data sets.
+      ValueError: the process failed.
     """
-    assert experiment.vocabulary is not None
-    train, evaluate = experiment.data.split, experiment.evaluation.split
+    splits = {
+        "training_splits": [experiment.data.split] if training_splits is None else training_splits,
+        "evaluation_splits": (
+            [experiment.evaluation.split] if evaluation_splits is None else evaluation_splits
+        ),
+    }
     prepared = PreparedTasks(data_dir, vocabulary)
     with processes.process_zero_first("data"):
-        prepare_missing(
-            experiment.data,
-            prepared,
-            experiment.vocabulary,
-            training_splits=(train,) if training_splits is None else training_splits,
-            evaluation_splits=(evaluate,) if evaluation_splits is None else evaluation_splits,
-            only=only,
-            imports=code.imported_names(),
-        )
+        if not _is_prepared(experiment.data, prepared, only=only, **splits):
+            command = _preparation(experiment, data_dir, only=only, **splits)
+            if subprocess.run(command, check=False).returncode:
+                raise ValueError(
+                    f"{experiment.data.mixture} could not be prepared, as said above; the command was: "
+                    f"{' '.join(command)}"
+                )
     return prepared
 
 
-def open_data(
+def _is_prepared(
+    data: DataConfig,
+    prepared: PreparedTasks,
+    *,
+    training_splits: Sequence[str],
+    evaluation_splits: Sequence[str],
+    only: Sequence[str],
+) -> bool:
+    if data.mixture == synthetic.MIXTURE and not synthetic.is_written(prepared.data_dir):
+        return False
+    try:
+        requests = requested_splits(
+            data.mixture,
+            prepared.data_dir,
+            training_splits=training_splits,
+            evaluation_splits=evaluation_splits,
+            only=only,
+        )
+    except FileNotFoundError:
+        if prepared.rates(data.mixture) is None:
+            raise
+        return True
+    rates = task_registry.mixture_rates(data.mixture, prepared.data_dir)
+    return prepared.rates(data.mixture) == rates and all(
+        is_current(request, prepared, lengths=data.lengths) for request in requests
+    )
+
+
+def _preparation(
+    experiment: Experiment,
+    data_dir: pathlib.Path,
+    *,
+    training_splits: Sequence[str],
+    evaluation_splits: Sequence[str],
+    only: Sequence[str],
+) -> list[str]:
+    """Returns the command that prepares a run's data."""
+    data, vocabulary = experiment.data, experiment.vocabulary
+    assert vocabulary is not None
+    name = vocabulary.path if isinstance(vocabulary, SentencePiece) else "bytes"
+    return [
+        *(sys.executable, "-m", "synthesizer_jax", "data", "prepare", data.mixture),
+        *("--data-dir", str(data_dir), "--extra-ids", str(vocabulary.extra_ids)),
+        *("--vocabulary", name),
+        f"--inputs-length={data.lengths['inputs']}",
+        f"--targets-length={data.lengths['targets']}",
+        *(f"--split={split}" for split in training_splits or ("",)),
+        *(f"--evaluation-split={split}" for split in evaluation_splits or ("",)),
+        *(f"--task={name}" for name in only),
+        *(f"--import={name}" for name in code.imported_names()),
+    ]
+
+
+def open_evaluator(
     experiment: Experiment,
     directory: pathlib.Path,
     data_dir: pathlib.Path,

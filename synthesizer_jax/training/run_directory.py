@@ -80,7 +80,7 @@ def start_from_run(directory: pathlib.Path) -> Experiment:
     return experiment.starting_from(str(directory))
 
 
-def resolve_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experiment:
+def find_or_train_vocabulary(experiment: Experiment, data_dir: pathlib.Path) -> Experiment:
     """Returns the experiment with the absolute path of its vocabulary.
 
     The synthetic mixture brings its own vocabulary, which is trained in `data_dir` where it is missing.
@@ -105,7 +105,7 @@ def open_vocabulary(experiment: Experiment, directory: pathlib.Path) -> Vocabula
     """Returns the vocabulary of a run.
 
     Args:
-      experiment: from `load_experiment` or `resolve_vocabulary`.
+      experiment: from `load_experiment` or `find_or_train_vocabulary`.
       directory: the run's, to which a relative path belongs.
 
     Raises:

@@ -23,8 +23,8 @@ from synthesizer_jax.training.experiment import InitRule
 from synthesizer_jax.training.run import run
 from synthesizer_jax.training.run_directory import (
     check_same_run,
+    find_or_train_vocabulary,
     load_experiment,
-    resolve_vocabulary,
     save_experiment,
 )
 from tests.training.tiny import encoder, experiment
@@ -188,7 +188,7 @@ def test_what_is_no_vocabulary_is_refused_before_it_is_copied(tmp_path):
     (tmp_path / "secret").write_bytes(b"root:x:0:0:root:/root:/bin/bash\n")
     recipe = replace(experiment(), vocabulary=SentencePiece(str(tmp_path / "secret")))
     with pytest.raises(ValueError, match=r"secret is damaged or no SentencePiece model"):
-        resolve_vocabulary(recipe, tmp_path)
+        find_or_train_vocabulary(recipe, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from synthesizer_jax.models import Encoder, Size, alignment, t5
 from synthesizer_jax.models.zoo import language_model
 from synthesizer_jax.registry import replace
 from synthesizer_jax.training.run import run
-from synthesizer_jax.training.run_data import open_data
+from synthesizer_jax.training.run_data import open_evaluator
 from tests.data import small
 from tests.training.tiny import experiment, logged
 
@@ -49,7 +49,7 @@ def trained(wanted, data_dir, directory):
     state = run(wanted, directory, data_dir=data_dir, visible=False)
     losses = list(logged(directory).values())
     assert len(losses) == 6 and np.isfinite(losses).all() and losses[-1] < losses[0]
-    evaluator = open_data(wanted, directory, data_dir)
+    evaluator = open_evaluator(wanted, directory, data_dir)
     results, _ = evaluator.measure(state.variables)
     perplexity = logged(directory, "small_letters/perplexity", "eval")[6]
     assert results[0].text_metrics["perplexity"] == pytest.approx(perplexity)
