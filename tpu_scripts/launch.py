@@ -51,7 +51,7 @@ python3 -m pip install --quiet --user uv
 RUN = """
 cd synthesizer_jax && flock -n run.lock rm -f run.exit || {{ echo "a run is going on"; exit 1; }}
 {flags}setsid nohup flock run.lock sh -c '"$0" "$@"; echo $? > run.exit' \
-.venv/bin/synthesizer-jax {command} >> run.log 2>&1 < /dev/null &
+"$PWD"/.venv/bin/synthesizer-jax {command} >> run.log 2>&1 < /dev/null &
 """
 STATUS = """
 cd synthesizer_jax 2> /dev/null && if flock -n run.lock true
@@ -60,7 +60,7 @@ else echo "run $(hostname) running"
 fi
 """
 STOP = """
-cd synthesizer_jax && pkill -TERM -f 'python[0-9.]* [^ ]*venv/bin/synthesizer-jax'
+cd synthesizer_jax && pkill -TERM -f "python[0-9.]* $PWD/.venv/bin/synthesizer-jax"
 flock -w 300 run.lock true
 """
 

@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -84,18 +85,19 @@ def test_a_host_runs_one_command_at_a_time_and_tells_how_it_ended(tmp_path):
     def told() -> str:
         return host(launch.STATUS).split()[-1]
 
-    def until(word: str) -> None:
+    def until(word: str, tell: Callable[[], str] = told) -> None:
         for _ in range(100):
-            if told() == word:
+            if word in tell().splitlines():
                 return
             time.sleep(0.1)
-        raise AssertionError(f"{told()} is not {word}")
+        raise AssertionError(f"{tell()} has no line {word}")
 
     assert told() == "idle"
     host(launch.RUN.format(flags="", command="train fail"))
     until("3")
     host(launch.RUN.format(flags="", command="train wait"))
     until("running")
+    until("began train wait", (tmp_path / "synthesizer_jax" / "run.log").read_text)
     assert "a run is going on" in host(launch.RUN.format(flags="", command="train"))
     host(launch.STOP)
     assert told() == "75"
