@@ -22,6 +22,7 @@ from synthesizer_jax.models.zoo import dot_product, language_model
 from synthesizer_jax.optimizers import AdamW, Linear
 from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Evaluation, Experiment
+from synthesizer_jax.typing import Length
 
 LENGTH = 256
 VOCAB_SIZE = 32_128
@@ -40,19 +41,19 @@ def wikitext(system: str) -> Experiment:
     return _train(_model(system, SMALL), WIKITEXT)
 
 
-def heads(head_dim: str, number: str = "4") -> Experiment:
+def heads(head_dim: Length, number: Length = 4) -> Experiment:
     """Dot products of a free head size at equal width on WikiText-2 (Bhojanapalli et al. 2020)."""
     return _train(_model("v", _with_heads(number, head_dim)), WIKITEXT)
 
 
-def talking_heads(head_dim: str, number: str) -> Experiment:
+def talking_heads(head_dim: Length, number: Length) -> Experiment:
     """Talking heads of a size and number on WikiText-2 (Shazeer et al. 2020)."""
     return _train(_model("heads", _with_heads(number, head_dim)), WIKITEXT)
 
 
-def masked(head_dim: str, number: str = "4") -> Experiment:
+def masked(head_dim: Length, number: Length = 4) -> Experiment:
     """BERT's masked language model on WikiText-2, with heads of a free size (Bhojanapalli et al. 2020)."""
-    model = bert(SMALL.d_model, int(number), int(head_dim), layers=SMALL.layers, dropout_rate=0.1)
+    model = bert(SMALL.d_model, number, head_dim, layers=SMALL.layers, dropout_rate=0.1)
     model = model.copy(vocab_size=VOCAB_SIZE, pooler=False)
     experiment = _train(model, WIKITEXT, objective="masked_lm", inputs=LENGTH)
     schedule = Linear(1e-4, total_steps=2000, warmup_steps=200)
@@ -65,8 +66,8 @@ def lm1b(system: str) -> Experiment:
     return _train(_model(system, PUBLISHED), "lm1b_v100_full_lm")
 
 
-def _with_heads(number: str, head_dim: str) -> Size:
-    return Size(SMALL.d_model, SMALL.layers, SMALL.d_ff, int(number), int(head_dim))
+def _with_heads(number: int, head_dim: int) -> Size:
+    return Size(SMALL.d_model, SMALL.layers, SMALL.d_ff, number, head_dim)
 
 
 def _model(system: str, size: Size) -> LanguageModel:

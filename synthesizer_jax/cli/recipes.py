@@ -94,8 +94,12 @@ def _load_module(name: str) -> tuple[ModuleType, Code]:
 
 
 def _call(module: ModuleType, call: str) -> object:
-    """Calls a recipe's function; ``call`` is its name, and arguments after colons."""
-    from synthesizer_jax.registry import check_types
+    """Calls a recipe's function; ``call`` is its name, and arguments after colons.
+
+    Arguments are texts, or what `parse_text` makes of them where the annotation is of another type.
+    """
+    from synthesizer_jax.cli.settings import parse_text
+    from synthesizer_jax.registry import check_types, field_types, matches_type
     from synthesizer_jax.runs.code import convert_errors
 
     name, *arguments = call.split(":")
@@ -113,11 +117,15 @@ def _call(module: ModuleType, call: str) -> object:
             f"{', '.join(known) or 'none'}"
         )
     try:
-        check_types(function, inspect.signature(function).bind(*arguments).arguments, name)
+        bound = inspect.signature(function).bind(*arguments)
+        for argument, text in bound.arguments.items():
+            if not matches_type(text, field_types(function, limits=True).get(argument, str)):
+                bound.arguments[argument] = parse_text(str(text))
+        check_types(function, bound.arguments, name)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
     with convert_errors(path):
-        return function(*arguments)
+        return function(*bound.args)
 
 
 def packaged_recipes() -> list[str]:

@@ -104,12 +104,12 @@ def _format_setting(value: object) -> str:
         text = json.dumps(to_json(value))
     except ValueError:  # a function, which JSON cannot hold
         return format_value(value)
-    if isinstance(value, str) and _parse_text(value) == value:
+    if isinstance(value, str) and parse_text(value) == value:
         return value
     return "none" if value is None else text
 
 
-def _parse_text(text: str) -> JSON:
+def parse_text(text: str) -> JSON:
     """Returns the value of an argument: JSON, a literal of Python, a word of `WORDS`, or the text."""
     for read in (json.loads, ast.literal_eval):
         with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
@@ -173,7 +173,7 @@ def _apply(changes: dict[str | None, Any], value: object, kind: Annotation, path
 def _parse_value(text: str, kind: Annotation, path: str) -> object:
     """Returns the value of an argument for a field of type `kind`."""
     options = union_members(kind) or (kind,)
-    value = from_json(_parse_text(text), path)
+    value = from_json(parse_text(text), path)
     for base, noun, known, remedy in NAMED:
         is_base = any(isinstance(option, type) and issubclass(option, base) for option in options)
         if isinstance(value, str) and is_base:

@@ -33,6 +33,8 @@ SESSION = [
     ("recipes quickstart", 0, "training.steps=6000 int: 1 to"),
     ("recipes papers.replacement:alr", 0, "replace.0.scope=mixer 'mixer' or 'sublayer' or 'layer'"),
     ("recipes papers.replacement:alr:encoder:huge", 2, "alr.size is 'huge', expected 'xs' or"),
+    ("recipes papers.language_modeling:heads:16", 0, "self_mixer.head_dim=16"),
+    ("recipes papers.language_modeling:heads:x", 2, "heads.head_dim is 'x', expected int"),
     ("recipes papers.translation:multi30k:x", 2, "there is no system 'x'; there are v, d, r"),
     ("train quickstrat --workdir runs/x", 2, "did you mean 'quickstart'"),
     ("train papers.replacement:alr --workdir runs/x", 2, "returns a Distillation, expected Exper"),
