@@ -79,6 +79,8 @@ def main() -> None:
     for name in ("multi30k", "wikitext", "glue", "super_glue"):
         if (folder := files / {"wikitext": "wikitext-2"}.get(name, name)).is_dir():
             command("data", "import", name, "--from", folder, *data)
+    if (files / "glue" / "SST-2").is_dir():
+        vocabulary("glue_sst2_v002", "sst.model", 8000)
     if (files / "multi30k").is_dir():
         vocabulary("multi30k_en_de", "multi30k.model", 4000)
     if (valid := files / "wikitext-2" / "valid.txt.gz").exists():
