@@ -37,7 +37,7 @@ SIZE = Size(d_model=128, layers=2, d_ff=512, heads=4, head_dim=32)
 LENGTH = 32  # tokens; longer sentences are cut
 PREFIX = 7
 """Tokens of "translate English to German:" with the vocabulary of the commands above; 5 with T5's."""
-STEPS = 5000
+STEPS = 4000
 
 
 def default() -> Experiment:
@@ -47,7 +47,7 @@ def default() -> Experiment:
 
 def multi30k(system: str, task: str = "multi30k_en_de") -> Experiment:
     """English to German captions, or another task, 2 + 2 layers of d 128."""
-    model = transformer(system, SIZE, LENGTH, vocab_size=4096, dropout=0.3, prefix=PREFIX)
+    model = transformer(system, SIZE, LENGTH, vocab_size=4096, dropout=0.1, prefix=PREFIX)
     return Experiment(
         model=model,
         vocabulary=SentencePiece("spm.model", extra_ids=0),
@@ -57,11 +57,11 @@ def multi30k(system: str, task: str = "multi30k_en_de") -> Experiment:
             LENGTH,
             batch_size=64,
             shards=1,
-            buckets=((16, 16), (24, 24)),
+            buckets=((20, 20), (20, 24), (24, 24), (24, 28)),
         ),
         training=Training(
             steps=STEPS,
-            optimizer=AdamW(Noam(SIZE.d_model, warmup_steps=1000, factor=0.5), b2=0.98, eps=1e-9),
+            optimizer=AdamW(Linear(4e-3, STEPS, warmup_steps=STEPS // 10), b2=0.98, eps=1e-9),
             label_smoothing=0.1,
             log_every=50,
             save_every=STEPS,
