@@ -98,7 +98,7 @@ def decode_rows(
         logits, cache = decoder.next(state.token, state.cache)
         allowed = lengths.forbid_early_end(logits, state.at)
         if sampling is None:
-            token = jnp.argmax(allowed, axis=-1)
+            token = _first_maximum(allowed)
         else:
             token = _draw(sampling, allowed, state.at, samples=samples, top_k=top_k)
         logp = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
@@ -132,6 +132,13 @@ def decode_rows(
     tokens = state.tokens.reshape(decoder.batch, samples, -1)
     scores = state.scores.reshape(decoder.batch, samples)
     return Sequences(tokens, scores, scores)
+
+
+def _first_maximum(x: jax.Array) -> jax.Array:
+    """Returns ``argmax(x, axis=-1)``, which XLA's CPU backend computes element by element."""
+    ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    last = x.shape[-1] - 1  # also of NaNs
+    return jnp.where(x == x.max(axis=-1, keepdims=True), ids, last).min(axis=-1)
 
 
 def _draw(

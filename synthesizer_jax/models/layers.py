@@ -102,9 +102,18 @@ class Dropout(nn.Module):
         """Applies dropout to ``[batch, length, d]``."""
         if self.rate == 0.0 or not self.has_rng("dropout"):
             return x
-        shape = x.shape if self.elementwise else (x.shape[0], 1, x.shape[2])
-        keep = jax.random.bernoulli(self.make_rng("dropout"), 1.0 - self.rate, shape)
-        return x * (keep.astype(jnp.float32) / (1.0 - self.rate)).astype(x.dtype)
+        key, probability = self.make_rng("dropout"), 1.0 - self.rate
+        if (
+            self.elementwise
+        ):  # a draw of 32 bits, which is most of the cost, decides on two positions
+            threshold = max(1, round(probability * 2**16))
+            shape = (x.shape[0], (x.shape[1] + 1) // 2, x.shape[2])
+            bits = jax.random.bits(key, shape)
+            bits = jnp.concatenate([bits & 0xFFFF, bits >> 16], axis=1)[:, : x.shape[1]]
+            keep, probability = bits < threshold, threshold / 2**16
+        else:
+            keep = jax.random.bernoulli(key, probability, (x.shape[0], 1, x.shape[2]))
+        return x * (keep.astype(jnp.float32) / probability).astype(x.dtype)
 
 
 @register

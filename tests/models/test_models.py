@@ -87,15 +87,24 @@ def test_dropout_drops_whole_features_and_keeps_the_mean():
     np.testing.assert_allclose(np.unique(dropped), [0, 4 / 3], rtol=1e-6)
 
 
+def test_elementwise_dropout_keeps_the_mean():
+    drop = Dropout(0.25, elementwise=True)
+    dropped = drop.apply({}, jnp.ones((64, 63, 64)), rngs={"dropout": jax.random.key(0)})
+    np.testing.assert_allclose(np.unique(dropped), [0, 4 / 3], rtol=1e-6)
+    for axis in range(3):
+        np.testing.assert_allclose(np.mean(dropped, axis), 1, atol=0.4)
+    np.testing.assert_allclose(np.mean(dropped), 1, atol=0.005)
+
+
 def test_elementwise_dropout_reaches_all_dropouts(monkeypatch):
     drawn = []
-    bernoulli = jax.random.bernoulli
-    draw = lambda key, p, shape: drawn.append(shape) or bernoulli(key, p, shape)
-    monkeypatch.setattr(jax.random, "bernoulli", draw)
+    bits = jax.random.bits
+    draw = lambda key, shape: drawn.append(shape) or bits(key, shape)
+    monkeypatch.setattr(jax.random, "bits", draw)
     model, tokens = hard_coded("base", dropout_rate=0.1, layers=1), jnp.ones((2, 3), jnp.int32)
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     jax.eval_shape(model.init, keys, tokens, tokens)
-    assert drawn and set(drawn) == {(2, 3, model.d_model)}
+    assert set(drawn) == {(2, 2, model.d_model)}
 
 
 def test_t5_parameter_names(batch):

@@ -55,6 +55,13 @@ def test_loss_and_gradient(smoothing):
     assert (sums.correct, sums.weight) == (hits.sum(), weights.sum())
 
 
+def test_of_equal_logits_the_first_is_predicted():
+    rng = np.random.default_rng(0)
+    logits, targets = rng.integers(0, 3, (1, 200, V)), rng.integers(0, V, (1, 200))
+    sums = cross_entropy(jnp.float32(logits), targets, weights=jnp.ones((1, 200)))
+    assert 0 < sums.correct == (logits.argmax(-1) == targets).sum()
+
+
 def chunked(logits, targets, *, chunk=4, **options):
     """The same losses in chunks, from hidden states that are the logits."""
     kernel = jnp.eye(V)
