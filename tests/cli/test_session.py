@@ -110,8 +110,7 @@ SESSION = [
     (GENERATE.format(f"random/{FINE_TUNED}"), 0, ""),
     ("distill quickstart --teacher runs/mine --workdir runs/x", 2, "expected Distillation"),
     (
-        "inspect runs/mine --data-dir DATA --mixture synthetic_co_training --examples 16 "
-        "--output heads.html",
+        "inspect runs/mine --data-dir DATA --mixture own_files --examples 6 --output heads.html",
         *(0, "page: "),
     ),
 ]

@@ -289,7 +289,12 @@ CORPORA: Mapping[str, tuple[Layout, ...]] = {
     "iwslt2016": tuple(
         _iwslt(2016, p, _TALKS[:6], (*_TALKS[6:], "QED.tst2016")) for p in PAIRS["iwslt2016"]
     ),
-    "iwslt2017": tuple(_iwslt(2017, p, _TALKS[:1], _TALKS[1:7]) for p in PAIRS["iwslt2017"]),
+    "iwslt2017": tuple(
+        _iwslt(2017, p, _TALKS[:7], (_TALKS[7], "TED.tst2017"))  # You et al. 2020
+        if "ja" in p
+        else _iwslt(2017, p, _TALKS[:1], _TALKS[1:7])  # Bozic et al. 2023
+        for p in PAIRS["iwslt2017"]
+    ),
     "wmt14": (
         _wmt("wmt14", "de", _WMT14, ("newstest2013",), "newstest2014"),
         _wmt("wmt14", "fr", (*_WMT14, *_FRENCH), ("newstest2013",), "newstest2014"),
