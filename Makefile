@@ -50,8 +50,8 @@ quick: lint types  ## in a minute: lint, types, the contract of three layers, on
 	$(BIN)/pytest -q -n 2 tests/layers/test_contract.py -k "test_contract and $(QUICK_LAYERS)"
 	$(BIN)/pytest -q "tests/training/test_recipes.py" -k "quickstart and random_vanilla"
 
-tests: $(STAMP)  ## the test suite, on two processes
-	$(BIN)/pytest -n 2 --dist worksteal -m "not hosts"
+tests: $(STAMP)  ## the test suite, on three processes: two compute, one may wait
+	$(BIN)/pytest -n 3 --dist worksteal -m "not hosts"
 
 optimized: $(STAMP)  ## oracles and gradients at XLA's default optimization level, as users compile
 	TESTS_OPTIMIZED=1 $(BIN)/pytest -q -n 2 --dist worksteal $(OPTIMIZED_TESTS)
