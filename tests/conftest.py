@@ -56,7 +56,7 @@ def room_for_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def synthetic_data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The synthetic data sets, prepared once for all processes of the tests; they are not to be changed."""
+    """A tenth of the synthetic data sets, prepared once for all processes; they are not to be changed."""
     from synthesizer_jax.data.prepared import PreparedTasks
     from synthesizer_jax.tasks import synthetic
 
@@ -68,7 +68,9 @@ def synthetic_data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         if not list(path.glob("prepared/*/mixtures/*.json")):  # written last
             from synthesizer_jax.tasks.prepare import prepare
 
-            synthetic.write(path)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(synthetic, "SIZES", {k: n // 10 for k, n in synthetic.SIZES.items()})
+                synthetic.write(path)
             prepare(synthetic.MIXTURE, PreparedTasks(path, synthetic.vocabulary(path).build()))
     return path
 

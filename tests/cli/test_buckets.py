@@ -32,7 +32,18 @@ def losses(text: bytes, directory: pathlib.Path) -> list[tuple[int, float]]:
     return [(r["step"], r["loss"]) for r in records]
 
 
-def test_a_run_in_a_bucket_goes_on(store, tmp_path) -> None:
+WRONG = {
+    train("gs://nobucket/run", 8): "gs://nobucket/run",
+    train(
+        "s3://bucket/run", 8
+    ): "s3:/bucket/run is not a path on a disk or in Google Cloud Storage",
+    train("gs://bucket", 8): "gs://bucket is not a path on a disk or in Google Cloud Storage",
+    "eval --workdir gs://bucket/nothing": "gs://bucket/nothing holds no experiment.json",
+    "doctor --workdir gs://nobucket/new": "gs://nobucket/new",
+}
+
+
+def test_a_run_in_a_bucket_and_what_a_user_gets_wrong(store, tmp_path) -> None:
     store.put("bucket/run/checkpoints/8/state/half", b"")  # as a save that is cut off leaves it
     page = tmp_path / "report.html"
     commands = (
@@ -43,9 +54,19 @@ def test_a_run_in_a_bucket_goes_on(store, tmp_path) -> None:
         "generate --workdir gs://bucket/run sentence",
         f"report gs://bucket/run --output {page}",
     )
-    ended = run_all(tmp_path, commands, **store.environment)
-    assert [code for code, _ in ended] == [0] * 6, ended
-    said = "".join(text for _, text in ended)
+    doctor = "doctor --workdir gs://bucket/new"
+    ended = run_all(tmp_path, [doctor, *WRONG, *commands], **store.environment)
+
+    (code, healthy), *ended = ended
+    assert code == 0 and "gs://bucket/new is writable\n" in healthy
+    wrong, right = ended[: len(WRONG)], ended[len(WRONG) :]
+    for (code, text), (command, part) in zip(wrong, WRONG.items(), strict=True):
+        errors = [line for line in text.splitlines() if line.startswith("error: ")]
+        assert (code, len(errors)) == (2, 1) and part in text, f"{command}: {text}"
+    assert {name.split("/")[1] for name in store.names()} == {"data", "run"}
+
+    assert [code for code, _ in right] == [0] * 6, right
+    said = "".join(text for _, text in right)
     assert "gs://bucket/run has finished its 8 steps: score " in said
     assert "predictions: gs://bucket/run/evaluation/8/part/TASK.jsonl" in said
     assert page.exists()
@@ -58,30 +79,3 @@ def test_a_run_in_a_bucket_goes_on(store, tmp_path) -> None:
     _, text = store.objects[f"bucket/run/{METRICS_FILE}"]
     undisturbed = (tmp_path / "undisturbed" / METRICS_FILE).read_bytes()
     assert losses(text, tmp_path) == losses(undisturbed, tmp_path)
-
-
-WRONG = {
-    train("gs://nobucket/run", 8): "gs://nobucket/run",
-    train(
-        "s3://bucket/run", 8
-    ): "s3:/bucket/run is not a path on a disk or in Google Cloud Storage",
-    train("gs://bucket", 8): "gs://bucket is not a path on a disk or in Google Cloud Storage",
-    "eval --workdir gs://bucket/nothing": "gs://bucket/nothing holds no experiment.json",
-    "doctor --workdir gs://nobucket/new": "gs://nobucket/new",
-}
-
-
-def runs_in(store) -> list[str]:
-    return [name for name in store.names() if not name.startswith("bucket/data/")]
-
-
-def test_what_a_user_gets_wrong(store, tmp_path) -> None:
-    before = runs_in(store)
-    (code, healthy), *ended = run_all(
-        tmp_path, ["doctor --workdir gs://bucket/new", *WRONG], **store.environment
-    )
-    assert code == 0 and "gs://bucket/new is writable\n" in healthy
-    for (code, text), (command, part) in zip(ended, WRONG.items(), strict=True):
-        errors = [line for line in text.splitlines() if line.startswith("error: ")]
-        assert (code, len(errors)) == (2, 1) and part in text, f"{command}: {text}"
-    assert runs_in(store) == before
