@@ -97,9 +97,9 @@ def attend(
 ) -> jax.Array:
     """Computes attention, ``out[b, q, h] = Σ_k softmax_k(Σ terms)[b, h, q, k] · values[b, k, h]``.
 
-    Logits and softmax are float32 or wider; exponentials have the values' dtype where they multiply the
-    values. A query that is padding, and one without a key, gets
-    zeros and gives no gradient. All routes give the same answer, up to rounding:
+    Logits and softmax are float32 or wider, rounded to the values' dtype where they multiply the values.
+    A query that is padding, and one without a key, gets zeros and gives no gradient. All routes give
+    the same answer, up to rounding:
 
     * ``static``, for parameters only (`Static`, `Relative`, parameters' `LowRank`): one softmax for
       all examples; falls back to the fused route where that could lose digits.

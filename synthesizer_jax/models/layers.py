@@ -103,9 +103,8 @@ class Dropout(nn.Module):
         if self.rate == 0.0 or not self.has_rng("dropout"):
             return x
         key, probability = self.make_rng("dropout"), 1.0 - self.rate
-        if (
-            self.elementwise
-        ):  # a draw of 32 bits, which is most of the cost, decides on two positions
+        if self.elementwise:
+            # Drawing is most of the cost: one draw of 32 bits decides on two positions.
             threshold = max(1, round(probability * 2**16))
             shape = (x.shape[0], (x.shape[1] + 1) // 2, x.shape[2])
             bits = jax.random.bits(key, shape)

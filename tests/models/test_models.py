@@ -94,6 +94,8 @@ def test_elementwise_dropout_keeps_the_mean():
     for axis in range(3):
         np.testing.assert_allclose(np.mean(dropped, axis), 1, atol=0.4)
     np.testing.assert_allclose(np.mean(dropped), 1, atol=0.005)
+    # Two positions that share a draw of 32 bits are dropped independently.
+    np.testing.assert_allclose(np.mean(dropped[:, :31] != dropped[:, 32:]), 2 * 3 / 16, atol=0.01)
 
 
 def test_elementwise_dropout_reaches_all_dropouts(monkeypatch):
