@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import matplotlib as mpl
 import report
 from ledger_tables import Table
-from matplotlib import pyplot
 from matplotlib.figure import Figure
 from scipy import stats
 
@@ -62,6 +62,11 @@ def values_by_seed(table: Table, system: str, results: Mapping[str, Any]) -> dic
     }
 
 
+def differences(values: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
+    """Returns the differences of the seeds that both have."""
+    return [values[seed] - baseline[seed] for seed in values if seed in baseline]
+
+
 def standard_error(values: Sequence[float]) -> float | None:
     """Returns the standard error of a mean; None of fewer than two values."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
@@ -102,7 +107,7 @@ def rows_of(table: Table, results: Mapping[str, Any]) -> Iterator[dict[str, Any]
         if values := values_by_seed(table, run.system, results):
             row |= {"seeds": len(values), "score": with_error(list(values.values()), table.form)}
             row["paper"] = table.paper.get(run.system)
-            shared = [values[s] - baseline[s] for s in values if s in baseline]
+            shared = differences(values, baseline)
             if run != first and shared:
                 row["difference"] = with_error(shared, "+" + table.form)
                 if row["paper"] is not None and first.system in table.paper:
@@ -162,16 +167,15 @@ def section(name: str, table: Table, results: Mapping[str, Any]) -> str:
 
 def draw_overview(tables: Mapping[str, Table], results: Mapping[str, Any]) -> None:
     """Draws how far systems are from the first of their tables, here and in the papers."""
-    figure: Figure
-    figure, panels = pyplot.subplots(1, len(OVERVIEW), figsize=(9, 3.4), layout="constrained")
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    panels = figure.subplots(1, len(OVERVIEW))
     for axes, name in zip(panels, OVERVIEW, strict=True):
         table = tables[name]
         first, *others = table.runs([0])
         baseline = values_by_seed(table, first.system, results)
         drawn = []
         for run in reversed(others):
-            found = values_by_seed(table, run.system, results)
-            own = [found[s] - baseline[s] for s in found if s in baseline]
+            own = differences(values_by_seed(table, run.system, results), baseline)
             if not own or (published := table.paper.get(run.system)) is None:
                 continue
             y, error = len(drawn), standard_error(own)
@@ -189,19 +193,18 @@ def draw_overview(tables: Mapping[str, Table], results: Mapping[str, Any]) -> No
 
 
 def save_svg(figure: Figure, path: pathlib.Path) -> None:
-    """Writes a figure, and closes it."""
+    """Writes a figure; the same numbers make the same picture, and its text stays text."""
     path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+    with mpl.rc_context({"svg.hashsalt": "ledger", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None})
     text = path.read_text(encoding="utf-8")
     report.write_file(path, re.sub(r"[ \t]+$", "", text, flags=re.M))
-    pyplot.close(figure)
 
 
 def draw_curves(table: Table, results: Mapping[str, Any], path: pathlib.Path) -> bool:
     """Draws the curves of a table's systems, with the range of the seeds; False: there are none."""
-    figure: Figure
-    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
-    colors = pyplot.get_cmap("tab20").colors
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes, colors = figure.subplots(), mpl.colormaps["tab20"].colors
     drawn = 0
     for color, run in zip(colors * 2, table.runs([0]), strict=False):
         curves = [dict(map(tuple, e["curve"])) for e in results["runs"].get(run.name, {}).values()]
@@ -219,7 +222,6 @@ def draw_curves(table: Table, results: Mapping[str, Any], path: pathlib.Path) ->
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
         save_svg(figure, path)
-    pyplot.close(figure)
     return drawn > 0
 
 
@@ -262,8 +264,6 @@ def coverage(tables: Mapping[str, Table], results: Mapping[str, Any]) -> str:
 
 def write(tables: Mapping[str, Table], results: Mapping[str, Any]) -> None:
     """Writes the pages and pictures."""
-    # The same numbers make the same picture, and its text stays text.
-    pyplot.rcParams.update({"svg.hashsalt": "ledger", "svg.fonttype": "none"})
     notes = json.loads((HERE / "ledger_notes.json").read_text(encoding="utf-8"))
     sections = [
         text + (f"\n{notes[name]}\n" if name in notes else "")
