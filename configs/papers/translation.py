@@ -5,7 +5,7 @@
     synthesizer-jax train papers.translation:multi30k:rv --workdir runs/rv --data-dir DATA \\
         --set vocabulary.path=spm.model
 
-Hardware and time: `multi30k` takes twenty minutes on two CPU cores. `base` is Tensor2Tensor's base model,
+Hardware and time: `multi30k` takes half an hour on one CPU core. `base` is Tensor2Tensor's base model,
 for eight accelerators; `large` and `small` are the two settings of You et al., which compare post-norm
 models. Their batches are packed: the papers' 4,096 tokens for each of eight devices are 128 rows of 256.
 Tasks are ``wmt14_ende_v003``, ``wmt14_enfr_v003``, ``wmt16_enro_v003``, ``iwslt2016_en_de``,
