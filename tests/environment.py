@@ -9,14 +9,15 @@ FAST_COMPILE = {} if OPTIMIZED else {"xla_backend_optimization_level": 0}
 """Compiler options of tests that compile much and compute little."""
 
 COMMANDS = """
-import json, sys
+import json, os, sys
 from synthesizer_jax.cli.main import run
 for command in json.load(open(sys.argv[1])):
     sys.argv[1:] = command
     try:
         run()
     except SystemExit as end:
-        print("=== exit", end.code, flush=True)
+        sys.stdout.flush()
+        os.write(1, f"=== exit {end.code}\\n".encode())  # whole, whatever other threads print
 """
 """A program that runs the commands that a JSON file lists: libraries are loaded once."""
 

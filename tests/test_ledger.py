@@ -39,12 +39,11 @@ def test_systems_are_compared_seed_by_seed():
     assert rows["D"]["difference"] == "+0.0" and "order" not in rows["D"]
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", [n for n in TABLES if n != "bottleneck"])
 def test_the_runs_of_a_table_can_be_made(name):
     for run in TABLES[name].runs([0]):
-        if run.compute is None:
-            recipe, _ = load_with_code(run.recipe, run.settings, kinds=(Experiment, Distillation))
-            assert isinstance(recipe, Distillation) == (run.teacher is not None)
+        recipe, _ = load_with_code(run.recipe, run.settings, kinds=(Experiment, Distillation))
+        assert isinstance(recipe, Distillation) == (run.teacher is not None)
 
 
 def test_coverage_says_works_only_where_something_shows_it():

@@ -53,6 +53,10 @@ SESSION = [
     ("data import glue --from . --name x", 2, "glue is imported as it is published; --name"),
     ("data import mine --from . --target {x}", 2, "'data import mine' needs --name"),
     (IMPORT, 0, "train with --set data.mixture=own_files"),
+    (
+        IMPORT.replace("own_files", "others").replace("b.csv", "a.jsonl"),
+        *(0, "train with --set data.mixture=others"),
+    ),
     ("data list own_files --data-dir DATA", 0, "train 40, validation 6"),
     ("data list", 0, "mixtures: "),
     ("data show own_files --data-dir DATA --rows 1", 0, "lengths of 40 rows in bytes"),
@@ -110,7 +114,7 @@ SESSION = [
     (GENERATE.format(f"random/{FINE_TUNED}"), 0, ""),
     ("distill quickstart --teacher runs/mine --workdir runs/x", 2, "expected Distillation"),
     (
-        "inspect runs/mine --data-dir DATA --mixture own_files --examples 6 --output heads.html",
+        "inspect runs/mine --data-dir DATA --mixture others --examples 16 --output heads.html",
         *(0, "page: "),
     ),
 ]

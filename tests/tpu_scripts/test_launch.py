@@ -73,10 +73,16 @@ sys.exit(3 if "fail" in sys.argv else 0)
 
 
 def test_a_host_runs_one_command_at_a_time_and_tells_how_it_ended(tmp_path):
-    program = tmp_path / "synthesizer_jax" / ".venv" / "bin" / "synthesizer-jax"
-    program.parent.mkdir(parents=True)
-    program.write_text(PROGRAM.format(python=sys.executable))
-    program.chmod(0o755)
+    programs = [
+        tmp_path / name / ".venv" / "bin" / "synthesizer-jax"
+        for name in ("synthesizer_jax", "mine")
+    ]
+    for program in programs:
+        program.parent.mkdir(parents=True)
+        program.write_text(PROGRAM.format(python=sys.executable))
+        program.chmod(0o755)
+    mine = subprocess.Popen([programs[1], "train", "wait"], stdout=subprocess.PIPE, text=True)
+    assert mine.stdout.readline() == "began train wait\n"
 
     def host(script: str) -> str:
         command = ["bash", "-c", script.strip()]
@@ -101,6 +107,9 @@ def test_a_host_runs_one_command_at_a_time_and_tells_how_it_ended(tmp_path):
     assert "a run is going on" in host(launch.RUN.format(flags="", command="train"))
     host(launch.STOP)
     assert told() == "75"
+    assert mine.poll() is None, "only runs in the launcher's folder are stopped"
+    mine.kill()
+    mine.communicate()
     host(launch.RUN.format(flags="", command="train"))
     until("0")
 
