@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import atexit
+import gc
 import itertools
 import os
 import pathlib
@@ -31,10 +32,14 @@ FLAGS = ["--xla_force_host_platform_device_count=8"]
 if not OPTIMIZED:
     FLAGS.append("--xla_backend_optimization_level=0")
 if not OPTIMIZED and jax.__version_info__ < (0, 11):
-    # Without MLIR for fusions compiling takes half the time. Later versions of XLA do not know the
-    # flag, and end the process on flags that they do not know.
+    # Without MLIR for fusions and without threads, of which there are as many as cores, compiling takes
+    # half the time. Later versions of XLA do not know the former, and end the process on such flags.
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+    FLAGS.append("--xla_cpu_parallel_codegen_split_count=1")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))  # read when the first program is compiled
+
+gc.set_threshold(50_000)
+"""Tracing makes many objects that live on: Python's 700 cost a twelfth of the time."""
 
 MAPPINGS = pathlib.Path("/proc/self/maps")
 MOST_MAPPINGS = 40_000
