@@ -127,7 +127,7 @@ def read_run(run: Run, directory: pathlib.Path) -> dict[str, Any]:
 def make_runs(tables: list[Table], args: argparse.Namespace) -> None:
     """Makes the runs of tables that are not known, those of the first seed first.
 
-    What they start from is made before, once, even if it is known: its directory is needed.
+    What they start from is made first, even if it is known: its directory is needed.
     """
     results = load()
     runs = [run for table in tables for run in table.runs(args.seeds)]
@@ -140,10 +140,15 @@ def make_runs(tables: list[Table], args: argparse.Namespace) -> None:
     failed = 0
     starts = {run.directory: run for r in missing for run in (r.teacher, r.init_from) if run}
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
-        list(pool.map(lambda run: make(run, args), starts.values()))
-        futures = {
-            pool.submit(make, run, args): run for run in sorted(missing, key=lambda r: r.seed)
-        }
+        made = {place: pool.submit(make, run, args) for place, run in starts.items()}
+
+        def make_after(run: Run) -> dict[str, Any]:
+            for start in filter(None, (run.teacher, run.init_from)):
+                made[start.directory].result()
+            return made[run.directory].result() if run.directory in made else make(run, args)
+
+        order = lambda r: (r.seed, r.teacher is not None or r.init_from is not None)
+        futures = {pool.submit(make_after, run): run for run in sorted(missing, key=order)}
         for future in concurrent.futures.as_completed(futures):
             run = futures[future]
             if isinstance(error := future.exception(), ValueError):

@@ -235,7 +235,7 @@ def coverage(tables: Mapping[str, Table], results: Mapping[str, Any]) -> str:
         runs = [r for r in tables[name].runs([0]) if system in ("", r.system)] if name else []
         assert bool(runs) == bool(name), line
         seeds = max((len(results["runs"].get(run.name, {})) for run in runs), default=0)
-        timed = any(run.name in results["speed"] for run in runs)
+        timed = any(run.name in results["speed"] for run in runs if not run.metric)
         shown = ", ".join(filter(None, (name, seeds and f"{seeds} seed{'s' * (seeds > 1)}")))
         needs_run = name or command.startswith("recipes papers.")
         verdict = "works" if command and (seeds or timed or not needs_run) else "not run"
