@@ -14,6 +14,7 @@ from synthesizer_jax.version import __version__
 if TYPE_CHECKING:
     from synthesizer_jax.alignments import (
         ALIGNMENTS,
+        ALiBi,
         Alignment,
         Bilinear,
         Dense,
@@ -71,6 +72,7 @@ __all__ = [
     "ALIGNMENTS",
     "MIXERS",
     "ZOO",
+    "ALiBi",
     "Alignment",
     "Attention",
     "Bilinear",

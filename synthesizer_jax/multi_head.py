@@ -170,12 +170,11 @@ def check_fields(layer: MultiHeadAttention | NnxMultiHeadAttention) -> None:
         )
     name = f"MultiHeadAttention: alignment={type(alignment).__name__}"
     is_dot_product = isinstance(alignment, DotProduct)
-    if is_dot_product and alignment.copy(scale=None, name=None, parent=None) != DotProduct(
-        parent=None
-    ):
+    own = {"scale": None, "rotary_base": None, "name": None, "parent": None}
+    if is_dot_product and alignment.copy(**own) != DotProduct(parent=None):
         raise ValueError(
-            f"{name}: the projections belong to the layer; set only scale on DotProduct, and "
-            "qkv_features, kernel_init and use_bias on the layer, or use Attention"
+            f"{name}: the projections belong to the layer; set only scale and rotary_base on DotProduct, "
+            "and qkv_features, kernel_init, use_bias and normalize_qk on the layer, or use Attention"
         )
     for field, default in (
         ("attention_fn", attention_fn),
@@ -254,7 +253,7 @@ def attend_with_alignment(
         x, y = project("query", x), project("key", y)
     x, y, values = (merge_batch_axes(array, batch) for array in (x, y, values))
     spans = Span(index, q_length), Span(0, length)
-    terms = align(x, y, AttentionContext(layer.num_heads, values.shape[-1], *spans))
+    terms = align(x, y, AttentionContext(layer.num_heads, values.shape[-1], *spans, index))
     mask = as_mask(mask, (*batch, layer.num_heads, q_length, length))
     mask = dataclasses.replace(mask, causal=mask.causal or is_causal)
     if cache:

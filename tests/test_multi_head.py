@@ -178,7 +178,7 @@ def test_dropout_of_an_alignment_is_that_of_t5():
 
 
 ALIGNMENTS = {
-    "DotProduct": sj.DotProduct(scale=0.3),
+    "DotProduct": sj.DotProduct(scale=0.3, rotary_base=100.0),
     "Dense": sj.Dense(max_length=8),
     "Random": sj.Random(max_length=8, trainable=False),
     "Gaussian": sj.Gaussian(),
@@ -191,7 +191,7 @@ ALIGNMENTS = {
 def test_alignments_equal_attention_and_steps_the_full_pass(name):
     """Linen equals `Attention`, NNX equals Linen; decoding steps of both equal the full pass."""
     alignment, x = ALIGNMENTS.get(name), tokens(0, B, Q, 10)
-    fields = {"qkv_features": 12, "use_bias": False, "alignment": alignment}
+    fields = {"qkv_features": 16, "use_bias": False, "alignment": alignment}
     layer = sj.MultiHeadAttention(4, **fields)
     variables = layer.init(jax.random.key(0), x)
     causal, lengths = nn.make_causal_mask(jnp.ones((B, Q))), jnp.array([Q, 3])
@@ -209,7 +209,7 @@ def test_alignments_equal_attention_and_steps_the_full_pass(name):
         params = dict(variables["params"])
         if name == "DotProduct":
             params = {"align": {n: params.pop(n) for n in ("query", "key")}, **params}
-        attention = sj.Attention(4, 3, alignment=alignment)
+        attention = sj.Attention(4, 4, alignment=alignment)
         close(attention.apply({**variables, "params": params}, x, mask=masks[2]), whole)
 
     decoder = layer.copy(decode=True)
@@ -326,7 +326,7 @@ def test_grouped_queries_and_causal_masks_equal_flax():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"alignment": sj.DotProduct(head_dim=5)}, "set only scale on DotProduct"),
+        ({"alignment": sj.DotProduct(head_dim=5)}, "set only scale and rotary_base on DotProduct"),
         ({"alignment": sj.Random}, "is not an Alignment; pass an object"),
         ({"alignment": sj.Random(8), "normalize_qk": True}, "normalize_qk exclude each other"),
         (

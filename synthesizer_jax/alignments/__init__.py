@@ -6,11 +6,12 @@ from synthesizer_jax.alignments.dot_product import Bilinear, DotProduct
 from synthesizer_jax.alignments.gaussian import Gaussian, GaussianBias
 from synthesizer_jax.alignments.mixture import Mixture, PerHead
 from synthesizer_jax.alignments.random import FactorizedRandom, Random
-from synthesizer_jax.alignments.relative_bias import RelativeBias
+from synthesizer_jax.alignments.relative_bias import ALiBi, RelativeBias
 
 ALIGNMENTS: dict[str, type[Alignment]] = {
     cls.__name__: cls
     for cls in (
+        ALiBi,
         Bilinear,
         Dense,
         DotProduct,

@@ -28,12 +28,15 @@ class AttentionContext:
       head_dim: width of one head, the default width of what an alignment projects to.
       query_span: in-sequence positions of the queries.
       key_span: in-sequence positions of all keys, cached ones included.
+      keys_start: position of the first of the tokens that are given as keys: the queries' in
+        self-attention, where cached ones are not given again, and 0 in cross-attention.
     """
 
     num_heads: int
     head_dim: int
     query_span: Span
     key_span: Span
+    keys_start: int | jax.Array = 0
 
     @property
     def distance_range(self) -> tuple[int, int]:
@@ -59,7 +62,8 @@ class Alignment(nn.Module):
 
     Attributes:
       makes_logits: False if the terms are weights, to which no position bias can be added.
-      linear_in: names of parameters, or of submodules: multiplying all of them multiplies the logits.
+      linear_in: names of parameters, or of submodules; multiplying the first that there is multiplies the
+        logits.
     """
 
     makes_logits: ClassVar[bool] = True
@@ -75,14 +79,13 @@ class Alignment(nn.Module):
         Raises:
           ValueError: no parameters do that.
         """
-        names = [name for name in self.linear_in if name in params]
-        if not names:
+        name = next((name for name in self.linear_in if name in params), None)
+        if name is None:
             raise ValueError(
                 f"{type(self).__name__}: no parameters of it scale its logits, so a mixture with it cannot "
                 "start as the model without it"
             )
-        scaled = {name: jax.tree.map(lambda x: x * factor, params[name]) for name in names}
-        return {**params, **scaled}
+        return {**params, name: jax.tree.map(lambda x: x * factor, params[name])}
 
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
         """Returns the terms whose sum is the logits.

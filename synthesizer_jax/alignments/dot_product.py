@@ -8,9 +8,11 @@ import jax.numpy as jnp
 
 from synthesizer_jax.alignments.base import Alignment, AttentionContext, project
 from synthesizer_jax.attention import Terms, low_rank
+from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
+from synthesizer_jax.norms import RMSNorm
 from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Length
+from synthesizer_jax.typing import Length, Positive
 
 
 @register
@@ -25,6 +27,11 @@ class DotProduct(Alignment):
       scale: factor of the logits; None means 1/√head_dim (Vaswani et al. 2017). T5 uses 1 and puts
         the factor into the query's initializer.
       use_bias: biases in both projections, as in BERT.
+      normalize_qk: RMS normalization of every head's queries and keys, with a learned factor for each of
+        their features, as in Qwen 3 and Gemma 3 (Dehghani et al. 2023 use LayerNorm).
+      rotary_base: base of rotary positions (Su et al. 2021, RoFormer), 10,000 in the paper: features i
+        and ``i + head_dim / 2`` are rotated by ``position · base^(-2 i / head_dim)``, as in Llama; None:
+        no rotation.
       query_init: initializer of the query kernel ``[d_model, heads · head_dim]``.
       key_init: initializer of the key kernel.
     """
@@ -32,9 +39,11 @@ class DotProduct(Alignment):
     head_dim: Length | None = None
     scale: float | None = None
     use_bias: bool = False
+    normalize_qk: bool = False
+    rotary_base: Positive | None = None
     query_init: Initializer = FanIn()
     key_init: Initializer = FanIn()
-    linear_in = ("key",)
+    linear_in = ("key_norm", "key")
 
     @nn.compact
     def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
@@ -57,10 +66,39 @@ class DotProduct(Alignment):
                 kernel_init=self.key_init,
                 use_bias=self.use_bias,
             )
-        scale = width**-0.5 if self.scale is None else self.scale
+        if self.normalize_qk:
+            queries, keys = RMSNorm(name="query_norm")(queries), RMSNorm(name="key_norm")(keys)
+        if self.rotary_base is not None:
+            queries = rotate(queries, context.query_span.start, base=self.rotary_base)
+            keys = rotate(keys, context.keys_start, base=self.rotary_base)
+        scale = queries.shape[-1] ** -0.5 if self.scale is None else self.scale
         if scale != 1.0:
             queries = queries * scale
         return (low_rank(queries, keys, token_keys=True),)
+
+
+def rotate(x: jax.Array, start: int | jax.Array, *, base: float) -> jax.Array:
+    """Rotates pairs of features by their position, so that products depend on distances.
+
+    Args:
+      x: ``[batch, n, heads, width]``; feature i and ``i + width / 2`` are a pair.
+      start: position of the first of the n tokens.
+      base: pair i turns by ``base^(-2 i / width)`` radians per position.
+
+    Raises:
+      ValueError: the width is odd.
+    """
+    length, width = x.shape[1], x.shape[-1]
+    if width % 2:
+        raise ValueError(f"DotProduct: rotary positions need an even head_dim, not {width}")
+    dtype = logits_dtype(x)
+    position = (start + jnp.arange(length)).astype(dtype)
+    speed = base ** (-jnp.arange(0, width, 2, dtype=dtype) / width)
+    angle = position[None, :, None, None] * speed[None, None, None]
+    first, second = jnp.split(x.astype(dtype), 2, axis=-1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 @register

@@ -1,13 +1,16 @@
-"""T5's relative position bias."""
+"""Biases that depend on the distance of query and key: T5's, which is learned, and ALiBi's."""
 
 from __future__ import annotations
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from synthesizer_jax.alignments.base import Alignment, AttentionContext
 from synthesizer_jax.attention import Terms, relative
-from synthesizer_jax.attention.relative import buckets_between
+from synthesizer_jax.attention.relative import arange, buckets_between
+from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.initializers import GlorotUniform, Initializer
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
@@ -51,3 +54,29 @@ class RelativeBias(Alignment):
             bidirectional=self.bidirectional,
         )
         return (relative(table[:, buckets], first=first),)
+
+
+@register
+class ALiBi(Alignment):
+    """A fixed penalty that grows with the distance, ``logits_h = -m_h · |key − query|``.
+
+    Press et al. 2022, *Train Short, Test Long*, section 3; add it to a dot product,
+    ``Mixture((DotProduct(), ALiBi()), weights="sum")``. The slopes are ``m_h = 2^(-8 h / heads)`` for
+    heads 1, 2, …; if their number is no power of two, those of the power below come first, and then
+    every second one of the power above, as in the released code.
+    """
+
+    @nn.compact
+    def __call__(self, queries: jax.Array, keys: jax.Array, context: AttentionContext) -> Terms:
+        first, last = context.distance_range
+        dtype = logits_dtype(queries)
+        distance = jnp.abs(arange(first, last + 1)).astype(dtype)
+        slopes = jnp.asarray(alibi_slopes(context.num_heads), dtype)
+        return (relative(-slopes[:, None] * distance[None], first=first),)
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """Returns the slope of every head, ``[heads]``."""
+    of = lambda n: 2.0 ** (-8.0 / n * np.arange(1, n + 1))
+    below = 2 ** (num_heads.bit_length() - 1)
+    return np.concatenate([of(below), of(2 * below)[::2][: num_heads - below]])

@@ -97,7 +97,12 @@ class AttentionBase(Mixer):
             num_keys, limit = cache.capacity, cache.num_queries
         query_span = Span(position, _num_positions(mask, x.shape[1]), limit)
         terms = self._terms(
-            x, attended, values, query_span, Span(0, _num_positions(mask, num_keys))
+            x,
+            attended,
+            values,
+            query_span,
+            Span(0, _num_positions(mask, num_keys)),
+            keys_start=position if kv is None else 0,
         )
         if cache is not None:
             terms, values, mask, cache = _extend(
@@ -123,13 +128,19 @@ class AttentionBase(Mixer):
         return dataclasses.replace(cache, length=TokenCount().length, num_queries=max_length)
 
     def _terms(
-        self, x: jax.Array, attended: jax.Array, values: Values, query_span: Span, key_span: Span
+        self,
+        x: jax.Array,
+        attended: jax.Array,
+        values: Values,
+        query_span: Span,
+        key_span: Span,
+        keys_start: int | jax.Array = 0,
     ) -> Terms:
         """Returns what the alignment makes of queries and of the tokens attended to."""
         terms = self.alignment.copy(name="align", parent=self)(
             x,
             jax.tree.leaves(values)[0] if self.shared_key_value else attended,
-            AttentionContext(self.num_heads, self.head_dim, query_span, key_span),
+            AttentionContext(self.num_heads, self.head_dim, query_span, key_span, keys_start),
         )
         check_terms(terms)
         return terms

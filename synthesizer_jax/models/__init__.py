@@ -6,10 +6,8 @@ from synthesizer_jax.models.encoder_decoder import EncoderDecoder
 from synthesizer_jax.models.language_model import LanguageModel
 from synthesizer_jax.models.layers import (
     FeedForward,
-    LayerNorm,
     LearnedPositions,
     PositionEmbedding,
-    RMSNorm,
     SinusoidalPositions,
 )
 from synthesizer_jax.models.stack import Run, Stack, stack_layers, unstack_layers
@@ -17,6 +15,7 @@ from synthesizer_jax.models.text_to_text import DecodingCache, TextToText
 from synthesizer_jax.models.token_model import TokenModel, stacks_of, unroll, unroll_variables
 from synthesizer_jax.models.universal import LOSSES, UniversalStack
 from synthesizer_jax.models.zoo import VARIANTS, ZOO, Size, alignment, t5
+from synthesizer_jax.norms import LayerNorm, RMSNorm
 
 __all__ = [
     "LOSSES",

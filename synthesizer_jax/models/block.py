@@ -14,7 +14,8 @@ from synthesizer_jax.attention import Mask, Terms
 from synthesizer_jax.mixers import Mixer
 from synthesizer_jax.mixers.base import MixerCache
 from synthesizer_jax.mixers.taps import READ_ONLY, sow_tap, tap
-from synthesizer_jax.models.layers import Dropout, RMSNorm
+from synthesizer_jax.models.layers import Dropout
+from synthesizer_jax.norms import RMSNorm
 from synthesizer_jax.registry import register
 from synthesizer_jax.typing import Rate
 

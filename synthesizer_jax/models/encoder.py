@@ -14,9 +14,9 @@ from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.attention import Mask
 from synthesizer_jax.initializers import Initializer, Normal
 from synthesizer_jax.mixers.decoding import take_positions
-from synthesizer_jax.models.layers import LayerNorm
 from synthesizer_jax.models.stack import Stack
 from synthesizer_jax.models.token_model import TokenModel, move_token_padding_last, num_real_tokens
+from synthesizer_jax.norms import LayerNorm
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.products import output_product
 from synthesizer_jax.registry import register

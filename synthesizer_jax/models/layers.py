@@ -11,15 +11,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from synthesizer_jax.alignments.base import dense_layer
 from synthesizer_jax.attention.masks import is_concrete
-from synthesizer_jax.attention.terms import logits_dtype
 from synthesizer_jax.initializers import FanIn, Initializer, Normal
 from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Choices, Length, NotEmpty, Positive, Rate
+from synthesizer_jax.typing import Choices, Length, NotEmpty, Rate
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
@@ -28,64 +26,6 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "linear": lambda x: x,
 }
 Activation: TypeAlias = Annotated[str, Choices(tuple(ACTIVATIONS))]
-
-
-_save_statistics = functools.partial(
-    jax.checkpoint,
-    prevent_cse=False,
-    static_argnums=1,
-    policy=jax.checkpoint_policies.save_only_these_names("statistic"),
-)
-"""Makes the residuals of a normalization its input and the statistics of each row, no float32 copies."""
-
-
-@_save_statistics
-def _rms_norm(x: jax.Array, epsilon: float, scale: jax.Array) -> jax.Array:
-    """Divides ``[..., d]`` by its root mean square and multiplies by ``[d]``; see `RMSNorm`."""
-    x32 = x.astype(logits_dtype(x))
-    inverse_rms = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + epsilon)
-    scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
-    return (x32 * (checkpoint_name(inverse_rms, "statistic") * scale)).astype(x.dtype)
-
-
-@_save_statistics
-def _layer_norm(
-    x: jax.Array, epsilon: float, scale_and_bias: tuple[jax.Array, jax.Array]
-) -> jax.Array:
-    """Normalizes ``[..., d]`` to mean 0 and variance 1, scales and shifts it; see `LayerNorm`."""
-    scale, bias = (p.reshape((1,) * (x.ndim - 1) + p.shape) for p in scale_and_bias)
-    x32 = x.astype(logits_dtype(x))
-    x32 = x32 - checkpoint_name(x32.mean(-1, keepdims=True), "statistic")
-    inverse_stddev = jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + epsilon)
-    return (x32 * checkpoint_name(inverse_stddev, "statistic") * scale + bias).astype(x.dtype)
-
-
-@register
-class RMSNorm(nn.Module):
-    """T5's normalization, ``x / √(mean x² + ε) · scale``, statistics in float32, no bias."""
-
-    epsilon: Positive = 1e-6
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalizes ``[..., d]``."""
-        scale = self.param("scale", with_axes(nn.initializers.ones_init(), "norm"), x.shape[-1:])
-        return _rms_norm(x, self.epsilon, scale)
-
-
-@register
-class LayerNorm(nn.Module):
-    """``(x − mean) / √(variance + ε) · scale + bias``, statistics in float32 (Ba et al. 2016)."""
-
-    epsilon: Positive = 1e-5
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalizes ``[..., d]``."""
-        size = x.shape[-1:]
-        scale = self.param("scale", with_axes(nn.initializers.ones_init(), "norm"), size)
-        bias = self.param("bias", with_axes(nn.initializers.zeros_init(), "norm"), size)
-        return _layer_norm(x, self.epsilon, (scale, bias))
 
 
 class Dropout(nn.Module):

@@ -19,7 +19,8 @@ from synthesizer_jax.attention.relative import arange
 from synthesizer_jax.mixers.decoding import move_padding_last, resolve_position, take_positions
 from synthesizer_jax.mixers.taps import OVERRIDES, TAPS
 from synthesizer_jax.models.block import Block, LayerCache, Memory
-from synthesizer_jax.models.layers import Dropout, PositionEmbedding, RMSNorm
+from synthesizer_jax.models.layers import Dropout, PositionEmbedding
+from synthesizer_jax.norms import RMSNorm
 from synthesizer_jax.parameters import Variables
 from synthesizer_jax.registry import check_fields, fields_of, register
 from synthesizer_jax.typing import Choices, NotEmpty, Range, Rate

@@ -12,9 +12,9 @@ from synthesizer_jax.alignments import DotProduct, Mixture, RelativeBias
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece
 from synthesizer_jax.mixers import Attention
 from synthesizer_jax.models import Block, Encoder, EncoderDecoder, FeedForward, Run, Stack
-from synthesizer_jax.models.layers import RMSNorm
 from synthesizer_jax.models.token_model import TokenModel
 from synthesizer_jax.models.zoo import dot_product
+from synthesizer_jax.norms import RMSNorm
 from synthesizer_jax.parameters import apply_method
 from synthesizer_jax.registry import to_json
 from synthesizer_jax.typing import PyTree

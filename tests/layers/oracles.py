@@ -82,7 +82,7 @@ def logits_of(alignment, p, constants, x, heads):
     b, n, _ = x.shape
     s = np.zeros((b, heads, n, n))
     for h, i, j in np.ndindex(heads, n, n):
-        s[:, h, i, j] = one_logit(alignment, p, constants, x, h, i, j)
+        s[:, h, i, j] = one_logit(alignment, p, constants, x, h, i, j, heads)
     return s
 
 
@@ -105,13 +105,22 @@ def mixture(alignment, p, constants, x, heads):
     return total
 
 
-def one_logit(alignment, p, constants, x, h, i, j):
+def one_logit(alignment, p, constants, x, h, i, j, heads):
     match alignment:
         case sj.DotProduct():
             q = project(p["query"], x[:, i], h)
             k = project(p["key"], x[:, j], h)
-            scale = alignment.scale or 1 / math.sqrt(q.shape[-1])
-            return (q * k).sum(-1) * scale
+            width = q.shape[-1]
+            if alignment.normalize_qk:
+                q, k = (
+                    y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-6) * p[name]["scale"]
+                    for y, name in ((q, "query_norm"), (k, "key_norm"))
+                )
+            if alignment.rotary_base is not None:  # pairs of features as complex numbers
+                turn = alignment.rotary_base ** (-np.arange(0, width, 2) / width)
+                q, k = (y[:, : width // 2] + 1j * y[:, width // 2 :] for y in (q, k))
+                q = q * np.exp(1j * (i - j) * turn)
+            return (q * k.conj()).sum(-1).real * (alignment.scale or 1 / math.sqrt(width))
         case sj.Bilinear():
             return (project(p["query"], x[:, i], h) * x[:, j]).sum(-1)
         case sj.Dense():
@@ -125,6 +134,8 @@ def one_logit(alignment, p, constants, x, h, i, j):
             hidden = np.maximum(project(p["hidden"], x[:, i], h), 0)
             a, b = hidden @ p["first"][h], hidden @ p["second"][h]
             return a[:, j // b.shape[-1]] * b[:, j % b.shape[-1]]
+        case sj.ALiBi():
+            return -(2.0 ** (-8 * (h + 1) / heads)) * abs(j - i)
         case sj.RelativeBias():
             return p["rel_embedding"][h, bucket(j - i, alignment)]
         case sj.GaussianBias():

@@ -13,6 +13,7 @@ DISTINCT = {  # structures that shard, decode, scan and round differently
     *(
         "Dense",
         "DotProduct",
+        "DotProduct, rotary",
         "DynamicConvolution",
         "FactorizedDense",
         "FactorizedRandom",

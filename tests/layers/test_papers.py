@@ -8,6 +8,7 @@ import pytest
 
 import synthesizer_jax as sj
 from synthesizer_jax.alignments import Alignment, AttentionContext
+from synthesizer_jax.alignments.relative_bias import alibi_slopes
 from synthesizer_jax.attention import Span, attention_weights, relative, static
 from synthesizer_jax.attention.relative import relative_buckets
 from synthesizer_jax.costs.summary import num_elements
@@ -47,6 +48,12 @@ def test_relative_buckets_are_t5s(bidirectional):
     distance, t5s = np.arange(-300, 300), sj.RelativeBias(bidirectional=bidirectional)
     ours = relative_buckets(distance, num_buckets=32, max_distance=128, bidirectional=bidirectional)
     assert ours.tolist() == [oracles.bucket(d, t5s) for d in distance]
+
+
+def test_alibi_slopes_are_the_released_codes():
+    """Press et al. 2022; of 12 heads, the slopes of 8 and then every second one of 16."""
+    exponents = [1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5]
+    np.testing.assert_allclose(alibi_slopes(12), [2**-e for e in exponents])
 
 
 def test_caches_are_as_long_as_they_need_be():
