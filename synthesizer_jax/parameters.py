@@ -25,6 +25,7 @@ LOGICAL_AXES = (
     "vocab",  # rows of the embedding and columns of the output projection
     "embed",  # features of the model, d_model
     "heads",
+    "kv_heads",  # heads of keys and values that several queries share
     "kv",  # features of one head
     "mlp",  # features of the feed-forward layer's hidden layer
     "synth_hidden",  # features of a Dense or Factorized Dense alignment's hidden layer

@@ -30,6 +30,8 @@ class AttentionContext:
       key_span: in-sequence positions of all keys, cached ones included.
       keys_start: position of the first of the tokens that are given as keys: the queries' in
         self-attention, where cached ones are not given again, and 0 in cross-attention.
+      num_kv_heads: number of heads of token-made keys, each shared by as many neighboring heads of the
+        queries; None: every head has its own.
     """
 
     num_heads: int
@@ -37,6 +39,7 @@ class AttentionContext:
     query_span: Span
     key_span: Span
     keys_start: int | jax.Array = 0
+    num_kv_heads: int | None = None
 
     @property
     def distance_range(self) -> tuple[int, int]:
@@ -142,7 +145,7 @@ def project(
     heads: int,
     width: int,
     name: str,
-    axis: str = "kv",
+    axes: tuple[str, str] = ("heads", "kv"),
     kernel_init: Initializer | None = None,
     use_bias: bool = False,
 ) -> jax.Array:
@@ -153,13 +156,13 @@ def project(
       heads: number of heads.
       width: width of one head.
       name: name of the submodule, which has ``kernel [d_model, heads, width]``.
-      axis: logical axis name of the width.
+      axes: logical axis names of heads and width.
       kernel_init: initializer of the kernel; None: variance 1 / d_model.
       use_bias: add ``name/bias [heads, width]``.
     """
     return dense_layer(
         (heads, width),
-        ("embed", "heads", axis),
+        ("embed", *axes),
         dtype=x.dtype,
         kernel_init=kernel_init or FanIn(),
         use_bias=use_bias,

@@ -112,7 +112,7 @@ def _hidden(
             heads=context.num_heads,
             width=width,
             name="hidden",
-            axis="synth_hidden",
+            axes=("heads", "synth_hidden"),
             kernel_init=kernel_init,
         )
     return jax.nn.relu(queries)

@@ -58,11 +58,13 @@ class DotProduct(Alignment):
                 use_bias=self.use_bias,
             )
         if keys.ndim == 3:
+            shared = context.num_kv_heads is not None
             keys = project(
                 keys,
-                heads=context.num_heads,
+                heads=context.num_kv_heads or context.num_heads,
                 width=width,
                 name="key",
+                axes=("kv_heads" if shared else "heads", "kv"),
                 kernel_init=self.key_init,
                 use_bias=self.use_bias,
             )

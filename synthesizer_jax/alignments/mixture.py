@@ -141,7 +141,7 @@ class PerHead(Parts):
                 part.copy(name=f"part_{i}", parent=self)(
                     queries if queries.ndim == 3 else queries[:, :, heads],
                     keys if keys.ndim == 3 else keys[:, :, heads],
-                    dataclasses.replace(context, num_heads=count),
+                    dataclasses.replace(context, num_heads=count, num_kv_heads=None),
                 )
             )
             start += count

@@ -31,6 +31,7 @@ from synthesizer_jax.attention.static import kernel_obstacle as static_kernel_ob
 from synthesizer_jax.attention.static import obstacle as static_obstacle
 from synthesizer_jax.attention.terms import (
     Call,
+    LowRank,
     Relative,
     Split,
     Static,
@@ -38,6 +39,7 @@ from synthesizer_jax.attention.terms import (
     TermArray,
     Terms,
     map_arrays,
+    repeat_heads,
     uses_segment_positions,
 )
 from synthesizer_jax.surrounding_mesh import (
@@ -112,7 +114,7 @@ def attend(
 
     Args:
       terms: the terms of the logits, for q queries and k keys.
-      values: ``[b, k, h, e]``.
+      values: ``[b, k, h, e]``, or fewer heads, each shared by as many neighboring heads of the terms.
       mask: which keys a query may see; None: all. An array is as in `Mask.of`.
       q_length: number of queries; needed where all terms are `Relative`.
       dropout_rate: probability of dropping a weight. The draw is T5's, one per example, key and
@@ -139,7 +141,7 @@ def attend(
         dropout_key: jax.Array | None,
     ) -> jax.Array:
         call = _make_call(terms, values, mask, q_length)
-        batch, k_length, heads, width = values.shape
+        batch, k_length, heads, width = call.values.shape
         if 0 in (batch, call.q_length, k_length, heads, width):
             return jnp.zeros((batch, call.q_length, heads, width), values.dtype)
         values = drop_value_vectors(call.values, dropout_rate, dropout_key)
@@ -167,6 +169,13 @@ def _make_call(
         raise ValueError(
             f"attend: values have shape {jnp.shape(values)}; it must be [batch, k, heads, e]"
         )
+    check_terms(terms)
+    heads = terms[0].num_heads
+    values = repeat_heads(values, heads)
+    terms = tuple(
+        dataclasses.replace(t, keys=repeat_heads(t.keys, heads)) if type(t) is LowRank else t
+        for t in terms
+    )
     batch, k_length, heads, _ = values.shape
     terms, mask, q_length, _ = _checked(terms, mask, q_length, k_length, batch=batch, heads=heads)
     keys, queries = mask.keys(k_length), mask.queries(q_length)

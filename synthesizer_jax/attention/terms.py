@@ -295,7 +295,7 @@ class LowRank(Term):
 
     Attributes:
       queries: ``[b or 1, q, h, r]``.
-      keys: ``[b or 1, k, h, r]``.
+      keys: ``[b or 1, k, h, r]``, or fewer heads, each shared by as many neighboring heads of the queries.
       token_keys: whether the keys are made of tokens, and so cached while decoding; otherwise they
         are parameters, looked up by position.
       token_queries: likewise for the queries.
@@ -313,7 +313,14 @@ class LowRank(Term):
 
     def materialize(self, q_length: int, k_length: int, query_offset: int | jax.Array) -> jax.Array:
         dtype = logits_dtype(self.queries, self.keys)
-        return jnp.einsum("bqhr,bkhr->bhqk", self.queries, self.keys, preferred_element_type=dtype)
+        keys = repeat_heads(self.keys, self.num_heads)
+        return jnp.einsum("bqhr,bkhr->bhqk", self.queries, keys, preferred_element_type=dtype)
+
+
+def repeat_heads(x: jax.Array, heads: int) -> jax.Array:
+    """Returns ``[b, k, heads, e]`` of an array with fewer heads; as it is if they do not divide `heads`."""
+    own = x.shape[2]
+    return x if own in (0, heads) or heads % own else jnp.repeat(x, heads // own, axis=2)
 
 
 def low_rank(
@@ -321,15 +328,18 @@ def low_rank(
 ) -> LowRank:
     """Returns a checked `LowRank` of queries ``[b or 1, q, h, r]`` and keys ``[b or 1, k, h, r]``.
 
+    The keys may have fewer heads, whose number divides that of the queries.
+
     Raises:
       ValueError: for other shapes, or parameters with a batch axis longer than one.
     """
     _check_rank("low_rank: queries", queries, "[batch or 1, q, heads, r]", rank=4)
     _check_rank("low_rank: keys", keys, "[batch or 1, k, heads, r]", rank=4)
-    if queries.shape[2:] != keys.shape[2:]:
+    (heads, rank), (key_heads, key_rank) = queries.shape[2:], keys.shape[2:]
+    if rank != key_rank or heads % max(key_heads, 1):
         raise ValueError(
             f"low_rank: queries have [heads, r]={queries.shape[2:]} but keys {keys.shape[2:]}; "
-            "both must be equal"
+            "both must be equal, or the keys' heads divide the queries'"
         )
     for name, x, tokens in (("queries", queries, token_queries), ("keys", keys, token_keys)):
         if not tokens and x.shape[0] != 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from synthesizer_jax.alignments import AttentionContext, Mixture
+from synthesizer_jax.alignments import Mixture
 from synthesizer_jax.attention import Span
 from synthesizer_jax.distillation.replacement import (
     STACKS,
@@ -102,7 +102,7 @@ def initial_parameters(attention: Attention, d_model: int, *, seed: int) -> PyTr
     """
     alignment = attention.alignment
     one = Span(0, 1)
-    context = AttentionContext(attention.num_heads, attention.head_dim, one, one)
+    context = attention.context(one, one)
     x = jnp.zeros((1, 1, d_model))
     variables = alignment.init(jax.random.key(seed), x, x, context)
     if "constants" in variables:

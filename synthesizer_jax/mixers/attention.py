@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -77,6 +77,11 @@ class AttentionBase(Mixer):
         """The number of heads of the values."""
         return self.num_heads
 
+    @property
+    def value_axes(self) -> tuple[str, str]:
+        """The logical axis names of the values' heads and width."""
+        return "heads", "kv"
+
     @nn.compact
     def mix(
         self,
@@ -102,7 +107,7 @@ class AttentionBase(Mixer):
             values,
             query_span,
             Span(0, _num_positions(mask, num_keys)),
-            keys_start=position if kv is None else 0,
+            position if kv is None else 0,
         )
         if cache is not None:
             terms, values, mask, cache = _extend(
@@ -127,20 +132,18 @@ class AttentionBase(Mixer):
         cache = extend(cache, terms, values, at=0, mask=Mask())[-1]
         return dataclasses.replace(cache, length=TokenCount().length, num_queries=max_length)
 
-    def _terms(
-        self,
-        x: jax.Array,
-        attended: jax.Array,
-        values: Values,
-        query_span: Span,
-        key_span: Span,
-        keys_start: int | jax.Array = 0,
-    ) -> Terms:
+    def context(
+        self, query_span: Span, key_span: Span, keys_start: int | jax.Array = 0
+    ) -> AttentionContext:
+        """Returns what the alignment knows of the layer, and of positions."""
+        return AttentionContext(self.num_heads, self.head_dim, query_span, key_span, keys_start)
+
+    def _terms(self, x: jax.Array, attended: jax.Array, values: Values, *positions: Any) -> Terms:
         """Returns what the alignment makes of queries and of the tokens attended to."""
         terms = self.alignment.copy(name="align", parent=self)(
             x,
             jax.tree.leaves(values)[0] if self.shared_key_value else attended,
-            AttentionContext(self.num_heads, self.head_dim, query_span, key_span, keys_start),
+            self.context(*positions),
         )
         check_terms(terms)
         return terms
@@ -165,6 +168,7 @@ class AttentionBase(Mixer):
             heads=self.num_value_heads,
             width=self.head_dim,
             name="value",
+            axes=self.value_axes,
             kernel_init=self.value_init,
             use_bias=self.use_bias,
         )
@@ -174,8 +178,32 @@ class AttentionBase(Mixer):
 class Attention(AttentionBase):
     """Multi-head attention whose logits come from any alignment.
 
-    ``y = concat_h(softmax(Σ terms) · x W_v) W_o``. See `AttentionBase` for the fields.
+    ``y = concat_h(softmax(Σ terms) · x W_v) W_o``. See `AttentionBase` for the other fields.
+
+    Attributes:
+      num_kv_heads: number of heads of the values and of the keys that a `DotProduct` makes of tokens, each
+        shared by as many neighboring heads (Ainslie et al. 2023, grouped-query attention; 1: Shazeer
+        2019, multi-query attention); None: every head has its own.
     """
+
+    num_kv_heads: Length | None = None
+
+    def context(
+        self, query_span: Span, key_span: Span, keys_start: int | jax.Array = 0
+    ) -> AttentionContext:
+        """Returns what the alignment knows of the layer, and of positions."""
+        context = super().context(query_span, key_span, keys_start)
+        return dataclasses.replace(context, num_kv_heads=self.num_kv_heads)
+
+    @property
+    def num_value_heads(self) -> int:
+        """The number of heads of the values."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def value_axes(self) -> tuple[str, str]:
+        """The logical axis names of the values' heads and width."""
+        return "heads" if self.num_kv_heads is None else "kv_heads", "kv"
 
     @property
     def bias_heads(self) -> int | None:
@@ -203,7 +231,7 @@ class Attention(AttentionBase):
             mask=mask,
             q_length=x.shape[1],
             implementation=self.implementation,
-            partition=partition(batch=x.shape[0], heads=values.shape[2]),
+            partition=partition(batch=x.shape[0], heads=self.num_heads),
             **dropout_options(self, self.dropout_rate),
         )
 

@@ -131,7 +131,12 @@ class TalkingHeads(AttentionBase):
         source, target = self._num_heads_between(name[-1])
         init = FanIn(self.dynamic_scale / source)
         return project(
-            tokens, heads=source, width=target, name=name, axis="talk_to", kernel_init=init
+            tokens,
+            heads=source,
+            width=target,
+            name=name,
+            axes=("heads", "talk_to"),
+            kernel_init=init,
         )
 
     def _check_fields(self) -> None:

@@ -31,6 +31,7 @@ RULES: types.MappingProxyType[str, str | None] = types.MappingProxyType(
         "query_length": "fsdp",
         "length": None,
         "key_length": None,
+        "kv_heads": None,
         "kv": None,
         "synth_hidden": None,
         "rank": None,

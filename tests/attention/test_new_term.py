@@ -91,5 +91,5 @@ def test_routes_tell_that_they_do_not_take_it():
     terms = (Salience(jnp.ones((2, 8, 4))),)
     with pytest.raises(ValueError, match="'fused' is not possible here: it has no Salience terms"):
         attend(terms, values, q_length=8, implementation="fused")
-    with pytest.raises(ValueError, match="Salience term is for 4 heads, but the values have 2"):
-        attend(terms, values[:, :, :2], q_length=8)
+    with pytest.raises(ValueError, match="Salience term is for 4 heads, but the values have 3"):
+        attend(terms, values[:, :, :3], q_length=8)

@@ -13,6 +13,9 @@ ALIGNMENT_CASES = {
     "DotProduct, free width": Case.of(sj.DotProduct(head_dim=13)),
     "DotProduct, biases": Case.of(sj.DotProduct(use_bias=True), use_bias=True),
     "DotProduct, rotary": Case.of(sj.DotProduct(4, normalize_qk=True, rotary_base=100.0)),
+    "DotProduct, grouped": Case.of(
+        sj.Mixture((sj.DotProduct(5), RANDOM)), num_kv_heads=2, use_bias=True
+    ),
     "DotProduct, keys are values": Case.of(DOT, shared_key_value=True),
     "Dense": Case.of(DENSE),
     "Dense, shared heads": Case.of(sj.Dense(max_length=ROOM, share_heads=True, hidden_dim=4)),

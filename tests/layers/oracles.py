@@ -38,6 +38,7 @@ def attention(layer, p, constants, x, seen):
         values = np.repeat(x[:, :, None], layer.num_heads, axis=2)
     if layer.use_bias:
         values = values + p["value"]["bias"]
+    values = np.repeat(values, layer.num_heads // values.shape[2], axis=2)
     y = np.einsum("bhqk,bkhe,hed->bqd", weights, values, p["out"]["kernel"])
     return y + p["out"]["bias"] if layer.use_bias else y
 
@@ -109,7 +110,7 @@ def one_logit(alignment, p, constants, x, h, i, j, heads):
     match alignment:
         case sj.DotProduct():
             q = project(p["query"], x[:, i], h)
-            k = project(p["key"], x[:, j], h)
+            k = project(p["key"], x[:, j], h * p["key"]["kernel"].shape[1] // heads)
             width = q.shape[-1]
             if alignment.normalize_qk:
                 q, k = (

@@ -14,6 +14,7 @@ DISTINCT = {  # structures that shard, decode, scan and round differently
         "Dense",
         "DotProduct",
         "DotProduct, rotary",
+        "DotProduct, grouped",
         "DynamicConvolution",
         "FactorizedDense",
         "FactorizedRandom",

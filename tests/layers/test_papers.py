@@ -67,6 +67,19 @@ def test_caches_are_as_long_as_they_need_be():
         assert [a.shape[1] for a in arrays if a.ndim] == [room]
 
 
+def test_the_cache_of_grouped_heads_holds_each_once():
+    layer = sj.Attention(4, 3, num_kv_heads=2)
+    init = lambda x: apply_method(layer.init_cache, layer.init(KEY, x), x, max_length=8)
+    arrays = jax.tree.leaves(jax.eval_shape(init, X[:, :1]))
+    assert [a.shape for a in arrays if a.ndim] == [(2, 8, 2, 3)] * 2
+
+
+def test_heads_that_cannot_be_shared_are_refused():
+    for alignment in (sj.DotProduct(), sj.Random(7)):
+        with pytest.raises(ValueError, match=r"keys' heads divide|is for 4 heads, but .* have 3"):
+            sj.Attention(4, 3, alignment=alignment, num_kv_heads=3).init(KEY, X)
+
+
 SIZES = {  # Bozic et al. 2023: hidden widths of the released code, parameters from them
     "encoder": {25: 339_275, 50: 659_350, 800: 10_261_600, 3200: 40_988_800, 12800: 163_897_600},
     "decoder": {25: 176_203, 50: 339_478, 800: 5_237_728, 3200: 20_912_128, 12800: 83_609_728},
