@@ -155,7 +155,7 @@ LANGUAGE_MODEL = {
         "data.split=validation",
         "data.batch_size=8",
         "evaluation.split=test",
-        "evaluation.every=100",
+        "evaluation.every=200",
         *with_steps(600),
     ),
 }
