@@ -94,6 +94,7 @@ def attend(
     q_length: int | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    soft_cap: float | None = None,
     implementation: str = "auto",
     partition: Partition | None = None,
 ) -> jax.Array:
@@ -121,6 +122,8 @@ def attend(
         head, shared by the queries: that is dropout of whole values after the softmax, scaled by
         ``1 / (1 - rate)``.
       dropout_key: key of that draw; None: no dropout.
+      soft_cap: logits x become ``soft_cap · tanh(x / soft_cap)`` (Gemma 2, 2024); None: they stay, as
+        weights (`Banded`) do.
       implementation: a route, or ``auto`` for the fastest.
       partition: the axes of the surrounding mesh that divide examples, heads and queries; None: where
         mesh axes are explicit, as the types of the arguments say; otherwise the compiler decides.
@@ -145,7 +148,7 @@ def attend(
         if 0 in (batch, call.q_length, k_length, heads, width):
             return jnp.zeros((batch, call.q_length, heads, width), values.dtype)
         values = drop_value_vectors(call.values, dropout_rate, dropout_key)
-        groups = _groups_of_heads(dataclasses.replace(call, values=values))
+        groups = _groups_of_heads(dataclasses.replace(call, values=values, soft_cap=soft_cap))
         outputs = [_run_route(group, implementation, partition) for group in groups]
         return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=2)
 
@@ -245,7 +248,8 @@ def _groups_of_heads(call: Call) -> list[Call]:
     for terms, start, count in split.slices():
         mask = call.mask.take_heads(start, count)
         part = values[:, :, start : start + count]
-        groups += _groups_of_heads(_make_call(terms, part, mask, call.q_length))
+        group = _make_call(terms, part, mask, call.q_length)
+        groups += _groups_of_heads(dataclasses.replace(group, soft_cap=call.soft_cap))
     return groups
 
 
@@ -341,6 +345,7 @@ def attention_weights(
     mask: Mask | jax.Array | None = None,
     q_length: int | None = None,
     k_length: int | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """Returns the attention weights, for reports.
 
@@ -349,13 +354,16 @@ def attention_weights(
       mask: as in `attend`.
       q_length: number of queries; needed where all terms are `Relative`.
       k_length: number of keys; needed where no term has an axis of keys.
+      soft_cap: as in `attend`.
 
     Returns:
       ``[b or 1, h, q, k]`` float32 or wider; rows sum to one, or to zero where a query is padding
       or sees no key.
     """
     terms, mask, q_length, k_length = _checked(terms, mask, q_length, k_length)
-    return softmax_weights(terms, mask=mask, q_length=q_length, k_length=k_length)
+    return softmax_weights(
+        terms, mask=mask, q_length=q_length, k_length=k_length, soft_cap=soft_cap
+    )
 
 
 def drop_value_vectors(values: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

@@ -26,6 +26,7 @@ from synthesizer_jax.attention.terms import (
     Static,
     Term,
     Terms,
+    cap_logits,
     expand_diagonals,
     logits_dtype,
 )
@@ -137,7 +138,11 @@ def _map_with_axis(
 
 
 def forward(
-    q_length: int, inputs: FusedInputs, *, parallel: bool = False
+    q_length: int,
+    inputs: FusedInputs,
+    *,
+    soft_cap: float | None = None,
+    parallel: bool = False,
 ) -> tuple[jax.Array, SoftmaxStats]:
     """Returns the attention output ``[b, q, h, e]`` and the row statistics that `backward` needs."""
     products, biases, values, _, positions = inputs
@@ -157,7 +162,11 @@ def forward(
             block_mask = _select_mask(mask, allowed, i)
             # S = Σ terms, and -inf where the mask forbids a key
             logits = _logits(
-                bias, block_products, lengths=(q_length, k_length), positions=block_positions
+                bias,
+                block_products,
+                lengths=(q_length, k_length),
+                positions=block_positions,
+                soft_cap=soft_cap,
             )
             logits = _mask_logits(logits, block_mask)
             # c = max_k S
@@ -190,6 +199,7 @@ def backward(
     delta: jax.Array,
     dout: jax.Array,
     *,
+    soft_cap: float | None = None,
     parallel: bool = False,
 ) -> FusedInputs:
     """Returns the cotangents of the inputs.
@@ -216,7 +226,10 @@ def backward(
 
         def example(sums: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
             make_logits = functools.partial(
-                _logits, lengths=(q_length, k_length), positions=_select(positions, i)
+                _logits,
+                lengths=(q_length, k_length),
+                positions=_select(positions, i),
+                soft_cap=soft_cap,
             )
             logits, logits_vjp = jax.vjp(make_logits, bias, _select(products, i))
             block_values, (row_max, inverse_row_sum), block_delta, block_dout = _select(rest, i)
@@ -305,6 +318,7 @@ def _logits(
     *,
     lengths: tuple[int, int],
     positions: tuple[jax.Array, jax.Array] | None,
+    soft_cap: float | None,
 ) -> jax.Array:
     """Returns the logits ``[q, k]`` of one head and example."""
     key = jnp.arange(lengths[1]) if positions is None else positions[1]
@@ -322,7 +336,7 @@ def _logits(
         a_one_hot = jax.nn.one_hot(key // size, term.a.shape[-1], dtype=term.a.dtype)
         b_one_hot = jax.nn.one_hot(key % size, size, dtype=term.b.dtype)
         summands.append(_matmul_nt(term.a, a_one_hot, exact) * _matmul_nt(term.b, b_one_hot, exact))
-    return functools.reduce(operator.add, summands)
+    return cap_logits(functools.reduce(operator.add, summands), soft_cap)
 
 
 def _mask_logits(logits: jax.Array, mask: Mask) -> jax.Array:

@@ -9,7 +9,6 @@ digits if logits are in the hundreds. There is one implementation for each kind 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import jax
 from jax import lax
@@ -36,18 +35,19 @@ def attend_fused(call: Call) -> jax.Array:
     """Returns ``softmax(Σ terms) · values``, ``[b, q, h, e]``, computed in blocks."""
     inputs = fused_inputs(call)
     # None: no Pallas kernels, which cannot take all inputs. Only TPUs use it.
-    pallas_offset = None if fused_tpu.obstacle(inputs) else call.mask.query_offset
+    pallas_offset = None if kernel_obstacle(call) else call.mask.query_offset
+    options = call.soft_cap, pallas_offset
 
     def backward(
         inputs: FusedInputs, out: jax.Array, stats: SoftmaxStats, dout: jax.Array
     ) -> FusedInputs:
         # delta = Σ_e dO ∘ O
         delta = softmax_vjp_delta(out, dout, stats.row_max.dtype)
-        cotangents: FusedInputs = _attend_fused_bwd(pallas_offset, inputs, stats, delta, dout)
+        cotangents: FusedInputs = _attend_fused_bwd(*options, inputs, stats, delta, dout)
         return cotangents
 
     differentiable = with_gradient(
-        functools.partial(_attend_fused_fwd, call.q_length, pallas_offset),
+        functools.partial(_attend_fused_fwd, call.q_length, *options),
         backward,
         name=CHECKPOINT_NAME,
     )
@@ -87,31 +87,32 @@ def obstacle(call: Call) -> str | None:
 
 def kernel_obstacle(call: Call) -> str | None:
     """Returns why TPU kernels cannot take a call; None: they can."""
+    if call.soft_cap is not None:
+        return "they have no soft cap"
     return fused_tpu.obstacle(fused_inputs(call))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _attend_fused_fwd(
-    q_length: int, pallas_offset: int | None, inputs: FusedInputs
+    q_length: int, soft_cap: float | None, pallas_offset: int | None, inputs: FusedInputs
 ) -> tuple[jax.Array, SoftmaxStats]:
     """Returns the output and the residuals.
 
     It is compiled separately, as the backward pass is, so that equal layers are traced once.
     """
-    implementations = dict.fromkeys(
-        _GPU_PLATFORMS, functools.partial(blocked.forward, q_length, parallel=True)
-    )
+    default = functools.partial(blocked.forward, q_length, soft_cap=soft_cap)
+    implementations = dict.fromkeys(_GPU_PLATFORMS, functools.partial(default, parallel=True))
     if pallas_offset is not None:
         implementations["tpu"] = functools.partial(fused_tpu.forward, q_length, pallas_offset)
-    default = functools.partial(blocked.forward, q_length)  # CPUs, and TPUs without kernels
     results: tuple[jax.Array, SoftmaxStats] = lax.platform_dependent(
         inputs, default=default, **implementations
     )
     return results
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend_fused_bwd(
+    soft_cap: float | None,
     pallas_offset: int | None,
     inputs: FusedInputs,
     stats: SoftmaxStats,
@@ -119,12 +120,11 @@ def _attend_fused_bwd(
     dout: jax.Array,
 ) -> FusedInputs:
     """Returns the cotangents of the inputs."""
-    implementations: dict[str, Callable[..., FusedInputs]] = dict.fromkeys(
-        _GPU_PLATFORMS, functools.partial(blocked.backward, parallel=True)
-    )
+    default = functools.partial(blocked.backward, soft_cap=soft_cap)
+    implementations = dict.fromkeys(_GPU_PLATFORMS, functools.partial(default, parallel=True))
     if pallas_offset is not None:
         implementations["tpu"] = functools.partial(fused_tpu.backward, pallas_offset)
     cotangents: FusedInputs = lax.platform_dependent(
-        inputs, stats, delta, dout, default=blocked.backward, **implementations
+        inputs, stats, delta, dout, default=default, **implementations
     )
     return cotangents

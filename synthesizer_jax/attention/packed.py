@@ -114,7 +114,10 @@ def attend_unpacked(route: Callable[[Call], jax.Array], call: Call) -> jax.Array
         return x
 
     terms = map_arrays(unpack, call.terms)
-    out = route(Call(terms, _gather_rows(values, keys), rows, lengths[0]))
+    values = _gather_rows(values, keys)
+    out = route(
+        dataclasses.replace(call, terms=terms, values=values, mask=rows, q_length=lengths[0])
+    )
     fits = (q_fit & k_fit).reshape(-1)
     out = jnp.where(fits[:, None, None, None], out, jnp.nan)
     return _pack(out, mask.query_segments, mask.segments)

@@ -164,7 +164,8 @@ class Partition:
         ends = mask.query_lengths
         ends = None if ends is None else jnp.clip(ends - first, 0, count)
         mask = dataclasses.replace(mask, query_lengths=ends, query_offset=0, self_attention=False)
-        return Call(tuple(map(own, call.terms)), call.values, mask, count)
+        terms = tuple(map(own, call.terms))
+        return dataclasses.replace(call, terms=terms, mask=mask, q_length=count)
 
     def _spec(self, x: jax.Array, length: Axes = None) -> PartitionSpec:
         """Returns the layout of ``[b, n, h, e]``."""

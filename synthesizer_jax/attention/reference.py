@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -13,6 +15,7 @@ from synthesizer_jax.attention.terms import (
     Call,
     Split,
     Terms,
+    cap_logits,
     materialize,
     uses_segment_positions,
 )
@@ -22,7 +25,11 @@ def attend_reference(call: Call) -> jax.Array:
     """Returns ``softmax(Σ terms) · values``, ``[b, q, h, e]``, with all weights in memory."""
     values = call.values
     weights = softmax_weights(
-        call.terms, mask=call.mask, q_length=call.q_length, k_length=call.k_length
+        call.terms,
+        mask=call.mask,
+        q_length=call.q_length,
+        k_length=call.k_length,
+        soft_cap=call.soft_cap,
     )
     weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))
     out = jnp.einsum(
@@ -34,14 +41,18 @@ def attend_reference(call: Call) -> jax.Array:
     return out.astype(values.dtype)
 
 
-def softmax_weights(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:
+def softmax_weights(
+    terms: Terms, *, mask: Mask, q_length: int, k_length: int, soft_cap: float | None = None
+) -> jax.Array:
     """Returns the attention weights ``[b or 1, h, q, k]``, float32 or wider.
 
     Rows of queries that may attend to no key are zero.
     """
     term = terms[0]
     if isinstance(term, Split):
-        return _group_weights(term, mask=mask, q_length=q_length, k_length=k_length)
+        return _group_weights(
+            term, mask=mask, q_length=q_length, k_length=k_length, soft_cap=soft_cap
+        )
     if isinstance(term, Banded):
         positions = None
         if uses_segment_positions(terms, mask):
@@ -54,7 +65,7 @@ def softmax_weights(terms: Terms, *, mask: Mask, q_length: int, k_length: int) -
             term, mask=mask, q_length=q_length, k_length=k_length, positions=positions
         )
     logits = materialize_logits(terms, mask=mask, q_length=q_length, k_length=k_length)
-    return softmax(logits, mask.pairs(q_length, k_length))
+    return softmax(cap_logits(logits, soft_cap), mask.pairs(q_length, k_length))
 
 
 def softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
@@ -84,12 +95,12 @@ def _softmax_jvp(
     return weights, weighted - weights * weighted.sum(axis=-1, keepdims=True)
 
 
-def _group_weights(split: Split, *, mask: Mask, q_length: int, k_length: int) -> jax.Array:
+def _group_weights(split: Split, *, mask: Mask, **options: Any) -> jax.Array:
     """Returns the `softmax_weights` of all groups of heads, concatenated along the heads."""
     groups = []
     for terms, start, num_heads in split.slices():
         group_mask = mask.take_heads(start, num_heads)
-        groups.append(softmax_weights(terms, mask=group_mask, q_length=q_length, k_length=k_length))
+        groups.append(softmax_weights(terms, mask=group_mask, **options))
     batch = max(x.shape[0] for x in groups)
     return jnp.concatenate([jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in groups], axis=1)
 

@@ -78,6 +78,8 @@ def obstacle(call: Call) -> str | None:
     """Returns why this route cannot take a call; None if it can."""
     if any(term.is_weights for term in call.terms):
         return "Banded terms are weights without a softmax"
+    if call.soft_cap is not None:
+        return "it has no soft cap"
     for term in call.terms:
         name = type(term).__name__
         if any(a.from_tokens for a in term.arrays()):

@@ -148,17 +148,24 @@ class Call:
       values: ``[b, k, h, e]``.
       mask: which keys a query may see.
       q_length: number of queries.
+      soft_cap: what bounds the logits, see `cap_logits`.
     """
 
     terms: Terms
     values: jax.Array
     mask: Mask
     q_length: int = dataclasses.field(metadata={"static": True})
+    soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def k_length(self) -> int:
         """Number of keys."""
         return self.values.shape[1]
+
+
+def cap_logits(logits: jax.Array, soft_cap: float | None) -> jax.Array:
+    """Returns ``soft_cap · tanh(logits / soft_cap)``, between -soft_cap and soft_cap; None: no change."""
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
 @functools.cache

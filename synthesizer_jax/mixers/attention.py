@@ -34,7 +34,7 @@ from synthesizer_jax.mixers.base import Mixer, TokenCount, dropout_options, is_c
 from synthesizer_jax.mixers.decoding import query_ends
 from synthesizer_jax.mixers.taps import LOGITS
 from synthesizer_jax.registry import register
-from synthesizer_jax.typing import Choices, Length, Rate
+from synthesizer_jax.typing import Choices, Length, Positive, Rate
 
 Implementation: TypeAlias = Annotated[str, Choices(("auto", *ROUTES))]
 
@@ -184,9 +184,11 @@ class Attention(AttentionBase):
       num_kv_heads: number of heads of the values and of the keys that a `DotProduct` makes of tokens, each
         shared by as many neighboring heads (Ainslie et al. 2023, grouped-query attention; 1: Shazeer
         2019, multi-query attention); None: every head has its own.
+      soft_cap: logits x become ``soft_cap · tanh(x / soft_cap)`` (Gemma 2, 2024); None: they stay.
     """
 
     num_kv_heads: Length | None = None
+    soft_cap: Positive | None = None
 
     def context(
         self, query_span: Span, key_span: Span, keys_start: int | jax.Array = 0
@@ -219,7 +221,7 @@ class Attention(AttentionBase):
         own, terms = terms, add(*terms, *bias)
         if self.is_sowing_weights:
             lengths = {"q_length": x.shape[1], "k_length": values.shape[1]}
-            weights = attention_weights(terms, mask=mask, **lengths)
+            weights = attention_weights(terms, mask=mask, soft_cap=self.soft_cap, **lengths)
             self.sow("intermediates", "attention_weights", weights)
             has_logits = not any(isinstance(term, Banded | Split) for term in own)
             if has_logits and self.is_mutable_collection(LOGITS):
@@ -230,6 +232,7 @@ class Attention(AttentionBase):
             values,
             mask=mask,
             q_length=x.shape[1],
+            soft_cap=self.soft_cap,
             implementation=self.implementation,
             partition=partition(batch=x.shape[0], heads=self.num_heads),
             **dropout_options(self, self.dropout_rate),

@@ -117,9 +117,9 @@ def packed_masks() -> dict[str, Mask]:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("implementation", "rate"), compiler_options=FAST_COMPILE
+    jax.jit, static_argnames=("implementation", "rate", "cap"), compiler_options=FAST_COMPILE
 )
-def run(terms, values, mask, g, implementation="auto", rate=0.0, key=None):
+def run(terms, values, mask, g, implementation="auto", rate=0.0, key=None, cap=None):
     """Output and the cotangents of terms and values."""
 
     def f(terms, values):
@@ -130,6 +130,7 @@ def run(terms, values, mask, g, implementation="auto", rate=0.0, key=None):
             q_length=g.shape[1],
             dropout_rate=rate,
             dropout_key=key,
+            soft_cap=cap,
             implementation=implementation,
         )
 

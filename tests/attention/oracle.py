@@ -22,7 +22,13 @@ class Answer:
 
 
 def attention(
-    terms: Terms, values: jax.Array, mask: Mask, g: jax.Array, *, keep: np.ndarray | None = None
+    terms: Terms,
+    values: jax.Array,
+    mask: Mask,
+    g: jax.Array,
+    *,
+    keep: np.ndarray | None = None,
+    soft_cap: float = np.inf,
 ) -> Answer:
     """The answer for cotangent `g` ``[b, q, h, e]``; `keep` ``[b, k, h]`` multiplies the values."""
     v, g = np.asarray(values, np.float64), np.asarray(g, np.float64)
@@ -32,9 +38,14 @@ def attention(
     distances = columns[:, None, :] - rows[:, :, None] - int(mask.query_offset)
     looks = rows, columns, distances
     logits = sum(term_logits(term, *looks) for term in terms)
+    slope = 1.0
+    if soft_cap < np.inf:
+        slope = 1 - np.tanh(logits / soft_cap) ** 2
+        logits = soft_cap * np.tanh(logits / soft_cap)
     weights = masked_softmax(logits, may_see(mask, b, h, q, k))
     dweights = np.einsum("bqhe,bkhe->bhqk", g, v)
     dlogits = weights * (dweights - np.sum(weights * dweights, axis=-1, keepdims=True))
+    dlogits = dlogits * slope
     dvalues = np.einsum("bhqk,bqhe->bkhe", weights, g)
     return Answer(
         out=np.einsum("bhqk,bkhe->bqhe", weights, v),

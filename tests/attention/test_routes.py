@@ -67,6 +67,17 @@ def test_any_pattern(route: str, batch: int, heads: int) -> None:
     cases.check(terms, values, mask, g, route, BOUND)
 
 
+@pytest.mark.parametrize("route", ["fused", "reference"])
+@pytest.mark.parametrize("name", ["padding", "packed cross"])
+def test_soft_cap(route: str, name: str) -> None:
+    mask, q = MASKS[name]
+    terms, values, g = problem(EVERY_TERM, q, KEYS)
+    answer = oracle.attention(terms, values, mask, g, soft_cap=2.5)
+    cases.compare(cases.run(terms, values, mask, g, route, cap=2.5), answer, BOUND)
+    with pytest.raises(ValueError, match="it has no soft cap"):
+        cases.run(terms[:1], values, mask, g, "static", cap=2.5)
+
+
 @pytest.mark.parametrize("name", EVERY_TERM)
 def test_each_term_alone(name: str) -> None:
     terms, values, g = problem((name,), QUERIES, KEYS)

@@ -29,9 +29,12 @@ def masked_softmax(logits, seen):
 def attention(layer, p, constants, x, seen):
     """``concat_h(weights · x W_v) W_o``."""
     align = p.get("align", {}) | ({"key": p["value"]} if layer.shared_key_value else {})
-    weights = weights_of(
-        layer.alignment, align, constants.get("align", {}), x, seen, layer.num_heads
-    )
+    own = layer.alignment, align, constants.get("align", {}), x
+    if layer.soft_cap is not None:
+        logits = layer.soft_cap * np.tanh(logits_of(*own, layer.num_heads) / layer.soft_cap)
+        weights = masked_softmax(logits, seen[:, None])
+    else:
+        weights = weights_of(*own, seen, layer.num_heads)
     if layer.project_values:
         values = np.einsum("bkd,dhe->bkhe", x, p["value"]["kernel"])
     else:
