@@ -96,6 +96,7 @@ class AttentionBase(Mixer):
         if kv is None and cache is not None:
             kv = cache.empty_memory
         attended = x if kv is None else kv
+        mask = self.narrow(mask)
         values = self._values(attended)
         num_keys, limit = attended.shape[1], None
         if cache is not None:
@@ -131,6 +132,10 @@ class AttentionBase(Mixer):
         cache = init_cache(terms, values, max_length=num_keys, memory=kv)
         cache = extend(cache, terms, values, at=0, mask=Mask())[-1]
         return dataclasses.replace(cache, length=TokenCount().length, num_queries=max_length)
+
+    def narrow(self, mask: Mask) -> Mask:
+        """Returns the mask, which a layer may narrow."""
+        return mask
 
     def context(
         self, query_span: Span, key_span: Span, keys_start: int | jax.Array = 0
@@ -184,10 +189,13 @@ class Attention(AttentionBase):
       num_kv_heads: number of heads of the values and of the keys that a `DotProduct` makes of tokens, each
         shared by as many neighboring heads (Ainslie et al. 2023, grouped-query attention; 1: Shazeer
         2019, multi-query attention); None: every head has its own.
+      window: a query sees the keys less than `window` positions away, on both sides where the mask allows
+        (Beltagy et al. 2020, Longformer); None: all.
       soft_cap: logits x become ``soft_cap · tanh(x / soft_cap)`` (Gemma 2, 2024); None: they stay.
     """
 
     num_kv_heads: Length | None = None
+    window: Length | None = None
     soft_cap: Positive | None = None
 
     def context(
@@ -206,6 +214,17 @@ class Attention(AttentionBase):
     def value_axes(self) -> tuple[str, str]:
         """The logical axis names of the values' heads and width."""
         return "heads" if self.num_kv_heads is None else "kv_heads", "kv"
+
+    def narrow(self, mask: Mask) -> Mask:
+        """Returns the mask with the window."""
+        if self.window is None:
+            return mask
+        if mask.window is not None:
+            raise ValueError(
+                f"Attention: window={self.window} of the layer and window={mask.window} of the mask "
+                "exclude each other; set one of them"
+            )
+        return dataclasses.replace(mask, window=(self.window - 1, self.window - 1))
 
     @property
     def bias_heads(self) -> int | None:

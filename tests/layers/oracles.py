@@ -29,6 +29,9 @@ def masked_softmax(logits, seen):
 def attention(layer, p, constants, x, seen):
     """``concat_h(weights · x W_v) W_o``."""
     align = p.get("align", {}) | ({"key": p["value"]} if layer.shared_key_value else {})
+    if layer.window is not None:
+        position = np.arange(x.shape[1])
+        seen = seen & (abs(position - position[:, None]) < layer.window)
     own = layer.alignment, align, constants.get("align", {}), x
     if layer.soft_cap is not None:
         logits = layer.soft_cap * np.tanh(logits_of(*own, layer.num_heads) / layer.soft_cap)

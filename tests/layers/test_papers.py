@@ -74,6 +74,12 @@ def test_the_cache_of_grouped_heads_holds_each_once():
     assert [a.shape for a in arrays if a.ndim] == [(2, 8, 2, 3)] * 2
 
 
+def test_a_layer_and_a_mask_have_no_window_each():
+    layer = sj.Attention(2, 4, window=3)
+    with pytest.raises(ValueError, match="exclude each other"):
+        layer.init(KEY, X, mask=sj.Mask(window=2))
+
+
 def test_heads_that_cannot_be_shared_are_refused():
     for alignment in (sj.DotProduct(), sj.Random(7)):
         with pytest.raises(ValueError, match=r"keys' heads divide|is for 4 heads, but .* have 3"):
