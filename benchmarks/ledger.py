@@ -23,7 +23,6 @@ import queue
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,10 +82,8 @@ def commands(run: Run, directory: pathlib.Path, args: argparse.Namespace) -> Ite
 
 def make(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     """Makes a run, which is short if its directory holds it, and returns its entry."""
-    begin = time.monotonic()
     if run.compute is not None:
-        entry = {"metrics": {run.metric: round(run.compute(run), 6)}, "curve": []}
-        return entry | {"seconds": time.monotonic() - begin}
+        return {"metrics": {run.metric: round(run.compute(run), 6)}, "curve": []}
     directory = args.workdir / run.directory
     directory.parent.mkdir(parents=True, exist_ok=True)
     path = directory.parent / f"{directory.name}.log"
@@ -100,7 +97,7 @@ def make(run: Run, args: argparse.Namespace) -> dict[str, Any]:
                     raise ValueError(f"failed, see {path}")
     finally:
         _CORES.put(core)
-    return read_run(run, directory) | {"seconds": round(time.monotonic() - begin)}
+    return read_run(run, directory)
 
 
 def read_run(run: Run, directory: pathlib.Path) -> dict[str, Any]:

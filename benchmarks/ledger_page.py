@@ -149,7 +149,6 @@ def section(name: str, table: Table, results: Mapping[str, Any]) -> str:
     facts = ", ".join(
         sorted({f"{e['device']}, Python {e['python']}, jax {e['jax']}" for e in (*entries, *timed)})
     )
-    minutes = sum(e["seconds"] for e in entries) / 60
     parts = [f"## {table.title}", table.about, report.table(rows, columns)]
     if table.source:
         parts.append(f"Paper: {table.source}.")
@@ -157,7 +156,7 @@ def section(name: str, table: Table, results: Mapping[str, Any]) -> str:
         parts.append(f"![{table.title}: curves of all systems](results/{name}.svg)")
     if entries:
         command = f"python benchmarks/ledger.py run {name} --data-dir DATA --workdir runs/ledger"
-        parts.append(f"`{command}`: {len(entries)} runs, {minutes:,.0f} minutes of one core.")
+        parts.append(f"`{command}`: {len(entries)} runs.")
     if timed:
         command = f"python benchmarks/ledger.py speed {name} --data-dir DATA"
         parts.append(f"`{command}`: medians of {timed[0]['rounds']} steps in turns.")

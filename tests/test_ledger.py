@@ -19,7 +19,6 @@ FACTS = {
     "device": "cpu",
     "python": "3",
     "jax": "0",
-    "seconds": 60,
     "curve": [],
 }
 
