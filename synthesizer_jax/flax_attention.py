@@ -20,6 +20,7 @@ from synthesizer_jax.attention import Mask, Partition, Term, Terms, materialize
 from synthesizer_jax.attention.explanations import log_external_call
 from synthesizer_jax.attention.functional import attend_dot_product
 from synthesizer_jax.attention.masks import add_pattern, as_bool
+from synthesizer_jax.attention.terms import repeat_heads
 from synthesizer_jax.surrounding_mesh import axes_along, axes_of_type, in_auto_mode
 from synthesizer_jax.typing import PyTree
 
@@ -152,7 +153,7 @@ def _attend(
     batch = query.shape[:-3]
     logits_shape = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
     query, key, value = (merge_batch_axes(x, batch) for x in (query, key, value))
-    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
     if not isinstance(bias, Term | tuple | None):
         bias = _broadcast_to_logits("bias", bias, logits_shape)
     is_own_mask = isinstance(mask, Mask)

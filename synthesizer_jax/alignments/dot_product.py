@@ -73,7 +73,7 @@ class DotProduct(Alignment):
         if self.rotary_base is not None:
             queries = rotate(queries, context.query_span.start, base=self.rotary_base)
             keys = rotate(keys, context.keys_start, base=self.rotary_base)
-        scale = queries.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scale = width**-0.5 if self.scale is None else self.scale
         if scale != 1.0:
             queries = queries * scale
         return (low_rank(queries, keys, token_keys=True),)

@@ -165,20 +165,13 @@ def _make_call(
 ) -> Call:
     """Checks the arguments of `attend`, and returns them as the routes take them.
 
-    Padding is zero in tokens' queries, keys and values, so that a NaN there stays without effect. The
-    mask's arrays have their full shapes.
+    Padding is zero in tokens' queries, keys and values, so that a NaN there stays without effect. Heads
+    that are shared are repeated. The mask's arrays have their full shapes.
     """
     if jnp.ndim(values) != 4:
         raise ValueError(
             f"attend: values have shape {jnp.shape(values)}; it must be [batch, k, heads, e]"
         )
-    check_terms(terms)
-    heads = terms[0].num_heads
-    values = repeat_heads(values, heads)
-    terms = tuple(
-        dataclasses.replace(t, keys=repeat_heads(t.keys, heads)) if type(t) is LowRank else t
-        for t in terms
-    )
     batch, k_length, heads, _ = values.shape
     terms, mask, q_length, _ = _checked(terms, mask, q_length, k_length, batch=batch, heads=heads)
     keys, queries = mask.keys(k_length), mask.queries(q_length)
@@ -188,9 +181,16 @@ def _make_call(
         made = a.from_tokens and real is not None and a.x.shape[:2] == real.shape
         return zero_padding(a.x, real) if made else a.x
 
-    clear_term = lambda t: t if t.is_weights or isinstance(t, Split) else map_arrays(clear, t)
-    values = zero_padding(values, keys)
-    return Call(tuple(map(clear_term, terms)), values, mask, q_length)
+    def prepare(term: Term) -> Term:
+        if term.is_weights or isinstance(term, Split):
+            return term
+        term = map_arrays(clear, term)
+        if isinstance(term, LowRank):
+            return dataclasses.replace(term, keys=repeat_heads(term.keys, term.num_heads))
+        return term
+
+    values = repeat_heads(zero_padding(values, keys), terms[0].num_heads)
+    return Call(tuple(map(prepare, terms)), values, mask, q_length)
 
 
 def _checked(
@@ -205,6 +205,9 @@ def _checked(
     """Returns checked terms, the mask with its full shapes, and the numbers of queries and keys."""
     check_terms(terms)
     terms, mask = tuple(map(_as_float, terms)), Mask.of(mask)
+    own = terms[0].num_heads
+    if heads is None or (heads and own % heads == 0):  # values' heads may be shared
+        heads = own
     for q, k in (term.lengths for term in terms):
         q_length = q if q_length is None else q_length
         k_length = k if k_length is None else k_length
@@ -214,7 +217,7 @@ def _checked(
     if batch is None:
         of_mask = [x.shape[0] for x in jax.tree.leaves(mask) if jnp.ndim(x)]
         batch = max([1, *of_mask, *(term.batch for term in terms)])
-    sizes = {"batch": batch, "heads": terms[0].num_heads if heads is None else heads}
+    sizes = {"batch": batch, "heads": heads}
     sizes |= {"q_length": q_length, "k_length": k_length}
     mask = mask.broadcast_to(**sizes)
     for term in terms:

@@ -156,9 +156,6 @@ def attend_dot_product(
     """`dot_product_attention` of arrays with a batch axis, under a `Mask`; not checked."""
     sizes = LogitsShape(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     terms, own = _biases(bias, sizes, query.dtype, offset=mask.query_offset)
-    groups = sizes.heads // key.shape[2]
-    if groups > 1:
-        key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
     terms = add(low_rank(_scaled(query, scale), key, token_keys=True), *terms)
     if own:
         return _attend_examples(
@@ -326,7 +323,8 @@ def _attend_examples(
             f"{NAME}: a separate bias for every example is not possible in packed rows; give a bias that "
             "all examples share, or rows that are not packed"
         )
-    (batch, k_length, heads, _), q_length = values.shape, biases[0].shape[2]
+    (batch, k_length, *_), q_length = values.shape, biases[0].shape[2]
+    heads = terms[0].num_heads
     mask = mask.broadcast_to(batch=batch, heads=heads, q_length=q_length, k_length=k_length)
 
     # Each example's arrays ``[b, 1, ...]``, and those that examples share.

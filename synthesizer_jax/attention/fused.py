@@ -35,7 +35,7 @@ def attend_fused(call: Call) -> jax.Array:
     """Returns ``softmax(Σ terms) · values``, ``[b, q, h, e]``, computed in blocks."""
     inputs = fused_inputs(call)
     # None: no Pallas kernels, which cannot take all inputs. Only TPUs use it.
-    pallas_offset = None if kernel_obstacle(call) else call.mask.query_offset
+    pallas_offset = None if _kernel_obstacle(call, inputs) else call.mask.query_offset
     options = call.soft_cap, pallas_offset
 
     def backward(
@@ -87,9 +87,11 @@ def obstacle(call: Call) -> str | None:
 
 def kernel_obstacle(call: Call) -> str | None:
     """Returns why TPU kernels cannot take a call; None: they can."""
-    if call.soft_cap is not None:
-        return "they have no soft cap"
-    return fused_tpu.obstacle(fused_inputs(call))
+    return _kernel_obstacle(call, fused_inputs(call))
+
+
+def _kernel_obstacle(call: Call, inputs: FusedInputs) -> str | None:
+    return "they have no soft cap" if call.soft_cap is not None else fused_tpu.obstacle(inputs)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -50,6 +50,8 @@ class AttentionBase(Mixer):
       alignment: who attends to whom.
       dropout_rate: probability of dropping an attention weight; T5's form, one draw per example,
         head and key, active if the random stream ``dropout`` is given.
+      window: a query sees the keys less than `window` positions away, on both sides where the mask allows
+        (Beltagy et al. 2020, Longformer); a cache holds the others too. None: all.
       shared_key_value: one projection serves as keys and values (Mesh-TensorFlow's shared ``kv``).
       project_values: False takes the tokens themselves as every head's values; with the alignment
         `Bilinear` this is general bilinear attention (Shazeer et al. 2020, section 3.3).
@@ -63,6 +65,7 @@ class AttentionBase(Mixer):
     head_dim: Length
     alignment: Alignment = DotProduct()
     dropout_rate: Rate = 0.0
+    window: Length | None = None
     shared_key_value: bool = False
     project_values: bool = True
     use_bias: bool = False
@@ -76,11 +79,6 @@ class AttentionBase(Mixer):
     def num_value_heads(self) -> int:
         """The number of heads of the values."""
         return self.num_heads
-
-    @property
-    def value_axes(self) -> tuple[str, str]:
-        """The logical axis names of the values' heads and width."""
-        return "heads", "kv"
 
     @nn.compact
     def mix(
@@ -96,7 +94,7 @@ class AttentionBase(Mixer):
         if kv is None and cache is not None:
             kv = cache.empty_memory
         attended = x if kv is None else kv
-        mask = self.narrow(mask)
+        mask = self._narrow(mask)
         values = self._values(attended)
         num_keys, limit = attended.shape[1], None
         if cache is not None:
@@ -133,9 +131,16 @@ class AttentionBase(Mixer):
         cache = extend(cache, terms, values, at=0, mask=Mask())[-1]
         return dataclasses.replace(cache, length=TokenCount().length, num_queries=max_length)
 
-    def narrow(self, mask: Mask) -> Mask:
-        """Returns the mask, which a layer may narrow."""
-        return mask
+    def _narrow(self, mask: Mask) -> Mask:
+        """Returns the mask with the layer's window."""
+        if self.window is None:
+            return mask
+        if mask.window is not None:
+            raise ValueError(
+                f"{type(self).__name__}: window={self.window} of the layer and window={mask.window} of the "
+                "mask exclude each other; set one of them"
+            )
+        return dataclasses.replace(mask, window=(self.window - 1, self.window - 1))
 
     def context(
         self, query_span: Span, key_span: Span, keys_start: int | jax.Array = 0
@@ -163,7 +168,7 @@ class AttentionBase(Mixer):
         """Sums values weighted by terms, ``[batch, q, heads, width]``."""
         raise NotImplementedError
 
-    def _project_values(self, memory: jax.Array) -> jax.Array:
+    def _project_values(self, memory: jax.Array, *, heads_axis: str = "heads") -> jax.Array:
         """Projects ``[batch, k, width]`` tokens to values ``[batch, k, heads, width]``."""
         if not self.project_values:
             shape = (*memory.shape[:2], self.num_value_heads, memory.shape[-1])
@@ -173,7 +178,7 @@ class AttentionBase(Mixer):
             heads=self.num_value_heads,
             width=self.head_dim,
             name="value",
-            axes=self.value_axes,
+            axes=(heads_axis, "kv"),
             kernel_init=self.value_init,
             use_bias=self.use_bias,
         )
@@ -188,14 +193,12 @@ class Attention(AttentionBase):
     Attributes:
       num_kv_heads: number of heads of the values and of the keys that a `DotProduct` makes of tokens, each
         shared by as many neighboring heads (Ainslie et al. 2023, grouped-query attention; 1: Shazeer
-        2019, multi-query attention); None: every head has its own.
-      window: a query sees the keys less than `window` positions away, on both sides where the mask allows
-        (Beltagy et al. 2020, Longformer); None: all.
-      soft_cap: logits x become ``soft_cap · tanh(x / soft_cap)`` (Gemma 2, 2024); None: they stay.
+        2019, multi-query attention); None: every head has its own. In a `PerHead` the keys are not shared.
+      soft_cap: logits x become ``soft_cap · tanh(x / soft_cap)`` (Gemma 2, 2024); None: they stay, as the
+        weights of a `Gaussian` do.
     """
 
     num_kv_heads: Length | None = None
-    window: Length | None = None
     soft_cap: Positive | None = None
 
     def context(
@@ -211,28 +214,14 @@ class Attention(AttentionBase):
         return self.num_kv_heads or self.num_heads
 
     @property
-    def value_axes(self) -> tuple[str, str]:
-        """The logical axis names of the values' heads and width."""
-        return "heads" if self.num_kv_heads is None else "kv_heads", "kv"
-
-    def narrow(self, mask: Mask) -> Mask:
-        """Returns the mask with the window."""
-        if self.window is None:
-            return mask
-        if mask.window is not None:
-            raise ValueError(
-                f"Attention: window={self.window} of the layer and window={mask.window} of the mask "
-                "exclude each other; set one of them"
-            )
-        return dataclasses.replace(mask, window=(self.window - 1, self.window - 1))
-
-    @property
     def bias_heads(self) -> int | None:
         """The number of heads of a position bias; None: there are no logits to add one to."""
         return self.num_heads if self.alignment.makes_logits else None
 
     def _values(self, memory: jax.Array) -> jax.Array:
-        return self._project_values(memory)
+        return self._project_values(
+            memory, heads_axis="heads" if self.num_kv_heads is None else "kv_heads"
+        )
 
     def _attend(
         self, x: jax.Array, terms: Terms, values: jax.Array, *, bias: Terms, mask: Mask

@@ -49,3 +49,7 @@ def test_terms_are_explained_for_another_platform():
     assert (cpu.platform, cpu.route) == ("cpu", "fused") and cpu.kernel != "Pallas kernels"
     assert (tpu.platform, tpu.route, tpu.kernel) == ("tpu", "fused", "Pallas kernels")
     assert "made from tokens" in cpu.obstacles["static"]
+    capped = functools.partial(sj.attend, soft_cap=5.0)
+    (tpu,) = sj.explain(capped, terms, values, platform="tpu")
+    assert tpu.kernel == "a loop over blocks of logits"
+    assert tpu.obstacles["kernels"] == "they have no soft cap"

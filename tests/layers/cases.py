@@ -64,7 +64,7 @@ def _talking(alignment, **options) -> Case:
 
 MIXER_CASES = {
     "TalkingHeads": _talking(DOT),
-    "TalkingHeads, three numbers of heads": _talking(DOT, softmax_heads=6, value_heads=2),
+    "TalkingHeads, three numbers of heads": _talking(DOT, softmax_heads=6, value_heads=2, window=5),
     "TalkingHeads over Random": _talking(RANDOM),
     "TalkingHeads, logits only": _talking(DOT, project_weights=False),
     "TalkingHeads, weights only": _talking(sj.Dense(max_length=ROOM), project_logits=False),

@@ -29,9 +29,7 @@ def masked_softmax(logits, seen):
 def attention(layer, p, constants, x, seen):
     """``concat_h(weights · x W_v) W_o``."""
     align = p.get("align", {}) | ({"key": p["value"]} if layer.shared_key_value else {})
-    if layer.window is not None:
-        position = np.arange(x.shape[1])
-        seen = seen & (abs(position - position[:, None]) < layer.window)
+    seen = within_window(layer, seen)
     own = layer.alignment, align, constants.get("align", {}), x
     if layer.soft_cap is not None:
         logits = layer.soft_cap * np.tanh(logits_of(*own, layer.num_heads) / layer.soft_cap)
@@ -47,6 +45,12 @@ def attention(layer, p, constants, x, seen):
     values = np.repeat(values, layer.num_heads // values.shape[2], axis=2)
     y = np.einsum("bhqk,bkhe,hed->bqd", weights, values, p["out"]["kernel"])
     return y + p["out"]["bias"] if layer.use_bias else y
+
+
+def within_window(layer, seen):
+    """``seen [b, q, k]`` without the keys that are `window` positions away, or more."""
+    position = np.arange(seen.shape[-1])
+    return seen & (abs(position - position[:, None]) < (layer.window or np.inf))
 
 
 def weights_of(alignment, p, constants, x, seen, heads):
@@ -177,7 +181,7 @@ def talking_heads(layer, p, constants, x, seen):
     own = p.get("align", {}), constants.get("align", {})
     logits = logits_of(layer.alignment, *own, x, layer.num_heads)
     logits = talk(layer, p, x, logits, "logits", layer.bias_heads)
-    weights = masked_softmax(logits, seen[:, None])
+    weights = masked_softmax(logits, within_window(layer, seen)[:, None])
     weights = talk(layer, p, x, weights, "weights", layer.num_value_heads)
     values = np.einsum("bkd,dhe->bkhe", x, p["value"]["kernel"])
     return np.einsum("bhqk,bkhe,hed->bqd", weights, values, p["out"]["kernel"])
