@@ -167,7 +167,7 @@ def section(name: str, table: Table, results: Mapping[str, Any]) -> str:
 def draw_overview(tables: Mapping[str, Table], results: Mapping[str, Any]) -> None:
     """Draws how far systems are from the first of their tables, here and in the papers."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
-    panels = figure.subplots(1, len(OVERVIEW))
+    panels, label = figure.subplots(1, len(OVERVIEW)), "here, one seed"
     for axes, name in zip(panels, OVERVIEW, strict=True):
         table = tables[name]
         first, *others = table.runs([0])
@@ -178,6 +178,7 @@ def draw_overview(tables: Mapping[str, Table], results: Mapping[str, Any]) -> No
             if not own or (published := table.paper.get(run.system)) is None:
                 continue
             y, error = len(drawn), standard_error(own)
+            label = label if error is None else "here, mean ± standard error of several seeds"
             axes.errorbar(statistics.fmean(own), y, xerr=error, fmt="o", color="C0", capsize=2)
             axes.plot(published - table.paper[first.system], y, "D", color="C1", fillstyle="none")
             drawn.append(run.system)
@@ -185,7 +186,7 @@ def draw_overview(tables: Mapping[str, Table], results: Mapping[str, Any]) -> No
         axes.set(xlabel=f"{table.unit}, difference to {first.system}", title=table.title)
         axes.set_yticks(range(len(drawn)), drawn)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].plot([], [], "o", color="C0", label="here, mean ± standard error")
+    panels[0].plot([], [], "o", color="C0", label=label)
     panels[0].plot([], [], "D", color="C1", fillstyle="none", label="paper")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     save_svg(figure, DOCS / "results.svg")
