@@ -123,6 +123,16 @@ def rows_of(table: Table, results: Mapping[str, Any]) -> Iterator[dict[str, Any]
             yield row
 
 
+def facts(entries: Sequence[Mapping[str, Any]], noun: str) -> str:
+    """Says how many runs or systems were measured, on which machines and when."""
+    machines = collections.Counter(
+        f"{e['device']}, Python {e['python']}, jax {e['jax']}" for e in entries
+    )
+    found = "; ".join(f"{count} {noun} on {machine}" for machine, count in machines.most_common())
+    dates = sorted({entry["date"] for entry in entries})
+    return f"{found}; {' to '.join(dates[:: max(1, len(dates) - 1)])}"
+
+
 def section(name: str, table: Table, results: Mapping[str, Any]) -> str:
     """Returns the section of a table; empty unless two of its systems have been run."""
     rows = list(rows_of(table, results))
@@ -145,10 +155,6 @@ def section(name: str, table: Table, results: Mapping[str, Any]) -> str:
     columns = {k: v for k, v in possible.items() if any(row.get(k) is not None for row in rows)}
     entries = [e for run in table.runs([0]) for e in results["runs"].get(run.name, {}).values()]
     timed = [results["speed"][run.name] for run in table.runs([0]) if run.name in results["speed"]]
-    dates = sorted(e["date"] for e in (*entries, *timed))
-    facts = ", ".join(
-        sorted({f"{e['device']}, Python {e['python']}, jax {e['jax']}" for e in (*entries, *timed)})
-    )
     parts = [f"## {table.title}", table.about, report.table(rows, columns)]
     if table.source:
         parts.append(f"Paper: {table.source}.")
@@ -156,11 +162,11 @@ def section(name: str, table: Table, results: Mapping[str, Any]) -> str:
         parts.append(f"![{table.title}: curves of all systems](results/{name}.svg)")
     if entries:
         command = f"python benchmarks/ledger.py run {name} --data-dir DATA --workdir runs/ledger"
-        parts.append(f"`{command}`: {len(entries)} runs.")
+        parts.append(f"`{command}`: {facts(entries, 'runs')}.")
     if timed:
         command = f"python benchmarks/ledger.py speed {name} --data-dir DATA"
-        parts.append(f"`{command}`: medians of {timed[0]['rounds']} steps in turns.")
-    parts.append(f"{dates[0]} to {dates[-1]}; {facts}.")
+        rounds = timed[0]["rounds"]
+        parts.append(f"`{command}`: medians of {rounds} steps in turns; {facts(timed, 'systems')}.")
     return "\n\n".join(parts) + "\n"
 
 

@@ -329,9 +329,37 @@ TABLES = {
         },
         source="BLEU on WMT 2014 English-German, Tay et al. 2021",
     ),
+    "hard_coded": Table(
+        "Hard-coded attention",
+        "Runs of the table above.",
+        "papers.translation:multi30k:{}",
+        V | HARD_CODED,
+        **TRANSLATION,
+        paper={"V": 30.0, "HC-SA": 30.3, "HC-ALL": 21.1, "SH-X": 28.2},
+        source="BLEU on IWSLT 2016 English-German, You et al. 2020 (from memory)",
+    ),
+    "published_settings": Table(
+        "Published settings",
+        "Post-norm models of You et al. (5 + 5 layers of d 288) and the teacher of Bozic et al. (6 + 6 "
+        "layers of d 128) on Multi30k; 600 steps, too few for any of them.",
+        "{}",
+        {
+            "You et al., V": "papers.translation:small:multi30k_en_de:base",
+            "You et al., HC-SA": "papers.translation:small:multi30k_en_de:hc_sa",
+            "Bozic et al., teacher": "papers.replacement:teacher",
+        },
+        **TRANSLATION,
+        settings=(
+            "data.mixture=multi30k_en_de",
+            "model.vocab_size=4096",
+            "evaluation.every=600",
+            *with_steps(600),
+        ),
+        seeds=1,
+    ),
     "head_positions": Table(
         "Places of hard-coded heads",
-        "HC-SA of the table above with other centers of its four heads, relative to the query.",
+        "HC-SA of the translation table with other centers of its four heads, relative to the query.",
         "papers.translation:head_positions:{}",
         {
             "-1, 1; decoder -1, 0": "-1,1:-1,0",
@@ -344,8 +372,8 @@ TABLES = {
     ),
     "feed_forward": Table(
         "Without feed-forward layers",
-        "V and HC-SA of the table above, in whose encoder and decoder self-attention and cross-attention "
-        "alone are left.",
+        "V and HC-SA of the translation table, in whose encoder and decoder self-attention and "
+        "cross-attention alone are left.",
         "papers.translation:without_feed_forward:{}",
         V | {"HC-SA": "hc_sa"},
         **TRANSLATION,
