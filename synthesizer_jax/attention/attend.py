@@ -95,6 +95,7 @@ def attend(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     implementation: str = "auto",
     partition: Partition | None = None,
 ) -> jax.Array:
@@ -124,6 +125,8 @@ def attend(
       dropout_key: key of that draw; None: no dropout.
       soft_cap: logits x become ``soft_cap · tanh(x / soft_cap)`` (Gemma 2, 2024); None: they stay, as
         weights (`Banded`) do.
+      sinks: ``[h]``, logits of one more key for each head, whose value is zero, so that a query may attend
+        to nothing (gpt-oss, 2025); None: there is none. Weights (`Banded`) have none.
       implementation: a route, or ``auto`` for the fastest.
       partition: the axes of the surrounding mesh that divide examples, heads and queries; None: where
         mesh axes are explicit, as the types of the arguments say; otherwise the compiler decides.
@@ -142,22 +145,26 @@ def attend(
         values: jax.Array,
         mask: Mask | jax.Array | None,
         dropout_key: jax.Array | None,
+        sinks: jax.Array | None,
     ) -> jax.Array:
         call = _make_call(terms, values, mask, q_length)
         batch, k_length, heads, width = call.values.shape
         if 0 in (batch, call.q_length, k_length, heads, width):
             return jnp.zeros((batch, call.q_length, heads, width), values.dtype)
         values = drop_value_vectors(call.values, dropout_rate, dropout_key)
-        groups = _groups_of_heads(dataclasses.replace(call, values=values, soft_cap=soft_cap))
+        if sinks is not None and sinks.shape != (heads,):
+            raise ValueError(f"attend: sinks have shape {sinks.shape}; it must be [{heads}]")
+        call = dataclasses.replace(call, values=values, soft_cap=soft_cap, sinks=sinks)
+        groups = _groups_of_heads(call)
         outputs = [_run_route(group, implementation, partition) for group in groups]
         return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=2)
 
     if not axes_of_type(AxisType.Explicit):
-        return compute(terms, values, mask, dropout_key)
+        return compute(terms, values, mask, dropout_key, sinks)
     if partition is None or not partition.axis_names:
         partition = _partition_of_types(terms, values)
     spec = PartitionSpec(partition.batch, partition.sequence, partition.heads)
-    return in_auto_mode(compute, lambda _: spec)(terms, values, mask, dropout_key)
+    return in_auto_mode(compute, lambda _: spec)(terms, values, mask, dropout_key, sinks)
 
 
 def _make_call(
@@ -252,7 +259,9 @@ def _groups_of_heads(call: Call) -> list[Call]:
         mask = call.mask.take_heads(start, count)
         part = values[:, :, start : start + count]
         group = _make_call(terms, part, mask, call.q_length)
-        groups += _groups_of_heads(dataclasses.replace(group, soft_cap=call.soft_cap))
+        sinks = None if call.sinks is None else call.sinks[start : start + count]
+        group = dataclasses.replace(group, soft_cap=call.soft_cap, sinks=sinks)
+        groups += _groups_of_heads(group)
     return groups
 
 
@@ -349,6 +358,7 @@ def attention_weights(
     q_length: int | None = None,
     k_length: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the attention weights, for reports.
 
@@ -358,14 +368,15 @@ def attention_weights(
       q_length: number of queries; needed where all terms are `Relative`.
       k_length: number of keys; needed where no term has an axis of keys.
       soft_cap: as in `attend`.
+      sinks: as in `attend`; their weights are left out.
 
     Returns:
-      ``[b or 1, h, q, k]`` float32 or wider; rows sum to one, or to zero where a query is padding
-      or sees no key.
+      ``[b or 1, h, q, k]`` float32 or wider; rows sum to one, less the sink's weight, or to zero where a
+      query is padding or sees no key.
     """
     terms, mask, q_length, k_length = _checked(terms, mask, q_length, k_length)
     return softmax_weights(
-        terms, mask=mask, q_length=q_length, k_length=k_length, soft_cap=soft_cap
+        terms, mask=mask, q_length=q_length, k_length=k_length, soft_cap=soft_cap, sinks=sinks
     )
 
 

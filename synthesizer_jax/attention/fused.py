@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from synthesizer_jax.attention import blocked, fused_tpu
@@ -38,20 +39,26 @@ def attend_fused(call: Call) -> jax.Array:
     pallas_offset = None if _kernel_obstacle(call, inputs) else call.mask.query_offset
     options = call.soft_cap, pallas_offset
 
+    def forward(
+        args: tuple[FusedInputs, jax.Array | None],
+    ) -> tuple[jax.Array, SoftmaxStats]:
+        inputs, sinks = args
+        out, stats = _attend_fused_fwd(call.q_length, *options, inputs)
+        return (out, stats) if sinks is None else _add_sinks(out, stats, sinks)
+
     def backward(
-        inputs: FusedInputs, out: jax.Array, stats: SoftmaxStats, dout: jax.Array
-    ) -> FusedInputs:
+        args: tuple[FusedInputs, jax.Array | None],
+        out: jax.Array,
+        stats: SoftmaxStats,
+        dout: jax.Array,
+    ) -> tuple[FusedInputs, jax.Array | None]:
+        inputs, sinks = args
         # delta = Σ_e dO ∘ O
         delta = softmax_vjp_delta(out, dout, stats.row_max.dtype)
         cotangents: FusedInputs = _attend_fused_bwd(*options, inputs, stats, delta, dout)
-        return cotangents
+        return cotangents, None if sinks is None else _sinks_gradient(stats, delta, sinks)
 
-    differentiable = with_gradient(
-        functools.partial(_attend_fused_fwd, call.q_length, *options),
-        backward,
-        name=CHECKPOINT_NAME,
-    )
-    out: jax.Array = differentiable(inputs)
+    out: jax.Array = with_gradient(forward, backward, name=CHECKPOINT_NAME)((inputs, call.sinks))
     return out
 
 
@@ -130,3 +137,22 @@ def _attend_fused_bwd(
         inputs, stats, delta, dout, default=default, **implementations
     )
     return cotangents
+
+
+def _add_sinks(
+    out: jax.Array, stats: SoftmaxStats, sinks: jax.Array
+) -> tuple[jax.Array, SoftmaxStats]:
+    """Returns the results as they are with one more key for each head, whose value is zero.
+
+    It takes a share of every weight: ``Σ exp(S) / (exp(sink) + Σ exp(S))`` of them is left.
+    """
+    left = jax.nn.sigmoid(stats.row_max - jnp.log(stats.inverse_row_sum) - sinks[:, None])
+    return (out * left).astype(out.dtype), stats._replace(
+        inverse_row_sum=stats.inverse_row_sum * left
+    )
+
+
+def _sinks_gradient(stats: SoftmaxStats, delta: jax.Array, sinks: jax.Array) -> jax.Array:
+    """Returns ``-Σ P · delta`` over queries and examples: the value of the key is zero, and so dP is."""
+    weights = jnp.exp(sinks[:, None] - stats.row_max + jnp.log(stats.inverse_row_sum))
+    return -jnp.sum(weights * delta, axis=(0, 1, 3)).astype(sinks.dtype)

@@ -80,6 +80,7 @@ class Partition:
             "terms": map_arrays(term_spec, call.terms),
             "values": self._spec(call.values),
             "mask": self._mask_spec(call.mask, queries),
+            "sinks": None if call.sinks is None else PartitionSpec(self.heads),
         }
         sharded = jax.shard_map(
             inside,

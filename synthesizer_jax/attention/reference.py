@@ -30,6 +30,7 @@ def attend_reference(call: Call) -> jax.Array:
         q_length=call.q_length,
         k_length=call.k_length,
         soft_cap=call.soft_cap,
+        sinks=call.sinks,
     )
     weights = jnp.broadcast_to(weights, (values.shape[0], *weights.shape[1:]))
     out = jnp.einsum(
@@ -42,7 +43,13 @@ def attend_reference(call: Call) -> jax.Array:
 
 
 def softmax_weights(
-    terms: Terms, *, mask: Mask, q_length: int, k_length: int, soft_cap: float | None = None
+    terms: Terms,
+    *,
+    mask: Mask,
+    q_length: int,
+    k_length: int,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the attention weights ``[b or 1, h, q, k]``, float32 or wider.
 
@@ -51,7 +58,7 @@ def softmax_weights(
     term = terms[0]
     if isinstance(term, Split):
         return _group_weights(
-            term, mask=mask, q_length=q_length, k_length=k_length, soft_cap=soft_cap
+            term, sinks, mask=mask, q_length=q_length, k_length=k_length, soft_cap=soft_cap
         )
     if isinstance(term, Banded):
         positions = None
@@ -65,7 +72,13 @@ def softmax_weights(
             term, mask=mask, q_length=q_length, k_length=k_length, positions=positions
         )
     logits = materialize_logits(terms, mask=mask, q_length=q_length, k_length=k_length)
-    return softmax(cap_logits(logits, soft_cap), mask.pairs(q_length, k_length))
+    logits, pairs = cap_logits(logits, soft_cap), mask.pairs(q_length, k_length)
+    if sinks is None:
+        return softmax(logits, pairs)
+    column = jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:-1], 1)).astype(logits.dtype)
+    if pairs is not None:
+        pairs = jnp.concatenate([pairs, jnp.ones_like(pairs[..., :1])], axis=-1)
+    return softmax(jnp.concatenate([logits, column], axis=-1), pairs)[..., :-1]
 
 
 def softmax(logits: jax.Array, pairs: jax.Array | None) -> jax.Array:
@@ -95,12 +108,15 @@ def _softmax_jvp(
     return weights, weighted - weights * weighted.sum(axis=-1, keepdims=True)
 
 
-def _group_weights(split: Split, *, mask: Mask, **options: Any) -> jax.Array:
+def _group_weights(
+    split: Split, sinks: jax.Array | None, *, mask: Mask, **options: Any
+) -> jax.Array:
     """Returns the `softmax_weights` of all groups of heads, concatenated along the heads."""
     groups = []
     for terms, start, num_heads in split.slices():
         group_mask = mask.take_heads(start, num_heads)
-        groups.append(softmax_weights(terms, mask=group_mask, **options))
+        group_sinks = None if sinks is None else sinks[start : start + num_heads]
+        groups.append(softmax_weights(terms, mask=group_mask, sinks=group_sinks, **options))
     batch = max(x.shape[0] for x in groups)
     return jnp.concatenate([jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in groups], axis=1)
 

@@ -80,6 +80,8 @@ def obstacle(call: Call) -> str | None:
         return "Banded terms are weights without a softmax"
     if call.soft_cap is not None:
         return "it has no soft cap"
+    if call.sinks is not None:
+        return "it has no sinks"
     for term in call.terms:
         name = type(term).__name__
         if any(a.from_tokens for a in term.arrays()):

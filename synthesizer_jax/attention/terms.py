@@ -149,6 +149,7 @@ class Call:
       mask: which keys a query may see.
       q_length: number of queries.
       soft_cap: what bounds the logits, see `cap_logits`.
+      sinks: ``[h]``, the logits of one more key for each head, whose value is zero; None: there is none.
     """
 
     terms: Terms
@@ -156,6 +157,7 @@ class Call:
     mask: Mask
     q_length: int = dataclasses.field(metadata={"static": True})
     soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
+    sinks: jax.Array | None = None
 
     @property
     def k_length(self) -> int:

@@ -33,6 +33,7 @@ from synthesizer_jax.initializers import FanIn, Initializer
 from synthesizer_jax.mixers.base import Mixer, TokenCount, dropout_options, is_cross, merge_heads
 from synthesizer_jax.mixers.decoding import query_ends
 from synthesizer_jax.mixers.taps import LOGITS
+from synthesizer_jax.parameters import with_axes
 from synthesizer_jax.registry import register
 from synthesizer_jax.typing import Choices, Length, Positive, Rate
 
@@ -196,10 +197,13 @@ class Attention(AttentionBase):
         2019, multi-query attention); None: every head has its own. In a `PerHead` the keys are not shared.
       soft_cap: logits x become ``soft_cap · tanh(x / soft_cap)`` (Gemma 2, 2024); None: they stay, as the
         weights of a `Gaussian` do.
+      sinks: whether every head learns the logit of one more key, whose value is zero (gpt-oss, 2025); heads
+        of a `Gaussian` have none.
     """
 
     num_kv_heads: Length | None = None
     soft_cap: Positive | None = None
+    sinks: bool = False
 
     def context(
         self, query_span: Span, key_span: Span, keys_start: int | jax.Array = 0
@@ -227,9 +231,15 @@ class Attention(AttentionBase):
         self, x: jax.Array, terms: Terms, values: jax.Array, *, bias: Terms, mask: Mask
     ) -> jax.Array:
         own, terms = terms, add(*terms, *bias)
+        sinks = None
+        if self.sinks:
+            sinks = self.param(
+                "sinks", with_axes(nn.initializers.zeros_init(), "heads"), (self.num_heads,)
+            )
+        options: dict[str, Any] = {"mask": mask, "soft_cap": self.soft_cap, "sinks": sinks}
         if self.is_sowing_weights:
             lengths = {"q_length": x.shape[1], "k_length": values.shape[1]}
-            weights = attention_weights(terms, mask=mask, soft_cap=self.soft_cap, **lengths)
+            weights = attention_weights(terms, **lengths, **options)
             self.sow("intermediates", "attention_weights", weights)
             has_logits = not any(isinstance(term, Banded | Split) for term in own)
             if has_logits and self.is_mutable_collection(LOGITS):
@@ -238,11 +248,10 @@ class Attention(AttentionBase):
         return attend(
             terms,
             values,
-            mask=mask,
             q_length=x.shape[1],
-            soft_cap=self.soft_cap,
             implementation=self.implementation,
             partition=partition(batch=x.shape[0], heads=self.num_heads),
+            **options,
             **dropout_options(self, self.dropout_rate),
         )
 

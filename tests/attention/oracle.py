@@ -13,12 +13,13 @@ from synthesizer_jax.attention import LowRank, Mask, Outer, Relative, Static, Te
 
 @dataclasses.dataclass
 class Answer:
-    """What attention gives: output ``[b, q, h, e]``, weights, cotangents of terms and values."""
+    """What attention gives: output ``[b, q, h, e]``, weights, cotangents of terms, values and sinks."""
 
     out: np.ndarray
     weights: np.ndarray
     terms: tuple[dict[str, np.ndarray], ...]
     values: np.ndarray
+    sinks: np.ndarray
 
 
 def attention(
@@ -29,6 +30,7 @@ def attention(
     *,
     keep: np.ndarray | None = None,
     soft_cap: float = np.inf,
+    sinks: np.ndarray | None = None,
 ) -> Answer:
     """The answer for cotangent `g` ``[b, q, h, e]``; `keep` ``[b, k, h]`` multiplies the values."""
     v, g = np.asarray(values, np.float64), np.asarray(g, np.float64)
@@ -42,9 +44,15 @@ def attention(
     if soft_cap < np.inf:
         slope = 1 - np.tanh(logits / soft_cap) ** 2
         logits = soft_cap * np.tanh(logits / soft_cap)
-    weights = masked_softmax(logits, may_see(mask, b, h, q, k))
+    seen = may_see(mask, b, h, q, k)
+    sinks = np.full(h, -np.inf) if sinks is None else np.asarray(sinks, np.float64)
+    column = np.broadcast_to(sinks[:, None, None], (b, h, q, 1))  # one more key
+    logits = np.concatenate([np.broadcast_to(logits, seen.shape), column], axis=-1)
+    weights = masked_softmax(logits, np.concatenate([seen, seen.any(-1, keepdims=True)], axis=-1))
+    weights, lost = weights[..., :-1], weights[..., -1]
     dweights = np.einsum("bqhe,bkhe->bhqk", g, v)
-    dlogits = weights * (dweights - np.sum(weights * dweights, axis=-1, keepdims=True))
+    mean = np.sum(weights * dweights, axis=-1, keepdims=True)
+    dlogits = weights * (dweights - mean)
     dlogits = dlogits * slope
     dvalues = np.einsum("bhqk,bqhe->bkhe", weights, g)
     return Answer(
@@ -52,6 +60,7 @@ def attention(
         weights=weights,
         terms=tuple(term_gradient(term, dlogits, *looks) for term in terms),
         values=dvalues if keep is None else dvalues * keep[..., None],
+        sinks=-np.sum(lost * mean[..., 0], axis=(0, 2)),
     )
 
 

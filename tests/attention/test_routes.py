@@ -78,6 +78,29 @@ def test_soft_cap(route: str, name: str) -> None:
         cases.run(terms[:1], values, mask, g, "static", cap=2.5)
 
 
+@pytest.mark.parametrize("route", ["fused", "reference"])
+@pytest.mark.parametrize("name", ["padding", "packed cross"])
+def test_sinks(route: str, name: str) -> None:
+    mask, q = MASKS[name]
+    terms, values, g = problem(EVERY_TERM, q, KEYS)
+    sinks = jnp.array([0.5, 400.0])  # the second takes all
+    run = functools.partial(attend, mask=mask, q_length=q, implementation=route)
+
+    @jax.jit
+    def differentiate(*args):
+        out, back = jax.vjp(lambda *args: run(*args[:2], sinks=args[2]), *args)
+        return out, *back(g)
+
+    *found, dsinks = differentiate(terms, values, sinks)
+    answer = oracle.attention(terms, values, mask, g, sinks=sinks)
+    cases.compare(found, answer, BOUND)
+    assert oracle.error(dsinks, answer.sinks) < BOUND
+    with pytest.raises(ValueError, match="it has no sinks"):
+        attend(terms[:1], values, sinks=sinks, implementation="static")
+    with pytest.raises(ValueError, match=r"sinks have shape \(1,\)"):
+        run(terms, values, sinks=sinks[:1])
+
+
 @pytest.mark.parametrize("name", EVERY_TERM)
 def test_each_term_alone(name: str) -> None:
     terms, values, g = problem((name,), QUERIES, KEYS)

@@ -14,7 +14,11 @@ ALIGNMENT_CASES = {
     "DotProduct, biases": Case.of(sj.DotProduct(use_bias=True), use_bias=True),
     "DotProduct, rotary": Case.of(sj.DotProduct(4, normalize_qk=True, rotary_base=100.0), window=4),
     "DotProduct, grouped": Case.of(
-        sj.Mixture((sj.DotProduct(5), RANDOM)), num_kv_heads=2, use_bias=True, soft_cap=1.5
+        sj.Mixture((sj.DotProduct(5), RANDOM)),
+        num_kv_heads=2,
+        use_bias=True,
+        soft_cap=1.5,
+        sinks=True,
     ),
     "DotProduct, keys are values": Case.of(DOT, shared_key_value=True),
     "Dense": Case.of(DENSE),

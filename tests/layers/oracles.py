@@ -31,9 +31,12 @@ def attention(layer, p, constants, x, seen):
     align = p.get("align", {}) | ({"key": p["value"]} if layer.shared_key_value else {})
     seen = within_window(layer, seen)
     own = layer.alignment, align, constants.get("align", {}), x
-    if layer.soft_cap is not None:
+    if layer.sinks:  # and a soft cap
         logits = layer.soft_cap * np.tanh(logits_of(*own, layer.num_heads) / layer.soft_cap)
-        weights = masked_softmax(logits, seen[:, None])
+        logits = np.broadcast_to(logits, (len(x), layer.num_heads, *seen.shape[1:]))
+        sinks = np.broadcast_to(p["sinks"][:, None, None], (*logits.shape[:-1], 1))
+        seen = np.append(seen, np.ones_like(seen[..., :1]), axis=-1)
+        weights = masked_softmax(np.append(logits, sinks, axis=-1), seen[:, None])[..., :-1]
     else:
         weights = weights_of(*own, seen, layer.num_heads)
     if layer.project_values:
