@@ -27,6 +27,8 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    repetition_penalty: float | None = None,
+    no_repeat_ngram: int | None = None,
     samples: int = 1,
     seed: int = 0,
     min_length: int = 1,
@@ -57,6 +59,9 @@ def generate(
       temperature: sample from softmax(logits / temperature); 0 does not sample.
       top_k: sample from this number of most probable tokens.
       top_p: sample from the fewest most probable tokens of at least this probability.
+      repetition_penalty: divide the logits of tokens that a text holds already by this number, negative
+        ones multiply; by default the recipe's.
+      no_repeat_ngram: forbid that this many tokens in a row occur twice; by default the recipe's.
       samples: lines per input: samples, or the best of the beams.
       seed: seed of the samples.
       min_length: minimum number of tokens to decode, end of sequence included.
@@ -95,6 +100,8 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        repetition_penalty=repetition_penalty or evaluation.repetition_penalty,
+        no_repeat_ngram=no_repeat_ngram or evaluation.no_repeat_ngram,
         samples=samples,
         seed=seed,
         logits_dtype=logits_dtype,

@@ -38,10 +38,13 @@ class Evaluation:
       method: ``"rank"`` scores every label word, ``"greedy"`` and ``"beam"`` decode; tasks without label
         words are decoded greedily under ``"rank"``.
       beams: of ``"beam"``.
-      alpha: see `Decoding`, as the two lengths, which `generate` also takes unless it is given others.
+      alpha: see `Decoding`, as the two lengths and what is said of repetition, which `generate` also takes
+        unless it is given others.
       relative_length: the longest answer to an input is ``relative_length`` times as long, plus
         `extra_length`, but at most `DataConfig.targets_length`; None: that alone.
       extra_length: number of tokens.
+      repetition_penalty: see `Decoding`.
+      no_repeat_ngram: see `Decoding`.
       max_examples: maximum number of examples per task, whole groups; None is all.
       batch_size: number of examples per compiled batch.
       loss_batches: the held-out teacher-forced loss is computed for at most this many batches of each
@@ -61,6 +64,8 @@ class Evaluation:
     alpha: NotNegative = 0.6
     relative_length: Positive | None = None
     extra_length: Number = 0
+    repetition_penalty: Positive | None = None
+    no_repeat_ngram: Length | None = None
     max_examples: Count | None = None
     batch_size: Length = 64
     loss_batches: Number = 16
@@ -169,6 +174,8 @@ class Evaluator:
                 alpha=evaluation.alpha,
                 relative_length=evaluation.relative_length,
                 extra_length=evaluation.extra_length,
+                repetition_penalty=evaluation.repetition_penalty,
+                no_repeat_ngram=evaluation.no_repeat_ngram,
                 logits_dtype=evaluation.logits_dtype,
             ),
             ranks=evaluation.method == RANK,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.nn import logsumexp
 from jax.typing import ArrayLike
 
-from synthesizer_jax.inference.decoder import EOS, Decoder, Lengths, Sequences
+from synthesizer_jax.inference.decoder import EOS, Constraints, Decoder, Sequences
 from synthesizer_jax.models import DecodingCache
 
 NEVER = -1e9
@@ -46,7 +46,7 @@ class _Beams(NamedTuple):
 
 
 def beam_search(
-    decoder: Decoder, lengths: Lengths, *, beams: int, alpha: ArrayLike, samples: int = 1
+    decoder: Decoder, constraints: Constraints, *, beams: int, alpha: ArrayLike, samples: int = 1
 ) -> Sequences:
     """Searches with `beams` unfinished and `beams` finished sequences of every example.
 
@@ -55,7 +55,7 @@ def beam_search(
 
     Args:
       decoder: b examples.
-      lengths: how long sequences may be.
+      constraints: what sequences may hold.
       beams: n.
       alpha: exponent of the length penalty.
       samples: number of sequences to return per example, at most n.
@@ -64,8 +64,10 @@ def beam_search(
 
     def advance(state: _Beams, logits: jax.Array) -> tuple[_Beams, jax.Array]:
         """Extends all beams by one token; also returns the beam that each live one continues."""
+        if constraints.repetition_penalty is not None:  # of log-probabilities, as in transformers
+            logits = jax.nn.log_softmax(logits)
         own = state.live - logsumexp(logits, axis=-1).reshape(b, n)
-        allowed = lengths.forbid_early_end(logits, state.at)
+        allowed = constraints.apply(logits, state.tokens.reshape(b * n, m), state.at)
         top, source, token = top_tokens(allowed.reshape(b, n, -1), own, 2 * n)
         tokens = jnp.take_along_axis(state.tokens, source[:, :, None], axis=1)
         tokens = tokens.at[:, :, state.at].set(token)
@@ -79,7 +81,7 @@ def beam_search(
         tokens = jnp.take_along_axis(tokens, order[:, :, None], axis=1)
         source = jnp.take_along_axis(source, order, axis=1)
         # An example at its maximum length keeps what it has.
-        is_open = (state.at < lengths.longest)[:, None]
+        is_open = (state.at < constraints.longest)[:, None]
         new = _Beams(
             at=state.at + 1,
             live=jnp.where(is_open, live, state.live),
@@ -100,8 +102,8 @@ def beam_search(
         return state._replace(cache=state.cache.map_rows(lambda x: x[rows]))
 
     def unfinished(state: _Beams) -> jax.Array:
-        hope = state.live[:, 0] / length_penalty(lengths.longest, alpha)
-        return jnp.any((state.at < lengths.longest) & (hope > state.ended[:, -1]))
+        hope = state.live[:, 0] / length_penalty(constraints.longest, alpha)
+        return jnp.any((state.at < constraints.longest) & (hope > state.ended[:, -1]))
 
     logits, cache = decoder.next(*decoder.begin())
     empty = jnp.zeros((b, n, m), jnp.int32)
@@ -111,10 +113,12 @@ def beam_search(
     state, _ = advance(state, jnp.repeat(logits, n, axis=0))
     cache = cache.map_rows(lambda x: jnp.repeat(x, n, axis=0))
     state = jax.lax.while_loop(unfinished, body, state._replace(cache=cache))
-    return _best_of(state, lengths, alpha, samples=samples)
+    return _best_of(state, constraints, alpha, samples=samples)
 
 
-def _best_of(state: _Beams, lengths: Lengths, alpha: ArrayLike, *, samples: int) -> Sequences:
+def _best_of(
+    state: _Beams, constraints: Constraints, alpha: ArrayLike, *, samples: int
+) -> Sequences:
     """Returns the best sequences of a search that has ended.
 
     As in T5X, finished sequences, however improbable, come before those that the maximum length cut. A
@@ -122,7 +126,7 @@ def _best_of(state: _Beams, lengths: Lengths, alpha: ArrayLike, *, samples: int)
     log-probability.
     """
     n = state.live.shape[1]
-    cut = state.live / length_penalty(lengths.longest, alpha)[:, None]
+    cut = state.live / length_penalty(constraints.longest, alpha)[:, None]
     num_ended = (state.ended > NEVER).sum(axis=1, keepdims=True)
     rank = jnp.arange(samples)[None]
     index = jnp.where(rank < num_ended, rank, n + rank - num_ended)
@@ -130,7 +134,7 @@ def _best_of(state: _Beams, lengths: Lengths, alpha: ArrayLike, *, samples: int)
     tokens = jnp.take_along_axis(tokens, index[:, :, None], axis=1)
     scores = jnp.take_along_axis(jnp.concatenate([state.ended, cut], axis=1), index, axis=1)
     end = jnp.argmax(tokens == EOS, axis=-1) + 1
-    length = jnp.where(rank < num_ended, end, lengths.longest[:, None])
+    length = jnp.where(rank < num_ended, end, constraints.longest[:, None])
     return Sequences(tokens, scores, scores * length_penalty(length, alpha))
 
 

@@ -32,23 +32,57 @@ class Sequences(NamedTuple):
     log_probabilities: jax.Array
 
 
-class Lengths(NamedTuple):
-    """Allowed numbers of tokens, EOS included.
+class Constraints(NamedTuple):
+    """What sequences may hold; lengths count EOS.
 
     Attributes:
-      shortest: ``[]`` the minimum of every example; None: 1, without a copy of the logits.
-      longest: ``[batch]`` the maximum of each example.
+      shortest: ``[]`` the minimum length of every example; None: 1, without a copy of the logits.
+      longest: ``[batch]`` the maximum length of each example.
+      repetition_penalty: ``[]``, see `Decoding`; None: 1.
+      no_repeat_ngram: see `Decoding`; None: all are allowed.
+      prompt: ``[batch, k]`` the tokens before the decoded ones, the last at the end; read where repetition
+        is constrained.
     """
 
     shortest: ArrayLike | None
     longest: jax.Array
+    repetition_penalty: ArrayLike | None = None
+    no_repeat_ngram: int | None = None
+    prompt: jax.Array | None = None
 
-    def forbid_early_end(self, logits: jax.Array, at: jax.Array) -> jax.Array:
-        """Returns logits ``[..., vocab]`` of position `at` with EOS at −∞ where it is too early."""
+    def apply(self, logits: jax.Array, tokens: jax.Array, at: jax.Array) -> jax.Array:
+        """Returns logits ``[rows, vocab]`` of position `at` after `tokens` ``[rows, m]``, changed.
+
+        Forbidden tokens have −∞. `tokens` has zeros from `at` on.
+        """
+        if self.prompt is not None:
+            prompt = jnp.repeat(self.prompt, len(tokens) // len(self.prompt), axis=0)
+            past = jnp.concatenate([prompt, tokens], axis=1)
+            row, length = jnp.arange(len(past))[:, None], prompt.shape[1] + at
+            nowhere = logits.shape[1]
+            if (penalty := self.repetition_penalty) is not None:
+                known = jnp.where(jnp.arange(past.shape[1]) < length, past, nowhere)
+                seen = jnp.zeros(logits.shape, bool).at[row, known].set(True, mode="drop")
+                scaled = jnp.where(logits < 0, logits * penalty, logits / penalty)
+                logits = jnp.where(seen, scaled, logits)
+            if self.no_repeat_ngram is not None:
+                repeats = _repeats_ngram(past, length, self.no_repeat_ngram)
+                ends = jnp.where(repeats, past, nowhere)
+                logits = logits.at[row, ends].set(-jnp.inf, mode="drop")
         if self.shortest is None:
             return logits
         is_eos = jnp.arange(logits.shape[-1])[None] == EOS
         return jnp.where(is_eos & (at + 1 < self.shortest), -jnp.inf, logits)
+
+
+def _repeats_ngram(past: jax.Array, length: jax.Array, n: int) -> jax.Array:
+    """Returns which of the first `length` tokens come after the n - 1 last of them, ``[rows, k]``."""
+    position = jnp.arange(past.shape[1])
+    repeats = jnp.broadcast_to((position >= n - 1) & (position < length), past.shape)
+    for i in range(1, min(n, past.shape[1])):
+        last = jax.lax.dynamic_index_in_dim(past, length - i, axis=1)
+        repeats &= jnp.roll(past, i, axis=1) == last
+    return repeats
 
 
 class Decoder:

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from synthesizer_jax.ambient import on_any_mesh
 from synthesizer_jax.inference.beam_search import beam_search
-from synthesizer_jax.inference.decoder import Decoder, Lengths, Sequences
+from synthesizer_jax.inference.decoder import Constraints, Decoder, Sequences
 from synthesizer_jax.inference.sampling import Sampling, decode_rows
 from synthesizer_jax.inference.settings import Decoding
 from synthesizer_jax.models import LanguageModel, TextToText, unroll, unroll_variables
@@ -77,8 +77,9 @@ def decode_sequences(
 ) -> Sequences:
     """Decodes a batch of inputs.
 
-    One program serves all values of `alpha`, `temperature`, `top_p`, `min_length`, `relative_length`,
-    `extra_length` and `seed`; it is compiled again where one of them is switched on or off.
+    One program serves all values of `alpha`, `temperature`, `top_p`, `repetition_penalty`, `min_length`,
+    `relative_length`, `extra_length` and `seed`; it is compiled again where one of them is switched on or
+    off.
 
     Args:
       variables: the model's variables, with scanned or looped layers.
@@ -120,12 +121,15 @@ def decode_sequences(
     relative = decoding.relative_length
     numbers: dict[str, Any] = {"alpha": 0.0, "seed": 0, "min_length": 1, "relative_length": None}
     numbers |= {"extra_length": 0, "top_p": None, "temperature": float(decoding.temperature > 0)}
+    numbers |= {"repetition_penalty": None}
+    penalty = decoding.repetition_penalty
     return run_decoding(
         variables,
         encoder_tokens,
         min_length=decoding.min_length if decoding.min_length > 1 else None,
         relative_length=None if relative is None else (float(relative), decoding.extra_length),
         alpha=float(decoding.alpha),
+        repetition_penalty=None if penalty is None else float(penalty),
         sampling=sampling,
         model=model,
         decoding=dataclasses.replace(decoding, **numbers),
@@ -142,6 +146,7 @@ def run_decoding(
     min_length: ArrayLike | None,
     relative_length: tuple[ArrayLike, ArrayLike] | None,
     alpha: ArrayLike,
+    repetition_penalty: ArrayLike | None,
     sampling: Sampling | None,
     model: TextToText,
     decoding: Decoding,
@@ -154,7 +159,14 @@ def run_decoding(
         relative = jnp.round(factor * num_real_tokens(encoder_tokens)) + extra
         shortest = 1 if min_length is None else min_length
         longest = jnp.clip(relative.astype(longest.dtype), shortest, longest)
-    lengths = Lengths(min_length, longest)
+    prompt = None
+    if not (repetition_penalty is decoding.no_repeat_ngram is None):
+        prompt = jnp.zeros_like(encoder_tokens[:, :1])  # the decoder's first input
+        if isinstance(model, LanguageModel):
+            prompt = _align_right(encoder_tokens)
+    constraints = Constraints(
+        min_length, longest, repetition_penalty, decoding.no_repeat_ngram, prompt
+    )
     decoder = Decoder(
         unroll(model),
         unroll_variables(model, variables),
@@ -165,5 +177,13 @@ def run_decoding(
     )
     samples = decoding.samples
     if decoding.beams > 1:
-        return beam_search(decoder, lengths, beams=decoding.beams, alpha=alpha, samples=samples)
-    return decode_rows(decoder, lengths, samples=samples, sampling=sampling, top_k=decoding.top_k)
+        return beam_search(decoder, constraints, beams=decoding.beams, alpha=alpha, samples=samples)
+    return decode_rows(
+        decoder, constraints, samples=samples, sampling=sampling, top_k=decoding.top_k
+    )
+
+
+def _align_right(tokens: jax.Array) -> jax.Array:
+    """Returns rows ``[batch, k]`` whose padding after the last token is moved to the beginning."""
+    after = jnp.argmax(tokens[:, ::-1] != 0, axis=1)
+    return jax.vmap(jnp.roll)(tokens, after)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.nn import logsumexp
 from jax.typing import ArrayLike
 
-from synthesizer_jax.inference.decoder import EOS, Decoder, Lengths, Sequences
+from synthesizer_jax.inference.decoder import EOS, Constraints, Decoder, Sequences
 from synthesizer_jax.models import DecodingCache
 
 
@@ -76,7 +76,7 @@ class _State(NamedTuple):
 
 def decode_rows(
     decoder: Decoder,
-    lengths: Lengths,
+    constraints: Constraints,
     *,
     samples: int = 1,
     sampling: Sampling | None = None,
@@ -86,17 +86,17 @@ def decode_rows(
 
     Args:
       decoder: the examples.
-      lengths: how long sequences may be.
+      constraints: what sequences may hold.
       samples: number of sequences per example.
       sampling: draws the tokens; None takes the most probable ones.
       top_k: number of tokens to draw from; None: all.
     """
     rows = decoder.batch * samples
-    longest = jnp.repeat(lengths.longest, samples)
+    longest = jnp.repeat(constraints.longest, samples)
 
     def body(state: _State) -> _State:
         logits, cache = decoder.next(state.token, state.cache)
-        allowed = lengths.forbid_early_end(logits, state.at)
+        allowed = constraints.apply(logits, state.tokens, state.at)
         if sampling is None:
             token = _first_maximum(allowed)
         else:

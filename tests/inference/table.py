@@ -29,11 +29,25 @@ class Table:
         return logits, DecodingCache((LayerCache((codes, position + 1)),))
 
 
-def table_log_p(logits):
-    """The continuations' log-probabilities that a table ``[positions, codes, vocab]`` gives."""
-    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+def look_up(table):
+    """What a table ``[positions, codes, vocab]`` holds for continuations of prefixes."""
 
     def code(tokens):
         return functools.reduce(lambda code, token: (code * 3 + token) % Table.CODES, tokens, 0)
 
-    return lambda prefixes: [log_p[len(p), code(p)] for p in prefixes]
+    return lambda prefixes: [table[len(p), code(p)].copy() for p in prefixes]
+
+
+def table_log_p(logits):
+    """The continuations' log-probabilities that a table of logits gives."""
+    return look_up(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
+
+
+def constrain(scores, tokens, penalty, n):
+    """transformers' RepetitionPenaltyLogitsProcessor and NoRepeatNGramLogitsProcessor."""
+    for token in set(tokens):
+        scores[token] = scores[token] * penalty if scores[token] < 0 else scores[token] / penalty
+    for i in range(len(tokens) - n + 1):
+        if tokens[i : i + n - 1] == tokens[len(tokens) - n + 1 :]:
+            scores[tokens[i + n - 1]] = -np.inf
+    return scores

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from synthesizer_jax import nnx as snnx
 from synthesizer_jax.inference import Decoding, decode
 from synthesizer_jax.inference.beam_search import GROUP, beam_search, top_tokens
-from synthesizer_jax.inference.decoder import Lengths
+from synthesizer_jax.inference.decoder import Constraints
+from synthesizer_jax.inference.sampling import decode_rows
 from synthesizer_jax.models import Encoder, Size, alignment, t5
 from tests.inference.beam_search import t5x_beams
-from tests.inference.table import Table, table_log_p
+from tests.inference.table import Table, constrain, look_up, table_log_p
 
 VOCAB, LENGTH = 5, 3
 
@@ -85,8 +86,8 @@ def test_wide_beam_is_exhaustive_search(trained):
 @functools.partial(jax.jit, static_argnums=1)
 def search(logits, beams, alpha, shortest=1):
     table = Table(logits)
-    lengths = Lengths(shortest, jnp.full(table.batch, table.max_length))
-    return beam_search(table, lengths, beams=beams, alpha=alpha, samples=beams)
+    constraints = Constraints(shortest, jnp.full(table.batch, table.max_length))
+    return beam_search(table, constraints, beams=beams, alpha=alpha, samples=beams)
 
 
 @given(
@@ -121,6 +122,44 @@ def test_a_cut_sequence_is_returned_where_none_has_ended():
     assert found.tokens[:, 0].tolist() == [[5, 5], [1, 0]]
     likely = 4 - np.log(np.exp(4) + 7)
     np.testing.assert_allclose(found.scores[0, 0], 2 * likely / (7 / 6), rtol=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_repetition_is_constrained_as_in_transformers(n):
+    """Greedy decoding changes logits, beam search log-probabilities; the prompt counts."""
+    logits = np.random.default_rng(n).normal(scale=2, size=(6, 8, Table.CODES, 12))
+    logits[..., 1] -= 3
+    prompts = np.array(
+        [[0, 4, 5, 4], [0, 0, 0, 0], [2, 3, 4, 5], [7, 7, 2, 7], [0, 2, 2, 3], [0, 0, 9, 8]]
+    )
+    table = Table(np.float32(logits))
+    constraints = Constraints(
+        None, jnp.full(6, 8), repetition_penalty=1.5, no_repeat_ngram=n, prompt=jnp.asarray(prompts)
+    )
+    greedy = jax.jit(lambda: decode_rows(table, constraints))()
+    beams = jax.jit(lambda: beam_search(table, constraints, beams=3, alpha=0.6, samples=3))()
+    changed = 0
+    for i, (example, prompt) in enumerate(zip(logits, prompts.tolist(), strict=True)):
+        tokens = ()
+        while len(tokens) < 8 and tokens[-1:] != (1,):
+            (row,) = look_up(example)([tokens])
+            changed += row.argmax()
+            tokens += (int(constrain(row, [*prompt, *tokens], 1.5, n).argmax()),)
+            changed -= tokens[-1]
+        assert tuple(greedy.tokens[i, 0, : len(tokens)].tolist()) == tokens
+
+        def log_p(prefixes, example=example, prompt=prompt):
+            rows = table_log_p(example)(prefixes)
+            pairs = zip(rows, prefixes, strict=True)
+            return [constrain(row, [*prompt, *p], 1.5, n) for row, p in pairs]
+
+        wanted = t5x_beams(log_p, 8, 3, 0.6, 1)
+        for (best, score), found, value in zip(
+            wanted, beams.tokens[i], beams.scores[i], strict=False
+        ):
+            assert tuple(found[: len(best)].tolist()) == best
+            np.testing.assert_allclose(value, score, atol=1e-5)
+    assert changed
 
 
 @pytest.mark.parametrize("vocab", [2, GROUP, 3 * GROUP + 5])

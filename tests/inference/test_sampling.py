@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from synthesizer_jax.inference import Decoding, decode_sequences, score_targets
-from synthesizer_jax.inference.decoder import Lengths
+from synthesizer_jax.inference.decoder import Constraints
 from synthesizer_jax.inference.decoding import run_decoding
 from synthesizer_jax.inference.sampling import Sampling, decode_rows, keep_most_probable
 from synthesizer_jax.models import Size, alignment, t5
@@ -57,9 +57,9 @@ def test_the_tokens_to_draw_from_are_those_of_the_definitions(vocab, top_k, top_
 @functools.partial(jax.jit, static_argnames=("samples", "top_k"))
 def sample(logits, temperature, top_p=None, *, samples=1, top_k=None, shortest=None):
     table = Table(logits)
-    lengths = Lengths(shortest, jnp.full(table.batch, table.max_length))
+    constraints = Constraints(shortest, jnp.full(table.batch, table.max_length))
     sampling = Sampling(jax.random.key(3), jnp.arange(table.batch), temperature, top_p)
-    return decode_rows(table, lengths, samples=samples, sampling=sampling, top_k=top_k)
+    return decode_rows(table, constraints, samples=samples, sampling=sampling, top_k=top_k)
 
 
 def table_of(seed, vocab=5, length=2, batch=1, end=0.0):
@@ -105,7 +105,7 @@ def test_samples_have_the_exact_distribution(temperature, top_k, top_p):
 def test_low_temperatures_and_one_token_to_draw_from_are_greedy(shortest):
     logits = table_of(2, vocab=9, length=4, batch=6, end=1.0)
     table, longest = Table(logits), jnp.full(6, 4)
-    greedy = jax.jit(lambda: decode_rows(table, Lengths(shortest, longest)))()
+    greedy = jax.jit(lambda: decode_rows(table, Constraints(shortest, longest)))()
     for found in (
         *(sample(logits, t, shortest=shortest) for t in (1e-4, 1e-38, 1e-44)),
         sample(logits, 5.0, top_k=1, shortest=shortest),

@@ -12,7 +12,7 @@ import transformers
 from safetensors.numpy import load_file
 
 from synthesizer_jax.data.vocabularies import Bytes, SentencePiece, train_sentencepiece
-from synthesizer_jax.inference import decode
+from synthesizer_jax.inference import Decoding, decode, decode_sequences
 from synthesizer_jax.pretrained import Loaded, generate, load
 from synthesizer_jax.pretrained.architecture import Architecture
 from synthesizer_jax.pretrained.convert import convert_checkpoint
@@ -167,19 +167,25 @@ def test_decoded_ids_are_the_same(tmp_path, family):
     model, variables = read(tmp_path)
     inputs = np.random.default_rng(1).integers(2, 12, (16, 9))
     inputs[3:6, 5:] = 0
-    arguments = {"model": model, "max_length": LENGTH}
-    with torch.no_grad():
-        generated = reference.generate(
-            torch.as_tensor(inputs),
-            attention_mask=torch.as_tensor(inputs != 0),
-            max_new_tokens=LENGTH,
-            use_cache=False,  # its cache fails where the stacks differ in depth
-            do_sample=False,
-        ).numpy()[:, 1:]
-    ours = np.asarray(decode(variables, jnp.asarray(inputs), **arguments).tokens)
-    assert (ours == 1).any(axis=1).sum() > 2
-    np.testing.assert_array_equal(ours[:, : generated.shape[1]], generated)
-    found = decode(variables, jnp.asarray(inputs), beams=3, alpha=0.6, **arguments)
+    for penalty, ngram in ((None, None), (1.3, 2)):
+        with torch.no_grad():
+            generated = reference.generate(
+                torch.as_tensor(inputs),
+                attention_mask=torch.as_tensor(inputs != 0),
+                max_new_tokens=LENGTH,
+                use_cache=False,  # its cache fails where the stacks differ in depth
+                do_sample=False,
+                repetition_penalty=penalty,
+                no_repeat_ngram_size=ngram,
+            ).numpy()[:, 1:]
+        decoding = Decoding(max_length=LENGTH, repetition_penalty=penalty, no_repeat_ngram=ngram)
+        found = decode_sequences(variables, jnp.asarray(inputs), model=model, decoding=decoding)
+        ours = np.asarray(found.tokens[:, 0])
+        assert (ours == 1).any(axis=1).sum() > 2
+        np.testing.assert_array_equal(ours[:, : generated.shape[1]], generated)
+    found = decode(
+        variables, jnp.asarray(inputs), model=model, max_length=LENGTH, beams=3, alpha=0.6
+    )
     for row, tokens, score in zip(inputs, *map(np.asarray, found), strict=True):
         best, expected = t5x_beams(next_log_p(reference, row), LENGTH, 3, 0.6)[0]
         assert tuple(tokens[: len(best)]) == best and not tokens[len(best) :].any()
