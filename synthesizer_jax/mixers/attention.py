@@ -238,7 +238,7 @@ class Attention(AttentionBase):
             )
         options: dict[str, Any] = {"mask": mask, "soft_cap": self.soft_cap, "sinks": sinks}
         if self.is_sowing_weights:
-            lengths = {"q_length": x.shape[1], "k_length": values.shape[1]}
+            lengths: dict[str, Any] = {"q_length": x.shape[1], "k_length": values.shape[1]}
             weights = attention_weights(terms, **lengths, **options)
             self.sow("intermediates", "attention_weights", weights)
             has_logits = not any(isinstance(term, Banded | Split) for term in own)

@@ -40,6 +40,10 @@ class Training:
       save_every: steps between checkpoints; the last step is always saved.
       keep_latest: newest checkpoints to keep.
       keep_best: best checkpoints to keep besides, by the evaluation's ``score``.
+      writers: where metrics go besides the run's directory, by name: ``wandb``, ``trackio``, ``mlflow``, or
+        one of your own, see `runs.writers`.
+      profile: the number of finished steps at which a trace for XProf begins, and that at which it ends; it
+        is written into ``profile`` in the run's directory. None: no trace.
     """
 
     steps: Count
@@ -55,6 +59,8 @@ class Training:
     save_every: Count = 1000
     keep_latest: Count = 2
     keep_best: Number = 1
+    writers: tuple[str, ...] = ()
+    profile: tuple[Number, Number] | None = None
 
 
 @register
@@ -119,6 +125,12 @@ class Experiment:
             raise ValueError(
                 "data.inputs_length is 0, and the encoder of an EncoderDecoder reads inputs; set it to a "
                 "positive number, or train a LanguageModel"
+            )
+        profile, steps = self.training.profile, self.training.steps
+        if profile is not None and not profile[0] < profile[1] <= steps:
+            raise ValueError(
+                f"training.profile is {profile}; it must be two numbers of steps in order, up to "
+                f"training.steps, {steps}"
             )
         if self.evaluation.patience is not None and not self.evaluation.every:
             raise ValueError(

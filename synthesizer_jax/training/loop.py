@@ -84,7 +84,7 @@ def train(
         )
     with contextlib.ExitStack() as stack:
         stack.callback(checkpoints.close)
-        log = RunLog(training, directory, checkpoints, visible=visible)
+        log = RunLog(trainer.experiment, directory, checkpoints, visible=visible)
         stack.callback(log.close)
 
         # Continue where the run was saved, or start. While work that may take minutes is inside of
@@ -111,7 +111,17 @@ def train(
                 checkpoints.wait()
             log.report_saved()
 
+        trace = contextlib.ExitStack()
+        stack.callback(trace.close)
         for step in range(start, training.steps + 1):  # `state` has done `step` steps
+            # Profile. What the devices have not computed yet is no part of it.
+            if training.profile is not None and step in training.profile:
+                jax.block_until_ready(state)
+                trace.close()
+                if step == training.profile[0]:
+                    trace.enter_context(jax.profiler.trace(str(directory / "profile")))
+                    log.say(step, f"profiling to step {training.profile[1]}")
+
             # Save. A step that is evaluated is saved before, so an evaluation that fails loses nothing.
             last = step == training.steps
             due = last or bool(evaluation.every and step and step % evaluation.every == 0)
@@ -150,7 +160,8 @@ def train(
                 log.say(step, f"compiled for {trainer.num_compiled} shapes")
 
             # Step. This only dispatches it; while the devices compute, the step before is logged.
-            state, metrics = trainer.step(state, batch)
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                state, metrics = trainer.step(state, batch)
             if jax.process_count() > 1:
                 metrics[STOP] = trainer.max_over_processes(stop.received, after=metrics["loss"])
             log.add_step(step + 1, batch, metrics)

@@ -63,6 +63,7 @@ class _Stats(NamedTuple):
     total: jax.Array
 
 
+@jax.named_scope("loss")
 def cross_entropy(
     logits: jax.Array,
     targets: jax.Array,
@@ -91,6 +92,7 @@ def cross_entropy(
     return LossSums(*sums, weights.sum())
 
 
+@jax.named_scope("loss")
 def chunked_cross_entropy(
     hidden: jax.Array,
     kernel: jax.Array,

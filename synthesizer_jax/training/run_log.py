@@ -8,11 +8,13 @@ import time
 from collections.abc import Mapping
 
 from synthesizer_jax.checkpoints.manager import Checkpoints
+from synthesizer_jax.registry import to_json
 from synthesizer_jax.runs.events import add_event
 from synthesizer_jax.runs.metrics import MetricsWriter, Throughput
 from synthesizer_jax.runs.progress import Progress
+from synthesizer_jax.runs.writers import Writer, find_writers
 from synthesizer_jax.runtime import processes
-from synthesizer_jax.training.experiment import Training
+from synthesizer_jax.training.experiment import Experiment
 from synthesizer_jax.training.step import Batch, Metrics
 
 STOP = "stop"
@@ -36,7 +38,7 @@ class RunLog:
     """The log of a run. Metrics of a step are read when the next one computes, so that devices never wait.
 
     Args:
-      training: the run's settings.
+      experiment: the run's.
       directory: the run's.
       checkpoints: the run's.
       visible: whether to show progress.
@@ -48,16 +50,18 @@ class RunLog:
 
     def __init__(
         self,
-        training: Training,
+        experiment: Experiment,
         directory: pathlib.Path,
         checkpoints: Checkpoints,
         *,
         visible: bool,
     ):
-        self._log_every = training.log_every
+        training = experiment.training
+        self._experiment, self._log_every = experiment, training.log_every
+        self._open_writers = find_writers(training.writers)
         self._directory, self._checkpoints = directory, checkpoints
         self._created = time.time()
-        self._writer: MetricsWriter | None = None
+        self._writers: list[Writer] = []  # in process 0 alone
         visible = visible and processes.is_process_zero()
         self._progress = Progress(training.steps, title=directory.name, visible=visible)
         self._unread: tuple[int, Metrics, int] | None = None
@@ -69,7 +73,9 @@ class RunLog:
         """Begins to write, after the state was restored or made."""
         if processes.is_process_zero():
             add_event(self._directory, "start", step=step, at=self._created)
-            self._writer = MetricsWriter(self._directory, restored_step=step)
+            self._writers = [MetricsWriter(self._directory, restored_step=step)]
+            config = to_json(self._experiment)
+            self._writers += [make(self._directory, config) for make in self._open_writers]
         self._progress.advance(step)
         self.throughput.read()  # rates are those from here on, without compilation
 
@@ -81,13 +87,13 @@ class RunLog:
 
     def add_event(self, step: int, event: str) -> None:
         """Writes an event."""
-        if self._writer is not None:
+        if self._writers:
             add_event(self._directory, event, step=step)
 
     def close(self) -> None:
         """Stops the display, and closes the files."""
-        if self._writer is not None:
-            self._writer.close()
+        for writer in self._writers:
+            writer.close()
         self._progress.close()
 
     def add_step(self, step: int, batch: Batch, metrics: Metrics) -> None:
@@ -117,23 +123,25 @@ class RunLog:
         self.report_saved()
         if step % self._log_every == 0:
             values |= self.throughput.read()
-            if self._writer is not None:
-                self._writer.write(step, values, kind="train")
+            self._write(step, values, kind="train")
             self._progress.log_training(step, values)
 
     def flush_files(self) -> None:
         """Logs the last step, so that a run continued from its checkpoint misses no line."""
         self.flush()
-        if self._writer is not None:
-            self._writer.flush()
+        for writer in self._writers:
+            writer.flush()
 
     def add_evaluation(self, step: int, values: dict[str, float], seconds: float) -> None:
         """Logs the measures of an evaluation."""
         self.add_event(step, "evaluated")
-        if self._writer is not None:
-            self._writer.write(step, values, kind="eval")
+        self._write(step, values, kind="eval")
         self._progress.log_evaluation(step, values, seconds)
         self.throughput.read()
+
+    def _write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
+        for writer in self._writers:
+            writer.write(step, values, kind=kind)
 
     def report_saved(self) -> None:
         """Reports the checkpoints that were finished in the meantime."""

@@ -138,6 +138,7 @@ def init_state(
     return jax.jit(make, out_shardings=layout.shardings)(jax.random.key(seed))
 
 
+@jax.named_scope("optimizer")
 def apply_gradients(
     state: TrainState, gradients: PyTree, optimizer: RuledOptimizer, *, ema: float | None = None
 ) -> TrainState:

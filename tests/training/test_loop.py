@@ -231,3 +231,21 @@ def test_a_bucket_is_compiled_once_and_changes_nothing(tmp_path, monkeypatch):
     speeds = logged(tmp_path, "steps_per_second")
     assert len(speeds) == 4 and min(speeds.values()) > 0.1
     assert set(logged(tmp_path, "product_utilization").values()) == {None}
+
+
+def test_some_steps_are_profiled(tmp_path):
+    run(tmp_path, experiment(steps=4, profile=(1, 3)))
+    traces = list((tmp_path / "profile").rglob("*.xplane.pb"))
+    assert len(traces) == 1
+    for profile in ((3, 3), (1, 5)):
+        with pytest.raises(
+            ValueError, match=r"two numbers of steps in order, up to training.steps, 4"
+        ):
+            experiment(steps=4, profile=profile)
+
+
+def test_programs_name_what_their_operations_belong_to():
+    trainer = Trainer(experiment(), jax.devices()[:1])
+    names = trainer.compile().as_text()
+    for scope in ("encoder/", "self_attention/", "align/", "mlp/", "jvp(loss)/", "/optimizer/"):
+        assert scope in names

@@ -1,0 +1,115 @@
+"""Where a run's metrics go besides its own files: services that others watch, by name.
+
+A package adds a writer by an entry point in the group ``synthesizer_jax.writers``: a callable that takes
+the run's directory and its configuration as JSON, and returns a `Writer`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeAlias
+
+from synthesizer_jax.files import absolute, is_installed
+from synthesizer_jax.messages import did_you_mean
+from synthesizer_jax.registry import JSON
+
+GROUP = "synthesizer_jax.writers"
+
+
+class Writer(Protocol):
+    """Receives the metrics of a run, in process 0 only."""
+
+    def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
+        """Takes metrics by name after `step` steps; `kind` is ``train`` or ``eval``."""
+
+    def flush(self) -> None:
+        """Is called before a checkpoint is saved."""
+
+    def close(self) -> None:
+        """Is called when the run ends, however it does."""
+
+
+OpenWriter: TypeAlias = Callable[[pathlib.Path, JSON], Writer]
+
+
+def find_writers(names: Iterable[str]) -> list[OpenWriter]:
+    """Returns what opens the writers of these names.
+
+    Raises:
+      ValueError: there is none of a name, or its library is not installed.
+    """
+    known = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
+    found = []
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"training.writers: there is no {name!r}{did_you_mean(name, known)}; installed packages "
+                f"have {', '.join(sorted(known))}"
+            )
+        if known[name].module == __name__ and not is_installed(name):  # named after their libraries
+            raise ValueError(f"training.writers: {name} is not installed: pip install {name}")
+        found.append(known[name].load())
+    return found
+
+
+class _Tracker:
+    """Weights & Biases, or trackio, whose module has the same functions."""
+
+    def __init__(self, module: str, directory: pathlib.Path, config: JSON):
+        self._module: Any = importlib.import_module(module)
+        path = absolute(directory)
+        options: dict[str, Any] = {"project": path.parent.name, "name": path.name}
+        if module == "wandb":  # by which a run that goes on finds itself; trackio's do by the name
+            options["id"] = hashlib.sha256(str(path).encode()).hexdigest()[:16]
+        self._module.init(config=config, resume="allow", **options)
+
+    def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
+        """Sends the metrics as ``train/loss`` and so on."""
+        self._module.log({f"{kind}/{name}": x for name, x in values.items()}, step=step)
+
+    def flush(self) -> None:
+        """Does nothing: the library sends what it has from a thread or process of its own."""
+
+    def close(self) -> None:
+        """Waits until everything is sent."""
+        self._module.finish()
+
+
+class _MLflow:
+    """MLflow, at the address in ``MLFLOW_TRACKING_URI``."""
+
+    def __init__(self, directory: pathlib.Path, config: JSON):
+        self._module: Any = importlib.import_module("mlflow")
+        path = absolute(directory)
+        experiment = self._module.set_experiment(path.parent.name)
+        before = self._module.search_runs(
+            [experiment.experiment_id], f"tags.directory = '{path}'", output_format="list"
+        )
+        run_id = before[0].info.run_id if before else None
+        tags = {"directory": str(path)}
+        self._module.start_run(run_id, run_name=path.name, tags=tags)
+        self._module.log_dict(config, "experiment.json")
+
+    def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
+        """Sends the metrics as ``train/loss`` and so on, from a thread."""
+        named = {f"{kind}/{name}": x for name, x in values.items()}
+        self._module.log_metrics(named, step=step, synchronous=False)
+
+    def flush(self) -> None:
+        """Waits until everything is sent."""
+        self._module.flush_async_logging()
+
+    def close(self) -> None:
+        """Waits until everything is sent, and ends the run."""
+        self.flush()
+        self._module.end_run()
+
+
+open_wandb = functools.partial(_Tracker, "wandb")
+open_trackio = functools.partial(_Tracker, "trackio")
+open_mlflow = _MLflow

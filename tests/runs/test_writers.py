@@ -1,0 +1,94 @@
+"""Metrics that go to services: the same as in the run's own log."""
+
+import importlib.machinery
+import importlib.metadata
+import pathlib
+import sys
+import types
+from unittest import mock
+
+import pytest
+
+from synthesizer_jax.registry import from_json
+from synthesizer_jax.runs import writers
+from tests.training.tiny import experiment, logged, run
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Makes an importable module of mocks."""
+
+    def make(name):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        for function in ("init", "log", "finish", "set_experiment", "start_run", "log_dict"):
+            setattr(module, function, mock.Mock())
+        for function in ("search_runs", "log_metrics", "flush_async_logging", "end_run"):
+            setattr(module, function, mock.Mock(return_value=[]))
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+def test_a_run_is_logged_elsewhere_too_and_goes_on_there(tmp_path, install, name):
+    module = install(name)
+    directory = tmp_path / "group" / "mine"
+    for steps in (2, 3):
+        run(directory, experiment(steps=steps, writers=(name,)))
+    logs = module.log_metrics if name == "mlflow" else module.log
+    sent = {c.kwargs["step"]: c.args[0]["train/loss"] for c in logs.call_args_list}
+    assert sent == logged(directory) and len(sent) == 3
+    if name == "mlflow":
+        assert module.set_experiment.call_args.args == ("group",)
+        assert module.start_run.call_args.kwargs["run_name"] == "mine"
+        config = module.log_dict.call_args.args[0]
+        assert module.end_run.call_count == 2
+    else:
+        first, second = (c.kwargs for c in module.init.call_args_list)
+        config = second.pop("config")
+        assert {k: v for k, v in first.items() if k != "config"} == second
+        assert (second["project"], second["name"], second["resume"]) == ("group", "mine", "allow")
+        assert module.finish.call_count == 2
+    assert from_json(config) == experiment(steps=3, writers=(name,))
+
+
+class Noted(list):
+    """A writer of somebody's package."""
+
+    def __init__(self, directory: pathlib.Path, config: object):
+        NOTED.append(self)
+
+    def write(self, step, values, *, kind):
+        self.append((step, kind, sorted(values)))
+
+    def flush(self):
+        self.append("flush")
+
+    def close(self):
+        self.append("close")
+
+
+NOTED: list[Noted] = []
+
+
+def test_a_package_adds_a_writer_by_an_entry_point(tmp_path, monkeypatch):
+    own = importlib.metadata.EntryPoint("mine", f"{__name__}:Noted", writers.GROUP)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [own])
+    recipe = experiment(steps=2, save_every=1, writers=("mine",))
+    run(tmp_path, recipe, evaluate=lambda state: {"score": 1.0})
+    (noted,) = NOTED
+    steps = [entry[:2] if isinstance(entry, tuple) else entry for entry in noted]
+    assert steps == [(1, "train"), "flush", (2, "train"), "flush", (2, "eval"), "close"]
+
+
+def test_what_is_not_there_is_said_before_the_run_begins(tmp_path, monkeypatch):
+    with pytest.raises(
+        ValueError, match=r"no 'wandbb', did you mean 'wandb'\?; installed packages"
+    ):
+        run(tmp_path, experiment(writers=("wandbb",)))
+    monkeypatch.setattr(writers, "is_installed", lambda library: False)
+    with pytest.raises(ValueError, match="mlflow is not installed: pip install mlflow"):
+        run(tmp_path, experiment(writers=("mlflow",)))
+    assert not (tmp_path / "metrics.jsonl").exists()
