@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
+DOCS := .venv-docs
 TPU := .venv-tpu
 NEWEST := .venv-newest
 NEWEST_PYTHON ?= python3.13
@@ -17,7 +18,7 @@ OPTIMIZED_TESTS := tests/attention/test_routes.py tests/layers/test_contract.py 
 ORACLES := t5 gin-config babel
 WORKDIR ?= runs/quickstart
 
-.PHONY: help install quickstart quick test lint types tests optimized hosts test-tpu test-newest test-peers reliability fuzz bench bench-peers clean
+.PHONY: help install quickstart quick test lint types tests optimized hosts test-tpu test-newest test-peers docs reliability fuzz bench bench-peers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -77,6 +78,15 @@ $(NEWEST)/.installed: pyproject.toml
 test-newest: $(NEWEST)/.installed  ## the tests that need no TensorFlow, with the newest jax and flax (NEWEST_PYTHON=python3.13)
 	$(NEWEST)/bin/pytest -n 2 --dist worksteal $(NEWEST_TESTS)
 
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --upgrade -c constraints.txt pip
+	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt --group docs
+	touch $@
+
+docs: $(DOCS)/.installed  ## build the documentation as a site in build/site; a dead link is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+
 reliability: $(STAMP)  ## kill runs 100 times, and write docs/reliability.md
 	$(BIN)/python benchmarks/reliability.py --kills 50 --processes 1 --page docs/reliability.md
 	$(BIN)/python benchmarks/reliability.py --kills 50 --processes 1 2 --page docs/reliability.md
@@ -99,4 +109,4 @@ test-peers: $(PEERS)/.installed  ## compare pretrained models with transformers
 	$(PEERS)/bin/pytest tests/peers
 
 clean:  ## remove what make made
-	rm -rf $(VENV) $(PEERS) $(TPU) $(NEWEST) build dist *.egg-info
+	rm -rf $(VENV) $(PEERS) $(TPU) $(NEWEST) $(DOCS) build dist *.egg-info

@@ -8,22 +8,27 @@ from synthesizer_jax.alignments.mixture import Mixture, PerHead
 from synthesizer_jax.alignments.random import FactorizedRandom, Random
 from synthesizer_jax.alignments.relative_bias import ALiBi, RelativeBias
 
-ALIGNMENTS: dict[str, type[Alignment]] = {
-    cls.__name__: cls
-    for cls in (
-        ALiBi,
-        Bilinear,
-        Dense,
-        DotProduct,
-        FactorizedDense,
-        FactorizedRandom,
-        Gaussian,
-        GaussianBias,
-        Mixture,
-        PerHead,
-        Random,
-        RelativeBias,
-    )
-}
+__all__ = [
+    "ALIGNMENTS",
+    "ALiBi",
+    "Alignment",
+    "AttentionContext",
+    "Bilinear",
+    "Dense",
+    "DotProduct",
+    "FactorizedDense",
+    "FactorizedRandom",
+    "Gaussian",
+    "GaussianBias",
+    "Mixture",
+    "PerHead",
+    "Random",
+    "RelativeBias",
+]
 
-__all__ = ["ALIGNMENTS", "Alignment", "AttentionContext", *ALIGNMENTS]
+ALIGNMENTS: dict[str, type[Alignment]] = {
+    name: globals()[name]
+    for name in __all__
+    if name not in ("ALIGNMENTS", "Alignment", "AttentionContext")
+}
+"""All of them by name."""
