@@ -18,7 +18,7 @@ OPTIMIZED_TESTS := tests/attention/test_routes.py tests/layers/test_contract.py 
 ORACLES := t5 gin-config babel
 WORKDIR ?= runs/quickstart
 
-.PHONY: help install quickstart quick test lint types tests optimized hosts test-tpu test-newest test-peers docs reliability fuzz bench bench-peers clean
+.PHONY: help install quickstart quick test lint types tests optimized hosts test-tpu test-newest test-peers docs notebooks reliability fuzz bench bench-peers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -77,6 +77,10 @@ $(NEWEST)/.installed: pyproject.toml
 
 test-newest: $(NEWEST)/.installed  ## the tests that need no TensorFlow, with the newest jax and flax (NEWEST_PYTHON=python3.13)
 	$(NEWEST)/bin/pytest -n 2 --dist worksteal $(NEWEST_TESTS)
+
+notebooks: $(STAMP)  ## run the notebooks of docs/notebooks, and keep what they print and draw
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group notebooks
+	$(BIN)/python -m tools.notebooks
 
 $(DOCS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS)

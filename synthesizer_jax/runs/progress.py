@@ -32,7 +32,7 @@ class Progress:
     def __init__(self, total: int, *, title: str = "", visible: bool = True):
         self._total, self._visible = total, visible
         self._console = Console(highlight=False, markup=False, soft_wrap=True)
-        shown = visible and (self._console.is_terminal or self._console.is_jupyter)
+        shown = visible and (self._console.file.isatty() or self._console.is_jupyter)
         self._bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -92,7 +92,7 @@ def show_phases(*, visible: bool = True) -> Iterator[Phase]:
     """Context manager for a `Phase` that prints a line to standard error, with a bar on a terminal."""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    shown = visible and console.is_terminal
+    shown = visible and console.file.isatty()
 
     def phase(title: str, total: int) -> Callable[[int], object]:
         if visible:
