@@ -1,13 +1,10 @@
-# The program in a container, for GKE:  docker build --tag IMAGE .
+# The program in a container, for GKE, from the wheel:  make dist && docker build --tag IMAGE .
 # For GPUs:  docker build --build-arg EXTRAS=train,cuda --tag IMAGE .
 FROM python:3.11-slim
 
-WORKDIR /synthesizer_jax
-COPY constraints.txt pyproject.toml README.md LICENSE ./
-COPY configs configs
-COPY synthesizer_jax synthesizer_jax
-
+COPY constraints.txt dist/*.whl /install/
 ARG EXTRAS=train,gcs,tpu
-RUN python -m pip install --no-cache-dir -c constraints.txt ".[$EXTRAS]"
+RUN wheel=$(echo /install/*.whl) && \
+    python -m pip install --no-cache-dir -c /install/constraints.txt "$wheel[$EXTRAS]" && rm -r /install
 
 ENTRYPOINT ["synthesizer-jax"]

@@ -18,7 +18,7 @@ OPTIMIZED_TESTS := tests/attention/test_routes.py tests/layers/test_contract.py 
 ORACLES := t5 gin-config babel
 WORKDIR ?= runs/quickstart
 
-.PHONY: help install quickstart quick test lint types tests optimized hosts test-tpu test-newest test-peers docs notebooks reliability fuzz bench bench-peers clean
+.PHONY: help install quickstart quick test lint types tests optimized hosts test-tpu test-newest test-peers dist docs notebooks reliability fuzz bench bench-peers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -33,9 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 install: $(STAMP)  ## make .venv with the tested versions
 
 quickstart: $(STAMP)  ## train two small models on the synthetic mixture and write a report
-	$(BIN)/synthesizer-jax train quickstart:random_vanilla --workdir $(WORKDIR)/random_vanilla --data-dir $(WORKDIR)/data
-	$(BIN)/synthesizer-jax train quickstart:dot_product --workdir $(WORKDIR)/dot_product --data-dir $(WORKDIR)/data
-	$(BIN)/synthesizer-jax compare $(WORKDIR)/random_vanilla $(WORKDIR)/dot_product --output $(WORKDIR)/report.html
+	$(BIN)/synthesizer-jax quickstart --workdir $(WORKDIR)
 
 test: lint types tests  ## lint, types and the test suite
 
@@ -81,6 +79,12 @@ test-newest: $(NEWEST)/.installed  ## the tests that need no TensorFlow, with th
 notebooks: $(STAMP)  ## run the notebooks of docs/notebooks, and keep what they print and draw
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group notebooks
 	$(BIN)/python -m tools.notebooks
+
+dist: $(STAMP)  ## build wheel and sdist in dist/, and try the wheel alone in a fresh environment
+	rm -rf dist
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m tools.try_wheel
 
 $(DOCS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS)

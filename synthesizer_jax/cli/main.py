@@ -24,6 +24,7 @@ from synthesizer_jax.runtime.compilation_cache import enable_compilation_cache
 from synthesizer_jax.version import __version__
 
 COMMANDS: dict[str, Callable[..., None]] = {
+    "quickstart": train.quickstart,
     "train": train.train,
     "distill": train.distill,
     "convert": checkpoints.convert,

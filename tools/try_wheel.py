@@ -1,0 +1,41 @@
+"""Installs the wheel in dist/ alone in a fresh environment, and uses it far from the repository."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    """Runs README's first example with the package's requirements, the quickstart with extras."""
+    (wheel,) = (ROOT / "dist").glob("*.whl")
+    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
+    assert example is not None
+    with tempfile.TemporaryDirectory() as place:
+        python = f"{place}/venv/bin/python"
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+        def run(*words: str) -> None:
+            subprocess.run(words, check=True, cwd=place, env=environment)
+
+        def install(extras: str) -> None:
+            pip = (python, "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"))
+            run(*pip, f"{wheel}{extras}")
+
+        run(sys.executable, "-m", "venv", "venv")
+        install("")
+        run(python, "-c", f"{example[1]}\nassert y.shape == x.shape")
+        install("[data,report]")
+        run(f"{place}/venv/bin/synthesizer-jax", "quickstart", "--set", "training.steps=20")
+        assert pathlib.Path(place, "runs", "quickstart", "report.html").stat().st_size > 10_000
+    print(f"{wheel.name} works alone")
+
+
+if __name__ == "__main__":
+    main()
