@@ -409,7 +409,7 @@ TABLES = {
         "WikiText-2's validation split, 2 + 2 layers of d 256, 1,000 steps of 32 rows of 128 tokens; loss"
         " per target token of the test split.",
         "papers.pretraining:small:{}",
-        V | R | {"D": "d", "R+V": "rv", "D+V": "dv"} | OTHERS,
+        V | R | {"D": "d", "R+V": "rv", "D+V": "dv", "HC-SA": "hc_sa"} | OTHERS,
         metric="loss",
         unit="loss",
         form=".3f",
