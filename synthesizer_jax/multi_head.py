@@ -184,7 +184,10 @@ def check_fields(layer: MultiHeadAttention | NnxMultiHeadAttention) -> None:
         ("attn_weights_value_einsum_cls", None),
     ):
         if getattr(layer, field, default) != default:
-            raise ValueError(f"{name} and {field} exclude each other; remove one of them")
+            raise ValueError(
+                f"{name} and {field} exclude each other; remove one of them, or use Attention, which has "
+                "num_kv_heads and soft_cap"
+            )
 
 
 def attend_with_alignment(

@@ -274,11 +274,11 @@ def _run_route(call: Call, implementation: str, partition: Partition | None) -> 
         route = ROUTES[choice.route]
         return attend_unpacked(route, call) if choice.unpack else route(call)
 
+    _log_route(choice, run, call, partition)
     if partition and (
         not partition.axis_names or (choice.route == "reference" and not choice.unpack)
     ):
         partition = None  # the compiler divides the reference route itself
-    _log_route(choice, run, call, partition)
     return run(call) if partition is None else partition.run(run, call)
 
 

@@ -348,7 +348,7 @@ def low_rank(
     if rank != key_rank or heads % max(key_heads, 1):
         raise ValueError(
             f"low_rank: queries have [heads, r]={queries.shape[2:]} but keys {keys.shape[2:]}; "
-            "both must be equal, or the keys' heads divide the queries'"
+            "r must be equal, and the number of the queries' heads a multiple of the keys'"
         )
     for name, x, tokens in (("queries", queries, token_queries), ("keys", keys, token_keys)):
         if not tokens and x.shape[0] != 1:

@@ -28,7 +28,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     repetition_penalty: float | None = None,
-    no_repeat_ngram: int | None = None,
+    no_repeat_ngram_size: int | None = None,
     samples: int = 1,
     seed: int = 0,
     min_length: int = 1,
@@ -61,7 +61,7 @@ def generate(
       top_p: sample from the fewest most probable tokens of at least this probability.
       repetition_penalty: divide the logits of tokens that a text holds already by this number, negative
         ones multiply; by default the recipe's.
-      no_repeat_ngram: forbid that this many tokens in a row occur twice; by default the recipe's.
+      no_repeat_ngram_size: forbid that this many tokens in a row occur twice; by default the recipe's.
       samples: lines per input: samples, or the best of the beams.
       seed: seed of the samples.
       min_length: minimum number of tokens to decode, end of sequence included.
@@ -100,8 +100,12 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        repetition_penalty=repetition_penalty or evaluation.repetition_penalty,
-        no_repeat_ngram=no_repeat_ngram or evaluation.no_repeat_ngram,
+        repetition_penalty=evaluation.repetition_penalty
+        if repetition_penalty is None
+        else repetition_penalty,
+        no_repeat_ngram_size=evaluation.no_repeat_ngram_size
+        if no_repeat_ngram_size is None
+        else no_repeat_ngram_size,
         samples=samples,
         seed=seed,
         logits_dtype=logits_dtype,

@@ -44,7 +44,7 @@ class Evaluation:
         `extra_length`, but at most `DataConfig.targets_length`; None: that alone.
       extra_length: number of tokens.
       repetition_penalty: see `Decoding`.
-      no_repeat_ngram: see `Decoding`.
+      no_repeat_ngram_size: see `Decoding`.
       max_examples: maximum number of examples per task, whole groups; None is all.
       batch_size: number of examples per compiled batch.
       loss_batches: the held-out teacher-forced loss is computed for at most this many batches of each
@@ -65,7 +65,7 @@ class Evaluation:
     relative_length: Positive | None = None
     extra_length: Number = 0
     repetition_penalty: Positive | None = None
-    no_repeat_ngram: Length | None = None
+    no_repeat_ngram_size: Length | None = None
     max_examples: Count | None = None
     batch_size: Length = 64
     loss_batches: Number = 16
@@ -126,7 +126,11 @@ class Evaluator:
         if not pairs:
             stored = (task_registry.find_task(t).stored_splits(prepared.data_dir) for t in wanted)
             splits = dict.fromkeys(itertools.chain(*stored))
-            choice = f"choose {' or '.join(splits)}, or " if splits else ""
+            choice = (
+                f"choose {' or '.join(splits)} by --split or evaluation.split, or "
+                if splits
+                else ""
+            )
             raise FileNotFoundError(
                 f"{', '.join(only) if only else mixture} has no examples of the split {split!r} in "
                 f"{prepared.root}; {choice}{import_remedy(members, prepared.data_dir)}"
@@ -175,7 +179,7 @@ class Evaluator:
                 relative_length=evaluation.relative_length,
                 extra_length=evaluation.extra_length,
                 repetition_penalty=evaluation.repetition_penalty,
-                no_repeat_ngram=evaluation.no_repeat_ngram,
+                no_repeat_ngram_size=evaluation.no_repeat_ngram_size,
                 logits_dtype=evaluation.logits_dtype,
             ),
             ranks=evaluation.method == RANK,

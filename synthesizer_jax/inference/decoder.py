@@ -39,7 +39,7 @@ class Constraints(NamedTuple):
       shortest: ``[]`` the minimum length of every example; None: 1, without a copy of the logits.
       longest: ``[batch]`` the maximum length of each example.
       repetition_penalty: ``[]``, see `Decoding`; None: 1.
-      no_repeat_ngram: see `Decoding`; None: all are allowed.
+      no_repeat_ngram_size: see `Decoding`; None: all are allowed.
       prompt: ``[batch, k]`` the tokens before the decoded ones, the last at the end; read where repetition
         is constrained.
     """
@@ -47,7 +47,7 @@ class Constraints(NamedTuple):
     shortest: ArrayLike | None
     longest: jax.Array
     repetition_penalty: ArrayLike | None = None
-    no_repeat_ngram: int | None = None
+    no_repeat_ngram_size: int | None = None
     prompt: jax.Array | None = None
 
     def apply(self, logits: jax.Array, tokens: jax.Array, at: jax.Array) -> jax.Array:
@@ -65,8 +65,8 @@ class Constraints(NamedTuple):
                 seen = jnp.zeros(logits.shape, bool).at[row, known].set(True, mode="drop")
                 scaled = jnp.where(logits < 0, logits * penalty, logits / penalty)
                 logits = jnp.where(seen, scaled, logits)
-            if self.no_repeat_ngram is not None:
-                repeats = _repeats_ngram(past, length, self.no_repeat_ngram)
+            if self.no_repeat_ngram_size is not None:
+                repeats = _repeats_ngram(past, length, self.no_repeat_ngram_size)
                 ends = jnp.where(repeats, past, nowhere)
                 logits = logits.at[row, ends].set(-jnp.inf, mode="drop")
         if self.shortest is None:

@@ -160,12 +160,12 @@ def run_decoding(
         shortest = 1 if min_length is None else min_length
         longest = jnp.clip(relative.astype(longest.dtype), shortest, longest)
     prompt = None
-    if not (repetition_penalty is decoding.no_repeat_ngram is None):
+    if not (repetition_penalty is decoding.no_repeat_ngram_size is None):
         prompt = jnp.zeros_like(encoder_tokens[:, :1])  # the decoder's first input
         if isinstance(model, LanguageModel):
             prompt = _align_right(encoder_tokens)
     constraints = Constraints(
-        min_length, longest, repetition_penalty, decoding.no_repeat_ngram, prompt
+        min_length, longest, repetition_penalty, decoding.no_repeat_ngram_size, prompt
     )
     decoder = Decoder(
         unroll(model),

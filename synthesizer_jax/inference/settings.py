@@ -33,12 +33,12 @@ class Decoding:
       top_p: samples are drawn from the smallest set of most probable tokens with at least this
         probability (nucleus sampling, Holtzman et al. 2020, section 3.1); None: from all. The order is
         that of transformers: temperature, then `top_k`, then `top_p` of what remains.
-      repetition_penalty: the logits of tokens that a sequence holds already are divided by it if they are
-        positive, and multiplied by it otherwise (Keskar et al. 2019, CTRL, section 4.1, as in
-        transformers); in beam search the log-probabilities are, which are then what is returned. A
-        `LanguageModel`'s sequence begins with its input. None: 1.
-      no_repeat_ngram: n; tokens that would make an n-gram of n tokens a second time have probability zero
-        (Paulus et al. 2018, section 2.5, as in transformers). None: all are allowed.
+      repetition_penalty: divides the logits of tokens that the sequence already holds if they are positive,
+        and multiplies them if they are negative (Keskar et al. 2019, CTRL, section 4.1; as in
+        transformers). Beam search changes log-probabilities instead, and returns the changed ones. The
+        sequence of a `LanguageModel` begins with its input. None: no penalty.
+      no_repeat_ngram_size: n; a token that would complete the same n tokens in a row a second time has
+        probability zero (Paulus et al. 2018, section 2.5; as in transformers). None: all are allowed.
       samples: number of sequences per input: independent samples, or the best of the beams.
       seed: seed of the samples. Sample j of example i depends on the seed, i, j and the model's logits
         alone, neither on the batch nor on devices or the number of samples.
@@ -60,7 +60,7 @@ class Decoding:
     top_k: Count | None = None
     top_p: Annotated[float, Range(0, 1, above=True)] | None = None
     repetition_penalty: Positive | None = None
-    no_repeat_ngram: Length | None = None
+    no_repeat_ngram_size: Length | None = None
     samples: Sequences = 1
     seed: Seed = 0
     logits_dtype: Dtype | None = None

@@ -165,7 +165,7 @@ def generate(
         ``Decoding(max_length=64, temperature=0.7, top_p=0.9)``.
     """
     decoding = decoding or Decoding(max_length=max_length)
-    predictor = _predictor(loaded, len(texts), inputs_length, decoding)
+    predictor = _predictor(loaded, texts, inputs_length, decoding)
     return predictor.predict([predictor.encode(text) for text in texts]).texts
 
 
@@ -185,7 +185,7 @@ def generate_with_scores(
       log-probabilities under the model in nats; beams are in the order of their log-probabilities
       divided by the length penalty.
     """
-    predictor = _predictor(loaded, len(texts), inputs_length, decoding)
+    predictor = _predictor(loaded, texts, inputs_length, decoding)
     return predictor.generate_texts([predictor.encode(text) for text in texts])
 
 
@@ -206,13 +206,17 @@ def encode(
     Raises:
       TypeError: the model has no encoder.
     """
-    predictor = _predictor(loaded, len(texts), inputs_length, Decoding(max_length=1))
+    predictor = _predictor(loaded, texts, inputs_length, Decoding(max_length=1))
     states = predictor.states([predictor.encode(text) for text in texts])
     return np.stack([state.mean(axis=0) for state in states]) if pool else states
 
 
-def _predictor(loaded: Loaded, count: int, inputs_length: int, decoding: Decoding) -> Predictor:
-    """Returns a predictor for so many texts, over the mesh of the variables."""
+def _predictor(
+    loaded: Loaded, texts: Sequence[str], inputs_length: int, decoding: Decoding
+) -> Predictor:
+    """Returns a predictor for the texts, over the mesh of the variables."""
+    if isinstance(texts, str):
+        raise TypeError("texts is one string, which is a sequence of letters; pass [text]")
     model, variables, vocabulary = loaded
     sharding = jax.tree.leaves(variables)[0].sharding
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
@@ -222,6 +226,6 @@ def _predictor(loaded: Loaded, count: int, inputs_length: int, decoding: Decodin
         vocabulary,
         inputs_length=inputs_length,
         decoding=decoding,
-        batch_size=min(16, max(count, 1)),
+        batch_size=min(16, max(len(texts), 1)),
         mesh=mesh if isinstance(mesh, Mesh) else None,
     )

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from synthesizer_jax.data.prepared import PreparedTasks
 from synthesizer_jax.tasks import task_registry
+from synthesizer_jax.tasks.imported import FOLDER
 from synthesizer_jax.tasks.importers.layouts import find_importer
 
 MNLI = "glue_mnli_v002"
@@ -99,7 +100,11 @@ def import_remedy(names: Sequence[str], data_dir: pathlib.Path) -> str:
     """Returns how the data of tasks comes into a directory, for the end of an error message."""
     if registered := [name for name in names if name not in task_registry.TASKS]:
         return f"give the source of {registered[0]}, a task of SeqIO's registry, that split"
-    found = [find_importer(task_registry.find_task(name).dataset) for name in names]
+    datasets = [task_registry.find_task(name).dataset for name in names]
+    if own := [name for name in datasets if name.startswith(f"{FOLDER}/")]:
+        name = own[0].removeprefix(f"{FOLDER}/")
+        return f"add it with 'synthesizer-jax data import mine --name {name} --from SPLIT=FILE …'"
+    found = [find_importer(dataset) for dataset in datasets]
     importers = list(dict.fromkeys(known[0] for known in found if known is not None))
     if not importers:
         return "write their TFDS data sets to it, or name another --data-dir"

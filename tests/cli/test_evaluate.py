@@ -109,7 +109,8 @@ def test_every_checkpoint_and_each_tasks_best(place):
         ),
         (
             *("predict", f"{RTE} --split tset", FileNotFoundError),
-            "'tset' in .*; choose train or validation or test, or import the original files",
+            "'tset' in .*; choose train or validation or test by --split or evaluation.split, "
+            "or import the original files",
         ),
     ],
 )

@@ -195,7 +195,7 @@ def test_scores_are_the_log_probabilities_of_the_answers(measured, beams):
 def test_an_evaluation_decodes_as_it_says(measured, data_dir):
     evaluator, variables, _ = measured
     settings = {"beams": 3, "alpha": 0.2, "relative_length": 0.1, "extra_length": 2}
-    settings |= {"repetition_penalty": 1.2, "no_repeat_ngram": 2}
+    settings |= {"repetition_penalty": 1.2, "no_repeat_ngram_size": 2}
     evaluation = replace(evaluator.evaluation, method="beam", loss_batches=0, **settings)
     asked = Evaluator(
         *(evaluator.model, evaluator.data, evaluation),

@@ -134,7 +134,11 @@ def test_repetition_is_constrained_as_in_transformers(n):
     )
     table = Table(np.float32(logits))
     constraints = Constraints(
-        None, jnp.full(6, 8), repetition_penalty=1.5, no_repeat_ngram=n, prompt=jnp.asarray(prompts)
+        None,
+        jnp.full(6, 8),
+        repetition_penalty=1.5,
+        no_repeat_ngram_size=n,
+        prompt=jnp.asarray(prompts),
     )
     greedy = jax.jit(lambda: decode_rows(table, constraints))()
     beams = jax.jit(lambda: beam_search(table, constraints, beams=3, alpha=0.6, samples=3))()

@@ -178,7 +178,9 @@ def test_decoded_ids_are_the_same(tmp_path, family):
                 repetition_penalty=penalty,
                 no_repeat_ngram_size=ngram,
             ).numpy()[:, 1:]
-        decoding = Decoding(max_length=LENGTH, repetition_penalty=penalty, no_repeat_ngram=ngram)
+        decoding = Decoding(
+            max_length=LENGTH, repetition_penalty=penalty, no_repeat_ngram_size=ngram
+        )
         found = decode_sequences(variables, jnp.asarray(inputs), model=model, decoding=decoding)
         ours = np.asarray(found.tokens[:, 0])
         assert (ours == 1).any(axis=1).sum() > 2

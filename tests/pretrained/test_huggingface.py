@@ -257,6 +257,8 @@ def test_an_encoder_alone_is_loaded_over_a_mesh(tmp_path):
     np.testing.assert_allclose(encode(sharded, texts), encode(alone, texts), atol=1e-5)
     with pytest.raises(TypeError, match="Encoder generates no text"):
         generate(alone, texts)
+    with pytest.raises(TypeError, match=r"one string, .*; pass \[text\]"):
+        encode(alone, texts[0])
     with pytest.raises(ValueError, match="holds an encoder alone"):
         convert_checkpoint(folder, tmp_path / "run")
 
