@@ -121,6 +121,8 @@ def run() -> None:
             print(error, file=sys.stderr)
             sys.exit(error.exit_code)
         is_known = _is_user_error(error) and not os.environ.get(TRACEBACK)
+        if is_known:  # writes that are still under way fail in threads of libraries
+            sys.unraisablehook = lambda _: None
         if is_known:
             print(f"error: {_one_line_message(error)}", file=sys.stderr)
         else:
