@@ -1,4 +1,4 @@
-"""Compares training steps and decoding of this package's T5 1.1 with transformers and CTranslate2.
+"""Compares training steps and decoding of this package's T5 1.1 with transformers, CTranslate2, keras-hub.
 
     make bench-peers
     python benchmarks/peers.py --systems v v+small transformers --dropout 0.1
@@ -31,6 +31,9 @@ SIZES = {
     "large": (1024, 24, 2816, 16, 64),
 }
 """T5 1.1: d_model, layers, d_ff, heads, head_dim."""
+
+PEERS = {"transformers": "pytorch.py", "ctranslate2": "pytorch.py", "keras-hub": "keras_t5.py"}
+"""Their workers."""
 
 
 def main() -> None:
@@ -76,7 +79,7 @@ def main() -> None:
 
 def is_dot_product(name: str) -> bool:
     """Whether a system has the attention of the published T5s."""
-    return name.split("+")[0] in ("v", "transformers", "ctranslate2")
+    return name.split("+")[0] in ("v", *PEERS)
 
 
 def make_system(args: argparse.Namespace, name: str) -> racing.System:
@@ -87,14 +90,14 @@ def make_system(args: argparse.Namespace, name: str) -> racing.System:
     )
     options: dict[str, Any] = {**sizes, **vars(args), "system": kind, "small": suffix == "small"}
     del options["json"], options["page"]
-    peer = kind in ("transformers", "ctranslate2")
+    peer = kind in PEERS
     if suffix not in ("", "pages", "small") or not (peer or kind in models.VARIANTS):
-        known = ", ".join(["transformers", "ctranslate2", *models.VARIANTS])
+        known = ", ".join([*PEERS, *models.VARIANTS])
         raise SystemExit(f"{name} is no system; choose from {known}; +pages, a variant also +small")
     large_pages = suffix == "pages" or not (peer or args.decode)
     environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if large_pages else {}
     if peer:
-        return racing.System(name, "pytorch.py", options, str(racing.PEERS), environment)
+        return racing.System(name, PEERS[kind], options, str(racing.PEERS), environment)
     return racing.System(name, "ours.py", options, environment=environment)
 
 
