@@ -293,7 +293,8 @@ TABLES = {
         "perplexity of masked tokens.",
         "papers.language_modeling:masked:{}",
         {"16": "16", "64 (d/h)": "64", "128": "128"},
-        **LANGUAGE_MODEL,
+        **LANGUAGE_MODEL
+        | {"settings": (*LANGUAGE_MODEL["settings"], "training.optimizer.learning_rate.peak=1e-3")},
         seeds=1,
     ),
     "wmt": Table(

@@ -18,7 +18,7 @@ from synthesizer_jax.data.objectives import OBJECTIVES
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.models import Encoder, LanguageModel, Size
 from synthesizer_jax.models.published import bert
-from synthesizer_jax.models.zoo import dot_product, language_model
+from synthesizer_jax.models.zoo import language_model
 from synthesizer_jax.optimizers import AdamW, Linear
 from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Evaluation, Experiment
@@ -72,7 +72,7 @@ def _with_heads(number: int, head_dim: int) -> Size:
 
 def _model(system: str, size: Size) -> LanguageModel:
     model = language_model("v", size)
-    _, mixer = self_attentions(system, size, LENGTH, dot=dot_product(size.head_dim), dropout=0.1)
+    _, mixer = self_attentions(system, size, LENGTH, dropout=0.1)
     (run,) = model.decoder.runs
     block = run.block.copy(self_mixer=mixer, dropout_rate=0.1)
     bias = None if mixer.bias_heads is None else model.decoder.bias
