@@ -247,7 +247,7 @@ TABLES = {
         "WikiText-2's validation split as training text, four layers of d 256, 600 steps of 8 rows of 256 "
         "tokens, 7,000 pieces; perplexity per token of the test split in windows of 256 tokens.",
         "papers.language_modeling:wikitext:{}",
-        V | R | FR | {"D": "d", "R+V": "rv", "D+V": "dv"},
+        V | R | FR | {"D": "d", "R+V": "rv", "D+V": "dv", "V, T5's dot product": "v:t5"},
         paper={"V": 38.21, "R": 40.60, "FR": 42.40, "D": 40.88, "R+V": 40.05, "D+V": 37.27},
         source="perplexity on LM1B, Tay et al. 2021",
         **LANGUAGE_MODEL,

@@ -94,6 +94,8 @@ def make_system(args: argparse.Namespace, name: str) -> racing.System:
     if suffix not in ("", "pages", "small") or not (peer or kind in models.VARIANTS):
         known = ", ".join([*PEERS, *models.VARIANTS])
         raise SystemExit(f"{name} is no system; choose from {known}; +pages, a variant also +small")
+    if kind == "keras-hub" and args.decode:
+        raise SystemExit("keras-hub is compared in training only")
     large_pages = suffix == "pages" or not (peer or args.decode)
     environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if large_pages else {}
     if peer:

@@ -11,18 +11,23 @@ per token and per word, bits per byte.
 
 from __future__ import annotations
 
-from synthesizer_jax.recipes.papers import self_attentions, small_training
+from typing import Literal, TypeAlias
 
+from synthesizer_jax.recipes.papers import SCALED, self_attentions, small_training
+
+from synthesizer_jax.alignments import Alignment
 from synthesizer_jax.data.config import DataConfig
 from synthesizer_jax.data.objectives import OBJECTIVES
 from synthesizer_jax.data.vocabularies import SentencePiece
 from synthesizer_jax.models import Encoder, LanguageModel, Size
 from synthesizer_jax.models.published import bert
-from synthesizer_jax.models.zoo import language_model
+from synthesizer_jax.models.zoo import dot_product, language_model
 from synthesizer_jax.optimizers import AdamW, Linear
 from synthesizer_jax.registry import replace
 from synthesizer_jax.training.experiment import Evaluation, Experiment
 from synthesizer_jax.typing import Length
+
+Dot: TypeAlias = Literal["scaled", "t5"]
 
 LENGTH = 256
 VOCAB_SIZE = 32_128
@@ -36,9 +41,10 @@ def default() -> Experiment:
     return wikitext("rv")
 
 
-def wikitext(system: str) -> Experiment:
-    """WikiText-2, four layers of d 256."""
-    return _train(_model(system, SMALL), WIKITEXT)
+def wikitext(system: str, dot: Dot = "scaled") -> Experiment:
+    """WikiText-2, four layers of d 256; the dot product over √d, or T5's, which has no scale."""
+    alignment = {"scaled": SCALED, "t5": dot_product(SMALL.head_dim)}[dot]
+    return _train(_model(system, SMALL, alignment), WIKITEXT)
 
 
 def heads(head_dim: Length, number: Length = 4) -> Experiment:
@@ -70,9 +76,9 @@ def _with_heads(number: int, head_dim: int) -> Size:
     return Size(SMALL.d_model, SMALL.layers, SMALL.d_ff, number, head_dim)
 
 
-def _model(system: str, size: Size) -> LanguageModel:
+def _model(system: str, size: Size, dot: Alignment = SCALED) -> LanguageModel:
     model = language_model("v", size)
-    _, mixer = self_attentions(system, size, LENGTH, dropout=0.1)
+    _, mixer = self_attentions(system, size, LENGTH, dot=dot, dropout=0.1)
     (run,) = model.decoder.runs
     block = run.block.copy(self_mixer=mixer, dropout_rate=0.1)
     bias = None if mixer.bias_heads is None else model.decoder.bias

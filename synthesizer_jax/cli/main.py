@@ -110,6 +110,7 @@ def run() -> None:
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     logging.basicConfig(format="%(message)s")
+    sys.unraisablehook = _report_unraisable
     enable_compilation_cache()
     # As Ctrl-C does: incomplete output is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -121,8 +122,6 @@ def run() -> None:
             print(error, file=sys.stderr)
             sys.exit(error.exit_code)
         is_known = _is_user_error(error) and not os.environ.get(TRACEBACK)
-        if is_known:  # writes that are still under way fail in threads of libraries
-            sys.unraisablehook = lambda _: None
         if is_known:
             print(f"error: {_one_line_message(error)}", file=sys.stderr)
         else:
@@ -133,6 +132,12 @@ def run() -> None:
 
             processes.exit_process(code)
         sys.exit(code)
+
+
+def _report_unraisable(found: sys.UnraisableHookArgs) -> None:
+    """Reports what threads of libraries raise, but not that a write still was under way after an error."""
+    if str(found.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(found)
 
 
 def _is_user_error(error: Exception) -> bool:

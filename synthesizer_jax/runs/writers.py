@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeAlias
 from synthesizer_jax.files import absolute, is_installed
 from synthesizer_jax.messages import did_you_mean
 from synthesizer_jax.registry import JSON
+from synthesizer_jax.runs.events import read_events
 
 GROUP = "synthesizer_jax.writers"
 
@@ -57,16 +58,23 @@ def find_writers(names: Iterable[str]) -> list[OpenWriter]:
     return found
 
 
+def _run_key(directory: pathlib.Path) -> str:
+    """Returns what a run that goes on has in common with itself, and not with a former one in its place."""
+    first = next(read_events(directory))
+    return hashlib.sha256(f"{absolute(directory)} {first['time']}".encode()).hexdigest()[:16]
+
+
 class _Tracker:
     """Weights & Biases, or trackio, whose module has the same functions."""
 
     def __init__(self, module: str, directory: pathlib.Path, config: JSON):
         self._module: Any = importlib.import_module(module)
         path = absolute(directory)
-        options: dict[str, Any] = {"project": path.parent.name, "name": path.name}
-        if module == "wandb":  # by which a run that goes on finds itself; trackio's do by the name
-            options["id"] = hashlib.sha256(str(path).encode()).hexdigest()[:16]
-        self._module.init(config=config, resume="allow", **options)
+        key = _run_key(directory)
+        options = {"name": path.name, "id": key}
+        if module == "trackio":  # where a run is known by its name
+            options = {"name": f"{path.name}-{key}"}
+        self._module.init(project=path.parent.name, config=config, resume="allow", **options)
 
     def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:
         """Sends the metrics as ``train/loss`` and so on."""
@@ -85,14 +93,13 @@ class _MLflow:
 
     def __init__(self, directory: pathlib.Path, config: JSON):
         self._module: Any = importlib.import_module("mlflow")
-        path = absolute(directory)
+        path, key = absolute(directory), _run_key(directory)
         experiment = self._module.set_experiment(path.parent.name)
         before = self._module.search_runs(
-            [experiment.experiment_id], f"tags.directory = '{path}'", output_format="list"
+            [experiment.experiment_id], f"tags.key = '{key}'", output_format="list"
         )
         run_id = before[0].info.run_id if before else None
-        tags = {"directory": str(path)}
-        self._module.start_run(run_id, run_name=path.name, tags=tags)
+        self._module.start_run(run_id, run_name=path.name, tags={"key": key})
         self._module.log_dict(config, "experiment.json")
 
     def write(self, step: int, values: Mapping[str, float], *, kind: str) -> None:

@@ -3,6 +3,7 @@
 import importlib.machinery
 import importlib.metadata
 import pathlib
+import shutil
 import sys
 import types
 from unittest import mock
@@ -49,9 +50,17 @@ def test_a_run_is_logged_elsewhere_too_and_goes_on_there(tmp_path, install, name
         first, second = (c.kwargs for c in module.init.call_args_list)
         config = second.pop("config")
         assert {k: v for k, v in first.items() if k != "config"} == second
-        assert (second["project"], second["name"], second["resume"]) == ("group", "mine", "allow")
+        assert (second["project"], second["resume"]) == ("group", "allow")
+        assert second["name"].startswith("mine")
         assert module.finish.call_count == 2
     assert from_json(config) == experiment(steps=3, writers=(name,))
+    shutil.rmtree(directory)  # a new run in its place is another one
+    run(directory, experiment(steps=1, writers=(name,)))
+    if name == "mlflow":
+        searched = [c.args[1] for c in module.search_runs.call_args_list]
+    else:
+        searched = [c.kwargs.get("id", c.kwargs["name"]) for c in module.init.call_args_list]
+    assert searched[0] == searched[1] != searched[2]
 
 
 class Noted(list):
