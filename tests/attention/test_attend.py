@@ -123,12 +123,13 @@ def test_devices_that_share_the_queries(names: tuple[str, ...], route: str) -> N
     values, g = cases.normal("values", b, n, HEADS, WIDTH), cases.normal("g", b, n, HEADS, WIDTH)
     lengths = jnp.array([12, 7, 1, 0])
     mask = Mask(key_lengths=lengths, query_lengths=lengths).for_self_attention()
+    sinks = jnp.array([0.5, -1.0]) if route == "fused" else None
 
     @functools.partial(jax.jit, static_argnums=2, compiler_options=cases.FAST_COMPILE)
     def f(terms, values, partition):
         options = {"mask": mask, "q_length": n, "implementation": route, "partition": partition}
-        call = functools.partial(attend, **options)
-        out, back = jax.vjp(call, terms, values)
+        call = lambda terms, values, sinks: attend(terms, values, sinks=sinks, **options)
+        out, back = jax.vjp(call, terms, values, sinks)
         return out, *back(g)
 
     with jax.set_mesh(mesh):

@@ -18,6 +18,7 @@ from synthesizer_jax.inference.decoder import Constraints
 from synthesizer_jax.inference.decoding import run_decoding
 from synthesizer_jax.inference.sampling import Sampling, decode_rows, keep_most_probable
 from synthesizer_jax.models import Size, alignment, t5
+from synthesizer_jax.models.zoo import language_model
 from tests.inference.table import Table, table_log_p
 
 VOCAB, LENGTH, BATCH = 11, 6, 8
@@ -200,6 +201,22 @@ def test_lengths_have_a_minimum_and_a_maximum_relative_to_the_input(trained, met
     left = np.stack([np.roll(row, (row == 0).sum()) for row in source])
     same = run(trained, method, source=jnp.asarray(left), **options)
     np.testing.assert_array_equal(found.tokens, same.tokens)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_language_models_prompt_counts_as_repeated_wherever_its_padding_is(method):
+    model = language_model("v", Size(8, 1, 12, 2, 4)).copy(vocab_size=2 * VOCAB)
+    prompts = np.array([[2, 3, 4, 0, 0], [5, 6, 0, 0, 0], [7, 8, 9, 10, 11]])
+    variables = jax.jit(model.init)(jax.random.key(1), prompts, prompts)
+    decoding = dataclasses.replace(METHODS[method], no_repeat_ngram_size=1)
+    left = np.stack([np.roll(row, (row == 0).sum()) for row in prompts])
+    run = functools.partial(decode_sequences, variables, model=model, decoding=decoding)
+    found, same = (np.asarray(run(jnp.asarray(x)).tokens) for x in (prompts, left))
+    np.testing.assert_array_equal(found, same)
+    for prompt, samples in zip(prompts, found, strict=True):
+        for tokens in samples:
+            tokens = [*prompt[prompt > 0], *tokens[tokens > 0]]
+            assert len(set(tokens)) == len(tokens) > (prompt > 0).sum()
 
 
 def test_a_sample_depends_on_its_seed_example_and_number_alone(trained):
