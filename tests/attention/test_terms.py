@@ -99,7 +99,7 @@ def test_positions_in_segments() -> None:
         (lambda: outer(jnp.ones((2, 3, 4, 5)), jnp.ones((2, 3, 5, 5))), "both must be equal"),
         (
             lambda: low_rank(jnp.ones((2, 3, 4, 5)), jnp.ones((2, 3, 4, 6)), token_keys=True),
-            "both must be equal",
+            "r must be equal",
         ),
         (
             lambda: low_rank(jnp.ones((2, 3, 4, 5)), jnp.ones((2, 3, 4, 5)), token_keys=False),
