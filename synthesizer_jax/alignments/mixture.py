@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -82,18 +82,32 @@ class Mixture(Parts):
             for i, part in enumerate(self.parts)
         ]
         if self.weights != "sum":
-            alpha = self.alpha(context.num_heads)
+            shape = (context.num_heads, len(parts))
+            zeros = nn.initializers.zeros_init()
+            if self.weights == "softmax":
+                weights = self.param("weights", with_axes(zeros, "heads", "parts"), shape)
+                alpha = self.alpha({"weights": weights})
+            else:
+                gate = self.param("gate", with_axes(zeros, "parts"), (1,))
+                alpha = jnp.broadcast_to(self.alpha({"gate": gate}), shape)
             parts = [scale(terms, alpha[:, i]) for i, terms in enumerate(parts)]
         return add(*(term for terms in parts for term in terms))
 
-    def alpha(self, num_heads: int) -> jax.Array:
-        """The parts' weights for every head, ``[heads, parts]`` float32, rows summing to one."""
-        zeros = nn.initializers.zeros_init()
+    def alpha(self, params: Mapping[str, Any]) -> jax.Array:
+        """Returns the parts' weights, ``[heads, parts]`` float32; ``[1, parts]`` if heads share them.
+
+        Args:
+          params: the mixture's parameters; in a layer's, those named ``align``.
+
+        Raises:
+          ValueError: the parts have no weights.
+        """
+        if self.weights == "sum":
+            raise ValueError("Mixture: parts that are summed up have no weights α")
         if self.weights == "softmax":
-            shape = (num_heads, len(self.parts))
-            return jax.nn.softmax(self.param("weights", with_axes(zeros, "heads", "parts"), shape))
-        gate = jax.nn.sigmoid(self.param("gate", with_axes(zeros, "parts"), (1,)))
-        return jnp.broadcast_to(jnp.concatenate([1.0 - gate, gate]), (num_heads, 2))
+            return jax.nn.softmax(params["weights"])
+        gate = jax.nn.sigmoid(params["gate"])
+        return jnp.concatenate([1.0 - gate, gate])[None]
 
     def start_as(self, part: int, params: PyTree, fresh: PyTree) -> PyTree:
         """Returns parameters with which the mixture makes the logits of one of its parts alone.

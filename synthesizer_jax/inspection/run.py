@@ -321,12 +321,8 @@ def _mixtures(model: TokenModel, variables: Variables) -> dict[str, tuple[list[s
         alignment: Any = getattr(mixer, "alignment", None)
         if isinstance(alignment, Mixture) and alignment.weights != "sum":
             align = jax.tree.map(gather_to_host, params["align"])
-            if alignment.weights == "softmax":
-                alpha = jax.nn.softmax(align["weights"])
-            else:
-                gate = jax.nn.sigmoid(align["gate"])
-                alpha = jnp.concatenate([1.0 - gate, gate])[None]
-            found[str(place)] = list(map(describe, alignment.parts)), np.asarray(alpha)
+            alpha = np.asarray(alignment.alpha(align))
+            found[str(place)] = list(map(describe, alignment.parts)), alpha
     return found
 
 

@@ -98,7 +98,8 @@ def model_card(experiment: Experiment, step: int, metrics: JSON) -> str:
     if metrics:
         sections += ["## Results", _fenced(metrics)]
     if step:
-        sections += ["## Recipe", _fenced(to_json(experiment.starting_from(None)))]
+        recipe = _fenced(to_json(experiment.starting_from(None)))
+        sections += ["<details><summary>Recipe</summary>", recipe, "</details>"]
     return "\n\n".join(sections) + "\n"
 
 
