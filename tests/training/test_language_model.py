@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -80,10 +81,12 @@ def test_texts_are_evaluated_by_their_loss(data_dir, tmp_path):
 def test_a_masked_language_model_is_evaluated_where_tokens_are_masked(data_dir, tmp_path):
     wanted = recipe("masked", objective="masked_lm")
     state, results, evaluator = trained(wanted, data_dir, tmp_path)
+    apply = jax.jit(wanted.model.apply)
     for examples, result in zip(evaluator.sets, results, strict=True):
         nats, count = 0.0, 0
         for inputs, targets in zip(examples.inputs, examples.targets, strict=True):
-            logits = wanted.model.apply(state.variables, inputs[None]).token_logits[0]
+            padded = np.pad(inputs, (0, LENGTH - len(inputs)))[None]
+            logits = apply(state.variables, padded).token_logits[0]
             log_z = np.logaddexp.reduce(np.asarray(logits, np.float64), axis=-1)
             for i in np.flatnonzero(targets):
                 nats += log_z[i] - float(logits[i, targets[i]])
